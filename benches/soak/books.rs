@@ -122,8 +122,8 @@ impl SoakLedger {
     pub(crate) fn record_log_line(&self, level: &str, message: &str, line: &str) {
         let now = Instant::now();
         let is_explained = match message {
-            "Redis is down: policies decide by on_store_failure"
-            | "Redis does not let the instances be counted" => {
+            "redis unavailable; applying on_store_failure"
+            | "redis rejected the membership script; using the last known instance count" => {
                 self.was_active_since(SoakFault::Redis, now)
             }
             "the new configuration is wrong; the last good one stays in effect" => {

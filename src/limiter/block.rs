@@ -1,8 +1,9 @@
-//! A block: not a limit, but what `block_for` keeps of a policy's refusal.
+//! `block`: keeps a policy closed for a time after it refused a request (`block_for`). It is not a
+//! limit.
 //!
-//! Rule: closed from the moment at which a limit of its own policy refuses, for `per`; what is refused meanwhile
-//! doesn't prolong it. It is asked like a limit of one unit, and charged when the policy refuses instead of when the
-//! request is admitted.
+//! Rule: the block starts when a limit of its policy refuses, and lasts for `per`. Further refusals
+//! do not prolong it. A decision checks it like a limit of one unit. It is charged when the policy
+//! refuses, not when the request is admitted.
 //! Memory: one time.
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -11,7 +12,7 @@ pub(super) struct BlockState {
 }
 
 impl BlockState {
-    /// 1 while it holds.
+    /// 1 while the block is active, else 0.
     pub(super) fn used(self, now_us: u64) -> u64 {
         u64::from(now_us < self.until_us)
     }

@@ -1,28 +1,31 @@
 //! `concurrency`: at most `requests` requests in flight at a time.
 //!
-//! Rule: a request takes a slot and gives it back when it ends; admit if slots in use + 1 ≤ requests. A slot is a
-//! lease that ends by itself after `lease_ttl`, so that those of a crashed sidecar come back; whoever lives renews
-//! his at a third of it. Renewing brings a slot back that has lapsed meanwhile: its request is still there.
-//! Worst case: never more than `requests` in flight, as long as the store is there to be told: a sidecar that can't
-//! reach it for a whole `lease_ttl` loses its slots, and its requests go on beside those that take them.
-//! Retry: unknown, as nobody knows when a request ends.
-//! Memory: an id and a time per request in flight, here 64 to 80 bytes, in Redis about 20 up to 128, then about 105.
-//! Cost: in Redis O(log n) each for taking, renewing and giving back.
+//! Rule: a request takes a slot and releases it when it ends; admit if slots in use + 1 ≤ requests.
+//! A slot expires after `lease_ttl`, so that the slots of a crashed instance become free. A live
+//! instance renews its slots at a third of that time. A renewal takes an expired slot again, as its
+//! request is still in flight.
+//! Worst case: never more than `requests` in flight while the store is reachable. An instance that
+//! can't reach it for a whole `lease_ttl` loses its slots, and its requests run beside those that
+//! take them.
+//! Retry: unknown, because the end of a request is unknown.
+//! Memory: an id and a time per request in flight: here 64 to 80 bytes; in Redis about 20 up to 128
+//! requests, then about 105.
+//! Cost: in Redis O(log n) each to take, renew and release a slot.
 
 use indexmap::IndexMap;
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct ConcurrencySlots {
-    /// When each lease ends, by the slot's id.
+    /// Expiry of each slot, by its id.
     expiries_us: IndexMap<u128, u64, foldhash::fast::RandomState>,
-    /// None ends before this.
+    /// No slot expires before this.
     earliest_expiry_us: u64,
-    /// None ends after this.
+    /// No slot expires after this.
     latest_expiry_us: u64,
 }
 
 impl ConcurrencySlots {
-    /// Slots in use at `now_us`. Mostly none has lapsed, and nothing needs to be counted.
+    /// Slots in use at `now_us`. Usually none has expired, and the map need not be scanned.
     pub(super) fn used(&self, now_us: u64) -> u64 {
         let used = match self.earliest_expiry_us > now_us {
             true => self.expiries_us.len(),
@@ -35,7 +38,7 @@ impl ConcurrencySlots {
         u64::try_from(used).unwrap_or(u64::MAX)
     }
 
-    /// Takes a slot, or keeps it, until `ends_us`.
+    /// Takes a slot, or renews it, until `expires_at_us`.
     pub(super) fn hold_slot(&mut self, slot: u128, expires_at_us: u64, now_us: u64) {
         if self.earliest_expiry_us <= now_us {
             self.expiries_us.retain(|_, ends_us| *ends_us > now_us);

@@ -1,70 +1,70 @@
 -- fixed_window: the rule of fixed_window.rs over one string, `start:used`.
 --
--- The window's start stands in the value, because expiry can't draw the edge: Redis keeps a key through the
--- whole millisecond of its deadline.
+-- The value contains the start of the window because the expiry of the key is not exact: Redis
+-- keeps a key through the whole millisecond of its deadline.
 
--- The state of a key at `time`, or at the start of its window if that is later; nil and perhaps an error if it
--- isn't ours.
+-- Returns the state of a key at `time`, or at the start of its window if that is later. Returns nil
+-- and perhaps an error if the value is foreign.
 local function window_read(key, time, per, offset)
   local value = try('GET', key)
-  local was, used = 0, 0
+  local stored_start, used_units = 0, 0
   if value then
     if type(value) == 'table' then return nil, value end
-    was, used = match(value, '^(%d+):(%d+)$')
-    was, used = tonumber(was), tonumber(used)
-    if not was or was > 9007199254740992 or used > 9007199254740992 then return nil end
+    stored_start, used_units = match(value, '^(%d+):(%d+)$')
+    stored_start, used_units = tonumber(stored_start), tonumber(used_units)
+    if not stored_start or stored_start > 9007199254740992 or used_units > 9007199254740992 then return nil end
   end
-  local now = max(time, was)
+  local now = max(time, stored_start)
   local start = 0
   if now >= offset then start = now - (now - offset) % per end
-  if start ~= was then used = 0 end
-  return { key = key, now = now, start = start, ends = start + per, used = used }
+  if start ~= stored_start then used_units = 0 end
+  return { key = key, now = now, start = start, ends_at = start + per, used_units = used_units }
 end
 
--- When used units come back: all at once.
-local function window_frees(window)
-  return window.ends
+-- All used units are free again at the end of the window.
+local function window_release_time(window)
+  return window.ends_at
 end
 
--- Makes so many used; an error if Redis doesn't let us write, and then nothing was written.
-local function window_use(window, used)
-  window.used = min(9007199254740992, used)
-  local value = format('%d:%d', window.start, window.used)
-  local reply = try('SET', window.key, value, 'PXAT', integer(math.ceil(window.ends / 1000)))
+-- Stores the used units. Returns an error if Redis rejects the write; then nothing was written.
+local function window_write(window, used_units)
+  window.used_units = min(9007199254740992, used_units)
+  local value = format('%d:%d', window.start, window.used_units)
+  local reply = try('SET', window.key, value, 'PXAT', integer(math.ceil(window.ends_at / 1000)))
   if reply.err then return reply end
 end
 
--- Takes `cost` units, at least 1; an error as window_use.
+-- Takes `cost` units, at least 1. Errors as window_write.
 local function window_charge(window, cost)
-  return window_use(window, window.used + cost)
+  return window_write(window, window.used_units + cost)
 end
 
-rules.w = { adds = true, read = window_read, frees = window_frees, charge = window_charge }
+rules.w = { is_additive = true, read = window_read, release_time = window_release_time, charge = window_charge }
 
--- only for counting
--- Takes what there is, up to `cost`; an error as window_use.
-local function window_press(window, cost, capacity)
-  if window.used < capacity then return window_use(window, min(capacity, window.used + cost)) end
+-- section: rejected charges
+-- Takes the available units, up to `cost`. Errors as window_write.
+local function window_charge_rejected(window, cost, capacity)
+  if window.used_units < capacity then return window_write(window, min(capacity, window.used_units + cost)) end
 end
 
-rules.w.press = window_press
--- end
+rules.w.charge_rejected = window_charge_rejected
+-- end section
 
--- only for amending
--- Gives back `units` charged at `at`, if that was in this window; an error as window_use.
-local function window_credit(window, units, at)
-  if window.used == 0 or at < window.start or at >= window.ends then return end
-  return window_use(window, max(0, window.used - units))
+-- section: settlements
+-- Returns `units` charged at `charged_at`, if that time is in this window. Errors as window_write.
+local function window_credit(window, units, charged_at)
+  if window.used_units == 0 or charged_at < window.start or charged_at >= window.ends_at then return end
+  return window_write(window, max(0, window.used_units - units))
 end
 
 rules.w.credit = window_credit
--- end
+-- end section
 
--- only for lending
--- What is lent dies at the edge.
-local function window_lends(window, last)
-  return min(last, window.ends - 1)
+-- section: leases
+-- A lease ends with the window at the latest.
+local function window_grantable_until(window, last)
+  return min(last, window.ends_at - 1)
 end
 
-rules.w.lends, rules.w.lend = window_lends, window_charge
--- end
+rules.w.grantable_until, rules.w.grant = window_grantable_until, window_charge
+-- end section

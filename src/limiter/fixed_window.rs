@@ -1,9 +1,11 @@
-//! `fixed_window`: at most `requests` units per window of length `per`, aligned to the epoch plus `offset`.
+//! `fixed_window`: at most `requests` units per window of length `per`, aligned to the epoch plus
+//! `offset`.
 //!
-//! Rule: window number = floor((now − offset) / per); admit if used in this window + cost ≤ requests.
-//! Worst case: 2 × requests across an edge, half before and half after it.
-//! Retry: the next edge.
-//! Memory: one number and the window it belongs to.
+//! Rule: window number = floor((now − offset) / per); admit if used in this window + cost ≤
+//! requests.
+//! Worst case: 2 × requests around a window boundary, half before and half after it.
+//! Retry: the next boundary.
+//! Memory: one number and the start of its window.
 
 use super::{Limit, MAX_UNITS};
 
@@ -23,7 +25,7 @@ impl FixedWindowState {
         }
     }
 
-    /// Units in the window that holds `now_us`.
+    /// Used units in the window that contains `now_us`.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
         if self.window_start_us(limit, now_us) == self.start_us {
             self.used
@@ -37,7 +39,7 @@ impl FixedWindowState {
         self.start_us = self.window_start_us(limit, now_us);
     }
 
-    /// As [`super::ChargeEffect::ChargeRejected`] says.
+    /// See [`super::ChargeEffect::ChargeRejected`].
     pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
         let free_units = limit.capacity().saturating_sub(self.used(limit, now_us));
         if free_units > 0 {
@@ -45,7 +47,7 @@ impl FixedWindowState {
         }
     }
 
-    /// Gives back units that were taken at `at_us`, if that window still holds.
+    /// Returns units that were charged at `at_us`, if that window has not ended.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         if self.window_start_us(limit, at_us) == self.start_us
             && self.window_start_us(limit, now_us) == self.start_us
@@ -54,12 +56,12 @@ impl FixedWindowState {
         }
     }
 
-    /// The window's start: the latest time that the state proves to have passed.
+    /// The start of the window: the latest time that the state proves to have passed.
     pub(super) fn latest_proven_us(&self) -> u64 {
         self.start_us
     }
 
-    /// The end of the window that holds `now_us`.
+    /// The end of the window that contains `now_us`.
     pub(super) fn window_end_us(&self, limit: &Limit, now_us: u64) -> u64 {
         match now_us.checked_sub(self.offset_us) {
             Some(since_offset_us) => {
@@ -69,7 +71,8 @@ impl FixedWindowState {
         }
     }
 
-    /// The start of the window that holds `now_us`. Before the first offset there is a short one from 0.
+    /// The start of the window that contains `now_us`. Before the first offset there is a short
+    /// window from 0.
     fn window_start_us(&self, limit: &Limit, now_us: u64) -> u64 {
         now_us
             .checked_sub(self.offset_us)
@@ -99,7 +102,7 @@ mod tests {
         assert_eq!(window.used(&limit, 1_129), 7);
         window.charge_rejected(&limit, 9, 1_129);
         assert_eq!(window.used(&limit, 1_129), 10);
-        // Settled: more than there is.
+        // A settlement may exceed the capacity.
         window.charge(&limit, 5, 1_129);
         window.charge_rejected(&limit, 1, 1_129);
         assert_eq!(window.used(&limit, 1_129), 15);
@@ -110,7 +113,7 @@ mod tests {
         assert_eq!(
             window.used(&limit, 1_140),
             3,
-            "what was charged in the last window"
+            "the credit belongs to the previous window"
         );
         window.charge(&limit, MAX_UNITS, 1_140);
         assert_eq!(window.used(&limit, 1_140), MAX_UNITS);

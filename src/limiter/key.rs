@@ -1,17 +1,17 @@
-//! Whose quota is used: the identity of a counter, made of a policy's name and the key values.
+//! The identity of a counter: the name of a policy and the key values.
 //!
-//! Values come from clients. They are framed by length before they are hashed, so no choice of bytes
-//! makes two different lists of values meet, and a value can be as long as a request allows without
-//! the key growing.
+//! Values come from clients. Each value is framed by its length before it is hashed, so two
+//! different lists of values never have the same encoding. A long value is hashed, so the key stays
+//! small.
 
 use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
 use std::fmt;
 
-/// A key part longer than this many bytes is kept as its hash. It is never cut.
+/// A key value longer than this many bytes is stored as its hash. It is never truncated.
 const MAX_PART_BYTES: usize = 64;
 
-/// One counter's owner.
+/// Identifies one counter of a policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
     id: u128,
@@ -38,7 +38,7 @@ impl KeyBuilder {
         builder
     }
 
-    /// Adds one value. Absent and empty are the same, and differ from every value.
+    /// Adds one value. Absent and empty are the same, and differ from every other value.
     pub fn push_part(&mut self, value: Option<&[u8]>) {
         match value {
             None | Some([]) => self.encoded_values.push(ABSENT_TAG),
@@ -75,7 +75,7 @@ impl Key {
         Self { id, encoded_values }
     }
 
-    /// One of the counters that an owner's quota is spread over.
+    /// The key of one of the shards over which a quota is spread.
     pub fn shard_key(&self, number: u16) -> Self {
         let mut encoded_values = self.encoded_values.clone();
         encoded_values.push(SHARD_TAG);
@@ -88,16 +88,16 @@ impl Key {
         self.id
     }
 
-    /// The policy's name and the values, for people: `policy/value/value`. Bytes that could be mistaken
-    /// for structure or harm a terminal are percent-escaped; an absent value is `-`, a hashed one `#` and hex, a shard
-    /// `+` and its number.
+    /// The policy's name and the values as readable text: `policy/value/value`. Bytes that could be
+    /// taken for separators or harm a terminal are percent-escaped. An absent value is `-`, a
+    /// hashed one `#` and hex, a shard `+` and its number.
     pub fn to_readable_string(&self) -> String {
         let mut text = String::with_capacity(self.encoded_values.len());
         self.push_readable(&mut text);
         text
     }
 
-    /// Adds [`Key::readable`] to a text.
+    /// Appends [`Key::to_readable_string`] to a text.
     pub fn push_readable(&self, text: &mut String) {
         let (start, mut rest) = (text.len(), self.encoded_values.as_slice());
         while let Some((kind, tail)) = rest.split_first() {
@@ -146,7 +146,7 @@ impl fmt::Display for Key {
 }
 
 fn push_escaped(text: &mut String, value: &[u8]) {
-    // A lone "-" is the sign of an absent value.
+    // A single "-" stands for an absent value.
     if value == b"-" {
         text.push_str("%2D");
         return;

@@ -1,56 +1,56 @@
 -- leaky_bucket: the rule of leaky_bucket.rs over the string of token_bucket.lua.
 --
--- `slack` is what the longest delay is worth beyond whole units, in units of 1 / per: it can be owed and leaves all
--- of the capacity free.
+-- `slack` is the part of the longest delay beyond whole units, in units of 1 / per. A debt of up to
+-- `slack` leaves the whole capacity free.
 
-local function line_use(line)
-  line.used = bucket_ceil(max(0, line.debt - line.slack), line.per)
+local function queue_update_used_units(queue)
+  queue.used_units = bucket_ceil(max(0, queue.debt - queue.slack), queue.per)
 end
 
--- The state of a key, as bucket_read; `beside` is `rate+slack`.
-local function line_read(key, time, per, beside)
-  local rate, slack = match(beside, '^(%d+)%+(%d+)$')
-  local line, err = bucket_read(key, time, per, tonumber(rate))
-  if not line then return nil, err end
-  line.slack = tonumber(slack)
-  line_use(line)
-  return line
+-- Returns the state of a key, as bucket_read; `parameters` is `rate+slack`.
+local function queue_read(key, time, per, parameters)
+  local rate, slack = match(parameters, '^(%d+)%+(%d+)$')
+  local queue, err = bucket_read(key, time, per, tonumber(rate))
+  if not queue then return nil, err end
+  queue.slack = tonumber(slack)
+  queue_update_used_units(queue)
+  return queue
 end
 
--- When `need` units more of the capacity are free, 1 <= need <= used.
-local function line_frees(line, need)
-  return bucket_paid(line, (line.used - need) * line.per + line.slack)
+-- When `need` more units of the capacity are free, 1 <= need <= used_units.
+local function queue_release_time(queue, need)
+  return bucket_debt_drop_time(queue, (queue.used_units - need) * queue.per + queue.slack)
 end
 
--- Takes `cost` units, at least 1; an error as bucket_owe.
-local function line_charge(line, cost)
-  local err = bucket_charge(line, cost)
+-- Takes `cost` units, at least 1. Errors as bucket_set_debt.
+local function queue_charge(queue, cost)
+  local err = bucket_charge(queue, cost)
   if err then return err end
-  line_use(line)
-  -- It may go when no more than one unit is owed.
-  line.delay = bucket_paid(line, line.per) - line.now
+  queue_update_used_units(queue)
+  -- The request may leave when the debt is at most one unit.
+  queue.delay = bucket_debt_drop_time(queue, queue.per) - queue.now
 end
 
-rules.d = { read = line_read, frees = line_frees, charge = line_charge }
+rules.d = { read = queue_read, release_time = queue_release_time, charge = queue_charge }
 
--- only for counting
--- Takes what room there is, up to `cost`; an error as bucket_owe.
-local function line_press(line, cost, capacity)
-  local err = bucket_press(line, cost, capacity)
-  line_use(line)
+-- section: rejected charges
+-- Takes the available units, up to `cost`. Errors as bucket_set_debt.
+local function queue_charge_rejected(queue, cost, capacity)
+  local err = bucket_charge_rejected(queue, cost, capacity)
+  queue_update_used_units(queue)
   return err
 end
 
-rules.d.press = line_press
--- end
+rules.d.charge_rejected = queue_charge_rejected
+-- end section
 
--- only for amending
--- Gives back what still counts of `units` charged at `at`; an error as bucket_owe.
-local function line_credit(line, units, at)
-  local err = bucket_credit(line, units, at)
-  line_use(line)
+-- section: settlements
+-- Returns those of the `units` charged at `charged_at` that still count. Errors as bucket_set_debt.
+local function queue_credit(queue, units, charged_at)
+  local err = bucket_credit(queue, units, charged_at)
+  queue_update_used_units(queue)
   return err
 end
 
-rules.d.credit = line_credit
--- end
+rules.d.credit = queue_credit
+-- end section

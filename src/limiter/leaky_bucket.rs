@@ -1,13 +1,17 @@
-//! `leaky_bucket`: requests leave evenly, `requests` units per `per`; what comes too early is held, at most `max_delay`.
+//! `leaky_bucket`: requests leave evenly, `requests` units per `per`. Earlier requests are delayed,
+//! at most `max_delay`.
 //!
-//! Rule: every admitted unit takes the next free place in a line whose places are per / requests apart; a request
-//! goes at its last unit's place, and is refused if that is more than `max_delay` away. The line is the debt of
-//! `token_bucket`, paid back at requests / per: a request may go once no more than one unit is owed, so admit if
-//! debt + cost ≤ 1 + max_delay × requests / per. It must be exact in integers: max_delay × requests + per ≤ 2^53.
-//! Capacity: 1 + floor(max_delay × requests / per) units, as many as an idle line takes at once.
-//! Worst case: none leaves early. Who leaves the line while he waits keeps his place: too strict, never lax. After
-//! the rate was raised, those already in line leave when they were told, beside the newcomers.
-//! Retry: when the line has become short enough for this cost, rounded up to the microsecond.
+//! Rule: every admitted unit takes the next free position in a queue, with per / requests between
+//! positions. A request leaves at the position of its last unit, and is refused if that is more
+//! than `max_delay` away. The queue is the debt of `token_bucket`, paid back at requests / per. A
+//! request may leave when the debt is at most one unit, so admit if debt + cost ≤ 1 + max_delay ×
+//! requests / per. This is exact in integers: max_delay × requests + per ≤ 2^53 is required.
+//! Capacity: 1 + floor(max_delay × requests / per) units, the largest burst that an empty queue
+//! admits.
+//! Worst case: no request leaves early. A client that disconnects while it waits leaves its
+//! position taken: too strict, never lax. After a rate increase, queued requests leave at their old
+//! times, beside new ones.
+//! Retry: when the queue is short enough for this cost, rounded up to the microsecond.
 //! Memory: three numbers; with costs that are settled later as `token_bucket`.
 
 use super::Limit;
@@ -29,12 +33,14 @@ impl LeakyBucketQueue {
         self.0.charge(limit, cost, now_us, settles);
     }
 
-    /// Takes what room there is, up to `cost`. Nobody stands there: it only keeps newcomers out.
+    /// Takes the available units, up to `cost`. No request waits at these positions: they only
+    /// delay later requests.
     pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
         self.0.charge_rejected(limit, cost, now_us, settles);
     }
 
-    /// Gives places back, as [`TokenBucketState::credit`] says. Those in line keep their turns, beside which newcomers may go.
+    /// Returns positions, as [`TokenBucketState::credit`] does. Queued requests keep their times;
+    /// later ones may leave beside them.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         self.0.credit(limit, units, at_us, now_us);
     }
@@ -43,7 +49,7 @@ impl LeakyBucketQueue {
         self.0.heap_bytes()
     }
 
-    /// How long whoever came last has to be held.
+    /// How long the request that was charged last must wait.
     pub(super) fn delay_us(&self, limit: &Limit, now_us: u64) -> u64 {
         self.0
             .debt_drop_time_us(limit, now_us, limit.per_us)
@@ -54,7 +60,7 @@ impl LeakyBucketQueue {
         self.0.newest_us()
     }
 
-    /// When at most `units` of the capacity are not free.
+    /// When at most `units` of the capacity are in use.
     pub(super) fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
         let debt = units
             .saturating_mul(limit.per_us)

@@ -1,13 +1,14 @@
-//! One hot key spread over several counters, so that several servers share its load.
+//! Spreads one hot key over several counters, so that several servers share its load.
 //!
-//! The limits of the shards sum to exactly the whole, so however requests are spread they never pass it. A request asks
-//! one shard after the other until one admits it, so what is left in any is not lost.
+//! The limits of the shards sum to exactly the whole limit, so no distribution of requests exceeds
+//! it. A request tries one shard after the other until one admits it, so free units in any shard
+//! can be used.
 
 use super::{Algorithm, Limit};
 
 impl Limit {
-    /// The limit of one of `of` shards, `number` below it. They sum to the whole; none is 0 if the whole is at
-    /// least `of`.
+    /// The limit of shard `number` of `shard_count`; `number` is below `shard_count`. The limits
+    /// sum to the whole. None is 0 if the whole is at least `shard_count`.
     pub fn shard_limit(&self, number: u16, shard_count: u16) -> Self {
         let (number, shard_count) = (u64::from(number), u64::from(shard_count.max(1)));
         let part = |whole: u64| whole / shard_count + u64::from(number < whole % shard_count);

@@ -1,43 +1,46 @@
-//! `sliding_log`: in no window of length `per`, wherever it starts, are more than `requests` units admitted.
+//! `sliding_log`: at most `requests` units are admitted in any window of length `per`, wherever it
+//! starts.
 //!
 //! Rule: an entry counts while it is in (now − per, now]; admit if used + cost ≤ requests.
-//! Worst case: exact; a client that spent everything at once waits one whole period.
-//! Retry: when the oldest entries that must leave for this cost to fit have left.
+//! Worst case: exact. A client that uses all units at once waits one whole period.
+//! Retry: when enough of the oldest entries have expired for this cost to fit.
 //! Memory: 16 bytes per charge that still counts (charges in the same microsecond share one entry).
-//! Time: a look is a binary search; a charge adds one entry and drops at most [`MAX_TRIMMED_ENTRIES`] that have left; a credit
-//! changes at most [`MAX_ENTRIES_AFTER_CREDIT`] that came after.
+//! Time: a read is a binary search. A charge adds one entry and removes at most
+//! [`MAX_TRIMMED_ENTRIES`] expired ones. A credit changes at most [`MAX_ENTRIES_AFTER_CREDIT`]
+//! later entries.
 
 use super::{Limit, MAX_UNITS};
 use std::collections::VecDeque;
 
-/// Entries that one charge drops at most: a long log that was idle must not stop the store at once.
+/// Maximum entries that one charge removes. A long idle log must not block the store.
 const MAX_TRIMMED_ENTRIES: usize = 64;
 
-/// Entries behind a charge that is credited at most: their sums change. Redis has the same bound.
+/// Maximum entries after a credited charge, because their totals change. Redis has the same bound.
 const MAX_ENTRIES_AFTER_CREDIT: usize = 250;
 
-/// Times grow from entry to entry, and so do sums; only the newest may carry nothing, after a credit.
+/// Times and totals increase from entry to entry. Only the newest entry may have 0 units, after a
+/// credit.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ChargeLog {
     entries: VecDeque<ChargeLogEntry>,
-    /// The sum before the first unit of these that counts: units of all entries that were dropped, and of the
-    /// first what was pushed out.
+    /// The running total before the first counted unit. It includes all removed entries, and the
+    /// units of the first entry that no longer count.
     dropped_total: u64,
-    /// How far the newest entry stands ahead of the time that is proven to have passed: it was lent, or came while
-    /// such a one was the newest.
+    /// How far the newest entry is ahead of the time that is proven to have passed. It is above 0
+    /// if the entry belongs to a lease, or was charged after one.
     lead_us: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct ChargeLogEntry {
     at_us: u64,
-    /// Units of all entries so far, this one and the dropped ones included. It may wrap: only differences count,
-    /// and at most 2^53 units live at once.
+    /// Units of all entries up to this one, removed ones included. It may wrap: only differences
+    /// count, and at most 2^53 units count at a time.
     running_total: u64,
 }
 
 impl ChargeLog {
-    /// Units in the window that ends at `now_us`.
+    /// Used units in the window that ends at `now_us`.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
         let expired_count = self.expired_count(limit, now_us);
         self.running_total()
@@ -48,7 +51,7 @@ impl ChargeLog {
         self.add_entry(limit, cost, now_us, now_us);
     }
 
-    /// Takes units that stand at `until_us`, while a charge would stand at `at_us`.
+    /// Takes units at `until_us`. A charge would be recorded at `at_us`.
     pub(super) fn grant_lease(
         &mut self,
         limit: &Limit,
@@ -61,12 +64,14 @@ impl ChargeLog {
         self.lead_us = self.newest_entry_us().saturating_sub(at_us);
     }
 
-    /// Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
+    /// Takes `cost` units of a rejected request. They replace the oldest units if they exceed the
+    /// capacity.
     pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
         self.charge_rejected_at(limit, cost, now_us, now_us);
     }
 
-    /// Takes up to `units` off the charge made at `at_us`, if it still counts and no more than [`MAX_ENTRIES_AFTER_CREDIT`] came after it.
+    /// Removes up to `units` from the charge made at `at_us`, if it still counts and at most
+    /// [`MAX_ENTRIES_AFTER_CREDIT`] entries came after it.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         let nth = self.entries.partition_point(|entry| entry.at_us < at_us);
         let Some(entry) = self.entries.get(nth).copied() else {
@@ -88,8 +93,8 @@ impl ChargeLog {
         }
     }
 
-    /// Adds an entry that stands at `at_us`, or with the newest if that stands later, and drops some that have left for
-    /// good: time does not go back behind an entry.
+    /// Adds an entry at `at_us`, or at the newest entry if that is later, and removes some expired
+    /// ones. Time never goes back behind an entry.
     pub(super) fn add_entry(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
         self.lead_us = self.newest_entry_us().saturating_sub(at_us);
         let at_us = at_us.max(self.newest_entry_us());
@@ -121,7 +126,7 @@ impl ChargeLog {
         self.keep_newest_units(limit, now_us, MAX_UNITS);
     }
 
-    /// [`Log::press`] with an entry that stands at `at_us`.
+    /// [`Self::charge_rejected`] with an entry at `at_us`.
     pub(super) fn charge_rejected_at(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
         let (used, capacity) = (self.used(limit, now_us), limit.capacity());
         let cost = cost.min(capacity);
@@ -135,7 +140,7 @@ impl ChargeLog {
         }
     }
 
-    /// Lets no more than the newest `most` units, at least 1, count.
+    /// Lets only the newest `max_units` units, at least 1, count.
     fn keep_newest_units(&mut self, limit: &Limit, now_us: u64, max_units: u64) {
         if self.used(limit, now_us) > max_units {
             let sum = self.running_total();
@@ -152,7 +157,7 @@ impl ChargeLog {
         self.newest_entry_us().saturating_sub(self.lead_us)
     }
 
-    /// Where the newest entry stands.
+    /// The time of the newest entry.
     pub(super) fn newest_entry_us(&self) -> u64 {
         self.entries.back().map_or(0, |newest| newest.at_us)
     }
@@ -161,7 +166,7 @@ impl ChargeLog {
         self.entries.capacity() * size_of::<ChargeLogEntry>()
     }
 
-    /// When enough of the oldest have left that at most `units` are in use.
+    /// When so many of the oldest units have expired that at most `units` are in use.
     pub(super) fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
         let sum = self.running_total();
         let expiring_count = self
@@ -176,7 +181,7 @@ impl ChargeLog {
     /// How many entries have left the window that ends at `now_us`.
     fn expired_count(&self, limit: &Limit, now_us: u64) -> usize {
         match self.entries.front() {
-            // Most looks find the window full or filling up.
+            // Usually no entry has expired.
             Some(oldest) if oldest.at_us.saturating_add(limit.per_us) > now_us => 0,
             _ => self
                 .entries
@@ -184,7 +189,7 @@ impl ChargeLog {
         }
     }
 
-    /// The sum before the `nth` entry.
+    /// The running total before the `nth` entry.
     fn total_before(&self, nth: usize) -> u64 {
         nth.checked_sub(1)
             .and_then(|last| self.entries.get(last))
@@ -233,7 +238,7 @@ mod tests {
         );
     }
 
-    /// Every charge with the units that it has left, oldest first; nothing is ever forgotten.
+    /// Every charge with its remaining units, oldest first. Nothing is removed.
     #[derive(Default)]
     struct ReferenceLog(Vec<(u64, u64)>);
 
@@ -304,7 +309,7 @@ mod tests {
                         log.credit(&limit, units, at_us, now_us);
                         naive.credit(units, at_us);
                     }
-                    // Whether it fits or not: what is settled is not asked.
+                    // A settlement is charged whether it fits or not.
                     _ => {
                         log.charge(&limit, units, now_us);
                         naive.0.push((now_us, units));

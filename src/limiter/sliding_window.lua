@@ -1,13 +1,17 @@
--- sliding_window: the rule of sliding_window.rs over one string, `first:u,u,…` or `first:u,u,…;lead`.
+-- sliding_window: the rule of sliding_window.rs over one string, `first:u,u,...` or
+-- `first:u,u,...;lead`.
 --
--- `first` is the number of the oldest sub-window kept, its start divided by the width; the units of it and of each
--- that follows stand behind, up to the newest that was charged. `lead` is how many sub-windows that one stands ahead of
--- the newest that is proven to have begun: it was lent. What is charged until it has begun stands with it.
+-- `first` is the number of the oldest stored sub-window: its start divided by the width. The units
+-- of this and of each later sub-window follow, up to the newest charged one. `lead` is set if the
+-- newest one belongs to a lease: by so many sub-windows it is ahead of the newest sub-window that
+-- is proven to have begun. Until it has begun, charges are recorded in it.
 
--- The state of a key at `time`, or at the start of its newest sub-window if that is later; nil and perhaps an error
--- if it isn't ours.
-local function buckets_read(key, time, per, width)
-  local state = { key = key, per = per, width = width, now = time, used = 0, first = 0, from = 1, units = {}, lead = 0 }
+-- Returns the state of a key at `time`, or at the start of its newest sub-window if that is later.
+-- Returns nil and perhaps an error if the value is foreign.
+local function sub_windows_read(key, time, per, width)
+  local state = {
+    key = key, per = per, width = width, now = time, used_units = 0, first = 0, first_counted = 1, units = {}, lead = 0,
+  }
   local value = try('GET', key)
   if not value then return state end
   if type(value) == 'table' then return nil, value end
@@ -21,17 +25,19 @@ local function buckets_read(key, time, per, width)
   end
   if (first + count) * width > 9007199254740992 then return nil end
   state.first, state.lead, state.now = first, lead, max(time, (first + count - 1 - lead) * width)
-  -- Whole sub-windows leave.
-  local from = 1
-  while from <= count and (first + from) * width - 1 + per <= state.now do from = from + 1 end
-  for n = from, count do state.used = state.used + units[n] end
-  state.from = from
+  -- A sub-window counts until its last instant has left the window.
+  local first_counted = 1
+  while first_counted <= count and (first + first_counted) * width - 1 + per <= state.now do
+    first_counted = first_counted + 1
+  end
+  for n = first_counted, count do state.used_units = state.used_units + units[n] end
+  state.first_counted = first_counted
   return state
 end
 
--- When the oldest `need` of the units in use, 1 <= need <= used, have left.
-local function buckets_frees(state, need)
-  local n = state.from
+-- When the oldest `need` of the used units, 1 <= need <= used_units, have expired.
+local function sub_windows_release_time(state, need)
+  local n = state.first_counted
   while need > state.units[n] do
     need = need - state.units[n]
     n = n + 1
@@ -39,8 +45,8 @@ local function buckets_frees(state, need)
   return (state.first + n) * state.width - 1 + state.per
 end
 
--- Writes what was read; an error if Redis doesn't let us, and then nothing was written.
-local function buckets_write(state)
+-- Stores the state. Returns an error if Redis rejects the write; then nothing was written.
+local function sub_windows_write(state)
   local texts = {}
   for n, units in ipairs(state.units) do texts[n] = format('%.0f', units) end
   local value = format('%.0f:', state.first) .. table.concat(texts, ',')
@@ -50,68 +56,74 @@ local function buckets_write(state)
   if reply.err then return reply end
 end
 
--- Takes `cost` units, at least 1, in the sub-window of a time, of now if there is none; of these and all before, the
--- newest `most` count on. Errors as above.
-local function buckets_take(state, cost, most, stands)
-  local now = math.floor(state.now / state.width)
+-- Takes `cost` units, at least 1, in the sub-window of `charged_at` (nil: now). Afterwards only the
+-- newest `max_units` count. Errors as sub_windows_write.
+local function sub_windows_add_units(state, cost, max_units, charged_at)
+  local current = math.floor(state.now / state.width)
   local newest = #state.units > 0 and state.first + #state.units - 1 or 0
-  local this = max(math.floor((stands or state.now) / state.width), newest)
-  state.lead = this - now
+  local target = max(math.floor((charged_at or state.now) / state.width), newest)
+  state.lead = target - current
   local units = {}
-  for n = state.from, #state.units do units[#units + 1] = state.units[n] end
-  state.first, state.from, state.units = #units > 0 and state.first + state.from - 1 or this, 1, units
-  for n = #units + 1, this - state.first + 1 do units[n] = 0 end
-  -- No number passes 2^53: what is pushed out goes first, and it is never more than was in use.
-  local used = min(state.used + cost, most)
-  local pushed, n = cost - (used - state.used), 1
-  while pushed > 0 do
-    local gone = min(pushed, units[n])
-    units[n], pushed, n = units[n] - gone, pushed - gone, n + 1
+  for n = state.first_counted, #state.units do units[#units + 1] = state.units[n] end
+  state.first, state.first_counted, state.units =
+    #units > 0 and state.first + state.first_counted - 1 or target, 1, units
+  for n = #units + 1, target - state.first + 1 do units[n] = 0 end
+  -- Removes the oldest units before adding, so that no number exceeds 2^53.
+  local used_units = min(state.used_units + cost, max_units)
+  local excess, n = cost - (used_units - state.used_units), 1
+  while excess > 0 do
+    local removed = min(excess, units[n])
+    units[n], excess, n = units[n] - removed, excess - removed, n + 1
   end
   units[#units] = units[#units] + cost
-  state.used = used
-  state.stands = max(state.now, this * state.width)
-  return buckets_write(state)
+  state.used_units = used_units
+  state.charged_at = max(state.now, target * state.width)
+  return sub_windows_write(state)
 end
 
 -- Takes `cost` units, at least 1.
-local function buckets_charge(state, cost)
-  return buckets_take(state, cost, 9007199254740992)
+local function sub_windows_charge(state, cost)
+  return sub_windows_add_units(state, cost, 9007199254740992)
 end
 
-rules.s = { adds = true, read = buckets_read, frees = buckets_frees, charge = buckets_charge }
+rules.s = {
+  is_additive = true, read = sub_windows_read, release_time = sub_windows_release_time, charge = sub_windows_charge,
+}
 
--- only for counting
--- Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
-local function buckets_press(state, cost, capacity)
+-- section: rejected charges
+-- Takes `cost` units of a rejected request. They replace the oldest units if they exceed the
+-- capacity.
+local function sub_windows_charge_rejected(state, cost, capacity)
   cost = min(cost, capacity)
-  if cost > 0 then return buckets_take(state, cost, max(state.used, min(capacity, state.used + cost))) end
+  if cost > 0 then
+    return sub_windows_add_units(state, cost, max(state.used_units, min(capacity, state.used_units + cost)))
+  end
 end
 
-rules.s.press = buckets_press
--- end
+rules.s.charge_rejected = sub_windows_charge_rejected
+-- end section
 
--- only for amending
--- Takes up to `units` units off the sub-window of `at`, if it still counts.
-local function buckets_credit(state, units, at)
-  local n = math.floor(at / state.width) - state.first + 1
-  if n < state.from or n > #state.units then return end
+-- section: settlements
+-- Returns up to `units` units of the sub-window of `charged_at`, if it still counts.
+local function sub_windows_credit(state, units, charged_at)
+  local n = math.floor(charged_at / state.width) - state.first + 1
+  if n < state.first_counted or n > #state.units then return end
   units = min(units, state.units[n])
-  state.units[n], state.used = state.units[n] - units, state.used - units
-  return buckets_write(state)
+  state.units[n], state.used_units = state.units[n] - units, state.used_units - units
+  return sub_windows_write(state)
 end
 
-rules.s.credit = buckets_credit
--- end
+rules.s.credit = sub_windows_credit
+-- end section
 
--- only for lending
-local function buckets_lends(state, last)
+-- section: leases
+local function sub_windows_grantable_until(state, last)
   return state.first + #state.units - 1 <= math.floor(last / state.width) and last
 end
 
-local function buckets_lend(state, units, last)
-  return buckets_take(state, units, 9007199254740992, last)
+local function sub_windows_grant(state, units, last)
+  return sub_windows_add_units(state, units, 9007199254740992, last)
 end
 
-rules.s.lends, rules.s.lend = buckets_lends, buckets_lend
--- end
+rules.s.grantable_until, rules.s.grant = sub_windows_grantable_until, sub_windows_grant
+-- end section

@@ -1,11 +1,12 @@
 //! `sliding_window`: the bound of `sliding_log` with memory that does not grow with `requests`.
 //!
-//! Rule: time is cut into sub-windows of width ceil(per / buckets) µs, aligned to the epoch. A sub-window's
-//! units count, all of them, while any instant of it is in (now − per, now]; admit if used + cost ≤ requests.
-//! That is a sliding log whose entries all stand at the last instant of their sub-window.
-//! Worst case: never too lax. Units come back up to one width late, so a client that always takes what it
-//! can gets at least buckets / (buckets + 1) of the limit.
-//! Retry: when the oldest sub-windows that must leave for this cost to fit have left wholly.
+//! Rule: time is divided into sub-windows of width ceil(per / buckets) µs, aligned to the epoch.
+//! All units of a sub-window count while any instant of it is in (now − per, now]; admit if used +
+//! cost ≤ requests. This is a sliding log that records all entries at the last instant of their
+//! sub-window.
+//! Worst case: never too lax. Units become free up to one width late, so a client that always takes
+//! all it can gets at least buckets / (buckets + 1) of the limit.
+//! Retry: when enough of the oldest sub-windows have expired for this cost to fit.
 //! Memory: at most buckets + 1 sub-windows; 16 bytes each here, about 4 to 8 in Redis.
 
 use super::Limit;
@@ -25,7 +26,7 @@ impl SubWindowLog {
         }
     }
 
-    /// Units in the sub-windows that touch the window that ends at `now_us`.
+    /// Units in the sub-windows that overlap the window that ends at `now_us`.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
         self.log.used(limit, now_us)
     }
@@ -35,7 +36,7 @@ impl SubWindowLog {
             .add_entry(limit, cost, now_us, self.sub_window_end_us(now_us));
     }
 
-    /// Takes units that stand in a later sub-window, or in this.
+    /// Takes units in the sub-window of `until_us`: this one or a later one.
     pub(super) fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
         self.log.grant_lease(
             limit,
@@ -46,18 +47,19 @@ impl SubWindowLog {
         );
     }
 
-    /// Whether the newest sub-window has begun at a time.
+    /// Whether the newest sub-window has begun at `at_us`.
     pub(super) fn has_newest_started_by(&self, at_us: u64) -> bool {
         self.log.newest_entry_us() <= self.sub_window_end_us(at_us)
     }
 
-    /// Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
+    /// Takes `cost` units of a rejected request. They replace the oldest units if they exceed the
+    /// capacity.
     pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
         self.log
             .charge_rejected_at(limit, cost, now_us, self.sub_window_end_us(now_us));
     }
 
-    /// Takes up to `units` off the sub-window of `at_us`, if it still counts.
+    /// Removes up to `units` from the sub-window of `at_us`, if it still counts.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         self.log
             .credit(limit, units, self.sub_window_end_us(at_us), now_us);

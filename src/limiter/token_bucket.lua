@@ -1,22 +1,25 @@
--- token_bucket: the rule of token_bucket.rs over one string, the debt in units of 1 / per:
+-- token_bucket: the rule of token_bucket.rs over one string. The debt is in units of 1 / per:
 --   time:debt:rate
---   time:debt:rate:start               with a warm-up: when the last one began
---   time:debt:rate:start:debt:u,u,…    with costs that are settled later: what is charged since `start`, when the
---                                      debt was so large, in 64ths of the period
---   …;last:units,last:units,…          behind any of them, what is lent: absent until its end, and then a debt that was
---                                      made at that moment
+--   time:debt:rate:start             with a warm-up: when the last one started
+--   time:debt:rate:start:debt:u,u,.. with costs that are settled later: the start of a history, the
+--                                    debt at that time, and the units charged since then in each
+--                                    64th of the period
+--   ..;last:units,last:units,..      after any of these, the outstanding leases. Their units are
+--                                    absent until the lease ends; at that moment they become a debt
 --
--- Products and quotients are exact: nothing that counts passes 2^53, and fmod, unlike Lua's %, does not round.
+-- Products and quotients are exact: no number that counts exceeds 2^53, and fmod does not round,
+-- unlike the operator % of Lua.
 
-local LAST = 9007199254740992
+local BUCKET_MAX = 9007199254740992
 
 local function bucket_ceil(a, b)
   local rest = math.fmod(a, b)
   return (a - rest) / b + (rest > 0 and 1 or 0)
 end
 
--- Microseconds at the full rate in which as much flows in as in so many of a warm-up, in steps of `width`.
-local function bucket_worth(since, width)
+-- Converts the time since the start of a warm-up, with steps of `width`, to the time in which the
+-- full rate adds as many units. All in us.
+local function bucket_full_rate_time(since, width)
   local over = max(0, since - 100 * width)
   since = since - over
   local steps = math.floor(since / width)
@@ -24,264 +27,275 @@ local function bucket_worth(since, width)
   return over + math.floor((whole + (since - width * steps) * (100 + 2 * steps)) / 300)
 end
 
--- The shortest time that is worth so much.
-local function bucket_lasts(worth, width)
-  local rest = worth - bucket_worth(100 * width, width)
+-- The inverse: the shortest time since the start that is worth `worth` us at the full rate.
+local function bucket_warm_up_time(worth, width)
+  local rest = worth - bucket_full_rate_time(100 * width, width)
   if rest >= 0 then return 100 * width + rest end
   worth = 300 * worth
   local steps = math.floor((math.sqrt(9801 + math.floor(4 * worth / width)) - 99) / 2)
   return width * steps + math.ceil((worth - width * steps * (99 + steps)) / (100 + 2 * steps))
 end
 
--- What the capacity lacks can't be taken, nor what is lent.
-local function bucket_use(bucket)
-  bucket.owed = max(bucket.debt, bucket.least or 0)
-  bucket.used = bucket_ceil(bucket.owed, bucket.per) + bucket.absent
+-- Units that a cold bucket is missing and leased units can't be taken.
+local function bucket_update_used_units(bucket)
+  bucket.owed = max(bucket.debt, bucket.min_owed or 0)
+  bucket.used_units = bucket_ceil(bucket.owed, bucket.per) + bucket.absent
 end
 
--- What bucket_at says of a bucket with a warm-up.
-local function bucket_warms(key, now, per, beside, at, debt, was, rest)
-  local rate, warm, lacks = match(beside, '^(%d+)%+(%d+)%+(%d+)$')
-  rate, warm, lacks = tonumber(rate), tonumber(warm), tonumber(lacks)
-  local start, width = tonumber(match(rest, '^:(%d+)$')) or 0, math.ceil(warm / 100)
+-- bucket_at for a bucket with a warm-up.
+local function bucket_at_warm_up(key, now, per, parameters, debt_at, debt, debt_rate, rest)
+  local rate, warm_up, missing = match(parameters, '^(%d+)%+(%d+)%+(%d+)$')
+  rate, warm_up, missing = tonumber(rate), tonumber(warm_up), tonumber(missing)
+  local start, width = tonumber(match(rest, '^:(%d+)$')) or 0, math.ceil(warm_up / 100)
   local bucket = {
-    key = key, now = now, per = per, rate = rate, pays = max(rate, was, 1), at = at, kept = debt, was = was,
-    rest = rest, warm = warm, lacks = lacks, start = start, width = width, cold = at == 0 and 0 or at + warm,
-    worth = bucket_worth(now - start, width), absent = 0, lent = {}, beside = beside,
+    key = key, now = now, per = per, rate = rate, pay_rate = max(rate, debt_rate, 1), debt_at = debt_at,
+    stored_debt = debt, debt_rate = debt_rate, rest = rest, warm_up = warm_up, missing = missing, start = start,
+    width = width, cold_at = debt_at == 0 and 0 or debt_at + warm_up,
+    worth = bucket_full_rate_time(now - start, width), absent = 0, leases = {}, parameters = parameters,
   }
-  bucket.debt = max(0, debt - (bucket.worth - bucket_worth(at - start, width)) * bucket.pays)
-  if now < bucket.cold then
-    lacks = lacks - math.floor(lacks * min(100, math.floor((now - start) / width)) / 100)
+  bucket.debt = max(0, debt - (bucket.worth - bucket_full_rate_time(debt_at - start, width)) * bucket.pay_rate)
+  if now < bucket.cold_at then
+    missing = missing - math.floor(missing * min(100, math.floor((now - start) / width)) / 100)
   end
-  bucket.least = lacks * per
-  bucket_use(bucket)
+  bucket.min_owed = missing * per
+  bucket_update_used_units(bucket)
   return bucket
 end
 
--- A bucket at `now`, without what is lent, from what is kept of it.
-local function bucket_at(key, now, per, beside, at, debt, was, rest)
-  local rate = tonumber(beside)
-  if not rate then return bucket_warms(key, now, per, beside, at, debt, was, rest) end
-  local pays = max(rate, was, 1)
-  -- A product above 2^53 may be rounded, but stays above every debt.
-  local owed = max(0, debt - (now - at) * pays)
+-- Returns a bucket at `now`, without leases, from its stored fields. `debt_at` is the time of the
+-- stored debt, `debt_rate` the rate then.
+local function bucket_at(key, now, per, parameters, debt_at, debt, debt_rate, rest)
+  local rate = tonumber(parameters)
+  if not rate then return bucket_at_warm_up(key, now, per, parameters, debt_at, debt, debt_rate, rest) end
+  local pay_rate = max(rate, debt_rate, 1)
+  -- A product above 2^53 may be rounded, but it is larger than any debt.
+  local owed = max(0, debt - (now - debt_at) * pay_rate)
   return {
-    key = key, now = now, per = per, rate = rate, pays = pays, at = at, kept = debt, was = was, rest = rest,
-    debt = owed, owed = owed, used = bucket_ceil(owed, per), settles = false, absent = 0, lent = {}, beside = beside,
+    key = key, now = now, per = per, rate = rate, pay_rate = pay_rate, debt_at = debt_at, stored_debt = debt,
+    debt_rate = debt_rate, rest = rest, debt = owed, owed = owed, used_units = bucket_ceil(owed, per),
+    settles = false, absent = 0, leases = {}, parameters = parameters,
   }
 end
 
--- What was charged lately, if that is known at this rate.
-local function bucket_past(bucket)
+-- Returns the charge history, if one exists for the present rate.
+local function bucket_read_history(bucket)
   local start, debt, list = match(bucket.rest, '^:(%d+):(%d+):([%d,]+)$')
   start = tonumber(start)
-  if not start or start > bucket.now or bucket.was ~= bucket.rate then return nil end
-  local past = { start = start, debt = tonumber(debt), width = math.ceil(bucket.per / 64) }
-  for units in string.gmatch(list, '%d+') do past[#past + 1] = tonumber(units) end
-  return past
+  if not start or start > bucket.now or bucket.debt_rate ~= bucket.rate then return nil end
+  local history = { start = start, debt = tonumber(debt), width = math.ceil(bucket.per / 64) }
+  for units in string.gmatch(list, '%d+') do history[#history + 1] = tonumber(units) end
+  return history
 end
 
-local function bucket_keep(bucket, past)
+local function bucket_store_history(bucket, history)
   local texts = {}
-  for n = 1, #past do texts[n] = format('%.0f', past[n]) end
-  bucket.rest = format(':%.0f:%.0f:', past.start, past.debt) .. table.concat(texts, ',')
+  for n = 1, #history do texts[n] = format('%.0f', history[n]) end
+  bucket.rest = format(':%.0f:%.0f:', history.start, history.debt) .. table.concat(texts, ',')
 end
 
--- A debt after it was paid for so long, and charged.
-local function bucket_pass(bucket, debt, time, units)
-  return min(LAST, max(0, debt - time * bucket.rate) + units * bucket.per)
+-- Returns a debt after `time` us of payment and a charge of `units`.
+local function bucket_pay_and_charge(bucket, debt, time, units)
+  return min(BUCKET_MAX, max(0, debt - time * bucket.rate) + units * bucket.per)
 end
 
-local function bucket_remember(bucket, units)
-  local past = bucket.owed > 0 and bucket_past(bucket)
+local function bucket_record_charge(bucket, units)
+  local history = bucket.owed > 0 and bucket_read_history(bucket)
     or { start = bucket.now, debt = bucket.owed, width = math.ceil(bucket.per / 64) }
-  local place = math.floor((bucket.now - past.start) / past.width) + 1
-  while place > 64 do
-    local parts = past[1] and 1 or place - 64
-    past.debt = bucket_pass(bucket, past.debt, parts * past.width, table.remove(past, 1) or 0)
-    past.start, place = past.start + parts * past.width, place - parts
+  local part = math.floor((bucket.now - history.start) / history.width) + 1
+  while part > 64 do
+    local parts = history[1] and 1 or part - 64
+    history.debt = bucket_pay_and_charge(bucket, history.debt, parts * history.width, table.remove(history, 1) or 0)
+    history.start, part = history.start + parts * history.width, part - parts
   end
-  for n = #past + 1, place do past[n] = 0 end
-  past[#past] = min(LAST, past[#past] + units)
-  bucket_keep(bucket, past)
+  for n = #history + 1, part do history[n] = 0 end
+  history[#history] = min(BUCKET_MAX, history[#history] + units)
+  bucket_store_history(bucket, history)
 end
 
--- Makes the debt so large, by `units` or less.
-local function bucket_enter(bucket, debt, units)
-  if bucket.warm then
-    if bucket.now >= bucket.cold then bucket.start, bucket.worth = bucket.now, 0 end
-    bucket.cold, bucket.rest = bucket.now + bucket.warm, format(':%.0f', bucket.start)
+-- Sets the debt, by a charge of at most `units`, without writing it.
+local function bucket_update_debt(bucket, debt, units)
+  if bucket.warm_up then
+    if bucket.now >= bucket.cold_at then bucket.start, bucket.worth = bucket.now, 0 end
+    bucket.cold_at, bucket.rest = bucket.now + bucket.warm_up, format(':%.0f', bucket.start)
   elseif bucket.settles then
-    bucket_remember(bucket, units)
+    bucket_record_charge(bucket, units)
   else
     bucket.rest = ''
   end
-  debt = min(LAST, debt)
-  bucket.at, bucket.kept, bucket.was, bucket.pays = bucket.now, debt, bucket.rate, max(1, bucket.rate)
+  debt = min(BUCKET_MAX, debt)
+  bucket.debt_at, bucket.stored_debt, bucket.debt_rate, bucket.pay_rate =
+    bucket.now, debt, bucket.rate, max(1, bucket.rate)
   bucket.debt = debt
-  bucket_use(bucket)
+  bucket_update_used_units(bucket)
 end
 
--- The bucket as it will be once the first of its leases has ended.
-local function bucket_end(bucket)
-  local last, units = bucket.lent[1][1], bucket.lent[1][2]
-  local later =
-    bucket_at(bucket.key, last, bucket.per, bucket.beside, bucket.at, bucket.kept, bucket.was, bucket.rest)
-  bucket_enter(later, later.owed + units * later.per, units)
-  later.lent, later.absent = { unpack(bucket.lent, 2) }, bucket.absent - units
+-- Returns the bucket after the end of its first lease.
+local function bucket_expire_first_lease(bucket)
+  local last, units = bucket.leases[1][1], bucket.leases[1][2]
+  local later = bucket_at(bucket.key, last, bucket.per, bucket.parameters,
+    bucket.debt_at, bucket.stored_debt, bucket.debt_rate, bucket.rest)
+  bucket_update_debt(later, later.owed + units * later.per, units)
+  later.leases, later.absent = { unpack(bucket.leases, 2) }, bucket.absent - units
   return later
 end
 
--- The state of a key at `time`, or at its last charge if that is later; nil and perhaps an error if it isn't ours.
--- The limit pays back `rate` units per `per`; the bucket, what it paid back when it was charged, if that is more.
--- `beside` is the rate, or with a warm-up `rate+warm_up+units that a cold bucket lacks`.
-local function bucket_read(key, time, per, beside)
+-- Returns the state of a key at `time`, or at its last charge if that is later. Returns nil and
+-- perhaps an error if the value is foreign.
+-- The limit pays back `rate` units per `per`. A bucket pays back at the rate of its last charge if
+-- that is higher. `parameters` is the rate, or with a warm-up `rate+warm_up+units that a cold
+-- bucket is missing`.
+local function bucket_read(key, time, per, parameters)
   local value = try('GET', key)
-  if not value then return bucket_at(key, time, per, beside, 0, 0, 0, '') end
+  if not value then return bucket_at(key, time, per, parameters, 0, 0, 0, '') end
   if type(value) == 'table' then return nil, value end
-  local at, debt, was, rest, lent = match(value, '^(%d+):(%d+):(%d+)([%d:,]*);?([%d:,]*)$')
-  at, debt, was = tonumber(at), tonumber(debt), tonumber(was)
-  if not at or max(at, debt, was) > LAST then return nil end
-  local now = max(time, at)
-  if lent == '' then return bucket_at(key, now, per, beside, at, debt, was, rest) end
-  local bucket = { key = key, per = per, beside = beside, at = at, kept = debt, was = was, rest = rest, lent = {}, absent = 0 }
-  for last, units in string.gmatch(lent, '(%d+):(%d+)') do
-    bucket.lent[#bucket.lent + 1] = { tonumber(last), tonumber(units) }
+  local debt_at, debt, debt_rate, rest, lease_list = match(value, '^(%d+):(%d+):(%d+)([%d:,]*);?([%d:,]*)$')
+  debt_at, debt, debt_rate = tonumber(debt_at), tonumber(debt), tonumber(debt_rate)
+  if not debt_at or max(debt_at, debt, debt_rate) > BUCKET_MAX then return nil end
+  local now = max(time, debt_at)
+  if lease_list == '' then return bucket_at(key, now, per, parameters, debt_at, debt, debt_rate, rest) end
+  local bucket = {
+    key = key, per = per, parameters = parameters, debt_at = debt_at, stored_debt = debt, debt_rate = debt_rate,
+    rest = rest, leases = {}, absent = 0,
+  }
+  for last, units in string.gmatch(lease_list, '(%d+):(%d+)') do
+    bucket.leases[#bucket.leases + 1] = { tonumber(last), tonumber(units) }
     bucket.absent = bucket.absent + tonumber(units)
   end
-  while bucket.lent[1] and bucket.lent[1][1] < now do bucket = bucket_end(bucket) end
-  local left, absent = bucket.lent, bucket.absent
-  bucket = bucket_at(key, now, per, beside, bucket.at, bucket.kept, bucket.was, bucket.rest)
-  bucket.lent, bucket.absent = left, absent
-  bucket_use(bucket)
+  while bucket.leases[1] and bucket.leases[1][1] < now do bucket = bucket_expire_first_lease(bucket) end
+  local leases, absent = bucket.leases, bucket.absent
+  bucket = bucket_at(key, now, per, parameters, bucket.debt_at, bucket.stored_debt, bucket.debt_rate, bucket.rest)
+  bucket.leases, bucket.absent = leases, absent
+  bucket_update_used_units(bucket)
   return bucket
 end
 
--- When the debt is at most this.
-local function bucket_paid(bucket, debt)
-  local wait = bucket_ceil(max(0, bucket.debt - debt), bucket.pays)
-  local at = bucket.now + wait
-  if bucket.warm and wait > 0 then
-    at = bucket.start + bucket_lasts(bucket.worth + wait, bucket.width)
+-- When the debt is at most `debt`.
+local function bucket_debt_drop_time(bucket, debt)
+  local wait = bucket_ceil(max(0, bucket.debt - debt), bucket.pay_rate)
+  local drop_time = bucket.now + wait
+  if bucket.warm_up and wait > 0 then
+    drop_time = bucket.start + bucket_warm_up_time(bucket.worth + wait, bucket.width)
   end
-  return min(LAST, at)
+  return min(BUCKET_MAX, drop_time)
 end
 
--- When at most `units` are in debt; 0 if only charges can warm the bucket up for that.
-local function bucket_owes(bucket, units)
-  local at = bucket_paid(bucket, units * bucket.per)
-  if not bucket.warm or units >= bucket.lacks then return at end
-  local lacks = bucket.lacks
-  at = max(at, bucket.start + math.ceil((lacks - units) * 100 / lacks) * bucket.width)
-  return at < bucket.cold and at or 0
+-- When at most `units` are owed; 0 if the bucket can warm up so far only by further charges.
+local function bucket_owed_drop_time(bucket, units)
+  local drop_time = bucket_debt_drop_time(bucket, units * bucket.per)
+  if not bucket.warm_up or units >= bucket.missing then return drop_time end
+  local missing = bucket.missing
+  drop_time = max(drop_time, bucket.start + math.ceil((missing - units) * 100 / missing) * bucket.width)
+  return drop_time < bucket.cold_at and drop_time or 0
 end
 
--- When `need` units less are in use, 1 <= need <= used; 0 as above.
-local function bucket_frees(bucket, need)
-  local units = bucket.used - need
-  while bucket.lent[1] do
+-- When `need` units fewer are used, 1 <= need <= used_units; 0 as above.
+local function bucket_release_time(bucket, need)
+  local units = bucket.used_units - need
+  while bucket.leases[1] do
     if units >= bucket.absent then
-      local at = bucket_owes(bucket, units - bucket.absent)
-      if at <= bucket.lent[1][1] then return at end
+      local drop_time = bucket_owed_drop_time(bucket, units - bucket.absent)
+      if drop_time <= bucket.leases[1][1] then return drop_time end
     end
-    bucket = bucket_end(bucket)
+    bucket = bucket_expire_first_lease(bucket)
   end
-  return bucket_owes(bucket, units)
+  return bucket_owed_drop_time(bucket, units)
 end
 
 local function bucket_write(bucket)
-  local value = format('%.0f:%.0f:%.0f%s', bucket.at, bucket.kept, bucket.was, bucket.rest)
-  local last = bucket
-  for n, one in ipairs(bucket.lent) do
-    value = value .. (n == 1 and ';' or ',') .. format('%.0f:%.0f', one[1], one[2])
-    last = bucket_end(last)
+  local value = format('%.0f:%.0f:%.0f%s', bucket.debt_at, bucket.stored_debt, bucket.debt_rate, bucket.rest)
+  local final = bucket
+  for n, lease in ipairs(bucket.leases) do
+    value = value .. (n == 1 and ';' or ',') .. format('%.0f:%.0f', lease[1], lease[2])
+    final = bucket_expire_first_lease(final)
   end
-  local expires = max(bucket_paid(last, 0), last.cold or 0)
+  local expires = max(bucket_debt_drop_time(final, 0), final.cold_at or 0)
   local reply = try('SET', bucket.key, value, 'PXAT', integer(math.ceil(expires / 1000)))
   if reply.err then return reply end
 end
 
--- The same, written; an error if Redis doesn't let us write, and then nothing was written.
-local function bucket_owe(bucket, debt, units)
-  bucket_enter(bucket, debt, units)
+-- bucket_update_debt with a write. Returns an error if Redis rejects the write; then nothing was
+-- written.
+local function bucket_set_debt(bucket, debt, units)
+  bucket_update_debt(bucket, debt, units)
   return bucket_write(bucket)
 end
 
--- Takes `cost` units, at least 1; an error as bucket_owe.
+-- Takes `cost` units, at least 1. Errors as bucket_set_debt.
 local function bucket_charge(bucket, cost)
-  return bucket_owe(bucket, bucket.owed + cost * bucket.per, cost)
+  return bucket_set_debt(bucket, bucket.owed + cost * bucket.per, cost)
 end
 
-rules.t = { adds = true, read = bucket_read, frees = bucket_frees, charge = bucket_charge }
+rules.t = { is_additive = true, read = bucket_read, release_time = bucket_release_time, charge = bucket_charge }
 
--- only for counting
--- Takes what there is, up to `cost`; an error as bucket_owe.
-local function bucket_press(bucket, cost, capacity)
-  local most = max(0, capacity - bucket.absent) * bucket.per + (bucket.slack or 0)
-  local debt = min(most, bucket.owed + cost * bucket.per)
+-- section: rejected charges
+-- Takes the available units, up to `cost`. Errors as bucket_set_debt.
+local function bucket_charge_rejected(bucket, cost, capacity)
+  local max_debt = max(0, capacity - bucket.absent) * bucket.per + (bucket.slack or 0)
+  local debt = min(max_debt, bucket.owed + cost * bucket.per)
   if debt > bucket.owed then
-    return bucket_owe(bucket, debt, bucket_ceil(debt - bucket.owed, bucket.per))
+    return bucket_set_debt(bucket, debt, bucket_ceil(debt - bucket.owed, bucket.per))
   end
 end
 
-rules.t.press = bucket_press
--- end
+rules.t.charge_rejected = bucket_charge_rejected
+-- end section
 
--- only for amending
--- Gives back what still counts of `units` charged at `at`; an error as bucket_owe.
-local function bucket_credit(bucket, units, at)
-  for n, one in ipairs(bucket.lent) do
-    if one[1] == at then
-      local back = min(units, one[2])
-      one[2], bucket.absent, bucket.used = one[2] - back, bucket.absent - back, bucket.used - back
-      if one[2] == 0 then table.remove(bucket.lent, n) end
+-- section: settlements
+-- Returns those of the `units` charged at `charged_at` that still count. Errors as bucket_set_debt.
+local function bucket_credit(bucket, units, charged_at)
+  for n, lease in ipairs(bucket.leases) do
+    if lease[1] == charged_at then
+      local returned = min(units, lease[2])
+      lease[2], bucket.absent, bucket.used_units =
+        lease[2] - returned, bucket.absent - returned, bucket.used_units - returned
+      if lease[2] == 0 then table.remove(bucket.leases, n) end
       return bucket_write(bucket)
     end
   end
   if bucket.debt == 0 then return end
-  local past = bucket_past(bucket)
-  local n = past and at >= past.start and math.floor((at - past.start) / past.width) + 1
-  local left
-  if n and past[n] then
-    past[n] = max(0, past[n] - units)
-    bucket_keep(bucket, past)
-    local from = past.start
-    left = past.debt
-    for m = 1, #past do
-      left = bucket_pass(bucket, left, min(past.width, bucket.now - from), past[m])
-      from = from + past.width
+  local history = bucket_read_history(bucket)
+  local n = history and charged_at >= history.start and math.floor((charged_at - history.start) / history.width) + 1
+  local new_debt
+  if n and history[n] then
+    history[n] = max(0, history[n] - units)
+    bucket_store_history(bucket, history)
+    local from = history.start
+    new_debt = history.debt
+    for m = 1, #history do
+      new_debt = bucket_pay_and_charge(bucket, new_debt, min(history.width, bucket.now - from), history[m])
+      from = from + history.width
     end
-    left = bucket_pass(bucket, left, max(0, bucket.now - from), 0)
+    new_debt = bucket_pay_and_charge(bucket, new_debt, max(0, bucket.now - from), 0)
   else
-    local still = max(0, units * bucket.per - max(0, bucket.now - at) * bucket.pays)
-    left = max(0, bucket.debt - still)
+    local unpaid = max(0, units * bucket.per - max(0, bucket.now - charged_at) * bucket.pay_rate)
+    new_debt = max(0, bucket.debt - unpaid)
   end
-  local back = max(0, bucket.debt - left)
-  bucket.kept, bucket.debt = bucket.kept - back, bucket.debt - back
-  bucket_use(bucket)
+  local returned = max(0, bucket.debt - new_debt)
+  bucket.stored_debt, bucket.debt = bucket.stored_debt - returned, bucket.debt - returned
+  bucket_update_used_units(bucket)
   return bucket_write(bucket)
 end
 
 rules.t.credit = bucket_credit
--- end
+-- end section
 
--- only for lending
-local function bucket_lends(bucket, last)
-  local newest = bucket.lent[#bucket.lent]
-  return not bucket.warm and #bucket.lent < 64 and not (newest and newest[1] > last) and last
+-- section: leases
+local function bucket_grantable_until(bucket, last)
+  local newest = bucket.leases[#bucket.leases]
+  return not bucket.warm_up and #bucket.leases < 64 and not (newest and newest[1] > last) and last
 end
 
--- Takes units that are absent until then; an error as bucket_owe.
-local function bucket_lend(bucket, units, last)
-  local newest = bucket.lent[#bucket.lent]
+-- Takes units that are absent until `last`. Errors as bucket_set_debt.
+local function bucket_grant(bucket, units, last)
+  local newest = bucket.leases[#bucket.leases]
   if newest and newest[1] == last then
     newest[2] = newest[2] + units
   else
-    bucket.lent[#bucket.lent + 1] = { last, units }
+    bucket.leases[#bucket.leases + 1] = { last, units }
   end
-  bucket.absent, bucket.used = bucket.absent + units, bucket.used + units
+  bucket.absent, bucket.used_units = bucket.absent + units, bucket.used_units + units
   return bucket_write(bucket)
 end
 
-rules.t.lends, rules.t.lend = bucket_lends, bucket_lend
--- end
+rules.t.grantable_until, rules.t.grant = bucket_grantable_until, bucket_grant
+-- end section

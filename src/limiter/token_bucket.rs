@@ -1,50 +1,58 @@
 //! `token_bucket`: `requests` units per `per` on average, up to `burst` at once.
 //!
-//! Rule: what was taken is a debt that is paid back at requests / per; admit if debt + cost ≤ burst. This is
-//! the generic cell rate algorithm (ITU-T I.371): nothing runs in the background.
-//! The debt is kept in units of 1 / per_us, so that a microsecond pays back `requests` of them: all is exact
-//! in integers as long as max(burst, requests) × per_us ≤ 2^53, which is required. When the rate changes, a
-//! debt is paid back at the faster of the rates under which it was last charged and looked at: a higher limit
-//! frees at once, and a debt is never owed longer than was said when it was made.
+//! Rule: used units are a debt that is paid back at requests / per; admit if debt + cost ≤ burst.
+//! This is the generic cell rate algorithm (ITU-T I.371): no background task is needed. The debt is
+//! in units of 1 / per_us, so that one microsecond pays back `requests` of them. All numbers are
+//! exact integers as long as max(burst, requests) × per_us ≤ 2^53, which is required. After a rate
+//! change, a debt is paid back at the higher of two rates: that of its last charge and the present
+//! one. A higher limit takes effect at once, and no debt lasts longer than was announced when it
+//! was made.
 //! Worst case: burst + requests × t / per units in any time t.
 //! Retry: when enough of the debt is paid back for this cost to fit, rounded up to the microsecond.
-//! Memory: three numbers; one more with `warm_up`; with costs that are settled later up to 66 more; two per lease.
+//! Memory: three numbers; one more with `warm_up`; with costs that are settled later up to 66 more;
+//! two per lease.
 //!
-//! `warm_up`: a bucket that was not charged for so long, or never, is cold. It holds a third of `burst` (at least a
-//! unit) and fills at a third of the rate; both grow evenly from the first charge on ([`WarmUpRamp`]). What its capacity
-//! lacks is owed: the charge that ends the cold makes it a debt. So it is never laxer than without, and from a cold
-//! start on no more than a third of burst, and what flows in meanwhile, is taken.
+//! `warm_up`: a bucket that was not charged for so long, or never, is cold. It holds a third of
+//! `burst` (at least one unit) and fills at a third of the rate. Both grow evenly from the first
+//! charge on (see [`warm_up`]). Units missing from the capacity are owed; the charge that ends the
+//! cold state turns them into debt. So a warm-up never loosens the limit: after a cold start a
+//! client gets at most a third of `burst` plus the inflow.
 
-use super::{Algorithm, Limit, MAX_TIME_US, MAX_UNITS};
+mod history;
+mod warm_up;
+
+use super::{Limit, MAX_TIME_US, MAX_UNITS};
+use history::ChargeHistory;
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use warm_up::WarmUpRamp;
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct TokenBucketState {
-    /// When the debt was last charged. 0: never.
+    /// Time of the last charge. 0: never charged.
     charged_at_us: u64,
     /// In units of 1 / per_us.
     debt: u64,
-    /// What a microsecond paid back then.
+    /// Debt that a microsecond paid back at the last charge.
     rate: u64,
-    /// When the last warm-up began. 0: long ago.
+    /// Start of the last warm-up. 0: long ago.
     warm_up_start_us: u64,
-    /// What was charged lately, where some of it may come back.
+    /// Recent charges, if some of their units may be credited.
     history: Option<Box<ChargeHistory>>,
-    /// What is lent.
+    /// Leases that have not ended.
     leases: Option<Box<OutstandingLeases>>,
 }
 
-/// Units that are absent from the bucket until their lease ends, and then become a debt made at that moment. In the
-/// order of their ends.
+/// Leases as (end, units), ordered by their end. Their units are absent from the bucket until the
+/// end, and then become a debt made at that moment.
 #[derive(Clone, Debug)]
 struct OutstandingLeases(VecDeque<(u64, u64)>);
 
-/// Leases that one bucket bears at a time: every look passes them.
+/// Maximum leases of one bucket at a time: every read visits all of them.
 const MAX_OUTSTANDING_LEASES: usize = 64;
 
 impl TokenBucketState {
-    /// Whole units in debt at `now_us`: a part of one cannot be taken again.
+    /// Used units at `now_us`, rounded up: a part of a unit can't be taken.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
         let bucket = self.with_expired_leases(limit, now_us);
         bucket
@@ -53,7 +61,7 @@ impl TokenBucketState {
             .saturating_add(bucket.leased_units())
     }
 
-    /// With `settles`, remembers what [`TokenBucketState::credit`] has to know later.
+    /// With `settles`, records the history that [`TokenBucketState::credit`] needs.
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
         self.apply_expired_leases(limit, now_us);
         self.take_units(limit, cost, now_us, settles);
@@ -66,7 +74,7 @@ impl TokenBucketState {
         self.set_debt(limit, debt, cost, now_us, settles);
     }
 
-    /// Takes what there is, up to `cost`.
+    /// Takes the available units, up to `cost`.
     pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
         let mut bucket = self.with_expired_leases(limit, now_us).into_owned();
         let owed = bucket.total_owed(limit, now_us);
@@ -89,12 +97,12 @@ impl TokenBucketState {
         }
     }
 
-    /// Whether units can be lent until a time.
+    /// Whether units can be leased until `until_us`.
     pub(super) fn can_grant(&self, limit: &Limit, now_us: u64, until_us: u64) -> bool {
         let bucket = self.with_expired_leases(limit, now_us);
-        let is_in_order = |lent: &OutstandingLeases| {
-            lent.0.len() < MAX_OUTSTANDING_LEASES
-                && lent
+        let is_in_order = |leases: &OutstandingLeases| {
+            leases.0.len() < MAX_OUTSTANDING_LEASES
+                && leases
                     .0
                     .back()
                     .is_none_or(|(last_us, _)| *last_us <= until_us)
@@ -102,7 +110,7 @@ impl TokenBucketState {
         WarmUpRamp::from_limit(limit).is_none() && bucket.leases.as_deref().is_none_or(is_in_order)
     }
 
-    /// Takes units that are absent until a time.
+    /// Takes units that are absent until `until_us`.
     pub(super) fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
         self.apply_expired_leases(limit, now_us);
         let leases = &mut self
@@ -110,13 +118,13 @@ impl TokenBucketState {
             .get_or_insert_with(|| Box::new(OutstandingLeases(VecDeque::new())))
             .0;
         match leases.back_mut() {
-            Some((last_us, lent)) if *last_us == until_us => *lent += units,
+            Some((last_us, leased_units)) if *last_us == until_us => *leased_units += units,
             _ => leases.push_back((until_us, units)),
         }
     }
 
-    /// Gives back what still counts of `units` charged at `at_us`: never more than what the debt would be less by,
-    /// had they not been charged. It is no charge: a bucket stays as cold as it is.
+    /// Returns those of the `units` charged at `at_us` that still count. The debt drops at most to
+    /// its value without that charge. A credit is not a charge: it does not end the cold state.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         let mut bucket = self.with_expired_leases(limit, now_us).into_owned();
         if bucket.return_leased_units(units, at_us)
@@ -126,13 +134,13 @@ impl TokenBucketState {
         }
     }
 
-    /// Takes units off a debt. `false` if there is none.
+    /// Reduces the debt by units charged at `at_us`. Returns `false` without a debt.
     fn reduce_debt(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) -> bool {
         let debt = self.debt_at(limit, now_us);
         if debt == 0 {
             return false;
         }
-        // Perhaps all that was paid since was paid for it.
+        // All payments since then may have been for these units.
         let paid_back = now_us
             .saturating_sub(at_us)
             .saturating_mul(self.rate(limit));
@@ -143,7 +151,7 @@ impl TokenBucketState {
             .as_mut()
             .filter(|_| self.rate == limit.requests);
         let remaining_debt = history
-            .and_then(|past| past.recompute_debt(limit, units, at_us, now_us))
+            .and_then(|history| history.recompute_debt(limit, units, at_us, now_us))
             .unwrap_or_else(debt_without_history);
         self.debt -= debt.saturating_sub(remaining_debt);
         true
@@ -154,32 +162,36 @@ impl TokenBucketState {
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
-        let past = |past: &ChargeHistory| {
-            size_of::<ChargeHistory>() + past.part_units.capacity() * size_of::<u64>()
+        let history_bytes = |history: &ChargeHistory| {
+            size_of::<ChargeHistory>() + history.part_units.capacity() * size_of::<u64>()
         };
-        let lent = |lent: &OutstandingLeases| {
-            size_of::<OutstandingLeases>() + lent.0.capacity() * size_of::<(u64, u64)>()
+        let lease_bytes = |leases: &OutstandingLeases| {
+            size_of::<OutstandingLeases>() + leases.0.capacity() * size_of::<(u64, u64)>()
         };
-        self.history.as_deref().map_or(0, past) + self.leases.as_deref().map_or(0, lent)
+        self.history.as_deref().map_or(0, history_bytes)
+            + self.leases.as_deref().map_or(0, lease_bytes)
     }
 
-    /// When at most `units` are in debt; `None` if only charges can warm the bucket up for that.
+    /// When at most `units` are in use; `None` if only further charges can warm up the bucket so
+    /// far.
     pub(super) fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> Option<u64> {
         let (mut bucket, mut now_us) = (self.with_expired_leases(limit, now_us), now_us);
-        while let Some((until_us, lent)) = bucket.first_lease() {
+        while let Some((until_us, leased_units)) = bucket.first_lease() {
             if let Some(units) = units.checked_sub(bucket.leased_units()) {
                 let at_us = bucket.owed_units_drop_time_us(limit, now_us, units)?;
                 if at_us <= until_us {
                     return Some(at_us);
                 }
             }
-            bucket.to_mut().expire_first_lease(limit, until_us, lent);
+            bucket
+                .to_mut()
+                .expire_first_lease(limit, until_us, leased_units);
             now_us = until_us;
         }
         bucket.owed_units_drop_time_us(limit, now_us, units)
     }
 
-    /// The same of the debt alone.
+    /// [`Self::usage_drop_time_us`] without leases.
     fn owed_units_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> Option<u64> {
         let paid_back_at_us =
             self.debt_drop_time_us(limit, now_us, units.saturating_mul(limit.per_us));
@@ -195,7 +207,7 @@ impl TokenBucketState {
         }
     }
 
-    /// When the debt is at most this, in units of 1 / per_us.
+    /// When the debt is at most `debt`, in units of 1 / per_us.
     pub(super) fn debt_drop_time_us(&self, limit: &Limit, now_us: u64, debt: u64) -> u64 {
         let wait_us = self
             .debt_at(limit, now_us)
@@ -214,7 +226,7 @@ impl TokenBucketState {
         at_us.min(MAX_TIME_US)
     }
 
-    /// When all is paid, and the bucket cold again.
+    /// When the debt is paid and the bucket is cold again.
     pub(super) fn expires_at_us(&self, limit: &Limit) -> u64 {
         let bucket = self.with_expired_leases(limit, u64::MAX);
         let cold_at_us = WarmUpRamp::from_limit(limit).map_or(0, |ramp| bucket.cold_at_us(&ramp));
@@ -223,7 +235,7 @@ impl TokenBucketState {
             .max(cold_at_us)
     }
 
-    /// With the leases that have ended before a time made debts.
+    /// Returns the bucket with all leases that ended before `now_us` turned into debt.
     fn with_expired_leases(&self, limit: &Limit, now_us: u64) -> Cow<'_, Self> {
         let mut bucket = Cow::Borrowed(self);
         while let Some((until_us, units)) = bucket
@@ -242,43 +254,43 @@ impl TokenBucketState {
     }
 
     fn expire_first_lease(&mut self, limit: &Limit, until_us: u64, units: u64) {
-        self.leases = self.leases.take().filter(|lent| lent.0.len() > 1);
-        if let Some(lent) = &mut self.leases {
-            lent.0.pop_front();
+        self.leases = self.leases.take().filter(|leases| leases.0.len() > 1);
+        if let Some(leases) = &mut self.leases {
+            leases.0.pop_front();
         }
         self.take_units(limit, units, until_us, false);
     }
 
-    /// Gives back what was lent until `at_us`; `false` if that isn't lent any more.
+    /// Returns units of the lease that ends at `at_us`. Returns `false` if it has ended.
     fn return_leased_units(&mut self, units: u64, at_us: u64) -> bool {
-        let Some(lent) = &mut self.leases else {
+        let Some(leases) = &mut self.leases else {
             return false;
         };
-        let Some(nth) = lent.0.iter().position(|(until_us, _)| *until_us == at_us) else {
+        let Some(nth) = leases.0.iter().position(|(until_us, _)| *until_us == at_us) else {
             return false;
         };
-        if let Some((_, left)) = lent.0.get_mut(nth) {
-            *left = left.saturating_sub(units);
+        if let Some((_, lease_units)) = leases.0.get_mut(nth) {
+            *lease_units = lease_units.saturating_sub(units);
         }
-        lent.0.retain(|(_, left)| *left > 0);
-        self.leases = self.leases.take().filter(|lent| !lent.0.is_empty());
+        leases.0.retain(|(_, lease_units)| *lease_units > 0);
+        self.leases = self.leases.take().filter(|leases| !leases.0.is_empty());
         true
     }
 
-    /// The lease that ends first: when, and how many units.
+    /// The end and units of the lease that ends first.
     fn first_lease(&self) -> Option<(u64, u64)> {
         self.leases
             .as_deref()
-            .and_then(|lent| lent.0.front().copied())
+            .and_then(|leases| leases.0.front().copied())
     }
 
     fn leased_units(&self) -> u64 {
         self.leases
             .as_deref()
-            .map_or(0, |lent| lent.0.iter().map(|(_, units)| units).sum())
+            .map_or(0, |leases| leases.0.iter().map(|(_, units)| units).sum())
     }
 
-    /// In units of 1 / per_us.
+    /// The debt at `now_us`, in units of 1 / per_us.
     pub(super) fn debt_at(&self, limit: &Limit, now_us: u64) -> u64 {
         let paying_us = match WarmUpRamp::from_limit(limit) {
             None => now_us.saturating_sub(self.charged_at_us),
@@ -293,7 +305,8 @@ impl TokenBucketState {
             .saturating_sub(paying_us.saturating_mul(self.rate(limit)))
     }
 
-    /// The debt, and what the capacity lacks: what was not there can't be taken.
+    /// The debt, or the units missing from a cold bucket's capacity if those are more: they can't
+    /// be taken.
     fn total_owed(&self, limit: &Limit, now_us: u64) -> u64 {
         let missing_units =
             WarmUpRamp::from_limit(limit).map_or(0, |ramp| match now_us < self.cold_at_us(&ramp) {
@@ -304,7 +317,8 @@ impl TokenBucketState {
             .max(missing_units.saturating_mul(limit.per_us))
     }
 
-    /// Makes the debt so large, by `units` or a little less. Not above what Lua counts exactly.
+    /// Sets the debt after a charge of at most `units`, up to the largest integer that is exact in
+    /// Lua.
     fn set_debt(&mut self, limit: &Limit, debt: u64, units: u64, now_us: u64, settles: bool) {
         let before = self.total_owed(limit, now_us);
         let warm_up_start_us = match WarmUpRamp::from_limit(limit) {
@@ -345,463 +359,5 @@ impl TokenBucketState {
     }
 }
 
-/// How a bucket warms up: in a hundred steps, so that whole numbers suffice. After n of them it holds
-/// cold + n / 100 × (burst − cold) units, rounded down, and fills at (100 + 2n) / 300 of the rate.
-struct WarmUpRamp {
-    warm_up_us: u64,
-    /// Of one step, rounded up.
-    step_us: u64,
-    /// Units that the capacity of a cold bucket lacks.
-    missing_units: u64,
-}
-
-const RAMP_STEPS: u64 = 100;
-
-impl WarmUpRamp {
-    fn from_limit(limit: &Limit) -> Option<Self> {
-        match limit.algorithm {
-            Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => Some(Self {
-                warm_up_us,
-                step_us: warm_up_us.div_ceil(RAMP_STEPS),
-                missing_units: burst - limit.cold_capacity(),
-            }),
-            _ => None,
-        }
-    }
-
-    /// Microseconds at the full rate in which as much flows in as in so many from the start on.
-    fn full_rate_equivalent_us(&self, since_us: u64) -> u64 {
-        let over_us = since_us.saturating_sub(RAMP_STEPS * self.step_us);
-        let since_us = since_us - over_us;
-        let steps = since_us / self.step_us;
-        let rest_us = since_us - steps * self.step_us;
-        over_us
-            + (self.whole_steps_equivalent(steps) + rest_us * (RAMP_STEPS + 2 * steps))
-                / (3 * RAMP_STEPS)
-    }
-
-    /// The shortest time that is worth so much.
-    fn shortest_elapsed_us(&self, worth_us: u64) -> u64 {
-        let (all_us, all_worth_us) = (
-            RAMP_STEPS * self.step_us,
-            self.full_rate_equivalent_us(RAMP_STEPS * self.step_us),
-        );
-        if worth_us >= all_worth_us {
-            return (worth_us - all_worth_us).saturating_add(all_us);
-        }
-        // The step: the largest n with whole_steps(n) ≤ worth, a quadratic equation.
-        let worth = worth_us * 3 * RAMP_STEPS;
-        let steps =
-            (((RAMP_STEPS - 1).pow(2) + 4 * worth / self.step_us).isqrt() + 1 - RAMP_STEPS) / 2;
-        steps * self.step_us
-            + (worth - self.whole_steps_equivalent(steps)).div_ceil(RAMP_STEPS + 2 * steps)
-    }
-
-    /// What the first `steps` are worth, in 300ths of a microsecond.
-    fn whole_steps_equivalent(&self, steps: u64) -> u64 {
-        self.step_us * steps * (RAMP_STEPS - 1 + steps)
-    }
-
-    /// Units that the capacity lacks so long after the start.
-    fn missing_units_after(&self, since_us: u64) -> u64 {
-        self.missing_units
-            - self.missing_units * (since_us / self.step_us).min(RAMP_STEPS) / RAMP_STEPS
-    }
-
-    /// After how long it lacks at most `units`, which are less than at the start.
-    fn missing_units_drop_us(&self, units: u64) -> u64 {
-        ((self.missing_units - units) * RAMP_STEPS).div_ceil(self.missing_units) * self.step_us
-    }
-}
-
-/// What was charged in each of the last 64 parts of a period: who knows that can reckon the debt anew, with a charge
-/// made smaller. To be no laxer than the truth it takes all charges of a part as made at its end; so it is at most
-/// what one part pays back too strict, however much is settled.
-#[derive(Clone, Debug)]
-struct ChargeHistory {
-    /// Of the first part.
-    start_us: u64,
-    /// Debt at the start, in units of 1 / per_us.
-    start_debt: u64,
-    /// Charged in each part.
-    part_units: VecDeque<u64>,
-}
-
-const HISTORY_PARTS: u64 = 64;
-
-impl ChargeHistory {
-    fn new(debt: u64, now_us: u64) -> Self {
-        Self {
-            start_us: now_us,
-            start_debt: debt,
-            part_units: VecDeque::new(),
-        }
-    }
-
-    fn record_charge(&mut self, limit: &Limit, units: u64, now_us: u64) {
-        let part_us = limit.per_us.div_ceil(HISTORY_PARTS);
-        let mut part_index = (now_us - self.start_us) / part_us;
-        while part_index >= HISTORY_PARTS {
-            let (parts, units) = match self.part_units.pop_front() {
-                Some(units) => (1, units),
-                None => (part_index + 1 - HISTORY_PARTS, 0),
-            };
-            self.start_debt = apply_payment_and_charge(
-                self.start_debt,
-                limit,
-                parts.saturating_mul(part_us),
-                units,
-            );
-            self.start_us += parts * part_us;
-            part_index -= parts;
-        }
-        let part_index = usize::try_from(part_index).unwrap_or_default();
-        if self.part_units.len() <= part_index {
-            self.part_units.resize(part_index + 1, 0);
-        }
-        if let Some(part) = self.part_units.back_mut() {
-            *part = part.saturating_add(units).min(MAX_UNITS);
-        }
-    }
-
-    /// The debt at `now_us`, with `units` taken off what was charged at `at_us`, if that is known.
-    fn recompute_debt(
-        &mut self,
-        limit: &Limit,
-        units: u64,
-        at_us: u64,
-        now_us: u64,
-    ) -> Option<u64> {
-        let part_us = limit.per_us.div_ceil(HISTORY_PARTS);
-        let part_index = usize::try_from(at_us.checked_sub(self.start_us)? / part_us).ok()?;
-        let part = self.part_units.get_mut(part_index)?;
-        *part = part.saturating_sub(units);
-        let (mut debt, mut from_us) = (self.start_debt, self.start_us);
-        for units in &self.part_units {
-            debt = apply_payment_and_charge(
-                debt,
-                limit,
-                now_us.saturating_sub(from_us).min(part_us),
-                *units,
-            );
-            from_us += part_us;
-        }
-        Some(apply_payment_and_charge(
-            debt,
-            limit,
-            now_us.saturating_sub(from_us),
-            0,
-        ))
-    }
-}
-
-fn apply_payment_and_charge(debt: u64, limit: &Limit, paying_us: u64, units: u64) -> u64 {
-    let remaining_debt = debt.saturating_sub(paying_us.saturating_mul(limit.requests));
-    remaining_debt
-        .saturating_add(units.saturating_mul(limit.per_us))
-        .min(MAX_UNITS)
-}
-
 #[cfg(test)]
-mod tests {
-    use super::super::{Amendment, Charge, KeyBuilder, MAX_WARM_UP_US, Refusal};
-    use super::*;
-    use proptest::prelude::*;
-
-    const START_US: u64 = 1_800_000_000_000_123;
-
-    fn limit(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
-        Limit {
-            requests,
-            per_us,
-            algorithm: Algorithm::TokenBucket { burst, warm_up_us },
-        }
-    }
-
-    /// A warm-up microsecond by microsecond: what is not there is owed, what flows in is counted in 300ths.
-    struct ReferenceWarmUp {
-        limit: Limit,
-        warm_up_us: u64,
-        debt: u64,
-        inflow_300ths: u64,
-        last_us: Option<u64>,
-        start_us: u64,
-        now_us: u64,
-    }
-
-    impl ReferenceWarmUp {
-        fn new(limit: Limit, warm_up_us: u64) -> Self {
-            Self {
-                limit,
-                warm_up_us,
-                debt: 0,
-                inflow_300ths: 0,
-                last_us: None,
-                start_us: 0,
-                now_us: START_US,
-            }
-        }
-
-        fn step(&self) -> u64 {
-            ((self.now_us - self.start_us) / self.warm_up_us.div_ceil(100)).min(100)
-        }
-
-        fn is_cold(&self) -> bool {
-            self.last_us
-                .is_none_or(|last_us| self.now_us >= last_us + self.warm_up_us)
-        }
-
-        fn advance_one_us(&mut self) {
-            self.inflow_300ths += 100 + 2 * self.step();
-            if self.inflow_300ths >= 300 {
-                self.inflow_300ths -= 300;
-                self.debt = self.debt.saturating_sub(self.limit.requests);
-            }
-            self.now_us += 1;
-        }
-
-        fn owed(&self) -> u64 {
-            let missing_units = self.limit.capacity() - self.limit.cold_capacity();
-            let warmed_up_units = if self.is_cold() {
-                0
-            } else {
-                missing_units * self.step() / 100
-            };
-            self.debt
-                .max((missing_units - warmed_up_units) * self.limit.per_us)
-        }
-
-        fn charge(&mut self, cost: u64) {
-            self.debt = self.owed() + cost * self.limit.per_us;
-            if self.is_cold() {
-                (self.start_us, self.inflow_300ths) = (self.now_us, 0);
-            }
-            self.last_us = Some(self.now_us);
-        }
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
-        #[test]
-        fn a_warm_up_matches_a_simulation_of_every_microsecond(
-            requests in 1u64..30, per_us in 1u64..900, burst in 1u64..40, warm_up_us in 1u64..700,
-            asks in prop::collection::vec((0u64..300, 1u64..12), 1..40),
-        ) {
-            let limit = limit(requests, per_us, burst, warm_up_us);
-            let (mut slow, mut bucket) = (ReferenceWarmUp::new(limit, warm_up_us), TokenBucketState::default());
-            // Refused: until when, if that is known.
-            let mut waits: Option<(u64, u64)> = None;
-            for (after_us, cost) in asks {
-                for _ in 0..after_us {
-                    slow.advance_one_us();
-                    let now_us = slow.now_us;
-                    prop_assert_eq!(bucket.used(&limit, now_us), slow.owed().div_ceil(per_us), "at {}", now_us);
-                    if let Some((until_us, room)) = waits {
-                        prop_assert_eq!(bucket.used(&limit, now_us) <= room, now_us >= until_us, "{} {}", until_us, now_us);
-                    }
-                }
-                let now_us = slow.now_us;
-                let cost = cost.min(limit.cold_capacity());
-                let room = burst - cost;
-                if bucket.used(&limit, now_us) <= room {
-                    slow.charge(cost);
-                    bucket.charge(&limit, cost, now_us, false);
-                    waits = None;
-                } else {
-                    waits = Some((bucket.usage_drop_time_us(&limit, now_us, room).unwrap(), room));
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn shortest_elapsed_time_inverts_the_full_rate_equivalent() {
-        for warm_up_us in [1, 99, 100, 101, 12_345, 999_999, MAX_WARM_UP_US] {
-            let ramp = WarmUpRamp {
-                warm_up_us,
-                step_us: warm_up_us.div_ceil(RAMP_STEPS),
-                missing_units: 1,
-            };
-            let all_us = RAMP_STEPS * ramp.step_us;
-            for n in 0..10_000 {
-                let since_us = u64::try_from(u128::from(all_us) * n / 9_000).unwrap();
-                let worth_us = ramp.full_rate_equivalent_us(since_us);
-                let least_us = ramp.shortest_elapsed_us(worth_us);
-                assert!(
-                    least_us <= since_us && ramp.full_rate_equivalent_us(least_us) == worth_us,
-                    "{warm_up_us} {since_us}"
-                );
-                assert!(
-                    least_us == 0 || ramp.full_rate_equivalent_us(least_us - 1) < worth_us,
-                    "{warm_up_us} {since_us}"
-                );
-            }
-        }
-    }
-
-    /// Charges and what each turned out to be worth, reckoned anew from the start.
-    struct ReferenceDebt(Vec<(u64, u64, u64)>);
-
-    impl ReferenceDebt {
-        fn debt_at(&self, limit: &Limit, now_us: u64) -> u64 {
-            let paid = |debt: u64, from_us, to_us: u64| {
-                debt.saturating_sub((to_us - from_us) * limit.requests)
-            };
-            let owed = self
-                .0
-                .iter()
-                .fold((0, START_US), |(debt, from_us), (at_us, _, units)| {
-                    (paid(debt, from_us, *at_us) + units * limit.per_us, *at_us)
-                });
-            paid(owed.0, owed.1, now_us)
-        }
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
-        /// Never laxer than had every charge been made with what it turned out to be; and what is settled within a
-        /// period at most a 64th of that stricter.
-        #[test]
-        fn a_credit_lowers_the_debt_as_if_the_units_had_not_been_charged(
-            requests in 1u64..300, per_us in 64u64..5_000, burst in 1u64..400, late in any::<bool>(),
-            steps in prop::collection::vec((0u64..2_000, 1u64..60, 0u64..60, any::<prop::sample::Index>()), 1..150),
-        ) {
-            let limit = limit(requests, per_us, burst, 0);
-            let (mut bucket, mut known, mut open, mut now_us) = (TokenBucketState::default(), ReferenceDebt(Vec::new()), Vec::new(), START_US);
-            for (after, cost, less, which) in steps {
-                now_us += after * per_us / 16_000;
-                if less % 2 == 0 {
-                    bucket.charge(&limit, cost, now_us, true);
-                    open.push(known.0.len());
-                    known.0.push((now_us, cost, cost));
-                } else if !open.is_empty() {
-                    let at = open.swap_remove(which.index(open.len()));
-                    let (at_us, cost, units) = &mut known.0[at];
-                    let less = less.min(*cost);
-                    if late || now_us - *at_us < (HISTORY_PARTS - 1) * per_us.div_ceil(HISTORY_PARTS) {
-                        *units -= less;
-                        bucket.credit(&limit, less, *at_us, now_us);
-                    }
-                }
-                let (ours, truth) = (bucket.debt_at(&limit, now_us), known.debt_at(&limit, now_us));
-                prop_assert!(ours >= truth, "{} < {}", ours, truth);
-                if !late {
-                    prop_assert!(ours <= truth + requests * per_us.div_ceil(HISTORY_PARTS), "{} > {}", ours, truth);
-                }
-            }
-        }
-    }
-
-    /// 100,000 tokens a minute, always as many in flight as fit: 4,000 reserved, 500 used, after ten seconds.
-    #[test]
-    fn a_saturated_bucket_credits_nearly_all_unused_units() {
-        const SECOND_US: u64 = 1_000_000;
-        let limit = limit(100_000, 60 * SECOND_US, 100_000, 0);
-        let (mut bucket, mut in_flight, mut reference) = (
-            TokenBucketState::default(),
-            VecDeque::new(),
-            ReferenceDebt(Vec::new()),
-        );
-        let (mut settled, mut credited, mut reference_credited) = (0, 0, 0);
-        for tick in 0..6_000 {
-            let now_us = START_US + tick * SECOND_US / 10;
-            while in_flight
-                .front()
-                .is_some_and(|at_us| at_us + 10 * SECOND_US <= now_us)
-            {
-                let at_us = in_flight.pop_front().unwrap();
-                let before = (
-                    bucket.debt_at(&limit, now_us),
-                    reference.debt_at(&limit, now_us),
-                );
-                bucket.credit(&limit, 3_500, at_us, now_us);
-                reference.0[settled].2 = 500;
-                settled += 1;
-                credited += before.0 - bucket.debt_at(&limit, now_us);
-                reference_credited += before.1 - reference.debt_at(&limit, now_us);
-            }
-            while bucket.used(&limit, now_us) + 4_000 <= 100_000 {
-                bucket.charge(&limit, 4_000, now_us, true);
-                reference.0.push((now_us, 4_000, 4_000));
-                in_flight.push_back(now_us);
-            }
-        }
-        let requested = u64::try_from(settled).unwrap() * 3_500 * limit.per_us;
-        assert!(
-            settled > 1_600 && credited > requested / 100 * 97,
-            "{credited} of {requested}, {settled} times"
-        );
-        assert!(
-            credited > reference_credited / 1_000 * 999,
-            "{credited}, and it should be {reference_credited}"
-        );
-        assert!(bucket.heap_bytes() < 1_024);
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
-        /// Whatever is charged, settled and refused: a refusal takes what there is and no more, and every time that
-        /// is told is the first at which it is so.
-        #[test]
-        fn a_rejected_charge_takes_the_available_units_only(
-            requests in 1u64..30, per_us in 1u64..900, burst in 1u64..40, warm_up_us in prop::sample::select(vec![0, 300]),
-            max_delay_us in prop::option::of(0u64..2_000),
-            steps in prop::collection::vec((0u64..200, 1u64..60, 0u8..3), 1..40),
-        ) {
-            let algorithm = match max_delay_us {
-                None => Algorithm::TokenBucket { burst, warm_up_us },
-                Some(max_delay_us) => Algorithm::LeakyBucket { max_delay_us },
-            };
-            let limit = Limit { requests, per_us, algorithm };
-            let (capacity, key) = (limit.capacity(), KeyBuilder::new("p").finish());
-            let (mut state, mut now_us) = (limit.initial_state(), START_US);
-            for (after_us, cost, what) in steps {
-                now_us += after_us;
-                let charge = Charge { settles: what == 0, ..Charge::new(&limit, &key, cost) };
-                let before = state.view_at(&limit, now_us).used();
-                match what {
-                    0 if before + cost <= capacity => state.charge(&charge, now_us),
-                    1 => state.amend(&limit, Amendment::Charge(cost), now_us),
-                    _ => {
-                        state.charge_rejected(&charge, now_us);
-                        let used = state.view_at(&limit, now_us).used();
-                        let most = before.max(capacity.min(before + cost));
-                        // A line that is less than its slack long has all of its capacity free.
-                        let least = if max_delay_us.is_some() { most.saturating_sub(1).max(before) } else { most };
-                        prop_assert!((least..=most).contains(&used), "{} and {} are {}", before, cost, used);
-                        if before < capacity && cost > capacity && warm_up_us == 0 {
-                            let place_us = now_us + per_us.div_ceil(requests);
-                            prop_assert_eq!(state.view_at(&limit, now_us).refusal(1), Some(Refusal::Until(place_us)));
-                        }
-                    }
-                }
-                let view = state.view_at(&limit, now_us);
-                if let Some(Refusal::Until(until_us)) = view.refusal(1) {
-                    prop_assert!(until_us > now_us);
-                    prop_assert!(state.view_at(&limit, until_us - 1).refusal(1).is_some());
-                    prop_assert!(state.view_at(&limit, until_us).refusal(1).is_none());
-                }
-                let expires_us = state.expires_at_us(&limit);
-                let fresh = limit.initial_state().view_at(&limit, expires_us).used();
-                prop_assert_eq!(state.view_at(&limit, expires_us).used(), fresh);
-            }
-        }
-    }
-
-    #[test]
-    fn a_debt_saturates_at_the_largest_exact_number() {
-        let limit = limit(1, 34_560_000_000_000, 260, 0);
-        let mut bucket = TokenBucketState::default();
-        for _ in 0..3 {
-            bucket.charge(&limit, MAX_UNITS, START_US, true);
-            assert_eq!(bucket.debt_at(&limit, START_US), MAX_UNITS);
-            assert_eq!(
-                bucket.usage_drop_time_us(&limit, START_US, 259),
-                Some(START_US + MAX_UNITS - 259 * limit.per_us)
-            );
-            assert_eq!(bucket.expires_at_us(&limit), MAX_TIME_US);
-        }
-        bucket.credit(&limit, MAX_UNITS, START_US, START_US);
-        assert!(bucket.debt_at(&limit, START_US) <= MAX_UNITS);
-    }
-}
+mod tests;

@@ -839,7 +839,7 @@ async fn a_server_without_cluster_support_is_reported() {
         .await;
     let down = proxy
         .wait_for_log("a word", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("Redis is down")
+            line.message_starts_with("redis unavailable")
         })
         .await;
     assert!(

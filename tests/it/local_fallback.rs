@@ -494,7 +494,7 @@ async fn an_instance_with_pending_write_back_or_a_late_heartbeat_is_not_settled(
     let tell = async |id: &str, does: &str, until: &str, kept_us: u64| {
         let mut command = redis::cmd("EVAL");
         command
-            .arg(include_str!("../../src/store/redis/fleet.lua"))
+            .arg(include_str!("../../src/store/redis/membership.lua"))
             .arg(2)
             .arg("set")
             .arg("ids");
@@ -506,16 +506,20 @@ async fn an_instance_with_pending_write_back_or_a_late_heartbeat_is_not_settled(
         (live, lower, heard)
     };
     let beat = async |id: &str, does: &str, until: &str| tell(id, does, until, 5_000_000).await;
-    assert_eq!(beat("b", "beat", "").await, (1, 0, 1));
-    assert_eq!(beat("c", "owe", "").await, (2, 1, 1));
-    assert_eq!(beat("a", "beat", "1").await, (3, 0, 1), "too late");
-    assert_eq!(beat("a", "beat", "9000000000000000").await, (3, 0, 2));
-    assert_eq!(beat("d", "look", "").await, (3, 3, 2));
-    assert_eq!(beat("c", "beat", "").await, (3, 2, 3));
-    assert_eq!(beat("b", "owe", "").await, (3, 1, 2));
+    assert_eq!(beat("b", "heartbeat", "").await, (1, 0, 1));
+    assert_eq!(beat("c", "pending", "").await, (2, 1, 1));
+    assert_eq!(beat("a", "heartbeat", "1").await, (3, 0, 1), "too late");
+    assert_eq!(beat("a", "heartbeat", "9000000000000000").await, (3, 0, 2));
+    assert_eq!(beat("d", "read", "").await, (3, 3, 2));
+    assert_eq!(beat("c", "heartbeat", "").await, (3, 2, 3));
+    assert_eq!(beat("b", "pending", "").await, (3, 1, 2));
     sleep(Duration::from_millis(20)).await;
-    let silent = "the silent have no place, whether they owe or not";
-    assert_eq!(tell("d", "beat", "", 10_000).await, (1, 0, 1), "{silent}");
+    let silent = "expired instances have no rank, pending or not";
+    assert_eq!(
+        tell("d", "heartbeat", "", 10_000).await,
+        (1, 0, 1),
+        "{silent}"
+    );
 }
 
 #[tokio::test]
@@ -523,7 +527,7 @@ async fn an_instance_without_membership_permission_is_still_decided_by_redis() {
     let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
     let _: () = server.command("ACL SETUSER default -eval").await;
     let mut proxy = start_proxy(server.port(), MIXED_POLICIES, upstream.address).await;
-    let warning = "Redis does not let the instances be counted";
+    let warning = "redis rejected the membership script; using the last known instance count";
     proxy
         .wait_for_log("a warning", 0, TEST_TIMEOUT, |line| {
             line.is_level("WARN") && line.message_starts_with(warning)
@@ -536,7 +540,7 @@ async fn an_instance_without_membership_permission_is_still_decided_by_redis() {
     );
     assert_eq!(proxy.read_metric("tidegate_store_up").await, 1.0);
     assert!(
-        proxy.is_running() && !proxy.log_text().contains("Redis is down"),
+        proxy.is_running() && !proxy.log_text().contains("redis unavailable"),
         "{}",
         proxy.log_text()
     );

@@ -65,7 +65,7 @@ async fn assert_connection_rejected(settings: &str, kind: &str, reason: &str) {
     let (proxy, _upstream) = start_proxy(settings, POLICY).await;
     let down = proxy
         .wait_for_log("a word about it", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("Redis is down")
+            line.message_starts_with("redis unavailable")
         })
         .await;
     assert_eq!(down.field("kind"), kind, "{settings}\n{}", proxy.log_text());
@@ -479,7 +479,7 @@ async fn without_info_permission_only_the_memory_metrics_are_missing() {
     let (proxy, _upstream) = start_proxy(&login(""), ALL_ALGORITHM_POLICIES).await;
     let warns = proxy
         .wait_for_log("the warning", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("Redis may evict counters")
+            line.message_starts_with("redis may evict counters")
         })
         .await;
     assert_eq!(warns.field("maxmemory_policy"), "allkeys-lru");

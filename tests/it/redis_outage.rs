@@ -134,7 +134,7 @@ impl OutageFixture {
                 lines.partition(|line| line.field("target") == "access");
             let up = store
                 .last()
-                .is_some_and(|line| line.message_starts_with("Redis is up again"));
+                .is_some_and(|line| line.message_starts_with("redis available again"));
             (up && access.len() >= refused).then_some((access, store))
         })
         .await;
@@ -215,8 +215,8 @@ impl OutageFixture {
         let store = self.wait_for_store_log(&load, refused).await;
         assert_eq!(store.len(), 2, "{}", self.proxy.log_text());
         assert!(
-            store[0].message_starts_with("Redis is down")
-                && store[1].message_starts_with("Redis is up again"),
+            store[0].message_starts_with("redis unavailable")
+                && store[1].message_starts_with("redis available again"),
             "{}",
             self.proxy.log_text()
         );
@@ -532,7 +532,7 @@ async fn killed_redis_connections_are_reestablished() {
     // Each of the two workers has a connection, and the first may be back before the second is seen to be lost.
     let changes: Vec<bool> = store
         .iter()
-        .map(|line| line.message_starts_with("Redis is down"))
+        .map(|line| line.message_starts_with("redis unavailable"))
         .collect();
     assert!(
         [vec![true, false], [true, false].repeat(2)].contains(&changes),
@@ -836,7 +836,7 @@ async fn the_listener_waits_for_redis_at_most_connect_timeout() {
     let back = Instant::now();
     proxy
         .wait_for_log("it to heal", 0, MAX_RECOVERY, |line| {
-            line.message_starts_with("Redis is up again")
+            line.message_starts_with("redis available again")
         })
         .await;
     assert!(proxy.get("/closed").await.header("ratelimit").is_some());
@@ -844,7 +844,7 @@ async fn the_listener_waits_for_redis_at_most_connect_timeout() {
     let store = proxy
         .log_since(0)
         .into_iter()
-        .filter(|line| line.message_starts_with("Redis"));
+        .filter(|line| line.message_starts_with("redis "));
     assert_eq!(store.count(), 2, "{}", proxy.log_text());
 }
 
@@ -860,7 +860,7 @@ async fn a_rejected_password_is_logged_without_its_value() {
     let proxy = builder.upstream(upstream.address).start().await;
     let said = proxy
         .wait_for_log("why", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("Redis is down")
+            line.message_starts_with("redis unavailable")
         })
         .await;
     assert_eq!(said.field("kind"), "noauth");
@@ -877,7 +877,7 @@ async fn a_rejected_password_is_logged_without_its_value() {
         .unwrap();
     proxy
         .wait_for_log("it to heal", 0, MAX_RECOVERY, |line| {
-            line.message_starts_with("Redis is up again")
+            line.message_starts_with("redis available again")
         })
         .await;
     assert!(proxy.get("/closed").await.header("ratelimit").is_some());
@@ -932,14 +932,14 @@ async fn check_non_redis_server(
     }
     let said = proxy
         .wait_for_log("why", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("Redis is down")
+            line.message_starts_with("redis unavailable")
         })
         .await;
     assert!(kinds.contains(&&*said.field("kind")), "{text:?}: {said:?}");
     let store = proxy
         .log_since(0)
         .into_iter()
-        .filter(|line| line.message_starts_with("Redis"))
+        .filter(|line| line.message_starts_with("redis "))
         .count();
     assert!(
         store == 1 && proxy.is_running() && !proxy.log_text().contains("panicked"),

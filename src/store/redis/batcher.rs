@@ -1,12 +1,14 @@
-//! Questions of one worker on their way to Redis.
+//! Queues the requests of one worker and sends them to Redis in batches.
 //!
-//! A question that finds fewer than [`MAX_CALLS_IN_FLIGHT`] calls under way goes out as soon as the worker has run what else is
-//! ready; others wait until a call comes back and then go together ([`DecisionBatch`]). No timer makes anybody wait for
-//! company. A call that takes long makes room for the next, so a slow network delays no question twice.
+//! With fewer than [`MAX_CALLS_IN_FLIGHT`] calls in flight, a request is sent as soon as the worker
+//! has run its other ready tasks. Otherwise it waits until a call returns, and all waiting requests
+//! are sent together ([`DecisionBatch`]). No timer delays a request to fill a batch. A slow call
+//! stops counting as in flight, so a slow network delays no request twice.
 
-use super::batch::{BatchReply, CallerReply, DecisionBatch};
-use super::connection::{RedisConnectionState, RedisContext, SupervisedConnection};
+use super::connection::{RedisConnectionState, SupervisedConnection};
+use super::context::RedisContext;
 use super::error::RedisErrorKind;
+use super::script_batch::{BatchReply, CallerReply, DecisionBatch};
 use crate::limiter::{Charge, Decision};
 use parking_lot::Mutex;
 use std::collections::VecDeque;
@@ -16,10 +18,10 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout, timeout_at};
 
-/// Calls under way at a time: one that Redis works on, and one that is on its way.
+/// Maximum calls in flight: Redis runs one while the other is on its way.
 const MAX_CALLS_IN_FLIGHT: usize = 2;
 
-/// For so long a call counts as under way.
+/// A call counts as in flight for at most this long.
 const IN_FLIGHT_TIMEOUT: Duration = Duration::from_millis(2);
 
 #[derive(Debug)]
@@ -31,12 +33,12 @@ pub(super) struct DecisionBatcher {
 
 #[derive(Debug, Default)]
 struct BatcherState {
-    /// As many as there are requests that wait for a decision, so it is bounded where they are.
+    /// At most as many as there are undecided requests, which are bounded elsewhere.
     pending: VecDeque<PendingBatch>,
     calls_in_flight: usize,
 }
 
-/// Those who go together.
+/// A batch and its callers.
 #[derive(Debug, Default)]
 struct PendingBatch {
     batch: DecisionBatch,
@@ -51,26 +53,26 @@ struct BatchCaller {
 }
 
 impl DecisionBatcher {
-    pub(super) fn new(context: Arc<RedisContext>, link: Arc<SupervisedConnection>) -> Self {
+    pub(super) fn new(context: Arc<RedisContext>, connection: Arc<SupervisedConnection>) -> Self {
         Self {
             context,
-            connection: link,
+            connection,
             state: Mutex::default(),
         }
     }
 
-    /// Asks with others. The charges name different counters.
+    /// Decides charges in a batch with other requests. The charges name different counters.
     ///
     /// # Errors
-    /// Why there is no decision at `deadline`; the connection is replaced if that may help.
+    /// When there is no decision at `deadline`. The connection is replaced if that may help.
     pub(super) async fn request_decision(
         self: &Arc<Self>,
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        let answer = timeout_at(deadline, self.enqueue(charges, deadline)).await?;
-        // Nobody drops what he should tell, but with the runtime.
-        let decision = answer
+        let reply = timeout_at(deadline, self.enqueue(charges, deadline)).await?;
+        // The sender is dropped only when the runtime shuts down.
+        let decision = reply
             .unwrap_or(Err(RedisErrorKind::Connection))?
             .parse_decision(charges);
         if let Err(failure) = &decision
@@ -86,7 +88,7 @@ impl DecisionBatcher {
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> oneshot::Receiver<Result<CallerReply, RedisErrorKind>> {
-        let (reply_sender, answer) = oneshot::channel();
+        let (reply_sender, reply_receiver) = oneshot::channel();
         let mut state = self.state.lock();
         if state
             .pending
@@ -104,10 +106,10 @@ impl DecisionBatcher {
             });
         }
         self.spawn_call(&mut state);
-        answer
+        reply_receiver
     }
 
-    /// Has somebody call who takes along what is there when he is run.
+    /// Spawns a call if another may be in flight. It takes the oldest batch when it runs.
     fn spawn_call(self: &Arc<Self>, state: &mut BatcherState) {
         if state.calls_in_flight < MAX_CALLS_IN_FLIGHT && !state.pending.is_empty() {
             state.calls_in_flight += 1;
@@ -125,7 +127,7 @@ impl DecisionBatcher {
         }
     }
 
-    /// Asks for a party, and counts no more as under way if that takes long.
+    /// Sends a batch, and clears `in_flight` if the call takes long.
     async fn send_batch(&self, mut pending: PendingBatch, in_flight: &mut Option<InFlightGuard>) {
         let state = self.connection.state();
         let live = match &*state {
@@ -146,7 +148,7 @@ impl DecisionBatcher {
                 *in_flight = None;
                 timeout_at(deadline, call)
                     .await
-                    .unwrap_or_else(|late| Err(late.into()))
+                    .unwrap_or_else(|elapsed| Err(elapsed.into()))
             }
         };
         match reply.and_then(|reply| {
@@ -155,7 +157,7 @@ impl DecisionBatcher {
                 .parse_reply(reply, &repeat_counts)
                 .ok_or(RedisErrorKind::InvalidReply)
         }) {
-            Ok(answers) => pending.notify_callers(&answers),
+            Ok(batch_reply) => pending.notify_callers(&batch_reply),
             Err(failure) => {
                 pending
                     .callers
@@ -167,40 +169,40 @@ impl DecisionBatcher {
     }
 }
 
-/// Counts as a call under way.
+/// Counts a call as in flight until dropped.
 struct InFlightGuard(Arc<DecisionBatcher>);
 
 impl Drop for InFlightGuard {
     fn drop(&mut self) {
         let mut state = self.0.state.lock();
         state.calls_in_flight -= 1;
-        // Somebody may have come when it was clear already that nobody is left to be taken along.
+        // A request may have arrived after the call found no further batch.
         self.0.spawn_call(&mut state);
     }
 }
 
 impl PendingBatch {
-    /// How often each question is asked. Who has left is not asked for.
+    /// Counts the waiting callers of each request, and removes callers that have disconnected.
     fn count_waiting_callers(&mut self) -> Vec<u32> {
         let mut repeat_counts = vec![0; self.batch.len()];
         self.callers.retain(|caller| {
             let is_waiting = !caller.reply_sender.is_closed();
-            if let Some(times) = repeat_counts.get_mut(caller.request_index) {
-                *times += u32::from(is_waiting);
+            if let Some(repeat_count) = repeat_counts.get_mut(caller.request_index) {
+                *repeat_count += u32::from(is_waiting);
             }
             is_waiting
         });
         repeat_counts
     }
 
-    /// Tells everybody, in the order of arrival.
-    fn notify_callers(self, answers: &BatchReply) {
+    /// Sends each caller its reply, in the order of arrival.
+    fn notify_callers(self, batch_reply: &BatchReply) {
         let mut notified = vec![0; self.batch.len()];
         for caller in self.callers {
             let Some(caller_index) = notified.get_mut(caller.request_index) else {
                 continue;
             };
-            if let Some(answer) = answers.caller_reply(caller.request_index, *caller_index) {
+            if let Some(answer) = batch_reply.caller_reply(caller.request_index, *caller_index) {
                 drop(caller.reply_sender.send(Ok(answer)));
             }
             *caller_index += 1;

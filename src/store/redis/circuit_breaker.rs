@@ -1,4 +1,4 @@
-//! Whether Redis can be asked: the breaker, the counters of failures, and one log line per change.
+//! The circuit breaker of Redis, the failure counters, and one log line per change of availability.
 
 use super::error::{RedisConnectionError, RedisErrorKind};
 use parking_lot::Mutex;
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A foreign value is logged at most this often: it is one key's fault and lasts.
+/// A foreign value is logged at most this often: it affects one key and lasts.
 const FOREIGN_VALUE_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// One per process, shared by its workers.
@@ -22,11 +22,11 @@ pub(super) struct RedisCircuitBreaker {
 
 #[derive(Debug, Default)]
 struct RedisAvailability {
-    /// Workers whose connection is lost and not yet replaced.
+    /// Connections that are lost and not yet replaced.
     connections_down: u32,
     breaker_open: bool,
     down_since: Option<Instant>,
-    /// Redis was there at least once.
+    /// Whether Redis was reached at least once.
     was_connected: bool,
     foreign_value_logged_at: Option<Instant>,
 }
@@ -42,7 +42,7 @@ impl RedisCircuitBreaker {
         }
     }
 
-    /// Whether requests must not ask Redis.
+    /// Whether requests must not be sent to Redis.
     pub(super) fn is_open(&self) -> bool {
         self.is_open.load(Ordering::Relaxed)
     }
@@ -52,23 +52,23 @@ impl RedisCircuitBreaker {
         state.was_connected && state.down_since.is_none()
     }
 
-    /// Failures so far, by word.
+    /// Failures so far, by the name of their kind.
     pub(super) fn failure_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         RedisErrorKind::NAMES
             .iter()
             .zip(&self.failure_counts)
-            .map(|(word, count)| (*word, count.load(Ordering::Relaxed)))
+            .map(|(name, count)| (*name, count.load(Ordering::Relaxed)))
     }
 
-    /// Redis answered a request.
+    /// Records a useful reply to a request.
     pub(super) fn record_success(&self) {
-        // Read first: the line stays shared between the workers while all is well.
+        // Reads first: without failures the cache line stays shared between the workers.
         if self.consecutive_failures.load(Ordering::Relaxed) != 0 {
             self.consecutive_failures.store(0, Ordering::Relaxed);
         }
     }
 
-    /// Redis did not answer, or not usefully.
+    /// Records a request without a useful reply.
     pub(super) fn record_failure(&self, kind: RedisErrorKind) {
         self.count_failure(kind);
         let consecutive_failures = self
@@ -78,7 +78,7 @@ impl RedisCircuitBreaker {
         if consecutive_failures < self.failure_threshold || self.is_open() {
             return;
         }
-        // Opened and closed under the lock only, so that what is logged is what holds.
+        // The breaker changes only under the lock, so that the log matches its state.
         let mut state = self.state.lock();
         if !self.is_open.swap(true, Ordering::Relaxed) {
             state.breaker_open = true;
@@ -86,7 +86,7 @@ impl RedisCircuitBreaker {
         }
     }
 
-    /// Redis answered that the value under a key is not ours: it works, but not for this key.
+    /// Records that the value of a key is foreign: Redis works, but not for this key.
     pub(super) fn record_foreign_value(&self, key: impl FnOnce() -> String) {
         self.record_success();
         self.count_failure(RedisErrorKind::WrongType(0));
@@ -99,12 +99,12 @@ impl RedisCircuitBreaker {
             tracing::warn!(
                 key = key(),
                 kind = "wrongtype",
-                "a key in Redis holds a value that is not ours"
+                "redis key holds a foreign value"
             );
         }
     }
 
-    /// A background probe was answered by a server that takes writes: requests may ask again.
+    /// Records a probe that was answered by a writable server: requests may be sent again.
     pub(super) fn record_probe_success(&self) {
         self.consecutive_failures.store(0, Ordering::Relaxed);
         let mut state = self.state.lock();
@@ -115,12 +115,13 @@ impl RedisCircuitBreaker {
         }
     }
 
-    /// A background probe or an attempt to connect failed.
+    /// Counts a failure without an effect on the breaker, such as that of a probe or a connection
+    /// attempt.
     pub(super) fn count_failure(&self, kind: RedisErrorKind) {
         let position = RedisErrorKind::NAMES.binary_search(&kind.as_str());
         if let Some(count) = position
             .ok()
-            .and_then(|place| self.failure_counts.get(place))
+            .and_then(|position| self.failure_counts.get(position))
         {
             count.fetch_add(1, Ordering::Relaxed);
         }
@@ -146,16 +147,12 @@ impl RedisAvailability {
             (true, None) => {
                 self.down_since = Some(Instant::now());
                 let (kind, reason) = (error.kind.as_str(), &error.message);
-                tracing::warn!(
-                    kind,
-                    reason,
-                    "Redis is down: policies decide by on_store_failure"
-                );
+                tracing::warn!(kind, reason, "redis unavailable; applying on_store_failure");
             }
             (false, Some(since)) => {
                 self.down_since = None;
                 let down_ms = u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX);
-                tracing::info!(down_ms, "Redis is up again");
+                tracing::info!(down_ms, "redis available again");
             }
             _ => {}
         }
@@ -168,32 +165,36 @@ mod tests {
 
     #[test]
     fn only_consecutive_failures_open_the_breaker_and_only_a_probe_closes_it() {
-        let health = RedisCircuitBreaker::new(2);
-        assert!(!health.is_up(), "not seen yet");
-        health.record_probe_success();
-        health.record_failure(RedisErrorKind::Timeout);
-        health.record_success();
-        health.record_failure(RedisErrorKind::Timeout);
-        assert!(!health.is_open() && health.is_up());
-        health.record_failure(RedisErrorKind::Timeout);
-        assert!(health.is_open() && !health.is_up());
-        health.record_success();
-        assert!(health.is_open());
-        health.record_probe_success();
-        assert!(!health.is_open() && health.is_up());
-        assert!(health.failure_counts().any(|count| count == ("timeout", 3)));
+        let breaker = RedisCircuitBreaker::new(2);
+        assert!(!breaker.is_up(), "never connected");
+        breaker.record_probe_success();
+        breaker.record_failure(RedisErrorKind::Timeout);
+        breaker.record_success();
+        breaker.record_failure(RedisErrorKind::Timeout);
+        assert!(!breaker.is_open() && breaker.is_up());
+        breaker.record_failure(RedisErrorKind::Timeout);
+        assert!(breaker.is_open() && !breaker.is_up());
+        breaker.record_success();
+        assert!(breaker.is_open());
+        breaker.record_probe_success();
+        assert!(!breaker.is_open() && breaker.is_up());
+        assert!(
+            breaker
+                .failure_counts()
+                .any(|count| count == ("timeout", 3))
+        );
     }
 
     #[test]
     fn foreign_values_never_open_the_breaker() {
-        let health = RedisCircuitBreaker::new(1);
-        health.record_probe_success();
+        let breaker = RedisCircuitBreaker::new(1);
+        breaker.record_probe_success();
         for _ in 0..10 {
-            health.record_foreign_value(|| "key".to_owned());
+            breaker.record_foreign_value(|| "key".to_owned());
         }
-        assert!(!health.is_open() && health.is_up());
+        assert!(!breaker.is_open() && breaker.is_up());
         assert!(
-            health
+            breaker
                 .failure_counts()
                 .any(|count| count == ("wrongtype", 10))
         );
@@ -222,37 +223,38 @@ mod tests {
             .with_writer(move || writer.clone())
             .finish();
         tracing::subscriber::with_default(subscriber, || {
-            let health = RedisCircuitBreaker::new(5);
+            let breaker = RedisCircuitBreaker::new(5);
             for _ in 0..1000 {
-                health.record_failure(RedisErrorKind::OutOfMemory);
-                health.record_foreign_value(|| "key".to_owned());
+                breaker.record_failure(RedisErrorKind::OutOfMemory);
+                breaker.record_foreign_value(|| "key".to_owned());
             }
-            health.record_connection_lost(&RedisErrorKind::Connection.into());
+            breaker.record_connection_lost(&RedisErrorKind::Connection.into());
             for _ in 0..1000 {
-                health.record_failure(RedisErrorKind::Connection);
+                breaker.record_failure(RedisErrorKind::Connection);
             }
-            health.record_connection_restored();
-            health.record_probe_success();
+            breaker.record_connection_restored();
+            breaker.record_probe_success();
         });
         let text = String::from_utf8(log_buffer.0.lock().clone()).unwrap();
         let log_lines: Vec<&str> = text.lines().collect();
         assert_eq!(log_lines.len(), 3, "{text}");
-        assert!(log_lines[0].contains("not ours"), "{text}");
+        assert!(log_lines[0].contains("foreign value"), "{text}");
         assert!(
-            log_lines[1].contains("kind=\"connection\"") && log_lines[2].contains("up again"),
+            log_lines[1].contains("kind=\"connection\"")
+                && log_lines[2].contains("available again"),
             "{text}"
         );
     }
 
     #[test]
     fn is_up_when_every_connection_is_up() {
-        let health = RedisCircuitBreaker::new(9);
-        health.record_probe_success();
-        health.record_connection_lost(&RedisErrorKind::Connection.into());
-        health.record_connection_lost(&RedisErrorKind::Connection.into());
-        health.record_connection_restored();
-        assert!(!health.is_up());
-        health.record_connection_restored();
-        assert!(health.is_up());
+        let breaker = RedisCircuitBreaker::new(9);
+        breaker.record_probe_success();
+        breaker.record_connection_lost(&RedisErrorKind::Connection.into());
+        breaker.record_connection_lost(&RedisErrorKind::Connection.into());
+        breaker.record_connection_restored();
+        assert!(!breaker.is_up());
+        breaker.record_connection_restored();
+        assert!(breaker.is_up());
     }
 }

@@ -1,49 +1,38 @@
-//! One worker's way to a Redis Cluster: a link to each master, and the map that says which slot is whose.
+//! One worker's client of a Redis Cluster: a connection to each master, and the slot map.
 //!
-//! redis-rs' own `ClusterConnection` was not taken: it repeats and waits by rules of its own while a request has a
-//! deadline, keeps no connection that has proven itself, and speaks TLS its own way. What is needed beside
-//! [`Link`] is little: the map, two redirections, and one task that renews the map.
+//! redis-rs' own `ClusterConnection` is not used: it retries and waits by its own rules although a
+//! request has a deadline, it does not probe connections, and it has its own TLS setup. Only the
+//! slot map, two redirections and one refresh task are needed beside [`SupervisedConnection`].
 //!
-//! Charges of several slots are asked at once, one call per slot. If any enforced one is refused, what the other slots
-//! have charged is given back: too strict for a moment, never too lax.
+//! Charges of several slots are decided at once, one call per slot. If an enforced charge is
+//! refused, the charges of the other slots are credited: too strict for a moment, never too lax.
 
+mod router;
 mod shard_search;
 mod slot_charges;
 mod slot_map;
 mod slot_map_refresh;
 
-use super::connection::{LiveConnection, RedisConnectionState, RedisContext, SupervisedConnection};
-use super::connector::{AbortOnDropTask, RedisAddress};
+use super::connection::{RedisConnectionState, SupervisedConnection};
+use super::connector::AbortOnDropTask;
+use super::context::RedisContext;
 use super::error::RedisErrorKind;
-use super::scripts::ScriptLibrary;
-use super::{MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls};
-use crate::limiter::{
-    Algorithm, Amendment, Charge, ChargeEffect, Decision, LimitStatus, determine_effect,
-};
+use super::settlement_calls::{MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls};
+use crate::limiter::{Charge, Decision};
 use crate::store::Settlement;
 use futures_util::future::join_all;
-use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
-use slot_charges::{SlotCharges, group_by_slot, merge_slot_decisions};
-use slot_map::{ClusterNode, ClusterSlotMap};
+use redis::{Cmd, Value};
+use router::ClusterRouter;
+use slot_charges::group_by_slot;
+use slot_map::ClusterNode;
 use slot_map_refresh::run_slot_map_refresh;
 use smallvec::SmallVec;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::Duration;
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, timeout};
 
 pub(super) use slot_map::{slot_for_key, slot_for_name};
-
-/// Redirections followed for one question: more mean that the nodes don't agree.
-const MAX_REDIRECTIONS: u32 = 8;
-
-/// So long a node that has not been connected to yet is waited for, as far as a deadline allows; then it is away.
-const NEW_NODE_WAIT: Duration = Duration::from_secs(1);
-
-/// Pause before a question is repeated whose keys are just being moved.
-const TRY_AGAIN_DELAY: Duration = Duration::from_millis(2);
 
 #[derive(Debug)]
 pub(super) struct ClusterClient {
@@ -51,31 +40,7 @@ pub(super) struct ClusterClient {
     _refresh_task: AbortOnDropTask,
 }
 
-/// How a node is found and asked.
-#[derive(Clone, Debug)]
-struct ClusterRouter {
-    context: Arc<RedisContext>,
-    slot_map: watch::Receiver<Arc<ClusterSlotMap>>,
-    /// Somebody has met what the map doesn't say.
-    refresh_requested: Arc<Notify>,
-}
-
-/// A call without a useful answer, and which node failed to give it, in which state, if one was asked.
-struct FailedClusterCall {
-    kind: RedisErrorKind,
-    node_state: Option<(Arc<ClusterNode>, Arc<RedisConnectionState>)>,
-}
-
-impl From<RedisErrorKind> for FailedClusterCall {
-    fn from(failure: RedisErrorKind) -> Self {
-        Self {
-            kind: failure,
-            node_state: None,
-        }
-    }
-}
-
-/// Whether one counter does not know all: charges are in several slots, or spread over shards.
+/// Whether charges are in several slots, or spread over shards.
 pub(super) fn is_split(charges: &[Charge<'_>]) -> bool {
     is_sharded(charges) || spans_several_slots(charges)
 }
@@ -93,7 +58,8 @@ fn spans_several_slots(charges: &[Charge<'_>]) -> bool {
 }
 
 impl ClusterClient {
-    /// Learns who is there, connects to all masters, and stays connected as long as the value lives.
+    /// Fetches the slot map, connects to all masters, and stays connected as long as the value
+    /// lives.
     pub(super) fn start(context: Arc<RedisContext>) -> Self {
         let (map_sender, slot_map) = watch::channel(Arc::default());
         let refresh_requested = Arc::new(Notify::new());
@@ -112,22 +78,23 @@ impl ClusterClient {
         }
     }
 
-    /// Waits for the first proven connection to every master.
+    /// Waits for the first probed connection to every master.
     pub(super) async fn wait_until_ready(&self) {
         let mut slot_map = self.router.slot_map.clone();
         let nodes = match slot_map.wait_for(|map| !map.nodes.is_empty()).await {
             Ok(map) => map.nodes.clone(),
-            // The keeper is gone, and with it the runtime: nothing to wait for.
+            // The refresh task ended with the runtime: nothing to wait for.
             Err(_) => return,
         };
         join_all(nodes.iter().map(|node| node.connection.wait_until_ready())).await;
     }
 
-    /// Decides charges, in whatever slots they are.
+    /// Decides charges in any slots.
     ///
     /// # Errors
-    /// When a slot gave no answer, and none that answered refuses. What the others have charged stands then: the
-    /// request is decided without the store, and policies that were reached shall not be passed by for that.
+    /// When a slot gave no reply, and no other slot refuses. The charges of the other slots then
+    /// remain: the request is decided without the store, and policies that were reached must still
+    /// count it.
     pub(super) async fn decide(
         &self,
         charges: &[Charge<'_>],
@@ -142,7 +109,8 @@ impl ClusterClient {
         }
     }
 
-    /// Decides charges as they stand, each on the counter of its key. When the task ends what was refused is given back.
+    /// Decides charges, each on the counter of its key. If they are refused, the returned task ends
+    /// when all are credited.
     async fn decide_by_slot(
         &self,
         charges: &[Charge<'_>],
@@ -158,7 +126,8 @@ impl ClusterClient {
             ));
         }
         let (decision_sender, decision_receiver) = oneshot::channel();
-        // By itself: who leaves meanwhile would leave behind what one slot has charged and another refuses.
+        // A separate task, so that a disconnected client does not leave charges of one slot that
+        // another refuses.
         let task = self.router.clone().decide_across_slots(
             group_by_slot(charges),
             charges.len(),
@@ -166,7 +135,7 @@ impl ClusterClient {
             decision_sender,
         );
         let task = tokio::spawn(task);
-        // It is always told, but when the runtime ends.
+        // The sender is dropped only when the runtime shuts down.
         Ok((
             decision_receiver
                 .await
@@ -175,8 +144,8 @@ impl ClusterClient {
         ))
     }
 
-    /// Puts charges right. Those of one counter stay in order. Returns the places that each call that failed had in the
-    /// list; the others were made.
+    /// Settles charges. Settlements of one counter stay in order. Returns the indexes of the
+    /// settlements in each failed call; the others were made.
     pub(super) async fn amend(
         &self,
         settlements: &[Settlement<'_>],
@@ -189,10 +158,10 @@ impl ClusterClient {
                 None => slots.push((slot, vec![position])),
             }
         }
-        let slots = slots.iter().map(|(slot, places)| async move {
-            let slot_settlements: Vec<Settlement<'_>> = places
+        let slots = slots.iter().map(|(slot, positions)| async move {
+            let slot_settlements: Vec<Settlement<'_>> = positions
                 .iter()
-                .filter_map(|place| settlements.get(*place))
+                .filter_map(|position| settlements.get(*position))
                 .copied()
                 .collect();
             let (calls, mut results) = (split_into_calls(&slot_settlements), Vec::new());
@@ -200,11 +169,11 @@ impl ClusterClient {
                 let script = &self.router.context.scripts;
                 let commands: Vec<Cmd> = calls
                     .iter()
-                    .map(|late| script.amend_command(late, None))
+                    .map(|call| script.amend_command(call, None))
                     .collect();
                 results.extend(self.router.send_amendments(*slot, &commands).await);
             }
-            let original_position = |nth: &usize| places.get(*nth).copied();
+            let original_position = |nth: &usize| positions.get(*nth).copied();
             let failed = collect_failed_calls(&calls, results).into_iter();
             failed
                 .map(|(nth, failure)| (nth.iter().filter_map(original_position).collect(), failure))
@@ -213,10 +182,10 @@ impl ClusterClient {
         join_all(slots).await.into_iter().flatten().collect()
     }
 
-    /// Runs one program on whichever node holds a slot.
+    /// Runs one command on the node of a slot.
     ///
     /// # Errors
-    /// As [`Cluster::decide`]; it is counted.
+    /// As [`Self::decide`]. The failure is counted.
     pub(super) async fn run_on_slot(
         &self,
         slot: u16,
@@ -226,14 +195,14 @@ impl ClusterClient {
         self.router.run_on_slot(slot, command, deadline).await
     }
 
-    /// Whether any master would be asked.
+    /// Whether calls would be sent to any master.
     pub(super) fn is_any_master_reachable(&self) -> bool {
         self.master_connections()
             .iter()
             .any(|master| matches!(&*master.state(), RedisConnectionState::Up(_)))
     }
 
-    /// Whether all nodes that keep these charges would be asked; of a key that is spread, all nodes.
+    /// Whether calls would be sent to all nodes of these charges; for a sharded key, to all nodes.
     pub(super) fn is_reachable_for(&self, charges: &[Charge<'_>]) -> bool {
         let map = self.router.slot_map.borrow();
         let is_available = |charge: &Charge<'_>| match charge.shard_count {
@@ -245,7 +214,7 @@ impl ClusterClient {
         charges.iter().all(is_available)
     }
 
-    /// The slots that nobody would be asked about.
+    /// The slots that no call would be sent for.
     pub(super) fn unreachable_slots(&self) -> Vec<u16> {
         self.router
             .slot_map
@@ -253,7 +222,8 @@ impl ClusterClient {
             .slots_not_served_by(|node| node.is_available())
     }
 
-    /// The slots of masters that seem to be there and don't answer: a node that hangs is missed only by those who ask it.
+    /// The slots of masters that are connected and don't answer. Without this check, only calls to
+    /// a hung node detect it.
     pub(super) async fn find_unresponsive_slots(&self) -> Vec<u16> {
         let nodes = self.router.slot_map.borrow().nodes.clone();
         let call_timeout = self.router.context.settings.connect_timeout;
@@ -267,8 +237,8 @@ impl ClusterClient {
                 live.send_with_script_reload(&redis::cmd("PING"), false),
             )
             .await;
-            let late = answer.err()?;
-            live.request_replacement(self.router.count_failure(late.into()));
+            let elapsed = answer.err()?;
+            live.request_replacement(self.router.count_failure(elapsed.into()));
             Some(Arc::clone(node))
         };
         let unresponsive: Vec<_> = join_all(nodes.iter().map(find_unresponsive))
@@ -292,7 +262,7 @@ impl ClusterClient {
         }
     }
 
-    /// The links to all masters that are known.
+    /// The connections to all masters in the slot map.
     pub(super) fn master_connections(&self) -> Vec<Arc<SupervisedConnection>> {
         self.router
             .slot_map
@@ -301,314 +271,5 @@ impl ClusterClient {
             .iter()
             .map(|node| Arc::clone(&node.connection))
             .collect()
-    }
-}
-
-impl ClusterRouter {
-    /// Runs one program on whichever node holds a slot.
-    ///
-    /// # Errors
-    /// At once if that node is away; else within the deadline. It is counted.
-    async fn run_on_slot(
-        &self,
-        slot: u16,
-        command: &Cmd,
-        deadline: Instant,
-    ) -> Result<Value, RedisErrorKind> {
-        self.try_on_slot(slot, command, deadline)
-            .await
-            .map_err(|lost| self.record_failure(&lost))
-    }
-
-    /// Runs some programs that put charges of a slot right, in order. Those that fail together are counted once.
-    async fn send_amendments(
-        &self,
-        slot: u16,
-        commands: &[Cmd],
-    ) -> Vec<Result<(), RedisErrorKind>> {
-        let (start, call_timeout) = (Instant::now(), self.context.settings.timeout);
-        let answers = (1..)
-            .zip(commands)
-            .map(|(turn, command)| self.try_on_slot(slot, command, start + call_timeout * turn));
-        let results = join_all(answers).await;
-        if let Some(lost) = results.iter().find_map(|told| told.as_ref().err()) {
-            self.record_failure(lost);
-        }
-        results
-            .into_iter()
-            .map(|told| told.map(drop).map_err(|lost| lost.kind))
-            .collect()
-    }
-
-    /// As [`ClusterRouter::call`], but what fails has still to be noted.
-    async fn try_on_slot(
-        &self,
-        slot: u16,
-        command: &Cmd,
-        deadline: Instant,
-    ) -> Result<Value, FailedClusterCall> {
-        let mut redirected_to: Option<(RedisAddress, bool)> = None;
-        let mut redirections = 0;
-        while redirections < MAX_REDIRECTIONS {
-            let node = match &redirected_to {
-                None => self.slot_map.borrow().node_for_slot(slot).cloned(),
-                Some((address, _)) => Some(self.wait_for_node(address, deadline).await?),
-            };
-            let Some(node) = node else { break };
-            let state = node.connection.state();
-            let live = match &*state {
-                RedisConnectionState::Up(live) => live,
-                RedisConnectionState::Down(_)
-                    if node.is_connecting()
-                        && timeout_at(deadline, node.connection.wait_until_ready())
-                            .await
-                            .is_ok() =>
-                {
-                    continue;
-                }
-                RedisConnectionState::Down(failure) => {
-                    self.refresh_requested.notify_one();
-                    return Err((*failure).into());
-                }
-            };
-            let asking = redirected_to.as_ref().is_some_and(|(_, asking)| *asking);
-            let error =
-                match timeout_at(deadline, live.send_with_script_reload(command, asking)).await {
-                    Ok(Ok(value)) => {
-                        node.record_success();
-                        return Ok(value);
-                    }
-                    Ok(Err(error)) => error,
-                    Err(elapsed) => {
-                        return Err(FailedClusterCall {
-                            kind: elapsed.into(),
-                            node_state: Some((node, state)),
-                        });
-                    }
-                };
-            match parse_redirection(&error, &node.address) {
-                Some(ClusterRedirection::ToNode(address, asking)) => {
-                    if !asking {
-                        self.refresh_requested.notify_one();
-                    }
-                    redirected_to = Some((address, asking));
-                    redirections += 1;
-                }
-                Some(ClusterRedirection::TryAgain)
-                    if Instant::now() + TRY_AGAIN_DELAY < deadline =>
-                {
-                    sleep(TRY_AGAIN_DELAY).await
-                }
-                Some(ClusterRedirection::TryAgain) => return Err(RedisErrorKind::Timeout.into()),
-                None => {
-                    return Err(FailedClusterCall {
-                        kind: RedisErrorKind::from(&error),
-                        node_state: Some((node, state)),
-                    });
-                }
-            }
-        }
-        self.refresh_requested.notify_one();
-        Err(RedisErrorKind::ClusterDown.into())
-    }
-
-    /// Asks all slots at once, and tells what that comes to. If one refuses, the others are given back what they took.
-    async fn decide_across_slots(
-        self,
-        slots: SmallVec<[SlotCharges; 4]>,
-        charge_count: usize,
-        deadline: Instant,
-        decision_sender: oneshot::Sender<Result<Decision, RedisErrorKind>>,
-    ) {
-        let decide_slot = async |part: &SlotCharges| {
-            self.request_decision(part.slot, &part.borrow_charges(), deadline)
-                .await
-        };
-        let answers = join_all(slots.iter().map(decide_slot)).await;
-        let decision = merge_slot_decisions(charge_count, &slots, &answers);
-        let is_refused = decision.as_ref().is_ok_and(|decision| !decision.admitted);
-        // Perhaps nobody is there any more.
-        drop(decision_sender.send(decision));
-        if is_refused {
-            let made = slots
-                .iter()
-                .zip(&answers)
-                .filter_map(|(part, answer)| Some((part, answer.as_ref().ok()?)));
-            join_all(made.map(|(part, answer)| self.credit_slot(part, answer))).await;
-        }
-    }
-
-    /// Gives back what one slot has charged. If that fails, it stands.
-    async fn credit_slot(&self, part: &SlotCharges, decision: &Decision) {
-        let refusals: SmallVec<[_; 4]> = decision
-            .statuses
-            .iter()
-            .map(|standing| standing.and_then(|standing| standing.refusal))
-            .collect();
-        let charges = part.borrow_charges();
-        let made_charges = charges.iter().enumerate().filter(|(at, charge)| {
-            // A block begins because its own policy refuses.
-            !charge.is_block() && determine_effect(&charges, &refusals, *at) == ChargeEffect::Charge
-        });
-        let settlements = made_charges.filter_map(|(at, charge)| {
-            let at_us = decision.charged_at_us.get(at).copied().flatten()?;
-            let amendment = match charge.limit.algorithm {
-                Algorithm::Concurrency { .. } => Amendment::Release {
-                    slot: charge.slot_id,
-                },
-                _ => Amendment::Credit {
-                    units: charge.cost,
-                    at_us,
-                },
-            };
-            Some(Settlement {
-                limit: charge.limit,
-                key: charge.key,
-                amendment,
-            })
-        });
-        let settlements: SmallVec<[Settlement<'_>; 4]> = settlements.collect();
-        if !settlements.is_empty() {
-            let command = self.context.scripts.amend_command(&settlements, None);
-            let deadline = Instant::now() + self.context.settings.timeout;
-            drop(self.run_on_slot(part.slot, &command, deadline).await);
-        }
-    }
-
-    async fn request_decision(
-        &self,
-        slot: u16,
-        charges: &[Charge<'_>],
-        deadline: Instant,
-    ) -> Result<Decision, RedisErrorKind> {
-        let script = &self.context.scripts;
-        match self
-            .run_on_slot(slot, &script.decide_command(charges, None), deadline)
-            .await
-        {
-            Ok(reply) => ScriptLibrary::parse_decision_reply(&reply, charges)
-                .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply)),
-            Err(RedisErrorKind::WrongType(position)) => {
-                self.context
-                    .breaker
-                    .record_foreign_value(|| script.counter_name_at(charges, position));
-                Err(RedisErrorKind::WrongType(position))
-            }
-            Err(failure) => Err(failure),
-        }
-    }
-
-    /// The node at an address that another has named. One that isn't known yet is waited for: it is the map that is
-    /// late.
-    async fn wait_for_node(
-        &self,
-        address: &RedisAddress,
-        deadline: Instant,
-    ) -> Result<Arc<ClusterNode>, FailedClusterCall> {
-        if let Some(node) = self.slot_map.borrow().node_at(address) {
-            return Ok(Arc::clone(node));
-        }
-        self.refresh_requested.notify_one();
-        let mut map = self.slot_map.clone();
-        let known_node = async {
-            let node = map
-                .wait_for(|map| map.node_at(address).is_some())
-                .await
-                .ok()?
-                .node_at(address)
-                .cloned()?;
-            node.connection.wait_until_ready().await;
-            Some(node)
-        };
-        match timeout_at(deadline, known_node).await {
-            Ok(Some(node)) => Ok(node),
-            Ok(None) | Err(_) => Err(RedisErrorKind::ClusterDown.into()),
-        }
-    }
-
-    /// Notes that there was no useful answer.
-    fn record_failure(&self, call: &FailedClusterCall) -> RedisErrorKind {
-        match &call.node_state {
-            Some((node, state)) => match &**state {
-                RedisConnectionState::Up(live) => self.record_node_failure(node, live, call.kind),
-                RedisConnectionState::Down(_) => self.count_failure(call.kind),
-            },
-            None => self.count_failure(call.kind),
-        }
-    }
-
-    /// The same of a node that was asked.
-    fn record_node_failure(
-        &self,
-        node: &ClusterNode,
-        live: &LiveConnection,
-        failure: RedisErrorKind,
-    ) -> RedisErrorKind {
-        if matches!(failure, RedisErrorKind::WrongType(_)) {
-            // One key's fault; it is counted where it is told.
-            return failure;
-        }
-        if failure == RedisErrorKind::ClusterDown || failure.requires_reconnect() {
-            self.refresh_requested.notify_one();
-        }
-        live.record_failure(failure);
-        let failures = node
-            .consecutive_failures
-            .fetch_add(1, Ordering::Relaxed)
-            .saturating_add(1);
-        if failures >= self.context.settings.breaker_failures {
-            node.consecutive_failures.store(0, Ordering::Relaxed);
-            live.request_replacement(failure);
-        }
-        self.count_failure(failure)
-    }
-
-    fn count_failure(&self, failure: RedisErrorKind) -> RedisErrorKind {
-        self.context.breaker.count_failure(failure);
-        failure
-    }
-}
-
-impl ClusterNode {
-    /// Whether it was heard of just now. Slots that move to it shall cost nobody an answer.
-    fn is_connecting(&self) -> bool {
-        !self.connection.was_ready() && self.discovered_at.elapsed() < NEW_NODE_WAIT
-    }
-
-    /// Whether it would be asked, or waited for.
-    fn is_available(&self) -> bool {
-        matches!(&*self.connection.state(), RedisConnectionState::Up(_)) || self.is_connecting()
-    }
-
-    fn record_success(&self) {
-        if self.consecutive_failures.load(Ordering::Relaxed) != 0 {
-            self.consecutive_failures.store(0, Ordering::Relaxed);
-        }
-    }
-}
-
-enum ClusterRedirection {
-    /// Another node has the slot; `true`: is just getting it.
-    ToNode(RedisAddress, bool),
-    /// The keys are partly here and partly there.
-    TryAgain,
-}
-
-fn parse_redirection(
-    error: &RedisError,
-    source_address: &RedisAddress,
-) -> Option<ClusterRedirection> {
-    let is_asking = match error.kind() {
-        ErrorKind::Server(ServerErrorKind::Moved) => false,
-        ErrorKind::Server(ServerErrorKind::Ask) => true,
-        ErrorKind::Server(ServerErrorKind::TryAgain) => return Some(ClusterRedirection::TryAgain),
-        _ => return None,
-    };
-    match RedisAddress::parse(error.redirect_node()?.0)? {
-        RedisAddress::Tcp { host, port } => Some(ClusterRedirection::ToNode(
-            slot_map::resolve_node_address(host, port, source_address),
-            is_asking,
-        )),
-        RedisAddress::Unix(_) => None,
     }
 }

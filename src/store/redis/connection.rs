@@ -1,75 +1,46 @@
-//! One worker's connection to Redis, and the task that keeps it.
+//! One worker's connection to Redis, and the task that supervises it.
 //!
-//! A request never waits for a connection: it finds one that is proven, or the reason why there is none.
-//! redis-rs' own `ConnectionManager` was not taken: it makes callers wait through its retries, and stays on a
-//! hung server and on a demoted master for ever.
+//! A request never waits for a connection: it finds one that was probed, or the reason why there is
+//! none. redis-rs' own `ConnectionManager` is not used: it makes callers wait through its retries,
+//! and it keeps connections to a hung server or a demoted master.
 
-use super::circuit_breaker::RedisCircuitBreaker;
-use super::connector::{self, AbortOnDropTask, RedisAddress};
+use super::connection_target::RedisConnectionTarget;
+use super::connector::{self, AbortOnDropTask};
+use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::scripts::ScriptLibrary;
-use super::sentinel::SentinelGroup;
-use super::server_info::ServerInfoCache;
-use super::{RedisSettings, RedisTopology};
-use crate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
-use crate::store::FallbackStore;
+use super::settings::{RedisAddress, RedisTopology};
+use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
 use crate::store::fallback::SINGLE_PARTITION;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 
-/// Pause between attempts to connect: doubled up to the largest, and jittered down to half.
+/// Pause between connection attempts: doubled up to the maximum, with jitter down to half.
 const INITIAL_BACKOFF: Duration = Duration::from_millis(25);
 const MAX_BACKOFF: Duration = Duration::from_millis(500);
 
-/// A connection that lived shorter than this did not end the trouble: attempts stay paced.
+/// A connection that lasted less than this does not reset the backoff.
 const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(1);
 
-/// Consecutive timeouts after which a connection is given up: the server may hang, or be another by now.
+/// Consecutive timeouts after which a connection is replaced: the server may hang, or the address
+/// may lead to another server.
 const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 
-/// Whose counter proves that Redis takes our writes. No policy can have this name.
-pub(super) const PROBE_POLICY: &str = "-probe";
-
-/// What all links of the process share.
-#[derive(Debug)]
-pub(super) struct RedisContext {
-    pub(super) settings: RedisSettings,
-    pub(super) scripts: ScriptLibrary,
-    pub(super) breaker: RedisCircuitBreaker,
-    /// What was asked of Redis so far.
-    pub(super) call_count: Arc<AtomicU64>,
-    pub(super) server_info: ServerInfoCache,
-    pub(super) fallback: FallbackStore,
-    /// Whether somebody speaks for the process.
-    pub(super) has_joined_membership: AtomicBool,
-}
-
-/// A worker's way to Redis.
+/// A connection that is reopened when it is lost.
 #[derive(Debug)]
 pub(super) struct SupervisedConnection {
     state: Arc<ArcSwap<RedisConnectionState>>,
     ready: watch::Receiver<bool>,
     context: Arc<RedisContext>,
-    /// The health counts it as down.
+    /// Whether the circuit breaker counts this connection as lost.
     is_lost: Arc<AtomicBool>,
     supervisor: AbortOnDropTask,
-}
-
-/// Whom a link leads to.
-#[derive(Debug)]
-pub(super) struct RedisConnectionTarget {
-    /// `None`: the master of whom the sentinels know.
-    address: Option<RedisAddress>,
-    /// The counter that proves that the server takes our writes.
-    probe_key: Key,
-    /// Sentinels asked so far: each time another is the first.
-    next_sentinel: AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -78,94 +49,22 @@ pub(super) enum RedisConnectionState {
     Up(LiveConnection),
 }
 
-/// A connection to a server that ran a program and let it write.
+/// A connection to a server that ran a script and accepted its writes.
 #[derive(Debug)]
 pub(super) struct LiveConnection {
     connection: MultiplexedConnection,
     call_count: Arc<AtomicU64>,
-    /// Consecutive.
+    /// Timeouts since the last reply.
     consecutive_timeouts: AtomicU32,
     replacement_reason: OnceLock<RedisErrorKind>,
     replacement_requested: Notify,
-    /// Times that the programs were loaded again, and how many somebody waits for.
+    /// The number of script loads so far, and the number that callers wait for.
     load_count: watch::Sender<u64>,
     requested_load: watch::Sender<u64>,
 }
 
-impl RedisConnectionTarget {
-    /// The one server that writes go to.
-    pub(super) fn from_settings(settings: &RedisSettings) -> Self {
-        let is_known = settings.topology == RedisTopology::Standalone;
-        let address = settings.servers.first().filter(|_| is_known).cloned();
-        Self {
-            address,
-            probe_key: KeyBuilder::new(PROBE_POLICY).finish(),
-            next_sentinel: AtomicUsize::new(fastrand::usize(..1024)),
-        }
-    }
-
-    /// A server of several, which proves itself on a counter that is its own.
-    pub(super) fn from_node(address: RedisAddress, probe: Key) -> Self {
-        Self {
-            address: Some(address),
-            probe_key: probe,
-            next_sentinel: AtomicUsize::new(0),
-        }
-    }
-
-    /// Where to connect to now.
-    async fn resolve_address(
-        &self,
-        settings: &RedisSettings,
-    ) -> Result<RedisAddress, RedisConnectionError> {
-        match (&self.address, &settings.topology) {
-            (Some(address), _) => Ok(address.clone()),
-            (
-                None,
-                RedisTopology::Sentinel {
-                    master,
-                    credentials: login,
-                },
-            ) => {
-                let first_sentinel = self.next_sentinel.fetch_add(1, Ordering::Relaxed);
-                SentinelGroup {
-                    settings,
-                    master_name: master,
-                    credentials: login,
-                }
-                .resolve_master(first_sentinel)
-                .await
-            }
-            (None, _) => Err(RedisConnectionError::new(
-                RedisErrorKind::Dns,
-                "no address is known",
-            )),
-        }
-    }
-
-    /// Ends when the server at an address is no longer the one.
-    async fn wait_until_moved(&self, settings: &RedisSettings, current_address: &RedisAddress) {
-        match &settings.topology {
-            RedisTopology::Sentinel {
-                master,
-                credentials: login,
-            } => {
-                let first_sentinel = self.next_sentinel.load(Ordering::Relaxed);
-                SentinelGroup {
-                    settings,
-                    master_name: master,
-                    credentials: login,
-                }
-                .wait_for_master_change(current_address, first_sentinel)
-                .await;
-            }
-            _ => std::future::pending().await,
-        }
-    }
-}
-
 impl SupervisedConnection {
-    /// Connects, and stays connected as long as the link lives.
+    /// Connects, and reconnects as long as the value lives.
     pub(super) fn start(context: Arc<RedisContext>, target: RedisConnectionTarget) -> Self {
         let state = Arc::new(ArcSwap::from_pointee(RedisConnectionState::Down(
             RedisErrorKind::Connection,
@@ -188,12 +87,12 @@ impl SupervisedConnection {
         }
     }
 
-    /// Whether there was a proven connection at any time.
+    /// Whether there ever was a probed connection.
     pub(super) fn was_ready(&self) -> bool {
         *self.ready.borrow()
     }
 
-    /// Ends: nobody is missing this server any more.
+    /// Stops the supervisor. The server no longer counts as lost.
     pub(super) fn stop(&self) {
         self.supervisor.0.abort();
         if self.is_lost.swap(false, Ordering::Relaxed) {
@@ -205,22 +104,24 @@ impl SupervisedConnection {
         self.state.load_full()
     }
 
-    /// Waits for the first proven connection.
+    /// Waits for the first probed connection.
     pub(super) async fn wait_until_ready(&self) {
-        // An error means that the supervisor is gone, and with it the runtime: nothing to wait for.
+        // An error means that the supervisor ended with the runtime: nothing to wait for.
         drop(self.ready.clone().wait_for(|ready| *ready).await);
     }
 }
 
 impl LiveConnection {
-    /// Runs a program, and loads all again if Redis does not have it. The caller sets the deadline.
+    /// Runs a command. If Redis has not cached its script, all scripts are loaded again. The caller
+    /// sets the deadline.
     pub(super) async fn run_command(&self, command: &Cmd) -> Result<Value, RedisErrorKind> {
         self.send_with_script_reload(command, false)
             .await
             .map_err(|error| RedisErrorKind::from(&error))
     }
 
-    /// The same, with the whole error. `asking`: a node that is just taking over the key's slot shall answer.
+    /// [`Self::run_command`] with the full error. `is_asking`: the command goes to a node that is
+    /// importing the key's slot.
     pub(super) async fn send_with_script_reload(
         &self,
         command: &Cmd,
@@ -272,7 +173,7 @@ impl LiveConnection {
         }
     }
 
-    /// Notes a failed call; the connection is replaced if that may help.
+    /// Records a failed call. The connection is replaced if that may help.
     pub(super) fn record_failure(&self, kind: RedisErrorKind) {
         let is_hanging = kind == RedisErrorKind::Timeout
             && self
@@ -285,14 +186,14 @@ impl LiveConnection {
         }
     }
 
-    /// Has the connection replaced.
+    /// Asks the supervisor to replace the connection.
     pub(super) fn request_replacement(&self, kind: RedisErrorKind) {
         self.replacement_reason.get_or_init(|| kind);
         self.replacement_requested.notify_one();
     }
 
-    /// Waits until the programs were loaded more often than `loads` times. The supervisor loads them once for
-    /// everybody who found one missing since.
+    /// Waits until the scripts were loaded after the `seen_load_count`-th load. The supervisor
+    /// loads them once for all callers that found one missing since then.
     async fn wait_for_reload(&self, seen_load_count: u64) {
         self.requested_load.send_if_modified(|wanted| {
             let is_new_request = *wanted <= seen_load_count;
@@ -300,11 +201,11 @@ impl LiveConnection {
             is_new_request
         });
         let mut load_count = self.load_count.subscribe();
-        // The sender is ours, so it is there.
+        // `self` owns the sender, so it can't be closed.
         drop(load_count.wait_for(|now| *now > seen_load_count).await);
     }
 
-    /// The number of a load that somebody waits for.
+    /// Waits until a caller requests a load. Returns its number.
     async fn wait_for_load_request(&self) -> u64 {
         let load_count = *self.load_count.borrow();
         let mut requested_load = self.requested_load.subscribe();
@@ -331,7 +232,7 @@ async fn supervise_connection(
             connect_and_probe(&context, &target),
         )
         .await;
-        let error = match connected.unwrap_or_else(|late| Err(late.into())) {
+        let error = match connected.unwrap_or_else(|elapsed| Err(elapsed.into())) {
             Ok((live, address, mut driver)) => {
                 let up_state = Arc::new(RedisConnectionState::Up(live));
                 state.store(Arc::clone(&up_state));
@@ -349,8 +250,9 @@ async fn supervise_connection(
             }
             Err(error) => {
                 breaker.count_failure(error.kind);
-                // That no connection is there yet is no outage, nor is one that is replaced at once: servers close those
-                // that idle. Of a cluster's nodes only the map says what they keep.
+                // Before the first connection there is no outage, and a connection that is replaced
+                // at once is none either: servers close idle connections. For cluster nodes the
+                // slot map shows which slots are affected.
                 if *ready_sender.borrow() && context.settings.topology != RedisTopology::Cluster {
                     context.fallback.mark_unreachable([SINGLE_PARTITION]);
                 }
@@ -370,7 +272,7 @@ async fn supervise_connection(
     }
 }
 
-/// Serves a live connection until it has to be replaced, and says why.
+/// Serves a live connection until it must be replaced, and returns the reason.
 async fn run_connection(
     context: &RedisContext,
     target: &RedisConnectionTarget,
@@ -409,7 +311,7 @@ async fn run_connection(
     }
 }
 
-/// Connects to a target and has it prove itself. The caller sets the deadline.
+/// Connects to a target and probes it. The caller sets the deadline.
 pub(super) async fn connect_and_probe(
     context: &RedisContext,
     target: &RedisConnectionTarget,
@@ -426,15 +328,17 @@ pub(super) async fn connect_and_probe(
         load_count: watch::Sender::new(0),
         requested_load: watch::Sender::new(0),
     };
-    // First a question about nothing. From those who have not logged in Redis reads ten arguments and 16 KiB at
-    // most, and says of more that the protocol is broken: nobody would learn that a password is missing.
+    // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a
+    // client without login, and reports more as a protocol error: the missing password would not be
+    // reported.
     let empty_command = context.scripts.decide_command(&[], None);
     run_loading_scripts(context, &live, &empty_command).await?;
     probe_writes(context, target, &live).await?;
     Ok((live, address, driver))
 }
 
-/// Runs a program without the supervisor's help: it is the supervisor who asks, or there is none.
+/// Runs a command and loads missing scripts itself: for the supervisor, or for a connection without
+/// one.
 pub(super) async fn run_loading_scripts(
     context: &RedisContext,
     live: &LiveConnection,
@@ -464,8 +368,8 @@ async fn load_scripts(context: &RedisContext, live: &LiveConnection) -> RedisRes
     Ok(())
 }
 
-/// Asks for a decision as requests do, within their deadline, on a counter of our own that lives a millisecond:
-/// whoever answers has the script, a clock and memory, and takes our writes.
+/// Decides a charge of the probe counter, which expires after a millisecond, within the deadline of
+/// a request. A server that answers has the script, a clock and memory, and accepts writes.
 async fn probe_writes(
     context: &RedisContext,
     target: &RedisConnectionTarget,
@@ -484,7 +388,7 @@ async fn probe_writes(
     )
     .await?
     {
-        // The slot has moved since: this node knows its place, and the map of slots is being renewed.
+        // The slot has moved: this node works, and the slot map is being refreshed.
         Err(error)
             if context.settings.topology == RedisTopology::Cluster
                 && error.redirect_node().is_some() =>
@@ -497,7 +401,7 @@ async fn probe_writes(
         Some(decision) if decision.admitted => Ok(()),
         _ => Err(RedisConnectionError::new(
             RedisErrorKind::InvalidReply,
-            "the answer makes no sense",
+            "the reply of the probe is invalid",
         )),
     }
 }

@@ -1,12 +1,10 @@
-//! One connection to one server: name, address, socket, TLS, login.
+//! Opens one connection to one server: name resolution, socket, TLS, login.
 
-use super::RedisPassword;
 use super::error::{RedisConnectionError, RedisErrorKind};
+use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
 use crate::tls::ClientTls;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo};
-use std::fmt;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -15,48 +13,50 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-/// Commands that wait to be written.
+/// Commands that can be queued for the socket.
 const PIPELINE_BUFFER_SIZE: usize = 1024;
 
-/// A dead peer is noticed by these when no request is there to notice it.
+/// TCP keep-alive detects a dead peer on an idle connection.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
 
-/// What was sent has to be acknowledged within `connect_timeout`, or this if that is less.
+/// TCP user timeout: the peer must acknowledge sent data within `connect_timeout`, but has at least
+/// this long.
 const MIN_TCP_USER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Where a server listens.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum RedisAddress {
-    /// A name or an address, without brackets.
-    Tcp {
-        host: String,
-        port: u16,
-    },
-    Unix(PathBuf),
-}
-
-/// An ACL user; without a name the default one.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RedisCredentials {
-    pub username: Option<String>,
-    pub password: Option<RedisPassword>,
-}
-
-/// How every server of a deployment is spoken to.
+/// Connection options for all servers of a deployment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RedisConnectOptions<'a> {
     pub(super) credentials: &'a RedisCredentials,
     pub(super) database: i64,
     pub(super) tls: Option<&'a ClientTls>,
-    /// Of one try; who calls sets the deadline of all.
+    /// Timeout of one attempt. The caller sets the overall deadline.
     pub(super) connect_timeout: Duration,
 }
 
-/// Ends with its owner.
+/// A task that is aborted when its owner is dropped.
 #[derive(Debug)]
 pub(super) struct AbortOnDropTask(pub(super) JoinHandle<()>);
 
-/// Opens a connection, logged in and in its database, and the task that drives it.
+impl RedisSettings {
+    /// The connection options for the servers that hold counters.
+    pub(super) fn connect_options(&self) -> RedisConnectOptions<'_> {
+        let Self {
+            credentials,
+            database,
+            tls,
+            connect_timeout,
+            ..
+        } = self;
+        RedisConnectOptions {
+            credentials,
+            database: *database,
+            tls: tls.as_ref(),
+            connect_timeout: *connect_timeout,
+        }
+    }
+}
+
+/// Opens a connection, logs in and selects the database. Returns it with the task that drives it.
 pub(super) async fn open_connection(
     address: &RedisAddress,
     options: RedisConnectOptions<'_>,
@@ -78,16 +78,17 @@ pub(super) async fn open_connection(
                     let connector = TlsConnector::from(Arc::clone(tls.config()));
                     let name = tls.server_name_for(host).map_err(|_invalid| {
                         let reason = format!(
-                            "{host:?} is no name that a certificate can be checked against"
+                            "{host:?} is not a name that a TLS certificate can be verified for"
                         );
                         RedisConnectionError::new(RedisErrorKind::Tls, reason)
                     })?;
                     let handshake = connector.connect(name, socket);
-                    // Before all time is over: who does not speak TLS may wait for more in silence.
+                    // Half of the timeout, because a server without TLS may wait for more data
+                    // silently.
                     let handshake_timed_out = |_| {
                         RedisConnectionError::new(
                             RedisErrorKind::Timeout,
-                            "no answer to a TLS handshake",
+                            "no reply to the TLS handshake",
                         )
                     };
                     start_session(
@@ -110,13 +111,13 @@ async fn start_session(
     let mut connection_info = RedisConnectionInfo::default().set_db(options.database);
     let RedisCredentials { username, password } = options.credentials;
     if let Some(username) = username {
-        // Without any password redis-rs would not log in at all, and be the default user.
+        // Without a password redis-rs would not log in, and would use the default user.
         connection_info = connection_info.set_username(username).set_password("");
     }
     if let Some(password) = password {
         connection_info = connection_info.set_password(password.expose());
     }
-    // Deadlines are ours: per decision and all in.
+    // The callers set deadlines, per decision.
     let config = AsyncConnectionConfig::new()
         .set_response_timeout(None)
         .set_pipeline_buffer_size(PIPELINE_BUFFER_SIZE);
@@ -135,31 +136,6 @@ fn set_socket_options(socket: &TcpStream, connect_timeout: Duration) -> std::io:
     #[cfg(target_os = "linux")]
     socket.set_tcp_user_timeout(Some(connect_timeout.max(MIN_TCP_USER_TIMEOUT)))?;
     Ok(())
-}
-
-impl RedisAddress {
-    /// What another server calls an address: `host:port`, IPv6 with or without brackets.
-    pub(super) fn parse(text: &str) -> Option<Self> {
-        let (host, port) = text.rsplit_once(':')?;
-        let host = host
-            .strip_prefix('[')
-            .and_then(|host| host.strip_suffix(']'))
-            .unwrap_or(host);
-        Some(Self::Tcp {
-            host: host.to_owned(),
-            port: port.parse().ok()?,
-        })
-    }
-}
-
-impl fmt::Display for RedisAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
-            Self::Tcp { host, port } => write!(f, "{host}:{port}"),
-            Self::Unix(path) => path.display().fmt(f),
-        }
-    }
 }
 
 impl Drop for AbortOnDropTask {

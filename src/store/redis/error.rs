@@ -1,4 +1,4 @@
-//! What can go wrong with Redis, in stable words.
+//! Errors of Redis, by kind. The names of the kinds are stable.
 
 use redis::{ErrorKind, RedisError, ServerErrorKind};
 use std::error::Error;
@@ -6,42 +6,42 @@ use std::io;
 use std::sync::Arc;
 use tokio_rustls::rustls;
 
-/// Why Redis gave no answer.
+/// Why Redis gave no useful reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RedisErrorKind {
-    /// No answer within the deadline. What was asked may have happened.
+    /// No reply within the deadline. The command may have been executed.
     Timeout,
     /// Not connected, or the connection broke.
     Connection,
-    /// Nobody listens at the address.
+    /// The address refuses connections.
     ConnectionRefused,
     /// The name does not resolve.
     Dns,
-    /// One side does not accept the other's certificate, or does not speak TLS.
+    /// A peer rejects the other's certificate, or does not speak TLS.
     Tls,
-    /// A replica.
+    /// The server is a replica.
     ReadOnly,
-    /// Still reading its data from disk.
+    /// The server is loading its data from disk.
     Loading,
     MasterDown,
     ClusterDown,
-    /// Password or user are wrong, missing or not allowed to do this.
+    /// The user or password is wrong, missing or lacks a permission.
     NoAuth,
     OutOfMemory,
-    /// Redis can't persist or replicate and was told not to write then.
+    /// Redis can't persist or replicate, and is configured to reject writes then.
     Misconfigured,
-    /// Another script runs for too long.
+    /// Another script has been running for too long.
     Busy,
-    /// A value under one of our keys that we didn't write: a fault of that key alone. Keys are counted from 1.
+    /// A key of a counter holds a foreign value. Only this key is affected. The n-th key, from 1.
     WrongType(usize),
-    /// An answer that makes no sense.
+    /// The reply is invalid.
     InvalidReply,
-    /// The script was forgotten: healed, and an error only if that fails.
+    /// Redis has not cached the script. The script is loaded again; an error only if that fails.
     NoScript,
     Other,
 }
 
-/// Why there is no connection: the word for machines, and what the other side or the system said, for people.
+/// Why there is no connection: the kind, and the message of the peer or the operating system.
 #[derive(Debug)]
 pub(super) struct RedisConnectionError {
     pub(super) kind: RedisErrorKind,
@@ -65,7 +65,7 @@ impl From<RedisErrorKind> for RedisConnectionError {
 
 impl From<tokio::time::error::Elapsed> for RedisConnectionError {
     fn from(_: tokio::time::error::Elapsed) -> Self {
-        Self::new(RedisErrorKind::Timeout, "no answer in time")
+        Self::new(RedisErrorKind::Timeout, "no reply before the timeout")
     }
 }
 
@@ -82,7 +82,7 @@ impl From<RedisError> for RedisConnectionError {
 }
 
 impl RedisErrorKind {
-    /// Every [`Failure::word`], in alphabetical order.
+    /// Every [`RedisErrorKind::as_str`], in alphabetical order.
     pub(super) const NAMES: [&str; 17] = [
         "busy",
         "clusterdown",
@@ -103,7 +103,7 @@ impl RedisErrorKind {
         "wrongtype",
     ];
 
-    /// The word in logs and metrics.
+    /// The name in logs and metrics.
     pub(super) fn as_str(self) -> &'static str {
         match self {
             Self::Timeout => "timeout",
@@ -126,7 +126,8 @@ impl RedisErrorKind {
         }
     }
 
-    /// Whether a new connection may help: the old one is dead, out of step or leads to the wrong server.
+    /// Whether a new connection may help: the old one is closed, out of step or leads to the wrong
+    /// server.
     pub(super) fn requires_reconnect(self) -> bool {
         matches!(
             self,
@@ -141,8 +142,9 @@ impl RedisErrorKind {
 }
 
 impl RedisErrorKind {
-    /// What the text of an error means. Where a program has met it, Redis 6 puts the place in the program before it:
-    /// once where it was caught, and once more, with the program's name, where nobody did.
+    /// Classifies the text of an error. Redis 6 puts the position in the script before an error
+    /// that a script met. If the script did not catch it, the position and the name of the script
+    /// precede it again.
     pub(super) fn from_error_text(text: &str) -> Self {
         let has_location = text.starts_with('@') || text.starts_with("ERR Error running script");
         let without_location = text.rsplit_once(": -").or_else(|| text.rsplit_once(": "));
@@ -160,7 +162,7 @@ impl RedisErrorKind {
             "MISCONF" | "NOREPLICAS" => Self::Misconfigured,
             "BUSY" => Self::Busy,
             "FOREIGN" => Self::WrongType(detail.parse().unwrap_or(0)),
-            // Redis before 7.2 has no word for it inside programs.
+            // Redis before 7.2 has no error code for this inside scripts.
             _ if text.contains("The user executing the script can't") => Self::NoAuth,
             _ => Self::Other,
         }
@@ -201,7 +203,7 @@ impl From<&RedisError> for RedisErrorKind {
     }
 }
 
-/// What rustls has to say comes wrapped into an error of input and output.
+/// An error of rustls is wrapped in an I/O error.
 fn is_tls_error(error: &RedisError) -> bool {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {
@@ -231,7 +233,7 @@ mod tests {
         assert!(RedisErrorKind::NAMES.is_sorted());
     }
 
-    /// As Redis 6.2 says it, and as 7 does, as an error of the whole call.
+    /// The texts of Redis 6.2, those of 7, and errors of the whole call.
     #[test]
     fn classifies_script_errors_with_and_without_a_source_location() {
         let classify = |text: &str| {

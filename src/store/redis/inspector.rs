@@ -1,10 +1,10 @@
-//! Looking at counters from outside of the request path, for people on call.
+//! Reads and resets counters for operators, outside of the request path.
 
 use super::cluster::{self, ClusterClient};
-use super::connection::{
-    self, LiveConnection, RedisConnectionState, RedisConnectionTarget, RedisContext,
-};
+use super::connection::{self, LiveConnection, RedisConnectionState};
+use super::connection_target::{PROBE_POLICY, RedisConnectionTarget};
 use super::connector;
+use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::scripts::ScriptLibrary;
 use super::{RedisSettings, RedisTopology, SharedRedisState};
@@ -14,14 +14,14 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
-/// Keys that one step of a scan looks at: few enough that Redis has time for requests between two steps.
+/// Keys per step of a scan: few enough that Redis can serve requests between two steps.
 const SCAN_COUNT: u64 = 256;
-/// Counters asked for in one call.
+/// Counters read per call.
 const MAX_COUNTERS_PER_CALL: usize = 64;
-/// Whoever asks by hand can wait longer than a request.
+/// An operator can wait longer than a request.
 const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A connection of its own for looking at counters and resetting them.
+/// Reads and resets counters over its own connection.
 #[derive(Debug)]
 pub struct CounterInspector {
     context: Arc<RedisContext>,
@@ -37,28 +37,28 @@ enum InspectorBackend {
     Cluster(ClusterClient),
 }
 
-/// Why nothing was found out.
+/// Why Redis gave no useful reply.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("Redis gave no answer {0}")]
 pub struct InspectError(String);
 
-/// One counter as it is found in Redis.
+/// One counter as stored in Redis.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RedisCounter {
-    /// Its name in Redis.
+    /// The key in Redis.
     pub key: String,
-    /// Policy and values, for people; `None` if they were too long to be kept.
+    /// Policy and values as readable text; `None` if they were too long to be stored.
     pub readable_key: Option<String>,
     pub algorithm: Algorithm,
     pub per_us: u64,
     pub used_units: u64,
-    /// Until some units come back (µs from now); 0 if none are in use.
+    /// Time until some units are free again (µs from now); 0 if none are in use.
     pub next_release_in_us: u64,
 }
 
 impl CounterInspector {
     /// # Errors
-    /// When Redis can't be reached within `connect_timeout`, or does not let us in.
+    /// When Redis can't be reached within `connect_timeout`, or rejects the login.
     pub async fn connect(settings: RedisSettings) -> Result<Self, InspectError> {
         let connect_timeout = settings.connect_timeout;
         let SharedRedisState(context) = SharedRedisState::new(settings);
@@ -85,8 +85,8 @@ impl CounterInspector {
         Ok(Self { context, backend })
     }
 
-    /// Up to `most` counters of our prefix, in no order; with `policy` only that policy's, as far as their
-    /// names are readable. The second value says whether there may be more.
+    /// Lists up to `max_counters` counters with the key prefix, in no order. With `policy`, only
+    /// those of this policy with readable keys. The second value is true if there may be more.
     ///
     /// # Errors
     /// When Redis does not answer.
@@ -116,7 +116,7 @@ impl CounterInspector {
                 }
             }
         }
-        // A scan may show a key twice.
+        // A scan may return a key twice.
         keys.sort_unstable();
         keys.dedup();
         has_more |= keys.len() > max_counters;
@@ -128,7 +128,8 @@ impl CounterInspector {
         Ok((counters, has_more))
     }
 
-    /// Adds one server's keys until there are more than `most`. Returns whether some were left.
+    /// Adds one server's keys until there are more than `max_counters`. Returns whether the scan
+    /// was incomplete.
     async fn scan_server(
         &self,
         live: &LiveConnection,
@@ -160,9 +161,9 @@ impl CounterInspector {
                     .parse_counter_key(key)
                     .and_then(|(_, _, readable)| readable);
                 let readable_key = readable_key.unwrap_or_default();
-                let owner = readable_key.split('/').next().unwrap_or_default();
-                // The pattern lets other policies through whose names only begin alike.
-                owner != connection::PROBE_POLICY && policy.is_none_or(|policy| owner == policy)
+                let policy_name = readable_key.split('/').next().unwrap_or_default();
+                // The pattern also matches policies with a longer name.
+                policy_name != PROBE_POLICY && policy.is_none_or(|policy| policy_name == policy)
             }));
             if cursor == 0 || keys.len() > max_counters {
                 return Ok(cursor != 0);
@@ -170,7 +171,7 @@ impl CounterInspector {
         }
     }
 
-    /// Keys that one call can look at.
+    /// Groups keys into calls. In a cluster, all keys of a call are in one slot.
     fn split_into_batches<'k>(&self, keys: &'k mut [String]) -> Vec<&'k [String]> {
         match self.backend {
             InspectorBackend::SingleServer { .. } => keys.chunks(MAX_COUNTERS_PER_CALL).collect(),
@@ -185,7 +186,7 @@ impl CounterInspector {
         }
     }
 
-    /// Forgets the counters of charges. Returns how many there were.
+    /// Deletes the counters of charges. Returns how many existed.
     ///
     /// # Errors
     /// When Redis does not answer.
@@ -206,7 +207,7 @@ impl CounterInspector {
         Ok(deleted)
     }
 
-    /// Where counters stand. Names and values that are not ours are left out.
+    /// Reads the usage of counters. Leaves out keys and values that are not counters.
     async fn read_counters(&self, keys: &[String]) -> Result<Vec<RedisCounter>, InspectError> {
         let mut parsed_keys: Vec<(&String, Limit, Option<String>)> = keys
             .iter()
@@ -233,7 +234,7 @@ impl CounterInspector {
                 .await
             {
                 Ok(reply) => reply,
-                // Each turn leaves fewer.
+                // Each retry has one key fewer.
                 Err(RedisErrorKind::WrongType(position))
                     if (1..=parsed_keys.len()).contains(&position) =>
                 {
@@ -242,19 +243,19 @@ impl CounterInspector {
                 }
                 Err(failure) => return Err(failure.into()),
             };
-            let (now_us, standings) = ScriptLibrary::parse_read_reply(&reply, &queried_counters)
+            let (now_us, statuses) = ScriptLibrary::parse_read_reply(&reply, &queried_counters)
                 .ok_or(RedisErrorKind::InvalidReply)?;
             let counters =
                 parsed_keys
                     .into_iter()
-                    .zip(standings)
-                    .map(|((key, limit, readable), standing)| RedisCounter {
+                    .zip(statuses)
+                    .map(|((key, limit, readable), status)| RedisCounter {
                         key: key.clone(),
                         readable_key: readable,
                         algorithm: limit.algorithm,
                         per_us: limit.per_us,
-                        used_units: limit.requests - standing.remaining,
-                        next_release_in_us: standing
+                        used_units: limit.requests - status.remaining,
+                        next_release_in_us: status
                             .next_growth_us
                             .map_or(0, |at_us| at_us.saturating_sub(now_us)),
                     });
@@ -262,10 +263,10 @@ impl CounterInspector {
         }
     }
 
-    /// Runs what is about some keys of one slot.
+    /// Runs a command about keys of one slot.
     async fn run_command(&self, keys: &[String], command: &Cmd) -> Result<Value, RedisErrorKind> {
         match &self.backend {
-            // Nobody attends to this connection: what is missing is loaded here.
+            // This connection has no supervisor, so missing scripts are loaded here.
             InspectorBackend::SingleServer { live, .. } => {
                 let reply = timeout(
                     CALL_TIMEOUT,

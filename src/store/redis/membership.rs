@@ -1,13 +1,17 @@
-//! How many instances share the limits, and when all of them know of an outage's end.
+//! Counts the instances that share the limits, and detects when all of them have recovered from an
+//! outage.
 //!
-//! Every process is in a sorted set per prefix while it lives, and in a second one that tells places. A background task of one of its workers keeps it
-//! there, counts the others, and writes back what was admitted while Redis was away (see [`crate::store::Local`]).
-//! It also says whether something is left to write back: who is heard of after an outage without that has told all.
+//! Every live process is in a sorted set per prefix, and in a second one that gives its rank. A
+//! background task of one worker keeps it there, counts the members, and writes back usage that was
+//! admitted without Redis (see [`FallbackStore`](crate::store::FallbackStore)). A heartbeat says
+//! whether usage is left to write back: an instance that was heard from after an outage without the
+//! pending flag has finished.
 //!
-//! Of a cluster only some slots may be away. Then what can be told is, the process stays in the count, and the outage
-//! ends for all slots that were in it together.
+//! In a cluster, only some slots may be unreachable. Usage of the other slots is written back and
+//! the process stays counted. The outage ends together for all slots that it affected.
 
 use super::cluster::slot_for_name;
+use super::connection::RedisConnectionState;
 use super::error::RedisErrorKind;
 use super::{RedisBackend, RedisStore};
 use crate::store::fallback::SINGLE_PARTITION;
@@ -19,44 +23,45 @@ use std::sync::LazyLock;
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
 
-/// How often an instance makes itself known.
+/// Interval of heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The same while an outage ends, and the least time between two rounds.
+/// Interval of heartbeats while an outage ends, and the shortest pause between two.
 const RECOVERY_HEARTBEAT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// After so much silence an instance is counted no more.
+/// An instance without a heartbeat for so long no longer counts.
 const MEMBER_TTL: Duration = Duration::from_secs(5);
 
-/// How long those are waited for who were there before: after an outage, or a loss of data, all are silent.
+/// How long missing instances are waited for. After an outage, or a loss of data, no instance has
+/// sent a heartbeat yet.
 const MEMBERSHIP_GRACE_PERIOD: Duration = Duration::from_secs(3);
 
-/// What an ending process has left to write back in.
+/// Time for a write-back when the process stops.
 const SHUTDOWN_WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(1);
 
-const MEMBERSHIP_SCRIPT: &str = include_str!("fleet.lua");
+const MEMBERSHIP_SCRIPT: &str = include_str!("membership.lua");
 
-/// This process among all others.
+/// A unique id of this process.
 static INSTANCE_ID: LazyLock<String> = LazyLock::new(|| {
     let [high, low] = [0, 1].map(|half| RandomState::new().hash_one(half));
     format!("{high:016x}{low:016x}")
 });
 
-/// The name of this process among all others: 32 hexadecimal digits, new with every start.
+/// The unique id of this process: 32 hexadecimal digits, new with every start.
 pub fn instance_id() -> &'static str {
     &INSTANCE_ID
 }
 
-/// What an instance does with the set.
+/// The operations of `membership.lua`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MembershipOperation {
     Heartbeat,
-    /// It lives, but has not told all.
+    /// The instance is alive, but has usage left to write back.
     HeartbeatPending,
     Read,
 }
 
-/// What the set says.
+/// The reply of `membership.lua`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct MembershipReply {
     now_us: u64,
@@ -65,29 +70,29 @@ struct MembershipReply {
     recovered_instances: u32,
 }
 
-/// What is believed of the fleet.
+/// The last known membership.
 #[derive(Debug)]
 struct MembershipTracker {
     share: Share,
-    /// Since when fewer have been seen.
+    /// Since when a lower count has been read.
     decrease_since: Option<Instant>,
-    /// Redis answers, but does not count.
+    /// Redis answers, but rejects the membership script.
     is_rejected: bool,
-    /// What Redis' clock showed (µs), at the latest when we heard of it.
+    /// The time (µs) of Redis' clock, and when the reply arrived.
     redis_clock: Option<(u64, Instant)>,
 }
 
-/// Where an outage's end is.
+/// Progress of the end of an outage.
 #[derive(Clone, Copy, Debug)]
 struct OutageRecovery {
-    /// When Redis answered again: by our clock, and by its own if it said that.
+    /// When Redis answered again: on the local clock, and on Redis' clock if that is known.
     started_at: Instant,
     started_us: Option<u64>,
 }
 
-/// Speaks for the process for as long as it is polled.
+/// Maintains the membership of the process for as long as it is polled.
 pub(super) async fn run_membership(redis: RedisStore) {
-    // That no connection is there yet is no outage.
+    // Before the first connection there is no outage.
     redis.wait_until_ready().await;
     let fallback = redis.fallback();
     let mut tracker = MembershipTracker {
@@ -111,7 +116,8 @@ pub(super) async fn run_membership(redis: RedisStore) {
     }
 }
 
-/// Writes back, makes the process known, and ends an outage that is over. Returns where that is, if it isn't yet.
+/// Writes back, sends a heartbeat, and ends an outage that is over. Returns its progress if it is
+/// not over.
 async fn run_heartbeat_round(
     redis: &RedisStore,
     tracker: &mut MembershipTracker,
@@ -119,7 +125,7 @@ async fn run_heartbeat_round(
 ) -> Result<Option<OutageRecovery>, RedisErrorKind> {
     let fallback = redis.fallback();
     let has_failed = fallback.take_failure();
-    // Other workers may still be without a connection.
+    // Other workers may still have no connection.
     let is_up = redis.context.breaker.is_up();
     let recovery = recovery.filter(|_| !has_failed && is_up);
     fallback.mark_unreachable(redis.unreachable_partitions());
@@ -128,12 +134,12 @@ async fn run_heartbeat_round(
         return Ok(None);
     }
     match write_back(redis).await {
-        // The rest of a cluster may well be there.
+        // Other nodes of a cluster may be reachable.
         Err(_) if redis.is_cluster() => {}
         result => result?,
     }
     let since_us = recovery.and_then(|recovery| recovery.started_us);
-    // A worker that has no connection yet goes on by the share, and will have something to tell.
+    // A worker without a connection still decides by its share, and will have usage to write back.
     let is_written_back = !fallback.has_pending_write_back() && redis.context.breaker.is_up();
     let operation = if is_written_back {
         MembershipOperation::Heartbeat
@@ -161,12 +167,12 @@ async fn run_heartbeat_round(
             }
             return Err(failure);
         }
-        // It answers, but not this: nobody can be waited for.
+        // Redis rejects the script, so missing instances can't be waited for.
         Err(failure) => {
             if !std::mem::replace(&mut tracker.is_rejected, true) {
                 tracing::warn!(
                     kind = failure.as_str(),
-                    "Redis does not let the instances be counted"
+                    "redis rejected the membership script; using the last known instance count"
                 );
             }
             None
@@ -177,11 +183,11 @@ async fn run_heartbeat_round(
     }
     let start_recovery = || OutageRecovery {
         started_at: Instant::now(),
-        started_us: reply.map(|seen| seen.now_us),
+        started_us: reply.map(|reply| reply.now_us),
     };
     let recovery = recovery.unwrap_or_else(start_recovery);
     let all_recovered =
-        reply.is_some_and(|seen| seen.recovered_instances >= tracker.share.instances());
+        reply.is_some_and(|reply| reply.recovered_instances >= tracker.share.instances());
     if all_recovered || recovery.started_at.elapsed() >= MEMBERSHIP_GRACE_PERIOD {
         fallback.end_outage();
         return Ok(None);
@@ -189,13 +195,13 @@ async fn run_heartbeat_round(
     Ok(Some(recovery))
 }
 
-/// Takes the process out of the set, once nothing is left to write back.
+/// Writes back and removes the process from the sets.
 pub(super) async fn remove_member(redis: &RedisStore) {
     let write_back_result = timeout(SHUTDOWN_WRITE_BACK_TIMEOUT, write_back(redis)).await;
-    if let Err(failure) = write_back_result.unwrap_or_else(|late| Err(late.into())) {
+    if let Err(failure) = write_back_result.unwrap_or_else(|elapsed| Err(elapsed.into())) {
         tracing::warn!(
             kind = failure.as_str(),
-            "what was admitted without Redis was not written back"
+            "failed to write back usage admitted without redis"
         );
     }
     for key in redis.context.scripts.membership_keys() {
@@ -205,13 +211,15 @@ pub(super) async fn remove_member(redis: &RedisStore) {
     }
 }
 
-/// Tells Redis all that was admitted without it. What fails is told again: perhaps twice, never not at all.
+/// Writes all usage that was admitted without Redis. A failed write is repeated: usage may count
+/// twice, but is never lost.
 async fn write_back(redis: &RedisStore) -> Result<(), RedisErrorKind> {
     let fallback = redis.fallback();
     if !fallback.has_pending_write_back() {
         return Ok(());
     }
-    // What a server that hangs is told it hears when it goes on, every time. (A node of a cluster is given up after some.)
+    // A hung server executes every command later, also each repeated one. So a read first shows
+    // whether it answers. (A cluster node is disconnected after some failures.)
     if !redis.is_cluster()
         && let Err(failure) = query_membership(redis, MembershipOperation::Read, None, None).await
         && is_unresponsive(failure)
@@ -238,7 +246,7 @@ async fn write_back(redis: &RedisStore) -> Result<(), RedisErrorKind> {
                 error
                     .unsent_indices
                     .iter()
-                    .filter_map(|place| settlements.get(*place)),
+                    .filter_map(|index| settlements.get(*index)),
             );
             return Err(RedisErrorKind::Timeout);
         }
@@ -247,7 +255,7 @@ async fn write_back(redis: &RedisStore) -> Result<(), RedisErrorKind> {
     Ok(())
 }
 
-/// `until_us`: when Redis' clock shows this, nobody waits for the answer any more.
+/// `deadline_us`: the time on Redis' clock at which this caller stops waiting.
 async fn query_membership(
     redis: &RedisStore,
     operation: MembershipOperation,
@@ -262,9 +270,9 @@ async fn query_membership(
         .arg(&keys)
         .arg(&*INSTANCE_ID);
     command.arg(match operation {
-        MembershipOperation::Heartbeat => "beat",
-        MembershipOperation::HeartbeatPending => "owe",
-        MembershipOperation::Read => "look",
+        MembershipOperation::Heartbeat => "heartbeat",
+        MembershipOperation::HeartbeatPending => "pending",
+        MembershipOperation::Read => "read",
     });
     command.arg(u64::try_from(MEMBER_TTL.as_micros()).unwrap_or(u64::MAX));
     for time_us in [since_us, deadline_us] {
@@ -289,16 +297,16 @@ async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisEr
         }
     };
     let state = connection.state();
-    let super::RedisConnectionState::Up(live) = &*state else {
+    let RedisConnectionState::Up(live) = &*state else {
         return Err(RedisErrorKind::Connection);
     };
     let call_timeout = redis.context.settings.connect_timeout;
     let reply = timeout(call_timeout, live.run_command(command))
         .await
-        .unwrap_or_else(|late| Err(late.into()));
+        .unwrap_or_else(|elapsed| Err(elapsed.into()));
     if let Err(failure) = reply {
         redis.context.breaker.count_failure(failure);
-        // Whom Redis does not let count it may well let decide.
+        // An instance without permission to count may still be allowed to decide.
         if is_unresponsive(failure) {
             live.record_failure(failure);
         }
@@ -306,7 +314,7 @@ async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisEr
     reply
 }
 
-/// Whether nobody answered.
+/// Whether Redis did not answer at all.
 fn is_unresponsive(failure: RedisErrorKind) -> bool {
     matches!(
         failure,
@@ -314,20 +322,21 @@ fn is_unresponsive(failure: RedisErrorKind) -> bool {
     )
 }
 
-/// So that instances that were started together don't ask together.
+/// Jitter, so that instances started together don't send together.
 fn add_jitter(pause: Duration) -> Duration {
     pause.mul_f64(0.75 + fastrand::f64() / 2.0)
 }
 
 impl MembershipTracker {
-    /// What Redis' clock will show at a time, if it goes on as it did; rather too early.
+    /// Estimates Redis' clock at a time, rather too early.
     fn predict_redis_time_us(&self, at: Instant) -> Option<u64> {
         let (now_us, read_at) = self.redis_clock?;
         let since_us = u64::try_from(at.saturating_duration_since(read_at).as_micros()).ok()?;
         now_us.checked_add(since_us)
     }
 
-    /// Hears what was seen at `now`. More are believed at once; fewer when it has been said for a while.
+    /// Updates the share from a reply. A higher count takes effect at once, a lower one after the
+    /// grace period.
     fn update_share(&mut self, reply: MembershipReply, now: Instant) -> Share {
         let is_decrease = reply.live_instances < self.share.instances();
         if is_decrease
@@ -342,16 +351,16 @@ impl MembershipTracker {
 }
 
 impl MembershipReply {
-    /// Reads a reply; `None`: it isn't one.
+    /// Parses a reply. Returns `None` if it is invalid.
     fn parse(reply: &Value) -> Option<Self> {
         let Value::Array(numbers) = reply else {
             return None;
         };
         let [
             Value::Int(now_us),
-            Value::Int(live),
-            Value::Int(place),
-            Value::Int(heard),
+            Value::Int(live_instances),
+            Value::Int(rank),
+            Value::Int(recovered),
         ] = numbers.as_slice()
         else {
             return None;
@@ -359,9 +368,9 @@ impl MembershipReply {
         let to_u32 = |number: &i64| u32::try_from(*number).ok();
         Some(Self {
             now_us: u64::try_from(*now_us).ok()?,
-            live_instances: to_u32(live)?,
-            rank: to_u32(place)?,
-            recovered_instances: to_u32(heard)?,
+            live_instances: to_u32(live_instances)?,
+            rank: to_u32(rank)?,
+            recovered_instances: to_u32(recovered)?,
         })
     }
 }
@@ -391,7 +400,7 @@ mod tests {
         assert_eq!(
             tracker.update_share(membership_reply(1, 0), start),
             Share::with_unknown_rank(3),
-            "others may not have come yet"
+            "other instances may not have sent a heartbeat yet"
         );
         assert_eq!(
             tracker.update_share(membership_reply(4, 2), start + HEARTBEAT_INTERVAL),
@@ -404,7 +413,7 @@ mod tests {
         assert_eq!(
             tracker.update_share(membership_reply(4, 3), start + 3 * HEARTBEAT_INTERVAL),
             Share::with_rank(4, 3),
-            "only late"
+            "the second heartbeat was late"
         );
         for beat in 4..7 {
             assert_eq!(

@@ -1,165 +1,78 @@
-//! Counters in Redis, shared by every replica.
+//! Counters in Redis, shared by all replicas.
 //!
-//! One script decides all limits of a request in one round trip, on the server's clock (`script`, `decide.lua`).
-//! It needs Redis 6.2 (SET with PXAT). Each worker has a connection and a task that keeps it (`link`), opened by
-//! `connect` at the address that is given, that the sentinels name (`sentinel`), or that a cluster's map of slots
-//! does (`cluster`); the breaker is the process's (`health`).
-//! One of the workers counts the instances, and writes back what was admitted while Redis was away (`fleet`).
+//! One script decides all limits of a request in one round trip, on the server's clock
+//! (`scripts`, `decide.lua`). It needs Redis 6.2 (SET with PXAT). Each worker has a connection
+//! and a task that supervises it (`connection`). The server is configured directly, named by the
+//! sentinels (`sentinel`), or found in a cluster's slot map (`cluster`). The circuit breaker
+//! belongs to the process (`circuit_breaker`). One worker counts the instances, and writes back
+//! usage that was admitted while Redis was unreachable (`membership`).
 
-mod batch;
 mod batcher;
 mod circuit_breaker;
 mod cluster;
 mod connection;
+mod connection_target;
 mod connector;
+mod context;
 mod error;
 mod inspector;
 mod membership;
+mod script_batch;
 mod scripts;
 mod sentinel;
 mod server_info;
+mod settings;
+mod settlement_calls;
 
-pub use batch::{BatchReply, CallerReply, DecisionBatch};
-pub use connector::{RedisAddress, RedisCredentials};
 pub use error::RedisErrorKind;
 pub use inspector::{CounterInspector, InspectError, RedisCounter};
 pub use membership::instance_id;
+pub use script_batch::{BatchReply, CallerReply, DecisionBatch};
 pub use scripts::ScriptLibrary;
+pub use settings::{RedisAddress, RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
 
 use super::fallback::SINGLE_PARTITION;
 use super::{FallbackStore, Settlement, SettlementError, StoreUnavailable};
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Amendment, Charge, Decision, Key};
+use crate::limiter::{Charge, Decision, Key};
 use crate::telemetry::metrics::RedisServerMetrics;
-use crate::tls::ClientTls;
 use ::redis::Cmd;
 use batcher::DecisionBatcher;
 use circuit_breaker::RedisCircuitBreaker;
 use cluster::ClusterClient;
-use connection::{RedisConnectionState, RedisConnectionTarget, RedisContext, SupervisedConnection};
-use connector::{AbortOnDropTask, RedisConnectOptions};
+use connection::{RedisConnectionState, SupervisedConnection};
+use connection_target::RedisConnectionTarget;
+use connector::AbortOnDropTask;
+use context::RedisContext;
 use futures_util::future::join_all;
-use server_info::ServerInfoCache;
-use std::fmt;
+use parking_lot::Mutex;
+use settlement_calls::{MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
-/// Late amendments sent at a time: a few hundred microseconds of the server's time.
-const MAX_SETTLEMENTS_PER_CALL: usize = 64;
-
-/// Whether an amendment takes Redis as long as a dozen others: many charges change with it.
-fn is_expensive(settlement: &Settlement<'_>) -> bool {
-    settlement.limit.algorithm == Algorithm::SlidingLog
-        && matches!(settlement.amendment, Amendment::Credit { .. })
-}
-
-/// Such calls under way on one connection, which keeps their order: one after the other, each would cost a round trip,
-/// and more becomes known meanwhile than is told. Decisions of the same worker wait behind them, for some milliseconds at
-/// most.
-const MAX_PIPELINED_CALLS: usize = 16;
-
-/// Amendments as they are sent together, in order.
-fn split_into_calls<'l, 'a>(settlements: &'l [Settlement<'a>]) -> Vec<&'l [Settlement<'a>]> {
-    let runs = settlements.chunk_by(|one, next| !is_expensive(one) && !is_expensive(next));
-    runs.flat_map(|late| late.chunks(MAX_SETTLEMENTS_PER_CALL))
-        .collect()
-}
-
-/// The places in the list of what was in each call that failed.
-fn collect_failed_calls(
-    calls: &[&[Settlement<'_>]],
-    results: Vec<Result<(), RedisErrorKind>>,
-) -> Vec<(Vec<usize>, RedisErrorKind)> {
-    let (mut failed, mut next_position) = (Vec::new(), 0);
-    for (late, told) in calls.iter().zip(results) {
-        let positions = next_position..next_position + late.len();
-        next_position = positions.end;
-        failed.extend(told.err().map(|failure| (positions.collect(), failure)));
-    }
-    failed
-}
-
-/// Which Redis, and how long to wait for it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RedisSettings {
-    pub topology: RedisTopology,
-    /// The server; the sentinels; some nodes of the cluster.
-    pub servers: Vec<RedisAddress>,
-    pub database: i64,
-    /// For the servers that hold counters.
-    pub credentials: RedisCredentials,
-    /// `None`: in the clear.
-    pub tls: Option<ClientTls>,
-    /// Separates the counters of services that share a Redis.
-    pub key_prefix: String,
-    /// How many instances share the limits, at least 1, until they have been counted.
-    pub initial_instances: u32,
-    /// One decision, all in.
-    pub timeout: Duration,
-    pub connect_timeout: Duration,
-    /// Consecutive failures after which Redis is not asked any more.
-    pub breaker_failures: u32,
-    /// How often a probe in the background then tries again.
-    pub probe_interval: Duration,
-}
-
-/// What stands at the addresses.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RedisTopology {
-    /// One server, or whatever stands behind one address.
-    Standalone,
-    /// Sentinels that know the master of this name.
-    Sentinel {
-        master: String,
-        credentials: RedisCredentials,
-    },
-    Cluster,
-}
-
-/// What the workers of one process share: settings, breaker, counters.
+/// State that the workers of one process share: settings, circuit breaker, counters.
 #[derive(Clone, Debug)]
 pub struct SharedRedisState(Arc<RedisContext>);
 
-/// One worker's handle: cheap to clone, to be used on the runtime that started it.
+/// One worker's handle: cheap to clone. Use it on the runtime that started it.
 #[derive(Clone, Debug)]
 pub struct RedisStore {
     context: Arc<RedisContext>,
     backend: RedisBackend,
-    /// Of the one that speaks for the process: what keeps it in the count, and what looks after Redis.
+    /// The tasks that maintain the membership and poll the server info, in the worker that runs
+    /// them for the process.
     membership_tasks: Option<Arc<[AbortOnDropTask; 2]>>,
 }
 
 /// How a worker reaches the server that holds a key.
 #[derive(Clone, Debug)]
 enum RedisBackend {
-    /// All questions are in the queue for the link.
+    /// All requests are in the queue of this connection.
     SingleServer(Arc<SupervisedConnection>, Arc<DecisionBatcher>),
     Cluster(Arc<ClusterClient>),
 }
-
-impl RedisSettings {
-    fn connect_options(&self) -> RedisConnectOptions<'_> {
-        let Self {
-            credentials: login,
-            database,
-            tls,
-            connect_timeout,
-            ..
-        } = self;
-        RedisConnectOptions {
-            credentials: login,
-            database: *database,
-            tls: tls.as_ref(),
-            connect_timeout: *connect_timeout,
-        }
-    }
-}
-
-/// A secret that never shows itself in logs.
-#[derive(Clone, PartialEq, Eq)]
-pub struct RedisPassword(String);
 
 impl SharedRedisState {
     pub fn new(settings: RedisSettings) -> Self {
@@ -167,7 +80,7 @@ impl SharedRedisState {
             scripts: ScriptLibrary::new(&settings.key_prefix),
             breaker: RedisCircuitBreaker::new(settings.breaker_failures),
             call_count: Arc::default(),
-            server_info: ServerInfoCache::default(),
+            server_info: Mutex::default(),
             fallback: FallbackStore::new(settings.initial_instances, Clock::system())
                 .with_partitions(match settings.topology {
                     RedisTopology::Cluster => cluster::slot_for_key,
@@ -182,7 +95,7 @@ impl SharedRedisState {
         &self.0.settings
     }
 
-    /// The names of the counters in which a charge is counted: several if it is spread.
+    /// The keys of the counters of a charge: several if it is spread over shards.
     pub fn counter_names(&self, charge: &Charge<'_>) -> Vec<String> {
         let counter_name = |key: &Key| self.0.scripts.counter_key(&Charge { key, ..*charge });
         match self.0.settings.topology {
@@ -193,37 +106,39 @@ impl SharedRedisState {
         }
     }
 
-    /// Whether Redis was reached, no worker has lost its connection and the breaker is closed.
+    /// Whether Redis was reached, no worker has lost its connection, and the circuit breaker is
+    /// closed.
     pub fn is_up(&self) -> bool {
         self.0.breaker.is_up()
     }
 
-    /// Whether failures have stopped requests from asking Redis.
+    /// Whether the circuit breaker is open: requests are not sent to Redis.
     pub fn is_breaker_open(&self) -> bool {
         self.0.breaker.is_open()
     }
 
-    /// Instances that share the limits, as last seen.
+    /// Instances that share the limits, as last counted.
     pub fn instance_count(&self) -> u32 {
         self.0.fallback.share().instances()
     }
 
-    /// What Redis was last seen to say of itself.
+    /// The last polled server info.
     pub fn server_info(&self) -> RedisServerMetrics {
         RedisServerMetrics {
             calls: self.0.call_count.load(Ordering::Relaxed),
-            ..self.0.server_info.latest()
+            ..*self.0.server_info.lock()
         }
     }
 
-    /// Failures since the start, each kind by its stable word.
+    /// Failures since the start, by the stable name of their kind.
     pub fn error_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.0.breaker.failure_counts()
     }
 }
 
 impl RedisStore {
-    /// Starts connecting, and stays connected until the last clone is dropped. Call it on the worker's runtime.
+    /// Starts connecting, and stays connected until the last clone is dropped. Call it on the
+    /// worker's runtime.
     pub fn start(shared: &SharedRedisState) -> Self {
         let context = Arc::clone(&shared.0);
         let backend = match context.settings.topology {
@@ -245,8 +160,8 @@ impl RedisStore {
         }
     }
 
-    /// Makes the process known to the others that share its limits, and keeps it in their count until
-    /// [`RedisStore::leave`]: the first handle does that for all.
+    /// Registers the process with the instances that share its limits, until
+    /// [`RedisStore::leave_membership`]. The first handle does so for all.
     #[must_use]
     pub fn join_membership(self) -> Self {
         let is_first = !self
@@ -266,7 +181,7 @@ impl RedisStore {
         }
     }
 
-    /// Takes the process out of the count, if this is the handle that keeps it there.
+    /// Removes the process from the count, if this handle maintains its membership.
     pub async fn leave_membership(&self) {
         if let Some(membership_tasks) = &self.membership_tasks {
             membership_tasks.iter().for_each(|task| task.0.abort());
@@ -274,12 +189,12 @@ impl RedisStore {
         }
     }
 
-    /// What goes on while Redis is away.
+    /// The store that decides while Redis is unreachable.
     pub fn fallback(&self) -> &FallbackStore {
         &self.context.fallback
     }
 
-    /// Whether a question would be sent at all.
+    /// Whether a request would be sent at all.
     pub fn is_reachable(&self) -> bool {
         !self.is_breaker_open()
             && match &self.backend {
@@ -290,7 +205,7 @@ impl RedisStore {
             }
     }
 
-    /// Whether a question about these charges would be sent to all that keep them.
+    /// Whether a request with these charges would be sent to all servers that hold their counters.
     pub fn is_reachable_for(&self, charges: &[Charge<'_>]) -> bool {
         match &self.backend {
             RedisBackend::SingleServer(..) => self.is_reachable(),
@@ -298,7 +213,7 @@ impl RedisStore {
         }
     }
 
-    /// The parts, as [`Local`] counts them, that would not be asked.
+    /// The partitions, as [`FallbackStore`] counts them, that requests are not sent to.
     fn unreachable_partitions(&self) -> Vec<u16> {
         match &self.backend {
             RedisBackend::SingleServer(..) if self.is_reachable() => Vec::new(),
@@ -307,16 +222,16 @@ impl RedisStore {
         }
     }
 
-    /// The parts that would be asked and don't answer.
+    /// The partitions that requests are sent to and that don't answer.
     async fn find_unresponsive_partitions(&self) -> Vec<u16> {
         match &self.backend {
-            // Whoever counts the instances finds that out.
+            // The membership task detects this.
             RedisBackend::SingleServer(..) => Vec::new(),
             RedisBackend::Cluster(cluster) => cluster.find_unresponsive_slots().await,
         }
     }
 
-    /// The connections to all masters, or why one has none.
+    /// The connections to all masters, or why one is missing.
     fn master_states(&self) -> Vec<Arc<RedisConnectionState>> {
         match &self.backend {
             RedisBackend::SingleServer(connection, _) => vec![connection.state()],
@@ -332,7 +247,7 @@ impl RedisStore {
         matches!(self.backend, RedisBackend::Cluster(_))
     }
 
-    /// Ends when this worker's first connection is ready, or `connect_timeout` has passed.
+    /// Returns when this worker's first connection is ready, or `connect_timeout` has passed.
     pub async fn wait_until_ready(&self) {
         let ready = async {
             match &self.backend {
@@ -343,21 +258,22 @@ impl RedisStore {
         drop(timeout(self.context.settings.connect_timeout, ready).await);
     }
 
-    /// Whether failures have stopped requests from asking Redis.
+    /// Whether the circuit breaker is open: requests are not sent to Redis.
     pub fn is_breaker_open(&self) -> bool {
         self.context.breaker.is_open()
     }
 
-    /// The longest that a decision takes.
+    /// Maximum duration of a decision.
     pub fn timeout(&self) -> Duration {
         self.context.settings.timeout
     }
 
-    /// Asks Redis to decide, with an answer within `timeout` from `asked`. The charges name different counters.
+    /// Decides charges in Redis, within `timeout` from `requested_at`. The charges name different
+    /// counters.
     ///
     /// # Errors
-    /// [`StoreUnavailable`] with the failure's word. After a timeout or a lost connection the charges may have been
-    /// made: too strict, never too lax.
+    /// [`StoreUnavailable`] with the kind of the failure. After a timeout or a lost connection the
+    /// charges may have been made: too strict, never too lax.
     pub async fn decide(
         &self,
         charges: &[Charge<'_>],
@@ -367,7 +283,7 @@ impl RedisStore {
         let queue = match &self.backend {
             RedisBackend::SingleServer(_, queue) => queue,
             RedisBackend::Cluster(cluster) => {
-                // Boxed, or every request would have room for it, whatever it asks.
+                // Boxed, because every request's future would include its size otherwise.
                 let answer = Box::pin(cluster.decide(charges, deadline)).await;
                 return answer.map_err(|failure| self.unavailable_error(failure.as_str()));
             }
@@ -391,11 +307,11 @@ impl RedisStore {
         Err(self.unavailable_error(failure.as_str()))
     }
 
-    /// Puts charges right, in calls that each take Redis no longer than decisions do, and have `timeout` for their
-    /// answer. One that fails doesn't keep the others from being made.
+    /// Settles charges, in calls that each take Redis no longer than a decision does and have
+    /// `timeout` for their reply. A failed call does not affect the others.
     ///
     /// # Errors
-    /// What was not put right, and why the last of it.
+    /// Which settlements were not made, and the last failure.
     pub async fn amend(&self, settlements: &[Settlement<'_>]) -> Result<(), SettlementError> {
         let failed = match &self.backend {
             RedisBackend::SingleServer(connection, _) => {
@@ -408,7 +324,7 @@ impl RedisStore {
         };
         let mut positions: Vec<usize> = failed
             .iter()
-            .flat_map(|(places, _)| places.iter().copied())
+            .flat_map(|(positions, _)| positions.iter().copied())
             .collect();
         positions.sort_unstable();
         Err(SettlementError {
@@ -417,7 +333,7 @@ impl RedisStore {
         })
     }
 
-    /// The same on one server: the places that each failed call had in the list.
+    /// [`Self::amend`] on one server. Returns the indexes of the settlements in each failed call.
     async fn amend_single_server(
         &self,
         connection: &SupervisedConnection,
@@ -427,15 +343,15 @@ impl RedisStore {
         for calls in calls.chunks(MAX_PIPELINED_CALLS) {
             let commands: Vec<Cmd> = calls
                 .iter()
-                .map(|late| self.context.scripts.amend_command(late, None))
+                .map(|call| self.context.scripts.amend_command(call, None))
                 .collect();
             results.extend(self.send_amendments(connection, &commands).await);
         }
         collect_failed_calls(&calls, results)
     }
 
-    /// Runs some programs that put charges right, in order. A slow server answers one after the other: each has the time
-    /// of those in front of it, too.
+    /// Runs settlement calls in order. A slow server answers one after the other, so each call also
+    /// has the time of the calls before it.
     async fn send_amendments(
         &self,
         connection: &SupervisedConnection,
@@ -453,56 +369,32 @@ impl RedisStore {
         let replies = join_all(answers).await;
         let results: Vec<_> = replies
             .into_iter()
-            .map(|reply| reply.unwrap_or_else(|late| Err(late.into())).map(drop))
+            .map(|reply| {
+                reply
+                    .unwrap_or_else(|elapsed| Err(elapsed.into()))
+                    .map(drop)
+            })
             .collect();
-        // A server that hangs once has failed once.
-        if let Some(failure) = results.iter().find_map(|told| told.err()) {
+        // A server that hangs counts as one failure.
+        if let Some(failure) = results.iter().find_map(|result| result.err()) {
             self.context.breaker.record_failure(failure);
             live.record_failure(failure);
         }
         results
     }
 
-    /// Whether the charges are asked of several servers, each of which knows its part only.
+    /// Whether the charges are decided by several servers, each of which decides only its part.
     pub fn is_split(&self, charges: &[Charge<'_>]) -> bool {
         matches!(self.backend, RedisBackend::Cluster(_)) && cluster::is_split(charges)
     }
 
-    /// The store's answer when Redis gives none: it is asked again after the next probe at the earliest.
+    /// The error when Redis gave no reply. The next attempt is useful after the next probe at the
+    /// earliest.
     pub fn unavailable_error(&self, kind: &'static str) -> StoreUnavailable {
         let probe_us = self.context.settings.probe_interval.as_micros();
         StoreUnavailable {
             kind,
             retry_after_us: u64::try_from(probe_us).unwrap_or(u64::MAX),
         }
-    }
-}
-
-/// Where, for people: the addresses, and what stands there if it isn't one server.
-impl fmt::Display for RedisSettings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.topology {
-            RedisTopology::Standalone => {}
-            RedisTopology::Sentinel { master, .. } => write!(f, "{master} by sentinels ")?,
-            RedisTopology::Cluster => f.write_str("cluster ")?,
-        }
-        let addresses: Vec<String> = self.servers.iter().map(ToString::to_string).collect();
-        f.write_str(&addresses.join(", "))
-    }
-}
-
-impl RedisPassword {
-    pub fn new(text: String) -> Self {
-        Self(text)
-    }
-
-    pub fn expose(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Debug for RedisPassword {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("***")
     }
 }

@@ -1,35 +1,36 @@
-//! Who is the master now, by asking the sentinels.
+//! Finds the present master by asking the sentinels.
 
-use super::RedisSettings;
-use super::connector::{self, RedisAddress, RedisConnectOptions, RedisCredentials};
+use super::connector::{self, RedisConnectOptions};
 use super::error::{RedisConnectionError, RedisErrorKind};
+use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
 use redis::aio::MultiplexedConnection;
 use redis::cmd;
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
-/// How often a sentinel is asked whether the master is still the same. An old master goes on as if nothing had
-/// happened, for some seconds after a failover or as long as it is cut off, and what it counts then is lost. Asking
-/// again on a connection that is there costs no more than listening for `+switch-master`, and can't miss it.
+/// How often a sentinel is asked for the present master. An old master accepts commands for some
+/// seconds after a failover, or as long as it is partitioned, and its counts are lost. A query on
+/// an open connection costs no more than a subscription to `+switch-master`, and can't miss a
+/// change.
 const MASTER_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The sentinels of one master.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SentinelGroup<'a> {
     pub(super) settings: &'a RedisSettings,
-    /// What they call the master.
+    /// The master's name in the sentinels' configuration.
     pub(super) master_name: &'a str,
     pub(super) credentials: &'a RedisCredentials,
 }
 
 impl SentinelGroup<'_> {
-    /// Asks one sentinel after the other, starting with the `first`-th, until one names the master.
+    /// Asks the sentinels in turn, from `first_sentinel` on, until one names the master.
     pub(super) async fn resolve_master(
         &self,
         first_sentinel: usize,
     ) -> Result<RedisAddress, RedisConnectionError> {
         let mut last_error =
-            RedisConnectionError::new(RedisErrorKind::Connection, "no sentinels to ask");
+            RedisConnectionError::new(RedisErrorKind::Connection, "no sentinels are configured");
         for sentinel in self
             .cycle_from(first_sentinel)
             .take(self.settings.servers.len())
@@ -42,7 +43,7 @@ impl SentinelGroup<'_> {
         Err(last_error)
     }
 
-    /// Ends when a sentinel names another master than `known`.
+    /// Returns when a sentinel names another master than `known_master`.
     pub(super) async fn wait_for_master_change(
         &self,
         known_master: &RedisAddress,
@@ -73,7 +74,7 @@ impl SentinelGroup<'_> {
         }
     }
 
-    /// All sentinels, again and again.
+    /// Repeats all sentinels endlessly, from one on.
     fn cycle_from(&self, first_sentinel: usize) -> impl Iterator<Item = &RedisAddress> {
         let sentinels = &self.settings.servers;
         sentinels.iter().cycle().skip(
@@ -83,13 +84,14 @@ impl SentinelGroup<'_> {
         )
     }
 
-    /// What one sentinel may take: together they have half of `connect_timeout`, the rest is for the master.
+    /// The timeout for one sentinel. All together have half of `connect_timeout`; the rest is for
+    /// the master.
     fn timeout_per_sentinel(&self) -> Duration {
         let count = u32::try_from(self.settings.servers.len()).unwrap_or(u32::MAX);
         self.settings.connect_timeout / 2 / count.max(1)
     }
 
-    /// A connection to a sentinel, and whom it names.
+    /// Connects to a sentinel and asks it for the master.
     async fn connect_and_query(
         &self,
         sentinel: &RedisAddress,
@@ -112,7 +114,7 @@ impl SentinelGroup<'_> {
         };
         let connected = timeout(self.timeout_per_sentinel(), connected).await;
         connected
-            .unwrap_or_else(|late| Err(late.into()))
+            .unwrap_or_else(|elapsed| Err(elapsed.into()))
             .map_err(|error: RedisConnectionError| {
                 RedisConnectionError::new(
                     error.kind,
@@ -127,14 +129,14 @@ impl SentinelGroup<'_> {
     ) -> Result<RedisAddress, RedisConnectionError> {
         let mut command = cmd("SENTINEL");
         command.arg("GET-MASTER-ADDR-BY-NAME").arg(self.master_name);
-        let answer: Option<(String, u16)> = command.query_async(connection).await?;
+        let reply: Option<(String, u16)> = command.query_async(connection).await?;
         let unknown = || {
             RedisConnectionError::new(
                 RedisErrorKind::MasterDown,
-                format!("it knows no master {:?}", self.master_name),
+                format!("unknown master name {:?}", self.master_name),
             )
         };
-        answer
+        reply
             .map(|(host, port)| RedisAddress::Tcp { host, port })
             .ok_or_else(unknown)
     }

@@ -1,22 +1,17 @@
-//! What Redis says of itself: its memory, whether it evicts, its clock. For people only: no decision depends on it.
+//! Polls memory, eviction policy and clock of Redis. For operators only: no decision depends on it.
 
 use super::RedisStore;
 use super::connection::{LiveConnection, RedisConnectionState};
 use crate::clock::Clock;
 use crate::telemetry::metrics::RedisServerMetrics;
-use parking_lot::Mutex;
 use redis::{Value, cmd, from_redis_value};
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
-/// How often it is asked, more or less: `INFO memory` and `TIME` take a server some microseconds.
+/// Approximate poll interval: `INFO memory` and `TIME` take a server some microseconds.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What was last seen. Empty while there is nobody to ask.
-#[derive(Debug, Default)]
-pub(super) struct ServerInfoCache(Mutex<RedisServerMetrics>);
-
-/// What one server says; `None` where it doesn't, because an ACL forbids the question or no answer came.
+/// The values of one server; `None` where an ACL forbids the command or no reply came.
 #[derive(Debug, Default, PartialEq)]
 struct ServerInfoReply {
     memory: Option<ServerMemoryInfo>,
@@ -31,13 +26,7 @@ struct ServerMemoryInfo {
     eviction_policy: String,
 }
 
-impl ServerInfoCache {
-    pub(super) fn latest(&self) -> RedisServerMetrics {
-        *self.0.lock()
-    }
-}
-
-/// Asks now and then, for as long as it is polled.
+/// Polls all masters for as long as it is polled itself.
 pub(super) async fn run_server_info_poller(redis: RedisStore) {
     redis.wait_until_ready().await;
     let mut warned_policy = None;
@@ -52,12 +41,12 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
             });
         }
         warn_about_eviction(&server_infos, &mut warned_policy);
-        *redis.context.server_info.0.lock() = aggregate_server_info(&server_infos);
+        *redis.context.server_info.lock() = aggregate_server_info(&server_infos);
         sleep(POLL_INTERVAL.mul_f64(0.75 + fastrand::f64() / 2.0)).await;
     }
 }
 
-/// A server that gives no answer costs `within`, twice; whether it still lives is for others to find out.
+/// A server that does not answer takes `call_timeout`, twice. Its failure is detected elsewhere.
 async fn query_server_info(live: &LiveConnection, call_timeout: Duration) -> ServerInfoReply {
     let mut info = cmd("INFO");
     info.arg("memory");
@@ -77,7 +66,8 @@ async fn query_server_info(live: &LiveConnection, call_timeout: Duration) -> Ser
             .and_then(Result::ok)
             .and_then(parse_time_reply)
             .and_then(|server_time_us| {
-                // It looked at its clock somewhere on the way: in the middle, if both ways take as long.
+                // Redis read its clock at an unknown moment between: the midpoint assumes equal
+                // delays both ways.
                 sent_at_us
                     .midpoint(received_at_us)
                     .checked_signed_diff(server_time_us)
@@ -99,48 +89,49 @@ fn parse_memory_info(info: Value) -> Option<ServerMemoryInfo> {
     })
 }
 
-/// The reply to TIME: seconds, and microseconds.
+/// Parses the reply to TIME: seconds and microseconds.
 fn parse_time_reply(reply: Value) -> Option<u64> {
     let (seconds, micros): (u64, u64) = from_redis_value(reply).ok()?;
     seconds.checked_mul(1_000_000)?.checked_add(micros)
 }
 
-/// Of several masters: memory is the sum, and known if all say it; the skew is the largest.
+/// Aggregates several masters: memory is the sum, and known if all report it; the clock skew is the
+/// largest.
 fn aggregate_server_info(server_infos: &[ServerInfoReply]) -> RedisServerMetrics {
     let memory: Option<Vec<&ServerMemoryInfo>> = server_infos
         .iter()
-        .map(|said| said.memory.as_ref())
+        .map(|info| info.memory.as_ref())
         .collect();
     let memory = memory.filter(|servers| !servers.is_empty());
     let sum = |part: fn(&ServerMemoryInfo) -> u64| {
         memory
             .as_ref()
-            .map(|all| all.iter().map(|one| part(one)).sum())
+            .map(|servers| servers.iter().map(|server| part(server)).sum())
     };
     let is_bounded = memory
         .as_ref()
-        .is_some_and(|all| all.iter().all(|one| one.max_bytes > 0));
+        .is_some_and(|servers| servers.iter().all(|server| server.max_bytes > 0));
     let skew = server_infos
         .iter()
-        .filter_map(|said| said.clock_skew_us)
+        .filter_map(|info| info.clock_skew_us)
         .max_by_key(|skew| skew.unsigned_abs());
     RedisServerMetrics {
         calls: 0,
-        memory_bytes: sum(|one| one.used_bytes),
-        memory_max_bytes: sum(|one| one.max_bytes).filter(|_| is_bounded),
-        may_evict: memory.map(|all| all.iter().any(|one| one.may_evict())),
+        memory_bytes: sum(|server| server.used_bytes),
+        memory_max_bytes: sum(|server| server.max_bytes).filter(|_| is_bounded),
+        may_evict: memory.map(|servers| servers.iter().any(|server| server.may_evict())),
         clock_skew_us: skew,
     }
 }
 
-/// Once per change: a Redis that evicts forgets who has used what.
+/// Warns once per change of the policy: a Redis that evicts keys loses usage.
 fn warn_about_eviction(server_infos: &[ServerInfoReply], warned_policy: &mut Option<String>) {
-    let memories = || server_infos.iter().filter_map(|said| said.memory.as_ref());
+    let memories = || server_infos.iter().filter_map(|info| info.memory.as_ref());
     let Some(policy) = memories()
-        .find(|one| one.may_evict())
+        .find(|server| server.may_evict())
         .map(|one| &one.eviction_policy)
     else {
-        // Who says nothing may still evict.
+        // A server without a reply may still evict keys.
         if memories().next().is_some() {
             *warned_policy = None;
         }
@@ -149,7 +140,7 @@ fn warn_about_eviction(server_infos: &[ServerInfoReply], warned_policy: &mut Opt
     if warned_policy.as_ref() != Some(policy) {
         tracing::warn!(
             maxmemory_policy = policy,
-            "Redis may evict counters, which admits more than the limits say: set maxmemory-policy noeviction"
+            "redis may evict counters and so admit more than the limits; set maxmemory-policy noeviction"
         );
         *warned_policy = Some(policy.clone());
     }
@@ -222,7 +213,7 @@ mod tests {
         assert_eq!(
             (aggregated.memory_max_bytes, aggregated.may_evict),
             (None, Some(true)),
-            "one has no limit, one evicts"
+            "one server has no limit, one evicts"
         );
         let partly_unanswered = aggregate_server_info(&[
             server_info(10, 100, "noeviction", 5),
@@ -234,7 +225,7 @@ mod tests {
                 partly_unanswered.clock_skew_us
             ),
             (None, Some(5)),
-            "half a sum is none"
+            "a partial sum is not reported"
         );
         assert_eq!(aggregate_server_info(&[]), RedisServerMetrics::default());
     }

@@ -1,51 +1,53 @@
-//! Policies whose keys are spread over several counters: one is asked after the other until one admits.
+//! Decides policies that are spread over shards: tries one shard after the other until one admits.
 
-use super::{Charge, ClusterClient, Decision, Instant, LimitStatus, RedisErrorKind};
-use crate::limiter::{Key, Limit, Refusal};
+use super::ClusterClient;
+use crate::limiter::{Charge, Decision, Key, Limit, LimitStatus, Refusal};
+use crate::store::redis::error::RedisErrorKind;
 use smallvec::SmallVec;
-use tokio::time::timeout_at;
+use tokio::time::{Instant, timeout_at};
 
-/// What those who were asked before say, and what their clock showed.
+/// The statuses of the shards tried before, and the clock of the last one.
 #[derive(Default)]
 struct EarlierShardStatuses {
     now_us: u64,
-    standings: SmallVec<[Option<LimitStatus>; 4]>,
+    statuses: SmallVec<[Option<LimitStatus>; 4]>,
 }
 
 impl EarlierShardStatuses {
-    /// Puts it beside what another says, on that one's clock. Only refusals matter later.
+    /// Merges the earlier statuses into a decision, on its clock. Keeps only refusals for later
+    /// shards.
     fn merge_into(&mut self, decision: &mut Decision) {
         let now_us = decision.now_us;
-        for (at, standing) in decision.statuses.iter_mut().enumerate() {
-            let earlier = self.standings.get(at).copied().flatten();
-            *standing = merge_statuses(
+        for (at, status) in decision.statuses.iter_mut().enumerate() {
+            let earlier = self.statuses.get(at).copied().flatten();
+            *status = merge_statuses(
                 earlier.map(|earlier| earlier.convert_clock(self.now_us, now_us)),
-                *standing,
+                *status,
             );
         }
-        let is_refusal = |standing: &LimitStatus| standing.refusal.is_some();
-        let standings = decision
+        let is_refusal = |status: &LimitStatus| status.refusal.is_some();
+        let statuses = decision
             .statuses
             .iter()
-            .map(|standing| standing.filter(is_refusal))
+            .map(|status| status.filter(is_refusal))
             .collect();
-        *self = Self { now_us, standings };
+        *self = Self { now_us, statuses };
     }
 }
 
-/// Where a policy's search stands.
+/// The progress of one policy's search.
 struct ShardSearch {
     policy_group: (u32, bool),
     shard_count: u16,
-    /// The shard that is asked now.
+    /// The shard that is tried now.
     current_shard: u16,
-    /// Asked before.
+    /// Shards that were tried before.
     shards_tried: u16,
 }
 
 impl ClusterClient {
-    /// Decides charges some of which are spread. Where several shards refuse, the earliest end counts; what remains is
-    /// at least what the answer says.
+    /// Decides charges of which some are sharded. If several shards refuse, the earliest end
+    /// counts. The remaining units are at least those of the result.
     pub(super) async fn decide_across_shards(
         &self,
         charges: &[Charge<'_>],
@@ -79,20 +81,20 @@ impl ClusterClient {
             let (mut decision, credit_task) = self.decide_by_slot(&shard_charges, deadline).await?;
             let has_refusal = |search: &ShardSearch| {
                 let mut own = charges.iter().zip(&decision.statuses);
-                own.any(|(charge, standing)| {
+                own.any(|(charge, status)| {
                     (charge.group, charge.shadow) == search.policy_group
-                        && standing.is_some_and(|standing| standing.refusal.is_some())
+                        && status.is_some_and(|status| status.refusal.is_some())
                 })
             };
-            // Another shard may admit it, but only if nobody else refuses.
+            // Another shard may admit the request, but only if no other policy refuses.
             let is_spread = |charge: &Charge<'_>| charge.shard_count > 1;
             let others_refuse = charges
                 .iter()
                 .zip(&decision.statuses)
-                .any(|(charge, standing)| {
+                .any(|(charge, status)| {
                     !charge.shadow
                         && !is_spread(charge)
-                        && standing.is_some_and(|standing| standing.refusal.is_some())
+                        && status.is_some_and(|status| status.refusal.is_some())
                 });
             let mut is_final = decision.admitted || others_refuse;
             let mut next: SmallVec<[&mut ShardSearch; 2]> = searches
@@ -109,36 +111,38 @@ impl ClusterClient {
             if is_final {
                 return Ok(decision);
             }
-            // What this try has taken from others must not refuse the next.
-            if let Some(giving_back) = credit_task {
-                drop(timeout_at(deadline, giving_back).await);
+            // Charges of this attempt must not refuse the next one.
+            if let Some(credit_task) = credit_task {
+                drop(timeout_at(deadline, credit_task).await);
             }
         }
     }
 
-    /// Where spread charges stand as a whole.
+    /// Reads the status of sharded charges as a whole.
     async fn read_shards(
         &self,
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        let shard_counters = charges.iter().enumerate().flat_map(|(place, charge)| {
+        let shard_counters = charges.iter().enumerate().flat_map(|(position, charge)| {
             let shards = charge.shard_count.max(1);
             (0..shards).map(move |at| {
                 (
-                    place,
+                    position,
                     shard_counter(charge, Some((at, shards)).filter(|_| shards > 1)),
                 )
             })
         });
         let shard_counters: Vec<(usize, (Key, Limit))> = shard_counters.collect();
-        let shard_charges = shard_counters.iter().filter_map(|(place, (key, limit))| {
-            Some(Charge {
-                key,
-                limit,
-                ..*charges.get(*place)?
-            })
-        });
+        let shard_charges = shard_counters
+            .iter()
+            .filter_map(|(position, (key, limit))| {
+                Some(Charge {
+                    key,
+                    limit,
+                    ..*charges.get(*position)?
+                })
+            });
         let shard_charges: Vec<Charge<'_>> = shard_charges.collect();
         let (shard_decision, _) = self.decide_by_slot(&shard_charges, deadline).await?;
         let mut merged = Decision {
@@ -146,11 +150,10 @@ impl ClusterClient {
             charged_at_us: SmallVec::new(),
             ..shard_decision.clone()
         };
-        for ((place, _), standing) in shard_counters.iter().zip(shard_decision.statuses) {
-            if let (Some(sum), Some(standing)) = (merged.statuses.get_mut(*place), standing) {
-                let remaining =
-                    sum.map_or(0, |sum: LimitStatus| sum.remaining) + standing.remaining;
-                *sum = merge_statuses(*sum, Some(standing)).map(|either| LimitStatus {
+        for ((position, _), status) in shard_counters.iter().zip(shard_decision.statuses) {
+            if let (Some(sum), Some(status)) = (merged.statuses.get_mut(*position), status) {
+                let remaining = sum.map_or(0, |sum: LimitStatus| sum.remaining) + status.remaining;
+                *sum = merge_statuses(*sum, Some(status)).map(|either| LimitStatus {
                     remaining,
                     ..either
                 });
@@ -160,7 +163,7 @@ impl ClusterClient {
     }
 }
 
-/// A search for each policy that is spread, each from a shard of its own choice.
+/// Starts a search for each sharded policy, from a random shard.
 fn start_searches(charges: &[Charge<'_>]) -> SmallVec<[ShardSearch; 2]> {
     let mut searches: SmallVec<[ShardSearch; 2]> = SmallVec::new();
     for charge in charges.iter().filter(|charge| charge.shard_count > 1) {
@@ -178,7 +181,7 @@ fn start_searches(charges: &[Charge<'_>]) -> SmallVec<[ShardSearch; 2]> {
     searches
 }
 
-/// The counter of one shard, and its share.
+/// The key and the limit of one shard.
 fn shard_counter(charge: &Charge<'_>, shard: Option<(u16, u16)>) -> (Key, Limit) {
     match shard {
         Some((at, of)) => (charge.key.shard_key(at), charge.limit.shard_limit(at, of)),
@@ -186,7 +189,7 @@ fn shard_counter(charge: &Charge<'_>, shard: Option<(u16, u16)>) -> (Key, Limit)
     }
 }
 
-/// What is known of a limit from two of its shards: what either has, whenever either frees.
+/// Merges the statuses of two shards of a limit: the larger remainder, and the earlier times.
 fn merge_statuses(one: Option<LimitStatus>, other: Option<LimitStatus>) -> Option<LimitStatus> {
     let (Some(one), Some(other)) = (one, other) else {
         return other.or(one);
@@ -197,7 +200,7 @@ fn merge_statuses(one: Option<LimitStatus>, other: Option<LimitStatus>) -> Optio
         (Some(Refusal::Until(one)), Some(Refusal::Until(other))) => {
             Some(Refusal::Until(one.min(other)))
         }
-        // A share may be too small for what a larger one admits.
+        // The limit of a shard may be too small for a cost that a larger one admits.
         (Some(Refusal::Never), refusal) | (refusal, Some(Refusal::Never)) => refusal,
         (one, other) => one.and(other),
     };
@@ -214,7 +217,7 @@ mod tests {
 
     fn refused_decision(now_us: u64, after_us: u64) -> Decision {
         let at_us = now_us + after_us;
-        let standing = LimitStatus {
+        let status = LimitStatus {
             remaining: 1,
             next_growth_us: Some(at_us),
             refusal: Some(Refusal::Until(at_us)),
@@ -222,7 +225,7 @@ mod tests {
         Decision {
             now_us,
             admitted: false,
-            statuses: SmallVec::from_iter([Some(standing), None]),
+            statuses: SmallVec::from_iter([Some(status), None]),
             delay_us: 0,
             grants: SmallVec::new(),
             charged_at_us: SmallVec::new(),

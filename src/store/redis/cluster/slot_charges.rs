@@ -1,19 +1,19 @@
-//! A question whose charges are in several slots: what each slot is asked, and what their answers come to.
+//! Divides a request with charges in several slots, and merges the decisions of the slots.
 
 use super::slot_map::slot_for_key;
 use crate::limiter::{Charge, Decision, Key, Limit};
 use crate::store::redis::error::RedisErrorKind;
 use smallvec::SmallVec;
 
-/// The charges of one question that are kept in one slot.
+/// The charges of one request that are in one slot.
 pub(super) struct SlotCharges {
     pub(super) slot: u16,
     pub(super) charges: SmallVec<[OwnedCharge; 2]>,
-    /// Where they stand in the question.
+    /// The indexes of the charges in the request.
     pub(super) positions: SmallVec<[usize; 4]>,
 }
 
-/// A charge that outlives who asks for it.
+/// An owned charge, which outlives its caller.
 pub(super) struct OwnedCharge {
     limit: Limit,
     key: Key,
@@ -53,8 +53,8 @@ impl OwnedCharge {
         }
     }
 
-    /// It says that it may be given back. It comes without a lease: what one slot lends, another's refusal could not take
-    /// back.
+    /// Sets `settles`, so that the charge can be credited. It has no lease, because units granted
+    /// by one slot can't be revoked when another refuses.
     fn as_charge(&self) -> Charge<'_> {
         Charge {
             group: self.group,
@@ -67,7 +67,7 @@ impl OwnedCharge {
     }
 }
 
-/// The charges by their slots.
+/// Groups the charges by slot.
 pub(super) fn group_by_slot(charges: &[Charge<'_>]) -> SmallVec<[SlotCharges; 4]> {
     let mut slots: SmallVec<[SlotCharges; 4]> = SmallVec::new();
     for (position, charge) in charges.iter().enumerate() {
@@ -87,7 +87,7 @@ pub(super) fn group_by_slot(charges: &[Charge<'_>]) -> SmallVec<[SlotCharges; 4]
     slots
 }
 
-/// What the answers of several slots come to, on one clock: that of the first that answered.
+/// Merges the decisions of several slots, on the clock of the first that answered.
 pub(super) fn merge_slot_decisions(
     charge_count: usize,
     slots: &[SlotCharges],
@@ -99,7 +99,7 @@ pub(super) fn merge_slot_decisions(
         let answer = match answer {
             Ok(answer) => answer,
             Err(failure) => {
-                // Shadow policies stop nobody, not even by being away.
+                // A failure that affects only shadow policies does not affect the decision.
                 if !part.charges.iter().all(|charge| charge.shadow) {
                     first_failure.get_or_insert(*failure);
                 }
@@ -116,26 +116,25 @@ pub(super) fn merge_slot_decisions(
         });
         merged.admitted &= answer.admitted;
         merged.delay_us = merged.delay_us.max(answer.delay_us);
-        for (place, standing) in part.positions.iter().zip(&answer.statuses) {
-            if let Some(target) = merged.statuses.get_mut(*place) {
-                *target =
-                    standing.map(|standing| standing.convert_clock(answer.now_us, merged.now_us));
+        for (position, status) in part.positions.iter().zip(&answer.statuses) {
+            if let Some(target) = merged.statuses.get_mut(*position) {
+                *target = status.map(|status| status.convert_clock(answer.now_us, merged.now_us));
             }
         }
-        for (place, at_us) in part.positions.iter().zip(&answer.charged_at_us) {
-            if let Some(target) = merged.charged_at_us.get_mut(*place) {
+        for (position, at_us) in part.positions.iter().zip(&answer.charged_at_us) {
+            if let Some(target) = merged.charged_at_us.get_mut(*position) {
                 *target = *at_us;
             }
         }
     }
     match (merged, first_failure) {
-        // Whatever the others would have said.
-        (Some(whole), _) if !whole.admitted => Ok(Decision {
+        // A refusal is final, whatever the failed slots would have decided.
+        (Some(merged), _) if !merged.admitted => Ok(Decision {
             delay_us: 0,
-            ..whole
+            ..merged
         }),
         (_, Some(failure)) => Err(failure),
-        (Some(whole), None) => Ok(whole),
+        (Some(merged), None) => Ok(merged),
         (None, None) => Err(RedisErrorKind::ClusterDown),
     }
 }
@@ -154,7 +153,7 @@ mod tests {
 
     fn decision(now_us: u64, until_us: Option<u64>) -> Decision {
         let refusal = until_us.map(Refusal::Until);
-        let standing = LimitStatus {
+        let status = LimitStatus {
             remaining: 3,
             next_growth_us: Some(now_us + 500),
             refusal,
@@ -162,7 +161,7 @@ mod tests {
         Decision {
             now_us,
             admitted: until_us.is_none(),
-            statuses: SmallVec::from_iter([Some(standing)]),
+            statuses: SmallVec::from_iter([Some(status)]),
             delay_us: 0,
             grants: SmallVec::new(),
             charged_at_us: SmallVec::new(),
@@ -173,7 +172,7 @@ mod tests {
         shadow: bool,
         answers: [Result<Decision, RedisErrorKind>; 2],
     ) -> Result<Decision, RedisErrorKind> {
-        // In slots of their own.
+        // The keys are in different slots.
         let (one, other) = (
             KeyBuilder::new("one").finish(),
             KeyBuilder::new("other").finish(),
@@ -192,7 +191,7 @@ mod tests {
 
     #[test]
     fn converts_times_of_several_slots_to_one_clock() {
-        let whole = merge_two_slots(
+        let merged = merge_two_slots(
             false,
             [
                 Ok(decision(1_000_000, None)),
@@ -200,8 +199,8 @@ mod tests {
             ],
         )
         .unwrap();
-        assert_eq!((whole.now_us, whole.admitted), (1_000_000, false));
-        let other = whole.statuses[1].unwrap();
+        assert_eq!((merged.now_us, merged.admitted), (1_000_000, false));
+        let other = merged.statuses[1].unwrap();
         assert_eq!(other.refusal, Some(Refusal::Until(1_002_000)));
         assert_eq!(other.next_growth_us, Some(1_000_500));
     }

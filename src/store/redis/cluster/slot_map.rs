@@ -1,50 +1,77 @@
-//! Which node of a cluster holds which slot.
+//! The slot map: which node of a cluster holds which slot.
 
-use super::super::connection::{PROBE_POLICY, SupervisedConnection};
-use super::super::connector::RedisAddress;
 use crate::limiter::{Key, KeyBuilder};
+use crate::store::redis::connection::{RedisConnectionState, SupervisedConnection};
+use crate::store::redis::connection_target::PROBE_POLICY;
 use crate::store::redis::scripts::push_hex_id;
+use crate::store::redis::settings::RedisAddress;
 use redis::Value;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 use tokio::time::Instant;
 
-/// How many there are in every cluster.
+/// Slots of every cluster.
 const SLOT_COUNT: u16 = 16_384;
 
-/// Names tried to find a counter in one of a node's slots: enough to find it in a single slot, as good as always.
+/// Names tried to find a counter in one of a node's slots: almost certainly enough for a single
+/// slot.
 const MAX_PROBE_NAMES: u32 = 200_000;
 
-/// Then the worker's requests have their turn: each name costs about a microsecond.
+/// Names tried before yielding to other tasks. Each name takes about a microsecond.
 const PROBE_NAMES_PER_YIELD: usize = 100;
 
-/// A master, as far as this worker is concerned.
+/// How long a call waits for a node that is still connecting, as far as its deadline allows. Later
+/// the node counts as unreachable.
+const NEW_NODE_WAIT: Duration = Duration::from_secs(1);
+
+/// A master, with this worker's connection to it.
 #[derive(Debug)]
 pub(super) struct ClusterNode {
     pub(super) address: RedisAddress,
     pub(super) connection: Arc<SupervisedConnection>,
-    /// Failures in a row, after which its connection has to prove itself anew: it is this node's breaker.
+    /// Consecutive failures, after which the connection is replaced and probed: the circuit breaker
+    /// of this node.
     pub(super) consecutive_failures: AtomicU32,
-    /// When it was first heard of.
+    /// When the slot map first contained the node.
     pub(super) discovered_at: Instant,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct ClusterSlotMap {
     pub(super) nodes: Vec<Arc<ClusterNode>>,
-    /// For each slot the place of its node, where it has one.
+    /// The index of the node of each slot, if it has one.
     node_indexes: Vec<Option<u16>>,
 }
 
-/// Slots from one to another, both included, and whose they are.
+/// First and last slot, both included, and the address of their node.
 pub(super) type SlotRange = (u16, u16, RedisAddress);
+
+impl ClusterNode {
+    /// Whether the node is new and not connected yet. Calls wait for it, so that a slot migration
+    /// fails none.
+    pub(super) fn is_connecting(&self) -> bool {
+        !self.connection.was_ready() && self.discovered_at.elapsed() < NEW_NODE_WAIT
+    }
+
+    /// Whether calls would be sent to the node, or wait for it.
+    pub(super) fn is_available(&self) -> bool {
+        matches!(&*self.connection.state(), RedisConnectionState::Up(_)) || self.is_connecting()
+    }
+
+    pub(super) fn record_success(&self) {
+        if self.consecutive_failures.load(Ordering::Relaxed) != 0 {
+            self.consecutive_failures.store(0, Ordering::Relaxed);
+        }
+    }
+}
 
 impl ClusterSlotMap {
     pub(super) fn new(nodes: Vec<Arc<ClusterNode>>, ranges: &[SlotRange]) -> Self {
         let mut slots = vec![None; usize::from(SLOT_COUNT)];
         for (first, last, address) in ranges {
             let node_index = nodes.iter().position(|node| node.address == *address);
-            let node_index = node_index.and_then(|place| u16::try_from(place).ok());
+            let node_index = node_index.and_then(|index| u16::try_from(index).ok());
             if let Some(slots) = slots.get_mut(usize::from(*first)..=usize::from(*last)) {
                 slots.fill(node_index);
             }
@@ -64,13 +91,13 @@ impl ClusterSlotMap {
         self.nodes.get(usize::from(node_index))
     }
 
-    /// All slots but those of the nodes that are meant.
+    /// All slots without a node for which `is_serving` holds.
     pub(super) fn slots_not_served_by(
         &self,
         is_serving: impl Fn(&ClusterNode) -> bool,
     ) -> Vec<u16> {
         let serving: Vec<bool> = self.nodes.iter().map(|node| is_serving(node)).collect();
-        if serving.iter().all(|is_meant| *is_meant)
+        if serving.iter().all(|is_serving| *is_serving)
             && self.node_indexes.iter().all(Option::is_some)
             && !serving.is_empty()
         {
@@ -78,7 +105,7 @@ impl ClusterSlotMap {
         }
         let node_index = |slot: u16| self.node_indexes.get(usize::from(slot)).copied().flatten();
         let is_serving_index =
-            |place: u16| serving.get(usize::from(place)).copied().unwrap_or_default();
+            |index: u16| serving.get(usize::from(index)).copied().unwrap_or_default();
         (0..SLOT_COUNT)
             .filter(|slot| !node_index(*slot).is_some_and(is_serving_index))
             .collect()
@@ -89,8 +116,8 @@ impl ClusterSlotMap {
     }
 }
 
-/// Reads the answer to `CLUSTER SLOTS`: the masters' ranges. Where a node doesn't say its name, it has that of the one
-/// who was asked. `None`: it isn't such an answer.
+/// Parses the reply to `CLUSTER SLOTS`: the ranges of the masters. A node without a host has the
+/// host of the queried node. Returns `None` if the reply is invalid.
 pub(super) fn parse_cluster_slots(
     reply: &Value,
     queried_node: &RedisAddress,
@@ -131,7 +158,7 @@ fn parse_slot_range(entry: &Value, queried_node: &RedisAddress) -> Option<SlotRa
     (first <= last).then(|| (first, last, resolve_node_address(host, port, queried_node)))
 }
 
-/// An address as a node gives it, perhaps without its host.
+/// Resolves an address from a reply, which may have no host.
 pub(super) fn resolve_node_address(
     host: String,
     port: u16,
@@ -146,7 +173,7 @@ pub(super) fn resolve_node_address(
     }
 }
 
-/// A counter that is in one of the slots of the node at an address: its own question about itself.
+/// Finds a counter in a slot of the node at an address, for its probe.
 pub(super) async fn find_probe_key(ranges: &[SlotRange], address: &RedisAddress) -> Key {
     let is_slot_of_node = |slot: u16| {
         ranges
@@ -172,14 +199,14 @@ pub(super) async fn find_probe_key(ranges: &[SlotRange], address: &RedisAddress)
     probe_key(0)
 }
 
-/// The slot of everything that is kept for a key.
+/// The slot of all counters of a key.
 pub(in crate::store::redis) fn slot_for_key(key: &Key) -> u16 {
     let mut tag = String::with_capacity(32);
     push_hex_id(&mut tag, key.id());
     crc16(tag.as_bytes()) % SLOT_COUNT
 }
 
-/// The slot of a name in Redis: of what stands in its first braces, if anything does.
+/// The slot of a key in Redis: that of the text in its first braces, if not empty.
 pub(in crate::store::redis) fn slot_for_name(name: &str) -> u16 {
     let tag = name
         .split_once('{')
@@ -190,7 +217,7 @@ pub(in crate::store::redis) fn slot_for_name(name: &str) -> u16 {
     ) % SLOT_COUNT
 }
 
-/// CRC-16/XMODEM, which Redis Cluster prescribes.
+/// CRC-16/XMODEM, as Redis Cluster requires.
 fn crc16(bytes: &[u8]) -> u16 {
     bytes.iter().fold(0, |crc, byte| {
         (0..8).fold(crc ^ (u16::from(*byte) << 8), |crc, _| {

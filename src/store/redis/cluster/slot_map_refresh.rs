@@ -1,11 +1,12 @@
-//! The task that renews the map, when somebody finds it stale, and now and then.
+//! The task that refreshes the slot map: periodically, and when a call contradicted it.
 
 use super::slot_map::{self, ClusterNode, ClusterSlotMap, SlotRange};
-use crate::store::redis::connection::{
-    RedisConnectionState, RedisConnectionTarget, RedisContext, SupervisedConnection,
-};
-use crate::store::redis::connector::{self, RedisAddress};
+use crate::store::redis::connection::{RedisConnectionState, SupervisedConnection};
+use crate::store::redis::connection_target::RedisConnectionTarget;
+use crate::store::redis::connector;
+use crate::store::redis::context::RedisContext;
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
+use crate::store::redis::settings::RedisAddress;
 use redis::{Cmd, RedisError, Value};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -13,14 +14,14 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 
-/// The map is renewed this often, if nothing asks for it before.
+/// Interval of refreshes without a request for one.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Pause between two renewals that are asked for: doubled up to the largest while nothing new comes of it.
+/// Pause between requested refreshes: doubled up to the maximum while the map does not change.
 const INITIAL_BACKOFF: Duration = Duration::from_millis(10);
 const MAX_BACKOFF: Duration = Duration::from_millis(500);
 
-/// Renews the map when somebody finds it stale, and now and then.
+/// Refreshes the slot map periodically, and on request.
 pub(super) async fn run_slot_map_refresh(
     context: Arc<RedisContext>,
     map_sender: watch::Sender<Arc<ClusterSlotMap>>,
@@ -46,7 +47,7 @@ pub(super) async fn run_slot_map_refresh(
             }
             Err(error) => {
                 breaker.count_failure(error.kind);
-                // Whoever knows nodes knows it from their links.
+                // With known nodes, their connections report a loss.
                 if known_ranges.is_empty() && !std::mem::replace(&mut is_lost, true) {
                     breaker.record_connection_lost(&error);
                 }
@@ -64,7 +65,7 @@ pub(super) async fn run_slot_map_refresh(
     }
 }
 
-/// A map in which nodes that stay keep their connections.
+/// Builds a slot map. Known nodes keep their connections.
 async fn build_slot_map(
     context: &Arc<RedisContext>,
     previous_map: &ClusterSlotMap,
@@ -98,7 +99,7 @@ async fn build_slot_map(
         .filter(|node| !nodes.iter().any(|other| Arc::ptr_eq(other, node)))
     {
         let (removed_node, call_timeout) = (Arc::clone(removed_node), context.settings.timeout);
-        // What is on the way is still answered, if only with where to go.
+        // Calls in flight are still answered, if only with a redirection.
         tokio::spawn(async move {
             sleep(call_timeout).await;
             removed_node.connection.stop();
@@ -107,7 +108,7 @@ async fn build_slot_map(
     ClusterSlotMap::new(nodes, ranges)
 }
 
-/// Asks for the map: first those who are connected, one after the other, then whoever was configured.
+/// Fetches the slot map: from a connected node, in random order, else from a configured server.
 async fn fetch_slot_ranges(
     context: &RedisContext,
     slot_map: &ClusterSlotMap,
@@ -129,7 +130,7 @@ async fn fetch_slot_ranges(
             return Ok(sort_ranges(ranges));
         }
     }
-    let mut last_error = RedisConnectionError::new(RedisErrorKind::Dns, "no address is known");
+    let mut last_error = RedisConnectionError::new(RedisErrorKind::Dns, "no node address is known");
     let timeout_per_server = settings.connect_timeout / 2;
     for address in &settings.servers {
         let fetched = timeout(
@@ -137,7 +138,7 @@ async fn fetch_slot_ranges(
             query_configured_server(context, address, &command),
         )
         .await;
-        match fetched.unwrap_or_else(|late| Err(late.into())) {
+        match fetched.unwrap_or_else(|elapsed| Err(elapsed.into())) {
             Ok(ranges) => return Ok(sort_ranges(ranges)),
             Err(error) => {
                 last_error =
@@ -160,11 +161,14 @@ async fn query_configured_server(
         reply => reply,
     };
     slot_map::parse_cluster_slots(&reply, address).ok_or_else(|| {
-        RedisConnectionError::new(RedisErrorKind::InvalidReply, "the answer makes no sense")
+        RedisConnectionError::new(
+            RedisErrorKind::InvalidReply,
+            "the reply to CLUSTER SLOTS is invalid",
+        )
     })
 }
 
-/// So that two answers that say the same are the same.
+/// Sorted, so that equal maps compare as equal.
 fn sort_ranges(mut ranges: Vec<SlotRange>) -> Vec<SlotRange> {
     ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
     ranges

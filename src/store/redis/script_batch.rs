@@ -1,34 +1,34 @@
-//! Several questions in one call: what is sent, and what each caller is told.
+//! Encodes several requests into one call of `decide.lua`, and divides its reply among the callers.
 //!
-//! Who asks the same of the same counter is answered with one decision, in the order of arrival: the first that fit
-//! are admitted. That is what they would have got one by one at the same time, as nothing that touches the counter
-//! stands between them.
+//! Callers with the same request for the same counter share one decision, in the order of arrival:
+//! the first that fit are admitted. Separate decisions at the same time would have the same result,
+//! because no other request for the counter is between them.
 
 use super::error::RedisErrorKind;
-use super::scripts::{self, ScriptLibrary};
+use super::scripts::{self, CallerPosition, ScriptLibrary};
 use crate::limiter::{Algorithm, Charge, Decision, Limit};
 use redis::{Cmd, RedisWrite, Value};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Charges after which a call takes no further question: 0.2 to 0.4 ms of the server's time. More would save little, and
-/// leave the server without work while the worker tells so many callers.
+/// A batch with so many charges accepts no further request: 0.2 to 0.4 ms of the server's time. A
+/// larger batch would save little, and leave the server idle while the worker notifies all callers.
 const MAX_CHARGES: usize = 32;
 
-/// Questions in the order in which they came. It borrows nothing: who asks may leave.
+/// Requests in the order of arrival. A batch borrows nothing, because a caller may disconnect.
 #[derive(Debug, Default)]
 pub struct DecisionBatch {
-    /// Bits of the programs that are needed.
+    /// Flags of the program that decides all charges.
     script_flags: usize,
-    /// Of every charge its key in Redis and what is asked of it.
+    /// The key and the argument of every charge, concatenated.
     encoded_text: String,
     encoded_charges: Vec<EncodedCharge>,
-    /// Whose counter each charge names, in the order of `charges`.
+    /// The key id of each charge, in the order of `encoded_charges`.
     key_ids: Vec<u128>,
     requests: Vec<BatchedRequest>,
 }
 
-/// A charge by its place in the text.
+/// A charge as ranges of the encoded text.
 #[derive(Debug)]
 struct EncodedCharge {
     key_range: Range<usize>,
@@ -39,31 +39,24 @@ struct EncodedCharge {
 #[derive(Debug)]
 struct BatchedRequest {
     charge_range: Range<usize>,
-    /// Limit and cost, if others may ask along.
+    /// Limit and cost, if identical requests may be merged.
     mergeable_charge: Option<(Limit, u64)>,
 }
 
-/// What a call has brought.
+/// The reply to a batch.
 #[derive(Debug)]
 pub struct BatchReply {
     raw_reply: Arc<RawBatchReply>,
-    /// By question: its part of the reply, and how often it was asked.
+    /// Per request: its part of the reply, and its number of callers.
     request_parts: Vec<(Range<usize>, u32)>,
 }
 
-/// What it has brought for one caller.
+/// The part of a reply that belongs to one caller.
 #[derive(Debug)]
 pub struct CallerReply {
     raw_reply: Arc<RawBatchReply>,
     text_range: Range<usize>,
     position: CallerPosition,
-}
-
-/// One of those who asked the same, counted from 0 in the order of arrival.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct CallerPosition {
-    pub(super) index: u32,
-    pub(super) total: u32,
 }
 
 #[derive(Debug)]
@@ -73,12 +66,12 @@ struct RawBatchReply {
 }
 
 impl DecisionBatch {
-    /// Whether another question has to wait for another call.
+    /// Whether further requests must go to another batch.
     pub fn is_full(&self) -> bool {
         self.encoded_charges.len() >= MAX_CHARGES
     }
 
-    /// How many questions there are.
+    /// The number of distinct requests.
     pub fn len(&self) -> usize {
         self.requests.len()
     }
@@ -87,7 +80,7 @@ impl DecisionBatch {
         self.requests.is_empty()
     }
 
-    /// Adds a question, or finds the same among those that are there. Returns its number.
+    /// Adds a request, or finds an identical one in the batch. Returns its index.
     pub fn add_request(&mut self, script: &ScriptLibrary, charges: &[Charge<'_>]) -> usize {
         let mergeable = find_mergeable_charge(charges);
         if let Some(existing) = mergeable.and_then(|charge| self.find_identical_request(charge)) {
@@ -121,20 +114,17 @@ impl DecisionBatch {
         request_index
     }
 
-    /// The last question about the charge's counter, if it asks just this.
+    /// The index of the last request for the charge's counter, if it is identical.
     fn find_identical_request(&self, charge: &Charge<'_>) -> Option<usize> {
-        let last_charge = self
-            .key_ids
-            .iter()
-            .rposition(|owner| *owner == charge.key.id())?;
+        let last_charge = self.key_ids.iter().rposition(|id| *id == charge.key.id())?;
         let request_index = self.encoded_charges.get(last_charge)?.request_index;
         let is_same = self.requests.get(request_index)?.mergeable_charge
             == Some((*charge.limit, charge.cost));
         is_same.then_some(request_index)
     }
 
-    /// What asks everything, each question as often as `times` says; 0: not at all. `time_us` stands in for the
-    /// server's clock in tests.
+    /// Builds the command. Each request is decided as often as `repeat_counts` says; 0: left out.
+    /// `time_us` replaces the server's clock in tests.
     pub fn build_command(
         &self,
         script: &ScriptLibrary,
@@ -146,13 +136,13 @@ impl DecisionBatch {
                 .requests
                 .iter()
                 .zip(repeat_counts)
-                .filter(|(_, times)| **times > 0);
-            requests.flat_map(|(question, times)| {
+                .filter(|(_, repeat_count)| **repeat_count > 0);
+            requests.flat_map(|(request, repeat_count)| {
                 let charges = self
                     .encoded_charges
-                    .get(question.charge_range.clone())
+                    .get(request.charge_range.clone())
                     .unwrap_or_default();
-                charges.iter().map(|charge| (charge, *times))
+                charges.iter().map(|charge| (charge, *repeat_count))
             })
         };
         let text = |range: &Range<usize>| {
@@ -167,19 +157,19 @@ impl DecisionBatch {
         }
         scripts::push_time_argument(&mut command, time_us);
         let mut argument = Vec::with_capacity(64);
-        for (charge, times) in repeated_charges() {
+        for (charge, repeat_count) in repeated_charges() {
             argument.clear();
             argument.extend_from_slice(text(&charge.argument_range));
-            if times > 1 {
+            if repeat_count > 1 {
                 argument.push(b' ');
-                argument.extend_from_slice(itoa::Buffer::new().format(times).as_bytes());
+                argument.extend_from_slice(itoa::Buffer::new().format(repeat_count).as_bytes());
             }
             command.write_arg(&argument);
         }
         command
     }
 
-    /// Reads the reply. `None`: it isn't one.
+    /// Parses the reply. Returns `None` if it is invalid.
     pub fn parse_reply(&self, reply: Value, repeat_counts: &[u32]) -> Option<BatchReply> {
         let Value::BulkString(text) = reply else {
             return None;
@@ -189,10 +179,10 @@ impl DecisionBatch {
         let now_us = scripts::parse_now_us(now)?;
         let (mut lines, mut start) = (answers.split('\n'), now.len() + 1);
         let mut parts = Vec::with_capacity(repeat_counts.len());
-        for times in repeat_counts {
-            let line = if *times > 0 { lines.next()? } else { "" };
-            parts.push((start..start + line.len(), *times));
-            start += if *times > 0 { line.len() + 1 } else { 0 };
+        for repeat_count in repeat_counts {
+            let line = if *repeat_count > 0 { lines.next()? } else { "" };
+            parts.push((start..start + line.len(), *repeat_count));
+            start += if *repeat_count > 0 { line.len() + 1 } else { 0 };
         }
         if lines.next().is_some() {
             return None;
@@ -205,7 +195,7 @@ impl DecisionBatch {
 }
 
 impl BatchReply {
-    /// For the `nth` of those who asked a question, from 0 on. `None`: nobody did.
+    /// Returns the reply for one caller of a request. Returns `None` if there is no such caller.
     pub fn caller_reply(&self, request_index: usize, caller_index: u32) -> Option<CallerReply> {
         let (part, total) = self.request_parts.get(request_index)?.clone();
         (caller_index < total).then(|| CallerReply {
@@ -220,10 +210,10 @@ impl BatchReply {
 }
 
 impl CallerReply {
-    /// Reads it, for who has asked for these charges.
+    /// Parses the decision for these charges.
     ///
     /// # Errors
-    /// What is wrong with one of their counters, or with the answer.
+    /// The error of one of their counters, or of the reply.
     pub fn parse_decision(&self, charges: &[Charge<'_>]) -> Result<Decision, RedisErrorKind> {
         let text = self
             .raw_reply
@@ -238,8 +228,8 @@ impl CallerReply {
     }
 }
 
-/// The only charge of a question, if whoever asks the same can be told by the same answer: it takes units or leaves
-/// no trace, and what it has taken doesn't depend on who it was.
+/// Returns the only charge of a request if identical requests can be merged: it has no options, and
+/// its effect does not depend on the caller.
 fn find_mergeable_charge<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge<'a>> {
     let [charge] = charges else { return None };
     let is_additive = match charge.limit.algorithm {
@@ -304,7 +294,11 @@ mod tests {
             "b is another counter"
         );
         assert_eq!(add(&[one, other]), 2);
-        assert_eq!([add(&[one]), add(&[one])], [3, 3], "the pair came between");
+        assert_eq!(
+            [add(&[one]), add(&[one])],
+            [3, 3],
+            "the pair is between them"
+        );
         for (at, charge) in [
             Charge { cost: 2, ..one },
             Charge {
@@ -351,9 +345,9 @@ mod tests {
             ],
             [11, 12]
         );
-        let times = [2, 1, 1, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0];
+        let repeat_counts = [2, 1, 1, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0];
         assert_eq!(
-            charge_arguments(&batch.build_command(&script, &times, None)),
+            charge_arguments(&batch.build_command(&script, &repeat_counts, None)),
             [
                 "l 0 1 5 1000000 0 2",
                 "l 0 1 5 1000000 0",
@@ -362,7 +356,7 @@ mod tests {
                 "l 0 1+7+9+4 5 1000000 0",
                 "d 0 1 1 1000000 5+0"
             ],
-            "nobody is asked for who has left"
+            "requests without waiting callers are left out"
         );
     }
 
@@ -378,16 +372,16 @@ mod tests {
         let answers = batch
             .parse_reply(Value::BulkString(reply.into()), &[3, 2, 1])
             .unwrap();
-        let caller_decision = |question: usize, nth| {
+        let caller_decision = |request: usize, nth| {
             answers
-                .caller_reply(question, nth)
+                .caller_reply(request, nth)
                 .unwrap()
-                .parse_decision(&charges[question..=question])
+                .parse_decision(&charges[request..=request])
         };
         let decisions: Vec<_> = (0..3).map(|nth| caller_decision(0, nth).unwrap()).collect();
         let remaining = decisions
             .iter()
-            .map(|told| told.statuses[0].unwrap().remaining);
+            .map(|decision| decision.statuses[0].unwrap().remaining);
         assert_eq!(remaining.collect::<Vec<_>>(), [3, 1, 1]);
         assert_eq!(
             [

@@ -1,0 +1,106 @@
+//! The cost of one request against one limit, and later corrections of it.
+
+use super::{Algorithm, Key, Limit};
+
+/// A request's cost against one limit and one key.
+#[derive(Clone, Copy, Debug)]
+pub struct Charge<'a> {
+    pub limit: &'a Limit,
+    pub key: &'a Key,
+    /// Requested units, 0..=[`super::MAX_UNITS`].
+    pub cost: u64,
+    /// The number of the policy. Charges of one policy are adjacent within a request.
+    pub group: u32,
+    /// A shadow policy is charged only if every enforced charge and all its own charges are
+    /// admitted. It never affects other policies.
+    pub shadow: bool,
+    /// The policy counts rejected requests: [`super::ChargeEffect::ChargeRejected`].
+    pub counts_rejected: bool,
+    /// The final cost is settled later: [`Amendment::Credit`].
+    pub settles: bool,
+    /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all replicas.
+    pub slot_id: u128,
+    /// While the store is unreachable, the policy is decided by this process.
+    pub has_fallback: bool,
+    /// How many counters of a cluster share the limit ([`Limit::shard_limit`]). Other topologies
+    /// use one counter and ignore it.
+    pub shard_count: u16,
+    /// How the policy leases units, if it does; the same for all charges of a policy.
+    pub lease: Option<Lease>,
+    /// Units to lease if the request is admitted; 0: none. The same for all charges of a policy.
+    pub requested_lease_units: u64,
+}
+
+/// How an instance takes units in advance, to admit requests without a call to the store.
+///
+/// Granted units count from the moment of the grant, and as if used at the last moment of the
+/// lease. No limit is exceeded, whenever they are used in between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Lease {
+    /// Maximum unused units, at least 1. `None`: by the rate of requests, and at most one in
+    /// [`AUTO_LEASE_DIVISOR`] of the free units.
+    pub size: Option<u64>,
+    /// How long the units may be used, in microseconds: at least 1 and at most half of the policy's
+    /// shortest period.
+    pub ttl_us: u64,
+}
+
+/// The divisor of the free units for one grant of automatic size. Near the limit no units are
+/// granted, and the store decides each request exactly.
+pub const AUTO_LEASE_DIVISOR: u64 = 4;
+
+/// A correction of an earlier charge, known only after the decision.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Amendment {
+    /// The request cost more: charges further units now, even beyond the capacity.
+    Charge(u64),
+    /// Charges units that were used `age_us` ago without the store. They are charged at that age,
+    /// but not before the newest charge, because a state can't insert earlier charges.
+    BackdatedCharge { units: u64, age_us: u64 },
+    /// The request cost less than the charge at `at_us` ([`super::Decision::charged_at_us`]):
+    /// returns those of the units that still count.
+    Credit { units: u64, at_us: u64 },
+    /// The request is in flight: renews its slot, or takes an expired slot again.
+    Renew { slot: u128 },
+    /// The request has ended: releases its slot.
+    Release { slot: u128 },
+}
+
+impl<'a> Charge<'a> {
+    /// Returns an enforced charge of the first policy.
+    pub fn new(limit: &'a Limit, key: &'a Key, cost: u64) -> Self {
+        Self {
+            limit,
+            key,
+            cost,
+            group: 0,
+            shadow: false,
+            counts_rejected: false,
+            settles: false,
+            slot_id: 0,
+            has_fallback: false,
+            shard_count: 1,
+            lease: None,
+            requested_lease_units: 0,
+        }
+    }
+
+    /// The lease terms, if this charge requests units in advance.
+    pub fn requested_lease(&self) -> Option<Lease> {
+        self.lease.filter(|_| self.requested_lease_units > 0)
+    }
+
+    pub fn is_block(&self) -> bool {
+        self.limit.algorithm == Algorithm::Block
+    }
+
+    /// Whether both charges belong to the same policy.
+    pub fn is_same_policy(&self, other: &Self) -> bool {
+        (self.group, self.shadow) == (other.group, other.shadow)
+    }
+
+    /// The policy's number if it is shadow. All enforced charges share `None`.
+    pub(super) fn shadow_group(&self) -> Option<u32> {
+        self.shadow.then_some(self.group)
+    }
+}

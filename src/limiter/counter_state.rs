@@ -1,0 +1,326 @@
+//! The state of one counter, whatever its algorithm.
+
+use super::block::BlockState;
+use super::concurrency::ConcurrencySlots;
+use super::fixed_window::FixedWindowState;
+use super::leaky_bucket::LeakyBucketQueue;
+use super::sliding_log::ChargeLog;
+use super::sliding_window::SubWindowLog;
+use super::token_bucket::TokenBucketState;
+use super::{Algorithm, Amendment, Charge, Limit, LimitStatus, Refusal};
+
+/// The state of one key of one limit, as a store keeps it.
+#[derive(Clone, Debug)]
+pub struct CounterState(AlgorithmState);
+
+#[derive(Clone, Debug)]
+enum AlgorithmState {
+    SlidingLog(ChargeLog),
+    SlidingWindow(SubWindowLog),
+    FixedWindow(FixedWindowState),
+    TokenBucket(TokenBucketState),
+    LeakyBucket(LeakyBucketQueue),
+    Concurrency(ConcurrencySlots),
+    Block(BlockState),
+}
+
+impl Limit {
+    /// The state of a key without charges.
+    pub fn initial_state(&self) -> CounterState {
+        CounterState(match self.algorithm {
+            Algorithm::SlidingLog => AlgorithmState::SlidingLog(ChargeLog::default()),
+            Algorithm::SlidingWindow { .. } => {
+                AlgorithmState::SlidingWindow(SubWindowLog::new(self.sub_window_us()))
+            }
+            Algorithm::FixedWindow { offset_us } => {
+                AlgorithmState::FixedWindow(FixedWindowState::new(offset_us))
+            }
+            Algorithm::TokenBucket { .. } => {
+                AlgorithmState::TokenBucket(TokenBucketState::default())
+            }
+            Algorithm::LeakyBucket { .. } => {
+                AlgorithmState::LeakyBucket(LeakyBucketQueue::default())
+            }
+            Algorithm::Concurrency { .. } => {
+                AlgorithmState::Concurrency(ConcurrencySlots::default())
+            }
+            Algorithm::Block => AlgorithmState::Block(BlockState::default()),
+        })
+    }
+}
+
+impl CounterState {
+    /// Returns a view of the state at `now_us`, or at its newest charge if that is later: a clock
+    /// that steps back never loosens a limit. The view does not change the state, so a read at a
+    /// time that the clock then takes back loses no charge.
+    pub fn view_at<'a>(&'a self, limit: &'a Limit, now_us: u64) -> CounterView<'a> {
+        let now_us = now_us.max(self.latest_proven_us());
+        let used = match &self.0 {
+            AlgorithmState::SlidingLog(log) => log.used(limit, now_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.used(limit, now_us),
+            AlgorithmState::TokenBucket(bucket) => bucket.used(limit, now_us),
+            AlgorithmState::LeakyBucket(queue) => queue.used(limit, now_us),
+            AlgorithmState::FixedWindow(window) => window.used(limit, now_us),
+            AlgorithmState::Concurrency(slots) => slots.used(now_us),
+            AlgorithmState::Block(block) => block.used(now_us),
+        };
+        CounterView {
+            state: self,
+            limit,
+            now_us,
+            used,
+        }
+    }
+
+    /// Takes the units of a charge, at least 1, at the time of [`Self::view_at`].
+    pub fn charge(&mut self, charge: &Charge<'_>, now_us: u64) {
+        if let AlgorithmState::Concurrency(slots) = &mut self.0 {
+            return slots.hold_slot(
+                charge.slot_id,
+                now_us.saturating_add(charge.limit.per_us),
+                now_us,
+            );
+        }
+        self.take_units(charge.limit, charge.cost, now_us, charge.settles);
+    }
+
+    /// Takes units, at least 1, for a lease until `until_us`, as [`super::compute_grants`]
+    /// determined.
+    pub fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
+        match &mut self.0 {
+            AlgorithmState::SlidingLog(log) => {
+                log.grant_lease(limit, units, now_us, now_us, until_us)
+            }
+            AlgorithmState::SlidingWindow(buckets) => {
+                buckets.grant_lease(limit, units, now_us, until_us)
+            }
+            AlgorithmState::FixedWindow(window) => window.charge(limit, units, now_us),
+            AlgorithmState::TokenBucket(bucket) => {
+                bucket.grant_lease(limit, units, now_us, until_us)
+            }
+            // These algorithms grant no leases.
+            AlgorithmState::LeakyBucket(_)
+            | AlgorithmState::Concurrency(_)
+            | AlgorithmState::Block(_) => {}
+        }
+    }
+
+    /// Takes the units of a rejected charge as [`super::ChargeEffect::ChargeRejected`] defines.
+    pub fn charge_rejected(&mut self, charge: &Charge<'_>, now_us: u64) {
+        let now_us = now_us.max(self.latest_proven_us());
+        let Charge {
+            limit,
+            cost,
+            settles,
+            ..
+        } = *charge;
+        match &mut self.0 {
+            AlgorithmState::FixedWindow(window) => window.charge_rejected(limit, cost, now_us),
+            AlgorithmState::SlidingLog(log) => log.charge_rejected(limit, cost, now_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.charge_rejected(limit, cost, now_us),
+            AlgorithmState::TokenBucket(bucket) => {
+                bucket.charge_rejected(limit, cost, now_us, settles)
+            }
+            AlgorithmState::LeakyBucket(queue) => {
+                queue.charge_rejected(limit, cost, now_us, settles)
+            }
+            // Slots are only held by requests in flight, and a block counts nothing.
+            AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
+        }
+    }
+
+    /// Applies a correction of an earlier charge.
+    pub fn amend(&mut self, limit: &Limit, amendment: Amendment, now_us: u64) {
+        match amendment {
+            Amendment::Charge(units) => self.take_units(limit, units, now_us, true),
+            Amendment::BackdatedCharge { units, age_us } => {
+                self.take_units(limit, units, now_us.saturating_sub(age_us), true);
+            }
+            Amendment::Credit { units, at_us } => self.credit(limit, units, at_us, now_us),
+            Amendment::Renew { slot } => {
+                if let AlgorithmState::Concurrency(slots) = &mut self.0 {
+                    slots.hold_slot(slot, now_us.saturating_add(limit.per_us), now_us);
+                }
+            }
+            Amendment::Release { slot } => {
+                if let AlgorithmState::Concurrency(slots) = &mut self.0 {
+                    slots.release_slot(slot);
+                }
+            }
+        }
+    }
+
+    fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
+        let now_us = now_us.max(self.latest_proven_us());
+        match &mut self.0 {
+            AlgorithmState::FixedWindow(window) => window.credit(limit, units, at_us, now_us),
+            AlgorithmState::SlidingLog(log) => log.credit(limit, units, at_us, now_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.credit(limit, units, at_us, now_us),
+            AlgorithmState::TokenBucket(bucket) => bucket.credit(limit, units, at_us, now_us),
+            AlgorithmState::LeakyBucket(queue) => queue.credit(limit, units, at_us, now_us),
+            AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
+        }
+    }
+
+    /// `settles`: some of the units may be credited later.
+    fn take_units(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
+        let now_us = now_us.max(self.latest_proven_us());
+        match &mut self.0 {
+            AlgorithmState::SlidingLog(log) => log.charge(limit, cost, now_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
+            AlgorithmState::TokenBucket(bucket) => bucket.charge(limit, cost, now_us, settles),
+            AlgorithmState::LeakyBucket(queue) => queue.charge(limit, cost, now_us, settles),
+            AlgorithmState::FixedWindow(window) => window.charge(limit, cost, now_us),
+            AlgorithmState::Block(block) => block.until_us = now_us.saturating_add(limit.per_us),
+            // Slots are taken by their ids.
+            AlgorithmState::Concurrency(_) => {}
+        }
+    }
+
+    /// When the state becomes indistinguishable from an initial one.
+    pub fn expires_at_us(&self, limit: &Limit) -> u64 {
+        match &self.0 {
+            AlgorithmState::SlidingLog(log) => log.newest_entry_us().saturating_add(limit.per_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.expires_at_us(limit),
+            AlgorithmState::TokenBucket(bucket) => bucket.expires_at_us(limit),
+            AlgorithmState::LeakyBucket(queue) => queue.expires_at_us(limit),
+            AlgorithmState::FixedWindow(window) => {
+                window.window_end_us(limit, window.latest_proven_us())
+            }
+            AlgorithmState::Concurrency(slots) => slots.expires_at_us(),
+            AlgorithmState::Block(block) => block.until_us,
+        }
+    }
+
+    /// Heap bytes of the state.
+    pub fn heap_bytes(&self) -> usize {
+        match &self.0 {
+            AlgorithmState::SlidingLog(log) => log.heap_bytes(),
+            AlgorithmState::SlidingWindow(buckets) => buckets.heap_bytes(),
+            AlgorithmState::Concurrency(slots) => slots.heap_bytes(),
+            AlgorithmState::TokenBucket(bucket) => bucket.heap_bytes(),
+            AlgorithmState::LeakyBucket(queue) => queue.heap_bytes(),
+            AlgorithmState::FixedWindow(_) | AlgorithmState::Block(_) => 0,
+        }
+    }
+
+    fn latest_proven_us(&self) -> u64 {
+        match &self.0 {
+            AlgorithmState::SlidingLog(log) => log.latest_proven_us(),
+            AlgorithmState::SlidingWindow(buckets) => buckets.latest_proven_us(),
+            AlgorithmState::TokenBucket(bucket) => bucket.newest_us(),
+            AlgorithmState::LeakyBucket(queue) => queue.latest_proven_us(),
+            AlgorithmState::FixedWindow(window) => window.latest_proven_us(),
+            AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => 0,
+        }
+    }
+}
+
+/// A [`CounterState`] under one limit at one time.
+#[derive(Clone, Copy, Debug)]
+pub struct CounterView<'a> {
+    state: &'a CounterState,
+    limit: &'a Limit,
+    now_us: u64,
+    used: u64,
+}
+
+impl CounterView<'_> {
+    /// Units in use. May exceed the capacity after a limit was lowered.
+    pub fn used(&self) -> u64 {
+        self.used
+    }
+
+    /// Returns `None` if `cost` units fit, else the refusal.
+    pub fn refusal(&self, cost: u64) -> Option<Refusal> {
+        let capacity = self.limit.capacity();
+        if cost > capacity || capacity == 0 {
+            return Some(Refusal::Never);
+        }
+        let max_used = capacity - cost;
+        (self.used > max_used).then(|| {
+            self.usage_drop_time_us(max_used)
+                .map_or(Refusal::Unknown, Refusal::Until)
+        })
+    }
+
+    /// How many units can be leased until `until_us`, and until when at most; `None` if none.
+    /// `now_us` is the store's clock. If it stepped back behind the state, the time until then is
+    /// unknown and nothing is granted.
+    pub fn grantable_units(&self, now_us: u64, until_us: u64) -> Option<(u64, u64)> {
+        let until_us = match &self.state.0 {
+            AlgorithmState::FixedWindow(window) => {
+                until_us.min(window.window_end_us(self.limit, now_us).saturating_sub(1))
+            }
+            AlgorithmState::SlidingLog(log) if log.newest_entry_us() <= until_us => until_us,
+            AlgorithmState::SlidingWindow(buckets) if buckets.has_newest_started_by(until_us) => {
+                until_us
+            }
+            AlgorithmState::TokenBucket(bucket)
+                if bucket.can_grant(self.limit, now_us, until_us) =>
+            {
+                until_us
+            }
+            _ => return None,
+        };
+        (self.now_us == now_us)
+            .then_some((self.limit.capacity().saturating_sub(self.used), until_us))
+    }
+
+    /// The status of the limit, with the refusal that was found before any counter changed.
+    pub fn limit_status(&self, refusal: Option<Refusal>) -> LimitStatus {
+        let capacity = self.limit.capacity();
+        let next_growth_us = match (capacity.checked_sub(1), self.used.checked_sub(1)) {
+            (Some(below_limit), Some(below_now)) => {
+                self.usage_drop_time_us(below_limit.min(below_now))
+            }
+            _ => None,
+        };
+        LimitStatus {
+            remaining: capacity.saturating_sub(self.used),
+            next_growth_us,
+            refusal,
+        }
+    }
+
+    /// The time under which the last charge is recorded, or a charge now would be.
+    pub fn charged_at_us(&self) -> u64 {
+        let newest_entry_us = match &self.state.0 {
+            AlgorithmState::SlidingLog(log) => log.newest_entry_us(),
+            AlgorithmState::SlidingWindow(buckets) => buckets.newest_start_us(),
+            _ => 0,
+        };
+        newest_entry_us.max(self.now_us)
+    }
+
+    /// How long the request that was charged last must be delayed. The delay is counted from the
+    /// time of the view, so a clock that stepped back never delays a request longer than the limit
+    /// allows.
+    pub fn delay_us(&self) -> u64 {
+        match &self.state.0 {
+            AlgorithmState::LeakyBucket(queue) => queue.delay_us(self.limit, self.now_us),
+            _ => 0,
+        }
+    }
+
+    /// When at most `units` are in use if nothing more is charged; `None` if unknown.
+    fn usage_drop_time_us(&self, units: u64) -> Option<u64> {
+        Some(match &self.state.0 {
+            AlgorithmState::SlidingLog(log) => {
+                log.usage_drop_time_us(self.limit, self.now_us, units)
+            }
+            AlgorithmState::SlidingWindow(buckets) => {
+                buckets.usage_drop_time_us(self.limit, self.now_us, units)
+            }
+            AlgorithmState::TokenBucket(bucket) => {
+                return bucket.usage_drop_time_us(self.limit, self.now_us, units);
+            }
+            AlgorithmState::LeakyBucket(queue) => {
+                queue.usage_drop_time_us(self.limit, self.now_us, units)
+            }
+            AlgorithmState::FixedWindow(window) => window.window_end_us(self.limit, self.now_us),
+            AlgorithmState::Block(block) => block.until_us,
+            AlgorithmState::Concurrency(_) => return None,
+        })
+    }
+}

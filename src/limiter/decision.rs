@@ -1,0 +1,75 @@
+//! The result of a decision: admitted or refused, and the status of each limit.
+
+use smallvec::SmallVec;
+
+/// The decision about one request. Either all enforced charges were made, or none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// The store's clock at the decision.
+    pub now_us: u64,
+    /// Whether all enforced charges were admitted, and so made.
+    pub admitted: bool,
+    /// One per charge, in order. `None` if unknown because a cached refusal answered the request.
+    /// Then at least one enforced charge has a status with the refusal.
+    pub statuses: SmallVec<[Option<LimitStatus>; 4]>,
+    /// How long an admitted request must be delayed: the longest delay of its enforced limits,
+    /// usually 0.
+    pub delay_us: u64,
+    /// Leased units granted with this decision.
+    pub grants: SmallVec<[GrantedUnits; 1]>,
+    /// The times (µs) under which charges that will be settled are recorded, on the clock of their
+    /// server. A later [`super::Amendment::Credit`] names them. Usually `now_us`; if the newest
+    /// charge is a lease, the lease's end. One per charge, `None` where it was not made; empty if
+    /// none will be settled.
+    pub charged_at_us: SmallVec<[Option<u64>; 1]>,
+}
+
+/// The status of one limit after the decision.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LimitStatus {
+    /// Units that a further request could take now.
+    pub remaining: u64,
+    /// When `remaining` next grows (µs, store's clock); `None` if it is at its maximum.
+    pub next_growth_us: Option<u64>,
+    /// `None` if this limit admits the charge, regardless of other limits.
+    pub refusal: Option<Refusal>,
+}
+
+/// Why a limit refuses, and until when. Ordered by how long the refusal certainly lasts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Refusal {
+    /// Until a request in flight ends, which is unknown.
+    Unknown,
+    /// From this time on (µs, store's clock) the same cost fits, if no other request takes the
+    /// units.
+    Until(u64),
+    /// The cost exceeds the capacity of the limit.
+    Never,
+}
+
+/// Units granted on all limits of a policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GrantedUnits {
+    pub group: u32,
+    /// At least 1.
+    pub units: u64,
+    /// The last microsecond (store's clock) at which the units may be used, and at which they
+    /// count.
+    pub until_us: u64,
+}
+
+impl LimitStatus {
+    /// Converts the times to another clock, which showed `to_us` when this one showed `from_us`.
+    pub fn convert_clock(self, from_us: u64, to_us: u64) -> Self {
+        let convert = |at_us: u64| to_us.saturating_add(at_us.saturating_sub(from_us));
+        let refusal = match self.refusal {
+            Some(Refusal::Until(until_us)) => Some(Refusal::Until(convert(until_us))),
+            refusal => refusal,
+        };
+        Self {
+            next_growth_us: self.next_growth_us.map(convert),
+            refusal,
+            ..self
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! The effects of a decision on the counters of its charges.
+
+use super::{AUTO_LEASE_DIVISOR, Charge, GrantedUnits, Refusal};
+use smallvec::SmallVec;
+
+/// The effect of a decision on the counter of a charge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChargeEffect {
+    NoChange,
+    /// The units are charged.
+    Charge,
+    /// The units of a rejected request are charged up to the capacity: the used units become
+    /// max(before, min(capacity, before + cost)), with the newest units kept.
+    ChargeRejected,
+}
+
+/// Determines the effect on the counter of the charge at index `at`. `refusals` has the refusals of
+/// all charges, read before any counter changed.
+pub fn determine_effect(
+    charges: &[Charge<'_>],
+    refusals: &[Option<Refusal>],
+    at: usize,
+) -> ChargeEffect {
+    let Some(charge) = charges.get(at).filter(|charge| charge.cost > 0) else {
+        return ChargeEffect::NoChange;
+    };
+    let refuses = |group: Option<u32>| {
+        charges
+            .iter()
+            .zip(refusals)
+            .any(|(other, refusal)| refusal.is_some() && other.shadow_group() == group)
+    };
+    if charge.is_block() {
+        // A block starts when a limit of its policy is full and the block is not active.
+        let is_inactive = refusals.get(at).is_some_and(Option::is_none);
+        let is_full = charges.iter().zip(refusals).any(|(other, refusal)| {
+            let is_limit = charge.is_same_policy(other) && !other.is_block();
+            is_limit && matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown))
+        });
+        return if is_inactive && is_full {
+            ChargeEffect::Charge
+        } else {
+            ChargeEffect::NoChange
+        };
+    }
+    let admitted = !refuses(None);
+    if admitted && !(charge.shadow && refuses(charge.shadow_group())) {
+        return ChargeEffect::Charge;
+    }
+    let mut policy_refusals = charges
+        .iter()
+        .zip(refusals)
+        .filter(|(other, _)| charge.is_same_policy(other));
+    let counts = charge.counts_rejected && (admitted || !charge.shadow);
+    if counts && policy_refusals.any(|(_, refusal)| refusal.is_some()) {
+        ChargeEffect::ChargeRejected
+    } else {
+        ChargeEffect::NoChange
+    }
+}
+
+/// Computes the grants for an admitted request, after its own units were charged. `grantable_units`
+/// is [`super::CounterView::grantable_units`] for a charge's counter.
+pub fn compute_grants(
+    charges: &[Charge<'_>],
+    now_us: u64,
+    grantable_units: impl Fn(&Charge<'_>, u64) -> Option<(u64, u64)>,
+) -> SmallVec<[GrantedUnits; 1]> {
+    let by_policy = charges.chunk_by(|one, other| one.is_same_policy(other));
+    let grant = |charges: &[Charge<'_>]| {
+        let (first, lease) = charges
+            .first()
+            .and_then(|first| Some((first, first.lease?)))?;
+        let divisor = if lease.size.is_none() {
+            AUTO_LEASE_DIVISOR
+        } else {
+            1
+        };
+        let (mut units, mut until_us) = (
+            first.requested_lease_units,
+            now_us.saturating_add(lease.ttl_us.saturating_sub(1)),
+        );
+        for charge in charges.iter().filter(|_| first.requested_lease_units > 0) {
+            let (free, ends_us) = grantable_units(charge, until_us)?;
+            (units, until_us) = (units.min(free / divisor), ends_us);
+        }
+        (units > 0).then_some(GrantedUnits {
+            group: first.group,
+            units,
+            until_us,
+        })
+    };
+    by_policy.filter_map(grant).collect()
+}

@@ -1,0 +1,118 @@
+//! A limit: an amount per period, and the algorithm that enforces it.
+
+/// An amount per period, with the algorithm that enforces it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Limit {
+    /// Units that may be used in one period, 0..=[`super::MAX_UNITS`]. 0 refuses everything.
+    pub requests: u64,
+    /// The period, in microseconds, at least 1. For [`Algorithm::Concurrency`]: how long a slot is
+    /// kept unless it is renewed.
+    pub per_us: u64,
+    pub algorithm: Algorithm,
+}
+
+/// How the units of a [`Limit`] become free again. Each algorithm's module documents its
+/// guarantees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+    SlidingLog,
+    /// With `buckets` sub-windows, 2..=100.
+    SlidingWindow {
+        buckets: u64,
+    },
+    /// Windows start at `offset_us` (below `per_us`) after multiples of the period since the epoch.
+    FixedWindow {
+        offset_us: u64,
+    },
+    /// Up to `burst` units at once, at least 1; max(burst, requests) × per_us is at most
+    /// [`super::MAX_UNITS`]. The bucket is cold if it was not charged for `warm_up_us`, at most
+    /// [`super::MAX_WARM_UP_US`]; 0: never cold.
+    TokenBucket {
+        burst: u64,
+        warm_up_us: u64,
+    },
+    /// Delays a request by up to `max_delay_us`; max_delay_us × requests + per_us is at most
+    /// [`super::MAX_UNITS`].
+    LeakyBucket {
+        max_delay_us: u64,
+    },
+    /// At most `requests` requests at a time. A request is aborted after `max_duration_us`; 0:
+    /// never.
+    Concurrency {
+        max_duration_us: u64,
+    },
+    /// Not a limit: the policy stays closed for `per_us` after one of its limits refused.
+    /// `requests` is 1.
+    Block,
+}
+
+impl Limit {
+    /// The part of a limit that identifies a counter beside its key. A changed amount keeps the
+    /// usage; a changed algorithm or period starts a new counter.
+    pub fn counter_identity(&self) -> (Algorithm, u64) {
+        let algorithm = match self.algorithm {
+            // A changed `block_for` ends no block.
+            Algorithm::Block => return (Algorithm::Block, 0),
+            Algorithm::TokenBucket { .. } => Algorithm::TokenBucket {
+                burst: 0,
+                warm_up_us: 0,
+            },
+            Algorithm::LeakyBucket { .. } => Algorithm::LeakyBucket { max_delay_us: 0 },
+            // A changed `lease_ttl` keeps the slots of requests in flight.
+            Algorithm::Concurrency { .. } => {
+                return (Algorithm::Concurrency { max_duration_us: 0 }, 0);
+            }
+            algorithm => algorithm,
+        };
+        (algorithm, self.per_us)
+    }
+
+    /// Units that can be in use at once: the largest cost that is ever admitted.
+    pub fn capacity(&self) -> u64 {
+        match self.algorithm {
+            _ if self.requests == 0 => 0,
+            Algorithm::TokenBucket { burst, .. } => burst,
+            Algorithm::LeakyBucket { max_delay_us } => {
+                let queue_length = u128::from(max_delay_us) * u128::from(self.requests)
+                    / u128::from(self.per_us.max(1));
+                u64::try_from(queue_length)
+                    .unwrap_or(u64::MAX)
+                    .saturating_add(1)
+            }
+            _ => self.requests,
+        }
+    }
+
+    /// The largest cost that is admitted when no units are in use: the capacity, or less for a
+    /// bucket with a warm-up.
+    pub fn cold_capacity(&self) -> u64 {
+        match self.algorithm {
+            Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => {
+                (burst / 3).max(1).min(burst)
+            }
+            _ => self.capacity(),
+        }
+    }
+
+    /// The part of the longest delay of [`Algorithm::LeakyBucket`] beyond whole units, in units of
+    /// 1 / per_us; else 0.
+    pub fn delay_remainder(&self) -> u64 {
+        match self.algorithm {
+            Algorithm::LeakyBucket { max_delay_us } => {
+                let remainder = u128::from(max_delay_us) * u128::from(self.requests)
+                    % u128::from(self.per_us.max(1));
+                u64::try_from(remainder).unwrap_or_default()
+            }
+            _ => 0,
+        }
+    }
+
+    /// The width of the sub-windows of [`Algorithm::SlidingWindow`], in microseconds; else the
+    /// period.
+    pub fn sub_window_us(&self) -> u64 {
+        match self.algorithm {
+            Algorithm::SlidingWindow { buckets } => self.per_us.div_ceil(buckets.max(1)).max(1),
+            _ => self.per_us,
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! State that all workers of the process share.
+
+use super::RedisSettings;
+use super::circuit_breaker::RedisCircuitBreaker;
+use super::scripts::ScriptLibrary;
+use crate::store::FallbackStore;
+use crate::telemetry::metrics::RedisServerMetrics;
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+/// State that all connections of the process share.
+#[derive(Debug)]
+pub(super) struct RedisContext {
+    pub(super) settings: RedisSettings,
+    pub(super) scripts: ScriptLibrary,
+    pub(super) breaker: RedisCircuitBreaker,
+    /// Calls to Redis so far.
+    pub(super) call_count: Arc<AtomicU64>,
+    /// Memory, eviction policy and clock of Redis, as last polled. Empty while no server answers.
+    pub(super) server_info: Mutex<RedisServerMetrics>,
+    pub(super) fallback: FallbackStore,
+    /// Whether a worker maintains the membership of the process.
+    pub(super) has_joined_membership: AtomicBool,
+}

@@ -1,0 +1,141 @@
+//! The arguments of `decide.lua` and `settle.lua`.
+
+use super::counter_key::push_hex_id;
+use crate::limiter::{AUTO_LEASE_DIVISOR, Algorithm, Amendment, Charge, Lease, Limit};
+use crate::store::Settlement;
+use redis::{Cmd, RedisWrite};
+
+pub(in crate::store::redis) fn push_time_argument(command: &mut Cmd, time_us: Option<u64>) {
+    let mut number = itoa::Buffer::new();
+    command.write_arg(
+        time_us
+            .map_or("", |time_us| number.format(time_us))
+            .as_bytes(),
+    );
+}
+
+/// Appends the argument of a charge. `follows`: it belongs to the same request as the charge
+/// before.
+pub(in crate::store::redis) fn push_charge_argument(
+    text: &mut String,
+    charge: &Charge<'_>,
+    rate: u64,
+    follows: bool,
+) {
+    let options = [
+        (charge.shadow, 1),
+        (charge.counts_rejected, 2),
+        (charge.settles, 4),
+        (follows, 8),
+    ];
+    let options: u64 = options
+        .iter()
+        .filter(|(is_set, _)| *is_set)
+        .map(|(_, bit)| bit)
+        .sum();
+    text.push_str(algorithm_letter(charge.limit));
+    let mut number = itoa::Buffer::new();
+    let group_and_options = u64::from(charge.group) * 16 + options;
+    for value in [group_and_options, charge.cost] {
+        text.push(' ');
+        text.push_str(number.format(value));
+    }
+    if let Some(Lease { size, ttl_us }) = charge.requested_lease() {
+        for value in [
+            charge.requested_lease_units,
+            ttl_us,
+            if size.is_none() {
+                AUTO_LEASE_DIVISOR
+            } else {
+                1
+            },
+        ] {
+            text.push('+');
+            text.push_str(number.format(value));
+        }
+    }
+    for value in [charge.limit.capacity(), charge.limit.per_us] {
+        text.push(' ');
+        text.push_str(number.format(value));
+    }
+    text.push(' ');
+    push_algorithm_parameters(text, charge.limit, rate, charge.slot_id);
+}
+
+pub(super) fn push_settlement_arguments(command: &mut Cmd, settlement: &Settlement<'_>) {
+    let mut number = itoa::Buffer::new();
+    let mut parameters = String::new();
+    push_algorithm_parameters(
+        &mut parameters,
+        settlement.limit,
+        settlement.limit.requests,
+        0,
+    );
+    for text in [
+        algorithm_letter(settlement.limit),
+        number.format(settlement.limit.per_us),
+        &parameters,
+    ] {
+        command.write_arg(text.as_bytes());
+    }
+    let (operation, units, at_us) = match settlement.amendment {
+        Amendment::Charge(units) => ("charge", units, 0),
+        Amendment::BackdatedCharge { units, age_us } => ("charge", units, age_us),
+        Amendment::Credit { units, at_us } => ("credit", units, at_us),
+        Amendment::Renew { slot } | Amendment::Release { slot } => {
+            let renews = matches!(settlement.amendment, Amendment::Renew { .. });
+            command.write_arg(if renews { b"renew" } else { b"release" });
+            parameters.clear();
+            push_slot_id(&mut parameters, slot);
+            command.write_arg(parameters.as_bytes());
+            command.write_arg(b"0");
+            return;
+        }
+    };
+    command.write_arg(operation.as_bytes());
+    command.write_arg(number.format(units).as_bytes());
+    command.write_arg(number.format(at_us).as_bytes());
+}
+
+fn algorithm_letter(limit: &Limit) -> &'static str {
+    match limit.algorithm {
+        Algorithm::SlidingLog => "l",
+        Algorithm::SlidingWindow { .. } => "s",
+        Algorithm::FixedWindow { .. } => "w",
+        Algorithm::TokenBucket { .. } => "t",
+        Algorithm::LeakyBucket { .. } => "d",
+        Algorithm::Concurrency { .. } => "c",
+        Algorithm::Block => "b",
+    }
+}
+
+/// `rate`: units that a bucket pays back per period, unless its last charge used a higher rate.
+fn push_algorithm_parameters(text: &mut String, limit: &Limit, rate: u64, slot: u128) {
+    let mut number = itoa::Buffer::new();
+    let parameter = match limit.algorithm {
+        Algorithm::LeakyBucket { .. } => {
+            text.push_str(number.format(rate));
+            text.push('+');
+            limit.delay_remainder()
+        }
+        Algorithm::Concurrency { .. } => return push_slot_id(text, slot),
+        Algorithm::SlidingWindow { .. } => limit.sub_window_us(),
+        Algorithm::FixedWindow { offset_us } => offset_us,
+        Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => {
+            for leading_parameter in [rate, warm_up_us] {
+                text.push_str(number.format(leading_parameter));
+                text.push('+');
+            }
+            burst - limit.cold_capacity()
+        }
+        Algorithm::TokenBucket { .. } => rate,
+        Algorithm::SlidingLog | Algorithm::Block => 0,
+    };
+    text.push_str(number.format(parameter));
+}
+
+/// The colon distinguishes the id from a number.
+fn push_slot_id(text: &mut String, slot: u128) {
+    push_hex_id(text, slot);
+    text.push(':');
+}

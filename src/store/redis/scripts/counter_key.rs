@@ -1,0 +1,133 @@
+//! The keys of counters and of the membership sets in Redis.
+
+use super::ScriptLibrary;
+use crate::limiter::{Algorithm, Charge, MAX_UNITS};
+
+/// A readable part of a key longer than this many bytes is left out.
+const MAX_READABLE_BYTES: usize = 64;
+
+impl ScriptLibrary {
+    /// The Redis key of a charge's counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
+    /// or buckets>][:<readable key>]`.
+    pub fn counter_key(&self, charge: &Charge<'_>) -> String {
+        let mut key = String::new();
+        self.push_counter_key(&mut key, charge);
+        key
+    }
+
+    /// The name of the counter at a position, counted from 1 as in the script, without its readable
+    /// part.
+    pub(in crate::store::redis) fn counter_name_at(
+        &self,
+        charges: &[Charge<'_>],
+        position: usize,
+    ) -> String {
+        let mut name = String::new();
+        if let Some(charge) = position
+            .checked_sub(1)
+            .and_then(|position| charges.get(position))
+        {
+            self.push_counter_name(&mut name, charge);
+        }
+        name
+    }
+
+    pub(in crate::store::redis) fn push_counter_key(&self, key: &mut String, charge: &Charge<'_>) {
+        self.push_counter_name(key, charge);
+        let end = key.len();
+        key.push(':');
+        charge.key.push_readable(key);
+        if key.len() - end > 1 + MAX_READABLE_BYTES {
+            key.truncate(end);
+        }
+    }
+
+    /// Appends the key without its readable part: it names the counter and contains no value of a
+    /// client.
+    fn push_counter_name(&self, key: &mut String, charge: &Charge<'_>) {
+        key.push_str(&self.counter_key_prefix);
+        push_hex_id(key, charge.key.id());
+        let (algorithm, per_us) = charge.limit.counter_identity();
+        let (algorithm_name, variant) = match algorithm {
+            Algorithm::SlidingLog => ("}:sliding_log:", 0),
+            Algorithm::SlidingWindow { buckets } => ("}:sliding_window:", buckets),
+            Algorithm::FixedWindow { offset_us } => ("}:fixed_window:", offset_us),
+            Algorithm::TokenBucket { .. } => ("}:token_bucket:", 0),
+            Algorithm::LeakyBucket { .. } => ("}:leaky_bucket:", 0),
+            Algorithm::Concurrency { .. } => ("}:concurrency:", 0),
+            Algorithm::Block => ("}:block:", 0),
+        };
+        let mut number = itoa::Buffer::new();
+        key.push_str(algorithm_name);
+        key.push_str(number.format(per_us));
+        if variant > 0 {
+            key.push('+');
+            key.push_str(number.format(variant));
+        }
+    }
+
+    /// Parses the key of a counter: algorithm, period and readable part. Returns `None` if it is
+    /// not the key of a counter.
+    pub(in crate::store::redis) fn parse_counter_key(
+        &self,
+        key: &str,
+    ) -> Option<(Algorithm, u64, Option<String>)> {
+        let rest = key
+            .strip_prefix(&self.counter_key_prefix)?
+            .split_once("}:")?
+            .1;
+        let mut words = rest.splitn(3, ':');
+        let (algorithm, period, readable) = (words.next()?, words.next()?, words.next());
+        let (per_us, variant) = period.split_once('+').unwrap_or((period, "0"));
+        let variant = variant.parse().ok()?;
+        let algorithm = match algorithm {
+            "sliding_log" => Algorithm::SlidingLog,
+            "sliding_window" => Algorithm::SlidingWindow { buckets: variant },
+            "fixed_window" => Algorithm::FixedWindow { offset_us: variant },
+            "token_bucket" => Algorithm::TokenBucket {
+                burst: MAX_UNITS,
+                warm_up_us: 0,
+            },
+            // This delay is so long that the capacity includes all units in use.
+            "leaky_bucket" => Algorithm::LeakyBucket {
+                max_delay_us: per_us.parse().ok()?,
+            },
+            "concurrency" => Algorithm::Concurrency { max_duration_us: 0 },
+            "block" => Algorithm::Block,
+            _ => return None,
+        };
+        Some((algorithm, per_us.parse().ok()?, readable.map(str::to_owned)))
+    }
+
+    /// The `SCAN` pattern for all counters, or for those of one policy with a readable key.
+    pub(in crate::store::redis) fn scan_pattern(&self, policy: Option<&str>) -> String {
+        // A policy's name contains no glob characters, but the prefix may.
+        let start = self
+            .counter_key_prefix
+            .replace(['\\', '*', '?', '[', ']'], "?");
+        match policy {
+            None => format!("{start}*"),
+            // A value or nothing follows the name.
+            Some(policy) => format!("{start}*}}:*:{policy}*"),
+        }
+    }
+
+    /// The keys of the two membership sets. The second is in the slot of the first.
+    pub(in crate::store::redis) fn membership_keys(&self) -> [String; 2] {
+        let instances = format!("{}instances", self.counter_key_prefix.trim_end_matches('{'));
+        let ids = format!("{instances}:{{{instances}}}");
+        [instances, ids]
+    }
+}
+
+pub(in crate::store::redis) fn push_hex_id(text: &mut String, id: u128) {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let mut digits = [0; 32];
+    for (nth, digit) in digits.iter_mut().rev().enumerate() {
+        *digit = DIGITS
+            .get((id >> (4 * nth) & 15) as usize)
+            .copied()
+            .unwrap_or_default();
+    }
+    text.push_str(std::str::from_utf8(&digits).unwrap_or_default());
+}

@@ -1,0 +1,108 @@
+//! The texts of the Lua programs: which files and sections a program contains.
+
+use crate::limiter::{Algorithm, Charge};
+
+/// A script and its SHA-1 digest for EVALSHA.
+#[derive(Debug)]
+pub(super) struct LuaProgram {
+    pub(super) text: String,
+    pub(super) sha: String,
+}
+
+/// The file of each algorithm, by its flag bit. A leaky bucket also needs the token bucket.
+const ALGORITHM_SOURCES: [&str; 7] = [
+    include_str!("../../../limiter/sliding_log.lua"),
+    include_str!("../../../limiter/sliding_window.lua"),
+    include_str!("../../../limiter/fixed_window.lua"),
+    include_str!("../../../limiter/token_bucket.lua"),
+    include_str!("../../../limiter/leaky_bucket.lua"),
+    include_str!("../../../limiter/concurrency.lua"),
+    include_str!("../../../limiter/block.lua"),
+];
+
+/// Purposes of a program, beside the bits of its algorithms: it settles charges; it may count
+/// rejected requests; it grants leases.
+pub(super) const SETTLE_FLAG: usize = 1 << ALGORITHM_SOURCES.len();
+
+const COUNT_REJECTED_FLAG: usize = SETTLE_FLAG << 1;
+
+const LEASE_FLAG: usize = COUNT_REJECTED_FLAG << 1;
+
+pub(super) const PROGRAM_COUNT: usize = LEASE_FLAG << 1;
+
+impl LuaProgram {
+    pub(super) fn new(flags: usize) -> Self {
+        let algorithms = ALGORITHM_SOURCES
+            .iter()
+            .enumerate()
+            .filter(|(bit, _)| flags >> bit & 1 == 1)
+            .map(|(_, text)| *text);
+        let last = if flags & SETTLE_FLAG == 0 {
+            include_str!("../decide.lua")
+        } else {
+            include_str!("../settle.lua")
+        };
+        let files = [include_str!("../prelude.lua")]
+            .into_iter()
+            .chain(algorithms)
+            .chain([last]);
+        let text = files
+            .map(|source| strip_source(source, flags))
+            .collect::<String>();
+        let sha = redis::Script::new(&text).get_hash().to_owned();
+        Self { text, sha }
+    }
+}
+
+/// Removes comments, indentation, and the sections that the program does not need. Redis accepts
+/// arguments up to 16 KiB from an unauthenticated connection. Above that it closes the connection
+/// instead of reporting the missing login.
+fn strip_source(source: &str, flags: usize) -> String {
+    let (mut text, mut is_included) = (String::with_capacity(source.len()), true);
+    for line in source.lines().map(str::trim_start) {
+        match line {
+            "-- section: settlements" => is_included = flags & SETTLE_FLAG != 0,
+            "-- section: rejected charges" => is_included = flags & COUNT_REJECTED_FLAG != 0,
+            "-- section: leases" => is_included = flags & LEASE_FLAG != 0,
+            "-- end section" => is_included = true,
+            line if is_included && !line.is_empty() && !line.starts_with("--") => {
+                text.push_str(line);
+                text.push('\n');
+            }
+            _ => {}
+        }
+    }
+    text
+}
+
+pub(super) fn algorithm_flags(algorithm: Algorithm) -> usize {
+    match algorithm {
+        Algorithm::SlidingLog => 1,
+        Algorithm::SlidingWindow { .. } => 1 << 1,
+        Algorithm::FixedWindow { .. } => 1 << 2,
+        Algorithm::TokenBucket { .. } => 1 << 3,
+        Algorithm::LeakyBucket { .. } => 1 << 3 | 1 << 4,
+        Algorithm::Concurrency { .. } => 1 << 5,
+        Algorithm::Block => 1 << 6,
+    }
+}
+
+pub(super) fn charges_flags(charges: &[Charge<'_>]) -> usize {
+    charges
+        .iter()
+        .fold(0, |bits, charge| bits | charge_flags(charge))
+}
+
+/// The flags of the program that decides a charge.
+pub(in crate::store::redis) fn charge_flags(charge: &Charge<'_>) -> usize {
+    let options = [
+        (charge.counts_rejected, COUNT_REJECTED_FLAG),
+        (charge.requested_lease().is_some(), LEASE_FLAG),
+    ];
+    options
+        .iter()
+        .filter(|(is_set, _)| *is_set)
+        .fold(algorithm_flags(charge.limit.algorithm), |bits, (_, bit)| {
+            bits | bit
+        })
+}

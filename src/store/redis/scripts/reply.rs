@@ -1,0 +1,252 @@
+//! Parsers of the replies of `decide.lua`.
+
+use super::ScriptLibrary;
+use crate::limiter::{
+    Algorithm, Charge, Decision, GrantedUnits, Lease, Limit, LimitStatus, Refusal,
+};
+use redis::Value;
+use smallvec::SmallVec;
+
+/// Later times are not exact in a double, so the scripts can't return them.
+const MAX_TIME_US: u64 = 1 << 53;
+
+/// The position of a caller among those with the same request, from 0 in the order of arrival.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::store::redis) struct CallerPosition {
+    pub(in crate::store::redis) index: u32,
+    pub(in crate::store::redis) total: u32,
+}
+
+impl ScriptLibrary {
+    /// Parses the reply to [`ScriptLibrary::decide_command`]. Returns `None` if it is invalid.
+    pub fn parse_decision_reply(reply: &Value, charges: &[Charge<'_>]) -> Option<Decision> {
+        let Value::BulkString(text) = reply else {
+            return None;
+        };
+        let text = std::str::from_utf8(text).ok()?;
+        let (now, text) = text.split_once(' ').unwrap_or((text, ""));
+        Self::parse_request_decision(
+            parse_now_us(now)?,
+            text,
+            charges,
+            CallerPosition { index: 0, total: 1 },
+        )
+    }
+
+    /// Parses the part of a reply that belongs to one request. Returns `None` if it is invalid.
+    pub(in crate::store::redis) fn parse_request_decision(
+        now_us: u64,
+        text: &str,
+        charges: &[Charge<'_>],
+        position: CallerPosition,
+    ) -> Option<Decision> {
+        let mut numbers = ReplyNumbers::from_text(text);
+        let (mut admitted, mut statuses, mut max_allowed_delay_us) = (true, SmallVec::new(), 0);
+        let settles = charges.iter().any(|charge| charge.settles);
+        let mut charged_at_us = SmallVec::new();
+        for charge in charges {
+            let mut status =
+                parse_limit_status(charge.limit, charge.cost, now_us, numbers.next_three()?)?;
+            if position.total > 1 {
+                status = derive_caller_status(position, status, charge, numbers.next_number()?)?;
+            }
+            if settles {
+                charged_at_us.push(if charge.settles {
+                    parse_charged_at_us(now_us, numbers.next_number()?)?
+                } else {
+                    None
+                });
+            }
+            admitted &= charge.shadow || status.refusal.is_none();
+            statuses.push(Some(status));
+            if let (Algorithm::LeakyBucket { max_delay_us }, false) =
+                (charge.limit.algorithm, charge.shadow)
+            {
+                max_allowed_delay_us = max_delay_us.max(max_allowed_delay_us);
+            }
+        }
+        let mut grants = SmallVec::new();
+        for charges in charges.chunk_by(|one, other| one.is_same_policy(other)) {
+            let first = charges
+                .first()
+                .and_then(|charge| Some((charge, charge.requested_lease()?)));
+            if let Some((charge, lease)) = first {
+                grants.extend(parse_grant(
+                    charge,
+                    lease,
+                    now_us,
+                    [numbers.next_number()?, numbers.next_number()?],
+                )?);
+            }
+        }
+        let delay_us = numbers.read_delay_us()?;
+        let is_valid_delay = delay_us == 0 || (admitted && delay_us <= max_allowed_delay_us);
+        is_valid_delay.then_some(Decision {
+            now_us,
+            admitted,
+            statuses,
+            delay_us,
+            grants,
+            charged_at_us,
+        })
+    }
+
+    /// Parses the reply to [`ScriptLibrary::read_command`]: the time and the status of each
+    /// counter. Returns `None` if the reply is invalid.
+    pub(in crate::store::redis) fn parse_read_reply(
+        reply: &Value,
+        counters: &[(&str, &Limit)],
+    ) -> Option<(u64, Vec<LimitStatus>)> {
+        let Value::BulkString(text) = reply else {
+            return None;
+        };
+        let mut numbers = ReplyNumbers::from_text(std::str::from_utf8(text).ok()?);
+        let now_us = to_time_us(numbers.next_number()?).filter(|now_us| *now_us > 0)?;
+        let statuses: Option<_> = counters
+            .iter()
+            .map(|(_, limit)| parse_limit_status(limit, 0, now_us, numbers.next_three()?))
+            .collect();
+        Some((now_us, statuses?)).filter(|_| numbers.0.next().is_none())
+    }
+}
+
+/// The integers of a reply, in order.
+struct ReplyNumbers<'a>(std::str::Split<'a, char>);
+
+impl<'a> ReplyNumbers<'a> {
+    fn from_text(text: &'a str) -> Self {
+        let mut words = text.split(' ');
+        if text.is_empty() {
+            words.next();
+        }
+        Self(words)
+    }
+
+    /// The last number of a reply. It is left out if it is 0.
+    fn read_delay_us(&mut self) -> Option<u64> {
+        let Some(text) = self.0.next() else {
+            return Some(0);
+        };
+        let delay_us = to_time_us(text.parse().ok()?).filter(|delay_us| *delay_us > 0);
+        delay_us.filter(|_| self.0.next().is_none())
+    }
+
+    fn next_three(&mut self) -> Option<[i64; 3]> {
+        Some([
+            self.next_number()?,
+            self.next_number()?,
+            self.next_number()?,
+        ])
+    }
+
+    fn next_number(&mut self) -> Option<i64> {
+        self.0.next()?.parse().ok()
+    }
+}
+
+/// Parses the server's time in a reply.
+pub(in crate::store::redis) fn parse_now_us(text: &str) -> Option<u64> {
+    to_time_us(text.parse().ok()?).filter(|now_us| *now_us > 0)
+}
+
+/// Parses the numbers of one charge. Returns `None` for impossible values, which must not take
+/// effect.
+fn parse_limit_status(
+    limit: &Limit,
+    cost: u64,
+    now_us: u64,
+    [until, remaining, next_growth]: [i64; 3],
+) -> Option<LimitStatus> {
+    let to_future_us = |number| to_time_us(number).filter(|time_us| *time_us > now_us);
+    let refusal = match until {
+        -2 if matches!(
+            limit.algorithm,
+            Algorithm::Concurrency { .. } | Algorithm::TokenBucket { .. }
+        ) =>
+        {
+            Some(Refusal::Unknown)
+        }
+        -1 => Some(Refusal::Never),
+        0 => None,
+        until => Some(Refusal::Until(to_future_us(until)?)),
+    };
+    let next_growth_us = match next_growth {
+        0 => None,
+        next_growth => Some(to_future_us(next_growth)?),
+    };
+    let remaining = u64::try_from(remaining)
+        .ok()
+        .filter(|remaining| *remaining <= limit.capacity())?;
+    let is_never_admitted = cost > limit.capacity() || limit.capacity() == 0;
+    (is_never_admitted == (refusal == Some(Refusal::Never))).then_some(LimitStatus {
+        remaining,
+        next_growth_us,
+        refusal,
+    })
+}
+
+/// Parses the time of a charge; `Some(None)` if it was not made. Returns `None` for an impossible
+/// value.
+fn parse_charged_at_us(now_us: u64, number: i64) -> Option<Option<u64>> {
+    if number == 0 {
+        return Some(None);
+    }
+    to_time_us(number)
+        .filter(|at_us| *at_us >= now_us)
+        .map(Some)
+}
+
+/// Derives the status for one of several callers with the same request. `admitted` of them were
+/// admitted, and `last_status` is that of the last one.
+fn derive_caller_status(
+    position: CallerPosition,
+    last_status: LimitStatus,
+    charge: &Charge<'_>,
+    admitted: i64,
+) -> Option<LimitStatus> {
+    let admitted = u32::try_from(admitted)
+        .ok()
+        .filter(|admitted| *admitted <= position.total)?;
+    if (admitted == position.total) != last_status.refusal.is_none() {
+        return None;
+    }
+    let Some(callers_after) = admitted.checked_sub(position.index + 1) else {
+        return Some(last_status);
+    };
+    let remaining = last_status
+        .remaining
+        .checked_add(charge.cost.checked_mul(callers_after.into())?)?;
+    let is_possible = remaining <= charge.limit.capacity();
+    is_possible.then_some(LimitStatus {
+        remaining,
+        refusal: None,
+        ..last_status
+    })
+}
+
+/// Parses a grant; `Some(None)` without one. Returns `None` for an impossible value.
+fn parse_grant(
+    charge: &Charge<'_>,
+    lease: Lease,
+    now_us: u64,
+    [units, until]: [i64; 2],
+) -> Option<Option<GrantedUnits>> {
+    let (units, until_us) = (u64::try_from(units).ok()?, to_time_us(until)?);
+    if units == 0 {
+        return Some(None);
+    }
+    let remaining_us = (until_us + 1).checked_sub(now_us)?;
+    let is_valid =
+        units <= charge.requested_lease_units && (1..=lease.ttl_us).contains(&remaining_us);
+    is_valid.then_some(Some(GrantedUnits {
+        group: charge.group,
+        units,
+        until_us,
+    }))
+}
+
+fn to_time_us(number: i64) -> Option<u64> {
+    u64::try_from(number)
+        .ok()
+        .filter(|time_us| *time_us <= MAX_TIME_US)
+}

@@ -1,0 +1,209 @@
+use super::program::{LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, algorithm_flags, charges_flags};
+use super::*;
+use crate::limiter::{Algorithm, Key, KeyBuilder, Limit, LimitStatus};
+use redis::Value;
+
+const LOG: Limit = Limit {
+    requests: 5,
+    per_us: 1_000_000,
+    algorithm: Algorithm::SlidingLog,
+};
+
+fn key(policy: &str, value: &str) -> Key {
+    let mut builder = KeyBuilder::new(policy);
+    builder.push_part(Some(value.as_bytes()));
+    builder.finish()
+}
+
+fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
+    Charge::new(limit, key, 1)
+}
+
+#[test]
+fn trap_5_decisions_use_the_clock_of_redis() {
+    let (script, key) = (ScriptLibrary::new("p"), key("p", "x"));
+    let args: Vec<Vec<u8>> = script
+        .decide_command(&[charge(&LOG, &key)], None)
+        .args_iter()
+        .map(|arg| match arg {
+            redis::Arg::Simple(arg) => arg.to_vec(),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    let [_evalsha, _sha, keys, _key, time, rest @ ..] = args.as_slice() else {
+        panic!("{args:?}")
+    };
+    assert_eq!(
+        (keys.as_slice(), time.as_slice()),
+        (&b"1"[..], &b""[..]),
+        "no time is sent, so Redis reads its own clock"
+    );
+    let rest: Vec<&str> = rest
+        .iter()
+        .map(|arg| std::str::from_utf8(arg).unwrap())
+        .collect();
+    assert_eq!(rest, ["l 0 1 5 1000000 0"], "no argument is a time");
+    assert!(script.script_text(&[]).contains("call('TIME')"));
+}
+
+#[test]
+fn the_first_script_fits_the_limits_of_an_unauthenticated_connection() {
+    let first = LuaProgram::new(charges_flags(&[])).text;
+    assert!(first.len() < 16 * 1024, "{}", first.len());
+    for bits in [SETTLE_FLAG - 1, PROGRAM_COUNT - 1] {
+        assert!(
+            !LuaProgram::new(bits).text.contains("--"),
+            "the program contains a comment"
+        );
+    }
+}
+
+#[test]
+fn keys_contain_prefix_hash_algorithm_and_period() {
+    let daily = Limit {
+        algorithm: Algorithm::FixedWindow { offset_us: 7 },
+        ..LOG
+    };
+    let (short, long) = (key("api", "ann"), key("api", &"x".repeat(62)));
+    let script = ScriptLibrary::new("shop{a}");
+    let hash = format!("{:032x}", short.id());
+    assert_eq!(
+        script.counter_key(&charge(&LOG, &short)),
+        format!("shop%7Ba%7D:v1:{{{hash}}}:sliding_log:1000000:api/ann")
+    );
+    assert_eq!(
+        script.counter_key(&charge(&daily, &short)),
+        format!("shop%7Ba%7D:v1:{{{hash}}}:fixed_window:1000000+7:api/ann")
+    );
+    let hash = format!("{:032x}", long.id());
+    assert_eq!(
+        script.counter_key(&charge(&LOG, &long)),
+        format!("shop%7Ba%7D:v1:{{{hash}}}:sliding_log:1000000")
+    );
+}
+
+#[test]
+fn the_decide_command_has_the_arguments_that_decide_lua_reads() {
+    let key = key("api", "ann");
+    let shadow = Charge {
+        group: 3,
+        shadow: true,
+        cost: 2,
+        ..charge(&LOG, &key)
+    };
+    let script = ScriptLibrary::new("t");
+    let command = script.decide_command(&[charge(&LOG, &key), shadow], None);
+    let args: Vec<_> = command
+        .args_iter()
+        .map(|arg| match arg {
+            redis::Arg::Simple(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+            _ => panic!("no cursors here"),
+        })
+        .collect();
+    let name = script.counter_key(&shadow);
+    let sha = &script
+        .program(algorithm_flags(Algorithm::SlidingLog))
+        .unwrap()
+        .sha;
+    let head = ["EVALSHA", sha, "2", &name, &name, ""];
+    let rest = ["l 0 1 5 1000000 0", "l 57 2 5 1000000 0"];
+    assert_eq!(args, [head.as_slice(), &rest].concat());
+}
+
+#[test]
+fn accepts_a_delay_up_to_the_maximum_of_the_limit() {
+    let limit = Limit {
+        algorithm: Algorithm::LeakyBucket {
+            max_delay_us: 400_000,
+        },
+        ..LOG
+    };
+    let key = key("api", "ann");
+    let (leaky_bucket, log) = (charge(&limit, &key), charge(&LOG, &key));
+    let read = |reply: &str, charges: &[Charge<'_>]| {
+        ScriptLibrary::parse_decision_reply(&Value::BulkString(reply.into()), charges)
+            .map(|decision| decision.delay_us)
+    };
+    assert_eq!(read("1000 0 2 2000", &[leaky_bucket]), Some(0));
+    assert_eq!(read("1000 0 2 2000 400000", &[leaky_bucket]), Some(400_000));
+    assert_eq!(
+        read("1000 0 2 2000 0 4 2000 1", &[leaky_bucket, log]),
+        Some(1)
+    );
+    for invalid in [
+        "1000 0 2 2000 400001",
+        "1000 0 2 2000 0",
+        "1000 0 2 2000 -1",
+        "1000 0 2 2000 5 5",
+        "1000 1500 0 1500 5",
+    ] {
+        assert_eq!(read(invalid, &[leaky_bucket]), None, "{invalid}");
+    }
+    let shadow = Charge {
+        shadow: true,
+        ..leaky_bucket
+    };
+    assert_eq!(
+        read("1000 0 2 2000 5", &[shadow]),
+        None,
+        "a shadow policy delays no request"
+    );
+}
+
+#[test]
+fn rejects_impossible_replies() {
+    let key = key("api", "ann");
+    let charges = [charge(&LOG, &key)];
+    let read = |reply: &str| {
+        ScriptLibrary::parse_decision_reply(&Value::BulkString(reply.into()), &charges)
+    };
+    let decision = read("1000 0 4 2000").unwrap();
+    assert!(decision.admitted);
+    assert_eq!(
+        decision.statuses.as_slice(),
+        [Some(LimitStatus {
+            remaining: 4,
+            next_growth_us: Some(2000),
+            refusal: None
+        })]
+    );
+    assert!(!read("1000 1500 0 1500").unwrap().admitted);
+    for invalid in [
+        "",
+        "1000",
+        "1000 0 4",
+        "1000 0 4 ",
+        "1000 0 4 2000 0",
+        "1000  0 4 2000",
+        "1000.0 0 4 2000",
+        "1000 nan 4 2000",
+        "1e3 0 4 2000",
+        "0 0 4 2000",
+        "-1 0 4 2000",
+        "9223372036854775807 0 4 0",
+        "9223372036854775808 0 4 0",
+        "1000 1000 0 2000",
+        "1000 -2 0 2000",
+        "1000 -1 4 2000",
+        "1000 0 6 2000",
+        "1000 0 -1 2000",
+        "1000 0 4 999",
+        "1000 0 4 2000 70",
+        "1000 0 4 2000\n0 3 2000",
+        "1000 !OOM no",
+    ] {
+        assert_eq!(read(invalid), None, "{invalid}");
+    }
+    for invalid in [
+        Value::Nil,
+        Value::Okay,
+        Value::Int(5),
+        Value::Array(Vec::new()),
+    ] {
+        assert_eq!(
+            ScriptLibrary::parse_decision_reply(&invalid, &charges),
+            None,
+            "{invalid:?}"
+        );
+    }
+}

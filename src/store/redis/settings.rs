@@ -1,0 +1,119 @@
+//! The settings of the Redis store: topology, addresses, login and timeouts.
+
+use crate::tls::ClientTls;
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Which Redis to use, and how long to wait for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RedisSettings {
+    pub topology: RedisTopology,
+    /// The server, the sentinels, or some nodes of the cluster.
+    pub servers: Vec<RedisAddress>,
+    pub database: i64,
+    /// Login for the servers that hold counters.
+    pub credentials: RedisCredentials,
+    /// `None`: without TLS.
+    pub tls: Option<ClientTls>,
+    /// Separates the counters of services that share a Redis.
+    pub key_prefix: String,
+    /// How many instances share the limits, at least 1, until they are counted.
+    pub initial_instances: u32,
+    /// Deadline of one decision.
+    pub timeout: Duration,
+    pub connect_timeout: Duration,
+    /// Consecutive failures after which the circuit breaker opens.
+    pub breaker_failures: u32,
+    /// How often a background probe then tries again.
+    pub probe_interval: Duration,
+}
+
+/// The kind of deployment at the addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RedisTopology {
+    /// One server, or any deployment behind one address.
+    Standalone,
+    /// Sentinels that monitor the master of this name.
+    Sentinel {
+        master: String,
+        credentials: RedisCredentials,
+    },
+    Cluster,
+}
+
+/// The address of a server.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum RedisAddress {
+    /// A host name, or an IP address without brackets.
+    Tcp {
+        host: String,
+        port: u16,
+    },
+    Unix(PathBuf),
+}
+
+/// An ACL user. Without a name: the default user.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RedisCredentials {
+    pub username: Option<String>,
+    pub password: Option<RedisPassword>,
+}
+
+/// A secret that is never shown in logs.
+#[derive(Clone, PartialEq, Eq)]
+pub struct RedisPassword(String);
+
+impl RedisPassword {
+    pub fn new(text: String) -> Self {
+        Self(text)
+    }
+
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for RedisPassword {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
+/// The addresses as readable text, with the topology if it is not one server.
+impl fmt::Display for RedisSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.topology {
+            RedisTopology::Standalone => {}
+            RedisTopology::Sentinel { master, .. } => write!(f, "{master} by sentinels ")?,
+            RedisTopology::Cluster => f.write_str("cluster ")?,
+        }
+        let addresses: Vec<String> = self.servers.iter().map(ToString::to_string).collect();
+        f.write_str(&addresses.join(", "))
+    }
+}
+
+impl RedisAddress {
+    /// Parses an address as another server writes it: `host:port`, IPv6 with or without brackets.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let (host, port) = text.rsplit_once(':')?;
+        let host = host
+            .strip_prefix('[')
+            .and_then(|host| host.strip_suffix(']'))
+            .unwrap_or(host);
+        Some(Self::Tcp {
+            host: host.to_owned(),
+            port: port.parse().ok()?,
+        })
+    }
+}
+
+impl fmt::Display for RedisAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
+            Self::Tcp { host, port } => write!(f, "{host}:{port}"),
+            Self::Unix(path) => path.display().fmt(f),
+        }
+    }
+}

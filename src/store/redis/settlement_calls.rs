@@ -1,0 +1,42 @@
+//! Divides settlements into calls of `settle.lua`.
+
+use super::error::RedisErrorKind;
+use crate::limiter::{Algorithm, Amendment};
+use crate::store::Settlement;
+
+/// Settlements per call: a few hundred microseconds of the server's time.
+const MAX_SETTLEMENTS_PER_CALL: usize = 64;
+
+/// Maximum settlement calls in flight on one connection, which keeps their order. One call per
+/// round trip would be slower than new settlements arrive. Decisions of the same worker wait behind
+/// these calls, for some milliseconds at most.
+pub(super) const MAX_PIPELINED_CALLS: usize = 16;
+
+/// Splits settlements into calls, in order.
+pub(super) fn split_into_calls<'l, 'a>(
+    settlements: &'l [Settlement<'a>],
+) -> Vec<&'l [Settlement<'a>]> {
+    let runs = settlements.chunk_by(|one, next| !is_expensive(one) && !is_expensive(next));
+    runs.flat_map(|run| run.chunks(MAX_SETTLEMENTS_PER_CALL))
+        .collect()
+}
+
+/// Whether a settlement takes Redis as long as a dozen others: it changes many entries of a log.
+fn is_expensive(settlement: &Settlement<'_>) -> bool {
+    settlement.limit.algorithm == Algorithm::SlidingLog
+        && matches!(settlement.amendment, Amendment::Credit { .. })
+}
+
+/// The indexes of the settlements in each failed call.
+pub(super) fn collect_failed_calls(
+    calls: &[&[Settlement<'_>]],
+    results: Vec<Result<(), RedisErrorKind>>,
+) -> Vec<(Vec<usize>, RedisErrorKind)> {
+    let (mut failed, mut next_position) = (Vec::new(), 0);
+    for (call, result) in calls.iter().zip(results) {
+        let positions = next_position..next_position + call.len();
+        next_position = positions.end;
+        failed.extend(result.err().map(|failure| (positions.collect(), failure)));
+    }
+    failed
+}
