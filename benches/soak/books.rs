@@ -126,7 +126,7 @@ impl SoakLedger {
             | "Redis does not let the instances be counted" => {
                 self.was_active_since(SoakFault::Redis, now)
             }
-            "the new configuration is wrong; the last good one stays in effect" => {
+            "new configuration rejected; the previous one stays in effect" => {
                 self.was_active_since(SoakFault::Config, now)
             }
             // Some of the upstream's answers are always broken.

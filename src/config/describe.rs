@@ -1,4 +1,4 @@
-//! A policy in words, for people who want to know whether they wrote what they mean.
+//! Describes each policy in one sentence, so that its author can check what it does.
 
 use super::table_reader::TableReader;
 use super::values::format_duration;
@@ -9,7 +9,8 @@ use crate::policy::{
 use figment::value::{Num, Value};
 use std::time::Duration;
 
-/// One line. Conditions are said as they were written, which a compiled policy no longer knows.
+/// Describes a policy in one line. Conditions are taken from the TOML values, because a compiled
+/// policy does not keep their source text.
 pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off: bool) -> String {
     let mode = match (is_off, policy.shadow) {
         (true, _) => " (off)",
@@ -26,7 +27,7 @@ pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off:
     let matches_descriptors = policy.matcher.descriptor_conditions.is_some();
     let does = match &policy.action {
         PolicyAction::Allow => ": exempt, no later policy applies".to_owned(),
-        PolicyAction::Deny => ": refused".to_owned(),
+        PolicyAction::Deny => ": denied".to_owned(),
         PolicyAction::Limit(quota) => {
             format!(
                 ", {}{}",
@@ -39,7 +40,7 @@ pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off:
         0 => String::new(),
         priority => format!("; priority {priority}"),
     };
-    // What was written may hold anything.
+    // Values from the file may contain control characters.
     format!("{}{mode}: {requests}{does}{priority}", policy.name)
         .chars()
         .map(|c| if c.is_control() { '\u{fffd}' } else { c })
@@ -48,22 +49,22 @@ pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off:
 
 fn describe_store_failure(mode: OnStoreFailure, matches_descriptors: bool) -> &'static str {
     match mode {
-        OnStoreFailure::Open => "; store away: let through",
-        OnStoreFailure::Closed if matches_descriptors => "; store away: Envoy decides",
-        OnStoreFailure::Closed => "; store away: rejected",
-        OnStoreFailure::Local => "; store away: limited by this instance's share",
+        OnStoreFailure::Open => "; if the store fails: allow",
+        OnStoreFailure::Closed if matches_descriptors => "; if the store fails: Envoy decides",
+        OnStoreFailure::Closed => "; if the store fails: reject",
+        OnStoreFailure::Local => "; if the store fails: limit by this instance's share",
     }
 }
 
 fn describe_quota(quota: &Quota) -> String {
     let parts: Vec<String> = quota.key.parts().iter().map(ToString::to_string).collect();
     let per = match parts.is_empty() {
-        true => "all together".to_owned(),
+        true => "in total".to_owned(),
         false => format!("per {}", parts.join(" and ")),
     };
     let cost = match &quota.cost {
         CostSource::Fixed(1) => String::new(),
-        CostSource::Fixed(units) => format!(", each counting {units}"),
+        CostSource::Fixed(units) => format!(", cost {units}"),
         CostSource::Header(cost) => {
             let HeaderCost {
                 name,
@@ -71,16 +72,14 @@ fn describe_quota(quota: &Quota) -> String {
                 min,
                 max,
             } = &**cost;
-            format!(
-                ", each counting what header {name} says from {min} to {max}, without it {default}"
-            )
+            format!(", cost from header {name} ({min} to {max}; {default} if absent)")
         }
         CostSource::Estimate(cost) => {
             let EstimateCost {
                 estimate,
                 actual_source: actual,
             } = &**cost;
-            format!(", each counting what the response says (its {actual}), until then {estimate}")
+            format!(", cost from the response ({actual}; estimate {estimate})")
         }
     };
     let block = quota.block.map_or_else(String::new, |block| {
@@ -98,17 +97,17 @@ fn describe_quota(quota: &Quota) -> String {
         )
     });
     let rejected = if quota.count_rejected {
-        "; what is refused counts too"
+        "; rejected requests count"
     } else {
         ""
     };
     let lease = quota.lease.map_or_else(String::new, |lease| {
         let size = lease.size.map_or_else(
-            || "as many as needed".to_owned(),
-            |size| format!("up to {size}"),
+            || "units leased as needed".to_owned(),
+            |size| format!("up to {size} units leased"),
         );
         let ttl = format_duration(Duration::from_micros(lease.ttl_us));
-        format!("; {size} taken in advance for {ttl}")
+        format!("; {size} for {ttl}")
     });
     format!(
         "{per}: {}{cost}{}{block}{rejected}{lease}",
@@ -135,7 +134,7 @@ fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
     match algorithm {
         Algorithm::SlidingLog => format!("at most {requests} {unit} in any {per} window"),
         Algorithm::SlidingWindow { buckets } => {
-            format!("at most {requests} {unit} in any {per} window, counted in {buckets} parts")
+            format!("at most {requests} {unit} in any {per} window, counted in {buckets} buckets")
         }
         Algorithm::Concurrency { max_duration_us } => {
             let most = match max_duration_us {
@@ -147,7 +146,7 @@ fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
             };
             format!("at most {requests} {unit} at a time{most}")
         }
-        Algorithm::Block => format!("once over, blocked for {per}"),
+        Algorithm::Block => format!("after a rejection, blocked for {per}"),
         Algorithm::TokenBucket {
             burst,
             warm_up_us: 0,
@@ -160,19 +159,19 @@ fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
                 format_duration(Duration::from_micros(warm_up_us)),
             );
             format!(
-                "{requests} {unit} per {per} on average, at most {burst} at once; after {warm_up} without any, from {cold} at once and a third of the rate, growing for {warm_up}"
+                "{requests} {unit} per {per} on average, at most {burst} at once; after {warm_up} idle, {cold} at once and a third of the rate, growing to the full rate in {warm_up}"
             )
         }
         Algorithm::LeakyBucket { max_delay_us } => {
             let delay = format_duration(Duration::from_micros(max_delay_us));
-            format!("{requests} {unit} per {per} one by one, held up to {delay} for their turn")
+            format!("{requests} {unit} per {per} one at a time, each delayed by at most {delay}")
         }
         Algorithm::FixedWindow { offset_us: 0 } => {
-            format!("at most {requests} {unit} in each {per} of the clock")
+            format!("at most {requests} {unit} in each fixed {per} window")
         }
         Algorithm::FixedWindow { offset_us } => {
             let offset = format_duration(Duration::from_micros(offset_us));
-            format!("at most {requests} {unit} in each {per} of the clock, shifted by {offset}")
+            format!("at most {requests} {unit} in each fixed {per} window, offset {offset}")
         }
     }
 }
@@ -197,7 +196,7 @@ fn describe_conditions(value: Option<&Value>) -> String {
         .filter(|(key, _)| !start.contains(&key.as_str()))
     {
         words.push(match (key.as_str(), value) {
-            ("path_regex", value) => format!("path like {}", format_value(value)),
+            ("path_regex", value) => format!("path matching {}", format_value(value)),
             ("client_ips", value) => format!("from {}", format_value(value)),
             ("not", value) => format!("but not ({})", describe_conditions(Some(value))),
             (key, Value::Dict(_, entries)) => {
@@ -240,7 +239,7 @@ fn describe_descriptors(value: Option<&Value>) -> String {
         }
     };
     let not = table.get("not").map_or_else(String::new, |not| {
-        format!(" but not those{}", describe_descriptors(Some(not)))
+        format!(" but not descriptors{}", describe_descriptors(Some(not)))
     });
     format!("{domain}{entries}{not}")
 }
@@ -252,7 +251,7 @@ fn describe_test(test: &Value) -> String {
         test.find_ref("present").and_then(Value::to_bool),
     ) {
         (Some(text), ..) => format!(" = \"{text}\""),
-        (_, Some(regex), _) => format!(" like {}", format_value(regex)),
+        (_, Some(regex), _) => format!(" matching {}", format_value(regex)),
         (_, _, Some(false)) => " absent".to_owned(),
         _ if test.as_dict().is_none() => format!(" = {}", format_value(test)),
         _ => String::new(),

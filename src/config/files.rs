@@ -1,4 +1,4 @@
-//! The main file and what it includes.
+//! Reads the main file and the included files.
 
 use super::FileSource;
 use super::diagnostic::SourceSpan;
@@ -9,12 +9,12 @@ use figment::value::Dict;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// What a configuration was read from, and what it would look at again.
+/// Files and globs of a configuration. A reload reads them again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileSet {
-    /// Files that were read, or should have been.
+    /// Files that were read or that failed to be read.
     files: Vec<PathBuf>,
-    /// Globs of includes: a file that appears there belongs to the configuration.
+    /// Globs of `include`. A new file that matches belongs to the configuration.
     globs: Vec<String>,
 }
 
@@ -25,7 +25,7 @@ impl FileSet {
         }
     }
 
-    /// All paths that matter now, the globs evaluated anew.
+    /// All paths of the configuration. Evaluates the globs again.
     pub fn paths(&self) -> Vec<PathBuf> {
         let mut paths = self.files.clone();
         for glob in &self.globs {
@@ -37,7 +37,8 @@ impl FileSet {
     }
 }
 
-/// Reads the main file; an absent one is empty. Returns its number, unless it is no TOML.
+/// Reads the main file. Returns its document index, or `None` if it is unreadable or not TOML.
+/// [`FileSource::None`] is an empty document.
 pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Option<usize> {
     match source {
         FileSource::Path(path) => {
@@ -56,7 +57,7 @@ pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Op
     .ok()
 }
 
-/// Reads all included files, in the order in which their policies count. Returns their numbers.
+/// Reads all included files in the order of their policies. Returns their document indexes.
 pub(super) fn read_included_files(
     input: &mut ConfigInput,
     main: usize,
@@ -68,7 +69,7 @@ pub(super) fn read_included_files(
         FileSource::Text { .. } | FileSource::None => Path::new(""),
     };
     let mut found: Vec<(OsString, PathBuf, String)> = Vec::new();
-    // Only this key: what is wrong with others is said when everything is read.
+    // Reads only this key. Errors in others are reported when the whole file is read.
     let only_include: Dict = values
         .iter()
         .filter(|(key, _)| *key == "include")
@@ -90,7 +91,7 @@ pub(super) fn read_included_files(
     }
     found.sort();
     found.dedup();
-    // What could be said of half a file would mislead.
+    // A file with a syntax error is left out: diagnostics of its readable part would mislead.
     found
         .into_iter()
         .filter_map(|(_, path, text)| input.parse_document(path.display().to_string(), text).ok())
@@ -105,7 +106,7 @@ fn expand_include(input: &ConfigInput, item: &ConfigValue<'_>, base: &Path) -> V
     if !text.contains(['*', '?', '[']) {
         return vec![base.join(text)];
     }
-    // The directory of the main file is no pattern, whatever characters it has.
+    // The directory of the main file is taken literally, even if it contains glob characters.
     let glob = match base.to_str() {
         Some("") | None => text.to_owned(),
         Some(_) if Path::new(text).is_absolute() => text.to_owned(),
@@ -120,7 +121,7 @@ fn expand_include(input: &ConfigInput, item: &ConfigValue<'_>, base: &Path) -> V
     }
 }
 
-/// Hidden names are left out: in a mounted ConfigMap they are the machinery behind the links.
+/// Expands a glob. Skips hidden names: a mounted ConfigMap keeps its link targets in them.
 fn expand_glob(glob: &str) -> Result<Vec<PathBuf>, String> {
     let options = glob::MatchOptions {
         case_sensitive: true,

@@ -1,4 +1,4 @@
-//! File, environment and flags, the later over the earlier, merged by figment.
+//! Merges file, environment and flags with figment. Later layers override earlier ones.
 
 use super::input::ConfigInput;
 use super::schema::{self, ValueKind};
@@ -15,13 +15,13 @@ struct FileLayer<'a>(&'a Dict);
 
 /// One value from the environment or from a flag.
 struct OverrideLayer<'a> {
-    /// The variable or flag: what a message about the value names.
+    /// Name of the variable or flag, for messages.
     label: &'a str,
     path: Vec<String>,
     value: Value,
 }
 
-/// Merges all layers. Variables that mean nothing are reported and left out.
+/// Merges all layers. Reports and skips variables that name no key.
 pub(super) fn merge_layers(
     input: &ConfigInput,
     file: &Dict,
@@ -51,7 +51,8 @@ pub(super) fn merge_layers(
     figment
 }
 
-/// Names without a double underscore are not ours: Kubernetes makes some for a Service called tidegate.
+/// Parses an environment variable. Ignores names without a double underscore: Kubernetes sets such
+/// variables for a Service named tidegate.
 fn parse_env_override<'a>(
     input: &ConfigInput,
     name: &'a str,
@@ -114,7 +115,7 @@ fn suggest_variable(key: &str) -> String {
 
 impl Provider for FileLayer<'_> {
     fn metadata(&self) -> Metadata {
-        // The source tells this layer from the others, whose names are those of variables and flags.
+        // Only this layer has a source. The others have the name of their variable or flag.
         Metadata::from("file", Source::File(PathBuf::new()))
     }
 

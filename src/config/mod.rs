@@ -1,8 +1,8 @@
-//! Configuration: text from a file, the environment and flags turned into every room's settings.
+//! Configuration: builds the settings of every module from a file, the environment and flags.
 //!
-//! An outer adapter: it knows all rooms, and none knows it. [`schema`] lists the keys, [`layers`] merges
-//! what was written, a [`table_reader`] reads it and collects every error with its place, [`build`] and
-//! [`policies`] give it its meaning.
+//! An outer adapter: it depends on the modules it configures, and they do not depend on it.
+//! [`schema`] lists the keys, [`layers`] merges the sources, [`table_reader`] reads values and
+//! collects every error with its position, [`settings`] and [`policies`] build the result.
 
 mod client_tls;
 mod describe;
@@ -54,20 +54,20 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use table_reader::TableReader;
 
-/// Where a configuration comes from. The caller captures it once, so that a reload reads the same.
+/// Sources of a configuration. The caller captures them once, so that a reload uses the same.
 #[derive(Clone, Default)]
 pub struct ConfigSources {
     pub file: FileSource,
-    /// All variables; only those are read that begin with `TIDEGATE_` and hold a double underscore.
+    /// All environment variables. Only `TIDEGATE_` names with a double underscore are read.
     pub env: Vec<(String, String)>,
     pub flags: FlagOverrides,
 }
 
-/// The file to read.
+/// The main configuration file.
 #[derive(Clone, Default)]
 pub enum FileSource {
     Path(PathBuf),
-    /// A text that isn't on disk. What it includes is looked for in the working directory.
+    /// Text that is not on disk. Its includes are relative to the working directory.
     Text {
         name: String,
         text: String,
@@ -76,46 +76,46 @@ pub enum FileSource {
     None,
 }
 
-/// Values given on the command line: they override all others.
+/// Values from command-line flags. They override all other sources.
 #[derive(Clone, Debug, Default)]
 pub struct FlagOverrides {
     pub upstream: Option<String>,
     pub listen: Option<String>,
 }
 
-/// Everything that was configured, checked.
+/// A valid configuration.
 #[derive(Debug)]
 pub struct Config {
     pub listen: ListenSettings,
-    /// `None`: cleartext.
+    /// `None` for cleartext.
     pub tls: Option<Arc<ServerTls>>,
     pub upstream: UpstreamSettings,
     /// Whether there is an upstream. If not, nothing listens at `listen.address`.
     pub has_upstream: bool,
-    /// What else is served.
+    /// The listeners of `[rls]` and `[check]`.
     pub service_listeners: Vec<ExtraListenerSettings>,
-    /// Of refusals to those who only ask; `None`: as from the proxy.
+    /// Status code of all denials sent by the ext_authz listener. `None` for the proxy's codes.
     pub ext_authz_denied_status: Option<StatusCode>,
     pub policy_table: Arc<PolicyTable>,
     pub store: StoreSettings,
     pub shutdown: ShutdownSettings,
     pub admin: AdminSettings,
     pub log: LogSettings,
-    /// `None`: nothing is recorded.
+    /// `None` if tracing is off.
     pub trace: Option<TraceSettings>,
-    /// Each policy in words, in file order; those that are off too.
+    /// A description of each policy in file order, including those with `mode = "off"`.
     pub policy_descriptions: Vec<PolicyDescription>,
     pub warnings: Vec<ConfigDiagnostic>,
-    /// What was read.
+    /// The files read.
     pub files: FileSet,
     raw: RawConfig,
 }
 
-/// What a policy means, for people.
+/// A policy described in one sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PolicyDescription {
     pub policy: Box<str>,
-    /// It applies to nothing.
+    /// The policy has `mode = "off"`.
     pub is_off: bool,
     pub sentence: String,
 }
@@ -132,7 +132,7 @@ pub enum StoreSettings {
     Redis(Box<RedisSettings>),
 }
 
-/// Settings that a reload does not change.
+/// Settings that take effect only at a restart.
 #[derive(Clone, Debug)]
 pub struct RestartOnlySettings {
     raw: RawConfig,
@@ -141,7 +141,7 @@ pub struct RestartOnlySettings {
     trace: Option<TraceSettings>,
 }
 
-/// The merged values. They may hold a password, so they don't show themselves.
+/// The merged values. They may hold a password, so `Debug` prints none of them.
 #[derive(Clone)]
 struct RawConfig(Dict);
 
@@ -151,17 +151,17 @@ impl fmt::Debug for RawConfig {
     }
 }
 
-/// Variables may hold passwords, so they don't show themselves.
+/// Variables may hold passwords, so they are not printed.
 impl fmt::Debug for ConfigSources {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sources")
+        f.debug_struct("ConfigSources")
             .field("file", &self.file)
             .field("flags", &self.flags)
             .finish_non_exhaustive()
     }
 }
 
-/// So may the text.
+/// The text may hold passwords, so it is not printed.
 impl fmt::Debug for FileSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -172,14 +172,14 @@ impl fmt::Debug for FileSource {
     }
 }
 
-/// Reads and checks a configuration.
+/// Loads and validates a configuration.
 ///
 /// # Errors
-/// A [`Report`] with everything that is wrong.
+/// [`ConfigErrors`] with all errors.
 pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
     let mut input = ConfigInput::default();
     let Some(main) = files::read_main_file(&mut input, &sources.file) else {
-        // What could be said of half a file would mislead.
+        // Diagnostics of the readable part of a broken file would mislead.
         return input.finish(None, settings::complete_config);
     };
     let main_values = input
@@ -213,11 +213,11 @@ pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
     input.finish(built.map(|built| (built, raw)), settings::complete_config)
 }
 
-/// Reads the settings of the admin port alone: who asks a running proxy for its health must find it, whatever
-/// else has become of its configuration.
+/// Loads only the settings of the admin listener. CLI commands use it to find a running proxy even
+/// if the rest of the configuration is invalid.
 ///
 /// # Errors
-/// A [`Report`] if the main file is no TOML, or these settings are wrong.
+/// [`ConfigErrors`] if the main file is not TOML or `[admin]` is invalid.
 pub fn load_admin_settings(sources: &ConfigSources) -> Result<AdminSettings, ConfigErrors> {
     let mut input = ConfigInput::default();
     let Some(main) = files::read_main_file(&mut input, &sources.file) else {
@@ -228,7 +228,7 @@ pub fn load_admin_settings(sources: &ConfigSources) -> Result<AdminSettings, Con
         .get(main)
         .map(|document| document.values().clone())
         .unwrap_or_default();
-    // What is wrong with others is not said here.
+    // Errors in other tables are not reported here.
     let is_admin_table = |name: &str| name == "admin";
     let main_values = main_values
         .into_iter()
@@ -254,7 +254,7 @@ pub fn load_admin_settings(sources: &ConfigSources) -> Result<AdminSettings, Con
     input.finish(built, |admin, _, _| admin)
 }
 
-/// What a reload brings into effect, beside the policies.
+/// Key prefixes that a reload applies, beside the policies.
 const RELOADABLE_KEY_PREFIXES: [&str; 9] = [
     "include",
     "listen.tls.",
@@ -268,15 +268,16 @@ const RELOADABLE_KEY_PREFIXES: [&str; 9] = [
 ];
 
 impl Config {
-    /// How TLS is spoken at one of [`Config::doors`]; `None`: it isn't there.
-    pub fn listener_tls(&self, door: ListenerKind) -> Option<Option<&Arc<ServerTls>>> {
+    /// TLS settings of a service listener. `None` if the listener is not configured, `Some(None)` for
+    /// cleartext.
+    pub fn listener_tls(&self, kind: ListenerKind) -> Option<Option<&Arc<ServerTls>>> {
         self.service_listeners
             .iter()
-            .find(|settings| settings.kind == door)
+            .find(|settings| settings.kind == kind)
             .map(|settings| settings.tls.as_ref())
     }
 
-    /// What runs until the process ends.
+    /// The settings that this process keeps until it ends.
     pub fn restart_only_settings(&self) -> RestartOnlySettings {
         RestartOnlySettings {
             raw: self.raw.clone(),
@@ -288,33 +289,33 @@ impl Config {
 }
 
 impl RestartOnlySettings {
-    /// The keys whose values differ in a newer configuration, and that only a restart brings into effect.
+    /// Keys that differ in `newer` and take effect only at a restart.
     pub fn changed_keys(&self, newer: &Config) -> Vec<String> {
         let mut keys = schema::key_paths();
         keys.retain(|path| !is_reloadable(path));
         keys.retain(|path| self.raw.value_or_default(path) != newer.raw.value_or_default(path));
         if !keys.iter().any(|path| path.starts_with("store.")) && self.store != newer.store {
-            keys.push("store.redis (what a file holds that it names)".to_owned());
+            keys.push("store.redis (contents of a file)".to_owned());
         }
         if !keys.iter().any(|path| path.starts_with("admin.")) && self.admin != newer.admin {
-            keys.push("admin.token_file (what it holds)".to_owned());
+            keys.push("admin.token_file (contents)".to_owned());
         }
         if !keys.iter().any(|path| path.starts_with("trace.")) && self.trace != newer.trace {
-            keys.push("trace (what a file holds that it names)".to_owned());
+            keys.push("trace (contents of a file)".to_owned());
         }
         keys
     }
 }
 
-/// Whether a reload brings a key into effect.
+/// Whether a reload applies the key.
 fn is_reloadable(path: &str) -> bool {
     RELOADABLE_KEY_PREFIXES
         .iter()
-        .any(|live| path.starts_with(live))
+        .any(|prefix| path.starts_with(prefix))
 }
 
 impl RawConfig {
-    /// Puts the policies of an included file behind those that are there.
+    /// Appends the policies of an included file.
     fn add_policies(&mut self, included: &Dict) {
         let Some(Value::Array(_, more)) = included.get("policy") else {
             return;
@@ -328,7 +329,7 @@ impl RawConfig {
         }
     }
 
-    /// What holds for a key: its value, or its default.
+    /// The value of a key, or its default.
     fn value_or_default(&self, path: &str) -> Option<Value> {
         let mut names = path.split('.');
         let last = names.next_back()?;

@@ -1,4 +1,4 @@
-//! From `[[policy]]` tables to policies.
+//! Builds policies from `[[policy]]` tables.
 
 use super::diagnostic::SourceSpan;
 use super::lints::SpannedPolicy;
@@ -16,31 +16,31 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Above this, a log of single entries is an expensive way to count.
+/// Above this, `sliding_log` needs much memory, because it keeps one entry per request.
 const LARGE_SLIDING_LOG: u64 = 100_000;
 
-/// How long a slot is kept for a sidecar that doesn't renew it.
+/// Default lifetime of a concurrency slot that its sidecar does not renew.
 const DEFAULT_SLOT_TTL: Duration = Duration::from_secs(10);
 
-/// What all policies share.
+/// Settings that apply to all policies.
 pub(super) struct PolicyContext {
-    /// Counters are in a Redis Cluster.
+    /// Whether counters are in a Redis Cluster.
     pub uses_redis_cluster: bool,
     pub client: client::Settings,
     pub path: path::Settings,
     pub on_store_failure: OnStoreFailure,
     pub algorithm: Algorithm,
     pub missing_key: MissingKeyAction,
-    /// Whether clients are asked for certificates.
+    /// Whether the listener requests client certificates.
     pub requests_client_certificates: bool,
     pub uses_memory_store: bool,
-    /// Whose word a claim is, if it is anybody's.
+    /// How token claims are trusted. `None` if they are not.
     pub claim_trust: Option<ClaimTrust>,
-    /// Others may ask what the policies would do.
+    /// Whether `[check]` is configured.
     pub has_ext_authz: bool,
 }
 
-/// Whether tokens are verified.
+/// Whether token signatures are verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClaimTrust {
     Signed,
@@ -68,7 +68,8 @@ enum PolicyActionKind {
     Deny,
 }
 
-/// Builds all policies in file order, and says each in words. Those that are off are checked and left out.
+/// Builds and describes all policies in file order. Policies with `mode = "off"` are validated and
+/// described, but not returned.
 pub(super) fn build_policies<'a>(
     tables: impl Iterator<Item = TableReader<'a>>,
     context: &PolicyContext,
@@ -101,7 +102,7 @@ const POLICY_MODES: [(&str, PolicyMode); 3] = [
     ("off", PolicyMode::Off),
 ];
 
-/// Names are unique over all files, also those of policies that are off or wrong.
+/// Reports a name that another policy has. Policies that are off or invalid count too.
 fn reject_duplicate_name(reader: &TableReader<'_>, names: &mut BTreeMap<String, SourceSpan>) {
     let Some(item) = reader.get("name") else {
         return;
@@ -112,7 +113,7 @@ fn reject_duplicate_name(reader: &TableReader<'_>, names: &mut BTreeMap<String, 
     match names.get(name) {
         Some(first) => {
             item.report_error::<()>(&format!(
-                "another policy has this name, at {first}; expected a unique one"
+                "another policy has this name, at {first}; expected a unique name"
             ));
         }
         None => {
@@ -151,12 +152,12 @@ fn build_policy(
     };
     let reject = reader.get_optional_table("reject").and_then(|table| {
         if action_kind == PolicyActionKind::Allow {
-            reader.report_error("reject", "a policy with action = \"allow\" refuses nobody");
+            reader.report_error("reject", "a policy with action = \"allow\" rejects no request");
         }
         if matches_descriptors && table.contains_key("status") {
             table.report_error(
                 "status",
-                "Envoy chooses it; expected none here, and rate_limited_status in Envoy's filter",
+                "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter",
             );
         }
         build_reject(
@@ -183,13 +184,14 @@ fn build_policy(
         shadow: is_shadow,
         on_store_failure: read_store_failure_mode(reader, context, matches_descriptors),
         reject_response: reject,
-        // Last: what is wrong with the others has been said by now.
+        // Last, so that errors in the other keys are reported first.
         action: action?,
         name: name?.into(),
     })
 }
 
-/// Who asks about descriptors has a failure mode of his own: what isn't decided here is left to him, by an error.
+/// Reads `on_store_failure`. Envoy has its own failure mode (`failure_mode_deny`), so a descriptor
+/// policy either decides locally or returns an error to Envoy.
 fn read_store_failure_mode(
     reader: &TableReader<'_>,
     context: &PolicyContext,
@@ -202,7 +204,7 @@ fn read_store_failure_mode(
     if configured.is_some_and(|mode| mode != OnStoreFailure::Local) {
         reader.report_error(
             "on_store_failure",
-            "a call is then answered UNAVAILABLE, and Envoy's failure_mode_deny decides; expected \"local\" or nothing",
+            "the call returns UNAVAILABLE, and Envoy's failure_mode_deny decides; expected \"local\" or no such key",
         );
     }
     match configured.unwrap_or(context.on_store_failure) {
@@ -211,7 +213,8 @@ fn read_store_failure_mode(
     }
 }
 
-/// What a call of the rate-limit service doesn't bring: a request, its end, its response, somebody who waits.
+/// Reports settings that a call of the rate-limit service does not support. Such a call has no
+/// request, response or end of request, and cannot be delayed.
 fn reject_request_only_settings(reader: &TableReader<'_>, quota: &Quota) {
     let expected = "expected descriptor:NAME, descriptor or const:TEXT";
     if let Some(part) = quota
@@ -228,10 +231,10 @@ fn reject_request_only_settings(reader: &TableReader<'_>, quota: &Quota) {
     match &quota.cost {
         CostSource::Fixed(_) => {}
         CostSource::Header(_) => {
-            reader.report_error("cost", "a call of the rate-limit service has no header; expected a number, by which its hits_addend is multiplied");
+            reader.report_error("cost", "a call of the rate-limit service has no header; expected a number, which is multiplied by hits_addend");
         }
         CostSource::Estimate(_) => {
-            reader.report_error("cost", "a call of the rate-limit service has no response; expected a number, by which its hits_addend is multiplied");
+            reader.report_error("cost", "a call of the rate-limit service has no response; expected a number, which is multiplied by hits_addend");
         }
     }
     let key = if reader.contains_key("limits") {
@@ -240,11 +243,11 @@ fn reject_request_only_settings(reader: &TableReader<'_>, quota: &Quota) {
         "limit"
     };
     if all_limits(quota).any(is_concurrency_limit) {
-        reader.report_error(key, "a call of the rate-limit service doesn't tell when its request ends; expected no algorithm = \"concurrency\"");
+        reader.report_error(key, "the rate-limit service does not learn when a request ends; expected no algorithm = \"concurrency\"");
     }
     if all_limits(quota).any(|named| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. }))
     {
-        reader.report_error(key, "a call of the rate-limit service can't be held; expected no algorithm = \"leaky_bucket\", perhaps \"token_bucket\" with burst = 1");
+        reader.report_error(key, "a call of the rate-limit service can't be delayed; expected another algorithm, such as \"token_bucket\" with burst = 1");
     }
 }
 
@@ -267,17 +270,17 @@ fn reject_descriptor_key_parts(reader: &TableReader<'_>, quota: &Quota) {
     {
         reader.report_error(
             "key",
-            &format!("a request has no {part}; expected domain or descriptors in match beside it"),
+            &format!("a request has no {part}; expected domain or descriptors in match"),
         );
     }
 }
 
-/// What whoever asks `[check]` never tells.
+/// Reports settings that need the response or the end of a request, which `[check]` never receives.
 fn reject_response_dependent_settings(reader: &TableReader<'_>, quota: &Quota) {
     if quota.cost.as_estimate().is_some() {
         reader.report_error(
             "cost",
-            "who asks at check.address doesn't tell of the response; expected no estimate, or no [check]",
+            "calls at check.address carry no response; expected no estimate, or no [check]",
         );
     }
     if all_limits(quota).any(is_concurrency_limit) {
@@ -286,11 +289,11 @@ fn reject_response_dependent_settings(reader: &TableReader<'_>, quota: &Quota) {
         } else {
             "limit"
         };
-        reader.report_error(key, "who asks at check.address doesn't tell when a request ends; expected no algorithm = \"concurrency\", or no [check]");
+        reader.report_error(key, "calls at check.address do not report the end of a request; expected no algorithm = \"concurrency\", or no [check]");
     }
 }
 
-/// `[A-Za-z0-9][A-Za-z0-9_.-]{0,62}`.
+/// Parses a name: `[A-Za-z0-9][A-Za-z0-9_.-]{0,62}`.
 fn parse_name(text: &str) -> Result<String, String> {
     let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
     if starts_well
@@ -323,7 +326,7 @@ fn reject_quota_keys(reader: &TableReader<'_>, action: &str) -> Option<()> {
         if reader.contains_key(key) {
             reader.report_error(
                 key,
-                &format!("a policy with action = \"{action}\" counts nothing"),
+                &format!("a policy with action = \"{action}\" has no quota; expected no such key"),
             );
         }
     }
@@ -337,18 +340,18 @@ fn build_quota(reader: &TableReader<'_>, context: &PolicyContext, name: &str) ->
         }
         part => Ok(part),
     });
-    // With a part left out, overrides could not be counted.
+    // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
     let key = KeyTemplate::new(parts);
     let cost = build_cost(reader);
     let limits = build_limits(reader, context, name);
     if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) {
-        reader.report_warning("cost", "requests that take nothing are never limited");
+        reader.report_warning("cost", "requests with cost 0 are never limited");
     }
     if let (Some(CostSource::Estimate(_)), Some(limits)) = (&cost, &limits)
         && limits.iter().all(is_concurrency_limit)
     {
-        reader.report_error("cost", "nothing is ever settled: of concurrency a request takes one, whatever it costs; expected another limit too");
+        reader.report_error("cost", "never settled: a request takes one concurrency slot, whatever its cost; expected another limit too");
     }
     let overrides = reader.get_tables("override");
     let overrides = overrides
@@ -371,7 +374,7 @@ fn build_quota(reader: &TableReader<'_>, context: &PolicyContext, name: &str) ->
     if count_rejected == Some(true) && all_limits().any(is_concurrency_limit) {
         reader.report_error(
             "count_rejected",
-            "who is refused is not in flight: algorithm = \"concurrency\" can't count it",
+            "algorithm = \"concurrency\" can't count rejected requests: they are not in flight; expected false",
         );
     }
     let shards = reader.get_integer("shards").unwrap_or(1);
@@ -381,10 +384,7 @@ fn build_quota(reader: &TableReader<'_>, context: &PolicyContext, name: &str) ->
     let block_for = reader.get_duration("block_for");
     if block_for.is_some() && reader.get_keyword("mode", &POLICY_MODES) == Some(PolicyMode::Shadow)
     {
-        reader.report_warning(
-            "block_for",
-            "a shadow policy blocks nobody: what it measures are its limits alone",
-        );
+        reader.report_warning("block_for", "without effect: a shadow policy blocks no key");
     }
     let quota = Quota {
         key,
@@ -410,7 +410,8 @@ fn build_quota(reader: &TableReader<'_>, context: &PolicyContext, name: &str) ->
     })
 }
 
-/// Spread limits are decided by whichever counter is asked: what needs to know all of them can't be.
+/// Checks the settings of a sharded policy. One shard decides each request, so settings that need
+/// all counters of a key are errors.
 fn check_shards<'a>(
     reader: &TableReader<'_>,
     context: &PolicyContext,
@@ -419,25 +420,22 @@ fn check_shards<'a>(
     limits: impl Iterator<Item = &'a NamedLimit> + Clone,
 ) {
     if !context.uses_redis_cluster {
-        reader.report_warning(
-            "shards",
-            "without a Redis Cluster it has no effect: there is one counter per key",
-        );
+        reader.report_warning("shards", "without effect: sharding needs a Redis Cluster");
     }
     if reader.get_keyword("mode", &POLICY_MODES) == Some(PolicyMode::Shadow) {
         reader.report_warning(
             "shards",
-            "a shadow policy asks one shard only: it seems to refuse more than it would",
+            "a shadow policy asks only one shard, so it reports more rejections than enforcement would cause",
         );
     }
     let store_failure_mode = reader
         .get_keyword("on_store_failure", &ON_STORE_FAILURE_MODES)
         .unwrap_or(context.on_store_failure);
     if context.uses_redis_cluster && store_failure_mode == OnStoreFailure::Local {
-        let expected = "expected on_store_failure = \"open\" or \"closed\" beside it";
+        let expected = "expected on_store_failure = \"open\" or \"closed\"";
         reader.report_error(
             "shards",
-            &format!("what is admitted without Redis is written back to one counter; {expected}"),
+            &format!("usage during an outage is written back to one counter; {expected}"),
         );
     }
     let least = |limit: &Limit| match limit.algorithm {
@@ -452,7 +450,7 @@ fn check_shards<'a>(
         reader.report_error(
             "shards",
             &format!(
-                "each needs a unit, and the limit \"{}\" has {most}; expected at most {most}",
+                "each shard needs one unit, and the limit \"{}\" has {most}; expected at most {most}",
                 few.name
             ),
         );
@@ -462,7 +460,7 @@ fn check_shards<'a>(
         reader.report_warning(
             "shards",
             &format!(
-                "a request may take more than one shard of the limit \"{}\" has: such a one never passes",
+                "a request may cost more than one shard of the limit \"{}\" has; such requests are always rejected",
                 few.name
             ),
         );
@@ -480,7 +478,7 @@ fn check_shards<'a>(
             reader.report_error(
                 "shards",
                 &format!(
-                    "algorithm = \"{algorithm}\" can't be spread; expected another, or no shards"
+                    "algorithm = \"{algorithm}\" can't be sharded; expected another algorithm, or no shards"
                 ),
             );
         }
@@ -493,25 +491,25 @@ fn check_shards<'a>(
         {
             reader.report_error(
                 key,
-                "needs one counter that knows of every refusal; expected no shards beside it",
+                "needs one counter that sees every rejection; expected no shards",
             );
         }
     }
     if reader.contains_key("lease") {
         reader.report_error(
             "lease",
-            "units are lent by one counter; expected no shards beside it",
+            "units are leased from one counter; expected no shards",
         );
     }
     if cost.is_some_and(|cost| cost.as_estimate().is_some()) {
         reader.report_error(
             "shards",
-            "an estimate is settled on one counter; expected no shards beside it",
+            "an estimate is settled on one counter; expected no shards",
         );
     }
 }
 
-/// A number, or what says it: a header of the request, or the response.
+/// Builds the cost: a number, a request header, or an estimate settled by the response.
 fn build_cost(reader: &TableReader<'_>) -> Option<CostSource> {
     if reader
         .get("cost")
@@ -534,7 +532,7 @@ fn build_cost(reader: &TableReader<'_>) -> Option<CostSource> {
     } else if default < min {
         table.report_warning(
             "default",
-            "less than min: without the header a request takes less than with any",
+            "less than min: requests without the header cost less than any with it",
         );
     }
     Some(CostSource::Header(Box::new(HeaderCost {
@@ -550,7 +548,7 @@ fn build_estimate_cost(reader: &TableReader<'_>) -> Option<CostSource> {
         if reader.contains_key(key) {
             reader.report_error(
                 key,
-                "beside an estimate; expected either header, or estimate and actual",
+                "not with an estimate; expected either header, or estimate and actual",
             );
         }
     }
@@ -571,7 +569,7 @@ fn get_units(reader: &TableReader<'_>, name: &str) -> Option<u64> {
         .and_then(|units| u64::try_from(units).ok())
 }
 
-/// Who only ever asks for more than a cold bucket holds would never warm it up.
+/// Reports a cost above the capacity of a cold bucket: such requests would never warm it up.
 fn reject_cost_above_cold_capacity<'a>(
     reader: &TableReader<'_>,
     cost: u64,
@@ -581,11 +579,11 @@ fn reject_cost_above_cold_capacity<'a>(
         |limit: &Limit| limit.capacity() > limit.cold_capacity() && limit.cold_capacity() < cost;
     if let Some(limit) = limits.find(|limit| is_too_small(&limit.limit)) {
         let most = limit.limit.cold_capacity();
-        reader.report_error("cost", &format!("up to {cost}, but before its warm_up the limit \"{}\" has {most} at once, a third of burst; expected at most {most}", limit.name));
+        reader.report_error("cost", &format!("a request may cost {cost}, but before its warm_up the limit \"{}\" has {most}, a third of burst; expected at most {most}", limit.name));
     }
 }
 
-/// Of these a request takes one, whatever it costs.
+/// Whether the limit counts requests in flight. A request takes one slot, whatever its cost.
 fn is_concurrency_limit(named: &NamedLimit) -> bool {
     matches!(named.limit.algorithm, Algorithm::Concurrency { .. })
 }
@@ -598,12 +596,12 @@ fn warn_if_cost_exceeds_capacity(reader: &TableReader<'_>, cost: u64, limits: &[
         let most = limit.limit.capacity();
         reader.report_warning(
             "cost",
-            &format!("no request ever passes: it takes {cost} of at most {most}"),
+            &format!("rejects every request: each costs at least {cost}, and the limit has {most}"),
         );
     }
 }
 
-/// The limits of a policy or of an override, with distinct names and counters.
+/// Builds the limits of a policy or of an override. Names and counters must be distinct.
 fn build_limits(
     reader: &TableReader<'_>,
     context: &PolicyContext,
@@ -611,7 +609,10 @@ fn build_limits(
 ) -> Option<Vec<NamedLimit>> {
     let tables = match (reader.contains_key("limit"), reader.contains_key("limits")) {
         (true, true) => {
-            reader.report_error("limits", "beside limit; expected one of them");
+            reader.report_error(
+                "limits",
+                "both limit and limits are set; expected one of them",
+            );
             return None;
         }
         (false, false) => {
@@ -652,7 +653,7 @@ fn build_limits(
             table.report_error(
                 "name",
                 &format!(
-                    "another limit of this policy is called \"{name}\"; expected a unique name"
+                    "another limit of this policy has the name \"{name}\"; expected a unique name"
                 ),
             );
         }
@@ -660,7 +661,7 @@ fn build_limits(
             .iter()
             .any(|other| other.limit.counter_identity() == limit.counter_identity())
         {
-            table.report_error("per", "another limit of this policy has the same period and algorithm: they would share one counter");
+            table.report_error("per", "another limit of this policy has the same period and algorithm, so they would share a counter; expected another period or algorithm");
         }
         limits.push(NamedLimit {
             name: name.into(),
@@ -687,7 +688,7 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
     let configured_algorithm = reader.get_keyword("algorithm", &ALGORITHMS);
     let offset = reader.get_duration("offset");
     if configured_algorithm.is_none() && reader.contains_key("algorithm") {
-        // What is right for an algorithm that nobody knows?
+        // Without a valid algorithm, the other keys cannot be checked.
         return None;
     }
     let (buckets, burst) = (get_units(reader, "buckets"), get_units(reader, "burst"));
@@ -720,7 +721,7 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
         },
     };
     let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
-    for (key, of, right) in [
+    for (key, owner, is_allowed) in [
         (
             "buckets",
             "sliding_window",
@@ -749,10 +750,12 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
         ("lease_ttl", "concurrency", counts_slots),
         ("max_duration", "concurrency", counts_slots),
     ] {
-        if reader.contains_key(key) && !right {
+        if reader.contains_key(key) && !is_allowed {
             reader.report_error(
                 key,
-                &format!("only for algorithm = \"{of}\", which is expected beside it"),
+                &format!(
+                    "only for algorithm = \"{owner}\"; expected that algorithm, or no such key"
+                ),
             );
         }
     }
@@ -761,7 +764,7 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
             if is_written {
                 reader.report_error(
                     "per",
-                    "not for algorithm = \"concurrency\", which counts requests in flight",
+                    "not for algorithm = \"concurrency\", which counts requests in flight; expected no such key",
                 );
             }
             Some(lease_ttl.unwrap_or(DEFAULT_SLOT_TTL))
@@ -781,10 +784,10 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
         reject_inexact_limit(reader, algorithm, requests, to_micros(per));
     }
     match requests {
-        Some(0) => reader.report_warning("requests", "0 refuses everything"),
+        Some(0) => reader.report_warning("requests", "0 rejects every request"),
         Some(requests) if requests > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog => reader.report_warning(
             "requests",
-            "sliding_log keeps one entry per request; \"sliding_window\" needs no more memory for a large limit",
+            "sliding_log keeps one entry per request; \"sliding_window\" needs less memory for a large limit",
         ),
         _ => {}
     }
@@ -795,7 +798,7 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
     })
 }
 
-/// What a bucket counts in has to stay whole in a double.
+/// Reports a limit whose bucket arithmetic would exceed the integers that a double represents exactly.
 fn reject_inexact_limit(
     reader: &TableReader<'_>,
     algorithm: Algorithm,
@@ -819,15 +822,17 @@ fn reject_inexact_limit(
         0
     };
     if burst.max(requests) > most {
-        let what = if burst > 0 { "a period" } else { "a max_delay" };
+        let interval = if burst > 0 { "a period" } else { "a max_delay" };
         reader.report_error(
             key,
-            &format!("too many to be counted exactly in {what} this long; expected at most {most}"),
+            &format!(
+                "too large to count exactly with {interval} this long; expected at most {most}"
+            ),
         );
     }
 }
 
-/// The schema bounds periods to some hundred days.
+/// Converts a duration to microseconds. The schema bounds durations to 400 days.
 fn to_micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
@@ -869,7 +874,7 @@ fn build_override(
                     Err(reason) => return item.report_error(&reason),
                 }
             }
-            None => return item.report_error("expected a text; \"*\" is any value"),
+            None => return item.report_error("expected a string; \"*\" matches any value"),
         }
     }
     Some(LimitOverride {
@@ -888,12 +893,12 @@ fn build_reject(reader: &TableReader<'_>, status: StatusCode) -> Option<RejectRe
         .into_iter()
         .filter_map(|(name, item)| {
             let Some(text) = item.value.as_str() else {
-                return item.report_error("expected a text");
+                return item.report_error("expected a string");
             };
             match (parse_reject_header(name), HeaderValue::from_str(text)) {
                 (Ok(name), Ok(value)) => Some((name, value)),
                 (Err(reason), _) => item.report_error(&reason),
-                (_, Err(_)) => item.report_error("expected a text that a header can hold"),
+                (_, Err(_)) => item.report_error("expected a valid header value"),
             }
         });
     Some(RejectResponse {
@@ -909,7 +914,7 @@ fn build_reject(reader: &TableReader<'_>, status: StatusCode) -> Option<RejectRe
     })
 }
 
-/// Fields that frame or route a message are not the owner's to set.
+/// Parses the name of a response header. Rejects headers that tidegate sets for framing or routing.
 fn parse_reject_header(text: &str) -> Result<HeaderName, String> {
     const RESERVED_HEADERS: [HeaderName; 8] = [
         header::CONNECTION,
@@ -922,7 +927,7 @@ fn parse_reject_header(text: &str) -> Result<HeaderName, String> {
         header::RETRY_AFTER,
     ];
     match match_conditions::parse_header_name(text)? {
-        header::CONTENT_TYPE => Err("expected content_type beside headers instead".to_owned()),
+        header::CONTENT_TYPE => Err("expected the key content_type instead".to_owned()),
         name if RESERVED_HEADERS.contains(&name) => Err(format!("{name} is set by tidegate")),
         name => Ok(name),
     }

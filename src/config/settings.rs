@@ -1,4 +1,4 @@
-//! From values to settings: one short function for the settings of each room.
+//! Builds the settings of every module from the configuration tables.
 
 use super::diagnostic::ConfigDiagnostic;
 use super::input::ConfigInput;
@@ -257,7 +257,7 @@ fn build_listen_settings(
         proxy_protocol_from: read_proxy_protocol_networks(reader)?,
         max_connections: reader.get_integer("max_connections")?,
         threads: match reader.get_integer("threads")? {
-            // Knows CPU affinity and the cgroup's quota.
+            // Respects CPU affinity and the cgroup quota.
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             threads => threads,
         },
@@ -273,7 +273,7 @@ fn build_listen_settings(
     })
 }
 
-/// One more address: bounds of time and of heads are those of the proxy's.
+/// Builds the listener of `[rls]` or `[check]`. Timeouts and head limits are those of `[listen.http]`.
 fn build_service_listener(
     input: &ConfigInput,
     kind: ListenerKind,
@@ -310,34 +310,34 @@ fn build_service_listener(
     Some(ExtraListenerSettings { kind, listen, tls })
 }
 
-/// `None` inside: the protocol is off.
+/// Reads the networks that may send a PROXY header. The inner `None` means that the protocol is off.
 fn read_proxy_protocol_networks(reader: &TableReader<'_>) -> Option<Option<Vec<IpNet>>> {
     let is_required = reader.get_keyword("proxy_protocol", &[("off", false), ("require", true)])?;
     let networks = reader.get_list("proxy_protocol_from", values::parse_network);
     if is_required && reader.get_items("proxy_protocol_from").is_empty() {
         reader.report_error(
             "proxy_protocol",
-            "nobody may speak it; expected the networks of your load balancers in proxy_protocol_from, or \
-             [\"0.0.0.0/0\", \"::/0\"] if nobody else can connect",
+            "proxy_protocol = \"require\" needs proxy_protocol_from; expected the networks of your load balancers, or \
+             [\"0.0.0.0/0\", \"::/0\"] if only they can connect",
         );
     }
     if !is_required && !networks.is_empty() {
         reader.report_warning(
             "proxy_protocol_from",
-            "nobody is asked for it; expected proxy_protocol = \"require\" beside it",
+            "without effect: proxy_protocol is \"off\"; expected proxy_protocol = \"require\"",
         );
     }
     Some(is_required.then_some(networks))
 }
 
-/// The kubelet and Prometheus ask by TCP.
+/// Parses the address of the probes listener. The kubelet and Prometheus connect by TCP only.
 fn parse_socket_address(text: &str) -> Result<SocketAddr, String> {
     text.parse()
         .ok()
         .ok_or_else(|| "expected an IP address and port such as \"0.0.0.0:9091\"".to_owned())
 }
 
-/// Where nothing is forwarded, `url` is nowhere.
+/// Builds the upstream settings. Without an upstream, `url` is an empty Unix path.
 fn build_upstream_settings(
     input: &ConfigInput,
     reader: &TableReader<'_>,
@@ -367,7 +367,7 @@ fn build_upstream_settings(
         max_requests_waiting: http.get_integer("max_requests_waiting")?,
         retry_connect: reader.get_integer("retry_connect")?,
         retry_idempotent: reader.get_bool("retry_idempotent")?,
-        // Last: without them, what is wrong with the others has been said by now.
+        // Last, so that errors in the other keys are reported first.
         url: url?,
         tls,
     })
@@ -393,7 +393,7 @@ fn build_upstream_tls(
     };
     let tls = client_tls::build_client_tls(input, &reader.get_table("tls"), requirement)?;
     if tls.server_name_for(host?).is_err() {
-        reader.report_error("url", "the host is no name that a certificate can be checked against; expected one that is, or the certificate's name in upstream.tls.server_name")
+        reader.report_error("url", "the host is not a name that a certificate can be verified against; expected such a name, or the certificate's name in upstream.tls.server_name")
     }
     Some(tls)
 }
@@ -425,7 +425,7 @@ fn is_path_set(reader: &TableReader<'_>, key: &str) -> bool {
     reader.get_string(key).is_some_and(|path| !path.is_empty())
 }
 
-/// Whose word a claim is; `None`: nobody's, as no key is given.
+/// Returns how token claims are trusted. `None` if no key is configured.
 fn read_claim_trust(reader: &TableReader<'_>) -> Option<ClaimTrust> {
     match reader.get_bool("verify") {
         Some(false) => Some(ClaimTrust::Unverified),
@@ -434,7 +434,7 @@ fn read_claim_trust(reader: &TableReader<'_>) -> Option<ClaimTrust> {
     }
 }
 
-/// Whom to believe what a token says; what is doubtful about the keys is told.
+/// Builds the token settings. Reports warnings about the keys.
 fn build_jwt_settings(
     input: &ConfigInput,
     reader: &TableReader<'_>,
@@ -444,13 +444,13 @@ fn build_jwt_settings(
     if claims == ClaimTrust::Unverified {
         reader.report_warning(
             "verify",
-            "unverified JWT: claims are believed whoever wrote the token",
+            "unverified JWT: claims are trusted without a signature check",
         );
         for key in JWT_KEY_FILES
             .into_iter()
             .filter(|key| is_path_set(reader, key))
         {
-            reader.report_warning(key, "not used, as verify = false");
+            reader.report_warning(key, "without effect: verify is false");
         }
         return Some(jwt::Settings {
             header,
@@ -459,7 +459,10 @@ fn build_jwt_settings(
     }
     let (key, (keys, warnings)) = match JWT_KEY_FILES.map(|key| is_path_set(reader, key)) {
         [true, true] => {
-            reader.report_error("secret_file", "beside keys_file; expected one of them");
+            reader.report_error(
+                "secret_file",
+                "both keys_file and secret_file are set; expected one of them",
+            );
             return None;
         }
         [true, false] => {
@@ -531,7 +534,7 @@ fn build_cors(reader: &TableReader<'_>) -> CorsOrigins {
     if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 {
         reader.report_error(
             "allow_origins",
-            "\"*\" is any origin; expected nothing beside it",
+            "\"*\" allows any origin; expected no other entries",
         );
     }
     cors
@@ -544,7 +547,7 @@ fn build_store_settings(input: &ConfigInput, reader: &TableReader<'_>) -> Option
         max_keys: memory_reader.get_integer("max_keys")?,
         max_bytes: memory_reader.get_byte_size("max_bytes")?,
     };
-    // Checked even when it isn't used.
+    // Validated even if it is not used.
     let redis = redis::build_redis_settings(input, &reader.get_table("redis"), use_redis)?;
     Some(if use_redis {
         StoreSettings::Redis(Box::new(redis))
@@ -553,17 +556,17 @@ fn build_store_settings(input: &ConfigInput, reader: &TableReader<'_>) -> Option
     })
 }
 
-/// What the file holds that a key names, if it names one.
+/// Reads the text file named by `key`. Returns `None` if the key is empty or after an error.
 pub(super) fn read_secret_file(
     input: &ConfigInput,
     reader: &TableReader<'_>,
     key: &str,
-    what: &str,
+    content: &str,
 ) -> Option<String> {
     let path = reader.get_string(key).filter(|path| !path.is_empty())?;
     match input.read_file(Path::new(&path)) {
         Ok(text) if text.trim_end().is_empty() => {
-            reader.report_error(key, &format!("the file is empty; expected a {what}"));
+            reader.report_error(key, &format!("the file is empty; expected a {content}"));
             None
         }
         Ok(text) => Some(text.trim_end().to_owned()),
@@ -594,8 +597,8 @@ pub(super) fn build_admin_settings(
     {
         reader.report_error(
             "address",
-            "others than this machine can reach it; expected a loopback address such as \"127.0.0.1:9090\", or \
-             a bearer token in admin.token_file (admin.probes is for what kubelet and Prometheus need)",
+            "other machines can connect; expected a loopback address such as \"127.0.0.1:9090\", or \
+             a bearer token in admin.token_file (admin.probes serves the kubelet and Prometheus)",
         );
     }
     let probes = reader.get_parsed("probes", |text| match text {
@@ -603,7 +606,7 @@ pub(super) fn build_admin_settings(
         text => parse_socket_address(text).map(Some),
     })?;
     if probes.is_some_and(|probes| ListenAddress::Ip(probes) == address && probes.port() != 0) {
-        reader.report_error("probes", "that is admin.address; expected another port");
+        reader.report_error("probes", "the same as admin.address; expected another port");
     }
     Some(AdminSettings {
         address,
@@ -613,7 +616,7 @@ pub(super) fn build_admin_settings(
     })
 }
 
-/// As it is compared: in lower case.
+/// Parses a host name. Returns it in lower case, for comparison.
 fn parse_host_name(text: &str) -> Result<String, String> {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     if text.is_empty() || !text.chars().all(fits) {
@@ -635,7 +638,7 @@ fn build_trace_settings(input: &ConfigInput, reader: &TableReader<'_>) -> Option
     if collector.is_tls && tls.as_ref()?.server_name_for(collector.host()).is_err() {
         reader.report_error(
             "otlp",
-            "the host is no name that a certificate can be checked against; expected one that is, or the \
+            "the host is not a name that a certificate can be verified against; expected such a name, or the \
              certificate's name in trace.tls.server_name",
         );
         return None;
@@ -648,7 +651,7 @@ fn build_trace_settings(input: &ConfigInput, reader: &TableReader<'_>) -> Option
     })
 }
 
-/// What goes with every export. No message repeats what the file holds.
+/// Reads the header fields of every export. No message quotes the file, which may hold secrets.
 fn read_trace_headers(input: &ConfigInput, reader: &TableReader<'_>) -> Option<HeaderMap> {
     const KEY: &str = "headers_file";
     if !is_path_set(reader, KEY) {

@@ -1,7 +1,8 @@
-//! What is legal, works, and is surely not meant. `check` tells it, and so does the log at the start.
+//! Lints: warnings about valid settings that are surely not meant. `check` and the log at start
+//! print them.
 //!
-//! A warning that is wrong once is not read the next time: each of these is certain, or isn't given. What can only be
-//! known from traffic (an ingress that nobody has listed, for instance) is told by the running proxy.
+//! Users stop reading warnings after a false one, so each lint reports only certain cases. The
+//! running proxy warns of problems that only traffic shows, such as an unlisted ingress.
 
 mod path_regex;
 mod policy_interactions;
@@ -17,24 +18,24 @@ use crate::proxy::{ListenSettings, UpstreamScheme, UpstreamSettings, UpstreamUrl
 /// Requests that one HTTP/2 connection to the upstream carries at a time.
 const STREAMS_PER_CONNECTION: u64 = 100;
 
-/// A policy, and where it was written.
+/// A policy with the reader of its table, for diagnostics.
 pub(super) struct SpannedPolicy<'a> {
     pub(super) policy: Policy,
     pub(super) reader: TableReader<'a>,
 }
 
-/// The settings that policies are looked at beside. All of them are right.
+/// Valid settings that the lints compare with the policies.
 pub(super) struct LintContext<'a> {
     pub(super) root: &'a TableReader<'a>,
     pub(super) policy_context: &'a PolicyContext,
     pub(super) listen: &'a ListenSettings,
     pub(super) upstream: &'a UpstreamSettings,
     pub(super) store: &'a StoreSettings,
-    /// There is a rate-limit service.
+    /// Whether `[rls]` is configured.
     pub(super) has_rls: bool,
 }
 
-/// Warns of everything that is doubtful about policies that are right (those that are off are left out), in file order.
+/// Runs all lints over the valid policies in file order. Policies with `mode = "off"` are left out.
 pub(super) fn run_lints(policies: &[SpannedPolicy<'_>], context: &LintContext<'_>) {
     settings::check_settings(policies, context);
     for spanned in policies {
@@ -55,22 +56,22 @@ impl SpannedPolicy<'_> {
         self.quota().map_or(&[], |quota| quota.key.parts())
     }
 
-    /// `"login" (config.toml:12:8)`.
+    /// The policy's name and position: `"login" (config.toml:12:8)`.
     fn quote_name(&self) -> String {
-        let place = self
+        let span = self
             .reader
             .get("name")
             .map_or_else(String::new, |item| format!(" ({})", item.source_span()));
-        format!("\"{}\"{place}", self.policy.name)
+        format!("\"{}\"{span}", self.policy.name)
     }
 }
 
 impl LintContext<'_> {
-    /// How many requests the upstreams of all instances are sent at a time, if that is known.
+    /// Largest number of requests in flight to the upstreams of all instances. `None` if unknown.
     fn max_upstream_concurrency(&self) -> Option<u64> {
         let instances = match self.store {
             StoreSettings::Memory(_) => 1,
-            // 1 is what stands there when nobody has said how many there are.
+            // 1 is the default, so the number of instances is unknown.
             StoreSettings::Redis(redis) => {
                 Some(u64::from(redis.initial_instances)).filter(|count| *count > 1)?
             }
