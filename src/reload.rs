@@ -73,8 +73,8 @@ impl fmt::Debug for ConfigReloader {
 }
 
 impl ConfigReloader {
-    /// Creates a reloader. `config` was loaded from `sources` at start; new policy tables are published
-    /// to `active_policies`.
+    /// Creates a reloader. `config` was loaded from `sources` at start. New policy tables are
+    /// published to `active_policies`.
     pub fn new(
         sources: ConfigSources,
         config: &Config,
@@ -134,8 +134,8 @@ impl ConfigReloader {
         }
     }
 
-    /// Reads the files once and loads them if they are new and settled. Returns the time until the next
-    /// check.
+    /// Reads the files once and loads them if they are new and settled. Returns the time until the
+    /// next check.
     fn check_files(&mut self) -> Duration {
         let content = hash_files(&self.files);
         match self.debouncer.observe(content, Instant::now()) {

@@ -7,11 +7,31 @@ use crate::policy::{
     CostSource, EstimateCost, HeaderCost, NamedLimit, OnStoreFailure, Policy, PolicyAction, Quota,
 };
 use figment::value::{Num, Value};
+use std::fmt;
 use std::time::Duration;
 
-/// Describes a policy in one line. Conditions are taken from the TOML values, because a compiled
-/// policy does not keep their source text.
-pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off: bool) -> String {
+/// A policy described in one sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PolicyDescription {
+    pub policy: Box<str>,
+    /// The policy has `mode = "off"`.
+    pub is_off: bool,
+    pub sentence: String,
+}
+
+impl fmt::Display for PolicyDescription {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.sentence)
+    }
+}
+
+/// Describes a policy in one sentence. Conditions are taken from the TOML values, because a
+/// compiled policy does not keep their source text.
+pub(super) fn describe_policy(
+    policy: &Policy,
+    reader: &TableReader<'_>,
+    is_off: bool,
+) -> PolicyDescription {
     let mode = match (is_off, policy.shadow) {
         (true, _) => " (off)",
         (_, true) => " (shadow)",
@@ -25,13 +45,13 @@ pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off:
         ),
     };
     let matches_descriptors = policy.matcher.descriptor_conditions.is_some();
-    let does = match &policy.action {
+    let action = match &policy.action {
         PolicyAction::Allow => ": exempt, no later policy applies".to_owned(),
         PolicyAction::Deny => ": denied".to_owned(),
         PolicyAction::Limit(quota) => {
             format!(
                 ", {}{}",
-                self::describe_quota(quota),
+                describe_quota(quota),
                 describe_store_failure(policy.on_store_failure, matches_descriptors)
             )
         }
@@ -41,10 +61,15 @@ pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off:
         priority => format!("; priority {priority}"),
     };
     // Values from the file may contain control characters.
-    format!("{}{mode}: {requests}{does}{priority}", policy.name)
+    let sentence = format!("{}{mode}: {requests}{action}{priority}", policy.name)
         .chars()
         .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-        .collect()
+        .collect();
+    PolicyDescription {
+        policy: policy.name.clone(),
+        is_off,
+        sentence,
+    }
 }
 
 fn describe_store_failure(mode: OnStoreFailure, matches_descriptors: bool) -> &'static str {
@@ -183,9 +208,9 @@ fn describe_conditions(value: Option<&Value>) -> String {
     else {
         return "all requests".to_owned();
     };
-    let mut words = Vec::new();
+    let mut parts = Vec::new();
     let start = ["methods", "hosts", "path"];
-    words.extend(
+    parts.extend(
         start
             .iter()
             .filter_map(|key| table.get(*key))
@@ -195,12 +220,12 @@ fn describe_conditions(value: Option<&Value>) -> String {
         .iter()
         .filter(|(key, _)| !start.contains(&key.as_str()))
     {
-        words.push(match (key.as_str(), value) {
+        parts.push(match (key.as_str(), value) {
             ("path_regex", value) => format!("path matching {}", format_value(value)),
             ("client_ips", value) => format!("from {}", format_value(value)),
             ("not", value) => format!("but not ({})", describe_conditions(Some(value))),
             (key, Value::Dict(_, entries)) => {
-                let what = match key {
+                let kind = match key {
                     "headers" => "header",
                     "cookies" => "cookie",
                     "jwt" => "claim",
@@ -208,13 +233,13 @@ fn describe_conditions(value: Option<&Value>) -> String {
                 };
                 let tests = entries
                     .iter()
-                    .map(|(name, test)| format!("with {what} {name}{}", self::describe_test(test)));
+                    .map(|(name, test)| format!("with {kind} {name}{}", describe_test(test)));
                 tests.collect::<Vec<_>>().join(" and ")
             }
             (_, value) => format_value(value),
         });
     }
-    words.join(" ")
+    parts.join(" ")
 }
 
 fn describe_descriptors(value: Option<&Value>) -> String {
@@ -230,7 +255,7 @@ fn describe_descriptors(value: Option<&Value>) -> String {
         Some(entries) => {
             let entries = entries.iter().map(|(name, test)| match test.as_str() {
                 Some("*") => name.clone(),
-                _ => format!("{name}{}", self::describe_test(test)),
+                _ => format!("{name}{}", describe_test(test)),
             });
             format!(
                 " with {} and nothing else",

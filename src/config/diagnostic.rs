@@ -1,6 +1,6 @@
 //! Configuration errors and warnings: what is wrong, where, and what would be right.
 
-use super::FileSet;
+use super::file_set::FileSet;
 use regex::Regex;
 use std::borrow::Cow;
 use std::fmt;
@@ -16,7 +16,7 @@ const MAX_EXCERPT_CHARS: usize = 160;
 pub struct ConfigDiagnostic {
     pub severity: DiagnosticSeverity,
     pub span: SourceSpan,
-    /// Key path such as `upstream.connect_timeout` or `policy[2].limit.per`. Empty for a whole file.
+    /// Key path such as `upstream.url` or `policy[2].limit.per`. Empty for a whole file.
     pub key: String,
     /// The value found, and the value expected.
     pub problem: String,

@@ -1,7 +1,7 @@
 //! The effective configuration as JSON: every key with its value, and the policies as written.
 
+use super::loaded_config::{Config, RestartOnlySettings, is_reloadable};
 use super::schema::{self, ValueKind};
-use super::{Config, RestartOnlySettings, is_reloadable};
 use figment::value::Value;
 use serde_json::{Map, Value as Json};
 use sha2::{Digest, Sha256};

@@ -1,41 +1,14 @@
 //! Reads the main file and the included files.
 
-use super::FileSource;
 use super::diagnostic::SourceSpan;
+use super::file_set::expand_glob;
 use super::input::ConfigInput;
 use super::schema;
+use super::sources::FileSource;
 use super::table_reader::{ConfigValue, TableReader};
 use figment::value::Dict;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-
-/// Files and globs of a configuration. A reload reads them again.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct FileSet {
-    /// Files that were read or that failed to be read.
-    files: Vec<PathBuf>,
-    /// Globs of `include`. A new file that matches belongs to the configuration.
-    globs: Vec<String>,
-}
-
-impl FileSet {
-    pub(super) fn insert(&mut self, file: PathBuf) {
-        if !self.files.contains(&file) {
-            self.files.push(file);
-        }
-    }
-
-    /// All paths of the configuration. Evaluates the globs again.
-    pub fn paths(&self) -> Vec<PathBuf> {
-        let mut paths = self.files.clone();
-        for glob in &self.globs {
-            paths.extend(expand_glob(glob).unwrap_or_default());
-        }
-        paths.sort();
-        paths.dedup();
-        paths
-    }
-}
 
 /// Reads the main file. Returns its document index, or `None` if it is unreadable or not TOML.
 /// [`FileSource::None`] is an empty document.
@@ -114,23 +87,9 @@ fn expand_include(input: &ConfigInput, item: &ConfigValue<'_>, base: &Path) -> V
     };
     match expand_glob(&glob) {
         Ok(paths) => {
-            input.update_file_set(|files| files.globs.push(glob));
+            input.update_file_set(|files| files.insert_glob(glob));
             paths
         }
         Err(error) => item.report_error(&error).unwrap_or_default(),
     }
-}
-
-/// Expands a glob. Skips hidden names: a mounted ConfigMap keeps its link targets in them.
-fn expand_glob(glob: &str) -> Result<Vec<PathBuf>, String> {
-    let options = glob::MatchOptions {
-        case_sensitive: true,
-        require_literal_separator: true,
-        require_literal_leading_dot: true,
-    };
-    let paths =
-        glob::glob_with(glob, options).map_err(|error| format!("not a glob: {}", error.msg))?;
-    paths
-        .collect::<Result<_, _>>()
-        .map_err(|error| error.to_string())
 }

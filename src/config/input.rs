@@ -1,10 +1,10 @@
 //! The documents of one load, and the diagnostics so far.
 
-use super::FileSet;
 use super::diagnostic::{ConfigDiagnostic, ConfigErrors, DiagnosticSeverity, SourceSpan};
 use super::document::{KeyPath, TomlDocument};
+use super::file_set::FileSet;
 use figment::Figment;
-use figment::value::{Tag, Value};
+use figment::value::{Dict, Tag, Value};
 use std::cell::RefCell;
 use std::path::Path;
 
@@ -65,6 +65,14 @@ impl ConfigInput {
 
     pub(super) fn set_layers(&mut self, layers: Figment) {
         self.layers = layers;
+    }
+
+    /// The values of a document, without overrides.
+    pub(super) fn document_values(&self, document: usize) -> Dict {
+        self.documents
+            .get(document)
+            .map(|document| document.values().clone())
+            .unwrap_or_default()
     }
 
     pub(super) fn documents(&self) -> &[TomlDocument] {

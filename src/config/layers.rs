@@ -2,7 +2,8 @@
 
 use super::input::ConfigInput;
 use super::schema::{self, ValueKind};
-use super::{FlagOverrides, values};
+use super::sources::FlagOverrides;
+use super::text_conversion;
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider, Source};
 use std::path::PathBuf;
@@ -21,13 +22,14 @@ struct OverrideLayer<'a> {
     value: Value,
 }
 
-/// Merges all layers. Reports and skips variables that name no key.
+/// Merges all layers and returns the values. `input` keeps the layers, which record the source of
+/// each value. Reports and skips variables that name no key.
 pub(super) fn merge_layers(
-    input: &ConfigInput,
+    input: &mut ConfigInput,
     file: &Dict,
     env: &[(String, String)],
     flags: &FlagOverrides,
-) -> Figment {
+) -> Dict {
     let mut figment = Figment::new().merge(FileLayer(file));
     for (name, text) in env {
         if let Some(layer) = parse_env_override(input, name, text) {
@@ -48,7 +50,13 @@ pub(super) fn merge_layers(
             });
         }
     }
-    figment
+    let values = figment
+        .data()
+        .unwrap_or_default()
+        .remove(&Profile::Default)
+        .unwrap_or_default();
+    input.set_layers(figment);
+    values
 }
 
 /// Parses an environment variable. Ignores names without a double underscore: Kubernetes sets such
@@ -85,7 +93,7 @@ fn parse_env_override<'a>(
         }
         Some(found) => Some(OverrideLayer {
             label: name,
-            value: values::value_from_text(&found.kind, text),
+            value: text_conversion::value_from_text(&found.kind, text),
             path,
         }),
         None => {

@@ -1,9 +1,9 @@
 //! Generates the tables of `docs/CONFIGURATION.md` from the schema.
 //!
-//! Each table is between `<!-- keys: NAME -->` and `<!-- end -->`. With `UPDATE_FIXTURES=1` the test
-//! rewrites the tables: read the difference before you commit it.
+//! Each table is between `<!-- keys: NAME -->` and `<!-- end -->`. With `UPDATE_FIXTURES=1` the
+//! test rewrites the tables: read the difference before you commit it.
 
-use super::RELOADABLE_KEY_PREFIXES;
+use super::loaded_config::RELOADABLE_KEY_PREFIXES;
 use super::schema::{KeyRequirement, ROOT, SchemaKey, ValueKind};
 use super::values::format_duration;
 use std::fs;
@@ -53,7 +53,8 @@ fn collect_tables(
     }
 }
 
-/// Replaces the rows of one table in the page. Checks that the heading has ↻ if the table is reloadable.
+/// Replaces the rows of one table in the page. Checks that the heading has ↻ if a reload applies
+/// the table.
 fn replace_table(page: &str, path: &str, table: &[SchemaKey]) -> String {
     let mark = format!(
         "<!-- keys: {} -->\n",

@@ -1,106 +1,21 @@
 //! Schema of the configuration: every key with its type, range, default and description.
 //!
-//! Detection of unknown keys, defaults, ranges, the "expected …" part of messages and the tables of
+//! Unknown keys, defaults, ranges, the "expected …" part of messages and the tables of
 //! `docs/CONFIGURATION.md` all come from here, so they cannot differ.
 
+mod key;
 mod policy;
 mod proxy;
 mod store;
 
+pub(super) use key::{KeyRequirement, SchemaKey, ValueKind};
 pub(super) use policy::VALUE_TEST;
 pub(super) use store::{DEFAULT_KEY_PREFIX, DEFAULT_REDIS_URL};
 
-use super::values::format_duration;
+use key::*;
 use policy::POLICY;
 use proxy::{CHECK, CLIENT, LISTEN, PATH, RLS, UPSTREAM, UPSTREAM_TLS};
-use std::fmt;
-use std::time::Duration;
 use store::STORE;
-
-/// One key of a table.
-#[derive(Debug)]
-pub(super) struct SchemaKey {
-    pub name: &'static str,
-    pub kind: ValueKind,
-    pub requirement: KeyRequirement,
-    /// Description for `docs/CONFIGURATION.md`. Messages quote its first sentence.
-    pub doc: &'static str,
-}
-
-/// Whether a key must be present, and its default.
-#[derive(Debug)]
-pub(super) enum KeyRequirement {
-    Required,
-    Optional,
-    Default(&'static str),
-}
-
-/// Type and range of a value.
-#[derive(Debug)]
-pub(super) enum ValueKind {
-    Bool,
-    /// An integer from `min` to `max`, both included.
-    Integer {
-        min: i64,
-        max: i64,
-    },
-    /// An integer, or a table that defines where the number comes from.
-    IntegerOrTable {
-        min: i64,
-        max: i64,
-        table: &'static [SchemaKey],
-    },
-    /// A keyword, or a table with details.
-    KeywordOrTable {
-        keyword: &'static str,
-        table: &'static [SchemaKey],
-    },
-    /// A number from 0 to 1.
-    Fraction,
-    Duration {
-        min: Duration,
-        max: Duration,
-    },
-    /// A size in bytes.
-    ByteSize {
-        min: u64,
-        max: u64,
-    },
-    Keyword(&'static [&'static str]),
-    /// A string, with its description.
-    Text(&'static str),
-    /// A string that no message quotes.
-    Secret(&'static str),
-    /// A list of strings, or one string.
-    TextList(&'static str),
-    /// A list of strings that no message quotes.
-    SecretList(&'static str),
-    Table(&'static [SchemaKey]),
-    TableList(&'static [SchemaKey]),
-    /// A table with user-defined keys.
-    Map(&'static str),
-}
-
-use KeyRequirement::{Default, Optional, Required};
-use ValueKind::{
-    Bool, Fraction, Keyword, Map, Secret, SecretList, Table, TableList, Text, TextList,
-};
-
-/// Largest integer that a double represents exactly. Redis scripts compute with doubles.
-const MAX_UNITS: i64 = 1 << 53;
-const DAY: Duration = Duration::from_secs(86_400);
-const MAX_WARM_UP: Duration = Duration::from_micros(crate::limiter::MAX_WARM_UP_US);
-const MAX_PERIOD: Duration = Duration::from_secs(400 * 86_400);
-
-/// At least a millisecond, because 0 does not disable the setting.
-const POSITIVE_DURATION: ValueKind = ValueKind::Duration {
-    min: Duration::from_millis(1),
-    max: DAY,
-};
-const DURATION: ValueKind = ValueKind::Duration {
-    min: Duration::ZERO,
-    max: DAY,
-};
 
 /// Keys of the main file.
 pub(super) static ROOT: [SchemaKey; 15] = [
@@ -201,22 +116,11 @@ static DEFAULTS: [SchemaKey; 3] = [
     ),
 ];
 
-const ON_STORE_FAILURE: ValueKind = Keyword(&["open", "closed", "local"]);
-const ALGORITHM: ValueKind = Keyword(&[
-    "sliding_log",
-    "sliding_window",
-    "fixed_window",
-    "token_bucket",
-    "leaky_bucket",
-    "concurrency",
-]);
-const MISSING_KEY: ValueKind = Keyword(&["shared", "skip", "reject"]);
-
 static RESPONSE_CORS: [SchemaKey; 1] = [key(
     "allow_origins",
     TextList("origins such as \"https://app.example.com\", or \"*\""),
     Default(""),
-    "Origins whose scripts may read tidegate's own responses, such as a 429. Responses of your app are unchanged.",
+    "Origins with scripts that may read tidegate's own responses, such as a 429. Responses of your app are unchanged.",
 )];
 
 static RESPONSE: [SchemaKey; 3] = [
@@ -338,28 +242,6 @@ static TRACE: [SchemaKey; 4] = [
     ),
 ];
 
-const fn key(
-    name: &'static str,
-    kind: ValueKind,
-    requirement: KeyRequirement,
-    doc: &'static str,
-) -> SchemaKey {
-    SchemaKey {
-        name,
-        kind,
-        requirement,
-        doc,
-    }
-}
-
-const fn integer(min: i64, max: i64) -> ValueKind {
-    ValueKind::Integer { min, max }
-}
-
-const fn byte_size(min: u64, max: u64) -> ValueKind {
-    ValueKind::ByteSize { min, max }
-}
-
 /// Finds a key in a table.
 pub(super) fn find_key(table: &'static [SchemaKey], name: &str) -> Option<&'static SchemaKey> {
     table.iter().find(|key| key.name == name)
@@ -421,67 +303,4 @@ pub(super) fn key_paths() -> Vec<String> {
     let mut paths = Vec::new();
     collect_paths(&ROOT, "", &mut paths);
     paths
-}
-
-fn join_alternatives(words: &[&str]) -> String {
-    let quoted: Vec<String> = words.iter().map(|word| format!("\"{word}\"")).collect();
-    match quoted.split_last() {
-        Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
-        _ => quoted.concat(),
-    }
-}
-
-/// Formats the expected value, to follow the word "expected".
-impl fmt::Display for ValueKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Bool => f.write_str("true or false"),
-            ValueKind::Integer {
-                min: i64::MIN,
-                max: i64::MAX,
-            } => f.write_str("a whole number"),
-            ValueKind::Integer { min, max } => write!(f, "a whole number from {min} to {max}"),
-            ValueKind::IntegerOrTable { min, max, .. } => {
-                write!(
-                    f,
-                    "a whole number from {min} to {max}, or a table such as {{ header = \"x-cost\", max = 100 }}"
-                )
-            }
-            ValueKind::KeywordOrTable { keyword: word, .. } => {
-                write!(
-                    f,
-                    "\"{word}\", or a table such as {{ size = 50, ttl = \"100ms\" }}"
-                )
-            }
-            Fraction => f.write_str("a number from 0 to 1"),
-            ValueKind::Duration { min, max } => {
-                write!(f, "a duration such as \"250ms\", \"1s\", \"5m\"")?;
-                match min.is_zero() {
-                    true => write!(f, ", at most {}", format_duration(*max)),
-                    false => write!(
-                        f,
-                        ", from {} to {}",
-                        format_duration(*min),
-                        format_duration(*max)
-                    ),
-                }
-            }
-            ValueKind::ByteSize { min, max } => {
-                write!(f, "a size such as \"64KiB\", \"1MiB\"")?;
-                if *min > 0 {
-                    write!(f, ", at least {min} bytes")?;
-                }
-                if *max < u64::MAX {
-                    write!(f, ", at most {max} bytes")
-                } else {
-                    Ok(())
-                }
-            }
-            Keyword(words) => f.write_str(&join_alternatives(words)),
-            Text(description) | Secret(description) | Map(description) => f.write_str(description),
-            TextList(description) | SecretList(description) => write!(f, "a list of {description}"),
-            Table(_) => f.write_str("a table"),
-            TableList(_) => f.write_str("a list of tables"),
-        }
-    }
 }

@@ -1,13 +1,13 @@
 //! Reads values by the schema. Continues after an error, so that one load reports all errors.
 //!
-//! An invalid value is reported and replaced by its default. The result is discarded at the end, but
-//! the remaining values are checked too.
+//! An invalid value is reported and replaced by its default. The result is discarded at the end,
+//! but the remaining values are checked too.
 
 use super::diagnostic::{SourceSpan, quote_source};
 use super::document::KeyPath;
 use super::input::ConfigInput;
 use super::schema::{self, KeyRequirement, SchemaKey, ValueKind};
-use super::values;
+use super::{text_conversion, values};
 use figment::value::{Dict, Num, Value};
 use std::time::Duration;
 
@@ -332,9 +332,11 @@ impl<'a> TableReader<'a> {
             (None, _) => None,
         }
         .or_else(|| match key.requirement {
-            KeyRequirement::Default(text) => {
-                parse(&key.kind, &values::value_from_text(&key.kind, text)).ok()
-            }
+            KeyRequirement::Default(text) => parse(
+                &key.kind,
+                &text_conversion::value_from_text(&key.kind, text),
+            )
+            .ok(),
             KeyRequirement::Required | KeyRequirement::Optional => None,
         })
     }

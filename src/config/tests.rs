@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::policy::{OnStoreFailure, PolicyAction};
+use crate::store::MemorySettings;
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
@@ -37,7 +38,8 @@ fn file_sources(path: &Path) -> ConfigSources {
 const URL: &str = "upstream.url = \"http://127.0.0.1:3000\"\n";
 
 /// Compares the diagnostics and descriptions of each file in a folder with its `.expected` file.
-/// With `UPDATE_FIXTURES=1` the expected files are rewritten: read the difference before you commit it.
+/// With `UPDATE_FIXTURES=1` the test rewrites the expected files: read the difference before you
+/// commit it.
 fn check_fixtures(folder: &str, expect_ok: bool) {
     let mut mismatches = Vec::new();
     let mut count = 0;

@@ -1,10 +1,9 @@
 //! Parsers for values in strings: durations, sizes, addresses, URLs.
 
-use super::schema::ValueKind;
 use crate::listen::ListenAddress;
 use crate::proxy::{UpstreamScheme, UpstreamUrl};
 use crate::store::redis::{RedisAddress, RedisCredentials, RedisPassword};
-use figment::value::Value;
+use http::HeaderName;
 use ipnet::IpNet;
 use percent_encoding::percent_decode_str;
 use regex::{Regex, RegexBuilder};
@@ -14,40 +13,6 @@ use std::time::Duration;
 
 /// Largest compiled size of a regular expression, in bytes. Ample for paths and headers.
 const MAX_REGEX_BYTES: usize = 1 << 20;
-
-/// Converts text from the environment, a flag or a schema default to a value of the key's type.
-/// Text that does not parse stays a string, which the key's reader reports.
-pub(super) fn value_from_text(kind: &ValueKind, text: &str) -> Value {
-    match kind {
-        ValueKind::Bool => text
-            .parse::<bool>()
-            .map_or_else(|_| text.into(), Value::from),
-        ValueKind::Integer { .. } | ValueKind::IntegerOrTable { .. } => text
-            .parse::<i64>()
-            .map_or_else(|_| text.into(), Value::from),
-        ValueKind::Fraction => text
-            .parse::<f64>()
-            .map_or_else(|_| text.into(), Value::from),
-        ValueKind::TextList(_) | ValueKind::SecretList(_) => Value::from(parse_list(text)),
-        _ => text.into(),
-    }
-}
-
-/// Parses a list such as `a, b` or `["a", "b"]`.
-fn parse_list(text: &str) -> Vec<Value> {
-    let text = text.trim();
-    let inner = text
-        .strip_prefix('[')
-        .and_then(|text| text.strip_suffix(']'))
-        .unwrap_or(text);
-    let items = inner
-        .split(',')
-        .map(|item| item.trim().trim_matches(['"', '\'']));
-    items
-        .filter(|item| !item.is_empty())
-        .map(Value::from)
-        .collect()
-}
 
 /// Parses a duration such as `"250ms"`, `"1s"`, `"5m"`, `"1h"`, `"1d"` or `"0"`.
 pub(super) fn parse_duration(text: &str) -> Option<Duration> {
@@ -199,7 +164,7 @@ pub(super) struct RedisUrl {
 }
 
 /// Parses `redis://[user]:[password]@host:port/database`, `rediss://` for TLS, or
-/// `unix:///path?db=0&user=..&pass=..`. Errors quote no part of the text, which may hold a password.
+/// `unix:///path?db=0&user=..&pass=..`. Errors do not quote the text, which may hold a password.
 pub(super) fn parse_redis_url(text: &str) -> Result<RedisUrl, String> {
     const EXPECTED: &str =
         "expected \"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\"";
@@ -328,6 +293,30 @@ fn parse_host_and_port(authority: &str, default_port: u16) -> Result<(String, u1
             .ok_or("expected a port from 1 to 65535")?,
     };
     Ok((host.to_owned(), port))
+}
+
+/// Parses a name: `[A-Za-z0-9][A-Za-z0-9_.-]{0,62}`.
+pub(super) fn parse_name(text: &str) -> Result<String, String> {
+    let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
+    if starts_well
+        && text.len() <= 63
+        && text
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+    {
+        return Ok(text.to_owned());
+    }
+    Err(
+        "expected a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""
+            .to_owned(),
+    )
+}
+
+/// Parses the name of a header.
+pub(super) fn parse_header_name(text: &str) -> Result<HeaderName, String> {
+    HeaderName::from_bytes(text.as_bytes())
+        .ok()
+        .ok_or_else(|| format!("{text:?} is not a header name"))
 }
 
 /// Formats a duration in the largest unit that represents it exactly.
@@ -526,18 +515,5 @@ mod tests {
                 "{wrong}: {error}"
             );
         }
-    }
-
-    #[test]
-    fn lists_in_the_environment_are_separated_by_commas() {
-        let wanted = vec![Value::from("10.0.0.0/8"), Value::from("::1")];
-        for text in [
-            "10.0.0.0/8,::1",
-            "[\"10.0.0.0/8\", '::1']",
-            " [10.0.0.0/8, ::1] ",
-        ] {
-            assert_eq!(parse_list(text), wanted, "{text}");
-        }
-        assert_eq!(parse_list(""), Vec::new());
     }
 }

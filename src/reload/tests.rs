@@ -260,7 +260,7 @@ async fn a_slow_disk_does_not_block_the_runtime() {
     let (opened_sender, opened_receiver) = tokio::sync::oneshot::channel();
     let (release_sender, release_receiver) = std::sync::mpsc::sync_channel(1);
     let disk = std::thread::spawn(move || {
-        // Blocks until the reloader opens the pipe for reading. The reader waits until it is dropped.
+        // Blocks until the reloader opens the pipe. The reloader then waits until it is dropped.
         let pipe = fs::OpenOptions::new().write(true).open(&file).unwrap();
         opened_sender.send(()).unwrap();
         let on_time = release_receiver

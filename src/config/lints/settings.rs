@@ -1,7 +1,8 @@
 //! Lints about settings that conflict with the policies or with each other.
 
-use super::{LintContext, SpannedPolicy};
-use crate::config::StoreSettings;
+use super::context::LintContext;
+use crate::config::loaded_config::StoreSettings;
+use crate::config::policies::context::SpannedPolicy;
 use crate::listen::ListenAddress;
 use crate::policy::{KeyPart, OnStoreFailure};
 use crate::proxy::UpstreamUrl;

@@ -1,8 +1,10 @@
 //! Lints about settings of one policy that have no effect or a surprising one.
 
-use super::{LintContext, SpannedPolicy, path_regex};
-use crate::config::format_duration;
+use super::context::LintContext;
+use super::path_regex;
+use crate::config::policies::context::SpannedPolicy;
 use crate::config::table_reader::TableReader;
+use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
     CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, Quota,
@@ -80,7 +82,7 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher) {
 }
 
 const STRIPPED_HEADER_WARNING: &str =
-    "tidegate removes this hop-by-hop header before policies see it";
+    "never present: tidegate removes this connection header before policies see it";
 
 fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>) {
     let is_stripped = |name: &HeaderName| is_stripped_before_policies(name);
@@ -159,7 +161,8 @@ fn check_limits(
     }
 }
 
-/// Largest number of units that `tight` admits in any interval that `wide` counts. `None` if unknown.
+/// Largest number of units that `tight` admits in any interval counted by `wide`. `None` if
+/// unknown.
 fn max_admitted_within(tight: &Limit, wide: &Limit) -> Option<u64> {
     let is_hard = matches!(
         tight.algorithm,

@@ -1,6 +1,7 @@
 //! Keys of `[[policy]]`.
 
-use super::*;
+use super::key::*;
+use std::time::Duration;
 
 pub(super) static POLICY: [SchemaKey; 17] = [
     key(
@@ -130,7 +131,7 @@ pub(super) static COST: [SchemaKey; 6] = [
         "max",
         integer(0, MAX_UNITS),
         Default("100"),
-        "Largest valid cost in the header. Also the cost of a request whose header is invalid: empty, signed, a fraction, out of range or repeated.",
+        "Largest valid cost in the header. Also the cost if the header is invalid: empty, signed, a fraction, out of range or repeated.",
     ),
     key(
         "estimate",

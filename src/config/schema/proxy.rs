@@ -1,13 +1,13 @@
 //! Keys of `[listen]`, `[rls]`, `[check]`, `[upstream]`, `[client]` and `[path]`.
 
-use super::*;
+use super::key::*;
 
 pub(super) static LISTEN: [SchemaKey; 7] = [
     key(
         "address",
         Text("an IP address and port such as \"0.0.0.0:8080\", or \"unix:/path\""),
         Default("0.0.0.0:8080"),
-        "IP address and port for clients, or a Unix socket, whose clients count as 127.0.0.1.",
+        "IP address and port for clients, or a Unix socket; its clients count as 127.0.0.1.",
     ),
     key(
         "proxy_protocol",
@@ -299,7 +299,7 @@ pub(super) static CLIENT: [SchemaKey; 5] = [
         "trusted_proxies",
         TextList("networks such as \"10.0.0.0/8\""),
         Default(""),
-        "Proxies in front of tidegate, such as an ingress, whose ip_header is trusted.",
+        "Proxies in front of tidegate, such as an ingress. Their ip_header is trusted.",
     ),
     key(
         "ip_header",

@@ -1,6 +1,6 @@
 //! Keys of `[store]`.
 
-use super::*;
+use super::key::*;
 
 pub(super) static STORE: [SchemaKey; 3] = [
     key(

@@ -1,7 +1,8 @@
 //! The key `lease` of a policy.
 
-use super::table_reader::TableReader;
-use super::values::format_duration;
+use super::limits::all_limits;
+use crate::config::table_reader::TableReader;
+use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Lease};
 use crate::policy::{CostSource, Quota};
 use std::time::Duration;
@@ -18,20 +19,10 @@ pub(super) fn build_lease(
 ) -> Option<Lease> {
     let item = reader.get("lease")?;
     reject_incompatible_settings(reader, quota);
-    let overrides = quota
-        .overrides
-        .as_slice()
-        .iter()
-        .flat_map(|entry| &entry.limits);
-    let shortest_us = quota
-        .limits
-        .iter()
-        .chain(overrides)
-        .map(|named| named.limit.per_us)
-        .min()?;
+    let shortest_us = all_limits(quota).map(|named| named.limit.per_us).min()?;
     let lease = if item.value.as_dict().is_some() {
         let table = reader.get_optional_table("lease")?;
-        let (size, ttl) = (table.get_integer::<i64>("size"), table.get_duration("ttl")?);
+        let (size, ttl) = (table.get_integer("size"), table.get_duration("ttl")?);
         let most = Duration::from_micros(shortest_us / 2);
         if ttl > most {
             let most = format_duration(most);
@@ -40,7 +31,7 @@ pub(super) fn build_lease(
                 &format!("more than half of the policy's shortest period; expected at most {most}"),
             );
         }
-        let (size, least) = (u64::try_from(size?).ok()?, quota.cost.min_units());
+        let (size, least) = (size?, quota.cost.min_units());
         if size < least {
             table.report_warning(
                 "size",
@@ -74,14 +65,7 @@ pub(super) fn build_lease(
 
 /// Reports settings that leased units cannot implement.
 fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
-    let mut limits = quota.limits.iter().chain(
-        quota
-            .overrides
-            .as_slice()
-            .iter()
-            .flat_map(|entry| &entry.limits),
-    );
-    let refused = limits.find_map(|named| match named.limit.algorithm {
+    let incompatible = all_limits(quota).find_map(|named| match named.limit.algorithm {
         Algorithm::LeakyBucket { .. } => {
             Some("algorithm = \"leaky_bucket\": each request takes its own place in the queue")
         }
@@ -93,7 +77,7 @@ fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
         } => Some("warm_up: leased units that are not used yet would warm the bucket up"),
         _ => None,
     });
-    let refused = refused
+    let incompatible = incompatible
         .or_else(|| {
             quota
                 .block
@@ -107,10 +91,10 @@ fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
         .or_else(|| {
             let is_estimate = matches!(quota.cost, CostSource::Estimate(_));
             is_estimate.then_some(
-                "an estimate as cost: the store settles only charges that it made itself",
+                "an estimate as cost: a settlement needs a charge at a time known to the store",
             )
         });
-    if let Some(refused) = refused {
-        reader.report_error("lease", &format!("not with {refused}"));
+    if let Some(incompatible) = incompatible {
+        reader.report_error("lease", &format!("not with {incompatible}"));
     }
 }

@@ -1,7 +1,7 @@
 //! The table `match` of a policy.
 
-use super::table_reader::{ConfigValue, TableReader};
-use super::{schema, values};
+use crate::config::table_reader::{ConfigValue, TableReader};
+use crate::config::{schema, values};
 use crate::policy::jwt::ClaimName;
 use crate::policy::path;
 use crate::policy::{
@@ -9,7 +9,7 @@ use crate::policy::{
     ValueCondition,
 };
 use figment::value::{Num, Value};
-use http::{HeaderName, Method};
+use http::Method;
 
 /// Keys that make a policy apply to descriptors of the rate-limit service.
 const DESCRIPTOR_KEYS: [&str; 2] = ["domain", "descriptors"];
@@ -66,7 +66,12 @@ pub(super) fn build_matcher(
         hosts: reader.get_list("hosts", HostPattern::parse),
         paths: reader.get_list("path", |text| PathPattern::parse(text, path)),
         path_regex: reader.get_parsed("path_regex", values::parse_regex),
-        headers: parse_conditions(reader, "headers", parse_header_name, parse_value_test),
+        headers: parse_conditions(
+            reader,
+            "headers",
+            values::parse_header_name,
+            parse_value_test,
+        ),
         query: parse_conditions(reader, "query", parse_nonempty_name, parse_value_test),
         cookies: parse_conditions(reader, "cookies", parse_nonempty_name, parse_value_test),
         client_ips: reader.get_list("client_ips", values::parse_network),
@@ -96,12 +101,6 @@ fn parse_method(text: &str) -> Result<Method, String> {
         Ok(method) if !text.bytes().any(|byte| byte.is_ascii_lowercase()) => Ok(method),
         _ => Err("expected a method in capitals such as \"GET\"".to_owned()),
     }
-}
-
-pub(super) fn parse_header_name(text: &str) -> Result<HeaderName, String> {
-    HeaderName::from_bytes(text.as_bytes())
-        .ok()
-        .ok_or_else(|| format!("{text:?} is not a header name"))
 }
 
 fn parse_nonempty_name(text: &str) -> Result<Box<str>, String> {

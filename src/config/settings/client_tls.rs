@@ -1,8 +1,8 @@
 //! The keys `ca`, `cert`, `key` and `server_name`: TLS to a server (upstream, Redis, collector).
 
-use super::input::ConfigInput;
-use super::settings::read_secret_file;
-use super::table_reader::TableReader;
+use crate::config::input::ConfigInput;
+use crate::config::key_files::read_secret_file;
+use crate::config::table_reader::TableReader;
 use crate::tls::{self, ClientTls};
 use sha2::{Digest, Sha256};
 use tokio_rustls::rustls::RootCertStore;

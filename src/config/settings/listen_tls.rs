@@ -1,12 +1,12 @@
 //! `[listen.tls]`: server certificates and client certificate authentication.
 
-use super::input::ConfigInput;
-use super::table_reader::TableReader;
 use crate::clock;
+use crate::config::input::ConfigInput;
+use crate::config::key_files::read_pem_file;
+use crate::config::table_reader::TableReader;
 use crate::tls::{
     ClientAuth, ClientAuthSettings, IdentityError, RevocationLists, ServerIdentity, ServerTls,
 };
-use std::path::Path;
 
 const DAY_S: u64 = 86_400;
 
@@ -108,7 +108,8 @@ fn read_identity(
     None
 }
 
-/// Parses certificate revocation lists. Warns of an expired list: clients of its issuer are rejected.
+/// Parses certificate revocation lists. Warns of an expired list, because all client certificates
+/// of its issuer are rejected.
 fn read_revocation_lists(reader: &TableReader<'_>, pem: &[u8]) -> Option<RevocationLists> {
     let lists = RevocationLists::from_pem(pem);
     let lists = lists
@@ -152,17 +153,4 @@ fn warn_about_validity(reader: &TableReader<'_>, identity: &ServerIdentity) {
             &format!("the certificate becomes valid in {left}: clients will reject it until then"),
         );
     }
-}
-
-/// Reads the file named by `key`.
-fn read_pem_file(input: &ConfigInput, reader: &TableReader<'_>, key: &str) -> Option<Vec<u8>> {
-    let path = reader.get_string(key)?;
-    if path.is_empty() {
-        reader.report_error(key, "expected the path of a PEM file");
-        return None;
-    }
-    input
-        .read_file_bytes(Path::new(&path))
-        .map_err(|error| reader.report_error(key, &format!("the file {error}")))
-        .ok()
 }

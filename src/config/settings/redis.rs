@@ -1,11 +1,11 @@
 //! `[store.redis]`: servers, credentials, TLS and timeouts of Redis.
 
 use super::client_tls;
-use super::input::ConfigInput;
-use super::schema;
-use super::settings::{read_secret_file, require_nonempty};
-use super::table_reader::TableReader;
-use super::values::{self, RedisUrl};
+use crate::config::input::ConfigInput;
+use crate::config::key_files::read_secret_file;
+use crate::config::schema;
+use crate::config::table_reader::TableReader;
+use crate::config::values::{self, RedisUrl};
 use crate::store::redis::{
     RedisAddress, RedisCredentials, RedisPassword, RedisSettings, RedisTopology,
 };
@@ -35,8 +35,9 @@ pub(super) fn build_redis_settings(
         RedisTopologyKind::Standalone => RedisTopology::Standalone,
         RedisTopologyKind::Cluster => RedisTopology::Cluster,
         RedisTopologyKind::Sentinel => RedisTopology::Sentinel {
-            master: reader.get_parsed("sentinel_master", |text| {
-                require_nonempty(text, "the name of a master")
+            master: reader.get_parsed("sentinel_master", |text| match text {
+                "" => Err("expected the name of a master".to_owned()),
+                name => Ok(name.to_owned()),
             })?,
             credentials: build_sentinel_login(input, reader, is_used),
         },
