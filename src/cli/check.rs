@@ -131,7 +131,7 @@ mod tests {
              nobody: all requests, in total: at most 0 requests in any 1s window; if the store fails: allow\n"
         );
         assert!(
-            talk.starts_with("warning: test.toml:10:22: policy[1].limit.requests: 0 refuses"),
+            talk.starts_with("warning: test.toml:10:22: policy[1].limit.requests: 0 rejects"),
             "{talk}"
         );
     }

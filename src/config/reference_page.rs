@@ -143,6 +143,8 @@ fn format_kind(kind: &ValueKind) -> String {
             .map(|word| format!("`\"{word}\"`"))
             .collect::<Vec<_>>()
             .join(", "),
+        // The page describes the entries elsewhere.
+        ValueKind::Map(_) => "a table".to_owned(),
         other => other.to_string(),
     }
 }

@@ -112,7 +112,7 @@ static DEFAULTS: [SchemaKey; 3] = [
         "missing_key",
         MISSING_KEY,
         Default("shared"),
-        "If a key part is absent or empty: all such requests share one quota; the policy does not apply, so clients can avoid it by omitting a header; reject with 400.",
+        "If a key part is absent or empty: one quota for all such requests; the policy does not apply, so clients can avoid it; reject with 400.",
     ),
 ];
 
@@ -164,7 +164,7 @@ static ADMIN: [SchemaKey; 4] = [
         "address",
         Text("an IP address and port such as \"127.0.0.1:9090\", or \"unix:/path\""),
         Default("127.0.0.1:9090"),
-        "IP address and port, or a Unix socket with mode 0660. Outside loopback, token_file is required. Never expose it to clients.",
+        "Never expose it to clients. Outside loopback, token_file is required. A Unix socket has mode 0660.",
     ),
     key(
         "probes",

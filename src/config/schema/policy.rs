@@ -45,7 +45,7 @@ pub(super) static POLICY: [SchemaKey; 17] = [
         "mode",
         Keyword(&["enforce", "shadow", "off"]),
         Default("enforce"),
-        "\"shadow\": decides, counts (in separate counters) and logs, but rejects nothing. \"off\": validated, but not applied.",
+        "\"shadow\": decides, logs and counts (in separate counters), but rejects nothing. \"off\": only validated.",
     ),
     key(
         "cost",
@@ -55,7 +55,7 @@ pub(super) static POLICY: [SchemaKey; 17] = [
             table: &COST,
         },
         Default("1"),
-        "Units that a request takes from each limit, or a table that reads them from a request header or the response. A cost above a limit's requests is always rejected.",
+        "Units that a request takes from each limit. A table reads them from a request header or the response. A cost above a limit is always rejected.",
     ),
     key(
         "block_for",
@@ -64,19 +64,19 @@ pub(super) static POLICY: [SchemaKey; 17] = [
             max: MAX_PERIOD,
         },
         Optional,
-        "After a rejection, reject the same key for this long. Further requests do not prolong it. No effect in a shadow policy.",
+        "After a rejection, reject the same key for this long. Further requests do not prolong it. Not in shadow mode.",
     ),
     key(
         "count_rejected",
         Bool,
         Default("false"),
-        "true: rejected requests use quota too (never more than is left), so a client that keeps retrying stays limited. Not with concurrency.",
+        "true: rejected requests use quota too, so a client that keeps retrying stays limited. Not with concurrency.",
     ),
     key(
         "shards",
         integer(1, 64),
         Default("1"),
-        "Redis Cluster only: splits the limit of a hot key over this many counters. A rejection checks all of them. Not with on_store_failure = \"local\".",
+        "Redis Cluster only: splits a hot key over this many counters. A rejection checks all. Not with on_store_failure = \"local\".",
     ),
     key(
         "lease",
@@ -85,14 +85,14 @@ pub(super) static POLICY: [SchemaKey; 17] = [
             table: &LEASE,
         },
         Optional,
-        "Leases units from Redis, to decide requests without a round trip. \"auto\": sized by the request rate. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
+        "Leases units from Redis, to decide without a round trip. \"auto\": sized by the request rate. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key(
         "on_store_failure",
         ON_STORE_FAILURE,
         Optional,
-        "As in [defaults]. Descriptor policies support only \"local\"; otherwise calls return UNAVAILABLE and Envoy's failure_mode_deny decides.",
+        "As in [defaults]. Descriptor policies: \"local\", or else UNAVAILABLE, and Envoy's failure_mode_deny decides.",
     ),
     key(
         "reject",
@@ -137,13 +137,13 @@ pub(super) static COST: [SchemaKey; 6] = [
         "estimate",
         integer(1, MAX_UNITS),
         Required,
-        "Units charged when the request arrives. The response settles the difference; without a valid cost in it, the estimate stands.",
+        "Units charged on arrival. The response settles the difference; without a valid cost, the estimate stands.",
     ),
     key(
         "actual",
         Text("\"response_header:NAME\" or \"response_json:/POINTER\""),
         Required,
-        "Source of the actual cost: a response header or trailer, or a JSON pointer to a number in the body, such as /usage/total_tokens.",
+        "Source of the actual cost: a response header or trailer, or a JSON pointer to a number in the body.",
     ),
 ];
 
@@ -161,7 +161,7 @@ pub(super) static LEASE: [SchemaKey; 2] = [
             max: MAX_PERIOD,
         },
         Default("100ms"),
-        "How long units are leased: at most half of the policy's shortest period. Unused units are then returned.",
+        "How long units are leased, at most half of the shortest period. Unused units are then returned.",
     ),
 ];
 
@@ -218,19 +218,19 @@ pub(super) static MATCH: [SchemaKey; 12] = [
         "jwt",
         Map(VALUE_TEST_FORMAT),
         Optional,
-        "Conditions on token claims, by name or JSON pointer such as \"/realm_access/roles\". Of a list, one element must match. Needs [client.jwt].",
+        "Conditions on token claims, by name or JSON pointer. Of a list, one element must match. Needs [client.jwt].",
     ),
     key(
         "domain",
         Text("the domain of Envoy's filter"),
         Optional,
-        "Domain of rate-limit service calls. With domain or descriptors, the policy applies only to such calls; of the other keys only not is allowed.",
+        "Domain of rate-limit service calls. With domain or descriptors, only not is allowed beside them.",
     ),
     key(
         "descriptors",
         Map(DESCRIPTOR_ENTRY_FORMAT),
         Optional,
-        "Entries of a descriptor: exactly these, in any order. Absent with domain: any.",
+        "Entries of a descriptor: exactly these, in any order; \"*\" matches any value. Absent with domain: any.",
     ),
     key(
         "not",
@@ -265,7 +265,7 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
         "requests",
         integer(0, MAX_UNITS),
         Required,
-        "Units per period, or requests in flight. 0 rejects every request. Large values of sliding_log need much memory; above 100,000, check warns.",
+        "Units per period, or requests in flight. 0 rejects every request. Above 100,000 with sliding_log, check warns of memory use.",
     ),
     key(
         "per",
@@ -296,7 +296,7 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
             max: MAX_WARM_UP,
         },
         Optional,
-        "token_bucket only: for apps that are slow after a pause. After this long without requests, the bucket allows a third of burst and of the rate; both grow back over the same time. A cost may not exceed that third.",
+        "token_bucket only: for apps that are slow after a pause. After this long idle, a third of burst and rate; both grow back in the same time. No cost may exceed that third.",
     ),
     key(
         "max_delay",
@@ -320,13 +320,13 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
             max: Duration::from_secs(3600),
         },
         Optional,
-        "concurrency only: how long the slots of a crashed sidecar stay taken. Absent: 10 s. Sidecars renew slots at a third of it.",
+        "concurrency only: how long slots of a crashed sidecar stay taken, renewed at a third of it. Absent: 10 s.",
     ),
     key(
         "max_duration",
         DURATION,
         Optional,
-        "concurrency only: ends requests in flight after this time, with 504 or by aborting the response. Absent or 0: no limit.",
+        "concurrency only: ends requests after this time, with 504 or by aborting the response. Absent or 0: never.",
     ),
     key(
         "name",
@@ -360,7 +360,7 @@ pub(super) static REJECT: [SchemaKey; 4] = [
         "headers",
         Map("a table such as { x-reason = \"quota\" }"),
         Optional,
-        "Additional header fields.",
+        "Additional header fields, such as { x-reason = \"quota\" }.",
     ),
 ];
 

@@ -7,7 +7,7 @@ pub(super) static LISTEN: [SchemaKey; 7] = [
         "address",
         Text("an IP address and port such as \"0.0.0.0:8080\", or \"unix:/path\""),
         Default("0.0.0.0:8080"),
-        "IP address and port for clients, or a Unix socket; its clients count as 127.0.0.1.",
+        "Address for clients. Clients of a Unix socket count as 127.0.0.1.",
     ),
     key(
         "proxy_protocol",
@@ -71,7 +71,7 @@ pub(super) static LISTEN_TLS: [SchemaKey; 6] = [
         "client_auth",
         Keyword(&["none", "optional", "require"]),
         Default("none"),
-        "Whether clients need a certificate. \"optional\": may be absent, but not invalid. Invalid certificates fail the handshake.",
+        "Client certificates. \"optional\": may be absent, but not invalid. Invalid ones fail the handshake.",
     ),
     key(
         "certificates",
@@ -150,7 +150,7 @@ pub(super) static RLS: [SchemaKey; 4] = [
         "address",
         SERVICE_ADDRESS,
         Default("127.0.0.1:8081"),
-        "IP address and port for Envoy, or a Unix socket. All callers are trusted.",
+        "Address for Envoy. All callers are trusted.",
     ),
     key(
         "max_connections",
@@ -172,7 +172,7 @@ pub(super) static CHECK: [SchemaKey; 4] = [
         "address",
         SERVICE_ADDRESS,
         Default("127.0.0.1:8082"),
-        "IP address and port for the proxy in front, or a Unix socket. Callers are trusted about the request, but about the client address only if they are in client.trusted_proxies.",
+        "Address for the proxy in front. All callers are trusted, but about the client address only those in client.trusted_proxies.",
     ),
     key(
         "max_connections",
@@ -184,7 +184,7 @@ pub(super) static CHECK: [SchemaKey; 4] = [
         "refused_status",
         integer(401, 403),
         Optional,
-        "Status of all denials, for nginx, which accepts only 401 and 403. X-Tidegate-Status has the original one. Absent: the proxy's status, but to Envoy 429 instead of 503.",
+        "Status of all denials, for nginx; X-Tidegate-Status has the original one. Absent: the proxy's status, but to Envoy 429 instead of 503.",
     ),
     key("tls", Table(&LISTEN_TLS), Optional, "TLS with callers."),
 ];
@@ -359,7 +359,7 @@ pub(super) static PATH: [SchemaKey; 6] = [
         "normalize",
         Bool,
         Default("true"),
-        "Decode unneeded escapes and resolve . and .. segments. false: match the raw path, and ignore the other keys of this table.",
+        "Decode unneeded escapes and resolve . and .. segments. false: match the raw path, ignoring the keys below.",
     ),
     key("merge_slashes", Bool, Default("true"), "Treat // as /."),
     key(
