@@ -1,8 +1,8 @@
-//! New policies without a restart: what changed on disk, or by signal, is loaded, and used or kept out.
+//! Reloads the configuration without a restart, when a file changes or on SIGHUP.
 //!
-//! The files are read again and again and compared by content. Watching for events would need all that too:
-//! a ConfigMap's `..data` swap, a rename over the file and an edit in place look different to every file
-//! system, and watches fail on busy nodes. Reading a few small files twice a second costs nothing.
+//! Polls the files twice a second and compares their contents. File system events would need this
+//! too: a ConfigMap's `..data` swap, a rename and an edit in place differ on every file system, and
+//! watches fail on busy nodes. Reading a few small files is cheap.
 
 use crate::clock;
 use crate::config::{
@@ -21,37 +21,37 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
 
-/// How often the files are read.
+/// Interval between two checks of the files.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// How long they must stay the same before they count: a half-written file is no configuration.
+/// How long new contents must stay unchanged before they are loaded, so that a file is complete.
 const SETTLE_TIME: Duration = Duration::from_millis(100);
 
-/// How reloading went so far, for people who look.
+/// Reload status, as the admin API reports it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReloadStatus {
-    /// Grows by one with every configuration that took effect; that of the start is 1.
+    /// Number of configurations applied, including the one at start.
     pub generation: u64,
-    /// Configurations that did not.
+    /// Number of configurations rejected.
     pub rejected_count: u64,
-    /// When a configuration was last loaded, in effect or not: seconds since the Unix epoch.
+    /// Time of the last load, applied or rejected, in seconds since the Unix epoch.
     pub last_load_unix_s: u64,
-    /// Why the newest files are not in effect, in lines; empty if they are.
+    /// Errors of the newest files, one per line. Empty if they are in effect.
     pub last_error: Vec<String>,
-    /// What is in effect, as JSON.
+    /// The effective configuration as JSON.
     pub effective_json: Arc<str>,
-    /// Since when, in seconds since the Unix epoch.
+    /// Time when it was applied, in seconds since the Unix epoch.
     pub applied_at_unix_s: u64,
-    /// [`Config::hash`] of what is in effect.
+    /// [`Config::shared_settings_hash`] of the effective configuration.
     pub config_hash: u64,
 }
 
-/// What else a new configuration brings into effect, beside the policies: certificates.
+/// Applies the reloadable settings beside the policies, such as certificates.
 pub type ConfigPublisher = Box<dyn Fn(&Config) + Send>;
 
-/// Keeps a policy table up to date, and what is published with it.
+/// Polls the configuration files and applies new configurations.
 pub struct ConfigReloader {
     sources: ConfigSources,
-    /// What the process started with and runs until its end.
+    /// The settings that this process keeps until it ends.
     restart_only: RestartOnlySettings,
     active_policies: ActivePolicies,
     publish: ConfigPublisher,
@@ -60,12 +60,12 @@ pub struct ConfigReloader {
     status: Arc<Mutex<ReloadStatus>>,
 }
 
-/// The contents of all files, hashed; names and failures count.
+/// Hash of the names and contents of all files. An unreadable file has a hash too.
 type FilesFingerprint = [u8; 32];
 
 impl fmt::Debug for ConfigReloader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reloader")
+        f.debug_struct("ConfigReloader")
             .field("files", &self.files)
             .field("status", &self.status)
             .finish_non_exhaustive()
@@ -73,7 +73,8 @@ impl fmt::Debug for ConfigReloader {
 }
 
 impl ConfigReloader {
-    /// `config` is what `sources` gave at the start; `live` is what requests are decided by.
+    /// Creates a reloader. `config` was loaded from `sources` at start. New policy tables are
+    /// published to `active_policies`.
     pub fn new(
         sources: ConfigSources,
         config: &Config,
@@ -96,68 +97,69 @@ impl ConfigReloader {
         }
     }
 
-    /// How it goes, readable from anywhere.
+    /// The shared reload status.
     pub fn status(&self) -> Arc<Mutex<ReloadStatus>> {
         Arc::clone(&self.status)
     }
 
-    /// Watches for ever; SIGHUP makes it look at once.
+    /// Polls the files until the process ends. SIGHUP triggers an immediate check.
     pub async fn run(self) {
         match signal(SignalKind::hangup()) {
             Ok(mut hangup) => self.watch_files(async || _ = hangup.recv().await).await,
             Err(error) => {
-                tracing::warn!(%error, "SIGHUP can't be listened for; the configuration is still watched");
+                tracing::warn!(%error, "failed to listen for SIGHUP; configuration files are still polled");
                 self.watch_files(std::future::pending).await;
             }
         }
     }
 
-    /// `asked` completes when somebody wants a look now.
+    /// Polls the files. `check_requested` completes when an immediate check is requested.
     async fn watch_files(mut self, mut check_requested: impl AsyncFnMut()) {
         loop {
-            // On a thread of its own: disks may be slow and configurations large, and this one accepts connections.
+            // Runs on a blocking thread: disks may be slow, and this thread accepts connections.
             let check_task = spawn_blocking(move || {
                 let pause = self.check_files();
                 (self, pause)
             });
             let pause;
             (self, pause) = match check_task.await {
-                Ok(looked) => looked,
+                Ok(checked) => checked,
                 Err(error) => {
-                    return tracing::error!(%error, "the configuration is no longer watched");
+                    return tracing::error!(%error, "configuration reloader stopped");
                 }
             };
             if timeout(pause, check_requested()).await.is_ok() {
-                tracing::info!("SIGHUP: looking for a new configuration");
+                tracing::info!("SIGHUP received; checking the configuration files");
             }
         }
     }
 
-    /// Reads the files once, and loads them if they are new and settled. Returns how long to wait for the next look.
+    /// Reads the files once and loads them if they are new and settled. Returns the time until the
+    /// next check.
     fn check_files(&mut self) -> Duration {
         let content = hash_files(&self.files);
         match self.debouncer.observe(content, Instant::now()) {
             FileChangeState::Unchanged => return POLL_INTERVAL,
-            FileChangeState::Settling(rest) => return rest,
+            FileChangeState::Settling(remaining) => return remaining,
             FileChangeState::Settled => {}
         }
         let loaded = config::load(&self.sources);
         let files = loaded
             .as_ref()
-            .map_or_else(|report| &report.files, |config| &config.files);
+            .map_or_else(|errors| &errors.files, |config| &config.files);
         if *files != self.files {
-            // It reads other files than those that were seen to settle: these have to settle first.
+            // The configuration includes other files than those observed. They must settle first.
             self.files = files.clone();
             return Duration::ZERO;
         }
         if hash_files(&self.files) != content {
-            // Written while it was loaded: what was loaded may be half of it.
+            // A file changed during the load, so the loaded configuration may be incomplete.
             return SETTLE_TIME;
         }
         self.debouncer.accept(content);
         match loaded {
             Ok(config) => self.apply_config(config),
-            Err(report) => self.record_rejection(&report),
+            Err(errors) => self.record_rejection(&errors),
         }
         POLL_INTERVAL
     }
@@ -178,21 +180,18 @@ impl ConfigReloader {
         tracing::info!(
             generation,
             policies = config.policy_table.policies().len(),
-            "new configuration: {changes}"
+            "configuration reloaded: {changes}"
         );
         for warning in &config.warnings {
             tracing::warn!("{}", warning.to_line());
         }
         for setting in self.restart_only.changed_keys(&config) {
-            tracing::warn!(
-                setting,
-                "changed in the configuration, but takes effect only after a restart"
-            );
+            tracing::warn!(setting, "changed setting takes effect only after a restart");
         }
     }
 
-    fn record_rejection(&self, report: &ConfigErrors) {
-        let lines: Vec<String> = report
+    fn record_rejection(&self, errors: &ConfigErrors) {
+        let lines: Vec<String> = errors
             .diagnostics
             .iter()
             .map(ConfigDiagnostic::to_line)
@@ -205,7 +204,7 @@ impl ConfigReloader {
         }
         tracing::error!(
             errors = lines.len(),
-            "the new configuration is wrong; the last good one stays in effect"
+            "new configuration rejected; the previous one stays in effect"
         );
         for line in &lines {
             tracing::error!("{line}");
@@ -214,7 +213,7 @@ impl ConfigReloader {
 }
 
 impl ReloadStatus {
-    /// A configuration takes effect beside what `running` says.
+    /// Records that `config` was applied. Settings in `restart_only` keep their running values.
     fn record_applied(&mut self, config: &Config, restart_only: &RestartOnlySettings) {
         self.generation += 1;
         self.last_error.clear();
@@ -225,11 +224,11 @@ impl ReloadStatus {
     }
 }
 
-/// Which policies are new, gone or different, by name.
+/// Lists the names of added, removed and changed policies.
 fn describe_changes(old: &[Policy], new: &[Policy]) -> String {
-    /// Longest list of names in a line of the log.
+    /// Longest list of names in a log line.
     const MAX_NAMES: usize = 20;
-    // Their debug text holds all that a policy is.
+    // The `Debug` text of a policy contains all of its settings.
     let by_name = |policies: &[Policy]| -> BTreeMap<String, String> {
         policies
             .iter()
@@ -273,18 +272,18 @@ fn describe_changes(old: &[Policy], new: &[Policy]) -> String {
         });
     let text = parts.collect::<Vec<_>>().join("; ");
     if text.is_empty() {
-        "the policies are the same".to_owned()
+        "policies unchanged".to_owned()
     } else {
         text
     }
 }
 
-/// Links are followed anew each time, so that a swap anywhere on the way is seen.
+/// Hashes the files. Follows symbolic links each time, to detect a swap of any link in a path.
 fn hash_files(files: &FileSet) -> FilesFingerprint {
     let mut hash = Sha256::new();
     for path in files.paths() {
         hash.update(path.as_os_str().as_encoded_bytes());
-        // No content hashes to this, and a name holds no NUL.
+        // No contents hash to zeros, and a path contains no NUL.
         let content = fs::read(&path).map_or([0; 32], |content| Sha256::digest(&content).into());
         hash.update([0]);
         hash.update(content);
@@ -292,7 +291,7 @@ fn hash_files(files: &FileSet) -> FilesFingerprint {
     hash.finalize().into()
 }
 
-/// Tells new content that stays from content that is still being written.
+/// Detects new content that has stopped changing.
 #[derive(Debug)]
 struct ChangeDebouncer<T> {
     accepted: T,
@@ -301,11 +300,11 @@ struct ChangeDebouncer<T> {
 
 #[derive(Debug, PartialEq, Eq)]
 enum FileChangeState {
-    /// Nothing new.
+    /// The content is the accepted one.
     Unchanged,
-    /// New, but it has to stay this much longer.
+    /// The content is new, and must stay unchanged for this much longer.
     Settling(Duration),
-    /// New, and settled.
+    /// The content is new and settled.
     Settled,
 }
 
@@ -323,8 +322,8 @@ impl<T: PartialEq> ChangeDebouncer<T> {
             return FileChangeState::Unchanged;
         }
         match &self.candidate {
-            Some((candidate, since)) if *candidate == content => {
-                let age = now.saturating_duration_since(*since);
+            Some((candidate, first_seen)) if *candidate == content => {
+                let age = now.saturating_duration_since(*first_seen);
                 if age < SETTLE_TIME {
                     return FileChangeState::Settling(SETTLE_TIME.saturating_sub(age));
                 }
@@ -337,7 +336,7 @@ impl<T: PartialEq> ChangeDebouncer<T> {
         }
     }
 
-    /// What is known is not new again.
+    /// Accepts content, so that it is no longer new.
     fn accept(&mut self, content: T) {
         self.accepted = content;
         self.candidate = None;

@@ -126,7 +126,7 @@ impl SoakLedger {
             | "redis rejected the membership script; using the last known instance count" => {
                 self.was_active_since(SoakFault::Redis, now)
             }
-            "the new configuration is wrong; the last good one stays in effect" => {
+            "new configuration rejected; the previous one stays in effect" => {
                 self.was_active_since(SoakFault::Config, now)
             }
             // Some of the upstream's answers are always broken.

@@ -127,11 +127,11 @@ mod tests {
         assert_eq!(code, ExitCode::SUCCESS);
         assert_eq!(
             out,
-            "login: POST /api/login, per client IP: at most 5 requests in any 1m window; store away: rejected\n\
-             nobody: all requests, all together: at most 0 requests in any 1s window; store away: let through\n"
+            "login: POST /api/login, per client IP: at most 5 requests in any 1m window; if the store fails: reject\n\
+             nobody: all requests, in total: at most 0 requests in any 1s window; if the store fails: allow\n"
         );
         assert!(
-            talk.starts_with("warning: test.toml:10:22: policy[1].limit.requests: 0 refuses"),
+            talk.starts_with("warning: test.toml:10:22: policy[1].limit.requests: 0 rejects"),
             "{talk}"
         );
     }

@@ -1,4 +1,4 @@
-//! A policy in words, for people who want to know whether they wrote what they mean.
+//! Describes each policy in one sentence, so that its author can check what it does.
 
 use super::table_reader::TableReader;
 use super::values::format_duration;
@@ -7,10 +7,31 @@ use crate::policy::{
     CostSource, EstimateCost, HeaderCost, NamedLimit, OnStoreFailure, Policy, PolicyAction, Quota,
 };
 use figment::value::{Num, Value};
+use std::fmt;
 use std::time::Duration;
 
-/// One line. Conditions are said as they were written, which a compiled policy no longer knows.
-pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off: bool) -> String {
+/// A policy described in one sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PolicyDescription {
+    pub policy: Box<str>,
+    /// The policy has `mode = "off"`.
+    pub is_off: bool,
+    pub sentence: String,
+}
+
+impl fmt::Display for PolicyDescription {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.sentence)
+    }
+}
+
+/// Describes a policy in one sentence. Conditions are taken from the TOML values, because a
+/// compiled policy does not keep their source text.
+pub(super) fn describe_policy(
+    policy: &Policy,
+    reader: &TableReader<'_>,
+    is_off: bool,
+) -> PolicyDescription {
     let mode = match (is_off, policy.shadow) {
         (true, _) => " (off)",
         (_, true) => " (shadow)",
@@ -24,13 +45,13 @@ pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off:
         ),
     };
     let matches_descriptors = policy.matcher.descriptor_conditions.is_some();
-    let does = match &policy.action {
+    let action = match &policy.action {
         PolicyAction::Allow => ": exempt, no later policy applies".to_owned(),
-        PolicyAction::Deny => ": refused".to_owned(),
+        PolicyAction::Deny => ": denied".to_owned(),
         PolicyAction::Limit(quota) => {
             format!(
                 ", {}{}",
-                self::describe_quota(quota),
+                describe_quota(quota),
                 describe_store_failure(policy.on_store_failure, matches_descriptors)
             )
         }
@@ -39,31 +60,36 @@ pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off:
         0 => String::new(),
         priority => format!("; priority {priority}"),
     };
-    // What was written may hold anything.
-    format!("{}{mode}: {requests}{does}{priority}", policy.name)
+    // Values from the file may contain control characters.
+    let sentence = format!("{}{mode}: {requests}{action}{priority}", policy.name)
         .chars()
         .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-        .collect()
+        .collect();
+    PolicyDescription {
+        policy: policy.name.clone(),
+        is_off,
+        sentence,
+    }
 }
 
 fn describe_store_failure(mode: OnStoreFailure, matches_descriptors: bool) -> &'static str {
     match mode {
-        OnStoreFailure::Open => "; store away: let through",
-        OnStoreFailure::Closed if matches_descriptors => "; store away: Envoy decides",
-        OnStoreFailure::Closed => "; store away: rejected",
-        OnStoreFailure::Local => "; store away: limited by this instance's share",
+        OnStoreFailure::Open => "; if the store fails: allow",
+        OnStoreFailure::Closed if matches_descriptors => "; if the store fails: Envoy decides",
+        OnStoreFailure::Closed => "; if the store fails: reject",
+        OnStoreFailure::Local => "; if the store fails: limit by this instance's share",
     }
 }
 
 fn describe_quota(quota: &Quota) -> String {
     let parts: Vec<String> = quota.key.parts().iter().map(ToString::to_string).collect();
     let per = match parts.is_empty() {
-        true => "all together".to_owned(),
+        true => "in total".to_owned(),
         false => format!("per {}", parts.join(" and ")),
     };
     let cost = match &quota.cost {
         CostSource::Fixed(1) => String::new(),
-        CostSource::Fixed(units) => format!(", each counting {units}"),
+        CostSource::Fixed(units) => format!(", cost {units}"),
         CostSource::Header(cost) => {
             let HeaderCost {
                 name,
@@ -71,16 +97,14 @@ fn describe_quota(quota: &Quota) -> String {
                 min,
                 max,
             } = &**cost;
-            format!(
-                ", each counting what header {name} says from {min} to {max}, without it {default}"
-            )
+            format!(", cost from header {name} ({min} to {max}; {default} if absent)")
         }
         CostSource::Estimate(cost) => {
             let EstimateCost {
                 estimate,
                 actual_source: actual,
             } = &**cost;
-            format!(", each counting what the response says (its {actual}), until then {estimate}")
+            format!(", cost from the response ({actual}; estimate {estimate})")
         }
     };
     let block = quota.block.map_or_else(String::new, |block| {
@@ -98,17 +122,17 @@ fn describe_quota(quota: &Quota) -> String {
         )
     });
     let rejected = if quota.count_rejected {
-        "; what is refused counts too"
+        "; rejected requests count"
     } else {
         ""
     };
     let lease = quota.lease.map_or_else(String::new, |lease| {
         let size = lease.size.map_or_else(
-            || "as many as needed".to_owned(),
-            |size| format!("up to {size}"),
+            || "units leased as needed".to_owned(),
+            |size| format!("up to {size} units leased"),
         );
         let ttl = format_duration(Duration::from_micros(lease.ttl_us));
-        format!("; {size} taken in advance for {ttl}")
+        format!("; {size} for {ttl}")
     });
     format!(
         "{per}: {}{cost}{}{block}{rejected}{lease}",
@@ -135,7 +159,7 @@ fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
     match algorithm {
         Algorithm::SlidingLog => format!("at most {requests} {unit} in any {per} window"),
         Algorithm::SlidingWindow { buckets } => {
-            format!("at most {requests} {unit} in any {per} window, counted in {buckets} parts")
+            format!("at most {requests} {unit} in any {per} window, counted in {buckets} buckets")
         }
         Algorithm::Concurrency { max_duration_us } => {
             let most = match max_duration_us {
@@ -147,7 +171,7 @@ fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
             };
             format!("at most {requests} {unit} at a time{most}")
         }
-        Algorithm::Block => format!("once over, blocked for {per}"),
+        Algorithm::Block => format!("after a rejection, blocked for {per}"),
         Algorithm::TokenBucket {
             burst,
             warm_up_us: 0,
@@ -160,19 +184,19 @@ fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
                 format_duration(Duration::from_micros(warm_up_us)),
             );
             format!(
-                "{requests} {unit} per {per} on average, at most {burst} at once; after {warm_up} without any, from {cold} at once and a third of the rate, growing for {warm_up}"
+                "{requests} {unit} per {per} on average, at most {burst} at once; after {warm_up} idle, {cold} at once and a third of the rate, growing to the full rate in {warm_up}"
             )
         }
         Algorithm::LeakyBucket { max_delay_us } => {
             let delay = format_duration(Duration::from_micros(max_delay_us));
-            format!("{requests} {unit} per {per} one by one, held up to {delay} for their turn")
+            format!("{requests} {unit} per {per} one at a time, each delayed by at most {delay}")
         }
         Algorithm::FixedWindow { offset_us: 0 } => {
-            format!("at most {requests} {unit} in each {per} of the clock")
+            format!("at most {requests} {unit} in each fixed {per} window")
         }
         Algorithm::FixedWindow { offset_us } => {
             let offset = format_duration(Duration::from_micros(offset_us));
-            format!("at most {requests} {unit} in each {per} of the clock, shifted by {offset}")
+            format!("at most {requests} {unit} in each fixed {per} window, offset {offset}")
         }
     }
 }
@@ -184,9 +208,9 @@ fn describe_conditions(value: Option<&Value>) -> String {
     else {
         return "all requests".to_owned();
     };
-    let mut words = Vec::new();
+    let mut parts = Vec::new();
     let start = ["methods", "hosts", "path"];
-    words.extend(
+    parts.extend(
         start
             .iter()
             .filter_map(|key| table.get(*key))
@@ -196,12 +220,12 @@ fn describe_conditions(value: Option<&Value>) -> String {
         .iter()
         .filter(|(key, _)| !start.contains(&key.as_str()))
     {
-        words.push(match (key.as_str(), value) {
-            ("path_regex", value) => format!("path like {}", format_value(value)),
+        parts.push(match (key.as_str(), value) {
+            ("path_regex", value) => format!("path matching {}", format_value(value)),
             ("client_ips", value) => format!("from {}", format_value(value)),
             ("not", value) => format!("but not ({})", describe_conditions(Some(value))),
             (key, Value::Dict(_, entries)) => {
-                let what = match key {
+                let kind = match key {
                     "headers" => "header",
                     "cookies" => "cookie",
                     "jwt" => "claim",
@@ -209,13 +233,13 @@ fn describe_conditions(value: Option<&Value>) -> String {
                 };
                 let tests = entries
                     .iter()
-                    .map(|(name, test)| format!("with {what} {name}{}", self::describe_test(test)));
+                    .map(|(name, test)| format!("with {kind} {name}{}", describe_test(test)));
                 tests.collect::<Vec<_>>().join(" and ")
             }
             (_, value) => format_value(value),
         });
     }
-    words.join(" ")
+    parts.join(" ")
 }
 
 fn describe_descriptors(value: Option<&Value>) -> String {
@@ -231,7 +255,7 @@ fn describe_descriptors(value: Option<&Value>) -> String {
         Some(entries) => {
             let entries = entries.iter().map(|(name, test)| match test.as_str() {
                 Some("*") => name.clone(),
-                _ => format!("{name}{}", self::describe_test(test)),
+                _ => format!("{name}{}", describe_test(test)),
             });
             format!(
                 " with {} and nothing else",
@@ -240,7 +264,7 @@ fn describe_descriptors(value: Option<&Value>) -> String {
         }
     };
     let not = table.get("not").map_or_else(String::new, |not| {
-        format!(" but not those{}", describe_descriptors(Some(not)))
+        format!(" but not descriptors{}", describe_descriptors(Some(not)))
     });
     format!("{domain}{entries}{not}")
 }
@@ -252,7 +276,7 @@ fn describe_test(test: &Value) -> String {
         test.find_ref("present").and_then(Value::to_bool),
     ) {
         (Some(text), ..) => format!(" = \"{text}\""),
-        (_, Some(regex), _) => format!(" like {}", format_value(regex)),
+        (_, Some(regex), _) => format!(" matching {}", format_value(regex)),
         (_, _, Some(false)) => " absent".to_owned(),
         _ if test.as_dict().is_none() => format!(" = {}", format_value(test)),
         _ => String::new(),

@@ -1,71 +1,71 @@
-//! What is wrong with a configuration, where, and what would be right.
+//! Configuration errors and warnings: what is wrong, where, and what would be right.
 
-use super::FileSet;
+use super::file_set::FileSet;
 use regex::Regex;
 use std::borrow::Cow;
 use std::fmt;
 use std::sync::LazyLock;
 
-/// Longest piece of somebody's text that a message repeats, in characters.
+/// Longest quotation from the configuration in a message, in characters.
 const MAX_QUOTED_CHARS: usize = 60;
-/// Longest source line that is shown, in characters.
+/// Longest source line in a message, in characters.
 const MAX_EXCERPT_CHARS: usize = 160;
 
-/// One finding. Its text holds no secret and no control character.
+/// One error or warning. Its text contains no secret and no control character.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigDiagnostic {
     pub severity: DiagnosticSeverity,
     pub span: SourceSpan,
-    /// As in `upstream.connect_timeout` or `policy[2].limit.per`; empty for a whole file.
+    /// Key path such as `upstream.url` or `policy[2].limit.per`. Empty for a whole file.
     pub key: String,
-    /// What was found and what would be right.
+    /// The value found, and the value expected.
     pub problem: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiagnosticSeverity {
     Error,
-    /// The configuration works, but perhaps not as its owner thinks.
+    /// The configuration is valid, but probably not as intended.
     Warning,
 }
 
 /// Where a value was written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceSpan {
-    /// A file, an environment variable or a flag.
+    /// Name of a file, environment variable or flag.
     pub source: String,
-    /// In a file, if the finding is not about all of it.
+    /// Position in the file. `None` for a whole file, a variable or a flag.
     pub position: Option<SourcePosition>,
-    /// Files in the order read, then what overrides them.
+    /// Sort order: files in the order read, then variables and flags.
     pub(super) rank: usize,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourcePosition {
-    /// From 1.
+    /// Line number, from 1.
     pub line: usize,
-    /// From 1, in characters.
+    /// Column in characters, from 1.
     pub column: usize,
     excerpt: SourceExcerpt,
 }
 
-/// The line, fit for a terminal, and what to underline.
+/// The source line without secrets and control characters, and its underlined part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct SourceExcerpt {
     text: String,
     underlined: Option<(usize, usize)>,
 }
 
-/// Everything that is wrong, in the order of the files.
+/// All errors of one load, in the order of the files.
 #[derive(Debug)]
 pub struct ConfigErrors {
     pub diagnostics: Vec<ConfigDiagnostic>,
-    /// What was read until then: when it changes, loading again may succeed.
+    /// Files read so far. Loading may succeed when one of them changes.
     pub files: FileSet,
 }
 
 impl SourceSpan {
-    /// `line`, `column` and `width` in characters, the first two from 0.
+    /// `line` and `column` count from 0; `column` and `width` are in characters.
     pub(super) fn from_position(
         name: &str,
         rank: usize,
@@ -95,7 +95,7 @@ impl SourceSpan {
         }
     }
 
-    /// What sorts findings by where they are.
+    /// Sort key: source, line, column.
     pub(super) fn sort_key(&self) -> (usize, usize, usize) {
         let (line, column) = self
             .position
@@ -138,7 +138,7 @@ impl fmt::Display for SourceSpan {
     }
 }
 
-/// Several lines, each ended.
+/// Writes several lines, each ending with a newline.
 impl fmt::Display for ConfigDiagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let severity = match self.severity {
@@ -162,18 +162,15 @@ impl fmt::Display for ConfigDiagnostic {
 }
 
 impl ConfigDiagnostic {
-    /// The finding in one line, for the log.
+    /// Formats the diagnostic as one line for the log.
     pub fn to_line(&self) -> String {
         let Self {
-            span: place,
-            key,
-            problem,
-            ..
+            span, key, problem, ..
         } = self;
         if key.is_empty() {
-            format!("{place}: {problem}")
+            format!("{span}: {problem}")
         } else {
-            format!("{place}: {key}: {problem}")
+            format!("{span}: {key}: {problem}")
         }
     }
 }
@@ -192,7 +189,7 @@ impl fmt::Display for ConfigErrors {
 
 impl std::error::Error for ConfigErrors {}
 
-/// Somebody's text as a message may repeat it: short, printable, and without secrets.
+/// Shortens text from the configuration for a message and removes secrets and control characters.
 pub(super) fn quote_source(text: &str) -> String {
     let line = text.lines().next().unwrap_or_default();
     let is_truncated =
@@ -212,7 +209,7 @@ fn replace_control_characters(text: &str) -> String {
         .collect()
 }
 
-/// Hides what may be a secret in a line of TOML, well-formed or not. It rather hides too much.
+/// Masks possible secrets in a line of TOML, which may be malformed. Prefers to mask too much.
 fn mask_secrets(line: &str) -> Cow<'_, str> {
     static SECRET_KEY_PATTERN: LazyLock<Regex> = LazyLock::new(|| {
         let names = r#"(?i)(?:password|passwd|secret|token|credential)[\w-]*["']?\s*="#;
@@ -222,7 +219,7 @@ fn mask_secrets(line: &str) -> Cow<'_, str> {
         Regex::new(r"(?i)(rediss?:).*|([a-z0-9+.-]*:)//.*(@)")
             .expect("a constant that the tests use")
     });
-    // A key that names a file holds no secret.
+    // A key with `_file` in its name holds a path, not a secret.
     let secret = SECRET_KEY_PATTERN
         .find_iter(line)
         .find(|name| !name.as_str().contains("_file"));

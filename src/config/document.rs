@@ -1,4 +1,4 @@
-//! One TOML file: its values for merging, and where each of them stands.
+//! One TOML document: its values for merging, and the position of each value.
 
 use super::diagnostic::SourceSpan;
 use figment::value::{Dict, Empty, Tag, Value};
@@ -8,7 +8,7 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeInteger, DeTable, DeValue};
 
-/// A file as read.
+/// A parsed TOML document.
 #[derive(Debug)]
 pub(super) struct TomlDocument {
     name: String,
@@ -18,7 +18,7 @@ pub(super) struct TomlDocument {
     spans: DocumentSpans,
 }
 
-/// A way to a value.
+/// Path of a value: table keys and list indexes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct KeyPath(Vec<KeyPathStep>);
 
@@ -28,7 +28,7 @@ enum KeyPathStep {
     Index(usize),
 }
 
-/// Byte ranges in the shape of the document.
+/// Byte ranges of keys and values, in the structure of the document.
 #[derive(Debug, Default)]
 struct DocumentSpans {
     key: Range<usize>,
@@ -38,7 +38,7 @@ struct DocumentSpans {
 }
 
 impl TomlDocument {
-    /// Reads TOML; with it come all syntax errors, as places and messages.
+    /// Parses TOML. Returns the document with all syntax errors as spans and messages.
     pub(super) fn parse(
         name: String,
         text: String,
@@ -55,7 +55,7 @@ impl TomlDocument {
             text: String::new(),
         };
         let document = Self { text, ..document };
-        // Recovery after one error may stumble again in the same line: only the first says something.
+        // Parser recovery may report follow-up errors on the same line. Only the first is useful.
         let mut syntax_errors: Vec<(SourceSpan, String)> = Vec::new();
         for error in errors {
             let span = document.source_span(error.span().unwrap_or_default());
@@ -73,7 +73,7 @@ impl TomlDocument {
         &self.values
     }
 
-    /// The value at `path`, or the innermost table above it that was written.
+    /// Span of the value at `path`, or of the innermost enclosing table in the document.
     pub(super) fn value_span(&self, path: &KeyPath) -> SourceSpan {
         match self.find_innermost_spans(path).0 {
             spans if spans.value.is_empty() => SourceSpan::from_source(&self.name, self.rank),
@@ -81,12 +81,12 @@ impl TomlDocument {
         }
     }
 
-    /// The name before the value at `path`.
+    /// Span of the key of the value at `path`.
     pub(super) fn key_span(&self, path: &KeyPath) -> SourceSpan {
         self.source_span(self.find_innermost_spans(path).0.key.clone())
     }
 
-    /// The value at `path` as written.
+    /// Source text of the value at `path`.
     pub(super) fn source_text(&self, path: &KeyPath) -> Option<&str> {
         match self.find_innermost_spans(path) {
             (spans, true) => self.text.get(spans.value.clone()),
@@ -94,7 +94,7 @@ impl TomlDocument {
         }
     }
 
-    /// The innermost spans on the way, and whether the way was walked to its end.
+    /// Spans of the innermost existing element of `path`, and whether all of `path` exists.
     fn find_innermost_spans(&self, path: &KeyPath) -> (&DocumentSpans, bool) {
         let mut at = &self.spans;
         for step in &path.0 {
@@ -193,7 +193,7 @@ fn convert_value(value: &Spanned<DeValue<'_>>) -> (Value, DocumentSpans) {
             .parse::<f64>()
             .map_or_else(|_| empty_value(), Value::from),
         DeValue::Boolean(flag) => Value::from(*flag),
-        // No key takes a date: whatever reads this says what it expected instead.
+        // No key takes a date. The key's reader reports the expected type.
         DeValue::Datetime(_) => empty_value(),
         DeValue::Array(items) => {
             let (items, inner) = items
@@ -208,7 +208,7 @@ fn convert_value(value: &Spanned<DeValue<'_>>) -> (Value, DocumentSpans) {
     (converted, spans)
 }
 
-/// An integer beyond 64 bits is beyond the range of every key, and so is `nothing`.
+/// Converts an integer. One beyond 64 bits is outside the range of every key, and becomes empty.
 fn convert_integer(number: &DeInteger<'_>) -> Value {
     i64::from_str_radix(number.as_str(), number.radix()).map_or_else(|_| empty_value(), Value::from)
 }

@@ -1,17 +1,17 @@
-//! What is in effect, for people who look: every key with its value, and the policies as they were written.
+//! The effective configuration as JSON: every key with its value, and the policies as written.
 
+use super::loaded_config::{Config, RestartOnlySettings, is_reloadable};
 use super::schema::{self, ValueKind};
-use super::{Config, RestartOnlySettings, is_reloadable};
 use figment::value::Value;
 use serde_json::{Map, Value as Json};
 use sha2::{Digest, Sha256};
 
-/// Where replicas may well differ: addresses of a pod, a level of the log that somebody has turned.
+/// Tables in which replicas may differ, such as pod addresses or a changed log level.
 const PER_INSTANCE_TABLES: [&str; 5] = ["listen", "admin", "log", "trace", "shutdown"];
 
 impl Config {
-    /// This configuration as JSON where a reload brought it into effect, and `running` everywhere else. Holds no
-    /// secret: not even a user's name in a URL.
+    /// The effective configuration as JSON: reloadable keys from `self`, all others from `running`.
+    /// Contains no secret and no user name of a URL.
     pub fn effective_json(&self, running: &RestartOnlySettings) -> String {
         Json::Object(self.effective_values(running)).to_string()
     }
@@ -19,12 +19,12 @@ impl Config {
     fn effective_values(&self, running: &RestartOnlySettings) -> Map<String, Json> {
         let mut top = Map::new();
         for path in schema::key_paths() {
-            let written = if is_reloadable(&path) {
+            let source = if is_reloadable(&path) {
                 &self.raw
             } else {
                 &running.raw
             };
-            let Some(value) = written.value_or_default(&path) else {
+            let Some(value) = source.value_or_default(&path) else {
                 continue;
             };
             let shown = match (
@@ -49,8 +49,8 @@ impl Config {
         top
     }
 
-    /// A number for what replicas of one service should have alike: what is in effect, as shown, without the tables that
-    /// are about one instance. 48 bits, so that a double holds it.
+    /// Hash of the effective settings that all replicas of a service should share. Leaves out the
+    /// tables in `PER_INSTANCE_TABLES`. Has 48 bits, so that a double represents it exactly.
     pub fn shared_settings_hash(&self, running: &RestartOnlySettings) -> u64 {
         let mut top = self.effective_values(running);
         top.retain(|table, _| !PER_INSTANCE_TABLES.contains(&table.as_str()));
@@ -76,7 +76,7 @@ fn to_json(value: &Value) -> Json {
     serde_json::to_value(value).unwrap_or(Json::Null)
 }
 
-/// A URL without user and password; anything else shows nothing.
+/// Masks user and password of a URL. Masks all of a value that is not a URL.
 fn mask_login(url: &Value) -> Json {
     let shown = url.as_str().and_then(|text| {
         let (scheme, rest) = text.split_once("://")?;
@@ -85,7 +85,7 @@ fn mask_login(url: &Value) -> Json {
             rest.split_once('?'),
             rest.rsplit_once('@'),
         ) {
-            // A socket's parameters may hold both.
+            // Parameters of a Unix socket URL may hold user and password.
             (true, Some((path, _)), _) => format!("{path}?***"),
             (false, _, Some((_, server))) => format!("***@{server}"),
             _ => rest.to_owned(),

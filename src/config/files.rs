@@ -1,43 +1,17 @@
-//! The main file and what it includes.
+//! Reads the main file and the included files.
 
-use super::FileSource;
 use super::diagnostic::SourceSpan;
+use super::file_set::expand_glob;
 use super::input::ConfigInput;
 use super::schema;
+use super::sources::FileSource;
 use super::table_reader::{ConfigValue, TableReader};
 use figment::value::Dict;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// What a configuration was read from, and what it would look at again.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct FileSet {
-    /// Files that were read, or should have been.
-    files: Vec<PathBuf>,
-    /// Globs of includes: a file that appears there belongs to the configuration.
-    globs: Vec<String>,
-}
-
-impl FileSet {
-    pub(super) fn insert(&mut self, file: PathBuf) {
-        if !self.files.contains(&file) {
-            self.files.push(file);
-        }
-    }
-
-    /// All paths that matter now, the globs evaluated anew.
-    pub fn paths(&self) -> Vec<PathBuf> {
-        let mut paths = self.files.clone();
-        for glob in &self.globs {
-            paths.extend(expand_glob(glob).unwrap_or_default());
-        }
-        paths.sort();
-        paths.dedup();
-        paths
-    }
-}
-
-/// Reads the main file; an absent one is empty. Returns its number, unless it is no TOML.
+/// Reads the main file. Returns its document index, or `None` if it is unreadable or not TOML.
+/// [`FileSource::None`] is an empty document.
 pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Option<usize> {
     match source {
         FileSource::Path(path) => {
@@ -56,7 +30,7 @@ pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Op
     .ok()
 }
 
-/// Reads all included files, in the order in which their policies count. Returns their numbers.
+/// Reads all included files in the order of their policies. Returns their document indexes.
 pub(super) fn read_included_files(
     input: &mut ConfigInput,
     main: usize,
@@ -68,7 +42,7 @@ pub(super) fn read_included_files(
         FileSource::Text { .. } | FileSource::None => Path::new(""),
     };
     let mut found: Vec<(OsString, PathBuf, String)> = Vec::new();
-    // Only this key: what is wrong with others is said when everything is read.
+    // Reads only this key. Errors in others are reported when the whole file is read.
     let only_include: Dict = values
         .iter()
         .filter(|(key, _)| *key == "include")
@@ -90,7 +64,7 @@ pub(super) fn read_included_files(
     }
     found.sort();
     found.dedup();
-    // What could be said of half a file would mislead.
+    // A file with a syntax error is left out: diagnostics of its readable part would mislead.
     found
         .into_iter()
         .filter_map(|(_, path, text)| input.parse_document(path.display().to_string(), text).ok())
@@ -105,7 +79,7 @@ fn expand_include(input: &ConfigInput, item: &ConfigValue<'_>, base: &Path) -> V
     if !text.contains(['*', '?', '[']) {
         return vec![base.join(text)];
     }
-    // The directory of the main file is no pattern, whatever characters it has.
+    // The directory of the main file is taken literally, even if it contains glob characters.
     let glob = match base.to_str() {
         Some("") | None => text.to_owned(),
         Some(_) if Path::new(text).is_absolute() => text.to_owned(),
@@ -113,23 +87,9 @@ fn expand_include(input: &ConfigInput, item: &ConfigValue<'_>, base: &Path) -> V
     };
     match expand_glob(&glob) {
         Ok(paths) => {
-            input.update_file_set(|files| files.globs.push(glob));
+            input.update_file_set(|files| files.insert_glob(glob));
             paths
         }
         Err(error) => item.report_error(&error).unwrap_or_default(),
     }
-}
-
-/// Hidden names are left out: in a mounted ConfigMap they are the machinery behind the links.
-fn expand_glob(glob: &str) -> Result<Vec<PathBuf>, String> {
-    let options = glob::MatchOptions {
-        case_sensitive: true,
-        require_literal_separator: true,
-        require_literal_leading_dot: true,
-    };
-    let paths =
-        glob::glob_with(glob, options).map_err(|error| format!("not a glob: {}", error.msg))?;
-    paths
-        .collect::<Result<_, _>>()
-        .map_err(|error| error.to_string())
 }

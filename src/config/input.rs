@@ -1,35 +1,35 @@
-//! What was read, and what was found wrong with it so far.
+//! The documents of one load, and the diagnostics so far.
 
-use super::FileSet;
 use super::diagnostic::{ConfigDiagnostic, ConfigErrors, DiagnosticSeverity, SourceSpan};
 use super::document::{KeyPath, TomlDocument};
+use super::file_set::FileSet;
 use figment::Figment;
-use figment::value::{Tag, Value};
+use figment::value::{Dict, Tag, Value};
 use std::cell::RefCell;
 use std::path::Path;
 
-/// What overrides files sorts behind them.
+/// Diagnostics of variables and flags sort after those of files.
 const OVERRIDE_RANK: usize = usize::MAX;
 
-/// All that a load reads and finds.
+/// Documents, merged layers, diagnostics and files of one load.
 #[derive(Debug, Default)]
 pub(super) struct ConfigInput {
     documents: Vec<TomlDocument>,
-    /// The merged layers, which know where each value came from.
+    /// The merged layers. They record the source of each value.
     layers: Figment,
     diagnostics: RefCell<Vec<ConfigDiagnostic>>,
     files: RefCell<FileSet>,
 }
 
-/// A document that cannot be used.
+/// The document has a syntax error, which has been reported.
 #[derive(Debug)]
 pub(super) struct InvalidToml;
 
 impl ConfigInput {
-    /// Parses a document and keeps it. Returns its number.
+    /// Parses a document and stores it. Returns its index.
     ///
     /// # Errors
-    /// What is no TOML is reported.
+    /// [`InvalidToml`] if the text is not TOML. All syntax errors have been reported.
     pub(super) fn parse_document(
         &mut self,
         name: String,
@@ -41,19 +41,19 @@ impl ConfigInput {
         if syntax_errors.is_empty() {
             return Ok(number);
         }
-        for (place, message) in syntax_errors {
-            self.report_error(place, String::new(), format!("not TOML: {message}"));
+        for (span, message) in syntax_errors {
+            self.report_error(span, String::new(), format!("not TOML: {message}"));
         }
         Err(InvalidToml)
     }
 
-    /// Reads a file, which is watched from now on.
+    /// Reads a text file and adds it to the watched set.
     pub(super) fn read_file(&self, path: &Path) -> Result<String, String> {
         self.update_file_set(|files| files.insert(path.to_owned()));
         std::fs::read_to_string(path).map_err(|error| format!("can't be read: {error}"))
     }
 
-    /// The same, of a file that need not be text throughout.
+    /// Reads a file that may contain bytes that are not UTF-8, and adds it to the watched set.
     pub(super) fn read_file_bytes(&self, path: &Path) -> Result<Vec<u8>, String> {
         self.update_file_set(|files| files.insert(path.to_owned()));
         std::fs::read(path).map_err(|error| format!("can't be read: {error}"))
@@ -65,6 +65,14 @@ impl ConfigInput {
 
     pub(super) fn set_layers(&mut self, layers: Figment) {
         self.layers = layers;
+    }
+
+    /// The values of a document, without overrides.
+    pub(super) fn document_values(&self, document: usize) -> Dict {
+        self.documents
+            .get(document)
+            .map(|document| document.values().clone())
+            .unwrap_or_default()
     }
 
     pub(super) fn documents(&self) -> &[TomlDocument] {
@@ -86,7 +94,7 @@ impl ConfigInput {
             .any(|finding| finding.severity == DiagnosticSeverity::Error)
     }
 
-    /// Where a value was written; without one, where it should be.
+    /// Span of a value, or of its table if the value is absent.
     pub(super) fn value_span(
         &self,
         document: usize,
@@ -113,7 +121,7 @@ impl ConfigInput {
         }
     }
 
-    /// A value as it was written in its file, unless it comes from elsewhere.
+    /// Source text of a value in its file. `None` if a variable or flag set it.
     pub(super) fn source_text(
         &self,
         document: usize,
@@ -126,15 +134,15 @@ impl ConfigInput {
         }
     }
 
-    /// A variable or a flag.
+    /// Span of an environment variable or a flag.
     pub(super) fn override_span(label: &str) -> SourceSpan {
         SourceSpan::from_source(label, OVERRIDE_RANK)
     }
 
-    /// All errors, or `built` with all warnings.
+    /// Returns `built`, completed with all warnings and the files read.
     ///
     /// # Errors
-    /// A [`Report`] if there was any error.
+    /// [`ConfigErrors`] if there was any error.
     pub(super) fn finish<T, C>(
         self,
         built: Option<T>,

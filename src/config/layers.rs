@@ -1,8 +1,9 @@
-//! File, environment and flags, the later over the earlier, merged by figment.
+//! Merges file, environment and flags with figment. Later layers override earlier ones.
 
 use super::input::ConfigInput;
 use super::schema::{self, ValueKind};
-use super::{FlagOverrides, values};
+use super::sources::FlagOverrides;
+use super::text_conversion;
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider, Source};
 use std::path::PathBuf;
@@ -15,19 +16,20 @@ struct FileLayer<'a>(&'a Dict);
 
 /// One value from the environment or from a flag.
 struct OverrideLayer<'a> {
-    /// The variable or flag: what a message about the value names.
+    /// Name of the variable or flag, for messages.
     label: &'a str,
     path: Vec<String>,
     value: Value,
 }
 
-/// Merges all layers. Variables that mean nothing are reported and left out.
+/// Merges all layers and returns the values. `input` keeps the layers, which record the source of
+/// each value. Reports and skips variables that name no key.
 pub(super) fn merge_layers(
-    input: &ConfigInput,
+    input: &mut ConfigInput,
     file: &Dict,
     env: &[(String, String)],
     flags: &FlagOverrides,
-) -> Figment {
+) -> Dict {
     let mut figment = Figment::new().merge(FileLayer(file));
     for (name, text) in env {
         if let Some(layer) = parse_env_override(input, name, text) {
@@ -48,10 +50,17 @@ pub(super) fn merge_layers(
             });
         }
     }
-    figment
+    let values = figment
+        .data()
+        .unwrap_or_default()
+        .remove(&Profile::Default)
+        .unwrap_or_default();
+    input.set_layers(figment);
+    values
 }
 
-/// Names without a double underscore are not ours: Kubernetes makes some for a Service called tidegate.
+/// Parses an environment variable. Ignores names without a double underscore: Kubernetes sets such
+/// variables for a Service named tidegate.
 fn parse_env_override<'a>(
     input: &ConfigInput,
     name: &'a str,
@@ -84,7 +93,7 @@ fn parse_env_override<'a>(
         }
         Some(found) => Some(OverrideLayer {
             label: name,
-            value: values::value_from_text(&found.kind, text),
+            value: text_conversion::value_from_text(&found.kind, text),
             path,
         }),
         None => {
@@ -114,7 +123,7 @@ fn suggest_variable(key: &str) -> String {
 
 impl Provider for FileLayer<'_> {
     fn metadata(&self) -> Metadata {
-        // The source tells this layer from the others, whose names are those of variables and flags.
+        // Only this layer has a source. The others have the name of their variable or flag.
         Metadata::from("file", Source::File(PathBuf::new()))
     }
 

@@ -1,15 +1,15 @@
-//! What holds for any text at all. The suite draws some at random, `fuzz/` looks for the others.
+//! Properties of loading any text. The test suite draws random texts; `fuzz/` searches for others.
 
 use super::{Config, ConfigErrors, ConfigSources, FileSource, FlagOverrides, load};
 
-/// A text is a configuration, or everything that is wrong with it is said; the same each time.
+/// Checks that loading a text twice gives the same result: a configuration, or errors.
 ///
-/// Texts that would make it read files are left out.
+/// Skips texts that may name files.
 pub fn check_any_text(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
     };
-    // Escapes could spell them.
+    // The backslash is in the list because escapes could spell the other words.
     if ["include", "file", "ca", "cert", "key =", "\\"]
         .iter()
         .any(|word| text.contains(word))
@@ -35,17 +35,21 @@ pub fn check_any_text(bytes: &[u8]) {
             assert_eq!(first.to_string(), second.to_string());
             assert!(
                 !first.to_string().trim().is_empty(),
-                "refused without a word"
+                "rejected without an error message"
             );
         }
-        _ => assert_eq!(first.is_ok(), second.is_ok(), "once so, once so"),
+        _ => assert_eq!(
+            first.is_ok(),
+            second.is_ok(),
+            "two loads of one text differ"
+        ),
     }
 }
 
-/// As it is read from a file.
+/// Loads a text as if it were the main file.
 ///
 /// # Errors
-/// What is wrong with it.
+/// [`ConfigErrors`] if the text is not a valid configuration.
 pub fn load_text(text: &str) -> Result<Config, ConfigErrors> {
     let file = FileSource::Text {
         name: "config.toml".to_owned(),
@@ -73,7 +77,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text(lines in prop::collection::vec(LINE, 0..8)) {
+        fn any_text_loads_or_reports_errors(lines in prop::collection::vec(LINE, 0..8)) {
             super::check_any_text(lines.join("\n").as_bytes());
         }
     }

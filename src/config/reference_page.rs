@@ -1,9 +1,9 @@
-//! The tables of `docs/CONFIGURATION.md` come from the schema, so that the page can't say anything else.
+//! Generates the tables of `docs/CONFIGURATION.md` from the schema.
 //!
-//! A table stands between `<!-- keys: NAME -->` and `<!-- end -->`. With UPDATE_FIXTURES=1 the tables are written
-//! anew: read the difference before you commit it.
+//! Each table is between `<!-- keys: NAME -->` and `<!-- end -->`. With `UPDATE_FIXTURES=1` the
+//! test rewrites the tables: read the difference before you commit it.
 
-use super::RELOADABLE_KEY_PREFIXES;
+use super::loaded_config::RELOADABLE_KEY_PREFIXES;
 use super::schema::{KeyRequirement, ROOT, SchemaKey, ValueKind};
 use super::values::format_duration;
 use std::fs;
@@ -28,7 +28,7 @@ fn configuration_page_matches_the_schema() {
     );
 }
 
-/// Every table once, by the path at which it is first met.
+/// Collects every schema table once, under the first path that leads to it.
 fn collect_tables(
     path: &str,
     table: &'static [SchemaKey],
@@ -53,7 +53,8 @@ fn collect_tables(
     }
 }
 
-/// The page with the rows of one table as they are now. The sign of what is reloaded is in its heading.
+/// Replaces the rows of one table in the page. Checks that the heading has ↻ if a reload applies
+/// the table.
 fn replace_table(page: &str, path: &str, table: &[SchemaKey]) -> String {
     let mark = format!(
         "<!-- keys: {} -->\n",
@@ -73,7 +74,7 @@ fn replace_table(page: &str, path: &str, table: &[SchemaKey]) -> String {
     let is_reloadable = is_policy
         || RELOADABLE_KEY_PREFIXES
             .iter()
-            .any(|live| format!("{path}.").starts_with(live));
+            .any(|prefix| format!("{path}.").starts_with(prefix));
     assert_eq!(
         is_reloadable,
         heading.contains('↻') && !path.is_empty(),
@@ -120,7 +121,7 @@ fn format_kind(kind: &ValueKind) -> String {
         ValueKind::IntegerOrTable { min, max, .. } => {
             format!("{min} to {}, or a table", format_count(*max))
         }
-        ValueKind::KeywordOrTable { keyword: word, .. } => format!("`\"{word}\"`, or a table"),
+        ValueKind::KeywordOrTable { keyword, .. } => format!("`\"{keyword}\"`, or a table"),
         ValueKind::Fraction => "0.0 to 1.0".to_owned(),
         ValueKind::Duration { min, max } => {
             format!(
@@ -142,11 +143,13 @@ fn format_kind(kind: &ValueKind) -> String {
             .map(|word| format!("`\"{word}\"`"))
             .collect::<Vec<_>>()
             .join(", "),
+        // The page describes the entries elsewhere.
+        ValueKind::Map(_) => "a table".to_owned(),
         other => other.to_string(),
     }
 }
 
-/// Large powers of two are known by their exponent.
+/// Formats a number. Large powers of two are written with their exponent.
 fn format_count(number: i64) -> String {
     match u64::try_from(number) {
         Ok(number) if number > 1 << 20 && number.is_power_of_two() => {

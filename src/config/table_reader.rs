@@ -1,28 +1,28 @@
-//! Reads values by the schema, and goes on after an error, so that one load finds all of them.
+//! Reads values by the schema. Continues after an error, so that one load reports all errors.
 //!
-//! A value that is wrong is reported, and its default stands in for it: whatever is built from it is
-//! thrown away at the end, but what else is wrong comes to light.
+//! An invalid value is reported and replaced by its default. The result is discarded at the end,
+//! but the remaining values are checked too.
 
 use super::diagnostic::{SourceSpan, quote_source};
 use super::document::KeyPath;
 use super::input::ConfigInput;
 use super::schema::{self, KeyRequirement, SchemaKey, ValueKind};
-use super::values;
+use super::{text_conversion, values};
 use figment::value::{Dict, Num, Value};
 use std::time::Duration;
 
-/// A table that is being read.
+/// Reads the keys of one table.
 #[derive(Clone, Debug)]
 pub(super) struct TableReader<'a> {
     input: &'a ConfigInput,
     document: usize,
     keys: &'static [SchemaKey],
-    /// `None`: not written, so everything has its default.
+    /// `None` if the table is absent. Every key then has its default.
     values: Option<&'a Dict>,
     path: KeyPath,
 }
 
-/// A value that is being read.
+/// A value with its position, for diagnostics.
 #[derive(Clone, Debug)]
 pub(super) struct ConfigValue<'a> {
     input: &'a ConfigInput,
@@ -32,11 +32,11 @@ pub(super) struct ConfigValue<'a> {
     is_secret: bool,
 }
 
-/// What is wrong with a value.
+/// Why a value is invalid.
 enum ConfigValueError {
-    /// It is none of what the schema says.
+    /// The value does not match the type or range in the schema.
     SchemaMismatch,
-    /// This.
+    /// The given reason.
     Invalid(String),
 }
 
@@ -47,7 +47,7 @@ impl From<String> for ConfigValueError {
 }
 
 impl<'a> TableReader<'a> {
-    /// The top of a document, or of the layers merged over it. Unknown keys are reported.
+    /// Opens the root table of a document or of the merged layers. Reports unknown keys.
     pub(super) fn from_document(
         input: &'a ConfigInput,
         document: usize,
@@ -61,8 +61,10 @@ impl<'a> TableReader<'a> {
         self.values.is_some_and(|values| values.contains_key(name))
     }
 
-    /// `None` for a key that isn't written. So it is with all readers below: a key with a default
-    /// always has a value, and only where the schema says otherwise `None` is absent or wrong.
+    /// The value of a key, or `None` if it is absent.
+    ///
+    /// The typed getters below apply the default. They return `None` only for a key without a
+    /// default that is absent or invalid.
     pub(super) fn get(&self, name: &str) -> Option<ConfigValue<'a>> {
         let value = self.values?.get(name)?;
         let secret = self
@@ -83,7 +85,7 @@ impl<'a> TableReader<'a> {
         })
     }
 
-    /// The schema's range has to fit into `T`.
+    /// Reads an integer. The schema's range must fit into `T`.
     pub(super) fn get_integer<T: TryFrom<i64>>(&self, name: &str) -> Option<T> {
         self.read_value(name, |kind, value| match (kind, value) {
             (
@@ -118,7 +120,7 @@ impl<'a> TableReader<'a> {
         })
     }
 
-    /// Bytes.
+    /// Reads a size in bytes.
     pub(super) fn get_byte_size<T: TryFrom<u64>>(&self, name: &str) -> Option<T> {
         self.read_value(name, |kind, value| {
             match (kind, value.as_str().and_then(values::parse_size)) {
@@ -132,7 +134,7 @@ impl<'a> TableReader<'a> {
         })
     }
 
-    /// What one of the schema's words means. `meanings` lists all of them.
+    /// Reads a keyword. `meanings` maps every keyword of the schema to its value.
     pub(super) fn get_keyword<T: Copy>(&self, name: &str, meanings: &[(&str, T)]) -> Option<T> {
         self.read_value(name, |_, value| {
             let meaning = meanings
@@ -144,7 +146,7 @@ impl<'a> TableReader<'a> {
         })
     }
 
-    /// What a text means to `parse`, whose errors are words that follow "found …;".
+    /// Reads a string with `parse`. The error of `parse` follows "found …;" in the message.
     pub(super) fn get_parsed<T>(
         &self,
         name: &str,
@@ -161,7 +163,7 @@ impl<'a> TableReader<'a> {
         self.get_parsed(name, |text| Ok(text.to_owned()))
     }
 
-    /// What each text of a list means to `parse`; those that are wrong are left out.
+    /// Reads a list of strings with `parse`. Leaves out invalid items.
     pub(super) fn get_list<T>(
         &self,
         name: &str,
@@ -175,7 +177,7 @@ impl<'a> TableReader<'a> {
         self.get_items(name).into_iter().filter_map(parse).collect()
     }
 
-    /// The items of a list. A lone text is a list of one.
+    /// The items of a list. A single string is a list of one.
     pub(super) fn get_items(&self, name: &str) -> Vec<ConfigValue<'a>> {
         match self.get(name) {
             None => Vec::new(),
@@ -203,7 +205,7 @@ impl<'a> TableReader<'a> {
         }
     }
 
-    /// The entries of a table whose keys are names of the user's choice.
+    /// The entries of a table with user-defined keys.
     pub(super) fn get_entries(&self, name: &str) -> Vec<(&'a str, ConfigValue<'a>)> {
         let Some(item) = self.get(name) else {
             return Vec::new();
@@ -226,7 +228,7 @@ impl<'a> TableReader<'a> {
         entries.iter().map(entry).collect()
     }
 
-    /// A table in which every key has a default, so that it makes no difference whether it is written.
+    /// Opens a table in which every key has a default. An absent table is empty.
     pub(super) fn get_table(&self, name: &str) -> Self {
         self.get_optional_table(name).unwrap_or_else(|| {
             let table = self
@@ -248,7 +250,7 @@ impl<'a> TableReader<'a> {
             .or_else(|| item.report_error(&self.expected_text(name)))
     }
 
-    /// A list of tables; items that are none are reported and left out.
+    /// Opens a list of tables. Reports and leaves out items that are not tables.
     pub(super) fn get_tables(&self, name: &str) -> Vec<Self> {
         let Some(key) = self.schema_key(name) else {
             return Vec::new();
@@ -260,7 +262,7 @@ impl<'a> TableReader<'a> {
         self.get_items(name).into_iter().filter_map(open).collect()
     }
 
-    /// Reports the value of a key, or the table if the key isn't written.
+    /// Reports an error at the value of a key, or at the table if the key is absent.
     pub(super) fn report_error(&self, name: &str, problem: &str) {
         let value = self.values.and_then(|values| values.get(name));
         let path = self.path.with_key(name);
@@ -271,7 +273,7 @@ impl<'a> TableReader<'a> {
         );
     }
 
-    /// The same, of what works but may not be meant.
+    /// Reports a warning at the value of a key, or at the table if the key is absent.
     pub(super) fn report_warning(&self, name: &str, problem: &str) {
         let value = self.values.and_then(|values| values.get(name));
         let path = self.path.with_key(name);
@@ -330,9 +332,11 @@ impl<'a> TableReader<'a> {
             (None, _) => None,
         }
         .or_else(|| match key.requirement {
-            KeyRequirement::Default(text) => {
-                parse(&key.kind, &values::value_from_text(&key.kind, text)).ok()
-            }
+            KeyRequirement::Default(text) => parse(
+                &key.kind,
+                &text_conversion::value_from_text(&key.kind, text),
+            )
+            .ok(),
             KeyRequirement::Required | KeyRequirement::Optional => None,
         })
     }
@@ -364,7 +368,7 @@ fn nested_keys(kind: &ValueKind) -> &'static [SchemaKey] {
 }
 
 impl<'a> ConfigValue<'a> {
-    /// `None` if the value is no table.
+    /// Opens the value as a table. Returns `None` if it is not a table.
     pub(super) fn open_table(&self, table: &'static [SchemaKey]) -> Option<TableReader<'a>> {
         let values = self.value.as_dict()?;
         Some(TableReader::open_table(
@@ -376,7 +380,7 @@ impl<'a> ConfigValue<'a> {
         ))
     }
 
-    /// Reports the value with what would be right, and is `None`, for use in place of what it should be.
+    /// Reports an error at the value. Returns `None`, for use in place of the parsed value.
     pub(super) fn report_error<T>(&self, problem: &str) -> Option<T> {
         let problem = match self.quote_found() {
             Some(found) => format!("found {found}; {problem}"),
@@ -387,7 +391,7 @@ impl<'a> ConfigValue<'a> {
         None
     }
 
-    /// Reports the value, of what works but may not be meant.
+    /// Reports a warning at the value.
     pub(super) fn report_warning(&self, problem: &str) {
         self.input.report_warning(
             self.source_span(),
@@ -396,7 +400,7 @@ impl<'a> ConfigValue<'a> {
         );
     }
 
-    /// Where the value was written.
+    /// Position of the value.
     pub(super) fn source_span(&self) -> SourceSpan {
         self.input
             .value_span(self.document, &self.path, Some(self.value))

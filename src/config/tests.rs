@@ -1,7 +1,8 @@
-//! The fixtures, and what they can't say: environment, flags, includes that change.
+//! Tests of the fixtures, and of environment, flags and changing includes.
 
 use super::*;
 use crate::policy::{OnStoreFailure, PolicyAction};
+use crate::store::MemorySettings;
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
@@ -36,10 +37,11 @@ fn file_sources(path: &Path) -> ConfigSources {
 
 const URL: &str = "upstream.url = \"http://127.0.0.1:3000\"\n";
 
-/// Compares what loading each file of a folder says with the text beside it.
-/// With UPDATE_FIXTURES=1 the texts are written anew: read the difference before you commit it.
+/// Compares the diagnostics and descriptions of each file in a folder with its `.expected` file.
+/// With `UPDATE_FIXTURES=1` the test rewrites the expected files: read the difference before you
+/// commit it.
 fn check_fixtures(folder: &str, expect_ok: bool) {
-    let mut wrong = Vec::new();
+    let mut mismatches = Vec::new();
     let mut count = 0;
     let mut entries: Vec<_> = fs::read_dir(format!("{FIXTURES}{folder}"))
         .unwrap()
@@ -53,12 +55,12 @@ fn check_fixtures(folder: &str, expect_ok: bool) {
         count += 1;
         let loaded = load(&file_sources(file));
         assert_eq!(loaded.is_ok(), expect_ok, "{}: {loaded:?}", file.display());
-        let said = match loaded {
+        let output = match loaded {
             Ok(config) => {
                 config
                     .policy_descriptions
                     .iter()
-                    .map(|words| format!("{words}\n"))
+                    .map(|description| format!("{description}\n"))
                     .collect::<String>()
                     + &config
                         .warnings
@@ -66,24 +68,24 @@ fn check_fixtures(folder: &str, expect_ok: bool) {
                         .map(ToString::to_string)
                         .collect::<String>()
             }
-            Err(report) => report.to_string(),
+            Err(errors) => errors.to_string(),
         };
-        let said = said.replace(&format!("{FIXTURES}{folder}/"), "");
-        assert!(!said.contains("hunter2"), "{}: {said}", file.display());
+        let output = output.replace(&format!("{FIXTURES}{folder}/"), "");
+        assert!(!output.contains("hunter2"), "{}: {output}", file.display());
         let expected_file = file.with_extension("expected");
         if std::env::var_os("UPDATE_FIXTURES").is_some() {
-            fs::write(&expected_file, &said).unwrap();
+            fs::write(&expected_file, &output).unwrap();
         }
         let expected = fs::read_to_string(&expected_file).unwrap_or_default();
-        if said != expected {
-            wrong.push(format!(
-                "{}\n--- expected\n{expected}--- said\n{said}",
+        if output != expected {
+            mismatches.push(format!(
+                "{}\n--- expected\n{expected}--- actual\n{output}",
                 file.display()
             ));
         }
     }
     assert!(count > 3, "no fixtures in {folder}");
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(mismatches.is_empty(), "{}", mismatches.join("\n"));
 }
 
 #[test]
@@ -124,7 +126,7 @@ fn near_misses_produce_no_warnings() {
 }
 
 #[test]
-fn every_default_is_right() {
+fn defaults_match_the_documentation() {
     let config = load(&text_sources(URL)).unwrap();
     assert_eq!(config.listen.address.to_string(), "0.0.0.0:8080");
     assert_eq!(config.listen.proxy_protocol_from, None);
@@ -156,10 +158,10 @@ fn the_example_names_every_key_with_its_default() {
     let config = load(&file_sources(&example)).unwrap();
     assert!(config.warnings.is_empty(), "{:?}", config.warnings);
     assert!(config.policy_table.policies().len() >= 6);
-    // Everything that is commented out, put in, changes nothing.
+    // Uncommenting every key must change nothing.
     let written = fs::read_to_string(&example).unwrap();
     let (settings, _) = written.split_once("\n[[policy]]").unwrap();
-    // What has no default would read files, and want an upstream that speaks TLS.
+    // Keys without a default would read files and need an upstream with TLS.
     let is_for_tls =
         |line: &str| line.contains("\"/etc/tidegate/") || line.contains("orders.internal");
     let is_key = |line: &&str| {
@@ -209,7 +211,7 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
             ("TIDEGATE_LOG__ACCESS_SAMPLE", "0.5"),
             ("TIDEGATE_STORE__KIND", "redis"),
             ("TIDEGATE_STORE__REDIS__URL", "redis://:pw@redis:6380/2"),
-            // A text that looks like a number stays a text.
+            // A string that looks like a number stays a string.
             ("TIDEGATE_STORE__REDIS__KEY_PREFIX", "1234"),
         ],
     );
@@ -257,7 +259,7 @@ fn load_errors(sources: &ConfigSources) -> String {
 
 #[test]
 fn environment_errors_name_the_variable() {
-    let said = load_errors(&with_env(
+    let errors = load_errors(&with_env(
         text_sources("[upstream]\nurl = 5\n"),
         &[
             ("TIDEGATE_LISTEN__ADRESS", "x"),
@@ -269,21 +271,21 @@ fn environment_errors_name_the_variable() {
             ("TIDEGATE_LOG__LEVEL", "\u{1b}[31m"),
         ],
     ));
-    for wanted in [
+    for expected in [
         "error: test.toml:2:7: upstream.url: found 5; expected \"http",
         "error: TIDEGATE_LISTEN__ADRESS: listen.adress: unknown key; did you mean TIDEGATE_LISTEN__ADDRESS?",
         "error: TIDEGATE_LISTEN__THREADS: listen.threads: found \"many\"; expected a whole number from 0 to 1024",
         "error: TIDEGATE_LISTEN__HTTP: listen.http: is a table",
         "error: TIDEGATE_POLICY__0__NAME: policy.0.name: policies can't be set from the environment",
         "error: TIDEGATE_STORE__REDIS__PASSWORD: store.redis.password: unknown key",
-        "error: TIDEGATE_STORE__REDIS__URL: store.redis.url: the port is a number",
+        "error: TIDEGATE_STORE__REDIS__URL: store.redis.url: expected a port",
         "8 errors",
     ] {
-        assert!(said.contains(wanted), "{wanted}\nis not in\n{said}");
+        assert!(errors.contains(expected), "{expected}\nis not in\n{errors}");
     }
     assert!(
-        !said.contains("hunter2") && !said.contains('\u{1b}'),
-        "{said}"
+        !errors.contains("hunter2") && !errors.contains('\u{1b}'),
+        "{errors}"
     );
     let mut sources = text_sources("");
     sources.flags.upstream = Some("app".into());
@@ -295,10 +297,10 @@ fn environment_errors_name_the_variable() {
 
 #[test]
 fn a_missing_file_is_an_error_but_a_file_is_optional() {
-    let said = load_errors(&file_sources(Path::new("/nonexistent/config.toml")));
+    let errors = load_errors(&file_sources(Path::new("/nonexistent/config.toml")));
     assert!(
-        said.starts_with("error: /nonexistent/config.toml: can't be read: "),
-        "{said}"
+        errors.starts_with("error: /nonexistent/config.toml: can't be read: "),
+        "{errors}"
     );
     let mut sources = ConfigSources::default();
     assert!(
@@ -366,7 +368,7 @@ fn collector_headers_are_read_from_a_file() {
     let newer = load(&sources_with_headers("x-api-key: hunter4")).unwrap();
     assert_eq!(
         running.restart_only_settings().changed_keys(&newer),
-        ["trace (what a file holds that it names)"]
+        ["trace (contents of a file)"]
     );
     for (lines, problem) in [
         ("x-team: a\nhunter2\n", "line 2: expected name: value"),
@@ -378,8 +380,11 @@ fn collector_headers_are_read_from_a_file() {
         ),
         ("", "the file is empty"),
     ] {
-        let said = load_errors(&sources_with_headers(lines));
-        assert!(said.contains(problem) && !said.contains("hunter"), "{said}");
+        let errors = load_errors(&sources_with_headers(lines));
+        assert!(
+            errors.contains(problem) && !errors.contains("hunter"),
+            "{errors}"
+        );
     }
     let plain = text_sources(&format!(
         "{URL}[trace]\notlp = \"http://c\"\ntls.server_name = \"c\"\n"
@@ -395,7 +400,7 @@ fn collector_headers_are_read_from_a_file() {
 fn included_policies_come_after_the_main_file_by_file_name() {
     let folder = tempfile::tempdir().unwrap();
     let policy = |name: &str| format!("[[policy]]\nname = \"{name}\"\naction = \"deny\"\n");
-    // A folder whose name looks like a pattern is still a folder.
+    // A folder name with glob characters is taken literally.
     let base = folder.path().join("[x]");
     for (file, name) in [
         ("z/1.toml", "third"),
@@ -425,7 +430,7 @@ fn included_policies_come_after_the_main_file_by_file_name() {
         .collect();
     assert_eq!(names, ["first", "second", "third", "fourth"]);
     assert_eq!(config.files.paths().len(), 4);
-    // A file that turns up later belongs to the set.
+    // A file that is added later belongs to the set.
     fs::write(base.join("a/9.toml"), policy("fifth")).unwrap();
     assert_eq!(config.files.paths().len(), 5);
 }
@@ -493,7 +498,7 @@ fn a_new_password_needs_a_restart_and_is_never_printed() {
     let newer = load(&text_sources(&settings)).unwrap();
     assert_eq!(
         running.changed_keys(&newer),
-        ["store.redis (what a file holds that it names)"]
+        ["store.redis (contents of a file)"]
     );
     let sources = with_env(
         text_sources("x = \"hunter2\""),
@@ -505,12 +510,12 @@ fn a_new_password_needs_a_restart_and_is_never_printed() {
 #[test]
 fn deep_nesting_is_rejected() {
     let deep = 5_000;
-    for absurd in [
+    for nested in [
         format!("x = {}{}\n", "[".repeat(deep), "]".repeat(deep)),
         format!("x = {}1{}\n", "{a=".repeat(deep), "}".repeat(deep)),
         format!("x{} = 1\n", ".a".repeat(deep)),
         format!("[x{}]\n", ".a".repeat(deep)),
     ] {
-        assert!(load(&text_sources(&format!("{URL}{absurd}"))).is_err());
+        assert!(load(&text_sources(&format!("{URL}{nested}"))).is_err());
     }
 }

@@ -1,10 +1,9 @@
-//! Texts that mean something: durations, sizes, addresses, URLs.
+//! Parsers for values in strings: durations, sizes, addresses, URLs.
 
-use super::schema::ValueKind;
 use crate::listen::ListenAddress;
 use crate::proxy::{UpstreamScheme, UpstreamUrl};
 use crate::store::redis::{RedisAddress, RedisCredentials, RedisPassword};
-use figment::value::Value;
+use http::HeaderName;
 use ipnet::IpNet;
 use percent_encoding::percent_decode_str;
 use regex::{Regex, RegexBuilder};
@@ -12,43 +11,10 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Compiled size, in bytes: a pattern that needs more is not meant for a path or a header.
+/// Largest compiled size of a regular expression, in bytes. Ample for paths and headers.
 const MAX_REGEX_BYTES: usize = 1 << 20;
 
-/// A text from the environment, a flag or the schema as a value of the kind that its key has.
-pub(super) fn value_from_text(kind: &ValueKind, text: &str) -> Value {
-    match kind {
-        ValueKind::Bool => text
-            .parse::<bool>()
-            .map_or_else(|_| text.into(), Value::from),
-        ValueKind::Integer { .. } | ValueKind::IntegerOrTable { .. } => text
-            .parse::<i64>()
-            .map_or_else(|_| text.into(), Value::from),
-        ValueKind::Fraction => text
-            .parse::<f64>()
-            .map_or_else(|_| text.into(), Value::from),
-        ValueKind::TextList(_) | ValueKind::SecretList(_) => Value::from(parse_list(text)),
-        _ => text.into(),
-    }
-}
-
-/// `a, b` or `["a", "b"]`.
-fn parse_list(text: &str) -> Vec<Value> {
-    let text = text.trim();
-    let inner = text
-        .strip_prefix('[')
-        .and_then(|text| text.strip_suffix(']'))
-        .unwrap_or(text);
-    let items = inner
-        .split(',')
-        .map(|item| item.trim().trim_matches(['"', '\'']));
-    items
-        .filter(|item| !item.is_empty())
-        .map(Value::from)
-        .collect()
-}
-
-/// `"250ms"`, `"1s"`, `"5m"`, `"1h"`, `"1d"`, `"0"`.
+/// Parses a duration such as `"250ms"`, `"1s"`, `"5m"`, `"1h"`, `"1d"` or `"0"`.
 pub(super) fn parse_duration(text: &str) -> Option<Duration> {
     let (number, unit) = split_unit(text)?;
     let ms: u64 = match unit {
@@ -63,7 +29,7 @@ pub(super) fn parse_duration(text: &str) -> Option<Duration> {
     number.checked_mul(ms).map(Duration::from_millis)
 }
 
-/// `"512"`, `"64KiB"`, `"1MiB"`, `"2GiB"`, in bytes.
+/// Parses a size such as `"512"`, `"64KiB"`, `"1MiB"` or `"2GiB"`. Returns bytes.
 pub(super) fn parse_size(text: &str) -> Option<u64> {
     let (number, unit) = split_unit(text)?;
     let shift = match unit {
@@ -84,15 +50,15 @@ fn split_unit(text: &str) -> Option<(u64, &str)> {
     Some((number.parse().ok()?, unit))
 }
 
-/// The longest path of a socket: `sun_path` has 108 bytes, the last of them NUL (unix(7)).
+/// Longest path of a Unix socket: `sun_path` has 108 bytes, including a final NUL (unix(7)).
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 
-/// `address:port`, or `unix:/path`.
+/// Parses `address:port` or `unix:/path`.
 pub(super) fn parse_listen_address(text: &str) -> Result<ListenAddress, String> {
     parse_ip_or_unix_address(text, "0.0.0.0:8080", "/run/tidegate.sock")
 }
 
-/// The same, for the admin port.
+/// Parses the address of the admin listener.
 pub(super) fn parse_admin_address(text: &str) -> Result<ListenAddress, String> {
     parse_ip_or_unix_address(text, "127.0.0.1:9090", "/run/tidegate/admin.sock")
 }
@@ -110,7 +76,7 @@ fn parse_ip_or_unix_address(text: &str, port: &str, path: &str) -> Result<Listen
     parse_socket_path(rest).map(ListenAddress::Unix)
 }
 
-/// A network, or one address.
+/// Parses a network or a single address.
 pub(super) fn parse_network(text: &str) -> Result<IpNet, String> {
     let net = text
         .parse::<IpNet>()
@@ -137,7 +103,7 @@ pub(super) fn parse_regex(text: &str) -> Result<Regex, String> {
         })
 }
 
-/// `http://host:port`, `https://`, `h2c://`, or `unix:/path`.
+/// Parses the upstream URL: `http://host:port`, `https://…`, `h2c://…` or `unix:/path`.
 pub(super) fn parse_upstream_url(text: &str) -> Result<UpstreamUrl, String> {
     const EXPECTED: &str = "expected \"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\"";
     let (scheme, rest) = text.split_once(':').ok_or(EXPECTED)?;
@@ -164,14 +130,14 @@ pub(super) fn parse_upstream_url(text: &str) -> Result<UpstreamUrl, String> {
     let authority = rest.strip_suffix('/').unwrap_or(rest);
     if authority.contains('/') {
         return Err(format!(
-            "a path is not supported here: paths are forwarded as they came; {EXPECTED}"
+            "a path is not supported here: request paths are forwarded unchanged; {EXPECTED}"
         ));
     }
     let (host, port) = parse_host_and_port(authority, default_port)?;
     Ok(UpstreamUrl::Net { scheme, host, port })
 }
 
-/// The absolute path of a Unix socket, `//` before it or not.
+/// Parses the absolute path of a Unix socket, with or without `//` before it.
 fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
     let path = text.strip_prefix("//").unwrap_or(text);
     if !path.starts_with('/') || path.ends_with('/') || path.contains('\0') {
@@ -181,14 +147,14 @@ fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
     }
     if path.len() > MAX_SOCKET_PATH_BYTES {
         return Err(format!(
-            "a socket's path has {} bytes; the system allows {MAX_SOCKET_PATH_BYTES}",
+            "the path has {} bytes; expected a socket path of at most {MAX_SOCKET_PATH_BYTES} bytes",
             path.len()
         ));
     }
     Ok(path.into())
 }
 
-/// What the URL of a server says.
+/// The parts of a Redis URL.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct RedisUrl {
     pub is_tls: bool,
@@ -197,8 +163,8 @@ pub(super) struct RedisUrl {
     pub login: RedisCredentials,
 }
 
-/// `redis://[user]:[password]@host:port/database`, `rediss://` for TLS, or `unix:///path?db=0&user=..&pass=..`. What is
-/// said of an error holds nothing of the text.
+/// Parses `redis://[user]:[password]@host:port/database`, `rediss://` for TLS, or
+/// `unix:///path?db=0&user=..&pass=..`. Errors do not quote the text, which may hold a password.
 pub(super) fn parse_redis_url(text: &str) -> Result<RedisUrl, String> {
     const EXPECTED: &str =
         "expected \"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\"";
@@ -218,7 +184,7 @@ pub(super) fn parse_redis_url(text: &str) -> Result<RedisUrl, String> {
     }
     let (authority, number) = server.split_once('/').unwrap_or((server, ""));
     let database = parse_database(number)
-        .ok_or_else(|| format!("after the slash stands the number of a database; {EXPECTED}"))?;
+        .ok_or_else(|| format!("the part after the slash is not a database number; {EXPECTED}"))?;
     let (host, port) = parse_host_and_port(authority, 6379)?;
     let (username, password) = login.map_or(("", ""), |login| {
         login.split_once(':').unwrap_or((login, ""))
@@ -235,10 +201,10 @@ pub(super) fn parse_redis_url(text: &str) -> Result<RedisUrl, String> {
     })
 }
 
-/// What stands behind `unix://`.
+/// Parses the part of a Redis URL after `unix://`.
 fn parse_redis_unix_url(text: &str) -> Result<RedisUrl, String> {
     const EXPECTED: &str =
-        "expected \"unix:///path\", perhaps with \"?db=0&user=name&pass=password\" behind it";
+        "expected \"unix:///path\", optionally followed by \"?db=0&user=name&pass=password\"";
     let (path, parameters) = text.split_once('?').unwrap_or((text, ""));
     let path = decode_percent(path)?
         .filter(|path| path.starts_with('/'))
@@ -250,7 +216,8 @@ fn parse_redis_unix_url(text: &str) -> Result<RedisUrl, String> {
     {
         match parameter.split_once('=') {
             Some(("db", text)) => {
-                number = parse_database(text).ok_or("db is the number of a database")?
+                number = parse_database(text)
+                    .ok_or("db is not a database number; expected 0 to 65535")?
             }
             Some(("user", name)) => login.username = decode_percent(name)?,
             Some(("pass", password)) => {
@@ -267,7 +234,7 @@ fn parse_redis_unix_url(text: &str) -> Result<RedisUrl, String> {
     })
 }
 
-/// Nothing is 0.
+/// Parses a database number. Empty text is database 0.
 fn parse_database(text: &str) -> Option<i64> {
     if text.is_empty() {
         Some(0)
@@ -276,16 +243,16 @@ fn parse_database(text: &str) -> Option<i64> {
     }
 }
 
-/// Percent-decoded; empty is none.
+/// Decodes percent-encoded text. Empty text is `None`.
 fn decode_percent(text: &str) -> Result<Option<String>, String> {
     let text = percent_decode_str(text).decode_utf8();
     let text = text
         .ok()
-        .ok_or_else(|| "user and password are percent-encoded UTF-8".to_owned())?;
+        .ok_or_else(|| "user, password and path must be percent-encoded UTF-8".to_owned())?;
     Ok(Some(text.into_owned()).filter(|text| !text.is_empty()))
 }
 
-/// A name, an IPv4 or a bracketed IPv6 address, and perhaps a port.
+/// Parses a name, an IPv4 address or a bracketed IPv6 address, with an optional port.
 fn parse_host_and_port(authority: &str, default_port: u16) -> Result<(String, u16), String> {
     let (host, port) = match authority
         .strip_prefix('[')
@@ -295,14 +262,14 @@ fn parse_host_and_port(authority: &str, default_port: u16) -> Result<(String, u1
             address
                 .parse::<Ipv6Addr>()
                 .ok()
-                .ok_or_else(|| "between the brackets stands an IPv6 address".to_owned())?;
+                .ok_or_else(|| "expected an IPv6 address between the brackets".to_owned())?;
             match rest {
                 "" => (address, None),
                 rest => (
                     address,
                     Some(
                         rest.strip_prefix(':')
-                            .ok_or("after the bracket stands a port")?,
+                            .ok_or("expected nothing or \":port\" after the bracket")?,
                     ),
                 ),
             }
@@ -312,10 +279,10 @@ fn parse_host_and_port(authority: &str, default_port: u16) -> Result<(String, u1
             .map_or((authority, None), |(host, port)| (host, Some(port))),
     };
     let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-    // What stands in brackets is an address by now.
+    // Text in brackets has been parsed as an address above.
     let bracketed = authority.starts_with('[') && !host.starts_with('[');
     if host.is_empty() || !(host.chars().all(is_name) || bracketed) {
-        return Err("the host is a name or an address (IPv6 in brackets)".to_owned());
+        return Err("expected a host: a name or an address (IPv6 in brackets)".to_owned());
     }
     let port = match port {
         None => default_port,
@@ -323,12 +290,36 @@ fn parse_host_and_port(authority: &str, default_port: u16) -> Result<(String, u1
             .parse::<u16>()
             .ok()
             .filter(|number| *number > 0 && !port.starts_with('+'))
-            .ok_or("the port is a number from 1 to 65535")?,
+            .ok_or("expected a port from 1 to 65535")?,
     };
     Ok((host.to_owned(), port))
 }
 
-/// A duration in the largest unit that says it exactly.
+/// Parses a name: `[A-Za-z0-9][A-Za-z0-9_.-]{0,62}`.
+pub(super) fn parse_name(text: &str) -> Result<String, String> {
+    let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
+    if starts_well
+        && text.len() <= 63
+        && text
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+    {
+        return Ok(text.to_owned());
+    }
+    Err(
+        "expected a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""
+            .to_owned(),
+    )
+}
+
+/// Parses the name of a header.
+pub(super) fn parse_header_name(text: &str) -> Result<HeaderName, String> {
+    HeaderName::from_bytes(text.as_bytes())
+        .ok()
+        .ok_or_else(|| format!("{text:?} is not a header name"))
+}
+
+/// Formats a duration in the largest unit that represents it exactly.
 pub fn format_duration(duration: Duration) -> String {
     let ms = duration.as_millis();
     let units = [
@@ -524,18 +515,5 @@ mod tests {
                 "{wrong}: {error}"
             );
         }
-    }
-
-    #[test]
-    fn lists_in_the_environment_are_separated_by_commas() {
-        let wanted = vec![Value::from("10.0.0.0/8"), Value::from("::1")];
-        for text in [
-            "10.0.0.0/8,::1",
-            "[\"10.0.0.0/8\", '::1']",
-            " [10.0.0.0/8, ::1] ",
-        ] {
-            assert_eq!(parse_list(text), wanted, "{text}");
-        }
-        assert_eq!(parse_list(""), Vec::new());
     }
 }

@@ -14,31 +14,31 @@ fn instant_at(ms: u64, start: Instant) -> Instant {
 #[tokio::test]
 async fn content_is_settled_after_the_settle_time() {
     let start = Instant::now();
-    let mut settling = ChangeDebouncer::new(A);
+    let mut debouncer = ChangeDebouncer::new(A);
     assert_eq!(
-        settling.observe(A, instant_at(0, start)),
+        debouncer.observe(A, instant_at(0, start)),
         FileChangeState::Unchanged
     );
     assert_eq!(
-        settling.observe(B, instant_at(500, start)),
+        debouncer.observe(B, instant_at(500, start)),
         FileChangeState::Settling(SETTLE_TIME)
     );
     assert_eq!(
-        settling.observe(B, instant_at(530, start)),
+        debouncer.observe(B, instant_at(530, start)),
         FileChangeState::Settling(Duration::from_millis(70))
     );
     assert_eq!(
-        settling.observe(B, instant_at(600, start)),
+        debouncer.observe(B, instant_at(600, start)),
         FileChangeState::Settled
     );
-    // Until it is known, it is still new: loading it may have been in vain.
+    // Content stays new until it is accepted, because loading it may fail.
     assert_eq!(
-        settling.observe(B, instant_at(700, start)),
+        debouncer.observe(B, instant_at(700, start)),
         FileChangeState::Settled
     );
-    settling.accept(B);
+    debouncer.accept(B);
     assert_eq!(
-        settling.observe(B, instant_at(800, start)),
+        debouncer.observe(B, instant_at(800, start)),
         FileChangeState::Unchanged
     );
 }
@@ -46,16 +46,16 @@ async fn content_is_settled_after_the_settle_time() {
 #[tokio::test]
 async fn each_write_restarts_the_settle_time() {
     let start = Instant::now();
-    let mut settling = ChangeDebouncer::new(A);
+    let mut debouncer = ChangeDebouncer::new(A);
     for (ms, half) in [(0, "b"), (60, "bb"), (120, "bbb")] {
         assert_eq!(
-            settling.observe(half, instant_at(ms, start)),
+            debouncer.observe(half, instant_at(ms, start)),
             FileChangeState::Settling(SETTLE_TIME),
             "{half}"
         );
     }
     assert_eq!(
-        settling.observe("bbb", instant_at(220, start)),
+        debouncer.observe("bbb", instant_at(220, start)),
         FileChangeState::Settled
     );
 }
@@ -63,14 +63,14 @@ async fn each_write_restarts_the_settle_time() {
 #[tokio::test]
 async fn alternating_content_never_settles() {
     let start = Instant::now();
-    let mut settling = ChangeDebouncer::new(A);
+    let mut debouncer = ChangeDebouncer::new(A);
     for ms in [0, 100, 200, 300] {
         assert_eq!(
-            settling.observe(B, instant_at(ms, start)),
+            debouncer.observe(B, instant_at(ms, start)),
             FileChangeState::Settling(SETTLE_TIME)
         );
         assert_eq!(
-            settling.observe(A, instant_at(ms + 50, start)),
+            debouncer.observe(A, instant_at(ms + 50, start)),
             FileChangeState::Unchanged
         );
     }
@@ -113,7 +113,7 @@ impl ReloaderFixture {
         }
     }
 
-    /// Lets the reloader look until this much time has passed.
+    /// Runs checks for `ms` milliseconds. Returns the names of the active policies.
     async fn policies_after(&mut self, ms: u64) -> Vec<String> {
         let end = Instant::now() + Duration::from_millis(ms);
         while Instant::now() < end {
@@ -260,7 +260,7 @@ async fn a_slow_disk_does_not_block_the_runtime() {
     let (opened_sender, opened_receiver) = tokio::sync::oneshot::channel();
     let (release_sender, release_receiver) = std::sync::mpsc::sync_channel(1);
     let disk = std::thread::spawn(move || {
-        // Opens once somebody opens it for reading, who then waits until it is dropped.
+        // Blocks until the reloader opens the pipe. The reloader then waits until it is dropped.
         let pipe = fs::OpenOptions::new().write(true).open(&file).unwrap();
         opened_sender.send(()).unwrap();
         let on_time = release_receiver
@@ -274,7 +274,7 @@ async fn a_slow_disk_does_not_block_the_runtime() {
     release_sender.send(()).unwrap();
     assert!(
         disk.join().unwrap(),
-        "the runtime stood still while a file was read"
+        "the runtime was blocked while a file was read"
     );
     watch.abort();
 }
@@ -306,7 +306,7 @@ fn describes_added_removed_and_changed_policies() {
         describe_changes(old.policy_table.policies(), new.policy_table.policies()),
         "added d; removed a; changed c"
     );
-    // Maps without an order must not make a difference where there is none.
+    // Unordered maps must not cause a false difference.
     let keys: String = (0..50)
         .map(|n| {
             format!(
@@ -321,7 +321,7 @@ fn describes_added_removed_and_changed_policies() {
         load(&many).policy_table.policies(),
         load(&many).policy_table.policies(),
     );
-    assert_eq!(same, "the policies are the same");
+    assert_eq!(same, "policies unchanged");
 }
 
 fn policy_tables(policies: &[(&str, &str)]) -> String {

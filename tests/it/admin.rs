@@ -529,8 +529,8 @@ async fn config_generation_and_reload_results_are_reported() {
     let proxy = Proxy::start(&policies(10), upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
     for (text, logged) in [
-        (policies(20), "new configuration"),
-        ("nonsense = 1".to_owned(), "the new configuration is wrong"),
+        (policies(20), "configuration reloaded"),
+        ("nonsense = 1".to_owned(), "new configuration rejected"),
     ] {
         let mark = proxy.log_mark();
         proxy.write_config(&text);
@@ -575,7 +575,7 @@ async fn config_generation_and_reload_results_are_reported() {
     proxy.write_config(&policies(30).replace("\"p\"", "\"q\""));
     proxy
         .wait_for_log("the third", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("new configuration")
+            line.message_starts_with("configuration reloaded")
         })
         .await;
     assert_eq!(

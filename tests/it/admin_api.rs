@@ -180,7 +180,7 @@ async fn a_reload_shows_the_new_policies_and_keeps_the_history_of_the_old() {
         .write_config(&format!("{}{}", text(30, "p"), text(40, "q")));
     desk.proxy
         .wait_for_log("the reload", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("new configuration")
+            line.message_starts_with("configuration reloaded")
         })
         .await;
     assert_eq!(desk.proxy.get_statuses("/", 1).await, [200]);
@@ -211,7 +211,7 @@ async fn a_reload_shows_the_new_policies_and_keeps_the_history_of_the_old() {
     desk.proxy.write_config("nonsense = 1");
     desk.proxy
         .wait_for_log("the refusal", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("the new configuration is")
+            line.message_starts_with("new configuration rejected")
         })
         .await;
     let overview = desk.get_json("/overview").await;

@@ -721,7 +721,7 @@ async fn certificate_errors_are_reported_by_check() {
             "a.key",
             &ca_file,
             0,
-            "listen.tls.client_ca: clients are asked for no certificate",
+            "listen.tls.client_ca: without effect: client_auth is",
         ),
         (
             "a.pem",

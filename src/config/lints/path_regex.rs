@@ -1,9 +1,10 @@
-//! Regular expressions that a path pattern says more plainly.
+//! Finds regular expressions that a path pattern can replace.
 
-/// The pattern that says the same as `regex`, or `None`. `^/api/.*` becomes `/api/**`, which has `/api` too.
+/// Returns the path pattern equivalent to `regex`, or `None`. `^/api/.*` becomes `/api/**`, which
+/// also matches `/api`.
 ///
-/// Only expressions that begin at the root are read, and of those only texts, `[^/]+` as a whole segment, and what
-/// stands for "any rest" at the end.
+/// Supports only expressions anchored at the root that consist of literal segments, `[^/]+` as a
+/// whole segment, and an "any rest" suffix.
 pub(super) fn path_pattern_from_regex(regex: &str) -> Option<String> {
     let mut rest = regex.strip_prefix('^')?;
     if !rest.starts_with('/') {
@@ -33,7 +34,7 @@ pub(super) fn path_pattern_from_regex(regex: &str) -> Option<String> {
     }
 }
 
-/// Reads one segment of plain text. Returns what stands behind it.
+/// Parses one literal segment. Returns the rest of the expression.
 fn parse_literal_segment<'r>(regex: &'r str, pattern: &mut String) -> Option<&'r str> {
     let mut characters = regex.char_indices();
     let start = pattern.len();
@@ -47,11 +48,11 @@ fn parse_literal_segment<'r>(regex: &'r str, pattern: &mut String) -> Option<&'r
             '/' | '$' | '(' => {
                 return (pattern.len() > start).then_some(regex.get(at..)).flatten();
             }
-            // Also a lone dot: it is any character.
+            // Includes an unescaped dot, which matches any character.
             _ => return None,
         }
     }
-    // It goes on after the text: `^/api` has `/apiary` too.
+    // The expression has no end anchor: `^/api` also matches `/apiary`.
     None
 }
 

@@ -1,15 +1,14 @@
-//! What policies do to each other.
+//! Lints about combinations of policies.
 
-use super::SpannedPolicy;
-use crate::config::policies::PolicyContext;
+use crate::config::policies::context::{PolicyContext, SpannedPolicy};
 use crate::policy::{
     KeyPart, Matcher, MissingKeyAction, NamedCondition, PolicyAction, ValueCondition,
 };
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-/// Comparisons of two policies in one load. With thousands of policies not all are compared with all: a doubt that is
-/// not found does less harm than a reload that takes seconds.
+/// Largest number of comparisons of two policies in one load. With thousands of policies some pairs
+/// are skipped: a missed warning does less harm than a reload that takes seconds.
 const MAX_COMPARISONS: usize = 200_000;
 
 pub(super) fn check_policy_interactions(policies: &[SpannedPolicy<'_>], context: &PolicyContext) {
@@ -21,7 +20,7 @@ pub(super) fn check_policy_interactions(policies: &[SpannedPolicy<'_>], context:
     warn_client_chosen_keys(policies, context);
 }
 
-/// `false` once there have been too many.
+/// Takes one comparison from the budget. Returns `false` if none is left.
 fn take_comparison(comparisons_left: &mut usize) -> bool {
     let is_allowed = *comparisons_left > 0;
     *comparisons_left = comparisons_left.saturating_sub(1);
@@ -42,12 +41,12 @@ fn warn_unreachable_policies(policies: &[SpannedPolicy<'_>], comparisons_left: &
                 let does = if matches!(end.policy.action, PolicyAction::Allow) {
                     "exempts"
                 } else {
-                    "refuses"
+                    "denies"
                 };
                 spanned.reader.report_warning(
                     "name",
                     &format!(
-                        "never reached: before it, {} {does} all that this one matches; put this one first, or give it a higher priority",
+                        "never reached: {} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority",
                         end.quote_name()
                     ),
                 );
@@ -88,7 +87,7 @@ fn warn_duplicate_policies(policies: &[SpannedPolicy<'_>]) {
             Some(first) => spanned.reader.report_warning(
                 "name",
                 &format!(
-                    "limits the same requests by the same key as {}, and no less: one of them is enough",
+                    "has the same match, key and limits as {}; expected only one of them",
                     first.quote_name()
                 ),
             ),
@@ -99,7 +98,7 @@ fn warn_duplicate_policies(policies: &[SpannedPolicy<'_>]) {
     }
 }
 
-/// A field that has one name twice says nothing.
+/// Clients cannot use a rate-limit field that has the same name twice.
 fn warn_duplicate_limit_names(policies: &[SpannedPolicy<'_>], comparisons_left: &mut usize) {
     let mut known: HashMap<&str, Vec<&SpannedPolicy<'_>>> = HashMap::new();
     for spanned in policies.iter().filter(|one| !one.policy.shadow) {
@@ -113,7 +112,7 @@ fn warn_duplicate_limit_names(policies: &[SpannedPolicy<'_>], comparisons_left: 
                 spanned.reader.report_warning(
                     "name",
                     &format!(
-                        "a limit of {} is called \"{}\" in the rate-limit fields too; expected another name, or a name in that limit",
+                        "a limit of {} has the name \"{}\" in the rate-limit fields too; expected another name, or a name in that limit",
                         other.quote_name(),
                         named.name
                     ),
@@ -157,14 +156,14 @@ fn warn_skippable_keys(policies: &[SpannedPolicy<'_>], comparisons_left: &mut us
             spanned.reader.report_warning(
                 key,
                 &format!(
-                    "who sends no {part} is not limited at all (missing_key = \"skip\"); expected \"shared\" or \"reject\", or a policy with the key \"client_ip\" beside it"
+                    "requests without {part} are not limited (missing_key = \"skip\"); expected \"shared\" or \"reject\", or another policy with the key \"client_ip\""
                 ),
             );
         }
     }
 }
 
-/// The first part of its key that a client can leave out to get past it.
+/// The first key part that a client can leave out to avoid the policy.
 fn find_skippable_part<'a>(spanned: &'a SpannedPolicy<'_>) -> Option<&'a KeyPart> {
     let quota = spanned
         .quota()
@@ -176,7 +175,8 @@ fn find_skippable_part<'a>(spanned: &'a SpannedPolicy<'_>) -> Option<&'a KeyPart
         .find(|part| narrow_to_missing_part(&spanned.policy.matcher, part).is_some())
 }
 
-/// The requests among those matched that don't have the part; `None` if there are none, or the client has no say.
+/// Narrows a match to requests without the key part. Returns `None` if there are no such requests
+/// or the client does not choose the part.
 fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> {
     let mut narrower = matcher.clone();
     match part {
@@ -213,7 +213,7 @@ fn warn_client_chosen_keys(policies: &[SpannedPolicy<'_>], context: &PolicyConte
             .iter()
             .any(|part| context.is_client_chosen(part))
     };
-    // Whether one client can't get round it by inventing values.
+    // Whether the policy limits a client that invents key values.
     let limits_by_client_ip = |one: &SpannedPolicy<'_>| {
         !one.policy.shadow
             && one.key_parts().contains(&KeyPart::ClientIp)
@@ -223,6 +223,6 @@ fn warn_client_chosen_keys(policies: &[SpannedPolicy<'_>], context: &PolicyConte
         return;
     }
     for spanned in policies.iter().filter(|one| has_client_chosen_key(one)) {
-        spanned.reader.report_warning("key", "clients choose these values and can make counters at will; put a policy with the key \"client_ip\" beside it");
+        spanned.reader.report_warning("key", "clients choose these values and can create any number of counters; add a policy with the key \"client_ip\"");
     }
 }

@@ -1,7 +1,8 @@
-//! Settings that don't go with the policies, or with each other.
+//! Lints about settings that conflict with the policies or with each other.
 
-use super::{LintContext, SpannedPolicy};
-use crate::config::StoreSettings;
+use super::context::LintContext;
+use crate::config::loaded_config::StoreSettings;
+use crate::config::policies::context::SpannedPolicy;
 use crate::listen::ListenAddress;
 use crate::policy::{KeyPart, OnStoreFailure};
 use crate::proxy::UpstreamUrl;
@@ -23,7 +24,7 @@ fn warn_if_all_proxies_are_trusted(context: &LintContext<'_>) {
     {
         context.root.get_table("client").report_warning(
             "trusted_proxies",
-            "everybody is believed: clients choose the address that they are limited by; expected the networks of your proxies",
+            "trusts every peer, so clients can forge the address that they are limited by; expected the networks of your proxies",
         );
     }
 }
@@ -43,7 +44,7 @@ fn warn_if_upstream_is_own_listener(context: &LintContext<'_>) {
     if is_this_machine && *port == listen.port() {
         context.root.get_table("upstream").report_warning(
             "url",
-            &format!("that is listen.address, {listen}: every request would come back; expected your app's"),
+            &format!("this is listen.address, {listen}, so requests would loop; expected the address of your app"),
         );
     }
 }
@@ -60,7 +61,7 @@ fn warn_if_socket_hides_client_ips(policies: &[SpannedPolicy<'_>], context: &Lin
     if is_socket && !knows_client_ip && uses_client_ip_key() {
         context.root.get_table("listen").report_warning(
             "address",
-            "clients of a Unix socket are all 127.0.0.1, so the key \"client_ip\" is one for everybody; expected client.trusted_proxies = [\"127.0.0.1\"] if a proxy in front says who they are",
+            "all clients of a Unix socket have the address 127.0.0.1, so the key \"client_ip\" is one quota; expected client.trusted_proxies = [\"127.0.0.1\"] if a proxy in front sends their addresses",
         );
     }
 }
@@ -78,7 +79,7 @@ fn warn_if_instances_is_unset(policies: &[SpannedPolicy<'_>], context: &LintCont
     {
         redis.report_warning(
             "instances",
-            "not said: an instance that starts while Redis is away takes the whole limit as its share (on_store_failure = \"local\"); expected how many instances there are",
+            "not set: an instance that starts while Redis is unavailable uses the whole limit as its share (on_store_failure = \"local\"); expected the number of instances",
         );
     }
 }

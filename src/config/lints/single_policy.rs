@@ -1,8 +1,10 @@
-//! What one policy says that has no effect, or another than it seems.
+//! Lints about settings of one policy that have no effect or a surprising one.
 
-use super::{LintContext, SpannedPolicy, path_regex};
-use crate::config::format_duration;
+use super::context::LintContext;
+use super::path_regex;
+use crate::config::policies::context::SpannedPolicy;
 use crate::config::table_reader::TableReader;
+use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
     CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, Quota,
@@ -14,9 +16,9 @@ use std::collections::HashSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
-/// In memory, counters for longer than this seldom see the end of their period.
+/// The memory store rarely keeps a counter to the end of a longer period.
 const LONG_MEMORY_PERIOD: Duration = Duration::from_secs(86_400);
-/// Clients and load balancers seldom wait longer than this.
+/// Clients and load balancers rarely wait longer.
 const LONG_DELAY: Duration = Duration::from_secs(60);
 
 pub(super) fn check_policy(spanned: &SpannedPolicy<'_>, context: &LintContext<'_>) {
@@ -24,25 +26,25 @@ pub(super) fn check_policy(spanned: &SpannedPolicy<'_>, context: &LintContext<'_
     if spanned.policy.matcher.never_matches() {
         reader.report_warning(
             "match",
-            "no request is ever matched: its `not` takes away all that the rest lets through",
+            "matches no request: `not` excludes everything that the other conditions match",
         );
     }
     if spanned.policy.matcher.descriptor_conditions.is_some() && !context.has_rls {
         reader.report_warning(
             "match",
-            "never used: nobody can call the rate-limit service; expected [rls] with its address",
+            "never used: the rate-limit service is not configured; expected [rls] with its address",
         );
     }
     if let Some(table) = reader.get_optional_table("match") {
         check_conditions(&table, &spanned.policy.matcher);
     }
     if spanned.policy.shadow {
-        for (key, why) in [
-            ("reject", "refuses nobody"),
-            ("on_store_failure", "lets every request through"),
+        for (key, effect) in [
+            ("reject", "rejects no request"),
+            ("on_store_failure", "admits every request"),
         ] {
             if reader.contains_key(key) {
-                reader.report_warning(key, &format!("without effect: a shadow policy {why}"));
+                reader.report_warning(key, &format!("without effect: a shadow policy {effect}"));
             }
         }
     }
@@ -63,7 +65,7 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher) {
     {
         reader.report_warning(
             "path_regex",
-            &format!("path = \"{pattern}\" says the same, and is found without being tried on each request"),
+            &format!("path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request"),
         );
     }
     for (name, item) in reader.get_entries("headers") {
@@ -79,7 +81,8 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher) {
     }
 }
 
-const STRIPPED_HEADER_WARNING: &str = "no policy ever sees this header: it is about the connection to us alone, and is taken away first";
+const STRIPPED_HEADER_WARNING: &str =
+    "never present: tidegate removes this connection header before policies see it";
 
 fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>) {
     let is_stripped = |name: &HeaderName| is_stripped_before_policies(name);
@@ -101,11 +104,11 @@ fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>)
             .iter()
             .any(KeyPart::is_from_client_certificate)
     {
-        reader.report_warning("key", "clients are not asked for certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"");
+        reader.report_warning("key", "the listener requests no client certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"");
     }
 }
 
-/// The limits of a policy or of an override.
+/// Checks the limits of a policy or of an override.
 fn check_limits(
     reader: &TableReader<'_>,
     limits: &[NamedLimit],
@@ -126,7 +129,7 @@ fn check_limits(
                     .max_upstream_concurrency()
                     .filter(|most| limit.requests > *most)
                 {
-                    table.report_warning("requests", &format!("never reached: upstream.max_connections lets {most} requests through at a time; the others wait there, and then get 503"));
+                    table.report_warning("requests", &format!("never reached: upstream.max_connections admits {most} requests at a time; further ones wait, then get 503"));
                 }
             }
             Algorithm::LeakyBucket { max_delay_us } => {
@@ -134,7 +137,7 @@ fn check_limits(
             }
             _ => {}
         }
-        // What is settled later may pass a limit, so nothing is certain.
+        // A settlement may exceed a limit, so with estimates no order of limits is certain.
         let is_stricter = |other: &&NamedLimit| {
             !std::ptr::eq(*other, named)
                 && !unreachable_limits
@@ -149,7 +152,7 @@ fn check_limits(
             table.report_warning(
                 "requests",
                 &format!(
-                    "never reached: the limit \"{}\" beside it allows no more in the same time",
+                    "never reached: the limit \"{}\" admits no more in the same time",
                     other.name
                 ),
             );
@@ -158,7 +161,8 @@ fn check_limits(
     }
 }
 
-/// How much `tight` lets through at most in any time over which `wide` counts.
+/// Largest number of units that `tight` admits in any interval counted by `wide`. `None` if
+/// unknown.
 fn max_admitted_within(tight: &Limit, wide: &Limit) -> Option<u64> {
     let is_hard = matches!(
         tight.algorithm,
@@ -169,7 +173,7 @@ fn max_admitted_within(tight: &Limit, wide: &Limit) -> Option<u64> {
     }
     let counted_us = match wide.algorithm {
         Algorithm::SlidingLog | Algorithm::FixedWindow { .. } => wide.per_us,
-        // Its oldest part counts as a whole.
+        // The oldest bucket counts as a whole.
         Algorithm::SlidingWindow { buckets } => wide
             .per_us
             .saturating_add(wide.per_us.div_ceil(buckets.max(1))),
@@ -186,18 +190,18 @@ fn check_leaky_bucket(
     max_delay_us: u64,
     context: &LintContext<'_>,
 ) {
-    let places =
+    let max_queued =
         u128::from(limit.requests) * u128::from(max_delay_us) / u128::from(limit.per_us.max(1));
     let most = context.upstream.max_requests_waiting;
-    if places > u128::try_from(most).unwrap_or(u128::MAX) {
-        reader.report_warning("max_delay", &format!("one key's requests alone would be {places} in line, and listen.http.max_requests_waiting has room for {most} of all keys; the others are refused"));
+    if max_queued > u128::try_from(most).unwrap_or(u128::MAX) {
+        reader.report_warning("max_delay", &format!("one key can queue {max_queued} requests, but listen.http.max_requests_waiting is {most} for all keys; further ones get 503"));
     }
     let delay = Duration::from_micros(max_delay_us);
     if delay > LONG_DELAY {
         let long = format_duration(LONG_DELAY);
         reader.report_warning(
             "max_delay",
-            &format!("few clients, and few load balancers, wait longer than {long} for an answer"),
+            &format!("few clients and load balancers wait longer than {long} for a response"),
         );
     }
 }
@@ -210,7 +214,7 @@ fn check_memory_period(
 ) {
     let per = Duration::from_micros(limit.per_us);
     if context.policy_context.uses_memory_store && per > LONG_MEMORY_PERIOD {
-        reader.report_warning(key, "counters in memory end with the process, and few live this long; expected store.kind = \"redis\"");
+        reader.report_warning(key, "counters in memory are lost when the process ends, and few processes run this long; expected store.kind = \"redis\"");
     }
 }
 
@@ -233,13 +237,13 @@ fn check_overrides(
         {
             table.report_warning(
                 "key",
-                "never used: one before it fits every key that this one does",
+                "never used: an earlier override matches all keys that this one matches",
             );
         } else if let Some(position) = find_impossible_position(entry, matcher, quota) {
             table.report_warning(
                 "key",
                 &format!(
-                    "never used: no request that the policy matches has value {} there",
+                    "never used: no request that the policy matches has this value at position {}",
                     position + 1
                 ),
             );
@@ -252,7 +256,7 @@ fn check_overrides(
     }
 }
 
-/// From 0.
+/// Index of the first value that no matched request has.
 fn find_impossible_position(
     entry: &LimitOverride,
     matcher: &Matcher,

@@ -1,50 +1,51 @@
-//! `[[policy]]` and all that is in it.
+//! Keys of `[[policy]]`.
 
-use super::*;
+use super::key::*;
+use std::time::Duration;
 
 pub(super) static POLICY: [SchemaKey; 17] = [
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
         Required,
-        "Unique. Appears in headers and logs, and is part of the counters' identity: renaming a policy starts new ones.",
+        "Unique name, used in headers, logs and counter keys. Renaming a policy starts new counters.",
     ),
     key(
         "priority",
         integer(i64::MIN, i64::MAX),
         Default("0"),
-        "Higher first; file order among equals.",
+        "Higher values first; equal values in file order.",
     ),
     key(
         "match",
         Table(&MATCH),
         Optional,
-        "Which requests. Absent: all.",
+        "Requests that the policy applies to. Absent: all.",
     ),
     key(
         "key",
         TextList("key parts such as \"client_ip\" or \"header:x-user-id\""),
         Default(""),
-        "Whose quota. Empty: one for everybody who matches.",
+        "Key parts: each combination of values has its own quota. Empty: one quota for all.",
     ),
     key(
         "limit",
         Table(&LIMIT),
         Optional,
-        "How much. A policy with action \"limit\" has this or limits, others neither.",
+        "The limit. Required with action \"limit\", unless limits is set.",
     ),
-    key("limits", TableList(&LIMIT), Optional, "The same, several."),
+    key("limits", TableList(&LIMIT), Optional, "Several limits."),
     key(
         "action",
         Keyword(&["limit", "allow", "deny"]),
         Default("limit"),
-        "Limit; exempt, so that no later policy applies; refuse with 403, and nothing is counted.",
+        "Limit requests; exempt them from later policies; reject them with 403 without counting.",
     ),
     key(
         "mode",
         Keyword(&["enforce", "shadow", "off"]),
         Default("enforce"),
-        "A shadow policy decides, counts (on counters of its own) and logs, but stops nothing. \"off\": as if it weren't there.",
+        "\"shadow\": decides, logs and counts (in separate counters), but rejects nothing. \"off\": only validated.",
     ),
     key(
         "cost",
@@ -54,7 +55,7 @@ pub(super) static POLICY: [SchemaKey; 17] = [
             table: &COST,
         },
         Default("1"),
-        "Units that one request takes from each limit, or where it is said: in a header of the request, or in the response. Above a limit's requests nothing ever passes.",
+        "Units that a request takes from each limit. A table reads them from a request header or the response. A cost above a limit is always rejected.",
     ),
     key(
         "block_for",
@@ -63,19 +64,19 @@ pub(super) static POLICY: [SchemaKey; 17] = [
             max: MAX_PERIOD,
         },
         Optional,
-        "Once a limit of this policy refuses a key, the policy refuses it this long. Knocking doesn't prolong it. A shadow policy blocks nobody.",
+        "After a rejection, reject the same key for this long. Further requests do not prolong it. Not in shadow mode.",
     ),
     key(
         "count_rejected",
         Bool,
         Default("false"),
-        "true: a request that this policy refuses uses its quota like an admitted one (never more than there is), so who goes on knocking stays out. Not with concurrency.",
+        "true: rejected requests use quota too, so a client that keeps retrying stays limited. Not with concurrency.",
     ),
     key(
         "shards",
         integer(1, 64),
         Default("1"),
-        "Redis Cluster only: spreads one very hot key over so many counters, each with its part of the limit. A refusal asks all of them. Not with on_store_failure = \"local\".",
+        "Redis Cluster only: splits a hot key over this many counters. A rejection checks all. Not with on_store_failure = \"local\".",
     ),
     key(
         "lease",
@@ -84,26 +85,26 @@ pub(super) static POLICY: [SchemaKey; 17] = [
             table: &LEASE,
         },
         Optional,
-        "Takes units from Redis in advance, and hands them out without asking it. \"auto\": as many as the rate of requests suggests. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
+        "Leases units from Redis, to decide without a round trip. \"auto\": sized by the request rate. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key(
         "on_store_failure",
         ON_STORE_FAILURE,
         Optional,
-        "As in [defaults]. Of policies for calls of the rate-limit service only \"local\" holds, in [defaults] too; else they are answered UNAVAILABLE, and Envoy does what its failure_mode_deny says.",
+        "As in [defaults]. Descriptor policies: \"local\", or else UNAVAILABLE, and Envoy's failure_mode_deny decides.",
     ),
     key(
         "reject",
         Table(&REJECT),
         Optional,
-        "Your own answer to refused clients.",
+        "A custom response to rejected requests.",
     ),
     key(
         "override",
         TableList(&OVERRIDE),
         Optional,
-        "Limits of their own for some keys. The first that matches replaces all limits of the policy.",
+        "Limits for specific keys. The first match replaces all limits of the policy.",
     ),
 ];
 
@@ -112,37 +113,37 @@ pub(super) static COST: [SchemaKey; 6] = [
         "header",
         Text("the name of a header"),
         Required,
-        "Holds the units that the request takes, in digits. A cost has either this, or estimate and actual.",
+        "Request header that holds the cost in digits. Either this, or estimate and actual.",
     ),
     key(
         "default",
         integer(0, MAX_UNITS),
         Default("1"),
-        "Units of a request without the header.",
+        "Cost without the header.",
     ),
     key(
         "min",
         integer(0, MAX_UNITS),
         Default("1"),
-        "The fewest that the header may say.",
+        "Smallest valid cost in the header.",
     ),
     key(
         "max",
         integer(0, MAX_UNITS),
         Default("100"),
-        "The most that it may say, and what a request takes whose header is anything else: empty, signed, a fraction, out of range, repeated.",
+        "Largest valid cost in the header. Also the cost if the header is invalid: empty, signed, a fraction, out of range or repeated.",
     ),
     key(
         "estimate",
         integer(1, MAX_UNITS),
         Required,
-        "Units that a request takes when it comes. When its response says what it really took, the difference is charged or given back; if it doesn't say, the estimate stands.",
+        "Units charged on arrival. The response settles the difference; without a valid cost, the estimate stands.",
     ),
     key(
         "actual",
         Text("\"response_header:NAME\" or \"response_json:/POINTER\""),
         Required,
-        "Where the response says it: a header (or trailer), or a number in a JSON body, given by a JSON pointer such as /usage/total_tokens.",
+        "Source of the actual cost: a response header or trailer, or a JSON pointer to a number in the body.",
     ),
 ];
 
@@ -151,7 +152,7 @@ pub(super) static LEASE: [SchemaKey; 2] = [
         "size",
         integer(1, 1_000_000),
         Required,
-        "Units in hand at most, per key and proxy.",
+        "Most units leased at a time, per key and proxy.",
     ),
     key(
         "ttl",
@@ -160,7 +161,7 @@ pub(super) static LEASE: [SchemaKey; 2] = [
             max: MAX_PERIOD,
         },
         Default("100ms"),
-        "How long they are kept, at most half of the policy's shortest period. Unused ones are given back then.",
+        "How long units are leased, at most half of the shortest period. Unused units are then returned.",
     ),
 ];
 
@@ -169,31 +170,31 @@ pub(super) static MATCH: [SchemaKey; 12] = [
         "methods",
         TextList("methods such as \"GET\""),
         Default(""),
-        "GET also means HEAD.",
+        "Methods. GET includes HEAD.",
     ),
     key(
         "hosts",
         TextList("hosts such as \"example.com\" or \"*.example.com\""),
         Default(""),
-        "Without port. \"*.example.com\" is every name below it.",
+        "Hosts without port. \"*.example.com\" matches every subdomain.",
     ),
     key(
         "path",
         TextList("path patterns such as \"/api/**\""),
         Default(""),
-        "{name} and * are one segment, ** at the end is any rest.",
+        "Path patterns: {name} and * match one segment, ** at the end matches any rest.",
     ),
     key(
         "path_regex",
         Text("a regular expression"),
         Optional,
-        "For what patterns can't say. It need not match the whole path: use ^ and $.",
+        "A regular expression, for paths that patterns can't express. Use ^ and $ to match the whole path.",
     ),
     key(
         "headers",
         Map(VALUE_TEST_FORMAT),
         Optional,
-        "Conditions on headers. With several values of a name, any may fulfil one.",
+        "Conditions on headers. Of several values of a name, one must match.",
     ),
     key(
         "query",
@@ -217,33 +218,33 @@ pub(super) static MATCH: [SchemaKey; 12] = [
         "jwt",
         Map(VALUE_TEST_FORMAT),
         Optional,
-        "Conditions on claims of the request's token: a name, or a JSON pointer such as \"/realm_access/roles\". Of a list, any element may fulfil one. Needs [client.jwt].",
+        "Conditions on token claims, by name or JSON pointer. Of a list, one element must match. Needs [client.jwt].",
     ),
     key(
         "domain",
-        Text("the domain that Envoy's filter names"),
+        Text("the domain of Envoy's filter"),
         Optional,
-        "For calls of the rate-limit service: their domain. With this or descriptors a policy is for such calls only, and nothing else here goes beside them but not.",
+        "Domain of rate-limit service calls. With domain or descriptors, only not is allowed beside them.",
     ),
     key(
         "descriptors",
         Map(DESCRIPTOR_ENTRY_FORMAT),
         Optional,
-        "For calls of the rate-limit service: the entries that a descriptor has. It must have all of them, in whatever order, and no others. Absent beside domain: any.",
+        "Entries of a descriptor: exactly these, in any order; \"*\" matches any value. Absent with domain: any.",
     ),
     key(
         "not",
         Table(&MATCH),
         Optional,
-        "A whole match that must not hold.",
+        "A match that must not hold.",
     ),
 ];
 
 const VALUE_TEST_FORMAT: &str = "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
 
-const DESCRIPTOR_ENTRY_FORMAT: &str = "a table such as { generic_key = \"api\", remote_address = \"*\" }, where \"*\" is any value, or { name = { regex = \"…\" } }";
+const DESCRIPTOR_ENTRY_FORMAT: &str = "a table such as { generic_key = \"api\", remote_address = \"*\" }, where \"*\" matches any value, or { name = { regex = \"…\" } }";
 
-/// A condition that isn't just a text.
+/// Keys of a condition that is a table.
 pub(in crate::config) static VALUE_TEST: [SchemaKey; 2] = [
     key(
         "regex",
@@ -251,7 +252,12 @@ pub(in crate::config) static VALUE_TEST: [SchemaKey; 2] = [
         Optional,
         "The value contains a match.",
     ),
-    key("present", Bool, Optional, "Whether there is a value."),
+    key(
+        "present",
+        Bool,
+        Optional,
+        "Whether the value must be present.",
+    ),
 ];
 
 pub(super) static LIMIT: [SchemaKey; 12] = [
@@ -259,7 +265,7 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
         "requests",
         integer(0, MAX_UNITS),
         Required,
-        "Units per period, or requests in flight. 0 refuses everything. Above 100,000 with sliding_log, check warns about the memory.",
+        "Units per period, or requests in flight. 0 rejects every request. Above 100,000 with sliding_log, check warns of memory use.",
     ),
     key(
         "per",
@@ -268,20 +274,20 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
             max: MAX_PERIOD,
         },
         Optional,
-        "The period. Required, but for concurrency, which has none.",
+        "The period. Required, except with concurrency.",
     ),
     key("algorithm", ALGORITHM, Optional, "As in [defaults]."),
     key(
         "buckets",
         integer(2, 100),
         Optional,
-        "sliding_window only: sub-windows per period; 10 if absent. More are more exact and take more memory.",
+        "sliding_window only: buckets per period. Absent: 10. More are more exact and need more memory.",
     ),
     key(
         "burst",
         integer(1, MAX_UNITS),
         Optional,
-        "token_bucket only: units that may be taken at once; `requests` if absent.",
+        "token_bucket only: capacity of the bucket. Absent: requests.",
     ),
     key(
         "warm_up",
@@ -290,13 +296,13 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
             max: MAX_WARM_UP,
         },
         Optional,
-        "token_bucket only: for apps that are slow after a pause. A bucket that nobody took from for this long allows a third of burst at once and a third of the rate; both grow to the full in as long again. A cost may not be above that third.",
+        "token_bucket only: for apps that are slow after a pause. After this long idle, a third of burst and rate; both grow back in the same time. No cost may exceed that third.",
     ),
     key(
         "max_delay",
         DURATION,
         Optional,
-        "leaky_bucket only: how long a request that comes too early is held at most; 1 s if absent. One that would wait longer is refused.",
+        "leaky_bucket only: longest delay of a request. One that would wait longer is rejected. Absent: 1 s.",
     ),
     key(
         "offset",
@@ -305,7 +311,7 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
             max: MAX_PERIOD,
         },
         Optional,
-        "fixed_window only: windows start this much after multiples of per since 1970, UTC. Less than per.",
+        "fixed_window only: offset of window starts from multiples of per since 1970 UTC. Less than per.",
     ),
     key(
         "lease_ttl",
@@ -314,25 +320,25 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
             max: Duration::from_secs(3600),
         },
         Optional,
-        "concurrency only: how long a crashed sidecar's slots are kept; 10 s if absent. Living ones renew theirs at a third of it.",
+        "concurrency only: how long slots of a crashed sidecar stay taken, renewed at a third of it. Absent: 10 s.",
     ),
     key(
         "max_duration",
         DURATION,
         Optional,
-        "concurrency only: a request that is still in flight after this is ended: with 504, or broken off. Absent or 0: never.",
+        "concurrency only: ends requests after this time, with 504 or by aborting the response. Absent or 0: never.",
     ),
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
         Optional,
-        "How it is called in the rate-limit fields. Absent: the policy's name, with -2, -3 behind for further ones.",
+        "Name in the rate-limit fields. Absent: the policy's name; further limits add -2, -3.",
     ),
     key(
         "unit",
         Text("1 to 32 letters, digits, \"_\" or \"-\""),
         Optional,
-        "What is counted, if it isn't requests: \"tokens\" becomes qu=\"tokens\".",
+        "Unit counted, if not requests: \"tokens\" becomes qu=\"tokens\".",
     ),
 ];
 
@@ -341,20 +347,20 @@ pub(super) static REJECT: [SchemaKey; 4] = [
         "status",
         integer(400, 599),
         Optional,
-        "Absent: 429, for deny 403.",
+        "Status code. Absent: 429, or 403 with action \"deny\".",
     ),
-    key("body", Text("a text"), Default(""), "The body."),
+    key("body", Text("a text"), Default(""), "Body of the response."),
     key(
         "content_type",
         Text("a media type"),
         Default("text/plain; charset=utf-8"),
-        "Its type.",
+        "Content-Type of the body.",
     ),
     key(
         "headers",
         Map("a table such as { x-reason = \"quota\" }"),
         Optional,
-        "More header fields.",
+        "Additional header fields, such as { x-reason = \"quota\" }.",
     ),
 ];
 
@@ -363,8 +369,8 @@ pub(super) static OVERRIDE: [SchemaKey; 3] = [
         "key",
         TextList("one value per position of the policy's key"),
         Required,
-        "\"*\" is any value.",
+        "One value per position. \"*\" matches any value.",
     ),
-    key("limit", Table(&LIMIT), Optional, "How much."),
-    key("limits", TableList(&LIMIT), Optional, "The same, several."),
+    key("limit", Table(&LIMIT), Optional, "The limit."),
+    key("limits", TableList(&LIMIT), Optional, "Several limits."),
 ];

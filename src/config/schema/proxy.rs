@@ -1,44 +1,44 @@
-//! What stands between clients and the upstream: `[listen]`, `[upstream]`, `[client]`, `[path]`.
+//! Keys of `[listen]`, `[rls]`, `[check]`, `[upstream]`, `[client]` and `[path]`.
 
-use super::*;
+use super::key::*;
 
 pub(super) static LISTEN: [SchemaKey; 7] = [
     key(
         "address",
         Text("an IP address and port such as \"0.0.0.0:8080\", or \"unix:/path\""),
         Default("0.0.0.0:8080"),
-        "IP address and port that clients connect to, or a Unix socket, whose clients count as 127.0.0.1.",
+        "Address for clients. Clients of a Unix socket count as 127.0.0.1.",
     ),
     key(
         "proxy_protocol",
         Keyword(&["off", "require"]),
         Default("off"),
-        "Whether every connection begins with a PROXY header, version 1 or 2, that says who the client is. \"require\": without one, or with a wrong one, it is closed.",
+        "PROXY protocol, version 1 or 2. \"require\": connections without a valid PROXY header are closed.",
     ),
     key(
         "proxy_protocol_from",
         TextList("networks such as \"10.0.0.0/8\""),
         Default(""),
-        "The load balancers that send it. Connections from all others are closed.",
+        "Load balancers that send the PROXY header. Other connections are closed.",
     ),
     key(
         "max_connections",
         integer(1, 1_000_000),
         Default("10000"),
-        "Connections served at a time; further ones wait in the kernel's backlog.",
+        "Most connections at a time; further ones wait in the kernel's backlog.",
     ),
     key(
         "threads",
         integer(0, 1024),
         Default("0"),
-        "Worker threads. 0: as many as the container may use; a CPU limit counts.",
+        "Worker threads. 0: by CPU affinity and CPU limit.",
     ),
     key("tls", Table(&LISTEN_TLS), Optional, "TLS with clients."),
     key(
         "http",
         Table(&LISTEN_HTTP),
         Optional,
-        "Bounds on what a client may send, and how slowly.",
+        "Limits and timeouts of HTTP connections.",
     ),
 ];
 
@@ -47,37 +47,37 @@ pub(super) static LISTEN_TLS: [SchemaKey; 6] = [
         "cert",
         PEM_PATH,
         Required,
-        "The certificate that clients see, with its chain behind it. For clients that name no host, or one that no other certificate has.",
+        "Default certificate with its chain, for clients without SNI or with an unknown name.",
     ),
     key(
         "key",
         PEM_PATH,
         Required,
-        "Its private key, without a passphrase.",
+        "Private key of cert, without a passphrase.",
     ),
     key(
         "client_ca",
         PEM_PATH,
         Optional,
-        "Certificates that have to stand behind those of clients. Needed unless client_auth is \"none\".",
+        "CAs that verify client certificates. Required unless client_auth is \"none\".",
     ),
     key(
         "client_crl",
         PEM_PATH,
         Optional,
-        "Lists of revoked certificates (CRLs), one of every issuer that a client's certificate may have, all in one file. A certificate of an issuer without a list, or with one that is out of date, is refused.",
+        "Certificate revocation lists (CRLs) in one file, one per issuer. Certificates of an issuer without a current list are rejected.",
     ),
     key(
         "client_auth",
         Keyword(&["none", "optional", "require"]),
         Default("none"),
-        "Whether clients are asked for a certificate. \"optional\": it may be missing, but not be wrong. Who fails doesn't get past the handshake.",
+        "Client certificates. \"optional\": may be absent, but not invalid. Invalid ones fail the handshake.",
     ),
     key(
         "certificates",
         TableList(&LISTEN_TLS_CERTIFICATES),
         Optional,
-        "More certificates, chosen by the host that a client names (SNI).",
+        "More certificates, selected by SNI.",
     ),
 ];
 
@@ -86,9 +86,9 @@ pub(super) static LISTEN_TLS_CERTIFICATES: [SchemaKey; 2] = [
         "cert",
         PEM_PATH,
         Required,
-        "A certificate and its chain. It is for the DNS names in it; *.example.com covers one label.",
+        "Certificate with its chain, for its DNS names; *.example.com covers one label.",
     ),
-    key("key", PEM_PATH, Required, "Its private key."),
+    key("key", PEM_PATH, Required, "Private key of cert."),
 ];
 
 const PEM_PATH: ValueKind = Text("the path of a PEM file");
@@ -98,50 +98,50 @@ pub(super) static LISTEN_HTTP: [SchemaKey; 8] = [
         "header_timeout",
         POSITIVE_DURATION,
         Default("10s"),
-        "For a whole request head, from its first byte.",
+        "Timeout of a whole request head, from its first byte.",
     ),
     key(
         "idle_timeout",
         POSITIVE_DURATION,
         Default("75s"),
-        "How long a connection may stay open without a request.",
+        "Timeout of a connection without a request.",
     ),
     key(
         "body_idle_timeout",
         POSITIVE_DURATION,
         Default("30s"),
-        "How long a request body may make no progress, or a client not read its response or what comes through a tunnel.",
+        "Timeout without progress on a request body, or on writing a response or tunnel data to the client.",
     ),
-    // hyper needs room for 8 KiB.
+    // hyper needs a buffer of at least 8 KiB.
     key(
         "max_header_bytes",
         byte_size(8 << 10, 16 << 20),
         Default("64KiB"),
-        "Largest request head. Above: 431.",
+        "Largest request head; larger: 431.",
     ),
     key(
         "max_headers",
         integer(1, 10_000),
         Default("100"),
-        "Most header fields of a request; an HTTP/2 client's cookies count as one. Above: 431.",
+        "Most header fields of a request; more: 431. The cookies of an HTTP/2 request count as one.",
     ),
     key(
         "max_body_bytes",
         byte_size(0, u64::MAX),
         Default("0"),
-        "Largest request body. Above: 413. \"0\": no limit.",
+        "Largest request body; larger: 413. \"0\": no limit.",
     ),
     key(
         "max_concurrent_streams",
         integer(1, 1_000_000),
         Default("200"),
-        "Requests at a time on one HTTP/2 connection.",
+        "Most requests at a time on an HTTP/2 connection.",
     ),
     key(
         "max_requests_waiting",
         integer(0, 1_000_000),
         Default("1024"),
-        "Requests that leaky_bucket holds or that wait for an upstream connection, all together. Further ones get 503 at once.",
+        "Most requests delayed by leaky_bucket or waiting for an upstream connection. Further ones get 503.",
     ),
 ];
 
@@ -150,26 +150,21 @@ pub(super) static RLS: [SchemaKey; 4] = [
         "address",
         SERVICE_ADDRESS,
         Default("127.0.0.1:8081"),
-        "IP address and port that Envoys connect to, or a Unix socket. Whoever can connect is believed.",
+        "Address for Envoy. All callers are trusted.",
     ),
     key(
         "max_connections",
         integer(1, 1_000_000),
         Default("1000"),
-        "Connections at a time.",
+        "Most connections at a time.",
     ),
     key(
         "max_concurrent_streams",
         integer(1, 1_000_000),
         Default("1000"),
-        "Calls at a time on one connection.",
+        "Most calls at a time on a connection.",
     ),
-    key(
-        "tls",
-        Table(&LISTEN_TLS),
-        Optional,
-        "TLS with those who call.",
-    ),
+    key("tls", Table(&LISTEN_TLS), Optional, "TLS with callers."),
 ];
 
 pub(super) static CHECK: [SchemaKey; 4] = [
@@ -177,26 +172,21 @@ pub(super) static CHECK: [SchemaKey; 4] = [
         "address",
         SERVICE_ADDRESS,
         Default("127.0.0.1:8082"),
-        "IP address and port that the proxy in front asks, or a Unix socket. Whoever can connect is believed what it says of a request; for the client's address client.trusted_proxies holds as ever.",
+        "Address for the proxy in front. All callers are trusted, but about the client address only those in client.trusted_proxies.",
     ),
     key(
         "max_connections",
         integer(1, 1_000_000),
         Default("1000"),
-        "Connections at a time.",
+        "Most connections at a time.",
     ),
     key(
         "refused_status",
         integer(401, 403),
         Optional,
-        "Status of all refusals, for nginx, which understands 401 and 403 only. What it would have been stands in X-Tidegate-Status. Absent: 429, 403, 503 and so on, as from the proxy; to Envoy, 429 instead of 503.",
+        "Status of all denials, for nginx; X-Tidegate-Status has the original one. Absent: the proxy's status, but to Envoy 429 instead of 503.",
     ),
-    key(
-        "tls",
-        Table(&LISTEN_TLS),
-        Optional,
-        "TLS with those who ask.",
-    ),
+    key("tls", Table(&LISTEN_TLS), Optional, "TLS with callers."),
 ];
 
 const SERVICE_ADDRESS: ValueKind =
@@ -207,73 +197,73 @@ pub(super) static UPSTREAM: [SchemaKey; 12] = [
         "url",
         Text("\"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\""),
         Required,
-        "What to forward to, without a path. http and unix: HTTP/1.1; h2c: HTTP/2; https: what the server prefers of both.",
+        "Server to forward to, without a path. http and unix use HTTP/1.1, h2c uses HTTP/2, https negotiates by ALPN.",
     ),
     key(
         "connect_timeout",
         POSITIVE_DURATION,
         Default("1s"),
-        "For one try to connect, TLS included.",
+        "Timeout of one connection attempt, including TLS.",
     ),
     key(
         "response_timeout",
         DURATION,
         Default("60s"),
-        "From the last byte of the request to the head of the response. Passed: 504. \"0\": no limit.",
+        "Timeout from the last byte of the request to the response head, then 504. \"0\": no limit.",
     ),
     key(
         "body_idle_timeout",
         DURATION,
         Default("0"),
-        "How long a response body may make no progress, or a tunnel (WebSocket) neither way. \"0\": no limit, as event streams and long polls need.",
+        "Timeout without progress on a response body or a tunnel (WebSocket). \"0\": no limit, for event streams and long polls.",
     ),
     key(
         "pool_idle_timeout",
         POSITIVE_DURATION,
         Default("90s"),
-        "How long an idle connection is kept. Set it below the keep-alive time of your app (5 s in Node.js).",
+        "How long an idle connection is kept. Set it below your app's keep-alive timeout (5 s in Node.js).",
     ),
     key(
         "pool_max_idle",
         integer(0, 1_000_000),
         Default("256"),
-        "Idle connections kept, over all workers. 0: none.",
+        "Most idle connections, over all workers. 0: none.",
     ),
     key(
         "preserve_host",
         Bool,
         Default("true"),
-        "Forward the client's Host. false: send the host of the URL.",
+        "true: forward the client's Host. false: send the host of the URL.",
     ),
     key(
         "max_connections",
         integer(1, 1_000_000),
         Default("1024"),
-        "Connections to the upstream at a time, over all workers; open WebSockets count. One by HTTP/2 carries up to 100 requests.",
+        "Most upstream connections, over all workers, including WebSockets. An HTTP/2 connection carries up to 100 requests.",
     ),
     key(
         "queue_timeout",
         DURATION,
         Default("1s"),
-        "How long a request waits for one of them, or for its turn on one. Passed: 503.",
+        "How long a request waits for a connection or stream, then 503.",
     ),
     key(
         "retry_connect",
         integer(0, 100),
         Default("1"),
-        "Further tries to connect when no byte of the request was sent.",
+        "Retries of a connection attempt, before any byte of the request is sent.",
     ),
     key(
         "retry_idempotent",
         Bool,
         Default("true"),
-        "Send a request once more when a reused connection turns out to be dead. Only without a body and with an idempotent method.",
+        "Retry a request once if a reused connection is dead. Only for idempotent methods without a body.",
     ),
     key(
         "tls",
         Table(&UPSTREAM_TLS),
         Optional,
-        "For https. Files are read again when they change.",
+        "TLS to an https upstream.",
     ),
 ];
 
@@ -282,25 +272,25 @@ pub(super) static UPSTREAM_TLS: [SchemaKey; 4] = [
         "ca",
         PEM_PATH,
         Optional,
-        "Certificates to trust. Absent: the system's.",
+        "Trusted CAs. Absent: the system's.",
     ),
     key(
         "cert",
         Text("the path of a PEM file"),
         Optional,
-        "Our certificate and its chain, for an upstream that asks for one.",
+        "Client certificate with its chain, if the server requires one.",
     ),
     key(
         "key",
         Text("the path of a PEM file"),
         Optional,
-        "Its private key.",
+        "Private key of cert.",
     ),
     key(
         "server_name",
         Text("a host name"),
         Optional,
-        "The name that is verified. Absent: the host of the URL.",
+        "Name to verify. Absent: the host of the URL.",
     ),
 ];
 
@@ -309,31 +299,31 @@ pub(super) static CLIENT: [SchemaKey; 5] = [
         "trusted_proxies",
         TextList("networks such as \"10.0.0.0/8\""),
         Default(""),
-        "Proxies in front of tidegate, e.g. an ingress, whose forwarding header is believed.",
+        "Proxies in front of tidegate, such as an ingress. Their ip_header is trusted.",
     ),
     key(
         "ip_header",
         Text("the name of a header"),
         Default("x-forwarded-for"),
-        "That header. Or \"forwarded\", or any other that holds one address, such as \"x-real-ip\".",
+        "Header with the client address: x-forwarded-for, forwarded, or another with one address, such as x-real-ip.",
     ),
     key(
         "ipv6_prefix",
         integer(0, 128),
         Default("64"),
-        "IPv6 clients are told apart by this many bits. Whoever has one address of a /64 has all of them.",
+        "Bits of an IPv6 address that identify a client. A client usually has a whole /64.",
     ),
     key(
         "ipv4_prefix",
         integer(0, 32),
         Default("32"),
-        "IPv4 clients are told apart by this many bits.",
+        "Bits of an IPv4 address that identify a client.",
     ),
     key(
         "jwt",
         Table(&CLIENT_JWT),
         Optional,
-        "Whose tokens are believed, for jwt in keys and matches.",
+        "Token verification, for jwt in keys and matches.",
     ),
 ];
 
@@ -342,25 +332,25 @@ pub(super) static CLIENT_JWT: [SchemaKey; 4] = [
         "keys_file",
         Text("the path of a JWK set"),
         Default(""),
-        "Keys that tokens are verified by, as JSON (RFC 7517). Read again when it changes.",
+        "Keys that verify tokens, as JSON (RFC 7517).",
     ),
     key(
         "secret_file",
         Text("the path of a file that holds the secret"),
         Default(""),
-        "Instead of keys: the secret of HS256, HS384 and HS512. White space at its end is ignored. Read again when it changes.",
+        "Instead of keys_file: the secret of HS256, HS384 and HS512. Trailing white space is ignored.",
     ),
     key(
         "header",
         Text("the name of a header"),
         Default("authorization"),
-        "Where the token is. In authorization it stands behind \"Bearer\", in others that isn't needed.",
+        "Header with the token. In authorization it follows \"Bearer\"; in others that is optional.",
     ),
     key(
         "verify",
         Bool,
         Default("true"),
-        "false: claims are believed whoever wrote the token. Only where something before tidegate has verified it.",
+        "false: trust claims without a signature check. Only if a proxy in front verifies tokens.",
     ),
 ];
 
@@ -369,31 +359,31 @@ pub(super) static PATH: [SchemaKey; 6] = [
         "normalize",
         Bool,
         Default("true"),
-        "Match on the normalized path: needless escapes decoded, . and .. resolved. false: byte for byte as it came, and the other keys here do nothing.",
+        "Decode unneeded escapes and resolve . and .. segments. false: match the raw path, ignoring the keys below.",
     ),
-    key("merge_slashes", Bool, Default("true"), "// is /."),
+    key("merge_slashes", Bool, Default("true"), "Treat // as /."),
     key(
         "escaped_slashes",
         Keyword(&["both", "reject", "keep", "decode"]),
         Default("both"),
-        "How %2F, %5C and \\ are read. As separators and as part of the segment, and a policy matches if either does; such a request gets 400; part of the segment; separators.",
+        "How %2F, %5C and \\ are read: as separator and as part of the segment (two readings); reject with 400; as part of the segment; as separator.",
     ),
     key(
         "trailing_slash",
         Keyword(&["ignore", "significant"]),
         Default("ignore"),
-        "Whether /a/ is /a. \"ignore\": it is.",
+        "\"ignore\": /a/ equals /a.",
     ),
     key(
         "path_parameters",
         Keyword(&["strip", "keep"]),
         Default("strip"),
-        "Whether /a;x=1 is /a. \"strip\": it is.",
+        "\"strip\": /a;x=1 equals /a.",
     ),
     key(
         "case_sensitive",
         Bool,
         Default("true"),
-        "Whether /A and /a differ. Say false if your app thinks they don't.",
+        "Whether /A and /a differ. Set it as your app behaves.",
     ),
 ];

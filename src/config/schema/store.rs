@@ -1,25 +1,25 @@
-//! Where counters live: `[store]`.
+//! Keys of `[store]`.
 
-use super::*;
+use super::key::*;
 
 pub(super) static STORE: [SchemaKey; 3] = [
     key(
         "kind",
         Keyword(&["memory", "redis"]),
         Default("memory"),
-        "In this process only and lost at its end, or shared by all replicas.",
+        "Counters in this process, lost when it ends; or in Redis, shared by all replicas.",
     ),
     key(
         "memory",
         Table(&STORE_MEMORY),
         Optional,
-        "Bounds of the counters in this process.",
+        "Limits of the counters in this process.",
     ),
     key(
         "redis",
         Table(&STORE_REDIS),
         Optional,
-        "Which Redis, and how long to wait for it.",
+        "Redis servers and timeouts.",
     ),
 ];
 
@@ -28,13 +28,13 @@ pub(super) static STORE_MEMORY: [SchemaKey; 2] = [
         "max_keys",
         integer(1, 1 << 32),
         Default("1000000"),
-        "Most counters kept.",
+        "Most counters.",
     ),
     key(
         "max_bytes",
         byte_size(1 << 10, 1 << 50),
         Default("256MiB"),
-        "Most memory for them. Keep it well below the container's limit.",
+        "Most memory for counters. Keep it well below the container's limit.",
     ),
 ];
 
@@ -43,103 +43,103 @@ pub(super) static STORE_REDIS: [SchemaKey; 17] = [
         "topology",
         Keyword(&["standalone", "sentinel", "cluster"]),
         Default("standalone"),
-        "One server, or whatever stands behind one address; a master that sentinels know; a Redis Cluster.",
+        "One address; a master found by sentinels; a Redis Cluster.",
     ),
     key(
         "url",
         Secret("\"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\""),
         Default(DEFAULT_REDIS_URL),
-        "Where Redis is, if it is one server. May hold user and password; password_file is better.",
+        "Address of a standalone server. May contain user and password, but prefer password_file.",
     ),
     key(
         "urls",
         SecretList("URLs such as \"redis://host:port\""),
         Default(""),
-        "With \"sentinel\": the sentinels; a database stands behind the slash. With \"cluster\": some nodes, which name the others.",
+        "Addresses of the sentinels (with the database after the slash), or of some cluster nodes.",
     ),
     key(
         "sentinel_master",
         Text("the name of a master"),
         Default("mymaster"),
-        "What the sentinels call the master.",
+        "Name of the master at the sentinels.",
     ),
     key(
         "sentinel_username",
         Text("the name of an ACL user"),
         Default(""),
-        "The ACL user at the sentinels. Empty: the default user.",
+        "ACL user for the sentinels. Empty: the default user.",
     ),
     key(
         "sentinel_password_file",
         Text("the path of a file that holds the password"),
         Default(""),
-        "Where the password for the sentinels is read from. Empty: none.",
+        "File with the password for the sentinels. Empty: none.",
     ),
     key(
         "username",
         Text("the name of an ACL user"),
         Default(""),
-        "The ACL user. Empty: the default user.",
+        "ACL user. Empty: the default user.",
     ),
     key(
         "password_file",
         Text("the path of a file that holds the password"),
         Default(""),
-        "Where the password is read from. White space at its end is ignored. Empty: none.",
+        "File with the password. Trailing white space is ignored. Empty: none.",
     ),
     key(
         "ca",
         Text("the path of a PEM file"),
         Default(""),
-        "With rediss://: the certificates that are trusted. Empty: those of the system.",
+        "With rediss://: trusted CAs. Empty: the system's.",
     ),
     key(
         "cert",
         Text("the path of a PEM file"),
         Default(""),
-        "With rediss://: our certificate, for servers that ask for one, its chain behind it. Needs key.",
+        "With rediss://: client certificate with its chain. Needs key.",
     ),
     key(
         "key",
         Text("the path of a PEM file"),
         Default(""),
-        "The private key of cert.",
+        "Private key of cert.",
     ),
     key(
         "server_name",
         Text("a host name"),
         Default(""),
-        "With rediss://: the name that certificates are checked against. Empty: the host that is connected to, which sentinels and nodes of a cluster often give as an address.",
+        "With rediss://: name to verify. Empty: the host of the connection, which for sentinels and clusters is often an IP address.",
     ),
     key(
         "key_prefix",
         Text("1 to 64 letters, digits, \"_\", \".\", \"-\", \":\" or \"/\""),
         Default(DEFAULT_KEY_PREFIX),
-        "How all keys begin. One per service: services with the same prefix and policy names share counters.",
+        "Prefix of all keys. Use one per service: services with equal prefix and policy names share counters.",
     ),
     key(
         "instances",
         integer(1, 100_000),
         Default("1"),
-        "How many instances share the limits while Redis is away, for on_store_failure = \"local\", until they have been counted.",
+        "Number of instances for on_store_failure = \"local\", until tidegate has counted them in Redis.",
     ),
     key(
         "timeout",
         POSITIVE_DURATION,
         Default("50ms"),
-        "For one decision, all in. Passed: on_store_failure decides.",
+        "Timeout of a decision. Then on_store_failure applies.",
     ),
     key(
         "connect_timeout",
         POSITIVE_DURATION,
         Default("1s"),
-        "For one try to connect. The listener waits this long for the first connection at start.",
+        "Timeout of one connection attempt. At start, the listener waits this long for Redis.",
     ),
     key(
         "breaker",
         Table(&STORE_REDIS_BREAKER),
         Optional,
-        "When to stop asking.",
+        "Circuit breaker.",
     ),
 ];
 
@@ -151,12 +151,12 @@ pub(super) static STORE_REDIS_BREAKER: [SchemaKey; 2] = [
         "failures",
         integer(1, 1_000_000),
         Default("5"),
-        "Failures in a row after which requests don't ask Redis any more.",
+        "Consecutive failures that open the circuit breaker: requests then skip Redis.",
     ),
     key(
         "probe_interval",
         POSITIVE_DURATION,
         Default("500ms"),
-        "How often a probe in the background, never a user's request, then tries again.",
+        "Interval of background probes while the breaker is open. No client request is used as a probe.",
     ),
 ];

@@ -50,7 +50,7 @@ async fn a_certificate_is_reloaded_when_it_matches_its_key() {
     fs::copy(newer.path("a.pem"), ca.path("a.pem")).unwrap();
     proxy
         .wait_for_log("an error", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("the new configuration is wrong")
+            line.message_starts_with("new configuration rejected")
         })
         .await;
     let said = proxy
@@ -199,7 +199,7 @@ async fn no_session_is_resumed_after_its_client_ca_changed() {
         ));
         proxy
             .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
-                line.message_starts_with("new configuration")
+                line.message_starts_with("configuration reloaded")
             })
             .await;
         assert_eq!(kind().await, Ok(HandshakeKind::Resumed));
@@ -311,7 +311,7 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
     fs::copy(ca.path("ca.pem"), ca.path("crl.pem")).unwrap();
     proxy
         .wait_for_log("an error", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("the new configuration is wrong")
+            line.message_starts_with("new configuration rejected")
         })
         .await;
     assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;

@@ -1,15 +1,16 @@
-//! What a policy may take in advance.
+//! The key `lease` of a policy.
 
-use super::table_reader::TableReader;
-use super::values::format_duration;
+use super::limits::all_limits;
+use crate::config::table_reader::TableReader;
+use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Lease};
 use crate::policy::{CostSource, Quota};
 use std::time::Duration;
 
-/// How long units are kept, unless the policy says otherwise or its periods are too short for that.
+/// Default lease TTL. Shorter if half of the policy's shortest period is less.
 const DEFAULT_TTL_US: u64 = 100_000;
 
-/// The lease of a policy that is otherwise read.
+/// Builds the lease of a policy from `quota`, which holds its other settings.
 pub(super) fn build_lease(
     reader: &TableReader<'_>,
     quota: &Quota,
@@ -18,20 +19,10 @@ pub(super) fn build_lease(
 ) -> Option<Lease> {
     let item = reader.get("lease")?;
     reject_incompatible_settings(reader, quota);
-    let overrides = quota
-        .overrides
-        .as_slice()
-        .iter()
-        .flat_map(|entry| &entry.limits);
-    let shortest_us = quota
-        .limits
-        .iter()
-        .chain(overrides)
-        .map(|named| named.limit.per_us)
-        .min()?;
+    let shortest_us = all_limits(quota).map(|named| named.limit.per_us).min()?;
     let lease = if item.value.as_dict().is_some() {
         let table = reader.get_optional_table("lease")?;
-        let (size, ttl) = (table.get_integer::<i64>("size"), table.get_duration("ttl")?);
+        let (size, ttl) = (table.get_integer("size"), table.get_duration("ttl")?);
         let most = Duration::from_micros(shortest_us / 2);
         if ttl > most {
             let most = format_duration(most);
@@ -40,11 +31,11 @@ pub(super) fn build_lease(
                 &format!("more than half of the policy's shortest period; expected at most {most}"),
             );
         }
-        let (size, least) = (u64::try_from(size?).ok()?, quota.cost.min_units());
+        let (size, least) = (size?, quota.cost.min_units());
         if size < least {
             table.report_warning(
                 "size",
-                &format!("no request is served from it: each takes {least}"),
+                &format!("too small for any request: each costs at least {least}"),
             );
         }
         Lease {
@@ -61,56 +52,49 @@ pub(super) fn build_lease(
     match (is_shadow, uses_memory_store) {
         (true, _) => reader.report_warning(
             "lease",
-            "a shadow policy takes nothing in advance: each request is counted in the store",
+            "without effect: a shadow policy counts each request in the store",
         ),
         (_, true) => reader.report_warning(
             "lease",
-            "without effect while store.kind = \"memory\": counters are in this process",
+            "without effect with store.kind = \"memory\": counters are in this process",
         ),
         _ => return Some(lease),
     }
     None
 }
 
-/// What can't be decided with what was taken in advance.
+/// Reports settings that leased units cannot implement.
 fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
-    let mut limits = quota.limits.iter().chain(
-        quota
-            .overrides
-            .as_slice()
-            .iter()
-            .flat_map(|entry| &entry.limits),
-    );
-    let refused = limits.find_map(|named| match named.limit.algorithm {
+    let incompatible = all_limits(quota).find_map(|named| match named.limit.algorithm {
         Algorithm::LeakyBucket { .. } => {
-            Some("algorithm = \"leaky_bucket\": each request takes its own place in the line")
+            Some("algorithm = \"leaky_bucket\": each request takes its own place in the queue")
         }
         Algorithm::Concurrency { .. } => {
-            Some("algorithm = \"concurrency\": each request takes a slot, and gives it back")
+            Some("algorithm = \"concurrency\": each request takes a slot and returns it")
         }
         Algorithm::TokenBucket {
             warm_up_us: 1.., ..
-        } => Some("warm_up: what was not used yet would have warmed the bucket up"),
+        } => Some("warm_up: leased units that are not used yet would warm the bucket up"),
         _ => None,
     });
-    let refused = refused
+    let incompatible = incompatible
         .or_else(|| {
             quota
                 .block
-                .map(|_| "block_for: a block has to hold at once, wherever requests arrive")
+                .map(|_| "block_for: a block must apply at once in all instances")
         })
         .or_else(|| {
             quota
                 .count_rejected
-                .then_some("count_rejected: the store has to hear of every refusal")
+                .then_some("count_rejected: the store must count every rejection")
         })
         .or_else(|| {
             let is_estimate = matches!(quota.cost, CostSource::Estimate(_));
             is_estimate.then_some(
-                "an estimate as cost: what is settled was charged at a time that the store knows",
+                "an estimate as cost: a settlement needs a charge at a time known to the store",
             )
         });
-    if let Some(refused) = refused {
-        reader.report_error("lease", &format!("not with {refused}"));
+    if let Some(incompatible) = incompatible {
+        reader.report_error("lease", &format!("not with {incompatible}"));
     }
 }

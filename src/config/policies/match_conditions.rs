@@ -1,7 +1,7 @@
-//! The conditions of a policy.
+//! The table `match` of a policy.
 
-use super::table_reader::{ConfigValue, TableReader};
-use super::{schema, values};
+use crate::config::table_reader::{ConfigValue, TableReader};
+use crate::config::{schema, values};
 use crate::policy::jwt::ClaimName;
 use crate::policy::path;
 use crate::policy::{
@@ -9,12 +9,12 @@ use crate::policy::{
     ValueCondition,
 };
 use figment::value::{Num, Value};
-use http::{HeaderName, Method};
+use http::Method;
 
-/// What makes a policy one for descriptors.
+/// Keys that make a policy apply to descriptors of the rate-limit service.
 const DESCRIPTOR_KEYS: [&str; 2] = ["domain", "descriptors"];
 
-/// Conditions on a request.
+/// Keys that apply to HTTP requests.
 const REQUEST_KEYS: [&str; 9] = [
     "methods",
     "hosts",
@@ -27,7 +27,7 @@ const REQUEST_KEYS: [&str; 9] = [
     "jwt",
 ];
 
-/// `tokens`: whether any are believed.
+/// Builds the conditions of a policy. `accepts_tokens`: `[client.jwt]` is configured.
 pub(super) fn build_matcher(
     reader: &TableReader<'_>,
     path: &path::Settings,
@@ -39,7 +39,7 @@ pub(super) fn build_matcher(
             .into_iter()
             .filter(|key| reader.contains_key(key))
         {
-            reader.report_error(key, "beside domain or descriptors: a call of the rate-limit service brings descriptors and no request; expected one or the other");
+            reader.report_error(key, "not with domain or descriptors: a call of the rate-limit service has descriptors and no request; expected one or the other");
         }
     }
     let not = reader.get_optional_table("not");
@@ -47,12 +47,12 @@ pub(super) fn build_matcher(
         let negates_descriptors = DESCRIPTOR_KEYS.iter().any(|key| not.contains_key(key));
         match matches_descriptors {
             true if !negates_descriptors => {
-                reader.report_error("not", "expected domain or descriptors in it, as beside it");
+                reader.report_error("not", "expected domain or descriptors in it too");
             }
             false if negates_descriptors => {
                 reader.report_error(
                     "not",
-                    "a request has no descriptors; expected domain or descriptors beside it too",
+                    "a request has no descriptors; expected domain or descriptors in match too",
                 );
             }
             _ => {}
@@ -66,7 +66,12 @@ pub(super) fn build_matcher(
         hosts: reader.get_list("hosts", HostPattern::parse),
         paths: reader.get_list("path", |text| PathPattern::parse(text, path)),
         path_regex: reader.get_parsed("path_regex", values::parse_regex),
-        headers: parse_conditions(reader, "headers", parse_header_name, parse_value_test),
+        headers: parse_conditions(
+            reader,
+            "headers",
+            values::parse_header_name,
+            parse_value_test,
+        ),
         query: parse_conditions(reader, "query", parse_nonempty_name, parse_value_test),
         cookies: parse_conditions(reader, "cookies", parse_nonempty_name, parse_value_test),
         client_ips: reader.get_list("client_ips", values::parse_network),
@@ -86,22 +91,16 @@ pub(super) fn build_matcher(
     }
 }
 
-/// What is wrong with asking for a claim when nobody's is believed.
+/// Error of a claim in a key or match without `[client.jwt]`.
 pub(super) const NO_TRUSTED_TOKENS: &str =
-    "nobody's tokens are believed; expected [client.jwt] with keys_file or secret_file";
+    "no key verifies tokens; expected [client.jwt] with keys_file or secret_file";
 
-/// Methods are case-sensitive: a lower-case one would never match what clients send.
+/// Parses a method. Rejects lower case: methods are case-sensitive, so it would never match.
 fn parse_method(text: &str) -> Result<Method, String> {
     match Method::from_bytes(text.as_bytes()) {
         Ok(method) if !text.bytes().any(|byte| byte.is_ascii_lowercase()) => Ok(method),
         _ => Err("expected a method in capitals such as \"GET\"".to_owned()),
     }
-}
-
-pub(super) fn parse_header_name(text: &str) -> Result<HeaderName, String> {
-    HeaderName::from_bytes(text.as_bytes())
-        .ok()
-        .ok_or_else(|| format!("{text:?} is no name of a header"))
 }
 
 fn parse_nonempty_name(text: &str) -> Result<Box<str>, String> {
@@ -135,7 +134,7 @@ fn parse_conditions<N>(
         .collect()
 }
 
-/// Claims may be `true` or `7`.
+/// Parses a condition on a claim, which may also be a boolean or an integer.
 fn parse_claim_test(item: &ConfigValue<'_>) -> Option<ValueCondition> {
     match item.value {
         Value::Bool(_, flag) => Some(ValueCondition::Equals(flag.to_string().into())),
@@ -144,12 +143,13 @@ fn parse_claim_test(item: &ConfigValue<'_>) -> Option<ValueCondition> {
     }
 }
 
-/// Entries that aren't named must not be there, so there is nothing to say of absent ones.
+/// Parses a condition on a descriptor entry. A match lists all entries of a descriptor, so
+/// `present = false` is an error.
 fn parse_descriptor_test(item: &ConfigValue<'_>) -> Option<ValueCondition> {
     match parse_value_test(item)? {
         ValueCondition::Equals(text) if *text == *"*" => Some(ValueCondition::Present(true)),
         ValueCondition::Present(false) => item.report_error(
-            "a descriptor with other entries is never matched; expected it to be left out",
+            "a descriptor with other entries never matches; expected no such condition",
         ),
         test => Some(test),
     }

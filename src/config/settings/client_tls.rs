@@ -1,25 +1,25 @@
-//! The keys `ca`, `cert`, `key` and `server_name`: TLS towards a server.
+//! The keys `ca`, `cert`, `key` and `server_name`: TLS to a server (upstream, Redis, collector).
 
-use super::input::ConfigInput;
-use super::settings::read_secret_file;
-use super::table_reader::TableReader;
+use crate::config::input::ConfigInput;
+use crate::config::key_files::read_secret_file;
+use crate::config::table_reader::TableReader;
 use crate::tls::{self, ClientTls};
 use sha2::{Digest, Sha256};
 use tokio_rustls::rustls::RootCertStore;
 use tokio_rustls::rustls::pki_types::ServerName;
 
-/// What the keys are for.
+/// Whether and why the TLS keys of a table apply.
 #[derive(Clone, Copy)]
 pub(super) struct TlsRequirement {
-    /// The server speaks TLS. If not, the keys are errors.
+    /// Whether the connection uses TLS. If not, every TLS key is an error.
     pub(super) is_tls: bool,
-    /// The server will be asked: only then files are read.
+    /// Whether tidegate connects to the server. If not, no file is read.
     pub(super) is_used: bool,
-    /// How TLS is asked for.
+    /// The setting that turns TLS on, for messages.
     pub(super) enabled_by: &'static str,
 }
 
-/// Reads what the keys of `at` name; the files are watched from now on.
+/// Builds the TLS client settings from the table of `reader`. Adds the files to the watched set.
 pub(super) fn build_client_tls(
     input: &ConfigInput,
     reader: &TableReader<'_>,
@@ -99,7 +99,7 @@ fn read_root_certificates(reader: &TableReader<'_>, ca: Option<&str>) -> Option<
     ) {
         (Some(pem), _) => tls::parse_root_certificates(pem.as_bytes())
             .map_err(|reason| format!("in the file: {reason}")),
-        // Said by now.
+        // `read_secret_file` has already reported the error.
         (None, true) => return None,
         (None, false) => tls::load_system_roots().map_err(|reason| {
             format!(

@@ -1,16 +1,16 @@
-//! `[listen.tls]`: what clients see of us, and what we ask of them.
+//! `[listen.tls]`: server certificates and client certificate authentication.
 
-use super::input::ConfigInput;
-use super::table_reader::TableReader;
 use crate::clock;
+use crate::config::input::ConfigInput;
+use crate::config::key_files::read_pem_file;
+use crate::config::table_reader::TableReader;
 use crate::tls::{
     ClientAuth, ClientAuthSettings, IdentityError, RevocationLists, ServerIdentity, ServerTls,
 };
-use std::path::Path;
 
 const DAY_S: u64 = 86_400;
 
-/// How TLS is spoken with clients; `None` if something is wrong.
+/// Builds the TLS settings of a listener. Returns `None` after an error.
 pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) -> Option<ServerTls> {
     let mut identities = vec![read_identity(input, reader)];
     for more in reader.get_tables("certificates") {
@@ -19,7 +19,10 @@ pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) ->
             .as_ref()
             .is_some_and(|(_, identity)| identity.certificate.dns_names.is_empty())
         {
-            more.report_warning("cert", "it has no DNS name, so no client is ever shown it");
+            more.report_warning(
+                "cert",
+                "the certificate has no DNS name, so SNI never selects it",
+            );
         }
         identities.push(identity);
     }
@@ -30,10 +33,10 @@ pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) ->
     match (auth, &client_ca) {
         (ClientAuth::None, Some(_)) => reader.report_warning(
             "client_ca",
-            "clients are asked for no certificate; expected client_auth = \"optional\" or \"require\" beside it",
+            "without effect: client_auth is \"none\"; expected client_auth = \"optional\" or \"require\"",
         ),
         (ClientAuth::Optional | ClientAuth::Require, None) => {
-            reader.report_error("client_auth", "certificates are checked against nothing; expected client_ca too");
+            reader.report_error("client_auth", "no CA to verify client certificates; expected client_ca too");
         }
         _ => {}
     }
@@ -44,7 +47,7 @@ pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) ->
     if client_crl.is_some() && auth == ClientAuth::None {
         reader.report_warning(
             "client_crl",
-            "clients are asked for no certificate, so there is none to be found in it",
+            "without effect: client_auth is \"none\"; expected client_auth = \"optional\" or \"require\"",
         );
     }
     let client_crl = match client_crl {
@@ -54,7 +57,7 @@ pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) ->
         )?),
         None => None,
     };
-    // All of them have been read by now, and what is wrong was said.
+    // All identities have been read, and their errors reported.
     let identities = identities.into_iter().collect::<Option<Vec<_>>>()?;
     if auth != ClientAuth::None && client_ca.is_none() {
         return None;
@@ -76,14 +79,14 @@ const CLIENT_AUTH_MODES: [(&str, ClientAuth); 3] = [
     ("require", ClientAuth::Require),
 ];
 
-/// Whether clients are asked for certificates, whatever else is wrong.
+/// Whether the listener requests client certificates, even if other keys are invalid.
 pub(super) fn requests_client_certificates(reader: &TableReader<'_>) -> bool {
     reader
         .get_string("client_auth")
         .is_some_and(|auth| auth != "none")
 }
 
-/// A certificate, under the path of its file, and its key.
+/// Reads a certificate chain and its private key. Returns them with the path of the certificate.
 fn read_identity(
     input: &ConfigInput,
     reader: &TableReader<'_>,
@@ -105,7 +108,8 @@ fn read_identity(
     None
 }
 
-/// What says which certificates are revoked. What is out of date turns everybody away, sooner or later.
+/// Parses certificate revocation lists. Warns of an expired list, because all client certificates
+/// of its issuer are rejected.
 fn read_revocation_lists(reader: &TableReader<'_>, pem: &[u8]) -> Option<RevocationLists> {
     let lists = RevocationLists::from_pem(pem);
     let lists = lists
@@ -117,13 +121,14 @@ fn read_revocation_lists(reader: &TableReader<'_>, pem: &[u8]) -> Option<Revocat
     {
         reader.report_warning(
             "client_crl",
-            "a list in it is out of date: whose issuer it is of is refused",
+            "a list in the file has expired: all certificates of its issuer are rejected",
         );
     }
     Some(lists)
 }
 
-/// What is over, or not begun, may be what somebody has at hand: it is shown all the same.
+/// Warns of a certificate outside its validity period. The listener still uses it, because an
+/// operator may have no other.
 fn warn_about_validity(reader: &TableReader<'_>, identity: &ServerIdentity) {
     let now = clock::unix_time_s();
     let days = |seconds: u64| match seconds / DAY_S {
@@ -135,7 +140,9 @@ fn warn_about_validity(reader: &TableReader<'_>, identity: &ServerIdentity) {
         let ago = days(now.saturating_sub(identity.expiry_s));
         reader.report_warning(
             "cert",
-            &format!("it expired {ago} ago, or one of its chain did: clients will refuse it"),
+            &format!(
+                "the certificate or one of its chain expired {ago} ago: clients will reject it"
+            ),
         );
     }
     let begins = identity.certificate.validity_s.0;
@@ -143,20 +150,7 @@ fn warn_about_validity(reader: &TableReader<'_>, identity: &ServerIdentity) {
         let left = days(begins.saturating_sub(now));
         reader.report_warning(
             "cert",
-            &format!("it begins to be valid in {left}: clients will refuse it until then"),
+            &format!("the certificate becomes valid in {left}: clients will reject it until then"),
         );
     }
-}
-
-/// What the file holds that a key names.
-fn read_pem_file(input: &ConfigInput, reader: &TableReader<'_>, key: &str) -> Option<Vec<u8>> {
-    let path = reader.get_string(key)?;
-    if path.is_empty() {
-        reader.report_error(key, "expected the path of a PEM file");
-        return None;
-    }
-    input
-        .read_file_bytes(Path::new(&path))
-        .map_err(|error| reader.report_error(key, &format!("the file {error}")))
-        .ok()
 }

@@ -1,16 +1,16 @@
-//! `[store.redis]`: which Redis, and how to speak to it.
+//! `[store.redis]`: servers, credentials, TLS and timeouts of Redis.
 
 use super::client_tls;
-use super::input::ConfigInput;
-use super::schema;
-use super::settings::{read_secret_file, require_nonempty};
-use super::table_reader::TableReader;
-use super::values::{self, RedisUrl};
+use crate::config::input::ConfigInput;
+use crate::config::key_files::read_secret_file;
+use crate::config::schema;
+use crate::config::table_reader::TableReader;
+use crate::config::values::{self, RedisUrl};
 use crate::store::redis::{
     RedisAddress, RedisCredentials, RedisPassword, RedisSettings, RedisTopology,
 };
 
-/// All settings of Redis. Files are read only if it `is_used`.
+/// Builds the Redis settings. Reads files only if `is_used`.
 pub(super) fn build_redis_settings(
     input: &ConfigInput,
     reader: &TableReader<'_>,
@@ -35,8 +35,9 @@ pub(super) fn build_redis_settings(
         RedisTopologyKind::Standalone => RedisTopology::Standalone,
         RedisTopologyKind::Cluster => RedisTopology::Cluster,
         RedisTopologyKind::Sentinel => RedisTopology::Sentinel {
-            master: reader.get_parsed("sentinel_master", |text| {
-                require_nonempty(text, "the name of a master")
+            master: reader.get_parsed("sentinel_master", |text| match text {
+                "" => Err("expected the name of a master".to_owned()),
+                name => Ok(name.to_owned()),
             })?,
             credentials: build_sentinel_login(input, reader, is_used),
         },
@@ -60,7 +61,7 @@ pub(super) fn build_redis_settings(
     {
         reader.report_warning(
             "key_prefix",
-            "the default: services that share this Redis would share counters; give each a prefix of its own",
+            "the default, so services that share this Redis share counters; expected a prefix per service",
         );
     }
     Some(RedisSettings {
@@ -97,7 +98,7 @@ fn read_single_url(reader: &TableReader<'_>) -> Vec<RedisUrl> {
     if !reader.get_items("urls").is_empty() {
         reader.report_error(
             "urls",
-            "one server has one address; expected url, or topology = \"sentinel\" or \"cluster\"",
+            "not for topology = \"standalone\"; expected url, or topology = \"sentinel\" or \"cluster\"",
         );
     }
     reader
@@ -106,7 +107,7 @@ fn read_single_url(reader: &TableReader<'_>) -> Vec<RedisUrl> {
         .collect()
 }
 
-/// All that is told beside the addresses holds for all of them.
+/// Reads the URLs of sentinels or cluster nodes. They may differ only in host and port.
 fn read_node_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<RedisUrl> {
     if reader
         .get_string("url")
@@ -134,7 +135,7 @@ fn read_node_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<Redi
     {
         reader.report_error(
             "urls",
-            "they differ in more than host and port; expected the same of everything else",
+            "the URLs differ in more than host and port; expected the same scheme, login and database",
         );
     }
     if urls
@@ -143,19 +144,19 @@ fn read_node_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<Redi
     {
         reader.report_error(
             "urls",
-            "a Unix socket is one server; expected \"redis://host:port\" or \"rediss://host:port\"",
+            "a Unix socket is only one server; expected \"redis://host:port\" or \"rediss://host:port\"",
         );
     }
     if kind == RedisTopologyKind::Cluster && first.database != 0 {
         reader.report_error(
             "urls",
-            "a cluster has no databases but 0; expected nothing behind the port",
+            "a Redis Cluster has only database 0; expected nothing after the port",
         );
     }
     if kind == RedisTopologyKind::Sentinel && first.login != RedisCredentials::default() {
         reader.report_error(
             "urls",
-            "they name sentinels; expected their user in sentinel_username and sentinel_password_file, the master's in username and password_file",
+            "these URLs are for sentinels; expected their login in sentinel_username and sentinel_password_file, that of the master in username and password_file",
         );
     }
     urls
@@ -210,7 +211,8 @@ fn build_login(
     }
 }
 
-/// Braces would move the hash tag of all keys, and people have to read and type it.
+/// Parses a key prefix. Braces are invalid because they would change the cluster hash tag of all
+/// keys. Other characters are restricted so that operators can type the prefix.
 fn parse_key_prefix(text: &str) -> Result<String, String> {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-:/".contains(&byte);
     if (1..=64).contains(&text.len()) && text.bytes().all(fits) {

@@ -1,0 +1,48 @@
+//! Reads the files that keys name.
+
+use super::input::ConfigInput;
+use super::table_reader::TableReader;
+use std::path::Path;
+
+/// Whether `key` names a file.
+pub(super) fn is_path_set(reader: &TableReader<'_>, key: &str) -> bool {
+    reader.get_string(key).is_some_and(|path| !path.is_empty())
+}
+
+/// Reads the text file named by `key`. Returns `None` if the key is empty or after an error.
+pub(super) fn read_secret_file(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    key: &str,
+    content: &str,
+) -> Option<String> {
+    let path = reader.get_string(key).filter(|path| !path.is_empty())?;
+    match input.read_file(Path::new(&path)) {
+        Ok(text) if text.trim_end().is_empty() => {
+            reader.report_error(key, &format!("the file is empty; expected a {content}"));
+            None
+        }
+        Ok(text) => Some(text.trim_end().to_owned()),
+        Err(error) => {
+            reader.report_error(key, &format!("the file {error}"));
+            None
+        }
+    }
+}
+
+/// Reads the PEM file named by `key`. Returns `None` after an error.
+pub(super) fn read_pem_file(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    key: &str,
+) -> Option<Vec<u8>> {
+    let path = reader.get_string(key)?;
+    if path.is_empty() {
+        reader.report_error(key, "expected the path of a PEM file");
+        return None;
+    }
+    input
+        .read_file_bytes(Path::new(&path))
+        .map_err(|error| reader.report_error(key, &format!("the file {error}")))
+        .ok()
+}

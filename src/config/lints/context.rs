@@ -1,0 +1,48 @@
+//! The settings that lints compare with the policies.
+
+use crate::config::loaded_config::StoreSettings;
+use crate::config::policies::context::PolicyContext;
+use crate::config::table_reader::TableReader;
+use crate::proxy::{ListenSettings, UpstreamScheme, UpstreamSettings, UpstreamUrl};
+
+/// Requests that one HTTP/2 connection to the upstream carries at a time.
+const STREAMS_PER_CONNECTION: u64 = 100;
+
+/// Valid settings that the lints compare with the policies.
+pub(in crate::config) struct LintContext<'a> {
+    pub(in crate::config) root: &'a TableReader<'a>,
+    pub(in crate::config) policy_context: &'a PolicyContext,
+    pub(in crate::config) listen: &'a ListenSettings,
+    pub(in crate::config) upstream: &'a UpstreamSettings,
+    pub(in crate::config) store: &'a StoreSettings,
+    /// Whether `[rls]` is configured.
+    pub(in crate::config) has_rls: bool,
+}
+
+impl LintContext<'_> {
+    /// Largest number of requests in flight to the upstreams of all instances. `None` if unknown.
+    pub(super) fn max_upstream_concurrency(&self) -> Option<u64> {
+        let instances = match self.store {
+            StoreSettings::Memory(_) => 1,
+            // 1 is the default, so the number of instances is unknown.
+            StoreSettings::Redis(redis) => {
+                Some(u64::from(redis.initial_instances)).filter(|count| *count > 1)?
+            }
+        };
+        let per_connection = match &self.upstream.url {
+            UpstreamUrl::Unix(_)
+            | UpstreamUrl::Net {
+                scheme: UpstreamScheme::Http,
+                ..
+            } => 1,
+            UpstreamUrl::Net {
+                scheme: UpstreamScheme::Https | UpstreamScheme::H2c,
+                ..
+            } => STREAMS_PER_CONNECTION,
+        };
+        let connections = u64::try_from(self.upstream.max_connections).ok()?;
+        connections
+            .checked_mul(per_connection)?
+            .checked_mul(instances)
+    }
+}

@@ -1,0 +1,67 @@
+//! A policy with its source, and the settings that all policies share.
+
+use crate::config::table_reader::TableReader;
+use crate::limiter::Algorithm;
+use crate::policy::{
+    KeyPart, MissingKeyAction, OnStoreFailure, Policy, PolicyAction, Quota, client, path,
+};
+
+/// Settings that apply to all policies.
+pub(in crate::config) struct PolicyContext {
+    /// Whether counters are in a Redis Cluster.
+    pub(in crate::config) uses_redis_cluster: bool,
+    pub(in crate::config) client: client::Settings,
+    pub(in crate::config) path: path::Settings,
+    pub(in crate::config) on_store_failure: OnStoreFailure,
+    pub(in crate::config) algorithm: Algorithm,
+    pub(in crate::config) missing_key: MissingKeyAction,
+    /// Whether the listener requests client certificates.
+    pub(in crate::config) requests_client_certificates: bool,
+    pub(in crate::config) uses_memory_store: bool,
+    /// How token claims are trusted. `None` if they are not.
+    pub(in crate::config) claim_trust: Option<ClaimTrust>,
+    /// Whether `[check]` is configured.
+    pub(in crate::config) has_ext_authz: bool,
+}
+
+/// Whether token signatures are verified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::config) enum ClaimTrust {
+    Signed,
+    Unverified,
+}
+
+/// A policy with the reader of its table, for diagnostics.
+pub(in crate::config) struct SpannedPolicy<'a> {
+    pub(in crate::config) policy: Policy,
+    pub(in crate::config) reader: TableReader<'a>,
+}
+
+impl PolicyContext {
+    pub(in crate::config) fn is_client_chosen(&self, part: &KeyPart) -> bool {
+        let is_claim = matches!(part, KeyPart::Claim(_));
+        part.is_client_chosen() || (is_claim && self.claim_trust == Some(ClaimTrust::Unverified))
+    }
+}
+
+impl SpannedPolicy<'_> {
+    pub(in crate::config) fn quota(&self) -> Option<&Quota> {
+        match &self.policy.action {
+            PolicyAction::Limit(quota) => Some(quota),
+            PolicyAction::Allow | PolicyAction::Deny => None,
+        }
+    }
+
+    pub(in crate::config) fn key_parts(&self) -> &[KeyPart] {
+        self.quota().map_or(&[], |quota| quota.key.parts())
+    }
+
+    /// The policy's name and position: `"login" (config.toml:12:8)`.
+    pub(in crate::config) fn quote_name(&self) -> String {
+        let span = self
+            .reader
+            .get("name")
+            .map_or_else(String::new, |item| format!(" ({})", item.source_span()));
+        format!("\"{}\"{span}", self.policy.name)
+    }
+}

@@ -1,0 +1,93 @@
+//! The key `cost` of a policy.
+
+use super::limits::is_concurrency_limit;
+use crate::config::table_reader::TableReader;
+use crate::config::values;
+use crate::limiter::Limit;
+use crate::policy::{ActualCostSource, CostSource, EstimateCost, HeaderCost, NamedLimit};
+use std::sync::Arc;
+
+/// Builds the cost: a number, a request header, or an estimate settled by the response.
+pub(super) fn build_cost(reader: &TableReader<'_>) -> Option<CostSource> {
+    if reader
+        .get("cost")
+        .is_none_or(|item| item.value.as_dict().is_none())
+    {
+        return reader.get_integer("cost").map(CostSource::Fixed);
+    }
+    let table = reader.get_optional_table("cost")?;
+    if table.contains_key("estimate") || table.contains_key("actual") {
+        return build_estimate_cost(&table);
+    }
+    let name = table.get_parsed("header", values::parse_header_name);
+    let (default, min, max) = (
+        table.get_integer("default")?,
+        table.get_integer("min")?,
+        table.get_integer("max")?,
+    );
+    if min > max {
+        table.report_error("min", &format!("more than max; expected at most {max}"));
+    } else if default < min {
+        table.report_warning(
+            "default",
+            "less than min: requests without the header cost less than any with it",
+        );
+    }
+    Some(CostSource::Header(Box::new(HeaderCost {
+        name: name?,
+        default,
+        min,
+        max,
+    })))
+}
+
+fn build_estimate_cost(reader: &TableReader<'_>) -> Option<CostSource> {
+    for key in ["header", "default", "min", "max"] {
+        if reader.contains_key(key) {
+            reader.report_error(
+                key,
+                "not with an estimate; expected either header, or estimate and actual",
+            );
+        }
+    }
+    let (estimate, actual) = (
+        reader.get_integer("estimate"),
+        reader.get_parsed("actual", ActualCostSource::parse),
+    );
+    Some(CostSource::Estimate(Arc::new(EstimateCost {
+        estimate: estimate?,
+        actual_source: actual?,
+    })))
+}
+
+/// Reports a cost above the capacity of a cold bucket: such requests would never warm it up.
+pub(super) fn reject_cost_above_cold_capacity<'a>(
+    reader: &TableReader<'_>,
+    cost: u64,
+    mut limits: impl Iterator<Item = &'a NamedLimit>,
+) {
+    let is_too_small =
+        |limit: &Limit| limit.capacity() > limit.cold_capacity() && limit.cold_capacity() < cost;
+    if let Some(limit) = limits.find(|limit| is_too_small(&limit.limit)) {
+        let most = limit.limit.cold_capacity();
+        reader.report_error("cost", &format!("a request may cost {cost}, but before its warm_up the limit \"{}\" has {most}, a third of burst; expected at most {most}", limit.name));
+    }
+}
+
+/// Warns if the smallest cost exceeds a limit, so that every request is rejected.
+pub(super) fn warn_if_cost_exceeds_capacity(
+    reader: &TableReader<'_>,
+    cost: u64,
+    limits: &[NamedLimit],
+) {
+    let mut limits = limits.iter().filter(|named| !is_concurrency_limit(named));
+    if let Some(limit) =
+        limits.find(|limit| limit.limit.requests > 0 && limit.limit.capacity() < cost)
+    {
+        let most = limit.limit.capacity();
+        reader.report_warning(
+            "cost",
+            &format!("rejects every request: each costs at least {cost}, and the limit has {most}"),
+        );
+    }
+}

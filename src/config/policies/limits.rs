@@ -1,0 +1,271 @@
+//! The keys `limit` and `limits` of a policy or of an override.
+
+use super::context::PolicyContext;
+use crate::config::keywords::ALGORITHMS;
+use crate::config::table_reader::TableReader;
+use crate::config::values;
+use crate::limiter::{Algorithm, Limit, MAX_UNITS};
+use crate::policy::{NamedLimit, Quota};
+use std::time::Duration;
+
+/// Above this, `sliding_log` needs much memory, because it keeps one entry per request.
+const LARGE_SLIDING_LOG: u64 = 100_000;
+
+/// Default lifetime of a concurrency slot that its sidecar does not renew.
+const DEFAULT_SLOT_TTL: Duration = Duration::from_secs(10);
+
+/// Builds the limits of a policy or of an override. Names and counters must be distinct.
+pub(super) fn build_limits(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    policy: &str,
+) -> Option<Vec<NamedLimit>> {
+    let tables = match (reader.contains_key("limit"), reader.contains_key("limits")) {
+        (true, true) => {
+            reader.report_error(
+                "limits",
+                "both limit and limits are set; expected one of them",
+            );
+            return None;
+        }
+        (false, false) => {
+            reader.report_error(
+                "limit",
+                "missing; expected a limit such as { requests = 100, per = \"1m\" }",
+            );
+            return None;
+        }
+        (true, false) => reader.get_optional_table("limit").into_iter().collect(),
+        (false, true) => reader.get_tables("limits"),
+    };
+    if tables.is_empty()
+        && reader
+            .get("limits")
+            .is_some_and(|item| item.value.as_array().is_some_and(<[_]>::is_empty))
+    {
+        reader.report_error(
+            "limits",
+            "expected at least one limit such as { requests = 100, per = \"1m\" }",
+        );
+    }
+    let mut limits: Vec<NamedLimit> = Vec::new();
+    let mut unnamed = 0_usize;
+    for table in &tables {
+        let name = table
+            .get_parsed("name", values::parse_name)
+            .unwrap_or_else(|| {
+                unnamed += 1;
+                if unnamed == 1 {
+                    policy.to_owned()
+                } else {
+                    format!("{policy}-{unnamed}")
+                }
+            });
+        let Some(limit) = build_limit(table, context) else {
+            continue;
+        };
+        if limits.iter().any(|other| *other.name == *name) {
+            table.report_error(
+                "name",
+                &format!(
+                    "another limit of this policy has the name \"{name}\"; expected a unique name"
+                ),
+            );
+        }
+        if limits
+            .iter()
+            .any(|other| other.limit.counter_identity() == limit.counter_identity())
+        {
+            table.report_error("per", "another limit of this policy has the same period and algorithm, so they would share a counter; expected another period or algorithm");
+        }
+        limits.push(NamedLimit {
+            name: name.into(),
+            unit: table.get_parsed("unit", parse_unit),
+            limit,
+        });
+    }
+    (limits.len() == tables.len() && !limits.is_empty()).then_some(limits)
+}
+
+fn parse_unit(text: &str) -> Result<Box<str>, String> {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-".contains(&byte);
+    if (1..=32).contains(&text.len()) && text.bytes().all(fits) {
+        return Ok(text.into());
+    }
+    Err("expected 1 to 32 letters, digits, \"_\" or \"-\"".to_owned())
+}
+
+fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limit> {
+    let requests = reader.get_integer::<u64>("requests");
+    let (per, lease_ttl) = (reader.get_duration("per"), reader.get_duration("lease_ttl"));
+    let configured_algorithm = reader.get_keyword("algorithm", &ALGORITHMS);
+    let offset = reader.get_duration("offset");
+    if configured_algorithm.is_none() && reader.contains_key("algorithm") {
+        // Without a valid algorithm, the other keys cannot be checked.
+        return None;
+    }
+    let algorithm = read_algorithm_options(
+        reader,
+        configured_algorithm.unwrap_or(context.algorithm),
+        requests,
+        offset,
+    );
+    reject_keys_of_other_algorithms(reader, algorithm);
+    let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
+    let per = match (counts_slots, reader.contains_key("per")) {
+        (true, is_written) => {
+            if is_written {
+                reader.report_error(
+                    "per",
+                    "not for algorithm = \"concurrency\", which counts requests in flight; expected no such key",
+                );
+            }
+            Some(lease_ttl.unwrap_or(DEFAULT_SLOT_TTL))
+        }
+        (false, true) => per,
+        (false, false) => {
+            reader.report_error("per", "missing; expected a duration such as \"1m\"");
+            None
+        }
+    };
+    if let (Some(offset), Some(per)) = (offset, per)
+        && offset >= per
+    {
+        reader.report_error("offset", "expected less than per");
+    }
+    if let (Some(requests), Some(per)) = (requests, per) {
+        reject_inexact_limit(reader, algorithm, requests, to_micros(per));
+    }
+    match requests {
+        Some(0) => reader.report_warning("requests", "0 rejects every request"),
+        Some(requests) if requests > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog => reader.report_warning(
+            "requests",
+            "sliding_log keeps one entry per request; \"sliding_window\" needs less memory for a large limit",
+        ),
+        _ => {}
+    }
+    Some(Limit {
+        requests: requests?,
+        per_us: to_micros(per?),
+        algorithm,
+    })
+}
+
+/// Reads the keys of `algorithm`. Its own values are the defaults.
+fn read_algorithm_options(
+    reader: &TableReader<'_>,
+    algorithm: Algorithm,
+    requests: Option<u64>,
+    offset: Option<Duration>,
+) -> Algorithm {
+    let (buckets, burst) = (reader.get_integer("buckets"), reader.get_integer("burst"));
+    let (max_delay, max_duration) = (
+        reader.get_duration("max_delay"),
+        reader.get_duration("max_duration"),
+    );
+    match algorithm {
+        Algorithm::SlidingLog | Algorithm::Block => algorithm,
+        Algorithm::SlidingWindow { buckets: default } => Algorithm::SlidingWindow {
+            buckets: buckets.unwrap_or(default),
+        },
+        Algorithm::FixedWindow { .. } => Algorithm::FixedWindow {
+            offset_us: to_micros(offset.unwrap_or_default()),
+        },
+        Algorithm::TokenBucket { .. } => Algorithm::TokenBucket {
+            burst: burst.or(requests).unwrap_or_default(),
+            warm_up_us: reader.get_duration("warm_up").map_or(0, to_micros),
+        },
+        Algorithm::LeakyBucket {
+            max_delay_us: default,
+        } => Algorithm::LeakyBucket {
+            max_delay_us: max_delay.map_or(default, to_micros),
+        },
+        Algorithm::Concurrency { .. } => Algorithm::Concurrency {
+            max_duration_us: to_micros(max_duration.unwrap_or_default()),
+        },
+    }
+}
+
+fn reject_keys_of_other_algorithms(reader: &TableReader<'_>, algorithm: Algorithm) {
+    let own_keys: &[&str] = match algorithm {
+        Algorithm::SlidingLog | Algorithm::Block => &[],
+        Algorithm::SlidingWindow { .. } => &["buckets"],
+        Algorithm::FixedWindow { .. } => &["offset"],
+        Algorithm::TokenBucket { .. } => &["burst", "warm_up"],
+        Algorithm::LeakyBucket { .. } => &["max_delay"],
+        Algorithm::Concurrency { .. } => &["lease_ttl", "max_duration"],
+    };
+    for (key, owner) in [
+        ("buckets", "sliding_window"),
+        ("offset", "fixed_window"),
+        ("burst", "token_bucket"),
+        ("warm_up", "token_bucket"),
+        ("max_delay", "leaky_bucket"),
+        ("lease_ttl", "concurrency"),
+        ("max_duration", "concurrency"),
+    ] {
+        if reader.contains_key(key) && !own_keys.contains(&key) {
+            reader.report_error(
+                key,
+                &format!(
+                    "only for algorithm = \"{owner}\"; expected that algorithm, or no such key"
+                ),
+            );
+        }
+    }
+}
+
+/// Reports a limit that makes bucket arithmetic exceed the integers exact in a double.
+fn reject_inexact_limit(
+    reader: &TableReader<'_>,
+    algorithm: Algorithm,
+    requests: u64,
+    per_us: u64,
+) {
+    let (key, most) = match algorithm {
+        Algorithm::TokenBucket { burst, .. } if burst > requests => {
+            ("burst", MAX_UNITS / per_us.max(1))
+        }
+        Algorithm::TokenBucket { .. } => ("requests", MAX_UNITS / per_us.max(1)),
+        Algorithm::LeakyBucket { max_delay_us } => (
+            "requests",
+            (MAX_UNITS - per_us.min(MAX_UNITS)) / max_delay_us.max(1),
+        ),
+        _ => return,
+    };
+    let burst = if let Algorithm::TokenBucket { burst, .. } = algorithm {
+        burst
+    } else {
+        0
+    };
+    if burst.max(requests) > most {
+        let interval = if burst > 0 { "a period" } else { "a max_delay" };
+        reader.report_error(
+            key,
+            &format!(
+                "too large to count exactly with {interval} this long; expected at most {most}"
+            ),
+        );
+    }
+}
+
+/// All limits of a quota, including those of overrides.
+pub(super) fn all_limits(quota: &Quota) -> impl Iterator<Item = &NamedLimit> {
+    quota.limits.iter().chain(
+        quota
+            .overrides
+            .as_slice()
+            .iter()
+            .flat_map(|entry| &entry.limits),
+    )
+}
+
+/// Whether the limit counts requests in flight. A request takes one slot, whatever its cost.
+pub(super) fn is_concurrency_limit(named: &NamedLimit) -> bool {
+    matches!(named.limit.algorithm, Algorithm::Concurrency { .. })
+}
+
+/// Converts a duration to microseconds. The schema bounds durations to 400 days.
+pub(super) fn to_micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,185 @@
+//! Builds policies from `[[policy]]` tables.
+
+pub(super) mod context;
+mod cost;
+mod lease;
+mod limits;
+mod match_conditions;
+mod overrides;
+mod quota;
+mod reject_response;
+mod restrictions;
+mod shards;
+
+use super::describe::{self, PolicyDescription};
+use super::diagnostic::SourceSpan;
+use super::keywords::ON_STORE_FAILURE_MODES;
+use super::table_reader::TableReader;
+use super::values;
+use crate::policy::{OnStoreFailure, Policy, PolicyAction};
+use context::{PolicyContext, SpannedPolicy};
+use http::StatusCode;
+use quota::build_quota;
+use reject_response::build_reject_response;
+use restrictions::{
+    reject_descriptor_key_parts, reject_quota_keys, reject_request_only_settings,
+    reject_response_dependent_settings,
+};
+use std::collections::BTreeMap;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum PolicyMode {
+    Enforce,
+    Shadow,
+    Off,
+}
+
+const POLICY_MODES: [(&str, PolicyMode); 3] = [
+    ("enforce", PolicyMode::Enforce),
+    ("shadow", PolicyMode::Shadow),
+    ("off", PolicyMode::Off),
+];
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum PolicyActionKind {
+    Limit,
+    Allow,
+    Deny,
+}
+
+/// Builds and describes all policies in file order. Policies with `mode = "off"` are validated and
+/// described, but not returned.
+pub(super) fn build_policies<'a>(
+    tables: impl Iterator<Item = TableReader<'a>>,
+    context: &PolicyContext,
+) -> (Vec<SpannedPolicy<'a>>, Vec<PolicyDescription>) {
+    let mut names = BTreeMap::new();
+    let (mut spanned_policies, mut descriptions) = (Vec::new(), Vec::new());
+    for reader in tables {
+        reject_duplicate_name(&reader, &mut names);
+        let mode = reader.get_keyword("mode", &POLICY_MODES);
+        let Some(policy) = build_policy(&reader, context, mode == Some(PolicyMode::Shadow)) else {
+            continue;
+        };
+        let is_off = mode == Some(PolicyMode::Off);
+        descriptions.push(describe::describe_policy(&policy, &reader, is_off));
+        if !is_off {
+            spanned_policies.push(SpannedPolicy { policy, reader });
+        }
+    }
+    (spanned_policies, descriptions)
+}
+
+/// Reports a name that another policy has. Policies that are off or invalid count too.
+fn reject_duplicate_name(reader: &TableReader<'_>, names: &mut BTreeMap<String, SourceSpan>) {
+    let Some(item) = reader.get("name") else {
+        return;
+    };
+    let Some(name) = item.value.as_str() else {
+        return;
+    };
+    match names.get(name) {
+        Some(first) => {
+            item.report_error::<()>(&format!(
+                "another policy has this name, at {first}; expected a unique name"
+            ));
+        }
+        None => {
+            names.insert(name.to_owned(), item.source_span());
+        }
+    }
+}
+
+fn build_policy(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    is_shadow: bool,
+) -> Option<Policy> {
+    let name = reader.get_parsed("name", values::parse_name);
+    let action_kind = reader.get_keyword(
+        "action",
+        &[
+            ("limit", PolicyActionKind::Limit),
+            ("allow", PolicyActionKind::Allow),
+            ("deny", PolicyActionKind::Deny),
+        ],
+    )?;
+    let conditions = reader.get_optional_table("match").map(|table| {
+        match_conditions::build_matcher(&table, &context.path, context.claim_trust.is_some())
+    });
+    let matches_descriptors = conditions
+        .as_ref()
+        .is_some_and(|matcher| matcher.descriptor_conditions.is_some());
+    let action = match action_kind {
+        PolicyActionKind::Limit => build_quota(
+            reader,
+            context,
+            name.as_deref().unwrap_or("policy"),
+            is_shadow,
+        )
+        .map(|quota| PolicyAction::Limit(Box::new(quota))),
+        PolicyActionKind::Allow => reject_quota_keys(reader, "allow").map(|()| PolicyAction::Allow),
+        PolicyActionKind::Deny => reject_quota_keys(reader, "deny").map(|()| PolicyAction::Deny),
+    };
+    let reject = reader.get_optional_table("reject").and_then(|table| {
+        if action_kind == PolicyActionKind::Allow {
+            reader.report_error("reject", "a policy with action = \"allow\" rejects no request");
+        }
+        if matches_descriptors && table.contains_key("status") {
+            table.report_error(
+                "status",
+                "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter",
+            );
+        }
+        build_reject_response(
+            &table,
+            if action_kind == PolicyActionKind::Deny {
+                StatusCode::FORBIDDEN
+            } else {
+                StatusCode::TOO_MANY_REQUESTS
+            },
+        )
+    });
+    if let Some(PolicyAction::Limit(quota)) = &action {
+        match matches_descriptors {
+            true => reject_request_only_settings(reader, quota),
+            false => reject_descriptor_key_parts(reader, quota),
+        }
+        if context.has_ext_authz && !matches_descriptors {
+            reject_response_dependent_settings(reader, quota);
+        }
+    }
+    Some(Policy {
+        priority: reader.get_integer("priority")?,
+        matcher: conditions.unwrap_or_default(),
+        shadow: is_shadow,
+        on_store_failure: read_store_failure_mode(reader, context, matches_descriptors),
+        reject_response: reject,
+        // Last, so that errors in the other keys are reported first.
+        action: action?,
+        name: name?.into(),
+    })
+}
+
+/// Reads `on_store_failure`. Envoy has its own failure mode (`failure_mode_deny`), so a descriptor
+/// policy either decides locally or returns an error to Envoy.
+fn read_store_failure_mode(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    matches_descriptors: bool,
+) -> OnStoreFailure {
+    let configured = reader.get_keyword("on_store_failure", &ON_STORE_FAILURE_MODES);
+    if !matches_descriptors {
+        return configured.unwrap_or(context.on_store_failure);
+    }
+    if configured.is_some_and(|mode| mode != OnStoreFailure::Local) {
+        reader.report_error(
+            "on_store_failure",
+            "the call returns UNAVAILABLE, and Envoy's failure_mode_deny decides; expected \"local\" or no such key",
+        );
+    }
+    match configured.unwrap_or(context.on_store_failure) {
+        OnStoreFailure::Local => OnStoreFailure::Local,
+        OnStoreFailure::Open | OnStoreFailure::Closed => OnStoreFailure::Closed,
+    }
+}

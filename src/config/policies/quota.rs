@@ -1,0 +1,99 @@
+//! The quota of a policy: key, cost, limits, overrides and their options.
+
+use super::context::PolicyContext;
+use super::cost::{build_cost, reject_cost_above_cold_capacity, warn_if_cost_exceeds_capacity};
+use super::lease;
+use super::limits::{build_limits, is_concurrency_limit, to_micros};
+use super::match_conditions::NO_TRUSTED_TOKENS;
+use super::overrides::build_override;
+use super::shards::check_shards;
+use crate::config::keywords::MISSING_KEY_MODES;
+use crate::config::table_reader::TableReader;
+use crate::limiter::{Algorithm, Limit};
+use crate::policy::{CostSource, KeyPart, KeyTemplate, LimitOverrides, Quota};
+
+/// Builds the quota of a policy with action `limit`.
+pub(super) fn build_quota(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    name: &str,
+    is_shadow: bool,
+) -> Option<Quota> {
+    let parts = reader.get_list("key", |text| match KeyPart::parse(text, &context.path)? {
+        KeyPart::Claim(_) if context.claim_trust.is_none() => Err(NO_TRUSTED_TOKENS.to_owned()),
+        part => Ok(part),
+    });
+    // An invalid part is left out of `key`, so overrides cannot be compared with it.
+    let all_parts_valid = parts.len() == reader.get_items("key").len();
+    let key = KeyTemplate::new(parts);
+    let cost = build_cost(reader);
+    let limits = build_limits(reader, context, name);
+    if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) {
+        reader.report_warning("cost", "requests with cost 0 are never limited");
+    }
+    if let (Some(CostSource::Estimate(_)), Some(limits)) = (&cost, &limits)
+        && limits.iter().all(is_concurrency_limit)
+    {
+        reader.report_error("cost", "never settled: a request takes one concurrency slot, whatever its cost; expected another limit too");
+    }
+    let overrides = reader.get_tables("override");
+    let overrides = overrides
+        .iter()
+        .filter_map(|table| build_override(table, context, name, all_parts_valid.then_some(&key)));
+    let overrides = LimitOverrides::new(name, overrides.collect());
+    if let (Some(cost), Some(limits)) = (&cost, &limits) {
+        warn_if_cost_exceeds_capacity(reader, cost.min_units(), limits);
+    }
+    let all_limits = || {
+        limits
+            .iter()
+            .flatten()
+            .chain(overrides.as_slice().iter().flat_map(|entry| &entry.limits))
+    };
+    if let Some(cost) = &cost {
+        reject_cost_above_cold_capacity(reader, cost.max_units(), all_limits());
+    }
+    let count_rejected = reader.get_bool("count_rejected");
+    if count_rejected == Some(true) && all_limits().any(is_concurrency_limit) {
+        reader.report_error(
+            "count_rejected",
+            "algorithm = \"concurrency\" can't count rejected requests: they are not in flight; expected false",
+        );
+    }
+    let shards = reader.get_integer("shards").unwrap_or(1);
+    if shards > 1 {
+        check_shards(
+            reader,
+            context,
+            is_shadow,
+            shards,
+            cost.as_ref(),
+            all_limits(),
+        );
+    }
+    let block_for = reader.get_duration("block_for");
+    if block_for.is_some() && is_shadow {
+        reader.report_warning("block_for", "without effect: a shadow policy blocks no key");
+    }
+    let quota = Quota {
+        key,
+        lease: None,
+        block: block_for.map(|time| Limit {
+            requests: 1,
+            per_us: to_micros(time),
+            algorithm: Algorithm::Block,
+        }),
+        missing_key: reader
+            .get_keyword("missing_key", &MISSING_KEY_MODES)
+            .unwrap_or(context.missing_key),
+        count_rejected: count_rejected?,
+        shards,
+        cost: cost?,
+        limits: limits?,
+        overrides,
+    };
+    Some(Quota {
+        lease: lease::build_lease(reader, &quota, is_shadow, context.uses_memory_store),
+        ..quota
+    })
+}

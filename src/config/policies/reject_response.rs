@@ -1,0 +1,60 @@
+//! The table `reject` of a policy.
+
+use crate::config::table_reader::TableReader;
+use crate::config::values;
+use crate::policy::RejectResponse;
+use http::{HeaderName, HeaderValue, StatusCode, header};
+
+/// Builds the response to rejected requests. `status` is the default status code.
+pub(super) fn build_reject_response(
+    reader: &TableReader<'_>,
+    status: StatusCode,
+) -> Option<RejectResponse> {
+    let status = reader
+        .get_integer::<u16>("status")
+        .and_then(|code| StatusCode::from_u16(code).ok())
+        .unwrap_or(status);
+    let headers = reader
+        .get_entries("headers")
+        .into_iter()
+        .filter_map(|(name, item)| {
+            let Some(text) = item.value.as_str() else {
+                return item.report_error("expected a string");
+            };
+            match (parse_reject_header(name), HeaderValue::from_str(text)) {
+                (Ok(name), Ok(value)) => Some((name, value)),
+                (Err(reason), _) => item.report_error(&reason),
+                (_, Err(_)) => item.report_error("expected a valid header value"),
+            }
+        });
+    Some(RejectResponse {
+        status,
+        headers: headers.collect(),
+        body: reader.get_string("body")?.into(),
+        content_type: reader.get_parsed("content_type", |text| {
+            match HeaderValue::from_str(text) {
+                Ok(value) if text.contains('/') => Ok(value),
+                _ => Err("expected a media type such as \"application/json\"".to_owned()),
+            }
+        })?,
+    })
+}
+
+/// Parses the name of a response header. Rejects headers that tidegate sets for framing or routing.
+fn parse_reject_header(text: &str) -> Result<HeaderName, String> {
+    const RESERVED_HEADERS: [HeaderName; 8] = [
+        header::CONNECTION,
+        header::CONTENT_LENGTH,
+        header::CONTENT_TYPE,
+        header::TE,
+        header::TRAILER,
+        header::TRANSFER_ENCODING,
+        header::UPGRADE,
+        header::RETRY_AFTER,
+    ];
+    match values::parse_header_name(text)? {
+        header::CONTENT_TYPE => Err("expected the key content_type instead".to_owned()),
+        name if RESERVED_HEADERS.contains(&name) => Err(format!("{name} is set by tidegate")),
+        name => Ok(name),
+    }
+}

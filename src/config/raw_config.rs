@@ -1,0 +1,48 @@
+//! The merged values of a configuration, before they are interpreted.
+
+use super::{schema, text_conversion};
+use figment::value::{Dict, Value};
+use std::fmt;
+
+/// The merged values. They may hold a password, so `Debug` prints none of them.
+#[derive(Clone, Default)]
+pub(super) struct RawConfig(pub(super) Dict);
+
+impl fmt::Debug for RawConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
+impl RawConfig {
+    /// Appends the policies of an included file.
+    pub(super) fn add_policies(&mut self, included: &Dict) {
+        let Some(Value::Array(_, more)) = included.get("policy") else {
+            return;
+        };
+        let all = self
+            .0
+            .entry("policy".to_owned())
+            .or_insert_with(|| Vec::<Value>::new().into());
+        if let Value::Array(_, all) = all {
+            all.extend(more.iter().cloned());
+        }
+    }
+
+    /// The value of a key, or its default.
+    pub(super) fn value_or_default(&self, path: &str) -> Option<Value> {
+        let mut names = path.split('.');
+        let last = names.next_back()?;
+        let table = names.try_fold(&self.0, |table, name| table.get(name)?.as_dict());
+        table
+            .and_then(|table| table.get(last).cloned())
+            .or_else(|| match schema::find_key_by_path(path.split('.'))? {
+                schema::SchemaKey {
+                    kind,
+                    requirement: schema::KeyRequirement::Default(text),
+                    ..
+                } => Some(text_conversion::value_from_text(kind, text)),
+                _ => None,
+            })
+    }
+}

@@ -1,0 +1,194 @@
+//! Types of the schema, and types and ranges that several tables share.
+
+use crate::config::values::format_duration;
+use std::fmt;
+use std::time::Duration;
+
+/// One key of a table.
+#[derive(Debug)]
+pub(in crate::config) struct SchemaKey {
+    pub name: &'static str,
+    pub kind: ValueKind,
+    pub requirement: KeyRequirement,
+    /// Description for `docs/CONFIGURATION.md`. Messages quote its first sentence.
+    pub doc: &'static str,
+}
+
+/// Whether a key must be present, and its default.
+#[derive(Debug)]
+pub(in crate::config) enum KeyRequirement {
+    Required,
+    Optional,
+    Default(&'static str),
+}
+
+/// Type and range of a value.
+#[derive(Debug)]
+pub(in crate::config) enum ValueKind {
+    Bool,
+    /// An integer from `min` to `max`, both included.
+    Integer {
+        min: i64,
+        max: i64,
+    },
+    /// An integer, or a table that defines where the number comes from.
+    IntegerOrTable {
+        min: i64,
+        max: i64,
+        table: &'static [SchemaKey],
+    },
+    /// A keyword, or a table with details.
+    KeywordOrTable {
+        keyword: &'static str,
+        table: &'static [SchemaKey],
+    },
+    /// A number from 0 to 1.
+    Fraction,
+    Duration {
+        min: Duration,
+        max: Duration,
+    },
+    /// A size in bytes.
+    ByteSize {
+        min: u64,
+        max: u64,
+    },
+    Keyword(&'static [&'static str]),
+    /// A string, with its description.
+    Text(&'static str),
+    /// A string that no message quotes.
+    Secret(&'static str),
+    /// A list of strings, or one string.
+    TextList(&'static str),
+    /// A list of strings that no message quotes.
+    SecretList(&'static str),
+    Table(&'static [SchemaKey]),
+    TableList(&'static [SchemaKey]),
+    /// A table with user-defined keys.
+    Map(&'static str),
+}
+
+pub(super) use KeyRequirement::{Default, Optional, Required};
+
+pub(super) use ValueKind::{
+    Bool, Fraction, Keyword, Map, Secret, SecretList, Table, TableList, Text, TextList,
+};
+
+/// Largest integer that a double represents exactly. Redis scripts compute with doubles.
+pub(super) const MAX_UNITS: i64 = 1 << 53;
+
+pub(super) const DAY: Duration = Duration::from_secs(86_400);
+
+pub(super) const MAX_WARM_UP: Duration = Duration::from_micros(crate::limiter::MAX_WARM_UP_US);
+
+pub(super) const MAX_PERIOD: Duration = Duration::from_secs(400 * 86_400);
+
+/// At least a millisecond, because 0 does not disable the setting.
+pub(super) const POSITIVE_DURATION: ValueKind = ValueKind::Duration {
+    min: Duration::from_millis(1),
+    max: DAY,
+};
+
+pub(super) const DURATION: ValueKind = ValueKind::Duration {
+    min: Duration::ZERO,
+    max: DAY,
+};
+
+pub(super) const ON_STORE_FAILURE: ValueKind = Keyword(&["open", "closed", "local"]);
+
+pub(super) const ALGORITHM: ValueKind = Keyword(&[
+    "sliding_log",
+    "sliding_window",
+    "fixed_window",
+    "token_bucket",
+    "leaky_bucket",
+    "concurrency",
+]);
+
+pub(super) const MISSING_KEY: ValueKind = Keyword(&["shared", "skip", "reject"]);
+
+pub(super) const fn key(
+    name: &'static str,
+    kind: ValueKind,
+    requirement: KeyRequirement,
+    doc: &'static str,
+) -> SchemaKey {
+    SchemaKey {
+        name,
+        kind,
+        requirement,
+        doc,
+    }
+}
+
+pub(super) const fn integer(min: i64, max: i64) -> ValueKind {
+    ValueKind::Integer { min, max }
+}
+
+pub(super) const fn byte_size(min: u64, max: u64) -> ValueKind {
+    ValueKind::ByteSize { min, max }
+}
+
+/// Formats the expected value, to follow the word "expected".
+impl fmt::Display for ValueKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Bool => f.write_str("true or false"),
+            ValueKind::Integer {
+                min: i64::MIN,
+                max: i64::MAX,
+            } => f.write_str("a whole number"),
+            ValueKind::Integer { min, max } => write!(f, "a whole number from {min} to {max}"),
+            ValueKind::IntegerOrTable { min, max, .. } => {
+                write!(
+                    f,
+                    "a whole number from {min} to {max}, or a table such as {{ header = \"x-cost\", max = 100 }}"
+                )
+            }
+            ValueKind::KeywordOrTable { keyword: word, .. } => {
+                write!(
+                    f,
+                    "\"{word}\", or a table such as {{ size = 50, ttl = \"100ms\" }}"
+                )
+            }
+            Fraction => f.write_str("a number from 0 to 1"),
+            ValueKind::Duration { min, max } => {
+                write!(f, "a duration such as \"250ms\", \"1s\", \"5m\"")?;
+                match min.is_zero() {
+                    true => write!(f, ", at most {}", format_duration(*max)),
+                    false => write!(
+                        f,
+                        ", from {} to {}",
+                        format_duration(*min),
+                        format_duration(*max)
+                    ),
+                }
+            }
+            ValueKind::ByteSize { min, max } => {
+                write!(f, "a size such as \"64KiB\", \"1MiB\"")?;
+                if *min > 0 {
+                    write!(f, ", at least {min} bytes")?;
+                }
+                if *max < u64::MAX {
+                    write!(f, ", at most {max} bytes")
+                } else {
+                    Ok(())
+                }
+            }
+            Keyword(words) => f.write_str(&join_alternatives(words)),
+            Text(description) | Secret(description) | Map(description) => f.write_str(description),
+            TextList(description) | SecretList(description) => write!(f, "a list of {description}"),
+            Table(_) => f.write_str("a table"),
+            TableList(_) => f.write_str("a list of tables"),
+        }
+    }
+}
+
+/// Formats alternatives: `"a", "b" or "c"`.
+pub(super) fn join_alternatives(words: &[&str]) -> String {
+    let quoted: Vec<String> = words.iter().map(|word| format!("\"{word}\"")).collect();
+    match quoted.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+        _ => quoted.concat(),
+    }
+}

@@ -1,0 +1,114 @@
+//! `[listen]`, `[rls]` and `[check]`: the listeners.
+
+use super::listen_tls;
+use crate::config::input::ConfigInput;
+use crate::config::table_reader::TableReader;
+use crate::config::values;
+use crate::proxy::{ExtraListenerSettings, ListenSettings, ListenerKind, MAX_MESSAGE_BYTES};
+use http::StatusCode;
+use ipnet::IpNet;
+use std::sync::Arc;
+
+pub(super) fn build_listen_settings(
+    reader: &TableReader<'_>,
+    http: &TableReader<'_>,
+) -> Option<ListenSettings> {
+    Some(ListenSettings {
+        address: reader.get_parsed("address", values::parse_listen_address)?,
+        proxy_protocol_from: read_proxy_protocol_networks(reader)?,
+        max_connections: reader.get_integer("max_connections")?,
+        threads: match reader.get_integer("threads")? {
+            // Respects CPU affinity and the cgroup quota.
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads,
+        },
+        header_timeout: http.get_duration("header_timeout")?,
+        idle_timeout: http.get_duration("idle_timeout")?,
+        body_idle_timeout: http.get_duration("body_idle_timeout")?,
+        max_header_bytes: http.get_byte_size("max_header_bytes")?,
+        max_headers: http.get_integer("max_headers")?,
+        max_body_bytes: http
+            .get_byte_size("max_body_bytes")
+            .filter(|size| *size > 0),
+        max_concurrent_streams: http.get_integer("max_concurrent_streams")?,
+    })
+}
+
+/// Builds the listeners of `[rls]` and `[check]`. Returns `None` after an error.
+pub(super) fn build_service_listeners(
+    input: &ConfigInput,
+    rls: Option<&TableReader<'_>>,
+    check: Option<&TableReader<'_>>,
+    proxy: Option<&ListenSettings>,
+) -> Option<Vec<ExtraListenerSettings>> {
+    let listeners: Vec<_> = [
+        (ListenerKind::RateLimitService, rls),
+        (ListenerKind::ExtAuthz, check),
+    ]
+    .into_iter()
+    .filter_map(|(kind, reader)| Some(build_service_listener(input, kind, reader?, proxy)))
+    .collect();
+    listeners.into_iter().collect()
+}
+
+/// Reads the status code of all denials sent by the ext_authz listener.
+pub(super) fn read_denied_status(check: &TableReader<'_>) -> Option<StatusCode> {
+    StatusCode::from_u16(check.get_integer("refused_status")?).ok()
+}
+
+/// Builds the listener of `[rls]` or `[check]`. `[listen.http]` sets its timeouts and head limits.
+fn build_service_listener(
+    input: &ConfigInput,
+    kind: ListenerKind,
+    reader: &TableReader<'_>,
+    proxy: Option<&ListenSettings>,
+) -> Option<ExtraListenerSettings> {
+    let tls = reader
+        .get_optional_table("tls")
+        .map(|tls| listen_tls::build_server_tls(input, &tls));
+    let address = reader.get_parsed("address", values::parse_listen_address);
+    let max_connections = reader.get_integer("max_connections")?;
+    let is_rls = kind == ListenerKind::RateLimitService;
+    let streams = if is_rls {
+        reader.get_integer("max_concurrent_streams")?
+    } else {
+        proxy?.max_concurrent_streams
+    };
+    let listen = ListenSettings {
+        address: address?,
+        proxy_protocol_from: None,
+        max_connections,
+        max_body_bytes: if is_rls {
+            Some(MAX_MESSAGE_BYTES)
+        } else {
+            proxy?.max_body_bytes
+        },
+        max_concurrent_streams: streams,
+        ..proxy?.clone()
+    };
+    let tls = match tls {
+        Some(tls) => Some(Arc::new(tls?)),
+        None => None,
+    };
+    Some(ExtraListenerSettings { kind, listen, tls })
+}
+
+/// Reads the networks that may send a PROXY header. The inner `None` means that it is off.
+fn read_proxy_protocol_networks(reader: &TableReader<'_>) -> Option<Option<Vec<IpNet>>> {
+    let is_required = reader.get_keyword("proxy_protocol", &[("off", false), ("require", true)])?;
+    let networks = reader.get_list("proxy_protocol_from", values::parse_network);
+    if is_required && reader.get_items("proxy_protocol_from").is_empty() {
+        reader.report_error(
+            "proxy_protocol",
+            "proxy_protocol = \"require\" needs proxy_protocol_from; expected the networks of your load balancers, or \
+             [\"0.0.0.0/0\", \"::/0\"] if only they can connect",
+        );
+    }
+    if !is_required && !networks.is_empty() {
+        reader.report_warning(
+            "proxy_protocol_from",
+            "without effect: proxy_protocol is \"off\"; expected proxy_protocol = \"require\"",
+        );
+    }
+    Some(is_required.then_some(networks))
+}

@@ -1,0 +1,154 @@
+//! Builds the settings of every module from the configuration tables.
+
+mod client;
+mod client_tls;
+mod listen;
+mod listen_tls;
+mod operation;
+mod redis;
+mod response;
+mod store;
+mod upstream;
+
+pub(super) use operation::build_admin_settings;
+
+use super::file_set::FileSet;
+use super::input::ConfigInput;
+use super::keywords::{ALGORITHMS, MISSING_KEY_MODES, ON_STORE_FAILURE_MODES};
+use super::lints;
+use super::lints::context::LintContext;
+use super::loaded_config::{Config, StoreSettings};
+use super::policies::build_policies;
+use super::policies::context::{ClaimTrust, PolicyContext, SpannedPolicy};
+use super::raw_config::RawConfig;
+use super::table_reader::TableReader;
+use crate::policy::{self, PolicyTable, RateLimitHeaderSettings};
+use crate::store::redis::RedisTopology;
+use std::sync::Arc;
+
+/// Builds the configuration. Returns `None` if a key without a default is absent or invalid.
+///
+/// `raw`, `warnings` and `files` are empty. [`super::load`] sets them at the end.
+pub(super) fn build_config(
+    input: &ConfigInput,
+    root: &TableReader<'_>,
+    included: &[TableReader<'_>],
+) -> Option<Config> {
+    let listen_reader = root.get_table("listen");
+    let http = listen_reader.get_table("http");
+    let listen = listen::build_listen_settings(&listen_reader, &http);
+    let tls_reader = listen_reader.get_optional_table("tls");
+    let tls = tls_reader
+        .as_ref()
+        .map(|reader| listen_tls::build_server_tls(input, reader));
+    let rls = root.get_optional_table("rls");
+    let check = root.get_optional_table("check");
+    let upstream_reader = root.get_table("upstream");
+    let has_upstream = upstream_reader.contains_key("url") || (rls.is_none() && check.is_none());
+    let upstream = upstream::build_upstream_settings(input, &upstream_reader, &http, has_upstream);
+    let service_listeners =
+        listen::build_service_listeners(input, rls.as_ref(), check.as_ref(), listen.as_ref());
+    let ext_authz_denied_status = check.as_ref().and_then(listen::read_denied_status);
+    let store = store::build_store_settings(input, &root.get_table("store"));
+    let shutdown = operation::build_shutdown_settings(&root.get_table("shutdown"));
+    let admin = build_admin_settings(input, &root.get_table("admin"));
+    let log = operation::build_log_settings(&root.get_table("log"));
+    let trace = operation::build_trace_settings(input, root);
+    let response_reader = root.get_table("response");
+    let headers = response::build_header_settings(&response_reader);
+    let cors = response::build_cors(&response_reader.get_table("cors"));
+    let client_reader = root.get_table("client");
+    let jwt_reader = client_reader.get_table("jwt");
+    let claim_trust = client::read_claim_trust(&jwt_reader);
+    let tokens =
+        claim_trust.and_then(|trust| client::build_jwt_settings(input, &jwt_reader, trust));
+    let context = build_policy_context(
+        root,
+        client::build_client_settings(&client_reader)?,
+        store.as_ref(),
+        tls_reader.as_ref(),
+        claim_trust,
+        check.is_some(),
+    )?;
+    let tables = std::iter::once(root).chain(included);
+    let (policies, policy_descriptions) = build_policies(
+        tables.flat_map(|reader| reader.get_tables("policy")),
+        &context,
+    );
+    // Lints assume valid settings.
+    if !input.has_errors()
+        && let (Some(listen), Some(upstream), Some(store)) = (&listen, &upstream, &store)
+    {
+        let lint_context = LintContext {
+            root,
+            policy_context: &context,
+            listen,
+            upstream,
+            store,
+            has_rls: rls.is_some(),
+        };
+        lints::run_lints(&policies, &lint_context);
+    }
+    let table = build_policy_table(policies, context, headers?, tokens).with_cors(cors);
+    Some(Config {
+        listen: listen?,
+        tls: tls.map_or(Some(None), |tls| tls.map(Arc::new).map(Some))?,
+        upstream: upstream?,
+        has_upstream,
+        service_listeners: service_listeners?,
+        ext_authz_denied_status,
+        policy_table: Arc::new(table),
+        store: store?,
+        shutdown: shutdown?,
+        admin: admin?,
+        log: log?,
+        trace: trace?,
+        policy_descriptions,
+        warnings: Vec::new(),
+        files: FileSet::default(),
+        raw: RawConfig::default(),
+    })
+}
+
+fn build_policy_table(
+    policies: Vec<SpannedPolicy<'_>>,
+    context: PolicyContext,
+    headers: RateLimitHeaderSettings,
+    tokens: Option<policy::jwt::Settings>,
+) -> PolicyTable {
+    let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
+    let table = PolicyTable::new(policies, context.path, context.client, headers);
+    match tokens {
+        Some(tokens) => table.with_token_settings(tokens),
+        None => table,
+    }
+}
+
+fn build_policy_context(
+    root: &TableReader<'_>,
+    client_settings: policy::client::Settings,
+    store: Option<&StoreSettings>,
+    tls_reader: Option<&TableReader<'_>>,
+    claim_trust: Option<ClaimTrust>,
+    has_ext_authz: bool,
+) -> Option<PolicyContext> {
+    let defaults = root.get_table("defaults");
+    let is_cluster = |store: &StoreSettings| match store {
+        StoreSettings::Redis(redis) => redis.topology == RedisTopology::Cluster,
+        StoreSettings::Memory(_) => false,
+    };
+    Some(PolicyContext {
+        // Without valid store settings, assumes a cluster, to report no further error about it.
+        uses_redis_cluster: store.is_none_or(is_cluster),
+        client: client_settings,
+        path: client::build_path_settings(&root.get_table("path"))?,
+        on_store_failure: defaults.get_keyword("on_store_failure", &ON_STORE_FAILURE_MODES)?,
+        algorithm: defaults.get_keyword("algorithm", &ALGORITHMS)?,
+        missing_key: defaults.get_keyword("missing_key", &MISSING_KEY_MODES)?,
+        requests_client_certificates: tls_reader
+            .is_some_and(listen_tls::requests_client_certificates),
+        uses_memory_store: !matches!(store, Some(StoreSettings::Redis(_))),
+        claim_trust,
+        has_ext_authz,
+    })
+}

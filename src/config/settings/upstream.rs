@@ -1,0 +1,70 @@
+//! `[upstream]`: the server that requests are forwarded to.
+
+use super::client_tls;
+use crate::config::input::ConfigInput;
+use crate::config::table_reader::TableReader;
+use crate::config::values;
+use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
+use crate::tls::ClientTls;
+use std::path::PathBuf;
+
+/// Builds the upstream settings. Without an upstream, `url` is an empty Unix path.
+pub(super) fn build_upstream_settings(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    http: &TableReader<'_>,
+    has_upstream: bool,
+) -> Option<UpstreamSettings> {
+    let url = match has_upstream {
+        true => reader.get_parsed("url", values::parse_upstream_url),
+        false => Some(UpstreamUrl::Unix(PathBuf::new())),
+    };
+    let tls = url
+        .as_ref()
+        .and_then(|url| build_upstream_tls(input, reader, url));
+    Some(UpstreamSettings {
+        connect_timeout: reader.get_duration("connect_timeout")?,
+        response_timeout: reader
+            .get_duration("response_timeout")
+            .filter(|time| !time.is_zero()),
+        body_idle_timeout: reader
+            .get_duration("body_idle_timeout")
+            .filter(|time| !time.is_zero()),
+        pool_idle_timeout: reader.get_duration("pool_idle_timeout")?,
+        pool_max_idle: reader.get_integer("pool_max_idle")?,
+        preserve_host: reader.get_bool("preserve_host")?,
+        max_connections: reader.get_integer("max_connections")?,
+        queue_timeout: reader.get_duration("queue_timeout")?,
+        max_requests_waiting: http.get_integer("max_requests_waiting")?,
+        retry_connect: reader.get_integer("retry_connect")?,
+        retry_idempotent: reader.get_bool("retry_idempotent")?,
+        // Last, so that errors in the other keys are reported first.
+        url: url?,
+        tls,
+    })
+}
+
+fn build_upstream_tls(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    url: &UpstreamUrl,
+) -> Option<ClientTls> {
+    let host = match url {
+        UpstreamUrl::Net {
+            scheme: UpstreamScheme::Https,
+            host,
+            ..
+        } => Some(host),
+        _ => None,
+    };
+    let requirement = client_tls::TlsRequirement {
+        is_tls: host.is_some(),
+        is_used: true,
+        enabled_by: "https:// in upstream.url",
+    };
+    let tls = client_tls::build_client_tls(input, &reader.get_table("tls"), requirement)?;
+    if tls.server_name_for(host?).is_err() {
+        reader.report_error("url", "the host is not a name that a certificate can be verified against; expected such a name, or the certificate's name in upstream.tls.server_name")
+    }
+    Some(tls)
+}
