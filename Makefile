@@ -188,7 +188,7 @@ scale: ## Compare the formulas of docs/SCALE.md with a simulated fleet of 1,000 
 	TIDEGATE_SCALE=1000 cargo test --locked --release --lib leases::scale_simulation -- --nocapture --test-threads 1
 
 .PHONY: lint
-lint: fmt clippy deny architecture ## Check formatting, clippy, dependencies and module layers
+lint: fmt clippy deny architecture spelling ## Check formatting, clippy, dependencies, module layers and spelling
 
 .PHONY: fmt
 fmt:
@@ -197,6 +197,11 @@ fmt:
 .PHONY: clippy
 clippy:
 	cargo clippy --locked --all-targets -- -D warnings
+
+.PHONY: spelling
+spelling: ## Check the spelling of all files with typos
+	$(call need,python3,on Debian: apt-get install python3-venv)
+	tests/spelling.sh
 
 # Advisories need a database from the network and are checked only if it is reachable.
 .PHONY: deny

@@ -1,12 +1,13 @@
-//! Compiles `src/musl.c` where it is meant for: the static binary on x86-64.
+//! Compiles `src/musl.c` for its only target, the static binary on x86-64.
 
 use std::env;
 
 fn main() {
     println!("cargo::rerun-if-changed=src/musl.c");
-    let target = |what: &str| env::var(format!("CARGO_CFG_TARGET_{what}")).unwrap_or_default();
+    let target =
+        |property: &str| env::var(format!("CARGO_CFG_TARGET_{property}")).unwrap_or_default();
     if target("ENV") == "musl" && target("ARCH") == "x86_64" {
-        // A compiler must not see a `memcpy` in the loops of memcpy.
+        // The compiler must not replace the loops of memcpy with calls to memcpy.
         cc::Build::new()
             .file("src/musl.c")
             .flag("-ffreestanding")

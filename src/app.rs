@@ -1,28 +1,33 @@
-//! The assembler: the only place that knows all rooms. Starts them, and ends them in order.
+//! Assembly: the only module that knows all others. Starts them, and stops them in order.
 
 mod admin_view;
 pub(crate) mod explanation;
 pub(crate) mod key_status;
 pub(crate) mod limit_json;
+mod listener_set;
+mod shutdown;
+mod store_backend;
+
+pub(crate) use store_backend::StoreBackend;
 
 use crate::admin::{self, AdminBackend};
 use crate::clock::Clock;
-use crate::config::{Config, ConfigSources, StoreSettings};
+use crate::config::{Config, ConfigSources, PolicyDescription, StoreSettings};
 use crate::enforcer::{ActivePolicies, Enforcer};
 use crate::listen::ListenAddress;
 use crate::proxy::{
-    self, ListenSettings, ListenerKind, ProxyHeaderError, ProxyServer, ProxyService,
-    ShutdownSignal, TlsHandshakeError, UpstreamClient, UpstreamErrorKind, UpstreamUrlError,
+    ProxyHeaderError, ProxyServer, ProxyService, ShutdownSignal, TlsHandshakeError, UpstreamClient,
+    UpstreamErrorKind, UpstreamSharedState, UpstreamUrlError,
 };
 use crate::reload::ConfigReloader;
-use crate::store::redis::{self, RedisStore};
-use crate::store::{LeasePool, MemoryStore, Store};
+use crate::store::redis;
 use crate::telemetry::history::TrafficHistory;
-use crate::telemetry::metrics::{ErrorKindLabels, Metrics, RedisServerMetrics};
+use crate::telemetry::metrics::{ErrorKindLabels, Metrics};
 use crate::telemetry::trace::Tracer;
-use crate::tls;
 use admin_view::AdminViewState;
 use arc_swap::ArcSwap;
+use listener_set::ListenerSet;
+use shutdown::install_signal_handlers;
 use std::io;
 use std::process::ExitCode;
 use std::rc::Rc;
@@ -30,11 +35,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tokio::runtime::{Builder, LocalOptions};
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
 
-/// How often the past is noted.
+/// Interval between samples of the traffic history.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why the proxy could not run, or stopped running.
@@ -46,7 +50,7 @@ enum AppError {
         cause: io::Error,
     },
     #[error(
-        "the admin port cannot listen on {address}: {cause}. Set another {key}, or a free port by \
+        "the admin endpoint cannot listen on {address}: {cause}. Set another {key}, or a free port by \
          \"127.0.0.1:0\" (environment: TIDEGATE_ADMIN__ADDRESS)"
     )]
     Admin {
@@ -60,14 +64,15 @@ enum AppError {
     Io(#[from] io::Error),
 }
 
-/// Where a running proxy is to be found.
+/// Addresses of a running proxy.
 #[derive(Clone, Debug)]
 pub struct ListeningAddresses {
     pub proxy: ListenAddress,
     pub admin: ListenAddress,
 }
 
-/// Runs the proxy until it is told to stop. `on_listening` hears the addresses once clients can connect.
+/// Runs the proxy until it is stopped. Calls `on_listening` with the addresses once clients can
+/// connect.
 pub fn main(
     config: Config,
     sources: ConfigSources,
@@ -97,138 +102,67 @@ async fn run_proxy(
     for warning in &config.warnings {
         tracing::warn!("{}", warning.to_line());
     }
-    let tls = tls::ReloadableServerTls::new(config.tls.clone().into());
     let mut server = ProxyServer::with_threads(config.listen.threads);
-    let mut open_listener = |kind, listen: &ListenSettings, tls: &tls::ReloadableServerTls| {
-        let listener = server.add_listener(kind, listen, Arc::clone(tls));
-        listener.map_err(|cause| AppError::Listen {
-            address: listen.address.clone(),
-            cause,
-        })
-    };
-    let mut listeners = ListenerSet::default();
-    if config.has_upstream {
-        listeners.push(
-            ListenerKind::Proxy,
-            open_listener(ListenerKind::Proxy, &config.listen, &tls)?,
-            &tls,
-        );
-    }
-    for settings in &config.service_listeners {
-        let tls = tls::ReloadableServerTls::new(settings.tls.clone().into());
-        listeners.push(
-            settings.kind,
-            open_listener(settings.kind, &settings.listen, &tls)?,
-            &tls,
-        );
-    }
+    let listeners = ListenerSet::open(&mut server, &config)?;
     let address = server.address()?;
-    let upstream = proxy::UpstreamSharedState::new(config.upstream.clone(), config.listen.threads)?;
-    let store_backend = StoreBackend::new(&config.store);
     let tracing = config
         .trace
         .as_ref()
         .map(|settings| Tracer::start(settings, redis::instance_id()))
         .transpose()?;
     let (tracer, exporter) = tracing.unzip();
-    let kinds = ErrorKindLabels {
-        upstream_errors: UpstreamErrorKind::NAMES,
-        tls_errors: TlsHandshakeError::NAMES,
-        proxy_header_errors: ProxyHeaderError::NAMES,
+    let shared = SharedState {
+        upstream: UpstreamSharedState::new(config.upstream.clone(), config.listen.threads)?,
+        store_backend: StoreBackend::new(&config.store),
+        metrics: new_metrics(config.listen.threads),
+        tracer,
     };
-    let metrics = Metrics::new(config.listen.threads, kinds);
-    let active_policies =
-        ActivePolicies::new(Arc::clone(&config.policy_table), Arc::clone(&metrics));
-    let (tls_listeners, reloadable_upstream) = (listeners.clone(), Arc::clone(&upstream));
+    let active_policies = ActivePolicies::new(
+        Arc::clone(&config.policy_table),
+        Arc::clone(&shared.metrics),
+    );
     let policy_descriptions = Arc::new(ArcSwap::from_pointee(config.policy_descriptions.clone()));
-    let published_descriptions = Arc::clone(&policy_descriptions);
-    let publish = Box::new(move |config: &Config| {
-        published_descriptions.store(Arc::new(config.policy_descriptions.clone()));
-        tls_listeners.publish_tls(config);
-        reloadable_upstream.update_tls(config.upstream.tls.as_ref());
-    });
+    let publish = publish_reloads(&shared, &listeners, &policy_descriptions);
     let reloader = ConfigReloader::new(sources, &config, active_policies.clone(), publish);
-    let listening = Arc::new(AtomicBool::new(false));
+    let is_listening = Arc::new(AtomicBool::new(false));
     let view_state = AdminViewState {
         stop: stop.clone(),
         shutdown_handle,
         shutdown: config.shutdown,
-        is_listening: Arc::clone(&listening),
+        is_listening: Arc::clone(&is_listening),
         load: server.load(),
         max_connections: config.listen.max_connections,
         workers: config.listen.threads,
-        store_backend: store_backend.clone(),
+        store_backend: shared.store_backend.clone(),
         reload_status: reloader.status(),
         active_policies: active_policies.clone(),
         policy_descriptions,
         listeners: listeners.clone(),
-        tracer: tracer.clone(),
+        tracer: shared.tracer.clone(),
         started_at,
     };
-    let history = Arc::new(TrafficHistory::new(Arc::clone(&metrics)));
+    let history = Arc::new(TrafficHistory::new(Arc::clone(&shared.metrics)));
     tokio::task::spawn_local(sample_history(
         Arc::clone(&history),
-        Arc::clone(&metrics),
+        Arc::clone(&shared.metrics),
         active_policies.clone(),
     ));
-    // Before the proxy: who asks why it does not start gets an answer.
-    let admin = start_admin(&config, view_state.into_view(Arc::clone(&metrics), history))?;
+    // The admin endpoint starts before the proxy: it can show why the proxy does not start.
+    let view = view_state.into_view(Arc::clone(&shared.metrics), history);
+    let admin = start_admin(&config, view)?;
     let reloader = tokio::task::spawn_local(reloader.run());
 
-    let (shutdown, workers, policies) = (
-        config.shutdown,
-        config.listen.threads,
-        config.policy_table.policies().len(),
-    );
-    let upstream_url = config.has_upstream.then(|| config.upstream.url.to_string());
-    let store = match &config.store {
-        StoreSettings::Memory(_) => "memory".to_owned(),
-        StoreSettings::Redis(redis) => format!("redis {redis}"),
-    };
-    let is_tls = listeners
-        .0
-        .first()
-        .is_some_and(|(_, _, tls)| tls.load().is_some());
-    let config = Arc::new(config);
-    let stop_receiver = stop.clone();
+    let shutdown = config.shutdown;
+    let log_start = log_listening(&config, &listeners, address.clone());
+    let (config, shared, stop_receiver) = (Arc::new(config), Arc::new(shared), stop.clone());
     let make_service = move |worker| {
-        let (config, store_backend) = (Arc::clone(&config), store_backend.clone());
-        let (active_policies, upstream, tracer) = (
-            active_policies.clone(),
-            Arc::clone(&upstream),
-            tracer.clone(),
-        );
-        let stop = stop_receiver.clone();
-        let shard = metrics.worker_metrics(worker);
-        async move {
-            let enforcer = Enforcer::new(
-                active_policies,
-                store_backend.open_for_worker().await,
-                Arc::clone(&shard),
-            );
-            let upstream = UpstreamClient::new(upstream);
-            let service = ProxyService::new(enforcer, upstream, &config.listen, &config.log, shard)
-                .with_tracer(tracer);
-            Rc::new(
-                service
-                    .with_denied_status(config.ext_authz_denied_status)
-                    .with_shutdown_signal(stop),
-            )
-        }
+        let (config, shared) = (Arc::clone(&config), Arc::clone(&shared));
+        let (active_policies, stop) = (active_policies.clone(), stop_receiver.clone());
+        build_service(config, shared, active_policies, stop, worker)
     };
     let on_listening = move || {
-        listening.store(true, Ordering::Relaxed);
-        for (door, address, _) in &listeners.0 {
-            match door {
-                ListenerKind::Proxy => {}
-                ListenerKind::RateLimitService => {
-                    tracing::info!(%address, "rate-limit service listening")
-                }
-                ListenerKind::ExtAuthz => tracing::info!(%address, "check listening"),
-            }
-        }
-        let tls = is_tls;
-        tracing::info!(%address, tls, upstream = upstream_url, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
+        is_listening.store(true, Ordering::Relaxed);
+        log_start();
         on_listening(ListeningAddresses {
             proxy: address,
             admin,
@@ -245,53 +179,80 @@ async fn run_proxy(
     Ok(())
 }
 
-/// What is served where, and how TLS is spoken there.
-#[derive(Clone, Debug, Default)]
-struct ListenerSet(Vec<(ListenerKind, ListenAddress, tls::ReloadableServerTls)>);
+/// State that all workers share.
+struct SharedState {
+    upstream: Arc<UpstreamSharedState>,
+    store_backend: StoreBackend,
+    metrics: Arc<Metrics>,
+    tracer: Option<Tracer>,
+}
 
-impl ListenerSet {
-    fn push(&mut self, door: ListenerKind, address: ListenAddress, tls: &tls::ReloadableServerTls) {
-        self.0.push((door, address, Arc::clone(tls)));
-    }
+fn new_metrics(workers: usize) -> Arc<Metrics> {
+    let kinds = ErrorKindLabels {
+        upstream_errors: UpstreamErrorKind::NAMES,
+        tls_errors: TlsHandshakeError::NAMES,
+        proxy_header_errors: ProxyHeaderError::NAMES,
+    };
+    Metrics::new(workers, kinds)
+}
 
-    /// Sessions live as long as what they were made under: only a change ends them.
-    fn publish_tls(&self, config: &Config) {
-        for (door, address, current) in &self.0 {
-            let (table, new) = match door {
-                ListenerKind::Proxy => ("listen", Some(config.tls.as_ref())),
-                ListenerKind::RateLimitService => ("rls", config.listener_tls(*door)),
-                ListenerKind::ExtAuthz => ("check", config.listener_tls(*door)),
-            };
-            // A door that is gone stays open until a restart, as it was.
-            let Some(new) = new.filter(|new| current.load().as_ref() != *new) else {
-                continue;
-            };
-            current.store(new.cloned());
-            match new {
-                Some(_) => tracing::info!(%address, "new certificates: new connections see them"),
-                None => {
-                    tracing::warn!(%address, "no {table}.tls any more: new connections are in cleartext");
-                }
-            }
-        }
-    }
+/// Applies the settings of a reloaded configuration that are not policies.
+fn publish_reloads(
+    shared: &SharedState,
+    listeners: &ListenerSet,
+    policy_descriptions: &Arc<ArcSwap<Vec<PolicyDescription>>>,
+) -> Box<dyn Fn(&Config) + Send> {
+    let (listeners, upstream) = (listeners.clone(), Arc::clone(&shared.upstream));
+    let policy_descriptions = Arc::clone(policy_descriptions);
+    Box::new(move |config: &Config| {
+        policy_descriptions.store(Arc::new(config.policy_descriptions.clone()));
+        listeners.publish_tls(config);
+        upstream.update_tls(config.upstream.tls.as_ref());
+    })
+}
 
-    /// When the certificates end that are shown.
-    fn certificate_expiries(&self) -> Vec<(String, u64)> {
-        let all_expiries = self.0.iter().flat_map(|(_, _, tls)| {
-            tls.load()
-                .as_ref()
-                .map(|tls| tls.certificate_expiries().to_vec())
-                .unwrap_or_default()
-        });
-        let mut expiries: Vec<_> = all_expiries.collect();
-        expiries.sort_unstable();
-        expiries.dedup();
-        expiries
+/// Builds the service of one worker, on that worker's runtime.
+async fn build_service(
+    config: Arc<Config>,
+    shared: Arc<SharedState>,
+    active_policies: ActivePolicies,
+    stop: watch::Receiver<ShutdownSignal>,
+    worker: usize,
+) -> Rc<ProxyService> {
+    let metrics = shared.metrics.worker_metrics(worker);
+    let enforcer = Enforcer::new(
+        active_policies,
+        shared.store_backend.open_for_worker().await,
+        Arc::clone(&metrics),
+    );
+    let upstream = UpstreamClient::new(Arc::clone(&shared.upstream));
+    let service = ProxyService::new(enforcer, upstream, &config.listen, &config.log, metrics)
+        .with_tracer(shared.tracer.clone())
+        .with_denied_status(config.ext_authz_denied_status)
+        .with_shutdown_signal(stop);
+    Rc::new(service)
+}
+
+/// The log lines of a start, with their fields collected before the configuration is moved away.
+fn log_listening(
+    config: &Config,
+    listeners: &ListenerSet,
+    address: ListenAddress,
+) -> impl FnOnce() + use<> {
+    let (workers, policies) = (config.listen.threads, config.policy_table.policies().len());
+    let upstream = config.has_upstream.then(|| config.upstream.url.to_string());
+    let store = match &config.store {
+        StoreSettings::Memory(_) => "memory".to_owned(),
+        StoreSettings::Redis(redis) => format!("redis {redis}"),
+    };
+    let (tls, listeners) = (listeners.is_first_tls(), listeners.clone());
+    move || {
+        listeners.log_service_addresses();
+        tracing::info!(%address, tls, upstream, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
     }
 }
 
-/// Notes the past, for ever.
+/// Samples the traffic history until the runtime ends.
 async fn sample_history(
     history: Arc<TrafficHistory>,
     metrics: Arc<Metrics>,
@@ -308,18 +269,19 @@ async fn sample_history(
             Arc::clone(&metrics),
             active_policies.clone(),
         );
-        // Aside: of ten thousand policies it takes milliseconds, and this thread accepts connections.
+        // On another thread: ten thousand policies take milliseconds, and this thread accepts connections.
         let sample_task = tokio::task::spawn_blocking(move || {
             history.sample(now_s, live.load_snapshot().tallies().iter());
             metrics.top_refusals().rotate_generations(now_s);
         });
         if let Err(error) = sample_task.await {
-            tracing::error!(%error, "the past can't be noted");
+            tracing::error!(%error, "failed to sample the traffic history");
         }
     }
 }
 
-/// Takes the admin port's addresses and answers there until the process ends. Returns the first.
+/// Binds the addresses of the admin endpoint and serves them until the process ends. Returns the
+/// main address.
 fn start_admin(config: &Config, view: AdminBackend) -> Result<ListenAddress, AppError> {
     let settings = config.admin.clone();
     let listen_error = |key, address| {
@@ -342,105 +304,4 @@ fn start_admin(config: &Config, view: AdminBackend) -> Result<ListenAddress, App
     tracing::info!(%address, "admin listening");
     tokio::task::spawn_local(admin.run());
     Ok(address)
-}
-
-/// What the workers' stores have in common.
-#[derive(Clone)]
-pub(crate) enum StoreBackend {
-    Memory(Arc<MemoryStore>),
-    Redis(redis::SharedRedisState, Arc<LeasePool>),
-}
-
-impl StoreBackend {
-    pub(crate) fn new(settings: &StoreSettings) -> Self {
-        match settings {
-            StoreSettings::Memory(settings) => {
-                Self::Memory(Arc::new(MemoryStore::new(*settings, Clock::system())))
-            }
-            StoreSettings::Redis(settings) => Self::Redis(
-                redis::SharedRedisState::new((**settings).clone()),
-                Arc::default(),
-            ),
-        }
-    }
-
-    /// A store for a look from beside: over connections of its own, and no instance among those that share limits.
-    pub(crate) async fn open_for_inspection(&self) -> Store {
-        match self {
-            Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
-            Self::Redis(shared, _) => {
-                let redis =
-                    RedisStore::start(&redis::SharedRedisState::new(shared.settings().clone()));
-                redis.wait_until_ready().await;
-                Store::redis(redis)
-            }
-        }
-    }
-
-    /// What Redis was last seen to say of itself, if it is the store.
-    fn redis_server_info(&self) -> Option<RedisServerMetrics> {
-        match self {
-            Self::Memory(_) => None,
-            Self::Redis(redis, _) => Some(redis.server_info()),
-        }
-    }
-
-    /// One worker's store, on the worker's runtime. Redis gets `connect_timeout` to be there; without it
-    /// the worker starts degraded.
-    pub(crate) async fn open_for_worker(&self) -> Store {
-        match self {
-            Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
-            Self::Redis(shared, leases) => {
-                let redis = RedisStore::start(shared).join_membership();
-                redis.wait_until_ready().await;
-                Store::redis(redis).with_leases(leases)
-            }
-        }
-    }
-}
-
-/// Asks for an orderly end.
-#[derive(Clone, Debug)]
-struct ShutdownHandle(watch::Sender<ShutdownSignal>);
-
-impl ShutdownHandle {
-    /// Does nothing if the end has begun already.
-    fn begin_drain(&self, asked_by: &str) {
-        let is_first_request = self.0.send_if_modified(|state| {
-            let is_first_request = *state < ShutdownSignal::Drain;
-            if is_first_request {
-                *state = ShutdownSignal::Drain;
-            }
-            is_first_request
-        });
-        if is_first_request {
-            tracing::info!(asked_by, "stopping; requests in flight may finish");
-        }
-    }
-}
-
-/// SIGTERM and Ctrl-C ask for an orderly end; a second one for an immediate end.
-fn install_signal_handlers() -> io::Result<(ShutdownHandle, watch::Receiver<ShutdownSignal>)> {
-    let (sender, stop) = watch::channel(ShutdownSignal::Run);
-    let shutdown_handle = ShutdownHandle(sender.clone());
-    let (mut term, mut interrupt) = (
-        signal(SignalKind::terminate())?,
-        signal(SignalKind::interrupt())?,
-    );
-    tokio::task::spawn_local(async move {
-        for stop_mode in [ShutdownSignal::Drain, ShutdownSignal::Immediate] {
-            let name = tokio::select! {
-                _ = term.recv() => "SIGTERM",
-                _ = interrupt.recv() => "SIGINT",
-            };
-            match stop_mode {
-                ShutdownSignal::Immediate => tracing::info!(signal = name, "stopping at once"),
-                _ => tracing::info!(signal = name, "stopping; requests in flight may finish"),
-            }
-            sender.send_replace(stop_mode);
-        }
-        // The sender stays: its end would ask for a drain.
-        std::future::pending::<()>().await;
-    });
-    Ok((shutdown_handle, stop))
 }

@@ -1,4 +1,4 @@
-//! Where somebody listens: an IP address and port, or a Unix socket, whose file is made and removed.
+//! Listening sockets: an IP address and port, or a Unix socket and its file.
 
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use std::fmt;
@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use tokio::net::{TcpListener, UnixListener};
 
-/// Where to connect.
+/// Address that clients connect to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ListenAddress {
     Ip(SocketAddr),
@@ -18,7 +18,7 @@ pub enum ListenAddress {
     Unix(PathBuf),
 }
 
-/// As it is written in the configuration.
+/// Formatted as in the configuration.
 impl fmt::Display for ListenAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -29,7 +29,7 @@ impl fmt::Display for ListenAddress {
 }
 
 impl ListenAddress {
-    /// Whether nobody but this machine can connect.
+    /// Whether only this machine can connect.
     pub fn is_local(&self) -> bool {
         match self {
             Self::Ip(address) => address.ip().is_loopback(),
@@ -38,22 +38,22 @@ impl ListenAddress {
     }
 }
 
-/// An address that is ours; nobody can connect until [`Bound::listen`]. It doesn't block.
+/// Bound non-blocking socket. Clients cannot connect before [`BoundSocket::listen`].
 #[derive(Debug)]
 pub(crate) struct BoundSocket {
     socket: Socket,
     file: Option<SocketFile>,
 }
 
-/// A socket's file, removed with its owner.
+/// File of a Unix socket, removed on drop.
 #[derive(Debug)]
 pub(crate) struct SocketFile {
     path: PathBuf,
-    /// Device and number: what somebody else has put there since is theirs.
+    /// Device and inode. A file that another process created at this path since is not removed.
     file_identity: (u64, u64),
 }
 
-/// Takes connections, by the runtime that it was made in.
+/// Listening socket, registered with the runtime that created it.
 #[derive(Debug)]
 pub(crate) enum SocketListener {
     Tcp(TcpListener),
@@ -64,7 +64,8 @@ pub(crate) enum SocketListener {
 }
 
 impl BoundSocket {
-    /// Takes the address. `mode` is that of a Unix socket's file: who may write to it may connect.
+    /// Binds the address. `mode` is the mode of a Unix socket's file: write permission allows
+    /// connecting.
     pub(crate) fn bind(address: &ListenAddress, mode: u32) -> io::Result<Self> {
         match address {
             ListenAddress::Ip(address) => bind_ip(*address),
@@ -72,7 +73,7 @@ impl BoundSocket {
         }
     }
 
-    /// Where it is: the port that the system chose if none was asked for.
+    /// Bound address, with the port that the system chose for port 0.
     pub(crate) fn address(&self) -> io::Result<ListenAddress> {
         if let Some(file) = &self.file {
             return Ok(ListenAddress::Unix(file.path.clone()));
@@ -83,17 +84,17 @@ impl BoundSocket {
             .ok_or_else(|| io::Error::other("not an IP socket"))
     }
 
-    /// Lets clients connect; they wait in the kernel until they are accepted.
+    /// Starts listening. Connections wait in the kernel's backlog until they are accepted.
     pub(crate) fn listen(&self, backlog: i32) -> io::Result<()> {
         self.socket.listen(backlog)
     }
 
-    /// For options of its own.
+    /// Underlying socket, for further socket options.
     pub(crate) fn socket(&self) -> &Socket {
         &self.socket
     }
 
-    /// For the runtime that this is called in.
+    /// Registers the socket with the current runtime.
     pub(crate) fn into_listener(self) -> io::Result<SocketListener> {
         Ok(match self.file {
             None => SocketListener::Tcp(TcpListener::from_std(self.socket.into())?),
@@ -113,7 +114,7 @@ fn bind_ip(address: SocketAddr) -> io::Result<BoundSocket> {
     )?;
     socket.set_reuse_address(true)?;
     if address.is_ipv6() {
-        // `[::]` means everybody, whatever the system's default.
+        // `[::]` accepts IPv4 clients as well, whatever the system's default.
         socket.set_only_v6(false)?;
     }
     socket.set_nonblocking(true)?;
@@ -137,7 +138,7 @@ fn bind_unix(path: &Path, mode: u32) -> io::Result<BoundSocket> {
     })
 }
 
-/// Removes what a process left that had no time to do so itself.
+/// Removes the socket file of a process that ended without removing it.
 fn remove_stale_socket(path: &Path) -> io::Result<()> {
     let kind = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata.file_type(),
@@ -145,7 +146,7 @@ fn remove_stale_socket(path: &Path) -> io::Result<()> {
         Err(error) => return Err(error),
     };
     if !kind.is_socket() {
-        let problem = "there is a file of this name that is no socket";
+        let problem = "the path exists and is not a socket";
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, problem));
     }
     match UnixStream::connect(path) {
@@ -166,7 +167,7 @@ impl Drop for SocketFile {
     fn drop(&mut self) {
         let is_ours = read_file_identity(&self.path).is_ok_and(|found| found == self.file_identity);
         if is_ours && let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!(%error, path = %self.path.display(), "the socket cannot be removed");
+            tracing::warn!(%error, path = %self.path.display(), "failed to remove the Unix socket file");
         }
     }
 }

@@ -1,10 +1,7 @@
-/* What the static binary copies and compares memory with. musl's memcpy starts a `rep movs` whatever the size and its
- * memcmp goes byte by byte; a request makes some 150 copies, most of a few dozen bytes. docs/PERFORMANCE.md has what this
- * saves. build.rs compiles it for musl on x86-64 only, and the linker finds these before the C library's; there, 16 bytes
- * can be read and written at any address. tests/it/musl.rs holds it against naive loops.
- *
- * Up to 128 bytes all is read before anything is written, from both ends towards the middle, where the pieces may meet:
- * few branches, and areas may overlap. Longer areas go by 64 bytes, and from REP on by the processor's own loop. */
+/* memcpy, memmove, memcmp and bcmp of the static binary, in place of musl's slow versions.
+ * docs/decisions/musl-memory-functions.md explains why. build.rs compiles this file only for musl on
+ * x86-64, where 16 bytes can be read and written at any address. tests/it/musl.rs compares it with
+ * naive loops. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -16,18 +13,21 @@ typedef uint32_t four __attribute__((ANYWHERE));
 typedef uint64_t eight __attribute__((ANYWHERE));
 typedef uint64_t sixteen __attribute__((vector_size(16), ANYWHERE));
 
+/* From this size, the processor's own `rep movsb` is faster. */
 #define REP 2048
 
 #define GET(type, from) (*(const type *)(from))
 #define PUT(type, to, value) (*(type *)(to) = (value))
 
-/* Both ends of an area that is at least as long as one `type` and at most as long as two. */
+/* Copies an area as long as one to two times `type`: its first and its last `type`. */
 #define ENDS(type)                                                                                                    \
     do {                                                                                                              \
         type first = GET(type, from), last = GET(type, from + size - sizeof(type));                                   \
         PUT(type, to, first), PUT(type, to + size - sizeof(type), last);                                              \
     } while (0)
 
+/* All bytes are read before any byte is written, so the areas may overlap. The pieces from both ends
+ * may meet in the middle, which keeps the branches few. */
 static inline void up_to_128(byte *to, const byte *from, size_t size) {
     if (size > 32) {
         const byte *end = from + size - 16;
@@ -55,7 +55,7 @@ static inline void up_to_128(byte *to, const byte *from, size_t size) {
     }
 }
 
-/* From the first byte to the last; the last 64 are read before anything is written. */
+/* Copies upwards by 64 bytes. The last 64 bytes are read before any byte is written. */
 static inline void upwards(byte *to, const byte *from, size_t size) {
     const byte *end = from + size - 64;
     byte *to_end = to + size - 64;
@@ -68,7 +68,7 @@ static inline void upwards(byte *to, const byte *from, size_t size) {
     PUT(sixteen, to_end, w), PUT(sixteen, to_end + 16, x), PUT(sixteen, to_end + 32, y), PUT(sixteen, to_end + 48, z);
 }
 
-/* From the last byte to the first; the first 64 are read before anything is written. */
+/* Copies downwards by 64 bytes. The first 64 bytes are read before any byte is written. */
 static inline void downwards(byte *to, const byte *from, size_t size) {
     sixteen w = GET(sixteen, from), x = GET(sixteen, from + 16), y = GET(sixteen, from + 32), z = GET(sixteen, from + 48);
     for (size_t left = size; left > 64; left -= 64) {
@@ -95,7 +95,7 @@ void *memcpy(void *restrict to, const void *restrict from, size_t size) {
 void *memmove(void *to, const void *from, size_t size) {
     if (size <= 128) {
         up_to_128(to, from, size);
-    } else if ((uintptr_t)to - (uintptr_t)from >= size) { /* Also if `to` lies before `from`. */
+    } else if ((uintptr_t)to - (uintptr_t)from >= size) { /* Also true if `to` is before `from`. */
         upwards(to, from, size);
     } else {
         downwards(to, from, size);
@@ -103,7 +103,7 @@ void *memmove(void *to, const void *from, size_t size) {
     return to;
 }
 
-/* What memcmp says of two words that differ, the first byte counting most. */
+/* memcmp's result for two different words: the first byte is the most significant. */
 static inline int order(uint64_t one, uint64_t other) {
     return __builtin_bswap64(one) < __builtin_bswap64(other) ? -1 : 1;
 }

@@ -1,4 +1,5 @@
-//! TLS on both sides: whom we trust, and who we are. One provider for the whole crate.
+//! TLS towards clients and servers: trust roots, certificates and keys. The whole crate uses one
+//! crypto provider.
 
 mod certificate;
 mod client;
@@ -17,13 +18,13 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::{ClientConfig, Error, RootCertStore};
 
-/// Our certificate, its chain behind it, and its key.
+/// Certificate chain, own certificate first, and its private key.
 pub type ClientTlsIdentity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
-/// A client that trusts `roots`, and shows `identity` if it is asked for one.
+/// Builds a client configuration that trusts `roots` and presents `identity` on request.
 ///
 /// # Errors
-/// When certificate and key don't belong together, or can't be used.
+/// Fails if certificate and key do not match or cannot be used.
 pub fn build_client_config(
     roots: RootCertStore,
     identity: Option<ClientTlsIdentity>,
@@ -37,10 +38,10 @@ pub fn build_client_config(
     }
 }
 
-/// The certificates in a PEM text, to be trusted.
+/// Parses the certificates in a PEM text as trust roots.
 ///
 /// # Errors
-/// Words that say what is wrong with the text.
+/// Returns a message that describes the problem.
 pub fn parse_root_certificates(pem: &[u8]) -> Result<RootCertStore, String> {
     let mut roots = RootCertStore::empty();
     for certificate in parse_certificates(pem)? {
@@ -49,14 +50,14 @@ pub fn parse_root_certificates(pem: &[u8]) -> Result<RootCertStore, String> {
     Ok(roots)
 }
 
-/// What this system trusts.
+/// Loads the trust roots of the system.
 ///
 /// # Errors
-/// Words that say why there is nothing.
+/// Returns a message that says why no certificate is usable.
 pub fn load_system_roots() -> Result<RootCertStore, String> {
     let found = rustls_native_certs::load_native_certs();
     let mut roots = RootCertStore::empty();
-    // A system's bundle may hold what rustls does not accept; one bad apple is no reason to stop.
+    // The system's bundle may contain certificates that rustls rejects. They are skipped.
     roots.add_parsable_certificates(found.certs);
     if roots.is_empty() {
         return Err(found
@@ -67,10 +68,10 @@ pub fn load_system_roots() -> Result<RootCertStore, String> {
     Ok(roots)
 }
 
-/// All certificates in a PEM text, at least one.
+/// Parses all certificates in a PEM text, at least one.
 ///
 /// # Errors
-/// Words that say what is wrong with the text.
+/// Returns a message that describes the problem.
 pub fn parse_certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
     let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
     let certificates = certificates.map_err(|error| error.to_string())?;
@@ -80,13 +81,13 @@ pub fn parse_certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, St
     Ok(certificates)
 }
 
-/// The private key in a PEM text.
+/// Parses the private key in a PEM text.
 ///
 /// # Errors
-/// Words that show nothing of the text.
+/// Returns a message that reveals nothing of the text.
 pub fn parse_private_key(pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
     PrivateKeyDer::from_pem_slice(pem).map_err(|_hidden| {
-        // In both ways of writing it: PKCS #8, and the older one with a field above the key.
+        // Covers both encodings: PKCS #8, and the older one with a header above the key.
         let is_encrypted = pem.windows(9).any(|part| part == b"ENCRYPTED");
         let problem = if is_encrypted {
             "the private key is encrypted; expected one without a passphrase"

@@ -1,4 +1,4 @@
-//! Who is answered: not a browser that was led here by another name or from another page, and only who has the token.
+//! Access control of the admin endpoint: bearer token, DNS rebinding, cross-site requests.
 
 use super::responses::ProblemDetails;
 use super::{AdminSettings, AdminToken};
@@ -13,28 +13,28 @@ use std::time::Duration;
 use subtle::ConstantTimeEq;
 use tokio::time::timeout;
 
-/// The longest that an answer takes: longer than anything that it waits for.
+/// Deadline of a response. Longer than every wait of a handler.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Who holds the other end of the connection.
+/// Address of the connected peer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AdminPeer(pub(super) IpAddr);
 
-/// Lets through who may ask for what a route does.
+/// Checks whether the caller may use a route.
 #[derive(Clone, Debug)]
 pub(super) struct AccessGuard {
     token: Option<AdminToken>,
-    /// Others than this machine can reach the port: looking needs the token too.
+    /// The endpoint is reachable from other machines: reading needs the token too.
     is_exposed: bool,
 }
 
-/// What a request would do.
+/// Effect of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RequiredAccess {
-    /// What gives nothing away: health, and the page that asks for the rest.
+    /// Reveals no data: health checks, and the page that requests the rest.
     Public,
     Read,
-    /// As kubelet does before it stops a pod, by a command inside of it.
+    /// Drain, as kubelet requests by a `preStop` command inside the pod.
     Drain,
     Write,
 }
@@ -48,7 +48,7 @@ impl AccessGuard {
     }
 
     /// # Errors
-    /// The refusal.
+    /// The rejection to send.
     fn authorize(
         &self,
         method: &Method,
@@ -57,10 +57,13 @@ impl AccessGuard {
         peer: AdminPeer,
     ) -> Result<(), ProblemDetails> {
         let required = RequiredAccess::from_request(method, path);
-        // A link may lead here from anywhere: it shows what there is to whoever follows it, and tells the other page nothing.
+        // Top-level navigation from another site is allowed: it shows the page to the user, and
+        // the other site learns nothing.
         let is_link = method.is_safe() && is_navigation(headers);
         if !is_link && is_cross_origin(headers) {
-            return Err(forbidden("another page's script, or its form, sent this"));
+            return Err(forbidden(
+                "cross-site request: a script or form of another page sent it",
+            ));
         }
         let has_token = self
             .token
@@ -75,10 +78,10 @@ impl AccessGuard {
                 "a bearer token is needed: see admin.token_file",
             )),
             (RequiredAccess::Drain, None) if !peer.0.to_canonical().is_loopback() => Err(
-                forbidden("without admin.token_file, only who is on this machine may ask for this"),
+                forbidden("without admin.token_file, only callers on this machine may do this"),
             ),
             (RequiredAccess::Drain, None) if is_from_browser(headers) => Err(forbidden(
-                "without admin.token_file, no browser may ask for this",
+                "without admin.token_file, browsers may not do this",
             )),
             (RequiredAccess::Drain, None) => Ok(()),
             _ => Err(forbidden(
@@ -90,7 +93,7 @@ impl AccessGuard {
 }
 
 impl RequiredAccess {
-    /// What is not known to be harmless is a change.
+    /// Methods that are not known to be safe count as changes.
     fn from_request(method: &Method, path: &str) -> Self {
         match (method.as_str(), path) {
             ("GET" | "HEAD", "/" | "/livez" | "/readyz" | "/metrics") => Self::Public,
@@ -105,7 +108,7 @@ fn forbidden(why: &str) -> ProblemDetails {
     ProblemDetails::new(StatusCode::FORBIDDEN, why)
 }
 
-/// Answers who may ask, in time.
+/// Checks access, then runs the handler under the deadline.
 pub(super) async fn authorize_request(
     State(guard): State<AccessGuard>,
     Extension(peer): Extension<AdminPeer>,
@@ -130,19 +133,16 @@ pub(super) async fn authorize_request(
     timeout(RESPONSE_TIMEOUT, next.run(request))
         .await
         .unwrap_or_else(|_late| {
-            ProblemDetails::new(
-                StatusCode::GATEWAY_TIMEOUT,
-                "this took too long and was given up",
-            )
-            .into_response()
+            ProblemDetails::new(StatusCode::GATEWAY_TIMEOUT, "the request timed out")
+                .into_response()
         })
 }
 
-/// Answers only requests whose `Host` is known to mean us.
+/// Accepts only requests whose `Host` names this endpoint (protection against DNS rebinding).
 ///
-/// A page from anywhere can make a browser call any address, under a name that its owner lets point there (DNS
-/// rebinding). The browser then sends that name. A page can't choose an address as its name, so addresses are
-/// let through: probes and people use them.
+/// A web page can make a browser call any address under a host name that its owner controls.
+/// The browser then sends that name. A page cannot use a plain IP address as its name, so IP
+/// addresses are accepted: probes and people use them.
 pub(super) async fn require_known_host(
     State(settings): State<Arc<AdminSettings>>,
     request: Request,
@@ -150,11 +150,11 @@ pub(super) async fn require_known_host(
 ) -> Response {
     match is_known_host(request.headers(), &settings.allowed_hosts) {
         true => next.run(request).await,
-        false => forbidden("this Host is not answered: see admin.allowed_hosts").into_response(),
+        false => forbidden("this Host is not allowed: see admin.allowed_hosts").into_response(),
     }
 }
 
-/// Whether a browser says that the request was made by a page that is not ours.
+/// Whether the browser reports that a page of another origin made the request.
 fn is_cross_origin(headers: &HeaderMap) -> bool {
     let site = headers.get_all("sec-fetch-site").iter();
     let foreign = site
@@ -178,7 +178,7 @@ fn is_cross_origin(headers: &HeaderMap) -> bool {
     foreign || !headers.get_all(ORIGIN).iter().all(is_ours)
 }
 
-/// Whether a browser says that somebody goes where the request goes, in a window of its own or instead of another page.
+/// Whether the browser reports a top-level navigation (Fetch Metadata).
 fn is_navigation(headers: &HeaderMap) -> bool {
     let has_value = |name, value: &[u8]| {
         headers
@@ -213,7 +213,7 @@ fn is_known_host(headers: &HeaderMap, allowed: &[String]) -> bool {
     name == "localhost" || name.parse::<IpAddr>().is_ok() || allowed.contains(&name)
 }
 
-/// In a time that does not tell how much of a guess is right.
+/// Compares in constant time.
 fn has_token(headers: &HeaderMap, token: &AdminToken) -> bool {
     let mut given = headers.get_all(AUTHORIZATION).iter();
     let (Some(given), None) = (given.next(), given.next()) else {
@@ -292,7 +292,7 @@ mod tests {
     fn each_route_requires_its_access_level() {
         let token = Some(AdminToken::new("t".to_owned()));
         let (get, delete, post) = (Method::GET, Method::DELETE, Method::POST);
-        // Without a token, with one, and with one that is sent; on loopback and not.
+        // No token configured, one configured, one configured and sent; on loopback and elsewhere.
         let cases = [
             (&get, "/livez", [200, 200, 200], [200, 200]),
             (&get, "/", [200, 200, 200], [200, 200]),
@@ -427,7 +427,7 @@ mod tests {
         assert_eq!(
             status(&guard, Method::POST, "/explain", &post, LOCAL),
             403,
-            "a form is no link"
+            "a form submission is not a link"
         );
     }
 

@@ -1,4 +1,4 @@
-//! Questions about one key or request, and the little that can be changed.
+//! Handlers for single keys and requests, and the few that change state.
 
 use super::parameters::{self, QueryParameters};
 use super::responses::{JsonResponse, ProblemDetails};
@@ -61,7 +61,7 @@ pub(super) async fn get_log_level() -> JsonResponse {
     )
 }
 
-/// `{"level": "info,tidegate::proxy=debug"}`, as in the configuration.
+/// Body: `{"level": "info,tidegate::proxy=debug"}`, a level as in the configuration.
 #[allow(clippy::unused_async, reason = "a handler is async")]
 pub(super) async fn set_log_level(
     headers: HeaderMap,
@@ -78,7 +78,7 @@ pub(super) async fn set_log_level(
         true => Ok(JsonResponse(StatusCode::OK, json!({ "level": text }))),
         false => Err(ProblemDetails::new(
             StatusCode::SERVICE_UNAVAILABLE,
-            "there is no log whose level could change",
+            "the log level cannot change: logging is not initialized",
         )),
     }
 }

@@ -1,9 +1,10 @@
-//! The page at `/`: shows live what the other routes tell, and asks them by itself.
+//! The dashboard at `/`: a page that polls the other routes.
 //!
-//! It is one answer that needs nothing else: no other server, no font, no build. It holds nothing that is secret, so it
-//! is given without a token; what it asks for afterwards is not. A browser runs only the scripts and styles whose
-//! hashes its policy names, loads nothing from elsewhere, and refuses every way of making markup from a text
-//! (`require-trusted-types-for`): what a client has put into a key stays a text.
+//! It is a single response without external fonts, scripts or build step. It holds no secrets, so it
+//! is served without the token; the data that it requests afterwards is not. Its content security
+//! policy allows only the scripts and styles with the listed hashes, loads nothing from other
+//! origins, and forbids markup from strings (`require-trusted-types-for`), so that client-chosen
+//! key values stay text.
 
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
@@ -18,13 +19,13 @@ const HTML_TEMPLATE: &str = include_str!("dashboard/index.html");
 const STYLES_PLACEHOLDER: &str = "<!--STYLES-->";
 const SCRIPTS_PLACEHOLDER: &str = "<!--SCRIPTS-->";
 
-/// uPlot is kept as its makers ship it (1.6.32); its licence is beside it.
+/// uPlot 1.6.32, unmodified; its licence is beside it.
 const STYLES: [&str; 2] = [
     include_str!("dashboard/uplot.min.css"),
     include_str!("dashboard/style.css"),
 ];
 
-/// In the order in which they need each other.
+/// In dependency order.
 const SCRIPTS: [&str; 6] = [
     include_str!("dashboard/uplot.min.js"),
     include_str!("dashboard/page.js"),
@@ -67,7 +68,7 @@ fn wrap_in_tags(tag: &str, texts: &[&str]) -> String {
         .collect()
 }
 
-/// What the page may do (CSP level 3).
+/// Content security policy (CSP level 3).
 fn content_security_policy() -> String {
     format!(
         "default-src 'none'; script-src{}; style-src{}; connect-src 'self'; img-src data:; base-uri 'none'; \
@@ -89,13 +90,13 @@ fn csp_hashes(texts: &[&str]) -> String {
 mod tests {
     use super::*;
 
-    /// Whether a browser runs it is seen in one: `make test-browser`.
+    /// `make test-browser` checks that a browser runs it.
     #[test]
     fn page_is_small_and_self_contained() {
         let DashboardPage { html, csp: policy } = &*DASHBOARD_PAGE;
         assert!(
             html.len() < 150 << 10,
-            "{} bytes: who looks by a slow tunnel waits",
+            "{} bytes are too many for a slow tunnel",
             html.len()
         );
         assert!(!html.contains(STYLES_PLACEHOLDER) && !html.contains(SCRIPTS_PLACEHOLDER));
@@ -106,11 +107,14 @@ mod tests {
             .chain([&HTML_TEMPLATE])
             .chain(&STYLES);
         for text in ours {
-            assert!(!text.contains('\r'), "a browser would hash it without");
+            assert!(
+                !text.contains('\r'),
+                "browsers hash the text without carriage returns"
+            );
             for external_reference in ["src=", "@import", "url(", "https://", "eval("] {
                 assert!(
                     !text.contains(external_reference),
-                    "{external_reference} brings something in from elsewhere"
+                    "{external_reference} loads from another origin"
                 );
             }
         }
@@ -124,7 +128,7 @@ mod tests {
             ] {
                 assert!(
                     !script.contains(&format!(".{sink}")),
-                    "{sink} makes markup from text"
+                    "{sink} creates markup from text"
                 );
             }
         }

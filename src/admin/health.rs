@@ -1,8 +1,7 @@
-//! Whether it lives, serves, and what it has counted: what gives nothing away.
+//! Liveness, readiness and metrics: the routes that reveal no request data.
 
 use super::AdminBackend;
-use super::queries::run_blocking;
-use super::responses::JsonResponse;
+use super::responses::{JsonResponse, run_blocking};
 use crate::telemetry::metrics::{ExpositionFormat, ProcessPhase, ProcessStatus};
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
@@ -15,8 +14,8 @@ pub(super) async fn get_liveness() -> &'static str {
     "ok\n"
 }
 
-/// Fails only while clients cannot, or soon can no longer, be served. What is merely wrong is said: taking
-/// every replica out of service would not mend a store that is away.
+/// Fails only while clients cannot be served, or soon cannot. Other problems are only reported:
+/// taking every replica out of service would not bring the store back.
 #[allow(clippy::unused_async, reason = "a handler is async")]
 pub(super) async fn get_readiness(State(view): State<AdminBackend>) -> JsonResponse {
     let observed = (view.read_status)();
@@ -43,7 +42,7 @@ pub(super) fn phase_label(phase: ProcessPhase) -> &'static str {
     }
 }
 
-/// What somebody should look at, and what to do.
+/// Problems that need attention, and what to do about them.
 pub(super) fn collect_hints(
     observed: &ProcessStatus,
     untrusted_forwarding: u64,
@@ -51,16 +50,16 @@ pub(super) fn collect_hints(
     let all = [
         (
             !observed.store_up,
-            "the store is away: policies decide by on_store_failure",
+            "the store is unavailable: policies decide by on_store_failure",
         ),
         (
             !observed.reload_errors.is_empty(),
-            "the newest configuration is wrong: the last good one is in effect",
+            "the newest configuration is invalid: the last valid one is in effect",
         ),
         (
             untrusted_forwarding > 0,
-            "a peer that isn't in client.trusted_proxies names clients: if it is your ingress, everybody behind it \
-             shares one quota until you list it, e.g. [client] trusted_proxies = [\"10.0.0.0/8\"]; the log and the \
+            "a peer that is not in client.trusted_proxies sends forwarding headers: if it is your ingress, all clients \
+             behind it share one quota until you list it, e.g. [client] trusted_proxies = [\"10.0.0.0/8\"]; the log and the \
              dashboard say which peer",
         ),
     ];

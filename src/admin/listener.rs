@@ -1,4 +1,4 @@
-//! The admin port's sockets, and the bounds of what comes over them.
+//! Listeners of the admin endpoint, and limits on their connections.
 
 use super::access_control::AdminPeer;
 use super::{AdminBackend, AdminSettings, routes};
@@ -19,26 +19,29 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 
-/// Connections that the kernel completes before they are accepted.
+/// Listen backlog.
 const BACKLOG: i32 = 1024;
-/// Of a Unix socket's file: its owner and group may connect. Who can, can look and end the proxy.
+/// Mode of the Unix socket's file: owner and group may connect, and thereby read everything and
+/// stop the proxy.
 const UNIX_SOCKET_MODE: u32 = 0o660;
-/// Whom a client of a Unix socket is taken for.
+/// Peer address assumed for clients of a Unix socket.
 const LOCAL_PEER: AdminPeer = AdminPeer(IpAddr::V4(Ipv4Addr::LOCALHOST));
-/// Connections at a time, per address: people, probes and scrapers are few.
+/// Concurrent connections per listening address: users, probes and scrapers are few.
 const MAX_CONNECTIONS: usize = 64;
-/// For a request head, and between requests.
+/// Deadline of a request head, and of the idle time between requests.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Of a head: none needs more. Bodies have a bound of their own.
+/// Limit of a request head. Bodies have a limit of their own.
 const MAX_HEAD_BYTES: usize = 16 << 10;
-/// After this a connection ends with its next answer: who reads slowly holds no place for ever.
+/// After this age a connection closes with its next response, so that slow readers do not hold
+/// their slots forever.
 const MAX_CONNECTION_AGE: Duration = Duration::from_secs(60);
-/// For that answer.
+/// Deadline of that last response.
 const FINAL_RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// When the process has no file descriptors left, others have to close some first.
+/// Pause after a failed accept: without free file descriptors, other connections have to close
+/// first.
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(50);
 
-/// An address of the admin port, taken but not yet answered on.
+/// A bound listener that does not serve requests yet.
 #[derive(Debug)]
 pub struct AdminListener {
     address: ListenAddress,
@@ -47,19 +50,19 @@ pub struct AdminListener {
 }
 
 impl AdminListener {
-    /// Takes `admin.address`; a connection made from now on is answered as soon as [`AdminListener::run`] runs.
+    /// Binds `admin.address`. Connections are served once [`AdminListener::run`] runs.
     ///
     /// # Errors
-    /// When the address is taken, not ours, or not allowed.
+    /// If the address is in use, not local, or not permitted.
     pub fn bind_admin(settings: AdminSettings, view: AdminBackend) -> io::Result<Self> {
         let address = settings.address.clone();
         Self::bind(&address, routes::admin_router(settings, view))
     }
 
-    /// Takes `admin.probes`.
+    /// Binds `admin.probes`.
     ///
     /// # Errors
-    /// As [`AdminListener::admin`].
+    /// As [`AdminListener::bind_admin`].
     pub fn bind_probes(address: SocketAddr, view: AdminBackend) -> io::Result<Self> {
         Self::bind(&ListenAddress::Ip(address), routes::probes_router(view))
     }
@@ -75,12 +78,12 @@ impl AdminListener {
         })
     }
 
-    /// Where it listens: the port that the system chose if none was asked for.
+    /// The bound address, with the port that the system chose for port 0.
     pub fn address(&self) -> &ListenAddress {
         &self.address
     }
 
-    /// Answers for ever. Trouble with the admin port never ends the process.
+    /// Serves connections forever. Errors of the admin endpoint never stop the process.
     pub async fn run(self) {
         let connection_permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         loop {
@@ -102,14 +105,14 @@ impl AdminListener {
                 }
             };
             if let Err(error) = accepted {
-                tracing::debug!(%error, "an admin connection cannot be accepted");
+                tracing::debug!(%error, "failed to accept an admin connection");
                 sleep(ACCEPT_ERROR_BACKOFF).await;
             }
         }
     }
 }
 
-/// Serves a connection in a task of its own.
+/// Serves one connection in its own task.
 fn spawn_connection(
     serving: impl Future<Output = ()> + Send + 'static,
     permit: OwnedSemaphorePermit,
@@ -140,13 +143,13 @@ async fn serve_connection(
         Ok(ended) => ended,
         Err(_late) => {
             connection.as_mut().graceful_shutdown();
-            // Cut if it takes longer.
+            // Closes the connection if the last response takes longer.
             timeout(FINAL_RESPONSE_TIMEOUT, connection)
                 .await
                 .unwrap_or(Ok(()))
         }
     };
     if let Err(error) = ended {
-        tracing::debug!(%error, "an admin connection ended");
+        tracing::debug!(%error, "admin connection failed");
     }
 }

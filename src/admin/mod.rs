@@ -1,7 +1,7 @@
-//! The admin port: what goes on, asked and changed by those who run tidegate.
+//! The admin endpoint: status, metrics and commands for operators, on an address of its own.
 //!
-//! Never on the clients' port. It knows nothing of the rooms that it tells about: the assembler hands it a
-//! [`View`], and so it can answer whatever state they are in.
+//! It depends on no other part of the proxy: `app` passes an [`AdminBackend`] in, so the endpoint
+//! responds whatever state the data path is in.
 
 mod access_control;
 mod commands;
@@ -26,24 +26,24 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Where to listen, and whom to answer.
+/// Addresses and access settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdminSettings {
-    /// If others than this machine can reach it, there is a token.
+    /// A token is required if other machines can reach this address.
     pub address: ListenAddress,
-    /// A second address with only what gives nothing away: health and metrics.
+    /// Second address with health and metrics only.
     pub probes: Option<SocketAddr>,
     pub token: Option<AdminToken>,
-    /// Names that `Host` may hold, besides localhost and addresses; in lower case.
+    /// Lower-case names accepted in `Host`, besides localhost and IP addresses.
     pub allowed_hosts: Vec<String>,
 }
 
-/// A secret that never shows itself in logs.
+/// A secret that is masked in logs.
 #[derive(Clone, PartialEq, Eq)]
 pub struct AdminToken(String);
 
-/// What there is to see, and the little there is to do. The functions are called for every request; those that have to
-/// wait for somebody give a future, which does so for some seconds at most.
+/// Data and commands that the endpoint offers. The functions are called for every request; those
+/// that wait for the store return a future that finishes within some seconds.
 #[derive(Clone)]
 pub struct AdminBackend {
     pub instance: InstanceDescription,
@@ -53,71 +53,72 @@ pub struct AdminBackend {
     /// The configuration in effect, as JSON without secrets.
     pub config_json: Arc<dyn Fn() -> Arc<str> + Send + Sync>,
     pub select_policies: Arc<dyn Fn(&PolicySelection) -> PolicyPage + Send + Sync>,
-    /// Where a key stands in the store.
+    /// Reads the counters of a key.
     pub inspect_key: Arc<dyn Fn(KeyQuery) -> AdminFuture + Send + Sync>,
-    /// Forgets what a key has used.
+    /// Deletes the counters of a key.
     pub reset_key: Arc<dyn Fn(KeyQuery) -> AdminFuture + Send + Sync>,
-    /// What becomes of a request.
+    /// Explains the decision about a request.
     pub explain_request: Arc<dyn Fn(ExplainRequest) -> AdminFuture + Send + Sync>,
-    /// Begins the ordered end that SIGTERM begins, if it has not begun.
+    /// Starts the same drain as SIGTERM, unless one has begun.
     pub start_drain: Arc<dyn Fn() -> DrainSchedule + Send + Sync>,
 }
 
-/// What stays the same while the process lives.
+/// Properties of the process that never change.
 #[derive(Clone, Debug)]
 pub struct InstanceDescription {
-    /// The process's name among all instances, new with every start.
+    /// Random instance id, new with every start.
     pub id: &'static str,
     /// Seconds since the Unix epoch.
     pub started_s: u64,
     pub workers: usize,
     /// `memory` or `redis`.
     pub store: &'static str,
-    /// Where that is; empty for memory.
+    /// Address of the store; empty for `memory`.
     pub store_address: String,
 }
 
-/// Some of the policies.
+/// Filter and page of policies.
 #[derive(Clone, Debug, Default)]
 pub struct PolicySelection {
-    /// Only these; empty: all.
+    /// Names to select; empty selects all.
     pub names: Vec<String>,
-    /// So many are left out, and at most so many told.
+    /// Number of policies to skip.
     pub offset: usize,
+    /// Maximum number of policies to return.
     pub limit: usize,
 }
 
 #[derive(Debug)]
 pub struct PolicyPage {
-    /// How many there are without `offset` and `most`.
+    /// Number of selected policies before `offset` and `limit`.
     pub total: usize,
     pub policies: Vec<PolicySummary>,
 }
 
-/// One policy.
+/// One policy and its counters.
 #[derive(Debug)]
 pub struct PolicySummary {
     pub name: Box<str>,
-    /// What it is.
+    /// JSON fields that describe the policy.
     pub description: Map<String, Value>,
-    /// `None`: it is off.
+    /// `None` if the policy is off.
     pub counters: Option<Arc<PolicyCounters>>,
 }
 
-/// A key by its policy and values: one per position, empty for what is absent.
+/// A key by its policy and values: one value per position, empty if absent.
 #[derive(Clone, Debug)]
 pub struct KeyQuery {
     pub policy: String,
     pub values: Vec<String>,
 }
 
-/// A request, told by hand.
+/// A request that an operator describes.
 #[derive(Clone, Debug)]
 pub struct ExplainRequest {
     pub method: String,
     pub url: String,
     pub headers: Vec<(String, String)>,
-    /// Who holds the other end of the socket.
+    /// Address of the connected peer.
     pub peer_ip: IpAddr,
     /// The alternative name in the client's certificate.
     pub client_cert_san: Option<String>,
@@ -125,26 +126,26 @@ pub struct ExplainRequest {
     pub client_cert_cn: Option<String>,
 }
 
-/// An answer that has to be waited for.
+/// A result that has to be awaited.
 pub type AdminFuture = Pin<Box<dyn Future<Output = Result<Value, AdminError>> + Send>>;
 
-/// Why a question has no answer. The texts are for people.
+/// Why a request failed, with a text for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AdminError {
-    /// It was no question.
+    /// The request is malformed.
     InvalidRequest(String),
-    /// What it asks for doesn't exist.
+    /// The requested policy or key does not exist.
     NotFound(String),
-    /// Who knows can't be asked now.
+    /// The store is unavailable.
     Unavailable(String),
 }
 
-/// How long an ordered end takes.
+/// Duration of a drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DrainSchedule {
-    /// Requests are served as before, while readiness fails.
+    /// Requests are still accepted while readiness fails.
     pub delay: Duration,
-    /// Then at most, until what is in flight has ended or is cut.
+    /// Then requests in flight may finish for at most this long.
     pub grace: Duration,
 }
 
@@ -166,8 +167,8 @@ impl fmt::Debug for AdminToken {
 
 impl fmt::Debug for AdminBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("View")
-            .field("about", &self.instance)
+        f.debug_struct("AdminBackend")
+            .field("instance", &self.instance)
             .finish_non_exhaustive()
     }
 }

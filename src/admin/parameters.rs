@@ -1,4 +1,4 @@
-//! What a request asks for: its query and its body.
+//! Parameters of admin requests: query and JSON body.
 
 use super::responses::ProblemDetails;
 use super::{ExplainRequest, KeyQuery};
@@ -9,16 +9,16 @@ use http::{HeaderMap, StatusCode};
 use serde_json::Value;
 use std::net::{IpAddr, Ipv4Addr};
 
-/// The longest body that is read.
+/// Limit of a request body.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
 
-/// A query's parameters, decoded as forms are, in order.
+/// Query parameters in order, decoded as `application/x-www-form-urlencoded`.
 #[derive(Debug)]
 pub(super) struct QueryParameters(Vec<(String, String)>);
 
 impl QueryParameters {
     /// # Errors
-    /// If there is a parameter that is not in `known`: a misspelt filter must not look like one that finds all.
+    /// If a parameter is not in `known`: a misspelt filter must not look like no filter.
     pub(super) fn parse(query: Option<&str>, known: &[&str]) -> Result<Self, ProblemDetails> {
         let pairs = form_urlencoded::parse(query.unwrap_or_default().as_bytes());
         let pairs: Vec<(String, String)> = pairs.into_owned().collect();
@@ -49,7 +49,7 @@ impl QueryParameters {
     }
 
     /// # Errors
-    /// If it is there twice: which of them counts?
+    /// If the parameter occurs more than once.
     pub(super) fn get_one(&self, name: &str) -> Result<Option<&str>, ProblemDetails> {
         let mut values = self.0.iter().filter(|(known, _)| known == name);
         match (values.next(), values.next()) {
@@ -60,7 +60,7 @@ impl QueryParameters {
         }
     }
 
-    /// A whole number up to `most`, or `default`.
+    /// A whole number up to `max`, or `default`.
     pub(super) fn get_number(
         &self,
         name: &str,
@@ -78,7 +78,7 @@ impl QueryParameters {
         })
     }
 
-    /// `true`, `false`, or `default`.
+    /// `true` or `false`; `default` if absent.
     pub(super) fn get_flag(&self, name: &str, default: bool) -> Result<bool, ProblemDetails> {
         match self.get_one(name)? {
             None => Ok(default),
@@ -91,7 +91,7 @@ impl QueryParameters {
     }
 }
 
-/// `policy=NAME&key=VALUE`, a `key` per position.
+/// Reads `policy=NAME&key=VALUE`, with one `key` per position of the policy's key.
 pub(super) fn parse_key_query(query: Option<&str>) -> Result<KeyQuery, ProblemDetails> {
     let query = QueryParameters::parse(query, &["policy", "key"])?;
     let Some(policy) = query.get_one("policy")?.map(str::to_owned) else {
@@ -105,7 +105,7 @@ pub(super) fn parse_key_query(query: Option<&str>) -> Result<KeyQuery, ProblemDe
     })
 }
 
-/// A JSON object in a body that says that it is JSON.
+/// Reads a JSON object from a body of type `application/json`.
 pub(super) fn parse_json_object(
     headers: &HeaderMap,
     body: Result<Bytes, BytesRejection>,
@@ -115,7 +115,7 @@ pub(super) fn parse_json_object(
         .and_then(|kind| kind.to_str().ok())
         .unwrap_or_default();
     let media_type = content_type.split(';').next().unwrap_or_default().trim();
-    // A page elsewhere can send other types without asking anybody.
+    // Other types can be sent cross-site without a CORS preflight.
     if !media_type.eq_ignore_ascii_case("application/json") {
         return Err(ProblemDetails::new(
             StatusCode::UNSUPPORTED_MEDIA_TYPE,
@@ -125,7 +125,7 @@ pub(super) fn parse_json_object(
     let body = body.map_err(|rejection| match rejection.status() {
         StatusCode::PAYLOAD_TOO_LARGE => ProblemDetails::new(
             StatusCode::PAYLOAD_TOO_LARGE,
-            format!("a body has {MAX_BODY_BYTES} bytes at most here"),
+            format!("the body is too large: at most {MAX_BODY_BYTES} bytes"),
         ),
         _ => ProblemDetails::bad_request("the body ended early"),
     })?;
@@ -133,14 +133,14 @@ pub(super) fn parse_json_object(
         Ok(Value::Object(object)) => Ok(object),
         Ok(_) => Err(ProblemDetails::bad_request("expected a JSON object")),
         Err(error) => Err(ProblemDetails::bad_request(format!(
-            "the body is no JSON: {error}"
+            "the body is not JSON: {error}"
         ))),
     }
 }
 
 const EXPLAIN_FIELDS: [&str; 5] = ["method", "url", "headers", "ip", "client_cert"];
 
-/// A request as it is told in JSON.
+/// Reads the description of a request.
 pub(super) fn parse_explain_request(
     object: &serde_json::Map<String, Value>,
 ) -> Result<ExplainRequest, ProblemDetails> {
@@ -207,7 +207,7 @@ pub(super) fn get_text(
     }
 }
 
-/// `{"name": "value"}`, a list of values for what occurs more than once.
+/// Reads `{"name": "value"}`; a repeated header has a list of values.
 fn parse_headers(value: Option<&Value>) -> Result<Vec<(String, String)>, ProblemDetails> {
     let expected = || {
         ProblemDetails::bad_request("headers: expected an object of texts, or of lists of texts")

@@ -1,11 +1,11 @@
-//! What is seen without changing anything.
+//! Read-only handlers.
 //!
-//! With ten thousand policies an answer takes milliseconds to write, so it is written aside: the thread that accepts
-//! connections goes on.
+//! With ten thousand policies a response takes milliseconds to render, so it is rendered on another
+//! thread: this one accepts connections.
 
 use super::health::{collect_hints, phase_label};
 use super::parameters::QueryParameters;
-use super::responses::{JsonResponse, ProblemDetails, escape_json};
+use super::responses::{JsonResponse, ProblemDetails, escape_json, run_blocking};
 use super::{AdminBackend, PolicySelection};
 use crate::telemetry::history::{
     DurationHistograms, PolicyTimeline, SECONDS_KEPT, STATUS_CLASSES, SecondCounts, TimelineAxis,
@@ -22,30 +22,18 @@ use http::header::CONTENT_TYPE;
 use serde_json::{Map, Value, json};
 use std::time::Duration;
 
-/// Policies in one answer, unless less are asked for, and at most.
+/// Policies in one response: default and maximum.
 const DEFAULT_PAGE_SIZE: usize = 100;
 const MAX_PAGE_SIZE: usize = 1000;
-/// More policies than a file can hold.
+/// Larger than any number of policies.
 const MAX_OFFSET: usize = 1_000_000;
-/// Entries of a ranking, likewise.
+/// Entries of a ranking: default and maximum.
 const DEFAULT_RANKS: usize = 20;
 const MAX_RANKS: usize = 500;
-/// Seconds of the past in an overview, unless more or less are asked for.
+/// Seconds of history in an overview by default.
 const DEFAULT_SECONDS: usize = 120;
 
 pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
-
-/// Runs what takes long on a thread of its own.
-pub(super) async fn run_blocking<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, ProblemDetails> {
-    tokio::task::spawn_blocking(work).await.map_err(|error| {
-        ProblemDetails::new(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            format!("this is a bug: {error}"),
-        )
-    })
-}
 
 pub(super) async fn get_config(
     State(view): State<AdminBackend>,
@@ -69,7 +57,8 @@ pub(super) async fn get_openapi() -> Response {
     ([(CONTENT_TYPE, "application/json")], OPENAPI_JSON).into_response()
 }
 
-/// Each policy: what it is, what it did since the start, in the last hour by minute and in the last day by hour.
+/// Each policy: its description, and its decisions since the start, by minute of the last hour and
+/// by hour of the last day.
 pub(super) async fn get_policies(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
@@ -130,7 +119,7 @@ pub(super) async fn get_policies(
     .await
 }
 
-/// A series per decision that was made at all, beside the times that the whole answer has in common.
+/// One series per decision that occurred; the time axis is shared by the whole response.
 fn history_columns(timeline: Option<&PolicyTimeline>) -> [(String, Value); 2] {
     let series = |parts: &[[u32; HISTORY_DECISION_LABELS.len()]]| {
         let columns = HISTORY_DECISION_LABELS
@@ -155,7 +144,7 @@ fn history_columns(timeline: Option<&PolicyTimeline>) -> [(String, Value); 2] {
     ]
 }
 
-/// What a dashboard shows beside the policies, all at once.
+/// Everything that the dashboard shows beside policies.
 pub(super) async fn get_overview(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
@@ -232,7 +221,7 @@ fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
     })
 }
 
-/// Columns, as charts want them. The last second is not over yet.
+/// Columns for charts. The last second is incomplete.
 fn traffic_columns(from_s: u64, seconds: &[SecondCounts]) -> Value {
     let at: Vec<u64> = (from_s..).zip(seconds).map(|(at, _)| at).collect();
     let mut columns = Map::new();
@@ -266,8 +255,8 @@ fn traffic_columns(from_s: u64, seconds: &[SecondCounts]) -> Value {
     Value::Object(columns)
 }
 
-/// How an answer is called, and how often it was given: `degraded` is all that was decided without the store, beside it
-/// stands its part that was refused.
+/// Label and count of each request decision. `degraded` counts all decisions without the store; the
+/// rejected part of them is listed separately.
 fn labelled_count(
     decision: RequestDecision,
     count: impl Fn(RequestDecision) -> u64,
@@ -301,7 +290,7 @@ fn quantiles_json(buckets: &HistogramSnapshot) -> Value {
     json!({ "count": buckets.count(), "p50_s": at(0.5), "p90_s": at(0.9), "p99_s": at(0.99), "p999_s": at(0.999) })
 }
 
-/// Who is refused most, by key and by path.
+/// The most rejected keys and paths.
 pub(super) async fn get_top_refusals(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,

@@ -1,4 +1,4 @@
-//! How answers are written: JSON that harms nobody who shows it, and errors with a sentence.
+//! Responses of the admin endpoint: JSON that is safe to display, and problem details.
 
 use super::AdminError;
 use axum::extract::Request;
@@ -12,10 +12,10 @@ use http::{HeaderName, HeaderValue, StatusCode};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
-/// An answer that is data.
+/// A JSON response.
 pub(super) struct JsonResponse(pub(super) StatusCode, pub(super) Value);
 
-/// An error: `application/problem+json` (RFC 9457) with a sentence that says what would be right.
+/// An error as `application/problem+json` (RFC 9457). The detail says what would be right.
 #[derive(Debug)]
 pub(super) struct ProblemDetails {
     pub(super) status: StatusCode,
@@ -67,8 +67,20 @@ impl IntoResponse for ProblemDetails {
     }
 }
 
-/// JSON with nothing in it that a terminal or a browser could take for its own: control and directional characters
-/// that JSON allows as they are, and the letters of HTML. All of them stand in texts only, where an escape means the same.
+/// Runs `work` on another thread, so that connections are accepted meanwhile.
+pub(super) async fn run_blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ProblemDetails> {
+    tokio::task::spawn_blocking(work).await.map_err(|error| {
+        ProblemDetails::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            format!("this is a bug: {error}"),
+        )
+    })
+}
+
+/// Escapes characters that a terminal or browser could interpret: control and bidirectional
+/// characters, and those of HTML. They occur in JSON strings only, where the escape is equivalent.
 pub(crate) fn escape_json(json: &str) -> String {
     let is_plain = |c: char| c == '\n' || (' '..='~').contains(&c) && !matches!(c, '<' | '>' | '&');
     let mut text = String::with_capacity(json.len());
@@ -84,7 +96,7 @@ pub(crate) fn escape_json(json: &str) -> String {
     text
 }
 
-/// What a browser may do with an answer: nothing, unless it says otherwise.
+/// Content security policy of responses without one of their own: nothing is allowed.
 const DEFAULT_HEADERS: [(HeaderName, HeaderValue); 6] = [
     (CACHE_CONTROL, HeaderValue::from_static("no-store")),
     (
@@ -102,18 +114,18 @@ const DEFAULT_HEADERS: [(HeaderName, HeaderValue); 6] = [
     ),
 ];
 
-/// The last word on every answer: where the router has only a status to say there is a sentence, and browsers are told
-/// what to make of it.
+/// Completes every response: adds problem details where the router set only a status, and security
+/// headers for browsers.
 pub(super) async fn finish_response(request: Request, next: Next) -> Response {
     let path = request.uri().path().to_owned();
     let mut response = next.run(request).await;
     if !response.headers().contains_key(CONTENT_TYPE) {
         let detail = match response.status() {
             StatusCode::NOT_FOUND => {
-                format!("there is nothing at {path}: /openapi.json lists all that there is")
+                format!("{path} does not exist: /openapi.json lists all routes")
             }
             StatusCode::METHOD_NOT_ALLOWED => {
-                format!("{path} can't be asked this way: see the Allow field")
+                format!("{path} does not support this method: see the Allow header")
             }
             _ => String::new(),
         };

@@ -1,4 +1,4 @@
-//! What is answered where, and who may ask.
+//! Routes of the admin endpoint and the access that each one needs.
 
 use super::access_control::{AccessGuard, authorize_request, require_known_host};
 use super::parameters::MAX_BODY_BYTES;
@@ -10,7 +10,7 @@ use axum::middleware::{from_fn, from_fn_with_state};
 use axum::routing::{MethodRouter, get, post};
 use std::sync::Arc;
 
-/// Everything there is, each with who may ask for it. `openapi.json` tells the same to others; a test compares them.
+/// All routes with their required access. `openapi.json` documents them; a test compares both.
 fn all_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
     let mut routes = health_routes();
     routes.extend([
@@ -44,7 +44,7 @@ fn health_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
 
 pub(super) fn admin_router(settings: AdminSettings, view: AdminBackend) -> Router {
     let access_guard = AccessGuard::new(&settings);
-    // Behind the choice of the method: what can't be asked at all is not forbidden.
+    // Inside the method router: an unsupported method is answered with 405, not 403.
     let router = all_routes()
         .into_iter()
         .fold(Router::new(), |router, (path, methods)| {
@@ -60,7 +60,7 @@ pub(super) fn admin_router(settings: AdminSettings, view: AdminBackend) -> Route
         .with_state(view)
 }
 
-/// Only what gives nothing away; whatever name it is called by, as Prometheus finds it under many.
+/// Only routes that reveal no data, under any `Host`: Prometheus uses many names.
 pub(super) fn probes_router(view: AdminBackend) -> Router {
     let router = health_routes()
         .into_iter()
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
     use serde_json::Value;
 
-    /// That each method is there, too, is seen over HTTP: see `asking` among the tests of the whole.
+    /// Methods are tested over HTTP: see `tests/it/admin_api.rs`.
     #[test]
     fn openapi_document_lists_exactly_the_routes() {
         let document: Value = serde_json::from_str(queries::OPENAPI_JSON).unwrap();

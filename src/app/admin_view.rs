@@ -1,9 +1,11 @@
-//! What the admin port sees of the other rooms, and does to them.
+//! Connects the admin endpoint to the other modules.
 
 use super::explanation::{self, ExplainError};
 use super::key_status::{self, KeyLookupError, ResolvedKey};
 use super::limit_json;
-use super::{ListenerSet, ShutdownHandle, StoreBackend};
+use super::listener_set::ListenerSet;
+use super::shutdown::ShutdownHandle;
+use super::store_backend::StoreBackend;
 use crate::admin::{
     AdminBackend, AdminError, AdminFuture, DrainSchedule, ExplainRequest, InstanceDescription,
     KeyQuery, PolicyPage, PolicySelection, PolicySummary,
@@ -28,15 +30,15 @@ use std::time::Instant;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::spawn_local;
 
-/// Looks into a store at a time: each may open connections of its own.
+/// Concurrent store lookups: each may open connections of its own.
 const MAX_CONCURRENT_LOOKUPS: usize = 4;
 
-/// What the admin port tells of the other rooms.
+/// Handles from which the admin endpoint reads.
 pub(super) struct AdminViewState {
     pub(super) stop: watch::Receiver<ShutdownSignal>,
     pub(super) shutdown_handle: ShutdownHandle,
     pub(super) shutdown: ShutdownSettings,
-    /// Clients can connect, or could.
+    /// Set once clients can connect.
     pub(super) is_listening: Arc<AtomicBool>,
     pub(super) load: ServerLoad,
     pub(super) max_connections: usize,
@@ -44,7 +46,7 @@ pub(super) struct AdminViewState {
     pub(super) store_backend: StoreBackend,
     pub(super) reload_status: Arc<Mutex<reload::ReloadStatus>>,
     pub(super) active_policies: ActivePolicies,
-    /// What the policies mean, as it was last loaded.
+    /// Descriptions of the policies that were loaded last.
     pub(super) policy_descriptions: Arc<ArcSwap<Vec<PolicyDescription>>>,
     pub(super) listeners: ListenerSet,
     pub(super) tracer: Option<Tracer>,
@@ -52,7 +54,7 @@ pub(super) struct AdminViewState {
 }
 
 impl AdminViewState {
-    /// All of it, as the admin port wants it.
+    /// Wraps the handles as the functions that the admin endpoint calls.
     pub(super) fn into_view(
         self,
         metrics: Arc<Metrics>,
@@ -183,7 +185,7 @@ impl AdminViewState {
         }
     }
 
-    /// In the order in which they apply; those that are off come last.
+    /// Policies in the order in which they apply; disabled ones come last.
     fn select_policies(&self, selection: &PolicySelection) -> PolicyPage {
         let (rules, descriptions) = (
             self.active_policies.load_snapshot(),
@@ -248,7 +250,7 @@ impl AdminViewState {
         Ok(response)
     }
 
-    /// Where in Redis a key is counted; empty for memory.
+    /// Redis keys of the counters; empty for the memory store.
     fn counter_keys(&self, found: &ResolvedKey<'_>) -> Vec<String> {
         match &self.store_backend {
             StoreBackend::Memory(_) => Vec::new(),
@@ -269,11 +271,11 @@ impl AdminViewState {
             .reset_counters(&self.store_backend)
             .await
             .map_err(|error| AdminError::Unavailable(error.to_string()))?;
-        // Who, as the log names keys: without what the client has written.
+        // Logs no key values: clients choose them.
         tracing::info!(
             policy = asked.policy,
             counters = count,
-            "a key was reset by hand"
+            "key reset by an operator"
         );
         Ok(
             json!({ "policy": asked.policy, "key": found.key.to_readable_string(), "counters_forgotten": count }),
@@ -292,18 +294,18 @@ impl AdminViewState {
         }
     }
 
-    /// Nobody waits for a store that is known to be away.
+    /// Fails at once if the store is known to be unavailable.
     fn check_store_available(&self) -> Result<(), AdminError> {
         match &self.store_backend {
             StoreBackend::Redis(redis, _) if !redis.is_up() => Err(AdminError::Unavailable(
-                "the store is away: where its keys stand is not known".to_owned(),
+                "the store is unavailable: the counters cannot be read".to_owned(),
             )),
             _ => Ok(()),
         }
     }
 }
 
-/// Runs what looks into stores: it stays on this thread, while the admin port's own tasks could do without.
+/// Runs a store lookup on this thread, because stores are not `Send`.
 fn spawn_store_lookup<F: Future<Output = Result<Value, AdminError>> + 'static>(
     (this, permits): &(Arc<AdminViewState>, Arc<Semaphore>),
     work: impl FnOnce(Arc<AdminViewState>) -> F + 'static,

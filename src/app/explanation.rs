@@ -1,4 +1,4 @@
-//! A request told by hand, and what becomes of it. For `tidegate explain` and the admin port.
+//! Explains the decision about a described request, for `tidegate explain` and the admin endpoint.
 
 use super::limit_json;
 use crate::admin::ExplainRequest;
@@ -10,42 +10,42 @@ use crate::tls::CertificateSubject;
 use http::{HeaderName, HeaderValue, Method, Request, Uri, request};
 use serde_json::{Value, json};
 
-/// What every policy does with a request, and what is wrong with its token.
+/// The step of every policy, and the error in the request's token.
 #[derive(Debug)]
 pub(crate) struct ExplainedRequest<'t> {
     pub(crate) explanation: PolicyExplanation<'t>,
     pub(crate) token_fault: Option<String>,
 }
 
-/// Why there is nothing to explain. For people.
+/// Why nothing can be explained, with a text for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ExplainError {
-    /// What was told is no request.
+    /// The description is not a valid request.
     #[error("{0}")]
     InvalidRequest(String),
-    /// No policy would see it.
+    /// The proxy rejects the request before policies apply.
     #[error("{0}")]
     RequestRejected(String),
 }
 
-/// What the client would get, as far as it can be told.
+/// The expected result for the client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ExpectedOutcome<'t> {
     Denied(&'t str),
     CannotKey(&'t str),
-    /// No limit applies.
+    /// Forwarded: no limit applies.
     Unlimited,
-    /// By limits that have room.
+    /// Forwarded: all limits have units left.
     Admitted,
-    /// Where its limits stand is not known.
+    /// Unknown: the counters cannot be read.
     Unknown,
     Rejected(Vec<&'t str>),
 }
 
-/// Explains what `table` does with a request, and where its limits stand in `store`. Changes nothing.
+/// Explains the decision of `table` about a request, with the counters in `store`. Changes nothing.
 ///
 /// # Errors
-/// [`Unclear`], with a sentence for people.
+/// [`ExplainError`] with a text for people.
 pub(crate) async fn explain_request<'t>(
     store: &Store,
     table: &'t PolicyTable,
@@ -60,7 +60,7 @@ pub(crate) async fn explain_request<'t>(
     let inbound =
         InboundRequest::from_parts(&mut parts, description.peer_ip, table).map_err(|fault| {
             ExplainError::RequestRejected(format!(
-                "the request is refused before any policy sees it: {fault}"
+                "the request is rejected before policies apply: {fault}"
             ))
         })?;
     let explanation =
@@ -105,7 +105,7 @@ fn build_request_head(description: &ExplainRequest) -> Result<request::Parts, St
     Ok(request.into_parts().0)
 }
 
-/// `known`: where the limits stand may be believed.
+/// `known`: the counters could be read.
 pub(crate) fn predict_outcome<'t>(
     explanation: &PolicyExplanation<'t>,
     is_limit_status_known: bool,
@@ -140,7 +140,7 @@ pub(crate) fn predict_outcome<'t>(
     }
 }
 
-/// For programs: what every policy does, and what is to be expected. `known`: where the limits stand may be believed.
+/// The explanation as JSON. `known`: the counters could be read.
 pub(crate) fn explanation_to_json(
     explained: &ExplainedRequest<'_>,
     is_limit_status_known: bool,
@@ -196,7 +196,7 @@ pub(crate) fn explanation_to_json(
     })
 }
 
-/// The same of a request that no policy sees.
+/// JSON for a request that is rejected before policies apply.
 pub(crate) fn rejected_request_to_json(why: &str) -> Value {
     json!({ "expected": { "status": 400, "why": why }, "policies": [] })
 }
@@ -215,7 +215,7 @@ fn outcome_to_json(expected: &ExpectedOutcome<'_>) -> Value {
         ExpectedOutcome::Unlimited => json!({ "decision": "allowed", "why": "no limit applies" }),
         ExpectedOutcome::Admitted => json!({ "decision": "allowed" }),
         ExpectedOutcome::Unknown => {
-            json!({ "decision": null, "why": "where the limits stand is not known" })
+            json!({ "decision": null, "why": "the counters cannot be read" })
         }
     }
 }

@@ -1,7 +1,7 @@
-//! One key of a policy, named by hand: where it stands in the store, and how it is forgotten. For `tidegate keys` and
-//! the admin port.
+//! Reads and resets one key of a policy, for `tidegate keys` and the admin endpoint.
 
-use super::{StoreBackend, limit_json};
+use super::limit_json;
+use super::store_backend::StoreBackend;
 use crate::limiter::{Charge, Key, LimitStatus};
 use crate::policy::{NamedLimit, Policy, PolicyAction, PolicyTable, Quota};
 use crate::store::redis::{CounterInspector, InspectError};
@@ -9,10 +9,10 @@ use crate::store::{Store, StoreUnavailable};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// Names that an error lists.
+/// Maximum number of names that an error lists.
 const MAX_LISTED_NAMES: usize = 20;
 
-/// A key and what limits it.
+/// A key with its policy and limits.
 #[derive(Debug)]
 pub(crate) struct ResolvedKey<'t> {
     pub(crate) policy: &'t Policy,
@@ -21,7 +21,7 @@ pub(crate) struct ResolvedKey<'t> {
     pub(crate) limits: &'t [NamedLimit],
 }
 
-/// Why there is no such key. For people.
+/// Why the key does not exist, with a text for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum KeyLookupError {
     #[error("{0}")]
@@ -30,20 +30,20 @@ pub(crate) enum KeyLookupError {
     InvalidValues(String),
 }
 
-/// Where a key stands.
+/// Counters of a key at one moment.
 #[derive(Debug)]
 pub(crate) struct KeyStatus {
-    /// The store's clock.
+    /// Time of the store's clock, in microseconds.
     pub(crate) now_us: u64,
     pub(crate) blocked_until_us: Option<u64>,
-    /// One per limit.
+    /// One entry per limit.
     pub(crate) limit_statuses: Vec<LimitStatus>,
 }
 
-/// The key of a policy by its values: one per position, an empty one for what is absent.
+/// Resolves a key by its values: one per position, empty if absent.
 ///
 /// # Errors
-/// [`KeyLookupError`]: there is no such policy, it has no limits, or these are no values of its key.
+/// If the policy does not exist or has no limits, or the values do not fit its key.
 pub(crate) fn resolve_key<'t>(
     table: &'t PolicyTable,
     policy: &str,
@@ -59,7 +59,7 @@ pub(crate) fn resolve_key<'t>(
         };
         let names: Vec<&str> = names.into_iter().take(MAX_LISTED_NAMES).collect();
         return Err(KeyLookupError::UnknownPolicy(format!(
-            "no policy is called {policy:?}; there are {}{more}",
+            "unknown policy {policy:?}; expected one of {}{more}",
             names.join(", ")
         )));
     };
@@ -81,7 +81,7 @@ pub(crate) fn resolve_key<'t>(
 }
 
 impl ResolvedKey<'_> {
-    /// What is kept for the key: the block first, if there is one. They cost nothing: to look, or to forget.
+    /// Charges of cost 0 on all counters of the key, the block first: for reading or deleting them.
     pub(crate) fn charges(&self) -> Vec<Charge<'_>> {
         let limits = self.limits.iter().map(|named| &named.limit);
         let stored_limits = self.quota.block.iter().chain(limits);
@@ -93,7 +93,7 @@ impl ResolvedKey<'_> {
             .collect()
     }
 
-    /// Looks, all limits at one moment, and changes nothing.
+    /// Reads all limits at one moment. Changes nothing.
     pub(crate) async fn read_status(&self, store: &Store) -> Result<KeyStatus, StoreUnavailable> {
         let decision = store.decide(&self.charges()).await?;
         let mut standings = decision.statuses.into_iter().flatten();
@@ -108,7 +108,7 @@ impl ResolvedKey<'_> {
         })
     }
 
-    /// Whether a request would be refused that costs the least that one costs.
+    /// Whether a request of the lowest cost would be rejected.
     pub(crate) fn is_exhausted(&self, status: &KeyStatus) -> bool {
         let min_cost = self.quota.cost.min_units();
         status.blocked_until_us.is_some()
@@ -118,7 +118,7 @@ impl ResolvedKey<'_> {
                 .any(|standing| standing.remaining < min_cost)
     }
 
-    /// For programs.
+    /// The status as JSON.
     pub(crate) fn status_to_json(&self, status: &KeyStatus) -> Value {
         let limits = self
             .limits
@@ -147,7 +147,7 @@ impl ResolvedKey<'_> {
         })
     }
 
-    /// Forgets what the key has used. Returns how many counters there were.
+    /// Deletes the counters of the key. Returns how many existed.
     pub(crate) async fn reset_counters(&self, stores: &StoreBackend) -> Result<u64, InspectError> {
         match stores {
             StoreBackend::Memory(memory) => Ok(memory.remove_counters(&self.charges())),

@@ -1,4 +1,4 @@
-//! A limit and where it stands, as JSON.
+//! Limits and their status as JSON.
 
 use crate::config::format_duration;
 use crate::limiter::{Algorithm, Limit, LimitStatus};
@@ -18,7 +18,7 @@ pub(crate) fn algorithm_name(algorithm: Algorithm) -> &'static str {
     }
 }
 
-/// What a limit is, in the words of the configuration; durations in seconds.
+/// A limit with the names of the configuration; durations in seconds.
 pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
     let Limit {
         requests, per_us, ..
@@ -55,7 +55,8 @@ pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
     fields
 }
 
-/// Where it stands at `now_us`: units used and remaining, and the seconds until more remain (null: nothing is used).
+/// Status at `now_us`: units used and remaining, and seconds until more are available (null if
+/// nothing is used).
 pub(crate) fn limit_status_to_json(
     limit: &Limit,
     standing: &LimitStatus,

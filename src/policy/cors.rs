@@ -1,21 +1,21 @@
-//! Whose scripts may read our own answers in a browser (Fetch standard, "CORS protocol").
+//! Settings for cross-origin access to local replies (Fetch standard, "CORS protocol").
 
-use http::{HeaderMap, HeaderValue, header};
+use http::HeaderValue;
 
-/// Origins that may read the answers that we make ourselves; what upstreams answer is theirs to say.
+/// Origins with access to the proxy's local replies. Upstreams set their own CORS headers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CorsOrigins(Vec<HeaderValue>);
 
 impl CorsOrigins {
-    /// As [`CorsOrigins::origin`] has read them.
+    /// Takes origins as [`CorsOrigins::parse_origin`] returns them.
     pub fn new(origins: Vec<HeaderValue>) -> Self {
         Self(origins)
     }
 
-    /// Reads `*` or an origin as browsers write it: scheme, host and a port that isn't the scheme's own.
+    /// Parses `*`, or an origin as browsers serialize it: scheme, host and a non-default port.
     ///
     /// # Errors
-    /// What is wrong, in words that follow "found …;".
+    /// A description of the problem that can follow `found …;`.
     pub fn parse_origin(text: &str) -> Result<HeaderValue, String> {
         const EXPECTED: &str =
             "expected \"*\", or an origin as browsers send it such as \"https://app.example.com\"";
@@ -27,10 +27,10 @@ impl CorsOrigins {
         };
         let why = match text.split_once("://") {
             _ if text == "*" => None,
-            None => Some("a scheme is missing"),
-            Some(_) if text.contains('*') => Some("a wildcard stands alone"),
-            Some(_) if text.ends_with('/') => Some("without a slash at its end"),
-            Some(_) if text.bytes().any(|byte| byte.is_ascii_uppercase()) => Some("in lower case"),
+            None => Some("the scheme is missing"),
+            Some(_) if text.contains('*') => Some("a wildcard cannot be part of an origin"),
+            Some(_) if text.ends_with('/') => Some("remove the slash at the end"),
+            Some(_) if text.bytes().any(|byte| byte.is_ascii_uppercase()) => Some("use lower case"),
             Some((scheme, authority)) => {
                 let (host, port) = match authority.rsplit_once(':') {
                     Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
@@ -45,14 +45,14 @@ impl CorsOrigins {
                         .is_ok_and(|n| n > 0 && n.to_string() == port)
                 });
                 match () {
-                    () if is_default_port => Some("without the port that is the scheme's own"),
+                    () if is_default_port => Some("remove the default port of the scheme"),
                     () if has_only_valid_bytes(scheme, b"+.-")
                         && has_only_valid_bytes(host, b".-_[]:")
                         && is_port =>
                     {
                         None
                     }
-                    () => Some("a scheme, a host and perhaps a port, and nothing else"),
+                    () => Some("use a scheme, a host and an optional port, and nothing else"),
                 }
             }
         };
@@ -60,7 +60,7 @@ impl CorsOrigins {
         why.map_or(value, |why| Err(format!("{EXPECTED}: {why}")))
     }
 
-    /// Whether any origin may.
+    /// Whether the origins include `*`.
     pub fn allows_any_origin(&self) -> bool {
         self.0.iter().any(|origin| origin == "*")
     }
@@ -69,12 +69,11 @@ impl CorsOrigins {
         self.0.is_empty()
     }
 
-    /// What to tell a request's origin, if it may read our answer.
-    pub fn allowed_origin(&self, headers: &HeaderMap) -> Option<&HeaderValue> {
-        let request_origin = headers.get(header::ORIGIN)?;
+    /// Returns the configured entry that covers `origin`: the same origin, or `*`.
+    pub fn match_origin(&self, origin: &HeaderValue) -> Option<&HeaderValue> {
         self.0
             .iter()
-            .find(|origin| *origin == request_origin || *origin == "*")
+            .find(|entry| *entry == origin || *entry == "*")
     }
 }
 
@@ -105,8 +104,8 @@ mod tests {
             ("https://a.example/", "slash"),
             ("https://a.example/x", "nothing else"),
             ("https://A.example", "lower"),
-            ("https://a.example:443", "own"),
-            ("http://a.example:80", "own"),
+            ("https://a.example:443", "default port"),
+            ("http://a.example:80", "default port"),
             ("https://a.example:0443", "nothing else"),
             ("https://a.example:", "nothing else"),
             ("https://a.example:99999", "nothing else"),

@@ -4,7 +4,7 @@
 //! Each tells it in its own way, and passes on what clients send in the others' ways: so the path that is asked says who
 //! asks, and nothing is guessed.
 
-use super::server::ConnectionPeer;
+use super::server::peer::ConnectionPeer;
 use super::service::{ProxyService, classify_verdict};
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};

@@ -1,16 +1,17 @@
-//! What holds for any bytes at all. The suite draws some at random, `fuzz/` looks for the others.
+//! Properties of the proxy's parsers for arbitrary bytes, checked by the tests and by the targets
+//! in `fuzz/`.
 
 use crate::policy::{JsonPointer, PolicyTable};
 use crate::proxy::http::headers::{self, AddressText, ForwardingContext};
+use crate::proxy::http::hop_by_hop;
 use crate::proxy::http::inbound_request::InboundRequest;
-use crate::proxy::http::request_validation;
 use crate::proxy::http::response_cost::JsonPointerScanner;
 use crate::proxy::server::accept::proxy_header::properties as proxy_header;
 use crate::proxy::server::frame_limits::FrameScanner;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version, header};
 use std::net::IpAddr;
 
-/// Fields that an upstream must not get, or no more than once.
+/// Headers that must not reach an upstream unless the proxy rebuilds them.
 const HOP_BY_HOP_FIELDS: [&str; 7] = [
     "connection",
     "keep-alive",
@@ -21,8 +22,8 @@ const HOP_BY_HOP_FIELDS: [&str; 7] = [
     "expect",
 ];
 
-/// A request that passes the gate and is made into the upstream's can be read in one way only. `bytes` are lines:
-/// method and target, then fields; the first byte chooses version and peer.
+/// A request that passes validation is unambiguous when it is forwarded. `bytes` are lines: method
+/// and target, then headers. The first byte selects version and peer.
 pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
     let Some((choice, rest)) = bytes.split_first() else {
         return;
@@ -72,6 +73,27 @@ pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
         "{}",
         parts.method
     );
+    check_framing(fields);
+    check_hop_by_hop_headers(&before, fields, wants_upgrade);
+    assert!(
+        occurs_at_most_once(fields, "x-forwarded-for") && occurs_at_most_once(fields, "forwarded")
+    );
+    let chain = fields
+        .get("x-forwarded-for")
+        .map(HeaderValue::as_bytes)
+        .unwrap_or_default();
+    assert!(chain.ends_with(peer.to_string().as_bytes()), "{fields:?}");
+    if peer == IpAddr::from([203, 0, 113, 7]) {
+        assert_eq!(
+            (inbound.client.ip, chain),
+            (peer, peer.to_string().as_bytes()),
+            "an untrusted peer cannot name another client"
+        );
+    }
+}
+
+/// The body of the forwarded request has exactly one valid framing.
+fn check_framing(fields: &HeaderMap) {
     assert!(
         occurs_at_most_once(fields, "content-length")
             && occurs_at_most_once(fields, "transfer-encoding")
@@ -92,6 +114,10 @@ pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
             "{coding:?}"
         );
     }
+}
+
+/// Hop-by-hop headers in `before` are removed or rebuilt.
+fn check_hop_by_hop_headers(before: &HeaderMap, fields: &HeaderMap, wants_upgrade: bool) {
     for name in HOP_BY_HOP_FIELDS {
         let is_rebuilt = match name {
             "te" => true,
@@ -106,7 +132,7 @@ pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
     for option in before
         .get_all(header::CONNECTION)
         .iter()
-        .flat_map(request_validation::connection_options)
+        .flat_map(hop_by_hop::connection_options)
     {
         let is_replaced = fields
             .get_all(&option)
@@ -117,28 +143,13 @@ pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
             "{option} in {fields:?}"
         );
     }
-    assert!(
-        occurs_at_most_once(fields, "x-forwarded-for") && occurs_at_most_once(fields, "forwarded")
-    );
-    let chain = fields
-        .get("x-forwarded-for")
-        .map(HeaderValue::as_bytes)
-        .unwrap_or_default();
-    assert!(chain.ends_with(peer.to_string().as_bytes()), "{fields:?}");
-    if peer == IpAddr::from([203, 0, 113, 7]) {
-        assert_eq!(
-            (inbound.client.ip, chain),
-            (peer, peer.to_string().as_bytes()),
-            "a stranger says nothing of others"
-        );
-    }
 }
 
 fn occurs_at_most_once(fields: &HeaderMap, name: &str) -> bool {
     fields.get_all(name).iter().count() <= 1
 }
 
-/// What we write ourselves may be what was there.
+/// Headers that the proxy writes may equal the received ones.
 fn is_written_by_proxy(name: &HeaderName) -> bool {
     matches!(
         *name,
@@ -171,8 +182,8 @@ fn parse_head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
     Some(parts)
 }
 
-/// A number in JSON is found as a parser of the whole finds it, however the bytes are cut. The first byte chooses
-/// where to cut.
+/// The scanner finds the same JSON number as a full parser, however the bytes are split. The first
+/// byte selects the chunk size.
 pub fn check_json_number(bytes: &[u8]) {
     let Some((step, document)) = bytes.split_first() else {
         return;
@@ -200,8 +211,8 @@ pub fn check_json_number(bytes: &[u8]) {
     }
 }
 
-/// A PROXY header is read as it was meant, and everything else is none. The first byte chooses whether the others are
-/// one, or what one is made of.
+/// PROXY headers are parsed and other bytes are rejected. The first byte selects arbitrary bytes or
+/// a generated header.
 pub fn check_proxy_header(bytes: &[u8]) {
     match bytes.split_first() {
         Some((0, bytes)) => proxy_header::check_incremental_parsing(bytes),
@@ -210,7 +221,7 @@ pub fn check_proxy_header(bytes: &[u8]) {
     }
 }
 
-/// Frames are found where they are, however the bytes are cut.
+/// The number of costly frames does not depend on how the bytes are split.
 pub fn check_frames(bytes: &[u8]) {
     let Some((step, bytes)) = bytes.split_first() else {
         return;

@@ -12,7 +12,7 @@ pub(in crate::proxy) mod grpc;
 )]
 mod messages;
 
-use super::server::ConnectionPeer;
+use super::server::peer::ConnectionPeer;
 use super::service::{ProxyService, classify_verdict};
 use crate::enforcer::{CallVerdict, DescriptorVerdict, ReportedLimit, RequestOutcome, Verdict};
 use crate::policy::{Descriptor, RateLimitHeaderSettings, RejectResponse};

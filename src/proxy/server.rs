@@ -1,205 +1,84 @@
-//! The front door: accepts connections and spreads them over the workers, until told to stop.
+//! Accepts client connections and distributes them over the worker threads until shutdown.
 //!
-//! Each worker is a thread with a runtime of its own; a connection and all its requests stay on the
-//! thread that got it. The kernel's own spreading (`SO_REUSEPORT`) goes by a hash of addresses, which
-//! is unfair to the few, long-lived connections of an ingress: so one acceptor gives each connection
-//! to the worker that has the fewest.
+//! Each worker is a thread with its own runtime. A connection and all its requests stay on one
+//! worker. One acceptor per listener assigns each connection to the worker with the fewest
+//! connections. `SO_REUSEPORT` was rejected: the kernel distributes by address hash, which is
+//! uneven for the few long-lived connections of an ingress.
 
 pub(in crate::proxy) mod accept;
-pub(in crate::proxy) mod allocator_trim;
-pub(in crate::proxy) mod connection;
+mod allocator_trim;
+mod connection;
 pub(in crate::proxy) mod connection_timeouts;
+mod dispatch;
 pub(in crate::proxy) mod frame_limits;
+pub(in crate::proxy) mod handler;
+pub(in crate::proxy) mod handshake_error;
 pub(in crate::proxy) mod lazy_timer;
-pub(in crate::proxy) mod listener;
-pub(in crate::proxy) mod transport;
-use futures_util::future::{join_all, select_all};
-use http::{Request, Response, StatusCode};
-use std::cell::RefCell;
-use std::collections::HashMap;
+mod listener;
+pub(in crate::proxy) mod load;
+mod monitored_socket;
+pub(in crate::proxy) mod peer;
+pub(in crate::proxy) mod shutdown;
+mod transport;
+mod worker;
+
+use futures_util::future::select_all;
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
-use std::time::Duration;
-use tokio::runtime::{Builder, LocalOptions};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
-use tokio::task::{JoinError, JoinSet};
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::sync::watch;
+use tokio::time::sleep;
 
-use super::{ListenSettings, ShutdownSettings};
-use crate::listen::{BoundSocket, ListenAddress, SocketListener};
-use crate::proxy::http::body::{RequestBody, ResponseBody};
-use crate::proxy::http::headers::AddressText;
-use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::server::accept::{HandshakeAcceptor, HandshakeError};
-use crate::proxy::server::allocator_trim::AllocatorTrim;
-use crate::proxy::server::connection::{HttpProtocols, serve_connection};
-use crate::proxy::server::connection_timeouts::ConnectionMonitor;
-use crate::proxy::server::listener::AcceptedSocket;
-use crate::proxy::server::transport::RawSocket;
-use crate::telemetry::metrics::WorkerMetrics;
-use crate::tls::{self, CertificateSubject};
+use crate::listen::ListenAddress;
+use crate::proxy::server::dispatch::{ListenerAcceptor, PendingConnections};
+use crate::proxy::server::handler::RequestHandler;
+use crate::proxy::server::listener::ServerListener;
+use crate::proxy::server::load::ServerLoad;
+use crate::proxy::server::shutdown::{ShutdownSignal, drain, wait_for_signal};
+use crate::proxy::server::worker::{WorkerThread, wait_until_ready};
+use crate::proxy::settings::{ListenSettings, ListenerKind, ShutdownSettings};
+use crate::tls::ReloadableServerTls;
 
-/// Accepted connections that a worker has not yet taken.
-const WORKER_QUEUE_CAPACITY: usize = 256;
-/// When the process has no file descriptors left, others have to close some first.
-const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
-/// Threads per worker for looking up names; a lookup may hang for long after we gave it up.
-const DNS_LOOKUP_THREADS: usize = 16;
-
-/// Answers requests.
-pub trait RequestHandler: 'static {
-    /// Answers one request. The future is dropped when the client leaves. `interim` takes what comes before the answer.
-    fn handle(
-        self: Rc<Self>,
-        request: Request<RequestBody>,
-        peer: Arc<ConnectionPeer>,
-        interim: InformationalForwarder,
-    ) -> impl Future<Output = Response<ResponseBody>> + 'static;
-
-    /// A connection ended before its first request.
-    fn record_handshake_error(&self, _fault: HandshakeError) {}
-
-    /// A head that could not be read to its end was answered with this.
-    fn record_unreadable_request(&self, _status: StatusCode, _peer: &ConnectionPeer) {}
-
-    /// Where this worker counts.
-    fn metrics_shard(&self) -> Option<Arc<WorkerMetrics>> {
-        None
-    }
-
-    /// What has to be said when no request is left. The worker ends after it.
-    fn finish(&self) -> impl Future<Output = ()> {
-        std::future::ready(())
-    }
-}
-
-/// What is asked on an address.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ListenerKind {
-    /// Requests to be forwarded.
-    #[default]
-    Proxy,
-    /// Calls of Envoy's rate-limit service.
-    RateLimitService,
-    /// Whether a request that somebody else forwards may pass.
-    ExtAuthz,
-}
-
-impl ListenerKind {
-    /// Whether anybody may come, and not only proxies of our own.
-    pub(super) fn is_public(self) -> bool {
-        self == Self::Proxy
-    }
-}
-
-/// The other end of a connection.
-#[derive(Debug)]
-pub struct ConnectionPeer {
-    pub listener_kind: ListenerKind,
-    /// An IPv4 client of an IPv6 socket appears as IPv4, one of a Unix socket as 127.0.0.1. What a PROXY header says
-    /// takes the place of the socket's own.
-    pub addr: SocketAddr,
-    pub is_tls: bool,
-    /// Whom the certificate is about that the client has shown.
-    pub certificate_subject: Option<CertificateSubject>,
-    /// The address as forwarding fields have it, printed once.
-    pub(super) address_text: AddressText,
-}
-
-impl ConnectionPeer {
-    pub(super) fn new(addr: SocketAddr) -> Self {
-        let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
-        Self {
-            listener_kind: ListenerKind::Proxy,
-            addr,
-            is_tls: false,
-            certificate_subject: None,
-            address_text: AddressText::new(addr.ip()),
-        }
-    }
-}
-
-/// What the server is asked to do; it only ever goes forward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum ShutdownSignal {
-    Run,
-    /// Finish what is in flight, as [`ShutdownSettings`] say.
-    Drain,
-    /// End at once.
-    Immediate,
-}
-
-/// Addresses that are ours; nobody can connect until [`Server::run`].
+/// Bound listeners. Clients cannot connect before [`ProxyServer::run`].
 #[derive(Debug)]
 pub struct ProxyServer {
-    /// At least one.
+    /// Workers refer to a listener by its index here.
     listeners: Vec<ServerListener>,
     threads: usize,
     load: ServerLoad,
 }
 
-/// One of the addresses.
-#[derive(Debug)]
-struct ServerListener {
-    kind: ListenerKind,
-    socket: BoundSocket,
-    settings: ListenSettings,
-    tls: tls::ReloadableServerTls,
-}
-
-/// How busy the server is.
-#[derive(Clone, Debug)]
-pub struct ServerLoad(Arc<LoadCounters>);
-
-#[derive(Debug)]
-struct LoadCounters {
-    open_connections: Box<[AtomicUsize]>,
-    panics: AtomicU64,
-    connection_limit_hits: AtomicU64,
-}
-
 impl ProxyServer {
-    /// Takes the proxy's address. `tls` may change while it runs.
+    /// Binds the proxy listener. `tls` may be replaced while the server runs.
     ///
     /// # Errors
-    /// When the address is taken, not ours, or not allowed.
-    pub fn bind(settings: &ListenSettings, tls: tls::ReloadableServerTls) -> io::Result<Self> {
+    /// Fails if the address is in use, not local, or not permitted.
+    pub fn bind(settings: &ListenSettings, tls: ReloadableServerTls) -> io::Result<Self> {
         let mut server = Self::with_threads(settings.threads);
         server.add_listener(ListenerKind::Proxy, settings, tls)?;
         Ok(server)
     }
 
-    /// With so many workers, at least 1, and no address yet.
+    /// Creates a server with `threads` workers, at least 1, and no listener.
     pub fn with_threads(threads: usize) -> Self {
         let threads = threads.max(1);
-        let open_connections = (0..threads).map(|_| AtomicUsize::new(0)).collect();
-        let load = ServerLoad(Arc::new(LoadCounters {
-            open_connections,
-            panics: AtomicU64::new(0),
-            connection_limit_hits: AtomicU64::new(0),
-        }));
         Self {
             listeners: Vec::new(),
             threads,
-            load,
+            load: ServerLoad::new(threads),
         }
     }
 
-    /// Takes one more address, for the same workers. Returns where it listens: the port that the system chose if none
-    /// was asked for.
+    /// Binds one more listener for the same workers. Returns its address, with the port that the
+    /// system chose for port 0.
     ///
     /// # Errors
-    /// As [`Server::bind`].
+    /// Fails as [`ProxyServer::bind`] does.
     pub fn add_listener(
         &mut self,
         kind: ListenerKind,
         settings: &ListenSettings,
-        tls: tls::ReloadableServerTls,
+        tls: ReloadableServerTls,
     ) -> io::Result<ListenAddress> {
         let socket = listener::bind(&settings.address)?;
         let address = socket.address()?;
@@ -212,37 +91,40 @@ impl ProxyServer {
         Ok(address)
     }
 
-    /// Where the first address is: the port that the system chose if none was asked for.
+    /// Address of the first listener, with the port that the system chose for port 0.
     ///
     /// # Errors
-    /// When the socket has none, which no system is known to say of a bound socket.
+    /// Fails if the server has no listener, or if the system cannot report the socket's address.
     pub fn address(&self) -> io::Result<ListenAddress> {
         let first = self
             .listeners
             .first()
-            .ok_or_else(|| io::Error::other("no address"))?;
+            .ok_or_else(|| io::Error::other("the server has no listener"))?;
         first.socket.address()
     }
 
-    /// Lets clients connect; they wait in the kernel until they are accepted.
+    /// Starts listening. Connections wait in the kernel's backlog until they are accepted.
     pub(super) fn listen(&self) -> io::Result<()> {
         self.listeners
             .iter()
             .try_for_each(|listener| listener.socket.listen(listener::BACKLOG))
     }
 
-    /// The live counts of connections, for metrics.
+    /// Live counters, for metrics.
     pub fn load(&self) -> ServerLoad {
         self.load.clone()
     }
 
-    /// Serves until `stop` says otherwise, or its sender is gone, which counts as [`ShutdownSignal::Drain`].
-    /// `make_handler` runs once in each worker's runtime with the worker's index; when all handlers are
-    /// there clients can connect, and `on_listening` is called. Returns how many connections were cut
-    /// at the end.
+    /// Serves until `shutdown_signal` requests shutdown. A dropped sender counts as
+    /// [`ShutdownSignal::Drain`].
+    ///
+    /// `make_handler` runs once in each worker's runtime, with the worker's index. When all
+    /// handlers are ready, the server starts listening and calls `on_listening`.
+    ///
+    /// Returns the number of connections that were cut at the end.
     ///
     /// # Errors
-    /// When a worker cannot be started or dies.
+    /// Fails if a worker cannot start or dies.
     pub async fn run<H, M, F>(
         self,
         make_handler: M,
@@ -278,512 +160,36 @@ impl ProxyServer {
         let acceptors =
             listeners.map(|(index, listener)| ListenerAcceptor::new(index, listener, &workers));
         let mut acceptors = acceptors.collect::<io::Result<Vec<_>>>()?;
-        let drain = async {
+        let drain_delay_over = async {
             wait_for_signal(&mut drain_signal, ShutdownSignal::Drain).await;
             sleep(shutdown.delay).await;
         };
+        let running = acceptors
+            .iter_mut()
+            .map(|acceptor| Box::pin(acceptor.run(&self.load)));
+        let first_failure = select_all(running);
         let accept_error = tokio::select! {
             biased;
             () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => None,
-            () = drain => None,
-            (error, ..) = select_all(acceptors.iter_mut().map(|one| Box::pin(one.run(&self.load)))) => Some(error),
+            () = drain_delay_over => None,
+            (error, ..) = first_failure => Some(error),
         };
         let pending: Vec<PendingConnections> = acceptors
             .into_iter()
             .map(ListenerAcceptor::into_pending_connections)
             .collect();
-        // The listener is closed. A worker may be busy, but nobody waits for it longer than for the rest of the end.
-        let drain_started = Instant::now();
-        tokio::select! {
-            biased;
-            () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => {}
-            dispatched = timeout(shutdown.grace, join_all(pending.into_iter().map(|rest| rest.dispatch_all(&self.load)))) => {
-                if dispatched.is_err() {
-                    tracing::warn!("no worker took the last connections in time");
-                }
-            }
-        }
-        // Workers see the end of their queues, and finish what they have.
-        let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
-        let mut joined_workers = tokio::task::spawn_blocking(|| {
-            threads
-                .into_iter()
-                .map(JoinHandle::join)
-                .collect::<Vec<_>>()
-        });
-        let joined_in_time = tokio::select! {
-            biased;
-            () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => None,
-            ended = timeout_at(drain_started + shutdown.grace, &mut joined_workers) => ended.ok(),
-        };
-        let counts = match joined_in_time {
-            Some(counts) => counts,
-            None => {
-                cut.send_replace(true);
-                joined_workers.await
-            }
-        };
+        let drained = drain(
+            pending,
+            workers,
+            &self.load,
+            shutdown.grace,
+            shutdown_signal,
+            &cut,
+        )
+        .await;
         match accept_error {
             Some(error) => Err(error),
-            None => counts?
-                .into_iter()
-                .map(|count| count.map_err(|_panic| worker_died_error()))
-                .sum(),
+            None => drained,
         }
-    }
-}
-
-/// Waits until the server is asked for `what`, or more.
-async fn wait_for_signal(signal: &mut watch::Receiver<ShutdownSignal>, at_least: ShutdownSignal) {
-    // Nobody left to say more: drain, but do not hurry.
-    if signal
-        .wait_for(|current| *current >= at_least)
-        .await
-        .is_err()
-        && at_least > ShutdownSignal::Drain
-    {
-        std::future::pending().await
-    }
-}
-
-fn worker_died_error() -> io::Error {
-    io::Error::other("a worker thread died")
-}
-
-impl ServerLoad {
-    /// Connections that are open now.
-    pub fn open_connections(&self) -> usize {
-        self.0
-            .open_connections
-            .iter()
-            .map(|live| live.load(Ordering::Relaxed))
-            .sum()
-    }
-
-    /// Connections, and requests by HTTP/2, that ended in a panic; each is a bug.
-    pub fn panics(&self) -> u64 {
-        self.0.panics.load(Ordering::Relaxed)
-    }
-
-    /// How often `max_connections` were open, and new ones had to wait.
-    pub fn connection_limit_hits(&self) -> u64 {
-        self.0.connection_limit_hits.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn record_panic(&self) {
-        self.0.panics.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn worker_connections(&self, worker: usize) -> usize {
-        self.0
-            .open_connections
-            .get(worker)
-            .map_or(usize::MAX, |live| live.load(Ordering::Relaxed))
-    }
-}
-
-/// A connection on its way to a worker, and counted until its end.
-struct QueuedConnection {
-    /// The place of the address among the server's.
-    listener_index: usize,
-    socket: AcceptedSocket,
-    addr: SocketAddr,
-    count_guard: ConnectionCountGuard,
-}
-
-struct ConnectionCountGuard {
-    load: ServerLoad,
-    worker: usize,
-    _permit: OwnedSemaphorePermit,
-}
-
-impl ConnectionCountGuard {
-    fn new(load: &ServerLoad, worker: usize, permit: OwnedSemaphorePermit) -> Self {
-        if let Some(live) = load.0.open_connections.get(worker) {
-            live.fetch_add(1, Ordering::Relaxed);
-        }
-        Self {
-            load: load.clone(),
-            worker,
-            _permit: permit,
-        }
-    }
-}
-
-impl Drop for ConnectionCountGuard {
-    fn drop(&mut self) {
-        if let Some(live) = self.load.0.open_connections.get(self.worker) {
-            live.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-}
-
-struct ListenerAcceptor {
-    listener_index: usize,
-    listener: SocketListener,
-    connection_slots: Arc<Semaphore>,
-    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
-    is_failing: bool,
-    /// Accepted, and no worker has taken it yet.
-    unassigned: Option<UnassignedConnection>,
-}
-
-type UnassignedConnection = (AcceptedSocket, SocketAddr, OwnedSemaphorePermit);
-
-/// What was accepted before the listener was closed, and no worker has yet.
-struct PendingConnections {
-    listener_index: usize,
-    connections: Vec<UnassignedConnection>,
-    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
-}
-
-impl ListenerAcceptor {
-    fn new(
-        listener_index: usize,
-        listener: ServerListener,
-        workers: &[WorkerThread],
-    ) -> io::Result<Self> {
-        Ok(Self {
-            listener_index,
-            listener: listener.socket.into_listener()?,
-            connection_slots: Arc::new(Semaphore::new(
-                listener
-                    .settings
-                    .max_connections
-                    .clamp(1, Semaphore::MAX_PERMITS),
-            )),
-            worker_queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
-            is_failing: false,
-            unassigned: None,
-        })
-    }
-
-    /// Returns when a worker is gone.
-    async fn run(&mut self, load: &ServerLoad) -> io::Error {
-        loop {
-            let Some(permit) = self.acquire_slot(load).await else {
-                return worker_died_error();
-            };
-            let (socket, addr) = self.accept().await;
-            // Who is told to end while a worker's queue is full still has it.
-            self.unassigned = Some((socket, addr, permit));
-            if !dispatch_connection(
-                &self.worker_queues,
-                load,
-                self.listener_index,
-                &mut self.unassigned,
-            )
-            .await
-            {
-                return worker_died_error();
-            }
-        }
-    }
-
-    /// Takes what the kernel has completed by now, as far as there is room, and closes the listener. These clients
-    /// may have sent a request, and closing would answer it with a reset.
-    fn into_pending_connections(self) -> PendingConnections {
-        let Self {
-            listener_index,
-            listener,
-            connection_slots,
-            worker_queues,
-            unassigned,
-            ..
-        } = self;
-        let mut connections = Vec::from_iter(unassigned);
-        listener.drain_backlog(|socket, addr| {
-            let Ok(permit) = Arc::clone(&connection_slots).try_acquire_owned() else {
-                return false;
-            };
-            connections.push((socket, addr, permit));
-            true
-        });
-        PendingConnections {
-            listener_index,
-            connections,
-            worker_queues,
-        }
-    }
-
-    /// Without room for it, a connection is better off in the kernel's backlog.
-    async fn acquire_slot(&self, load: &ServerLoad) -> Option<OwnedSemaphorePermit> {
-        if let Ok(permit) = Arc::clone(&self.connection_slots).try_acquire_owned() {
-            return Some(permit);
-        }
-        load.0.connection_limit_hits.fetch_add(1, Ordering::Relaxed);
-        Arc::clone(&self.connection_slots)
-            .acquire_owned()
-            .await
-            .ok()
-    }
-
-    /// The next connection. Errors never end it: they are a lack of resources, or a client's haste.
-    async fn accept(&mut self) -> (AcceptedSocket, SocketAddr) {
-        loop {
-            match self.listener.accept().await {
-                Ok(accepted) => {
-                    if std::mem::take(&mut self.is_failing) {
-                        tracing::info!("connections can be accepted again");
-                    }
-                    return accepted;
-                }
-                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
-                Err(error) => {
-                    if !std::mem::replace(&mut self.is_failing, true) {
-                        tracing::error!(%error, "connections cannot be accepted");
-                    }
-                    sleep(ACCEPT_RETRY_DELAY).await;
-                }
-            }
-        }
-    }
-}
-
-impl PendingConnections {
-    async fn dispatch_all(self, load: &ServerLoad) {
-        for connection in self.connections {
-            if !dispatch_connection(
-                &self.worker_queues,
-                load,
-                self.listener_index,
-                &mut Some(connection),
-            )
-            .await
-            {
-                return;
-            }
-        }
-    }
-}
-
-/// Gives a connection to the worker with the fewest, which takes it out of `in_hand`. `false`: that worker is gone.
-async fn dispatch_connection(
-    worker_queues: &[mpsc::Sender<QueuedConnection>],
-    load: &ServerLoad,
-    listener_index: usize,
-    unassigned: &mut Option<UnassignedConnection>,
-) -> bool {
-    let Some((worker, queue)) = select_least_loaded_worker(worker_queues, load) else {
-        return false;
-    };
-    let Ok(queue_slot) = queue.reserve().await else {
-        return false;
-    };
-    if let Some((socket, addr, permit)) = unassigned.take() {
-        queue_slot.send(QueuedConnection {
-            listener_index,
-            socket,
-            addr,
-            count_guard: ConnectionCountGuard::new(load, worker, permit),
-        });
-    }
-    true
-}
-
-/// The worker with the fewest connections.
-fn select_least_loaded_worker<'q>(
-    worker_queues: &'q [mpsc::Sender<QueuedConnection>],
-    load: &ServerLoad,
-) -> Option<(usize, &'q mpsc::Sender<QueuedConnection>)> {
-    worker_queues
-        .iter()
-        .enumerate()
-        .min_by_key(|(worker, _)| load.worker_connections(*worker))
-}
-
-/// A thread that serves connections.
-struct WorkerThread {
-    thread: JoinHandle<usize>,
-    queue: mpsc::Sender<QueuedConnection>,
-    ready: oneshot::Receiver<io::Result<()>>,
-}
-
-impl WorkerThread {
-    fn spawn<H, M, F>(
-        index: usize,
-        listeners: &[ServerListener],
-        load: &ServerLoad,
-        make_handler: M,
-        cut: watch::Receiver<bool>,
-    ) -> io::Result<Self>
-    where
-        H: RequestHandler,
-        M: Fn(usize) -> F + Send + 'static,
-        F: Future<Output = Rc<H>> + 'static,
-    {
-        let (queue, queued) = mpsc::channel(WORKER_QUEUE_CAPACITY);
-        let (ready_tx, ready) = oneshot::channel();
-        let load = load.clone();
-        let listener_configs: Vec<_> = listeners
-            .iter()
-            .map(|listener| {
-                (
-                    listener.kind,
-                    HandshakeAcceptor::new(&listener.settings, &listener.tls),
-                    listener.settings.clone(),
-                )
-            })
-            .collect();
-        let thread = std::thread::Builder::new()
-            .name(format!("tidegate-worker-{index}"))
-            .spawn(move || {
-                let runtime = match Builder::new_current_thread()
-                    .enable_all()
-                    .max_blocking_threads(DNS_LOOKUP_THREADS)
-                    .build_local(LocalOptions::default())
-                {
-                    Ok(runtime) => runtime,
-                    Err(error) => {
-                        drop(ready_tx.send(Err(error)));
-                        return 0;
-                    }
-                };
-                let cut = runtime.block_on(async {
-                    let handler = make_handler(index).await;
-                    drop(ready_tx.send(Ok(())));
-                    let allocator_trim = Rc::<AllocatorTrim>::default();
-                    let worker_listeners =
-                        listener_configs
-                            .into_iter()
-                            .map(|(kind, acceptor, settings)| {
-                                let allocator_trim = Rc::clone(&allocator_trim);
-                                let protocols = Rc::new(HttpProtocols::new(
-                                    &settings,
-                                    kind,
-                                    load.clone(),
-                                    allocator_trim,
-                                ));
-                                WorkerListener {
-                                    kind,
-                                    acceptor: acceptor.into(),
-                                    protocols,
-                                }
-                            });
-                    let cut = run_worker(
-                        Rc::clone(&handler),
-                        worker_listeners.collect(),
-                        queued,
-                        cut,
-                        &load,
-                    )
-                    .await;
-                    // Connections that were cut let go of their requests.
-                    tokio::task::yield_now().await;
-                    handler.finish().await;
-                    cut
-                });
-                // Dropping it would wait for lookups that nobody needs any more.
-                runtime.shutdown_background();
-                cut
-            })?;
-        Ok(Self {
-            thread,
-            queue,
-            ready,
-        })
-    }
-}
-
-async fn wait_until_ready(workers: &mut [WorkerThread]) -> io::Result<()> {
-    for worker in workers {
-        (&mut worker.ready)
-            .await
-            .unwrap_or_else(|_dropped| Err(worker_died_error()))?;
-    }
-    Ok(())
-}
-
-/// How connections of one address come in and are served, on one worker.
-struct WorkerListener {
-    kind: ListenerKind,
-    acceptor: Rc<HandshakeAcceptor>,
-    protocols: Rc<HttpProtocols>,
-}
-
-/// A worker's life. Returns how many connections were cut.
-async fn run_worker<H: RequestHandler>(
-    handler: Rc<H>,
-    listeners: Vec<WorkerListener>,
-    mut queued: mpsc::Receiver<QueuedConnection>,
-    mut cut: watch::Receiver<bool>,
-    load: &ServerLoad,
-) -> usize {
-    let mut connections = JoinSet::new();
-    let monitors: Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>> = Rc::default();
-    let mut last_id = 0;
-    loop {
-        tokio::select! {
-            next = queued.recv() => {
-                let Some(next) = next else { break };
-                let Some(WorkerListener { kind, acceptor, protocols }) = listeners.get(next.listener_index) else { continue };
-                let monitor = ConnectionMonitor::new(protocols.timeouts(), handler.metrics_shard());
-                last_id += 1;
-                monitors.borrow_mut().insert(last_id, Rc::clone(&monitor));
-                let registration = MonitorRegistration { monitors: Rc::clone(&monitors), id: last_id };
-                let (handler, protocols) = (Rc::clone(&handler), Rc::clone(protocols));
-                let (kind, acceptor) = (*kind, Rc::clone(acceptor));
-                connections.spawn_local(async move {
-                    let _registration = registration;
-                    let QueuedConnection { socket, addr, count_guard: _counted, .. } = next;
-                    let socket = match socket.into_client_stream() {
-                        Ok(socket) => RawSocket::new(socket, Rc::clone(&monitor)),
-                        Err(error) => return tracing::debug!(%error, "a connection ended before it began"),
-                    };
-                    match acceptor.accept(socket, addr).await {
-                        Ok(mut connection) => {
-                            connection.peer.listener_kind = kind;
-                            serve_connection(connection, handler, protocols, monitor).await;
-                        }
-                        Err(failed) => {
-                            if let Some(fault) = failed.fault {
-                                handler.record_handshake_error(fault);
-                            }
-                            Box::pin(failed.close()).await;
-                        }
-                    }
-                });
-            }
-            Some(ended) = connections.join_next() => record_connection_end(ended, load),
-            _ = cut.wait_for(|cut| *cut) => return count_unfinished(connections),
-        }
-    }
-    for monitor in monitors.borrow().values() {
-        monitor.start_drain();
-    }
-    loop {
-        tokio::select! {
-            biased;
-            ended = connections.join_next() => match ended {
-                Some(ended) => record_connection_end(ended, load),
-                None => return 0,
-            },
-            _ = cut.wait_for(|cut| *cut) => return count_unfinished(connections),
-        }
-    }
-}
-
-fn count_unfinished(mut connections: JoinSet<()>) -> usize {
-    while connections.try_join_next().is_some() {}
-    connections.len()
-}
-
-/// A panic ends its own connection only, but must not pass unseen.
-fn record_connection_end(ended: Result<(), JoinError>, load: &ServerLoad) {
-    if let Err(error) = ended {
-        load.record_panic();
-        tracing::error!(%error, "a connection ended in a panic");
-    }
-}
-
-/// Takes a connection off the list of those to be told of the end.
-struct MonitorRegistration {
-    monitors: Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>>,
-    id: u64,
-}
-
-impl Drop for MonitorRegistration {
-    fn drop(&mut self) {
-        self.monitors.borrow_mut().remove(&self.id);
     }
 }

@@ -1,8 +1,11 @@
 //! One request, top to bottom. The order is the documentation.
 
-use super::server::{ConnectionPeer, ListenerKind, RequestHandler, ShutdownSignal};
+use super::server::handler::RequestHandler;
+use super::server::peer::ConnectionPeer;
+use super::server::shutdown::ShutdownSignal;
+use super::settings::{ListenSettings, ListenerKind};
 use super::upstream::{UpstreamClient, UpstreamError, UpstreamErrorKind};
-use super::{ListenSettings, RequestBody, ResponseBody};
+use super::{RequestBody, ResponseBody};
 use crate::enforcer::{
     ConcurrencySlotGuard, Enforcer, EstimatedCharge, ReportedLimit, RequestOutcome, Verdict,
 };
@@ -17,7 +20,7 @@ use crate::proxy::http::rate_limit_headers;
 use crate::proxy::http::request_validation::RequestTarget;
 use crate::proxy::http::response_cost::CostMeter;
 use crate::proxy::http::upgrade::UpgradeRequest;
-use crate::proxy::server::accept::HandshakeError;
+use crate::proxy::server::handshake_error::HandshakeError;
 use crate::telemetry::LogSettings;
 use crate::telemetry::metrics::{DecisionSource, RequestDecision, WorkerMetrics};
 use crate::telemetry::trace::{self, RequestRecording, TraceContext, TraceId, Tracer};

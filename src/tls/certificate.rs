@@ -1,4 +1,4 @@
-//! What stands in a certificate, as far as it matters to us.
+//! Parser of the certificate fields that the proxy uses.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 use x509_parser::certificate::X509Certificate;
@@ -7,31 +7,31 @@ use x509_parser::prelude::FromDer;
 use x509_parser::revocation_list::CertificateRevocationList;
 use x509_parser::time::ASN1Time;
 
-/// The names and the validity of one certificate.
+/// Names and validity of a certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ParsedCertificate {
-    /// DNS names that it is valid for, in lower case; `*.example.com` for all names one level below.
+    /// DNS names, in lower case. `*.example.com` covers all names one level below.
     pub dns_names: Vec<Box<str>>,
     pub subject: CertificateSubject,
-    /// First and last second of its validity, since the Unix epoch.
+    /// First and last second of validity, in seconds since the Unix epoch.
     pub validity_s: (u64, u64),
 }
 
-/// Whom a certificate is about.
+/// Subject of a certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CertificateSubject {
-    /// Of the subject alternative names the first URI (a SPIFFE ID is one), else the first DNS name, else the first
-    /// e-mail address, else the first IP address; as written in the certificate.
+    /// Preferred subject alternative name, as written in the certificate: the first URI (such as a
+    /// SPIFFE ID), else the first DNS name, e-mail address or IP address.
     pub san: Option<Box<str>>,
-    /// The first common name, if it is a text (UTF-8, printable, numeric or IA5).
+    /// First common name, if it is a text (UTF-8, printable, numeric or IA5).
     pub cn: Option<Box<str>>,
 }
 
 impl ParsedCertificate {
-    /// Reads a certificate.
+    /// Parses a DER certificate.
     ///
     /// # Errors
-    /// Words that say what is wrong with it.
+    /// Returns a message that describes the problem.
     pub fn from_der(der: &[u8]) -> Result<Self, String> {
         let (_, certificate) = X509Certificate::from_der(der).map_err(|error| error.to_string())?;
         let names = match certificate.subject_alternative_name() {
@@ -63,21 +63,22 @@ impl ParsedCertificate {
     }
 }
 
-/// When a list of revoked certificates should have been replaced, in seconds since the Unix epoch, if it says so.
+/// Parses a certificate revocation list. Returns its next update in seconds since the Unix epoch,
+/// if stated.
 ///
 /// # Errors
-/// Words that say what is wrong with it.
+/// Returns a message that describes the problem.
 pub(super) fn parse_next_update(der: &[u8]) -> Result<Option<u64>, String> {
     let (_, list) = CertificateRevocationList::from_der(der).map_err(|error| error.to_string())?;
     Ok(list.next_update().map(to_unix_seconds))
 }
 
-/// Nobody cares how long before 1970.
+/// Times before 1970 become 0.
 fn to_unix_seconds(time: ASN1Time) -> u64 {
     u64::try_from(time.timestamp()).unwrap_or(0)
 }
 
-/// The most telling of several names.
+/// Selects the preferred name: URI, DNS name, e-mail address, then IP address.
 fn select_alternative_name(names: &[GeneralName<'_>]) -> Option<Box<str>> {
     let ranked = names.iter().filter_map(|name| match name {
         GeneralName::URI(uri) => Some((0, (*uri).into())),
@@ -86,7 +87,7 @@ fn select_alternative_name(names: &[GeneralName<'_>]) -> Option<Box<str>> {
         GeneralName::IPAddress(bytes) => Some((3, format_ip_address(bytes)?)),
         _ => None,
     });
-    // The first among equals.
+    // `min_by_key` returns the first of equal ranks.
     ranked.min_by_key(|(rank, _)| *rank).map(|(_, name)| name)
 }
 

@@ -1,22 +1,22 @@
-//! TLS towards a server: whom we trust, who we are, and what the server is called.
+//! TLS towards a server: configuration and the name to verify.
 
 use std::fmt;
 use std::sync::Arc;
 use tokio_rustls::rustls::ClientConfig;
 use tokio_rustls::rustls::pki_types::{InvalidDnsNameError, ServerName};
 
-/// How TLS is spoken to a server.
+/// TLS client settings for one server.
 #[derive(Clone)]
 pub struct ClientTls {
     config: Arc<ClientConfig>,
     server_name: Option<ServerName<'static>>,
-    /// Stands for the texts that it was made of.
+    /// Digest of the configured texts, for comparison.
     digest: [u8; 32],
 }
 
 impl ClientTls {
-    /// Certificates are checked against `server_name` if there is one, else against the address that is connected to.
-    /// `digest` differs whenever the others do.
+    /// Certificates are verified against `server_name`, or without one against the address
+    /// connected to. `digest` must differ whenever the other arguments do.
     pub fn new(
         config: ClientConfig,
         server_name: Option<ServerName<'static>>,
@@ -29,15 +29,15 @@ impl ClientTls {
         }
     }
 
-    /// As it was made, without protocols to offer.
+    /// Client configuration, without ALPN protocols.
     pub fn config(&self) -> &Arc<ClientConfig> {
         &self.config
     }
 
-    /// What the certificate of `host` is checked against.
+    /// Name that the certificate of `host` is verified against.
     ///
     /// # Errors
-    /// When a certificate can't be for such a name.
+    /// Fails if no certificate can be valid for `host`.
     pub fn server_name_for(&self, host: &str) -> Result<ServerName<'static>, InvalidDnsNameError> {
         match &self.server_name {
             Some(name) => Ok(name.clone()),

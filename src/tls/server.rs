@@ -1,4 +1,4 @@
-//! TLS towards clients: which certificates we show, and which of theirs we ask for.
+//! TLS towards clients: server certificates and client authentication.
 
 use super::certificate::{self, ParsedCertificate};
 use super::{parse_certificates, parse_private_key};
@@ -15,59 +15,59 @@ use tokio_rustls::rustls::server::{
 use tokio_rustls::rustls::sign::CertifiedKey;
 use tokio_rustls::rustls::{Error, ServerConfig};
 
-/// What clients are asked for.
+/// Client certificate requirement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClientAuth {
-    /// Nothing.
+    /// No certificate is requested.
     None,
-    /// A certificate, which may be missing but not be wrong.
+    /// A certificate is requested. It may be missing, but must be valid if present.
     Optional,
-    /// A certificate.
+    /// A valid certificate is required.
     Require,
 }
 
-/// Which certificates of clients are believed.
+/// Rules for client certificates.
 #[derive(Debug)]
 pub struct ClientAuthSettings {
     pub auth: ClientAuth,
-    /// What has to stand behind them: PEM; needed unless `auth` is [`ClientAuth::Retry`].
+    /// PEM trust roots. Required unless `auth` is [`ClientAuth::None`].
     pub ca: Option<Vec<u8>>,
-    /// What is not believed any more. `None`: nobody says so.
+    /// Revoked certificates. `None` disables the check.
     pub crl: Option<RevocationLists>,
 }
 
-/// Lists of certificates that their issuers have revoked.
+/// Certificate revocation lists.
 #[derive(Debug)]
 pub struct RevocationLists {
     lists: Vec<CertificateRevocationListDer<'static>>,
-    /// The earliest time at which one should have been replaced, in seconds since the Unix epoch.
+    /// Earliest next update of the lists, in seconds since the Unix epoch.
     pub expiry_s: Option<u64>,
 }
 
-/// What holds for new connections, replaced by a reload. `None`: cleartext.
+/// TLS settings for new connections, replaced by a reload. `None` for cleartext.
 pub type ReloadableServerTls = Arc<ArcSwapOption<ServerTls>>;
 
-/// A certificate that we show, with its chain and its key.
+/// Server certificate with its chain and its private key.
 #[derive(Clone)]
 pub struct ServerIdentity {
     key: Arc<CertifiedKey>,
-    /// The certificate itself; what stands behind it in the chain is for clients.
+    /// End-entity certificate of the chain.
     pub certificate: ParsedCertificate,
-    /// The earliest end in the chain, in seconds since the Unix epoch.
+    /// Earliest expiry in the chain, in seconds since the Unix epoch.
     pub expiry_s: u64,
     digest: [u8; 32],
 }
 
-/// How TLS is spoken with clients: one set of certificates, and one memory of sessions.
+/// TLS server settings: a set of certificates and one session ticket key.
 pub struct ServerTls {
     config: Arc<ServerConfig>,
-    /// Where each certificate came from, and when it ends.
+    /// Source and expiry of each certificate.
     certificate_expiries: Vec<(String, u64)>,
-    /// Stands for all that it was made of.
+    /// Digest of all inputs, for comparison.
     digest: [u8; 32],
 }
 
-/// What is wrong with a certificate and its key.
+/// Error in a certificate or its private key.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
     #[error("{0}")]
@@ -77,10 +77,10 @@ pub enum IdentityError {
 }
 
 impl ServerIdentity {
-    /// A chain, our own certificate first, and the key that belongs to it; both PEM.
+    /// Parses a PEM chain, own certificate first, and its PEM private key.
     ///
     /// # Errors
-    /// An [`IdentityError`] in words that show nothing of the key.
+    /// Returns an [`IdentityError`] that reveals nothing of the key.
     pub fn from_pem(chain_pem: &[u8], key_pem: &[u8]) -> Result<Self, IdentityError> {
         let chain = parse_certificates(chain_pem).map_err(IdentityError::Certificate)?;
         let mut parsed_certificates = chain.iter().map(|der| ParsedCertificate::from_der(der));
@@ -101,7 +101,7 @@ impl ServerIdentity {
                 Error::InconsistentKeys(_) => {
                     IdentityError::Key("the key is not that of the certificate".to_owned())
                 }
-                error => IdentityError::Key(format!("the key can't be used: {error}")),
+                error => IdentityError::Key(format!("the key cannot be used: {error}")),
             },
         )?;
         let digest = digest_texts([chain_pem, key_pem]);
@@ -117,7 +117,7 @@ impl ServerIdentity {
         self.certificate.dns_names.iter().any(|own| **own == *name)
     }
 
-    /// Whether a wildcard covers the name: it stands for one label.
+    /// Whether a wildcard covers the name. A wildcard stands for one label.
     fn has_wildcard_for(&self, name: &str) -> bool {
         let Some((_, parent)) = name.split_once('.') else {
             return false;
@@ -136,7 +136,7 @@ impl ServerIdentity {
     }
 }
 
-/// Keys show nothing of themselves.
+/// Omits the private key.
 impl fmt::Debug for ServerIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ServerIdentity")
@@ -147,12 +147,12 @@ impl fmt::Debug for ServerIdentity {
 
 impl RevocationLists {
     /// # Errors
-    /// Words that say what is wrong with the PEM text.
+    /// Returns a message that describes the problem in the PEM text.
     pub fn from_pem(pem: &[u8]) -> Result<Self, String> {
         let lists: Result<Vec<_>, _> = CertificateRevocationListDer::pem_slice_iter(pem).collect();
         let lists = lists.map_err(|error| error.to_string())?;
         if lists.is_empty() {
-            return Err("there is no PEM list of revoked certificates in it".to_owned());
+            return Err("there is no PEM certificate revocation list in it".to_owned());
         }
         let mut expiry = None;
         for list in &lists {
@@ -167,10 +167,11 @@ impl RevocationLists {
 }
 
 impl ServerTls {
-    /// `identities`: where each comes from, and what it is; the first is for clients that name no other.
+    /// `identities` are pairs of a source name and a certificate. The first one serves clients
+    /// without a matching server name.
     ///
     /// # Errors
-    /// Words that say what is wrong with the CA.
+    /// Returns a message that describes the problem with the client CA or its revocation lists.
     pub fn new(
         identities: Vec<(String, ServerIdentity)>,
         clients: &ClientAuthSettings,
@@ -206,12 +207,13 @@ impl ServerTls {
         })
     }
 
-    /// For the handshakes of new connections.
+    /// Configuration for handshakes of new connections.
     pub fn config(&self) -> Arc<ServerConfig> {
         Arc::clone(&self.config)
     }
 
-    /// Where each certificate came from, and when the first of its chain ends: seconds since the Unix epoch.
+    /// Source of each certificate and earliest expiry of its chain, in seconds since the Unix
+    /// epoch.
     pub fn certificate_expiries(&self) -> &[(String, u64)] {
         &self.certificate_expiries
     }
@@ -231,8 +233,8 @@ impl fmt::Debug for ServerTls {
     }
 }
 
-/// Each has its own key for tickets: a session that was begun under other rules is not resumed under these, as a
-/// resumption does not look at certificates again.
+/// Builds the configuration. Each one has its own ticket key: a session that began under other
+/// rules must not resume under these, because resumption does not verify certificates again.
 fn build_server_config(
     resolver: Arc<CertificateResolver>,
     clients: &ClientAuthSettings,
@@ -240,7 +242,7 @@ fn build_server_config(
     let provider = Arc::new(aws_lc_rs::default_provider());
     let verifier = match (clients.auth, &clients.ca) {
         (ClientAuth::None, _) => Arc::new(NoClientAuth),
-        (_, None) => return Err("there is no CA to check clients' certificates against".to_owned()),
+        (_, None) => return Err("there is no CA to verify client certificates".to_owned()),
         (auth, Some(pem)) => {
             let builder = WebPkiClientVerifier::builder_with_provider(
                 super::parse_root_certificates(pem)?.into(),
@@ -267,12 +269,13 @@ fn build_server_config(
         .with_client_cert_verifier(verifier)
         .with_cert_resolver(resolver);
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    // Kept by clients: a memory of ours would have to be bounded, and so be forgotten under load.
+    // Clients keep the tickets. A cache on the server would have to be bounded, and would forget
+    // sessions under load.
     config.ticketer = Ticketer::new().map_err(|error| error.to_string())?;
     Ok(config)
 }
 
-/// What we show to whom.
+/// Selects the certificate for a client.
 #[derive(Debug)]
 struct CertificateResolver(Vec<ServerIdentity>);
 
@@ -286,8 +289,9 @@ impl ResolvesServerCert for CertificateResolver {
 }
 
 impl CertificateResolver {
-    /// The first whose name is asked for, before one by wildcard, before the first of all. Among several for one name,
-    /// one whose kind of key the client knows. `name`: in lower case, as rustls has it.
+    /// Selects the first certificate with this exact name, then by wildcard, then the first of all.
+    /// Among the certificates for a name, prefers one with a key type that the client supports.
+    /// `name` is in lower case, as rustls provides it.
     fn select_identity(
         &self,
         name: &str,
@@ -309,7 +313,8 @@ impl CertificateResolver {
     }
 }
 
-/// Of several texts, so that nothing moves from one to the next unseen.
+/// Digests several texts. Each is hashed on its own, so that moving bytes from one text to the next
+/// changes the digest.
 fn digest_texts<'t>(texts: impl IntoIterator<Item = &'t [u8]>) -> [u8; 32] {
     let mut hash = Sha256::new();
     for text in texts {
@@ -361,12 +366,13 @@ mod tests {
         assert_eq!(
             selected_index("a.example.", &[ECDSA, ED25519]),
             1,
-            "the root's dot says nothing"
+            "a trailing dot is ignored"
         );
         assert_eq!(selected_index("a.example", &[ECDSA]), 2);
         assert_eq!(selected_index("b.example", &[ED25519]), 3);
         assert_eq!(selected_index("b.example", &[ECDSA]), 4);
-        // Nobody can be helped whose kind isn't there, and whose name isn't gets the first.
+        // Without a supported key type, the first matching certificate is selected. Without a
+        // matching name, it is the first of all.
         assert_eq!(
             (
                 selected_index("a.example", &[RSA]),

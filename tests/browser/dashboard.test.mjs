@@ -180,7 +180,7 @@ test('degraded: a Redis that is killed is told, aloud too, and so is its return'
       await row(page, 'api').getByRole('button').click();
       await page.locator('#policy input').first().fill('ann');
       await page.getByRole('button', { name: 'Look it up' }).click();
-      await shown(page, 'the store is away: where its keys stand is not known');
+      await shown(page, 'the store is unavailable: the counters cannot be read');
       await page.keyboard.press('Escape');
       redis.begin();
       await shown(page, 'All is well.');

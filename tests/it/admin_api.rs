@@ -463,12 +463,12 @@ async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
         .admin_request("GET", "/keys?policy=api&key=ann&key=pay")
         .send()
         .await;
-    assert!(assert_problem(&away, 503).contains("the store is away"));
+    assert!(assert_problem(&away, 503).contains("the store is unavailable"));
     let away = desk
         .authorized_request("DELETE", "/keys?policy=api&key=ann&key=pay")
         .send()
         .await;
-    assert!(assert_problem(&away, 503).contains("the store is away"));
+    assert!(assert_problem(&away, 503).contains("the store is unavailable"));
     let told = post_explain(
         &desk,
         json!({ "url": "/api/pay/1", "headers": { "x-user": "ann" } }),
@@ -483,7 +483,7 @@ async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
         desk.get_json("/overview").await["hints"][0]
             .as_str()
             .unwrap()
-            .contains("the store is away")
+            .contains("the store is unavailable")
     );
 }
 
@@ -576,7 +576,7 @@ async fn a_request_is_explained_by_the_active_policies_without_being_charged() {
         told["expected"]["why"]
             .as_str()
             .unwrap()
-            .contains("before any policy sees it"),
+            .contains("rejected before policies apply"),
         "{told}"
     );
 }
@@ -589,7 +589,7 @@ async fn invalid_requests_get_a_descriptive_problem() {
         (
             "/keys?policy=nope&key=x",
             404,
-            "no policy is called \"nope\"; there are all, api",
+            "unknown policy \"nope\"; expected one of all, api",
         ),
         (
             "/keys?policy=api&key=x",
@@ -613,7 +613,7 @@ async fn invalid_requests_get_a_descriptive_problem() {
             400,
             "unknown parameter \"x\"; expected no parameter",
         ),
-        ("/nowhere", 404, "there is nothing at /nowhere"),
+        ("/nowhere", 404, "/nowhere does not exist"),
         ("/policies/", 404, "/openapi.json"),
     ] {
         let detail = assert_problem(&desk.admin_request("GET", target).send().await, status);
@@ -629,7 +629,7 @@ async fn invalid_requests_get_a_descriptive_problem() {
             .body(body)
     };
     for (body, words) in [
-        ("", "the body is no JSON"),
+        ("", "the body is not JSON"),
         ("[]", "expected a JSON object"),
         ("{\"url\": 1}", "url: expected a text"),
         ("{}", "url is missing"),

@@ -281,7 +281,7 @@ async fn invalid_arguments_get_helpful_errors() {
         ),
         (
             &["keys", "show", "apy"],
-            "no policy is called \"apy\"; there are api, api-new, health, writes",
+            "unknown policy \"apy\"; expected one of api, api-new, health, writes",
         ),
         (&["keys", "reset", "health"], "policy health has no limits"),
         (&["keys", "show", "writes", "nobody"], "\"nobody\""),
@@ -291,7 +291,7 @@ async fn invalid_arguments_get_helpful_errors() {
         ),
         (
             &["explain", "GET", "http://a/x", "-H", "Host: b"],
-            "refused before any policy sees it",
+            "rejected before policies apply",
         ),
     ] {
         let ended = office.run_command(words).await;

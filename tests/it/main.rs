@@ -13,6 +13,7 @@
     clippy::cast_sign_loss,
     clippy::large_futures,
     clippy::print_stdout,
+    clippy::too_many_lines,
     unreachable_pub,
     reason = "a test fails by panicking, and its helpers are tests too"
 )]

@@ -1023,7 +1023,7 @@ async fn tls_callers_must_present_a_client_certificate() {
     assert_ne!(std::fs::read(ca.path("rls.pem")).unwrap(), old);
     let told = proxy
         .wait_for_log("them", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("new certificates")
+            line.message_starts_with("TLS settings changed")
         })
         .await;
     assert_eq!(told.field("address"), address.to_string());

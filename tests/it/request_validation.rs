@@ -310,7 +310,7 @@ limit = { requests = 1000, per = "1h" }
 "#;
 
 #[tokio::test]
-async fn look_alikes_of_key_headers_are_not_forwarded() {
+async fn look_alike_key_headers_are_not_forwarded() {
     let gate = ValidationFixture::start(HEADER_KEY_POLICY).await;
     for name in [
         "X_User_Id",

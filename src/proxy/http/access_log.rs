@@ -1,6 +1,6 @@
 //! The access log: one line per request, or per rejected request.
 //!
-//! Values that come from clients are fields, never text of the message: the formatter escapes them.
+//! Values from clients are fields, never part of the message, so that the formatter escapes them.
 
 use crate::enforcer::ReportedLimit;
 use crate::telemetry::metrics::{DecisionSource, RequestDecision};
@@ -10,41 +10,42 @@ use http::StatusCode;
 use std::net::IpAddr;
 use std::time::Duration;
 
-/// Writes what was decided about requests, as far as the owner wants to read it.
+/// Writes access-log lines according to the log settings.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::proxy) struct AccessLog {
     mode: AccessLogFilter,
-    /// Share of the lines that is written, 0.0..=1.0.
+    /// Share of the lines that are written, 0.0..=1.0.
     sample_rate: f64,
 }
 
-/// One request, once its response head is known.
+/// Fields of one access-log line; complete once the response head is known.
 #[derive(Debug)]
 pub(in crate::proxy) struct AccessLogEntry<'a> {
-    /// Empty, as host and path, if the head could not be read.
+    /// Empty if the request head could not be parsed, like `host` and `path`.
     pub(in crate::proxy) method: &'a str,
     pub(in crate::proxy) host: &'a str,
-    /// As it came, without the query, which may hold secrets.
+    /// As the client sent it, without the query, which may contain secrets.
     pub(in crate::proxy) path: &'a str,
     pub(in crate::proxy) client_ip: IpAddr,
     pub(in crate::proxy) status: StatusCode,
     /// From the request's arrival to the head of the response.
     pub(in crate::proxy) time_to_head: Duration,
-    /// allowed, rejected, blocked, denied, degraded, malformed
+    /// One of `allowed`, `rejected`, `blocked`, `denied`, `degraded`, `malformed`.
     pub(in crate::proxy) decision: &'static str,
-    /// The policy that refused, if one did.
+    /// The policy that rejected the request, if any.
     pub(in crate::proxy) policy: Option<&'a str>,
     pub(in crate::proxy) shadow_rejected: &'a [&'a str],
-    /// Those that were decided.
+    /// The evaluated limits.
     pub(in crate::proxy) limits: &'a [ReportedLimit<'a>],
-    /// Who decided them, and how long after the request's arrival.
+    /// Source of the decision, such as Redis or a lease.
     pub(in crate::proxy) source: Option<DecisionSource>,
+    /// From the request's arrival to the decision.
     pub(in crate::proxy) time_to_decision: Option<Duration>,
     pub(in crate::proxy) trace_id: Option<TraceId>,
 }
 
 impl AccessLogEntry<'_> {
-    /// Of what could not be read as a request.
+    /// Creates an entry for a request that could not be parsed.
     pub(in crate::proxy) fn for_unreadable_request(client_ip: IpAddr, status: StatusCode) -> Self {
         Self {
             method: "",
@@ -72,7 +73,7 @@ impl AccessLog {
         }
     }
 
-    /// Whether a line may be written about a request that was rejected, or one that was not.
+    /// Whether the mode allows a line for a rejected (or other) request.
     pub(in crate::proxy) fn is_enabled_for(&self, is_rejected: bool) -> bool {
         match self.mode {
             AccessLogFilter::Off => false,
@@ -82,7 +83,8 @@ impl AccessLog {
     }
 
     pub(in crate::proxy) fn write(&self, entry: &AccessLogEntry<'_>) {
-        // By who refused, not by the decision: an outage must not write a line per request that it let through.
+        // Tests for a rejecting policy, not for the decision: during an outage, requests that are
+        // forwarded as `degraded` must not write a line each.
         let is_refused = entry.policy.is_some() || entry.decision == "malformed";
         let is_rejected = is_refused || !entry.shadow_rejected.is_empty();
         if !self.is_enabled_for(is_rejected)

@@ -1,7 +1,9 @@
-//! What a proxy changes in heads on their way: fields that say who sent a request, over what and through
-//! whom. Connection-bound fields of requests are gone by then (see [`crate::proxy::gate`]).
+//! Header changes on forwarded requests and responses: forwarding headers, `Via` and framing.
+//!
+//! [`super::request_validation`] has already removed hop-by-hop headers from requests.
 
-use super::request_validation::{self, RequestTarget};
+use super::hop_by_hop;
+use super::request_validation::RequestTarget;
 use super::upgrade::{self, UpgradeRequest};
 use crate::policy::client::ClientIdentity;
 use bytes::Bytes;
@@ -10,48 +12,48 @@ use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Version, header, requ
 use smallvec::SmallVec;
 use std::net::IpAddr;
 
-/// The way that a request came, and where it goes on.
+/// Origin of a request and properties of the next hop, as needed to write forwarding headers.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::proxy) struct ForwardingContext<'a> {
     pub(in crate::proxy) peer: &'a AddressText,
-    /// Who is behind it.
+    /// The client behind the peer.
     pub(in crate::proxy) client: ClientIdentity,
     /// Whether the request came over TLS.
     pub(in crate::proxy) is_https: bool,
-    /// As it came.
+    /// HTTP version of the client's request.
     pub(in crate::proxy) version_in: Version,
-    /// The header that the client's address was read from.
+    /// Configured header that holds the client's address.
     pub(in crate::proxy) ip_header: &'a HeaderName,
-    /// Whether the body has anything left to read. HTTP/2 tells so by no header.
+    /// Whether the request has a body. An HTTP/2 request can have one without any framing header.
     pub(in crate::proxy) has_body: bool,
     pub(in crate::proxy) preserve_host: bool,
     pub(in crate::proxy) upstream_authority: &'a HeaderValue,
 }
 
-/// An address as it stands in forwarding fields; made once per connection.
+/// Formatted address for forwarding headers; computed once per connection.
 #[derive(Clone, Debug)]
 pub(in crate::proxy) struct AddressText {
     ip: IpAddr,
     header_value: HeaderValue,
-    /// As an element of `Forwarded`.
+    /// The address as an element of `Forwarded`.
     forwarded_element: Box<str>,
 }
 
-/// Why an upstream's response head cannot be passed on: it is no valid answer to what was asked.
+/// Reason why an upstream's response head is not a valid response to the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in crate::proxy) enum ResponseValidationError {
     #[error("the upstream used a transfer coding other than \"chunked\"")]
     TransferEncoding,
-    #[error("the upstream switched protocols unasked")]
+    #[error("the upstream switched protocols, but the request asked for no upgrade")]
     UnrequestedSwitch,
-    #[error("the upstream opened a WebSocket without the proof that it knows what that is")]
+    #[error("the upstream opened a WebSocket without a valid Sec-WebSocket-Accept header")]
     InvalidWebSocketAccept,
-    #[error("the upstream answered a WebSocket's handshake with success, and opened none")]
+    #[error("the upstream answered a WebSocket handshake with a success status other than 101")]
     WebSocketNotOpened,
 }
 
 impl AddressText {
-    /// An IPv4 address in IPv6 clothes (a dual-stack socket) is the IPv4 address.
+    /// Formats an address. Converts an IPv4-mapped IPv6 address (from a dual-stack socket) to IPv4.
     pub(in crate::proxy) fn new(ip: IpAddr) -> Self {
         let ip = ip.to_canonical();
         Self {
@@ -67,10 +69,9 @@ static X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-prot
 static X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 static X_REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
 
-/// Makes a request that passed the gate into the one for the upstream.
+/// Rewrites the headers of a validated request for the upstream.
 ///
-/// A peer that isn't trusted tells nothing about others: its forwarding fields are replaced. A trusted
-/// one's are continued.
+/// Forwarding headers of a trusted peer are extended; those of an untrusted peer are replaced.
 pub(in crate::proxy) fn forward_request(
     parts: &mut request::Parts,
     target: &RequestTarget,
@@ -81,13 +82,13 @@ pub(in crate::proxy) fn forward_request(
         && !headers.contains_key(header::CONTENT_LENGTH)
         && !headers.contains_key(header::TRANSFER_ENCODING)
     {
-        // hyper would otherwise drop the body of a GET.
+        // Without a framing header, hyper drops the body of a GET.
         headers.insert(
             header::TRANSFER_ENCODING,
             HeaderValue::from_static("chunked"),
         );
     }
-    // One growth of the map instead of one per field.
+    // Grows the map once instead of once per header.
     headers.reserve(6);
     join_cookies(headers);
     if !hop.client.peer_trusted {
@@ -110,8 +111,9 @@ pub(in crate::proxy) fn forward_request(
     }
 }
 
-/// Asks for a body that can be read on its way, and for all of it: a client that could choose otherwise would choose
-/// whether its cost is settled.
+/// Requests the whole response body without content coding, so that its cost can be read from it.
+///
+/// Otherwise a client could prevent settlement by choosing a coding or a range.
 pub(in crate::proxy) fn request_full_identity_body(headers: &mut HeaderMap) {
     headers.insert(
         header::ACCEPT_ENCODING,
@@ -121,14 +123,13 @@ pub(in crate::proxy) fn request_full_identity_body(headers: &mut HeaderMap) {
     headers.remove(header::IF_RANGE);
 }
 
-/// Makes an upstream's response into the one for a client that asked by `version_in`, and `wanted` more than
-/// an answer.
+/// Rewrites an upstream's response for a client that sent an HTTP request of version `version_in`.
 ///
-/// hyper frames it: by the `Content-Length` that stays, or chunked; and it speaks HTTP/1.0 with clients
-/// that do.
+/// `upgrade_request` is the upgrade that the request asked for. hyper frames the body: by the
+/// remaining `Content-Length`, or chunked. hyper also downgrades to HTTP/1.0 where needed.
 ///
 /// # Errors
-/// A [`ResponseValidationError`] if the response cannot be passed on safely.
+/// A [`ResponseValidationError`] if the response cannot be forwarded safely.
 pub(in crate::proxy) fn forward_response(
     parts: &mut response::Parts,
     version_in: Version,
@@ -143,8 +144,7 @@ pub(in crate::proxy) fn forward_response(
     for (name, value) in &*headers {
         match *name {
             header::CONNECTION => headers_to_remove.extend(
-                request_validation::connection_options(value)
-                    .filter(|name| !is_kept_in_response(name)),
+                hop_by_hop::connection_options(value).filter(|name| !is_kept_in_response(name)),
             ),
             header::CONTENT_LENGTH => lengths += 1,
             header::TRANSFER_ENCODING => {
@@ -153,12 +153,12 @@ pub(in crate::proxy) fn forward_response(
                     return Err(ResponseValidationError::TransferEncoding);
                 }
                 headers_to_remove.push(header::TRANSFER_ENCODING);
-                // The coding won when hyper read the body, so the length is a lie.
+                // hyper used the coding to read the body, so the length is not reliable.
                 headers_to_remove.push(header::CONTENT_LENGTH);
             }
             _ => {}
         }
-        if request_validation::is_hop_by_hop(name) {
+        if hop_by_hop::is_hop_by_hop(name) {
             headers_to_remove.push(name.clone());
         }
     }
@@ -174,7 +174,7 @@ pub(in crate::proxy) fn forward_response(
         headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     }
     if parts.status == StatusCode::SWITCHING_PROTOCOLS {
-        // Whatever it says of a body: what follows is the other protocol.
+        // A 101 has no body; the bytes after the head belong to the new protocol.
         headers.remove(header::CONTENT_LENGTH);
         if let Some(UpgradeRequest::Http2WebSocket(_)) = upgrade_request {
             headers.remove(header::SEC_WEBSOCKET_ACCEPT);
@@ -189,17 +189,16 @@ pub(in crate::proxy) fn forward_response(
     Ok(())
 }
 
-/// Makes what an upstream says before its answer into what a client may be told before it: nothing about connections, and
-/// no framing, since there is no body.
+/// Rewrites an informational (1xx) response for the client: removes hop-by-hop and framing headers.
 pub(in crate::proxy) fn forward_informational_response(parts: &mut response::Parts) {
     let headers = &mut parts.headers;
     let connection_options = headers
         .get_all(header::CONNECTION)
         .iter()
-        .flat_map(request_validation::connection_options);
+        .flat_map(hop_by_hop::connection_options);
     let hop_by_hop = headers
         .keys()
-        .filter(|name| request_validation::is_hop_by_hop(name))
+        .filter(|name| hop_by_hop::is_hop_by_hop(name))
         .cloned();
     let framing = [
         header::CONTENT_LENGTH,
@@ -216,8 +215,9 @@ pub(in crate::proxy) fn forward_informational_response(parts: &mut response::Par
     append_to_list(headers, &header::VIA, via_value(parts.version));
 }
 
-/// Whether a response switches protocols exactly if that is an answer to what was `wanted`. That the protocol is
-/// one of those asked for has been checked when the connection was given up for it.
+/// Checks that a response switches protocols only if the request asked for it.
+///
+/// The upstream client has already checked that the new protocol is one that the request offered.
 fn check_protocol_switch(
     parts: &response::Parts,
     upgrade_request: Option<&UpgradeRequest>,
@@ -225,7 +225,7 @@ fn check_protocol_switch(
     let is_switch = parts.status == StatusCode::SWITCHING_PROTOCOLS;
     match upgrade_request {
         None if is_switch => Err(ResponseValidationError::UnrequestedSwitch),
-        // Who doesn't know WebSockets was talked into saying so, and would go on with HTTP.
+        // An upstream without WebSocket support could echo `Upgrade` and continue with HTTP.
         Some(UpgradeRequest::Http1Upgrade { websocket_key })
             if is_switch && upgrade::is_websocket(&parts.headers) =>
         {
@@ -243,7 +243,7 @@ fn check_protocol_switch(
         {
             Err(ResponseValidationError::InvalidWebSocketAccept)
         }
-        // To a CONNECT, any success would mean that the tunnel is open.
+        // For a CONNECT request, any 2xx status means that the tunnel is open.
         Some(UpgradeRequest::Http2WebSocket(_)) if parts.status.is_success() => {
             Err(ResponseValidationError::WebSocketNotOpened)
         }
@@ -251,7 +251,7 @@ fn check_protocol_switch(
     }
 }
 
-/// The `Upgrade` of a response that means the client: the protocol switched to, or required.
+/// `Upgrade` values to forward to the client: the protocol switched to (101) or required (426).
 fn upgrade_values_for_client(
     parts: &response::Parts,
     version_in: Version,
@@ -276,7 +276,7 @@ fn upgrade_values_for_client(
     }
 }
 
-/// Adds `item` to a field that is a comma-separated list, in one line.
+/// Appends `item` to a comma-separated list header and joins all its lines into one.
 pub(in crate::proxy) fn append_to_list(
     headers: &mut HeaderMap,
     name: &HeaderName,
@@ -293,12 +293,12 @@ pub(in crate::proxy) fn append_to_list(
     }
 }
 
-/// In decimal, with one allocation; the conversion that `http` has makes two.
+/// Formats an integer as a header value with one allocation; the conversion in `http` needs two.
 pub(in crate::proxy) fn integer_header_value(value: impl itoa::Integer) -> HeaderValue {
-    HeaderValue::from_str(itoa::Buffer::new().format(value)).expect("digits are visible signs")
+    HeaderValue::from_str(itoa::Buffer::new().format(value)).expect("digits are visible ASCII")
 }
 
-/// All lines of a list in one.
+/// Joins the non-empty lines of a list header into one value.
 fn join_values<'v>(lines: impl Iterator<Item = &'v HeaderValue>, separator: &[u8]) -> HeaderValue {
     let mut text = Vec::with_capacity(128);
     for line in lines
@@ -311,10 +311,10 @@ fn join_values<'v>(lines: impl Iterator<Item = &'v HeaderValue>, separator: &[u8
         text.extend_from_slice(line);
     }
     HeaderValue::from_maybe_shared(Bytes::from(text))
-        .expect("valid values joined by visible signs are valid")
+        .expect("valid values joined by visible ASCII are valid")
 }
 
-/// HTTP/2 may split cookies over lines; HTTP/1.1 has one line (RFC 9113, 8.2.3).
+/// Joins `Cookie` lines: HTTP/2 may split them, HTTP/1.1 allows only one (RFC 9113, 8.2.3).
 fn join_cookies(headers: &mut HeaderMap) {
     if headers.get_all(header::COOKIE).iter().nth(1).is_some() {
         let joined = join_values(headers.get_all(header::COOKIE).iter(), b"; ");
@@ -322,8 +322,10 @@ fn join_cookies(headers: &mut HeaderMap) {
     }
 }
 
-/// Removes what an untrusted peer says about where a request came from. Fields that name one address are
-/// made true instead, for upstreams that read them.
+/// Removes the forwarding headers of an untrusted peer.
+///
+/// Headers that hold a single address are set to the peer's address, because upstreams may read
+/// them.
 fn remove_untrusted_forwarding_headers(headers: &mut HeaderMap, hop: &ForwardingContext<'_>) {
     let forwarding_headers: SmallVec<[HeaderName; 4]> = headers
         .keys()
@@ -334,7 +336,7 @@ fn remove_untrusted_forwarding_headers(headers: &mut HeaderMap, hop: &Forwarding
         headers.remove(name);
     }
     for name in [&X_REAL_IP, hop.ip_header] {
-        // Mostly it isn't there, and an entry would first make room for it.
+        // The header is usually absent, and the entry API would reserve capacity first.
         if headers.contains_key(name) {
             headers.insert(name, hop.peer.header_value.clone());
         }
@@ -342,7 +344,8 @@ fn remove_untrusted_forwarding_headers(headers: &mut HeaderMap, hop: &Forwarding
 }
 
 fn append_forwarded_for(headers: &mut HeaderMap, hop: &ForwardingContext<'_>) {
-    // If the peer told us by another field who the client is, an upstream that reads this one should know.
+    // The peer may have sent the client's address only in another header. Upstreams that read
+    // `X-Forwarded-For` need it here.
     if let Some(client) = client_behind_peer(hop)
         && !headers.contains_key(&X_FORWARDED_FOR)
     {
@@ -364,7 +367,7 @@ fn append_forwarded(
     let authority = target
         .authority()
         .and_then(|authority| authority.to_str().ok());
-    // Quoted for the colon and the brackets; a valid authority holds nothing to escape.
+    // Quoted because of colons and brackets. A valid authority has no character to escape.
     let [host, authority, quote] =
         authority.map_or([""; 3], |authority| [";host=\"", authority, "\""]);
     let element = [
@@ -382,21 +385,21 @@ fn append_forwarded(
     append_to_list(
         headers,
         &header::FORWARDED,
-        element.expect("made of visible signs only"),
+        element.expect("the element is visible ASCII only"),
     );
 }
 
-/// The client, if a trusted peer stands before it.
+/// Returns the client's address if the client is behind a trusted peer.
 fn client_behind_peer(hop: &ForwardingContext<'_>) -> Option<IpAddr> {
     let client = hop.client.ip.to_canonical();
     (hop.client.peer_trusted && client != hop.peer.ip).then_some(client)
 }
 
 fn ip_header_value(ip: IpAddr) -> HeaderValue {
-    HeaderValue::try_from(ip.to_string()).expect("addresses are printed in visible signs")
+    HeaderValue::try_from(ip.to_string()).expect("addresses are printed in visible ASCII")
 }
 
-/// The address as an element of `Forwarded` (RFC 7239, 6).
+/// Formats an address as an element of `Forwarded` (RFC 7239, 6).
 fn format_forwarded_for(ip: IpAddr) -> String {
     match ip {
         IpAddr::V4(ip) => format!("for={ip}"),
@@ -405,7 +408,7 @@ fn format_forwarded_for(ip: IpAddr) -> String {
 }
 
 fn via_value(version: Version) -> HeaderValue {
-    // Constants, which nothing checks at run time.
+    // Constants avoid the validation of header values at run time.
     const VIA_20: HeaderValue = HeaderValue::from_static("2 tidegate");
     const VIA_11: HeaderValue = HeaderValue::from_static("1.1 tidegate");
     const VIA_10: HeaderValue = HeaderValue::from_static("1.0 tidegate");
@@ -416,7 +419,7 @@ fn via_value(version: Version) -> HeaderValue {
     }
 }
 
-/// Fields of a response that no `Connection` list takes away.
+/// Whether a response header stays even if `Connection` names it.
 fn is_kept_in_response(name: &HeaderName) -> bool {
     matches!(
         *name,
@@ -427,7 +430,8 @@ fn is_kept_in_response(name: &HeaderName) -> bool {
     )
 }
 
-/// hyper has checked that all lengths agree (also as a list in one line), but would not write several.
+/// Reduces repeated or listed `Content-Length` values to one. hyper has checked that they agree,
+/// but cannot write several.
 fn collapse_content_length(headers: &mut HeaderMap, lines: usize) {
     let Some(first) = headers.get(header::CONTENT_LENGTH) else {
         return;
@@ -435,7 +439,7 @@ fn collapse_content_length(headers: &mut HeaderMap, lines: usize) {
     if lines == 1 && !first.as_bytes().contains(&b',') {
         return;
     }
-    let number = request_validation::list_elements(first)
+    let number = hop_by_hop::list_elements(first)
         .next()
         .and_then(|digits| HeaderValue::from_bytes(digits).ok());
     if let Some(number) = number {

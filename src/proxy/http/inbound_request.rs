@@ -1,4 +1,4 @@
-//! A request as policies see it: past the gate, with its client and the readings of its path.
+//! A validated request as policies see it: target, client, path interpretations and token.
 
 use super::request_validation::{self, RequestTarget, RequestValidationError};
 use crate::clock;
@@ -10,7 +10,7 @@ use crate::tls::CertificateSubject;
 use http::request;
 use std::net::IpAddr;
 
-/// What is known of a request before it is decided. Owns its texts, so that the head may go on changing.
+/// Request properties that policies decide on. Owns its data, so that the head can still change.
 #[derive(Debug)]
 pub struct InboundRequest {
     pub(in crate::proxy) target: RequestTarget,
@@ -19,22 +19,23 @@ pub struct InboundRequest {
     token: RequestToken,
 }
 
-/// Why a request is refused before any policy sees it. The text is public.
+/// Reason why a request is rejected before any policy sees it. Clients see the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InboundRequestError {
     #[error(transparent)]
     Validation(#[from] RequestValidationError),
     #[error(transparent)]
     Path(#[from] PathFault),
-    #[error("the header of the token occurs more than once")]
+    #[error("the request has more than one header with a token; expected one")]
     RepeatedTokenHeader,
 }
 
 impl InboundRequest {
-    /// Lets a request through the gate, which changes its head, and reads what policies need.
+    /// Validates a request, rewrites its head for the upstream and reads the input of policies.
     ///
     /// # Errors
-    /// An [`InboundRequestError`] for a request that we and the upstream might read differently.
+    /// An [`InboundRequestError`] for a request that the proxy and the upstream could interpret
+    /// differently.
     pub fn from_parts(
         parts: &mut request::Parts,
         peer: IpAddr,
@@ -44,7 +45,7 @@ impl InboundRequest {
         let client = ClientIdentity::identify(peer, &parts.headers, &table.client);
         let paths = PathInterpretations::parse(target.path(), &table.path)?;
         let token = match table.token_reader() {
-            // A second one could hide the first from a policy, and not from the upstream.
+            // The policy could read one of two tokens and the upstream the other.
             Some(reader) if reader.has_duplicate_header(&parts.headers) => {
                 return Err(InboundRequestError::RepeatedTokenHeader);
             }
@@ -59,7 +60,8 @@ impl InboundRequest {
         })
     }
 
-    /// What policies may know; `parts` are those that were read, `client_cert` is what the peer has shown.
+    /// Returns the facts for policies. `parts` is the head that [`InboundRequest::from_parts`] has
+    /// rewritten; `client_cert` is the subject of the peer's TLS certificate.
     pub fn facts<'a>(
         &'a self,
         parts: &'a request::Parts,
@@ -78,12 +80,13 @@ impl InboundRequest {
         }
     }
 
-    /// What is still of use when it is decided. The rest may be large: a hostile path has many readings.
+    /// Drops the data that is not needed after the decision. It can be large, since a hostile path
+    /// has many interpretations.
     pub(in crate::proxy) fn into_target_and_client(self) -> (RequestTarget, ClientIdentity) {
         (self.target, self.client)
     }
 
-    /// Why the request's token was not believed, if a policy asked.
+    /// Returns why the token is not valid, if a policy has read it.
     pub fn token_error(&self) -> Option<TokenFault> {
         self.token.fault()
     }

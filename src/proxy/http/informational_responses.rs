@@ -1,8 +1,8 @@
-//! Heads that come before an answer (1xx), on their way from the upstream to the client of one request.
+//! Forwarding of informational (1xx) responses from the upstream to the client of one request.
 //!
-//! hyper's server has no way to send one. By HTTP/1.1 it isn't needed: such a head is text of its own, and before the
-//! answer has begun, and behind all that hyper has written so far, it may stand in the client's socket without hyper
-//! knowing of it ([`ConnectionMonitor::tell`]).
+//! hyper's server cannot send them. An HTTP/1.1 head can be written to the socket directly, after
+//! hyper's earlier output and before the final response
+//! ([`ConnectionMonitor::queue_informational_head`]).
 
 use http::{HeaderMap, StatusCode, Version, response};
 use std::rc::Rc;
@@ -10,11 +10,12 @@ use std::rc::Rc;
 use super::headers;
 use crate::proxy::server::connection_timeouts::ConnectionMonitor;
 
-/// Of all that an upstream says before one answer, so much is passed on, and no more.
+/// Maximum number of informational responses forwarded per request; further ones are dropped.
 pub(in crate::proxy) const MAX_INFORMATIONAL_RESPONSES: usize = 16;
+/// Maximum bytes of informational responses forwarded per request.
 const MAX_INFORMATIONAL_BYTES: usize = 16 * 1024;
 
-/// The way for what comes before the answer to one request.
+/// Forwards the informational responses of one request to its client.
 #[derive(Debug)]
 pub struct InformationalForwarder {
     client: Option<Rc<ConnectionMonitor>>,
@@ -23,7 +24,9 @@ pub struct InformationalForwarder {
 }
 
 impl InformationalForwarder {
-    /// To a client who can read it: one of HTTP/1.0 would take it for the answer (RFC 9110, 15.2).
+    /// Creates a forwarder, which drops everything unless the request is HTTP/1.1.
+    ///
+    /// An HTTP/1.0 client would take an informational response for the final one (RFC 9110, 15.2).
     pub(in crate::proxy) fn new(request_version: Version, client: &Rc<ConnectionMonitor>) -> Self {
         let client = (request_version == Version::HTTP_11).then(|| Rc::clone(client));
         Self {
@@ -33,10 +36,11 @@ impl InformationalForwarder {
         }
     }
 
-    /// Passes a head on, changed as an answer's would be. `version`: the upstream's.
+    /// Rewrites an informational response head and sends it to the client. `version` is the
+    /// upstream's.
     ///
-    /// Not all are: `100 Continue` is an answer to an expectation that the upstream knows nothing of, ours; and what has
-    /// no room, or would have to wait until the client has read earlier answers, is of no use to him any more.
+    /// Drops `100 Continue`, because the proxy removes `Expect` and answers it itself. Also drops
+    /// heads above the limits, and heads that would have to wait for unread earlier responses.
     pub(in crate::proxy) fn forward(
         &mut self,
         status: StatusCode,
@@ -69,7 +73,7 @@ impl InformationalForwarder {
     }
 }
 
-/// A head as HTTP/1.1 has it.
+/// Encodes a response head as HTTP/1.1.
 fn encode_head(head: &response::Parts) -> Vec<u8> {
     let mut text = Vec::with_capacity(256);
     let reason = head.status.canonical_reason().unwrap_or_default();

@@ -1,8 +1,10 @@
-//! HTTP semantics of the proxy, without sockets: what is accepted, rewritten, added and answered locally.
+//! HTTP semantics of the proxy, independent of sockets: request validation, header rewriting,
+//! rate-limit headers, bodies and local replies.
 
 pub(in crate::proxy) mod access_log;
 pub(in crate::proxy) mod body;
 pub(in crate::proxy) mod headers;
+pub(in crate::proxy) mod hop_by_hop;
 pub(in crate::proxy) mod inbound_request;
 pub(in crate::proxy) mod informational_responses;
 pub(in crate::proxy) mod local_replies;

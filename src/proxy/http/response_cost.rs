@@ -1,7 +1,7 @@
-//! What a request really took, read from its response while that passes by.
+//! Actual cost of a request, read from its response while the response is forwarded.
 //!
-//! Nothing is buffered or held back: every part of a body is looked at once, on its way to the client, in bounded
-//! memory whatever the upstream sends.
+//! Each body frame is scanned once on its way to the client. Nothing is delayed, and memory is
+//! bounded whatever the upstream sends.
 
 mod json_scanner;
 
@@ -14,46 +14,49 @@ use http::{HeaderMap, HeaderName, StatusCode, header, response};
 use http_body::Frame;
 use std::sync::Arc;
 
-/// What is still to be settled when the response has said it. Dropped before, the estimates stand, unless it has been
-/// said already that they were too small: leaving early saves nothing.
+/// Estimated charges of one request that the response body or trailers will settle.
+///
+/// If the meter is dropped early, the estimates stand, except those below a cost already read: a
+/// client cannot reduce its cost by disconnecting.
 #[derive(Debug)]
 pub(in crate::proxy) struct CostMeter(Vec<(ResponseCostReader, EstimatedCharge)>);
 
 impl CostMeter {
-    /// Settles at once what the head of the response tells; `None` if its body and trailers can't add to that.
+    /// Settles the charges that the response head determines. Returns `None` if no charge depends
+    /// on the body or the trailers.
     pub(in crate::proxy) fn from_response_head(
         estimates: Vec<EstimatedCharge>,
         response: &response::Parts,
     ) -> Option<Box<Self>> {
         let mut pending = Vec::new();
         for estimate in estimates {
-            let meter = ResponseCostReader::new(Arc::clone(estimate.cost()), response);
-            match meter.state {
+            let reader = ResponseCostReader::new(Arc::clone(estimate.cost()), response);
+            match reader.state {
                 ResponseCostState::Known(Some(units)) => estimate.settle(units),
                 ResponseCostState::Known(None) => {}
                 ResponseCostState::AwaitingTrailers | ResponseCostState::ReadingBody(_) => {
-                    pending.push((meter, estimate))
+                    pending.push((reader, estimate))
                 }
             }
         }
         (!pending.is_empty()).then(|| Box::new(Self(pending)))
     }
 
-    /// The next part of the body.
+    /// Scans the next frame of the body.
     pub(in crate::proxy) fn read_frame(&mut self, frame: &Frame<Bytes>) {
-        for (meter, _) in &mut self.0 {
+        for (reader, _) in &mut self.0 {
             if let Some(bytes) = frame.data_ref() {
-                meter.read_body(bytes);
-            } else if let Some(fields) = frame.trailers_ref() {
-                meter.read_trailers(fields);
+                reader.read_body(bytes);
+            } else if let Some(trailers) = frame.trailers_ref() {
+                reader.read_trailers(trailers);
             }
         }
     }
 
-    /// The body has come to its proper end.
+    /// Settles all charges after the complete body.
     pub(in crate::proxy) fn settle(mut self) {
-        for (meter, estimate) in self.0.drain(..) {
-            if let Some(units) = meter.finish() {
+        for (reader, estimate) in self.0.drain(..) {
+            if let Some(units) = reader.finish() {
                 estimate.settle(units);
             }
         }
@@ -62,8 +65,8 @@ impl CostMeter {
 
 impl Drop for CostMeter {
     fn drop(&mut self) {
-        for (meter, estimate) in self.0.drain(..) {
-            if let Some(units) = meter
+        for (reader, estimate) in self.0.drain(..) {
+            if let Some(units) = reader
                 .known_units()
                 .filter(|units| *units > estimate.estimated_units())
             {
@@ -73,7 +76,7 @@ impl Drop for CostMeter {
     }
 }
 
-/// Reads one response for one cost.
+/// Reads the actual value of one cost from one response.
 #[derive(Debug)]
 struct ResponseCostReader {
     cost: Arc<EstimateCost>,
@@ -82,11 +85,11 @@ struct ResponseCostReader {
 
 #[derive(Debug)]
 enum ResponseCostState {
-    /// Whatever follows. `None`: the response doesn't say, or says no whole number.
+    /// Final. `None` if the response has no such value or the value is not a whole number.
     Known(Option<u64>),
-    /// The head had no such field.
+    /// The response head has no such header.
     AwaitingTrailers,
-    /// The body may hold it; boxed, as few responses are read.
+    /// The body may contain the value. Boxed because few responses are scanned.
     ReadingBody(Box<JsonBodyReader>),
 }
 
@@ -105,7 +108,7 @@ impl ResponseCostReader {
         Self { cost, state }
     }
 
-    /// The next bytes of the body.
+    /// Scans the next bytes of the body.
     fn read_body(&mut self, bytes: &[u8]) {
         if let (ResponseCostState::ReadingBody(reader), ActualCostSource::Json(pointer)) =
             (&mut self.state, &self.cost.actual_source)
@@ -114,16 +117,16 @@ impl ResponseCostReader {
         }
     }
 
-    /// The fields that end the body.
-    fn read_trailers(&mut self, fields: &HeaderMap) {
+    /// Reads the value from the trailers if the head did not have it.
+    fn read_trailers(&mut self, trailers: &HeaderMap) {
         if let (ResponseCostState::AwaitingTrailers, ActualCostSource::Header(name)) =
             (&self.state, &self.cost.actual_source)
         {
-            self.state = ResponseCostState::Known(parse_units_header(fields, name));
+            self.state = ResponseCostState::Known(parse_units_header(trailers, name));
         }
     }
 
-    /// What has been said for certain, whatever may follow.
+    /// Returns the value read so far, even if the body is incomplete.
     fn known_units(&self) -> Option<u64> {
         match &self.state {
             ResponseCostState::Known(units) => *units,
@@ -132,7 +135,7 @@ impl ResponseCostReader {
         }
     }
 
-    /// What the request took, at the proper end of the body; `None`: the estimate stands.
+    /// Returns the actual cost after the complete body, or `None` if the estimate stands.
     fn finish(self) -> Option<u64> {
         match self.state {
             ResponseCostState::Known(units) => units,
@@ -142,42 +145,44 @@ impl ResponseCostReader {
     }
 }
 
-/// Whoever says it twice says nothing.
-fn parse_units_header(fields: &HeaderMap, name: &HeaderName) -> Option<u64> {
-    let mut values = fields.get_all(name).iter();
+/// Parses the cost header; a repeated header is ignored as ambiguous.
+fn parse_units_header(headers: &HeaderMap, name: &HeaderName) -> Option<u64> {
+    let mut values = headers.get_all(name).iter();
     let value = values.next().filter(|_| values.next().is_none())?;
     parse_whole_number(value.as_bytes()).filter(|units| *units <= MAX_UNITS)
 }
 
-/// Reads a body for the last document in it that has the number.
+/// Scans a body for the last JSON document that has a value at the pointer.
 #[derive(Debug, Default)]
 struct JsonBodyReader {
     format: JsonBodyFormat,
-    /// The document that is being read.
+    /// Scanner of the current document.
     scanner: JsonPointerScanner,
+    /// Value in the last complete document that had one.
     last_units: Option<u64>,
-    /// How much of a byte order mark has come.
+    /// Number of matched bytes of a leading byte order mark; its length once checked.
     bom_bytes_read: usize,
 }
 
-/// How JSON lies in a body.
+/// Layout of JSON documents in a body.
 #[derive(Debug, Default)]
 enum JsonBodyFormat {
     #[default]
     Document,
     /// One document per line.
     Lines,
-    /// One per event.
+    /// One document per event.
     EventStream(EventStreamParser),
 }
 
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 impl JsonBodyReader {
-    /// `None` for a body that isn't JSON to us: of another type, encoded, or only a part.
+    /// Returns `None` for a body that is not scanned: another media type, a content coding, or a
+    /// partial response.
     fn from_response(response: &response::Parts) -> Option<Self> {
-        let fields = &response.headers;
-        let mut codings = fields.get_all(header::CONTENT_ENCODING).iter();
+        let headers = &response.headers;
+        let mut codings = headers.get_all(header::CONTENT_ENCODING).iter();
         let is_unencoded = codings.all(|coding| {
             coding
                 .as_bytes()
@@ -187,7 +192,7 @@ impl JsonBodyReader {
         if !is_unencoded || response.status == StatusCode::PARTIAL_CONTENT {
             return None;
         }
-        let content_type = fields.get(header::CONTENT_TYPE)?.to_str().ok()?;
+        let content_type = headers.get(header::CONTENT_TYPE)?.to_str().ok()?;
         let media_type = content_type.split(';').next()?.trim().to_ascii_lowercase();
         let format = match media_type.as_str() {
             "text/event-stream" => JsonBodyFormat::EventStream(EventStreamParser::default()),
@@ -225,12 +230,13 @@ impl JsonBodyReader {
         }
     }
 
-    /// The end of the body ends its last document too.
+    /// Ends the last document with the body and returns the last value.
     fn finish(mut self) -> Option<u64> {
         self.scanner.finish().or(self.last_units)
     }
 
-    /// Some write one before their JSON, and an event stream may begin with one.
+    /// Skips a byte order mark. Some servers write one before JSON, and an event stream may begin
+    /// with one.
     fn skip_byte_order_mark<'b>(&mut self, mut bytes: &'b [u8]) -> &'b [u8] {
         while let (Some(expected), Some((byte, rest))) = (
             BYTE_ORDER_MARK.get(self.bom_bytes_read),
@@ -247,20 +253,20 @@ impl JsonBodyReader {
     }
 }
 
-/// Takes the data out of an event stream (WHATWG HTML, 9.2.6), whatever the parts it comes in.
+/// Incremental parser for the data of an event stream (WHATWG HTML, 9.2.6).
 #[derive(Debug, Default)]
 struct EventStreamParser {
     line: EventStreamLine,
-    /// An LF that follows belongs to the same line end.
+    /// The last byte was CR; a following LF belongs to the same line end.
     after_cr: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum EventStreamLine {
-    /// So many bytes, which are how `data:` begins.
+    /// The line so far is the first n bytes of `data:`.
     FieldPrefix(usize),
     Data,
-    /// Another field, or a comment.
+    /// A line of another field, or a comment.
     Other,
 }
 
@@ -270,9 +276,9 @@ impl Default for EventStreamLine {
     }
 }
 
-/// What an event stream holds.
+/// Output of [`EventStreamParser`].
 enum EventStreamItem<'b> {
-    /// Of the event that is being read.
+    /// Data of the current event.
     DataChunk(&'b [u8]),
     /// An empty line ended the event.
     EventEnd,
@@ -291,7 +297,7 @@ impl EventStreamParser {
                     self.line = EventStreamLine::default();
                     match line {
                         EventStreamLine::FieldPrefix(0) => on_item(EventStreamItem::EventEnd),
-                        // What comes before and after a line end is never one number.
+                        // A number cannot continue across a line end.
                         EventStreamLine::Data => on_item(EventStreamItem::DataChunk(b"\n")),
                         EventStreamLine::FieldPrefix(_) | EventStreamLine::Other => {}
                     }

@@ -1,37 +1,38 @@
-//! Requests that want to go on in another protocol, and the answers that let them.
+//! Protocol upgrades: which requests are forwarded and which responses are valid.
 //!
-//! Once an upgrade is granted, bytes pass that no policy sees. So nothing is asked for in which further
-//! HTTP requests could come: whoever may open one WebSocket must not thereby get round every limit.
+//! After an upgrade, no policy sees the bytes of the connection. Upgrades to a protocol that can
+//! carry HTTP requests are not forwarded, since a client could bypass every limit with them.
 
-use super::request_validation::{RequestValidationError, list_elements};
-use http::{HeaderMap, HeaderValue, Method, Version, header, request};
-use hyper::ext::Protocol;
+use super::hop_by_hop::list_elements;
+use http::{HeaderMap, HeaderValue, header};
 use sha1_smol::Sha1;
 
-/// Names under which HTTP itself goes on, in the clear or not.
+/// `Upgrade` protocol names that continue with HTTP, in cleartext or over TLS.
 const HTTP_PROTOCOL_NAMES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
-/// How further such names begin: SPDY and drafts of HTTP/2.
+/// Prefixes of further such names: SPDY and drafts of HTTP/2.
 const HTTP_PROTOCOL_PREFIXES: [&[u8]; 2] = [b"spdy", b"h2c-"];
-/// What a server joins to the key to show that it knows WebSockets (RFC 6455, 4.2.2).
+/// Constant that a server appends to the key to compute `Sec-WebSocket-Accept` (RFC 6455, 4.2.2).
 const WEBSOCKET_GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
-/// What a request asks for beside an answer.
+/// Protocol switch that a request asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum UpgradeRequest {
-    /// The protocols of its `Upgrade` fields (RFC 9110, 7.8); the key, if one of them may be a WebSocket's.
+    /// Upgrade to a protocol in the `Upgrade` header (RFC 9110, 7.8), with the request's
+    /// `Sec-WebSocket-Key`, if any.
     Http1Upgrade { websocket_key: Option<HeaderValue> },
-    /// A WebSocket on an HTTP/2 stream (RFC 8441). Upstreams get an HTTP/1.1 handshake with this key.
+    /// A WebSocket on an HTTP/2 stream (RFC 8441). The upstream gets an HTTP/1.1 handshake with
+    /// this key.
     Http2WebSocket(HeaderValue),
 }
 
-/// Whether an `Upgrade` list is one that we pass on: all of it well-formed, and none of it HTTP.
+/// Whether an `Upgrade` list may be forwarded: not empty, all elements well-formed and none HTTP.
 pub(in crate::proxy) fn is_forwardable_upgrade(list: &[HeaderValue]) -> bool {
     let mut protocols = list.iter().flat_map(list_elements).peekable();
     protocols.peek().is_some()
         && protocols.all(|protocol| is_protocol_token(protocol) && !is_http_protocol(protocol))
 }
 
-/// Whether a `101` switches to nothing but what was offered.
+/// Whether a `101` response selects only protocols that the request offered.
 pub(in crate::proxy) fn selects_offered_protocol(
     offered: &[HeaderValue],
     response: &HeaderMap,
@@ -50,34 +51,19 @@ pub(in crate::proxy) fn selects_offered_protocol(
     chosen.peek().is_some() && chosen.all(is_offered)
 }
 
-/// Makes an extended CONNECT for a WebSocket into a GET, as it would have come by HTTP/1.1, and returns the
-/// key for its handshake.
-///
-/// # Errors
-/// [`RequestValidationError::Connect`] for a plain CONNECT, [`RequestValidationError::ConnectProtocol`] for other protocols.
-pub(in crate::proxy) fn convert_connect_to_get(
-    parts: &mut request::Parts,
-) -> Result<HeaderValue, RequestValidationError> {
-    let protocol = parts
-        .extensions
-        .remove::<Protocol>()
-        .filter(|_| parts.version == Version::HTTP_2);
-    let protocol = protocol.ok_or(RequestValidationError::Connect)?;
-    if !protocol.as_str().eq_ignore_ascii_case("websocket") {
-        return Err(RequestValidationError::ConnectProtocol);
-    }
-    parts.method = Method::GET;
+/// Generates a random `Sec-WebSocket-Key`: 16 bytes in base64 (RFC 6455, 4.1).
+pub(in crate::proxy) fn generate_websocket_key() -> HeaderValue {
     let nonce = fastrand::u128(..).to_be_bytes();
-    Ok(HeaderValue::try_from(encode_base64(&nonce)).expect("base64 is made of visible signs"))
+    HeaderValue::try_from(encode_base64(&nonce)).expect("base64 is visible ASCII")
 }
 
-/// Whether a request wants a WebSocket, or a response switches to one.
+/// Whether the `Upgrade` header of a request or response names `websocket`.
 pub(in crate::proxy) fn is_websocket(head: &HeaderMap) -> bool {
     let mut chosen = head.get_all(header::UPGRADE).iter().flat_map(list_elements);
     chosen.any(|protocol| protocol.eq_ignore_ascii_case(b"websocket"))
 }
 
-/// Whether a response proves that a WebSocket was opened for `key`.
+/// Whether the response has exactly one `Sec-WebSocket-Accept` and it matches `key`.
 pub(in crate::proxy) fn has_valid_websocket_accept(
     key: &HeaderValue,
     response: &HeaderMap,
@@ -90,10 +76,10 @@ pub(in crate::proxy) fn has_valid_websocket_accept(
         && proofs.next().is_none()
 }
 
-/// The proof that a server knows what a client with `key` wants (RFC 6455, 4.2.2).
+/// Computes `Sec-WebSocket-Accept` for `key` (RFC 6455, 4.2.2).
 pub(in crate::proxy) fn websocket_accept_value(key: &HeaderValue) -> HeaderValue {
     HeaderValue::try_from(compute_websocket_accept(key.as_bytes()))
-        .expect("base64 is made of visible signs")
+        .expect("base64 is visible ASCII")
 }
 
 fn compute_websocket_accept(key: &[u8]) -> String {
@@ -103,7 +89,7 @@ fn compute_websocket_accept(key: &[u8]) -> String {
     encode_base64(&hash.digest().bytes())
 }
 
-/// `name` or `name/version`, both tokens.
+/// Whether the text is `name` or `name/version`, both tokens.
 fn is_protocol_token(text: &[u8]) -> bool {
     let is_token = |text: &[u8]| {
         !text.is_empty()
@@ -120,14 +106,16 @@ fn is_http_protocol(protocol: &[u8]) -> bool {
         .split(|byte| *byte == b'/')
         .next()
         .unwrap_or_default();
-    let has_prefix = |kin: &[u8]| {
-        name.get(..kin.len())
-            .is_some_and(|start| start.eq_ignore_ascii_case(kin))
+    let has_prefix = |prefix: &[u8]| {
+        name.get(..prefix.len())
+            .is_some_and(|start| start.eq_ignore_ascii_case(prefix))
     };
     HTTP_PROTOCOL_NAMES
         .iter()
         .any(|known| name.eq_ignore_ascii_case(known))
-        || HTTP_PROTOCOL_PREFIXES.iter().any(|kin| has_prefix(kin))
+        || HTTP_PROTOCOL_PREFIXES
+            .iter()
+            .any(|prefix| has_prefix(prefix))
 }
 
 fn encode_base64(bytes: &[u8]) -> String {
@@ -141,13 +129,14 @@ fn encode_base64(bytes: &[u8]) -> String {
         let [a, b, c] = three.map(u32::from);
         let bits = a << 16 | b << 8 | c;
         for digit_index in 0..4 {
-            let sign = usize::try_from(bits >> (18 - 6 * digit_index) & 63)
+            let digit = usize::try_from(bits >> (18 - 6 * digit_index) & 63)
                 .ok()
-                .and_then(|sign| ALPHABET.get(sign));
+                .and_then(|value| ALPHABET.get(value));
             let is_padding = digit_index > group.len();
             text.push(
-                sign.filter(|_| !is_padding)
-                    .map_or('=', |sign| char::from(*sign)),
+                digit
+                    .filter(|_| !is_padding)
+                    .map_or('=', |digit| char::from(*digit)),
             );
         }
     }
@@ -171,7 +160,7 @@ mod tests {
 
     #[test]
     fn rejects_upgrades_to_http_protocols() {
-        for passes in [
+        for forwarded in [
             "websocket",
             "WebSocket",
             "a/1, b/2",
@@ -180,9 +169,12 @@ mod tests {
             ", x,",
             "h2cc",
         ] {
-            assert!(is_forwardable_upgrade(&header_values(passes)), "{passes}");
+            assert!(
+                is_forwardable_upgrade(&header_values(forwarded)),
+                "{forwarded}"
+            );
         }
-        for stays in [
+        for dropped in [
             "",
             ",",
             "h2c",
@@ -202,7 +194,10 @@ mod tests {
             "\u{e9}",
             "a;b",
         ] {
-            assert!(!is_forwardable_upgrade(&header_values(stays)), "{stays}");
+            assert!(
+                !is_forwardable_upgrade(&header_values(dropped)),
+                "{dropped}"
+            );
         }
     }
 

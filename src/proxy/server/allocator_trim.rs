@@ -1,7 +1,8 @@
-//! Memory that a burst of connections leaves behind.
+//! Returns freed memory to the system after a burst of connections.
 //!
-//! mimalloc gives freed pages back to the system only when it is asked for memory again, and often: its slow path looks
-//! for them every [`ALLOCATIONS_PER_ROUND`] times. A worker whose clients all rest asks for none, and would keep the burst's memory.
+//! mimalloc returns freed pages only during later allocations: its slow path looks for them every
+//! [`ALLOCATIONS_PER_ROUND`] allocations. A worker with idle clients allocates nothing and would
+//! keep the memory of the burst.
 
 use std::cell::Cell;
 use std::hint::black_box;
@@ -9,27 +10,29 @@ use std::rc::Rc;
 use std::time::Duration;
 use tokio::time::sleep;
 
-/// Connections that came to rest or to an end, at some 20 KiB each, for which it is worth its while.
+/// Number of released connections, about 20 KiB each, from which a trim is worthwhile.
 const TRIM_THRESHOLD: usize = 64;
-/// While so many do in such a time, the worker is at work, and the memory soon used again.
+/// Check interval. While [`TRIM_THRESHOLD`] connections are released per interval, the worker is
+/// busy and will soon reuse the memory.
 const CALM_INTERVAL: Duration = Duration::from_millis(200);
-/// What is freed is given back after 10 ms, and 1 ms more for each piece freed meanwhile; tidying frees some, too.
+/// Rounds of one trim. mimalloc returns freed memory after 10 ms, plus 1 ms for each piece freed
+/// meanwhile. The trim itself frees some pieces.
 const TRIM_ROUNDS: usize = 5;
-/// mimalloc's `generic_collect`, and some of its rounding.
+/// mimalloc's `generic_collect` interval, rounded up.
 const ALLOCATIONS_PER_ROUND: usize = 10_100;
-/// What isn't served from its lists at once goes the slow path: everything above 1 KiB.
+/// Size of the allocations. mimalloc's slow path serves everything above 1 KiB.
 const SLOW_PATH_BYTES: usize = 2048;
 
-/// One worker's.
+/// Trim state of one worker.
 #[derive(Debug, Default)]
 pub(in crate::proxy) struct AllocatorTrim {
-    /// Since the last look.
+    /// Connections released since the last check.
     released_connections: Cell<usize>,
     is_scheduled: Cell<bool>,
 }
 
 impl AllocatorTrim {
-    /// A connection needs its memory no more, or no more than a little.
+    /// Records a connection that ended, or became idle and released its buffers.
     pub(in crate::proxy) fn record_release(self: &Rc<Self>) {
         self.released_connections
             .set(self.released_connections.get() + 1);
@@ -43,7 +46,7 @@ impl AllocatorTrim {
             sleep(CALM_INTERVAL).await;
         }
         for _ in 0..TRIM_ROUNDS {
-            // Half a millisecond at most.
+            // A round takes at most half a millisecond.
             for _ in 0..ALLOCATIONS_PER_ROUND {
                 drop(black_box(Vec::<u8>::with_capacity(SLOW_PATH_BYTES)));
             }

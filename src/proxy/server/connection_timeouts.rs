@@ -1,89 +1,84 @@
-//! What a client's connection is doing, and how long it may go on with it.
+//! State and deadlines of a client connection.
 //!
-//! hyper has no limits in time but one, and that one cuts connections between requests too. So the
-//! connection's socket and its requests leave marks in a [`ConnectionMonitor`], and the task that drives the
-//! connection reads from it what is due next. Marks are cells in one thread: nothing on the way of
-//! a request touches a timer.
+//! hyper has only one timeout, which cuts idle connections as well. Instead, the socket and the
+//! requests of a connection record their state in a [`ConnectionMonitor`], and the driving task
+//! reads the next deadline from it. The state consists of cells on one thread: the request path
+//! never touches a timer.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, RefCell, RefMut};
 use std::io;
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Poll, Waker};
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
-use super::frame_limits::{FrameBudget, FrameScanner};
-use super::lazy_timer::LazyTimer;
-use super::transport::{ClientTransport, move_buffered};
+use super::frame_limits::FrameBudget;
 use crate::telemetry::metrics::{ConnectionCloseReason, WorkerMetrics};
 
-/// A closed connection's unread bytes are read and thrown away up to here, so that the kernel does
-/// not answer them with a reset that destroys our last response on its way.
-const LINGER_BYTES: usize = 1024 * 1024;
-const LINGER_TIME: Duration = Duration::from_secs(2);
-/// An HTTP/2 client without requests that was told to go away answers that, and goes.
+/// Limit for an HTTP/2 client without requests to close after GOAWAY.
 const GOAWAY_TIMEOUT: Duration = Duration::from_secs(2);
-/// A client that has asked nothing for so long may not ask soon: what its next request will need is given back until
-/// then. Having it made again costs about 2 µs: little for who asks less than ten times a second.
+
+/// Idle time after which a connection releases its request buffers. Allocating them again costs
+/// about 2 µs, little for a client with less than ten requests per second.
 const BUFFER_RELEASE_DELAY: Duration = Duration::from_millis(100);
 
-/// How long a client may take.
+/// Timeouts of a client connection.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::proxy) struct ConnectionTimeouts {
-    /// Without a request.
+    /// Limit for a connection without a request.
     pub(in crate::proxy) idle: Duration,
-    /// From the first byte of a request to the end of its head.
+    /// Limit from the first byte of a request to the end of its head.
     pub(in crate::proxy) request_head: Duration,
-    /// Without reading a byte of what we have to write.
+    /// Limit for a client that reads none of the pending output.
     pub(in crate::proxy) write_stall: Duration,
 }
 
-/// Why a connection has to end.
+/// Timeout that expired on a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum TimeoutKind {
-    /// No request for a while: nothing has to end, but what requests need is not needed.
+    /// No request for a short time: the connection stays open but releases its request buffers.
     IdleBuffers,
-    /// No request for too long: close in good order.
+    /// No request for too long: the connection closes gracefully.
     Idle,
-    /// A request head that does not come to its end.
+    /// The request head is not complete in time.
     SlowHead,
-    /// A client that does not read, or does not leave.
+    /// The client does not read, or does not close its end.
     Stalled,
 }
 
+/// State of one connection, from which its next deadline follows.
 #[derive(Debug)]
 pub(in crate::proxy) struct ConnectionMonitor {
     timeouts: ConnectionTimeouts,
     phase: Cell<ConnectionPhase>,
-    /// Requests whose handling, request body or response body is not over.
+    /// Requests with an unfinished handler, request body or response body.
     active_requests: Cell<usize>,
     write_blocked_since: Cell<Option<Instant>>,
     closing_since: Cell<Option<Instant>>,
     is_http2: Cell<bool>,
-    /// Buffers are there that can be given back.
+    /// Whether the connection holds buffers that it can release.
     has_buffers: Cell<bool>,
     has_unread_input: Cell<bool>,
-    /// The client takes the end of the connection for the end of a response.
+    /// Whether the client may take the end of the connection as the end of a response (HTTP/1.0).
     is_close_delimited: Cell<bool>,
-    /// In this turn, the client did its part: see [`ConnectionMonitor::mark_progress`].
+    /// Whether the current poll made progress: see [`ConnectionMonitor::mark_progress`].
     has_progressed: Cell<bool>,
     drain_requested: Cell<bool>,
-    /// It was asked to end.
+    /// Whether the connection was asked to drain.
     is_draining: Cell<bool>,
     frame_budget: FrameBudget,
     metrics: Option<Arc<WorkerMetrics>>,
-    /// The task that drives the connection.
+    /// Waker of the task that drives the connection.
     driver_waker: RefCell<Option<Waker>>,
-    /// What stands before the next answer, and hyper knows nothing of.
+    /// Informational (1xx) heads to be written before the next response. hyper does not know of
+    /// them.
     informational_heads: RefCell<Vec<u8>>,
-    /// All that hyper had to write is written.
+    /// Whether hyper has written and flushed all its output.
     is_flushed: Cell<bool>,
 }
 
-/// What holds while no request is active.
+/// Phase of a connection without active requests.
 #[derive(Clone, Copy, Debug)]
 enum ConnectionPhase {
     Idle(Instant),
@@ -91,7 +86,7 @@ enum ConnectionPhase {
 }
 
 impl ConnectionMonitor {
-    /// `counts`: where it is counted what had to end.
+    /// `metrics` counts the connections that the server closes.
     pub(in crate::proxy) fn new(
         timeouts: ConnectionTimeouts,
         metrics: Option<Arc<WorkerMetrics>>,
@@ -118,7 +113,7 @@ impl ConnectionMonitor {
         })
     }
 
-    /// A request has arrived; it is active until all clones of the answer are gone.
+    /// Registers a request. It stays active until all clones of the returned guard are dropped.
     pub(in crate::proxy) fn begin_request(self: &Rc<Self>) -> ActiveRequest {
         if self.active_requests.get() == 0 {
             self.has_unread_input.set(false);
@@ -132,23 +127,28 @@ impl ConnectionMonitor {
         self.active_requests.get() > 0
     }
 
-    /// From here on the client may send a request.
+    /// Records the end of the handshake, which starts the idle timeout.
     pub(in crate::proxy) fn set_accepted(&self) {
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
     }
 
-    /// From here on bytes are frames: reading some does not mean that a request began.
+    /// Records that the connection is HTTP/2: received bytes are frames and do not begin a request
+    /// head.
     pub(in crate::proxy) fn set_http2(&self) {
         self.is_http2.set(true);
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
     }
 
-    /// Whether the connection has what only requests need, and wants to know when it can do without.
+    pub(in crate::proxy) fn is_http2(&self) -> bool {
+        self.is_http2.get()
+    }
+
+    /// Sets whether the connection holds buffers that it can release when it is idle.
     pub(in crate::proxy) fn set_has_buffers(&self, has_buffers: bool) {
         self.has_buffers.set(has_buffers);
     }
 
-    /// The client has sent, or is sending, what nobody will read.
+    /// Records that the client sends input that will not be read.
     pub(in crate::proxy) fn set_unread_input(&self) {
         self.has_unread_input.set(true);
     }
@@ -157,7 +157,7 @@ impl ConnectionMonitor {
         self.has_unread_input.get()
     }
 
-    /// The client speaks HTTP/1.0, where a response may end with the connection.
+    /// Records an HTTP/1.0 client: a response to it may end with the connection.
     pub(in crate::proxy) fn set_close_delimited(&self) {
         self.is_close_delimited.set(true);
     }
@@ -166,52 +166,52 @@ impl ConnectionMonitor {
         self.is_close_delimited.get()
     }
 
-    /// It is not the client that keeps its answer from going on: the next part is not there yet, or
-    /// the last one has just been taken.
+    /// Records that the client does not delay its response: the next part is not available yet, or
+    /// the last one was just taken.
     pub(in crate::proxy) fn mark_progress(&self) {
         self.has_progressed.set(true);
     }
 
-    /// Whether [`ConnectionMonitor::mark_progress`] was called since the last look.
+    /// Returns whether [`ConnectionMonitor::mark_progress`] was called since the last check.
     pub(in crate::proxy) fn take_progress(&self) -> bool {
         self.has_progressed.take()
     }
 
-    /// What an HTTP/2 client may still waste.
+    /// Credit of an HTTP/2 client for costly frames.
     pub(in crate::proxy) fn frame_budget(&self) -> &FrameBudget {
         &self.frame_budget
     }
 
-    /// Counts the end of the connection, or of a stream, that the client did not choose.
+    /// Counts a connection or stream that the server closed for this reason.
     pub(in crate::proxy) fn record_close(&self, reason: ConnectionCloseReason) {
         if let Some(counts) = &self.metrics {
             counts.record_connection_closed(reason);
         }
     }
 
-    /// Asks the connection to end as soon as what it is doing is done.
+    /// Asks the connection to close gracefully once its current work is finished.
     pub(in crate::proxy) fn start_drain(&self) {
         self.drain_requested.set(true);
         self.is_draining.set(true);
         self.wake_driver();
     }
 
-    /// Whether [`ConnectionMonitor::drain`] was called: the next answer is the last one.
+    /// Whether [`ConnectionMonitor::start_drain`] was called: the next response is the last one.
     pub(in crate::proxy) fn is_draining(&self) -> bool {
         self.is_draining.get()
     }
 
-    /// Whether [`ConnectionMonitor::drain`] was called, and nobody has taken notice of it.
+    /// Whether a drain request is waiting for the driving task.
     pub(in crate::proxy) fn is_drain_pending(&self) -> bool {
         self.drain_requested.get()
     }
 
-    /// True once after [`ConnectionMonitor::drain`].
+    /// Takes the drain request: returns `true` once after [`ConnectionMonitor::start_drain`].
     pub(in crate::proxy) fn take_drain_request(&self) -> bool {
         self.drain_requested.take()
     }
 
-    /// The connection has been told to close.
+    /// Records that the connection was asked to close.
     pub(in crate::proxy) fn set_closing(&self) {
         self.closing_since
             .set(Some(self.closing_since.get().unwrap_or_else(Instant::now)));
@@ -231,15 +231,15 @@ impl ConnectionMonitor {
         }
     }
 
-    /// Whether all that was written has been taken.
+    /// Whether no write is blocked.
     pub(in crate::proxy) fn has_no_blocked_write(&self) -> bool {
         self.write_blocked_since.get().is_none()
     }
 
-    /// Writes a head to an HTTP/1.1 client that waits for an answer, before all that hyper writes from now on. It is
-    /// dropped if something of earlier answers has still to be written.
+    /// Queues an informational head for an HTTP/1.1 client, ahead of all later output of hyper. The
+    /// head is dropped if output of earlier responses is still unwritten.
     ///
-    /// hyper flushes the socket when, and only when, it has written all that it had.
+    /// hyper flushes the socket if and only if it has written all its output.
     pub(in crate::proxy) fn queue_informational_head(&self, head: &[u8]) {
         if self.is_flushed.get() {
             self.informational_heads
@@ -249,14 +249,24 @@ impl ConnectionMonitor {
         }
     }
 
-    /// How long a client may leave a write alone.
+    /// Informational heads that are not written yet.
+    pub(super) fn informational_heads(&self) -> RefMut<'_, Vec<u8>> {
+        self.informational_heads.borrow_mut()
+    }
+
+    /// Sets whether hyper has written and flushed all its output.
+    pub(super) fn set_flushed(&self, is_flushed: bool) {
+        self.is_flushed.set(is_flushed);
+    }
+
+    /// Limit for a blocked write.
     pub(in crate::proxy) fn stall_timeout(&self) -> Duration {
         self.timeouts.write_stall
     }
 
-    /// What is due next, if nothing happens before.
+    /// Next deadline and the timeout that expires then.
     pub(in crate::proxy) fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
-        // While there is something to write, the connection is not idle, whatever its requests do.
+        // A connection with a blocked write is not idle, whatever its requests do.
         if let Some(since) = self.write_blocked_since.get() {
             return Some((since + self.timeouts.write_stall, TimeoutKind::Stalled));
         }
@@ -276,7 +286,7 @@ impl ConnectionMonitor {
             (0, ConnectionPhase::Idle(since), None) => {
                 Some((since + self.timeouts.idle, TimeoutKind::Idle))
             }
-            // Told to go away, with nothing left to read but that.
+            // Asked to close and without requests: the client has a short time to close its end.
             (0, ConnectionPhase::Idle(since), Some(closing_since)) => Some((
                 closing_since.max(since) + GOAWAY_TIMEOUT,
                 TimeoutKind::Stalled,
@@ -285,7 +295,8 @@ impl ConnectionMonitor {
         }
     }
 
-    fn record_read(&self) {
+    /// Records received bytes, which may begin a request head.
+    pub(super) fn record_read(&self) {
         if self.active_requests.get() == 0
             && !self.is_http2.get()
             && matches!(self.phase.get(), ConnectionPhase::Idle(_))
@@ -294,6 +305,7 @@ impl ConnectionMonitor {
         }
     }
 
+    /// Records whether a write is blocked.
     pub(in crate::proxy) fn record_write<T>(&self, result: &Poll<io::Result<T>>) {
         match result {
             Poll::Pending if self.write_blocked_since.get().is_none() => {
@@ -305,7 +317,7 @@ impl ConnectionMonitor {
     }
 }
 
-/// Keeps a request counted as active.
+/// Guard that keeps a request active until all its clones are dropped.
 #[derive(Debug)]
 pub(in crate::proxy) struct ActiveRequest(Rc<ConnectionMonitor>);
 
@@ -329,7 +341,8 @@ impl Drop for ActiveRequest {
             .set(monitor.active_requests.get() - 1);
         if monitor.active_requests.get() == 0 {
             monitor.phase.set(ConnectionPhase::Idle(Instant::now()));
-            // Streams end in tasks of their own: the driver would not look at the clock again.
+            // HTTP/2 streams end in their own tasks, so the driving task must be woken to read the
+            // deadline.
             if monitor.is_http2.get() {
                 monitor.wake_driver();
             }
@@ -337,213 +350,11 @@ impl Drop for ActiveRequest {
     }
 }
 
-/// A client's socket, or what TLS makes of it, that leaves its marks in a [`ConnectionMonitor`], gives back bytes that were
-/// looked at before the protocol was known, and lingers when it is shut down.
-#[derive(Debug)]
-pub(in crate::proxy) struct MonitoredSocket {
-    transport: ClientTransport,
-    monitor: Rc<ConnectionMonitor>,
-    read_ahead: Vec<u8>,
-    frame_scanner: FrameScanner,
-    /// The end of what we write is not the end of what we read.
-    is_half_close: bool,
-    /// Both ways have ended. What still comes is thrown away, and the rest of it must not be read as something else: as
-    /// another request, or as what TLS has not said.
-    is_closed: bool,
-    linger: Option<LingerState>,
-}
-
-#[derive(Debug)]
-struct LingerState {
-    remaining_bytes: usize,
-    deadline: Instant,
-    timer: LazyTimer,
-}
-
-impl MonitoredSocket {
-    pub(in crate::proxy) fn new(
-        transport: ClientTransport,
-        monitor: Rc<ConnectionMonitor>,
-    ) -> Self {
-        Self {
-            transport,
-            monitor,
-            read_ahead: Vec::new(),
-            frame_scanner: FrameScanner::default(),
-            is_half_close: false,
-            is_closed: false,
-            linger: None,
-        }
-    }
-
-    /// Puts bytes back that will be read again first.
-    pub(in crate::proxy) fn put_back(&mut self, bytes: &[u8]) {
-        self.read_ahead.splice(0..0, bytes.iter().copied());
-    }
-
-    /// Waits until the client goes on; what it sends stays to be read. `false`: it has left.
-    pub(in crate::proxy) fn poll_next_request(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
-        let mut bytes = [0; 512];
-        let mut into = ReadBuf::new(&mut bytes);
-        let is_open = ready!(Pin::new(&mut *self).poll_read(cx, &mut into)).is_ok();
-        self.put_back(into.filled());
-        if !into.filled().is_empty() {
-            // Also if it has been read before, behind the last request.
-            self.monitor.record_read();
-        }
-        Poll::Ready(is_open && !into.filled().is_empty())
-    }
-
-    /// Closes with a reset: what was sent so far cannot be taken for the whole, and what the client
-    /// has not fetched holds no memory.
-    pub(in crate::proxy) fn abort(mut self) {
-        if let Err(error) = self.transport.raw_socket().set_reset_on_close() {
-            tracing::debug!(%error, "a connection could not be reset");
-        }
-    }
-
-    /// Whether a shutdown ends writing only, and lets the client go on.
-    pub(in crate::proxy) fn set_half_close(&mut self, is_half_close: bool) {
-        self.is_half_close = is_half_close;
-    }
-
-    /// What the client still sends will not be read.
-    pub(in crate::proxy) fn ignore_remaining_input(&self) {
-        self.monitor.set_unread_input();
-    }
-
-    /// Writes what stands before that which hyper has to write.
-    fn poll_write_informational_heads(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let mut informational_heads = self.monitor.informational_heads.borrow_mut();
-        while !informational_heads.is_empty() {
-            let written =
-                ready!(Pin::new(&mut self.transport).poll_write(cx, &informational_heads))?;
-            if written == 0 {
-                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
-            }
-            informational_heads.drain(..written);
-        }
-        Poll::Ready(Ok(()))
-    }
-
-    /// Reads and forgets until the client closes, or has had enough of our time.
-    fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let linger = self.linger.get_or_insert_with(|| LingerState {
-            remaining_bytes: LINGER_BYTES,
-            deadline: Instant::now() + LINGER_TIME,
-            timer: LazyTimer::default(),
-        });
-        let mut scratch = [0; 8192];
-        loop {
-            let mut into = ReadBuf::new(&mut scratch);
-            match Pin::new(self.transport.raw_socket()).poll_read(cx, &mut into) {
-                Poll::Ready(Ok(())) if !into.filled().is_empty() => {
-                    self.monitor.set_unread_input();
-                    linger.remaining_bytes =
-                        linger.remaining_bytes.saturating_sub(into.filled().len());
-                    if linger.remaining_bytes == 0 {
-                        return Poll::Ready(());
-                    }
-                }
-                Poll::Ready(_) => return Poll::Ready(()),
-                Poll::Pending if !self.monitor.has_unread_input() => return Poll::Ready(()),
-                Poll::Pending => return linger.timer.poll(linger.deadline, cx),
-            }
-        }
-    }
-}
-
-impl AsyncRead for MonitoredSocket {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        if this.is_closed {
-            return Poll::Ready(Ok(()));
-        }
-        if !this.read_ahead.is_empty() {
-            move_buffered(&mut this.read_ahead, into);
-            return Poll::Ready(Ok(()));
-        }
-        let before = into.filled().len();
-        ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
-        let received = into.filled().get(before..).unwrap_or_default();
-        if !received.is_empty() {
-            this.monitor.record_read();
-        }
-        if this.monitor.is_http2.get() {
-            let costly_frames = this.frame_scanner.count_costly_frames(received);
-            this.monitor.frame_budget.charge_frames(costly_frames);
-            if this.monitor.frame_budget.is_exhausted() {
-                return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
-            }
-        }
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl AsyncWrite for MonitoredSocket {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        ready!(this.poll_write_informational_heads(cx))?;
-        this.monitor.is_flushed.set(false);
-        Pin::new(&mut this.transport).poll_write(cx, bytes)
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        ready!(this.poll_write_informational_heads(cx))?;
-        this.monitor.is_flushed.set(false);
-        Pin::new(&mut this.transport).poll_write_vectored(cx, bytes)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.transport.is_write_vectored()
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        this.monitor.is_flushed.set(true);
-        ready!(this.poll_write_informational_heads(cx))?;
-        Pin::new(&mut this.transport).poll_flush(cx)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        this.is_closed |= !this.is_half_close;
-        if this.linger.is_none() {
-            ready!(Pin::new(&mut this.transport).poll_shutdown(cx))?;
-        }
-        if this.is_half_close {
-            return Poll::Ready(Ok(()));
-        }
-        this.poll_linger(cx).map(Ok)
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{
-        BUFFER_RELEASE_DELAY, ConnectionMonitor, ConnectionTimeouts, MonitoredSocket, TimeoutKind,
-    };
-    use crate::proxy::server::transport::{ClientStream, ClientTransport, RawSocket};
-    use std::future::poll_fn;
-    use std::pin::Pin;
-    use std::rc::Rc;
+    use super::{BUFFER_RELEASE_DELAY, ConnectionMonitor, ConnectionTimeouts, TimeoutKind};
     use std::task::Poll;
     use std::time::Duration;
-    use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
-    use tokio::net::UnixStream;
     use tokio::time::{Instant, advance};
 
     const TIMEOUTS: ConnectionTimeouts = ConnectionTimeouts {
@@ -555,7 +366,7 @@ mod tests {
     fn next_deadline_s(monitor: &ConnectionMonitor) -> Option<(u64, TimeoutKind)> {
         monitor
             .next_deadline()
-            .map(|(at, what)| ((at - Instant::now()).as_secs(), what))
+            .map(|(at, kind)| ((at - Instant::now()).as_secs(), kind))
     }
 
     #[tokio::test(start_paused = true)]
@@ -570,7 +381,7 @@ mod tests {
         assert_eq!(
             next_deadline_s(&monitor),
             Some((6, TimeoutKind::SlowHead)),
-            "more bytes buy no more time"
+            "more bytes do not extend the deadline"
         );
         let request = monitor.begin_request();
         assert_eq!(next_deadline_s(&monitor), None);
@@ -603,7 +414,7 @@ mod tests {
         assert_eq!(
             next_deadline_s(&monitor),
             Some((2, TimeoutKind::Stalled)),
-            "who leaves needs no rest"
+            "a closing connection does not release its buffers"
         );
         let short_idle = ConnectionMonitor::new(
             ConnectionTimeouts {
@@ -631,54 +442,6 @@ mod tests {
         assert_eq!(next_deadline_s(&monitor), Some((20, TimeoutKind::Stalled)));
         monitor.record_write(&Poll::Ready(Ok(1)));
         assert_eq!(next_deadline_s(&monitor), Some((75, TimeoutKind::Idle)));
-    }
-
-    #[tokio::test]
-    async fn informational_heads_are_written_between_responses() {
-        let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
-        let raw = RawSocket::new(ClientStream::Unix(ours), Rc::clone(&monitor));
-        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
-        monitor.queue_informational_head(b"<1>");
-        socket.flush().await.unwrap();
-        monitor.queue_informational_head(b"<2>");
-        let mut sent = 0;
-        // As much as nobody reads: the rest of the answer has to wait.
-        poll_fn(|cx| {
-            while let Poll::Ready(written) = Pin::new(&mut socket).poll_write(cx, &[b'a'; 4096]) {
-                sent += written.unwrap();
-            }
-            Poll::Ready(())
-        })
-        .await;
-        monitor.queue_informational_head(b"<dropped>");
-        let mut got = vec![0; 6 + sent];
-        theirs.read_exact(&mut got).await.unwrap();
-        socket.write_all(b"end").await.unwrap();
-        monitor.queue_informational_head(b"<dropped>");
-        socket.flush().await.unwrap();
-        monitor.queue_informational_head(b"<3>");
-        socket.write_all(b"next").await.unwrap();
-        drop(socket);
-        theirs.read_to_end(&mut got).await.unwrap();
-        let text = String::from_utf8(got).unwrap();
-        assert_eq!(text, format!("<1><2>{}end<3>next", "a".repeat(sent)));
-    }
-
-    #[tokio::test]
-    async fn input_after_shutdown_is_not_read() {
-        let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
-        let raw = RawSocket::new(ClientStream::Unix(ours), Rc::clone(&monitor));
-        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
-        socket.put_back(b"read too early");
-        socket.ignore_remaining_input();
-        let lingers =
-            poll_fn(|cx| Poll::Ready(Pin::new(&mut socket).poll_shutdown(cx).is_pending())).await;
-        assert!(lingers);
-        theirs.write_all(b"GET / HTTP/1.1").await.unwrap();
-        assert_eq!(socket.read(&mut [0; 32]).await.unwrap(), 0);
-        assert!(!poll_fn(|cx| socket.poll_next_request(cx)).await);
     }
 
     #[tokio::test(start_paused = true)]

@@ -1,33 +1,37 @@
-//! HTTP/2 frames that cost us work and get nobody anywhere.
+//! Rate limits for abusive HTTP/2 control frames.
 //!
-//! h2 bounds what it has to remember (streams that were reset before we saw them, streams that we reset, empty and
-//! small DATA, CONTINUATIONs). It answers, or skips, without end what leaves no trace: PING, SETTINGS, PRIORITY,
-//! RST_STREAM, WINDOW_UPDATE by the byte, frames of unknown types. And nothing in HTTP/2 keeps a client from giving up
-//! every request as soon as we have begun it. So each connection has a [`FrameBudget`]: such frames spend, what we
-//! manage to send earns, and whoever runs out of it ends.
+//! h2 limits the frames that leave state behind: reset streams, empty and small DATA, CONTINUATION.
+//! It processes all others without limit: PING, SETTINGS, PRIORITY, RST_STREAM, WINDOW_UPDATE by
+//! the byte, unknown types. A client may also cancel each request as soon as it has started. Each
+//! connection therefore has a [`FrameBudget`]: such frames spend credit, sent responses earn it,
+//! and an exhausted budget ends the connection.
 
 use std::cell::Cell;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A connection begins with this much and never has more. A burst of so many frames costs some milliseconds.
+/// Initial and maximum credit of a connection. A burst of this many frames costs a few
+/// milliseconds.
 const MAX_BUDGET: u32 = 10_000;
-/// What comes back by itself, per second: keepalives and the odd cancellation need less.
+/// Credit refilled per second. Keep-alives and occasional cancellations need less.
 const REFILL_PER_SECOND: u32 = 100;
-/// For the head of a response, and for each part of a body that is on its way. Some clients answer a part of 16 KiB
-/// with a WINDOW_UPDATE per 4 KiB, for the stream and for the connection, and measure with a PING.
+/// Credit earned by a response head and by each body chunk sent. Some clients answer a chunk of 16
+/// KiB with a WINDOW_UPDATE per 4 KiB, for the stream and for the connection, and with a PING to
+/// measure latency.
 const RESPONSE_CREDIT: u32 = 16;
-/// A request that the client gives up at once, though it has been decided and perhaps forwarded: 500 in a burst,
-/// then 5 in a second, and as many more as three out of four answered ones allow.
+/// Cost of a request that the client cancels early, although it was decided and perhaps forwarded.
+/// The budget allows 500 in a burst, then 5 per second, and more in proportion to the responses
+/// sent.
 const EARLY_RESET_COST: u32 = 20;
-/// Giving up later is impatience, and bounded by the streams that there may be at a time.
+/// Age from which a cancellation is free. Late cancellations are limited by the number of
+/// concurrent streams.
 const EARLY_RESET_WINDOW: Duration = Duration::from_secs(1);
 
-/// What a client may still waste.
+/// Remaining credit of a client connection for costly frames.
 #[derive(Debug)]
 pub(in crate::proxy) struct FrameBudget {
     remaining: Cell<u32>,
-    /// When something last came back by itself.
+    /// Time of the last refill.
     refilled_at: Cell<Instant>,
     is_exhausted: Cell<bool>,
 }
@@ -41,23 +45,25 @@ impl FrameBudget {
         }
     }
 
-    /// A part of a response is on its way.
+    /// Earns credit for a response head or body chunk that was sent.
     pub(in crate::proxy) fn credit_response(&self) {
         self.remaining
             .set((self.remaining.get() + RESPONSE_CREDIT).min(MAX_BUDGET));
     }
 
-    /// The client gave a request up, so long after it had come, before it was answered.
+    /// Spends credit for a request that the client cancelled at this `age`, before its response was
+    /// complete.
     pub(in crate::proxy) fn charge_reset(&self, age: Duration) {
         if age < EARLY_RESET_WINDOW {
             self.charge_frames(EARLY_RESET_COST);
         }
     }
 
-    /// So many frames got nobody anywhere.
+    /// Spends credit for costly frames.
     pub(in crate::proxy) fn charge_frames(&self, frames: u32) {
         if self.remaining.get() < frames {
-            // The clock is looked at only by those who waste much.
+            // Refilled only when credit runs out, so that well-behaved clients cause no clock
+            // reads.
             let now = Instant::now();
             let idle_ms = now
                 .saturating_duration_since(self.refilled_at.replace(now))
@@ -75,30 +81,30 @@ impl FrameBudget {
         }
     }
 
-    /// Whether the client has to go.
+    /// Whether the connection must be closed.
     pub(in crate::proxy) fn is_exhausted(&self) -> bool {
         self.is_exhausted.get()
     }
 }
 
-/// Length, type, flags and stream (RFC 9113, 4.1).
+/// Frame header: length, type, flags and stream (RFC 9113, 4.1).
 const FRAME_HEAD_BYTES: usize = 9;
-/// The preface, read as a frame's head; the rest of it is [`PREFACE_REST_BYTES`].
+/// First bytes of the client preface, parsed as a frame header. [`PREFACE_REST_BYTES`] follow.
 const PREFACE_HEAD: [u8; FRAME_HEAD_BYTES] = *b"PRI * HTT";
 const PREFACE_REST_BYTES: usize = 24 - FRAME_HEAD_BYTES;
 
-/// Finds the frames in what a client sends, without keeping any of it.
+/// Finds frame headers in a client's byte stream without keeping its payloads.
 #[derive(Debug, Default)]
 pub(in crate::proxy) struct FrameScanner {
     head: [u8; FRAME_HEAD_BYTES],
-    /// Bytes of `head` that have come.
+    /// Received bytes of `head`.
     head_len: usize,
-    /// Bytes of the payload that are still to come.
+    /// Payload bytes still to be skipped.
     remaining_payload: usize,
 }
 
 impl FrameScanner {
-    /// Reads on. Returns how many frames began that a [`FrameBudget`] has to pay for.
+    /// Scans the next bytes. Returns the number of costly frames that began in them.
     pub(in crate::proxy) fn count_costly_frames(&mut self, mut bytes: &[u8]) -> u32 {
         let mut costly_frames = 0;
         loop {
@@ -129,7 +135,7 @@ impl FrameScanner {
     }
 }
 
-/// DATA, HEADERS and CONTINUATION are requests, and bounded as such or by h2.
+/// DATA, HEADERS and CONTINUATION belong to requests, which are limited as such or by h2.
 fn is_costly(kind: u8) -> bool {
     const DATA: u8 = 0;
     const HEADERS: u8 = 1;
@@ -183,20 +189,23 @@ mod tests {
         let budget = FrameBudget::new(Instant::now());
         budget.credit_response();
         budget.charge_frames(MAX_BUDGET);
-        assert!(!budget.is_exhausted(), "all that there is");
+        assert!(!budget.is_exhausted(), "the whole budget can be spent");
         budget.credit_response();
         budget.charge_frames(RESPONSE_CREDIT);
         advance(Duration::from_millis(500)).await;
         budget.charge_frames(REFILL_PER_SECOND / 2);
         assert!(!budget.is_exhausted());
         budget.charge_reset(EARLY_RESET_WINDOW);
-        assert!(!budget.is_exhausted(), "who has waited may go");
+        assert!(!budget.is_exhausted(), "a late cancellation is free");
         budget.charge_reset(Duration::ZERO);
         assert!(budget.is_exhausted());
         let budget = FrameBudget::new(Instant::now());
         advance(Duration::from_secs(3600)).await;
         budget.charge_frames(MAX_BUDGET);
         budget.charge_frames(MAX_BUDGET + 1);
-        assert!(budget.is_exhausted(), "time makes nobody rich");
+        assert!(
+            budget.is_exhausted(),
+            "a refill does not exceed the maximum"
+        );
     }
 }

@@ -1,19 +1,19 @@
-//! A timer that is moved only when it has to be.
+//! Timer with cheap deadline updates.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use tokio::time::{Instant, Sleep, sleep_until};
 
-/// Deadlines on a busy connection move with every request, but are hardly ever met. So the runtime's
-/// timer is left where it is as long as it rings early enough, and is set again when it rings too
-/// early: thousands of requests cost a handful of timer operations.
+/// Timer that avoids most operations on the runtime's timer. Deadlines of a busy connection move
+/// with each request and rarely expire. The runtime's timer keeps an earlier setting and is reset
+/// when it fires too early, so thousands of requests cost a handful of timer operations.
 #[derive(Debug, Default)]
 pub(in crate::proxy) struct LazyTimer {
     sleep: Option<Pin<Box<Sleep>>>,
 }
 
 impl LazyTimer {
-    /// Ready once `due` has passed; otherwise the task is woken by then, perhaps before.
+    /// Ready once `deadline` has passed. Otherwise the task is woken at the deadline or earlier.
     pub(in crate::proxy) fn poll(&mut self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let sleep = self
             .sleep
@@ -43,7 +43,7 @@ mod tests {
         let (start, mut timer) = (Instant::now(), LazyTimer::default());
         let seconds = |s| start + Duration::from_secs(s);
         let mut deadline = seconds(5);
-        // Later and earlier again, each while the timer is set to something else.
+        // Later and earlier deadlines, each while the timer is set to another time.
         for (poll, next) in [(1, 9), (2, 3), (3, 7)].into_iter().enumerate() {
             assert_eq!(poll + 1, usize::try_from(next.0).unwrap());
             poll_fn(|cx| {
@@ -56,6 +56,6 @@ mod tests {
         poll_fn(|cx| timer.poll(deadline, cx)).await;
         assert_eq!(start.elapsed().as_secs(), 7);
         poll_fn(|cx| timer.poll(seconds(8), cx)).await;
-        assert_eq!(start.elapsed().as_secs(), 8, "an alarm can be used again");
+        assert_eq!(start.elapsed().as_secs(), 8, "a timer can be reused");
     }
 }

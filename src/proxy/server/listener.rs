@@ -1,4 +1,4 @@
-//! The address that clients connect to, and the sockets that come from it.
+//! Listening sockets and the sockets that they accept.
 
 use socket2::TcpKeepalive;
 use std::io;
@@ -8,28 +8,40 @@ use std::time::Duration;
 
 use super::transport::ClientStream;
 use crate::listen::{BoundSocket, ListenAddress, SocketListener};
+use crate::proxy::settings::{ListenSettings, ListenerKind};
+use crate::tls::ReloadableServerTls;
 
-/// Connections that the kernel completes before we accept them.
+/// Length of the kernel's backlog of completed connections.
 pub(in crate::proxy) const BACKLOG: i32 = 4096;
-/// A client that vanished is found after half as long again, also in the middle of a quiet response: it may hold a slot.
+/// Idle time before TCP keep-alive probes start. A vanished client may hold a concurrency slot, so
+/// it is detected after one and a half times this time, even during a quiet response.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
-/// Everybody on this machine may connect, as to a port: who should not is kept out by the folder's permissions.
+/// Any local user may connect, as with a port. The permissions of the directory restrict access.
 const SOCKET_MODE: u32 = 0o666;
-/// Whom a client of a Unix socket is taken for.
+/// Address attributed to clients of a Unix socket.
 const UNIX_PEER_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
-/// An accepted connection that no runtime watches yet.
+/// Bound address with its settings.
+#[derive(Debug)]
+pub(super) struct ServerListener {
+    pub(super) kind: ListenerKind,
+    pub(super) socket: BoundSocket,
+    pub(super) settings: ListenSettings,
+    pub(super) tls: ReloadableServerTls,
+}
+
+/// Accepted socket that is not registered with a runtime yet.
 #[derive(Debug)]
 pub(in crate::proxy) enum AcceptedSocket {
     Tcp(std::net::TcpStream),
     Unix(UnixStream),
 }
 
-/// Takes the address; nobody can connect yet.
+/// Binds the address without listening.
 pub(in crate::proxy) fn bind(address: &ListenAddress) -> io::Result<BoundSocket> {
     let bound = BoundSocket::bind(address, SOCKET_MODE)?;
     if matches!(address, ListenAddress::Ip(_)) {
-        // Accepted sockets inherit it.
+        // Accepted sockets inherit these options.
         let keepalive = TcpKeepalive::new()
             .with_time(KEEPALIVE_TIME)
             .with_interval(KEEPALIVE_TIME / 6)
@@ -44,9 +56,9 @@ pub(in crate::proxy) fn bind(address: &ListenAddress) -> io::Result<BoundSocket>
 }
 
 impl SocketListener {
-    /// The next connection, and who has opened it.
+    /// Accepts the next connection. Returns its socket and the client's address.
     pub(in crate::proxy) async fn accept(&self) -> io::Result<(AcceptedSocket, SocketAddr)> {
-        // The worker's runtime will watch over it, not this one.
+        // Removed from this runtime: the worker's runtime will poll the socket.
         match self {
             Self::Tcp(listener) => {
                 let (socket, addr) = listener.accept().await?;
@@ -59,7 +71,8 @@ impl SocketListener {
         }
     }
 
-    /// Hands over those that the kernel has completed by now, until `take` wants no more; then nobody can connect.
+    /// Accepts the connections in the kernel's backlog until `on_connection` returns `false`, then
+    /// closes the listener.
     pub(in crate::proxy) fn drain_backlog(
         self,
         mut on_connection: impl FnMut(AcceptedSocket, SocketAddr) -> bool,
@@ -89,7 +102,7 @@ impl SocketListener {
 }
 
 impl AcceptedSocket {
-    /// For the runtime that this is called in.
+    /// Registers the socket with the current runtime.
     pub(in crate::proxy) fn into_client_stream(self) -> io::Result<ClientStream> {
         Ok(match self {
             Self::Tcp(socket) => {

@@ -1,4 +1,4 @@
-//! What a client's bytes come over: a socket, with or without TLS around it.
+//! Byte stream of a client: a socket, with or without TLS.
 
 use std::io;
 use std::pin::Pin;
@@ -10,32 +10,32 @@ use tokio_rustls::server::TlsStream;
 
 use super::connection_timeouts::ConnectionMonitor;
 
-/// A client's connection to this machine.
+/// Socket of a client.
 #[derive(Debug)]
 pub(in crate::proxy) enum ClientStream {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
-/// A client's socket, which marks in a [`ConnectionMonitor`] whether the client takes what is written.
+/// Client socket that reports blocked writes to a [`ConnectionMonitor`].
 ///
-/// That is seen here and not above TLS, which takes some bytes in any case, and then tells of none until all of them
-/// are gone.
+/// The report is made below TLS. The TLS layer buffers some bytes in any case, and then reports no
+/// write until its buffer is empty.
 #[derive(Debug)]
 pub(in crate::proxy) struct RawSocket {
     stream: ClientStream,
     monitor: Rc<ConnectionMonitor>,
-    /// Read ahead, and not ours: to be read again first.
+    /// Bytes received behind the PROXY header. They are read again first.
     read_ahead: Vec<u8>,
-    /// Whether anything was read of it.
+    /// Whether the client has sent a byte after the PROXY header.
     has_received: bool,
 }
 
-/// A client's bytes, as HTTP has them.
+/// Client byte stream as HTTP reads and writes it.
 #[derive(Debug)]
 pub(in crate::proxy) enum ClientTransport {
     Plain(RawSocket),
-    // Several times as large.
+    // Boxed, because it is several times as large.
     Tls(Box<TlsStream<RawSocket>>),
 }
 
@@ -72,13 +72,13 @@ impl RawSocket {
         }
     }
 
-    /// Puts bytes back that stand behind what was for us. It is the client's turn now.
+    /// Puts back the bytes that follow the PROXY header. All later bytes are the client's own.
     pub(in crate::proxy) fn put_back(&mut self, bytes: &[u8]) {
         self.has_received = !bytes.is_empty();
         self.read_ahead = bytes.to_vec();
     }
 
-    /// Whether the client has sent a byte.
+    /// Whether the client has sent a byte after the PROXY header.
     pub(in crate::proxy) fn has_received(&self) -> bool {
         self.has_received
     }
@@ -87,7 +87,8 @@ impl RawSocket {
         Rc::clone(&self.monitor)
     }
 
-    /// Makes the end of the socket a reset. Unix sockets know none: their client sees an end.
+    /// Makes closing the socket send a reset. Unix sockets have no reset: their client reads an end
+    /// of file.
     pub(in crate::proxy) fn set_reset_on_close(&self) -> io::Result<()> {
         match &self.stream {
             ClientStream::Tcp(socket) => socket.set_zero_linger(),
@@ -97,7 +98,7 @@ impl RawSocket {
 }
 
 impl ClientTransport {
-    /// What is below TLS.
+    /// Socket below TLS.
     pub(in crate::proxy) fn raw_socket(&mut self) -> &mut RawSocket {
         match self {
             Self::Plain(socket) => socket,
@@ -120,7 +121,7 @@ impl ClientTransport {
     }
 }
 
-/// Moves as many bytes as there is room for, and lets go of the memory with the last.
+/// Moves as many bytes as fit into `into`. Frees the buffer once it is empty.
 pub(in crate::proxy) fn move_buffered(bytes: &mut Vec<u8>, into: &mut ReadBuf<'_>) {
     let n = bytes.len().min(into.remaining());
     into.put_slice(bytes.drain(..n).as_slice());

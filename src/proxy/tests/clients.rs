@@ -1,6 +1,7 @@
-//! The side of the client: protocols, deadlines, limits, workers.
+//! Client-side behaviour: protocols, timeouts, limits and workers.
 
 use super::support::*;
+use crate::listen::ListenAddress;
 use crate::proxy::*;
 use ::http::{Request, StatusCode};
 use bytes::Bytes;
@@ -119,7 +120,7 @@ async fn a_connection_is_usable_after_its_buffers_were_released() {
         tokio::time::sleep(ms(rest)).await;
         assert!(client.request(GET).await.starts_with("HTTP/1.1 200"));
     }
-    // What came too early is not lost in the rest.
+    // Bytes that arrive before the buffers are released are not lost.
     let (begin, end) = GET.split_at(7);
     assert!(
         client
@@ -134,7 +135,7 @@ async fn a_connection_is_usable_after_its_buffers_were_released() {
     slow.send(begin).await;
     assert!(
         slow.read_to_end().await.starts_with("HTTP/1.1 408 "),
-        "a head has its time, whenever it begins"
+        "the head timeout also applies after an idle time"
     );
     drop(client);
     wait_until(|| server.load.open_connections() == 0).await;
@@ -214,7 +215,7 @@ async fn an_http2_stream_without_window_is_reset() {
             .unwrap()
             .to_bytes(),
         "ok",
-        "the others go on"
+        "other streams continue"
     );
 }
 
@@ -259,14 +260,14 @@ async fn the_rest_of_a_rejected_upload_is_not_parsed_as_a_request() {
         .await;
     client.send(&[b'x'; 400_000]).await;
     assert!(client.read_to_end().await.starts_with("HTTP/1.1 429"));
-    // Longer than it takes a connection to be found at rest.
+    // Longer than the delay after which an idle connection releases its buffers.
     tokio::time::sleep(ms(400)).await;
     client.send(GET).await;
     wait_until(|| server.load.open_connections() == 0).await;
     assert_eq!(
         requests.load(Ordering::SeqCst),
         1,
-        "part of a body was taken for a request"
+        "part of a body was parsed as a request"
     );
 }
 
@@ -411,19 +412,20 @@ async fn a_panic_in_a_stream_is_counted_and_ends_nothing_else() {
             .unwrap();
         with_timeout(sender.send_request(request)).await
     };
-    send_request("/panic").await.expect_err("it has no answer");
+    send_request("/panic")
+        .await
+        .expect_err("a request that panics has no response");
     assert_eq!(send_request("/").await.unwrap().status(), 200);
     wait_until(|| server.load.panics() == 1).await;
     connection.abort();
 }
 
-/// An HTTP/2 client that takes a long response in small bites.
 #[tokio::test]
 async fn a_request_body_fails_when_its_stream_is_reset() {
     let (body_tx, mut body_rx) = mpsc::channel(1);
     let server = RunningServer::start_with_fn(&listen_settings(), move |request, _| {
         let body_tx = body_tx.clone();
-        // Read by somebody who outlives the request.
+        // Read by a task that outlives the request.
         tokio::task::spawn_local(async move {
             body_tx.send(Ok(Bytes::new())).await.unwrap();
             let all = request.into_body().collect().await;
@@ -446,7 +448,10 @@ async fn a_request_body_fails_when_its_stream_is_reset() {
         with_timeout(body_rx.recv()).await.unwrap().unwrap();
         sending.send_reset(reason);
         let read = with_timeout(body_rx.recv()).await.unwrap();
-        assert!(read.is_err(), "{reason:?} made a whole of {read:?}");
+        assert!(
+            read.is_err(),
+            "after {reason:?}, the body looked complete: {read:?}"
+        );
     }
 }
 

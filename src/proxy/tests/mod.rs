@@ -1,4 +1,4 @@
-//! Real sockets on loopback: a client, the server with a handler of the test, an upstream of the test.
+//! Tests over loopback sockets: a client, the server with a test handler, and a test upstream.
 
 mod clients;
 mod shutdown;

@@ -1,4 +1,4 @@
-//! The end: what is in flight finishes, what is idle closes, what takes too long is cut.
+//! Shutdown: active requests finish, idle connections close, overdue connections are cut.
 
 use super::support::*;
 use crate::proxy::*;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
-/// Every request waits for a permit.
+/// Starts a server on which every request waits for a permit.
 fn start_gated_server(
     listen: &ListenSettings,
     shutdown: ShutdownSettings,
@@ -28,13 +28,13 @@ fn start_gated_server(
             text_response(StatusCode::OK, "done")
         }
     }
-    let gate = Arc::new(Semaphore::new(0));
-    let shared = Arc::clone(&gate);
+    let permits = Arc::new(Semaphore::new(0));
+    let shared = Arc::clone(&permits);
     let server = RunningServer::start(listen, shutdown, move |_| {
-        let gate = Arc::clone(&shared);
-        async move { Rc::new(GatedHandler(gate)) }
+        let permits = Arc::clone(&shared);
+        async move { Rc::new(GatedHandler(permits)) }
     });
-    (server, gate)
+    (server, permits)
 }
 
 #[tokio::test]
@@ -43,7 +43,7 @@ async fn draining_finishes_active_requests_and_closes_idle_connections() {
         delay: ms(300),
         grace: ms(4000),
     };
-    let (mut server, gate) = start_gated_server(
+    let (mut server, permits) = start_gated_server(
         &ListenSettings {
             threads: 2,
             ..listen_settings()
@@ -55,7 +55,7 @@ async fn draining_finishes_active_requests_and_closes_idle_connections() {
         server.connect().await,
         server.connect().await,
     );
-    gate.add_permits(1);
+    permits.add_permits(1);
     idle.request(GET).await;
     busy.send(GET).await;
     let io = TokioIo::new(server.connect().await.0);
@@ -76,9 +76,9 @@ async fn draining_finishes_active_requests_and_closes_idle_connections() {
     assert_eq!(idle.read_to_end().await, "");
     TcpStream::connect(server.addr)
         .await
-        .expect_err("nobody listens any more");
+        .expect_err("the listener must be closed");
     assert!(!server.task.is_finished());
-    gate.add_permits(3);
+    permits.add_permits(3);
     for client in [&mut busy, &mut late] {
         let answer = client.read_to_end().await;
         assert!(
@@ -100,7 +100,7 @@ async fn draining_finishes_active_requests_and_closes_idle_connections() {
 
 #[tokio::test]
 async fn connections_open_after_the_grace_period_are_cut_and_counted() {
-    let (mut server, _gate) = start_gated_server(
+    let (mut server, _permits) = start_gated_server(
         &listen_settings(),
         ShutdownSettings {
             delay: ms(0),
@@ -121,7 +121,7 @@ async fn connections_open_after_the_grace_period_are_cut_and_counted() {
 #[tokio::test]
 async fn a_second_signal_stops_at_once() {
     let minute = ms(60_000);
-    let (mut server, _gate) = start_gated_server(
+    let (mut server, _permits) = start_gated_server(
         &listen_settings(),
         ShutdownSettings {
             delay: minute,
@@ -162,16 +162,16 @@ async fn a_stop_before_the_handlers_are_ready_takes_effect() {
 
 #[tokio::test]
 async fn connections_in_the_backlog_at_shutdown_are_served() {
-    let (mut server, gate) = start_gated_server(
+    let (mut server, permits) = start_gated_server(
         &listen_settings(),
         ShutdownSettings {
             delay: ms(0),
             grace: ms(4000),
         },
     );
-    gate.add_permits(6);
+    permits.add_permits(6);
     server.connect().await.request(GET).await;
-    // Without an await between, the acceptor has no turn: these wait in the kernel.
+    // Without an await in between, the acceptor does not run: these connections wait in the kernel.
     let mut waiting: Vec<_> = (0..5)
         .map(|_| std::net::TcpStream::connect(server.addr).unwrap())
         .collect();
@@ -191,7 +191,7 @@ async fn connections_in_the_backlog_at_shutdown_are_served() {
 
 #[tokio::test]
 async fn connections_in_the_backlog_at_shutdown_are_served_by_a_busy_worker() {
-    // More than a worker's queue holds.
+    // More connections than a worker's queue holds.
     const MANY: usize = 400;
     let (release, busy) = std::sync::mpsc::sync_channel::<()>(1);
     let busy = Arc::new(std::sync::Mutex::new(Some(busy)));
@@ -221,7 +221,7 @@ async fn connections_in_the_backlog_at_shutdown_are_served_by_a_busy_worker() {
         waiting.push(client);
     }
     server.shutdown_signal.send_replace(ShutdownSignal::Drain);
-    // The end has begun: nobody can connect.
+    // The drain has begun once the listener is closed.
     wait_until(|| std::net::TcpStream::connect(server.addr).is_err()).await;
     release.send(()).unwrap();
     for mut client in waiting.into_iter().chain([first]) {
@@ -255,7 +255,7 @@ async fn a_request_that_arrives_during_shutdown_is_served() {
     busy.lock().unwrap().replace(wait);
     first.send(GET).await;
     wait_until(|| busy.lock().unwrap().is_none()).await;
-    // Both are in the kernel, where the busy worker has not looked, when it is told to end.
+    // Both requests are in the kernel when the drain begins: the busy worker has not read them.
     idle.send(GET).await;
     recently_active.send(GET).await;
     server.shutdown_signal.send_replace(ShutdownSignal::Drain);
@@ -275,21 +275,21 @@ async fn a_connection_in_its_handshake_at_shutdown_may_send_one_request() {
         proxy_protocol_from: Some(vec!["127.0.0.0/8".parse().unwrap()]),
         ..listen_settings()
     };
-    let (mut server, gate) = start_gated_server(
+    let (mut server, permits) = start_gated_server(
         &settings,
         ShutdownSettings {
             delay: ms(0),
             grace: ms(10_000),
         },
     );
-    gate.add_permits(1);
+    permits.add_permits(1);
     let mut client = server.connect().await;
     wait_until(|| server.load.open_connections() == 1).await;
     server.shutdown_signal.send_replace(ShutdownSignal::Drain);
     wait_until(|| std::net::TcpStream::connect(server.addr).is_err()).await;
     tokio::time::sleep(ms(50)).await;
     client.send(b"PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\n").await;
-    // A round trip later.
+    // The request arrives one round trip later.
     tokio::time::sleep(ms(50)).await;
     client.send(GET).await;
     let answer = client.read_to_end().await;
@@ -302,16 +302,16 @@ async fn a_connection_in_its_handshake_at_shutdown_may_send_one_request() {
 
 #[tokio::test]
 async fn a_partial_request_at_shutdown_may_be_completed() {
-    let (mut server, gate) = start_gated_server(
+    let (mut server, permits) = start_gated_server(
         &listen_settings(),
         ShutdownSettings {
             delay: ms(0),
             grace: ms(10_000),
         },
     );
-    gate.add_permits(1);
+    permits.add_permits(1);
     let mut client = server.connect().await;
-    // It could become the preface of HTTP/2.
+    // This byte could begin the HTTP/2 preface.
     client.send(b"P").await;
     wait_until(|| server.load.open_connections() == 1).await;
     server.shutdown_signal.send_replace(ShutdownSignal::Drain);
@@ -328,7 +328,7 @@ async fn a_partial_request_at_shutdown_may_be_completed() {
     assert_eq!(with_timeout(&mut server.task).await.unwrap().unwrap(), 0);
 }
 
-/// Its first request holds up its whole worker until it is let go.
+/// Handler that blocks its worker during the first request, until the test releases it.
 struct BlockingHandler(Arc<std::sync::Mutex<Option<std::sync::mpsc::Receiver<()>>>>);
 
 impl RequestHandler for BlockingHandler {
@@ -349,7 +349,7 @@ impl RequestHandler for BlockingHandler {
 #[tokio::test]
 async fn a_hanging_dns_lookup_does_not_delay_shutdown() {
     let mut server = RunningServer::start_with_fn(&listen_settings(), |_, _| async {
-        // Stands for a resolver that does not answer.
+        // Simulates a resolver that does not answer.
         drop(tokio::task::spawn_blocking(|| {
             std::thread::sleep(ms(60_000))
         }));

@@ -1,5 +1,6 @@
-//! Servers, clients and upstreams that do as told.
+//! Servers, clients and upstreams with scripted behaviour.
 
+use crate::listen::ListenAddress;
 use crate::proxy::*;
 use ::http::{Request, Response, StatusCode};
 use bytes::Bytes;
@@ -20,11 +21,11 @@ pub(super) fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
-/// No test waits longer than this for what should happen.
+/// Fails the test after 5 seconds.
 pub(super) async fn with_timeout<F: Future>(future: F) -> F::Output {
     timeout(Duration::from_secs(5), future)
         .await
-        .expect("took too long")
+        .expect("timed out after 5 seconds")
 }
 
 pub(super) async fn wait_until(mut condition: impl FnMut() -> bool) {
@@ -74,7 +75,7 @@ pub(super) fn upstream_settings(addr: SocketAddr) -> UpstreamSettings {
     }
 }
 
-/// A running server; dropping it ends it.
+/// Running server, stopped on drop.
 pub(super) struct RunningServer {
     pub(super) addr: SocketAddr,
     pub(super) load: ServerLoad,
@@ -95,7 +96,7 @@ impl RunningServer {
     {
         let server = ProxyServer::bind(settings, Arc::default()).unwrap();
         let ListenAddress::Ip(addr) = server.address().unwrap() else {
-            panic!("an IP address was asked for")
+            panic!("expected an IP address")
         };
         let load = server.load();
         let (shutdown_signal, signal_rx) = watch::channel(ShutdownSignal::Run);
@@ -109,7 +110,7 @@ impl RunningServer {
         }
     }
 
-    /// With a handler that is a function.
+    /// Starts a server with a function as its handler.
     pub(super) fn start_with_fn<A, F>(settings: &ListenSettings, answer: A) -> Self
     where
         A: Fn(Request<RequestBody>, usize) -> F + Clone + Send + 'static,
@@ -121,7 +122,7 @@ impl RunningServer {
         })
     }
 
-    /// Forwards everything; errors are answered with their name.
+    /// Starts a server that forwards everything and answers errors with their name.
     pub(super) fn start_forwarding(listen: &ListenSettings, upstream: UpstreamSettings) -> Self {
         Self::start_forwarding_with_shutdown(listen, upstream, immediate_shutdown())
     }
@@ -198,7 +199,7 @@ impl RequestHandler for ForwardingHandler {
     }
 }
 
-/// A client that writes bytes and reads what comes.
+/// Client that sends and receives raw bytes.
 pub(super) struct RawTestClient(pub(super) TcpStream);
 
 impl RawTestClient {
@@ -206,7 +207,7 @@ impl RawTestClient {
         with_timeout(self.0.write_all(bytes)).await.unwrap();
     }
 
-    /// One response with a content-length, head and body.
+    /// Reads one response with a content-length, head and body.
     pub(super) async fn read_response(&mut self) -> String {
         let mut got = Vec::new();
         loop {
@@ -234,7 +235,7 @@ impl RawTestClient {
         self.read_response().await
     }
 
-    /// All until the end; a reset is an end, too.
+    /// Reads until the connection ends, cleanly or with a reset.
     pub(super) async fn read_to_end(&mut self) -> String {
         let mut got = Vec::new();
         let mut chunk = vec![0; 16384];
@@ -245,7 +246,7 @@ impl RawTestClient {
     }
 }
 
-/// An upstream: what it does with its n-th connection.
+/// Starts an upstream. `serve` receives each connection and its index.
 pub(super) async fn start_upstream<F>(
     serve: impl Fn(RawTestClient, usize) -> F + Send + 'static,
 ) -> (SocketAddr, Arc<AtomicUsize>)
@@ -268,7 +269,7 @@ where
 }
 
 impl RawTestClient {
-    /// As an upstream: reads one request head; `None` at the end of the connection.
+    /// As an upstream: reads one request head. Returns `None` at the end of the connection.
     pub(super) async fn read_head(&mut self) -> Option<String> {
         let mut got = Vec::new();
         while !got.ends_with(b"\r\n\r\n") {
@@ -277,7 +278,7 @@ impl RawTestClient {
         Some(String::from_utf8(got).unwrap())
     }
 
-    /// As an upstream: the same answer to every request without body.
+    /// As an upstream: sends the same response to every request without a body.
     pub(super) async fn serve_response(&mut self, answer: &[u8]) {
         while self.read_head().await.is_some() {
             if self.0.write_all(answer).await.is_err() {

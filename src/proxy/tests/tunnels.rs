@@ -1,4 +1,4 @@
-//! After an upgrade: every byte, both ends, and the bounds.
+//! Tunnels after an upgrade: data integrity, closing and limits.
 
 use super::support::*;
 use super::upstreams::{start_tls_upstream, tls_upstream_settings};
@@ -17,7 +17,7 @@ const UPGRADE_REQUEST: &[u8] =
 const SWITCHING_RESPONSE: &[u8] =
     b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: echo/1\r\n\r\n";
 
-/// An upstream that grants every upgrade, and then does this.
+/// Starts an upstream that accepts every upgrade and then runs `then`.
 async fn start_switching_upstream<F>(
     then: impl Fn(TcpStream) -> F + Send + Sync + 'static,
 ) -> (SocketAddr, Arc<AtomicUsize>)
@@ -37,7 +37,7 @@ where
     .await
 }
 
-/// Sends back what comes, until that ends.
+/// Echoes all input until its end.
 async fn echo(mut socket: TcpStream) {
     let (mut reads, mut writes) = socket.split();
     tokio::io::copy(&mut reads, &mut writes)
@@ -47,7 +47,7 @@ async fn echo(mut socket: TcpStream) {
 }
 
 impl RunningServer {
-    /// A client whose upgrade was granted.
+    /// Connects a client and completes its upgrade.
     async fn connect_upgraded(&self) -> TcpStream {
         let mut client = self.connect().await;
         let answer = client.request(UPGRADE_REQUEST).await;
@@ -65,7 +65,7 @@ async fn read_bytes(socket: &mut TcpStream, bytes: usize) -> Vec<u8> {
     got
 }
 
-/// The end in good order, with nothing before it.
+/// Expects a clean end of the stream and no further bytes.
 async fn expect_eof(socket: &mut TcpStream) {
     assert_eq!(with_timeout(socket.read(&mut [0; 10])).await.unwrap(), 0);
 }
@@ -77,7 +77,7 @@ fn random_bytes(bytes: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Sends `bytes` and its end, and expects the same back.
+/// Sends `bytes`, closes the write direction, and expects the same bytes back.
 async fn expect_echo(socket: TcpStream, bytes: Vec<u8>) {
     let (mut reads, mut writes) = socket.into_split();
     let sent = bytes.clone();
@@ -108,7 +108,7 @@ async fn megabytes_pass_through_tls_and_end_in_good_order() {
         assert!(stream.read(&mut [0; 4096]).await.unwrap() > 0);
         stream.write_all(SWITCHING_RESPONSE).await.unwrap();
         let (mut reads, mut writes) = tokio::io::split(stream);
-        // An end without a goodbye would be an error here.
+        // An end without close_notify would be an error here.
         tokio::io::copy(&mut reads, &mut writes).await.unwrap();
         writes.shutdown().await.unwrap();
     })
@@ -156,7 +156,8 @@ async fn either_side_may_half_close() {
     expect_eof(&mut client).await;
 }
 
-/// Ends its own side in the middle of what it gets, and counts all of that after a while.
+/// Starts an upstream that closes its write direction while it receives. After `pause`, it reports
+/// the number of bytes received.
 async fn start_half_closing_upstream(pause: Duration) -> (SocketAddr, mpsc::Receiver<usize>) {
     let (count_tx, counted) = mpsc::channel(1);
     let (addr, _) = start_switching_upstream(move |mut socket| {
@@ -180,7 +181,7 @@ async fn an_upstream_that_half_closes_still_receives_every_byte() {
     let (addr, mut counted) = start_half_closing_upstream(ms(0)).await;
     let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
     let (mut reads, mut writes) = server.connect_upgraded().await.into_split();
-    // More than anybody's buffers hold, so that some is on its way when the end is passed on.
+    // More than all buffers hold, so that data is in transit when the close is forwarded.
     writes.write_all(&vec![b'x'; 16 << 20]).await.unwrap();
     let mut got = String::new();
     with_timeout(reads.read_to_string(&mut got)).await.unwrap();
@@ -210,7 +211,7 @@ async fn an_upstream_reset_closes_the_client_after_the_last_bytes() {
     let (addr, _) = start_switching_upstream(|mut socket| async move {
         socket.read_u8().await.unwrap();
         socket.write_all(b"last words").await.unwrap();
-        // With bytes unread, the kernel resets.
+        // With unread bytes, closing sends a reset.
         socket.readable().await.unwrap();
     })
     .await;
@@ -229,7 +230,7 @@ async fn a_client_that_writes_after_the_upstream_closed_is_cut() {
     let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
     let mut client = server.connect_upgraded().await;
     expect_eof(&mut client).await;
-    with_timeout(async { while client.write_all(b"anybody?").await.is_ok() {} }).await;
+    with_timeout(async { while client.write_all(b"more").await.is_ok() {} }).await;
     wait_until(|| server.load.open_connections() == 0).await;
 }
 
@@ -276,10 +277,10 @@ async fn a_client_that_does_not_read_holds_the_upstream_back_and_is_cut() {
     let client = server.connect_upgraded().await;
     wait_until(|| server.load.open_connections() == 0).await;
     let held = written.load(Ordering::SeqCst);
-    // Two sockets' buffers in the kernel, each way, and a part of ours.
+    // The kernel's buffers of two sockets, in both directions, and the proxy's own.
     assert!(
         held < 24 << 20,
-        "{held} bytes were taken for a client that reads none"
+        "{held} bytes were accepted for a client that does not read"
     );
     drop(client);
 }
@@ -376,12 +377,12 @@ async fn an_unrequested_protocol_switch_is_an_error() {
     ];
     let (addr, _) = start_switching_upstream(echo).await;
     let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
-    for ask in requests {
+    for request in requests {
         assert!(
             server
                 .connect()
                 .await
-                .request(ask)
+                .request(request)
                 .await
                 .ends_with("protocol")
         );
@@ -407,7 +408,7 @@ async fn a_refused_upgrade_is_handled_as_a_plain_request() {
     .await;
     let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
     let mut client = server.connect().await;
-    // Whoever believes in the upgrade would send these bytes on as they are.
+    // A proxy that assumed an upgrade would forward these bytes unparsed.
     client.send(&[UPGRADE_REQUEST, GET].concat()).await;
     assert!(client.read_response().await.ends_with("no"));
     assert!(client.read_response().await.ends_with("ok"));
@@ -431,7 +432,7 @@ async fn a_rejected_upload_with_an_upgrade_header_receives_its_response() {
     client.send(b"content-length: 1000000\r\n\r\n").await;
     client.send(&[b'x'; 1000]).await;
     with_timeout(client.0.readable()).await.unwrap();
-    // What arrives at a closed socket is answered with a reset.
+    // The kernel answers input to a closed socket with a reset.
     client.send(&vec![b'x'; 500_000]).await;
     assert!(client.read_response().await.ends_with("no"));
     client.0.shutdown().await.unwrap();

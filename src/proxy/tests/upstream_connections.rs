@@ -1,4 +1,4 @@
-//! New connections to the upstream and used ones: which one a request gets, and what becomes of it if there is none.
+//! New and reused upstream connections: selection, retries and limits.
 
 use super::support::*;
 use super::upstreams::{OK_RESPONSE, post_request};
@@ -31,12 +31,12 @@ async fn a_retry_uses_a_new_connection() {
     tokio::join!(one.request(GET), two.request(GET));
     assert!(
         one.request(GET).await.ends_with("ok"),
-        "two were idle, and both had died"
+        "both idle connections were dead"
     );
     assert_eq!(connections.load(Ordering::SeqCst), 3);
 }
 
-/// Holds up its whole worker before a request, if it is told to.
+/// Handler that blocks its worker before a request if a receiver is set.
 struct StallingHandler(
     UpstreamClient,
     Arc<std::sync::Mutex<Option<std::sync::mpsc::Receiver<()>>>>,
@@ -98,7 +98,7 @@ async fn a_non_idempotent_request_is_not_sent_on_a_closed_connection() {
             .await
             .ends_with("ok")
     );
-    // The connection is idle; its end comes while the worker is busy with the request that takes it.
+    // The idle connection closes while the worker is busy with the request that selects it.
     let (go_on, stalled) = std::sync::mpsc::sync_channel(1);
     stall.lock().unwrap().replace(stalled);
     client.send(&post_request("content-length: 3")).await;
@@ -111,7 +111,8 @@ async fn a_non_idempotent_request_is_not_sent_on_a_closed_connection() {
     assert_eq!(connections.load(Ordering::SeqCst), 2);
 }
 
-/// An address with no room for more connections: whoever tries hears nothing. Dropping the second makes room.
+/// Listener with a full backlog: further connection attempts get no answer until the returned
+/// connections are accepted.
 async fn listen_with_full_backlog() -> (StdListener, Vec<TcpStream>) {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket
@@ -131,7 +132,7 @@ async fn listen_with_full_backlog() -> (StdListener, Vec<TcpStream>) {
 async fn a_connect_timeout_is_retried() {
     let (listener, waiting) = listen_with_full_backlog().await;
     let settings = UpstreamSettings {
-        // Before the kernel itself tries again.
+        // Shorter than the kernel's first SYN retransmission.
         connect_timeout: ms(600),
         ..upstream_settings(listener.local_addr().unwrap())
     };
@@ -191,7 +192,7 @@ async fn a_client_disconnect_cancels_its_pending_connect() {
     let answer = server.connect().await.request(GET).await;
     assert!(
         answer.ends_with("connect_timeout"),
-        "somebody is still in the way: {answer}"
+        "the connection slot is still taken: {answer}"
     );
 }
 

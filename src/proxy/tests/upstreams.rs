@@ -1,10 +1,11 @@
-//! The side of the upstream: reuse, retries, limits, deadlines, and ends that must not look complete.
+//! Upstream-side behaviour: reuse, retries, limits, timeouts and truncated responses.
 
 use super::support::*;
 use crate::proxy::*;
 use crate::tls::{self, ClientTls};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, mpsc};
@@ -67,7 +68,7 @@ async fn idle_upstream_connections_are_closed() {
     assert_eq!(connections.load(Ordering::SeqCst), 2);
 }
 
-/// Answers once, then closes on the next request's arrival.
+/// Starts an upstream that responds once and closes when the next request arrives.
 async fn start_upstream_closing_at_second_request() -> std::net::SocketAddr {
     start_upstream(|mut client, _| async move {
         client.read_head().await;
@@ -117,7 +118,7 @@ async fn a_post_is_not_sent_twice() {
             .await
             .ends_with("terminated")
     );
-    // What could be sent twice has a body that is gone after the first time.
+    // An idempotent request with a body is not retried: its body is already consumed.
     assert!(client.request(GET).await.ends_with("ok"));
     let put =
         b"PUT / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n";
@@ -241,7 +242,7 @@ async fn a_truncated_answer_never_looks_complete() {
         client.send(GET).await;
         let got = client.read_to_end().await;
         assert!(!got.ends_with("0\r\n\r\n") && got.len() < 150, "{got}");
-        // The end of the connection would be the end of the body.
+        // For HTTP/1.0, a clean end of the connection would be the end of the body.
         let mut old = server.connect().await;
         old.send(b"GET / HTTP/1.0\r\nhost: a\r\n\r\n").await;
         with_timeout(old.0.read_to_end(&mut Vec::new()))
@@ -325,7 +326,8 @@ async fn an_upstream_that_does_not_read_times_out() {
     assert_eq!(&head, b"HTTP/1.1 502");
 }
 
-/// What an upstream gets of a chunked request that breaks off.
+/// Sends a chunked request in `parts`, without its end. The receiver yields the bytes that the
+/// upstream received.
 async fn start_chunked_upload(
     listen: ListenSettings,
     parts: &[&[u8]],
@@ -431,16 +433,16 @@ async fn a_client_disconnect_cancels_its_upstream_request() {
     }
 }
 
-/// An upstream that answers one request per permit, and tells how many are connected.
+/// Starts an upstream that answers one request per permit and counts its connections.
 async fn start_gated_upstream(
-    gate: &Arc<tokio::sync::Semaphore>,
+    permits: &Arc<tokio::sync::Semaphore>,
 ) -> (std::net::SocketAddr, Arc<std::sync::atomic::AtomicUsize>) {
-    let gate = Arc::clone(gate);
+    let permits = Arc::clone(permits);
     start_upstream(move |mut client, _| {
-        let gate = Arc::clone(&gate);
+        let permits = Arc::clone(&permits);
         async move {
             while client.read_head().await.is_some() {
-                gate.acquire().await.unwrap().forget();
+                permits.acquire().await.unwrap().forget();
                 client.send(OK_RESPONSE).await;
             }
         }
@@ -450,8 +452,8 @@ async fn start_gated_upstream(
 
 #[tokio::test]
 async fn waiting_for_a_connection_is_bounded_in_time_and_number() {
-    let gate = Arc::new(tokio::sync::Semaphore::new(0));
-    let (addr, connections) = start_gated_upstream(&gate).await;
+    let permits = Arc::new(tokio::sync::Semaphore::new(0));
+    let (addr, connections) = start_gated_upstream(&permits).await;
     let server = RunningServer::start_forwarding(
         &listen_settings(),
         UpstreamSettings {
@@ -474,7 +476,7 @@ async fn waiting_for_a_connection_is_bounded_in_time_and_number() {
     assert!(second.read_response().await.ends_with("queue_timeout"));
     second.send(GET).await;
     tokio::time::sleep(ms(30)).await;
-    gate.add_permits(2);
+    permits.add_permits(2);
     assert!(first.read_response().await.ends_with("ok"));
     assert!(second.read_response().await.ends_with("ok"));
     assert_eq!(
@@ -486,8 +488,8 @@ async fn waiting_for_a_connection_is_bounded_in_time_and_number() {
 
 #[tokio::test]
 async fn a_disconnected_client_frees_its_queue_slot() {
-    let gate = Arc::new(tokio::sync::Semaphore::new(0));
-    let (addr, connections) = start_gated_upstream(&gate).await;
+    let permits = Arc::new(tokio::sync::Semaphore::new(0));
+    let (addr, connections) = start_gated_upstream(&permits).await;
     let settings = UpstreamSettings {
         max_connections: 1,
         max_requests_waiting: 1,
@@ -501,7 +503,7 @@ async fn a_disconnected_client_frees_its_queue_slot() {
     for _ in 0..3 {
         let mut second = server.connect().await;
         second.send(GET).await;
-        // There is a place for one of them only.
+        // The queue has space for only one of them.
         let mut third = server.connect().await;
         third.send(GET).await;
         let full = tokio::select! {
@@ -512,11 +514,11 @@ async fn a_disconnected_client_frees_its_queue_slot() {
         drop((second, third));
         wait_until(|| server.load.open_connections() == 1).await;
     }
-    gate.add_permits(2);
+    permits.add_permits(2);
     assert!(first.read_response().await.ends_with("ok"));
     assert!(
         first.request(GET).await.ends_with("ok"),
-        "nobody is before him"
+        "no other request is queued"
     );
     assert_eq!(connections.load(Ordering::SeqCst), 1);
 }
@@ -546,12 +548,12 @@ async fn an_early_response_frees_its_connection_slot() {
         client.send(&post_request("content-length: 10000000")).await;
         client.send(b"only a part").await;
         assert!(client.read_response().await.starts_with("HTTP/1.1 401"));
-        // This one is still there, and might go on for long.
+        // This upload is still open and may continue for long.
         assert!(server.connect().await.request(GET).await.ends_with("ok"));
     }
     assert!(
         connections.load(Ordering::SeqCst) > 1,
-        "half a request is left on the others"
+        "a connection with an incomplete request must not be reused"
     );
 }
 
@@ -599,8 +601,8 @@ async fn no_worker_starves_while_others_are_busy() {
     for _ in 0..16 {
         clients.push(server.connect().await);
     }
-    // The connections of worker 1 are the odd ones: one of them against eight of worker 0, who go on as long as it
-    // takes.
+    // Odd connections belong to worker 1. One of them competes with eight busy connections of
+    // worker 0.
     let served = Arc::new(AtomicBool::new(false));
     let mut clients = clients
         .into_iter()
@@ -631,7 +633,7 @@ async fn no_worker_starves_while_others_are_busy() {
     }
 }
 
-/// An upstream that speaks TLS as `orders.internal`.
+/// Starts a TLS upstream with a certificate for `orders.internal`.
 pub(super) async fn start_tls_upstream<F>(
     serve: impl Fn(TlsStream<TcpStream>) -> F + Send + Sync + 'static,
 ) -> std::net::SocketAddr
@@ -740,11 +742,11 @@ async fn an_early_response_is_forwarded_although_the_upload_breaks() {
         vec![b'x'; 3_000_000],
     ]
     .concat();
-    // Which of the two the proxy meets first is a matter of luck.
+    // The proxy may see the response or the broken upload first, so the test repeats.
     for _ in 0..30 {
         let (mut reading, mut writing) = server.connect().await.0.into_split();
         let upload = upload.clone();
-        // Given back, for its end would be the client's.
+        // Returned by the task: dropping it would close the client's connection.
         let sent = tokio::spawn(async move { (writing.write_all(&upload).await.is_ok(), writing) });
         let mut answer = [0; 12];
         with_timeout(reading.read_exact(&mut answer)).await.unwrap();

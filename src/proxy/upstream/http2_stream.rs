@@ -16,7 +16,7 @@ use tokio::task::AbortHandle;
 
 use super::pool::UpstreamConnection;
 use crate::proxy::http::body::RequestBody;
-use crate::proxy::http::{request_validation, upgrade};
+use crate::proxy::http::{hop_by_hop, upgrade};
 
 /// The most that is handed to a tunnel's stream at once.
 const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;
@@ -175,7 +175,7 @@ impl BodyUploadFuture {
                 let mut declared_names = self
                     .declared_trailers
                     .iter()
-                    .flat_map(request_validation::list_elements);
+                    .flat_map(hop_by_hop::list_elements);
                 !declared_names.any(|item| item.eq_ignore_ascii_case(name.as_str().as_bytes()))
             })
             .cloned()

@@ -208,7 +208,7 @@ async fn no_session_is_resumed_after_its_client_ca_changed() {
         fs::copy(other.path("ca.pem"), ca.path("clients.pem")).unwrap();
         proxy
             .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
-                line.message_starts_with("new certificates")
+                line.message_starts_with("TLS settings changed")
             })
             .await;
         let refused = kind().await.unwrap_err();
@@ -279,7 +279,7 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
         ca.write_revocation_list("crl.pem", serials, until);
         proxy
             .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
-                line.message_starts_with("new certificates")
+                line.message_starts_with("TLS settings changed")
             })
             .await;
     };
@@ -302,7 +302,7 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
     fs::copy(other.path("crl.pem"), ca.path("crl.pem")).unwrap();
     proxy
         .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("new certificates")
+            line.message_starts_with("TLS settings changed")
         })
         .await;
     assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;

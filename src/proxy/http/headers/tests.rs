@@ -1,4 +1,5 @@
 use super::*;
+use crate::proxy::http::request_validation;
 use http_body::Frame;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -11,7 +12,7 @@ const UPSTREAM: HeaderValue = HeaderValue::from_static("127.0.0.1:3000");
 const PEER: &str = "192.0.2.1";
 
 fn forwarding_context(peer: &str, client: Option<&str>) -> ForwardingContext<'static> {
-    // Leaked, for tests to be short.
+    // Leaked to keep the tests short.
     let peer: &AddressText = Box::leak(Box::new(AddressText::new(peer.parse().unwrap())));
     static UPSTREAM_AUTHORITY: HeaderValue = UPSTREAM;
     static IP_HEADER: HeaderName = HeaderName::from_static("x-client-ip");
@@ -41,7 +42,7 @@ fn forwarded_headers(hop: &ForwardingContext<'_>, fields: &[(&str, &str)]) -> He
     parts.headers
 }
 
-/// Every field with its lines.
+/// Maps every header name to its values.
 fn values_by_name(headers: &HeaderMap) -> BTreeMap<&str, Vec<&str>> {
     let mut map = BTreeMap::<_, Vec<_>>::new();
     for (name, value) in headers {
@@ -201,7 +202,7 @@ fn a_body_without_a_length_is_chunked_whatever_the_method() {
     );
 }
 
-/// A body that doesn't tell its length, as one that is passed through.
+/// A body of unknown length, like a forwarded one.
 struct UnsizedTestBody(Option<Bytes>);
 
 impl http_body::Body for UnsizedTestBody {
@@ -220,7 +221,7 @@ impl http_body::Body for UnsizedTestBody {
     }
 }
 
-/// What hyper makes of a request on its way to the upstream.
+/// Returns the bytes that hyper writes to the upstream for a request.
 async fn serialize_request(
     method: &str,
     body: Option<&'static str>,
@@ -407,7 +408,7 @@ fn a_granted_upgrade_is_forwarded_to_the_client() {
         (expected.into(), StatusCode::SWITCHING_PROTOCOLS)
     );
 
-    // Who can't prove it doesn't know what a WebSocket is.
+    // Without a valid `Sec-WebSocket-Accept`, the upstream may not support WebSockets.
     for (key, fields) in [(Some(key.clone()), &body[..]), (None, &fields)] {
         let refused = switch_protocols(&http1_upgrade(key), Version::HTTP_11, fields).unwrap_err();
         assert_eq!(refused, ResponseValidationError::InvalidWebSocketAccept);

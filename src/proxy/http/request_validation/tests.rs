@@ -1,4 +1,5 @@
 use super::*;
+use http::StatusCode;
 use proptest::prelude::*;
 
 fn request_head(
@@ -30,7 +31,7 @@ fn expect_error(mut parts: request::Parts) -> RequestValidationError {
     validate_request(&mut parts, &reads_user_id_header).unwrap_err()
 }
 
-/// A GET of `/` with a good Host and these fields besides.
+/// A GET of `/` with a valid Host and the given headers.
 fn get_request(fields: &[(&str, &str)]) -> request::Parts {
     let fields: Vec<_> = [("host", "a.example")]
         .iter()
@@ -440,13 +441,13 @@ fn policies_that_read_upgrade_do_not_block_upgrades() {
 
 #[test]
 fn removes_upgrade_where_it_is_not_allowed() {
-    let asking = [("connection", "upgrade"), ("upgrade", "websocket")];
+    let upgrade = [("connection", "upgrade"), ("upgrade", "websocket")];
     for more in [
         ("content-length", "1"),
         ("transfer-encoding", "chunked"),
         ("upgrade", "h2c"),
     ] {
-        let (parts, target) = expect_valid(get_request(&[asking[0], asking[1], more]));
+        let (parts, target) = expect_valid(get_request(&[upgrade[0], upgrade[1], more]));
         assert_eq!(
             (target.upgrade_request, parts.headers.get("upgrade")),
             (None, None),
@@ -454,14 +455,14 @@ fn removes_upgrade_where_it_is_not_allowed() {
         );
         assert!(!parts.headers.contains_key("connection"));
     }
-    let (parts, target) = expect_valid(get_request(&[asking[1]]));
+    let (parts, target) = expect_valid(get_request(&[upgrade[1]]));
     assert_eq!(
         (target.upgrade_request, parts.headers.get("upgrade")),
         (None, None),
         "not named in Connection"
     );
     for version in [Version::HTTP_10, Version::HTTP_2] {
-        let fields = [("host", "h"), asking[0], asking[1]];
+        let fields = [("host", "h"), upgrade[0], upgrade[1]];
         let (parts, target) = expect_valid(request_head("GET", "http://h/", version, &fields));
         assert_eq!(
             (target.upgrade_request, parts.headers.get("upgrade")),

@@ -1,39 +1,38 @@
-//! Finds one number in a JSON document that passes by in parts.
+//! Incremental search for one number in a JSON document, by JSON pointer.
 //!
-//! A parser of the whole document would have to hold its strings, which nobody bounds. This one remembers where it is
-//! (which braces are open, how far the way to the number has been gone) and, of all texts, only the key that it compares
-//! and the number that it wants. It knows JSON's structure and takes nothing inside a string for it, but is no
-//! validator: it lets words and numbers pass that are none.
+//! A parser of the whole document would have to buffer strings of any length. This scanner keeps
+//! only its position, the key to compare and the number. It follows the structure of JSON, but is
+//! not a validator: it accepts malformed literals and numbers outside the path.
 
 use crate::limiter::MAX_UNITS;
 use crate::policy::{JsonPointer, JsonPointerToken};
 
-/// Containers inside each other. More is no document of people's.
+/// Maximum nesting of containers, one bit each in `object_bits`. Real documents have fewer levels.
 const MAX_DEPTH: usize = 128;
-/// A number in so many bytes has a value that nobody counts.
+/// Maximum length of a number. Longer numbers are not valid costs.
 const MAX_NUMBER_BYTES: usize = 64;
-/// `\u0041` for one byte is the longest way to write it.
+/// Longest JSON encoding of one byte of a key: `\u0041`.
 const MAX_ESCAPE_BYTES: usize = 6;
 
-/// Where it is in one document. Memory is bounded by the pointer's length.
+/// Scan position in one document. The pointer's length bounds the memory.
 #[derive(Debug, Default)]
 pub(in crate::proxy) struct JsonPointerScanner {
     state: JsonScanState,
     depth: usize,
-    /// A bit per open container, the innermost lowest: it is an object.
+    /// One bit per open container, the innermost in the lowest bit; set for objects.
     object_bits: u128,
-    /// So many containers, from the outermost on, are on the way to the number.
+    /// Number of open containers, from the outermost, that are on the pointer's path.
     path_depth: usize,
-    /// The place in the innermost array on the way.
+    /// Index in the innermost array on the path.
     array_index: u64,
-    /// The value that follows, or is being read, is the next on the way.
+    /// The current or next value is the next one on the path.
     is_value_on_path: bool,
-    /// A key to compare or the number: one byte more than can be right, then no more.
+    /// Key to compare, or the number. Holds at most one byte more than the longest valid text.
     buffer: Vec<u8>,
     found_units: Option<u64>,
 }
 
-/// What comes next.
+/// Expected next input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum JsonScanState {
     #[default]
@@ -43,15 +42,15 @@ enum JsonScanState {
     KeyOrEnd,
     Colon,
     CommaOrEnd,
-    /// The rest of a text.
+    /// Inside a string.
     InString(JsonStringRole),
-    /// What a backslash in it escapes.
+    /// After a backslash inside a string.
     InStringEscape(JsonStringRole),
-    /// The rest of a number or word.
+    /// Inside a number, `true`, `false` or `null`.
     InLiteral,
     /// The document is complete.
     Done,
-    /// It is no JSON, or too deep.
+    /// The input is not JSON, or nested too deeply.
     Invalid,
 }
 
@@ -62,7 +61,7 @@ enum JsonStringRole {
 }
 
 impl JsonPointerScanner {
-    /// Takes the next bytes of the document.
+    /// Scans the next bytes of the document.
     pub(in crate::proxy) fn read(&mut self, mut bytes: &[u8], pointer: &JsonPointer) {
         while let Some((&byte, rest)) = bytes.split_first() {
             bytes = match self.state {
@@ -82,7 +81,8 @@ impl JsonPointerScanner {
         }
     }
 
-    /// Ends the document: the number if it was complete and had one. What follows is the next document.
+    /// Ends the document and resets the scanner for the next one. Returns the number if the
+    /// document is complete and has one.
     pub(in crate::proxy) fn finish(&mut self) -> Option<u64> {
         let finished = std::mem::take(self);
         finished
@@ -95,7 +95,7 @@ impl JsonPointerScanner {
         self.buffer.capacity()
     }
 
-    /// One byte between texts, numbers and words.
+    /// Processes one byte outside strings and literals.
     fn read_structural_byte(&mut self, byte: u8, pointer: &JsonPointer) {
         let is_in_object = self.object_bits & 1 == 1;
         match (self.state, byte) {
@@ -124,7 +124,7 @@ impl JsonPointerScanner {
         }
     }
 
-    /// The first byte of a value.
+    /// Processes the first byte of a value.
     fn begin_value(&mut self, byte: u8, pointer: &JsonPointer) {
         if self.depth == 0 {
             self.is_value_on_path = true;
@@ -172,7 +172,7 @@ impl JsonPointerScanner {
         self.object_bits >>= 1;
         if was_on_path {
             self.path_depth = self.depth;
-            // It was the element on the way, if its parent is an array.
+            // If the parent is an array, the closed container was the element on the path.
             self.array_index = self
                 .expected_token(pointer)
                 .and_then(|token| token.index)
@@ -181,7 +181,7 @@ impl JsonPointerScanner {
         self.finish_value();
     }
 
-    /// A value has come to its end.
+    /// Sets the state after a complete value.
     fn finish_value(&mut self) {
         self.state = if self.depth == 0 {
             JsonScanState::Done
@@ -190,7 +190,7 @@ impl JsonPointerScanner {
         };
     }
 
-    /// A text up to its end or a backslash, if that is among these bytes; returns what follows.
+    /// Reads a string up to its end or a backslash, and returns the unread bytes.
     fn read_string<'b>(
         &mut self,
         role: JsonStringRole,
@@ -224,7 +224,7 @@ impl JsonPointerScanner {
         rest
     }
 
-    /// A number or word up to its end, if that is among these bytes; returns what follows.
+    /// Reads a literal up to its end, and returns the unread bytes.
     fn read_literal<'b>(&mut self, bytes: &'b [u8], pointer: &JsonPointer) -> &'b [u8] {
         let end = bytes.iter().position(|byte| !is_literal_byte(*byte));
         let (part, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
@@ -238,7 +238,8 @@ impl JsonPointerScanner {
         rest
     }
 
-    /// Of a name that an object has twice, the last counts, as it does for most who read JSON.
+    /// Records whether the next value is on the path. The last of repeated names counts, as in most
+    /// JSON parsers.
     fn set_value_on_path(&mut self, is_on_path: bool) {
         self.is_value_on_path = is_on_path;
         if is_on_path {
@@ -246,12 +247,13 @@ impl JsonPointerScanner {
         }
     }
 
-    /// The innermost container is on the way.
+    /// Whether the innermost container is on the path.
     fn is_container_on_path(&self) -> bool {
         self.path_depth == self.depth
     }
 
-    /// What leads on from the innermost container; `None` if that isn't on the way.
+    /// Returns the pointer token to match inside the innermost container, or `None` if that is not
+    /// on the path.
     fn expected_token<'p>(&self, pointer: &'p JsonPointer) -> Option<&'p JsonPointerToken> {
         let at = self
             .depth
@@ -272,7 +274,7 @@ impl JsonPointerScanner {
     }
 }
 
-/// Whether a key, as it stands between its quotes, is `name`.
+/// Whether a key, as written between its quotes, equals `name`.
 fn key_matches(raw_key: &[u8], name: &str) -> bool {
     if !raw_key.contains(&b'\\') {
         return raw_key == name.as_bytes();
@@ -281,11 +283,12 @@ fn key_matches(raw_key: &[u8], name: &str) -> bool {
     serde_json::from_slice::<String>(&quoted).is_ok_and(|text| text == name)
 }
 
-/// `1.2e2` is a whole number too: JSON knows one kind of number, and some write all of them with a fraction.
+/// Parses a cost. Accepts whole numbers such as `1.2e2` or `120.0` too: JSON has one number type,
+/// and some servers always write a fraction.
 fn parse_units(literal: &[u8]) -> Option<u64> {
-    let number = Some(literal).filter(|written| written.len() <= MAX_NUMBER_BYTES)?;
+    let number = Some(literal).filter(|literal| literal.len() <= MAX_NUMBER_BYTES)?;
     let number: serde_json::Number = serde_json::from_slice(number).ok()?;
-    // A double is written without exponent, and without point if it is whole.
+    // Rust prints an `f64` without exponent, and a whole one without a decimal point.
     let units = number
         .as_u64()
         .or_else(|| number.as_f64()?.to_string().parse().ok())?;

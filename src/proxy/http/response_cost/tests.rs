@@ -23,12 +23,12 @@ fn cost_reader_for_type(actual: &str, media_type: &str) -> ResponseCostReader {
     cost_reader(actual, &[("content-type", media_type)])
 }
 
-fn read_parts(mut meter: ResponseCostReader, parts: &[&[u8]]) -> Option<u64> {
-    parts.iter().for_each(|part| meter.read_body(part));
-    meter.finish()
+fn read_parts(mut reader: ResponseCostReader, parts: &[&[u8]]) -> Option<u64> {
+    parts.iter().for_each(|part| reader.read_body(part));
+    reader.finish()
 }
 
-/// Read at once and byte by byte, which must be the same.
+/// Reads the body at once and byte by byte, and checks that the results are equal.
 fn actual_units(actual: &str, media_type: &str, body: &str) -> Option<u64> {
     let whole = read_parts(cost_reader_for_type(actual, media_type), &[body.as_bytes()]);
     let bytes: Vec<&[u8]> = body.as_bytes().chunks(1).collect();
@@ -83,10 +83,10 @@ fn reads_a_header_that_is_one_whole_number() {
 fn reads_trailers_if_the_head_lacks_the_header() {
     let trailers = HeaderMap::from_iter([("x-units".parse().unwrap(), "23".parse().unwrap())]);
     let units_after_trailers = |fields: &[(&str, &str)]| {
-        let mut meter = cost_reader("response_header:x-units", fields);
-        meter.read_body(b"17");
-        meter.read_trailers(&trailers);
-        meter.finish()
+        let mut reader = cost_reader("response_header:x-units", fields);
+        reader.read_body(b"17");
+        reader.read_trailers(&trailers);
+        reader.finish()
     };
     assert_eq!(units_after_trailers(&[]), Some(23));
     assert_eq!(units_after_trailers(&[("x-units", "17")]), Some(17));
@@ -130,7 +130,7 @@ fn reads_only_the_value_at_the_pointer() {
         // Escaped keys are the same keys.
         (r#"{"\u0075s\u0061ge":{"total\u005ftokens":12}}"#, Some(12)),
         (r#"{"usage\u0000":{"total_tokens":12}}"#, None),
-        // Of names that occur twice, the last counts, also when it says nothing.
+        // Of repeated names the last counts, even if its value is not a number.
         (r#"{"usage":{"total_tokens":1,"total_tokens":2}}"#, Some(2)),
         (
             r#"{"usage":{"total_tokens":1},"usage":{"total_tokens":2}}"#,
@@ -138,7 +138,7 @@ fn reads_only_the_value_at_the_pointer() {
         ),
         (r#"{"usage":{"total_tokens":1},"usage":null}"#, None),
         (r#"{"usage":{"total_tokens":1,"total_tokens":"2"}}"#, None),
-        // Not complete, or more than one.
+        // Incomplete documents, or more than one.
         (r#"{"usage":{"total_tokens":12}"#, None),
         (r#"{"usage":{"total_tokens":12"#, None),
         (r#"{"usage":{"total_tokens":12}}}"#, None),
@@ -256,7 +256,7 @@ fn the_last_event_with_the_value_is_used() {
             Some(9),
             "{end:?}"
         );
-        // The second colon was the JSON's, so that now this event says nothing.
+        // The second colon belonged to the JSON, so that this event is no longer valid.
         assert_eq!(
             event_stream_units(&stream.replace("::", ":").replace('\n', end)),
             Some(8),
@@ -297,7 +297,7 @@ fn data_lines_of_one_event_form_one_document() {
         event_stream_units("\u{feff}data: {\"usage\":{\"total_tokens\":1}}\n\n"),
         Some(1)
     );
-    // The stream ended well, without the last empty line.
+    // The stream is complete, without the last empty line.
     assert_eq!(
         event_stream_units("data: {\"usage\":{\"total_tokens\":1}}"),
         Some(1)
@@ -367,7 +367,7 @@ fn ignores_bodies_of_other_types_encoded_or_partial() {
     );
 }
 
-/// In a debug build, on a busy machine: quadratic work would take hours.
+/// The time limit allows for a debug build on a busy machine; quadratic work would take hours.
 #[test]
 fn hostile_bodies_take_bounded_memory_and_linear_time() {
     const SIZE: usize = 10 << 20;
@@ -391,19 +391,19 @@ fn hostile_bodies_take_bounded_memory_and_linear_time() {
         ("text/event-stream", "\r\r\n".repeat(SIZE / 3)),
         ("application/x-ndjson", "{\n".repeat(SIZE / 2)),
     ] {
-        let mut meter = cost_reader_for_type(TOKENS, media_type);
+        let mut reader = cost_reader_for_type(TOKENS, media_type);
         for part in body.as_bytes().chunks(16 << 10) {
-            meter.read_body(part);
-            let ResponseCostState::ReadingBody(reader) = &meter.state else {
-                panic!("read to the end")
+            reader.read_body(part);
+            let ResponseCostState::ReadingBody(body_reader) = &reader.state else {
+                panic!("the reader stopped before the end of the body")
             };
             assert!(
-                reader.scanner.buffered_bytes() <= 1024,
+                body_reader.scanner.buffered_bytes() <= 1024,
                 "{media_type} {:.40}",
                 body
             );
         }
-        assert_eq!(meter.finish(), None);
+        assert_eq!(reader.finish(), None);
     }
     assert!(
         began.elapsed() < Duration::from_secs(30),
@@ -424,7 +424,7 @@ fn finds_the_number_after_strings_of_any_size() {
     );
 }
 
-/// Names of few letters, so that the pointer often leads somewhere.
+/// Names of few letters, so that a pointer often matches.
 fn any_json() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         4 => (0..200_u32).prop_map(|number| json!(number)),
@@ -441,7 +441,7 @@ fn any_json() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Every pointer into a document.
+/// Collects every pointer into a document.
 fn collect_pointers(value: &Value, at: &str, places: &mut Vec<String>) {
     let entries: Vec<(String, &Value)> = match value {
         Value::Array(items) => items
@@ -462,7 +462,7 @@ fn collect_pointers(value: &Value, at: &str, places: &mut Vec<String>) {
     }
 }
 
-/// Everything that isn't ASCII escaped, and some of what is.
+/// Escapes every non-ASCII character, and the letter `a`.
 fn escape_json(text: &str) -> String {
     let mut units = [0; 2];
     text.chars()
@@ -478,7 +478,7 @@ fn escape_json(text: &str) -> String {
 }
 
 proptest! {
-    /// Against a parser that holds the whole document, for every place in it and some that aren't.
+    /// Compares with a parser of the whole document, for every pointer into it and some others.
     #[test]
     fn scanner_agrees_with_a_full_parser(
         documents in prop::collection::vec(any_json(), 1..4),
@@ -490,7 +490,7 @@ proptest! {
         documents.iter().for_each(|document| collect_pointers(document, "", &mut pointers));
         let write = |document: &Value| {
             let text = if pretty { format!("{document:#}") } else { document.to_string() };
-            // In what was written before, an "a" may follow a backslash only in \u: those have none then.
+            // Texts with a backslash are left alone, since escaping an "a" inside `\u` breaks them.
             if escape && !text.contains('\\') { escape_json(&text) } else { text }
         };
         let texts: Vec<String> = documents.iter().map(write).collect();
@@ -508,7 +508,7 @@ proptest! {
         }
     }
 
-    /// Whatever comes: no panic, and where a strict parser reads it, the same number.
+    /// Any input: no panic, and the same number as a strict parser where that accepts the input.
     #[test]
     fn scanner_never_contradicts_a_strict_parser(
         document in any_json(),

@@ -1,34 +1,35 @@
-//! The PROXY protocol's header, versions 1 and 2, as in HAProxy's `proxy-protocol.txt`: who a connection comes from,
-//! told by the load balancer that opened it.
+//! Parser of PROXY protocol headers, versions 1 and 2 (HAProxy's `proxy-protocol.txt`). The load
+//! balancer that opened the connection sends the client's address in this header.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-/// Longest header of version 1, its line end included ("2.1. Human-readable header format").
+/// Maximum length of a version 1 header, with its line end ("2.1. Human-readable header format").
 const V1_MAX_BYTES: usize = 107;
-/// Longest header of version 2 that is accepted. The protocol allows 64 KiB; the addresses and what else is sent in
-/// practice (TLS names, identifiers of networks) take some hundred bytes.
+/// Maximum accepted length of a version 2 header. The protocol allows 64 KiB. The addresses and the
+/// extensions used in practice (TLS names, network identifiers) take a few hundred bytes.
 const V2_MAX_BYTES: usize = 4096;
 
 const V1_PREFIX: &[u8] = b"PROXY ";
 const V2_SIGNATURE: &[u8; 12] = b"\r\n\r\n\0\r\nQUIT\n";
-/// The signature, version and command, family, and length.
+/// Bytes before the addresses: signature, version and command, family, and length.
 const V2_FIXED_BYTES: usize = 16;
 const V2_INET_BYTES: usize = 12;
 const V2_INET6_BYTES: usize = 36;
 const V2_UNIX_BYTES: usize = 216;
-/// A checksum of the whole header ("2.2.5. The type PP2_TYPE_CRC32C").
+/// Extension with a checksum of the whole header ("2.2.5. The type PP2_TYPE_CRC32C").
 const TLV_CRC32C: u8 = 0x03;
 
-/// A whole header.
+/// Parsed PROXY header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ProxyHeader {
-    /// The client; `None`: whoever opened the connection (LOCAL, UNKNOWN, or a family that is none of IP).
+    /// Client address. `None` if the peer itself is the client (LOCAL, UNKNOWN, or a family other
+    /// than IP).
     pub(super) source: Option<SocketAddr>,
-    /// How many bytes it takes. What follows is the client's.
+    /// Length of the header in bytes. The client's own bytes follow.
     pub(super) len: usize,
 }
 
-/// Why bytes are no header.
+/// Reason why bytes are not a PROXY header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ProxyHeaderParseError {
     #[error("there is no PROXY header")]
@@ -41,10 +42,11 @@ pub(super) enum ProxyHeaderParseError {
     Checksum,
 }
 
-/// Reads a header from the first bytes of a connection. `None`: more bytes are needed.
+/// Parses a header from the first bytes of a connection. Returns `None` if more bytes are needed.
 ///
 /// # Errors
-/// A [`ProxyHeaderParseError`], as soon as no further byte could make it a header. Then more bytes don't change the answer.
+/// Returns a [`ProxyHeaderParseError`] as soon as no further byte could complete a header. More
+/// bytes do not change the error.
 pub(super) fn parse(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
     let matches_prefix = |start: &[u8]| {
         bytes
@@ -91,7 +93,7 @@ fn parse_v1(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     }))
 }
 
-/// What stands between `PROXY` and the line end, with one space between all parts and nothing else.
+/// Parses the fields between `PROXY` and the line end, separated by exactly one space each.
 fn parse_v1_source(fields: &[u8]) -> Option<SocketAddr> {
     let mut parts = std::str::from_utf8(fields).ok()?.split(' ');
     let family = parts.next()?;
@@ -118,7 +120,7 @@ fn parse_v1_source(fields: &[u8]) -> Option<SocketAddr> {
 }
 
 fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
-    // Each byte is judged when it is there, whatever is still to come.
+    // Each byte is checked as soon as it arrives.
     let is_local = match bytes.get(12) {
         None => return Ok(None),
         Some(0x20) => true,
@@ -132,7 +134,7 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     if len > V2_MAX_BYTES {
         return Err(ProxyHeaderParseError::TooLong);
     }
-    // The family of the addresses, and whether it is a stream or datagrams.
+    // High half: address family. Low half: stream or datagram.
     if !is_local && (family >> 4 > 3 || family & 0xf > 2) {
         return Err(ProxyHeaderParseError::Malformed);
     }
@@ -155,7 +157,7 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
         .split_at_checked(address_bytes)
         .ok_or(ProxyHeaderParseError::Malformed)?;
     validate_extensions(header, extensions)?;
-    // Datagrams don't come over a connection: what is said of them is none of ours.
+    // Addresses of datagrams do not apply to a connection and are ignored.
     let source = if family & 0xf == 1 {
         parse_v2_source(addresses)
     } else {
@@ -164,7 +166,7 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     Ok(Some(ProxyHeader { source, len }))
 }
 
-/// The first of two addresses, and the first of two ports behind them.
+/// Reads the source address and the source port. The destination's are ignored.
 fn parse_v2_source(addresses: &[u8]) -> Option<SocketAddr> {
     if let Ok([a, b, c, d, _, _, _, _, high, low, _, _]) =
         <[u8; V2_INET_BYTES]>::try_from(addresses)
@@ -182,7 +184,7 @@ fn parse_v2_source(addresses: &[u8]) -> Option<SocketAddr> {
     Some(SocketAddr::new(IpAddr::V6(ip).to_canonical(), port))
 }
 
-/// Goes through all extensions (type, length, value), so that a broken list is found, and a wrong checksum.
+/// Validates the list of extensions (type, length, value) and the checksum, if present.
 fn validate_extensions(header: &[u8], extensions: &[u8]) -> Result<(), ProxyHeaderParseError> {
     let mut rest = extensions;
     while let Some((&[kind, high, low], behind)) = rest.split_first_chunk::<3>() {
@@ -194,7 +196,7 @@ fn validate_extensions(header: &[u8], extensions: &[u8]) -> Result<(), ProxyHead
             let stated =
                 <[u8; 4]>::try_from(value).map_err(|_length| ProxyHeaderParseError::Malformed)?;
             let at = header.len() - further.len() - stated.len();
-            // The field itself counts as zeros.
+            // The checksum field counts as zeros.
             let zeroed = header
                 .iter()
                 .enumerate()
@@ -212,7 +214,8 @@ fn validate_extensions(header: &[u8], extensions: &[u8]) -> Result<(), ProxyHead
     }
 }
 
-/// CRC-32C (RFC 3720, appendix B.4), bit by bit: it is computed once per connection, over some hundred bytes.
+/// CRC-32C (RFC 3720, appendix B.4), computed bit by bit. It runs once per connection, over a few
+/// hundred bytes.
 fn crc32c(bytes: impl Iterator<Item = u8>) -> u32 {
     let fold = |crc: u32, byte: u8| {
         (0..8).fold(crc ^ u32::from(byte), |crc, _| {

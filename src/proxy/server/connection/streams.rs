@@ -1,4 +1,4 @@
-//! The streams of an HTTP/2 connection.
+//! Tasks of an HTTP/2 connection's streams.
 
 use std::future::{Future, poll_fn};
 use std::rc::Rc;
@@ -6,15 +6,16 @@ use std::task::Poll;
 use tokio::time::Instant;
 
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::server::ServerLoad;
 use crate::proxy::server::connection_timeouts::ConnectionMonitor;
 use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::server::load::ServerLoad;
 use crate::telemetry::metrics::ConnectionCloseReason;
 
-/// Runs the streams of an HTTP/2 connection, each in its own task, and resets those whose client
-/// does not read: it can keep the connection busy while it grants a stream no window.
+/// Runs each stream of an HTTP/2 connection in its own task and resets streams that make no
+/// progress. A client can keep the connection busy and still grant a stream no window.
 ///
-/// What a stream itself wants to be run is the sending half of its tunnel.
+/// A future that hyper spawns while the handover holds a request is the sending half of that
+/// request's tunnel.
 #[derive(Clone, Debug)]
 pub(super) struct StreamTasks {
     monitor: Rc<ConnectionMonitor>,
@@ -36,14 +37,14 @@ impl StreamTasks {
     }
 }
 
-/// Tells of a panic: nobody waits for the end of these tasks.
+/// Reports a panic on drop: no other task joins the stream tasks.
 struct StreamPanicReporter(ServerLoad);
 
 impl Drop for StreamPanicReporter {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.record_panic();
-            tracing::error!("a request ended in a panic");
+            tracing::error!("http/2 stream task panicked");
         }
     }
 }
@@ -67,7 +68,7 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
             poll_fn(|cx| {
                 monitor.take_progress();
                 let done = stream.as_mut().poll(cx);
-                // Not taken up: the client left at the last moment.
+                // A request still in the handover was not upgraded: the client disconnected.
                 drop(handover.take());
                 if done.is_ready() {
                     return Poll::Ready(());

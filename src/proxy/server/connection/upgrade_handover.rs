@@ -1,7 +1,7 @@
-//! From a request that was upgraded to the tunnel that takes its place.
+//! Handover from an upgraded request to the tunnel that replaces it.
 //!
-//! hyper gives an upgraded client's bytes to whoever drives the connection, or runs its streams; the tunnel's
-//! other end comes with the response. Both meet in the [`UpgradeHandover`].
+//! hyper passes the client's bytes to the connection driver (HTTP/1) or to a stream task (HTTP/2).
+//! The tunnel to the upstream comes with the response. [`UpgradeHandover`] joins the two.
 
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
@@ -12,14 +12,13 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::close_gracefully;
+use super::close::close_gracefully;
 use crate::proxy::http::tunnel::{Tunnel, TunnelEndReason};
-use crate::proxy::server::connection_timeouts::{
-    ActiveRequest, ConnectionMonitor, MonitoredSocket,
-};
+use crate::proxy::server::connection_timeouts::{ActiveRequest, ConnectionMonitor};
+use crate::proxy::server::monitored_socket::MonitoredSocket;
 use crate::telemetry::metrics::ConnectionCloseReason;
 
-/// Where a request leaves a tunnel for whoever gets the client's bytes from hyper.
+/// Slot in which a request leaves its tunnel for the connection driver or the stream task.
 #[derive(Debug, Default)]
 pub(super) struct UpgradeHandover {
     upgraded_request: RefCell<Option<UpgradedRequest>>,
@@ -35,18 +34,18 @@ impl UpgradeHandover {
         self.upgraded_request.take()
     }
 
-    /// A request has come that could have been upgraded.
+    /// Records that a request arrived that could be upgraded.
     pub(super) fn set_upgrade_requested(&self) {
         self.upgrade_requested.set(true);
     }
 
-    /// Whether hyper takes the end of the connection for an upgrade, and so does not close it.
+    /// Whether hyper treats the end of the connection as an upgrade and leaves the socket open.
     pub(super) fn was_upgrade_requested(&self) -> bool {
         self.upgrade_requested.get()
     }
 }
 
-/// A request that was answered by switching protocols.
+/// Request that was answered by switching protocols.
 #[derive(Debug)]
 pub(super) struct UpgradedRequest {
     tunnel: Box<Tunnel>,
@@ -55,7 +54,7 @@ pub(super) struct UpgradedRequest {
 }
 
 impl UpgradedRequest {
-    /// `client`: hyper's promise of the client's bytes.
+    /// `client` is hyper's future of the client's byte stream.
     pub(super) fn new(tunnel: Box<Tunnel>, client: OnUpgrade, active: ActiveRequest) -> Self {
         Self {
             tunnel,
@@ -64,16 +63,16 @@ impl UpgradedRequest {
         }
     }
 
-    /// Goes on with the whole connection.
+    /// Runs the tunnel over the whole HTTP/1 connection.
     pub(super) async fn serve_http1_tunnel(
         mut self,
         mut socket: MonitoredSocket,
         stall_timeout: Duration,
     ) {
         socket.set_half_close(true);
-        let over = self.tunnel.run(&mut socket, stall_timeout, false).await;
-        record_tunnel_end(&over, self.active.monitor());
-        match over {
+        let end_reason = self.tunnel.run(&mut socket, stall_timeout, false).await;
+        record_tunnel_end(&end_reason, self.active.monitor());
+        match end_reason {
             TunnelEndReason::Completed | TunnelEndReason::ClientDisconnected(_) => {}
             TunnelEndReason::ClientStalled | TunnelEndReason::UpstreamStalled => socket.abort(),
             TunnelEndReason::UpstreamDisconnected(_)
@@ -86,7 +85,7 @@ impl UpgradedRequest {
         }
     }
 
-    /// Goes on with one stream, whose `sending` half hyper wants to be run.
+    /// Runs the tunnel over one HTTP/2 stream. hyper needs its `sending` half to be polled.
     pub(super) async fn serve_http2_tunnel(
         mut self,
         sending: impl Future<Output = ()>,
@@ -94,17 +93,19 @@ impl UpgradedRequest {
     ) {
         let io = match self.client.await {
             Ok(upgraded) => TokioIo::new(upgraded),
-            Err(error) => return tracing::debug!(%error, "a stream ended before its tunnel began"),
+            Err(error) => {
+                return tracing::debug!(%error, "http/2 stream ended before its tunnel started");
+            }
         };
         let mut stream = TunnelStream {
             io,
             sending: Some(Box::pin(sending)),
             active: self.active,
         };
-        let over = self.tunnel.run(&mut stream, stall_timeout, true).await;
-        record_tunnel_end(&over, stream.active.monitor());
+        let end_reason = self.tunnel.run(&mut stream, stall_timeout, true).await;
+        record_tunnel_end(&end_reason, stream.active.monitor());
         if matches!(
-            over,
+            end_reason,
             TunnelEndReason::UpstreamDisconnected(_)
                 | TunnelEndReason::IdleTimeout
                 | TunnelEndReason::MaxDurationExceeded
@@ -114,9 +115,9 @@ impl UpgradedRequest {
     }
 }
 
-fn record_tunnel_end(over: &TunnelEndReason, monitor: &ConnectionMonitor) {
-    tracing::debug!(%over, "a tunnel ended");
-    match over {
+fn record_tunnel_end(end_reason: &TunnelEndReason, monitor: &ConnectionMonitor) {
+    tracing::debug!(over = %end_reason, "tunnel ended");
+    match end_reason {
         TunnelEndReason::ClientStalled => monitor.record_close(ConnectionCloseReason::SlowRead),
         TunnelEndReason::IdleTimeout | TunnelEndReason::UpstreamStalled => {
             monitor.record_close(ConnectionCloseReason::TunnelIdle)
@@ -128,11 +129,11 @@ fn record_tunnel_end(over: &TunnelEndReason, monitor: &ConnectionMonitor) {
     }
 }
 
-/// An HTTP/2 stream as bytes. hyper's sending half is a task that ends early when the client resets the
-/// stream; run from here, that is noticed even while there is nothing to send.
+/// HTTP/2 stream as a byte stream. hyper's sending half ends early when the client resets the
+/// stream. Polling it here detects the reset even while there is nothing to send.
 struct TunnelStream<S> {
     io: TokioIo<Upgraded>,
-    /// `None`: over.
+    /// `None` once it has ended.
     sending: Option<Pin<Box<S>>>,
     active: ActiveRequest,
 }
@@ -182,7 +183,8 @@ impl<S: Future<Output = ()>> AsyncWrite for TunnelStream<S> {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        // Closes the way to the sending half, which then ends, which is what this waits for.
+        // Shutdown closes the channel to the sending half and waits for its end, so that half is
+        // polled in between.
         if let Poll::Ready(done) = Pin::new(&mut this.io).poll_shutdown(cx) {
             return Poll::Ready(done);
         }

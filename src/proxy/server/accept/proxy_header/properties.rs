@@ -1,9 +1,9 @@
-//! What holds for any bytes at all.
+//! Properties of the PROXY header parser for arbitrary bytes.
 
 use super::{ProxyHeaderParseError, TLV_CRC32C, V2_MAX_BYTES, V2_SIGNATURE, crc32c, parse};
 use std::net::{IpAddr, SocketAddr};
 
-/// However bytes arrive, the first answer stays, and takes no byte that isn't the header's.
+/// The first result is final however the bytes are split, and covers only bytes of the header.
 pub(in crate::proxy) fn check_incremental_parsing(bytes: &[u8]) {
     let mut result = None;
     for len in 0..=bytes.len() {
@@ -16,10 +16,7 @@ pub(in crate::proxy) fn check_incremental_parsing(bytes: &[u8]) {
             (None, Ok(None)) => {}
             (None, now) => {
                 if let Ok(Some(header)) = now {
-                    assert_eq!(
-                        header.len, len,
-                        "whole as soon as its last byte is there: {begin:?}"
-                    );
+                    assert_eq!(header.len, len, "complete with its last byte: {begin:?}");
                 }
                 result = Some(now);
             }
@@ -27,15 +24,15 @@ pub(in crate::proxy) fn check_incremental_parsing(bytes: &[u8]) {
     }
     assert!(
         result.is_some() || bytes.len() < V2_MAX_BYTES,
-        "nobody is listened to for ever"
+        "the header length is bounded"
     );
 }
 
-/// What is written as the protocol says is read as it was meant, whatever follows it; and a header with a checksum
-/// whose addresses were changed is none.
+/// A generated header parses to its source address, whatever follows. A header with a checksum and
+/// changed addresses is rejected.
 ///
-/// The first bytes choose version, address and port; the others are extensions of one kind after another, and the
-/// client's own bytes.
+/// The first bytes select version, address and port. The others become extensions and the client's
+/// own bytes.
 pub(in crate::proxy) fn check_generated_header(bytes: &[u8]) {
     let Some(([choice, at, change], rest)) = bytes.split_first_chunk::<3>() else {
         return;
@@ -59,7 +56,7 @@ pub(in crate::proxy) fn check_generated_header(bytes: &[u8]) {
     };
     let parsed = parse(&[&header, rest].concat())
         .map(|header| header.map(|header| (header.source, header.len)));
-    // One address has one spelling.
+    // IPv4-mapped addresses are parsed as IPv4.
     let expected = SocketAddr::new(source.ip().to_canonical(), source.port());
     assert_eq!(
         parsed,
@@ -67,7 +64,7 @@ pub(in crate::proxy) fn check_generated_header(bytes: &[u8]) {
         "{header:?}"
     );
     check_incremental_parsing(&header);
-    // In the addresses: elsewhere another length may make a list of others, without a checksum.
+    // Only address bytes are changed: another length could form a valid list without a checksum.
     let addresses = if ip.is_ipv4() { 12 } else { 36 };
     let mut changed = header;
     if choice & 6 == 6
@@ -97,7 +94,7 @@ fn build_version_1(source: SocketAddr) -> Vec<u8> {
     .into_bytes()
 }
 
-/// `extensions`: of each of these bytes one is made, with a value as long as the byte says, up to 15.
+/// Each byte of `extensions` becomes the type of one extension, with a value of up to 15 bytes.
 fn build_version_2(source: SocketAddr, extensions: &[u8], is_checked: bool) -> Vec<u8> {
     let mut block = match source.ip() {
         IpAddr::V4(ip) => [ip.octets(), [198, 51, 100, 1]].concat(),

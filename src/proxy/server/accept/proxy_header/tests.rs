@@ -2,12 +2,12 @@ use super::*;
 use proptest::prelude::*;
 
 fn parse_source(bytes: &[u8]) -> Result<Option<String>, ProxyHeaderParseError> {
-    let header = parse(bytes)?.expect("the header is whole");
+    let header = parse(bytes)?.expect("the header is complete");
     assert_eq!(header.len, bytes.len());
     Ok(header.source.map(|source| source.to_string()))
 }
 
-/// `block`: what stands behind the length.
+/// `block` follows the length field.
 fn build_v2(command: u8, family: u8, block: &[u8]) -> Vec<u8> {
     let len = u16::try_from(block.len()).unwrap().to_be_bytes();
     [V2_SIGNATURE.as_slice(), &[command, family], &len, block].concat()
@@ -25,7 +25,7 @@ fn inet6_addresses(source: &str) -> Vec<u8> {
     .concat()
 }
 
-/// With a checksum behind what is there, right or off by `wrong`.
+/// Appends a checksum, correct or off by `wrong`.
 fn build_v2_with_crc(mut block: Vec<u8>, wrong: u32) -> Vec<u8> {
     block.extend([TLV_CRC32C, 0, 4, 0, 0, 0, 0]);
     let mut header = build_v2(0x21, 0x11, &block);
@@ -54,7 +54,7 @@ fn parses_version_1_strictly() {
     assert_eq!(
         ok("PROXY TCP6 ::ffff:192.0.2.1 ::1 1 2\r\n").as_deref(),
         Ok("192.0.2.1:1"),
-        "in its own clothes"
+        "an IPv4-mapped address becomes IPv4"
     );
     assert_eq!(ok("PROXY UNKNOWN\r\n").as_deref(), Ok("the peer"));
     assert_eq!(
@@ -136,7 +136,7 @@ fn parses_version_2_strictly() {
         read(0x21, 0x21, &inet6_addresses("::ffff:192.0.2.1")),
         Ok(Some("192.0.2.1:56324".into()))
     );
-    // Whoever opened the connection.
+    // The peer itself is the client.
     for (command, family, block) in [
         (0x20, 0x00, [].as_slice()),
         (0x20, 0x11, &INET),
@@ -176,7 +176,7 @@ fn parses_version_2_strictly() {
             "{command:x} {family:x}"
         );
     }
-    // A no-op of two bytes, and an authority.
+    // A no-op extension of two bytes and an authority extension.
     let extended = [INET.as_slice(), &[4, 0, 2, 0, 0], &[2, 0, 1, b'a']].concat();
     assert_eq!(
         read(0x21, 0x11, &extended),
@@ -217,7 +217,7 @@ fn verifies_a_checksum_if_present() {
     assert!(parse(&twice).is_err());
 }
 
-/// Headers that are right, or nearly, and anything at all.
+/// Valid headers, almost valid headers, and arbitrary bytes.
 fn header_like_bytes() -> impl Strategy<Value = Vec<u8>> {
     let lines = prop_oneof![
         Just(
@@ -243,7 +243,7 @@ fn header_like_bytes() -> impl Strategy<Value = Vec<u8>> {
         "PROXY (TCP[456]|UNKNOWN) [0-9.: ]{0,99}\r?\n?".prop_map(String::into_bytes),
         proptest::collection::vec(any::<u8>(), 0..200),
     ];
-    // Perhaps with one byte changed.
+    // Optionally with one byte changed.
     (lines, any::<prop::sample::Index>(), any::<Option<u8>>()).prop_map(
         |(mut bytes, at, change)| {
             if let (Some(change), false) = (change, bytes.is_empty()) {

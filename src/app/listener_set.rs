@@ -1,0 +1,104 @@
+//! The listeners of the data path and their TLS settings.
+
+use super::AppError;
+use crate::config::Config;
+use crate::listen::ListenAddress;
+use crate::proxy::{ListenSettings, ListenerKind, ProxyServer};
+use crate::tls::ReloadableServerTls;
+use std::sync::Arc;
+
+/// Every open listener: its kind, its address and its current TLS settings.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ListenerSet(Vec<(ListenerKind, ListenAddress, ReloadableServerTls)>);
+
+impl ListenerSet {
+    /// Opens all listeners of the configuration on `server`.
+    pub(super) fn open(server: &mut ProxyServer, config: &Config) -> Result<Self, AppError> {
+        let mut listeners = Self::default();
+        if config.has_upstream {
+            let tls = ReloadableServerTls::new(config.tls.clone().into());
+            listeners.add(server, ListenerKind::Proxy, &config.listen, tls)?;
+        }
+        for settings in &config.service_listeners {
+            let tls = ReloadableServerTls::new(settings.tls.clone().into());
+            listeners.add(server, settings.kind, &settings.listen, tls)?;
+        }
+        Ok(listeners)
+    }
+
+    fn add(
+        &mut self,
+        server: &mut ProxyServer,
+        kind: ListenerKind,
+        listen: &ListenSettings,
+        tls: ReloadableServerTls,
+    ) -> Result<(), AppError> {
+        let address = server
+            .add_listener(kind, listen, Arc::clone(&tls))
+            .map_err(|cause| AppError::Listen {
+                address: listen.address.clone(),
+                cause,
+            })?;
+        self.0.push((kind, address, tls));
+        Ok(())
+    }
+
+    /// Whether the first listener serves TLS.
+    pub(super) fn is_first_tls(&self) -> bool {
+        self.0
+            .first()
+            .is_some_and(|(_, _, tls)| tls.load().is_some())
+    }
+
+    /// Applies the TLS settings of a reloaded configuration. TLS sessions can be resumed as long as
+    /// the settings that they were made under stay, so only changed settings are replaced.
+    pub(super) fn publish_tls(&self, config: &Config) {
+        for (kind, address, current) in &self.0 {
+            let (table, new) = match kind {
+                ListenerKind::Proxy => ("listen", Some(config.tls.as_ref())),
+                ListenerKind::RateLimitService => ("rls", config.listener_tls(*kind)),
+                ListenerKind::ExtAuthz => ("check", config.listener_tls(*kind)),
+            };
+            // A listener that is no longer configured stays open until a restart.
+            let Some(new) = new.filter(|new| current.load().as_ref() != *new) else {
+                continue;
+            };
+            current.store(new.cloned());
+            match new {
+                Some(_) => {
+                    tracing::info!(%address, "TLS settings changed; new connections use them")
+                }
+                None => {
+                    tracing::warn!(%address, "{table}.tls was removed; new connections are in cleartext");
+                }
+            }
+        }
+    }
+
+    /// Logs the addresses of the listeners beside the proxy.
+    pub(super) fn log_service_addresses(&self) {
+        for (kind, address, _) in &self.0 {
+            match kind {
+                ListenerKind::Proxy => {}
+                ListenerKind::RateLimitService => {
+                    tracing::info!(%address, "rate-limit service listening");
+                }
+                ListenerKind::ExtAuthz => tracing::info!(%address, "check listening"),
+            }
+        }
+    }
+
+    /// Names and expiry times (Unix seconds) of the certificates that are in use.
+    pub(super) fn certificate_expiries(&self) -> Vec<(String, u64)> {
+        let all_expiries = self.0.iter().flat_map(|(_, _, tls)| {
+            tls.load()
+                .as_ref()
+                .map(|tls| tls.certificate_expiries().to_vec())
+                .unwrap_or_default()
+        });
+        let mut expiries: Vec<_> = all_expiries.collect();
+        expiries.sort_unstable();
+        expiries.dedup();
+        expiries
+    }
+}

@@ -1,0 +1,46 @@
+//! Hop-by-hop headers (RFC 9110, 7.6.1): headers for a single connection, and the lists that name
+//! them.
+
+use http::{HeaderName, HeaderValue, header};
+
+/// Header names in a `Connection` value, without `close` and `keep-alive`.
+pub(in crate::proxy) fn connection_options(
+    value: &HeaderValue,
+) -> impl Iterator<Item = HeaderName> + '_ {
+    list_elements(value)
+        .filter(|name| {
+            !name.eq_ignore_ascii_case(b"keep-alive") && !name.eq_ignore_ascii_case(b"close")
+        })
+        .filter_map(|name| HeaderName::from_bytes(name).ok())
+}
+
+/// Non-empty elements of a comma-separated list without quoted strings.
+pub(in crate::proxy) fn list_elements(value: &HeaderValue) -> impl Iterator<Item = &[u8]> {
+    value
+        .as_bytes()
+        .split(|byte| *byte == b',')
+        .map(<[u8]>::trim_ascii)
+        .filter(|item| !item.is_empty())
+}
+
+/// Whether a header applies to a single connection only; `Connection` can name further ones.
+pub(in crate::proxy) fn is_hop_by_hop(name: &HeaderName) -> bool {
+    matches!(
+        *name,
+        header::CONNECTION
+            | header::UPGRADE
+            | header::TE
+            | header::PROXY_AUTHORIZATION
+            | header::PROXY_AUTHENTICATE
+    ) || matches!(
+        name.as_str(),
+        "keep-alive" | "proxy-connection" | "http2-settings"
+    )
+}
+
+/// Whether validation removes a header, so that policies never see it. `Connection`, `TE` and
+/// `Upgrade` are rebuilt.
+pub fn is_stripped_before_policies(name: &HeaderName) -> bool {
+    let is_rebuilt = matches!(*name, header::CONNECTION | header::TE | header::UPGRADE);
+    *name == header::EXPECT || (is_hop_by_hop(name) && !is_rebuilt)
+}

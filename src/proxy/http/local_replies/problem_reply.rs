@@ -1,0 +1,193 @@
+//! A local reply as problem details (RFC 9457), plain text, gRPC status or custom rejection.
+
+use super::reply_style::{ReplyFormat, ReplyStyle};
+use super::text_encoding::{percent_encode, push_json_string, push_seconds};
+use crate::enforcer::RetryHint;
+use crate::policy::RejectResponse;
+use crate::proxy::http::headers::integer_header_value;
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Response, StatusCode, header};
+
+static PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
+static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+
+/// Header count of a typical rejection. Reserving it once is cheaper than growing the map.
+const TYPICAL_HEADER_COUNT: usize = 10;
+
+const ABOUT_BLANK: &str = "about:blank";
+pub(super) const QUOTA_EXCEEDED: &str =
+    "https://iana.org/assignments/http-problem-types#quota-exceeded";
+pub(super) const REDUCED_CAPACITY: &str =
+    "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
+
+/// `PERMISSION_DENIED` of gRPC.
+pub(super) const GRPC_PERMISSION_DENIED: u8 = 7;
+/// `RESOURCE_EXHAUSTED` of gRPC.
+pub(super) const GRPC_RESOURCE_EXHAUSTED: u8 = 8;
+
+/// Contents of a local reply.
+pub(super) struct ProblemReply<'a> {
+    pub(super) status: StatusCode,
+    pub(super) type_uri: &'static str,
+    pub(super) title: &'static str,
+    pub(super) detail: String,
+    /// Error type in `Proxy-Status` (RFC 9209, 2.3).
+    pub(super) error: &'static str,
+    pub(super) grpc_status: u8,
+    pub(super) policy: Option<&'a str>,
+    /// Names of the limits that rejected the request.
+    pub(super) violated_limits: &'a [&'a str],
+    pub(super) retry: Option<RetryHint>,
+}
+
+impl<'a> ProblemReply<'a> {
+    pub(super) fn new(status: StatusCode, error: &'static str, detail: String) -> Self {
+        Self {
+            status,
+            type_uri: ABOUT_BLANK,
+            title: status.canonical_reason().unwrap_or("Error"),
+            detail,
+            error,
+            grpc_status: grpc_status_from_http(status),
+            policy: None,
+            violated_limits: &[],
+            retry: None,
+        }
+    }
+
+    pub(super) fn to_response(&self, style: ReplyStyle<'_>) -> Response<Bytes> {
+        self.to_custom_response(None, style)
+    }
+
+    /// Builds the response from the policy's custom rejection, or from the problem if it is `None`.
+    pub(super) fn to_custom_response(
+        &self,
+        reject: Option<&RejectResponse>,
+        style: ReplyStyle<'_>,
+    ) -> Response<Bytes> {
+        let mut response = match (style.format, reject) {
+            (ReplyFormat::Grpc, _) => self.to_grpc_response(),
+            (_, Some(reject)) => {
+                let content_type = reject.content_type.clone();
+                response_with_body(reject.status, content_type, reject.body.clone(), style)
+            }
+            (ReplyFormat::Json, None) => {
+                let content_type = HeaderValue::from_static("application/problem+json");
+                response_with_body(self.status, content_type, self.to_json().into(), style)
+            }
+            (ReplyFormat::Text, None) => {
+                let content_type = HeaderValue::from_static("text/plain; charset=utf-8");
+                response_with_body(
+                    self.status,
+                    content_type,
+                    format!("{}\n{}\n", self.title, self.detail).into(),
+                    style,
+                )
+            }
+        };
+        let headers = response.headers_mut();
+        for (name, value) in reject.map_or(&[][..], |reject| &reject.headers) {
+            headers.append(name, value.clone());
+        }
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        if let Some(seconds) = self.retry.and_then(RetryHint::retry_after_s) {
+            headers.insert(header::RETRY_AFTER, integer_header_value(seconds));
+        }
+        if let Ok(status) = HeaderValue::try_from(["tidegate; error=", self.error].concat()) {
+            headers.insert(&PROXY_STATUS, status);
+        }
+        style.cors.write_headers(headers);
+        response
+    }
+
+    /// Builds a gRPC Trailers-Only response: the status is in the headers and there is no body.
+    fn to_grpc_response(&self) -> Response<Bytes> {
+        let mut response = Response::new(Bytes::new());
+        let headers = response.headers_mut();
+        headers.insert(
+            header::CONTENT_TYPE,
+            HeaderValue::from_static("application/grpc"),
+        );
+        headers.insert(&GRPC_STATUS, HeaderValue::from(u16::from(self.grpc_status)));
+        if let Ok(message) = HeaderValue::try_from(percent_encode(&self.detail)) {
+            headers.insert(&GRPC_MESSAGE, message);
+        }
+        response
+    }
+
+    fn to_json(&self) -> String {
+        let mut out = String::with_capacity(320);
+        // Type and title are constants without characters to escape.
+        for piece in [
+            "{\"type\":\"",
+            self.type_uri,
+            "\",\"title\":\"",
+            self.title,
+            "\",\"status\":",
+        ] {
+            out.push_str(piece);
+        }
+        out.push_str(self.status.as_str());
+        out.push_str(",\"detail\":");
+        push_json_string(&mut out, &self.detail);
+        if let Some(policy) = self.policy {
+            out.push_str(",\"policy\":");
+            push_json_string(&mut out, policy);
+        }
+        for (index, name) in self.violated_limits.iter().enumerate() {
+            out.push_str(if index == 0 {
+                ",\"violated-policies\":["
+            } else {
+                ","
+            });
+            push_json_string(&mut out, name);
+        }
+        if !self.violated_limits.is_empty() {
+            out.push(']');
+        }
+        if let Some(RetryHint::After(retry_after_us)) = self.retry {
+            out.push_str(",\"retry_after\":");
+            push_seconds(&mut out, retry_after_us);
+        }
+        out.push('}');
+        out
+    }
+}
+
+fn response_with_body(
+    status: StatusCode,
+    content_type: HeaderValue,
+    body: Bytes,
+    style: ReplyStyle<'_>,
+) -> Response<Bytes> {
+    let mut response = Response::new(Bytes::new());
+    response.headers_mut().reserve(TYPICAL_HEADER_COUNT);
+    *response.status_mut() = status;
+    let may_have_body = !matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED);
+    if may_have_body {
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, content_type);
+        // Set explicitly because a response to HEAD has the length but no body.
+        headers.insert(header::CONTENT_LENGTH, integer_header_value(body.len()));
+        if !style.is_head_request {
+            *response.body_mut() = body;
+        }
+    }
+    response
+}
+
+/// Maps an HTTP status to a gRPC status code.
+fn grpc_status_from_http(status: StatusCode) -> u8 {
+    const INVALID_ARGUMENT: u8 = 3;
+    const DEADLINE_EXCEEDED: u8 = 4;
+    const UNIMPLEMENTED: u8 = 12;
+    const UNAVAILABLE: u8 = 14;
+    match status {
+        StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => UNIMPLEMENTED,
+        StatusCode::REQUEST_TIMEOUT | StatusCode::GATEWAY_TIMEOUT => DEADLINE_EXCEEDED,
+        StatusCode::PAYLOAD_TOO_LARGE => GRPC_RESOURCE_EXHAUSTED,
+        status if status.is_client_error() => INVALID_ARGUMENT,
+        _ => UNAVAILABLE,
+    }
+}

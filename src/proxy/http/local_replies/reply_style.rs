@@ -1,0 +1,200 @@
+//! Format of a local reply, chosen from the request head.
+
+use super::cors_headers::CorsDecision;
+use crate::policy::CorsOrigins;
+use http::{HeaderMap, Method, Version, header, request};
+
+/// Prefix of all media types of gRPC.
+const GRPC_MEDIA_TYPE: &[u8] = b"application/grpc";
+
+/// Properties of a request that determine the format of a local reply. Must be read before the
+/// request is forwarded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::proxy) struct ReplyStyle<'t> {
+    pub(super) format: ReplyFormat,
+    pub(super) is_head_request: bool,
+    pub(super) version: Version,
+    pub(super) cors: CorsDecision<'t>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReplyFormat {
+    Json,
+    Text,
+    Grpc,
+}
+
+impl<'t> ReplyStyle<'t> {
+    /// Reads the head of a request before validation changes it.
+    pub(in crate::proxy) fn from_request(parts: &request::Parts, cors: &'t CorsOrigins) -> Self {
+        let is_grpc = parts
+            .headers
+            .get(header::CONTENT_TYPE)
+            .and_then(|media_type| media_type.as_bytes().get(..GRPC_MEDIA_TYPE.len()))
+            .is_some_and(|prefix| prefix.eq_ignore_ascii_case(GRPC_MEDIA_TYPE));
+        let format = match is_grpc {
+            true => ReplyFormat::Grpc,
+            false if prefers_text(&parts.headers) => ReplyFormat::Text,
+            false => ReplyFormat::Json,
+        };
+        Self {
+            format,
+            is_head_request: parts.method == Method::HEAD,
+            version: parts.version,
+            cors: CorsDecision::from_request(&parts.headers, cors),
+        }
+    }
+
+    /// Replaces the gRPC format with JSON, for callers that read the HTTP status: gRPC errors have
+    /// status 200.
+    pub(in crate::proxy) fn without_grpc(self) -> Self {
+        match self.format {
+            ReplyFormat::Grpc => Self {
+                format: ReplyFormat::Json,
+                ..self
+            },
+            ReplyFormat::Json | ReplyFormat::Text => self,
+        }
+    }
+}
+
+/// Whether `Accept` prefers plain text to JSON. `false` if it is absent, malformed or neutral.
+fn prefers_text(headers: &HeaderMap) -> bool {
+    let mut text = AcceptWeight::default();
+    let mut json = AcceptWeight::default();
+    for line in headers.get_all(header::ACCEPT) {
+        let Ok(line) = line.to_str() else {
+            return false;
+        };
+        for element in line.split(',') {
+            let mut pieces = element.split(';').map(str::trim);
+            let range = pieces.next().unwrap_or("");
+            let weight = pieces.find_map(|piece| {
+                piece
+                    .strip_prefix("q=")
+                    .or_else(|| piece.strip_prefix("Q="))
+            });
+            let Some(weight) = weight.map_or(Some(1000), parse_qvalue) else {
+                return false;
+            };
+            let is_range = |name: &str| range.eq_ignore_ascii_case(name);
+            if is_range("text/plain") {
+                text.apply_range(3, weight);
+            } else if is_range("application/problem+json") || is_range("application/json") {
+                json.apply_range(3, weight);
+            } else if is_range("text/*") {
+                text.apply_range(2, weight);
+            } else if is_range("application/*") {
+                json.apply_range(2, weight);
+            } else if is_range("*/*") {
+                text.apply_range(1, weight);
+                json.apply_range(1, weight);
+            }
+        }
+    }
+    text.weight > json.weight
+}
+
+/// Weight of a media type, taken from the most specific matching range (RFC 9110, 12.5.1).
+#[derive(Default)]
+struct AcceptWeight {
+    specificity: u8,
+    weight: u16,
+}
+
+impl AcceptWeight {
+    fn apply_range(&mut self, specificity: u8, weight: u16) {
+        if (specificity, weight) > (self.specificity, self.weight) {
+            *self = Self {
+                specificity,
+                weight,
+            };
+        }
+    }
+}
+
+/// Parses a weight from 0 to 1 with at most three places, in thousandths.
+fn parse_qvalue(text: &str) -> Option<u16> {
+    let (whole, places) = text.split_once('.').unwrap_or((text, ""));
+    if !matches!(whole, "0" | "1")
+        || places.len() > 3
+        || !places.bytes().all(|b| b.is_ascii_digit())
+    {
+        return None;
+    }
+    let weight = format!("{whole}{places:0<3}").parse().ok()?;
+    (weight <= 1000).then_some(weight)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderValue;
+    use proptest::prelude::*;
+
+    fn style_for_headers(fields: &[(&str, &str)]) -> ReplyStyle<'static> {
+        static NO_CORS: std::sync::LazyLock<CorsOrigins> =
+            std::sync::LazyLock::new(CorsOrigins::default);
+        let mut builder = http::Request::get("/");
+        for (name, value) in fields {
+            builder = builder.header(*name, *value);
+        }
+        ReplyStyle::from_request(&builder.body(()).unwrap().into_parts().0, &NO_CORS)
+    }
+
+    #[test]
+    fn the_format_follows_accept() {
+        for (accept, format) in [
+            ("*/*", ReplyFormat::Json),
+            ("", ReplyFormat::Json),
+            ("text/plain", ReplyFormat::Text),
+            ("text/html", ReplyFormat::Json),
+            (
+                "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
+                ReplyFormat::Json,
+            ),
+            ("application/json, text/plain", ReplyFormat::Json),
+            (
+                "application/json;q=0.5, text/plain;q=0.51",
+                ReplyFormat::Text,
+            ),
+            (
+                "TEXT/Plain ; Q=0.9, application/problem+json; q=0.899",
+                ReplyFormat::Text,
+            ),
+            ("text/plain, */*;q=0.1", ReplyFormat::Text),
+            ("*/*, text/plain;q=0.1", ReplyFormat::Json),
+            ("text/plain, application/*;q=0.2", ReplyFormat::Text),
+            ("text/*, application/json;q=0.9", ReplyFormat::Text),
+            ("text/plain;q=0", ReplyFormat::Json),
+            ("text/plain;q=2", ReplyFormat::Json),
+            ("text/plain;q=0.0001", ReplyFormat::Json),
+            ("text/plain;q=x", ReplyFormat::Json),
+        ] {
+            assert_eq!(
+                style_for_headers(&[("accept", accept)]).format,
+                format,
+                "{accept}"
+            );
+        }
+        assert_eq!(style_for_headers(&[]).format, ReplyFormat::Json);
+        let lines = [
+            ("accept", "application/json;q=0.1"),
+            ("accept", "text/plain"),
+        ];
+        assert_eq!(style_for_headers(&lines).format, ReplyFormat::Text);
+        let grpc = [
+            ("content-type", "Application/grpc+proto"),
+            ("accept", "text/plain"),
+        ];
+        assert_eq!(style_for_headers(&grpc).format, ReplyFormat::Grpc);
+    }
+
+    proptest! {
+        #[test]
+        fn any_accept_header_is_handled(accept in prop::collection::vec(any::<u8>(), 0..40)) {
+            let Ok(accept) = HeaderValue::from_bytes(&accept) else { return Ok(()) };
+            prefers_text(&HeaderMap::from_iter([(header::ACCEPT, accept)]));
+        }
+    }
+}

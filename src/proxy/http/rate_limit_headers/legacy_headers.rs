@@ -1,0 +1,89 @@
+//! `X-RateLimit-Limit`, `-Remaining` and `-Reset`, which describe the tightest limit.
+
+use super::retry_after::SECOND_US;
+use crate::enforcer::{ReportedLimit, Verdict};
+use crate::limiter::Refusal;
+use crate::proxy::http::headers::integer_header_value;
+use http::{HeaderMap, HeaderName};
+use std::cmp::Ordering;
+
+static LEGACY_LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
+static LEGACY_REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
+static LEGACY_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
+
+pub(super) fn write_legacy_headers(
+    verdict: &Verdict<'_>,
+    reset_as_epoch: bool,
+    has_upstream_headers: bool,
+    headers: &mut HeaderMap,
+) {
+    let Some(tightest) = find_tightest_limit(&verdict.limits) else {
+        return;
+    };
+    if has_upstream_headers && is_upstream_as_tight(headers, tightest.standing.remaining) {
+        return;
+    }
+    let reset_us = reset_at_us(tightest, verdict.now_us);
+    let from_us = if reset_as_epoch { 0 } else { verdict.now_us };
+    let reset_s = reset_us.saturating_sub(from_us).div_ceil(SECOND_US);
+    headers.insert(
+        &LEGACY_LIMIT,
+        integer_header_value(tightest.limit.limit.capacity()),
+    );
+    headers.insert(
+        &LEGACY_REMAINING,
+        integer_header_value(tightest.standing.remaining),
+    );
+    headers.insert(&LEGACY_RESET, integer_header_value(reset_s));
+}
+
+/// Time (µs) at which the limit's remaining units next grow or, if it refuses, suffice.
+pub(in crate::proxy) fn reset_at_us(reported: &ReportedLimit<'_>, now_us: u64) -> u64 {
+    match reported.standing.refusal {
+        Some(Refusal::Until(at_us)) => at_us,
+        // Consistent with `Retry-After: 1`.
+        Some(Refusal::Unknown) => now_us.saturating_add(SECOND_US),
+        _ => reported.standing.next_growth_us.unwrap_or(now_us),
+    }
+}
+
+/// Returns the refusing limit with the longest wait. If none refuses, returns the limit with the
+/// lowest remaining share of its capacity. Ties go to the first.
+fn find_tightest_limit<'a, 't>(limits: &'a [ReportedLimit<'t>]) -> Option<&'a ReportedLimit<'t>> {
+    limits.iter().reduce(|best, next| {
+        if compare_tightness(next, best) == Ordering::Greater {
+            next
+        } else {
+            best
+        }
+    })
+}
+
+fn compare_tightness(one: &ReportedLimit<'_>, two: &ReportedLimit<'_>) -> Ordering {
+    let refusal_of = |reported: &ReportedLimit<'_>| reported.standing.refusal;
+    let scaled_remaining = |limit: &ReportedLimit<'_>, other: &ReportedLimit<'_>| {
+        u128::from(limit.standing.remaining) * u128::from(other.limit.limit.capacity().max(1))
+    };
+    refusal_of(one)
+        .cmp(&refusal_of(two))
+        .then_with(|| match refusal_of(one) {
+            // Compares r1/q1 with r2/q2 without a division; the lower share is tighter.
+            None => scaled_remaining(two, one).cmp(&scaled_remaining(one, two)),
+            Some(_) => Ordering::Equal,
+        })
+}
+
+/// Whether the upstream sent its own `X-RateLimit-*` headers that are at least as strict, or that
+/// cannot be compared.
+fn is_upstream_as_tight(headers: &HeaderMap, remaining: u64) -> bool {
+    match headers.get(&LEGACY_REMAINING) {
+        None => headers.contains_key(&LEGACY_LIMIT) || headers.contains_key(&LEGACY_RESET),
+        Some(value) => {
+            let upstream_remaining = value
+                .to_str()
+                .ok()
+                .and_then(|text| text.trim().parse::<u64>().ok());
+            upstream_remaining.is_none_or(|upstream_remaining| upstream_remaining <= remaining)
+        }
+    }
+}

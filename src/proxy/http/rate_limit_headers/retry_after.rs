@@ -1,0 +1,41 @@
+//! The value of `Retry-After`.
+
+use crate::enforcer::RetryHint;
+
+pub(super) const SECOND_US: u64 = 1_000_000;
+
+impl RetryHint {
+    /// Returns the `Retry-After` seconds: 1 if the wait is unknown, `None` if no retry can succeed.
+    pub(in crate::proxy) fn retry_after_s(self) -> Option<u64> {
+        match self {
+            Self::After(us) => Some(retry_after_from_us(us)),
+            Self::Unknown => Some(1),
+            Self::Never => None,
+        }
+    }
+}
+
+/// Converts a wait in microseconds to `Retry-After` seconds: rounded up, at least 1.
+fn retry_after_from_us(retry_after_us: u64) -> u64 {
+    retry_after_us.div_ceil(SECOND_US).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn retry_after_is_rounded_up_and_at_least_one() {
+        let cases = [
+            (0, 1),
+            (1, 1),
+            (999_999, 1),
+            (1_000_000, 1),
+            (1_000_001, 2),
+            (60_000_000, 60),
+        ];
+        for (us, seconds) in cases {
+            assert_eq!(retry_after_from_us(us), seconds, "{us}");
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! `RateLimit-Policy` and `RateLimit` of draft-ietf-httpapi-ratelimit-headers-11.
+//!
+//! Both are Lists of Strings with parameters (RFC 9651). Each has all limits on one line.
+
+use super::retry_after::SECOND_US;
+use crate::enforcer::{ReportedLimit, RequestOutcome, Verdict};
+use crate::limiter::Algorithm;
+use crate::proxy::http::headers::append_to_list;
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue};
+
+pub(super) static RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
+static RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
+
+/// Largest Integer of a structured field (RFC 9651, 3.3.1).
+const MAX_STRUCTURED_INTEGER: u64 = 999_999_999_999_999;
+
+pub(super) fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
+    // At most Retry-After: a client that waits that long is admitted.
+    let max_reset_s = match &verdict.outcome {
+        RequestOutcome::Limited(limited) => limited.retry.retry_after_s(),
+        _ => None,
+    };
+    // One buffer for both headers saves two of four allocations.
+    let mut text = Vec::with_capacity(96 * verdict.limits.len());
+    for (index, reported) in verdict.limits.iter().enumerate() {
+        push_policy_item(&mut text, index, reported);
+    }
+    let policies_length = text.len();
+    for (index, reported) in verdict.limits.iter().enumerate() {
+        push_limit_status(&mut text, index, reported, verdict.now_us, max_reset_s);
+    }
+    let mut statuses = Bytes::from(text);
+    let policies = statuses.split_to(policies_length);
+    for (name, text) in [(&RATELIMIT_POLICY, policies), (&RATELIMIT, statuses)] {
+        // The buffer contains printable ASCII only.
+        if let Ok(value) = HeaderValue::from_maybe_shared(text) {
+            append_to_list(headers, name, value);
+        }
+    }
+}
+
+/// Whether an upstream's header is a Dictionary such as `limit=10, remaining=5, reset=3`.
+///
+/// Drafts up to 07 use this format. A List item appended to it would make the whole header
+/// invalid.
+pub(super) fn is_structured_dictionary(value: &HeaderValue) -> bool {
+    let first = value
+        .as_bytes()
+        .split(|byte| matches!(byte, b';' | b',' | b'"'))
+        .next();
+    first.is_some_and(|member| member.contains(&b'='))
+}
+
+/// Appends an item such as `"login";q=5;w=60`.
+fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &ReportedLimit<'_>) {
+    let named_limit = reported.limit;
+    push_list_item(out, index, &named_limit.name);
+    push_parameter(out, b";q=", named_limit.limit.capacity());
+    // `w` is in whole seconds. A window below one second has none; others are rounded up, so that
+    // the header never promises more quota.
+    let has_window = !matches!(named_limit.limit.algorithm, Algorithm::Concurrency { .. });
+    if has_window && named_limit.limit.per_us >= SECOND_US {
+        push_parameter(out, b";w=", named_limit.limit.per_us.div_ceil(SECOND_US));
+    }
+    if let Some(unit) = &named_limit.unit {
+        out.extend_from_slice(b";qu=");
+        push_structured_string(out, unit);
+    }
+}
+
+/// Appends an item such as `"login";r=0;t=42`.
+fn push_limit_status(
+    out: &mut Vec<u8>,
+    index: usize,
+    reported: &ReportedLimit<'_>,
+    now_us: u64,
+    max_reset_s: Option<u64>,
+) {
+    push_list_item(out, index, &reported.limit.name);
+    push_parameter(out, b";r=", reported.standing.remaining);
+    if let Some(grows_at_us) = reported.standing.next_growth_us {
+        let wait_s = grows_at_us.saturating_sub(now_us).div_ceil(SECOND_US);
+        push_parameter(
+            out,
+            b";t=",
+            max_reset_s.map_or(wait_s, |max_s| wait_s.min(max_s)),
+        );
+    }
+}
+
+fn push_list_item(out: &mut Vec<u8>, index: usize, name: &str) {
+    if index > 0 {
+        out.extend_from_slice(b", ");
+    }
+    push_structured_string(out, name);
+}
+
+fn push_parameter(out: &mut Vec<u8>, key: &[u8], value: u64) {
+    out.extend_from_slice(key);
+    out.extend_from_slice(
+        itoa::Buffer::new()
+            .format(value.min(MAX_STRUCTURED_INTEGER))
+            .as_bytes(),
+    );
+}
+
+/// Appends a String (RFC 9651, 3.3.3). Characters other than printable ASCII become `?`.
+fn push_structured_string(out: &mut Vec<u8>, text: &str) {
+    out.push(b'"');
+    for character in text.chars() {
+        match u8::try_from(character) {
+            Ok(byte @ (b'"' | b'\\')) => out.extend_from_slice(&[b'\\', byte]),
+            Ok(byte @ b' '..=b'~') => out.push(byte),
+            _ => out.push(b'?'),
+        }
+    }
+    out.push(b'"');
+}

@@ -1,0 +1,119 @@
+//! Drives a connection's work until it ends, times out or drains.
+
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::time::Instant;
+
+use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
+use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::telemetry::metrics::ConnectionCloseReason;
+
+/// Delay before a drain closes an idle connection. A request may have arrived that the runtime has
+/// not read yet.
+const DRAIN_IDLE_DELAY: Duration = Duration::from_millis(5);
+
+/// The same delay for a connection that is in its handshake when the drain begins. Its first
+/// request may be a round trip away.
+const DRAIN_HANDSHAKE_DELAY: Duration = Duration::from_secs(1);
+
+/// Polls the work of a connection and ends it at the deadlines of its [`ConnectionMonitor`].
+pub(super) struct ConnectionDriver {
+    pub(super) monitor: Rc<ConnectionMonitor>,
+    timer: LazyTimer,
+    /// Time at which the work is asked to close.
+    close_at: Option<Instant>,
+    is_closing: bool,
+    drain_delay: Duration,
+}
+
+impl ConnectionDriver {
+    pub(super) fn new(monitor: Rc<ConnectionMonitor>) -> Self {
+        let drain_delay = if monitor.is_drain_pending() {
+            DRAIN_HANDSHAKE_DELAY
+        } else {
+            DRAIN_IDLE_DELAY
+        };
+        Self {
+            monitor,
+            timer: LazyTimer::default(),
+            close_at: None,
+            is_closing: false,
+            drain_delay,
+        }
+    }
+
+    /// Polls `work` until it is ready or a timeout expires. `work` is called with `true` once, when
+    /// it should close gracefully.
+    pub(super) async fn drive<T>(
+        &mut self,
+        mut work: impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
+    ) -> Result<T, TimeoutKind> {
+        // Earlier work was already asked to close, so this work is asked as well.
+        if std::mem::take(&mut self.is_closing) {
+            self.close_at = Some(Instant::now());
+        }
+        poll_fn(|cx| {
+            self.monitor.set_driver_waker(cx.waker());
+            if self.monitor.take_drain_request() && !self.is_closing {
+                self.close_at = Some(Instant::now() + self.drain_delay);
+            }
+            // A response in progress can still announce that the connection closes.
+            if let Poll::Ready(end) = self.close_if_active(cx, &mut work) {
+                return Poll::Ready(Ok(end));
+            }
+            if let Poll::Ready(end) = work(cx, false) {
+                return Poll::Ready(Ok(end));
+            }
+            if let Poll::Ready(end) = self.close_if_active(cx, &mut work) {
+                return Poll::Ready(Ok(end));
+            }
+            while let Some((deadline, overdue)) = self.next_deadline() {
+                if self.timer.poll(deadline, cx).is_pending() {
+                    return Poll::Pending;
+                }
+                if overdue != TimeoutKind::Idle || self.is_closing {
+                    return Poll::Ready(Err(overdue));
+                }
+                if self.close_at.is_none() {
+                    self.monitor.record_close(ConnectionCloseReason::Idle);
+                }
+                if let Poll::Ready(end) = self.close(cx, &mut work) {
+                    return Poll::Ready(Ok(end));
+                }
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
+        self.close_at
+            .map(|at| (at, TimeoutKind::Idle))
+            .or_else(|| self.monitor.next_deadline())
+    }
+
+    fn close_if_active<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        work: &mut impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
+    ) -> Poll<T> {
+        if self.close_at.is_some() && self.monitor.has_active_requests() {
+            self.close(cx, work)
+        } else {
+            Poll::Pending
+        }
+    }
+
+    fn close<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        work: &mut impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
+    ) -> Poll<T> {
+        self.close_at = None;
+        self.is_closing = true;
+        self.monitor.set_closing();
+        work(cx, true)
+    }
+}

@@ -1,0 +1,168 @@
+//! HTTP/1 connections.
+
+use http::{Request, Response, StatusCode};
+use hyper::body::Incoming;
+use hyper::server::conn::http1::Parts;
+use hyper::service::Service;
+use hyper_util::rt::TokioIo;
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::Poll;
+
+use super::close::{close_gracefully, close_timed_out};
+use super::driver::ConnectionDriver;
+use super::protocols::HttpProtocols;
+use super::request::TrackedResponseBody;
+use super::upgrade_handover::UpgradeHandover;
+use crate::proxy::server::connection_timeouts::TimeoutKind;
+use crate::proxy::server::monitored_socket::MonitoredSocket;
+use crate::telemetry::metrics::ConnectionCloseReason;
+
+/// Serves HTTP/1 until the connection ends. hyper and its buffers, about 20 KiB, exist only while
+/// the client sends requests: connections are idle most of the time.
+///
+/// `record_unreadable` receives the status sent for input that is not a valid request.
+pub(super) async fn serve_http1<S, F>(
+    mut socket: MonitoredSocket,
+    protocols: &HttpProtocols,
+    mut driver: ConnectionDriver,
+    mut requests: S,
+    handover: &UpgradeHandover,
+    record_unreadable: impl Fn(StatusCode),
+) where
+    S: Service<
+            Request<Incoming>,
+            Response = Response<TrackedResponseBody>,
+            Error = Infallible,
+            Future = F,
+        >,
+    F: Future<Output = Result<Response<TrackedResponseBody>, Infallible>>,
+{
+    loop {
+        driver.monitor.set_has_buffers(true);
+        let idle_connection = Box::pin(serve_http1_until_idle(
+            socket,
+            protocols,
+            &mut driver,
+            requests,
+            handover,
+            &record_unreadable,
+        ))
+        .await;
+        driver.monitor.set_has_buffers(false);
+        match idle_connection {
+            Some(idle) => {
+                (socket, requests) = idle;
+                protocols.allocator_trim.record_release();
+            }
+            None => return,
+        }
+        let next_request = driver.drive(|cx, close| match socket.poll_next_request(cx) {
+            Poll::Pending if close => Poll::Ready(false),
+            next => next,
+        });
+        match next_request.await {
+            Ok(true) => {}
+            Ok(false) => return close_gracefully(&mut socket).await,
+            Err(overdue) => {
+                return close_timed_out(socket, overdue, &driver.monitor, record_unreadable).await;
+            }
+        }
+    }
+}
+
+/// Serves HTTP/1 until the connection ends or becomes idle. Returns the socket and the service of
+/// an idle connection.
+async fn serve_http1_until_idle<S, F>(
+    socket: MonitoredSocket,
+    protocols: &HttpProtocols,
+    driver: &mut ConnectionDriver,
+    requests: S,
+    handover: &UpgradeHandover,
+    record_unreadable: &impl Fn(StatusCode),
+) -> Option<(MonitoredSocket, S)>
+where
+    S: Service<
+            Request<Incoming>,
+            Response = Response<TrackedResponseBody>,
+            Error = Infallible,
+            Future = F,
+        >,
+    F: Future<Output = Result<Response<TrackedResponseBody>, Infallible>>,
+{
+    let mut connection = protocols
+        .http1
+        .serve_connection(TokioIo::new(socket), requests);
+    let end = driver.drive(|cx, close| {
+        if close {
+            Pin::new(&mut connection).graceful_shutdown();
+        }
+        Pin::new(&mut connection).poll(cx)
+    });
+    match end.await {
+        Ok(Ok(())) => {
+            let Parts { io, read_buf, .. } = connection.into_parts();
+            let mut socket = io.into_inner();
+            socket.put_back(&read_buf);
+            drop(read_buf);
+            match handover.take() {
+                // If the 101 head is still blocked, the client would read tunnel bytes as a
+                // response.
+                Some(upgraded) if driver.monitor.has_no_blocked_write() => {
+                    // Boxed, so that the connection's future does not reserve space for it.
+                    Box::pin(
+                        upgraded.serve_http1_tunnel(socket, protocols.settings.body_idle_timeout),
+                    )
+                    .await;
+                }
+                // hyper does not close the socket after a request that could have been upgraded.
+                None if handover.was_upgrade_requested() => close_gracefully(&mut socket).await,
+                _ => {}
+            }
+        }
+        Ok(Err(error)) => {
+            tracing::debug!(%error, "client connection failed");
+            if let Some(status) = parse_error_status(&error) {
+                driver.monitor.record_close(ConnectionCloseReason::Protocol);
+                record_unreadable(status);
+            }
+            if error.is_user() && driver.monitor.is_close_delimited() {
+                connection.into_parts().io.into_inner().abort();
+            }
+        }
+        Err(TimeoutKind::IdleBuffers) => {
+            let Parts {
+                io,
+                read_buf,
+                service,
+                ..
+            } = connection.into_parts();
+            let mut socket = io.into_inner();
+            socket.put_back(&read_buf);
+            return Some((socket, service));
+        }
+        Err(overdue) => {
+            close_timed_out(
+                connection.into_parts().io.into_inner(),
+                overdue,
+                &driver.monitor,
+                record_unreadable,
+            )
+            .await;
+        }
+    }
+    None
+}
+
+/// Status that hyper sent for input that is not a valid HTTP/1 request. `None` if it sent no
+/// response.
+fn parse_error_status(error: &hyper::Error) -> Option<StatusCode> {
+    match () {
+        () if !error.is_parse() || error.is_parse_version_h2() => None,
+        () if !error.is_parse_too_large() => Some(StatusCode::BAD_REQUEST),
+        // hyper distinguishes the two errors only by their message.
+        () if error.to_string().starts_with("URI") => Some(StatusCode::URI_TOO_LONG),
+        () => Some(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE),
+    }
+}

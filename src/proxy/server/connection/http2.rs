@@ -1,0 +1,77 @@
+//! HTTP/2 connections.
+
+use http::{Request, Response};
+use hyper::body::Incoming;
+use hyper::service::Service;
+use hyper_util::rt::TokioIo;
+use std::convert::Infallible;
+use std::error::Error as _;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+
+use super::driver::ConnectionDriver;
+use super::protocols::HttpProtocols;
+use super::request::TrackedResponseBody;
+use super::upgrade_handover::UpgradeHandover;
+use crate::proxy::server::connection_timeouts::ConnectionMonitor;
+use crate::proxy::server::monitored_socket::MonitoredSocket;
+use crate::telemetry::metrics::ConnectionCloseReason;
+
+/// Serves HTTP/2 until the connection ends.
+pub(super) async fn serve_http2<S, F>(
+    socket: MonitoredSocket,
+    protocols: &HttpProtocols,
+    mut driver: ConnectionDriver,
+    requests: S,
+    handover: &Rc<UpgradeHandover>,
+) where
+    S: Service<
+            Request<Incoming>,
+            Response = Response<TrackedResponseBody>,
+            Error = Infallible,
+            Future = F,
+        >,
+    F: Future<Output = Result<Response<TrackedResponseBody>, Infallible>> + 'static,
+{
+    let http2 = protocols.build_http2(&driver.monitor, handover);
+    let mut connection = http2.serve_connection(TokioIo::new(socket), requests);
+    let end = driver.drive(|cx, close| {
+        if close {
+            Pin::new(&mut connection).graceful_shutdown();
+        }
+        Pin::new(&mut connection).poll(cx)
+    });
+    match end.await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => {
+            tracing::debug!(%error, "client connection failed");
+            if let Some(reason) = close_reason(&error, &driver.monitor) {
+                driver.monitor.record_close(reason);
+            }
+        }
+        Err(overdue) => {
+            tracing::debug!(?overdue, "client connection timed out");
+            driver.monitor.record_close(ConnectionCloseReason::SlowRead);
+        }
+    }
+}
+
+/// Classifies the error of an HTTP/2 connection. Returns `None` if the client did not cause it.
+fn close_reason(
+    error: &hyper::Error,
+    monitor: &ConnectionMonitor,
+) -> Option<ConnectionCloseReason> {
+    if monitor.frame_budget().is_exhausted() {
+        return Some(ConnectionCloseReason::Flood);
+    }
+    let error = error
+        .source()?
+        .downcast_ref::<h2::Error>()
+        .filter(|error| error.is_library())?;
+    match error.reason()? {
+        h2::Reason::NO_ERROR => None,
+        h2::Reason::ENHANCE_YOUR_CALM => Some(ConnectionCloseReason::Flood),
+        _ => Some(ConnectionCloseReason::Protocol),
+    }
+}

@@ -1,0 +1,183 @@
+//! A request of a client connection, from its arrival to the end of its response.
+
+use bytes::Bytes;
+use http::{HeaderValue, Request, Response, StatusCode, Version, header};
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use hyper::upgrade::OnUpgrade;
+use std::convert::Infallible;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use tokio::time::Instant;
+
+use super::upgrade_handover::{UpgradeHandover, UpgradedRequest};
+use crate::proxy::http::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::server::connection_timeouts::{ActiveRequest, ConnectionMonitor};
+use crate::proxy::server::handler::RequestHandler;
+use crate::proxy::server::peer::ConnectionPeer;
+
+/// Maximum size of a response chunk passed to HTTP/2. A request for the next chunk shows that the
+/// client reads, even if slowly.
+const H2_CHUNK_BYTES: usize = 16 * 1024;
+
+/// Passes one request to the handler. The request stays active until its last body is dropped.
+///
+/// Inlined so that the future is constructed in place instead of being copied.
+#[inline(always)]
+pub(super) fn handle_request<H: RequestHandler>(
+    request: Request<Incoming>,
+    peer: Arc<ConnectionPeer>,
+    handler: &Rc<H>,
+    limits: BodyLimits,
+    monitor: &Rc<ConnectionMonitor>,
+    handover: &Rc<UpgradeHandover>,
+) -> impl Future<Output = Result<Response<TrackedResponseBody>, Infallible>> + use<H> {
+    let active = monitor.begin_request();
+    let (mut head, incoming) = request.into_parts();
+    let upgrade = head.extensions.remove::<OnUpgrade>();
+    if upgrade.is_some() {
+        handover.set_upgrade_requested();
+    }
+    let handover = Rc::clone(handover);
+    if head.version == Version::HTTP_10 {
+        monitor.set_close_delimited();
+    }
+    let is_http2 = head.version == Version::HTTP_2;
+    let max_frame_bytes = if is_http2 { H2_CHUNK_BYTES } else { usize::MAX };
+    let body = RequestBody::new(&head, incoming, limits, &active);
+    let charges_early_reset = is_http2 && peer.listener_kind.is_public();
+    let mut guard = RequestGuard {
+        request: active,
+        arrived_at: charges_early_reset.then(Instant::now),
+        is_complete: false,
+    };
+    let handler = Rc::clone(handler);
+    let interim = InformationalForwarder::new(head.version, monitor);
+    async move {
+        // Constructed in place: the handler's future reserves space for everything that a request
+        // may need. Constructed earlier, it would be stored twice per connection and copied for
+        // each request.
+        let mut handling = pin!(handler.handle(Request::from_parts(head, body), peer, interim));
+        let response = poll_fn(|cx| {
+            let polled = handling.as_mut().poll(cx);
+            if polled.is_pending() {
+                guard.request.monitor().mark_progress();
+            }
+            polled
+        });
+        let mut response = response.await;
+        let monitor = guard.request.monitor();
+        monitor.frame_budget().credit_response();
+        if !is_http2
+            && (monitor.is_draining() || monitor.has_unread_input())
+            && response.status() != StatusCode::SWITCHING_PROTOCOLS
+        {
+            // Set before hyper knows of the close. hyper is asked to close only when no more input
+            // is expected, and notices an unread body later. A request sent after a response
+            // without this header is lost.
+            response
+                .headers_mut()
+                .insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
+        if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
+            handover.put(UpgradedRequest::new(tunnel, client, guard.request.clone()));
+        }
+        Ok(response.map(|body| {
+            guard.is_complete = body.is_end_stream();
+            TrackedResponseBody {
+                body,
+                guard,
+                max_frame_bytes,
+                remainder: Bytes::new(),
+            }
+        }))
+    }
+}
+
+/// Guard of a request, from its arrival to the end of its response. An HTTP/2 request that ends
+/// incomplete is charged to the frame budget.
+struct RequestGuard {
+    request: ActiveRequest,
+    /// Set only for HTTP/2 clients of a public listener, which can cancel one request and continue
+    /// with others. The operator's own proxies cancel requests when their timeouts expire.
+    arrived_at: Option<Instant>,
+    is_complete: bool,
+}
+
+impl Drop for RequestGuard {
+    fn drop(&mut self) {
+        if let Some(arrived) = self.arrived_at.filter(|_| !self.is_complete) {
+            self.request
+                .monitor()
+                .frame_budget()
+                .charge_reset(arrived.elapsed());
+        }
+    }
+}
+
+/// Response body that keeps its request active and marks the progress of the connection.
+pub(super) struct TrackedResponseBody {
+    body: ResponseBody,
+    guard: RequestGuard,
+    /// Maximum bytes per frame.
+    max_frame_bytes: usize,
+    /// Rest of the last frame that was split.
+    remainder: Bytes,
+}
+
+impl Body for TrackedResponseBody {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        // hyper polls for more only when it can send more to the client.
+        self.guard.request.monitor().mark_progress();
+        if self.remainder.is_empty() {
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => self.remainder = data,
+                    Err(trailers) => {
+                        self.guard.is_complete = true;
+                        return Poll::Ready(Some(Ok(trailers)));
+                    }
+                },
+                end => {
+                    self.guard.is_complete = true;
+                    return Poll::Ready(end);
+                }
+            }
+        }
+        self.guard
+            .request
+            .monitor()
+            .frame_budget()
+            .credit_response();
+        let frame_bytes = self.max_frame_bytes.min(self.remainder.len());
+        let frame = self.remainder.split_to(frame_bytes);
+        self.guard.is_complete = self.is_end_stream();
+        Poll::Ready(Some(Ok(Frame::data(frame))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.remainder.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let (mut hint, rest) = (
+            self.body.size_hint(),
+            u64::try_from(self.remainder.len()).unwrap_or(u64::MAX),
+        );
+        if let Some(upper) = hint.upper() {
+            hint.set_upper(upper.saturating_add(rest));
+        }
+        hint.set_lower(hint.lower().saturating_add(rest));
+        hint
+    }
+}

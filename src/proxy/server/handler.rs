@@ -1,0 +1,41 @@
+//! Interface between the server and the application that answers its requests.
+
+use http::{Request, Response, StatusCode};
+use std::future::Future;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::handshake_error::HandshakeError;
+use super::peer::ConnectionPeer;
+use crate::proxy::http::body::{RequestBody, ResponseBody};
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::telemetry::metrics::WorkerMetrics;
+
+/// Handles the requests of one worker.
+pub trait RequestHandler: 'static {
+    /// Handles one request. If the client disconnects, the future is dropped. `interim` sends
+    /// informational (1xx) responses before the final one.
+    fn handle(
+        self: Rc<Self>,
+        request: Request<RequestBody>,
+        peer: Arc<ConnectionPeer>,
+        interim: InformationalForwarder,
+    ) -> impl Future<Output = Response<ResponseBody>> + 'static;
+
+    /// Records a connection that failed before its first request.
+    fn record_handshake_error(&self, _fault: HandshakeError) {}
+
+    /// Records that the server answered an unreadable request head with `status`.
+    fn record_unreadable_request(&self, _status: StatusCode, _peer: &ConnectionPeer) {}
+
+    /// Metrics shard of this worker.
+    fn metrics_shard(&self) -> Option<Arc<WorkerMetrics>> {
+        None
+    }
+
+    /// Finishes outstanding work after the worker's last request. The worker thread ends
+    /// afterwards.
+    fn finish(&self) -> impl Future<Output = ()> {
+        std::future::ready(())
+    }
+}

@@ -1,0 +1,91 @@
+//! Counters of open connections, panics and limit hits.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use tokio::sync::OwnedSemaphorePermit;
+
+/// Live counters of the server, shared with metrics.
+#[derive(Clone, Debug)]
+pub struct ServerLoad(Arc<LoadCounters>);
+
+#[derive(Debug)]
+struct LoadCounters {
+    open_connections: Box<[AtomicUsize]>,
+    panics: AtomicU64,
+    connection_limit_hits: AtomicU64,
+}
+
+impl ServerLoad {
+    /// Creates counters for `threads` workers.
+    pub(super) fn new(threads: usize) -> Self {
+        let open_connections = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+        Self(Arc::new(LoadCounters {
+            open_connections,
+            panics: AtomicU64::new(0),
+            connection_limit_hits: AtomicU64::new(0),
+        }))
+    }
+
+    /// Number of open connections.
+    pub fn open_connections(&self) -> usize {
+        self.0
+            .open_connections
+            .iter()
+            .map(|counter| counter.load(Ordering::Relaxed))
+            .sum()
+    }
+
+    /// Number of connection tasks and HTTP/2 stream tasks that panicked. Each panic is a bug.
+    pub fn panics(&self) -> u64 {
+        self.0.panics.load(Ordering::Relaxed)
+    }
+
+    /// Number of times that accepting paused because `max_connections` were open.
+    pub fn connection_limit_hits(&self) -> u64 {
+        self.0.connection_limit_hits.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn record_panic(&self) {
+        self.0.panics.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn record_connection_limit_hit(&self) {
+        self.0.connection_limit_hits.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Number of open connections of one worker.
+    pub(super) fn worker_connections(&self, worker: usize) -> usize {
+        self.0
+            .open_connections
+            .get(worker)
+            .map_or(usize::MAX, |counter| counter.load(Ordering::Relaxed))
+    }
+}
+
+/// Counts a connection of a worker, and holds its connection slot, until it is dropped.
+pub(super) struct ConnectionCountGuard {
+    load: ServerLoad,
+    worker: usize,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl ConnectionCountGuard {
+    pub(super) fn new(load: &ServerLoad, worker: usize, permit: OwnedSemaphorePermit) -> Self {
+        if let Some(counter) = load.0.open_connections.get(worker) {
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
+        Self {
+            load: load.clone(),
+            worker,
+            _permit: permit,
+        }
+    }
+}
+
+impl Drop for ConnectionCountGuard {
+    fn drop(&mut self) {
+        if let Some(counter) = self.load.0.open_connections.get(self.worker) {
+            counter.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}

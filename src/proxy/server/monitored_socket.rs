@@ -1,0 +1,285 @@
+//! Client socket that reports to the connection's monitor and lingers on shutdown.
+
+use std::io;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::Instant;
+
+use super::connection_timeouts::ConnectionMonitor;
+use super::frame_limits::FrameScanner;
+use super::lazy_timer::LazyTimer;
+use super::transport::{ClientTransport, move_buffered};
+
+/// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
+/// can destroy the last response before the client reads it.
+const LINGER_BYTES: usize = 1024 * 1024;
+
+/// Maximum time to discard input after a close.
+const LINGER_TIME: Duration = Duration::from_secs(2);
+
+/// Client byte stream that records its state in a [`ConnectionMonitor`]. It first returns the bytes
+/// put back after protocol detection, and it lingers on shutdown.
+#[derive(Debug)]
+pub(in crate::proxy) struct MonitoredSocket {
+    transport: ClientTransport,
+    monitor: Rc<ConnectionMonitor>,
+    read_ahead: Vec<u8>,
+    frame_scanner: FrameScanner,
+    /// Whether shutdown ends only the write direction.
+    is_half_close: bool,
+    /// Whether both directions have ended. Further input is discarded: it must not be parsed as
+    /// another request, nor be read as if it came from TLS.
+    is_closed: bool,
+    linger: Option<LingerState>,
+}
+
+/// Limits of discarding input.
+#[derive(Debug)]
+struct LingerState {
+    remaining_bytes: usize,
+    deadline: Instant,
+    timer: LazyTimer,
+}
+
+impl MonitoredSocket {
+    pub(in crate::proxy) fn new(
+        transport: ClientTransport,
+        monitor: Rc<ConnectionMonitor>,
+    ) -> Self {
+        Self {
+            transport,
+            monitor,
+            read_ahead: Vec::new(),
+            frame_scanner: FrameScanner::default(),
+            is_half_close: false,
+            is_closed: false,
+            linger: None,
+        }
+    }
+
+    /// Puts back bytes to be read again first.
+    pub(in crate::proxy) fn put_back(&mut self, bytes: &[u8]) {
+        self.read_ahead.splice(0..0, bytes.iter().copied());
+    }
+
+    /// Waits until the client sends more bytes, which stay readable. Returns `false` if the client
+    /// disconnected.
+    pub(in crate::proxy) fn poll_next_request(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
+        let mut bytes = [0; 512];
+        let mut into = ReadBuf::new(&mut bytes);
+        let is_open = ready!(Pin::new(&mut *self).poll_read(cx, &mut into)).is_ok();
+        self.put_back(into.filled());
+        if !into.filled().is_empty() {
+            // Also for bytes that were read earlier, behind the last request.
+            self.monitor.record_read();
+        }
+        Poll::Ready(is_open && !into.filled().is_empty())
+    }
+
+    /// Closes with a reset. The client cannot mistake a partial response for a complete one, and
+    /// unsent output holds no memory.
+    pub(in crate::proxy) fn abort(mut self) {
+        if let Err(error) = self.transport.raw_socket().set_reset_on_close() {
+            tracing::debug!(%error, "failed to prepare a connection reset");
+        }
+    }
+
+    /// Sets whether shutdown ends only the write direction.
+    pub(in crate::proxy) fn set_half_close(&mut self, is_half_close: bool) {
+        self.is_half_close = is_half_close;
+    }
+
+    /// Records that further input will not be read.
+    pub(in crate::proxy) fn ignore_remaining_input(&self) {
+        self.monitor.set_unread_input();
+    }
+
+    /// Writes the queued informational heads before hyper's output.
+    fn poll_write_informational_heads(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut informational_heads = self.monitor.informational_heads();
+        while !informational_heads.is_empty() {
+            let written =
+                ready!(Pin::new(&mut self.transport).poll_write(cx, &informational_heads))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            informational_heads.drain(..written);
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Discards input until the client closes or reaches a linger limit.
+    fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let linger = self.linger.get_or_insert_with(|| LingerState {
+            remaining_bytes: LINGER_BYTES,
+            deadline: Instant::now() + LINGER_TIME,
+            timer: LazyTimer::default(),
+        });
+        let mut scratch = [0; 8192];
+        loop {
+            let mut into = ReadBuf::new(&mut scratch);
+            match Pin::new(self.transport.raw_socket()).poll_read(cx, &mut into) {
+                Poll::Ready(Ok(())) if !into.filled().is_empty() => {
+                    self.monitor.set_unread_input();
+                    linger.remaining_bytes =
+                        linger.remaining_bytes.saturating_sub(into.filled().len());
+                    if linger.remaining_bytes == 0 {
+                        return Poll::Ready(());
+                    }
+                }
+                Poll::Ready(_) => return Poll::Ready(()),
+                Poll::Pending if !self.monitor.has_unread_input() => return Poll::Ready(()),
+                Poll::Pending => return linger.timer.poll(linger.deadline, cx),
+            }
+        }
+    }
+}
+
+impl AsyncRead for MonitoredSocket {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.is_closed {
+            return Poll::Ready(Ok(()));
+        }
+        if !this.read_ahead.is_empty() {
+            move_buffered(&mut this.read_ahead, into);
+            return Poll::Ready(Ok(()));
+        }
+        let before = into.filled().len();
+        ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
+        let received = into.filled().get(before..).unwrap_or_default();
+        if !received.is_empty() {
+            this.monitor.record_read();
+        }
+        if this.monitor.is_http2() {
+            let costly_frames = this.frame_scanner.count_costly_frames(received);
+            this.monitor.frame_budget().charge_frames(costly_frames);
+            if this.monitor.frame_budget().is_exhausted() {
+                return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for MonitoredSocket {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        ready!(this.poll_write_informational_heads(cx))?;
+        this.monitor.set_flushed(false);
+        Pin::new(&mut this.transport).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        ready!(this.poll_write_informational_heads(cx))?;
+        this.monitor.set_flushed(false);
+        Pin::new(&mut this.transport).poll_write_vectored(cx, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.transport.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.monitor.set_flushed(true);
+        ready!(this.poll_write_informational_heads(cx))?;
+        Pin::new(&mut this.transport).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.is_closed |= !this.is_half_close;
+        if this.linger.is_none() {
+            ready!(Pin::new(&mut this.transport).poll_shutdown(cx))?;
+        }
+        if this.is_half_close {
+            return Poll::Ready(Ok(()));
+        }
+        this.poll_linger(cx).map(Ok)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::MonitoredSocket;
+    use crate::proxy::server::connection_timeouts::{ConnectionMonitor, ConnectionTimeouts};
+    use crate::proxy::server::transport::{ClientStream, ClientTransport, RawSocket};
+    use std::future::poll_fn;
+    use std::pin::Pin;
+    use std::rc::Rc;
+    use std::task::Poll;
+    use std::time::Duration;
+    use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
+    use tokio::net::UnixStream;
+
+    const TIMEOUTS: ConnectionTimeouts = ConnectionTimeouts {
+        idle: Duration::from_secs(75),
+        request_head: Duration::from_secs(10),
+        write_stall: Duration::from_secs(30),
+    };
+
+    #[tokio::test]
+    async fn informational_heads_are_written_between_responses() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let raw = RawSocket::new(ClientStream::Unix(ours), Rc::clone(&monitor));
+        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
+        monitor.queue_informational_head(b"<1>");
+        socket.flush().await.unwrap();
+        monitor.queue_informational_head(b"<2>");
+        let mut sent = 0;
+        // Fills the socket buffer, so that the rest of the response has to wait.
+        poll_fn(|cx| {
+            while let Poll::Ready(written) = Pin::new(&mut socket).poll_write(cx, &[b'a'; 4096]) {
+                sent += written.unwrap();
+            }
+            Poll::Ready(())
+        })
+        .await;
+        monitor.queue_informational_head(b"<dropped>");
+        let mut got = vec![0; 6 + sent];
+        theirs.read_exact(&mut got).await.unwrap();
+        socket.write_all(b"end").await.unwrap();
+        monitor.queue_informational_head(b"<dropped>");
+        socket.flush().await.unwrap();
+        monitor.queue_informational_head(b"<3>");
+        socket.write_all(b"next").await.unwrap();
+        drop(socket);
+        theirs.read_to_end(&mut got).await.unwrap();
+        let text = String::from_utf8(got).unwrap();
+        assert_eq!(text, format!("<1><2>{}end<3>next", "a".repeat(sent)));
+    }
+
+    #[tokio::test]
+    async fn input_after_shutdown_is_not_read() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let raw = RawSocket::new(ClientStream::Unix(ours), Rc::clone(&monitor));
+        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
+        socket.put_back(b"read too early");
+        socket.ignore_remaining_input();
+        let lingers =
+            poll_fn(|cx| Poll::Ready(Pin::new(&mut socket).poll_shutdown(cx).is_pending())).await;
+        assert!(lingers);
+        theirs.write_all(b"GET / HTTP/1.1").await.unwrap();
+        assert_eq!(socket.read(&mut [0; 32]).await.unwrap(), 0);
+        assert!(!poll_fn(|cx| socket.poll_next_request(cx)).await);
+    }
+}

@@ -1,0 +1,95 @@
+//! Shutdown: dispatches the last connections, drains the workers, and cuts connections that exceed
+//! the grace period.
+
+use futures_util::future::join_all;
+use std::io;
+use std::thread::JoinHandle;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::dispatch::PendingConnections;
+use super::load::ServerLoad;
+use super::worker::{WorkerThread, worker_died_error};
+
+/// Requested run state of the server. The state only moves forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ShutdownSignal {
+    Run,
+    /// Finish active requests within the limits of
+    /// [`ShutdownSettings`](crate::proxy::ShutdownSettings).
+    Drain,
+    /// Stop immediately and cut all connections.
+    Immediate,
+}
+
+/// Waits for the state `at_least` or a later one.
+pub(super) async fn wait_for_signal(
+    signal: &mut watch::Receiver<ShutdownSignal>,
+    at_least: ShutdownSignal,
+) {
+    // The sender is gone: drain, but never escalate to an immediate stop.
+    if signal
+        .wait_for(|current| *current >= at_least)
+        .await
+        .is_err()
+        && at_least > ShutdownSignal::Drain
+    {
+        std::future::pending().await
+    }
+}
+
+/// Dispatches the pending connections and waits until all workers have ended. After `grace`, or at
+/// [`ShutdownSignal::Immediate`], sends `true` on `cut`, which makes the workers cut their
+/// connections. Returns the number of cut connections.
+pub(super) async fn drain(
+    pending: Vec<PendingConnections>,
+    workers: Vec<WorkerThread>,
+    load: &ServerLoad,
+    grace: Duration,
+    mut shutdown_signal: watch::Receiver<ShutdownSignal>,
+    cut: &watch::Sender<bool>,
+) -> io::Result<usize> {
+    // The listeners are closed. Waiting for a busy worker counts against the grace period.
+    let drain_started = Instant::now();
+    let dispatch_pending = join_all(
+        pending
+            .into_iter()
+            .map(|connections| connections.dispatch_all(load)),
+    );
+    tokio::select! {
+        biased;
+        () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => {}
+        dispatched = timeout(grace, dispatch_pending) => {
+            if dispatched.is_err() {
+                tracing::warn!(
+                    "accepted connections dropped at shutdown; no worker took them within the grace period"
+                );
+            }
+        }
+    }
+    // The queues are closed: each worker finishes its connections and ends.
+    let threads: Vec<_> = workers.into_iter().map(WorkerThread::into_thread).collect();
+    let mut joined_workers = tokio::task::spawn_blocking(|| {
+        threads
+            .into_iter()
+            .map(JoinHandle::join)
+            .collect::<Vec<_>>()
+    });
+    let joined_in_time = tokio::select! {
+        biased;
+        () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => None,
+        ended = timeout_at(drain_started + grace, &mut joined_workers) => ended.ok(),
+    };
+    let counts = match joined_in_time {
+        Some(counts) => counts,
+        None => {
+            cut.send_replace(true);
+            joined_workers.await
+        }
+    };
+    counts?
+        .into_iter()
+        .map(|count| count.map_err(|_panic| worker_died_error()))
+        .sum()
+}

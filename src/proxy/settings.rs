@@ -1,0 +1,173 @@
+//! Settings of the proxy's listeners, upstream and shutdown. `config` builds them.
+
+use ipnet::IpNet;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::listen::ListenAddress;
+use crate::tls::{ClientTls, ServerTls};
+
+/// Settings of a listener.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListenSettings {
+    pub address: ListenAddress,
+    /// Networks of the load balancers that may connect. Each connection must start with a PROXY
+    /// header. `None` if connections start without one.
+    pub proxy_protocol_from: Option<Vec<IpNet>>,
+    /// Maximum concurrent connections. Further ones wait in the kernel's backlog.
+    pub max_connections: usize,
+    /// Worker threads, at least 1.
+    pub threads: usize,
+    /// Limit from the first byte of a request to the end of its head. It also limits the PROXY
+    /// header and the TLS handshake together.
+    pub header_timeout: Duration,
+    /// Limit for a connection without a request.
+    pub idle_timeout: Duration,
+    /// Limit without progress on a request body, or on writing to a client that does not read. In a
+    /// tunnel that the upstream has closed, limit for a client that pauses.
+    pub body_idle_timeout: Duration,
+    pub max_header_bytes: usize,
+    pub max_headers: usize,
+    /// `None` for no limit.
+    pub max_body_bytes: Option<u64>,
+    /// Maximum concurrent streams per HTTP/2 connection.
+    pub max_concurrent_streams: u32,
+}
+
+/// Settings of a listener besides the proxy's, or instead of it, served by the same workers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExtraListenerSettings {
+    pub kind: ListenerKind,
+    pub listen: ListenSettings,
+    /// `None` for cleartext.
+    pub tls: Option<Arc<ServerTls>>,
+}
+
+/// Protocol that a listener serves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ListenerKind {
+    /// Requests that are forwarded to the upstream.
+    #[default]
+    Proxy,
+    /// Calls of Envoy's rate limit service (RLS).
+    RateLimitService,
+    /// Authorization checks for requests that another proxy forwards.
+    ExtAuthz,
+}
+
+impl ListenerKind {
+    /// Whether untrusted clients connect here. The other kinds serve the operator's own proxies.
+    pub(super) fn is_public(self) -> bool {
+        self == Self::Proxy
+    }
+}
+
+/// Settings of the upstream and its connections.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UpstreamSettings {
+    pub url: UpstreamUrl,
+    pub connect_timeout: Duration,
+    /// Limit for the response head, counted from the last request byte sent. `None` for no limit.
+    pub response_timeout: Option<Duration>,
+    /// Limit without progress on a response body, or in a tunnel in either direction. `None` for no
+    /// limit.
+    pub body_idle_timeout: Option<Duration>,
+    pub pool_idle_timeout: Duration,
+    /// Maximum idle connections kept, over all workers.
+    pub pool_max_idle: usize,
+    /// Whether to forward the client's Host. Otherwise the upstream's authority is sent.
+    pub preserve_host: bool,
+    /// Maximum concurrent connections, over all workers.
+    pub max_connections: usize,
+    /// Maximum requests waiting for a connection, over all workers. Further ones are rejected at
+    /// once.
+    pub max_requests_waiting: usize,
+    /// Limit for waiting for a connection.
+    pub queue_timeout: Duration,
+    /// Additional connection attempts while no byte of the request was sent.
+    pub retry_connect: u32,
+    /// Whether to retry a bodiless idempotent request once when its reused connection died.
+    pub retry_idempotent: bool,
+    /// TLS settings. Present if and only if the scheme is https.
+    pub tls: Option<ClientTls>,
+}
+
+/// Location and protocol of an upstream, without a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum UpstreamUrl {
+    Net {
+        scheme: UpstreamScheme,
+        /// Host name or IP address, without brackets.
+        host: String,
+        port: u16,
+    },
+    /// `unix:/path`: HTTP/1.1 over a Unix socket of this machine.
+    Unix(PathBuf),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UpstreamScheme {
+    /// HTTP/1.1.
+    Http,
+    /// HTTP/2 or HTTP/1.1, as ALPN negotiates.
+    Https,
+    /// Cleartext HTTP/2 with prior knowledge (RFC 9113, 3.3).
+    H2c,
+}
+
+impl UpstreamUrl {
+    /// Host and port as in a `Host` header, without the scheme's default port. A Unix socket has no
+    /// name, so its authority is `localhost`.
+    pub fn authority(&self) -> String {
+        let Self::Net { scheme, host, port } = self else {
+            return "localhost".to_owned();
+        };
+        let host = if host.contains(':') {
+            format!("[{host}]")
+        } else {
+            host.clone()
+        };
+        let default_port = if *scheme == UpstreamScheme::Https {
+            443
+        } else {
+            80
+        };
+        if *port == default_port {
+            host
+        } else {
+            format!("{host}:{port}")
+        }
+    }
+}
+
+impl fmt::Display for UpstreamUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let scheme = match self {
+            Self::Net {
+                scheme: UpstreamScheme::Http,
+                ..
+            } => "http",
+            Self::Net {
+                scheme: UpstreamScheme::Https,
+                ..
+            } => "https",
+            Self::Net {
+                scheme: UpstreamScheme::H2c,
+                ..
+            } => "h2c",
+            Self::Unix(path) => return write!(f, "unix:{}", path.display()),
+        };
+        write!(f, "{scheme}://{}", self.authority())
+    }
+}
+
+/// Settings of a graceful shutdown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShutdownSettings {
+    /// Time to keep serving after SIGTERM.
+    pub delay: Duration,
+    /// Time for active requests to finish after `delay`.
+    pub grace: Duration,
+}
