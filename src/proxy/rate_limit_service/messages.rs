@@ -5,7 +5,7 @@ pub struct RateLimitRequest {
     pub domain: ::prost::alloc::string::String,
     #[prost(message, repeated, tag = "2")]
     pub descriptors: ::prost::alloc::vec::Vec<RateLimitDescriptor>,
-    /// 0: not said, which is 1.
+    /// 0 means unset, which counts as 1.
     #[prost(uint32, tag = "3")]
     pub hits_addend: u32,
 }
@@ -62,7 +62,7 @@ pub mod rate_limit_response {
         pub requests_per_unit: u32,
         #[prost(enumeration = "rate_limit::Unit", tag = "2")]
         pub unit: i32,
-        /// So many units are a period; absent: 1.
+        /// The period is this number of units; absent: 1.
         #[prost(message, optional, tag = "4")]
         pub unit_multiplier: ::core::option::Option<super::UInt32Value>,
     }
@@ -182,7 +182,7 @@ pub struct Duration {
     #[prost(int32, tag = "2")]
     pub nanos: i32,
 }
-/// grpc.health.v1: what probes ask.
+/// grpc.health.v1, for health checks.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct HealthCheckRequest {
     #[prost(string, tag = "1")]
