@@ -203,7 +203,7 @@ class Monitoring(unittest.TestCase):
             promtool("test", "rules", str(folder / "alerts.test.yaml"))
 
     def test_every_alert_is_tested_and_has_a_runbook(self):
-        headings = re.findall(r"^#+ (.*)$", (REPO / "docs/OPERATIONS.md").read_text(), re.MULTILINE)
+        headings = re.findall(r"^#+ (.*)$", (REPO / "docs/operations/troubleshooting.md").read_text(), re.MULTILINE)
         anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
         tested = yaml.safe_load((HERE / "alerts.test.yaml").read_text())
         fired = {case["alertname"] for test in tested["tests"] for case in test["alert_rule_test"] if case.get("exp_alerts")}
@@ -212,7 +212,7 @@ class Monitoring(unittest.TestCase):
             self.assertIn(rule["alert"], fired)
             self.assertIn(rule["alert"], silent)
             page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-            self.assertEqual(page, "docs/OPERATIONS.md")
+            self.assertEqual(page, "docs/operations/troubleshooting.md")
             self.assertIn(anchor, anchors)
 
     def test_the_dashboards_questions_can_be_asked(self):
