@@ -3,17 +3,17 @@
 #   docker build -t tidegate .
 #   docker run --network host --read-only -v "$PWD:/etc/tidegate:ro" tidegate
 #
-# The host's network, because config.toml names an app on loopback. The directory, because a file that is mounted by
-# itself stays the old one when an editor renames a new one over it.
+# The host network is needed because config.toml names an app on loopback. The directory is mounted because a mounted
+# file keeps its old content when an editor replaces it by a rename.
 #
-# For amd64 and arm64, on either: docker buildx build --platform linux/amd64,linux/arm64 …
-# What is in the last stage is tested by tests/image.sh.
+# Builds for amd64 and arm64 on either: docker buildx build --platform linux/amd64,linux/arm64 …
+# tests/image.sh tests the last stage.
 
 FROM --platform=$BUILDPLATFORM rust:1.95-bookworm AS toolchain
 
 ARG TARGETARCH
-# aws-lc-rs and mimalloc hold C code. clang compiles it for either architecture with the headers of its musl; Rust brings
-# musl itself, and a linker. mimalloc tells when it was compiled, unless it can't know: the same sources make the same bytes.
+# aws-lc-rs and mimalloc contain C code. clang compiles it for either architecture with the musl headers; Rust includes
+# musl and a linker. Without __DATE__ and __TIME__, mimalloc embeds no build time, and the build is reproducible.
 RUN dpkg --add-architecture "$TARGETARCH" \
  && apt-get update \
  && apt-get install -y --no-install-recommends ca-certificates clang llvm "musl-dev:$TARGETARCH" \
@@ -37,8 +37,8 @@ FROM toolchain AS build
 
 WORKDIR /src
 
-# Dependencies first, behind empty sources: this layer is built again only when they change.
-# Cargo wants to see every target that Cargo.toml names.
+# Dependencies are built first, with empty sources, so that this layer is rebuilt only when they change.
+# Cargo requires a file for every target in Cargo.toml.
 COPY Cargo.toml Cargo.lock ./
 RUN mkdir -p src benches \
  && sed -n '/^\[\[bench\]\]$/,/^name/s/^name = "\(.*\)"$/\1/p' Cargo.toml | while read -r name; do touch "benches/$name.rs"; done \
@@ -47,7 +47,7 @@ RUN mkdir -p src benches \
  && cargo build --release --locked \
  && rm -r src
 
-# Newer than what was built above, or Cargo would take the empty sources for these.
+# The sources must be newer than the build above, otherwise Cargo reuses the result of the empty sources.
 COPY build.rs config.toml ./
 COPY src ./src
 RUN find src -type f -exec touch {} + \
@@ -67,14 +67,14 @@ LABEL org.opencontainers.image.title="tidegate" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
 
-# Where the system's roots are looked for when `upstream.tls.ca` is absent.
+# The system's root certificates, used without `upstream.tls.ca`.
 COPY --from=build /image/ca-certificates.crt /etc/ssl/certs/ca-certificates.crt
 COPY --from=build /image/tidegate /tidegate
 
-# A number, so that Kubernetes can see that it isn't root.
+# A numeric user, so that Kubernetes can verify `runAsNonRoot`.
 USER 65532:65532
 EXPOSE 8080
-# Where Kubernetes runs the image, its own probes are used instead.
+# Kubernetes ignores this and uses its own probes.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5s \
   CMD ["/tidegate", "health", "--config", "/etc/tidegate/config.toml"]
 ENTRYPOINT ["/tidegate"]

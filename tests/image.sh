@@ -1,84 +1,84 @@
 #!/usr/bin/env bash
-# The image's last stage, built by buildah from the Dockerfile and run: size, user, nothing else inside, read-only, health.
+# Builds the last stage of the Dockerfile with buildah and tests it: size, user, content, read-only root, health check.
 #
 #   tests/image.sh [PATH OF a static tidegate]
 #
-# The stage `build` is stood in for by that binary (make release makes it) and this machine's certificates: no registry
-# is needed. Needs root and buildah.
+# That binary (built by make release) and the local root certificates replace the stage `build`, so no registry is
+# needed. Requires root and buildah.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 tidegate=$(realpath "${1:-${CARGO_TARGET_DIR:-target}/$(uname -m)-unknown-linux-musl/release/tidegate}")
-most_bytes=$((15 * 1000 * 1000))
+max_bytes=$((15 * 1000 * 1000))
 
 dir=$(mktemp -d)
-# Storage of its own: nothing stays, and nobody's images are seen.
+# Separate storage: no existing image is used, and nothing remains.
 buildah=(buildah --root "$dir/storage" --runroot "$dir/run" --storage-driver vfs)
 pid=
-end() {
+cleanup() {
   if [ -n "$pid" ]; then kill "$pid" 2>/dev/null || true; fi
   "${buildah[@]}" rm --all >/dev/null 2>&1 || true
   rm -rf "$dir"
 }
-trap end EXIT
+trap cleanup EXIT
 
 fail() {
   echo "image: $*" >&2
   exit 1
 }
 
-# expect WHAT IS WANTED: compares with what comes in.
+# expect NAME VALUE: compares stdin with VALUE.
 expect() {
-  local seen
-  seen=$(cat)
-  [ "$seen" = "$2" ] || fail "$1 is $seen, not $2"
+  local actual
+  actual=$(cat)
+  [ "$actual" = "$2" ] || fail "$1: expected $2, found $actual"
 }
 
-echo "the layer of dependencies"
-# What the Dockerfile writes in place of the sources is all that Cargo wants to see.
+echo "dependency layer"
+# The empty files of the Dockerfile satisfy Cargo.
 mkdir "$dir/stub"
 cp Cargo.toml Cargo.lock "$dir/stub/"
 sed -n '/^RUN mkdir -p src benches/,/ && cargo build/p' Dockerfile | sed '1s/^RUN //; $d; s/\\$//' >"$dir/stub.sh"
 (cd "$dir/stub" && sh -eu <(tr '\n' ' ' <"$dir/stub.sh"))
-# There is no such binary; before that is noticed, files that are missing are.
-(cd "$dir/stub" && cargo build --locked --offline --bin none 2>&1 || true) >"$dir/said"
-if grep "can't find" "$dir/said"; then fail "the Dockerfile makes no file for a target of Cargo.toml"; fi
-grep -q 'no bin target named `none`' "$dir/said" || fail "$(cat "$dir/said")"
+# This binary does not exist, but Cargo reports missing files first.
+(cd "$dir/stub" && cargo build --locked --offline --bin none 2>&1 || true) >"$dir/output"
+if grep "can't find" "$dir/output"; then fail "the Dockerfile creates no file for a target in Cargo.toml"; fi
+grep -q 'no bin target named `none`' "$dir/output" || fail "$(cat "$dir/output")"
 
-# The stand-in holds what the stage `build` leaves in /image.
+# The replacement contains the files that the stage `build` puts into /image.
 mkdir -p "$dir/context/image"
 cp "$tidegate" "$dir/context/image/tidegate"
 cp /etc/ssl/certs/ca-certificates.crt "$dir/context/image/"
 printf 'FROM scratch\nCOPY image /image\n' >"$dir/context/Dockerfile"
 "${buildah[@]}" build --quiet --tag localhost/stand-in "$dir/context" >/dev/null
 
-# The Dockerfile's own last stage; only what comes before it is left out.
+# The last stage of the Dockerfile, unchanged.
 { echo 'FROM localhost/stand-in AS build'; sed -n '/^FROM scratch$/,$p' Dockerfile; } >"$dir/Dockerfile"
 "${buildah[@]}" build --quiet --format docker --pull-never --build-arg REVISION=0123abc --tag localhost/tidegate \
   --file "$dir/Dockerfile" "$dir/context" >/dev/null
 
 container=$("${buildah[@]}" from --pull-never localhost/tidegate)
 root=$("${buildah[@]}" mount "$container")
-# Format, as in a template of Go: what the image says of itself.
-says() { "${buildah[@]}" inspect --type image --format "$1" localhost/tidegate; }
+# inspect_image FORMAT: image metadata, by a Go template.
+inspect_image() { "${buildah[@]}" inspect --type image --format "$1" localhost/tidegate; }
 
-echo "what is inside"
+echo "content"
 (cd "$root" && find . -type f | sort | tr '\n' ' ') | expect files "./etc/ssl/certs/ca-certificates.crt ./tidegate "
 bytes=$(du -sb "$root" | cut -f1)
-[ "$bytes" -lt "$most_bytes" ] || fail "$bytes bytes are more than $most_bytes"
+[ "$bytes" -lt "$max_bytes" ] || fail "$bytes bytes exceed $max_bytes"
 if readelf -l "$root/tidegate" | grep -q INTERP; then fail "the binary is not static"; fi
-find "$root" -perm /6000 -o -type f -perm /022 | expect "what others may write, or runs as its owner" ""
+find "$root" -perm /6000 -o -type f -perm /022 | expect "group- or world-writable and setuid files" ""
 
-echo "what it says"
-says '{{.Docker.Config.User}}' | expect user 65532:65532
-says '{{.Docker.Config.Entrypoint}} {{.Docker.Config.Cmd}}' |
+echo "metadata"
+inspect_image '{{.Docker.Config.User}}' | expect user 65532:65532
+inspect_image '{{.Docker.Config.Entrypoint}} {{.Docker.Config.Cmd}}' |
   expect command "[/tidegate] [run --config /etc/tidegate/config.toml]"
-says '{{.Docker.Config.Healthcheck.Test}}' | expect healthcheck "[CMD /tidegate health --config /etc/tidegate/config.toml]"
-says '{{index .Docker.Config.Labels "org.opencontainers.image.revision"}}' | expect revision 0123abc
-says '{{index .Docker.Config.Labels "org.opencontainers.image.version"}}' |
+inspect_image '{{.Docker.Config.Healthcheck.Test}}' | expect healthcheck "[CMD /tidegate health --config /etc/tidegate/config.toml]"
+inspect_image '{{index .Docker.Config.Labels "org.opencontainers.image.revision"}}' | expect revision 0123abc
+inspect_image '{{index .Docker.Config.Labels "org.opencontainers.image.version"}}' |
   expect version "$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)"
 
-# Ports of this machine: free ones, as the configuration would have them.
+# Free local ports.
 port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 mkdir "$dir/config"
 listen=127.0.0.1:$(port)
@@ -93,8 +93,8 @@ address = "$admin"
 EOF
 chmod -R a+rX "$dir/config"
 
-# in_image COMMAND…: as the image's user, in its root, which can't be written. With the configuration mounted, if there
-# is one. (`buildah run` has no read-only root.)
+# in_image mounted|without COMMAND…: runs as the image's user in its read-only root, with or without the configuration.
+# (`buildah run` does not support a read-only root.)
 cp -r "$root" "$dir/root"
 mkdir "$dir/root/etc/tidegate"
 in_image() {
@@ -106,31 +106,31 @@ in_image() {
 }
 
 echo "no shell, no configuration"
-if (in_image without /bin/sh -c true) 2>/dev/null; then fail "there is a shell"; fi
-if (in_image without /tidegate run --config /etc/tidegate/config.toml) >"$dir/said" 2>&1; then fail "ran without configuration"; fi
-grep -q '/etc/tidegate/config.toml' "$dir/said" || fail "does not say which file is missing: $(cat "$dir/said")"
+if (in_image without /bin/sh -c true) 2>/dev/null; then fail "the image contains a shell"; fi
+if (in_image without /tidegate run --config /etc/tidegate/config.toml) >"$dir/output" 2>&1; then fail "started without a configuration"; fi
+grep -q '/etc/tidegate/config.toml' "$dir/output" || fail "the missing file is not named: $(cat "$dir/output")"
 if "${buildah[@]}" run --isolation chroot "$container" /tidegate health --config /etc/tidegate/config.toml 2>/dev/null; then
-  fail "health without a proxy"
+  fail "healthy without a proxy"
 fi
-"${buildah[@]}" run --isolation chroot "$container" /tidegate --version | expect "its version" "tidegate $(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)"
+"${buildah[@]}" run --isolation chroot "$container" /tidegate --version | expect version "tidegate $(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)"
 
-echo "it runs, read-only"
+echo "read-only run"
 entry=(/tidegate run --config /etc/tidegate/config.toml)
 health=(/tidegate health --config /etc/tidegate/config.toml)
-if (in_image mounted "${health[@]}") >/dev/null 2>&1; then fail "healthy before it runs"; fi
+if (in_image mounted "${health[@]}") >/dev/null 2>&1; then fail "healthy before the start"; fi
 in_image mounted "${entry[@]}" 2>"$dir/log" &
 pid=$!
 for _ in $(seq 100); do
   if curl -sf -o /dev/null "http://$admin/readyz"; then break; fi
   sleep 0.1
 done
-curl -s -o /dev/null -w '%{http_code}' "http://$admin/livez" | expect "the answer of /livez" 200
-curl -s -o /dev/null -w '%{http_code}' "http://$listen/" | expect "the answer without an app" 502
+curl -s -o /dev/null -w '%{http_code}' "http://$admin/livez" | expect "status of /livez" 200
+curl -s -o /dev/null -w '%{http_code}' "http://$listen/" | expect "status without an app" 502
 (in_image mounted "${health[@]}") | expect health ok
-stat -c %u "/proc/$pid" | expect "its user" 65532
-if touch "/proc/$pid/root/x" 2>/dev/null; then fail "its root can be written"; fi
+stat -c %u "/proc/$pid" | expect "process user" 65532
+if touch "/proc/$pid/root/x" 2>/dev/null; then fail "the root file system is writable"; fi
 (in_image mounted /tidegate drain --config /etc/tidegate/config.toml) >/dev/null
-wait "$pid" || fail "drained with $?"
+wait "$pid" || fail "exit code $? after a drain"
 pid=
 
-echo "image: $bytes bytes; all as it should be"
+echo "image: $bytes bytes, all tests passed"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Holds a running instance against its own OpenAPI document, by schemathesis: every answer to any question has a status,
-# a type and a shape that the document tells of, wrong questions are refused, and nothing fails.
+# Tests a running instance against its OpenAPI document with schemathesis: every response has a documented status,
+# content type and schema, invalid requests are rejected, and no request causes a server error.
 #
 #   tests/openapi.sh [PATH OF tidegate]
 #
-# SCHEMATHESIS names the program; without it, it is looked for, then installed from PyPI beside the build. Where that
-# can't be done it ends with OPENAPI_MISSING (1).
+# SCHEMATHESIS is the program's path. By default it is searched in PATH, then installed from PyPI into the target
+# directory. If that fails, exits with OPENAPI_MISSING (default 1).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,18 +19,18 @@ if [ -z "$tool" ]; then
   if [ ! -x "$tool" ] && ! { python3 -m venv "${tool%/bin/*}" &&
     "${tool%/*}/pip" install --quiet --disable-pip-version-check "schemathesis==$version"; }; then
     rm -rf "${tool%/bin/*}"
-    echo "the API was not held against its document: schemathesis can't be installed from PyPI" >&2
+    echo "API not tested: cannot install schemathesis from PyPI" >&2
     exit "${OPENAPI_MISSING:-1}"
   fi
 fi
 
 dir=$(mktemp -d)
 pid=
-end() {
+cleanup() {
   if [ -n "$pid" ]; then kill "$pid" 2>/dev/null || true; fi
   rm -rf "$dir"
 }
-trap end EXIT
+trap cleanup EXIT
 
 echo s3cret >"$dir/token"
 cat >"$dir/config.toml" <<EOF
@@ -72,14 +72,14 @@ done
 admin=$(address_in "admin listening")
 proxy=$(address_in listening)
 
-# Something to tell of.
+# Traffic, so that the responses contain data.
 for n in 1 2 3 4 5; do
   curl -s -o "$dir/answer" -H 'x-user: ann' "http://$proxy/login/$n"
 done
 
-# The questions are drawn anew each time; a failure prints a curl line. Draining has a test of its own. What the document
-# allows may be refused all the same: it can't say which values the key of a policy has.
-# It keeps notes where it runs.
+# Requests are random; a failure prints a curl command. /drain has its own test. A request that the document allows may
+# still be rejected, because the document cannot name the valid key values of a policy.
+# schemathesis writes files into the working directory.
 cd "$dir"
 "$tool" run "http://$admin/openapi.json" --header 'Authorization: Bearer s3cret' --exclude-path /drain \
   --exclude-checks positive_data_acceptance \

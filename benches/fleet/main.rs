@@ -1,5 +1,5 @@
 //! A fleet on one machine: namespaces as nodes, each with a sidecar and an app, three Redis masters, clients behind a
-//! balancer; and what befalls fleets. Every limit is held, as far as `docs/OPERATIONS.md` promises it, and each request
+//! balancer; and what befalls fleets. Every limit is held, as far as `docs/operations/redis.md` promises it, and each request
 //! that fails has a fault to explain it.
 //!
 //! Run by `make fleet`, which prints a report as Markdown; `FLEET_SEED` draws the same again: the same choices of each

@@ -11,7 +11,7 @@ use walkdir::WalkDir;
 /// A fenced block of a page.
 #[derive(Clone, Debug)]
 pub struct CodeBlock {
-    /// `docs/OPERATIONS.md:18`.
+    /// `docs/operations/redis.md:18`.
     pub location: String,
     /// The nearest heading above it.
     pub heading: String,

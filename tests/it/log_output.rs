@@ -164,7 +164,7 @@ fn call_arguments(rest: &str) -> &str {
 
 #[test]
 fn the_operations_page_lists_exactly_the_logged_messages() {
-    let operations = include_str!("../../docs/OPERATIONS.md");
+    let operations = include_str!("../../docs/operations/observe.md");
     let row = Regex::new(r"(?m)^\| (?:info|warn|error) \| ([^|]*) \|").unwrap();
     let quoted = Regex::new("`([^`]+)`").unwrap();
     let told: BTreeSet<String> = row

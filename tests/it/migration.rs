@@ -135,8 +135,7 @@ async fn nginx_with_burst_equals_a_leaky_bucket() {
 
 #[tokio::test]
 async fn clients_exempt_in_nginx_are_exempt_and_others_get_status_503() {
-    let pair =
-        ProxyPair::from_page_section("Who is exempt, who has more, and the old status").await;
+    let pair = ProxyPair::from_page_section("Exemptions, overrides and status 503").await;
     for (who, address) in pair.targets() {
         let mut statuses = Vec::new();
         for _ in 0..40 {
@@ -155,7 +154,7 @@ async fn clients_exempt_in_nginx_are_exempt_and_others_get_status_503() {
 
 #[tokio::test]
 async fn requests_beyond_the_limit_conn_of_nginx_are_refused() {
-    let pair = ProxyPair::from_page_section("In flight at a time").await;
+    let pair = ProxyPair::from_page_section("Requests in flight").await;
     // More than sockets hold, for clients that don't read on.
     let large = vec![0; 32 << 20];
     pair.nginx.write_file("large", &large);

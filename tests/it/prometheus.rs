@@ -213,7 +213,7 @@ async fn prometheus_scrapes_all_metrics() {
         .query_number("time() - tidegate_config_last_reload_success_timestamp_seconds")
         .await;
     assert!((-5.0..60.0).contains(&age), "{age}");
-    // An alert as OPERATIONS has it: replicas that disagree.
+    // The expression of the alert TidegateReplicasDisagree.
     prometheus
         .wait_for_value("count(count_values(\"hash\", tidegate_config_hash))", 1.0)
         .await;
@@ -278,7 +278,7 @@ async fn the_operations_page_lists_exactly_the_exported_metrics() {
             there.entry(name).or_default().extend(labels);
         }
     }
-    let operations = include_str!("../../docs/OPERATIONS.md");
+    let operations = include_str!("../../docs/operations/observe.md");
     let row = Regex::new(r"(?m)^\| `(tidegate_[a-z_]+)` \|([^|]*)\| [^|]{8,} \|$").unwrap();
     let word = Regex::new("`([a-z_]+)`").unwrap();
     let told = row.captures_iter(operations).map(|row| {

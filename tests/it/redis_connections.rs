@@ -313,8 +313,11 @@ limit = { requests = 5, algorithm = "concurrency" }
 
 /// The rule as the page gives it for a user.
 fn documented_acl_rule(user: &str) -> String {
-    let page =
-        fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/OPERATIONS.md")).unwrap();
+    let page = fs::read_to_string(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/docs/operations/redis.md"
+    ))
+    .unwrap();
     let line = page
         .lines()
         .find(|line| line.starts_with(&format!("ACL SETUSER {user} ")))

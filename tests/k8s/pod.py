@@ -1,9 +1,9 @@
-"""A pod as processes on this machine: the containers' exact commands, arguments, environment, user and mounts, by what
-kustomize makes of k8s/. What the kubelet does is told by its documentation, and done by `Kubelet`.
+"""Runs a pod as local processes, with the commands, arguments, environment, users and mounts that kustomize generates from
+k8s/. `Kubelet` does what the documentation of the kubelet describes.
 
-Runs in a network and a mount namespace of its own (`isolate`), so that all ports are those of the manifests.
-Differences: no image is unpacked (root file systems hold this machine's libraries beside the binary), resources are
-not limited, there is no seccomp filter, and all pods are on the same loopback.
+The processes have their own network and mount namespaces (`isolate`) and use the ports of the manifests. Differences to
+Kubernetes: root file systems contain the local libraries instead of an image, there are no resource limits and no
+seccomp filter, and all pods share the loopback interface.
 """
 
 import base64
@@ -20,13 +20,13 @@ import urllib.request
 
 from render import REPO, container, named
 
-# What the image says.
+# The entry point of the image.
 ENTRYPOINT = re.findall(r'"([^"]+)"', re.search(r"^ENTRYPOINT (.*)$", (REPO / "Dockerfile").read_text(), re.MULTILINE)[1])
-SOON = 10
+TIMEOUT_S = 10
 
 
 def isolate():
-    """Goes on in namespaces of our own, where nothing outlives us."""
+    """Restarts this program in new namespaces, which end all processes with it."""
     if os.environ.get("TIDEGATE_POD") != "1":
         as_root = [] if os.geteuid() == 0 else ["sudo", "-nE"]
         unshare = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -40,23 +40,23 @@ def sh(*command):
     subprocess.run(command, check=True, timeout=30)
 
 
-def eventually(what, found, within=SOON):
-    """Waits for `found` to be true, and returns what it said."""
+def eventually(what, condition, within=TIMEOUT_S):
+    """Waits until `condition` is true and returns its value."""
     deadline = time.monotonic() + within
     while True:
-        seen = found()
-        if seen:
-            return seen
+        value = condition()
+        if value:
+            return value
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {within} s for {what}")
         time.sleep(0.02)
 
 
-def fetch(url, timeout=SOON):
-    """Status and body; who serves it isn't asked (as the kubelet does by HTTPS). Status 0: nobody answered."""
-    anybody = ssl._create_unverified_context()
+def fetch(url, timeout=TIMEOUT_S):
+    """Status and body; status 0 without a response. Certificates are not verified, as in the kubelet's probes."""
+    unverified = ssl._create_unverified_context()
     try:
-        with urllib.request.urlopen(url, timeout=timeout, context=anybody) as answer:
+        with urllib.request.urlopen(url, timeout=timeout, context=unverified) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -65,7 +65,7 @@ def fetch(url, timeout=SOON):
 
 
 class Volume:
-    """A ConfigMap or Secret as the kubelet mounts it: files are links through `..data`, which is swapped as a whole."""
+    """A ConfigMap or Secret mounted like the kubelet does: files link through `..data`, which is replaced atomically."""
 
     def __init__(self, path, files):
         self.path = path
@@ -85,7 +85,7 @@ class Volume:
 
 
 class Pod:
-    """The pod `pod` with objects to mount from. `binary` is tidegate's; `root` an empty folder."""
+    """The pod spec `pod` with the objects that it mounts, tidegate's `binary`, and an empty folder `root`."""
 
     def __init__(self, pod, objects, root, binary):
         self.spec = pod
@@ -96,7 +96,7 @@ class Pod:
             self.volumes[volume["name"]] = Volume(self.root / "volumes" / volume["name"], content(volume, objects))
 
     def prepare(self, name):
-        """Makes the root file system of a container, read-only if it says so. Returns its path."""
+        """Creates the root file system of a container, read-only if the spec requires it. Returns its path."""
         one = container(self.spec, name)
         root = self.root / "containers" / name
         if root.exists():
@@ -122,21 +122,21 @@ class Pod:
         return root
 
     def start(self, name, command=None, log=None):
-        """Starts a container's own command, or another one inside it."""
+        """Starts the container's command, or another command in the container."""
         one = container(self.spec, name)
         root = self.prepare(name)
         secure = {**self.spec.get("securityContext", {}), **one["securityContext"]}
         command = command or (one.get("command") or ENTRYPOINT) + one.get("args", [])
         environment = {variable["name"]: variable["value"] for variable in one.get("env", [])}
         user = ["--reuid", str(secure["runAsUser"]), "--regid", str(secure["runAsGroup"]), "--clear-groups"]
-        # In a root of its own, without privileges, and with nothing of our environment.
+        # Separate root, no privileges, no inherited environment.
         wrapped = ["chroot", str(root), "/usr/bin/setpriv", "--no-new-privs", "--bounding-set=-all", *user, *command]
         return subprocess.Popen(wrapped, env={"PATH": os.environ["PATH"], **environment}, stdin=subprocess.DEVNULL,
                                 stdout=log or subprocess.PIPE, stderr=log or subprocess.STDOUT, text=True)
 
 
 def content(volume, objects):
-    """The files of a ConfigMap or Secret; those of `objects` may be given by tests in the same form."""
+    """The files of a ConfigMap or Secret."""
     if "configMap" in volume:
         return {name: text.encode() for name, text in named(objects, "ConfigMap", volume["configMap"]["name"])["data"].items()}
     secret = named(objects, "Secret", volume["secret"]["secretName"])
@@ -152,18 +152,18 @@ def bind(what, where, read_only=False):
 
 
 class Kubelet:
-    """What the kubelet does with a pod that has one native sidecar and one app: `start`, then `end`."""
+    """Starts and ends a pod with one native sidecar and one app like the kubelet: `start`, then `end`."""
 
     def __init__(self, pod, app, log):
         self.pod = pod
-        # Started in place of the app's image, which isn't here.
+        # Replaces the app's image.
         self.app_command = app
         self.log = log
         self.order = []
         self.sidecar = self.app = None
 
     def probe(self, name, kind):
-        """Asks once what a probe asks."""
+        """Runs a probe once."""
         probe = container(self.pod.spec, name)[kind]
         if "tcpSocket" in probe:
             raise NotImplementedError(kind)
@@ -177,7 +177,7 @@ class Kubelet:
         eventually(f"{kind} of {name}", lambda: self.probe(name, kind), within)
 
     def start(self):
-        """The sidecar; when it has started up the app; then both are ready and live."""
+        """Starts the sidecar, then the app, and waits until both are ready and live."""
         self.sidecar = self.pod.start("tidegate", log=self.log)
         self.passes("tidegate", "startupProbe")
         self.app = subprocess.Popen(self.app_command, stdin=subprocess.DEVNULL)
@@ -185,27 +185,28 @@ class Kubelet:
             self.passes(name, kind)
 
     def end(self):
-        """All preStop hooks at once; SIGTERM to the app after its own; to the sidecar when the app is gone and its own
-        hook is over. Returns how long it took, in seconds. (Kubernetes' documentation: "Pod Lifecycle", "Sidecar Containers".)"""
+        """Runs all preStop hooks at once. Sends SIGTERM to the app after its hook, and to the sidecar after the app and its
+        own hook have ended. Returns the duration in seconds. (Kubernetes documentation: "Pod Lifecycle", "Sidecar
+        Containers".)"""
         begin = time.monotonic()
         note = lambda what: self.order.append((what, time.monotonic() - begin))
         hook = self.pod.start("tidegate", container(self.pod.spec, "tidegate")["lifecycle"]["preStop"]["exec"]["command"])
 
-        def see_sidecar():
+        def wait_for_sidecar():
             self.sidecar.wait()
             note("sidecar ended")
 
-        seeing = threading.Thread(target=see_sidecar, daemon=True)
-        seeing.start()
+        waiting = threading.Thread(target=wait_for_sidecar, daemon=True)
+        waiting.start()
         time.sleep(container(self.pod.spec, "app")["lifecycle"]["preStop"]["sleep"]["seconds"])
-        note("app told to end")
+        note("app signalled")
         self.app.terminate()
-        self.app.wait(timeout=SOON)
+        self.app.wait(timeout=TIMEOUT_S)
         note("app ended")
-        told, _ = hook.communicate(timeout=SOON)
-        self.hook = (hook.returncode, told)
+        output, _ = hook.communicate(timeout=TIMEOUT_S)
+        self.hook = (hook.returncode, output)
         if self.sidecar.poll() is None:
-            note("sidecar told to end")
+            note("sidecar signalled")
             self.sidecar.terminate()
-        seeing.join(timeout=SOON)
+        waiting.join(timeout=TIMEOUT_S)
         return time.monotonic() - begin

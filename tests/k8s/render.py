@@ -1,4 +1,4 @@
-"""What kustomize makes of k8s/: every overlay rendered once, and helpers to look into the objects."""
+"""Renders each kustomization in k8s/ once, and finds objects in the result."""
 
 import functools
 import pathlib
@@ -17,7 +17,7 @@ ALL = [README, "base", *sorted(str(path.relative_to(K8S)) for path in (K8S / "ov
 
 
 def kustomize(folder):
-    """The objects of a kustomization, as the cluster would get them."""
+    """The objects of a kustomization."""
     tool = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
     made = subprocess.run([*tool, str(folder)], capture_output=True, text=True, timeout=60)
     if made.returncode != 0:
@@ -33,7 +33,7 @@ def rendered(name):
 
 @functools.cache
 def readme():
-    """What the README's section on Kubernetes makes, followed to the letter."""
+    """The objects of the files in the README's section on Kubernetes."""
     section = re.search(r"^## In Kubernetes\n(.*?)^## ", (REPO / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
     files = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", section, re.DOTALL))
     assert sorted(files) == ["config.toml", "deployment.yaml", "kustomization.yaml", "service.yaml"], sorted(files)
@@ -56,7 +56,7 @@ def of_kind(objects, *kinds):
 
 
 def pods(objects):
-    """Name and pod spec of everything that runs pods."""
+    """Name and pod spec of each workload."""
     for thing in of_kind(objects, "Deployment", "StatefulSet", "DaemonSet", "Job"):
         yield thing["metadata"]["name"], thing["spec"]["template"]["spec"]
 

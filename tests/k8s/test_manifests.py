@@ -1,4 +1,4 @@
-"""The objects by themselves: schemas, the rules for restricted pods, names that point to something, alerts, dashboard."""
+"""Tests the objects: schemas, restricted pods, references, alerts, dashboard."""
 
 import json
 import pathlib
@@ -16,14 +16,14 @@ from render import (ALL, MONITORING, REPO, container, containers, fronted, kusto
                     rendered, selects)
 
 HERE = pathlib.Path(__file__).parent
-# The first with all that is used (native sidecars, the `sleep` hook), and a new one.
+# The oldest version with native sidecars and the `sleep` hook, and a recent one.
 KUBERNETES = ["1.30", "1.34"]
-# What a user makes beforehand.
+# Objects that the user creates.
 FROM_OUTSIDE = {("Secret", "tidegate-redis"), ("Secret", "orders-tls")}
 
 
 def each(test):
-    """Runs a test for every kustomization."""
+    """Runs a test for each kustomization."""
     def run(self):
         for name in ALL:
             with self.subTest(kustomization=name):
@@ -42,7 +42,7 @@ class Objects(unittest.TestCase):
             for version in KUBERNETES:
                 kubernetes_validate.validate(thing, version, strict=True)
 
-    def test_the_schemas_find_mistakes(self):
+    def test_the_schemas_reject_unknown_fields(self):
         pod = json.loads(json.dumps(named(rendered("base"), "Deployment", "orders")))
         pod["spec"]["template"]["spec"]["initContainers"][0]["restartPolcy"] = "Always"
         with self.assertRaises(kubernetes_validate.ValidationError):
@@ -55,11 +55,11 @@ class Objects(unittest.TestCase):
     @each
     def test_pods_are_restricted(self, objects):
         for name, pod in pods(objects):
-            # The README's app is a stranger's: only what is added to it is ours.
+            # The README's app belongs to the user: only the added container counts.
             self.assertEqual([what for what in forbidden(pod) if name != "carts" or what.startswith("tidegate: ")], [])
 
     @each
-    def test_what_is_named_is_there(self, objects):
+    def test_referenced_objects_exist(self, objects):
         there = {(thing["kind"], thing["metadata"]["name"]) for thing in objects} | FROM_OUTSIDE
         for name, pod in pods(objects):
             volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
@@ -71,10 +71,10 @@ class Objects(unittest.TestCase):
             for one in containers(pod):
                 for mount in one.get("volumeMounts", []):
                     self.assertIn(mount["name"], volumes, one["name"])
-                    self.assertNotIn("subPath", mount, "such a file is never updated")
+                    self.assertNotIn("subPath", mount, "a subPath mount is never updated")
 
     @each
-    def test_selectors_meet_pods(self, objects):
+    def test_each_selector_matches_one_workload(self, objects):
         labels = [thing["spec"]["template"]["metadata"]["labels"] for thing in of_kind(objects, "Deployment")]
         selectors = [(thing, thing["spec"]["selector"]) for thing in of_kind(objects, "Service")]
         selectors += [(thing, thing["spec"]["selector"]["matchLabels"])
@@ -101,28 +101,28 @@ class Objects(unittest.TestCase):
                 self.assertLessEqual({port["targetPort"] for port in service["spec"]["ports"]}, ports)
 
     @each
-    def test_the_end_has_time(self, objects):
+    def test_shutdown_durations_are_ordered(self, objects):
         config = tomllib.loads(named(objects, "ConfigMap", "tidegate")["data"]["config.toml"])
         drained = sum(int(config["shutdown"][key].removesuffix("s")) for key in ("delay", "grace"))
         pod = fronted(objects)
         sleep = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
-        # Last words to Redis come after `grace`.
+        # tidegate writes to Redis after `grace`.
         self.assertGreaterEqual(sleep, drained + 5, "the app ends while requests are in flight")
-        self.assertGreaterEqual(pod["terminationGracePeriodSeconds"], sleep + 20, "the app has no time of its own")
+        self.assertGreaterEqual(pod["terminationGracePeriodSeconds"], sleep + 20, "the app has no time for its shutdown")
 
     @each
-    def test_names_of_the_configuration_stay(self, objects):
-        # With a hash in it every change would roll the pods.
+    def test_the_config_map_name_has_no_hash(self, objects):
+        # With a hash in the name every change would restart the pods.
         named(objects, "ConfigMap", "tidegate")
 
-    def test_the_readmes_demo_has_the_image_that_was_pushed(self):
+    def test_the_readme_demo_uses_the_pushed_image(self):
         line = next(line for line in (REPO / "README.md").read_text().splitlines() if "overlays/demo" in line)
         made = subprocess.run(["bash", "-euo", "pipefail", "-c", line.removesuffix(" | kubectl apply -f -")], cwd=REPO,
                               capture_output=True, text=True, check=True, timeout=60).stdout
         pod = fronted(list(yaml.safe_load_all(made)))
         self.assertEqual(container(pod, "tidegate")["image"], "registry.example/tidegate:0.1.0")
 
-    def test_the_component_leaves_a_strangers_deployment_as_it_was(self):
+    def test_the_component_changes_only_labelled_deployments(self):
         theirs = {
             "apiVersion": "apps/v1", "kind": "Deployment",
             "metadata": {"name": "theirs", "labels": {"tidegate": "sidecar"}},
@@ -157,7 +157,7 @@ class Objects(unittest.TestCase):
 
 
 def forbidden(pod):
-    """What the Pod Security Standard "restricted" (its newest version, for Linux) doesn't allow."""
+    """Violations of the Pod Security Standard "restricted" (latest version, Linux)."""
     for key in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(key):
             yield key
@@ -181,7 +181,7 @@ def forbidden(pod):
             "seLinuxOptions": own.get("seLinuxOptions"),
             "appArmorProfile": own.get("appArmorProfile", {}).get("type", "RuntimeDefault") == "Unconfined",
             "hostPort": any(port.get("hostPort") for port in one.get("ports", [])),
-            # Not asked for by the standard, but by us.
+            # Not part of the standard.
             "readOnlyRootFilesystem": own.get("readOnlyRootFilesystem") is not True,
             "resources": not {"cpu", "memory"} <= one.get("resources", {}).get("requests", {}).keys(),
             "memory limit": "memory" not in one.get("resources", {}).get("limits", {}),
@@ -203,7 +203,7 @@ class Monitoring(unittest.TestCase):
             promtool("test", "rules", str(folder / "alerts.test.yaml"))
 
     def test_every_alert_is_tested_and_has_a_runbook(self):
-        headings = re.findall(r"^#+ (.*)$", (REPO / "docs/OPERATIONS.md").read_text(), re.MULTILINE)
+        headings = re.findall(r"^#+ (.*)$", (REPO / "docs/operations/troubleshooting.md").read_text(), re.MULTILINE)
         anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
         tested = yaml.safe_load((HERE / "alerts.test.yaml").read_text())
         fired = {case["alertname"] for test in tested["tests"] for case in test["alert_rule_test"] if case.get("exp_alerts")}
@@ -212,11 +212,11 @@ class Monitoring(unittest.TestCase):
             self.assertIn(rule["alert"], fired)
             self.assertIn(rule["alert"], silent)
             page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-            self.assertEqual(page, "docs/OPERATIONS.md")
+            self.assertEqual(page, "docs/operations/troubleshooting.md")
             self.assertIn(anchor, anchors)
 
-    def test_the_dashboards_questions_can_be_asked(self):
-        rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(questions())]
+    def test_the_dashboard_expressions_are_valid(self):
+        rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(dashboard_expressions())]
         self.assertGreater(len(rules), 20)
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "panels.yaml"
@@ -239,8 +239,8 @@ def dashboard():
     return json.loads(config["data"]["tidegate.json"])
 
 
-def questions():
-    """Every expression of the dashboard, with values for its variables."""
+def dashboard_expressions():
+    """All expressions of the dashboard with values for its variables."""
     for panel in dashboard()["panels"]:
         for target in panel["targets"]:
             text = target["expr"]

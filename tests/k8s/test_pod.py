@@ -1,4 +1,4 @@
-"""k8s/ as processes: every configuration is checked in its place, the demo lives, is changed and ends in order."""
+"""Runs k8s/ as local processes: checks each mounted configuration, then starts, reloads and stops the demo."""
 
 import base64
 import http.client
@@ -20,9 +20,9 @@ from test_manifests import dashboard, of_kind
 
 BINARY = os.environ["TIDEGATE"]
 PROXY = ("127.0.0.1", 8080)
-# Until nobody sends new connections to a pod that is going: less than `shutdown.delay`.
-UNKNOWN_AFTER_S = 5
-# The app of these tests: it says what it is asked, at `/slow` after five seconds.
+# Time until clients stop opening connections to a terminating pod: less than `shutdown.delay`.
+DEREGISTRATION_S = 5
+# The app of these tests. It responds with `ok`, to `/slow` after five seconds.
 APP = r"""
 import http.server, sys, time
 class App(http.server.BaseHTTPRequestHandler):
@@ -54,7 +54,7 @@ def certificate(folder):
 
 
 def with_secrets(objects, folder):
-    """What a user makes beforehand."""
+    """The objects with the Secrets that the user creates."""
     there = {thing["metadata"]["name"] for thing in of_kind(objects, "Secret")}
     made = [secret("tidegate-redis", password=b"demo")] if "tidegate-redis" not in there else []
     return [*objects, *made, secret("orders-tls", **certificate(folder))]
@@ -79,7 +79,7 @@ class Machine(unittest.TestCase):
         self.log.close()
         folder.cleanup()
 
-    def said(self):
+    def log_text(self):
         self.log.flush()
         return (self.folder / "log").read_text()
 
@@ -88,25 +88,25 @@ class Machine(unittest.TestCase):
 
 
 class Configurations(Machine):
-    def test_every_configuration_is_right_where_it_is_mounted(self):
+    def test_each_mounted_configuration_is_valid(self):
         for name in ALL:
             with self.subTest(kustomization=name):
                 objects = rendered(name)
                 pod = self.pod(fronted(objects), objects, name.replace("/", "-"))
                 check = pod.start("tidegate", ["/tidegate", "check", "/etc/tidegate/config.toml"])
-                told, _ = check.communicate(timeout=30)
-                self.assertEqual(check.returncode, 0, told)
-                self.assertIn("per-client: ", told)
-                self.assertNotIn("warning", told)
+                output, _ = check.communicate(timeout=30)
+                self.assertEqual(check.returncode, 0, output)
+                self.assertIn("per-client: ", output)
+                self.assertNotIn("warning", output)
 
-    def test_tls_serves_and_its_probes_pass(self):
+    def test_tls_clients_and_probes_are_served(self):
         objects = rendered("overlays/tls")
         kubelet = Kubelet(self.pod(fronted(objects), objects), [sys.executable, "-c", APP], self.log)
         self.addCleanup(self.kill, kubelet)
         kubelet.start()
         self.assertEqual(fetch("https://127.0.0.1:8080/healthz")[0], 200)
 
-    def test_a_redis_cluster_counts(self):
+    def test_limits_apply_with_a_redis_cluster(self):
         objects = rendered("overlays/redis-cluster")
         acl = self.folder / "users.acl"
         acl.write_text("user default on nopass ~* &* +@all\nuser tidegate on >demo resetchannels ~orders:* -@all +@read "
@@ -131,9 +131,9 @@ class Configurations(Machine):
 
 
 class Demo(Machine):
-    """The overlay `demo` with the metrics of `monitoring`, from start to end. One story: a start costs seconds."""
+    """The overlay `demo` with the metrics of `monitoring`, in one test because each start takes seconds."""
 
-    def test_it_starts_serves_limits_reloads_and_ends_in_order(self):
+    def test_it_starts_serves_limits_reloads_and_stops(self):
         objects = rendered("overlays/demo")
         redis = self.pod(named(objects, "Deployment", "redis")["spec"]["template"]["spec"], objects, "redis")
         self.processes.append(redis.start("redis", log=self.log))
@@ -141,33 +141,33 @@ class Demo(Machine):
         try:
             self.kubelet.start()
             self.processes += [self.kubelet.sidecar, self.kubelet.app]
-            self.nobody_else_is_reached()
-            self.counts_in_redis()
-            self.metrics_are_there()
+            self.only_the_proxy_and_probes_listen()
+            self.limits_by_redis()
+            self.exports_all_queried_metrics()
             self.reloads()
-            self.ends()
+            self.stops()
         except AssertionError:
-            print(self.said(), file=sys.stderr)
+            print(self.log_text(), file=sys.stderr)
             raise
 
-    def nobody_else_is_reached(self):
+    def only_the_proxy_and_probes_listen(self):
         listening = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True, check=True).stdout.split("\n")
         open_to_all = {line.split()[3].rpartition(":")[2] for line in listening if line and "127.0.0.1" not in line.split()[3]}
         self.assertEqual(open_to_all - {"6379"}, {"8080", "9091"})
         self.assertEqual(fetch("http://127.0.0.1:9091/config")[0], 404)
 
-    def counts_in_redis(self):
-        eventually("Redis, by the user and the password of the Secret", lambda: "tidegate_store_up 1" in metrics())
+    def limits_by_redis(self):
+        eventually("Redis with the user and password of the Secret", lambda: "tidegate_store_up 1" in metrics())
         codes = [fetch("http://127.0.0.1:8080/")[0] for _ in range(101)]
         self.assertEqual(codes, [200] * 100 + [429])
-        # Exempt, so the kubelet is never refused.
+        # Probes are exempt and never rejected.
         self.assertTrue(self.kubelet.probe("app", "readinessProbe"))
 
-    def metrics_are_there(self):
-        page = eventually("what Redis says of itself", lambda: (text := metrics()) and "tidegate_redis_memory_bytes" in text and text)
+    def exports_all_queried_metrics(self):
+        page = eventually("metrics of Redis itself", lambda: (text := metrics()) and "tidegate_redis_memory_bytes" in text and text)
         help_ = set(re.findall(r"^# TYPE (\w+) ", page, re.MULTILINE))
         there = help_ | {name + "_bucket" for name in help_}
-        # Redis has a `maxmemory`; TLS is the other overlay's.
+        # Only the overlay `tls` exports this metric.
         there |= {"tidegate_certificate_expiry_seconds"}
         rules = [rule for group in of_kind(rendered(MONITORING), "PrometheusRule")[0]["spec"]["groups"] for rule in group["rules"]]
         asked = [rule["expr"] for rule in rules] + [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
@@ -185,32 +185,32 @@ class Demo(Machine):
         eventually("the ConfigMap's policies", lambda: "tidegate_config_generation 2" in metrics(), within=5)
         self.assertEqual(fetch("http://127.0.0.1:8080/")[0], 200)
 
-    def ends(self):
-        """Clients that stay connected, clients that come anew, and slow answers: none meets an app that is gone."""
-        kept, anew, slow = Client("/healthz", True), Client("/healthz", False), Client("/slow", True)
+    def stops(self):
+        """Kept connections, new connections and slow responses: no request reaches a stopped app."""
+        kept, fresh, slow = Client("/healthz", True), Client("/healthz", False), Client("/slow", True)
         begin = time.monotonic()
-        for client in (kept, anew, slow):
-            client.until = begin + UNKNOWN_AFTER_S
+        for client in (kept, fresh, slow):
+            client.until = begin + DEREGISTRATION_S
             client.start()
         took = self.kubelet.end()
-        for client in (kept, anew, slow):
+        for client in (kept, fresh, slow):
             client.join(timeout=30)
             self.assertFalse(client.is_alive())
             self.assertEqual(client.failures, [])
             self.assertEqual(set(client.codes), {200})
         self.assertGreater(len(kept.codes), 50)
-        self.assertGreater(len(anew.codes), 50)
+        self.assertGreater(len(fresh.codes), 50)
         self.assertLess(took, self.kubelet.pod.spec["terminationGracePeriodSeconds"])
-        self.assertEqual([what for what, _ in self.kubelet.order], ["sidecar ended", "app told to end", "app ended"])
+        self.assertEqual([what for what, _ in self.kubelet.order], ["sidecar ended", "app signalled", "app ended"])
         delay = 10
         self.assertGreaterEqual(self.kubelet.order[0][1], delay)
         self.assertEqual((self.kubelet.hook[0], self.kubelet.sidecar.returncode), (0, 0), self.kubelet.hook[1])
-        self.assertIn('"connections_cut":0', self.said())
+        self.assertIn('"connections_cut":0', self.log_text())
 
 
 class Client(threading.Thread):
-    """Sends requests until it has heard that the pod is going (`until`); who has a connection stays on it for as long as
-    it is kept. Notes every answer and every failure."""
+    """Sends requests until the pod is deregistered (`until`), and on a kept connection until it closes. Records all
+    statuses and failures."""
 
     def __init__(self, path, keeps):
         super().__init__(daemon=True)
@@ -233,7 +233,7 @@ class Client(threading.Thread):
             except (http.client.RemoteDisconnected, ConnectionError) as error:
                 connection.close()
                 connection = None
-                # A kept connection may be closed at the moment of a request: clients send that one again.
+                # A kept connection may close while a request is sent: clients retry it.
                 if fresh:
                     self.failures.append(f"{self.path}: {error!r}")
             except (OSError, http.client.HTTPException) as error:
