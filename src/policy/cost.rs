@@ -1,5 +1,7 @@
 //! How many units a request takes.
 
+use super::json_pointer::JsonPointer;
+use super::whole_number::parse_whole_number;
 use super::{Facts, facts};
 use crate::limiter::MAX_UNITS;
 use http::HeaderName;
@@ -42,19 +44,6 @@ pub enum ActualCostSource {
     Header(HeaderName),
     /// A number in the body: in a JSON document, or in the last of many (lines, events of a stream) that has it.
     Json(JsonPointer),
-}
-
-/// A place inside a JSON document (RFC 6901).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct JsonPointer(Box<[JsonPointerToken]>);
-
-/// One step of a [`JsonPointer`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct JsonPointerToken {
-    /// What a key of an object has to be.
-    pub name: Box<str>,
-    /// What an element of an array has to be, from 0; `None`: the step leads into no array.
-    pub index: Option<u64>,
 }
 
 impl CostSource {
@@ -131,69 +120,6 @@ impl fmt::Display for ActualCostSource {
     }
 }
 
-impl JsonPointer {
-    /// Longer ones are a mistake; so every response needs little memory to look for them.
-    const MAX_BYTES: usize = 256;
-
-    /// # Errors
-    /// What is wrong, in words that follow "found …;".
-    pub fn parse(text: &str) -> Result<Self, String> {
-        let steps = text
-            .strip_prefix('/')
-            .ok_or("expected a pointer that begins with \"/\", such as /usage/total_tokens")?;
-        if text.len() > Self::MAX_BYTES {
-            return Err(format!(
-                "expected a pointer of at most {} bytes",
-                Self::MAX_BYTES
-            ));
-        }
-        steps
-            .split('/')
-            .map(JsonPointerToken::parse)
-            .collect::<Result<_, _>>()
-            .map(Self)
-    }
-
-    /// At least one.
-    pub fn tokens(&self) -> &[JsonPointerToken] {
-        &self.0
-    }
-}
-
-impl fmt::Display for JsonPointer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|token| {
-            write!(f, "/{}", token.name.replace('~', "~0").replace('/', "~1"))
-        })
-    }
-}
-
-impl JsonPointerToken {
-    fn parse(text: &str) -> Result<Self, String> {
-        let mut escapes = text.split('~').skip(1);
-        if !escapes.all(|rest| rest.starts_with(['0', '1'])) {
-            return Err(
-                "expected 0 or 1 after \"~\": \"~0\" is \"~\" and \"~1\" is \"/\" inside a name"
-                    .to_owned(),
-            );
-        }
-        let is_index = text == "0" || !text.starts_with('0');
-        let index = parse_whole_number(text.as_bytes()).filter(|_| is_index);
-        Ok(Self {
-            name: text.replace("~1", "/").replace("~0", "~").into(),
-            index,
-        })
-    }
-}
-
-/// Digits only: an upstream may read signs, fractions, exponents and lists in more than one way.
-pub fn parse_whole_number(value: &[u8]) -> Option<u64> {
-    let text = str::from_utf8(value).ok()?;
-    text.bytes()
-        .all(|byte| byte.is_ascii_digit())
-        .then(|| text.parse().ok())?
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -261,7 +187,7 @@ mod tests {
             };
             assert_eq!(pointer.to_string(), text);
             pointer
-                .0
+                .tokens()
                 .iter()
                 .map(|token| (token.name.to_string(), token.index))
                 .collect::<Vec<_>>()

@@ -4,7 +4,8 @@
 //! instance, are the same only if they are written alike.
 
 use super::{
-    HostPattern, LimitOverride, Matcher, MethodSet, NamedCondition, PathPattern, ValueCondition,
+    DescriptorConditions, HostPattern, LimitOverride, Matcher, MethodSet, NamedCondition,
+    PathPattern, ValueCondition,
 };
 
 impl Matcher {
@@ -89,8 +90,22 @@ fn covers_path_regex(mine: &Matcher, other: &Matcher) -> bool {
     }
 }
 
+impl DescriptorConditions {
+    fn covers(&self, other: &Self) -> bool {
+        let domain = self.domain.is_none() || self.domain == other.domain;
+        domain
+            && match (&self.entries, &other.entries) {
+                (None, _) => true,
+                (Some(_), None) => false,
+                (Some(mine), Some(others)) => {
+                    mine.len() == others.len() && are_conditions_implied(mine, others)
+                }
+            }
+    }
+}
+
 /// Whether each of our conditions follows from one of the others'.
-pub(super) fn are_conditions_implied<N: PartialEq>(
+fn are_conditions_implied<N: PartialEq>(
     mine: &[NamedCondition<N>],
     others: &[NamedCondition<N>],
 ) -> bool {
@@ -232,6 +247,35 @@ mod tests {
         assert!(except(path(&["/a"])).covers(&except(path(&["/a/**"]))));
         assert!(!except(path(&["/a/**"])).covers(&except(path(&["/a"]))));
         assert!(except(all.clone()).never_matches() && !except(path(&["/a"])).never_matches());
+    }
+
+    fn descriptor_conditions(
+        domain: Option<&str>,
+        entries: Option<&[(&str, Option<&str>)]>,
+    ) -> DescriptorConditions {
+        let entry = |(name, value): &(&str, Option<&str>)| NamedCondition {
+            name: (*name).into(),
+            condition: value.map_or(ValueCondition::Present(true), |value| {
+                ValueCondition::Equals(value.into())
+            }),
+        };
+        DescriptorConditions {
+            domain: domain.map(Into::into),
+            entries: entries.map(|entries| entries.iter().map(entry).collect()),
+        }
+    }
+
+    #[test]
+    fn general_descriptor_conditions_cover_specific_ones() {
+        let all = descriptor_conditions(None, None);
+        let edge = descriptor_conditions(Some("edge"), None);
+        let any = descriptor_conditions(Some("edge"), Some(&[("a", None)]));
+        let one = descriptor_conditions(Some("edge"), Some(&[("a", Some("1"))]));
+        for (wide, narrow) in [(&all, &edge), (&edge, &any), (&any, &one), (&all, &one)] {
+            assert!(wide.covers(narrow) && !narrow.covers(wide));
+        }
+        let two = descriptor_conditions(Some("edge"), Some(&[("a", None), ("b", None)]));
+        assert!(!any.covers(&two) && !two.covers(&any));
     }
 
     proptest::proptest! {

@@ -155,19 +155,6 @@ impl DescriptorConditions {
             }
         }
     }
-
-    pub(super) fn covers(&self, other: &Self) -> bool {
-        let domain = self.domain.is_none() || self.domain == other.domain;
-        domain
-            && match (&self.entries, &other.entries) {
-                (None, _) => true,
-                (Some(_), None) => false,
-                (Some(mine), Some(others)) => {
-                    mine.len() == others.len()
-                        && super::coverage::are_conditions_implied(mine, others)
-                }
-            }
-    }
 }
 
 #[cfg(test)]
@@ -222,19 +209,6 @@ mod tests {
             &[("a", "b"), ("a", "c")]
         ));
         assert!(matches(&conditions(None, Some(&[])), &[]));
-    }
-
-    #[test]
-    fn general_conditions_cover_specific_ones() {
-        let all = conditions(None, None);
-        let edge = conditions(Some("edge"), None);
-        let any = conditions(Some("edge"), Some(&[("a", None)]));
-        let one = conditions(Some("edge"), Some(&[("a", Some("1"))]));
-        for (wide, narrow) in [(&all, &edge), (&edge, &any), (&any, &one), (&all, &one)] {
-            assert!(wide.covers(narrow) && !narrow.covers(wide));
-        }
-        let two = conditions(Some("edge"), Some(&[("a", None), ("b", None)]));
-        assert!(!any.covers(&two) && !two.covers(&any));
     }
 
     #[test]

@@ -8,7 +8,7 @@ mod keys;
 
 pub use keys::VerificationKeys;
 
-use super::cost::JsonPointer;
+use super::json_pointer::JsonPointer;
 use foldhash::fast::RandomState;
 use http::{HeaderMap, HeaderName};
 use indexmap::IndexMap;

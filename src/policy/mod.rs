@@ -4,35 +4,38 @@
 //! works on borrowed [`Facts`], so that `check`, tests and fuzzing need no server.
 
 pub mod client;
+mod conditions;
 mod cors;
 mod cost;
 mod coverage;
 mod descriptor;
 mod facts;
+mod json_pointer;
 pub mod jwt;
 mod key_template;
 mod matcher;
+mod named_limit;
 pub mod path;
 mod path_pattern;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
 mod quota;
 mod table;
+mod whole_number;
 
+pub use conditions::{NamedCondition, UnmetCondition, ValueCondition};
 pub use cors::CorsOrigins;
-pub use cost::{
-    ActualCostSource, CostSource, EstimateCost, HeaderCost, JsonPointer, JsonPointerToken,
-    parse_whole_number,
-};
+pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
 pub use descriptor::{Descriptor, DescriptorConditions};
 pub use facts::Facts;
+pub use json_pointer::{JsonPointer, JsonPointerToken};
 pub use key_template::{KeyFault, KeyPart, KeyTemplate, KeyValues, MissingKeyAction};
-pub use matcher::{
-    HostPattern, Matcher, MethodSet, NamedCondition, UnmetCondition, ValueCondition,
-};
+pub use matcher::{HostPattern, Matcher, MethodSet};
+pub use named_limit::NamedLimit;
 pub use path_pattern::PathPattern;
-pub use quota::{LimitOverride, LimitOverrides, NamedLimit, Quota};
+pub use quota::{LimitOverride, LimitOverrides, Quota};
 pub use table::{PolicyTable, RateLimitHeaderSettings};
+pub use whole_number::parse_whole_number;
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, StatusCode};

@@ -1,7 +1,8 @@
 //! How much a policy allows, to whom.
 
 use super::{
-    CostSource, Descriptor, Facts, KeyFault, KeyTemplate, KeyValues, MissingKeyAction, client, path,
+    CostSource, Descriptor, Facts, KeyFault, KeyTemplate, KeyValues, MissingKeyAction, NamedLimit,
+    client, path,
 };
 use crate::limiter::{Key, KeyBuilder, Lease, Limit};
 use foldhash::HashMap;
@@ -28,15 +29,6 @@ pub struct Quota {
     /// How it takes units in advance, if it does.
     pub lease: Option<Lease>,
     pub overrides: LimitOverrides,
-}
-
-/// A limit with its name in the rate-limit fields.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NamedLimit {
-    pub name: Box<str>,
-    /// What is counted, when it isn't requests.
-    pub unit: Option<Box<str>>,
-    pub limit: Limit,
 }
 
 /// Limits of their own for some keys. The first that fits replaces all limits of the policy.
