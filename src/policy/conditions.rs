@@ -10,16 +10,16 @@ pub struct NamedCondition<N> {
     pub condition: ValueCondition,
 }
 
-/// A condition on a value. With several values of one name, any may fulfil it.
+/// A condition on a value. If a name has several values, any of them may meet it.
 #[derive(Clone, Debug)]
 pub enum ValueCondition {
     Equals(Box<str>),
     Regex(Regex),
-    /// Whether the name occurs at all.
+    /// Whether the name must be present or absent.
     Present(bool),
 }
 
-/// A condition that a request does not fulfil.
+/// The condition that a request does not meet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnmetCondition<'a> {
     Method,
@@ -31,13 +31,13 @@ pub enum UnmetCondition<'a> {
     Query(&'a str),
     Cookie(&'a str),
     Claim(&'a str),
-    /// It is about descriptors.
+    /// The policy applies to descriptors and the request is none, or the other way round.
     RequestKind,
     Domain,
     Entry(&'a str),
-    /// A descriptor says more than was asked for.
+    /// The descriptor has entries that the policy does not list.
     ExtraEntries,
-    /// What must not hold holds.
+    /// All conditions in `not` hold.
     Exclusion,
 }
 
@@ -53,7 +53,7 @@ impl ValueCondition {
     }
 }
 
-/// For people: `its path is another`.
+/// Text for messages, such as `not for this path`.
 impl fmt::Display for UnmetCondition<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -71,8 +71,8 @@ impl fmt::Display for UnmetCondition<'_> {
             Self::Entry(name) => {
                 write!(f, "the condition on descriptor entry {name} does not hold")
             }
-            Self::ExtraEntries => f.write_str("the descriptor has other entries too"),
-            Self::Exclusion => f.write_str("excepted by its `not`"),
+            Self::ExtraEntries => f.write_str("the descriptor has additional entries"),
+            Self::Exclusion => f.write_str("excluded by its `not`"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! How many units a request takes.
+//! The cost of a request in units.
 
 use super::json_pointer::JsonPointer;
 use super::whole_number::parse_whole_number;
@@ -13,41 +13,43 @@ use std::sync::Arc;
 pub enum CostSource {
     Fixed(u64),
     Header(Box<HeaderCost>),
-    /// Shared with the responses that are still to say what their requests took.
+    /// Shared with the responses whose actual cost is still unknown.
     Estimate(Arc<EstimateCost>),
 }
 
-/// What a request says of itself, as a whole number from `min` to `max`. Whoever says something else, or says it
-/// twice, pays `max`: nonsense must not be cheaper than the truth.
+/// The cost from a request header: a whole number from `min` to `max`. An invalid or repeated
+/// header costs `max`, so that an invalid value is never cheaper than a valid one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeaderCost {
     pub name: HeaderName,
-    /// Of a request without the header.
+    /// The cost of a request without the header.
     pub default: u64,
     pub min: u64,
     pub max: u64,
 }
 
-/// What a request takes until its response has said what it took.
+/// The cost charged until the response reports the actual cost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EstimateCost {
-    /// At least 1: who took nothing could be let in without end until the first response.
+    /// At least 1. With an estimate of 0, a client could send unlimited requests before the first
+    /// response.
     pub estimate: u64,
     pub actual_source: ActualCostSource,
 }
 
-/// Where a response says what its request took: one whole number, at most what a counter holds. A response that
-/// says nothing, or anything else, leaves the estimate as it is.
+/// The place in a response that reports the actual cost: one whole number up to the counter's
+/// maximum. If the number is absent or invalid, the estimate stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ActualCostSource {
-    /// A field of the head, or of the trailers if the head has none.
+    /// A header of the response, or a trailer if the header is absent.
     Header(HeaderName),
-    /// A number in the body: in a JSON document, or in the last of many (lines, events of a stream) that has it.
+    /// A number in the body: in a JSON document, or in the last of several documents that has it
+    /// (lines, or events of a stream).
     Json(JsonPointer),
 }
 
 impl CostSource {
-    /// The units that one request takes. A descriptor says how many it counts as.
+    /// The units that one request costs. A fixed cost is multiplied by the hits of a descriptor.
     pub fn compute_units(&self, facts: &Facts<'_>) -> u64 {
         match self {
             Self::Fixed(units) => units.saturating_mul(facts.hit_count()).min(MAX_UNITS),
@@ -65,7 +67,7 @@ impl CostSource {
         }
     }
 
-    /// What is to be settled later, if it is that kind of cost.
+    /// The estimate, if the actual cost is settled later.
     pub fn as_estimate(&self) -> Option<&Arc<EstimateCost>> {
         match self {
             Self::Estimate(cost) => Some(cost),
@@ -73,7 +75,7 @@ impl CostSource {
         }
     }
 
-    /// The most units that any request takes.
+    /// The highest cost of any request.
     pub fn max_units(&self) -> u64 {
         match self {
             Self::Fixed(units) => *units,
@@ -82,7 +84,7 @@ impl CostSource {
         }
     }
 
-    /// The fewest units that any request takes.
+    /// The lowest cost of any request.
     pub fn min_units(&self) -> u64 {
         match self {
             Self::Fixed(units) => *units,
@@ -93,10 +95,10 @@ impl CostSource {
 }
 
 impl ActualCostSource {
-    /// Reads `response_header:NAME` or `response_json:/POINTER`.
+    /// Parses `response_header:NAME` or `response_json:/POINTER`.
     ///
     /// # Errors
-    /// What is wrong, in words that follow "found …;".
+    /// Returns a message that can follow "found …;".
     pub fn parse(text: &str) -> Result<Self, String> {
         match text.split_once(':') {
             Some(("response_header", name)) => {

@@ -1,7 +1,7 @@
-//! Which conditions hold wherever others do. For `check`: what a policy before leaves for one behind.
+//! Coverage tests for `check`: they detect policies that an earlier policy makes unreachable.
 //!
-//! All answers are on the safe side: `true` is certain, `false` may only be unknown. Two regular expressions, for
-//! instance, are the same only if they are written alike.
+//! All results are conservative: `true` is certain, `false` may mean unknown. Two regular
+//! expressions, for example, count as equal only if their texts are equal.
 
 use super::{
     DescriptorConditions, HostPattern, LimitOverride, Matcher, MethodSet, NamedCondition,
@@ -9,7 +9,7 @@ use super::{
 };
 
 impl Matcher {
-    /// Whether every request that `other` matches is certainly matched by these conditions too.
+    /// Whether these conditions certainly match every request that `other` matches.
     pub fn covers(&self, other: &Self) -> bool {
         match (&self.descriptor_conditions, &other.descriptor_conditions) {
             (None, None) => {}
@@ -40,7 +40,7 @@ impl Matcher {
         }
     }
 
-    /// Whether its own `not` takes away all that the other conditions let through.
+    /// Whether `not` excludes every request that the other conditions match.
     pub fn never_matches(&self) -> bool {
         let covers_all_without_exclusion = |not: &Self| {
             not.covers(&Self {
@@ -62,7 +62,7 @@ impl Matcher {
 }
 
 impl LimitOverride {
-    /// Whether it fits every key that `other` fits.
+    /// Whether this override matches every key that `other` matches.
     pub fn covers(&self, other: &Self) -> bool {
         self.values.len() == other.values.len()
             && self
@@ -73,7 +73,7 @@ impl LimitOverride {
     }
 }
 
-/// Whether each of the others' alternatives has one here that covers it. No alternatives: no condition.
+/// Whether one of `mine` covers each of `others`. An empty list is no condition.
 fn covers_alternatives<T>(mine: &[T], others: &[T], covers: impl Fn(&T, &T) -> bool) -> bool {
     mine.is_empty()
         || (!others.is_empty()
@@ -104,7 +104,7 @@ impl DescriptorConditions {
     }
 }
 
-/// Whether each of our conditions follows from one of the others'.
+/// Whether each condition of `mine` follows from one of `others`.
 fn are_conditions_implied<N: PartialEq>(
     mine: &[NamedCondition<N>],
     others: &[NamedCondition<N>],
@@ -279,7 +279,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Certain means certain: no path may be matched by the covered pattern alone.
+        /// A covering pattern must match every path that the covered pattern matches.
         #[test]
         fn a_covering_pattern_matches_every_path_of_the_covered_pattern(
             one in "/([ab*]|\\{x\\})(/([ab*]|\\{x\\})){0,2}(/\\*\\*)?",

@@ -1,27 +1,30 @@
-//! JSON Pointers (RFC 6901): where a number stands in a JSON document.
+//! JSON Pointers (RFC 6901).
 
 use super::whole_number::parse_whole_number;
 use std::fmt;
 
-/// A place inside a JSON document (RFC 6901).
+/// The location of a value in a JSON document (RFC 6901).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JsonPointer(Box<[JsonPointerToken]>);
 
 /// One step of a [`JsonPointer`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JsonPointerToken {
-    /// What a key of an object has to be.
+    /// The expected key, if the parent is an object.
     pub name: Box<str>,
-    /// What an element of an array has to be, from 0; `None`: the step leads into no array.
+    /// The expected index from 0, if the parent is an array. `None` matches no array element.
     pub index: Option<u64>,
 }
 
 impl JsonPointer {
-    /// Longer ones are a mistake; so every response needs little memory to look for them.
+    /// Longer pointers are surely mistakes. The limit also bounds the memory that each response
+    /// needs to find the value.
     const MAX_BYTES: usize = 256;
 
+    /// Parses a JSON Pointer.
+    ///
     /// # Errors
-    /// What is wrong, in words that follow "found …;".
+    /// Returns a message that can follow "found …;".
     pub fn parse(text: &str) -> Result<Self, String> {
         let steps = text
             .strip_prefix('/')
@@ -39,7 +42,7 @@ impl JsonPointer {
             .map(Self)
     }
 
-    /// At least one.
+    /// The steps; never empty.
     pub fn tokens(&self) -> &[JsonPointerToken] {
         &self.0
     }

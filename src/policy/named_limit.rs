@@ -1,12 +1,12 @@
-//! A limit and its name.
+//! Limits with names.
 
 use crate::limiter::Limit;
 
-/// A limit with its name in the rate-limit fields.
+/// A limit and its name in the rate-limit headers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedLimit {
     pub name: Box<str>,
-    /// What is counted, when it isn't requests.
+    /// The unit that is counted; `None` means requests.
     pub unit: Option<Box<str>>,
     pub limit: Limit,
 }

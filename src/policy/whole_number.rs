@@ -1,6 +1,7 @@
 //! Whole numbers in headers and JSON pointers.
 
-/// Digits only: an upstream may read signs, fractions, exponents and lists in more than one way.
+/// Parses a number that consists of digits only. Upstreams may interpret signs, fractions,
+/// exponents and lists differently.
 pub fn parse_whole_number(value: &[u8]) -> Option<u64> {
     let text = str::from_utf8(value).ok()?;
     text.bytes()
