@@ -1,4 +1,4 @@
-//! Who is the client: the socket's peer, or what proxies that we trust say of it.
+//! Client identity: the address of the peer, or the address that trusted proxies report.
 
 use http::header::FORWARDED;
 use http::{HeaderMap, HeaderName};
@@ -6,24 +6,24 @@ use ipnet::IpNet;
 use std::borrow::Cow;
 use std::net::{IpAddr, Ipv6Addr};
 
-/// Whom to believe, and how coarse an identity an address is.
+/// The trusted proxies, and the address prefixes that identify a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Peers whose forwarding header is believed, read from the right.
+    /// Peers with a trusted forwarding header, which is read from the right.
     pub trusted_proxies: Vec<IpNet>,
-    /// `x-forwarded-for`, `forwarded`, or a header that holds one address.
+    /// `x-forwarded-for`, `forwarded`, or a header with one address.
     pub ip_header: HeaderName,
-    /// 0..=32.
+    /// 0 to 32 bits.
     pub ipv4_prefix: u8,
-    /// 0..=128. Whoever has one address of a /64 has all of them.
+    /// 0 to 128 bits. A client usually controls a whole /64.
     pub ipv6_prefix: u8,
 }
 
-/// Who sent a request.
+/// The client that sent a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClientIdentity {
     pub ip: IpAddr,
-    /// Whether the peer is one whose forwarding fields are believed, and so passed on.
+    /// Whether the peer is a trusted proxy. Only its forwarding fields are passed on.
     pub peer_trusted: bool,
 }
 
@@ -33,13 +33,15 @@ impl Settings {
     }
 }
 
-/// Elements that are looked at: a request that came through more proxies came through none of ours.
+/// Maximum number of list elements read. No legitimate chain of proxies is longer.
 const MAX_HOPS: usize = 100;
 
 impl ClientIdentity {
-    /// Finds the client behind `peer`: walking from the right, the first address that we do not trust.
-    /// What stands left of it, or of something unreadable, is hearsay: then the last hop that was read counts.
-    /// Empty elements are none (RFC 9110, 5.6.1.2).
+    /// Returns the first untrusted address, read from the right of the forwarding header.
+    ///
+    /// Elements to the left of it are ignored, since the client may have written them. If an
+    /// element is unreadable, the last address before it counts. Empty elements are skipped (RFC
+    /// 9110, section 5.6.1.2).
     pub fn identify(peer: IpAddr, headers: &HeaderMap, settings: &Settings) -> Self {
         let peer = peer.to_canonical();
         if !settings.trusts_proxy(peer) {
@@ -59,7 +61,8 @@ impl ClientIdentity {
             if element.is_empty() {
                 continue;
             }
-            // One element at a time: what a stranger wrote into a line must not spoil what a proxy appended to it.
+            // Each element is parsed separately: invalid text from a client must not invalidate the
+            // element that a proxy appended.
             let hop = if is_forwarded {
                 parse_forwarded_element(element)
             } else {
@@ -78,8 +81,8 @@ impl ClientIdentity {
     }
 }
 
-/// An element of `X-Forwarded-For`, for which there is no grammar: an address, IPv6 perhaps in brackets, perhaps with a
-/// port, perhaps all of it in double quotes.
+/// Parses an element of `X-Forwarded-For`, which has no standard grammar. It is an address,
+/// optionally with a port, with brackets around IPv6, or in double quotes.
 fn parse_x_forwarded_for_element(element: &[u8]) -> Option<IpAddr> {
     let text = str::from_utf8(element).ok()?;
     let text = text
@@ -92,8 +95,9 @@ fn parse_x_forwarded_for_element(element: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// The `for` of one element of `Forwarded`: pairs in any order, names in any case, none twice (RFC 7239, 4).
-/// `unknown` and names that hide somebody (6.2, 6.3) are no addresses.
+/// Parses the `for` parameter of one `Forwarded` element. Parameters have any order and case, and
+/// none may repeat (RFC 7239, section 4). `unknown` and obfuscated identifiers (sections 6.2 and
+/// 6.3) are no addresses.
 fn parse_forwarded_element(element: &[u8]) -> Option<IpAddr> {
     let mut found = None;
     for pair in split_elements_from_right(element, b';')
@@ -108,8 +112,8 @@ fn parse_forwarded_element(element: &[u8]) -> Option<IpAddr> {
     parse_node(&found?)
 }
 
-/// A value without its quotes and escapes (RFC 9110, 5.6.4). Unquoted ones may hold what should be quoted: an address
-/// with a port is often seen so.
+/// Removes the quotes and escapes of a value (RFC 9110, section 5.6.4). Unquoted values may contain
+/// characters that require quotes, because many proxies send addresses with ports that way.
 fn unquote(value: &str) -> Option<Cow<'_, str>> {
     let Some(rest) = value.strip_prefix('"') else {
         return (!value.contains(['"', '\\'])).then_some(Cow::Borrowed(value));
@@ -129,7 +133,8 @@ fn unquote(value: &str) -> Option<Cow<'_, str>> {
     Some(Cow::Owned(text))
 }
 
-/// `a`, `a:port`, `[v6]`, `[v6]:port` (RFC 7239, 6): IPv6 only in brackets, as its last group and a port look alike.
+/// Parses `a`, `a:port`, `[v6]` or `[v6]:port` (RFC 7239, section 6). IPv6 needs brackets, because
+/// its last group looks like a port.
 fn parse_node(text: &str) -> Option<IpAddr> {
     let (ip, rest) = match text.strip_prefix('[') {
         Some(rest) => {
@@ -139,7 +144,7 @@ fn parse_node(text: &str) -> Option<IpAddr> {
         None => {
             let end = text.find(':').unwrap_or(text.len());
             let (ip, rest) = text.split_at_checked(end)?;
-            // Octal, or a slip? Rust's parser takes no leading zeros.
+            // Rust's parser rejects leading zeros, which other software may read as octal.
             (IpAddr::V4(ip.parse().ok()?), rest)
         }
     };
@@ -160,7 +165,8 @@ fn parse_node(text: &str) -> Option<IpAddr> {
     is_port.then(|| ip.to_canonical())
 }
 
-/// An address is the same whichever of our neighbour's interfaces it was seen on (RFC 6874).
+/// Removes the zone id (RFC 6874). It names the proxy's network interface and does not change the
+/// address.
 fn strip_zone_id(text: &str) -> &str {
     match text.split_once('%') {
         Some((ip, zone)) if !zone.is_empty() && zone.bytes().all(|b| b.is_ascii_graphic()) => ip,
@@ -168,8 +174,8 @@ fn strip_zone_id(text: &str) -> &str {
     }
 }
 
-/// What stands between separators outside of double quotes, from the right: a quote that a stranger
-/// left open on the left cannot swallow what a trusted proxy appended.
+/// Splits at separators outside of double quotes, from the right. A quote that a client left open
+/// on the left cannot hide an element that a trusted proxy appended.
 fn split_elements_from_right(text: &[u8], separator: u8) -> impl Iterator<Item = &[u8]> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
@@ -187,7 +193,7 @@ fn split_elements_from_right(text: &[u8], separator: u8) -> impl Iterator<Item =
     })
 }
 
-/// Whether an odd number of backslashes stands before a place.
+/// Whether an odd number of backslashes precedes `position`.
 fn is_escaped(text: &[u8], position: usize) -> bool {
     let before = text.get(..position).unwrap_or_default();
     before
@@ -244,12 +250,24 @@ mod tests {
         assert_eq!(client_ip(xff, &["10.0.0.5"], "10.0.0.1"), "10.0.0.5");
     }
 
-    /// All that may stand in a header, from a proxy at 10.0.0.1, and who the client is then.
+    const PROXY: &str = "10.0.0.1";
+
+    /// Checks the client address for header lines that [`PROXY`] sends.
+    #[track_caller]
+    fn assert_client_ips(table: &[(&str, &[&str], &str)]) {
+        for (header, lines, expected) in table {
+            assert_eq!(
+                client_ip(header, lines, PROXY),
+                *expected,
+                "{header}: {lines:?}"
+            );
+        }
+    }
+
     #[test]
-    fn parses_every_form_of_an_address() {
-        let proxy = "10.0.0.1";
-        let table: [(&str, &[&str], &str); 72] = [
-            // Forms of an address, where there is no grammar.
+    fn parses_every_form_of_an_x_forwarded_for_address() {
+        assert_client_ips(&[
+            // The header has no grammar.
             ("x-forwarded-for", &["1.1.1.1:443"], "1.1.1.1"),
             ("x-forwarded-for", &["\"1.1.1.1:443\""], "1.1.1.1"),
             ("x-forwarded-for", &["[2001:db8::1]:443"], "2001:db8::1"),
@@ -262,30 +280,48 @@ mod tests {
             ("x-forwarded-for", &["fe80::1%eth0"], "fe80::1"),
             ("x-forwarded-for", &["[fe80::1%25eth0]:80"], "fe80::1"),
             ("x-forwarded-for", &["\t 1.1.1.1\t,10.0.0.2 "], "1.1.1.1"),
-            // What is no address hides whoever stands behind it.
-            ("x-forwarded-for", &["1.1.1.1, unknown"], proxy),
+        ]);
+        assert_eq!(
+            client_ip("x-forwarded-for", &["2001:db8::1"], "fd00::1"),
+            "2001:db8::1"
+        );
+        assert_eq!(
+            client_ip("x-forwarded-for", &["1.1.1.1"], "::ffff:10.0.0.1"),
+            "1.1.1.1"
+        );
+    }
+
+    #[test]
+    fn an_invalid_x_forwarded_for_element_hides_the_elements_to_its_left() {
+        assert_client_ips(&[
+            ("x-forwarded-for", &["1.1.1.1, unknown"], PROXY),
             ("x-forwarded-for", &["1.1.1.1, x, 10.0.0.2"], "10.0.0.2"),
             ("x-forwarded-for", &["1.1.1.1", "x, 10.0.0.2"], "10.0.0.2"),
-            ("x-forwarded-for", &["01.1.1.1"], proxy),
-            ("x-forwarded-for", &["1.1.1.010"], proxy),
-            ("x-forwarded-for", &["1.1.1"], proxy),
-            ("x-forwarded-for", &["0x1.1.1.1"], proxy),
-            ("x-forwarded-for", &["16843009"], proxy),
-            ("x-forwarded-for", &["256.1.1.1"], proxy),
-            ("x-forwarded-for", &["1.1.1.1:"], proxy),
-            ("x-forwarded-for", &["1.1.1.1:65536"], proxy),
-            ("x-forwarded-for", &["1.1.1.1:+80"], proxy),
-            ("x-forwarded-for", &["1.1.1.1:000080"], proxy),
-            ("x-forwarded-for", &["1.1.1.1 2.2.2.2"], proxy),
-            ("x-forwarded-for", &["1.1.1.1/32"], proxy),
-            ("x-forwarded-for", &["[1.1.1.1]"], proxy),
-            ("x-forwarded-for", &["[2001:db8::1"], proxy),
-            ("x-forwarded-for", &["[2001:db8::1]x"], proxy),
-            ("x-forwarded-for", &["2001:db8:::1"], proxy),
-            ("x-forwarded-for", &["fe80::1%"], proxy),
-            ("x-forwarded-for", &["unix:"], proxy),
-            ("x-forwarded-for", &["localhost"], proxy),
-            // Lists: several lines are one, and empty elements are none.
+            ("x-forwarded-for", &["01.1.1.1"], PROXY),
+            ("x-forwarded-for", &["1.1.1.010"], PROXY),
+            ("x-forwarded-for", &["1.1.1"], PROXY),
+            ("x-forwarded-for", &["0x1.1.1.1"], PROXY),
+            ("x-forwarded-for", &["16843009"], PROXY),
+            ("x-forwarded-for", &["256.1.1.1"], PROXY),
+            ("x-forwarded-for", &["1.1.1.1:"], PROXY),
+            ("x-forwarded-for", &["1.1.1.1:65536"], PROXY),
+            ("x-forwarded-for", &["1.1.1.1:+80"], PROXY),
+            ("x-forwarded-for", &["1.1.1.1:000080"], PROXY),
+            ("x-forwarded-for", &["1.1.1.1 2.2.2.2"], PROXY),
+            ("x-forwarded-for", &["1.1.1.1/32"], PROXY),
+            ("x-forwarded-for", &["[1.1.1.1]"], PROXY),
+            ("x-forwarded-for", &["[2001:db8::1"], PROXY),
+            ("x-forwarded-for", &["[2001:db8::1]x"], PROXY),
+            ("x-forwarded-for", &["2001:db8:::1"], PROXY),
+            ("x-forwarded-for", &["fe80::1%"], PROXY),
+            ("x-forwarded-for", &["unix:"], PROXY),
+            ("x-forwarded-for", &["localhost"], PROXY),
+        ]);
+    }
+
+    #[test]
+    fn x_forwarded_for_lines_form_one_list_without_empty_elements() {
+        assert_client_ips(&[
             (
                 "x-forwarded-for",
                 &["6.6.6.6", "1.1.1.1, 10.0.0.2"],
@@ -294,10 +330,15 @@ mod tests {
             ("x-forwarded-for", &["1.1.1.1,"], "1.1.1.1"),
             ("x-forwarded-for", &["1.1.1.1, , ,10.0.0.2,\t"], "1.1.1.1"),
             ("x-forwarded-for", &["1.1.1.1", ""], "1.1.1.1"),
-            ("x-forwarded-for", &[""], proxy),
-            ("x-forwarded-for", &[" , ,"], proxy),
+            ("x-forwarded-for", &[""], PROXY),
+            ("x-forwarded-for", &[" , ,"], PROXY),
             ("x-forwarded-for", &["\"6.6.6.6, 1.1.1.1"], "1.1.1.1"),
-            // Forwarded.
+        ]);
+    }
+
+    #[test]
+    fn parses_every_form_of_a_forwarded_element() {
+        assert_client_ips(&[
             ("forwarded", &["for=1.1.1.1"], "1.1.1.1"),
             ("forwarded", &["For=\"1.1.1.1\""], "1.1.1.1"),
             ("forwarded", &["FOR=\"1.1.1.1:4711\""], "1.1.1.1"),
@@ -343,37 +384,27 @@ mod tests {
                 "1.1.1.1",
             ),
             ("forwarded", &[r#"for="6.6.6.6, for=1.1.1.1"#], "1.1.1.1"),
-            ("forwarded", &["for=6.6.6.6, for=unknown"], proxy),
-            ("forwarded", &["for=6.6.6.6, for=_hidden"], proxy),
-            ("forwarded", &["for=6.6.6.6, for=\"_hidden:80\""], proxy),
-            ("forwarded", &["for=6.6.6.6, proto=https"], proxy),
-            ("forwarded", &["for=6.6.6.6;for=1.1.1.1"], proxy),
-            ("forwarded", &["for = 1.1.1.1"], proxy),
-            ("forwarded", &["for=\"2001:db8::1\""], proxy),
-            ("forwarded", &["for=\"1.1.1.1"], proxy),
-            ("forwarded", &["for=1.1.1.1\""], proxy),
-            ("forwarded", &["for=\"1.1\"1.1"], proxy),
-            ("forwarded", &["for=1.1.1.1;proto"], proxy),
-            ("forwarded", &["1.1.1.1"], proxy),
-            // Other names hold one address, or a list of them.
+            ("forwarded", &["for=6.6.6.6, for=unknown"], PROXY),
+            ("forwarded", &["for=6.6.6.6, for=_hidden"], PROXY),
+            ("forwarded", &["for=6.6.6.6, for=\"_hidden:80\""], PROXY),
+            ("forwarded", &["for=6.6.6.6, proto=https"], PROXY),
+            ("forwarded", &["for=6.6.6.6;for=1.1.1.1"], PROXY),
+            ("forwarded", &["for = 1.1.1.1"], PROXY),
+            ("forwarded", &["for=\"2001:db8::1\""], PROXY),
+            ("forwarded", &["for=\"1.1.1.1"], PROXY),
+            ("forwarded", &["for=1.1.1.1\""], PROXY),
+            ("forwarded", &["for=\"1.1\"1.1"], PROXY),
+            ("forwarded", &["for=1.1.1.1;proto"], PROXY),
+            ("forwarded", &["1.1.1.1"], PROXY),
+        ]);
+    }
+
+    #[test]
+    fn other_headers_contain_one_address() {
+        assert_client_ips(&[
             ("x-real-ip", &["1.1.1.1"], "1.1.1.1"),
             ("cf-connecting-ip", &["2001:db8::1"], "2001:db8::1"),
-        ];
-        for (header, lines, expected) in table {
-            assert_eq!(
-                client_ip(header, lines, "10.0.0.1"),
-                expected,
-                "{header}: {lines:?}"
-            );
-        }
-        assert_eq!(
-            client_ip("x-forwarded-for", &["2001:db8::1"], "fd00::1"),
-            "2001:db8::1"
-        );
-        assert_eq!(
-            client_ip("x-forwarded-for", &["1.1.1.1"], "::ffff:10.0.0.1"),
-            "1.1.1.1"
-        );
+        ]);
     }
 
     #[test]

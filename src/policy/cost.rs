@@ -1,5 +1,7 @@
-//! How many units a request takes.
+//! The cost of a request in units.
 
+use super::json_pointer::JsonPointer;
+use super::whole_number::parse_whole_number;
 use super::{Facts, facts};
 use crate::limiter::MAX_UNITS;
 use http::HeaderName;
@@ -11,54 +13,43 @@ use std::sync::Arc;
 pub enum CostSource {
     Fixed(u64),
     Header(Box<HeaderCost>),
-    /// Shared with the responses that are still to say what their requests took.
+    /// Shared with the responses whose actual cost is still unknown.
     Estimate(Arc<EstimateCost>),
 }
 
-/// What a request says of itself, as a whole number from `min` to `max`. Whoever says something else, or says it
-/// twice, pays `max`: nonsense must not be cheaper than the truth.
+/// The cost from a request header: a whole number from `min` to `max`. An invalid or repeated
+/// header costs `max`, so that an invalid value is never cheaper than a valid one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeaderCost {
     pub name: HeaderName,
-    /// Of a request without the header.
+    /// The cost of a request without the header.
     pub default: u64,
     pub min: u64,
     pub max: u64,
 }
 
-/// What a request takes until its response has said what it took.
+/// The cost charged until the response reports the actual cost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EstimateCost {
-    /// At least 1: who took nothing could be let in without end until the first response.
+    /// At least 1. With an estimate of 0, a client could send unlimited requests before the first
+    /// response.
     pub estimate: u64,
     pub actual_source: ActualCostSource,
 }
 
-/// Where a response says what its request took: one whole number, at most what a counter holds. A response that
-/// says nothing, or anything else, leaves the estimate as it is.
+/// The place in a response that reports the actual cost: one whole number up to the counter's
+/// maximum. If the number is absent or invalid, the estimate stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ActualCostSource {
-    /// A field of the head, or of the trailers if the head has none.
+    /// A header of the response, or a trailer if the header is absent.
     Header(HeaderName),
-    /// A number in the body: in a JSON document, or in the last of many (lines, events of a stream) that has it.
+    /// A number in the body: in a JSON document, or in the last of several documents that has it
+    /// (lines, or events of a stream).
     Json(JsonPointer),
 }
 
-/// A place inside a JSON document (RFC 6901).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct JsonPointer(Box<[JsonPointerToken]>);
-
-/// One step of a [`JsonPointer`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct JsonPointerToken {
-    /// What a key of an object has to be.
-    pub name: Box<str>,
-    /// What an element of an array has to be, from 0; `None`: the step leads into no array.
-    pub index: Option<u64>,
-}
-
 impl CostSource {
-    /// The units that one request takes. A descriptor says how many it counts as.
+    /// The units that one request costs. A fixed cost is multiplied by the hits of a descriptor.
     pub fn compute_units(&self, facts: &Facts<'_>) -> u64 {
         match self {
             Self::Fixed(units) => units.saturating_mul(facts.hit_count()).min(MAX_UNITS),
@@ -76,7 +67,7 @@ impl CostSource {
         }
     }
 
-    /// What is to be settled later, if it is that kind of cost.
+    /// The estimate, if the actual cost is settled later.
     pub fn as_estimate(&self) -> Option<&Arc<EstimateCost>> {
         match self {
             Self::Estimate(cost) => Some(cost),
@@ -84,7 +75,7 @@ impl CostSource {
         }
     }
 
-    /// The most units that any request takes.
+    /// The highest cost of any request.
     pub fn max_units(&self) -> u64 {
         match self {
             Self::Fixed(units) => *units,
@@ -93,7 +84,7 @@ impl CostSource {
         }
     }
 
-    /// The fewest units that any request takes.
+    /// The lowest cost of any request.
     pub fn min_units(&self) -> u64 {
         match self {
             Self::Fixed(units) => *units,
@@ -104,10 +95,10 @@ impl CostSource {
 }
 
 impl ActualCostSource {
-    /// Reads `response_header:NAME` or `response_json:/POINTER`.
+    /// Parses `response_header:NAME` or `response_json:/POINTER`.
     ///
     /// # Errors
-    /// What is wrong, in words that follow "found …;".
+    /// Returns a message that can follow "found …;".
     pub fn parse(text: &str) -> Result<Self, String> {
         match text.split_once(':') {
             Some(("response_header", name)) => {
@@ -129,69 +120,6 @@ impl fmt::Display for ActualCostSource {
             Self::Json(pointer) => write!(f, "JSON at {pointer}"),
         }
     }
-}
-
-impl JsonPointer {
-    /// Longer ones are a mistake; so every response needs little memory to look for them.
-    const MAX_BYTES: usize = 256;
-
-    /// # Errors
-    /// What is wrong, in words that follow "found …;".
-    pub fn parse(text: &str) -> Result<Self, String> {
-        let steps = text
-            .strip_prefix('/')
-            .ok_or("expected a pointer that begins with \"/\", such as /usage/total_tokens")?;
-        if text.len() > Self::MAX_BYTES {
-            return Err(format!(
-                "expected a pointer of at most {} bytes",
-                Self::MAX_BYTES
-            ));
-        }
-        steps
-            .split('/')
-            .map(JsonPointerToken::parse)
-            .collect::<Result<_, _>>()
-            .map(Self)
-    }
-
-    /// At least one.
-    pub fn tokens(&self) -> &[JsonPointerToken] {
-        &self.0
-    }
-}
-
-impl fmt::Display for JsonPointer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|token| {
-            write!(f, "/{}", token.name.replace('~', "~0").replace('/', "~1"))
-        })
-    }
-}
-
-impl JsonPointerToken {
-    fn parse(text: &str) -> Result<Self, String> {
-        let mut escapes = text.split('~').skip(1);
-        if !escapes.all(|rest| rest.starts_with(['0', '1'])) {
-            return Err(
-                "expected 0 or 1 after \"~\": \"~0\" is \"~\" and \"~1\" is \"/\" inside a name"
-                    .to_owned(),
-            );
-        }
-        let is_index = text == "0" || !text.starts_with('0');
-        let index = parse_whole_number(text.as_bytes()).filter(|_| is_index);
-        Ok(Self {
-            name: text.replace("~1", "/").replace("~0", "~").into(),
-            index,
-        })
-    }
-}
-
-/// Digits only: an upstream may read signs, fractions, exponents and lists in more than one way.
-pub fn parse_whole_number(value: &[u8]) -> Option<u64> {
-    let text = str::from_utf8(value).ok()?;
-    text.bytes()
-        .all(|byte| byte.is_ascii_digit())
-        .then(|| text.parse().ok())?
 }
 
 #[cfg(test)]
@@ -261,7 +189,7 @@ mod tests {
             };
             assert_eq!(pointer.to_string(), text);
             pointer
-                .0
+                .tokens()
                 .iter()
                 .map(|token| (token.name.to_string(), token.index))
                 .collect::<Vec<_>>()

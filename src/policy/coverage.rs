@@ -1,14 +1,15 @@
-//! Which conditions hold wherever others do. For `check`: what a policy before leaves for one behind.
+//! Coverage tests for `check`: they detect policies that an earlier policy makes unreachable.
 //!
-//! All answers are on the safe side: `true` is certain, `false` may only be unknown. Two regular expressions, for
-//! instance, are the same only if they are written alike.
+//! All results are conservative: `true` is certain, `false` may mean unknown. Two regular
+//! expressions, for example, count as equal only if their texts are equal.
 
 use super::{
-    HostPattern, LimitOverride, Matcher, MethodSet, NamedCondition, PathPattern, ValueCondition,
+    DescriptorConditions, HostPattern, LimitOverride, Matcher, MethodSet, NamedCondition,
+    PathPattern, ValueCondition,
 };
 
 impl Matcher {
-    /// Whether every request that `other` matches is certainly matched by these conditions too.
+    /// Whether these conditions certainly match every request that `other` matches.
     pub fn covers(&self, other: &Self) -> bool {
         match (&self.descriptor_conditions, &other.descriptor_conditions) {
             (None, None) => {}
@@ -39,7 +40,7 @@ impl Matcher {
         }
     }
 
-    /// Whether its own `not` takes away all that the other conditions let through.
+    /// Whether `not` excludes every request that the other conditions match.
     pub fn never_matches(&self) -> bool {
         let covers_all_without_exclusion = |not: &Self| {
             not.covers(&Self {
@@ -61,7 +62,7 @@ impl Matcher {
 }
 
 impl LimitOverride {
-    /// Whether it fits every key that `other` fits.
+    /// Whether this override matches every key that `other` matches.
     pub fn covers(&self, other: &Self) -> bool {
         self.values.len() == other.values.len()
             && self
@@ -72,7 +73,7 @@ impl LimitOverride {
     }
 }
 
-/// Whether each of the others' alternatives has one here that covers it. No alternatives: no condition.
+/// Whether one of `mine` covers each of `others`. An empty list is no condition.
 fn covers_alternatives<T>(mine: &[T], others: &[T], covers: impl Fn(&T, &T) -> bool) -> bool {
     mine.is_empty()
         || (!others.is_empty()
@@ -89,8 +90,22 @@ fn covers_path_regex(mine: &Matcher, other: &Matcher) -> bool {
     }
 }
 
-/// Whether each of our conditions follows from one of the others'.
-pub(super) fn are_conditions_implied<N: PartialEq>(
+impl DescriptorConditions {
+    fn covers(&self, other: &Self) -> bool {
+        let domain = self.domain.is_none() || self.domain == other.domain;
+        domain
+            && match (&self.entries, &other.entries) {
+                (None, _) => true,
+                (Some(_), None) => false,
+                (Some(mine), Some(others)) => {
+                    mine.len() == others.len() && are_conditions_implied(mine, others)
+                }
+            }
+    }
+}
+
+/// Whether each condition of `mine` follows from one of `others`.
+fn are_conditions_implied<N: PartialEq>(
     mine: &[NamedCondition<N>],
     others: &[NamedCondition<N>],
 ) -> bool {
@@ -234,8 +249,37 @@ mod tests {
         assert!(except(all.clone()).never_matches() && !except(path(&["/a"])).never_matches());
     }
 
+    fn descriptor_conditions(
+        domain: Option<&str>,
+        entries: Option<&[(&str, Option<&str>)]>,
+    ) -> DescriptorConditions {
+        let entry = |(name, value): &(&str, Option<&str>)| NamedCondition {
+            name: (*name).into(),
+            condition: value.map_or(ValueCondition::Present(true), |value| {
+                ValueCondition::Equals(value.into())
+            }),
+        };
+        DescriptorConditions {
+            domain: domain.map(Into::into),
+            entries: entries.map(|entries| entries.iter().map(entry).collect()),
+        }
+    }
+
+    #[test]
+    fn general_descriptor_conditions_cover_specific_ones() {
+        let all = descriptor_conditions(None, None);
+        let edge = descriptor_conditions(Some("edge"), None);
+        let any = descriptor_conditions(Some("edge"), Some(&[("a", None)]));
+        let one = descriptor_conditions(Some("edge"), Some(&[("a", Some("1"))]));
+        for (wide, narrow) in [(&all, &edge), (&edge, &any), (&any, &one), (&all, &one)] {
+            assert!(wide.covers(narrow) && !narrow.covers(wide));
+        }
+        let two = descriptor_conditions(Some("edge"), Some(&[("a", None), ("b", None)]));
+        assert!(!any.covers(&two) && !two.covers(&any));
+    }
+
     proptest::proptest! {
-        /// Certain means certain: no path may be matched by the covered pattern alone.
+        /// A covering pattern must match every path that the covered pattern matches.
         #[test]
         fn a_covering_pattern_matches_every_path_of_the_covered_pattern(
             one in "/([ab*]|\\{x\\})(/([ab*]|\\{x\\})){0,2}(/\\*\\*)?",

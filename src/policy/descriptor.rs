@@ -1,33 +1,37 @@
-//! What others ask a rate-limit service about: descriptors, lists of named values, instead of requests.
+//! Descriptors: the lists of named values in calls to the rate-limit service.
 
 use super::{NamedCondition, NamedLimit, UnmetCondition};
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use std::borrow::Cow;
 use std::sync::OnceLock;
 
-/// Above this, an override of a limit is counted in parts instead of one by one.
+/// Override limits above this number use a sliding window instead of a sliding log.
 const MAX_SLIDING_LOG_REQUESTS: u64 = 100_000;
 
-/// One descriptor of a call, borrowed from the call. Who sent it has read the request; there is no head to look at.
+/// One descriptor of a call to the rate-limit service. The caller has already read the request, so
+/// there is no request head.
 #[derive(Debug)]
 pub struct Descriptor<'a> {
     pub domain: &'a str,
-    /// Names and values in their order. A name may occur more than once.
+    /// Names and values in order. A name may occur more than once.
     pub entries: &'a [(&'a str, &'a str)],
-    /// How often the request counts, at most [`MAX_UNITS`]. 0: it is only asked whether anything is left.
+    /// The number of hits that the request counts as, at most [`MAX_UNITS`]. 0 only tests whether a
+    /// request would be allowed.
     pub hits: u64,
-    /// So many units per so many microseconds (at least 1), instead of what policies say.
+    /// A limit of this many units per this many microseconds (at least 1), instead of the policy's
+    /// limits.
     pub limit_override: Option<(u32, u64)>,
     override_limit: OnceLock<NamedLimit>,
 }
 
-/// Conditions on a descriptor. A matcher that has them is for descriptors only, one without for requests only.
+/// Conditions on a descriptor. A matcher with them applies to descriptors only; a matcher without
+/// them applies to requests only.
 #[derive(Clone, Debug, Default)]
 pub struct DescriptorConditions {
-    /// `None`: any.
+    /// `None` matches any domain.
     pub domain: Option<Box<str>>,
-    /// The entries that there have to be, in whatever order, and no others: a descriptor that says more asks for another
-    /// limit. `None`: any.
+    /// The exact set of entries, in any order. A descriptor with more entries addresses a different
+    /// limit. `None` matches any entries.
     pub entries: Option<Vec<NamedCondition<Box<str>>>>,
 }
 
@@ -52,7 +56,8 @@ impl<'a> Descriptor<'a> {
         found.map(|(_, value)| Cow::Borrowed(value.as_bytes()))
     }
 
-    /// All entries as one value, no two lists as the same one: `generic_key=api,path=/a`.
+    /// All entries as one text, such as `generic_key=api,path=/a`. Different lists have different
+    /// texts.
     pub fn canonical_text(&self) -> String {
         let mut text = String::new();
         for (nth, (name, value)) in self.entries.iter().enumerate() {
@@ -66,7 +71,8 @@ impl<'a> Descriptor<'a> {
         text
     }
 
-    /// The limit that it brings along, counted as the first policy that it meets counts.
+    /// Returns the descriptor's own limit. It uses the algorithm of the first policy that resolves
+    /// it.
     pub(super) fn resolve_override_limit(
         &self,
         policy_name: &str,
@@ -96,7 +102,8 @@ impl<'a> Descriptor<'a> {
     }
 }
 
-/// The algorithm for an amount that nobody has checked: the usual one, unless it can't count so many.
+/// Chooses an algorithm for an unvalidated limit: the policy's algorithm, unless it cannot count
+/// that many units.
 fn choose_override_algorithm(
     policy_algorithm: Option<Algorithm>,
     requests: u64,
@@ -149,24 +156,12 @@ impl DescriptorConditions {
             .find(|entry| !entry.condition.is_met_by(descriptor.values(&entry.name)));
         match unmet {
             Some(entry) => Some(UnmetCondition::Entry(&entry.name)),
-            // Names that are wanted are different ones, so there are others, or one of these twice.
+            // The expected names are distinct and all present, so a different length means
+            // additional or repeated entries.
             None => {
                 (wanted.len() != descriptor.entries.len()).then_some(UnmetCondition::ExtraEntries)
             }
         }
-    }
-
-    pub(super) fn covers(&self, other: &Self) -> bool {
-        let domain = self.domain.is_none() || self.domain == other.domain;
-        domain
-            && match (&self.entries, &other.entries) {
-                (None, _) => true,
-                (Some(_), None) => false,
-                (Some(mine), Some(others)) => {
-                    mine.len() == others.len()
-                        && super::coverage::are_conditions_implied(mine, others)
-                }
-            }
     }
 }
 
@@ -191,8 +186,8 @@ mod tests {
         }
     }
 
-    fn matches(described: &DescriptorConditions, entries: &[(&str, &str)]) -> bool {
-        described
+    fn matches(conditions: &DescriptorConditions, entries: &[(&str, &str)]) -> bool {
+        conditions
             .first_unmet_condition(&Descriptor::new("edge", entries, 1, None))
             .is_none()
     }
@@ -222,19 +217,6 @@ mod tests {
             &[("a", "b"), ("a", "c")]
         ));
         assert!(matches(&conditions(None, Some(&[])), &[]));
-    }
-
-    #[test]
-    fn general_conditions_cover_specific_ones() {
-        let all = conditions(None, None);
-        let edge = conditions(Some("edge"), None);
-        let any = conditions(Some("edge"), Some(&[("a", None)]));
-        let one = conditions(Some("edge"), Some(&[("a", Some("1"))]));
-        for (wide, narrow) in [(&all, &edge), (&edge, &any), (&any, &one), (&all, &one)] {
-            assert!(wide.covers(narrow) && !narrow.covers(wide));
-        }
-        let two = conditions(Some("edge"), Some(&[("a", None), ("b", None)]));
-        assert!(!any.covers(&two) && !two.covers(&any));
     }
 
     #[test]

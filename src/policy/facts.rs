@@ -1,4 +1,4 @@
-//! What policies may know of a request.
+//! The properties of a request that policies can read.
 
 use super::Descriptor;
 use super::jwt::RequestToken;
@@ -9,31 +9,31 @@ use std::borrow::Cow;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::LazyLock;
 
-/// A request as policies see it, borrowed from wherever it is.
+/// A borrowed view of a request, as policies see it.
 ///
-/// The headers are those that will be forwarded (hop-by-hop fields already removed), so that a policy
-/// and the upstream read the same request.
+/// The headers are those that will be forwarded, without hop-by-hop fields. A policy and the
+/// upstream therefore read the same request.
 #[derive(Clone, Copy, Debug)]
 pub struct Facts<'a> {
     pub method: &'a Method,
     /// Lower case, without port and trailing dot.
     pub host: &'a str,
     pub paths: &'a PathInterpretations,
-    /// Without the question mark.
+    /// The query without its question mark.
     pub query: Option<&'a str>,
     pub headers: &'a HeaderMap,
     pub client_ip: IpAddr,
-    /// Read when a policy asks for a claim.
+    /// Verified only when a policy reads a claim.
     pub token: &'a RequestToken,
-    /// Whom the client's certificate is about, if it has shown one.
+    /// Subject of the client certificate, if the client presented one.
     pub client_cert: Option<&'a CertificateSubject>,
-    /// What a call of the rate-limit service asks about. Then there is no request, everything else says nothing, and no
-    /// policy for requests applies.
+    /// The descriptor of a call to the rate-limit service. If set, the other fields hold
+    /// placeholders, and policies for requests do not apply.
     pub descriptor: Option<&'a Descriptor<'a>>,
 }
 
 impl<'a> Facts<'a> {
-    /// Of a descriptor, beside which there is no request.
+    /// Creates the facts of a descriptor; all request fields hold placeholders.
     pub fn from_descriptor(descriptor: &'a Descriptor<'a>) -> Self {
         static METHOD: Method = Method::GET;
         static PATHS: LazyLock<PathInterpretations> = LazyLock::new(PathInterpretations::default);
@@ -51,7 +51,7 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// What is asked for, for people: the path, or the domain.
+    /// The target of the request for messages: its path, or the descriptor's domain.
     pub fn target(&self) -> &'a str {
         match self.descriptor {
             Some(descriptor) => descriptor.domain,
@@ -59,7 +59,7 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// How often the request counts.
+    /// The number of hits that the request counts as.
     pub(super) fn hit_count(&self) -> u64 {
         self.descriptor.map_or(1, |descriptor| descriptor.hits)
     }
@@ -75,7 +75,7 @@ pub(super) fn header_values<'a>(
         .map(|value| Cow::Borrowed(value.as_bytes()))
 }
 
-/// The values of a query parameter, decoded as forms are (`+` is a space).
+/// The values of a query parameter, decoded as form data (`+` is a space).
 pub(super) fn query_values<'a>(
     query: Option<&'a str>,
     name: &str,
@@ -89,7 +89,8 @@ pub(super) fn query_values<'a>(
         .map(|(_, value)| decode_form_value(value))
 }
 
-/// The values of a cookie over all `Cookie` lines (HTTP/2 may send one line per cookie).
+/// The values of a cookie in all `Cookie` header lines. HTTP/2 clients may send one line per
+/// cookie.
 pub(super) fn cookie_values<'a>(
     headers: &'a HeaderMap,
     name: &str,
@@ -104,8 +105,8 @@ pub(super) fn cookie_values<'a>(
         })
 }
 
-/// Upstreams differ in whether they take off quotes and percent-encoding: a cookie that some of them
-/// read alike must not have a quota per spelling.
+/// Decodes the quotes and percent-encoding of a cookie value. Some upstreams remove them, so
+/// different spellings of one cookie must share a quota.
 fn decode_cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
     let unquoted = value
         .strip_prefix(b"\"")

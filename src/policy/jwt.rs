@@ -1,14 +1,15 @@
-//! What a request's JSON Web Token (RFC 7519) says of who sent it.
+//! Claims of a request's JSON Web Token (RFC 7519).
 //!
-//! A token is looked at when a policy first asks for a claim, and then once. One that is absent, cannot be verified or
-//! does not hold now says nothing: its request is one without claims. We let nobody in by it, that is the upstream's
-//! business; so issuer and audience are claims like others, to be matched by policies that care.
+//! A token is verified when a policy first reads a claim, and only once per request. A request with
+//! an absent, invalid or expired token counts as a request without claims. Authentication stays
+//! with the upstream: a token never grants access here. Issuer and audience are therefore ordinary
+//! claims that policies may match.
 
 mod keys;
 
 pub use keys::VerificationKeys;
 
-use super::cost::JsonPointer;
+use super::json_pointer::JsonPointer;
 use foldhash::fast::RandomState;
 use http::{HeaderMap, HeaderName};
 use indexmap::IndexMap;
@@ -19,97 +20,99 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Larger tokens say nothing. Few servers take a header field of this size.
+/// Maximum token size. Few servers accept a header field of this size; larger tokens are rejected.
 pub const MAX_TOKEN_BYTES: usize = 16 << 10;
-/// How far the clock of who issued a token may be from ours, in seconds.
+/// Tolerated clock difference between the token's issuer and this process, in seconds.
 pub const LEEWAY_S: u64 = 30;
 
-/// Where tokens are found, and whom to believe.
+/// Where tokens are found, and how they are verified.
 #[derive(Debug)]
 pub struct Settings {
-    /// `authorization`, or a header that holds the token alone.
+    /// `authorization`, or a header that contains the token alone.
     pub header: HeaderName,
     pub verification: SignatureVerification,
 }
 
-/// Whose word a claim is.
+/// How token signatures are verified.
 #[derive(Debug)]
 pub enum SignatureVerification {
-    /// That of whoever has one of these keys.
+    /// A token must be signed with one of these keys.
     Keys(VerificationKeys),
-    /// Anybody's: no signature is looked at.
+    /// Signatures are not checked: every token is accepted.
     Disabled,
 }
 
-/// A claim that policies ask for: by its name, or by a JSON pointer (RFC 6901) if it begins with a slash.
+/// The claim that a policy reads: a name, or a JSON Pointer (RFC 6901) if it starts with a slash.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimName(Box<str>);
 
-/// What a token says of one claim.
+/// The value of one claim.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ClaimValue {
-    /// Nothing, or `null`.
+    /// The claim is missing or `null`.
     Absent,
-    /// A text, or a number or truth value as JSON writes it.
+    /// A string, or a number or boolean in its JSON notation.
     Single(Box<str>),
-    /// A list, of which only such values are kept.
+    /// A list. Only its strings, numbers and booleans are kept.
     List(Box<[Box<str>]>),
-    /// Something with a shape of its own.
+    /// A JSON object.
     Object,
 }
 
-/// Reads tokens for the policies of one table.
+/// Reads tokens for the policies of one policy table.
 #[derive(Debug)]
 pub struct TokenReader {
     settings: Settings,
-    /// Those that some policy asks for, each once; of the others nothing is kept.
+    /// The claims that some policy reads, without duplicates. No other claims are kept.
     claim_names: Box<[ClaimName]>,
     cache: VerifiedTokenCache,
 }
 
-/// The token of one request, not looked at before somebody asks.
+/// The token of one request, verified on first use.
 #[derive(Debug, Default)]
 pub struct RequestToken {
     reader: Option<Arc<TokenReader>>,
-    /// Seconds since the Unix epoch, by the wall clock.
+    /// The current wall-clock time in seconds since the Unix epoch.
     now_s: u64,
     claims_result: OnceLock<Result<Arc<TokenClaims>, TokenFault>>,
 }
 
-/// Why a token says nothing. Tells nothing of what is in it.
+/// Why a token is rejected. The texts reveal nothing of the token's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TokenFault {
-    #[error("there is none")]
+    #[error("the token is absent")]
     Absent,
-    #[error("it is no signed token in three parts")]
+    #[error("the token is not a signed JWT with three parts")]
     Malformed,
-    #[error("it is larger than {MAX_TOKEN_BYTES} bytes")]
+    #[error("the token is larger than {MAX_TOKEN_BYTES} bytes")]
     TooLarge,
-    #[error("no key that is trusted has its key id and algorithm")]
+    #[error("no trusted key has the token's key id and algorithm")]
     UnknownKey,
-    #[error("its signature is not by a key that is trusted")]
+    #[error("the signature matches no trusted key")]
     InvalidSignature,
-    #[error("its exp or nbf is no number")]
+    #[error("exp or nbf is not a number")]
     InvalidDates,
-    #[error("it has expired")]
+    #[error("the token has expired")]
     Expired,
-    #[error("it does not hold yet")]
+    #[error("the token is not valid yet")]
     NotYetValid,
 }
 
-/// What a token that can be believed says.
+/// The claims of an accepted token.
 #[derive(Debug)]
 struct TokenClaims {
-    /// In the order of [`Reader::claims`].
+    /// In the order of [`TokenReader::claim_names`].
     claims: Box<[ClaimValue]>,
-    /// Seconds since the Unix epoch; without one, the token has no end.
+    /// Seconds since the Unix epoch; a token without this date does not expire.
     expires_at_s: Option<u64>,
     not_before_s: Option<u64>,
 }
 
 impl ClaimName {
+    /// Parses a claim name or a JSON Pointer.
+    ///
     /// # Errors
-    /// A sentence that says what is wrong with it.
+    /// Returns a message that states what is wrong.
     pub fn parse(text: &str) -> Result<Self, String> {
         if text.is_empty() {
             return Err("a claim has a name, such as \"sub\"".to_owned());
@@ -155,7 +158,7 @@ impl ClaimValue {
         *self != Self::Absent
     }
 
-    /// All that a condition may be fulfilled by.
+    /// The texts that conditions are tested against.
     pub(super) fn texts(&self) -> impl Iterator<Item = &[u8]> {
         let texts = match self {
             Self::Single(text) => std::slice::from_ref(text),
@@ -165,7 +168,7 @@ impl ClaimValue {
         texts.iter().map(|text| text.as_bytes())
     }
 
-    /// What a key takes: one value, also if it stands alone in a list (as `aud` may).
+    /// The value for a key: a single value, also as the only element of a list (`aud` may be one).
     pub(super) fn single_text(&self) -> Option<&[u8]> {
         let mut texts = self.texts();
         texts.next().filter(|_| texts.next().is_none())
@@ -182,7 +185,8 @@ fn scalar_text(value: &Value) -> Option<Box<str>> {
 }
 
 impl RequestToken {
-    /// One to be read by `reader` at a time (seconds since the Unix epoch); without a reader, no token says anything.
+    /// Creates an unread token. `now_s` is in seconds since the Unix epoch. Without a reader, every
+    /// claim is absent.
     pub fn new(reader: Option<&Arc<TokenReader>>, now_s: u64) -> Self {
         Self {
             reader: reader.cloned(),
@@ -191,7 +195,7 @@ impl RequestToken {
         }
     }
 
-    /// For requests that are asked for none.
+    /// An empty token, for requests without a token reader.
     pub fn none() -> &'static Self {
         static NONE: RequestToken = RequestToken {
             reader: None,
@@ -201,7 +205,7 @@ impl RequestToken {
         &NONE
     }
 
-    /// What the token in `headers`, always those of one request, says of a claim.
+    /// The value of a claim. Every call must pass the headers of the same request.
     pub(super) fn claim(&self, headers: &HeaderMap, name: &ClaimName) -> &ClaimValue {
         let Some(reader) = &self.reader else {
             return &ClaimValue::Absent;
@@ -209,15 +213,15 @@ impl RequestToken {
         let claims_result = self
             .claims_result
             .get_or_init(|| reader.read_claims(headers, self.now_s));
-        let position = reader.claim_names.iter().position(|asked| asked == name);
+        let position = reader.claim_names.iter().position(|known| known == name);
         let claim = claims_result
             .as_ref()
             .ok()
-            .and_then(|said| said.claims.get(position?));
+            .and_then(|token| token.claims.get(position?));
         claim.unwrap_or(&ClaimValue::Absent)
     }
 
-    /// Why the token was not believed, if there was one and somebody asked.
+    /// Why the token was rejected. `None` if there is no token, or no policy has read a claim yet.
     pub fn fault(&self) -> Option<TokenFault> {
         self.claims_result
             .get()?
@@ -237,12 +241,12 @@ impl TokenReader {
         }
     }
 
-    /// Where tokens stand.
+    /// The name of the header that contains the token.
     pub fn header_name(&self) -> &HeaderName {
         &self.settings.header
     }
 
-    /// Whether the header occurs more than once. Whoever reads one of two tokens may read another than the upstream.
+    /// Whether the header occurs more than once. The upstream could then read a different token.
     pub fn has_duplicate_header(&self, headers: &HeaderMap) -> bool {
         headers
             .get_all(&self.settings.header)
@@ -273,7 +277,7 @@ impl TokenReader {
         Ok(claims)
     }
 
-    /// The one token, without what stands around it.
+    /// Extracts the token from its header, without the authentication scheme.
     fn extract_token<'h>(&self, headers: &'h HeaderMap) -> Result<&'h str, TokenFault> {
         let value = headers
             .get(&self.settings.header)
@@ -284,7 +288,7 @@ impl TokenReader {
             .trim();
         let token = match value.split_once([' ', '\t']) {
             Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim_start(),
-            // Credentials of another kind.
+            // Credentials with another authentication scheme.
             _ if self.settings.header == http::header::AUTHORIZATION => {
                 return Err(TokenFault::Absent);
             }
@@ -329,7 +333,7 @@ impl TokenClaims {
         Ok(())
     }
 
-    /// Bytes of all texts.
+    /// Total size of all texts in bytes.
     fn text_bytes(&self) -> usize {
         self.claims
             .iter()
@@ -339,7 +343,7 @@ impl TokenClaims {
     }
 }
 
-/// A date in whole seconds since the Unix epoch (RFC 7519, 2: it may have a fraction).
+/// Parses a date into whole seconds since the Unix epoch. RFC 7519, section 2, allows fractions.
 fn parse_numeric_date(claims: &Value, name: &str) -> Result<Option<u64>, TokenFault> {
     let Some(value) = claims.get(name) else {
         return Ok(None);
@@ -356,19 +360,21 @@ fn parse_numeric_date(claims: &Value, name: &str) -> Result<Option<u64>, TokenFa
         .ok_or(TokenFault::InvalidDates)
 }
 
-/// Tokens whose signatures have been verified, by their hashes: verifying costs as much as all else that is done for a
-/// request, and clients send a token many times. A reader's keys never change, so nothing here is ever wrong; what is
-/// expired is found so when it is asked for.
+/// Cache of verified tokens, by their hashes. A verification costs as much as the rest of a
+/// request's processing, and clients send the same token many times.
+///
+/// The keys of a reader never change, so entries stay valid. The caller checks the dates of each
+/// cached token.
 #[derive(Debug, Default)]
 struct VerifiedTokenCache([Mutex<TokenCacheShard>; CACHE_SHARDS]);
 
 type TokenCacheShard = IndexMap<[u8; 32], Arc<TokenClaims>, RandomState>;
 
-/// Workers look up at the same time, and shall not wait for each other.
+/// Sharded so that workers rarely wait for each other.
 const CACHE_SHARDS: usize = 16;
-/// Makes 4096 tokens, a few hundred bytes each.
+/// 4096 tokens in total, of a few hundred bytes each.
 const MAX_TOKENS_PER_SHARD: usize = 256;
-/// What says more is verified every time, so that memory is bounded whatever issuers write.
+/// Tokens with more claim data are verified every time, which bounds the cache's memory.
 const MAX_CACHED_CLAIM_BYTES: usize = 1 << 10;
 
 impl VerifiedTokenCache {
@@ -387,7 +393,7 @@ impl VerifiedTokenCache {
         let Some(shard) = self.shard(&id) else { return };
         let mut shard = shard.lock();
         if shard.len() >= MAX_TOKENS_PER_SHARD {
-            // Any: nobody gains by it, and it needs no order to be kept.
+            // Evicts a random entry: no client profits from it, and no access order must be kept.
             let index = fastrand::usize(..shard.len());
             shard.swap_remove_index(index);
         }

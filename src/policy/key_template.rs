@@ -1,4 +1,4 @@
-//! Whose quota a request uses: values taken from it, as the policy's key says.
+//! Key templates: the values of a request that form its rate-limit key.
 
 use super::jwt::ClaimName;
 use super::{Facts, PathPattern, client, facts, path};
@@ -8,14 +8,14 @@ use std::borrow::Cow;
 use std::fmt;
 use std::net::IpAddr;
 
-/// Where one value of a key comes from.
+/// The source of one or more values of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KeyPart {
     ClientIp,
     Header(HeaderName),
     Query(Box<str>),
     Cookie(Box<str>),
-    /// Of the token that a request carries (see [`super::jwt`]).
+    /// A claim of the request's token (see [`super::jwt`]).
     Claim(ClaimName),
     /// The captures of a pattern, one value each.
     PathCaptures(PathPattern),
@@ -27,24 +27,24 @@ pub enum KeyPart {
     DescriptorEntry(Box<str>),
     /// All entries of a descriptor, with their names.
     WholeDescriptor,
-    /// The alternative name in the client's certificate.
+    /// The subject alternative name of the client certificate.
     ClientCertSan,
-    /// The common name in the client's certificate.
+    /// The common name of the client certificate.
     ClientCertCn,
 }
 
-/// The parts of a policy's key, in order. Empty: one quota for everybody who matches.
+/// The parts of a policy's key, in order. An empty template gives all matching requests one quota.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeyTemplate(Vec<KeyPart>);
 
-/// What to do when a part is absent or empty.
+/// The action if a part is absent or empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MissingKeyAction {
     /// All such requests share one quota.
     Shared,
     /// The policy does not apply.
     Skip,
-    /// The request is refused.
+    /// The request is rejected.
     Reject,
 }
 
@@ -57,14 +57,14 @@ pub enum KeyFault {
     Missing(String),
 }
 
-/// The values of one request, one per position; `None` where it has none.
+/// The values of one request, one per position; `None` if the value is absent.
 pub type KeyValues<'a> = SmallVec<[Option<Cow<'a, [u8]>>; 4]>;
 
 impl KeyPart {
-    /// Reads a part as written, e.g. `header:x-user-id`.
+    /// Parses a part, such as `header:x-user-id`.
     ///
     /// # Errors
-    /// A sentence that says what is wrong with it.
+    /// Returns a message that states what is wrong.
     pub fn parse(text: &str, settings: &path::Settings) -> Result<Self, String> {
         let (kind, name) = text.split_once(':').unwrap_or((text, ""));
         match (kind, name) {
@@ -92,11 +92,12 @@ impl KeyPart {
                 }
                 pattern => Ok(Self::PathCaptures(pattern)),
             },
-            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, path:PATTERN, method, host, path, client_cert:san, client_cert:cn, const:TEXT, or of a call of the rate-limit service descriptor:NAME or descriptor".to_owned()),
+            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, path:PATTERN, method, host, path, client_cert:san, client_cert:cn, const:TEXT, or in policies for the rate-limit service descriptor:NAME or descriptor".to_owned()),
         }
     }
 
-    /// Whether the client writes the value as it likes. A claim is the word of who signed the token.
+    /// Whether the client can choose the value freely. A claim counts as chosen by the token's
+    /// issuer.
     pub fn is_client_chosen(&self) -> bool {
         !matches!(
             self,
@@ -104,7 +105,7 @@ impl KeyPart {
                 | Self::Method
                 | Self::Const(_)
                 | Self::Claim(_)
-                // Whoever made the descriptor knows.
+                // The caller of the rate-limit service sets descriptor entries.
                 | Self::DescriptorEntry(_)
                 | Self::WholeDescriptor
                 | Self::ClientCertSan
@@ -117,7 +118,8 @@ impl KeyPart {
         matches!(self, Self::ClientCertSan | Self::ClientCertCn)
     }
 
-    /// Whether the value is of a descriptor (`true`), or of a request. `None`: of neither.
+    /// `true` if the value comes from a descriptor, `false` if from a request, `None` if from
+    /// neither.
     pub fn is_from_descriptor(&self) -> Option<bool> {
         match self {
             Self::DescriptorEntry(_) | Self::WholeDescriptor => Some(true),
@@ -190,7 +192,7 @@ impl KeyPart {
         Ok(())
     }
 
-    /// Of several values the upstream might take another than we do.
+    /// Rejects repeated values, because the upstream might read a different one.
     fn single_value<'a>(
         &self,
         mut values: impl Iterator<Item = Cow<'a, [u8]>>,
@@ -207,7 +209,7 @@ fn text_bytes(text: Option<&str>) -> Option<Cow<'_, [u8]>> {
     text.map(|text| Cow::Borrowed(text.as_bytes()))
 }
 
-/// For people: `header x-user-id`.
+/// Text for messages, such as `header x-user-id`.
 impl fmt::Display for KeyPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -234,7 +236,7 @@ impl KeyTemplate {
         Self(parts)
     }
 
-    /// What stands in each position, for people.
+    /// Describes each position, for messages.
     pub fn describe_positions(&self) -> Vec<String> {
         let repeated = |part: &KeyPart| std::iter::repeat_n(part.to_string(), part.value_count());
         self.0.iter().flat_map(repeated).collect()
@@ -244,12 +246,12 @@ impl KeyTemplate {
         &self.0
     }
 
-    /// Positions that an override counts: one per part, but one per capture of a `path:` part.
+    /// The number of values: one per part, and one per capture of a `path:` part.
     pub fn value_count(&self) -> usize {
         self.0.iter().map(KeyPart::value_count).sum()
     }
 
-    /// The part that gives the value at a position, from 0.
+    /// The part that supplies the value at a position, counted from 0.
     pub fn part_at(&self, position: usize) -> Option<&KeyPart> {
         self.0
             .iter()
@@ -257,11 +259,11 @@ impl KeyTemplate {
             .nth(position)
     }
 
-    /// The values of one request.
+    /// Extracts the values of one request.
     ///
     /// # Errors
-    /// [`KeyFault::Repeated`] if a value that must be one occurs more than once, and with
-    /// `missing = Reject` [`KeyFault::Missing`] for the first that is absent.
+    /// Returns [`KeyFault::Repeated`] if a single-valued part occurs more than once. With
+    /// [`MissingKeyAction::Reject`], returns [`KeyFault::Missing`] for the first absent value.
     pub fn extract_values<'a>(
         &'a self,
         facts: &Facts<'a>,
@@ -280,10 +282,10 @@ impl KeyTemplate {
         Ok(values)
     }
 
-    /// A value of an override at a position, in the form that requests have there.
+    /// Converts an override's value to the form that requests have at this position.
     ///
     /// # Errors
-    /// A sentence that says what is wrong with it.
+    /// Returns a message that states what is wrong.
     pub fn canonicalize_value(
         &self,
         position: usize,
@@ -295,7 +297,7 @@ impl KeyTemplate {
             Some(KeyPart::ClientIp) => {
                 let address = text.split_once('/').map_or(text, |(address, _)| address);
                 let ip: IpAddr = address.parse().map_err(|error| {
-                    format!("{text:?} stands where the key has the client's address: {error}")
+                    format!("the key requires a client address here, but {text:?} is none: {error}")
                 })?;
                 let canonical = format_client_network(ip.to_canonical(), client);
                 if text.contains('/') && text != canonical {
@@ -319,7 +321,7 @@ impl KeyTemplate {
     }
 }
 
-/// The client's network as text: the address alone if the prefix spans it.
+/// The client's network as text. A prefix of full length gives the address alone.
 fn format_client_network(ip: IpAddr, settings: &client::Settings) -> String {
     match ip {
         IpAddr::V4(ip) if settings.ipv4_prefix >= 32 => ip.to_string(),

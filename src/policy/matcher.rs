@@ -1,13 +1,15 @@
-//! The conditions under which a policy applies.
+//! Matching of a policy's conditions against a request or descriptor.
 
 use super::jwt::{ClaimName, ClaimValue};
-use super::{DescriptorConditions, Facts, PathPattern, facts};
+use super::{
+    DescriptorConditions, Facts, NamedCondition, PathPattern, UnmetCondition, ValueCondition, facts,
+};
 use http::{HeaderName, Method};
 use ipnet::IpNet;
 use regex::Regex;
-use std::fmt;
 
-/// Conditions: all of them must hold; within one, any alternative. An empty list is no condition.
+/// The conditions of a policy. All of them must hold. Within one condition, any alternative
+/// suffices; an empty list of alternatives always holds.
 #[derive(Clone, Debug, Default)]
 pub struct Matcher {
     pub methods: MethodSet,
@@ -19,93 +21,32 @@ pub struct Matcher {
     pub cookies: Vec<NamedCondition<Box<str>>>,
     pub client_ips: Vec<IpNet>,
     pub claims: Vec<NamedCondition<ClaimName>>,
-    /// For descriptors; with it, the others are empty, those of `not` too.
+    /// Set only in policies for descriptors. All other conditions are then empty, also those in
+    /// `not`.
     pub descriptor_conditions: Option<DescriptorConditions>,
-    /// Must *not* hold as a whole.
+    /// The conditions in here must not all hold.
     pub not: Option<Box<Matcher>>,
 }
 
-/// A condition on a named value.
-#[derive(Clone, Debug)]
-pub struct NamedCondition<N> {
-    pub name: N,
-    pub condition: ValueCondition,
-}
-
-/// A condition on a value. With several values of one name, any may fulfil it.
-#[derive(Clone, Debug)]
-pub enum ValueCondition {
-    Equals(Box<str>),
-    Regex(Regex),
-    /// Whether the name occurs at all.
-    Present(bool),
-}
-
-/// A condition that a request does not fulfil.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum UnmetCondition<'a> {
-    Method,
-    Host,
-    Path,
-    PathRegex,
-    ClientIp,
-    Header(&'a str),
-    Query(&'a str),
-    Cookie(&'a str),
-    Claim(&'a str),
-    /// It is about descriptors.
-    RequestKind,
-    Domain,
-    Entry(&'a str),
-    /// A descriptor says more than was asked for.
-    ExtraEntries,
-    /// What must not hold holds.
-    Exclusion,
-}
-
-/// For people: `its path is another`.
-impl fmt::Display for UnmetCondition<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Method => f.write_str("not for this method"),
-            Self::Host => f.write_str("not for this host"),
-            Self::Path => f.write_str("not for this path"),
-            Self::PathRegex => f.write_str("path_regex does not match"),
-            Self::ClientIp => f.write_str("not for this client address"),
-            Self::Header(name) => write!(f, "the condition on header {name} does not hold"),
-            Self::Query(name) => write!(f, "the condition on query parameter {name} does not hold"),
-            Self::Cookie(name) => write!(f, "the condition on cookie {name} does not hold"),
-            Self::Claim(name) => write!(f, "the condition on claim {name} does not hold"),
-            Self::RequestKind => f.write_str("for calls of the rate-limit service only"),
-            Self::Domain => f.write_str("not for this domain"),
-            Self::Entry(name) => {
-                write!(f, "the condition on descriptor entry {name} does not hold")
-            }
-            Self::ExtraEntries => f.write_str("the descriptor has other entries too"),
-            Self::Exclusion => f.write_str("excepted by its `not`"),
-        }
-    }
-}
-
-/// Methods, where `GET` also means `HEAD`; empty means all.
+/// HTTP methods. `GET` includes `HEAD`; the empty set contains every method.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MethodSet(Vec<Method>);
 
-/// `example.com`, or `*.example.com` for every name below it.
+/// `example.com`, or `*.example.com` for all its subdomains.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostPattern {
     Exact(Box<str>),
-    /// The part after the star, with its dot.
+    /// The part after the star, including its dot.
     Subdomains(Box<str>),
 }
 
 impl Matcher {
-    /// Whether all conditions hold for one reading of the path.
+    /// Whether all conditions hold for one interpretation of the path.
     pub fn matches(&self, facts: &Facts<'_>, path: &str) -> bool {
         self.first_unmet_condition(facts, path).is_none()
     }
 
-    /// The first condition that does not hold, cheapest first.
+    /// Returns the first condition that does not hold. Cheap conditions are evaluated first.
     pub fn first_unmet_condition(
         &self,
         facts: &Facts<'_>,
@@ -113,14 +54,14 @@ impl Matcher {
     ) -> Option<UnmetCondition<'_>> {
         match (&self.descriptor_conditions, facts.descriptor) {
             (None, None) => {}
-            (Some(described), Some(descriptor)) => {
+            (Some(conditions), Some(descriptor)) => {
                 let exclusion = || {
                     self.not
                         .as_ref()
                         .filter(|not| not.matches(facts, path))
                         .map(|_| UnmetCondition::Exclusion)
                 };
-                return described
+                return conditions
                     .first_unmet_condition(descriptor)
                     .or_else(exclusion);
             }
@@ -169,7 +110,7 @@ impl Matcher {
                 return Some(UnmetCondition::Cookie(&cookie.name));
             }
         }
-        // Last: it may take a signature to be verified.
+        // Claims are evaluated last, because they may require a signature verification.
         for claim in &self.claims {
             if !claim
                 .condition
@@ -184,7 +125,7 @@ impl Matcher {
             .map(|_| UnmetCondition::Exclusion)
     }
 
-    /// The headers that these conditions read.
+    /// Names of the headers that these conditions read.
     pub(super) fn header_names(&self) -> Vec<HeaderName> {
         let mut names: Vec<_> = self
             .headers
@@ -198,7 +139,7 @@ impl Matcher {
         names
     }
 
-    /// Whether they ask for the client's address.
+    /// Whether a condition depends on the client's address.
     pub(super) fn has_client_ip_condition(&self) -> bool {
         !self.client_ips.is_empty()
             || self
@@ -207,7 +148,7 @@ impl Matcher {
                 .is_some_and(|not| not.has_client_ip_condition())
     }
 
-    /// The claims that these conditions ask for.
+    /// The claims that these conditions read.
     pub(super) fn claim_names(&self) -> Vec<ClaimName> {
         let mut names: Vec<_> = self.claims.iter().map(|claim| claim.name.clone()).collect();
         names.extend(self.not.iter().flat_map(|not| not.claim_names()));
@@ -220,17 +161,7 @@ fn is_empty_or_any<T>(alternatives: &[T], is_met: impl FnMut(&T) -> bool) -> boo
 }
 
 impl ValueCondition {
-    pub(super) fn is_met_by<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
-        match self {
-            Self::Equals(wanted) => values.any(|value| value.as_ref() == wanted.as_bytes()),
-            Self::Regex(regex) => {
-                values.any(|value| regex.is_match(&String::from_utf8_lossy(value.as_ref())))
-            }
-            Self::Present(wanted) => values.next().is_some() == *wanted,
-        }
-    }
-
-    /// Of a list, any element may fulfil it.
+    /// A list claim meets the condition if any of its elements does.
     fn is_met_by_claim(&self, claim: &ClaimValue) -> bool {
         match self {
             Self::Present(wanted) => claim.is_present() == *wanted,
@@ -244,7 +175,7 @@ impl MethodSet {
         Self(methods)
     }
 
-    /// As written; empty means all.
+    /// The methods as configured; empty means every method.
     pub fn as_slice(&self) -> &[Method] {
         &self.0
     }
@@ -261,10 +192,10 @@ impl MethodSet {
 }
 
 impl HostPattern {
-    /// Reads `name` or `*.name`, without a port.
+    /// Parses `name` or `*.name`, without a port.
     ///
     /// # Errors
-    /// A sentence that says what is wrong with it.
+    /// Returns a message that states the expected form.
     pub fn parse(text: &str) -> Result<Self, String> {
         let text = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
         let (is_wildcard, name) = match text.strip_prefix("*.") {

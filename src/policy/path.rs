@@ -1,19 +1,21 @@
-//! The path that policies see: normalized the way that upstreams read paths, so that no spelling of a
-//! path gets round a policy. What is forwarded stays as it came.
+//! Path normalization for matching and keys.
+//!
+//! Paths are normalized the way upstreams read them, so that no spelling of a path bypasses a
+//! policy. The forwarded path stays unchanged.
 
 use smallvec::{SmallVec, smallvec};
 
-/// How a path is read for matching and keys.
+/// How a path is normalized for matching and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Off: the path is matched byte for byte as it came.
+    /// If off, paths are matched byte for byte as received.
     pub normalize: bool,
-    /// `//` is `/`.
+    /// Treats `//` as `/`.
     pub merge_slashes: bool,
     pub escaped_slashes: EscapedSlashes,
-    /// `/a/` is `/a`.
+    /// Treats `/a/` as `/a`.
     pub ignore_trailing_slash: bool,
-    /// `/a;x=1` is `/a`.
+    /// Treats `/a;x=1` as `/a`.
     pub strip_parameters: bool,
     pub case_sensitive: bool,
 }
@@ -31,40 +33,40 @@ impl Settings {
     };
 }
 
-/// What `%2F`, `%5C` and `\` in a path are.
+/// How `%2F`, `%5C` and `\` in a path are interpreted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EscapedSlashes {
-    /// Upstreams differ, so both readings are matched.
+    /// Both as separators and as part of their segment, because upstreams differ.
     Both,
-    /// A request that has one is refused.
+    /// Requests with one of them are rejected.
     Reject,
-    /// Part of their segment.
+    /// As part of their segment.
     Keep,
-    /// Separators.
+    /// As separators.
     Decode,
 }
 
-/// The ways in which upstreams read a path: mostly one. Where they differ, each way counts, and so does each with each:
-/// `%2F` and `\` may separate or not, parameters be taken off or not, dots be resolved at one time, at another, or never.
-/// The one that most of them agree on, with more segments, comes first.
+/// The ways in which upstreams may interpret a path; usually one. Upstreams differ in whether `%2F`
+/// and `\` separate segments, in stripping parameters, and in resolving dots. All combinations are
+/// included. The most common one, with more segments, comes first.
 ///
-/// With `normalize` a reading is ASCII in one spelling: what can be written plainly is, everything else is
-/// percent-encoded in upper case, so that two readings are equal exactly if they decode to the same bytes.
+/// With `normalize`, each interpretation has one ASCII spelling: only necessary escapes, in upper
+/// case. Two interpretations are thus equal exactly if they decode to the same bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PathInterpretations(SmallVec<[Box<str>; 2]>);
 
 /// Why a path cannot be matched safely.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PathFault {
-    #[error("the path holds an escaped slash or a backslash")]
+    #[error("the path contains an escaped slash or a backslash")]
     EscapedSlash,
-    #[error("the path holds an escaped NUL")]
+    #[error("the path contains an escaped NUL")]
     Nul,
-    #[error("the path does not begin with a slash")]
+    #[error("the path does not start with a slash")]
     NotAbsolute,
 }
 
-/// Of the root.
+/// Returns the interpretation of the root path.
 impl Default for PathInterpretations {
     fn default() -> Self {
         Self(smallvec!["/".into()])
@@ -72,11 +74,11 @@ impl Default for PathInterpretations {
 }
 
 impl PathInterpretations {
-    /// Reads the path of a request target (no query). `*` (of `OPTIONS *`) reads as `/`, so that policies
-    /// for every path hold for it too.
+    /// Interprets the path of a request target, without its query. `*` (as in `OPTIONS *`) is read
+    /// as `/`, so that policies for every path apply to it too.
     ///
     /// # Errors
-    /// A [`PathFault`] for a path that the client should not have sent.
+    /// Returns a [`PathFault`] if the path is invalid or the settings reject it.
     pub fn parse(path: &str, settings: &Settings) -> Result<Self, PathFault> {
         if path == "*" {
             return Ok(Self::default());
@@ -95,7 +97,7 @@ impl PathInterpretations {
         if settings.escaped_slashes == EscapedSlashes::Reject && (escaped_slash || backslash) {
             return Err(PathFault::EscapedSlash);
         }
-        // Whether they separate, where that is a question; each may without the other.
+        // Escaped slashes and backslashes may separate segments independently of each other.
         let separator_choices = |is_present: bool| -> &[bool] {
             match settings.escaped_slashes {
                 EscapedSlashes::Both if is_present => &[true, false],
@@ -145,7 +147,7 @@ impl PathInterpretations {
     }
 }
 
-/// One literal segment of a pattern in the spelling that readings have.
+/// Normalizes one literal segment of a pattern to the spelling of [`PathInterpretations`].
 pub(super) fn canonicalize_segment(segment: &str, settings: &Settings) -> Box<str> {
     if !settings.normalize {
         return segment.into();
@@ -160,7 +162,7 @@ pub(super) fn canonicalize_segment(segment: &str, settings: &Settings) -> Box<st
     name.into()
 }
 
-/// What ends a segment, beside a slash.
+/// Characters that separate segments, in addition to a slash.
 #[derive(Clone, Copy)]
 struct SegmentSeparators {
     /// `%2F`.
@@ -169,18 +171,19 @@ struct SegmentSeparators {
     backslash: bool,
 }
 
-/// When `..` takes a segment away.
+/// When `..` removes the segment before it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum DotSegmentResolution {
-    /// When parameters are gone and slashes merged: `/a/..;x/b` and `/a//../b` are `/b`.
+    /// After parameters are stripped and slashes merged: `/a/..;x/b` and `/a//../b` are `/b`.
     AfterNormalization,
-    /// Before: `..;x` is a name like others, and an empty segment one that `..` takes away. Both are below `/a`.
+    /// Before that: `..;x` is an ordinary name, and `..` may remove an empty segment. Both paths
+    /// are then below `/a`.
     BeforeNormalization,
-    /// An app that routes by the path as it came: `/a/../b` is below `/a`.
+    /// The application routes by the path as received: `/a/../b` is below `/a`.
     Never,
 }
 
-/// Whether normalizing would change nothing: the usual case, decided in one pass.
+/// Whether normalization would change nothing. Most paths take this single pass.
 fn is_already_normalized(path: &str, settings: &Settings) -> bool {
     let mut previous = 0;
     for byte in path.bytes() {
@@ -195,12 +198,13 @@ fn is_already_normalized(path: &str, settings: &Settings) -> bool {
     previous != b'/' || path.len() == 1
 }
 
-/// Whether a path has segments that servers treat differently: of dots, empty, or of nothing but a parameter.
+/// Whether a path has segments that servers treat differently: segments of dots, empty segments, or
+/// segments with only a parameter.
 fn has_ambiguous_segments(text: &str) -> bool {
     ["/.", "//", "/;"].iter().any(|odd| text.contains(odd))
 }
 
-/// One reading of a path in canonical spelling.
+/// Resolves dot segments and parameters of a canonicalized path, for one interpretation.
 fn resolve_segments(
     text: &str,
     settings: &Settings,
@@ -245,7 +249,8 @@ fn resolve_segments(
     path.into()
 }
 
-/// Appends a segment that stays as it is: where semicolons begin parameters, this one's begin none.
+/// Appends a literal segment. Its semicolons are escaped where they would otherwise start
+/// parameters.
 fn push_segment(out: &mut String, segment: &str, settings: &Settings) {
     for (at, part) in segment.split(';').enumerate() {
         match settings.strip_parameters {
@@ -258,8 +263,8 @@ fn push_segment(out: &mut String, segment: &str, settings: &Settings) {
     }
 }
 
-/// A path or segment, decoded once where that is plain, else escaped in upper case; with semicolons that may begin
-/// parameters as they are.
+/// Decodes a path or segment once. Bytes that need an escape keep it, in upper case. Semicolons
+/// that may start parameters stay plain.
 fn canonicalize(text: &str, settings: &Settings, separators: SegmentSeparators) -> String {
     let mut out = String::with_capacity(text.len());
     push_canonicalized(&mut out, text, settings, separators);
@@ -286,7 +291,7 @@ fn push_canonicalized(
             b'/' if !escaped => out.push('/'),
             b'/' if separators.escaped_slash => out.push('/'),
             b'\\' if separators.backslash => out.push('/'),
-            // An escaped semicolon begins no parameter.
+            // An escaped semicolon starts no parameter.
             b';' if escaped && settings.strip_parameters => push_escape(out, byte),
             b'/' | b'\\' | b'%' => push_escape(out, byte),
             0x21..=0x7e => out.push(char::from(byte)),
@@ -295,7 +300,7 @@ fn push_canonicalized(
     }
 }
 
-/// The byte that a `%XX` at the beginning of `text` stands for.
+/// The byte encoded by a `%XX` at the start of `text`.
 fn decode_escape(text: &[u8]) -> Option<u8> {
     match text {
         [b'%', high, low, ..] => Some(parse_hex_digit(*high)? << 4 | parse_hex_digit(*low)?),
@@ -436,7 +441,7 @@ mod tests {
             ..DEFAULT_SETTINGS
         };
         assert_eq!(interpret("/a/..;x/b", kept), ["/a/..;x/b"]);
-        // Slashes of two kinds, and each may separate without the other.
+        // Escaped slashes and backslashes separate independently of each other.
         assert_eq!(
             interpret("/a%2Fb%5C..", DEFAULT_SETTINGS),
             [

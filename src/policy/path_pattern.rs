@@ -1,33 +1,35 @@
-//! Path patterns, and the index that finds the patterns which match a path without trying each.
+//! Path patterns, and an index that finds the patterns that match a path.
 
 use super::path;
 use foldhash::HashMap;
 use smallvec::SmallVec;
 
-/// `/a/b` exact, `{name}` and `*` one segment, `**` (only last) any rest including none.
+/// A path pattern. `/a/b` is exact, `{name}` and `*` match one segment, and a final `**` matches
+/// any number of segments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PathPattern {
     segments: Vec<PatternSegment>,
-    /// Ends in `**`.
+    /// Whether the pattern ends in `**`.
     matches_any_suffix: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum PatternSegment {
-    /// In the spelling of [`path::PathInterpretations`]; empty for what follows a last slash that matters.
+    /// A segment in the spelling of [`path::PathInterpretations`]. It is empty after a significant
+    /// final slash.
     Literal(Box<str>),
-    /// One segment that isn't empty; `true` if its value is captured.
+    /// One non-empty segment. `captured` is true if its value is captured.
     Wildcard { captured: bool },
 }
 
 impl PathPattern {
-    /// Reads a pattern as written; literals are normalized as paths are.
+    /// Parses a pattern. Literal segments are normalized like paths.
     ///
     /// # Errors
-    /// A sentence that says what is wrong with it.
+    /// Returns a message that states what is wrong.
     pub fn parse(text: &str, settings: &path::Settings) -> Result<Self, String> {
         let Some(rest) = text.strip_prefix('/') else {
-            return Err("a path pattern begins with a slash".to_owned());
+            return Err("a path pattern starts with a slash".to_owned());
         };
         let mut words: Vec<&str> = rest.split('/').collect();
         let matches_any_suffix = words.last() == Some(&"**");
@@ -55,7 +57,7 @@ impl PathPattern {
         self.match_segments(path, |_| {})
     }
 
-    /// How many values [`PathPattern::captures`] gives.
+    /// The number of values that [`PathPattern::captures`] returns.
     pub fn capture_count(&self) -> usize {
         self.segments
             .iter()
@@ -63,14 +65,14 @@ impl PathPattern {
             .count()
     }
 
-    /// The segments at `{name}`s, if the path matches.
+    /// Returns the segments captured by `{name}`, if the path matches.
     pub fn captures<'p>(&self, path: &'p str) -> Option<SmallVec<[&'p str; 4]>> {
         let mut values = SmallVec::new();
         self.match_segments(path, |value| values.push(value))
             .then_some(values)
     }
 
-    /// Whether every path that `other` matches is matched by this one.
+    /// Whether this pattern matches every path that `other` matches.
     pub fn covers(&self, other: &Self) -> bool {
         let long_enough = match (self.matches_any_suffix, other.matches_any_suffix) {
             (false, true) => false,
@@ -85,7 +87,7 @@ impl PathPattern {
                 .all(|(mine, others)| mine.covers(others))
     }
 
-    /// Whether it is `/**`.
+    /// Whether the pattern is `/**`.
     pub fn matches_any_path(&self) -> bool {
         self.matches_any_suffix && self.segments.is_empty()
     }
@@ -125,12 +127,12 @@ impl PatternSegment {
                 Ok(Self::Wildcard { captured: true })
             } else {
                 Err(format!(
-                    "{{{name}}} is no capture: between the braces stand letters, digits and _"
+                    "{{{name}}} is no capture: only letters, digits and _ are allowed between the braces"
                 ))
             };
         }
         if word == "**" {
-            return Err("** stands only at the end".to_owned());
+            return Err("** is only allowed at the end".to_owned());
         }
         if word.contains(['*', '{', '}']) {
             return Err(format!(
@@ -174,7 +176,8 @@ fn split_segments(path: &str) -> PathSegments<'_> {
     path.strip_prefix('/').unwrap_or(path).split('/')
 }
 
-/// Finds all patterns that match a path; the cost grows with the path, not with the number of patterns.
+/// A trie that finds all patterns that match a path. The cost grows with the path's length, not
+/// with the number of patterns.
 #[derive(Debug, Default)]
 pub(super) struct PathIndex {
     nodes: Vec<PathIndexNode>,
@@ -205,7 +208,7 @@ impl PathIndex {
         }
     }
 
-    /// Adds the ids of all patterns that match, in no order, some perhaps twice.
+    /// Adds the ids of all matching patterns, unordered and possibly with duplicates.
     pub(super) fn find_matches(&self, path: &str, found: &mut SmallVec<[u32; 16]>) {
         if let Some(root) = self.nodes.first() {
             self.collect_matches(root, split_segments(path), found);
@@ -306,7 +309,7 @@ mod tests {
     fn rejects_impossible_patterns_with_a_reason() {
         for (text, reason) in [
             ("a", "slash"),
-            ("/a/**/b", "only at the end"),
+            ("/a/**/b", "only allowed at the end"),
             ("/a*", "whole segment"),
             ("/{}", "no capture"),
             ("/a//b", "merge_slashes"),

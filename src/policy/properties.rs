@@ -1,4 +1,5 @@
-//! What holds for any bytes at all. The suite draws some at random, `fuzz/` looks for the others.
+//! Properties that hold for any input. The tests draw random bytes; the targets in `fuzz/` search
+//! for counterexamples.
 
 use super::client::{self, ClientIdentity};
 use super::jwt::{
@@ -10,13 +11,14 @@ use http::{HeaderMap, HeaderValue};
 use std::net::IpAddr;
 use std::sync::{Arc, LazyLock};
 
-/// The readings of a path are those of naive readers of all kinds, the usual one first, for all settings (which the first
-/// byte chooses) that merge slashes; and they are in a spelling of their own.
+/// The path interpretations equal those of naive readers of all kinds, the most common one first.
+/// Each of them is in canonical spelling. The first byte chooses the settings, which always merge
+/// slashes.
 pub fn check_path_interpretations(bytes: &[u8]) {
     let Some((choice, path)) = bytes.split_first() else {
         return;
     };
-    // No parser of requests lets a bare NUL through.
+    // HTTP parsers reject a NUL byte.
     let Some(path) = std::str::from_utf8(path)
         .ok()
         .filter(|path| !path.contains('\0'))
@@ -111,7 +113,7 @@ pub fn check_path_interpretations(bytes: &[u8]) {
     }
 }
 
-/// How one server reads paths. `dots` are resolved 0: last, 1: first, 2: never.
+/// How one server reads paths. `dot_resolution`: 0 resolves dots last, 1 first, 2 never.
 struct NaivePathReader {
     escaped_slash_separates: bool,
     backslash_separates: bool,
@@ -119,13 +121,13 @@ struct NaivePathReader {
     dot_resolution: u8,
 }
 
-/// The segments of a path as bytes, and whether its reading ends with a slash: character by character.
+/// Reads a path byte by byte. Returns its segments, and whether it ends with a slash.
 fn read_path_naively(
     path: &str,
     settings: &Settings,
     reader: NaivePathReader,
 ) -> (Vec<Vec<u8>>, bool) {
-    // Each without and with its parameters.
+    // Each segment without and with its parameters.
     let mut segments: Vec<[Vec<u8>; 2]> = vec![Default::default()];
     let (mut in_parameter, mut rest) = (false, path.as_bytes().get(1..).unwrap_or_default());
     while let [first, tail @ ..] = rest {
@@ -195,7 +197,7 @@ fn read_path_naively(
     (kept, ends_with_slash)
 }
 
-/// The segments of a reading as bytes.
+/// The segments of an interpretation as bytes.
 fn decode_segments(reading: &str) -> Vec<Vec<u8>> {
     let inner = reading.strip_prefix('/').unwrap_or(reading);
     let mut segments: Vec<Vec<u8>> = inner
@@ -208,8 +210,8 @@ fn decode_segments(reading: &str) -> Vec<Vec<u8>> {
     segments
 }
 
-/// Nobody can talk a trusted proxy's word away: what it appends to any header names the client; an untrusted peer
-/// is itself.
+/// No header content can override the element that a trusted proxy appends: that element is the
+/// client. An untrusted peer is always the client itself.
 pub fn check_client_identity(bytes: &[u8]) {
     let Some((choice, rest)) = bytes.split_first() else {
         return;
@@ -222,10 +224,10 @@ pub fn check_client_identity(bytes: &[u8]) {
             headers.append(&settings.ip_header, line);
         }
     }
-    let (proxy, stranger) = (IpAddr::from([10, 0, 0, 1]), IpAddr::from([203, 0, 113, 7]));
+    let (proxy, untrusted) = (IpAddr::from([10, 0, 0, 1]), IpAddr::from([203, 0, 113, 7]));
     assert_eq!(
-        ClientIdentity::identify(stranger, &headers, &settings).ip,
-        stranger
+        ClientIdentity::identify(untrusted, &headers, &settings).ip,
+        untrusted
     );
     let proxy_element = if forwarded {
         "for=203.0.113.7"
@@ -243,7 +245,7 @@ pub fn check_client_identity(bytes: &[u8]) {
     );
     assert_eq!(
         ClientIdentity::identify(proxy, &by_line, &settings).ip,
-        stranger,
+        untrusted,
         "{headers:?}"
     );
     if let Some(last) = headers.get_all(&settings.ip_header).iter().next_back()
@@ -254,14 +256,15 @@ pub fn check_client_identity(bytes: &[u8]) {
         in_line.append(&settings.ip_header, joined);
         assert_eq!(
             ClientIdentity::identify(proxy, &in_line, &settings).ip,
-            stranger,
+            untrusted,
             "{in_line:?}"
         );
     }
 }
 
-/// Whoever the proxies wrote down is found, in whatever form: the first from the right that isn't trusted, and nobody
-/// behind what can't be read. The first byte chooses the header, each further pair an element and its form.
+/// The first untrusted address from the right is the client, in every form of address. Elements to
+/// the left of an unreadable one are ignored. The first byte chooses the header, and each further
+/// pair an address and its form.
 pub fn check_proxy_chain(bytes: &[u8]) {
     let Some((choice, elements)) = bytes.split_first() else {
         return;
@@ -289,7 +292,7 @@ pub fn check_proxy_chain(bytes: &[u8]) {
         let comma = if choice & 2 == 0 { "," } else { " ,\t" };
         headers.append(
             &settings.ip_header,
-            HeaderValue::try_from(line.join(comma)).expect("made of visible signs"),
+            HeaderValue::try_from(line.join(comma)).expect("the elements are printable ASCII"),
         );
     }
     let proxy = IpAddr::from([10, 0, 0, 1]);
@@ -308,7 +311,7 @@ pub fn check_proxy_chain(bytes: &[u8]) {
     );
 }
 
-/// Every other one is a proxy that is trusted.
+/// Half of the addresses are trusted proxies.
 fn hop_address(hop_id: u8) -> IpAddr {
     match hop_id % 4 {
         0 => IpAddr::from([10, 0, 0, hop_id]),
@@ -325,7 +328,7 @@ fn is_trusted(ip: IpAddr) -> bool {
     }
 }
 
-/// An element of `X-Forwarded-For`, and whom it means.
+/// An element of `X-Forwarded-For`, and the address it means.
 fn x_forwarded_for_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
     let ip = hop_address(hop_id);
     let text = match (ip, form % 8) {
@@ -351,7 +354,7 @@ fn x_forwarded_for_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
     (Some(ip), text)
 }
 
-/// An element of `Forwarded`, and whom it means.
+/// An element of `Forwarded`, and the address it means.
 fn forwarded_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
     let ip = hop_address(hop_id);
     let node = match ip {
@@ -402,16 +405,16 @@ fn trusting_settings(is_forwarded: bool) -> client::Settings {
 }
 
 const SECRET: &[u8] = b"a secret that is long enough to be one";
-/// Says that it is Ann's, and is signed by the secret.
+/// A token with `sub` "ann", signed with the secret.
 const TOKEN: &str = "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCIsImtpZCI6ImsifQ.eyJzdWIiOiJhbm4ifQ.HQcv7f_ozKzJpX-u3I6JkTL8ETaId3-o_rR0cRbD7oQ";
 
-/// No token is believed but the one that was signed: not if any byte of it is another, and not if all are. The first
-/// byte chooses whether the others are edits or a token.
+/// Only the signed token is accepted: no edit of it and no other token. The first byte chooses
+/// whether the remaining bytes are edits or a token.
 pub fn check_token_verification(bytes: &[u8]) {
     static READERS: LazyLock<[Arc<TokenReader>; 2]> = LazyLock::new(|| {
         let key = r#"{"kty":"oct","kid":"k","alg":"HS256","k":"YSBzZWNyZXQgdGhhdCBpcyBsb25nIGVub3VnaCB0byBiZSBvbmU"}"#;
-        let (set, _) =
-            VerificationKeys::from_jwks(&format!("{{\"keys\":[{key}]}}")).expect("it is right");
+        let (set, _) = VerificationKeys::from_jwks(&format!("{{\"keys\":[{key}]}}"))
+            .expect("the key set is valid");
         [VerificationKeys::from_secret(SECRET).0, set].map(|keys| {
             let verification = SignatureVerification::Keys(keys);
             let settings = jwt::Settings {
@@ -420,7 +423,7 @@ pub fn check_token_verification(bytes: &[u8]) {
             };
             Arc::new(TokenReader::new(
                 settings,
-                vec![ClaimName::parse("sub").expect("it is one")],
+                vec![ClaimName::parse("sub").expect("\"sub\" is a claim name")],
             ))
         })
     });
@@ -451,14 +454,17 @@ pub fn check_token_verification(bytes: &[u8]) {
     for reader in READERS.iter() {
         let read = RequestToken::new(Some(reader), 1_800_000_000);
         let sub = read
-            .claim(&headers, &ClaimName::parse("sub").expect("it is one"))
+            .claim(
+                &headers,
+                &ClaimName::parse("sub").expect("\"sub\" is a claim name"),
+            )
             .single_text();
         assert_eq!(sub, is_signed.then_some(b"ann".as_slice()), "{headers:?}");
     }
 }
 
-/// Two lists of key values have the same key exactly if they are the same; and one readable form has no bytes
-/// that could harm.
+/// Two lists of key values have equal keys exactly if the lists are equal. The readable form
+/// contains no harmful bytes.
 pub fn check_key_encoding(bytes: &[u8]) {
     let mut lists = bytes.splitn(2, |byte| *byte == 0xff).map(|list| {
         let mut values = list.split(|byte| *byte == 0xfe);
@@ -518,7 +524,7 @@ mod tests {
         #[test]
         fn any_key(bytes in prop::collection::vec(prop::sample::select(vec![0_u8, 1, 2, 3, b'a', b'/', 0xfe, 0xff]), 0..20)) {
             super::check_key_encoding(&bytes);
-            // Equal lists too.
+            // The property also holds for equal lists.
             super::check_key_encoding(&[&bytes[..], &[0xff], &bytes].concat());
         }
     }

@@ -1,67 +1,63 @@
-//! How much a policy allows, to whom.
+//! Selection of the key and the limits that a request is charged against.
 
 use super::{
-    CostSource, Descriptor, Facts, KeyFault, KeyTemplate, KeyValues, MissingKeyAction, client, path,
+    CostSource, Descriptor, Facts, KeyFault, KeyTemplate, KeyValues, MissingKeyAction, NamedLimit,
+    client, path,
 };
 use crate::limiter::{Key, KeyBuilder, Lease, Limit};
 use foldhash::HashMap;
 use std::fmt;
 
-/// Whose quota a request uses, and how much there is of it.
+/// The key, cost and limits of a policy.
 #[derive(Clone, Debug)]
 pub struct Quota {
     pub key: KeyTemplate,
     pub missing_key: MissingKeyAction,
     pub cost: CostSource,
-    /// At least one.
+    /// Never empty.
     pub limits: Vec<NamedLimit>,
-    /// How long a key stays closed once one of the limits has refused it ([`Algorithm::Block`]).
+    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]).
     ///
     /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
     pub block: Option<Limit>,
-    /// What the policy refuses uses its limits too ([`ChargeEffect::ChargeRejected`]).
+    /// Whether requests that the policy rejects are charged too ([`ChargeEffect::ChargeRejected`]).
     ///
-    /// [`ChargeEffect::ChargeRejected`]: crate::limiter::Effect::Press
+    /// [`ChargeEffect::ChargeRejected`]: crate::limiter::ChargeEffect::ChargeRejected
     pub count_rejected: bool,
-    /// Over how many counters of a cluster each key is spread; 1: it isn't.
+    /// Number of counters, spread over a Redis cluster, for each key. 1 means that keys are not
+    /// sharded.
     pub shards: u16,
-    /// How it takes units in advance, if it does.
+    /// Settings for leasing units in advance; `None` disables leases.
     pub lease: Option<Lease>,
     pub overrides: LimitOverrides,
 }
 
-/// A limit with its name in the rate-limit fields.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NamedLimit {
-    pub name: Box<str>,
-    /// What is counted, when it isn't requests.
-    pub unit: Option<Box<str>>,
-    pub limit: Limit,
-}
-
-/// Limits of their own for some keys. The first that fits replaces all limits of the policy.
+/// Overrides of the limits for certain keys. The first matching entry replaces all limits of the
+/// policy.
 #[derive(Clone, Default)]
 pub struct LimitOverrides {
     entries: Vec<LimitOverride>,
-    /// Those without a wildcard, by [`Key::id`]: thousands of them must not make a request slower.
+    /// Index of the entries without a wildcard, by [`Key::id`]. The lookup time must not grow with
+    /// the number of entries, which may be thousands.
     exact_by_key_id: HashMap<u128, usize>,
-    /// Those with one, in order.
+    /// Indices of the entries with a wildcard, in file order.
     wildcard_indices: Vec<usize>,
 }
 
 /// One entry of [`LimitOverrides`].
 #[derive(Clone, Debug)]
 pub struct LimitOverride {
-    /// One per key position (see [`KeyTemplate::width`]); `None` matches any value.
+    /// One value per key position (see [`KeyTemplate::value_count`]); `None` matches any value.
     pub values: Vec<Option<Box<str>>>,
     pub limits: Vec<NamedLimit>,
 }
 
 impl Quota {
-    /// The key and limits that one request of policy `name` uses; `None` if the policy skips it.
+    /// Returns the key and the limits for one request of policy `name`, or `None` if the policy
+    /// skips the request.
     ///
     /// # Errors
-    /// A [`KeyFault`] for a request that cannot be keyed.
+    /// Returns a [`KeyFault`] if the request cannot be keyed.
     pub fn select_for_request<'t>(
         &'t self,
         name: &str,
@@ -75,11 +71,12 @@ impl Quota {
         Ok(Some(self.key_and_limits(name, &values)))
     }
 
-    /// The same for a descriptor, which may bring a limit along. Then that is the limit, and nobody else's: the whole
-    /// descriptor is part of its key.
+    /// Does the same for a descriptor, which may carry its own limit. That limit then replaces
+    /// those of the policy, and the key includes the whole descriptor, so no other descriptor
+    /// shares it.
     ///
     /// # Errors
-    /// As [`Quota::select_for_request`].
+    /// Same as [`Quota::select_for_request`].
     pub fn select_for_descriptor<'t>(
         &'t self,
         name: &str,
@@ -94,16 +91,17 @@ impl Quota {
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
         }
-        // One more than the policy's key has: it meets none of the others.
+        // With one value more than the policy's template, the key cannot equal any other key of the
+        // policy.
         values.push(Some(descriptor.canonical_text().into_bytes().into()));
         Ok(Some((build_key(name, &values), limits)))
     }
 
-    /// The key and limits that belong to values given by hand, one per position; an empty text is an absent
-    /// value.
+    /// Returns the key and the limits for explicit values, one per position. An empty text stands
+    /// for an absent value.
     ///
     /// # Errors
-    /// A sentence that says what is wrong with the values.
+    /// Returns a message that states which values are wrong.
     pub fn select_for_values<'t>(
         &'t self,
         name: &str,
@@ -149,7 +147,7 @@ impl Quota {
 }
 
 impl LimitOverrides {
-    /// Those of policy `name`.
+    /// Creates the overrides of policy `name`.
     pub fn new(name: &str, entries: Vec<LimitOverride>) -> Self {
         let mut overrides = Self {
             entries,
@@ -199,7 +197,8 @@ impl LimitOverrides {
     }
 }
 
-/// What was written, and nothing of what is derived from it in no certain order: equal overrides read alike.
+/// Shows the entries only. The derived index has no stable order, and equal overrides must print
+/// equally.
 impl fmt::Debug for LimitOverrides {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.entries.fmt(f)

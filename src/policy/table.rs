@@ -1,4 +1,4 @@
-//! The compiled policies: built once, never changed, swapped as a whole.
+//! The compiled, immutable table of policies. A reload replaces the table as a whole.
 
 use super::{
     CorsOrigins, CostSource, Descriptor, Facts, HostPattern, KeyPart, Matcher, Policy,
@@ -9,15 +9,15 @@ use http::HeaderName;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// The compiled, immutable policies with what is needed to read a request for them.
+/// The compiled policies, and the settings needed to read a request for them.
 #[derive(Debug)]
 pub struct PolicyTable {
     pub path: path::Settings,
     pub client: client::Settings,
     pub rate_limit_headers: RateLimitHeaderSettings,
-    /// Nobody, unless said otherwise.
+    /// No origin is allowed by default.
     pub cors: CorsOrigins,
-    /// In the order in which they apply.
+    /// In the order of their application.
     policies: Vec<Policy>,
     policy_index: PolicyIndex,
     referenced_headers: HashSet<HeaderName>,
@@ -25,19 +25,19 @@ pub struct PolicyTable {
     token_reader: Option<Arc<jwt::TokenReader>>,
 }
 
-/// Which rate-limit fields answers carry.
+/// The rate-limit headers that responses carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RateLimitHeaderSettings {
     /// `RateLimit` and `RateLimit-Policy`.
     pub standard: bool,
     /// `X-RateLimit-*`.
     pub legacy: bool,
-    /// `X-RateLimit-Reset` as seconds since the epoch instead of from now.
+    /// `X-RateLimit-Reset` as seconds since the Unix epoch instead of seconds from now.
     pub legacy_reset_epoch: bool,
 }
 
 impl PolicyTable {
-    /// Compiles policies given in file order; their names are unique.
+    /// Compiles policies. They are given in file order and have unique names.
     pub fn new(
         mut policies: Vec<Policy>,
         path: path::Settings,
@@ -63,7 +63,7 @@ impl PolicyTable {
         }
     }
 
-    /// The same table, with tokens believed as `settings` say. Without, no token says anything.
+    /// Returns the table with a token reader. Without token settings, every claim is absent.
     #[must_use]
     pub fn with_token_settings(mut self, settings: jwt::Settings) -> Self {
         let mut claims: Vec<jwt::ClaimName> = Vec::new();
@@ -79,24 +79,24 @@ impl PolicyTable {
         self
     }
 
-    /// The same table, with answers of ours that scripts of these origins may read.
+    /// Returns the table with CORS: scripts of these origins may read the responses of tidegate.
     #[must_use]
     pub fn with_cors(mut self, cors: CorsOrigins) -> Self {
         self.cors = cors;
         self
     }
 
-    /// What reads tokens, if any policy asks for a claim.
+    /// The token reader, if any policy reads a claim.
     pub fn token_reader(&self) -> Option<&Arc<jwt::TokenReader>> {
         self.token_reader.as_ref()
     }
 
-    /// In the order in which they apply.
+    /// The policies in the order of their application.
     pub fn policies(&self) -> &[Policy] {
         &self.policies
     }
 
-    /// The policies whose conditions hold, in the order in which they apply, each with its place in
+    /// The matching policies in the order of their application, each with its index in
     /// [`PolicyTable::policies`].
     pub fn matching_policies(&self, facts: &Facts<'_>) -> SmallVec<[(usize, &Policy); 8]> {
         let positions = self
@@ -110,8 +110,9 @@ impl PolicyTable {
             .collect()
     }
 
-    /// Whether a request tells of a client behind its peer, but the peer is not trusted, while a policy tells
-    /// clients apart: behind an ingress, everybody would share the ingress's quota.
+    /// Whether a request from an untrusted peer has a forwarding header while a policy depends on
+    /// the client's address. Behind an ingress, all clients would then share the quota of the
+    /// ingress.
     pub fn ignores_forwarding_headers(
         &self,
         client: &client::ClientIdentity,
@@ -126,28 +127,29 @@ impl PolicyTable {
         self.distinguishes_clients && !client.peer_trusted && has_forwarding_header()
     }
 
-    /// Whether a policy tells clients apart.
+    /// Whether any policy depends on the client's address.
     pub fn distinguishes_clients(&self) -> bool {
         self.distinguishes_clients
     }
 
-    /// Whether a header decides anything: it is part of a key, a match or a cost, or names the client.
-    /// Such a header must mean the same to us and to the upstream.
+    /// Whether a header is part of a key, a condition or a cost, or identifies the client. Such a
+    /// header must have the same meaning for tidegate and the upstream.
     pub fn reads_header(&self, name: &HeaderName) -> bool {
         self.referenced_headers.contains(name)
     }
 
-    /// All such headers, in no certain order.
+    /// All such headers, in no particular order.
     pub fn referenced_headers(&self) -> impl Iterator<Item = &HeaderName> {
         self.referenced_headers.iter()
     }
 }
 
 impl Policy {
-    /// The first condition that does not hold; `None`: the policy applies.
+    /// Returns the first condition that does not hold, or `None` if the policy applies.
     ///
-    /// A path may have two readings. A policy that limits or denies applies if either matches; one that
-    /// exempts only if both do: an exemption must not be had by an ambiguous spelling.
+    /// A path may have several interpretations. A limiting or denying policy applies if any of them
+    /// matches. An exempting policy applies only if all match, so that an ambiguous spelling gains
+    /// no exemption.
     pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         let mut unmet = facts
             .paths
@@ -191,8 +193,8 @@ fn claims_referenced_by(policy: &Policy) -> Vec<jwt::ClaimName> {
     names
 }
 
-/// Finds the few policies that can match, by path and by a host or a header's value; what they say beyond that is
-/// checked after.
+/// Finds the few candidate policies for a request by path, and by host or one header value. The
+/// caller checks the remaining conditions.
 #[derive(Debug, Default)]
 struct PolicyIndex {
     by_host: HashMap<Box<str>, CandidatePolicies>,
@@ -201,7 +203,7 @@ struct PolicyIndex {
     by_descriptor: DescriptorPolicyIndex,
 }
 
-/// The same for policies about descriptors.
+/// The same index for policies that apply to descriptors.
 #[derive(Debug, Default)]
 struct DescriptorPolicyIndex {
     by_domain: HashMap<Box<str>, Vec<u32>>,
@@ -215,7 +217,7 @@ struct CandidatePolicies {
     any_path: Vec<u32>,
 }
 
-/// What a condition asks to be so and not otherwise.
+/// A condition that requires one exact value.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum ExactCondition<'p> {
     Host(&'p str),
@@ -225,8 +227,8 @@ enum ExactCondition<'p> {
 }
 
 impl PolicyIndex {
-    /// Each policy is found by that of its exact conditions which the fewest policies share: thousands may differ in
-    /// a header and have their host in common, or the other way round.
+    /// Indexes each policy by the exact condition that it shares with the fewest policies.
+    /// Thousands of policies may share a host and differ in a header, or the other way round.
     fn from_policies(policies: &[Policy]) -> Self {
         let mut policies_per_condition: HashMap<ExactCondition<'_>, usize> = HashMap::default();
         for exact in policies
@@ -287,7 +289,7 @@ impl PolicyIndex {
         }
     }
 
-    /// Ids in ascending order, each once.
+    /// The ids of the candidates in ascending order, without duplicates.
     fn find_candidates(&self, facts: &Facts<'_>) -> SmallVec<[u32; 16]> {
         let mut found = SmallVec::new();
         if let Some(descriptor) = facts.descriptor {
@@ -338,12 +340,12 @@ impl DescriptorPolicyIndex {
     }
 }
 
-/// For each condition by which a policy can be found the values that fulfil it: a request that has none of them is none
-/// of the policy's.
+/// Returns the accepted values of each exact condition. A request without any of a condition's
+/// values cannot match the policy.
 fn exact_conditions(matcher: &Matcher) -> Vec<Vec<ExactCondition<'_>>> {
-    if let Some(described) = &matcher.descriptor_conditions {
+    if let Some(conditions) = &matcher.descriptor_conditions {
         let entries =
-            described
+            conditions
                 .entries
                 .iter()
                 .flatten()
@@ -353,7 +355,7 @@ fn exact_conditions(matcher: &Matcher) -> Vec<Vec<ExactCondition<'_>>> {
                     }
                     ValueCondition::Regex(_) | ValueCondition::Present(_) => None,
                 });
-        let domain = described
+        let domain = conditions
             .domain
             .iter()
             .map(|domain| vec![ExactCondition::Domain(domain)]);

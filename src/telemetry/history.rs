@@ -1,9 +1,9 @@
-//! What happened lately, for people who look: per policy the last hour by minute and the last day by hour, for all
-//! requests the last minutes by second.
+//! Recent traffic history for the dashboard. It covers the last hour by minute and the last day by
+//! hour per policy, and the last minutes by second for all requests.
 //!
-//! Requests are not asked for it. Somebody calls [`TrafficHistory::sample`] about once a second, and what the workers have
-//! counted since the last time belongs to that second. A policy that did nothing for a day takes no room; one that did
-//! takes 3 KiB.
+//! Requests pay no cost for it. A timer calls [`TrafficHistory::sample`] about once a second, which
+//! assigns the increase of the workers' counters to that second. A policy takes 3 KiB, or nothing
+//! after a day without requests.
 
 use super::metrics::{
     HISTORY_DECISION_LABELS, HistogramSnapshot, Metrics, PolicyCounters, RequestDecision,
@@ -15,20 +15,21 @@ use std::sync::Arc;
 
 const MINUTES_KEPT: usize = 60;
 const HOURS_KEPT: usize = 24;
-/// Ten minutes by second: as much as a curve on a screen shows.
+/// Ten minutes, the range of the dashboard's chart.
 pub const SECONDS_KEPT: usize = 600;
 
-/// Durations are told of the last minute: so many looks, so many seconds apart.
+/// Durations cover the last minute: seven samples at intervals of ten seconds.
 const DURATION_SAMPLES_KEPT: usize = 7;
 const DURATION_SAMPLE_INTERVAL_S: u64 = 10;
 
 /// Classes of status codes, from 1xx to 5xx.
 pub const STATUS_CLASSES: usize = 5;
 
-/// What a policy did in some time, by [`HISTORY_DECISION_LABELS`]. What is more than a u32 stays at its end.
+/// The decisions of a policy in one period, by [`HISTORY_DECISION_LABELS`]. Counts saturate at
+/// `u32::MAX`.
 pub type DecisionCounts = [u32; HISTORY_DECISION_LABELS.len()];
 
-/// The past, as far as it is kept.
+/// The recorded history.
 #[derive(Debug)]
 pub struct TrafficHistory {
     metrics: Arc<Metrics>,
@@ -37,7 +38,7 @@ pub struct TrafficHistory {
 
 #[derive(Debug, Default)]
 struct HistoryState {
-    /// Of the last sample: seconds since the Unix epoch. It never goes back.
+    /// Time of the last sample in seconds since the Unix epoch. It never decreases.
     now_s: u64,
     policies: HashMap<Arc<str>, PolicyHistory>,
     seconds: TimeRing<SecondCounts, SECONDS_KEPT>,
@@ -46,12 +47,12 @@ struct HistoryState {
     duration_samples: VecDeque<DurationSample>,
 }
 
-/// A policy's counts at the last sample, and its past if there is something in it.
+/// The counters of a policy at the last sample, and its history if it had any requests.
 #[derive(Debug, Default)]
 struct PolicyHistory {
     last_counts: [u64; HISTORY_DECISION_LABELS.len()],
     rings: Option<Box<HistoryRings>>,
-    /// When it was last sampled.
+    /// Time of its last sample.
     sampled_at_s: u64,
 }
 
@@ -61,39 +62,39 @@ struct HistoryRings {
     hours: TimeRing<DecisionCounts, HOURS_KEPT>,
 }
 
-/// What happened to all requests in one second.
+/// The counts of all requests in one second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SecondCounts {
-    /// By [`Answer::ALL`].
+    /// By [`RequestDecision::ALL`].
     pub decisions: [u32; RequestDecision::ALL.len()],
-    /// Responses by class of status, from 1xx to 5xx.
+    /// Responses by status class, from 1xx to 5xx.
     pub status_classes: [u32; STATUS_CLASSES],
 }
 
-/// How long things had taken at some time.
+/// The cumulative durations at one time.
 #[derive(Clone, Debug)]
 struct DurationSample {
     at_s: u64,
     durations: DurationHistograms,
 }
 
-/// How long things took.
+/// Distributions of durations.
 #[derive(Clone, Debug)]
 pub struct DurationHistograms {
-    /// Decisions, by who answered.
+    /// Time to a decision, by decision source.
     pub decisions: Vec<(&'static str, HistogramSnapshot)>,
-    /// From a request's arrival to the head of its response.
+    /// Time from a request's arrival to its response head.
     pub responses: HistogramSnapshot,
 }
 
-/// A policy's past, oldest first; the last of each is not over yet.
+/// The history of a policy, oldest period first. The last period of each list is incomplete.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PolicyTimeline {
     pub minutes: Vec<DecisionCounts>,
     pub hours: Vec<DecisionCounts>,
 }
 
-/// When each part of the past began: seconds since the Unix epoch, oldest first.
+/// The start of each period in seconds since the Unix epoch, oldest first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TimelineAxis {
     pub minutes: Vec<u64>,
@@ -108,7 +109,8 @@ impl TrafficHistory {
         }
     }
 
-    /// Notes what was counted since the last time. `live` are the policies in effect: the past of others is dropped.
+    /// Records the increase of all counters since the last sample. The history of policies that are
+    /// not in `active_policies` is dropped.
     pub fn sample<'t>(
         &self,
         now_s: u64,
@@ -123,7 +125,7 @@ impl TrafficHistory {
         if state
             .duration_samples
             .back()
-            .is_none_or(|look| now_s >= look.at_s.saturating_add(DURATION_SAMPLE_INTERVAL_S))
+            .is_none_or(|sample| now_s >= sample.at_s.saturating_add(DURATION_SAMPLE_INTERVAL_S))
         {
             let sample = DurationSample {
                 at_s: now_s,
@@ -138,7 +140,7 @@ impl TrafficHistory {
         }
     }
 
-    /// The parts of the past of each policy that is asked for. `None`: nothing happened.
+    /// Returns the history of each named policy, or `None` if it had no requests.
     pub fn policy_timelines<'n>(
         &self,
         names: impl Iterator<Item = &'n str>,
@@ -159,7 +161,8 @@ impl TrafficHistory {
         (axis, timelines)
     }
 
-    /// The last `most` seconds, oldest first, and when the first of them was.
+    /// Returns the start of the first second and the counts of the last `limit` seconds, oldest
+    /// first.
     pub fn last_seconds(&self, limit: usize) -> (u64, Vec<SecondCounts>) {
         let state = self.state.lock();
         let seconds = state.seconds.last_steps(limit, state.now_s);
@@ -171,7 +174,8 @@ impl TrafficHistory {
         )
     }
 
-    /// How long things took in the last minute, or since the start if that is less, and how many seconds that is.
+    /// Returns a number of seconds and the durations in that time: the last minute, or the time
+    /// since the start if that is shorter.
     pub fn recent_durations(&self) -> (u64, DurationHistograms) {
         let mut now = read_durations(&self.metrics);
         let state = self.state.lock();
@@ -195,7 +199,7 @@ fn read_durations(metrics: &Metrics) -> DurationHistograms {
     }
 }
 
-/// When the last `count` steps began, oldest first.
+/// The start times of the last `count` periods, oldest first.
 fn step_starts(now_s: u64, step_s: u64, count: usize) -> Vec<u64> {
     let newest = now_s / step_s;
     (0..count as u64)
@@ -212,24 +216,28 @@ impl HistoryState {
     ) {
         let now_s = self.now_s;
         let mut count = 0;
-        for tally in active_policies {
+        for counters in active_policies {
             count += 1;
-            let history = match self.policies.get_mut(tally.policy()) {
-                Some(followed) => followed,
-                None => self.policies.entry(Arc::clone(tally.policy())).or_default(),
+            let history = match self.policies.get_mut(counters.policy()) {
+                Some(history) => history,
+                None => self
+                    .policies
+                    .entry(Arc::clone(counters.policy()))
+                    .or_default(),
             };
-            history.sample(before_s, now_s, tally.history_counts());
+            history.sample(before_s, now_s, counters.history_counts());
         }
         let hour_began = before_s / 3600 != now_s / 3600;
         if count == self.policies.len() && !hour_began {
             return;
         }
-        // A reload took some away. What they had counted is kept: should they come back, their counts go on.
+        // A reload has removed policies. Their last counts are kept, so that their history
+        // continues correctly if they return.
         for history in self.policies.values_mut() {
             let is_gone = history.sampled_at_s != now_s;
             history
                 .rings
-                .take_if(|past| is_gone || (hour_began && past.is_empty()));
+                .take_if(|rings| is_gone || (hour_began && rings.is_empty()));
         }
     }
 
@@ -287,7 +295,7 @@ impl HistoryRings {
     }
 }
 
-/// Adds what was counted since `before`.
+/// Adds the increase since `before`.
 fn add_increase<const N: usize>(sums: &mut [u32; N], now: &[u64; N], before: &[u64; N]) {
     for ((sum, now), before) in sums.iter_mut().zip(now).zip(before) {
         let increase = u32::try_from(now.saturating_sub(*before)).unwrap_or(u32::MAX);
@@ -295,7 +303,7 @@ fn add_increase<const N: usize>(sums: &mut [u32; N], now: &[u64; N], before: &[u
     }
 }
 
-/// The last `N` steps of time, each at its number modulo `N`.
+/// The last `N` periods, each at its number modulo `N`.
 #[derive(Clone, Debug)]
 struct TimeRing<T, const N: usize>([T; N]);
 
@@ -306,7 +314,7 @@ impl<T: Copy + Default, const N: usize> Default for TimeRing<T, N> {
 }
 
 impl<T: Copy + Default, const N: usize> TimeRing<T, N> {
-    /// Time has come from one step to another: what was there N steps ago makes room.
+    /// Advances the time, and clears the slots of the new periods.
     fn advance(&mut self, before: u64, now: u64) {
         for step in (before + 1..=now).rev().take(N) {
             if let Some(part) = self.step_mut(step) {
@@ -319,7 +327,7 @@ impl<T: Copy + Default, const N: usize> TimeRing<T, N> {
         self.0.get_mut(ring_index::<N>(step))
     }
 
-    /// The last `most` steps up to `now`, oldest first.
+    /// The last `limit` periods up to `now`, oldest first.
     fn last_steps(&self, limit: usize, now: u64) -> Vec<T> {
         let steps = (0..limit.min(N) as u64)
             .rev()

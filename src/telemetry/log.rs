@@ -1,4 +1,4 @@
-//! The log, on stderr: stdout is for the data that commands print.
+//! Logging to stderr. Commands print their data to stdout.
 
 use parking_lot::Mutex;
 use std::fmt;
@@ -8,20 +8,20 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::reload::Handle;
 
-/// What is logged, and how.
+/// Log format, level and access log.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LogSettings {
     pub format: LogFormat,
     pub level: LogLevel,
-    /// Which requests get a line.
+    /// The requests that are logged.
     pub access: AccessLogFilter,
-    /// The share of those that does, 0 to 1.
+    /// The logged share of those requests, 0 to 1.
     pub access_sample: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogFormat {
-    /// One object per line, times in RFC 3339.
+    /// One JSON object per line, with times in RFC 3339.
     Json,
     Text,
 }
@@ -33,17 +33,19 @@ pub enum AccessLogFilter {
     All,
 }
 
-/// `info`, or with exceptions: `info,tidegate::proxy=debug`.
+/// A level such as `info`, optionally with exceptions, as in `info,tidegate::proxy=debug`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogLevel(String);
 
 impl LogLevel {
+    /// Parses a level.
+    ///
     /// # Errors
-    /// Words that say what would be right.
+    /// Returns a message that states the expected form.
     pub fn parse(text: &str) -> Result<Self, String> {
         let is_level =
             |word: &str| matches!(word, "error" | "warn" | "info" | "debug" | "trace" | "off");
-        // A filter takes any other word for the name of a module, and a misspelt level with it.
+        // `EnvFilter` takes any other word for a module name, and would accept a misspelt level.
         let known = text.split(',').all(|part| match part.rsplit_once('=') {
             Some((_, level)) => is_level(level.trim()),
             None => is_level(part.trim()),
@@ -51,13 +53,13 @@ impl LogLevel {
         if known && EnvFilter::builder().parse(text).is_ok() {
             return Ok(Self(text.to_owned()));
         }
-        Err("expected \"error\", \"warn\", \"info\", \"debug\", \"trace\" or \"off\", perhaps with exceptions \
+        Err("expected \"error\", \"warn\", \"info\", \"debug\", \"trace\" or \"off\", optionally with exceptions \
              as in \"info,tidegate::proxy=debug\""
             .to_owned())
     }
 
-    /// h2 warns of each PING that it did not ask for, rustls of each odd name in a handshake: a client could fill the
-    /// log. Who wants to read that says `h2=warn` or `rustls=warn`.
+    /// Limits h2 and rustls to errors. They warn about unsolicited PINGs and invalid server names,
+    /// so a client could flood the log. `h2=warn` or `rustls=warn` shows these warnings.
     fn to_env_filter(&self) -> EnvFilter {
         EnvFilter::builder().parse_lossy(format!("h2=error,rustls=error,{}", self.0))
     }
@@ -69,7 +71,7 @@ impl fmt::Display for LogLevel {
     }
 }
 
-/// The level in effect, and what changes it.
+/// The level in effect, and the function that changes it.
 struct LogLevelHandle {
     level: Mutex<LogLevel>,
     reload_filter: Box<dyn Fn(EnvFilter) -> bool + Send + Sync>,
@@ -87,10 +89,10 @@ impl LogLevelHandle {
     }
 }
 
-/// Sets the log up for the whole process. Only the first call does something.
+/// Initializes logging for the process. Only the first call has an effect.
 pub fn init_logging(settings: &LogSettings) {
-    // No colours: with them, escape sequences of our own could not be told from those of strangers.
-    // Nor is it told on stderr that stderr can't be written to: that panics, in whatever wanted to log.
+    // Without colours, every escape sequence in the log comes from input and is escaped. Internal
+    // errors are not logged, because a failed write to stderr would panic.
     let builder = tracing_subscriber::fmt()
         .with_env_filter(settings.level.to_env_filter())
         .with_ansi(false)
@@ -121,7 +123,7 @@ pub fn init_logging(settings: &LogSettings) {
     };
     match result {
         Ok(()) => drop(LOG_LEVEL_HANDLE.set(level_handle)),
-        Err(error) => tracing::debug!(%error, "the log is set up already"),
+        Err(error) => tracing::debug!(%error, "logging is already initialized"),
     }
 }
 
@@ -129,10 +131,11 @@ pub fn init_logging(settings: &LogSettings) {
 pub fn log_level() -> Option<LogLevel> {
     LOG_LEVEL_HANDLE
         .get()
-        .map(|switch| switch.level.lock().clone())
+        .map(|handle| handle.level.lock().clone())
 }
 
-/// Logs at another level from now on, until the process ends. Returns whether that worked: not before [`init_logging`].
+/// Changes the level for the rest of the process. Returns `false` before [`init_logging`], or if
+/// the reload fails.
 pub fn set_log_level(level: LogLevel) -> bool {
     let Some(level_handle) = LOG_LEVEL_HANDLE.get() else {
         return false;
@@ -146,7 +149,7 @@ pub fn set_log_level(level: LogLevel) -> bool {
     reloaded
 }
 
-/// Makes each record one line of letters that are seen, whatever a client put into it.
+/// Writes each record as one line of printable characters, even if it contains text of a client.
 struct EscapingMakeWriter<M> {
     inner: M,
     format: LogFormat,
@@ -170,7 +173,7 @@ impl<'a, M: MakeWriter<'a>> MakeWriter<'a> for EscapingMakeWriter<M> {
 }
 
 impl<W: Write> Write for EscapingWriter<W> {
-    /// A record comes as a whole, ended by a newline.
+    /// `tracing_subscriber` writes each record with one call, with a newline at its end.
     fn write(&mut self, record: &[u8]) -> io::Result<usize> {
         let (line, end) = match record.split_last() {
             Some((b'\n', line)) => (line, "\n"),
@@ -178,16 +181,16 @@ impl<W: Write> Write for EscapingWriter<W> {
         };
         let text = String::from_utf8_lossy(line);
         let mut escaped = String::with_capacity(record.len());
-        for letter in text.chars() {
-            match (is_unprintable(letter), self.format) {
-                (false, _) => escaped.push(letter),
-                // In JSON such a letter can only stand in a text.
+        for character in text.chars() {
+            match (is_unprintable(character), self.format) {
+                (false, _) => escaped.push(character),
+                // In JSON, such a character can only occur inside a string.
                 (true, LogFormat::Json) => {
-                    for unit in letter.encode_utf16(&mut [0; 2]) {
+                    for unit in character.encode_utf16(&mut [0; 2]) {
                         escaped.push_str(&format!("\\u{unit:04x}"));
                     }
                 }
-                (true, LogFormat::Text) => escaped.extend(letter.escape_unicode()),
+                (true, LogFormat::Text) => escaped.extend(character.escape_unicode()),
             }
         }
         escaped.push_str(end);
@@ -200,14 +203,16 @@ impl<W: Write> Write for EscapingWriter<W> {
     }
 }
 
-/// Whether a terminal or a page would act on a letter instead of showing it: control characters of both sets, ends of
-/// lines, and what is invisible or turns the direction of writing.
-fn is_unprintable(letter: char) -> bool {
-    let is_format = |letter| {
-        matches!(letter, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
+/// Whether a terminal or browser would interpret a character instead of printing it. This covers C0
+/// and C1 controls, line separators, and invisible or bidirectional formatting.
+fn is_unprintable(character: char) -> bool {
+    let is_format = |character| {
+        matches!(character, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
             | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{e0000}'..='\u{e007f}')
     };
-    !letter.is_ascii_graphic() && letter != ' ' && (letter.is_control() || is_format(letter))
+    !character.is_ascii_graphic()
+        && character != ' '
+        && (character.is_control() || is_format(character))
 }
 
 #[cfg(test)]
@@ -231,7 +236,7 @@ mod tests {
 
     const HOSTILE: &str = "a\u{1b}[31m\nlevel=ERROR forged\r\u{9b}m\u{85}\u{7f}\u{202e}\u{2066}\u{2028}\u{200b}\u{feff}\u{e0041}\u{fc}";
 
-    /// What is logged of hostile text in each place where it can stand.
+    /// Logs hostile text in every position of a record, and returns the output.
     fn capture_log(format: LogFormat) -> String {
         let captured = CapturedLog::default();
         let copy = captured.clone();
@@ -239,8 +244,7 @@ mod tests {
             inner: move || copy.clone(),
             format,
         };
-        let log =
-            || tracing::info!(field = %HOSTILE, text = HOSTILE, debug = ?HOSTILE, "said {HOSTILE}");
+        let log = || tracing::info!(field = %HOSTILE, text = HOSTILE, debug = ?HOSTILE, "message {HOSTILE}");
         let builder = tracing_subscriber::fmt().with_ansi(false);
         match format {
             LogFormat::Json => tracing::subscriber::with_default(
@@ -268,8 +272,8 @@ mod tests {
                 line.contains("forged") && line.contains('\u{fc}'),
                 "{line:?}"
             );
-            let unprintable = line.chars().filter(|letter| {
-                letter.is_control() || HOSTILE.contains(*letter) && is_unprintable(*letter)
+            let unprintable = line.chars().filter(|character| {
+                character.is_control() || HOSTILE.contains(*character) && is_unprintable(*character)
             });
             assert_eq!(unprintable.collect::<String>(), "", "{format:?}");
         }

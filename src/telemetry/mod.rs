@@ -1,4 +1,4 @@
-//! What tidegate says about itself: the log, and the metrics.
+//! Observability: the log, metrics, traces, and the recent history for the dashboard.
 
 pub mod history;
 mod log;

@@ -1,9 +1,9 @@
-//! Trouble that comes with every request is told now and then, not with every request.
+//! Throttling of log lines for errors that may occur with every request.
 
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
 
-/// Lets something be told at most once per pause, and counts what was not told.
+/// Allows one log line per interval, and counts the suppressed ones.
 #[derive(Debug)]
 pub struct LogThrottle {
     interval: Duration,
@@ -24,7 +24,8 @@ impl LogThrottle {
         }
     }
 
-    /// How often it happened since it was last told, this time included, if it is time to tell it again.
+    /// Counts one occurrence. Returns the number of occurrences since the last log line, including
+    /// this one, if a new line is due.
     pub fn record_occurrence(&self, now: Instant) -> Option<u64> {
         let mut state = self.state.lock();
         state.unlogged_count += 1;

@@ -1,14 +1,8 @@
-//! Whose requests are refused most: keys and paths, in bounded memory.
+//! The keys and paths with the most rejections, in bounded memory.
 //!
-//! Clients choose keys and paths, so they can't all be counted. Each worker keeps the space-saving sketch of Metwally,
-//! Agrawal and El Abbadi ("Efficient computation of frequent and top-k elements in data streams", 2005): [`CAPACITY`]
-//! counters; what has none takes over the smallest, count and all, and remembers that count as its possible error. So
-//! of N refusals noted, whatever was refused more than N / [`CAPACITY`] times is there, and each count is right or too
-//! high by at most its error. Added over workers both stay true: who is absent from a full sketch was refused at most as
-//! often there as its smallest counter says.
-//!
-//! What is told covers the last half to whole hour: two generations of [`GENERATION_S`], the older forgotten when a
-//! third begins. Only a refusal costs anything: one lock that nobody else wants, no clock, a few look-ups.
+//! Clients choose keys and paths, so counting all of them would need unbounded memory. Each worker
+//! keeps space-saving sketches instead; see `docs/decisions/top-rejections.md`. A ranking covers
+//! the last 30 to 60 minutes.
 
 use foldhash::HashMap;
 use foldhash::quality::RandomState;
@@ -17,18 +11,18 @@ use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use std::hash::BuildHasher;
 use std::sync::{Arc, LazyLock};
 
-/// Counters in a sketch. An error of at most 1/512 of all refusals is small beside anything worth looking at, and a
-/// worker's four sketches (keys and paths, two generations) take 0.6 MiB at most.
+/// Counters per sketch. An error of at most 1/512 of all rejections is insignificant. The four
+/// sketches of a worker (keys and paths, two generations) take at most 0.6 MiB.
 const CAPACITY: usize = 512;
 
-/// Seconds in a generation.
+/// Length of a generation in seconds.
 const GENERATION_S: u64 = 1800;
 
-/// Longer texts are cut, and end in [`CUT`]. What is counted is the whole.
+/// Longer texts are truncated and end in [`TRUNCATION_MARK`]. Counting uses the whole text.
 const MAX_TEXT_BYTES: usize = 160;
 const TRUNCATION_MARK: &str = "...";
 
-/// What can't be taken for a URL's plain text is escaped: nothing here may harm a terminal or a page.
+/// Escaped in addition to non-ASCII characters, so that texts are safe in terminals and HTML.
 const ESCAPED_CHARACTERS: &AsciiSet = &CONTROLS
     .add(b' ')
     .add(b'"')
@@ -37,46 +31,46 @@ const ESCAPED_CHARACTERS: &AsciiSet = &CONTROLS
     .add(b'`')
     .add(b'\\');
 
-/// What is ranked.
+/// The subject of a ranking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalDimension {
-    /// A policy's keys: `policy/value/value`.
+    /// The keys of a policy: `policy/value/value`.
     Keys,
-    /// Paths without their queries, per policy.
+    /// Paths without their queries, by policy.
     Paths,
 }
 
-/// One worker's refusals.
+/// The rejections of one worker.
 #[derive(Debug, Default)]
 pub struct WorkerRefusals {
     keys: Mutex<SketchGenerations>,
     paths: Mutex<SketchGenerations>,
 }
 
-/// All workers' refusals.
+/// The rejections of all workers.
 #[derive(Debug)]
 pub struct TopRefusals {
     workers: Box<[Arc<WorkerRefusals>]>,
     generation_starts: Mutex<GenerationStarts>,
 }
 
-/// Seconds since the Unix epoch; 0 until the first [`Top::tick`].
+/// Seconds since the Unix epoch; 0 until the first [`TopRefusals::rotate_generations`].
 #[derive(Clone, Copy, Debug, Default)]
 struct GenerationStarts {
     previous_s: u64,
     current_s: u64,
 }
 
-/// Those that were refused most.
+/// The keys or paths with the most rejections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RefusalRanking {
-    /// By count, the highest first.
+    /// In descending order of `count`.
     pub entries: Vec<RefusalEntry>,
-    /// All refusals in the time that is covered, of all policies.
+    /// All rejections in the covered time, of all policies.
     pub total: u64,
-    /// Who is not in the whole ranking was refused at most so often.
+    /// Upper bound for the rejections of a key or path that the full ranking omits.
     pub max_unlisted: u64,
-    /// When that time began: seconds since the Unix epoch.
+    /// Start of the covered time in seconds since the Unix epoch.
     pub since_s: u64,
 }
 
@@ -86,7 +80,7 @@ pub struct RefusalEntry {
     pub policy: Arc<str>,
     /// Printable ASCII.
     pub text: Box<str>,
-    /// Refusals: exact, or too high by at most `error`.
+    /// Rejections: exact, or too high by at most `max_error`.
     pub count: u64,
     pub max_error: u64,
 }
@@ -97,13 +91,13 @@ struct SketchGenerations {
     previous: SpaceSavingSketch,
 }
 
-/// Counters in descending order, so that the smallest is the last. A count grows by one at a time, so an item moves by
-/// changing places with the first of those that count as much.
+/// A space-saving sketch. Its counters are in descending order, so the smallest is the last. A
+/// count grows by one at a time: its item swaps places with the first item of the same count.
 #[derive(Debug, Default)]
 struct SpaceSavingSketch {
     positions: HashMap<u128, usize>,
     counts: Vec<u64>,
-    /// Beside `counts`.
+    /// Parallel to `counts`.
     items: Vec<SketchItem>,
     total: u64,
 }
@@ -117,7 +111,8 @@ struct SketchItem {
 }
 
 impl WorkerRefusals {
-    /// A policy refused a key. `id` names policy and key; `text` is made only when it is needed.
+    /// Counts a rejection of a key. `id` identifies the policy and the key; `text` is called only
+    /// for a new item.
     pub fn record_key(&self, policy: &Arc<str>, id: u128, text: impl FnOnce() -> String) {
         self.keys
             .lock()
@@ -125,9 +120,10 @@ impl WorkerRefusals {
             .add(id, policy, || truncate_text(text()));
     }
 
-    /// A policy refused a request with this path.
+    /// Counts a rejection of a path.
     pub fn record_path(&self, policy: &Arc<str>, path: &str) {
-        // The same in all workers, and in each process another: nobody can make paths meet.
+        // All workers share this randomly keyed hasher, so that clients cannot construct
+        // collisions.
         static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::default);
         let id = HASHER.hash_one((&**policy, path));
         self.paths
@@ -152,7 +148,7 @@ impl TopRefusals {
         }
     }
 
-    /// To be called now and then: begins a new generation when it is time.
+    /// Starts a new generation when the current one is over. The caller invokes it periodically.
     pub fn rotate_generations(&self, now_s: u64) {
         let mut starts = self.generation_starts.lock();
         if starts.current_s == 0 {
@@ -173,14 +169,15 @@ impl TopRefusals {
                 let mut generations = worker.generations(dimension).lock();
                 let current = std::mem::take(&mut generations.current);
                 let forgotten = std::mem::replace(&mut generations.previous, current);
-                // Before it is dropped, the worker may go on.
+                // The lock is released before the old sketch is dropped, so that the worker does
+                // not wait.
                 drop(generations);
                 drop(forgotten);
             }
         }
     }
 
-    /// The `most` that were refused most often, of one policy or of all.
+    /// Returns the `limit` items with the most rejections, of one policy or of all policies.
     pub fn ranking(
         &self,
         dimension: RefusalDimension,
@@ -198,7 +195,8 @@ impl TopRefusals {
                 sketch.merge_into(&mut sums, policy);
             }
         }
-        // Who is not in a sketch may have been refused there as often as its smallest.
+        // An item that a full sketch omits may have been rejected as often as the sketch's smallest
+        // count.
         let estimates = sums.into_values().map(|sum| {
             let absent = max_unlisted - sum.floor_sum;
             RefusalEntry {
@@ -224,10 +222,10 @@ impl TopRefusals {
     }
 }
 
-/// What the sketches that have an item say of it together.
+/// The sum of one item over all sketches that contain it.
 struct MergedCount {
     entry: RefusalEntry,
-    /// The smallest counts of those sketches.
+    /// The sum of the smallest counts of those sketches.
     floor_sum: u64,
 }
 
@@ -247,7 +245,7 @@ impl SpaceSavingSketch {
                 self.claim_counter(item)
             }
         };
-        // The first of those that count as much changes places with it, and it counts more.
+        // Moves the item in front of all items with the same count, and increments its count.
         let Some(count) = self.counts.get(at).copied() else {
             return;
         };
@@ -265,7 +263,8 @@ impl SpaceSavingSketch {
         }
     }
 
-    /// Gives an item a counter: a new one, or the smallest. Returns where.
+    /// Assigns a counter to an item: a new one, or the one with the smallest count. Returns its
+    /// index.
     fn claim_counter(&mut self, item: SketchItem) -> usize {
         if self.items.len() < CAPACITY {
             self.positions.insert(item.id, self.items.len());
@@ -279,7 +278,7 @@ impl SpaceSavingSketch {
         self.items.len() - 1
     }
 
-    /// How often at most an item was added that is not here.
+    /// Upper bound for the count of an item that is not in the sketch.
     fn min_count(&self) -> u64 {
         if self.items.len() < CAPACITY {
             0
@@ -311,13 +310,13 @@ impl SpaceSavingSketch {
 }
 
 fn escape_path(path: &str) -> String {
-    // What will be cut away need not be escaped.
+    // Only the part that is kept needs escaping.
     let end = path.floor_char_boundary(MAX_TEXT_BYTES + 1);
     let start = path.split_at_checked(end).map_or(path, |(start, _)| start);
     truncate_text(utf8_percent_encode(start, ESCAPED_CHARACTERS).to_string())
 }
 
-/// Of ASCII.
+/// Truncates an ASCII text.
 fn truncate_text(mut text: String) -> String {
     if text.len() > MAX_TEXT_BYTES {
         text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES - TRUNCATION_MARK.len()));

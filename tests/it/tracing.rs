@@ -492,14 +492,14 @@ async fn an_unavailable_collector_does_not_affect_clients_and_is_logged_once() {
         assert_eq!(proxy.get("/").await.status, 200);
         failed(4.0).await;
     }
-    let failures = || proxy.log_text().matches("spans can't be exported").count();
+    let failures = || proxy.log_text().matches("span export failed").count();
     assert_eq!(failures(), 1, "{}", proxy.log_text());
     let collector = TraceCollector::start_on_port(port).await;
     assert_eq!(proxy.get("/").await.status, 200);
     collector.wait_for_spans(2).await;
     proxy
         .wait_for_log("the change", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("spans are exported again")
+            line.message_starts_with("span export recovered")
         })
         .await;
     assert_eq!(
@@ -561,7 +561,7 @@ async fn spans_are_exported_over_tls_with_a_header_from_a_file() {
     assert_eq!(trusting.get("/").await.status, 200);
     trusting
         .wait_for_log("the refusal", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("spans can't be exported")
+            line.message_starts_with("span export failed")
         })
         .await;
     assert_eq!(received.all_spans().len(), 2);
@@ -612,7 +612,7 @@ async fn a_hanging_collector_fills_the_queue_and_delays_neither_clients_nor_exit
     assert!(
         proxy
             .log_text()
-            .contains("the last spans were not exported"),
+            .contains("span export incomplete at shutdown"),
         "{}",
         proxy.log_text()
     );

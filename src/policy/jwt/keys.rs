@@ -1,41 +1,42 @@
-//! Keys that tokens are verified by, and which algorithms go with each (RFC 7515, 7517, 8725).
+//! Keys that verify tokens, and the algorithms of each key (RFC 7515, 7517, 8725).
 
 use super::TokenFault;
 use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, KeyOperations, PublicKeyUse};
 use jsonwebtoken::{Algorithm, DecodingKey};
 use serde_json::Value;
 
-/// Of several keys that a token may be signed by, because it names none, so many are tried: a stranger's nonsense must
-/// not cost a verification for every key of a large set.
+/// Maximum number of keys tried for a token without a key id. An invalid token must not cost one
+/// verification per key of a large set.
 const MAX_KEYS_TRIED: usize = 4;
-/// What HMAC with SHA-256 needs at least (RFC 7518, 3.2).
+/// Minimum secret size for HMAC with SHA-256 (RFC 7518, section 3.2).
 const MIN_SECRET_BYTES: usize = 32;
 
-/// Keys that are trusted; at least one.
+/// The trusted keys; never empty.
 #[derive(Debug)]
 pub struct VerificationKeys(Box<[VerificationKey]>);
 
 #[derive(Debug)]
 struct VerificationKey {
     key_id: KeyIdRule,
-    /// Shows nothing of itself.
+    /// Its `Debug` output does not reveal the key.
     key: DecodingKey,
-    /// Those that it may be used with, and no other.
+    /// The only algorithms that the key may be used with.
     algorithms: &'static [Algorithm],
 }
 
 #[derive(Debug, PartialEq, Eq)]
 enum KeyIdRule {
-    /// The only key there is, whatever tokens call it.
+    /// The only key: it accepts any key id.
     Any,
-    /// As tokens call it, or not at all.
+    /// Accepts tokens with this key id, or without one.
     Exact(Option<String>),
 }
 
 impl VerificationKeys {
-    /// One secret shared with who signs. Returns what is doubtful about it, too.
+    /// Creates a set of one shared secret. Also returns warnings.
     pub fn from_secret(secret: &[u8]) -> (Self, Vec<String>) {
-        let warning = short_secret_warning(secret.len()).map(|doubt| format!("the secret {doubt}"));
+        let warning =
+            short_secret_warning(secret.len()).map(|warning| format!("the secret {warning}"));
         let trusted = VerificationKey {
             key_id: KeyIdRule::Any,
             key: DecodingKey::from_secret(secret),
@@ -44,15 +45,16 @@ impl VerificationKeys {
         (Self([trusted].into()), warning.into_iter().collect())
     }
 
-    /// The usable keys of a JWK set (RFC 7517). Returns why others are left out, and what is doubtful, too.
+    /// Parses the usable keys of a JWK set (RFC 7517). Also returns warnings, and the reasons for
+    /// skipped keys.
     ///
     /// # Errors
-    /// What is wrong, in words that tell nothing of what the text holds.
+    /// Returns a message that reveals nothing of the text's content.
     pub fn from_jwks(text: &str) -> Result<(Self, Vec<String>), String> {
         const EXPECTED: &str = "expected a JWK set such as {\"keys\": [{\"kty\": \"RSA\", …}]}";
         let mut set: Value = serde_json::from_str(text).map_err(|error| {
             format!(
-                "no JSON at line {}, column {}; {EXPECTED}",
+                "invalid JSON at line {}, column {}; {EXPECTED}",
                 error.line(),
                 error.column()
             )
@@ -64,35 +66,36 @@ impl VerificationKeys {
         for (number, key) in (1..).zip(keys) {
             let is_private = key.get("d").is_some();
             match VerificationKey::from_jwk(key) {
-                Ok((key, doubt)) => {
-                    warnings.extend(doubt.map(|doubt| format!("key {number} {doubt}")));
+                Ok((key, warning)) => {
+                    warnings.extend(warning.map(|warning| format!("key {number} {warning}")));
                     trusted.push(key);
                 }
-                Err(Some(reason)) => warnings.push(format!("key {number} is left out: {reason}")),
+                Err(Some(reason)) => warnings.push(format!("key {number} is skipped: {reason}")),
                 Err(None) => {}
             }
             if is_private {
                 warnings.push(format!(
-                    "key {number} has its private part: whoever reads the file can sign tokens"
+                    "key {number} contains its private part: every reader of the file can sign tokens"
                 ));
             }
         }
         if trusted.is_empty() {
             let why = warnings
                 .first()
-                .map_or_else(String::new, |doubt| format!(" ({doubt})"));
-            return Err(format!("no key in it can verify a token{why}"));
+                .map_or_else(String::new, |warning| format!(" ({warning})"));
+            return Err(format!("none of its keys can verify a token{why}"));
         }
         Ok((Self(trusted.into()), warnings))
     }
 
-    /// What the token says, if one of these keys has signed it.
+    /// Returns the claims of a token, if one of these keys has signed it.
     pub(super) fn verify_token(&self, token: &str) -> Result<Value, TokenFault> {
         let (signed, signature) = token.rsplit_once('.').ok_or(TokenFault::Malformed)?;
-        // Also what is signed by no algorithm that we know: "none".
+        // This also rejects unknown algorithms, such as "none".
         let header = jsonwebtoken::decode_header(token).map_err(|_broken| TokenFault::Malformed)?;
         if header.crit.is_some() {
-            // What must be understood (RFC 7515, 4.1.11), and we know no extension.
+            // The `crit` extensions must be understood (RFC 7515, section 4.1.11), and none is
+            // supported.
             return Err(TokenFault::Malformed);
         }
         let is_candidate = |key: &&VerificationKey| {
@@ -100,7 +103,8 @@ impl VerificationKeys {
         };
         let mut fault = TokenFault::UnknownKey;
         for trusted in self.0.iter().filter(is_candidate).take(MAX_KEYS_TRIED) {
-            // Not `decode`, which has ideas of its own about dates, and refuses a `sub` that is no text.
+            // `jsonwebtoken::decode` would check dates by its own rules, and reject a `sub` that is
+            // no string.
             if let Ok(true) =
                 jsonwebtoken::crypto::verify(signature, signed.as_bytes(), &trusted.key, header.alg)
             {
@@ -112,7 +116,7 @@ impl VerificationKeys {
     }
 }
 
-/// What a token says, whoever wrote it.
+/// Returns the claims of a token without verifying its signature.
 pub(super) fn decode_unverified(token: &str) -> Result<Value, TokenFault> {
     if token.split('.').count() != 3 {
         return Err(TokenFault::Malformed);
@@ -140,15 +144,16 @@ const RSA_ALGORITHMS: [Algorithm; 6] = [
 ];
 
 impl VerificationKey {
-    /// A key of a set, and what is doubtful about it.
+    /// Converts a key of a set. Also returns a warning, if there is one.
     ///
     /// # Errors
-    /// Why it can't be used; `None` if it is plainly meant for something else.
+    /// Returns the reason why the key is unusable, or `None` if it is clearly intended for another
+    /// use.
     fn from_jwk(key: Value) -> Result<(Self, Option<String>), Option<String>> {
         let unusable = |reason: &str| Some(reason.to_owned());
-        // Its error would repeat what stands there.
-        let jwk: Jwk = serde_json::from_value(key)
-            .map_err(|_unread| unusable("it is not written as a key has to be"))?;
+        // The library's error would repeat the key's content.
+        let jwk: Jwk =
+            serde_json::from_value(key).map_err(|_unread| unusable("it is not a valid JWK"))?;
         let is_for_other_use = match (&jwk.common.public_key_use, &jwk.common.key_operations) {
             (Some(used_for), _) if *used_for != PublicKeyUse::Signature => true,
             (_, Some(operations)) => !operations.contains(&KeyOperations::Verify),
@@ -159,14 +164,14 @@ impl VerificationKey {
         }
         if let AlgorithmParameters::Other(_) = jwk.algorithm {
             return Err(unusable(
-                "it lacks what its kty needs, or that is not supported",
+                "a parameter required by its kty is missing or not supported",
             ));
         }
-        let key =
-            DecodingKey::from_jwk(&jwk).map_err(|_broken| unusable("it is not in base64url"))?;
+        let key = DecodingKey::from_jwk(&jwk)
+            .map_err(|_broken| unusable("its key data is not valid base64url"))?;
         let bytes = key.try_get_as_bytes().map_or(0, <[u8]>::len);
         let (algorithms, has_valid_size): (&'static [Algorithm], _) = match &jwk.algorithm {
-            // Six bits per sign; 2048 bits are 342 of them.
+            // Base64 encodes six bits per character, so 2048 bits have 342 characters.
             AlgorithmParameters::RSA(rsa) => (&RSA_ALGORITHMS, rsa.n.len() >= 341),
             AlgorithmParameters::EllipticCurve(ec) => match ec.curve {
                 EllipticCurve::P256 => (&[Algorithm::ES256], bytes == 65),
@@ -178,17 +183,17 @@ impl VerificationKey {
                 _ => return Err(unusable("its curve is not supported")),
             },
             AlgorithmParameters::OctetKey(_) => (&HMAC_ALGORITHMS, bytes > 0),
-            _ => return Err(unusable("its kind is not supported")),
+            _ => return Err(unusable("its key type is not supported")),
         };
         if !has_valid_size {
-            return Err(unusable("it has not the size that its kind needs"));
+            return Err(unusable("its size is invalid for its key type"));
         }
         let declared = jwk.common.key_algorithm.map(Algorithm::try_from);
         let algorithms = match declared {
             None => algorithms,
-            Some(Ok(said)) => algorithms
+            Some(Ok(declared)) => algorithms
                 .iter()
-                .position(|known| *known == said)
+                .position(|known| *known == declared)
                 .and_then(|index| algorithms.get(index..=index))
                 .ok_or_else(|| unusable("its alg and its kty contradict each other"))?,
             Some(Err(_unsupported)) => return Err(None),

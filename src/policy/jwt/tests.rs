@@ -8,11 +8,11 @@ use std::sync::LazyLock;
 const NOW_S: u64 = 1_800_000_000;
 const SECRET: &[u8] = b"a secret that is long enough to be one";
 
-/// Who signs: what is published of the key, and the key.
+/// A signing key and its published JWK.
 struct TestIssuer {
     jwk: Value,
     key: EncodingKey,
-    /// DER of the public key.
+    /// The public key in DER.
     public: Vec<u8>,
 }
 
@@ -27,12 +27,12 @@ impl TestIssuer {
         let der = pair.serialize_der();
         let key = match alg {
             Algorithm::ES256 => EncodingKey::from_ec_der(&der),
-            // Without the public half, which jsonwebtoken doesn't expect (RFC 5208).
+            // jsonwebtoken expects PKCS #8 (RFC 5208) without the public half.
             Algorithm::EdDSA => {
                 let frame = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20";
                 EncodingKey::from_ed_der(&[&frame[..], &der[16..48]].concat())
             }
-            // What is inside of PKCS #8, behind a frame of 26 bytes.
+            // The RSA key inside PKCS #8 follows a frame of 26 bytes.
             _ => EncodingKey::from_rsa_der(&der[26..]),
         };
         let mut jwk = jsonwebtoken::jwk::Jwk::from_encoding_key(&key, alg).unwrap();
@@ -117,7 +117,7 @@ fn headers(name: &str, value: &str) -> HeaderMap {
     headers
 }
 
-/// What a key would take of `sub`, and why nothing if there is a reason.
+/// The `sub` claim as a key value, or the reason why the token is rejected.
 fn subject_claim(
     reader: &Arc<TokenReader>,
     headers: &HeaderMap,
@@ -193,7 +193,7 @@ fn accepts_tokens_signed_by_a_configured_key() {
             "{alg:?} by JWK"
         );
     }
-    // A key that doesn't say which of its algorithms: all of them.
+    // A key without `alg` accepts all algorithms of its type.
     let mut any = RSA.jwk.clone();
     any.as_object_mut().unwrap().remove("alg");
     for alg in ["RS512", "PS256"] {
@@ -207,7 +207,7 @@ fn accepts_tokens_signed_by_a_configured_key() {
     }
 }
 
-/// RFC 8725, 2.1 and 3.1: the key says which algorithm.
+/// RFC 8725, sections 2.1 and 3.1: the key determines the algorithm.
 #[test]
 fn rejects_algorithm_confusion() {
     let hmac = |secret: &[u8], kid: Option<&str>| {
@@ -231,26 +231,30 @@ fn rejects_algorithm_confusion() {
             base64url(ann_claims().to_string())
         )
     };
-    let stranger = TestIssuer::new("rsa", Algorithm::RS256);
-    let own_key = json!({ "alg": "RS256", "kid": "rsa", "jwk": stranger.jwk, "jku": "https://evil.example/" });
+    let untrusted_issuer = TestIssuer::new("rsa", Algorithm::RS256);
+    let own_key = json!({ "alg": "RS256", "kid": "rsa", "jwk": untrusted_issuer.jwk, "jku": "https://evil.example/" });
     use TokenFault::{InvalidSignature, Malformed, UnknownKey};
     for (what, token, fault) in [
         (
-            "HMAC by the public key's DER",
+            "HMAC with the public key's DER",
             hmac(&RSA.public, Some("rsa")),
             UnknownKey,
         ),
         (
-            "HMAC by the public key's PEM",
+            "HMAC with the public key's PEM",
             hmac(pem.as_bytes(), Some("rsa")),
             UnknownKey,
         ),
         (
-            "HMAC by the modulus",
+            "HMAC with the modulus",
             hmac(n.as_bytes(), Some("rsa")),
             UnknownKey,
         ),
-        ("HMAC by nothing, without kid", hmac(b"", None), UnknownKey),
+        (
+            "HMAC with an empty secret, without kid",
+            hmac(b"", None),
+            UnknownKey,
+        ),
         (
             "none",
             token_with_header(json!({ "alg": "none" }), ""),
@@ -287,13 +291,13 @@ fn rejects_algorithm_confusion() {
             UnknownKey,
         ),
         (
-            "a stranger's key of that name",
-            stranger.sign_token(&json!({ "alg": "RS256", "kid": "rsa" }), &ann_claims()),
+            "an untrusted key with that kid",
+            untrusted_issuer.sign_token(&json!({ "alg": "RS256", "kid": "rsa" }), &ann_claims()),
             InvalidSignature,
         ),
         (
-            "a key brought along",
-            stranger.sign_token(&own_key, &ann_claims()),
+            "an untrusted key embedded in the header",
+            untrusted_issuer.sign_token(&own_key, &ann_claims()),
             InvalidSignature,
         ),
         (
@@ -342,7 +346,7 @@ fn rejects_algorithm_confusion() {
         subject_from_token(all_keys(), &zeros),
         Err(InvalidSignature)
     );
-    // And one secret is no other.
+    // A secret does not accept tokens of another secret.
     assert_eq!(
         subject_from_token(
             VerificationKeys::from_secret(b"another").0,
@@ -422,11 +426,11 @@ fn rejects_unusable_key_sets_without_revealing_their_content() {
     let mut private = EC.jwk.clone();
     private["d"] = json!("hunter2");
     let short = json!({ "kty": "oct", "k": "c2hvcnQ" });
-    let (keys, doubts) =
+    let (keys, warnings) =
         VerificationKeys::from_jwks(&json!({ "keys": [private, short] }).to_string()).unwrap();
     assert!(
-        doubts[0].contains("private") && doubts[1].contains("5 bytes"),
-        "{doubts:?}"
+        warnings[0].contains("private") && warnings[1].contains("5 bytes"),
+        "{warnings:?}"
     );
     let shown = format!("{keys:?}{:?}", VerificationKeys::from_secret(b"hunter2"));
     assert!(
@@ -485,7 +489,7 @@ fn cached_tokens_are_rejected_outside_their_validity_dates() {
     assert_eq!(
         subject_claim(&reader, &headers, NOW_S - 31),
         Err(TokenFault::NotYetValid),
-        "also by a clock that steps back"
+        "the clock stepped back"
     );
 }
 
@@ -526,7 +530,11 @@ fn the_token_cache_is_bounded() {
     assert_eq!(cached_tokens(), CACHE_SHARDS * MAX_TOKENS_PER_SHARD);
     present_token(&"x".repeat(MAX_CACHED_CLAIM_BYTES + 1));
     let max_text_bytes = |shard: &Mutex<IndexMap<_, Arc<TokenClaims>, _>>| {
-        shard.lock().values().map(|said| said.text_bytes()).max()
+        shard
+            .lock()
+            .values()
+            .map(|claims| claims.text_bytes())
+            .max()
     };
     assert!(reader.cache.0.iter().filter_map(max_text_bytes).max() <= Some(MAX_CACHED_CLAIM_BYTES));
 }
@@ -626,7 +634,7 @@ fn claims_are_converted_to_texts() {
     );
     assert!(
         !token
-            .claim(&headers, &ClaimName::parse("nobody asked").unwrap())
+            .claim(&headers, &ClaimName::parse("unread").unwrap())
             .is_present()
     );
     assert!(

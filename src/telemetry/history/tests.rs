@@ -1,12 +1,12 @@
 use super::super::metrics::{ErrorKindLabels, PolicyDecision, WorkerMetrics};
 use super::*;
 
-/// An hour's first second, some minutes before a day's end.
+/// The first second of an hour, some minutes before the end of a day.
 const START_S: u64 = 1_700_000_000 / 3600 * 3600;
 
 struct HistoryFixture {
     metrics: Arc<Metrics>,
-    shard: Arc<WorkerMetrics>,
+    worker: Arc<WorkerMetrics>,
     history: TrafficHistory,
 }
 
@@ -14,7 +14,7 @@ impl HistoryFixture {
     fn new() -> Self {
         let metrics = Metrics::new(2, ErrorKindLabels::default());
         Self {
-            shard: metrics.worker_metrics(1),
+            worker: metrics.worker_metrics(1),
             history: TrafficHistory::new(Arc::clone(&metrics)),
             metrics,
         }
@@ -25,28 +25,28 @@ impl HistoryFixture {
     }
 
     fn record_decisions(&self, name: &str, decision: PolicyDecision, times: u32) {
-        let tally = self.policy_counters(name);
-        (0..times).for_each(|_| self.shard.record_policy_decision(&tally, decision));
+        let counters = self.policy_counters(name);
+        (0..times).for_each(|_| self.worker.record_policy_decision(&counters, decision));
     }
 
     fn sample(&self, now_s: u64, names: &[&str]) {
-        let tallies = self.metrics.policy_counters(names.iter().copied());
-        self.history.sample(now_s, tallies.iter());
+        let counters = self.metrics.policy_counters(names.iter().copied());
+        self.history.sample(now_s, counters.iter());
     }
 
-    /// How often a policy admitted in each minute and hour in which it did, by when that began.
+    /// The non-zero counts of allowed requests by minute and by hour, each with its start.
     fn allowed(&self, name: &str) -> Option<[Vec<(u64, u32)>; 2]> {
-        let (axis, pasts) = self.history.policy_timelines(std::iter::once(name));
-        let past = pasts.into_iter().next()??;
+        let (axis, timelines) = self.history.policy_timelines(std::iter::once(name));
+        let timeline = timelines.into_iter().next()??;
         let nonzero_counts = |starts: &[u64], parts: &[DecisionCounts]| {
             assert_eq!(starts.len(), parts.len());
-            let both = starts.iter().zip(parts).filter(|(_, did)| did[0] > 0);
-            both.map(|(start, did)| (*start - START_S, did[0]))
+            let both = starts.iter().zip(parts).filter(|(_, counts)| counts[0] > 0);
+            both.map(|(start, counts)| (*start - START_S, counts[0]))
                 .collect()
         };
         Some([
-            nonzero_counts(&axis.minutes, &past.minutes),
-            nonzero_counts(&axis.hours, &past.hours),
+            nonzero_counts(&axis.minutes, &timeline.minutes),
+            nonzero_counts(&axis.hours, &timeline.hours),
         ])
     }
 }
@@ -69,18 +69,18 @@ fn counts_belong_to_the_minute_and_hour_in_which_they_were_seen() {
     fixture.sample(START_S + 3599, &["p"]);
     fixture.record_decisions("p", PolicyDecision::Allowed, 4);
     fixture.sample(START_S + 3600, &["p"]);
-    // The first minute is an hour old.
+    // The first minute is now an hour old.
     assert_eq!(
         fixture.allowed("p"),
         Some([vec![(60, 3), (3540, 1), (3600, 4)], vec![(0, 6), (3600, 4)]])
     );
-    let (_, pasts) = fixture.history.policy_timelines(std::iter::once("p"));
-    let rejected: u32 = pasts[0]
+    let (_, timelines) = fixture.history.policy_timelines(std::iter::once("p"));
+    let rejected: u32 = timelines[0]
         .as_ref()
         .unwrap()
         .hours
         .iter()
-        .map(|did| did[2])
+        .map(|counts| counts[2])
         .sum();
     assert_eq!(rejected, 7);
 }
@@ -152,16 +152,16 @@ fn a_clock_that_goes_back_loses_nothing() {
 fn keeps_the_last_minutes_by_second() {
     let fixture = HistoryFixture::new();
     fixture
-        .shard
+        .worker
         .record_request_decision(RequestDecision::Allowed);
-    fixture.shard.record_status(204);
+    fixture.worker.record_status(204);
     fixture.sample(START_S, &[]);
     fixture
-        .shard
+        .worker
         .record_request_decision(RequestDecision::Rejected);
-    fixture.shard.record_status(429);
-    fixture.shard.record_status(503);
-    fixture.shard.record_status(999);
+    fixture.worker.record_status(429);
+    fixture.worker.record_status(503);
+    fixture.worker.record_status(999);
     fixture.sample(START_S + 2, &[]);
     let (from_s, seconds) = fixture.history.last_seconds(3);
     assert_eq!((from_s, seconds.len()), (START_S, 3));
@@ -193,7 +193,7 @@ fn durations_cover_the_last_minute() {
     let fixture = HistoryFixture::new();
     let slow = std::time::Duration::from_millis(40);
     fixture
-        .shard
+        .worker
         .record_decision_time(DecisionSource::Redis, slow);
     fixture.sample(START_S, &[]);
     let decision_durations = |at: usize| {
@@ -209,15 +209,15 @@ fn durations_cover_the_last_minute() {
     assert_eq!(
         decision_durations(0),
         (0, "redis", 0, None),
-        "what was before the first look is not told"
+        "durations before the first sample are not included"
     );
     for _ in 0..99 {
         fixture
-            .shard
+            .worker
             .record_decision_time(DecisionSource::Redis, std::time::Duration::from_micros(300));
     }
     fixture
-        .shard
+        .worker
         .record_decision_time(DecisionSource::Redis, slow);
     fixture.sample(START_S + 30, &[]);
     assert_eq!(decision_durations(0), (30, "redis", 100, Some(500)));
@@ -232,7 +232,7 @@ fn durations_cover_the_last_minute() {
     }
     assert_eq!(decision_durations(0), (60, "redis", 0, None));
     fixture
-        .shard
+        .worker
         .record_decision_time(DecisionSource::Redis, std::time::Duration::from_secs(5));
     assert_eq!(
         fixture.history.recent_durations().1.decisions[0]

@@ -1,12 +1,12 @@
-//! The text that Prometheus reads.
+//! The text formats that Prometheus reads.
 
-use super::CumulativeBuckets;
+use super::histogram::CumulativeBuckets;
 use std::fmt::Write as _;
 
-/// How a page is written; they differ in little.
+/// The format of the metrics page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpositionFormat {
-    /// Prometheus text format 0.0.4, which everybody reads.
+    /// Prometheus text format 0.0.4, which every scraper supports.
     PrometheusText,
     /// OpenMetrics 1.0.
     OpenMetrics,
@@ -19,13 +19,13 @@ pub(super) enum MetricKind {
     Histogram,
 }
 
-/// A page that is being written.
+/// Writes a metrics page.
 pub(super) struct ExpositionWriter {
     format: ExpositionFormat,
     text: String,
 }
 
-/// One metric with all its samples, which stand together.
+/// Writes the samples of one metric, which must be consecutive.
 pub(super) struct MetricFamily<'p> {
     text: &'p mut String,
     name: &'static str,
@@ -33,7 +33,7 @@ pub(super) struct MetricFamily<'p> {
 }
 
 impl ExpositionFormat {
-    /// By the `Accept` field: OpenMetrics if it is named there.
+    /// Chooses OpenMetrics if the `Accept` header names it.
     pub fn from_accept_header(accept: &str) -> Self {
         if accept.contains("application/openmetrics-text") {
             Self::OpenMetrics
@@ -59,7 +59,7 @@ impl ExpositionWriter {
         }
     }
 
-    /// Begins a metric. A counter's name comes without `_total`; `help` needs no escaping.
+    /// Begins a metric. The name of a counter is given without `_total`, and `help` is not escaped.
     pub(super) fn begin_family(
         &mut self,
         kind: MetricKind,
@@ -67,7 +67,7 @@ impl ExpositionWriter {
         help: &str,
     ) -> MetricFamily<'_> {
         let (kind_word, name_suffix) = match kind {
-            // Before OpenMetrics, the ending belonged to the family's name too.
+            // The Prometheus format includes the suffix in the family name; OpenMetrics does not.
             MetricKind::Counter if self.format == ExpositionFormat::PrometheusText => {
                 ("counter", "_total")
             }
@@ -106,7 +106,7 @@ impl MetricFamily<'_> {
         self.write_line(name_suffix, labels, format_args!("{value}"));
     }
 
-    /// Microseconds, written as seconds.
+    /// Writes microseconds as seconds.
     pub(super) fn write_micros_as_seconds(&mut self, value_us: i64) {
         let (sign, micros) = (if value_us < 0 { "-" } else { "" }, value_us.unsigned_abs());
         self.write_line(
@@ -150,12 +150,12 @@ impl MetricFamily<'_> {
                 self.text,
                 format_args!("{}{label}=\"", if at == 0 { '{' } else { ',' }),
             );
-            for letter in text.chars() {
-                match letter {
+            for character in text.chars() {
+                match character {
                     '\\' => self.text.push_str("\\\\"),
                     '"' => self.text.push_str("\\\""),
                     '\n' => self.text.push_str("\\n"),
-                    letter => self.text.push(letter),
+                    character => self.text.push(character),
                 }
             }
             self.text.push('"');
@@ -169,5 +169,5 @@ impl MetricFamily<'_> {
 
 fn append_fmt(text: &mut String, arguments: std::fmt::Arguments<'_>) {
     text.write_fmt(arguments)
-        .expect("a String takes everything");
+        .expect("writing to a String cannot fail");
 }

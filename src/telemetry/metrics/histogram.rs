@@ -1,29 +1,30 @@
-//! How often something took how long, counted by one thread and read by any.
+//! Duration histograms, written by one thread and read by any thread.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A count that one thread writes and any may read: without a second writer, adding needs no locked instruction.
+/// A counter with one writer and any number of readers. With a single writer, adding needs no
+/// atomic read-modify-write.
 #[derive(Debug, Default)]
 pub(super) struct SingleWriterCounter(AtomicU64);
 
-/// How often something took how long.
+/// A histogram of durations.
 #[derive(Debug)]
 pub(super) struct DurationHistogram {
     bounds: &'static [BucketBound],
-    /// One more than bounds: what is above all of them. Not cumulative.
+    /// One bucket more than `bounds`, for values above all bounds. Not cumulative.
     counts: [SingleWriterCounter; BUCKET_COUNT + 1],
     sum_ns: SingleWriterCounter,
 }
 
-/// A bucket's upper end, and how it is written.
+/// The upper bound of a bucket, and its label.
 pub(super) type BucketBound = (Duration, &'static str);
 
-/// As many for every histogram. Objectives are set in round numbers and timeouts too: each has its bound, and none is
-/// more than three times the one before, or a quantile would be a guess.
+/// The same for all histograms. Objectives and timeouts are usually round numbers, so each has a
+/// bound. No bound exceeds three times the previous one, which keeps quantiles accurate.
 pub(super) const BUCKET_COUNT: usize = 18;
 
-/// From a look into memory to the longest that anybody configures for a round trip.
+/// From a memory access to the longest plausible timeout of a round trip.
 pub(super) static DECISION_BOUNDS: [BucketBound; BUCKET_COUNT] = [
     (Duration::from_micros(2), "0.000002"),
     (Duration::from_micros(5), "0.000005"),
@@ -45,7 +46,7 @@ pub(super) static DECISION_BOUNDS: [BucketBound; BUCKET_COUNT] = [
     (Duration::from_secs(1), "1"),
 ];
 
-/// From an answer of our own to the default `upstream.response_timeout`.
+/// From a local response to the default `upstream.response_timeout`.
 pub(super) static REQUEST_BOUNDS: [BucketBound; BUCKET_COUNT] = [
     (Duration::from_micros(100), "0.0001"),
     (Duration::from_micros(250), "0.00025"),
@@ -97,7 +98,7 @@ impl DurationHistogram {
     }
 }
 
-/// Histograms of the same bounds, added up at one moment.
+/// The sum of histograms with equal bounds at one time.
 #[derive(Clone, Debug)]
 pub struct HistogramSnapshot {
     bounds: &'static [BucketBound; BUCKET_COUNT],
@@ -125,7 +126,7 @@ impl HistogramSnapshot {
         }
     }
 
-    /// What came since an earlier look at the same histograms.
+    /// The increase since an earlier snapshot of the same histograms.
     #[must_use]
     pub fn delta_since(mut self, earlier: &Self) -> Self {
         for (count, earlier) in self.counts.iter_mut().zip(&earlier.counts) {
@@ -139,14 +140,14 @@ impl HistogramSnapshot {
         self.counts.iter().sum()
     }
 
-    /// The end of the bucket in which a share (0 to 1) of all is reached: it took that long at most. `None` if
-    /// there is nothing, or it took longer than the last bucket tells.
+    /// Upper bound of the bucket that contains the quantile `share` (0 to 1). `None` if the
+    /// histogram is empty, or the quantile exceeds the last bound.
     pub fn quantile(&self, share: f64) -> Option<Duration> {
         #[allow(
             clippy::cast_precision_loss,
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
-            reason = "a rank among at most 2^52 that were counted"
+            reason = "the rank is at most 2^52"
         )]
         let rank = ((self.count() as f64 * share).ceil() as u64).max(1);
         let mut cumulative = 0;
@@ -158,11 +159,11 @@ impl HistogramSnapshot {
     }
 }
 
-/// The same, as Prometheus wants it.
+/// The sum of histograms with the cumulative buckets of Prometheus.
 pub(super) struct CumulativeBuckets {
-    /// Each bucket's upper end and all that was at most that.
+    /// The upper bound of each bucket, and the number of values up to it.
     pub(super) buckets: Vec<(&'static str, u64)>,
-    /// The last bucket's, which has no end.
+    /// The number of all values, which is the unbounded last bucket.
     pub(super) count: u64,
     pub(super) sum: Duration,
 }

@@ -1,36 +1,36 @@
-//! What each policy did, counted per worker; and the words for it.
+//! Counters per policy and worker, and the decisions that they count.
 
 use super::histogram::SingleWriterCounter;
 use std::sync::Arc;
 
-/// What one policy did with one request.
+/// The decision of one policy on one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PolicyDecision {
-    /// Its limits had room. A shadow policy's too.
+    /// The request is within the limits. Shadow policies count these requests too.
     Allowed,
-    /// The same, of a policy with a `leaky_bucket`, and the request was held.
+    /// The same, but a policy with `leaky_bucket` delayed the request.
     Delayed,
     Rejected,
-    /// By a block that an earlier refusal began.
+    /// Rejected because an earlier rejection blocked the key.
     Blocked,
-    /// Refused whatever the quota: `action = "deny"`, or a request that cannot be keyed.
+    /// Rejected whatever the quota: by `action = "deny"`, or because the request cannot be keyed.
     Denied,
     Exempt,
-    /// A shadow policy would have refused it.
+    /// A shadow policy would have rejected the request.
     ShadowRejected,
-    /// A shadow policy had no store to ask.
+    /// A shadow policy could not decide, because the store was unavailable.
     Degraded,
-    /// The same, of a policy that let the request through.
+    /// The store was unavailable, and the policy let the request through.
     DegradedOpen,
-    /// The same, of one that refused.
+    /// The store was unavailable, and the policy rejected the request.
     DegradedClosed,
-    /// The same, of one whose share of its limits had room.
+    /// The store was unavailable, and the request was within the local share of the limits.
     DegradedLocalAllowed,
-    /// The same, of one whose share was used up.
+    /// The store was unavailable, and the local share of the limits was exhausted.
     DegradedLocalRejected,
 }
 
-/// What became of a request, all policies together, in the words of the access log.
+/// The decision of all policies together on a request, in the terms of the access log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestDecision {
     Allowed,
@@ -40,13 +40,13 @@ pub enum RequestDecision {
     Denied,
     /// Let through without the store.
     Degraded,
-    /// It could not be read, or not be keyed.
+    /// The request is invalid or cannot be keyed.
     Malformed,
-    /// Refused as there was no store: the same word.
+    /// Rejected because the store was unavailable. The access log shows it as `degraded` too.
     Unavailable,
 }
 
-/// One policy's counts, each worker's in cache lines of their own.
+/// The counters of one policy. Workers do not share cache lines.
 #[derive(Debug)]
 pub struct PolicyCounters {
     policy: Arc<str>,
@@ -57,7 +57,7 @@ pub struct PolicyCounters {
 #[repr(align(64))]
 struct WorkerDecisionCounts([SingleWriterCounter; PolicyDecision::COUNT]);
 
-/// The values of the label `decision`, in the order of [`PolicyCounters::requests`].
+/// Values of the label `decision`, in the order of [`PolicyCounters::requests_by_decision`].
 pub const DECISION_LABELS: [&str; 8] = [
     "allowed",
     "delayed",
@@ -69,7 +69,7 @@ pub const DECISION_LABELS: [&str; 8] = [
     "degraded",
 ];
 
-/// The same for the past, and how many of the degraded were refused: `degraded` alone doesn't say what came of it.
+/// The same for the history, plus the rejected part of `degraded`.
 pub const HISTORY_DECISION_LABELS: [&str; 9] = [
     "allowed",
     "delayed",
@@ -82,7 +82,7 @@ pub const HISTORY_DECISION_LABELS: [&str; 9] = [
     DEGRADED_REFUSED,
 ];
 
-/// Part of `degraded`.
+/// The part of `degraded` that was rejected.
 pub const DEGRADED_REFUSED: &str = "degraded_refused";
 
 impl PolicyCounters {
@@ -95,7 +95,7 @@ impl PolicyCounters {
         }
     }
 
-    /// Whose counts these are.
+    /// The name of the policy.
     pub fn policy(&self) -> &Arc<str> {
         &self.policy
     }
@@ -138,7 +138,7 @@ impl PolicyCounters {
         counts
     }
 
-    /// What an enforced policy did without the store, by outcome.
+    /// Decisions of an enforced policy without the store, by outcome.
     pub fn degraded_by_outcome(&self) -> [(&'static str, u64); 4] {
         [
             ("open", self.sum_workers(PolicyDecision::DegradedOpen)),
@@ -154,12 +154,12 @@ impl PolicyCounters {
         ]
     }
 
-    /// Only `worker` may say so.
+    /// Must be called by `worker` only, because each counter has a single writer.
     pub(super) fn increment(&self, worker: usize, decision: PolicyDecision) {
         if let Some(count) = self
             .workers
             .get(worker)
-            .and_then(|line| line.0.get(decision as usize))
+            .and_then(|counts| counts.0.get(decision as usize))
         {
             count.add(1);
         }
@@ -168,7 +168,7 @@ impl PolicyCounters {
     fn sum_workers(&self, decision: PolicyDecision) -> u64 {
         self.workers
             .iter()
-            .filter_map(|line| line.0.get(decision as usize))
+            .filter_map(|counts| counts.0.get(decision as usize))
             .map(SingleWriterCounter::get)
             .sum()
     }
@@ -177,7 +177,7 @@ impl PolicyCounters {
 impl PolicyDecision {
     const COUNT: usize = 12;
 
-    /// Whether the policy refused the request for what its client did, or would have.
+    /// Whether the policy rejected the request because of its client, or would have.
     pub fn is_refusal(self) -> bool {
         use PolicyDecision as D;
         matches!(

@@ -1,4 +1,8 @@
+use super::exposition::{ExpositionWriter, MetricKind};
+use super::histogram::{DECISION_BOUNDS, REQUEST_BOUNDS};
 use super::*;
+use std::net::IpAddr;
+use std::time::Duration;
 
 const ERROR_KINDS: ErrorKindLabels = ErrorKindLabels {
     upstream_errors: &["dns", "tls"],
@@ -58,21 +62,21 @@ fn assert_has_line(page: &str, line: &str) {
 #[test]
 fn sums_counts_of_all_workers() {
     let metrics = Metrics::new(3, ERROR_KINDS);
-    let tallies = metrics.policy_counters(["a", "b"].into_iter());
+    let counters = metrics.policy_counters(["a", "b"].into_iter());
     for worker in 0..3 {
-        let shard = metrics.worker_metrics(worker);
+        let worker_metrics = metrics.worker_metrics(worker);
         for _ in 0..=worker {
-            shard.record_policy_decision(&tallies[0], PolicyDecision::Allowed);
-            shard.record_upstream_error(1);
-            shard.record_tls_error(0);
-            shard.record_proxy_header_error(0);
-            shard.record_connection_closed(ConnectionCloseReason::Flood);
-            shard.record_untrusted_forwarding(IpAddr::from([10, 0, 0, 1]));
-            shard.record_rejected_token();
-            shard.record_lost_settlements(2);
+            worker_metrics.record_policy_decision(&counters[0], PolicyDecision::Allowed);
+            worker_metrics.record_upstream_error(1);
+            worker_metrics.record_tls_error(0);
+            worker_metrics.record_proxy_header_error(0);
+            worker_metrics.record_connection_closed(ConnectionCloseReason::Flood);
+            worker_metrics.record_untrusted_forwarding(IpAddr::from([10, 0, 0, 1]));
+            worker_metrics.record_rejected_token();
+            worker_metrics.record_lost_settlements(2);
         }
-        shard.record_policy_decision(&tallies[1], PolicyDecision::DegradedClosed);
-        shard.record_policy_decision(&tallies[1], PolicyDecision::Degraded);
+        worker_metrics.record_policy_decision(&counters[1], PolicyDecision::DegradedClosed);
+        worker_metrics.record_policy_decision(&counters[1], PolicyDecision::Degraded);
     }
     metrics
         .worker_metrics(3)
@@ -126,13 +130,13 @@ fn sums_counts_of_all_workers() {
 #[test]
 fn counters_survive_a_policy_reload() {
     let metrics = Metrics::new(1, ERROR_KINDS);
-    let shard = metrics.worker_metrics(0);
-    shard.record_policy_decision(
+    let worker_metrics = metrics.worker_metrics(0);
+    worker_metrics.record_policy_decision(
         &metrics.policy_counters(["a", "gone"].into_iter())[1],
         PolicyDecision::Rejected,
     );
     let reloaded = metrics.policy_counters(["new", "a"].into_iter());
-    shard.record_policy_decision(&reloaded[1], PolicyDecision::Rejected);
+    worker_metrics.record_policy_decision(&reloaded[1], PolicyDecision::Rejected);
     let page = metrics.render_page(&sample_status(), ExpositionFormat::PrometheusText);
     for policy in ["a", "gone"] {
         assert_has_line(
@@ -214,9 +218,9 @@ fn bounds_include_objectives_and_default_timeouts() {
 #[test]
 fn only_observed_status_codes_have_a_line() {
     let metrics = Metrics::new(1, ERROR_KINDS);
-    let shard = metrics.worker_metrics(0);
+    let worker_metrics = metrics.worker_metrics(0);
     for code in [100, 200, 200, 999] {
-        shard.record_response(code, Duration::ZERO);
+        worker_metrics.record_response(code, Duration::ZERO);
     }
     let page = metrics.render_page(&sample_status(), ExpositionFormat::PrometheusText);
     let lines: Vec<&str> = page

@@ -15,7 +15,7 @@ fn rank_keys(top: &TopRefusals, policy: Option<&str>) -> RefusalRanking {
     top.ranking(RefusalDimension::Keys, policy, usize::MAX)
 }
 
-/// What must hold of a ranking, whatever came: exact is how often each key really did.
+/// Checks the guarantees of a ranking against the exact count of each key.
 fn assert_ranking_bounds(ranking: &RefusalRanking, exact: &Exact<u64, u64>) {
     let ranked: Exact<u64, &RefusalEntry> = ranking
         .entries
@@ -49,7 +49,7 @@ fn assert_ranking_bounds(ranking: &RefusalRanking, exact: &Exact<u64, u64>) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Few heavy keys in a stream of many light ones, over several workers and generations.
+    /// A few frequent keys among many rare ones, over several workers and generations.
     #[test]
     fn counts_are_right_or_too_high_by_at_most_their_error(
         stream in prop::collection::vec((0_usize..3, prop_oneof![0_u64..8, 0_u64..3000]), 0..6000),
@@ -67,7 +67,7 @@ proptest! {
         }
         let ranking = rank_keys(&top, None);
         assert_ranking_bounds(&ranking, &exact);
-        // The promise of the paper, added over the sketches.
+        // The error bound of the paper, summed over the sketches.
         prop_assert!(ranking.max_unlisted <= ranking.total / CAPACITY as u64);
     }
 }
@@ -175,10 +175,10 @@ fn refusals_expire_after_two_generations() {
     assert_eq!(ranked_keys(), ("1 2".to_owned(), start));
     top.rotate_generations(start + 2 * GENERATION_S);
     assert_eq!(ranked_keys(), ("2".to_owned(), start + GENERATION_S));
-    // A clock that goes back forgets nothing.
+    // A clock that steps back expires nothing.
     top.rotate_generations(start);
     assert_eq!(ranked_keys().0, "2");
-    // A long sleep leaves one generation, which is said to have begun long ago.
+    // A long pause leaves one generation, with its original start.
     top.rotate_generations(start + 9 * GENERATION_S);
     assert_eq!(ranked_keys(), (String::new(), start + 2 * GENERATION_S));
 }

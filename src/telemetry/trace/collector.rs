@@ -1,7 +1,8 @@
-//! The way to a collector: OTLP over gRPC, or over HTTP with the same messages.
+//! Client for a trace collector: OTLP over gRPC, or over HTTP with the same messages.
 //!
-//! One call at a time over one connection, which is kept. gRPC's own part is five bytes and two trailers
-//! (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>): no client of its kind is needed for that.
+//! It sends one call at a time over one persistent connection. gRPC adds only five bytes and two
+//! trailers to HTTP/2 (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>), so no
+//! gRPC library is needed.
 
 use super::TraceSettings;
 use crate::tls::ClientTls;
@@ -27,21 +28,21 @@ const HTTP_PORT: u16 = 4318;
 const GRPC_PATH: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
 const HTTP_PATH: &str = "/v1/traces";
 
-/// What a collector answers is short.
+/// Responses of collectors are short.
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
 
-/// Where spans go.
+/// The address and protocol of a collector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectorUrl {
     /// Without brackets.
     host: String,
     port: u16,
     pub is_tls: bool,
-    /// `None`: by gRPC.
+    /// `None` selects gRPC.
     http_path: Option<String>,
 }
 
-/// A collector, and the connection to it.
+/// A collector and its connection.
 pub(super) struct CollectorClient {
     url: CollectorUrl,
     headers: HeaderMap,
@@ -54,14 +55,15 @@ enum CollectorConnection {
     Http(http1::SendRequest<Full<Bytes>>),
 }
 
-/// Why spans were not taken, for people.
+/// Why an export failed, for the log.
 pub(super) type SpanExportError = String;
 
 impl CollectorUrl {
-    /// `http` or `https`, host, port (4317 if absent). Port 4318 or a path: OTLP over HTTP; else gRPC.
+    /// Parses a URL with scheme `http` or `https`, host, and port (4317 if absent). Port 4318 or a
+    /// path selects OTLP over HTTP; all others select gRPC.
     ///
     /// # Errors
-    /// Words that say what would be right.
+    /// Returns a message that states the expected form.
     pub fn parse(text: &str) -> Result<Self, String> {
         let invalid = || "expected a collector such as \"http://127.0.0.1:4317\"".to_owned();
         let uri: Uri = text.parse().ok().ok_or_else(invalid)?;
@@ -73,7 +75,7 @@ impl CollectorUrl {
         let authority = uri.authority().ok_or_else(invalid)?;
         if authority.as_str().contains('@') || uri.query().is_some() {
             return Err(
-                "a collector is not logged in to by its URL; expected scheme, host, port and perhaps a path"
+                "a collector URL must not contain credentials or a query; expected scheme, host, port and optionally a path"
                     .to_owned(),
             );
         }
@@ -104,7 +106,7 @@ impl CollectorUrl {
         }
     }
 
-    /// A name or an address.
+    /// A host name or an IP address.
     pub fn host(&self) -> &str {
         &self.host
     }
@@ -135,8 +137,8 @@ impl CollectorClient {
         }
     }
 
-    /// Hands spans over. Returns how many of them the collector did not take. The caller sets the deadline; who
-    /// gives up waiting drops the connection with it.
+    /// Exports spans, and returns the number of rejected spans. The caller sets the deadline: if it
+    /// drops this future, the connection is closed.
     pub(super) async fn export(
         &mut self,
         spans: &ExportTraceServiceRequest,
@@ -284,7 +286,7 @@ async fn call_grpc(
     if status != StatusCode::OK {
         return Err(format!("HTTP status {status}"));
     }
-    // A call that fails at once has no trailers: their fields are in the head.
+    // The response of an immediately failed call has no trailers; its head contains these fields.
     let status_fields = trailers
         .as_ref()
         .filter(|fields| fields.contains_key("grpc-status"))
@@ -326,11 +328,11 @@ async fn read_response(
     Ok((body.to_bytes(), trailers))
 }
 
-/// How many spans were not taken; an answer that can't be read tells of none.
+/// The number of rejected spans, or 0 if the response cannot be decoded.
 fn count_rejected_spans(message: &[u8]) -> u64 {
     let partial_success = ExportTraceServiceResponse::decode(message)
         .ok()
-        .and_then(|answer| answer.partial_success);
+        .and_then(|response| response.partial_success);
     partial_success.map_or(0, |partly| {
         u64::try_from(partly.rejected_spans).unwrap_or(0)
     })

@@ -1,6 +1,6 @@
-//! W3C Trace Context: who called us, as `traceparent` says, and what we say to whom we call.
+//! W3C Trace Context: the `traceparent` header of received and forwarded requests.
 //!
-//! <https://www.w3.org/TR/trace-context/>, 3.2.
+//! See <https://www.w3.org/TR/trace-context/>, section 3.2.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use std::collections::hash_map::RandomState;
@@ -11,31 +11,33 @@ pub(super) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent"
 pub(super) const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
 const SAMPLED_FLAG: u8 = 1;
-/// The trace's id is random: what counts ids may rely on it (level 2 of the recommendation).
+/// The trace id is random (Trace Context level 2), so other software may sample by it.
 const RANDOM_ID_FLAG: u8 = 2;
 
-/// Length of version 00, and of what stands in front in any later one.
+/// Length of version 00, and of the known prefix of later versions.
 const TRACEPARENT_LEN: usize = 55;
 
-/// A trace, the same in all services that a request passes; shown as 32 hexadecimal digits. Never 0.
+/// The id of a trace, the same in all services of a request. It is displayed as 32 hexadecimal
+/// digits, and never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceId(pub(super) u128);
 
-/// A span of a trace. Never 0.
+/// The id of a span. Never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanId(pub(super) u64);
 
-/// One valid `traceparent`.
+/// The content of a valid `traceparent` header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceContext {
     pub trace: TraceId,
-    /// Of the one who says it.
+    /// The span of the sender.
     pub span: SpanId,
     flags: u8,
 }
 
 impl TraceContext {
-    /// What a request's headers say; `None` also if they say it twice or wrongly: then it counts as unsaid.
+    /// Reads the context from a request's headers. `None` if the header is absent, repeated or
+    /// invalid.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
         let mut values = headers.get_all(TRACEPARENT).iter();
         let value = values.next()?;
@@ -56,7 +58,7 @@ impl TraceContext {
                 .filter(|part| part.len() == length && is_lowercase_hex(part))
         };
         let (version, trace, span, flags) = (part(2)?, part(32)?, part(16)?, part(2)?);
-        // A later version may say more behind these.
+        // Later versions may append fields.
         let is_end_valid = match version {
             "ff" => false,
             "00" => rest.is_empty(),
@@ -73,12 +75,12 @@ impl TraceContext {
         (is_end_valid && parts.next().is_none()).then_some(context)
     }
 
-    /// Whoever began the trace has it recorded.
+    /// Whether the caller records the trace.
     pub fn is_sampled(self) -> bool {
         self.flags & SAMPLED_FLAG != 0
     }
 
-    /// The begin of a trace that is recorded.
+    /// Starts a new trace that is recorded.
     pub(super) fn new_root() -> Self {
         let high = u128::from(random_id()) << 64;
         Self {
@@ -88,7 +90,7 @@ impl TraceContext {
         }
     }
 
-    /// A new span in the same trace.
+    /// Creates a new span in the same trace.
     pub(super) fn new_child(self) -> Self {
         Self {
             span: SpanId(random_id()),
@@ -104,19 +106,20 @@ impl TraceContext {
         .ok()
     }
 
-    /// As OTLP has them.
+    /// The flags in the form of OTLP.
     pub(super) fn flags(self) -> u32 {
         self.flags.into()
     }
 }
 
-/// The recommendation has lower case only.
+/// The specification allows lower case only.
 fn is_lowercase_hex(text: &str) -> bool {
     text.bytes()
         .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// By the system's randomness: generators seeded with the time would meet in replicas that start together.
+/// A random id from the system's randomness. Generators seeded with the time could produce equal
+/// ids in replicas that start together.
 fn random_id() -> u64 {
     RandomState::new().hash_one(0_u8).max(1)
 }
@@ -211,7 +214,7 @@ mod tests {
         assert_eq!(
             TraceContext::from_headers(&headers),
             None,
-            "who says it twice says nothing"
+            "a repeated header is ignored"
         );
     }
 

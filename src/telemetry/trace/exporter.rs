@@ -1,6 +1,7 @@
-//! The export: a thread of its own collects what is recorded, and hands it over in batches.
+//! Span export: a separate thread collects finished requests and exports their spans in batches.
 //!
-//! Nothing that serves clients waits for it. What does not fit into the queue is dropped, and counted.
+//! Request processing never waits for it. Spans that do not fit into the queue are dropped and
+//! counted.
 
 use super::collector::{CollectorClient, SpanExportError};
 use super::span::RequestSpans;
@@ -17,18 +18,18 @@ use tokio::runtime::Builder;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 
-/// Requests that wait for their export: some MiB at most.
+/// Requests waiting for their export, which take a few MiB at most.
 pub(super) const QUEUE_CAPACITY: usize = 2048;
-/// Requests whose spans go together.
+/// Maximum number of requests in one batch.
 const MAX_BATCH_REQUESTS: usize = 256;
-/// How long the first of a batch waits for others.
+/// Maximum time that the first request of a batch waits for others.
 const MAX_BATCH_DELAY: Duration = Duration::from_secs(1);
-/// Of one batch, connecting included.
+/// Timeout of one batch, including the connection setup.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);
-/// What the end of the process waits for.
+/// Maximum time that the process waits for the export at shutdown.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What became of spans.
+/// Counters of spans by export result.
 #[derive(Debug, Default)]
 pub(super) struct SpanExportCounters {
     pub(super) exported: AtomicU64,
@@ -36,14 +37,14 @@ pub(super) struct SpanExportCounters {
     pub(super) failed: AtomicU64,
 }
 
-/// The end of the export.
+/// Handle that stops the export at shutdown.
 #[derive(Debug)]
 pub struct SpanExporter {
     stop: oneshot::Sender<()>,
     done: oneshot::Receiver<()>,
 }
 
-/// What the thread works with.
+/// State of the export thread.
 struct SpanExportWorker {
     collector: CollectorClient,
     resource: Resource,
@@ -52,7 +53,7 @@ struct SpanExportWorker {
 }
 
 impl SpanExporter {
-    /// Starts the thread.
+    /// Starts the export thread.
     pub(super) fn start(
         collector: CollectorClient,
         resource: Resource,
@@ -77,18 +78,18 @@ impl SpanExporter {
         Ok(Self { stop, done })
     }
 
-    /// Has what is recorded exported, and waits for that a little.
+    /// Exports the queued requests, and waits up to two seconds for that.
     pub async fn finish(self) {
         let Self { stop, done } = self;
         drop(stop);
-        // Both ends are told by the other's end.
+        // Dropping `stop` signals the thread, and the thread drops `done_sender` at its end.
         if timeout(SHUTDOWN_TIMEOUT, done).await.is_err() {
-            tracing::warn!("the last spans were not exported");
+            tracing::warn!("span export incomplete at shutdown");
         }
     }
 }
 
-/// Ends when a batch is full, or nothing more will come.
+/// Returns when the batch is full or the queue is closed and empty.
 async fn fill_batch(batch: &mut Vec<RequestSpans>, queue: &mut mpsc::Receiver<RequestSpans>) {
     while batch.len() < MAX_BATCH_REQUESTS {
         let remaining = MAX_BATCH_REQUESTS - batch.len();
@@ -132,7 +133,7 @@ impl SpanExportWorker {
     async fn export(&mut self, batch: Vec<RequestSpans>) {
         let spans: Vec<_> = batch
             .into_iter()
-            .flat_map(|recorded| recorded.into_spans())
+            .flat_map(RequestSpans::into_spans)
             .collect();
         let span_count = u64::try_from(spans.len()).unwrap_or(u64::MAX);
         let scope = InstrumentationScope {
@@ -153,7 +154,7 @@ impl SpanExportWorker {
         }];
         let request = ExportTraceServiceRequest { resource_spans };
         let result = timeout(EXPORT_TIMEOUT, self.collector.export(&request)).await;
-        match result.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
+        match result.unwrap_or_else(|_| Err("export timed out".to_owned())) {
             Ok(rejected) => {
                 let rejected = rejected.min(span_count);
                 self.counters.failed.fetch_add(rejected, Ordering::Relaxed);
@@ -161,10 +162,10 @@ impl SpanExportWorker {
                     .exported
                     .fetch_add(span_count - rejected, Ordering::Relaxed);
                 if std::mem::replace(&mut self.has_failed, false) {
-                    tracing::info!("spans are exported again");
+                    tracing::info!("span export recovered");
                 }
             }
-            Err(refused) => self.record_failure(span_count, &refused),
+            Err(error) => self.record_failure(span_count, &error),
         }
     }
 
@@ -173,7 +174,7 @@ impl SpanExportWorker {
             .failed
             .fetch_add(span_count, Ordering::Relaxed);
         if !std::mem::replace(&mut self.has_failed, true) {
-            tracing::warn!(error, "spans can't be exported");
+            tracing::warn!(error, "span export failed");
         }
     }
 }

@@ -1,8 +1,9 @@
-//! Traces: which one a request belongs to, what is recorded of it, and where that goes.
+//! Distributed tracing: trace context, recording of requests, and span export.
 //!
-//! Whether a request is recorded is decided when it arrives: by its caller if that says so, else by lot. Of one that
-//! is not, nothing is kept, made up or changed. Recording never waits: what was recorded is put into a queue when its
-//! request has ended, and a thread of its own hands it to a collector.
+//! Whether a request is recorded is decided at its arrival: by its caller's trace context,
+//! otherwise by random sampling. An unrecorded request gets no trace context, and its headers stay
+//! unchanged. Recording never blocks: a finished request enters a queue, and a separate thread
+//! exports its spans.
 
 mod collector;
 mod context;
@@ -28,20 +29,21 @@ use std::sync::atomic::Ordering;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-/// What is recorded, and for whom.
+/// The collector, and the sampling of requests.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TraceSettings {
     pub collector: CollectorUrl,
-    /// Go with every export.
+    /// Headers that are added to every export.
     pub headers: HeaderMap,
-    /// For https; there if and only if the URL says so.
+    /// TLS settings; present exactly if the URL's scheme is https.
     pub tls: Option<ClientTls>,
-    /// Of requests whose caller says nothing, this share is recorded, 0 to 1.
+    /// The recorded share of requests without a trace context, 0 to 1.
     pub sample_ratio: f64,
 }
 
 impl TraceSettings {
-    /// What messages are written with, and HTTP/2 doesn't know: nobody else sets these.
+    /// Headers that configuration must not set: the message framing sets them, or HTTP/2 does not
+    /// allow them.
     pub const RESERVED_HEADERS: [&str; 10] = [
         "connection",
         "content-encoding",
@@ -56,7 +58,7 @@ impl TraceSettings {
     ];
 }
 
-/// Records requests; cheap to clone, shared by all workers.
+/// Records requests. Cheap to clone; all workers share it.
 #[derive(Clone, Debug)]
 pub struct Tracer(Arc<TracerInner>);
 
@@ -68,10 +70,10 @@ struct TracerInner {
 }
 
 impl Tracer {
-    /// Starts the export. `instance` tells this process apart from others.
+    /// Starts the export thread. `instance` identifies this process in its traces.
     ///
     /// # Errors
-    /// When there can't be another thread.
+    /// Fails if the thread or its runtime cannot be created.
     pub fn start(settings: &TraceSettings, instance: &str) -> io::Result<(Self, SpanExporter)> {
         let (queue, recorded) = mpsc::channel(QUEUE_CAPACITY);
         let counters = Arc::<SpanExportCounters>::default();
@@ -95,7 +97,8 @@ impl Tracer {
         Ok((Self(Arc::new(inner)), exporter))
     }
 
-    /// A recording of the request, if it is to be recorded. `said` is what its headers say of its trace.
+    /// Returns a recording of the request if it is sampled. `caller` is the trace context of its
+    /// headers.
     pub fn start_recording(
         &self,
         caller: Option<TraceContext>,
@@ -114,7 +117,7 @@ impl Tracer {
         })
     }
 
-    /// What became of all spans so far.
+    /// The spans so far, by export result.
     pub fn span_counts(&self) -> SpanExportCounts {
         let load = |count: fn(&SpanExportCounters) -> &std::sync::atomic::AtomicU64| {
             count(&self.0.counters).load(Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! What is recorded of one request, and the spans that come of it.
+//! Recording of one request, and its conversion to spans.
 
 use super::context::{SpanId, TRACEPARENT, TRACESTATE, TraceContext};
 use super::{Tracer, TracerInner};
@@ -13,45 +13,47 @@ use std::net::IpAddr;
 use std::sync::atomic::Ordering;
 use tokio::time::Instant;
 
-/// Longest text of a client's that is recorded: a request's head can hold more than a trace should.
+/// Maximum length of a text attribute. A request head may contain more than a trace should store.
 const MAX_ATTRIBUTE_BYTES: usize = 256;
-/// The same of `tracestate`, which is recorded as a whole or not at all.
+/// Maximum length of `tracestate`, which is recorded completely or not at all.
 const MAX_TRACESTATE_BYTES: usize = 512;
-/// The name of spans of methods that conventions don't know.
+/// Span name of requests with a method that the semantic conventions do not list.
 const UNKNOWN_METHOD_NAME: &str = "HTTP";
 
-/// A request that is recorded. Dropped, it goes to the collector, whatever has become of the request.
+/// The recording of one request. Dropping it queues the spans for export, whatever the request's
+/// result.
 #[derive(Debug)]
 pub struct RequestRecording {
     tracer: Tracer,
     spans: Option<RequestSpans>,
 }
 
-/// What a request asks for, as policies see it.
+/// The properties of a request, as policies see them.
 #[derive(Clone, Copy, Debug)]
 pub struct TracedRequest<'a> {
     pub method: &'a Method,
     pub host: &'a str,
-    /// Without the query, which may hold secrets.
+    /// Without the query, which may contain secrets.
     pub path: &'a str,
     pub client: IpAddr,
     pub is_tls: bool,
 }
 
-/// What became of a request.
+/// The response to a request and its rate-limit decision.
 #[derive(Clone, Copy, Debug)]
 pub struct TracedResponse<'a> {
     pub status: u16,
     pub decision: &'static str,
-    /// The policy that refused.
+    /// The policy that rejected the request.
     pub policy: Option<&'a str>,
-    /// The limit that refused, or that is nearest to refusing, whose quota it is, and what is left.
+    /// Name, key id and remaining units of the limit that rejected the request or is closest to
+    /// doing so.
     pub limit: Option<(&'a str, u128, u64)>,
-    /// Who decided, and when.
+    /// The decision source, and the time of the decision.
     pub source: Option<(&'static str, Instant)>,
 }
 
-/// Times in nanoseconds since the Unix epoch.
+/// Data for the spans of one request. Times are in nanoseconds since the Unix epoch.
 #[derive(Debug)]
 pub(super) struct RequestSpans {
     context: TraceContext,
@@ -62,27 +64,27 @@ pub(super) struct RequestSpans {
     ended_ns: u64,
     attributes: Vec<KeyValue>,
     status: Option<u16>,
-    /// Why its client did not get the whole answer.
+    /// Why the client did not receive the whole response.
     body_error: Option<&'static str>,
-    /// When the store answered.
+    /// Time of the decision.
     decided_ns: Option<u64>,
     source: Option<&'static str>,
     upstream: Option<UpstreamSpan>,
 }
 
-/// A request's way to the upstream.
+/// The forwarding of a request to the upstream.
 #[derive(Debug)]
 struct UpstreamSpan {
     context: TraceContext,
     server: String,
     started_ns: u64,
     ended_ns: Option<u64>,
-    /// The response's status, or why there is none.
+    /// The response status, or the reason why there is none.
     result: Option<Result<u16, &'static str>>,
 }
 
 impl RequestRecording {
-    /// `caller`: who sent us the request in a trace that is recorded.
+    /// `caller` is the trace context of a sampled caller.
     pub(super) fn new(
         tracer: &Tracer,
         caller: Option<TraceContext>,
@@ -91,8 +93,8 @@ impl RequestRecording {
         arrived: Instant,
     ) -> Self {
         let context = caller.map_or_else(TraceContext::new_root, TraceContext::new_child);
-        let began_ns = tracer.to_unix_ns(arrived);
-        // Of headers that are not believed nothing is taken.
+        let started_ns = tracer.to_unix_ns(arrived);
+        // Without a valid `traceparent`, `tracestate` is ignored.
         let tracestate = caller
             .and_then(|_| read_tracestate(headers))
             .unwrap_or_default();
@@ -115,7 +117,7 @@ impl RequestRecording {
             parent: caller.map(|caller| caller.span),
             tracestate,
             name: method.unwrap_or(UNKNOWN_METHOD_NAME).to_owned(),
-            started_ns: began_ns,
+            started_ns,
             ended_ns: 0,
             attributes,
             status: None,
@@ -131,66 +133,67 @@ impl RequestRecording {
     }
 
     pub fn context(&self) -> Option<TraceContext> {
-        self.spans.as_ref().map(|recorded| recorded.context)
+        self.spans.as_ref().map(|spans| spans.context)
     }
 
-    /// The request goes to the upstream, which is told of a span of its own as its parent. `server` is an authority.
+    /// Records the start of forwarding, and sets the new span as the parent in the forwarded
+    /// headers. `server` is an authority.
     pub fn start_upstream_span(&mut self, headers: &mut HeaderMap, server: &str) {
-        let began_ns = self.tracer.to_unix_ns(Instant::now());
-        let Some(recorded) = &mut self.spans else {
+        let started_ns = self.tracer.to_unix_ns(Instant::now());
+        let Some(spans) = &mut self.spans else {
             return;
         };
-        let context = recorded.context.new_child();
+        let context = spans.context.new_child();
         if let Some(value) = context.to_header_value() {
             headers.insert(TRACEPARENT, value);
         }
-        if recorded.parent.is_none() {
+        if spans.parent.is_none() {
             headers.remove(TRACESTATE);
         }
         let server = server.to_owned();
-        recorded.upstream = Some(UpstreamSpan {
+        spans.upstream = Some(UpstreamSpan {
             context,
             server,
-            started_ns: began_ns,
+            started_ns,
             ended_ns: None,
             result: None,
         });
     }
 
-    /// The upstream's status, or why it gave none.
+    /// Records the upstream's status, or the reason why it sent no response.
     pub fn finish_upstream_span(&mut self, result: Result<u16, &'static str>) {
         let ended_ns = self.tracer.to_unix_ns(Instant::now());
-        if let Some(forwarded) = self
+        if let Some(upstream) = self
             .spans
             .as_mut()
-            .and_then(|recorded| recorded.upstream.as_mut())
+            .and_then(|spans| spans.upstream.as_mut())
         {
-            (forwarded.ended_ns, forwarded.result) = (Some(ended_ns), Some(result));
+            (upstream.ended_ns, upstream.result) = (Some(ended_ns), Some(result));
         }
     }
 
-    pub fn set_response(&mut self, answered: &TracedResponse<'_>) {
-        let decided = answered
+    pub fn set_response(&mut self, response: &TracedResponse<'_>) {
+        let decided = response
             .source
             .map(|(source, at)| (source, self.tracer.to_unix_ns(at)));
-        let Some(recorded) = &mut self.spans else {
+        let Some(spans) = &mut self.spans else {
             return;
         };
-        recorded.status = Some(answered.status);
-        (recorded.source, recorded.decided_ns) = decided.unzip();
-        let attributes = &mut recorded.attributes;
-        attributes.push(string_attribute("tidegate.decision", answered.decision));
+        spans.status = Some(response.status);
+        (spans.source, spans.decided_ns) = decided.unzip();
+        let attributes = &mut spans.attributes;
+        attributes.push(string_attribute("tidegate.decision", response.decision));
         attributes.push(int_attribute(
             "http.response.status_code",
-            answered.status.into(),
+            response.status.into(),
         ));
-        if answered.status >= 500 {
-            attributes.push(string_attribute("error.type", &answered.status.to_string()));
+        if response.status >= 500 {
+            attributes.push(string_attribute("error.type", &response.status.to_string()));
         }
-        if let Some(policy) = answered.policy {
+        if let Some(policy) = response.policy {
             attributes.push(string_attribute("tidegate.policy", policy));
         }
-        if let Some((limit, key, remaining)) = answered.limit {
+        if let Some((limit, key, remaining)) = response.limit {
             attributes.push(string_attribute("tidegate.limit", limit));
             attributes.push(string_attribute("tidegate.key", &format!("{key:032x}")));
             attributes.push(int_attribute(
@@ -202,37 +205,36 @@ impl RequestRecording {
 }
 
 impl RequestRecording {
-    /// The answer's body is on its way. Dropped before [`RequestRecording::finish_body`], nobody wanted the rest of it.
+    /// Marks the response body as started. If the recording is dropped before
+    /// [`RequestRecording::finish_body`], the client cancelled the request.
     pub fn mark_streaming(mut self: Box<Self>) -> Box<Self> {
         self.set_body_error(Some("cancelled"));
         self
     }
 
-    /// The body has come to its end, or why it has not.
+    /// Records the end of the body, or the reason why it is incomplete.
     pub fn finish_body(mut self: Box<Self>, result: Result<(), &'static str>) {
         self.set_body_error(result.err());
     }
 
-    fn set_body_error(&mut self, cut: Option<&'static str>) {
-        if let Some(recorded) = &mut self.spans {
-            recorded.body_error = cut;
+    fn set_body_error(&mut self, error: Option<&'static str>) {
+        if let Some(spans) = &mut self.spans {
+            spans.body_error = error;
         }
     }
 }
 
 impl Drop for RequestRecording {
     fn drop(&mut self) {
-        let Some(mut recorded) = self.spans.take() else {
+        let Some(mut spans) = self.spans.take() else {
             return;
         };
-        recorded.ended_ns = self.tracer.to_unix_ns(Instant::now());
+        spans.ended_ns = self.tracer.to_unix_ns(Instant::now());
         let TracerInner {
-            queue,
-            counters: counts,
-            ..
+            queue, counters, ..
         } = &*self.tracer.0;
-        if let Err(full) = queue.try_send(recorded) {
-            counts
+        if let Err(full) = queue.try_send(spans) {
+            counters
                 .dropped
                 .fetch_add(full.into_inner().span_count(), Ordering::Relaxed);
         }
@@ -240,103 +242,124 @@ impl Drop for RequestRecording {
 }
 
 impl RequestSpans {
-    /// How many spans come of it.
+    /// The number of spans that [`RequestSpans::into_spans`] returns.
     fn span_count(&self) -> u64 {
         1 + u64::from(self.decided_ns.is_some()) + u64::from(self.upstream.is_some())
     }
 
-    pub(super) fn into_spans(self) -> impl Iterator<Item = Span> {
-        let Self {
-            context,
-            parent,
-            tracestate: state,
-            name,
-            started_ns: began_ns,
-            ended_ns,
-            ..
-        } = self;
-        let span =
-            |context: TraceContext, parent: Option<SpanId>, name: String, kind: SpanKind| Span {
-                trace_id: context.trace.0.to_be_bytes().to_vec(),
-                span_id: context.span.0.to_be_bytes().to_vec(),
-                parent_span_id: parent
-                    .map(|parent| parent.0.to_be_bytes().to_vec())
-                    .unwrap_or_default(),
-                trace_state: state.clone(),
-                flags: context.flags(),
-                name,
-                kind: kind.into(),
-                start_time_unix_nano: began_ns,
-                end_time_unix_nano: ended_ns,
-                ..Span::default()
-            };
-        // Without a status its client has left, or the process has ended: nobody got an answer.
+    /// Converts the recording to a server span and, if they exist, spans of the decision and of the
+    /// forwarding.
+    pub(super) fn into_spans(mut self) -> impl Iterator<Item = Span> {
+        let decision = self.decision_span();
+        let upstream = self
+            .upstream
+            .take()
+            .map(|upstream| self.upstream_span(upstream));
+        [Some(self.into_server_span()), decision, upstream]
+            .into_iter()
+            .flatten()
+    }
+
+    fn into_server_span(mut self) -> Span {
+        // Without a status, the client has disconnected or the process has stopped before the
+        // response.
         let body_error = self
             .body_error
             .or_else(|| self.status.is_none().then_some("cancelled"));
         let is_server_error = self.status.is_some_and(|status| status >= 500);
-        let cut = body_error
+        let error_type = body_error
             .filter(|_| !is_server_error)
-            .map(|why| string_attribute("error.type", why));
-        let status = (is_server_error || cut.is_some()).then(error_status);
-        let attributes = self.attributes.into_iter().chain(cut).collect();
-        let own = Some(context.span);
-        let decision = self
-            .decided_ns
-            .zip(self.source)
-            .map(|(decided_ns, source)| {
-                let attributes = vec![string_attribute("tidegate.source", source)];
-                let kind = if source == "redis" {
-                    SpanKind::Client
-                } else {
-                    SpanKind::Internal
-                };
-                let decide = span(context.new_child(), own, "decide".to_owned(), kind);
-                Span {
-                    end_time_unix_nano: decided_ns,
-                    attributes,
-                    ..decide
-                }
-            });
-        let upstream = self.upstream.map(|forwarded| {
-            let mut attributes = vec![string_attribute("server.address", &forwarded.server)];
-            attributes.push(string_attribute(
-                "http.request.method",
-                if name == UNKNOWN_METHOD_NAME {
-                    "_OTHER"
-                } else {
-                    &name
-                },
-            ));
-            let status = match forwarded.result {
-                Some(Ok(status)) => {
-                    attributes.push(int_attribute("http.response.status_code", status.into()));
-                    // By convention a client counts what it did wrong, too.
-                    (status >= 400).then(error_status)
-                }
-                Some(Err(error)) => {
-                    attributes.push(string_attribute("error.type", error));
-                    Some(error_status())
-                }
-                None => {
-                    attributes.push(string_attribute("error.type", "cancelled"));
-                    Some(error_status())
-                }
-            };
-            Span {
-                start_time_unix_nano: forwarded.started_ns,
-                end_time_unix_nano: forwarded.ended_ns.unwrap_or(ended_ns),
-                attributes,
-                status,
-                ..span(forwarded.context, own, name.clone(), SpanKind::Client)
-            }
-        });
-        let server = Span {
+            .map(|reason| string_attribute("error.type", reason));
+        let status = (is_server_error || error_type.is_some()).then(error_status);
+        let mut attributes = std::mem::take(&mut self.attributes);
+        attributes.extend(error_type);
+        Span {
             attributes,
             status,
-            ..span(context, parent, name.clone(), SpanKind::Server)
+            ..self.new_span(
+                self.context,
+                self.parent,
+                self.name.clone(),
+                SpanKind::Server,
+            )
+        }
+    }
+
+    fn decision_span(&self) -> Option<Span> {
+        let (decided_ns, source) = self.decided_ns.zip(self.source)?;
+        let kind = if source == "redis" {
+            SpanKind::Client
+        } else {
+            SpanKind::Internal
         };
-        [Some(server), decision, upstream].into_iter().flatten()
+        Some(Span {
+            end_time_unix_nano: decided_ns,
+            attributes: vec![string_attribute("tidegate.source", source)],
+            ..self.new_span(
+                self.context.new_child(),
+                Some(self.context.span),
+                "decide".to_owned(),
+                kind,
+            )
+        })
+    }
+
+    fn upstream_span(&self, upstream: UpstreamSpan) -> Span {
+        let method = if self.name == UNKNOWN_METHOD_NAME {
+            "_OTHER"
+        } else {
+            &self.name
+        };
+        let mut attributes = vec![
+            string_attribute("server.address", &upstream.server),
+            string_attribute("http.request.method", method),
+        ];
+        let status = match upstream.result.unwrap_or(Err("cancelled")) {
+            Ok(status) => {
+                attributes.push(int_attribute("http.response.status_code", status.into()));
+                // By the semantic conventions, a client span counts 4xx as errors.
+                (status >= 400).then(error_status)
+            }
+            Err(error) => {
+                attributes.push(string_attribute("error.type", error));
+                Some(error_status())
+            }
+        };
+        Span {
+            start_time_unix_nano: upstream.started_ns,
+            end_time_unix_nano: upstream.ended_ns.unwrap_or(self.ended_ns),
+            attributes,
+            status,
+            ..self.new_span(
+                upstream.context,
+                Some(self.context.span),
+                self.name.clone(),
+                SpanKind::Client,
+            )
+        }
+    }
+
+    fn new_span(
+        &self,
+        context: TraceContext,
+        parent: Option<SpanId>,
+        name: String,
+        kind: SpanKind,
+    ) -> Span {
+        Span {
+            trace_id: context.trace.0.to_be_bytes().to_vec(),
+            span_id: context.span.0.to_be_bytes().to_vec(),
+            parent_span_id: parent
+                .map(|parent| parent.0.to_be_bytes().to_vec())
+                .unwrap_or_default(),
+            trace_state: self.tracestate.clone(),
+            flags: context.flags(),
+            name,
+            kind: kind.into(),
+            start_time_unix_nano: self.started_ns,
+            end_time_unix_nano: self.ended_ns,
+            ..Span::default()
+        }
     }
 }
 
@@ -347,7 +370,7 @@ fn error_status() -> Status {
     }
 }
 
-/// What the upstream is told too, if it is one text of bearable length.
+/// Reads the `tracestate` that is also forwarded, if it is valid text within the size limit.
 fn read_tracestate(headers: &HeaderMap) -> Option<String> {
     let members: Option<Vec<&str>> = headers
         .get_all(TRACESTATE)
@@ -359,7 +382,7 @@ fn read_tracestate(headers: &HeaderMap) -> Option<String> {
         .filter(|state| state.len() <= MAX_TRACESTATE_BYTES)
 }
 
-/// The methods that conventions know; any other could be made up without end.
+/// The methods of the semantic conventions. Clients can invent any number of other methods.
 fn known_method(method: &Method) -> Option<&'static str> {
     const KNOWN: [&str; 9] = [
         "GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE",
@@ -387,8 +410,8 @@ fn key_value(key: &str, value: any_value::Value) -> KeyValue {
 
 impl fmt::Debug for TracerInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tracer")
-            .field("sample", &self.sample_ratio)
+        f.debug_struct("TracerInner")
+            .field("sample_ratio", &self.sample_ratio)
             .finish_non_exhaustive()
     }
 }

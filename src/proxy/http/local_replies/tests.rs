@@ -281,7 +281,7 @@ fn an_invalid_request_closes_the_connection() {
     assert_eq!(header_text(&response, "connection"), "close");
     assert_eq!(
         response.body(),
-        "Bad Request\nThe path holds an escaped NUL.\n"
+        "Bad Request\nThe path contains an escaped NUL.\n"
     );
 }
 

@@ -1,0 +1,78 @@
+//! Conditions on the values of a request or descriptor.
+
+use regex::Regex;
+use std::fmt;
+
+/// A condition on a named value.
+#[derive(Clone, Debug)]
+pub struct NamedCondition<N> {
+    pub name: N,
+    pub condition: ValueCondition,
+}
+
+/// A condition on a value. If a name has several values, any of them may meet it.
+#[derive(Clone, Debug)]
+pub enum ValueCondition {
+    Equals(Box<str>),
+    Regex(Regex),
+    /// Whether the name must be present or absent.
+    Present(bool),
+}
+
+/// The condition that a request does not meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UnmetCondition<'a> {
+    Method,
+    Host,
+    Path,
+    PathRegex,
+    ClientIp,
+    Header(&'a str),
+    Query(&'a str),
+    Cookie(&'a str),
+    Claim(&'a str),
+    /// The policy applies to descriptors and the request is none, or the other way round.
+    RequestKind,
+    Domain,
+    Entry(&'a str),
+    /// The descriptor has entries that the policy does not list.
+    ExtraEntries,
+    /// All conditions in `not` hold.
+    Exclusion,
+}
+
+impl ValueCondition {
+    pub(super) fn is_met_by<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
+        match self {
+            Self::Equals(wanted) => values.any(|value| value.as_ref() == wanted.as_bytes()),
+            Self::Regex(regex) => {
+                values.any(|value| regex.is_match(&String::from_utf8_lossy(value.as_ref())))
+            }
+            Self::Present(wanted) => values.next().is_some() == *wanted,
+        }
+    }
+}
+
+/// Text for messages, such as `not for this path`.
+impl fmt::Display for UnmetCondition<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Method => f.write_str("not for this method"),
+            Self::Host => f.write_str("not for this host"),
+            Self::Path => f.write_str("not for this path"),
+            Self::PathRegex => f.write_str("path_regex does not match"),
+            Self::ClientIp => f.write_str("not for this client address"),
+            Self::Header(name) => write!(f, "the condition on header {name} does not hold"),
+            Self::Query(name) => write!(f, "the condition on query parameter {name} does not hold"),
+            Self::Cookie(name) => write!(f, "the condition on cookie {name} does not hold"),
+            Self::Claim(name) => write!(f, "the condition on claim {name} does not hold"),
+            Self::RequestKind => f.write_str("for calls of the rate-limit service only"),
+            Self::Domain => f.write_str("not for this domain"),
+            Self::Entry(name) => {
+                write!(f, "the condition on descriptor entry {name} does not hold")
+            }
+            Self::ExtraEntries => f.write_str("the descriptor has additional entries"),
+            Self::Exclusion => f.write_str("excluded by its `not`"),
+        }
+    }
+}

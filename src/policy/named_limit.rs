@@ -1,0 +1,12 @@
+//! Limits with names.
+
+use crate::limiter::Limit;
+
+/// A limit and its name in the rate-limit headers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedLimit {
+    pub name: Box<str>,
+    /// The unit that is counted; `None` means requests.
+    pub unit: Option<Box<str>>,
+    pub limit: Limit,
+}

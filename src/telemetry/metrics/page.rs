@@ -1,0 +1,195 @@
+//! The metrics page for Prometheus.
+
+use super::DecisionSource;
+use super::exposition::{ExpositionFormat, ExpositionWriter, MetricKind};
+use super::histogram::{CumulativeBuckets, DECISION_BOUNDS, REQUEST_BOUNDS};
+use super::labels::{ConnectionCloseReason, RlsCallResult};
+use super::policy_counters::DECISION_LABELS;
+use super::process::write_process_metrics;
+use super::registry::Metrics;
+use super::status::ProcessStatus;
+use super::store::write_store_metrics;
+
+impl Metrics {
+    /// Renders all metrics as a page for Prometheus.
+    pub fn render_page(&self, status: &ProcessStatus, format: ExpositionFormat) -> String {
+        let mut page = ExpositionWriter::new(format);
+        self.write_policy_metrics(&mut page);
+        self.write_request_metrics(&mut page);
+        self.write_connection_metrics(&mut page, status);
+        self.write_identity_metrics(&mut page);
+        self.write_rate_limit_service_metrics(&mut page);
+        write_store_metrics(&mut page, status);
+        page.begin_family(
+            MetricKind::Counter,
+            "tidegate_settlements_lost",
+            "Settlements of actual costs that could not be sent to the store. The estimate stands.",
+        )
+        .write_sample(&[], self.sum_counter(|worker| &worker.lost_settlements));
+        write_process_metrics(&mut page, status);
+        page.finish()
+    }
+
+    fn write_policy_metrics(&self, page: &mut ExpositionWriter) {
+        let counters = self.policy_counters.lock();
+        let mut requests = page.begin_family(
+            MetricKind::Counter,
+            "tidegate_requests",
+            "Requests by policy and decision. A shadow policy counts requests that it would admit as allowed.",
+        );
+        for (policy, policy_counters) in counters.iter() {
+            for (decision, count) in DECISION_LABELS
+                .into_iter()
+                .zip(policy_counters.requests_by_decision())
+            {
+                requests.write_sample(&[("policy", policy), ("decision", decision)], count);
+            }
+        }
+        let mut degraded = page.begin_family(
+            MetricKind::Counter,
+            "tidegate_degraded",
+            "Requests that an enforced policy decided without the store, by the outcome of its on_store_failure.",
+        );
+        for (policy, policy_counters) in counters.iter() {
+            for (outcome, count) in policy_counters.degraded_by_outcome() {
+                degraded.write_sample(&[("policy", policy), ("outcome", outcome)], count);
+            }
+        }
+        drop(counters);
+        let mut seconds = page.begin_family(
+            MetricKind::Histogram,
+            "tidegate_decision_seconds",
+            "Time from a request's arrival to the decision on its limits, by decision source.",
+        );
+        for source in DecisionSource::ALL {
+            let parts = self
+                .workers
+                .iter()
+                .filter_map(|worker| worker.decisions.get(source as usize));
+            seconds.write_histogram(
+                &[("source", source.label())],
+                &CumulativeBuckets::from_histograms(&DECISION_BOUNDS, parts),
+            );
+        }
+    }
+
+    fn write_request_metrics(&self, page: &mut ExpositionWriter) {
+        let mut requests = page.begin_family(
+            MetricKind::Counter,
+            "tidegate_http_requests",
+            "Responses by status code.",
+        );
+        for (code, count) in self.status_counts() {
+            requests.write_sample(&[("code", itoa::Buffer::new().format(code))], count);
+        }
+        let mut seconds = page.begin_family(
+            MetricKind::Histogram,
+            "tidegate_http_request_seconds",
+            "Time from a request's arrival to the head of its response.",
+        );
+        let histograms = self.workers.iter().map(|worker| &worker.requests);
+        seconds.write_histogram(
+            &[],
+            &CumulativeBuckets::from_histograms(&REQUEST_BOUNDS, histograms),
+        );
+        let mut errors = page.begin_family(
+            MetricKind::Counter,
+            "tidegate_upstream_errors",
+            "Requests without a response from the upstream, by kind.",
+        );
+        for (kind, count) in self.upstream_errors() {
+            errors.write_sample(&[("kind", kind)], count);
+        }
+    }
+
+    fn write_connection_metrics(&self, page: &mut ExpositionWriter, status: &ProcessStatus) {
+        page.begin_family(
+            MetricKind::Gauge,
+            "tidegate_connections_active",
+            "Open client connections.",
+        )
+        .write_sample(&[], status.open_connections as u64);
+        let mut errors = page.begin_family(
+            MetricKind::Counter,
+            "tidegate_tls_handshake_errors",
+            "Client connections that failed in the TLS handshake, by kind.",
+        );
+        for (index, kind) in self.error_kinds.tls_errors.iter().enumerate() {
+            let count = self.sum_optional_counter(|worker| worker.tls_errors.get(index));
+            errors.write_sample(&[("kind", kind)], count);
+        }
+        let mut errors = page.begin_family(
+            MetricKind::Counter,
+            "tidegate_proxy_protocol_errors",
+            "Client connections that were closed because of their PROXY header, by kind.",
+        );
+        for (index, kind) in self.error_kinds.proxy_header_errors.iter().enumerate() {
+            let count = self.sum_optional_counter(|worker| worker.proxy_header_errors.get(index));
+            errors.write_sample(&[("kind", kind)], count);
+        }
+        page.begin_family(
+            MetricKind::Gauge,
+            "tidegate_connections_max",
+            "Maximum number of open client connections (listen.max_connections).",
+        )
+        .write_sample(&[], status.max_connections as u64);
+        page.begin_family(
+            MetricKind::Counter,
+            "tidegate_connections_full",
+            "Times that listen.max_connections was reached and new connections had to wait.",
+        )
+        .write_sample(&[], status.connection_limit_hits);
+        page.begin_family(
+            MetricKind::Counter,
+            "tidegate_panics",
+            "Connections and HTTP/2 requests that ended in a panic. Each panic is a bug in tidegate.",
+        )
+        .write_sample(&[], status.panics);
+        let mut closed = page.begin_family(
+            MetricKind::Counter,
+            "tidegate_connections_closed",
+            "Client connections and HTTP/2 streams that tidegate closed, by reason.",
+        );
+        for reason in ConnectionCloseReason::ALL {
+            let count =
+                self.sum_optional_counter(|worker| worker.close_reasons.get(reason as usize));
+            closed.write_sample(&[("reason", reason.label())], count);
+        }
+    }
+
+    fn write_identity_metrics(&self, page: &mut ExpositionWriter) {
+        page.begin_family(
+            MetricKind::Counter,
+            "tidegate_untrusted_forwarding",
+            "Requests with a forwarding header from a peer outside client.trusted_proxies, while a policy depends on the client's address.",
+        )
+        .write_sample(&[], self.untrusted_forwarding());
+        page.begin_family(
+            MetricKind::Counter,
+            "tidegate_tokens_refused",
+            "Requests with a rejected token, while a policy reads a claim.",
+        )
+        .write_sample(&[], self.sum_counter(|worker| &worker.rejected_tokens));
+    }
+
+    fn write_rate_limit_service_metrics(&self, page: &mut ExpositionWriter) {
+        let mut calls = page.begin_family(
+            MetricKind::Counter,
+            "tidegate_rls_calls",
+            "Calls of the rate-limit service by result.",
+        );
+        for call in RlsCallResult::ALL {
+            let count = self.sum_optional_counter(|worker| worker.rls_calls.get(call as usize));
+            calls.write_sample(&[("result", call.label())], count);
+        }
+        page.begin_family(
+            MetricKind::Counter,
+            "tidegate_rls_descriptors_unmet",
+            "Descriptors in calls of the rate-limit service that no policy matches. They are not limited.",
+        )
+        .write_sample(
+            &[],
+            self.sum_counter(|worker| &worker.unmatched_descriptors),
+        );
+    }
+}

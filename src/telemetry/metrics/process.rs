@@ -1,0 +1,74 @@
+//! Metrics of the process and its configuration.
+
+use super::exposition::{ExpositionWriter, MetricKind};
+use super::status::{ProcessStatus, SpanExportCounts};
+
+pub(super) fn write_process_metrics(page: &mut ExpositionWriter, status: &ProcessStatus) {
+    let mut expiry = page.begin_family(
+        MetricKind::Gauge,
+        "tidegate_certificate_expiry_seconds",
+        "Expiry of a server certificate, or of its chain if that expires earlier, in seconds since the Unix epoch.",
+    );
+    for (file, at) in &status.certificates {
+        expiry.write_sample(&[("file", file)], *at);
+    }
+    if let Some(SpanExportCounts {
+        exported,
+        dropped,
+        failed,
+    }) = status.spans
+    {
+        let mut spans = page.begin_family(
+            MetricKind::Counter,
+            "tidegate_trace_spans",
+            "Spans by export result.",
+        );
+        for (result, count) in [
+            ("exported", exported),
+            ("dropped", dropped),
+            ("failed", failed),
+        ] {
+            spans.write_sample(&[("result", result)], count);
+        }
+    }
+    let mut reloads = page.begin_family(
+        MetricKind::Counter,
+        "tidegate_config_reloads",
+        "New configurations by result: success took effect, failure changed nothing.",
+    );
+    reloads.write_sample(
+        &[("result", "success")],
+        status.config_generation.saturating_sub(1),
+    );
+    reloads.write_sample(&[("result", "failure")], status.rejected_reloads);
+    page.begin_family(
+        MetricKind::Gauge,
+        "tidegate_config_generation",
+        "Number of the configuration in effect, starting at 1.",
+    )
+    .write_sample(&[], status.config_generation);
+    page.begin_family(
+        MetricKind::Gauge,
+        "tidegate_config_last_reload_success_timestamp_seconds",
+        "Time when the configuration in effect was applied, in seconds since the Unix epoch.",
+    )
+    .write_sample(&[], status.config_applied_at_s);
+    page.begin_family(
+        MetricKind::Gauge,
+        "tidegate_config_last_reload_successful",
+        "Whether the newest configuration files are in effect (1) or not (0).",
+    )
+    .write_sample(&[], status.reload_errors.is_empty().into());
+    page.begin_family(
+        MetricKind::Gauge,
+        "tidegate_config_hash",
+        "Hash of the configuration in effect, without listen, admin, log, trace and shutdown. Equal configurations have equal hashes.",
+    )
+    .write_sample(&[], status.config_hash);
+    page.begin_family(
+        MetricKind::Gauge,
+        "tidegate_build_info",
+        "Always 1; the labels identify the build.",
+    )
+    .write_sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
+}

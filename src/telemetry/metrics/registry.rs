@@ -1,0 +1,164 @@
+//! The metrics of the process: the counters of all workers and policies, and their sums.
+
+use super::DecisionSource;
+use super::histogram::{DECISION_BOUNDS, HistogramSnapshot, REQUEST_BOUNDS, SingleWriterCounter};
+use super::labels::ErrorKindLabels;
+use super::policy_counters::{PolicyCounters, RequestDecision};
+use super::worker::{FIRST_STATUS_CODE, STATUS_CODE_COUNT, WorkerMetrics};
+use crate::telemetry::top_refusals::TopRefusals;
+use parking_lot::Mutex;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+/// The metrics of the process.
+#[derive(Debug)]
+pub struct Metrics {
+    pub(super) workers: Box<[Arc<WorkerMetrics>]>,
+    /// By policy name. A removed policy keeps its counters: if they disappeared and returned with
+    /// lower values, Prometheus would assume a restart. Only configured names are ever added.
+    pub(super) policy_counters: Mutex<BTreeMap<Arc<str>, Arc<PolicyCounters>>>,
+    pub(super) error_kinds: ErrorKindLabels,
+    top_refusals: TopRefusals,
+}
+
+impl Metrics {
+    /// Creates the counters of `workers` workers.
+    pub fn new(workers: usize, error_kinds: ErrorKindLabels) -> Arc<Self> {
+        let worker_metrics: Box<[Arc<WorkerMetrics>]> = (0..workers)
+            .map(|index| Arc::new(WorkerMetrics::new(index, error_kinds)))
+            .collect();
+        let top_refusals = TopRefusals::from_workers(
+            worker_metrics
+                .iter()
+                .map(|worker| Arc::clone(&worker.refusals))
+                .collect(),
+        );
+        Arc::new(Self {
+            workers: worker_metrics,
+            policy_counters: Mutex::default(),
+            error_kinds,
+            top_refusals,
+        })
+    }
+
+    /// The counters of a worker. Those of a worker beyond the number given to [`Metrics::new`] do
+    /// not appear in the metrics.
+    pub fn worker_metrics(&self, worker: usize) -> Arc<WorkerMetrics> {
+        let unregistered = || Arc::new(WorkerMetrics::new(worker, self.error_kinds));
+        self.workers
+            .get(worker)
+            .map_or_else(unregistered, Arc::clone)
+    }
+
+    /// The counters of policies by name, which survive a reload.
+    pub fn policy_counters<'n>(
+        &self,
+        names: impl Iterator<Item = &'n str>,
+    ) -> Box<[Arc<PolicyCounters>]> {
+        let mut counters = self.policy_counters.lock();
+        let found = names.map(|name| match counters.get(name) {
+            Some(policy_counters) => Arc::clone(policy_counters),
+            None => {
+                let name: Arc<str> = name.into();
+                let policy_counters =
+                    Arc::new(PolicyCounters::new(Arc::clone(&name), self.workers.len()));
+                Arc::clone(counters.entry(name).or_insert(policy_counters))
+            }
+        });
+        found.collect()
+    }
+
+    /// The most rejected keys and paths.
+    pub fn top_refusals(&self) -> &TopRefusals {
+        &self.top_refusals
+    }
+
+    /// Requests so far, by [`RequestDecision::ALL`].
+    pub fn request_decisions(&self) -> [u64; RequestDecision::ALL.len()] {
+        RequestDecision::ALL.map(|decision| {
+            self.sum_optional_counter(|worker| worker.request_decisions.get(decision as usize))
+        })
+    }
+
+    /// Responses so far by status code, without codes that did not occur.
+    pub fn status_counts(&self) -> Vec<(u16, u64)> {
+        let codes = (FIRST_STATUS_CODE..).zip(0..STATUS_CODE_COUNT);
+        let counts = codes.map(|(code, at)| {
+            (
+                code,
+                self.sum_optional_counter(|worker| worker.status_counts.get(at)),
+            )
+        });
+        counts.filter(|(_, count)| *count > 0).collect()
+    }
+
+    /// Requests so far without a response from the upstream, by kind.
+    pub fn upstream_errors(&self) -> Vec<(&'static str, u64)> {
+        let kinds = self.error_kinds.upstream_errors.iter().enumerate();
+        kinds
+            .map(|(at, kind)| {
+                (
+                    *kind,
+                    self.sum_optional_counter(|worker| worker.upstream_errors.get(at)),
+                )
+            })
+            .collect()
+    }
+
+    /// Time to a decision so far, by decision source.
+    pub fn decision_durations(
+        &self,
+    ) -> [(&'static str, HistogramSnapshot); DecisionSource::ALL.len()] {
+        DecisionSource::ALL.map(|source| {
+            let parts = self
+                .workers
+                .iter()
+                .filter_map(|worker| worker.decisions.get(source as usize));
+            (
+                source.label(),
+                HistogramSnapshot::from_histograms(&DECISION_BOUNDS, parts),
+            )
+        })
+    }
+
+    /// Time to the response head so far.
+    pub fn response_durations(&self) -> HistogramSnapshot {
+        HistogramSnapshot::from_histograms(
+            &REQUEST_BOUNDS,
+            self.workers.iter().map(|worker| &worker.requests),
+        )
+    }
+
+    /// Requests so far with a forwarding header from an untrusted peer, while a policy depends on
+    /// the client's address.
+    pub fn untrusted_forwarding(&self) -> u64 {
+        self.sum_counter(|worker| &worker.untrusted_forwarding)
+    }
+
+    /// The last such peer of each worker.
+    pub fn untrusted_peers(&self) -> BTreeSet<IpAddr> {
+        self.workers
+            .iter()
+            .filter_map(|worker| *worker.last_untrusted_peer.lock())
+            .collect()
+    }
+
+    pub(super) fn sum_counter(
+        &self,
+        count: impl Fn(&WorkerMetrics) -> &SingleWriterCounter,
+    ) -> u64 {
+        self.sum_optional_counter(|worker| Some(count(worker)))
+    }
+
+    pub(super) fn sum_optional_counter(
+        &self,
+        count: impl Fn(&WorkerMetrics) -> Option<&SingleWriterCounter>,
+    ) -> u64 {
+        self.workers
+            .iter()
+            .filter_map(|worker| count(worker))
+            .map(SingleWriterCounter::get)
+            .sum()
+    }
+}

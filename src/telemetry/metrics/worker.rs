@@ -1,0 +1,174 @@
+//! The counters of one worker.
+
+use super::DecisionSource;
+use super::histogram::{DECISION_BOUNDS, DurationHistogram, REQUEST_BOUNDS, SingleWriterCounter};
+use super::labels::{ConnectionCloseReason, ErrorKindLabels, RlsCallResult};
+use super::policy_counters::{PolicyCounters, PolicyDecision, RequestDecision};
+use crate::telemetry::top_refusals::WorkerRefusals;
+use parking_lot::Mutex;
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The counters of one worker. Only that worker writes them.
+///
+/// The alignment keeps workers from sharing cache lines.
+#[repr(align(128))]
+pub struct WorkerMetrics {
+    worker: usize,
+    pub(super) decisions: [DurationHistogram; DecisionSource::ALL.len()],
+    pub(super) requests: DurationHistogram,
+    pub(super) request_decisions: [SingleWriterCounter; RequestDecision::ALL.len()],
+    pub(super) refusals: Arc<WorkerRefusals>,
+    /// By status code, starting at [`FIRST_STATUS_CODE`].
+    pub(super) status_counts: [SingleWriterCounter; STATUS_CODE_COUNT],
+    /// In the order of [`ErrorKindLabels`], like the next two.
+    pub(super) upstream_errors: Box<[SingleWriterCounter]>,
+    pub(super) tls_errors: Box<[SingleWriterCounter]>,
+    pub(super) proxy_header_errors: Box<[SingleWriterCounter]>,
+    pub(super) close_reasons: [SingleWriterCounter; ConnectionCloseReason::ALL.len()],
+    pub(super) untrusted_forwarding: SingleWriterCounter,
+    /// The last peer counted in `untrusted_forwarding`.
+    pub(super) last_untrusted_peer: Mutex<Option<IpAddr>>,
+    pub(super) rejected_tokens: SingleWriterCounter,
+    pub(super) rls_calls: [SingleWriterCounter; RlsCallResult::ALL.len()],
+    pub(super) unmatched_descriptors: SingleWriterCounter,
+    pub(super) lost_settlements: SingleWriterCounter,
+}
+
+pub(super) const FIRST_STATUS_CODE: u16 = 100;
+/// Status codes 100 to 999: all codes that a response can have.
+pub(super) const STATUS_CODE_COUNT: usize = 900;
+
+impl WorkerMetrics {
+    pub(super) fn new(worker: usize, error_kinds: ErrorKindLabels) -> Self {
+        let new_counters = |kinds: &[&str]| {
+            kinds
+                .iter()
+                .map(|_| SingleWriterCounter::default())
+                .collect()
+        };
+        Self {
+            worker,
+            decisions: std::array::from_fn(|_| DurationHistogram::new(&DECISION_BOUNDS)),
+            requests: DurationHistogram::new(&REQUEST_BOUNDS),
+            request_decisions: std::array::from_fn(|_| SingleWriterCounter::default()),
+            refusals: Arc::default(),
+            status_counts: std::array::from_fn(|_| SingleWriterCounter::default()),
+            upstream_errors: new_counters(error_kinds.upstream_errors),
+            tls_errors: new_counters(error_kinds.tls_errors),
+            proxy_header_errors: new_counters(error_kinds.proxy_header_errors),
+            close_reasons: std::array::from_fn(|_| SingleWriterCounter::default()),
+            untrusted_forwarding: SingleWriterCounter::default(),
+            last_untrusted_peer: Mutex::default(),
+            rejected_tokens: SingleWriterCounter::default(),
+            rls_calls: Default::default(),
+            unmatched_descriptors: SingleWriterCounter::default(),
+            lost_settlements: SingleWriterCounter::default(),
+        }
+    }
+
+    /// Records the decision of a policy on a request.
+    pub fn record_policy_decision(&self, counters: &PolicyCounters, decision: PolicyDecision) {
+        counters.increment(self.worker, decision);
+    }
+
+    /// Records the decision on a request by all policies together.
+    pub fn record_request_decision(&self, decision: RequestDecision) {
+        increment(&self.request_decisions, decision as usize);
+    }
+
+    /// The rejected keys and paths of this worker.
+    pub fn refusals(&self) -> &WorkerRefusals {
+        &self.refusals
+    }
+
+    /// Records the time to a decision on a request's limits.
+    pub fn record_decision_time(&self, source: DecisionSource, time: Duration) {
+        if let Some(histogram) = self.decisions.get(source as usize) {
+            histogram.observe(time);
+        }
+    }
+
+    /// Records a response and the time until its head was ready.
+    pub fn record_response(&self, code: u16, time: Duration) {
+        self.record_status(code);
+        self.requests.observe(time);
+    }
+
+    /// Records a response without a duration, such as one to an unreadable request.
+    pub fn record_status(&self, code: u16) {
+        let index = usize::from(code.saturating_sub(FIRST_STATUS_CODE));
+        increment(&self.status_counts, index);
+    }
+
+    /// Records a failed TLS handshake of a client. `kind` is an index into
+    /// [`ErrorKindLabels::tls_errors`].
+    pub fn record_tls_error(&self, kind: usize) {
+        increment(&self.tls_errors, kind);
+    }
+
+    /// Records a connection closed because of its PROXY header. `kind` is an index into
+    /// [`ErrorKindLabels::proxy_header_errors`].
+    pub fn record_proxy_header_error(&self, kind: usize) {
+        increment(&self.proxy_header_errors, kind);
+    }
+
+    /// Records a request without a response from the upstream. `kind` is an index into
+    /// [`ErrorKindLabels::upstream_errors`].
+    pub fn record_upstream_error(&self, kind: usize) {
+        increment(&self.upstream_errors, kind);
+    }
+
+    /// Records a connection or stream that tidegate closed.
+    pub fn record_connection_closed(&self, reason: ConnectionCloseReason) {
+        increment(&self.close_reasons, reason as usize);
+    }
+
+    /// Records a forwarding header from an untrusted peer, while a policy depends on the client's
+    /// address.
+    pub fn record_untrusted_forwarding(&self, peer: IpAddr) {
+        self.untrusted_forwarding.add(1);
+        *self.last_untrusted_peer.lock() = Some(peer);
+    }
+
+    /// Records a rejected token of a request for which a policy reads a claim.
+    pub fn record_rejected_token(&self) {
+        self.rejected_tokens.add(1);
+    }
+
+    /// Records the result of a call to the rate-limit service.
+    pub fn record_rls_call(&self, call: RlsCallResult) {
+        increment(&self.rls_calls, call as usize);
+    }
+
+    /// Records a number of descriptors that no policy matches.
+    pub fn record_unmatched_descriptors(&self, descriptors: usize) {
+        if descriptors > 0 {
+            self.unmatched_descriptors
+                .add(u64::try_from(descriptors).unwrap_or(u64::MAX));
+        }
+    }
+
+    /// Records a number of settlements that could not be sent to the store.
+    pub fn record_lost_settlements(&self, count: usize) {
+        self.lost_settlements
+            .add(u64::try_from(count).unwrap_or(u64::MAX));
+    }
+}
+
+fn increment(counters: &[SingleWriterCounter], index: usize) {
+    if let Some(counter) = counters.get(index) {
+        counter.add(1);
+    }
+}
+
+/// Omits the values, which are more than a thousand.
+impl fmt::Debug for WorkerMetrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WorkerMetrics")
+            .field("worker", &self.worker)
+            .finish_non_exhaustive()
+    }
+}
