@@ -1,8 +1,8 @@
 //! Configuration: builds the settings of every module from a file, the environment and flags.
 //!
 //! An outer adapter: it depends on the modules it configures, and they do not depend on it.
-//! [`schema`] lists the keys, [`layers`] merges the sources, [`table_reader`] reads values and
-//! collects every error with its position, [`settings`] and [`policies`] build the result.
+//! `schema` lists the keys, `layers` merges the sources, `table_reader` reads values and
+//! collects every error with its position, `settings` and `policies` build the result.
 
 mod describe;
 mod diagnostic;

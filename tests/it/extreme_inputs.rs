@@ -60,12 +60,12 @@ const REJECTED_COMBINATIONS: [(&str, &str, &str); 2] = [
     (
         "concurrency",
         "count_rejected",
-        "policy[0].count_rejected: who is refused is not in flight",
+        "policy[0].count_rejected: algorithm = \"concurrency\" can't count",
     ),
     (
         "concurrency",
         "cost = { estimate",
-        "policy[0].cost: nothing is ever settled",
+        "policy[0].cost: never settled",
     ),
 ];
 

@@ -707,7 +707,7 @@ async fn certificate_errors_are_reported_by_check() {
             "a.key",
             "client_auth = 'require'\n",
             1,
-            "listen.tls.client_auth: certificates are checked against nothing",
+            "listen.tls.client_auth: no CA to verify client certificates",
         ),
         (
             "a.pem",
@@ -728,7 +728,7 @@ async fn certificate_errors_are_reported_by_check() {
             "a.key",
             "[[policy]]\nname = 'p'\nkey = ['client_cert:cn']\nlimit = { requests = 1, per = '1s' }\n",
             0,
-            "clients are not asked for certificates",
+            "the listener requests no client certificates",
         ),
         (
             "a.pem",

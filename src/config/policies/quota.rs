@@ -71,18 +71,10 @@ pub(super) fn build_quota(
             all_limits(),
         );
     }
-    let block_for = reader.get_duration("block_for");
-    if block_for.is_some() && is_shadow {
-        reader.report_warning("block_for", "without effect: a shadow policy blocks no key");
-    }
     let quota = Quota {
         key,
         lease: None,
-        block: block_for.map(|time| Limit {
-            requests: 1,
-            per_us: to_micros(time),
-            algorithm: Algorithm::Block,
-        }),
+        block: build_block(reader, is_shadow),
         missing_key: reader
             .get_keyword("missing_key", &MISSING_KEY_MODES)
             .unwrap_or(context.missing_key),
@@ -95,5 +87,18 @@ pub(super) fn build_quota(
     Some(Quota {
         lease: lease::build_lease(reader, &quota, is_shadow, context.uses_memory_store),
         ..quota
+    })
+}
+
+/// Builds the block of `block_for`.
+fn build_block(reader: &TableReader<'_>, is_shadow: bool) -> Option<Limit> {
+    let duration = reader.get_duration("block_for")?;
+    if is_shadow {
+        reader.report_warning("block_for", "without effect: a shadow policy blocks no key");
+    }
+    Some(Limit {
+        requests: 1,
+        per_us: to_micros(duration),
+        algorithm: Algorithm::Block,
     })
 }

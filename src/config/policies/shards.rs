@@ -36,33 +36,7 @@ pub(super) fn check_shards<'a>(
             &format!("usage during an outage is written back to one counter; {expected}"),
         );
     }
-    let least = |limit: &Limit| match limit.algorithm {
-        Algorithm::TokenBucket { burst, .. } => limit.requests.min(burst),
-        _ => limit.requests,
-    };
-    if let Some(few) = limits
-        .clone()
-        .find(|named| least(&named.limit) < u64::from(shards))
-    {
-        let most = least(&few.limit);
-        reader.report_error(
-            "shards",
-            &format!(
-                "each shard needs one unit, and the limit \"{}\" has {most}; expected at most {most}",
-                few.name
-            ),
-        );
-    } else if let Some(few) = limits.clone().find(|named| {
-        least(&named.limit) / u64::from(shards) < cost.map_or(0, CostSource::max_units)
-    }) {
-        reader.report_warning(
-            "shards",
-            &format!(
-                "a request may cost more than one shard of the limit \"{}\" has; such requests are always rejected",
-                few.name
-            ),
-        );
-    }
+    check_capacity_per_shard(reader, shards, cost, limits.clone());
     for (algorithm, is_used) in [
         ("concurrency", limits.clone().any(is_concurrency_limit)),
         (
@@ -103,6 +77,42 @@ pub(super) fn check_shards<'a>(
         reader.report_error(
             "shards",
             "an estimate is settled on one counter; expected no shards",
+        );
+    }
+}
+
+/// Checks that each shard has a unit of every limit, and enough for the largest cost.
+fn check_capacity_per_shard<'a>(
+    reader: &TableReader<'_>,
+    shards: u16,
+    cost: Option<&CostSource>,
+    limits: impl Iterator<Item = &'a NamedLimit> + Clone,
+) {
+    let least = |limit: &Limit| match limit.algorithm {
+        Algorithm::TokenBucket { burst, .. } => limit.requests.min(burst),
+        _ => limit.requests,
+    };
+    if let Some(few) = limits
+        .clone()
+        .find(|named| least(&named.limit) < u64::from(shards))
+    {
+        let most = least(&few.limit);
+        reader.report_error(
+            "shards",
+            &format!(
+                "each shard needs one unit, and the limit \"{}\" has {most}; expected at most {most}",
+                few.name
+            ),
+        );
+    } else if let Some(few) = limits.clone().find(|named| {
+        least(&named.limit) / u64::from(shards) < cost.map_or(0, CostSource::max_units)
+    }) {
+        reader.report_warning(
+            "shards",
+            &format!(
+                "a request may cost more than one shard of the limit \"{}\" has; such requests are always rejected",
+                few.name
+            ),
         );
     }
 }
