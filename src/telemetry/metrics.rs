@@ -1,9 +1,9 @@
 //! Metrics: workers count where events happen, and the counts are summed on request.
 //!
 //! Counting must be cheap. Each worker writes to its own atomics ([`WorkerMetrics`], and its part
-//! of each policy's [`PolicyCounters`]), without locks, allocation or shared cache lines. Labels come
-//! from the configuration or from fixed sets, never from requests, so clients cannot make the page
-//! grow.
+//! of each policy's [`PolicyCounters`]), without locks, allocation or shared cache lines. Labels
+//! come from the configuration or from fixed sets, never from requests, so clients cannot make the
+//! page grow.
 
 mod exposition;
 mod histogram;
