@@ -436,7 +436,7 @@ async fn only_a_stale_socket_file_is_replaced() {
     let third = spawn_on_socket(&path, &folder, "", upstream.address)
         .wait_for_exit(TEST_TIMEOUT)
         .await;
-    assert!(third.stderr.contains("no socket"), "{}", third.stderr);
+    assert!(third.stderr.contains("not a socket"), "{}", third.stderr);
     assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
 }
 
