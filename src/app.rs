@@ -23,7 +23,7 @@ use crate::reload::ConfigReloader;
 use crate::store::redis;
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{ErrorKindLabels, Metrics};
-use crate::telemetry::trace::Tracer;
+use crate::telemetry::trace::{SpanExporter, Tracer};
 use admin_view::AdminViewState;
 use arc_swap::ArcSwap;
 use listener_set::ListenerSet;
@@ -105,12 +105,7 @@ async fn run_proxy(
     let mut server = ProxyServer::with_threads(config.listen.threads);
     let listeners = ListenerSet::open(&mut server, &config)?;
     let address = server.address()?;
-    let tracing = config
-        .trace
-        .as_ref()
-        .map(|settings| Tracer::start(settings, redis::instance_id()))
-        .transpose()?;
-    let (tracer, exporter) = tracing.unzip();
+    let (tracer, exporter) = start_tracing(&config)?;
     let shared = SharedState {
         upstream: UpstreamSharedState::new(config.upstream.clone(), config.listen.threads)?,
         store_backend: StoreBackend::new(&config.store),
@@ -141,12 +136,7 @@ async fn run_proxy(
         tracer: shared.tracer.clone(),
         started_at,
     };
-    let history = Arc::new(TrafficHistory::new(Arc::clone(&shared.metrics)));
-    tokio::task::spawn_local(sample_history(
-        Arc::clone(&history),
-        Arc::clone(&shared.metrics),
-        active_policies.clone(),
-    ));
+    let history = start_history(&shared.metrics, &active_policies);
     // The admin endpoint starts before the proxy: it can show why the proxy does not start.
     let view = view_state.into_view(Arc::clone(&shared.metrics), history);
     let admin = start_admin(&config, view)?;
@@ -250,6 +240,25 @@ fn log_listening(
         listeners.log_service_addresses();
         tracing::info!(%address, tls, upstream, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
     }
+}
+
+fn start_tracing(config: &Config) -> io::Result<(Option<Tracer>, Option<SpanExporter>)> {
+    let started = config
+        .trace
+        .as_ref()
+        .map(|settings| Tracer::start(settings, redis::instance_id()))
+        .transpose()?;
+    Ok(started.unzip())
+}
+
+fn start_history(metrics: &Arc<Metrics>, active_policies: &ActivePolicies) -> Arc<TrafficHistory> {
+    let history = Arc::new(TrafficHistory::new(Arc::clone(metrics)));
+    tokio::task::spawn_local(sample_history(
+        Arc::clone(&history),
+        Arc::clone(metrics),
+        active_policies.clone(),
+    ));
+    history
 }
 
 /// Samples the traffic history until the runtime ends.

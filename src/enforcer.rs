@@ -5,7 +5,6 @@
 
 mod active_policies;
 mod charge_plan;
-pub mod decisions;
 mod dry_run;
 mod estimated_charge;
 mod explain;

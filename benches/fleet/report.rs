@@ -16,6 +16,10 @@ const MIN_USED_PERCENT_IN_OUTAGE: u64 = 30;
 const MAX_STALL_PERCENT: u32 = 5;
 
 /// Judges what was seen, and says so. Whether all is well.
+#[allow(
+    clippy::too_many_lines,
+    reason = "prints the report from top to bottom"
+)]
 pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResult]) -> bool {
     let FleetContext {
         ledger: books,

@@ -14,6 +14,10 @@ use std::sync::{Arc, LazyLock};
 /// The path interpretations equal those of naive readers of all kinds, the most common one first.
 /// Each of them is in canonical spelling. The first byte chooses the settings, which always merge
 /// slashes.
+#[allow(
+    clippy::too_many_lines,
+    reason = "naive readers and their settings, written out"
+)]
 pub fn check_path_interpretations(bytes: &[u8]) {
     let Some((choice, path)) = bytes.split_first() else {
         return;

@@ -4,7 +4,6 @@
 
 mod concurrency_slots;
 mod decision_path;
-mod decision_source;
 mod deny_cache;
 mod fallback;
 mod leases;
@@ -13,7 +12,6 @@ pub mod redis;
 mod settlements;
 
 pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots};
-pub use decision_source::DecisionSource;
 pub use fallback::{FallbackStore, Share};
 pub use leases::LeasePool;
 pub use memory::{MemorySettings, MemoryStore};

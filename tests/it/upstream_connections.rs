@@ -259,8 +259,8 @@ async fn a_client_certificate_is_presented_and_reloaded() {
 
     put(&new);
     proxy
-        .wait_for_log("new certificates", mark, within, |line| {
-            line.contains("new certificates")
+        .wait_for_log("upstream certificates reloaded", mark, within, |line| {
+            line.contains("upstream certificates reloaded")
         })
         .await;
     assert_eq!(proxy.get("/").await.status, 200);

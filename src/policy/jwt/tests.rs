@@ -209,6 +209,7 @@ fn accepts_tokens_signed_by_a_configured_key() {
 
 /// RFC 8725, sections 2.1 and 3.1: the key determines the algorithm.
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table of cases")]
 fn rejects_algorithm_confusion() {
     let hmac = |secret: &[u8], kid: Option<&str>| {
         let header = Header {

@@ -274,6 +274,7 @@ mod tests {
     }
 
     #[test]
+    #[allow(clippy::too_many_lines, reason = "a table of cases")]
     fn identical_requests_are_merged_unless_another_request_for_the_counter_is_between_them() {
         let (script, a, b) = (ScriptLibrary::new("t"), key("a"), key("b"));
         let leaky_bucket = Limit {

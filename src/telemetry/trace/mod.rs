@@ -10,19 +10,19 @@ mod context;
 mod exporter;
 mod span;
 
-pub use crate::telemetry::trace::collector::CollectorUrl;
-pub use crate::telemetry::trace::context::{SpanId, TraceContext, TraceId};
-pub use crate::telemetry::trace::exporter::SpanExporter;
-pub use crate::telemetry::trace::span::{RequestRecording, TracedRequest, TracedResponse};
+pub use collector::CollectorUrl;
+pub use context::{SpanId, TraceContext, TraceId};
+pub use exporter::SpanExporter;
+pub use span::{RequestRecording, TracedRequest, TracedResponse};
 
 use crate::clock::Clock;
 use crate::telemetry::metrics::SpanExportCounts;
-use crate::telemetry::trace::collector::CollectorClient;
-use crate::telemetry::trace::exporter::{QUEUE_CAPACITY, SpanExportCounters};
-use crate::telemetry::trace::span::{RequestSpans, string_attribute};
 use crate::tls::ClientTls;
+use collector::CollectorClient;
+use exporter::{QUEUE_CAPACITY, SpanExportCounters};
 use http::HeaderMap;
 use opentelemetry_proto::tonic::resource::v1::Resource;
+use span::{RequestSpans, string_attribute};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

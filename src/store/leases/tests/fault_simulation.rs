@@ -283,6 +283,7 @@ impl FaultSimulation {
         self.check_limits()
     }
 
+    #[allow(clippy::too_many_lines, reason = "one arm per event")]
     fn handle_event(&mut self, event: FaultSimulationEvent) {
         match event {
             FaultSimulationEvent::Request { instance } => self.handle_request(instance),

@@ -36,6 +36,7 @@ fn build_v2_with_crc(mut block: Vec<u8>, wrong: u32) -> Vec<u8> {
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table of cases")]
 fn parses_version_1_strictly() {
     let read = |line: &str| parse_source(line.as_bytes());
     let ok = |line| read(line).map(|source| source.unwrap_or_else(|| "the peer".into()));
