@@ -7,7 +7,7 @@ isDark.addEventListener('change', () => charts.forEach((chart) => chart.redraw()
 
 const themeColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-/** Creates the fill pattern of a decision, as in style.css, so that no meaning depends on colour alone. */
+/** Creates the fill pattern of a decision, as in style.css. No meaning depends on colour alone. */
 function createPattern(context, { id, line }) {
   const tile = document.createElement('canvas');
   const size = 8 * devicePixelRatio;

@@ -5,7 +5,7 @@
 /** Returns a readable key (`policy/value/value`) without its policy. */
 const keyWithoutPolicy = (text) => text.split('/').slice(1).join('/') || '(no key)';
 
-/** Returns the values of a readable key (`policy/value/value`), or `null` if they are hashed or truncated. */
+/** Returns the values of a readable key, or `null` if they are hashed or truncated. */
 function parseKeyValues(text) {
   const parts = text.split('/').slice(1);
   if (text.endsWith('...') || parts.some((part) => /^[#+]/.test(part))) return null;

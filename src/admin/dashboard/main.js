@@ -14,7 +14,7 @@ const state = { overview: null, policies: null, top: null, connectionError: null
 const TOKEN_STORAGE_KEY = 'tidegate.token';
 let token = sessionStorage.getItem(TOKEN_STORAGE_KEY) ?? '';
 
-/** Calls the admin API. Throws an error with the HTTP status, or with status 0 if there was no response. */
+/** Calls the admin API. Errors have the HTTP status, or status 0 if there was no response. */
 async function fetchJson(target, method = 'GET') {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   let response;

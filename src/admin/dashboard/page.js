@@ -29,7 +29,7 @@ function createSvg(tag, attributes, ...children) {
   return node;
 }
 
-/** Replaces all children of a node. Children that are `undefined`, `null` or `false` are omitted. */
+/** Replaces all children of a node. Omits `undefined`, `null` and `false`. */
 function replaceChildren(node, ...children) {
   node.replaceChildren(...children.flat().filter((child) => child !== undefined && child !== null && child !== false));
 }
@@ -115,7 +115,7 @@ setInterval(() => document.querySelectorAll('time[data-at]').forEach(updateRelat
 
 // Decisions with their names and patterns.
 
-/** All decisions, from the bottom of a stacked bar to its top. `line` is the pattern, as in style.css. */
+/** All decisions, in stacking order from the bottom. `line` is the pattern, as in style.css. */
 const DECISIONS = [
   { id: 'allowed', label: 'allowed', line: '' },
   { id: 'exempt', label: 'exempt', line: '.' },

@@ -4,7 +4,7 @@
 const ICONS = { good: 'M4 11l4 4 8-9', warn: 'M10 3l8 14H2zM10 8v4M10 14.5v.1', bad: 'M7 2h6l5 5v6l-5 5H7l-5-5V7zM7.5 7.5l5 5M12.5 7.5l-5 5' };
 const LEVELS = { good: 'Good', warn: 'Warning', bad: 'Error' };
 
-/** Returns the current problems. `id` is stable while a problem lasts; `more` are nodes below the text. */
+/** Returns the current problems. `id` identifies a problem; `more` are nodes below the text. */
 function collectAlerts({ overview, policies, connectionError }) {
   const alerts = [];
   const add = (id, level, title, text, ...more) => alerts.push({ id, level, title, text, more });

@@ -111,8 +111,8 @@ fn handle_event(event: &Event, view: &mut ViewState, policy_count: usize) -> Inp
     InputReaction::Draw
 }
 
-/// Starts a thread that fetches a snapshot every `interval`. The channel holds at most one response.
-/// The thread ends when the receiver is dropped or the process exits.
+/// Starts a thread that fetches a snapshot every `interval`. The channel holds at most one
+/// response. The thread ends when the receiver is dropped or the process exits.
 fn spawn_poller(
     fetch: impl Fn() -> Result<Value, String> + Send + 'static,
     interval: Duration,

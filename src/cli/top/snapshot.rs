@@ -1,7 +1,8 @@
 //! The displayed data of the admin API responses.
 //!
-//! Missing or malformed fields are no error, so that the responses of an older or newer proxy can be
-//! shown. All texts are escaped here, so that clients cannot send control characters to the terminal.
+//! Missing or malformed fields are no error, so that the responses of an older or newer proxy can
+//! be shown. All texts are escaped here, so that clients cannot send control characters to the
+//! terminal.
 
 use serde_json::Value;
 
@@ -38,7 +39,7 @@ pub(super) struct AdminApiSnapshot {
     pub(super) generation: u64,
     /// Problems that need attention.
     pub(super) alerts: Vec<String>,
-    /// Length of the window of `requests`, `refused` and `degraded`: a minute, or less after the start.
+    /// Window of `requests`, `refused` and `degraded`: a minute, or less after the start.
     pub(super) window_s: u64,
     pub(super) requests: u64,
     pub(super) refused: u64,
