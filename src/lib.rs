@@ -1,6 +1,6 @@
 //! tidegate: a rate-limiting sidecar proxy with a stated and tested guarantee.
 //!
-//! Rooms, lowest floor first; a room may use what stands below it (`docs/ARCHITECTURE.md` has the tour).
+//! `docs/ARCHITECTURE.md` describes the modules, the layers and the allowed dependencies.
 
 pub mod admin;
 pub mod app;

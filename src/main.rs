@@ -1,10 +1,12 @@
-//! The binary: arguments in, exit code out. Everything else is in the library.
+//! The `tidegate` binary. The command line and everything else are in the library.
 
-/// musl's own takes a quarter more CPU per request, as one lock is around all of it; glibc's keeps what a burst of
-/// connections has taken. docs/PERFORMANCE.md has the figures.
+/// Replaces the allocator of the C library. musl's allocator has one global lock, which costs a
+/// quarter more CPU per request. glibc's does not return memory after a burst of connections.
+/// `docs/PERFORMANCE.md` has the measurements.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+/// Runs the command line and returns its exit code.
 fn main() -> std::process::ExitCode {
     tidegate::cli::main()
 }

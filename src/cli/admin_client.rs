@@ -1,4 +1,4 @@
-//! Asking the proxy on this machine, over its admin port.
+//! HTTP client for the admin port of the proxy on this machine.
 
 use crate::admin::{AdminSettings, AdminToken};
 use crate::listen::ListenAddress;
@@ -7,24 +7,24 @@ use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
-/// For connecting, and for each step after it: who hangs gives no answer.
+/// Timeout for connecting and for each read and write.
 const IO_TIMEOUT: Duration = Duration::from_secs(2);
-/// For all of them: longer than the proxy takes for anything.
+/// Timeout for the whole response. The admin API limits a request to 10 s.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(12);
-/// More than any answer that a command reads.
+/// Maximum response size. Larger than any response that a command reads.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// An answer.
+/// Status and body of an admin API response.
 #[derive(Debug)]
 pub(super) struct AdminClientResponse {
     pub(super) status: u16,
     pub(super) body: String,
 }
 
-/// Where to ask: who listens everywhere listens on loopback too.
+/// Returns the address to connect to. Replaces an unspecified IP address by loopback.
 ///
 /// # Errors
-/// A text for people, if nobody can know.
+/// A message for the user if the configured port is 0.
 pub(super) fn reachable_address(
     address: &ListenAddress,
     config_key: &str,
@@ -34,7 +34,7 @@ pub(super) fn reachable_address(
     };
     if address.port() == 0 {
         return Err(format!(
-            "error: {config_key} has no port of its own: nobody can know where to ask\n"
+            "error: {config_key} has port 0, so the real port is unknown; expected a fixed port\n"
         ));
     }
     if address.ip().is_unspecified() {
@@ -46,15 +46,15 @@ pub(super) fn reachable_address(
     Ok(ListenAddress::Ip(address))
 }
 
-/// The admin port, as [`reachable_address`].
+/// Returns the address of the admin port, as [`reachable_address`] does.
 pub(super) fn admin_address(settings: &AdminSettings) -> Result<ListenAddress, String> {
     reachable_address(&settings.address, "admin.address")
 }
 
-/// One request without a body, on a connection of its own.
+/// Sends one request without a body on a new connection and reads the response.
 ///
 /// # Errors
-/// When nobody answers, or not in HTTP.
+/// If the connection fails or times out, or the response is not HTTP.
 pub(super) fn send_request(
     address: &ListenAddress,
     method: &str,
@@ -98,7 +98,7 @@ fn connect(address: &ListenAddress) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// An answer whose body ends with the connection.
+/// Parses a response whose body ends with the connection.
 fn parse_response(bytes: &[u8]) -> Option<AdminClientResponse> {
     let text = String::from_utf8_lossy(bytes);
     let (head, body) = text.split_once("\r\n\r\n")?;
@@ -115,8 +115,9 @@ mod tests {
 
     #[test]
     fn rejects_malformed_http_responses() {
-        let status =
-            |text: &str| parse_response(text.as_bytes()).map(|answer| (answer.status, answer.body));
+        let status = |text: &str| {
+            parse_response(text.as_bytes()).map(|response| (response.status, response.body))
+        };
         assert_eq!(
             status("HTTP/1.1 200 OK\r\nA: b\r\n\r\nok\n"),
             Some((200, "ok\n".to_owned()))

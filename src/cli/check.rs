@@ -1,20 +1,20 @@
-//! `tidegate check`: is this configuration right, and does it say what its owner means?
+//! `tidegate check`: validates a configuration and describes its policies.
 
 use crate::config::{self, Config, ConfigDiagnostic, ConfigErrors, ConfigSources};
 use serde_json::{Value, json};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-/// How to answer.
+/// Output format and strictness.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct CheckOptions {
     pub(super) json: bool,
-    /// Warnings fail too.
+    /// Warnings fail the check.
     pub(super) strict: bool,
 }
 
-/// Prints each policy in words to `out`, and what is wrong or doubtful to `talk`; as JSON all of it to `out`. Fails if
-/// anything is wrong.
+/// Writes a description of each policy to `out`, and errors and warnings to `diagnostics_out`. As
+/// JSON, writes everything to `out`. Fails on errors, and on warnings if `options.strict` is set.
 pub(super) fn run(
     sources: &ConfigSources,
     options: CheckOptions,
@@ -43,7 +43,7 @@ pub(super) fn run(
         }
         Err(report) => (String::new(), report.to_string()),
     };
-    // Whoever closed the pipe has read enough; the exit code still tells.
+    // A closed pipe fails without a message.
     let printed: io::Result<()> = diagnostics_out
         .write_all(findings.as_bytes())
         .and_then(|()| out.write_all(text.as_bytes()));
@@ -99,7 +99,7 @@ mod tests {
             name: "test.toml".into(),
             text: text.into(),
         };
-        let (mut out, mut talk) = (Vec::new(), Vec::new());
+        let (mut out, mut diagnostics) = (Vec::new(), Vec::new());
         let code = run(
             &ConfigSources {
                 file,
@@ -107,42 +107,43 @@ mod tests {
             },
             options,
             &mut out,
-            &mut talk,
+            &mut diagnostics,
         );
         (
             code,
             String::from_utf8(out).unwrap(),
-            String::from_utf8(talk).unwrap(),
+            String::from_utf8(diagnostics).unwrap(),
         )
     }
 
     #[test]
     fn prints_policies_in_words() {
-        let (code, out, talk) = run_check(
+        let (code, out, diagnostics) = run_check(
             "upstream.url = \"http://app\"\n[[policy]]\nname = \"login\"\n\
              match = { methods = [\"POST\"], path = \"/api/login\" }\nkey = [\"client_ip\"]\n\
              limit = { requests = 5, per = \"1m\" }\non_store_failure = \"closed\"\n\
-             [[policy]]\nname = \"nobody\"\nlimit = { requests = 0, per = \"1s\" }\n",
+             [[policy]]\nname = \"blocked\"\nlimit = { requests = 0, per = \"1s\" }\n",
         );
         assert_eq!(code, ExitCode::SUCCESS);
         assert_eq!(
             out,
             "login: POST /api/login, per client IP: at most 5 requests in any 1m window; if the store fails: reject\n\
-             nobody: all requests, in total: at most 0 requests in any 1s window; if the store fails: allow\n"
+             blocked: all requests, in total: at most 0 requests in any 1s window; if the store fails: allow\n"
         );
         assert!(
-            talk.starts_with("warning: test.toml:10:22: policy[1].limit.requests: 0 rejects"),
-            "{talk}"
+            diagnostics
+                .starts_with("warning: test.toml:10:22: policy[1].limit.requests: 0 rejects"),
+            "{diagnostics}"
         );
     }
 
     #[test]
     fn prints_errors_to_stderr_only() {
-        let (code, out, talk) = run_check("[log]\nlevel = \"loud\"\nformat = \"xml\"\n");
+        let (code, out, diagnostics) = run_check("[log]\nlevel = \"loud\"\nformat = \"xml\"\n");
         assert_eq!((code, out.as_str()), (ExitCode::FAILURE, ""));
         assert!(
-            talk.contains("upstream.url") && talk.ends_with("3 errors\n"),
-            "{talk}"
+            diagnostics.contains("upstream.url") && diagnostics.ends_with("3 errors\n"),
+            "{diagnostics}"
         );
     }
 
@@ -152,11 +153,11 @@ mod tests {
             json: true,
             strict: false,
         };
-        let doubtful = "upstream.url = \"http://app\"\n[[policy]]\nname = \"a\"\nlimit = { requests = 0, per = \"1s\" }\n";
-        let (code, out, talk) = run_check_with(doubtful, json);
+        let with_warning = "upstream.url = \"http://app\"\n[[policy]]\nname = \"a\"\nlimit = { requests = 0, per = \"1s\" }\n";
+        let (code, out, diagnostics) = run_check_with(with_warning, json);
         let result: Value = serde_json::from_str(&out).unwrap();
         assert_eq!(
-            (code, talk.as_str(), &result["ok"]),
+            (code, diagnostics.as_str(), &result["ok"]),
             (ExitCode::SUCCESS, "", &json!(true))
         );
         assert_eq!(result["policies"][0]["policy"], "a");
@@ -180,7 +181,7 @@ mod tests {
         );
 
         let (code, ..) = run_check_with(
-            doubtful,
+            with_warning,
             CheckOptions {
                 json: false,
                 strict: true,

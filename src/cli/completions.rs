@@ -1,8 +1,8 @@
-//! `tidegate completions` and `tidegate man`: what a shell and man(1) want to know, made from the commands themselves.
+//! `tidegate completions` and `tidegate man`: generated from the command definitions.
 
 use clap::CommandFactory;
 
-/// A script for the shell.
+/// Returns the completion script for `shell`.
 pub(super) fn generate_completions(shell: clap_complete::Shell) -> String {
     let mut script = Vec::new();
     clap_complete::generate(
@@ -14,10 +14,10 @@ pub(super) fn generate_completions(shell: clap_complete::Shell) -> String {
     String::from_utf8_lossy(&script).into_owned()
 }
 
-/// One page: the program, then each command.
+/// Returns one manual page: the program, then each command.
 ///
 /// # Errors
-/// A text for people; writing into memory gives none.
+/// A message for the user if rendering fails. Rendering into memory does not fail in practice.
 pub(super) fn generate_manual() -> Result<String, String> {
     let mut program = super::CommandLine::command();
     program.build();

@@ -1,4 +1,4 @@
-//! `tidegate demo`: a sample upstream, the proxy and the memory store in one process, on a bare machine.
+//! `tidegate demo`: a sample upstream, the proxy and the memory store in one process.
 
 use crate::app::ListeningAddresses;
 use crate::config::{ConfigSources, FileSource, FlagOverrides};
@@ -14,14 +14,15 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// The same policies as in the file at the root of the project.
+/// The configuration at the root of the repository.
 const DEMO_CONFIG: &str = include_str!("../../config.toml");
 
 #[allow(
     clippy::print_stdout,
     clippy::print_stderr,
-    reason = "the demo talks to a person"
+    reason = "the demo prints instructions and errors"
 )]
+/// Starts the sample upstream, then runs the proxy in front of it.
 pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
     let upstream = match start_upstream() {
         Ok(address) => address,
@@ -37,7 +38,8 @@ pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
             text: DEMO_CONFIG.into(),
         },
     };
-    // No environment: a demo is the same everywhere. But the admin port may be in use.
+    // The environment is ignored, so that the demo behaves the same everywhere. The admin port is
+    // ephemeral because the default port may be in use.
     let env = vec![(
         "TIDEGATE_ADMIN__ADDRESS".to_owned(),
         "127.0.0.1:0".to_owned(),
@@ -59,29 +61,29 @@ fn usage_text(addresses: ListeningAddresses, upstream: SocketAddr) -> String {
         ListenAddress::Unix(path) => format!("--unix-socket {} http://localhost", path.display()),
     };
     format!(
-        "tidegate demo: everything in this process, nothing else needed.\n\
+        "tidegate demo: everything runs in this process.\n\
          \n  proxy            {proxy}\n  sample upstream  http://{upstream}\n\
          \x20 dashboard        http://{admin}/\n  store            memory\n\
          \nTry, in another terminal:\n\
-         \n  # 20 requests per 10 s and client: 200s, then 429\n\
+         \n  # 20 requests per client and 10 s: status 200, then 429\n\
          \x20 for i in $(seq 25); do curl -s -o /dev/null -w '%{{http_code}} ' {proxy}/hello; done; echo\n\
-         \n  # what a refusal says\n\
+         \n  # the response to a rejected request\n\
          \x20 curl -i {proxy}/hello\n\
-         \n  # 5 logins per minute and client\n\
+         \n  # 5 logins per client and minute\n\
          \x20 for i in $(seq 7); do curl -s -o /dev/null -w '%{{http_code}} ' -X POST {proxy}/api/login; done; echo\n\
-         \n  # every user has a quota of his own; acme has more\n\
+         \n  # each user has a separate quota; acme has a larger one\n\
          \x20 curl -i -H 'x-user-id: ann' {proxy}/api/orders\n\
          \x20 curl -i -H 'x-user-id: acme' {proxy}/api/orders\n\
-         \n  # denied, and exempt\n\
+         \n  # a denied path, and an exempt path\n\
          \x20 curl -i {proxy}/internal/secret\n\
          \x20 curl -i {proxy}/health\n\
-         \n  # what was counted\n\
+         \n  # metrics\n\
          \x20 curl -s http://{admin}/metrics\n\
-         \nCtrl-C ends it."
+         \nPress Ctrl-C to stop."
     )
 }
 
-/// Starts an upstream that answers every request with what it saw of it.
+/// Starts an upstream that describes each request in its response.
 fn start_upstream() -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     listener.set_nonblocking(true)?;
@@ -97,7 +99,7 @@ fn start_upstream() -> std::io::Result<SocketAddr> {
                     return;
                 };
                 loop {
-                    // A failed accept is the client's trouble; the demo goes on.
+                    // A failed accept concerns one client; the upstream keeps running.
                     let Ok((socket, _)) = listener.accept().await else {
                         continue;
                     };
@@ -111,7 +113,7 @@ fn start_upstream() -> std::io::Result<SocketAddr> {
     Ok(address)
 }
 
-#[allow(clippy::unused_async, reason = "service_fn wants a future")]
+#[allow(clippy::unused_async, reason = "service_fn requires a future")]
 async fn echo_request(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
     let body = serde_json::json!({
         "hello": "from the sample upstream",

@@ -1,4 +1,4 @@
-//! `tidegate drain`: end the proxy on this machine in good order, and wait for it. For preStop hooks.
+//! `tidegate drain`: shuts the proxy on this machine down gracefully and waits for its exit.
 
 use super::admin_client::{AdminClientResponse, admin_address, send_request};
 use crate::config::{self, ConfigSources};
@@ -8,16 +8,17 @@ use std::io;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// How often it is asked whether it is still there.
+/// Interval between checks whether the proxy still runs.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Beside what the proxy says that it needs: for its last words to Redis, and for ending.
+/// Added to the announced shutdown time, for the last writes to Redis and the process exit.
 const TIMEOUT_MARGIN: Duration = Duration::from_secs(5);
 
-/// Asks for the end, and waits until the admin port is gone, which is the last thing to go: for `at_most`, or for as
-/// long as the proxy says that it may take.
+/// Requests a drain and waits until the admin port closes, which the proxy does last. Waits for
+/// `timeout`, or for the announced shutdown time if `timeout` is `None`.
 ///
 /// # Errors
-/// A text for people, if nobody heard, or the proxy is still there.
+/// A message for the user if the admin port does not accept the request, or the proxy still runs
+/// after the timeout.
 pub(super) fn run(sources: &ConfigSources, timeout: Option<Duration>) -> Result<String, String> {
     let settings = config::load_admin_settings(sources).map_err(|report| report.to_string())?;
     let address = admin_address(&settings)?;
@@ -44,19 +45,21 @@ pub(super) fn run(sources: &ConfigSources, timeout: Option<Duration>) -> Result<
         sleep(POLL_INTERVAL);
     }
     Err(format!(
-        "error: {address}: still there after {:.1} s\n",
+        "error: {address}: still running after {:.1} s\n",
         timeout.as_secs_f64()
     ))
 }
 
-/// What a problem says.
+/// Returns `: ` and the detail of a problem document (RFC 9457), or an empty string.
 fn problem_detail(response: &AdminClientResponse) -> String {
     let body: Option<Value> = serde_json::from_str(&response.body).ok();
-    let detail = body.as_ref().and_then(|told| told.get("detail")?.as_str());
+    let detail = body
+        .as_ref()
+        .and_then(|problem| problem.get("detail")?.as_str());
     detail.map_or_else(String::new, |detail| format!(": {}", detail.escape_debug()))
 }
 
-/// How long the proxy may take.
+/// Returns the maximum shutdown time from the response, plus [`TIMEOUT_MARGIN`].
 fn announced_drain_time(response: &AdminClientResponse) -> Option<Duration> {
     let body: Value = serde_json::from_str(&response.body).ok()?;
     let seconds = |name| body.get(name)?.as_f64();
@@ -66,7 +69,7 @@ fn announced_drain_time(response: &AdminClientResponse) -> Option<Duration> {
 }
 
 fn is_gone(address: &ListenAddress) -> bool {
-    // Of a Unix socket, the file.
+    // `NotFound`: the file of a Unix socket has been removed.
     let gone = [
         io::ErrorKind::ConnectionRefused,
         io::ErrorKind::ConnectionReset,

@@ -1,4 +1,4 @@
-//! `tidegate explain`: what would happen to this request, and why?
+//! `tidegate explain`: shows which policies apply to a request and what the outcome would be.
 
 use super::limit_status;
 use super::request::RequestArguments;
@@ -9,12 +9,15 @@ use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::enforcer::{PolicyExplanation, PolicyStep};
 use serde_json::json;
 
-/// Tells which policies match, which keys and limits the request would use, and where they stand: in words, or as the
-/// admin port does. What was passed over in reading the request goes to stderr.
+/// Explains the matching policies, the keys and limits of the request, and their state, as text or
+/// as the JSON of the admin API. Notes about ignored parts of the request go to stderr.
 ///
 /// # Errors
-/// A text for people, if the configuration or the request is wrong.
-#[allow(clippy::print_stderr, reason = "notes are no data")]
+/// A message for the user if the configuration or the request is invalid.
+#[allow(
+    clippy::print_stderr,
+    reason = "notes must not mix with the result on stdout"
+)]
 pub(super) fn explain_request(
     sources: &ConfigSources,
     arguments: &RequestArguments,
@@ -23,7 +26,7 @@ pub(super) fn explain_request(
     let config = config::load(sources).map_err(|report| report.to_string())?;
     let (request, notes) = arguments
         .to_request()
-        .map_err(|why| format!("error: {why}\n"))?;
+        .map_err(|error| format!("error: {error}\n"))?;
     for note in notes {
         eprintln!("note: {}", note.escape_debug());
     }
@@ -46,7 +49,7 @@ pub(super) fn explain_request(
                     .token_fault
                     .as_ref()
                     .map_or_else(String::new, |fault| {
-                        format!("The request's token says nothing: {fault}.\n")
+                        format!("The request's token is not used: {fault}.\n")
                     });
                 Ok(title + &describe_explanation(&config, &explained.explanation) + &token)
             }
@@ -65,7 +68,7 @@ fn explanation_to_json(
     request: &ExplainRequest,
     explained: &ExplainedRequest<'_>,
 ) -> String {
-    // An empty store in this process says nothing about the proxy's.
+    // The memory store of this process does not share counters with the proxy.
     let is_store_known = matches!(config.store, StoreSettings::Redis(_));
     format!(
         "{:#}\n",
@@ -76,14 +79,14 @@ fn explanation_to_json(
     )
 }
 
-fn add_request(request: &ExplainRequest, mut answer: serde_json::Value) -> serde_json::Value {
-    if let Some(answer) = answer.as_object_mut() {
-        answer.insert(
+fn add_request(request: &ExplainRequest, mut explanation: serde_json::Value) -> serde_json::Value {
+    if let Some(fields) = explanation.as_object_mut() {
+        fields.insert(
             "request".to_owned(),
             json!({ "method": request.method, "url": request.url, "ip": request.peer_ip }),
         );
     }
-    answer
+    explanation
 }
 
 fn describe_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> String {
@@ -128,23 +131,25 @@ fn describe_explanation(config: &Config, explanation: &PolicyExplanation<'_>) ->
     text.push_str(&describe_verdict(explanation, now_us.is_some()));
     if !is_redis {
         text.push_str(
-            "Where limits stand is known only to the running proxy: store.kind is \"memory\".\n",
+            "The state of the limits is known only to the running proxy: store.kind is \"memory\".\n",
         );
     } else if let Err(unavailable) = &explanation.store {
         text.push_str(&format!(
-            "Where limits stand is not known: {unavailable}.\n"
+            "The state of the limits is unknown: {unavailable}.\n"
         ));
     }
     text
 }
 
-/// What the client would get, as far as it can be told.
+/// Describes the expected outcome for the client.
 fn describe_verdict(explanation: &PolicyExplanation<'_>, is_store_known: bool) -> String {
     match explanation::predict_outcome(explanation, is_store_known) {
         ExpectedOutcome::Denied(policy) => format!("Denied by {policy}: 403.\n"),
-        ExpectedOutcome::CannotKey(policy) => format!("Refused by {policy}: 400.\n"),
+        ExpectedOutcome::CannotKey(policy) => format!("Rejected by {policy}: 400.\n"),
         ExpectedOutcome::Unlimited => "Admitted: no limit applies.\n".to_owned(),
-        ExpectedOutcome::Unknown => "Admitted if these limits have room.\n".to_owned(),
+        ExpectedOutcome::Unknown => {
+            "Admitted unless one of these limits is exhausted.\n".to_owned()
+        }
         ExpectedOutcome::Admitted => "Admitted.\n".to_owned(),
         ExpectedOutcome::Rejected(policies) => {
             format!("Rejected by {}: 429.\n", policies.join(", "))

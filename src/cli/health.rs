@@ -1,4 +1,4 @@
-//! `tidegate health`: does the proxy on this machine live?
+//! `tidegate health`: liveness check of the proxy on this machine.
 
 use super::admin_client::{reachable_address, send_request};
 use super::print_result;
@@ -8,17 +8,17 @@ use crate::listen::ListenAddress;
 use serde_json::json;
 use std::process::ExitCode;
 
-/// Asks `/livez` of the address that is configured for probes, or else of the admin port. `in_json`: what is wrong is
-/// told on stdout too.
+/// Requests `/livez` on `admin.probes`, or on `admin.address` if `admin.probes` is not set. With
+/// `as_json`, prints failures on stdout too.
 pub(super) fn run(sources: &ConfigSources, as_json: bool) -> ExitCode {
     let address = match probe_address(sources) {
         Ok(address) => address,
         Err(report) => return print_result(Err(report)),
     };
     let (status, error) = match send_request(&address, "GET", "/livez", None) {
-        Ok(answer) => (
-            Some(answer.status),
-            (answer.status != 200).then(|| format!("answered {}", answer.status)),
+        Ok(response) => (
+            Some(response.status),
+            (response.status != 200).then(|| format!("answered {}", response.status)),
         ),
         Err(error) => (None, Some(error.to_string())),
     };
@@ -37,6 +37,7 @@ pub(super) fn run(sources: &ConfigSources, as_json: bool) -> ExitCode {
     }
 }
 
+/// Returns the address of the probe port, or of the admin port if there is none.
 fn probe_address(sources: &ConfigSources) -> Result<ListenAddress, String> {
     let admin = config::load_admin_settings(sources).map_err(|report| report.to_string())?;
     match admin.probes {

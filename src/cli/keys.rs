@@ -1,4 +1,4 @@
-//! `tidegate keys`: the counters in Redis, for people on call.
+//! `tidegate keys`: lists, shows and resets counters in Redis.
 
 use super::limit_status::{self, format_wait};
 use crate::app::StoreBackend;
@@ -12,34 +12,34 @@ use std::time::Duration;
 
 #[derive(clap::Subcommand, Debug)]
 pub(super) enum KeysCommand {
-    /// List counters, the fullest first.
+    /// List counters, most used first.
     List {
-        /// Only those of this policy.
+        /// Only list counters of this policy.
         #[arg(long, value_name = "NAME")]
         policy: Option<String>,
-        /// How many counters are looked at.
+        /// Maximum number of counters to read.
         #[arg(long, value_name = "N", default_value_t = 100)]
         most: usize,
     },
-    /// Show where one key of a policy stands.
+    /// Show the state of one key of a policy.
     Show(KeySelector),
-    /// Forget what one key of a policy has used. Felt by every instance within a second.
+    /// Reset the counters of one key of a policy. Takes effect on every instance within a second.
     Reset(KeySelector),
 }
 
-/// A policy's key by its values.
+/// Selects a key by its policy and values.
 #[derive(clap::Args, Debug)]
 pub(super) struct KeySelector {
-    /// The policy.
+    /// Name of the policy.
     policy: String,
-    /// Its key's values in order, e.g. a client address; "" for one that is absent.
+    /// Values of the key in order, e.g. a client address; "" for an absent value.
     values: Vec<String>,
 }
 
-/// Does what is asked and returns what to print.
+/// Runs the command and returns the text to print.
 ///
 /// # Errors
-/// A text for people.
+/// A message for the user if the store is not Redis, the key is unknown, or Redis fails.
 pub(super) fn run(
     sources: &ConfigSources,
     command: &KeysCommand,
@@ -48,7 +48,7 @@ pub(super) fn run(
     let config = config::load(sources).map_err(|report| report.to_string())?;
     let StoreSettings::Redis(redis) = &config.store else {
         return Err(
-            "error: store.kind is \"memory\": its counters are inside the running proxy\n"
+            "error: store.kind is \"memory\": only the running proxy can read its counters\n"
                 .to_owned(),
         );
     };
@@ -113,7 +113,7 @@ async fn list_counters(
     }
     if has_more {
         text.push_str(&format!(
-            "There are more: these {} were looked at (--most).\n",
+            "There are more counters; read {} (--most).\n",
             counters.len()
         ));
     }
@@ -176,7 +176,7 @@ async fn reset_key(
         return Ok(format!("{result:#}\n"));
     }
     Ok(format!(
-        "{}: {count} of {} counters were in use, and are forgotten\n",
+        "{}: reset {count} of {} counters\n",
         found.key,
         found.charges().len()
     ))

@@ -1,4 +1,4 @@
-//! Where limits stand, as text for people.
+//! Formats the state of limits as text.
 
 use crate::app::limit_json::algorithm_name;
 use crate::config::format_duration;
@@ -6,10 +6,11 @@ use crate::limiter::{Algorithm, Limit, LimitStatus};
 use crate::policy::NamedLimit;
 use std::time::Duration;
 
-/// One line for one limit: `login   5 per 1m, sliding_log   3 left, more in 12.5 s`.
+/// Formats one limit: `login   5 per 1m, sliding_log   3 left, more in 12.5 s`. `status` is the
+/// limit's state and the current time in microseconds.
 pub(super) fn format_limit_line(named: &NamedLimit, status: Option<(&LimitStatus, u64)>) -> String {
-    let status_text = status.map_or(String::new(), |(standing, now_us)| {
-        format_status(standing, now_us)
+    let status_text = status.map_or(String::new(), |(status, now_us)| {
+        format_status(status, now_us)
     });
     format!(
         "{:<16} {:<32} {status_text}",
@@ -20,7 +21,7 @@ pub(super) fn format_limit_line(named: &NamedLimit, status: Option<(&LimitStatus
     .to_owned()
 }
 
-/// `5 per 1m, sliding_log`.
+/// Formats a limit: `5 per 1m, sliding_log`.
 pub(super) fn format_limit(limit: &Limit) -> String {
     if let Algorithm::Concurrency { .. } = limit.algorithm {
         return format!("{} at a time, concurrency", limit.requests);
@@ -33,7 +34,7 @@ pub(super) fn format_limit(limit: &Limit) -> String {
     )
 }
 
-/// `1.5 s`, `12 m 30 s`, `3 h 5 m`: two units at most.
+/// Formats a duration in at most two units: `1.5 s`, `12 m 30 s`, `3 h 5 m`.
 pub(super) fn format_wait(us: u64) -> String {
     let seconds = us.div_ceil(1_000_000);
     match seconds {

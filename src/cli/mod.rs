@@ -1,4 +1,4 @@
-//! The command line: one file per command. Data goes to stdout, talk to stderr.
+//! The command line, one file per command. Results go to stdout, diagnostics to stderr.
 
 mod admin_client;
 mod check;
@@ -38,72 +38,81 @@ enum CliCommand {
     /// Run the proxy.
     #[command(after_help = RUN_HELP)]
     Run(RunFlags),
+    /// Run a sample upstream, the proxy and the memory store in one process.
+    ///
+    /// Prints curl commands to try.
     #[command(after_help = DEMO_HELP)]
-    /// Run everything in one process: a sample upstream, the proxy, the memory store. Prints curl lines to try.
     Demo {
-        /// Where the proxy listens.
+        /// Listen address of the proxy.
         #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8080")]
         listen: String,
-        /// Policies of your own instead of the built-in ones.
+        /// Configuration to use instead of the built-in one.
         #[arg(long, value_name = "FILE")]
         config: Option<PathBuf>,
     },
-    /// Validate a configuration and say what each policy means. Exits with 1 and all errors if it is wrong.
+    /// Validate a configuration and describe each policy in plain words.
     ///
-    /// Policies in words go to stdout; errors, and warnings of what is legal but surely not meant, to stderr.
+    /// The descriptions go to stdout. Errors go to stderr, and so do warnings about settings that
+    /// are valid but probably not intended. Reports all errors and exits with 1 if there are any.
     #[command(after_help = CHECK_HELP)]
     Check {
-        /// The file to check.
+        /// Configuration file to check.
         #[arg(value_name = "FILE", default_value = DEFAULT_CONFIG)]
         file: PathBuf,
-        /// One JSON object on stdout, errors and warnings in it.
+        /// Print one JSON object on stdout, including errors and warnings.
         #[arg(long)]
         json: bool,
-        /// Warnings count as errors: exit with 1.
+        /// Treat warnings as errors: exit with 1.
         #[arg(long)]
         strict: bool,
     },
-    /// Tell why a request is limited, or not: which policies match, which keys and limits it would use, and where they stand.
+    /// Explain why a request is limited or not.
+    ///
+    /// Shows which policies match, which keys and limits the request uses, and their current state.
     #[command(after_help = EXPLAIN_HELP)]
     Explain {
         #[command(flatten)]
         config: ConfigFlag,
-        /// One JSON object, as POST /explain of the admin port answers.
+        /// Print the JSON object that POST /explain of the admin API returns.
         #[arg(long)]
         json: bool,
         #[command(flatten)]
         request: Box<request::RequestArguments>,
     },
-    /// Ask the proxy on this machine whether it lives. Exits with 0 if so, for HEALTHCHECK and exec probes.
+    /// Check whether the proxy on this machine is alive.
+    ///
+    /// Exits with 0 if it is. For HEALTHCHECK and exec probes.
     #[command(after_help = HEALTH_HELP)]
     Health {
         #[command(flatten)]
         config: ConfigFlag,
-        /// One JSON object on stdout, whether it lives or not: {"healthy", "address", "status" or "error"}.
+        /// Print one JSON object on stdout: {"healthy", "address", "status", "error"}.
         #[arg(long)]
         json: bool,
     },
-    /// End the proxy on this machine in good order, as SIGTERM does, and wait until it is gone. For preStop hooks.
+    /// Shut down the proxy on this machine gracefully, as SIGTERM does, and wait for its exit.
     ///
-    /// Exits with 0 when it is gone, and with 1 if nobody heard or it is still there after the time.
+    /// For preStop hooks. Exits with 0 when the proxy has exited, and with 1 if the admin port does
+    /// not respond or the proxy still runs after the timeout.
     #[command(after_help = DRAIN_HELP)]
     Drain {
         #[command(flatten)]
         config: ConfigFlag,
-        /// How many seconds to wait; as long as the proxy says that it may take when left out.
+        /// Seconds to wait [default: the maximum shutdown time that the proxy announces].
         #[arg(long, value_name = "SECONDS")]
         timeout: Option<u64>,
     },
-    /// Try policies on a past access log: who would have been limited, when, how much.
+    /// Replay an access log against policies: which keys would have been limited, when, how much.
     Replay {
         #[command(flatten)]
         config: ConfigFlag,
         #[command(flatten)]
         arguments: Box<replay::ReplayArguments>,
     },
-    /// Watch the proxy on this machine: what policies do, who is refused most, how its store is.
+    /// Watch the proxy on this machine: policies, most refused keys and paths, store, latency.
     ///
-    /// The same as the dashboard on the admin port shows, for a terminal. Keys: q quits, p pauses, s sorts, arrows scroll.
+    /// Shows the data of the dashboard in a terminal.
+    /// Keys: q quits, p pauses, s sorts, arrows scroll.
     #[command(after_help = TOP_HELP)]
     Top {
         #[command(flatten)]
@@ -111,50 +120,50 @@ enum CliCommand {
         #[command(flatten)]
         flags: top::TopFlags,
     },
-    /// Look at the counters in Redis, and reset them.
+    /// List, show and reset the counters in Redis.
     #[command(after_help = KEYS_HELP)]
     Keys {
         #[command(flatten)]
         config: ConfigFlag,
-        /// One JSON object.
+        /// Print one JSON object.
         #[arg(long, global = true)]
         json: bool,
         #[command(subcommand)]
         command: keys::KeysCommand,
     },
-    /// Print what a shell needs to complete tidegate's commands.
+    /// Print a shell completion script.
     #[command(after_help = COMPLETIONS_HELP)]
     Completions { shell: clap_complete::Shell },
-    /// Print the manual, for man(1).
+    /// Print the manual page for man(1).
     #[command(after_help = MAN_HELP)]
     Man,
 }
 
 const GENERAL_HELP: &str = "\
 Examples:
-  tidegate demo                                everything in one process, with curl lines to try
-  tidegate check my.toml                       is it right, and what does it mean?
-  tidegate run --config my.toml                run it
+  tidegate demo                                run a self-contained demo, with curl commands to try
+  tidegate check my.toml                       validate a configuration and describe its policies
+  tidegate run --config my.toml                run the proxy
 
-Exit codes: 0 done; 1 what was asked for failed, and stderr says why; 2 the command line is wrong.";
+Exit codes: 0 success; 1 failure, with the reason on stderr; 2 invalid command line.";
 const RUN_HELP: &str = "\
 Examples:
   tidegate run --config my.toml
   tidegate run --upstream http://127.0.0.1:3000 --listen 127.0.0.1:8080
   TIDEGATE_STORE__REDIS__URL=redis://redis:6379/0 tidegate run
 
-Exit codes: 0 ended as asked; 1 the configuration is wrong, or an address can't be taken.";
+Exit codes: 0 shut down on request; 1 invalid configuration, or an address is unavailable.";
 const DEMO_HELP: &str = "\
 Examples:
   tidegate demo
   tidegate demo --listen 127.0.0.1:18080 --config my.toml";
 const CHECK_HELP: &str = "\
 Examples:
-  tidegate check                               config.toml here
-  tidegate check my.toml --strict              for CI: warnings fail too
+  tidegate check                               check ./config.toml
+  tidegate check my.toml --strict              for CI: warnings are errors
   tidegate check my.toml --json | jq .warnings
 
-Exit codes: 0 right; 1 wrong, or with --strict doubtful.";
+Exit codes: 0 valid; 1 errors, or warnings with --strict.";
 const EXPLAIN_HELP: &str = "\
 Examples:
   tidegate explain POST /api/login --ip 203.0.113.9
@@ -163,31 +172,32 @@ Examples:
   tidegate explain --json -- curl -sS https://shop.example/api/orders
   tidegate explain --har session.har --entry 3
 
-Nothing is charged. Where limits stand is told if the configuration names a Redis.
-Exit codes: 0 explained, whatever the request would get; 1 it can't be, and stderr says why.";
+No quota is consumed. The state of limits is shown if the configuration uses Redis.
+Exit codes: 0 explained, whatever the outcome; 1 failure, with the reason on stderr.";
 const HEALTH_HELP: &str = "\
 Examples:
   tidegate health
   tidegate health --config /etc/tidegate/config.toml --json
   HEALTHCHECK CMD [\"/tidegate\", \"health\"]     in a Dockerfile
 
-It asks /livez of admin.probes, or else of admin.address.
-Exit codes: 0 it lives; 1 it gives no answer, or another one.";
+Requests /livez on admin.probes, or on admin.address if admin.probes is not set.
+Exit codes: 0 alive; 1 no response, or a status other than 200.";
 const DRAIN_HELP: &str = "\
 Examples:
   tidegate drain
   tidegate drain --config /etc/tidegate/config.toml --timeout 25
   preStop: { exec: { command: [\"/tidegate\", \"drain\"] } }     in a pod
 
-Readiness fails at once; requests are served for shutdown.delay and those in flight get shutdown.grace.
-Exit codes: 0 it is gone; 1 nobody heard, or it is still there after the time.";
+Readiness fails at once. New requests are served for shutdown.delay; requests in flight then get
+shutdown.grace to finish.
+Exit codes: 0 the proxy has exited; 1 no response, or the proxy still runs after the timeout.";
 const TOP_HELP: &str = "\
 Examples:
   tidegate top
-  tidegate top --once                          a table, for a pipe or a mail
+  tidegate top --once                          print a table once
   tidegate top --json | jq '.policies.policies[] | {name, rejected}'
 
-Exit codes: 0 somebody quit, or it was printed; 1 nobody answers.";
+Exit codes: 0 quit, or printed; 1 the admin port does not respond.";
 const KEYS_HELP: &str = "\
 Examples:
   tidegate keys list --policy login
@@ -195,7 +205,7 @@ Examples:
   tidegate keys show api ann --json
   tidegate keys reset login 203.0.113.9
 
-Exit codes: 0 done; 1 there is no such policy or key, or Redis is away.";
+Exit codes: 0 success; 1 unknown policy or key, or Redis is unavailable.";
 const COMPLETIONS_HELP: &str = "\
 Examples:
   tidegate completions bash > /etc/bash_completion.d/tidegate
@@ -208,7 +218,7 @@ Examples:
 
 #[derive(Args, Debug)]
 struct ConfigFlag {
-    /// The proxy's configuration.
+    /// Configuration file of the proxy.
     #[arg(long, value_name = "FILE", default_value = DEFAULT_CONFIG, global = true)]
     config: PathBuf,
 }
@@ -216,13 +226,13 @@ struct ConfigFlag {
 /// Flags override environment variables (`TIDEGATE_UPSTREAM__URL`), which override the file.
 #[derive(Args, Debug, Default)]
 struct RunFlags {
-    /// The configuration; `config.toml` here, if there is one, when left out.
+    /// Configuration file [default: ./config.toml, if it exists].
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// What to forward to, e.g. http://127.0.0.1:3000.
+    /// Upstream URL, e.g. http://127.0.0.1:3000.
     #[arg(long, value_name = "URL")]
     upstream: Option<String>,
-    /// Where to listen, e.g. 0.0.0.0:8080.
+    /// Listen address, e.g. 0.0.0.0:8080.
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
 }
@@ -238,10 +248,10 @@ pub fn main() -> ExitCode {
         CliCommand::Explain {
             config,
             json,
-            request: asked,
+            request,
         } => print_result(explain::explain_request(
             &config.into_sources(),
-            &asked,
+            &request,
             json,
         )),
         CliCommand::Completions { shell } => {
@@ -253,10 +263,9 @@ pub fn main() -> ExitCode {
             &config.into_sources(),
             timeout.map(Duration::from_secs),
         )),
-        CliCommand::Replay {
-            config,
-            arguments: asked,
-        } => print_result(replay::run_replay(config.config, &asked)),
+        CliCommand::Replay { config, arguments } => {
+            print_result(replay::run_replay(config.config, &arguments))
+        }
         CliCommand::Top { config, flags } => print_result(top::run(&config.into_sources(), &flags)),
         CliCommand::Keys {
             config,
@@ -273,7 +282,8 @@ pub fn main() -> ExitCode {
 }
 
 impl ConfigFlag {
-    /// The proxy's own sources, but for the upstream, which plays no part.
+    /// The proxy's configuration sources with a placeholder upstream: these commands never connect
+    /// to the upstream, so its URL may be absent from the file.
     fn into_sources(self) -> ConfigSources {
         sources_without_upstream(self.config)
     }
@@ -290,16 +300,16 @@ fn sources_without_upstream(config: PathBuf) -> ConfigSources {
     )
 }
 
-/// Data to stdout, trouble to stderr.
+/// Prints a result to stdout or an error to stderr, and returns the exit code.
 #[allow(
     clippy::print_stdout,
     clippy::print_stderr,
-    reason = "commands talk to people"
+    reason = "commands print their results and errors"
 )]
 fn print_result(result: Result<String, String>) -> ExitCode {
     match result {
         Ok(text) => {
-            // Whoever closed the pipe has read enough.
+            // A closed pipe fails without a message, as with other Unix tools.
             match std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes()) {
                 Ok(()) => ExitCode::SUCCESS,
                 Err(_) => ExitCode::FAILURE,
@@ -330,7 +340,8 @@ impl RunFlags {
 }
 
 fn sources_with_environment(file: FileSource, flags: FlagOverrides) -> ConfigSources {
-    // Anybody's variable may hold bytes that are no text. In one of ours, they become an error like others.
+    // Unrelated variables may hold invalid UTF-8. In a TIDEGATE_ variable, the replacement
+    // characters lead to an ordinary configuration error.
     let text = |text: OsString| text.to_string_lossy().into_owned();
     let env = std::env::vars_os()
         .map(|(name, value)| (text(name), text(value)))

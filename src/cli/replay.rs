@@ -1,4 +1,4 @@
-//! `tidegate replay`: what policies would have done to the requests of a past access log.
+//! `tidegate replay`: applies policies to the requests of a past access log.
 
 use crate::config::{self, Config};
 use crate::policy::PolicyTable;
@@ -10,64 +10,65 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 const EXAMPLES_HELP: &str = "\
-Counts in the log's own time, by the same rules as the proxy and with counters in memory: a day takes seconds.
-The formats are found out by the first lines: nginx's and Apache's combined and common (with further fields behind
-them), Envoy's text, and JSON by Envoy, Traefik, Caddy, nginx or tidegate itself. Files may be packed by gzip, be
-several, and overlap. Lines that can't be read are counted and shown.
+Replays in log time with the limiter of the proxy and counters in memory; a day of logs takes seconds.
+The format is detected from the first lines: combined and common of nginx and Apache (with optional extra fields),
+Envoy's text format, and JSON of Envoy, Traefik, Caddy, nginx or tidegate. Files may be gzip-compressed and may
+overlap. Unreadable lines are counted and shown.
 
 Examples:
   tidegate replay access.log
-      Who would have been limited by config.toml, when, and how much.
+      Shows which keys config.toml would have limited, when, and how much.
   tidegate replay --config new.toml --suggest=1 /var/log/nginx/access.log*
-      And which limits would have touched at most 1 % of the keys.
+      Also suggests limits that would have affected at most 1 % of the keys.
   tidegate replay --compare new.toml --html report.html access.log.1.gz
-      Two sets of policies side by side, and a page with plots to hand around.
+      Compares two sets of policies and writes a self-contained HTML report with plots.
   kubectl logs deploy/shop -c tidegate | tidegate replay --format tidegate -
-      The proxy's own log; it has all requests with log.access = \"all\".
+      Reads tidegate's access log, which contains all requests with log.access = \"all\".
   tidegate replay --header-from x-forwarded-for=extra1 --header-from x-user-id=remote_user access.log
-      The first field after the user agent holds X-Forwarded-For; the user's name stands in for a header.
+      Reads X-Forwarded-For from the first field after the user agent, and X-User-Id from the user name.
   tidegate replay --json access.log | jq '.sets[0].policies[] | {name, rejected, keys_touched}'
 
-Exits with 0 once a report was made, whatever it says, and with 1 if a file can't be opened or understood.";
+Exit codes: 0 a report was made, whatever it says; 1 a file can't be opened or parsed.";
 
-/// What to replay, and how to tell it.
+/// Input and output of a replay.
 #[derive(clap::Args, Debug)]
 #[command(after_long_help = EXAMPLES_HELP)]
 pub(super) struct ReplayArguments {
     /// Access logs, in any order; `-` is stdin.
     #[arg(required = true, value_name = "ACCESS_LOG")]
     logs: Vec<PathBuf>,
-    /// How the logs are written: combined, envoy, tidegate, traefik-json, caddy, envoy-json, json.
+    /// Log format: combined, envoy, tidegate, traefik-json, caddy, envoy-json, json.
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<AccessLogFormat>,
-    /// A field of the log that holds a header: extra1, extra2, … are those after the user agent in text, remote_user is
-    /// the user's name, and in JSON it is a field's path. May be given several times.
+    /// Log field that holds a request header. In text formats, extra1, extra2, … are the fields after
+    /// the user agent and remote_user is the user name. In JSON, a field path. Repeatable.
     #[arg(long, value_name = "HEADER=FIELD", value_parser = parse_header_mapping)]
     header_from: Vec<(HeaderName, String)>,
-    /// A second configuration, shown side by side.
+    /// Second configuration to compare with.
     #[arg(long, value_name = "FILE")]
     compare: Option<PathBuf>,
-    /// Propose limits that would have touched at most so many percent of the keys, and show what that is drawn from.
+    /// Suggest limits that would have affected at most this percentage of the keys, with the data
+    /// behind each suggestion.
     #[arg(long, value_name = "PERCENT", num_args = 0..=1, require_equals = true, default_missing_value = "1", value_parser = parse_percent)]
     suggest: Option<f64>,
-    /// How many of the most limited keys are shown.
+    /// Number of most limited keys to show.
     #[arg(long, value_name = "N", default_value_t = 10)]
     top: usize,
-    /// Leave requests of one second at its start, instead of spreading them over it.
+    /// Place all requests of one second at its start instead of spreading them over the second.
     #[arg(long)]
     no_spread: bool,
-    /// Print all figures as JSON instead.
+    /// Print the report as JSON.
     #[arg(long)]
     json: bool,
-    /// Write a page with plots, which needs nothing else, to a file.
+    /// Write a self-contained HTML report with plots to this file.
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
 }
 
-/// Replays and returns what to print.
+/// Replays the logs and returns the report to print.
 ///
 /// # Errors
-/// A text for people, if the configuration is wrong or a file can't be read or written.
+/// A message for the user if a configuration is invalid or a file can't be read or written.
 pub(super) fn run_replay(config: PathBuf, arguments: &ReplayArguments) -> Result<String, String> {
     let paths: Vec<PathBuf> = [Some(config), arguments.compare.clone()]
         .into_iter()
@@ -116,13 +117,14 @@ pub(super) fn run_replay(config: PathBuf, arguments: &ReplayArguments) -> Result
     Ok(report.render_text(width, is_bold))
 }
 
-/// Nobody reads more.
+/// Upper bound of `--top`, which bounds the size of the report.
 const MAX_TOP_KEYS: usize = 10_000;
 
-/// Of a report that goes into a file or a pipe.
+/// Report width in columns if stdout is not a terminal.
 const DEFAULT_WIDTH: usize = 100;
 
-/// On stderr, if that is a terminal. How much there is isn't known of stdin.
+/// Creates a progress bar that is drawn only if stderr is a terminal. The total is unknown for
+/// stdin and other non-regular files.
 fn progress_bar(logs: &[PathBuf]) -> ProgressBar {
     let size = |path: &PathBuf| Some(fs::metadata(path).ok().filter(fs::Metadata::is_file)?.len());
     let total: Option<u64> = logs.iter().map(size).sum();

@@ -1,14 +1,15 @@
-//! `tidegate run`: the proxy.
+//! `tidegate run`: runs the proxy.
 
 use crate::app::{self, ListeningAddresses};
 use crate::config::{self, ConfigSources};
 use crate::telemetry;
 use std::process::ExitCode;
 
-/// Runs the proxy as `sources` say, until it is told to stop. `on_listening` hears where, once clients can connect.
+/// Runs the proxy with the configuration of `sources` until shutdown. Calls `on_listening` with the
+/// bound addresses once clients can connect.
 #[allow(
     clippy::print_stderr,
-    reason = "until the log is set up, stderr is all there is"
+    reason = "configuration errors occur before logging is set up"
 )]
 pub(super) fn run_proxy(
     sources: ConfigSources,

@@ -1,4 +1,4 @@
-// The dashboard in a real Chromium, in front of the real binary. Pictures of every state go to `target/browser`.
+// Tests the dashboard of the real binary in Chromium. Screenshots go to `target/browser`.
 
 import assert from 'node:assert/strict';
 import { after, before, test } from 'node:test';
@@ -36,13 +36,13 @@ limit = { requests = 30, per = "1h" }
 before(openBrowser);
 after(closeBrowser);
 
-/** Runs with a proxy and ends it; a page that had faults fails. */
+/** Runs `work` with a proxy and stops the proxy. Fails if a page had script errors. */
 async function withProxy(config, work, options) {
   const proxy = await Proxy.start(config, options);
   const pages = [];
-  const look = async (more) => { const page = await dashboard(proxy, more); pages.push(page); return page; };
+  const openPage = async (pageOptions) => { const page = await dashboard(proxy, pageOptions); pages.push(page); return page; };
   try {
-    await work(proxy, look);
+    await work(proxy, openPage);
     for (const page of pages) assert.deepEqual(page.faults, []);
   } finally {
     await Promise.all(pages.map((page) => page.context().close()));
@@ -50,50 +50,51 @@ async function withProxy(config, work, options) {
   }
 }
 
-async function busy(proxy) {
-  for (const [user, times] of [['ann', 60], ['bob', 35], ['cyd', 12]]) await proxy.many(times, `/api/orders/${user}`, { 'x-user': user });
-  await proxy.many(9, '/login');
-  await proxy.many(4, '/internal/x');
-  await proxy.many(15, '/health');
-  await until('all of it to be noted', async () => (await proxy.asks('/policies?policy=api')).policies[0].last_hour?.rejected?.some((n) => n > 0));
+/** Sends requests that are allowed, rejected, blocked, denied and exempt. */
+async function sendMixedTraffic(proxy) {
+  for (const [user, times] of [['ann', 60], ['bob', 35], ['cyd', 12]]) await proxy.sendMany(times, `/api/orders/${user}`, { 'x-user': user });
+  await proxy.sendMany(9, '/login');
+  await proxy.sendMany(4, '/internal/x');
+  await proxy.sendMany(15, '/health');
+  await until('all decisions to be counted', async () => (await proxy.fetchAdmin('/policies?policy=api')).policies[0].last_hour?.rejected?.some((n) => n > 0));
 }
 
 const row = (page, name) => page.locator('#policies tbody tr', { has: page.getByRole('button', { name, exact: true }) });
 const shown = (page, text) => page.getByText(text).first().waitFor();
 
-test('empty: says what to do, in light, in dark and on a phone', () => withProxy('', async (proxy, look) => {
-  const page = await look();
-  await shown(page, 'All is well.');
+test('an empty dashboard shows instructions, in light and dark mode and on a phone', () => withProxy('', async (proxy, openPage) => {
+  const page = await openPage();
+  await shown(page, 'No problems.');
   await shown(page, 'No request came in the last');
-  await shown(page, 'There is no policy: every request passes.');
+  await shown(page, 'No policies are configured: every request passes.');
   assert.equal(await page.locator('#policies').isVisible(), false);
-  const { told, cut } = await page.evaluate(() => {
+  const { labelCount, truncated } = await page.evaluate(() => {
     const { plot } = traffic;
-    // The axis is drawn anew every second, at every place between two labels in turn.
+    // The axis moves every second, so its labels occur at every position.
     const labels = Array.from({ length: 10 }, (_, s) => {
       plot.batch(() => plot.setScale('x', { min: 1_800_000_000 + s, max: 1_800_000_120 + s }));
       const [{ _values, _splits }] = plot.axes;
       const written = _values.map((text, n) => ({ text, x: plot.valToPos(_splits[n], 'x'), half: plot.ctx.measureText(text).width / devicePixelRatio / 2 }));
       return written.filter(({ text }) => text);
     }).flat();
-    return { told: labels.length, cut: labels.filter(({ x, half }) => x < half || x > plot.over.clientWidth - half) };
+    return { labelCount: labels.length, truncated: labels.filter(({ x, half }) => x < half || x > plot.over.clientWidth - half) };
   });
-  assert.ok(told > 50, `${told} labels`);
-  assert.deepEqual(cut, [], 'labels that are cut off');
+  assert.ok(labelCount > 50, `${labelCount} labels`);
+  assert.deepEqual(truncated, [], 'truncated labels');
   await shot(page, 'empty-light');
-  await shot(await lookAt(look, { dark: true }), 'empty-dark');
-  await shot(await lookAt(look, { phone: true }), 'empty-phone');
+  await shot(await openHealthyPage(openPage, { dark: true }), 'empty-dark');
+  await shot(await openHealthyPage(openPage, { phone: true }), 'empty-phone');
 }));
 
-async function lookAt(look, options) {
-  const page = await look(options);
-  await shown(page, 'All is well.');
+async function openHealthyPage(openPage, options) {
+  const page = await openPage(options);
+  await shown(page, 'No problems.');
   return page;
 }
 
-test('busy: counts are those that happened, and nothing jumps while they change', () => withProxy(POLICIES, async (proxy, look) => {
-  await busy(proxy);
-  const page = await look();
+test('counts match the traffic, and updates do not shift the layout', () => withProxy(POLICIES, async (proxy, openPage) => {
+  await sendMixedTraffic(proxy);
+  const page = await openPage();
   await row(page, 'api').waitFor();
   const cells = await row(page, 'api').locator('td').allInnerTexts();
   assert.deepEqual(cells.slice(2), ['52', '55', '51 %']);
@@ -124,18 +125,18 @@ test('busy: counts are those that happened, and nothing jumps while they change'
     window.drawn = 0;
     new MutationObserver(() => { window.drawn += 1; }).observe(document.getElementById('traffic'), { subtree: true, attributes: true });
   });
-  await proxy.many(20, '/api/orders/dan', { 'x-user': 'dan' });
+  await proxy.sendMany(20, '/api/orders/dan', { 'x-user': 'dan' });
   await page.waitForFunction(() => window.drawn > 2);
-  assert.ok((await page.evaluate(() => window.shift)) < 0.01, 'the page jumps');
+  assert.ok((await page.evaluate(() => window.shift)) < 0.01, 'the layout shifts');
   await shot(page, 'busy-light');
-  const dark = await lookAt(look, { dark: true });
+  const dark = await openHealthyPage(openPage, { dark: true });
   await row(dark, 'api').waitFor();
   await shot(dark, 'busy-dark');
 }));
 
-test('on a phone nothing is wider than the screen, and a dialog fills it', () => withProxy(POLICIES, async (proxy, look) => {
-  await busy(proxy);
-  const page = await look({ phone: true });
+test('on a phone nothing is wider than the screen, and a dialog fills the screen', () => withProxy(POLICIES, async (proxy, openPage) => {
+  await sendMixedTraffic(proxy);
+  const page = await openPage({ phone: true });
   await row(page, 'api').waitFor();
   await page.locator('#traffic-legend li').first().waitFor();
   const wide = await page.evaluate(() => [...document.querySelectorAll('main *')].filter((node) => !node.closest('.scroll, .unseen, svg, .uplot') && node.getBoundingClientRect().right > innerWidth + 1).map((node) => node.outerHTML.slice(0, 90)));
@@ -143,79 +144,79 @@ test('on a phone nothing is wider than the screen, and a dialog fills it', () =>
   assert.equal(await page.evaluate(() => document.documentElement.scrollWidth), 360);
   await shot(page, 'busy-phone');
   await page.getByRole('button', { name: 'api', exact: true }).click();
-  await shown(page, 'Where a key stands');
+  await shown(page, 'State of a key');
   await page.locator('#policy .rank tbody tr').first().waitFor();
   assert.deepEqual(await page.locator('#policy').boundingBox(), { x: 0, y: 0, width: 360, height: 740 });
   await shot(page, 'policy-phone');
 }));
 
-test('degraded: a Redis that is killed is told, aloud too, and so is its return', async () => {
+test('a Redis outage and its end are shown and announced to screen readers', async () => {
   const redis = await Redis.start();
   const config = `${POLICIES}\n[store]\nkind = "redis"\n[store.redis]\nurl = "redis://127.0.0.1:${redis.port}/0"\n`;
   try {
-    await withProxy(config, async (proxy, look) => {
-      await until('the store', async () => (await proxy.asks('/overview')).store.up);
-      await busy(proxy);
-      const page = await lookAt(look, {});
+    await withProxy(config, async (proxy, openPage) => {
+      await until('the store', async () => (await proxy.fetchAdmin('/overview')).store.up);
+      await sendMixedTraffic(proxy);
+      const page = await openHealthyPage(openPage, {});
       await redis.kill();
-      await proxy.many(30, '/api/orders/ann', { 'x-user': 'eve' });
-      await proxy.many(3, '/login', {});
-      await shown(page, 'The store is away');
-      await page.waitForFunction(() => document.getElementById('spoken').textContent.includes('The store is away'));
-      await page.waitForFunction(() => document.querySelector('.tile[data-level=bad] .value')?.textContent === 'Away');
-      assert.match(await page.locator('#alerts').innerText(), /Of the policies 2 let requests through, 1 refuse/);
+      await proxy.sendMany(30, '/api/orders/ann', { 'x-user': 'eve' });
+      await proxy.sendMany(3, '/login', {});
+      await shown(page, 'The store is unavailable');
+      await page.waitForFunction(() => document.getElementById('spoken').textContent.includes('The store is unavailable'));
+      await page.waitForFunction(() => document.querySelector('.tile[data-level=bad] .value')?.textContent === 'Down');
+      assert.match(await page.locator('#alerts').innerText(), /Policies by failure mode: 2 allow requests, 1 refuse requests/);
       await page.waitForFunction(() => /degraded/.test(document.querySelector('#traffic .uplot').getAttribute('aria-label')));
-      // What a closed policy answers with 503 has not passed.
+      // Requests that a closed policy rejects with 503 count as refused.
       const { policies: [, login] } = await until('the refusals', async () => {
-        const told = await proxy.asks('/policies');
-        return told.policies[1].last_hour?.degraded_refused ? told : undefined;
+        const response = await proxy.fetchAdmin('/policies');
+        return response.policies[1].last_hour?.degraded_refused ? response : undefined;
       });
-      const [passed, ...turned] = ['allowed', 'rejected', 'blocked', 'degraded'].map((id) => (login.last_hour[id] ?? []).reduce((a, b) => a + b, 0));
-      await page.waitForFunction(([passed_, refused]) => {
+      const [passed, ...refusals] = ['allowed', 'rejected', 'blocked', 'degraded'].map((id) => (login.last_hour[id] ?? []).reduce((a, b) => a + b, 0));
+      await page.waitForFunction(([expectedPassed, expectedRefused]) => {
         const cells = [...document.querySelectorAll('#policies tbody tr')].find((tr) => tr.textContent.startsWith('login')).cells;
-        return cells[3].textContent === String(passed_) && cells[4].textContent === String(refused);
-      }, [passed, turned.reduce((a, b) => a + b)]);
+        return cells[3].textContent === String(expectedPassed) && cells[4].textContent === String(expectedRefused);
+      }, [passed, refusals.reduce((a, b) => a + b)]);
       await shot(page, 'degraded-light');
-      await shot(await (async () => { const dark = await look({ dark: true }); await shown(dark, 'The store is away'); return dark; })(), 'degraded-dark');
+      await shot(await (async () => { const dark = await openPage({ dark: true }); await shown(dark, 'The store is unavailable'); return dark; })(), 'degraded-dark');
       await row(page, 'api').getByRole('button').click();
       await page.locator('#policy input').first().fill('ann');
-      await page.getByRole('button', { name: 'Look it up' }).click();
+      await page.getByRole('button', { name: 'Look up' }).click();
       await shown(page, 'the store is unavailable: the counters cannot be read');
       await page.keyboard.press('Escape');
-      redis.begin();
-      await shown(page, 'All is well.');
-      await page.waitForFunction(() => document.getElementById('spoken').textContent.includes('Over: The store is away'));
+      redis.launch();
+      await shown(page, 'No problems.');
+      await page.waitForFunction(() => document.getElementById('spoken').textContent.includes('Resolved: The store is unavailable'));
     });
   } finally {
     await redis.end();
   }
 });
 
-test('a reload that is refused says why, until it is mended', () => withProxy(POLICIES, async (proxy, look) => {
-  const page = await lookAt(look, {});
+test('a rejected reload shows its errors until the configuration is fixed', () => withProxy(POLICIES, async (proxy, openPage) => {
+  const page = await openHealthyPage(openPage, {});
   proxy.write(POLICIES.replace('requests = 5,', 'requests = "<img src=x onerror=window.hit=1>",'));
-  await shown(page, 'The newest configuration is wrong.');
+  await shown(page, 'The newest configuration is invalid.');
   assert.match(await page.locator('#alerts pre').innerText(), /policy/);
   await shot(page, 'reload-error');
   proxy.write(POLICIES.replace('requests = 5,', 'requests = 6,'));
-  await shown(page, 'All is well.');
+  await shown(page, 'No problems.');
   assert.equal(await page.evaluate(() => window.hit), undefined);
 }));
 
-test('an instance that is gone is told, and what is shown is marked as old', () => withProxy(POLICIES, async (proxy, look) => {
-  await busy(proxy);
-  const page = await lookAt(look, {});
+test('an instance that stops responding is reported, and its data is marked as stale', () => withProxy(POLICIES, async (proxy, openPage) => {
+  await sendMixedTraffic(proxy);
+  const page = await openHealthyPage(openPage, {});
   await row(page, 'api').waitFor();
   proxy.child.kill('SIGKILL');
-  await shown(page, 'This instance doesn’t answer.');
+  await shown(page, 'This instance does not respond.');
   await page.waitForFunction(() => document.getElementById('main').classList.contains('stale'));
   await page.locator('#pulse[data-state=gone]').waitFor();
   await shot(page, 'gone');
 }));
 
-test('a policy is opened, a key looked up and, with the token, reset', () => withProxy(POLICIES, async (proxy, look) => {
-  await busy(proxy);
-  const page = await lookAt(look, {});
+test('a policy opens, and a key can be looked up and, with the token, reset', () => withProxy(POLICIES, async (proxy, openPage) => {
+  await sendMixedTraffic(proxy);
+  const page = await openHealthyPage(openPage, {});
   await row(page, 'api').getByRole('button').click();
   await shown(page, '/api/**, per header x-user: at most 20 requests in any 1h window');
   await page.locator('#policy').getByRole('button', { name: 'ann', exact: true }).click();
@@ -226,27 +227,27 @@ test('a policy is opened, a key looked up and, with the token, reset', () => wit
   await shot(page, 'policy-key');
 
   await page.getByRole('button', { name: 'Reset this key…' }).click();
-  await page.getByRole('button', { name: 'No', exact: true }).click();
-  assert.equal(await proxy.status('/api/x', { 'x-user': 'ann' }), 429, 'asking is not doing');
+  await page.getByRole('button', { name: 'Cancel', exact: true }).click();
+  assert.equal(await proxy.status('/api/x', { 'x-user': 'ann' }), 429, 'nothing is reset before the confirmation');
   await page.getByRole('button', { name: 'Reset this key…' }).click();
-  await page.getByRole('button', { name: 'Reset it' }).click();
+  await page.getByRole('button', { name: 'Reset' }).click();
   await page.locator('#token-value').fill(TOKEN);
   await shot(page, 'token');
-  await page.getByRole('button', { name: 'Use it' }).click();
-  await shown(page, 'Reset: 2 counters forgotten.');
+  await page.getByRole('button', { name: 'Use token' }).click();
+  await shown(page, 'Reset 2 counters.');
   await shown(page, 'The next request passes.');
   assert.equal(await proxy.status('/api/x', { 'x-user': 'ann' }), 200);
-  assert.equal(await page.evaluate(() => sessionStorage.length + localStorage.length), 0, 'the token is in memory only');
+  assert.equal(await page.evaluate(() => sessionStorage.length + localStorage.length), 0, 'the token stays in memory only');
   await shot(page, 'policy-reset');
 }));
 
-test('a port that others can reach gives the page to all, and data only for the token', () => withProxy(POLICIES, async (proxy, look) => {
-  const page = await look();
-  await shown(page, 'A token is needed');
+test('a port reachable from other machines serves the page to all, and data only with the token', () => withProxy(POLICIES, async (proxy, openPage) => {
+  const page = await openPage();
+  await shown(page, 'A token is required');
   assert.equal(await page.locator('main').isVisible(), false);
   await page.locator('#locked-token').fill('wrong');
   await page.keyboard.press('Enter');
-  await shown(page, 'That is not the token.');
+  await shown(page, 'The token is invalid.');
   await shot(page, 'locked');
   await page.locator('#locked-token').fill(TOKEN);
   await page.keyboard.press('Enter');
@@ -254,30 +255,30 @@ test('a port that others can reach gives the page to all, and data only for the 
   assert.equal(await page.locator('#locked').isVisible(), false);
 }, { admin: '0.0.0.0:0' }));
 
-test('whatever the instance says is shown as text', () => withProxy(POLICIES, async (proxy, look) => {
+test('responses of the instance are shown as text', () => withProxy(POLICIES, async (proxy, openPage) => {
   const hostile = '<img src=x onerror="window.hit=1">\u001b[31m\u202e</script><script>window.hit=1</script>\n" onload="x';
   const seen = await proxy.status('/api/%3Cimg%20src=x%3E', { 'x-user': '<img src=x onerror=window.hit=1>' });
   assert.equal(seen, 200);
-  await proxy.many(40, '/api/%3Cimg%20src=x%20onerror=window.hit=1%3E', { 'x-user': '<img src=x onerror=window.hit=1>' });
-  // And answers worse than any that it gives: every text in them is hostile.
-  const words = new Set(['mode', 'action', 'on_store_failure', 'kind', 'status', 'algorithm']);
+  await proxy.sendMany(40, '/api/%3Cimg%20src=x%20onerror=window.hit=1%3E', { 'x-user': '<img src=x onerror=window.hit=1>' });
+  // Responses more hostile than any real one: every text in them contains markup.
+  const enumFields = new Set(['mode', 'action', 'on_store_failure', 'kind', 'status', 'algorithm']);
   const poison = (value, name) => {
-    if (typeof value === 'string') return words.has(name) ? value : `${value}${hostile}`;
+    if (typeof value === 'string') return enumFields.has(name) ? value : `${value}${hostile}`;
     if (Array.isArray(value)) return value.map((one) => poison(one, name));
     return value && typeof value === 'object' ? Object.fromEntries(Object.entries(value).map(([key, one]) => [key, poison(one, key)])) : value;
   };
   const prepare = (page) => page.route(/\/(overview|policies|top|keys|config)\b/, async (route) => {
     const url = new URL(route.request().url());
-    // The names that it asks about are poisoned too.
-    const asked = [...url.searchParams].map(([name, value]) => [name, value.replaceAll(hostile, '')]);
-    const answer = await route.fetch({ url: `${url.origin}${url.pathname}?${new URLSearchParams(asked)}` });
+    // The names in the query are poisoned too.
+    const cleanParams = [...url.searchParams].map(([name, value]) => [name, value.replaceAll(hostile, '')]);
+    const answer = await route.fetch({ url: `${url.origin}${url.pathname}?${new URLSearchParams(cleanParams)}` });
     const json = poison(await answer.json());
     if (json.last_reload) json.last_reload.errors = [hostile];
     await route.fulfill({ response: answer, json });
   });
-  for (const page of [await look({ prepare }), await look()]) {
+  for (const page of [await openPage({ prepare }), await openPage()]) {
     await page.locator('#keys tbody tr').first().waitFor();
-    await page.getByText('What is in effect').click();
+    await page.getByText('Effective configuration').click();
     await page.locator('#policies tbody button').first().click();
     await page.locator('#policy .legend').waitFor({ state: 'attached' });
     await page.keyboard.press('Escape');
@@ -286,36 +287,36 @@ test('whatever the instance says is shown as text', () => withProxy(POLICIES, as
     assert.equal(await page.locator('img, body script ~ script[src], [onload], [onerror]').count(), 0);
     assert.equal(await page.evaluate(() => window.hit), undefined);
   }
-  await shot(await lookAt(look, {}), 'hostile');
+  await shot(await openHealthyPage(openPage, {}), 'hostile');
 }));
 
-test('behind an ingress that is not trusted, the page, readiness and the log say what to write', () => withProxy(POLICIES, async (proxy, look) => {
-  const page = await lookAt(look, {});
-  await proxy.many(3, '/login', { 'x-forwarded-for': '203.0.113.7' });
-  await shown(page, 'Somebody in front of tidegate names clients');
+test('behind an untrusted ingress, the page shows the required setting', () => withProxy(POLICIES, async (proxy, openPage) => {
+  const page = await openHealthyPage(openPage, {});
+  await proxy.sendMany(3, '/login', { 'x-forwarded-for': '203.0.113.7' });
+  await shown(page, 'An untrusted peer sends forwarding headers');
   assert.match(await page.locator('#alerts pre').innerText(), /\[client\]\ntrusted_proxies = \["127\.0\.0\.1\/32"\]/);
   await shot(page, 'untrusted');
 }));
 
-test('by keyboard alone: skip, walk, open, close; what has the focus is seen', () => withProxy(POLICIES, async (proxy, look) => {
-  await busy(proxy);
-  const page = await lookAt(look, { motion: 'reduce' });
+test('all controls are reachable by keyboard, and the focus is visible', () => withProxy(POLICIES, async (proxy, openPage) => {
+  await sendMixedTraffic(proxy);
+  const page = await openHealthyPage(openPage, { motion: 'reduce' });
   await row(page, 'api').waitFor();
-  const walked = [];
+  const focused = [];
   for (let n = 0; n < 60; n += 1) {
     await page.keyboard.press('Tab');
     const here = await page.evaluate(() => {
       const node = document.activeElement;
       if (node === document.body) return null;
-      const look_ = node.matches('.choice input') ? getComputedStyle(node.nextElementSibling) : getComputedStyle(node);
-      return { name: node.getAttribute('aria-label') ?? node.textContent.trim() ?? node.id, outline: look_.outlineStyle !== 'none' && parseFloat(look_.outlineWidth) >= 2 };
+      const style = node.matches('.choice input') ? getComputedStyle(node.nextElementSibling) : getComputedStyle(node);
+      return { name: node.getAttribute('aria-label') ?? node.textContent.trim() ?? node.id, outline: style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2 };
     });
     if (!here) break;
-    assert.ok(here.outline, `the focus is not seen on ${here.name}`);
-    walked.push(here.name);
+    assert.ok(here.outline, `the focus is not visible on ${here.name}`);
+    focused.push(here.name);
   }
-  assert.equal(walked[0], 'Skip to the numbers');
-  for (const name of ['Pause', 'Token', 'login', 'api', 'candidate', 'ann']) assert.ok(walked.includes(name), `${name} can't be reached: ${walked}`);
+  assert.equal(focused[0], 'Skip to content');
+  for (const name of ['Pause', 'Token', 'login', 'api', 'candidate', 'ann']) assert.ok(focused.includes(name), `${name} is not reachable: ${focused}`);
   const api = row(page, 'api').getByRole('button');
   await api.focus();
   await page.keyboard.press('Enter');
@@ -324,14 +325,14 @@ test('by keyboard alone: skip, walk, open, close; what has the focus is seen', (
   await page.keyboard.press('Escape');
   assert.equal(await page.evaluate(() => document.activeElement.textContent), 'api');
   const moving = await page.evaluate(() => document.getAnimations().length);
-  assert.equal(moving, 0, 'nothing moves for who asked for that');
+  assert.equal(moving, 0, 'no animation with prefers-reduced-motion');
 }));
 
-test('whoever can’t see the page has landmarks, names and tables', () => withProxy(POLICIES, async (proxy, look) => {
-  await busy(proxy);
-  const page = await lookAt(look, {});
+test('the page has landmarks, accessible names and tables', () => withProxy(POLICIES, async (proxy, openPage) => {
+  await sendMixedTraffic(proxy);
+  const page = await openHealthyPage(openPage, {});
   await row(page, 'api').waitFor();
-  for (const name of ['What needs a look', 'Now', 'Requests by decision', 'Policies', 'Keys refused most', 'The last day, by hour', 'Store and fleet']) {
+  for (const name of ['Problems', 'Now', 'Requests by decision', 'Policies', 'Keys refused most', 'The last day, by hour', 'Store and fleet']) {
     await page.getByRole('region', { name, exact: true }).waitFor();
   }
   assert.equal(await page.getByRole('main').count(), 1);

@@ -1,4 +1,4 @@
-// What the tests need: the real binary, an app behind it, a Redis of their own, and a Chromium.
+// Test fixtures: the real binary, an upstream, a Redis server and Chromium.
 
 import { spawn } from 'node:child_process';
 import { once } from 'node:events';
@@ -17,22 +17,22 @@ export const shots = process.env.TIDEGATE_SHOTS ?? path.join(target, 'browser');
 mkdirSync(shots, { recursive: true });
 
 export const TOKEN = 's3cret';
-/** How long something may take on a busy machine before it counts as not happening. */
-const SOON_MS = 20_000;
+/** Timeout of each wait, long enough for a busy machine. */
+const WAIT_TIMEOUT_MS = 20_000;
 
-/** Waits until `look` returns something; its last error is told if it never does. */
-export async function until(what, look, within_ms = SOON_MS) {
+/** Polls `probe` until it returns a truthy value. Throws after `within_ms`. */
+export async function until(what, probe, within_ms = WAIT_TIMEOUT_MS) {
   const end = Date.now() + within_ms;
   for (;;) {
-    const found = await look();
+    const found = await probe();
     if (found) return found;
     if (Date.now() > end) throw new Error(`waited ${within_ms} ms for ${what}`);
     await new Promise((done) => setTimeout(done, 25));
   }
 }
 
-/** An app that answers everything. */
-export async function app() {
+/** An upstream that answers every request. */
+export async function startUpstream() {
   const server = http.createServer((request, response) => {
     request.resume();
     response.end('hello\n');
@@ -42,17 +42,17 @@ export async function app() {
   return { url: `http://127.0.0.1:${server.address().port}`, end: () => { server.closeAllConnections(); server.close(); } };
 }
 
-/** A running proxy with a token. */
+/** A running proxy with an admin token. */
 export class Proxy {
   static async start(config, { admin = '127.0.0.1:0' } = {}) {
     const proxy = new Proxy();
     proxy.dir = mkdtempSync(path.join(tmpdir(), 'tidegate-'));
     writeFileSync(path.join(proxy.dir, 'token'), `${TOKEN}\n`);
     proxy.config = path.join(proxy.dir, 'config.toml');
-    proxy.app = await app();
+    proxy.upstream = await startUpstream();
     proxy.head = `admin.address = "${admin}"\nadmin.token_file = "${proxy.dir}/token"\n`;
     proxy.write(config);
-    const flags = ['run', '--config', proxy.config, '--listen', '127.0.0.1:0', '--upstream', proxy.app.url];
+    const flags = ['run', '--config', proxy.config, '--listen', '127.0.0.1:0', '--upstream', proxy.upstream.url];
     proxy.child = spawn(binary, flags, { stdio: ['ignore', 'ignore', 'pipe'], env: {} });
     proxy.log = '';
     proxy.child.stderr.on('data', (bytes) => { proxy.log += bytes; });
@@ -65,7 +65,7 @@ export class Proxy {
     return proxy;
   }
 
-  /** Replaces the configuration as an editor does: in one step. */
+  /** Replaces the configuration file atomically, as editors do. */
   write(config) {
     writeFileSync(`${this.config}.new`, this.head + config);
     renameSync(`${this.config}.new`, this.config);
@@ -84,7 +84,7 @@ export class Proxy {
     return response.statusCode;
   }
 
-  async many(times, target, headers) {
+  async sendMany(times, target, headers) {
     const seen = {};
     for (let n = 0; n < times; n += 1) {
       const status = await this.status(target, headers);
@@ -93,7 +93,7 @@ export class Proxy {
     return seen;
   }
 
-  async asks(target) {
+  async fetchAdmin(target) {
     const answer = await fetch(this.admin + target, { headers: { Authorization: `Bearer ${TOKEN}` } });
     return answer.json();
   }
@@ -102,12 +102,12 @@ export class Proxy {
     this.agent?.destroy();
     this.child.kill('SIGKILL');
     await this.ended;
-    this.app.end();
+    this.upstream.end();
     rmSync(this.dir, { recursive: true, force: true });
   }
 }
 
-/** A Redis that can be killed and started again. */
+/** A Redis server that can be killed and restarted. */
 export class Redis {
   static async start() {
     const redis = new Redis();
@@ -117,11 +117,11 @@ export class Redis {
     probe.close();
     await once(probe, 'close');
     redis.dir = mkdtempSync(path.join(tmpdir(), 'tidegate-redis-'));
-    redis.begin();
+    redis.launch();
     return redis;
   }
 
-  begin() {
+  launch() {
     const flags = ['--port', String(this.port), '--bind', '127.0.0.1', '--save', '', '--dir', this.dir];
     this.child = spawn('redis-server', flags, { stdio: 'ignore' });
     this.ended = once(this.child, 'exit');
@@ -145,7 +145,10 @@ export async function openBrowser() {
 }
 export const closeBrowser = () => browser?.close();
 
-/** The dashboard in a window of its own. `faults` are errors of its scripts, and whatever its policy refused. */
+/**
+ * Opens the dashboard in a new window. `faults` collects script errors and violations of the content
+ * security policy.
+ */
 export async function dashboard(proxy, { dark = false, phone = false, hash = '', motion = 'no-preference', prepare } = {}) {
   const context = await browser.newContext({
     colorScheme: dark ? 'dark' : 'light',
@@ -154,12 +157,12 @@ export async function dashboard(proxy, { dark = false, phone = false, hash = '',
     locale: 'en-GB',
     timezoneId: 'UTC',
   });
-  context.setDefaultTimeout(SOON_MS);
+  context.setDefaultTimeout(WAIT_TIMEOUT_MS);
   const page = await context.newPage();
   page.faults = [];
   page.on('pageerror', (error) => page.faults.push(error.message));
   page.on('console', (message) => {
-    // The browser's own note of a request that failed; the page says it to people.
+    // The browser also logs failed requests. The page reports them to the user, so they are ignored.
     if (message.type() === 'error' && !message.text().startsWith('Failed to load resource')) page.faults.push(message.text());
   });
   await prepare?.(page);

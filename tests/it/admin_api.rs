@@ -910,7 +910,7 @@ async fn drain_stops_waiting_after_its_timeout() {
     let impatient = desk.run_command(&["drain", "--timeout", "1"]).await;
     assert_eq!(impatient.status.code(), Some(1));
     assert!(
-        impatient.stderr.contains("still there after 1.0 s"),
+        impatient.stderr.contains("still running after 1.0 s"),
         "{}",
         impatient.stderr
     );

@@ -91,8 +91,16 @@ async fn invalid_requests_are_reported_on_stderr() {
     let desk = ConfigDir::new();
     fs::write(desk.0.path().join("no.har"), "{}").unwrap();
     for (args, code, why) in [
-        (vec!["--curl", "wget x"], 1, "a curl line begins with curl"),
-        (vec!["--har", "no.har"], 1, "no HAR: it has no log.entries"),
+        (
+            vec!["--curl", "wget x"],
+            1,
+            "a curl line must begin with curl",
+        ),
+        (
+            vec!["--har", "no.har"],
+            1,
+            "not a HAR file: log.entries is missing",
+        ),
         (vec!["--har", "none.har"], 1, "can't be read"),
         (vec!["POST", "a", "b"], 1, "expected METHOD and URL"),
         (vec![], 2, "required"),
@@ -117,7 +125,7 @@ async fn invalid_requests_are_reported_on_stderr() {
         .explain(&["--curl", "curl /api/x --frob\u{1b}[31m"])
         .await;
     assert!(
-        said.stderr.contains("note: passed over: --frob\\u{1b}[31m"),
+        said.stderr.contains("note: ignored: --frob\\u{1b}[31m"),
         "{}",
         said.stderr
     );

@@ -287,7 +287,7 @@ async fn invalid_arguments_get_helpful_errors() {
         (&["keys", "show", "writes", "nobody"], "\"nobody\""),
         (
             &["explain", "GET", "/x", "-H", "nonsense"],
-            "\"nonsense\" is no header",
+            "\"nonsense\" is not a header",
         ),
         (
             &["explain", "GET", "http://a/x", "-H", "Host: b"],
@@ -312,7 +312,7 @@ async fn invalid_arguments_get_helpful_errors() {
         .run_successfully(&["explain", "GET", "/api/pay/1"])
         .await;
     assert!(
-        told.contains("Where limits stand is not known: the store gave no answer (refused)."),
+        told.contains("The state of the limits is unknown: the store gave no answer (refused)."),
         "{told}"
     );
 }

@@ -256,11 +256,11 @@ async fn a_signal_restores_the_terminal() {
     terminal.assert_restored().await;
 }
 
-/// The window is closed: its program is not left behind, turning.
+/// A closed terminal window does not leave a spinning process behind.
 #[tokio::test]
 async fn it_exits_when_its_terminal_closes() {
     let desk = start_fixture().await;
-    // What it is doing at that moment makes a difference.
+    // The outcome depends on the state of the process at that moment, hence three attempts.
     for _ in 0..3 {
         let mut terminal = Terminal::open(&desk);
         terminal.wait_for_output("60.0%").await;
@@ -268,7 +268,7 @@ async fn it_exits_when_its_terminal_closes() {
         assert!(fs::read_to_string(&stat).is_ok());
         terminal.child.kill().await.unwrap();
         eventually("its end", TEST_TIMEOUT, || {
-            // Nobody may be there to ask how it ended.
+            // The process may be a zombie, because nothing reaps it.
             fs::read_to_string(&stat).map_or(Some(()), |stat| stat.contains(") Z ").then_some(()))
         })
         .await;

@@ -1,110 +1,111 @@
 'use strict';
-// One policy: what it means, what it did, its hottest keys; and one key: where it stands, and giving it back its quota.
+// The policy dialog: description, recent decisions and most refused keys of a policy, and the state
+// and reset of one key.
 
-/** A key as the instance writes it, without its policy. */
-const keyWords = (text) => text.split('/').slice(1).join('/') || '(one for all)';
+/** Returns a readable key (`policy/value/value`) without its policy. */
+const keyWithoutPolicy = (text) => text.split('/').slice(1).join('/') || '(no key)';
 
-/** The values in a key as the instance writes it: `policy/value/value`. `null` if they can't be known: hashed, or cut. */
-function valuesOf(text) {
+/** Returns the values of a readable key, or `null` if they are hashed or truncated. */
+function parseKeyValues(text) {
   const parts = text.split('/').slice(1);
   if (text.endsWith('...') || parts.some((part) => /^[#+]/.test(part))) return null;
   try {
     return parts.map((part) => (part === '-' ? '' : decodeURIComponent(part)));
   } catch {
-    return null; // bytes that are no text
+    return null; // not valid UTF-8
   }
 }
 
-/** The dialog for a policy. `ask` asks the instance; `needToken` has one typed in. */
+/** The policy dialog. `request` calls the admin API; `requestToken` prompts for a token. */
 class PolicyDialog {
-  constructor(ask, needToken) {
-    Object.assign(this, { ask, needToken, dialog: $('policy') });
+  constructor(request, requestToken) {
+    Object.assign(this, { request, requestToken, dialog: $('policy') });
     $('policy-close').addEventListener('click', () => this.dialog.close());
     this.dialog.addEventListener('click', (event) => { if (event.target === this.dialog) this.dialog.close(); });
-    this.dialog.addEventListener('close', () => { this.chart?.end(); this.chart = undefined; this.name = undefined; if (location.hash) history.replaceState(null, '', location.pathname); });
+    this.dialog.addEventListener('close', () => { this.chart?.destroy(); this.chart = undefined; this.name = undefined; if (location.hash) history.replaceState(null, '', location.pathname); });
   }
 
-  /** Opens; `key` is one to look up at once. */
+  /** Opens the dialog. If `key` is given, also looks up that key. */
   async open(name, key) {
     this.name = name;
     history.replaceState(null, '', `#policy=${encodeURIComponent(name)}`);
-    say($('policy-title'), name);
-    fill($('policy-badges'));
-    fill($('policy-body'), h('p', { class: 'quiet' }, 'Asking…'));
+    setText($('policy-title'), name);
+    replaceChildren($('policy-badges'));
+    replaceChildren($('policy-body'), createElement('p', { class: 'quiet' }, 'Loading…'));
     if (!this.dialog.open) this.dialog.showModal();
     try {
-      const told = await this.ask(`/policies?policy=${encodeURIComponent(name)}`);
+      const response = await this.request(`/policies?policy=${encodeURIComponent(name)}`);
       if (this.name !== name) return;
-      if (told.policies.length === 0) { fill($('policy-body'), h('p', {}, 'There is no such policy any more.')); return; }
-      this.build(told.policies[0]);
-      this.draw(told);
+      if (response.policies.length === 0) { replaceChildren($('policy-body'), createElement('p', {}, 'This policy no longer exists.')); return; }
+      this.build(response.policies[0]);
+      this.draw(response);
       await this.refresh();
       if (key) this.lookUpText(key);
     } catch (error) {
-      fill($('policy-body'), h('p', { class: 'error', role: 'alert' }, error.message));
+      replaceChildren($('policy-body'), createElement('p', { class: 'error', role: 'alert' }, error.message));
     }
   }
 
   build(policy) {
     this.policy = policy;
     const limits = policy.limits ?? [];
-    fill($('policy-badges'), badges(policy));
-    this.chart?.end();
-    const chart = h('div', { class: 'chart' });
-    this.table = h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'The last hour, as a table' });
-    this.details = h('details', { class: 'as-table' }, h('summary', {}, 'As a table'), this.table);
-    this.details.addEventListener('toggle', () => this.told && this.draw(this.told));
-    this.legend = h('ul', { class: 'legend', 'aria-label': 'In the last hour' });
-    this.keys = h('div', {});
-    const fact = (term, what) => what && [h('dt', {}, term), h('dd', {}, what)];
-    const away = { open: 'requests are let through', closed: 'requests are refused', local: 'this instance goes on with its share' };
-    fill($('policy-body'), h('p', {}, policy.words),
-      limits.length > 0 && h('table', {}, h('caption', { class: 'unseen' }, 'Limits'),
-        h('thead', {}, h('tr', {}, ['Limit', 'At most', 'By'].map((word) => h('th', { scope: 'col' }, word)))),
-        h('tbody', {}, limits.map((limit) => h('tr', {}, h('th', { scope: 'row' }, limit.name), h('td', {}, `${whole.format(limit.requests)} ${limit.unit ?? ''} ${limit.per ? `per ${limit.per}` : 'at a time'}${limit.burst ? `, bursts of ${whole.format(limit.burst)}` : ''}`), h('td', {}, limit.algorithm))))),
-      h('h3', {}, 'Settings'),
-      h('dl', {}, fact('Key', policy.key && (policy.key.join(', ') || 'none: one quota for all')), fact('Store away', away[policy.on_store_failure]), fact('Priority', policy.priority !== undefined && String(policy.priority)),
-        fact('Own limits', policy.overrides ? many(policy.overrides, 'key') : null), fact('Blocks for', policy.block_s && lasting(policy.block_s)), fact('Lease', policy.lease && `${policy.lease.size} units, ${lasting(policy.lease.ttl_s)}`)),
-      h('h3', {}, 'The last hour, by minute'), this.legend, chart, this.details,
-      policy.action === 'limit' && [h('h3', {}, 'Keys refused most'), this.keys, h('h3', {}, 'Where a key stands'), this.form(policy)]);
-    this.chart = new Stack(chart, (shown, columns) => `Decisions by minute. ${shown.map(({ id, word }) => `${word} ${count(sum(columns[id]))}`).join(', ') || 'None'} in the last hour.`, count);
+    replaceChildren($('policy-badges'), policyBadges(policy));
+    this.chart?.destroy();
+    const chart = createElement('div', { class: 'chart' });
+    this.table = createElement('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'The last hour, as a table' });
+    this.details = createElement('details', { class: 'as-table' }, createElement('summary', {}, 'As a table'), this.table);
+    this.details.addEventListener('toggle', () => this.response && this.draw(this.response));
+    this.legend = createElement('ul', { class: 'legend', 'aria-label': 'In the last hour' });
+    this.keys = createElement('div', {});
+    const fact = (term, value) => value && [createElement('dt', {}, term), createElement('dd', {}, value)];
+    const failureModes = { open: 'requests are allowed', closed: 'requests are refused', local: 'this instance enforces its share of the limits' };
+    replaceChildren($('policy-body'), createElement('p', {}, policy.words),
+      limits.length > 0 && createElement('table', {}, createElement('caption', { class: 'unseen' }, 'Limits'),
+        createElement('thead', {}, createElement('tr', {}, ['Limit', 'Maximum', 'Algorithm'].map((word) => createElement('th', { scope: 'col' }, word)))),
+        createElement('tbody', {}, limits.map((limit) => createElement('tr', {}, createElement('th', { scope: 'row' }, limit.name), createElement('td', {}, `${integerFormat.format(limit.requests)} ${limit.unit ?? ''} ${limit.per ? `per ${limit.per}` : 'at a time'}${limit.burst ? `, bursts of ${integerFormat.format(limit.burst)}` : ''}`), createElement('td', {}, limit.algorithm))))),
+      createElement('h3', {}, 'Settings'),
+      createElement('dl', {}, fact('Key', policy.key && (policy.key.join(', ') || 'none: one quota for all requests')), fact('On store failure', failureModes[policy.on_store_failure]), fact('Priority', policy.priority !== undefined && String(policy.priority)),
+        fact('Overrides', policy.overrides ? pluralize(policy.overrides, 'key') : null), fact('Blocks for', policy.block_s && formatDuration(policy.block_s)), fact('Lease', policy.lease && `${policy.lease.size} units, ${formatDuration(policy.lease.ttl_s)}`)),
+      createElement('h3', {}, 'The last hour, by minute'), this.legend, chart, this.details,
+      policy.action === 'limit' && [createElement('h3', {}, 'Keys refused most'), this.keys, createElement('h3', {}, 'State of a key'), this.createLookUpForm(policy)]);
+    this.chart = new StackedBarChart(chart, (shown, columns) => `Decisions by minute. ${shown.map(({ id, label }) => `${label} ${formatCount(sum(columns[id]))}`).join(', ') || 'None'} in the last hour.`, formatCount);
   }
 
-  draw(told) {
-    this.told = told;
-    const series = told.policies[0].last_hour ?? {};
-    this.chart.set(told.minutes, 60, series, 'It decided nothing in the last hour.');
-    const sums = sumsOf(series);
-    fill(this.legend, DECISIONS.filter(({ id }) => sums[id] > 0).map(({ id, word }) => h('li', {}, swatch(id), word, h('span', { class: 'n' }, count(sums[id])))));
-    if (this.details.open) fill(this.table, asTable('Decisions by minute', told.minutes, series, count));
+  draw(response) {
+    this.response = response;
+    const series = response.policies[0].last_hour ?? {};
+    this.chart.set(response.minutes, 60, series, 'No decisions in the last hour.');
+    const sums = sumSeries(series);
+    replaceChildren(this.legend, DECISIONS.filter(({ id }) => sums[id] > 0).map(({ id, label }) => createElement('li', {}, createSwatch(id), label, createElement('span', { class: 'n' }, formatCount(sums[id])))));
+    if (this.details.open) replaceChildren(this.table, createDataTable('Decisions by minute', response.minutes, series, formatCount));
   }
 
-  /** Draws anew what goes on while it is open. */
+  /** Refreshes the data while the dialog is open. */
   async refresh() {
     const name = this.name;
     if (!name || !this.chart) return;
-    const asked = encodeURIComponent(name);
-    const [told, top] = await Promise.all([this.ask(`/policies?policy=${asked}`), this.ask(`/top?n=8&policy=${asked}`)]);
-    if (this.name !== name || !this.chart || told.policies.length === 0) return;
-    this.draw(told);
-    drawRanking(this.keys, top.keys, 'key', 'It refused nobody in the last half hour.', new Set(), (_, key) => this.lookUpText(key));
+    const encodedName = encodeURIComponent(name);
+    const [response, top] = await Promise.all([this.request(`/policies?policy=${encodedName}`), this.request(`/top?n=8&policy=${encodedName}`)]);
+    if (this.name !== name || !this.chart || response.policies.length === 0) return;
+    this.draw(response);
+    drawRanking(this.keys, top.keys, 'key', 'No refusals in the last half hour.', new Set(), (_, key) => this.lookUpText(key));
   }
 
-  form(policy) {
+  createLookUpForm(policy) {
     const positions = policy.key ?? [];
-    this.inputs = positions.map(() => h('input', { type: 'text', autocomplete: 'off', spellcheck: 'false', autocapitalize: 'off' }));
-    this.answer = h('div', { class: 'answer', role: 'status' });
-    const look = (event) => { event.preventDefault(); this.lookUp(this.inputs.map((input) => input.value)); };
-    return h('form', { onsubmit: look },
-      h('div', { class: 'fields' }, positions.map((words, n) => h('label', {}, words, this.inputs[n]))),
-      h('button', { type: 'submit' }, positions.length ? 'Look it up' : 'Look'), this.answer);
+    this.inputs = positions.map(() => createElement('input', { type: 'text', autocomplete: 'off', spellcheck: 'false', autocapitalize: 'off' }));
+    this.result = createElement('div', { class: 'answer', role: 'status' });
+    const submitLookUp = (event) => { event.preventDefault(); this.lookUp(this.inputs.map((input) => input.value)); };
+    return createElement('form', { onsubmit: submitLookUp },
+      createElement('div', { class: 'fields' }, positions.map((description, n) => createElement('label', {}, description, this.inputs[n]))),
+      createElement('button', { type: 'submit' }, positions.length ? 'Look up' : 'Show'), this.result);
   }
 
   lookUpText(text) {
-    const values = valuesOf(text);
+    const values = parseKeyValues(text);
     if (!values) {
-      fill(this.answer, h('p', {}, 'This key is shown in short, so its values are not known here. Type them above.'));
-      this.answer.scrollIntoView({ block: 'nearest' });
+      replaceChildren(this.result, createElement('p', {}, 'This key is truncated or hashed, so its values are unknown. Enter them above.'));
+      this.result.scrollIntoView({ block: 'nearest' });
       return;
     }
     this.inputs.forEach((input, n) => { input.value = values[n] ?? ''; });
@@ -117,44 +118,44 @@ class PolicyDialog {
 
   async lookUp(values, before) {
     try {
-      const key = await this.ask(this.target(values));
-      fill(this.answer, before, this.standing(key), this.resetter(values));
+      const key = await this.request(this.target(values));
+      replaceChildren(this.result, before, this.renderLimitStatus(key), this.createResetControl(values));
     } catch (error) {
-      fill(this.answer, before, h('p', { class: 'error' }, error.message));
+      replaceChildren(this.result, before, createElement('p', { class: 'error' }, error.message));
     }
-    this.answer.scrollIntoView({ block: 'nearest' });
+    this.result.scrollIntoView({ block: 'nearest' });
   }
 
-  standing(key) {
-    const verdict = key.blocked_s !== null ? `✕ It is blocked for ${lasting(key.blocked_s)} more.` : key.admitted ? '✓ The next request passes.' : '✕ The next request is refused.';
+  renderLimitStatus(key) {
+    const verdict = key.blocked_s !== null ? `✕ Blocked for ${formatDuration(key.blocked_s)} more.` : key.admitted ? '✓ The next request passes.' : '✕ The next request is refused.';
     const row = (limit) => {
       const all = limit.used + limit.remaining;
-      const full = h('i', {});
+      const full = createElement('i', {});
       full.style.width = `${all ? (100 * limit.used) / all : 0}%`;
-      return h('tr', {}, h('th', { scope: 'row' }, limit.name), h('td', {}, h('div', { class: limit.remaining ? 'meter' : 'meter full', 'aria-hidden': 'true' }, full)),
-        h('td', { class: 'num' }, `${whole.format(limit.used)} used`), h('td', { class: 'num' }, `${whole.format(limit.remaining)} left`), h('td', { class: 'num quiet' }, limit.grows_in_s === null ? 'unused' : `more in ${limit.grows_in_s < 10 ? took(limit.grows_in_s) : lasting(limit.grows_in_s)}`));
+      return createElement('tr', {}, createElement('th', { scope: 'row' }, limit.name), createElement('td', {}, createElement('div', { class: limit.remaining ? 'meter' : 'meter full', 'aria-hidden': 'true' }, full)),
+        createElement('td', { class: 'num' }, `${integerFormat.format(limit.used)} used`), createElement('td', { class: 'num' }, `${integerFormat.format(limit.remaining)} left`), createElement('td', { class: 'num quiet' }, limit.grows_in_s === null ? 'unused' : `more in ${limit.grows_in_s < 10 ? formatLatency(limit.grows_in_s) : formatDuration(limit.grows_in_s)}`));
     };
-    return [h('p', {}, h('strong', {}, key.shadow ? `${verdict} (A shadow policy refuses nobody.)` : verdict), ' ', h('code', { class: 'wrap' }, key.key)),
-      h('div', { class: 'scroll' }, h('table', { class: 'stand' }, h('caption', { class: 'unseen' }, 'Where it stands'), h('tbody', {}, key.limits.map(row))))];
+    return [createElement('p', {}, createElement('strong', {}, key.shadow ? `${verdict} (A shadow policy does not refuse requests.)` : verdict), ' ', createElement('code', { class: 'wrap' }, key.key)),
+      createElement('div', { class: 'scroll' }, createElement('table', { class: 'stand' }, createElement('caption', { class: 'unseen' }, 'State of the key'), createElement('tbody', {}, key.limits.map(row))))];
   }
 
-  /** Two steps: nobody gives back a quota by a slip. */
-  resetter(values) {
-    const host = h('p', { class: 'line' });
-    const first = h('button', { type: 'button', onclick: () => { fill(host, 'Give back the whole quota?', sure, no); sure.focus(); } }, 'Reset this key…');
-    const sure = h('button', { type: 'button', class: 'main', onclick: () => this.reset(values) }, 'Reset it');
-    const no = h('button', { type: 'button', onclick: () => { fill(host, first); first.focus(); } }, 'No');
-    fill(host, first);
+  /** Creates the reset control. It asks for confirmation, against accidental resets. */
+  createResetControl(values) {
+    const host = createElement('p', { class: 'line' });
+    const resetButton = createElement('button', { type: 'button', onclick: () => { replaceChildren(host, 'Reset all counters of this key?', confirmButton, cancelButton); confirmButton.focus(); } }, 'Reset this key…');
+    const confirmButton = createElement('button', { type: 'button', class: 'main', onclick: () => this.reset(values) }, 'Reset');
+    const cancelButton = createElement('button', { type: 'button', onclick: () => { replaceChildren(host, resetButton); resetButton.focus(); } }, 'Cancel');
+    replaceChildren(host, resetButton);
     return host;
   }
 
   async reset(values) {
     try {
-      const told = await this.ask(this.target(values), 'DELETE');
-      await this.lookUp(values, h('p', {}, h('strong', {}, `✓ Reset: ${many(told.counters_forgotten, 'counter')} forgotten.`)));
+      const response = await this.request(this.target(values), 'DELETE');
+      await this.lookUp(values, createElement('p', {}, createElement('strong', {}, `✓ Reset ${pluralize(response.counters_forgotten, 'counter')}.`)));
     } catch (error) {
-      if (error.status === 401 && (await this.needToken())) { await this.reset(values); return; }
-      fill(this.answer, h('p', { class: 'error' }, error.message), this.resetter(values));
+      if (error.status === 401 && (await this.requestToken())) { await this.reset(values); return; }
+      replaceChildren(this.result, createElement('p', { class: 'error' }, error.message), this.createResetControl(values));
     }
   }
 }

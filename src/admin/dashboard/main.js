@@ -1,129 +1,130 @@
 'use strict';
-// Asks the instance every two seconds and draws what it says.
+// Polls the instance every two seconds and renders the responses.
 
-/** Milliseconds between questions, what a question may take, and the longest wait after failures. */
-const EVERY_MS = 2000;
-const PATIENCE_MS = 5000;
-const LONGEST_MS = 10000;
-/** Seconds that an instance remembers one by one. */
-const MOST_S = 600;
-/** Policies in one answer. */
-const PAGE = 100;
+/** Poll interval, request timeout, and longest poll interval after failures. */
+const POLL_INTERVAL_MS = 2000;
+const REQUEST_TIMEOUT_MS = 5000;
+const MAX_POLL_INTERVAL_MS = 10000;
+/** Length of the per-second history of an instance, in seconds. */
+const MAX_HISTORY_S = 600;
+/** Number of policies to fetch at once. */
+const POLICIES_PER_PAGE = 100;
 
-const state = { overview: null, policies: null, top: null, gone: null, offset_s: 0, from: 0, paused: false, failures: 0, seen_s: 0 };
-const kept = 'tidegate.token';
-let token = sessionStorage.getItem(kept) ?? '';
+const state = { overview: null, policies: null, top: null, connectionError: null, offset_s: 0, from: 0, paused: false, failures: 0, seen_s: 0 };
+const TOKEN_STORAGE_KEY = 'tidegate.token';
+let token = sessionStorage.getItem(TOKEN_STORAGE_KEY) ?? '';
 
-/** Asks the instance. Fails with a sentence, and with the status where there was an answer. */
-async function ask(target, method = 'GET') {
+/** Calls the admin API. Errors have the HTTP status, or status 0 if there was no response. */
+async function fetchJson(target, method = 'GET') {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
-  let answer;
+  let response;
   try {
-    answer = await fetch(target, { method, headers, cache: 'no-store', credentials: 'omit', redirect: 'error', signal: AbortSignal.timeout(PATIENCE_MS * (method === 'GET' ? 1 : 2)) });
+    response = await fetch(target, { method, headers, cache: 'no-store', credentials: 'omit', redirect: 'error', signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS * (method === 'GET' ? 1 : 2)) });
   } catch (error) {
-    throw Object.assign(new Error(error.name === 'TimeoutError' ? 'It takes longer than 5 s' : 'The connection failed'), { status: 0 });
+    throw Object.assign(new Error(error.name === 'TimeoutError' ? 'No response within 5 s' : 'The connection failed'), { status: 0 });
   }
-  const said = await answer.json().catch(() => null);
-  if (answer.ok && said) return said;
-  throw Object.assign(new Error(said?.detail ? `${answer.status}: ${said.detail}` : `${answer.status} ${answer.statusText}`), { status: answer.status });
+  const json = await response.json().catch(() => null);
+  if (response.ok && json) return json;
+  throw Object.assign(new Error(json?.detail ? `${response.status}: ${json.detail}` : `${response.status} ${response.statusText}`), { status: response.status });
 }
 
-const span = () => Number(document.querySelector('input[name=span]:checked').value);
-const heat = () => document.querySelector('input[name=heat]:checked').value;
-const policyDialog = new PolicyDialog(ask, askForToken);
+const selectedSpan = () => Number(document.querySelector('input[name=span]:checked').value);
+const selectedHeatmap = () => document.querySelector('input[name=heat]:checked').value;
+const policyDialog = new PolicyDialog(fetchJson, askForToken);
 const openPolicy = (name, key) => policyDialog.open(name, key);
 
-/** Policies that refuse nobody yet, of all pages that were seen. */
-const shadows = new Set();
+/** Names of all shadow policies on the pages fetched so far. */
+const shadowPolicies = new Set();
 
-function draw() {
+function render() {
   drawAlerts(state);
-  $('main').hidden = !state.overview && !state.gone;
-  $('main').classList.toggle('stale', Boolean(state.gone));
+  $('main').hidden = !state.overview && !state.connectionError;
+  $('main').classList.toggle('stale', Boolean(state.connectionError));
   if (!state.overview) return;
   drawTiles(state);
-  drawTraffic(state, span());
+  drawTraffic(state, selectedSpan());
   drawLatency(state);
-  drawLists(state);
+  drawDetails(state);
   if (state.policies) {
     drawPolicies(state, $('policies-sort').value, openPolicy);
-    drawHeat(state, heat());
+    drawHeatmap(state, selectedHeatmap());
     const { total, policies, offset } = state.policies;
-    policies.forEach(({ name, mode }) => shadows[mode === 'shadow' ? 'add' : 'delete'](name));
-    $('policies-pages').hidden = total <= PAGE;
-    say($('policies-page'), `${offset + 1} to ${offset + policies.length} of ${whole.format(total)}`);
+    policies.forEach(({ name, mode }) => shadowPolicies[mode === 'shadow' ? 'add' : 'delete'](name));
+    $('policies-pages').hidden = total <= POLICIES_PER_PAGE;
+    setText($('policies-page'), `${offset + 1} to ${offset + policies.length} of ${integerFormat.format(total)}`);
     $('policies-back').disabled = offset === 0;
     $('policies-on').disabled = offset + policies.length >= total;
   }
   if (state.top) {
-    drawRanking($('keys'), state.top.keys, 'key', 'No key was refused lately.', shadows, openPolicy);
-    drawRanking($('paths'), state.top.paths, 'path', 'No path was refused lately.', shadows);
+    drawRanking($('keys'), state.top.keys, 'key', 'No key was refused recently.', shadowPolicies, openPolicy);
+    drawRanking($('paths'), state.top.paths, 'path', 'No path was refused recently.', shadowPolicies);
   }
 }
 
-function pulse() {
-  const [name, words] = !$('locked').hidden ? ['wait', 'Locked'] : state.gone ? ['gone', `No answer for ${lasting(Date.now() / 1000 - state.gone.since_s)}`] : state.paused ? ['paused', 'Paused'] : state.overview ? ['live', 'Live'] : ['wait', 'Asking…'];
+/** Shows the connection state in the header. */
+function updateConnectionState() {
+  const [name, label] = !$('locked').hidden ? ['wait', 'Locked'] : state.connectionError ? ['gone', `No response for ${formatDuration(Date.now() / 1000 - state.connectionError.since_s)}`] : state.paused ? ['paused', 'Paused'] : state.overview ? ['live', 'Live'] : ['wait', 'Loading…'];
   $('pulse').dataset.state = name;
-  say($('pulse-text'), words);
+  setText($('pulse-text'), label);
 }
-setInterval(pulse, 1000);
+setInterval(updateConnectionState, 1000);
 
-async function look() {
-  const [overview, policies, top] = await Promise.all([ask(`/overview?seconds=${Math.min(MOST_S, span() + 1)}`), ask(`/policies?limit=${PAGE}&offset=${state.from}`), ask('/top?n=10')]);
+async function refresh() {
+  const [overview, policies, top] = await Promise.all([fetchJson(`/overview?seconds=${Math.min(MAX_HISTORY_S, selectedSpan() + 1)}`), fetchJson(`/policies?limit=${POLICIES_PER_PAGE}&offset=${state.from}`), fetchJson('/top?n=10')]);
   const known = state.overview?.instance.id;
   const seconds = overview.requests.seconds.at;
-  Object.assign(state, { overview, policies, top, gone: null, failures: 0, seen_s: Date.now() / 1000, offset_s: seconds.length ? seconds[seconds.length - 1] - Date.now() / 1000 : 0 });
+  Object.assign(state, { overview, policies, top, connectionError: null, failures: 0, seen_s: Date.now() / 1000, offset_s: seconds.length ? seconds[seconds.length - 1] - Date.now() / 1000 : 0 });
   $('locked').hidden = true;
-  draw();
-  if (known && known !== overview.instance.id) say($('spoken'), 'This instance was started anew: its counts begin again.');
+  render();
+  if (known && known !== overview.instance.id) setText($('spoken'), 'This instance has restarted; its counters start at zero.');
   await policyDialog.refresh();
 }
 
 let timer;
-let round = 0;
-/** Asks now, and then again and again; a question that is under way is the last of its round. */
-async function turn() {
+let currentRound = 0;
+/** Polls now and then periodically. A newer call supersedes a poll in progress. */
+async function poll() {
   clearTimeout(timer);
-  const mine = ++round;
+  const thisRound = ++currentRound;
   try {
-    await look();
+    await refresh();
   } catch (error) {
-    if (mine !== round) return;
-    if (error.status === 401) { lock(error); return; }
+    if (thisRound !== currentRound) return;
+    if (error.status === 401) { showTokenPrompt(error); return; }
     state.failures += 1;
-    // One answer that is lost is no news, unless there has been none at all.
+    // A single error response is ignored, unless there has been no successful response yet.
     if (state.failures > 1 || !state.overview || error.status === 0) {
-      state.gone = { silent: error.status === 0, why: error.message.replace(/\.$/, ''), since_s: state.gone?.since_s ?? (state.seen_s || Date.now() / 1000) };
-      draw();
+      state.connectionError = { silent: error.status === 0, why: error.message.replace(/\.$/, ''), since_s: state.connectionError?.since_s ?? (state.seen_s || Date.now() / 1000) };
+      render();
     }
   }
-  if (mine !== round) return;
-  pulse();
-  if (!state.paused && !document.hidden) timer = setTimeout(turn, Math.min(LONGEST_MS, EVERY_MS * 2 ** Math.max(0, state.failures - 3)));
+  if (thisRound !== currentRound) return;
+  updateConnectionState();
+  if (!state.paused && !document.hidden) timer = setTimeout(poll, Math.min(MAX_POLL_INTERVAL_MS, POLL_INTERVAL_MS * 2 ** Math.max(0, state.failures - 3)));
 }
 
-function lock(error) {
+function showTokenPrompt(error) {
   $('main').hidden = true;
   $('locked').hidden = false;
-  say($('locked-why'), token ? `That is not the token. (${error.message})` : '');
+  setText($('locked-why'), token ? `The token is invalid. (${error.message})` : '');
   $('locked-token').focus();
-  pulse();
+  updateConnectionState();
 }
 
 function setToken(value, keep) {
   token = value;
-  if (keep && value) sessionStorage.setItem(kept, value);
-  else sessionStorage.removeItem(kept);
+  if (keep && value) sessionStorage.setItem(TOKEN_STORAGE_KEY, value);
+  else sessionStorage.removeItem(TOKEN_STORAGE_KEY);
 }
 
 $('locked-form').addEventListener('submit', (event) => {
   event.preventDefault();
   setToken($('locked-token').value.trim(), false);
   $('locked-token').value = '';
-  turn();
+  poll();
 });
 
-/** Has a token typed in; tells whether one was. */
+/** Prompts for a token. Resolves to whether one was entered. */
 function askForToken() {
   const dialog = $('token');
   dialog.returnValue = '';
@@ -133,7 +134,7 @@ function askForToken() {
 }
 $('token-open').addEventListener('click', askForToken);
 $('token-close').addEventListener('click', () => $('token').close(''));
-$('token-forget').addEventListener('click', () => { setToken('', false); $('token').close(''); turn(); });
+$('token-forget').addEventListener('click', () => { setToken('', false); $('token').close(''); poll(); });
 $('token-form').addEventListener('submit', (event) => {
   event.preventDefault();
   const value = $('token-value').value.trim();
@@ -145,22 +146,22 @@ $('token-form').addEventListener('submit', (event) => {
 $('pause').addEventListener('click', () => {
   state.paused = !state.paused;
   $('pause').setAttribute('aria-pressed', String(state.paused));
-  say($('pause'), state.paused ? 'Go on' : 'Pause');
-  if (!state.paused) turn();
-  pulse();
+  setText($('pause'), state.paused ? 'Resume' : 'Pause');
+  if (!state.paused) poll();
+  updateConnectionState();
 });
-document.addEventListener('visibilitychange', () => { if (!document.hidden && !state.paused) turn(); });
-for (const id of ['span', 'heat-what', 'policies-sort']) $(id).addEventListener('change', () => (id === 'span' ? turn() : state.overview && draw()));
-$('traffic-table').closest('details').addEventListener('toggle', () => state.overview && draw());
-$('policies-back').addEventListener('click', () => { state.from = Math.max(0, state.from - PAGE); turn(); });
-$('policies-on').addEventListener('click', () => { state.from += PAGE; turn(); });
+document.addEventListener('visibilitychange', () => { if (!document.hidden && !state.paused) poll(); });
+for (const id of ['span', 'heat-what', 'policies-sort']) $(id).addEventListener('change', () => (id === 'span' ? poll() : state.overview && render()));
+$('traffic-table').closest('details').addEventListener('toggle', () => state.overview && render());
+$('policies-back').addEventListener('click', () => { state.from = Math.max(0, state.from - POLICIES_PER_PAGE); poll(); });
+$('policies-on').addEventListener('click', () => { state.from += POLICIES_PER_PAGE; poll(); });
 $('config-details').addEventListener('toggle', async () => {
   if (!$('config-details').open) return;
-  const told = await ask('/config').then((said) => JSON.stringify(said.config, null, 2), (error) => error.message);
-  say($('config-text'), told);
+  const text = await fetchJson('/config').then((json) => JSON.stringify(json.config, null, 2), (error) => error.message);
+  setText($('config-text'), text);
 });
 
-turn().then(() => {
-  const named = /^#policy=(.+)$/.exec(location.hash);
-  try { if (named) openPolicy(decodeURIComponent(named[1])); } catch { /* no name */ }
+poll().then(() => {
+  const linkedPolicy = /^#policy=(.+)$/.exec(location.hash);
+  try { if (linkedPolicy) openPolicy(decodeURIComponent(linkedPolicy[1])); } catch { /* not a valid name */ }
 });

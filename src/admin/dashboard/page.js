@@ -1,15 +1,18 @@
 'use strict';
-// What all parts of the page use: elements, words for numbers and times, and the decisions with their looks.
+// Shared helpers: DOM elements, number and time formats, and the list of decisions.
 //
-// Every value goes into the page as text. There is no innerHTML anywhere: the policy that the page is served with
-// (require-trusted-types-for) would refuse it.
+// Every value is inserted as text. The content security policy of the page
+// (require-trusted-types-for) forbids innerHTML.
 
 const $ = (id) => document.getElementById(id);
 
-/** An element. `with_` holds attributes, `on…` listeners and `class`; `undefined`, `null` and `false` leave out. */
-function h(tag, with_, ...children) {
+/**
+ * Creates an element. `attributes` holds attributes and `on…` listeners.
+ * Attributes and children that are `undefined`, `null` or `false` are omitted.
+ */
+function createElement(tag, attributes, ...children) {
   const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(with_ ?? {})) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? '' : String(value));
@@ -18,56 +21,60 @@ function h(tag, with_, ...children) {
   return node;
 }
 
-function svg(tag, with_, ...children) {
+/** Creates an SVG element. */
+function createSvg(tag, attributes, ...children) {
   const node = document.createElementNS('http://www.w3.org/2000/svg', tag);
-  for (const [name, value] of Object.entries(with_ ?? {})) node.setAttribute(name, String(value));
+  for (const [name, value] of Object.entries(attributes ?? {})) node.setAttribute(name, String(value));
   node.append(...children);
   return node;
 }
 
-function fill(node, ...children) {
+/** Replaces all children of a node. Omits `undefined`, `null` and `false`. */
+function replaceChildren(node, ...children) {
   node.replaceChildren(...children.flat().filter((child) => child !== undefined && child !== null && child !== false));
 }
 
-/** Writes only what has changed: what has the focus, or is being selected, stays. */
-function say(node, text) {
+/** Sets the text of a node if it differs, so that focus and selection survive a refresh. */
+function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Makes a parent's children those of `items`, keeping the nodes of those that were there before. */
-function keyed(parent, items, keyOf, create, update) {
-  const had = parent.kept ?? new Map();
-  const kept = new Map();
-  items.forEach((item, at) => {
+/** Makes the children of `parent` match `items`. Reuses the nodes of items with a known key. */
+function reconcileChildren(parent, items, keyOf, create, update) {
+  const previous = parent.nodesByKey ?? new Map();
+  const nodes = new Map();
+  items.forEach((item, index) => {
     const key = keyOf(item);
-    const node = had.get(key) ?? create(item);
+    const node = previous.get(key) ?? create(item);
     update(node, item);
-    kept.set(key, node);
-    if (parent.children[at] !== node) parent.insertBefore(node, parent.children[at] ?? null);
+    nodes.set(key, node);
+    if (parent.children[index] !== node) parent.insertBefore(node, parent.children[index] ?? null);
   });
   for (const node of [...parent.children].slice(items.length)) node.remove();
-  parent.kept = kept;
+  parent.nodesByKey = nodes;
 }
 
-// Numbers and times.
+// Number and time formats.
 
-const whole = new Intl.NumberFormat('en');
-const few = new Intl.NumberFormat('en', { maximumSignificantDigits: 3, notation: 'compact' });
-const clock = new Intl.DateTimeFormat(undefined, { hour: '2-digit', minute: '2-digit', second: '2-digit', hourCycle: 'h23' });
-const hour = new Intl.DateTimeFormat(undefined, { hour: '2-digit', minute: '2-digit', hourCycle: 'h23' });
-const dated = new Intl.DateTimeFormat(undefined, { dateStyle: 'medium', timeStyle: 'medium' });
+const integerFormat = new Intl.NumberFormat('en');
+const compactFormat = new Intl.NumberFormat('en', { maximumSignificantDigits: 3, notation: 'compact' });
+const timeFormat = new Intl.DateTimeFormat(undefined, { hour: '2-digit', minute: '2-digit', second: '2-digit', hourCycle: 'h23' });
+const hourFormat = new Intl.DateTimeFormat(undefined, { hour: '2-digit', minute: '2-digit', hourCycle: 'h23' });
+const dateTimeFormat = new Intl.DateTimeFormat(undefined, { dateStyle: 'medium', timeStyle: 'medium' });
 
-/** In KiB or MiB, or what fits. */
-const bytes = (n) => { const power = n < 1024 ? 0 : n < 1024 ** 2 ? 1 : n < 1024 ** 3 ? 2 : 3; return `${few.format(n / 1024 ** power)} ${['B', 'KiB', 'MiB', 'GiB'][power]}`; };
-/** 1,234 in full, 12.3K from ten thousand on. */
-const count = (n) => (n < 10000 ? whole.format(Math.round(n)) : few.format(n));
-/** Per second: 0, 0.2, 3.5, 120, 12.3K. */
-const rate = (n) => (n === 0 ? '0' : n < 0.05 ? '<0.1' : n < 10 ? n.toFixed(1) : count(n));
-const many = (n, one, more) => `${count(n)} ${n === 1 ? one : more ?? `${one}s`}`;
-const at = (s) => clock.format(s * 1000);
+/** Formats a number of bytes in B, KiB, MiB or GiB. */
+const formatBytes = (n) => { const power = n < 1024 ? 0 : n < 1024 ** 2 ? 1 : n < 1024 ** 3 ? 2 : 3; return `${compactFormat.format(n / 1024 ** power)} ${['B', 'KiB', 'MiB', 'GiB'][power]}`; };
+/** Formats a count: 1,234 in full, 12.3K from 10,000 on. */
+const formatCount = (n) => (n < 10000 ? integerFormat.format(Math.round(n)) : compactFormat.format(n));
+/** Formats a rate per second: 0, 0.2, 3.5, 120, 12.3K. */
+const formatRate = (n) => (n === 0 ? '0' : n < 0.05 ? '<0.1' : n < 10 ? n.toFixed(1) : formatCount(n));
+/** Formats a count with its noun: 1 key, 2 keys. */
+const pluralize = (n, singular, plural) => `${formatCount(n)} ${n === 1 ? singular : plural ?? `${singular}s`}`;
+/** Formats a Unix time in seconds as a time of day. */
+const formatTime = (s) => timeFormat.format(s * 1000);
 
-/** A part of a whole in percent; never 0 % or 100 % for what is not. */
-function share(part, all) {
+/** Formats a ratio in percent. Shows 0 % and 100 % only if they are exact. */
+function formatPercent(part, all) {
   if (!all) return '–';
   const percent = (100 * part) / all;
   if (part > 0 && percent < 0.1) return '<0.1 %';
@@ -75,15 +82,15 @@ function share(part, all) {
   return `${percent < 10 && part > 0 ? percent.toFixed(1) : Math.round(percent)} %`;
 }
 
-/** 85 µs, 1.2 ms, 340 ms, 2 s. */
-function took(s) {
+/** Formats a latency in seconds: 85 µs, 1.2 ms, 340 ms, 2 s. */
+function formatLatency(s) {
   if (s === null || s === undefined) return '–';
   const [n, unit] = s < 0.001 ? [s * 1e6, 'µs'] : s < 1 ? [s * 1000, 'ms'] : [s, 's'];
   return `${n < 10 && n % 1 ? n.toFixed(1) : Math.round(n)} ${unit}`;
 }
 
-/** 4 s, 12 min, 3 h 5 min, 2 d 4 h. */
-function lasting(s) {
+/** Formats a duration in seconds: 4 s, 12 min, 3 h 5 min, 2 d 4 h. */
+function formatDuration(s) {
   s = Math.max(0, Math.round(s));
   if (s < 60) return `${s} s`;
   if (s < 3600) return `${Math.floor(s / 60)} min`;
@@ -91,35 +98,38 @@ function lasting(s) {
   return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
 }
 
-/** A moment that says how long ago it was, and goes on saying so. `off` is how far the instance's clock is ahead. */
-function ago(s, off = 0) {
-  const node = h('time', { datetime: new Date(s * 1000).toISOString(), title: dated.format(s * 1000), 'data-at': s, 'data-off': off });
-  age(node);
+/**
+ * Creates a `time` element that shows its age and updates it every second.
+ * `clockOffset` is how many seconds the clock of the instance is ahead of the browser's.
+ */
+function createRelativeTime(s, clockOffset = 0) {
+  const node = createElement('time', { datetime: new Date(s * 1000).toISOString(), title: dateTimeFormat.format(s * 1000), 'data-at': s, 'data-off': clockOffset });
+  updateRelativeTime(node);
   return node;
 }
-function age(node) {
+function updateRelativeTime(node) {
   const past = Date.now() / 1000 + Number(node.dataset.off) - Number(node.dataset.at);
-  say(node, past < 2 ? 'just now' : `${lasting(past)} ago`);
+  setText(node, past < 2 ? 'just now' : `${formatDuration(past)} ago`);
 }
-setInterval(() => document.querySelectorAll('time[data-at]').forEach(age), 1000);
+setInterval(() => document.querySelectorAll('time[data-at]').forEach(updateRelativeTime), 1000);
 
-// Decisions: what they are called, and how they look.
+// Decisions with their names and patterns.
 
-/** From the bottom of a stack to its top. `line` is how the pattern runs, as in the style sheet. */
+/** All decisions, in stacking order from the bottom. `line` is the pattern, as in style.css. */
 const DECISIONS = [
-  { id: 'allowed', word: 'allowed', line: '' },
-  { id: 'exempt', word: 'exempt', line: '.' },
-  { id: 'delayed', word: 'delayed', line: '.' },
-  { id: 'shadow_rejected', word: 'shadow-rejected', line: '/' },
-  { id: 'degraded', word: 'degraded', line: '-' },
-  { id: 'rejected', word: 'rejected', line: '/' },
-  { id: 'blocked', word: 'blocked', line: '\\' },
-  { id: 'denied', word: 'denied', line: 'x' },
-  { id: 'malformed', word: 'malformed', line: '|' },
+  { id: 'allowed', label: 'allowed', line: '' },
+  { id: 'exempt', label: 'exempt', line: '.' },
+  { id: 'delayed', label: 'delayed', line: '.' },
+  { id: 'shadow_rejected', label: 'shadow-rejected', line: '/' },
+  { id: 'degraded', label: 'degraded', line: '-' },
+  { id: 'rejected', label: 'rejected', line: '/' },
+  { id: 'blocked', label: 'blocked', line: '\\' },
+  { id: 'denied', label: 'denied', line: 'x' },
+  { id: 'malformed', label: 'malformed', line: '|' },
 ];
-/** What was refused; the last is a part of what is degraded, and not in DECISIONS. */
+/** Series of refused requests. `degraded_refused` is a part of `degraded` and not in DECISIONS. */
 const REFUSED = ['rejected', 'blocked', 'denied', 'degraded_refused'];
-const swatch = (id) => h('span', { class: `swatch d d-${id}`, 'aria-hidden': 'true' });
-const sum = (numbers) => (numbers ?? []).reduce((all, n) => all + n, 0);
-const refusedOf = (counts) => REFUSED.reduce((all, id) => all + (counts[id] ?? 0), 0);
-const allOf = (counts) => DECISIONS.reduce((all, { id }) => all + (counts[id] ?? 0), 0);
+const createSwatch = (id) => createElement('span', { class: `swatch d d-${id}`, 'aria-hidden': 'true' });
+const sum = (numbers) => (numbers ?? []).reduce((total, n) => total + n, 0);
+const sumRefused = (counts) => REFUSED.reduce((total, id) => total + (counts[id] ?? 0), 0);
+const sumAll = (counts) => DECISIONS.reduce((total, { id }) => total + (counts[id] ?? 0), 0);

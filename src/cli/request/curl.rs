@@ -1,23 +1,23 @@
-//! A request as a `curl` command line tells it.
+//! Parses a `curl` command line into a request.
 //!
-//! What policies can see is understood: method, URL, headers, cookies. What curl does beside (proxies, certificates,
-//! output, retries) is passed over, and what is unknown is said.
+//! Method, URL, headers and cookies are parsed, because policies can match them. Other curl options
+//! (proxies, certificates, output, retries) are ignored. Unknown options are reported in a note.
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
-/// A request that was read, and what was passed over in it.
+/// An imported request, with notes about the ignored parts of its source.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(in crate::cli) struct ImportedRequest {
     pub(in crate::cli) method: String,
     pub(in crate::cli) url: String,
     pub(in crate::cli) headers: Vec<(String, String)>,
-    /// Sentences.
+    /// Messages about ignored parts.
     pub(in crate::cli) notes: Vec<String>,
 }
 
-/// Options that take a value and change nothing that a policy sees.
+/// Options with a value that do not affect the parts of a request that policies match.
 const IGNORED_VALUE_OPTIONS: &str = "--aws-sigv4 --cacert --capath --cert --cert-type --ciphers --config --connect-timeout --connect-to \
 --continue-at --cookie-jar --crlfile --curves --dns-servers --doh-url --dump-header --expect100-timeout --interface --keepalive-time --key \
 --key-type --limit-rate --local-port --max-filesize --max-redirs --max-time --netrc-file --noproxy --output \
@@ -26,7 +26,7 @@ const IGNORED_VALUE_OPTIONS: &str = "--aws-sigv4 --cacert --capath --cert --cert
 --tls-max --tls13-ciphers --trace --trace-ascii --unix-socket --write-out";
 const IGNORED_SHORT_VALUE_OPTIONS: &str = "cCDEKmoPQtUwxyYz";
 
-/// Options without a value, of the same kind.
+/// Options without a value that do not affect these parts either.
 const IGNORED_FLAGS: &str = "--anyauth --basic --cert-status --compressed-ssh --digest --disable --fail --fail-early --fail-with-body \
 --globoff --http0.9 --http1.0 --http1.1 --http2 --http2-prior-knowledge --http3 --include --insecure --ipv4 --ipv6 --location \
 --location-trusted --netrc --next --no-buffer --no-keepalive --no-progress-meter --parallel --path-as-is --post301 --post302 --post303 \
@@ -34,14 +34,14 @@ const IGNORED_FLAGS: &str = "--anyauth --basic --cert-status --compressed-ssh --
 --styled-output --tcp-nodelay --tlsv1 --tlsv1.0 --tlsv1.1 --tlsv1.2 --tlsv1.3 --tr-encoding --trace-time --verbose";
 const IGNORED_SHORT_FLAGS: &str = "0123456afgijJkLMnNOpqRsSvZ#";
 
-/// What forms leave as it is.
+/// Percent-encodes all bytes except the unreserved characters of RFC 3986.
 const FORM_ENCODE_SET: AsciiSet = NON_ALPHANUMERIC
     .remove(b'-')
     .remove(b'_')
     .remove(b'.')
     .remove(b'~');
 
-/// Short options that are understood, by their long names.
+/// Supported short options with their long names.
 const SHORT_OPTIONS: [(char, &str); 14] = [
     ('X', "--request"),
     ('H', "--header"),
@@ -59,26 +59,25 @@ const SHORT_OPTIONS: [(char, &str); 14] = [
     ('B', "--use-ascii"),
 ];
 
-/// Reads a command line as a shell would, and then as curl would.
+/// Splits a command line as a shell does, then parses it as curl does.
 ///
 /// # Errors
-/// A sentence, if it can't be a request.
+/// A message if the line is not a valid curl command.
 pub(in crate::cli) fn parse_curl_line(line: &str) -> Result<ImportedRequest, String> {
-    // Lines are broken with backslashes; a browser's "copy as cURL" does so.
-    let words =
-        shlex::split(line).ok_or_else(|| "a quote in the curl line has no end".to_owned())?;
-    self::parse_curl_words(&words)
+    // `shlex` also joins lines that end with a backslash, as in a browser's "Copy as cURL".
+    let words = shlex::split(line).ok_or_else(|| "unclosed quote in the curl line".to_owned())?;
+    parse_curl_words(&words)
 }
 
-/// Reads what a shell has split already. The first word is `curl`.
+/// Parses a command line that a shell has split already. The first word is `curl`.
 ///
 /// # Errors
-/// A sentence, if it can't be a request.
+/// A message if the words are not a valid curl command.
 pub(in crate::cli) fn parse_curl_words(words: &[String]) -> Result<ImportedRequest, String> {
     let mut words = words.iter().map(String::as_str).filter(|word| *word != "$");
     match words.next() {
         Some(first) if first == "curl" || first.ends_with("/curl") => {}
-        _ => return Err("a curl line begins with curl".to_owned()),
+        _ => return Err("a curl line must begin with curl".to_owned()),
     }
     let mut options = CurlOptions::default();
     let mut allows_options = true;
@@ -97,13 +96,13 @@ pub(in crate::cli) fn parse_curl_words(words: &[String]) -> Result<ImportedReque
     options.into_request()
 }
 
-/// What the options have said so far.
+/// The options parsed so far.
 #[derive(Debug, Default)]
 struct CurlOptions {
     method: Option<String>,
     url: Option<String>,
     headers: Vec<(String, String)>,
-    /// Headers that curl sends by itself, and that are told not to be.
+    /// Default headers of curl that an option such as `-H 'Accept:'` removes.
     removed_headers: Vec<String>,
     form_data: Vec<String>,
     content_type: Option<&'static str>,
@@ -119,7 +118,7 @@ impl CurlOptions {
             None => self.url = Some(url.to_owned()),
             Some(first) => self
                 .notes
-                .push(format!("one URL is explained, {first}; passed over: {url}")),
+                .push(format!("only the URL {first} is explained; ignored: {url}")),
         }
     }
 
@@ -166,10 +165,10 @@ impl CurlOptions {
         word: &'w str,
         rest: &mut impl Iterator<Item = &'w str>,
     ) -> Result<(), String> {
-        let is_passed_over = IGNORED_VALUE_OPTIONS.split(' ').any(|known| known == word);
-        if takes_value(word) || is_passed_over {
+        let is_ignored = IGNORED_VALUE_OPTIONS.split(' ').any(|known| known == word);
+        if takes_value(word) || is_ignored {
             let value = rest.next().ok_or_else(|| format!("{word} needs a value"))?;
-            return if is_passed_over {
+            return if is_ignored {
                 Ok(())
             } else {
                 self.apply_value_option(word, value)
@@ -247,7 +246,7 @@ impl CurlOptions {
             }
             (Some((name, value)), _) => self.push_header(name.trim(), value.trim()),
             (None, Some(name)) => self.push_header(name.trim(), ""),
-            (None, None) => return Err(format!("{line:?} is no header: write \"name: value\"")),
+            (None, None) => return Err(format!("{line:?} is not a header: write \"name: value\"")),
         }
         Ok(())
     }
@@ -284,7 +283,7 @@ impl CurlOptions {
     }
 
     fn note_unknown_option(&mut self, option: &str) {
-        self.notes.push(format!("passed over: {option}"));
+        self.notes.push(format!("ignored: {option}"));
     }
 
     fn into_request(mut self) -> Result<ImportedRequest, String> {
@@ -324,7 +323,7 @@ impl CurlOptions {
     }
 }
 
-/// Of the options that are understood.
+/// Returns whether a supported option takes a value.
 fn takes_value(long: &str) -> bool {
     matches!(
         long,
@@ -349,7 +348,7 @@ fn takes_value(long: &str) -> bool {
     )
 }
 
-/// `content`, `=content` or `name=content`.
+/// Encodes the value of `--data-urlencode`: `content`, `=content` or `name=content`.
 fn urlencode(data: &str) -> String {
     match data.split_once('=') {
         Some(("", content)) => utf8_percent_encode(content, &FORM_ENCODE_SET).to_string(),
@@ -441,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_options_that_are_not_understood() {
+    fn notes_unknown_options() {
         let request = parse("curl --frobnicate h second -b jar.txt -H @file -l");
         assert_eq!(request.url, "http://h");
         let notes = request.notes.join("\n");
@@ -453,12 +452,12 @@ mod tests {
     #[test]
     fn rejects_invalid_curl_lines() {
         for (line, why) in [
-            ("wget h", "begins with curl"),
-            ("", "begins with curl"),
+            ("wget h", "begin with curl"),
+            ("", "begin with curl"),
             ("curl", "no URL"),
             ("curl -X", "-X needs a value"),
-            ("curl 'h", "no end"),
-            ("curl -H nothing h", "no header"),
+            ("curl 'h", "unclosed quote"),
+            ("curl -H nothing h", "not a header"),
             ("curl --data", "--data needs a value"),
         ] {
             let error = super::parse_curl_line(line).unwrap_err();
@@ -476,7 +475,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Whatever somebody pastes.
+        /// Parsing never panics, and a parsed request has a method.
         #[test]
         fn nothing_panics(text in "curl [ -~é\\n]{0,60}") {
             if let Ok(read) = parse_curl_line(&text) {

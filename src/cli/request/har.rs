@@ -1,4 +1,4 @@
-//! A request as a browser's HAR file tells it ("Save all as HAR").
+//! Reads a request from a browser's HAR file ("Save all as HAR").
 
 use super::curl::ImportedRequest;
 use serde_json::Value;
@@ -6,13 +6,13 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
-/// The largest file that is read: a browser's session with all bodies in it is less.
+/// Maximum file size. A recorded browser session with all bodies is smaller.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
-/// Reads entry `number` (from 1) of a file.
+/// Reads entry `number` of a file, starting at 1. Reads the first entry if `number` is `None`.
 ///
 /// # Errors
-/// A sentence: what is wrong with the file, or how many entries it has.
+/// A message if the file is invalid or has no such entry.
 pub(in crate::cli) fn read_har_entry(
     path: &Path,
     number: Option<usize>,
@@ -29,18 +29,18 @@ pub(in crate::cli) fn read_har_entry(
             MAX_FILE_BYTES >> 20
         ));
     }
-    // Some tools write a byte order mark.
+    // Some tools write a UTF-8 byte order mark.
     let text = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&text);
     let har: Value =
-        serde_json::from_slice(text).map_err(|error| format!("{name} is no JSON: {error}"))?;
-    select_entry(&har, number).map_err(|why| format!("{name}: {why}"))
+        serde_json::from_slice(text).map_err(|error| format!("{name} is not JSON: {error}"))?;
+    select_entry(&har, number).map_err(|error| format!("{name}: {error}"))
 }
 
 fn select_entry(har: &Value, number: Option<usize>) -> Result<ImportedRequest, String> {
     let entries = har
         .pointer("/log/entries")
         .and_then(Value::as_array)
-        .ok_or("no HAR: it has no log.entries")?;
+        .ok_or("not a HAR file: log.entries is missing")?;
     let count = entries.len();
     let number = number.unwrap_or(1);
     let request = number
@@ -62,7 +62,7 @@ fn select_entry(har: &Value, number: Option<usize>) -> Result<ImportedRequest, S
         .map_or(&[] as &[Value], Vec::as_slice);
     let text_field =
         |header: &Value, name: &str| header.get(name).and_then(Value::as_str).map(str::to_owned);
-    // HTTP/2's `:path` and the like say again what method and URL say.
+    // HTTP/2 pseudo-headers such as `:path` repeat the method and URL.
     let headers = listed
         .iter()
         .filter_map(|header| Some((text_field(header, "name")?, text_field(header, "value")?)));
@@ -135,7 +135,7 @@ mod tests {
         assert!(
             read_har_entry(file.path(), None)
                 .unwrap_err()
-                .contains("no JSON")
+                .contains("not JSON")
         );
     }
 }

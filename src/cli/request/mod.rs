@@ -1,4 +1,4 @@
-//! A request as people have it at hand: method and URL, a curl line, a HAR file.
+//! The request of `tidegate explain`: from a method and URL, a curl command, or a HAR file.
 
 mod curl;
 mod har;
@@ -9,47 +9,47 @@ use crate::admin::ExplainRequest;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-/// A request as it is told on the command line.
+/// Command-line arguments that describe a request.
 #[derive(clap::Args, Debug)]
 pub(super) struct RequestArguments {
-    /// METHOD and URL, e.g. GET http://shop.example/api/orders?page=2; only a URL is a GET, and only a path will do. Or a
-    /// curl command: put -- in front of it.
+    /// METHOD and URL, e.g. GET http://shop.example/api/orders?page=2. The method defaults to GET,
+    /// and a path is enough for the URL. Alternatively a curl command, after --.
     #[arg(value_name = "METHOD URL", required_unless_present_any = ["curl", "har"], conflicts_with_all = ["curl", "har", "entry"])]
     request: Vec<String>,
-    /// A curl command as one argument, as browsers copy it ("Copy as cURL").
+    /// A curl command as one argument, e.g. from a browser's "Copy as cURL".
     #[arg(long, value_name = "LINE", conflicts_with = "har")]
     curl: Option<String>,
-    /// A HAR file, as browsers save it.
+    /// A HAR file, as saved by a browser.
     #[arg(long, value_name = "FILE")]
     har: Option<PathBuf>,
-    /// Which request of the HAR file, from 1.
+    /// Number of the request in the HAR file, starting at 1 [default: 1].
     #[arg(long, value_name = "N", requires = "har")]
     entry: Option<usize>,
-    /// A header of the request; may be given several times. Beside a curl line or a HAR entry: one more.
+    /// A request header. Repeatable. Added to the headers of a curl command or HAR entry.
     #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
     headers: Vec<String>,
-    /// Who holds the other end of the socket.
+    /// IP address of the peer of the connection.
     #[arg(long, default_value = "127.0.0.1")]
     ip: IpAddr,
-    /// The alternative name in the client's certificate.
+    /// Subject alternative name of the client certificate.
     #[arg(long, value_name = "NAME")]
     client_cert_san: Option<String>,
-    /// The common name in the client's certificate.
+    /// Common name of the client certificate.
     #[arg(long, value_name = "NAME")]
     client_cert_cn: Option<String>,
 }
 
 impl RequestArguments {
-    /// The request, and what was passed over in telling it.
+    /// Returns the request, and notes about ignored parts of the input.
     ///
     /// # Errors
-    /// A sentence.
+    /// A message without prefix if the arguments do not describe a request.
     pub(super) fn to_request(&self) -> Result<(ExplainRequest, Vec<String>), String> {
         let mut imported = self.import_request()?;
         for line in &self.headers {
             let (name, value) = line
                 .split_once(':')
-                .ok_or_else(|| format!("{line:?} is no header: write \"name: value\""))?;
+                .ok_or_else(|| format!("{line:?} is not a header: write \"name: value\""))?;
             imported
                 .headers
                 .push((name.trim().to_owned(), value.trim().to_owned()));

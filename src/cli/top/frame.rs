@@ -1,15 +1,15 @@
-//! What is shown, as lines of text: the same for a terminal of any size and for a pipe.
+//! Renders a snapshot as lines of text, for a terminal of any size and for a pipe.
 
+use super::format::{format_latency, format_rate, format_share, format_uptime, truncate_text};
 use super::snapshot::{AdminApiSnapshot, TopLatencyEntry, TopPolicyEntry, TopRankedEntry};
+use super::sparkline::{SparklineGlyphs, render_sparkline};
 use std::cmp::Reverse;
 use std::fmt::Write as _;
 
-/// Less than this shows nothing useful.
+/// Minimum screen width and height.
 pub(super) const MIN_SIZE: (usize, usize) = (48, 10);
-/// Minutes in one letter of a sparkline.
-const MINUTES_PER_GLYPH: usize = 3;
 
-/// How a line is shown, where colours can be. What it says is said in words too.
+/// Style of a line. The text carries the same meaning, for terminals without colours.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum LineStyle {
     #[default]
@@ -23,40 +23,32 @@ pub(super) enum LineStyle {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ScreenLine {
     pub(super) style: LineStyle,
-    /// Printable, and each letter one column wide.
+    /// Printable text; each character is one column wide.
     pub(super) text: String,
 }
 
-/// What comes first.
+/// Sort order of the policy table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum PolicySortOrder {
     #[default]
     Refused,
     Requests,
     Name,
-    /// As they apply.
+    /// The order in which the policies apply.
     PolicyOrder,
 }
 
-/// Letters of a sparkline: no request, requests and none refused, then more and more refused.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum SparklineGlyphs {
-    #[default]
-    Ascii,
-    Blocks,
-}
-
-/// How it is looked at.
+/// Display state of the view, independent of the data.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ViewState {
     pub(super) sort_order: PolicySortOrder,
     pub(super) glyphs: SparklineGlyphs,
     pub(super) is_paused: bool,
-    /// Policies that are scrolled away.
+    /// Number of policies scrolled past at the top.
     pub(super) scroll_offset: usize,
-    /// Where it was asked.
+    /// Address of the admin port.
     pub(super) address: String,
-    /// Why the newest look failed; what is shown is older.
+    /// Error of the latest fetch, if it failed. The displayed data is older then.
     pub(super) last_error: Option<String>,
 }
 
@@ -80,32 +72,7 @@ impl PolicySortOrder {
     }
 }
 
-impl SparklineGlyphs {
-    /// Blocks where letters beyond ASCII are expected.
-    pub(super) fn from_locale() -> Self {
-        let named = ["LC_ALL", "LC_CTYPE", "LANG"]
-            .into_iter()
-            .filter_map(|name| std::env::var(name).ok());
-        let locale = named
-            .into_iter()
-            .find(|value| !value.is_empty())
-            .unwrap_or_default()
-            .to_ascii_lowercase();
-        match locale.contains("utf-8") || locale.contains("utf8") {
-            true => Self::Blocks,
-            false => Self::Ascii,
-        }
-    }
-
-    fn ramp(self) -> [char; 9] {
-        match self {
-            Self::Ascii => [' ', '.', ':', '-', '=', '+', '*', '#', '@'],
-            Self::Blocks => [' ', '·', '▁', '▂', '▃', '▄', '▅', '▆', '█'],
-        }
-    }
-}
-
-/// All of it, for a pipe.
+/// Renders all data as text for a pipe.
 pub(super) fn render_table(snapshot: &AdminApiSnapshot, view: &ViewState, width: usize) -> String {
     let mut lines = header_lines(snapshot, view);
     lines.extend(policy_lines(snapshot, view, usize::MAX, width));
@@ -120,7 +87,7 @@ pub(super) fn render_table(snapshot: &AdminApiSnapshot, view: &ViewState, width:
     })
 }
 
-/// A screen: exactly `height` lines, none wider than `width`.
+/// Renders a screen of exactly `height` lines, none wider than `width`.
 pub(super) fn render_screen(
     snapshot: &AdminApiSnapshot,
     view: &ViewState,
@@ -136,11 +103,11 @@ pub(super) fn render_screen(
     }
     let keys = format!(
         "q quit  p {}  s sort: {}  up/down scroll",
-        if view.is_paused { "go on" } else { "pause" },
+        if view.is_paused { "resume" } else { "pause" },
         view.sort_order.label()
     );
     let mut lines = header_lines(snapshot, view);
-    // The last line is for the keys, and at least one policy is seen whatever else there is to say.
+    // The last line lists the keys. At least one policy stays visible, however long the header is.
     lines.truncate(height.saturating_sub(4));
     let available_lines = height.saturating_sub(lines.len() + 1);
     let ranking_height = if available_lines >= 12 {
@@ -204,7 +171,7 @@ fn header_lines(snapshot: &AdminApiSnapshot, view: &ViewState) -> Vec<ScreenLine
             "tidegate {}  {state}{}  instance {}  up {}  generation {}{from}",
             snapshot.version,
             snapshot.status,
-            // As much of it as tells instances apart.
+            // The first 8 characters are enough to distinguish instances.
             snapshot.instance.get(..8).unwrap_or(&snapshot.instance),
             format_uptime(snapshot.uptime_s),
             snapshot.generation
@@ -213,7 +180,7 @@ fn header_lines(snapshot: &AdminApiSnapshot, view: &ViewState) -> Vec<ScreenLine
     lines.extend(
         view.last_error
             .iter()
-            .map(|why| ScreenLine::alert(format!("! {why}"))),
+            .map(|error| ScreenLine::alert(format!("! {error}"))),
     );
     lines.extend(
         snapshot
@@ -266,12 +233,19 @@ fn latency_line(latency: &[TopLatencyEntry]) -> String {
             format_latency(*p50_s),
             format_latency(*p99_s)
         )
-        .expect("a String takes everything");
+        .expect("writing into a String never fails");
     }
     text
 }
 
-/// A table with a head, `room` lines at most.
+/// Column layout of the policy table.
+struct PolicyColumns {
+    name_width: usize,
+    has_rates: bool,
+    has_sparkline: bool,
+}
+
+/// The policy table with its header, in at most `max_lines` lines.
 fn policy_lines(
     snapshot: &AdminApiSnapshot,
     view: &ViewState,
@@ -280,44 +254,16 @@ fn policy_lines(
 ) -> Vec<ScreenLine> {
     if snapshot.policies.is_empty() {
         return vec![ScreenLine::plain(
-            "There is no policy: every request passes.".to_owned(),
+            "No policies are configured: every request passes.".to_owned(),
         )];
     }
-    let mut sorted: Vec<&TopPolicyEntry> = snapshot.policies.iter().collect();
-    match view.sort_order {
-        PolicySortOrder::Refused => {
-            sorted.sort_by_key(|policy| Reverse((policy.hour_refused, policy.hour_passed)))
-        }
-        PolicySortOrder::Requests => {
-            sorted.sort_by_key(|policy| Reverse(policy.hour_refused + policy.hour_passed))
-        }
-        PolicySortOrder::Name => sorted.sort_by(|a, b| a.name.cmp(&b.name)),
-        PolicySortOrder::PolicyOrder => {}
-    }
-    let has_rates = sorted.iter().any(|policy| policy.rates_per_s.is_some());
-    let has_spark = width >= 76;
-    let spark = if has_spark { "last hour, refused" } else { "" };
-    let rates = if has_rates {
-        format!("{:>9} {:>9}", "passed/s", "refused/s")
-    } else {
-        String::new()
-    };
-    let fixed = 34 + rates.len() + if has_spark { 23 } else { 0 };
-    let names = sorted
-        .iter()
-        .map(|policy| policy.name.len())
-        .max()
-        .unwrap_or(6);
-    let name_width = names.clamp(6, width.saturating_sub(fixed).max(8));
-    let head = format!(
-        "{:<name_width$} {:<6} {rates}{:>9} {:>9} {:>7} {spark}",
-        "POLICY", "", "passed", "refused", "share"
-    );
+    let sorted = sort_policies(&snapshot.policies, view.sort_order);
+    let columns = PolicyColumns::new(&sorted, width);
     let mut lines = vec![ScreenLine {
         style: LineStyle::TableHeader,
-        text: truncate_text(&head, width),
+        text: truncate_text(&columns.header(), width),
     }];
-    // One line is the head.
+    // One line is the header.
     let max_rows = max_lines.saturating_sub(1);
     let first_row = view
         .scroll_offset
@@ -329,27 +275,7 @@ fn policy_lines(
         remaining
     };
     for policy in sorted.iter().skip(first_row).take(rows) {
-        let rates = match (has_rates, policy.rates_per_s) {
-            (true, Some((passed, refused))) => {
-                format!("{:>9} {:>9}", format_rate(passed), format_rate(refused))
-            }
-            (true, None) => format!("{:>9} {:>9}", "-", "-"),
-            (false, _) => String::new(),
-        };
-        let all = policy.hour_passed + policy.hour_refused;
-        let spark = if has_spark {
-            render_sparkline(&policy.minutes, view.glyphs)
-        } else {
-            String::new()
-        };
-        let text = format!(
-            "{:<name_width$} {:<6} {rates}{:>9} {:>9} {:>7} {spark}",
-            truncate_text(&policy.name, name_width),
-            policy.kind,
-            policy.hour_passed,
-            policy.hour_refused,
-            format_share(policy.hour_refused, all)
-        );
+        let text = columns.row(policy, view.glyphs);
         lines.push(ScreenLine::plain(truncate_text(&text, width)));
     }
     let hidden = (remaining - rows) as u64 + snapshot.omitted_policies;
@@ -359,6 +285,82 @@ fn policy_lines(
     lines
 }
 
+fn sort_policies(policies: &[TopPolicyEntry], order: PolicySortOrder) -> Vec<&TopPolicyEntry> {
+    let mut sorted: Vec<&TopPolicyEntry> = policies.iter().collect();
+    match order {
+        PolicySortOrder::Refused => {
+            sorted.sort_by_key(|policy| Reverse((policy.hour_refused, policy.hour_passed)))
+        }
+        PolicySortOrder::Requests => {
+            sorted.sort_by_key(|policy| Reverse(policy.hour_refused + policy.hour_passed))
+        }
+        PolicySortOrder::Name => sorted.sort_by(|a, b| a.name.cmp(&b.name)),
+        PolicySortOrder::PolicyOrder => {}
+    }
+    sorted
+}
+
+impl PolicyColumns {
+    fn new(policies: &[&TopPolicyEntry], width: usize) -> Self {
+        let has_rates = policies.iter().any(|policy| policy.rates_per_s.is_some());
+        let has_sparkline = width >= 76;
+        let fixed_width = 34 + if has_rates { 19 } else { 0 } + if has_sparkline { 23 } else { 0 };
+        let longest_name = policies
+            .iter()
+            .map(|policy| policy.name.len())
+            .max()
+            .unwrap_or(6);
+        Self {
+            name_width: longest_name.clamp(6, width.saturating_sub(fixed_width).max(8)),
+            has_rates,
+            has_sparkline,
+        }
+    }
+
+    fn header(&self) -> String {
+        let name_width = self.name_width;
+        let rates = if self.has_rates {
+            format!("{:>9} {:>9}", "passed/s", "refused/s")
+        } else {
+            String::new()
+        };
+        let sparkline = if self.has_sparkline {
+            "last hour, refused"
+        } else {
+            ""
+        };
+        format!(
+            "{:<name_width$} {:<6} {rates}{:>9} {:>9} {:>7} {sparkline}",
+            "POLICY", "", "passed", "refused", "share"
+        )
+    }
+
+    fn row(&self, policy: &TopPolicyEntry, glyphs: SparklineGlyphs) -> String {
+        let name_width = self.name_width;
+        let rates = match (self.has_rates, policy.rates_per_s) {
+            (true, Some((passed, refused))) => {
+                format!("{:>9} {:>9}", format_rate(passed), format_rate(refused))
+            }
+            (true, None) => format!("{:>9} {:>9}", "-", "-"),
+            (false, _) => String::new(),
+        };
+        let all = policy.hour_passed + policy.hour_refused;
+        let sparkline = if self.has_sparkline {
+            render_sparkline(&policy.minutes, glyphs)
+        } else {
+            String::new()
+        };
+        format!(
+            "{:<name_width$} {:<6} {rates}{:>9} {:>9} {:>7} {sparkline}",
+            truncate_text(&policy.name, name_width),
+            policy.kind,
+            policy.hour_passed,
+            policy.hour_refused,
+            format_share(policy.hour_refused, all)
+        )
+    }
+}
+
 fn rankings(snapshot: &AdminApiSnapshot) -> [(&'static str, &[TopRankedEntry]); 2] {
     [
         ("KEYS REFUSED MOST", &snapshot.keys),
@@ -366,7 +368,7 @@ fn rankings(snapshot: &AdminApiSnapshot) -> [(&'static str, &[TopRankedEntry]); 
     ]
 }
 
-/// A head, and `most` lines.
+/// A ranking with its header and at most `max_entries` entries.
 fn ranking_lines(
     title: &str,
     ranking: &[TopRankedEntry],
@@ -378,7 +380,7 @@ fn ranking_lines(
         text: format!("{:>13} {title}", "refused"),
     }];
     if ranking.is_empty() {
-        lines.push(ScreenLine::dim(format!("{:>13} nobody lately", "-")));
+        lines.push(ScreenLine::dim(format!("{:>13} none recently", "-")));
     }
     for TopRankedEntry {
         policy,
@@ -399,7 +401,7 @@ fn ranking_lines(
     lines
 }
 
-/// Two columns, the right one from column `at` on.
+/// Joins two blocks of lines side by side. The right one starts at column `at`.
 fn join_columns(left: Vec<ScreenLine>, right: Vec<ScreenLine>, at: usize) -> Vec<ScreenLine> {
     let count = left.len().max(right.len());
     let (mut left, mut right) = (left.into_iter(), right.into_iter());
@@ -424,85 +426,6 @@ fn fit_to_screen(mut lines: Vec<ScreenLine>, width: usize, height: usize) -> Vec
         line.text = truncate_text(&line.text, width);
     }
     lines
-}
-
-/// At most `width` letters, the last of them a `~` if there were more.
-fn truncate_text(text: &str, width: usize) -> String {
-    if text.chars().count() <= width {
-        return text.to_owned();
-    }
-    text.chars()
-        .take(width.saturating_sub(1))
-        .chain(['~'])
-        .take(width)
-        .collect()
-}
-
-fn render_sparkline(minutes: &[(u64, u64)], glyphs: SparklineGlyphs) -> String {
-    let groups: Vec<(u64, u64)> = minutes
-        .chunks(MINUTES_PER_GLYPH)
-        .map(|group| {
-            group.iter().fold((0, 0), |(all, bad), (more, refused)| {
-                (all + more, bad + refused)
-            })
-        })
-        .collect();
-    let most = groups
-        .iter()
-        .map(|(_, refused)| *refused)
-        .max()
-        .unwrap_or_default()
-        .max(1);
-    let ramp = glyphs.ramp();
-    let heights = ramp.len() as u64 - 2;
-    let letter = |(all, refused): &(u64, u64)| {
-        let at = match (all, refused) {
-            (0, _) => 0,
-            (_, 0) => 1,
-            _ => 1 + (refused * heights).div_ceil(most),
-        };
-        usize::try_from(at)
-            .ok()
-            .and_then(|at| ramp.get(at))
-            .copied()
-            .unwrap_or(' ')
-    };
-    groups.iter().map(letter).collect()
-}
-
-/// `0`, `0.4`, `12`, `12000`.
-fn format_rate(per_s: f64) -> String {
-    match per_s {
-        0.0 => "0".to_owned(),
-        per_s if per_s < 9.95 => format!("{per_s:.1}"),
-        per_s => format!("{per_s:.0}"),
-    }
-}
-
-fn format_share(part: u64, all: u64) -> String {
-    match (part, all) {
-        (_, 0) => "-".to_owned(),
-        (0, _) => "0%".to_owned(),
-        _ => format!("{:.1}%", 100.0 * part as f64 / all as f64),
-    }
-}
-
-fn format_latency(seconds: Option<f64>) -> String {
-    match seconds {
-        None => "-".to_owned(),
-        Some(s) if s < 0.001 => format!("{:.0}us", s * 1e6),
-        Some(s) if s < 1.0 => format!("{:.1}ms", s * 1e3),
-        Some(s) => format!("{s:.1}s"),
-    }
-}
-
-fn format_uptime(s: u64) -> String {
-    match s {
-        0..60 => format!("{s}s"),
-        60..3600 => format!("{}m{}s", s / 60, s % 60),
-        3600..86_400 => format!("{}h{}m", s / 3600, s % 3600 / 60),
-        _ => format!("{}d{}h", s / 86_400, s % 86_400 / 3600),
-    }
 }
 
 impl ScreenLine {

@@ -1,50 +1,54 @@
-//! `tidegate top`: what the proxy on this machine does, live in a terminal, or once as a table or JSON.
+//! `tidegate top`: shows the activity of the proxy on this machine, live in a terminal, or once as
+//! a table or JSON.
 
+mod format;
 mod frame;
 mod screen;
 mod snapshot;
+mod sparkline;
 
 use super::admin_client::{AdminClientResponse, admin_address, send_request};
 use crate::admin::{AdminSettings, escape_json};
 use crate::config::{self, ConfigSources};
 use crate::listen::ListenAddress;
-use frame::{PolicySortOrder, SparklineGlyphs, ViewState};
+use frame::{PolicySortOrder, ViewState};
 use serde_json::{Value, json};
 use snapshot::AdminApiSnapshot;
+use sparkline::SparklineGlyphs;
 use std::io::IsTerminal;
 use std::time::Duration;
 
-/// Policies that are asked for: more than a screen shows, few enough for an answer every second.
+/// Number of policies to fetch: more than a screen shows, few enough to fetch every second.
 const MAX_POLICIES: usize = 200;
-/// Keys and paths.
+/// Number of keys and of paths to fetch.
 const MAX_RANKED_ENTRIES: usize = 30;
-/// A table that goes into a pipe is as wide as it needs, within reason.
+/// Maximum width of the table in columns if stdout is not a terminal.
 const PIPE_WIDTH: usize = 120;
 
 #[derive(clap::Args, Debug)]
 pub(super) struct TopFlags {
-    /// Print a table once and end. It is what happens anyway where there is no terminal.
+    /// Print a table once and exit. This is the default if stdout is not a terminal.
     #[arg(long)]
     once: bool,
-    /// Print what the admin port tells, once, as JSON: {"overview", "policies", "top"}.
+    /// Print the responses of the admin API once, as JSON: {"overview", "policies", "top"}.
     #[arg(long, conflicts_with = "once")]
     json: bool,
-    /// Seconds between looks.
+    /// Seconds between refreshes.
     #[arg(long, value_name = "SECONDS", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=60))]
     every: u64,
 }
 
-/// Whom to ask.
+/// Client for the admin API of one proxy.
 #[derive(Clone, Debug)]
 struct AdminClient {
     address: ListenAddress,
     settings: AdminSettings,
 }
 
-/// Shows it until somebody quits, or returns what is to be printed.
+/// Runs the live view until the user quits, or returns the text to print.
 ///
 /// # Errors
-/// A text for people, if nobody answers or the terminal can't be used.
+/// A message for the user if the admin port does not respond or the terminal can't be used.
 pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, String> {
     let settings = config::load_admin_settings(sources).map_err(|report| report.to_string())?;
     let client = AdminClient {
@@ -78,7 +82,7 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, S
 }
 
 impl AdminClient {
-    /// All that is shown, at about one time.
+    /// Fetches all displayed data. The three requests follow each other immediately.
     fn fetch_snapshot(&self) -> Result<Value, String> {
         Ok(json!({
             "overview": self.fetch_json("/overview?seconds=61")?,
@@ -98,7 +102,7 @@ impl AdminClient {
             (_, json) => {
                 let detail = json
                     .as_ref()
-                    .and_then(|told| told.get("detail")?.as_str())
+                    .and_then(|problem| problem.get("detail")?.as_str())
                     .unwrap_or_default();
                 Err(format!(
                     "error: {address}: answered {status}: {}\n",

@@ -1,7 +1,8 @@
-//! The terminal: taken, drawn on, and given back as it was, however it ends.
+//! The live terminal view. Restores the terminal on exit, on a signal and on a panic.
 
-use super::frame::{self, LineStyle, ScreenLine, SparklineGlyphs, ViewState};
+use super::frame::{self, LineStyle, ScreenLine, ViewState};
 use super::snapshot::AdminApiSnapshot;
+use super::sparkline::SparklineGlyphs;
 use crossterm::cursor::{Hide, MoveTo, Show};
 use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use crossterm::style::{Attribute, Color, Print, ResetColor, SetAttribute, SetForegroundColor};
@@ -19,15 +20,15 @@ use std::thread;
 use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// How soon a key, a signal or an answer is seen.
+/// Maximum delay before a key, a signal or a response is handled.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// How soon it is seen that there is no terminal any more.
+/// Interval between checks whether the terminal still exists.
 const TERMINAL_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Shows what `look` tells, again and again, until somebody quits or a signal comes.
+/// Fetches and draws a snapshot every `interval` until the user quits or a signal arrives.
 ///
 /// # Errors
-/// When the terminal can't be used.
+/// If the terminal can't be used.
 pub(super) fn run_screen(
     fetch: impl Fn() -> Result<Value, String> + Send + 'static,
     mut snapshot: AdminApiSnapshot,
@@ -43,7 +44,7 @@ pub(super) fn run_screen(
         ..ViewState::default()
     };
     let mut screen = TerminalScreen::open()?;
-    // Asking may take seconds: keys are heard meanwhile.
+    // A fetch may take seconds. It runs on another thread, so that keys are handled meanwhile.
     let responses = spawn_poller(fetch, interval);
     let mut needs_redraw = true;
     while !stop_requested.load(Ordering::Relaxed) {
@@ -55,7 +56,7 @@ pub(super) fn run_screen(
                     snapshot = AdminApiSnapshot::from_json(&response, Some(&snapshot));
                     view.last_error = None;
                 }
-                Err(why) => view.last_error = Some(why.trim_end().to_owned()),
+                Err(error) => view.last_error = Some(error.trim_end().to_owned()),
             }
             needs_redraw = true;
         }
@@ -81,13 +82,13 @@ enum InputReaction {
     Nothing,
 }
 
-fn handle_event(event: &Event, view: &mut ViewState, policies: usize) -> InputReaction {
+fn handle_event(event: &Event, view: &mut ViewState, policy_count: usize) -> InputReaction {
     let key = match event {
         Event::Resize(..) => return InputReaction::Draw,
         Event::Key(key) if key.kind != KeyEventKind::Release => key,
         _ => return InputReaction::Nothing,
     };
-    let last = policies.saturating_sub(1);
+    let last = policy_count.saturating_sub(1);
     match key.code {
         KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => {
             return InputReaction::Quit;
@@ -110,7 +111,8 @@ fn handle_event(event: &Event, view: &mut ViewState, policies: usize) -> InputRe
     InputReaction::Draw
 }
 
-/// One answer waits at most; the thread ends with the process, or when nobody takes them.
+/// Starts a thread that fetches a snapshot every `interval`. The channel holds at most one
+/// response. The thread ends when the receiver is dropped or the process exits.
 fn spawn_poller(
     fetch: impl Fn() -> Result<Value, String> + Send + 'static,
     interval: Duration,
@@ -127,7 +129,7 @@ fn spawn_poller(
     receiver
 }
 
-/// They end it in order, as a key does.
+/// Sets `stop_requested` on a termination signal, so that the view ends as after the quit key.
 fn stop_on_signals(stop_requested: &Arc<AtomicBool>) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -154,8 +156,8 @@ fn stop_on_signals(stop_requested: &Arc<AtomicBool>) -> io::Result<()> {
     Ok(())
 }
 
-/// Whoever closes the window sees no last word. crossterm reads the end of a terminal again and again and never comes
-/// back, so nobody but this would end.
+/// Exits the process when the terminal has closed. crossterm retries at the end of the terminal
+/// input forever, so the main thread would never end.
 async fn exit_when_terminal_closes() {
     let mut checks = tokio::time::interval(TERMINAL_CHECK_INTERVAL);
     loop {
@@ -166,7 +168,7 @@ async fn exit_when_terminal_closes() {
     }
 }
 
-/// The terminal while it is ours.
+/// The terminal in raw mode on the alternate screen. Dropping it restores the terminal.
 struct TerminalScreen {
     out: Stdout,
     has_colours: bool,
@@ -176,7 +178,7 @@ impl TerminalScreen {
     fn open() -> io::Result<Self> {
         restore_terminal_before_panic_message();
         terminal::enable_raw_mode()?;
-        // From here on it is given back when this is dropped.
+        // From here on, dropping `screen` restores the terminal.
         let mut screen = Self {
             out: io::stdout(),
             has_colours: std::env::var_os("NO_COLOR").is_none(),
@@ -232,7 +234,7 @@ impl Drop for TerminalScreen {
     }
 }
 
-/// As it was. If that fails there is nobody to tell.
+/// Restores the terminal. Errors are ignored because there is nowhere left to report them.
 fn restore_terminal() {
     execute!(
         io::stdout(),
@@ -245,7 +247,8 @@ fn restore_terminal() {
     terminal::disable_raw_mode().ok();
 }
 
-/// What a panic says would be lost with the screen that it is said on.
+/// Installs a panic hook that restores the terminal first. Otherwise the panic message would be
+/// lost with the alternate screen.
 fn restore_terminal_before_panic_message() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

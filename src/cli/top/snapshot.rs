@@ -1,13 +1,15 @@
-//! What the admin port told, as far as it is shown. Nothing that is missing or odd is an error: an older or newer
-//! proxy is shown as well as it goes. Every text is made harmless here, so nothing after this can write what a client
-//! chose to a terminal.
+//! The displayed data of the admin API responses.
+//!
+//! Missing or malformed fields are no error, so that the responses of an older or newer proxy can
+//! be shown. All texts are escaped here, so that clients cannot send control characters to the
+//! terminal.
 
 use serde_json::Value;
 
-/// Of one policy, by the minute.
+/// Length of a policy's history in minutes.
 pub(super) const HISTORY_MINUTES: usize = 60;
 
-/// The last is a part of what is degraded.
+/// Counters of refused requests. `degraded_refused` is a part of `degraded`.
 const REFUSED_COUNTERS: [&str; 5] = [
     "rejected",
     "blocked",
@@ -15,6 +17,7 @@ const REFUSED_COUNTERS: [&str; 5] = [
     "shadow_rejected",
     "degraded_refused",
 ];
+/// Counters that add up to all decisions of a policy.
 const ALL_COUNTERS: [&str; 8] = [
     "allowed",
     "exempt",
@@ -26,7 +29,7 @@ const ALL_COUNTERS: [&str; 8] = [
     "shadow_rejected",
 ];
 
-/// One look.
+/// The responses of the admin API at one time.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AdminApiSnapshot {
     pub(super) version: String,
@@ -34,14 +37,14 @@ pub(super) struct AdminApiSnapshot {
     pub(super) uptime_s: u64,
     pub(super) status: String,
     pub(super) generation: u64,
-    /// What somebody should look at.
+    /// Problems that need attention.
     pub(super) alerts: Vec<String>,
-    /// Of all requests in the last minute, or less right after the start.
+    /// Window of `requests`, `refused` and `degraded`: a minute, or less after the start.
     pub(super) window_s: u64,
     pub(super) requests: u64,
     pub(super) refused: u64,
     pub(super) degraded: u64,
-    /// Requests per second: of the last seconds.
+    /// Mean over the last 5 s.
     pub(super) requests_per_s: f64,
     pub(super) store: String,
     pub(super) store_up: bool,
@@ -49,7 +52,7 @@ pub(super) struct AdminApiSnapshot {
     pub(super) connections: (u64, u64),
     pub(super) latency: Vec<TopLatencyEntry>,
     pub(super) policies: Vec<TopPolicyEntry>,
-    /// There are more that were not asked for.
+    /// Number of policies that were not fetched.
     pub(super) omitted_policies: u64,
     pub(super) keys: Vec<TopRankedEntry>,
     pub(super) paths: Vec<TopRankedEntry>,
@@ -68,15 +71,15 @@ pub(super) struct TopPolicyEntry {
     pub(super) name: String,
     /// `shadow`, `off`, `deny`, `exempt`, or empty.
     pub(super) kind: &'static str,
-    /// Since the start.
+    /// Since the start of the process.
     pub(super) passed: u64,
     pub(super) refused: u64,
-    /// Per second since the look before, if there was one.
+    /// Passed and refused requests per second since the previous snapshot, if there was one.
     pub(super) rates_per_s: Option<(f64, f64)>,
     /// In the last hour.
     pub(super) hour_passed: u64,
     pub(super) hour_refused: u64,
-    /// By minute, oldest first: all, and refused.
+    /// All and refused requests by minute, oldest first.
     pub(super) minutes: Vec<(u64, u64)>,
 }
 
@@ -84,19 +87,20 @@ pub(super) struct TopPolicyEntry {
 pub(super) struct TopRankedEntry {
     pub(super) policy: String,
     pub(super) text: String,
-    /// So often, or less by at most `error`.
+    /// Refusals. The true number lies between `count - error` and `count`.
     pub(super) count: u64,
     pub(super) error: u64,
 }
 
 impl AdminApiSnapshot {
-    /// `before` is an earlier look at the same process: rates are since then.
+    /// Parses `{"overview", "policies", "top"}`. Rates are relative to `previous`, if that is an
+    /// earlier snapshot of the same process.
     pub(super) fn from_json(response: &Value, previous: Option<&Self>) -> Self {
         let [overview, policies, top] = ["overview", "policies", "top"].map(|name| &response[name]);
         let instance = text_or_empty(value_at(overview, "/instance/id"));
         let uptime_s = number_or_zero(value_at(overview, "/instance/uptime_s"));
-        let previous =
-            previous.filter(|before| before.instance == instance && before.uptime_s < uptime_s);
+        let previous = previous
+            .filter(|previous| previous.instance == instance && previous.uptime_s < uptime_s);
         let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
         let seconds = value_at(overview, "/requests/seconds");
         let outcome_counters = [
@@ -108,7 +112,7 @@ impl AdminApiSnapshot {
             "degraded",
             "malformed",
         ];
-        // The last second is not over yet.
+        // The last second is incomplete.
         let window = list(value_at(seconds, "/at")).len().saturating_sub(1);
         let sum_counters = |names: &[&str], last: usize| -> u64 {
             names
@@ -123,10 +127,10 @@ impl AdminApiSnapshot {
             .iter()
             .map(|entry| parse_policy(entry, previous, uptime_s))
             .collect();
-        let parse_ranking = |what: &str, entries: &str| -> Vec<TopRankedEntry> {
+        let parse_ranking = |text_key: &str, entries: &str| -> Vec<TopRankedEntry> {
             list(value_at(top, entries))
                 .iter()
-                .map(|entry| parse_ranked_entry(entry, what, &parsed_policies))
+                .map(|entry| parse_ranked_entry(entry, text_key, &parsed_policies))
                 .collect()
         };
         let latency = value_at(overview, "/latency/decisions")
@@ -179,15 +183,18 @@ fn parse_policy(
             .map(|name| number_or_zero(&entry[*name]))
             .sum::<u64>()
     };
-    // What came of those that were decided without the store since the start stands by its outcome.
+    // Since-start totals of degraded decisions are counted by outcome in `degraded_by`.
     let degraded_by = value_at(entry, "/degraded_by");
     let refused = total(&REFUSED_COUNTERS)
         + number_or_zero(&degraded_by["closed"])
         + number_or_zero(&degraded_by["local_rejected"]);
     let passed = total(&ALL_COUNTERS).saturating_sub(refused);
-    let rates = previous.and_then(|before| {
-        let earlier = before.policies.iter().find(|policy| policy.name == name)?;
-        let elapsed_s = uptime_s.saturating_sub(before.uptime_s) as f64;
+    let rates = previous.and_then(|previous| {
+        let earlier = previous
+            .policies
+            .iter()
+            .find(|policy| policy.name == name)?;
+        let elapsed_s = uptime_s.saturating_sub(previous.uptime_s) as f64;
         let per_s = |now: u64, then: u64| now.saturating_sub(then) as f64 / elapsed_s;
         Some((
             per_s(passed, earlier.passed),
@@ -242,7 +249,7 @@ fn parse_ranked_entry(
         text_or_empty(value_at(entry, "/policy")),
         text_or_empty(&entry[text_key]),
     );
-    // Nobody was refused by it yet.
+    // A shadow policy has only counted these requests, not refused them.
     if policies
         .iter()
         .any(|seen| seen.name == policy && seen.kind == "shadow")
@@ -252,7 +259,7 @@ fn parse_ranked_entry(
     // A key begins with its policy's name, which has a column of its own.
     let entry_text = match (text_key, entry_text.split_once('/')) {
         ("key", Some((_, values))) => values.to_owned(),
-        ("key", None) => "(one for all)".to_owned(),
+        ("key", None) => "(no key)".to_owned(),
         _ => entry_text,
     };
     TopRankedEntry {
@@ -273,10 +280,14 @@ fn collect_alerts(overview: &Value) -> Vec<String> {
             .collect()
     };
     let peers = texts(value_at(overview, "/untrusted_peers"));
-    let peers = (!peers.is_empty())
-        .then(|| format!("not trusted, and names clients: {}", peers.join(", ")));
+    let peers = (!peers.is_empty()).then(|| {
+        format!(
+            "forwarding headers from untrusted peers: {}",
+            peers.join(", ")
+        )
+    });
     let breaker = (value_at(overview, "/store/breaker_open") == true)
-        .then(|| "the breaker is open: requests don't ask the store".to_owned());
+        .then(|| "the circuit breaker is open: requests skip the store".to_owned());
     let errors = texts(value_at(overview, "/last_reload/errors"));
     texts(value_at(overview, "/hints"))
         .into_iter()
@@ -296,7 +307,7 @@ fn describe_store(store: &Value) -> String {
     ) {
         (Some(true), Some(true)) => "breaker open",
         (Some(true), _) => "up",
-        _ => "AWAY",
+        _ => "DOWN",
     };
     format!("{} {state}", location.trim_end())
 }
@@ -310,7 +321,7 @@ fn parse_latency(source: &str, times: &Value) -> TopLatencyEntry {
     }
 }
 
-/// The last `last` of the first `of`.
+/// Sums the last `last` of the first `length` values.
 fn sum_tail(column: Option<&Vec<Value>>, length: usize, last: usize) -> u64 {
     let column = column.map(Vec::as_slice).unwrap_or_default();
     column
@@ -321,7 +332,7 @@ fn sum_tail(column: Option<&Vec<Value>>, length: usize, last: usize) -> u64 {
         .sum()
 }
 
-/// Null where there is none.
+/// Returns the value at a JSON pointer, or null.
 fn value_at<'v>(value: &'v Value, path: &str) -> &'v Value {
     value.pointer(path).unwrap_or(&Value::Null)
 }
@@ -334,7 +345,8 @@ fn text_or_empty(value: &Value) -> String {
     escape_text(value.as_str().unwrap_or_default())
 }
 
-/// Printable ASCII only: each letter is one column wide, and none is an order to a terminal.
+/// Escapes all characters except printable ASCII. Each character of the result is one column wide,
+/// and none controls the terminal.
 fn escape_text(text: &str) -> String {
     let mut clean = String::with_capacity(text.len());
     for letter in text.chars() {
@@ -353,15 +365,15 @@ mod tests {
 
     #[test]
     fn escapes_control_characters_in_all_texts() {
-        let evil = "\u{1b}[2J\u{9b}31m\u{202e}\r\nü";
+        let hostile = "\u{1b}[2J\u{9b}31m\u{202e}\r\nü";
         let response = json!({
             "overview": {
-                "instance": { "id": evil, "version": evil }, "status": evil, "hints": [evil], "untrusted_peers": [evil],
-                "last_reload": { "errors": [evil] }, "store": { "kind": evil, "address": evil },
-                "latency": { "decisions": { evil: { "count": 1 } } },
+                "instance": { "id": hostile, "version": hostile }, "status": hostile, "hints": [hostile], "untrusted_peers": [hostile],
+                "last_reload": { "errors": [hostile] }, "store": { "kind": hostile, "address": hostile },
+                "latency": { "decisions": { hostile: { "count": 1 } } },
             },
-            "policies": { "policies": [{ "name": evil }] },
-            "top": { "keys": { "entries": [{ "policy": evil, "key": evil }] }, "paths": { "entries": [{ "policy": evil, "path": evil }] } },
+            "policies": { "policies": [{ "name": hostile }] },
+            "top": { "keys": { "entries": [{ "policy": hostile, "key": hostile }] }, "paths": { "entries": [{ "policy": hostile, "path": hostile }] } },
         });
         let snapshot = format!("{:?}", AdminApiSnapshot::from_json(&response, None));
         assert!(
@@ -390,7 +402,11 @@ mod tests {
             None,
             "no time has passed"
         );
-        assert_eq!(rates(&response("b", 12, 1, 0)), None, "it was started anew");
+        assert_eq!(
+            rates(&response("b", 12, 1, 0)),
+            None,
+            "the process has restarted"
+        );
     }
 
     #[test]
@@ -422,7 +438,7 @@ mod tests {
             json!({ "overview": 3, "policies": { "policies": [1, null] } }),
         ] {
             let snapshot = AdminApiSnapshot::from_json(&odd, None);
-            assert_eq!((snapshot.requests, snapshot.store.as_str()), (0, " AWAY"));
+            assert_eq!((snapshot.requests, snapshot.store.as_str()), (0, " DOWN"));
         }
     }
 }

@@ -83,7 +83,8 @@ a.very.long.name                0         0       -           .
 #[test]
 fn fills_every_screen_size_exactly() {
     let mut snapshot = snapshot();
-    snapshot.alerts = vec!["the store is away: policies decide by on_store_failure".to_owned(); 3];
+    snapshot.alerts =
+        vec!["the store is unavailable: policies decide by on_store_failure".to_owned(); 3];
     snapshot
         .policies
         .extend((0..40).map(|n| policy(&format!("p{n}"), n, n)));
@@ -104,11 +105,11 @@ fn fills_every_screen_size_exactly() {
                 "{width}x{height}: {lines:?}"
             );
             let is_small = width < MIN_SIZE.0 || height < MIN_SIZE.1;
-            let says_so = lines
+            let shows_message = lines
                 .first()
                 .is_some_and(|line| line.text.starts_with("too small"));
             assert!(
-                says_so == is_small || width < 10 || height == 0,
+                shows_message == is_small || width < 10 || height == 0,
                 "{width}x{height}"
             );
             if !is_small {
@@ -156,7 +157,7 @@ fn policies_are_sorted_and_scrolled() {
     );
     assert!(
         lines.last().unwrap().text.starts_with("a.very"),
-        "the last is seen: {lines:?}"
+        "the last policy is visible: {lines:?}"
     );
 }
 
