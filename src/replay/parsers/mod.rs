@@ -1,6 +1,7 @@
-//! One line of an access log, read as the request that it tells of.
+//! Parses one line of an access log into a request.
 //!
-//! A [`Parser`] is made once per file, knows what the policies ask for, and copies nothing that it need not.
+//! A [`LineParser`] is created once per log for the headers that the policies need, and borrows
+//! from the line where possible.
 
 mod clf;
 mod envoy;
@@ -13,64 +14,66 @@ use std::borrow::Cow;
 use std::fmt;
 use std::net::IpAddr;
 
-/// How a log is written.
+/// Access log format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AccessLogFormat {
-    /// nginx's and Apache's `combined`, `common`, `vhost_combined`; Traefik's text. Further quoted fields may follow.
+    /// `combined`, `common` and `vhost_combined` of nginx and Apache, and the text format of
+    /// Traefik. More quoted fields may follow.
     Combined,
-    /// Envoy's default text.
+    /// Envoy's default text format.
     Envoy,
     EnvoyJson,
     TraefikJson,
     Caddy,
     Tidegate,
-    /// Any other JSON with one object per line, with the names that nginx has for its variables.
+    /// Any other JSON with one object per line. Field names are those of nginx variables, or common
+    /// alternatives.
     Json,
 }
 
-/// What one line tells.
+/// Result of parsing one line.
 #[derive(Debug)]
 pub(super) enum ParsedLine<'l> {
     Request(ParsedRequest<'l>),
-    /// A record of something else: of a connection without a request, or of an event.
+    /// A record without a request: a connection that sent none, or another log event.
     Other,
     Broken,
 }
 
-/// A request as a line tells of it.
+/// The fields of a logged request.
 #[derive(Debug)]
 pub(super) struct ParsedRequest<'l> {
-    /// When it arrived, as well as the log knows (µs since the epoch).
+    /// Arrival time in µs since the Unix epoch, as precise as the log records it.
     pub(super) arrival_us: u64,
-    /// The time has no fraction.
+    /// The logged time has no fraction of a second.
     pub(super) has_whole_second_time: bool,
-    /// From its arrival to the end of its response (µs).
+    /// Time from the arrival to the end of the response (µs).
     pub(super) duration_us: Option<u64>,
-    /// Who held the other end of the socket.
+    /// Address of the TCP peer.
     pub(super) peer: Option<IpAddr>,
-    /// 0: not told.
+    /// Response status; 0 if the log has none.
     pub(super) status: u16,
     pub(super) method: Cow<'l, [u8]>,
     /// Path and query.
     pub(super) target: Cow<'l, [u8]>,
-    /// As it came, perhaps with a port; empty: not told.
+    /// Host as logged, possibly with a port; empty if the log has none.
     pub(super) host: Cow<'l, [u8]>,
-    /// Those of the headers asked for that the line tells, by their places in [`Wanted`].
+    /// The required headers that the line contains, by index in [`RequiredHeaders`].
     pub(super) headers: ParsedHeaders<'l>,
 }
 
 pub(super) type ParsedHeaders<'l> = SmallVec<[(u16, Cow<'l, [u8]>); 2]>;
 
-/// The headers that policies ask for, and the fields that were said to hold some of them.
+/// The headers that the policies read, and the log fields mapped to them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct RequiredHeaders {
     names: Vec<HeaderName>,
-    /// Place in `names`, field.
+    /// Index in `names`, and the log field.
     field_mappings: Vec<(u16, Box<str>)>,
 }
 
 impl RequiredHeaders {
-    /// `told` are pairs of a header and a field of the log that holds it.
+    /// `field_mappings` are pairs of a header and the log field that holds its value.
     pub(super) fn new<'n>(
         names: impl Iterator<Item = &'n HeaderName>,
         field_mappings: &'n [(HeaderName, String)],
@@ -81,7 +84,7 @@ impl RequiredHeaders {
                 required.names.push(name.clone());
             }
         }
-        // In the order of their names: the table has none, and a report should be the same each time.
+        // Sorted, because the policy table has no stable order and reports must be reproducible.
         required.names.sort_by(|a, b| a.as_str().cmp(b.as_str()));
         required.names.truncate(usize::from(u16::MAX));
         required.field_mappings = field_mappings
@@ -101,17 +104,17 @@ impl RequiredHeaders {
         let at = self
             .names
             .iter()
-            .position(|wanted| wanted.as_str() == name)?;
+            .position(|required| required.as_str() == name)?;
         u16::try_from(at).ok()
     }
 
-    /// The header that a field holds by itself, unless that one is said to be elsewhere, and those that it was said to
-    /// hold.
+    /// Returns the headers that are mapped to `field`. Adds `default_header` unless that header is
+    /// mapped to another field.
     fn indices_for_field(&self, field: &str, default_header: Option<&str>) -> SmallVec<[u16; 1]> {
         let mapped = self
             .field_mappings
             .iter()
-            .filter(|(_, told)| **told == *field)
+            .filter(|(_, mapped_field)| **mapped_field == *field)
             .map(|(place, _)| *place);
         let default_index = default_header.and_then(|own| self.header_index(own));
         let default_index =
@@ -120,7 +123,7 @@ impl RequiredHeaders {
     }
 }
 
-/// Reads the lines of one log.
+/// Parses the lines of one log.
 #[derive(Debug)]
 pub(super) enum LineParser {
     Combined(clf::ClfLineParser),
@@ -156,7 +159,7 @@ impl LineParser {
         }
     }
 
-    /// Without its newline.
+    /// Parses a line without its line ending.
     pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
         match self {
             Self::Combined(parser) => parser.parse_line(line),
@@ -177,7 +180,7 @@ impl AccessLogFormat {
         Self::Json,
     ];
 
-    /// As it is written on the command line.
+    /// Returns the name used by `--format`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Combined => "combined",
@@ -190,13 +193,14 @@ impl AccessLogFormat {
         }
     }
 
-    /// Whether a request's query stands in it.
+    /// Returns whether the format records the query string.
     pub fn records_query(self) -> bool {
         self != Self::Tidegate
     }
 
-    /// The format that reads the most of some lines as requests; of equals the one that expects the most. `None`: none
-    /// reads any.
+    /// Returns the format that parses the most lines as requests. Among equals, the first in
+    /// [`Self::ALL`], which lists strict formats first, wins. Returns `None` if no format parses
+    /// any line.
     pub(super) fn detect<'l>(lines: impl Iterator<Item = &'l [u8]> + Clone) -> Option<Self> {
         let count_requests = |format: Self| {
             let mut parser = LineParser::new(format, &RequiredHeaders::default());
@@ -208,7 +212,7 @@ impl AccessLogFormat {
         let counted = Self::ALL
             .into_iter()
             .map(|format| (count_requests(format), format));
-        // `max_by_key` takes the last of equals.
+        // `max_by_key` returns the last of equal elements.
         let (count, format) = counted.rev().max_by_key(|(count, _)| *count)?;
         (count > 0).then_some(format)
     }
@@ -220,12 +224,13 @@ impl fmt::Display for AccessLogFormat {
     }
 }
 
-/// The parts of `METHOD TARGET PROTOCOL`. What isn't that was no request.
+/// Splits `METHOD TARGET PROTOCOL` into method and target. Returns `None` for any other text.
 fn parse_request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let method_end = memchr::memchr(b' ', text)?;
     let (method, rest) = text.split_at_checked(method_end)?;
     let rest = rest.get(1..)?;
-    // HTTP/0.9, and some logs, name no protocol. A target with spaces is one that the server took.
+    // HTTP/0.9 requests and some logs have no protocol. The target may contain spaces, because some
+    // servers accept them.
     let target = match memchr::memrchr(b' ', rest) {
         Some(at) if rest.get(at + 1..)?.starts_with(b"HTTP/") => rest.get(..at)?,
         _ => rest,
@@ -237,7 +242,7 @@ fn parse_request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
     (is_method && !target.is_empty()).then_some((method, target))
 }
 
-/// An address, perhaps with a port.
+/// Parses an IP address with an optional port.
 fn parse_address(text: &[u8]) -> Option<IpAddr> {
     let text = str::from_utf8(text).ok()?;
     let bare = text
@@ -252,7 +257,7 @@ fn parse_address(text: &[u8]) -> Option<IpAddr> {
     })
 }
 
-/// What a quoted field holds: nginx writes `\xHH`, Apache `\"`, `\\`, `\n` and `\xhh`.
+/// Unescapes a quoted field: nginx writes `\xHH`; Apache writes `\"`, `\\`, `\n` and `\xhh`.
 fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
     let Some(first) = memchr::memchr(b'\\', text) else {
         return Cow::Borrowed(text);
@@ -286,7 +291,7 @@ fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
     Cow::Owned(out)
 }
 
-/// What stands before the quote that ends a field (one that no backslash hides), and what after.
+/// Splits at the next quote that no backslash escapes. Returns the text before and after the quote.
 fn split_at_quote(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let mut from = 0;
     loop {
@@ -304,7 +309,7 @@ fn split_at_quote(text: &[u8]) -> Option<(&[u8], &[u8])> {
     }
 }
 
-/// `-` stands for nothing.
+/// Returns `None` for an empty field or `-`.
 fn present_value(text: &[u8]) -> Option<&[u8]> {
     Some(text).filter(|text| !text.is_empty() && *text != b"-")
 }

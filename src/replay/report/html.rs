@@ -1,6 +1,8 @@
-//! The report as one page that needs nothing else: no script, no font, no other server. The plots are SVG.
+//! The report as one self-contained HTML page: no scripts, fonts or external resources. The plots
+//! are SVG.
 //!
-//! All that comes from a log or a file's name goes through [`Text`], and nothing of it into an attribute that does anything.
+//! All text from logs and file names is escaped by [`EscapedText`] and never used in an attribute
+//! that loads or runs anything.
 
 use super::super::simulator::ReplayPolicyStats;
 use super::super::statistics::{RequestSeries, SeriesBin};
@@ -15,13 +17,13 @@ use std::time::Duration;
 
 const STYLE: &str = include_str!("style.css");
 
-/// Steps of time in the large plot, and in those of the policies.
+/// Maximum number of bins in the main plot and in the sparklines of policies.
 const TIMELINE_STEPS: usize = 120;
 const SPARKLINE_STEPS: usize = 48;
 
 pub(super) fn render_html(report: &ReplayReport) -> String {
     let mut page = String::with_capacity(64 << 10);
-    // Writing to a text doesn't fail.
+    // Writing to a `String` does not fail.
     let _written = write_page(&mut page, report);
     page
 }
@@ -39,15 +41,15 @@ fn write_page(page: &mut String, report: &ReplayReport) -> fmt::Result {
     if let [first, second, ..] = report.sets.as_slice() {
         write_comparison(page, report, first, second)?;
     }
-    let several = if report.sets.len() > 1 {
+    let pair_class = if report.sets.len() > 1 {
         " class=\"pair\""
     } else {
         ""
     };
-    write!(page, "<div{several}>")?;
+    write!(page, "<div{pair_class}>")?;
     for set in &report.sets {
         page.push_str("<article>");
-        // No heading is skipped.
+        // A hidden `h2` keeps the heading levels complete for a single set.
         let (name, class) = match report.sets.len() {
             1 => ("these policies", " class=\"unseen\""),
             _ => (set.name.as_str(), ""),
@@ -66,21 +68,22 @@ fn write_page(page: &mut String, report: &ReplayReport) -> fmt::Result {
     Ok(())
 }
 
-/// A text as it is, for a place between tags or in quotes. Signs that change how others are shown are written out.
+/// Text escaped for HTML content and quoted attributes. Control and formatting characters are
+/// written as escapes.
 struct EscapedText<'a>(&'a str);
 
 impl Display for EscapedText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for sign in self.0.chars() {
-            match sign {
+        for character in self.0.chars() {
+            match character {
                 '&' => f.write_str("&amp;")?,
                 '<' => f.write_str("&lt;")?,
                 '>' => f.write_str("&gt;")?,
                 '"' => f.write_str("&quot;")?,
                 '\'' => f.write_str("&#39;")?,
-                // Of these it is the harmless ones that `escape_debug` would change, too.
+                // `escape_debug` would double the backslash, which is harmless.
                 '\\' => f.write_char('\\')?,
-                sign => write!(f, "{}", sign.escape_debug())?,
+                character => write!(f, "{}", character.escape_debug())?,
             }
         }
         Ok(())
@@ -145,11 +148,11 @@ fn write_comparison(
     row("all: forwarded", forwarded(first), forwarded(second))?;
     for policy in super::policy_names(first, second) {
         let refused = |set: &PolicySetReport| {
-            set.policy_stats(policy).map_or("–".to_owned(), |book| {
+            set.policy_stats(policy).map_or("–".to_owned(), |stats| {
                 format!(
                     "{} of {} refused",
-                    format_count(book.refused_count()),
-                    format_count(book.matched_count())
+                    format_count(stats.refused_count()),
+                    format_count(stats.matched_count())
                 )
             })
         };
@@ -191,13 +194,13 @@ fn write_timeline(page: &mut String, report: &ReplayReport, set: &PolicySetRepor
         .max()
         .unwrap_or_default();
     page.push_str(
-        "<section><h3>When</h3><p class=\"legend\"><i class=\"ok\"></i>forwarded <i class=\"bad\"></i>refused, on top</p>",
+        "<section><h3>Requests over time</h3><p class=\"legend\"><i class=\"ok\"></i>forwarded <i class=\"bad\"></i>refused</p>",
     );
     let (width_s, _) = report.time_grid(TIMELINE_STEPS);
     let bar_duration = format_duration(Duration::from_secs(width_s));
     write!(
         page,
-        "<p class=\"axis\"><span>a bar is {bar_duration}, the highest {}</span></p>",
+        "<p class=\"axis\"><span>a bar is {bar_duration}; the maximum is {} requests</span></p>",
         format_count(most)
     )?;
     write_bars(
@@ -218,7 +221,7 @@ fn write_timeline(page: &mut String, report: &ReplayReport, set: &PolicySetRepor
     )
 }
 
-/// Stacked bars: what was refused stands on what was not.
+/// Writes stacked bars: refused requests on top of forwarded ones.
 fn write_bars(
     page: &mut String,
     (report, most_steps): (&ReplayReport, usize),
@@ -241,7 +244,7 @@ fn write_bars(
     )?;
     let bar_height = |number: u64| {
         let scaled = u128::from(number) * u128::from(height) / u128::from(most);
-        // One refusal among a million is seen, too.
+        // Even a single refusal is visible.
         if number == 0 {
             0
         } else {
@@ -279,11 +282,11 @@ fn write_policies(page: &mut String, report: &ReplayReport, set: &PolicySetRepor
     page.push_str(
         "<section><h3>Policies</h3><div class=\"scroll\"><table><thead><tr><th scope=\"col\">Policy</th>\
          <th scope=\"col\" class=\"n\">Matched</th><th scope=\"col\" class=\"n\">Refused</th><th scope=\"col\" class=\"n\">Share</th>\
-         <th scope=\"col\" class=\"n\">Held back</th><th scope=\"col\" class=\"n\">Keys</th><th scope=\"col\" class=\"n\">Touched</th>\
-         <th scope=\"col\">When; first and last refusal</th></tr></thead><tbody>",
+         <th scope=\"col\" class=\"n\">Delayed</th><th scope=\"col\" class=\"n\">Keys</th><th scope=\"col\" class=\"n\">Touched</th>\
+         <th scope=\"col\">Over time; first and last refusal</th></tr></thead><tbody>",
     );
-    for (words, book) in set.policies.iter().zip(&set.stats.policies) {
-        write_policy(page, report, words, book)?;
+    for (summary, stats) in set.policies.iter().zip(&set.stats.policies) {
+        write_policy(page, report, summary, stats)?;
     }
     page.push_str("</tbody></table></div></section>");
     Ok(())
@@ -305,7 +308,7 @@ fn write_policy(
     };
     write!(page, "<tr><th scope=\"row\">{}", EscapedText(&summary.name))?;
     if summary.shadow {
-        page.push_str("<small>shadow: refuses nobody yet</small>");
+        page.push_str("<small>shadow: not enforced</small>");
     }
     if let Some(action) = summary.action {
         write!(page, "<small>{action}</small>")?;
@@ -313,7 +316,7 @@ fn write_policy(
     if stats.blocked > 0 {
         write!(
             page,
-            "<small>{} by block_for</small>",
+            "<small>{} of the refused by block_for</small>",
             format_count(stats.blocked)
         )?;
     }
@@ -399,7 +402,7 @@ fn write_suggestions(
         "<section><h3>Limits that would have touched at most {percent} % of the keys</h3>"
     )?;
     for (at, suggestions) in &set.suggestions {
-        let name = set.policies.get(*at).map_or("", |words| &words.name);
+        let name = set.policies.get(*at).map_or("", |summary| &summary.name);
         for suggestion in suggestions {
             page.push_str("<div class=\"card\">");
             write_suggestion(page, name, suggestion)?;
@@ -419,7 +422,7 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
     }
     page.push_str("</h4>");
     let Some(proposal) = &suggestion.proposal else {
-        page.push_str("<p>Nothing to draw from.</p>");
+        page.push_str("<p>No data for a suggestion.</p>");
         return Ok(());
     };
     let LimitProposal {
@@ -431,7 +434,7 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
     } = proposal;
     write!(
         page,
-        "<p><code>requests = {requests}, per = \"{per}\"</code> touches {} of {} keys ({}). Now: {}, which touches {} ({}) at most.</p>",
+        "<p><code>requests = {requests}, per = \"{per}\"</code> touches {} of {} keys ({}). The current limit is {}, which touches at most {} ({}).</p>",
         format_count(*touched),
         format_count(*keys),
         format_share(*touched, *keys),
@@ -439,32 +442,32 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
         format_count(*touched_now),
         format_share(*touched_now, *keys),
     )?;
-    page.push_str("<p>At its busiest, ");
+    page.push_str("<p>Peak demand: ");
     for (at, (of_1000, peak)) in proposal.quantiles.iter().enumerate() {
         let comma = if at > 0 { ", " } else { "" };
         match of_1000 {
-            1000 => write!(page, "{comma}and the busiest {}", format_count(*peak))?,
+            1000 => write!(page, "{comma}and the highest {}", format_count(*peak))?,
             _ => write!(
                 page,
-                "{comma}{} % of the keys asked up to {}",
+                "{comma}{} % of the keys up to {}",
                 f64::from(*of_1000) / 10.0,
                 format_count(*peak)
             )?,
         }
     }
-    write!(page, " in {per}.</p>")?;
+    write!(page, " per {per}.</p>")?;
     write_histogram(page, proposal)?;
     if proposal.keys_per_sample > 1 {
         write!(
             page,
-            "<p><small>Drawn from one key in {}.</small></p>",
+            "<p><small>Sampled from one key in {}.</small></p>",
             format_count(proposal.keys_per_sample)
         )?;
     }
     Ok(())
 }
 
-/// Keys by their peak. What the suggestion would touch is marked.
+/// Writes a histogram of keys by peak and marks the keys that the suggestion affects.
 fn write_histogram(page: &mut String, proposal: &LimitProposal) -> fmt::Result {
     let most = proposal
         .histogram
@@ -474,7 +477,7 @@ fn write_histogram(page: &mut String, proposal: &LimitProposal) -> fmt::Result {
         .unwrap_or_default();
     write!(
         page,
-        "<table class=\"hist\"><caption>Keys by what they asked at their busiest; more than {} is touched</caption><tbody>",
+        "<table class=\"hist\"><caption>Keys by peak demand; a key with a peak above {} is touched</caption><tbody>",
         format_count(proposal.requests)
     )?;
     let mut above = 0;
@@ -486,7 +489,7 @@ fn write_histogram(page: &mut String, proposal: &LimitProposal) -> fmt::Result {
         } else {
             format!("{} – {}", format_count(from), format_count(*upto))
         };
-        // In 1/10 %, and always to be seen.
+        // In 1/1000 of the width; a nonzero bar is always visible.
         let bar_width = if *keys == 0 {
             0
         } else {
@@ -515,7 +518,7 @@ fn write_warnings(page: &mut String, report: &ReplayReport) -> fmt::Result {
     if warnings.is_empty() {
         return Ok(());
     }
-    page.push_str("<section><h2>To be known</h2><ul>");
+    page.push_str("<section><h2>Warnings</h2><ul>");
     for warning in &warnings {
         write!(page, "<li>{}</li>", EscapedText(warning))?;
     }
