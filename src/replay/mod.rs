@@ -9,41 +9,23 @@ mod log_reader;
 mod missing_fields;
 mod parsers;
 mod report;
+mod settings;
 mod simulator;
 mod statistics;
 mod suggestions;
 
 pub use parsers::AccessLogFormat;
 pub use report::ReplayReport;
+pub use settings::Settings;
 
 use crate::policy::PolicyTable;
-use http::HeaderName;
 use log_merge::LogSource;
 use log_reader::AccessLogReader;
 use parsers::{LineParser, RequiredHeaders};
-use report::{LogSummary, PolicySetReport};
+use report::{LogSummary, PolicySetReport, SetDifferences};
 use simulator::PolicySimulator;
 use std::cell::Cell;
-use std::path::PathBuf;
 use std::rc::Rc;
-
-/// Inputs and options of a replay.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// Paths of the access logs; `-` is stdin.
-    pub logs: Vec<PathBuf>,
-    /// Log format; `None` detects the format of each log.
-    pub format: Option<AccessLogFormat>,
-    /// Headers, each with the log field that holds its value.
-    pub header_fields: Vec<(HeaderName, String)>,
-    /// Spreads requests whose times are whole seconds evenly over their second.
-    pub spread_within_second: bool,
-    /// Maximum share of keys, in percent, that a suggested limit may affect. `None` disables
-    /// suggestions.
-    pub suggest_percent: Option<f64>,
-    /// Maximum number of keys in the list of most limited keys.
-    pub top_keys: usize,
-}
 
 /// Progress of a running replay.
 #[derive(Clone, Copy, Debug)]
@@ -80,7 +62,7 @@ pub fn replay_logs(
         .iter()
         .map(|(_, table)| PolicySimulator::new(table, &required_headers, with_suggestions))
         .collect();
-    let mut refused_by_one_set = [0u64; 2];
+    let mut differences = SetDifferences::default();
     log_merge::merge_by_time(
         &mut sources,
         |log_index, request| {
@@ -91,8 +73,8 @@ pub fn replay_logs(
                 .iter_mut()
                 .map(|simulator| simulator.evaluate_request(request, log_has_query));
             match (verdicts.next(), verdicts.next()) {
-                (Some(true), Some(false)) => refused_by_one_set[0] += 1,
-                (Some(false), Some(true)) => refused_by_one_set[1] += 1,
+                (Some(true), Some(false)) => differences.refused_by_second_only += 1,
+                (Some(false), Some(true)) => differences.refused_by_first_only += 1,
                 _ => {}
             }
         },
@@ -114,7 +96,7 @@ pub fn replay_logs(
     Ok(ReplayReport::new(
         logs,
         sets.collect(),
-        refused_by_one_set,
+        differences,
         settings,
     ))
 }

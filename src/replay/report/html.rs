@@ -5,21 +5,18 @@
 //! that loads or runs anything.
 
 use super::super::simulator::ReplayPolicyStats;
-use super::super::statistics::{RequestSeries, SeriesBin};
 use super::super::suggestions::{LimitProposal, LimitSuggestion};
+use super::html_escape::EscapedText;
+use super::html_plots::{write_histogram, write_sparkline, write_timeline};
 use super::{
     PolicySetReport, ReplayPolicySummary, ReplayReport, format_count, format_key_count,
     format_share, format_time, format_time_range,
 };
 use crate::config::format_duration;
-use std::fmt::{self, Display, Write};
+use std::fmt::{self, Write};
 use std::time::Duration;
 
 const STYLE: &str = include_str!("style.css");
-
-/// Maximum number of bins in the main plot and in the sparklines of policies.
-const TIMELINE_STEPS: usize = 120;
-const SPARKLINE_STEPS: usize = 48;
 
 pub(super) fn render_html(report: &ReplayReport) -> String {
     let mut page = String::with_capacity(64 << 10);
@@ -66,28 +63,6 @@ fn write_page(page: &mut String, report: &ReplayReport) -> fmt::Result {
     write_warnings(page, report)?;
     page.push_str("</main></body></html>\n");
     Ok(())
-}
-
-/// Text escaped for HTML content and quoted attributes. Control and formatting characters are
-/// written as escapes.
-struct EscapedText<'a>(&'a str);
-
-impl Display for EscapedText<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for character in self.0.chars() {
-            match character {
-                '&' => f.write_str("&amp;")?,
-                '<' => f.write_str("&lt;")?,
-                '>' => f.write_str("&gt;")?,
-                '"' => f.write_str("&quot;")?,
-                '\'' => f.write_str("&#39;")?,
-                // `escape_debug` would double the backslash, which is harmless.
-                '\\' => f.write_char('\\')?,
-                character => write!(f, "{}", character.escape_debug())?,
-            }
-        }
-        Ok(())
-    }
 }
 
 fn write_header(page: &mut String, report: &ReplayReport) -> fmt::Result {
@@ -158,12 +133,11 @@ fn write_comparison(
         };
         row(policy, refused(first), refused(second))?;
     }
-    let [gained, lost] = report.refused_by_one_set;
     write!(
         page,
         "</tbody></table></div><p>Refused by the second only: <b>{}</b> requests. By the first only: <b>{}</b>.</p></section>",
-        format_count(gained),
-        format_count(lost)
+        format_count(report.differences.refused_by_second_only),
+        format_count(report.differences.refused_by_first_only)
     )
 }
 
@@ -180,101 +154,6 @@ fn write_tiles(page: &mut String, set: &PolicySetReport) -> fmt::Result {
         }
     }
     page.push_str("</dl>");
-    Ok(())
-}
-
-fn write_timeline(page: &mut String, report: &ReplayReport, set: &PolicySetReport) -> fmt::Result {
-    if set.stats.field_coverage.requests == 0 {
-        return Ok(());
-    }
-    let bins = report.resample_series(&set.stats.series, TIMELINE_STEPS);
-    let most = bins
-        .iter()
-        .map(|bin| bin.requests)
-        .max()
-        .unwrap_or_default();
-    page.push_str(
-        "<section><h3>Requests over time</h3><p class=\"legend\"><i class=\"ok\"></i>forwarded <i class=\"bad\"></i>refused</p>",
-    );
-    let (width_s, _) = report.time_grid(TIMELINE_STEPS);
-    let bar_duration = format_duration(Duration::from_secs(width_s));
-    write!(
-        page,
-        "<p class=\"axis\"><span>a bar is {bar_duration}; the maximum is {} requests</span></p>",
-        format_count(most)
-    )?;
-    write_bars(
-        page,
-        (report, TIMELINE_STEPS),
-        &bins,
-        "plot",
-        160,
-        "Requests over time, forwarded and refused",
-    )?;
-    let (from, to) = (
-        format_time(report.from_s * 1_000_000),
-        format_time(report.to_s * 1_000_000),
-    );
-    write!(
-        page,
-        "<p class=\"axis\"><span>{from}</span><span>{to}</span></p></section>"
-    )
-}
-
-/// Writes stacked bars: refused requests on top of forwarded ones.
-fn write_bars(
-    page: &mut String,
-    (report, most_steps): (&ReplayReport, usize),
-    bins: &[SeriesBin],
-    class: &str,
-    height: u64,
-    label: &str,
-) -> fmt::Result {
-    let most = bins
-        .iter()
-        .map(|bin| bin.requests)
-        .max()
-        .unwrap_or_default()
-        .max(1);
-    let width = bins.len() * 10;
-    write!(
-        page,
-        "<svg class=\"{class}\" viewBox=\"0 0 {width} {height}\" preserveAspectRatio=\"none\" role=\"img\" \
-         aria-label=\"{label}\">"
-    )?;
-    let bar_height = |number: u64| {
-        let scaled = u128::from(number) * u128::from(height) / u128::from(most);
-        // Even a single refusal is visible.
-        if number == 0 {
-            0
-        } else {
-            u64::try_from(scaled).unwrap_or(height).max(2)
-        }
-    };
-    let (width_s, _) = report.time_grid(most_steps);
-    for (at, bin) in (0u64..).zip(bins).filter(|(_, bin)| bin.requests > 0) {
-        let refused = bar_height(bin.refused);
-        let forwarded = bar_height(bin.requests).saturating_sub(refused);
-        let from_s = report.from_s + at * width_s;
-        write!(
-            page,
-            "<g><title>{} UTC: {} requests, {} refused</title>",
-            format_time(from_s * 1_000_000),
-            format_count(bin.requests),
-            format_count(bin.refused)
-        )?;
-        let mut bar = |class: &str, top: u64, rect_height: u64| {
-            let left = at * 10;
-            write!(
-                page,
-                "<rect class=\"{class}\" x=\"{left}\" y=\"{top}\" width=\"9\" height=\"{rect_height}\"/>"
-            )
-        };
-        bar("ok", height - forwarded, forwarded)?;
-        bar("bad", height.saturating_sub(forwarded + refused), refused)?;
-        page.push_str("</g>");
-    }
-    page.push_str("</svg>");
     Ok(())
 }
 
@@ -339,17 +218,6 @@ fn write_policy(
     }
     page.push_str("</td></tr>");
     Ok(())
-}
-
-fn write_sparkline(
-    page: &mut String,
-    report: &ReplayReport,
-    series: &RequestSeries,
-    name: &str,
-) -> fmt::Result {
-    let bins = report.resample_series(series, SPARKLINE_STEPS);
-    let label = format!("Requests over time of policy {}", EscapedText(name));
-    write_bars(page, (report, SPARKLINE_STEPS), &bins, "spark", 40, &label)
 }
 
 fn write_most_refused_keys(page: &mut String, set: &PolicySetReport) -> fmt::Result {
@@ -467,52 +335,6 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
     Ok(())
 }
 
-/// Writes a histogram of keys by peak and marks the keys that the suggestion affects.
-fn write_histogram(page: &mut String, proposal: &LimitProposal) -> fmt::Result {
-    let most = proposal
-        .histogram
-        .iter()
-        .map(|(_, keys)| *keys)
-        .max()
-        .unwrap_or_default();
-    write!(
-        page,
-        "<table class=\"hist\"><caption>Keys by peak demand; a key with a peak above {} is touched</caption><tbody>",
-        format_count(proposal.requests)
-    )?;
-    let mut above = 0;
-    for (upto, keys) in &proposal.histogram {
-        let from = above + 1;
-        above = *upto;
-        let range = if from == *upto {
-            format_count(*upto)
-        } else {
-            format!("{} – {}", format_count(from), format_count(*upto))
-        };
-        // In 1/1000 of the width; a nonzero bar is always visible.
-        let bar_width = if *keys == 0 {
-            0
-        } else {
-            (u128::from(*keys) * 1000 / u128::from(most.max(1))).max(4)
-        };
-        let (class, touched) = match (*keys, proposal.requests) {
-            (1.., requests) if from > requests => ("bad", "touched".to_owned()),
-            (1.., requests) if *upto > requests => {
-                ("ok", format!("touched above {}", format_count(requests)))
-            }
-            _ => ("ok", String::new()),
-        };
-        write!(
-            page,
-            "<tr><th scope=\"row\" class=\"n\">{range}</th><td><svg viewBox=\"0 0 1000 10\" preserveAspectRatio=\"none\" \
-             aria-hidden=\"true\"><rect class=\"{class}\" width=\"{bar_width}\" height=\"10\"/></svg></td><td class=\"n\">{}</td><td><small>{touched}</small></td></tr>",
-            format_count(*keys)
-        )?;
-    }
-    page.push_str("</tbody></table>");
-    Ok(())
-}
-
 fn write_warnings(page: &mut String, report: &ReplayReport) -> fmt::Result {
     let warnings = report.warnings();
     if warnings.is_empty() {
@@ -524,18 +346,4 @@ fn write_warnings(page: &mut String, report: &ReplayReport) -> fmt::Result {
     }
     page.push_str("</ul></section>");
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::EscapedText;
-
-    #[test]
-    fn escapes_markup_in_untrusted_text() {
-        let hostile = "<script>alert('1')</script>\"&\u{202e}\u{1b}[31m\n\\x";
-        assert_eq!(
-            EscapedText(hostile).to_string(),
-            "&lt;script&gt;alert(&#39;1&#39;)&lt;/script&gt;&quot;&amp;\\u{202e}\\u{1b}[31m\\n\\x"
-        );
-    }
 }

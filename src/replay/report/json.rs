@@ -17,7 +17,7 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
         .map(|set| set_to_json(report, set))
         .collect();
     // A single set has no comparison.
-    let refused_by_one_set = (report.sets.len() > 1).then_some(report.refused_by_one_set);
+    let differences = (report.sets.len() > 1).then_some(report.differences);
     let value = json!({
         "requests": report.request_count(),
         "lines": report.line_count(),
@@ -25,8 +25,8 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
         "to": report.to_s,
         "logs": logs,
         "sets": sets,
-        "refused_by_second_only": refused_by_one_set.map(|[second, _]| second),
-        "refused_by_first_only": refused_by_one_set.map(|[_, first]| first),
+        "refused_by_second_only": differences.map(|counts| counts.refused_by_second_only),
+        "refused_by_first_only": differences.map(|counts| counts.refused_by_first_only),
         "warnings": report.warnings(),
     });
     format!("{value:#}\n")

@@ -1,13 +1,15 @@
 //! The results of a replay, and their text, JSON and HTML reports.
 
 mod html;
+mod html_escape;
+mod html_plots;
 mod json;
 mod text;
 
-use super::Settings;
 use super::log_merge::LogSource;
 use super::missing_fields::describe_missing_fields;
 use super::parsers::{AccessLogFormat, RequiredHeaders};
+use super::settings::Settings;
 use super::simulator::{PolicySimulator, ReplayPolicyStats, SimulationStats};
 use super::statistics::{RequestSeries, SeriesBin};
 use super::suggestions::{LimitSuggestion, PeakDemandTracker};
@@ -21,12 +23,18 @@ pub struct ReplayReport {
     logs: Vec<LogSummary>,
     /// One policy set, or two that are compared.
     sets: Vec<PolicySetReport>,
-    /// Forwarded by the first set and not by the second, and the other way round.
-    refused_by_one_set: [u64; 2],
+    differences: SetDifferences,
     suggest_percent: Option<f64>,
     /// Time range of the chart (s since the Unix epoch).
     from_s: u64,
     to_s: u64,
+}
+
+/// Requests that the second of two policy sets decides differently from the first.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SetDifferences {
+    pub(super) refused_by_first_only: u64,
+    pub(super) refused_by_second_only: u64,
 }
 
 /// Line counts of one log.
@@ -83,7 +91,7 @@ impl ReplayReport {
     pub(super) fn new(
         logs: Vec<LogSummary>,
         sets: Vec<PolicySetReport>,
-        refused_by_one_set: [u64; 2],
+        differences: SetDifferences,
         settings: &Settings,
     ) -> Self {
         let from_s = sets
@@ -99,7 +107,7 @@ impl ReplayReport {
         Self {
             logs,
             sets,
-            refused_by_one_set,
+            differences,
             suggest_percent: settings.suggest_percent,
             from_s,
             to_s,

@@ -108,11 +108,10 @@ impl TextReportPage {
             };
             self.push_line(&row(policy, refused(first), refused(second)));
         }
-        let [gained, lost] = report.refused_by_one_set;
         self.push_line(&format!(
             "Refused by the second only: {}. By the first only: {}.",
-            format_count(gained),
-            format_count(lost)
+            format_count(report.differences.refused_by_second_only),
+            format_count(report.differences.refused_by_first_only)
         ));
     }
 
