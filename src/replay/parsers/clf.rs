@@ -5,11 +5,12 @@
 //! Further fields, quoted or not, are named `extra1`, `extra2`, …. Traefik lines end with a quoted
 //! router and service and a duration in milliseconds.
 
-use super::timestamps::{CLF_TIME_LEN, ClfTimeParser};
-use super::{
-    ParsedHeaders, ParsedLine, ParsedRequest, RequiredHeaders, parse_address, parse_number,
-    parse_request_line, present_value, split_at_quote, unescape,
+use super::fields::{
+    parse_address, parse_number, parse_request_line, present_value, split_at_quote, unescape,
 };
+use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
+use super::required_headers::RequiredHeaders;
+use super::timestamps::{CLF_TIME_LEN, ClfTimeParser};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 

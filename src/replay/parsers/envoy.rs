@@ -6,11 +6,12 @@
 //! The format has no peer field. Envoy appends the peer address to `X-Forwarded-For` before it
 //! writes the line, so the last address there is the peer.
 
-use super::timestamps::parse_rfc3339;
-use super::{
-    ParsedHeaders, ParsedLine, ParsedRequest, RequiredHeaders, parse_address, parse_number,
-    parse_request_line, present_value, split_at_quote, unescape,
+use super::fields::{
+    parse_address, parse_number, parse_request_line, present_value, split_at_quote, unescape,
 };
+use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
+use super::required_headers::RequiredHeaders;
+use super::timestamps::parse_rfc3339;
 use smallvec::SmallVec;
 
 #[derive(Debug)]

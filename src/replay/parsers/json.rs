@@ -1,9 +1,9 @@
 //! Logs with one JSON object per line.
 
+use super::fields::{parse_address, parse_number, parse_request_line, present_value};
+use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
+use super::required_headers::RequiredHeaders;
 use super::timestamps::{ClfTimeParser, parse_epoch_seconds, parse_rfc3339};
-use super::{
-    ParsedHeaders, ParsedLine, ParsedRequest, RequiredHeaders, parse_address, parse_request_line,
-};
 use serde_json::Value;
 use std::borrow::Cow;
 
@@ -249,7 +249,7 @@ impl JsonLineParser {
         if schema.peer_from_forwarded_for && peer.is_none() {
             peer = self.take_peer_from_forwarded_for(record, &mut headers);
         }
-        let status = first_text(schema.status).and_then(|status| super::parse_number(&status));
+        let status = first_text(schema.status).and_then(|status| parse_number(&status));
         Some(ParsedLine::Request(ParsedRequest {
             arrival_us: at_us,
             has_whole_second_time,
@@ -314,7 +314,7 @@ fn non_empty_text<'l>(value: &Value) -> Option<Cow<'l, [u8]>> {
         Value::Number(number) => number.to_string(),
         _ => return None,
     };
-    super::present_value(text.as_bytes())
+    present_value(text.as_bytes())
         .is_some()
         .then(|| text.into_bytes().into())
 }

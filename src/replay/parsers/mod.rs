@@ -5,14 +5,16 @@
 
 mod clf;
 mod envoy;
+mod fields;
 mod json;
+mod parsed_line;
+mod required_headers;
 mod timestamps;
 
-use http::HeaderName;
-use smallvec::SmallVec;
-use std::borrow::Cow;
+pub(super) use parsed_line::{ParsedLine, ParsedRequest};
+pub(super) use required_headers::RequiredHeaders;
+
 use std::fmt;
-use std::net::IpAddr;
 
 /// Access log format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,98 +31,6 @@ pub enum AccessLogFormat {
     /// Any other JSON with one object per line. Field names are those of nginx variables, or common
     /// alternatives.
     Json,
-}
-
-/// Result of parsing one line.
-#[derive(Debug)]
-pub(super) enum ParsedLine<'l> {
-    Request(ParsedRequest<'l>),
-    /// A record without a request: a connection that sent none, or another log event.
-    Other,
-    Broken,
-}
-
-/// The fields of a logged request.
-#[derive(Debug)]
-pub(super) struct ParsedRequest<'l> {
-    /// Arrival time in µs since the Unix epoch, as precise as the log records it.
-    pub(super) arrival_us: u64,
-    /// The logged time has no fraction of a second.
-    pub(super) has_whole_second_time: bool,
-    /// Time from the arrival to the end of the response (µs).
-    pub(super) duration_us: Option<u64>,
-    /// Address of the TCP peer.
-    pub(super) peer: Option<IpAddr>,
-    /// Response status; 0 if the log has none.
-    pub(super) status: u16,
-    pub(super) method: Cow<'l, [u8]>,
-    /// Path and query.
-    pub(super) target: Cow<'l, [u8]>,
-    /// Host as logged, possibly with a port; empty if the log has none.
-    pub(super) host: Cow<'l, [u8]>,
-    /// The required headers that the line contains, by index in [`RequiredHeaders`].
-    pub(super) headers: ParsedHeaders<'l>,
-}
-
-pub(super) type ParsedHeaders<'l> = SmallVec<[(u16, Cow<'l, [u8]>); 2]>;
-
-/// The headers that the policies read, and the log fields mapped to them.
-#[derive(Clone, Debug, Default)]
-pub(super) struct RequiredHeaders {
-    names: Vec<HeaderName>,
-    /// Index in `names`, and the log field.
-    field_mappings: Vec<(u16, Box<str>)>,
-}
-
-impl RequiredHeaders {
-    /// `field_mappings` are pairs of a header and the log field that holds its value.
-    pub(super) fn new<'n>(
-        names: impl Iterator<Item = &'n HeaderName>,
-        field_mappings: &'n [(HeaderName, String)],
-    ) -> Self {
-        let mut required = Self::default();
-        for name in names.chain(field_mappings.iter().map(|(name, _)| name)) {
-            if !required.names.contains(name) {
-                required.names.push(name.clone());
-            }
-        }
-        // Sorted, because the policy table has no stable order and reports must be reproducible.
-        required.names.sort_by(|a, b| a.as_str().cmp(b.as_str()));
-        required.names.truncate(usize::from(u16::MAX));
-        required.field_mappings = field_mappings
-            .iter()
-            .filter_map(|(name, field)| {
-                Some((required.header_index(name.as_str())?, field.as_str().into()))
-            })
-            .collect();
-        required
-    }
-
-    pub(super) fn names(&self) -> &[HeaderName] {
-        &self.names
-    }
-
-    fn header_index(&self, name: &str) -> Option<u16> {
-        let at = self
-            .names
-            .iter()
-            .position(|required| required.as_str() == name)?;
-        u16::try_from(at).ok()
-    }
-
-    /// Returns the headers that are mapped to `field`. Adds `default_header` unless that header is
-    /// mapped to another field.
-    fn indices_for_field(&self, field: &str, default_header: Option<&str>) -> SmallVec<[u16; 1]> {
-        let mapped = self
-            .field_mappings
-            .iter()
-            .filter(|(_, mapped_field)| **mapped_field == *field)
-            .map(|(place, _)| *place);
-        let default_index = default_header.and_then(|own| self.header_index(own));
-        let default_index =
-            default_index.filter(|own| !self.field_mappings.iter().any(|(place, _)| place == own));
-        mapped.chain(default_index).collect()
-    }
 }
 
 /// Parses the lines of one log.
@@ -222,100 +132,6 @@ impl fmt::Display for AccessLogFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
-}
-
-/// Splits `METHOD TARGET PROTOCOL` into method and target. Returns `None` for any other text.
-fn parse_request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
-    let method_end = memchr::memchr(b' ', text)?;
-    let (method, rest) = text.split_at_checked(method_end)?;
-    let rest = rest.get(1..)?;
-    // HTTP/0.9 requests and some logs have no protocol. The target may contain spaces, because some
-    // servers accept them.
-    let target = match memchr::memrchr(b' ', rest) {
-        Some(at) if rest.get(at + 1..)?.starts_with(b"HTTP/") => rest.get(..at)?,
-        _ => rest,
-    };
-    let is_method = !method.is_empty()
-        && method
-            .iter()
-            .all(|byte| byte.is_ascii_uppercase() || *byte == b'-');
-    (is_method && !target.is_empty()).then_some((method, target))
-}
-
-/// Parses an IP address with an optional port.
-fn parse_address(text: &[u8]) -> Option<IpAddr> {
-    let text = str::from_utf8(text).ok()?;
-    let bare = text
-        .strip_prefix('[')
-        .and_then(|text| text.strip_suffix(']'))
-        .unwrap_or(text);
-    let parsed = bare.parse().ok();
-    parsed.or_else(|| {
-        text.parse::<std::net::SocketAddr>()
-            .ok()
-            .map(|address| address.ip())
-    })
-}
-
-/// Unescapes a quoted field: nginx writes `\xHH`; Apache writes `\"`, `\\`, `\n` and `\xhh`.
-fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
-    let Some(first) = memchr::memchr(b'\\', text) else {
-        return Cow::Borrowed(text);
-    };
-    let (plain, mut rest) = text.split_at_checked(first).unwrap_or((text, &[]));
-    let mut out = plain.to_vec();
-    while let Some((byte, tail)) = rest.split_first() {
-        rest = tail;
-        if *byte != b'\\' {
-            out.push(*byte);
-            continue;
-        }
-        let hex = |digits: &[u8]| u8::from_str_radix(str::from_utf8(digits).ok()?, 16).ok();
-        match tail {
-            [b'x' | b'X', high, low, after @ ..] if hex(&[*high, *low]).is_some() => {
-                out.extend(hex(&[*high, *low]));
-                rest = after;
-            }
-            [sign, after @ ..] => {
-                out.push(match sign {
-                    b'n' => b'\n',
-                    b'r' => b'\r',
-                    b't' => b'\t',
-                    other => *other,
-                });
-                rest = after;
-            }
-            [] => out.push(b'\\'),
-        }
-    }
-    Cow::Owned(out)
-}
-
-/// Splits at the next quote that no backslash escapes. Returns the text before and after the quote.
-fn split_at_quote(text: &[u8]) -> Option<(&[u8], &[u8])> {
-    let mut from = 0;
-    loop {
-        let at = from + memchr::memchr(b'"', text.get(from..)?)?;
-        let before = text.get(..at)?;
-        let slashes = before
-            .iter()
-            .rev()
-            .take_while(|byte| **byte == b'\\')
-            .count();
-        if slashes % 2 == 0 {
-            return Some((before, text.get(at + 1..)?));
-        }
-        from = at + 1;
-    }
-}
-
-/// Returns `None` for an empty field or `-`.
-fn present_value(text: &[u8]) -> Option<&[u8]> {
-    Some(text).filter(|text| !text.is_empty() && *text != b"-")
-}
-
-fn parse_number(text: &[u8]) -> Option<u64> {
-    str::from_utf8(text).ok()?.parse().ok()
 }
 
 #[cfg(test)]

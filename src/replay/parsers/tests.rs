@@ -1,4 +1,5 @@
 use super::*;
+use http::HeaderName;
 
 fn required_headers(names: &[&'static str], mappings: &[(&'static str, &str)]) -> RequiredHeaders {
     let names: Vec<HeaderName> = names
