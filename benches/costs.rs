@@ -1,9 +1,9 @@
-//! What one decision costs, and one full key: for each algorithm the server's time in the script, the memory store's
-//! time, and the bytes in both. Logs and windows are filled evenly over their period, by times that are given: the script's question
-//! for the time, a fraction of a microsecond, is left out. The least of some rounds, so that what else the machine does
-//! shows as little as it can.
+//! Measures the cost of one decision, and of one full key, for each algorithm: server time in the
+//! script, time in the memory store, and bytes in both. Logs and windows are filled evenly over
+//! their period with explicit times, so the script's own time lookup (a fraction of a microsecond)
+//! is not included. Each result is the minimum of several rounds, to reduce noise.
 //!
-//! Run by `make bench`, or `cargo bench --bench costs`. Needs redis-server and redis-cli.
+//! Run by `make bench`, or `cargo bench --bench costs`. Requires redis-server and redis-cli.
 
 #![allow(
     clippy::print_stdout,
@@ -22,7 +22,7 @@ use tidegate::store::redis::ScriptLibrary;
 use tidegate::store::{MemorySettings, MemoryStore};
 
 const HOUR_US: u64 = 3_600_000_000;
-/// An hour of the year 2100: no key expires while it is measured.
+/// A time in the year 2100, so that no key expires during the measurement.
 const START_US: u64 = 4_102_444_800_000_000;
 const ROUNDS: usize = 5;
 const LARGE_SETTINGS: MemorySettings = MemorySettings {
@@ -30,10 +30,10 @@ const LARGE_SETTINGS: MemorySettings = MemorySettings {
     max_bytes: 1 << 30,
 };
 
-/// An algorithm for a limit of so many.
+/// Returns the algorithm for a limit of a given size.
 type AlgorithmForLimit = fn(u64) -> Algorithm;
 
-/// With bucket and line as large as the limit.
+/// Bucket and queue are as large as the limit.
 const ALGORITHMS: [(&str, AlgorithmForLimit); 7] = [
     ("sliding_log", |_| Algorithm::SlidingLog),
     ("sliding_window", |_| Algorithm::SlidingWindow {
@@ -44,7 +44,7 @@ const ALGORITHMS: [(&str, AlgorithmForLimit); 7] = [
         burst: requests,
         warm_up_us: 0,
     }),
-    // Cold, it holds as many as the others.
+    // When cold, the bucket holds as much as the others.
     ("with warm_up", |requests| Algorithm::TokenBucket {
         burst: 3 * requests,
         warm_up_us: HOUR_US,
@@ -106,7 +106,7 @@ fn measure_best(mut measure: impl FnMut() -> DecisionCost) -> DecisionCost {
     least.unwrap()
 }
 
-/// So many keys that the few asks of a small limit can be measured.
+/// Enough keys to measure the few requests that a small limit admits.
 fn make_keys(limit: &Limit) -> Vec<Key> {
     let names = 0..20_000 / limit.requests;
     let owner = |n: u64| {
@@ -117,7 +117,7 @@ fn make_keys(limit: &Limit) -> Vec<Key> {
     names.map(owner).collect()
 }
 
-/// When the n-th request comes. A bucket is filled at once: at an even pace it never would be.
+/// Time of the n-th request. A bucket is filled at once, because an even pace would never fill it.
 fn request_time_us(n: u64, limit: &Limit) -> u64 {
     match limit.algorithm {
         Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => START_US,
@@ -125,7 +125,7 @@ fn request_time_us(n: u64, limit: &Limit) -> u64 {
     }
 }
 
-/// The n-th request, which has a slot of its own.
+/// The n-th request, with its own slot.
 fn make_charge<'a>(limit: &'a Limit, key: &'a Key, n: u64) -> Charge<'a> {
     Charge {
         slot_id: u128::from(n) + 1,
@@ -133,7 +133,7 @@ fn make_charge<'a>(limit: &'a Limit, key: &'a Key, n: u64) -> Charge<'a> {
     }
 }
 
-/// From half full to full, then as often refused.
+/// Fills the counters from half full to full, then sends as many requests that are refused.
 fn measure_in_redis(server: &RedisServer, limit: &Limit) -> DecisionCost {
     server.flush();
     let mut connection = server.connection();
@@ -186,7 +186,7 @@ fn measure_in_redis(server: &RedisServer, limit: &Limit) -> DecisionCost {
     }
 }
 
-/// What the server says that a call of the script has taken on average.
+/// Returns the server's average time per call of the script.
 fn script_us_per_call(connection: &mut Connection) -> f64 {
     let text: String = redis::cmd("INFO")
         .arg("commandstats")
@@ -200,13 +200,13 @@ fn script_us_per_call(connection: &mut Connection) -> f64 {
     rest.split(',').next().unwrap().parse().unwrap()
 }
 
-/// The same without a way to go.
+/// The same measurement for the memory store, without a network.
 fn measure_in_memory(limit: &Limit) -> DecisionCost {
     let (clock, hands) = Clock::manual(START_US);
     let (store, owners) = (MemoryStore::new(LARGE_SETTINGS, clock), make_keys(limit));
     let ask = |from: u64| {
         let start = Instant::now();
-        // The clock of this store does not go back.
+        // The clock of this store cannot go back.
         for n in from..from + limit.requests / 2 {
             hands.set_us(request_time_us(n, limit));
             owners

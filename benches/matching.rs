@@ -1,5 +1,6 @@
-//! What it costs to find a request's policy among many, by what sets the policies apart. The requests go round over all
-//! policies, so that no answer stays in a cache where a real table would have none. The least of some rounds.
+//! Measures the cost of finding a request's policy among many, by the conditions that distinguish
+//! the policies. Requests cycle through all policies, so that no policy stays cached that would not
+//! be in production. Each result is the minimum of several rounds.
 //!
 //! Run by `make bench`, or `cargo bench --bench matching`.
 
@@ -68,7 +69,7 @@ fn main() {
 
 fn measure_lookup_ns(size: usize, conditions: MatcherFunction) -> u128 {
     let table = make_policy_table((0..size).map(conditions));
-    // By a stride, so that none lies beside the one before.
+    // A stride keeps consecutive requests from using neighbouring policies.
     let requests: Vec<BenchRequest> = (0..size)
         .map(|n| BenchRequest::for_policy(n * 7919 % size))
         .collect();
@@ -135,7 +136,7 @@ fn match_tenant(n: usize) -> Matcher {
     }
 }
 
-/// A request to which the n-th policy of every table applies.
+/// A request that matches the n-th policy of every table.
 struct BenchRequest {
     host: String,
     paths: PathInterpretations,

@@ -1,8 +1,9 @@
-//! Decisions per second through one worker's connection, beside redis-benchmark with the same script and
-//! arguments in the same run: the ratio says what the client leaves unused or saves, whatever the machine.
+//! Measures decisions per second through one worker's connection, next to redis-benchmark with the
+//! same script and arguments in the same run. The ratio shows the overhead or saving of the client,
+//! independent of the machine.
 //!
-//! Run by `make bench`, or `cargo bench --bench redis`. Needs redis-server and redis-benchmark.
-//! docs/PERFORMANCE.md says how to read it.
+//! Run by `make bench`, or `cargo bench --bench redis`. Requires redis-server and redis-benchmark.
+//! See docs/PERFORMANCE.md for how to read the results.
 
 #![allow(
     clippy::print_stdout,
@@ -44,7 +45,7 @@ fn main() {
             },
         ),
     ] {
-        // A hot key is refused most of the time, the many are admitted.
+        // A hot key is mostly refused; many keys are mostly admitted.
         let limit = Limit {
             requests: 1000,
             per_us: 1_000_000,
@@ -63,7 +64,7 @@ fn main() {
                 );
             }
         }
-        // Spent for the whole of the round: answered by the deny cache.
+        // The key is exhausted for the whole round, so the deny cache decides.
         let limit = Limit {
             requests: 100,
             per_us: 60_000_000,
@@ -132,7 +133,7 @@ fn run_leased(server: &RedisServer) {
     }
 }
 
-/// Calls of programs so far.
+/// Script calls so far.
 fn count_script_calls(server: &RedisServer) -> u32 {
     let text: String = redis::cmd("INFO")
         .arg("commandstats")
@@ -158,7 +159,7 @@ async fn decide_leased_until(store: Store, limit: Limit, lease: Lease, end: Inst
         };
         store.decide_with_source(&[charge], asked).await.unwrap();
         checks += 1;
-        // A request that waits for nothing still lets others in between.
+        // Yields, because a request that never waits would block other tasks.
         if checks % 64 == 0 {
             tokio::task::yield_now().await;
         }
@@ -180,18 +181,18 @@ struct WorkerMeasurement {
     checks_per_second: f64,
     client_us: f64,
     server_us: f64,
-    /// Checks that one call has answered.
+    /// Checks that one call was successful.
     checks_per_call: f64,
 }
 
-/// With the deny cache in front, or without: then every check goes to Redis.
+/// With the deny cache, or without it, so that every check reaches Redis.
 #[derive(Clone, Copy)]
 enum DecisionTarget {
     Redis,
     Store,
 }
 
-/// As the proxy does it: a current_thread runtime, one connection, many requests at once.
+/// Runs as the proxy does: a current_thread runtime, one connection, many concurrent requests.
 fn measure_worker(
     server: &RedisServer,
     limit: &Limit,
@@ -262,9 +263,9 @@ async fn decide_until(
             None => drop(redis.decide(&charges, asked).await.unwrap()),
             Some(store) => drop(store.decide_with_source(&charges, asked).await.unwrap()),
         }
-        // Who is answered from memory would never let the others run.
+        // Yields, because decisions from memory would never let other tasks run.
         tokio::task::consume_budget().await;
-        // Prime, so that tasks walk through the keys without meeting.
+        // A prime, so that tasks walk through the keys without colliding.
         next = next.wrapping_add(104_729);
         checks += 1;
     }
@@ -276,7 +277,7 @@ fn make_key(n: u32) -> Key {
     builder.finish()
 }
 
-/// What redis-benchmark gets with 64 commands in flight on a connection.
+/// Measures redis-benchmark with 64 commands in flight per connection.
 fn measure_redis_benchmark(server: &RedisServer, limit: &Limit, keys: u32) -> f64 {
     server.flush();
     let (script, owner) = (ScriptLibrary::new(KEY_PREFIX), make_key(0));
@@ -301,7 +302,7 @@ fn measure_redis_benchmark(server: &RedisServer, limit: &Limit, keys: u32) -> f6
         })
         .collect();
     if keys > 1 {
-        // redis-benchmark fills in twelve digits.
+        // redis-benchmark replaces the placeholder with twelve digits.
         args.iter_mut()
             .for_each(|arg| *arg = arg.replace("000000000000", "__rand_int__"));
     }
@@ -334,10 +335,11 @@ fn panic_on_output(text: &str) -> f64 {
     panic!("redis-benchmark says: {text}")
 }
 
-/// CPU seconds that a process has used, in and out of the kernel.
+/// Returns the CPU seconds that a process has used, in user and system mode.
 fn cpu_seconds(pid: u32) -> f64 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-    // After the name, which may hold anything: utime and stime are the 12th and 13th.
+    // The fields after the name, which may contain any character: utime and stime are the 12th and
+    // 13th.
     let ticks = stat
         .rsplit(')')
         .next()

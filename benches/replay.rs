@@ -1,7 +1,8 @@
-//! `tidegate replay` on a large log with known answers: whether the counts are right, what a line costs, and how much memory
-//! it takes.
+//! Measures `tidegate replay` on a large log with known results: correctness of the counts, time
+//! per line, and memory use.
 //!
-//! `cargo bench --bench replay`, or with fewer lines: `-- 500000`. The log is written into a temporary directory.
+//! Run `cargo bench --bench replay`, or with fewer lines `-- 500000`. The log is written to a
+//! temporary directory.
 
 #![allow(
     clippy::print_stdout,
@@ -58,7 +59,7 @@ fn main() {
             suggest_percent: suggest,
             top_keys: 10,
         };
-        // The peak from here on, what the model holds included: it is told apart.
+        // The peak from here on includes the memory of the model, which is printed separately.
         fs::write("/proc/self/clear_refs", "5").unwrap();
         let (held, cpu_ms, wall) = (memory_kib("VmRSS"), cpu_ms(), Instant::now());
         let report = replay_logs(
@@ -101,7 +102,7 @@ fn check_report(answers: &generated_log::ExpectedReport, report: &serde_json::Va
     }
 }
 
-/// CPU that this process has used, user and system.
+/// Returns the CPU time that this process has used, user and system.
 fn cpu_ms() -> u64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap();
     let fields: Vec<&str> = stat
@@ -114,7 +115,7 @@ fn cpu_ms() -> u64 {
     (fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()) * 10
 }
 
-/// KiB.
+/// In KiB.
 fn memory_kib(what: &str) -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with(what)).unwrap();

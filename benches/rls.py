@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a call of Envoy's rate-limit service costs: ours ([rls]) and, where there is one, Limitador's, in turns.
+"""Measures the cost of a call of Envoy's rate limit service: tidegate's ([rls]) and optionally Limitador's, in turns.
 
     benches/rls.py PATH-OF-tidegate [--limitador PATH] [--envoy PATH] [--rounds 3] [--seconds 5]
 
-Both decide by the same Redis; the service has one core, load, Redis and app have the other. By h2load the service is
-asked alone, one key; with --envoy a real Envoy asks for what wrk sends it, one key and 10,000. Needs redis-server,
-h2load and, for Envoy, wrk and nginx. Prints a table of medians. Only processes started here are ended.
+All services use the same Redis. The service runs on one core; the load generator, Redis and the app on the other.
+h2load calls the service directly, with one key. With --envoy, wrk sends requests through Envoy, with one key and with
+10,000. Requires redis-server, h2load and, for Envoy, wrk and nginx. Prints a table of medians.
 """
 
 import argparse
@@ -28,7 +28,7 @@ children = []
 
 
 def free_ports(count):
-    """All at once, so that none is given twice."""
+    """Reserves all ports at once, so that none is returned twice."""
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in taken]
     for one in taken:
@@ -66,12 +66,12 @@ def end(child):
 
 
 def cpu_s(child):
-    """Of a process: none of these has children."""
+    """CPU seconds of a process without children."""
     fields = open(f"/proc/{child.pid}/stat", encoding="utf-8").read().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-# ---- the protocol, as far as one call needs it
+# ---- the part of the protocol that one call needs
 
 
 def part(number, payload):
@@ -87,7 +87,7 @@ def call(user, plan):
 
 
 def overall_code(port, framed):
-    """1 is OK, 2 OVER_LIMIT. By curl, as nothing in Python's library speaks HTTP/2."""
+    """Returns 1 for OK, 2 for OVER_LIMIT. Uses curl, because the Python standard library has no HTTP/2."""
     body = file("call.bin", "")
     with open(body, "wb") as out:
         out.write(framed)
@@ -201,7 +201,7 @@ worker_processes 1; daemon off; pid {dir}/app.pid; error_log {dir}/app.log;
 events {{ worker_connections 1024; }}
 http {{ access_log off; keepalive_requests 100000000; server {{ listen 127.0.0.1:{app}; location / {{ return 200 "{body}"; }} }} }}
 """
-# Which user asks: one of `keys`, or always the same.
+# User of a request: one of `keys`, or always the same.
 WRK = """
 local keys, n = {keys}, 0
 request = function()
@@ -216,7 +216,7 @@ end
 """
 
 
-# ---- load: each gives requests, p50 and p99 in ms, and how many went wrong
+# ---- load generators: each returns requests, p50 and p99 in ms, and the number of errors
 
 
 def alone(port, seconds):
@@ -226,12 +226,12 @@ def alone(port, seconds):
     log = f"{DIR}/h2load.log"
     if os.path.exists(log):
         os.remove(log)
-    told = subprocess.run(
+    output = subprocess.run(
         ["taskset", "-c", LOAD_CPU, "h2load", "-t1", "-c4", "-m16", f"-D{seconds}", f"--log-file={log}", "-d", body,
          "-H", "content-type: application/grpc", "-H", "te: trailers", f"http://127.0.0.1:{port}{CALL}"],
         capture_output=True, text=True, check=True, timeout=seconds + 60,
     ).stdout
-    done, succeeded = map(int, re.search(r"(\d+) done, (\d+) succeeded", told).groups())
+    done, succeeded = map(int, re.search(r"(\d+) done, (\d+) succeeded", output).groups())
     took = sorted(int(line.split("\t")[2]) for line in open(log, encoding="utf-8"))
     return done, took[len(took) // 2] / 1000, took[len(took) * 99 // 100] / 1000, done - succeeded
 
@@ -240,11 +240,11 @@ def through(front, keys):
     script = file(f"keys-{keys}.lua", WRK.format(keys=keys))
 
     def load(_port, seconds):
-        told = subprocess.run(
+        output = subprocess.run(
             ["taskset", "-c", LOAD_CPU, "wrk", "-t1", "-c64", f"-d{seconds}s", "-s", script, f"http://127.0.0.1:{front}"],
             capture_output=True, text=True, check=True, timeout=seconds + 60,
         ).stdout
-        requests, p50, p99, wrong = re.search(r"JSON (\S+) (\S+) (\S+) (\S+)", told).groups()
+        requests, p50, p99, wrong = re.search(r"JSON (\S+) (\S+) (\S+) (\S+)", output).groups()
         return int(requests), float(p50) / 1000, float(p99) / 1000, int(wrong)
 
     return load
@@ -259,15 +259,15 @@ def front_answers(port, user, plan):
 
 
 def right(name, port):
-    """What is measured decides: the first of a key with 1 a minute passes, the second does not."""
+    """Checks the decisions: with a limit of 1 per minute, the first call of a key passes and the second does not."""
     codes = [overall_code(port, call(b"first", b"free")) for _ in range(2)]
     assert codes == [1, 2], f"{name}: {codes} instead of OK, OVER_LIMIT"
     assert overall_code(port, call(b"hot", b"pro")) == 1
 
 
 def scripts_of(redis):
-    told = subprocess.run(["redis-cli", "-p", str(redis), "info", "commandstats"], capture_output=True, text=True, check=True).stdout
-    return sum(int(calls) for calls in re.findall(r"cmdstat_eval(?:sha)?:calls=(\d+)", told))
+    output = subprocess.run(["redis-cli", "-p", str(redis), "info", "commandstats"], capture_output=True, text=True, check=True).stdout
+    return sum(int(calls) for calls in re.findall(r"cmdstat_eval(?:sha)?:calls=(\d+)", output))
 
 
 def measure(load, seconds, port, watched, redis):
@@ -303,7 +303,7 @@ def main():
     for turn in range(args.rounds):
         for name, (child, port) in running.items():
             row = measure(alone, args.seconds, port, {"service": child, "redis": redis}, redis_port)
-            rows.setdefault(("asked alone, one key", name), []).append(row)
+            rows.setdefault(("called directly, one key", name), []).append(row)
     if args.envoy:
         os.chmod(DIR, 0o755)
         app = start("app", LOAD_CPU, app_port, "nginx", "-p", DIR, "-c", file("app.conf", APP.format(dir=DIR, app=app_port, body="x" * 100)))
@@ -315,16 +315,16 @@ def main():
                     while front_answers(front_port, "ready", "pro") != 200:
                         time.sleep(0.05)
                     row = measure(through(front_port, keys), args.seconds, front_port, {"service": child, "envoy": envoy, "redis": redis}, redis_port)
-                    rows.setdefault((f"for Envoy, {keys:,} key{'s' * (keys > 1)}", name), []).append(row)
+                    rows.setdefault((f"through Envoy, {keys:,} key{'s' * (keys > 1)}", name), []).append(row)
                     end(envoy)
         end(app)
 
     print(f"{'':26}{'':24}{'µs of CPU a call':>18}{'Envoy':>8}{'Redis':>8}{'calls/s':>10}{'p50 ms':>8}{'p99 ms':>8}{'scripts':>9}{'wrong':>7}")
-    for (what, name), measured in rows.items():
+    for (scenario, name), measured in rows.items():
         median = {key: statistics.median(row[key] for row in measured) for key in measured[0]}
         envoy = f"{median['envoy']:8.1f}" if "envoy" in median else " " * 8
         print(
-            f"{what:26}{name:24}{median['service']:18.1f}{envoy}{median['redis']:8.1f}{median['rate']:10,.0f}{median['p50']:8.2f}{median['p99']:8.2f}"
+            f"{scenario:26}{name:24}{median['service']:18.1f}{envoy}{median['redis']:8.1f}{median['rate']:10,.0f}{median['p50']:8.2f}{median['p99']:8.2f}"
             f"{median['scripts']:9.2f}{sum(row['wrong'] for row in measured):7}"
         )
 

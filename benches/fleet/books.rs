@@ -1,7 +1,9 @@
-//! What was asked and answered, what was out of order meanwhile, and what that explains.
+//! Ledger of the fleet test: requests, responses, faults and configurations, and the checks on
+//! them.
 //!
-//! A request that was admitted was decided between the moments at which it was sent and answered. Only what lies wholly
-//! in a window counts as in it, so a slow machine makes the judgement milder and never wrong.
+//! The decision on an admitted request was made between its send and response times. A request
+//! counts in a window only if that interval lies entirely within it. A slow machine therefore makes
+//! the checks weaker, never wrong.
 
 use crate::policies::{FleetKey, FleetPolicy, LIMIT_PERIOD, StoreFailureMode};
 use crate::support::client::RequestOutcome;
@@ -10,41 +12,41 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tidegate::clock::Clock;
 
-/// How long after its end a fault still explains something: what was admitted is written back, and whoever keeps to a
-/// node that is lost finds out.
+/// Time after its end in which a fault still explains a problem: fallback admissions are written
+/// back, and clients detect a lost node.
 const FAULT_AFTERMATH: Duration = Duration::from_secs(5);
-/// How far the clocks of Redis and of the books may be apart.
+/// Maximum clock difference between Redis and the ledger.
 const CLOCK_TOLERANCE: Duration = Duration::from_millis(10);
 
-/// What is out of order.
+/// A fault in the fleet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FleetFault {
-    /// A machine is gone for good.
+    /// A node is lost permanently.
     NodeLost(u8),
-    /// A sidecar does not reach Redis; so many others know of it.
+    /// A sidecar cannot reach Redis; its share is one in `live_nodes`.
     NodePartitioned { node: u8, live_nodes: u64 },
-    /// Nobody reaches this one.
+    /// A Redis master is unreachable.
     MasterPartitioned(usize),
-    /// The same, and it comes back empty.
+    /// A Redis master is unreachable and returns empty.
     MasterLost(usize),
-    /// This machine is so busy that nothing goes on: answers of Redis come too late, anywhere.
+    /// The test machine itself stalled, so Redis responses are late on every node.
     MachineStalled,
 }
 
 #[derive(Debug)]
 struct FaultPeriod {
     fault: FleetFault,
-    /// It came between these two moments.
+    /// The fault started between these two times.
     began: Instant,
     in_effect: Option<Instant>,
     ended: Option<Instant>,
 }
 
-/// A configuration that came to one node after the other.
+/// A configuration that reached one node after another.
 #[derive(Debug)]
 struct ConfigVersion {
     has_lowered_limits: bool,
-    /// Before the first node had it; when all had it.
+    /// Before the first node loaded it, and after all had loaded it.
     began: Instant,
     rolled_out: Option<Instant>,
 }
@@ -69,7 +71,7 @@ pub(crate) struct RequestLedger {
     unexplained_events: Mutex<BTreeMap<String, u64>>,
 }
 
-/// A request under way.
+/// A request in flight.
 #[derive(Debug)]
 pub(crate) struct PendingRequest<'a> {
     ledger: &'a RequestLedger,
@@ -78,30 +80,30 @@ pub(crate) struct PendingRequest<'a> {
     sent: Instant,
 }
 
-/// The fullest window of one kind: what was admitted, and what may be.
+/// The fullest window of one kind: admitted units, and permitted units.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct FullestWindow {
     pub(crate) admitted: u64,
     pub(crate) bound: u64,
 }
 
-/// Of one policy.
+/// Results of one policy.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct WindowReport {
     pub(crate) count: u64,
-    /// Where the limit itself is the bound, and where a fault explains more.
+    /// The fullest windows where only the limit applies, and where a fault permits more.
     pub(crate) without_fault: FullestWindow,
     pub(crate) in_fault: FullestWindow,
-    /// That nothing bounds.
+    /// Number of windows without an upper bound.
     pub(crate) unbounded: u64,
 }
 
-/// What came of the requests of some time.
+/// Results of the requests in one time span.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RequestTotals {
     pub(crate) requests: u64,
     pub(crate) failed: u64,
-    /// Asked and admitted, by policy.
+    /// Sent and admitted requests, by policy.
     pub(crate) requested: BTreeMap<&'static str, u64>,
     pub(crate) admitted: BTreeMap<&'static str, u64>,
 }
@@ -119,7 +121,7 @@ impl RequestLedger {
         }
     }
 
-    /// Is forgotten unless it ends.
+    /// The request is dropped from the ledger unless it is finished.
     pub(crate) fn begin_request(&self, key: usize, node: u8) -> PendingRequest<'_> {
         PendingRequest {
             ledger: self,
@@ -129,7 +131,8 @@ impl RequestLedger {
         }
     }
 
-    /// A fault comes when this is done; the rest is over when it has been said so.
+    /// Records a fault and runs `act`, which causes it. The fault is in effect when `act` ends, and
+    /// lasts until the caller ends it.
     pub(crate) async fn begin_fault(&self, fault: FleetFault, act: impl Future<Output = ()>) {
         let began = Instant::now();
         self.fault_periods.lock().unwrap().push(FaultPeriod {
@@ -139,46 +142,46 @@ impl RequestLedger {
             ended: None,
         });
         act.await;
-        self.update_fault(fault, |trouble| trouble.in_effect = Some(Instant::now()));
+        self.update_fault(fault, |period| period.in_effect = Some(Instant::now()));
     }
 
     pub(crate) fn end_fault(&self, fault: FleetFault) {
-        self.update_fault(fault, |trouble| trouble.ended = Some(Instant::now()));
+        self.update_fault(fault, |period| period.ended = Some(Instant::now()));
     }
 
     fn update_fault(&self, fault: FleetFault, change: impl FnMut(&mut FaultPeriod)) {
-        let mut troubles = self.fault_periods.lock().unwrap();
-        troubles
+        let mut periods = self.fault_periods.lock().unwrap();
+        periods
             .iter_mut()
-            .filter(|trouble| trouble.fault == fault && trouble.ended.is_none())
+            .filter(|period| period.fault == fault && period.ended.is_none())
             .for_each(change);
     }
 
-    /// From a moment until now nothing went on.
+    /// Records a stall of the machine from a given time until now.
     pub(crate) fn record_stall(&self, began: Instant) {
         let now = Instant::now();
-        eprintln!("this machine stood still for {:?}", now - began);
-        let trouble = FaultPeriod {
+        eprintln!("this machine stalled for {:?}", now - began);
+        let period = FaultPeriod {
             fault: FleetFault::MachineStalled,
             began,
             in_effect: Some(now),
             ended: Some(now),
         };
-        self.fault_periods.lock().unwrap().push(trouble);
+        self.fault_periods.lock().unwrap().push(period);
     }
 
-    /// For how long nothing went on between these, in all.
+    /// Returns the total stall time between two times.
     pub(crate) fn total_stall(&self, from: Instant, to: Instant) -> Duration {
-        let troubles = self.fault_periods.lock().unwrap();
-        let still = troubles.iter().filter(|trouble| {
-            trouble.fault == FleetFault::MachineStalled && trouble.overlaps(from, to)
+        let periods = self.fault_periods.lock().unwrap();
+        let still = periods.iter().filter(|period| {
+            period.fault == FleetFault::MachineStalled && period.overlaps(from, to)
         });
         still
-            .filter_map(|trouble| Some(trouble.ended? - trouble.began))
+            .filter_map(|period| Some(period.ended? - period.began))
             .sum()
     }
 
-    /// The first node is about to have another configuration.
+    /// Records that the first node is about to load another configuration.
     pub(crate) fn begin_rollout(&self, lowered: bool) {
         self.config_versions.lock().unwrap().push(ConfigVersion {
             has_lowered_limits: lowered,
@@ -187,14 +190,14 @@ impl RequestLedger {
         });
     }
 
-    /// All have it.
+    /// Records that all nodes have loaded it.
     pub(crate) fn end_rollout(&self) {
         if let Some(version) = self.config_versions.lock().unwrap().last_mut() {
             version.rolled_out = Some(Instant::now());
         }
     }
 
-    /// Something that no fault explains; the first of its kind is told at once.
+    /// Records a problem that no fault explains; prints the first of each kind immediately.
     pub(crate) fn record_unexplained(&self, complaint: String) {
         let mut complaints = self.unexplained_events.lock().unwrap();
         let times = complaints.entry(complaint.clone()).or_default();
@@ -221,35 +224,35 @@ impl RequestLedger {
             .or_default() += 1;
     }
 
-    /// A warning or an error in a sidecar's log.
+    /// Records a warning or an error from a sidecar's log.
     pub(crate) fn record_log_line(&self, node: u8, message: &str, line: &str) {
-        // True, and meant.
+        // Correct and expected messages.
         if message.contains("clients choose these values") {
             return;
         }
         let now = Instant::now();
-        let troubles = self.fault_periods.lock().unwrap();
-        let explains = |trouble: &&FaultPeriod| match trouble.fault {
+        let periods = self.fault_periods.lock().unwrap();
+        let explains = |period: &&FaultPeriod| match period.fault {
             FleetFault::NodePartitioned { node: cut, .. } => {
-                cut == node && trouble.overlaps(now, now)
+                cut == node && period.overlaps(now, now)
             }
             FleetFault::MasterPartitioned(_)
             | FleetFault::MasterLost(_)
-            | FleetFault::MachineStalled => trouble.overlaps(now, now),
+            | FleetFault::MachineStalled => period.overlaps(now, now),
             FleetFault::NodeLost(_) => false,
         };
-        let why = troubles
+        let why = periods
             .iter()
             .find(explains)
-            .map(|trouble| trouble.fault.to_string());
-        drop(troubles);
+            .map(|period| period.fault.to_string());
+        drop(periods);
         match why {
             Some(why) => self.record_explained(format!("in a log: {message} ({why})")),
             None => self.record_unexplained(format!("in the log of node {node}: {line}")),
         }
     }
 
-    /// Judges every request by itself, once all have ended.
+    /// Checks every request individually, after all have ended.
     pub(crate) fn judge_requests(&self, keys: &[FleetKey]) {
         for record in self.records.lock().unwrap().iter() {
             let Some(key) = keys.get(record.key) else {
@@ -268,8 +271,10 @@ impl RequestLedger {
                 RequestOutcome::Answered(status) => format!("{path}: {status}"),
                 RequestOutcome::Truncated(status) => format!("{path}: {status}, not whole"),
                 RequestOutcome::Mismatched(status) => format!("{path}: {status}, another's"),
-                RequestOutcome::NoAnswer(_) => format!("{path}: no answer"),
-                RequestOutcome::TimedOut => format!("{path}: no answer, nor an end"),
+                RequestOutcome::NoAnswer(_) => format!("{path}: no response"),
+                RequestOutcome::TimedOut => {
+                    format!("{path}: no response and no end of the connection")
+                }
             };
             match self.find_explanation(record, key) {
                 Some(why) => self.record_explained(format!("{what} ({why})")),
@@ -286,7 +291,7 @@ impl RequestLedger {
         }
     }
 
-    /// The fault that explains what became of a request.
+    /// Returns the fault that explains a request's result.
     fn find_explanation(&self, record: &RequestRecord, key: &FleetKey) -> Option<FleetFault> {
         let is_closed = key
             .policy
@@ -299,12 +304,12 @@ impl RequestLedger {
                 | RequestOutcome::Truncated(_)
                 | RequestOutcome::Answered(502)
         );
-        let troubles = self.fault_periods.lock().unwrap();
-        let mut all = troubles
+        let periods = self.fault_periods.lock().unwrap();
+        let mut all = periods
             .iter()
-            .filter(|trouble| trouble.overlaps(record.sent, record.answered));
-        let found = all.find(|trouble| match trouble.fault {
-            // It is gone for good, but nobody goes there for ever.
+            .filter(|period| period.overlaps(record.sent, record.answered));
+        let found = all.find(|period| match period.fault {
+            // The node is lost permanently, but clients stop using it soon.
             FleetFault::NodeLost(node) => is_broken && node == record.node,
             FleetFault::NodePartitioned { node, .. } => is_refused && node == record.node,
             FleetFault::MasterPartitioned(master) | FleetFault::MasterLost(master) => {
@@ -312,10 +317,10 @@ impl RequestLedger {
             }
             FleetFault::MachineStalled => is_refused,
         });
-        found.map(|trouble| trouble.fault)
+        found.map(|period| period.fault)
     }
 
-    /// Judges every window of every key.
+    /// Checks every window of every key.
     pub(crate) fn judge_windows(&self, keys: &[FleetKey]) -> BTreeMap<&'static str, WindowReport> {
         let mut found: BTreeMap<&'static str, WindowReport> = BTreeMap::new();
         for (number, key) in keys.iter().enumerate() {
@@ -354,7 +359,8 @@ impl RequestLedger {
         found
     }
 
-    /// Each window of a key that can be the fullest: where it begins, and what was certainly admitted in it.
+    /// Returns each window of a key that may be the fullest: its start, and the requests certainly
+    /// admitted in it.
     fn admitted_windows(&self, key: usize, policy: &FleetPolicy) -> Vec<(Instant, u64)> {
         let records = self.records.lock().unwrap();
         let is_ours = |record: &&RequestRecord| {
@@ -393,7 +399,7 @@ impl RequestLedger {
         (0..admitted.len()).map(within).collect()
     }
 
-    /// The begin of the window that the clock has, or the start.
+    /// Returns the start of the clock-aligned window, or the given start.
     fn window_start(&self, at: Instant) -> Instant {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap();
         let since_us = micros(at - self.start);
@@ -401,7 +407,8 @@ impl RequestLedger {
         self.start + Duration::from_micros(begins_us)
     }
 
-    /// What may be admitted from one moment to another: by the limit, and by faults beside it; `None`: anything.
+    /// Returns the units that may be admitted between two times: by the limit, and additionally
+    /// through faults. `None` means no bound.
     fn allowed_units(
         &self,
         key: &FleetKey,
@@ -411,11 +418,11 @@ impl RequestLedger {
     ) -> (u64, Option<u64>) {
         let limit = self.limit_during(policy, from, to);
         let mut more = 0;
-        for trouble in self.fault_periods.lock().unwrap().iter() {
-            let there = trouble.in_effect.unwrap_or(to);
-            let overlaps = trouble.overlaps(from, to);
-            let straddles = from < there && to > trouble.began;
-            match (trouble.fault, policy.on_store_failure) {
+        for period in self.fault_periods.lock().unwrap().iter() {
+            let there = period.in_effect.unwrap_or(to);
+            let overlaps = period.overlaps(from, to);
+            let straddles = from < there && to > period.began;
+            match (period.fault, policy.on_store_failure) {
                 (FleetFault::NodeLost(_), _) => {}
                 (
                     FleetFault::NodePartitioned { .. } | FleetFault::MachineStalled,
@@ -427,7 +434,7 @@ impl RequestLedger {
                     more = more.max(limit)
                 }
                 (FleetFault::MachineStalled, _) => {}
-                // Its own share, beside what Redis lets the others have.
+                // The node's own share, in addition to the admissions by Redis elsewhere.
                 (
                     FleetFault::NodePartitioned {
                         live_nodes: live, ..
@@ -443,12 +450,12 @@ impl RequestLedger {
                 ) if overlaps => {
                     return (limit, None);
                 }
-                // Who knew nothing of the key begins with his whole share.
+                // A node without state for the key starts with its whole share.
                 (
                     FleetFault::MasterPartitioned(_) | FleetFault::MasterLost(_),
                     StoreFailureMode::Local,
                 ) if straddles => more += limit,
-                // What was counted is lost.
+                // Redis lost its counters.
                 (FleetFault::MasterLost(_), StoreFailureMode::Closed) if straddles => more += limit,
                 (FleetFault::MasterPartitioned(_) | FleetFault::MasterLost(_), _) => {}
             }
@@ -456,7 +463,7 @@ impl RequestLedger {
         (limit, Some(more))
     }
 
-    /// While nodes disagree, that of the most generous.
+    /// While nodes have different configurations, the highest limit applies.
     fn limit_during(&self, policy: &FleetPolicy, from: Instant, to: Instant) -> u64 {
         let versions = self.config_versions.lock().unwrap();
         let lasts_until = |nth: usize| versions.get(nth).map(|next| next.rolled_out.unwrap_or(to));
@@ -478,7 +485,7 @@ impl RequestLedger {
             .unwrap_or(policy.requests)
     }
 
-    /// What can be admitted by a policy's keys, if they are asked for it.
+    /// Returns the units that a policy's keys can admit under full demand.
     pub(crate) fn possible_units(
         &self,
         policy: &FleetPolicy,
@@ -486,7 +493,7 @@ impl RequestLedger {
         from: Instant,
         to: Instant,
     ) -> f64 {
-        // The least of the limits: what is admitted beyond is no lack.
+        // The lowest of the limits: admitting more than it is not a shortfall.
         let versions = self.config_versions.lock().unwrap();
         let is_lowered = versions
             .iter()
@@ -528,7 +535,7 @@ impl RequestLedger {
         share
     }
 
-    /// How long those took that came whole, of a thousand sorted ones each of these.
+    /// Returns latency quantiles, in 1/1000, of complete responses.
     pub(crate) fn latency_quantiles(&self, per_mille: &[usize]) -> Vec<Duration> {
         let records = self.records.lock().unwrap();
         let whole = records
@@ -543,16 +550,16 @@ impl RequestLedger {
             .collect()
     }
 
-    /// In seconds since the start.
+    /// Seconds since the start.
     pub(crate) fn seconds_since_start(&self, moment: Instant) -> f64 {
         (moment - self.start).as_secs_f64()
     }
 }
 
 impl FaultPeriod {
-    /// Whether it, or what comes after it, was there at any time between these.
+    /// Returns whether the fault, or its aftermath, was active at any time between these times.
     fn overlaps(&self, from: Instant, to: Instant) -> bool {
-        // Of a node that is lost soon everybody knows.
+        // All clients detect a lost node soon.
         let over = if let FleetFault::NodeLost(_) = self.fault {
             self.in_effect
         } else {
@@ -588,7 +595,7 @@ impl std::fmt::Display for FleetFault {
             Self::NodePartitioned { .. } => "its node is cut off from Redis",
             Self::MasterPartitioned(_) => "a master is cut off",
             Self::MasterLost(_) => "a master is lost",
-            Self::MachineStalled => "this machine stood still",
+            Self::MachineStalled => "this machine stalled",
         })
     }
 }

@@ -1,4 +1,4 @@
-//! The clients, and the balancer in front of them, which believes the nodes' readiness.
+//! The clients, and their load balancer, which follows the readiness of the nodes.
 
 use crate::FleetContext;
 use crate::support::client::{RequestOutcome, get, handshake_http1};
@@ -15,12 +15,12 @@ use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-/// Longer than anything takes, a busy machine included.
+/// Timeout longer than any operation takes, even on a busy machine.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 const CLIENTS_PER_KEY: u64 = 4;
 
-/// The nodes that take requests, and where.
+/// The nodes that accept requests, and their addresses.
 #[derive(Debug, Default)]
 pub(crate) struct LoadBalancer(Mutex<BTreeMap<u8, SocketAddr>>);
 
@@ -45,7 +45,7 @@ impl LoadBalancer {
 }
 
 impl FleetContext {
-    /// As the kubelet and whoever hears of it do: twice a second or so.
+    /// Probes readiness about twice a second, as the kubelet and endpoint updates do.
     pub(crate) async fn probe_readiness(
         self: Arc<Self>,
         node: u8,
@@ -62,7 +62,7 @@ impl FleetContext {
     }
 }
 
-/// All of them, until the time is over. What each one does is the seed's choice.
+/// Runs all clients until the time is over. The seed determines each client's choices.
 pub(crate) fn spawn_clients(world: &Arc<FleetContext>, seed: u64) -> Vec<JoinHandle<()>> {
     let keys = (0..world.keys.len()).flat_map(|key| (0..CLIENTS_PER_KEY).map(move |_| key));
     (seed..)
@@ -71,7 +71,7 @@ pub(crate) fn spawn_clients(world: &Arc<FleetContext>, seed: u64) -> Vec<JoinHan
         .collect()
 }
 
-/// One connection after the other, each to some node.
+/// Runs one client: one connection after another, each to a random node.
 async fn run_client(world: Arc<FleetContext>, key: usize, mut rng: Rng) {
     while !world.is_over() {
         if let Some((node, address)) = world.balancer.choose_node(&mut rng) {

@@ -1,11 +1,13 @@
-//! A fleet on one machine: namespaces as nodes, each with a sidecar and an app, three Redis masters, clients behind a
-//! balancer; and what befalls fleets. Every limit is held, as far as `docs/operations/redis.md` promises it, and each request
-//! that fails has a fault to explain it.
+//! Fleet test on one machine: network namespaces as nodes, each with a sidecar and an app; three
+//! Redis masters; clients behind a load balancer; and the faults of fleets. Every limit must hold
+//! as far as `docs/operations/redis.md` promises, and a fault must explain each failed request.
 //!
-//! Run by `make fleet`, which prints a report as Markdown; `FLEET_SEED` draws the same again: the same choices of each
-//! client, the same faults in the same order, but not at the same moments. Needs redis-server, iproute2 and util-linux.
+//! Run by `make fleet`, which prints a Markdown report. `FLEET_SEED` repeats the choices of each
+//! client and the order of the faults, but not their timing. Requires redis-server, iproute2 and
+//! util-linux.
 //!
-//! What happens is in [`story`], what may be admitted meanwhile and what explains what in [`books`].
+//! [`story`] has the phases of the test; [`books`] has the permitted admissions and the faults that
+//! explain failures.
 
 #![allow(
     clippy::print_stdout,
@@ -26,7 +28,7 @@ mod story;
 #[path = "../support/mod.rs"]
 mod support;
 #[path = "../soak/upstream.rs"]
-#[allow(dead_code, reason = "here nobody kills it but with its node")]
+#[allow(dead_code, reason = "the app is killed only with its node")]
 mod upstream;
 
 use books::RequestLedger;
@@ -43,10 +45,10 @@ use tokio::time::sleep;
 use upstream::{AppProtocol, AppServer};
 
 const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// A fourth of the time that Redis has to answer.
+/// A quarter of the Redis timeout.
 const STALL_THRESHOLD: Duration = Duration::from_millis(500);
 
-/// What everybody knows.
+/// State shared by all tasks of the test.
 struct FleetContext {
     keys: Vec<FleetKey>,
     balancer: LoadBalancer,
@@ -78,7 +80,7 @@ fn main() -> ExitCode {
     runtime.block_on(run_fleet())
 }
 
-/// Runs on a node: says where it is, and ends with the node.
+/// Runs the app of a node. It prints its URL and runs until the node ends.
 fn run_app() -> ! {
     let app = AppServer::start(AppProtocol::Http1);
     println!("{}", app.url());
@@ -112,7 +114,7 @@ async fn run_fleet() -> ExitCode {
     }
 }
 
-/// Notes when nothing went on here: then others may not have gone on, either.
+/// Records stalls of this process: other processes may have stalled at the same time.
 async fn watch_for_stalls(world: Arc<FleetContext>) {
     loop {
         let before = Instant::now();

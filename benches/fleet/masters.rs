@@ -1,4 +1,4 @@
-//! A Redis Cluster of three masters without replicas, each on a machine of its own.
+//! A Redis Cluster of three masters without replicas, each on its own machine.
 
 use crate::net::{BridgeNetwork, NetworkMachine};
 use std::net::Ipv4Addr;
@@ -59,7 +59,7 @@ impl RedisMasters {
         masters
     }
 
-    /// For a configuration file.
+    /// Returns the addresses for a configuration file.
     pub(crate) fn urls(&self) -> String {
         let urls = self
             .0
@@ -68,7 +68,7 @@ impl RedisMasters {
         urls.collect::<Vec<_>>().join(", ")
     }
 
-    /// Which of them keeps a key.
+    /// Returns the master that owns a key.
     pub(crate) fn master_of_key(&self, key: &str) -> usize {
         let mut asked = redis::cmd("CLUSTER");
         let slot: u16 = asked
@@ -76,7 +76,7 @@ impl RedisMasters {
             .arg(key)
             .query(&mut self.connection(0))
             .unwrap();
-        // As redis-cli shares them out.
+        // The slot ranges that redis-cli assigns.
         (usize::from(slot) * MASTER_COUNT / usize::from(HASH_SLOTS)).min(MASTER_COUNT - 1)
     }
 
@@ -95,7 +95,7 @@ impl RedisMasters {
             .unwrap()
     }
 
-    /// Waits until each of them thinks that all is well.
+    /// Waits until every master reports the cluster as healthy.
     async fn wait_for_cluster_ok(&self) {
         let deadline = Instant::now() + Duration::from_secs(30);
         let is_well = |master: usize| {
@@ -117,12 +117,12 @@ impl RedisMaster {
         self.machine.address(BridgeNetwork::Back)
     }
 
-    /// As `kill -9`: nothing is saved but who the others are.
+    /// Kills the master like `kill -9`: it keeps only its cluster configuration.
     pub(crate) async fn kill(&mut self) {
         self.server.kill().await.unwrap();
     }
 
-    /// Starts it again, empty.
+    /// Restarts the master, empty.
     pub(crate) async fn restart(&mut self) {
         self.server = start_redis(&self.machine, &self.folder).await;
     }
@@ -141,7 +141,7 @@ async fn start_redis(machine: &NetworkMachine, folder: &TempDir) -> Child {
             "--appendonly",
             "no",
         ])
-        // They serve what they have if one is away.
+        // The other masters keep serving their slots if one is unavailable.
         .args([
             "--cluster-enabled",
             "yes",

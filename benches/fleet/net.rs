@@ -1,4 +1,4 @@
-//! Machines of a network: namespaces, on two bridges. Clients come by the one, Redis is behind the other.
+//! Machines of a network: namespaces on two bridges, one for the clients and one for Redis.
 
 use std::env;
 use std::fs;
@@ -7,10 +7,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-/// Set in the process that stands in namespaces of its own.
+/// Set in the process that runs in its own namespaces.
 const ISOLATED_VARIABLE: &str = "TIDEGATE_FLEET_INSIDE";
 
-/// Our own place on both.
+/// Address of the test itself on both bridges.
 const HOST_NUMBER: u8 = 254;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub(crate) enum BridgeNetwork {
     Back,
 }
 
-/// One namespace, removed on drop.
+/// One network namespace; removed on drop.
 #[derive(Debug)]
 pub(crate) struct NetworkMachine {
     number: u8,
@@ -30,8 +30,8 @@ pub(crate) fn is_isolated() -> bool {
     env::var_os(ISOLATED_VARIABLE).is_some()
 }
 
-/// Runs this program again in namespaces of its own, where everything ends with it. Root isn't needed where everybody
-/// may make namespaces of users.
+/// Restarts this program in new namespaces, which remove everything when it ends. Root is not
+/// required if user namespaces are allowed.
 pub(crate) fn run_isolated() -> ExitCode {
     let mut unshare = Command::new("unshare");
     unshare.args([
@@ -61,9 +61,9 @@ pub(crate) fn run_isolated() -> ExitCode {
     }
 }
 
-/// Makes both bridges, with a place for us on each.
+/// Creates both bridges, with an address of the test on each.
 pub(crate) fn create_bridges() {
-    // Where `ip netns` keeps the names; the machine's own may not be ours to write.
+    // Directory of the names of `ip netns`; the system's own may not be writable.
     run_command("mount", "-t tmpfs tmpfs /run");
     run_ip("link set lo up");
     for net in [BridgeNetwork::Front, BridgeNetwork::Back] {
@@ -113,7 +113,7 @@ impl NetworkMachine {
         net.address(self.number)
     }
 
-    /// Nothing comes through any more, and nobody is told: as when a switch fails.
+    /// Drops all packets without notifying either side, like a failed switch.
     pub(crate) fn disconnect(&self, net: BridgeNetwork) {
         run_ip(&format!("link set {}{} nomaster", net.name(), self.number));
     }
@@ -130,9 +130,9 @@ impl NetworkMachine {
         self.nets.iter().for_each(|net| self.disconnect(*net));
     }
 
-    /// A program to be run on it; it ends with us.
+    /// Returns a command that runs on this machine and ends with the test.
     pub(crate) fn command(&self, program: impl AsRef<Path>) -> tokio::process::Command {
-        // Becomes the program: its process is ours.
+        // nsenter replaces itself with the program, so the process id is that of the program.
         let mut command = tokio::process::Command::new("nsenter");
         command
             .arg(format!("--net=/run/netns/m{}", self.number))

@@ -1,4 +1,5 @@
-//! A node of the fleet: a machine with an app, a sidecar in front of it, and the folder that the kubelet mounts.
+//! A fleet node: a machine with an app, a sidecar in front of it, and the mounted configuration
+//! directory.
 
 use crate::FleetContext;
 use crate::net::{BridgeNetwork, NetworkMachine};
@@ -29,14 +30,15 @@ pub(crate) struct FleetNode {
     context: Arc<FleetContext>,
 }
 
-/// A ConfigMap as the kubelet mounts it: the file is a link through `..data`, which is swapped as a whole.
+/// A ConfigMap as the kubelet mounts it: the file is a link through `..data`, which is swapped
+/// atomically.
 struct ConfigMount {
     folder: TempDir,
     version: u32,
 }
 
 impl FleetNode {
-    /// It takes requests when its probes say so.
+    /// A node accepts requests when its probes succeed.
     pub(crate) async fn start(id: u8, world: &Arc<FleetContext>, config: &str) -> Self {
         let machine = NetworkMachine::new(id, &[BridgeNetwork::Front, BridgeNetwork::Back]);
         let mut app = machine
@@ -80,7 +82,7 @@ impl FleetNode {
         self.mount.write(&node_config(&self.app_url, config));
     }
 
-    /// Asks the sidecar to end, and waits.
+    /// Sends the sidecar a shutdown signal and waits for its exit.
     pub(crate) async fn stop_sidecar(&mut self) -> ExitStatus {
         crate::support::send_signal(self.sidecar.id().expect("it has not ended"), "TERM");
         timeout(3 * PROMPT_TIMEOUT, self.sidecar.wait())
@@ -89,12 +91,12 @@ impl FleetNode {
             .unwrap()
     }
 
-    /// Starts another sidecar in its place.
+    /// Starts a new sidecar in place of the old one.
     pub(crate) fn start_sidecar(&mut self) {
         self.sidecar = spawn_sidecar(self.id, &self.machine, &self.mount, &self.context);
     }
 
-    /// Everything on it, at once.
+    /// Kills all processes of the node at once.
     pub(crate) async fn kill(&mut self) {
         let (app, sidecar) = tokio::join!(self.app.kill(), self.sidecar.kill());
         app.and(sidecar).unwrap();

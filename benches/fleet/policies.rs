@@ -1,4 +1,5 @@
-//! What is limited, and how: one policy per way to count and to go on without Redis, each with one key on every master.
+//! The policies of the test: one per combination of algorithm and fallback, each with one key on
+//! every master.
 
 use crate::masters::{MASTER_COUNT, RedisMasters};
 use std::fmt::Write;
@@ -9,7 +10,7 @@ use tidegate::store::redis::ScriptLibrary;
 pub(crate) const LIMIT_PERIOD: Duration = Duration::from_secs(2);
 const PREFIX: &str = "fleet";
 
-/// What becomes of a request without Redis.
+/// Behaviour without Redis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StoreFailureMode {
     Open,
@@ -22,12 +23,12 @@ pub(crate) struct FleetPolicy {
     pub(crate) name: &'static str,
     pub(crate) path: &'static str,
     pub(crate) requests: u64,
-    /// How it counts, as the configuration says it, and as the code does.
+    /// The algorithm, as configuration text and as a value.
     pub(crate) algorithm_name: &'static str,
     pub(crate) algorithm: Algorithm,
     pub(crate) lease: &'static str,
     pub(crate) on_store_failure: StoreFailureMode,
-    /// Of what is possible, at least so much is to be admitted while nothing is away, in percent.
+    /// Minimum share of the possible admissions, in percent, while nothing is unavailable.
     pub(crate) min_used_percent: u64,
 }
 
@@ -44,7 +45,7 @@ const SLIDING_LOG_POLICY: FleetPolicy = FleetPolicy {
 
 pub(crate) static POLICIES: [FleetPolicy; 5] = [
     SLIDING_LOG_POLICY,
-    // Six nodes with two units each may idle.
+    // Up to two leased units may stay unused on each of six nodes.
     FleetPolicy {
         name: "leased",
         path: "/leased",
@@ -59,7 +60,7 @@ pub(crate) static POLICIES: [FleetPolicy; 5] = [
         algorithm_name: "sliding_window",
         algorithm: Algorithm::SlidingWindow { buckets: 10 },
         on_store_failure: StoreFailureMode::Closed,
-        // A tenth or so is what the algorithm costs.
+        // The algorithm itself costs about a tenth.
         min_used_percent: 65,
         ..SLIDING_LOG_POLICY
     },
@@ -79,13 +80,13 @@ pub(crate) static POLICIES: [FleetPolicy; 5] = [
     },
 ];
 
-/// Whose quota a client uses.
+/// The quota that a client uses.
 #[derive(Debug)]
 pub(crate) struct FleetKey {
-    /// `None`: nothing is limited there.
+    /// `None` for requests without a limit.
     pub(crate) policy: Option<&'static FleetPolicy>,
     user: String,
-    /// What Redis calls it, and which of them keeps it.
+    /// The key in Redis, and the master that owns it.
     pub(crate) redis_key: String,
     pub(crate) master: usize,
 }
@@ -101,7 +102,7 @@ impl FleetKey {
 }
 
 impl FleetPolicy {
-    /// Units in a period; in some versions of the configuration fewer.
+    /// Units per period; some configuration versions have fewer.
     pub(crate) fn requests_per_period(&self, lowered: bool) -> u64 {
         if lowered {
             self.requests * 3 / 5
@@ -110,7 +111,7 @@ impl FleetPolicy {
         }
     }
 
-    /// Whether periods begin when the clock says so.
+    /// Returns whether periods are aligned to the clock.
     pub(crate) fn is_aligned(&self) -> bool {
         matches!(self.algorithm, Algorithm::FixedWindow { .. })
     }
@@ -135,7 +136,7 @@ impl FleetPolicy {
     }
 }
 
-/// One of each policy on every master, and one that is not limited.
+/// One key of each policy on every master, and one without a limit.
 pub(crate) fn make_keys(masters: &RedisMasters) -> Vec<FleetKey> {
     let mut keys = vec![FleetKey {
         policy: None,
@@ -152,9 +153,9 @@ pub(crate) fn make_keys(masters: &RedisMasters) -> Vec<FleetKey> {
     keys
 }
 
-/// All of the configuration but what is a node's own.
+/// The configuration, except for the parts specific to a node.
 pub(crate) fn fleet_config(urls: &str, lowered: bool) -> String {
-    // Patient, so that a busy machine is no outage.
+    // A long timeout, so that a busy machine does not cause an outage.
     let mut text = format!(
         "log.access = 'off'
 shutdown = {{ delay = '2s', grace = '5s' }}

@@ -9,13 +9,13 @@ use std::collections::BTreeMap;
 use std::process::Command;
 use std::time::Duration;
 
-/// In an outage shares are what there is: of those policies that go on by themselves at least so much, in percent.
+/// Minimum share of admissions in an outage, in percent, for policies with local fallback.
 const MIN_USED_PERCENT_IN_OUTAGE: u64 = 30;
 
-/// Who stood still for more of the time, in percent, has seen too little.
+/// Maximum stall time, in percent; beyond it, the run is not meaningful.
 const MAX_STALL_PERCENT: u32 = 5;
 
-/// Judges what was seen, and says so. Whether all is well.
+/// Prints the report and returns whether all checks passed.
 #[allow(
     clippy::too_many_lines,
     reason = "prints the report from top to bottom"
@@ -56,7 +56,7 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
         .map(|policy| format!("`{}`", policy.name))
         .collect();
     println!(
-        "| from, s | | nodes after it | requests | failed | decided without Redis | until all ask Redis again, s | {} |",
+        "| from, s | | nodes after it | requests | failed | decided without Redis | until all use Redis again, s | {} |",
         names.join(" | ")
     );
     println!("|{}", "---|".repeat(7 + POLICIES.len()));
@@ -84,7 +84,7 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
         all.failed += share.failed;
     }
     println!(
-        "\nUnder the policies' names: admitted, in percent of what could be: what was asked for, or what the limit (the lower one, where it changes) lets pass. Answers took {}.\n",
+        "\nPolicy columns: admitted requests in percent of the possible ones, which are bounded by demand and by the limit (the lower one if it changes). Response times: {}.\n",
         ["half of them", "99 %", "99.9 %", "all"]
             .iter()
             .zip(books.latency_quantiles(&[500, 990, 999, 1000]))
@@ -93,7 +93,7 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
             .join(", "),
     );
     println!(
-        "| policy | | windows of {} s judged | fullest | fullest where a fault explains more |",
+        "| policy | | windows of {} s judged | fullest | fullest where a fault permits more |",
         LIMIT_PERIOD.as_secs()
     );
     println!("|---|---|---|---|---|");
@@ -133,7 +133,7 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
     }
     if still * 100 > (to - from) * MAX_STALL_PERCENT {
         books.record_unexplained(format!(
-            "this machine stood still for {still:?}: it was too busy to tell"
+            "this machine stalled for {still:?}: too long for a meaningful result"
         ));
     }
     let complaints = books.unexplained_events();
@@ -142,9 +142,9 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
         all.requests, all.failed
     );
     if complaints.is_empty() {
-        println!("and nothing that no fault explains.");
+        println!("and no unexplained problems.");
     } else {
-        println!("and what nothing explains:\n");
+        println!("and these unexplained problems:\n");
         complaints
             .iter()
             .for_each(|(what, times)| println!("- {times} × {what}"));
@@ -152,7 +152,8 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
     complaints.is_empty()
 }
 
-/// How much of what was possible a policy admitted; too little is a complaint.
+/// Returns the share of the possible units that a policy admitted; records a problem if it is too
+/// low.
 fn check_used_percent(
     world: &FleetContext,
     played: &PhaseResult,

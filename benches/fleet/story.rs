@@ -1,4 +1,4 @@
-//! What happens to the fleet, one chapter after the other.
+//! The phases of the test, one after another.
 
 use crate::FleetContext;
 use crate::books::FleetFault;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::time::sleep;
 
-/// For what takes a while: those that are gone are counted for some seconds.
+/// Timeout for slow changes: instances that have ended are counted for some seconds.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +47,7 @@ impl ScenarioPhase {
         }
     }
 
-    /// Whether Redis is away from somebody.
+    /// Whether Redis is unreachable for at least one node.
     pub(crate) fn is_outage(self) -> bool {
         matches!(
             self,
@@ -56,17 +56,17 @@ impl ScenarioPhase {
     }
 }
 
-/// A chapter that was played.
+/// A completed phase.
 #[derive(Debug)]
 pub(crate) struct PhaseResult {
     pub(crate) phase: ScenarioPhase,
     pub(crate) began: Instant,
-    /// From here on all is well again.
+    /// Time from which the fleet is healthy again.
     pub(crate) ended: Instant,
     pub(crate) nodes: usize,
-    /// Decisions without Redis.
+    /// Decisions made without Redis.
     pub(crate) degraded_decisions: u64,
-    /// How long it took until everybody asked Redis again.
+    /// Time until all nodes used Redis again.
     pub(crate) recovery: Option<Duration>,
 }
 
@@ -74,12 +74,12 @@ pub(crate) struct FleetScenario {
     context: Arc<FleetContext>,
     masters: RedisMasters,
     nodes: Vec<FleetNode>,
-    /// They are still probed.
+    /// The load balancer still probes these nodes.
     lost_nodes: Vec<FleetNode>,
     next_node_id: u8,
     rng: Rng,
     has_lowered_limits: bool,
-    /// How long the last outage took to be noticed as over.
+    /// Time until the end of the last outage was detected.
     last_recovery: Option<Duration>,
 }
 
@@ -164,17 +164,19 @@ impl FleetScenario {
             ScenarioPhase::SixToThree => self.remove_nodes(3).await,
         }
         self.wait_until_healthy().await;
-        // Longer than an outage needs to end everywhere.
+        // Longer than an outage needs to end on all nodes.
         sleep(3 * LIMIT_PERIOD).await;
         let after = self.degraded_by_node().await;
-        // Whoever started anew counts from 0.
+        // A restarted sidecar counts from 0.
         let of = |(node, count): (&u8, &u64)| {
             count - before.get(node).filter(|old| *old <= count).unwrap_or(&0)
         };
         let degraded = after.iter().map(of).sum();
         let (books, ended) = (&self.context.ledger, Instant::now());
         match (chapter.is_outage(), degraded) {
-            (true, 0) => books.record_unexplained(format!("{}: nobody noticed", chapter.title())),
+            (true, 0) => {
+                books.record_unexplained(format!("{}: no node detected the fault", chapter.title()))
+            }
             (false, 1..) if books.total_stall(began, ended).is_zero() => {
                 books.record_unexplained(format!(
                     "{}: {degraded} decisions without Redis",
@@ -204,7 +206,7 @@ impl FleetScenario {
         }
     }
 
-    /// Those that go are told at once.
+    /// Nodes that leave are announced immediately.
     async fn remove_nodes(&mut self, to: usize) {
         self.rng.shuffle(&mut self.nodes);
         let mut leaving = self.nodes.split_off(to);
@@ -240,7 +242,7 @@ impl FleetScenario {
         let mut node = self.nodes.swap_remove(self.rng.usize(..self.nodes.len()));
         let (fault, silently) = (FleetFault::NodeLost(node.id), self.rng.bool());
         let lost = async {
-            // Without power nobody says that connections have ended.
+            // A power loss closes no connections.
             if silently {
                 node.machine.disconnect_all();
             }
@@ -264,7 +266,7 @@ impl FleetScenario {
             .ledger
             .begin_fault(fault, async { machine.disconnect(BridgeNetwork::Back) })
             .await;
-        // Shorter and longer than silent instances are counted.
+        // Shorter and longer than the time for which silent instances are counted.
         self.sleep_randomly(4000..9000).await;
         self.nodes[nth].machine.reconnect(BridgeNetwork::Back);
         self.wait_for_recovery(fault).await;
@@ -295,7 +297,7 @@ impl FleetScenario {
         self.wait_for_recovery(fault).await;
     }
 
-    /// Redis can be reached again: the fault is over when everybody does.
+    /// Redis is reachable again; the fault ends when all nodes use it.
     async fn wait_for_recovery(&mut self, fault: FleetFault) {
         let healed = Instant::now();
         self.wait_until_healthy().await;
@@ -303,7 +305,7 @@ impl FleetScenario {
         self.context.ledger.end_fault(fault);
     }
 
-    /// Kubelets look when they look: in any order, some seconds apart.
+    /// Kubelets update in random order, some seconds apart.
     async fn roll_out_config(&mut self, lowered: bool) {
         let mut generations = BTreeMap::new();
         for node in &self.nodes {
@@ -337,7 +339,7 @@ impl FleetScenario {
         fleet_config(&self.masters.urls(), lowered)
     }
 
-    /// Waits until all nodes take requests, ask Redis, and count each other.
+    /// Waits until all nodes are ready, use Redis, and count each other.
     async fn wait_until_healthy(&mut self) {
         let count = self.nodes.len() as u64;
         self.wait_until("the fleet to be well", async |story| {
@@ -372,7 +374,7 @@ impl FleetScenario {
         }
     }
 
-    /// Decisions without Redis so far, by node.
+    /// Returns the decisions made without Redis so far, by node.
     async fn degraded_by_node(&self) -> BTreeMap<u8, u64> {
         let mut degraded = BTreeMap::new();
         for node in &self.nodes {
@@ -388,7 +390,7 @@ impl FleetScenario {
         degraded
     }
 
-    /// Else a fault would be looked for at the wrong keys.
+    /// Otherwise a fault would be attributed to the wrong keys.
     async fn check_key_placement(&self) {
         self.wait_until("every key to be on its master", async |story| {
             let mut keys = story.context.keys.iter().filter(|key| key.policy.is_some());

@@ -1,4 +1,4 @@
-//! What was asked, what came back, which faults were there, and what none of them explains.
+//! Ledger of the soak test: requests, responses, faults, and problems that no fault explains.
 
 use crate::support::client::RequestOutcome;
 use std::collections::BTreeMap;
@@ -6,29 +6,31 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long after its end a fault still explains something: connections are made anew, the breaker closes.
+/// Time after its end in which a fault still explains a problem: connections are reestablished and
+/// the circuit breaker closes.
 const FAULT_AFTERMATH: Duration = Duration::from_secs(2);
 
-/// Something that is out of order on purpose, for a while.
+/// A deliberate, temporary fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SoakFault {
-    /// Stopped, killed or empty.
+    /// Redis is stopped, killed or empty.
     Redis,
-    /// Killed and started again. Single broken answers are a [`Route`]'s, not this.
+    /// The upstream is killed and restarted. Single broken responses belong to a [`Route`], not to
+    /// this fault.
     AppServer,
-    /// The configuration file is wrong.
+    /// The configuration file is invalid.
     Config,
 }
 
-/// A path of the upstream, and what a client may get there.
+/// A path of the upstream and the results that a client may see there.
 #[derive(Debug)]
 pub(crate) struct RouteExpectation {
     pub(crate) path: &'static str,
-    /// Statuses that need no fault.
+    /// Statuses that are expected without a fault.
     pub(crate) expected: &'static [u16],
-    /// The same while Redis is away.
+    /// Statuses that are expected while Redis is unavailable.
     pub(crate) without_redis: &'static [u16],
-    /// The upstream breaks off each of its answers: whole ones are wrong.
+    /// The upstream aborts each response on this path, so a complete response is wrong.
     pub(crate) is_truncated: bool,
 }
 
@@ -36,15 +38,15 @@ pub(crate) struct RouteExpectation {
 pub(crate) struct SoakLedger {
     sent: AtomicU64,
     given_up: AtomicU64,
-    /// Answers by status.
+    /// Response counts by status.
     answers_by_status: Mutex<BTreeMap<u16, u64>>,
-    /// Each with its begin and, once it is over, its end.
+    /// Faults with their start and, once they are over, their end.
     faults: Mutex<Vec<(SoakFault, Instant, Option<Instant>)>>,
     explained_events: Mutex<BTreeMap<String, u64>>,
     unexplained_events: Mutex<BTreeMap<String, u64>>,
 }
 
-/// A request under way; counted as sent, whatever becomes of it.
+/// A request in flight. It counts as sent, whatever its result.
 #[derive(Debug)]
 pub(crate) struct PendingRequest<'a> {
     ledger: &'a SoakLedger,
@@ -60,7 +62,7 @@ impl SoakLedger {
         }
     }
 
-    /// Requests so far, those given up on purpose among them.
+    /// Requests sent so far, including those that the client aborted deliberately.
     pub(crate) fn sent(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
     }
@@ -73,12 +75,12 @@ impl SoakLedger {
         self.answers_by_status.lock().unwrap().clone()
     }
 
-    /// Faults' consequences, and how often each was met.
+    /// Problems that a fault explains, with their counts.
     pub(crate) fn explained(&self) -> BTreeMap<String, u64> {
         self.explained_events.lock().unwrap().clone()
     }
 
-    /// What no fault explains, and how often each was met.
+    /// Problems that no fault explains, with their counts.
     pub(crate) fn unexplained_events(&self) -> BTreeMap<String, u64> {
         self.unexplained_events.lock().unwrap().clone()
     }
@@ -100,7 +102,7 @@ impl SoakLedger {
         }
     }
 
-    /// Whether this fault, or what comes after it, was there at any time since `began`.
+    /// Returns whether the fault, or its aftermath, was active at any time since `began`.
     fn was_active_since(&self, fault: SoakFault, began: Instant) -> bool {
         let faults = self.faults.lock().unwrap();
         faults.iter().any(|(kind, _, end)| {
@@ -108,7 +110,7 @@ impl SoakLedger {
         })
     }
 
-    /// Something that no fault explains; the first of its kind is told at once.
+    /// Records a problem that no fault explains; prints the first of each kind immediately.
     pub(crate) fn record_unexplained(&self, complaint: String) {
         let mut complaints = self.unexplained_events.lock().unwrap();
         let times = complaints.entry(complaint.clone()).or_default();
@@ -118,7 +120,7 @@ impl SoakLedger {
         }
     }
 
-    /// A warning or an error in the proxy's log.
+    /// Records a warning or an error from the proxy's log.
     pub(crate) fn record_log_line(&self, level: &str, message: &str, line: &str) {
         let now = Instant::now();
         let is_explained = match message {
@@ -129,9 +131,9 @@ impl SoakLedger {
             "new configuration rejected; the previous one stays in effect" => {
                 self.was_active_since(SoakFault::Config, now)
             }
-            // Some of the upstream's answers are always broken.
+            // Some upstream paths always send broken responses.
             "requests are not forwarded" => true,
-            // An error in the configuration: file, line, column.
+            // A configuration error names file, line and column.
             _ => message.contains("soak.toml:") && self.was_active_since(SoakFault::Config, now),
         };
         if is_explained {
@@ -156,12 +158,13 @@ impl SoakLedger {
 }
 
 impl PendingRequest<'_> {
-    /// The client leaves on purpose. What the proxy counts of it, if anything, is unknown.
+    /// Records a deliberate abort by the client. The proxy may or may not count the request.
     pub(crate) fn give_up(self) {
         self.ledger.given_up.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// An answer that needs no explanation, nor does a connection that is closed without one.
+    /// Records the result of an abusive request. The statuses in `usual` and a connection closed
+    /// without a response are expected.
     pub(crate) fn judge_hostile(self, usual: &[u16], outcome: &RequestOutcome) {
         match outcome {
             RequestOutcome::NoAnswer(_) => self.give_up(),
@@ -195,7 +198,7 @@ impl PendingRequest<'_> {
             RequestOutcome::Answered(200) if route.is_truncated => None,
             RequestOutcome::Answered(status) if route.expected.contains(status) => return,
             RequestOutcome::Truncated(200) if route.is_truncated => return,
-            // What breaks off before the head was written, on a busy machine, has none.
+            // On a busy machine, a response aborted before its head was written has none.
             RequestOutcome::NoAnswer(_) if route.is_truncated => return,
             RequestOutcome::Answered(status) if redis && route.without_redis.contains(status) => {
                 Some(format!("{path}: {status} without Redis"))

@@ -1,4 +1,4 @@
-//! What goes wrong around the proxy, one thing after the other, each until the proxy has got over it.
+//! Injects faults around the proxy, one at a time, and waits until the proxy recovers from each.
 
 use crate::SoakContext;
 use crate::books::SoakFault;
@@ -27,14 +27,15 @@ const ALL_FAULTS: [FaultKind; 5] = [
     FaultKind::BadConfig,
 ];
 
-/// A proxy and what belongs to it alone.
+/// A proxy with its own upstream and configuration.
 pub(crate) struct FaultTarget<'a> {
     pub(crate) context: &'a SoakContext,
     pub(crate) config: &'a ProxyConfigFile,
     pub(crate) upstream: &'a mut AppServer,
 }
 
-/// Until the time is over: all of them in some order, then all in another one. Each befalls all proxies at once.
+/// Injects all faults in random order, repeatedly, until the time is over. Each fault affects all
+/// proxies at once.
 pub(crate) async fn run_faults(scenes: &mut [FaultTarget<'_>], redis: &mut RedisServer, seed: u64) {
     let (mut rng, mut version, mut reloads) = (Rng::with_seed(seed), 1, ReloadCounts::default());
     while !is_over(scenes) {
@@ -103,7 +104,7 @@ fn end_fault(scenes: &[FaultTarget<'_>], fault: SoakFault) {
         .for_each(|scene| scene.context.ledger.end_fault(fault));
 }
 
-/// Ends the fault when the proxies ask Redis again.
+/// Ends the fault when the proxies use Redis again.
 async fn wait_for_redis_in_use(scenes: &[FaultTarget<'_>]) {
     let is_used = |metrics: &MetricsPage| {
         metrics.value("tidegate_store_up") == 1 && metrics.value("tidegate_breaker_open") == 0
@@ -125,7 +126,8 @@ struct ReloadCounts {
 }
 
 impl ReloadCounts {
-    /// Writes a configuration, or a bad one, and waits until the proxies have counted it.
+    /// Writes a valid or an invalid configuration and waits until the proxies have counted the
+    /// reload.
     async fn write_and_wait(&mut self, scenes: &[FaultTarget<'_>], version: Option<u64>) {
         match version {
             Some(_) => self.good += 1,
@@ -149,7 +151,7 @@ impl ReloadCounts {
     }
 }
 
-/// Whether this comes to be said by the metrics soon.
+/// Waits for a condition on the metrics; returns whether it became true in time.
 async fn wait_for_metrics(world: &SoakContext, wanted: impl Fn(&MetricsPage) -> bool) -> bool {
     let deadline = Instant::now() + PROMPT_TIMEOUT;
     while !wanted(&MetricsPage::fetch(world.admin).await) {
@@ -161,7 +163,7 @@ async fn wait_for_metrics(world: &SoakContext, wanted: impl Fn(&MetricsPage) -> 
     true
 }
 
-/// Long enough for the breaker to open, and for all that follows from a fault to be over.
+/// Long enough for the circuit breaker to open and for all effects of a fault to end.
 async fn sleep_randomly(rng: &mut Rng) {
     sleep(Duration::from_millis(rng.u64(1000..4000))).await;
 }

@@ -1,12 +1,14 @@
-//! Traffic and faults of many kinds for half an hour, around two proxies: one in the clear in front of HTTP/1.1, one by
-//! TLS in front of HTTP/2. Memory and file descriptors stay as they are, whatever a client meets has its reason, and
-//! each proxy has counted what its clients have.
+//! Soak test: half an hour of mixed traffic and faults around two proxies. One serves cleartext in
+//! front of an HTTP/1.1 upstream, the other TLS in front of an HTTP/2 upstream. Memory and file
+//! descriptors must stay stable, every failure must have a known cause, and each proxy's counters
+//! must match its clients' counts.
 //!
-//! Run by `make soak`. `SOAK_MINUTES` (30) says how long, `SOAK_SEED` what is drawn: the same seed gives each client the
-//! same choices and the faults the same order, but not the same moments. Needs redis-server.
+//! Run by `make soak`. `SOAK_MINUTES` (30) is the duration, and `SOAK_SEED` the random seed. The
+//! same seed repeats each client's choices and the order of the faults, but not their timing.
+//! Requires redis-server.
 //!
-//! What explains what stands in [`books`]: a fault, from its begin until two seconds after its end; what is expected of
-//! a path stands with the clients, in [`traffic`].
+//! [`books`] decides which fault explains a failure: from its start until shortly after its end.
+//! [`traffic`] has the expected results of each path.
 
 #![allow(
     clippy::print_stdout,
@@ -36,7 +38,8 @@ use support::client::{MetricsPage, PROMPT_TIMEOUT, read_env_number};
 use tokio::time::sleep;
 use upstream::{AppProtocol, AppServer};
 
-/// What the medians of the second and the last quarter may differ by, and what may be open at the end.
+/// Tolerated growth between the medians of the second and the last quarter, and the descriptors
+/// that may be open at the end.
 const RSS_TOLERANCE: GrowthTolerance = GrowthTolerance {
     percent: 5,
     absolute: 4096,
@@ -47,7 +50,7 @@ const FILES_TOLERANCE: GrowthTolerance = GrowthTolerance {
 };
 const FILES_AT_REST: u64 = 8;
 
-/// What everybody who makes traffic or faults around one proxy knows.
+/// State shared by the traffic and the faults of one proxy.
 struct SoakContext {
     name: &'static str,
     proxy: SocketAddr,
@@ -57,7 +60,7 @@ struct SoakContext {
     ledger: Arc<SoakLedger>,
 }
 
-/// One proxy, what stands around it, and what it held at the start.
+/// One proxy, its environment, and its resource use at the start.
 struct ProxyFixture {
     context: Arc<SoakContext>,
     proxy: ProxyProcess,
@@ -78,7 +81,8 @@ async fn main() -> ExitCode {
     println!("SOAK_MINUTES={minutes} SOAK_SEED={seed}");
     let (seed, mut redis) = (u64::from(seed), RedisServer::start());
     let ends = Instant::now() + Duration::from_secs_f64(minutes * 60.0);
-    // One in the clear to HTTP/1.1, one by TLS to HTTP/2; Redis is the same, the counters are not.
+    // One proxy in cleartext to HTTP/1.1, one with TLS to HTTP/2. Both use one Redis, with separate
+    // counters.
     let mut clear = ProxyFixture::start("clear", false, AppProtocol::Http1, &redis, ends).await;
     let mut tls = ProxyFixture::start("tls", true, AppProtocol::H2c, &redis, ends).await;
 
@@ -113,7 +117,7 @@ impl ProxyFixture {
     ) -> Self {
         let (upstream, books) = (AppServer::start(speaks), Arc::<SoakLedger>::default());
         let proxy = ProxyProcess::start(name, by_tls, &books, upstream.url(), redis.port()).await;
-        // The first scrape is over before what is open is counted.
+        // The first scrape ends before the open descriptors are counted.
         drop(MetricsPage::fetch(proxy.admin).await);
         sleep(Duration::from_secs(1)).await;
         let files_at_start = proxy.open_files();
@@ -134,7 +138,7 @@ impl ProxyFixture {
         }
     }
 
-    /// What faults need to know, and samples until the time is over.
+    /// Samples resource use until the time is over, and provides the state for the faults.
     fn split_for_run(&mut self) -> (FaultTarget<'_>, impl Future<Output = Vec<ResourceSample>>) {
         let Self {
             context: world,
@@ -152,7 +156,7 @@ impl ProxyFixture {
         )
     }
 
-    /// When all clients have gone: whether everything has its reason.
+    /// Stops the proxy after all clients have ended. Returns whether all checks passed.
     async fn finish(self, samples: &[ResourceSample]) -> bool {
         let Self {
             context: world,
@@ -174,14 +178,14 @@ impl ProxyFixture {
     }
 }
 
-/// What the proxy held at one moment.
+/// Resource use of the proxy at one time.
 #[derive(Clone, Copy)]
 struct ResourceSample {
     rss_kib: u64,
     files: u64,
 }
 
-/// Looks twice a second; says something once a minute.
+/// Samples twice a second and prints a line once a minute.
 async fn sample_resources(world: &SoakContext, proxy: &ProxyProcess) -> Vec<ResourceSample> {
     let mut samples = Vec::new();
     while !world.is_over() {
@@ -212,7 +216,7 @@ struct GrowthTolerance {
     absolute: u64,
 }
 
-/// The last quarter holds as much as the second; the first is for warming up.
+/// Compares the last quarter with the second one; the first is warm-up.
 fn check_growth(books: &SoakLedger, samples: &[ResourceSample]) {
     let quarters: Vec<&[ResourceSample]> =
         samples.chunks(samples.len().div_ceil(4).max(1)).collect();
@@ -238,7 +242,7 @@ fn median(values: impl Iterator<Item = u64>) -> u64 {
     values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
-/// Without clients nothing stays open but what was at the start, and a few connections to Redis.
+/// Without clients, only the descriptors from the start and a few Redis connections may be open.
 async fn check_open_files_at_rest(world: &SoakContext, proxy: &ProxyProcess, files_at_start: u64) {
     let (deadline, most) = (
         Instant::now() + 2 * PROMPT_TIMEOUT,
@@ -254,14 +258,15 @@ async fn check_open_files_at_rest(world: &SoakContext, proxy: &ProxyProcess, fil
         }
         if Instant::now() >= deadline {
             return world.ledger.record_unexplained(format!(
-                "all clients have gone, but {active} connections are counted and {files} files open ({files_at_start} at the start)"
+                "all clients have disconnected, but {active} connections are counted and {files} files open ({files_at_start} at the start)"
             ));
         }
         sleep(Duration::from_millis(200)).await;
     }
 }
 
-/// Each answer that a client saw was counted; more were counted only for requests whose answer nobody saw.
+/// The proxy must have counted each response that a client received. It may count one more for each
+/// request without a received response.
 fn check_counted_answers(books: &SoakLedger, metrics: &MetricsPage) {
     let (seen, counted) = (
         books.answers_by_status(),
@@ -284,12 +289,12 @@ fn check_counted_answers(books: &SoakLedger, metrics: &MetricsPage) {
     }
     let (sent, seen, counted) = (books.sent(), total(&seen), total(&counted));
     println!(
-        "{sent} requests, {} given up; {seen} answers seen, {counted} counted",
+        "{sent} requests, {} aborted; {seen} responses received, {counted} counted",
         books.given_up()
     );
     if counted > sent {
         books.record_unexplained(format!(
-            "{counted} answers were counted for {sent} requests"
+            "{counted} responses were counted for {sent} requests"
         ));
     }
 }
@@ -304,7 +309,7 @@ fn print_verdict(books: &SoakLedger) -> bool {
         println!("\nnothing else happened");
         return true;
     }
-    println!("\nwhat nothing explains:");
+    println!("\nunexplained problems:");
     for (what, times) in complaints {
         println!("{times:>8} {what}");
     }

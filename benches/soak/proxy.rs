@@ -1,4 +1,4 @@
-//! The proxy under test: the binary, its configuration, its log, its metrics, and what it holds.
+//! The proxy under test: process, configuration, log, metrics and resource use.
 
 use crate::books::SoakLedger;
 use crate::support::client::PROMPT_TIMEOUT;
@@ -21,11 +21,11 @@ pub(crate) struct ProxyProcess {
     pub(crate) address: SocketAddr,
     pub(crate) admin: SocketAddr,
     pub(crate) config: ProxyConfigFile,
-    /// How clients get in, if by TLS.
+    /// TLS configuration of the clients, if the listener uses TLS.
     pub(crate) tls: Option<tls::TlsConnectors>,
 }
 
-/// Its configuration file, which is written anew again and again.
+/// The proxy's configuration file, which the test rewrites repeatedly.
 #[derive(Debug)]
 pub(crate) struct ProxyConfigFile {
     directory: TempDir,
@@ -36,7 +36,8 @@ pub(crate) struct ProxyConfigFile {
 }
 
 impl ProxyConfigFile {
-    /// In effect these differ by a policy that no request meets; `None`: one that can't be read.
+    /// Effective versions differ by a policy that no request matches. `None` writes an invalid
+    /// file.
     pub(crate) fn write_version(&self, version: Option<u64>) {
         let Self {
             directory,
@@ -52,7 +53,7 @@ upstream = {{ url = '{upstream}', pool_idle_timeout = '5s' }}
 listen = {{ address = '127.0.0.1:0', http = {{ header_timeout = '2s', idle_timeout = '5s' }}{listen} }}
 admin.address = '127.0.0.1:0'
 log.access = 'off'
-# Patient, so that a busy machine is no outage.
+# A long timeout, so that a busy machine does not cause an outage.
 store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{redis}/0', timeout = '500ms', key_prefix = '{name}', instances = 1 }} }}
 [[policy]]
 name = 'log'
@@ -110,7 +111,7 @@ match.path = '/version'
 limit = {{ requests = {version}, per = '1s' }}
 "
         );
-        // Renamed, or a reload could find half of it.
+        // Renamed into place, so that a reload never reads a partial file.
         let new = directory.path().join("new");
         fs::write(&new, text).unwrap();
         fs::rename(new, directory.path().join("soak.toml")).unwrap();
@@ -118,7 +119,7 @@ limit = {{ requests = {version}, per = '1s' }}
 }
 
 impl ProxyProcess {
-    /// Starts it and waits until it listens. Its warnings and errors go to the books.
+    /// Starts the proxy and waits until it listens. Its warnings and errors go to the ledger.
     pub(crate) async fn start(
         name: &'static str,
         by_tls: bool,
@@ -168,7 +169,7 @@ impl ProxyProcess {
         self.child.id().expect("it has not ended")
     }
 
-    /// `VmRSS`, in KiB.
+    /// Returns `VmRSS` in KiB.
     pub(crate) fn rss_kib(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap();
         let rss = status
@@ -177,7 +178,7 @@ impl ProxyProcess {
         rss.unwrap().trim().parse().unwrap()
     }
 
-    /// Open file descriptors.
+    /// Returns the number of open file descriptors.
     pub(crate) fn open_files(&self) -> u64 {
         fs::read_dir(format!("/proc/{}/fd", self.pid()))
             .unwrap()
@@ -185,7 +186,7 @@ impl ProxyProcess {
             .sum()
     }
 
-    /// Asks it to end, waits, and reads its last words.
+    /// Sends a shutdown signal, waits for the exit, and reads the remaining log lines.
     pub(crate) async fn stop(mut self) -> ExitStatus {
         crate::support::send_signal(self.pid(), "TERM");
         let status = timeout(3 * PROMPT_TIMEOUT, self.child.wait())

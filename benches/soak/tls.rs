@@ -1,4 +1,4 @@
-//! A certificate for the proxy under test, and clients that trust it.
+//! Certificate of the proxy under test, and clients that trust it.
 
 use rcgen::{CertificateParams, KeyPair};
 use std::fs;
@@ -9,14 +9,14 @@ use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
-/// By ALPN: what a client offers.
+/// TLS client configurations by the protocol offered with ALPN.
 #[derive(Clone)]
 pub(crate) struct TlsConnectors {
     pub(crate) http1: TlsConnector,
     pub(crate) http2: TlsConnector,
 }
 
-/// Makes `tls.crt` and `tls.key`.
+/// Creates `tls.crt` and `tls.key`.
 pub(crate) fn create_certificate(folder: &Path) -> TlsConnectors {
     let key = KeyPair::generate().unwrap();
     let certificate = CertificateParams::new(["soak.test".to_owned()])

@@ -1,4 +1,4 @@
-//! The clients: those of every day, the slow, the impatient and the hostile.
+//! The clients: regular, slow, aborting and abusive ones.
 
 use crate::SoakContext;
 use crate::books::RouteExpectation;
@@ -19,9 +19,10 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::rustls::pki_types::ServerName;
 
-/// Longer than anything takes that goes on at all.
+/// Timeout longer than any operation that makes progress.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
-/// A policy's users; few, so that some are always over their limit, and so that what is kept per key fills up soon.
+/// Users of a policy. There are few, so that some always exceed their limit and per-key state fills
+/// up soon.
 const USER_COUNT: u32 = 500;
 
 const OK_OR_LIMITED: &[u16] = &[200, 429];
@@ -50,7 +51,7 @@ const SLOW_ROUTE: RouteExpectation = make_route("/slow", &[200]);
 const SLOW_HEAD_ROUTE: RouteExpectation = make_route("a head that doesn't end", &[408]);
 const UPLOAD_ROUTE: RouteExpectation = make_route("/upload", OK_OR_LIMITED);
 const SOCKET_ROUTE: RouteExpectation = make_route("/socket", &[101]);
-/// What a request that is none may get.
+/// Statuses for an invalid request.
 const BAD_REQUEST_STATUSES: &[u16] = &[400, 408, 413, 414, 431, 501, 505];
 
 const fn make_route(path: &'static str, usual: &'static [u16]) -> RouteExpectation {
@@ -83,7 +84,7 @@ const CLIENT_COUNTS: [(ClientKind, usize); 7] = [
     (ClientKind::Hostile, 2),
 ];
 
-/// All of them, until the time is over. What each one does is the seed's choice.
+/// Runs all clients until the time is over. The seed determines each client's choices.
 pub(crate) fn spawn_clients(world: &Arc<SoakContext>, seed: u64) -> Vec<JoinHandle<()>> {
     let kinds = CLIENT_COUNTS
         .iter()
@@ -96,7 +97,7 @@ pub(crate) fn spawn_clients(world: &Arc<SoakContext>, seed: u64) -> Vec<JoinHand
         .collect()
 }
 
-/// One connection after the other.
+/// Runs one client: one connection after another.
 async fn run_client(client: ClientKind, world: Arc<SoakContext>, mut rng: Rng) {
     while !world.is_over() {
         let lived = match client {
@@ -108,7 +109,7 @@ async fn run_client(client: ClientKind, world: Arc<SoakContext>, mut rng: Rng) {
             ClientKind::Disconnecting => run_disconnecting(&world, &mut rng).await,
             ClientKind::Hostile => run_hostile(&world, &mut rng).await,
         };
-        // Everything that befalls a request is judged where it happens.
+        // Each operation records its own result.
         if let Err(error) = lived {
             world
                 .ledger
@@ -188,7 +189,7 @@ async fn run_tunnel(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     Ok(())
 }
 
-/// What is sent into a tunnel comes back.
+/// Sends bytes through a tunnel and expects them back.
 async fn check_echo(
     world: &SoakContext,
     proxy: &mut ClientStream,
@@ -239,7 +240,7 @@ async fn run_upload(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     Ok(())
 }
 
-/// In time, if only just; or not.
+/// Sends a request slowly: just within the timeout, or too slowly.
 async fn run_slow(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
     let asked = world.ledger.begin_request();
@@ -281,7 +282,7 @@ async fn send_in_parts(
     rng: &mut Rng,
 ) -> RequestOutcome {
     for part in bytes.chunks(part) {
-        // A proxy that has answered before the end may close.
+        // A proxy that responded before the end of the request may close the connection.
         if proxy.write_all(part).await.is_err() {
             break;
         }
@@ -303,7 +304,7 @@ async fn read_slowly(proxy: &mut ClientStream, rng: &mut Rng) -> RequestOutcome 
     RequestOutcome::Answered(200)
 }
 
-/// Leaves in the middle of something.
+/// Disconnects during an operation.
 async fn run_disconnecting(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     if rng.bool() {
         return reset_streams(world, rng.u32(1..20), rng).await;
@@ -318,17 +319,17 @@ async fn run_disconnecting(world: &SoakContext, rng: &mut Rng) -> io::Result<()>
     };
     proxy.write_all(begun).await?;
     sleep_randomly(rng, 100).await;
-    // What has not been read makes this a reset.
+    // Unread bytes turn the close into a reset.
     drop(proxy);
     asked.give_up();
     Ok(())
 }
 
-/// Requests on HTTP/2 that are reset soon, or at once.
+/// Sends HTTP/2 requests and resets them immediately or shortly after.
 async fn reset_streams(world: &SoakContext, count: u32, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = handshake_http2(connect_to_proxy(world, Version::HTTP_2).await?).await?;
     for number in 0..count {
-        // Too many of them, and it is.
+        // Too many resets close the connection.
         if proxy.is_closed() {
             break;
         }
@@ -341,7 +342,7 @@ async fn reset_streams(world: &SoakContext, count: u32, rng: &mut Rng) -> io::Re
     Ok(())
 }
 
-/// What is no request, or wants to keep the proxy busy.
+/// Sends invalid requests, or requests that aim to exhaust the proxy.
 async fn run_hostile(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     if world.tls.is_some() && rng.u8(..4) == 0 {
         return send_broken_handshake(world, rng).await;
@@ -372,7 +373,7 @@ async fn run_hostile(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     Ok(())
 }
 
-/// Begins as TLS, or doesn't, and never gets to a request.
+/// Starts a TLS handshake or sends other bytes, and never sends a request.
 async fn send_broken_handshake(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = TcpStream::connect(world.proxy).await?;
     let begun = [&b"\x16\x03\x01\x02\0\x01"[..], &random_bytes(300, rng)].concat();
@@ -391,7 +392,7 @@ fn choose_route(rng: &mut Rng) -> &'static RouteExpectation {
     rng.choice(&ROUTES).unwrap()
 }
 
-/// By some user, with a number that the answer has to repeat.
+/// Builds a request for a random user, with a number that the response must repeat.
 fn make_request(
     origin: &str,
     route: &RouteExpectation,
@@ -399,7 +400,7 @@ fn make_request(
     number: u32,
     body: Bytes,
 ) -> Request<Full<Bytes>> {
-    // Half of all requests are a few users'.
+    // Half of all requests come from a few users.
     let user = if rng.bool() {
         rng.u32(..5)
     } else {
@@ -421,11 +422,12 @@ fn make_request(
         .unwrap()
 }
 
-/// Sends bytes and reads the head of an answer; with `to_end` until the proxy closes.
+/// Sends bytes and reads the response head; with `to_end`, reads until the proxy closes.
 async fn send_raw(proxy: &mut ClientStream, bytes: &[u8], to_end: bool) -> RequestOutcome {
     let mut head = Vec::new();
     let there_and_back = async {
-        // Who is refused early may find the connection closed, and the answer there.
+        // After an early rejection the connection may already be closed, with the response
+        // readable.
         let sent = proxy.write_all(bytes).await;
         while to_end || !head.ends_with(b"\r\n\r\n") {
             match proxy.read_u8().await {
@@ -456,7 +458,7 @@ async fn sleep_randomly(rng: &mut Rng, most_ms: u64) {
 
 type ClientStream = Box<dyn ByteStream>;
 
-/// A connection to the proxy, by TLS if it wants that.
+/// Connects to the proxy, with TLS if configured.
 async fn connect_to_proxy(world: &SoakContext, version: Version) -> io::Result<ClientStream> {
     let stream = TcpStream::connect(world.proxy).await?;
     let Some(tls) = &world.tls else {

@@ -1,4 +1,4 @@
-//! The app behind the proxy: answers, echoes, breaks off, and can be killed and started again.
+//! The upstream behind the proxy: responds, echoes, aborts, and can be killed and restarted.
 
 use crate::support::free_port;
 use bytes::Bytes;
@@ -20,16 +20,16 @@ use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
-/// What is long in these tests: more than all buffers on the way.
+/// Length of long bodies: more than all buffers between client and upstream.
 pub(crate) const BIG_BYTES: usize = 1 << 20;
-/// A WebSocket's key and what proves that it was understood (RFC 6455, 1.3).
+/// A WebSocket key and the matching accept value (RFC 6455, section 1.3).
 pub(crate) const WEBSOCKET_KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";
 const WEBSOCKET_ACCEPT: &str = "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=";
 
-/// Some connections by HTTP/2 say goodbye after so long, as if they were told to drain.
+/// Time after which some HTTP/2 connections send GOAWAY, as if they were draining.
 const GOAWAY_AFTER_MS: std::ops::Range<u64> = 50..3000;
 
-/// Runs in a thread and runtime of its own: when these end, every connection ends with them.
+/// Runs in its own thread and runtime, so that stopping them ends every connection.
 #[derive(Debug)]
 pub(crate) struct AppServer {
     server_thread: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
@@ -40,7 +40,7 @@ pub(crate) struct AppServer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AppProtocol {
     Http1,
-    /// HTTP/2 in the clear.
+    /// HTTP/2 in cleartext.
     H2c,
 }
 
@@ -64,7 +64,7 @@ impl AppServer {
         format!("{scheme}://{}", self.address)
     }
 
-    /// Its port refuses connections from now on.
+    /// Kills the upstream. Its port refuses connections from then on.
     pub(crate) fn kill(&mut self) {
         if let Some((alive, thread)) = self.server_thread.take() {
             drop(alive);
@@ -72,7 +72,7 @@ impl AppServer {
         }
     }
 
-    /// Starts it on the port that it had.
+    /// Restarts the upstream on the same port.
     pub(crate) fn restart(&mut self) {
         let listener = std::net::TcpListener::bind(self.address).unwrap();
         listener.set_nonblocking(true).unwrap();
@@ -106,8 +106,8 @@ async fn accept_connections(listener: TcpListener, speaks: AppProtocol) {
 }
 
 async fn serve_h2c(stream: TcpStream) {
-    // hyper closes as soon as it has said all, and what it has not read by then would make that a reset, which takes
-    // away its last answers. A second handle keeps the socket open for a while.
+    // hyper closes the connection after the last response. Unread bytes would turn the close into a
+    // reset, which discards that response. A second handle keeps the socket open for a while.
     let stream = stream.into_std().unwrap();
     let mut rest = TcpStream::from_std(stream.try_clone().unwrap()).unwrap();
     serve_h2c_until_goaway(TcpStream::from_std(stream).unwrap()).await;
@@ -125,7 +125,7 @@ async fn serve_h2c_until_goaway(stream: TcpStream) {
     let mut connection = std::pin::pin!(connection);
     let goodbye = sleep(Duration::from_millis(fastrand::u64(GOAWAY_AFTER_MS)));
     tokio::select! {
-        // That a peer leaves is what some of them are for.
+        // Some clients disconnect deliberately.
         end = connection.as_mut() => return end.unwrap_or_default(),
         () = goodbye => {}
     }
@@ -134,7 +134,7 @@ async fn serve_h2c_until_goaway(stream: TcpStream) {
 }
 
 async fn serve_http1(stream: TcpStream) {
-    // Half of the connections end with a reset, whenever we end them.
+    // Half of the connections end with a reset when the upstream stops.
     if fastrand::bool() {
         socket2::SockRef::from(&stream)
             .set_linger(Some(Duration::ZERO))
@@ -142,13 +142,13 @@ async fn serve_http1(stream: TcpStream) {
     }
     let connection =
         http1::Builder::new().serve_connection(TokioIo::new(stream), service_fn(respond));
-    // That a peer leaves is what some of them are for.
+    // Some clients disconnect deliberately.
     connection.with_upgrades().await.unwrap_or_default();
 }
 
 type AppResponse = Response<BoxBody<Bytes, io::Error>>;
 
-/// Each body begins with the request's number, so that it is noticed if somebody gets another's.
+/// Each body starts with the request's number, so that a swapped response is detected.
 async fn respond(mut request: Request<Incoming>) -> io::Result<AppResponse> {
     let number = request.headers().get("x-number").cloned();
     let number = Bytes::from(
@@ -162,7 +162,7 @@ async fn respond(mut request: Request<Incoming>) -> io::Result<AppResponse> {
         "/cut" => {
             let begin = stream::iter([Ok(Frame::data(number))]);
             let end = stream::once(async {
-                // At once, and not even the head would be sent.
+                // Aborting immediately would discard the response head.
                 sleep(Duration::from_millis(10)).await;
                 Err(io::Error::other("on purpose"))
             });
@@ -197,7 +197,7 @@ async fn respond(mut request: Request<Incoming>) -> io::Result<AppResponse> {
                     .await
                     .unwrap_or_default();
             });
-            // By HTTP/2, where it is a CONNECT (RFC 8441), any success opens it.
+            // In HTTP/2, extended CONNECT (RFC 8441), any 2xx status opens the tunnel.
             if request.method() == Method::CONNECT {
                 return Ok(Response::new(full_body(Bytes::new())));
             }

@@ -1,4 +1,4 @@
-//! What a client does and sees, and a page of metrics.
+//! HTTP client operations with their results, and parsed metrics.
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
@@ -14,32 +14,32 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-/// For what should come at once.
+/// Timeout for operations that should complete immediately.
 pub(crate) const PROMPT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What bytes go over.
+/// A byte stream to the proxy.
 pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Unpin + Send {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> ByteStream for T {}
 
-/// What became of a request.
+/// Result of a request.
 #[derive(Clone, Debug)]
 pub(crate) enum RequestOutcome {
-    /// Came whole.
+    /// The response is complete.
     Answered(u16),
-    /// The head came, the rest didn't.
+    /// The response head arrived, but the body did not.
     Truncated(u16),
-    /// Came whole, and belongs to another request or isn't what was sent.
+    /// The response is complete, but belongs to another request or differs from the sent data.
     Mismatched(u16),
-    /// The connection ended without an answer.
+    /// The connection ended without a response.
     #[allow(dead_code, reason = "why is shown by Debug")]
     NoAnswer(String),
-    /// Neither, for longer than anything should take.
+    /// No result within the timeout.
     TimedOut,
 }
 
 impl RequestOutcome {
-    /// What comes within `patience`; the body of a 200 has to be `wanted`.
+    /// Waits up to `patience` for the response. The body of a 200 response must equal `wanted`.
     pub(crate) async fn from_response(
         response: impl Future<Output = hyper::Result<Response<Incoming>>>,
         wanted: &str,
@@ -72,15 +72,15 @@ pub(crate) async fn handshake_http1(
     let (sender, connection) = http1::handshake(TokioIo::new(socket))
         .await
         .map_err(io::Error::other)?;
-    // Its errors are those of the requests on it.
+    // Connection errors also appear as errors of its requests.
     tokio::spawn(async move { connection.await.unwrap_or_default() });
     Ok(sender)
 }
 
-/// Status and body, on a connection of its own.
+/// Returns status and body of a request on a new connection.
 ///
 /// # Errors
-/// There is no answer.
+/// Returns an error if there is no response.
 pub(crate) async fn get(address: SocketAddr, path: &str) -> io::Result<(u16, Bytes)> {
     let request = Request::get(path)
         .header("host", "localhost")
@@ -103,7 +103,7 @@ pub(crate) async fn get(address: SocketAddr, path: &str) -> io::Result<(u16, Byt
     ))
 }
 
-/// A page of metrics.
+/// A metrics page.
 #[derive(Debug)]
 pub(crate) struct MetricsPage(String);
 
@@ -111,12 +111,12 @@ impl MetricsPage {
     pub(crate) async fn fetch(admin: SocketAddr) -> Self {
         let (_, page) = timeout(PROMPT_TIMEOUT, get(admin, "/metrics"))
             .await
-            .expect("the admin port answers")
+            .expect("the admin port responds")
             .unwrap();
         Self(String::from_utf8(page.to_vec()).unwrap())
     }
 
-    /// What stands behind this; 0 if nothing does.
+    /// Returns the value of a series; 0 if it is absent.
     pub(crate) fn value(&self, series: &str) -> u64 {
         let value = self
             .0
@@ -125,7 +125,7 @@ impl MetricsPage {
         value.map_or(0, |value| value.parse().unwrap())
     }
 
-    /// Each value of a counter, with its labels.
+    /// Returns each value of a counter with its labels.
     pub(crate) fn labelled_values(&self, name: &str) -> impl Iterator<Item = (&str, u64)> {
         self.0.lines().filter_map(move |line| {
             let (labels, value) = line
@@ -136,7 +136,7 @@ impl MetricsPage {
         })
     }
 
-    /// Responses by status.
+    /// Returns the number of responses by status.
     pub(crate) fn responses_by_status(&self) -> impl Iterator<Item = (u16, u64)> {
         self.labelled_values("tidegate_http_requests_total")
             .map(|(labels, count)| {
@@ -151,7 +151,7 @@ impl MetricsPage {
     }
 }
 
-/// What the environment says, if anything.
+/// Returns an environment variable, if it is set.
 pub(crate) fn read_env_number<T: std::str::FromStr>(name: &str) -> Option<T> {
     let text = std::env::var(name).ok().filter(|text| !text.is_empty())?;
     let value = text.parse().ok();

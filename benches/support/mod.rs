@@ -1,4 +1,4 @@
-//! A Redis for benchmarks, and what their clients have in common.
+//! A Redis server for benchmarks, and helpers shared by their clients.
 
 #![allow(dead_code, reason = "not every benchmark uses all of it")]
 
@@ -11,7 +11,7 @@ use tidegate::store::redis::{RedisAddress, RedisCredentials, RedisSettings, Redi
 
 pub(crate) const KEY_PREFIX: &str = "bench";
 
-/// A server of the benchmark's own; killed on drop.
+/// A Redis server owned by the benchmark; killed on drop.
 pub(crate) struct RedisServer {
     child: Child,
     port: u16,
@@ -26,13 +26,13 @@ impl RedisServer {
         }
     }
 
-    /// As `kill -9`: nothing is saved, connections break.
+    /// Kills the server like `kill -9`: it saves nothing, and connections break.
     pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// Starts a killed server again, empty, on the same port.
+    /// Restarts a killed server, empty, on the same port.
     pub(crate) fn restart(&mut self) {
         self.child = spawn_redis(self.port);
     }
@@ -45,7 +45,7 @@ impl RedisServer {
         self.child.id()
     }
 
-    /// Forgets everything.
+    /// Deletes all keys.
     pub(crate) fn flush(&self) {
         let flushed = Command::new("redis-cli")
             .args(["-p", &self.port.to_string(), "FLUSHALL"])
@@ -54,7 +54,7 @@ impl RedisServer {
         assert!(flushed.unwrap().success());
     }
 
-    /// Programs run so far.
+    /// Returns the number of script calls so far.
     pub(crate) fn count_script_calls(&self) -> f64 {
         let mut connection = self.connection();
         let text: String = redis::cmd("INFO")
@@ -69,7 +69,7 @@ impl RedisServer {
             .unwrap_or(0.0)
     }
 
-    /// A connection without the product between.
+    /// Opens a direct connection, without the proxy.
     pub(crate) fn connection(&self) -> redis::Connection {
         redis::Client::open(("127.0.0.1", self.port))
             .unwrap()
@@ -97,7 +97,7 @@ impl RedisServer {
     }
 }
 
-/// A free port below those that the system gives to clients: it is still free after a restart.
+/// Returns a free port below the ephemeral range, so that it is still free after a restart.
 pub(crate) fn free_port() -> u16 {
     let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
     std::iter::repeat_with(|| fastrand::u16(20_000..32_000))
@@ -105,7 +105,7 @@ pub(crate) fn free_port() -> u16 {
         .unwrap()
 }
 
-/// Waits until it takes connections.
+/// Waits until the server accepts connections.
 fn spawn_redis(port: u16) -> Child {
     let child = Command::new("redis-server")
         .args([
@@ -128,7 +128,7 @@ fn spawn_redis(port: u16) -> Child {
 
 /// Sends a signal, named as in `kill -TERM`.
 pub(crate) fn send_signal(pid: u32, name: &str) {
-    // The shell's own: not every image has another.
+    // Uses the shell's builtin, because not every image has a `kill` binary.
     let sent = Command::new("sh")
         .args(["-c", "kill -$1 $2", "sh", name, &pid.to_string()])
         .status();

@@ -1,4 +1,4 @@
-//! Chains of proxies in `X-Forwarded-For` and `UpstreamSpan`, written and read.
+//! Proxy chains in `X-Forwarded-For` and `Forwarded`, written and parsed.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tidegate::policy::properties::check_proxy_chain(bytes));

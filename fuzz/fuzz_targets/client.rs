@@ -1,4 +1,4 @@
-//! `X-Forwarded-For` and `UpstreamSpan`.
+//! Client addresses from `X-Forwarded-For` and `Forwarded`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(

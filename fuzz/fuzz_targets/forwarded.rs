@@ -1,4 +1,4 @@
-//! The request gate and what is forwarded.
+//! Request validation and the forwarded request.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

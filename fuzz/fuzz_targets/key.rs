@@ -1,4 +1,4 @@
-//! The framing of keys.
+//! Encoding of keys.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tidegate::policy::properties::check_key_encoding(bytes));

@@ -1,4 +1,4 @@
-//! The number in a JSON document, against serde_json.
+//! Extraction of a number from a JSON document, compared with serde_json.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tidegate::proxy::properties::check_json_number(bytes));

@@ -1,4 +1,4 @@
-//! Paths, against a naive reader.
+//! Path parsing, compared with a naive implementation.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -1,11 +1,12 @@
-//! Requests in the order of their times.
+//! Orders the requests of all logs by time.
 //!
-//! Most logs are written when a response has ended, by several workers: a little out of order. So requests wait until one
-//! that is [`REORDER_WINDOW_US`] younger was read, and are sorted. Several logs are merged by time, so rotated files may be named in
-//! any order and the logs of several replicas told together.
+//! Most servers log a request when its response ends, from several workers, so lines are slightly
+//! out of order. Each log buffers requests for [`REORDER_WINDOW_US`] of log time and sorts them.
+//! The logs are then merged by time, so rotated files and the logs of several replicas may be given
+//! in any order.
 //!
-//! Most text logs know whole seconds only. The requests of one second are then spread over it evenly, in the order of the
-//! log, which is nearer to what was than all of them at its start.
+//! Most text formats record whole seconds only. The requests of one second are spread evenly over
+//! it, in log order. That is closer to the real arrivals than a burst at its start.
 
 use super::log_reader::{AccessLogReader, RawLogLine};
 use super::parsers::{LineParser, ParsedLine, ParsedRequest};
@@ -13,18 +14,18 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::net::IpAddr;
 
-/// How much too late a request may stand in a log and still be put into its place.
+/// Maximum delay of a line, in log time, for which its request is still sorted into place.
 const REORDER_WINDOW_US: u64 = 10_000_000;
 
-/// Requests that wait at most, and the bytes of their texts: some 50 MiB together. Several logs share them. A log with more
-/// than its share in [`REORDER_WINDOW_US`] is sorted in parts.
+/// Limits of buffered requests and their text bytes, shared by all logs: about 50 MiB in total. A
+/// log that exceeds its share within [`REORDER_WINDOW_US`] is sorted in parts.
 const MAX_BUFFERED_REQUESTS: usize = 1 << 18;
 const MAX_BUFFERED_TEXT_BYTES: usize = 32 << 20;
 
-/// Lines read before it is looked whether some may go.
+/// Lines read before the next check for requests that can be released.
 const LINES_PER_READ: usize = 4096;
 
-/// A request of the past.
+/// A request read from a log, with borrowed texts.
 #[derive(Debug)]
 pub(super) struct LoggedRequest<'a> {
     pub(super) arrival_us: u64,
@@ -37,7 +38,7 @@ pub(super) struct LoggedRequest<'a> {
     headers: &'a [u8],
 }
 
-/// The same, without its texts.
+/// A buffered request; its texts are in [`LogSource::buffered_text`].
 #[derive(Clone, Copy, Debug)]
 struct BufferedRequest {
     arrival_us: u64,
@@ -48,40 +49,40 @@ struct BufferedRequest {
     method_length: u16,
     target_length: u16,
     host_length: u16,
-    /// Where its texts begin, and how long they are, headers included.
+    /// Offset and length of its texts, including headers, in the text buffer.
     text_start: u32,
     text_length: u32,
 }
 
-/// What was read of a log and isn't a request.
+/// Counts of lines by result.
 #[derive(Debug, Default)]
 pub(super) struct LineCounts {
     pub(super) lines: u64,
     pub(super) requests: u64,
     pub(super) other_records: u64,
     pub(super) broken_lines: u64,
-    /// The first broken lines: number and beginning.
+    /// Line numbers and beginnings of the first broken lines.
     pub(super) broken_examples: Vec<(u64, Vec<u8>)>,
 }
 
-/// Broken lines that are shown of each log, and how much of them.
+/// Number of broken lines shown for each log, and the bytes shown of each.
 const MAX_BROKEN_EXAMPLES: usize = 3;
 const MAX_EXAMPLE_BYTES: usize = 120;
 
-/// A log whose requests come in order.
+/// One log as a source of requests in time order.
 pub(super) struct LogSource {
     pub(super) reader: AccessLogReader,
     pub(super) counts: LineCounts,
     parser: LineParser,
     spread_within_second: bool,
-    /// How many logs there are.
+    /// Number of logs that share the buffer limits.
     log_count: usize,
     buffered_requests: Vec<BufferedRequest>,
     buffered_text: Vec<u8>,
     newest_us: u64,
-    /// So many of those that wait are sorted and may go, …
+    /// Number of buffered requests that are sorted and can be released.
     ready_count: usize,
-    /// … and these have gone.
+    /// Number of released requests that the caller has already taken.
     emitted_count: usize,
     ended: bool,
 }
@@ -108,7 +109,7 @@ impl LogSource {
         }
     }
 
-    /// When the next request was; `None`: there is no more.
+    /// Returns the time of the next request, or `None` at the end of the log.
     fn peek_arrival_us(&mut self) -> Option<u64> {
         while self.emitted_count == self.ready_count {
             if self.ended && self.buffered_requests.len() == self.ready_count {
@@ -153,7 +154,7 @@ impl LogSource {
         })
     }
 
-    /// Reads until some may go.
+    /// Reads lines until some requests can be released.
     fn refill_buffer(&mut self) {
         self.discard_emitted();
         while !self.ended {
@@ -162,12 +163,13 @@ impl LogSource {
                 .buffered_requests
                 .first()
                 .map_or(u64::MAX, |entry| entry.arrival_us);
-            // Twice the window, so that what stays is moved once or twice and not with every stride.
+            // Twice the window, so that a retained request is moved once or twice and not on every
+            // read.
             if self.is_full() || self.newest_us.saturating_sub(oldest_us) > 2 * REORDER_WINDOW_US {
                 break;
             }
         }
-        // Stable, and nearly nothing to do for a log that is in order.
+        // A stable sort, and cheap for a log that is nearly in order.
         self.buffered_requests.sort_by_key(|entry| entry.arrival_us);
         let until_us = if self.ended {
             u64::MAX
@@ -246,8 +248,8 @@ impl LineCounts {
     }
 }
 
-/// Packs a line's texts. They are parts of one line of less than 64 KiB, so their lengths fit; should one ever not, the
-/// request is none.
+/// Packs the texts of a request into the text buffer. They come from one line shorter than 64 KiB,
+/// so their lengths fit; a request whose lengths do not fit is dropped.
 fn buffer_request(line: &ParsedRequest<'_>, texts: &mut Vec<u8>) -> Option<BufferedRequest> {
     let start = texts.len();
     let length = |text: &[u8]| u16::try_from(text.len()).ok();
@@ -278,7 +280,7 @@ fn buffer_request(line: &ParsedRequest<'_>, texts: &mut Vec<u8>) -> Option<Buffe
     })
 }
 
-/// Puts the n requests of a second at n equal distances.
+/// Spaces the n requests of one second at equal distances.
 fn spread_within_seconds(entries: &mut [BufferedRequest]) {
     for second in entries.chunk_by_mut(|a, b| {
         a.arrival_us == b.arrival_us && a.has_whole_second_time && b.has_whole_second_time
@@ -291,7 +293,7 @@ fn spread_within_seconds(entries: &mut [BufferedRequest]) {
 }
 
 impl LoggedRequest<'_> {
-    /// The headers that the log tells, by their places in [`super::lines::Wanted`].
+    /// Returns the logged headers, by their index in [`super::parsers::RequiredHeaders`].
     pub(super) fn headers(&self) -> impl Iterator<Item = (usize, &[u8])> {
         let mut rest = self.headers;
         std::iter::from_fn(move || {
@@ -304,8 +306,8 @@ impl LoggedRequest<'_> {
     }
 }
 
-/// Hands the requests of all logs to `judge`, in the order of their times, each with the place of its log. `beat` hears
-/// every few thousand how many it were.
+/// Passes the requests of all logs, in time order, to `handle_request` with the index of their log.
+/// Calls `report_progress` with the request count every few thousand requests.
 pub(super) fn merge_by_time(
     sources: &mut [LogSource],
     mut handle_request: impl FnMut(usize, &LoggedRequest<'_>),
@@ -325,7 +327,7 @@ pub(super) fn merge_by_time(
         let Some(source) = sources.get_mut(log_index) else {
             continue;
         };
-        // For as long as it is ahead of the others.
+        // Continue with this log while its next request is the earliest.
         while let Some(at_us) = source.peek_arrival_us() {
             if (at_us, log_index) > next_other {
                 heads.push(Reverse((at_us, log_index)));

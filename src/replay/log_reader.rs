@@ -1,5 +1,5 @@
-//! The bytes of a log, line by line: a file or stdin, packed by gzip or not. Whatever is in it, a line is bounded, and
-//! what can't be read ends it there.
+//! Reads the lines of one log from a file or stdin, plain or gzip-compressed. Line length is
+//! bounded, and a read error ends the log at that point.
 
 use super::parsers::AccessLogFormat;
 use flate2::bufread::MultiGzDecoder;
@@ -9,42 +9,42 @@ use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 use std::rc::Rc;
 
-/// The longest line that is read, in bytes; a longer one counts as broken.
+/// Maximum line length in bytes; longer lines count as broken.
 pub(super) const MAX_LINE_BYTES: usize = (64 << 10) - 1;
 
-/// Bytes read at a time, at least twice [`MAX_LINE_BYTES`].
+/// Read buffer size in bytes: at least twice [`MAX_LINE_BYTES`].
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Lines that are looked at to find out the format.
+/// Number of non-empty lines that format detection examines.
 const DETECTION_LINES: usize = 50;
 
-/// One log.
+/// Buffered line reader of one access log.
 pub(super) struct AccessLogReader {
-    /// For people.
+    /// Name for messages: the path, or `stdin`.
     pub(super) name: String,
     reader: Box<dyn Read>,
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
-    /// Nothing more comes.
+    /// The input has no more bytes.
     ended: bool,
-    /// What ended it too early.
+    /// Error that ended the log early.
     pub(super) read_error: Option<io::Error>,
 }
 
-/// A line, or why there is none.
+/// Result of reading the next line.
 pub(super) enum RawLogLine<'i> {
     Line(&'i [u8]),
-    /// Longer than [`MAX_LINE_BYTES`]; its beginning.
+    /// The beginning of a line longer than [`MAX_LINE_BYTES`].
     TooLong(&'i [u8]),
     End,
 }
 
 impl AccessLogReader {
-    /// Opens a file, or stdin for `-`. `progress` hears of the bytes read, before they are unpacked.
+    /// Opens a file, or stdin for `-`. Adds the bytes read, before decompression, to `bytes_read`.
     ///
     /// # Errors
-    /// If it can't be opened, or its first bytes can't be read.
+    /// Returns an error if the log cannot be opened or its first bytes cannot be read.
     pub(super) fn open(path: &Path, bytes_read: Rc<Cell<u64>>) -> io::Result<Self> {
         let (name, raw): (_, Box<dyn Read>) = if path.as_os_str() == "-" {
             ("stdin".to_owned(), Box::new(io::stdin().lock()))
@@ -62,7 +62,7 @@ impl AccessLogReader {
                 bytes_read,
             },
         );
-        // The magic bytes, by RFC 1952, 2.3.1.
+        // The gzip magic bytes (RFC 1952, section 2.3.1).
         let is_gzip = raw.fill_buf()?.starts_with(&[0x1f, 0x8b]);
         let reader: Box<dyn Read> = if is_gzip {
             Box::new(MultiGzDecoder::new(raw))
@@ -80,7 +80,8 @@ impl AccessLogReader {
         })
     }
 
-    /// The format of its first lines, which are read once more later. `None`: nothing that is known.
+    /// Detects the format from the first lines without consuming them. Returns `None` if no known
+    /// format matches.
     pub(super) fn detect_format(&mut self) -> Option<AccessLogFormat> {
         while !self.ended
             && self.end < self.buffer.len()
@@ -98,7 +99,7 @@ impl AccessLogReader {
             .take(DETECTION_LINES)
     }
 
-    /// The next line that isn't empty, without its newline.
+    /// Returns the next non-empty line, without its line ending.
     pub(super) fn next_line(&mut self) -> RawLogLine<'_> {
         loop {
             let rest = self.buffer.get(self.start..self.end).unwrap_or_default();
@@ -136,9 +137,10 @@ impl AccessLogReader {
         self.buffer.get(from..from + length).unwrap_or_default()
     }
 
-    /// Passes by a line that is too long, keeping its beginning for people.
+    /// Skips the rest of an oversized line and returns its beginning.
     fn skip_oversized_line(&mut self) -> RawLogLine<'_> {
-        // What is moved to the front stays there: only what comes behind it is filled again.
+        // The beginning stays at the front of the buffer; later reads only refill the space behind
+        // it.
         self.buffer.copy_within(self.start..self.end, 0);
         let mut end = self.end - self.start;
         loop {
@@ -169,7 +171,7 @@ impl AccessLogReader {
         self.end += read;
     }
 
-    /// How many bytes came; 0: there are no more.
+    /// Returns the number of bytes read; 0 at the end of the input or on an error.
     fn read_into(&mut self, from: usize) -> usize {
         loop {
             let read = self

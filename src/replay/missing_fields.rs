@@ -1,4 +1,4 @@
-//! What a log does not tell, and which policies can't be judged because of it.
+//! Describes the fields that a log lacks and the policies that they affect.
 
 use super::parsers::RequiredHeaders;
 use crate::limiter::Algorithm;
@@ -9,24 +9,24 @@ use http::HeaderName;
 use http::header::COOKIE;
 use std::collections::BTreeSet;
 
-/// How many requests told what.
+/// Number of requests for which the log has each field.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FieldCoverage {
     pub(super) requests: u64,
     pub(super) with_peer: u64,
     pub(super) with_host: u64,
     pub(super) with_duration: u64,
-    /// Answered 429 then.
+    /// Requests that the server answered with status 429 at the time of the log.
     pub(super) answered_429: u64,
-    /// By place in [`Wanted`].
+    /// By index in [`RequiredHeaders`].
     pub(super) with_header: Vec<u64>,
-    /// Requests of a log that has no queries.
+    /// Requests from logs that do not record the query string.
     pub(super) without_query: u64,
-    /// Whose peer is a trusted proxy, but who is behind it isn't told.
+    /// Requests from a trusted proxy without the header that names the client.
     pub(super) hidden_clients: u64,
 }
 
-/// Sentences about what could not be judged, for people.
+/// Returns one sentence for each gap in the log that affects the results.
 pub(super) fn describe_missing_fields(
     table: &PolicyTable,
     coverage: &FieldCoverage,
@@ -39,7 +39,7 @@ pub(super) fn describe_missing_fields(
         let header_index = required_headers
             .names()
             .iter()
-            .position(|wanted| wanted == name);
+            .position(|required| required == name);
         header_index
             .and_then(|place| coverage.with_header.get(place))
             .is_some_and(|count| *count > 0)
@@ -58,14 +58,14 @@ pub(super) fn describe_missing_fields(
         if coverage.with_peer < coverage.requests {
             let missing = coverage.requests - coverage.with_peer;
             sentences.push(format!(
-                "{missing} of {} requests have no client address in the log: they were judged as one client, 0.0.0.0",
+                "{missing} of {} requests have no client address in the log; all count as the client 0.0.0.0",
                 coverage.requests
             ));
         }
         if coverage.hidden_clients > 0 {
             sentences.push(format!(
-                "{} of {} requests came from a trusted proxy, and the log doesn't tell {} for them: everybody behind \
-                 that proxy was judged as one client. Where the log has it, say so: --header-from {}=FIELD",
+                "{} of {} requests came from a trusted proxy without {} in the log; all clients behind a proxy count as \
+                 one client. If the log has the header in another field, use --header-from {}=FIELD",
                 coverage.hidden_clients, coverage.requests, table.client.ip_header, table.client.ip_header
             ));
         }
@@ -76,7 +76,7 @@ pub(super) fn describe_missing_fields(
 struct MissingFieldCheck<'a> {
     coverage: &'a FieldCoverage,
     has_header: &'a dyn Fn(&HeaderName) -> bool,
-    /// Where tokens would stand.
+    /// The header that carries the token.
     token_header: Option<&'a HeaderName>,
 }
 
@@ -88,7 +88,7 @@ impl MissingFieldCheck<'_> {
         if !missing_conditions.is_empty() {
             let names: Vec<String> = missing_conditions.into_iter().collect();
             texts.push(format!(
-                "its conditions on {} were judged as if no request had any",
+                "its conditions on {} were evaluated as if no request had them",
                 names.join(", ")
             ));
         }
@@ -97,7 +97,7 @@ impl MissingFieldCheck<'_> {
         }
         (!texts.is_empty()).then(|| {
             format!(
-                "policy {}: the log doesn't tell all: {}",
+                "policy {}: fields are missing from the log: {}",
                 policy.name,
                 texts.join("; ")
             )
@@ -114,26 +114,26 @@ impl MissingFieldCheck<'_> {
         if !missing.is_empty() {
             let consequence = match quota.missing_key {
                 MissingKeyAction::Shared => {
-                    "all requests share that part (missing_key = \"shared\")"
+                    "all requests share that key part (missing_key = \"shared\")"
                 }
-                MissingKeyAction::Skip => "it applied to nobody (missing_key = \"skip\")",
-                MissingKeyAction::Reject => "it refused everybody (missing_key = \"reject\")",
+                MissingKeyAction::Skip => "it applied to no request (missing_key = \"skip\")",
+                MissingKeyAction::Reject => "it refused every request (missing_key = \"reject\")",
             };
             texts.push(format!(
-                "of its key {} is missing, so {consequence}",
+                "{} of its key is missing, so {consequence}",
                 missing.join(", ")
             ));
         }
         match &quota.cost {
             CostSource::Header(cost) if !(self.has_header)(&cost.name) => {
                 texts.push(format!(
-                    "every request cost {}, for want of {}",
+                    "every request cost {}, because {} is missing",
                     cost.default, cost.name
                 ));
             }
             CostSource::Estimate(cost) => {
                 texts.push(format!(
-                    "every request cost its estimate, {}: responses are not in a log",
+                    "every request cost its estimate, {}, because the log has no response data",
                     cost.estimate
                 ));
             }
@@ -151,7 +151,7 @@ impl MissingFieldCheck<'_> {
         if is_concurrency && self.coverage.with_duration < self.coverage.requests {
             let without = self.coverage.requests - self.coverage.with_duration;
             texts.push(format!(
-                "{without} of {} requests have no duration, so its concurrency was judged without them",
+                "{without} of {} requests have no duration, so they hold no slot of its concurrency limit",
                 self.coverage.requests
             ));
         }
@@ -170,7 +170,7 @@ impl MissingFieldCheck<'_> {
             | KeyPart::Method
             | KeyPart::WholePath
             | KeyPart::Const(_)
-            // A log has requests: such a policy matches none.
+            // An access log has no descriptors, so a policy with such a key matches no request.
             | KeyPart::DescriptorEntry(_)
             | KeyPart::WholeDescriptor => true,
         }

@@ -1,62 +1,45 @@
-//! `tidegate replay`: what policies would have done to the requests of a past access log.
+//! `tidegate replay`: simulates policies over the requests of past access logs.
 //!
-//! [`lines`] reads a line as a request, [`order`] puts requests in the order of their times, [`run`] has them judged by the
-//! enforcer's own walk and the limiter's own rules, with counters in memory and a clock that the log moves. [`report`] tells
-//! what came of it.
+//! [`parsers`] reads a line as a request, and [`log_merge`] sorts the requests of all logs by time.
+//! [`simulator`] applies the enforcer's policy order and the limiter's algorithms, with counters in
+//! memory and a clock set from the log. [`report`] renders the results.
 
 mod log_merge;
 mod log_reader;
 mod missing_fields;
 mod parsers;
 mod report;
+mod settings;
 mod simulator;
 mod statistics;
 mod suggestions;
 
 pub use parsers::AccessLogFormat;
 pub use report::ReplayReport;
+pub use settings::Settings;
 
 use crate::policy::PolicyTable;
-use http::HeaderName;
 use log_merge::LogSource;
 use log_reader::AccessLogReader;
 use parsers::{LineParser, RequiredHeaders};
-use report::{LogSummary, PolicySetReport};
+use report::{LogSummary, PolicySetReport, SetDifferences};
 use simulator::PolicySimulator;
 use std::cell::Cell;
-use std::path::PathBuf;
 use std::rc::Rc;
 
-/// What is to be replayed, and how.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// `-` is stdin.
-    pub logs: Vec<PathBuf>,
-    /// `None`: found out for each log.
-    pub format: Option<AccessLogFormat>,
-    /// Headers, and the fields of the log that hold them.
-    pub header_fields: Vec<(HeaderName, String)>,
-    /// Whether requests of one second are spread over it.
-    pub spread_within_second: bool,
-    /// The share of keys, in percent, that a suggested limit may touch.
-    pub suggest_percent: Option<f64>,
-    /// How many of the most limited keys are told.
-    pub top_keys: usize,
-}
-
-/// How far it is.
+/// Progress of a running replay.
 #[derive(Clone, Copy, Debug)]
 pub struct ReplayProgress {
-    /// Bytes read of all logs, as they are on the disk.
+    /// Bytes read from all logs, before decompression.
     pub bytes: u64,
     pub requests: u64,
 }
 
-/// Replays logs by one set of policies, or by several side by side, each with its name. `on_progress` hears every few
-/// thousand requests how far it is.
+/// Replays logs through one or more named policy sets. Calls `on_progress` every few thousand
+/// requests.
 ///
 /// # Errors
-/// A text for people, if a log can't be opened, or is none.
+/// Returns a message for the terminal if a log cannot be opened or its format is unknown.
 pub fn replay_logs(
     settings: &Settings,
     sets: &[(String, &PolicyTable)],
@@ -79,7 +62,7 @@ pub fn replay_logs(
         .iter()
         .map(|(_, table)| PolicySimulator::new(table, &required_headers, with_suggestions))
         .collect();
-    let mut refused_by_one_set = [0u64; 2];
+    let mut differences = SetDifferences::default();
     log_merge::merge_by_time(
         &mut sources,
         |log_index, request| {
@@ -88,10 +71,10 @@ pub fn replay_logs(
                 .is_some_and(|format| format.records_query());
             let mut verdicts = simulators
                 .iter_mut()
-                .map(|judge| judge.evaluate_request(request, log_has_query));
+                .map(|simulator| simulator.evaluate_request(request, log_has_query));
             match (verdicts.next(), verdicts.next()) {
-                (Some(true), Some(false)) => refused_by_one_set[0] += 1,
-                (Some(false), Some(true)) => refused_by_one_set[1] += 1,
+                (Some(true), Some(false)) => differences.refused_by_second_only += 1,
+                (Some(false), Some(true)) => differences.refused_by_first_only += 1,
                 _ => {}
             }
         },
@@ -107,13 +90,13 @@ pub fn replay_logs(
         .zip(formats)
         .map(|(source, format)| LogSummary::from_source(source, format))
         .collect();
-    let sets = sets.iter().zip(simulators).map(|((name, _), judge)| {
-        PolicySetReport::from_simulator(name.clone(), judge, &required_headers, settings)
+    let sets = sets.iter().zip(simulators).map(|((name, _), simulator)| {
+        PolicySetReport::from_simulator(name.clone(), simulator, &required_headers, settings)
     });
     Ok(ReplayReport::new(
         logs,
         sets.collect(),
-        refused_by_one_set,
+        differences,
         settings,
     ))
 }
@@ -130,10 +113,9 @@ fn open_log(
         .map_err(|error| format!("error: {escaped_path}: {error}\n"))?;
     let format = settings.format.or_else(|| input.detect_format()).ok_or_else(|| {
         let names: Vec<&str> = AccessLogFormat::ALL.iter().map(|format| format.name()).collect();
-        let fault = input.read_error.as_ref().map_or_else(String::new, |fault| format!(" ({fault})"));
+        let detail = input.read_error.as_ref().map_or_else(String::new, |detail| format!(" ({detail})"));
         format!(
-            "error: {escaped_path}: none of the first lines is a request in a format that is known{fault}; there are {} \
-             (--format)\n",
+            "error: {escaped_path}: none of the first lines is a request in a known format{detail}; choose one with --format: {}\n",
             names.join(", ")
         )
     })?;

@@ -1,4 +1,4 @@
-//! Judges requests of the past by one set of policies, and keeps the books.
+//! Applies one policy set to logged requests and counts the outcomes.
 
 use super::log_merge::LoggedRequest;
 use super::missing_fields::FieldCoverage;
@@ -22,36 +22,38 @@ use std::collections::{BinaryHeap, HashMap};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Instant;
 
-/// Counters of one set of policies; as many again for suggestions.
+/// Limits of the counter store of one policy set. Suggestions use a second store of the same size.
 const COUNTER_STORE_SETTINGS: MemorySettings = MemorySettings {
     max_keys: 1 << 20,
     max_bytes: 256 << 20,
 };
 
-/// Keys whose refusals are counted one by one, of all policies together.
+/// Maximum number of keys with exact statistics, shared by all policies.
 const MAX_TRACKED_KEYS: usize = 1 << 20;
 
-/// Requests that hold slots at a time; more are judged as if they had ended at once.
+/// Maximum number of requests that hold concurrency slots at a time. Requests beyond it release
+/// their slots immediately.
 const MAX_IN_FLIGHT: usize = 1 << 18;
 
-/// Longer ones hold no slot for longer, or a mistaken log could hold one for ever.
+/// Maximum time that a request holds a slot, so that a wrong duration in the log cannot hold one
+/// forever.
 const MAX_HOLD_US: u64 = 86_400_000_000;
 
-/// One set of policies and what it did.
+/// Simulation of one policy set.
 #[derive(Debug)]
 pub(super) struct PolicySimulator<'t> {
     pub(super) table: &'t PolicyTable,
     required_headers: &'t RequiredHeaders,
     memory: MemoryStore,
     clock_control: ManualClock,
-    /// The moment that rehearsals are asked at: the clock is moved by hand.
+    /// Fixed time argument for the stores: the manual clock supplies the log time instead.
     fixed_instant: Instant,
     in_flight: InFlightRequests,
     pub(super) stats: SimulationStats,
     pub(super) peaks: Option<PeakDemandTracker>,
 }
 
-/// What is counted of one set of policies.
+/// Counts of one policy set.
 #[derive(Debug)]
 pub(super) struct SimulationStats {
     pub(super) forwarded: u64,
@@ -59,21 +61,21 @@ pub(super) struct SimulationStats {
     pub(super) limited: u64,
     pub(super) denied: u64,
     pub(super) bad_key: u64,
-    /// Refused before any policy sees them.
+    /// Requests that are rejected before any policy is evaluated.
     pub(super) malformed: u64,
-    /// Longest and total time that requests were held (µs).
+    /// Longest delay of a request (µs).
     pub(super) max_delay_us: u64,
     pub(super) series: RequestSeries,
-    /// In the order of the table.
+    /// In the order of the policy table.
     pub(super) policies: Vec<ReplayPolicyStats>,
     pub(super) field_coverage: FieldCoverage,
-    /// Older than one that was judged before.
+    /// Requests older than a request that was already simulated.
     pub(super) late_requests: u64,
     pub(super) first_request_us: u64,
     pub(super) last_request_us: u64,
 }
 
-/// What is counted of one policy.
+/// Counts of one policy.
 #[derive(Debug)]
 pub(super) struct ReplayPolicyStats {
     pub(super) allowed: u64,
@@ -111,7 +113,7 @@ impl<'t> PolicySimulator<'t> {
         }
     }
 
-    /// Counters that were dropped for want of room while they still mattered.
+    /// Returns the number of active counters that the stores evicted at their size limits.
     pub(super) fn evicted_counters(&self) -> u64 {
         self.memory.evictions()
             + self
@@ -120,7 +122,8 @@ impl<'t> PolicySimulator<'t> {
                 .map_or(0, PeakDemandTracker::evicted_counters)
     }
 
-    /// Judges one request, not before those that were judged before. Whether it would have been forwarded.
+    /// Simulates one request and returns whether it is forwarded. A request older than the previous
+    /// one is simulated at the time of the previous one.
     pub(super) fn evaluate_request(
         &mut self,
         request: &LoggedRequest<'_>,
@@ -206,7 +209,7 @@ impl<'t> PolicySimulator<'t> {
         });
         stats.record_request_outcome(result.outcome, result.delay_us, now_us);
         if !result.slot_counters.is_empty() {
-            // A request that waits has its slot already.
+            // A delayed request already holds its slot while it waits.
             let duration_us = duration_us
                 .unwrap_or_default()
                 .saturating_add(result.delay_us);
@@ -252,7 +255,7 @@ impl<'t> PolicySimulator<'t> {
     }
 }
 
-/// Where a request wanted to go.
+/// Host, path and query of a logged request target.
 struct LoggedTarget<'a> {
     host: &'a str,
     path: &'a str,
@@ -260,12 +263,12 @@ struct LoggedTarget<'a> {
 }
 
 impl<'a> LoggedTarget<'a> {
-    /// `None`: no request has such a target.
+    /// Returns `None` if no valid request has this target.
     fn from_request(request: &LoggedRequest<'a>) -> Option<Self> {
         let target = str::from_utf8(request.target).ok()?;
         let mut host = str::from_utf8(request.host).ok()?;
         let mut rest = target;
-        // A whole URL (RFC 9112, 3.2.2).
+        // Absolute form (RFC 9112, section 3.2.2).
         for scheme in ["http://", "https://"] {
             if let Some(after) = target.strip_prefix(scheme) {
                 let end = after.find(['/', '?']).unwrap_or(after.len());
@@ -330,7 +333,7 @@ impl SimulationStats {
             PolicyDecision::Blocked => (&mut policy.blocked, true),
             PolicyDecision::Denied => (&mut policy.denied, true),
             PolicyDecision::ShadowRejected => (&mut policy.shadow_rejected, true),
-            // Memory is always there.
+            // The memory store is always available.
             PolicyDecision::Degraded
             | PolicyDecision::DegradedOpen
             | PolicyDecision::DegradedClosed
@@ -397,12 +400,13 @@ impl FieldCoverage {
     }
 }
 
-/// The slots that requests hold, renewed and given back when it is time, as the proxy's keeper does.
+/// Requests that hold concurrency slots. Slots are renewed and released at the due times, as in the
+/// proxy.
 #[derive(Debug, Default)]
 struct InFlightRequests {
     last_slot_id: u128,
     requests_by_slot: HashMap<u128, InFlightRequest, foldhash::fast::RandomState>,
-    /// When to look after which.
+    /// Due times and slots, earliest first.
     due_queue: BinaryHeap<Reverse<(u64, u128)>>,
 }
 
@@ -413,7 +417,7 @@ struct InFlightRequest {
 }
 
 impl InFlightRequest {
-    /// When it ends, or has to be renewed before.
+    /// Returns the time of the next action: the next renewal, or the end of the request.
     fn next_due_us(&self, now_us: u64) -> u64 {
         let shortest_us = self
             .counters
@@ -450,7 +454,7 @@ impl InFlightRequests {
         self.requests_by_slot.insert(slot, request);
     }
 
-    /// Does all that was to be done until `now_us`.
+    /// Renews and releases all slots that are due by `now_us`.
     fn process_due(&mut self, now_us: u64, memory: &MemoryStore, clock_control: &ManualClock) {
         while let Some(Reverse((due_us, slot))) = self
             .due_queue

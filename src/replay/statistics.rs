@@ -1,9 +1,10 @@
-//! What is counted of requests: by time, and by key. All of it is bounded, however long the log is.
+//! Bounded request statistics over time and by key. Memory does not grow with the log.
 
 use crate::limiter::Key;
 use foldhash::HashMap;
 
-/// Counts over time: at most [`RequestSeries::MAX_BINS`] bins of equal width, which doubles as the time grows.
+/// Request counts in at most [`RequestSeries::MAX_BINS`] bins of equal width. The width doubles
+/// when the bins no longer cover the time span.
 #[derive(Clone, Debug)]
 pub(super) struct RequestSeries {
     start_s: u64,
@@ -28,7 +29,7 @@ impl RequestSeries {
         }
     }
 
-    /// Counts a request. One before the first counts with that.
+    /// Counts a request. A request before the first one counts in the first bin.
     pub(super) fn record_request(&mut self, at_us: u64, refused: bool) {
         let at_s = at_us / 1_000_000;
         if self.bins.is_empty() {
@@ -63,7 +64,7 @@ impl RequestSeries {
         self.bins = pairs.collect();
     }
 
-    /// The same in `count` bins of a width from a time on.
+    /// Resamples the counts into `count` bins of `width_s` seconds, starting at `from_s`.
     pub(super) fn resample(&self, from_s: u64, width_s: u64, count: usize) -> Vec<SeriesBin> {
         let mut out = vec![SeriesBin::default(); count];
         for (at, bin) in (0u64..).zip(&self.bins) {
@@ -77,40 +78,40 @@ impl RequestSeries {
         out
     }
 
-    /// How wide a bin is, in seconds.
+    /// Returns the width of a bin in seconds.
     pub(super) fn bin_width_s(&self) -> u64 {
         self.bin_width_s
     }
 }
 
-/// What the keys of one policy did. Exact up to a bound; beyond it the keys that were refused least are forgotten, as a
-/// space-saving sketch does.
+/// Statistics of the keys of one policy. Counts are exact up to `max_keys` keys. Beyond that, the
+/// table evicts the least refused keys, as a space-saving sketch does.
 #[derive(Debug)]
 pub(super) struct ReplayKeyTable {
     max_keys: usize,
     stats_by_key: HashMap<u128, ReplayKeyStats>,
-    /// Nobody who was forgotten had more refusals than that.
+    /// Maximum number of refusals of any evicted key.
     error_floor: u64,
     evicted_keys: u64,
     refused_keys: u64,
 }
 
-/// What one key did.
+/// Counts of one key.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ReplayKeyStats {
     pub(super) requests: u64,
     pub(super) refused: u64,
-    /// It may have had so many refusals more, before it was forgotten and came again.
+    /// Maximum number of uncounted refusals from before an eviction of this key.
     pub(super) error: u64,
-    /// When it was refused (µs).
+    /// Times of the first and the last refusal (µs).
     pub(super) first_refused_us: u64,
     pub(super) last_refused_us: u64,
-    /// For people, once it was refused.
+    /// The key in readable form; empty until the first refusal.
     pub(super) readable_key: Box<str>,
 }
 
 impl ReplayKeyTable {
-    /// Of at most `bound` keys, at least 2.
+    /// Creates a table for at most `bound` keys; the minimum is 2.
     pub(super) fn new(bound: usize) -> Self {
         Self {
             max_keys: bound.max(2),
@@ -146,12 +147,12 @@ impl ReplayKeyTable {
         stats.last_refused_us = at_us;
     }
 
-    /// Forgets half of the keys: those refused least, and of these those that asked least.
+    /// Evicts half of the keys: the least refused, and among equals those with the fewest requests.
     fn evict_least_refused(&mut self) {
         let ranked = self
             .stats_by_key
             .iter()
-            .map(|(id, seen)| (seen.refused + seen.error, seen.requests, *id));
+            .map(|(id, stats)| (stats.refused + stats.error, stats.requests, *id));
         let mut ranked: Vec<_> = ranked.collect();
         let half = ranked.len() / 2;
         ranked.select_nth_unstable(half);
@@ -162,22 +163,23 @@ impl ReplayKeyTable {
         self.evicted_keys += half as u64;
     }
 
-    /// How many keys are known, and whether that is all there were: some may have been forgotten.
+    /// Returns the number of keys in the table, and whether that number is exact (no key was
+    /// evicted).
     pub(super) fn key_count(&self) -> (u64, bool) {
         (self.stats_by_key.len() as u64, self.evicted_keys == 0)
     }
 
-    /// How many of them were ever refused.
+    /// Returns the number of keys that were refused at least once.
     pub(super) fn refused_keys(&self) -> u64 {
         self.refused_keys
     }
 
-    /// Those refused most, at most `most`.
+    /// Returns up to `max_keys` refused keys, the most refused first.
     pub(super) fn most_refused_keys(&self, max_keys: usize) -> Vec<&ReplayKeyStats> {
         let mut refused: Vec<&ReplayKeyStats> = self
             .stats_by_key
             .values()
-            .filter(|seen| seen.refused > 0)
+            .filter(|stats| stats.refused > 0)
             .collect();
         refused.sort_by(|a, b| {
             b.refused
@@ -189,13 +191,14 @@ impl ReplayKeyTable {
     }
 }
 
-/// A number for each key, of at most `bound` keys: beyond, of every second, every fourth, … A key's id is a hash,
-/// so which ones these are is chance, and the distribution stays what it is.
+/// Samples one value per key, of at most `max_keys` keys. At the limit, the sample keeps every
+/// second key, then every fourth, and so on. Key ids are hashes, so the selection is random and the
+/// distribution is preserved.
 #[derive(Debug)]
 pub(super) struct KeySample {
     max_keys: usize,
     values: HashMap<u128, u64>,
-    /// Ids end in so many zeros.
+    /// Minimum number of trailing zero bits in the ids of sampled keys.
     min_trailing_zeros: u32,
 }
 
@@ -208,7 +211,7 @@ impl KeySample {
         }
     }
 
-    /// Keeps the larger one.
+    /// Records the larger of the stored value and `value`.
     pub(super) fn record_max(&mut self, id: u128, value: u64) {
         if id.trailing_zeros() < self.min_trailing_zeros {
             return;
@@ -222,13 +225,13 @@ impl KeySample {
         }
     }
 
-    /// One key in so many is in it.
+    /// Returns n if the sample holds one in n keys.
     pub(super) fn keys_per_sample(&self) -> u64 {
         1u64.checked_shl(self.min_trailing_zeros)
             .unwrap_or(u64::MAX)
     }
 
-    /// In ascending order.
+    /// Returns the values in ascending order.
     pub(super) fn sorted_values(&self) -> Vec<u64> {
         let mut values: Vec<u64> = self.values.values().copied().collect();
         values.sort_unstable();
@@ -281,7 +284,7 @@ mod tests {
         let top: Vec<_> = keys
             .most_refused_keys(3)
             .iter()
-            .map(|seen| (seen.readable_key.to_string(), seen.refused, seen.error))
+            .map(|stats| (stats.readable_key.to_string(), stats.refused, stats.error))
             .collect();
         assert_eq!(
             top,

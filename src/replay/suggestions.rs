@@ -1,9 +1,9 @@
-//! Which limit would have touched few: how much each key has asked for within one period, at its busiest.
+//! Suggests limits that affect few keys, from the peak demand of each key within one period.
 //!
-//! It is counted by the limiter's own rules, under a limit that nobody reaches. A limit of n touches exactly the keys whose
-//! peak is above n: until it refuses for the first time it has counted the same. Windows that slide are counted in
-//! hundredths of their period, so a peak may be taken for a little larger than it was, and the suggestion with it. What other
-//! policies refuse is counted all the same.
+//! Peaks are counted by the limiter's algorithms under a limit that is never reached. A limit of n
+//! affects exactly the keys whose peak is above n, because both count the same until the first
+//! refusal. Sliding windows are counted in hundredths of the period, so a peak and the suggestion
+//! may be slightly too high. Requests that other policies refuse count as well.
 
 use super::statistics::KeySample;
 use crate::clock::Clock;
@@ -13,49 +13,49 @@ use crate::policy::{NamedLimit, PolicyAction, PolicyTable};
 use crate::store::{MemorySettings, MemoryStore};
 use std::time::Instant;
 
-/// Nobody's.
+/// A limit that no key reaches.
 const UNREACHABLE_LIMIT: u64 = 1 << 40;
 
-/// Keys whose peaks are kept, of each limit.
+/// Maximum number of sampled keys per limit.
 const MAX_SAMPLED_KEYS: usize = 1 << 18;
 
-/// Counts the peaks of all keys.
+/// Tracks the peak demand of the keys of every limit.
 #[derive(Debug)]
 pub(super) struct PeakDemandTracker {
     memory: MemoryStore,
-    /// By a policy's place, and then by the limit's.
+    /// Indexed by policy, then by limit.
     limits_by_policy: Vec<Vec<LimitPeakSample>>,
 }
 
 #[derive(Debug)]
 struct LimitPeakSample {
-    /// `None`: it can't be counted like this.
+    /// The limit used for counting; `None` for algorithms without a peak per period.
     counting_limit: Option<Limit>,
     sample: KeySample,
 }
 
-/// What is proposed for one limit.
+/// Suggestion for one limit.
 #[derive(Clone, Debug)]
 pub(super) struct LimitSuggestion {
     pub(super) limit: NamedLimit,
-    /// `None`: nobody asked, or it can't be told.
+    /// `None` if there was no demand or the algorithm has no peak per period.
     pub(super) proposal: Option<LimitProposal>,
 }
 
-/// A proposal and what it is drawn from.
+/// A proposed limit and the distribution behind it.
 #[derive(Clone, Debug)]
 pub(super) struct LimitProposal {
-    /// What to write for `requests`.
+    /// The proposed value of `requests`.
     pub(super) requests: u64,
-    /// Keys that it would touch, and that the present one does, of those looked at.
+    /// Sampled keys that the proposed limit affects, and those that the current limit affects.
     pub(super) touched_keys: u64,
     pub(super) touched_keys_now: u64,
     pub(super) sampled_keys: u64,
-    /// One key in so many was looked at.
+    /// One in this many keys was sampled.
     pub(super) keys_per_sample: u64,
-    /// The share of the keys in 1/1000, and the peak that so many have at most.
+    /// Shares of the keys in 1/1000, each with the highest peak within that share.
     pub(super) quantiles: Vec<(u16, u64)>,
-    /// Up to which peak, and how many keys have it, more than the one before.
+    /// Upper bounds of the peak, each with the number of keys above the previous bound.
     pub(super) histogram: Vec<(u64, u64)>,
 }
 
@@ -77,7 +77,8 @@ impl PeakDemandTracker {
         }
     }
 
-    /// Counts what a request asked of a policy's own limits; overrides are choices made already.
+    /// Records the demand of a request on the policy's own limits. Keys with an override are
+    /// skipped.
     pub(super) fn record_demand(
         &mut self,
         policy_index: usize,
@@ -103,7 +104,8 @@ impl PeakDemandTracker {
         }
     }
 
-    /// For each limit of a policy the one that touches at most `percent` of the keys.
+    /// Suggests, for each limit of a policy, the smallest limit that affects at most `percent` of
+    /// the keys.
     pub(super) fn suggest_limits(
         &self,
         policy_index: usize,
@@ -127,7 +129,8 @@ impl PeakDemandTracker {
         suggestions.collect()
     }
 
-    /// Keys of which less is known than was asked.
+    /// Returns the number of counters that the store evicted; the peaks of their keys may be too
+    /// low.
     pub(super) fn evicted_counters(&self) -> u64 {
         self.memory.evictions()
     }
@@ -143,7 +146,7 @@ impl LimitPeakSample {
             Algorithm::SlidingWindow { .. } | Algorithm::SlidingLog => {
                 Some(Algorithm::SlidingWindow { buckets: 100 })
             }
-            // A bucket of as much as was ever asked in one period refuses nobody.
+            // A bucket as large as the peak demand of one period never refuses.
             Algorithm::TokenBucket { .. } => Some(Algorithm::SlidingWindow { buckets: 100 }),
             Algorithm::LeakyBucket { .. } | Algorithm::Concurrency { .. } | Algorithm::Block => {
                 None
@@ -190,7 +193,7 @@ fn propose_limit(sample: &KeySample, current_requests: u64, percent: f64) -> Opt
     })
 }
 
-/// By powers of two.
+/// Counts the keys in ranges of the peak that double in width.
 fn build_histogram(sorted: &[u64]) -> Vec<(u64, u64)> {
     let most = sorted.last().copied().unwrap_or_default();
     let (mut bars, mut below, mut upto) = (Vec::new(), 0, 1u64);

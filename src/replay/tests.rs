@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
 
-/// A configuration and logs in a folder.
+/// A configuration and log files in a temporary directory.
 struct ReplayFixture {
     config: Config,
     dir: TempDir,
@@ -95,7 +95,8 @@ fn reports_the_limited_keys_and_when_they_were_refused() {
     let json = ReplayFixture::new(ONE_LIMIT)
         .with_log("a.log", log)
         .report_json();
-    // Two of the five in the first second. Ten seconds later those that were let in have left one by one.
+    // Two of the five requests in the first second are refused. Ten seconds later, the admitted
+    // ones have left the window one by one.
     assert_eq!(refused_requests(&json, 0), 2, "{json:#}");
     let top = &json["sets"][0]["top"][0];
     assert_eq!(
@@ -169,7 +170,7 @@ fn counts_and_reports_requests_that_are_far_out_of_order() {
         fixture
             .report()
             .render_text(80, false)
-            .contains("4 requests stand more than 10 s too late")
+            .contains("4 requests are more than 10 s out of order")
     );
 }
 
@@ -237,7 +238,8 @@ fn simulates_concurrency_limits_from_request_durations() {
             at_s + took_s
         )
     };
-    // Two that last for a minute, longer than a slot does by itself; one meanwhile, one after.
+    // Two requests last a minute, longer than a slot without renewal. One request arrives while
+    // they run, and one after.
     let json = ReplayFixture::new(policies)
         .with_log(
             "a",
@@ -281,9 +283,9 @@ fn warns_about_fields_missing_from_the_log() {
         .collect::<Vec<_>>()
         .join(" ");
     for sentence in [
-        "policy users: the log doesn't tell all: of its key header x-user-id is missing, so all requests share that part",
-        "policy host: the log doesn't tell all: its conditions on header x-beta, the host were judged as if",
-        "every request cost 2, for want of x-cost",
+        "policy users: fields are missing from the log: header x-user-id of its key is missing, so all requests share that key part",
+        "policy host: fields are missing from the log: its conditions on header x-beta, the host were evaluated as if",
+        "every request cost 2, because x-cost is missing",
         "2 of 2 requests came from a trusted proxy",
         "--header-from x-forwarded-for=FIELD",
     ] {
@@ -332,7 +334,7 @@ fn counts_and_escapes_broken_lines() {
 fn decompresses_gzip_logs_and_reads_truncated_ones_to_the_break() {
     use std::io::Write;
     let mut packed = Vec::new();
-    // Two members, as logs that were appended to have.
+    // Two gzip members, as in a log that was appended to.
     for half in 0..2 {
         let mut out = flate2::write::GzEncoder::new(&mut packed, flate2::Compression::fast());
         for second in 0..1000 {
@@ -362,7 +364,7 @@ fn decompresses_gzip_logs_and_reads_truncated_ones_to_the_break() {
         (1000..2000).contains(&json["requests"].as_u64().unwrap()),
         "{json:#}"
     );
-    assert!(text.contains("ended too early"), "{text}");
+    assert!(text.contains("the log ended early"), "{text}");
 }
 
 #[test]
@@ -409,7 +411,7 @@ fn a_suggested_limit_touches_as_many_keys_as_it_predicts() {
         (&95.into(), &5.into(), &97.into())
     );
     assert_eq!(json["sets"][0]["policies"][0]["keys_touched"], 97);
-    // What it says of the future is what the present does.
+    // The suggested limit must affect as many keys as it predicts.
     let tried = ReplayFixture::new(&ONE_LIMIT.replace("requests = 3", "requests = 95"))
         .with_log("a", &log)
         .report_json();

@@ -1,4 +1,4 @@
-//! `tidegate replay`: what policies would have done to the requests of a past log.
+//! `tidegate replay`: simulates policies over the requests of a past access log.
 
 use crate::support::generated_log::{self, ExpectedReport};
 use crate::support::process::{ChildProcess, ProcessOutput, tidegate_command};
@@ -12,16 +12,16 @@ use tokio::io::AsyncWriteExt;
 
 fn write_sample_log(dir: &Path, requests: u64) -> ExpectedReport {
     let mut log = Vec::new();
-    let answers = generated_log::generate_log(&mut log, requests, 11).unwrap();
+    let expected_report = generated_log::generate_log(&mut log, requests, 11).unwrap();
     fs::write(dir.join("access.log"), log).unwrap();
     fs::write(dir.join("config.toml"), generated_log::POLICIES).unwrap();
-    answers
+    expected_report
 }
 
 async fn run_replay(dir: &Path, args: &[&str]) -> ProcessOutput {
     let mut process =
         ChildProcess::start(tidegate_command().current_dir(dir).arg("replay").args(args)).unwrap();
-    // Many lines for a binary that wasn't built to be fast.
+    // The log has many lines for a debug build.
     process.wait_for_exit(Duration::from_secs(60)).await
 }
 
@@ -33,36 +33,41 @@ fn parse_report(ended: &ProcessOutput) -> Value {
 #[tokio::test]
 async fn the_report_has_the_known_answers_of_a_sample_log() {
     let dir = TempDir::new().unwrap();
-    let answers = write_sample_log(dir.path(), 50_000);
+    let expected_report = write_sample_log(dir.path(), 50_000);
     assert!(
-        answers.malformed > 0 && answers.limited > 1000 && answers.forwarded > 1000,
-        "nothing to see"
+        expected_report.malformed > 0
+            && expected_report.limited > 1000
+            && expected_report.forwarded > 1000,
+        "the sample log is too uniform"
     );
     let report =
         parse_report(&run_replay(dir.path(), &["--json", "--top=1000000", "access.log"]).await);
     let set = &report["sets"][0];
-    assert_eq!(report["lines"], answers.lines);
-    assert_eq!(report["requests"], answers.requests);
-    assert_eq!(report["logs"][0]["broken"], answers.malformed);
+    assert_eq!(report["lines"], expected_report.lines);
+    assert_eq!(report["requests"], expected_report.requests);
+    assert_eq!(report["logs"][0]["broken"], expected_report.malformed);
     assert_eq!(
         (&set["forwarded"], &set["limited"]),
-        (&answers.forwarded.into(), &answers.limited.into())
+        (
+            &expected_report.forwarded.into(),
+            &expected_report.limited.into()
+        )
     );
     for policy in set["policies"].as_array().unwrap() {
         let name = policy["name"].as_str().unwrap();
-        let wanted = &answers.policies[name];
-        assert_eq!(policy["matched"], wanted.matched, "{name}");
+        let expected = &expected_report.policies[name];
+        assert_eq!(policy["matched"], expected.matched, "{name}");
         let refused =
             policy["rejected"].as_u64().unwrap() + policy["shadow_rejected"].as_u64().unwrap();
-        assert_eq!(refused, wanted.refused, "{name}");
-        assert_eq!(policy["keys"], wanted.keys.len(), "{name}");
-        assert_eq!(policy["keys_touched"], wanted.limited_keys(), "{name}");
-        let told = set["top"]
+        assert_eq!(refused, expected.refused, "{name}");
+        assert_eq!(policy["keys"], expected.keys.len(), "{name}");
+        assert_eq!(policy["keys_touched"], expected.limited_keys(), "{name}");
+        let top_keys = set["top"]
             .as_array()
             .unwrap()
             .iter()
             .filter(|top| top["policy"] == name);
-        let told = told.map(|top| {
+        let top_keys = top_keys.map(|top| {
             let [_, a, b, c] = top["key"]
                 .as_str()
                 .unwrap()
@@ -71,11 +76,11 @@ async fn the_report_has_the_known_answers_of_a_sample_log() {
                 .octets();
             let client = u32::from_be_bytes([0, a, b, c]);
             assert_eq!((top["requests"].as_u64(), top["refused"].as_u64()), {
-                let (requests, refused) = wanted.keys[&client];
+                let (requests, refused) = expected.keys[&client];
                 (Some(requests), Some(refused))
             });
         });
-        assert_eq!(told.count() as u64, wanted.limited_keys(), "{name}");
+        assert_eq!(top_keys.count() as u64, expected.limited_keys(), "{name}");
     }
 }
 
@@ -97,7 +102,7 @@ async fn replay_writes_a_text_report_and_an_html_page() {
         "{}",
         ended.stderr
     );
-    for told in [
+    for text in [
         "10,000 requests in",
         "SIDE BY SIDE",
         "BY more.toml",
@@ -106,11 +111,14 @@ async fn replay_writes_a_text_report_and_an_html_page() {
         "SUGGESTED",
         "█",
     ] {
-        assert!(ended.stdout.contains(told), "{told}\n{}", ended.stdout);
+        assert!(ended.stdout.contains(text), "{text}\n{}", ended.stdout);
     }
-    assert!(!ended.stdout.contains('\u{1b}'), "no terminal, no colours");
+    assert!(
+        !ended.stdout.contains('\u{1b}'),
+        "stdout is not a terminal, so the report has no escape sequences"
+    );
     let page = fs::read_to_string(dir.path().join("report.html")).unwrap();
-    for told in [
+    for text in [
         "Content-Security-Policy",
         "<svg",
         "10.0.0.1",
@@ -119,17 +127,17 @@ async fn replay_writes_a_text_report_and_an_html_page() {
         "a bar is ",
         ">touched</small>",
     ] {
-        assert!(page.contains(told), "{told}");
+        assert!(page.contains(text), "{text}");
     }
-    for outside in ["http://", "https://", "<script", "<link", "url("] {
-        assert!(!page.contains(outside), "{outside}");
+    for external in ["http://", "https://", "<script", "<link", "url("] {
+        assert!(!page.contains(external), "{external}");
     }
 }
 
 #[tokio::test]
 async fn a_log_is_read_from_stdin() {
     let dir = TempDir::new().unwrap();
-    let answers = write_sample_log(dir.path(), 10_000);
+    let expected_report = write_sample_log(dir.path(), 10_000);
     let mut command = tidegate_command();
     command
         .current_dir(dir.path())
@@ -151,14 +159,14 @@ async fn a_log_is_read_from_stdin() {
     );
     let () = written;
     let report: Value = serde_json::from_slice(&output.unwrap().stdout).unwrap();
-    assert_eq!(report["sets"][0]["limited"], answers.limited);
+    assert_eq!(report["sets"][0]["limited"], expected_report.limited);
 }
 
 #[tokio::test]
 async fn invalid_arguments_and_files_are_reported() {
     let dir = TempDir::new().unwrap();
     write_sample_log(dir.path(), 100);
-    for (args, said) in [
+    for (args, expected) in [
         (&["nowhere.log"][..], "nowhere.log: No such file"),
         (&["config.toml"], "none of the first lines is a request"),
         (&["--config=nowhere.toml", "access.log"], "nowhere.toml"),
@@ -172,6 +180,10 @@ async fn invalid_arguments_and_files_are_reported() {
             !ended.status.success() && ended.stdout.is_empty(),
             "{args:?}"
         );
-        assert!(ended.stderr.contains(said), "{args:?}: {}", ended.stderr);
+        assert!(
+            ended.stderr.contains(expected),
+            "{args:?}: {}",
+            ended.stderr
+        );
     }
 }

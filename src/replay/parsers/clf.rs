@@ -1,15 +1,16 @@
-//! nginx's and Apache's formats, and those that followed them:
+//! The nginx and Apache text formats and their derivatives:
 //!
 //! `[vhost:port ]peer ident user [time] "request" status bytes[ "referer" "user agent"[ further…]]`
 //!
-//! Further fields, quoted or not, are called `extra1`, `extra2`, …. Traefik's text ends in a quoted router and service and
-//! a number of milliseconds.
+//! Further fields, quoted or not, are named `extra1`, `extra2`, …. Traefik lines end with a quoted
+//! router and service and a duration in milliseconds.
 
-use super::timestamps::{CLF_TIME_LEN, ClfTimeParser};
-use super::{
-    ParsedHeaders, ParsedLine, ParsedRequest, RequiredHeaders, parse_address, parse_number,
-    parse_request_line, present_value, split_at_quote, unescape,
+use super::fields::{
+    parse_address, parse_number, parse_request_line, present_value, split_at_quote, unescape,
 };
+use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
+use super::required_headers::RequiredHeaders;
+use super::timestamps::{CLF_TIME_LEN, ClfTimeParser};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 
@@ -19,11 +20,11 @@ pub(in super::super) struct ClfLineParser {
     user_headers: SmallVec<[u16; 1]>,
     referer_headers: SmallVec<[u16; 1]>,
     user_agent_headers: SmallVec<[u16; 1]>,
-    /// In the order of the fields.
+    /// Indexed by the position of the extra field.
     extra_headers: Vec<SmallVec<[u16; 1]>>,
 }
 
-/// Fields after the user agent that are looked at.
+/// Maximum number of fields after the user agent that the parser reads.
 const MAX_EXTRA_FIELDS: usize = 32;
 
 impl ClfLineParser {
@@ -57,7 +58,7 @@ impl ClfLineParser {
         let status = parse_number(status).and_then(|status| u16::try_from(status).ok())?;
         let request = unescape(request);
         let (method, target) = match &request {
-            // What no client has sent as a request: bytes of TLS, nothing at all.
+            // The client sent no HTTP request: TLS bytes, for example, or nothing.
             Cow::Borrowed(text) => match parse_request_line(text) {
                 Some((method, target)) => (method.into(), target.into()),
                 None => return Some(ParsedLine::Other),
@@ -85,7 +86,8 @@ impl ClfLineParser {
         }))
     }
 
-    /// What stands before the time, the time, and what stands after. A user's name may hold brackets, too.
+    /// Returns the text before the time, the time, and the text after it. The user name may contain
+    /// brackets.
     fn split_at_timestamp<'l>(&mut self, line: &'l [u8]) -> Option<(&'l [u8], u64, &'l [u8])> {
         let mut from = 0;
         loop {
@@ -102,7 +104,7 @@ impl ClfLineParser {
         }
     }
 
-    /// Reads what follows the size, and the duration that Traefik ends its lines with.
+    /// Reads the fields after the response size, and the duration at the end of Traefik lines.
     fn parse_trailing_fields<'l>(
         &self,
         headers: &mut ParsedHeaders<'l>,
@@ -136,11 +138,12 @@ fn push_header_values<'l>(headers: &mut ParsedHeaders<'l>, header_indices: &[u16
     }
 }
 
-/// Virtual host, peer, user.
+/// Returns virtual host, peer and user.
 fn split_client_fields(head: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     let (first, rest) = split_word(head);
     let (second, after) = split_word(rest);
-    // Nothing but an address begins with a digit or holds a colon and no dot, and most lines begin with one.
+    // A line starts with a virtual host if only the second word is an address. Most lines start
+    // with the peer address.
     let is_virtual_host = parse_address(first).is_none() && parse_address(second).is_some();
     let (host, peer, rest) = if is_virtual_host {
         (first, second, after)
@@ -151,7 +154,7 @@ fn split_client_fields(head: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     (!peer.is_empty()).then_some((host, peer, user.trim_ascii_end()))
 }
 
-/// Up to the next blank, and what follows it.
+/// Splits at the next space.
 fn split_word(text: &[u8]) -> (&[u8], &[u8]) {
     match memchr::memchr(b' ', text).and_then(|at| text.split_at_checked(at)) {
         Some((word, rest)) => (word, rest.get(1..).unwrap_or_default()),
@@ -159,7 +162,7 @@ fn split_word(text: &[u8]) -> (&[u8], &[u8]) {
     }
 }
 
-/// The next field, in quotes or not.
+/// Splits off the next field, quoted or not.
 fn split_field(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let text = text.trim_ascii_start();
     match text.strip_prefix(b"\"") {

@@ -1,15 +1,17 @@
-//! Envoy's default text:
+//! Envoy's default text format:
 //!
-//! `[START_TIME] "METHOD PATH PROTOCOL" CODE FLAGS RECEIVED SENT DURATION SERVICE_TIME "X-FORWARDED-FOR" "USER-AGENT"
-//! "REQUEST-ID" "AUTHORITY" "UPSTREAM_HOST"`
+//! `[START_TIME] "METHOD PATH PROTOCOL" CODE FLAGS RECEIVED SENT DURATION SERVICE_TIME
+//! "X-FORWARDED-FOR" "USER-AGENT" "REQUEST-ID" "AUTHORITY" "UPSTREAM_HOST"`
 //!
-//! It names no peer. Envoy adds its own to `X-Forwarded-For` before it writes the line, so the last one there is it.
+//! The format has no peer field. Envoy appends the peer address to `X-Forwarded-For` before it
+//! writes the line, so the last address there is the peer.
 
-use super::timestamps::parse_rfc3339;
-use super::{
-    ParsedHeaders, ParsedLine, ParsedRequest, RequiredHeaders, parse_address, parse_number,
-    parse_request_line, present_value, split_at_quote, unescape,
+use super::fields::{
+    parse_address, parse_number, parse_request_line, present_value, split_at_quote, unescape,
 };
+use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
+use super::required_headers::RequiredHeaders;
+use super::timestamps::parse_rfc3339;
 use smallvec::SmallVec;
 
 #[derive(Debug)]
@@ -43,7 +45,8 @@ impl EnvoyLineParser {
         let Some((method, target)) = parse_request_line(request) else {
             return Some(ParsedLine::Other);
         };
-        // Nothing is escaped here, and clients choose most of it: an agent's quotes must not move the other fields.
+        // Envoy escapes nothing, and clients control most of these fields. Parsing from both ends
+        // keeps quotes in the user agent from shifting the other fields.
         let (words, rest) = rest.split_at_checked(memchr::memchr(b'"', rest)?)?;
         let (forwarded, rest) = split_at_quote(rest.get(1..)?)?;
         let (rest, _upstream) = split_last_quoted(rest)?;
@@ -84,7 +87,7 @@ impl EnvoyLineParser {
     }
 }
 
-/// What stands before the last quoted field, and that.
+/// Returns the text before the last quoted field, and that field.
 fn split_last_quoted(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let text = text.trim_ascii_end().strip_suffix(b"\"")?;
     let start = memchr::memrchr(b'"', text)?;

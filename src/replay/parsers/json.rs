@@ -1,32 +1,33 @@
 //! Logs with one JSON object per line.
 
+use super::fields::{parse_address, parse_number, parse_request_line, present_value};
+use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
+use super::required_headers::RequiredHeaders;
 use super::timestamps::{ClfTimeParser, parse_epoch_seconds, parse_rfc3339};
-use super::{
-    ParsedHeaders, ParsedLine, ParsedRequest, RequiredHeaders, parse_address, parse_request_line,
-};
 use serde_json::Value;
 use std::borrow::Cow;
 
-/// Where a program writes what. A field is a path of names with dots between; of several the first that is there counts.
+/// Field names of one JSON log format. A field is a path of names separated by dots. The first
+/// field that is present is used.
 #[derive(Debug)]
 pub(super) struct JsonLogSchema {
-    /// The time, and whether it is that of the end.
+    /// Time fields, and whether each is the time of the end of the request.
     time: &'static [(&'static str, bool)],
     method: &'static [&'static str],
     target: &'static [&'static str],
     query: &'static [&'static str],
-    /// `METHOD TARGET PROTOCOL`, if method and target stand nowhere else.
+    /// `METHOD TARGET PROTOCOL`, used if the record has no separate method and target.
     request: &'static [&'static str],
     host: &'static [&'static str],
     peer: &'static [&'static str],
     status: &'static [&'static str],
-    /// The duration, and how many microseconds its unit has.
+    /// Duration fields, each with its unit in microseconds.
     duration: &'static [(&'static str, f64)],
-    /// How a header's field is called.
+    /// Returns the field names of a header.
     header_fields: fn(&str) -> [String; 2],
-    /// The last address in `X-Forwarded-For` is the peer's.
+    /// The last address in `X-Forwarded-For` is the peer address.
     peer_from_forwarded_for: bool,
-    /// What a record has to say to tell of a request.
+    /// Field and value that mark a record as a request.
     record_marker: Option<(&'static str, &'static str)>,
 }
 
@@ -126,7 +127,7 @@ pub(super) static NGINX_SCHEMA: JsonLogSchema = JsonLogSchema {
     record_marker: None,
 };
 
-/// `x-user-id` as `X-User-Id`.
+/// Returns `X-User-Id` for `x-user-id`.
 fn capitalize_header_name(name: &str) -> String {
     let mut starts_word = true;
     let letters = name.chars().map(|letter| {
@@ -145,7 +146,7 @@ fn capitalize_header_name(name: &str) -> String {
 pub(in super::super) struct JsonLineParser {
     schema: &'static JsonLogSchema,
     clf_time_parser: ClfTimeParser,
-    /// Place of a header, and its fields.
+    /// Header indices, each with the fields of that header.
     headers: Vec<(u16, Vec<Box<str>>)>,
     forwarded_for_index: Option<u16>,
 }
@@ -158,14 +159,14 @@ impl JsonLineParser {
                 .iter()
                 .filter(|(at, _)| *at == place)
                 .map(|(_, field)| field.clone());
-            let said: Vec<Box<str>> = mapped.collect();
+            let mapped: Vec<Box<str>> = mapped.collect();
             let default_fields = (schema.header_fields)(name)
                 .into_iter()
                 .filter(|field| !field.is_empty());
-            if said.is_empty() {
+            if mapped.is_empty() {
                 default_fields.map(Into::into).collect()
             } else {
-                said
+                mapped
             }
         };
         let headers = (0..)
@@ -184,8 +185,8 @@ impl JsonLineParser {
             return ParsedLine::Broken;
         };
         match self.schema.record_marker {
-            Some((field, wanted))
-                if text_at(&record, field).as_deref() != Some(wanted.as_bytes()) =>
+            Some((field, expected))
+                if text_at(&record, field).as_deref() != Some(expected.as_bytes()) =>
             {
                 if record.is_object() {
                     ParsedLine::Other
@@ -216,7 +217,7 @@ impl JsonLineParser {
                 let (at_us, has_whole_second_time) = self.parse_time(value_at(record, field)?)?;
                 Some((at_us, has_whole_second_time, *is_end))
             })?;
-        // A whole second less a fraction is no more exact than before.
+        // Subtracting a duration from a whole-second time would not make it more precise.
         let at_us = at_us.saturating_sub(
             took_us
                 .filter(|_| is_end && !has_whole_second_time)
@@ -248,7 +249,7 @@ impl JsonLineParser {
         if schema.peer_from_forwarded_for && peer.is_none() {
             peer = self.take_peer_from_forwarded_for(record, &mut headers);
         }
-        let status = first_text(schema.status).and_then(|status| super::parse_number(&status));
+        let status = first_text(schema.status).and_then(|status| parse_number(&status));
         Some(ParsedLine::Request(ParsedRequest {
             arrival_us: at_us,
             has_whole_second_time,
@@ -274,7 +275,7 @@ impl JsonLineParser {
         }
     }
 
-    /// Takes the last address out of `X-Forwarded-For`.
+    /// Removes the last address from `X-Forwarded-For` and returns it.
     fn take_peer_from_forwarded_for(
         &self,
         record: &Value,
@@ -294,7 +295,7 @@ impl JsonLineParser {
     }
 }
 
-/// The value at a path of names. A name may hold dots itself.
+/// Returns the value at a path of names. A name may itself contain dots.
 fn value_at<'v>(record: &'v Value, path: &str) -> Option<&'v Value> {
     record.get(path).or_else(|| {
         let mut dots = path.match_indices('.');
@@ -302,7 +303,7 @@ fn value_at<'v>(record: &'v Value, path: &str) -> Option<&'v Value> {
     })
 }
 
-/// A text, or a number in its digits; `None` for what is absent, empty or `-`.
+/// Returns a string, or the digits of a number; `None` if the value is absent, empty or `-`.
 fn text_at<'l>(record: &Value, path: &str) -> Option<Cow<'l, [u8]>> {
     non_empty_text(value_at(record, path)?)
 }
@@ -313,12 +314,12 @@ fn non_empty_text<'l>(value: &Value) -> Option<Cow<'l, [u8]>> {
         Value::Number(number) => number.to_string(),
         _ => return None,
     };
-    super::present_value(text.as_bytes())
+    present_value(text.as_bytes())
         .is_some()
         .then(|| text.into_bytes().into())
 }
 
-/// A header's lines: one text, or a list of them.
+/// Returns the values of a header: one text, or a list of texts.
 fn header_values<'l>(record: &Value, path: &str) -> Option<Vec<Cow<'l, [u8]>>> {
     let values: Vec<_> = match value_at(record, path)? {
         Value::Array(lines) => lines.iter().filter_map(non_empty_text).collect(),

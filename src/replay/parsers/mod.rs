@@ -1,126 +1,39 @@
-//! One line of an access log, read as the request that it tells of.
+//! Parses one line of an access log into a request.
 //!
-//! A [`Parser`] is made once per file, knows what the policies ask for, and copies nothing that it need not.
+//! A [`LineParser`] is created once per log for the headers that the policies need, and borrows
+//! from the line where possible.
 
 mod clf;
 mod envoy;
+mod fields;
 mod json;
+mod parsed_line;
+mod required_headers;
 mod timestamps;
 
-use http::HeaderName;
-use smallvec::SmallVec;
-use std::borrow::Cow;
-use std::fmt;
-use std::net::IpAddr;
+pub(super) use parsed_line::{ParsedLine, ParsedRequest};
+pub(super) use required_headers::RequiredHeaders;
 
-/// How a log is written.
+use std::fmt;
+
+/// Access log format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AccessLogFormat {
-    /// nginx's and Apache's `combined`, `common`, `vhost_combined`; Traefik's text. Further quoted fields may follow.
+    /// `combined`, `common` and `vhost_combined` of nginx and Apache, and the text format of
+    /// Traefik. More quoted fields may follow.
     Combined,
-    /// Envoy's default text.
+    /// Envoy's default text format.
     Envoy,
     EnvoyJson,
     TraefikJson,
     Caddy,
     Tidegate,
-    /// Any other JSON with one object per line, with the names that nginx has for its variables.
+    /// Any other JSON with one object per line. Field names are those of nginx variables, or common
+    /// alternatives.
     Json,
 }
 
-/// What one line tells.
-#[derive(Debug)]
-pub(super) enum ParsedLine<'l> {
-    Request(ParsedRequest<'l>),
-    /// A record of something else: of a connection without a request, or of an event.
-    Other,
-    Broken,
-}
-
-/// A request as a line tells of it.
-#[derive(Debug)]
-pub(super) struct ParsedRequest<'l> {
-    /// When it arrived, as well as the log knows (µs since the epoch).
-    pub(super) arrival_us: u64,
-    /// The time has no fraction.
-    pub(super) has_whole_second_time: bool,
-    /// From its arrival to the end of its response (µs).
-    pub(super) duration_us: Option<u64>,
-    /// Who held the other end of the socket.
-    pub(super) peer: Option<IpAddr>,
-    /// 0: not told.
-    pub(super) status: u16,
-    pub(super) method: Cow<'l, [u8]>,
-    /// Path and query.
-    pub(super) target: Cow<'l, [u8]>,
-    /// As it came, perhaps with a port; empty: not told.
-    pub(super) host: Cow<'l, [u8]>,
-    /// Those of the headers asked for that the line tells, by their places in [`Wanted`].
-    pub(super) headers: ParsedHeaders<'l>,
-}
-
-pub(super) type ParsedHeaders<'l> = SmallVec<[(u16, Cow<'l, [u8]>); 2]>;
-
-/// The headers that policies ask for, and the fields that were said to hold some of them.
-#[derive(Clone, Debug, Default)]
-pub(super) struct RequiredHeaders {
-    names: Vec<HeaderName>,
-    /// Place in `names`, field.
-    field_mappings: Vec<(u16, Box<str>)>,
-}
-
-impl RequiredHeaders {
-    /// `told` are pairs of a header and a field of the log that holds it.
-    pub(super) fn new<'n>(
-        names: impl Iterator<Item = &'n HeaderName>,
-        field_mappings: &'n [(HeaderName, String)],
-    ) -> Self {
-        let mut required = Self::default();
-        for name in names.chain(field_mappings.iter().map(|(name, _)| name)) {
-            if !required.names.contains(name) {
-                required.names.push(name.clone());
-            }
-        }
-        // In the order of their names: the table has none, and a report should be the same each time.
-        required.names.sort_by(|a, b| a.as_str().cmp(b.as_str()));
-        required.names.truncate(usize::from(u16::MAX));
-        required.field_mappings = field_mappings
-            .iter()
-            .filter_map(|(name, field)| {
-                Some((required.header_index(name.as_str())?, field.as_str().into()))
-            })
-            .collect();
-        required
-    }
-
-    pub(super) fn names(&self) -> &[HeaderName] {
-        &self.names
-    }
-
-    fn header_index(&self, name: &str) -> Option<u16> {
-        let at = self
-            .names
-            .iter()
-            .position(|wanted| wanted.as_str() == name)?;
-        u16::try_from(at).ok()
-    }
-
-    /// The header that a field holds by itself, unless that one is said to be elsewhere, and those that it was said to
-    /// hold.
-    fn indices_for_field(&self, field: &str, default_header: Option<&str>) -> SmallVec<[u16; 1]> {
-        let mapped = self
-            .field_mappings
-            .iter()
-            .filter(|(_, told)| **told == *field)
-            .map(|(place, _)| *place);
-        let default_index = default_header.and_then(|own| self.header_index(own));
-        let default_index =
-            default_index.filter(|own| !self.field_mappings.iter().any(|(place, _)| place == own));
-        mapped.chain(default_index).collect()
-    }
-}
-
-/// Reads the lines of one log.
+/// Parses the lines of one log.
 #[derive(Debug)]
 pub(super) enum LineParser {
     Combined(clf::ClfLineParser),
@@ -156,7 +69,7 @@ impl LineParser {
         }
     }
 
-    /// Without its newline.
+    /// Parses a line without its line ending.
     pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
         match self {
             Self::Combined(parser) => parser.parse_line(line),
@@ -177,7 +90,7 @@ impl AccessLogFormat {
         Self::Json,
     ];
 
-    /// As it is written on the command line.
+    /// Returns the name used by `--format`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Combined => "combined",
@@ -190,13 +103,14 @@ impl AccessLogFormat {
         }
     }
 
-    /// Whether a request's query stands in it.
+    /// Returns whether the format records the query string.
     pub fn records_query(self) -> bool {
         self != Self::Tidegate
     }
 
-    /// The format that reads the most of some lines as requests; of equals the one that expects the most. `None`: none
-    /// reads any.
+    /// Returns the format that parses the most lines as requests. Among equals, the first in
+    /// [`Self::ALL`], which lists strict formats first, wins. Returns `None` if no format parses
+    /// any line.
     pub(super) fn detect<'l>(lines: impl Iterator<Item = &'l [u8]> + Clone) -> Option<Self> {
         let count_requests = |format: Self| {
             let mut parser = LineParser::new(format, &RequiredHeaders::default());
@@ -208,7 +122,7 @@ impl AccessLogFormat {
         let counted = Self::ALL
             .into_iter()
             .map(|format| (count_requests(format), format));
-        // `max_by_key` takes the last of equals.
+        // `max_by_key` returns the last of equal elements.
         let (count, format) = counted.rev().max_by_key(|(count, _)| *count)?;
         (count > 0).then_some(format)
     }
@@ -218,99 +132,6 @@ impl fmt::Display for AccessLogFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
-}
-
-/// The parts of `METHOD TARGET PROTOCOL`. What isn't that was no request.
-fn parse_request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
-    let method_end = memchr::memchr(b' ', text)?;
-    let (method, rest) = text.split_at_checked(method_end)?;
-    let rest = rest.get(1..)?;
-    // HTTP/0.9, and some logs, name no protocol. A target with spaces is one that the server took.
-    let target = match memchr::memrchr(b' ', rest) {
-        Some(at) if rest.get(at + 1..)?.starts_with(b"HTTP/") => rest.get(..at)?,
-        _ => rest,
-    };
-    let is_method = !method.is_empty()
-        && method
-            .iter()
-            .all(|byte| byte.is_ascii_uppercase() || *byte == b'-');
-    (is_method && !target.is_empty()).then_some((method, target))
-}
-
-/// An address, perhaps with a port.
-fn parse_address(text: &[u8]) -> Option<IpAddr> {
-    let text = str::from_utf8(text).ok()?;
-    let bare = text
-        .strip_prefix('[')
-        .and_then(|text| text.strip_suffix(']'))
-        .unwrap_or(text);
-    let parsed = bare.parse().ok();
-    parsed.or_else(|| {
-        text.parse::<std::net::SocketAddr>()
-            .ok()
-            .map(|address| address.ip())
-    })
-}
-
-/// What a quoted field holds: nginx writes `\xHH`, Apache `\"`, `\\`, `\n` and `\xhh`.
-fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
-    let Some(first) = memchr::memchr(b'\\', text) else {
-        return Cow::Borrowed(text);
-    };
-    let (plain, mut rest) = text.split_at_checked(first).unwrap_or((text, &[]));
-    let mut out = plain.to_vec();
-    while let Some((byte, tail)) = rest.split_first() {
-        rest = tail;
-        if *byte != b'\\' {
-            out.push(*byte);
-            continue;
-        }
-        let hex = |digits: &[u8]| u8::from_str_radix(str::from_utf8(digits).ok()?, 16).ok();
-        match tail {
-            [b'x' | b'X', high, low, after @ ..] if hex(&[*high, *low]).is_some() => {
-                out.extend(hex(&[*high, *low]));
-                rest = after;
-            }
-            [sign, after @ ..] => {
-                out.push(match sign {
-                    b'n' => b'\n',
-                    b'r' => b'\r',
-                    b't' => b'\t',
-                    other => *other,
-                });
-                rest = after;
-            }
-            [] => out.push(b'\\'),
-        }
-    }
-    Cow::Owned(out)
-}
-
-/// What stands before the quote that ends a field (one that no backslash hides), and what after.
-fn split_at_quote(text: &[u8]) -> Option<(&[u8], &[u8])> {
-    let mut from = 0;
-    loop {
-        let at = from + memchr::memchr(b'"', text.get(from..)?)?;
-        let before = text.get(..at)?;
-        let slashes = before
-            .iter()
-            .rev()
-            .take_while(|byte| **byte == b'\\')
-            .count();
-        if slashes % 2 == 0 {
-            return Some((before, text.get(at + 1..)?));
-        }
-        from = at + 1;
-    }
-}
-
-/// `-` stands for nothing.
-fn present_value(text: &[u8]) -> Option<&[u8]> {
-    Some(text).filter(|text| !text.is_empty() && *text != b"-")
-}
-
-fn parse_number(text: &[u8]) -> Option<u64> {
-    str::from_utf8(text).ok()?.parse().ok()
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
 use super::*;
+use http::HeaderName;
 
 fn required_headers(names: &[&'static str], mappings: &[(&'static str, &str)]) -> RequiredHeaders {
     let names: Vec<HeaderName> = names
@@ -12,7 +13,7 @@ fn required_headers(names: &[&'static str], mappings: &[(&'static str, &str)]) -
     RequiredHeaders::new(names.iter(), &mappings)
 }
 
-/// A line as one text: `time took peer status method target host headers`.
+/// Formats a parsed line as `time duration peer status method target host headers`.
 fn summarize_line(
     format: AccessLogFormat,
     required_headers: &RequiredHeaders,
@@ -82,7 +83,7 @@ fn parses_nginx_and_apache_text() {
             r#"a.example:80 1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "GET / HTTP/1.1" 429 0 "-" "-""#,
             "1795000000000000 - 1.2.3.4 429 GET / a.example:80 []",
         ),
-        // A user's name is whatever was sent, and a host's was perhaps looked up.
+        // The user name is unchecked client input, and the host may be a resolved name.
         (
             r#"1.2.3.4 - a [b] c [18/Nov/2026:06:06:40 -0500] "GET / HTTP/1.1" 200 0"#,
             "1795000000000000 - 1.2.3.4 200 GET /  []",
@@ -91,7 +92,7 @@ fn parses_nginx_and_apache_text() {
             r#"host.example - - [18/Nov/2026:11:06:40 +0000] "GET / HTTP/1.1" 200 0"#,
             "1795000000000000 - - 200 GET /  []",
         ),
-        // Escapes of both, and a quote in the middle.
+        // Escapes of nginx and Apache, and a quote inside a field.
         (
             r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "GET /\x22\"\\ HTTP/1.1" 200 0 "\"" "a\x1bb""#,
             "1795000000000000 - 1.2.3.4 200 GET /\"\"\\  [\"referer=\\\"\", \"user-agent=a\\u{1b}b\"]",
@@ -100,12 +101,12 @@ fn parses_nginx_and_apache_text() {
             r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "GET /a b HTTP/1.1" 200 0"#,
             "1795000000000000 - 1.2.3.4 200 GET /a b  []",
         ),
-        // Traefik's text.
+        // Traefik text.
         (
             r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "GET / HTTP/1.1" 200 5 "-" "-" 12 "web@docker" "http://1.1.1.1:80" 37ms"#,
             "1795000000000000 37000 1.2.3.4 200 GET /  []",
         ),
-        // No requests, and nothing.
+        // Lines without a request, and malformed lines.
         (
             r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "\x16\x03\x01" 400 150 "-" "-""#,
             "other",
@@ -181,7 +182,7 @@ fn parses_envoy_text() {
         &line("6.6.6.6, 1.1.1.1,10.0.0.1", "curl"),
         r#"1795000000250000 37000 10.0.0.1 200 GET /a?b shop:443 ["x-forwarded-for=6.6.6.6, 1.1.1.1", "user-agent=curl"]"#,
     );
-    // Nothing is escaped.
+    // Envoy escapes nothing.
     assert_parses(
         AccessLogFormat::Envoy,
         &names,

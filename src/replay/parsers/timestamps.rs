@@ -1,4 +1,4 @@
-//! Times as logs write them, in microseconds since the epoch.
+//! Parses the time formats of access logs, in microseconds since the Unix epoch.
 
 use time::format_description::well_known::Rfc3339;
 use time::{Date, Month, OffsetDateTime, PrimitiveDateTime, Time, UtcOffset};
@@ -10,7 +10,7 @@ const MONTHS: [&[u8]; 12] = [
     b"Jan", b"Feb", b"Mar", b"Apr", b"May", b"Jun", b"Jul", b"Aug", b"Sep", b"Oct", b"Nov", b"Dec",
 ];
 
-/// Remembers the time that was read last: thousands of lines in a row say the same.
+/// Parses CLF times and caches the last one, because consecutive lines often have the same time.
 #[derive(Debug)]
 pub(super) struct ClfTimeParser {
     last_text: [u8; CLF_TIME_LEN],
@@ -25,7 +25,7 @@ impl ClfTimeParser {
         }
     }
 
-    /// Reads `19/Nov/2026:13:55:36 +0100`.
+    /// Parses `19/Nov/2026:13:55:36 +0100`.
     pub(super) fn parse(&mut self, text: &[u8]) -> Option<u64> {
         let text: [u8; CLF_TIME_LEN] = text.try_into().ok()?;
         if text != self.last_text {
@@ -79,7 +79,7 @@ fn parse_clf_time(text: &[u8; CLF_TIME_LEN]) -> Option<u64> {
     let month = Month::try_from(u8::try_from(month).ok()? + 1).ok()?;
     let year = i32::from(two_digits(y1, y2)?) * 100 + i32::from(two_digits(y3, y4)?);
     let date = Date::from_calendar_date(year, month, two_digits(d1, d2)?).ok()?;
-    // A leap second is the last of its minute twice.
+    // A leap second counts as second 59.
     let time = Time::from_hms(
         two_digits(h1, h2)?,
         two_digits(n1, n2)?,
@@ -96,7 +96,8 @@ fn parse_digit(byte: u8) -> Option<u8> {
     byte.is_ascii_digit().then(|| byte - b'0')
 }
 
-/// Reads `2026-11-19T13:55:36.123Z`, and a blank instead of the `T`, and whether it has no fraction.
+/// Parses `2026-11-19T13:55:36.123Z`, or a space instead of the `T`. Also returns whether the time
+/// has no fraction.
 pub(super) fn parse_rfc3339(text: &[u8]) -> Option<(u64, bool)> {
     let text = str::from_utf8(text).ok()?;
     let at = OffsetDateTime::parse(text, &Rfc3339).ok().or_else(|| {
@@ -106,9 +107,10 @@ pub(super) fn parse_rfc3339(text: &[u8]) -> Option<(u64, bool)> {
     Some((to_unix_micros(at)?, !text.contains('.')))
 }
 
-/// Reads seconds since the epoch, perhaps with a fraction.
+/// Parses seconds since the Unix epoch, with an optional fraction. Also returns whether the time
+/// has no fraction.
 pub(super) fn parse_epoch_seconds(seconds: f64) -> Option<(u64, bool)> {
-    // The year 2255, where microseconds stop being exact.
+    // Until the year 2255. Beyond it, a double does not hold exact microseconds.
     let is_date = (0.0..9e9).contains(&seconds);
     let us = is_date
         .then(|| std::time::Duration::from_secs_f64(seconds))?

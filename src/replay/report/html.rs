@@ -1,27 +1,26 @@
-//! The report as one page that needs nothing else: no script, no font, no other server. The plots are SVG.
+//! The report as one self-contained HTML page: no scripts, fonts or external resources. The plots
+//! are SVG.
 //!
-//! All that comes from a log or a file's name goes through [`Text`], and nothing of it into an attribute that does anything.
+//! All text from logs and file names is escaped by [`EscapedText`] and never used in an attribute
+//! that loads or runs anything.
 
 use super::super::simulator::ReplayPolicyStats;
-use super::super::statistics::{RequestSeries, SeriesBin};
 use super::super::suggestions::{LimitProposal, LimitSuggestion};
+use super::html_escape::EscapedText;
+use super::html_plots::{write_histogram, write_sparkline, write_timeline};
 use super::{
     PolicySetReport, ReplayPolicySummary, ReplayReport, format_count, format_key_count,
     format_share, format_time, format_time_range,
 };
 use crate::config::format_duration;
-use std::fmt::{self, Display, Write};
+use std::fmt::{self, Write};
 use std::time::Duration;
 
 const STYLE: &str = include_str!("style.css");
 
-/// Steps of time in the large plot, and in those of the policies.
-const TIMELINE_STEPS: usize = 120;
-const SPARKLINE_STEPS: usize = 48;
-
 pub(super) fn render_html(report: &ReplayReport) -> String {
     let mut page = String::with_capacity(64 << 10);
-    // Writing to a text doesn't fail.
+    // Writing to a `String` does not fail.
     let _written = write_page(&mut page, report);
     page
 }
@@ -39,15 +38,15 @@ fn write_page(page: &mut String, report: &ReplayReport) -> fmt::Result {
     if let [first, second, ..] = report.sets.as_slice() {
         write_comparison(page, report, first, second)?;
     }
-    let several = if report.sets.len() > 1 {
+    let pair_class = if report.sets.len() > 1 {
         " class=\"pair\""
     } else {
         ""
     };
-    write!(page, "<div{several}>")?;
+    write!(page, "<div{pair_class}>")?;
     for set in &report.sets {
         page.push_str("<article>");
-        // No heading is skipped.
+        // A hidden `h2` keeps the heading levels complete for a single set.
         let (name, class) = match report.sets.len() {
             1 => ("these policies", " class=\"unseen\""),
             _ => (set.name.as_str(), ""),
@@ -64,27 +63,6 @@ fn write_page(page: &mut String, report: &ReplayReport) -> fmt::Result {
     write_warnings(page, report)?;
     page.push_str("</main></body></html>\n");
     Ok(())
-}
-
-/// A text as it is, for a place between tags or in quotes. Signs that change how others are shown are written out.
-struct EscapedText<'a>(&'a str);
-
-impl Display for EscapedText<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for sign in self.0.chars() {
-            match sign {
-                '&' => f.write_str("&amp;")?,
-                '<' => f.write_str("&lt;")?,
-                '>' => f.write_str("&gt;")?,
-                '"' => f.write_str("&quot;")?,
-                '\'' => f.write_str("&#39;")?,
-                // Of these it is the harmless ones that `escape_debug` would change, too.
-                '\\' => f.write_char('\\')?,
-                sign => write!(f, "{}", sign.escape_debug())?,
-            }
-        }
-        Ok(())
-    }
 }
 
 fn write_header(page: &mut String, report: &ReplayReport) -> fmt::Result {
@@ -145,22 +123,21 @@ fn write_comparison(
     row("all: forwarded", forwarded(first), forwarded(second))?;
     for policy in super::policy_names(first, second) {
         let refused = |set: &PolicySetReport| {
-            set.policy_stats(policy).map_or("–".to_owned(), |book| {
+            set.policy_stats(policy).map_or("–".to_owned(), |stats| {
                 format!(
                     "{} of {} refused",
-                    format_count(book.refused_count()),
-                    format_count(book.matched_count())
+                    format_count(stats.refused_count()),
+                    format_count(stats.matched_count())
                 )
             })
         };
         row(policy, refused(first), refused(second))?;
     }
-    let [gained, lost] = report.refused_by_one_set;
     write!(
         page,
         "</tbody></table></div><p>Refused by the second only: <b>{}</b> requests. By the first only: <b>{}</b>.</p></section>",
-        format_count(gained),
-        format_count(lost)
+        format_count(report.differences.refused_by_second_only),
+        format_count(report.differences.refused_by_first_only)
     )
 }
 
@@ -180,110 +157,15 @@ fn write_tiles(page: &mut String, set: &PolicySetReport) -> fmt::Result {
     Ok(())
 }
 
-fn write_timeline(page: &mut String, report: &ReplayReport, set: &PolicySetReport) -> fmt::Result {
-    if set.stats.field_coverage.requests == 0 {
-        return Ok(());
-    }
-    let bins = report.resample_series(&set.stats.series, TIMELINE_STEPS);
-    let most = bins
-        .iter()
-        .map(|bin| bin.requests)
-        .max()
-        .unwrap_or_default();
-    page.push_str(
-        "<section><h3>When</h3><p class=\"legend\"><i class=\"ok\"></i>forwarded <i class=\"bad\"></i>refused, on top</p>",
-    );
-    let (width_s, _) = report.time_grid(TIMELINE_STEPS);
-    let bar_duration = format_duration(Duration::from_secs(width_s));
-    write!(
-        page,
-        "<p class=\"axis\"><span>a bar is {bar_duration}, the highest {}</span></p>",
-        format_count(most)
-    )?;
-    write_bars(
-        page,
-        (report, TIMELINE_STEPS),
-        &bins,
-        "plot",
-        160,
-        "Requests over time, forwarded and refused",
-    )?;
-    let (from, to) = (
-        format_time(report.from_s * 1_000_000),
-        format_time(report.to_s * 1_000_000),
-    );
-    write!(
-        page,
-        "<p class=\"axis\"><span>{from}</span><span>{to}</span></p></section>"
-    )
-}
-
-/// Stacked bars: what was refused stands on what was not.
-fn write_bars(
-    page: &mut String,
-    (report, most_steps): (&ReplayReport, usize),
-    bins: &[SeriesBin],
-    class: &str,
-    height: u64,
-    label: &str,
-) -> fmt::Result {
-    let most = bins
-        .iter()
-        .map(|bin| bin.requests)
-        .max()
-        .unwrap_or_default()
-        .max(1);
-    let width = bins.len() * 10;
-    write!(
-        page,
-        "<svg class=\"{class}\" viewBox=\"0 0 {width} {height}\" preserveAspectRatio=\"none\" role=\"img\" \
-         aria-label=\"{label}\">"
-    )?;
-    let bar_height = |number: u64| {
-        let scaled = u128::from(number) * u128::from(height) / u128::from(most);
-        // One refusal among a million is seen, too.
-        if number == 0 {
-            0
-        } else {
-            u64::try_from(scaled).unwrap_or(height).max(2)
-        }
-    };
-    let (width_s, _) = report.time_grid(most_steps);
-    for (at, bin) in (0u64..).zip(bins).filter(|(_, bin)| bin.requests > 0) {
-        let refused = bar_height(bin.refused);
-        let forwarded = bar_height(bin.requests).saturating_sub(refused);
-        let from_s = report.from_s + at * width_s;
-        write!(
-            page,
-            "<g><title>{} UTC: {} requests, {} refused</title>",
-            format_time(from_s * 1_000_000),
-            format_count(bin.requests),
-            format_count(bin.refused)
-        )?;
-        let mut bar = |class: &str, top: u64, rect_height: u64| {
-            let left = at * 10;
-            write!(
-                page,
-                "<rect class=\"{class}\" x=\"{left}\" y=\"{top}\" width=\"9\" height=\"{rect_height}\"/>"
-            )
-        };
-        bar("ok", height - forwarded, forwarded)?;
-        bar("bad", height.saturating_sub(forwarded + refused), refused)?;
-        page.push_str("</g>");
-    }
-    page.push_str("</svg>");
-    Ok(())
-}
-
 fn write_policies(page: &mut String, report: &ReplayReport, set: &PolicySetReport) -> fmt::Result {
     page.push_str(
         "<section><h3>Policies</h3><div class=\"scroll\"><table><thead><tr><th scope=\"col\">Policy</th>\
          <th scope=\"col\" class=\"n\">Matched</th><th scope=\"col\" class=\"n\">Refused</th><th scope=\"col\" class=\"n\">Share</th>\
-         <th scope=\"col\" class=\"n\">Held back</th><th scope=\"col\" class=\"n\">Keys</th><th scope=\"col\" class=\"n\">Touched</th>\
-         <th scope=\"col\">When; first and last refusal</th></tr></thead><tbody>",
+         <th scope=\"col\" class=\"n\">Delayed</th><th scope=\"col\" class=\"n\">Keys</th><th scope=\"col\" class=\"n\">Touched</th>\
+         <th scope=\"col\">Over time; first and last refusal</th></tr></thead><tbody>",
     );
-    for (words, book) in set.policies.iter().zip(&set.stats.policies) {
-        write_policy(page, report, words, book)?;
+    for (summary, stats) in set.policies.iter().zip(&set.stats.policies) {
+        write_policy(page, report, summary, stats)?;
     }
     page.push_str("</tbody></table></div></section>");
     Ok(())
@@ -305,7 +187,7 @@ fn write_policy(
     };
     write!(page, "<tr><th scope=\"row\">{}", EscapedText(&summary.name))?;
     if summary.shadow {
-        page.push_str("<small>shadow: refuses nobody yet</small>");
+        page.push_str("<small>shadow: not enforced</small>");
     }
     if let Some(action) = summary.action {
         write!(page, "<small>{action}</small>")?;
@@ -313,7 +195,7 @@ fn write_policy(
     if stats.blocked > 0 {
         write!(
             page,
-            "<small>{} by block_for</small>",
+            "<small>{} of the refused by block_for</small>",
             format_count(stats.blocked)
         )?;
     }
@@ -336,17 +218,6 @@ fn write_policy(
     }
     page.push_str("</td></tr>");
     Ok(())
-}
-
-fn write_sparkline(
-    page: &mut String,
-    report: &ReplayReport,
-    series: &RequestSeries,
-    name: &str,
-) -> fmt::Result {
-    let bins = report.resample_series(series, SPARKLINE_STEPS);
-    let label = format!("Requests over time of policy {}", EscapedText(name));
-    write_bars(page, (report, SPARKLINE_STEPS), &bins, "spark", 40, &label)
 }
 
 fn write_most_refused_keys(page: &mut String, set: &PolicySetReport) -> fmt::Result {
@@ -399,7 +270,7 @@ fn write_suggestions(
         "<section><h3>Limits that would have touched at most {percent} % of the keys</h3>"
     )?;
     for (at, suggestions) in &set.suggestions {
-        let name = set.policies.get(*at).map_or("", |words| &words.name);
+        let name = set.policies.get(*at).map_or("", |summary| &summary.name);
         for suggestion in suggestions {
             page.push_str("<div class=\"card\">");
             write_suggestion(page, name, suggestion)?;
@@ -419,7 +290,7 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
     }
     page.push_str("</h4>");
     let Some(proposal) = &suggestion.proposal else {
-        page.push_str("<p>Nothing to draw from.</p>");
+        page.push_str("<p>No data for a suggestion.</p>");
         return Ok(());
     };
     let LimitProposal {
@@ -431,7 +302,7 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
     } = proposal;
     write!(
         page,
-        "<p><code>requests = {requests}, per = \"{per}\"</code> touches {} of {} keys ({}). Now: {}, which touches {} ({}) at most.</p>",
+        "<p><code>requests = {requests}, per = \"{per}\"</code> touches {} of {} keys ({}). The current limit is {}, which touches at most {} ({}).</p>",
         format_count(*touched),
         format_count(*keys),
         format_share(*touched, *keys),
@@ -439,74 +310,28 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
         format_count(*touched_now),
         format_share(*touched_now, *keys),
     )?;
-    page.push_str("<p>At its busiest, ");
+    page.push_str("<p>Peak demand: ");
     for (at, (of_1000, peak)) in proposal.quantiles.iter().enumerate() {
         let comma = if at > 0 { ", " } else { "" };
         match of_1000 {
-            1000 => write!(page, "{comma}and the busiest {}", format_count(*peak))?,
+            1000 => write!(page, "{comma}and the highest {}", format_count(*peak))?,
             _ => write!(
                 page,
-                "{comma}{} % of the keys asked up to {}",
+                "{comma}{} % of the keys up to {}",
                 f64::from(*of_1000) / 10.0,
                 format_count(*peak)
             )?,
         }
     }
-    write!(page, " in {per}.</p>")?;
+    write!(page, " per {per}.</p>")?;
     write_histogram(page, proposal)?;
     if proposal.keys_per_sample > 1 {
         write!(
             page,
-            "<p><small>Drawn from one key in {}.</small></p>",
+            "<p><small>Sampled from one key in {}.</small></p>",
             format_count(proposal.keys_per_sample)
         )?;
     }
-    Ok(())
-}
-
-/// Keys by their peak. What the suggestion would touch is marked.
-fn write_histogram(page: &mut String, proposal: &LimitProposal) -> fmt::Result {
-    let most = proposal
-        .histogram
-        .iter()
-        .map(|(_, keys)| *keys)
-        .max()
-        .unwrap_or_default();
-    write!(
-        page,
-        "<table class=\"hist\"><caption>Keys by what they asked at their busiest; more than {} is touched</caption><tbody>",
-        format_count(proposal.requests)
-    )?;
-    let mut above = 0;
-    for (upto, keys) in &proposal.histogram {
-        let from = above + 1;
-        above = *upto;
-        let range = if from == *upto {
-            format_count(*upto)
-        } else {
-            format!("{} – {}", format_count(from), format_count(*upto))
-        };
-        // In 1/10 %, and always to be seen.
-        let bar_width = if *keys == 0 {
-            0
-        } else {
-            (u128::from(*keys) * 1000 / u128::from(most.max(1))).max(4)
-        };
-        let (class, touched) = match (*keys, proposal.requests) {
-            (1.., requests) if from > requests => ("bad", "touched".to_owned()),
-            (1.., requests) if *upto > requests => {
-                ("ok", format!("touched above {}", format_count(requests)))
-            }
-            _ => ("ok", String::new()),
-        };
-        write!(
-            page,
-            "<tr><th scope=\"row\" class=\"n\">{range}</th><td><svg viewBox=\"0 0 1000 10\" preserveAspectRatio=\"none\" \
-             aria-hidden=\"true\"><rect class=\"{class}\" width=\"{bar_width}\" height=\"10\"/></svg></td><td class=\"n\">{}</td><td><small>{touched}</small></td></tr>",
-            format_count(*keys)
-        )?;
-    }
-    page.push_str("</tbody></table>");
     Ok(())
 }
 
@@ -515,24 +340,10 @@ fn write_warnings(page: &mut String, report: &ReplayReport) -> fmt::Result {
     if warnings.is_empty() {
         return Ok(());
     }
-    page.push_str("<section><h2>To be known</h2><ul>");
+    page.push_str("<section><h2>Warnings</h2><ul>");
     for warning in &warnings {
         write!(page, "<li>{}</li>", EscapedText(warning))?;
     }
     page.push_str("</ul></section>");
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::EscapedText;
-
-    #[test]
-    fn escapes_markup_in_untrusted_text() {
-        let hostile = "<script>alert('1')</script>\"&\u{202e}\u{1b}[31m\n\\x";
-        assert_eq!(
-            EscapedText(hostile).to_string(),
-            "&lt;script&gt;alert(&#39;1&#39;)&lt;/script&gt;&quot;&amp;\\u{202e}\\u{1b}[31m\\n\\x"
-        );
-    }
 }

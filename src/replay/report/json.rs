@@ -1,4 +1,4 @@
-//! The report for scripts: one JSON object. Times are seconds since the epoch.
+//! The report as one JSON object for scripts. Times are seconds since the Unix epoch.
 
 use super::super::simulator::ReplayPolicyStats;
 use super::super::statistics::RequestSeries;
@@ -6,7 +6,7 @@ use super::super::suggestions::LimitSuggestion;
 use super::{LogSummary, MostRefusedKey, PolicySetReport, ReplayPolicySummary, ReplayReport};
 use serde_json::{Value, json};
 
-/// Steps of time in it at most.
+/// Maximum number of bins in a time series.
 const MAX_STEPS: usize = 60;
 
 pub(super) fn render_json(report: &ReplayReport) -> String {
@@ -14,10 +14,10 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
     let sets: Vec<Value> = report
         .sets
         .iter()
-        .map(|of_set| set_to_json(report, of_set))
+        .map(|set| set_to_json(report, set))
         .collect();
-    // Of one set nothing differs.
-    let refused_by_one_set = (report.sets.len() > 1).then_some(report.refused_by_one_set);
+    // A single set has no comparison.
+    let differences = (report.sets.len() > 1).then_some(report.differences);
     let value = json!({
         "requests": report.request_count(),
         "lines": report.line_count(),
@@ -25,8 +25,8 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
         "to": report.to_s,
         "logs": logs,
         "sets": sets,
-        "refused_by_second_only": refused_by_one_set.map(|[second, _]| second),
-        "refused_by_first_only": refused_by_one_set.map(|[_, first]| first),
+        "refused_by_second_only": differences.map(|counts| counts.refused_by_second_only),
+        "refused_by_first_only": differences.map(|counts| counts.refused_by_first_only),
         "warnings": report.warnings(),
     });
     format!("{value:#}\n")
@@ -48,12 +48,12 @@ fn set_to_json(report: &ReplayReport, set: &PolicySetReport) -> Value {
     let stats = &set.stats;
     let policies = set.policies.iter().zip(&stats.policies).enumerate();
     let policies: Vec<Value> = policies
-        .map(|(at, (words, book))| {
+        .map(|(at, (summary, stats))| {
             let suggestions = set.suggestions.iter().find(|(of, _)| *of == at);
             policy_to_json(
                 report,
-                words,
-                book,
+                summary,
+                stats,
                 suggestions.map_or(&[], |(_, all)| all.as_slice()),
             )
         })
@@ -109,16 +109,16 @@ fn policy_to_json(
 
 fn suggestion_to_json(suggestion: &LimitSuggestion) -> Value {
     let limit = &suggestion.limit;
-    let proposal = suggestion.proposal.as_ref().map(|drawn| {
+    let proposal = suggestion.proposal.as_ref().map(|proposal| {
         json!({
-            "requests": drawn.requests,
-            "touched": drawn.touched_keys,
-            "touched_now": drawn.touched_keys_now,
-            "keys": drawn.sampled_keys,
-            "one_key_in": drawn.keys_per_sample,
-            "quantiles": drawn.quantiles.iter().map(|(share, peak)| json!([f64::from(*share) / 1000.0, peak]))
+            "requests": proposal.requests,
+            "touched": proposal.touched_keys,
+            "touched_now": proposal.touched_keys_now,
+            "keys": proposal.sampled_keys,
+            "one_key_in": proposal.keys_per_sample,
+            "quantiles": proposal.quantiles.iter().map(|(share, peak)| json!([f64::from(*share) / 1000.0, peak]))
                 .collect::<Vec<_>>(),
-            "histogram": drawn.histogram,
+            "histogram": proposal.histogram,
         })
     });
     json!({

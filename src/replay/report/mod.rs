@@ -1,13 +1,15 @@
-//! What came of a replay: the figures, and three ways to tell them.
+//! The results of a replay, and their text, JSON and HTML reports.
 
 mod html;
+mod html_escape;
+mod html_plots;
 mod json;
 mod text;
 
-use super::Settings;
 use super::log_merge::LogSource;
 use super::missing_fields::describe_missing_fields;
 use super::parsers::{AccessLogFormat, RequiredHeaders};
+use super::settings::Settings;
 use super::simulator::{PolicySimulator, ReplayPolicyStats, SimulationStats};
 use super::statistics::{RequestSeries, SeriesBin};
 use super::suggestions::{LimitSuggestion, PeakDemandTracker};
@@ -15,21 +17,27 @@ use crate::policy::PolicyAction;
 use time::OffsetDateTime;
 use time::macros::format_description;
 
-/// All figures of one replay.
+/// All results of one replay.
 #[derive(Debug)]
 pub struct ReplayReport {
     logs: Vec<LogSummary>,
-    /// One set of policies, or several that were compared.
+    /// One policy set, or two that are compared.
     sets: Vec<PolicySetReport>,
-    /// Forwarded by the first set and not by the second, and the other way round.
-    refused_by_one_set: [u64; 2],
+    differences: SetDifferences,
     suggest_percent: Option<f64>,
-    /// Bounds of the chart's time (s).
+    /// Time range of the chart (s since the Unix epoch).
     from_s: u64,
     to_s: u64,
 }
 
-/// What was read of one log.
+/// Requests that the second of two policy sets decides differently from the first.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SetDifferences {
+    pub(super) refused_by_first_only: u64,
+    pub(super) refused_by_second_only: u64,
+}
+
+/// Line counts of one log.
 #[derive(Debug)]
 pub(super) struct LogSummary {
     name: String,
@@ -38,13 +46,13 @@ pub(super) struct LogSummary {
     requests: u64,
     other_records: u64,
     broken_lines: u64,
-    /// Number and beginning of broken lines, shown so that no terminal obeys them.
+    /// Line numbers and beginnings of broken lines, escaped for terminals.
     broken_examples: Vec<(u64, String)>,
-    /// Why it ended too early.
+    /// Error that ended the log early.
     read_error: Option<String>,
 }
 
-/// What one set of policies did.
+/// Results of one policy set.
 #[derive(Debug)]
 pub(super) struct PolicySetReport {
     name: String,
@@ -52,21 +60,21 @@ pub(super) struct PolicySetReport {
     policies: Vec<ReplayPolicySummary>,
     most_refused_keys: Vec<MostRefusedKey>,
     suggestions: Vec<(usize, Vec<LimitSuggestion>)>,
-    /// What couldn't be judged.
+    /// Sentences about log fields that were missing for the simulation.
     missing_fields: Vec<String>,
     evicted_counters: u64,
 }
 
-/// What a policy is, for people.
+/// Description of one policy.
 #[derive(Debug)]
 struct ReplayPolicySummary {
     name: String,
     shadow: bool,
-    /// It has no limits.
+    /// The action of a policy without limits.
     action: Option<&'static str>,
 }
 
-/// One of the keys that were refused most.
+/// One of the most refused keys.
 #[derive(Debug)]
 struct MostRefusedKey {
     policy: String,
@@ -83,7 +91,7 @@ impl ReplayReport {
     pub(super) fn new(
         logs: Vec<LogSummary>,
         sets: Vec<PolicySetReport>,
-        refused_by_one_set: [u64; 2],
+        differences: SetDifferences,
         settings: &Settings,
     ) -> Self {
         let from_s = sets
@@ -99,24 +107,24 @@ impl ReplayReport {
         Self {
             logs,
             sets,
-            refused_by_one_set,
+            differences,
             suggest_percent: settings.suggest_percent,
             from_s,
             to_s,
         }
     }
 
-    /// For a terminal so many columns wide.
+    /// Renders the report for a terminal with `width` columns.
     pub fn render_text(&self, width: usize, is_bold: bool) -> String {
         text::render_text(self, width, is_bold)
     }
 
-    /// For scripts.
+    /// Renders the report for scripts.
     pub fn render_json(&self) -> String {
         json::render_json(self)
     }
 
-    /// A page that needs nothing else.
+    /// Renders the report as a self-contained page.
     pub fn render_html(&self) -> String {
         html::render_html(self)
     }
@@ -129,8 +137,8 @@ impl ReplayReport {
         self.logs.iter().map(|log| log.lines).sum()
     }
 
-    /// How a plot of at most so many steps divides the time: the width of one in seconds, and how many there are. None is
-    /// wider than another, or steady traffic would look like a comb.
+    /// Divides the time range into at most `max_steps` bins: returns the bin width in seconds, and
+    /// the number of bins. All bins have the same width, so that steady traffic has a flat chart.
     fn time_grid(&self, max_steps: usize) -> (u64, usize) {
         let span_s = self.to_s.saturating_sub(self.from_s).max(1);
         let bin_width_s = self
@@ -155,14 +163,14 @@ impl ReplayReport {
         series.resample(self.from_s, width_s, count)
     }
 
-    /// What the reader should know before he believes the figures.
+    /// Returns the caveats of the results.
     fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         for log in &self.logs {
             let name = log.name.escape_debug();
-            if let Some(fault) = &log.read_error {
+            if let Some(error) = &log.read_error {
                 warnings.push(format!(
-                    "{name}: it ended too early ({fault}): what was read until then is reported"
+                    "{name}: the log ended early ({error}); the report covers the lines before that"
                 ));
             }
             if log.broken_lines > 0 {
@@ -179,7 +187,7 @@ impl ReplayReport {
             }
             if log.other_records > 0 {
                 warnings.push(format!(
-                    "{name}: {} lines tell of no request",
+                    "{name}: {} lines are not requests",
                     format_count(log.other_records)
                 ));
             }
@@ -197,20 +205,20 @@ impl ReplayReport {
             );
             if set.evicted_counters > 0 {
                 warnings.push(format!(
-                    "{prefix}{} counters were given up for want of memory: figures may be too low",
+                    "{prefix}{} counters were evicted at the memory limit; the numbers may be too low",
                     format_count(set.evicted_counters)
                 ));
             }
         }
-        // These are the same for all sets.
+        // The values are the same for all policy sets.
         if let Some(refused) = self
             .sets
             .first()
             .map(|set| set.stats.field_coverage.answered_429)
-            .filter(|then| *then > 0)
+            .filter(|refused| *refused > 0)
         {
             warnings.push(format!(
-                "{} requests were answered 429 then; they are judged like the others",
+                "{} requests were answered with 429 at the time; the replay treats them like all others",
                 format_count(refused)
             ));
         }
@@ -221,7 +229,7 @@ impl ReplayReport {
             .filter(|late| *late > 0)
         {
             warnings.push(format!(
-                "{} requests stand more than 10 s too late in the log: they were judged when they were read",
+                "{} requests are more than 10 s out of order in the log; they count at the time of the preceding request",
                 format_count(late)
             ));
         }
@@ -249,7 +257,7 @@ impl LogSummary {
                 .iter()
                 .map(|(line, text)| (*line, escape_bytes(text)))
                 .collect(),
-            read_error: input.read_error.map(|fault| fault.to_string()),
+            read_error: input.read_error.map(|error| error.to_string()),
         }
     }
 }
@@ -276,11 +284,11 @@ impl PolicySetReport {
                         MostRefusedKey {
                             policy: policy.name.to_string(),
                             shadow: policy.shadow,
-                            // The policy's name stands beside it.
+                            // The report shows the policy name in its own column.
                             key: key
                                 .readable_key
                                 .split_once('/')
-                                .map_or("(everybody)", |(_, values)| values)
+                                .map_or("(all requests)", |(_, values)| values)
                                 .to_owned(),
                             requests: key.requests,
                             refused: key.refused,
@@ -328,12 +336,12 @@ impl PolicySetReport {
 }
 
 impl PolicySetReport {
-    /// What became of the requests.
+    /// Returns the number of requests by outcome.
     fn outcomes(&self) -> [(&'static str, u64); 6] {
         let stats = &self.stats;
         [
             ("forwarded", stats.forwarded),
-            ("of them held back", stats.delayed),
+            ("of them delayed", stats.delayed),
             ("rejected (429)", stats.limited),
             ("denied (403)", stats.denied),
             ("without a key (400)", stats.bad_key),
@@ -341,17 +349,17 @@ impl PolicySetReport {
         ]
     }
 
-    /// What a policy did, if there is one of that name.
+    /// Returns the statistics of the named policy, if the set has it.
     fn policy_stats(&self, policy: &str) -> Option<&ReplayPolicyStats> {
         let at = self
             .policies
             .iter()
-            .position(|words| words.name == policy)?;
+            .position(|summary| summary.name == policy)?;
         self.stats.policies.get(at)
     }
 }
 
-/// The policies of two sets, each once.
+/// Returns the policy names of two sets without duplicates.
 fn policy_names<'s>(first: &'s PolicySetReport, second: &'s PolicySetReport) -> Vec<&'s str> {
     let mut names: Vec<&str> = Vec::new();
     for policy in first.policies.iter().chain(&second.policies) {
@@ -362,7 +370,7 @@ fn policy_names<'s>(first: &'s PolicySetReport, second: &'s PolicySetReport) -> 
     names
 }
 
-/// `1,234,567`.
+/// Formats a number as `1,234,567`.
 fn format_count(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
@@ -375,7 +383,7 @@ fn format_count(number: u64) -> String {
     text
 }
 
-/// `2026-11-19 13:55:36`, in UTC.
+/// Formats a time as `2026-11-19 13:55:36` in UTC.
 fn format_time(at_us: u64) -> String {
     let format = format_description!("[year]-[month]-[day] [hour]:[minute]:[second]");
     let at = i64::try_from(at_us / 1_000_000)
@@ -385,7 +393,7 @@ fn format_time(at_us: u64) -> String {
         .unwrap_or_default()
 }
 
-/// From one moment to another; a day that both have is said once.
+/// Formats a time range. The date appears once if both times have the same.
 fn format_time_range(from_us: u64, to_us: u64) -> String {
     let (from, to) = (format_time(from_us), format_time(to_us));
     let time = match (from.get(..10), to.split_once(' ')) {
@@ -404,7 +412,7 @@ fn percent_of(part: u64, whole: u64) -> f64 {
     }
 }
 
-/// `12.3 %`; what is little isn't nothing.
+/// Formats a share as `12.3 %`. A small nonzero share is not rounded to zero.
 fn format_share(part: u64, whole: u64) -> String {
     match percent_of(part, whole) {
         _ if part == 0 => "0 %".to_owned(),
@@ -414,7 +422,7 @@ fn format_share(part: u64, whole: u64) -> String {
     }
 }
 
-/// `at least 5` where some are forgotten.
+/// Formats the number of keys; `>5` if keys were evicted.
 fn format_key_count(stats: &ReplayPolicyStats) -> String {
     let (keys, exact) = stats.keys.key_count();
     format!("{}{}", if exact { "" } else { ">" }, format_count(keys))

@@ -1,4 +1,4 @@
-//! The report for a terminal.
+//! The report as text for a terminal.
 
 use super::super::statistics::RequestSeries;
 use super::super::suggestions::{LimitProposal, LimitSuggestion};
@@ -10,7 +10,7 @@ use crate::config::format_duration;
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Names longer than that are cut.
+/// Maximum width of names; longer names are truncated.
 const NAME_WIDTH: usize = 18;
 
 pub(super) fn render_text(report: &ReplayReport, width: usize, is_bold: bool) -> String {
@@ -98,21 +98,20 @@ impl TextReportPage {
         }
         for policy in policy_names(first, second) {
             let refused = |set: &PolicySetReport| {
-                set.policy_stats(policy).map_or("-".to_owned(), |book| {
+                set.policy_stats(policy).map_or("-".to_owned(), |stats| {
                     format!(
                         "{} of {}",
-                        format_count(book.refused_count()),
-                        format_count(book.matched_count())
+                        format_count(stats.refused_count()),
+                        format_count(stats.matched_count())
                     )
                 })
             };
             self.push_line(&row(policy, refused(first), refused(second)));
         }
-        let [gained, lost] = report.refused_by_one_set;
         self.push_line(&format!(
             "Refused by the second only: {}. By the first only: {}.",
-            format_count(gained),
-            format_count(lost)
+            format_count(report.differences.refused_by_second_only),
+            format_count(report.differences.refused_by_first_only)
         ));
     }
 
@@ -138,36 +137,40 @@ impl TextReportPage {
             "{:<NAME_WIDTH$} {:>11} {:>11} {:>10} {:>8} {:>8} {:>7}",
             "POLICY", "MATCHED", "ALLOWED", "REJECTED", "SHARE", "KEYS", "TOUCHED"
         ));
-        for (words, book) in set.policies.iter().zip(&set.stats.policies) {
-            let (matched, refused) = (book.matched_count(), book.refused_count());
-            let allowed = book.allowed + book.delayed + book.exempt;
-            let has_keys = words.action.is_none();
+        for (summary, stats) in set.policies.iter().zip(&set.stats.policies) {
+            let (matched, refused) = (stats.matched_count(), stats.refused_count());
+            let allowed = stats.allowed + stats.delayed + stats.exempt;
+            let has_keys = summary.action.is_none();
             let keys = if has_keys {
-                format_key_count(book)
+                format_key_count(stats)
             } else {
                 "-".to_owned()
             };
             let touched = if has_keys {
-                format_count(book.keys.refused_keys())
+                format_count(stats.keys.refused_keys())
             } else {
                 "-".to_owned()
             };
             self.push_line(&format!(
                 "{:<NAME_WIDTH$} {:>11} {:>11} {:>10} {:>8} {keys:>8} {touched:>7}",
-                truncate_text(&words.name, NAME_WIDTH),
+                truncate_text(&summary.name, NAME_WIDTH),
                 format_count(matched),
                 format_count(allowed),
                 format_count(refused),
                 format_share(refused, matched),
             ));
             let mut notes = Vec::new();
-            if words.shadow {
-                notes.push("shadow: refuses nobody yet".to_owned());
+            if summary.shadow {
+                notes.push("shadow: not enforced".to_owned());
             }
-            notes.extend(words.action.map(|action| format!("action = \"{action}\"")));
+            notes.extend(
+                summary
+                    .action
+                    .map(|action| format!("action = \"{action}\"")),
+            );
             for (number, label) in [
-                (book.delayed, "held back"),
-                (book.blocked, "of them by block_for"),
+                (stats.delayed, "delayed"),
+                (stats.blocked, "of the rejected by block_for"),
             ] {
                 if number > 0 {
                     notes.push(format!("{} {label}", format_count(number)));
@@ -175,8 +178,8 @@ impl TextReportPage {
             }
             if refused > 0 {
                 notes.push(format_time_range(
-                    book.first_refused_us,
-                    book.last_refused_us,
+                    stats.first_refused_us,
+                    stats.last_refused_us,
                 ));
             }
             if !notes.is_empty() {
@@ -185,7 +188,7 @@ impl TextReportPage {
         }
         if set.stats.delayed > 0 {
             let longest_ms = set.stats.max_delay_us / 1000;
-            self.push_line(&format!("Held back for {longest_ms} ms at most."));
+            self.push_line(&format!("Longest delay: {longest_ms} ms."));
         }
     }
 
@@ -197,7 +200,7 @@ impl TextReportPage {
         }
         let column_duration = format_rounded_duration(width_s);
         self.push_title(&format!(
-            "WHEN: one column is {column_duration}; the number is that of the highest"
+            "WHEN: one column is {column_duration}; the number is the maximum per column"
         ));
         let row = |name: &str, series: &RequestSeries, refused: bool| {
             let bins = report.resample_series(series, max_columns);
@@ -213,13 +216,13 @@ impl TextReportPage {
         };
         self.push_line(&row("requests", &set.stats.series, false));
         self.push_line(&row("refused", &set.stats.series, true));
-        for (words, book) in set
+        for (summary, stats) in set
             .policies
             .iter()
             .zip(&set.stats.policies)
-            .filter(|(_, book)| book.refused_count() > 0)
+            .filter(|(_, stats)| stats.refused_count() > 0)
         {
-            self.push_line(&row(&words.name, &book.series, true));
+            self.push_line(&row(&summary.name, &stats.series, true));
         }
         let (from, to) = (
             format_time(report.from_s * 1_000_000),
@@ -235,7 +238,7 @@ impl TextReportPage {
         if set.most_refused_keys.is_empty() {
             return;
         }
-        // Both times where there is room for them.
+        // Both times, if the terminal is wide enough.
         let is_wide = self.width >= 100;
         let times = set.most_refused_keys.iter().map(|top| match is_wide {
             true => format_time_range(top.first_refused_us, top.last_refused_us),
@@ -280,7 +283,7 @@ impl TextReportPage {
             "SUGGESTED: limits that would have touched at most {percent} % of the keys"
         ));
         for (at, suggestions) in &set.suggestions {
-            let name = set.policies.get(*at).map_or("", |words| &words.name);
+            let name = set.policies.get(*at).map_or("", |summary| &summary.name);
             for suggestion in suggestions {
                 self.push_suggestion(name, suggestion);
             }
@@ -296,7 +299,7 @@ impl TextReportPage {
             format!("{policy} / {}", suggestion.limit.name)
         };
         let Some(proposal) = &suggestion.proposal else {
-            self.push_line(&format!("{name}: nothing to draw from"));
+            self.push_line(&format!("{name}: no data for a suggestion"));
             return;
         };
         let LimitProposal {
@@ -313,7 +316,7 @@ impl TextReportPage {
             format_share(*touched, *keys),
         ));
         self.push_line(&format!(
-            "  now it is {}, which touches {} ({}) at most",
+            "  the current limit is {}, which touches at most {} ({})",
             limit.requests,
             format_count(*touched_now),
             format_share(*touched_now, *keys),
@@ -322,7 +325,7 @@ impl TextReportPage {
             .quantiles
             .iter()
             .map(|(of_1000, peak)| match of_1000 {
-                1000 => format!("the busiest {}", format_count(*peak)),
+                1000 => format!("the highest {}", format_count(*peak)),
                 _ => format!(
                     "{} % up to {}",
                     f64::from(*of_1000) / 10.0,
@@ -332,18 +335,18 @@ impl TextReportPage {
         let quantiles = quantiles.collect::<Vec<_>>().join(", ");
         self.push_wrapped(
             "  ",
-            &format!("at its busiest a key asked, per {per}: {quantiles}"),
+            &format!("peak demand of the keys per {per}: {quantiles}"),
         );
         let counts: Vec<u64> = proposal.histogram.iter().map(|(_, count)| *count).collect();
         let last = proposal.histogram.last().map_or(0, |(upto, _)| *upto);
         self.push_line(&format!(
-            "  keys by their peak: 1 {} {} (each step doubles)",
+            "  keys by peak demand: 1 {} {} (each step doubles)",
             render_bars(&counts).0,
             format_count(last)
         ));
         if proposal.keys_per_sample > 1 {
             self.push_line(&format!(
-                "  drawn from one key in {}",
+                "  sampled from one key in {}",
                 proposal.keys_per_sample
             ));
         }
@@ -354,13 +357,13 @@ impl TextReportPage {
         if warnings.is_empty() {
             return;
         }
-        self.push_title("TO BE KNOWN");
+        self.push_title("WARNINGS");
         for warning in warnings {
             self.push_wrapped("- ", &warning);
         }
     }
 
-    /// Breaks a text at blanks.
+    /// Wraps a text at spaces.
     fn push_wrapped(&mut self, bullet: &str, text: &str) {
         let mut line = bullet.to_owned();
         let indent = " ".repeat(bullet.chars().count());
@@ -383,7 +386,7 @@ impl TextReportPage {
     }
 }
 
-/// A time in one round number.
+/// Formats a duration in one rounded unit.
 fn format_rounded_duration(seconds: u64) -> String {
     match seconds {
         0..120 => format!("{} s", seconds.max(1)),
@@ -393,7 +396,7 @@ fn format_rounded_duration(seconds: u64) -> String {
     }
 }
 
-/// At most so many signs of it.
+/// Truncates a text to `max_chars` characters.
 fn truncate_text(text: &str, max_chars: usize) -> String {
     if text.chars().count() <= max_chars {
         return text.to_owned();
@@ -404,7 +407,7 @@ fn truncate_text(text: &str, max_chars: usize) -> String {
         .collect()
 }
 
-/// A bar for each number, and the largest. What is little is still seen.
+/// Renders one bar per count and returns the maximum. A nonzero count is always visible.
 fn render_bars(counts: &[u64]) -> (String, u64) {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let most = counts.iter().copied().max().unwrap_or_default();

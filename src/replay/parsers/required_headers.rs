@@ -1,0 +1,67 @@
+//! The headers that a parser extracts, and their log fields.
+
+use http::HeaderName;
+use smallvec::SmallVec;
+
+/// The headers that the policies read, and the log fields mapped to them.
+#[derive(Clone, Debug, Default)]
+pub(in super::super) struct RequiredHeaders {
+    pub(super) names: Vec<HeaderName>,
+    /// Index in `names`, and the log field.
+    pub(super) field_mappings: Vec<(u16, Box<str>)>,
+}
+
+impl RequiredHeaders {
+    /// `field_mappings` are pairs of a header and the log field that holds its value.
+    pub(in super::super) fn new<'n>(
+        names: impl Iterator<Item = &'n HeaderName>,
+        field_mappings: &'n [(HeaderName, String)],
+    ) -> Self {
+        let mut required = Self::default();
+        for name in names.chain(field_mappings.iter().map(|(name, _)| name)) {
+            if !required.names.contains(name) {
+                required.names.push(name.clone());
+            }
+        }
+        // Sorted, because the policy table has no stable order and reports must be reproducible.
+        required.names.sort_by(|a, b| a.as_str().cmp(b.as_str()));
+        required.names.truncate(usize::from(u16::MAX));
+        required.field_mappings = field_mappings
+            .iter()
+            .filter_map(|(name, field)| {
+                Some((required.header_index(name.as_str())?, field.as_str().into()))
+            })
+            .collect();
+        required
+    }
+
+    pub(in super::super) fn names(&self) -> &[HeaderName] {
+        &self.names
+    }
+
+    pub(super) fn header_index(&self, name: &str) -> Option<u16> {
+        let at = self
+            .names
+            .iter()
+            .position(|required| required.as_str() == name)?;
+        u16::try_from(at).ok()
+    }
+
+    /// Returns the headers that are mapped to `field`. Adds `default_header` unless that header is
+    /// mapped to another field.
+    pub(super) fn indices_for_field(
+        &self,
+        field: &str,
+        default_header: Option<&str>,
+    ) -> SmallVec<[u16; 1]> {
+        let mapped = self
+            .field_mappings
+            .iter()
+            .filter(|(_, mapped_field)| **mapped_field == *field)
+            .map(|(place, _)| *place);
+        let default_index = default_header.and_then(|own| self.header_index(own));
+        let default_index =
+            default_index.filter(|own| !self.field_mappings.iter().any(|(place, _)| place == own));
+        mapped.chain(default_index).collect()
+    }
+}

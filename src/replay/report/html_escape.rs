@@ -1,0 +1,39 @@
+//! Escapes untrusted text for HTML.
+
+use std::fmt::{self, Display, Write};
+
+/// Text escaped for HTML content and quoted attributes. Control and formatting characters are
+/// written as escapes.
+pub(super) struct EscapedText<'a>(pub(super) &'a str);
+
+impl Display for EscapedText<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for character in self.0.chars() {
+            match character {
+                '&' => f.write_str("&amp;")?,
+                '<' => f.write_str("&lt;")?,
+                '>' => f.write_str("&gt;")?,
+                '"' => f.write_str("&quot;")?,
+                '\'' => f.write_str("&#39;")?,
+                // `escape_debug` would double the backslash, which is harmless.
+                '\\' => f.write_char('\\')?,
+                character => write!(f, "{}", character.escape_debug())?,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::EscapedText;
+
+    #[test]
+    fn escapes_markup_in_untrusted_text() {
+        let hostile = "<script>alert('1')</script>\"&\u{202e}\u{1b}[31m\n\\x";
+        assert_eq!(
+            EscapedText(hostile).to_string(),
+            "&lt;script&gt;alert(&#39;1&#39;)&lt;/script&gt;&quot;&amp;\\u{202e}\\u{1b}[31m\\n\\x"
+        );
+    }
+}
