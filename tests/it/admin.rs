@@ -1,4 +1,4 @@
-//! The admin port: what it counts, what it says of health, and whom it answers.
+//! The admin listener: metrics, health, and access control.
 
 use crate::support::client::{ClientRequest, RawClient, RawResponse};
 use crate::support::process::{ChildProcess, run_command, tidegate_command};
@@ -15,7 +15,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 use tempfile::TempDir;
 
-/// A page of metrics, read strictly: whatever Prometheus would not take fails the test.
+/// A metrics page, parsed strictly: anything that Prometheus would reject fails the test.
 #[derive(Debug)]
 struct MetricsPage(BTreeMap<String, f64>);
 
@@ -31,9 +31,10 @@ impl MetricsPage {
         Self::parse(&reply.text())
     }
 
-    /// Prometheus' text format: each metric has help and type before all of its samples, none stands twice.
+    /// Parses Prometheus' text format. Each metric has its help and type before its samples, and no
+    /// series occurs twice.
     fn parse(text: &str) -> Self {
-        assert!(text.ends_with('\n'), "the last line ends");
+        assert!(text.ends_with('\n'), "the last line has a line feed");
         let (mut samples, mut families) = (BTreeMap::new(), BTreeMap::new());
         let (mut helped, mut current) = (String::new(), String::new());
         for line in text.lines() {
@@ -41,7 +42,7 @@ impl MetricsPage {
                 rest.split_once(' ').unwrap().0.clone_into(&mut helped);
             } else if let Some(rest) = line.strip_prefix("# TYPE ") {
                 let (name, kind) = rest.split_once(' ').unwrap();
-                assert_eq!(name, helped, "help comes first");
+                assert_eq!(name, helped, "HELP precedes TYPE");
                 assert!(["counter", "gauge", "histogram"].contains(&kind), "{line}");
                 assert!(kind != "counter" || name.ends_with("_total"), "{line}");
                 assert!(
@@ -80,7 +81,7 @@ impl MetricsPage {
             .unwrap_or_else(|| panic!("no {series} in {:#?}", self.0))
     }
 
-    /// What a policy did: its counts that are not 0.
+    /// The nonzero counts of a policy.
     fn policy_counts(&self, name: &str) -> Vec<(&str, f64)> {
         let prefix = format!("tidegate_requests_total{{policy=\"{name}\",decision=\"");
         let counts = self.0.iter().filter_map(|(series, count)| {
@@ -94,7 +95,7 @@ impl MetricsPage {
     }
 }
 
-/// `{a="b",c="d"}`, letters that end a value escaped.
+/// Checks `{a="b",c="d"}`, with escaped quotes in values.
 fn assert_labels(series: &str) {
     let Some((_, labels)) = series.split_once('{') else {
         return;
@@ -153,7 +154,7 @@ async fn queued_requests_count_as_delayed() {
     let proxy = Proxy::start(&policies, upstream.address).await;
     let start = Instant::now();
     let _ = tokio::join!(proxy.get("/"), proxy.get("/"), proxy.get("/"));
-    assert!(start.elapsed() < TEST_TIMEOUT, "the shadow holds nobody");
+    assert!(start.elapsed() < TEST_TIMEOUT, "a shadow policy delays no request");
     let metrics = MetricsPage::fetch(&proxy).await;
     assert_eq!(
         metrics.policy_counts("line"),
@@ -189,7 +190,8 @@ async fn metrics_match_the_requests_served() {
         metrics.policy_counts("live"),
         [("allowed", 3.0), ("rejected", 2.0)]
     );
-    // A shadow policy is charged by what is admitted, so its two are gone after the second.
+    // A shadow policy is charged only for admitted requests, so its two units are used after the
+    // second.
     assert_eq!(
         metrics.policy_counts("candidate"),
         [("allowed", 2.0), ("shadow_rejected", 3.0)]
@@ -268,7 +270,8 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&redis_config(redis.port()), upstream.address).await;
     assert_eq!(proxy.get_statuses("/shut", 1).await, [200]);
-    // The first refusal is Redis', the next is known, if the same worker is asked.
+    // Redis decides the first refusal. The next may come from the deny cache, if the same worker
+    // serves it.
     assert_eq!(proxy.get_statuses("/shut", 3).await, [429; 3]);
     let metrics = MetricsPage::fetch(&proxy).await;
     let by_source = |source: &str| {
@@ -331,7 +334,7 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
     ] {
         assert_eq!(metrics.value(series), count, "{series}");
     }
-    // Which it is depends on who noticed first: a broken connection, or nobody there to connect to.
+    // The error depends on timing: a broken connection, or a refused new connection.
     let errors = ["connection", "refused"]
         .map(|kind| format!("tidegate_store_errors_total{{kind=\"{kind}\"}}"));
     assert!(
@@ -344,7 +347,7 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
     let (status, said) = get_readiness(&proxy).await;
     assert_eq!(
         status, 200,
-        "degraded is no reason to be taken out of service: {said}"
+        "a degraded instance stays ready: {said}"
     );
 
     redis.restart();
@@ -356,7 +359,7 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
     assert_eq!(
         decided(&MetricsPage::fetch(&proxy).await) - before,
         1.0,
-        "Redis decides again"
+        "Redis did not decide again"
     );
 }
 
@@ -386,7 +389,7 @@ async fn fail_closed_policies_count_degraded_rejections() {
         2.0
     );
     assert_eq!(metrics.policy_counts("shut"), [("degraded", 2.0)]);
-    // They were refused, and people are told so.
+    // These requests are refused, and the response says so.
     assert_eq!(proxy.get_statuses("/", 3).await, [200; 3]);
     let total = |column: &Value| {
         column
@@ -454,7 +457,7 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_ex
         .await;
     let (status, said) = get_readiness(&proxy).await;
     assert_eq!((status, &said["status"]), (503, &Value::from("stopping")));
-    assert_eq!(proxy.get("/").await.status, 200, "it still serves");
+    assert_eq!(proxy.get("/").await.status, 200, "the proxy still serves during the delay");
     assert_eq!(admin_get(&proxy, "/livez").await.status, 200);
     let address = proxy.address;
     eventually("the listener to close", TEST_TIMEOUT, || {
@@ -464,7 +467,7 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_ex
     assert_eq!(
         admin_get(&proxy, "/livez").await.status,
         200,
-        "the admin port stays"
+        "the admin listener stays open"
     );
     drop(feeder);
     assert_eq!(
@@ -666,7 +669,8 @@ async fn an_untrusted_ingress_is_reported_as_a_hint() {
         hint.contains("client.trusted_proxies") && hint.contains("[client] trusted_proxies = ["),
         "{said}"
     );
-    // Who may look is told who it is, and so is the log. (The dashboard: tests/browser.)
+    // An authorized caller sees the hint, and so does the log. (The dashboard is tested in
+    // tests/browser.)
     let overview = admin_get(&proxy, "/overview").await.json();
     assert_eq!(
         overview["untrusted_peers"],
@@ -709,7 +713,7 @@ async fn the_dashboard_page_needs_no_token_and_contains_no_data() {
     assert_eq!(
         admin_get(&proxy, "/overview").await.status,
         401,
-        "the data is not given to all"
+        "the data requires the token"
     );
     let ask = |address, method, host| {
         ClientRequest::new(address, method, "/")
@@ -762,7 +766,7 @@ async fn only_known_hosts_and_known_routes_are_answered() {
     assert_eq!(
         proxy.get("/livez").await.status,
         502,
-        "never on the clients' port"
+        "the client listener serves no metrics"
     );
 }
 
@@ -875,7 +879,7 @@ async fn silent_and_oversized_admin_clients_are_disconnected() {
     let refused = large.read_response_or_close().await;
     assert!(
         refused.is_none_or(|reply| reply.status == 431),
-        "a head that is too large"
+        "the oversized head was accepted"
     );
     let mut silent = RawClient::connect(proxy.admin_address()).await;
     silent.send("GET /livez HTTP/1.1\r\n").await;
@@ -908,7 +912,7 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
         "{}",
         ended.stderr
     );
-    // Another server, and nobody.
+    // Another server, and no server at all.
     assert_eq!(
         health(proxy.address).await.status.code(),
         Some(0),

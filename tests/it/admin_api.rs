@@ -1,5 +1,5 @@
-//! Asking a running instance, over its admin port: what policies did, who is limited most, where a key stands; and the
-//! little that can be changed there.
+//! The admin API: policy counts, the most limited keys, the state of a key, and the few changes it
+//! allows.
 
 use crate::support::admin_proxy::AdminProxy;
 use crate::support::client::{ClientRequest, RawClient, RawResponse};
@@ -96,7 +96,7 @@ async fn policies_report_their_settings_and_counts() {
     assert_eq!(
         all["last_hour"]["blocked"],
         Value::Null,
-        "what never happened has no series"
+        "a count of zero has no series"
     );
     assert_eq!(
         (&all["mode"], &all["action"], &all["key"]),
@@ -135,7 +135,7 @@ async fn policies_report_their_settings_and_counts() {
         newest.is_multiple_of(60) && newest.abs_diff(unix_s()) < 120,
         "{newest}"
     );
-    // The same words as `check` has.
+    // The same words as in the output of `check`.
     let checked = run_command(
         tidegate_command()
             .arg("check")
@@ -315,7 +315,7 @@ async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
     );
     assert!(!reply.text().contains(['<', '>']), "{}", reply.text());
     let told = reply.json();
-    // Two of each were admitted; a shadow's refusals count too.
+    // Two requests of each key were admitted. A shadow policy's refusals count too.
     assert_eq!(told["keys"]["refused"], 4 + 1 + 2 + 1 + 2);
     let worst =
         |key: &str, count: u64| json!({ "policy": "api", "key": key, "count": count, "error": 0 });
@@ -342,7 +342,7 @@ async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
         json!([{ "policy": "api", "path": "/api/pay/1", "count": 7, "error": 0 }])
     );
     let of_shut = desk.get_json("/top?policy=shut").await;
-    assert_eq!(of_shut["keys"]["entries"], json!([]), "it has no keys");
+    assert_eq!(of_shut["keys"]["entries"], json!([]), "the policy shut has no keys");
     assert_eq!(of_shut["paths"]["entries"][0]["count"], 2);
     assert!(!of_shut.to_string().contains("secret"), "{of_shut}");
     assert!(
@@ -351,10 +351,10 @@ async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
     );
 }
 
-/// Where a key stands, and that a reset is felt, over either store.
-/// For so long a refusal may be answered from memory.
+/// The longest time that the deny cache holds a refusal.
 const DENY_CACHE_TTL: Duration = Duration::from_secs(1);
 
+/// Checks the reported state of a key, and that a reset takes effect.
 async fn assert_key_can_be_inspected_and_reset(desk: &AdminProxy, counters: usize) {
     for expected in [200, 200, 429, 429] {
         assert_eq!(desk.status_for_user("ann", "/api/pay/1").await, expected);
@@ -401,8 +401,8 @@ async fn assert_key_can_be_inspected_and_reset(desk: &AdminProxy, counters: usiz
         (forgotten.status, &forgotten.json()["counters_forgotten"]),
         (200, &json!(3))
     );
-    // An instance may know for up to a second that the key is exhausted: who asks later than that is let through,
-    // however long the answers take.
+    // The deny cache may hold the key for up to its TTL. Later requests are admitted, however long
+    // the responses take.
     loop {
         let asked = Instant::now();
         if desk.status_for_user("ann", "/api/pay/1").await == 200 {
@@ -413,7 +413,7 @@ async fn assert_key_can_be_inspected_and_reset(desk: &AdminProxy, counters: usiz
     }
     assert_eq!(desk.get_json(key).await["limits"][0]["used"], 1);
     let again = desk.authorized_request("DELETE", key).send().await.json();
-    assert_eq!(again["counters_forgotten"], 2, "there was no block");
+    assert_eq!(again["counters_forgotten"], 2, "the key was not blocked");
     assert_eq!(desk.get_json("/keys?policy=all").await["key"], "all");
 }
 
@@ -719,7 +719,7 @@ async fn cross_site_requests_are_rejected_and_security_headers_are_set() {
     ];
     assert_eq!(order(&own).await.status, 200);
     assert_eq!(desk.get_json("/log-level").await["level"], "debug");
-    // Nor do they have it looked up; a link to here may be followed.
+    // Cross-site subresource requests are rejected too. A navigation from a link is accepted.
     let foreign = |mode: &str, dest: &str| {
         let ask = desk
             .admin_request("GET", "/keys?policy=all")
@@ -832,7 +832,7 @@ async fn without_a_token_only_drain_is_accepted() {
     );
 }
 
-/// A proxy with a request in flight, which ends when the feeder is dropped.
+/// A proxy with a request in flight. The request ends when the body sender is dropped.
 async fn start_with_request_in_flight(shutdown: &str) -> (AdminProxy, RawClient, BodySender) {
     let (feeder, body) = channel_body();
     let body = Mutex::new(Some(body));
@@ -945,6 +945,6 @@ async fn drain_rejects_servers_that_are_not_a_tidegate_admin_port() {
     drain(&mute.local_addr().unwrap().to_string()).await;
     assert!(
         start.elapsed() < TEST_TIMEOUT,
-        "who says nothing is not waited for"
+        "drain does not wait for a silent server"
     );
 }

@@ -1,4 +1,4 @@
-//! The admin port as a Unix socket: who may connect is a matter of its file.
+//! The admin listener on a Unix socket: file permissions decide which processes may connect.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{RawClient, RawResponse};
@@ -13,7 +13,7 @@ use tokio::net::UnixStream;
 
 const POLICY: &str = "[[policy]]\nname = 'all'\nlimit = { requests = 2, per = '1h' }\n";
 
-/// A proxy whose admin port is a socket, and who asks it.
+/// A proxy with its admin listener on a Unix socket, and requests to it.
 struct UnixAdminProxy {
     proxy: Proxy,
     _upstream: Upstream,
@@ -85,7 +85,7 @@ async fn clients_with_write_access_to_the_socket_are_treated_as_local() {
         (told.status, &told.json()["policies"][0]["name"]),
         (200, &"all".into())
     );
-    // A proxy that somebody puts in front may be reached by any name.
+    // A reverse proxy in front of the socket may use any host name.
     assert_eq!(
         desk.send_request("GET /policies", "evil.example")
             .await
@@ -131,7 +131,7 @@ async fn commands_connect_through_the_socket() {
         desk.proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
         Some(0)
     );
-    assert!(!desk.path.exists(), "the socket is gone");
+    assert!(!desk.path.exists(), "the socket file was not removed");
     let gone = desk.run_command(&["health"]).await;
     assert_eq!(gone.status.code(), Some(1));
     assert!(
@@ -170,6 +170,6 @@ async fn a_socket_in_use_is_named_in_the_error() {
     assert_eq!(
         desk.send_request("GET /livez", "localhost").await.status,
         200,
-        "the first goes on"
+        "the first instance keeps serving"
     );
 }

@@ -1,4 +1,5 @@
-//! The commands as people and scripts use them: ways to tell a request, JSON, help, completions, the manual.
+//! The commands as users and scripts run them: request formats, JSON, help, completions, the
+//! manual.
 
 use super::support::process::{ProcessOutput, run_command, tidegate_command};
 use serde_json::{Value, json};
@@ -112,7 +113,7 @@ async fn invalid_requests_are_reported_on_stderr() {
         );
         assert!(said.stderr.contains(why), "{args:?}: {}", said.stderr);
     }
-    // What is pasted does not reach the terminal as it is.
+    // Control characters of pasted input do not reach the terminal.
     let said = desk
         .explain(&["--curl", "curl /api/x --frob\u{1b}[31m"])
         .await;
@@ -134,7 +135,7 @@ async fn explain_prints_json_for_scripts() {
     );
     assert_eq!(told["policies"][0]["key"], "login/127.0.0.1");
     assert_eq!(told["policies"][0]["limits"][0]["requests"], 5);
-    // The running proxy's counters are not in here: nothing may be said of them.
+    // The counters of the running proxy are not read here, so the output says nothing about them.
     assert_eq!(
         (
             &told["expected"]["decision"],
@@ -170,7 +171,7 @@ async fn completions_and_the_manual_cover_every_command() {
             "{shell}"
         );
     }
-    // bash is everywhere: what it gets must be its language, and must complete.
+    // bash is always installed, so the test checks that the script is valid bash and completes.
     let script = run_command(tidegate_command().args(["completions", "bash"]))
         .await
         .stdout;
@@ -189,7 +190,7 @@ async fn completions_and_the_manual_cover_every_command() {
     }
 }
 
-/// Every example of the help is a command with these arguments.
+/// Every example in the help is a command with valid arguments.
 #[tokio::test]
 async fn the_examples_in_the_help_are_valid_commands() {
     let mut tried = 0;
@@ -205,13 +206,13 @@ async fn the_examples_in_the_help_are_valid_commands() {
             .take_while(|line| !line.is_empty());
         let mut any = false;
         for example in examples.filter(|line| line.contains("tidegate ")) {
-            // What stands behind two spaces is a remark.
+            // Text after two spaces is a remark.
             let command = example.split("  ").next().unwrap();
             let words = shlex::split(command).unwrap_or_else(|| panic!("{command}"));
             let ours = words.iter().skip_while(|word| *word != "tidegate").skip(1);
             let ours = ours.take_while(|word| !["|", ">"].contains(&word.as_str()));
             let mut ours: Vec<&str> = ours.map(String::as_str).collect();
-            // Behind two hyphens nothing is a flag.
+            // After `--`, an argument is not a flag.
             ours.insert(
                 ours.iter()
                     .position(|word| *word == "--")

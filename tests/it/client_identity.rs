@@ -1,4 +1,4 @@
-//! Who is the client? What a stranger writes into a header must not decide it.
+//! Client identification: a header of an untrusted peer must not decide the client address.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::proxy::Proxy;
@@ -11,7 +11,7 @@ key = ["client_ip"]
 limit = { requests = 1, per = "1h" }
 "#;
 
-/// A proxy where every client has one request, so that whoever is refused has been seen before.
+/// A proxy with one request per client, so that a refused client was seen before.
 struct OneRequestProxy {
     proxy: Proxy,
     _upstream: Upstream,
@@ -47,7 +47,7 @@ impl OneRequestProxy {
         for value in values {
             assert!(
                 !self.is_new_client(&[(header, value)]).await,
-                "{header}: {value} is another client"
+                "{header}: {value} was taken for a new client"
             );
         }
     }
@@ -89,7 +89,7 @@ async fn trap_23_the_list_is_read_from_the_right() {
     assert!(door.is_new_client(&[(XFF, "2.2.2.2, 3.3.3.3")]).await);
     assert!(
         door.is_new_client(&[(XFF, "1.1.1.1")]).await,
-        "what stood to the left was never believed"
+        "an address to the left of the untrusted one was used"
     );
 }
 
@@ -214,7 +214,7 @@ async fn x_real_ip_and_custom_headers_are_supported() {
             .await;
         assert!(
             door.is_new_client(&[(XFF, "3.3.3.3")]).await,
-            "the peer itself, for want of the header"
+            "without the header, the peer is the client"
         );
         door.assert_known_client(XFF, &["4.4.4.4"]).await;
     }

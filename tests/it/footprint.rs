@@ -1,14 +1,15 @@
-//! What one full counter costs in each store. `docs/ALGORITHMS.md` has the figures; they are printed here.
+//! Memory of one full counter in each store. The test prints the figures of `docs/ALGORITHMS.md`.
 
 use crate::support::store_harness::{DAY_US, START_US, StoreUnderTest};
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit, MAX_UNITS};
 
 const MINUTE_US: u64 = 60_000_000;
-/// What a key of constant size may take, name and all; and one whose costs are settled, so that it remembers more.
+/// The largest key of constant size, name included, and the largest key with settled costs, which
+/// stores more.
 const MAX_KEY_BYTES: u64 = 512;
 const MAX_SETTLED_KEY_BYTES: u64 = 1_024;
 
-/// Each with whether its size is to be constant. A new algorithm is a line here.
+/// Each algorithm, and whether its size must be constant. A new algorithm adds one line here.
 const MEASURED_ALGORITHMS: [(&str, Algorithm, bool); 7] = [
     ("sliding_log", Algorithm::SlidingLog, false),
     (
@@ -51,7 +52,8 @@ const MEASURED_ALGORITHMS: [(&str, Algorithm, bool); 7] = [
     ),
 ];
 
-/// Fills a limit by requests at even distances, which may be settled later, and says how many bytes its key then takes.
+/// Fills a limit with evenly spaced requests, optionally settled later. Returns the bytes of its
+/// key.
 fn fill_and_measure(
     judge: &mut StoreUnderTest,
     limit: &Limit,
@@ -67,7 +69,7 @@ fn fill_and_measure(
         settles,
         ..Charge::new(limit, &key, cost)
     };
-    // So that it is full at the end of a window of the clock, and of a sub-window.
+    // The counter is full at the end of a fixed window and of a sub-window.
     let start_us = START_US / limit.per_us * limit.per_us;
     for n in 0..times {
         let charge = Charge {
@@ -93,7 +95,7 @@ fn keys_stay_small_unless_the_algorithm_lists_requests() {
             };
             for (settles, most) in [(false, MAX_KEY_BYTES), (true, MAX_SETTLED_KEY_BYTES)] {
                 if settles && !is_small {
-                    continue; // It remembers each charge as it is.
+                    continue; // It stores each charge with its cost.
                 }
                 let bytes = [&mut memory, &mut redis]
                     .map(|judge| fill_and_measure(judge, &limit, 1, requests, settles));
@@ -133,7 +135,7 @@ fn keys_stay_small_at_the_largest_limits() {
         burst: most,
         warm_up_us: 0,
     };
-    // A longest delay that holds as many as this.
+    // The longest delay that holds this many requests.
     let line = Algorithm::LeakyBucket {
         max_delay_us: MINUTE_US - 1_000_000,
     };

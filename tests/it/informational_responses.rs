@@ -1,4 +1,4 @@
-//! What an upstream says before its answer (1xx) reaches clients who can read it, and nobody else.
+//! Informational (1xx) responses reach only clients that can read them.
 
 use crate::support::client::{RawClient, RawResponse};
 use crate::support::h2_upstream::H2Upstream;
@@ -12,7 +12,7 @@ use tokio::sync::Semaphore;
 const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
 const OK_RESPONSE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 
-/// Says something, and answers when it is let.
+/// Sends an informational response, and the final one once the test releases it.
 async fn start_upstream_with_hints(hints: impl Into<String>, gate: &Arc<Semaphore>) -> RawUpstream {
     let (hints, gate) = (hints.into(), Arc::clone(gate));
     RawUpstream::with_script(move |_, mut socket| {
@@ -58,7 +58,7 @@ async fn early_hints_are_forwarded_at_once_without_hop_by_hop_fields() {
             ("via", "1.1 inner, 1.1 tidegate"),
         ];
         assert_eq!(fields, expected);
-        assert!(!client.has_buffered_bytes(), "the answer is still to come");
+        assert!(!client.has_buffered_bytes(), "the final response is not sent yet");
         gate.add_permits(1);
         let reply = client.read_response().await;
         assert_eq!((reply.status, reply.text().as_str()), (200, "ok"));
@@ -110,7 +110,7 @@ async fn clients_that_cannot_read_hints_get_none() {
     old.send("GET / HTTP/1.0\r\nHost: a\r\n\r\n").await;
     assert_eq!(read_response_head(&mut old).await.status, 200);
 
-    // An expectation is met here, once, and not by the upstream, who knows nothing of it.
+    // The proxy answers an expectation itself, once. The upstream does not see it.
     let upstream = start_upstream_with_hints("HTTP/1.1 100 Continue\r\n\r\n", &gate).await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
@@ -139,7 +139,7 @@ async fn hints_are_bounded_and_precede_the_final_response() {
             client.send(GET_REQUEST).await;
             let mut hints = 0;
             let reply = loop {
-                // Each of them is whole: else this could not be read.
+                // Each of them is complete, otherwise it could not be parsed.
                 let reply = client.read_any_response(false).await;
                 if reply.status != 103 {
                     break reply;
@@ -183,7 +183,7 @@ async fn hints_are_never_sent_inside_a_response() {
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
-    // The second is asked while the first answer is still on its way.
+    // Pipelined: the second request is sent during the first response.
     client
         .send("GET /big HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n")
         .await;

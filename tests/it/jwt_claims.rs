@@ -1,4 +1,4 @@
-//! Claims of tokens as keys and in matches, from file to socket.
+//! JWT claims as keys and match conditions, end to end.
 
 use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
 use crate::support::proxy::{LogLine, Proxy};
@@ -11,7 +11,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// One request per user; all without one share one.
+/// One request per user. All requests without a user share one.
 const PER_USER_POLICY: &str = r#"
 [[policy]]
 name = "per-user"
@@ -51,10 +51,10 @@ async fn every_verified_user_has_a_quota_and_all_others_share_one() {
         assert_eq!(
             get_status(&proxy, &issuers[1].bearer_for_subject(user)).await,
             429,
-            "{user}, by another token"
+            "{user}, with another token"
         );
     }
-    assert_eq!(proxy.get("/").await.status, 200, "who is nobody");
+    assert_eq!(proxy.get("/").await.status, 200, "the anonymous quota");
     let (ann, stranger) = (
         issuers[0].bearer_for_subject("dan"),
         TokenIssuer::new("RS256", Algorithm::RS256),
@@ -75,18 +75,18 @@ async fn every_verified_user_has_a_quota_and_all_others_share_one() {
         assert_eq!(
             get_status(&proxy, &bearer).await,
             429,
-            "{what}: they all share one quota"
+            "{what}: requests without a valid token share one quota"
         );
     }
     assert_eq!(
         get_status(&proxy, &ann).await,
         200,
-        "nobody has used it for him"
+        "the user's quota is unused"
     );
     assert_eq!(
         upstream.last_request().single_header("authorization"),
         ann,
-        "forwarded as it came"
+        "the token is forwarded unchanged"
     );
     let twice = proxy
         .request("GET", "/")
@@ -173,7 +173,7 @@ limit = {{ requests = 1, per = "1h" }}
     assert_eq!(
         status(json!({ "plan": "gold" })).await,
         200,
-        "the one request of the anonymous"
+        "the single anonymous request"
     );
     assert_eq!(status(json!({ "plan": "gold" })).await, 429);
 }
@@ -215,7 +215,7 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
         assert_eq!(
             get_status(&proxy, &old.bearer_for_subject("ann")).await,
             429,
-            "the old keys stay"
+            "the old keys stay active"
         );
     }
     write_jwks(&file, &[&new]);
@@ -231,12 +231,12 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
     assert_eq!(
         get_status(&proxy, &old.bearer_for_subject("ann")).await,
         400,
-        "known before, and no longer believed"
+        "a token of a removed key is no longer accepted"
     );
     assert_eq!(
         get_status(&proxy, &new.bearer_for_subject("ann")).await,
         429,
-        "her counter has stayed"
+        "her counter is unchanged"
     );
 }
 

@@ -1,4 +1,4 @@
-//! Bodies, up and down: whole, cut off, refused and unread.
+//! Bodies in both directions: complete, truncated, refused and unread.
 
 use super::{GOAWAY_NO_STREAMS, ONE_WORKER, SERVER_SETTINGS, read_request_head, start_proxy};
 use crate::support::client::{ClientBody, RawClient, await_response, open_http2_connection};
@@ -16,7 +16,7 @@ use tokio::io::AsyncReadExt;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 
-/// Takes what comes until there are so many bytes of DATA.
+/// Reads frames until this many bytes of DATA have arrived.
 async fn read_request_body(socket: &mut RawSocket, mut left: usize) {
     let stream = socket.stream();
     while left > 0 {
@@ -32,7 +32,8 @@ async fn read_request_body(socket: &mut RawSocket, mut left: usize) {
 
 #[tokio::test]
 async fn an_upload_is_retried_on_another_connection_after_goaway() {
-    // The first two connections take the begin of the upload, and say that they have looked at none of it.
+    // The first two connections take the start of the upload. Their GOAWAY says that no stream was
+    // processed.
     let upstream = RawUpstream::with_script(|number, mut socket| async move {
         if number < 2 {
             socket.send(SERVER_SETTINGS).await;
@@ -85,7 +86,7 @@ async fn an_upload_is_retried_on_another_connection_after_goaway() {
         (reply.status, reply.text().as_str()),
         (200, "firstsecond11")
     );
-    // With a length, and all there at once.
+    // With a content length, and available at once.
     let upload = proxy
         .request("POST", "/")
         .body(pseudo_random_bytes(30_000))
@@ -135,7 +136,7 @@ async fn a_reset_response_never_looks_complete() {
         assert_eq!(
             client.read_to_close().await,
             b"",
-            "{target}: an end that nobody said"
+            "{target}: a truncated response looks complete"
         );
         let request = Request::post(format!("http://a{target}"))
             .body(ClientBody::default())
@@ -155,7 +156,7 @@ async fn a_reset_response_never_looks_complete() {
     assert_eq!(
         upstream.connection_count(),
         1,
-        "each was the end of one request only"
+        "each reset ends only its own request"
     );
 }
 
@@ -198,11 +199,11 @@ async fn a_response_may_arrive_before_the_end_of_an_upload() {
     assert_eq!(
         timeout(TEST_TIMEOUT, given_up.recv()).await.unwrap(),
         Some(true),
-        "the upload was cut off, not ended"
+        "the upload must be reset, not ended"
     );
     assert!(
         client.closes_within(TEST_TIMEOUT).await,
-        "nobody reads the rest"
+        "the rest of the upload is not read"
     );
     assert_eq!(proxy.get("/").await.status, 200);
     assert_eq!(upstream.connection_count(), 1);
@@ -281,7 +282,7 @@ async fn trailers_are_forwarded_both_ways() {
     client.read_past(b"body x-a\r\n0\r\n").await;
     assert_eq!(client.read_past(b"\r\n\r\n").await, b"x-sum: 42\r\n\r\n");
 
-    // A trailer that was not announced was seen by no gate.
+    // An unannounced trailer was not validated, so it is not forwarded.
     let mut trailers = HeaderMap::new();
     trailers.insert("x-user-id", "ann".parse().unwrap());
     let body = full_body("body")
@@ -313,7 +314,7 @@ async fn responses_without_a_body_have_none() {
         if exchange.request.method() == "HEAD" || status == 304 {
             head = head.header("content-length", "12345");
         }
-        // What comes before an answer has no body either.
+        // An informational response has no body either.
         let early = Response::builder()
             .status(103)
             .header("link", "</a>")
@@ -408,7 +409,7 @@ async fn clients_that_do_not_read_do_not_stall_other_clients() {
     }
     let reply = timeout(TEST_TIMEOUT, proxy.get("/"))
         .await
-        .expect("others wait for those who sleep");
+        .expect("a stalled client blocks the others");
     assert_eq!(sha256(&reply.body), sha256(&content));
     assert_eq!(upstream.connection_count(), 1);
 }
