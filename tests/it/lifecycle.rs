@@ -1,4 +1,4 @@
-//! Start and end, and the commands around them.
+//! Startup, shutdown, and the commands around them.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{ClientRequest, RawClient};
@@ -35,13 +35,13 @@ async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {
     proxy.send_sigterm();
     assert!(
         idle.closes_within(TEST_TIMEOUT).await,
-        "idle keep-alive connections are closed"
+        "an idle keep-alive connection is open"
     );
     assert!(
         TcpStream::connect(proxy.address).await.is_err(),
-        "nobody new is let in"
+        "a new connection was accepted"
     );
-    assert!(proxy.is_running(), "it waits for the request in flight");
+    assert!(proxy.is_running(), "the proxy must wait for the request in flight");
     feeder.send("after").await;
     drop(feeder);
     busy.read_past(b"after").await;
@@ -71,7 +71,8 @@ async fn sigterm_without_requests_in_flight_exits_quickly() {
     );
 }
 
-/// As when a container's runtime dies: its pipe is broken, and the standard library's printing would panic.
+/// The log pipe breaks, as when a container runtime dies. The standard library's print macros would
+/// panic.
 #[tokio::test]
 async fn a_broken_log_pipe_does_not_stop_the_proxy() {
     let upstream = Upstream::echo().await;
@@ -89,7 +90,7 @@ async fn a_broken_log_pipe_does_not_stop_the_proxy() {
     {
         assert!(
             Instant::now() < deadline,
-            "the reload must have failed, and have been logged"
+            "the reload must fail and be logged"
         );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -132,7 +133,7 @@ async fn sigterm_keeps_serving_during_the_shutdown_delay() {
     assert!(start.elapsed() >= Duration::from_secs(1));
 }
 
-/// A file with several things wrong in it, and what has to be said about them.
+/// A file with several errors, followed by their expected messages.
 const INVALID_CONFIG: &str = r#"
 [listen]
 adress = "127.0.0.1:0"
@@ -313,13 +314,13 @@ async fn the_environment_overrides_the_file_and_flags_override_both() {
     let builder = builder
         .env("TIDEGATE_RESPONSE__HEADERS", "standard")
         .env("TIDEGATE_UPSTREAM__URL", nobody);
-    // What Kubernetes injects for a Service of this name is not ours.
+    // Variables that Kubernetes injects for a Service of this name are not settings.
     let builder = builder
         .env("TIDEGATE_PORT", "tcp://10.0.0.1:80")
         .env("TIDEGATE_SERVICE_HOST", "10.0.0.1");
     let proxy = builder.start().await;
     let reply = proxy.get("/").await;
-    assert_eq!(reply.status, 200, "the flag's upstream");
+    assert_eq!(reply.status, 200, "the flag sets the upstream");
     assert!(reply.header("ratelimit").is_some() && reply.header("x-ratelimit-limit").is_none());
 }
 
@@ -395,7 +396,7 @@ async fn the_demo_prints_curl_commands_that_reach_the_limit() {
     );
 }
 
-/// Address and path of the curl lines that send nothing but a GET.
+/// Returns address and path of the curl commands that send a plain GET.
 fn find_plain_get_urls(text: &str) -> Vec<(String, String)> {
     let curls = text
         .lines()

@@ -1,4 +1,4 @@
-//! Other ways in: Unix sockets, and load balancers that speak the PROXY protocol.
+//! Other listeners: Unix sockets, and load balancers with the PROXY protocol.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{ClientRequest, RawClient};
@@ -21,7 +21,7 @@ const PER_CLIENT_POLICY: &str =
 const PROXY_PROTOCOL_CONFIG: &str =
     "[listen]\nproxy_protocol = 'require'\nproxy_protocol_from = ['127.0.0.1/32']\n";
 
-/// Version 2: from 192.0.2.1:56324, by TCP over IPv4.
+/// Version 2: from 192.0.2.1:56324, TCP over IPv4.
 const V2_HEADER: &[u8] =
     b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x01\xc6\x33\x64\x01\xdc\x04\x01\xbb";
 const V2_LOCAL_HEADER: &[u8] = b"\r\n\r\n\0\r\nQUIT\n\x20\0\0\0";
@@ -53,7 +53,7 @@ async fn wait_for_proxy_protocol_errors(proxy: &Proxy, kind: &str, times: u64) {
     }
 }
 
-/// A connection that begins with these bytes.
+/// A connection that starts with these bytes.
 async fn connect_and_send(address: SocketAddr, header: &[u8]) -> RawClient {
     let mut client = RawClient::connect(address).await;
     client.send(header).await;
@@ -88,7 +88,7 @@ async fn the_proxy_header_sets_the_client_address() {
             status,
             "{client}"
         );
-        // It is for the connection, not for a request.
+        // The header applies to the connection, not to one request.
         assert_eq!(
             door.send(GET_REQUEST).await.read_response().await.status,
             429,
@@ -101,7 +101,7 @@ async fn the_proxy_header_sets_the_client_address() {
             );
         }
     }
-    // However it arrives.
+    // Also if it arrives byte by byte.
     for header in [v1, V2_HEADER] {
         let socket = TcpStream::connect(proxy.address).await.unwrap();
         socket.set_nodelay(true).unwrap();
@@ -150,7 +150,7 @@ async fn the_address_in_the_proxy_header_replaces_the_peer_address() {
         upstream.last_request().single_header("x-forwarded-for"),
         "203.0.113.7, 192.0.2.1"
     );
-    // The load balancer itself is believed in its header, and in nothing else.
+    // The load balancer is trusted for its PROXY header and for nothing else.
     assert_eq!(
         connect_and_send(proxy.address, V2_LOCAL_HEADER)
             .await
@@ -375,7 +375,7 @@ async fn a_client_of_a_unix_socket_has_the_loopback_address() {
         process.wait_for_exit(TEST_TIMEOUT).await.status.code(),
         Some(0)
     );
-    assert!(!path.exists(), "the socket is gone");
+    assert!(!path.exists(), "the socket file was not removed");
 }
 
 #[tokio::test]
@@ -387,10 +387,10 @@ async fn only_a_stale_socket_file_is_replaced() {
     drop(killed);
     let deadline = std::time::Instant::now() + TEST_TIMEOUT;
     while UnixStream::connect(&path).await.is_ok() {
-        assert!(std::time::Instant::now() < deadline, "it was killed");
+        assert!(std::time::Instant::now() < deadline, "the killed process did not end");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    assert!(path.exists(), "it had no time to clean up");
+    assert!(path.exists(), "a killed process leaves its socket file");
     let mut first = start_on_socket(&path, &folder, "", upstream.address).await;
     assert_eq!(
         connect_to_socket(&path)
@@ -424,10 +424,10 @@ async fn only_a_stale_socket_file_is_replaced() {
             .await
             .status,
         200,
-        "the first goes on"
+        "the first instance keeps serving"
     );
 
-    // What somebody else has put there stays theirs.
+    // A file of another kind at the socket's path is not removed.
     fs::remove_file(&path).unwrap();
     fs::write(&path, "mine").unwrap();
     first.send_signal("TERM");
