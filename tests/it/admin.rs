@@ -162,7 +162,7 @@ async fn queued_requests_count_as_delayed() {
     );
     assert_eq!(metrics.policy_counts("other"), [("allowed", 3.0)]);
     let _ = proxy
-        .wait_for_log("the access log to say so", 0, TEST_TIMEOUT, |line| {
+        .wait_for_log("the access log line", 0, TEST_TIMEOUT, |line| {
             line.field("decision") == "delayed"
         })
         .await;
@@ -451,7 +451,7 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_ex
     let mark = proxy.log_mark();
     proxy.send_sigterm();
     proxy
-        .wait_for_log("SIGTERM to arrive", mark, TEST_TIMEOUT, |line| {
+        .wait_for_log("the drain to begin", mark, TEST_TIMEOUT, |line| {
             line.contains("SIGTERM")
         })
         .await;
@@ -577,7 +577,7 @@ async fn config_generation_and_reload_results_are_reported() {
     let mark = proxy.log_mark();
     proxy.write_config(&policies(30).replace("\"p\"", "\"q\""));
     proxy
-        .wait_for_log("the third", mark, TEST_TIMEOUT, |line| {
+        .wait_for_log("the third reload", mark, TEST_TIMEOUT, |line| {
             line.message_starts_with("configuration reloaded")
         })
         .await;

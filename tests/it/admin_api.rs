@@ -210,7 +210,7 @@ async fn a_reload_shows_the_new_policies_and_keeps_the_history_of_the_old() {
     let mark = desk.proxy.log_mark();
     desk.proxy.write_config("nonsense = 1");
     desk.proxy
-        .wait_for_log("the refusal", mark, TEST_TIMEOUT, |line| {
+        .wait_for_log("the rejected reload", mark, TEST_TIMEOUT, |line| {
             line.message_starts_with("new configuration rejected")
         })
         .await;
@@ -777,7 +777,7 @@ async fn the_log_level_can_be_changed_at_run_time() {
     assert_eq!(level("debug,hyper=off").await.status, 200);
     refuse().await;
     desk.proxy
-        .wait_for_log("what is debugged", mark, TEST_TIMEOUT, |line| {
+        .wait_for_log("a debug line", mark, TEST_TIMEOUT, |line| {
             line.is_level("DEBUG")
         })
         .await;
@@ -856,7 +856,7 @@ async fn drain_lets_requests_finish_and_waits_for_the_exit() {
     assert_problem(&desk.admin_request("POST", "/drain").send().await, 401);
     let rest = async {
         desk.proxy
-            .wait_for_log("the end to begin", 0, TEST_TIMEOUT, |line| {
+            .wait_for_log("the drain to begin", 0, TEST_TIMEOUT, |line| {
                 line.field("asked_by") == "admin"
             })
             .await;

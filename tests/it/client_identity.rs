@@ -64,7 +64,7 @@ async fn trap_23_a_header_from_an_untrusted_peer_is_ignored_and_logged_once() {
     door.assert_known_client("X-Real-IP", &["4.4.4.4"]).await;
     let hint = |line: &crate::support::proxy::LogLine| line.contains("trusted_proxies");
     door.proxy
-        .wait_for_log("a hint at trusted_proxies", 0, TEST_TIMEOUT, hint)
+        .wait_for_log("the hint about trusted_proxies", 0, TEST_TIMEOUT, hint)
         .await;
     assert_eq!(
         door.proxy.log_text().matches("trusted_proxies").count(),

@@ -193,7 +193,7 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
         },
     ];
     assert!(!store.decide(&charges).await.unwrap().admitted);
-    wait_until("the slot to come free", TEST_TIMEOUT, async || {
+    wait_until("the slot to be free", TEST_TIMEOUT, async || {
         remaining_units(&store, &CONCURRENCY_LIMIT, &free).await == 3
     })
     .await;
@@ -451,7 +451,7 @@ async fn a_shadow_policy_in_another_slot_is_charged_only_for_admitted_requests()
         ];
         store.decide(&charges).await.unwrap();
     }
-    wait_until("the shadow to be right", TEST_TIMEOUT, async || {
+    wait_until("the shadow policy's charge", TEST_TIMEOUT, async || {
         remaining_units(&store, &DAILY_LIMIT, &shadow).await == 998
     })
     .await;
@@ -514,7 +514,7 @@ async fn migrated_slots_are_followed_without_losing_charges() {
             .read_info_number("errorstats", "errorstat_MOVED")
             .await
     };
-    wait_until("the map to be renewed", TEST_TIMEOUT, async || {
+    wait_until("the slot map to be refreshed", TEST_TIMEOUT, async || {
         let before = moved().await;
         decide_one(&store, &DAILY_LIMIT, &owner).await.unwrap();
         moved().await == before
@@ -639,7 +639,7 @@ async fn assert_one_node_fault_is_isolated(
     assert!(waited <= 6, "{what}: {waited} of {asked} waited");
     heal(&mut cluster).await;
     let healed = Instant::now();
-    wait_until("the node to be asked again", RECOVERY, async || {
+    wait_until("decisions by the node", RECOVERY, async || {
         status_for_user(&rig.proxy, &users[0]).await.0 == 200
     })
     .await;
@@ -697,7 +697,7 @@ async fn a_node_at_its_client_limit_affects_only_its_own_slots() {
         .exec_async(&mut admin)
         .await
         .unwrap();
-    wait_until("the node to be away", TEST_TIMEOUT, async || {
+    wait_until("the node to be unavailable", TEST_TIMEOUT, async || {
         decide_one(&store, &DAILY_LIMIT, &here).await.is_err()
     })
     .await;
@@ -754,7 +754,7 @@ async fn a_promoted_replica_is_followed() {
         "{first_failed:?}"
     );
     // After a crash, calls fail until the nodes agree.
-    wait_until("the old master to follow", TEST_TIMEOUT, async || {
+    wait_until("the old master to become a replica", TEST_TIMEOUT, async || {
         cluster.nodes[0]
             .command::<String>("INFO replication")
             .await
@@ -817,7 +817,7 @@ async fn connects_to_a_cluster_that_starts_later_or_restarts() {
             for node in &mut cluster.nodes {
                 node.kill();
             }
-            wait_until("the loss to be seen", TEST_TIMEOUT, async || {
+            wait_until("the loss to be detected", TEST_TIMEOUT, async || {
                 !shared.is_up()
             })
             .await;
@@ -840,7 +840,7 @@ async fn a_server_without_cluster_support_is_reported() {
         .start()
         .await;
     let down = proxy
-        .wait_for_log("a word", 0, TEST_TIMEOUT, |line| {
+        .wait_for_log("the error about cluster support", 0, TEST_TIMEOUT, |line| {
             line.message_starts_with("redis unavailable")
         })
         .await;

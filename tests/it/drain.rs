@@ -190,7 +190,7 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
         .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nhalf")
         .await;
     let answered = || seen.answered.load(Ordering::Relaxed);
-    eventually("all to be under way", TEST_TIMEOUT, || {
+    eventually("all clients to be active", TEST_TIMEOUT, || {
         (answered() > 100).then_some(())
     })
     .await;
@@ -237,7 +237,7 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
         (reply.status, reply.header("connection")),
         (200, Some("close"))
     );
-    eventually("tunnels to go on", TEST_TIMEOUT, || {
+    eventually("tunnels to continue", TEST_TIMEOUT, || {
         (answered() > before + 10).then_some(())
     })
     .await;
@@ -272,7 +272,7 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
     .await;
     proxy.send_sigterm();
     let first = client
-        .wait_for_frame("a warning", |frame| frame.kind == GOAWAY)
+        .wait_for_frame("the first GOAWAY", |frame| frame.kind == GOAWAY)
         .await;
     assert_eq!(first.error_code(), Some(0));
     assert_eq!(
@@ -281,17 +281,17 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
         "the first GOAWAY refuses no stream"
     );
     let ping = client
-        .wait_for_frame("a question", |frame| (frame.kind, frame.flags) == (PING, 0))
+        .wait_for_frame("a PING", |frame| (frame.kind, frame.flags) == (PING, 0))
         .await;
     // Sent before the client saw the first GOAWAY.
     client.send(get_frame(3, "/")).await;
-    eventually("it to arrive too", TEST_TIMEOUT, || {
+    eventually("the second request to arrive", TEST_TIMEOUT, || {
         (upstream.requests().len() == 2).then_some(())
     })
     .await;
     client.send(encode_frame(PING, ACK, 0, &ping.payload)).await;
     let second = client
-        .wait_for_frame("the last word", |frame| frame.kind == GOAWAY)
+        .wait_for_frame("the final GOAWAY", |frame| frame.kind == GOAWAY)
         .await;
     assert_eq!(
         (second.error_code(), &second.payload[..4]),
@@ -301,7 +301,7 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
     let mut ended = Vec::new();
     while ended.len() < 2 {
         let end = client
-            .wait_for_frame("both ends", |frame| {
+            .wait_for_frame("the ends of both streams", |frame| {
                 frame.kind == DATA && frame.flags & END_STREAM != 0
             })
             .await;

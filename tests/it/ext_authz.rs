@@ -397,7 +397,7 @@ async fn check_requests_are_accepted_on_a_unix_socket() {
         ChildProcess::start(tidegate_command().arg("run").arg("--config").arg(&path)).unwrap();
     let listens = |text: &str| text.contains("\"listening\"").then_some(());
     process
-        .wait_for("it to listen", 0, TEST_TIMEOUT, |line| listens(&line.text))
+        .wait_for("the listener", 0, TEST_TIMEOUT, |line| listens(&line.text))
         .await;
     let ask = async |client: &str| {
         let question = format!(

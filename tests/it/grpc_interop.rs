@@ -361,7 +361,7 @@ async fn all_call_types_behave_as_without_a_proxy() {
     drop(say);
     assert_eq!(next_message(&mut chat).await.unwrap(), None);
     assert!(chat.trailers().await.unwrap().is_some());
-    eventually("the chat to end", TEST_TIMEOUT, || {
+    eventually("the bidirectional call to end", TEST_TIMEOUT, || {
         (shop.hanging_calls.load(Ordering::SeqCst) == 0).then_some(())
     })
     .await;
@@ -373,7 +373,7 @@ async fn deadlines_reach_the_server_and_a_client_disconnect_cancels_its_call() {
     let hanging = |count: usize| {
         let hanging = Arc::clone(&shop.hanging_calls);
         async move {
-            eventually("as many calls", TEST_TIMEOUT, || {
+            eventually("the open calls", TEST_TIMEOUT, || {
                 (hanging.load(Ordering::SeqCst) == count).then_some(())
             })
             .await;

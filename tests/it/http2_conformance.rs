@@ -33,7 +33,7 @@ async fn start_upstream() -> Upstream {
 async fn send_and_observe(address: SocketAddr, name: &str, frames: &[u8]) -> StreamOutcome {
     let mut client = FrameClient::connect(address, &[]).await;
     client
-        .wait_for_frame("settings", |frame| frame.kind == SETTINGS)
+        .wait_for_frame("SETTINGS", |frame| frame.kind == SETTINGS)
         .await;
     client.send(encode_frame(SETTINGS, ACK, 0, "")).await;
     client.send(frames).await;
@@ -53,7 +53,7 @@ async fn send_and_observe(address: SocketAddr, name: &str, frames: &[u8]) -> Str
         (RST_STREAM, Some(code)) => {
             client.send(get_frame(101, "/")).await;
             client
-                .wait_for_frame("another answer", |frame| {
+                .wait_for_frame("another response", |frame| {
                     (frame.kind, frame.stream) == (HEADERS, 101)
                 })
                 .await;
@@ -473,7 +473,7 @@ async fn pings_and_settings_are_acknowledged() {
         })
         .await;
     let pong = client
-        .wait_for_frame("a pong", |frame| (frame.kind, frame.flags) == (PING, ACK))
+        .wait_for_frame("a PING ACK", |frame| (frame.kind, frame.flags) == (PING, ACK))
         .await;
     assert_eq!(pong.payload, b"abcdefgh");
 }

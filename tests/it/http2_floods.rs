@@ -355,7 +355,7 @@ async fn a_header_block_that_decompresses_to_megabytes_is_a_431() {
             .send(encode_frame(CONTINUATION, END_HEADERS, 1, rest))
             .await;
         let answer = client
-            .wait_for_frame("an answer", |frame| matches!(frame.kind, HEADERS | GOAWAY))
+            .wait_for_frame("a response", |frame| matches!(frame.kind, HEADERS | GOAWAY))
             .await;
         assert!(
             answer.kind == GOAWAY || answer.status().is_none(),
@@ -388,7 +388,7 @@ async fn streams_without_a_window_are_reset_and_others_are_served() {
     assert_eq!(proxy.get("/").await.status, 200);
     for _ in 0..streams {
         client
-            .wait_for_frame("a reset", |frame| frame.kind == RST_STREAM)
+            .wait_for_frame("RST_STREAM", |frame| frame.kind == RST_STREAM)
             .await;
     }
     let grown = proxy.rss_kib().saturating_sub(before);
@@ -404,7 +404,7 @@ async fn streams_without_a_window_are_reset_and_others_are_served() {
         )
         .await;
     let answer = client
-        .wait_for_frame("an answer", |frame| {
+        .wait_for_frame("a response", |frame| {
             frame.kind == HEADERS && frame.stream == stream_id(streams)
         })
         .await;
@@ -437,7 +437,7 @@ async fn busy_clients_are_not_disconnected() {
                 let fields = [&[(":method", method), (":path", path)], &GET_FIELDS[1..3]].concat();
                 client.send(request_frame(id, &fields)).await;
                 client
-                    .wait_for_frame("the end", |frame| {
+                    .wait_for_frame("END_STREAM", |frame| {
                         frame.stream == id && frame.flags & END_STREAM != 0
                     })
                     .await;
@@ -475,7 +475,7 @@ async fn busy_clients_are_not_disconnected() {
     let last = stream();
     client.send(get_frame(last, "/")).await;
     client
-        .wait_for_frame("an answer", |frame| {
+        .wait_for_frame("a response", |frame| {
             frame.stream == last && frame.kind == HEADERS
         })
         .await;

@@ -169,7 +169,7 @@ async fn another_connection_is_opened_when_all_streams_are_in_use() {
     let config = "upstream.max_connections = 2\nupstream.queue_timeout = '200ms'";
     let proxy = start_proxy(&upstream, config).await;
     let asked: Vec<_> = (0..4).map(|_| spawn_get(&proxy, "/")).collect();
-    eventually("four to be there", TEST_TIMEOUT, || {
+    eventually("four requests", TEST_TIMEOUT, || {
         (seen.load(Ordering::SeqCst) == 4).then_some(())
     })
     .await;

@@ -210,7 +210,7 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
         fs::write(&file, bad).unwrap();
         let told = |line: &LogLine| line.is_level("ERROR") && line.contains("client.jwt.keys_file");
         proxy
-            .wait_for_log("a complaint about the keys", mark, TEST_TIMEOUT, told)
+            .wait_for_log("the error about the keys", mark, TEST_TIMEOUT, told)
             .await;
         assert_eq!(
             get_status(&proxy, &old.bearer_for_subject("ann")).await,

@@ -554,7 +554,7 @@ async fn a_truncated_upload_never_looks_complete() {
         let head = "POST / HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n";
         stream.write_all(head.as_bytes()).await.unwrap();
         let seen = raw.connection_count();
-        eventually("the beginning to arrive", TEST_TIMEOUT, || {
+        eventually("the start of the upload", TEST_TIMEOUT, || {
             String::from_utf8_lossy(&raw.received_bytes())
                 .contains("hello")
                 .then_some(())

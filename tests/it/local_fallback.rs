@@ -693,7 +693,7 @@ async fn an_outage_is_noticed_without_requests_and_a_replaced_connection_is_no_o
     }
     assert!(!redis.fallback().is_in_outage());
     server.kill();
-    eventually("the outage to be noticed", TEST_TIMEOUT, || {
+    eventually("the outage to be detected", TEST_TIMEOUT, || {
         redis.fallback().is_in_outage().then_some(())
     })
     .await;

@@ -36,14 +36,14 @@ async fn an_access_log_line_has_the_key_remaining_source_and_latency() {
     }
     let mut lines = Vec::new();
     for remaining in ["1", "0"] {
-        let line = proxy.wait_for_log("a line", 0, TEST_TIMEOUT, |line| {
+        let line = proxy.wait_for_log("the access log line", 0, TEST_TIMEOUT, |line| {
             line.field("remaining") == remaining && line.field("decision") == "allowed"
         });
         lines.push(line.await);
     }
     lines.push(
         proxy
-            .wait_for_log("a refusal", 0, TEST_TIMEOUT, |line| {
+            .wait_for_log("the line of a refusal", 0, TEST_TIMEOUT, |line| {
                 line.field("decision") == "rejected"
             })
             .await,
@@ -87,7 +87,7 @@ async fn client_input_cannot_inject_log_lines_or_terminal_escapes() {
         .await;
     let status = client.read_response().await.status.to_string();
     let line = proxy
-        .wait_for_log("its line", 0, TEST_TIMEOUT, |line| {
+        .wait_for_log("the access log line", 0, TEST_TIMEOUT, |line| {
             line.field("status") == status
         })
         .await;

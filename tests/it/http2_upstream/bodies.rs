@@ -76,7 +76,7 @@ async fn an_upload_is_retried_on_another_connection_after_goaway() {
     let mut client = RawClient::connect(proxy.address).await;
     let head = "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum\r\n\r\n";
     client.send(format!("{head}5\r\nfirst\r\n")).await;
-    eventually("the third try", TEST_TIMEOUT, || {
+    eventually("the third attempt", TEST_TIMEOUT, || {
         (upstream.connection_count() == 3).then_some(())
     })
     .await;

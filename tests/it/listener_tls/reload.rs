@@ -54,7 +54,7 @@ async fn a_certificate_is_reloaded_when_it_matches_its_key() {
         })
         .await;
     let said = proxy
-        .wait_for_log("why", mark, TEST_TIMEOUT, |line| {
+        .wait_for_log("the reason", mark, TEST_TIMEOUT, |line| {
             line.message_starts_with("") && format!("{line:?}").contains("listen.tls.key")
         })
         .await;
