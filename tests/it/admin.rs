@@ -154,7 +154,10 @@ async fn queued_requests_count_as_delayed() {
     let proxy = Proxy::start(&policies, upstream.address).await;
     let start = Instant::now();
     let _ = tokio::join!(proxy.get("/"), proxy.get("/"), proxy.get("/"));
-    assert!(start.elapsed() < TEST_TIMEOUT, "a shadow policy delays no request");
+    assert!(
+        start.elapsed() < TEST_TIMEOUT,
+        "a shadow policy delays no request"
+    );
     let metrics = MetricsPage::fetch(&proxy).await;
     assert_eq!(
         metrics.policy_counts("line"),
@@ -236,9 +239,9 @@ async fn upstream_errors_and_connections_are_counted() {
         1.0
     );
 
-    let nobody = Proxy::builder().start().await;
-    assert_eq!(nobody.get_statuses("/", 2).await, [502, 502]);
-    let metrics = MetricsPage::fetch(&nobody).await;
+    let unreachable = Proxy::builder().start().await;
+    assert_eq!(unreachable.get_statuses("/", 2).await, [502, 502]);
+    let metrics = MetricsPage::fetch(&unreachable).await;
     assert_eq!(
         metrics.value("tidegate_upstream_errors_total{kind=\"connect_refused\"}"),
         2.0
@@ -291,11 +294,11 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
         ),
         (1.0, 0.0)
     );
-    let (status, said) = get_readiness(&proxy).await;
+    let (status, readiness) = get_readiness(&proxy).await;
     assert_eq!(
-        (status, &said["store"]),
+        (status, &readiness["store"]),
         (200, &Value::from("up")),
-        "{said}"
+        "{readiness}"
     );
 
     redis.kill();
@@ -344,11 +347,8 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
             .sum::<f64>()
             > 0.0
     );
-    let (status, said) = get_readiness(&proxy).await;
-    assert_eq!(
-        status, 200,
-        "a degraded instance stays ready: {said}"
-    );
+    let (status, readiness) = get_readiness(&proxy).await;
+    assert_eq!(status, 200, "a degraded instance stays ready: {readiness}");
 
     redis.restart();
     wait_for_store_status(&proxy, "up").await;
@@ -455,9 +455,16 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_ex
             line.contains("SIGTERM")
         })
         .await;
-    let (status, said) = get_readiness(&proxy).await;
-    assert_eq!((status, &said["status"]), (503, &Value::from("stopping")));
-    assert_eq!(proxy.get("/").await.status, 200, "the proxy still serves during the delay");
+    let (status, readiness) = get_readiness(&proxy).await;
+    assert_eq!(
+        (status, &readiness["status"]),
+        (503, &Value::from("stopping"))
+    );
+    assert_eq!(
+        proxy.get("/").await.status,
+        200,
+        "the proxy still serves during the delay"
+    );
     assert_eq!(admin_get(&proxy, "/livez").await.status, 200);
     let address = proxy.address;
     eventually("the listener to close", TEST_TIMEOUT, || {
@@ -565,14 +572,14 @@ async fn config_generation_and_reload_results_are_reported() {
         1.0
     );
     assert_eq!(metrics.value("tidegate_config_generation"), 2.0);
-    let (status, said) = get_readiness(&proxy).await;
+    let (status, readiness) = get_readiness(&proxy).await;
     assert_eq!(status, 200);
     assert!(
-        said["reload_errors"][0]
+        readiness["reload_errors"][0]
             .as_str()
             .unwrap()
             .contains("nonsense"),
-        "{said}"
+        "{readiness}"
     );
     let mark = proxy.log_mark();
     proxy.write_config(&policies(30).replace("\"p\"", "\"q\""));
@@ -662,12 +669,12 @@ async fn an_untrusted_ingress_is_reported_as_a_hint() {
             .value("tidegate_untrusted_forwarding_total"),
         1.0
     );
-    let (status, said) = get_readiness(&proxy).await;
+    let (status, readiness) = get_readiness(&proxy).await;
     assert_eq!(status, 200);
-    let hint = said["hints"][0].as_str().unwrap();
+    let hint = readiness["hints"][0].as_str().unwrap();
     assert!(
         hint.contains("client.trusted_proxies") && hint.contains("[client] trusted_proxies = ["),
-        "{said}"
+        "{readiness}"
     );
     // An authorized caller sees the hint, and so does the log. (The dashboard is tested in
     // tests/browser.)
@@ -676,8 +683,10 @@ async fn an_untrusted_ingress_is_reported_as_a_hint() {
         overview["untrusted_peers"],
         serde_json::json!(["127.0.0.1"])
     );
-    let told = |line: &crate::support::proxy::LogLine| line.contains("client.trusted_proxies");
-    let line = proxy.wait_for_log("a hint", 0, TEST_TIMEOUT, told).await;
+    let has_hint = |line: &crate::support::proxy::LogLine| line.contains("client.trusted_proxies");
+    let line = proxy
+        .wait_for_log("a hint", 0, TEST_TIMEOUT, has_hint)
+        .await;
     assert_eq!(
         [line.field("peer"), line.field("write")],
         ["127.0.0.1", "[\"127.0.0.1/32\"]"]
@@ -853,14 +862,14 @@ async fn an_admin_address_in_use_is_a_clear_error() {
     let ended =
         run_command(command.env("TIDEGATE_ADMIN__ADDRESS", taken.address.to_string())).await;
     assert_eq!(ended.status.code(), Some(1));
-    for said in [
+    for expected in [
         "admin.address",
         "TIDEGATE_ADMIN__ADDRESS",
         &taken.address.to_string(),
     ] {
         assert!(
-            ended.stderr.contains(said),
-            "{said} is not in {}",
+            ended.stderr.contains(expected),
+            "{expected} is not in {}",
             ended.stderr
         );
     }
@@ -918,8 +927,8 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
         Some(0),
         "the upstream answers 200 to everything"
     );
-    let nobody = "127.0.0.1:1".parse().unwrap();
-    let ended = health(nobody).await;
+    let unreachable = "127.0.0.1:1".parse().unwrap();
+    let ended = health(unreachable).await;
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("127.0.0.1:1"), "{}", ended.stderr);
 
@@ -927,13 +936,13 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
         let mut command = tidegate_command();
         command.args(["health", "--json", "--config"]).arg(&config);
         let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await;
-        let told: Value = serde_json::from_str(&ended.stdout).unwrap();
-        assert_eq!(told["address"], address.to_string());
+        let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+        assert_eq!(report["address"], address.to_string());
         (
             ended.status.code(),
-            told["healthy"].clone(),
-            told["status"].clone(),
-            told["error"].is_string(),
+            report["healthy"].clone(),
+            report["status"].clone(),
+            report["error"].is_string(),
         )
     };
     assert_eq!(
@@ -941,7 +950,7 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
         (Some(0), true.into(), 200.into(), false)
     );
     assert_eq!(
-        in_json(nobody).await,
+        in_json(unreachable).await,
         (Some(1), false.into(), Value::Null, true)
     );
 }

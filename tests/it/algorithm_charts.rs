@@ -185,7 +185,7 @@ impl SimulationRun {
                 ..limit
             }
         };
-        let (mut judge, mut run, key) = (
+        let (mut memory_store, mut run, key) = (
             StoreUnderTest::memory(),
             Self::default(),
             KeyBuilder::new("p").finish(),
@@ -204,7 +204,7 @@ impl SimulationRun {
                     .filter(|one| has_slots && one.1 <= at_us)
                 {
                     let slot = ended as u128;
-                    judge.apply_amendment(
+                    memory_store.apply_amendment(
                         &limit,
                         &key,
                         Amendment::Release { slot },
@@ -214,7 +214,7 @@ impl SimulationRun {
                 }
                 run.arrivals_us.push(at_us);
                 let slot = run.admitted.len() as u128;
-                let decision = judge.decide(
+                let decision = memory_store.decide(
                     &[Charge {
                         slot_id: slot,
                         ..charge(1)
@@ -230,7 +230,9 @@ impl SimulationRun {
                     run.admitted.push((at_us, at_us + stays_us));
                 }
             }
-            let left = judge.decide(&[charge(0)], START_US + now_us).statuses[0]
+            let left = memory_store
+                .decide(&[charge(0)], START_US + now_us)
+                .statuses[0]
                 .unwrap()
                 .remaining;
             run.samples.push((now_us, limit.capacity() - left, left));

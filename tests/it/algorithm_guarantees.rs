@@ -30,7 +30,7 @@ struct Admission {
 
 /// One client that uses one limit as much as possible.
 struct ClientSchedule<'a> {
-    judge: &'a mut StoreUnderTest,
+    tested_store: &'a mut StoreUnderTest,
     rng: &'a mut Rng,
     limit: Limit,
     version: u32,
@@ -78,7 +78,7 @@ impl ClientSchedule<'_> {
 
     fn decide(&mut self, key: &Key, cost: u64) {
         let charge = Charge::new(&self.limit, key, cost);
-        let decision = self.judge.decide(&[charge], self.clock_us);
+        let decision = self.tested_store.decide(&[charge], self.clock_us);
         self.retry_at_us = admissible_at_us(&[charge], &decision).or(self.retry_at_us);
         if decision.admitted {
             let newest_us = self.admitted.last().map_or(0, |last| last.at_us);
@@ -227,22 +227,22 @@ fn is_spaced_after(last: &Admission, next: &Admission) -> bool {
 
 fn check_guarantee(algorithm: &str) {
     let seed = test_seed();
-    for (mut judge, schedules) in StoreUnderTest::both_stores()
+    for (mut tested_store, schedules) in StoreUnderTest::both_stores()
         .into_iter()
         .zip(SCHEDULES_PER_STORE)
     {
         let mut rng = Rng::with_seed(seed);
         for number in 0..schedules {
-            judge.reset();
+            tested_store.reset();
             let (limit, key) = (
                 draw_limit_for(algorithm, &mut rng),
                 KeyBuilder::new("p").finish(),
             );
             let clock_us = START_US + rng.u64(..limit.per_us);
             let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                let (judge, rng) = (&mut judge, &mut rng);
+                let (tested_store, rng) = (&mut tested_store, &mut rng);
                 let mut schedule = ClientSchedule {
-                    judge,
+                    tested_store,
                     rng,
                     limit,
                     version: 0,
@@ -256,7 +256,7 @@ fn check_guarantee(algorithm: &str) {
             let admitted = run.unwrap_or(0);
             assert!(
                 admitted > 0,
-                "TIDEGATE_TEST_SEED={seed}, schedule {number} in {judge:?}: {limit:?}"
+                "TIDEGATE_TEST_SEED={seed}, schedule {number} in {tested_store:?}: {limit:?}"
             );
         }
     }
@@ -285,10 +285,10 @@ guarantee_tests! {
 #[test]
 fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
     let seed = test_seed();
-    for (mut judge, schedules) in StoreUnderTest::both_stores().into_iter().zip([200, 20]) {
+    for (mut tested_store, schedules) in StoreUnderTest::both_stores().into_iter().zip([200, 20]) {
         let mut rng = Rng::with_seed(seed);
         for number in 0..schedules {
-            judge.reset();
+            tested_store.reset();
             let key = KeyBuilder::new("p").finish();
             let algorithm = Algorithm::Concurrency { max_duration_us: 0 };
             let mut limit = Limit {
@@ -303,7 +303,12 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
             for step in 0..200 {
                 now_us += rng.u64(..limit.per_us / 3);
                 for (slot, ends_us) in &mut alive {
-                    judge.apply_amendment(&limit, &key, Amendment::Renew { slot: *slot }, now_us);
+                    tested_store.apply_amendment(
+                        &limit,
+                        &key,
+                        Amendment::Renew { slot: *slot },
+                        now_us,
+                    );
                     *ends_us = now_us + limit.per_us;
                 }
                 lost.retain(|ends_us| *ends_us > now_us);
@@ -313,7 +318,12 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
                     }
                     1..3 if !alive.is_empty() => {
                         let (slot, _) = alive.swap_remove(rng.usize(..alive.len()));
-                        judge.apply_amendment(&limit, &key, Amendment::Release { slot }, now_us);
+                        tested_store.apply_amendment(
+                            &limit,
+                            &key,
+                            Amendment::Release { slot },
+                            now_us,
+                        );
                     }
                     3 => limit.requests = rng.u64(1..=8),
                     _ => {}
@@ -324,11 +334,11 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
                     ..Charge::new(&limit, &key, 1)
                 };
                 let free = ((alive.len() + lost.len()) as u64) < limit.requests;
-                let admitted = judge.decide(&[charge], now_us).admitted;
+                let admitted = tested_store.decide(&[charge], now_us).admitted;
                 assert_eq!(
                     admitted,
                     free,
-                    "TIDEGATE_TEST_SEED={seed}, schedule {number}, step {step} in {judge:?}: \
+                    "TIDEGATE_TEST_SEED={seed}, schedule {number}, step {step} in {tested_store:?}: \
                      {} in flight, {} lost, of {}",
                     alive.len(),
                     lost.len(),
@@ -349,9 +359,9 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
 fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
     let seed = test_seed();
     let mut rng = Rng::with_seed(seed);
-    let mut judge = StoreUnderTest::memory();
+    let mut tested_store = StoreUnderTest::memory();
     for number in 0..200 {
-        judge.reset();
+        tested_store.reset();
         let (limit, key) = (
             draw_limit_for("sliding_window", &mut rng),
             KeyBuilder::new("p").finish(),
@@ -368,7 +378,7 @@ fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
         let (mut now_us, mut times) = (begin_us, Vec::new());
         // The client uses the first period unevenly, and the others as early as possible.
         while now_us < begin_us + 12 * limit.per_us {
-            let decision = judge.decide(&[charge], now_us);
+            let decision = tested_store.decide(&[charge], now_us);
             match admissible_at_us(&[charge], &decision) {
                 Some(until_us) => now_us = until_us,
                 None => times.push(now_us),

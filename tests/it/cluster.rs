@@ -374,15 +374,15 @@ async fn shards_together_admit_exactly_the_limit() {
                     limit = { requests = 100, per = '1h' }\n\
                     [[policy]]\nname = 'beside'\nmatch = { path = '/beside' }\nshards = 2\n\
                     limit = { requests = 4, per = '1h' }\n";
-    let rig = OutageFixture::with_redis(&cluster.config_lines(), policies).await;
+    let fixture = OutageFixture::with_redis(&cluster.config_lines(), policies).await;
     // Two sharded policies together. The second has fewer units left than any shard of the first.
     for _ in 0..8 {
-        rig.proxy.get("/beside").await;
+        fixture.proxy.get("/beside").await;
     }
     let mut passed = 4;
     let mut last = None;
     for _ in 0..110 {
-        let reply = rig.proxy.get("/").await;
+        let reply = fixture.proxy.get("/").await;
         let remaining = reply.list_parameter("ratelimit", "hot", "r").unwrap();
         assert!(
             remaining <= 100 - passed,
@@ -525,8 +525,8 @@ async fn migrated_slots_are_followed_without_losing_charges() {
 #[tokio::test]
 async fn resharding_under_load_fails_no_request() {
     let cluster = RedisCluster::start().await;
-    let rig = OutageFixture::with_redis(&cluster.config_lines(), POLICIES).await;
-    let load = rig.start_load().await;
+    let fixture = OutageFixture::with_redis(&cluster.config_lines(), POLICIES).await;
+    let load = fixture.start_load().await;
     for owner in [policy_key("open"), policy_key("closed")] {
         let slot = hash_slot(&owner);
         let (from, to) = (initial_node(&owner), (initial_node(&owner) + 1) % 3);
@@ -548,12 +548,18 @@ async fn resharding_under_load_fails_no_request() {
         .iter()
         .filter(|asked| asked.route != PolicyRoute::Unlimited && !asked.decided)
         .count();
-    assert_eq!(undecided, 0, "of {}: {}", asked.len(), rig.proxy.log_text());
+    assert_eq!(
+        undecided,
+        0,
+        "of {}: {}",
+        asked.len(),
+        fixture.proxy.log_text()
+    );
     let passed = asked
         .iter()
         .filter(|asked| asked.route == PolicyRoute::Closed)
         .count() as u64;
-    let left = rig
+    let left = fixture
         .proxy
         .get("/closed")
         .await
@@ -597,26 +603,26 @@ async fn assert_one_node_fault_is_isolated(
     heal: impl AsyncFnOnce(&mut RedisCluster),
 ) {
     let mut cluster = RedisCluster::start().await;
-    let rig = OutageFixture::with_redis(&cluster.config_lines(), USER_POLICY).await;
+    let fixture = OutageFixture::with_redis(&cluster.config_lines(), USER_POLICY).await;
     let users: Vec<String> = (0..3).map(user_on_node).collect();
     for user in &users {
-        assert_eq!(status_for_user(&rig.proxy, user).await.0, 200);
+        assert_eq!(status_for_user(&fixture.proxy, user).await.0, 200);
     }
     fault(&mut cluster).await;
     let began = Instant::now();
     let (mut others, mut late, mut waited, mut asked) = (Vec::new(), 0, 0, 0);
     while began.elapsed() < Duration::from_secs(3) {
-        let (answer, took) = status_for_user(&rig.proxy, &users[0]).await;
+        let (answer, took) = status_for_user(&fixture.proxy, &users[0]).await;
         assert_eq!(answer, 503, "{what}");
         waited += usize::from(took >= TIMEOUT);
         for user in &users[1..] {
-            let (answer, took) = status_for_user(&rig.proxy, user).await;
+            let (answer, took) = status_for_user(&fixture.proxy, user).await;
             // The machine may be too busy to meet the deadline.
             let is_late = answer == 503 && took >= TIMEOUT;
             assert!(
                 answer == 200 || is_late,
                 "{what}: a key of another node was affected: {}",
-                rig.proxy.log_text()
+                fixture.proxy.log_text()
             );
             late += usize::from(is_late);
             others.push(took);
@@ -640,7 +646,7 @@ async fn assert_one_node_fault_is_isolated(
     heal(&mut cluster).await;
     let healed = Instant::now();
     wait_until("decisions by the node", RECOVERY, async || {
-        status_for_user(&rig.proxy, &users[0]).await.0 == 200
+        status_for_user(&fixture.proxy, &users[0]).await.0 == 200
     })
     .await;
     println!(
@@ -742,7 +748,10 @@ async fn a_promoted_replica_is_followed() {
         if decide_one(&store, &DAILY_LIMIT, &owner).await.is_err() {
             first_failed = first_failed.or_else(|| Some(Instant::now()));
         }
-        assert!(began.elapsed() < TEST_TIMEOUT, "the new master received no calls");
+        assert!(
+            began.elapsed() < TEST_TIMEOUT,
+            "the new master received no calls"
+        );
         sleep(Duration::from_millis(5)).await;
     }
     wait_until("decisions by the new master", RECOVERY, async || {
@@ -754,12 +763,16 @@ async fn a_promoted_replica_is_followed() {
         "{first_failed:?}"
     );
     // After a crash, calls fail until the nodes agree.
-    wait_until("the old master to become a replica", TEST_TIMEOUT, async || {
-        cluster.nodes[0]
-            .command::<String>("INFO replication")
-            .await
-            .contains("master_link_status:up")
-    })
+    wait_until(
+        "the old master to become a replica",
+        TEST_TIMEOUT,
+        async || {
+            cluster.nodes[0]
+                .command::<String>("INFO replication")
+                .await
+                .contains("master_link_status:up")
+        },
+    )
     .await;
     cluster.nodes[replica].kill();
     let died = Instant::now();

@@ -97,7 +97,11 @@ fn assert_rejected(reply: &RawResponse) {
     assert_eq!(reply.header("ratelimit"), Some("\"slots\";r=0"));
     let problem: serde_json::Value = serde_json::from_slice(&reply.body).unwrap();
     assert_eq!(problem["policy"], "slots");
-    assert_eq!(problem.get("retry_after"), None, "the end of a request is unknown");
+    assert_eq!(
+        problem.get("retry_after"),
+        None,
+        "the end of a request is unknown"
+    );
 }
 
 async fn assert_slots_are_taken_and_returned(server: Option<&RedisServer>) {

@@ -137,12 +137,12 @@ async fn every_configuration_in_the_docs_is_valid_without_warnings() {
         .flat_map(|page| read_code_blocks(&page));
     for block in examples.filter(|block| block.language == "toml") {
         let file = mounted.write_config("page.toml", &block.text);
-        let said = run_command(tidegate_command().arg("check").arg(&file)).await;
+        let output = run_command(tidegate_command().arg("check").arg(&file)).await;
         assert!(
-            said.status.success() && said.stderr.is_empty(),
+            output.status.success() && output.stderr.is_empty(),
             "{}: {}",
             block.location,
-            said.stderr
+            output.stderr
         );
         checked += 1;
     }
@@ -155,11 +155,11 @@ async fn every_configuration_in_the_docs_is_valid_without_warnings() {
             .env("TIDEGATE_STORE__REDIS__PASSWORD_FILE", &secret)
             .arg("check")
             .arg(repository_root().join(file));
-        let said = run_command(&mut check).await;
+        let output = run_command(&mut check).await;
         assert!(
-            said.status.success() && said.stderr.is_empty(),
+            output.status.success() && output.stderr.is_empty(),
             "{file}: {}",
-            said.stderr
+            output.stderr
         );
     }
 }
@@ -223,12 +223,14 @@ async fn every_tidegate_command_in_the_docs_is_accepted() {
                 continue;
             }
             // clap parses all arguments before it rejects this one.
-            let said = run_command(tidegate_command().args(&ours).arg("--no-such-flag")).await;
+            let output = run_command(tidegate_command().args(&ours).arg("--no-such-flag")).await;
             assert!(
-                said.stderr.contains("unexpected argument '--no-such-flag'"),
+                output
+                    .stderr
+                    .contains("unexpected argument '--no-such-flag'"),
                 "{}: {line}: {}",
                 block.location,
-                said.stderr
+                output.stderr
             );
             tried += 1;
         }
@@ -247,13 +249,13 @@ async fn the_readme_shows_the_output_of_check() {
         .iter()
         .find(|(command, _)| command.ends_with("check config.toml"))
         .unwrap();
-    let said = run_command(
+    let output = run_command(
         tidegate_command()
             .arg("check")
             .arg(repository_root().join("config.toml")),
     )
     .await;
-    assert_eq!(said.stdout.trim_end(), shown.trim_end());
+    assert_eq!(output.stdout.trim_end(), shown.trim_end());
 }
 
 /// Runs the README's curl commands in order against a demo. The statuses must be those shown.

@@ -25,10 +25,10 @@ struct ClientResults {
 }
 
 impl ClientResults {
-    fn record(&self, who: &'static str, sent: Instant, whole: bool) {
+    fn record(&self, client_name: &'static str, sent: Instant, whole: bool) {
         match whole {
             true => _ = self.answered.fetch_add(1, Ordering::Relaxed),
-            false => self.lost.lock().unwrap().push((who, sent)),
+            false => self.lost.lock().unwrap().push((client_name, sent)),
         }
     }
 }
@@ -195,7 +195,7 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
     })
     .await;
 
-    let told = Instant::now();
+    let signalled_at = Instant::now();
     proxy.send_sigterm();
     let admin = proxy.admin_address();
     let not_ready = async {
@@ -207,7 +207,7 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
         {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
-        told.elapsed()
+        signalled_at.elapsed()
     };
     let (closed, not_ready) = tokio::join!(connect_until_refused(address), not_ready);
     assert!(
@@ -215,7 +215,7 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
         "readiness failed late, after {not_ready:?}"
     );
     assert!(
-        closed >= told + SHUTDOWN_DELAY - Duration::from_millis(50),
+        closed >= signalled_at + SHUTDOWN_DELAY - Duration::from_millis(50),
         "the listener closed before the end of the delay"
     );
     clients.join_all().await;
@@ -223,7 +223,7 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
     let in_time: Vec<_> = lost
         .iter()
         .filter(|(_, sent)| *sent < closed)
-        .map(|(who, sent)| (who, closed - *sent))
+        .map(|(client_name, sent)| (client_name, closed - *sent))
         .collect();
     assert!(
         in_time.is_empty(),
@@ -247,18 +247,18 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
         proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
         Some(0)
     );
-    let said = proxy.log_text();
-    assert!(said.contains("\"connections_cut\":0"), "{said}");
+    let log_text = proxy.log_text();
+    assert!(log_text.contains("\"connections_cut\":0"), "{log_text}");
 }
 
 #[tokio::test]
 async fn http2_clients_get_a_goaway_before_the_connection_closes() {
-    let gate = Arc::new(Semaphore::new(0));
-    let opened = Arc::clone(&gate);
+    let release = Arc::new(Semaphore::new(0));
+    let opened = Arc::clone(&release);
     let upstream = Upstream::with_handler(move |request| {
-        let gate = Arc::clone(&gate);
+        let release = Arc::clone(&release);
         async move {
-            gate.acquire().await.unwrap().forget();
+            release.acquire().await.unwrap().forget();
             echo(request).await
         }
     })

@@ -93,28 +93,28 @@ fn an_option_of_another_algorithm_is_rejected_naming_its_own_algorithm() {
         for (owner, options) in ALGORITHMS {
             for option in options {
                 let limit = limit_with_option(algorithm, &format!(", {option}"));
-                let said = check_errors(&limit, "");
+                let error = check_errors(&limit, "");
                 if owner == algorithm {
-                    assert_eq!(said, None, "{limit}");
+                    assert_eq!(error, None, "{limit}");
                     continue;
                 }
                 let (key, _) = option.split_once(' ').unwrap();
-                let said = said.unwrap_or_else(|| panic!("{limit} is accepted"));
+                let error = error.unwrap_or_else(|| panic!("{limit} is accepted"));
                 let reason = format!("policy[0].limit.{key}: only for algorithm = \"{owner}\"");
                 assert!(
-                    said.contains(&reason) && said.ends_with("1 error\n"),
-                    "{limit}: {said}"
+                    error.contains(&reason) && error.ends_with("1 error\n"),
+                    "{limit}: {error}"
                 );
             }
         }
     }
-    let said = check_errors(&limit_with_option("concurrency", ", per = \"1s\""), "").unwrap();
+    let error = check_errors(&limit_with_option("concurrency", ", per = \"1s\""), "").unwrap();
     assert!(
-        said.contains("per: not for algorithm = \"concurrency\""),
-        "{said}"
+        error.contains("per: not for algorithm = \"concurrency\""),
+        "{error}"
     );
-    let said = check_errors("requests = 5", "").unwrap();
-    assert!(said.contains("per: missing"), "{said}");
+    let error = check_errors("requests = 5", "").unwrap();
+    assert!(error.contains("per: missing"), "{error}");
 }
 
 /// Each option alone, and each pair of options.
@@ -133,12 +133,15 @@ fn every_algorithm_accepts_every_policy_option_or_check_gives_the_reason() {
                     *of == algorithm && (one.starts_with(beside) || other.starts_with(beside))
                 });
                 let reasons: Vec<&str> = reasons.map(|(.., reason)| *reason).collect();
-                let said = check_errors(&limit, &format!("{one}\n{other}")).unwrap_or_default();
-                let both = format!("{limit} beside {one:?} and {other:?}: {said}");
-                assert!(reasons.iter().all(|reason| said.contains(reason)), "{both}");
+                let error = check_errors(&limit, &format!("{one}\n{other}")).unwrap_or_default();
+                let both = format!("{limit} beside {one:?} and {other:?}: {error}");
+                assert!(
+                    reasons.iter().all(|reason| error.contains(reason)),
+                    "{both}"
+                );
                 let ends = ["", "1 error\n", "2 errors\n"];
                 assert!(
-                    said.ends_with(ends[reasons.len()]) && said.is_empty() == reasons.is_empty(),
+                    error.ends_with(ends[reasons.len()]) && error.is_empty() == reasons.is_empty(),
                     "{both}"
                 );
             }
@@ -155,10 +158,10 @@ fn a_cost_above_the_cold_capacity_of_a_bucket_is_rejected() {
         "cost = { header = \"x-cost\", max = 4 }",
         "cost = { estimate = 4, actual = \"response_json:/a\" }",
     ] {
-        let said = check_errors(&limit, beside).unwrap_or_default();
+        let error = check_errors(&limit, beside).unwrap_or_default();
         assert!(
-            said.contains("a third of burst; expected at most 3"),
-            "{beside}: {said}"
+            error.contains("a third of burst; expected at most 3"),
+            "{beside}: {error}"
         );
         assert_eq!(
             check_errors(&limit, &beside.replace('4', "3")),
@@ -174,7 +177,7 @@ fn a_cost_above_the_cold_capacity_of_a_bucket_is_rejected() {
 fn the_largest_limits_are_defined_for_every_algorithm() {
     const MAX_REQUESTS: u64 = 1 << 53;
     for algorithm in time_based_algorithms() {
-        let said = |requests: u64, per: &str| {
+        let error = |requests: u64, per: &str| {
             check_errors(
                 &format!("requests = {requests}, per = \"{per}\", algorithm = \"{algorithm}\""),
                 "",
@@ -186,10 +189,10 @@ fn the_largest_limits_are_defined_for_every_algorithm() {
             (1, "401d", "from 1ms to 400d"),
             (1, "9600h1ms", "expected a duration"),
         ] {
-            let said = said(requests, per).unwrap_or_default();
+            let error = error(requests, per).unwrap_or_default();
             assert!(
-                said.contains(reason),
-                "{algorithm}, {requests} per {per}: {said}"
+                error.contains(reason),
+                "{algorithm}, {requests} per {per}: {error}"
             );
         }
         // A token bucket counts in units of 1 / per. A leaky bucket is limited by its longest
@@ -205,16 +208,16 @@ fn the_largest_limits_are_defined_for_every_algorithm() {
         for (most, per) in [(most_short, "1ms"), (most_long, "400d")] {
             for requests in [0, 1, most] {
                 assert_eq!(
-                    said(requests, per),
+                    error(requests, per),
                     None,
                     "{algorithm}, {requests} per {per}"
                 );
             }
             if most < MAX_REQUESTS {
-                let said = said(most + 1, per).unwrap();
+                let error = error(most + 1, per).unwrap();
                 assert!(
-                    said.contains(&format!("expected at most {most}")),
-                    "{algorithm} per {per}: {said}"
+                    error.contains(&format!("expected at most {most}")),
+                    "{algorithm} per {per}: {error}"
                 );
             }
         }
@@ -321,7 +324,10 @@ async fn assert_extremes_are_defined(proxy: &Proxy) {
             "",
         ] {
             let refused = ask(nonsense).await;
-            assert_eq!(refused.status, 429, "{algorithm}: {nonsense:?} counts as the maximum");
+            assert_eq!(
+                refused.status, 429,
+                "{algorithm}: {nonsense:?} counts as the maximum"
+            );
             assert!(
                 refused.header("retry-after").is_some(),
                 "{algorithm}: the maximum can be admitted later"

@@ -38,11 +38,11 @@ async fn remaining_units(store: &Store) -> Result<u64, &'static str> {
 /// Injects a fault into a deployment under load, and checks the responses of clients.
 async fn assert_failover_is_handled(
     what: &str,
-    rig: &OutageFixture,
+    fixture: &OutageFixture,
     watched: &mut SentinelDeployment,
     fault: impl AsyncFnOnce(&mut SentinelDeployment, u16),
 ) {
-    let load = rig.start_load().await;
+    let load = fixture.start_load().await;
     let old = watched.master_port().await;
     let began = Instant::now();
     fault(watched, old).await;
@@ -92,7 +92,7 @@ async fn assert_failover_is_handled(
     assert!(recovery < RECOVERY_TIMEOUT, "{what}: {recovery:?}");
     let refused = asked.iter().filter(|asked| asked.status == 503).count();
     assert_eq!(
-        rig.upstream.requests().len(),
+        fixture.upstream.requests().len(),
         asked.len() - refused,
         "{what}: a request has no response, or more than one"
     );
@@ -110,8 +110,8 @@ async fn assert_failover_is_handled(
     };
     // Until the old master is demoted, a worker that has not switched yet may still call it.
     let first = loop {
-        let first = left(rig.proxy.get("/closed").await);
-        let second = left(rig.proxy.get("/closed").await);
+        let first = left(fixture.proxy.get("/closed").await);
+        let second = left(fixture.proxy.get("/closed").await);
         if second == first - 1 {
             break first;
         }
@@ -135,10 +135,10 @@ async fn assert_failover_is_handled(
 #[tokio::test]
 async fn a_requested_failover_is_followed() {
     let mut watched = SentinelDeployment::start(1).await;
-    let rig = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
+    let fixture = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
     assert_failover_is_handled(
         "SENTINEL FAILOVER",
-        &rig,
+        &fixture,
         &mut watched,
         async |watched, _| {
             let client = redis::Client::open(("127.0.0.1", watched.sentinels[0].port)).unwrap();
@@ -157,10 +157,10 @@ async fn a_requested_failover_is_followed() {
 #[tokio::test]
 async fn a_dead_master_is_replaced() {
     let mut watched = SentinelDeployment::start(2).await;
-    let rig = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
+    let fixture = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
     assert_failover_is_handled(
         "kill -9 of the master",
-        &rig,
+        &fixture,
         &mut watched,
         async |watched, old| watched.server_by_port(old).kill(),
     )
@@ -170,10 +170,10 @@ async fn a_dead_master_is_replaced() {
 #[tokio::test]
 async fn a_hung_master_is_replaced() {
     let mut watched = SentinelDeployment::start(1).await;
-    let rig = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
+    let fixture = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
     assert_failover_is_handled(
         "SIGSTOP of the master",
-        &rig,
+        &fixture,
         &mut watched,
         async |watched, old| watched.server_by_port(old).pause(),
     )

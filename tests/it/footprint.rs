@@ -55,13 +55,13 @@ const MEASURED_ALGORITHMS: [(&str, Algorithm, bool); 7] = [
 /// Fills a limit with evenly spaced requests, optionally settled later. Returns the bytes of its
 /// key.
 fn fill_and_measure(
-    judge: &mut StoreUnderTest,
+    tested_store: &mut StoreUnderTest,
     limit: &Limit,
     cost: u64,
     times: u64,
     settles: bool,
 ) -> u64 {
-    judge.reset();
+    tested_store.reset();
     let mut key = KeyBuilder::new("api");
     key.push_part(Some(b"user-0123456789"));
     let key = key.finish();
@@ -76,10 +76,10 @@ fn fill_and_measure(
             slot_id: u128::from(n) + 1,
             ..charge
         };
-        let decision = judge.decide(&[charge], start_us + n * (limit.per_us - 1) / times);
+        let decision = tested_store.decide(&[charge], start_us + n * (limit.per_us - 1) / times);
         assert!(decision.admitted, "{limit:?}, {n}: {decision:?}");
     }
-    judge.counter_bytes(&charge)
+    tested_store.counter_bytes(&charge)
 }
 
 #[test]
@@ -97,8 +97,9 @@ fn keys_stay_small_unless_the_algorithm_lists_requests() {
                 if settles && !is_small {
                     continue; // It stores each charge with its cost.
                 }
-                let bytes = [&mut memory, &mut redis]
-                    .map(|judge| fill_and_measure(judge, &limit, 1, requests, settles));
+                let bytes = [&mut memory, &mut redis].map(|tested_store| {
+                    fill_and_measure(tested_store, &limit, 1, requests, settles)
+                });
                 let what = if settles { "settled" } else { "" };
                 println!(
                     "{name:<16}{requests:>8}{:>8}{:>8} {what}",
@@ -151,12 +152,12 @@ fn keys_stay_small_at_the_largest_limits() {
         };
         (limit, limit.capacity() / 11)
     });
-    for mut judge in StoreUnderTest::both_stores() {
+    for mut tested_store in StoreUnderTest::both_stores() {
         for (limit, cost) in windows.iter().chain(&buckets) {
-            let bytes = fill_and_measure(&mut judge, limit, *cost, 11, false);
+            let bytes = fill_and_measure(&mut tested_store, limit, *cost, 11, false);
             assert!(
                 bytes < MAX_KEY_BYTES,
-                "{bytes} bytes in {judge:?}: {limit:?}"
+                "{bytes} bytes in {tested_store:?}: {limit:?}"
             );
         }
     }

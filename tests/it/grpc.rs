@@ -156,7 +156,7 @@ async fn await_response(response: h2::client::ResponseFuture) -> Response<RecvSt
 
 async fn assert_all_call_types_work(proxy: &Proxy) {
     let sender = connect_client(proxy.address).await;
-    for (method, asked, told) in [
+    for (method, asked, expected) in [
         ("unary", vec!["a"], vec!["a"]),
         ("many", vec!["a"], vec!["a0", "a1", "a2"]),
         ("sum", vec!["a", "b", "c"], vec!["abc"]),
@@ -170,7 +170,7 @@ async fn assert_all_call_types_work(proxy: &Proxy) {
         let response = await_response(response).await;
         assert_eq!(response.headers()["content-type"], "application/grpc");
         let mut messages = MessageReader::new(response.into_body());
-        assert_eq!(messages.read_all().await, told, "{method}");
+        assert_eq!(messages.read_all().await, expected, "{method}");
         let trailers = messages.read_trailers().await;
         assert_eq!(
             (&trailers["grpc-status"], &trailers["x-custom-bin"]),
@@ -259,18 +259,18 @@ async fn rejections_are_grpc_statuses() {
         await_response(response).await.headers()["x-ratelimit-remaining"],
         "0"
     );
-    let told = assert_call_rejected(&proxy, "8").await;
+    let expected = assert_call_rejected(&proxy, "8").await;
     assert!(
-        told.starts_with("Over the limit of policy \"p\"."),
-        "{told}"
+        expected.starts_with("Over the limit of policy \"p\"."),
+        "{expected}"
     );
 
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0")
+    let closed_port = std::net::TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()
         .unwrap();
     let proxy = Proxy::builder()
-        .upstream_url(&format!("h2c://{nobody}"))
+        .upstream_url(&format!("h2c://{closed_port}"))
         .start()
         .await;
     assert_call_rejected(&proxy, "14").await;
@@ -297,10 +297,10 @@ async fn rejections_are_grpc_statuses() {
 
 #[tokio::test]
 async fn a_truncated_call_has_no_status() {
-    let gate = Arc::new(Semaphore::new(0));
-    let waiting = Arc::clone(&gate);
+    let release = Arc::new(Semaphore::new(0));
+    let waiting = Arc::clone(&release);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange: H2Exchange| {
-        let gate = Arc::clone(&waiting);
+        let release = Arc::clone(&waiting);
         async move {
             let response = Response::builder()
                 .header("content-type", "application/grpc")
@@ -308,7 +308,7 @@ async fn a_truncated_call_has_no_status() {
                 .unwrap();
             let mut stream = exchange.respond.send_response(response, false).unwrap();
             stream.send_data(encode_message("half"), false).unwrap();
-            gate.acquire().await.unwrap().forget();
+            release.acquire().await.unwrap().forget();
             stream.send_reset(h2::Reason::CANCEL);
         }
     })
@@ -316,12 +316,15 @@ async fn a_truncated_call_has_no_status() {
     let proxy = Proxy::builder().upstream_url(&upstream.url()).start().await;
     let (response, _sending) = start_call(&connect_client(proxy.address).await, "unary").await;
     let mut stream = await_response(response).await.into_body();
-    gate.add_permits(1);
+    release.add_permits(1);
     let end = loop {
         match timeout(TEST_TIMEOUT, stream.data()).await.unwrap() {
             Some(Ok(_)) => {}
             end => break end,
         }
     };
-    assert!(end.is_some_and(|end| end.is_err()), "the truncated call looks complete");
+    assert!(
+        end.is_some_and(|end| end.is_err()),
+        "the truncated call looks complete"
+    );
 }

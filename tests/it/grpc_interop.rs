@@ -142,10 +142,10 @@ impl UnaryService<String> for ShopService {
                         "why-bin",
                         tonic::metadata::BinaryMetadataValue::from_bytes(b"\0\xff"),
                     );
-                    let told = "déjà vendu: 100 %";
+                    let message = "déjà vendu: 100 %";
                     Err(Status::with_details_and_metadata(
                         Code::NotFound,
-                        told,
+                        message,
                         "more".into(),
                         details,
                     ))
@@ -349,8 +349,10 @@ async fn all_call_types_behave_as_without_a_proxy() {
     assert_eq!(sum.into_inner(), "abc");
 
     // Each reply arrives before the next message is sent.
-    let (say, said) = mpsc::channel(1);
-    let mut chat = client.call_bidirectional(stream_from_receiver(said)).await;
+    let (say, messages) = mpsc::channel(1);
+    let mut chat = client
+        .call_bidirectional(stream_from_receiver(messages))
+        .await;
     for text in ["a", "b", "c"] {
         say.send(text.to_owned()).await.unwrap();
         assert_eq!(
@@ -389,8 +391,10 @@ async fn deadlines_reach_the_server_and_a_client_disconnect_cancels_its_call() {
     );
     hanging(0).await;
 
-    let (say, said) = mpsc::channel(1);
-    let mut chat = client.call_bidirectional(stream_from_receiver(said)).await;
+    let (say, messages) = mpsc::channel(1);
+    let mut chat = client
+        .call_bidirectional(stream_from_receiver(messages))
+        .await;
     say.send("a".to_owned()).await.unwrap();
     assert_eq!(next_message(&mut chat).await.unwrap().as_deref(), Some("a"));
     hanging(1).await;

@@ -37,12 +37,12 @@ async fn send_and_observe(address: SocketAddr, name: &str, frames: &[u8]) -> Str
         .await;
     client.send(encode_frame(SETTINGS, ACK, 0, "")).await;
     client.send(frames).await;
-    let told = client.wait_for_frame(name, |frame| match frame.kind {
+    let outcome = client.wait_for_frame(name, |frame| match frame.kind {
         HEADERS | RST_STREAM => frame.stream == 1,
         kind => kind == GOAWAY,
     });
-    let told = told.await;
-    match (told.kind, told.error_code()) {
+    let outcome = outcome.await;
+    match (outcome.kind, outcome.error_code()) {
         (GOAWAY, Some(code)) => {
             assert!(
                 client.wait_for_close(crate::support::TEST_TIMEOUT).await.0,
@@ -473,7 +473,9 @@ async fn pings_and_settings_are_acknowledged() {
         })
         .await;
     let pong = client
-        .wait_for_frame("a PING ACK", |frame| (frame.kind, frame.flags) == (PING, ACK))
+        .wait_for_frame("a PING ACK", |frame| {
+            (frame.kind, frame.flags) == (PING, ACK)
+        })
         .await;
     assert_eq!(pong.payload, b"abcdefgh");
 }

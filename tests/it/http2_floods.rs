@@ -134,14 +134,14 @@ async fn assert_paced_flood_is_stopped(
     wait_for_closed_connections(&proxy, "flood", 1).await;
     let grown = proxy.rss_kib().saturating_sub(before);
     assert!(grown < MAX_GROWTH_KIB, "{name}: {grown} KiB more");
-    let told: Vec<_> = proxy
+    let lines: Vec<_> = proxy
         .log_since(mark)
         .into_iter()
         .filter(|line| !line.is_level("INFO"))
         .collect();
     assert!(
-        told.is_empty(),
-        "{name}: the flood caused log lines: {told:?}"
+        lines.is_empty(),
+        "{name}: the flood caused log lines: {lines:?}"
     );
     assert_eq!(proxy.get("/").await.status, 200, "{name}");
 }
@@ -323,12 +323,9 @@ async fn data_frames_without_payload() {
         encode_frame(DATA, PADDED, 1, [vec![255], vec![0; 255]].concat())
     })
     .await;
-    assert_flood_is_stopped(
-        "unread DATA of one byte",
-        &opening,
-        100_000,
-        |_| encode_frame(DATA, 0, 1, "x"),
-    )
+    assert_flood_is_stopped("unread DATA of one byte", &opening, 100_000, |_| {
+        encode_frame(DATA, 0, 1, "x")
+    })
     .await;
 }
 
@@ -362,7 +359,11 @@ async fn a_header_block_that_decompresses_to_megabytes_is_a_431() {
             "{answer:?}"
         );
     }
-    assert_eq!(upstream.requests().len(), 1, "the request reached the upstream");
+    assert_eq!(
+        upstream.requests().len(),
+        1,
+        "the request reached the upstream"
+    );
     assert!(proxy.rss_kib() < before + MAX_GROWTH_KIB);
 }
 
@@ -408,11 +409,7 @@ async fn streams_without_a_window_are_reset_and_others_are_served() {
             frame.kind == HEADERS && frame.stream == stream_id(streams)
         })
         .await;
-    assert_eq!(
-        answer.status(),
-        Some(200),
-        "the connection still works"
-    );
+    assert_eq!(answer.status(), Some(200), "the connection still works");
 }
 
 /// Traffic that resembles a flood but is legitimate.

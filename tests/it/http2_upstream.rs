@@ -37,13 +37,13 @@ async fn start_proxy(upstream: &H2Upstream, config: &str) -> Proxy {
 
 /// Answers once the test releases the semaphore.
 fn respond_when_released(
-    gate: &Arc<Semaphore>,
+    release: &Arc<Semaphore>,
 ) -> impl Fn(H2Exchange) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send>> + Clone + use<> {
-    let gate = Arc::clone(gate);
+    let release = Arc::clone(release);
     move |exchange| {
-        let gate = Arc::clone(&gate);
+        let release = Arc::clone(&release);
         Box::pin(async move {
-            gate.acquire().await.unwrap().forget();
+            release.acquire().await.unwrap().forget();
             exchange.respond_with(200, "ok");
         })
     }
@@ -139,11 +139,11 @@ async fn a_request_is_translated_to_http2() {
 
 #[tokio::test]
 async fn one_connection_carries_many_concurrent_requests() {
-    let gate = Arc::new(Semaphore::new(0));
-    let upstream = H2Upstream::with_handler(Builder::new(), respond_when_released(&gate)).await;
+    let release = Arc::new(Semaphore::new(0));
+    let upstream = H2Upstream::with_handler(Builder::new(), respond_when_released(&release)).await;
     let proxy = start_proxy(&upstream, "").await;
     let asked: Vec<_> = (0..60).map(|_| spawn_get(&proxy, "/")).collect();
-    gate.add_permits(60);
+    release.add_permits(60);
     for asked in asked {
         assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
     }
@@ -156,10 +156,13 @@ async fn one_connection_carries_many_concurrent_requests() {
 
 #[tokio::test]
 async fn another_connection_is_opened_when_all_streams_are_in_use() {
-    let gate = Arc::new(Semaphore::new(0));
+    let release = Arc::new(Semaphore::new(0));
     let mut builder = Builder::new();
     builder.max_concurrent_streams(2);
-    let (slow, seen) = (respond_when_released(&gate), Arc::<AtomicUsize>::default());
+    let (slow, seen) = (
+        respond_when_released(&release),
+        Arc::<AtomicUsize>::default(),
+    );
     let seeing = Arc::clone(&seen);
     let upstream = H2Upstream::with_handler(builder, move |exchange| {
         seeing.fetch_add(1, Ordering::SeqCst);
@@ -178,7 +181,7 @@ async fn another_connection_is_opened_when_all_streams_are_in_use() {
         503,
         "a fifth request has no stream"
     );
-    gate.add_permits(4);
+    release.add_permits(4);
     for asked in asked {
         assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
     }
@@ -188,7 +191,7 @@ async fn another_connection_is_opened_when_all_streams_are_in_use() {
     let config = "upstream.max_connections = 1\nupstream.queue_timeout = '10s'";
     let proxy = start_proxy(&upstream, config).await;
     let asked: Vec<_> = (0..6).map(|_| spawn_get(&proxy, "/")).collect();
-    gate.add_permits(6);
+    release.add_permits(6);
     for asked in asked {
         assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
     }
@@ -203,8 +206,8 @@ async fn another_connection_is_opened_when_all_streams_are_in_use() {
 
 #[tokio::test]
 async fn after_goaway_a_connection_only_finishes_its_open_streams() {
-    let gate = Arc::new(Semaphore::new(0));
-    let slow = respond_when_released(&gate);
+    let release = Arc::new(Semaphore::new(0));
+    let slow = respond_when_released(&release);
     let upstream = H2Upstream::with_handler(Builder::new(), move |exchange| {
         let slow = (exchange.request.uri().path() == "/slow").then(|| slow.clone());
         async move {
@@ -241,7 +244,7 @@ async fn after_goaway_a_connection_only_finishes_its_open_streams() {
         );
     }
     assert_eq!(proxy.get("/").await.text(), "1");
-    gate.add_permits(1);
+    release.add_permits(1);
     assert_eq!(
         timeout(TEST_TIMEOUT, under_way).await.unwrap().unwrap(),
         200
@@ -368,9 +371,9 @@ async fn a_reset_instead_of_a_response_is_a_502() {
 
 #[tokio::test]
 async fn a_client_disconnect_cancels_only_its_own_request() {
-    let (told, mut given_up) = mpsc::channel(8);
+    let (events, mut given_up) = mpsc::channel(8);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let told = told.clone();
+        let events = events.clone();
         async move {
             let begins = exchange.request.uri().path() == "/begun";
             if exchange.request.uri().path() == "/" {
@@ -389,7 +392,7 @@ async fn a_client_disconnect_cancels_only_its_own_request() {
                 Some(stream) => std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok(),
                 None => exchange.wait_for_reset().await,
             };
-            told.send(reason).await.unwrap();
+            events.send(reason).await.unwrap();
         }
     })
     .await;
@@ -423,16 +426,16 @@ async fn a_client_disconnect_cancels_only_its_own_request() {
 /// Servers close a connection with many requests that were reset before they were processed.
 #[tokio::test]
 async fn a_client_that_cancels_many_requests_does_not_affect_others() {
-    let (told, mut given_up) = mpsc::channel(100);
-    let gate = Arc::new(Semaphore::new(0));
-    let slow = respond_when_released(&gate);
+    let (events, mut given_up) = mpsc::channel(100);
+    let release = Arc::new(Semaphore::new(0));
+    let slow = respond_when_released(&release);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let (slow, told) = (slow.clone(), told.clone());
+        let (slow, events) = (slow.clone(), events.clone());
         async move {
             if exchange.request.uri().path() == "/others" {
                 return slow(exchange).await;
             }
-            told.send(exchange.wait_for_reset().await).await.unwrap();
+            events.send(exchange.wait_for_reset().await).await.unwrap();
         }
     })
     .await;
@@ -460,9 +463,13 @@ async fn a_client_that_cancels_many_requests_does_not_affect_others() {
         );
     }
     let next = spawn_get(&proxy, "/others");
-    gate.add_permits(2);
+    release.add_permits(2);
     assert_eq!((others.await.unwrap(), next.await.unwrap()), (200, 200));
-    assert_eq!(upstream.connection_count(), 2, "the first connection gets no more requests");
+    assert_eq!(
+        upstream.connection_count(),
+        2,
+        "the first connection gets no more requests"
+    );
 }
 
 #[tokio::test]
@@ -513,12 +520,12 @@ async fn an_upstream_without_http2_is_detected_before_a_request_is_sent() {
         }
         assert!(!String::from_utf8_lossy(&upstream.received_bytes()).contains("secret"));
     }
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0")
+    let closed_port = std::net::TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()
         .unwrap();
     let proxy = Proxy::builder()
-        .upstream_url(&format!("h2c://{nobody}"))
+        .upstream_url(&format!("h2c://{closed_port}"))
         .start()
         .await;
     let reply = proxy.get("/").await;

@@ -208,9 +208,10 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
     for bad in ["{", r#"{"keys":[]}"#, ""] {
         let mark = proxy.log_mark();
         fs::write(&file, bad).unwrap();
-        let told = |line: &LogLine| line.is_level("ERROR") && line.contains("client.jwt.keys_file");
+        let is_error =
+            |line: &LogLine| line.is_level("ERROR") && line.contains("client.jwt.keys_file");
         proxy
-            .wait_for_log("the error about the keys", mark, TEST_TIMEOUT, told)
+            .wait_for_log("the error about the keys", mark, TEST_TIMEOUT, is_error)
             .await;
         assert_eq!(
             get_status(&proxy, &old.bearer_for_subject("ann")).await,
@@ -251,8 +252,10 @@ async fn unverified_tokens_cause_a_warning_and_secrets_are_never_logged() {
         upstream.address,
     )
     .await;
-    let told = |line: &LogLine| line.is_level("WARN") && line.contains("unverified JWT");
-    proxy.wait_for_log("a warning", 0, TEST_TIMEOUT, told).await;
+    let is_warning = |line: &LogLine| line.is_level("WARN") && line.contains("unverified JWT");
+    proxy
+        .wait_for_log("a warning", 0, TEST_TIMEOUT, is_warning)
+        .await;
     let (one, other) = (
         TokenIssuer::with_secret("a").bearer_for_subject("ann"),
         TokenIssuer::with_secret("b").bearer_for_subject("ann"),

@@ -1,5 +1,5 @@
-//! Leases: several proxies take units in advance from one Redis. The upstream's records show what
-//! was admitted.
+//! Leases: several proxies take units in advance from one Redis. The upstream records show the
+//! admitted requests.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{ClientRequest, RawClient};
@@ -364,14 +364,14 @@ async fn send_requests_until(
 
 #[tokio::test]
 async fn three_proxies_keep_the_limit_while_one_is_killed() {
-    let (server, judge) = (RedisServer::start(), RecordingUpstream::start().await);
+    let (server, recorder) = (RedisServer::start(), RecordingUpstream::start().await);
     let policy = format!(
         "limit = {{ requests = {LIMIT_UNITS}, per = \"{}ms\" }}\nlease = {{ size = 20, ttl = \"100ms\" }}",
         LIMIT_PERIOD.as_millis()
     );
     let mut proxies = Vec::new();
     for _ in 0..3 {
-        proxies.push(start_proxy(&server, &judge.upstream, &policy).await);
+        proxies.push(start_proxy(&server, &recorder.upstream, &policy).await);
     }
     let length = 4 * LIMIT_PERIOD;
     let until = Instant::now() + length;
@@ -379,7 +379,7 @@ async fn three_proxies_keep_the_limit_while_one_is_killed() {
     for proxy in &proxies {
         clients.push(
             (0..6)
-                .map(|_| judge.spawn_client(proxy, "/", until))
+                .map(|_| recorder.spawn_client(proxy, "/", until))
                 .collect(),
         );
     }
@@ -397,7 +397,7 @@ async fn three_proxies_keep_the_limit_while_one_is_killed() {
                 .all(|asked| [200, 429].contains(&asked.status))
         );
     }
-    let arrivals = judge.arrivals("/");
+    let arrivals = recorder.arrivals("/");
     println!("{} admitted", arrivals.len());
     assert!(
         max_arrivals_in_a_period(&arrivals) <= LIMIT_UNITS,
@@ -426,7 +426,7 @@ const LEASE_TTL: Duration = Duration::from_millis(100);
 /// keys are unaffected.
 #[tokio::test]
 async fn a_cluster_node_is_killed_and_restarts_empty() {
-    let (mut cluster, judge) = (
+    let (mut cluster, recorder) = (
         RedisCluster::start().await,
         RecordingUpstream::start().await,
     );
@@ -453,7 +453,7 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     );
     let mut proxies = Vec::new();
     for _ in 0..3 {
-        let proxy = Proxy::start(&config, judge.upstream.address).await;
+        let proxy = Proxy::start(&config, recorder.upstream.address).await;
         proxy.wait_for_store().await;
         proxies.push(proxy);
     }
@@ -462,7 +462,7 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     let [gone, there] = paths.each_ref().map(|path| {
         let clients = proxies.iter().flat_map(|proxy| [proxy; 3]);
         clients
-            .map(|proxy| judge.spawn_client(proxy, path, until))
+            .map(|proxy| recorder.spawn_client(proxy, path, until))
             .collect::<Vec<_>>()
     });
     sleep(3 * LIMIT_PERIOD / 2).await;
@@ -488,7 +488,7 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
         .max()
         .unwrap();
     assert!(slowest <= TIMEOUT + TIMEOUT_SLACK, "{slowest:?}");
-    let arrivals = judge.arrivals(&paths[1]);
+    let arrivals = recorder.arrivals(&paths[1]);
     let of_second = |n: u32| {
         let (from, to) = (died + LIMIT_PERIOD * n, died + LIMIT_PERIOD * (n + 1));
         arrivals
@@ -504,9 +504,9 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     );
     // Leased units count until the lease ends. Admissions come in bursts, slightly more than a
     // period apart.
-    let heaps = others.windows(2).map(|two| two[0] + two[1]);
+    let bursts = others.windows(2).map(|two| two[0] + two[1]);
     assert!(
-        heaps.min() >= Some(LIMIT_UNITS * 9 / 10),
+        bursts.min() >= Some(LIMIT_UNITS * 9 / 10),
         "keys of other nodes were affected: {others:?}"
     );
     let late = there.iter().filter(|asked| asked.status == 503);
@@ -516,7 +516,7 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     );
     assert!(late.count() <= there.len() / 20);
 
-    let arrivals = judge.arrivals(&paths[0]);
+    let arrivals = recorder.arrivals(&paths[0]);
     let before = arrivals
         .iter()
         .filter(|one| one.arrived < restarted)

@@ -41,7 +41,10 @@ async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {
         TcpStream::connect(proxy.address).await.is_err(),
         "a new connection was accepted"
     );
-    assert!(proxy.is_running(), "the proxy must wait for the request in flight");
+    assert!(
+        proxy.is_running(),
+        "the proxy must wait for the request in flight"
+    );
     feeder.send("after").await;
     drop(feeder);
     busy.read_past(b"after").await;
@@ -189,10 +192,10 @@ async fn an_invalid_configuration_exits_with_1_and_lists_all_errors() {
     )
     .await;
     assert_eq!(ended.status.code(), Some(1));
-    for said in EXPECTED_ERROR_TEXTS {
+    for expected in EXPECTED_ERROR_TEXTS {
         assert!(
-            ended.stderr.contains(said),
-            "{said:?} is not in {}",
+            ended.stderr.contains(expected),
+            "{expected:?} is not in {}",
             ended.stderr
         );
     }
@@ -203,10 +206,10 @@ async fn check_reports_every_error_with_its_position() {
     let (_dir, path) = write_config_file(INVALID_CONFIG);
     let ended = run_command(tidegate_command().arg("check").arg(&path)).await;
     assert_eq!(ended.status.code(), Some(1));
-    for said in EXPECTED_ERROR_TEXTS {
+    for expected in EXPECTED_ERROR_TEXTS {
         assert!(
-            ended.stderr.contains(said),
-            "{said:?} is not in {}",
+            ended.stderr.contains(expected),
+            "{expected:?} is not in {}",
             ended.stderr
         );
     }
@@ -267,10 +270,10 @@ limit = { requests = 5, per = "1m" }
     let (_dir, path) = write_config_file(text);
     let ended = run_command(tidegate_command().arg("check").arg(&path)).await;
     assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
-    for said in ["login", "POST", "/api/login", "5"] {
+    for expected in ["login", "POST", "/api/login", "5"] {
         assert!(
-            ended.stdout.contains(said),
-            "{said:?} is not in {}",
+            ended.stdout.contains(expected),
+            "{expected:?} is not in {}",
             ended.stdout
         );
     }
@@ -297,23 +300,23 @@ async fn secrets_are_read_from_files_and_never_printed() {
         fs::write(&config, format!("{head}key_prefix = \"t\"\n{redis}")).unwrap();
         let ended = run_command(tidegate_command().arg("check").arg(&config)).await;
         assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
-        let said = ended.stdout + &ended.stderr;
-        assert!(!said.contains("hunter2"), "{said}");
+        let output = ended.stdout + &ended.stderr;
+        assert!(!output.contains("hunter2"), "{output}");
     }
 }
 
 #[tokio::test]
 async fn the_environment_overrides_the_file_and_flags_override_both() {
     let upstream = Upstream::echo().await;
-    let nobody = "http://127.0.0.1:1";
+    let closed_url = "http://127.0.0.1:1";
     let text = format!(
-        "[upstream]\nurl = \"{nobody}\"\nresponse_timeout = \"5s\"\n[response]\nheaders = \"none\"\n\
+        "[upstream]\nurl = \"{closed_url}\"\nresponse_timeout = \"5s\"\n[response]\nheaders = \"none\"\n\
         [[policy]]\nname = \"p\"\nlimit = {{ requests = 9, per = \"1h\" }}\n"
     );
     let builder = Proxy::builder().config(&text).upstream(upstream.address);
     let builder = builder
         .env("TIDEGATE_RESPONSE__HEADERS", "standard")
-        .env("TIDEGATE_UPSTREAM__URL", nobody);
+        .env("TIDEGATE_UPSTREAM__URL", closed_url);
     // Variables that Kubernetes injects for a Service of this name are not settings.
     let builder = builder
         .env("TIDEGATE_PORT", "tcp://10.0.0.1:80")
@@ -426,12 +429,12 @@ async fn an_unreachable_upstream_is_logged_once() {
     let proxy = Proxy::builder().start().await;
     assert_eq!(proxy.get_statuses("/", 30).await, [502; 30]);
     let lines = proxy.log_text();
-    let told: Vec<&str> = lines
+    let matching: Vec<&str> = lines
         .lines()
         .filter(|line| line.contains("requests are not forwarded"))
         .collect();
-    assert_eq!(told.len(), 1, "{lines}");
-    assert!(told[0].contains("connect_refused"), "{}", told[0]);
+    assert_eq!(matching.len(), 1, "{lines}");
+    assert!(matching[0].contains("connect_refused"), "{}", matching[0]);
 }
 
 #[tokio::test]

@@ -40,7 +40,10 @@ async fn remaining_counts_down_and_the_429_has_an_exact_retry_after() {
             reply.header("x-ratelimit-remaining"),
             Some(left.to_string().as_str())
         );
-        assert!(reply.header("retry-after").is_none(), "an admitted response has no retry-after");
+        assert!(
+            reply.header("retry-after").is_none(),
+            "an admitted response has no retry-after"
+        );
     }
     let reply = proxy.get("/api/x").await;
     assert_eq!(reply.status, 429);

@@ -151,11 +151,11 @@ async fn alpn_selects_http1_or_http2() {
         .await
         .unwrap();
     h2.write_all(GET_REQUEST.as_bytes()).await.unwrap();
-    let mut said = Vec::new();
-    let ended = tokio::time::timeout(TEST_TIMEOUT, h2.read_to_end(&mut said)).await;
+    let mut received = Vec::new();
+    let ended = tokio::time::timeout(TEST_TIMEOUT, h2.read_to_end(&mut received)).await;
     assert!(
-        ended.is_ok() && !String::from_utf8_lossy(&said).contains("HTTP/1.1"),
-        "{ended:?} {said:?}"
+        ended.is_ok() && !String::from_utf8_lossy(&received).contains("HTTP/1.1"),
+        "{ended:?} {received:?}"
     );
     let client = TlsClient::new(&ca).with_alpn(&["http/1.1"]);
     let mut http1 = client.connect(proxy.address, "a.example").await.unwrap();
@@ -164,7 +164,10 @@ async fn alpn_selects_http1_or_http2() {
         .await
         .unwrap();
     let ended = tokio::time::timeout(TEST_TIMEOUT, http1.read_to_end(&mut Vec::new())).await;
-    assert!(ended.is_ok(), "the connection speaks HTTP/2 despite the negotiated http/1.1");
+    assert!(
+        ended.is_ok(),
+        "the connection speaks HTTP/2 despite the negotiated http/1.1"
+    );
     let strange = TlsClient::new(&ca)
         .with_alpn(&["spdy/3"])
         .connect(proxy.address, "a.example")
@@ -345,7 +348,7 @@ async fn client_certificates_are_verified_and_used_as_keys() {
 async fn assert_handshake_rejected(proxy: &Proxy, client: &TlsClient, kind: &str) {
     let before = failed_handshakes(proxy, kind).await;
     // In TLS 1.3 the client finishes its handshake before the server verifies its certificate.
-    let told = match client.connect(proxy.address, "a.example").await {
+    let outcome = match client.connect(proxy.address, "a.example").await {
         Ok(mut stream) => {
             stream
                 .write_all(GET_REQUEST.as_bytes())
@@ -355,7 +358,7 @@ async fn assert_handshake_rejected(proxy: &Proxy, client: &TlsClient, kind: &str
         }
         Err(error) => error,
     };
-    assert!(told.to_string().contains("alert"), "{told}");
+    assert!(outcome.to_string().contains("alert"), "{outcome}");
     wait_for_failed_handshakes(proxy, kind, before + 1).await;
 }
 
@@ -665,7 +668,7 @@ async fn certificate_errors_are_reported_by_check() {
         (ended.status.code(), ended.stderr)
     };
     let ca_file = format!("client_ca = {:?}\n", ca.path_string("ca.pem"));
-    for (cert, key, more, code, said) in [
+    for (cert, key, more, code, expected) in [
         ("a.pem", "a.key", "", 0, ""),
         (
             "a.pem",
@@ -740,10 +743,10 @@ async fn certificate_errors_are_reported_by_check() {
         ),
     ] {
         let (ended, stderr) = check(cert, key, more).await;
-        assert_eq!(ended, Some(code), "{said}: {stderr}");
+        assert_eq!(ended, Some(code), "{expected}: {stderr}");
         assert!(
-            stderr.contains(said) && (code == 1 || !said.is_empty() || stderr.is_empty()),
-            "{said}: {stderr}"
+            stderr.contains(expected) && (code == 1 || !expected.is_empty() || stderr.is_empty()),
+            "{expected}: {stderr}"
         );
     }
     assert!(
@@ -810,12 +813,12 @@ async fn data_sent_after_a_rejection_is_neither_a_request_nor_a_tls_error() {
         .write_all(&pseudo_random_bytes(700_000))
         .await
         .unwrap();
-    let mut said = Vec::new();
-    client.read_to_end(&mut said).await.unwrap();
+    let mut received = Vec::new();
+    client.read_to_end(&mut received).await.unwrap();
     assert!(
-        said.starts_with(b"HTTP/1.1 413"),
+        received.starts_with(b"HTTP/1.1 413"),
         "{}",
-        String::from_utf8_lossy(&said)
+        String::from_utf8_lossy(&received)
     );
     tokio::time::sleep(Duration::from_millis(400)).await;
     client.write_all(GET_REQUEST.as_bytes()).await.unwrap();

@@ -243,7 +243,10 @@ async fn check_limit_through_outage(fault: RedisFault, policy: &str) {
         max_admitted_in_a_period(&since),
         max_admitted_in_a_period(&admitted),
     );
-    assert!(refused > 100, "only {refused} refusals: the load was too low");
+    assert!(
+        refused > 100,
+        "only {refused} refusals: the load was too low"
+    );
     assert!(
         max_admitted_in_a_period(&since) <= LIMIT_UNITS,
         "in one period since the fault: {}",
@@ -494,7 +497,7 @@ async fn membership_counts_live_instances_only() {
 #[tokio::test]
 async fn an_instance_with_pending_write_back_or_a_late_heartbeat_is_not_settled() {
     let server = RedisServer::start();
-    let tell = async |id: &str, does: &str, until: &str, kept_us: u64| {
+    let send_membership = async |id: &str, does: &str, until: &str, kept_us: u64| {
         let mut command = redis::cmd("EVAL");
         command
             .arg(include_str!("../../src/store/redis/membership.lua"))
@@ -508,10 +511,15 @@ async fn an_instance_with_pending_write_back_or_a_late_heartbeat_is_not_settled(
             .unwrap();
         (live, lower, heard)
     };
-    let beat = async |id: &str, does: &str, until: &str| tell(id, does, until, 5_000_000).await;
+    let beat =
+        async |id: &str, does: &str, until: &str| send_membership(id, does, until, 5_000_000).await;
     assert_eq!(beat("b", "heartbeat", "").await, (1, 0, 1));
     assert_eq!(beat("c", "pending", "").await, (2, 1, 1));
-    assert_eq!(beat("a", "heartbeat", "1").await, (3, 0, 1), "a late heartbeat does not settle an instance");
+    assert_eq!(
+        beat("a", "heartbeat", "1").await,
+        (3, 0, 1),
+        "a late heartbeat does not settle an instance"
+    );
     assert_eq!(beat("a", "heartbeat", "9000000000000000").await, (3, 0, 2));
     assert_eq!(beat("d", "read", "").await, (3, 3, 2));
     assert_eq!(beat("c", "heartbeat", "").await, (3, 2, 3));
@@ -519,7 +527,7 @@ async fn an_instance_with_pending_write_back_or_a_late_heartbeat_is_not_settled(
     sleep(Duration::from_millis(20)).await;
     let silent = "expired instances have no rank, pending or not";
     assert_eq!(
-        tell("d", "heartbeat", "", 10_000).await,
+        send_membership("d", "heartbeat", "", 10_000).await,
         (1, 0, 1),
         "{silent}"
     );
@@ -595,7 +603,11 @@ async fn without_redis_at_startup_the_configured_instances_share_the_limit() {
     );
     assert_eq!(refused.list_parameter("ratelimit", "local", "r"), Some(0));
     assert_eq!(proxy.get_statuses("/open", 3).await, [200; 3]);
-    assert_eq!(proxy.get("/closed").await.status, 503, "a single fail-closed policy refuses");
+    assert_eq!(
+        proxy.get("/closed").await.status,
+        503,
+        "a single fail-closed policy refuses"
+    );
     let outcome = async |policy: &str, outcome: &str| {
         proxy
             .read_metric(&format!(
@@ -637,7 +649,11 @@ async fn usage_is_kept_when_an_outage_begins_and_when_it_ends() {
     let by_redis = "tidegate_decision_seconds_count{source=\"redis\"}";
     let deadline = Instant::now() + MEMBERSHIP_TIMEOUT;
     while proxy.read_metric(by_redis).await < 25.0 {
-        assert_eq!(proxy.get("/local").await.status, 429, "the outage granted a second quota");
+        assert_eq!(
+            proxy.get("/local").await.status,
+            429,
+            "the outage granted a second quota"
+        );
         assert!(
             Instant::now() < deadline,
             "Redis did not decide again: {}",

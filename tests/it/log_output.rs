@@ -177,7 +177,8 @@ fn the_operations_page_lists_exactly_the_logged_messages() {
         })
         // The part of the message that is the same in every line.
         .map(|documented| {
-            documented.split(['…', ':'])
+            documented
+                .split(['…', ':'])
                 .next()
                 .unwrap()
                 .trim_end_matches(['"', ' '])
@@ -186,11 +187,16 @@ fn the_operations_page_lists_exactly_the_logged_messages() {
         .collect();
     let messages = find_log_messages();
     let alike = |documented: &str, message: &str| {
-        message.starts_with(documented) || documented.starts_with(message.trim_end_matches([':', ' ']))
+        message.starts_with(documented)
+            || documented.starts_with(message.trim_end_matches([':', ' ']))
     };
     let undocumented: Vec<_> = messages
         .iter()
-        .filter(|message| !documented.iter().any(|documented| alike(documented, message)))
+        .filter(|message| {
+            !documented
+                .iter()
+                .any(|documented| alike(documented, message))
+        })
         .collect();
     let unlogged: Vec<_> = documented
         .iter()

@@ -97,10 +97,10 @@ async fn an_upload_is_retried_on_another_connection_after_goaway() {
 
 #[tokio::test]
 async fn a_reset_response_never_looks_complete() {
-    let gate = Arc::new(Semaphore::new(0));
-    let waiting = Arc::clone(&gate);
+    let release = Arc::new(Semaphore::new(0));
+    let waiting = Arc::clone(&release);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let gate = Arc::clone(&waiting);
+        let release = Arc::clone(&waiting);
         async move {
             let reason = match exchange.request.uri().path() {
                 "/none" => Reason::NO_ERROR,
@@ -115,7 +115,7 @@ async fn a_reset_response_never_looks_complete() {
                 .send_response(Response::new(()), false)
                 .unwrap();
             stream.send_data("some".into(), false).unwrap();
-            gate.acquire().await.unwrap().forget();
+            release.acquire().await.unwrap().forget();
             stream.send_reset(reason);
         }
     })
@@ -132,7 +132,7 @@ async fn a_reset_response_never_looks_complete() {
             .send(format!("POST {target} HTTP/1.1\r\nHost: a\r\n{framing}"))
             .await;
         client.read_past(b"\r\nsome\r\n").await;
-        gate.add_permits(1);
+        release.add_permits(1);
         assert_eq!(
             client.read_to_close().await,
             b"",
@@ -147,7 +147,7 @@ async fn a_reset_response_never_looks_complete() {
                 .send_request(request),
         )
         .await;
-        gate.add_permits(1);
+        release.add_permits(1);
         let body = timeout(TEST_TIMEOUT, answer.into_body().collect())
             .await
             .unwrap();
@@ -162,9 +162,9 @@ async fn a_reset_response_never_looks_complete() {
 
 #[tokio::test]
 async fn a_response_may_arrive_before_the_end_of_an_upload() {
-    let (told, mut given_up) = mpsc::channel(8);
+    let (events, mut given_up) = mpsc::channel(8);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let told = told.clone();
+        let events = events.clone();
         async move {
             if exchange.request.uri().path() == "/" {
                 return exchange.respond_with(200, "ok");
@@ -181,7 +181,7 @@ async fn a_response_may_arrive_before_the_end_of_an_upload() {
                     other => break other.is_some(),
                 }
             };
-            told.send(cut).await.unwrap();
+            events.send(cut).await.unwrap();
         }
     })
     .await;
@@ -211,12 +211,13 @@ async fn a_response_may_arrive_before_the_end_of_an_upload() {
 
 #[tokio::test]
 async fn a_truncated_upload_never_looks_complete() {
-    let (told, mut ends) = mpsc::channel(8);
+    let (events, mut ends) = mpsc::channel(8);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let told = told.clone();
+        let events = events.clone();
         async move {
             let end = exchange.read_body().await;
-            told.send(end.map_err(|error| error.reason()))
+            events
+                .send(end.map_err(|error| error.reason()))
                 .await
                 .unwrap();
             exchange.respond_with(200, "ok");
@@ -352,16 +353,17 @@ async fn responses_without_a_body_have_none() {
 
 #[tokio::test]
 async fn a_stalled_response_body_is_reset_after_the_idle_timeout() {
-    let (told, mut given_up) = mpsc::channel(8);
+    let (events, mut given_up) = mpsc::channel(8);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let told = told.clone();
+        let events = events.clone();
         async move {
             let mut stream = exchange
                 .respond
                 .send_response(Response::new(()), false)
                 .unwrap();
             stream.send_data("some".into(), false).unwrap();
-            told.send(std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok())
+            events
+                .send(std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok())
                 .await
                 .unwrap();
         }

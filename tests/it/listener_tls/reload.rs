@@ -53,14 +53,14 @@ async fn a_certificate_is_reloaded_when_it_matches_its_key() {
             line.message_starts_with("new configuration rejected")
         })
         .await;
-    let said = proxy
+    let line = proxy
         .wait_for_log("the reason", mark, TEST_TIMEOUT, |line| {
             line.message_starts_with("") && format!("{line:?}").contains("listen.tls.key")
         })
         .await;
     assert!(
-        format!("{said:?}").contains("the key is not that of the certificate"),
-        "{said:?}"
+        format!("{line:?}").contains("the key is not that of the certificate"),
+        "{line:?}"
     );
     assert!(
         is_served_certificate_of(&proxy, &ca).await
@@ -235,7 +235,10 @@ async fn no_session_is_resumed_with_an_expired_certificate() {
     let client = TlsClient::with_certificate(&ca, &ca, "ann");
     let (mut is_resumed, deadline) = (false, std::time::Instant::now() + TEST_TIMEOUT);
     loop {
-        assert!(std::time::Instant::now() < deadline, "the expired certificate is still accepted");
+        assert!(
+            std::time::Instant::now() < deadline,
+            "the expired certificate is still accepted"
+        );
         let mut stream = client.connect(proxy.address, "a.example").await.unwrap();
         stream
             .write_all(GET_REQUEST.as_bytes())

@@ -75,12 +75,12 @@ impl AdminProxy {
     pub async fn wait_for_policy(&self, name: &str, holds: impl Fn(&Value) -> bool) -> Value {
         let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
-            let told =
+            let policy =
                 self.get_json(&format!("/policies?policy={name}")).await["policies"][0].clone();
-            if holds(&told) {
-                return told;
+            if holds(&policy) {
+                return policy;
             }
-            assert!(Instant::now() < deadline, "{told:#}");
+            assert!(Instant::now() < deadline, "{policy:#}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }

@@ -93,19 +93,29 @@ impl RawClient {
     /// Returns the next response, informational or final.
     pub async fn read_any_response(&mut self, to_head: bool) -> RawResponse {
         let got = timeout(TEST_TIMEOUT, self.try_read_response(to_head)).await;
-        got.unwrap_or_else(|_| panic!("no complete response in time, received {:?}", self.unread_text()))
-            .unwrap_or_else(|| {
-                panic!(
-                    "closed before the end of the response head, after {:?}",
-                    self.unread_text()
-                )
-            })
+        got.unwrap_or_else(|_| {
+            panic!(
+                "no complete response in time, received {:?}",
+                self.unread_text()
+            )
+        })
+        .unwrap_or_else(|| {
+            panic!(
+                "closed before the end of the response head, after {:?}",
+                self.unread_text()
+            )
+        })
     }
 
     /// Returns a response, or `None` if the connection closes without one.
     pub async fn read_response_or_close(&mut self) -> Option<RawResponse> {
         let got = timeout(TEST_TIMEOUT, self.try_read_response(false)).await;
-        got.unwrap_or_else(|_| panic!("neither a response nor a close, received {:?}", self.unread_text()))
+        got.unwrap_or_else(|_| {
+            panic!(
+                "neither a response nor a close, received {:?}",
+                self.unread_text()
+            )
+        })
     }
 
     /// Reads HTTP/2 frames until one ends stream 1 (HEADERS, RST_STREAM, GOAWAY) or the peer

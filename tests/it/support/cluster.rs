@@ -206,7 +206,10 @@ impl RedisCluster {
             .await
             .contains("master_link_status:up")
         {
-            assert!(Instant::now() < deadline, "the replica did not synchronize in time");
+            assert!(
+                Instant::now() < deadline,
+                "the replica did not synchronize in time"
+            );
             sleep(Duration::from_millis(20)).await;
         }
         // A failover needs the votes of the other nodes.

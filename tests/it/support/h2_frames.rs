@@ -143,7 +143,7 @@ impl RawFrame {
 
     /// `:status` of a response, if it is an indexed field of HPACK's static table.
     pub fn status(&self) -> Option<u16> {
-        // The static table of RFC 7541, Appendix A. Leading bytes 0x20 to 0x3f are table size updates.
+        // The static table of RFC 7541, Appendix A. Bytes 0x20 to 0x3f are table size updates.
         const INDEXED: [u16; 7] = [200, 204, 206, 304, 400, 404, 500];
         let first = *self.payload.iter().find(|byte| **byte & 0xe0 != 0x20)?;
         match first {
@@ -208,9 +208,7 @@ impl FrameClient {
                 }
             }
         });
-        found
-            .await
-            .unwrap_or_else(|_| panic!("no {what} in time"))
+        found.await.unwrap_or_else(|_| panic!("no {what} in time"))
     }
 
     /// Returns whether the peer closes within this time, and the code of its last GOAWAY.

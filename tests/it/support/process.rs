@@ -122,7 +122,11 @@ impl ChildProcess {
         let value = status
             .lines()
             .find_map(|line| line.strip_prefix(what)?.strip_suffix(" kB"));
-        value.expect("/proc/PID/status has the field").trim().parse().unwrap()
+        value
+            .expect("/proc/PID/status has the field")
+            .trim()
+            .parse()
+            .unwrap()
     }
 
     /// Closes the reading ends of the process's output pipes.

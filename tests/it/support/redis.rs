@@ -102,10 +102,7 @@ impl RedisServer {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
         while client.get_multiplexed_async_connection().await.is_err() {
-            assert!(
-                Instant::now() < deadline,
-                "redis-server did not restart"
-            );
+            assert!(Instant::now() < deadline, "redis-server did not restart");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }

@@ -172,7 +172,10 @@ impl SentinelDeployment {
             if acknowledged == wanted {
                 break;
             }
-            assert!(Instant::now() < deadline, "the replicas did not synchronize in time");
+            assert!(
+                Instant::now() < deadline,
+                "the replicas did not synchronize in time"
+            );
         }
     }
 }
