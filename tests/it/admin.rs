@@ -1,4 +1,4 @@
-//! The admin port: what it counts, what it says of health, and whom it answers.
+//! The admin listener: metrics, health, and access control.
 
 use crate::support::client::{ClientRequest, RawClient, RawResponse};
 use crate::support::process::{ChildProcess, run_command, tidegate_command};
@@ -15,7 +15,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 use tempfile::TempDir;
 
-/// A page of metrics, read strictly: whatever Prometheus would not take fails the test.
+/// A metrics page, parsed strictly: anything that Prometheus would reject fails the test.
 #[derive(Debug)]
 struct MetricsPage(BTreeMap<String, f64>);
 
@@ -31,9 +31,10 @@ impl MetricsPage {
         Self::parse(&reply.text())
     }
 
-    /// Prometheus' text format: each metric has help and type before all of its samples, none stands twice.
+    /// Parses Prometheus' text format. Each metric has its help and type before its samples, and no
+    /// series occurs twice.
     fn parse(text: &str) -> Self {
-        assert!(text.ends_with('\n'), "the last line ends");
+        assert!(text.ends_with('\n'), "the last line has a line feed");
         let (mut samples, mut families) = (BTreeMap::new(), BTreeMap::new());
         let (mut helped, mut current) = (String::new(), String::new());
         for line in text.lines() {
@@ -41,7 +42,7 @@ impl MetricsPage {
                 rest.split_once(' ').unwrap().0.clone_into(&mut helped);
             } else if let Some(rest) = line.strip_prefix("# TYPE ") {
                 let (name, kind) = rest.split_once(' ').unwrap();
-                assert_eq!(name, helped, "help comes first");
+                assert_eq!(name, helped, "HELP precedes TYPE");
                 assert!(["counter", "gauge", "histogram"].contains(&kind), "{line}");
                 assert!(kind != "counter" || name.ends_with("_total"), "{line}");
                 assert!(
@@ -80,7 +81,7 @@ impl MetricsPage {
             .unwrap_or_else(|| panic!("no {series} in {:#?}", self.0))
     }
 
-    /// What a policy did: its counts that are not 0.
+    /// The nonzero counts of a policy.
     fn policy_counts(&self, name: &str) -> Vec<(&str, f64)> {
         let prefix = format!("tidegate_requests_total{{policy=\"{name}\",decision=\"");
         let counts = self.0.iter().filter_map(|(series, count)| {
@@ -94,7 +95,7 @@ impl MetricsPage {
     }
 }
 
-/// `{a="b",c="d"}`, letters that end a value escaped.
+/// Checks `{a="b",c="d"}`, with escaped quotes in values.
 fn assert_labels(series: &str) {
     let Some((_, labels)) = series.split_once('{') else {
         return;
@@ -153,7 +154,10 @@ async fn queued_requests_count_as_delayed() {
     let proxy = Proxy::start(&policies, upstream.address).await;
     let start = Instant::now();
     let _ = tokio::join!(proxy.get("/"), proxy.get("/"), proxy.get("/"));
-    assert!(start.elapsed() < TEST_TIMEOUT, "the shadow holds nobody");
+    assert!(
+        start.elapsed() < TEST_TIMEOUT,
+        "a shadow policy delays no request"
+    );
     let metrics = MetricsPage::fetch(&proxy).await;
     assert_eq!(
         metrics.policy_counts("line"),
@@ -161,7 +165,7 @@ async fn queued_requests_count_as_delayed() {
     );
     assert_eq!(metrics.policy_counts("other"), [("allowed", 3.0)]);
     let _ = proxy
-        .wait_for_log("the access log to say so", 0, TEST_TIMEOUT, |line| {
+        .wait_for_log("the access log line", 0, TEST_TIMEOUT, |line| {
             line.field("decision") == "delayed"
         })
         .await;
@@ -189,7 +193,8 @@ async fn metrics_match_the_requests_served() {
         metrics.policy_counts("live"),
         [("allowed", 3.0), ("rejected", 2.0)]
     );
-    // A shadow policy is charged by what is admitted, so its two are gone after the second.
+    // A shadow policy is charged only for admitted requests, so its two units are used after the
+    // second.
     assert_eq!(
         metrics.policy_counts("candidate"),
         [("allowed", 2.0), ("shadow_rejected", 3.0)]
@@ -234,9 +239,9 @@ async fn upstream_errors_and_connections_are_counted() {
         1.0
     );
 
-    let nobody = Proxy::builder().start().await;
-    assert_eq!(nobody.get_statuses("/", 2).await, [502, 502]);
-    let metrics = MetricsPage::fetch(&nobody).await;
+    let unreachable = Proxy::builder().start().await;
+    assert_eq!(unreachable.get_statuses("/", 2).await, [502, 502]);
+    let metrics = MetricsPage::fetch(&unreachable).await;
     assert_eq!(
         metrics.value("tidegate_upstream_errors_total{kind=\"connect_refused\"}"),
         2.0
@@ -268,7 +273,8 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&redis_config(redis.port()), upstream.address).await;
     assert_eq!(proxy.get_statuses("/shut", 1).await, [200]);
-    // The first refusal is Redis', the next is known, if the same worker is asked.
+    // Redis decides the first refusal. The next may come from the deny cache, if the same worker
+    // serves it.
     assert_eq!(proxy.get_statuses("/shut", 3).await, [429; 3]);
     let metrics = MetricsPage::fetch(&proxy).await;
     let by_source = |source: &str| {
@@ -288,11 +294,11 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
         ),
         (1.0, 0.0)
     );
-    let (status, said) = get_readiness(&proxy).await;
+    let (status, readiness) = get_readiness(&proxy).await;
     assert_eq!(
-        (status, &said["store"]),
+        (status, &readiness["store"]),
         (200, &Value::from("up")),
-        "{said}"
+        "{readiness}"
     );
 
     redis.kill();
@@ -331,7 +337,7 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
     ] {
         assert_eq!(metrics.value(series), count, "{series}");
     }
-    // Which it is depends on who noticed first: a broken connection, or nobody there to connect to.
+    // The error depends on timing: a broken connection, or a refused new connection.
     let errors = ["connection", "refused"]
         .map(|kind| format!("tidegate_store_errors_total{{kind=\"{kind}\"}}"));
     assert!(
@@ -341,11 +347,8 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
             .sum::<f64>()
             > 0.0
     );
-    let (status, said) = get_readiness(&proxy).await;
-    assert_eq!(
-        status, 200,
-        "degraded is no reason to be taken out of service: {said}"
-    );
+    let (status, readiness) = get_readiness(&proxy).await;
+    assert_eq!(status, 200, "a degraded instance stays ready: {readiness}");
 
     redis.restart();
     wait_for_store_status(&proxy, "up").await;
@@ -356,7 +359,7 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
     assert_eq!(
         decided(&MetricsPage::fetch(&proxy).await) - before,
         1.0,
-        "Redis decides again"
+        "Redis did not decide again"
     );
 }
 
@@ -386,7 +389,7 @@ async fn fail_closed_policies_count_degraded_rejections() {
         2.0
     );
     assert_eq!(metrics.policy_counts("shut"), [("degraded", 2.0)]);
-    // They were refused, and people are told so.
+    // These requests are refused, and the response says so.
     assert_eq!(proxy.get_statuses("/", 3).await, [200; 3]);
     let total = |column: &Value| {
         column
@@ -448,13 +451,20 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_ex
     let mark = proxy.log_mark();
     proxy.send_sigterm();
     proxy
-        .wait_for_log("SIGTERM to arrive", mark, TEST_TIMEOUT, |line| {
+        .wait_for_log("the drain to begin", mark, TEST_TIMEOUT, |line| {
             line.contains("SIGTERM")
         })
         .await;
-    let (status, said) = get_readiness(&proxy).await;
-    assert_eq!((status, &said["status"]), (503, &Value::from("stopping")));
-    assert_eq!(proxy.get("/").await.status, 200, "it still serves");
+    let (status, readiness) = get_readiness(&proxy).await;
+    assert_eq!(
+        (status, &readiness["status"]),
+        (503, &Value::from("stopping"))
+    );
+    assert_eq!(
+        proxy.get("/").await.status,
+        200,
+        "the proxy still serves during the delay"
+    );
     assert_eq!(admin_get(&proxy, "/livez").await.status, 200);
     let address = proxy.address;
     eventually("the listener to close", TEST_TIMEOUT, || {
@@ -464,7 +474,7 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_ex
     assert_eq!(
         admin_get(&proxy, "/livez").await.status,
         200,
-        "the admin port stays"
+        "the admin listener stays open"
     );
     drop(feeder);
     assert_eq!(
@@ -562,19 +572,19 @@ async fn config_generation_and_reload_results_are_reported() {
         1.0
     );
     assert_eq!(metrics.value("tidegate_config_generation"), 2.0);
-    let (status, said) = get_readiness(&proxy).await;
+    let (status, readiness) = get_readiness(&proxy).await;
     assert_eq!(status, 200);
     assert!(
-        said["reload_errors"][0]
+        readiness["reload_errors"][0]
             .as_str()
             .unwrap()
             .contains("nonsense"),
-        "{said}"
+        "{readiness}"
     );
     let mark = proxy.log_mark();
     proxy.write_config(&policies(30).replace("\"p\"", "\"q\""));
     proxy
-        .wait_for_log("the third", mark, TEST_TIMEOUT, |line| {
+        .wait_for_log("the third reload", mark, TEST_TIMEOUT, |line| {
             line.message_starts_with("configuration reloaded")
         })
         .await;
@@ -659,21 +669,24 @@ async fn an_untrusted_ingress_is_reported_as_a_hint() {
             .value("tidegate_untrusted_forwarding_total"),
         1.0
     );
-    let (status, said) = get_readiness(&proxy).await;
+    let (status, readiness) = get_readiness(&proxy).await;
     assert_eq!(status, 200);
-    let hint = said["hints"][0].as_str().unwrap();
+    let hint = readiness["hints"][0].as_str().unwrap();
     assert!(
         hint.contains("client.trusted_proxies") && hint.contains("[client] trusted_proxies = ["),
-        "{said}"
+        "{readiness}"
     );
-    // Who may look is told who it is, and so is the log. (The dashboard: tests/browser.)
+    // An authorized caller sees the hint, and so does the log. (The dashboard is tested in
+    // tests/browser.)
     let overview = admin_get(&proxy, "/overview").await.json();
     assert_eq!(
         overview["untrusted_peers"],
         serde_json::json!(["127.0.0.1"])
     );
-    let told = |line: &crate::support::proxy::LogLine| line.contains("client.trusted_proxies");
-    let line = proxy.wait_for_log("a hint", 0, TEST_TIMEOUT, told).await;
+    let has_hint = |line: &crate::support::proxy::LogLine| line.contains("client.trusted_proxies");
+    let line = proxy
+        .wait_for_log("a hint", 0, TEST_TIMEOUT, has_hint)
+        .await;
     assert_eq!(
         [line.field("peer"), line.field("write")],
         ["127.0.0.1", "[\"127.0.0.1/32\"]"]
@@ -709,7 +722,7 @@ async fn the_dashboard_page_needs_no_token_and_contains_no_data() {
     assert_eq!(
         admin_get(&proxy, "/overview").await.status,
         401,
-        "the data is not given to all"
+        "the data requires the token"
     );
     let ask = |address, method, host| {
         ClientRequest::new(address, method, "/")
@@ -762,7 +775,7 @@ async fn only_known_hosts_and_known_routes_are_answered() {
     assert_eq!(
         proxy.get("/livez").await.status,
         502,
-        "never on the clients' port"
+        "the client listener serves no metrics"
     );
 }
 
@@ -849,14 +862,14 @@ async fn an_admin_address_in_use_is_a_clear_error() {
     let ended =
         run_command(command.env("TIDEGATE_ADMIN__ADDRESS", taken.address.to_string())).await;
     assert_eq!(ended.status.code(), Some(1));
-    for said in [
+    for expected in [
         "admin.address",
         "TIDEGATE_ADMIN__ADDRESS",
         &taken.address.to_string(),
     ] {
         assert!(
-            ended.stderr.contains(said),
-            "{said} is not in {}",
+            ended.stderr.contains(expected),
+            "{expected} is not in {}",
             ended.stderr
         );
     }
@@ -875,7 +888,7 @@ async fn silent_and_oversized_admin_clients_are_disconnected() {
     let refused = large.read_response_or_close().await;
     assert!(
         refused.is_none_or(|reply| reply.status == 431),
-        "a head that is too large"
+        "the oversized head was accepted"
     );
     let mut silent = RawClient::connect(proxy.admin_address()).await;
     silent.send("GET /livez HTTP/1.1\r\n").await;
@@ -908,14 +921,14 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
         "{}",
         ended.stderr
     );
-    // Another server, and nobody.
+    // Another server, and no server at all.
     assert_eq!(
         health(proxy.address).await.status.code(),
         Some(0),
         "the upstream answers 200 to everything"
     );
-    let nobody = "127.0.0.1:1".parse().unwrap();
-    let ended = health(nobody).await;
+    let unreachable = "127.0.0.1:1".parse().unwrap();
+    let ended = health(unreachable).await;
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("127.0.0.1:1"), "{}", ended.stderr);
 
@@ -923,13 +936,13 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
         let mut command = tidegate_command();
         command.args(["health", "--json", "--config"]).arg(&config);
         let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await;
-        let told: Value = serde_json::from_str(&ended.stdout).unwrap();
-        assert_eq!(told["address"], address.to_string());
+        let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+        assert_eq!(report["address"], address.to_string());
         (
             ended.status.code(),
-            told["healthy"].clone(),
-            told["status"].clone(),
-            told["error"].is_string(),
+            report["healthy"].clone(),
+            report["status"].clone(),
+            report["error"].is_string(),
         )
     };
     assert_eq!(
@@ -937,7 +950,7 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
         (Some(0), true.into(), 200.into(), false)
     );
     assert_eq!(
-        in_json(nobody).await,
+        in_json(unreachable).await,
         (Some(1), false.into(), Value::Null, true)
     );
 }

@@ -1,5 +1,5 @@
-//! Asking a running instance, over its admin port: what policies did, who is limited most, where a key stands; and the
-//! little that can be changed there.
+//! The admin API: policy counts, the most limited keys, the state of a key, and the few changes it
+//! allows.
 
 use crate::support::admin_proxy::AdminProxy;
 use crate::support::client::{ClientRequest, RawClient, RawResponse};
@@ -72,13 +72,19 @@ fn assert_problem(reply: &RawResponse, status: u16) -> String {
 
 #[tokio::test]
 async fn policies_report_their_settings_and_counts() {
-    let desk = AdminProxy::start(POLICIES).await;
-    assert_eq!(desk.proxy.get_statuses("/all", 3).await, [200, 200, 429]);
-    assert_eq!(desk.proxy.get_statuses("/free", 1).await, [200]);
-    assert_eq!(desk.proxy.get_statuses("/shut/x", 2).await, [403, 403]);
-    let all = desk
-        .wait_for_policy("all", |told| {
-            sum_series(&told["last_hour"]["rejected"]) == 1
+    let admin_proxy = AdminProxy::start(POLICIES).await;
+    assert_eq!(
+        admin_proxy.proxy.get_statuses("/all", 3).await,
+        [200, 200, 429]
+    );
+    assert_eq!(admin_proxy.proxy.get_statuses("/free", 1).await, [200]);
+    assert_eq!(
+        admin_proxy.proxy.get_statuses("/shut/x", 2).await,
+        [403, 403]
+    );
+    let all = admin_proxy
+        .wait_for_policy("all", |report| {
+            sum_series(&report["last_hour"]["rejected"]) == 1
         })
         .await;
     assert_eq!(
@@ -96,7 +102,7 @@ async fn policies_report_their_settings_and_counts() {
     assert_eq!(
         all["last_hour"]["blocked"],
         Value::Null,
-        "what never happened has no series"
+        "a count of zero has no series"
     );
     assert_eq!(
         (&all["mode"], &all["action"], &all["key"]),
@@ -106,15 +112,15 @@ async fn policies_report_their_settings_and_counts() {
         all["limits"],
         json!([{ "name": "all", "algorithm": "sliding_log", "requests": 2, "per": "1h", "per_s": 3600.0 }])
     );
-    let api = desk.wait_for_policy("api", |_| true).await;
+    let api = admin_proxy.wait_for_policy("api", |_| true).await;
     assert_eq!(api["key"], json!(["header x-user", "path segment"]));
     assert_eq!(
         (&api["block_s"], &api["limits"][1]["burst"]),
         (&json!(3600.0), &json!(50))
     );
 
-    let told = desk.get_json("/policies").await;
-    let names: Vec<&str> = told["policies"]
+    let report = admin_proxy.get_json("/policies").await;
+    let names: Vec<&str> = report["policies"]
         .as_array()
         .unwrap()
         .iter()
@@ -122,12 +128,12 @@ async fn policies_report_their_settings_and_counts() {
         .collect();
     assert_eq!(names, ["free", "shut", "api", "all", "candidate", "asleep"]);
     assert_eq!(
-        (&told["total"], &told["policies"][5]["mode"]),
+        (&report["total"], &report["policies"][5]["mode"]),
         (&json!(6), &json!("off"))
     );
     let (minutes, hours) = (
-        told["minutes"].as_array().unwrap(),
-        told["hours"].as_array().unwrap(),
+        report["minutes"].as_array().unwrap(),
+        report["hours"].as_array().unwrap(),
     );
     assert_eq!((minutes.len(), hours.len()), (60, 24));
     let newest = minutes[59].as_u64().unwrap();
@@ -135,14 +141,14 @@ async fn policies_report_their_settings_and_counts() {
         newest.is_multiple_of(60) && newest.abs_diff(unix_s()) < 120,
         "{newest}"
     );
-    // The same words as `check` has.
+    // The same words as in the output of `check`.
     let checked = run_command(
         tidegate_command()
             .arg("check")
-            .arg(desk.proxy.config_path()),
+            .arg(admin_proxy.proxy.config_path()),
     )
     .await;
-    let words: Vec<&str> = told["policies"]
+    let words: Vec<&str> = report["policies"]
         .as_array()
         .unwrap()
         .iter()
@@ -152,7 +158,7 @@ async fn policies_report_their_settings_and_counts() {
         assert!(words.contains(&line), "{line:?} is not in {words:#?}");
     }
 
-    let page = desk
+    let page = admin_proxy
         .get_json("/policies?limit=2&offset=1&history=false")
         .await;
     assert_eq!(
@@ -171,30 +177,40 @@ async fn a_reload_shows_the_new_policies_and_keeps_the_history_of_the_old() {
     let text = |requests: u32, name: &str| {
         format!("[[policy]]\nname = {name:?}\nlimit = {{ requests = {requests}, per = '1h' }}\n")
     };
-    let desk = AdminProxy::start_without_token(&text(9, "p")).await;
-    assert_eq!(desk.proxy.get_statuses("/", 2).await, [200; 2]);
-    desk.wait_for_policy("p", |told| sum_series(&told["last_hour"]["allowed"]) == 2)
+    let admin_proxy = AdminProxy::start_without_token(&text(9, "p")).await;
+    assert_eq!(admin_proxy.proxy.get_statuses("/", 2).await, [200; 2]);
+    admin_proxy
+        .wait_for_policy("p", |report| {
+            sum_series(&report["last_hour"]["allowed"]) == 2
+        })
         .await;
-    let mark = desk.proxy.log_mark();
-    desk.proxy
+    let mark = admin_proxy.proxy.log_mark();
+    admin_proxy
+        .proxy
         .write_config(&format!("{}{}", text(30, "p"), text(40, "q")));
-    desk.proxy
+    admin_proxy
+        .proxy
         .wait_for_log("the reload", mark, TEST_TIMEOUT, |line| {
             line.message_starts_with("configuration reloaded")
         })
         .await;
-    assert_eq!(desk.proxy.get_statuses("/", 1).await, [200]);
-    let p = desk
-        .wait_for_policy("p", |told| sum_series(&told["last_hour"]["allowed"]) == 3)
+    assert_eq!(admin_proxy.proxy.get_statuses("/", 1).await, [200]);
+    let p = admin_proxy
+        .wait_for_policy("p", |report| {
+            sum_series(&report["last_hour"]["allowed"]) == 3
+        })
         .await;
     assert_eq!(p["limits"][0]["requests"], 30);
     assert!(
         p["words"].as_str().unwrap().contains("at most 30 requests"),
         "{p}"
     );
-    desk.wait_for_policy("q", |told| sum_series(&told["last_hour"]["allowed"]) == 1)
+    admin_proxy
+        .wait_for_policy("q", |report| {
+            sum_series(&report["last_hour"]["allowed"]) == 1
+        })
         .await;
-    let overview = desk.get_json("/overview").await;
+    let overview = admin_proxy.get_json("/overview").await;
     assert_eq!(
         (&overview["generation"], &overview["policies"]),
         (&json!(2), &json!(2))
@@ -207,14 +223,15 @@ async fn a_reload_shows_the_new_policies_and_keeps_the_history_of_the_old() {
             < 30,
         "{overview}"
     );
-    let mark = desk.proxy.log_mark();
-    desk.proxy.write_config("nonsense = 1");
-    desk.proxy
-        .wait_for_log("the refusal", mark, TEST_TIMEOUT, |line| {
+    let mark = admin_proxy.proxy.log_mark();
+    admin_proxy.proxy.write_config("nonsense = 1");
+    admin_proxy
+        .proxy
+        .wait_for_log("the rejected reload", mark, TEST_TIMEOUT, |line| {
             line.message_starts_with("new configuration rejected")
         })
         .await;
-    let overview = desk.get_json("/overview").await;
+    let overview = admin_proxy.get_json("/overview").await;
     assert!(
         overview["last_reload"]["errors"][0]
             .as_str()
@@ -227,10 +244,14 @@ async fn a_reload_shows_the_new_policies_and_keeps_the_history_of_the_old() {
 
 #[tokio::test]
 async fn the_overview_has_the_fields_of_the_dashboard() {
-    let desk = AdminProxy::start(POLICIES).await;
-    assert_eq!(desk.proxy.get_statuses("/all", 3).await, [200, 200, 429]);
+    let admin_proxy = AdminProxy::start(POLICIES).await;
     assert_eq!(
-        desk.proxy
+        admin_proxy.proxy.get_statuses("/all", 3).await,
+        [200, 200, 429]
+    );
+    assert_eq!(
+        admin_proxy
+            .proxy
             .request("GET", "/")
             .header("Host", "a b")
             .send_for_status()
@@ -238,15 +259,15 @@ async fn the_overview_has_the_fields_of_the_dashboard() {
         400
     );
     let deadline = Instant::now() + TEST_TIMEOUT;
-    let told = loop {
-        let told = desk.get_json("/overview?seconds=600").await;
-        if sum_series(&told["requests"]["seconds"]["malformed"]) == 1 {
-            break told;
+    let report = loop {
+        let report = admin_proxy.get_json("/overview?seconds=600").await;
+        if sum_series(&report["requests"]["seconds"]["malformed"]) == 1 {
+            break report;
         }
-        assert!(Instant::now() < deadline, "{told:#}");
+        assert!(Instant::now() < deadline, "{report:#}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
-    let seconds = &told["requests"]["seconds"];
+    let seconds = &report["requests"]["seconds"];
     for (name, count) in [
         ("allowed", 2),
         ("rejected", 1),
@@ -260,53 +281,57 @@ async fn the_overview_has_the_fields_of_the_dashboard() {
     assert_eq!(seconds["at"].as_array().unwrap().len(), 600);
     assert_eq!(
         (
-            &told["requests"]["total"]["allowed"],
-            &told["http"]["codes"]["429"]
+            &report["requests"]["total"]["allowed"],
+            &report["http"]["codes"]["429"]
         ),
         (&json!(2), &json!(1))
     );
     assert_eq!(
-        (&told["status"], &told["generation"]),
+        (&report["status"], &report["generation"]),
         (&json!("ready"), &json!(1))
     );
     assert_eq!(
-        (&told["store"]["kind"], &told["store"]["up"]),
+        (&report["store"]["kind"], &report["store"]["up"]),
         (&json!("memory"), &json!(true))
     );
     assert!(
-        told["store"]["memory"]["keys"].as_u64().unwrap() >= 1,
-        "{told}"
+        report["store"]["memory"]["keys"].as_u64().unwrap() >= 1,
+        "{report}"
     );
-    assert_eq!(told["instance"]["id"].as_str().unwrap().len(), 32);
-    assert_eq!(told["instance"]["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(report["instance"]["id"].as_str().unwrap().len(), 32);
+    assert_eq!(report["instance"]["version"], env!("CARGO_PKG_VERSION"));
     assert_eq!(
-        (&told["connections"]["max"], &told["hints"]),
+        (&report["connections"]["max"], &report["hints"]),
         (&json!(10_000), &json!([]))
     );
-    assert!(told["latency"]["window_s"].is_u64(), "{told}");
+    assert!(report["latency"]["window_s"].is_u64(), "{report}");
     assert_eq!(
-        desk.get_json("/overview?seconds=0").await["requests"]["seconds"]["at"],
+        admin_proxy.get_json("/overview?seconds=0").await["requests"]["seconds"]["at"],
         json!([])
     );
 }
 
 #[tokio::test]
 async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
-    let desk = AdminProxy::start(POLICIES).await;
+    let admin_proxy = AdminProxy::start(POLICIES).await;
     let hostile = "<img src=x>\u{e9}\"";
     for (user, times) in [("ann", 6), ("bob", 3), (hostile, 4)] {
         for _ in 0..times {
-            desk.status_for_user(user, "/api/pay/1").await;
+            admin_proxy.status_for_user(user, "/api/pay/1").await;
         }
     }
     assert_eq!(
-        desk.proxy
+        admin_proxy
+            .proxy
             .get_statuses("/shut/%1b%5b31m/%3Cb%3E?secret=1", 2)
             .await,
         [403; 2]
     );
-    assert_eq!(desk.proxy.get_statuses("/all", 3).await, [200, 200, 429]);
-    let reply = desk.admin_request("GET", "/top?n=2").send().await;
+    assert_eq!(
+        admin_proxy.proxy.get_statuses("/all", 3).await,
+        [200, 200, 429]
+    );
+    let reply = admin_proxy.admin_request("GET", "/top?n=2").send().await;
     assert!(
         reply
             .body
@@ -314,15 +339,15 @@ async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
             .all(|byte| *byte == b'\n' || (b' '..=b'~').contains(byte))
     );
     assert!(!reply.text().contains(['<', '>']), "{}", reply.text());
-    let told = reply.json();
-    // Two of each were admitted; a shadow's refusals count too.
-    assert_eq!(told["keys"]["refused"], 4 + 1 + 2 + 1 + 2);
+    let report = reply.json();
+    // Two requests of each key were admitted. A shadow policy's refusals count too.
+    assert_eq!(report["keys"]["refused"], 4 + 1 + 2 + 1 + 2);
     let worst =
         |key: &str, count: u64| json!({ "policy": "api", "key": key, "count": count, "error": 0 });
-    let entries = told["keys"]["entries"].as_array().unwrap();
+    let entries = report["keys"]["entries"].as_array().unwrap();
     assert_eq!(entries[0], worst("api/ann/pay", 4));
     assert_eq!(entries.len(), 2);
-    let of_api = desk.get_json("/top?policy=api").await;
+    let of_api = admin_proxy.get_json("/top?policy=api").await;
     let keys: Vec<&str> = of_api["keys"]["entries"]
         .as_array()
         .unwrap()
@@ -341,46 +366,57 @@ async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
         of_api["paths"]["entries"],
         json!([{ "policy": "api", "path": "/api/pay/1", "count": 7, "error": 0 }])
     );
-    let of_shut = desk.get_json("/top?policy=shut").await;
-    assert_eq!(of_shut["keys"]["entries"], json!([]), "it has no keys");
+    let of_shut = admin_proxy.get_json("/top?policy=shut").await;
+    assert_eq!(
+        of_shut["keys"]["entries"],
+        json!([]),
+        "the policy shut has no keys"
+    );
     assert_eq!(of_shut["paths"]["entries"][0]["count"], 2);
     assert!(!of_shut.to_string().contains("secret"), "{of_shut}");
     assert!(
-        told["keys"]["since_s"].as_u64().unwrap().abs_diff(unix_s()) < 60,
-        "{told}"
+        report["keys"]["since_s"]
+            .as_u64()
+            .unwrap()
+            .abs_diff(unix_s())
+            < 60,
+        "{report}"
     );
 }
 
-/// Where a key stands, and that a reset is felt, over either store.
-/// For so long a refusal may be answered from memory.
+/// The longest time that the deny cache holds a refusal.
 const DENY_CACHE_TTL: Duration = Duration::from_secs(1);
 
-async fn assert_key_can_be_inspected_and_reset(desk: &AdminProxy, counters: usize) {
+/// Checks the reported state of a key, and that a reset takes effect.
+async fn assert_key_can_be_inspected_and_reset(admin_proxy: &AdminProxy, counters: usize) {
     for expected in [200, 200, 429, 429] {
-        assert_eq!(desk.status_for_user("ann", "/api/pay/1").await, expected);
+        assert_eq!(
+            admin_proxy.status_for_user("ann", "/api/pay/1").await,
+            expected
+        );
     }
     let key = "/keys?policy=api&key=ann&key=pay";
-    let told = desk.get_json(key).await;
+    let report = admin_proxy.get_json(key).await;
     assert_eq!(
-        (&told["admitted"], &told["key"]),
+        (&report["admitted"], &report["key"]),
         (&json!(false), &json!("api/ann/pay"))
     );
-    assert!(told["blocked_s"].as_f64().unwrap() > 3500.0, "{told}");
-    let limits = told["limits"].as_array().unwrap();
+    assert!(report["blocked_s"].as_f64().unwrap() > 3500.0, "{report}");
+    let limits = report["limits"].as_array().unwrap();
     assert_eq!(
         (&limits[0]["used"], &limits[0]["remaining"]),
         (&json!(2), &json!(0))
     );
     assert!(
         (3500.0..=3600.0).contains(&limits[0]["grows_in_s"].as_f64().unwrap()),
-        "{told}"
+        "{report}"
     );
     assert_eq!(
         (&limits[1]["name"], &limits[1]["remaining"]),
         (&json!("daily"), &json!(48))
     );
-    assert_eq!(told["counters"].as_array().unwrap().len(), counters);
-    let other = desk.get_json("/keys?policy=api&key=&key=pay").await;
+    assert_eq!(report["counters"].as_array().unwrap().len(), counters);
+    let other = admin_proxy.get_json("/keys?policy=api&key=&key=pay").await;
     assert_eq!(
         (&other["admitted"], &other["key"]),
         (&json!(true), &json!("api/-/pay"))
@@ -393,28 +429,35 @@ async fn assert_key_can_be_inspected_and_reset(desk: &AdminProxy, counters: usiz
         (&json!(0), &Value::Null)
     );
 
-    assert_eq!(desk.admin_request("DELETE", key).send().await.status, 401);
-    assert_eq!(desk.status_for_user("ann", "/api/pay/1").await, 429);
+    assert_eq!(
+        admin_proxy.admin_request("DELETE", key).send().await.status,
+        401
+    );
+    assert_eq!(admin_proxy.status_for_user("ann", "/api/pay/1").await, 429);
     let refused = Instant::now();
-    let forgotten = desk.authorized_request("DELETE", key).send().await;
+    let forgotten = admin_proxy.authorized_request("DELETE", key).send().await;
     assert_eq!(
         (forgotten.status, &forgotten.json()["counters_forgotten"]),
         (200, &json!(3))
     );
-    // An instance may know for up to a second that the key is exhausted: who asks later than that is let through,
-    // however long the answers take.
+    // The deny cache may hold the key for up to its TTL. Later requests are admitted, however long
+    // the responses take.
     loop {
         let asked = Instant::now();
-        if desk.status_for_user("ann", "/api/pay/1").await == 200 {
+        if admin_proxy.status_for_user("ann", "/api/pay/1").await == 200 {
             break;
         }
         assert!(asked <= refused + DENY_CACHE_TTL, "still refused");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(desk.get_json(key).await["limits"][0]["used"], 1);
-    let again = desk.authorized_request("DELETE", key).send().await.json();
-    assert_eq!(again["counters_forgotten"], 2, "there was no block");
-    assert_eq!(desk.get_json("/keys?policy=all").await["key"], "all");
+    assert_eq!(admin_proxy.get_json(key).await["limits"][0]["used"], 1);
+    let again = admin_proxy
+        .authorized_request("DELETE", key)
+        .send()
+        .await
+        .json();
+    assert_eq!(again["counters_forgotten"], 2, "the key was not blocked");
+    assert_eq!(admin_proxy.get_json("/keys?policy=all").await["key"], "all");
 }
 
 #[tokio::test]
@@ -432,16 +475,18 @@ fn redis_config(port: u16) -> String {
 #[tokio::test]
 async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
     let mut redis = RedisServer::start();
-    let desk = AdminProxy::start(&redis_config(redis.port())).await;
-    desk.proxy.wait_for_store().await;
-    assert_key_can_be_inspected_and_reset(&desk, 3).await;
-    let told = desk.get_json("/keys?policy=api&key=ann&key=pay").await;
-    let name = told["counters"][1].as_str().unwrap();
+    let admin_proxy = AdminProxy::start(&redis_config(redis.port())).await;
+    admin_proxy.proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
+    let report = admin_proxy
+        .get_json("/keys?policy=api&key=ann&key=pay")
+        .await;
+    let name = report["counters"][1].as_str().unwrap();
     assert!(
         name.starts_with("t:v1:{") && name.ends_with("api/ann/pay"),
-        "{told}"
+        "{report}"
     );
-    let overview = desk.get_json("/overview").await;
+    let overview = admin_proxy.get_json("/overview").await;
     let store = &overview["store"];
     assert_eq!(
         (&store["kind"], &store["up"], &store["instances"]),
@@ -455,32 +500,39 @@ async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
 
     redis.kill();
     let deadline = Instant::now() + TEST_TIMEOUT;
-    while desk.get_json("/overview").await["store"]["up"] == true {
-        assert!(Instant::now() < deadline, "{}", desk.proxy.log_text());
+    while admin_proxy.get_json("/overview").await["store"]["up"] == true {
+        assert!(
+            Instant::now() < deadline,
+            "{}",
+            admin_proxy.proxy.log_text()
+        );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    let away = desk
+    let away = admin_proxy
         .admin_request("GET", "/keys?policy=api&key=ann&key=pay")
         .send()
         .await;
     assert!(assert_problem(&away, 503).contains("the store is unavailable"));
-    let away = desk
+    let away = admin_proxy
         .authorized_request("DELETE", "/keys?policy=api&key=ann&key=pay")
         .send()
         .await;
     assert!(assert_problem(&away, 503).contains("the store is unavailable"));
-    let told = post_explain(
-        &desk,
+    let report = post_explain(
+        &admin_proxy,
         json!({ "url": "/api/pay/1", "headers": { "x-user": "ann" } }),
     )
     .await;
     assert!(
-        told["store_error"].as_str().unwrap().contains("no answer"),
-        "{told}"
+        report["store_error"]
+            .as_str()
+            .unwrap()
+            .contains("no answer"),
+        "{report}"
     );
-    assert_eq!(told["expected"]["decision"], Value::Null);
+    assert_eq!(report["expected"]["decision"], Value::Null);
     assert!(
-        desk.get_json("/overview").await["hints"][0]
+        admin_proxy.get_json("/overview").await["hints"][0]
             .as_str()
             .unwrap()
             .contains("the store is unavailable")
@@ -495,18 +547,18 @@ async fn a_key_can_be_inspected_and_reset_with_sentinel_and_cluster() {
         )
     };
     let watched = SentinelDeployment::start(1).await;
-    let desk = AdminProxy::start(&on(&watched.config_lines())).await;
-    desk.proxy.wait_for_store().await;
-    assert_key_can_be_inspected_and_reset(&desk, 3).await;
+    let admin_proxy = AdminProxy::start(&on(&watched.config_lines())).await;
+    admin_proxy.proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
     let cluster = RedisCluster::start().await;
-    let desk = AdminProxy::start(&on(&cluster.config_lines())).await;
-    desk.proxy.wait_for_store().await;
-    assert_key_can_be_inspected_and_reset(&desk, 3).await;
+    let admin_proxy = AdminProxy::start(&on(&cluster.config_lines())).await;
+    admin_proxy.proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
 }
 
-async fn post_explain(desk: &AdminProxy, request: Value) -> Value {
+async fn post_explain(admin_proxy: &AdminProxy, request: Value) -> Value {
     let body = request.to_string().into_bytes();
-    let reply = desk
+    let reply = admin_proxy
         .admin_request("POST", "/explain")
         .header("Content-Type", "application/json")
         .body(body)
@@ -518,15 +570,15 @@ async fn post_explain(desk: &AdminProxy, request: Value) -> Value {
 
 #[tokio::test]
 async fn a_request_is_explained_by_the_active_policies_without_being_charged() {
-    let desk = AdminProxy::start(POLICIES).await;
-    assert_eq!(desk.status_for_user("ann", "/api/pay/1").await, 200);
+    let admin_proxy = AdminProxy::start(POLICIES).await;
+    assert_eq!(admin_proxy.status_for_user("ann", "/api/pay/1").await, 200);
     let request = json!({
         "method": "GET", "url": "http://shop.example//api/pay/2?x", "headers": { "x-user": "ann", "accept": ["a", "b"] },
         "ip": "2001:db8::1",
     });
     for _ in 0..3 {
-        let told = post_explain(&desk, request.clone()).await;
-        let steps = told["policies"].as_array().unwrap();
+        let report = post_explain(&admin_proxy, request.clone()).await;
+        let steps = report["policies"].as_array().unwrap();
         let results: Vec<(&str, &str)> = steps
             .iter()
             .map(|s| (s["policy"].as_str().unwrap(), s["result"].as_str().unwrap()))
@@ -544,46 +596,46 @@ async fn a_request_is_explained_by_the_active_policies_without_being_charged() {
             (&json!("not for this path"), &json!("api/ann/pay"))
         );
         assert_eq!(steps[2]["limits"][0]["remaining"], 1);
-        assert_eq!(told["expected"], json!({ "decision": "allowed" }));
+        assert_eq!(report["expected"], json!({ "decision": "allowed" }));
     }
     assert_eq!(
         [
-            desk.status_for_user("ann", "/api/pay/1").await,
-            desk.status_for_user("ann", "/api/pay/1").await
+            admin_proxy.status_for_user("ann", "/api/pay/1").await,
+            admin_proxy.status_for_user("ann", "/api/pay/1").await
         ],
         [200, 429]
     );
-    let told = post_explain(&desk, request).await;
+    let report = post_explain(&admin_proxy, request).await;
     assert_eq!(
-        told["expected"],
+        report["expected"],
         json!({ "status": 429, "decision": "rejected", "by": ["api"] })
     );
     assert!(
-        told["policies"][2]["blocked_s"].as_f64().unwrap() > 3000.0,
-        "{told}"
+        report["policies"][2]["blocked_s"].as_f64().unwrap() > 3000.0,
+        "{report}"
     );
-    let told = post_explain(&desk, json!({ "url": "/shut/x" })).await;
+    let report = post_explain(&admin_proxy, json!({ "url": "/shut/x" })).await;
     assert_eq!(
-        told["expected"],
+        report["expected"],
         json!({ "status": 403, "decision": "denied", "by": ["shut"] })
     );
-    let told = post_explain(
-        &desk,
+    let report = post_explain(
+        &admin_proxy,
         json!({ "url": "/x", "headers": { "host": ["a", "b"] } }),
     )
     .await;
     assert!(
-        told["expected"]["why"]
+        report["expected"]["why"]
             .as_str()
             .unwrap()
             .contains("rejected before policies apply"),
-        "{told}"
+        "{report}"
     );
 }
 
 #[tokio::test]
 async fn invalid_requests_get_a_descriptive_problem() {
-    let desk = AdminProxy::start(POLICIES).await;
+    let admin_proxy = AdminProxy::start(POLICIES).await;
     for (target, status, words) in [
         ("/keys", 400, "policy=NAME is missing"),
         (
@@ -616,15 +668,19 @@ async fn invalid_requests_get_a_descriptive_problem() {
         ("/nowhere", 404, "/nowhere does not exist"),
         ("/policies/", 404, "/openapi.json"),
     ] {
-        let detail = assert_problem(&desk.admin_request("GET", target).send().await, status);
+        let detail = assert_problem(
+            &admin_proxy.admin_request("GET", target).send().await,
+            status,
+        );
         assert!(detail.contains(words), "{target}: {detail}");
     }
-    let wrong = desk.admin_request("PATCH", "/keys").send().await;
+    let wrong = admin_proxy.admin_request("PATCH", "/keys").send().await;
     assert_problem(&wrong, 405);
     assert_eq!(wrong.header("allow"), Some("GET,HEAD,DELETE"));
     let post = |body: &str| {
         let body = body.to_owned().into_bytes();
-        desk.admin_request("POST", "/explain")
+        admin_proxy
+            .admin_request("POST", "/explain")
             .header("Content-Type", "application/json")
             .body(body)
     };
@@ -654,7 +710,7 @@ async fn invalid_requests_get_a_descriptive_problem() {
         assert!(detail.contains(words), "{body}: {detail}");
     }
     assert_problem(
-        &desk
+        &admin_proxy
             .admin_request("POST", "/explain")
             .body(b"{}".to_vec())
             .send()
@@ -671,32 +727,32 @@ async fn invalid_requests_get_a_descriptive_problem() {
 
 #[tokio::test]
 async fn each_route_accepts_exactly_the_methods_in_the_openapi_document() {
-    let desk = AdminProxy::start(POLICIES).await;
-    let document = desk.get_json("/openapi.json").await;
+    let admin_proxy = AdminProxy::start(POLICIES).await;
+    let document = admin_proxy.get_json("/openapi.json").await;
     for (path, methods) in document["paths"].as_object().unwrap() {
-        let mut told: Vec<String> = methods
+        let mut documented: Vec<String> = methods
             .as_object()
             .unwrap()
             .keys()
             .map(|method| method.to_uppercase())
             .collect();
-        if told.contains(&"GET".to_owned()) {
-            told.push("HEAD".to_owned());
+        if documented.contains(&"GET".to_owned()) {
+            documented.push("HEAD".to_owned());
         }
-        let other = desk.admin_request("TRACE", path).send().await;
+        let other = admin_proxy.admin_request("TRACE", path).send().await;
         assert_problem(&other, 405);
         let mut allowed: Vec<&str> = other.header("allow").unwrap().split(',').collect();
-        told.sort();
+        documented.sort();
         allowed.sort_unstable();
-        assert_eq!(told, allowed, "{path}");
+        assert_eq!(documented, allowed, "{path}");
     }
 }
 
 #[tokio::test]
 async fn cross_site_requests_are_rejected_and_security_headers_are_set() {
-    let desk = AdminProxy::start(POLICIES).await;
+    let admin_proxy = AdminProxy::start(POLICIES).await;
     let order = |lines: &[(&str, &str)]| {
-        let ask = desk
+        let ask = admin_proxy
             .authorized_request("PUT", "/log-level")
             .header("Content-Type", "application/json");
         let ask = lines
@@ -712,16 +768,16 @@ async fn cross_site_requests_are_rejected_and_security_headers_are_set() {
         let detail = assert_problem(&order(&[foreign]).await, 403);
         assert!(detail.contains("another page"), "{detail}");
     }
-    assert_eq!(desk.get_json("/log-level").await["level"], "info");
+    assert_eq!(admin_proxy.get_json("/log-level").await["level"], "info");
     let own = [
         ("Origin", "http://localhost"),
         ("Sec-Fetch-Site", "same-origin"),
     ];
     assert_eq!(order(&own).await.status, 200);
-    assert_eq!(desk.get_json("/log-level").await["level"], "debug");
-    // Nor do they have it looked up; a link to here may be followed.
+    assert_eq!(admin_proxy.get_json("/log-level").await["level"], "debug");
+    // Cross-site subresource requests are rejected too. A navigation from a link is accepted.
     let foreign = |mode: &str, dest: &str| {
-        let ask = desk
+        let ask = admin_proxy
             .admin_request("GET", "/keys?policy=all")
             .header("Sec-Fetch-Site", "cross-site");
         ask.header("Sec-Fetch-Mode", mode)
@@ -731,7 +787,7 @@ async fn cross_site_requests_are_rejected_and_security_headers_are_set() {
     assert!(assert_problem(&foreign("no-cors", "script").await, 403).contains("another page"));
     assert_eq!(foreign("navigate", "document").await.status, 200);
     for target in ["/livez", "/config", "/nowhere", "/policies"] {
-        let reply = desk.admin_request("GET", target).send().await;
+        let reply = admin_proxy.admin_request("GET", target).send().await;
         for (name, value) in [
             ("x-content-type-options", "nosniff"),
             ("cache-control", "no-store"),
@@ -751,47 +807,51 @@ async fn cross_site_requests_are_rejected_and_security_headers_are_set() {
 
 #[tokio::test]
 async fn the_log_level_can_be_changed_at_run_time() {
-    let desk = AdminProxy::start("").await;
+    let admin_proxy = AdminProxy::start("").await;
     let level = |level: &str| {
         let body = json!({ "level": level }).to_string().into_bytes();
-        desk.authorized_request("PUT", "/log-level")
+        admin_proxy
+            .authorized_request("PUT", "/log-level")
             .header("Content-Type", "application/json")
             .body(body)
             .send()
     };
     let debugged = |mark: usize| {
-        desk.proxy
+        admin_proxy
+            .proxy
             .log_since(mark)
             .iter()
             .any(|line| line.is_level("DEBUG"))
     };
     let refuse = || {
-        desk.proxy
+        admin_proxy
+            .proxy
             .request("GET", "/")
             .header("Host", "a b")
             .send_for_status()
     };
-    let mark = desk.proxy.log_mark();
+    let mark = admin_proxy.proxy.log_mark();
     refuse().await;
     assert!(!debugged(mark));
     assert_eq!(level("debug,hyper=off").await.status, 200);
     refuse().await;
-    desk.proxy
-        .wait_for_log("what is debugged", mark, TEST_TIMEOUT, |line| {
+    admin_proxy
+        .proxy
+        .wait_for_log("a debug line", mark, TEST_TIMEOUT, |line| {
             line.is_level("DEBUG")
         })
         .await;
     assert!(assert_problem(&level("loud").await, 400).contains("expected \"error\""));
     assert_eq!(
-        desk.get_json("/log-level").await["level"],
+        admin_proxy.get_json("/log-level").await["level"],
         "debug,hyper=off"
     );
     assert_eq!(level("off").await.status, 200);
-    let mark = desk.proxy.log_mark();
+    let mark = admin_proxy.proxy.log_mark();
     assert_eq!(level("info").await.status, 200);
     refuse().await;
     assert!(!debugged(mark));
-    let without = desk
+    let without = admin_proxy
         .admin_request("PUT", "/log-level")
         .body(b"{\"level\":\"debug\"}".to_vec());
     assert_problem(
@@ -832,7 +892,7 @@ async fn without_a_token_only_drain_is_accepted() {
     );
 }
 
-/// A proxy with a request in flight, which ends when the feeder is dropped.
+/// A proxy with a request in flight. The request ends when the body sender is dropped.
 async fn start_with_request_in_flight(shutdown: &str) -> (AdminProxy, RawClient, BodySender) {
     let (feeder, body) = channel_body();
     let body = Mutex::new(Some(body));
@@ -841,31 +901,41 @@ async fn start_with_request_in_flight(shutdown: &str) -> (AdminProxy, RawClient,
         async { Response::new(body) }
     })
     .await;
-    let desk = AdminProxy::start_with_upstream(upstream, &format!("[shutdown]\n{shutdown}")).await;
-    let mut client = RawClient::connect(desk.proxy.address).await;
+    let admin_proxy =
+        AdminProxy::start_with_upstream(upstream, &format!("[shutdown]\n{shutdown}")).await;
+    let mut client = RawClient::connect(admin_proxy.proxy.address).await;
     client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("x").await;
     client.read_past(b"x").await;
-    (desk, client, feeder)
+    (admin_proxy, client, feeder)
 }
 
 #[tokio::test]
 async fn drain_lets_requests_finish_and_waits_for_the_exit() {
-    let (mut desk, mut client, feeder) =
+    let (mut admin_proxy, mut client, feeder) =
         start_with_request_in_flight("delay = '300ms'\ngrace = '20s'").await;
-    assert_problem(&desk.admin_request("POST", "/drain").send().await, 401);
+    assert_problem(
+        &admin_proxy.admin_request("POST", "/drain").send().await,
+        401,
+    );
     let rest = async {
-        desk.proxy
-            .wait_for_log("the end to begin", 0, TEST_TIMEOUT, |line| {
+        admin_proxy
+            .proxy
+            .wait_for_log("the drain to begin", 0, TEST_TIMEOUT, |line| {
                 line.field("asked_by") == "admin"
             })
             .await;
         assert_eq!(
-            desk.admin_request("GET", "/readyz").send().await.status,
+            admin_proxy
+                .admin_request("GET", "/readyz")
+                .send()
+                .await
+                .status,
             503
         );
         assert_eq!(
-            desk.authorized_request("POST", "/drain")
+            admin_proxy
+                .authorized_request("POST", "/drain")
                 .send()
                 .await
                 .json()["grace_s"],
@@ -875,7 +945,7 @@ async fn drain_lets_requests_finish_and_waits_for_the_exit() {
         drop(feeder);
         client.read_to_close().await
     };
-    let (drained, rest) = tokio::join!(desk.run_command(&["drain"]), rest);
+    let (drained, rest) = tokio::join!(admin_proxy.run_command(&["drain"]), rest);
     assert_eq!(drained.status.code(), Some(0), "{}", drained.stderr);
     assert!(
         drained.stdout.starts_with("drained in "),
@@ -884,10 +954,15 @@ async fn drain_lets_requests_finish_and_waits_for_the_exit() {
     );
     assert!(rest.ends_with(b"0\r\n\r\n"), "{rest:?}");
     assert_eq!(
-        desk.proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        admin_proxy
+            .proxy
+            .wait_for_exit(TEST_TIMEOUT)
+            .await
+            .status
+            .code(),
         Some(0)
     );
-    let log = desk.proxy.log_text();
+    let log = admin_proxy.proxy.log_text();
     assert!(log.contains("\"connections_cut\":0"), "{log}");
     assert_eq!(
         log.matches("requests in flight may finish").count(),
@@ -895,19 +970,19 @@ async fn drain_lets_requests_finish_and_waits_for_the_exit() {
         "{log}"
     );
 
-    let nobody = desk.run_command(&["drain"]).await;
-    assert_eq!(nobody.status.code(), Some(1));
+    let unreachable = admin_proxy.run_command(&["drain"]).await;
+    assert_eq!(unreachable.status.code(), Some(1));
     assert!(
-        nobody.stderr.starts_with("error: 127.0.0.1:"),
+        unreachable.stderr.starts_with("error: 127.0.0.1:"),
         "{}",
-        nobody.stderr
+        unreachable.stderr
     );
 }
 
 #[tokio::test]
 async fn drain_stops_waiting_after_its_timeout() {
-    let (desk, _client, _feeder) = start_with_request_in_flight("grace = '60s'").await;
-    let impatient = desk.run_command(&["drain", "--timeout", "1"]).await;
+    let (admin_proxy, _client, _feeder) = start_with_request_in_flight("grace = '60s'").await;
+    let impatient = admin_proxy.run_command(&["drain", "--timeout", "1"]).await;
     assert_eq!(impatient.status.code(), Some(1));
     assert!(
         impatient.stderr.contains("still running after 1.0 s"),
@@ -945,6 +1020,6 @@ async fn drain_rejects_servers_that_are_not_a_tidegate_admin_port() {
     drain(&mute.local_addr().unwrap().to_string()).await;
     assert!(
         start.elapsed() < TEST_TIMEOUT,
-        "who says nothing is not waited for"
+        "drain does not wait for a silent server"
     );
 }

@@ -1,4 +1,4 @@
-//! The admin port as a Unix socket: who may connect is a matter of its file.
+//! The admin listener on a Unix socket: file permissions decide which processes may connect.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{RawClient, RawResponse};
@@ -13,7 +13,7 @@ use tokio::net::UnixStream;
 
 const POLICY: &str = "[[policy]]\nname = 'all'\nlimit = { requests = 2, per = '1h' }\n";
 
-/// A proxy whose admin port is a socket, and who asks it.
+/// A proxy with its admin listener on a Unix socket, and requests to it.
 struct UnixAdminProxy {
     proxy: Proxy,
     _upstream: Upstream,
@@ -66,33 +66,44 @@ impl UnixAdminProxy {
 
 #[tokio::test]
 async fn clients_with_write_access_to_the_socket_are_treated_as_local() {
-    let desk = UnixAdminProxy::start().await;
+    let admin_proxy = UnixAdminProxy::start().await;
     assert_eq!(
-        fs::metadata(&desk.path).unwrap().permissions().mode() & 0o777,
+        fs::metadata(&admin_proxy.path)
+            .unwrap()
+            .permissions()
+            .mode()
+            & 0o777,
         0o660
     );
-    let log = desk.proxy.log_text();
+    let log = admin_proxy.proxy.log_text();
     assert!(
-        log.contains(&format!("\"address\":\"unix:{}\"", desk.path.display())),
+        log.contains(&format!(
+            "\"address\":\"unix:{}\"",
+            admin_proxy.path.display()
+        )),
         "{log}"
     );
     assert_eq!(
-        desk.send_request("GET /livez", "localhost").await.status,
+        admin_proxy
+            .send_request("GET /livez", "localhost")
+            .await
+            .status,
         200
     );
-    let told = desk.send_request("GET /policies", "localhost").await;
+    let reply = admin_proxy.send_request("GET /policies", "localhost").await;
     assert_eq!(
-        (told.status, &told.json()["policies"][0]["name"]),
+        (reply.status, &reply.json()["policies"][0]["name"]),
         (200, &"all".into())
     );
-    // A proxy that somebody puts in front may be reached by any name.
+    // A reverse proxy in front of the socket may use any host name.
     assert_eq!(
-        desk.send_request("GET /policies", "evil.example")
+        admin_proxy
+            .send_request("GET /policies", "evil.example")
             .await
             .status,
         403
     );
-    let refused = desk
+    let refused = admin_proxy
         .send_request("DELETE /keys?policy=all", "localhost")
         .await;
     assert!(
@@ -104,23 +115,26 @@ async fn clients_with_write_access_to_the_socket_are_treated_as_local() {
 
 #[tokio::test]
 async fn commands_connect_through_the_socket() {
-    let mut desk = UnixAdminProxy::start().await;
-    assert_eq!(desk.proxy.get_statuses("/", 3).await, [200, 200, 429]);
-    let health = desk.run_command(&["health"]).await;
+    let mut admin_proxy = UnixAdminProxy::start().await;
+    assert_eq!(
+        admin_proxy.proxy.get_statuses("/", 3).await,
+        [200, 200, 429]
+    );
+    let health = admin_proxy.run_command(&["health"]).await;
     assert_eq!(
         (health.status.code(), health.stdout.as_str()),
         (Some(0), "ok\n"),
         "{}",
         health.stderr
     );
-    let top = desk.run_command(&["top", "--once"]).await;
+    let top = admin_proxy.run_command(&["top", "--once"]).await;
     assert!(
         top.status.success() && top.stdout.contains("\nall "),
         "{}{}",
         top.stdout,
         top.stderr
     );
-    let drained = desk.run_command(&["drain"]).await;
+    let drained = admin_proxy.run_command(&["drain"]).await;
     assert!(
         drained.stdout.starts_with("drained in "),
         "{}{}",
@@ -128,16 +142,24 @@ async fn commands_connect_through_the_socket() {
         drained.stderr
     );
     assert_eq!(
-        desk.proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        admin_proxy
+            .proxy
+            .wait_for_exit(TEST_TIMEOUT)
+            .await
+            .status
+            .code(),
         Some(0)
     );
-    assert!(!desk.path.exists(), "the socket is gone");
-    let gone = desk.run_command(&["health"]).await;
+    assert!(
+        !admin_proxy.path.exists(),
+        "the socket file was not removed"
+    );
+    let gone = admin_proxy.run_command(&["health"]).await;
     assert_eq!(gone.status.code(), Some(1));
     assert!(
         gone.stderr.starts_with(&format!(
             "error: unix:{}: No such file",
-            desk.path.display()
+            admin_proxy.path.display()
         )),
         "{}",
         gone.stderr
@@ -146,8 +168,8 @@ async fn commands_connect_through_the_socket() {
 
 #[tokio::test]
 async fn a_socket_in_use_is_named_in_the_error() {
-    let desk = UnixAdminProxy::start().await;
-    let ended = desk
+    let admin_proxy = UnixAdminProxy::start().await;
+    let ended = admin_proxy
         .run_command(&[
             "run",
             "--upstream",
@@ -159,7 +181,7 @@ async fn a_socket_in_use_is_named_in_the_error() {
     assert_eq!(ended.status.code(), Some(1));
     let wanted = format!(
         "cannot listen on unix:{}: another process answers on it",
-        desk.path.display()
+        admin_proxy.path.display()
     );
     assert!(ended.stderr.contains(&wanted), "{}", ended.stderr);
     assert!(
@@ -168,8 +190,11 @@ async fn a_socket_in_use_is_named_in_the_error() {
         ended.stderr
     );
     assert_eq!(
-        desk.send_request("GET /livez", "localhost").await.status,
+        admin_proxy
+            .send_request("GET /livez", "localhost")
+            .await
+            .status,
         200,
-        "the first goes on"
+        "the first instance keeps serving"
     );
 }

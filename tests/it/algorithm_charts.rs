@@ -1,5 +1,6 @@
-//! The pictures of `docs/ALGORITHMS.md`: the real algorithms, in the memory store under a manual clock, against one
-//! fixed demand. `make pictures` draws them anew; otherwise what is in `docs/img/` has to be what would be drawn.
+//! The charts of `docs/ALGORITHMS.md`: the real algorithms, in the memory store under a manual
+//! clock, with one fixed demand. `make pictures` redraws them. Otherwise the test requires
+//! `docs/img/` to match the drawing.
 
 use crate::support::store_harness::{START_US, StoreUnderTest};
 use std::fmt::Write as _;
@@ -7,8 +8,9 @@ use std::fs;
 use std::path::Path;
 use tidegate::limiter::{Algorithm, Amendment, Charge, KeyBuilder, Limit};
 
-/// The demand, in ms: so many requests, from, to. The first two stand on both sides of a whole second; what follows
-/// is half as much again as the limit; then a pause, a burst, and less than the limit.
+/// The demand: number of requests, start and end in ms. The first two bursts lie on both sides of a
+/// whole second. The third is 1.5 times the limit. A pause, a burst, and a rate below the limit
+/// follow.
 const DEMAND: [(u64, u64, u64); 5] = [
     (25, 800, 950),
     (25, 1_020, 1_170),
@@ -20,23 +22,23 @@ const PLOT_LENGTH_MS: u64 = 7_000;
 const BIN_MS: u64 = 100;
 const SECOND_US: u64 = 1_000_000;
 
-/// One algorithm and what is to be seen of it.
+/// The chart of one algorithm.
 struct AlgorithmPlot {
     name: &'static str,
-    /// What stands beside `requests`, as it is written.
+    /// The parameters beside `requests`, as in the configuration.
     parameters: &'static str,
     algorithm: Algorithm,
-    /// What the blue bars are.
+    /// The legend of the blue bars.
     passed_label: &'static str,
     lower_title: &'static str,
-    /// What is promised never to be passed, and in which words.
+    /// The promised upper bound, and its label.
     bound: (u64, &'static str),
-    /// The most that the lower half shows.
+    /// The upper end of the lower panel's axis.
     lower_max: u64,
     curves: &'static [(&'static str, CurveFunction)],
 }
 
-/// A line of the lower half, by number of units.
+/// A curve of the lower panel: time and number of units.
 type CurveFunction = fn(&SimulationRun) -> Vec<(u64, u64)>;
 
 const ALGORITHM_PLOTS: [AlgorithmPlot; 7] = [
@@ -153,16 +155,17 @@ const ALGORITHM_PLOTS: [AlgorithmPlot; 7] = [
     },
 ];
 
-/// How long the app of a request takes, where that matters.
+/// How long the upstream takes for a request, where it matters.
 const SERVICE_TIME_US: u64 = 800_000;
 
-/// What became of the demand; times in µs from the start.
+/// The result of a simulation. Times are in µs from the start.
 #[derive(Default)]
 struct SimulationRun {
     arrivals_us: Vec<u64>,
-    /// When each admitted request came, and when it left: the line, or the app.
+    /// Arrival and departure of each admitted request: departure from the queue, or from the
+    /// upstream.
     admitted: Vec<(u64, u64)>,
-    /// Units in use and units left, at each moment of a fine grid.
+    /// Time, units in use and units left, at each point of a fine grid.
     samples: Vec<(u64, u64, u64)>,
 }
 
@@ -182,7 +185,7 @@ impl SimulationRun {
                 ..limit
             }
         };
-        let (mut judge, mut run, key) = (
+        let (mut memory_store, mut run, key) = (
             StoreUnderTest::memory(),
             Self::default(),
             KeyBuilder::new("p").finish(),
@@ -201,7 +204,7 @@ impl SimulationRun {
                     .filter(|one| has_slots && one.1 <= at_us)
                 {
                     let slot = ended as u128;
-                    judge.apply_amendment(
+                    memory_store.apply_amendment(
                         &limit,
                         &key,
                         Amendment::Release { slot },
@@ -211,7 +214,7 @@ impl SimulationRun {
                 }
                 run.arrivals_us.push(at_us);
                 let slot = run.admitted.len() as u128;
-                let decision = judge.decide(
+                let decision = memory_store.decide(
                     &[Charge {
                         slot_id: slot,
                         ..charge(1)
@@ -227,7 +230,9 @@ impl SimulationRun {
                     run.admitted.push((at_us, at_us + stays_us));
                 }
             }
-            let left = judge.decide(&[charge(0)], START_US + now_us).statuses[0]
+            let left = memory_store
+                .decide(&[charge(0)], START_US + now_us)
+                .statuses[0]
                 .unwrap()
                 .remaining;
             run.samples.push((now_us, limit.capacity() - left, left));
@@ -347,7 +352,7 @@ impl AlgorithmPlot {
     }
 }
 
-/// One half of a picture: time to the right, an amount upwards.
+/// One panel of a chart: time to the right, an amount upwards.
 struct PlotPanel {
     top: u64,
     height: u64,
@@ -417,7 +422,7 @@ impl PlotPanel {
         svg.push_str("</g>\n");
     }
 
-    /// In steps: an amount holds until it changes.
+    /// Draws steps: an amount holds until it changes.
     fn draw_step_line(&self, svg: &mut String, class: &str, points: &[(u64, u64)]) {
         write!(
             svg,
@@ -444,7 +449,7 @@ impl PlotPanel {
             "<path class=\"bound\" d=\"M{PLOT_LEFT} {y:.1}H{PLOT_RIGHT}\"/>"
         )
         .unwrap();
-        // Where no curve passes a bound.
+        // Where no curve crosses a bound.
         draw_text(
             svg,
             (x_position(4_450_000) as u64, y as u64 - 5),
@@ -476,11 +481,11 @@ fn draw_line(svg: &mut String, class: &str, from: (f64, f64), to: (f64, f64)) {
     .unwrap();
 }
 
-/// From the right: a sign and its words each.
+/// Draws the legend from the right: a symbol and its label for each entry.
 fn draw_legend(svg: &mut String, y: u64, entries: &[(&str, &str)]) {
     let mut right = PLOT_RIGHT;
     for (class, words) in entries.iter().rev() {
-        // About as wide as the words will be.
+        // The approximate width of the label.
         let start = right - words.chars().count() as u64 * 13 / 2;
         draw_text(svg, (start, y), "", words);
         let (sign, top) = (start - 24, y - 4);
@@ -519,6 +524,6 @@ fn the_committed_plots_match_the_algorithms() {
     }
     assert!(
         wrong.is_empty(),
-        "{wrong:?}: not as drawn now, or not in ALGORITHMS.md: run `make pictures` and look"
+        "{wrong:?}: outdated, or not in ALGORITHMS.md: run `make pictures` and review the charts"
     );
 }

@@ -1,6 +1,6 @@
-//! What each algorithm promises, judged by what was admitted and by nothing else, on both stores: random and
-//! adversarial schedules (bursts at edges, waits of exactly `retry`, a clock that steps back), under limits that are
-//! changed midway.
+//! The guarantees of each algorithm, checked only by the admitted requests, on both stores.
+//! Schedules are random and adversarial: bursts at edges, waits of exactly `retry`, a clock that
+//! steps back. Limits change midway.
 
 use crate::support::store_harness::{
     START_US, StoreUnderTest, admissible_at_us, draw_duration_us, draw_limit_for, test_seed,
@@ -10,26 +10,27 @@ use tidegate::limiter::{
     Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS, MAX_WARM_UP_US,
 };
 
-/// Schedules per algorithm. Redis answers as the memory store does; it is asked to show that it is held to the same.
+/// Schedules per algorithm: memory store, Redis. Redis runs fewer, since other tests compare it
+/// with the memory store.
 const SCHEDULES_PER_STORE: [usize; 2] = [1_000, 100];
 const STEPS_PER_SCHEDULE: usize = 80;
 
 /// One request that was admitted.
 #[derive(Clone, Copy, Debug)]
 struct Admission {
-    /// On the store's clock, which doesn't step back.
+    /// The time of the store's clock, which does not step back.
     at_us: u64,
     cost: u64,
     delay_us: u64,
-    /// As it was then.
+    /// The limit at that time.
     limit: Limit,
-    /// How often it had been changed.
+    /// The number of limit changes before.
     version: u32,
 }
 
-/// One client who makes the most of one limit.
+/// One client that uses one limit as much as possible.
 struct ClientSchedule<'a> {
-    judge: &'a mut StoreUnderTest,
+    tested_store: &'a mut StoreUnderTest,
     rng: &'a mut Rng,
     limit: Limit,
     version: u32,
@@ -45,7 +46,7 @@ impl ClientSchedule<'_> {
             self.version += 1;
         }
         self.clock_us = self.choose_next_us();
-        // A burst: as much as fits, then something that doesn't.
+        // A burst: as much as fits, then a cost that does not fit.
         for _ in 0..self.rng.usize(1..=6) {
             let most = self.limit.capacity();
             let cost = if self.rng.bool() {
@@ -77,7 +78,7 @@ impl ClientSchedule<'_> {
 
     fn decide(&mut self, key: &Key, cost: u64) {
         let charge = Charge::new(&self.limit, key, cost);
-        let decision = self.judge.decide(&[charge], self.clock_us);
+        let decision = self.tested_store.decide(&[charge], self.clock_us);
         self.retry_at_us = admissible_at_us(&[charge], &decision).or(self.retry_at_us);
         if decision.admitted {
             let newest_us = self.admitted.last().map_or(0, |last| last.at_us);
@@ -93,7 +94,7 @@ impl ClientSchedule<'_> {
     }
 }
 
-/// Another amount, and whatever else doesn't begin a new counter.
+/// Changes the amount, or another setting that does not start a new counter.
 fn change_limit(limit: Limit, rng: &mut Rng) -> Limit {
     let requests = match rng.bool() {
         true => limit.requests * rng.u64(1..=3),
@@ -103,7 +104,7 @@ fn change_limit(limit: Limit, rng: &mut Rng) -> Limit {
         Algorithm::TokenBucket { warm_up_us, .. } => {
             let most = MAX_UNITS / limit.per_us;
             let burst = rng.u64(1..=3 * requests).min(most);
-            // A reload may add it, and remove it.
+            // A reload may add or remove the warm-up.
             let warm_up_us = match rng.u8(..6) {
                 0 => 0,
                 1 => draw_duration_us(rng).min(MAX_WARM_UP_US),
@@ -129,7 +130,8 @@ fn change_limit(limit: Limit, rng: &mut Rng) -> Limit {
     }
 }
 
-/// Whether the promise holds at the newest admission. `docs/ALGORITHMS.md` states it in the same words.
+/// Whether the guarantee holds at the newest admission. `docs/ALGORITHMS.md` states it in the same
+/// terms.
 fn guarantee_holds(admitted: &[Admission]) -> bool {
     let Some((newest, before)) = admitted.split_last() else {
         return true;
@@ -173,10 +175,10 @@ fn guarantee_holds(admitted: &[Admission]) -> bool {
     }
 }
 
-/// Whether up to the newest no time saw more than `most` and what flows in meanwhile, both in units of 1 / per.
-/// After a change that is at most what the faster of the rates brings.
+/// Whether every interval up to the newest admission has at most `most` units plus the refill, in
+/// units of 1 / per. After a change, the refill uses the faster of the two rates.
 fn is_within_refill(admitted: &[Admission], most: u128) -> bool {
-    let newest = admitted.last().expect("one was admitted");
+    let newest = admitted.last().expect("the list is not empty");
     let (mut units, mut rate) = (0, 0);
     admitted.iter().rev().all(|one| {
         units += u128::from(one.cost);
@@ -186,10 +188,10 @@ fn is_within_refill(admitted: &[Admission], most: u128) -> bool {
     })
 }
 
-/// Whether what was taken since a cold start is no more than a third of the burst and what flows in meanwhile, by a rate
-/// that grows evenly from a third. Judged until a change.
+/// Whether the units since a cold start are at most a third of the burst plus the refill. The
+/// refill rate grows evenly from a third. Checked until the limit changes.
 fn is_within_warm_up(admitted: &[Admission]) -> bool {
-    let newest = admitted.last().expect("one was admitted");
+    let newest = admitted.last().expect("the list is not empty");
     let Limit {
         requests, per_us, ..
     } = newest.limit;
@@ -205,7 +207,7 @@ fn is_within_warm_up(admitted: &[Admission]) -> bool {
         let before = n.checked_sub(1).map(|before| admitted[before].at_us);
         if before.is_none_or(|before_us| before_us + warm_up_us <= one.at_us) {
             let (since, all) = (u128::from(newest.at_us - one.at_us), u128::from(warm_up_us));
-            // The rate's integral, in microseconds at the full rate, rounded up.
+            // The integral of the rate, in microseconds at the full rate, rounded up.
             let warming = since.min(all);
             let worth = (warming * (all + warming)).div_ceil(3 * all) + (since - warming);
             let most = u128::from(newest.limit.cold_capacity()) * u128::from(per_us);
@@ -215,8 +217,8 @@ fn is_within_warm_up(admitted: &[Admission]) -> bool {
     true
 }
 
-/// Whether a request leaves as many places behind the one before as it costs. Whole microseconds: one may be told
-/// up to one later, the next not. After a change those in line keep their turns.
+/// Whether a request is spaced behind the one before by its cost. Delays are whole microseconds, so
+/// one may round up and the next not. After a change, queued requests keep their turns.
 fn is_spaced_after(last: &Admission, next: &Admission) -> bool {
     let apart_us = next.cost * next.limit.per_us / next.limit.requests;
     last.version != next.version
@@ -225,22 +227,22 @@ fn is_spaced_after(last: &Admission, next: &Admission) -> bool {
 
 fn check_guarantee(algorithm: &str) {
     let seed = test_seed();
-    for (mut judge, schedules) in StoreUnderTest::both_stores()
+    for (mut tested_store, schedules) in StoreUnderTest::both_stores()
         .into_iter()
         .zip(SCHEDULES_PER_STORE)
     {
         let mut rng = Rng::with_seed(seed);
         for number in 0..schedules {
-            judge.reset();
+            tested_store.reset();
             let (limit, key) = (
                 draw_limit_for(algorithm, &mut rng),
                 KeyBuilder::new("p").finish(),
             );
             let clock_us = START_US + rng.u64(..limit.per_us);
             let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                let (judge, rng) = (&mut judge, &mut rng);
+                let (tested_store, rng) = (&mut tested_store, &mut rng);
                 let mut schedule = ClientSchedule {
-                    judge,
+                    tested_store,
                     rng,
                     limit,
                     version: 0,
@@ -254,7 +256,7 @@ fn check_guarantee(algorithm: &str) {
             let admitted = run.unwrap_or(0);
             assert!(
                 admitted > 0,
-                "TIDEGATE_TEST_SEED={seed}, schedule {number} in {judge:?}: {limit:?}"
+                "TIDEGATE_TEST_SEED={seed}, schedule {number} in {tested_store:?}: {limit:?}"
             );
         }
     }
@@ -278,14 +280,15 @@ guarantee_tests! {
     leaky_bucket_releases_requests_evenly: "leaky_bucket"
 }
 
-/// Requests come, end, and vanish with their sidecar; who lives renews in time, and the limit is changed meanwhile.
+/// Requests start, end, and disappear with their crashed sidecar. Live sidecars renew in time, and
+/// the limit changes meanwhile.
 #[test]
 fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
     let seed = test_seed();
-    for (mut judge, schedules) in StoreUnderTest::both_stores().into_iter().zip([200, 20]) {
+    for (mut tested_store, schedules) in StoreUnderTest::both_stores().into_iter().zip([200, 20]) {
         let mut rng = Rng::with_seed(seed);
         for number in 0..schedules {
-            judge.reset();
+            tested_store.reset();
             let key = KeyBuilder::new("p").finish();
             let algorithm = Algorithm::Concurrency { max_duration_us: 0 };
             let mut limit = Limit {
@@ -294,12 +297,18 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
                 algorithm,
             };
             let (mut now_us, mut slot) = (START_US, 0);
-            // Each slot with the end of its lease; those that live, and those whose sidecar has crashed.
+            // Each slot with the end of its lease: slots of live sidecars, and slots of crashed
+            // ones.
             let (mut alive, mut lost) = (Vec::<(u128, u64)>::new(), Vec::<u64>::new());
             for step in 0..200 {
                 now_us += rng.u64(..limit.per_us / 3);
                 for (slot, ends_us) in &mut alive {
-                    judge.apply_amendment(&limit, &key, Amendment::Renew { slot: *slot }, now_us);
+                    tested_store.apply_amendment(
+                        &limit,
+                        &key,
+                        Amendment::Renew { slot: *slot },
+                        now_us,
+                    );
                     *ends_us = now_us + limit.per_us;
                 }
                 lost.retain(|ends_us| *ends_us > now_us);
@@ -309,7 +318,12 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
                     }
                     1..3 if !alive.is_empty() => {
                         let (slot, _) = alive.swap_remove(rng.usize(..alive.len()));
-                        judge.apply_amendment(&limit, &key, Amendment::Release { slot }, now_us);
+                        tested_store.apply_amendment(
+                            &limit,
+                            &key,
+                            Amendment::Release { slot },
+                            now_us,
+                        );
                     }
                     3 => limit.requests = rng.u64(1..=8),
                     _ => {}
@@ -320,11 +334,11 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
                     ..Charge::new(&limit, &key, 1)
                 };
                 let free = ((alive.len() + lost.len()) as u64) < limit.requests;
-                let admitted = judge.decide(&[charge], now_us).admitted;
+                let admitted = tested_store.decide(&[charge], now_us).admitted;
                 assert_eq!(
                     admitted,
                     free,
-                    "TIDEGATE_TEST_SEED={seed}, schedule {number}, step {step} in {judge:?}: \
+                    "TIDEGATE_TEST_SEED={seed}, schedule {number}, step {step} in {tested_store:?}: \
                      {} in flight, {} lost, of {}",
                     alive.len(),
                     lost.len(),
@@ -338,15 +352,16 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
     }
 }
 
-/// Who always takes what he can gets the whole limit in any stretch as long as the period and a sub-window, and so
-/// at least `buckets` / (`buckets` + 1) of it in the long run, wherever in their sub-windows his first requests fell.
+/// A client that takes every available unit gets the whole limit in any interval of a period plus
+/// one sub-window. In the long run it gets at least `buckets` / (`buckets` + 1) of the limit,
+/// wherever in a sub-window its first requests fell.
 #[test]
 fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
     let seed = test_seed();
     let mut rng = Rng::with_seed(seed);
-    let mut judge = StoreUnderTest::memory();
+    let mut tested_store = StoreUnderTest::memory();
     for number in 0..200 {
-        judge.reset();
+        tested_store.reset();
         let (limit, key) = (
             draw_limit_for("sliding_window", &mut rng),
             KeyBuilder::new("p").finish(),
@@ -361,9 +376,9 @@ fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
         let charge = Charge::new(&limit, &key, 1);
         let begin_us = START_US + rng.u64(..limit.per_us);
         let (mut now_us, mut times) = (begin_us, Vec::new());
-        // The first period is taken unevenly, the others as soon as it is possible.
+        // The client uses the first period unevenly, and the others as early as possible.
         while now_us < begin_us + 12 * limit.per_us {
-            let decision = judge.decide(&[charge], now_us);
+            let decision = tested_store.decide(&[charge], now_us);
             match admissible_at_us(&[charge], &decision) {
                 Some(until_us) => now_us = until_us,
                 None => times.push(now_us),
@@ -385,7 +400,7 @@ fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
         {
             assert!(
                 beyond - first <= stretch_us,
-                "{what}: the same unit is back after {}",
+                "{what}: the same unit returned after {}",
                 beyond - first
             );
         }

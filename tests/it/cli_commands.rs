@@ -1,4 +1,5 @@
-//! The commands as people and scripts use them: ways to tell a request, JSON, help, completions, the manual.
+//! The commands as users and scripts run them: request formats, JSON, help, completions, the
+//! manual.
 
 use super::support::process::{ProcessOutput, run_command, tidegate_command};
 use serde_json::{Value, json};
@@ -23,9 +24,9 @@ struct ConfigDir(TempDir);
 
 impl ConfigDir {
     fn new() -> Self {
-        let desk = Self(TempDir::new().unwrap());
-        fs::write(desk.0.path().join("config.toml"), POLICIES).unwrap();
-        desk
+        let config_dir = Self(TempDir::new().unwrap());
+        fs::write(config_dir.0.path().join("config.toml"), POLICIES).unwrap();
+        config_dir
     }
 
     async fn explain(&self, args: &[&str]) -> ProcessOutput {
@@ -41,8 +42,8 @@ impl ConfigDir {
 
 #[tokio::test]
 async fn a_request_in_any_of_four_formats_gets_the_same_explanation() {
-    let desk = ConfigDir::new();
-    let plain = desk
+    let config_dir = ConfigDir::new();
+    let plain = config_dir
         .explain(&[
             "POST",
             "http://shop.example/api/login",
@@ -58,7 +59,7 @@ async fn a_request_in_any_of_four_formats_gets_the_same_explanation() {
         plain.stdout
     );
     let line = "curl -X POST http://shop.example/api/login -H 'x-user-id: ann'";
-    let curl = desk.explain(&["--curl", line]).await;
+    let curl = config_dir.explain(&["--curl", line]).await;
     let words = [
         "--",
         "curl",
@@ -68,13 +69,13 @@ async fn a_request_in_any_of_four_formats_gets_the_same_explanation() {
         "-H",
         "x-user-id: ann",
     ];
-    let split = desk.explain(&words).await;
+    let split = config_dir.explain(&words).await;
     let har = json!({ "log": { "entries": [{}, { "request": {
         "method": "POST", "url": "http://shop.example/api/login",
         "headers": [{ "name": "X-User-Id", "value": "ann" }],
     } }] } });
-    fs::write(desk.0.path().join("session.har"), har.to_string()).unwrap();
-    let from_har = desk
+    fs::write(config_dir.0.path().join("session.har"), har.to_string()).unwrap();
+    let from_har = config_dir
         .explain(&["--har", "session.har", "--entry", "2"])
         .await;
     for other in [&curl, &split, &from_har] {
@@ -88,8 +89,8 @@ async fn a_request_in_any_of_four_formats_gets_the_same_explanation() {
 
 #[tokio::test]
 async fn invalid_requests_are_reported_on_stderr() {
-    let desk = ConfigDir::new();
-    fs::write(desk.0.path().join("no.har"), "{}").unwrap();
+    let config_dir = ConfigDir::new();
+    fs::write(config_dir.0.path().join("no.har"), "{}").unwrap();
     for (args, code, why) in [
         (
             vec!["--curl", "wget x"],
@@ -111,48 +112,52 @@ async fn invalid_requests_are_reported_on_stderr() {
         ),
         (vec!["--entry", "1", "GET", "/"], 2, "--entry"),
     ] {
-        let said = desk.explain(&args).await;
+        let output = config_dir.explain(&args).await;
         assert_eq!(
-            (said.status.code(), said.stdout.as_str()),
+            (output.status.code(), output.stdout.as_str()),
             (Some(code), ""),
             "{args:?}: {}",
-            said.stderr
+            output.stderr
         );
-        assert!(said.stderr.contains(why), "{args:?}: {}", said.stderr);
+        assert!(output.stderr.contains(why), "{args:?}: {}", output.stderr);
     }
-    // What is pasted does not reach the terminal as it is.
-    let said = desk
+    // Control characters of pasted input do not reach the terminal.
+    let output = config_dir
         .explain(&["--curl", "curl /api/x --frob\u{1b}[31m"])
         .await;
     assert!(
-        said.stderr.contains("note: ignored: --frob\\u{1b}[31m"),
+        output
+            .stderr
+            .contains("note: ignored: --frob\\u{1b}[31m"),
         "{}",
-        said.stderr
+        output.stderr
     );
 }
 
 #[tokio::test]
 async fn explain_prints_json_for_scripts() {
-    let desk = ConfigDir::new();
-    let said = desk.explain(&["--json", "POST", "/api/login"]).await;
-    let told: Value = serde_json::from_str(&said.stdout).unwrap();
+    let config_dir = ConfigDir::new();
+    let output = config_dir.explain(&["--json", "POST", "/api/login"]).await;
+    let report: Value = serde_json::from_str(&output.stdout).unwrap();
     assert_eq!(
-        told["request"],
+        report["request"],
         json!({ "method": "POST", "url": "/api/login", "ip": "127.0.0.1" })
     );
-    assert_eq!(told["policies"][0]["key"], "login/127.0.0.1");
-    assert_eq!(told["policies"][0]["limits"][0]["requests"], 5);
-    // The running proxy's counters are not in here: nothing may be said of them.
+    assert_eq!(report["policies"][0]["key"], "login/127.0.0.1");
+    assert_eq!(report["policies"][0]["limits"][0]["requests"], 5);
+    // The counters of the running proxy are not read here, so the output says nothing about them.
     assert_eq!(
         (
-            &told["expected"]["decision"],
-            &told["policies"][0]["limits"][0]["remaining"]
+            &report["expected"]["decision"],
+            &report["policies"][0]["limits"][0]["remaining"]
         ),
         (&Value::Null, &Value::Null)
     );
-    let said = desk.explain(&["--json", "CONNECT", "http://h/"]).await;
-    let told: Value = serde_json::from_str(&said.stdout).unwrap();
-    assert_eq!(told["expected"]["status"], 400);
+    let output = config_dir
+        .explain(&["--json", "CONNECT", "http://h/"])
+        .await;
+    let report: Value = serde_json::from_str(&output.stdout).unwrap();
+    assert_eq!(report["expected"]["status"], 400);
 }
 
 const COMMANDS: [&str; 11] = [
@@ -178,7 +183,7 @@ async fn completions_and_the_manual_cover_every_command() {
             "{shell}"
         );
     }
-    // bash is everywhere: what it gets must be its language, and must complete.
+    // bash is always installed, so the test checks that the script is valid bash and completes.
     let script = run_command(tidegate_command().args(["completions", "bash"]))
         .await
         .stdout;
@@ -197,7 +202,7 @@ async fn completions_and_the_manual_cover_every_command() {
     }
 }
 
-/// Every example of the help is a command with these arguments.
+/// Every example in the help is a command with valid arguments.
 #[tokio::test]
 async fn the_examples_in_the_help_are_valid_commands() {
     let mut tried = 0;
@@ -213,24 +218,26 @@ async fn the_examples_in_the_help_are_valid_commands() {
             .take_while(|line| !line.is_empty());
         let mut any = false;
         for example in examples.filter(|line| line.contains("tidegate ")) {
-            // What stands behind two spaces is a remark.
+            // Text after two spaces is a remark.
             let command = example.split("  ").next().unwrap();
             let words = shlex::split(command).unwrap_or_else(|| panic!("{command}"));
             let ours = words.iter().skip_while(|word| *word != "tidegate").skip(1);
             let ours = ours.take_while(|word| !["|", ">"].contains(&word.as_str()));
             let mut ours: Vec<&str> = ours.map(String::as_str).collect();
-            // Behind two hyphens nothing is a flag.
+            // After `--`, an argument is not a flag.
             ours.insert(
                 ours.iter()
                     .position(|word| *word == "--")
                     .unwrap_or(ours.len()),
                 "--no-such-flag",
             );
-            let said = run_command(tidegate_command().args(&ours)).await;
+            let output = run_command(tidegate_command().args(&ours)).await;
             assert!(
-                said.stderr.contains("unexpected argument '--no-such-flag'"),
+                output
+                    .stderr
+                    .contains("unexpected argument '--no-such-flag'"),
                 "{command}: {}",
-                said.stderr
+                output.stderr
             );
             (any, tried) = (true, tried + 1);
         }

@@ -1,4 +1,4 @@
-//! Who is the client? What a stranger writes into a header must not decide it.
+//! Client identification: a header of an untrusted peer must not decide the client address.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::proxy::Proxy;
@@ -11,7 +11,7 @@ key = ["client_ip"]
 limit = { requests = 1, per = "1h" }
 "#;
 
-/// A proxy where every client has one request, so that whoever is refused has been seen before.
+/// A proxy with one request per client, so that a refused client was seen before.
 struct OneRequestProxy {
     proxy: Proxy,
     _upstream: Upstream,
@@ -47,7 +47,7 @@ impl OneRequestProxy {
         for value in values {
             assert!(
                 !self.is_new_client(&[(header, value)]).await,
-                "{header}: {value} is another client"
+                "{header}: {value} was taken for a new client"
             );
         }
     }
@@ -57,165 +57,182 @@ const XFF: &str = "X-Forwarded-For";
 
 #[tokio::test]
 async fn trap_23_a_header_from_an_untrusted_peer_is_ignored_and_logged_once() {
-    let door = OneRequestProxy::start("trusted_proxies = ['10.0.0.0/8']").await;
-    assert!(door.is_new_client(&[(XFF, "1.1.1.1")]).await);
-    door.assert_known_client(XFF, &["2.2.2.2", "10.0.0.1", "3.3.3.3, 10.0.0.1"])
+    let fixture = OneRequestProxy::start("trusted_proxies = ['10.0.0.0/8']").await;
+    assert!(fixture.is_new_client(&[(XFF, "1.1.1.1")]).await);
+    fixture
+        .assert_known_client(XFF, &["2.2.2.2", "10.0.0.1", "3.3.3.3, 10.0.0.1"])
         .await;
-    door.assert_known_client("X-Real-IP", &["4.4.4.4"]).await;
+    fixture.assert_known_client("X-Real-IP", &["4.4.4.4"]).await;
     let hint = |line: &crate::support::proxy::LogLine| line.contains("trusted_proxies");
-    door.proxy
-        .wait_for_log("a hint at trusted_proxies", 0, TEST_TIMEOUT, hint)
+    fixture
+        .proxy
+        .wait_for_log("the hint about trusted_proxies", 0, TEST_TIMEOUT, hint)
         .await;
     assert_eq!(
-        door.proxy.log_text().matches("trusted_proxies").count(),
+        fixture.proxy.log_text().matches("trusted_proxies").count(),
         1,
         "{}",
-        door.proxy.log_text()
+        fixture.proxy.log_text()
     );
 }
 
 #[tokio::test]
 async fn trap_23_the_list_is_read_from_the_right() {
-    let door = OneRequestProxy::start("trusted_proxies = ['127.0.0.0/8', '10.0.0.0/8']").await;
+    let fixture = OneRequestProxy::start("trusted_proxies = ['127.0.0.0/8', '10.0.0.0/8']").await;
     assert!(
-        door.is_new_client(&[(XFF, "1.1.1.1, 2.2.2.2, 10.0.0.1")])
+        fixture
+            .is_new_client(&[(XFF, "1.1.1.1, 2.2.2.2, 10.0.0.1")])
             .await
     );
-    door.assert_known_client(
-        XFF,
-        &["2.2.2.2", "9.9.9.9,2.2.2.2", "2.2.2.2 ,10.0.0.1,10.0.0.2"],
-    )
-    .await;
-    assert!(door.is_new_client(&[(XFF, "2.2.2.2, 3.3.3.3")]).await);
+    fixture
+        .assert_known_client(
+            XFF,
+            &["2.2.2.2", "9.9.9.9,2.2.2.2", "2.2.2.2 ,10.0.0.1,10.0.0.2"],
+        )
+        .await;
+    assert!(fixture.is_new_client(&[(XFF, "2.2.2.2, 3.3.3.3")]).await);
     assert!(
-        door.is_new_client(&[(XFF, "1.1.1.1")]).await,
-        "what stood to the left was never believed"
+        fixture.is_new_client(&[(XFF, "1.1.1.1")]).await,
+        "an address to the left of the untrusted one was used"
     );
 }
 
 #[tokio::test]
 async fn trap_23_addresses_may_carry_a_port() {
-    let door = OneRequestProxy::start("trusted_proxies = ['127.0.0.0/8']").await;
-    assert!(door.is_new_client(&[(XFF, "2.2.2.2:1234")]).await);
-    door.assert_known_client(XFF, &["2.2.2.2", "2.2.2.2:9", "::ffff:2.2.2.2"])
+    let fixture = OneRequestProxy::start("trusted_proxies = ['127.0.0.0/8']").await;
+    assert!(fixture.is_new_client(&[(XFF, "2.2.2.2:1234")]).await);
+    fixture
+        .assert_known_client(XFF, &["2.2.2.2", "2.2.2.2:9", "::ffff:2.2.2.2"])
         .await;
-    assert!(door.is_new_client(&[(XFF, "[2001:db8::1]:443")]).await);
-    door.assert_known_client(XFF, &["2001:db8::1", "[2001:db8::1]", "[2001:DB8:0::1]:9"])
+    assert!(fixture.is_new_client(&[(XFF, "[2001:db8::1]:443")]).await);
+    fixture
+        .assert_known_client(XFF, &["2001:db8::1", "[2001:db8::1]", "[2001:DB8:0::1]:9"])
         .await;
 }
 
 #[tokio::test]
 async fn trap_23_repeated_header_lines_form_one_list() {
-    let door = OneRequestProxy::start("trusted_proxies = ['127.0.0.0/8', '10.0.0.0/8']").await;
+    let fixture = OneRequestProxy::start("trusted_proxies = ['127.0.0.0/8', '10.0.0.0/8']").await;
     assert!(
-        door.is_new_client(&[(XFF, "1.1.1.1"), (XFF, "2.2.2.2"), (XFF, "10.0.0.1")])
+        fixture
+            .is_new_client(&[(XFF, "1.1.1.1"), (XFF, "2.2.2.2"), (XFF, "10.0.0.1")])
             .await
     );
     assert!(
-        !door
+        !fixture
             .is_new_client(&[(XFF, "8.8.8.8, 2.2.2.2"), (XFF, "10.0.0.1")])
             .await
     );
     assert!(
-        door.is_new_client(&[(XFF, "2.2.2.2"), (XFF, "3.3.3.3")])
+        fixture
+            .is_new_client(&[(XFF, "2.2.2.2"), (XFF, "3.3.3.3")])
             .await
     );
 }
 
 #[tokio::test]
 async fn trap_23_an_invalid_address_does_not_hide_the_client() {
-    let door = OneRequestProxy::start("trusted_proxies = ['127.0.0.0/8']").await;
-    assert!(door.is_new_client(&[(XFF, "1.1.1.1, nonsense")]).await);
-    door.assert_known_client(
-        XFF,
-        &[
-            "7.7.7.7, nonsense",
-            "8.8.8.8, 999.1.1.1",
-            "9.9.9.9, ,nonsense,",
-        ],
-    )
-    .await;
+    let fixture = OneRequestProxy::start("trusted_proxies = ['127.0.0.0/8']").await;
+    assert!(fixture.is_new_client(&[(XFF, "1.1.1.1, nonsense")]).await);
+    fixture
+        .assert_known_client(
+            XFF,
+            &[
+                "7.7.7.7, nonsense",
+                "8.8.8.8, 999.1.1.1",
+                "9.9.9.9, ,nonsense,",
+            ],
+        )
+        .await;
 }
 
 #[tokio::test]
 async fn trap_22_an_ipv6_client_is_identified_by_its_prefix() {
-    let door = OneRequestProxy::start("trusted_proxies = ['127.0.0.0/8']").await;
-    assert!(door.is_new_client(&[(XFF, "2001:db8:1:1::1")]).await);
-    door.assert_known_client(
-        XFF,
-        &["2001:db8:1:1::2", "2001:db8:1:1:ffff:ffff:ffff:ffff"],
-    )
-    .await;
-    assert!(door.is_new_client(&[(XFF, "2001:db8:1:2::1")]).await);
+    let fixture = OneRequestProxy::start("trusted_proxies = ['127.0.0.0/8']").await;
+    assert!(fixture.is_new_client(&[(XFF, "2001:db8:1:1::1")]).await);
+    fixture
+        .assert_known_client(
+            XFF,
+            &["2001:db8:1:1::2", "2001:db8:1:1:ffff:ffff:ffff:ffff"],
+        )
+        .await;
+    assert!(fixture.is_new_client(&[(XFF, "2001:db8:1:2::1")]).await);
 }
 
 #[tokio::test]
 async fn prefix_lengths_are_configurable() {
-    let door = OneRequestProxy::start(
+    let fixture = OneRequestProxy::start(
         "trusted_proxies = ['127.0.0.0/8']\nipv6_prefix = 48\nipv4_prefix = 24",
     )
     .await;
-    assert!(door.is_new_client(&[(XFF, "2001:db8:1:1::1")]).await);
-    assert!(door.is_new_client(&[(XFF, "5.5.5.5")]).await);
-    door.assert_known_client(XFF, &["2001:db8:1:2::1", "5.5.5.200"])
+    assert!(fixture.is_new_client(&[(XFF, "2001:db8:1:1::1")]).await);
+    assert!(fixture.is_new_client(&[(XFF, "5.5.5.5")]).await);
+    fixture
+        .assert_known_client(XFF, &["2001:db8:1:2::1", "5.5.5.200"])
         .await;
-    assert!(door.is_new_client(&[(XFF, "5.5.6.5")]).await);
+    assert!(fixture.is_new_client(&[(XFF, "5.5.6.5")]).await);
 }
 
 #[tokio::test]
 async fn the_forwarded_header_is_supported() {
-    let door = OneRequestProxy::start(
+    let fixture = OneRequestProxy::start(
         "trusted_proxies = ['127.0.0.0/8', '10.0.0.0/8']\nip_header = 'forwarded'",
     )
     .await;
     let name = "Forwarded";
     assert!(
-        door.is_new_client(&[(
-            name,
-            "for=1.1.1.1, for=2.2.2.2;proto=https;by=10.0.0.9, For=10.0.0.1"
-        )])
-        .await
-    );
-    door.assert_known_client(
-        name,
-        &[
-            "for=2.2.2.2",
-            "for=\"2.2.2.2:80\"",
-            "proto=http;for=2.2.2.2",
-        ],
-    )
-    .await;
-    assert!(
-        door.is_new_client(&[(name, "for=\"[2001:db8::1]:443\"")])
+        fixture
+            .is_new_client(&[(
+                name,
+                "for=1.1.1.1, for=2.2.2.2;proto=https;by=10.0.0.9, For=10.0.0.1"
+            )])
             .await
     );
-    door.assert_known_client(name, &["for=\"[2001:db8::1]\""])
+    fixture
+        .assert_known_client(
+            name,
+            &[
+                "for=2.2.2.2",
+                "for=\"2.2.2.2:80\"",
+                "proto=http;for=2.2.2.2",
+            ],
+        )
         .await;
     assert!(
-        door.is_new_client(&[(
-            name,
-            "for=3.3.3.3, for=\"4.4.4.4\";host=\"a,b;for=5.5.5.5\""
-        )])
-        .await
+        fixture
+            .is_new_client(&[(name, "for=\"[2001:db8::1]:443\"")])
+            .await
     );
-    door.assert_known_client(name, &["for=4.4.4.4"]).await;
+    fixture
+        .assert_known_client(name, &["for=\"[2001:db8::1]\""])
+        .await;
+    assert!(
+        fixture
+            .is_new_client(&[(
+                name,
+                "for=3.3.3.3, for=\"4.4.4.4\";host=\"a,b;for=5.5.5.5\""
+            )])
+            .await
+    );
+    fixture.assert_known_client(name, &["for=4.4.4.4"]).await;
 }
 
 #[tokio::test]
 async fn x_real_ip_and_custom_headers_are_supported() {
     for name in ["x-real-ip", "x-client-address"] {
-        let door = OneRequestProxy::start(&format!(
+        let fixture = OneRequestProxy::start(&format!(
             "trusted_proxies = ['127.0.0.0/8']\nip_header = '{name}'"
         ))
         .await;
-        assert!(door.is_new_client(&[(name, "1.1.1.1")]).await);
-        assert!(door.is_new_client(&[(name, "2.2.2.2")]).await);
-        door.assert_known_client(name, &["1.1.1.1", "2.2.2.2"])
+        assert!(fixture.is_new_client(&[(name, "1.1.1.1")]).await);
+        assert!(fixture.is_new_client(&[(name, "2.2.2.2")]).await);
+        fixture
+            .assert_known_client(name, &["1.1.1.1", "2.2.2.2"])
             .await;
         assert!(
-            door.is_new_client(&[(XFF, "3.3.3.3")]).await,
-            "the peer itself, for want of the header"
+            fixture.is_new_client(&[(XFF, "3.3.3.3")]).await,
+            "without the header, the peer is the client"
         );
-        door.assert_known_client(XFF, &["4.4.4.4"]).await;
+        fixture.assert_known_client(XFF, &["4.4.4.4"]).await;
     }
 }

@@ -1,4 +1,5 @@
-//! A Redis Cluster: limits hold whatever slots their keys are in, and while slots and nodes come and go.
+//! A Redis Cluster: limits hold for all slots of their keys, and while slots and nodes are added or
+//! removed.
 
 use crate::redis_outage::{OutageFixture, POLICIES, PolicyRoute, TIMEOUT, TIMEOUT_SLACK};
 use crate::support::TEST_TIMEOUT;
@@ -26,14 +27,14 @@ const CONCURRENCY_LIMIT: Limit = Limit {
     algorithm: Algorithm::Concurrency { max_duration_us: 0 },
 };
 
-/// From the end of a fault until decisions are made again.
+/// From the end of a fault until Redis decides again.
 const RECOVERY: Duration = Duration::from_secs(4);
 
 fn policy_key(name: &str) -> Key {
     KeyBuilder::new(name).finish()
 }
 
-/// A key of a policy that is on some node at the start.
+/// A key of a policy in a slot of this node at the start.
 fn key_on(node: usize, policy: &str) -> Key {
     let named = |number: u32| {
         let mut key = KeyBuilder::new(policy);
@@ -128,7 +129,7 @@ async fn limits_are_exact_over_two_proxies_and_all_slots() {
     };
     assert!(
         used.iter().all(|keys| *keys > 0),
-        "all nodes are used: {used:?}"
+        "a node was not used: {used:?}"
     );
 }
 
@@ -164,10 +165,10 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
             .filter(|standing| standing.refusal.is_some());
         assert_eq!(decision.admitted, refusing.count() == 0);
     }
-    assert_eq!(admitted, 3, "there are three slots");
-    // Refunds are on their way when the answer is given.
+    assert_eq!(admitted, 3, "the limit has three slots");
+    // Refunds may still be in flight when the decision returns.
     wait_until(
-        "what was refused to be given back",
+        "the refund of the refused charges",
         TEST_TIMEOUT,
         async || {
             remaining_units(&store, &DAILY_LIMIT, &wide).await == 1000 - 2 * 3
@@ -177,7 +178,7 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
     .await;
     assert_eq!(remaining_units(&store, &CONCURRENCY_LIMIT, &room).await, 0);
 
-    // The other way round: a slot that was taken is free again.
+    // The reverse order: a slot that was taken is free again.
     let (full, free) = (key_on(0, "full"), key_on(1, "free"));
     let nothing = Limit {
         requests: 0,
@@ -192,7 +193,7 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
         },
     ];
     assert!(!store.decide(&charges).await.unwrap().admitted);
-    wait_until("the slot to come free", TEST_TIMEOUT, async || {
+    wait_until("the slot to be free", TEST_TIMEOUT, async || {
         remaining_units(&store, &CONCURRENCY_LIMIT, &free).await == 3
     })
     .await;
@@ -222,7 +223,7 @@ async fn every_algorithm_refunds_denied_charges() {
             algorithm,
             ..DAILY_LIMIT
         };
-        // Whatever stands in the counter before.
+        // With an empty and with a partly used counter.
         for spent in [0, 10] {
             if spent > 0 {
                 assert!(
@@ -251,7 +252,7 @@ async fn every_algorithm_refunds_denied_charges() {
     }
 }
 
-/// What is charged while units are lent stands with them, at their end.
+/// A charge during a lease is refunded at the lease's end as well.
 #[tokio::test]
 async fn denied_charges_are_refunded_while_units_are_leased() {
     let cluster = RedisCluster::start().await;
@@ -283,7 +284,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
             },
             key_on(1, "owner"),
         );
-        // Two that end at different times.
+        // Two leases with different ends.
         for ttl_us in [DAILY_LIMIT.per_us / 4, DAILY_LIMIT.per_us / 2] {
             let lease = Some(Lease {
                 size: Some(25),
@@ -373,19 +374,19 @@ async fn shards_together_admit_exactly_the_limit() {
                     limit = { requests = 100, per = '1h' }\n\
                     [[policy]]\nname = 'beside'\nmatch = { path = '/beside' }\nshards = 2\n\
                     limit = { requests = 4, per = '1h' }\n";
-    let rig = OutageFixture::with_redis(&cluster.config_lines(), policies).await;
-    // Two that are spread, found together: of the second less is there than anywhere of the first.
+    let fixture = OutageFixture::with_redis(&cluster.config_lines(), policies).await;
+    // Two sharded policies together. The second has fewer units left than any shard of the first.
     for _ in 0..8 {
-        rig.proxy.get("/beside").await;
+        fixture.proxy.get("/beside").await;
     }
     let mut passed = 4;
     let mut last = None;
     for _ in 0..110 {
-        let reply = rig.proxy.get("/").await;
+        let reply = fixture.proxy.get("/").await;
         let remaining = reply.list_parameter("ratelimit", "hot", "r").unwrap();
         assert!(
             remaining <= 100 - passed,
-            "{remaining} are said to be left after {passed}"
+            "{remaining} reported as remaining after {passed}"
         );
         assert!([200, 429].contains(&reply.status), "{reply:?}");
         passed += u64::from(reply.status == 200);
@@ -397,14 +398,14 @@ async fn shards_together_admit_exactly_the_limit() {
     let wait = last.json()["retry_after"].as_f64().unwrap();
     assert!(
         (3500.0..=3600.0).contains(&wait),
-        "the first to free counts: {wait}"
+        "the earliest shard decides: {wait}"
     );
     let mut used = 0;
     for node in &cluster.nodes {
         let keys: Vec<String> = node.command("KEYS *:hot/*").await;
         used += usize::from(!keys.is_empty());
     }
-    assert!(used > 1, "the key is on {used} of the nodes");
+    assert!(used > 1, "the key has counters on {used} nodes");
 }
 
 #[tokio::test]
@@ -450,7 +451,7 @@ async fn a_shadow_policy_in_another_slot_is_charged_only_for_admitted_requests()
         ];
         store.decide(&charges).await.unwrap();
     }
-    wait_until("the shadow to be right", TEST_TIMEOUT, async || {
+    wait_until("the shadow policy's charge", TEST_TIMEOUT, async || {
         remaining_units(&store, &DAILY_LIMIT, &shadow).await == 998
     })
     .await;
@@ -486,7 +487,8 @@ async fn migrated_slots_are_followed_without_losing_charges() {
     for limit in [&DAILY_LIMIT, &log] {
         decide_one(&store, limit, &owner).await.unwrap();
     }
-    // New counters of the slot are made where it goes to: ASK. One is here and one there: TRYAGAIN, for both together.
+    // New counters of the slot are created on the target node: ASK. With one key here and one
+    // there, a call on both gets TRYAGAIN.
     let slot = hash_slot(&owner);
     cluster
         .move_slot(slot, 0, 1, async || {
@@ -500,19 +502,19 @@ async fn migrated_slots_are_followed_without_losing_charges() {
             decide_one(&store, &window, &owner).await.unwrap();
         })
         .await;
-    // MOVED, to a node that is known.
+    // MOVED, to a known node.
     for limit in [&DAILY_LIMIT, &log] {
         decide_one(&store, limit, &owner).await.unwrap();
         assert_eq!(remaining_units(&store, limit, &owner).await, 1000 - 3);
     }
     assert_eq!(error_count(&shared), 0);
-    // The map is renewed: by and by nobody is sent on any more.
+    // The slot map is refreshed, so redirections stop.
     let moved = async || {
         cluster.nodes[0]
             .read_info_number("errorstats", "errorstat_MOVED")
             .await
     };
-    wait_until("the map to be renewed", TEST_TIMEOUT, async || {
+    wait_until("the slot map to be refreshed", TEST_TIMEOUT, async || {
         let before = moved().await;
         decide_one(&store, &DAILY_LIMIT, &owner).await.unwrap();
         moved().await == before
@@ -523,8 +525,8 @@ async fn migrated_slots_are_followed_without_losing_charges() {
 #[tokio::test]
 async fn resharding_under_load_fails_no_request() {
     let cluster = RedisCluster::start().await;
-    let rig = OutageFixture::with_redis(&cluster.config_lines(), POLICIES).await;
-    let load = rig.start_load().await;
+    let fixture = OutageFixture::with_redis(&cluster.config_lines(), POLICIES).await;
+    let load = fixture.start_load().await;
     for owner in [policy_key("open"), policy_key("closed")] {
         let slot = hash_slot(&owner);
         let (from, to) = (initial_node(&owner), (initial_node(&owner) + 1) % 3);
@@ -546,18 +548,24 @@ async fn resharding_under_load_fails_no_request() {
         .iter()
         .filter(|asked| asked.route != PolicyRoute::Unlimited && !asked.decided)
         .count();
-    assert_eq!(undecided, 0, "of {}: {}", asked.len(), rig.proxy.log_text());
+    assert_eq!(
+        undecided,
+        0,
+        "of {}: {}",
+        asked.len(),
+        fixture.proxy.log_text()
+    );
     let passed = asked
         .iter()
         .filter(|asked| asked.route == PolicyRoute::Closed)
         .count() as u64;
-    let left = rig
+    let left = fixture
         .proxy
         .get("/closed")
         .await
         .list_parameter("ratelimit", "closed", "r")
         .unwrap();
-    assert_eq!(100_000 - left, passed + 1, "each was counted once");
+    assert_eq!(100_000 - left, passed + 1, "each request is counted once");
     println!(
         "resharding: {} requests, slowest {:?}",
         asked.len(),
@@ -565,7 +573,7 @@ async fn resharding_under_load_fails_no_request() {
     );
 }
 
-/// Users whose counters are on the first node, and on others.
+/// Users with counters on the first node and on others.
 const USER_POLICY: &str = "[[policy]]\nname = 'user'\nkey = 'header:x-user-id'\n\
                      limit = { requests = 100000, per = '1h' }\non_store_failure = 'closed'\n";
 
@@ -588,33 +596,33 @@ async fn status_for_user(proxy: &Proxy, user: &str) -> (u16, Duration) {
     (status, asked.elapsed())
 }
 
-/// One node is away: whose counters it has is told so, at once, and nobody else notices.
+/// If one node is down, its keys get an immediate 503, and all other keys are unaffected.
 async fn assert_one_node_fault_is_isolated(
     what: &str,
     fault: impl AsyncFnOnce(&mut RedisCluster),
     heal: impl AsyncFnOnce(&mut RedisCluster),
 ) {
     let mut cluster = RedisCluster::start().await;
-    let rig = OutageFixture::with_redis(&cluster.config_lines(), USER_POLICY).await;
+    let fixture = OutageFixture::with_redis(&cluster.config_lines(), USER_POLICY).await;
     let users: Vec<String> = (0..3).map(user_on_node).collect();
     for user in &users {
-        assert_eq!(status_for_user(&rig.proxy, user).await.0, 200);
+        assert_eq!(status_for_user(&fixture.proxy, user).await.0, 200);
     }
     fault(&mut cluster).await;
     let began = Instant::now();
     let (mut others, mut late, mut waited, mut asked) = (Vec::new(), 0, 0, 0);
     while began.elapsed() < Duration::from_secs(3) {
-        let (answer, took) = status_for_user(&rig.proxy, &users[0]).await;
+        let (answer, took) = status_for_user(&fixture.proxy, &users[0]).await;
         assert_eq!(answer, 503, "{what}");
         waited += usize::from(took >= TIMEOUT);
         for user in &users[1..] {
-            let (answer, took) = status_for_user(&rig.proxy, user).await;
-            // On a machine that is too busy for the deadline.
+            let (answer, took) = status_for_user(&fixture.proxy, user).await;
+            // The machine may be too busy to meet the deadline.
             let is_late = answer == 503 && took >= TIMEOUT;
             assert!(
                 answer == 200 || is_late,
-                "{what}: it needs another node: {}",
-                rig.proxy.log_text()
+                "{what}: a key of another node was affected: {}",
+                fixture.proxy.log_text()
             );
             late += usize::from(is_late);
             others.push(took);
@@ -626,19 +634,19 @@ async fn assert_one_node_fault_is_isolated(
     let median = others[others.len() / 2];
     assert!(
         median <= TIMEOUT_SLACK / 2,
-        "{what}: {median:?} for who doesn't need the node"
+        "{what}: median {median:?} for keys of other nodes"
     );
     assert!(
         late <= others.len() / 20,
-        "{what}: {late} of {} had no answer in time",
+        "{what}: {late} of {} had no decision in time",
         others.len()
     );
-    // Each of two workers gives its connection up after three.
+    // Each of the two workers gives up its connection after three timeouts.
     assert!(waited <= 6, "{what}: {waited} of {asked} waited");
     heal(&mut cluster).await;
     let healed = Instant::now();
-    wait_until("the node to be asked again", RECOVERY, async || {
-        status_for_user(&rig.proxy, &users[0]).await.0 == 200
+    wait_until("decisions by the node", RECOVERY, async || {
+        status_for_user(&fixture.proxy, &users[0]).await.0 == 200
     })
     .await;
     println!(
@@ -682,7 +690,7 @@ async fn a_node_at_its_client_limit_affects_only_its_own_slots() {
     let (shared, store) = connect_store(&cluster).await;
     let (here, there) = (key_on(0, "p"), key_on(1, "p"));
     decide_one(&store, &DAILY_LIMIT, &here).await.unwrap();
-    // Stays open, for healing.
+    // Opened before the fault, to end it.
     let mut admin = cluster.nodes[0].connection().await;
     redis::cmd("CONFIG")
         .arg(&["SET", "maxclients", "1"])
@@ -695,7 +703,7 @@ async fn a_node_at_its_client_limit_affects_only_its_own_slots() {
         .exec_async(&mut admin)
         .await
         .unwrap();
-    wait_until("the node to be away", TEST_TIMEOUT, async || {
+    wait_until("the node to be unavailable", TEST_TIMEOUT, async || {
         decide_one(&store, &DAILY_LIMIT, &here).await.is_err()
     })
     .await;
@@ -728,7 +736,7 @@ async fn a_promoted_replica_is_followed() {
     let (shared, store) = connect_store(&cluster).await;
     let owner = key_on(0, "p");
     decide_one(&store, &DAILY_LIMIT, &owner).await.unwrap();
-    // On request: nobody notices, but in the moment in which the nodes don't agree.
+    // A requested failover is unnoticed, except while the nodes disagree.
     let _: () = cluster.nodes[replica].command("CLUSTER FAILOVER").await;
     let began = Instant::now();
     let mut first_failed = None;
@@ -740,7 +748,10 @@ async fn a_promoted_replica_is_followed() {
         if decide_one(&store, &DAILY_LIMIT, &owner).await.is_err() {
             first_failed = first_failed.or_else(|| Some(Instant::now()));
         }
-        assert!(began.elapsed() < TEST_TIMEOUT, "nobody asks the new master");
+        assert!(
+            began.elapsed() < TEST_TIMEOUT,
+            "the new master received no calls"
+        );
         sleep(Duration::from_millis(5)).await;
     }
     wait_until("decisions by the new master", RECOVERY, async || {
@@ -751,13 +762,17 @@ async fn a_promoted_replica_is_followed() {
         first_failed.is_none_or(|failed| failed.elapsed() < RECOVERY * 2),
         "{first_failed:?}"
     );
-    // By death: for as long as the nodes take to agree.
-    wait_until("the old master to follow", TEST_TIMEOUT, async || {
-        cluster.nodes[0]
-            .command::<String>("INFO replication")
-            .await
-            .contains("master_link_status:up")
-    })
+    // After a crash, calls fail until the nodes agree.
+    wait_until(
+        "the old master to become a replica",
+        TEST_TIMEOUT,
+        async || {
+            cluster.nodes[0]
+                .command::<String>("INFO replication")
+                .await
+                .contains("master_link_status:up")
+        },
+    )
     .await;
     cluster.nodes[replica].kill();
     let died = Instant::now();
@@ -771,12 +786,12 @@ async fn a_promoted_replica_is_followed() {
     })
     .await;
     println!(
-        "failover in a cluster: {failed} calls without an answer in {:?}",
+        "failover in a cluster: {failed} failed calls in {:?}",
         died.elapsed()
     );
     assert!(
         remaining_units(&store, &DAILY_LIMIT, &owner).await < 999,
-        "what was charged before is known"
+        "charges before the failover are lost"
     );
     wait_until("all to be well", RECOVERY, async || shared.is_up()).await;
 }
@@ -815,7 +830,7 @@ async fn connects_to_a_cluster_that_starts_later_or_restarts() {
             for node in &mut cluster.nodes {
                 node.kill();
             }
-            wait_until("the loss to be seen", TEST_TIMEOUT, async || {
+            wait_until("the loss to be detected", TEST_TIMEOUT, async || {
                 !shared.is_up()
             })
             .await;
@@ -838,7 +853,7 @@ async fn a_server_without_cluster_support_is_reported() {
         .start()
         .await;
     let down = proxy
-        .wait_for_log("a word", 0, TEST_TIMEOUT, |line| {
+        .wait_for_log("the error about cluster support", 0, TEST_TIMEOUT, |line| {
             line.message_starts_with("redis unavailable")
         })
         .await;
@@ -942,12 +957,12 @@ async fn a_decision_cancelled_between_slots_refunds_its_charges() {
         ];
         tokio::select! {
             biased;
-            _ = store.decide(&charges) => panic!("nobody is so quick"),
+            _ = store.decide(&charges) => panic!("the decision finished before the cancellation"),
             () = tokio::task::yield_now() => {}
         }
     }
-    // This is asked behind them.
-    wait_until("all to be given back", TEST_TIMEOUT, async || {
+    // Sent after the refunds.
+    wait_until("the refund of all charges", TEST_TIMEOUT, async || {
         remaining_units(&store, &DAILY_LIMIT, &free).await == 1000
     })
     .await;

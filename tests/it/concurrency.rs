@@ -1,4 +1,4 @@
-//! `concurrency` as clients meet it: slots are taken by requests in flight, and come back whatever ends them.
+//! `concurrency` end to end: requests in flight hold slots, and every kind of end returns them.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{RawClient, RawResponse};
@@ -19,7 +19,7 @@ limit = { requests = 2, algorithm = "concurrency", lease_ttl = "1s" }
 "#;
 const LEASE_TTL: Duration = Duration::from_secs(1);
 
-/// An upstream whose responses go on until the test ends them.
+/// An upstream with responses that last until the test ends them.
 struct SlowUpstream {
     upstream: Upstream,
     feeders: Arc<Mutex<VecDeque<BodySender>>>,
@@ -31,7 +31,7 @@ impl SlowUpstream {
         let started = Arc::clone(&feeders);
         let upstream = Upstream::with_handler(move |request| {
             let (feeder, body) = channel_body();
-            // What is asked for under /jobs/quick has ended already.
+            // A request for /jobs/quick ends at once.
             if !request.uri().path().ends_with("quick") {
                 started.lock().unwrap().push_back(feeder);
             }
@@ -51,7 +51,7 @@ impl SlowUpstream {
         Proxy::start(&format!("{policies}{store}"), self.upstream.address).await
     }
 
-    /// The oldest one's end.
+    /// Returns the sender of the oldest response body.
     fn take_oldest_body(&self) -> BodySender {
         self.feeders
             .lock()
@@ -61,7 +61,7 @@ impl SlowUpstream {
     }
 }
 
-/// A request whose response has begun, and goes on.
+/// Sends a request and waits until its response has begun.
 async fn begin_request(proxy: &Proxy) -> RawClient {
     let mut client = RawClient::connect(proxy.address).await;
     client.send("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
@@ -78,7 +78,7 @@ async fn send_quick_request(proxy: &Proxy) -> RawResponse {
     proxy.get("/jobs/quick").await
 }
 
-/// How long until a request gets in.
+/// Returns the time until a request is admitted.
 async fn wait_until_admitted(proxy: &Proxy) -> Duration {
     let start = Instant::now();
     let admitted = timeout(TEST_TIMEOUT, async {
@@ -86,7 +86,7 @@ async fn wait_until_admitted(proxy: &Proxy) -> Duration {
             sleep(Duration::from_millis(5)).await;
         }
     });
-    admitted.await.expect("the slot does not come back");
+    admitted.await.expect("the slot was not returned in time");
     start.elapsed()
 }
 
@@ -97,7 +97,11 @@ fn assert_rejected(reply: &RawResponse) {
     assert_eq!(reply.header("ratelimit"), Some("\"slots\";r=0"));
     let problem: serde_json::Value = serde_json::from_slice(&reply.body).unwrap();
     assert_eq!(problem["policy"], "slots");
-    assert_eq!(problem.get("retry_after"), None, "nobody knows");
+    assert_eq!(
+        problem.get("retry_after"),
+        None,
+        "the end of a request is unknown"
+    );
 }
 
 async fn assert_slots_are_taken_and_returned(server: Option<&RedisServer>) {
@@ -112,13 +116,13 @@ async fn assert_slots_are_taken_and_returned(server: Option<&RedisServer>) {
 
     let (mut one, two) = (begin_request(&proxy).await, begin_request(&proxy).await);
     assert_rejected(&send_quick_request(&proxy).await);
-    // Renewed for as long as they last, which is longer than a lease.
+    // Slots are renewed while the requests last, which is longer than a lease.
     let start = Instant::now();
     while start.elapsed() < LEASE_TTL * 5 / 2 {
         assert_rejected(&send_quick_request(&proxy).await);
         sleep(Duration::from_millis(50)).await;
     }
-    // One ends well, of the other the client leaves.
+    // One request ends normally. The client of the other disconnects.
     drop(work.take_oldest_body());
     one.read_past(b"0\r\n\r\n").await;
     wait_until_admitted(&proxy).await;
@@ -127,7 +131,7 @@ async fn assert_slots_are_taken_and_returned(server: Option<&RedisServer>) {
     drop(two);
     assert!(
         wait_until_admitted(&proxy).await < LEASE_TTL,
-        "it was given back, not left to lapse"
+        "the slot was returned before its lease ended"
     );
     drop(three);
 }
@@ -179,7 +183,7 @@ async fn a_client_that_disconnects_before_redis_replies_holds_no_slot() {
     for _ in 0..2 {
         let mut client = RawClient::connect(proxy.address).await;
         client.send("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        // The question is on its way when nothing more is read of the request.
+        // Gives the worker time to send the call to Redis.
         sleep(Duration::from_millis(50)).await;
     }
     sleep(Duration::from_millis(50)).await;
@@ -213,13 +217,13 @@ async fn a_request_longer_than_max_duration_is_aborted() {
     assert!(start.elapsed() >= Duration::from_millis(300));
     assert!(
         !rest.ends_with(b"0\r\n\r\n"),
-        "a response that was cut looks whole"
+        "the aborted response looks complete"
     );
     timeout(TEST_TIMEOUT, feeder.wait_until_dropped())
         .await
-        .expect("the upstream is told");
+        .expect("the upstream connection is closed");
 
-    // And before a head has come.
+    // Also before a response head has arrived.
     let silent = Upstream::with_handler(|_request| std::future::pending()).await;
     let proxy = Proxy::start(&policies, silent.address).await;
     let reply = send_quick_request(&proxy).await;
@@ -245,7 +249,7 @@ async fn concurrency_combines_with_other_limits() {
         )
         .await;
     let _two = (begin_request(&proxy).await, begin_request(&proxy).await);
-    // Refused for want of a slot, which uses nothing of the hour.
+    // Refused because no slot is free. The hourly limit is not charged.
     for _ in 0..3 {
         let reply = send_quick_request(&proxy).await;
         assert_eq!(reply.status, 429);
@@ -256,11 +260,11 @@ async fn concurrency_combines_with_other_limits() {
     }
     drop(work.take_oldest_body());
     wait_until_admitted(&proxy).await;
-    // Refused by the hour, which takes no slot: one is still free when the hour is over.
+    // Refused by the hourly limit, which takes no slot: the wait is that of the hour.
     let reply = send_quick_request(&proxy).await;
     assert!(
         reply.retry_after_us() > 3_000_000_000,
-        "the hour's, which is known"
+        "the retry_after of the hourly limit"
     );
     assert_eq!(reply.list_parameter("ratelimit", "slots", "r"), Some(1));
 }

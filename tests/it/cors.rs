@@ -1,4 +1,4 @@
-//! What scripts in a browser may read of our own answers.
+//! CORS: browser scripts may read responses that tidegate generates.
 
 use crate::support::client::{ClientRequest, RawResponse};
 use crate::support::proxy::Proxy;
@@ -100,14 +100,14 @@ async fn only_listed_origins_may_read_generated_responses() {
     assert_eq!(
         (theirs.status, cors_headers(&theirs)),
         (200, [None, None, Some("Accept")]),
-        "the app's own answer"
+        "the upstream's own response"
     );
 }
 
 #[tokio::test]
 async fn a_wildcard_origin_allows_reads_without_credentials() {
     let any = format!("[response.cors]\nallow_origins = ['*']\n{POLICIES}");
-    // Nobody listens there.
+    // No process listens on the upstream's port.
     let proxy = Proxy::builder().config(&any).start().await;
     for (target, status) in [("/limited", 429), ("/", 502)] {
         let reply = request_from_origin(&proxy, target, "https://anywhere.example")
@@ -127,7 +127,7 @@ async fn a_wildcard_origin_allows_reads_without_credentials() {
                 .await
         ),
         [None; 3],
-        "nothing is said unless asked for"
+        "a request without an Origin gets no CORS headers"
     );
 }
 

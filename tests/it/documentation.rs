@@ -1,4 +1,4 @@
-//! The pages as users take them: what they can copy has to work.
+//! The documentation: every example that a user can copy must work.
 
 use super::support::client::ClientRequest;
 use super::support::process::{run_command, tidegate_command};
@@ -8,18 +8,18 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use walkdir::WalkDir;
 
-/// A fenced block of a page.
+/// A fenced code block of a page.
 #[derive(Clone, Debug)]
 pub struct CodeBlock {
-    /// `docs/operations/redis.md:18`.
+    /// File and line, as in `docs/operations/redis.md:18`.
     pub location: String,
-    /// The nearest heading above it.
+    /// The nearest heading above the block.
     pub heading: String,
     pub language: String,
     pub text: String,
 }
 
-/// The blocks of one page.
+/// Returns the code blocks of one page.
 pub fn read_code_blocks(page: &str) -> Vec<CodeBlock> {
     let text = fs::read_to_string(repository_root().join(page)).unwrap();
     let (mut blocks, mut open, mut heading) =
@@ -51,11 +51,11 @@ pub fn read_code_blocks(page: &str) -> Vec<CodeBlock> {
             None => {}
         }
     }
-    assert!(open.is_none(), "{page}: a block has no end");
+    assert!(open.is_none(), "{page}: a code block is not closed");
     blocks
 }
 
-/// README and everything in `docs/`.
+/// README and all pages in `docs/`.
 fn list_pages() -> Vec<String> {
     let docs = WalkDir::new(repository_root().join("docs"))
         .sort_by_file_name()
@@ -79,7 +79,7 @@ fn repository_root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Where files that pages name are, for as long as it lives.
+/// A temporary directory with the files that pages mention.
 struct MountedFiles {
     folder: TempDir,
 }
@@ -101,16 +101,16 @@ impl MountedFiles {
         Self { folder }
     }
 
-    /// A file of its own for what a page says, completed where it is a fragment.
+    /// Writes a configuration from a page to its own file, and completes it if it is a fragment.
     fn write_config(&self, name: &str, text: &str) -> PathBuf {
         let mut whole = text.replace("\"/etc/", &format!("\"{}/", self.folder.path().display()));
-        // What a secret is read from holds one.
+        // Files of secrets contain a secret.
         for file in whole
             .lines()
             .filter_map(|line| line.split_once("_file = \"")?.1.split('"').next())
         {
             fs::create_dir_all(Path::new(file).parent().unwrap()).unwrap();
-            // In a file of header fields, the secret is one's value.
+            // In a file of header fields, the secret is a field's value.
             fs::write(file, "name: secret").unwrap();
         }
         if text.trim_start().starts_with("[[policy.override]]") {
@@ -137,12 +137,12 @@ async fn every_configuration_in_the_docs_is_valid_without_warnings() {
         .flat_map(|page| read_code_blocks(&page));
     for block in examples.filter(|block| block.language == "toml") {
         let file = mounted.write_config("page.toml", &block.text);
-        let said = run_command(tidegate_command().arg("check").arg(&file)).await;
+        let output = run_command(tidegate_command().arg("check").arg(&file)).await;
         assert!(
-            said.status.success() && said.stderr.is_empty(),
+            output.status.success() && output.stderr.is_empty(),
             "{}: {}",
             block.location,
-            said.stderr
+            output.stderr
         );
         checked += 1;
     }
@@ -155,16 +155,16 @@ async fn every_configuration_in_the_docs_is_valid_without_warnings() {
             .env("TIDEGATE_STORE__REDIS__PASSWORD_FILE", &secret)
             .arg("check")
             .arg(repository_root().join(file));
-        let said = run_command(&mut check).await;
+        let output = run_command(&mut check).await;
         assert!(
-            said.status.success() && said.stderr.is_empty(),
+            output.status.success() && output.stderr.is_empty(),
             "{file}: {}",
-            said.stderr
+            output.stderr
         );
     }
 }
 
-/// Commands that a reader types, without the `$`, with what stands below them.
+/// Returns the shell commands of a block, without the `$`, with their output.
 fn parse_commands(block: &CodeBlock) -> Vec<(String, String)> {
     let mut commands: Vec<(String, String)> = Vec::new();
     for line in block.text.lines() {
@@ -180,7 +180,7 @@ fn parse_commands(block: &CodeBlock) -> Vec<(String, String)> {
     commands
 }
 
-/// Every `tidegate` that pages tell readers to type is a command with these arguments.
+/// Every `tidegate` command in the pages has valid arguments.
 #[tokio::test]
 async fn every_tidegate_command_in_the_docs_is_accepted() {
     let mut tried = 0;
@@ -222,13 +222,15 @@ async fn every_tidegate_command_in_the_docs_is_accepted() {
             if !words.iter().any(begins) {
                 continue;
             }
-            // clap reads all arguments before it sees this one.
-            let said = run_command(tidegate_command().args(&ours).arg("--no-such-flag")).await;
+            // clap parses all arguments before it rejects this one.
+            let output = run_command(tidegate_command().args(&ours).arg("--no-such-flag")).await;
             assert!(
-                said.stderr.contains("unexpected argument '--no-such-flag'"),
+                output
+                    .stderr
+                    .contains("unexpected argument '--no-such-flag'"),
                 "{}: {line}: {}",
                 block.location,
-                said.stderr
+                output.stderr
             );
             tried += 1;
         }
@@ -236,7 +238,7 @@ async fn every_tidegate_command_in_the_docs_is_accepted() {
     assert!(tried >= 8, "only {tried} commands were found");
 }
 
-/// What the tour shows of `check` is what it says.
+/// The README shows the actual output of `check`.
 #[tokio::test]
 async fn the_readme_shows_the_output_of_check() {
     let tour: Vec<_> = read_code_blocks("README.md")
@@ -247,16 +249,16 @@ async fn the_readme_shows_the_output_of_check() {
         .iter()
         .find(|(command, _)| command.ends_with("check config.toml"))
         .unwrap();
-    let said = run_command(
+    let output = run_command(
         tidegate_command()
             .arg("check")
             .arg(repository_root().join("config.toml")),
     )
     .await;
-    assert_eq!(said.stdout.trim_end(), shown.trim_end());
+    assert_eq!(output.stdout.trim_end(), shown.trim_end());
 }
 
-/// The curl lines of the tour, in order, against a demo: the statuses are those that are shown.
+/// Runs the README's curl commands in order against a demo. The statuses must be those shown.
 #[tokio::test]
 async fn the_readme_shows_the_responses_of_the_demo() {
     let tour: Vec<_> = read_code_blocks("README.md")
@@ -323,7 +325,7 @@ async fn the_readme_shows_the_responses_of_the_demo() {
             let found = reply
                 .header(name)
                 .unwrap_or_else(|| panic!("{part}: no {name}"));
-            // What the time tells is another each time.
+            // Values that depend on the time differ between runs.
             let changes = [
                 "date",
                 "content-length",
@@ -333,7 +335,7 @@ async fn the_readme_shows_the_responses_of_the_demo() {
             ];
             assert!(
                 changes.contains(&name) || found == value,
-                "{part}: {name}: {found}, and not {value}"
+                "{part}: {name}: {found} instead of {value}"
             );
         }
     }

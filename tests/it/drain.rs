@@ -1,4 +1,4 @@
-//! SIGTERM under load: nothing that was sent in time is lost.
+//! SIGTERM under load: no request that was sent in time is lost.
 
 use crate::support::client::{ClientBody, ClientRequest, RawClient, open_http2_connection};
 use crate::support::h2_frames::*;
@@ -16,24 +16,24 @@ use tokio::task::JoinSet;
 
 const SHUTDOWN_DELAY: Duration = Duration::from_millis(800);
 
-/// What clients have seen.
+/// Results collected by the clients.
 #[derive(Clone, Default)]
 struct ClientResults {
     answered: Arc<AtomicU64>,
-    /// When each request was sent that got no whole answer.
+    /// Send times of the requests without a complete response.
     lost: Arc<std::sync::Mutex<Vec<(&'static str, Instant)>>>,
 }
 
 impl ClientResults {
-    fn record(&self, who: &'static str, sent: Instant, whole: bool) {
+    fn record(&self, client_name: &'static str, sent: Instant, whole: bool) {
         match whole {
             true => _ = self.answered.fetch_add(1, Ordering::Relaxed),
-            false => self.lost.lock().unwrap().push((who, sent)),
+            false => self.lost.lock().unwrap().push((client_name, sent)),
         }
     }
 }
 
-/// Answers after some milliseconds, and echoes what follows an upgrade.
+/// Answers after some milliseconds, and echoes bytes after an upgrade.
 async fn start_upstream() -> RawUpstream {
     RawUpstream::with_script(|_, mut socket| async move {
         while let Some(request) = socket.read_request().await {
@@ -59,7 +59,7 @@ async fn start_upstream() -> RawUpstream {
     .await
 }
 
-/// Connects until nobody listens any more, and says when it last could.
+/// Connects until the listener is closed, and returns the time of the last connection.
 async fn connect_until_refused(address: SocketAddr) -> Instant {
     let mut last = Instant::now();
     loop {
@@ -72,12 +72,12 @@ async fn connect_until_refused(address: SocketAddr) -> Instant {
     }
 }
 
-/// One request after the other; a connection that has said that it closes is replaced.
+/// Sends one request after the other. A connection with `Connection: close` is replaced.
 async fn run_http1_client(address: SocketAddr, pause: Duration, seen: ClientResults) {
     while let Ok(socket) = TcpStream::connect(address).await {
         let mut client = RawClient::from_stream(socket);
         loop {
-            // A close between requests is no loss, if it is seen before the next one is sent.
+            // A close between requests loses nothing if the client sees it before its next request.
             if client
                 .closes_within(pause.max(Duration::from_micros(1)))
                 .await
@@ -104,7 +104,8 @@ async fn run_http1_client(address: SocketAddr, pause: Duration, seen: ClientResu
     }
 }
 
-/// The same by HTTP/2. What GOAWAY keeps from being sent is not lost.
+/// As [`run_http1_client`], over HTTP/2. A request that GOAWAY prevented was not sent, so it is not
+/// lost.
 async fn run_http2_client(address: SocketAddr, seen: ClientResults) {
     while TcpStream::connect(address).await.is_ok() {
         let mut sender = open_http2_connection(address).await;
@@ -126,7 +127,7 @@ async fn run_http2_client(address: SocketAddr, seen: ClientResults) {
     }
 }
 
-/// Talks through a tunnel until it is told to end, in good order.
+/// Sends bytes through a tunnel until it is stopped, then closes it cleanly.
 async fn run_tunnel_client(
     address: SocketAddr,
     mut end: watch::Receiver<bool>,
@@ -170,7 +171,7 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
     );
     let mut clients = JoinSet::new();
     for n in 0..6 {
-        // Some send at once, some think for a while.
+        // Some clients send at once, others pause between requests.
         clients.spawn(run_http1_client(
             address,
             Duration::from_millis(n * 3),
@@ -189,12 +190,12 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
         .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nhalf")
         .await;
     let answered = || seen.answered.load(Ordering::Relaxed);
-    eventually("all to be under way", TEST_TIMEOUT, || {
+    eventually("all clients to be active", TEST_TIMEOUT, || {
         (answered() > 100).then_some(())
     })
     .await;
 
-    let told = Instant::now();
+    let signalled_at = Instant::now();
     proxy.send_sigterm();
     let admin = proxy.admin_address();
     let not_ready = async {
@@ -206,23 +207,23 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
         {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
-        told.elapsed()
+        signalled_at.elapsed()
     };
     let (closed, not_ready) = tokio::join!(connect_until_refused(address), not_ready);
     assert!(
         not_ready < SHUTDOWN_DELAY / 2,
-        "readiness comes first, not after {not_ready:?}"
+        "readiness failed late, after {not_ready:?}"
     );
     assert!(
-        closed >= told + SHUTDOWN_DELAY - Duration::from_millis(50),
-        "it listens for the delay"
+        closed >= signalled_at + SHUTDOWN_DELAY - Duration::from_millis(50),
+        "the listener closed before the end of the delay"
     );
     clients.join_all().await;
     let lost = seen.lost.lock().unwrap().clone();
     let in_time: Vec<_> = lost
         .iter()
         .filter(|(_, sent)| *sent < closed)
-        .map(|(who, sent)| (who, closed - *sent))
+        .map(|(client_name, sent)| (client_name, closed - *sent))
         .collect();
     assert!(
         in_time.is_empty(),
@@ -236,7 +237,7 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
         (reply.status, reply.header("connection")),
         (200, Some("close"))
     );
-    eventually("tunnels to go on", TEST_TIMEOUT, || {
+    eventually("tunnels to continue", TEST_TIMEOUT, || {
         (answered() > before + 10).then_some(())
     })
     .await;
@@ -246,18 +247,18 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
         proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
         Some(0)
     );
-    let said = proxy.log_text();
-    assert!(said.contains("\"connections_cut\":0"), "{said}");
+    let log_text = proxy.log_text();
+    assert!(log_text.contains("\"connections_cut\":0"), "{log_text}");
 }
 
 #[tokio::test]
 async fn http2_clients_get_a_goaway_before_the_connection_closes() {
-    let gate = Arc::new(Semaphore::new(0));
-    let opened = Arc::clone(&gate);
+    let release = Arc::new(Semaphore::new(0));
+    let opened = Arc::clone(&release);
     let upstream = Upstream::with_handler(move |request| {
-        let gate = Arc::clone(&gate);
+        let release = Arc::clone(&release);
         async move {
-            gate.acquire().await.unwrap().forget();
+            release.acquire().await.unwrap().forget();
             echo(request).await
         }
     })
@@ -271,26 +272,26 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
     .await;
     proxy.send_sigterm();
     let first = client
-        .wait_for_frame("a warning", |frame| frame.kind == GOAWAY)
+        .wait_for_frame("the first GOAWAY", |frame| frame.kind == GOAWAY)
         .await;
     assert_eq!(first.error_code(), Some(0));
     assert_eq!(
         first.payload[..4],
         [0x7f, 0xff, 0xff, 0xff],
-        "no stream is refused yet"
+        "the first GOAWAY refuses no stream"
     );
     let ping = client
-        .wait_for_frame("a question", |frame| (frame.kind, frame.flags) == (PING, 0))
+        .wait_for_frame("a PING", |frame| (frame.kind, frame.flags) == (PING, 0))
         .await;
-    // Sent before the warning was seen.
+    // Sent before the client saw the first GOAWAY.
     client.send(get_frame(3, "/")).await;
-    eventually("it to arrive too", TEST_TIMEOUT, || {
+    eventually("the second request to arrive", TEST_TIMEOUT, || {
         (upstream.requests().len() == 2).then_some(())
     })
     .await;
     client.send(encode_frame(PING, ACK, 0, &ping.payload)).await;
     let second = client
-        .wait_for_frame("the last word", |frame| frame.kind == GOAWAY)
+        .wait_for_frame("the final GOAWAY", |frame| frame.kind == GOAWAY)
         .await;
     assert_eq!(
         (second.error_code(), &second.payload[..4]),
@@ -300,7 +301,7 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
     let mut ended = Vec::new();
     while ended.len() < 2 {
         let end = client
-            .wait_for_frame("both ends", |frame| {
+            .wait_for_frame("the ends of both streams", |frame| {
                 frame.kind == DATA && frame.flags & END_STREAM != 0
             })
             .await;

@@ -1,5 +1,5 @@
-//! Who only asks whether a request may pass: by the words of nginx, Traefik and Envoy, and by nginx itself.
-//! `tests/envoy.sh` has Traefik and Envoy themselves ask.
+//! The ext_authz listener: requests in the formats of nginx, Traefik and Envoy, and by nginx
+//! itself. `tests/envoy.sh` runs Traefik and Envoy.
 
 use super::documentation::read_code_blocks;
 use crate::support::TEST_TIMEOUT;
@@ -25,7 +25,7 @@ async fn start_check_listener(config: &str) -> (Proxy, SocketAddr) {
     let proxy = Proxy::builder().config(config).start().await;
     let check = proxy
         .logged_address("check listening")
-        .expect("an address to ask at");
+        .expect("the listener logs its address");
     (proxy, check)
 }
 
@@ -101,7 +101,7 @@ async fn each_proxy_describes_the_request_in_its_own_format() {
                 "{method} {target}"
             );
         }
-        // The quota is the proxy's.
+        // The calling proxy and this proxy share the quota.
         let proxied = proxy
             .request("POST", "/api/x")
             .header("Host", "shop.example");
@@ -116,7 +116,7 @@ async fn each_proxy_describes_the_request_in_its_own_format() {
     }
 }
 
-/// Each passes on what clients write into the headers that are the others' own.
+/// Each calling proxy forwards client headers that are named like another proxy's own headers.
 #[tokio::test]
 async fn the_calling_proxy_is_determined_by_the_path_and_not_by_headers() {
     let (_proxy, at) = start_check_listener(&format!("{CHECK_LISTENER}{API_POLICY}")).await;
@@ -145,7 +145,7 @@ async fn the_calling_proxy_is_determined_by_the_path_and_not_by_headers() {
         statuses(vec![forged(envoy_request(at, "POST", "/api/x"))]).await,
         [429]
     );
-    // Twice is none.
+    // A header that occurs twice counts as absent.
     assert_eq!(
         statuses(vec![
             nginx_request(at, "POST", "/api/x").header("X-Original-URI", "/free")
@@ -203,7 +203,7 @@ async fn an_incomplete_check_request_is_rejected() {
         1,
         "once"
     );
-    // What the client did wrong is its own refusal, in the status that the proxy understands.
+    // An invalid client request gets the refusal status, which the calling proxy understands.
     for (method, target) in [
         ("post", "/api"),
         ("CONNECT", "/"),
@@ -221,7 +221,7 @@ async fn an_incomplete_check_request_is_rejected() {
     }
 }
 
-/// gRPC refuses with a 200, which to whoever asks would mean that the request may pass.
+/// gRPC denials have status 200, which the calling proxy would take for permission.
 #[tokio::test]
 async fn a_grpc_request_is_denied_with_an_http_error_status() {
     for question in [traefik_request, nginx_request, envoy_request] {
@@ -246,7 +246,7 @@ async fn a_grpc_request_is_denied_with_an_http_error_status() {
                 "{refused:?}"
             );
             assert_eq!(refused.json()["status"], 429);
-            // What the gate refuses, too.
+            // Also for denials by request validation.
             let odd = question(at, "post", "/api/x")
                 .header("Content-Type", kind)
                 .send()
@@ -256,7 +256,7 @@ async fn a_grpc_request_is_denied_with_an_http_error_status() {
     }
 }
 
-/// Envoy takes these for no answer at all, and lets the request pass if `failure_mode_allow` says so.
+/// Envoy takes a 5xx status for a failed call, and `failure_mode_allow` then lets the request pass.
 #[tokio::test]
 async fn envoy_never_gets_a_denial_with_a_5xx_status() {
     let away = "[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:1/0'\nkey_prefix = 'x'\nconnect_timeout = '100ms'\n";
@@ -325,7 +325,8 @@ async fn a_check_request_has_exactly_one_host() {
         .send()
         .await;
     assert_eq!(twice.status, 400);
-    // Traefik's question goes to us, and tells the host in a header.
+    // Traefik addresses the check request to this listener, and sends the client's host in a
+    // header.
     let asked = traefik_request(at, "POST", "/api/x").send().await;
     assert!(
         asked.status == 200 && header_or_empty(&asked, "ratelimit").contains("r=1"),
@@ -333,7 +334,7 @@ async fn a_check_request_has_exactly_one_host() {
     );
 }
 
-/// The certificate of a proxy that asks lets it ask, and says nothing of whom it asks about.
+/// The calling proxy's certificate authenticates the call. It says nothing about the client.
 #[tokio::test]
 async fn the_certificate_of_the_calling_proxy_is_not_the_certificate_of_the_client() {
     let ca = CertificateAuthority::new();
@@ -363,7 +364,7 @@ async fn the_certificate_of_the_calling_proxy_is_not_the_certificate_of_the_clie
     assert_eq!(
         statuses,
         [200, 200, 429],
-        "by the policy for its client, not by that for its certificate"
+        "limited by the client, not by the caller's certificate"
     );
     let stranger = TlsClient::new(&ca).connect(at, "check.internal").await;
     if let Ok(stranger) = stranger {
@@ -396,7 +397,7 @@ async fn check_requests_are_accepted_on_a_unix_socket() {
         ChildProcess::start(tidegate_command().arg("run").arg("--config").arg(&path)).unwrap();
     let listens = |text: &str| text.contains("\"listening\"").then_some(());
     process
-        .wait_for("it to listen", 0, TEST_TIMEOUT, |line| listens(&line.text))
+        .wait_for("the listener", 0, TEST_TIMEOUT, |line| listens(&line.text))
         .await;
     let ask = async |client: &str| {
         let question = format!(
@@ -405,7 +406,7 @@ async fn check_requests_are_accepted_on_a_unix_socket() {
         let mut asker = RawClient::from_stream(UnixStream::connect(&socket).await.unwrap());
         asker.send(question).await.read_response().await.status
     };
-    // Who is on this machine may name clients as 127.0.0.1 may.
+    // A local process may name client addresses, as 127.0.0.1 may.
     assert_eq!(
         [
             ask("10.1.1.1").await,
@@ -417,7 +418,7 @@ async fn check_requests_are_accepted_on_a_unix_socket() {
     assert_eq!(ask("10.1.1.2").await, 200);
 }
 
-/// Empty if it isn't there.
+/// Returns an empty string if the header is absent.
 fn header_or_empty<'r>(reply: &'r RawResponse, header: &str) -> &'r str {
     reply.header(header).unwrap_or_default()
 }
@@ -426,7 +427,7 @@ async fn get_through_nginx(nginx: &Nginx, path: &str) -> RawResponse {
     ClientRequest::new(nginx.address, "GET", path).send().await
 }
 
-/// As `docs/ENVOY.md` says.
+/// The configuration from `docs/ENVOY.md`.
 #[tokio::test]
 async fn nginx_auth_request_enforces_the_decisions() {
     let page = read_code_blocks("docs/ENVOY.md");
@@ -434,7 +435,7 @@ async fn nginx_auth_request_enforces_the_decisions() {
         let found = page
             .iter()
             .find(|block| block.language == language && block.text.contains(word));
-        found.expect("it is on the page").text.clone()
+        found.expect("the page has this code block").text.clone()
     };
     let config = text("toml", "[check]").replace("127.0.0.1:8082", "127.0.0.1:0");
     let denied = "[[policy]]\nname = 'no'\nmatch = { path = '/api/no' }\naction = 'deny'\n[[policy]]\nname = 'host'\nmatch = { hosts = ['secret.example'] }\naction = 'deny'\n";
@@ -482,9 +483,9 @@ async fn nginx_auth_request_enforces_the_decisions() {
     }
     assert_eq!(get_through_nginx(&nginx, "/api/no").await.status, 403);
     assert_eq!(get_through_nginx(&nginx, "/free").await.status, 200);
-    // What it lets through, and no app should see, is the client's fault and no 500.
+    // nginx accepts this target, but it is invalid here. The client gets a 403, not a 500.
     assert_eq!(get_through_nginx(&nginx, "/free#/../api").await.status, 403);
-    // nginx goes by the host of the target, if there is one.
+    // nginx takes the host from the request target, if it has one.
     let whole = ClientRequest::new(nginx.address, "GET", "http://secret.example/free")
         .header("Host", "shop.example");
     assert_eq!(whole.send().await.status, 403);

@@ -1,5 +1,5 @@
-//! The ends of what can be written: every option beside every algorithm, limits of 0 and 2^53, periods of 1 ms and
-//! 400 days, costs that are none. Defined, and the same in both stores.
+//! Extreme settings: every option with every algorithm, limits of 0 and 2^53, periods of 1 ms and
+//! 400 days, invalid costs. The results are defined and the same in both stores.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::proxy::Proxy;
@@ -8,12 +8,12 @@ use crate::support::upstream::Upstream;
 use std::time::{Duration, Instant};
 use tidegate::config::{ConfigSources, FileSource, load};
 
-/// Each with the options that are its own. `concurrency` has no period.
+/// Each algorithm with its own options. `concurrency` has no period.
 const ALGORITHMS: [(&str, &[&str]); 6] = [
     ("sliding_log", &[]),
     ("sliding_window", &["buckets = 5"]),
     ("fixed_window", &["offset = \"1ms\""]),
-    // Cold, it holds the most that a header may say.
+    // Cold, this bucket holds the largest cost that a header may have.
     ("token_bucket", &["burst = 300", "warm_up = \"10s\""]),
     ("leaky_bucket", &["max_delay = \"1ms\""]),
     (
@@ -22,7 +22,7 @@ const ALGORITHMS: [(&str, &[&str]); 6] = [
     ),
 ];
 
-/// A limit of an algorithm with something beside it.
+/// The limit of an algorithm with an extra option.
 fn limit_with_option(algorithm: &str, beside: &str) -> String {
     let per = if algorithm == "concurrency" {
         ""
@@ -32,7 +32,7 @@ fn limit_with_option(algorithm: &str, beside: &str) -> String {
     format!("requests = 5, {per}algorithm = \"{algorithm}\"{beside}")
 }
 
-/// Those that count in time.
+/// The algorithms with a period.
 fn time_based_algorithms() -> impl Iterator<Item = &'static str> {
     ALGORITHMS
         .iter()
@@ -40,7 +40,7 @@ fn time_based_algorithms() -> impl Iterator<Item = &'static str> {
         .filter(|algorithm| *algorithm != "concurrency")
 }
 
-/// What a policy may say beside its limit.
+/// Policy options beside the limit.
 const POLICY_OPTIONS: [&str; 11] = [
     "",
     "cost = 2",
@@ -55,7 +55,7 @@ const POLICY_OPTIONS: [&str; 11] = [
     "override = [{ key = [\"ann\"], limit = { requests = 9, per = \"2s\" } }]",
 ];
 
-/// What goes with every algorithm but one, and why not with that.
+/// Each rejected pair of an option and an algorithm, with the reason.
 const REJECTED_COMBINATIONS: [(&str, &str, &str); 2] = [
     (
         "concurrency",
@@ -69,7 +69,7 @@ const REJECTED_COMBINATIONS: [(&str, &str, &str); 2] = [
     ),
 ];
 
-/// What `check` says of one policy: what is wrong, or nothing.
+/// Runs `check` on one policy and returns its error, if any.
 fn check_errors(limit: &str, beside: &str) -> Option<String> {
     let text = format!(
         "upstream.url = \"http://127.0.0.1:3000\"\n[[policy]]\nname = \"p\"\nkey = [\"header:x-user\"]\n\
@@ -93,31 +93,31 @@ fn an_option_of_another_algorithm_is_rejected_naming_its_own_algorithm() {
         for (owner, options) in ALGORITHMS {
             for option in options {
                 let limit = limit_with_option(algorithm, &format!(", {option}"));
-                let said = check_errors(&limit, "");
+                let error = check_errors(&limit, "");
                 if owner == algorithm {
-                    assert_eq!(said, None, "{limit}");
+                    assert_eq!(error, None, "{limit}");
                     continue;
                 }
                 let (key, _) = option.split_once(' ').unwrap();
-                let said = said.unwrap_or_else(|| panic!("{limit} is let through"));
+                let error = error.unwrap_or_else(|| panic!("{limit} is accepted"));
                 let reason = format!("policy[0].limit.{key}: only for algorithm = \"{owner}\"");
                 assert!(
-                    said.contains(&reason) && said.ends_with("1 error\n"),
-                    "{limit}: {said}"
+                    error.contains(&reason) && error.ends_with("1 error\n"),
+                    "{limit}: {error}"
                 );
             }
         }
     }
-    let said = check_errors(&limit_with_option("concurrency", ", per = \"1s\""), "").unwrap();
+    let error = check_errors(&limit_with_option("concurrency", ", per = \"1s\""), "").unwrap();
     assert!(
-        said.contains("per: not for algorithm = \"concurrency\""),
-        "{said}"
+        error.contains("per: not for algorithm = \"concurrency\""),
+        "{error}"
     );
-    let said = check_errors("requests = 5", "").unwrap();
-    assert!(said.contains("per: missing"), "{said}");
+    let error = check_errors("requests = 5", "").unwrap();
+    assert!(error.contains("per: missing"), "{error}");
 }
 
-/// Each setting by itself, and each two together.
+/// Each option alone, and each pair of options.
 #[test]
 fn every_algorithm_accepts_every_policy_option_or_check_gives_the_reason() {
     let key = |beside: &str| beside.split(' ').next().unwrap().to_owned();
@@ -133,12 +133,15 @@ fn every_algorithm_accepts_every_policy_option_or_check_gives_the_reason() {
                     *of == algorithm && (one.starts_with(beside) || other.starts_with(beside))
                 });
                 let reasons: Vec<&str> = reasons.map(|(.., reason)| *reason).collect();
-                let said = check_errors(&limit, &format!("{one}\n{other}")).unwrap_or_default();
-                let both = format!("{limit} beside {one:?} and {other:?}: {said}");
-                assert!(reasons.iter().all(|reason| said.contains(reason)), "{both}");
+                let error = check_errors(&limit, &format!("{one}\n{other}")).unwrap_or_default();
+                let both = format!("{limit} beside {one:?} and {other:?}: {error}");
+                assert!(
+                    reasons.iter().all(|reason| error.contains(reason)),
+                    "{both}"
+                );
                 let ends = ["", "1 error\n", "2 errors\n"];
                 assert!(
-                    said.ends_with(ends[reasons.len()]) && said.is_empty() == reasons.is_empty(),
+                    error.ends_with(ends[reasons.len()]) && error.is_empty() == reasons.is_empty(),
                     "{both}"
                 );
             }
@@ -146,7 +149,7 @@ fn every_algorithm_accepts_every_policy_option_or_check_gives_the_reason() {
     }
 }
 
-/// Who only ever asks for more than a cold bucket holds would never warm it up.
+/// A client with only such requests would never warm the bucket up.
 #[test]
 fn a_cost_above_the_cold_capacity_of_a_bucket_is_rejected() {
     let limit = limit_with_option("token_bucket", ", burst = 9, warm_up = \"10s\"");
@@ -155,10 +158,10 @@ fn a_cost_above_the_cold_capacity_of_a_bucket_is_rejected() {
         "cost = { header = \"x-cost\", max = 4 }",
         "cost = { estimate = 4, actual = \"response_json:/a\" }",
     ] {
-        let said = check_errors(&limit, beside).unwrap_or_default();
+        let error = check_errors(&limit, beside).unwrap_or_default();
         assert!(
-            said.contains("a third of burst; expected at most 3"),
-            "{beside}: {said}"
+            error.contains("a third of burst; expected at most 3"),
+            "{beside}: {error}"
         );
         assert_eq!(
             check_errors(&limit, &beside.replace('4', "3")),
@@ -168,13 +171,13 @@ fn a_cost_above_the_cold_capacity_of_a_bucket_is_rejected() {
     }
 }
 
-/// 2^53 units, and one more; 400 days, and one more. What a bucket cannot count exactly is refused with the most that
-/// it can.
+/// 2^53 units and one more, 400 days and one more. If a bucket cannot count a limit exactly, the
+/// error names the largest possible limit.
 #[test]
 fn the_largest_limits_are_defined_for_every_algorithm() {
     const MAX_REQUESTS: u64 = 1 << 53;
     for algorithm in time_based_algorithms() {
-        let said = |requests: u64, per: &str| {
+        let error = |requests: u64, per: &str| {
             check_errors(
                 &format!("requests = {requests}, per = \"{per}\", algorithm = \"{algorithm}\""),
                 "",
@@ -186,13 +189,14 @@ fn the_largest_limits_are_defined_for_every_algorithm() {
             (1, "401d", "from 1ms to 400d"),
             (1, "9600h1ms", "expected a duration"),
         ] {
-            let said = said(requests, per).unwrap_or_default();
+            let error = error(requests, per).unwrap_or_default();
             assert!(
-                said.contains(reason),
-                "{algorithm}, {requests} per {per}: {said}"
+                error.contains(reason),
+                "{algorithm}, {requests} per {per}: {error}"
             );
         }
-        // A token bucket counts in parts of 1 / per, a leaky bucket in what its longest delay is worth.
+        // A token bucket counts in units of 1 / per. A leaky bucket is limited by its longest
+        // delay.
         let (most_short, most_long) = match algorithm {
             "token_bucket" => (MAX_REQUESTS / 1_000, MAX_REQUESTS / (400 * 86_400_000_000)),
             "leaky_bucket" => (
@@ -204,23 +208,23 @@ fn the_largest_limits_are_defined_for_every_algorithm() {
         for (most, per) in [(most_short, "1ms"), (most_long, "400d")] {
             for requests in [0, 1, most] {
                 assert_eq!(
-                    said(requests, per),
+                    error(requests, per),
                     None,
                     "{algorithm}, {requests} per {per}"
                 );
             }
             if most < MAX_REQUESTS {
-                let said = said(most + 1, per).unwrap();
+                let error = error(most + 1, per).unwrap();
                 assert!(
-                    said.contains(&format!("expected at most {most}")),
-                    "{algorithm} per {per}: {said}"
+                    error.contains(&format!("expected at most {most}")),
+                    "{algorithm} per {per}: {error}"
                 );
             }
         }
     }
 }
 
-/// One policy per algorithm and end, told apart by path.
+/// One policy per algorithm and extreme, selected by path.
 fn extreme_policies() -> String {
     let policy = |path: &str, algorithm: &str, limit: &str, beside: &str| {
         let held = if algorithm == "leaky_bucket" {
@@ -276,7 +280,8 @@ async fn assert_extremes_are_defined(proxy: &Proxy) {
             assert!(told_s >= 400 * 86_400 - 60, "{algorithm}: {told_s}");
         }
 
-        // One each millisecond: who asks without end gets in again and again, at most once in each.
+        // One request per millisecond. A client that retries constantly is admitted at most once
+        // per millisecond.
         let (start, target) = (Instant::now(), format!("/short/{algorithm}"));
         let mut admitted = 0;
         while admitted < 20 {
@@ -288,7 +293,7 @@ async fn assert_extremes_are_defined(proxy: &Proxy) {
             );
             assert!(
                 start.elapsed() < Duration::from_secs(20),
-                "{algorithm}: shut for ever"
+                "{algorithm}: requests stay refused"
             );
         }
         assert!(
@@ -319,10 +324,13 @@ async fn assert_extremes_are_defined(proxy: &Proxy) {
             "",
         ] {
             let refused = ask(nonsense).await;
-            assert_eq!(refused.status, 429, "{algorithm}: {nonsense:?} is the most");
+            assert_eq!(
+                refused.status, 429,
+                "{algorithm}: {nonsense:?} counts as the maximum"
+            );
             assert!(
                 refused.header("retry-after").is_some(),
-                "{algorithm}: all there is will be free"
+                "{algorithm}: the maximum can be admitted later"
             );
         }
         let twice = proxy
@@ -333,12 +341,12 @@ async fn assert_extremes_are_defined(proxy: &Proxy) {
         assert_eq!(
             left("1").await,
             Some(1),
-            "{algorithm}: none of these was charged"
+            "{algorithm}: an invalid cost was charged"
         );
         assert_eq!(
             proxy.get(&format!("/most/{algorithm}")).await.status,
             200,
-            "{algorithm}: absent is one"
+            "{algorithm}: an absent cost is 1"
         );
         assert_eq!(ask("1").await.status, 429, "{algorithm}");
     }
@@ -350,7 +358,8 @@ async fn extreme_limits_are_defined_in_memory() {
     assert_extremes_are_defined(&Proxy::start(&extreme_policies(), upstream.address).await).await;
 }
 
-/// Redis forgets keys at whole milliseconds: a period of one of them must neither be cut short nor leave keys behind.
+/// Redis expires keys at whole milliseconds. A period of 1 ms must neither be cut short nor leave
+/// keys behind.
 #[tokio::test]
 async fn extreme_limits_are_defined_in_redis() {
     let server = RedisServer::start();
@@ -369,7 +378,7 @@ async fn extreme_limits_are_defined_in_redis() {
         }
         assert!(
             Instant::now() < deadline,
-            "what counted for a millisecond is still there: {left:?}"
+            "counters with a period of 1 ms remain: {left:?}"
         );
     };
     assert!(

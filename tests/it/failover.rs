@@ -1,4 +1,4 @@
-//! Sentinels: the master changes, and clients hardly notice.
+//! Sentinel failover: the master changes with little effect on clients.
 
 use crate::redis_outage::{
     OutageFixture, POLICIES, PolicyRoute, RequestSample, TIMEOUT, TIMEOUT_SLACK,
@@ -11,13 +11,14 @@ use tidegate::store::Store;
 use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
 use tokio::time::sleep;
 
-/// From the moment when the sentinels name another master until the last request that Redis did not decide.
+/// From the moment the sentinels name another master until the last request without a decision by
+/// Redis.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Sentinels that vote at once elect nobody, and try again after a while.
+/// Sentinels that vote at the same time elect no leader, and retry after a while.
 const ELECTION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// After this, a replica has heard of a charge.
+/// After this time, a replica has received a charge.
 const REPLICATION_DELAY: Duration = Duration::from_millis(200);
 
 const LIMIT: Limit = Limit {
@@ -34,20 +35,20 @@ async fn remaining_units(store: &Store) -> Result<u64, &'static str> {
         .map_err(|error| error.kind)
 }
 
-/// Puts a fault into a deployment under load, and judges what clients met.
+/// Injects a fault into a deployment under load, and checks the responses of clients.
 async fn assert_failover_is_handled(
     what: &str,
-    rig: &OutageFixture,
+    fixture: &OutageFixture,
     watched: &mut SentinelDeployment,
     fault: impl AsyncFnOnce(&mut SentinelDeployment, u16),
 ) {
-    let load = rig.start_load().await;
+    let load = fixture.start_load().await;
     let old = watched.master_port().await;
     let began = Instant::now();
     fault(watched, old).await;
     let deadline = Instant::now() + ELECTION_TIMEOUT;
     while watched.master_port().await == old {
-        assert!(Instant::now() < deadline, "{what}: nobody was promoted");
+        assert!(Instant::now() < deadline, "{what}: no replica was promoted");
         sleep(Duration::from_millis(20)).await;
     }
     let elected = Instant::now();
@@ -60,7 +61,7 @@ async fn assert_failover_is_handled(
     {
         assert!(
             elected.elapsed() < RECOVERY_TIMEOUT,
-            "{what}: nobody asks the new master"
+            "{what}: the new master received no calls"
         );
         sleep(Duration::from_millis(20)).await;
     }
@@ -78,7 +79,7 @@ async fn assert_failover_is_handled(
     let (limited, machine) = (slowest(false).unwrap(), slowest(true).unwrap());
     assert!(
         limited <= TIMEOUT + TIMEOUT_SLACK + machine,
-        "{what}: {limited:?}, past all policies {machine:?}"
+        "{what}: {limited:?}, without policies {machine:?}"
     );
     let lost = |asked: &&RequestSample| asked.route != PolicyRoute::Unlimited && !asked.decided;
     let last = asked
@@ -91,9 +92,9 @@ async fn assert_failover_is_handled(
     assert!(recovery < RECOVERY_TIMEOUT, "{what}: {recovery:?}");
     let refused = asked.iter().filter(|asked| asked.status == 503).count();
     assert_eq!(
-        rig.upstream.requests().len(),
+        fixture.upstream.requests().len(),
         asked.len() - refused,
-        "{what}: every request had one answer"
+        "{what}: a request has no response, or more than one"
     );
     println!(
         "{what}: {} requests, {} undecided, {refused} refused; slowest {limited:?}; a master after {:?}, \
@@ -103,14 +104,14 @@ async fn assert_failover_is_handled(
         elected - began,
     );
 
-    // What the new master did not hear of is lost at most, and it counts what comes now.
+    // Only charges that were not replicated may be lost. The new master counts all later ones.
     let left = |reply: crate::support::client::RawResponse| {
         reply.list_parameter("ratelimit", "closed", "r").unwrap()
     };
-    // Until the old one is told that it is none any more, a worker that follows later may still ask it.
+    // Until the old master is demoted, a worker that has not switched yet may still call it.
     let first = loop {
-        let first = left(rig.proxy.get("/closed").await);
-        let second = left(rig.proxy.get("/closed").await);
+        let first = left(fixture.proxy.get("/closed").await);
+        let second = left(fixture.proxy.get("/closed").await);
         if second == first - 1 {
             break first;
         }
@@ -134,10 +135,10 @@ async fn assert_failover_is_handled(
 #[tokio::test]
 async fn a_requested_failover_is_followed() {
     let mut watched = SentinelDeployment::start(1).await;
-    let rig = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
+    let fixture = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
     assert_failover_is_handled(
         "SENTINEL FAILOVER",
-        &rig,
+        &fixture,
         &mut watched,
         async |watched, _| {
             let client = redis::Client::open(("127.0.0.1", watched.sentinels[0].port)).unwrap();
@@ -156,10 +157,10 @@ async fn a_requested_failover_is_followed() {
 #[tokio::test]
 async fn a_dead_master_is_replaced() {
     let mut watched = SentinelDeployment::start(2).await;
-    let rig = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
+    let fixture = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
     assert_failover_is_handled(
         "kill -9 of the master",
-        &rig,
+        &fixture,
         &mut watched,
         async |watched, old| watched.server_by_port(old).kill(),
     )
@@ -169,10 +170,10 @@ async fn a_dead_master_is_replaced() {
 #[tokio::test]
 async fn a_hung_master_is_replaced() {
     let mut watched = SentinelDeployment::start(1).await;
-    let rig = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
+    let fixture = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
     assert_failover_is_handled(
         "SIGSTOP of the master",
-        &rig,
+        &fixture,
         &mut watched,
         async |watched, old| watched.server_by_port(old).pause(),
     )
@@ -211,7 +212,8 @@ async fn sentinels_without_the_named_master_are_reported() {
     );
 }
 
-/// Cut off from its sentinels, an old master knows nothing of a new one and goes on as if nothing had happened.
+/// An old master that is cut off from its sentinels does not know of the new one, and keeps
+/// serving.
 #[tokio::test]
 async fn a_demoted_master_is_abandoned_though_it_still_replies() {
     let watched = SentinelDeployment::start(0).await;
@@ -237,14 +239,14 @@ async fn a_demoted_master_is_abandoned_though_it_still_replies() {
     {
         assert!(
             moved.elapsed() < RECOVERY_TIMEOUT,
-            "it stays with the old master"
+            "the store still uses the old master"
         );
-        // It may have no answer on the way.
+        // The switch may leave this call without a reply.
         remaining_units(&store).await.unwrap_or_default();
         sleep(Duration::from_millis(20)).await;
     }
     assert!(
         remaining_units(&store).await.unwrap() > 990,
-        "the new master counts from the start"
+        "the new master starts with an empty counter"
     );
 }

@@ -1,14 +1,15 @@
-//! What one full counter costs in each store. `docs/ALGORITHMS.md` has the figures; they are printed here.
+//! Memory of one full counter in each store. The test prints the figures of `docs/ALGORITHMS.md`.
 
 use crate::support::store_harness::{DAY_US, START_US, StoreUnderTest};
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit, MAX_UNITS};
 
 const MINUTE_US: u64 = 60_000_000;
-/// What a key of constant size may take, name and all; and one whose costs are settled, so that it remembers more.
+/// The largest key of constant size, name included, and the largest key with settled costs, which
+/// stores more.
 const MAX_KEY_BYTES: u64 = 512;
 const MAX_SETTLED_KEY_BYTES: u64 = 1_024;
 
-/// Each with whether its size is to be constant. A new algorithm is a line here.
+/// Each algorithm, and whether its size must be constant. A new algorithm adds one line here.
 const MEASURED_ALGORITHMS: [(&str, Algorithm, bool); 7] = [
     ("sliding_log", Algorithm::SlidingLog, false),
     (
@@ -51,15 +52,16 @@ const MEASURED_ALGORITHMS: [(&str, Algorithm, bool); 7] = [
     ),
 ];
 
-/// Fills a limit by requests at even distances, which may be settled later, and says how many bytes its key then takes.
+/// Fills a limit with evenly spaced requests, optionally settled later. Returns the bytes of its
+/// key.
 fn fill_and_measure(
-    judge: &mut StoreUnderTest,
+    tested_store: &mut StoreUnderTest,
     limit: &Limit,
     cost: u64,
     times: u64,
     settles: bool,
 ) -> u64 {
-    judge.reset();
+    tested_store.reset();
     let mut key = KeyBuilder::new("api");
     key.push_part(Some(b"user-0123456789"));
     let key = key.finish();
@@ -67,17 +69,17 @@ fn fill_and_measure(
         settles,
         ..Charge::new(limit, &key, cost)
     };
-    // So that it is full at the end of a window of the clock, and of a sub-window.
+    // The counter is full at the end of a fixed window and of a sub-window.
     let start_us = START_US / limit.per_us * limit.per_us;
     for n in 0..times {
         let charge = Charge {
             slot_id: u128::from(n) + 1,
             ..charge
         };
-        let decision = judge.decide(&[charge], start_us + n * (limit.per_us - 1) / times);
+        let decision = tested_store.decide(&[charge], start_us + n * (limit.per_us - 1) / times);
         assert!(decision.admitted, "{limit:?}, {n}: {decision:?}");
     }
-    judge.counter_bytes(&charge)
+    tested_store.counter_bytes(&charge)
 }
 
 #[test]
@@ -93,10 +95,11 @@ fn keys_stay_small_unless_the_algorithm_lists_requests() {
             };
             for (settles, most) in [(false, MAX_KEY_BYTES), (true, MAX_SETTLED_KEY_BYTES)] {
                 if settles && !is_small {
-                    continue; // It remembers each charge as it is.
+                    continue; // It stores each charge with its cost.
                 }
-                let bytes = [&mut memory, &mut redis]
-                    .map(|judge| fill_and_measure(judge, &limit, 1, requests, settles));
+                let bytes = [&mut memory, &mut redis].map(|tested_store| {
+                    fill_and_measure(tested_store, &limit, 1, requests, settles)
+                });
                 let what = if settles { "settled" } else { "" };
                 println!(
                     "{name:<16}{requests:>8}{:>8}{:>8} {what}",
@@ -133,7 +136,7 @@ fn keys_stay_small_at_the_largest_limits() {
         burst: most,
         warm_up_us: 0,
     };
-    // A longest delay that holds as many as this.
+    // The longest delay that holds this many requests.
     let line = Algorithm::LeakyBucket {
         max_delay_us: MINUTE_US - 1_000_000,
     };
@@ -149,12 +152,12 @@ fn keys_stay_small_at_the_largest_limits() {
         };
         (limit, limit.capacity() / 11)
     });
-    for mut judge in StoreUnderTest::both_stores() {
+    for mut tested_store in StoreUnderTest::both_stores() {
         for (limit, cost) in windows.iter().chain(&buckets) {
-            let bytes = fill_and_measure(&mut judge, limit, *cost, 11, false);
+            let bytes = fill_and_measure(&mut tested_store, limit, *cost, 11, false);
             assert!(
                 bytes < MAX_KEY_BYTES,
-                "{bytes} bytes in {judge:?}: {limit:?}"
+                "{bytes} bytes in {tested_store:?}: {limit:?}"
             );
         }
     }

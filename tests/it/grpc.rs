@@ -1,4 +1,4 @@
-//! gRPC end to end: calls of all four kinds, their ends, and refusals that a gRPC client understands.
+//! gRPC end to end: all four kinds of calls, how they end, and denials in gRPC's format.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::h2_upstream::{H2Exchange, H2Upstream};
@@ -16,7 +16,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-/// A message as it is framed: not compressed, and its length.
+/// Encodes an uncompressed gRPC message with its length prefix.
 fn encode_message(text: &str) -> Bytes {
     let mut framed = BytesMut::new();
     framed.put_u8(0);
@@ -25,7 +25,7 @@ fn encode_message(text: &str) -> Bytes {
     framed.freeze()
 }
 
-/// Reads messages out of a stream's parts.
+/// Reads messages from the frames of a stream.
 struct MessageReader {
     stream: RecvStream,
     unread: BytesMut,
@@ -39,7 +39,7 @@ impl MessageReader {
         }
     }
 
-    /// The next one, if there is any.
+    /// Returns the next message, or `None` at the end.
     async fn next_message(&mut self) -> Option<String> {
         loop {
             if let Some(length) = self.unread.get(1..5) {
@@ -51,7 +51,7 @@ impl MessageReader {
             }
             let part = timeout(TEST_TIMEOUT, self.stream.data())
                 .await
-                .expect("no message in time")?
+                .expect("the message did not arrive in time")?
                 .unwrap();
             self.stream
                 .flow_control()
@@ -78,7 +78,7 @@ impl MessageReader {
     }
 }
 
-/// Echoes each message as it comes; `/fail` fails at once, `/many` sends three for one, `/sum` one for all.
+/// Echoes each message. `/fail` fails at once, `/many` sends three for one, `/sum` one for all.
 async fn serve_calls(exchange: H2Exchange) {
     let H2Exchange {
         request,
@@ -150,13 +150,13 @@ async fn start_call(
 async fn await_response(response: h2::client::ResponseFuture) -> Response<RecvStream> {
     timeout(TEST_TIMEOUT, response)
         .await
-        .expect("no answer in time")
+        .expect("no response in time")
         .unwrap()
 }
 
 async fn assert_all_call_types_work(proxy: &Proxy) {
     let sender = connect_client(proxy.address).await;
-    for (method, asked, told) in [
+    for (method, asked, expected) in [
         ("unary", vec!["a"], vec!["a"]),
         ("many", vec!["a"], vec!["a0", "a1", "a2"]),
         ("sum", vec!["a", "b", "c"], vec!["abc"]),
@@ -170,7 +170,7 @@ async fn assert_all_call_types_work(proxy: &Proxy) {
         let response = await_response(response).await;
         assert_eq!(response.headers()["content-type"], "application/grpc");
         let mut messages = MessageReader::new(response.into_body());
-        assert_eq!(messages.read_all().await, told, "{method}");
+        assert_eq!(messages.read_all().await, expected, "{method}");
         let trailers = messages.read_trailers().await;
         assert_eq!(
             (&trailers["grpc-status"], &trailers["x-custom-bin"]),
@@ -178,7 +178,7 @@ async fn assert_all_call_types_work(proxy: &Proxy) {
         );
     }
 
-    // Each answer is there before the next question.
+    // Each reply arrives before the next message is sent.
     let (response, mut sending) = start_call(&sender, "bidi").await;
     let mut messages = MessageReader::new(await_response(response).await.into_body());
     for text in ["a", "b", "c"] {
@@ -232,7 +232,7 @@ async fn all_call_types_work_over_tls() {
     assert_all_call_types_work(&proxy).await;
 }
 
-/// Whether a call is refused by headers only, with this status; returns the message.
+/// Checks that a call is rejected by headers only, with this status. Returns the message.
 async fn assert_call_rejected(proxy: &Proxy, status: &str) -> String {
     let (response, _sending) = start_call(&connect_client(proxy.address).await, "unary").await;
     let response = await_response(response).await;
@@ -240,7 +240,7 @@ async fn assert_call_rejected(proxy: &Proxy, status: &str) -> String {
     let headers = response.headers();
     assert_eq!(headers["grpc-status"], status, "{headers:?}");
     assert_eq!(headers["content-type"], "application/grpc");
-    assert!(response.body().is_end_stream(), "nothing but headers");
+    assert!(response.body().is_end_stream(), "the rejection has a body");
     headers["grpc-message"].to_str().unwrap().to_owned()
 }
 
@@ -259,18 +259,18 @@ async fn rejections_are_grpc_statuses() {
         await_response(response).await.headers()["x-ratelimit-remaining"],
         "0"
     );
-    let told = assert_call_rejected(&proxy, "8").await;
+    let expected = assert_call_rejected(&proxy, "8").await;
     assert!(
-        told.starts_with("Over the limit of policy \"p\"."),
-        "{told}"
+        expected.starts_with("Over the limit of policy \"p\"."),
+        "{expected}"
     );
 
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0")
+    let closed_port = std::net::TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()
         .unwrap();
     let proxy = Proxy::builder()
-        .upstream_url(&format!("h2c://{nobody}"))
+        .upstream_url(&format!("h2c://{closed_port}"))
         .start()
         .await;
     assert_call_rejected(&proxy, "14").await;
@@ -297,10 +297,10 @@ async fn rejections_are_grpc_statuses() {
 
 #[tokio::test]
 async fn a_truncated_call_has_no_status() {
-    let gate = Arc::new(Semaphore::new(0));
-    let waiting = Arc::clone(&gate);
+    let release = Arc::new(Semaphore::new(0));
+    let waiting = Arc::clone(&release);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange: H2Exchange| {
-        let gate = Arc::clone(&waiting);
+        let release = Arc::clone(&waiting);
         async move {
             let response = Response::builder()
                 .header("content-type", "application/grpc")
@@ -308,7 +308,7 @@ async fn a_truncated_call_has_no_status() {
                 .unwrap();
             let mut stream = exchange.respond.send_response(response, false).unwrap();
             stream.send_data(encode_message("half"), false).unwrap();
-            gate.acquire().await.unwrap().forget();
+            release.acquire().await.unwrap().forget();
             stream.send_reset(h2::Reason::CANCEL);
         }
     })
@@ -316,12 +316,15 @@ async fn a_truncated_call_has_no_status() {
     let proxy = Proxy::builder().upstream_url(&upstream.url()).start().await;
     let (response, _sending) = start_call(&connect_client(proxy.address).await, "unary").await;
     let mut stream = await_response(response).await.into_body();
-    gate.add_permits(1);
+    release.add_permits(1);
     let end = loop {
         match timeout(TEST_TIMEOUT, stream.data()).await.unwrap() {
             Some(Ok(_)) => {}
             end => break end,
         }
     };
-    assert!(end.is_some_and(|end| end.is_err()), "it looks complete");
+    assert!(
+        end.is_some_and(|end| end.is_err()),
+        "the truncated call looks complete"
+    );
 }

@@ -1,6 +1,7 @@
-//! gRPC by a stack that is not ours, on both sides: what a client of tonic gets from a server of tonic, through the proxy.
+//! gRPC with an independent stack on both sides: a tonic client and a tonic server, through the
+//! proxy.
 //!
-//! Messages are texts. Codec and service are what a generator would have written.
+//! Messages are plain texts. Codec and service are written by hand in place of generated code.
 
 use crate::support::proxy::Proxy;
 use crate::support::{TEST_TIMEOUT, eventually};
@@ -72,7 +73,7 @@ impl Decoder for TextCodec {
 /// A server with a method of each kind, one that fails and one that never ends.
 #[derive(Clone, Default)]
 struct ShopService {
-    /// Calls that never end, and still go on.
+    /// Calls that never end and are still open.
     hanging_calls: Arc<AtomicUsize>,
 }
 
@@ -141,10 +142,10 @@ impl UnaryService<String> for ShopService {
                         "why-bin",
                         tonic::metadata::BinaryMetadataValue::from_bytes(b"\0\xff"),
                     );
-                    let told = "déjà vendu: 100 %";
+                    let message = "déjà vendu: 100 %";
                     Err(Status::with_details_and_metadata(
                         Code::NotFound,
-                        told,
+                        message,
                         "more".into(),
                         details,
                     ))
@@ -212,7 +213,7 @@ impl StreamingService<String> for ShopService {
     }
 }
 
-/// A client; connects when it first has to.
+/// A client that connects on its first call.
 struct ShopClient(tonic::client::Grpc<Channel>);
 
 impl ShopClient {
@@ -230,7 +231,7 @@ impl ShopClient {
             .unary(request, PathAndQuery::from_static("/a.Shop/One"), TextCodec);
         timeout(TEST_TIMEOUT, called)
             .await
-            .expect("no answer in time")
+            .expect("no response in time")
     }
 
     async fn send_text(&mut self, text: &str) -> Result<String, Status> {
@@ -281,7 +282,7 @@ fn stream_from_receiver(receiver: mpsc::Receiver<String>) -> impl Stream<Item = 
 async fn next_message(stream: &mut Streaming<String>) -> Result<Option<String>, Status> {
     timeout(TEST_TIMEOUT, stream.message())
         .await
-        .expect("no message in time")
+        .expect("the message did not arrive in time")
 }
 
 async fn start_through_proxy(config: &str) -> (ShopService, Proxy, ShopClient, JoinHandle<()>) {
@@ -336,7 +337,7 @@ async fn all_call_types_behave_as_without_a_proxy() {
     assert_eq!(
         (end.code(), end.message()),
         (Code::DataLoss, "no more"),
-        "said by trailers"
+        "the status is in the trailers"
     );
 
     client.0.ready().await.unwrap();
@@ -347,9 +348,11 @@ async fn all_call_types_behave_as_without_a_proxy() {
     let sum: Response<String> = timeout(TEST_TIMEOUT, sum).await.unwrap().unwrap();
     assert_eq!(sum.into_inner(), "abc");
 
-    // Each answer is there before the next question.
-    let (say, said) = mpsc::channel(1);
-    let mut chat = client.call_bidirectional(stream_from_receiver(said)).await;
+    // Each reply arrives before the next message is sent.
+    let (say, messages) = mpsc::channel(1);
+    let mut chat = client
+        .call_bidirectional(stream_from_receiver(messages))
+        .await;
     for text in ["a", "b", "c"] {
         say.send(text.to_owned()).await.unwrap();
         assert_eq!(
@@ -360,7 +363,7 @@ async fn all_call_types_behave_as_without_a_proxy() {
     drop(say);
     assert_eq!(next_message(&mut chat).await.unwrap(), None);
     assert!(chat.trailers().await.unwrap().is_some());
-    eventually("the chat to end", TEST_TIMEOUT, || {
+    eventually("the bidirectional call to end", TEST_TIMEOUT, || {
         (shop.hanging_calls.load(Ordering::SeqCst) == 0).then_some(())
     })
     .await;
@@ -372,7 +375,7 @@ async fn deadlines_reach_the_server_and_a_client_disconnect_cancels_its_call() {
     let hanging = |count: usize| {
         let hanging = Arc::clone(&shop.hanging_calls);
         async move {
-            eventually("as many calls", TEST_TIMEOUT, || {
+            eventually("the open calls", TEST_TIMEOUT, || {
                 (hanging.load(Ordering::SeqCst) == count).then_some(())
             })
             .await;
@@ -381,15 +384,17 @@ async fn deadlines_reach_the_server_and_a_client_disconnect_cancels_its_call() {
     let mut request = Request::new("hang".to_owned());
     request.set_timeout(Duration::from_millis(200));
     let status = client.call_unary(request).await.unwrap_err();
-    // Client and server look at their clocks at the same time.
+    // Client and server compute the remaining time at about the same moment.
     assert!(
         matches!(status.code(), Code::DeadlineExceeded | Code::Cancelled),
         "{status:?}"
     );
     hanging(0).await;
 
-    let (say, said) = mpsc::channel(1);
-    let mut chat = client.call_bidirectional(stream_from_receiver(said)).await;
+    let (say, messages) = mpsc::channel(1);
+    let mut chat = client
+        .call_bidirectional(stream_from_receiver(messages))
+        .await;
     say.send("a".to_owned()).await.unwrap();
     assert_eq!(next_message(&mut chat).await.unwrap().as_deref(), Some("a"));
     hanging(1).await;
@@ -397,7 +402,7 @@ async fn deadlines_reach_the_server_and_a_client_disconnect_cancels_its_call() {
     let called = timeout(Duration::from_millis(200), other.send_text("hang")).await;
     called.expect_err("it hangs until it is given up");
     hanging(1).await;
-    // Both directions: one alone would go on.
+    // Drops both directions: either one would keep the call open.
     drop((chat, say));
     hanging(0).await;
     assert_eq!(client.send_text("still here").await.unwrap(), "still here");
@@ -461,7 +466,7 @@ response_timeout = '200ms'
         "{over:?}"
     );
     assert!(over.metadata().get("retry-after").is_some(), "{over:?}");
-    // Streams are refused in the same way.
+    // Streams are rejected in the same way.
     let texts = Request::from_parts(
         case("denied", "").metadata().clone(),
         tonic::Extensions::new(),

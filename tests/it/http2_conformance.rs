@@ -1,4 +1,5 @@
-//! HTTP/2 as RFC 9113 has it: what a client does wrong ends its stream or its connection, with the right code.
+//! HTTP/2 conformance (RFC 9113): a client error ends its stream or its connection, with the
+//! correct code.
 
 use crate::support::h2_frames::*;
 use crate::support::proxy::Proxy;
@@ -6,14 +7,14 @@ use crate::support::upstream::{Upstream, echo};
 use std::future::pending;
 use std::net::SocketAddr;
 
-/// What becomes of a stream or a connection.
+/// How a stream or a connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum StreamOutcome {
     /// A response on stream 1.
     Answered,
-    /// RST_STREAM on stream 1; the connection goes on.
+    /// RST_STREAM on stream 1. The connection stays open.
     StreamReset(u32),
-    /// GOAWAY, and the end.
+    /// GOAWAY and a close.
     ConnectionClosed(u32),
 }
 use StreamOutcome::{Answered, ConnectionClosed, StreamReset};
@@ -28,31 +29,31 @@ async fn start_upstream() -> Upstream {
     .await
 }
 
-/// What comes of these frames, after a connection has begun as usual.
+/// Sends these frames after a normal connection start, and returns the outcome.
 async fn send_and_observe(address: SocketAddr, name: &str, frames: &[u8]) -> StreamOutcome {
     let mut client = FrameClient::connect(address, &[]).await;
     client
-        .wait_for_frame("settings", |frame| frame.kind == SETTINGS)
+        .wait_for_frame("SETTINGS", |frame| frame.kind == SETTINGS)
         .await;
     client.send(encode_frame(SETTINGS, ACK, 0, "")).await;
     client.send(frames).await;
-    let told = client.wait_for_frame(name, |frame| match frame.kind {
+    let outcome = client.wait_for_frame(name, |frame| match frame.kind {
         HEADERS | RST_STREAM => frame.stream == 1,
         kind => kind == GOAWAY,
     });
-    let told = told.await;
-    match (told.kind, told.error_code()) {
+    let outcome = outcome.await;
+    match (outcome.kind, outcome.error_code()) {
         (GOAWAY, Some(code)) => {
             assert!(
                 client.wait_for_close(crate::support::TEST_TIMEOUT).await.0,
-                "{name}: it stays open"
+                "{name}: the connection stays open"
             );
             ConnectionClosed(code)
         }
         (RST_STREAM, Some(code)) => {
             client.send(get_frame(101, "/")).await;
             client
-                .wait_for_frame("another answer", |frame| {
+                .wait_for_frame("another response", |frame| {
                     (frame.kind, frame.stream) == (HEADERS, 101)
                 })
                 .await;
@@ -81,8 +82,8 @@ async fn assert_outcomes(cases: Vec<(&str, Vec<u8>, StreamOutcome)>) {
     assert!(bad.is_empty(), "the upstream saw {bad:?}");
 }
 
-/// Where RFC 9113 asks for a more special code (FRAME_SIZE_ERROR, COMPRESSION_ERROR, STREAM_CLOSED), or for the end of
-/// one stream only, h2 ends the connection with this one.
+/// RFC 9113 requires a more specific code here (FRAME_SIZE_ERROR, COMPRESSION_ERROR,
+/// STREAM_CLOSED), or only a stream error. h2 ends the connection with PROTOCOL_ERROR.
 const STRICTER_THAN_RFC: StreamOutcome = ConnectionClosed(PROTOCOL_ERROR);
 
 /// A POST that the upstream never answers.
@@ -134,7 +135,7 @@ async fn malformed_frames() {
             ConnectionClosed(FRAME_SIZE_ERROR),
         ),
         (
-            "more padding than DATA",
+            "padding longer than the DATA frame",
             [
                 post_head_frame(&[]),
                 encode_frame(DATA, PADDED, 1, [5, 0, 0]),
@@ -143,7 +144,7 @@ async fn malformed_frames() {
             ConnectionClosed(PROTOCOL_ERROR),
         ),
         (
-            "more padding than HEADERS",
+            "padding longer than the HEADERS frame",
             encode_frame(HEADERS, PADDED | END_HEADERS, 1, [9, 0]),
             ConnectionClosed(PROTOCOL_ERROR),
         ),
@@ -158,7 +159,7 @@ async fn malformed_frames() {
             STRICTER_THAN_RFC,
         ),
         (
-            "frames of at most 100 bytes",
+            "SETTINGS_MAX_FRAME_SIZE of 100",
             encode_frame(SETTINGS, 0, 0, encode_setting(5, 100)),
             ConnectionClosed(PROTOCOL_ERROR),
         ),
@@ -177,12 +178,12 @@ async fn malformed_frames() {
             Answered,
         ),
         (
-            "a field that is in no table",
+            "an index beyond both header tables",
             encode_frame(HEADERS, END_HEADERS, 1, [0xff, 0x7f]),
             STRICTER_THAN_RFC,
         ),
         (
-            "half a field",
+            "a truncated field",
             encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x40, 10, b'x']),
             STRICTER_THAN_RFC,
         ),
@@ -237,12 +238,12 @@ async fn frames_on_invalid_streams() {
             ConnectionClosed(PROTOCOL_ERROR),
         ),
         (
-            "a promise by a client",
+            "PUSH_PROMISE by a client",
             after(encode_frame(PUSH_PROMISE, END_HEADERS, 1, [0, 0, 0, 2])),
             ConnectionClosed(PROTOCOL_ERROR),
         ),
         (
-            "a stream of the server's",
+            "a stream with an even id",
             get_frame(2, "/"),
             ConnectionClosed(PROTOCOL_ERROR),
         ),
@@ -272,22 +273,22 @@ async fn frames_on_invalid_streams() {
             Answered,
         ),
         (
-            "CONTINUATION of nothing",
+            "CONTINUATION without HEADERS",
             after(encode_frame(CONTINUATION, END_HEADERS, 1, "")),
             ConnectionClosed(PROTOCOL_ERROR),
         ),
         (
-            "DATA inside a head",
+            "DATA inside a header block",
             [begun.clone(), encode_frame(DATA, 0, 1, "x")].concat(),
             ConnectionClosed(PROTOCOL_ERROR),
         ),
         (
-            "PING inside a head",
+            "PING inside a header block",
             [begun.clone(), encode_frame(PING, 0, 0, [0; 8])].concat(),
             ConnectionClosed(PROTOCOL_ERROR),
         ),
         (
-            "somebody else's CONTINUATION",
+            "CONTINUATION of another stream",
             [
                 begun.clone(),
                 encode_frame(CONTINUATION, END_HEADERS, 3, ""),
@@ -296,7 +297,7 @@ async fn frames_on_invalid_streams() {
             ConnectionClosed(PROTOCOL_ERROR),
         ),
         (
-            "a head in parts",
+            "a header block in several frames",
             [
                 begun,
                 encode_frame(
@@ -310,37 +311,37 @@ async fn frames_on_invalid_streams() {
             Answered,
         ),
         (
-            "DATA after the end",
+            "DATA after END_STREAM",
             after(encode_frame(DATA, END_STREAM, 1, "x")),
             STRICTER_THAN_RFC,
         ),
         (
-            "HEADERS after the end",
+            "HEADERS after END_STREAM",
             after(request_frame(1, &GET_FIELDS)),
             STRICTER_THAN_RFC,
         ),
         (
-            "no window added to a stream",
+            "a stream WINDOW_UPDATE of 0",
             after(window_update_frame(1, 0)),
             ConnectionClosed(PROTOCOL_ERROR),
         ),
         (
-            "no window added to all",
+            "a connection WINDOW_UPDATE of 0",
             window_update_frame(0, 0),
             ConnectionClosed(PROTOCOL_ERROR),
         ),
         (
-            "too much window for a stream",
+            "a stream window above 2^31 - 1",
             after(window_update_frame(1, (1 << 31) - 1)),
             StreamReset(FLOW_CONTROL_ERROR),
         ),
         (
-            "too much window for all",
+            "a connection window above 2^31 - 1",
             window_update_frame(0, (1 << 31) - 1),
             ConnectionClosed(FLOW_CONTROL_ERROR),
         ),
         (
-            "an ACK of nothing",
+            "an unexpected SETTINGS ACK",
             encode_frame(SETTINGS, ACK, 0, ""),
             ConnectionClosed(PROTOCOL_ERROR),
         ),
@@ -389,7 +390,7 @@ async fn malformed_header_blocks_and_bodies() {
         ),
         (":status in a request", and(":status", "200"), wrong),
         (
-            "a pseudo-field after others",
+            "a pseudo-field after a regular field",
             request_frame(1, &[&[("x", "1")], &bad[..]].concat()),
             wrong,
         ),
@@ -423,7 +424,7 @@ async fn malformed_header_blocks_and_bodies() {
         ("a length, and no body", and("content-length", "1"), wrong),
         ("two lengths", and("content-length", "1, 2"), wrong),
         (
-            "less than its length",
+            "less DATA than content-length",
             [
                 post_head_frame(&[("content-length", "5")]),
                 encode_frame(DATA, END_STREAM, 1, "123"),
@@ -432,7 +433,7 @@ async fn malformed_header_blocks_and_bodies() {
             wrong,
         ),
         (
-            "more than its length",
+            "more DATA than content-length",
             [
                 post_head_frame(&[("content-length", "2")]),
                 encode_frame(DATA, 0, 1, "123"),
@@ -441,11 +442,11 @@ async fn malformed_header_blocks_and_bodies() {
             wrong,
         ),
         (
-            "trailers that do not end it",
+            "trailers without END_STREAM",
             [post_head_frame(&[]), request_head_frame(1, &[("x", "1")])].concat(),
             wrong,
         ),
-        // h2 drops them, and so the upstream sees none.
+        // h2 drops the pseudo-fields, so the upstream does not see them.
         (
             "trailers with pseudo-fields",
             [
@@ -459,7 +460,7 @@ async fn malformed_header_blocks_and_bodies() {
     .await;
 }
 
-/// What is right is answered: a PING, and settings, at once and in order.
+/// A PING and valid SETTINGS are acknowledged at once and in order.
 #[tokio::test]
 async fn pings_and_settings_are_acknowledged() {
     let upstream = start_upstream().await;
@@ -472,7 +473,9 @@ async fn pings_and_settings_are_acknowledged() {
         })
         .await;
     let pong = client
-        .wait_for_frame("a pong", |frame| (frame.kind, frame.flags) == (PING, ACK))
+        .wait_for_frame("a PING ACK", |frame| {
+            (frame.kind, frame.flags) == (PING, ACK)
+        })
         .await;
     assert_eq!(pong.payload, b"abcdefgh");
 }

@@ -1,4 +1,4 @@
-//! HTTP/2 clients that want to keep us busy: they go, others don't notice, and a metric counts it.
+//! HTTP/2 floods: the connection is closed, other clients are unaffected, and a metric counts it.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{ClientRequest, RawClient};
@@ -9,10 +9,10 @@ use hyper::Response;
 use std::future::pending;
 use std::time::{Duration, Instant};
 
-/// What a process may grow by while it is attacked.
+/// The most that the process may grow by during an attack.
 const MAX_GROWTH_KIB: u64 = 48 << 10;
 
-/// Answers at once, with much, or never.
+/// Answers at once, with a large body, or never, depending on the path.
 async fn start_upstream() -> Upstream {
     Upstream::with_handler(|request| async move {
         match request.uri().path() {
@@ -24,8 +24,8 @@ async fn start_upstream() -> Upstream {
     .await
 }
 
-/// Sends what `round` makes, again and again, until the proxy closes; meanwhile somebody else is served.
-/// Returns how many rounds were sent, and the code of the GOAWAY if there was one.
+/// Sends the frames of `round` repeatedly until the proxy closes. Meanwhile another client is
+/// served. Returns the number of rounds sent, and the code of the GOAWAY if there was one.
 async fn send_until_closed(
     proxy: &Proxy,
     opening: impl AsRef<[u8]>,
@@ -40,7 +40,7 @@ async fn send_until_closed(
     while sent < most && !attacker.is_closed() && attacker.send(round(sent)).await {
         assert!(
             Instant::now() < deadline,
-            "after {sent} rounds it still listens"
+            "after {sent} rounds the proxy still reads"
         );
         sent += 1;
         if !pause.is_zero() {
@@ -48,7 +48,7 @@ async fn send_until_closed(
         }
     }
     let (closed, code) = attacker.wait_for_close(TEST_TIMEOUT).await;
-    assert!(closed, "after {sent} rounds it is still there");
+    assert!(closed, "after {sent} rounds the connection is still open");
     other.abort();
     if let Err(error) = other.await {
         assert!(error.is_cancelled(), "the other client: {error}");
@@ -70,7 +70,7 @@ async fn keep_requesting(address: std::net::SocketAddr) {
     }
 }
 
-/// How often this reason is on the metrics page.
+/// The count of this reason on the metrics page.
 async fn closed_connections(proxy: &Proxy, reason: &str) -> u64 {
     let page = fetch_metrics(proxy).await;
     let line = format!("tidegate_connections_closed_total{{reason=\"{reason}\"}} ");
@@ -81,7 +81,7 @@ async fn closed_connections(proxy: &Proxy, reason: &str) -> u64 {
         .unwrap()
 }
 
-/// Waits until it is: the client may know of its end before we have counted it.
+/// Waits for this count: the client may see the close before the proxy has counted it.
 async fn wait_for_closed_connections(proxy: &Proxy, reason: &str, count: u64) {
     let deadline = Instant::now() + TEST_TIMEOUT;
     loop {
@@ -105,7 +105,7 @@ async fn fetch_metrics(proxy: &Proxy) -> String {
         .text()
 }
 
-/// Runs [`attack`], and sees that it was counted as a flood and took no memory.
+/// Sends a flood, and checks that the proxy counts it and does not grow.
 async fn assert_flood_is_stopped(
     name: &str,
     opening: impl AsRef<[u8]>,
@@ -134,14 +134,14 @@ async fn assert_paced_flood_is_stopped(
     wait_for_closed_connections(&proxy, "flood", 1).await;
     let grown = proxy.rss_kib().saturating_sub(before);
     assert!(grown < MAX_GROWTH_KIB, "{name}: {grown} KiB more");
-    let told: Vec<_> = proxy
+    let lines: Vec<_> = proxy
         .log_since(mark)
         .into_iter()
         .filter(|line| !line.is_level("INFO"))
         .collect();
     assert!(
-        told.is_empty(),
-        "{name}: an attacker wrote to the log: {told:?}"
+        lines.is_empty(),
+        "{name}: the flood caused log lines: {lines:?}"
     );
     assert_eq!(proxy.get("/").await.status, 200, "{name}");
 }
@@ -166,7 +166,8 @@ async fn requests_reset_as_soon_as_they_are_forwarded() {
             .flat_map(|n| make(stream_id(n)))
             .collect()
     };
-    // A round's requests are forwarded while it sleeps, and given up at the begin of the next one.
+    // The requests of a round are forwarded during the pause, and reset at the start of the next
+    // round.
     let round = |n: u32| {
         let given_up = n
             .checked_sub(1)
@@ -185,7 +186,7 @@ async fn requests_reset_as_soon_as_they_are_forwarded() {
 
 #[tokio::test]
 async fn requests_that_provoke_a_reset_by_the_server() {
-    // A window that grows beyond all measure is an error of the stream, and we have to reset it.
+    // A window overflow is a stream error, so the proxy must reset the stream.
     let round = |n| {
         [
             get_frame(stream_id(n), "/never"),
@@ -193,7 +194,7 @@ async fn requests_that_provoke_a_reset_by_the_server() {
         ]
         .concat()
     };
-    assert_flood_is_stopped("made you reset", "", 100_000, round).await;
+    assert_flood_is_stopped("resets by the server", "", 100_000, round).await;
 }
 
 #[tokio::test]
@@ -231,7 +232,7 @@ async fn control_frames_without_effect() {
     let many = |bytes: Vec<u8>| move |_| bytes.repeat(100);
     assert_flood_is_stopped("PING", "", 100_000, many(encode_frame(PING, 0, 0, [7; 8]))).await;
     assert_flood_is_stopped(
-        "PING that nobody asked for",
+        "unsolicited PING",
         "",
         100_000,
         many(encode_frame(PING, ACK, 0, [7; 8])),
@@ -266,7 +267,7 @@ async fn control_frames_without_effect() {
     )
     .await;
     assert_flood_is_stopped(
-        "resets of what is over",
+        "resets of finished streams",
         [get_frame(1, "/"), rst_stream_frame(1)].concat(),
         100_000,
         many(rst_stream_frame(1)),
@@ -284,7 +285,7 @@ async fn alternating_window_sizes_while_streams_wait() {
         encode_frame(SETTINGS, 0, 0, encode_setting(4, 1)),
     ]
     .concat();
-    assert_flood_is_stopped("SETTINGS that swing", opening, 100_000, |_| {
+    assert_flood_is_stopped("alternating SETTINGS", opening, 100_000, |_| {
         swing.repeat(20)
     })
     .await;
@@ -297,7 +298,7 @@ async fn window_updates_of_one_byte() {
         get_frame(1, "/big"),
     ]
     .concat();
-    assert_flood_is_stopped("WINDOW_UPDATE by the byte", opening, 100_000, |_| {
+    assert_flood_is_stopped("WINDOW_UPDATE of one byte", opening, 100_000, |_| {
         window_update_frame(1, 1).repeat(50)
     })
     .await;
@@ -322,12 +323,9 @@ async fn data_frames_without_payload() {
         encode_frame(DATA, PADDED, 1, [vec![255], vec![0; 255]].concat())
     })
     .await;
-    assert_flood_is_stopped(
-        "DATA by the byte that nobody reads",
-        &opening,
-        100_000,
-        |_| encode_frame(DATA, 0, 1, "x"),
-    )
+    assert_flood_is_stopped("unread DATA of one byte", &opening, 100_000, |_| {
+        encode_frame(DATA, 0, 1, "x")
+    })
     .await;
 }
 
@@ -339,7 +337,7 @@ async fn a_header_block_that_decompresses_to_megabytes_is_a_431() {
     let before = proxy.rss_kib();
     for references in [1_000, 16_000] {
         let mut client = FrameClient::connect(proxy.address, &encode_setting(1, u32::MAX)).await;
-        // One byte per reference to a field of 4,000 bytes.
+        // Each byte refers to an indexed field of 4,000 bytes.
         let bomb = [
             encode_header_block(&GET_FIELDS),
             encode_indexed_literal("x-bomb", &"b".repeat(4_000)),
@@ -354,14 +352,18 @@ async fn a_header_block_that_decompresses_to_megabytes_is_a_431() {
             .send(encode_frame(CONTINUATION, END_HEADERS, 1, rest))
             .await;
         let answer = client
-            .wait_for_frame("an answer", |frame| matches!(frame.kind, HEADERS | GOAWAY))
+            .wait_for_frame("a response", |frame| matches!(frame.kind, HEADERS | GOAWAY))
             .await;
         assert!(
             answer.kind == GOAWAY || answer.status().is_none(),
             "{answer:?}"
         );
     }
-    assert_eq!(upstream.requests().len(), 1, "the upstream saw none of it");
+    assert_eq!(
+        upstream.requests().len(),
+        1,
+        "the request reached the upstream"
+    );
     assert!(proxy.rss_kib() < before + MAX_GROWTH_KIB);
 }
 
@@ -387,7 +389,7 @@ async fn streams_without_a_window_are_reset_and_others_are_served() {
     assert_eq!(proxy.get("/").await.status, 200);
     for _ in 0..streams {
         client
-            .wait_for_frame("a reset", |frame| frame.kind == RST_STREAM)
+            .wait_for_frame("RST_STREAM", |frame| frame.kind == RST_STREAM)
             .await;
     }
     let grown = proxy.rss_kib().saturating_sub(before);
@@ -403,18 +405,14 @@ async fn streams_without_a_window_are_reset_and_others_are_served() {
         )
         .await;
     let answer = client
-        .wait_for_frame("an answer", |frame| {
+        .wait_for_frame("a response", |frame| {
             frame.kind == HEADERS && frame.stream == stream_id(streams)
         })
         .await;
-    assert_eq!(
-        answer.status(),
-        Some(200),
-        "the connection is as good as ever"
-    );
+    assert_eq!(answer.status(), Some(200), "the connection still works");
 }
 
-/// What looks like a flood and is none.
+/// Traffic that resembles a flood but is legitimate.
 #[tokio::test]
 async fn busy_clients_are_not_disconnected() {
     let upstream = start_upstream().await;
@@ -427,7 +425,8 @@ async fn busy_clients_are_not_disconnected() {
         next += 1;
         stream_id(next - 1)
     };
-    // Small answers, each thanked for as the chattiest clients do; refusals; and heads alone.
+    // Small responses, each acknowledged as the most talkative clients do, denials, and HEAD
+    // requests.
     for path in ["/", "/limited"] {
         for method in ["GET", "HEAD"] {
             for _ in 0..1_500 {
@@ -435,7 +434,7 @@ async fn busy_clients_are_not_disconnected() {
                 let fields = [&[(":method", method), (":path", path)], &GET_FIELDS[1..3]].concat();
                 client.send(request_frame(id, &fields)).await;
                 client
-                    .wait_for_frame("the end", |frame| {
+                    .wait_for_frame("END_STREAM", |frame| {
                         frame.stream == id && frame.flags & END_STREAM != 0
                     })
                     .await;
@@ -451,7 +450,7 @@ async fn busy_clients_are_not_disconnected() {
             }
         }
     }
-    // Many given up at once, as when somebody leaves a page.
+    // Many requests reset at once, as when a user leaves a page.
     let given_up: Vec<u32> = (0..150).map(|_| stream()).collect();
     client
         .send(
@@ -473,14 +472,14 @@ async fn busy_clients_are_not_disconnected() {
     let last = stream();
     client.send(get_frame(last, "/")).await;
     client
-        .wait_for_frame("an answer", |frame| {
+        .wait_for_frame("a response", |frame| {
             frame.stream == last && frame.kind == HEADERS
         })
         .await;
     assert_eq!(closed_connections(&proxy, "flood").await, 0);
 }
 
-/// The reasons that are no floods.
+/// Reasons for closed connections other than floods.
 #[tokio::test]
 async fn slow_and_malformed_clients_are_counted_by_reason() {
     let upstream = start_upstream().await;

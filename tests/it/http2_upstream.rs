@@ -1,4 +1,5 @@
-//! HTTP/2 towards the upstream: many requests on one connection, and each with its own end; `bodies`: what they carry.
+//! HTTP/2 to the upstream: many requests on one connection, each with its own end. `bodies` covers
+//! their bodies.
 
 mod bodies;
 
@@ -23,7 +24,7 @@ use tokio::io::AsyncReadExt;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 
-/// One worker, so that it is known whose connections are whose.
+/// One worker, so that all connections belong to the same pool.
 const ONE_WORKER: &str = "listen.threads = 1\n";
 
 async fn start_proxy(upstream: &H2Upstream, config: &str) -> Proxy {
@@ -34,15 +35,15 @@ async fn start_proxy(upstream: &H2Upstream, config: &str) -> Proxy {
         .await
 }
 
-/// Answers when it is let.
+/// Answers once the test releases the semaphore.
 fn respond_when_released(
-    gate: &Arc<Semaphore>,
+    release: &Arc<Semaphore>,
 ) -> impl Fn(H2Exchange) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send>> + Clone + use<> {
-    let gate = Arc::clone(gate);
+    let release = Arc::clone(release);
     move |exchange| {
-        let gate = Arc::clone(&gate);
+        let release = Arc::clone(&release);
         Box::pin(async move {
-            gate.acquire().await.unwrap().forget();
+            release.acquire().await.unwrap().forget();
             exchange.respond_with(200, "ok");
         })
     }
@@ -77,7 +78,7 @@ async fn a_request_is_translated_to_http2() {
         "x-forwarded-for: 127.0.0.1",
         "via: 1.1 tidegate",
     ] {
-        assert!(text.lines().any(|had| had == line), "{line} in {text}");
+        assert!(text.lines().any(|had| had == line), "no {line} in {text}");
     }
     for name in [
         "host",
@@ -96,7 +97,7 @@ async fn a_request_is_translated_to_http2() {
     }
     assert_eq!(reply.header("via"), Some("2 tidegate"));
 
-    // By HTTP/2 on both sides: cookies in pieces are put together.
+    // HTTP/2 on both sides: cookie fields are joined.
     let mut request = Request::get("http://shop.example/")
         .body(ClientBody::default())
         .unwrap();
@@ -138,27 +139,30 @@ async fn a_request_is_translated_to_http2() {
 
 #[tokio::test]
 async fn one_connection_carries_many_concurrent_requests() {
-    let gate = Arc::new(Semaphore::new(0));
-    let upstream = H2Upstream::with_handler(Builder::new(), respond_when_released(&gate)).await;
+    let release = Arc::new(Semaphore::new(0));
+    let upstream = H2Upstream::with_handler(Builder::new(), respond_when_released(&release)).await;
     let proxy = start_proxy(&upstream, "").await;
     let asked: Vec<_> = (0..60).map(|_| spawn_get(&proxy, "/")).collect();
-    gate.add_permits(60);
+    release.add_permits(60);
     for asked in asked {
         assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
     }
     assert_eq!(
         upstream.connection_count(),
         1,
-        "though all came at once, before there was any"
+        "concurrent requests share the first connection"
     );
 }
 
 #[tokio::test]
 async fn another_connection_is_opened_when_all_streams_are_in_use() {
-    let gate = Arc::new(Semaphore::new(0));
+    let release = Arc::new(Semaphore::new(0));
     let mut builder = Builder::new();
     builder.max_concurrent_streams(2);
-    let (slow, seen) = (respond_when_released(&gate), Arc::<AtomicUsize>::default());
+    let (slow, seen) = (
+        respond_when_released(&release),
+        Arc::<AtomicUsize>::default(),
+    );
     let seeing = Arc::clone(&seen);
     let upstream = H2Upstream::with_handler(builder, move |exchange| {
         seeing.fetch_add(1, Ordering::SeqCst);
@@ -168,30 +172,31 @@ async fn another_connection_is_opened_when_all_streams_are_in_use() {
     let config = "upstream.max_connections = 2\nupstream.queue_timeout = '200ms'";
     let proxy = start_proxy(&upstream, config).await;
     let asked: Vec<_> = (0..4).map(|_| spawn_get(&proxy, "/")).collect();
-    eventually("four to be there", TEST_TIMEOUT, || {
+    eventually("four requests", TEST_TIMEOUT, || {
         (seen.load(Ordering::SeqCst) == 4).then_some(())
     })
     .await;
     assert_eq!(
         proxy.get("/").await.status,
         503,
-        "there is no room for a fifth"
+        "a fifth request has no stream"
     );
-    gate.add_permits(4);
+    release.add_permits(4);
     for asked in asked {
         assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
     }
     assert_eq!(upstream.connection_count(), 2);
 
-    // Who has time to wait gets its turn.
+    // A request with a long queue timeout gets a stream later.
     let config = "upstream.max_connections = 1\nupstream.queue_timeout = '10s'";
     let proxy = start_proxy(&upstream, config).await;
     let asked: Vec<_> = (0..6).map(|_| spawn_get(&proxy, "/")).collect();
-    gate.add_permits(6);
+    release.add_permits(6);
     for asked in asked {
         assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
     }
-    // It is closed for others when one who just got his turn seems to wait still.
+    // A connection may be closed for another worker while a request that just got a stream still
+    // counts as waiting.
     assert!(
         (3..=4).contains(&upstream.connection_count()),
         "{}",
@@ -201,8 +206,8 @@ async fn another_connection_is_opened_when_all_streams_are_in_use() {
 
 #[tokio::test]
 async fn after_goaway_a_connection_only_finishes_its_open_streams() {
-    let gate = Arc::new(Semaphore::new(0));
-    let slow = respond_when_released(&gate);
+    let release = Arc::new(Semaphore::new(0));
+    let slow = respond_when_released(&release);
     let upstream = H2Upstream::with_handler(Builder::new(), move |exchange| {
         let slow = (exchange.request.uri().path() == "/slow").then(|| slow.clone());
         async move {
@@ -227,7 +232,7 @@ async fn after_goaway_a_connection_only_finishes_its_open_streams() {
             .text(),
         "0"
     );
-    // Which is the first to know of it is a matter of luck; all are answered.
+    // Which worker sees the GOAWAY first depends on timing. All requests are answered.
     for _ in 0..20 {
         assert_eq!(
             proxy
@@ -239,7 +244,7 @@ async fn after_goaway_a_connection_only_finishes_its_open_streams() {
         );
     }
     assert_eq!(proxy.get("/").await.text(), "1");
-    gate.add_permits(1);
+    release.add_permits(1);
     assert_eq!(
         timeout(TEST_TIMEOUT, under_way).await.unwrap().unwrap(),
         200
@@ -270,13 +275,13 @@ async fn a_refused_stream_is_retried_once() {
     let proxy = start_proxy(&upstream, "").await;
     for (method, length, refusals, status, times) in [
         ("GET", 0, "1", 200, 2),
-        // Nothing has happened, so even this may be sent again.
+        // The upstream has processed nothing, so even this request may be retried.
         ("POST", 0, "1", 200, 2),
         ("GET", 0, "2", 502, 2),
         ("POST", 4, "1", 200, 2),
         ("POST", 60_000, "1", 200, 2),
         ("POST", 4, "2", 502, 2),
-        // Its begin is not there any more.
+        // The start of the body is no longer buffered.
         ("POST", 200_000, "1", 502, 1),
     ] {
         seen.store(0, Ordering::SeqCst);
@@ -294,13 +299,13 @@ async fn a_refused_stream_is_retried_once() {
     assert_eq!(upstream.connection_count(), 1);
 }
 
-/// A server's SETTINGS, all as by default, and its word that it has seen ours.
+/// A server's default SETTINGS, and the ACK of the client's SETTINGS.
 const SERVER_SETTINGS: &[u8] = b"\0\0\0\x04\0\0\0\0\0\0\0\0\x04\x01\0\0\0\0";
 
-/// GOAWAY: the last request that was looked at is none.
+/// GOAWAY with a last stream id of 0: no stream was processed.
 const GOAWAY_NO_STREAMS: &[u8] = b"\0\0\x08\x07\0\0\0\0\0\0\0\0\0\0\0\0\0";
 
-/// Reads the preface and frames, until there is one of type HEADERS.
+/// Reads the preface and frames up to the first HEADERS frame.
 async fn read_request_head(socket: &mut RawSocket) {
     let stream = socket.stream();
     stream.read_exact(&mut [0; 24]).await.unwrap();
@@ -323,7 +328,7 @@ async fn a_request_after_goaway_is_retried_on_another_connection() {
         if number == 0 {
             socket.send(GOAWAY_NO_STREAMS).await;
         } else {
-            // :status 204 by HPACK's static table, END_STREAM and END_HEADERS.
+            // :status 204 from HPACK's static table, with END_STREAM and END_HEADERS.
             socket.send(b"\0\0\x01\x01\x05\0\0\0\x01\x89").await;
         }
         socket.read_to_close().await;
@@ -366,9 +371,9 @@ async fn a_reset_instead_of_a_response_is_a_502() {
 
 #[tokio::test]
 async fn a_client_disconnect_cancels_only_its_own_request() {
-    let (told, mut given_up) = mpsc::channel(8);
+    let (events, mut given_up) = mpsc::channel(8);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let told = told.clone();
+        let events = events.clone();
         async move {
             let begins = exchange.request.uri().path() == "/begun";
             if exchange.request.uri().path() == "/" {
@@ -387,7 +392,7 @@ async fn a_client_disconnect_cancels_only_its_own_request() {
                 Some(stream) => std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok(),
                 None => exchange.wait_for_reset().await,
             };
-            told.send(reason).await.unwrap();
+            events.send(reason).await.unwrap();
         }
     })
     .await;
@@ -418,19 +423,19 @@ async fn a_client_disconnect_cancels_only_its_own_request() {
     assert_eq!(upstream.connection_count(), 1);
 }
 
-/// Servers end a connection on which many requests are taken back before they have looked at them.
+/// Servers close a connection with many requests that were reset before they were processed.
 #[tokio::test]
 async fn a_client_that_cancels_many_requests_does_not_affect_others() {
-    let (told, mut given_up) = mpsc::channel(100);
-    let gate = Arc::new(Semaphore::new(0));
-    let slow = respond_when_released(&gate);
+    let (events, mut given_up) = mpsc::channel(100);
+    let release = Arc::new(Semaphore::new(0));
+    let slow = respond_when_released(&release);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let (slow, told) = (slow.clone(), told.clone());
+        let (slow, events) = (slow.clone(), events.clone());
         async move {
             if exchange.request.uri().path() == "/others" {
                 return slow(exchange).await;
             }
-            told.send(exchange.wait_for_reset().await).await.unwrap();
+            events.send(exchange.wait_for_reset().await).await.unwrap();
         }
     })
     .await;
@@ -446,7 +451,7 @@ async fn a_client_that_cancels_many_requests_does_not_affect_others() {
     (0..60).for_each(|n| attack.extend(h2_frames::get_frame(2 * n + 1, "/")));
     let mut attacker = std::net::TcpStream::connect(proxy.address).unwrap();
     attacker.write_all(&attack).unwrap();
-    // The upstream runs in this thread: it is busy, and then all has come at once.
+    // Blocks this thread, in which the upstream runs, so that all frames arrive at once afterwards.
     std::thread::sleep(Duration::from_millis(300));
     drop(attacker);
     std::thread::sleep(Duration::from_millis(300));
@@ -458,14 +463,18 @@ async fn a_client_that_cancels_many_requests_does_not_affect_others() {
         );
     }
     let next = spawn_get(&proxy, "/others");
-    gate.add_permits(2);
+    release.add_permits(2);
     assert_eq!((others.await.unwrap(), next.await.unwrap()), (200, 200));
-    assert_eq!(upstream.connection_count(), 2, "the first gets no more");
+    assert_eq!(
+        upstream.connection_count(),
+        2,
+        "the first connection gets no more requests"
+    );
 }
 
 #[tokio::test]
 async fn a_connection_whose_response_timed_out_is_not_reused() {
-    // Agrees to HTTP/2 and is never heard of again: the first connection only.
+    // The first connection agrees to HTTP/2 and then goes silent.
     let upstream = RawUpstream::with_script(|number, mut socket| async move {
         socket.send(SERVER_SETTINGS).await;
         read_request_head(&mut socket).await;
@@ -487,7 +496,7 @@ async fn a_connection_whose_response_timed_out_is_not_reused() {
     assert_eq!(
         upstream.connection_count(),
         2,
-        "nothing more is sent where nobody answers"
+        "the silent connection got another request"
     );
 }
 
@@ -511,12 +520,12 @@ async fn an_upstream_without_http2_is_detected_before_a_request_is_sent() {
         }
         assert!(!String::from_utf8_lossy(&upstream.received_bytes()).contains("secret"));
     }
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0")
+    let closed_port = std::net::TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()
         .unwrap();
     let proxy = Proxy::builder()
-        .upstream_url(&format!("h2c://{nobody}"))
+        .upstream_url(&format!("h2c://{closed_port}"))
         .start()
         .await;
     let reply = proxy.get("/").await;

@@ -1,4 +1,4 @@
-//! What an upstream says before its answer (1xx) reaches clients who can read it, and nobody else.
+//! Informational (1xx) responses reach only clients that can read them.
 
 use crate::support::client::{RawClient, RawResponse};
 use crate::support::h2_upstream::H2Upstream;
@@ -12,15 +12,18 @@ use tokio::sync::Semaphore;
 const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
 const OK_RESPONSE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 
-/// Says something, and answers when it is let.
-async fn start_upstream_with_hints(hints: impl Into<String>, gate: &Arc<Semaphore>) -> RawUpstream {
-    let (hints, gate) = (hints.into(), Arc::clone(gate));
+/// Sends an informational response, and the final one once the test releases it.
+async fn start_upstream_with_hints(
+    hints: impl Into<String>,
+    release: &Arc<Semaphore>,
+) -> RawUpstream {
+    let (hints, release) = (hints.into(), Arc::clone(release));
     RawUpstream::with_script(move |_, mut socket| {
-        let (hints, gate) = (hints.clone(), Arc::clone(&gate));
+        let (hints, release) = (hints.clone(), Arc::clone(&release));
         async move {
             while socket.read_request().await.is_some() {
                 socket.send(hints.as_bytes()).await;
-                gate.acquire().await.unwrap().forget();
+                release.acquire().await.unwrap().forget();
                 socket.send(OK_RESPONSE.as_bytes()).await;
             }
         }
@@ -34,11 +37,11 @@ async fn read_response_head(client: &mut RawClient) -> RawResponse {
 
 #[tokio::test]
 async fn early_hints_are_forwarded_at_once_without_hop_by_hop_fields() {
-    let gate = Arc::new(Semaphore::new(0));
+    let release = Arc::new(Semaphore::new(0));
     let hints = "HTTP/1.1 102 Processing\r\n\r\n\
         HTTP/1.1 103 Early Hints\r\nLink: </a.css>; rel=preload\r\nLink: </b.js>\r\nConnection: x-hop, close\r\n\
         X-Hop: 1\r\nKeep-Alive: timeout=5\r\nContent-Length: 7\r\nVia: 1.1 inner\r\n\r\n";
-    let upstream = start_upstream_with_hints(hints, &gate).await;
+    let upstream = start_upstream_with_hints(hints, &release).await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
     for _ in 0..3 {
@@ -58,8 +61,11 @@ async fn early_hints_are_forwarded_at_once_without_hop_by_hop_fields() {
             ("via", "1.1 inner, 1.1 tidegate"),
         ];
         assert_eq!(fields, expected);
-        assert!(!client.has_buffered_bytes(), "the answer is still to come");
-        gate.add_permits(1);
+        assert!(
+            !client.has_buffered_bytes(),
+            "the final response is not sent yet"
+        );
+        release.add_permits(1);
         let reply = client.read_response().await;
         assert_eq!((reply.status, reply.text().as_str()), (200, "ok"));
     }
@@ -68,10 +74,10 @@ async fn early_hints_are_forwarded_at_once_without_hop_by_hop_fields() {
 
 #[tokio::test]
 async fn early_hints_are_forwarded_from_http2_upstreams() {
-    let gate = Arc::new(Semaphore::new(0));
-    let waiting = Arc::clone(&gate);
+    let release = Arc::new(Semaphore::new(0));
+    let waiting = Arc::clone(&release);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let gate = Arc::clone(&waiting);
+        let release = Arc::clone(&waiting);
         async move {
             for link in ["</a>", "</b>"] {
                 let early = Response::builder()
@@ -81,7 +87,7 @@ async fn early_hints_are_forwarded_from_http2_upstreams() {
                     .unwrap();
                 exchange.respond.send_informational(early).unwrap();
             }
-            gate.acquire().await.unwrap().forget();
+            release.acquire().await.unwrap().forget();
             exchange.respond_with(200, "ok");
         }
     })
@@ -96,22 +102,22 @@ async fn early_hints_are_forwarded_from_http2_upstreams() {
             (103, Some(link), Some("2 tidegate"))
         );
     }
-    gate.add_permits(1);
+    release.add_permits(1);
     assert_eq!(client.read_response().await.text(), "ok");
 }
 
 #[tokio::test]
 async fn clients_that_cannot_read_hints_get_none() {
-    let gate = Arc::new(Semaphore::new(100));
+    let release = Arc::new(Semaphore::new(100));
     let upstream =
-        start_upstream_with_hints("HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n", &gate).await;
+        start_upstream_with_hints("HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n", &release).await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut old = RawClient::connect(proxy.address).await;
     old.send("GET / HTTP/1.0\r\nHost: a\r\n\r\n").await;
     assert_eq!(read_response_head(&mut old).await.status, 200);
 
-    // An expectation is met here, once, and not by the upstream, who knows nothing of it.
-    let upstream = start_upstream_with_hints("HTTP/1.1 100 Continue\r\n\r\n", &gate).await;
+    // The proxy answers an expectation itself, once. The upstream does not see it.
+    let upstream = start_upstream_with_hints("HTTP/1.1 100 Continue\r\n\r\n", &release).await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
     client.send(GET_REQUEST).await;
@@ -126,20 +132,20 @@ async fn clients_that_cannot_read_hints_get_none() {
 
 #[tokio::test]
 async fn hints_are_bounded_and_precede_the_final_response() {
-    let gate = Arc::new(Semaphore::new(100));
+    let release = Arc::new(Semaphore::new(100));
     for (length, most) in [(10, 16), (6000, 2), (20_000, 0)] {
         let hint = format!(
             "HTTP/1.1 103 Early Hints\r\nLink: {}\r\n\r\n",
             "x".repeat(length)
         );
-        let upstream = start_upstream_with_hints(hint.repeat(200), &gate).await;
+        let upstream = start_upstream_with_hints(hint.repeat(200), &release).await;
         let proxy = Proxy::start("", upstream.address).await;
         let mut client = RawClient::connect(proxy.address).await;
         for _ in 0..2 {
             client.send(GET_REQUEST).await;
             let mut hints = 0;
             let reply = loop {
-                // Each of them is whole: else this could not be read.
+                // Each of them is complete, otherwise it could not be parsed.
                 let reply = client.read_any_response(false).await;
                 if reply.status != 103 {
                     break reply;
@@ -157,15 +163,15 @@ async fn hints_are_bounded_and_precede_the_final_response() {
 
 #[tokio::test]
 async fn hints_are_never_sent_inside_a_response() {
-    let gate = Arc::new(Semaphore::new(0));
-    let waiting = Arc::clone(&gate);
+    let release = Arc::new(Semaphore::new(0));
+    let waiting = Arc::clone(&release);
     let big = format!(
         "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}",
         8 << 20,
         "x".repeat(8 << 20)
     );
     let upstream = RawUpstream::with_script(move |_, mut socket| {
-        let (big, gate) = (big.clone(), Arc::clone(&waiting));
+        let (big, release) = (big.clone(), Arc::clone(&waiting));
         async move {
             while let Some(request) = socket.read_request().await {
                 if request.starts_with(b"GET /big") {
@@ -175,7 +181,7 @@ async fn hints_are_never_sent_inside_a_response() {
                 socket
                     .send(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
                     .await;
-                gate.acquire().await.unwrap().forget();
+                release.acquire().await.unwrap().forget();
                 socket.send(OK_RESPONSE.as_bytes()).await;
             }
         }
@@ -183,12 +189,12 @@ async fn hints_are_never_sent_inside_a_response() {
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
-    // The second is asked while the first answer is still on its way.
+    // Pipelined: the second request is sent during the first response.
     client
         .send("GET /big HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n")
         .await;
     client.read_past(b"\r\n\r\n").await;
-    gate.add_permits(1);
+    release.add_permits(1);
     let body = client.read_past(b"xHTTP/1.1").await;
     assert_eq!(body.len(), (8 << 20) + 8);
     assert!(body[..8 << 20].iter().all(|byte| *byte == b'x'));

@@ -1,4 +1,4 @@
-//! The commands for people on call: `explain` and `keys`.
+//! The commands for operators: `explain` and `keys`.
 
 use crate::support::process::{ProcessOutput, run_command, tidegate_command};
 use crate::support::proxy::Proxy;
@@ -39,7 +39,7 @@ match = { path = "/api/**" }
 limit = { requests = 1, per = "10m" }
 "#;
 
-/// A configuration file in front of a Redis, and the commands that read it.
+/// A configuration file for a Redis server, and the commands that read it.
 struct CommandFixture {
     dir: TempDir,
     redis: RedisServer,
@@ -83,7 +83,7 @@ impl CommandFixture {
         ended.stdout
     }
 
-    /// Uses up what ann has at the pay service.
+    /// Uses up ann's limit at the pay service.
     async fn exhaust_limit(&self) -> (Proxy, Upstream) {
         let upstream = Upstream::echo().await;
         let proxy = Proxy::start(&self.config_text(), upstream.address).await;
@@ -104,7 +104,7 @@ impl CommandFixture {
 #[tokio::test]
 async fn explain_says_why_each_policy_applies_or_not() {
     let office = CommandFixture::start();
-    let told = office
+    let output = office
         .run_successfully(&[
             "explain",
             "GET",
@@ -121,26 +121,26 @@ async fn explain_says_why_each_policy_applies_or_not() {
         "api-new          matches: key api-new, cost 1 (shadow)",
         "Admitted.",
     ] {
-        assert!(told.contains(line), "{line:?} is not in\n{told}");
+        assert!(output.contains(line), "{line:?} is not in\n{output}");
     }
     assert!(
-        !told.contains("daily"),
-        "the override replaces all limits:\n{told}"
+        !output.contains("daily"),
+        "the override replaces all limits:\n{output}"
     );
 
-    let told = office
+    let output = office
         .run_successfully(&["explain", "GET", "/health"])
         .await;
     assert!(
-        told.contains("matches: exempt") && told.contains("api              not reached"),
-        "{told}"
+        output.contains("matches: exempt") && output.contains("api              not reached"),
+        "{output}"
     );
-    let told = office
+    let output = office
         .run_successfully(&["explain", "POST", "/api/x", "--ip", "2001:db8::1:2:3:4"])
         .await;
     assert!(
-        told.contains("key writes/2001:db8::%2F64, cost 1"),
-        "{told}"
+        output.contains("key writes/2001:db8::%2F64, cost 1"),
+        "{output}"
     );
 }
 
@@ -149,15 +149,15 @@ async fn explain_and_keys_read_the_counters_without_changing_them() {
     let office = CommandFixture::start();
     let _busy = office.exhaust_limit().await;
     for _ in 0..3 {
-        let told = office
+        let output = office
             .run_successfully(&["explain", "GET", "/api/pay/2", "-H", "X-User-Id: ann"])
             .await;
         assert!(
-            told.contains("3 per 10m, sliding_log           0 left, more in "),
-            "{told}"
+            output.contains("3 per 10m, sliding_log           0 left, more in "),
+            "{output}"
         );
-        assert!(told.contains("97 left"), "{told}");
-        assert!(told.contains("Rejected by api: 429."), "{told}");
+        assert!(output.contains("97 left"), "{output}");
+        assert!(output.contains("Rejected by api: 429."), "{output}");
         let shown = office
             .run_successfully(&["keys", "show", "api", "ann", "pay"])
             .await;
@@ -171,7 +171,7 @@ async fn explain_and_keys_read_the_counters_without_changing_them() {
     assert_eq!(
         lines.len(),
         4,
-        "a title, two limits, the shadow's; no probe:\n{listed}"
+        "expected a title, two limits and the shadow limit, without a probe:\n{listed}"
     );
     assert!(
         lines[1].contains("3  ") && lines[1].ends_with("api/ann/pay"),
@@ -187,7 +187,7 @@ async fn explain_and_keys_read_the_counters_without_changing_them() {
     );
 }
 
-/// At what a limit allows now, all of a bucket would have come back long ago.
+/// At the current rate, the bucket would have refilled long ago.
 #[tokio::test]
 async fn a_listed_bucket_refills_at_the_rate_it_was_charged_with() {
     let office = CommandFixture::start();
@@ -224,7 +224,7 @@ async fn a_listed_bucket_refills_at_the_rate_it_was_charged_with() {
     );
     assert!(
         listed.lines().skip(1).all(|line| line.contains(" 6 m ")),
-        "a ninth of an hour:\n{listed}"
+        "expected a ninth of an hour:\n{listed}"
     );
 }
 
@@ -232,11 +232,11 @@ async fn a_listed_bucket_refills_at_the_rate_it_was_charged_with() {
 async fn a_reset_takes_effect_within_a_second() {
     let office = CommandFixture::start();
     let (proxy, _upstream) = office.exhaust_limit().await;
-    let told = office
+    let output = office
         .run_successfully(&["keys", "reset", "api", "ann", "pay"])
         .await;
-    assert!(told.contains("2 of 2 counters"), "{told}");
-    // The proxy may know for up to a second that the key is exhausted.
+    assert!(output.contains("2 of 2 counters"), "{output}");
+    // The deny cache of the proxy may hold the key for up to a second.
     let deadline = std::time::Instant::now() + std::time::Duration::from_millis(1500);
     while proxy
         .request("GET", "/api/pay/1")
@@ -308,11 +308,11 @@ async fn invalid_arguments_get_helpful_errors() {
         "{}",
         ended.stderr
     );
-    let told = office
+    let output = office
         .run_successfully(&["explain", "GET", "/api/pay/1"])
         .await;
     assert!(
-        told.contains("The state of the limits is unknown: the store gave no answer (refused)."),
-        "{told}"
+        output.contains("The state of the limits is unknown: the store gave no answer (refused)."),
+        "{output}"
     );
 }

@@ -1,4 +1,4 @@
-//! Claims of tokens as keys and in matches, from file to socket.
+//! JWT claims as keys and match conditions, end to end.
 
 use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
 use crate::support::proxy::{LogLine, Proxy};
@@ -11,7 +11,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// One request per user; all without one share one.
+/// One request per user. All requests without a user share one.
 const PER_USER_POLICY: &str = r#"
 [[policy]]
 name = "per-user"
@@ -51,10 +51,10 @@ async fn every_verified_user_has_a_quota_and_all_others_share_one() {
         assert_eq!(
             get_status(&proxy, &issuers[1].bearer_for_subject(user)).await,
             429,
-            "{user}, by another token"
+            "{user}, with another token"
         );
     }
-    assert_eq!(proxy.get("/").await.status, 200, "who is nobody");
+    assert_eq!(proxy.get("/").await.status, 200, "the anonymous quota");
     let (ann, stranger) = (
         issuers[0].bearer_for_subject("dan"),
         TokenIssuer::new("RS256", Algorithm::RS256),
@@ -75,18 +75,18 @@ async fn every_verified_user_has_a_quota_and_all_others_share_one() {
         assert_eq!(
             get_status(&proxy, &bearer).await,
             429,
-            "{what}: they all share one quota"
+            "{what}: requests without a valid token share one quota"
         );
     }
     assert_eq!(
         get_status(&proxy, &ann).await,
         200,
-        "nobody has used it for him"
+        "the user's quota is unused"
     );
     assert_eq!(
         upstream.last_request().single_header("authorization"),
         ann,
-        "forwarded as it came"
+        "the token is forwarded unchanged"
     );
     let twice = proxy
         .request("GET", "/")
@@ -173,7 +173,7 @@ limit = {{ requests = 1, per = "1h" }}
     assert_eq!(
         status(json!({ "plan": "gold" })).await,
         200,
-        "the one request of the anonymous"
+        "the single anonymous request"
     );
     assert_eq!(status(json!({ "plan": "gold" })).await, 429);
 }
@@ -208,14 +208,15 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
     for bad in ["{", r#"{"keys":[]}"#, ""] {
         let mark = proxy.log_mark();
         fs::write(&file, bad).unwrap();
-        let told = |line: &LogLine| line.is_level("ERROR") && line.contains("client.jwt.keys_file");
+        let is_error =
+            |line: &LogLine| line.is_level("ERROR") && line.contains("client.jwt.keys_file");
         proxy
-            .wait_for_log("a complaint about the keys", mark, TEST_TIMEOUT, told)
+            .wait_for_log("the error about the keys", mark, TEST_TIMEOUT, is_error)
             .await;
         assert_eq!(
             get_status(&proxy, &old.bearer_for_subject("ann")).await,
             429,
-            "the old keys stay"
+            "the old keys stay active"
         );
     }
     write_jwks(&file, &[&new]);
@@ -231,12 +232,12 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
     assert_eq!(
         get_status(&proxy, &old.bearer_for_subject("ann")).await,
         400,
-        "known before, and no longer believed"
+        "a token of a removed key is no longer accepted"
     );
     assert_eq!(
         get_status(&proxy, &new.bearer_for_subject("ann")).await,
         429,
-        "her counter has stayed"
+        "her counter is unchanged"
     );
 }
 
@@ -251,8 +252,10 @@ async fn unverified_tokens_cause_a_warning_and_secrets_are_never_logged() {
         upstream.address,
     )
     .await;
-    let told = |line: &LogLine| line.is_level("WARN") && line.contains("unverified JWT");
-    proxy.wait_for_log("a warning", 0, TEST_TIMEOUT, told).await;
+    let is_warning = |line: &LogLine| line.is_level("WARN") && line.contains("unverified JWT");
+    proxy
+        .wait_for_log("a warning", 0, TEST_TIMEOUT, is_warning)
+        .await;
     let (one, other) = (
         TokenIssuer::with_secret("a").bearer_for_subject("ann"),
         TokenIssuer::with_secret("b").bearer_for_subject("ann"),

@@ -1,4 +1,4 @@
-//! `leaky_bucket` as clients and upstreams meet it: requests are held until their turn.
+//! `leaky_bucket` end to end: requests are queued until their turn.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{RawClient, RawResponse};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-/// A place every half second. Beside it a policy that only counts.
+/// One queue slot every half second, and a second policy that only counts.
 const QUEUE_POLICIES: &str = r#"
 [[policy]]
 name = "count"
@@ -23,7 +23,7 @@ limit = { requests = 2, per = "1s", algorithm = "leaky_bucket", max_delay = "1s"
 "#;
 const QUEUE_INTERVAL: Duration = Duration::from_millis(500);
 
-/// An upstream that remembers when each request arrived.
+/// An upstream that records when each request arrived.
 async fn start_recording_upstream() -> (Upstream, Arc<Mutex<Vec<Instant>>>) {
     let arrivals = Arc::<Mutex<Vec<Instant>>>::default();
     let seen = Arc::clone(&arrivals);
@@ -34,7 +34,7 @@ async fn start_recording_upstream() -> (Upstream, Arc<Mutex<Vec<Instant>>>) {
     (upstream.await, arrivals)
 }
 
-/// So many GETs at once, to each proxy in turn.
+/// Sends this many GETs at the same time, to each proxy in turn.
 async fn send_concurrently(proxies: &[Proxy], count: usize) -> Vec<RawResponse> {
     let mut asked = JoinSet::new();
     for n in 0..count {
@@ -43,7 +43,7 @@ async fn send_concurrently(proxies: &[Proxy], count: usize) -> Vec<RawResponse> 
     timeout(TEST_TIMEOUT, asked.join_all()).await.unwrap()
 }
 
-/// Ends when so many requests beside its own have been decided.
+/// Waits until the proxy has decided this many requests besides its own.
 async fn wait_until_decided(proxy: &Proxy, requests: u64) {
     let looked = timeout(TEST_TIMEOUT, async {
         let mut looks = 1;
@@ -59,7 +59,8 @@ async fn wait_until_decided(proxy: &Proxy, requests: u64) {
     looked.await.unwrap();
 }
 
-/// Judged against the first moment at which one could have been decided: no delay on the way makes that earlier.
+/// Compares with the earliest possible decision time. A delay in transit never makes an arrival
+/// earlier.
 fn assert_evenly_spaced(start: Instant, arrivals: &[Instant]) {
     for (place, arrival) in (0..).zip(arrivals) {
         let earliest = start + QUEUE_INTERVAL * place;
@@ -80,7 +81,7 @@ async fn requests_are_released_evenly_and_excess_requests_are_refused() {
     let all_sent = start.elapsed();
     let (admitted, refused): (Vec<_>, Vec<_>) =
         replies.iter().partition(|reply| reply.status == 200);
-    // Three places are within reach at once, and one more with every place that has passed.
+    // Three queue slots are available at once, and one more after each interval.
     assert!(admitted.len() >= 3, "{}", admitted.len());
     assert!(admitted.len() <= 3 + (all_sent.as_millis() / QUEUE_INTERVAL.as_millis()) as usize);
     assert!(!refused.is_empty());
@@ -93,7 +94,7 @@ async fn requests_are_released_evenly_and_excess_requests_are_refused() {
         assert_eq!(reply.header("retry-after"), Some("1"));
         assert!(
             reply.retry_after_us() <= 500_000,
-            "a place is free after half a second"
+            "a queue slot is free after half a second"
         );
     }
     let arrivals = arrivals.lock().unwrap();
@@ -140,7 +141,7 @@ async fn a_disconnected_client_is_not_forwarded_and_its_queue_slot_stays_consume
     assert_eq!(proxy.get("/line/third").await.status, 200);
     assert!(
         start.elapsed() >= QUEUE_INTERVAL * 2,
-        "the leaver's place was given away"
+        "the disconnected client's queue slot was reused"
     );
     let line = upstream
         .requests()

@@ -1,4 +1,5 @@
-//! Leases: proxies that take units in advance, one Redis, and a judge at the upstream.
+//! Leases: several proxies take units in advance from one Redis. The upstream records show the
+//! admitted requests.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{ClientRequest, RawClient};
@@ -32,10 +33,10 @@ on_store_failure = "closed"
     proxy
 }
 
-/// How long a refusal is remembered where units are lent.
+/// How long the deny cache holds a refusal of a leased policy.
 const REFUSAL_CACHE_TTL: Duration = Duration::from_millis(20);
 
-/// Calls of our programs so far.
+/// The number of script calls so far.
 async fn count_script_calls(server: &RedisServer) -> u64 {
     server
         .read_info_number("commandstats", "cmdstat_evalsha")
@@ -99,7 +100,7 @@ async fn an_exhausted_key_calls_redis_only_after_the_refusal_cache_expires() {
             "{reply:?}"
         );
     }
-    // Each moment one question, and one for the instances each second.
+    // One call per deny cache TTL, and one membership call per second.
     let moments = began.elapsed().div_duration_f64(REFUSAL_CACHE_TTL) as u64;
     let asked = count_script_calls(&server).await - before;
     assert_eq!(passed, 20);
@@ -128,7 +129,7 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
         per_us: 60_000_000,
         algorithm,
     });
-    // More is asked for in the background by a question that costs nothing.
+    // A background call of cost 0 requests more units.
     let lend = async |limit: &Limit| {
         let lease = Some(Lease {
             size: Some(5),
@@ -172,11 +173,11 @@ async fn unused_units_are_returned_when_the_process_ends() {
     assert_eq!(
         second.get_statuses("/", 2).await,
         [429; 2],
-        "the rest is lent"
+        "the remaining units are leased"
     );
     first.send_sigterm();
     first.wait_for_exit(TEST_TIMEOUT).await;
-    // A refusal is remembered for a moment.
+    // The deny cache holds a refusal for a moment.
     sleep(REFUSAL_CACHE_TTL).await;
     assert_eq!(
         second.get_statuses("/", 9).await,
@@ -196,8 +197,8 @@ async fn unused_units_are_returned_when_the_lease_expires() {
     assert_eq!(first.get_statuses("/", 3).await, [200; 3]);
     let deadline = Instant::now() + TEST_TIMEOUT;
     while second.get("/").await.status != 200 {
-        assert!(Instant::now() < deadline, "nothing was given back");
-        // A refusal is remembered for a second where nothing is lent.
+        assert!(Instant::now() < deadline, "no units were returned");
+        // Without a lease, the deny cache holds a refusal for one second.
         sleep(Duration::from_millis(50)).await;
     }
     assert_eq!(
@@ -249,14 +250,14 @@ limit = { requests = 3, per = "1h" }
 const LIMIT_UNITS: usize = 200;
 const LIMIT_PERIOD: Duration = Duration::from_secs(1);
 
-/// An upstream that notes what reaches it.
+/// An upstream that records the requests it receives.
 struct RecordingUpstream {
     start: Instant,
     arrivals: Arc<Mutex<Vec<RequestArrival>>>,
     upstream: Upstream,
 }
 
-/// It was decided between these two.
+/// An admitted request. It was decided between these two times.
 #[derive(Clone, Debug)]
 struct RequestArrival {
     path: String,
@@ -264,7 +265,7 @@ struct RequestArrival {
     arrived: Instant,
 }
 
-/// One request and its answer.
+/// One request and its response.
 #[derive(Clone, Copy, Debug)]
 struct ClientSample {
     sent: Instant,
@@ -298,7 +299,7 @@ impl RecordingUpstream {
         }
     }
 
-    /// What arrived at a path, in order.
+    /// The requests that arrived at a path, in order.
     fn arrivals(&self, path: &str) -> Vec<RequestArrival> {
         let arrivals = self.arrivals.lock().unwrap();
         let mut own: Vec<_> = arrivals
@@ -310,7 +311,7 @@ impl RecordingUpstream {
         own
     }
 
-    /// Asks for a path until a time.
+    /// Sends requests for a path until a given time.
     fn spawn_client(
         &self,
         proxy: &Proxy,
@@ -326,7 +327,7 @@ impl RecordingUpstream {
     }
 }
 
-/// The most that were certainly decided within less than a period.
+/// The largest number of requests that were certainly decided within less than a period.
 fn max_arrivals_in_a_period(arrivals: &[RequestArrival]) -> usize {
     let within = |(nth, last): (usize, &RequestArrival)| {
         arrivals[..=nth]
@@ -363,14 +364,14 @@ async fn send_requests_until(
 
 #[tokio::test]
 async fn three_proxies_keep_the_limit_while_one_is_killed() {
-    let (server, judge) = (RedisServer::start(), RecordingUpstream::start().await);
+    let (server, recorder) = (RedisServer::start(), RecordingUpstream::start().await);
     let policy = format!(
         "limit = {{ requests = {LIMIT_UNITS}, per = \"{}ms\" }}\nlease = {{ size = 20, ttl = \"100ms\" }}",
         LIMIT_PERIOD.as_millis()
     );
     let mut proxies = Vec::new();
     for _ in 0..3 {
-        proxies.push(start_proxy(&server, &judge.upstream, &policy).await);
+        proxies.push(start_proxy(&server, &recorder.upstream, &policy).await);
     }
     let length = 4 * LIMIT_PERIOD;
     let until = Instant::now() + length;
@@ -378,7 +379,7 @@ async fn three_proxies_keep_the_limit_while_one_is_killed() {
     for proxy in &proxies {
         clients.push(
             (0..6)
-                .map(|_| judge.spawn_client(proxy, "/", until))
+                .map(|_| recorder.spawn_client(proxy, "/", until))
                 .collect(),
         );
     }
@@ -396,7 +397,7 @@ async fn three_proxies_keep_the_limit_while_one_is_killed() {
                 .all(|asked| [200, 429].contains(&asked.status))
         );
     }
-    let arrivals = judge.arrivals("/");
+    let arrivals = recorder.arrivals("/");
     println!("{} admitted", arrivals.len());
     assert!(
         max_arrivals_in_a_period(&arrivals) <= LIMIT_UNITS,
@@ -410,21 +411,22 @@ async fn three_proxies_keep_the_limit_while_one_is_killed() {
     );
 }
 
-/// `store.redis.timeout` of the proxies in front of a cluster, and what a busy machine may add to it.
+/// `store.redis.timeout` of the proxies in front of a cluster, and an allowance for a busy machine.
 const TIMEOUT: Duration = Duration::from_millis(300);
 const TIMEOUT_SLACK: Duration = Duration::from_millis(300);
 
-/// From the return of a node until its keys are decided.
+/// From the return of a node until Redis decides its keys again.
 const MAX_RECOVERY: Duration = Duration::from_secs(4);
 
-/// Units in hand of one proxy.
+/// Units in one lease of one proxy.
 const LEASE_UNITS: usize = 20;
 const LEASE_TTL: Duration = Duration::from_millis(100);
 
-/// It loses what it has counted, which lets in one further limit for its own keys, and the others go on.
+/// The restarted node loses its counters, which admits one further limit for its own keys. Other
+/// keys are unaffected.
 #[tokio::test]
 async fn a_cluster_node_is_killed_and_restarts_empty() {
-    let (mut cluster, judge) = (
+    let (mut cluster, recorder) = (
         RedisCluster::start().await,
         RecordingUpstream::start().await,
     );
@@ -451,7 +453,7 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     );
     let mut proxies = Vec::new();
     for _ in 0..3 {
-        let proxy = Proxy::start(&config, judge.upstream.address).await;
+        let proxy = Proxy::start(&config, recorder.upstream.address).await;
         proxy.wait_for_store().await;
         proxies.push(proxy);
     }
@@ -460,7 +462,7 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     let [gone, there] = paths.each_ref().map(|path| {
         let clients = proxies.iter().flat_map(|proxy| [proxy; 3]);
         clients
-            .map(|proxy| judge.spawn_client(proxy, path, until))
+            .map(|proxy| recorder.spawn_client(proxy, path, until))
             .collect::<Vec<_>>()
     });
     sleep(3 * LIMIT_PERIOD / 2).await;
@@ -486,7 +488,7 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
         .max()
         .unwrap();
     assert!(slowest <= TIMEOUT + TIMEOUT_SLACK, "{slowest:?}");
-    let arrivals = judge.arrivals(&paths[1]);
+    let arrivals = recorder.arrivals(&paths[1]);
     let of_second = |n: u32| {
         let (from, to) = (died + LIMIT_PERIOD * n, died + LIMIT_PERIOD * (n + 1));
         arrivals
@@ -497,23 +499,24 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     let others: Vec<usize> = (0..6).map(of_second).collect();
     assert!(
         max_arrivals_in_a_period(&arrivals) <= LIMIT_UNITS,
-        "{} of the others in a period",
+        "{} admitted for other nodes in a period",
         max_arrivals_in_a_period(&arrivals)
     );
-    // What is lent counts until the lease's end: they come in heaps, a little more than a period apart.
-    let heaps = others.windows(2).map(|two| two[0] + two[1]);
+    // Leased units count until the lease ends. Admissions come in bursts, slightly more than a
+    // period apart.
+    let bursts = others.windows(2).map(|two| two[0] + two[1]);
     assert!(
-        heaps.min() >= Some(LIMIT_UNITS * 9 / 10),
-        "others went on: {others:?}"
+        bursts.min() >= Some(LIMIT_UNITS * 9 / 10),
+        "keys of other nodes were affected: {others:?}"
     );
     let late = there.iter().filter(|asked| asked.status == 503);
     assert!(
         late.clone().all(|asked| asked.latency >= TIMEOUT),
-        "they need another node"
+        "keys of other nodes got an early 503"
     );
     assert!(late.count() <= there.len() / 20);
 
-    let arrivals = judge.arrivals(&paths[0]);
+    let arrivals = recorder.arrivals(&paths[0]);
     let before = arrivals
         .iter()
         .filter(|one| one.arrived < restarted)
@@ -526,17 +529,17 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
         .collect::<Vec<_>>();
     assert!(
         max_arrivals_in_a_period(&before) <= LIMIT_UNITS,
-        "{} in a period before",
+        "{} in a period before the restart",
         max_arrivals_in_a_period(&before)
     );
     assert!(
         max_arrivals_in_a_period(&after) <= LIMIT_UNITS,
-        "{} in a period after",
+        "{} in a period after the restart",
         max_arrivals_in_a_period(&after)
     );
     assert!(
         max_arrivals_in_a_period(&arrivals) <= 2 * LIMIT_UNITS,
-        "{} in a period across",
+        "{} in a period across the restart",
         max_arrivals_in_a_period(&arrivals)
     );
     let in_hand = before.iter().filter(|one| one.sent >= died).count();
@@ -547,7 +550,7 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     let held = before.last().unwrap().sent.saturating_duration_since(died);
     assert!(
         held <= LEASE_TTL + TIMEOUT_SLACK,
-        "units were handed out for {held:?}"
+        "leased units were used for {held:?}"
     );
     let refused = gone.iter().filter(|asked| asked.status == 503).count();
     assert!(
@@ -607,7 +610,7 @@ async fn units_leased_for_a_cancelled_request_serve_other_requests() {
             }
         }
     }
-    // This is asked behind them.
+    // Sent after the cancelled calls.
     let look = store.decide(&[Charge { cost: 0, ..charge }]).await.unwrap();
     let left = look.statuses[0].unwrap().remaining;
     assert!(left >= 1000 - 50 - 10, "{left}");
@@ -642,7 +645,7 @@ async fn units_leased_under_old_limits_are_returned_at_once() {
         assert!(store.decide(&[charge]).await.unwrap().admitted);
         let deadline = Instant::now() + TEST_TIMEOUT;
         let look = Charge::new(limit, &key, 0);
-        // Two requests at most, and one lease.
+        // At most two requests and one lease.
         while store.decide(&[look]).await.unwrap().statuses[0]
             .unwrap()
             .remaining
@@ -650,7 +653,7 @@ async fn units_leased_under_old_limits_are_returned_at_once() {
         {
             assert!(
                 Instant::now() < deadline,
-                "the lease of before is still out"
+                "the lease of the old limit was not returned"
             );
             sleep(Duration::from_millis(5)).await;
         }
@@ -695,7 +698,7 @@ async fn a_short_lease_expires_before_an_older_long_one() {
         } {
             assert!(
                 Instant::now() < deadline,
-                "{name}: {} are left",
+                "{name}: {} remaining",
                 left().await
             );
             sleep(Duration::from_millis(5)).await;

@@ -1,4 +1,4 @@
-//! Start and end, and the commands around them.
+//! Startup, shutdown, and the commands around them.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{ClientRequest, RawClient};
@@ -35,13 +35,16 @@ async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {
     proxy.send_sigterm();
     assert!(
         idle.closes_within(TEST_TIMEOUT).await,
-        "idle keep-alive connections are closed"
+        "an idle keep-alive connection is open"
     );
     assert!(
         TcpStream::connect(proxy.address).await.is_err(),
-        "nobody new is let in"
+        "a new connection was accepted"
     );
-    assert!(proxy.is_running(), "it waits for the request in flight");
+    assert!(
+        proxy.is_running(),
+        "the proxy must wait for the request in flight"
+    );
     feeder.send("after").await;
     drop(feeder);
     busy.read_past(b"after").await;
@@ -71,7 +74,8 @@ async fn sigterm_without_requests_in_flight_exits_quickly() {
     );
 }
 
-/// As when a container's runtime dies: its pipe is broken, and the standard library's printing would panic.
+/// The log pipe breaks, as when a container runtime dies. The standard library's print macros would
+/// panic.
 #[tokio::test]
 async fn a_broken_log_pipe_does_not_stop_the_proxy() {
     let upstream = Upstream::echo().await;
@@ -89,7 +93,7 @@ async fn a_broken_log_pipe_does_not_stop_the_proxy() {
     {
         assert!(
             Instant::now() < deadline,
-            "the reload must have failed, and have been logged"
+            "the reload must fail and be logged"
         );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -132,7 +136,7 @@ async fn sigterm_keeps_serving_during_the_shutdown_delay() {
     assert!(start.elapsed() >= Duration::from_secs(1));
 }
 
-/// A file with several things wrong in it, and what has to be said about them.
+/// A file with several errors, followed by their expected messages.
 const INVALID_CONFIG: &str = r#"
 [listen]
 adress = "127.0.0.1:0"
@@ -188,10 +192,10 @@ async fn an_invalid_configuration_exits_with_1_and_lists_all_errors() {
     )
     .await;
     assert_eq!(ended.status.code(), Some(1));
-    for said in EXPECTED_ERROR_TEXTS {
+    for expected in EXPECTED_ERROR_TEXTS {
         assert!(
-            ended.stderr.contains(said),
-            "{said:?} is not in {}",
+            ended.stderr.contains(expected),
+            "{expected:?} is not in {}",
             ended.stderr
         );
     }
@@ -202,10 +206,10 @@ async fn check_reports_every_error_with_its_position() {
     let (_dir, path) = write_config_file(INVALID_CONFIG);
     let ended = run_command(tidegate_command().arg("check").arg(&path)).await;
     assert_eq!(ended.status.code(), Some(1));
-    for said in EXPECTED_ERROR_TEXTS {
+    for expected in EXPECTED_ERROR_TEXTS {
         assert!(
-            ended.stderr.contains(said),
-            "{said:?} is not in {}",
+            ended.stderr.contains(expected),
+            "{expected:?} is not in {}",
             ended.stderr
         );
     }
@@ -266,10 +270,10 @@ limit = { requests = 5, per = "1m" }
     let (_dir, path) = write_config_file(text);
     let ended = run_command(tidegate_command().arg("check").arg(&path)).await;
     assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
-    for said in ["login", "POST", "/api/login", "5"] {
+    for expected in ["login", "POST", "/api/login", "5"] {
         assert!(
-            ended.stdout.contains(said),
-            "{said:?} is not in {}",
+            ended.stdout.contains(expected),
+            "{expected:?} is not in {}",
             ended.stdout
         );
     }
@@ -296,30 +300,30 @@ async fn secrets_are_read_from_files_and_never_printed() {
         fs::write(&config, format!("{head}key_prefix = \"t\"\n{redis}")).unwrap();
         let ended = run_command(tidegate_command().arg("check").arg(&config)).await;
         assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
-        let said = ended.stdout + &ended.stderr;
-        assert!(!said.contains("hunter2"), "{said}");
+        let output = ended.stdout + &ended.stderr;
+        assert!(!output.contains("hunter2"), "{output}");
     }
 }
 
 #[tokio::test]
 async fn the_environment_overrides_the_file_and_flags_override_both() {
     let upstream = Upstream::echo().await;
-    let nobody = "http://127.0.0.1:1";
+    let closed_url = "http://127.0.0.1:1";
     let text = format!(
-        "[upstream]\nurl = \"{nobody}\"\nresponse_timeout = \"5s\"\n[response]\nheaders = \"none\"\n\
+        "[upstream]\nurl = \"{closed_url}\"\nresponse_timeout = \"5s\"\n[response]\nheaders = \"none\"\n\
         [[policy]]\nname = \"p\"\nlimit = {{ requests = 9, per = \"1h\" }}\n"
     );
     let builder = Proxy::builder().config(&text).upstream(upstream.address);
     let builder = builder
         .env("TIDEGATE_RESPONSE__HEADERS", "standard")
-        .env("TIDEGATE_UPSTREAM__URL", nobody);
-    // What Kubernetes injects for a Service of this name is not ours.
+        .env("TIDEGATE_UPSTREAM__URL", closed_url);
+    // Variables that Kubernetes injects for a Service of this name are not settings.
     let builder = builder
         .env("TIDEGATE_PORT", "tcp://10.0.0.1:80")
         .env("TIDEGATE_SERVICE_HOST", "10.0.0.1");
     let proxy = builder.start().await;
     let reply = proxy.get("/").await;
-    assert_eq!(reply.status, 200, "the flag's upstream");
+    assert_eq!(reply.status, 200, "the flag sets the upstream");
     assert!(reply.header("ratelimit").is_some() && reply.header("x-ratelimit-limit").is_none());
 }
 
@@ -395,7 +399,7 @@ async fn the_demo_prints_curl_commands_that_reach_the_limit() {
     );
 }
 
-/// Address and path of the curl lines that send nothing but a GET.
+/// Returns address and path of the curl commands that send a plain GET.
 fn find_plain_get_urls(text: &str) -> Vec<(String, String)> {
     let curls = text
         .lines()
@@ -425,12 +429,12 @@ async fn an_unreachable_upstream_is_logged_once() {
     let proxy = Proxy::builder().start().await;
     assert_eq!(proxy.get_statuses("/", 30).await, [502; 30]);
     let lines = proxy.log_text();
-    let told: Vec<&str> = lines
+    let matching: Vec<&str> = lines
         .lines()
         .filter(|line| line.contains("requests are not forwarded"))
         .collect();
-    assert_eq!(told.len(), 1, "{lines}");
-    assert!(told[0].contains("connect_refused"), "{}", told[0]);
+    assert_eq!(matching.len(), 1, "{lines}");
+    assert!(matching[0].contains("connect_refused"), "{}", matching[0]);
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! Limits as clients meet them: admitted, counted down, refused, told the truth.
+//! Limits end to end: admission, remaining units, refusals, and correct response fields.
 
 use crate::support::proxy::Proxy;
 use crate::support::upstream::{Upstream, full_body};
@@ -40,7 +40,10 @@ async fn remaining_counts_down_and_the_429_has_an_exact_retry_after() {
             reply.header("x-ratelimit-remaining"),
             Some(left.to_string().as_str())
         );
-        assert!(reply.header("retry-after").is_none(), "nothing to wait for");
+        assert!(
+            reply.header("retry-after").is_none(),
+            "an admitted response has no retry-after"
+        );
     }
     let reply = proxy.get("/api/x").await;
     assert_eq!(reply.status, 429);
@@ -81,7 +84,7 @@ async fn remaining_counts_down_and_the_429_has_an_exact_retry_after() {
     assert_eq!(
         upstream.requests().len(),
         3,
-        "what was refused did not reach the upstream"
+        "a refused request reached the upstream"
     );
 }
 
@@ -107,14 +110,14 @@ async fn trap_10_requests_are_admitted_after_retry_after_and_not_before() {
     let config = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '3s' }";
     let (proxy, _upstream) = start_proxy(config).await;
     assert_eq!(proxy.get("/").await.status, 200);
-    // So that the end of the wait is not a whole period away.
+    // The end of the wait is then less than a period away.
     sleep_until((Instant::now() + Duration::from_millis(400)).into()).await;
     assert_eq!(proxy.get("/").await.status, 200);
     let sent = Instant::now();
     let refused = proxy.get("/").await;
     let received = Instant::now();
     assert_eq!(refused.status, 429);
-    // The decision fell between sent and received, and so did the start of the wait.
+    // The decision, and so the start of the wait, lies between sent and received.
     let wait = Duration::from_micros(refused.retry_after_us());
     loop {
         let asked = Instant::now();
@@ -122,7 +125,7 @@ async fn trap_10_requests_are_admitted_after_retry_after_and_not_before() {
         if Instant::now() < sent + wait {
             assert_eq!(status, 429, "too early");
         } else if asked >= received + wait {
-            assert_eq!(status, 200, "waited as told");
+            assert_eq!(status, 200, "admitted after retry_after");
             break;
         } else if status == 200 {
             break;
@@ -147,7 +150,7 @@ limit = { requests = 10, per = "5s", algorithm = "token_bucket", burst = 3 }
     let wait_us = refused.retry_after_us();
     assert!(
         wait_us <= 500_000,
-        "one unit is back after half a second: {wait_us}"
+        "one unit returns after half a second: {wait_us}"
     );
     tokio::time::sleep(Duration::from_micros(wait_us + 2_000)).await;
     assert_eq!(proxy.get_statuses("/", 2).await, [200, 429]);
@@ -166,7 +169,7 @@ limit = { requests = 4, per = "1s", algorithm = "sliding_window", buckets = 5 }
     assert_eq!(proxy.get_statuses("/", 4).await, [200; 4]);
     let refused = proxy.get("/").await;
     assert_eq!(refused.status, 429);
-    // The last instant of the oldest sub-window has to be a whole period old.
+    // The last instant of the oldest sub-window must be a whole period old.
     let sent_us = clock.now_us();
     let wait_us = refused.retry_after_us();
     assert!(
@@ -190,7 +193,7 @@ limit = { requests = 2, per = "2s", algorithm = "fixed_window" }
     let mut asked = 0;
     let edge_us = loop {
         asked += 1;
-        assert!(asked < 1_000, "nothing is refused");
+        assert!(asked < 1_000, "no request was refused");
         let sent_us = clock.now_us();
         let reply = proxy.get("/").await;
         let received_us = clock.now_us();
@@ -239,7 +242,7 @@ limits = [
     assert_eq!(
         reply.header("x-ratelimit-limit"),
         Some("2"),
-        "the least r/q"
+        "the limit with the lowest r/q"
     );
     assert_eq!(proxy.get_statuses("/", 2).await, [200, 429]);
 }
@@ -357,12 +360,12 @@ limit = { requests = 1, per = "1h" }
     assert_eq!(
         [beta().await, beta().await],
         [200, 429],
-        "met before the exemption"
+        "the earlier limit applies before the exemption"
     );
     assert_eq!(
         proxy.get_statuses("/x", 2).await,
         [200, 429],
-        "neither used the others' quota"
+        "the policies charged each other's quota"
     );
     assert!(
         upstream
@@ -404,7 +407,7 @@ limit = { requests = 1, per = "1h" }
             .send_for_status()
             .await,
         429,
-        "empty is absent"
+        "an empty value counts as absent"
     );
     assert_eq!(proxy.get_statuses("/skip", 3).await, [200, 200, 200]);
     assert_eq!(proxy.get_statuses("/reject", 1).await, [400]);
@@ -526,7 +529,7 @@ limit = { requests = 1000, per = "1h" }
     assert_eq!(
         proxy.get("/?tenant=a&t%65nant=b").await.status,
         400,
-        "the same name, written otherwise"
+        "the same name in another spelling"
     );
     assert_eq!(
         proxy
@@ -540,7 +543,7 @@ limit = { requests = 1000, per = "1h" }
     assert_eq!(
         proxy.get("/?tenant=a&other=b&other=c").await.status,
         200,
-        "not a part of the key"
+        "the parameter is not part of the key"
     );
 }
 
@@ -595,7 +598,7 @@ async fn get_policies_apply_to_head_and_a_refused_head_has_no_body() {
     assert!(refused.header("retry-after").is_some());
     assert!(
         client.read_to_close().await.is_empty(),
-        "nothing after the head"
+        "the response to HEAD has a body"
     );
     assert_eq!(
         proxy.request("POST", "/").send_for_status().await,
@@ -624,7 +627,7 @@ limit = { requests = 7, per = "1h" }
     assert_eq!(never.status, 429);
     assert!(
         never.header("retry-after").is_none(),
-        "there is nothing to wait for"
+        "a limit of 0 has no retry-after"
     );
     let left = |reply: &crate::support::client::RawResponse| {
         reply.list_parameter("ratelimit", "dear", "r")
@@ -635,7 +638,7 @@ limit = { requests = 7, per = "1h" }
     assert_eq!(
         (refused.status, left(&refused)),
         (429, Some(1)),
-        "one is left, three are wanted"
+        "one unit remains, the cost is three"
     );
 }
 
@@ -741,11 +744,11 @@ async fn the_upstreams_rate_limit_headers_are_kept() {
     assert_eq!(
         reply.header("x-ratelimit-remaining"),
         Some("1"),
-        "the stricter of the two"
+        "expected the stricter of the two"
     );
 }
 
-/// One proxy, one policy for each condition; a policy that matches answers 403.
+/// One proxy, with one policy per condition. A matching policy answers 403.
 #[tokio::test]
 async fn every_match_condition_selects_the_expected_requests() {
     let conditions = [

@@ -1,4 +1,5 @@
-//! TLS with clients: who is shown what, who gets in, and what passes; `changes`: what becomes of it while it runs.
+//! TLS with clients: certificate selection, client certificates, and traffic. `reload` covers
+//! changes at run time.
 
 mod reload;
 
@@ -22,7 +23,7 @@ use tokio_rustls::rustls::version;
 
 const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";
 
-/// `[listen.tls]` with the certificate called `a`.
+/// `[listen.tls]` with the certificate named `a`.
 fn tls_config(ca: &CertificateAuthority, more: &str) -> String {
     format!(
         "[listen.tls]\ncert = {:?}\nkey = {:?}\n{more}\n",
@@ -31,7 +32,7 @@ fn tls_config(ca: &CertificateAuthority, more: &str) -> String {
     )
 }
 
-/// An authority that has signed `a`, for a.example.
+/// An authority with a signed certificate `a` for a.example.
 fn new_authority() -> CertificateAuthority {
     let ca = CertificateAuthority::new();
     ca.sign("a", "a.example");
@@ -46,7 +47,7 @@ async fn fetch_metrics(proxy: &Proxy) -> String {
         .text()
 }
 
-/// The failed handshakes of a kind.
+/// The number of failed handshakes of a kind.
 async fn failed_handshakes(proxy: &Proxy, kind: &str) -> u64 {
     let series = format!("tidegate_tls_handshake_errors_total{{kind=\"{kind}\"}} ");
     let page = fetch_metrics(proxy).await;
@@ -57,7 +58,7 @@ async fn failed_handshakes(proxy: &Proxy, kind: &str) -> u64 {
         .unwrap()
 }
 
-/// Waits until so many handshakes of a kind have failed.
+/// Waits until this many handshakes of a kind have failed.
 async fn wait_for_failed_handshakes(proxy: &Proxy, kind: &str, times: u64) {
     let deadline = std::time::Instant::now() + TEST_TIMEOUT;
     while failed_handshakes(proxy, kind).await != times {
@@ -70,7 +71,7 @@ async fn wait_for_failed_handshakes(proxy: &Proxy, kind: &str, times: u64) {
     }
 }
 
-/// Waits until so many connections are open.
+/// Waits until this many connections are open.
 async fn wait_for_open_connections(proxy: &Proxy, connections: usize) {
     let wanted = format!("tidegate_connections_active {connections}");
     let deadline = std::time::Instant::now() + TEST_TIMEOUT;
@@ -143,18 +144,18 @@ async fn alpn_selects_http1_or_http2() {
             ("https", "2 tidegate")
         );
     }
-    // What was agreed on holds, whatever the client goes on with.
+    // The negotiated protocol applies, whatever bytes the client sends.
     let mut h2 = TlsClient::new(&ca)
         .with_alpn(&["h2"])
         .connect(proxy.address, "a.example")
         .await
         .unwrap();
     h2.write_all(GET_REQUEST.as_bytes()).await.unwrap();
-    let mut said = Vec::new();
-    let ended = tokio::time::timeout(TEST_TIMEOUT, h2.read_to_end(&mut said)).await;
+    let mut received = Vec::new();
+    let ended = tokio::time::timeout(TEST_TIMEOUT, h2.read_to_end(&mut received)).await;
     assert!(
-        ended.is_ok() && !String::from_utf8_lossy(&said).contains("HTTP/1.1"),
-        "{ended:?} {said:?}"
+        ended.is_ok() && !String::from_utf8_lossy(&received).contains("HTTP/1.1"),
+        "{ended:?} {received:?}"
     );
     let client = TlsClient::new(&ca).with_alpn(&["http/1.1"]);
     let mut http1 = client.connect(proxy.address, "a.example").await.unwrap();
@@ -163,7 +164,10 @@ async fn alpn_selects_http1_or_http2() {
         .await
         .unwrap();
     let ended = tokio::time::timeout(TEST_TIMEOUT, http1.read_to_end(&mut Vec::new())).await;
-    assert!(ended.is_ok(), "it is served by HTTP/2");
+    assert!(
+        ended.is_ok(),
+        "the connection speaks HTTP/2 despite the negotiated http/1.1"
+    );
     let strange = TlsClient::new(&ca)
         .with_alpn(&["spdy/3"])
         .connect(proxy.address, "a.example")
@@ -196,7 +200,7 @@ async fn sni_selects_the_certificate() {
     });
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&tls_config(&ca, &more.concat()), upstream.address).await;
-    // The client verifies that the certificate is for the name.
+    // The client verifies that the certificate is valid for the name.
     for name in ["a.example", "b.example", "B.Example", "c.wild.example"] {
         let mut client = TlsClient::new(&ca).connect_http1(proxy.address, name).await;
         assert_eq!(
@@ -213,11 +217,11 @@ async fn sni_selects_the_certificate() {
             .to_string();
         assert!(
             error.contains("a.example"),
-            "{name} gets the first: {error}"
+            "{name} gets the first certificate: {error}"
         );
     }
     wait_for_failed_handshakes(&proxy, "refused", 3).await;
-    // Who asks for an address names nobody.
+    // A client that connects to an address sends no SNI.
     let error = TlsClient::new(&ca)
         .connect(proxy.address, "127.0.0.1")
         .await
@@ -302,17 +306,17 @@ async fn client_certificates_are_verified_and_used_as_keys() {
     assert_eq!(
         send_request(with(&ca, "bob"), proxy.address, "/cn").await,
         429,
-        "the same CN"
+        "a certificate with the same CN shares the quota"
     );
     assert_eq!(
         send_request(TlsClient::new(&ca), proxy.address, "/cn").await,
         200,
-        "nobody is somebody, too"
+        "clients without a certificate have their own quota"
     );
     assert_eq!(
         send_request(with(&ca, "nameless"), proxy.address, "/cn").await,
         429,
-        "and the same nobody"
+        "a certificate without a CN shares the quota of no certificate"
     );
     assert_eq!(
         send_request(TlsClient::new(&ca), proxy.address, "/san").await,
@@ -340,11 +344,11 @@ async fn client_certificates_are_verified_and_used_as_keys() {
     assert_handshake_rejected(&strict, &with(&other, "eve"), "bad_certificate").await;
 }
 
-/// The client is turned away, told why, and counted.
+/// Checks that the handshake is rejected with an alert and counted.
 async fn assert_handshake_rejected(proxy: &Proxy, client: &TlsClient, kind: &str) {
     let before = failed_handshakes(proxy, kind).await;
-    // By TLS 1.3 the client has done its part before the server judges.
-    let told = match client.connect(proxy.address, "a.example").await {
+    // In TLS 1.3 the client finishes its handshake before the server verifies its certificate.
+    let outcome = match client.connect(proxy.address, "a.example").await {
         Ok(mut stream) => {
             stream
                 .write_all(GET_REQUEST.as_bytes())
@@ -354,7 +358,7 @@ async fn assert_handshake_rejected(proxy: &Proxy, client: &TlsClient, kind: &str
         }
         Err(error) => error,
     };
-    assert!(told.to_string().contains("alert"), "{told}");
+    assert!(outcome.to_string().contains("alert"), "{outcome}");
     wait_for_failed_handshakes(proxy, kind, before + 1).await;
 }
 
@@ -364,7 +368,7 @@ async fn failed_handshakes_end_in_time_and_are_counted_by_kind() {
     let config = tls_config(&ca, "[listen.http]\nheader_timeout = '300ms'\n");
     let proxy = Proxy::start(&config, "127.0.0.1:9".parse().unwrap()).await;
     let mark = proxy.log_mark();
-    // Who only looks whether somebody listens does no wrong.
+    // A connection without any bytes, such as a port probe, is not a failed handshake.
     drop(RawClient::connect(proxy.address).await);
     let mut plain = RawClient::connect(proxy.address).await;
     plain.send(GET_REQUEST).await;
@@ -394,7 +398,7 @@ async fn failed_handshakes_end_in_time_and_are_counted_by_kind() {
     );
 }
 
-/// An upstream that grants an upgrade and sends back what comes.
+/// An upstream that accepts an upgrade and echoes all bytes.
 async fn start_echo_upstream() -> RawUpstream {
     RawUpstream::with_script(|_, mut socket| async move {
         let Some(head) = socket.read_request().await else { return };
@@ -421,7 +425,7 @@ async fn tunnels_carry_every_byte_over_tls() {
         .connect(proxy.address, "a.example")
         .await
         .unwrap();
-    // In one piece with the handshake: what TLS has read ahead must not be lost.
+    // Sent together with the end of the handshake: bytes that TLS has read ahead must not be lost.
     stream
         .write_all(&[shake.as_bytes(), &bytes[..100]].concat())
         .await
@@ -430,14 +434,14 @@ async fn tunnels_carry_every_byte_over_tls() {
     let sent = bytes.clone();
     let sending = tokio::spawn(async move {
         writes.write_all(&sent[100..]).await.unwrap();
-        // The end of one way is not the end of the other.
+        // Closing one direction must not close the other.
         writes.shutdown().await.unwrap();
     });
     let mut got = Vec::new();
     tokio::time::timeout(TEST_TIMEOUT, reads.read_to_end(&mut got))
         .await
         .unwrap()
-        .expect("closed in good order");
+        .expect("the tunnel closes cleanly");
     sending.await.unwrap();
     let text = got.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
     assert!(got.starts_with(b"HTTP/1.1 101") && got[text + 4..] == bytes);
@@ -503,11 +507,11 @@ async fn a_drain_closes_tls_connections_with_close_notify() {
     .unwrap();
     let connection = tokio::spawn(connection);
     let slow = await_response(h2.send_request(get_request("/slow"))).await;
-    // A client on its way in when the end begins.
+    // A client in the middle of its handshake when the drain begins.
     let socket = TcpStream::connect(proxy.address).await.unwrap();
     wait_for_open_connections(&proxy, 4).await;
     proxy.send_sigterm();
-    // `rest` fails without a close_notify.
+    // Reading `rest` fails without a close_notify.
     assert_eq!(
         (idle.read_to_close().await, fresh.read_to_close().await),
         (vec![], vec![])
@@ -519,7 +523,7 @@ async fn a_drain_closes_tls_connections_with_close_notify() {
         (200, Some("close"))
     );
     assert!(late.read_to_close().await.is_empty());
-    assert!(proxy.is_running(), "it waits for the stream");
+    assert!(proxy.is_running(), "the proxy must wait for the stream");
     feeder.send("the rest").await;
     drop(feeder);
     let whole = http_body_util::BodyExt::collect(slow.into_body())
@@ -531,7 +535,7 @@ async fn a_drain_closes_tls_connections_with_close_notify() {
         .await
         .unwrap()
         .unwrap()
-        .expect("told to go away");
+        .expect("the client receives a GOAWAY");
     assert_eq!(
         proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
         Some(0)
@@ -553,7 +557,7 @@ async fn a_truncated_upload_never_looks_complete() {
         let head = "POST / HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n";
         stream.write_all(head.as_bytes()).await.unwrap();
         let seen = raw.connection_count();
-        eventually("the beginning to arrive", TEST_TIMEOUT, || {
+        eventually("the start of the upload", TEST_TIMEOUT, || {
             String::from_utf8_lossy(&raw.received_bytes())
                 .contains("hello")
                 .then_some(())
@@ -623,14 +627,14 @@ async fn a_client_that_stops_reading_is_disconnected_and_a_slow_one_is_not() {
     while !active().await {
         assert!(
             std::time::Instant::now() < deadline,
-            "the deaf client is still there"
+            "the client that does not read is still connected"
         );
         read += slow.read(&mut some).await.unwrap();
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     while read < 20 << 20 {
         match slow.read(&mut some).await.unwrap() {
-            0 => panic!("cut after {read}"),
+            0 => panic!("disconnected after {read}"),
             n => read += n,
         }
     }
@@ -664,7 +668,7 @@ async fn certificate_errors_are_reported_by_check() {
         (ended.status.code(), ended.stderr)
     };
     let ca_file = format!("client_ca = {:?}\n", ca.path_string("ca.pem"));
-    for (cert, key, more, code, said) in [
+    for (cert, key, more, code, expected) in [
         ("a.pem", "a.key", "", 0, ""),
         (
             "a.pem",
@@ -739,10 +743,10 @@ async fn certificate_errors_are_reported_by_check() {
         ),
     ] {
         let (ended, stderr) = check(cert, key, more).await;
-        assert_eq!(ended, Some(code), "{said}: {stderr}");
+        assert_eq!(ended, Some(code), "{expected}: {stderr}");
         assert!(
-            stderr.contains(said) && (code == 1 || !said.is_empty() || stderr.is_empty()),
-            "{said}: {stderr}"
+            stderr.contains(expected) && (code == 1 || !expected.is_empty() || stderr.is_empty()),
+            "{expected}: {stderr}"
         );
     }
     assert!(
@@ -753,7 +757,7 @@ async fn certificate_errors_are_reported_by_check() {
     );
 }
 
-/// What a client says first that asks for a name.
+/// Captures the ClientHello for a server name.
 async fn capture_client_hello(ca: &CertificateAuthority, name: &'static str) -> Vec<u8> {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (client, address) = (TlsClient::new(ca), listener.local_addr().unwrap());
@@ -780,11 +784,11 @@ async fn invalid_server_names_are_not_logged() {
     let at = hello
         .windows(name.len())
         .position(|part| part == name.as_bytes())
-        .expect("it is in the clear");
+        .expect("the server name is in cleartext");
     hello[at..][..address.len()].copy_from_slice(address);
     let mut client = RawClient::connect(proxy.address).await;
     client.send(&hello).await;
-    // A handshake's record: it was read, and answered.
+    // A handshake record: the ClientHello was read and answered.
     client.read_past(b"\x16\x03\x03").await;
     drop(client);
     wait_for_failed_handshakes(&proxy, "closed", 1).await;
@@ -803,17 +807,18 @@ async fn data_sent_after_a_rejection_is_neither_a_request_nor_a_tls_error() {
         .unwrap();
     let head = "POST / HTTP/1.1\r\nHost: a.example\r\nContent-Length: 10000000\r\n\r\n";
     client.write_all(head.as_bytes()).await.unwrap();
-    // Some of it is read as TLS, some is thrown away as it is, with the begin of a record.
+    // Part of the data is read as TLS. The rest is discarded unread, including the start of a
+    // record.
     client
         .write_all(&pseudo_random_bytes(700_000))
         .await
         .unwrap();
-    let mut said = Vec::new();
-    client.read_to_end(&mut said).await.unwrap();
+    let mut received = Vec::new();
+    client.read_to_end(&mut received).await.unwrap();
     assert!(
-        said.starts_with(b"HTTP/1.1 413"),
+        received.starts_with(b"HTTP/1.1 413"),
         "{}",
-        String::from_utf8_lossy(&said)
+        String::from_utf8_lossy(&received)
     );
     tokio::time::sleep(Duration::from_millis(400)).await;
     client.write_all(GET_REQUEST.as_bytes()).await.unwrap();

@@ -1,4 +1,4 @@
-//! Other ways in: Unix sockets, and load balancers that speak the PROXY protocol.
+//! Other listeners: Unix sockets, and load balancers with the PROXY protocol.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{ClientRequest, RawClient};
@@ -21,7 +21,7 @@ const PER_CLIENT_POLICY: &str =
 const PROXY_PROTOCOL_CONFIG: &str =
     "[listen]\nproxy_protocol = 'require'\nproxy_protocol_from = ['127.0.0.1/32']\n";
 
-/// Version 2: from 192.0.2.1:56324, by TCP over IPv4.
+/// Version 2: from 192.0.2.1:56324, TCP over IPv4.
 const V2_HEADER: &[u8] =
     b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x01\xc6\x33\x64\x01\xdc\x04\x01\xbb";
 const V2_LOCAL_HEADER: &[u8] = b"\r\n\r\n\0\r\nQUIT\n\x20\0\0\0";
@@ -53,7 +53,7 @@ async fn wait_for_proxy_protocol_errors(proxy: &Proxy, kind: &str, times: u64) {
     }
 }
 
-/// A connection that begins with these bytes.
+/// A connection that starts with these bytes.
 async fn connect_and_send(address: SocketAddr, header: &[u8]) -> RawClient {
     let mut client = RawClient::connect(address).await;
     client.send(header).await;
@@ -70,7 +70,7 @@ async fn the_proxy_header_sets_the_client_address() {
     .await;
     let v1 = b"PROXY TCP4 192.0.2.1 198.51.100.1 56324 443\r\n".as_slice();
     let v1_v6 = b"PROXY TCP6 2001:db8::1 2001:db8::2 1 2\r\n".as_slice();
-    for (header, client, status) in [
+    for (header, client_ip, status) in [
         (v1, "192.0.2.1", 200),
         (V2_HEADER, "192.0.2.1", 429),
         (
@@ -82,46 +82,46 @@ async fn the_proxy_header_sets_the_client_address() {
         (b"PROXY UNKNOWN\r\n", "127.0.0.1", 200),
         (V2_LOCAL_HEADER, "127.0.0.1", 429),
     ] {
-        let mut door = connect_and_send(proxy.address, header).await;
+        let mut client = connect_and_send(proxy.address, header).await;
         assert_eq!(
-            door.send(GET_REQUEST).await.read_response().await.status,
+            client.send(GET_REQUEST).await.read_response().await.status,
             status,
-            "{client}"
+            "{client_ip}"
         );
-        // It is for the connection, not for a request.
+        // The header applies to the connection, not to one request.
         assert_eq!(
-            door.send(GET_REQUEST).await.read_response().await.status,
+            client.send(GET_REQUEST).await.read_response().await.status,
             429,
-            "{client}"
+            "{client_ip}"
         );
         if status == 200 {
             assert_eq!(
                 upstream.last_request().single_header("x-forwarded-for"),
-                client
+                client_ip
             );
         }
     }
-    // However it arrives.
+    // Also if it arrives byte by byte.
     for header in [v1, V2_HEADER] {
         let socket = TcpStream::connect(proxy.address).await.unwrap();
         socket.set_nodelay(true).unwrap();
-        let mut door = RawClient::from_stream(socket);
+        let mut client = RawClient::from_stream(socket);
         for byte in header {
-            door.send([*byte]).await;
+            client.send([*byte]).await;
         }
         assert_eq!(
-            door.send(GET_REQUEST).await.read_response().await.status,
+            client.send(GET_REQUEST).await.read_response().await.status,
             429
         );
-        let mut door = connect_and_send(
+        let mut client = connect_and_send(
             proxy.address,
             &[header, GET_REQUEST.as_bytes(), GET_REQUEST.as_bytes()].concat(),
         )
         .await;
         assert_eq!(
             (
-                door.read_response().await.status,
-                door.read_response().await.status
+                client.read_response().await.status,
+                client.read_response().await.status
             ),
             (429, 429)
         );
@@ -150,7 +150,7 @@ async fn the_address_in_the_proxy_header_replaces_the_peer_address() {
         upstream.last_request().single_header("x-forwarded-for"),
         "203.0.113.7, 192.0.2.1"
     );
-    // The load balancer itself is believed in its header, and in nothing else.
+    // The load balancer is trusted for its PROXY header and for nothing else.
     assert_eq!(
         connect_and_send(proxy.address, V2_LOCAL_HEADER)
             .await
@@ -181,14 +181,14 @@ async fn the_proxy_header_precedes_the_tls_handshake() {
     for header in [V2_HEADER, b"PROXY TCP4 192.0.2.1 198.51.100.1 1 2\r\n"] {
         let mut socket = TcpStream::connect(proxy.address).await.unwrap();
         socket.write_all(header).await.unwrap();
-        let mut door = RawClient::from_stream(
+        let mut client = RawClient::from_stream(
             TlsClient::new(&ca)
                 .handshake(socket, "a.example")
                 .await
                 .unwrap(),
         );
         assert_eq!(
-            door.send(GET_REQUEST).await.read_response().await.status,
+            client.send(GET_REQUEST).await.read_response().await.status,
             200
         );
         let seen = upstream.last_request();
@@ -228,12 +228,12 @@ async fn connections_without_a_valid_proxy_header_are_closed_and_counted() {
         ("checksum", 1, &wrong_sum),
         ("timeout", 1, b"PROXY TCP4 1.1.1.1"),
     ] {
-        let mut door = connect_and_send(
+        let mut client = connect_and_send(
             proxy.address,
             &[header, GET_REQUEST.as_bytes()].concat()[..header.len().max(18)],
         )
         .await;
-        assert_eq!(door.read_to_close().await, Vec::<u8>::new(), "{kind}");
+        assert_eq!(client.read_to_close().await, Vec::<u8>::new(), "{kind}");
         wait_for_proxy_protocol_errors(&proxy, kind, times).await;
     }
     drop(connect_and_send(proxy.address, b"PROXY ").await);
@@ -246,9 +246,9 @@ async fn connections_without_a_valid_proxy_header_are_closed_and_counted() {
 
     let others = PROXY_PROTOCOL_CONFIG.replace("127.0.0.1/32", "10.0.0.0/8");
     let proxy = Proxy::start(&others, upstream.address).await;
-    let mut door = connect_and_send(proxy.address, V2_HEADER).await;
+    let mut client = connect_and_send(proxy.address, V2_HEADER).await;
     assert_eq!(
-        door.send(GET_REQUEST).await.read_to_close().await,
+        client.send(GET_REQUEST).await.read_to_close().await,
         Vec::<u8>::new()
     );
     wait_for_proxy_protocol_errors(&proxy, "not_allowed", 1).await;
@@ -268,15 +268,15 @@ async fn requiring_the_proxy_protocol_without_allowed_networks_is_an_error() {
         let ended = run_command(tidegate_command().arg("check").arg(&file)).await;
         (ended.status.code(), ended.stderr)
     };
-    let (code, said) = check("proxy_protocol = 'require'").await;
+    let (code, output) = check("proxy_protocol = 'require'").await;
     assert!(
-        code == Some(1) && said.contains("expected the networks of your load balancers"),
-        "{said}"
+        code == Some(1) && output.contains("expected the networks of your load balancers"),
+        "{output}"
     );
-    let (code, said) = check("proxy_protocol_from = ['10.0.0.0/8']").await;
+    let (code, output) = check("proxy_protocol_from = ['10.0.0.0/8']").await;
     assert!(
-        code == Some(0) && said.contains("without effect: proxy_protocol is"),
-        "{said}"
+        code == Some(0) && output.contains("without effect: proxy_protocol is"),
+        "{output}"
     );
     assert_eq!(
         check("proxy_protocol = 'require'\nproxy_protocol_from = ['10.0.0.0/8']").await,
@@ -375,7 +375,7 @@ async fn a_client_of_a_unix_socket_has_the_loopback_address() {
         process.wait_for_exit(TEST_TIMEOUT).await.status.code(),
         Some(0)
     );
-    assert!(!path.exists(), "the socket is gone");
+    assert!(!path.exists(), "the socket file was not removed");
 }
 
 #[tokio::test]
@@ -387,10 +387,13 @@ async fn only_a_stale_socket_file_is_replaced() {
     drop(killed);
     let deadline = std::time::Instant::now() + TEST_TIMEOUT;
     while UnixStream::connect(&path).await.is_ok() {
-        assert!(std::time::Instant::now() < deadline, "it was killed");
+        assert!(
+            std::time::Instant::now() < deadline,
+            "the killed process did not end"
+        );
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    assert!(path.exists(), "it had no time to clean up");
+    assert!(path.exists(), "a killed process leaves its socket file");
     let mut first = start_on_socket(&path, &folder, "", upstream.address).await;
     assert_eq!(
         connect_to_socket(&path)
@@ -424,10 +427,10 @@ async fn only_a_stale_socket_file_is_replaced() {
             .await
             .status,
         200,
-        "the first goes on"
+        "the first instance keeps serving"
     );
 
-    // What somebody else has put there stays theirs.
+    // A file of another kind at the socket's path is not removed.
     fs::remove_file(&path).unwrap();
     fs::write(&path, "mine").unwrap();
     first.send_signal("TERM");

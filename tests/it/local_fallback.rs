@@ -1,4 +1,4 @@
-//! `on_store_failure = "local"`: a fleet of proxies goes on without its Redis, and comes back to it.
+//! `on_store_failure = "local"`: several proxies continue without their Redis, and return to it.
 
 use crate::support::client::RawClient;
 use crate::support::cluster::{RedisCluster, initial_node, initial_node_for_name};
@@ -19,7 +19,7 @@ const LIMIT_UNITS: usize = 30;
 const LIMIT_PERIOD: Duration = Duration::from_secs(1);
 const CLIENT_COUNT: usize = 9;
 
-/// How long the instances may take to see who has come or gone: those that are gone are waited for.
+/// How long instances may take to notice joins and leaves. Departed instances leave by timeout.
 const MEMBERSHIP_TIMEOUT: Duration = Duration::from_secs(20);
 
 fn build_proxy(redis_port: u16, policies: &str) -> ProxyBuilder {
@@ -29,7 +29,7 @@ fn build_proxy(redis_port: u16, policies: &str) -> ProxyBuilder {
     )
 }
 
-/// With lines that say where Redis is.
+/// With configuration lines for Redis.
 fn build_proxy_with_redis(redis: &str, policies: &str) -> ProxyBuilder {
     Proxy::builder().config(&format!(
         r#"
@@ -55,7 +55,7 @@ async fn start_proxy(redis_port: u16, policies: &str, upstream: SocketAddr) -> P
         .await
 }
 
-/// Waits until a proxy counts so many instances.
+/// Waits until a proxy counts this many instances.
 async fn wait_for_instance_count(proxy: &Proxy, instances: f64) {
     let deadline = Instant::now() + MEMBERSHIP_TIMEOUT;
     loop {
@@ -72,14 +72,14 @@ async fn wait_for_instance_count(proxy: &Proxy, instances: f64) {
     }
 }
 
-/// A request that was admitted: between these two it was decided.
+/// An admitted request. It was decided between these two times.
 #[derive(Clone, Copy, Debug)]
 struct AdmittedRequest {
     sent: Instant,
     answered: Instant,
 }
 
-/// Clients of all proxies that ask all the time.
+/// Clients that send to all proxies continuously.
 struct FleetLoad {
     admitted: Arc<Mutex<Vec<AdmittedRequest>>>,
     stop: Arc<AtomicBool>,
@@ -107,13 +107,13 @@ impl FleetLoad {
         }
     }
 
-    /// Lets so much time pass, and fails if a client met what it should not.
+    /// Runs for this time. Fails if a client received an unexpected response.
     async fn run_for(&self, time: Duration) {
         let until = Instant::now() + time;
         while Instant::now() < until {
             assert!(
                 !self.clients.iter().any(JoinHandle::is_finished),
-                "a client gave up"
+                "a client failed"
             );
             sleep(Duration::from_millis(20)).await;
         }
@@ -158,7 +158,7 @@ async fn send_until_stopped(
     refused
 }
 
-/// The most that were certainly admitted within one period.
+/// The largest number of requests that were certainly admitted within one period.
 fn max_admitted_in_a_period(admitted: &[AdmittedRequest]) -> usize {
     let within = |first: &AdmittedRequest| {
         let inside = |one: &&AdmittedRequest| {
@@ -171,20 +171,21 @@ fn max_admitted_in_a_period(admitted: &[AdmittedRequest]) -> usize {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RedisFault {
-    /// It goes on with all that it knew, and perhaps with what it was told meanwhile.
+    /// The server continues with its data, and possibly executes commands received meanwhile.
     Paused,
-    /// It starts again and knows nothing.
+    /// The server restarts empty.
     Killed,
 }
 
-/// The limit of a policy that matches everything.
+/// A policy that matches everything.
 fn catch_all_policy(name: &str, beside: &str) -> String {
     format!(
         "[[policy]]\nname = \"{name}\"\nlimit = {{ requests = {LIMIT_UNITS}, per = \"1s\" }}\n{beside}"
     )
 }
 
-/// Three proxies, asked hard before, in and after an outage. It lasts a half of `TIDEGATE_TEST_SECONDS`, else 3 s.
+/// Loads three proxies before, during and after an outage. The outage lasts half of
+/// `TIDEGATE_TEST_SECONDS`, or 3 s by default.
 async fn check_limit_through_outage(fault: RedisFault, policy: &str) {
     let seconds =
         std::env::var("TIDEGATE_TEST_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
@@ -242,25 +243,28 @@ async fn check_limit_through_outage(fault: RedisFault, policy: &str) {
         max_admitted_in_a_period(&since),
         max_admitted_in_a_period(&admitted),
     );
-    assert!(refused > 100, "{refused}: the limit was hardly asked for");
+    assert!(
+        refused > 100,
+        "only {refused} refusals: the load was too low"
+    );
     assert!(
         max_admitted_in_a_period(&since) <= LIMIT_UNITS,
-        "from the fault on, also across its end: {}",
+        "in one period since the fault: {}",
         max_admitted_in_a_period(&since)
     );
     assert!(
         max_admitted_in_a_period(&admitted) <= 2 * LIMIT_UNITS,
-        "across its begin: {}",
+        "in one period across the start of the fault: {}",
         max_admitted_in_a_period(&admitted)
     );
     let in_outage = count(began, healed);
     assert!(
         in_outage as f64 >= (windows - 1.5) * LIMIT_UNITS as f64 * 0.8,
-        "they hardly went on: {in_outage}"
+        "too few admitted during the outage: {in_outage}"
     );
     assert!(
         after.iter().skip(1).all(|count| *count >= LIMIT_UNITS / 2),
-        "Redis decides again: {after:?}"
+        "Redis did not decide again: {after:?}"
     );
     for proxy in &proxies {
         assert_eq!(proxy.read_metric("tidegate_store_up").await, 1.0);
@@ -277,7 +281,8 @@ async fn three_proxies_keep_the_limit_while_redis_is_down_and_after_it_restarts_
     check_limit_through_outage(RedisFault::Killed, &catch_all_policy("hot", "")).await;
 }
 
-/// What is in hand when Redis goes away is handed out; a policy beside lends, too, and is open.
+/// Leased units at the start of the outage are used up. A second policy is leased too, and fails
+/// open.
 #[tokio::test]
 async fn three_proxies_with_leases_keep_the_limit_through_an_outage() {
     let lease = "lease = { size = 4, ttl = \"100ms\" }\n";
@@ -308,7 +313,7 @@ async fn leased_units_count_towards_the_local_share() {
     for proxy in &proxies {
         let statuses = proxy.get_statuses("/", 40).await;
         let own = statuses.iter().filter(|status| **status == 200).count();
-        assert!(own >= 5, "what is in hand is used: {statuses:?}");
+        assert!(own >= 5, "the leased units were not used: {statuses:?}");
         assert!(
             statuses.iter().all(|status| [200, 429].contains(status)),
             "{statuses:?}"
@@ -319,13 +324,13 @@ async fn leased_units_count_towards_the_local_share() {
     server.resume();
 }
 
-/// A node that hangs takes its own keys along: those go on by shares, for longer than silent instances are counted, and
-/// get no second quota after, not even by an instance that was not asked for them. All others are decided by Redis
-/// throughout, whoever asks how much.
+/// A hanging cluster node affects only its own keys. They continue by local shares, for longer than
+/// silent instances are counted. Afterwards they get no second quota, not even from an instance
+/// that had no traffic for them. Redis decides all other keys throughout, whatever the load.
 #[tokio::test]
 async fn one_node_of_a_cluster_hangs() {
     let (cluster, upstream) = (RedisCluster::start().await, Upstream::echo().await);
-    // The instances are counted elsewhere.
+    // The membership set is on another node.
     let counted = initial_node_for_name("shop:v1:instances");
     let names = [1, 2].map(|other| {
         let mut names = (0..).map(|number| format!("p{number}"));
@@ -360,7 +365,7 @@ async fn one_node_of_a_cluster_hangs() {
         assert_eq!(
             proxy.read_metric("tidegate_instances").await,
             3.0,
-            "who waits for a node lives"
+            "an instance that waits for a node still counts"
         );
     }
     cluster.nodes[(counted + 1) % 3].resume();
@@ -400,23 +405,23 @@ async fn one_node_of_a_cluster_hangs() {
     );
     assert!(
         max_admitted_in_a_period(&since) <= LIMIT_UNITS,
-        "from the fault on, also across its end: {}",
+        "in one period since the fault: {}",
         max_admitted_in_a_period(&since)
     );
-    // Two of three shares; on a busy machine the first seconds go by in noticing it.
+    // Two of three shares. On a busy machine the first seconds pass before the fault is detected.
     assert!(
         in_it[1..].iter().all(|count| *count >= LIMIT_UNITS / 5),
-        "they hardly went on: {in_it:?}"
+        "too few admitted during the outage: {in_it:?}"
     );
     assert!(
         in_it.iter().sum::<usize>() >= 10 * LIMIT_UNITS / 3,
-        "they hardly went on: {in_it:?}"
+        "too few admitted during the outage: {in_it:?}"
     );
-    // They come in heaps a little more than a period apart.
+    // Admissions come in bursts, slightly more than a period apart.
     let least = |counts: &[usize]| counts.windows(2).map(|two| two[0] + two[1]).min().unwrap();
     assert!(
         least(&after[1..]) >= LIMIT_UNITS,
-        "Redis decides again: {after:?}"
+        "Redis did not decide again: {after:?}"
     );
 
     assert!(
@@ -427,7 +432,7 @@ async fn one_node_of_a_cluster_hangs() {
     let others = seconds(&there, began, 15);
     assert!(
         least(&others) >= LIMIT_UNITS * 4 / 3,
-        "others went on: {others:?}"
+        "keys of other nodes were affected: {others:?}"
     );
     let mut took: Vec<Duration> = there.iter().map(|one| one.answered - one.sent).collect();
     took.sort_unstable();
@@ -446,10 +451,10 @@ async fn one_node_of_a_cluster_hangs() {
             alone += proxy.read_metric(&series).await;
         }
     }
-    // On a machine that is too busy for the deadline.
+    // The machine may be too busy to meet the deadline.
     assert!(
         alone <= 20.0,
-        "{alone} of the others were decided without Redis"
+        "{alone} requests for other nodes were decided without Redis"
     );
 }
 
@@ -469,11 +474,11 @@ async fn membership_counts_live_instances_only() {
     ends.send_sigterm();
     assert!(ends.wait_for_exit(TEST_TIMEOUT).await.status.success());
     let members: usize = server.command("ZCARD shop:v1:instances").await;
-    assert_eq!(members, 2, "who ends in order is out at once");
+    assert_eq!(members, 2, "an instance leaves at once on a clean exit");
     let places: usize = server
         .command("ZCARD shop:v1:instances:{shop:v1:instances}")
         .await;
-    assert_eq!(places, 2, "and has no place");
+    assert_eq!(places, 2, "an instance frees its place on a clean exit");
     wait_for_instance_count(&proxies[0], 2.0).await;
 
     drop(proxies.pop());
@@ -482,16 +487,17 @@ async fn membership_counts_live_instances_only() {
     let gone = || async { server.command::<usize>("EXISTS shop:v1:instances").await == 0 };
     let deadline = Instant::now() + MEMBERSHIP_TIMEOUT;
     while !gone().await {
-        assert!(Instant::now() < deadline, "the set outlives everybody");
+        assert!(Instant::now() < deadline, "the set outlives all instances");
         sleep(Duration::from_millis(20)).await;
     }
 }
 
-/// What an instance said before a server hung is heard when that goes on, and may no longer be true.
+/// A server that hung executes an instance's earlier commands when it continues, though they may be
+/// outdated.
 #[tokio::test]
 async fn an_instance_with_pending_write_back_or_a_late_heartbeat_is_not_settled() {
     let server = RedisServer::start();
-    let tell = async |id: &str, does: &str, until: &str, kept_us: u64| {
+    let send_membership = async |id: &str, does: &str, until: &str, kept_us: u64| {
         let mut command = redis::cmd("EVAL");
         command
             .arg(include_str!("../../src/store/redis/membership.lua"))
@@ -505,10 +511,15 @@ async fn an_instance_with_pending_write_back_or_a_late_heartbeat_is_not_settled(
             .unwrap();
         (live, lower, heard)
     };
-    let beat = async |id: &str, does: &str, until: &str| tell(id, does, until, 5_000_000).await;
+    let beat =
+        async |id: &str, does: &str, until: &str| send_membership(id, does, until, 5_000_000).await;
     assert_eq!(beat("b", "heartbeat", "").await, (1, 0, 1));
     assert_eq!(beat("c", "pending", "").await, (2, 1, 1));
-    assert_eq!(beat("a", "heartbeat", "1").await, (3, 0, 1), "too late");
+    assert_eq!(
+        beat("a", "heartbeat", "1").await,
+        (3, 0, 1),
+        "a late heartbeat does not settle an instance"
+    );
     assert_eq!(beat("a", "heartbeat", "9000000000000000").await, (3, 0, 2));
     assert_eq!(beat("d", "read", "").await, (3, 3, 2));
     assert_eq!(beat("c", "heartbeat", "").await, (3, 2, 3));
@@ -516,7 +527,7 @@ async fn an_instance_with_pending_write_back_or_a_late_heartbeat_is_not_settled(
     sleep(Duration::from_millis(20)).await;
     let silent = "expired instances have no rank, pending or not";
     assert_eq!(
-        tell("d", "heartbeat", "", 10_000).await,
+        send_membership("d", "heartbeat", "", 10_000).await,
         (1, 0, 1),
         "{silent}"
     );
@@ -536,7 +547,7 @@ async fn an_instance_without_membership_permission_is_still_decided_by_redis() {
     assert_eq!(
         proxy.get_statuses("/local", 22).await,
         [200; 22],
-        "not a share only"
+        "expected the whole limit, not a local share"
     );
     assert_eq!(proxy.read_metric("tidegate_store_up").await, 1.0);
     assert!(
@@ -574,13 +585,13 @@ limit = { requests = 10, per = "1h" }
 async fn without_redis_at_startup_the_configured_instances_share_the_limit() {
     let upstream = Upstream::echo().await;
     let proxy = start_proxy(free_port(), MIXED_POLICIES, upstream.address).await;
-    // A part of 22 for one of four whose place nobody knows.
+    // An instance without a known place has a part of 22 among four.
     let statuses = proxy.get_statuses("/local", 3).await;
     assert_eq!(statuses, [200; 3]);
     assert_eq!(
         proxy.get_statuses("/both", 3).await,
         [200, 200, 429],
-        "what is open stops nothing"
+        "a fail-open policy refused a request"
     );
     let refused = proxy.get("/local").await;
     assert_eq!(refused.status, 429);
@@ -592,7 +603,11 @@ async fn without_redis_at_startup_the_configured_instances_share_the_limit() {
     );
     assert_eq!(refused.list_parameter("ratelimit", "local", "r"), Some(0));
     assert_eq!(proxy.get_statuses("/open", 3).await, [200; 3]);
-    assert_eq!(proxy.get("/closed").await.status, 503, "one closed decides");
+    assert_eq!(
+        proxy.get("/closed").await.status,
+        503,
+        "a single fail-closed policy refuses"
+    );
     let outcome = async |policy: &str, outcome: &str| {
         proxy
             .read_metric(&format!(
@@ -607,7 +622,7 @@ async fn without_redis_at_startup_the_configured_instances_share_the_limit() {
     assert_eq!(
         outcome("beside", "local_allowed").await,
         0.0,
-        "nothing was charged"
+        "a request was charged"
     );
     assert_eq!(
         proxy
@@ -628,19 +643,23 @@ async fn usage_is_kept_when_an_outage_begins_and_when_it_ends() {
     assert_eq!(
         proxy.get_statuses("/local", 4).await,
         [200, 200, 429, 429],
-        "no fresh quota"
+        "the outage granted a fresh quota"
     );
     server.resume();
     let by_redis = "tidegate_decision_seconds_count{source=\"redis\"}";
     let deadline = Instant::now() + MEMBERSHIP_TIMEOUT;
     while proxy.read_metric(by_redis).await < 25.0 {
-        assert_eq!(proxy.get("/local").await.status, 429, "no second quota");
+        assert_eq!(
+            proxy.get("/local").await.status,
+            429,
+            "the outage granted a second quota"
+        );
         assert!(
             Instant::now() < deadline,
-            "Redis does not decide again: {}",
+            "Redis did not decide again: {}",
             proxy.log_text()
         );
-        // Longer than a refusal is remembered.
+        // Longer than the deny cache holds a refusal.
         sleep(Duration::from_millis(300)).await;
     }
 }
@@ -659,8 +678,8 @@ async fn no_leases_are_granted_while_another_instance_has_pending_write_back() {
     let admitted = |statuses: Vec<u16>| statuses.iter().filter(|status| **status == 200).count();
     let mut sum =
         admitted(last.get_statuses("/", 110).await) + admitted(first.get_statuses("/", 1).await);
-    assert_eq!(sum, 101, "a share, and one");
-    // One of them finds Redis again, the other does not yet.
+    assert_eq!(sum, 101, "a share, and one request");
+    // The first proxy reaches Redis again, the last one does not yet.
     relay.drop_replies();
     server.restart_async().await;
     let until = Instant::now() + 2 * LIMIT_PERIOD;
@@ -670,26 +689,27 @@ async fn no_leases_are_granted_while_another_instance_has_pending_write_back() {
     assert!(sum <= 200, "{sum} of 200");
 }
 
-/// Others may have gone on without it meanwhile. But a server may also close connections because they idle.
+/// A lost connection counts as an outage, since other instances may have continued without this
+/// one. But servers also close idle connections.
 #[tokio::test]
 async fn an_outage_is_noticed_without_requests_and_a_replaced_connection_is_no_outage() {
     let mut server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
     let _: u64 = server.command("CLIENT KILL TYPE normal").await;
     let deadline = Instant::now() + TEST_TIMEOUT;
-    // The one that looks is counted too.
+    // The INFO connection of the test is counted too.
     while server
         .read_info_number("clients", "connected_clients")
         .await
         < 2
         || !redis.is_reachable()
     {
-        assert!(Instant::now() < deadline, "it does not connect again");
+        assert!(Instant::now() < deadline, "the store did not reconnect");
         sleep(Duration::from_millis(5)).await;
     }
     assert!(!redis.fallback().is_in_outage());
     server.kill();
-    eventually("the outage to be noticed", TEST_TIMEOUT, || {
+    eventually("the outage to be detected", TEST_TIMEOUT, || {
         redis.fallback().is_in_outage().then_some(())
     })
     .await;

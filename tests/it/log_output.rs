@@ -1,4 +1,4 @@
-//! What the log tells of a request, and what a client can't make it tell.
+//! Log lines of a request, and protection against log injection by clients.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawClient;
@@ -36,14 +36,14 @@ async fn an_access_log_line_has_the_key_remaining_source_and_latency() {
     }
     let mut lines = Vec::new();
     for remaining in ["1", "0"] {
-        let line = proxy.wait_for_log("a line", 0, TEST_TIMEOUT, |line| {
+        let line = proxy.wait_for_log("the access log line", 0, TEST_TIMEOUT, |line| {
             line.field("remaining") == remaining && line.field("decision") == "allowed"
         });
         lines.push(line.await);
     }
     lines.push(
         proxy
-            .wait_for_log("a refusal", 0, TEST_TIMEOUT, |line| {
+            .wait_for_log("the line of a refusal", 0, TEST_TIMEOUT, |line| {
                 line.field("decision") == "rejected"
             })
             .await,
@@ -67,7 +67,7 @@ async fn an_access_log_line_has_the_key_remaining_source_and_latency() {
         let key = format!("{{{}}}", line.field("key"));
         assert!(
             keys.iter().any(|name| name.contains(&key)),
-            "{key} is in none of {keys:?}"
+            "{key} is not in {keys:?}"
         );
     }
     let sources: Vec<_> = lines.iter().map(|line| line.field("source")).collect();
@@ -87,13 +87,13 @@ async fn client_input_cannot_inject_log_lines_or_terminal_escapes() {
         .await;
     let status = client.read_response().await.status.to_string();
     let line = proxy
-        .wait_for_log("its line", 0, TEST_TIMEOUT, |line| {
+        .wait_for_log("the access log line", 0, TEST_TIMEOUT, |line| {
             line.field("status") == status
         })
         .await;
     assert!(
         line.field("path").ends_with("1}"),
-        "nothing is lost: {line:?}"
+        "a part of the input is missing: {line:?}"
     );
     let log = proxy.log_text();
     let unseen = |letter: &char| {
@@ -102,7 +102,7 @@ async fn client_input_cannot_inject_log_lines_or_terminal_escapes() {
     assert_eq!(log.chars().filter(unseen).count(), 0, "{log:?}");
 }
 
-/// Messages of the sources: the last text of each line that is logged, up to what is filled in.
+/// The messages in the sources: the last string of each log call, up to its first placeholder.
 fn find_log_messages() -> BTreeSet<String> {
     let logged = Regex::new(r"tracing::(?:info|warn|error)!\(").unwrap();
     let text = Regex::new(r#""((?:[^"\\]|\\(?s:.))*)"(?:,?\s*)$"#).unwrap();
@@ -116,7 +116,7 @@ fn find_log_messages() -> BTreeSet<String> {
                 .iter()
                 .any(|name| part.as_os_str() == *name)
         });
-        // What commands print is no log.
+        // Output of commands is not logged.
         if !is_source || is_test || path.components().any(|part| part.as_os_str() == "cli") {
             continue;
         }
@@ -126,7 +126,7 @@ fn find_log_messages() -> BTreeSet<String> {
             .find_iter(source)
             .map(|start| call_arguments(&source[start.end()..]))
         {
-            // What has no text of its own is told of as a whole: warnings of a configuration.
+            // A call without a text of its own logs a complete configuration warning.
             let Some(message) = text.captures(call) else {
                 assert!(
                     call.ends_with("warning.to_line()"),
@@ -143,7 +143,7 @@ fn find_log_messages() -> BTreeSet<String> {
     messages
 }
 
-/// What stands before the parenthesis that ends a call.
+/// Returns the text before the parenthesis that closes the call.
 fn call_arguments(rest: &str) -> &str {
     let (mut depth, mut quoted, mut escaped) = (1, false, false);
     for (at, letter) in rest.char_indices() {
@@ -167,7 +167,7 @@ fn the_operations_page_lists_exactly_the_logged_messages() {
     let operations = include_str!("../../docs/operations/observe.md");
     let row = Regex::new(r"(?m)^\| (?:info|warn|error) \| ([^|]*) \|").unwrap();
     let quoted = Regex::new("`([^`]+)`").unwrap();
-    let told: BTreeSet<String> = row
+    let documented: BTreeSet<String> = row
         .captures_iter(operations)
         .flat_map(|row| {
             quoted
@@ -175,9 +175,10 @@ fn the_operations_page_lists_exactly_the_logged_messages() {
                 .map(|found| found[1].to_owned())
                 .collect::<Vec<_>>()
         })
-        // As far as it is the same in every line.
-        .map(|told| {
-            told.split(['…', ':'])
+        // The part of the message that is the same in every line.
+        .map(|documented| {
+            documented
+                .split(['…', ':'])
                 .next()
                 .unwrap()
                 .trim_end_matches(['"', ' '])
@@ -185,23 +186,28 @@ fn the_operations_page_lists_exactly_the_logged_messages() {
         })
         .collect();
     let messages = find_log_messages();
-    let alike = |told: &str, message: &str| {
-        message.starts_with(told) || told.starts_with(message.trim_end_matches([':', ' ']))
+    let alike = |documented: &str, message: &str| {
+        message.starts_with(documented)
+            || documented.starts_with(message.trim_end_matches([':', ' ']))
     };
-    let untold: Vec<_> = messages
+    let undocumented: Vec<_> = messages
         .iter()
-        .filter(|message| !told.iter().any(|told| alike(told, message)))
+        .filter(|message| {
+            !documented
+                .iter()
+                .any(|documented| alike(documented, message))
+        })
         .collect();
-    let unsaid: Vec<_> = told
+    let unlogged: Vec<_> = documented
         .iter()
-        .filter(|told| {
-            !["FILE"].contains(&told.as_str())
-                && !messages.iter().any(|message| alike(told, message))
+        .filter(|documented| {
+            !["FILE"].contains(&documented.as_str())
+                && !messages.iter().any(|message| alike(documented, message))
         })
         .collect();
     assert!(
-        untold.is_empty() && unsaid.is_empty(),
-        "not told: {untold:#?}\nnot said: {unsaid:#?}"
+        undocumented.is_empty() && unlogged.is_empty(),
+        "not documented: {undocumented:#?}\nnot logged: {unlogged:#?}"
     );
     assert!(messages.len() > 20, "{messages:#?}");
 }

@@ -1,4 +1,4 @@
-//! Lua decides as Rust does, whatever comes.
+//! The Lua scripts decide as the Rust code does, for all inputs.
 
 use crate::redis_store::*;
 use crate::support::redis::RedisServer;
@@ -9,19 +9,19 @@ use tidegate::limiter::*;
 use tidegate::store::Settlement;
 use tidegate::store::redis::DecisionBatch;
 
-/// One question: how the clock moves, and what is asked of which of a few counters.
+/// One call: a clock move, and charges to some of a few counters.
 #[derive(Clone, Debug)]
 struct DecisionStep {
     clock: ClockMove,
     charges: Vec<ChargeSpec>,
-    /// Which policies count what they refuse: bits by group, enforced and shadow.
+    /// The policies that count refused requests: one bit per group, enforced and shadow.
     counts_rejected_bits: u8,
-    /// What the first policy wants to be lent.
+    /// The lease request of the first policy.
     lease: Option<(Lease, u64)>,
     settlements: Vec<(usize, SettlementSpec)>,
 }
 
-/// What is found out afterwards of what was charged so many steps ago.
+/// A later correction of a charge from a number of steps ago.
 #[derive(Clone, Copy, Debug)]
 enum SettlementSpec {
     ChargeMore(u64),
@@ -33,7 +33,7 @@ enum SettlementSpec {
         units: u64,
         steps: usize,
     },
-    /// Of what was lent.
+    /// For leased units.
     CreditLeased {
         units: u64,
         steps: usize,
@@ -47,7 +47,7 @@ enum ClockMove {
     Stay,
     Forward(u64),
     Back(u64),
-    /// To an edge of the period, and that many µs past it (or short of it).
+    /// To an edge of the period, plus this many µs (or minus).
     Edge(i64),
 }
 
@@ -94,10 +94,10 @@ impl ChargeSpec {
 pub(crate) const PERIOD_US: u64 = 1_000;
 const COUNTER_COUNT: usize = 20;
 
-/// Counters by number, each with a period of its own.
+/// Limits by number, each with its own period.
 fn make_limit(counter: usize, requests: u64) -> Limit {
     match counter {
-        // First, as it stands before the limits of its policy.
+        // First, because a block precedes the limits of its policy.
         0 => Limit {
             requests: 1,
             per_us: 1 + requests % 3_000,
@@ -127,15 +127,15 @@ fn make_limit(counter: usize, requests: u64) -> Limit {
         ),
         17 => warm_up_bucket(requests, 7, 30, 250),
         18 => warm_up_bucket(requests, 86_400_000_000, 3 * requests, MAX_WARM_UP_US),
-        // What is charged is owed for many periods.
+        // A debt that takes many periods to repay.
         _ => token_bucket(requests, PERIOD_US, 60),
     }
 }
 
-/// Counters that lend.
+/// Counters that support leases.
 const LEASABLE_COUNTERS: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13];
 
-/// A slot is numbered by the step that takes it.
+/// The number of a slot is the step that takes it.
 const SLOT_COUNT: u128 = 20;
 
 fn generate_steps() -> impl Strategy<Value = Vec<DecisionStep>> {
@@ -162,7 +162,7 @@ fn generate_steps() -> impl Strategy<Value = Vec<DecisionStep>> {
         any::<bool>(),
     );
     let asks = prop::collection::vec((0..4usize, ask), 1..6).prop_map(|asks| {
-        // Every counter at most once in a question.
+        // Each counter occurs at most once in a call.
         let mut counter = 0;
         let mut taken = Vec::new();
         for (skip, (cost, requests, group, shadow, settles)) in asks {
@@ -214,7 +214,7 @@ fn generate_steps() -> impl Strategy<Value = Vec<DecisionStep>> {
     );
     let step = step.prop_map(|(clock, mut asks, counting, lease, late)| {
         if lease.is_some() {
-            // What one policy is lent, all its counters lend, and they stand side by side.
+            // If a policy is leased, all its counters support leases, and they are adjacent.
             for ask in &mut asks {
                 ask.group = u32::from(!LEASABLE_COUNTERS.contains(&ask.counter));
                 ask.shadow &= ask.group == 1;
@@ -302,7 +302,7 @@ async fn compare_decisions(
                         units,
                         at_us: lent_us[lent_us.len().saturating_sub(steps + 1)],
                     },
-                    // Nobody takes a slot that he holds.
+                    // A sidecar never takes a slot that it already holds.
                     SettlementSpec::Renew(slot) => Amendment::Renew {
                         slot: slot.min(n as u128),
                     },
@@ -372,7 +372,7 @@ fn generate_leases() -> impl Strategy<Value = (Lease, u64)> {
     lease.prop_map(|(size, ttl_us, wanted)| (Lease { size, ttl_us }, wanted))
 }
 
-/// Questions that are asked at one time.
+/// Calls that are made at the same time.
 #[derive(Clone, Debug)]
 struct BatchRound {
     clock: ClockMove,
@@ -382,7 +382,8 @@ struct BatchRound {
 }
 
 impl BatchRound {
-    /// What the first policy of a question wants in advance: one in three does, where its counters can lend together.
+    /// The lease request of a call's first policy: one call in three has one, if all its counters
+    /// support leases.
     fn lease_for(&self, question: usize) -> Option<(Lease, u64)> {
         let asks = self.decisions.get(question)?;
         let lends = |ask: &ChargeSpec| {
@@ -394,7 +395,7 @@ impl BatchRound {
 }
 
 fn generate_rounds() -> impl Strategy<Value = Vec<BatchRound>> {
-    // Of counters at which equal questions meet, few costs.
+    // Counters that get identical calls, and few different costs.
     let counter = prop::sample::select(vec![1usize, 2, 4, 5, 7, 9, 13]);
     let requests = prop_oneof![6 => Just(5u64), 1 => 0..9u64, 1 => Just(MAX_UNITS)];
     let single = (
@@ -505,7 +506,7 @@ async fn compare_batched_decisions(
             prop_assert_eq!(
                 answer,
                 Ok(expected),
-                "round {}, question {} at {}",
+                "round {}, call {} at {}",
                 n,
                 at,
                 time_us

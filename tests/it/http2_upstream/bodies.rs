@@ -1,4 +1,4 @@
-//! Bodies, up and down: whole, cut off, refused and unread.
+//! Bodies in both directions: complete, truncated, refused and unread.
 
 use super::{GOAWAY_NO_STREAMS, ONE_WORKER, SERVER_SETTINGS, read_request_head, start_proxy};
 use crate::support::client::{ClientBody, RawClient, await_response, open_http2_connection};
@@ -16,7 +16,7 @@ use tokio::io::AsyncReadExt;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 
-/// Takes what comes until there are so many bytes of DATA.
+/// Reads frames until this many bytes of DATA have arrived.
 async fn read_request_body(socket: &mut RawSocket, mut left: usize) {
     let stream = socket.stream();
     while left > 0 {
@@ -32,7 +32,8 @@ async fn read_request_body(socket: &mut RawSocket, mut left: usize) {
 
 #[tokio::test]
 async fn an_upload_is_retried_on_another_connection_after_goaway() {
-    // The first two connections take the begin of the upload, and say that they have looked at none of it.
+    // The first two connections take the start of the upload. Their GOAWAY says that no stream was
+    // processed.
     let upstream = RawUpstream::with_script(|number, mut socket| async move {
         if number < 2 {
             socket.send(SERVER_SETTINGS).await;
@@ -75,7 +76,7 @@ async fn an_upload_is_retried_on_another_connection_after_goaway() {
     let mut client = RawClient::connect(proxy.address).await;
     let head = "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum\r\n\r\n";
     client.send(format!("{head}5\r\nfirst\r\n")).await;
-    eventually("the third try", TEST_TIMEOUT, || {
+    eventually("the third attempt", TEST_TIMEOUT, || {
         (upstream.connection_count() == 3).then_some(())
     })
     .await;
@@ -85,7 +86,7 @@ async fn an_upload_is_retried_on_another_connection_after_goaway() {
         (reply.status, reply.text().as_str()),
         (200, "firstsecond11")
     );
-    // With a length, and all there at once.
+    // With a content length, and available at once.
     let upload = proxy
         .request("POST", "/")
         .body(pseudo_random_bytes(30_000))
@@ -96,10 +97,10 @@ async fn an_upload_is_retried_on_another_connection_after_goaway() {
 
 #[tokio::test]
 async fn a_reset_response_never_looks_complete() {
-    let gate = Arc::new(Semaphore::new(0));
-    let waiting = Arc::clone(&gate);
+    let release = Arc::new(Semaphore::new(0));
+    let waiting = Arc::clone(&release);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let gate = Arc::clone(&waiting);
+        let release = Arc::clone(&waiting);
         async move {
             let reason = match exchange.request.uri().path() {
                 "/none" => Reason::NO_ERROR,
@@ -114,7 +115,7 @@ async fn a_reset_response_never_looks_complete() {
                 .send_response(Response::new(()), false)
                 .unwrap();
             stream.send_data("some".into(), false).unwrap();
-            gate.acquire().await.unwrap().forget();
+            release.acquire().await.unwrap().forget();
             stream.send_reset(reason);
         }
     })
@@ -131,11 +132,11 @@ async fn a_reset_response_never_looks_complete() {
             .send(format!("POST {target} HTTP/1.1\r\nHost: a\r\n{framing}"))
             .await;
         client.read_past(b"\r\nsome\r\n").await;
-        gate.add_permits(1);
+        release.add_permits(1);
         assert_eq!(
             client.read_to_close().await,
             b"",
-            "{target}: an end that nobody said"
+            "{target}: a truncated response looks complete"
         );
         let request = Request::post(format!("http://a{target}"))
             .body(ClientBody::default())
@@ -146,7 +147,7 @@ async fn a_reset_response_never_looks_complete() {
                 .send_request(request),
         )
         .await;
-        gate.add_permits(1);
+        release.add_permits(1);
         let body = timeout(TEST_TIMEOUT, answer.into_body().collect())
             .await
             .unwrap();
@@ -155,15 +156,15 @@ async fn a_reset_response_never_looks_complete() {
     assert_eq!(
         upstream.connection_count(),
         1,
-        "each was the end of one request only"
+        "each reset ends only its own request"
     );
 }
 
 #[tokio::test]
 async fn a_response_may_arrive_before_the_end_of_an_upload() {
-    let (told, mut given_up) = mpsc::channel(8);
+    let (events, mut given_up) = mpsc::channel(8);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let told = told.clone();
+        let events = events.clone();
         async move {
             if exchange.request.uri().path() == "/" {
                 return exchange.respond_with(200, "ok");
@@ -180,7 +181,7 @@ async fn a_response_may_arrive_before_the_end_of_an_upload() {
                     other => break other.is_some(),
                 }
             };
-            told.send(cut).await.unwrap();
+            events.send(cut).await.unwrap();
         }
     })
     .await;
@@ -198,11 +199,11 @@ async fn a_response_may_arrive_before_the_end_of_an_upload() {
     assert_eq!(
         timeout(TEST_TIMEOUT, given_up.recv()).await.unwrap(),
         Some(true),
-        "the upload was cut off, not ended"
+        "the upload must be reset, not ended"
     );
     assert!(
         client.closes_within(TEST_TIMEOUT).await,
-        "nobody reads the rest"
+        "the rest of the upload is not read"
     );
     assert_eq!(proxy.get("/").await.status, 200);
     assert_eq!(upstream.connection_count(), 1);
@@ -210,12 +211,13 @@ async fn a_response_may_arrive_before_the_end_of_an_upload() {
 
 #[tokio::test]
 async fn a_truncated_upload_never_looks_complete() {
-    let (told, mut ends) = mpsc::channel(8);
+    let (events, mut ends) = mpsc::channel(8);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let told = told.clone();
+        let events = events.clone();
         async move {
             let end = exchange.read_body().await;
-            told.send(end.map_err(|error| error.reason()))
+            events
+                .send(end.map_err(|error| error.reason()))
                 .await
                 .unwrap();
             exchange.respond_with(200, "ok");
@@ -281,7 +283,7 @@ async fn trailers_are_forwarded_both_ways() {
     client.read_past(b"body x-a\r\n0\r\n").await;
     assert_eq!(client.read_past(b"\r\n\r\n").await, b"x-sum: 42\r\n\r\n");
 
-    // A trailer that was not announced was seen by no gate.
+    // An unannounced trailer was not validated, so it is not forwarded.
     let mut trailers = HeaderMap::new();
     trailers.insert("x-user-id", "ann".parse().unwrap());
     let body = full_body("body")
@@ -313,7 +315,7 @@ async fn responses_without_a_body_have_none() {
         if exchange.request.method() == "HEAD" || status == 304 {
             head = head.header("content-length", "12345");
         }
-        // What comes before an answer has no body either.
+        // An informational response has no body either.
         let early = Response::builder()
             .status(103)
             .header("link", "</a>")
@@ -351,16 +353,17 @@ async fn responses_without_a_body_have_none() {
 
 #[tokio::test]
 async fn a_stalled_response_body_is_reset_after_the_idle_timeout() {
-    let (told, mut given_up) = mpsc::channel(8);
+    let (events, mut given_up) = mpsc::channel(8);
     let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
-        let told = told.clone();
+        let events = events.clone();
         async move {
             let mut stream = exchange
                 .respond
                 .send_response(Response::new(()), false)
                 .unwrap();
             stream.send_data("some".into(), false).unwrap();
-            told.send(std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok())
+            events
+                .send(std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok())
                 .await
                 .unwrap();
         }
@@ -408,7 +411,7 @@ async fn clients_that_do_not_read_do_not_stall_other_clients() {
     }
     let reply = timeout(TEST_TIMEOUT, proxy.get("/"))
         .await
-        .expect("others wait for those who sleep");
+        .expect("a stalled client blocks the others");
     assert_eq!(sha256(&reply.body), sha256(&content));
     assert_eq!(upstream.connection_count(), 1);
 }

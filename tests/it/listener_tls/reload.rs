@@ -1,4 +1,4 @@
-//! What changes while it runs: certificates, authorities, lists of who is revoked, TLS itself.
+//! TLS changes at run time: certificates, authorities, revocation lists, and TLS itself.
 
 use super::{
     GET_REQUEST, assert_handshake_rejected, client_certificate, new_authority, tls_config,
@@ -18,7 +18,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_rustls::rustls::{HandshakeKind, version};
 
-/// Whether new connections are shown a certificate that the authority signed.
+/// Whether new connections get a certificate signed by this authority.
 async fn is_served_certificate_of(proxy: &Proxy, ca: &CertificateAuthority) -> bool {
     TlsClient::new(ca)
         .connect(proxy.address, "a.example")
@@ -53,14 +53,14 @@ async fn a_certificate_is_reloaded_when_it_matches_its_key() {
             line.message_starts_with("new configuration rejected")
         })
         .await;
-    let said = proxy
-        .wait_for_log("why", mark, TEST_TIMEOUT, |line| {
+    let line = proxy
+        .wait_for_log("the reason", mark, TEST_TIMEOUT, |line| {
             line.message_starts_with("") && format!("{line:?}").contains("listen.tls.key")
         })
         .await;
     assert!(
-        format!("{said:?}").contains("the key is not that of the certificate"),
-        "{said:?}"
+        format!("{line:?}").contains("the key is not that of the certificate"),
+        "{line:?}"
     );
     assert!(
         is_served_certificate_of(&proxy, &ca).await
@@ -71,10 +71,10 @@ async fn a_certificate_is_reloaded_when_it_matches_its_key() {
     assert_eq!(
         old.send(GET_REQUEST).await.read_response().await.status,
         200,
-        "who is in stays in"
+        "the open connection stays open"
     );
 
-    // A rename over each of them, and a signal.
+    // Renames a file over each of them, then sends a signal.
     for half in ["key", "pem"] {
         fs::copy(newest.path(&format!("a.{half}")), ca.path("next")).unwrap();
         fs::rename(ca.path("next"), ca.path(&format!("a.{half}"))).unwrap();
@@ -105,7 +105,7 @@ async fn a_secret_swap_under_load_fails_no_request() {
     );
     let upstream = Upstream::echo().await;
     let proxy = Arc::new(Proxy::start(&config, upstream.address).await);
-    // Trusts both.
+    // A client that trusts both authorities.
     let mut both = fs::read_to_string(one.path("ca.pem")).unwrap();
     both += &fs::read_to_string(two.path("ca.pem")).unwrap();
     fs::write(one.path("both.pem"), both).unwrap();
@@ -180,7 +180,7 @@ async fn no_session_is_resumed_after_its_client_ca_changed() {
                 .write_all(GET_REQUEST.as_bytes())
                 .await
                 .unwrap_or_default();
-            // What is read holds the tickets, too.
+            // Reading the response also reads the session tickets.
             let mut head = [0; 12];
             stream
                 .read_exact(&mut head)
@@ -192,7 +192,7 @@ async fn no_session_is_resumed_after_its_client_ca_changed() {
         while kind().await != Ok(HandshakeKind::Resumed) {
             assert!(std::time::Instant::now() < deadline, "{}", proxy.log_text());
         }
-        // A policy that changes ends no session.
+        // A policy change keeps the sessions valid.
         let mark = proxy.log_mark();
         proxy.write_config(&format!(
             "{config}[[policy]]\nname = 'p{mark}'\nmatch.path = '/p'\naction = 'deny'\n"
@@ -203,7 +203,7 @@ async fn no_session_is_resumed_after_its_client_ca_changed() {
             })
             .await;
         assert_eq!(kind().await, Ok(HandshakeKind::Resumed));
-        // Another authority does.
+        // A change of the authority does not.
         let mark = proxy.log_mark();
         fs::copy(other.path("ca.pem"), ca.path("clients.pem")).unwrap();
         proxy
@@ -235,7 +235,10 @@ async fn no_session_is_resumed_with_an_expired_certificate() {
     let client = TlsClient::with_certificate(&ca, &ca, "ann");
     let (mut is_resumed, deadline) = (false, std::time::Instant::now() + TEST_TIMEOUT);
     loop {
-        assert!(std::time::Instant::now() < deadline, "it is still let in");
+        assert!(
+            std::time::Instant::now() < deadline,
+            "the expired certificate is still accepted"
+        );
         let mut stream = client.connect(proxy.address, "a.example").await.unwrap();
         stream
             .write_all(GET_REQUEST.as_bytes())
@@ -247,7 +250,7 @@ async fn no_session_is_resumed_with_an_expired_certificate() {
         is_resumed = stream.get_ref().1.handshake_kind() == Some(HandshakeKind::Resumed);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert!(is_resumed, "until then, it was");
+    assert!(is_resumed, "the session was resumed before the expiry");
     wait_for_failed_handshakes(&proxy, "bad_certificate", 1).await;
 }
 
@@ -284,7 +287,7 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
             .await;
     };
     changes(&[7, 8], 2100).await;
-    // Also as one who has a session to resume.
+    // Also with a session to resume.
     assert_handshake_rejected(&proxy, &bob, "bad_certificate").await;
     changes(&[8], 2100).await;
     let mut stream = ann.connect_http1(proxy.address, "a.example").await;
@@ -292,10 +295,10 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
         stream.send(GET_REQUEST).await.read_response().await.status,
         200
     );
-    // Of a list that is out of date nobody knows who is missing in it.
+    // An outdated list may lack revoked certificates, so it is rejected.
     changes(&[], 2025).await;
     assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
-    // Nor of one by somebody else.
+    // So is a list of another authority.
     let mark = proxy.log_mark();
     let other = new_authority();
     other.write_revocation_list("crl.pem", &[], 2100);
@@ -306,7 +309,7 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
         })
         .await;
     assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
-    // What is no list changes nothing.
+    // An invalid file changes nothing.
     let mark = proxy.log_mark();
     fs::copy(ca.path("ca.pem"), ca.path("crl.pem")).unwrap();
     proxy
@@ -332,7 +335,7 @@ async fn tls_can_be_enabled_and_disabled_by_reload() {
     assert_eq!(
         plain.send(GET_REQUEST).await.read_response().await.status,
         200,
-        "who is in stays in"
+        "the open connection stays open"
     );
     let mark = proxy.log_mark();
     proxy.write_config("");

@@ -18,7 +18,8 @@ pub struct RedisCluster {
 }
 
 impl RedisCluster {
-    /// Three masters with a third of the slots each. They serve what they have if one is away.
+    /// Starts three masters with a third of the slots each. They keep serving their slots if one
+    /// node is down.
     pub async fn start() -> Self {
         Self::form_cluster(
             (0..3)
@@ -29,7 +30,7 @@ impl RedisCluster {
         .await
     }
 
-    /// The same with ports that speak TLS to whoever has a certificate.
+    /// As [`Self::start`], with TLS ports that require a client certificate.
     pub async fn with_tls(authority: &CertificateAuthority) -> Self {
         authority.sign("server", "127.0.0.1");
         let args = || {
@@ -72,7 +73,7 @@ impl RedisCluster {
         cluster
     }
 
-    /// Waits until all nodes think that all is well, and see the same slots.
+    /// Waits until all nodes report a healthy cluster and see the same slots.
     pub async fn wait_until_consistent(&self) {
         let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
@@ -89,7 +90,7 @@ impl RedisCluster {
             if views.iter().all(|view| view.0 && *view == views[0]) {
                 return;
             }
-            assert!(Instant::now() < deadline, "the nodes do not agree");
+            assert!(Instant::now() < deadline, "the nodes did not agree in time");
             sleep(Duration::from_millis(20)).await;
         }
     }
@@ -110,7 +111,7 @@ impl RedisCluster {
         }
     }
 
-    /// The same for a configuration file.
+    /// The same settings as lines of a configuration file.
     pub fn config_lines(&self) -> String {
         let url = |node: &RedisServer| match self.uses_tls {
             true => format!("\"rediss://127.0.0.1:{}\"", node.tls_port()),
@@ -120,7 +121,7 @@ impl RedisCluster {
         format!("topology = \"cluster\"\nurls = [{}]", urls.join(", "))
     }
 
-    /// Gives a slot and what is in it to another node. `meanwhile` runs when half of it is there.
+    /// Moves a slot and its keys to another node. `meanwhile` runs when half of the keys are moved.
     pub async fn move_slot(
         &self,
         slot: u16,
@@ -168,7 +169,7 @@ impl RedisCluster {
         }
     }
 
-    /// What a command says on every node.
+    /// Runs a command on every node and returns the replies.
     pub async fn command_on_each_node<T: FromRedisValue>(&self, words: &str) -> Vec<T> {
         let mut answers = Vec::new();
         for node in &self.nodes {
@@ -177,7 +178,7 @@ impl RedisCluster {
         answers
     }
 
-    /// A further node without slots that follows one of the masters.
+    /// Adds a node without slots as a replica of one of the masters.
     pub async fn add_replica(&mut self, master: usize) -> usize {
         let replica = RedisServer::start_with(&cluster_args());
         meet_node(&self.nodes[0], &replica).await;
@@ -194,7 +195,7 @@ impl RedisCluster {
         while follow(&mut connection).await.is_err() {
             assert!(
                 Instant::now() < deadline,
-                "the replica does not hear of its master"
+                "the replica did not discover its master in time"
             );
             sleep(Duration::from_millis(20)).await;
         }
@@ -205,26 +206,29 @@ impl RedisCluster {
             .await
             .contains("master_link_status:up")
         {
-            assert!(Instant::now() < deadline, "the replica does not follow");
+            assert!(
+                Instant::now() < deadline,
+                "the replica did not synchronize in time"
+            );
             sleep(Duration::from_millis(20)).await;
         }
-        // It needs the others' votes.
+        // A failover needs the votes of the other nodes.
         self.wait_until_consistent().await;
         at
     }
 }
 
-/// The slot of what is kept for a key.
+/// The hash slot of a key's counters.
 pub fn hash_slot(key: &Key) -> u16 {
     crc16_slot(&format!("{:032x}", key.id()))
 }
 
-/// The node that has it at the start.
+/// The node that owns the slot of this key at the start.
 pub fn initial_node(key: &Key) -> usize {
     usize::from(hash_slot(key) / (SLOT_COUNT / 3)).min(2)
 }
 
-/// The node that has a name without braces at the start.
+/// The node that owns the slot of a name without braces at the start.
 pub fn initial_node_for_name(name: &str) -> usize {
     usize::from(crc16_slot(name) / (SLOT_COUNT / 3)).min(2)
 }

@@ -1,12 +1,12 @@
-//! An access log of the past, drawn from a seed, and what policies would have done to it by a naive model: one list of
-//! times per limit and key, looked through from the beginning.
+//! A generated access log, drawn from a seed, with the expected decisions of a naive model. The
+//! model keeps one list of times per limit and key, and scans it from the start.
 //!
-//! Shared with `benches/replay.rs`, and so without anything of the test binary.
+//! `benches/replay.rs` uses this module too, so it depends on nothing else of the test binary.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io::{self, Write};
 
-/// What [`write`] judges by.
+/// The policies that [`generate_log`] applies.
 pub const POLICIES: &str = r#"
 [[policy]]
 name = "health"
@@ -35,7 +35,7 @@ key = ["client_ip"]
 limit = { requests = 30, per = "10s" }
 "#;
 
-/// What a replay of a log has to say.
+/// The expected result of a replay.
 #[derive(Debug, Default)]
 pub struct ExpectedReport {
     pub lines: u64,
@@ -78,14 +78,14 @@ enum RequestKind {
     Other,
 }
 
-/// Some quarter past eleven on a Wednesday.
+/// About a quarter past eleven on a Wednesday.
 const START_S: u64 = 1_795_000_000;
 
-/// Lines are out of order by less than so many seconds.
+/// A line is out of order by less than this many seconds.
 const MAX_DISORDER_S: u64 = 3;
 
-/// Writes a log of `requests` requests in nginx's combined format, some 300 in a second and a few of them a little out of
-/// order, with a broken line now and then.
+/// Writes a log of `requests` requests in nginx's combined format, about 300 per second. A few are
+/// slightly out of order, and a few lines are broken.
 pub fn generate_log(out: &mut impl Write, requests: u64, seed: u64) -> io::Result<ExpectedReport> {
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut model, mut written, mut now_s) = (ReplayModel::default(), 0, START_S);
@@ -115,7 +115,7 @@ pub fn generate_log(out: &mut impl Write, requests: u64, seed: u64) -> io::Resul
     Ok(model.expected)
 }
 
-/// Few clients ask for most of it.
+/// A few clients send most of the requests.
 fn draw_request(random: &mut fastrand::Rng, at_s: u64) -> LoggedRequest {
     let client = (1.0 / (random.f64() + 1e-6)).powf(1.5) as u32 % 200_000;
     let kind = match random.u32(..100) {
@@ -169,7 +169,8 @@ struct ReplayModel {
 }
 
 impl ReplayModel {
-    /// In the order of seconds, and within one in that of the log, spread over it evenly.
+    /// Decides requests ordered by second. Requests of one second keep the order of the log and are
+    /// spread evenly over it.
     fn decide_group(&mut self, mut group: Vec<LoggedRequest>) {
         group.sort_by_key(|request| request.at_s);
         for second in group.chunk_by(|a, b| a.at_s == b.at_s) {
@@ -213,7 +214,7 @@ impl ReplayModel {
             let key = policy.keys.entry(client).or_default();
             key.0 += 1;
             key.1 += u64::from(!passes);
-            // All or nothing, and what is tried only is counted if all that is meant admits.
+            // All or nothing: a shadow policy is charged only if all enforced policies admit.
             if admitted && passes {
                 self.admitted_at_us
                     .entry((name, client))

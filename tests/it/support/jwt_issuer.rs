@@ -1,4 +1,4 @@
-//! Who signs tokens, and tokens.
+//! Token issuers and their tokens.
 
 use super::unix_s;
 use jsonwebtoken::jwk::Jwk;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
-/// Somebody whose tokens may be believed.
+/// An issuer with a signing key.
 pub struct TokenIssuer {
     kid: String,
     alg: Algorithm,
@@ -16,7 +16,7 @@ pub struct TokenIssuer {
 }
 
 impl TokenIssuer {
-    /// With a new key, called `kid`.
+    /// Creates an issuer with a new key, named `kid`.
     pub fn new(kid: &str, alg: Algorithm) -> Self {
         let kind = match alg {
             Algorithm::ES256 => &PKCS_ECDSA_P256_SHA256,
@@ -27,12 +27,12 @@ impl TokenIssuer {
         let der = pair.serialize_der();
         let key = match alg {
             Algorithm::ES256 => EncodingKey::from_ec_der(&der),
-            // Without the public half, which jsonwebtoken doesn't expect (RFC 5208).
+            // Without the public half, which jsonwebtoken does not expect (RFC 5208).
             Algorithm::EdDSA => {
                 let frame = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20";
                 EncodingKey::from_ed_der(&[&frame[..], &der[16..48]].concat())
             }
-            // What is inside of PKCS #8, behind a frame of 26 bytes.
+            // The inner key of PKCS #8, after a header of 26 bytes.
             _ => EncodingKey::from_rsa_der(&der[26..]),
         };
         Self {
@@ -50,7 +50,7 @@ impl TokenIssuer {
         }
     }
 
-    /// The value of `authorization` with a token that says `claims`.
+    /// The value of `authorization` with a token that has these `claims`.
     pub fn bearer(&self, claims: &Value) -> String {
         let header = Header {
             kid: Some(self.kid.clone()),
@@ -62,7 +62,7 @@ impl TokenIssuer {
         )
     }
 
-    /// The same, of somebody called `sub`, for an hour.
+    /// A token for the subject `sub`, valid for an hour.
     pub fn bearer_for_subject(&self, sub: &str) -> String {
         self.bearer(&json!({ "sub": sub, "exp": unix_s() + 3600 }))
     }

@@ -1,4 +1,4 @@
-//! A real server: nginx, serving files and taking uploads.
+//! A real nginx that serves files and accepts uploads.
 
 use super::process::ChildProcess;
 use super::{TEST_TIMEOUT, eventually};
@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use tempfile::TempDir;
 use tokio::process::Command;
 
-/// A running nginx with a document root of its own; killed when dropped.
+/// A running nginx with its own document root. It is killed on drop.
 #[derive(Debug)]
 pub struct Nginx {
     pub address: SocketAddr,
@@ -22,12 +22,12 @@ impl Nginx {
         Self::launch("", "", "").await
     }
 
-    /// With limits: what stands in `http`, and what stands in `server`.
+    /// With limits: directives for `http` and for `server`.
     pub async fn start_with_config(zones: &str, limits: &str) -> Self {
         Self::launch("", zones, limits).await
     }
 
-    /// In the clear, to clients that know.
+    /// Cleartext HTTP/2 with prior knowledge.
     pub async fn start_http2() -> Self {
         Self::launch("http2", "", "").await
     }
@@ -37,7 +37,7 @@ impl Nginx {
         let root = dir.path().join("root");
         fs::create_dir(&root).unwrap();
         fs::create_dir(dir.path().join("tmp")).unwrap();
-        // nginx cannot be told to take any free port, so it gets one that was free just now.
+        // nginx cannot bind to port 0, so it gets a port that was free just before.
         let address = TcpListener::bind("127.0.0.1:0")
             .unwrap()
             .local_addr()
@@ -71,19 +71,19 @@ impl Nginx {
         }
     }
 
-    /// Serves a file at `/name`.
+    /// Makes a file available at `/name`.
     pub fn write_file(&self, name: &str, content: &[u8]) {
         fs::write(self.root.join(name), content).unwrap();
     }
 
-    /// What was uploaded with `PUT /name`.
+    /// The content that was uploaded with `PUT /name`.
     pub fn uploaded_file(&self, name: &str) -> Vec<u8> {
         fs::read(self.root.join(name)).unwrap()
     }
 }
 
-/// One process, so that killing it leaves nothing behind. Uploads use the WebDAV module, which the
-/// Debian package has built in.
+/// Runs as one process, so that killing it leaves nothing behind. Uploads use the WebDAV module,
+/// which the Debian package includes.
 fn render_config(address: SocketAddr, how: &str, zones: &str, limits: &str) -> String {
     let temp = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
         .map(|kind| format!("{kind}_temp_path tmp/{kind};"))

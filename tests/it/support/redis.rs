@@ -1,4 +1,4 @@
-//! A real redis-server per test: own process, own port, nothing kept.
+//! A real redis-server per test: own process, own port, no persistence.
 
 use super::tls::CertificateAuthority;
 use redis::aio::MultiplexedConnection;
@@ -11,7 +11,7 @@ use tidegate::store::redis::{
     RedisAddress, RedisCredentials, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
 
-/// A running server; killed on drop.
+/// A running server. It is killed on drop.
 pub(crate) struct RedisServer {
     child: Child,
     port: u16,
@@ -25,10 +25,11 @@ impl RedisServer {
         Self::start_with::<&str>(&[])
     }
 
-    /// The same with further arguments, e.g. `["--requirepass", "x"]`.
+    /// As [`Self::start`], with further arguments, for example `["--requirepass", "x"]`.
     pub(crate) fn start_with<S: AsRef<str>>(args: &[S]) -> Self {
         let args: Vec<String> = args.iter().map(|arg| arg.as_ref().to_owned()).collect();
-        // Somebody else may take the free port before the server does: then it ends, and another is tried.
+        // Another process may take the free port before the server does. The server then exits, and
+        // another port is tried.
         for _ in 0..20 {
             let (port, directory) = (free_port(), tempfile::tempdir().unwrap());
             let child = spawn_server(port, &directory, &args);
@@ -42,10 +43,11 @@ impl RedisServer {
                 return server;
             }
         }
-        panic!("redis-server does not start");
+        panic!("redis-server did not start");
     }
 
-    /// The same with a second port that speaks TLS, by the authority's `server.pem`, also to other servers.
+    /// As [`Self::start_with`], with a second port for TLS that uses the authority's `server.pem`,
+    /// also between servers.
     pub(crate) fn start_with_tls<S: AsRef<str>>(
         authority: &CertificateAuthority,
         args: &[S],
@@ -64,7 +66,7 @@ impl RedisServer {
         Self::start_with(&tls.collect::<Vec<_>>())
     }
 
-    /// Of [`Server::with_tls`].
+    /// The port for TLS of [`Self::start_with_tls`].
     pub(crate) fn tls_port(&self) -> u16 {
         self.args[1].parse().unwrap()
     }
@@ -73,7 +75,8 @@ impl RedisServer {
         self.port
     }
 
-    /// The setting of a proxy that counts here; patient, so that a busy machine is no outage.
+    /// Store settings for a proxy. The long timeout keeps a busy machine from being taken for an
+    /// outage.
     pub(crate) fn store_config(&self) -> String {
         let port = self.port;
         format!(
@@ -87,32 +90,29 @@ impl RedisServer {
         self.child.wait().unwrap();
     }
 
-    /// Starts a killed server again, empty, on the same port.
+    /// Restarts a killed server, empty, on the same port.
     pub(crate) fn restart(&mut self) {
         self.respawn();
-        assert!(self.wait_until_ready(), "redis-server does not start again");
+        assert!(self.wait_until_ready(), "redis-server did not restart");
     }
 
-    /// The same, and the test's other tasks go on meanwhile.
+    /// As [`Self::restart`], without blocking the test's other tasks.
     pub(crate) async fn restart_async(&mut self) {
         self.respawn();
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
         while client.get_multiplexed_async_connection().await.is_err() {
-            assert!(
-                Instant::now() < deadline,
-                "redis-server does not start again"
-            );
+            assert!(Instant::now() < deadline, "redis-server did not restart");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
 
-    /// The same, without waiting until it answers.
+    /// As [`Self::restart`], without waiting until the server answers.
     pub(crate) fn respawn(&mut self) {
         self.child = spawn_server(self.port, &self.directory, &self.args);
     }
 
-    /// SIGSTOP: sockets stay open, nothing is answered.
+    /// Sends SIGSTOP: sockets stay open, and the server answers nothing.
     pub(crate) fn pause(&self) {
         self.send_signal("-STOP");
     }
@@ -121,7 +121,7 @@ impl RedisServer {
         self.send_signal("-CONT");
     }
 
-    /// A connection for looking and meddling.
+    /// A connection for commands of the test.
     pub(crate) async fn connection(&self) -> MultiplexedConnection {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
         let patient = AsyncConnectionConfig::new()
@@ -133,7 +133,8 @@ impl RedisServer {
             .unwrap()
     }
 
-    /// The same, for thousands of questions on a busy machine: no answer is late.
+    /// As [`Self::connection`], without a response timeout, for thousands of commands on a busy
+    /// machine.
     pub(crate) async fn connection_without_timeout(&self) -> MultiplexedConnection {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
         let patient = redis::AsyncConnectionConfig::new().set_response_timeout(None);
@@ -143,7 +144,7 @@ impl RedisServer {
             .unwrap()
     }
 
-    /// Runs one command, e.g. `"CONFIG SET maxmemory 1"`, on a connection of its own.
+    /// Runs one command, for example `"CONFIG SET maxmemory 1"`, on its own connection.
     pub(crate) async fn command<T: FromRedisValue>(&self, words: &str) -> T {
         let mut command = Cmd::new();
         for word in words.split(' ') {
@@ -155,7 +156,7 @@ impl RedisServer {
             .unwrap()
     }
 
-    /// One number of INFO, such as `("memory", "number_of_cached_scripts")`.
+    /// Returns one number of INFO, such as `("memory", "number_of_cached_scripts")`.
     pub(crate) async fn read_info_number(&self, section: &str, name: &str) -> u64 {
         let text: String = self.command(&format!("INFO {section}")).await;
         let line = text
@@ -172,7 +173,7 @@ impl RedisServer {
         redis_settings(self.port)
     }
 
-    /// A ready handle with settings fit for tests.
+    /// Connects with settings for tests.
     pub(crate) async fn connect(&self) -> (SharedRedisState, RedisStore) {
         connect_redis(self.settings()).await
     }
@@ -207,7 +208,7 @@ impl Drop for RedisServer {
     }
 }
 
-/// Settings fit for tests: deadlines that a busy machine can keep.
+/// Settings for tests, with timeouts that a busy machine can meet.
 pub(crate) fn redis_settings(port: u16) -> RedisSettings {
     RedisSettings {
         topology: RedisTopology::Standalone,
@@ -224,7 +225,7 @@ pub(crate) fn redis_settings(port: u16) -> RedisSettings {
     }
 }
 
-/// A port of this machine.
+/// The address of a local port.
 pub(crate) fn local_address(port: u16) -> RedisAddress {
     RedisAddress::Tcp {
         host: "127.0.0.1".to_owned(),
@@ -232,7 +233,7 @@ pub(crate) fn local_address(port: u16) -> RedisAddress {
     }
 }
 
-/// A handle whose first connection is ready.
+/// Connects, and waits until the first connection is ready.
 pub(crate) async fn connect_redis(settings: RedisSettings) -> (SharedRedisState, RedisStore) {
     let shared = SharedRedisState::new(settings);
     let redis = RedisStore::start(&shared);
@@ -240,7 +241,7 @@ pub(crate) async fn connect_redis(settings: RedisSettings) -> (SharedRedisState,
     (shared, redis)
 }
 
-/// All keys that a server holds, but for the sets of the instances.
+/// Lists all keys of a server except the membership sets.
 pub(crate) async fn list_counter_keys(server: &RedisServer) -> Vec<String> {
     let keys: Vec<String> = server.command("KEYS *").await;
     keys.into_iter()
@@ -263,7 +264,7 @@ pub(crate) fn ping(port: u16) -> bool {
     let Ok(mut connection) = client.get_connection_with_timeout(Duration::from_millis(200)) else {
         return false;
     };
-    // One that asks for a password answers, too.
+    // A server that requires a password answers with an error.
     match redis::cmd("PING").query::<Value>(&mut connection) {
         Ok(_) => true,
         Err(error) => error.code() == Some("NOAUTH"),

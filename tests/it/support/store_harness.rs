@@ -1,4 +1,4 @@
-//! Either store, at a time that the test says, and limits drawn by lot.
+//! Both stores with a test-controlled clock, and randomly drawn limits.
 
 use super::redis::RedisServer;
 use fastrand::Rng;
@@ -13,11 +13,11 @@ use tidegate::store::redis::ScriptLibrary;
 use tidegate::store::{MemorySettings, MemoryStore, Settlement};
 use tokio::runtime::{Builder, Runtime};
 
-/// In the year 2100: far enough ahead that no key of Redis expires while a test steps through time.
+/// In the year 2100, so far ahead that no key of Redis expires while a test advances the clock.
 pub const START_US: u64 = 4_102_444_800_000_000;
 
 pub const DAY_US: u64 = 86_400_000_000;
-/// The longest period that `check` lets through.
+/// The longest period that `check` accepts.
 pub const MAX_PER_US: u64 = 400 * DAY_US;
 
 const MEMORY_SETTINGS: MemorySettings = MemorySettings {
@@ -25,7 +25,7 @@ const MEMORY_SETTINGS: MemorySettings = MemorySettings {
     max_bytes: 256 << 20,
 };
 
-/// A store that decides when it is told to.
+/// A store with a test-controlled clock.
 pub enum StoreUnderTest {
     Memory {
         store: MemoryStore,
@@ -34,7 +34,7 @@ pub enum StoreUnderTest {
     Redis(Box<RedisUnderTest>),
 }
 
-/// Fields are dropped in order: the connection before its runtime.
+/// The field order matters: the connection is dropped before its runtime.
 pub struct RedisUnderTest {
     connection: MultiplexedConnection,
     runtime: Runtime,
@@ -51,7 +51,7 @@ impl StoreUnderTest {
         }
     }
 
-    /// A server of its own, ended when this is dropped.
+    /// Starts a separate server, which is stopped on drop.
     pub fn redis() -> Self {
         let server = RedisServer::start();
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
@@ -68,7 +68,7 @@ impl StoreUnderTest {
         [Self::memory(), Self::redis()]
     }
 
-    /// Forgets all counters, and that any time has passed.
+    /// Clears all counters and resets the clock.
     pub fn reset(&mut self) {
         match self {
             Self::Memory { .. } => *self = Self::memory(),
@@ -76,7 +76,7 @@ impl StoreUnderTest {
         }
     }
 
-    /// All that stands in the charges, decided at a time.
+    /// Decides all charges at the given time.
     pub fn decide(&mut self, charges: &[Charge<'_>], at_us: u64) -> Decision {
         match self {
             Self::Memory { store, hands } => {
@@ -91,7 +91,7 @@ impl StoreUnderTest {
         }
     }
 
-    /// Puts one counter right, at a time.
+    /// Applies an amendment to one counter at the given time.
     pub fn apply_amendment(&mut self, limit: &Limit, key: &Key, amendment: Amendment, at_us: u64) {
         let late = [Settlement {
             limit,
@@ -110,7 +110,7 @@ impl StoreUnderTest {
         }
     }
 
-    /// Bytes that the one counter takes that is kept, its share of the table included.
+    /// Bytes taken by the only counter in the store, including its share of the table.
     pub fn counter_bytes(&mut self, charge: &Charge<'_>) -> u64 {
         match self {
             Self::Memory { store, .. } => store.byte_count() as u64,
@@ -128,10 +128,10 @@ impl StoreUnderTest {
         }
     }
 
-    /// When Redis forgets a charge's counter, in ms since the epoch.
+    /// When Redis expires a charge's counter, in ms since the epoch.
     pub fn expires_at_ms(&mut self, charge: &Charge<'_>) -> u64 {
         let Self::Redis(there) = self else {
-            panic!("memory keeps no such time")
+            panic!("the memory store has no expiry time")
         };
         let key = there.script.counter_key(charge);
         self.command(redis::cmd("PEXPIRETIME").arg(key).clone())
@@ -149,7 +149,7 @@ impl StoreUnderTest {
 }
 
 impl RedisUnderTest {
-    /// Runs a program, loaded if need be.
+    /// Runs a script, and loads it first if necessary.
     fn run_script(&mut self, ask: impl Fn(&ScriptLibrary) -> Cmd) -> Value {
         let (connection, command) = (&mut self.connection, ask(&self.script));
         self.runtime.block_on(async {
@@ -176,7 +176,8 @@ impl fmt::Debug for StoreUnderTest {
     }
 }
 
-/// When the whole question would be admitted, if it was refused and not for ever: what a client is told.
+/// When the whole request would be admitted, if it was refused but not forever. Clients receive
+/// this time as `retry_after`.
 pub fn admissible_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
     if decision.admitted {
         return None;
@@ -192,18 +193,18 @@ pub fn admissible_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u
             None => {}
         }
         if charge.is_block() {
-            // It may have begun with this refusal.
+            // The block may have begun with this refusal.
             latest_us = latest_us.max(standing.next_growth_us);
         }
     }
     latest_us
 }
 
-/// Draws a limit.
+/// Draws a random limit.
 pub type LimitGenerator = fn(&mut Rng) -> Limit;
 
-/// Every algorithm whose units come back with time, with any values that `check` lets through; one that begins cold
-/// is an algorithm of its own here. A new one is a line.
+/// Every algorithm with units that return over time, with random values that `check` accepts. A
+/// bucket with a warm-up counts as a separate algorithm. A new algorithm adds one line.
 pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 6] = [
     ("sliding_log", |rng| draw_limit(rng, Algorithm::SlidingLog)),
     ("sliding_window", |rng| {
@@ -248,7 +249,7 @@ pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 6] = [
     }),
 ];
 
-/// The limit of one of [`EVERY_ALGORITHM`], by its name.
+/// Draws a limit for the algorithm of [`EVERY_ALGORITHM`] with this name.
 pub fn draw_limit_for(name: &str, rng: &mut Rng) -> Limit {
     EVERY_ALGORITHM
         .iter()
@@ -283,13 +284,13 @@ fn draw_limit(rng: &mut Rng, algorithm: Algorithm) -> Limit {
     }
 }
 
-/// From a millisecond to some months, of any order of magnitude.
+/// From one millisecond to some months, evenly over the orders of magnitude.
 pub fn draw_duration_us(rng: &mut Rng) -> u64 {
     let magnitude = rng.u32(4..=13);
     rng.u64(1_000..10_u64.pow(magnitude))
 }
 
-/// A seed for a test that draws, or the one of a run that failed: `TIDEGATE_TEST_SEED=n`.
+/// The seed for random tests. `TIDEGATE_TEST_SEED=n` repeats a failed run.
 pub fn test_seed() -> u64 {
     std::env::var("TIDEGATE_TEST_SEED")
         .map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap())
