@@ -1,8 +1,8 @@
-//! The integration tests, one binary: it links once, and its tests run side by side.
+//! The integration tests. They form one binary, so they link once and run concurrently.
 //!
-//! `support/` holds the builders (the proxy as a process of its own, upstreams, clients), `model` the
-//! naive truth about limits. Every other file is one subject, and its tests read as sentences. A test
-//! named `trap_N_…` fails if the product falls into trap N of the list in `docs/CONTRIBUTING.md`.
+//! `support/` holds the test fixtures: the proxy as a child process, upstreams and clients.
+//! `reference_model` is a naive implementation of the limits. Every other file covers one subject.
+//! A test named `trap_N_…` covers trap N of the list in `docs/CONTRIBUTING.md`.
 
 #![allow(
     clippy::unwrap_used,
