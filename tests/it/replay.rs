@@ -1,4 +1,4 @@
-//! `tidegate replay`: what policies would have done to the requests of a past log.
+//! `tidegate replay`: applies policies to the requests of a past log.
 
 use crate::support::generated_log::{self, ExpectedReport};
 use crate::support::process::{ChildProcess, ProcessOutput, tidegate_command};
@@ -21,7 +21,7 @@ fn write_sample_log(dir: &Path, requests: u64) -> ExpectedReport {
 async fn run_replay(dir: &Path, args: &[&str]) -> ProcessOutput {
     let mut process =
         ChildProcess::start(tidegate_command().current_dir(dir).arg("replay").args(args)).unwrap();
-    // Many lines for a binary that wasn't built to be fast.
+    // The log is long, and the test binary is not optimized.
     process.wait_for_exit(Duration::from_secs(60)).await
 }
 
@@ -36,7 +36,7 @@ async fn the_report_has_the_known_answers_of_a_sample_log() {
     let answers = write_sample_log(dir.path(), 50_000);
     assert!(
         answers.malformed > 0 && answers.limited > 1000 && answers.forwarded > 1000,
-        "nothing to see"
+        "the sample log must have malformed, limited and forwarded lines"
     );
     let report =
         parse_report(&run_replay(dir.path(), &["--json", "--top=1000000", "access.log"]).await);
@@ -57,12 +57,12 @@ async fn the_report_has_the_known_answers_of_a_sample_log() {
         assert_eq!(refused, wanted.refused, "{name}");
         assert_eq!(policy["keys"], wanted.keys.len(), "{name}");
         assert_eq!(policy["keys_touched"], wanted.limited_keys(), "{name}");
-        let told = set["top"]
+        let top_keys = set["top"]
             .as_array()
             .unwrap()
             .iter()
             .filter(|top| top["policy"] == name);
-        let told = told.map(|top| {
+        let top_keys = top_keys.map(|top| {
             let [_, a, b, c] = top["key"]
                 .as_str()
                 .unwrap()
@@ -75,7 +75,7 @@ async fn the_report_has_the_known_answers_of_a_sample_log() {
                 (Some(requests), Some(refused))
             });
         });
-        assert_eq!(told.count() as u64, wanted.limited_keys(), "{name}");
+        assert_eq!(top_keys.count() as u64, wanted.limited_keys(), "{name}");
     }
 }
 
@@ -97,7 +97,7 @@ async fn replay_writes_a_text_report_and_an_html_page() {
         "{}",
         ended.stderr
     );
-    for told in [
+    for expected in [
         "10,000 requests in",
         "SIDE BY SIDE",
         "BY more.toml",
@@ -106,11 +106,18 @@ async fn replay_writes_a_text_report_and_an_html_page() {
         "SUGGESTED",
         "█",
     ] {
-        assert!(ended.stdout.contains(told), "{told}\n{}", ended.stdout);
+        assert!(
+            ended.stdout.contains(expected),
+            "{expected}\n{}",
+            ended.stdout
+        );
     }
-    assert!(!ended.stdout.contains('\u{1b}'), "no terminal, no colours");
+    assert!(
+        !ended.stdout.contains('\u{1b}'),
+        "output without a terminal must have no colours"
+    );
     let page = fs::read_to_string(dir.path().join("report.html")).unwrap();
-    for told in [
+    for expected in [
         "Content-Security-Policy",
         "<svg",
         "10.0.0.1",
@@ -119,10 +126,10 @@ async fn replay_writes_a_text_report_and_an_html_page() {
         "a bar is ",
         ">touched</small>",
     ] {
-        assert!(page.contains(told), "{told}");
+        assert!(page.contains(expected), "{expected}");
     }
-    for outside in ["http://", "https://", "<script", "<link", "url("] {
-        assert!(!page.contains(outside), "{outside}");
+    for external in ["http://", "https://", "<script", "<link", "url("] {
+        assert!(!page.contains(external), "{external}");
     }
 }
 
@@ -158,7 +165,7 @@ async fn a_log_is_read_from_stdin() {
 async fn invalid_arguments_and_files_are_reported() {
     let dir = TempDir::new().unwrap();
     write_sample_log(dir.path(), 100);
-    for (args, said) in [
+    for (args, message) in [
         (&["nowhere.log"][..], "nowhere.log: No such file"),
         (&["config.toml"], "none of the first lines is a request"),
         (&["--config=nowhere.toml", "access.log"], "nowhere.toml"),
@@ -172,6 +179,6 @@ async fn invalid_arguments_and_files_are_reported() {
             !ended.status.success() && ended.stdout.is_empty(),
             "{args:?}"
         );
-        assert!(ended.stderr.contains(said), "{args:?}: {}", ended.stderr);
+        assert!(ended.stderr.contains(message), "{args:?}: {}", ended.stderr);
     }
 }
