@@ -151,7 +151,7 @@ async fn redis_hangs_under_many_concurrent_callers() {
     let server = RedisServer::start();
     let (shared, store) = start_store(&server).await;
     server.pause();
-    let asked = Instant::now();
+    let started = Instant::now();
     let calls: Vec<_> = (0..64)
         .map(|_| {
             let store = store.clone();
@@ -161,7 +161,7 @@ async fn redis_hangs_under_many_concurrent_callers() {
     for call in calls {
         assert!(call.await.unwrap());
     }
-    assert!(asked.elapsed() <= server.settings().timeout + TIMEOUT_SLACK);
+    assert!(started.elapsed() <= server.settings().timeout + TIMEOUT_SLACK);
     assert!(shared.is_breaker_open());
     server.resume();
     wait_for_recovery(&shared, &store).await;

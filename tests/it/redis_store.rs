@@ -153,10 +153,10 @@ impl StateModel {
         Decision {
             now_us: time_us,
             admitted,
-            statuses: standings.into(),
+            statuses: statuses.into(),
             delay_us,
             grants,
-            charged_at_us: stands_us,
+            charged_at_us: charged_at_us,
         }
     }
 
@@ -739,15 +739,14 @@ async fn the_longest_wait_is_reported_when_limits_were_exhausted_separately() {
     assert!(!store.decide(&charges[..1]).await.unwrap().admitted);
     for _ in 0..2 {
         let answer = store.decide(&charges).await.unwrap();
-        let until_us =
-            answer
-                .statuses
-                .iter()
-                .flatten()
-                .filter_map(|standing| match standing.refusal {
-                    Some(Refusal::Until(until_us)) => Some(until_us),
-                    _ => None,
-                });
+        let until_us = answer
+            .statuses
+            .iter()
+            .flatten()
+            .filter_map(|status| match status.refusal {
+                Some(Refusal::Until(until_us)) => Some(until_us),
+                _ => None,
+            });
         assert!(
             until_us.max().unwrap() - answer.now_us > 50_000_000,
             "{answer:?}"

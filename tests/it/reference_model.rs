@@ -116,7 +116,7 @@ impl NaiveModel {
             }
             Amendment::Credit { units, at_us } => (units, at_us),
             Amendment::Renew { .. } | Amendment::Release { .. } => {
-                unreachable!("concurrency slots are not modelled")
+                unreachable!("concurrency slot amendments are not modelled")
             }
         };
         let (
@@ -240,7 +240,7 @@ impl NaiveModel {
         }
         if let Algorithm::LeakyBucket { .. } = algorithm {
             let debt = debt_at(self.spent_units(charge), at_us, requests, per_us);
-            // A unit is used if the queue has no room for it. The queue holds one unit plus those
+            // A unit is used if it does not fit the queue. The queue holds one unit plus those
             // covered by `max_delay`.
             let most = u128::from(per_us) + max_delay_debt(charge.limit);
             let free = |used: &u64| {
@@ -712,8 +712,8 @@ mod hand_computed {
             None,
             "a cost that never fits must not start a block"
         );
-        let begins = ask(BASE_US + 10, 1);
-        let closed = |refusal| LimitStatus {
+        let first_rejection = ask(BASE_US + 10, 1);
+        let blocked = |refusal| LimitStatus {
             remaining: 0,
             next_growth_us: Some(BASE_US + 510),
             refusal,

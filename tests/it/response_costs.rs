@@ -472,7 +472,7 @@ async fn a_client_cannot_avoid_settlement() {
     assert!(feeder.send(event).await);
     leaver.read_past(event.as_bytes()).await;
     drop(leaver);
-    scene.wait_for_used_units("body", 700).await;
+    fixture.wait_for_used_units("body", 700).await;
 }
 
 /// Uses a slow network.

@@ -1,4 +1,4 @@
-//! Counted rejections and settlements in both stores. Integer counters must match the reference
+//! Counted rejections and settlements in both stores. Logs and windows must match the reference
 //! model. No algorithm may admit more than if all costs had been known from the start.
 
 use crate::reference_model::NaiveModel;

@@ -1,4 +1,4 @@
-//! A proxy whose admin port has a token, and who asks it.
+//! A proxy with a token on its admin listener, and requests to that listener.
 
 use super::TEST_TIMEOUT;
 use super::client::ClientRequest;
@@ -46,7 +46,7 @@ impl AdminProxy {
         }
     }
 
-    /// A folder that goes with it.
+    /// The temporary folder of this fixture.
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
@@ -55,7 +55,7 @@ impl AdminProxy {
         ClientRequest::new(self.proxy.admin_address(), method, target).header("Host", "localhost")
     }
 
-    /// With the token.
+    /// A request with the token.
     pub fn authorized_request(&self, method: &str, target: &str) -> ClientRequest {
         self.admin_request(method, target)
             .header("Authorization", "Bearer s3cret")
@@ -71,16 +71,16 @@ impl AdminProxy {
         reply.json()
     }
 
-    /// A policy, once `holds` is true of it: what is counted is noted once a second.
+    /// Waits until a policy's statistics satisfy `holds`. They are updated once per second.
     pub async fn wait_for_policy(&self, name: &str, holds: impl Fn(&Value) -> bool) -> Value {
         let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
-            let told =
+            let policy =
                 self.get_json(&format!("/policies?policy={name}")).await["policies"][0].clone();
-            if holds(&told) {
-                return told;
+            if holds(&policy) {
+                return policy;
             }
-            assert!(Instant::now() < deadline, "{told:#}");
+            assert!(Instant::now() < deadline, "{policy:#}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -93,7 +93,7 @@ impl AdminProxy {
             .await
     }
 
-    /// Runs the binary beside it, with its configuration.
+    /// Runs a command of the binary with the configuration of this proxy.
     pub async fn run_command(&self, words: &[&str]) -> ProcessOutput {
         run_command(
             tidegate_command()

@@ -1,4 +1,4 @@
-//! Clients: exact bytes on a socket, one plain request, and hyper's over HTTP/1.1 and HTTP/2.
+//! Clients: raw bytes on a socket, single requests, and hyper over HTTP/1.1 and HTTP/2.
 
 use super::TEST_TIMEOUT;
 use bytes::Bytes;
@@ -18,31 +18,31 @@ use tokio::time::timeout;
 
 pub type ClientBody = BoxBody<Bytes, Infallible>;
 
-/// A connection to which exactly the bytes are sent that the test says.
+/// A connection that sends exactly the bytes given by the test.
 #[derive(Debug)]
 pub struct RawClient {
     stream: Box<dyn ByteStream>,
-    /// Read and not yet given out.
+    /// Bytes read but not yet returned.
     buffer: Vec<u8>,
 }
 
-/// What bytes go over.
+/// A bidirectional byte stream.
 pub trait ByteStream: AsyncRead + AsyncWrite + Unpin + Send + Debug {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin + Send + Debug> ByteStream for T {}
 
-/// One response as it came.
+/// One response as received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RawResponse {
     pub status: u16,
-    /// In order, names in lower case.
+    /// In order, with names in lower case.
     pub headers: Vec<(String, String)>,
     pub body: Vec<u8>,
-    /// The body ended as its framing says, not by the connection breaking.
+    /// Whether the body ended as its framing says, not by a broken connection.
     pub complete: bool,
 }
 
-/// One request on a connection of its own, sent as written: nothing is normalized.
+/// One request on its own connection, sent as written: nothing is normalized.
 #[derive(Debug)]
 pub struct ClientRequest {
     address: SocketAddr,
@@ -56,11 +56,11 @@ impl RawClient {
     pub async fn connect(address: SocketAddr) -> Self {
         let stream = timeout(TEST_TIMEOUT, TcpStream::connect(address))
             .await
-            .expect("connecting takes too long");
+            .expect("connecting timed out");
         Self::from_stream(stream.unwrap_or_else(|error| panic!("{address}: {error}")))
     }
 
-    /// Over a connection that is there, TLS for instance.
+    /// Uses an open connection, for instance with TLS.
     pub fn from_stream(stream: impl ByteStream + 'static) -> Self {
         Self {
             stream: Box::new(stream),
@@ -68,17 +68,17 @@ impl RawClient {
         }
     }
 
-    /// Sends these bytes. A peer that has closed already is found out by reading.
+    /// Sends these bytes. If the peer has closed, the next read reports it.
     pub async fn send(&mut self, bytes: impl AsRef<[u8]>) -> &mut Self {
         let sent = timeout(TEST_TIMEOUT, self.stream.write_all(bytes.as_ref())).await;
-        match sent.expect("the peer does not read") {
+        match sent.expect("the peer must read the bytes in time") {
             Ok(()) => {}
             Err(error) => assert!(is_disconnect(&error), "{error}"),
         }
         self
     }
 
-    /// The final response to a request other than HEAD; interim (1xx) ones are passed over.
+    /// The final response to a request other than HEAD. Interim responses (1xx) are skipped.
     pub async fn read_response(&mut self) -> RawResponse {
         loop {
             let reply = self.read_any_response(false).await;
@@ -88,26 +88,36 @@ impl RawClient {
         }
     }
 
-    /// The next response, interim or not.
+    /// The next response, interim or final.
     pub async fn read_any_response(&mut self, to_head: bool) -> RawResponse {
         let got = timeout(TEST_TIMEOUT, self.try_read_response(to_head)).await;
-        got.unwrap_or_else(|_| panic!("no whole response in time, only {:?}", self.unread_text()))
-            .unwrap_or_else(|| {
-                panic!(
-                    "closed without a whole head, after {:?}",
-                    self.unread_text()
-                )
-            })
+        got.unwrap_or_else(|_| {
+            panic!(
+                "no complete response in time, only {:?}",
+                self.unread_text()
+            )
+        })
+        .unwrap_or_else(|| {
+            panic!(
+                "closed without a complete head, after {:?}",
+                self.unread_text()
+            )
+        })
     }
 
     /// A response, or `None` if the connection closes without one.
     pub async fn read_response_or_close(&mut self) -> Option<RawResponse> {
         let got = timeout(TEST_TIMEOUT, self.try_read_response(false)).await;
-        got.unwrap_or_else(|_| panic!("neither answered nor closed, only {:?}", self.unread_text()))
+        got.unwrap_or_else(|_| {
+            panic!(
+                "no response and no close in time, only {:?}",
+                self.unread_text()
+            )
+        })
     }
 
-    /// Reads HTTP/2 frames until one says what became of stream 1 (HEADERS, RST_STREAM, GOAWAY), or the peer closes;
-    /// `false` if neither happens.
+    /// Reads HTTP/2 frames until the result of stream 1 (HEADERS, RST_STREAM or GOAWAY) arrives or
+    /// the peer closes. Returns `false` if neither happens in time.
     pub async fn waits_for_stream_1_result(&mut self) -> bool {
         let answered = timeout(TEST_TIMEOUT, async {
             loop {
@@ -131,30 +141,30 @@ impl RawClient {
         answered.await.is_ok()
     }
 
-    /// Everything until the peer closes.
+    /// All bytes until the peer closes.
     pub async fn read_to_close(&mut self) -> Vec<u8> {
         let closed = timeout(TEST_TIMEOUT, async { while self.fill_buffer().await {} }).await;
         assert!(
             closed.is_ok(),
-            "the peer does not close, after {:?}",
+            "the peer did not close, after {:?}",
             self.unread_text()
         );
         std::mem::take(&mut self.buffer)
     }
 
-    /// The first bytes that come, none if the peer closes or breaks off.
+    /// The first bytes that arrive. Empty if the peer closes or resets the connection.
     pub async fn read_first_bytes(&mut self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(1024);
         match timeout(TEST_TIMEOUT, self.stream.read_buf(&mut bytes))
             .await
-            .expect("neither answered nor closed")
+            .expect("no bytes and no close in time")
         {
             Ok(_) => bytes,
             Err(_) => Vec::new(),
         }
     }
 
-    /// Waits until these bytes have come, and takes everything up to their end.
+    /// Waits for these bytes and returns everything up to their end.
     pub async fn read_past(&mut self, wanted: &[u8]) -> Vec<u8> {
         let found = timeout(TEST_TIMEOUT, async {
             loop {
@@ -178,12 +188,12 @@ impl RawClient {
         })
     }
 
-    /// Whether the peer has closed within this time, with nothing more to read.
+    /// Whether the peer closes within this time, with no unread bytes.
     pub async fn closes_within(&mut self, within: Duration) -> bool {
         self.buffer.is_empty() && timeout(within, self.fill_buffer()).await == Ok(false)
     }
 
-    /// Whether something has been read that no one has taken yet.
+    /// Whether bytes were read but not yet returned.
     pub fn has_buffered_bytes(&self) -> bool {
         !self.buffer.is_empty()
     }
@@ -204,7 +214,7 @@ impl RawClient {
         Some(reply)
     }
 
-    /// Whether the body is whole.
+    /// Reads the body. Returns whether it is complete.
     async fn read_body(&mut self, reply: &mut RawResponse) -> bool {
         if reply
             .header("transfer-encoding")
@@ -265,9 +275,9 @@ impl RawClient {
         }
     }
 
-    /// Reads more; `false` when the peer has closed.
+    /// Reads more bytes. Returns `false` when the peer has closed.
     async fn fill_buffer(&mut self) -> bool {
-        // Into the heap: an array here would sit in every future that reads.
+        // A heap buffer: an array would enlarge every future that reads.
         self.buffer.reserve(64 << 10);
         match self.stream.read_buf(&mut self.buffer).await {
             Ok(read) => read > 0,
@@ -282,7 +292,7 @@ impl RawClient {
 }
 
 impl RawResponse {
-    /// The value of a header that is there at most once.
+    /// The value of a header that occurs at most once.
     pub fn header(&self, name: &str) -> Option<&str> {
         let mut values = self.headers.iter().filter(|(given, _)| given == name);
         let value = values.next().map(|(_, value)| value.as_str());
@@ -341,7 +351,7 @@ impl ClientRequest {
         }
     }
 
-    /// `Host` and `Content-Length` are added if not given.
+    /// Adds a header. `Host` and `Content-Length` are added automatically if missing.
     pub fn header(mut self, name: &str, value: &str) -> Self {
         self.headers.push((name.into(), value.into()));
         self
@@ -388,7 +398,7 @@ impl ClientRequest {
     }
 }
 
-/// An HTTP/1.1 connection that streams, by hyper.
+/// An HTTP/1.1 connection by hyper, with streamed bodies.
 pub async fn open_http1_connection(address: SocketAddr) -> http1::SendRequest<ClientBody> {
     let stream = TcpStream::connect(address).await.unwrap();
     let (sender, connection) = http1::handshake(TokioIo::new(stream)).await.unwrap();
@@ -401,7 +411,7 @@ pub async fn open_http2_connection(address: SocketAddr) -> http2::SendRequest<Cl
     open_http2_over_stream(TcpStream::connect(address).await.unwrap()).await
 }
 
-/// HTTP/2 over a connection that is there.
+/// HTTP/2 over an open connection.
 pub async fn open_http2_over_stream(
     stream: impl ByteStream + 'static,
 ) -> http2::SendRequest<ClientBody> {
@@ -412,13 +422,13 @@ pub async fn open_http2_over_stream(
     sender
 }
 
-/// Waits for an answer by hyper, with a deadline.
+/// Waits for a hyper response, with a timeout.
 pub async fn await_response(
     answer: impl Future<Output = hyper::Result<hyper::Response<Incoming>>>,
 ) -> hyper::Response<Incoming> {
     timeout(TEST_TIMEOUT, answer)
         .await
-        .expect("no answer in time")
+        .expect("no response in time")
         .unwrap()
 }
 

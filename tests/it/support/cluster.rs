@@ -18,7 +18,8 @@ pub struct RedisCluster {
 }
 
 impl RedisCluster {
-    /// Three masters with a third of the slots each. They serve what they have if one is away.
+    /// Starts three masters with a third of the slots each. They keep serving their slots if one is
+    /// down.
     pub async fn start() -> Self {
         Self::form_cluster(
             (0..3)
@@ -29,7 +30,7 @@ impl RedisCluster {
         .await
     }
 
-    /// The same with ports that speak TLS to whoever has a certificate.
+    /// Starts a cluster whose ports require TLS client certificates.
     pub async fn with_tls(authority: &CertificateAuthority) -> Self {
         authority.sign("server", "127.0.0.1");
         let args = || {
@@ -72,7 +73,7 @@ impl RedisCluster {
         cluster
     }
 
-    /// Waits until all nodes think that all is well, and see the same slots.
+    /// Waits until all nodes report a healthy cluster and agree on the slots.
     pub async fn wait_until_consistent(&self) {
         let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
@@ -89,7 +90,10 @@ impl RedisCluster {
             if views.iter().all(|view| view.0 && *view == views[0]) {
                 return;
             }
-            assert!(Instant::now() < deadline, "the nodes do not agree");
+            assert!(
+                Instant::now() < deadline,
+                "the nodes do not agree on the slots"
+            );
             sleep(Duration::from_millis(20)).await;
         }
     }
@@ -110,7 +114,7 @@ impl RedisCluster {
         }
     }
 
-    /// The same for a configuration file.
+    /// The settings as lines of a configuration file.
     pub fn config_lines(&self) -> String {
         let url = |node: &RedisServer| match self.uses_tls {
             true => format!("\"rediss://127.0.0.1:{}\"", node.tls_port()),
@@ -120,7 +124,7 @@ impl RedisCluster {
         format!("topology = \"cluster\"\nurls = [{}]", urls.join(", "))
     }
 
-    /// Gives a slot and what is in it to another node. `meanwhile` runs when half of it is there.
+    /// Moves a slot and its keys to another node. `meanwhile` runs after the first key has moved.
     pub async fn move_slot(
         &self,
         slot: u16,
@@ -168,7 +172,7 @@ impl RedisCluster {
         }
     }
 
-    /// What a command says on every node.
+    /// Runs a command on every node and returns the replies.
     pub async fn command_on_each_node<T: FromRedisValue>(&self, words: &str) -> Vec<T> {
         let mut answers = Vec::new();
         for node in &self.nodes {
@@ -177,7 +181,7 @@ impl RedisCluster {
         answers
     }
 
-    /// A further node without slots that follows one of the masters.
+    /// Adds a node without slots as the replica of a master. Returns its index.
     pub async fn add_replica(&mut self, master: usize) -> usize {
         let replica = RedisServer::start_with(&cluster_args());
         meet_node(&self.nodes[0], &replica).await;
@@ -194,7 +198,7 @@ impl RedisCluster {
         while follow(&mut connection).await.is_err() {
             assert!(
                 Instant::now() < deadline,
-                "the replica does not hear of its master"
+                "the replica does not know its master"
             );
             sleep(Duration::from_millis(20)).await;
         }
@@ -205,26 +209,29 @@ impl RedisCluster {
             .await
             .contains("master_link_status:up")
         {
-            assert!(Instant::now() < deadline, "the replica does not follow");
+            assert!(
+                Instant::now() < deadline,
+                "the replica does not synchronize"
+            );
             sleep(Duration::from_millis(20)).await;
         }
-        // It needs the others' votes.
+        // A promotion needs the votes of the other masters.
         self.wait_until_consistent().await;
         at
     }
 }
 
-/// The slot of what is kept for a key.
+/// The hash slot of the counters of a key.
 pub fn hash_slot(key: &Key) -> u16 {
     crc16_slot(&format!("{:032x}", key.id()))
 }
 
-/// The node that has it at the start.
+/// The node that initially holds the counters of a key.
 pub fn initial_node(key: &Key) -> usize {
     usize::from(hash_slot(key) / (SLOT_COUNT / 3)).min(2)
 }
 
-/// The node that has a name without braces at the start.
+/// The node that initially holds a Redis key name without braces.
 pub fn initial_node_for_name(name: &str) -> usize {
     usize::from(crc16_slot(name) / (SLOT_COUNT / 3)).min(2)
 }

@@ -1,4 +1,4 @@
-//! Things that stand where a Redis should: a relay that misbehaves, and a server that lies.
+//! Stand-ins for Redis: a relay that delays or loses replies, and servers with wrong replies.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +7,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 
-/// Carries bytes between clients and a server, as long as the test's runtime lives.
+/// Relays bytes between clients and a server until the test's runtime ends.
 pub(crate) struct TcpRelay {
     pub(crate) port: u16,
     mode: Arc<AtomicU64>,
@@ -43,18 +43,18 @@ impl TcpRelay {
         self.mode.store(0, Ordering::Relaxed);
     }
 
-    /// Answers arrive later by this much.
+    /// Delays replies by this time.
     pub(crate) fn delay_replies(&self, by: Duration) {
         self.mode
             .store(u64::try_from(by.as_millis()).unwrap(), Ordering::Relaxed);
     }
 
-    /// Answers never arrive.
+    /// Drops all replies.
     pub(crate) fn drop_replies(&self) {
         self.mode.store(DROP_REPLIES, Ordering::Relaxed);
     }
 
-    /// In place of the next answer the server's side is closed; the client's stays open.
+    /// Closes the server side instead of sending the next reply. The client side stays open.
     pub(crate) fn close_server_side(&self) {
         self.mode.store(CLOSE_SERVER_SIDE, Ordering::Relaxed);
     }
@@ -67,7 +67,7 @@ async fn relay_bytes(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mode: Arc<
             DROP_REPLIES => continue,
             CLOSE_SERVER_SIDE => {
                 drop(to.shutdown().await);
-                // The other direction must not end by the drop of this one.
+                // Dropping this half would also end the other direction.
                 std::future::pending::<()>().await;
             }
             late_ms => tokio::time::sleep(Duration::from_millis(late_ms)).await,
@@ -78,8 +78,8 @@ async fn relay_bytes(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mode: Arc<
     }
 }
 
-/// Starts a server that passes for a Redis until a connection has been proven; what it
-/// answers to the next is `answer`. Returns its port.
+/// Starts a server that answers like Redis until the connection is verified, and then sends
+/// `answer` to every script call. Returns its port.
 pub(crate) async fn start_faulty_redis(answer: &'static [u8]) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -92,7 +92,8 @@ pub(crate) async fn start_faulty_redis(answer: &'static [u8]) -> u16 {
     port
 }
 
-/// Starts a server that answers each command with the same bytes, or by closing if there are none. Returns its port.
+/// Starts a server that answers every command with the same bytes, or closes if they are empty.
+/// Returns its port.
 pub(crate) async fn start_fixed_reply_server(answer: &'static [u8]) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -122,7 +123,7 @@ async fn serve_faulty_redis(client: TcpStream, answer: &'static [u8]) {
         let reply = match command.as_str() {
             "EVALSHA" => {
                 decisions += 1;
-                // The question about nothing, and the proof.
+                // The call with no charges, and the call that verifies the connection.
                 if decisions <= 2 { VALID_REPLY } else { answer }
             }
             _ => b"+OK\r\n",

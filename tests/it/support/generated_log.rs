@@ -1,12 +1,12 @@
-//! An access log of the past, drawn from a seed, and what policies would have done to it by a naive model: one list of
-//! times per limit and key, looked through from the beginning.
+//! Generates an access log from a seed, and the expected replay report from a naive model. The
+//! model keeps a list of times per limit and key.
 //!
-//! Shared with `benches/replay.rs`, and so without anything of the test binary.
+//! Shared with `benches/replay.rs`, so it uses nothing else of the test binary.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io::{self, Write};
 
-/// What [`write`] judges by.
+/// The policies that [`generate_log`] assumes.
 pub const POLICIES: &str = r#"
 [[policy]]
 name = "health"
@@ -35,7 +35,7 @@ key = ["client_ip"]
 limit = { requests = 30, per = "10s" }
 "#;
 
-/// What a replay of a log has to say.
+/// The expected report of a replay.
 #[derive(Debug, Default)]
 pub struct ExpectedReport {
     pub lines: u64,
@@ -50,7 +50,7 @@ pub struct ExpectedReport {
 pub struct ExpectedPolicyReport {
     pub matched: u64,
     pub refused: u64,
-    /// Requests and refusals by key.
+    /// Requests and rejections by key.
     pub keys: HashMap<u32, (u64, u64)>,
 }
 
@@ -78,14 +78,14 @@ enum RequestKind {
     Other,
 }
 
-/// Some quarter past eleven on a Wednesday.
+/// 2026-11-18, shortly after 11:00 UTC.
 const START_S: u64 = 1_795_000_000;
 
-/// Lines are out of order by less than so many seconds.
+/// Lines are out of order by less than this many seconds.
 const MAX_DISORDER_S: u64 = 3;
 
-/// Writes a log of `requests` requests in nginx's combined format, some 300 in a second and a few of them a little out of
-/// order, with a broken line now and then.
+/// Writes `requests` requests in nginx's combined format. About 300 requests per second, some
+/// slightly out of order, with occasional malformed lines.
 pub fn generate_log(out: &mut impl Write, requests: u64, seed: u64) -> io::Result<ExpectedReport> {
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut model, mut written, mut now_s) = (ReplayModel::default(), 0, START_S);
@@ -115,7 +115,7 @@ pub fn generate_log(out: &mut impl Write, requests: u64, seed: u64) -> io::Resul
     Ok(model.expected)
 }
 
-/// Few clients ask for most of it.
+/// Draws a request. A few clients send most of them.
 fn draw_request(random: &mut fastrand::Rng, at_s: u64) -> LoggedRequest {
     let client = (1.0 / (random.f64() + 1e-6)).powf(1.5) as u32 % 200_000;
     let kind = match random.u32(..100) {
@@ -169,7 +169,8 @@ struct ReplayModel {
 }
 
 impl ReplayModel {
-    /// In the order of seconds, and within one in that of the log, spread over it evenly.
+    /// Decides the requests in the order of their seconds. Requests of one second keep the log's
+    /// order and are spread evenly over it.
     fn decide_group(&mut self, mut group: Vec<LoggedRequest>) {
         group.sort_by_key(|request| request.at_s);
         for second in group.chunk_by(|a, b| a.at_s == b.at_s) {
@@ -201,19 +202,20 @@ impl ReplayModel {
         } else {
             &mut self.expected.limited
         } += 1;
-        let asked = [
+        let checks = [
             ("login", kind == RequestKind::Login, login),
             ("api", is_api, api),
             ("candidate", true, candidate),
         ];
-        for (name, _, passes) in asked.into_iter().filter(|(_, matches, _)| *matches) {
+        for (name, _, passes) in checks.into_iter().filter(|(_, matches, _)| *matches) {
             let policy = self.expected.policies.entry(name).or_default();
             policy.matched += 1;
             policy.refused += u64::from(!passes);
             let key = policy.keys.entry(client).or_default();
             key.0 += 1;
             key.1 += u64::from(!passes);
-            // All or nothing, and what is tried only is counted if all that is meant admits.
+            // A request charges all enforced policies or none. A shadow policy is charged only if
+            // the enforced policies admit the request.
             if admitted && passes {
                 self.admitted_at_us
                     .entry((name, client))

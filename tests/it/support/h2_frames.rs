@@ -1,4 +1,4 @@
-//! HTTP/2 by hand: exactly the frames that a test wants, right or wrong (RFC 9113, RFC 7541).
+//! Raw HTTP/2 frames, valid or invalid, as a test needs them (RFC 9113, RFC 7541).
 
 use super::TEST_TIMEOUT;
 use std::net::SocketAddr;
@@ -32,7 +32,7 @@ pub const FLOW_CONTROL_ERROR: u32 = 3;
 pub const FRAME_SIZE_ERROR: u32 = 6;
 pub const ENHANCE_YOUR_CALM: u32 = 11;
 
-/// A request that wants nothing special.
+/// The fields of a plain GET request.
 pub const GET_FIELDS: [(&str, &str); 4] = [
     (":method", "GET"),
     (":scheme", "http"),
@@ -40,14 +40,14 @@ pub const GET_FIELDS: [(&str, &str); 4] = [
     (":path", "/"),
 ];
 
-/// A frame's bytes, its length as it is.
+/// Encodes a frame with the length of its payload.
 pub fn encode_frame(kind: u8, flags: u8, stream: u32, payload: impl AsRef<[u8]>) -> Vec<u8> {
     let payload = payload.as_ref();
     let [_, a, b, c] = u32::try_from(payload.len()).unwrap().to_be_bytes();
     [&[a, b, c, kind, flags], &stream.to_be_bytes()[..], payload].concat()
 }
 
-/// A whole request without a body.
+/// A complete request without a body.
 pub fn request_frame(stream: u32, fields: &[(&str, &str)]) -> Vec<u8> {
     encode_frame(
         HEADERS,
@@ -57,17 +57,17 @@ pub fn request_frame(stream: u32, fields: &[(&str, &str)]) -> Vec<u8> {
     )
 }
 
-/// A request's head, whose body is to follow.
+/// The head of a request with a body.
 pub fn request_head_frame(stream: u32, fields: &[(&str, &str)]) -> Vec<u8> {
     encode_frame(HEADERS, END_HEADERS, stream, encode_header_block(fields))
 }
 
-/// A GET of this path.
+/// A GET request for this path.
 pub fn get_frame(stream: u32, path: &str) -> Vec<u8> {
     request_frame(stream, &get_fields_with(":path", path))
 }
 
-/// [`GET`] with one field replaced, or added at the end.
+/// [`GET_FIELDS`] with one field replaced, or added at the end.
 pub fn get_fields_with<'a>(name: &'a str, value: &'a str) -> Vec<(&'a str, &'a str)> {
     let mut fields: Vec<(&str, &str)> = GET_FIELDS.to_vec();
     match fields.iter_mut().find(|(given, _)| *given == name) {
@@ -77,7 +77,7 @@ pub fn get_fields_with<'a>(name: &'a str, value: &'a str) -> Vec<(&'a str, &'a s
     fields
 }
 
-/// Fields as HPACK literals, neither indexed nor compressed.
+/// Encodes fields as HPACK literals without indexing or compression.
 pub fn encode_header_block(fields: &[(&str, &str)]) -> Vec<u8> {
     let literal = |(name, value): &(&str, &str)| {
         [vec![0], encode_string(name), encode_string(value)].concat()
@@ -85,7 +85,7 @@ pub fn encode_header_block(fields: &[(&str, &str)]) -> Vec<u8> {
     fields.iter().flat_map(literal).collect()
 }
 
-/// A field that the receiver has to remember in its table.
+/// A literal with incremental indexing: the receiver must add it to its table.
 pub fn encode_indexed_literal(name: &str, value: &str) -> Vec<u8> {
     [vec![0x40], encode_string(name), encode_string(value)].concat()
 }
@@ -119,7 +119,7 @@ pub fn window_update_frame(stream: u32, by: u32) -> Vec<u8> {
     encode_frame(WINDOW_UPDATE, 0, stream, by.to_be_bytes())
 }
 
-/// A frame as it came.
+/// A frame as received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RawFrame {
     pub kind: u8,
@@ -129,7 +129,7 @@ pub struct RawFrame {
 }
 
 impl RawFrame {
-    /// Of RST_STREAM and GOAWAY.
+    /// The error code of RST_STREAM and GOAWAY.
     pub fn error_code(&self) -> Option<u32> {
         let at = match self.kind {
             RST_STREAM => 0,
@@ -141,9 +141,9 @@ impl RawFrame {
         ))
     }
 
-    /// `:status`, of a response by this project's proxy: an indexed field, or a literal with an indexed name.
+    /// `:status` of a response by this proxy, if it is an indexed field.
     pub fn status(&self) -> Option<u16> {
-        // Table 7541, Appendix A; a literal's digits are Huffman codes of 5 bits for 0 to 2, 6 for the others.
+        // Static table of RFC 7541, Appendix A.
         const INDEXED: [u16; 7] = [200, 204, 206, 304, 400, 404, 500];
         let first = *self.payload.iter().find(|byte| **byte & 0xe0 != 0x20)?;
         match first {
@@ -153,7 +153,7 @@ impl RawFrame {
     }
 }
 
-/// A client whose answers are read all the time, so that it never stands in its own way.
+/// A client that reads all frames in the background, so that flow control never blocks it.
 #[derive(Debug)]
 pub struct FrameClient {
     writer: OwnedWriteHalf,
@@ -162,7 +162,7 @@ pub struct FrameClient {
 }
 
 impl FrameClient {
-    /// Preface and settings; nothing that comes back is acknowledged unless the test does it.
+    /// Sends the preface and settings. The client acknowledges nothing unless the test does.
     pub async fn connect(address: SocketAddr, settings: &[u8]) -> Self {
         let stream = timeout(TEST_TIMEOUT, TcpStream::connect(address))
             .await
@@ -182,15 +182,15 @@ impl FrameClient {
         client
     }
 
-    /// Whether the bytes could be sent: a peer that has had enough closes.
+    /// Sends bytes. Returns `false` if the peer has closed.
     pub async fn send(&mut self, bytes: impl AsRef<[u8]>) -> bool {
         timeout(TEST_TIMEOUT, self.writer.write_all(bytes.as_ref()))
             .await
-            .expect("the proxy does not read")
+            .expect("the proxy must read the bytes in time")
             .is_ok()
     }
 
-    /// The first frame that `wanted` accepts.
+    /// Waits for the first frame that `wanted` accepts.
     pub async fn wait_for_frame(
         &mut self,
         what: &str,
@@ -210,10 +210,10 @@ impl FrameClient {
         });
         found
             .await
-            .unwrap_or_else(|_| panic!("waited in vain for {what}"))
+            .unwrap_or_else(|_| panic!("timed out waiting for {what}"))
     }
 
-    /// Whether the peer closes within this time, and the code of its last GOAWAY.
+    /// Returns whether the peer closes within this time, and the code of its last GOAWAY.
     pub async fn wait_for_close(&mut self, within: Duration) -> (bool, Option<u32>) {
         let mut code = None;
         let closed = timeout(within, async {
@@ -249,7 +249,7 @@ async fn read_frames(mut from: OwnedReadHalf, to: tokio::sync::mpsc::Sender<RawF
         if from.read_exact(&mut payload).await.is_err() {
             return;
         }
-        // A test that does not look at them is not kept from flooding.
+        // A test that ignores the frames can still flood.
         drop(to.try_send(RawFrame {
             kind,
             flags,

@@ -1,4 +1,4 @@
-//! An upstream that speaks HTTP/2, down to single frames' worth of control.
+//! An HTTP/2 upstream with control over single streams.
 
 use bytes::Bytes;
 use h2::server::{Builder, SendResponse};
@@ -13,7 +13,7 @@ use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::TlsAcceptor;
 
-/// A server of HTTP/2; its connections end when it is dropped.
+/// An HTTP/2 server. Its connections end when it is dropped.
 #[derive(Debug)]
 pub struct H2Upstream {
     pub address: SocketAddr,
@@ -21,17 +21,17 @@ pub struct H2Upstream {
     task: JoinHandle<()>,
 }
 
-/// One request on its way.
+/// One request in flight.
 #[derive(Debug)]
 pub struct H2Exchange {
-    /// Of the connection, from 0.
+    /// Index of the connection, from 0.
     pub connection_index: usize,
     pub request: Request<RecvStream>,
     pub respond: SendResponse<Bytes>,
 }
 
 impl H2Upstream {
-    /// In the clear, as `builder` says.
+    /// Starts a cleartext server with the settings of `builder`.
     pub async fn with_handler<H, F>(builder: Builder, handler: H) -> Self
     where
         H: Fn(H2Exchange) -> F + Send + Sync + 'static,
@@ -40,7 +40,7 @@ impl H2Upstream {
         Self::start(builder, None, handler).await
     }
 
-    /// By TLS, with whatever `tls` offers.
+    /// Starts a TLS server. `tls` decides the offered protocols.
     pub async fn with_tls<H, F>(tls: TlsAcceptor, handler: H) -> Self
     where
         H: Fn(H2Exchange) -> F + Send + Sync + 'static,
@@ -82,7 +82,7 @@ impl H2Upstream {
         }
     }
 
-    /// Answers with method, target and headers as text, and the body of the request behind them.
+    /// Answers with method, target and headers as text, followed by the request body.
     pub async fn echo() -> Self {
         Self::with_handler(Builder::new(), |exchange| exchange.echo()).await
     }
@@ -121,7 +121,7 @@ async fn serve_connection<H, F>(
             h2.graceful_shutdown();
         }
     }
-    // What is left of the connection is worked off by then.
+    // The connection has ended. Running handlers finish instead of being aborted.
     requests.detach_all();
 }
 
@@ -132,7 +132,7 @@ impl Drop for H2Upstream {
 }
 
 impl H2Exchange {
-    /// Answers with a whole body.
+    /// Answers with a complete body.
     pub fn respond_with(mut self, status: u16, body: impl Into<Bytes>) {
         let head = Response::builder().status(status).body(()).unwrap();
         let body = body.into();
@@ -143,7 +143,7 @@ impl H2Exchange {
         }
     }
 
-    /// The whole body of the request; an error if it was cut off.
+    /// The complete request body. An error if it was cut off.
     pub async fn read_body(&mut self) -> Result<Vec<u8>, h2::Error> {
         let body = self.request.body_mut();
         let mut all = Vec::new();
@@ -166,7 +166,7 @@ impl H2Exchange {
         self.respond_with(200, [text.as_bytes(), b"\n", &body].concat());
     }
 
-    /// Waits until the proxy gives the request up, and returns its reason.
+    /// Waits until the proxy resets the stream. Returns the reason.
     pub async fn wait_for_reset(&mut self) -> Option<Reason> {
         std::future::poll_fn(|cx| self.respond.poll_reset(cx))
             .await
@@ -174,7 +174,7 @@ impl H2Exchange {
     }
 }
 
-/// A request body that is there at once.
+/// A request body available at once.
 pub fn full_body(bytes: impl Into<Bytes>) -> super::client::ClientBody {
     http_body_util::BodyExt::boxed(Full::new(bytes.into()))
 }

@@ -1,4 +1,4 @@
-//! Who signs tokens, and tokens.
+//! JWT issuers and their tokens.
 
 use super::unix_s;
 use jsonwebtoken::jwk::Jwk;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
-/// Somebody whose tokens may be believed.
+/// An issuer with a signing key.
 pub struct TokenIssuer {
     kid: String,
     alg: Algorithm,
@@ -16,7 +16,7 @@ pub struct TokenIssuer {
 }
 
 impl TokenIssuer {
-    /// With a new key, called `kid`.
+    /// Creates an issuer with a new key and the key id `kid`.
     pub fn new(kid: &str, alg: Algorithm) -> Self {
         let kind = match alg {
             Algorithm::ES256 => &PKCS_ECDSA_P256_SHA256,
@@ -27,12 +27,13 @@ impl TokenIssuer {
         let der = pair.serialize_der();
         let key = match alg {
             Algorithm::ES256 => EncodingKey::from_ec_der(&der),
-            // Without the public half, which jsonwebtoken doesn't expect (RFC 5208).
+            // Drops the public key from the PKCS #8 document: jsonwebtoken does not expect it (RFC
+            // 5208).
             Algorithm::EdDSA => {
                 let frame = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20";
                 EncodingKey::from_ed_der(&[&frame[..], &der[16..48]].concat())
             }
-            // What is inside of PKCS #8, behind a frame of 26 bytes.
+            // The RSA key inside the PKCS #8 document starts after 26 bytes.
             _ => EncodingKey::from_rsa_der(&der[26..]),
         };
         Self {
@@ -50,7 +51,7 @@ impl TokenIssuer {
         }
     }
 
-    /// The value of `authorization` with a token that says `claims`.
+    /// The `Authorization` value with a token for these claims.
     pub fn bearer(&self, claims: &Value) -> String {
         let header = Header {
             kid: Some(self.kid.clone()),
@@ -62,13 +63,13 @@ impl TokenIssuer {
         )
     }
 
-    /// The same, of somebody called `sub`, for an hour.
+    /// The `Authorization` value with a token for this subject, valid for an hour.
     pub fn bearer_for_subject(&self, sub: &str) -> String {
         self.bearer(&json!({ "sub": sub, "exp": unix_s() + 3600 }))
     }
 }
 
-/// Writes the public keys of issuers.
+/// Writes the issuers' public keys as a JWK set.
 pub fn write_jwks(path: &Path, issuers: &[&TokenIssuer]) {
     let key = |issuer: &&TokenIssuer| {
         let mut jwk = Jwk::from_encoding_key(&issuer.key, issuer.alg).unwrap();

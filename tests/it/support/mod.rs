@@ -1,7 +1,7 @@
-//! Builders: a test says what matters to it, and they do the rest.
+//! Test fixtures with sensible defaults, so that a test states only what matters to it.
 //!
-//! Ports are free ones, whatever is started ends with its builder, and every wait has a deadline and
-//! says what it waited for.
+//! Every fixture uses free ports and stops its processes on drop. Every wait has a deadline and
+//! names the expected event.
 
 pub mod admin_proxy;
 pub mod client;
@@ -23,10 +23,10 @@ pub mod upstream;
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-/// How long a test waits for something that should come at once: long enough for a busy machine.
+/// How long a test waits for an event that should happen at once. Long enough for a busy machine.
 pub const TEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Waits until `found` finds something, looking every few milliseconds.
+/// Polls `found` every few milliseconds until it returns a value.
 pub async fn eventually<T>(
     what: &str,
     within: Duration,
@@ -47,7 +47,7 @@ pub fn unix_s() -> u64 {
     tidegate::clock::unix_time_s()
 }
 
-/// `len` bytes that look random and are the same every time.
+/// `len` pseudo-random bytes, the same in every run.
 pub fn pseudo_random_bytes(len: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut bytes = Vec::with_capacity(len + 8);
@@ -68,12 +68,12 @@ pub fn sha256(bytes: &[u8]) -> String {
 
 pub fn hex_encode(bytes: &[u8]) -> String {
     bytes.iter().fold(String::new(), |mut text, byte| {
-        write!(text, "{byte:02x}").expect("a String takes everything");
+        write!(text, "{byte:02x}").expect("writing to a String cannot fail");
         text
     })
 }
 
-/// The builders against each other, without the proxy: what fails here is not its fault.
+/// Tests of the fixtures without the proxy, to tell errors of a fixture from errors of the proxy.
 mod builder_tests {
     use super::client::{ClientRequest, RawClient, open_http1_connection};
     use super::nginx::Nginx;

@@ -1,4 +1,4 @@
-//! A real server: nginx, serving files and taking uploads.
+//! A real nginx that serves and accepts files.
 
 use super::process::ChildProcess;
 use super::{TEST_TIMEOUT, eventually};
@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use tempfile::TempDir;
 use tokio::process::Command;
 
-/// A running nginx with a document root of its own; killed when dropped.
+/// A running nginx with its own document root. It is killed on drop.
 #[derive(Debug)]
 pub struct Nginx {
     pub address: SocketAddr,
@@ -22,28 +22,33 @@ impl Nginx {
         Self::launch("", "", "").await
     }
 
-    /// With limits: what stands in `http`, and what stands in `server`.
+    /// Starts nginx with limits: `zones` goes into the `http` block, `limits` into the `server`
+    /// block.
     pub async fn start_with_config(zones: &str, limits: &str) -> Self {
         Self::launch("", zones, limits).await
     }
 
-    /// In the clear, to clients that know.
+    /// Starts nginx with cleartext HTTP/2 and prior knowledge.
     pub async fn start_http2() -> Self {
         Self::launch("http2", "", "").await
     }
 
-    async fn launch(how: &str, zones: &str, limits: &str) -> Self {
+    async fn launch(listen_options: &str, zones: &str, limits: &str) -> Self {
         let dir = TempDir::new().unwrap();
         let root = dir.path().join("root");
         fs::create_dir(&root).unwrap();
         fs::create_dir(dir.path().join("tmp")).unwrap();
-        // nginx cannot be told to take any free port, so it gets one that was free just now.
+        // nginx cannot listen on an arbitrary free port, so it gets one that was free a moment ago.
         let address = TcpListener::bind("127.0.0.1:0")
             .unwrap()
             .local_addr()
             .unwrap();
         let config = dir.path().join("nginx.conf");
-        fs::write(&config, render_config(address, how, zones, limits)).unwrap();
+        fs::write(
+            &config,
+            render_config(address, listen_options, zones, limits),
+        )
+        .unwrap();
         let mut command = Command::new("nginx");
         command
             .arg("-p")
@@ -76,15 +81,15 @@ impl Nginx {
         fs::write(self.root.join(name), content).unwrap();
     }
 
-    /// What was uploaded with `PUT /name`.
+    /// The file uploaded with `PUT /name`.
     pub fn uploaded_file(&self, name: &str) -> Vec<u8> {
         fs::read(self.root.join(name)).unwrap()
     }
 }
 
-/// One process, so that killing it leaves nothing behind. Uploads use the WebDAV module, which the
-/// Debian package has built in.
-fn render_config(address: SocketAddr, how: &str, zones: &str, limits: &str) -> String {
+/// A single process, so that killing it leaves no workers. Uploads use the WebDAV module, which the
+/// Debian package includes.
+fn render_config(address: SocketAddr, listen_options: &str, zones: &str, limits: &str) -> String {
     let temp = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
         .map(|kind| format!("{kind}_temp_path tmp/{kind};"))
         .join(" ");
@@ -95,7 +100,7 @@ fn render_config(address: SocketAddr, how: &str, zones: &str, limits: &str) -> S
              access_log off; {temp}
              {zones}
              server {{
-                 listen {address} {how};
+                 listen {address} {listen_options};
                  root root;
                  client_max_body_size 0;
                  dav_methods PUT;

@@ -1,4 +1,4 @@
-//! A child process whose output is kept, line by line.
+//! A child process with recorded output lines.
 
 use super::TEST_TIMEOUT;
 use std::io;
@@ -14,12 +14,12 @@ use tokio::time::{Instant, timeout};
 pub fn tidegate_command() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command.env_clear().env("RUST_BACKTRACE", "1");
-    // Many run side by side.
+    // Many instances run concurrently.
     command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:0");
     command
 }
 
-/// A running child; killed when dropped.
+/// A running child process. It is killed on drop.
 #[derive(Debug)]
 pub struct ChildProcess {
     child: Child,
@@ -33,7 +33,7 @@ pub struct OutputLine {
     pub text: String,
 }
 
-/// How a child ended, and all that it said.
+/// A child's exit status and its whole output.
 #[derive(Debug)]
 pub struct ProcessOutput {
     pub status: ExitStatus,
@@ -68,7 +68,7 @@ impl ChildProcess {
         self.lines.lock().unwrap().clone()
     }
 
-    /// Everything said so far, for messages.
+    /// The whole output so far, for assertion messages.
     pub fn transcript(&self) -> String {
         self.lines()
             .iter()
@@ -76,7 +76,7 @@ impl ChildProcess {
             .collect()
     }
 
-    /// The first line from number `from` on in which `found` finds something.
+    /// Waits for the first line at index `from` or later for which `found` returns a value.
     pub async fn wait_for<T>(
         &self,
         what: &str,
@@ -86,31 +86,31 @@ impl ChildProcess {
     ) -> T {
         let deadline = Instant::now() + within;
         loop {
-            // Asked before the lines are read: what a process says last is still looked at.
+            // Checked before the lines are read, so that the last lines are not missed.
             let ended = self.readers.iter().all(JoinHandle::is_finished);
             if let Some(found) = self.lines().iter().skip(from).find_map(&found) {
                 return found;
             }
-            let why = if ended {
-                "it ended"
+            let reason = if ended {
+                "the process ended"
             } else {
-                "the time is over"
+                "the time is up"
             };
             assert!(
                 !ended && Instant::now() < deadline,
-                "waited for {what}, but {why}. It said:\n{}",
+                "waited for {what}, but {reason}. Output:\n{}",
                 self.transcript()
             );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
 
-    /// The memory that it has, in KiB, as the system counts it.
+    /// Resident memory in KiB.
     pub fn rss_kib(&self) -> u64 {
         self.read_status_kib("VmRSS:")
     }
 
-    /// The same without what stands in files as well: the binary's pages.
+    /// Resident memory in KiB without file-backed pages, such as those of the binary.
     pub fn anonymous_kib(&self) -> u64 {
         self.read_status_kib("RssAnon:")
     }
@@ -121,21 +121,25 @@ impl ChildProcess {
         let value = status
             .lines()
             .find_map(|line| line.strip_prefix(what)?.strip_suffix(" kB"));
-        value.expect("Linux says so").trim().parse().unwrap()
+        value
+            .expect("Linux reports this value")
+            .trim()
+            .parse()
+            .unwrap()
     }
 
-    /// From here on nobody reads what it says: its pipes are broken.
+    /// Closes the reading ends of the output pipes, so that the process writes to broken pipes.
     pub async fn close_output_pipes(&mut self) {
         for reader in &mut self.readers {
             reader.abort();
             assert!(
                 reader.await.is_err_and(|end| end.is_cancelled()),
-                "it has ended before"
+                "the reader had already ended"
             );
         }
     }
 
-    /// Sends a signal, named as in `kill -TERM`.
+    /// Sends a signal by its name, as in `kill -TERM`.
     pub fn send_signal(&self, name: &str) {
         let pid = self.child.id().expect("the process has not ended");
         assert!(send_signal_to(pid, name), "kill -{name} {pid}");
@@ -144,7 +148,7 @@ impl ChildProcess {
     pub async fn wait_for_exit(&mut self, within: Duration) -> ProcessOutput {
         let Ok(status) = timeout(within, self.child.wait()).await else {
             panic!(
-                "did not end within {within:?}. It said:\n{}",
+                "did not end within {within:?}. Output:\n{}",
                 self.transcript()
             )
         };
@@ -177,7 +181,7 @@ impl ChildProcess {
     }
 }
 
-/// Sends a signal, named as in `kill -TERM`. Whether it arrived.
+/// Sends a signal by its name, as in `kill -TERM`. Returns whether the process existed.
 pub fn send_signal_to(pid: u32, name: &str) -> bool {
     let kill = ["-c", "kill -$1 $2", "sh", name, &pid.to_string()];
     std::process::Command::new("sh")
@@ -187,7 +191,7 @@ pub fn send_signal_to(pid: u32, name: &str) -> bool {
         .success()
 }
 
-/// Runs a command to its end.
+/// Runs a command and waits for its end.
 pub async fn run_command(command: &mut Command) -> ProcessOutput {
     ChildProcess::start(command)
         .unwrap()

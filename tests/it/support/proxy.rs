@@ -1,4 +1,4 @@
-//! The proxy, as its users run it: the binary with a configuration file.
+//! The proxy under test: the real binary with a configuration file.
 
 use super::TEST_TIMEOUT;
 use super::client::{ClientRequest, RawResponse};
@@ -11,7 +11,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep};
 
-/// A running proxy; killed when dropped.
+/// A running proxy. It is killed on drop.
 #[derive(Debug)]
 pub struct Proxy {
     pub address: SocketAddr,
@@ -42,7 +42,7 @@ impl Proxy {
         }
     }
 
-    /// In front of an upstream, with policies and otherwise defaults.
+    /// Starts a proxy for this upstream. The configuration may be empty.
     pub async fn start(config: &str, upstream: SocketAddr) -> Self {
         Self::builder()
             .config(config)
@@ -59,7 +59,7 @@ impl Proxy {
         self.request("GET", target).send().await
     }
 
-    /// The statuses of so many GETs, one after the other.
+    /// The statuses of `times` GET requests, one after the other.
     pub async fn get_statuses(&self, target: &str, times: usize) -> Vec<u16> {
         let mut statuses = Vec::new();
         for _ in 0..times {
@@ -68,7 +68,7 @@ impl Proxy {
         statuses
     }
 
-    /// From here on its log goes nowhere.
+    /// Breaks the pipe that the proxy logs to.
     pub async fn break_log_pipe(&mut self) {
         self.process.close_output_pipes().await;
     }
@@ -81,13 +81,13 @@ impl Proxy {
         &self.config
     }
 
-    /// Where the admin port listens.
+    /// Address of the admin listener.
     pub fn admin_address(&self) -> SocketAddr {
         self.logged_address("admin listening")
             .expect("the admin port listens before the proxy does")
     }
 
-    /// One number of the metrics page, by name and labels; 0 if it is not there.
+    /// The value of one series of the metrics page, or 0 if it is missing.
     pub async fn read_metric(&self, series: &str) -> f64 {
         let page = ClientRequest::new(self.admin_address(), "GET", "/metrics")
             .header("Host", "localhost")
@@ -100,25 +100,26 @@ impl Proxy {
         value.map_or(0.0, |value| value.parse().unwrap())
     }
 
-    /// Waits until every worker is connected to the store: a busy machine may let it start without.
+    /// Waits until every worker is connected to the store. On a busy machine the proxy may start
+    /// without it.
     pub async fn wait_for_store(&self) {
         let deadline = Instant::now() + TEST_TIMEOUT;
         while self.read_metric("tidegate_store_up").await != 1.0 {
             assert!(
                 Instant::now() < deadline,
-                "the store is not there: {}",
+                "the store is not connected: {}",
                 self.log_text()
             );
             sleep(Duration::from_millis(10)).await;
         }
     }
 
-    /// Where the probes listen, if they do.
+    /// Address of the probe listener, if it is enabled.
     pub fn probe_address(&self) -> Option<SocketAddr> {
         self.logged_address("probes listening")
     }
 
-    /// The address in the line that begins with these words, if it was logged.
+    /// The `address` field of the first log line whose message starts with these words.
     pub fn logged_address(&self, message: &str) -> Option<SocketAddr> {
         self.process.lines().iter().find_map(|line| {
             let line = LogLine(serde_json::from_str(&line.text).ok()?);
@@ -127,12 +128,12 @@ impl Proxy {
         })
     }
 
-    /// How many lines have been logged: what comes now comes after.
+    /// Number of lines logged so far, to read only later lines.
     pub fn log_mark(&self) -> usize {
         self.process.lines().len()
     }
 
-    /// The first line after the mark that `wanted` accepts.
+    /// Waits for the first line after the mark that `wanted` accepts.
     pub async fn wait_for_log(
         &self,
         what: &str,
@@ -151,7 +152,7 @@ impl Proxy {
             .await
     }
 
-    /// The log after the mark, so far.
+    /// The lines logged since the mark.
     pub fn log_since(&self, mark: usize) -> Vec<LogLine> {
         let lines = self.process.lines();
         lines
@@ -161,7 +162,7 @@ impl Proxy {
             .collect()
     }
 
-    /// Everything logged so far, for messages.
+    /// The whole log so far, for assertion messages.
     pub fn log_text(&self) -> String {
         self.process.transcript()
     }
@@ -192,13 +193,13 @@ impl Proxy {
 }
 
 impl ProxyBuilder {
-    /// The text of the configuration file.
+    /// Sets the text of the configuration file.
     pub fn config(mut self, text: &str) -> Self {
         text.clone_into(&mut self.config);
         self
     }
 
-    /// Use the file that is there instead.
+    /// Uses this existing configuration file instead.
     pub fn config_file(mut self, path: &Path) -> Self {
         self.config_file = Some(path.to_owned());
         self
@@ -209,7 +210,7 @@ impl ProxyBuilder {
         self
     }
 
-    /// Any upstream.
+    /// Sets the URL of the upstream.
     pub fn upstream_url(mut self, url: &str) -> Self {
         url.clone_into(&mut self.upstream);
         self
@@ -220,7 +221,7 @@ impl ProxyBuilder {
         self
     }
 
-    /// Starts it and waits until it listens.
+    /// Starts the proxy and waits until it listens.
     pub async fn start(self) -> Proxy {
         let dir = TempDir::new().unwrap();
         let config = self.config_file.unwrap_or_else(|| {
@@ -253,7 +254,7 @@ impl ProxyBuilder {
 }
 
 impl LogLine {
-    /// Whether the message is, or starts with, these words.
+    /// Whether the message starts with these words.
     pub fn message_starts_with(&self, words: &str) -> bool {
         self.field("message").starts_with(words)
     }
@@ -262,12 +263,12 @@ impl LogLine {
         self.0["level"].as_str() == Some(level)
     }
 
-    /// Whether these words are anywhere in the line.
+    /// Whether the line contains these words anywhere.
     pub fn contains(&self, words: &str) -> bool {
         self.0.to_string().contains(words)
     }
 
-    /// A field as text, empty if it is not there.
+    /// A field as text. Empty if it is missing.
     pub fn field(&self, name: &str) -> String {
         let value = self.0["fields"].get(name).or_else(|| self.0.get(name));
         value.map_or_else(String::new, |value| {

@@ -1,4 +1,4 @@
-//! A real redis-server per test: own process, own port, nothing kept.
+//! A real redis-server per test: its own process and port, without persistence.
 
 use super::tls::CertificateAuthority;
 use redis::aio::MultiplexedConnection;
@@ -11,7 +11,7 @@ use tidegate::store::redis::{
     RedisAddress, RedisCredentials, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
 
-/// A running server; killed on drop.
+/// A running server. It is killed on drop.
 pub(crate) struct RedisServer {
     child: Child,
     port: u16,
@@ -25,10 +25,11 @@ impl RedisServer {
         Self::start_with::<&str>(&[])
     }
 
-    /// The same with further arguments, e.g. `["--requirepass", "x"]`.
+    /// As [`Self::start`] with further arguments, e.g. `["--requirepass", "x"]`.
     pub(crate) fn start_with<S: AsRef<str>>(args: &[S]) -> Self {
         let args: Vec<String> = args.iter().map(|arg| arg.as_ref().to_owned()).collect();
-        // Somebody else may take the free port before the server does: then it ends, and another is tried.
+        // Another process may take the free port first. Then the server exits, and another port is
+        // tried.
         for _ in 0..20 {
             let (port, directory) = (free_port(), tempfile::tempdir().unwrap());
             let child = spawn_server(port, &directory, &args);
@@ -45,7 +46,8 @@ impl RedisServer {
         panic!("redis-server does not start");
     }
 
-    /// The same with a second port that speaks TLS, by the authority's `server.pem`, also to other servers.
+    /// As [`Self::start_with`] with a second port for TLS, also between servers. Uses the
+    /// authority's `server.pem`.
     pub(crate) fn start_with_tls<S: AsRef<str>>(
         authority: &CertificateAuthority,
         args: &[S],
@@ -64,7 +66,7 @@ impl RedisServer {
         Self::start_with(&tls.collect::<Vec<_>>())
     }
 
-    /// Of [`Server::with_tls`].
+    /// The TLS port of a server started by [`Self::start_with_tls`].
     pub(crate) fn tls_port(&self) -> u16 {
         self.args[1].parse().unwrap()
     }
@@ -73,7 +75,7 @@ impl RedisServer {
         self.port
     }
 
-    /// The setting of a proxy that counts here; patient, so that a busy machine is no outage.
+    /// The store setting of a proxy. The long timeout avoids outages on a busy machine.
     pub(crate) fn store_config(&self) -> String {
         let port = self.port;
         format!(
@@ -81,19 +83,19 @@ impl RedisServer {
         )
     }
 
-    /// As `kill -9`: nothing is saved, connections break.
+    /// Kills the server like `kill -9`: nothing is saved and connections break.
     pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// Starts a killed server again, empty, on the same port.
+    /// Restarts a killed server, empty, on the same port.
     pub(crate) fn restart(&mut self) {
         self.respawn();
         assert!(self.wait_until_ready(), "redis-server does not start again");
     }
 
-    /// The same, and the test's other tasks go on meanwhile.
+    /// As [`Self::restart`] without blocking the test's other tasks.
     pub(crate) async fn restart_async(&mut self) {
         self.respawn();
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
@@ -107,12 +109,12 @@ impl RedisServer {
         }
     }
 
-    /// The same, without waiting until it answers.
+    /// As [`Self::restart`] without waiting until the server answers.
     pub(crate) fn respawn(&mut self) {
         self.child = spawn_server(self.port, &self.directory, &self.args);
     }
 
-    /// SIGSTOP: sockets stay open, nothing is answered.
+    /// Sends SIGSTOP: sockets stay open, but no command is answered.
     pub(crate) fn pause(&self) {
         self.send_signal("-STOP");
     }
@@ -121,29 +123,30 @@ impl RedisServer {
         self.send_signal("-CONT");
     }
 
-    /// A connection for looking and meddling.
+    /// A connection for commands of the test.
     pub(crate) async fn connection(&self) -> MultiplexedConnection {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
-        let patient = AsyncConnectionConfig::new()
+        let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(Duration::from_secs(5)))
             .set_response_timeout(Some(Duration::from_secs(5)));
         client
-            .get_multiplexed_async_connection_with_config(&patient)
+            .get_multiplexed_async_connection_with_config(&config)
             .await
             .unwrap()
     }
 
-    /// The same, for thousands of questions on a busy machine: no answer is late.
+    /// As [`Self::connection`] without a response timeout, for thousands of commands on a busy
+    /// machine.
     pub(crate) async fn connection_without_timeout(&self) -> MultiplexedConnection {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
-        let patient = redis::AsyncConnectionConfig::new().set_response_timeout(None);
+        let config = redis::AsyncConnectionConfig::new().set_response_timeout(None);
         client
-            .get_multiplexed_async_connection_with_config(&patient)
+            .get_multiplexed_async_connection_with_config(&config)
             .await
             .unwrap()
     }
 
-    /// Runs one command, e.g. `"CONFIG SET maxmemory 1"`, on a connection of its own.
+    /// Runs one command on its own connection, e.g. `"CONFIG SET maxmemory 1"`.
     pub(crate) async fn command<T: FromRedisValue>(&self, words: &str) -> T {
         let mut command = Cmd::new();
         for word in words.split(' ') {
@@ -172,7 +175,7 @@ impl RedisServer {
         redis_settings(self.port)
     }
 
-    /// A ready handle with settings fit for tests.
+    /// A connected store with settings for tests.
     pub(crate) async fn connect(&self) -> (SharedRedisState, RedisStore) {
         connect_redis(self.settings()).await
     }
@@ -207,7 +210,7 @@ impl Drop for RedisServer {
     }
 }
 
-/// Settings fit for tests: deadlines that a busy machine can keep.
+/// Settings for tests, with timeouts that a busy machine can keep.
 pub(crate) fn redis_settings(port: u16) -> RedisSettings {
     RedisSettings {
         topology: RedisTopology::Standalone,
@@ -224,7 +227,7 @@ pub(crate) fn redis_settings(port: u16) -> RedisSettings {
     }
 }
 
-/// A port of this machine.
+/// A port on the loopback address.
 pub(crate) fn local_address(port: u16) -> RedisAddress {
     RedisAddress::Tcp {
         host: "127.0.0.1".to_owned(),
@@ -232,7 +235,7 @@ pub(crate) fn local_address(port: u16) -> RedisAddress {
     }
 }
 
-/// A handle whose first connection is ready.
+/// A store whose first connection is ready.
 pub(crate) async fn connect_redis(settings: RedisSettings) -> (SharedRedisState, RedisStore) {
     let shared = SharedRedisState::new(settings);
     let redis = RedisStore::start(&shared);
@@ -240,7 +243,7 @@ pub(crate) async fn connect_redis(settings: RedisSettings) -> (SharedRedisState,
     (shared, redis)
 }
 
-/// All keys that a server holds, but for the sets of the instances.
+/// All keys on a server except the instance sets.
 pub(crate) async fn list_counter_keys(server: &RedisServer) -> Vec<String> {
     let keys: Vec<String> = server.command("KEYS *").await;
     keys.into_iter()
@@ -263,7 +266,7 @@ pub(crate) fn ping(port: u16) -> bool {
     let Ok(mut connection) = client.get_connection_with_timeout(Duration::from_millis(200)) else {
         return false;
     };
-    // One that asks for a password answers, too.
+    // A server that requires a password also counts as available.
     match redis::cmd("PING").query::<Value>(&mut connection) {
         Ok(_) => true,
         Err(error) => error.code() == Some("NOAUTH"),

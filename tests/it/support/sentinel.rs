@@ -1,4 +1,4 @@
-//! A master, its replicas, and sentinels that watch over them.
+//! A Redis master, its replicas, and the Sentinels that monitor them.
 
 use super::redis::{RedisServer, free_port, local_address, ping, redis_settings};
 use super::tls::CertificateAuthority;
@@ -10,42 +10,42 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
 
-/// What the sentinels call the master.
+/// The master's name in the Sentinels' configuration.
 pub const MASTER_NAME: &str = "shop";
 
-/// How long a server is silent before it counts as down.
+/// Silence after which the Sentinels regard a server as down.
 const DOWN_AFTER_MS: u32 = 300;
 
 pub struct SentinelDeployment {
-    /// The first one is the master at the start.
+    /// The first server is the initial master.
     pub servers: Vec<RedisServer>,
     pub sentinels: Vec<SentinelProcess>,
     uses_tls: bool,
 }
 
-/// One process; killed on drop.
+/// A Sentinel process. It is killed on drop.
 pub struct SentinelProcess {
     child: Child,
     pub port: u16,
-    /// If it speaks TLS.
+    /// The TLS port, used only in a deployment with TLS.
     tls_port: u16,
     _folder: TempDir,
 }
 
 impl SentinelDeployment {
-    /// Starts a master, `replicas`, and three sentinels, and waits until all know each other.
+    /// Starts a master, `replicas` replicas and three Sentinels. Waits until all know each other.
     pub async fn start(replicas: usize) -> Self {
         Self::launch(replicas, None).await
     }
 
-    /// The same, and all speak TLS to each other, and to whoever has a certificate.
+    /// As [`Self::start`] with TLS and client certificates on all connections.
     pub async fn with_tls(authority: &CertificateAuthority, replicas: usize) -> Self {
         authority.sign("server", "127.0.0.1");
         Self::launch(replicas, Some(authority)).await
     }
 
     async fn launch(replicas: usize, authority: Option<&CertificateAuthority>) -> Self {
-        // Else a master waits some seconds for further replicas.
+        // Otherwise a master waits some seconds for further replicas.
         let prompt = ["--repl-diskless-sync-delay", "0"];
         let server = |args: &[&str]| match authority {
             None => RedisServer::start_with(&[&prompt, args].concat()),
@@ -87,7 +87,7 @@ impl SentinelDeployment {
         }
     }
 
-    /// The same for a configuration file.
+    /// The settings as lines of a configuration file.
     pub fn config_lines(&self) -> String {
         let url = |one: &SentinelProcess| match self.uses_tls {
             true => format!("\"rediss://127.0.0.1:{}\"", one.tls_port),
@@ -100,10 +100,10 @@ impl SentinelDeployment {
         )
     }
 
-    /// The port of whom the first sentinel that lives takes for the master.
+    /// The port of the current master, according to the first running Sentinel.
     pub async fn master_port(&self) -> u16 {
-        let mut asked = redis::cmd("SENTINEL");
-        asked.arg("GET-MASTER-ADDR-BY-NAME").arg(MASTER_NAME);
+        let mut query = redis::cmd("SENTINEL");
+        query.arg("GET-MASTER-ADDR-BY-NAME").arg(MASTER_NAME);
         for sentinel in &self.sentinels {
             let Ok(client) = redis::Client::open(("127.0.0.1", sentinel.port)) else {
                 continue;
@@ -111,10 +111,10 @@ impl SentinelDeployment {
             let Ok(mut connection) = client.get_multiplexed_async_connection().await else {
                 continue;
             };
-            let (_, port): (String, u16) = asked.query_async(&mut connection).await.unwrap();
+            let (_, port): (String, u16) = query.query_async(&mut connection).await.unwrap();
             return port;
         }
-        panic!("no sentinel lives");
+        panic!("no sentinel is running");
     }
 
     pub fn server_by_port(&mut self, port: u16) -> &mut RedisServer {
@@ -152,7 +152,7 @@ impl SentinelDeployment {
         )
         .await;
         let mut master = self.servers[0].connection().await;
-        // Until replicas are in step, none can be promoted.
+        // A replica can be promoted only after it has synchronized.
         let wanted = i64::try_from(replicas).unwrap();
         redis::cmd("SET")
             .arg("x")
@@ -171,12 +171,12 @@ impl SentinelDeployment {
             if acknowledged == wanted {
                 break;
             }
-            assert!(Instant::now() < deadline, "replicas do not follow");
+            assert!(Instant::now() < deadline, "the replicas do not synchronize");
         }
     }
 }
 
-/// By which the others know it.
+/// The port that the other servers use.
 fn server_port(server: &RedisServer, speaks_tls: bool) -> u16 {
     if speaks_tls {
         server.tls_port()
@@ -187,7 +187,7 @@ fn server_port(server: &RedisServer, speaks_tls: bool) -> u16 {
 
 impl SentinelProcess {
     fn start(master: u16, authority: Option<&CertificateAuthority>) -> Self {
-        // Somebody else may take the free port before it does.
+        // Another process may take the free port first.
         for _ in 0..20 {
             let (port, tls_port, folder) = (free_port(), free_port(), TempDir::new().unwrap());
             let tls = authority.map(|authority| {
@@ -223,10 +223,10 @@ impl SentinelProcess {
                 return sentinel;
             }
         }
-        panic!("no sentinel starts");
+        panic!("no sentinel started");
     }
 
-    /// Runs one command, on a connection of its own.
+    /// Runs one command on its own connection.
     pub async fn command<T: FromRedisValue>(&self, words: &str) -> T {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
         let mut words = words.split(' ');

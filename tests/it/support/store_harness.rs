@@ -1,4 +1,4 @@
-//! Either store, at a time that the test says, and limits drawn by lot.
+//! Runs either store at times given by the test, and draws random limits.
 
 use super::redis::RedisServer;
 use fastrand::Rng;
@@ -13,11 +13,11 @@ use tidegate::store::redis::ScriptLibrary;
 use tidegate::store::{MemorySettings, MemoryStore, Settlement};
 use tokio::runtime::{Builder, Runtime};
 
-/// In the year 2100: far enough ahead that no key of Redis expires while a test steps through time.
+/// A time in the year 2100: no Redis key expires while a test steps through time.
 pub const START_US: u64 = 4_102_444_800_000_000;
 
 pub const DAY_US: u64 = 86_400_000_000;
-/// The longest period that `check` lets through.
+/// The longest period that `check` accepts.
 pub const MAX_PER_US: u64 = 400 * DAY_US;
 
 const MEMORY_SETTINGS: MemorySettings = MemorySettings {
@@ -25,16 +25,16 @@ const MEMORY_SETTINGS: MemorySettings = MemorySettings {
     max_bytes: 256 << 20,
 };
 
-/// A store that decides when it is told to.
+/// A store that decides at times given by the test.
 pub enum StoreUnderTest {
     Memory {
         store: MemoryStore,
-        hands: ManualClock,
+        manual_clock: ManualClock,
     },
     Redis(Box<RedisUnderTest>),
 }
 
-/// Fields are dropped in order: the connection before its runtime.
+/// Fields are dropped in order: the connection must be dropped before its runtime.
 pub struct RedisUnderTest {
     connection: MultiplexedConnection,
     runtime: Runtime,
@@ -44,14 +44,14 @@ pub struct RedisUnderTest {
 
 impl StoreUnderTest {
     pub fn memory() -> Self {
-        let (clock, hands) = Clock::manual(START_US);
+        let (clock, manual_clock) = Clock::manual(START_US);
         Self::Memory {
             store: MemoryStore::new(MEMORY_SETTINGS, clock),
-            hands,
+            manual_clock,
         }
     }
 
-    /// A server of its own, ended when this is dropped.
+    /// Starts a server that stops when this value is dropped.
     pub fn redis() -> Self {
         let server = RedisServer::start();
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
@@ -68,7 +68,7 @@ impl StoreUnderTest {
         [Self::memory(), Self::redis()]
     }
 
-    /// Forgets all counters, and that any time has passed.
+    /// Drops all counters. The memory store also restarts its clock.
     pub fn reset(&mut self) {
         match self {
             Self::Memory { .. } => *self = Self::memory(),
@@ -76,46 +76,53 @@ impl StoreUnderTest {
         }
     }
 
-    /// All that stands in the charges, decided at a time.
+    /// Decides these charges at a time.
     pub fn decide(&mut self, charges: &[Charge<'_>], at_us: u64) -> Decision {
         match self {
-            Self::Memory { store, hands } => {
-                hands.set_us(at_us);
+            Self::Memory {
+                store,
+                manual_clock,
+            } => {
+                manual_clock.set_us(at_us);
                 store.decide(charges)
             }
-            Self::Redis(there) => {
-                let reply = there.run_script(|script| script.decide_command(charges, Some(at_us)));
+            Self::Redis(server) => {
+                let reply = server.run_script(|script| script.decide_command(charges, Some(at_us)));
                 ScriptLibrary::parse_decision_reply(&reply, charges)
                     .unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
             }
         }
     }
 
-    /// Puts one counter right, at a time.
+    /// Applies an amendment to one counter at a time.
     pub fn apply_amendment(&mut self, limit: &Limit, key: &Key, amendment: Amendment, at_us: u64) {
-        let late = [Settlement {
+        let settlements = [Settlement {
             limit,
             key,
             amendment,
         }];
         match self {
-            Self::Memory { store, hands } => {
-                hands.set_us(at_us);
-                store.apply_settlements(&late);
+            Self::Memory {
+                store,
+                manual_clock,
+            } => {
+                manual_clock.set_us(at_us);
+                store.apply_settlements(&settlements);
             }
-            Self::Redis(there) => {
-                let reply = there.run_script(|script| script.amend_command(&late, Some(at_us)));
-                assert_eq!(reply, Value::Int(1), "{late:?}");
+            Self::Redis(server) => {
+                let reply =
+                    server.run_script(|script| script.amend_command(&settlements, Some(at_us)));
+                assert_eq!(reply, Value::Int(1), "{settlements:?}");
             }
         }
     }
 
-    /// Bytes that the one counter takes that is kept, its share of the table included.
+    /// Memory of the only stored counter in bytes, including its share of the table.
     pub fn counter_bytes(&mut self, charge: &Charge<'_>) -> u64 {
         match self {
             Self::Memory { store, .. } => store.byte_count() as u64,
-            Self::Redis(there) => {
-                let key = there.script.counter_key(charge);
+            Self::Redis(server) => {
+                let key = server.script.counter_key(charge);
                 self.command(
                     redis::cmd("MEMORY")
                         .arg("USAGE")
@@ -128,30 +135,30 @@ impl StoreUnderTest {
         }
     }
 
-    /// When Redis forgets a charge's counter, in ms since the epoch.
+    /// The expiry time of a charge's counter in Redis, in ms since the epoch.
     pub fn expires_at_ms(&mut self, charge: &Charge<'_>) -> u64 {
-        let Self::Redis(there) = self else {
-            panic!("memory keeps no such time")
+        let Self::Redis(server) = self else {
+            panic!("the memory store has no such time")
         };
-        let key = there.script.counter_key(charge);
+        let key = server.script.counter_key(charge);
         self.command(redis::cmd("PEXPIRETIME").arg(key).clone())
     }
 
     fn command<T: redis::FromRedisValue>(&mut self, command: Cmd) -> T {
-        let Self::Redis(there) = self else {
-            panic!("only Redis takes commands")
+        let Self::Redis(server) = self else {
+            panic!("only Redis supports commands")
         };
-        there
+        server
             .runtime
-            .block_on(command.query_async(&mut there.connection))
+            .block_on(command.query_async(&mut server.connection))
             .unwrap()
     }
 }
 
 impl RedisUnderTest {
-    /// Runs a program, loaded if need be.
-    fn run_script(&mut self, ask: impl Fn(&ScriptLibrary) -> Cmd) -> Value {
-        let (connection, command) = (&mut self.connection, ask(&self.script));
+    /// Runs a script and loads it first if needed.
+    fn run_script(&mut self, make_command: impl Fn(&ScriptLibrary) -> Cmd) -> Value {
+        let (connection, command) = (&mut self.connection, make_command(&self.script));
         self.runtime.block_on(async {
             match connection.send_packed_command(&command).await {
                 Ok(Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
@@ -176,34 +183,34 @@ impl fmt::Debug for StoreUnderTest {
     }
 }
 
-/// When the whole question would be admitted, if it was refused and not for ever: what a client is told.
+/// The retry time reported to a client. `None` if the request was admitted or never fits.
 pub fn admissible_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
     if decision.admitted {
         return None;
     }
     let mut latest_us = None;
-    for (charge, standing) in charges.iter().zip(decision.statuses.iter().flatten()) {
+    for (charge, status) in charges.iter().zip(decision.statuses.iter().flatten()) {
         if charge.shadow {
             continue;
         }
-        match standing.refusal {
+        match status.refusal {
             Some(Refusal::Never | Refusal::Unknown) => return None,
             Some(Refusal::Until(at_us)) => latest_us = latest_us.max(Some(at_us)),
             None => {}
         }
         if charge.is_block() {
-            // It may have begun with this refusal.
-            latest_us = latest_us.max(standing.next_growth_us);
+            // This rejection may have started the block.
+            latest_us = latest_us.max(status.next_growth_us);
         }
     }
     latest_us
 }
 
-/// Draws a limit.
+/// A function that draws a limit.
 pub type LimitGenerator = fn(&mut Rng) -> Limit;
 
-/// Every algorithm whose units come back with time, with any values that `check` lets through; one that begins cold
-/// is an algorithm of its own here. A new one is a line.
+/// Every algorithm whose units return over time, with random values that `check` accepts. A bucket
+/// with a warm-up counts as its own algorithm.
 pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 6] = [
     ("sliding_log", |rng| draw_limit(rng, Algorithm::SlidingLog)),
     ("sliding_window", |rng| {
@@ -248,11 +255,11 @@ pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 6] = [
     }),
 ];
 
-/// The limit of one of [`EVERY_ALGORITHM`], by its name.
+/// Draws a limit of one of [`EVERY_ALGORITHM`] by its name.
 pub fn draw_limit_for(name: &str, rng: &mut Rng) -> Limit {
     EVERY_ALGORITHM
         .iter()
-        .find(|(of, _)| *of == name)
+        .find(|(algorithm, _)| *algorithm == name)
         .expect("an algorithm")
         .1(rng)
 }
@@ -283,13 +290,13 @@ fn draw_limit(rng: &mut Rng, algorithm: Algorithm) -> Limit {
     }
 }
 
-/// From a millisecond to some months, of any order of magnitude.
+/// Draws a duration between a millisecond and some months, of any order of magnitude.
 pub fn draw_duration_us(rng: &mut Rng) -> u64 {
     let magnitude = rng.u32(4..=13);
     rng.u64(1_000..10_u64.pow(magnitude))
 }
 
-/// A seed for a test that draws, or the one of a run that failed: `TIDEGATE_TEST_SEED=n`.
+/// A random seed, or the seed of a failed run from `TIDEGATE_TEST_SEED`.
 pub fn test_seed() -> u64 {
     std::env::var("TIDEGATE_TEST_SEED")
         .map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap())

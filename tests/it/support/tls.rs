@@ -1,4 +1,4 @@
-//! Certificates, made anew for each test, and clients that speak TLS.
+//! Certificates created for each test, and TLS clients.
 
 use super::TEST_TIMEOUT;
 use super::client::{ByteStream, RawClient};
@@ -24,7 +24,7 @@ use tokio_rustls::rustls::{
 };
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-/// Somebody who signs certificates, with a folder for them.
+/// A certificate authority, with a folder for its files.
 pub struct CertificateAuthority {
     folder: TempDir,
     issuer: Issuer<'static, KeyPair>,
@@ -47,12 +47,12 @@ impl CertificateAuthority {
         }
     }
 
-    /// Makes `<file>.pem` and `<file>.key`: a certificate for a name or an address.
+    /// Writes `<file>.pem` and `<file>.key`: a certificate for a host name or an address.
     pub fn sign(&self, file: &str, name: &str) {
         self.sign_params(file, certificate_params(name, vec![name.to_owned()]));
     }
 
-    /// The same, of a certificate that says this.
+    /// As [`Self::sign`] with these certificate parameters.
     pub fn sign_params(&self, file: &str, params: CertificateParams) {
         let key = KeyPair::generate().unwrap();
         fs::write(
@@ -63,7 +63,8 @@ impl CertificateAuthority {
         fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
     }
 
-    /// Makes `file`: a list, good until the end of a year, of the certificates with these numbers.
+    /// Writes a revocation list with these serial numbers to `file`. It is valid until the end of
+    /// the year `until`.
     pub fn write_revocation_list(&self, file: &str, serials: &[u64], until: i32) {
         let revoked_certs = serials.iter().map(|serial| RevokedCertParams {
             serial_number: SerialNumber::from(*serial),
@@ -86,8 +87,8 @@ impl CertificateAuthority {
         .unwrap();
     }
 
-    /// A server with the certificate of `file`, that offers `protocols`, and asks clients for a certificate signed by
-    /// `clients`.
+    /// A server with the certificate of `file` and the ALPN list `protocols`. It requires client
+    /// certificates signed by `clients`, if given.
     pub fn tls_acceptor(
         &self,
         file: &str,
@@ -126,18 +127,18 @@ impl CertificateAuthority {
         TlsAcceptor::from(Arc::new(config))
     }
 
-    /// Where a file of ours is; `ca.pem` is there from the start.
+    /// Path of a file of this authority. `ca.pem` always exists.
     pub fn path(&self, file: &str) -> PathBuf {
         self.folder.path().join(file)
     }
 
-    /// The same as text, for arguments.
+    /// The path as text, for arguments.
     pub fn path_string(&self, file: &str) -> String {
         self.path(file).to_str().unwrap().to_owned()
     }
 }
 
-/// A client that trusts an authority.
+/// A client that trusts one authority.
 #[derive(Clone)]
 pub struct TlsClient(ClientConfig);
 
@@ -146,7 +147,7 @@ impl TlsClient {
         Self::with_versions(trusted, &[&version::TLS13, &version::TLS12], None)
     }
 
-    /// With a certificate of its own, that somebody else may have signed.
+    /// A client with a certificate, which another authority may have signed.
     pub fn with_certificate(
         trusted: &CertificateAuthority,
         signer: &CertificateAuthority,
@@ -167,7 +168,7 @@ impl TlsClient {
         Self::build(&trusted.path("ca.pem"), versions, certificate)
     }
 
-    /// One that trusts all that are in a file.
+    /// A client that trusts all certificates of a file.
     pub fn with_roots_file(roots: &Path) -> Self {
         Self::build(roots, &[&version::TLS13, &version::TLS12], None)
     }
@@ -197,7 +198,7 @@ impl TlsClient {
         })
     }
 
-    /// What it offers by ALPN, best first.
+    /// Sets the ALPN protocols, in order of preference.
     pub fn with_alpn(mut self, protocols: &[&str]) -> Self {
         self.0.alpn_protocols = protocols
             .iter()
@@ -206,7 +207,7 @@ impl TlsClient {
         self
     }
 
-    /// Connects to the server of this name, or of this address, which is not told to the server.
+    /// Connects to a server with this name or address. An address is not sent as SNI.
     pub async fn connect(
         &self,
         address: SocketAddr,
@@ -216,7 +217,7 @@ impl TlsClient {
         self.handshake(socket, name).await
     }
 
-    /// The same, on a connection that is there.
+    /// Performs the handshake on an open connection.
     pub async fn handshake<S: ByteStream>(
         &self,
         socket: S,
@@ -226,10 +227,10 @@ impl TlsClient {
         let connector = TlsConnector::from(Arc::new(self.0.clone()));
         timeout(TEST_TIMEOUT, connector.connect(name, socket))
             .await
-            .expect("no handshake in time")
+            .expect("the handshake timed out")
     }
 
-    /// A connection to the server of this name, for HTTP/1.1.
+    /// An HTTP/1.1 connection to the server with this name.
     pub async fn connect_http1(&self, address: SocketAddr, name: &str) -> RawClient {
         RawClient::from_stream(
             self.connect(address, name)
@@ -239,7 +240,7 @@ impl TlsClient {
     }
 }
 
-/// Whoever signs and whoever is signed for must not share a name.
+/// Certificate parameters with `name` as the subject. Issuer and subject must have different names.
 pub fn certificate_params(name: &str, valid_for: Vec<String>) -> CertificateParams {
     let mut params = CertificateParams::new(valid_for).unwrap();
     params.distinguished_name = DistinguishedName::new();

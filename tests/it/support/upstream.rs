@@ -1,4 +1,4 @@
-//! Upstreams in this process: hyper with a handler, and bare sockets with a script.
+//! In-process upstreams: hyper with a handler, and raw sockets with a script.
 
 use bytes::Bytes;
 use http_body_util::combinators::BoxBody;
@@ -23,7 +23,7 @@ use tokio::task::{JoinHandle, JoinSet};
 pub type UpstreamBody = BoxBody<Bytes, io::Error>;
 pub type UpstreamResponse = Response<UpstreamBody>;
 
-/// A hyper server; its connections end when it is dropped.
+/// A hyper server. Its connections end when it is dropped.
 #[derive(Debug)]
 pub struct Upstream {
     pub address: SocketAddr,
@@ -32,22 +32,22 @@ pub struct Upstream {
     task: JoinHandle<()>,
 }
 
-/// A request's head as it reached the upstream.
+/// The head of a request as the upstream received it.
 #[derive(Clone, Debug)]
 pub struct ReceivedRequest {
     pub method: String,
     pub target: String,
-    /// In order, names in lower case.
+    /// In order, with names in lower case.
     pub headers: Vec<(String, String)>,
 }
 
 impl Upstream {
-    /// Answers every request with what it got: see [`echo`].
+    /// Answers every request with its own content: see [`echo`].
     pub async fn echo() -> Self {
         Self::with_handler(echo).await
     }
 
-    /// Answers by `handler`. A client that leaves drops the handler's future.
+    /// Answers with `handler`. If the client disconnects, the handler's future is dropped.
     pub async fn with_handler<H, F>(handler: H) -> Self
     where
         H: Fn(Request<Incoming>) -> F + Send + Sync + 'static,
@@ -76,7 +76,7 @@ impl Upstream {
                 });
                 let connection = hyper::server::conn::http1::Builder::new()
                     .serve_connection(TokioIo::new(stream), service);
-                // A client that breaks off is none of this server's business.
+                // Errors of the connection, such as a disconnect, are ignored.
                 open.spawn(async move { connection.await.is_ok() });
             }
         });
@@ -88,7 +88,7 @@ impl Upstream {
         }
     }
 
-    /// The requests so far.
+    /// All requests so far.
     pub fn requests(&self) -> Vec<ReceivedRequest> {
         self.received_requests.lock().unwrap().clone()
     }
@@ -136,7 +136,7 @@ impl ReceivedRequest {
             .collect()
     }
 
-    /// The value of a header that is there exactly once.
+    /// The value of a header that occurs exactly once.
     pub fn single_header(&self, name: &str) -> &str {
         match self.header_values(name)[..] {
             [value] => value,
@@ -145,7 +145,7 @@ impl ReceivedRequest {
     }
 }
 
-/// Reads the body to its end and answers with JSON: `method`, `target`, `headers` (pairs in order),
+/// Reads the whole body and answers with JSON: `method`, `target`, `headers` (pairs in order),
 /// `body_len`, `body_sha256`.
 pub async fn echo(request: Request<Incoming>) -> UpstreamResponse {
     let seen = ReceivedRequest::new(&request);
@@ -161,7 +161,7 @@ pub async fn echo(request: Request<Incoming>) -> UpstreamResponse {
     answer
 }
 
-/// Length and SHA-256 of a body, without keeping it.
+/// Length and SHA-256 of a body, without storing it.
 pub async fn hash_body(mut body: Incoming) -> (u64, String) {
     let (mut len, mut hasher) = (0, Sha256::new());
     while let Some(Ok(frame)) = body.frame().await {
@@ -173,25 +173,25 @@ pub async fn hash_body(mut body: Incoming) -> (u64, String) {
     (len, super::hex_encode(&hasher.finalize()))
 }
 
-/// A body that is there at once, with its length.
+/// A body available at once, with its length.
 pub fn full_body(bytes: impl Into<Bytes>) -> UpstreamBody {
     Full::new(bytes.into())
         .map_err(|never| match never {})
         .boxed()
 }
 
-/// A body that the test feeds.
+/// A body fed by the test.
 pub fn channel_body() -> (BodySender, UpstreamBody) {
     let (sender, receiver) = mpsc::channel(1);
     (BodySender(sender), ChannelBody(receiver).boxed())
 }
 
-/// Feeds a body; dropping it ends the body well.
+/// Feeds a body. Dropping it ends the body cleanly.
 #[derive(Debug)]
 pub struct BodySender(mpsc::Sender<io::Result<Frame<Bytes>>>);
 
 impl BodySender {
-    /// Waits while the peer does not read; `false` if it has gone.
+    /// Waits until the peer reads. Returns `false` if the peer has disconnected.
     pub async fn send(&self, bytes: impl Into<Bytes>) -> bool {
         self.0.send(Ok(Frame::data(bytes.into()))).await.is_ok()
     }
@@ -200,18 +200,18 @@ impl BodySender {
         self.0
             .send(Ok(Frame::trailers(trailers)))
             .await
-            .expect("the peer is there");
+            .expect("the peer must be connected");
     }
 
-    /// Breaks the body off.
+    /// Aborts the body.
     pub async fn send_error(self) {
         self.0
             .send(Err(io::Error::other("broken off")))
             .await
-            .expect("the peer is there");
+            .expect("the peer must be connected");
     }
 
-    /// Waits until nobody wants the body any more.
+    /// Waits until the receiver drops the body.
     pub async fn wait_until_dropped(&self) {
         self.0.closed().await;
     }
@@ -231,7 +231,7 @@ impl Body for ChannelBody {
     }
 }
 
-/// A server of bare sockets that keeps every byte it gets.
+/// A raw socket server that records every received byte.
 #[derive(Debug)]
 pub struct RawUpstream {
     pub address: SocketAddr,
@@ -239,21 +239,21 @@ pub struct RawUpstream {
     task: JoinHandle<()>,
 }
 
-/// What came, per connection.
+/// The received bytes of each connection.
 type ReceivedBytes = Arc<Mutex<Vec<Vec<u8>>>>;
 
-/// The upstream's end of one connection; dropping it closes.
+/// The upstream's side of one connection. Dropping it closes the connection.
 #[derive(Debug)]
 pub struct RawSocket {
     stream: TcpStream,
     received: ReceivedBytes,
     number: usize,
-    /// Bytes of `received` already given out as requests.
+    /// Number of bytes of `received` already returned as requests.
     consumed_bytes: usize,
 }
 
 impl RawUpstream {
-    /// Answers every whole request with these bytes and leaves the connection open.
+    /// Answers every complete request with these bytes and keeps the connection open.
     pub async fn with_response(answer: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
         let answer = Arc::new(answer);
         Self::with_script(move |_, mut socket| {
@@ -267,7 +267,7 @@ impl RawUpstream {
         .await
     }
 
-    /// Runs `script` with each connection and its number, from 0.
+    /// Runs `script` for each connection with its index, from 0.
     pub async fn with_script<S, F>(script: S) -> Self
     where
         S: Fn(usize, RawSocket) -> F + Send + 'static,
@@ -303,7 +303,7 @@ impl RawUpstream {
         }
     }
 
-    /// All bytes so far, connection after connection.
+    /// All bytes received so far, connection by connection.
     pub fn received_bytes(&self) -> Vec<u8> {
         self.received.lock().unwrap().concat()
     }
@@ -320,7 +320,7 @@ impl Drop for RawUpstream {
 }
 
 impl RawSocket {
-    /// The next whole request, head and body as they came; `None` when the peer closes.
+    /// The next complete request, head and body as received. `None` when the peer closes.
     pub async fn read_request(&mut self) -> Option<Vec<u8>> {
         loop {
             let pending =
@@ -340,17 +340,17 @@ impl RawSocket {
         while self.read_chunk().await {}
     }
 
-    /// The socket itself: what is read from it is not remembered.
+    /// The underlying socket. Bytes read from it are not recorded.
     pub fn stream(&mut self) -> &mut TcpStream {
         &mut self.stream
     }
 
     pub async fn send(&mut self, bytes: &[u8]) {
-        // A peer that has gone shows when reading.
+        // If the peer has disconnected, the next read reports it.
         self.stream.write_all(bytes).await.unwrap_or_default();
     }
 
-    /// Reads some bytes; `false` when the peer has closed.
+    /// Reads some bytes. Returns `false` when the peer has closed.
     pub async fn read_chunk(&mut self) -> bool {
         let mut chunk = Vec::with_capacity(16 << 10);
         let read = self.stream.read_buf(&mut chunk).await.unwrap_or(0);
@@ -359,8 +359,8 @@ impl RawSocket {
     }
 }
 
-/// The length of the request that `bytes` begin with, if it is whole. Chunked bodies end at the first
-/// empty chunk: enough for what tests send.
+/// The length of the request at the start of `bytes`, if it is complete. A chunked body ends at the
+/// first empty chunk, which is enough for the tests.
 fn request_len(bytes: &[u8]) -> Option<usize> {
     let text = String::from_utf8_lossy(bytes).to_ascii_lowercase();
     let find = |wanted: &[u8], from: usize| {
