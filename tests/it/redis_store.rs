@@ -156,7 +156,7 @@ impl StateModel {
             statuses: statuses.into(),
             delay_us,
             grants,
-            charged_at_us: charged_at_us,
+            charged_at_us,
         }
     }
 
