@@ -207,7 +207,7 @@ async fn memory_is_released_after_a_burst_of_connections() {
         let retained_kib = proxy.anonymous_kib() - before;
         assert!(
             Instant::now() < deadline,
-            "{retained_kib} KiB of {burst} are retained_kib"
+            "{retained_kib} KiB of {burst} KiB are still in use"
         );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
