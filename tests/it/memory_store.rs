@@ -1,4 +1,5 @@
-//! The memory store: agrees with the model at adversarial times, keeps the guarantee, stays bounded.
+//! Tests of the memory store: it agrees with the reference model, enforces limits and stays
+//! bounded.
 
 use crate::reference_model::NaiveModel;
 use proptest::prelude::*;
@@ -19,10 +20,10 @@ const LARGE_SETTINGS: MemorySettings = MemorySettings {
 const SLIDING_LOG: Algorithm = Algorithm::SlidingLog;
 const HOUR_US: u64 = 3_600_000_000;
 
-/// A policy's name, whether it is a shadow, and its limits.
+/// Policy name, whether the policy is in shadow mode, and its limits.
 type PolicySpec = (&'static str, bool, &'static [(Algorithm, u64)]);
 
-/// Some policies as they meet in one process: several limits, shadows, short and long periods.
+/// Policies that share one store: several limits, shadow mode, short and long periods.
 const POLICIES: [PolicySpec; 9] = [
     ("log", false, &[(SLIDING_LOG, 1_000)]),
     (
@@ -75,7 +76,7 @@ const POLICIES: [PolicySpec; 9] = [
         ],
     ),
     (
-        "line",
+        "leaky_bucket",
         false,
         &[
             (
@@ -87,7 +88,7 @@ const POLICIES: [PolicySpec; 9] = [
             (Algorithm::LeakyBucket { max_delay_us: 0 }, 7),
         ],
     ),
-    // Cold, it has room for every cost that is asked.
+    // Even a cold bucket has capacity for every generated cost.
     (
         "warm",
         false,
@@ -99,7 +100,7 @@ const POLICIES: [PolicySpec; 9] = [
             90,
         )],
     ),
-    // Longer than its limits, so that who comes too early begins no new one.
+    // The block lasts longer than the limits, so that early retries do not start a new block.
     (
         "blocks",
         false,
@@ -110,16 +111,16 @@ const POLICIES: [PolicySpec; 9] = [
         ],
     ),
 ];
-/// The one whose refusals leave a trace.
+/// Index of the policy whose rejections change state.
 const BLOCK_POLICY: usize = 8;
 const USER_COUNT: usize = 2;
 
 #[derive(Clone, Debug)]
 enum StoreStep {
     MoveClock(ClockChange),
-    /// What one request asks: for each policy that matches it, a user and a cost.
+    /// One request: a user and a cost for each policy that matches it.
     Decide(Vec<(usize, usize, u64)>),
-    /// A reload: this policy's limits now allow so many requests.
+    /// A reload sets the number of requests in this policy's limits.
     ChangeLimit(usize, u64),
 }
 
@@ -127,7 +128,7 @@ enum StoreStep {
 enum ClockChange {
     Forward(u64),
     Back(u64),
-    /// Next to a moment at which something comes back.
+    /// Moves to within a few microseconds of a time at which units are returned.
     Edge {
         which: prop::sample::Index,
         offset_us: i64,
@@ -161,9 +162,9 @@ fn generate_clock_moves() -> impl Strategy<Value = ClockChange> {
 
 fn generate_requests() -> impl Strategy<Value = StoreStep> {
     let one = (0..USER_COUNT, prop_oneof![6 => Just(1u64), 4 => 0u64..8]);
-    prop::collection::btree_map(0..POLICIES.len(), one, 1..=POLICIES.len()).prop_map(|asked| {
+    prop::collection::btree_map(0..POLICIES.len(), one, 1..=POLICIES.len()).prop_map(|charges| {
         StoreStep::Decide(
-            asked
+            charges
                 .into_iter()
                 .map(|(policy, (user, cost))| (policy, user, cost))
                 .collect(),
@@ -176,7 +177,7 @@ fn generate_limit_changes() -> impl Strategy<Value = StoreStep> {
         .prop_map(|(policy, requests)| StoreStep::ChangeLimit(policy, requests))
 }
 
-/// A memory store under a clock that the test moves, and the policies that ask it.
+/// A memory store with a manual clock, and the policies that use it.
 struct StoreFixture {
     store: MemoryStore,
     clock: Clock,
@@ -187,7 +188,7 @@ struct StoreFixture {
 
 impl StoreFixture {
     fn new() -> Self {
-        let (clock, hands) = Clock::manual(START_US);
+        let (clock, manual_clock) = Clock::manual(START_US);
         let limits = POLICIES.iter().map(|(_, _, limits)| {
             let amount = |algorithm| if algorithm == Algorithm::Block { 1 } else { 4 };
             limits
@@ -203,15 +204,15 @@ impl StoreFixture {
         let store = MemoryStore::new(LARGE_SETTINGS, clock.clone());
         Self {
             store,
-            manual_clock: hands,
+            manual_clock,
             limits: limits.collect(),
             keys: keys.collect(),
             clock,
         }
     }
 
-    fn make_charges(&self, asked: &[(usize, usize, u64)]) -> Vec<Charge<'_>> {
-        asked
+    fn make_charges(&self, requests: &[(usize, usize, u64)]) -> Vec<Charge<'_>> {
+        requests
             .iter()
             .flat_map(|(policy, user, cost)| {
                 self.limits[*policy].iter().map(|limit| {
@@ -238,7 +239,7 @@ impl StoreFixture {
         }
     }
 
-    /// `edges_us` are the moments that [`Move::Edge`] chooses from.
+    /// `edges_us` are the times that [`ClockChange::Edge`] chooses from.
     fn move_clock(&self, step: &ClockChange, edges_us: &[u64]) {
         let now_us = self.clock.now_us();
         self.manual_clock.set_us(match step {
@@ -279,39 +280,39 @@ fn with_cases(cases: u32) -> ProptestConfig {
 proptest! {
     #![proptest_config(with_cases(600))]
 
-    /// The store's clock is the newest time that it has read: it forgets what has expired, so a clock
-    /// that steps back must not take it to where that would still count.
+    /// The store's clock is the newest time that it has read, because the store drops expired
+    /// state. A clock that steps back must not make expired units count again.
     #[test]
     fn decisions_agree_with_the_model(steps in generate_steps()) {
-        let mut world = StoreFixture::new();
+        let mut fixture = StoreFixture::new();
         let mut newest_us = 0;
         let mut model = NaiveModel::default();
         for step in &steps {
             match step {
-                StoreStep::MoveClock(step) => world.move_clock(step, &model.boundary_times_us()),
-                StoreStep::ChangeLimit(policy, requests) => world.change_limit(*policy, *requests),
-                StoreStep::Decide(asked) => {
-                    let charges = world.make_charges(asked);
-                    newest_us = newest_us.max(world.clock.now_us());
+                StoreStep::MoveClock(step) => fixture.move_clock(step, &model.boundary_times_us()),
+                StoreStep::ChangeLimit(policy, requests) => fixture.change_limit(*policy, *requests),
+                StoreStep::Decide(requests) => {
+                    let charges = fixture.make_charges(requests);
+                    newest_us = newest_us.max(fixture.clock.now_us());
                     let expected = model.decide(newest_us, &charges);
-                    prop_assert_eq!(world.store.decide(&charges), expected, "asked {:?}", charges);
+                    prop_assert_eq!(fixture.store.decide(&charges), expected, "charges {:?}", charges);
                 }
             }
         }
     }
 
-    /// Judged by what was admitted and nothing else, so that model and store cannot be wrong together.
+    /// Checks the admitted requests alone, so that an error shared by model and store is found.
     #[test]
     fn trap_9_and_14_no_window_ever_holds_more_than_the_limit(steps in generate_steps_without_limit_changes()) {
-        let world = StoreFixture::new();
+        let fixture = StoreFixture::new();
         let mut admitted: HashMap<(usize, usize), Vec<(u64, u64)>> = HashMap::new();
         let mut edges = Vec::new();
         for step in &steps {
             match step {
-                StoreStep::MoveClock(step) => world.move_clock(step, &edges),
-                StoreStep::Decide(asked) => {
-                    let decision = world.store.decide(&world.make_charges(asked));
-                    for (policy, user, cost) in asked {
+                StoreStep::MoveClock(step) => fixture.move_clock(step, &edges),
+                StoreStep::Decide(requests) => {
+                    let decision = fixture.store.decide(&fixture.make_charges(requests));
+                    for (policy, user, cost) in requests {
                         if !decision.admitted || POLICIES[*policy].1 || *cost == 0 {
                             continue;
                         }
@@ -325,24 +326,25 @@ proptest! {
             }
         }
         for ((policy, _), log) in &admitted {
-            for limit in world.limits[*policy].iter().filter(|limit| limit.algorithm != Algorithm::Block) {
+            for limit in fixture.limits[*policy].iter().filter(|limit| limit.algorithm != Algorithm::Block) {
                 prop_assert!(max_units_in_any_window(log, limit) <= limit.capacity(), "{limit:?} admitted {log:?}");
             }
         }
     }
 
-    /// Whatever comes when: what was admitted leaves one unit per place, and nobody waits for too long.
+    /// Admitted requests leave at least one interval per unit apart, and never later than
+    /// `max_delay`.
     #[test]
     fn a_leaky_bucket_releases_requests_evenly(
         requests in 1u64..20, per_us in 1u64..3_000, max_delay_us in 0u64..5_000,
-        asks in prop::collection::vec((0u64..400, 1u64..4), 1..80),
+        requests_sent in prop::collection::vec((0u64..400, 1u64..4), 1..80),
     ) {
-        let (clock, hands) = Clock::manual(START_US);
+        let (clock, manual_clock) = Clock::manual(START_US);
         let store = MemoryStore::new(LARGE_SETTINGS, clock.clone());
-        let (limit, key) = (make_limit(requests, per_us, Algorithm::LeakyBucket { max_delay_us }), make_key("line", ""));
+        let (limit, key) = (make_limit(requests, per_us, Algorithm::LeakyBucket { max_delay_us }), make_key("leaky_bucket", ""));
         let mut last_us = None;
-        for (after_us, cost) in asks {
-            hands.advance_us(after_us);
+        for (after_us, cost) in requests_sent {
+            manual_clock.advance_us(after_us);
             let charge = Charge::new(&limit, &key, cost);
             let decision = store.decide(&[charge]);
             if !decision.admitted {
@@ -352,9 +354,10 @@ proptest! {
             prop_assert!(decision.delay_us <= max_delay_us);
             let leaves_us = decision.now_us + decision.delay_us;
             if let Some(last_us) = last_us {
-                // Whole microseconds: one place may be told up to one later, the next not.
-                let spaced_us = cost * per_us / requests;
-                prop_assert!(leaves_us >= last_us + spaced_us, "{last_us} and then {leaves_us}");
+                // Delays are whole microseconds, so rounding may shorten an interval by one
+                // microsecond.
+                let interval_us = cost * per_us / requests;
+                prop_assert!(leaves_us >= last_us + interval_us, "{last_us} and then {leaves_us}");
             }
             last_us = Some(leaves_us);
         }
@@ -370,17 +373,18 @@ proptest! {
                     with.move_clock(step, &edges);
                     without.manual_clock.set_us(with.clock.now_us());
                 }
-                StoreStep::Decide(asked) => {
-                    let asked: Vec<_> = asked.iter().copied().filter(|(policy, ..)| *policy != BLOCK_POLICY).collect();
-                    let asked = asked.as_slice();
-                    let decision = with.store.decide(&with.make_charges(asked));
-                    edges.extend(decision.statuses.iter().flatten().filter_map(|standing| standing.next_growth_us));
+                StoreStep::Decide(requests) => {
+                    let requests: Vec<_> = requests.iter().copied().filter(|(policy, ..)| *policy != BLOCK_POLICY).collect();
+                    let requests = requests.as_slice();
+                    let decision = with.store.decide(&with.make_charges(requests));
+                    edges.extend(decision.statuses.iter().flatten().filter_map(|status| status.next_growth_us));
                     if decision.admitted {
-                        prop_assert_eq!(without.store.decide(&without.make_charges(asked)), decision);
+                        prop_assert_eq!(without.store.decide(&without.make_charges(requests)), decision);
                     } else {
-                        // Looking takes nothing, but shows this store the time too.
-                        let looks = without.make_charges(asked).into_iter().map(|charge| Charge { cost: 0, ..charge });
-                        without.store.decide(&looks.collect::<Vec<_>>());
+                        // A charge of cost 0 consumes nothing, but lets this store read the clock
+                        // too.
+                        let zero_cost_charges = without.make_charges(requests).into_iter().map(|charge| Charge { cost: 0, ..charge });
+                        without.store.decide(&zero_cost_charges.collect::<Vec<_>>());
                     }
                 }
                 StoreStep::ChangeLimit(..) => {}
@@ -390,21 +394,21 @@ proptest! {
 
     #[test]
     fn trap_10_retry_after_is_exact_to_the_microsecond(steps in generate_steps()) {
-        let mut world = StoreFixture::new();
+        let mut fixture = StoreFixture::new();
         let mut edges = Vec::new();
         for step in &steps {
             match step {
-                StoreStep::MoveClock(step) => world.move_clock(step, &edges),
-                StoreStep::ChangeLimit(policy, requests) => world.change_limit(*policy, *requests),
-                StoreStep::Decide(asked) => {
-                    let charges = world.make_charges(asked);
-                    let decision = world.store.decide(&charges);
-                    edges.extend(decision.statuses.iter().flatten().filter_map(|standing| standing.next_growth_us));
+                StoreStep::MoveClock(step) => fixture.move_clock(step, &edges),
+                StoreStep::ChangeLimit(policy, requests) => fixture.change_limit(*policy, *requests),
+                StoreStep::Decide(requests) => {
+                    let charges = fixture.make_charges(requests);
+                    let decision = fixture.store.decide(&charges);
+                    edges.extend(decision.statuses.iter().flatten().filter_map(|status| status.next_growth_us));
                     let Some(until_us) = retry_at_us(&charges, &decision) else { continue };
-                    world.manual_clock.set_us(until_us - 1);
-                    prop_assert!(!world.store.decide(&charges).admitted, "admitted before {until_us}");
-                    world.manual_clock.set_us(until_us);
-                    prop_assert!(world.store.decide(&charges).admitted, "still refused at {until_us}");
+                    fixture.manual_clock.set_us(until_us - 1);
+                    prop_assert!(!fixture.store.decide(&charges).admitted, "admitted before {until_us}");
+                    fixture.manual_clock.set_us(until_us);
+                    prop_assert!(fixture.store.decide(&charges).admitted, "still refused at {until_us}");
                 }
             }
         }
@@ -412,44 +416,44 @@ proptest! {
 
     #[test]
     fn remaining_grows_at_the_reported_time(steps in generate_steps()) {
-        let mut world = StoreFixture::new();
+        let mut fixture = StoreFixture::new();
         let mut edges = Vec::new();
         for step in &steps {
             match step {
-                StoreStep::MoveClock(step) => world.move_clock(step, &edges),
-                StoreStep::ChangeLimit(policy, requests) => world.change_limit(*policy, *requests),
-                StoreStep::Decide(asked) => {
-                    let charges = world.make_charges(asked);
-                    let decision = world.store.decide(&charges);
-                    let grows = |(_, standing): &(_, &LimitStatus)| standing.next_growth_us;
+                StoreStep::MoveClock(step) => fixture.move_clock(step, &edges),
+                StoreStep::ChangeLimit(policy, requests) => fixture.change_limit(*policy, *requests),
+                StoreStep::Decide(requests) => {
+                    let charges = fixture.make_charges(requests);
+                    let decision = fixture.store.decide(&charges);
+                    let grows = |(_, status): &(_, &LimitStatus)| status.next_growth_us;
                     let first = charges.iter().zip(decision.statuses.iter().flatten()).filter(|it| grows(it).is_some()).min_by_key(grows);
-                    let Some((charge, standing)) = first else { continue };
-                    let grows_at_us = standing.next_growth_us.unwrap();
+                    let Some((charge, status)) = first else { continue };
+                    let grows_at_us = status.next_growth_us.unwrap();
                     edges.push(grows_at_us);
                     let look = Charge { cost: 0, ..*charge };
-                    world.manual_clock.set_us(grows_at_us - 1);
-                    prop_assert_eq!(world.store.decide(&[look]).statuses[0].unwrap().remaining, standing.remaining);
-                    world.manual_clock.set_us(grows_at_us);
-                    prop_assert!(world.store.decide(&[look]).statuses[0].unwrap().remaining > standing.remaining);
+                    fixture.manual_clock.set_us(grows_at_us - 1);
+                    prop_assert_eq!(fixture.store.decide(&[look]).statuses[0].unwrap().remaining, status.remaining);
+                    fixture.manual_clock.set_us(grows_at_us);
+                    prop_assert!(fixture.store.decide(&[look]).statuses[0].unwrap().remaining > status.remaining);
                 }
             }
         }
     }
 }
 
-/// When the whole request would be admitted, if it was refused and not for ever.
+/// The time at which the whole request would be admitted. `None` if it was admitted or never fits.
 fn retry_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
     let refusals = charges
         .iter()
         .zip(decision.statuses.iter().flatten())
         .filter(|(charge, _)| !charge.shadow);
     let mut latest_us = None;
-    for (charge, standing) in refusals {
+    for (charge, status) in refusals {
         if charge.limit.algorithm == Algorithm::Block {
-            // It may have begun with this refusal.
-            latest_us = latest_us.max(standing.next_growth_us);
+            // This rejection may have started the block.
+            latest_us = latest_us.max(status.next_growth_us);
         }
-        let Some(refusal) = standing.refusal else {
+        let Some(refusal) = status.refusal else {
             continue;
         };
         match refusal {
@@ -460,8 +464,9 @@ fn retry_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
     latest_us
 }
 
-/// The most units that one window held, `log` being admissions as (time, units) in order of time. For a
-/// bucket, the most that were taken in any time beyond what that time pays back.
+/// The largest number of units in one window. `log` holds admissions as (time, units), ordered by
+/// time. For a bucket: the largest number of units taken in any interval, minus the refill of that
+/// interval.
 fn max_units_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
     let held = |same_window: &dyn Fn(u64) -> bool| -> u64 {
         log.iter()
@@ -470,7 +475,7 @@ fn max_units_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
             .sum()
     };
     let windows = log.iter().map(|(end_us, _)| match limit.algorithm {
-        // A line takes that at once, and lets it out one by one.
+        // A leaky bucket admits its queue at once and releases it one request at a time.
         Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
             let taken = |start_us: u64| held(&|at_us| (start_us..=*end_us).contains(&at_us));
             let paid = |start_us: u64| {
@@ -494,7 +499,7 @@ fn max_units_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
     windows.max().unwrap_or(0)
 }
 
-/// One limit for many keys, in a store with given bounds.
+/// One limit applied to many keys, in a store with the given bounds.
 struct ManyKeysFixture {
     store: MemoryStore,
     manual_clock: ManualClock,
@@ -503,20 +508,20 @@ struct ManyKeysFixture {
 
 impl ManyKeysFixture {
     fn new(settings: MemorySettings, requests: u64, per_us: u64) -> Self {
-        let (clock, hands) = Clock::manual(START_US);
+        let (clock, manual_clock) = Clock::manual(START_US);
         Self {
             store: MemoryStore::new(settings, clock),
-            manual_clock: hands,
+            manual_clock,
             limit: make_limit(requests, per_us, SLIDING_LOG),
         }
     }
 
     fn decide(&self, user: &str, cost: u64) -> Decision {
-        let key = make_key("crowd", user);
+        let key = make_key("many_keys", user);
         self.store.decide(&[Charge::new(&self.limit, &key, cost)])
     }
 
-    /// Units that the store still knows this user to have spent; looking costs nothing.
+    /// Units of this user that the store still counts. The charge of cost 0 consumes nothing.
     fn used_units(&self, user: &str) -> u64 {
         self.limit.requests - self.decide(user, 0).statuses[0].unwrap().remaining
     }
@@ -524,7 +529,7 @@ impl ManyKeysFixture {
 
 #[test]
 fn the_longest_delay_applies_and_shadow_policies_delay_no_request() {
-    let (clock, _hands) = Clock::manual(START_US);
+    let (clock, _manual_clock) = Clock::manual(START_US);
     let store = MemoryStore::new(LARGE_SETTINGS, clock);
     let line = |requests, max_delay_us| {
         make_limit(requests, 1_000_000, Algorithm::LeakyBucket { max_delay_us })
@@ -545,13 +550,13 @@ fn the_longest_delay_applies_and_shadow_policies_delay_no_request() {
     ];
     let delays: Vec<u64> = (0..6).map(|_| store.decide(&charges).delay_us).collect();
     assert_eq!(delays, [0, 100_000, 200_000, 300_000, 400_000, 500_000]);
-    let refused = store.decide(&charges);
-    assert!(!refused.admitted && refused.delay_us == 0);
+    let rejected = store.decide(&charges);
+    assert!(!rejected.admitted && rejected.delay_us == 0);
 }
 
 #[test]
 fn trap_26_keys_are_bounded_by_number() {
-    let crowd = ManyKeysFixture::new(
+    let fixture = ManyKeysFixture::new(
         MemorySettings {
             max_keys: 100,
             ..LARGE_SETTINGS
@@ -561,23 +566,23 @@ fn trap_26_keys_are_bounded_by_number() {
     );
     for user in 0..2_000 {
         assert!(
-            crowd.decide(&user.to_string(), 1).admitted,
-            "a full store still admits"
+            fixture.decide(&user.to_string(), 1).admitted,
+            "a full store must still admit requests"
         );
     }
     let kept = (0..2_000)
-        .filter(|user| crowd.used_units(&user.to_string()) > 0)
+        .filter(|user| fixture.used_units(&user.to_string()) > 0)
         .count();
     assert!(
         (50..=100).contains(&kept),
-        "{kept} keys are kept where 100 are allowed"
+        "{kept} keys are stored; expected 50 to 100"
     );
 }
 
 #[test]
 fn trap_26_keys_are_bounded_by_bytes() {
     let max_bytes = 256 << 10;
-    let crowd = ManyKeysFixture::new(
+    let fixture = ManyKeysFixture::new(
         MemorySettings {
             max_bytes,
             ..LARGE_SETTINGS
@@ -587,24 +592,27 @@ fn trap_26_keys_are_bounded_by_bytes() {
     );
     for user in 0..100 {
         for _ in 0..400 {
-            crowd.manual_clock.advance_us(1);
-            crowd.decide(&user.to_string(), 1);
+            fixture.manual_clock.advance_us(1);
+            fixture.decide(&user.to_string(), 1);
         }
     }
-    // A sliding log keeps at least a time for each charge, 8 bytes.
+    // A sliding log stores at least an 8-byte time per charge.
     let entries: u64 = (0..100)
-        .map(|user| crowd.used_units(&user.to_string()))
+        .map(|user| fixture.used_units(&user.to_string()))
         .sum();
     assert!(
         entries * 8 <= max_bytes as u64,
         "{entries} log entries do not fit in {max_bytes} bytes"
     );
-    assert!(entries > 1_000, "but some must be kept, not {entries}");
+    assert!(
+        entries > 1_000,
+        "only {entries} log entries are stored; expected more than 1000"
+    );
 }
 
 #[test]
 fn new_keys_do_not_evict_an_exhausted_key() {
-    let crowd = ManyKeysFixture::new(
+    let fixture = ManyKeysFixture::new(
         MemorySettings {
             max_keys: 64,
             ..LARGE_SETTINGS
@@ -612,22 +620,22 @@ fn new_keys_do_not_evict_an_exhausted_key() {
         5,
         HOUR_US,
     );
-    crowd.decide("attacker", 5);
+    fixture.decide("attacker", 5);
     for user in 0..5_000 {
-        crowd.decide(&format!("invented-{user}"), 1);
+        fixture.decide(&format!("invented-{user}"), 1);
         if user % 500 == 0 {
             assert!(
-                !crowd.decide("attacker", 1).admitted,
-                "free again after {user} invented keys"
+                !fixture.decide("attacker", 1).admitted,
+                "the attacker was admitted again after {user} invented keys"
             );
         }
     }
-    assert_eq!(crowd.used_units("attacker"), 5);
+    assert_eq!(fixture.used_units("attacker"), 5);
 }
 
 #[test]
 fn new_keys_do_not_evict_a_long_log() {
-    let crowd = ManyKeysFixture::new(
+    let fixture = ManyKeysFixture::new(
         MemorySettings {
             max_bytes: 128 << 10,
             ..LARGE_SETTINGS
@@ -636,18 +644,18 @@ fn new_keys_do_not_evict_a_long_log() {
         HOUR_US,
     );
     for _ in 0..1_000 {
-        crowd.manual_clock.advance_us(1);
-        crowd.decide("attacker", 1);
+        fixture.manual_clock.advance_us(1);
+        fixture.decide("attacker", 1);
     }
     for user in 0..5_000 {
-        crowd.decide(&format!("invented-{user}"), 1);
+        fixture.decide(&format!("invented-{user}"), 1);
     }
-    assert!(!crowd.decide("attacker", 1).admitted);
+    assert!(!fixture.decide("attacker", 1).admitted);
 }
 
 #[test]
 fn expired_keys_are_evicted_before_live_ones() {
-    let mut crowd = ManyKeysFixture::new(
+    let mut fixture = ManyKeysFixture::new(
         MemorySettings {
             max_keys: 64,
             ..LARGE_SETTINGS
@@ -656,28 +664,28 @@ fn expired_keys_are_evicted_before_live_ones() {
         1_000_000,
     );
     for user in 0..32 {
-        crowd.decide(&format!("old-{user}"), 5);
+        fixture.decide(&format!("old-{user}"), 5);
     }
-    crowd.limit.per_us = HOUR_US;
+    fixture.limit.per_us = HOUR_US;
     for user in 0..32 {
-        crowd.decide(&format!("live-{user}"), 1);
+        fixture.decide(&format!("live-{user}"), 1);
     }
-    crowd.manual_clock.advance_us(2_000_000);
+    fixture.manual_clock.advance_us(2_000_000);
     for user in 0..32 {
-        crowd.decide(&format!("new-{user}"), 2);
+        fixture.decide(&format!("new-{user}"), 2);
     }
     let live = (0..32)
-        .filter(|user| crowd.used_units(&format!("live-{user}")) == 1)
+        .filter(|user| fixture.used_units(&format!("live-{user}")) == 1)
         .count();
     assert_eq!(
         live, 32,
-        "live keys had to go while 32 expired ones were there"
+        "live keys were evicted although 32 keys had expired"
     );
 }
 
 #[test]
 fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
-    let (clock, _hands) = Clock::manual(START_US);
+    let (clock, _manual_clock) = Clock::manual(START_US);
     let store = Arc::new(MemoryStore::new(LARGE_SETTINGS, clock));
     let (wide, narrow) = (
         make_limit(100, HOUR_US, SLIDING_LOG),
@@ -693,7 +701,8 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
                     ..Charge::new(limit, key, 1)
                 };
                 let mut charges = [charge(&wide, &a, 0), charge(&narrow, &b, 1)];
-                // Half of the threads ask in the other order: locks taken in order of asking would deadlock.
+                // Half of the threads submit the charges in reverse order. Locking in submission
+                // order would deadlock.
                 if thread % 2 == 1 {
                     charges.reverse();
                 }
@@ -705,34 +714,39 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
         .into_iter()
         .map(|thread| thread.join().unwrap())
         .sum();
-    assert_eq!(admitted, 60, "exactly the narrow limit");
+    assert_eq!(
+        admitted, 60,
+        "the number of admitted requests must equal the narrow limit"
+    );
     let key = make_key("wide", "a");
     let look = Charge::new(&wide, &key, 0);
     assert_eq!(
         store.decide(&[look]).statuses[0].unwrap().remaining,
         40,
-        "refused requests drained the wide limit"
+        "rejected requests must not consume the wide limit"
     );
 }
 
 #[test]
 fn trap_1_all_charges_in_the_same_microsecond_are_counted() {
-    let crowd = ManyKeysFixture::new(LARGE_SETTINGS, 5, 1_000);
-    let admitted = (0..50).filter(|_| crowd.decide("one", 1).admitted).count();
+    let fixture = ManyKeysFixture::new(LARGE_SETTINGS, 5, 1_000);
+    let admitted = (0..50)
+        .filter(|_| fixture.decide("one", 1).admitted)
+        .count();
     assert_eq!(admitted, 5);
 }
 
 #[test]
 fn trap_12_cost_is_checked_before_it_is_added() {
-    let crowd = ManyKeysFixture::new(LARGE_SETTINGS, 100, 1_000);
-    assert!(crowd.decide("one", 99).admitted);
-    assert!(!crowd.decide("one", 100).admitted);
-    assert_eq!(crowd.used_units("one"), 99);
+    let fixture = ManyKeysFixture::new(LARGE_SETTINGS, 100, 1_000);
+    assert!(fixture.decide("one", 99).admitted);
+    assert!(!fixture.decide("one", 100).admitted);
+    assert_eq!(fixture.used_units("one"), 99);
 }
 
 #[test]
 fn trap_2_retries_do_not_prolong_a_block_and_a_reload_does_not_end_it() {
-    let (clock, hands) = Clock::manual(START_US);
+    let (clock, manual_clock) = Clock::manual(START_US);
     let store = MemoryStore::new(LARGE_SETTINGS, clock);
     let (key, log, mut block) = (
         make_key("p", "ann"),
@@ -745,15 +759,15 @@ fn trap_2_retries_do_not_prolong_a_block_and_a_reload_does_not_end_it() {
     };
     assert_eq!([ask(&block), ask(&block), ask(&block)], [true, true, false]);
     for after_us in [1, 1_000, 2_500, 4_999] {
-        hands.set_us(START_US + after_us);
+        manual_clock.set_us(START_US + after_us);
         block.per_us = 10_000 - after_us;
         assert!(!ask(&block), "after {after_us} µs");
     }
-    hands.set_us(START_US + 5_000);
+    manual_clock.set_us(START_US + 5_000);
     assert_eq!(
         [ask(&block), ask(&block)],
         [true, true],
-        "nothing was charged meanwhile"
+        "rejected requests must not be charged"
     );
 }
 
@@ -766,11 +780,14 @@ fn trap_21_values_cannot_be_shifted_between_key_parts() {
             .for_each(|part| key.push_part(Some(part.as_bytes())));
         key.finish()
     };
-    let (clock, _hands) = Clock::manual(START_US);
+    let (clock, _manual_clock) = Clock::manual(START_US);
     let store = MemoryStore::new(LARGE_SETTINGS, clock);
     let limit = make_limit(1, HOUR_US, SLIDING_LOG);
     let admitted = |key: &Key| store.decide(&[Charge::new(&limit, key, 1)]).admitted;
     assert!(admitted(&build(["a:b", "c"])));
-    assert!(admitted(&build(["a", "b:c"])), "another client's key");
+    assert!(
+        admitted(&build(["a", "b:c"])),
+        "this key belongs to another client"
+    );
     assert!(!admitted(&build(["a:b", "c"])));
 }

@@ -1,4 +1,4 @@
-//! What `docs/migration/` calls the same is the same: nginx and the proxy get the same requests.
+//! nginx and the proxy get the same requests and must behave as `docs/migration/` describes.
 
 use super::documentation::{CodeBlock, read_code_blocks};
 use super::support::TEST_TIMEOUT;
@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 const NGINX_PAGE: &str = "docs/migration/nginx-limit-req.md";
 
-/// nginx and the proxy, each as a section of the page says; the proxy in front of an nginx without limits.
+/// nginx and the proxy, configured from one section of the page. The proxy forwards to an nginx
+/// without limits.
 struct ProxyPair {
     nginx: Nginx,
     proxy: Proxy,
@@ -40,13 +41,13 @@ impl ProxyPair {
         };
         let nginx = Nginx::start_with_config(&zones.join("\n"), &limits.join("\n")).await;
         nginx.write_file("x", b"ok");
-        let behind = Nginx::start().await;
-        behind.write_file("x", b"ok");
-        let proxy = Proxy::start(&find("toml").text, behind.address).await;
+        let upstream = Nginx::start().await;
+        upstream.write_file("x", b"ok");
+        let proxy = Proxy::start(&find("toml").text, upstream.address).await;
         Self {
             nginx,
             proxy,
-            upstream: behind,
+            upstream,
         }
     }
 
@@ -58,7 +59,7 @@ impl ProxyPair {
     }
 }
 
-/// How many of so many requests, one right after the other, get in, and how long that took.
+/// Sends requests one after the other. Returns the number admitted and the elapsed time.
 async fn count_admitted(address: SocketAddr, times: usize) -> (usize, Duration) {
     let (began, mut admitted) = (Instant::now(), 0);
     for _ in 0..times {
@@ -68,14 +69,14 @@ async fn count_admitted(address: SocketAddr, times: usize) -> (usize, Duration) 
     (admitted, began.elapsed())
 }
 
-/// What flows in during the burst is the only difference, and both have the same of it per time.
+/// Both may admit more than the burst only by the units refilled while the requests were sent.
 async fn assert_burst_admitted(pair: &ProxyPair, at_once: usize, per_s: f64) {
-    for (who, address) in pair.targets() {
+    for (target, address) in pair.targets() {
         let (admitted, took) = count_admitted(address, at_once + 10).await;
-        let more = (took.as_secs_f64() * per_s).ceil() as usize;
+        let refilled = (took.as_secs_f64() * per_s).ceil() as usize;
         assert!(
-            (at_once..=at_once + more).contains(&admitted),
-            "{who}: {admitted} in {took:?}"
+            (at_once..=at_once + refilled).contains(&admitted),
+            "{target}: {admitted} in {took:?}"
         );
     }
 }
@@ -103,7 +104,7 @@ async fn nginx_with_burst_and_nodelay_equals_a_token_bucket_of_burst_plus_one() 
 #[tokio::test]
 async fn nginx_with_burst_equals_a_leaky_bucket() {
     let pair = ProxyPair::from_page_section("Burst, delayed").await;
-    for (who, address) in pair.targets() {
+    for (target, address) in pair.targets() {
         let began = Instant::now();
         let one = || async {
             let status = ClientRequest::new(address, "GET", "/x").send().await.status;
@@ -116,19 +117,26 @@ async fn nginx_with_burst_equals_a_leaky_bucket() {
             .map(|(_, took)| *took)
             .collect();
         held.sort();
-        // On a machine so slow that a place came free meanwhile, one more.
+        // A slow machine may free a queue position before all requests arrive; allow one more per
+        // 200 ms.
         let spread = replies
             .iter()
             .filter(|(status, _)| *status != 200)
             .map(|(_, took)| *took)
             .max();
-        let more = spread.map_or(3, |took| took.as_millis() / 200) as usize;
-        assert!((6..=6 + more).contains(&held.len()), "{who}: {replies:?}");
-        for (place, took) in held.iter().enumerate() {
-            // nginx counts in milliseconds, and not all requests came at the beginning.
-            let least =
-                Duration::from_millis(200 * place as u64).saturating_sub(Duration::from_millis(20));
-            assert!(*took >= least, "{who}: {place} after {took:?}: {held:?}");
+        let freed = spread.map_or(3, |took| took.as_millis() / 200) as usize;
+        assert!(
+            (6..=6 + freed).contains(&held.len()),
+            "{target}: {replies:?}"
+        );
+        for (position, took) in held.iter().enumerate() {
+            // nginx counts in milliseconds, and not all requests arrive at the same moment.
+            let least = Duration::from_millis(200 * position as u64)
+                .saturating_sub(Duration::from_millis(20));
+            assert!(
+                *took >= least,
+                "{target}: {position} after {took:?}: {held:?}"
+            );
         }
     }
 }
@@ -143,11 +151,11 @@ async fn clients_exempt_in_nginx_are_exempt_and_others_get_status_503() {
         }
         assert!(
             statuses.contains(&200) && statuses.contains(&503),
-            "{who}: {statuses:?}"
+            "{target}: {statuses:?}"
         );
         assert!(
             statuses.iter().all(|status| [200, 503].contains(status)),
-            "{who}: {statuses:?}"
+            "{target}: {statuses:?}"
         );
     }
 }
@@ -159,7 +167,7 @@ async fn requests_beyond_the_limit_conn_of_nginx_are_refused() {
     let large = vec![0; 32 << 20];
     pair.nginx.write_file("large", &large);
     pair.upstream.write_file("large", &large);
-    for (who, address) in pair.targets() {
+    for (target, address) in pair.targets() {
         let mut holders = Vec::new();
         for _ in 0..4 {
             let mut client = RawClient::connect(address).await;
@@ -169,13 +177,13 @@ async fn requests_beyond_the_limit_conn_of_nginx_are_refused() {
         }
         let one_more = async || ClientRequest::new(address, "GET", "/x").send().await.status;
         let refused = one_more().await;
-        assert!([429, 503].contains(&refused), "{who}: {refused}");
+        assert!([429, 503].contains(&refused), "{target}: {refused}");
         drop(holders.pop());
         let deadline = Instant::now() + TEST_TIMEOUT;
         while one_more().await != 200 {
             assert!(
                 Instant::now() < deadline,
-                "{who}: who has left keeps his slot"
+                "{target}: a disconnected client still holds its slot"
             );
             tokio::time::sleep(Duration::from_millis(10)).await;
         }

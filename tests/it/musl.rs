@@ -1,4 +1,4 @@
-//! What the static binary copies and compares memory with, beside naive loops.
+//! Compares the memory functions of the static binary with naive loops.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -15,8 +15,8 @@ fn run_successfully(command: &mut Command) -> Output {
     output
 }
 
-/// The file is compiled under other names, by the C compiler that the dependencies need as well, and run with sizes,
-/// addresses and distances of all kinds.
+/// Compiles `src/musl.c` with renamed symbols, using the C compiler that the dependencies also
+/// need. The program covers many sizes, addresses and overlaps.
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn memory_functions_behave_as_the_c_standard_requires() {

@@ -1,4 +1,4 @@
-//! Trap 24: the path that a policy sees and the path that the upstream serves.
+//! Trap 24: policies must match the path that the upstream serves.
 
 use crate::support::client::RawClient;
 use crate::support::proxy::Proxy;
@@ -11,7 +11,7 @@ match = { path = ["/admin/**", "/exact", "/one/{word}"] }
 action = "deny"
 "#;
 
-/// The statuses that such targets get, 403 meaning that the guard has seen them.
+/// The response status of each target. 403 means that the guard policy matched.
 async fn get_statuses<'a>(path_settings: &str, targets: &[&'a str]) -> Vec<(&'a str, u16)> {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(
@@ -54,7 +54,8 @@ async fn trap_24_no_path_spelling_bypasses_a_policy() {
         "/;x=1/admin/x",
         "/.;x/admin/y",
         "/a/..;/admin/x",
-        // As WHATWG URLs and routers without parameters read it, and as Tomcat does.
+        // Spellings resolved by WHATWG URL parsers, by routers without path parameters, and by
+        // Tomcat.
         "/admin/..;/x",
         "/admin/..;a=b/x",
         "/admin/%2e%2e;/x",
@@ -67,7 +68,7 @@ async fn trap_24_no_path_spelling_bypasses_a_policy() {
         "/a%5c..%5cadmin/y",
         "/a\\..\\admin/y",
         "/admin/x%2f..%2f..%2fy",
-        // As apps read it that route by the path as it came.
+        // Spellings that matter to apps that route by the unnormalized path.
         "/admin/../x",
         "/admin/x/../../y",
         "/admin/..",
@@ -75,7 +76,7 @@ async fn trap_24_no_path_spelling_bypasses_a_policy() {
         "/admin;x/../y",
         "/one/;word",
         "/one/.",
-        // Slashes of two kinds: some servers know the one, some the other.
+        // Encoded slashes and backslashes: each server decodes one or both kinds.
         "/admin%2Fx%5C..%5C..%5C..",
         "/admin%5Cx%2F..%2F..%2F..",
         "/admin%2Fx\\..\\..",
@@ -87,7 +88,7 @@ async fn trap_24_no_path_spelling_bypasses_a_policy() {
         "/exac%74",
     ];
     for (target, status) in get_statuses("", &targets).await {
-        assert_eq!(status, 403, "{target} got round the guard");
+        assert_eq!(status, 403, "{target} bypassed the guard policy");
     }
 }
 
@@ -145,13 +146,13 @@ limit = { requests = 1, per = "1h" }
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(config, upstream.address).await;
     assert_eq!(proxy.get("/t/acme/x").await.status, 200);
-    for same in [
+    for equivalent in [
         "/t/%61cme/y",
         "//t//acme",
         "/t/acme;v=2/x",
         "/t/other/../acme/",
     ] {
-        assert_eq!(proxy.get(same).await.status, 429, "{same}");
+        assert_eq!(proxy.get(equivalent).await.status, 429, "{equivalent}");
     }
     assert_eq!(proxy.get("/t/other/x").await.status, 200);
 }
@@ -177,7 +178,7 @@ async fn the_request_target_is_forwarded_unchanged() {
         let received = String::from_utf8(upstream.received_bytes()).unwrap();
         assert!(
             received.contains(&format!("GET {target} HTTP/1.1\r\n")),
-            "{target} became {received}"
+            "{target} was forwarded as {received}"
         );
     }
 }

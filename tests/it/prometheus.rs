@@ -1,4 +1,4 @@
-//! The metrics as Prometheus takes them: a real server, and its own checker.
+//! Checks the metrics with a real Prometheus server and with `promtool`.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{ClientRequest, RawClient};
@@ -28,7 +28,7 @@ name = "many"
 limit = { requests = 1000, per = "1h" }
 "#;
 
-/// A server that scrapes one address five times a second; killed when dropped.
+/// A Prometheus server that scrapes one address five times per second. It is killed on drop.
 struct PrometheusServer {
     address: SocketAddr,
     _process: ChildProcess,
@@ -79,7 +79,7 @@ impl PrometheusServer {
         reply["data"].clone()
     }
 
-    /// What a query says, once it says something: one number.
+    /// The result of a query, once it has a value.
     async fn query_number(&self, query: &str) -> f64 {
         let deadline = Instant::now() + 2 * TEST_TIMEOUT;
         loop {
@@ -97,17 +97,17 @@ impl PrometheusServer {
         }
     }
 
-    /// Waits until a query says a number.
+    /// Waits until the query returns `wanted`.
     async fn wait_for_value(&self, query: &str, wanted: f64) {
         let deadline = Instant::now() + 2 * TEST_TIMEOUT;
         loop {
-            let number = self.query_number(query).await;
-            if number == wanted {
+            let value = self.query_number(query).await;
+            if value == wanted {
                 return;
             }
             assert!(
                 Instant::now() < deadline,
-                "{query} is {number}, not {wanted}"
+                "{query} is {value}; expected {wanted}"
             );
             sleep(Duration::from_millis(50)).await;
         }
@@ -122,7 +122,7 @@ async fn get_metrics(proxy: &Proxy) -> String {
         .text()
 }
 
-/// Name and kind of every metric of a page.
+/// Name and type of every metric on the page.
 fn parse_metric_types(page: &str) -> BTreeMap<String, String> {
     let kinds = page
         .lines()
@@ -132,7 +132,7 @@ fn parse_metric_types(page: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// A proxy that counts in Redis, has met everything once and speaks TLS.
+/// A proxy with TLS and a Redis store, after requests that set every metric.
 async fn start_full_proxy(
     redis: &RedisServer,
     authority: &CertificateAuthority,
@@ -202,7 +202,10 @@ async fn prometheus_scrapes_all_metrics() {
     let skew = prometheus
         .query_number("tidegate_redis_clock_skew_seconds")
         .await;
-    assert!(skew.abs() < 1.0, "one machine has one clock, not {skew}");
+    assert!(
+        skew.abs() < 1.0,
+        "Redis runs on the same machine; clock skew is {skew}"
+    );
     prometheus
         .wait_for_value("tidegate_redis_may_evict", 0.0)
         .await;
@@ -219,7 +222,7 @@ async fn prometheus_scrapes_all_metrics() {
         .await;
     let metadata = prometheus.query_api("metadata").await;
     for (name, kind) in parse_metric_types(&get_metrics(&proxy).await) {
-        // OpenMetrics, which the server asks for, has the ending in the samples only.
+        // Prometheus asks for OpenMetrics, where only the samples have the suffix `_total`.
         let family = name.strip_suffix("_total").unwrap_or(&name);
         let known = &metadata[family][0];
         assert_eq!(known["type"], kind, "{name}: {known}");
@@ -253,9 +256,9 @@ async fn promtool_reports_no_problems() {
         .unwrap()
         .write_all(get_metrics(&proxy).await.as_bytes())
         .unwrap();
-    let said = checker.wait_with_output().unwrap();
-    let words = String::from_utf8_lossy(&[said.stdout, said.stderr].concat()).into_owned();
-    assert!(said.status.success() && words.is_empty(), "{words}");
+    let output = checker.wait_with_output().unwrap();
+    let messages = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    assert!(output.status.success() && messages.is_empty(), "{messages}");
 }
 
 #[tokio::test]
@@ -266,29 +269,29 @@ async fn the_operations_page_lists_exactly_the_exported_metrics() {
     let in_memory = Proxy::start("[trace]\notlp = 'http://127.0.0.1:9'\n", upstream.address).await;
     assert_eq!(in_memory.get("/").await.status, 200);
     let pages = [get_metrics(&in_redis).await, get_metrics(&in_memory).await];
-    let mut there: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    let mut exported: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let label = Regex::new(r#"[{,]([a-z_]+)=""#).unwrap();
     for page in &pages {
         for name in parse_metric_types(page).into_keys() {
             let samples = page.lines().filter(|line| line.starts_with(&name));
             let labels =
                 samples.flat_map(|line| label.captures_iter(line).map(|found| found[1].to_owned()));
-            // What makes a histogram is no label of ours.
+            // `le` is part of the histogram format, not a label of the product.
             let labels: Vec<_> = labels.filter(|label| label != "le").collect();
-            there.entry(name).or_default().extend(labels);
+            exported.entry(name).or_default().extend(labels);
         }
     }
     let operations = include_str!("../../docs/operations/observe.md");
     let row = Regex::new(r"(?m)^\| `(tidegate_[a-z_]+)` \|([^|]*)\| [^|]{8,} \|$").unwrap();
     let word = Regex::new("`([a-z_]+)`").unwrap();
-    let told = row.captures_iter(operations).map(|row| {
+    let documented = row.captures_iter(operations).map(|row| {
         let labels = word
             .captures_iter(&row[2])
             .map(|label| label[1].to_owned())
             .collect();
         (row[1].to_owned(), labels)
     });
-    let told: BTreeMap<String, BTreeSet<String>> = told.collect();
+    let documented: BTreeMap<String, BTreeSet<String>> = documented.collect();
     let differs = |one: &BTreeMap<String, BTreeSet<String>>,
                    other: &BTreeMap<String, BTreeSet<String>>| {
         one.iter()
@@ -297,8 +300,11 @@ async fn the_operations_page_lists_exactly_the_exported_metrics() {
             .collect::<Vec<_>>()
     };
     assert_eq!(
-        (differs(&there, &told), differs(&told, &there)),
+        (
+            differs(&exported, &documented),
+            differs(&documented, &exported)
+        ),
         (vec![], vec![]),
-        "there, told"
+        "exported, documented"
     );
 }

@@ -1,4 +1,5 @@
-//! What a proxy owes both sides: every byte, in order, as it comes, and the truth when it breaks.
+//! The proxy forwards every byte unchanged, in order and without delay, and reports broken
+//! transfers as broken.
 
 use crate::support::client::{
     ClientBody, RawClient, await_response, open_http1_connection, open_http2_connection,
@@ -25,10 +26,16 @@ use tokio::time::timeout;
 const OK_RESPONSE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 const LARGE_BODY_BYTES: usize = 100 << 20;
 
-/// Gives its value to the first request that asks.
+/// Returns the value to the first caller.
 fn take_once<T>(value: T) -> impl Fn() -> T {
     let value = Mutex::new(Some(value));
-    move || value.lock().unwrap().take().expect("one request only")
+    move || {
+        value
+            .lock()
+            .unwrap()
+            .take()
+            .expect("the value is taken only once")
+    }
 }
 
 #[tokio::test]
@@ -53,14 +60,14 @@ async fn a_response_streams_its_first_byte_before_its_last() {
 
 #[tokio::test]
 async fn a_request_streams_its_first_byte_before_its_last() {
-    let (told, first_seen) = oneshot::channel();
-    let told = take_once(told);
+    let (first_chunk_sender, first_seen) = oneshot::channel();
+    let first_chunk_sender = take_once(first_chunk_sender);
     let upstream = Upstream::with_handler(move |request: Request<Incoming>| {
-        let told = told();
+        let first_chunk_sender = first_chunk_sender();
         async move {
             let mut body = request.into_body();
             let first = body.frame().await.unwrap().unwrap().into_data().unwrap();
-            told.send(first).unwrap();
+            first_chunk_sender.send(first).unwrap();
             let (rest, _) = hash_body(body).await;
             Response::new(full_body(rest.to_string()))
         }
@@ -150,11 +157,11 @@ async fn chunked_bodies_of_any_size_pass_both_ways_unchanged() {
             .send_request(request),
     )
     .await;
-    let told = answer.into_body().collect().await.unwrap().to_bytes();
-    assert!(String::from_utf8_lossy(&told).contains(&sha256(&content)));
+    let report = answer.into_body().collect().await.unwrap().to_bytes();
+    assert!(String::from_utf8_lossy(&report).contains(&sha256(&content)));
 }
 
-/// Length and SHA-256 of what a GET brings.
+/// Length and SHA-256 of the response body of a GET.
 async fn download(address: SocketAddr, target: &str) -> (u64, String) {
     let request = Request::get(target)
         .header("host", "a")
@@ -281,7 +288,7 @@ async fn hop_by_hop_headers_of_responses_are_removed() {
         .iter()
         .filter(|(name, _)| name == "set-cookie")
         .collect();
-    assert_eq!(cookies.len(), 2, "separate lines stay separate");
+    assert_eq!(cookies.len(), 2, "separate lines must stay separate");
 }
 
 #[tokio::test]
@@ -319,14 +326,14 @@ async fn trailers_are_forwarded_to_clients_that_accept_them() {
 
 #[tokio::test]
 async fn an_unreachable_upstream_is_a_502() {
-    // Bound and let go of: nobody listens.
-    let nobody = TcpListener::bind("127.0.0.1:0")
+    // The port was bound and released, so no process listens on it.
+    let unused_address = TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()
         .unwrap();
     let proxy = Proxy::start(
         "[[policy]]\nname = 'p'\nlimit = { requests = 9, per = '1h' }",
-        nobody,
+        unused_address,
     )
     .await;
     let reply = proxy.get("/").await;
@@ -344,8 +351,8 @@ async fn an_unreachable_upstream_is_a_502() {
     );
     assert_eq!(reply.json()["status"], 502);
     assert!(
-        !reply.text().contains(&nobody.port().to_string()),
-        "no internals: {}",
+        !reply.text().contains(&unused_address.port().to_string()),
+        "the response must not contain the upstream's port: {}",
         reply.text()
     );
 }
@@ -370,11 +377,11 @@ async fn an_upstream_that_does_not_answer_is_a_504() {
 
 #[tokio::test]
 async fn an_upload_to_an_unreachable_upstream_keeps_the_connection_open() {
-    let nobody = TcpListener::bind("127.0.0.1:0")
+    let unused_address = TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()
         .unwrap();
-    let proxy = Proxy::start("", nobody).await;
+    let proxy = Proxy::start("", unused_address).await;
     let mut client = RawClient::connect(proxy.address).await;
     for _ in 0..3 {
         client
@@ -422,7 +429,10 @@ async fn a_truncated_response_never_looks_complete() {
         .await;
         let proxy = Proxy::start("", upstream.address).await;
         let reply = proxy.get("/").await;
-        assert!(!reply.complete, "{cut:?} became {reply:?}");
+        assert!(
+            !reply.complete,
+            "{cut:?} was forwarded as complete: {reply:?}"
+        );
         let mut h2 = open_http2_connection(proxy.address).await;
         let request = Request::get("http://a/")
             .body(ClientBody::default())
@@ -462,15 +472,15 @@ async fn a_truncated_upload_never_looks_complete() {
             .received_bytes()
             .windows(5)
             .any(|end| end == b"0\r\n\r\n"),
-        "an end that nobody sent"
+        "the proxy ended a body that the client did not end"
     );
 }
 
 #[tokio::test]
 async fn an_upload_reset_by_its_client_never_looks_complete() {
-    let (told, mut uploads) = mpsc::channel(4);
+    let (upload_sender, mut uploads) = mpsc::channel(4);
     let upstream = RawUpstream::with_script(move |_, mut socket| {
-        let told = told.clone();
+        let upload_sender = upload_sender.clone();
         async move {
             let mut all = Vec::new();
             socket
@@ -478,7 +488,7 @@ async fn an_upload_reset_by_its_client_never_looks_complete() {
                 .read_to_end(&mut all)
                 .await
                 .unwrap_or_default();
-            told.send(all).await.unwrap();
+            upload_sender.send(all).await.unwrap();
         }
     })
     .await;
@@ -486,8 +496,8 @@ async fn an_upload_reset_by_its_client_never_looks_complete() {
     let stream = TcpStream::connect(proxy.address).await.unwrap();
     let (sender, connection) = h2::client::handshake(stream).await.unwrap();
     tokio::spawn(connection);
-    // hyper takes the first for an end.
-    for (tried, reason) in [h2::Reason::NO_ERROR, h2::Reason::CANCEL]
+    // hyper treats a reset with `NO_ERROR` as the end of the body.
+    for (attempt, reason) in [h2::Reason::NO_ERROR, h2::Reason::CANCEL]
         .into_iter()
         .enumerate()
     {
@@ -496,13 +506,13 @@ async fn an_upload_reset_by_its_client_never_looks_complete() {
         let (_answer, mut sending) = sender.send_request(request, false).unwrap();
         sending.send_data("half".into(), false).unwrap();
         eventually("the upload to begin", TEST_TIMEOUT, || {
-            (upstream.connection_count() > tried).then_some(())
+            (upstream.connection_count() > attempt).then_some(())
         })
         .await;
         sending.send_reset(reason);
         let upload = timeout(TEST_TIMEOUT, uploads.recv())
             .await
-            .expect("the upstream still waits")
+            .expect("the upstream did not see the end of the upload")
             .unwrap();
         assert!(
             !upload.ends_with(b"0\r\n\r\n"),
@@ -530,11 +540,11 @@ async fn http_1_0_clients_are_served() {
     assert_eq!((reply.status, reply.text().as_str()), (200, "streamed"));
     assert!(
         reply.header("transfer-encoding").is_none(),
-        "HTTP/1.0 knows no chunks"
+        "HTTP/1.0 does not support chunked encoding"
     );
     assert!(
         client.read_to_close().await.is_empty(),
-        "and ends with the connection"
+        "the body must end with the connection"
     );
 }
 
@@ -619,11 +629,11 @@ async fn a_refused_upload_is_not_asked_to_continue() {
     );
     assert!(
         upstream.last_request().header_values("expect").is_empty(),
-        "answered here"
+        "the proxy must answer `Expect` itself"
     );
-    let mut refused = RawClient::connect(proxy.address).await;
+    let mut rejected = RawClient::connect(proxy.address).await;
     assert_eq!(
-        refused
+        rejected
             .send(head)
             .await
             .read_any_response(false)
@@ -631,9 +641,9 @@ async fn a_refused_upload_is_not_asked_to_continue() {
             .status,
         429
     );
-    // Nobody knows whether the body comes all the same: what does is no request.
-    refused.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    assert_eq!(refused.read_to_close().await, Vec::<u8>::new());
+    // The client may send the body anyway. The proxy must not parse those bytes as a request.
+    rejected.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    assert_eq!(rejected.read_to_close().await, Vec::<u8>::new());
 }
 
 #[tokio::test]
@@ -673,11 +683,12 @@ async fn an_early_response_ends_the_upload_and_closes_the_connection() {
     );
     assert!(
         client.closes_within(TEST_TIMEOUT).await,
-        "the rest of the upload has no reader"
+        "the proxy does not read the rest of the upload"
     );
 }
 
-/// A client that isn't told would send its next request into a connection that nobody reads any more.
+/// Without `Connection: close`, the client would send its next request on a connection that the
+/// proxy no longer reads.
 #[tokio::test]
 async fn an_unfinished_upload_to_a_dead_upstream_gets_connection_close() {
     let upstream = RawUpstream::with_script(|nth, mut socket| async move {
@@ -688,7 +699,7 @@ async fn an_unfinished_upload_to_a_dead_upstream_gets_connection_close() {
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
-    for (sent, told) in [(400_000, Some("close")), (1_000_000, None)] {
+    for (sent, connection) in [(400_000, Some("close")), (1_000_000, None)] {
         let mut client = RawClient::connect(proxy.address).await;
         client
             .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
@@ -697,7 +708,7 @@ async fn an_unfinished_upload_to_a_dead_upstream_gets_connection_close() {
         let broken = client.read_response().await;
         assert_eq!(
             (broken.status, broken.header("connection")),
-            (502, told),
+            (502, connection),
             "{sent} bytes sent"
         );
     }
@@ -709,7 +720,7 @@ async fn a_disconnected_client_aborts_its_upstream_request() {
     let upstream = Upstream::with_handler(move |_| {
         let entered = entered.clone();
         async move {
-            // Held while the request lives, and dropped with it.
+            // Dropped when the upstream drops the request.
             let (_alive, gone) = oneshot::channel::<()>();
             entered.send(gone).await.unwrap();
             std::future::pending().await
@@ -724,7 +735,7 @@ async fn a_disconnected_client_aborts_its_upstream_request() {
     assert!(
         timeout(TEST_TIMEOUT, gone)
             .await
-            .expect("the upstream still works for nobody")
+            .expect("the upstream request was not aborted")
             .is_err()
     );
 }
@@ -746,7 +757,7 @@ async fn a_disconnect_during_the_response_aborts_the_upstream_response() {
     drop(client);
     timeout(TEST_TIMEOUT, feeder.wait_until_dropped())
         .await
-        .expect("the upstream still sends to nobody");
+        .expect("the upstream response was not aborted");
 }
 
 #[tokio::test]
@@ -762,16 +773,16 @@ async fn a_slow_reader_slows_the_upstream_down() {
     let mut client = RawClient::connect(proxy.address).await;
     client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     let piece = Bytes::from(vec![b'x'; 1 << 20]);
-    let mut taken = 0;
-    // Sockets and buffers on the way hold some megabytes; then nothing more must be taken.
+    let mut accepted = 0;
+    // Sockets and buffers on the path hold some megabytes. Then the proxy must stop reading.
     while timeout(Duration::from_millis(500), feeder.send(piece.clone()))
         .await
         .is_ok()
     {
-        taken += 1;
+        accepted += 1;
         assert!(
-            taken < 64,
-            "{taken} MiB are held for a client that does not read"
+            accepted < 64,
+            "the proxy buffers {accepted} MiB for a client that does not read"
         );
     }
 }
@@ -807,7 +818,7 @@ async fn pipelined_requests_are_answered_in_order() {
 
 #[tokio::test]
 async fn requests_are_retried_when_the_upstream_closes_idle_connections() {
-    // Every connection answers once, lets the second request come, and closes on it.
+    // Each connection answers one request, receives a second one, and closes without an answer.
     let upstream = RawUpstream::with_script(|_, mut socket| async move {
         socket.read_request().await;
         socket.send(OK_RESPONSE.as_bytes()).await;

@@ -1,4 +1,5 @@
-//! The ways to one server: TLS, users, databases, sockets. Whoever can't get in is told why.
+//! Connections to Redis: TLS, users, databases and Unix sockets. Failures are logged with the
+//! reason.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::ClientRequest;
@@ -19,10 +20,10 @@ use tidegate::store::redis::{RedisCredentials, RedisPassword, RedisSettings, Red
 use tidegate::store::{Store, StoreUnavailable};
 use tokio::time::sleep;
 
-/// Sentinels that vote at once elect nobody, and try again after a while.
+/// Sentinels that vote at the same time elect no leader and retry after a delay.
 const ELECTION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Counters all over the slots.
+/// Keys spread over all hash slots.
 const PER_USER_POLICY: &str =
     "[[policy]]\nname = 'p'\nkey = 'header:x-user-id'\nlimit = { requests = 2, per = '1h' }\n";
 
@@ -49,7 +50,7 @@ fn redis_config(settings: &str, policies: &str) -> String {
     )
 }
 
-/// Whether Redis decides: the third request is one too many.
+/// Checks that Redis decides: the third request exceeds the limit.
 async fn assert_redis_decides(settings: &str) {
     let (proxy, _upstream) = start_proxy(settings, POLICY).await;
     assert_eq!(
@@ -60,24 +61,24 @@ async fn assert_redis_decides(settings: &str) {
     );
 }
 
-/// Whether the proxy says so if it can't get in, and why.
+/// Checks that the proxy logs the failed connection with its kind and reason.
 async fn assert_connection_rejected(settings: &str, kind: &str, reason: &str) {
     let (proxy, _upstream) = start_proxy(settings, POLICY).await;
-    let down = proxy
-        .wait_for_log("a word about it", 0, TEST_TIMEOUT, |line| {
+    let line = proxy
+        .wait_for_log("the log line about Redis", 0, TEST_TIMEOUT, |line| {
             line.message_starts_with("redis unavailable")
         })
         .await;
-    assert_eq!(down.field("kind"), kind, "{settings}\n{}", proxy.log_text());
+    assert_eq!(line.field("kind"), kind, "{settings}\n{}", proxy.log_text());
     assert!(
-        down.field("reason").contains(reason),
+        line.field("reason").contains(reason),
         "{settings}: {}",
-        down.field("reason")
+        line.field("reason")
     );
     assert_eq!(
         proxy.get_statuses("/", 3).await,
         [200; 3],
-        "{settings}: the policy is open"
+        "{settings}: the policy fails open"
     );
     let metrics = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
         .header("Host", "localhost")
@@ -91,7 +92,7 @@ async fn assert_connection_rejected(settings: &str, kind: &str, reason: &str) {
     assert!(metrics.lines().any(counted), "{settings}\n{metrics}");
 }
 
-/// A server that speaks TLS on a second port.
+/// A server with TLS on a second port.
 fn start_tls_server(authority: &CertificateAuthority, clients: &str) -> (RedisServer, u16) {
     authority.sign("server", "127.0.0.1");
     let server = RedisServer::start_with_tls(authority, &["--tls-auth-clients", clients]);
@@ -99,7 +100,7 @@ fn start_tls_server(authority: &CertificateAuthority, clients: &str) -> (RedisSe
     (server, port)
 }
 
-/// The lines of one who trusts an authority and shows a certificate of a second one's.
+/// Settings that trust one authority and present a client certificate signed by another.
 fn client_certificate_settings(
     trusted: &CertificateAuthority,
     own: &CertificateAuthority,
@@ -113,7 +114,7 @@ fn client_certificate_settings(
     format!("ca = '{ca}'\ncert = '{cert}'\nkey = '{key}'\n")
 }
 
-/// Nodes ask each other and their clients for certificates.
+/// Nodes require certificates from each other and from clients.
 #[tokio::test]
 async fn a_cluster_is_reached_over_tls() {
     let authority = CertificateAuthority::new();
@@ -139,7 +140,7 @@ async fn a_cluster_is_reached_over_tls() {
     let used = cluster.command_on_each_node::<u64>("DBSIZE").await;
     assert!(
         used.iter().all(|keys| *keys > 0),
-        "all nodes are used: {used:?}"
+        "every node must hold keys: {used:?}"
     );
     assert_eq!(proxy.read_metric("tidegate_store_up").await, 1.0);
 
@@ -164,7 +165,7 @@ async fn a_cluster_is_reached_over_tls() {
     .await;
 }
 
-/// Sentinels, master and replica among each other and to us.
+/// TLS with client certificates among Sentinels, master, replica and the proxy.
 #[tokio::test]
 async fn sentinels_and_their_master_are_reached_over_tls() {
     let authority = CertificateAuthority::new();
@@ -188,11 +189,11 @@ async fn sentinels_and_their_master_are_reached_over_tls() {
     let old = watched.master_port().await;
     watched.server_by_port(old).kill();
     let deadline = Instant::now() + ELECTION_TIMEOUT;
-    // The next but one is too many: by then somebody counts again.
+    // The limit is two, so 429 means that a new master counts requests.
     while proxy.get("/").await.status != 429 {
         assert!(
             Instant::now() < deadline,
-            "nobody follows: {}",
+            "no replica was promoted: {}",
             proxy.log_text()
         );
         sleep(Duration::from_millis(20)).await;
@@ -234,7 +235,7 @@ async fn a_custom_ca_is_trusted() {
     assert_connection_rejected(&wrong, "tls", "invalid peer certificate").await;
     let other_name = format!("url = 'rediss://localhost:{port}'\nca = '{ca}'");
     assert_connection_rejected(&other_name, "tls", "not valid for name").await;
-    // In database 0, where nothing is yet.
+    // Database 0 has no keys yet.
     assert_redis_decides(&format!("{other_name}\nserver_name = '127.0.0.1'")).await;
     let plain = format!("url = 'rediss://127.0.0.1:{}'\nca = '{ca}'", server.port());
     assert_connection_rejected(&plain, "timeout", "TLS").await;
@@ -294,7 +295,7 @@ async fn a_unix_socket_and_a_database_number_are_supported() {
     .await;
 }
 
-/// All kinds of counters, and all that is done to them.
+/// Policies that use every kind of counter and every operation on it.
 const ALL_ALGORITHM_POLICIES: &str = r#"
 [[policy]]
 name = "many"
@@ -311,7 +312,7 @@ name = "slots"
 limit = { requests = 5, algorithm = "concurrency" }
 "#;
 
-/// The rule as the page gives it for a user.
+/// The ACL rule for this user from `docs/OPERATIONS.md`.
 fn documented_acl_rule(user: &str) -> String {
     let page = fs::read_to_string(concat!(
         env!("CARGO_MANIFEST_DIR"),
@@ -332,7 +333,7 @@ fn make_login(user: &str) -> RedisCredentials {
     }
 }
 
-/// One decision by a handle with these settings.
+/// One decision by a store with these settings.
 async fn decide_once(settings: RedisSettings) -> Result<bool, StoreUnavailable> {
     let settings = RedisSettings {
         key_prefix: "orders".to_owned(),
@@ -400,7 +401,7 @@ async fn the_documented_acl_rules_suffice_for_cluster_and_sentinels() {
             .unwrap_err()
             .kind,
         "noauth",
-        "the master's is missing"
+        "the master's credentials are missing"
     );
     let _: () = watched.servers[0]
         .command(&documented_acl_rule("tidegate"))

@@ -1,4 +1,5 @@
-//! What becomes of decisions when Redis misbehaves: quick errors by kind, and recovery by itself.
+//! Decisions while Redis misbehaves: errors arrive quickly, have the right kind, and recovery is
+//! automatic.
 
 use crate::support::fake_redis::{TcpRelay, start_faulty_redis};
 use crate::support::redis::{
@@ -18,10 +19,10 @@ const LIMIT: Limit = Limit {
     algorithm: Algorithm::SlidingLog,
 };
 
-/// What a loaded machine may add to a deadline.
+/// Time that a loaded machine may add to a deadline.
 const TIMEOUT_SLACK: Duration = Duration::from_millis(100);
 
-/// What a call may take that doesn't ask Redis.
+/// Maximum duration of a call that does not contact Redis.
 const MAX_LOCAL_LATENCY: Duration = Duration::from_millis(20);
 
 const MAX_RECOVERY: Duration = Duration::from_secs(2);
@@ -50,7 +51,8 @@ fn error_count(shared: &SharedRedisState, kind: &str) -> u64 {
         .1
 }
 
-/// Asks until the breaker opens; every call ends in time. Returns the kinds met.
+/// Makes decisions until the circuit breaker opens. Every call ends in time. Returns the error
+/// kinds.
 async fn open_breaker(
     shared: &SharedRedisState,
     store: &Store,
@@ -58,12 +60,12 @@ async fn open_breaker(
 ) -> Vec<&'static str> {
     let mut kinds = Vec::new();
     for _ in 0..50 {
-        let asked = Instant::now();
+        let started = Instant::now();
         let answer = decide(store, "k").await;
         assert!(
-            asked.elapsed() <= timeout + TIMEOUT_SLACK,
+            started.elapsed() <= timeout + TIMEOUT_SLACK,
             "{:?}",
-            asked.elapsed()
+            started.elapsed()
         );
         if let Err(unavailable) = answer {
             kinds.push(unavailable.kind);
@@ -73,18 +75,18 @@ async fn open_breaker(
             return kinds;
         }
     }
-    panic!("the breaker does not open: {kinds:?}");
+    panic!("the circuit breaker did not open: {kinds:?}");
 }
 
-/// With the breaker open a call costs nothing.
+/// Checks that calls fail at once while the circuit breaker is open.
 async fn assert_fails_fast(store: &Store) {
     for _ in 0..20 {
-        let asked = Instant::now();
+        let started = Instant::now();
         let answer = decide(store, "k").await;
         assert!(
-            answer.is_err() && asked.elapsed() < MAX_LOCAL_LATENCY,
+            answer.is_err() && started.elapsed() < MAX_LOCAL_LATENCY,
             "{answer:?} after {:?}",
-            asked.elapsed()
+            started.elapsed()
         );
     }
 }
@@ -149,7 +151,7 @@ async fn redis_hangs_under_many_concurrent_callers() {
     let server = RedisServer::start();
     let (shared, store) = start_store(&server).await;
     server.pause();
-    let asked = Instant::now();
+    let started = Instant::now();
     let calls: Vec<_> = (0..64)
         .map(|_| {
             let store = store.clone();
@@ -159,7 +161,7 @@ async fn redis_hangs_under_many_concurrent_callers() {
     for call in calls {
         assert!(call.await.unwrap());
     }
-    assert!(asked.elapsed() <= server.settings().timeout + TIMEOUT_SLACK);
+    assert!(started.elapsed() <= server.settings().timeout + TIMEOUT_SLACK);
     assert!(shared.is_breaker_open());
     server.resume();
     wait_for_recovery(&shared, &store).await;
@@ -209,15 +211,15 @@ async fn a_lost_connection_is_noticed_and_replaced_without_a_request() {
         .await;
     let _: () = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
     let killed = Instant::now();
-    // The command and each look count as one more.
-    let mut looks = 2;
+    // The `CLIENT KILL` command and each `INFO` call open one connection.
+    let mut own_connections = 2;
     while server
         .read_info_number("stats", "total_connections_received")
         .await
-        <= connections + looks
+        <= connections + own_connections
     {
         assert!(killed.elapsed() < MAX_RECOVERY);
-        looks += 1;
+        own_connections += 1;
         sleep(Duration::from_millis(5)).await;
     }
     sleep(TIMEOUT_SLACK).await;
@@ -234,7 +236,7 @@ async fn redis_is_out_of_memory() {
         open_breaker(&shared, &store, server.settings().timeout).await,
         ["oom"; 5]
     );
-    // Probes meet the same, so requests are spared until there is room.
+    // Probes fail too, so the circuit breaker stays open until Redis has memory.
     sleep(3 * server.settings().probe_interval).await;
     assert_fails_fast(&store).await;
     let _: () = server.command("CONFIG SET maxmemory 0").await;
@@ -289,7 +291,7 @@ async fn the_redis_password_changes_at_run_time() {
     wait_for_recovery(&shared, &store).await;
 }
 
-/// The same as [`break_it`], for faults that show on the next connection.
+/// As [`open_breaker`], for faults that appear on the next connection.
 async fn open_breaker_on_reconnect(shared: &SharedRedisState, store: &Store) -> Vec<&'static str> {
     let down = Instant::now();
     while error_count(shared, "noauth") < 2 {
@@ -370,11 +372,11 @@ async fn a_foreign_value_fails_only_its_key() {
     assert_eq!(
         answer.statuses[0].unwrap().remaining,
         999,
-        "no half of a request was charged"
+        "a failed request must charge none of its limits"
     );
 }
 
-/// Asks for one unit of each key, all at once and so in few calls.
+/// Requests one unit of each key concurrently, so that the decisions share few calls.
 async fn decide_together(
     redis: &RedisStore,
     names: &[String],
@@ -511,7 +513,7 @@ async fn a_decision_cancelled_before_sending_is_not_charged() {
     let server = RedisServer::start();
     let (_shared, store) = start_store(&server).await;
     for _ in 0..20 {
-        // Polled once, and dropped before anybody else runs.
+        // Polled once and dropped before any other task runs.
         tokio::select! {
             biased;
             _ = decide(&store, "left") => {}
@@ -522,8 +524,8 @@ async fn a_decision_cancelled_before_sending_is_not_charged() {
     assert_eq!(answer.statuses[0].unwrap().remaining, LIMIT.requests - 1);
 }
 
-/// Each answer takes two fifths of the deadline, one after the other. The third question must not wait for the first
-/// answer before it is sent.
+/// Each reply is delayed by two fifths of the timeout. The second and third decisions must be sent
+/// before the first reply arrives.
 #[tokio::test]
 async fn a_slow_call_does_not_delay_the_next() {
     let server = RedisServer::start();
@@ -539,15 +541,15 @@ async fn a_slow_call_does_not_delay_the_next() {
     for n in 1..=3 {
         let store = store.clone();
         calls.push(tokio::spawn(async move { decide(&store, "k").await }));
-        let asked = Instant::now();
+        let started = Instant::now();
         while server
             .read_info_number("commandstats", "cmdstat_evalsha")
             .await
             < before + n
         {
             assert!(
-                asked.elapsed() < server.settings().timeout / 5,
-                "question {n} is not sent"
+                started.elapsed() < server.settings().timeout / 5,
+                "decision {n} was not sent"
             );
             sleep(Duration::from_millis(1)).await;
         }
@@ -565,7 +567,7 @@ async fn redis_is_demoted_to_replica() {
         .command(&format!("REPLICAOF 127.0.0.1 {}", free_port()))
         .await;
     let kinds = open_breaker(&shared, &store, server.settings().timeout).await;
-    // A call under way on the connection that is given up loses it.
+    // A call in flight on the discarded connection fails with `connection`.
     assert!(
         kinds
             .iter()
@@ -592,7 +594,7 @@ async fn the_network_loses_replies() {
     wait_for_recovery(&shared, &store).await;
 }
 
-/// More than fits one call, and each call as late as a whole deadline allows.
+/// More settlements than fit one call. Every reply is delayed by a quarter of the timeout.
 #[tokio::test]
 async fn all_settlements_reach_a_slow_redis() {
     let server = RedisServer::start();
@@ -604,12 +606,12 @@ async fn all_settlements_reach_a_slow_redis() {
         per_us: 86_400_000_000,
         ..LIMIT
     };
-    let owner = make_key("late");
+    let owner = make_key("settlements");
     store
         .decide(&[Charge::new(&limit, &owner, 1)])
         .await
         .unwrap();
-    let late = vec![
+    let settlements = vec![
         Settlement {
             limit: &limit,
             key: &owner,
@@ -617,10 +619,10 @@ async fn all_settlements_reach_a_slow_redis() {
         };
         300
     ];
-    // With the program loaded, whose size counts in round trips.
-    store.apply_settlements(&late[..1]).await.unwrap();
+    // The first call loads the script, because the script's size costs round trips.
+    store.apply_settlements(&settlements[..1]).await.unwrap();
     relay.delay_replies(server.settings().timeout / 4);
-    store.apply_settlements(&late[1..]).await.unwrap();
+    store.apply_settlements(&settlements[1..]).await.unwrap();
     let value: String = server
         .command(&format!(
             "GET {}",
@@ -636,21 +638,21 @@ async fn a_slow_network_is_waited_for_only_until_the_deadline() {
     let relay = TcpRelay::start(server.port()).await;
     let (shared, redis) = connect_redis(redis_settings(relay.port)).await;
     let store = Store::redis(redis);
-    // Its program is loaded.
+    // The first decision loads the script.
     decide(&store, "first").await.unwrap();
     relay.delay_replies(server.settings().timeout / 4);
     decide(&store, "k").await.unwrap();
     relay.delay_replies(server.settings().timeout * 2);
-    let asked = Instant::now();
+    let started = Instant::now();
     assert_eq!(decide(&store, "k").await.unwrap_err().kind, "timeout");
-    assert!(asked.elapsed() <= server.settings().timeout + TIMEOUT_SLACK);
+    assert!(started.elapsed() <= server.settings().timeout + TIMEOUT_SLACK);
     relay.forward_at_once();
     wait_for_recovery(&shared, &store).await;
     let answer = decide(&store, "k").await.unwrap();
     assert_eq!(
         answer.statuses[0].unwrap().remaining,
         997,
-        "a charge whose answer was late stands"
+        "a charge with a late reply must stand"
     );
 }
 
@@ -672,7 +674,7 @@ async fn cancelled_decisions_cause_no_errors() {
     let server = RedisServer::start();
     let (shared, store) = start_store(&server).await;
     for _ in 0..200 {
-        // Polled once, so that it is under way, and dropped.
+        // Polled once, so that the call is in flight, and then dropped.
         tokio::select! {
             biased;
             _ = decide(&store, "left") => {}

@@ -1,7 +1,8 @@
-//! Redis is away, and clients are there: what they meet, how long they wait, what the log says, and when it is over.
+//! Redis outages under load: responses, latency, log lines and recovery.
 //!
-//! A steady load asks through a policy that is `open`, one that is `closed`, and past all policies. The last
-//! tells how slow the machine is at the moment: waits are judged against it.
+//! A steady load uses a policy that is `open`, a policy that is `closed`, and no policy at all. The
+//! requests without a policy measure the speed of the machine; the other latencies are compared
+//! with them.
 
 use crate::support::client::{RawClient, RawResponse};
 use crate::support::fake_redis::{TcpRelay, start_fixed_reply_server};
@@ -15,22 +16,22 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::task::{JoinHandle, JoinSet};
 
-/// `store.redis.timeout`: long enough that what waits for it stands out on a busy machine.
+/// `store.redis.timeout`: long enough that a wait for Redis is visible on a busy machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_millis(200);
 
-/// What a busy machine may add to a deadline.
+/// Time that a busy machine may add to a deadline.
 pub(crate) const TIMEOUT_SLACK: Duration = Duration::from_millis(100);
 
-/// How long faults last that last.
+/// Duration of faults that do not end by themselves.
 const OUTAGE_LENGTH: Duration = Duration::from_secs(1);
 
 const MAX_RECOVERY: Duration = Duration::from_secs(2);
 
-/// Connections through each of the two policies, and past them.
+/// Number of connections for each of the two policies, and for requests without a policy.
 const CONNECTIONS_PER_POLICY: usize = 8;
 const CONTROL_CONNECTIONS: usize = 2;
 
-/// Between two requests of one connection.
+/// Pause between two requests of one connection.
 const REQUEST_INTERVAL: Duration = Duration::from_millis(20);
 
 pub(crate) const POLICIES: &str = r#"
@@ -52,12 +53,12 @@ pub(crate) struct OutageFixture {
     pub(crate) upstream: Upstream,
 }
 
-/// Clients that ask all the time.
+/// Clients that send requests continuously.
 pub(crate) struct ClientLoad {
     samples: Arc<Mutex<Vec<RequestSample>>>,
     stop: Arc<AtomicBool>,
     clients: Vec<JoinHandle<()>>,
-    /// What the proxy had logged before.
+    /// Number of lines that the proxy had logged before the load.
     log_mark: usize,
 }
 
@@ -69,14 +70,14 @@ pub(crate) enum PolicyRoute {
     Unlimited,
 }
 
-/// One request and its answer.
+/// One request and its response.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RequestSample {
     pub(crate) route: PolicyRoute,
     pub(crate) sent: Instant,
     pub(crate) latency: Duration,
     pub(crate) status: u16,
-    /// It carries rate-limit fields, so it was decided.
+    /// Whether the response has rate limit headers, so Redis decided the request.
     pub(crate) decided: bool,
 }
 
@@ -89,7 +90,7 @@ impl OutageFixture {
         .await
     }
 
-    /// With lines that say where Redis is.
+    /// `redis` holds the configuration lines with the address of Redis.
     pub(crate) async fn with_redis(redis: &str, policies: &str) -> Self {
         let upstream = Upstream::echo().await;
         let proxy = build_proxy_with_redis(redis, "1s", policies)
@@ -99,7 +100,7 @@ impl OutageFixture {
         Self { proxy, upstream }
     }
 
-    /// Starts the load and waits until all of it is decided by Redis.
+    /// Starts the load and waits until Redis decides all of it.
     pub(crate) async fn start_load(&self) -> ClientLoad {
         let load = ClientLoad {
             samples: Arc::default(),
@@ -107,26 +108,26 @@ impl OutageFixture {
             clients: Vec::new(),
             log_mark: self.proxy.log_mark(),
         };
-        let ways = [
+        let routes = [
             (PolicyRoute::Open, CONNECTIONS_PER_POLICY),
             (PolicyRoute::Closed, CONNECTIONS_PER_POLICY),
             (PolicyRoute::Unlimited, CONTROL_CONNECTIONS),
         ];
-        let ways = ways
+        let routes = routes
             .into_iter()
-            .flat_map(|(way, count)| std::iter::repeat_n(way, count));
-        let client = |way| {
-            let (asked, stop) = (Arc::clone(&load.samples), Arc::clone(&load.stop));
-            tokio::spawn(send_until_stopped(self.proxy.address, way, asked, stop))
+            .flat_map(|(route, count)| std::iter::repeat_n(route, count));
+        let client = |route| {
+            let (samples, stop) = (Arc::clone(&load.samples), Arc::clone(&load.stop));
+            tokio::spawn(send_until_stopped(self.proxy.address, route, samples, stop))
         };
-        let clients = ways.map(client).collect();
+        let clients = routes.map(client).collect();
         let load = ClientLoad { clients, ..load };
         load.wait_until_decided_since(Instant::now()).await;
         load
     }
 
-    /// The lines about the store since the load began, once it is up again. There is one more line for each
-    /// answer of 503, and none for anything else.
+    /// The log lines about the store since the load began, once the store is up again. The access
+    /// log must have one line for each 503 and no others.
     async fn wait_for_store_log(&self, load: &ClientLoad, refused: usize) -> Vec<LogLine> {
         let (access, store) = eventually("the log to be complete", TEST_TIMEOUT, || {
             let lines = self.proxy.log_since(load.log_mark).into_iter();
@@ -147,43 +148,43 @@ impl OutageFixture {
         store
     }
 
-    /// Judges an outage that was total from `fault` until `healed`.
+    /// Checks an outage that was total from `fault` until `healed`.
     async fn check_outage(&self, what: &str, load: ClientLoad, fault: Instant, healed: Instant) {
         load.wait_until_decided_since(healed).await;
-        let asked = load.finish().await;
-        let slowest = |asked: &[RequestSample]| {
-            asked
+        let samples = load.finish().await;
+        let slowest = |samples: &[RequestSample]| {
+            samples
                 .iter()
-                .map(|asked| asked.latency)
+                .map(|sample| sample.latency)
                 .max()
                 .unwrap_or_default()
         };
-        let (past, limited): (Vec<_>, Vec<_>) = asked
+        let (unlimited, limited): (Vec<_>, Vec<_>) = samples
             .iter()
-            .partition(|asked| asked.route == PolicyRoute::Unlimited);
-        let machine = slowest(&past);
+            .partition(|sample| sample.route == PolicyRoute::Unlimited);
+        let baseline = slowest(&unlimited);
 
         assert!(
-            slowest(&limited) <= TIMEOUT + TIMEOUT_SLACK + machine,
-            "{:?}, past: {machine:?}",
+            slowest(&limited) <= TIMEOUT + TIMEOUT_SLACK + baseline,
+            "{:?}, unlimited: {baseline:?}",
             slowest(&limited)
         );
         let waited = limited
             .iter()
-            .filter(|asked| asked.latency >= TIMEOUT + machine)
+            .filter(|sample| sample.latency >= TIMEOUT + baseline)
             .count();
         assert!(
             waited <= 2 * CONNECTIONS_PER_POLICY,
-            "{waited} waited for Redis, more than were in flight"
+            "{waited} requests waited for Redis, more than were in flight"
         );
 
-        // By now everybody in flight has failed, and the breaker is open.
-        let open = fault + TIMEOUT + TIMEOUT_SLACK + machine;
-        let in_outage = |asked: &&RequestSample| (open..healed).contains(&asked.sent);
+        // By now all requests in flight have failed, and the circuit breaker is open.
+        let open = fault + TIMEOUT + TIMEOUT_SLACK + baseline;
+        let in_outage = |sample: &&RequestSample| (open..healed).contains(&sample.sent);
         let outage: Vec<RequestSample> = limited
             .iter()
             .copied()
-            .filter(|asked| in_outage(&asked))
+            .filter(|sample| in_outage(&sample))
             .collect();
         assert!(
             outage.len() > 4 * CONNECTIONS_PER_POLICY,
@@ -191,27 +192,30 @@ impl OutageFixture {
             outage.len()
         );
         assert!(
-            outage.iter().all(|asked| !asked.decided),
-            "Redis was not away"
+            outage.iter().all(|sample| !sample.decided),
+            "Redis decided requests during the outage"
         );
         assert!(
-            slowest(&outage) <= TIMEOUT / 2 + machine,
-            "{:?}, past: {machine:?}",
+            slowest(&outage) <= TIMEOUT / 2 + baseline,
+            "{:?}, unlimited: {baseline:?}",
             slowest(&outage)
         );
-        let calm: Vec<RequestSample> = past
+        let unlimited_in_outage: Vec<RequestSample> = unlimited
             .iter()
             .copied()
-            .filter(|asked| in_outage(&asked))
+            .filter(|sample| in_outage(&sample))
             .collect();
-        let (with, without) = (median_latency(&outage), median_latency(&calm));
+        let (with, without) = (
+            median_latency(&outage),
+            median_latency(&unlimited_in_outage),
+        );
         assert!(
             with <= without + Duration::from_millis(10),
-            "{with:?}, past: {without:?}"
+            "{with:?}, unlimited: {without:?}"
         );
 
-        let recovery = measure_recovery(&asked, healed);
-        let refused = asked.iter().filter(|asked| asked.status == 503).count();
+        let recovery = measure_recovery(&samples, healed);
+        let refused = samples.iter().filter(|sample| sample.status == 503).count();
         let store = self.wait_for_store_log(&load, refused).await;
         assert_eq!(store.len(), 2, "{}", self.proxy.log_text());
         assert!(
@@ -222,15 +226,15 @@ impl OutageFixture {
         );
         assert_eq!(
             self.upstream.requests().len(),
-            asked.len() - refused,
-            "every request had one answer"
+            samples.len() - refused,
+            "every admitted request must reach the upstream exactly once"
         );
         println!(
             "{what}: {} requests, {refused} refused; added at most {:?}, with the breaker open {:?} (median {:?}); \
              back after {recovery:?} (down: {})",
-            asked.len(),
-            slowest(&limited).saturating_sub(median_latency(&past)),
-            slowest(&outage).saturating_sub(median_latency(&calm)),
+            samples.len(),
+            slowest(&limited).saturating_sub(median_latency(&unlimited)),
+            slowest(&outage).saturating_sub(median_latency(&unlimited_in_outage)),
             with.saturating_sub(without),
             store[0].field("kind"),
         );
@@ -238,26 +242,26 @@ impl OutageFixture {
 }
 
 impl ClientLoad {
-    /// Waits until requests sent from `since` on have been decided by Redis for a while, on all connections.
+    /// Waits until Redis has decided a run of requests sent since `since`, over all connections.
     pub(crate) async fn wait_until_decided_since(&self, since: Instant) {
         let wanted = 4 * CONNECTIONS_PER_POLICY;
-        self.wait_until("requests to be decided by Redis", |asked| {
-            let mut newest = asked
+        self.wait_until("requests to be decided by Redis", |samples| {
+            let mut newest = samples
                 .iter()
                 .rev()
-                .filter(|asked| asked.route != PolicyRoute::Unlimited)
+                .filter(|sample| sample.route != PolicyRoute::Unlimited)
                 .take(wanted);
-            asked.len() > wanted && newest.all(|asked| asked.decided && asked.sent >= since)
+            samples.len() > wanted && newest.all(|sample| sample.decided && sample.sent >= since)
         })
         .await;
     }
 
-    /// Lets a fault last.
+    /// Waits for the length of an outage.
     async fn wait_for_outage_length(&self, since: Instant) {
-        self.wait_until("time to pass", |asked| {
-            asked
+        self.wait_until("time to pass", |samples| {
+            samples
                 .last()
-                .is_some_and(|asked| asked.sent >= since + OUTAGE_LENGTH)
+                .is_some_and(|sample| sample.sent >= since + OUTAGE_LENGTH)
         })
         .await;
     }
@@ -265,14 +269,14 @@ impl ClientLoad {
     async fn wait_until(&self, what: &str, found: impl Fn(&[RequestSample]) -> bool) {
         eventually(what, TEST_TIMEOUT, || {
             if let Some(client) = self.clients.iter().find(|client| client.is_finished()) {
-                panic!("a client gave up: {client:?}");
+                panic!("a client failed: {client:?}");
             }
             found(&self.samples.lock().unwrap()).then_some(())
         })
         .await;
     }
 
-    /// All that was asked. Fails if a client met what it should not.
+    /// Stops the load and returns all samples. Fails if a client got an unexpected response.
     pub(crate) async fn finish(&self) -> Vec<RequestSample> {
         self.stop.store(true, Ordering::Relaxed);
         eventually("the clients to end", TEST_TIMEOUT, || {
@@ -287,24 +291,23 @@ impl ClientLoad {
 }
 
 impl RequestSample {
-    /// Checks an answer as far as it can be done alone.
-    fn from_reply(way: PolicyRoute, sent: Instant, reply: &RawResponse) -> Self {
+    /// Checks one response by itself.
+    fn from_reply(route: PolicyRoute, sent: Instant, reply: &RawResponse) -> Self {
         let decided = reply.header("ratelimit").is_some();
         let refused = reply.status == 503 && is_fail_closed_reply(reply);
-        match way {
+        match route {
             PolicyRoute::Open => assert_eq!(reply.status, 200, "open: {}", reply.text()),
             PolicyRoute::Closed => assert!(
                 refused || (reply.status == 200 && decided),
                 "closed: {reply:?}"
             ),
-            PolicyRoute::Unlimited => assert!(
-                reply.status == 200 && !decided,
-                "past all policies: {reply:?}"
-            ),
+            PolicyRoute::Unlimited => {
+                assert!(reply.status == 200 && !decided, "no policy: {reply:?}")
+            }
         }
         assert!(reply.complete);
         Self {
-            route: way,
+            route,
             sent,
             latency: sent.elapsed(),
             status: reply.status,
@@ -313,7 +316,7 @@ impl RequestSample {
     }
 }
 
-/// Whether this is how a `closed` policy refuses.
+/// Whether the response is a rejection by a `closed` policy.
 fn is_fail_closed_reply(reply: &RawResponse) -> bool {
     let problem = reply.json();
     let kind = problem["type"].as_str().unwrap_or_default();
@@ -325,11 +328,11 @@ fn is_fail_closed_reply(reply: &RawResponse) -> bool {
 
 async fn send_until_stopped(
     address: SocketAddr,
-    way: PolicyRoute,
+    route: PolicyRoute,
     all: Arc<Mutex<Vec<RequestSample>>>,
     stop: Arc<AtomicBool>,
 ) {
-    let path = match way {
+    let path = match route {
         PolicyRoute::Open => "/open",
         PolicyRoute::Closed => "/closed",
         PolicyRoute::Unlimited => "/past",
@@ -339,25 +342,25 @@ async fn send_until_stopped(
         let sent = Instant::now();
         let request = format!("GET {path} HTTP/1.1\r\nHost: shop.example\r\n\r\n");
         let reply = client.send(request).await.read_response().await;
-        let asked = RequestSample::from_reply(way, sent, &reply);
-        all.lock().unwrap().push(asked);
+        let sample = RequestSample::from_reply(route, sent, &reply);
+        all.lock().unwrap().push(sample);
         tokio::time::sleep(REQUEST_INTERVAL).await;
     }
 }
 
-/// How long after `healed` the last request was sent that Redis did not decide.
-fn measure_recovery(asked: &[RequestSample], healed: Instant) -> Duration {
-    let undecided = asked
+/// Time from `healed` until the last request that Redis did not decide.
+fn measure_recovery(samples: &[RequestSample], healed: Instant) -> Duration {
+    let undecided = samples
         .iter()
-        .filter(|asked| asked.route != PolicyRoute::Unlimited && !asked.decided);
-    let last = undecided.map(|asked| asked.sent).max();
+        .filter(|sample| sample.route != PolicyRoute::Unlimited && !sample.decided);
+    let last = undecided.map(|sample| sample.sent).max();
     let recovery = last.unwrap_or(healed).saturating_duration_since(healed);
     assert!(recovery < MAX_RECOVERY, "{recovery:?}");
     recovery
 }
 
-fn median_latency(asked: &[RequestSample]) -> Duration {
-    let mut took: Vec<Duration> = asked.iter().map(|asked| asked.latency).collect();
+fn median_latency(samples: &[RequestSample]) -> Duration {
+    let mut took: Vec<Duration> = samples.iter().map(|sample| sample.latency).collect();
     took.sort_unstable();
     took[took.len() / 2]
 }
@@ -370,7 +373,7 @@ fn build_proxy(redis_port: u16, connect_timeout: &str, policies: &str) -> ProxyB
     )
 }
 
-/// With lines that say where Redis is.
+/// `redis` holds the configuration lines with the address of Redis.
 fn build_proxy_with_redis(redis: &str, connect_timeout: &str, policies: &str) -> ProxyBuilder {
     let config = format!(
         r#"
@@ -392,23 +395,24 @@ breaker = {{ failures = 5, probe_interval = "100ms" }}
 #[tokio::test]
 async fn redis_is_killed_and_restarted() {
     let mut server = RedisServer::start();
-    let rig = OutageFixture::new(server.port(), POLICIES).await;
-    let load = rig.start_load().await;
+    let fixture = OutageFixture::new(server.port(), POLICIES).await;
+    let load = fixture.start_load().await;
     server.kill();
     let fault = Instant::now();
     load.wait_for_outage_length(fault).await;
     server.restart_async().await;
-    rig.check_outage("kill -9", load, fault, Instant::now())
+    fixture
+        .check_outage("kill -9", load, fault, Instant::now())
         .await;
 }
 
 #[tokio::test]
 async fn redis_restarts_empty_at_once() {
     let mut server = RedisServer::start();
-    let rig = OutageFixture::new(server.port(), POLICIES).await;
-    let load = rig.start_load().await;
+    let fixture = OutageFixture::new(server.port(), POLICIES).await;
+    let load = fixture.start_load().await;
     let used: u64 = 100_000
-        - rig
+        - fixture
             .proxy
             .get("/closed")
             .await
@@ -418,14 +422,14 @@ async fn redis_restarts_empty_at_once() {
     server.restart_async().await;
     let healed = Instant::now();
     load.wait_until_decided_since(healed).await;
-    let asked = load.finish().await;
-    let recovery = measure_recovery(&asked, healed);
+    let samples = load.finish().await;
+    let recovery = measure_recovery(&samples, healed);
     println!("restarted empty: back after {recovery:?}");
-    let since = asked
+    let since = samples
         .iter()
-        .filter(|asked| asked.route == PolicyRoute::Closed && asked.status == 200)
+        .filter(|sample| sample.route == PolicyRoute::Closed && sample.status == 200)
         .count() as u64;
-    let left = rig
+    let left = fixture
         .proxy
         .get("/closed")
         .await
@@ -435,45 +439,48 @@ async fn redis_restarts_empty_at_once() {
         100_000 - left < since,
         "{used} were used before, {since} in all, and {left} are left"
     );
-    let refused = asked.iter().filter(|asked| asked.status == 503).count();
+    let refused = samples.iter().filter(|sample| sample.status == 503).count();
     assert_eq!(
-        rig.wait_for_store_log(&load, refused).await.len(),
+        fixture.wait_for_store_log(&load, refused).await.len(),
         2,
         "{}",
-        rig.proxy.log_text()
+        fixture.proxy.log_text()
     );
 }
 
 #[tokio::test]
 async fn redis_hangs_and_resumes() {
     let server = RedisServer::start();
-    let rig = OutageFixture::new(server.port(), POLICIES).await;
-    let load = rig.start_load().await;
+    let fixture = OutageFixture::new(server.port(), POLICIES).await;
+    let load = fixture.start_load().await;
     server.pause();
     let fault = Instant::now();
     load.wait_for_outage_length(fault).await;
     server.resume();
-    rig.check_outage("SIGSTOP", load, fault, Instant::now())
+    fixture
+        .check_outage("SIGSTOP", load, fault, Instant::now())
         .await;
 }
 
 #[tokio::test]
 async fn redis_is_out_of_memory() {
     let server = RedisServer::start();
-    let rig = OutageFixture::new(server.port(), POLICIES).await;
-    let load = rig.start_load().await;
+    let fixture = OutageFixture::new(server.port(), POLICIES).await;
+    let load = fixture.start_load().await;
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
     let fault = Instant::now();
     load.wait_for_outage_length(fault).await;
     let _: () = server.command("CONFIG SET maxmemory 0").await;
-    rig.check_outage("OOM", load, fault, Instant::now()).await;
+    fixture
+        .check_outage("OOM", load, fault, Instant::now())
+        .await;
 }
 
 #[tokio::test]
 async fn the_redis_password_changes() {
     let server = RedisServer::start();
-    let rig = OutageFixture::new(server.port(), POLICIES).await;
-    let load = rig.start_load().await;
+    let fixture = OutageFixture::new(server.port(), POLICIES).await;
+    let load = fixture.start_load().await;
     let mut admin = server.connection().await;
     let requirepass = |password: &str| {
         redis::cmd("CONFIG")
@@ -492,18 +499,19 @@ async fn the_redis_password_changes() {
     let fault = Instant::now();
     load.wait_for_outage_length(fault).await;
     let _: () = requirepass("").query_async(&mut admin).await.unwrap();
-    rig.check_outage("requirepass", load, fault, Instant::now())
+    fixture
+        .check_outage("requirepass", load, fault, Instant::now())
         .await;
 }
 
-/// Faults of the network between: answers are lost, late, or the connection is closed by half.
+/// Network faults between proxy and Redis: lost replies, late replies and half-closed connections.
 #[tokio::test]
 async fn the_network_to_redis_fails() {
     let server = RedisServer::start();
     for what in ["answers lost", "answers late", "half-closed"] {
         let relay = TcpRelay::start(server.port()).await;
-        let rig = OutageFixture::new(relay.port, POLICIES).await;
-        let load = rig.start_load().await;
+        let fixture = OutageFixture::new(relay.port, POLICIES).await;
+        let load = fixture.start_load().await;
         match what {
             "answers lost" => relay.drop_replies(),
             "answers late" => relay.delay_replies(2 * TIMEOUT),
@@ -512,24 +520,27 @@ async fn the_network_to_redis_fails() {
         let fault = Instant::now();
         load.wait_for_outage_length(fault).await;
         relay.forward_at_once();
-        rig.check_outage(what, load, fault, Instant::now()).await;
+        fixture
+            .check_outage(what, load, fault, Instant::now())
+            .await;
     }
 }
 
 #[tokio::test]
 async fn killed_redis_connections_are_reestablished() {
     let server = RedisServer::start();
-    let rig = OutageFixture::new(server.port(), POLICIES).await;
-    let load = rig.start_load().await;
+    let fixture = OutageFixture::new(server.port(), POLICIES).await;
+    let load = fixture.start_load().await;
     let killed = Instant::now();
     let _: u64 = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
     load.wait_until_decided_since(killed).await;
-    let asked = load.finish().await;
-    let recovery = measure_recovery(&asked, killed);
+    let samples = load.finish().await;
+    let recovery = measure_recovery(&samples, killed);
     println!("CLIENT KILL: back after {recovery:?}");
-    let refused = asked.iter().filter(|asked| asked.status == 503).count();
-    let store = rig.wait_for_store_log(&load, refused).await;
-    // Each of the two workers has a connection, and the first may be back before the second is seen to be lost.
+    let refused = samples.iter().filter(|sample| sample.status == 503).count();
+    let store = fixture.wait_for_store_log(&load, refused).await;
+    // Each of the two workers has a connection, and the first may reconnect before the loss of the
+    // second is detected.
     let changes: Vec<bool> = store
         .iter()
         .map(|line| line.message_starts_with("redis unavailable"))
@@ -537,34 +548,34 @@ async fn killed_redis_connections_are_reestablished() {
     assert!(
         [vec![true, false], [true, false].repeat(2)].contains(&changes),
         "{}",
-        rig.proxy.log_text()
+        fixture.proxy.log_text()
     );
 }
 
 #[tokio::test]
 async fn flushed_scripts_are_reloaded_without_a_log_line() {
     let server = RedisServer::start();
-    let rig = OutageFixture::new(server.port(), POLICIES).await;
-    let load = rig.start_load().await;
+    let fixture = OutageFixture::new(server.port(), POLICIES).await;
+    let load = fixture.start_load().await;
     for _ in 0..5 {
         let _: () = server.command("SCRIPT FLUSH").await;
         load.wait_until_decided_since(Instant::now()).await;
     }
-    let asked = load.finish().await;
+    let samples = load.finish().await;
     assert!(
-        asked
+        samples
             .iter()
-            .all(|asked| asked.decided || asked.route == PolicyRoute::Unlimited)
+            .all(|sample| sample.decided || sample.route == PolicyRoute::Unlimited)
     );
     assert_eq!(
-        rig.proxy.log_since(load.log_mark).len(),
+        fixture.proxy.log_since(load.log_mark).len(),
         0,
         "{}",
-        rig.proxy.log_text()
+        fixture.proxy.log_text()
     );
 }
 
-/// Only the requests of that key notice, and each policy decides for itself.
+/// Only requests for that key are affected, and each policy applies its own failure mode.
 #[tokio::test]
 async fn a_foreign_value_degrades_only_its_key() {
     const BY_USER: &str = r#"
@@ -583,9 +594,10 @@ limit = { requests = 100, per = "1h" }
 on_store_failure = "closed"
 "#;
     let server = RedisServer::start();
-    let rig = OutageFixture::new(server.port(), BY_USER).await;
+    let fixture = OutageFixture::new(server.port(), BY_USER).await;
     let ask = async |path, user| {
-        rig.proxy
+        fixture
+            .proxy
             .request("GET", path)
             .header("x-user", user)
             .send()
@@ -619,7 +631,7 @@ on_store_failure = "closed"
     }
     assert!(ask("/closed", "ann").await.header("ratelimit").is_some());
     let all = eventually("the access log", TEST_TIMEOUT, || {
-        let all = rig.proxy.log_since(0);
+        let all = fixture.proxy.log_since(0);
         (all.iter()
             .filter(|line| line.field("target") == "access")
             .count()
@@ -644,7 +656,7 @@ on_store_failure = "closed"
     let named = store
         .iter()
         .all(|line| line.field("kind") == "wrongtype" && !line.contains("ann"));
-    assert!(store.len() == 1 && named, "{}", rig.proxy.log_text());
+    assert!(store.len() == 1 && named, "{}", fixture.proxy.log_text());
 }
 
 const SMALL_POLICIES: &str = r#"
@@ -666,7 +678,7 @@ limit = { requests = 2, per = "1h" }
 on_store_failure = "closed"
 "#;
 
-/// A key that was just seen exhausted is refused with 429 whatever the mode, for a second at most.
+/// A key that Redis just rejected stays rejected with 429 in every mode, for at most one second.
 #[tokio::test]
 async fn exhausted_keys_stay_refused_until_the_refusal_cache_expires() {
     for (path, later) in [("/open", 200), ("/closed", 503)] {
@@ -680,7 +692,7 @@ async fn exhausted_keys_stay_refused_until_the_refusal_cache_expires() {
         assert_eq!(proxy.get(path).await.status, 429);
         server.kill();
         let known = proxy.get(path).await;
-        // Unless the machine was so busy that the moment is over.
+        // On a busy machine the cached rejection may have expired already.
         assert!(
             known.status == 429 || refused.elapsed() >= Duration::from_secs(1),
             "{known:?}"
@@ -708,7 +720,8 @@ async fn exhausted_keys_stay_refused_until_the_refusal_cache_expires() {
     }
 }
 
-/// One request, policies of several modes: one `closed` is enough to refuse, whatever their order.
+/// A request matches policies with several modes. One `closed` policy is enough to reject it, in
+/// any order.
 #[tokio::test]
 async fn one_closed_policy_is_enough_to_refuse() {
     const MODES: &str = r#"
@@ -744,33 +757,33 @@ action = "deny"
 match = { path = "/last/forbidden" }
 "#;
     let mut server = RedisServer::start();
-    let rig = OutageFixture::new(server.port(), MODES).await;
+    let fixture = OutageFixture::new(server.port(), MODES).await;
     for path in ["/", "/first", "/last/x", "/dark", "/last/exempt"] {
-        assert_eq!(rig.proxy.get(path).await.status, 200, "{path}");
+        assert_eq!(fixture.proxy.get(path).await.status, 200, "{path}");
     }
     server.kill();
     for _ in 0..10 {
         for path in ["/", "/dark", "/last/exempt"] {
-            assert_eq!(rig.proxy.get(path).await.status, 200, "{path}");
+            assert_eq!(fixture.proxy.get(path).await.status, 200, "{path}");
         }
         for (path, policy) in [("/first", "closed-first"), ("/last/x", "closed-last")] {
-            let reply = rig.proxy.get(path).await;
+            let reply = fixture.proxy.get(path).await;
             assert!(
                 is_fail_closed_reply(&reply) && reply.text().contains(policy),
                 "{path}: {reply:?}"
             );
         }
-        assert_eq!(rig.proxy.get("/last/forbidden").await.status, 403);
+        assert_eq!(fixture.proxy.get("/last/forbidden").await.status, 403);
     }
 }
 
-/// A policy that is known to refuse does so though another, `closed` one cannot be decided.
+/// A policy known to be exhausted rejects the request although a `closed` policy cannot be decided.
 #[tokio::test]
 async fn an_exhausted_policy_is_reported_before_a_closed_one() {
     let mut server = RedisServer::start();
-    let rig = OutageFixture::new(server.port(), SMALL_POLICIES).await;
-    assert_eq!(rig.proxy.get_statuses("/both", 2).await, [200, 200]);
-    let mut client = RawClient::connect(rig.proxy.address).await;
+    let fixture = OutageFixture::new(server.port(), SMALL_POLICIES).await;
+    assert_eq!(fixture.proxy.get_statuses("/both", 2).await, [200, 200]);
+    let mut client = RawClient::connect(fixture.proxy.address).await;
     let mut ask = async || {
         client
             .send("GET /both HTTP/1.1\r\nHost: shop.example\r\n\r\n")
@@ -789,7 +802,7 @@ async fn an_exhausted_policy_is_reported_before_a_closed_one() {
     );
 }
 
-/// The listener opens with the first connection to the store, or after `connect_timeout` without.
+/// The listener opens with the first connection to the store, or after `connect_timeout`.
 #[tokio::test]
 async fn the_listener_waits_for_redis_at_most_connect_timeout() {
     let upstream = Upstream::echo().await;
@@ -806,11 +819,11 @@ async fn the_listener_waits_for_redis_at_most_connect_timeout() {
     let (proxy, took) = start("8s").await;
     assert!(
         took < Duration::from_secs(4),
-        "Redis is there, and it waited {took:?}"
+        "Redis is available, but startup took {took:?}"
     );
     assert!(proxy.get("/open").await.header("ratelimit").is_some());
 
-    // It hangs, and then it doesn't: the first request is decided.
+    // Redis hangs and then resumes: the first request is decided.
     server.pause();
     let (late, ()) = tokio::join!(start("9s"), async {
         tokio::time::sleep(Duration::from_millis(500)).await;
@@ -823,7 +836,7 @@ async fn the_listener_waits_for_redis_at_most_connect_timeout() {
     );
     assert!(late.0.get("/open").await.header("ratelimit").is_some());
 
-    // It is not there at all.
+    // Redis is down.
     server.kill();
     let (proxy, took) = start("400ms").await;
     assert!(
@@ -835,7 +848,7 @@ async fn the_listener_waits_for_redis_at_most_connect_timeout() {
     server.restart_async().await;
     let back = Instant::now();
     proxy
-        .wait_for_log("it to heal", 0, MAX_RECOVERY, |line| {
+        .wait_for_log("the store to recover", 0, MAX_RECOVERY, |line| {
             line.message_starts_with("redis available again")
         })
         .await;
@@ -858,12 +871,12 @@ async fn a_rejected_password_is_logged_without_its_value() {
         &format!("redis://:{secret}@127.0.0.1:{}/0", server.port()),
     );
     let proxy = builder.upstream(upstream.address).start().await;
-    let said = proxy
+    let line = proxy
         .wait_for_log("why", 0, TEST_TIMEOUT, |line| {
             line.message_starts_with("redis unavailable")
         })
         .await;
-    assert_eq!(said.field("kind"), "noauth");
+    assert_eq!(line.field("kind"), "noauth");
     assert_eq!(proxy.get("/open").await.status, 200);
     assert!(is_fail_closed_reply(&proxy.get("/closed").await));
     assert!(!proxy.log_text().contains(secret), "{}", proxy.log_text());
@@ -876,14 +889,14 @@ async fn a_rejected_password_is_logged_without_its_value() {
         .await
         .unwrap();
     proxy
-        .wait_for_log("it to heal", 0, MAX_RECOVERY, |line| {
+        .wait_for_log("the store to recover", 0, MAX_RECOVERY, |line| {
             line.message_starts_with("redis available again")
         })
         .await;
     assert!(proxy.get("/closed").await.header("ratelimit").is_some());
 }
 
-/// Whatever answers in Redis' place: one line that says so, degraded decisions, and the proxy lives.
+/// Any other server in place of Redis: one log line, degraded decisions, and no crash.
 #[tokio::test]
 async fn a_server_that_is_not_redis_is_logged_once() {
     let cases: [(&'static [u8], &'static [&'static str]); 14] = [
@@ -930,12 +943,12 @@ async fn check_non_redis_server(
             "{text:?}"
         );
     }
-    let said = proxy
+    let line = proxy
         .wait_for_log("why", 0, TEST_TIMEOUT, |line| {
             line.message_starts_with("redis unavailable")
         })
         .await;
-    assert!(kinds.contains(&&*said.field("kind")), "{text:?}: {said:?}");
+    assert!(kinds.contains(&&*line.field("kind")), "{text:?}: {line:?}");
     let store = proxy
         .log_since(0)
         .into_iter()

@@ -1,4 +1,4 @@
-//! What the practice of limiting with Redis asks for, where no other test is about it. The table is in
+//! Common practices of rate limiting with Redis that no other test covers. The table is in
 //! `docs/CONTRIBUTING.md`.
 
 use crate::support::fake_redis::TcpRelay;
@@ -16,12 +16,12 @@ const LIMIT: Limit = Limit {
     algorithm: Algorithm::SlidingLog,
 };
 
-/// So many questions at once, each about a key of its own.
-async fn decide_concurrently(redis: &RedisStore, questions: usize) {
-    let mut asked = JoinSet::new();
-    for n in 0..questions {
+/// Makes `questions` concurrent decisions, each for its own key.
+async fn decide_concurrently(redis: &RedisStore, decisions: usize) {
+    let mut calls = JoinSet::new();
+    for n in 0..decisions {
         let redis = redis.clone();
-        asked.spawn(async move {
+        calls.spawn(async move {
             let key = KeyBuilder::new(&n.to_string()).finish();
             let charge = Charge::new(&LIMIT, &key, 1);
             redis
@@ -30,7 +30,7 @@ async fn decide_concurrently(redis: &RedisStore, questions: usize) {
                 .unwrap();
         });
     }
-    asked.join_all().await;
+    calls.join_all().await;
 }
 
 #[tokio::test]
@@ -48,19 +48,19 @@ async fn concurrent_decisions_are_pipelined_on_one_connection() {
         .read_info_number("stats", "total_connections_received")
         .await;
     relay.delay_replies(far);
-    let asked = Instant::now();
+    let started = Instant::now();
     decide_concurrently(&redis, DECISION_COUNT).await;
-    let took = asked.elapsed();
+    let took = started.elapsed();
     assert!(
         took < far * 20,
-        "{DECISION_COUNT} questions took {took:?}, one after the other {:?}",
+        "{DECISION_COUNT} decisions took {took:?}; sequentially they take {:?}",
         far * 200
     );
     let opened = server
         .read_info_number("stats", "total_connections_received")
         .await
         - before;
-    // That of the test, which asks.
+    // The connection of the test itself.
     assert_eq!(opened, 1);
 }
 
@@ -72,9 +72,9 @@ async fn a_script_is_loaded_once_and_then_called_by_hash() {
     let loads = server
         .read_info_number("commandstats", "cmdstat_script|load")
         .await;
-    // One to prove the connection, and what was wanted since.
+    // One load verifies the connection; the others are the scripts used since.
     assert!(loads < 10, "{loads}");
-    let named = server
+    let calls_by_hash = server
         .read_info_number("commandstats", "cmdstat_evalsha")
         .await;
     decide_concurrently(&redis, 100).await;
@@ -84,12 +84,12 @@ async fn a_script_is_loaded_once_and_then_called_by_hash() {
             .await,
         loads
     );
-    // Those who ask at the same time share calls.
+    // Concurrent decisions share calls.
     assert!(
         server
             .read_info_number("commandstats", "cmdstat_evalsha")
             .await
-            > named
+            > calls_by_hash
     );
     assert_eq!(
         server
@@ -99,7 +99,7 @@ async fn a_script_is_loaded_once_and_then_called_by_hash() {
     );
 }
 
-/// Asked of Redis itself, and whatever a client or an owner writes into names.
+/// Asks Redis itself for the hash slots, with special characters in prefixes and values.
 #[tokio::test]
 async fn all_redis_keys_of_one_policy_key_share_a_hash_slot() {
     let server = RedisServer::start_with(&["--cluster-enabled", "yes"]);
@@ -131,5 +131,8 @@ async fn all_redis_keys_of_one_policy_key_share_a_hash_slot() {
     }
     slots.sort_unstable();
     slots.dedup();
-    assert!(slots.len() > 3, "but others elsewhere: {slots:?}");
+    assert!(
+        slots.len() > 3,
+        "different policy keys must use different slots: {slots:?}"
+    );
 }

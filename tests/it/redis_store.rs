@@ -1,4 +1,5 @@
-//! The Lua against the Rust: the same sequence at the same times gets the same answers.
+//! Compares the Lua scripts with the Rust implementation: equal sequences at equal times get equal
+//! answers.
 
 use crate::lua::PERIOD_US;
 use crate::support::redis::{RedisServer, list_counter_keys};
@@ -16,7 +17,7 @@ use tidegate::limiter::{
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 use tidegate::store::{Settlement, Store};
 
-/// A time in the year 2100: far enough ahead that no key expires while a test steps through it.
+/// A time in the year 2100: no Redis key expires while a test steps through time.
 pub(crate) const START_US: u64 = 4_102_444_800_000_000;
 
 pub(crate) fn make_key(policy: &str) -> Key {
@@ -47,12 +48,12 @@ pub(crate) fn sliding_window(requests: u64, per_us: u64, buckets: u64) -> Limit 
     }
 }
 
-/// As large as a bucket may be: max(burst, requests) × per fits 2^53.
+/// The largest valid bucket: max(burst, requests) × per fits 2^53.
 pub(crate) fn token_bucket(requests: u64, per_us: u64, burst: u64) -> Limit {
     warm_up_bucket(requests, per_us, burst, 0)
 }
 
-/// A third of it at first.
+/// A bucket that starts with a third of its capacity.
 pub(crate) fn warm_up_bucket(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
     let most = MAX_UNITS / per_us;
     let (requests, burst) = (requests.min(most), burst.clamp(1, most));
@@ -63,7 +64,6 @@ pub(crate) fn warm_up_bucket(requests: u64, per_us: u64, burst: u64, warm_up_us:
     }
 }
 
-/// As large as a line may be: max_delay × requests + per fits 2^53.
 pub(crate) fn concurrency(requests: u64, lease_us: u64) -> Limit {
     Limit {
         requests,
@@ -72,6 +72,7 @@ pub(crate) fn concurrency(requests: u64, lease_us: u64) -> Limit {
     }
 }
 
+/// The largest valid queue: max_delay × requests + per fits 2^53.
 pub(crate) fn leaky_bucket(requests: u64, per_us: u64, max_delay_us: u64) -> Limit {
     let requests = requests.min((MAX_UNITS - per_us) / max_delay_us.max(1));
     Limit {
@@ -85,7 +86,8 @@ pub(crate) fn make_charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Char
     Charge::new(limit, key, cost)
 }
 
-/// All or nothing over the rules in Rust, as plainly as it can be said: a state changes by a charge only.
+/// Charges all limits or none by the Rust rules, as simply as possible: only a charge changes
+/// state.
 #[derive(Default)]
 pub(crate) struct StateModel {
     states: HashMap<(u128, Algorithm, u64), CounterState>,
@@ -93,7 +95,7 @@ pub(crate) struct StateModel {
 
 impl StateModel {
     pub(crate) fn decide(&mut self, charges: &[Charge<'_>], time_us: u64) -> Decision {
-        let mut asked: Vec<(CounterState, Option<Refusal>)> = charges
+        let mut checked: Vec<(CounterState, Option<Refusal>)> = charges
             .iter()
             .map(|charge| {
                 let (algorithm, per_us) = charge.limit.counter_identity();
@@ -105,14 +107,14 @@ impl StateModel {
                 (state, refusal)
             })
             .collect();
-        let refusals: Vec<_> = asked.iter().map(|(_, refusal)| *refusal).collect();
+        let refusals: Vec<_> = checked.iter().map(|(_, refusal)| *refusal).collect();
         let admitted = charges
             .iter()
             .zip(&refusals)
             .all(|(charge, refusal)| charge.shadow || refusal.is_none());
-        let (mut standings, mut delay_us, mut stands_us) = (Vec::new(), 0, SmallVec::new());
+        let (mut statuses, mut delay_us, mut charged_at_us) = (Vec::new(), 0, SmallVec::new());
         let settles = charges.iter().any(|charge| charge.settles);
-        for (at, (charge, (state, refusal))) in charges.iter().zip(&mut asked).enumerate() {
+        for (at, (charge, (state, refusal))) in charges.iter().zip(&mut checked).enumerate() {
             let effect = determine_effect(charges, &refusals, at);
             match effect {
                 ChargeEffect::NoChange => {}
@@ -131,14 +133,15 @@ impl StateModel {
                 }
             }
             if settles {
-                let is_told = charge.settles && effect == ChargeEffect::Charge;
-                stands_us
-                    .push(is_told.then(|| state.view_at(charge.limit, time_us).charged_at_us()));
+                let is_reported = charge.settles && effect == ChargeEffect::Charge;
+                charged_at_us.push(
+                    is_reported.then(|| state.view_at(charge.limit, time_us).charged_at_us()),
+                );
             }
             let (algorithm, per_us) = charge.limit.counter_identity();
             self.states
                 .insert((charge.key.id(), algorithm, per_us), state.clone());
-            standings.push(Some(
+            statuses.push(Some(
                 state.view_at(charge.limit, time_us).limit_status(*refusal),
             ));
         }
@@ -150,10 +153,10 @@ impl StateModel {
         Decision {
             now_us: time_us,
             admitted,
-            statuses: standings.into(),
+            statuses: statuses.into(),
             delay_us,
             grants,
-            charged_at_us: stands_us,
+            charged_at_us,
         }
     }
 
@@ -211,7 +214,7 @@ pub(crate) async fn decide_in_redis(
 
 pub(crate) static SCRIPT: LazyLock<ScriptLibrary> = LazyLock::new(|| ScriptLibrary::new("t"));
 
-/// Runs a program, loaded if need be.
+/// Runs a script and loads it first if needed.
 pub(crate) async fn run_script(
     connection: &mut MultiplexedConnection,
     command: &redis::Cmd,
@@ -238,21 +241,21 @@ async fn charges_of_max_units_expire_and_can_be_repeated() {
         StateModel::default(),
     );
     for n in 0..6 {
-        let asked = [make_charge(
+        let charges = [make_charge(
             &limit,
             &owner,
             if n == 4 { 1 } else { MAX_UNITS },
         )];
         for time_us in [START_US + n * 1_000, START_US + n * 1_000 + 1] {
             assert_eq!(
-                decide_in_redis(&mut connection, &asked, time_us).await,
-                model.decide(&asked, time_us)
+                decide_in_redis(&mut connection, &charges, time_us).await,
+                model.decide(&charges, time_us)
             );
         }
     }
 }
 
-/// Long logs: trims in portions, and searches for the unit that must leave.
+/// Long logs are trimmed in batches, and the search for the expiring unit stays exact.
 #[tokio::test]
 async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
     let server = RedisServer::start();
@@ -264,19 +267,19 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
         for n in 0..700u64 {
             time_us += 3;
             let limit = sliding_log(if n % 5 == 0 { 40 } else { 2_000 }, 1_000_000);
-            let asked = [make_charge(
+            let charges = [make_charge(
                 &limit,
                 &key,
                 [1, 1, 3, 7][usize::try_from(n % 4).unwrap()],
             )];
-            let expected = model.decide(&asked, time_us);
+            let expected = model.decide(&charges, time_us);
             assert_eq!(
-                decide_in_redis(&mut connection, &asked, time_us).await,
+                decide_in_redis(&mut connection, &charges, time_us).await,
                 expected,
                 "round {round}, {n}"
             );
         }
-        // All but the last few leave at once.
+        // All but the last few charges expire at once.
         time_us += 1_000_000 - 10;
     }
     let limit = sliding_log(2_000, 1_000_000);
@@ -287,10 +290,10 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
         .unwrap();
     while entries > 20 {
         time_us += 1;
-        let asked = [make_charge(&limit, &key, 1)];
+        let charges = [make_charge(&limit, &key, 1)];
         assert_eq!(
-            decide_in_redis(&mut connection, &asked, time_us).await,
-            model.decide(&asked, time_us)
+            decide_in_redis(&mut connection, &charges, time_us).await,
+            model.decide(&charges, time_us)
         );
         let left: u64 = redis::cmd("ZCARD")
             .arg(&name)
@@ -305,7 +308,8 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
     }
 }
 
-/// What policies with `count_rejected`, costs that are settled later and leases do to one counter.
+/// Applies `count_rejected` decisions, settlements and leases to one counter in both
+/// implementations.
 async fn compare_amended_decisions(
     connection: &mut MultiplexedConnection,
     limit: &Limit,
@@ -327,7 +331,7 @@ async fn compare_amended_decisions(
             size: Some(1),
             ttl_us: 1 + units * 7,
         });
-        let asked = [Charge {
+        let charges = [Charge {
             counts_rejected: true,
             lease,
             requested_lease_units: *units,
@@ -343,23 +347,27 @@ async fn compare_amended_decisions(
             _ => None,
         };
         let look = [make_charge(limit, &owner, 0)];
-        let asked = if let Some(amendment) = amendment {
-            let late = [Settlement {
+        let charges = if let Some(amendment) = amendment {
+            let settlements = [Settlement {
                 limit,
                 key: &owner,
                 amendment,
             }];
-            run_script(connection, &SCRIPT.amend_command(&late, Some(time_us))).await;
-            model.apply_settlements(&late, time_us);
+            run_script(
+                connection,
+                &SCRIPT.amend_command(&settlements, Some(time_us)),
+            )
+            .await;
+            model.apply_settlements(&settlements, time_us);
             &look
         } else {
             times.push(time_us);
-            &asked
+            &charges
         };
-        let expected = model.decide(asked, time_us);
+        let expected = model.decide(charges, time_us);
         times.extend(expected.grants.iter().map(|grant| grant.until_us));
         prop_assert_eq!(
-            decide_in_redis(connection, asked, time_us).await,
+            decide_in_redis(connection, charges, time_us).await,
             expected,
             "step {} at {}",
             n,
@@ -377,7 +385,7 @@ fn lua_counts_rejected_requests_and_settles_costs_as_rust_does() {
         .unwrap();
     let server = RedisServer::start();
     let connection = runtime.block_on(server.connection());
-    // With the long period up to some hundred charges live at once: some are bundled.
+    // The long period keeps some hundred charges in the log, so some entries are merged.
     let limits = [
         sliding_log(5, PERIOD_US),
         sliding_log(300, 20 * PERIOD_US),
@@ -414,11 +422,11 @@ async fn a_small_log_has_one_entry_per_charge_and_a_large_one_is_compressed() {
     let server = RedisServer::start();
     let mut connection = server.connection().await;
     let (limit, owner) = (sliding_log(10_000, 60_000_000), make_key("k"));
-    let asked = [make_charge(&limit, &owner, 1)];
-    let name = ScriptLibrary::new("t").counter_key(&asked[0]);
+    let charges = [make_charge(&limit, &owner, 1)];
+    let name = ScriptLibrary::new("t").counter_key(&charges[0]);
     for n in 1..=10_000 {
         assert!(
-            decide_in_redis(&mut connection, &asked, START_US + n * 1_000)
+            decide_in_redis(&mut connection, &charges, START_US + n * 1_000)
                 .await
                 .admitted
         );
@@ -514,15 +522,15 @@ async fn a_refusal_writes_nothing_and_every_key_expires() {
         make_key("a"),
         make_key("b"),
     );
-    let asked = [make_charge(&one, &owner, 1), make_charge(&none, &other, 1)];
+    let charges = [make_charge(&one, &owner, 1), make_charge(&none, &other, 1)];
     assert!(
-        !decide_in_redis(&mut connection, &asked, START_US)
+        !decide_in_redis(&mut connection, &charges, START_US)
             .await
             .admitted
     );
     assert_eq!(list_counter_keys(&server).await, Vec::<String>::new());
     assert!(
-        decide_in_redis(&mut connection, &asked[..1], START_US)
+        decide_in_redis(&mut connection, &charges[..1], START_US)
             .await
             .admitted
     );
@@ -533,7 +541,7 @@ async fn a_refusal_writes_nothing_and_every_key_expires() {
         ))
         .await;
     assert!(
-        !decide_in_redis(&mut connection, &asked[..1], START_US + 500_000)
+        !decide_in_redis(&mut connection, &charges[..1], START_US + 500_000)
             .await
             .admitted
     );
@@ -553,7 +561,7 @@ async fn a_refusal_writes_nothing_and_every_key_expires() {
 async fn there_is_one_script_per_set_of_algorithms() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
-    // What asks for nothing, and what proves the connection.
+    // The script for an empty charge list, and the script that verifies the connection.
     assert_eq!(
         server
             .read_info_number("memory", "number_of_cached_scripts")
@@ -578,7 +586,7 @@ async fn there_is_one_script_per_set_of_algorithms() {
     );
 }
 
-/// Real time, real contention: no window holds more than the limit, and what could be admitted was.
+/// Real time and real contention: no window exceeds the limit, and at least 99 % of it is used.
 #[tokio::test]
 async fn many_tasks_on_one_key_use_up_the_limit_and_never_exceed_it() {
     const LIMIT: u64 = 400;
@@ -617,7 +625,8 @@ async fn many_tasks_on_one_key_use_up_the_limit_and_never_exceed_it() {
     assert!(admitted * 100 >= possible * 99, "{admitted} of {possible}");
 }
 
-/// Asks as fast as it can, and returns when it was admitted, on the store's clock.
+/// Makes decisions as fast as possible. Returns the times of the admitted ones on the store's
+/// clock.
 async fn decide_until(redis: RedisStore, limit: Limit, end: Instant) -> Vec<u64> {
     let (owner, mut admitted) = (make_key("hot"), Vec::new());
     while Instant::now() < end {
@@ -635,7 +644,7 @@ async fn decide_until(redis: RedisStore, limit: Limit, end: Instant) -> Vec<u64>
     admitted
 }
 
-/// Whoever waits as long as a refusal says is admitted, also when the deny cache said it.
+/// A client that waits for the reported time is admitted, also when the deny cache reported it.
 #[tokio::test]
 async fn a_request_is_admitted_after_the_reported_wait() {
     const PER: Duration = Duration::from_millis(60);
@@ -648,11 +657,12 @@ async fn a_request_is_admitted_after_the_reported_wait() {
     ] {
         let owner = make_key(name);
         for round in 0..20 {
-            let asked = [make_charge(&limit, &owner, 1)];
+            let charges = [make_charge(&limit, &owner, 1)];
             let mut refusals = 0;
-            // The first comes from Redis, the others from memory; the wait is the last one's.
+            // The first rejection comes from Redis, the next ones from the deny cache. The wait is
+            // that of the last one.
             let wait = loop {
-                let answer = store.decide(&asked).await.unwrap();
+                let answer = store.decide(&charges).await.unwrap();
                 match answer.statuses[0].unwrap().refusal {
                     Some(Refusal::Until(until_us)) if refusals == 2 => {
                         break until_us - answer.now_us;
@@ -663,9 +673,9 @@ async fn a_request_is_admitted_after_the_reported_wait() {
             };
             let wait = Duration::from_micros(wait);
             assert!(wait <= PER, "round {round}: {wait:?}");
-            // A thread's sleep is never short.
+            // A thread's sleep is never shorter than requested.
             std::thread::sleep(wait);
-            let answer = store.decide(&asked).await.unwrap();
+            let answer = store.decide(&charges).await.unwrap();
             assert!(answer.admitted, "round {round}: {answer:?}");
         }
     }
@@ -679,13 +689,13 @@ async fn an_exhausted_key_is_refused_without_calling_redis() {
     redis.wait_until_ready().await;
     let store = Store::redis(redis);
     let (limit, owner) = (sliding_log(1, 10_000_000), make_key("spent"));
-    let asked = [make_charge(&limit, &owner, 1)];
-    assert!(store.decide(&asked).await.unwrap().admitted);
-    let refused = store.decide(&asked).await.unwrap();
+    let charges = [make_charge(&limit, &owner, 1)];
+    assert!(store.decide(&charges).await.unwrap().admitted);
+    let refused = store.decide(&charges).await.unwrap();
     let calls = server
         .read_info_number("commandstats", "cmdstat_evalsha")
         .await;
-    let again = store.decide(&asked).await.unwrap();
+    let again = store.decide(&charges).await.unwrap();
     assert_eq!(
         server
             .read_info_number("commandstats", "cmdstat_evalsha")
@@ -697,13 +707,13 @@ async fn an_exhausted_key_is_refused_without_calling_redis() {
             refusal: Some(Refusal::Until(until_us)),
             ..
         }) => until_us - decision.now_us,
-        standing => panic!("{standing:?}"),
+        status => panic!("{status:?}"),
     };
     assert!(!again.admitted && wait(&again) <= wait(&refused) && wait(&again) > 9_000_000);
     server.kill();
     assert!(
-        !store.decide(&asked).await.unwrap().admitted,
-        "known, whatever becomes of Redis"
+        !store.decide(&charges).await.unwrap().admitted,
+        "the deny cache must answer although Redis is down"
     );
     let other = make_key("other");
     assert!(
@@ -714,29 +724,29 @@ async fn an_exhausted_key_is_refused_without_calling_redis() {
     );
 }
 
-/// What one limit is known to say must not be told to a client whom another keeps out for longer.
+/// The cached wait of one limit must not be reported while another limit rejects the client for
+/// longer.
 #[tokio::test]
 async fn the_longest_wait_is_reported_when_limits_were_exhausted_separately() {
     let server = RedisServer::start();
     let store = Store::redis(server.connect().await.1);
     let (short, long) = (sliding_log(1, 2_000_000), sliding_log(1, 60_000_000));
     let (one, other) = (make_key("one"), make_key("other"));
-    let asked = [make_charge(&short, &one, 1), make_charge(&long, &other, 1)];
-    for apart in [&asked[..1], &asked[1..]] {
+    let charges = [make_charge(&short, &one, 1), make_charge(&long, &other, 1)];
+    for apart in [&charges[..1], &charges[1..]] {
         assert!(store.decide(apart).await.unwrap().admitted);
     }
-    assert!(!store.decide(&asked[..1]).await.unwrap().admitted);
+    assert!(!store.decide(&charges[..1]).await.unwrap().admitted);
     for _ in 0..2 {
-        let answer = store.decide(&asked).await.unwrap();
-        let until_us =
-            answer
-                .statuses
-                .iter()
-                .flatten()
-                .filter_map(|standing| match standing.refusal {
-                    Some(Refusal::Until(until_us)) => Some(until_us),
-                    _ => None,
-                });
+        let answer = store.decide(&charges).await.unwrap();
+        let until_us = answer
+            .statuses
+            .iter()
+            .flatten()
+            .filter_map(|status| match status.refusal {
+                Some(Refusal::Until(until_us)) => Some(until_us),
+                _ => None,
+            });
         assert!(
             until_us.max().unwrap() - answer.now_us > 50_000_000,
             "{answer:?}"
@@ -763,7 +773,7 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
             .unwrap()
     };
     assert!(decide(&short).await.admitted);
-    // Beside the connection's own probe.
+    // Excludes the key of the connection's own probe.
     let kept = async || -> Vec<String> {
         list_counter_keys(&server)
             .await
@@ -771,7 +781,7 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
             .filter(|name| name.ends_with(":p"))
             .collect()
     };
-    assert_eq!(kept().await.len(), 1, "nobody is blocked");
+    assert_eq!(kept().await.len(), 1, "there must be no block yet");
     let begins = decide(&short).await;
     let ends_us = begins.now_us + 90_000_000;
     let name = ScriptLibrary::new("t").counter_key(&make_charge(&short, &owner, 1));
@@ -779,7 +789,7 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
     let kept = kept().await;
     assert!(kept.len() == 2 && kept.contains(&name), "{kept:?}");
     assert_eq!(tag(&kept[0]), tag(&kept[1]));
-    // A longer block_for after a reload is the same block, and knocking leaves it as it is.
+    // A longer `block_for` after a reload keeps the same block, and retries do not change it.
     assert_eq!(
         decide(&long).await.statuses[0].unwrap().refusal,
         Some(Refusal::Until(ends_us))
@@ -802,15 +812,9 @@ async fn a_cached_block_reports_how_long_it_lasts() {
     let charges = [make_charge(&block, &owner, 1), make_charge(&one, &owner, 1)];
     while store.decide(&charges).await.unwrap().admitted {}
     let again = store.decide(&charges).await.unwrap();
-    let standing = again.statuses[0].unwrap();
-    assert!(
-        !again.admitted && standing.refusal.is_some(),
-        "{standing:?}"
-    );
-    assert_eq!(
-        standing.refusal,
-        standing.next_growth_us.map(Refusal::Until)
-    );
+    let status = again.statuses[0].unwrap();
+    assert!(!again.admitted && status.refusal.is_some(), "{status:?}");
+    assert_eq!(status.refusal, status.next_growth_us.map(Refusal::Until));
 }
 
 #[tokio::test]
@@ -844,7 +848,7 @@ async fn a_foreign_value_in_place_of_a_block_is_an_error() {
         assert_eq!(
             list_counter_keys(&server).await,
             std::slice::from_ref(&name),
-            "nothing is written"
+            "nothing must be written"
         );
     }
 }

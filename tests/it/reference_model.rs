@@ -1,7 +1,7 @@
-//! The naive model: SEMANTICS as plain Rust, slow and obviously right.
+//! Naive reference model: `docs/SEMANTICS.md` as plain Rust, slow and easy to verify.
 //!
-//! It never forgets and never trims: per counter it keeps every unit that was ever charged, with its
-//! time, and answers each question by looking at all of them. The stores are judged against it.
+//! It never discards and never trims. Each counter keeps every unit ever charged with its time, and
+//! each query looks at all of them. The stores are compared with it.
 
 use std::collections::HashMap;
 use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Limit, LimitStatus, Refusal};
@@ -11,22 +11,22 @@ pub struct NaiveModel {
     counters: HashMap<CounterId, Vec<SpentUnits>>,
 }
 
-/// What makes two charges use the same counter: the key, the algorithm with its offset, and the period.
-/// Never the amount: a changed limit keeps the usage so far.
+/// Identifies a counter: the key, the algorithm with its offset, and the period. The number of
+/// requests is not part of it, so a changed limit keeps its usage.
 type CounterId = (u128, Algorithm, u64);
 
 #[derive(Clone, Copy, Debug)]
 struct SpentUnits {
     at_us: u64,
     units: u64,
-    /// What the limit paid back per period when this was spent.
+    /// Units that the limit returned per period when these units were charged.
     units_per_period: u64,
     per_us: u64,
     warm_up_us: u64,
 }
 
 impl NaiveModel {
-    /// Decides one request at the store's clock, all or nothing.
+    /// Decides one request at the store's time. Charges all limits or none.
     pub fn decide(&mut self, clock_us: u64, charges: &[Charge<'_>]) -> Decision {
         let refusals: Vec<_> = charges
             .iter()
@@ -40,7 +40,8 @@ impl NaiveModel {
         };
         let admitted = admits(&|charge| !charge.shadow);
         let mut delay_us = 0;
-        // The limits of its policy, not its own refusal, begin a block; what never fits begins none.
+        // A block starts when another limit of its policy rejects the request. A cost that never
+        // fits starts no block.
         let is_over = |block: &Charge<'_>| {
             charges.iter().zip(&refusals).any(|(charge, refusal)| {
                 charge.group == block.group
@@ -48,16 +49,16 @@ impl NaiveModel {
                     && matches!(refusal, Some(Refusal::Until(_)))
             })
         };
-        let mut told = refusals.clone();
+        let mut final_refusals = refusals.clone();
         let settles = charges.iter().any(|charge| charge.settles);
-        let mut stands_us: Vec<_> = charges.iter().filter(|_| settles).map(|_| None).collect();
+        let mut charged_at_us: Vec<_> = charges.iter().filter(|_| settles).map(|_| None).collect();
         for (n, (charge, refusal)) in charges.iter().zip(&refusals).enumerate() {
             let charged = match charge.limit.algorithm {
                 Algorithm::Block => refusal.is_none() && is_over(charge),
                 _ => admitted && admits(&|other| other.group == charge.group),
             };
             if charge.settles && charged && charge.cost > 0 {
-                stands_us[n] = Some(self.now_us(clock_us, charge));
+                charged_at_us[n] = Some(self.now_us(clock_us, charge));
             }
             if charged {
                 self.charge(clock_us, charge);
@@ -68,14 +69,14 @@ impl NaiveModel {
                 && (admitted || !charge.shadow)
                 && !admits(&|other| other.is_same_policy(charge))
             {
-                // A knock is in the way of the next.
+                // The rejected request delays the next one.
                 self.charge_rejected(clock_us, charge);
-                told[n] = self.find_refusal(clock_us, charge);
+                final_refusals[n] = self.find_refusal(clock_us, charge);
             }
         }
-        let standings = charges
+        let statuses = charges
             .iter()
-            .zip(told)
+            .zip(final_refusals)
             .map(|(charge, refusal)| LimitStatus {
                 remaining: self.remaining_at(charge, self.now_us(clock_us, charge)),
                 next_growth_us: self.next_growth_us(clock_us, charge),
@@ -84,15 +85,15 @@ impl NaiveModel {
         Decision {
             now_us: clock_us,
             admitted,
-            statuses: standings.map(Some).collect(),
+            statuses: statuses.map(Some).collect(),
             delay_us,
             grants: <_>::default(),
-            charged_at_us: stands_us.into(),
+            charged_at_us: charged_at_us.into(),
         }
     }
 
-    /// Puts right what was charged before. What is given back is taken off what was charged at that time, or in its
-    /// sub-window or window, as far as that still counts; of buckets there is no such thing.
+    /// Corrects an earlier charge. A credit reduces units charged at the same time, or in the same
+    /// sub-window or window, as far as they still count. Buckets do not support credits here.
     pub fn apply_amendment(&mut self, clock_us: u64, charge: &Charge<'_>, amendment: Amendment) {
         let (units, charged_us) = match amendment {
             Amendment::Charge(units) => {
@@ -115,7 +116,7 @@ impl NaiveModel {
             }
             Amendment::Credit { units, at_us } => (units, at_us),
             Amendment::Renew { .. } | Amendment::Release { .. } => {
-                unreachable!("slots are no units")
+                unreachable!("concurrency slot amendments are not modelled")
             }
         };
         let (
@@ -124,26 +125,26 @@ impl NaiveModel {
             },
             now_us,
         ) = (*charge.limit, self.now_us(clock_us, charge));
-        let stands_at = |at_us: u64| match algorithm {
+        let window_id = |at_us: u64| match algorithm {
             Algorithm::SlidingLog => i128::from(at_us),
             Algorithm::SlidingWindow { buckets } => {
                 i128::from(sub_window_end_us(per_us, buckets, at_us))
             }
             Algorithm::FixedWindow { offset_us } => window_number(per_us, offset_us, at_us),
-            _ => unreachable!("from a debt nothing can be told apart"),
+            _ => unreachable!("buckets do not record single charges"),
         };
-        let there = |spent: &SpentUnits| stands_at(spent.at_us) == stands_at(charged_us);
+        let in_same_window = |spent: &SpentUnits| window_id(spent.at_us) == window_id(charged_us);
         self.remove_units(charge, units, |spent| {
-            there(spent) && is_counted(charge.limit, spent, now_us)
+            in_same_window(spent) && is_counted(charge.limit, spent, now_us)
         });
     }
 
-    /// Units that a further request would still get.
+    /// Units that a further request could still use.
     pub fn remaining(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
         self.remaining_at(charge, self.now_us(clock_us, charge))
     }
 
-    /// Every moment at which something comes back: where an off-by-one would show.
+    /// Every time at which units are returned, where off-by-one errors would show.
     pub fn boundary_times_us(&self) -> Vec<u64> {
         let mut edges: Vec<_> = self
             .counters
@@ -178,9 +179,7 @@ impl NaiveModel {
             .times_after(now_us, charge)
             .into_iter()
             .find(|at_us| fits_at(*at_us));
-        Some(Refusal::Until(
-            until.expect("all that was spent comes back"),
-        ))
+        Some(Refusal::Until(until.expect("all charged units return")))
     }
 
     fn next_growth_us(&self, clock_us: u64, charge: &Charge<'_>) -> Option<u64> {
@@ -194,7 +193,7 @@ impl NaiveModel {
             .find(|at_us| self.remaining_at(charge, *at_us) > remaining)
     }
 
-    /// How long the request that was charged last waits: until the line before its last unit is gone.
+    /// Delay of the last charged request: until the queue ahead of its last unit is empty.
     fn delay_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
         let Limit {
             requests,
@@ -221,7 +220,7 @@ impl NaiveModel {
             .saturating_sub(self.used_at(charge, at_us))
     }
 
-    /// The units that count at a time not before the newest of them.
+    /// The units that count at `at_us`, which must not be before the newest of them.
     fn used_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
         let Limit {
             requests,
@@ -241,7 +240,8 @@ impl NaiveModel {
         }
         if let Algorithm::LeakyBucket { .. } = algorithm {
             let debt = debt_at(self.spent_units(charge), at_us, requests, per_us);
-            // What does not leave room for one unit fewer: the line holds one and what may wait.
+            // A unit is used if it does not fit the queue. The queue holds one unit plus those
+            // covered by `max_delay`.
             let most = u128::from(per_us) + max_delay_debt(charge.limit);
             let free = |used: &u64| {
                 debt + u128::from(charge.limit.capacity().saturating_sub(*used) * per_us) <= most
@@ -270,7 +270,8 @@ impl NaiveModel {
             return self.return_times_while_warming_up(now_us, charge);
         }
         if let Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } = algorithm {
-            // A unit is back whenever the debt is a whole number of units above what can be owed for nothing.
+            // A unit returns whenever the debt is a whole number of units above the free debt of
+            // `max_delay`.
             let slack = max_delay_debt(charge.limit) % u128::from(per_us);
             let debt =
                 debt_at(self.spent_units(charge), now_us, requests, per_us).saturating_sub(slack);
@@ -297,7 +298,7 @@ impl NaiveModel {
         moments
     }
 
-    /// Units only come back until the bucket turns cold, and again from then on.
+    /// Units return until the bucket turns cold, and again from then on.
     fn return_times_while_warming_up(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
         let drained_us = now_us + charge.limit.capacity() * charge.limit.per_us + 1_000;
         let cold_us = self
@@ -327,8 +328,8 @@ impl NaiveModel {
         moments
     }
 
-    /// A clock that steps back never loosens: time stands at the newest that this key's state has seen,
-    /// which for a fixed window is its start.
+    /// Time never steps back for a key: it is at least the newest time in the key's state, and for
+    /// a fixed window that window's start.
     fn now_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
         let Limit {
             per_us, algorithm, ..
@@ -340,7 +341,7 @@ impl NaiveModel {
                 Algorithm::SlidingLog
                 | Algorithm::TokenBucket { .. }
                 | Algorithm::LeakyBucket { .. } => spent.at_us,
-                // It holds until its end, wherever the clock goes.
+                // A block or slot lasts until its end, wherever the clock goes.
                 Algorithm::Block | Algorithm::Concurrency { .. } => 0,
                 Algorithm::SlidingWindow { buckets } => {
                     sub_window_end_us(per_us, buckets, spent.at_us) + 1 - per_us.div_ceil(buckets)
@@ -375,8 +376,8 @@ impl NaiveModel {
         }
     }
 
-    /// Takes what was refused, as far as the capacity goes: in a window of the clock what there is; otherwise all of it,
-    /// in place of the oldest units that count.
+    /// Charges a rejected request up to the capacity. A fixed window takes the units that are left.
+    /// The logs take the whole cost and drop their oldest units.
     fn charge_rejected(&mut self, clock_us: u64, charge: &Charge<'_>) {
         let now_us = self.now_us(clock_us, charge);
         let (before, capacity) = (self.used_at(charge, now_us), charge.limit.capacity());
@@ -398,22 +399,22 @@ impl NaiveModel {
                 });
             }
             Algorithm::Block => {}
-            _ => unreachable!("parts of a unit are not kept here"),
+            _ => unreachable!("buckets do not count rejected requests in this model"),
         }
     }
 
-    /// Takes units off the oldest of those that are wanted.
+    /// Removes units from the oldest charges that match.
     fn remove_units(
         &mut self,
         charge: &Charge<'_>,
         units: u64,
-        wanted: impl Fn(&SpentUnits) -> bool,
+        matches: impl Fn(&SpentUnits) -> bool,
     ) {
         let spent = self.counters.entry(counter_id(charge)).or_default();
         for _ in 0..units {
             if let Some(oldest) = spent
                 .iter_mut()
-                .find(|spent| spent.units > 0 && wanted(spent))
+                .find(|spent| spent.units > 0 && matches(spent))
             {
                 oldest.units -= 1;
             }
@@ -432,7 +433,7 @@ fn counter_id(charge: &Charge<'_>) -> CounterId {
     (charge.key.id(), algorithm, per_us)
 }
 
-/// Whether what was spent still counts, where it does so as a whole.
+/// Whether a charge still counts, for algorithms that expire charges as a whole.
 fn is_counted(limit: &Limit, spent: &SpentUnits, at_us: u64) -> bool {
     let per_us = limit.per_us;
     match limit.algorithm {
@@ -447,14 +448,14 @@ fn is_counted(limit: &Limit, spent: &SpentUnits, at_us: u64) -> bool {
         }
         Algorithm::Block | Algorithm::Concurrency { .. } => spent.at_us + spent.per_us > at_us,
         Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
-            unreachable!("reckoned from its debt")
+            unreachable!("buckets count by their debt")
         }
     }
 }
 
 fn expires_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
     match algorithm {
-        // For a bucket only a moment worth looking at.
+        // For a bucket this is only a candidate time.
         Algorithm::SlidingLog
         | Algorithm::TokenBucket { .. }
         | Algorithm::LeakyBucket { .. }
@@ -475,7 +476,8 @@ fn sub_window_end_us(per_us: u64, buckets: u64, at_us: u64) -> u64 {
     (at_us / width_us + 1) * width_us - 1
 }
 
-/// What may be owed beside a unit that goes at once, in units of 1 / per; for all but a leaky bucket nothing.
+/// Debt that is free beside the unit that leaves at once, in units of 1 / per. Zero except for a
+/// leaky bucket.
 fn max_delay_debt(limit: &Limit) -> u128 {
     match limit.algorithm {
         Algorithm::LeakyBucket { max_delay_us } => {
@@ -485,7 +487,7 @@ fn max_delay_debt(limit: &Limit) -> u128 {
     }
 }
 
-/// What is owed at a time, in units of 1 / per: all that was spent, less what was paid back since.
+/// Debt at a time, in units of 1 / per: all charged units minus those returned since.
 fn debt_at(spent: &[SpentUnits], at_us: u64, rate: u64, per_us: u64) -> u128 {
     let (mut debt, mut since_us, mut last_rate) = (0_u128, 0, rate);
     for one in spent.iter().chain([&SpentUnits {
@@ -495,7 +497,7 @@ fn debt_at(spent: &[SpentUnits], at_us: u64, rate: u64, per_us: u64) -> u128 {
         per_us,
         warm_up_us: 0,
     }]) {
-        // What was taken at a faster rate is paid back at that.
+        // Units charged at a faster rate return at that rate.
         let paid = u128::from(one.at_us.saturating_sub(since_us))
             * u128::from(last_rate.max(one.units_per_period));
         debt = debt.saturating_sub(paid) + u128::from(one.units) * u128::from(per_us);
@@ -504,17 +506,17 @@ fn debt_at(spent: &[SpentUnits], at_us: u64, rate: u64, per_us: u64) -> u128 {
     debt
 }
 
-/// The same for a bucket that warms up, or what its capacity lacks if that is more.
+/// As [`debt_at`] for a bucket with a warm-up. The missing capacity is a lower bound of the debt.
 fn debt_while_warming_up(spent: &[SpentUnits], at_us: u64, limit: &Limit) -> u128 {
     let Algorithm::TokenBucket { burst, warm_up_us } = limit.algorithm else {
         return 0;
     };
     let width_us = warm_up_us.div_ceil(100);
     let lacks = burst - (burst / 3).max(1);
-    // What flowed in from the start of a warm-up on: the n-th step at (100 + 2n) / 300 of the rate.
+    // Refill since the start of a warm-up. Step n refills at (100 + 2n) / 300 of the rate.
     let worth_us = |since_us: u64| {
         let step_us = |n: u64| since_us.saturating_sub(n * width_us).min(width_us) * (100 + 2 * n);
-        // Once it is over, a third of it is lost, less what the steps are short of a line.
+        // After the warm-up, a third of the refill is lost, less the rounding of the steps.
         let steps = if since_us < 100 * width_us {
             (0..100).map(step_us).sum()
         } else {
@@ -556,7 +558,7 @@ fn window_start_us(per_us: u64, offset_us: u64, window: i128) -> u64 {
     u64::try_from(start.max(0)).expect("tests stay below the year 500000")
 }
 
-/// The model itself, on sequences small enough to work out by hand.
+/// Tests of the model itself, with sequences small enough to compute by hand.
 mod hand_computed {
     use super::*;
     use tidegate::limiter::{Key, KeyBuilder};
@@ -591,59 +593,59 @@ mod hand_computed {
 
     #[test]
     fn a_sliding_log_frees_units_when_the_oldest_needed_charge_expires() {
-        let mut bench = ModelFixture::new(3, 100, Algorithm::SlidingLog);
+        let mut fixture = ModelFixture::new(3, 100, Algorithm::SlidingLog);
         assert_eq!(
-            bench.decide(BASE_US, 1),
+            fixture.decide(BASE_US, 1),
             LimitStatus {
                 remaining: 2,
                 next_growth_us: Some(BASE_US + 100),
                 refusal: None
             }
         );
-        assert_eq!(bench.decide(BASE_US + 10, 2).remaining, 0);
+        assert_eq!(fixture.decide(BASE_US + 10, 2).remaining, 0);
         assert_eq!(
-            bench.decide(BASE_US + 20, 1).refusal,
+            fixture.decide(BASE_US + 20, 1).refusal,
             Some(Refusal::Until(BASE_US + 100))
         );
         assert_eq!(
-            bench.decide(BASE_US + 20, 2).refusal,
+            fixture.decide(BASE_US + 20, 2).refusal,
             Some(Refusal::Until(BASE_US + 110))
         );
-        assert_eq!(bench.decide(BASE_US + 20, 4).refusal, Some(Refusal::Never));
         assert_eq!(
-            bench.decide(BASE_US + 99, 1).refusal,
+            fixture.decide(BASE_US + 20, 4).refusal,
+            Some(Refusal::Never)
+        );
+        assert_eq!(
+            fixture.decide(BASE_US + 99, 1).refusal,
             Some(Refusal::Until(BASE_US + 100))
         );
-        assert_eq!(bench.decide(BASE_US + 100, 1).refusal, None);
+        assert_eq!(fixture.decide(BASE_US + 100, 1).refusal, None);
     }
 
     #[test]
     fn a_fixed_window_resets_at_its_end() {
-        let mut bench = ModelFixture::new(2, 100, Algorithm::FixedWindow { offset_us: 30 });
-        assert_eq!(bench.decide(BASE_US + 129, 2).refusal, None);
+        let mut fixture = ModelFixture::new(2, 100, Algorithm::FixedWindow { offset_us: 30 });
+        assert_eq!(fixture.decide(BASE_US + 129, 2).refusal, None);
         assert_eq!(
-            bench.decide(BASE_US + 129, 1).refusal,
+            fixture.decide(BASE_US + 129, 1).refusal,
             Some(Refusal::Until(BASE_US + 130))
         );
-        assert_eq!(bench.decide(BASE_US + 130, 2).refusal, None);
+        assert_eq!(fixture.decide(BASE_US + 130, 2).refusal, None);
         assert_eq!(
-            bench.decide(BASE_US + 229, 1).refusal,
+            fixture.decide(BASE_US + 229, 1).refusal,
             Some(Refusal::Until(BASE_US + 230))
         );
     }
 
     #[test]
     fn a_leaky_bucket_reports_the_delay_of_each_request() {
-        // A place every 10, and none waits for more than 25.
-        let mut bench = ModelFixture::new(10, 100, Algorithm::LeakyBucket { max_delay_us: 25 });
+        // A unit leaves every 10 µs, and no request waits longer than 25 µs.
+        let mut fixture = ModelFixture::new(10, 100, Algorithm::LeakyBucket { max_delay_us: 25 });
         let mut ask = |at_us: u64, cost| {
-            let charge = Charge::new(&bench.limit, &bench.key, cost);
-            let decision = bench.model.decide(at_us, &[charge]);
-            let standing = decision.statuses[0].unwrap();
-            (
-                standing.refusal.ok_or(decision.delay_us),
-                standing.remaining,
-            )
+            let charge = Charge::new(&fixture.limit, &fixture.key, cost);
+            let decision = fixture.model.decide(at_us, &[charge]);
+            let status = decision.statuses[0].unwrap();
+            (status.refusal.ok_or(decision.delay_us), status.remaining)
         };
         assert_eq!(ask(BASE_US, 1), (Err(0), 2));
         assert_eq!(ask(BASE_US, 1), (Err(10), 1));
@@ -652,7 +654,8 @@ mod hand_computed {
         assert_eq!(ask(BASE_US + 4, 1), (Ok(Refusal::Until(BASE_US + 5)), 0));
         assert_eq!(ask(BASE_US + 5, 1), (Err(25), 0));
         assert_eq!(ask(BASE_US + 40, 4), (Ok(Refusal::Never), 3));
-        // The line is empty at T + 40: this one has the places at 40, 50 and 60, and goes at the last.
+        // The queue is empty at T + 40. This request takes the positions at 40, 50 and 60 and
+        // leaves at the last.
         assert_eq!(ask(BASE_US + 40, 3), (Err(20), 0));
     }
 
@@ -674,19 +677,19 @@ mod hand_computed {
 
     #[test]
     fn a_lowered_limit_refuses_and_a_raised_one_admits_at_once() {
-        let mut bench = ModelFixture::new(4, 100, Algorithm::SlidingLog);
+        let mut fixture = ModelFixture::new(4, 100, Algorithm::SlidingLog);
         for at_us in [BASE_US, BASE_US + 1, BASE_US + 2, BASE_US + 3] {
-            bench.decide(at_us, 1);
+            fixture.decide(at_us, 1);
         }
-        bench.limit.requests = 2;
-        let standing = bench.decide(BASE_US + 4, 1);
-        assert_eq!(standing.refusal, Some(Refusal::Until(BASE_US + 102)));
+        fixture.limit.requests = 2;
+        let status = fixture.decide(BASE_US + 4, 1);
+        assert_eq!(status.refusal, Some(Refusal::Until(BASE_US + 102)));
         assert_eq!(
-            (standing.remaining, standing.next_growth_us),
+            (status.remaining, status.next_growth_us),
             (0, Some(BASE_US + 102))
         );
-        bench.limit.requests = 5;
-        assert_eq!(bench.decide(BASE_US + 4, 1).refusal, None);
+        fixture.limit.requests = 5;
+        assert_eq!(fixture.decide(BASE_US + 4, 1).refusal, None);
     }
 
     #[test]
@@ -707,21 +710,21 @@ mod hand_computed {
         assert_eq!(
             ask(BASE_US, 3).statuses[0].unwrap().next_growth_us,
             None,
-            "never is no reason"
+            "a cost that never fits must not start a block"
         );
-        let begins = ask(BASE_US + 10, 1);
-        let closed = |refusal| LimitStatus {
+        let first_rejection = ask(BASE_US + 10, 1);
+        let blocked = |refusal| LimitStatus {
             remaining: 0,
             next_growth_us: Some(BASE_US + 510),
             refusal,
         };
-        assert_eq!(begins.statuses[0], Some(closed(None)));
+        assert_eq!(first_rejection.statuses[0], Some(blocked(None)));
         let until = Some(Refusal::Until(BASE_US + 510));
         for at_us in [BASE_US + 11, BASE_US + 200, BASE_US + 509] {
-            let knock = ask(at_us, 1);
+            let retry = ask(at_us, 1);
             assert_eq!(
-                (knock.admitted, knock.statuses[0]),
-                (false, Some(closed(until)))
+                (retry.admitted, retry.statuses[0]),
+                (false, Some(blocked(until)))
             );
         }
         assert!(ask(BASE_US + 510, 1).admitted);
@@ -736,66 +739,78 @@ mod hand_computed {
             per_us: 100,
             algorithm,
         };
-        let mut knock = |limit: &Limit, at_us, cost| {
+        let mut decide_counting_rejections = |limit: &Limit, at_us, cost| {
             let charge = Charge {
                 counts_rejected: true,
                 ..Charge::new(limit, &key, cost)
             };
-            let standing = model.decide(at_us, &[charge]).statuses[0].unwrap();
-            (standing.remaining, standing.refusal)
+            let status = model.decide(at_us, &[charge]).statuses[0].unwrap();
+            (status.remaining, status.refusal)
         };
         let log = limit(Algorithm::SlidingLog);
-        assert_eq!(knock(&log, BASE_US, 1), (2, None));
-        assert_eq!(knock(&log, BASE_US + 10, 1), (1, None));
-        // Now one of T, one of T + 10 and two of T + 20 would be in use: that of T is not any more.
+        assert_eq!(decide_counting_rejections(&log, BASE_US, 1), (2, None));
+        assert_eq!(decide_counting_rejections(&log, BASE_US + 10, 1), (1, None));
+        // One unit of T, one of T + 10 and two of T + 20 exceed the limit, so the unit of T is
+        // dropped.
         assert_eq!(
-            knock(&log, BASE_US + 20, 2),
+            decide_counting_rejections(&log, BASE_US + 20, 2),
             (0, Some(Refusal::Until(BASE_US + 120)))
         );
-        assert_eq!(knock(&log, BASE_US + 30, 9), (0, Some(Refusal::Never)));
         assert_eq!(
-            knock(&log, BASE_US + 129, 1),
+            decide_counting_rejections(&log, BASE_US + 30, 9),
+            (0, Some(Refusal::Never))
+        );
+        assert_eq!(
+            decide_counting_rejections(&log, BASE_US + 129, 1),
             (0, Some(Refusal::Until(BASE_US + 130)))
         );
         let window = limit(Algorithm::FixedWindow { offset_us: 0 });
-        assert_eq!(knock(&window, BASE_US, 2), (1, None));
+        assert_eq!(decide_counting_rejections(&window, BASE_US, 2), (1, None));
         assert_eq!(
-            knock(&window, BASE_US, 2),
+            decide_counting_rejections(&window, BASE_US, 2),
             (0, Some(Refusal::Until(BASE_US + 100)))
         );
     }
 
     #[test]
     fn a_credit_is_taken_from_units_charged_at_that_time() {
-        let mut bench = ModelFixture::new(9, 100, Algorithm::SlidingWindow { buckets: 10 });
-        bench.decide(BASE_US + 1, 3);
-        bench.decide(BASE_US + 2, 2);
-        bench.decide(BASE_US + 11, 4);
-        let charge = Charge::new(&bench.limit, &bench.key, 0);
-        let mut back = |units, at_us, now_us| {
-            bench
+        let mut fixture = ModelFixture::new(9, 100, Algorithm::SlidingWindow { buckets: 10 });
+        fixture.decide(BASE_US + 1, 3);
+        fixture.decide(BASE_US + 2, 2);
+        fixture.decide(BASE_US + 11, 4);
+        let charge = Charge::new(&fixture.limit, &fixture.key, 0);
+        let mut credit = |units, at_us, now_us| {
+            fixture
                 .model
                 .apply_amendment(now_us, &charge, Amendment::Credit { units, at_us });
-            bench.model.remaining(now_us, &charge)
+            fixture.model.remaining(now_us, &charge)
         };
         assert_eq!(
-            back(4, BASE_US + 9, BASE_US + 20),
+            credit(4, BASE_US + 9, BASE_US + 20),
             4,
-            "those of its sub-window"
+            "the credit must reduce the units of its sub-window"
         );
-        assert_eq!(back(4, BASE_US + 9, BASE_US + 20), 5, "and no others");
-        assert_eq!(back(1, BASE_US + 11, BASE_US + 119), 9, "it has left");
+        assert_eq!(
+            credit(4, BASE_US + 9, BASE_US + 20),
+            5,
+            "the credit must not reduce other units"
+        );
+        assert_eq!(
+            credit(1, BASE_US + 11, BASE_US + 119),
+            9,
+            "the expired sub-window must not be credited"
+        );
     }
 
     #[test]
     fn a_limit_of_zero_admits_nothing() {
-        let mut bench = ModelFixture::new(0, 100, Algorithm::SlidingLog);
+        let mut fixture = ModelFixture::new(0, 100, Algorithm::SlidingLog);
         let never = LimitStatus {
             remaining: 0,
             next_growth_us: None,
             refusal: Some(Refusal::Never),
         };
-        assert_eq!(bench.decide(BASE_US, 1), never);
-        assert_eq!(bench.decide(BASE_US, 0), never);
+        assert_eq!(fixture.decide(BASE_US, 1), never);
+        assert_eq!(fixture.decide(BASE_US, 0), never);
     }
 }

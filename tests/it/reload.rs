@@ -1,4 +1,4 @@
-//! New policies without a restart: however the file changes, and whatever is in it.
+//! Policy reloads: every kind of file change, valid and invalid contents.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawClient;
@@ -12,14 +12,14 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// The promise is 2 s; the rest is for a busy machine.
+/// The documented maximum is 2 s; the rest is for a busy machine.
 const RELOAD_TIMEOUT: Duration = Duration::from_millis(2_500);
 
 fn make_policy(requests: u64) -> String {
     format!("[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1h\" }}\n")
 }
 
-/// The limit that answers speak of; asking uses quota, or is refused.
+/// The limit that responses report. The request itself uses quota, unless it is rejected.
 async fn get_limit(proxy: &Proxy) -> Option<u64> {
     proxy
         .get("/")
@@ -32,7 +32,7 @@ async fn wait_for_limit(proxy: &Proxy, requests: u64, what: &str) {
     while get_limit(proxy).await != Some(requests) {
         assert!(
             changed.elapsed() < RELOAD_TIMEOUT,
-            "{what}: limit {requests} does not hold. The proxy said:\n{}",
+            "{what}: limit {requests} is not in effect. The proxy logged:\n{}",
             proxy.log_text()
         );
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -87,8 +87,8 @@ async fn an_edited_include_takes_effect() {
     wait_for_limit(&proxy, 3_000, "another include in its place").await;
 }
 
-/// As the kubelet does it: a directory with the time in its name, `..data` pointing to it and switched by
-/// a rename, the file itself a link through `..data`, the old directory removed.
+/// A volume as the kubelet writes it. A timestamped directory holds the file, and `..data` points
+/// to it. An update renames a new `..data` link over the old one and removes the old directory.
 struct ConfigMapVolume {
     dir: TempDir,
 }
@@ -169,10 +169,10 @@ async fn an_invalid_file_changes_nothing_and_is_logged() {
             "missing.toml",
         ),
     ];
-    for (what, text, told) in bad {
+    for (what, text, expected_text) in bad {
         let mark = proxy.log_mark();
         proxy.write_config(text);
-        let complaint = |line: &LogLine| is_warning_or_error(line) && line.contains(told);
+        let complaint = |line: &LogLine| is_warning_or_error(line) && line.contains(expected_text);
         proxy
             .wait_for_log(
                 &format!("a complaint about {what}"),
@@ -210,13 +210,14 @@ async fn a_removed_file_changes_nothing() {
     wait_for_limit(&proxy, 2_000, "the file is back").await;
 }
 
-/// What a writer has written so far may parse and mean something else.
+/// A partially written file may parse and have another meaning.
 #[tokio::test]
 async fn a_half_written_file_is_not_applied() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
     let whole = format!("{}# {}\n", make_policy(2_000), "filler ".repeat(100));
-    // Every 40 ms a bit more, for over two seconds: never the same twice, 100 ms apart.
+    // Writes a bit more every 40 ms for over two seconds, so that the file is never stable for 100
+    // ms.
     for end in (1..whole.len()).step_by(whole.len() / 60) {
         proxy.write_config(&whole[..end]);
         tokio::time::sleep(Duration::from_millis(40)).await;
@@ -233,13 +234,14 @@ async fn trap_15_usage_is_kept_and_a_changed_limit_applies_at_once() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&make_policy(3), upstream.address).await;
     assert_eq!(proxy.get_statuses("/", 4).await, [200, 200, 200, 429]);
-    // Raised: two more than are used. Polling for it is refused until then, and then uses one.
+    // Raising the limit allows two more requests. Polling is rejected until the reload and then
+    // uses one.
     proxy.write_config(&make_policy(5));
     wait_for_limit(&proxy, 5, "raised").await;
     assert_eq!(
         proxy.get_statuses("/", 2).await,
         [200, 429],
-        "three were used, one by looking"
+        "three were used before, and polling used one"
     );
     proxy.write_config(&make_policy(2));
     wait_for_limit(&proxy, 2, "lowered").await;
@@ -256,7 +258,7 @@ async fn trap_15_usage_is_kept_and_a_changed_limit_applies_at_once() {
     assert_eq!(
         proxy.get("/").await.status,
         429,
-        "five were used before, and one by looking"
+        "five were used before, and polling used one"
     );
 }
 
@@ -312,13 +314,13 @@ async fn a_change_that_needs_a_restart_is_logged() {
         make_policy(2_000)
     ));
     wait_for_limit(&proxy, 2_000, "the policies beside it").await;
-    let told = |line: &LogLine| is_warning_or_error(line) && line.contains("restart");
+    let mentions_restart = |line: &LogLine| is_warning_or_error(line) && line.contains("restart");
     proxy
         .wait_for_log(
-            "word that the listener needs a restart",
+            "a log line that the listener needs a restart",
             mark,
             TEST_TIMEOUT,
-            told,
+            mentions_restart,
         )
         .await;
 }
@@ -335,7 +337,7 @@ async fn a_reload_that_changes_block_for_does_not_end_a_block() {
     assert_eq!(
         proxy.get("/").await.status,
         429,
-        "never is no reason for a block"
+        "a request that never fits must not start a block"
     );
     proxy.write_config(&policy(1, "block_for = \"1h\""));
     wait_for_limit(&proxy, 1, "one a millisecond").await;

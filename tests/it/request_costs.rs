@@ -1,4 +1,4 @@
-//! What a request costs, and what those cost that are refused.
+//! Request costs, and the cost of rejected requests.
 
 use crate::limits::start_proxy;
 use crate::support::TEST_TIMEOUT;
@@ -16,7 +16,7 @@ cost = { header = "x-cost", default = 2, min = 1, max = 10 }
 limit = { requests = 1000000, per = "1h" }
 "#;
 
-/// What a request with these fields is charged.
+/// The units charged for a request with these header fields.
 async fn charged_units(proxy: &Proxy, fields: &[u8]) -> u64 {
     let left = async |fields: &[u8]| {
         let mut client = crate::support::client::RawClient::connect(proxy.address).await;
@@ -79,7 +79,7 @@ async fn a_cost_is_read_from_a_header_and_invalid_values_cost_the_maximum() {
         .await;
     assert_eq!(
         dropped.status, 400,
-        "the upstream would not see what was paid"
+        "a request that removes its own cost header must be rejected"
     );
 }
 
@@ -120,7 +120,7 @@ limit = { requests = 10, per = "1h" }
         );
         assert!(
             refused.header("retry-after").is_none(),
-            "{never}: there is nothing to wait for"
+            "{never}: a cost that never fits has no Retry-After"
         );
         let problem = refused.json();
         assert!(
@@ -148,7 +148,7 @@ block_for = "1s"
     let (proxy, upstream) = start_proxy(config).await;
     let ask = || proxy.request("GET", "/").header("x-user", "ann").send();
     assert_eq!(ask().await.status, 200);
-    // A slow machine may find the limit free again.
+    // On a slow machine the limit may be free again.
     let (begun, first) = loop {
         let sent = Instant::now();
         let reply = ask().await;
@@ -173,11 +173,11 @@ block_for = "1s"
         "another key"
     );
     let mark = proxy.log_mark();
-    let knock = ask().await;
-    assert_eq!(knock.status, 429);
+    let retry = ask().await;
+    assert_eq!(retry.status, 429);
     assert!(
-        knock.retry_after_us() < first.retry_after_us(),
-        "knocking prolongs it"
+        retry.retry_after_us() < first.retry_after_us(),
+        "a retry prolonged the block"
     );
     proxy
         .wait_for_log("a blocked request", mark, TEST_TIMEOUT, |line| {
@@ -191,7 +191,7 @@ block_for = "1s"
         }
         assert!(
             begun.elapsed() < Duration::from_secs(5),
-            "knocking keeps it shut"
+            "the block did not end despite retries"
         );
     };
     assert!(
@@ -202,12 +202,16 @@ block_for = "1s"
     assert_eq!(upstream.requests().len(), seen + 2);
 }
 
-/// A proxy with counters in memory, then one with counters in Redis.
+/// A proxy with counters in memory, and one with counters in Redis.
 async fn start_in_each_store(policies: &str) -> [(Proxy, Upstream, Option<RedisServer>); 2] {
     let server = RedisServer::start();
     let config = format!("{}\n{policies}", server.store_config());
-    let ((here, app), (there, other)) = (start_proxy(policies).await, start_proxy(&config).await);
-    [(here, app, None), (there, other, Some(server))]
+    let ((in_memory, upstream), (in_redis, redis_upstream)) =
+        (start_proxy(policies).await, start_proxy(&config).await);
+    [
+        (in_memory, upstream, None),
+        (in_redis, redis_upstream, Some(server)),
+    ]
 }
 
 #[tokio::test]
@@ -221,18 +225,18 @@ count_rejected = true
     for (proxy, upstream, _server) in start_in_each_store(config).await {
         let mut last = Instant::now();
         assert_eq!(proxy.get("/").await.status, 200);
-        let (start, mut told_us) = (last, 0);
+        let (start, mut wait_us) = (last, 0);
         while start.elapsed() < Duration::from_millis(1_500) {
             let sent = Instant::now();
             let reply = proxy.get("/").await;
             if reply.status == 200 {
                 assert!(
                     last.elapsed() >= Duration::from_secs(1),
-                    "a knocker gets in"
+                    "a retry was admitted too early"
                 );
             } else {
-                told_us = reply.retry_after_us();
-                assert_eq!(told_us, 1_000_000, "a whole period from this knock on");
+                wait_us = reply.retry_after_us();
+                assert_eq!(wait_us, 1_000_000, "the wait is one period from this retry");
                 assert_eq!(reply.header("retry-after"), Some("1"));
                 assert_eq!(reply.list_parameter("ratelimit", "p", "r"), Some(0));
                 assert_eq!(reply.header("x-ratelimit-remaining"), Some("0"));
@@ -245,17 +249,22 @@ count_rejected = true
             last = sent;
         }
         let seen = upstream.requests().len();
-        sleep_until((Instant::now() + Duration::from_micros(told_us + 2_000)).into()).await;
-        assert_eq!(proxy.get("/").await.status, 200, "waited as told");
+        sleep_until((Instant::now() + Duration::from_micros(wait_us + 2_000)).into()).await;
+        assert_eq!(
+            proxy.get("/").await.status,
+            200,
+            "the client waited as reported"
+        );
         assert_eq!(
             upstream.requests().len(),
             seen + 1,
-            "knocks don't reach the app"
+            "rejected requests must not reach the upstream"
         );
     }
 }
 
-/// All limits of the policy that refuses count, also those that had room; those of other policies don't.
+/// A rejected request counts in all limits of the rejecting policy, also those with quota left, but
+/// in no other policy.
 #[tokio::test]
 async fn rejected_requests_count_in_all_limits_of_their_policy_and_in_no_other() {
     let config = r#"
@@ -274,7 +283,7 @@ count_rejected = true
             let reply = proxy.get("/").await;
             let left = ["p", "p-2", "other"]
                 .map(|name| reply.list_parameter("ratelimit", name, "r").unwrap());
-            let told_us = if reply.status == 429 {
+            let wait_us = if reply.status == 429 {
                 reply.retry_after_us()
             } else {
                 0
@@ -288,9 +297,10 @@ count_rejected = true
                     reply.text()
                 );
             }
-            seen.push((reply.status, left, told_us / 60_000_000));
+            seen.push((reply.status, left, wait_us / 60_000_000));
         }
-        // The last two find the second limit full: a fifth of a day each.
+        // The last two requests find the second limit exhausted; a unit returns every fifth of a
+        // day.
         assert_eq!(
             seen,
             [
@@ -305,7 +315,7 @@ count_rejected = true
     }
 }
 
-/// The wait is the longer of the block's and that of the limits, which go on counting while it holds.
+/// The wait is the longer of the block and of the limits, which keep counting during the block.
 #[tokio::test]
 async fn rejected_requests_count_during_a_block() {
     let config = r#"
@@ -316,38 +326,42 @@ count_rejected = true
 block_for = "2s"
 "#;
     for (proxy, _upstream, _server) in start_in_each_store(config).await {
-        // A slow machine may find the limit free again.
+        // On a slow machine the limit may be free again.
         let start = Instant::now();
-        let mut told_us = loop {
+        let mut wait_us = loop {
             let reply = proxy.get("/").await;
             if reply.status == 429 {
                 break reply.retry_after_us();
             }
-            assert!(start.elapsed() < TEST_TIMEOUT, "nothing is refused");
+            assert!(start.elapsed() < TEST_TIMEOUT, "no request is rejected");
         };
-        assert_eq!(told_us, 2_000_000, "the block has begun");
-        while told_us > 800_000 {
+        assert_eq!(wait_us, 2_000_000, "the block has begun");
+        while wait_us > 800_000 {
             let reply = proxy.get("/").await;
             assert_eq!(reply.status, 429);
             let next_us = reply.retry_after_us();
             assert!(
-                next_us < told_us && next_us >= 800_000,
-                "{next_us} after {told_us}"
+                next_us < wait_us && next_us >= 800_000,
+                "{next_us} after {wait_us}"
             );
-            told_us = next_us;
+            wait_us = next_us;
         }
         let refused = proxy.get("/").await;
         assert_eq!(
             (refused.status, refused.retry_after_us()),
             (429, 800_000),
-            "from this knock on"
+            "the wait is one period from this retry"
         );
         sleep_until((Instant::now() + Duration::from_millis(802)).into()).await;
-        assert_eq!(proxy.get("/").await.status, 200, "waited as told");
+        assert_eq!(
+            proxy.get("/").await.status,
+            200,
+            "the client waited as reported"
+        );
     }
 }
 
-/// A shadow policy counts what it would have refused, and nobody is told or stopped.
+/// A shadow policy counts the requests that it would reject, without affecting the clients.
 #[tokio::test]
 async fn a_shadow_policy_counts_requests_it_would_have_rejected() {
     let config = r#"
@@ -358,12 +372,12 @@ limit = { requests = 1, per = "500ms" }
 count_rejected = true
 "#;
     for (proxy, _upstream, _server) in start_in_each_store(config).await {
-        let (start, mut asked, mut longest) = (Instant::now(), 0, Duration::ZERO);
+        let (start, mut sent, mut longest) = (Instant::now(), 0, Duration::ZERO);
         let mut last = start;
         while start.elapsed() < Duration::from_millis(1_200) {
             let reply = proxy.get("/").await;
             assert_eq!((reply.status, reply.header("ratelimit")), (200, None));
-            asked += 1;
+            sent += 1;
             longest = longest.max(last.elapsed());
             last = Instant::now();
         }
@@ -382,8 +396,8 @@ count_rejected = true
                 .unwrap()
         };
         if longest < Duration::from_millis(400) {
-            assert_eq!((count("allowed"), count("shadow_rejected")), (1, asked - 1));
+            assert_eq!((count("allowed"), count("shadow_rejected")), (1, sent - 1));
         }
-        assert_eq!(count("allowed") + count("shadow_rejected"), asked);
+        assert_eq!(count("allowed") + count("shadow_rejected"), sent);
     }
 }

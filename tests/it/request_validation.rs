@@ -1,4 +1,5 @@
-//! Requests that front and back could read differently: what, if anything, reaches the upstream's socket.
+//! Requests that proxy and upstream could parse differently: checks the bytes that reach the
+//! upstream.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{RawClient, RawResponse};
@@ -8,7 +9,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 const OK_RESPONSE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
-/// Sent behind every doubtful request; reaching the upstream, it would have been smuggled.
+/// Sent after every ambiguous request. If it reaches the upstream, it was smuggled.
 const SMUGGLED_REQUEST: &str = "GET /smuggled HTTP/1.1\r\nHost: shop.example\r\n\r\n";
 
 struct ValidationFixture {
@@ -16,7 +17,7 @@ struct ValidationFixture {
     upstream: RawUpstream,
 }
 
-/// What came of one connection.
+/// The result of one connection.
 struct ConnectionOutcome {
     reply: Option<RawResponse>,
     upstream_bytes: String,
@@ -29,7 +30,7 @@ impl ValidationFixture {
         Self { proxy, upstream }
     }
 
-    /// Sends these bytes, and reads the first answer and then whether the connection closes.
+    /// Sends these bytes, then reads the first response or the close.
     async fn send(&self, bytes: &[u8]) -> (RawClient, ConnectionOutcome) {
         let before = self.upstream.received_bytes().len();
         let mut client = RawClient::connect(self.proxy.address).await;
@@ -46,7 +47,8 @@ impl ValidationFixture {
         )
     }
 
-    /// It is refused with a 4xx or 501, or just closed; nothing reaches the upstream, and the connection ends.
+    /// The request gets a 4xx or 501 or a close. No byte reaches the upstream, and the connection
+    /// ends.
     async fn assert_rejected(&self, what: &str, bytes: impl AsRef<[u8]>) -> Option<u16> {
         let (mut client, outcome) = self
             .send(&[bytes.as_ref(), SMUGGLED_REQUEST.as_bytes()].concat())
@@ -62,22 +64,23 @@ impl ValidationFixture {
         assert_eq!(outcome.upstream_bytes, "", "{what}");
         assert!(
             !self.upstream_received("/smuggled"),
-            "{what}: what came behind it was served"
+            "{what}: the request after it was served"
         );
         status
     }
 
-    /// It is refused, or reaches the upstream so that it can be read in one way only, and the connection ends.
+    /// The request is rejected or reaches the upstream in an unambiguous form, and the connection
+    /// ends.
     async fn assert_rejected_or_normalized(&self, what: &str, bytes: impl AsRef<[u8]>) {
         self.assert_normalized(what, [bytes.as_ref(), SMUGGLED_REQUEST.as_bytes()].concat())
             .await;
         assert!(
             !self.upstream_received("/smuggled"),
-            "{what}: what came behind it was served"
+            "{what}: the request after it was served"
         );
     }
 
-    /// It is refused, or reaches the upstream so that it can be read in one way only.
+    /// The request is rejected or reaches the upstream in an unambiguous form.
     async fn assert_normalized(&self, what: &str, bytes: impl AsRef<[u8]>) {
         let (mut client, outcome) = self.send(bytes.as_ref()).await;
         client.read_to_close().await;
@@ -86,7 +89,7 @@ impl ValidationFixture {
             let status = outcome.reply.map(|reply| reply.status);
             assert!(
                 status.is_none_or(|status| status >= 400),
-                "{what}: {status:?} by whom?"
+                "{what}: got {status:?}, but no request reached the upstream"
             );
             return;
         }
@@ -110,7 +113,7 @@ fn post_request(headers: &str, body: &str) -> String {
 
 #[tokio::test]
 async fn content_length_and_chunked_are_never_forwarded_together() {
-    let gate = ValidationFixture::start("").await;
+    let fixture = ValidationFixture::start("").await;
     let chunked = "0\r\n\r\n";
     let both = [
         "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
@@ -120,14 +123,15 @@ async fn content_length_and_chunked_are_never_forwarded_together() {
         "Content-Length: 5\r\ntransfer-encoding: CHUNKED\r\n",
     ];
     for headers in both {
-        gate.assert_rejected_or_normalized(headers, post_request(headers, chunked))
+        fixture
+            .assert_rejected_or_normalized(headers, post_request(headers, chunked))
             .await;
     }
 }
 
 #[tokio::test]
 async fn only_chunked_is_accepted_as_transfer_encoding() {
-    let gate = ValidationFixture::start("").await;
+    let fixture = ValidationFixture::start("").await;
     let codings = [
         "Transfer-Encoding: gzip, chunked\r\n",
         "Transfer-Encoding: chunked, chunked\r\n",
@@ -144,16 +148,17 @@ async fn only_chunked_is_accepted_as_transfer_encoding() {
         "Transfer-Encoding: chunked\x0b\r\n",
     ];
     for headers in codings {
-        gate.assert_rejected(headers, post_request(headers, "0\r\n\r\n"))
+        fixture
+            .assert_rejected(headers, post_request(headers, "0\r\n\r\n"))
             .await;
     }
     let old = "POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n";
-    gate.assert_rejected("chunks in HTTP/1.0", old).await;
+    fixture.assert_rejected("chunks in HTTP/1.0", old).await;
 }
 
 #[tokio::test]
 async fn content_length_is_a_single_number() {
-    let gate = ValidationFixture::start("").await;
+    let fixture = ValidationFixture::start("").await;
     let lengths = [
         "1, 1",
         "+1",
@@ -166,57 +171,69 @@ async fn content_length_is_a_single_number() {
         "1e0",
     ];
     for length in lengths {
-        gate.assert_rejected(
-            length,
-            post_request(&format!("Content-Length: {length}\r\n"), "x"),
-        )
-        .await;
+        fixture
+            .assert_rejected(
+                length,
+                post_request(&format!("Content-Length: {length}\r\n"), "x"),
+            )
+            .await;
     }
 }
 
 #[tokio::test]
 async fn ambiguous_line_endings_are_rejected_or_normalized() {
-    let gate = ValidationFixture::start("").await;
-    gate.assert_rejected("NUL in a value", post_request("X-A: a\0b\r\n", ""))
+    let fixture = ValidationFixture::start("").await;
+    fixture
+        .assert_rejected("NUL in a value", post_request("X-A: a\0b\r\n", ""))
         .await;
-    gate.assert_rejected("bare CR in a value", post_request("X-A: a\rX-B: b\r\n", ""))
+    fixture
+        .assert_rejected("bare CR in a value", post_request("X-A: a\rX-B: b\r\n", ""))
         .await;
-    gate.assert_rejected("CR in a name", post_request("X\r-A: a\r\n", ""))
+    fixture
+        .assert_rejected("CR in a name", post_request("X\r-A: a\r\n", ""))
         .await;
-    gate.assert_rejected("folded line", post_request("X-A: a\r\n b\r\n", ""))
+    fixture
+        .assert_rejected("folded line", post_request("X-A: a\r\n b\r\n", ""))
         .await;
-    gate.assert_rejected(
-        "folded with a tab",
-        post_request("X-A: a\r\n\tContent-Length: 3\r\n", ""),
-    )
-    .await;
-    gate.assert_rejected(
-        "space before the colon",
-        post_request("Content-Length : 5\r\n", "hello"),
-    )
-    .await;
-    gate.assert_rejected("first line folded", "POST / HTTP/1.1\r\n Host: a\r\n\r\n")
+    fixture
+        .assert_rejected(
+            "folded with a tab",
+            post_request("X-A: a\r\n\tContent-Length: 3\r\n", ""),
+        )
         .await;
-    gate.assert_rejected("no name", post_request(": a\r\n", ""))
+    fixture
+        .assert_rejected(
+            "space before the colon",
+            post_request("Content-Length : 5\r\n", "hello"),
+        )
         .await;
-    gate.assert_rejected("no colon", post_request("X-A\r\n", ""))
+    fixture
+        .assert_rejected("first line folded", "POST / HTTP/1.1\r\n Host: a\r\n\r\n")
+        .await;
+    fixture
+        .assert_rejected("no name", post_request(": a\r\n", ""))
+        .await;
+    fixture
+        .assert_rejected("no colon", post_request("X-A\r\n", ""))
         .await;
     let close = "Connection: close\r\n";
-    gate.assert_normalized(
-        "bare LF",
-        "GET / HTTP/1.1\nHost: shop.example\nConnection: close\n\n",
-    )
-    .await;
-    gate.assert_normalized(
-        "one bare LF",
-        post_request(&format!("X-A: a\nContent-Length: 0\r\n{close}"), ""),
-    )
-    .await;
+    fixture
+        .assert_normalized(
+            "bare LF",
+            "GET / HTTP/1.1\nHost: shop.example\nConnection: close\n\n",
+        )
+        .await;
+    fixture
+        .assert_normalized(
+            "one bare LF",
+            post_request(&format!("X-A: a\nContent-Length: 0\r\n{close}"), ""),
+        )
+        .await;
 }
 
 #[tokio::test]
 async fn malformed_chunks_never_reach_the_upstream_as_a_complete_body() {
-    let gate = ValidationFixture::start("").await;
+    let fixture = ValidationFixture::start("").await;
     for body in [
         "5\nhello\r\n0\r\n\r\n",
         "0x5\r\nhello\r\n0\r\n\r\n",
@@ -224,7 +241,7 @@ async fn malformed_chunks_never_reach_the_upstream_as_a_complete_body() {
         "fffffffffffffffff\r\n",
     ] {
         let bytes = post_request("Transfer-Encoding: chunked\r\n", body);
-        let (mut client, outcome) = gate
+        let (mut client, outcome) = fixture
             .send(&[bytes.as_bytes(), SMUGGLED_REQUEST.as_bytes()].concat())
             .await;
         assert_eq!(
@@ -234,13 +251,13 @@ async fn malformed_chunks_never_reach_the_upstream_as_a_complete_body() {
         );
         client.read_to_close().await;
         assert!(!outcome.upstream_bytes.ends_with("0\r\n\r\n"), "{body:?}");
-        assert!(!gate.upstream_received("/smuggled"), "{body:?}");
+        assert!(!fixture.upstream_received("/smuggled"), "{body:?}");
     }
 }
 
 #[tokio::test]
 async fn there_is_exactly_one_host_and_it_matches_the_target() {
-    let gate = ValidationFixture::start("").await;
+    let fixture = ValidationFixture::start("").await;
     let heads = [
         ("no Host", "GET / HTTP/1.1\r\n"),
         ("two Hosts", "GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n"),
@@ -264,12 +281,12 @@ async fn there_is_exactly_one_host_and_it_matches_the_target() {
     ];
     for (what, head) in heads {
         assert_eq!(
-            gate.assert_rejected(what, format!("{head}\r\n")).await,
+            fixture.assert_rejected(what, format!("{head}\r\n")).await,
             Some(400),
             "{what}"
         );
     }
-    let (_, outcome) = gate
+    let (_, outcome) = fixture
         .send(b"GET http://shop.example/x HTTP/1.1\r\nHost: shop.example\r\n\r\n")
         .await;
     assert_eq!(outcome.reply.unwrap().status, 200);
@@ -282,7 +299,7 @@ async fn there_is_exactly_one_host_and_it_matches_the_target() {
 
 #[tokio::test]
 async fn invalid_targets_and_methods_are_rejected() {
-    let gate = ValidationFixture::start("").await;
+    let fixture = ValidationFixture::start("").await;
     let lines = [
         "GET foo HTTP/1.1",
         "GET  / HTTP/1.1",
@@ -297,7 +314,8 @@ async fn invalid_targets_and_methods_are_rejected() {
         "CONNECT shop.example:443 HTTP/1.1",
     ];
     for line in lines {
-        gate.assert_rejected(line, format!("{line}\r\nHost: shop.example\r\n\r\n"))
+        fixture
+            .assert_rejected(line, format!("{line}\r\nHost: shop.example\r\n\r\n"))
             .await;
     }
 }
@@ -311,7 +329,7 @@ limit = { requests = 1000, per = "1h" }
 
 #[tokio::test]
 async fn look_alike_key_headers_are_not_forwarded() {
-    let gate = ValidationFixture::start(HEADER_KEY_POLICY).await;
+    let fixture = ValidationFixture::start(HEADER_KEY_POLICY).await;
     for name in [
         "X_User_Id",
         "x_user-id",
@@ -321,7 +339,7 @@ async fn look_alike_key_headers_are_not_forwarded() {
     ] {
         let request =
             format!("GET / HTTP/1.1\r\nHost: a\r\nX-User-Id: me\r\n{name}: 6.6.6.6\r\n\r\n");
-        let (_, outcome) = gate.send(request.as_bytes()).await;
+        let (_, outcome) = fixture.send(request.as_bytes()).await;
         let reached = outcome.upstream_bytes.to_ascii_lowercase();
         assert!(
             !reached.contains(&name.to_ascii_lowercase()),
@@ -334,19 +352,19 @@ async fn look_alike_key_headers_are_not_forwarded() {
         );
     }
     let harmless = "GET / HTTP/1.1\r\nHost: a\r\nMy_Header: 1\r\n\r\n";
-    let (_, outcome) = gate.send(harmless.as_bytes()).await;
+    let (_, outcome) = fixture.send(harmless.as_bytes()).await;
     assert!(
         outcome
             .upstream_bytes
             .to_ascii_lowercase()
             .contains("my_header: 1"),
-        "nobody's look-alike"
+        "a header that resembles no key header must be forwarded"
     );
 }
 
 #[tokio::test]
 async fn the_connection_header_cannot_remove_required_fields() {
-    let gate = ValidationFixture::start(HEADER_KEY_POLICY).await;
+    let fixture = ValidationFixture::start(HEADER_KEY_POLICY).await;
     for name in [
         "X-User-Id",
         "Host",
@@ -357,7 +375,7 @@ async fn the_connection_header_cannot_remove_required_fields() {
         let request = format!(
             "POST / HTTP/1.1\r\nHost: shop.example\r\nConnection: {name}\r\nX-User-Id: me\r\nContent-Length: 2\r\n\r\nhi"
         );
-        let (_, outcome) = gate.send(request.as_bytes()).await;
+        let (_, outcome) = fixture.send(request.as_bytes()).await;
         if outcome.reply.unwrap().status == 400 {
             continue;
         }
@@ -379,7 +397,7 @@ async fn the_connection_header_cannot_remove_required_fields() {
 
 #[tokio::test]
 async fn oversized_heads_are_rejected() {
-    let gate =
+    let fixture =
         ValidationFixture::start("[listen.http]\nmax_header_bytes = '16KiB'\nmax_headers = 20")
             .await;
     let large = format!(
@@ -392,7 +410,7 @@ async fn oversized_heads_are_rejected() {
     });
     let long = format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "x".repeat(20 << 10));
     for (what, head) in [("large", large), ("many", many + "\r\n"), ("long", long)] {
-        let (mut client, outcome) = gate.send(head.as_bytes()).await;
+        let (mut client, outcome) = fixture.send(head.as_bytes()).await;
         let status = outcome.reply.map(|reply| reply.status);
         assert!(
             matches!(status, Some(400 | 414 | 431)),
@@ -406,14 +424,14 @@ async fn oversized_heads_are_rejected() {
         "x".repeat(12 << 10)
     );
     assert_eq!(
-        gate.send(fits.as_bytes()).await.1.reply.unwrap().status,
+        fixture.send(fits.as_bytes()).await.1.reply.unwrap().status,
         200
     );
 }
 
 #[tokio::test]
 async fn an_incomplete_head_times_out() {
-    let gate =
+    let fixture =
         ValidationFixture::start("[listen.http]\nheader_timeout = '300ms'\nidle_timeout = '300ms'")
             .await;
     for head in [
@@ -423,27 +441,30 @@ async fn an_incomplete_head_times_out() {
         "PRI * HT",
         "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ] {
-        let mut client = RawClient::connect(gate.proxy.address).await;
+        let mut client = RawClient::connect(fixture.proxy.address).await;
         client.send(head).await;
         let rest = client.read_to_close().await;
-        let told = String::from_utf8_lossy(&rest);
-        let h1_answer = told.starts_with("HTTP/1.1 ");
+        let text = String::from_utf8_lossy(&rest);
+        let h1_answer = text.starts_with("HTTP/1.1 ");
         assert!(
-            !h1_answer || told.starts_with("HTTP/1.1 408") || told.starts_with("HTTP/1.1 400"),
-            "{head:?}: {told}"
+            !h1_answer || text.starts_with("HTTP/1.1 408") || text.starts_with("HTTP/1.1 400"),
+            "{head:?}: {text}"
         );
     }
-    assert_eq!(gate.upstream.connection_count(), 0);
+    assert_eq!(fixture.upstream.connection_count(), 0);
 }
 
 #[tokio::test]
 async fn a_head_sent_byte_by_byte_times_out() {
-    let gate = ValidationFixture::start("[listen.http]\nheader_timeout = '300ms'").await;
-    let mut client = RawClient::connect(gate.proxy.address).await;
+    let fixture = ValidationFixture::start("[listen.http]\nheader_timeout = '300ms'").await;
+    let mut client = RawClient::connect(fixture.proxy.address).await;
     client.send("GET / HTTP/1.1\r\nHost: a\r\nX-Drip: ").await;
     let start = std::time::Instant::now();
     while !client.closes_within(Duration::from_millis(50)).await {
-        assert!(start.elapsed() < TEST_TIMEOUT, "still listening to drops");
+        assert!(
+            start.elapsed() < TEST_TIMEOUT,
+            "the proxy still reads a head that arrives byte by byte"
+        );
         if client.has_buffered_bytes() {
             break;
         }

@@ -1,10 +1,10 @@
-//! A table of odd requests, byte for byte, and what the upstream may see of each.
+//! A table of unusual requests and the bytes that the upstream may receive for each.
 
 use crate::support::client::RawClient;
 use crate::support::proxy::Proxy;
 use crate::support::upstream::RawUpstream;
 
-/// A connection for each request, so that what came last is what this one brought.
+/// Each request uses its own upstream connection, so that the last received bytes belong to it.
 const OK_RESPONSE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok";
 const HEADER_KEY_POLICY: &str = r#"
 [[policy]]
@@ -13,13 +13,15 @@ key = ["header:x-user-id", "client_ip"]
 limit = { requests = 1000, per = "1h" }
 "#;
 
-/// What becomes of a request.
+/// The expected handling of a request.
 enum ExpectedOutcome {
-    /// Nothing reaches the upstream, also not what comes behind.
+    /// No byte reaches the upstream, and neither does the next request.
     ConnectionRejected,
-    /// It does not; what comes behind may, as nobody doubts where this one ends.
+    /// The request does not reach the upstream. The next one may, because this one's end is
+    /// unambiguous.
     RequestRejected,
-    /// One request does, with these words in it and none of the others (all in lower case).
+    /// One request reaches the upstream. It contains all strings of the first list and none of the
+    /// second, in lower case.
     Forwarded(&'static [&'static str], &'static [&'static str]),
 }
 use ExpectedOutcome::{ConnectionRejected, Forwarded, RequestRejected};
@@ -36,7 +38,7 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
         ) + body
     };
     vec![
-        // The first line.
+        // Request line.
         (
             "a bare CR ends the line",
             format!("GET / HTTP/1.1\r{HOST_FIELD}\r\n"),
@@ -58,7 +60,7 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             ConnectionRejected,
         ),
         (
-            "a version that is none",
+            "an invalid version",
             head("GET / HTTP/1.1x", ""),
             ConnectionRejected,
         ),
@@ -68,17 +70,17 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             ConnectionRejected,
         ),
         (
-            "a method in small letters",
+            "a method in lower case",
             head("post / HTTP/1.1", "Content-Length: 0\r\n"),
             ConnectionRejected,
         ),
         (
-            "a method of nobody's in small letters",
+            "an unknown method in lower case",
             head("purge / HTTP/1.1", ""),
             ConnectionRejected,
         ),
         (
-            "a method of nobody's",
+            "an unknown method",
             head("PURGE /x HTTP/1.1", ""),
             Forwarded(&["purge /x http/1.1\r\n"], &[]),
         ),
@@ -99,7 +101,7 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             head("GET /x#/../y HTTP/1.1", ""),
             Forwarded(&["get /x http/1.1\r\n"], &["#", "/y"]),
         ),
-        // Whose request.
+        // Target and host.
         (
             "whole URL of another host",
             head("GET http://evil.example/ HTTP/1.1", ""),
@@ -140,7 +142,7 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             "GET /x HTTP/1.0\r\n\r\n".to_owned(),
             Forwarded(&["get /x http/1.1\r\n", "\r\nhost: 127.0.0.1:"], &[]),
         ),
-        // How long.
+        // Body length.
         (
             "length in HTTP/1.0 with chunks",
             format!(
@@ -186,7 +188,7 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             chunks("Content-Length: 0\r\nContent-Length: 5\r\n", "0\r\n\r\n"),
             Forwarded(&["transfer-encoding: chunked\r\n"], &["content-length"]),
         ),
-        // Chunks.
+        // Chunked bodies.
         (
             "an extension",
             chunks("", "3;a=b;c=\"d\"\r\nabc\r\n0;x\r\n\r\n"),
@@ -199,17 +201,17 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
         ),
         // Trailers.
         (
-            "a trailer that was not told of",
+            "a trailer that was not announced",
             chunks("", "0\r\nX-User-Id: evil\r\nContent-Length: 9\r\n\r\n"),
             Forwarded(&["\r\n\r\n0\r\n\r\n"], &["evil", "content-length"]),
         ),
         (
-            "a trailer that decides",
+            "a trailer with the key header",
             chunks("Trailer: X-User-Id\r\n", "0\r\nX-User-Id: evil\r\n\r\n"),
             ConnectionRejected,
         ),
         (
-            "a trailer that frames",
+            "a trailer with a framing header",
             chunks(
                 "Trailer: Content-Length\r\n",
                 "0\r\nContent-Length: 9\r\n\r\n",
@@ -217,7 +219,7 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             ConnectionRejected,
         ),
         (
-            "a trailer that says who",
+            "a trailer with a client address",
             chunks("Trailer: X-Forwarded-For\r\n", "0\r\n\r\n"),
             ConnectionRejected,
         ),
@@ -227,11 +229,11 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             ConnectionRejected,
         ),
         (
-            "a trailer that is no name",
+            "a trailer with an invalid name",
             chunks("Trailer: a b\r\n", "0\r\n\r\n"),
             ConnectionRejected,
         ),
-        // Fields.
+        // Header fields.
         ("no name", get(": x\r\n"), ConnectionRejected),
         ("a name with a space", get("X A: x\r\n"), ConnectionRejected),
         ("a name with a NUL", get("X\0A: x\r\n"), ConnectionRejected),
@@ -267,38 +269,38 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             RequestRejected,
         ),
         (
-            "an expectation that nobody knows",
+            "an unknown expectation",
             get("Expect: magic\r\n"),
             ConnectionRejected,
         ),
-        // What belongs to one connection.
+        // Hop-by-hop fields.
         (
-            "the key named",
+            "Connection names the key header",
             get("X-User-Id: me\r\nConnection: X-User-Id\r\n"),
             ConnectionRejected,
         ),
         (
-            "the key named among others",
+            "Connection names the key header among others",
             get("X-User-Id: me\r\nConnection: close, ,x-a,\tX-USER-ID\r\n"),
             ConnectionRejected,
         ),
         (
-            "the key named on a second line",
+            "Connection names the key header on a second line",
             get("X-User-Id: me\r\nConnection: keep-alive\r\nConnection: x-user-id\r\n"),
             ConnectionRejected,
         ),
         (
-            "Cookie named",
+            "Connection names Cookie",
             get("Cookie: a=1\r\nConnection: cookie\r\n"),
             ConnectionRejected,
         ),
         (
-            "Authorization named",
+            "Connection names Authorization",
             get("Authorization: Bearer x\r\nConnection: authorization\r\n"),
             ConnectionRejected,
         ),
         (
-            "others named",
+            "Connection names other fields",
             get("X-A: 1\r\nConnection: x-a\r\nKeep-Alive: timeout=5\r\nTE: gzip\r\n"),
             Forwarded(&["get / http/1.1"], &["x-a", "keep-alive", "te:"]),
         ),
@@ -319,16 +321,16 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             get("TE: trailers, deflate;q=0.5\r\nConnection: TE\r\n"),
             Forwarded(&["te: trailers\r\n"], &["deflate"]),
         ),
-        // Who.
+        // Client address.
         (
-            "claims of a stranger",
+            "forwarding headers of an untrusted client",
             get(
                 "X-Forwarded-For: 6.6.6.6\r\nForwarded: for=6.6.6.6\r\nX-Real-IP: 6.6.6.6\r\nX-Forwarded-Proto: gopher\r\n",
             ),
             Forwarded(&["x-forwarded-for: 127.0.0.1\r\n"], &["6.6.6.6", "gopher"]),
         ),
         (
-            "a claim's look-alike",
+            "a look-alike of a forwarding header",
             get("X_Forwarded_For: 6.6.6.6\r\n"),
             ConnectionRejected,
         ),
@@ -504,7 +506,7 @@ fn http2_cases() -> Vec<(&'static str, HeaderFields, ExpectedOutcome)> {
             ConnectionRejected,
         ),
         (
-            "a method in small letters",
+            "a method in lower case",
             with(b":method", b"get"),
             ConnectionRejected,
         ),
@@ -560,7 +562,7 @@ fn http2_cases() -> Vec<(&'static str, HeaderFields, ExpectedOutcome)> {
             ConnectionRejected,
         ),
         (
-            "a pseudo field that is none",
+            "an unknown pseudo field",
             with(b":version", b"HTTP/1.1"),
             ConnectionRejected,
         ),
@@ -570,12 +572,12 @@ fn http2_cases() -> Vec<(&'static str, HeaderFields, ExpectedOutcome)> {
             ConnectionRejected,
         ),
         (
-            "a pseudo field behind others",
+            "a pseudo field after regular fields",
             [with(b"x-a", b"b"), vec![(b":authority", b"evil.example")]].concat(),
             ConnectionRejected,
         ),
         (
-            "a length that is not kept",
+            "a length that does not match the body",
             with(b"content-length", b"5"),
             ConnectionRejected,
         ),
@@ -609,12 +611,12 @@ fn http2_cases() -> Vec<(&'static str, HeaderFields, ExpectedOutcome)> {
             Forwarded(&["cookie: a=1; b=2\r\n"], &[]),
         ),
         (
-            "a stranger's claim",
+            "a forwarding header of an untrusted client",
             with(b"x-forwarded-for", b"6.6.6.6"),
             Forwarded(&["x-forwarded-for: 127.0.0.1\r\n"], &["6.6.6.6"]),
         ),
         (
-            "a plain one",
+            "a plain request",
             usual.to_vec(),
             Forwarded(
                 &["get /x http/1.1\r\nhost: shop.example\r\n"],
@@ -624,7 +626,8 @@ fn http2_cases() -> Vec<(&'static str, HeaderFields, ExpectedOutcome)> {
     ]
 }
 
-/// A connection's beginning and one request without a body, not compressed (RFC 9113; RFC 7541, 6.2.2).
+/// Encodes a connection preface and one request without a body, uncompressed (RFC 9113; RFC 7541,
+/// 6.2.2).
 fn encode_request(fields: &HeaderFields) -> Vec<u8> {
     let mut block = Vec::new();
     for (name, value) in fields {
@@ -634,7 +637,7 @@ fn encode_request(fields: &HeaderFields) -> Vec<u8> {
         block.extend(*value);
     }
     let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0".to_vec();
-    // HEADERS of stream 1, END_STREAM and END_HEADERS.
+    // HEADERS on stream 1 with END_STREAM and END_HEADERS.
     bytes.extend([
         0,
         (block.len() >> 8) as u8,

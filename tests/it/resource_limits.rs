@@ -1,4 +1,4 @@
-//! What a stranger could make grow, and where it ends.
+//! Bounds on the resources that an untrusted client can consume.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{RawClient, await_response, open_http2_connection};
@@ -21,9 +21,13 @@ async fn connections_beyond_the_limit_wait_until_one_closes() {
     third.send(request).await;
     assert!(
         !third.closes_within(Duration::from_millis(300)).await,
-        "it waits, and is not turned away"
+        "the third connection must wait, not be closed"
     );
-    assert_eq!(upstream.requests().len(), 2, "it is not served yet");
+    assert_eq!(
+        upstream.requests().len(),
+        2,
+        "the third connection must not be served yet"
+    );
     drop(first);
     assert_eq!(third.read_response().await.status, 200);
 }
@@ -53,7 +57,7 @@ async fn a_body_above_the_limit_is_a_413() {
     assert_eq!(
         upstream.received_bytes().len(),
         before,
-        "its length said it all"
+        "a body announced as too large must not reach the upstream"
     );
     let mut client = RawClient::connect(proxy.address).await;
     client
@@ -68,11 +72,11 @@ async fn a_body_above_the_limit_is_a_413() {
     assert_eq!(
         client.read_response().await.status,
         413,
-        "without a length, once it is seen"
+        "a body without a length is rejected once it is too large"
     );
     assert!(
         !upstream.received_bytes()[before..].ends_with(b"0\r\n\r\n"),
-        "the upstream saw no whole request"
+        "the upstream must not see a complete request"
     );
     let mut h2 = open_http2_connection(proxy.address).await;
     let body = Full::from(vec![b'x'; 2_000]).boxed();
@@ -129,7 +133,7 @@ async fn a_stalled_body_times_out() {
     assert!(start.elapsed() < TEST_TIMEOUT / 2, "{:?}", start.elapsed());
     assert!(
         reply.is_none_or(|reply| matches!(reply.status, 400 | 408)),
-        "the client's fault"
+        "a timeout of the client's body is a 4xx"
     );
     client.read_to_close().await;
 }
@@ -159,7 +163,8 @@ async fn an_idle_connection_is_closed_after_its_timeout() {
     assert!(client.closes_within(TEST_TIMEOUT).await);
 }
 
-/// The first ones take what resting connections have given back, so that only the others are counted.
+/// The first connections reuse memory that idle connections have released, so only the later ones
+/// are counted.
 #[tokio::test]
 async fn an_idle_connection_uses_little_memory() {
     const CONNECTIONS_PER_ROUND: u64 = 100;
@@ -199,8 +204,11 @@ async fn memory_is_released_after_a_burst_of_connections() {
     drop(clients);
     let deadline = Instant::now() + TEST_TIMEOUT;
     while proxy.anonymous_kib() > before + 2_500 {
-        let kept = proxy.anonymous_kib() - before;
-        assert!(Instant::now() < deadline, "{kept} KiB of {burst} are kept");
+        let retained_kib = proxy.anonymous_kib() - before;
+        assert!(
+            Instant::now() < deadline,
+            "{retained_kib} KiB of {burst} KiB are still in use"
+        );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

@@ -1,4 +1,5 @@
-//! Costs that only the response tells, as clients meet them: reserved, then settled.
+//! Costs that only the response reports: units are reserved with the request and settled with the
+//! response.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawClient;
@@ -16,7 +17,7 @@ use tidegate::store::redis::RedisSettings;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::time::{Instant, sleep, timeout};
 
-/// A request reserves 100 of 1000. The period is so long that nothing comes back by itself.
+/// A request reserves 100 of 1000 units. The period is so long that no unit returns by itself.
 const POLICIES: &str = r#"
 [[policy]]
 name = "body"
@@ -30,7 +31,7 @@ limit = { requests = 1000, per = "100d" }
 cost = { estimate = 100, actual = "response_header:x-units" }
 "#;
 
-/// Each gives back in its own way.
+/// Each algorithm returns units in its own way.
 const ALGORITHMS: [&str; 4] = [
     "fixed_window",
     "sliding_log",
@@ -47,7 +48,8 @@ fn algorithms_and_stores() -> impl Iterator<Item = (&'static str, bool)> {
 const LIMIT_UNITS: u64 = 1000;
 const ESTIMATED_COST: u64 = 100;
 
-/// A proxy in front of an upstream that answers by the path; what `fed` is asked for, the test feeds.
+/// A proxy in front of an upstream that answers by path. The test feeds the bodies of `/…/fed` and
+/// `/…/events`.
 struct SettlementFixture {
     proxy: Proxy,
     upstream: Upstream,
@@ -71,7 +73,7 @@ impl SettlementFixture {
         }
     }
 
-    /// One of [`everywhere`].
+    /// Starts one case of [`algorithms_and_stores`].
     async fn start_for((algorithm, in_redis): (&str, bool)) -> Self {
         let server = in_redis.then(RedisServer::start);
         let store = server
@@ -82,7 +84,7 @@ impl SettlementFixture {
         Self::start(&config, server).await
     }
 
-    /// Whose feeder it is that comes next.
+    /// The sender for the body of the next such response.
     async fn next_feeder(&mut self) -> BodySender {
         timeout(TEST_TIMEOUT, self.feeders.recv())
             .await
@@ -90,17 +92,18 @@ impl SettlementFixture {
             .unwrap()
     }
 
-    /// Ends when what `policy` has counted for requests that have ended is `used`. Each look reserves as they do, and gives it all back.
+    /// Waits until finished requests have used `used` units of `policy`. Each probe reserves units
+    /// and returns them all.
     async fn wait_for_used_units(&self, policy: &str, used: u64) {
-        let look = format!("/{policy}/0");
-        // What could be settled wrongly has been after this: settlements keep their order.
-        self.proxy.get(&look).await;
+        let probe = format!("/{policy}/0");
+        // Settlements keep their order, so all earlier ones are applied after this probe.
+        self.proxy.get(&probe).await;
         let mut seen = None;
-        let came = timeout(TEST_TIMEOUT, async {
+        let settled = timeout(TEST_TIMEOUT, async {
             loop {
                 let left = self
                     .proxy
-                    .get(&look)
+                    .get(&probe)
                     .await
                     .list_parameter("ratelimit", policy, "r");
                 if left == Some(LIMIT_UNITS - ESTIMATED_COST - used) {
@@ -110,10 +113,10 @@ impl SettlementFixture {
                 sleep(Duration::from_millis(5)).await;
             }
         });
-        let came = came.await;
+        let settled = settled.await;
         assert!(
-            came.is_ok(),
-            "{used} of {policy} were never used, at last {seen:?} were left: {}\n{}",
+            settled.is_ok(),
+            "{used} units of {policy} were never used; at last {seen:?} were left: {}\n{}",
             self.config,
             self.proxy.log_text()
         );
@@ -173,53 +176,53 @@ async fn respond_by_path(
 
 #[tokio::test]
 async fn a_json_cost_settles_above_and_below_the_estimate() {
-    for place in algorithms_and_stores() {
-        let scene = SettlementFixture::start_for(place).await;
-        let first = scene.proxy.get("/body/12").await;
+    for case in algorithms_and_stores() {
+        let fixture = SettlementFixture::start_for(case).await;
+        let first = fixture.proxy.get("/body/12").await;
         assert_eq!(
             first.list_parameter("ratelimit", "body", "r"),
             Some(LIMIT_UNITS - ESTIMATED_COST),
-            "the estimate is reserved"
+            "the estimate must be reserved"
         );
         assert_eq!(
             first.json()["usage"]["total_tokens"],
             12,
-            "and the response is the upstream's"
+            "the response must be the upstream's"
         );
-        scene.wait_for_used_units("body", 12).await;
-        scene.proxy.get("/body/250").await;
-        scene.wait_for_used_units("body", 262).await;
-        scene.proxy.get("/body/100").await;
-        scene.wait_for_used_units("body", 362).await;
+        fixture.wait_for_used_units("body", 12).await;
+        fixture.proxy.get("/body/250").await;
+        fixture.wait_for_used_units("body", 262).await;
+        fixture.proxy.get("/body/100").await;
+        fixture.wait_for_used_units("body", 362).await;
     }
 }
 
 #[tokio::test]
 async fn a_header_cost_settles_above_and_below_the_estimate_for_any_method() {
-    for place in algorithms_and_stores() {
-        let scene = SettlementFixture::start_for(place).await;
-        scene.proxy.get("/head/12").await;
+    for case in algorithms_and_stores() {
+        let fixture = SettlementFixture::start_for(case).await;
+        fixture.proxy.get("/head/12").await;
         assert_eq!(
-            scene
+            fixture
                 .proxy
                 .request("HEAD", "/head/150")
                 .send_for_status()
                 .await,
             200
         );
-        scene.wait_for_used_units("head", 162).await;
+        fixture.wait_for_used_units("head", 162).await;
     }
 }
 
 #[tokio::test]
 async fn the_last_event_with_a_cost_settles_and_events_are_not_delayed() {
-    for place in algorithms_and_stores() {
-        let mut scene = SettlementFixture::start_for(place).await;
-        let mut client = RawClient::connect(scene.proxy.address).await;
+    for case in algorithms_and_stores() {
+        let mut fixture = SettlementFixture::start_for(case).await;
+        let mut client = RawClient::connect(fixture.proxy.address).await;
         client
             .send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
             .await;
-        let feeder = scene.next_feeder().await;
+        let feeder = fixture.next_feeder().await;
         for piece in [
             "data: {\"text\":\"first\"}\n\n",
             "data: {\"usage\":{\"total_to",
@@ -233,23 +236,23 @@ async fn the_last_event_with_a_cost_settles_and_events_are_not_delayed() {
         }
         drop(feeder);
         client.read_past(b"0\r\n\r\n").await;
-        scene.wait_for_used_units("body", 31).await;
+        fixture.wait_for_used_units("body", 31).await;
     }
 }
 
 #[tokio::test]
 async fn a_trailer_cost_settles() {
-    for place in algorithms_and_stores() {
-        let mut scene = SettlementFixture::start_for(place).await;
+    for case in algorithms_and_stores() {
+        let mut fixture = SettlementFixture::start_for(case).await;
         let reply = tokio::spawn(
-            scene
+            fixture
                 .proxy
                 .request("GET", "/head/fed")
                 .header("TE", "trailers")
                 .header("Connection", "TE")
                 .send(),
         );
-        let feeder = scene.next_feeder().await;
+        let feeder = fixture.next_feeder().await;
         assert!(feeder.send("x").await);
         feeder
             .send_trailers(HeaderMap::from_iter([(
@@ -258,14 +261,14 @@ async fn a_trailer_cost_settles() {
             )]))
             .await;
         assert!(reply.await.unwrap().complete);
-        scene.wait_for_used_units("head", 17).await;
+        fixture.wait_for_used_units("head", 17).await;
     }
 }
 
 #[tokio::test]
 async fn a_response_without_a_cost_keeps_the_estimate() {
-    for place in algorithms_and_stores() {
-        let scene = SettlementFixture::start_for(place).await;
+    for case in algorithms_and_stores() {
+        let fixture = SettlementFixture::start_for(case).await;
         for path in [
             "/body/none",
             "/body/html",
@@ -273,58 +276,64 @@ async fn a_response_without_a_cost_keeps_the_estimate() {
             "/body/cut",
             "/body/-3",
         ] {
-            assert_eq!(scene.proxy.get(path).await.status, 200);
+            assert_eq!(fixture.proxy.get(path).await.status, 200);
         }
         assert_eq!(
-            scene
+            fixture
                 .proxy
                 .request("HEAD", "/body/7")
                 .send_for_status()
                 .await,
             200
         );
-        scene.wait_for_used_units("body", 6 * ESTIMATED_COST).await;
+        fixture
+            .wait_for_used_units("body", 6 * ESTIMATED_COST)
+            .await;
         for path in ["/head/none", "/head/odd"] {
-            assert_eq!(scene.proxy.get(path).await.status, 200);
+            assert_eq!(fixture.proxy.get(path).await.status, 200);
         }
-        scene.wait_for_used_units("head", 2 * ESTIMATED_COST).await;
+        fixture
+            .wait_for_used_units("head", 2 * ESTIMATED_COST)
+            .await;
     }
 }
 
 #[tokio::test]
 async fn an_incomplete_response_keeps_the_estimate() {
-    let mut scene = SettlementFixture::start_for(("sliding_log", false)).await;
-    let told = "data: {\"usage\":{\"total_tokens\":7}}\n\n";
+    let mut fixture = SettlementFixture::start_for(("sliding_log", false)).await;
+    let event = "data: {\"usage\":{\"total_tokens\":7}}\n\n";
 
-    let mut leaver = RawClient::connect(scene.proxy.address).await;
+    let mut leaver = RawClient::connect(fixture.proxy.address).await;
     leaver
         .send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
         .await;
-    let feeder = scene.next_feeder().await;
-    assert!(feeder.send(told).await);
-    leaver.read_past(told.as_bytes()).await;
+    let feeder = fixture.next_feeder().await;
+    assert!(feeder.send(event).await);
+    leaver.read_past(event.as_bytes()).await;
     drop(leaver);
     timeout(TEST_TIMEOUT, feeder.wait_until_dropped())
         .await
         .unwrap();
-    scene.wait_for_used_units("body", ESTIMATED_COST).await;
+    fixture.wait_for_used_units("body", ESTIMATED_COST).await;
 
-    let reply = tokio::spawn(scene.proxy.request("GET", "/body/events").send());
-    let feeder = scene.next_feeder().await;
-    assert!(feeder.send(told).await);
+    let reply = tokio::spawn(fixture.proxy.request("GET", "/body/events").send());
+    let feeder = fixture.next_feeder().await;
+    assert!(feeder.send(event).await);
     feeder.send_error().await;
     assert!(!reply.await.unwrap().complete);
-    scene.wait_for_used_units("body", 2 * ESTIMATED_COST).await;
+    fixture
+        .wait_for_used_units("body", 2 * ESTIMATED_COST)
+        .await;
 }
 
 #[tokio::test]
 async fn a_debt_makes_later_requests_wait() {
-    for place in algorithms_and_stores() {
-        let scene = SettlementFixture::start_for(place).await;
-        scene.proxy.get("/body/5000").await;
+    for case in algorithms_and_stores() {
+        let fixture = SettlementFixture::start_for(case).await;
+        fixture.proxy.get("/body/5000").await;
         let refused = timeout(TEST_TIMEOUT, async {
             loop {
-                let reply = scene.proxy.get("/body/none").await;
+                let reply = fixture.proxy.get("/body/none").await;
                 if reply.status == 429 {
                     return reply;
                 }
@@ -338,17 +347,17 @@ async fn a_debt_makes_later_requests_wait() {
 
 #[tokio::test]
 async fn returned_units_admit_requests_that_were_refused_before() {
-    for place in algorithms_and_stores() {
-        let mut scene = SettlementFixture::start_for(place).await;
+    for case in algorithms_and_stores() {
+        let mut fixture = SettlementFixture::start_for(case).await;
         let mut slow = Vec::new();
         for _ in 0..10 {
-            let reply = tokio::spawn(scene.proxy.request("GET", "/body/fed").send());
-            slow.push((scene.next_feeder().await, reply));
+            let reply = tokio::spawn(fixture.proxy.request("GET", "/body/fed").send());
+            slow.push((fixture.next_feeder().await, reply));
         }
         assert_eq!(
-            scene.proxy.get("/body/0").await.status,
+            fixture.proxy.get("/body/0").await.status,
             429,
-            "all is reserved"
+            "all units are reserved"
         );
         for (feeder, reply) in slow {
             assert!(feeder.send(r#"{"usage":{"total_tokens":1}}"#).await);
@@ -356,19 +365,22 @@ async fn returned_units_admit_requests_that_were_refused_before() {
             assert!(reply.await.unwrap().complete);
         }
         let admitted = timeout(TEST_TIMEOUT, async {
-            while scene.proxy.get("/body/none").await.status == 429 {
+            while fixture.proxy.get("/body/none").await.status == 429 {
                 sleep(Duration::from_millis(5)).await;
             }
         });
-        assert!(admitted.await.is_ok(), "what was given back is not there");
-        assert_eq!(scene.upstream.last_request().target, "/body/none");
+        assert!(
+            admitted.await.is_ok(),
+            "returned units did not admit a request"
+        );
+        assert_eq!(fixture.upstream.last_request().target, "/body/none");
     }
 }
 
 #[tokio::test]
 async fn a_request_that_never_reached_the_upstream_is_not_charged() {
-    let nobody: SocketAddr = "127.0.0.1:9".parse().unwrap();
-    let proxy = Proxy::start(POLICIES, nobody).await;
+    let unused_address: SocketAddr = "127.0.0.1:9".parse().unwrap();
+    let proxy = Proxy::start(POLICIES, unused_address).await;
     for _ in 0..3 {
         let reply = proxy.get("/body/x").await;
         assert_eq!(
@@ -382,36 +394,36 @@ async fn a_request_that_never_reached_the_upstream_is_not_charged() {
 async fn pending_settlements_are_sent_before_shutdown() {
     let server = RedisServer::start();
     let config = format!("{}\n{POLICIES}", server.store_config());
-    let mut scene = SettlementFixture::start(&config, Some(server)).await;
-    let reply = tokio::spawn(scene.proxy.request("GET", "/body/fed").send());
-    let feeder = scene.next_feeder().await;
+    let mut fixture = SettlementFixture::start(&config, Some(server)).await;
+    let reply = tokio::spawn(fixture.proxy.request("GET", "/body/fed").send());
+    let feeder = fixture.next_feeder().await;
     assert!(feeder.send(r#"{"usage":{"total_tokens":3}}"#).await);
-    scene.proxy.send_sigterm();
+    fixture.proxy.send_sigterm();
     drop(feeder);
     assert!(reply.await.unwrap().complete);
     assert!(
-        scene
+        fixture
             .proxy
             .wait_for_exit(TEST_TIMEOUT)
             .await
             .status
             .success()
     );
-    scene.proxy = Proxy::start(&config, scene.upstream.address).await;
-    scene.wait_for_used_units("body", 3).await;
+    fixture.proxy = Proxy::start(&config, fixture.upstream.address).await;
+    fixture.wait_for_used_units("body", 3).await;
 }
 
 #[tokio::test]
 async fn lost_settlements_are_counted_and_the_estimate_stands() {
-    let mut scene = SettlementFixture::start_for(("sliding_log", true)).await;
-    let reply = tokio::spawn(scene.proxy.request("GET", "/body/fed").send());
-    let feeder = scene.next_feeder().await;
-    scene.redis.as_mut().unwrap().kill();
+    let mut fixture = SettlementFixture::start_for(("sliding_log", true)).await;
+    let reply = tokio::spawn(fixture.proxy.request("GET", "/body/fed").send());
+    let feeder = fixture.next_feeder().await;
+    fixture.redis.as_mut().unwrap().kill();
     assert!(feeder.send(r#"{"usage":{"total_tokens":3}}"#).await);
     drop(feeder);
     assert!(reply.await.unwrap().complete);
     let lost = timeout(TEST_TIMEOUT, async {
-        while scene
+        while fixture
             .proxy
             .read_metric("tidegate_settlements_lost_total")
             .await
@@ -420,50 +432,50 @@ async fn lost_settlements_are_counted_and_the_estimate_stands() {
             sleep(Duration::from_millis(5)).await;
         }
     });
-    assert!(lost.await.is_ok(), "nobody counts it");
-    scene.redis.as_mut().unwrap().restart();
-    scene.wait_for_used_units("body", 0).await;
+    assert!(lost.await.is_ok(), "the lost settlement is not counted");
+    fixture.redis.as_mut().unwrap().restart();
+    fixture.wait_for_used_units("body", 0).await;
     assert_eq!(
-        scene
+        fixture
             .proxy
             .read_metric("tidegate_settlements_lost_total")
             .await,
         1.0,
-        "what is told is not lost"
+        "a later settlement must not be counted as lost"
     );
 }
 
 #[tokio::test]
 async fn a_client_cannot_avoid_settlement() {
-    let mut scene = SettlementFixture::start_for(("sliding_log", false)).await;
-    let asked = scene
+    let mut fixture = SettlementFixture::start_for(("sliding_log", false)).await;
+    let request = fixture
         .proxy
         .request("GET", "/body/300")
         .header("accept-encoding", "gzip, br");
-    asked
+    request
         .header("range", "bytes=0-")
         .header("if-range", "x")
         .send()
         .await;
-    let seen = scene.upstream.last_request();
+    let seen = fixture.upstream.last_request();
     assert_eq!(seen.single_header("accept-encoding"), "identity");
     assert!(seen.header_values("range").is_empty() && seen.header_values("if-range").is_empty());
-    scene.wait_for_used_units("body", 300).await;
+    fixture.wait_for_used_units("body", 300).await;
 
-    // Nor does leaving once the bill has been read.
-    let told = "data: {\"usage\":{\"total_tokens\":400}}\n\n";
-    let mut leaver = RawClient::connect(scene.proxy.address).await;
+    // Nor does disconnecting after the cost has been read.
+    let event = "data: {\"usage\":{\"total_tokens\":400}}\n\n";
+    let mut leaver = RawClient::connect(fixture.proxy.address).await;
     leaver
         .send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
         .await;
-    let feeder = scene.next_feeder().await;
-    assert!(feeder.send(told).await);
-    leaver.read_past(told.as_bytes()).await;
+    let feeder = fixture.next_feeder().await;
+    assert!(feeder.send(event).await);
+    leaver.read_past(event.as_bytes()).await;
     drop(leaver);
-    scene.wait_for_used_units("body", 700).await;
+    fixture.wait_for_used_units("body", 700).await;
 }
 
-/// Through a network that takes its time.
+/// Uses a slow network.
 #[tokio::test]
 async fn settlements_are_pipelined_and_keep_their_order() {
     let server = RedisServer::start();
@@ -494,10 +506,10 @@ async fn settlements_are_pipelined_and_keep_their_order() {
                 at_us: decision.now_us,
             },
         ));
-        // Charged later, so nothing of it is given back.
+        // Charged after the credit's time, so the credit does not reduce it.
         amendments.push((key, Amendment::Charge(7)));
     }
-    let late: Vec<_> = amendments
+    let settlements: Vec<_> = amendments
         .iter()
         .map(|(key, amendment)| Settlement {
             limit: &limit,
@@ -507,18 +519,22 @@ async fn settlements_are_pipelined_and_keep_their_order() {
         .collect();
     let trip = Duration::from_millis(50);
     relay.delay_replies(trip);
-    // Forgotten programs are loaded once more, and what waits for that keeps its order.
+    // Flushed scripts are loaded again, and the waiting settlements keep their order.
     let _: () = server.command("SCRIPT FLUSH").await;
     let began = Instant::now();
-    redis.amend(&late).await.unwrap();
+    redis.amend(&settlements).await.unwrap();
     let took = began.elapsed();
     relay.forward_at_once();
     for key in &keys {
-        let look = redis
+        let probe = redis
             .decide(&[Charge::new(&limit, key, 0)], Instant::now())
             .await
             .unwrap();
-        assert_eq!(look.statuses[0].unwrap().remaining, 1000 - 17);
+        assert_eq!(probe.statuses[0].unwrap().remaining, 1000 - 17);
     }
-    assert!(took < trip * 80, "{took:?} for {} amendments", late.len());
+    assert!(
+        took < trip * 80,
+        "{took:?} for {} amendments",
+        settlements.len()
+    );
 }

@@ -1,6 +1,6 @@
-//! The truth of a refusal: the same request is admitted at the time that it names, and not before. For each algorithm,
-//! and for several limits and `block_for` in one policy, with refusals that count and without; both stores; 1,000
-//! cases each, drawn anew in every run.
+//! Retry times are exact: the same request is admitted at the reported time and not before. Covers
+//! each algorithm, and policies with several limits and `block_for`, with and without
+//! `count_rejected`. Each runs 1,000 random cases in both stores.
 
 use crate::support::store_harness::{
     EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, draw_duration_us, draw_limit_for,
@@ -11,25 +11,25 @@ use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit};
 
 const CASES_PER_STORE: usize = 1_000;
 
-/// One policy, and what one client asked of it, the last of which was refused for some time.
+/// One policy and the requests of one client. The last one was rejected with a retry time.
 #[derive(Debug)]
 struct RefusalCase {
     limits: Vec<Limit>,
     /// `count_rejected`.
     counts_rejected: bool,
-    /// When, and at which cost.
+    /// Time and cost of each request.
     requests: Vec<(u64, u64)>,
 }
 
 impl RefusalCase {
-    /// Asks at random until something is refused, and then goes on knocking.
+    /// Sends random requests until one is rejected, and then some retries.
     fn generate(
-        judge: &mut StoreUnderTest,
+        store: &mut StoreUnderTest,
         limits: Vec<Limit>,
         counts: bool,
         rng: &mut Rng,
     ) -> Self {
-        judge.reset();
+        store.reset();
         let mut case = Self {
             limits,
             counts_rejected: counts,
@@ -43,7 +43,7 @@ impl RefusalCase {
         let (per_us, apart_us) = (few.per_us, (few.per_us / few.requests).max(1));
         let most = case.unit_limits().map(Limit::cold_capacity).min().unwrap();
         let (start_us, gaps) = (START_US + rng.u64(..per_us), rng.usize(..12));
-        let (mut at_us, mut knocks) = (start_us, rng.usize(..3));
+        let (mut at_us, mut retries) = (start_us, rng.usize(..3));
         loop {
             at_us += match rng.u8(..4) {
                 _ if case.requests.len() > gaps => 0,
@@ -53,13 +53,16 @@ impl RefusalCase {
             };
             let cost = if rng.bool() { 1 } else { rng.u64(1..=most) };
             case.requests.push((at_us, cost));
-            if !case.decide(judge, at_us, cost).1.admitted {
-                if knocks == 0 {
+            if !case.decide(store, at_us, cost).1.admitted {
+                if retries == 0 {
                     return case;
                 }
-                knocks -= 1;
+                retries -= 1;
             }
-            assert!(case.requests.len() < 20_000, "nothing is refused: {case:?}");
+            assert!(
+                case.requests.len() < 20_000,
+                "no request is rejected: {case:?}"
+            );
         }
     }
 
@@ -69,8 +72,8 @@ impl RefusalCase {
             .filter(|limit| limit.algorithm != Algorithm::Block)
     }
 
-    /// When it would be admitted, if it wasn't, and the decision.
-    fn decide(&self, judge: &mut StoreUnderTest, at_us: u64, cost: u64) -> (Option<u64>, Decision) {
+    /// Returns the decision, and the time at which a rejected request would be admitted.
+    fn decide(&self, store: &mut StoreUnderTest, at_us: u64, cost: u64) -> (Option<u64>, Decision) {
         let key = make_key();
         let charge = |limit| Charge {
             counts_rejected: self.counts_rejected,
@@ -82,46 +85,47 @@ impl RefusalCase {
             .map(charge)
             .map(with_block_cost)
             .collect();
-        let decision = judge.decide(&charges, at_us);
+        let decision = store.decide(&charges, at_us);
         (admissible_at_us(&charges, &decision), decision)
     }
 
-    /// The same history again; returns what the last one is told.
-    fn replay(&self, judge: &mut StoreUnderTest) -> u64 {
-        judge.reset();
-        let told = self
+    /// Replays the history from an empty store. Returns the retry time of the last request.
+    fn replay(&self, store: &mut StoreUnderTest) -> u64 {
+        store.reset();
+        let last_retry_at_us = self
             .requests
             .iter()
-            .map(|(at_us, cost)| self.decide(judge, *at_us, *cost).0)
+            .map(|(at_us, cost)| self.decide(store, *at_us, *cost).0)
             .last();
-        told.flatten()
-            .expect("the last one was refused for some time")
+        last_retry_at_us
+            .flatten()
+            .expect("the last request was rejected with a retry time")
     }
 
-    /// One client waits as told, two others come too early. Each has the history for himself: who comes early may
-    /// have used something by it.
-    fn check_retry_after(&self, judge: &mut StoreUnderTest) {
+    /// One client waits as reported, two others retry too early. Each replays the history from an
+    /// empty store, because an early retry may change state.
+    fn check_retry_after(&self, store: &mut StoreUnderTest) {
         let (now_us, cost) = *self.requests.last().unwrap();
         for early_us in [1_000, 1] {
-            let until_us = self.replay(judge);
+            let until_us = self.replay(store);
             let early_us = until_us - early_us;
-            let (_, early) = self.decide(judge, early_us.max(now_us), cost);
+            let (_, early) = self.decide(store, early_us.max(now_us), cost);
             assert!(
                 !early.admitted,
                 "{} µs too early: {early:?}",
                 until_us - early_us
             );
         }
-        let until_us = self.replay(judge);
-        let (_, waited) = self.decide(judge, until_us, cost);
+        let until_us = self.replay(store);
+        let (_, waited) = self.decide(store, until_us, cost);
         assert!(
             waited.admitted,
-            "waited until {until_us} as told: {waited:?}"
+            "waited until {until_us} as reported: {waited:?}"
         );
     }
 }
 
-/// A block is asked for one unit, whatever the request costs.
+/// A block always costs one unit, whatever the request costs.
 fn with_block_cost(charge: Charge<'_>) -> Charge<'_> {
     if charge.is_block() {
         Charge { cost: 1, ..charge }
@@ -134,21 +138,21 @@ fn make_key() -> Key {
     KeyBuilder::new("p").finish()
 }
 
-/// `policy` draws the limits of one, which may count what it refuses.
+/// `policy` draws the limits of one policy. `counts` is its `count_rejected`.
 fn check_retry_after_of_policies(counts: bool, policy: impl Fn(&mut Rng) -> Vec<Limit>) {
     let seed = test_seed();
-    for mut judge in StoreUnderTest::both_stores() {
+    for mut store in StoreUnderTest::both_stores() {
         let mut rng = Rng::with_seed(seed);
         for number in 0..CASES_PER_STORE {
             let limits = policy(&mut rng);
-            let case = RefusalCase::generate(&mut judge, limits, counts, &mut rng);
-            // Said only if the case fails.
-            let said = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                case.check_retry_after(&mut judge)
+            let case = RefusalCase::generate(&mut store, limits, counts, &mut rng);
+            // Printed only if the case fails.
+            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                case.check_retry_after(&mut store)
             }));
             assert!(
-                said.is_ok(),
-                "TIDEGATE_TEST_SEED={seed}, case {number} in {judge:?}: {case:?}"
+                outcome.is_ok(),
+                "TIDEGATE_TEST_SEED={seed}, case {number} in {store:?}: {case:?}"
             );
         }
     }
@@ -163,7 +167,8 @@ macro_rules! algorithm_tests {
     )* };
 }
 
-/// A test per algorithm, and one of several limits together: the wait is the longest of all, that of the block included.
+/// One test per algorithm, and one for several limits: the wait is the longest of all limits and
+/// the block.
 macro_rules! retry_after_tests {
     ($($module:ident: $counts:literal)*) => { $(
         mod $module {

@@ -1,28 +1,28 @@
-//! Refusals that count and costs that are settled later, in both stores: as the naive model has them where it is short,
-//! and never laxer than had all been known from the start.
+//! Counted rejections and settlements in both stores. Logs and windows must match the reference
+//! model. No algorithm may admit more than if all costs had been known from the start.
 
 use crate::reference_model::NaiveModel;
 use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
 use fastrand::Rng;
 use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
 
-/// Sequences for the memory store and for Redis.
+/// Number of sequences for the memory store and for Redis.
 const SEQUENCE_COUNTS: [usize; 2] = [400, 100];
 const STEPS_PER_SEQUENCE: usize = 60;
 
-/// Runs a test in both stores with drawn values, and says how to draw them again.
+/// Runs a test in both stores with random values, and reports the seed on failure.
 fn run_random_sequences(sequences: [usize; 2], test: impl Fn(&mut StoreUnderTest, &mut Rng)) {
     let seed = test_seed();
-    for (mut judge, sequences) in StoreUnderTest::both_stores().into_iter().zip(sequences) {
+    for (mut store, sequences) in StoreUnderTest::both_stores().into_iter().zip(sequences) {
         let mut rng = Rng::with_seed(seed);
         for number in 0..sequences {
-            judge.reset();
+            store.reset();
             let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                test(&mut judge, &mut rng)
+                test(&mut store, &mut rng)
             }));
             assert!(
                 run.is_ok(),
-                "TIDEGATE_TEST_SEED={seed}, sequence {number} in {judge:?}"
+                "TIDEGATE_TEST_SEED={seed}, sequence {number} in {store:?}"
             );
         }
     }
@@ -32,7 +32,7 @@ fn test_key() -> Key {
     KeyBuilder::new("p").finish()
 }
 
-/// Three policies, one of them a shadow, with limits that differ.
+/// Three policies, one of them in shadow mode, with different limits.
 fn random_policies(rng: &mut Rng) -> Vec<(u32, Limit)> {
     let mut limits = Vec::<(u32, Limit)>::new();
     for group in [0, 0, 1, 2, 2] {
@@ -62,7 +62,7 @@ fn random_policies(rng: &mut Rng) -> Vec<(u32, Limit)> {
 
 #[test]
 fn counted_rejections_and_settlements_match_the_reference_model() {
-    run_random_sequences(SEQUENCE_COUNTS, |judge, rng| {
+    run_random_sequences(SEQUENCE_COUNTS, |store, rng| {
         let (mut model, key, policies) = (NaiveModel::default(), test_key(), random_policies(rng));
         let (counting, mut now_us, mut times) = (rng.u8(..8), START_US, vec![START_US]);
         for step in 0..STEPS_PER_SEQUENCE {
@@ -87,7 +87,7 @@ fn counted_rejections_and_settlements_match_the_reference_model() {
                         at_us: times[rng.usize(..times.len())],
                     },
                 };
-                judge.apply_amendment(limit, &key, amendment, now_us);
+                store.apply_amendment(limit, &key, amendment, now_us);
                 model.apply_amendment(now_us, &Charge::new(limit, &key, 0), amendment);
             }
             let cost = if rng.u8(..6) == 0 {
@@ -104,7 +104,7 @@ fn counted_rejections_and_settlements_match_the_reference_model() {
             });
             let charges: Vec<_> = charges.collect();
             let (ours, expected) = (
-                judge.decide(&charges, now_us),
+                store.decide(&charges, now_us),
                 model.decide(now_us, &charges),
             );
             assert_eq!(ours, expected, "step {step} at {now_us} of {charges:?}");
@@ -113,16 +113,16 @@ fn counted_rejections_and_settlements_match_the_reference_model() {
     });
 }
 
-/// What was admitted, and what each of it is known to have taken.
+/// The admitted charges with their currently known costs.
 struct AdmittedCharges {
     limit: Limit,
     key: Key,
-    /// When, and how many units.
+    /// Time and units of each charge.
     charged_units: Vec<(u64, u64)>,
 }
 
 impl AdmittedCharges {
-    /// What would be left had each taken from the start what is known now.
+    /// Units that would remain if every charge had had its known cost from the start.
     fn remaining_if_known(&self, now_us: u64) -> u64 {
         let (mut model, charge) = (
             NaiveModel::default(),
@@ -134,10 +134,10 @@ impl AdmittedCharges {
         model.remaining(now_us, &charge)
     }
 
-    /// How much less may be left than that, if nothing took more than its estimate.
+    /// How many fewer units may remain if no cost exceeded its estimate.
     fn allowed_shortfall(&self) -> u64 {
         match self.limit.algorithm {
-            // What a part of a 64th pays back, and what is rounded.
+            // The refill of a part of a 64th of the period, and rounding.
             Algorithm::TokenBucket { warm_up_us: 0, .. } | Algorithm::LeakyBucket { .. } => {
                 (self.limit.requests * self.limit.per_us.div_ceil(64)).div_ceil(self.limit.per_us)
                     + 1
@@ -150,15 +150,15 @@ impl AdmittedCharges {
 
 #[test]
 fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() {
-    run_random_sequences([100, 25], |judge, rng| {
+    run_random_sequences([100, 25], |store, rng| {
         for (name, draw) in EVERY_ALGORITHM {
-            judge.reset();
+            store.reset();
             let drawn = draw(rng);
             let limit = Limit {
                 requests: drawn.requests.min(60),
                 ..drawn
             };
-            // Near the largest limits a debt passes 2^53, and the rest is forgotten.
+            // Near the largest limits a debt passes 2^53, and the excess is dropped.
             let is_large = limit.capacity() > MAX_UNITS / 2 / limit.per_us;
             let (most, only_down) = (
                 limit.cold_capacity(),
@@ -184,14 +184,14 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
                     settles: true,
                     ..Charge::new(&ledger.limit, &ledger.key, estimate)
                 };
-                if judge.decide(&[charge], now_us).admitted {
+                if store.decide(&[charge], now_us).admitted {
                     in_flight.push((ledger.charged_units.len(), estimate));
                     ledger.charged_units.push((now_us, estimate));
                 }
                 for _ in 0..rng.usize(..3).min(in_flight.len()) {
                     let (nth, estimate) = in_flight.swap_remove(rng.usize(..in_flight.len()));
                     let at_us = ledger.charged_units[nth].0;
-                    // What took nothing would not have warmed the bucket up.
+                    // A cost of zero would not have warmed the bucket up.
                     let least = u64::from(name == "warm_up");
                     let actual = if only_down {
                         rng.u64(least..=estimate)
@@ -206,15 +206,15 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
                             at_us,
                         },
                     };
-                    // Later than that a bucket gives back less.
+                    // A later credit returns fewer units to a bucket.
                     let late = at_us + limit.per_us.div_ceil(64) * 62 < now_us;
                     if !(late && only_down) {
-                        judge.apply_amendment(&limit, &ledger.key, amendment, now_us);
+                        store.apply_amendment(&limit, &ledger.key, amendment, now_us);
                         ledger.charged_units[nth].1 = actual;
                     }
                 }
                 let look = Charge::new(&ledger.limit, &ledger.key, 0);
-                let left = judge.decide(&[look], now_us).statuses[0].unwrap().remaining;
+                let left = store.decide(&[look], now_us).statuses[0].unwrap().remaining;
                 let known = ledger.remaining_if_known(now_us);
                 let what = format!(
                     "{name}, step {step} at {now_us} of {limit:?}: {left} are left, {known} should be"

@@ -1,7 +1,7 @@
-//! Several proxies, one Redis: a limit holds for all of them together, and is used up.
+//! Several proxies share one Redis: the limit holds for all of them together and is used up.
 //!
-//! Judged by what Redis itself saw: `MONITOR` shows every charge that the script writes, with the decision's
-//! time in it and Redis' own beside it. So no delay between a decision and its effect blurs the picture.
+//! `MONITOR` shows every charge that the script writes, with the decision's time and Redis's own
+//! time. So delays between a decision and its response do not affect the result.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawClient;
@@ -21,34 +21,34 @@ const LIMIT_UNITS: usize = 100;
 /// The run lasts this many periods of the limit.
 const PERIODS_PER_RUN: u64 = 6;
 
-/// Each window of a log begins when somebody comes for it: on a busy machine, a little late. This much in all is
-/// the machine's fault.
+/// Each window of a log begins with the first request after the last one, a little late on a busy
+/// machine. This is the total delay that the test accepts.
 const ALLOWED_DRIFT: Duration = Duration::from_millis(700);
 
-/// How long an impatient client waits before it knocks again. (The others wait as long as they are told.)
+/// How long an impatient client waits before it retries. Other clients wait for the reported time.
 const IMPATIENT_DELAY: Duration = Duration::from_millis(20);
 
-/// One write that the script made: Redis' clock when it ran, and the arguments.
+/// One write of the script: Redis's time of execution and the arguments.
 #[derive(Clone, Debug)]
 struct ScriptWrite {
     at_us: u64,
     arguments: Vec<String>,
 }
 
-/// What came of a run.
+/// The result of a run.
 struct SharedLimitRun {
     per_us: u64,
-    /// Answers of 200 that the clients got.
+    /// Number of 200 responses.
     admitted: usize,
-    /// The units, in the order in which they were charged, each with the write that did it.
+    /// One entry per charged unit, in order, with the write that charged it.
     charges: Vec<ScriptWrite>,
-    /// Answers by Redis and by the proxies' own memory of refusals.
+    /// Rejections by Redis and by the proxies' deny caches.
     refused: usize,
 }
 
 impl SharedLimitRun {
-    /// The length is `TIDEGATE_TEST_SECONDS`, 6 unless set; the limit's period is a sixth of it.
-    /// `total` says what a write counts, and how many units of that it has seen.
+    /// Runs for `TIDEGATE_TEST_SECONDS`, 6 by default; the limit's period is a sixth of it. `total`
+    /// extracts from a write its window and the units counted in it so far.
     async fn execute(
         algorithm: &str,
         writes: &'static str,
@@ -92,12 +92,12 @@ on_store_failure = "closed"
         assert_eq!(
             upstream.requests().len(),
             admitted,
-            "only what was admitted reached the upstream"
+            "only admitted requests must reach the upstream"
         );
         let (mut charges, mut before) = (Vec::new(), (0, 0));
         for write in monitor.stop(&server).await {
             let now = total(&write);
-            // Requests that are decided together are charged together.
+            // Requests decided together are charged by one write.
             let units = now.1 - if now.0 == before.0 { before.1 } else { 0 };
             charges.extend((0..units).map(|_| write.clone()));
             before = now;
@@ -105,7 +105,7 @@ on_store_failure = "closed"
         assert_eq!(
             charges.len(),
             admitted,
-            "every admitted request was charged, and nothing else"
+            "every admitted request must be charged, and no other"
         );
         Self {
             per_us: u64::try_from(per.as_micros()).unwrap(),
@@ -117,25 +117,25 @@ on_store_failure = "closed"
 
     fn assert_limit_was_reached(&self) {
         println!(
-            "{} of {} asks admitted",
+            "{} of {} requests admitted",
             self.admitted,
             self.admitted + self.refused
         );
         assert!(
             self.refused > CLIENT_COUNT,
-            "the limit was hardly asked for: {} refusals",
+            "the load was too low: {} rejections",
             self.refused
         );
     }
 }
 
-/// At least 99 % of what could be admitted was.
+/// At least 99 % of the possible requests were admitted.
 fn assert_used_up(made: usize, possible: usize) {
     println!("{made} of {possible} admitted");
     assert!(made * 100 >= possible * 99, "only {made} of {possible}");
 }
 
-/// The clock that decided is Redis' own.
+/// Checks that Redis's own clock decided.
 fn assert_decided_by_redis_clock(decided_us: u64, write: &ScriptWrite) {
     assert!(
         decided_us.abs_diff(write.at_us) < 1_000_000,
@@ -170,7 +170,7 @@ async fn a_sliding_log_shared_by_two_proxies_is_exact_and_used_up() {
         }
     }
     run.assert_limit_was_reached();
-    // All windows can have begun when one less than all have passed, and a window is used up at once.
+    // All windows have begun after all periods but one, and a window is used up at once.
     let by_us = times_us[0]
         + (PERIODS_PER_RUN - 1) * run.per_us
         + u64::try_from(ALLOWED_DRIFT.as_micros()).unwrap();
@@ -208,16 +208,16 @@ async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
         );
         match windows.last_mut() {
             Some((last_us, count)) if *last_us == start_us => {
-                assert!(used >= *count, "never less: {write:?}");
+                assert!(used >= *count, "the count must not decrease: {write:?}");
                 *count = used;
             }
             _ => windows.push((start_us, used)),
         }
         assert!(used <= LIMIT_UNITS, "{write:?}");
     }
-    assert!(windows.is_sorted(), "no window comes twice");
+    assert!(windows.is_sorted(), "no window must come twice");
     run.assert_limit_was_reached();
-    // Whole ones only: the run began within the first, and ended within the last.
+    // Only complete windows: the run began within the first and ended within the last.
     let whole = windows
         .get(1..usize::try_from(PERIODS_PER_RUN).unwrap())
         .unwrap();
@@ -231,8 +231,8 @@ async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
     assert!(starts, "a window was left out: {windows:?}");
 }
 
-/// Asks again and again on one connection, and waits after a refusal: as long as it was told if it is patient.
-/// Returns how often it was admitted and refused.
+/// Sends requests on one connection and waits after a rejection. A patient client waits for the
+/// reported time. Returns the numbers of admitted and rejected requests.
 async fn send_requests_until(address: SocketAddr, patient: bool, until: Instant) -> (usize, usize) {
     let (mut client, mut admitted, mut refused) = (RawClient::connect(address).await, 0, 0);
     while Instant::now() < until {
@@ -245,11 +245,11 @@ async fn send_requests_until(address: SocketAddr, patient: bool, until: Instant)
             200 => admitted += 1,
             429 => {
                 refused += 1;
-                let told = Duration::from_micros(reply.retry_after_us());
+                let retry_after = Duration::from_micros(reply.retry_after_us());
                 sleep(if patient {
-                    told
+                    retry_after
                 } else {
-                    IMPATIENT_DELAY.min(told)
+                    IMPATIENT_DELAY.min(retry_after)
                 })
                 .await;
             }
@@ -259,7 +259,7 @@ async fn send_requests_until(address: SocketAddr, patient: bool, until: Instant)
     (admitted, refused)
 }
 
-/// Keeps one kind of write that scripts make.
+/// Records the writes of scripts with one command.
 struct MonitorRecorder(JoinHandle<Vec<ScriptWrite>>);
 
 impl MonitorRecorder {
@@ -283,7 +283,8 @@ impl MonitorRecorder {
                 if line.contains(Self::END_MARKER) {
                     return kept;
                 }
-                // `+1700000000.123456 [0 lua] "ZADD" "key" …`; probes and instances are none of ours.
+                // `+1700000000.123456 [0 lua] "ZADD" "key" …`; writes of probes and instance
+                // heartbeats are skipped.
                 let Some((stamp, command)) = line[1..].split_once(" [0 lua] ") else {
                     continue;
                 };
@@ -300,16 +301,16 @@ impl MonitorRecorder {
                     });
                 }
             }
-            panic!("MONITOR ended by itself");
+            panic!("MONITOR ended early");
         }))
     }
 
-    /// What it kept, after everything that Redis did before this call.
+    /// The writes that Redis made before this call.
     async fn stop(self, server: &RedisServer) -> Vec<ScriptWrite> {
         let _: String = server.command(&format!("ECHO {}", Self::END_MARKER)).await;
         timeout(TEST_TIMEOUT, self.0)
             .await
-            .expect("MONITOR shows what happened")
+            .expect("MONITOR must show the end marker")
             .unwrap()
     }
 }

@@ -1,4 +1,4 @@
-//! `tidegate top`: as a table, as JSON, and live in a terminal that it gives back.
+//! `tidegate top`: the table, the JSON output, and the live view, which must restore the terminal.
 
 use crate::support::admin_proxy::AdminProxy;
 use crate::support::process::{ProcessOutput, run_command, send_signal_to, tidegate_command};
@@ -26,47 +26,50 @@ limit = { requests = 100, per = "1h" }
 
 const HOSTILE_USER: &[u8] = b"\x1b[2Jann\xc2\x9b31m";
 
-/// A proxy whose policy has refused somebody with a hostile name.
+/// A proxy whose policy has rejected a user with terminal escapes in its name.
 async fn start_fixture() -> AdminProxy {
-    let desk = AdminProxy::start(POLICIES).await;
-    // A header's value may hold any byte but controls: an escape can't come this way, but in a path.
+    let fixture = AdminProxy::start(POLICIES).await;
+    // A header value cannot hold control characters, so the escape is sent in the path only.
     for _ in 0..5 {
         let value = String::from_utf8_lossy(HOSTILE_USER).replace('\u{1b}', "~");
-        desk.proxy
+        fixture
+            .proxy
             .request("GET", "/%1b%5b2J")
             .header("x-user", &value)
             .send_for_status()
             .await;
     }
-    desk.wait_for_policy("api", |told| !told["last_hour"]["rejected"].is_null())
+    fixture
+        .wait_for_policy("api", |policy| !policy["last_hour"]["rejected"].is_null())
         .await;
-    desk
+    fixture
 }
 
-async fn run_top(desk: &AdminProxy, words: &[&str]) -> ProcessOutput {
-    desk.run_command(&[&["top"], words].concat()).await
+async fn run_top(fixture: &AdminProxy, words: &[&str]) -> ProcessOutput {
+    fixture.run_command(&[&["top"], words].concat()).await
 }
 
-/// `tidegate top` in a terminal of 100 columns and 30 lines, made by `script`. What it is written is in what comes out.
+/// `tidegate top` in a terminal of 100 columns and 30 lines, created by `script`. `output` holds
+/// everything printed.
 struct Terminal {
     child: Child,
     output: String,
-    /// Holds the number of what runs in it.
+    /// Holds the process id of the child that runs in the terminal.
     pid_file: PathBuf,
 }
 
 impl Terminal {
-    fn open(desk: &AdminProxy) -> Self {
-        let pid = desk.dir().join("pid");
+    fn open(fixture: &AdminProxy) -> Self {
+        let pid = fixture.dir().join("pid");
         let line = format!(
             "stty cols 100 rows 30; echo $$ > {pid:?}; exec {TIDEGATE_BINARY:?} top --every 1 --config {:?}",
-            desk.proxy.config_path(),
+            fixture.proxy.config_path(),
         );
         let child = Command::new("script")
             .args(["-qfec", &line, "/dev/null"])
             .env(
                 "TIDEGATE_ADMIN__ADDRESS",
-                desk.proxy.admin_address().to_string(),
+                fixture.proxy.admin_address().to_string(),
             )
             .env("TERM", "xterm")
             .env("LC_ALL", "C")
@@ -82,7 +85,7 @@ impl Terminal {
         }
     }
 
-    /// What runs in it.
+    /// The process id of the child that runs in the terminal.
     fn child_pid(&self) -> u32 {
         fs::read_to_string(&self.pid_file)
             .unwrap()
@@ -103,7 +106,11 @@ impl Terminal {
                     .read(&mut bytes)
                     .await
                     .unwrap();
-                assert!(read > 0, "it ended without {text:?}: {:?}", self.output);
+                assert!(
+                    read > 0,
+                    "the terminal closed without {text:?}: {:?}",
+                    self.output
+                );
                 self.output
                     .push_str(&String::from_utf8_lossy(&bytes[..read]));
             }
@@ -124,14 +131,14 @@ impl Terminal {
             .unwrap();
     }
 
-    /// The other screen is left, the cursor is there again, and it has ended well.
+    /// Checks that the alternate screen was left, the cursor is visible, and the process succeeded.
     async fn assert_restored(mut self) {
         self.wait_for_output("\u{1b}[?25h").await;
         self.wait_for_output("\u{1b}[?1049l").await;
         assert!(
             timeout(TEST_TIMEOUT, self.child.wait())
                 .await
-                .expect("it ends")
+                .expect("the process must exit")
                 .unwrap()
                 .success(),
             "{:?}",
@@ -140,7 +147,7 @@ impl Terminal {
     }
 }
 
-/// With `script` alone killed, what runs in it would go on if it doesn't notice, which is what is tested.
+/// Killing `script` alone may leave its child running: the tests check exactly that.
 impl Drop for Terminal {
     fn drop(&mut self) {
         let Some(pid) = fs::read_to_string(&self.pid_file)
@@ -149,7 +156,7 @@ impl Drop for Terminal {
         else {
             return;
         };
-        // The number may be somebody else's by now.
+        // Another process may have this id by now.
         if fs::read_link(format!("/proc/{pid}/exe"))
             .is_ok_and(|exe| exe == Path::new(TIDEGATE_BINARY))
         {
@@ -165,9 +172,9 @@ fn is_printable_ascii(text: &str) -> bool {
 
 #[tokio::test]
 async fn without_a_terminal_it_prints_a_table_once() {
-    let desk = start_fixture().await;
+    let fixture = start_fixture().await;
     for words in [&["--once"][..], &[]] {
-        let ended = run_top(&desk, words).await;
+        let ended = run_top(&fixture, words).await;
         assert!(ended.status.success(), "{}", ended.stderr);
         let table = ended.stdout;
         assert!(is_printable_ascii(&table), "{table:?}");
@@ -191,27 +198,27 @@ async fn without_a_terminal_it_prints_a_table_once() {
 
 #[tokio::test]
 async fn json_output_has_the_admin_data() {
-    let desk = start_fixture().await;
-    let ended = run_top(&desk, &["--json"]).await;
+    let fixture = start_fixture().await;
+    let ended = run_top(&fixture, &["--json"]).await;
     assert!(
         ended.status.success() && is_printable_ascii(&ended.stdout),
         "{}{}",
         ended.stdout,
         ended.stderr
     );
-    let told: Value = serde_json::from_str(&ended.stdout).unwrap();
-    assert_eq!(told["overview"]["status"], "ready");
-    assert_eq!(told["policies"]["policies"][0]["rejected"], 3);
-    assert_eq!(told["top"]["keys"]["entries"][0]["count"], 3);
+    let json: Value = serde_json::from_str(&ended.stdout).unwrap();
+    assert_eq!(json["overview"]["status"], "ready");
+    assert_eq!(json["policies"]["policies"][0]["rejected"], 3);
+    assert_eq!(json["top"]["keys"]["entries"][0]["count"], 3);
 }
 
 #[tokio::test]
 async fn an_unreachable_admin_port_is_an_error_with_its_address() {
-    let desk = start_fixture().await;
+    let fixture = start_fixture().await;
     let mut command = tidegate_command();
     command
         .args(["top", "--once", "--config"])
-        .arg(desk.proxy.config_path());
+        .arg(fixture.proxy.config_path());
     let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:9")).await;
     assert_eq!((ended.status.code(), ended.stdout.as_str()), (Some(1), ""));
     assert!(
@@ -220,18 +227,18 @@ async fn an_unreachable_admin_port_is_an_error_with_its_address() {
         ended.stderr
     );
     assert_eq!(
-        run_top(&desk, &["--every", "0"]).await.status.code(),
+        run_top(&fixture, &["--every", "0"]).await.status.code(),
         Some(2)
     );
 }
 
 #[tokio::test]
 async fn the_live_view_handles_keys_and_restores_the_terminal() {
-    let desk = start_fixture().await;
-    let mut terminal = Terminal::open(&desk);
+    let fixture = start_fixture().await;
+    let mut terminal = Terminal::open(&fixture);
     terminal.wait_for_output("\u{1b}[?1049h").await;
     terminal.wait_for_output("60.0%").await;
-    // Rates are there from the second look on.
+    // Rates are shown from the second refresh on.
     terminal.wait_for_output("refused/s").await;
     terminal.type_keys("s").await;
     terminal.wait_for_output("sort: requests").await;
@@ -248,8 +255,8 @@ async fn the_live_view_handles_keys_and_restores_the_terminal() {
 
 #[tokio::test]
 async fn a_signal_restores_the_terminal() {
-    let desk = start_fixture().await;
-    let mut terminal = Terminal::open(&desk);
+    let fixture = start_fixture().await;
+    let mut terminal = Terminal::open(&fixture);
     terminal.wait_for_output("60.0%").await;
     terminal.output.clear();
     assert!(send_signal_to(terminal.child_pid(), "TERM"));
@@ -262,7 +269,7 @@ async fn it_exits_when_its_terminal_closes() {
     let desk = start_fixture().await;
     // The outcome depends on the state of the process at that moment, hence three attempts.
     for _ in 0..3 {
-        let mut terminal = Terminal::open(&desk);
+        let mut terminal = Terminal::open(&fixture);
         terminal.wait_for_output("60.0%").await;
         let stat = format!("/proc/{}/stat", terminal.child_pid());
         assert!(fs::read_to_string(&stat).is_ok());
@@ -277,10 +284,10 @@ async fn it_exits_when_its_terminal_closes() {
 
 #[tokio::test]
 async fn an_unreachable_instance_is_shown_and_the_last_data_stays() {
-    let desk = start_fixture().await;
-    let mut terminal = Terminal::open(&desk);
+    let fixture = start_fixture().await;
+    let mut terminal = Terminal::open(&fixture);
     terminal.wait_for_output("60.0%").await;
-    desk.proxy.send_sigterm();
+    fixture.proxy.send_sigterm();
     terminal.output.clear();
     terminal.wait_for_output("[NO ANSWER]").await;
     terminal.wait_for_output("60.0%").await;

@@ -1,4 +1,4 @@
-//! Traces: what is passed on, and what a collector gets.
+//! Traces: forwarded trace headers and the spans that a collector receives.
 
 use crate::support::client::{ClientRequest, RawClient};
 use crate::support::h2_upstream::H2Upstream;
@@ -37,15 +37,15 @@ const PARENT_SPAN_ID: &str = "00f067aa0ba902b7";
 const LIMITED_POLICY: &str =
     "[[policy]]\nname = 'p'\nmatch = { path = '/limited' }\nlimit = { requests = 1, per = '1h' }\n";
 
-/// What a collector was given.
+/// The export requests that a collector received.
 #[derive(Clone, Default)]
 struct ReceivedSpans {
     requests: Arc<Mutex<Vec<ExportTraceServiceRequest>>>,
-    /// Who doesn't send this in `x-api-key` is not let in.
+    /// Requests without this value in `x-api-key` are rejected.
     required_api_key: Option<&'static str>,
 }
 
-/// A real gRPC server, ended when dropped.
+/// A gRPC server. It stops on drop.
 struct TraceCollector {
     address: SocketAddr,
     received: ReceivedSpans,
@@ -73,14 +73,17 @@ impl TraceService for ReceivedSpans {
             .map(|key| key.as_bytes())
             != self.required_api_key.map(str::as_bytes)
         {
-            return Err(Status::new(Code::Unauthenticated, "who are you?"));
+            return Err(Status::new(
+                Code::Unauthenticated,
+                "missing or wrong x-api-key",
+            ));
         }
         self.requests.lock().unwrap().push(request.into_inner());
         Ok(tonic::Response::new(ExportTraceServiceResponse::default()))
     }
 }
 
-/// Says no.
+/// A collector that rejects every request.
 struct RefusingCollector;
 
 #[tonic::async_trait]
@@ -109,14 +112,14 @@ impl TraceCollector {
         service: TraceServiceServer<S>,
         received: ReceivedSpans,
     ) -> Self {
-        // Who listened there before may just be ending.
+        // A previous server on this port may still be shutting down.
         let bind = || std::net::TcpListener::bind(("127.0.0.1", port)).ok();
         let listener = eventually("the port to be free", TEST_TIMEOUT, bind).await;
         listener.set_nonblocking(true).unwrap();
         let listener = TcpListener::from_std(listener).unwrap();
         let address = listener.local_addr().unwrap();
         let server = tokio::spawn(async move {
-            // They end with it.
+            // The connections end with the task.
             let mut connections = JoinSet::new();
             while let Ok((socket, _)) = listener.accept().await {
                 let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
@@ -131,7 +134,7 @@ impl TraceCollector {
         }
     }
 
-    /// The same behind TLS: gRPC if the client wants HTTP/2.
+    /// A server with TLS. It speaks gRPC if the client offers HTTP/2.
     async fn serve_tls(
         service: TraceServiceServer<impl TraceService>,
         tls: TlsAcceptor,
@@ -164,7 +167,7 @@ impl TraceCollector {
         )
     }
 
-    /// All spans, once there are as many.
+    /// Waits until at least `number` spans have arrived and returns all of them.
     async fn wait_for_spans(&self, number: usize) -> Vec<Span> {
         eventually("spans", TEST_TIMEOUT, || {
             let spans = self.received.all_spans();
@@ -197,14 +200,15 @@ fn encode_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn attribute_map(of: &[KeyValue]) -> BTreeMap<&str, String> {
+fn attribute_map(attributes: &[KeyValue]) -> BTreeMap<&str, String> {
     let text = |value: &any_value::Value| match value {
         any_value::Value::StringValue(text) => text.clone(),
         any_value::Value::IntValue(number) => number.to_string(),
         other => panic!("{other:?}"),
     };
     let value = |one: &KeyValue| text(one.value.as_ref().unwrap().value.as_ref().unwrap());
-    of.iter()
+    attributes
+        .iter()
         .map(|one| (one.key.as_str(), value(one)))
         .collect()
 }
@@ -252,7 +256,7 @@ async fn without_a_collector_trace_headers_are_forwarded_unchanged() {
             .last_request()
             .header_values("traceparent")
             .is_empty(),
-        "nothing is made up"
+        "the proxy must not create a trace without a collector"
     );
 }
 
@@ -299,7 +303,7 @@ async fn a_sampled_request_exports_connected_spans() {
             < 60_000_000_000,
         "{times:?}"
     );
-    let told = attribute_map(&server.attributes);
+    let attributes = attribute_map(&server.attributes);
     for (key, value) in [
         ("http.request.method", "GET"),
         ("http.response.status_code", "200"),
@@ -312,9 +316,9 @@ async fn a_sampled_request_exports_connected_spans() {
         ("tidegate.remaining", "0"),
     ] {
         assert_eq!(
-            told.get(key).map(String::as_str),
+            attributes.get(key).map(String::as_str),
             Some(value),
-            "{key} in {told:?}"
+            "{key} in {attributes:?}"
         );
     }
     assert_eq!(
@@ -343,12 +347,12 @@ async fn a_refused_request_has_its_policy_and_no_upstream_span() {
     assert_eq!(send_traced_request(&proxy, "/limited", "01").await, 429);
     let spans = collector.wait_for_spans(2).await;
     assert_eq!(spans.len(), 2, "{spans:#?}");
-    let told = find_single_span(&spans, SpanKind::Server, "GET");
-    let told = attribute_map(&told.attributes);
+    let attributes = find_single_span(&spans, SpanKind::Server, "GET");
+    let attributes = attribute_map(&attributes.attributes);
     assert_eq!(
         (
-            told["tidegate.decision"].as_str(),
-            told["tidegate.policy"].as_str()
+            attributes["tidegate.decision"].as_str(),
+            attributes["tidegate.policy"].as_str()
         ),
         ("rejected", "p")
     );
@@ -365,7 +369,7 @@ async fn unsampled_requests_export_nothing_and_invalid_traceparents_are_replaced
     let (upstream, collector) = (Upstream::echo().await, TraceCollector::start().await);
     let all = Proxy::start(&collector.trace_config("1"), upstream.address).await;
     let none = Proxy::start(&collector.trace_config("0"), upstream.address).await;
-    // The caller's word holds against the share.
+    // The caller's sampling decision overrides the configured ratio.
     assert_eq!(send_traced_request(&all, "/", "00").await, 200);
     assert_eq!(
         upstream.last_request().single_header("traceparent"),
@@ -389,14 +393,16 @@ async fn unsampled_requests_export_nothing_and_invalid_traceparents_are_replaced
             .header("tracestate", "a=1");
         assert_eq!(ask.send_for_status().await, 200);
         let seen = upstream.last_request();
-        let told = seen.single_header("traceparent").to_owned();
+        let traceparent = seen.single_header("traceparent").to_owned();
         assert!(
-            told.len() == 55 && !told.contains(TRACE_ID) && told.ends_with("-03"),
-            "{told}"
+            traceparent.len() == 55
+                && !traceparent.contains(TRACE_ID)
+                && traceparent.ends_with("-03"),
+            "{traceparent}"
         );
         assert!(
             seen.header_values("tracestate").is_empty(),
-            "it belonged to the other"
+            "the state of the invalid trace must be dropped"
         );
     }
     let twice = all
@@ -436,12 +442,15 @@ async fn upstream_errors_and_long_text_are_recorded_within_bounds() {
     );
     let spans = collector.wait_for_spans(2).await;
     let server = find_single_span(&spans, SpanKind::Server, "HTTP");
-    let told = attribute_map(&server.attributes);
+    let attributes = attribute_map(&server.attributes);
     assert_eq!(
-        (told["http.request.method"].as_str(), told["url.path"].len()),
+        (
+            attributes["http.request.method"].as_str(),
+            attributes["url.path"].len()
+        ),
         ("_OTHER", 256)
     );
-    assert_eq!(told["error.type"], "502");
+    assert_eq!(attributes["error.type"], "502");
     let client = find_single_span(&spans, SpanKind::Client, "HTTP");
     assert_eq!(
         attribute_map(&client.attributes)["error.type"],
@@ -511,7 +520,7 @@ async fn an_unavailable_collector_does_not_affect_clients_and_is_logged_once() {
     assert_eq!(failures(), 1);
 }
 
-/// A collector as a service elsewhere: TLS, a certificate that only our file vouches for, a key in a header.
+/// A remote collector: TLS, a certificate signed by the configured CA file, and a key in a header.
 #[tokio::test]
 async fn spans_are_exported_over_tls_with_a_header_from_a_file() {
     let authority = CertificateAuthority::new();
@@ -554,7 +563,7 @@ async fn spans_are_exported_over_tls_with_a_header_from_a_file() {
         shown.contains("headers_file") && !shown.contains("k3y"),
         "{shown}"
     );
-    // Nothing is sent to somebody whom nobody vouches for.
+    // Nothing is sent to a collector with an untrusted certificate.
     let stranger = CertificateAuthority::new();
     let other = format!("tls.ca = {:?}\n", stranger.path_string("ca.pem"));
     let trusting = Proxy::start(&lines(&other), upstream.address).await;
@@ -569,8 +578,8 @@ async fn spans_are_exported_over_tls_with_a_header_from_a_file() {
     server.abort();
 }
 
-/// Somebody takes connections and says nothing: what is recorded waits, then is dropped and counted, and neither clients
-/// nor the end of the process wait for it.
+/// The collector accepts connections and never answers. Spans are queued, then dropped and counted.
+/// Neither clients nor shutdown wait for it.
 #[tokio::test]
 async fn a_hanging_collector_fills_the_queue_and_delays_neither_clients_nor_exit() {
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -581,7 +590,8 @@ async fn a_hanging_collector_fills_the_queue_and_delays_neither_clients_nor_exit
          [[policy]]\nname = 'no'\naction = 'deny'\n"
     );
     let mut proxy = Proxy::start(&config, upstream.address).await;
-    // Refused: one span each, and quick. The queue holds 2048; 256 are taken out of it every 5 s.
+    // Rejected requests have one span each and are fast. The queue holds 2048 spans; 256 leave it
+    // every 5 s.
     let mut clients = JoinSet::new();
     for _ in 0..4 {
         let address = proxy.address;
@@ -601,13 +611,13 @@ async fn a_hanging_collector_fills_the_queue_and_delays_neither_clients_nor_exit
     {
         assert!(
             tokio::time::Instant::now() < deadline,
-            "the queue has no end"
+            "no span was dropped: the queue is unbounded"
         );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     clients.shutdown().await;
     proxy.send_sigterm();
-    // Not for all that waits: that would take the better part of a minute.
+    // Shutdown must not wait for all queued spans, which would take most of a minute.
     assert!(proxy.wait_for_exit(TEST_TIMEOUT).await.status.success());
     assert!(
         proxy
@@ -619,20 +629,20 @@ async fn a_hanging_collector_fills_the_queue_and_delays_neither_clients_nor_exit
     drop(silent);
 }
 
-/// Of three responses one ends, one is left by its client, one breaks off.
+/// Three responses: one ends, one is cancelled by its client, one is cut off by the upstream.
 #[tokio::test]
 async fn a_span_ends_with_the_body() {
     let collector = TraceCollector::start().await;
     let feeders = Arc::<Mutex<Vec<BodySender>>>::default();
-    let begun = Arc::clone(&feeders);
+    let started = Arc::clone(&feeders);
     let upstream = Upstream::with_handler(move |_request| {
         let (feeder, body) = channel_body();
-        begun.lock().unwrap().push(feeder);
+        started.lock().unwrap().push(feeder);
         async { UpstreamResponse::from(Response::new(body)) }
     })
     .await;
     let proxy = Proxy::start(&collector.trace_config("1"), upstream.address).await;
-    let ask = async |client: &mut RawClient| {
+    let start_request = async |client: &mut RawClient| {
         client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
         let feeder = eventually("the request", TEST_TIMEOUT, || {
             feeders.lock().unwrap().pop()
@@ -643,25 +653,26 @@ async fn a_span_ends_with_the_body() {
         feeder
     };
     let mut client = RawClient::connect(proxy.address).await;
-    let feeder = ask(&mut client).await;
+    let feeder = start_request(&mut client).await;
     tokio::time::sleep(Duration::from_millis(300)).await;
     drop(feeder);
     let spans = collector.wait_for_spans(2).await;
-    let (server, way) = (
+    let (server_span, client_span) = (
         find_single_span(&spans, SpanKind::Server, "GET"),
         find_single_span(&spans, SpanKind::Client, "GET"),
     );
     let took_ms = |span: &Span| (span.end_time_unix_nano - span.start_time_unix_nano) / 1_000_000;
     assert!(
-        took_ms(&server) >= 300 && took_ms(&server) > took_ms(&way),
-        "{server:?} {way:?}"
+        took_ms(&server_span) >= 300 && took_ms(&server_span) > took_ms(&client_span),
+        "{server_span:?} {client_span:?}"
     );
     assert!(
-        server.status.is_none() && !attribute_map(&server.attributes).contains_key("error.type")
+        server_span.status.is_none()
+            && !attribute_map(&server_span.attributes).contains_key("error.type")
     );
 
     let mut leaver = RawClient::connect(proxy.address).await;
-    let feeder = ask(&mut leaver).await;
+    let feeder = start_request(&mut leaver).await;
     drop(leaver);
     feeder.wait_until_dropped().await;
     let cut = async |number: usize| {
@@ -673,12 +684,12 @@ async fn a_span_ends_with_the_body() {
     assert_eq!(cut(4).await, "cancelled");
 
     let mut client = RawClient::connect(proxy.address).await;
-    ask(&mut client).await.send_error().await;
+    start_request(&mut client).await.send_error().await;
     client.read_to_close().await;
     assert_eq!(cut(6).await, "upstream_broken");
 }
 
-/// Servers of HTTP/2 may say the end after the last byte, when nobody asks for it any more.
+/// HTTP/2 servers may send END_STREAM after the last byte, when the receiver no longer reads.
 #[tokio::test]
 async fn a_complete_body_without_end_of_stream_is_no_error() {
     let collector = TraceCollector::start().await;
@@ -690,7 +701,7 @@ async fn a_complete_body_without_end_of_stream_is_no_error() {
                 .unwrap();
             let mut stream = exchange.respond.send_response(head, false).unwrap();
             stream.send_data("part".into(), false).unwrap();
-            // Nobody waits for the end.
+            // The proxy resets the stream instead of waiting for END_STREAM.
             assert!(
                 std::future::poll_fn(|cx| stream.poll_reset(cx))
                     .await

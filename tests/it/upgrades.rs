@@ -1,4 +1,4 @@
-//! WebSockets and other upgrades, from the handshake to the last byte, by HTTP/1.1 and HTTP/2.
+//! WebSockets and other upgrades over HTTP/1.1 and HTTP/2, from the handshake to the last byte.
 
 use crate::support::client::{
     ClientBody, ClientRequest, RawClient, RawResponse, await_response, open_http2_connection,
@@ -17,14 +17,14 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 
-/// The handshake of RFC 6455, 1.3, and what proves that it was understood.
+/// The handshake of RFC 6455, section 1.3, with its expected accept key.
 const WEBSOCKET_HANDSHAKE: &str = "GET /chat HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\n\
     Connection: keep-alive, Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAA\r\n\
     Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Protocol: chat\r\n\r\n";
 const ACCEPT_KEY: &str = "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=";
 const TWO_PER_HOUR_POLICY: &str = "log.access = 'all'\n[[policy]]\nname = 'sockets'\nmatch = { methods = ['GET'], path = '/chat' }\nlimit = { requests = 2, per = '1h' }";
 
-/// An upstream that opens every WebSocket, and sends back what comes.
+/// An upstream that accepts every WebSocket and echoes its bytes.
 async fn start_websocket_upstream() -> RawUpstream {
     RawUpstream::with_script(|_, mut socket| async move {
         let Some(head) = socket.read_request().await else {
@@ -46,10 +46,10 @@ async fn echo_bytes(mut socket: RawSocket) {
     writes.shutdown().await.unwrap_or_default();
 }
 
-fn switching_protocols_response(proof: &str) -> String {
+fn switching_protocols_response(accept_key: &str) -> String {
     format!(
         "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\
-         Sec-WebSocket-Accept: {proof}\r\nSec-WebSocket-Protocol: chat\r\nContent-Length: 5\r\n\r\n"
+         Sec-WebSocket-Accept: {accept_key}\r\nSec-WebSocket-Protocol: chat\r\nContent-Length: 5\r\n\r\n"
     )
 }
 
@@ -62,7 +62,7 @@ fn accept_key_for_head(head: &[u8]) -> String {
     )
 }
 
-/// What proves that a key was understood.
+/// The `Sec-WebSocket-Accept` value for a key (RFC 6455, section 4.2.2).
 pub fn accept_key_for(key: &str) -> String {
     let hash = sha1_smol::Sha1::from(format!("{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11"))
         .digest()
@@ -70,7 +70,7 @@ pub fn accept_key_for(key: &str) -> String {
     encode_base64(&hash)
 }
 
-/// Bit by bit, so as to share no mistake with what is tested.
+/// Encodes bit by bit, so that it shares no code with the product.
 fn encode_base64(bytes: &[u8]) -> String {
     let signs: Vec<char> = ('A'..='Z')
         .chain('a'..='z')
@@ -181,7 +181,11 @@ async fn an_upgrade_over_the_limit_is_a_429_and_the_connection_stays_open() {
     }
     let (mut client, reply) = open_websocket(&proxy).await;
     assert_eq!((reply.status, reply.header("upgrade")), (429, None));
-    assert_eq!(upstream.connection_count(), 2, "nobody was asked");
+    assert_eq!(
+        upstream.connection_count(),
+        2,
+        "the rejected handshake must not reach the upstream"
+    );
     assert_eq!(
         client
             .send(WEBSOCKET_HANDSHAKE)
@@ -235,8 +239,13 @@ async fn unsupported_upgrades_are_forwarded_as_plain_requests() {
             .await;
         assert_eq!(client.read_response().await.status, 200, "{fields}");
         let seen = upstream.last_request();
-        let of_upgrades = |(name, _): &&(String, String)| name == "upgrade" || name == "connection";
-        assert_eq!(seen.headers.iter().find(of_upgrades), None, "{fields}");
+        let is_upgrade_header =
+            |(name, _): &&(String, String)| name == "upgrade" || name == "connection";
+        assert_eq!(
+            seen.headers.iter().find(is_upgrade_header),
+            None,
+            "{fields}"
+        );
     }
 }
 
@@ -280,7 +289,7 @@ async fn sigterm_keeps_tunnels_open_during_the_grace_period() {
     proxy.wait_for_exit(TEST_TIMEOUT).await;
 }
 
-/// An extended CONNECT (RFC 8441) on a connection that has been told that it may.
+/// An extended CONNECT (RFC 8441) on a connection whose settings allow it.
 async fn extended_connect(
     sender: &mut SendRequest<ClientBody>,
     protocol: &'static str,
@@ -297,7 +306,7 @@ async fn extended_connect(
     await_response(sender.send_request(request)).await
 }
 
-/// A connection on which the server's settings have arrived.
+/// A connection that has received the server's settings.
 async fn connect_http2(proxy: &Proxy) -> SendRequest<ClientBody> {
     let mut sender = open_http2_connection(proxy.address).await;
     let request = Request::get("http://a/a%00b")
@@ -370,7 +379,7 @@ async fn a_websocket_on_a_stream_of_http2_is_an_http1_handshake_upstream() {
     let first = keys(&head);
     drop(extended_connect(&mut sender, "websocket").await);
     let second = String::from_utf8_lossy(&upstream.received_bytes()[head.len()..]).into_owned();
-    assert_ne!(first, keys(&second), "each handshake has a key of its own");
+    assert_ne!(first, keys(&second), "each handshake must use its own key");
     assert_eq!(
         extended_connect(&mut sender, "websocket").await.status(),
         429
@@ -418,7 +427,7 @@ async fn a_client_that_resets_its_stream_ends_the_tunnel_to_a_silent_upstream() 
         socket
             .send(switching_protocols_response(&accept_key_for_head(&head)).as_bytes())
             .await;
-        // It takes the client's end for half of one, and keeps its own side open.
+        // Treats the client's end as a half-close and keeps its own side open.
         socket.read_to_close().await;
         std::future::pending().await
     })
@@ -442,7 +451,7 @@ async fn an_upstream_reset_ends_the_stream_after_its_last_bytes() {
             .await;
         socket.read_chunk().await;
         socket.send(b"last words").await;
-        // With bytes unread, the kernel resets.
+        // The kernel resets a connection that is closed with unread bytes.
         socket.stream().readable().await.unwrap();
     })
     .await;
@@ -460,10 +469,13 @@ async fn an_upstream_reset_ends_the_stream_after_its_last_bytes() {
     let end = timeout(TEST_TIMEOUT, socket.read(&mut [0; 10]))
         .await
         .unwrap();
-    assert!(matches!(end, Ok(0)), "an end in good order, not {end:?}");
+    assert!(
+        matches!(end, Ok(0)),
+        "the stream must end without an error: {end:?}"
+    );
 }
 
-/// One slot, and none of it for longer than asked for.
+/// A policy with one slot that is held for at most `max_duration`.
 fn single_slot_policy(max_duration: &str) -> String {
     format!(
         "[[policy]]\nname = 'slots'\nmatch = {{ path = '/chat' }}\n\
@@ -491,7 +503,12 @@ async fn a_tunnel_keeps_its_slot_until_it_ends() {
             }
         }
     };
-    let socket = upgraded_stream(timeout(TEST_TIMEOUT, free).await.expect("a free slot")).await;
+    let socket = upgraded_stream(
+        timeout(TEST_TIMEOUT, free)
+            .await
+            .expect("the slot must be released"),
+    )
+    .await;
     assert_eq!(open_websocket(&proxy).await.1.status, 429);
     drop(socket);
     timeout(TEST_TIMEOUT, async {
@@ -522,9 +539,9 @@ async fn a_tunnel_is_closed_after_max_duration() {
 
 #[tokio::test]
 async fn an_upstream_may_half_close_first_on_http2() {
-    let (told, mut counted) = mpsc::channel(1);
+    let (sender, mut counted) = mpsc::channel(1);
     let upstream = RawUpstream::with_script(move |_, mut socket| {
-        let told = told.clone();
+        let sender = sender.clone();
         async move {
             let Some(head) = socket.read_request().await else {
                 return;
@@ -536,7 +553,7 @@ async fn an_upstream_may_half_close_first_on_http2() {
             socket.shutdown().await.unwrap();
             let mut rest = Vec::new();
             socket.read_to_end(&mut rest).await.unwrap();
-            told.send(rest.len()).await.unwrap();
+            sender.send(rest.len()).await.unwrap();
         }
     })
     .await;
@@ -581,7 +598,7 @@ async fn a_stalled_http2_tunnel_is_reset_and_the_connection_stays_open() {
     let mut got = Vec::new();
     let end = timeout(TEST_TIMEOUT, unread.read_to_end(&mut got))
         .await
-        .expect("must have been cut");
+        .expect("the tunnel must have been reset");
     assert!(got.len() < 8 << 20, "{} bytes after {end:?}", got.len());
     upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
 }
@@ -617,11 +634,11 @@ async fn a_stalled_upstream_does_not_hold_the_connection_window() {
     for (mut reads, writing) in tunnels {
         timeout(TEST_TIMEOUT, writing)
             .await
-            .expect("must have been cut")
+            .expect("the tunnel must have been reset")
             .unwrap();
         timeout(TEST_TIMEOUT, reads.read_to_end(&mut Vec::new()))
             .await
-            .expect("must have been cut")
+            .expect("the tunnel must have been reset")
             .unwrap_or_default();
     }
     let body = http_body_util::BodyExt::boxed(http_body_util::Full::from(vec![b'x'; 300_000]));
@@ -705,7 +722,7 @@ async fn draining_keeps_websockets_on_http2_open() {
             .is_err()
             .then_some(())
     };
-    eventually("nobody new to be let in", TEST_TIMEOUT, closed).await;
+    eventually("the listener to close", TEST_TIMEOUT, closed).await;
     socket.write_all(b"still open").await.unwrap();
     timeout(TEST_TIMEOUT, socket.read_exact(&mut [0; 10]))
         .await

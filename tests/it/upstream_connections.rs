@@ -1,5 +1,5 @@
-//! Ways to the upstream beside plain TCP: Unix sockets, TLS with certificates that change, and upgrades where the
-//! upstream speaks HTTP/2.
+//! Upstream connections beside plain TCP: Unix sockets, TLS with reloaded certificates, and
+//! upgrades over HTTP/2.
 
 use crate::support::client::{
     ClientBody, ClientRequest, RawClient, await_response, open_http2_connection,
@@ -33,7 +33,7 @@ async fn an_app_behind_a_unix_socket_is_served() {
         .upstream_url(&url)
         .start()
         .await;
-    // Not there; there, but nobody listens; there.
+    // First without the socket file, then with a file without a listener, then with a listener.
     for _ in 0..2 {
         let reply = proxy.get("/").await;
         assert_eq!(reply.status, 502);
@@ -45,7 +45,7 @@ async fn an_app_behind_a_unix_socket_is_served() {
         );
         assert!(
             !reply.text().contains("app.sock"),
-            "no internals: {}",
+            "the response must not contain the socket path: {}",
             reply.text()
         );
         drop(UnixListener::bind(&path));
@@ -82,7 +82,7 @@ async fn an_app_behind_a_unix_socket_is_served() {
     assert_eq!(
         host(&anonymous.get("/").await.json()),
         "localhost",
-        "a socket has no name"
+        "a Unix socket has no host name"
     );
     serving.abort();
 }
@@ -109,11 +109,11 @@ async fn the_upstream_selects_the_protocol_by_alpn() {
     let proxy = build_https_proxy(&authority, upstream.address.port(), "listen.threads = 1")
         .start()
         .await;
-    let asked: Vec<_> = (0..20)
+    let calls: Vec<_> = (0..20)
         .map(|_| tokio::spawn(ClientRequest::new(proxy.address, "GET", "/").send()))
         .collect();
-    for asked in asked {
-        let reply = asked.await.unwrap();
+    for call in calls {
+        let reply = call.await.unwrap();
         assert!(
             reply.text().starts_with("GET https://shop.example/\n"),
             "{}",
@@ -124,7 +124,7 @@ async fn the_upstream_selects_the_protocol_by_alpn() {
     assert_eq!(
         upstream.connection_count(),
         1,
-        "nobody opened another before it was known what it is"
+        "requests must wait for the protocol of the first connection instead of opening others"
     );
 
     let (port, _serving) = start_alpn_server(&authority, &["http/1.1"]).await;
@@ -136,8 +136,8 @@ async fn the_upstream_selects_the_protocol_by_alpn() {
     );
 }
 
-/// A server by TLS that speaks HTTP/2 or HTTP/1.1. By the first it echoes, by the second it answers "plain", or opens
-/// a WebSocket to whoever wants one.
+/// A TLS server for HTTP/2 and HTTP/1.1. It echoes over HTTP/2. Over HTTP/1.1 it answers "plain" or
+/// opens the requested WebSocket.
 async fn start_alpn_server(
     authority: &CertificateAuthority,
     protocols: &[&str],
@@ -195,7 +195,7 @@ async fn start_alpn_server(
     (port, serving)
 }
 
-/// The example of RFC 6455, 1.3.
+/// The example of RFC 6455, section 1.3.
 const WEBSOCKET_HANDSHAKE: &str = "GET /chat?x HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\
     Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n";
 const ACCEPT_KEY: &str = "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=";
@@ -236,25 +236,25 @@ async fn a_client_certificate_is_presented_and_reloaded() {
         .await;
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 502);
-    // A server by TLS 1.3 may say so, or just leave.
-    let why = reply.header("proxy-status").unwrap();
+    // A TLS 1.3 server may send an alert or just close.
+    let proxy_status = reply.header("proxy-status").unwrap();
     assert!(
         ["error=tls_", "error=connection_terminated"]
             .iter()
-            .any(|kind| why.contains(kind)),
-        "{why}"
+            .any(|kind| proxy_status.contains(kind)),
+        "{proxy_status}"
     );
 
-    // A key that isn't the certificate's changes nothing and is told.
+    // A key that does not match the certificate changes nothing and is logged.
     let mark = proxy.log_mark();
     fs::copy(new.path("client.pem"), &cert).unwrap();
     let within = Duration::from_secs(5);
-    let told = proxy
+    let line = proxy
         .wait_for_log("an error", mark, within, |line| {
             line.contains("upstream.tls.cert")
         })
         .await;
-    assert!(told.is_level("ERROR"), "{told:?}");
+    assert!(line.is_level("ERROR"), "{line:?}");
     assert_eq!(proxy.get("/").await.status, 502);
 
     put(&new);
@@ -271,7 +271,7 @@ async fn a_client_certificate_is_presented_and_reloaded() {
     assert!(!restarts, "{}", proxy.log_text());
 }
 
-/// Opens every WebSocket by HTTP/2 and sends back what comes; tells of anything else what it was.
+/// Opens every WebSocket over HTTP/2 and echoes its bytes. Echoes other requests as text.
 async fn serve_extended_connect(mut exchange: H2Exchange) {
     let protocol = exchange
         .request
@@ -302,10 +302,11 @@ async fn serve_extended_connect(mut exchange: H2Exchange) {
     while let Some(Ok(mut part)) = body.data().await {
         while !part.is_empty() {
             stream.reserve_capacity(part.len());
-            let Some(Ok(room)) = std::future::poll_fn(|cx| stream.poll_capacity(cx)).await else {
+            let Some(Ok(capacity)) = std::future::poll_fn(|cx| stream.poll_capacity(cx)).await
+            else {
                 return;
             };
-            let now = part.split_to(room.min(part.len()));
+            let now = part.split_to(capacity.min(part.len()));
             body.flow_control().release_capacity(now.len()).unwrap();
             stream.send_data(now, false).unwrap();
         }
@@ -343,11 +344,11 @@ async fn a_websocket_is_an_http2_stream_if_the_upstream_supports_rfc_8441() {
     client.send("there").await.read_past(b"there").await;
 
     let mut sender = open_http2_connection(proxy.address).await;
-    // The server's settings have to arrive first.
-    let settle = Request::get("http://a/")
+    // The server's settings must arrive first.
+    let first_request = Request::get("http://a/")
         .body(ClientBody::default())
         .unwrap();
-    await_response(sender.send_request(settle))
+    await_response(sender.send_request(first_request))
         .await
         .into_body()
         .collect()
@@ -385,7 +386,7 @@ async fn a_websocket_is_an_http2_stream_if_the_upstream_supports_rfc_8441() {
 
     client.send("still").await.read_past(b"still").await;
     assert_eq!(upstream.connection_count(), 1);
-    // Other upgrades stay plain requests: nobody has to follow them (RFC 9110, 7.8).
+    // Other upgrades stay plain requests: a server may ignore `Upgrade` (RFC 9110, section 7.8).
     let ask = proxy
         .request("GET", "/")
         .header("Upgrade", "other")

@@ -138,7 +138,7 @@ impl CertificateAuthority {
     }
 }
 
-/// A client that trusts an authority.
+/// A client that trusts one authority.
 #[derive(Clone)]
 pub struct TlsClient(ClientConfig);
 

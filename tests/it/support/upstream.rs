@@ -88,7 +88,7 @@ impl Upstream {
         }
     }
 
-    /// The requests so far.
+    /// All requests so far.
     pub fn requests(&self) -> Vec<ReceivedRequest> {
         self.received_requests.lock().unwrap().clone()
     }
