@@ -126,9 +126,7 @@ async fn invalid_requests_are_reported_on_stderr() {
         .explain(&["--curl", "curl /api/x --frob\u{1b}[31m"])
         .await;
     assert!(
-        output
-            .stderr
-            .contains("note: ignored: --frob\\u{1b}[31m"),
+        output.stderr.contains("note: ignored: --frob\\u{1b}[31m"),
         "{}",
         output.stderr
     );

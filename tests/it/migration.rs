@@ -144,7 +144,7 @@ async fn nginx_with_burst_equals_a_leaky_bucket() {
 #[tokio::test]
 async fn clients_exempt_in_nginx_are_exempt_and_others_get_status_503() {
     let pair = ProxyPair::from_page_section("Exemptions, overrides and status 503").await;
-    for (who, address) in pair.targets() {
+    for (target, address) in pair.targets() {
         let mut statuses = Vec::new();
         for _ in 0..40 {
             statuses.push(ClientRequest::new(address, "GET", "/x").send().await.status);

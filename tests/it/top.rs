@@ -266,7 +266,7 @@ async fn a_signal_restores_the_terminal() {
 /// A closed terminal window does not leave a spinning process behind.
 #[tokio::test]
 async fn it_exits_when_its_terminal_closes() {
-    let desk = start_fixture().await;
+    let fixture = start_fixture().await;
     // The outcome depends on the state of the process at that moment, hence three attempts.
     for _ in 0..3 {
         let mut terminal = Terminal::open(&fixture);

@@ -50,7 +50,7 @@ pub struct ExpectedReport {
 pub struct ExpectedPolicyReport {
     pub matched: u64,
     pub refused: u64,
-    /// Requests and rejections by key.
+    /// Requests and refusals by key.
     pub keys: HashMap<u32, (u64, u64)>,
 }
 
@@ -202,12 +202,12 @@ impl ReplayModel {
         } else {
             &mut self.expected.limited
         } += 1;
-        let checks = [
+        let asked = [
             ("login", kind == RequestKind::Login, login),
             ("api", is_api, api),
             ("candidate", true, candidate),
         ];
-        for (name, _, passes) in checks.into_iter().filter(|(_, matches, _)| *matches) {
+        for (name, _, passes) in asked.into_iter().filter(|(_, matches, _)| *matches) {
             let policy = self.expected.policies.entry(name).or_default();
             policy.matched += 1;
             policy.refused += u64::from(!passes);

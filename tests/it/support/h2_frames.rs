@@ -62,7 +62,7 @@ pub fn request_head_frame(stream: u32, fields: &[(&str, &str)]) -> Vec<u8> {
     encode_frame(HEADERS, END_HEADERS, stream, encode_header_block(fields))
 }
 
-/// A GET request for this path.
+/// A GET of this path.
 pub fn get_frame(stream: u32, path: &str) -> Vec<u8> {
     request_frame(stream, &get_fields_with(":path", path))
 }

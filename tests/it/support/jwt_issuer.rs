@@ -68,7 +68,7 @@ impl TokenIssuer {
     }
 }
 
-/// Writes the issuers' public keys as a JWK set.
+/// Writes the public keys of issuers.
 pub fn write_jwks(path: &Path, issuers: &[&TokenIssuer]) {
     let key = |issuer: &&TokenIssuer| {
         let mut jwk = Jwk::from_encoding_key(&issuer.key, issuer.alg).unwrap();

@@ -68,7 +68,7 @@ pub fn sha256(bytes: &[u8]) -> String {
 
 pub fn hex_encode(bytes: &[u8]) -> String {
     bytes.iter().fold(String::new(), |mut text, byte| {
-        write!(text, "{byte:02x}").expect("writing to a String cannot fail");
+        write!(text, "{byte:02x}").expect("a String takes everything");
         text
     })
 }

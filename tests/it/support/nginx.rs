@@ -32,7 +32,7 @@ impl Nginx {
         Self::launch("http2", "", "").await
     }
 
-    async fn launch(listen_options: &str, zones: &str, limits: &str) -> Self {
+    async fn launch(how: &str, zones: &str, limits: &str) -> Self {
         let dir = TempDir::new().unwrap();
         let root = dir.path().join("root");
         fs::create_dir(&root).unwrap();
@@ -43,11 +43,7 @@ impl Nginx {
             .local_addr()
             .unwrap();
         let config = dir.path().join("nginx.conf");
-        fs::write(
-            &config,
-            render_config(address, listen_options, zones, limits),
-        )
-        .unwrap();
+        fs::write(&config, render_config(address, how, zones, limits)).unwrap();
         let mut command = Command::new("nginx");
         command
             .arg("-p")
@@ -99,7 +95,7 @@ fn render_config(address: SocketAddr, how: &str, zones: &str, limits: &str) -> S
              access_log off; {temp}
              {zones}
              server {{
-                 listen {address} {listen_options};
+                 listen {address} {how};
                  root root;
                  client_max_body_size 0;
                  dav_methods PUT;

@@ -92,8 +92,8 @@ impl ChildProcess {
             if let Some(found) = self.lines().iter().skip(from).find_map(&found) {
                 return found;
             }
-            let reason = if ended {
-                "the process ended"
+            let why = if ended {
+                "it ended"
             } else {
                 "the deadline has passed"
             };
@@ -140,7 +140,7 @@ impl ChildProcess {
         }
     }
 
-    /// Sends a signal by its name, as in `kill -TERM`.
+    /// Sends a signal, named as in `kill -TERM`.
     pub fn send_signal(&self, name: &str) {
         let pid = self.child.id().expect("the process is running");
         assert!(send_signal_to(pid, name), "kill -{name} {pid}");
@@ -192,7 +192,7 @@ pub fn send_signal_to(pid: u32, name: &str) -> bool {
         .success()
 }
 
-/// Runs a command and waits for its end.
+/// Runs a command to its end.
 pub async fn run_command(command: &mut Command) -> ProcessOutput {
     ChildProcess::start(command)
         .unwrap()

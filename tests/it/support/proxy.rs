@@ -152,7 +152,7 @@ impl Proxy {
             .await
     }
 
-    /// The lines logged since the mark.
+    /// The log after the mark, so far.
     pub fn log_since(&self, mark: usize) -> Vec<LogLine> {
         let lines = self.process.lines();
         lines
@@ -193,7 +193,7 @@ impl Proxy {
 }
 
 impl ProxyBuilder {
-    /// Sets the text of the configuration file.
+    /// The text of the configuration file.
     pub fn config(mut self, text: &str) -> Self {
         text.clone_into(&mut self.config);
         self

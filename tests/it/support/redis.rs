@@ -84,7 +84,7 @@ impl RedisServer {
         )
     }
 
-    /// Kills the server like `kill -9`: nothing is saved and connections break.
+    /// As `kill -9`: nothing is saved, connections break.
     pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -124,11 +124,11 @@ impl RedisServer {
     /// A connection for commands of the test.
     pub(crate) async fn connection(&self) -> MultiplexedConnection {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
-        let config = AsyncConnectionConfig::new()
+        let patient = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(Duration::from_secs(5)))
             .set_response_timeout(Some(Duration::from_secs(5)));
         client
-            .get_multiplexed_async_connection_with_config(&config)
+            .get_multiplexed_async_connection_with_config(&patient)
             .await
             .unwrap()
     }
@@ -137,9 +137,9 @@ impl RedisServer {
     /// machine.
     pub(crate) async fn connection_without_timeout(&self) -> MultiplexedConnection {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
-        let config = redis::AsyncConnectionConfig::new().set_response_timeout(None);
+        let patient = redis::AsyncConnectionConfig::new().set_response_timeout(None);
         client
-            .get_multiplexed_async_connection_with_config(&config)
+            .get_multiplexed_async_connection_with_config(&patient)
             .await
             .unwrap()
     }

@@ -103,8 +103,8 @@ impl SentinelDeployment {
 
     /// The port of the master according to the first sentinel that is alive.
     pub async fn master_port(&self) -> u16 {
-        let mut query = redis::cmd("SENTINEL");
-        query.arg("GET-MASTER-ADDR-BY-NAME").arg(MASTER_NAME);
+        let mut asked = redis::cmd("SENTINEL");
+        asked.arg("GET-MASTER-ADDR-BY-NAME").arg(MASTER_NAME);
         for sentinel in &self.sentinels {
             let Ok(client) = redis::Client::open(("127.0.0.1", sentinel.port)) else {
                 continue;
@@ -112,7 +112,7 @@ impl SentinelDeployment {
             let Ok(mut connection) = client.get_multiplexed_async_connection().await else {
                 continue;
             };
-            let (_, port): (String, u16) = query.query_async(&mut connection).await.unwrap();
+            let (_, port): (String, u16) = asked.query_async(&mut connection).await.unwrap();
             return port;
         }
         panic!("no sentinel is alive");

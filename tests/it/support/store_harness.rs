@@ -29,7 +29,7 @@ const MEMORY_SETTINGS: MemorySettings = MemorySettings {
 pub enum StoreUnderTest {
     Memory {
         store: MemoryStore,
-        manual_clock: ManualClock,
+        hands: ManualClock,
     },
     Redis(Box<RedisUnderTest>),
 }
@@ -44,10 +44,10 @@ pub struct RedisUnderTest {
 
 impl StoreUnderTest {
     pub fn memory() -> Self {
-        let (clock, manual_clock) = Clock::manual(START_US);
+        let (clock, hands) = Clock::manual(START_US);
         Self::Memory {
             store: MemoryStore::new(MEMORY_SETTINGS, clock),
-            manual_clock,
+            hands,
         }
     }
 
@@ -79,15 +79,12 @@ impl StoreUnderTest {
     /// Decides all charges at the given time.
     pub fn decide(&mut self, charges: &[Charge<'_>], at_us: u64) -> Decision {
         match self {
-            Self::Memory {
-                store,
-                manual_clock,
-            } => {
-                manual_clock.set_us(at_us);
+            Self::Memory { store, hands } => {
+                hands.set_us(at_us);
                 store.decide(charges)
             }
-            Self::Redis(server) => {
-                let reply = server.run_script(|script| script.decide_command(charges, Some(at_us)));
+            Self::Redis(there) => {
+                let reply = there.run_script(|script| script.decide_command(charges, Some(at_us)));
                 ScriptLibrary::parse_decision_reply(&reply, charges)
                     .unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
             }
@@ -96,23 +93,19 @@ impl StoreUnderTest {
 
     /// Applies an amendment to one counter at the given time.
     pub fn apply_amendment(&mut self, limit: &Limit, key: &Key, amendment: Amendment, at_us: u64) {
-        let settlements = [Settlement {
+        let late = [Settlement {
             limit,
             key,
             amendment,
         }];
         match self {
-            Self::Memory {
-                store,
-                manual_clock,
-            } => {
-                manual_clock.set_us(at_us);
-                store.apply_settlements(&settlements);
+            Self::Memory { store, hands } => {
+                hands.set_us(at_us);
+                store.apply_settlements(&late);
             }
-            Self::Redis(server) => {
-                let reply =
-                    server.run_script(|script| script.amend_command(&settlements, Some(at_us)));
-                assert_eq!(reply, Value::Int(1), "{settlements:?}");
+            Self::Redis(there) => {
+                let reply = there.run_script(|script| script.amend_command(&late, Some(at_us)));
+                assert_eq!(reply, Value::Int(1), "{late:?}");
             }
         }
     }
@@ -121,8 +114,8 @@ impl StoreUnderTest {
     pub fn counter_bytes(&mut self, charge: &Charge<'_>) -> u64 {
         match self {
             Self::Memory { store, .. } => store.byte_count() as u64,
-            Self::Redis(server) => {
-                let key = server.script.counter_key(charge);
+            Self::Redis(there) => {
+                let key = there.script.counter_key(charge);
                 self.command(
                     redis::cmd("MEMORY")
                         .arg("USAGE")
@@ -140,17 +133,17 @@ impl StoreUnderTest {
         let Self::Redis(there) = self else {
             panic!("the memory store has no expiry time")
         };
-        let key = server.script.counter_key(charge);
+        let key = there.script.counter_key(charge);
         self.command(redis::cmd("PEXPIRETIME").arg(key).clone())
     }
 
     fn command<T: redis::FromRedisValue>(&mut self, command: Cmd) -> T {
-        let Self::Redis(server) = self else {
-            panic!("only Redis supports commands")
+        let Self::Redis(there) = self else {
+            panic!("only Redis takes commands")
         };
-        server
+        there
             .runtime
-            .block_on(command.query_async(&mut server.connection))
+            .block_on(command.query_async(&mut there.connection))
             .unwrap()
     }
 }
@@ -190,11 +183,11 @@ pub fn admissible_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u
         return None;
     }
     let mut latest_us = None;
-    for (charge, status) in charges.iter().zip(decision.statuses.iter().flatten()) {
+    for (charge, standing) in charges.iter().zip(decision.statuses.iter().flatten()) {
         if charge.shadow {
             continue;
         }
-        match status.refusal {
+        match standing.refusal {
             Some(Refusal::Never | Refusal::Unknown) => return None,
             Some(Refusal::Until(at_us)) => latest_us = latest_us.max(Some(at_us)),
             None => {}
@@ -260,7 +253,7 @@ pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 6] = [
 pub fn draw_limit_for(name: &str, rng: &mut Rng) -> Limit {
     EVERY_ALGORITHM
         .iter()
-        .find(|(algorithm, _)| *algorithm == name)
+        .find(|(of, _)| *of == name)
         .expect("an algorithm")
         .1(rng)
 }

@@ -138,7 +138,7 @@ impl CertificateAuthority {
     }
 }
 
-/// A client that trusts one authority.
+/// A client that trusts an authority.
 #[derive(Clone)]
 pub struct TlsClient(ClientConfig);
 

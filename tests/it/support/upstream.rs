@@ -88,7 +88,7 @@ impl Upstream {
         }
     }
 
-    /// All requests so far.
+    /// The requests so far.
     pub fn requests(&self) -> Vec<ReceivedRequest> {
         self.received_requests.lock().unwrap().clone()
     }
