@@ -1,4 +1,4 @@
-//! What the practice of limiting with Redis asks for, where no other test is about it. The table is in
+//! What the practice of limiting with Redis asks for, where no other test is about it. The list is in
 //! `docs/CONTRIBUTING.md`.
 
 use crate::support::fake_redis::TcpRelay;
