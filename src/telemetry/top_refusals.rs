@@ -1,8 +1,8 @@
 //! The keys and paths with the most rejections, in bounded memory.
 //!
 //! Clients choose keys and paths, so counting all of them would need unbounded memory. Each worker
-//! keeps space-saving sketches instead; see `docs/decisions/top-rejections.md`. A ranking covers
-//! the last 30 to 60 minutes.
+//! keeps space-saving sketches instead; see `docs/decisions/0032-top-rejections.md`. A ranking
+//! covers the last 30 to 60 minutes.
 
 use foldhash::HashMap;
 use foldhash::quality::RandomState;

@@ -6,7 +6,7 @@
 //!
 //! Every open connection counts against `max_connections`, which all workers share.
 //! `HANDOVERS_PER_CLOSE` keeps a busy worker from starving the others. See
-//! `docs/decisions/upstream-connection-pool.md`.
+//! `docs/decisions/0020-upstream-connections.md`.
 
 mod connection;
 mod idle;
