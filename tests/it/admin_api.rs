@@ -1013,7 +1013,7 @@ async fn drain_rejects_servers_that_are_not_a_tidegate_admin_port() {
     assert!(
         drain("127.0.0.1:0")
             .await
-            .contains("admin.address has no port")
+            .contains("admin.address has port 0")
     );
     let mute = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let start = Instant::now();

@@ -312,7 +312,7 @@ name = "slots"
 limit = { requests = 5, algorithm = "concurrency" }
 "#;
 
-/// The ACL rule for this user from `docs/OPERATIONS.md`.
+/// The ACL rule for this user from `docs/operations/redis.md`.
 fn documented_acl_rule(user: &str) -> String {
     let page = fs::read_to_string(concat!(
         env!("CARGO_MANIFEST_DIR"),
