@@ -19,7 +19,7 @@ cost = { header = 'x-cost' }
 static POLICY_TABLE: LazyLock<Arc<PolicyTable>> = LazyLock::new(|| {
     tidegate::config::properties::load_text(POLICIES)
         .expect("it is right")
-        .table
+        .policy_table
 });
 
 fuzz_target!(

@@ -69,7 +69,7 @@ impl ListenerSet {
                     tracing::info!(%address, "TLS settings changed; new connections use them")
                 }
                 None => {
-                    tracing::warn!(%address, "{table}.tls was removed; new connections are in cleartext");
+                    tracing::warn!(%address, table, "TLS was removed from the configuration; new connections are in cleartext");
                 }
             }
         }

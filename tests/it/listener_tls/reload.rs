@@ -341,7 +341,7 @@ async fn tls_can_be_enabled_and_disabled_by_reload() {
     proxy.write_config("");
     proxy
         .wait_for_log("a warning", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("listen.tls was removed")
+            line.message_starts_with("TLS was removed")
         })
         .await;
     assert_eq!(proxy.get("/").await.status, 200);
