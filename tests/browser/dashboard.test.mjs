@@ -45,7 +45,11 @@ async function withProxy(config, work, options) {
     await work(proxy, openPage);
     for (const page of pages) assert.deepEqual(page.faults, []);
   } finally {
-    await Promise.all(pages.map((page) => page.context().close()));
+    // The page polls: a routed request may be in flight when its context closes.
+    await Promise.all(pages.map(async (page) => {
+      await page.unrouteAll({ behavior: 'ignoreErrors' });
+      await page.context().close();
+    }));
     await proxy.end();
   }
 }
