@@ -5,6 +5,7 @@
 
 mod active_policies;
 mod charge_plan;
+mod decisions;
 mod dry_run;
 mod estimated_charge;
 mod explain;
@@ -12,8 +13,9 @@ mod plan_verdict;
 mod rate_limit_call;
 mod verdict;
 
-pub use crate::store::ConcurrencySlotGuard;
+pub use crate::store::{ConcurrencySlotGuard, DecisionSource};
 pub use active_policies::{ActivePolicies, PolicySnapshot};
+pub use decisions::{PolicyDecision, RequestDecision};
 pub use dry_run::{DryRunOutcome, DryRunResult, PolicyOutcome, QuotaUsage, dry_run_request};
 pub use estimated_charge::EstimatedCharge;
 pub use explain::{PolicyExplanation, PolicyLimits, PolicyStep, explain_request};
@@ -25,7 +27,7 @@ use charge_plan::ChargePlan;
 use crate::limiter::Key;
 use crate::policy::Facts;
 use crate::store::{ConcurrencySlots, SettlementQueue, Store};
-use crate::telemetry::metrics::{DecisionSource, PolicyDecision, WorkerMetrics};
+use crate::telemetry::metrics::WorkerMetrics;
 use std::mem::take;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -151,8 +153,10 @@ impl Enforcer {
         arrived: Instant,
     ) -> Verdict<'t> {
         let decided_at = Instant::now();
-        self.shard
-            .record_decision_time(source, decided_at.saturating_duration_since(arrived));
+        self.shard.record_decision_time(
+            source as usize,
+            decided_at.saturating_duration_since(arrived),
+        );
         Verdict {
             decided_at: Some(decided_at),
             source: Some(source),

@@ -1,8 +1,9 @@
 //! The active policies and their counters.
 
+use super::decisions::PolicyDecision;
 use crate::limiter::Key;
 use crate::policy::PolicyTable;
-use crate::telemetry::metrics::{Metrics, PolicyCounters, PolicyDecision, WorkerMetrics};
+use crate::telemetry::metrics::{Metrics, PolicyCounters, WorkerMetrics};
 use arc_swap::ArcSwap;
 use std::sync::Arc;
 
@@ -67,7 +68,7 @@ impl PolicySnapshot {
         let Some(tally) = self.tallies.get(policy_index) else {
             return;
         };
-        shard.record_policy_decision(tally, decision);
+        shard.record_policy_decision(tally, decision as usize);
         if decision.is_refusal() {
             shard.refusals().record_path(tally.policy(), place);
             if let Some(key) = key {

@@ -1,12 +1,12 @@
 //! The charges of one request: which limits apply, by which key and at which cost.
 
+use super::decisions::PolicyDecision;
 use super::{EstimatedCharge, RequestOutcome};
 use crate::limiter::{Algorithm, Charge, Decision, Key, Lease, Limit, LimitStatus, MAX_UNITS};
 use crate::policy::{
     Descriptor, EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyAction, PolicyTable,
 };
 use crate::store::{ConcurrencySlotGuard, ConcurrencySlots, CounterRef, SettlementQueue};
-use crate::telemetry::metrics::PolicyDecision;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::time::Duration;

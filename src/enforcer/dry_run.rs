@@ -3,10 +3,10 @@
 
 use super::RequestOutcome;
 use super::charge_plan::{ChargePlan, taken_slots};
+use super::decisions::PolicyDecision;
 use crate::limiter::{Key, Limit};
 use crate::policy::{Facts, NamedLimit, PolicyTable};
 use crate::store::MemoryStore;
-use crate::telemetry::metrics::PolicyDecision;
 use smallvec::SmallVec;
 use std::time::Instant;
 

@@ -1,11 +1,11 @@
 //! From the store's decision about a plan to a verdict, and to the decision of each policy.
 
 use super::charge_plan::ChargePlan;
+use super::decisions::PolicyDecision;
 use super::{LimitRejection, ReportedLimit, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Decision, Key, LimitStatus, Refusal};
 use crate::policy::{NamedLimit, OnStoreFailure, Policy};
 use crate::store::StoreUnavailable;
-use crate::telemetry::metrics::PolicyDecision;
 use smallvec::SmallVec;
 use std::time::Duration;
 

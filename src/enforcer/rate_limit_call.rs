@@ -2,10 +2,11 @@
 //! status.
 
 use super::charge_plan::ChargePlan;
+use super::decisions::PolicyDecision;
 use super::{Enforcer, PolicySnapshot, ReportedLimit, Verdict};
 use crate::limiter::{Decision, Key, Refusal};
 use crate::policy::{Descriptor, Facts};
-use crate::telemetry::metrics::{DecisionSource, PolicyDecision};
+use crate::store::DecisionSource;
 use smallvec::SmallVec;
 use std::mem::take;
 use tokio::time::Instant;

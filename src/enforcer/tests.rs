@@ -12,7 +12,7 @@ use crate::store::redis::{
     RedisCredentials, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
 use crate::store::{MemorySettings, MemoryStore, StoreUnavailable};
-use crate::telemetry::metrics::{ErrorKindLabels, Metrics};
+use crate::telemetry::metrics::{MetricLabels, Metrics};
 use http::{HeaderMap, Method};
 use smallvec::SmallVec;
 use std::time::Duration;
@@ -108,7 +108,7 @@ impl EnforcerFixture {
             },
             clock,
         );
-        let metrics = Metrics::new(1, ErrorKindLabels::default());
+        let metrics = Metrics::new(1, MetricLabels::default());
         let live = ActivePolicies::new(table.into(), Arc::clone(&metrics));
         let enforcer = Enforcer::new(
             live,

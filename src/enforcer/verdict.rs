@@ -3,8 +3,7 @@
 use super::EstimatedCharge;
 use crate::limiter::LimitStatus;
 use crate::policy::{KeyFault, NamedLimit, RejectResponse};
-use crate::store::ConcurrencySlotGuard;
-use crate::telemetry::metrics::DecisionSource;
+use crate::store::{ConcurrencySlotGuard, DecisionSource};
 use smallvec::SmallVec;
 use std::time::Duration;
 use tokio::time::Instant;

@@ -109,7 +109,7 @@ impl ProxyService {
         let verdict = self.enforcer.decide(&snapshot, &facts, arrived_at).await;
         let decided_at = verdict.decided_at.unwrap_or(arrived_at);
         self.metrics
-            .record_request_decision(classify_verdict(&verdict));
+            .record_request_decision(classify_verdict(&verdict) as usize);
         if inbound.token_error().is_some() {
             self.metrics.record_rejected_token();
         }

@@ -3,6 +3,7 @@
 //! A call carries descriptors instead of a request. All of them are decided in one store call. If
 //! the store fails, the status is UNAVAILABLE, and Envoy applies its own `failure_mode_deny`.
 
+pub(in crate::proxy) mod call_result;
 pub(in crate::proxy) mod grpc;
 #[allow(
     dead_code,
@@ -20,8 +21,9 @@ use crate::policy::{Descriptor, RateLimitHeaderSettings, RejectResponse};
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::rate_limit_headers;
+use crate::proxy::rate_limit_service::call_result::RlsCallResult;
 use crate::proxy::rate_limit_service::grpc::{GrpcError, GrpcStatusCode};
-use crate::telemetry::metrics::{RlsCallResult, WorkerMetrics};
+use crate::telemetry::metrics::WorkerMetrics;
 use crate::telemetry::trace::{TraceContext, TraceId};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
@@ -61,7 +63,8 @@ impl ProxyService {
         let arrived_at = Instant::now();
         let (parts, body) = request.into_parts();
         if let Some(response) = grpc::reject_non_grpc(&parts) {
-            self.metrics.record_rls_call(RlsCallResult::Invalid);
+            self.metrics
+                .record_rls_call(RlsCallResult::Invalid as usize);
             tracing::debug!(status = %response.status(), peer = %peer.addr, "request is not a gRPC call");
             body.discard();
             return response;
@@ -132,7 +135,7 @@ impl ProxyService {
             .decide_call(&snapshot, &descriptors, arrived_at)
             .await;
         self.metrics
-            .record_request_decision(classify_verdict(&call_verdict.verdict));
+            .record_request_decision(classify_verdict(&call_verdict.verdict) as usize);
         self.metrics.record_unmatched_descriptors(
             call_verdict
                 .statuses
@@ -216,7 +219,7 @@ struct RateLimitCallGuard<'s> {
 
 impl Drop for RateLimitCallGuard<'_> {
     fn drop(&mut self) {
-        self.shard.record_rls_call(self.call);
+        self.shard.record_rls_call(self.call as usize);
     }
 }
 

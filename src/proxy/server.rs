@@ -7,6 +7,7 @@
 
 pub(in crate::proxy) mod accept;
 mod allocator_trim;
+pub(in crate::proxy) mod close_reason;
 mod connection;
 pub(in crate::proxy) mod connection_timeouts;
 mod dispatch;

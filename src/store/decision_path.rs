@@ -11,12 +11,12 @@
 //!
 //! The memory store replaces all of these steps.
 
+use super::decision_source::DecisionSource;
 use super::deny_cache::{DenyCache, DenyMatchScope};
 use super::leases::LeasePool;
 use super::redis::RedisStore;
 use super::{Store, StoreUnavailable};
 use crate::limiter::{Charge, Decision};
-use crate::telemetry::metrics::DecisionSource;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::time::Instant;

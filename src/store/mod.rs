@@ -4,6 +4,7 @@
 
 mod concurrency_slots;
 mod decision_path;
+mod decision_source;
 mod deny_cache;
 mod fallback;
 mod leases;
@@ -12,6 +13,7 @@ pub mod redis;
 mod settlements;
 
 pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots};
+pub use decision_source::DecisionSource;
 pub use fallback::{FallbackStore, Share};
 pub use leases::LeasePool;
 pub use memory::{MemorySettings, MemoryStore};

@@ -2,8 +2,7 @@
 //!
 //! Values from clients are fields, never part of the message, so that the formatter escapes them.
 
-use crate::enforcer::ReportedLimit;
-use crate::telemetry::metrics::{DecisionSource, RequestDecision};
+use crate::enforcer::{DecisionSource, ReportedLimit, RequestDecision};
 use crate::telemetry::trace::TraceId;
 use crate::telemetry::{AccessLogFilter, LogSettings};
 use http::StatusCode;

@@ -1,6 +1,7 @@
 //! Dispatch of requests to the handler of their listener.
 
 use super::ProxyService;
+use crate::enforcer::RequestDecision;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::server::handler::RequestHandler;
@@ -8,7 +9,7 @@ use crate::proxy::server::handshake_error::HandshakeError;
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::settings::ListenerKind;
 use crate::proxy::{RequestBody, ResponseBody};
-use crate::telemetry::metrics::{RequestDecision, WorkerMetrics};
+use crate::telemetry::metrics::WorkerMetrics;
 use http::{Request, Response, StatusCode};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -45,7 +46,7 @@ impl RequestHandler for ProxyService {
     fn record_unreadable_request(&self, status: StatusCode, peer: &ConnectionPeer) {
         self.metrics.record_status(status.as_u16());
         self.metrics
-            .record_request_decision(RequestDecision::Malformed);
+            .record_request_decision(RequestDecision::Malformed as usize);
         self.access_log
             .write(&AccessLogEntry::for_unreadable_request(
                 peer.addr.ip(),

@@ -1,13 +1,12 @@
 //! What logs, metrics and traces record about a request.
 
 use super::ProxyService;
-use crate::enforcer::{ReportedLimit, RequestOutcome, Verdict};
+use crate::enforcer::{DecisionSource, ReportedLimit, RequestDecision, RequestOutcome, Verdict};
 use crate::policy::client::ClientIdentity;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::request_validation::RequestTarget;
 use crate::proxy::server::peer::ConnectionPeer;
-use crate::telemetry::metrics::{DecisionSource, RequestDecision};
 use crate::telemetry::trace::{self, RequestRecording, TraceContext, TraceId};
 use http::{Method, StatusCode, Version, request};
 use tokio::time::Instant;
@@ -81,7 +80,7 @@ impl ProxyService {
         peer: &ConnectionPeer,
     ) {
         self.metrics
-            .record_request_decision(classify_verdict(verdict));
+            .record_request_decision(classify_verdict(verdict) as usize);
         if let Some(fault) = inbound.token_error() {
             self.metrics.record_rejected_token();
             tracing::debug!(%fault, peer = %peer.addr, "request token rejected");

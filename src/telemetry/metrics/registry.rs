@@ -1,9 +1,8 @@
 //! The metrics of the process: the counters of all workers and policies, and their sums.
 
-use super::DecisionSource;
 use super::histogram::{DECISION_BOUNDS, HistogramSnapshot, REQUEST_BOUNDS, SingleWriterCounter};
-use super::labels::ErrorKindLabels;
-use super::policy_counters::{PolicyCounters, RequestDecision};
+use super::labels::{MetricLabels, REQUEST_DECISIONS};
+use super::policy_counters::PolicyCounters;
 use super::worker::{FIRST_STATUS_CODE, STATUS_CODE_COUNT, WorkerMetrics};
 use crate::telemetry::top_refusals::TopRefusals;
 use parking_lot::Mutex;
@@ -18,15 +17,15 @@ pub struct Metrics {
     /// By policy name. A removed policy keeps its counters: if they disappeared and returned with
     /// lower values, Prometheus would assume a restart. Only configured names are ever added.
     pub(super) policy_counters: Mutex<BTreeMap<Arc<str>, Arc<PolicyCounters>>>,
-    pub(super) error_kinds: ErrorKindLabels,
+    pub(super) labels: MetricLabels,
     top_refusals: TopRefusals,
 }
 
 impl Metrics {
     /// Creates the counters of `workers` workers.
-    pub fn new(workers: usize, error_kinds: ErrorKindLabels) -> Arc<Self> {
+    pub fn new(workers: usize, labels: MetricLabels) -> Arc<Self> {
         let worker_metrics: Box<[Arc<WorkerMetrics>]> = (0..workers)
-            .map(|index| Arc::new(WorkerMetrics::new(index, error_kinds)))
+            .map(|index| Arc::new(WorkerMetrics::new(index, &labels)))
             .collect();
         let top_refusals = TopRefusals::from_workers(
             worker_metrics
@@ -37,7 +36,7 @@ impl Metrics {
         Arc::new(Self {
             workers: worker_metrics,
             policy_counters: Mutex::default(),
-            error_kinds,
+            labels,
             top_refusals,
         })
     }
@@ -45,7 +44,7 @@ impl Metrics {
     /// The counters of a worker. Those of a worker beyond the number given to [`Metrics::new`] do
     /// not appear in the metrics.
     pub fn worker_metrics(&self, worker: usize) -> Arc<WorkerMetrics> {
-        let unregistered = || Arc::new(WorkerMetrics::new(worker, self.error_kinds));
+        let unregistered = || Arc::new(WorkerMetrics::new(worker, &self.labels));
         self.workers
             .get(worker)
             .map_or_else(unregistered, Arc::clone)
@@ -74,10 +73,18 @@ impl Metrics {
         &self.top_refusals
     }
 
-    /// Requests so far, by [`RequestDecision::ALL`].
-    pub fn request_decisions(&self) -> [u64; RequestDecision::ALL.len()] {
-        RequestDecision::ALL.map(|decision| {
-            self.sum_optional_counter(|worker| worker.request_decisions.get(decision as usize))
+    /// The label values of the counters.
+    pub fn labels(&self) -> &MetricLabels {
+        &self.labels
+    }
+
+    /// Requests so far, by [`MetricLabels::request_decisions`].
+    pub fn request_decisions(&self) -> [u64; REQUEST_DECISIONS] {
+        self.labels.request_decisions.map(|(_, indices)| {
+            let count = |index: &usize| {
+                self.sum_optional_counter(|worker| worker.request_decisions.get(*index))
+            };
+            indices.iter().map(count).sum()
         })
     }
 
@@ -95,7 +102,7 @@ impl Metrics {
 
     /// Requests so far without a response from the upstream, by kind.
     pub fn upstream_errors(&self) -> Vec<(&'static str, u64)> {
-        let kinds = self.error_kinds.upstream_errors.iter().enumerate();
+        let kinds = self.labels.upstream_errors.iter().enumerate();
         kinds
             .map(|(at, kind)| {
                 (
@@ -107,19 +114,19 @@ impl Metrics {
     }
 
     /// Time to a decision so far, by decision source.
-    pub fn decision_durations(
-        &self,
-    ) -> [(&'static str, HistogramSnapshot); DecisionSource::ALL.len()] {
-        DecisionSource::ALL.map(|source| {
+    pub fn decision_durations(&self) -> Vec<(&'static str, HistogramSnapshot)> {
+        let sources = self.labels.decision_sources.iter().enumerate();
+        let snapshots = sources.map(|(at, source)| {
             let parts = self
                 .workers
                 .iter()
-                .filter_map(|worker| worker.decisions.get(source as usize));
+                .filter_map(|worker| worker.decisions.get(at));
             (
-                source.label(),
+                *source,
                 HistogramSnapshot::from_histograms(&DECISION_BOUNDS, parts),
             )
-        })
+        });
+        snapshots.collect()
     }
 
     /// Time to the response head so far.

@@ -13,9 +13,9 @@ use tokio::time::{Instant, timeout};
 
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
+use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::ActiveRequest;
 use crate::proxy::server::lazy_timer::LazyTimer;
-use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Rest of an unwanted request body that is read so that the connection can be reused.
 const MAX_DISCARD_BYTES: u64 = 256 * 1024;
