@@ -231,7 +231,11 @@ impl HistoryState {
                     .entry(Arc::clone(counters.policy()))
                     .or_default(),
             };
-            let counts = series.map(|(_, indices)| counters.sum_counters(indices));
+            let mut counts = [0; POLICY_HISTORY_SERIES];
+            for (count, (_, requests)) in counts.iter_mut().zip(counters.requests_by_label(series))
+            {
+                *count = requests;
+            }
             history.sample(before_s, now_s, counts);
         }
         let hour_began = before_s / 3600 != now_s / 3600;

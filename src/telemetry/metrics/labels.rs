@@ -36,3 +36,8 @@ pub struct MetricLabels {
     /// For [`record_rls_call`](super::WorkerMetrics::record_rls_call).
     pub rls_call_results: [&'static str; RLS_CALL_RESULTS],
 }
+
+/// The sum of the counts at `indices`.
+pub(super) fn sum_selected(counts: &[u64], indices: &[usize]) -> u64 {
+    indices.iter().filter_map(|index| counts.get(*index)).sum()
+}

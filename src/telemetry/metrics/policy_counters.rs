@@ -1,7 +1,7 @@
 //! Counters per policy and worker.
 
 use super::histogram::SingleWriterCounter;
-use super::labels::LabelledCounters;
+use super::labels::{LabelledCounters, sum_selected};
 use std::sync::Arc;
 
 /// Counters of a policy and worker: two cache lines.
@@ -33,23 +33,20 @@ impl PolicyCounters {
         &self.policy
     }
 
-    /// Requests so far, by label.
+    /// Requests so far, by label. Each counter is read once, so that a part never exceeds its sum.
     pub fn requests_by_label<'l>(
         &self,
         labels: &'l [LabelledCounters],
-    ) -> impl Iterator<Item = (&'static str, u64)> + use<'_, 'l> {
+    ) -> impl Iterator<Item = (&'static str, u64)> + use<'l> {
+        let mut totals = [0; COUNTERS_PER_WORKER];
+        for worker in &self.workers {
+            for (total, counter) in totals.iter_mut().zip(&worker.0) {
+                *total += counter.get();
+            }
+        }
         labels
             .iter()
-            .map(|(label, indices)| (*label, self.sum_counters(indices)))
-    }
-
-    /// The sum of some counters of all workers.
-    pub(in crate::telemetry) fn sum_counters(&self, indices: &[usize]) -> u64 {
-        self.workers
-            .iter()
-            .flat_map(|counters| indices.iter().filter_map(|index| counters.0.get(*index)))
-            .map(SingleWriterCounter::get)
-            .sum()
+            .map(move |(label, indices)| (*label, sum_selected(&totals, indices)))
     }
 
     /// Must be called by `worker` only, because each counter has a single writer.

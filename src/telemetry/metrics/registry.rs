@@ -1,7 +1,7 @@
 //! The metrics of the process: the counters of all workers and policies, and their sums.
 
 use super::histogram::{DECISION_BOUNDS, HistogramSnapshot, REQUEST_BOUNDS, SingleWriterCounter};
-use super::labels::{MetricLabels, REQUEST_DECISIONS};
+use super::labels::{MetricLabels, REQUEST_DECISIONS, sum_selected};
 use super::policy_counters::PolicyCounters;
 use super::worker::{FIRST_STATUS_CODE, STATUS_CODE_COUNT, WorkerMetrics};
 use crate::telemetry::top_refusals::TopRefusals;
@@ -80,12 +80,11 @@ impl Metrics {
 
     /// Requests so far, by [`MetricLabels::request_decisions`].
     pub fn request_decisions(&self) -> [u64; REQUEST_DECISIONS] {
-        self.labels.request_decisions.map(|(_, indices)| {
-            let count = |index: &usize| {
-                self.sum_optional_counter(|worker| worker.request_decisions.get(*index))
-            };
-            indices.iter().map(count).sum()
-        })
+        let totals: [u64; REQUEST_DECISIONS] = std::array::from_fn(|index| {
+            self.sum_optional_counter(|worker| worker.request_decisions.get(index))
+        });
+        let labels = self.labels.request_decisions;
+        labels.map(|(_, indices)| sum_selected(&totals, indices))
     }
 
     /// Responses so far by status code, without codes that did not occur.
