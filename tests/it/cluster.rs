@@ -162,7 +162,7 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
             .statuses
             .iter()
             .flatten()
-            .filter(|standing| standing.refusal.is_some());
+            .filter(|status| status.refusal.is_some());
         assert_eq!(decision.admitted, refusing.count() == 0);
     }
     assert_eq!(admitted, 3, "the limit has three slots");

@@ -92,7 +92,7 @@ impl AccessLog {
         {
             return;
         }
-        let tightest = ReportedLimit::find_tightest(entry.limits);
+        let tightest = ReportedLimit::find_least_remaining(entry.limits);
         tracing::info!(
             target: "access",
             method = entry.method,
@@ -105,7 +105,7 @@ impl AccessLog {
             shadow_rejected = join_policy_names(entry.shadow_rejected),
             limit = tightest.map(|limit| &*limit.limit.name),
             key = tightest.map(|limit| format!("{:032x}", limit.key_id)),
-            remaining = tightest.map(|limit| limit.standing.remaining),
+            remaining = tightest.map(|limit| limit.status.remaining),
             source = entry.source.map(DecisionSource::label),
             trace_id = entry.trace_id.map(|trace| trace.to_string()),
             decision_ms = entry.time_to_decision.map(to_millis),
