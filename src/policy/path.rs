@@ -395,14 +395,14 @@ mod tests {
             ),
             ["/a%2Fb"]
         );
-        let refused = PathInterpretations::parse(
+        let rejected = PathInterpretations::parse(
             "/a%2fb",
             &Settings {
                 escaped_slashes: EscapedSlashes::Reject,
                 ..DEFAULT_SETTINGS
             },
         );
-        assert_eq!(refused, Err(PathError::EscapedSlash));
+        assert_eq!(rejected, Err(PathError::EscapedSlash));
     }
 
     #[test]

@@ -85,9 +85,9 @@ impl AccessLog {
     pub(in crate::proxy) fn write(&self, entry: &AccessLogEntry<'_>) {
         // Tests for a rejecting policy, not for the decision: during an outage, requests that are
         // forwarded as `degraded` must not write a line each.
-        let is_refused = entry.policy.is_some() || entry.decision == "malformed";
-        let is_rejected = is_refused || !entry.shadow_rejected.is_empty();
-        if !self.is_enabled_for(is_rejected)
+        let is_rejected = entry.policy.is_some() || entry.decision == "malformed";
+        let is_logged_as_rejected = is_rejected || !entry.shadow_rejected.is_empty();
+        if !self.is_enabled_for(is_logged_as_rejected)
             || (self.sample_rate < 1.0 && fastrand::f64() >= self.sample_rate)
         {
             return;
