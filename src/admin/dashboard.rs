@@ -90,6 +90,23 @@ fn csp_hashes(texts: &[&str]) -> String {
 mod tests {
     use super::*;
 
+    /// Hints are texts for people, whose wording may change.
+    #[test]
+    fn problems_are_shown_by_their_fields_and_not_by_the_wording_of_hints() {
+        assert!(SCRIPTS.iter().all(|script| !script.contains("hints")));
+        for cause in [
+            "!store.up",
+            "last_reload.errors.length",
+            "overview.untrusted_forwarding",
+        ] {
+            let shown = format!("if ({cause}) {{");
+            assert!(
+                SCRIPTS.iter().any(|script| script.contains(&shown)),
+                "{cause}"
+            );
+        }
+    }
+
     /// `make test-browser` checks that a browser runs it.
     #[test]
     fn page_is_small_and_self_contained() {

@@ -531,8 +531,10 @@ async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
         "{report}"
     );
     assert_eq!(report["expected"]["decision"], Value::Null);
+    let overview = admin_proxy.get_json("/overview").await;
+    assert_eq!(overview["store"]["up"], false);
     assert!(
-        admin_proxy.get_json("/overview").await["hints"][0]
+        overview["hints"][0]
             .as_str()
             .unwrap()
             .contains("the store is unavailable")
