@@ -1,10 +1,10 @@
 //! The dashboard at `/`: a page that polls the other routes.
 //!
-//! It is a single response without external fonts, scripts or build step. It holds no secrets, so it
-//! is served without the token; the data that it requests afterwards is not. Its content security
-//! policy allows only the scripts and styles with the listed hashes, loads nothing from other
-//! origins, and forbids markup from strings (`require-trusted-types-for`), so that client-chosen
-//! key values stay text.
+//! It is a single response without external fonts, scripts or build step. It holds no secrets, so
+//! it is served without the token; the data that it requests afterwards is not. Its content
+//! security policy allows only the scripts and styles with the listed hashes, loads nothing from
+//! other origins, and forbids markup from strings (`require-trusted-types-for`), so that
+//! client-chosen key values stay text.
 
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;

@@ -1,5 +1,5 @@
-//! Decisions of the rate limit service, tested with an independent gRPC client. `tests/envoy.sh` tests
-//! it with Envoy.
+//! Decisions of the rate limit service, tested with an independent gRPC client. `tests/envoy.sh`
+//! tests it with Envoy.
 
 use crate::support::client::ClientRequest;
 use crate::support::proxy::Proxy;
