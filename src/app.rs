@@ -286,7 +286,8 @@ async fn sample_history(
             Arc::clone(&metrics),
             active_policies.clone(),
         );
-        // On another thread: ten thousand policies take milliseconds, and this thread accepts connections.
+        // On another thread: ten thousand policies take milliseconds, and this thread accepts
+        // connections.
         let sample_task = tokio::task::spawn_blocking(move || {
             history.sample(now_s, live.load_snapshot().tallies().iter());
             metrics.top_refusals().rotate_generations(now_s);

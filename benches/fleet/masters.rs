@@ -70,8 +70,8 @@ impl RedisMasters {
 
     /// Returns the master that owns a key.
     pub(crate) fn master_of_key(&self, key: &str) -> usize {
-        let mut asked = redis::cmd("CLUSTER");
-        let slot: u16 = asked
+        let mut command = redis::cmd("CLUSTER");
+        let slot: u16 = command
             .arg("KEYSLOT")
             .arg(key)
             .query(&mut self.connection(0))

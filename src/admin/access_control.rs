@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn cross_origin_changes_are_refused_even_with_a_token() {
+    fn cross_origin_changes_are_rejected_even_with_a_token() {
         let guard = AccessGuard {
             token: Some(AdminToken::new("t".to_owned())),
             is_exposed: false,
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn cross_origin_reads_are_refused_except_navigation() {
+    fn cross_origin_reads_are_rejected_except_navigation() {
         let guard = AccessGuard {
             token: None,
             is_exposed: false,

@@ -42,7 +42,8 @@ pub(super) fn phase_label(phase: ProcessPhase) -> &'static str {
     }
 }
 
-/// Problems that need attention, and what to do about them.
+/// Problems that need attention, and what to do about them. The dashboard shows each of them by the
+/// field of the overview that has its cause.
 pub(super) fn collect_hints(
     observed: &ProcessStatus,
     untrusted_forwarding: u64,

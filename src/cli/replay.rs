@@ -40,8 +40,8 @@ pub(super) struct ReplayArguments {
     /// Log format: combined, envoy, tidegate, traefik-json, caddy, envoy-json, json.
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<AccessLogFormat>,
-    /// Log field that holds a request header. In text formats, extra1, extra2, … are the fields after
-    /// the user agent and remote_user is the user name. In JSON, a field path. Repeatable.
+    /// Log field that holds a request header. In text formats, extra1, extra2, … are the fields
+    /// after the user agent and remote_user is the user name. In JSON, a field path. Repeatable.
     #[arg(long, value_name = "HEADER=FIELD", value_parser = parse_header_mapping)]
     header_from: Vec<(HeaderName, String)>,
     /// Second configuration to compare with.

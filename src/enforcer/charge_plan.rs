@@ -154,11 +154,11 @@ impl<'t> ChargePlan<'t> {
                 Err(_) if policy.shadow => {
                     record_decision(at, None, PolicyDecision::ShadowRejected)
                 }
-                Err(fault) => {
+                Err(error) => {
                     record_decision(at, None, PolicyDecision::Denied);
                     return Err(RequestOutcome::InvalidKey {
                         policy: &policy.name,
-                        fault,
+                        error,
                     });
                 }
             }

@@ -3,7 +3,7 @@
 use super::charge_plan::{ChargePlan, PolicyCharge};
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
-    Facts, KeyFault, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
+    Facts, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
 };
 use crate::store::{Store, StoreUnavailable};
 use smallvec::SmallVec;
@@ -20,7 +20,7 @@ pub enum PolicyStep<'t> {
     /// A part of the key is missing, so the policy does not apply.
     Skipped,
     /// The request is rejected because the policy cannot form its key.
-    InvalidKey(KeyFault),
+    InvalidKey(KeyError),
     Limits(PolicyLimits<'t>),
 }
 
@@ -34,7 +34,7 @@ pub struct PolicyLimits<'t> {
     /// End of the current block (µs, store's clock), if any.
     pub blocked_until_us: Option<u64>,
     /// Current status of each limit; empty if the store is unavailable.
-    pub standings: Vec<LimitStatus>,
+    pub statuses: Vec<LimitStatus>,
 }
 
 /// The effect of every policy on a request, in order of evaluation.
@@ -92,12 +92,12 @@ pub async fn explain_request<'t>(
             };
         }
     };
-    let mut standings = decision.statuses.into_iter();
+    let mut statuses = decision.statuses.into_iter();
     for (_, step) in &mut steps {
         if let PolicyStep::Limits(limits) = step {
-            let block = limits.block.and_then(|_| standings.next().flatten());
+            let block = limits.block.and_then(|_| statuses.next().flatten());
             limits.blocked_until_us = block.and_then(|block| block.next_growth_us);
-            limits.standings = standings
+            limits.statuses = statuses
                 .by_ref()
                 .take(limits.limits.len())
                 .flatten()
@@ -151,10 +151,10 @@ fn explain_policy<'t>(
                 limits,
                 block,
                 blocked_until_us: None,
-                standings: Vec::new(),
+                statuses: Vec::new(),
             })
         }
         Ok(None) => PolicyStep::Skipped,
-        Err(fault) => PolicyStep::InvalidKey(fault),
+        Err(error) => PolicyStep::InvalidKey(error),
     }
 }

@@ -38,7 +38,7 @@ impl<'t> ChargePlan<'t> {
                 let Some(status) = status else { continue };
                 verdict.limits.push(ReportedLimit {
                     limit,
-                    standing: status,
+                    status,
                     key_id: policy_charge.key.id(),
                 });
                 if let Some(refusal) = status.refusal {

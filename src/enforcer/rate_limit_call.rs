@@ -103,10 +103,8 @@ impl Enforcer {
         for (status, keys) in statuses.iter_mut().zip(&key_ids_by_descriptor) {
             let mut own: SmallVec<[ReportedLimit<'t>; 4]> = verdict.limits.clone();
             own.retain(|reported| keys.contains(&reported.key_id));
-            status.tightest_limit = ReportedLimit::find_tightest(&own).copied();
-            status.is_over_limit = own
-                .iter()
-                .any(|reported| reported.standing.refusal.is_some());
+            status.tightest_limit = ReportedLimit::find_least_remaining(&own).copied();
+            status.is_over_limit = own.iter().any(|reported| reported.status.refusal.is_some());
         }
         CallVerdict { verdict, statuses }
     }

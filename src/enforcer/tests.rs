@@ -4,7 +4,7 @@ use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, KeyBuilder, Limit};
 use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
-    ActualCostSource, CostSource, EstimateCost, KeyFault, KeyPart, KeyTemplate, LimitOverride,
+    ActualCostSource, CostSource, EstimateCost, KeyError, KeyPart, KeyTemplate, LimitOverride,
     LimitOverrides, Matcher, MissingKeyAction, NamedLimit, OnStoreFailure, Policy, PolicyAction,
     PolicyTable, Quota, RateLimitHeaderSettings, client,
 };
@@ -171,11 +171,7 @@ fn trap_11_a_refused_request_charges_no_policy() {
     let passed = (0..5).filter(|_| fixture.is_forwarded("ann")).count();
     assert_eq!(passed, 2);
     fixture.decide_for_users(&["ann"], |verdict| {
-        let remaining: Vec<u64> = verdict
-            .limits
-            .iter()
-            .map(|l| l.standing.remaining)
-            .collect();
+        let remaining: Vec<u64> = verdict.limits.iter().map(|l| l.status.remaining).collect();
         assert_eq!(remaining, [8, 0]);
         let RequestOutcome::Limited(limited) = verdict.outcome else {
             panic!("{:?}", verdict.outcome)
@@ -209,11 +205,7 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
             assert_eq!((limited.policy, limited.is_blocked), ("narrow", blocked));
             assert_eq!(limited.violated_limits.as_slice(), ["narrow"]);
             assert_eq!(limited.retry, RetryHint::After(waits_us));
-            let remaining: Vec<u64> = verdict
-                .limits
-                .iter()
-                .map(|l| l.standing.remaining)
-                .collect();
+            let remaining: Vec<u64> = verdict.limits.iter().map(|l| l.status.remaining).collect();
             assert_eq!(remaining, if blocked { [10, 0] } else { [9, 0] });
         });
         assert!(fixture.is_forwarded(&format!("other {blocked}")));
@@ -297,10 +289,10 @@ fn trap_25_a_missing_key_does_not_bypass_the_limit() {
     let mut reject = policy_by_user("p", 1);
     quota_mut(&mut reject).missing_key = MissingKeyAction::Reject;
     EnforcerFixture::new(vec![reject]).decide_for_users(&[], |verdict| {
-        let RequestOutcome::InvalidKey { fault, .. } = verdict.outcome else {
+        let RequestOutcome::InvalidKey { error, .. } = verdict.outcome else {
             panic!("{:?}", verdict.outcome)
         };
-        assert_eq!(fault, KeyFault::Missing("header x-user".to_owned()));
+        assert_eq!(error, KeyError::Missing("header x-user".to_owned()));
     });
 
     let mut skip = policy_by_user("p", 1);
@@ -317,7 +309,7 @@ fn a_repeated_key_header_is_rejected() {
             assert!(matches!(
                 verdict.outcome,
                 RequestOutcome::InvalidKey {
-                    fault: KeyFault::Repeated(_),
+                    error: KeyError::Repeated(_),
                     ..
                 }
             ));
@@ -507,7 +499,7 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
     let remaining_after = |settle: &dyn Fn(EstimatedCharge)| {
         fixture.decide_for_users(&["ann"], |mut verdict| {
             verdict.estimated_charges.drain(..).for_each(settle);
-            verdict.limits[0].standing.remaining
+            verdict.limits[0].status.remaining
         })
     };
     assert_eq!(remaining_after(&|estimate| estimate.settle(7)), 16);

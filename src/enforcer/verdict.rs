@@ -2,7 +2,7 @@
 
 use super::EstimatedCharge;
 use crate::limiter::LimitStatus;
-use crate::policy::{KeyFault, NamedLimit, RejectResponse};
+use crate::policy::{KeyError, NamedLimit, RejectResponse};
 use crate::store::{ConcurrencySlotGuard, DecisionSource};
 use smallvec::SmallVec;
 use std::time::Duration;
@@ -45,7 +45,7 @@ pub enum RequestOutcome<'t> {
     /// A policy cannot form its key: 400.
     InvalidKey {
         policy: &'t str,
-        fault: KeyFault,
+        error: KeyError,
     },
     /// The store is unavailable and a policy is `closed`: 503.
     Unavailable {
@@ -81,17 +81,17 @@ pub enum RetryHint {
 #[derive(Clone, Copy, Debug)]
 pub struct ReportedLimit<'t> {
     pub limit: &'t NamedLimit,
-    pub standing: LimitStatus,
+    pub status: LimitStatus,
     /// Key of the quota: [`Key::id`](crate::limiter::Key::id).
     pub key_id: u128,
 }
 
 impl ReportedLimit<'_> {
     /// The limit that refused, or the one with the fewest remaining units.
-    pub fn find_tightest(limits: &[Self]) -> Option<&Self> {
+    pub fn find_least_remaining(limits: &[Self]) -> Option<&Self> {
         limits
             .iter()
-            .min_by_key(|one| (one.standing.refusal.is_none(), one.standing.remaining))
+            .min_by_key(|one| (one.status.refusal.is_none(), one.status.remaining))
     }
 }
 

@@ -1,7 +1,7 @@
 //! The state of one counter, whatever its algorithm.
 
 use super::block::BlockState;
-use super::concurrency::ConcurrencySlots;
+use super::concurrency::ConcurrencyState;
 use super::fixed_window::FixedWindowState;
 use super::leaky_bucket::LeakyBucketQueue;
 use super::sliding_log::ChargeLog;
@@ -20,7 +20,7 @@ enum AlgorithmState {
     FixedWindow(FixedWindowState),
     TokenBucket(TokenBucketState),
     LeakyBucket(LeakyBucketQueue),
-    Concurrency(ConcurrencySlots),
+    Concurrency(ConcurrencyState),
     Block(BlockState),
 }
 
@@ -42,7 +42,7 @@ impl Limit {
                 AlgorithmState::LeakyBucket(LeakyBucketQueue::default())
             }
             Algorithm::Concurrency { .. } => {
-                AlgorithmState::Concurrency(ConcurrencySlots::default())
+                AlgorithmState::Concurrency(ConcurrencyState::default())
             }
             Algorithm::Block => AlgorithmState::Block(BlockState::default()),
         })

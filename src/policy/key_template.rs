@@ -50,7 +50,7 @@ pub enum MissingKeyAction {
 
 /// Why a request cannot be keyed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum KeyFault {
+pub enum KeyError {
     #[error("{0} occurs more than once")]
     Repeated(String),
     #[error("{0} is missing")]
@@ -140,7 +140,7 @@ impl KeyPart {
         facts: &Facts<'a>,
         client: &client::Settings,
         values: &mut KeyValues<'a>,
-    ) -> Result<(), KeyFault> {
+    ) -> Result<(), KeyError> {
         let value = match self {
             Self::ClientIp => Some(Cow::Owned(
                 format_client_network(facts.client_ip, client).into_bytes(),
@@ -196,10 +196,10 @@ impl KeyPart {
     fn single_value<'a>(
         &self,
         mut values: impl Iterator<Item = Cow<'a, [u8]>>,
-    ) -> Result<Option<Cow<'a, [u8]>>, KeyFault> {
+    ) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
         let first = values.next();
         if values.next().is_some() {
-            return Err(KeyFault::Repeated(self.to_string()));
+            return Err(KeyError::Repeated(self.to_string()));
         }
         Ok(first)
     }
@@ -262,21 +262,21 @@ impl KeyTemplate {
     /// Extracts the values of one request.
     ///
     /// # Errors
-    /// Returns [`KeyFault::Repeated`] if a single-valued part occurs more than once. With
-    /// [`MissingKeyAction::Reject`], returns [`KeyFault::Missing`] for the first absent value.
+    /// Returns [`KeyError::Repeated`] if a single-valued part occurs more than once. With
+    /// [`MissingKeyAction::Reject`], returns [`KeyError::Missing`] for the first absent value.
     pub fn extract_values<'a>(
         &'a self,
         facts: &Facts<'a>,
         client: &client::Settings,
         missing: MissingKeyAction,
-    ) -> Result<KeyValues<'a>, KeyFault> {
+    ) -> Result<KeyValues<'a>, KeyError> {
         let mut values = KeyValues::new();
         for part in &self.0 {
             let part_start = values.len();
             part.push_values(facts, client, &mut values)?;
             let has_missing_value = || values.iter().skip(part_start).any(Option::is_none);
             if missing == MissingKeyAction::Reject && has_missing_value() {
-                return Err(KeyFault::Missing(part.to_string()));
+                return Err(KeyError::Missing(part.to_string()));
             }
         }
         Ok(values)
@@ -314,7 +314,7 @@ impl KeyTemplate {
                 .into()),
             Some(KeyPart::PathCaptures(_)) => Ok(path::canonicalize_segment(text, path)),
             Some(KeyPart::WholePath) => path::PathInterpretations::parse(text, path)
-                .map_err(|fault| fault.to_string())
+                .map_err(|error| error.to_string())
                 .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
             _ => Ok(text.into()),
         }

@@ -29,7 +29,7 @@ pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
 pub use descriptor::{Descriptor, DescriptorConditions};
 pub use facts::Facts;
 pub use json_pointer::{JsonPointer, JsonPointerToken};
-pub use key_template::{KeyFault, KeyPart, KeyTemplate, KeyValues, MissingKeyAction};
+pub use key_template::{KeyError, KeyPart, KeyTemplate, KeyValues, MissingKeyAction};
 pub use matcher::{HostPattern, Matcher, MethodSet};
 pub use named_limit::NamedLimit;
 pub use path_pattern::PathPattern;

@@ -5,7 +5,7 @@ use super::client::{self, ClientIdentity};
 use super::jwt::{
     self, ClaimName, RequestToken, SignatureVerification, TokenReader, VerificationKeys,
 };
-use super::path::{EscapedSlashes, PathFault, PathInterpretations, Settings};
+use super::path::{EscapedSlashes, PathError, PathInterpretations, Settings};
 use crate::limiter::KeyBuilder;
 use http::{HeaderMap, HeaderValue};
 use std::net::IpAddr;
@@ -45,9 +45,9 @@ pub fn check_path_interpretations(bytes: &[u8]) {
     };
     let readings = match PathInterpretations::parse(path, &settings) {
         Ok(readings) => readings,
-        Err(PathFault::NotAbsolute) => return assert!(!path.starts_with('/')),
-        Err(PathFault::Nul) => return assert!(path.contains("%00")),
-        Err(PathFault::EscapedSlash) => {
+        Err(PathError::NotAbsolute) => return assert!(!path.starts_with('/')),
+        Err(PathError::Nul) => return assert!(path.contains("%00")),
+        Err(PathError::EscapedSlash) => {
             let lower = path.to_ascii_lowercase();
             return assert!(lower.contains("%2f") || lower.contains("%5c") || lower.contains('\\'));
         }

@@ -1,7 +1,7 @@
 //! Selection of the key and the limits that a request is charged against.
 
 use super::{
-    CostSource, Descriptor, Facts, KeyFault, KeyTemplate, KeyValues, MissingKeyAction, NamedLimit,
+    CostSource, Descriptor, Facts, KeyError, KeyTemplate, KeyValues, MissingKeyAction, NamedLimit,
     client, path,
 };
 use crate::limiter::{Key, KeyBuilder, Lease, Limit};
@@ -57,13 +57,13 @@ impl Quota {
     /// skips the request.
     ///
     /// # Errors
-    /// Returns a [`KeyFault`] if the request cannot be keyed.
+    /// Returns a [`KeyError`] if the request cannot be keyed.
     pub fn select_for_request<'t>(
         &'t self,
         name: &str,
         facts: &Facts<'_>,
         client: &client::Settings,
-    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyFault> {
+    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyError> {
         let values = self.key.extract_values(facts, client, self.missing_key)?;
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
@@ -82,7 +82,7 @@ impl Quota {
         name: &str,
         descriptor: &'t Descriptor<'t>,
         client: &client::Settings,
-    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyFault> {
+    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyError> {
         let facts = Facts::from_descriptor(descriptor);
         let Some(limits) = descriptor.resolve_override_limit(name, &self.limits) else {
             return self.select_for_request(name, &facts, client);

@@ -338,7 +338,7 @@ fn build_descriptor_status(
     response::DescriptorStatus {
         code: code.into(),
         current_limit: Some(build_current_limit(reported)),
-        limit_remaining: u32::try_from(reported.standing.remaining).unwrap_or(u32::MAX),
+        limit_remaining: u32::try_from(reported.status.remaining).unwrap_or(u32::MAX),
         duration_until_reset: Some(Duration {
             seconds: i64::try_from(reset_us / SECOND_US).unwrap_or(i64::MAX),
             nanos: i32::try_from(reset_us % SECOND_US * 1000).unwrap_or_default(),

@@ -3,8 +3,8 @@
 use super::request_validation::{self, RequestTarget, RequestValidationError};
 use crate::clock;
 use crate::policy::client::ClientIdentity;
-use crate::policy::jwt::{RequestToken, TokenFault};
-use crate::policy::path::{PathFault, PathInterpretations};
+use crate::policy::jwt::{RequestToken, TokenError};
+use crate::policy::path::{PathError, PathInterpretations};
 use crate::policy::{Facts, PolicyTable};
 use crate::tls::CertificateSubject;
 use http::request;
@@ -25,7 +25,7 @@ pub enum InboundRequestError {
     #[error(transparent)]
     Validation(#[from] RequestValidationError),
     #[error(transparent)]
-    Path(#[from] PathFault),
+    Path(#[from] PathError),
     #[error("the request has more than one header with a token; expected one")]
     RepeatedTokenHeader,
 }
@@ -87,7 +87,7 @@ impl InboundRequest {
     }
 
     /// Returns why the token is not valid, if a policy has read it.
-    pub fn token_error(&self) -> Option<TokenFault> {
-        self.token.fault()
+    pub fn token_error(&self) -> Option<TokenError> {
+        self.token.error()
     }
 }

@@ -48,9 +48,9 @@ pub(in crate::proxy) fn build_rejection(
             };
             problem.to_custom_response(*reject, style)
         }
-        RequestOutcome::InvalidKey { policy, fault } => {
+        RequestOutcome::InvalidKey { policy, error } => {
             let detail =
-                format!("Policy \"{policy}\" cannot determine the quota of this request: {fault}.");
+                format!("Policy \"{policy}\" cannot determine the quota of this request: {error}.");
             let problem = ProblemReply::new(StatusCode::BAD_REQUEST, "http_request_error", detail);
             ProblemReply {
                 policy: Some(policy),
@@ -122,11 +122,11 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
 
 /// Builds the reply to a request that failed validation. An HTTP/1 connection closes after it.
 pub(in crate::proxy) fn build_inbound_error(
-    fault: InboundRequestError,
+    error: InboundRequestError,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
-    let status = match fault {
-        InboundRequestError::Validation(fault) => fault.status(),
+    let status = match error {
+        InboundRequestError::Validation(error) => error.status(),
         InboundRequestError::Path(_) | InboundRequestError::RepeatedTokenHeader => {
             StatusCode::BAD_REQUEST
         }
@@ -134,11 +134,11 @@ pub(in crate::proxy) fn build_inbound_error(
     let problem = ProblemReply::new(
         status,
         "http_request_error",
-        to_sentence(&fault.to_string()),
+        to_sentence(&error.to_string()),
     );
     let mut response = problem.to_response(style);
     set_connection_close(&mut response, style);
-    if fault == InboundRequestError::Validation(RequestValidationError::Connect) {
+    if error == InboundRequestError::Validation(RequestValidationError::Connect) {
         let allowed =
             HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE");
         response.headers_mut().insert(header::ALLOW, allowed);

@@ -195,8 +195,8 @@ async fn run_worker<H: RequestHandler>(
                             serve_connection(connection, handler, protocols, monitor).await;
                         }
                         Err(failed) => {
-                            if let Some(fault) = failed.fault {
-                                handler.record_handshake_error(fault);
+                            if let Some(error) = failed.error {
+                                handler.record_handshake_error(error);
                             }
                             Box::pin(failed.close()).await;
                         }

@@ -34,12 +34,12 @@ impl RequestHandler for ProxyService {
         }
     }
 
-    fn record_handshake_error(&self, fault: HandshakeError) {
-        match fault {
-            HandshakeError::ProxyHeader(fault) => {
-                self.metrics.record_proxy_header_error(fault as usize)
+    fn record_handshake_error(&self, error: HandshakeError) {
+        match error {
+            HandshakeError::ProxyHeader(error) => {
+                self.metrics.record_proxy_header_error(error as usize)
             }
-            HandshakeError::Tls(fault) => self.metrics.record_tls_error(fault as usize),
+            HandshakeError::Tls(error) => self.metrics.record_tls_error(error as usize),
         }
     }
 

@@ -171,10 +171,10 @@ impl ProxyService {
                 }
                 Response::from_parts(parts, body)
             }
-            Err(fault) => {
+            Err(error) => {
                 self.metrics
                     .record_upstream_error(UpstreamErrorKind::Protocol as usize);
-                tracing::warn!(%fault, "upstream response rejected");
+                tracing::warn!(fault = %error, "upstream response rejected");
                 local_replies::build_proxy_error(ProxyErrorType::ProtocolError, style)
                     .map(ResponseBody::Full)
             }

@@ -81,9 +81,9 @@ impl ProxyService {
     ) {
         self.metrics
             .record_request_decision(classify_verdict(verdict) as usize);
-        if let Some(fault) = inbound.token_error() {
+        if let Some(error) = inbound.token_error() {
             self.metrics.record_rejected_token();
-            tracing::debug!(%fault, peer = %peer.addr, "request token rejected");
+            tracing::debug!(fault = %error, peer = %peer.addr, "request token rejected");
         }
     }
 
@@ -123,12 +123,12 @@ impl ProxyService {
         };
         self.access_log.write(&entry);
         if let Some(recording) = &mut summary.recording {
-            let tightest = ReportedLimit::find_tightest(&verdict.limits);
+            let tightest = ReportedLimit::find_least_remaining(&verdict.limits);
             recording.set_response(&trace::TracedResponse {
                 status: status.as_u16(),
                 decision: entry.decision,
                 policy,
-                limit: tightest.map(|one| (&*one.limit.name, one.key_id, one.standing.remaining)),
+                limit: tightest.map(|one| (&*one.limit.name, one.key_id, one.status.remaining)),
                 source: verdict
                     .source
                     .map(DecisionSource::label)

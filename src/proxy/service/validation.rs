@@ -30,9 +30,9 @@ impl ProxyService {
             );
         }
         let inbound =
-            InboundRequest::from_parts(parts, peer.addr.ip(), table).map_err(|fault| {
-                tracing::debug!(%fault, peer = %peer.addr, "request failed validation");
-                local_replies::build_inbound_error(fault, style)
+            InboundRequest::from_parts(parts, peer.addr.ip(), table).map_err(|error| {
+                tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
+                local_replies::build_inbound_error(error, style)
             })?;
         if self
             .max_body_bytes

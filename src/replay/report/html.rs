@@ -8,10 +8,10 @@ use super::super::simulator::ReplayPolicyStats;
 use super::super::suggestions::{LimitProposal, LimitSuggestion};
 use super::html_escape::EscapedText;
 use super::html_plots::{write_histogram, write_sparkline, write_timeline};
-use super::{
-    PolicySetReport, ReplayPolicySummary, ReplayReport, format_count, format_key_count,
-    format_share, format_time, format_time_range,
+use super::number_format::{
+    format_count, format_key_count, format_share, format_time, format_time_range,
 };
+use super::results::{PolicySetReport, ReplayPolicySummary, ReplayReport, policy_names};
 use crate::config::format_duration;
 use std::fmt::{self, Write};
 use std::time::Duration;
@@ -121,7 +121,7 @@ fn write_comparison(
         )
     };
     row("all: forwarded", forwarded(first), forwarded(second))?;
-    for policy in super::policy_names(first, second) {
+    for policy in policy_names(first, second) {
         let refused = |set: &PolicySetReport| {
             set.policy_stats(policy).map_or("–".to_owned(), |stats| {
                 format!(
@@ -136,8 +136,8 @@ fn write_comparison(
     write!(
         page,
         "</tbody></table></div><p>Refused by the second only: <b>{}</b> requests. By the first only: <b>{}</b>.</p></section>",
-        format_count(report.differences.refused_by_second_only),
-        format_count(report.differences.refused_by_first_only)
+        format_count(report.differences.rejected_by_second_only),
+        format_count(report.differences.rejected_by_first_only)
     )
 }
 

@@ -3,7 +3,9 @@
 use super::super::simulator::ReplayPolicyStats;
 use super::super::statistics::RequestSeries;
 use super::super::suggestions::LimitSuggestion;
-use super::{LogSummary, MostRefusedKey, PolicySetReport, ReplayPolicySummary, ReplayReport};
+use super::results::{
+    LogSummary, MostRefusedKey, PolicySetReport, ReplayPolicySummary, ReplayReport,
+};
 use serde_json::{Value, json};
 
 /// Maximum number of bins in a time series.
@@ -25,8 +27,8 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
         "to": report.to_s,
         "logs": logs,
         "sets": sets,
-        "refused_by_second_only": differences.map(|counts| counts.refused_by_second_only),
-        "refused_by_first_only": differences.map(|counts| counts.refused_by_first_only),
+        "refused_by_second_only": differences.map(|counts| counts.rejected_by_second_only),
+        "refused_by_first_only": differences.map(|counts| counts.rejected_by_first_only),
         "warnings": report.warnings(),
     });
     format!("{value:#}\n")

@@ -15,6 +15,7 @@ pub mod nginx;
 pub mod process;
 pub mod proxy;
 pub mod redis;
+pub mod rls_client;
 pub mod sentinel;
 pub mod store_harness;
 pub mod tls;

@@ -1,8 +1,8 @@
 use super::cors_headers::CorsDecision;
 use super::reply_style::ReplyFormat;
 use super::*;
-use crate::policy::path::PathFault;
-use crate::policy::{KeyFault, RejectResponse};
+use crate::policy::path::PathError;
+use crate::policy::{KeyError, RejectResponse};
 use http::HeaderName;
 use serde_json::{Value, json};
 use smallvec::{SmallVec, smallvec};
@@ -115,14 +115,14 @@ fn rejections_carry_rate_limit_headers() {
         unit: None,
         limit,
     };
-    let standing = LimitStatus {
+    let status = LimitStatus {
         remaining: 0,
         next_growth_us: Some(7),
         refusal: Some(Refusal::Until(42_000_000)),
     };
     let reported = crate::enforcer::ReportedLimit {
         limit: &limit,
-        standing,
+        status,
         key_id: 7,
     };
     let verdict = Verdict {
@@ -164,8 +164,8 @@ fn denied_bad_key_and_unavailable_have_their_status() {
         header_text(&denied, "proxy-status"),
         "tidegate; error=http_request_denied"
     );
-    let fault = KeyFault::Repeated("header x".into());
-    let bad = rejection(RequestOutcome::InvalidKey { policy: "p", fault }, JSON);
+    let error = KeyError::Repeated("header x".into());
+    let bad = rejection(RequestOutcome::InvalidKey { policy: "p", error }, JSON);
     assert_eq!(bad.status(), StatusCode::BAD_REQUEST);
     assert!(
         json_body(&bad)["detail"]
@@ -277,7 +277,7 @@ fn an_invalid_request_closes_the_connection() {
         ),
         (417, "")
     );
-    let response = build_inbound_error(PathFault::Nul.into(), TEXT);
+    let response = build_inbound_error(PathError::Nul.into(), TEXT);
     assert_eq!(header_text(&response, "connection"), "close");
     assert_eq!(
         response.body(),
@@ -408,7 +408,7 @@ fn grpc_rejections_are_headers_only() {
     assert_eq!(
         code(RequestOutcome::InvalidKey {
             policy: "p",
-            fault: KeyFault::Missing("x".into())
+            error: KeyError::Missing("x".into())
         }),
         "3"
     );

@@ -35,7 +35,7 @@ fn report_open_limit(
     let grows_at_us = grows_in_us.map(|us| NOW_US + us);
     ReportedLimit {
         limit,
-        standing: LimitStatus {
+        status: LimitStatus {
             remaining,
             next_growth_us: grows_at_us,
             refusal: None,
@@ -55,7 +55,7 @@ fn report_refusing_limit(
     };
     ReportedLimit {
         limit,
-        standing: LimitStatus {
+        status: LimitStatus {
             remaining,
             next_growth_us: grows_at_us,
             refusal: Some(refusal),

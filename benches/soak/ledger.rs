@@ -111,12 +111,12 @@ impl SoakLedger {
     }
 
     /// Records a problem that no fault explains; prints the first of each kind immediately.
-    pub(crate) fn record_unexplained(&self, complaint: String) {
-        let mut complaints = self.unexplained_events.lock().unwrap();
-        let times = complaints.entry(complaint.clone()).or_default();
+    pub(crate) fn record_unexplained(&self, problem: String) {
+        let mut problems = self.unexplained_events.lock().unwrap();
+        let times = problems.entry(problem.clone()).or_default();
         *times += 1;
         if *times == 1 {
-            println!("UNEXPLAINED  {complaint}");
+            println!("UNEXPLAINED  {problem}");
         }
     }
 
