@@ -16,6 +16,11 @@ local function block_release_time(block)
   return block.ends_at
 end
 
+-- The latest end of a block that has begun.
+local function block_expires_at(block)
+  return block.now + block.per
+end
+
 -- Starts the block. Returns an error if Redis rejects the write; then nothing was written.
 local function block_charge(block)
   block.ends_at, block.used_units = block.now + block.per, 1
@@ -23,4 +28,7 @@ local function block_charge(block)
   if reply.err then return reply end
 end
 
-rules.b = { read = block_read, release_time = block_release_time, charge = block_charge, is_block = true }
+rules.b = {
+  read = block_read, release_time = block_release_time, expires_at = block_expires_at, charge = block_charge,
+  is_block = true,
+}

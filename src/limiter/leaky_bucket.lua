@@ -31,7 +31,9 @@ local function queue_charge(queue, cost)
   queue.delay = bucket_debt_drop_time(queue, queue.per) - queue.now
 end
 
-rules.d = { read = queue_read, release_time = queue_release_time, charge = queue_charge }
+rules.d = {
+  read = queue_read, release_time = queue_release_time, expires_at = bucket_expires_at, charge = queue_charge,
+}
 
 -- section: rejected charges
 -- Takes the available units, up to `cost`. Errors as bucket_set_debt.

@@ -45,14 +45,17 @@ local function sub_windows_release_time(state, need)
   return (state.first + n) * state.width - 1 + state.per
 end
 
+local function sub_windows_expires_at(state)
+  return (state.first + #state.units) * state.width - 1 + state.per
+end
+
 -- Stores the state. Returns an error if Redis rejects the write; then nothing was written.
 local function sub_windows_write(state)
   local texts = {}
   for n, units in ipairs(state.units) do texts[n] = format('%.0f', units) end
   local value = format('%.0f:', state.first) .. table.concat(texts, ',')
   if state.lead > 0 then value = value .. ';' .. integer(state.lead) end
-  local expires = math.ceil(((state.first + #texts) * state.width - 1 + state.per) / 1000)
-  local reply = try('SET', state.key, value, 'PXAT', expires)
+  local reply = try('SET', state.key, value, 'PXAT', integer(math.ceil(sub_windows_expires_at(state) / 1000)))
   if reply.err then return reply end
 end
 
@@ -87,7 +90,8 @@ local function sub_windows_charge(state, cost)
 end
 
 rules.s = {
-  is_additive = true, read = sub_windows_read, release_time = sub_windows_release_time, charge = sub_windows_charge,
+  is_additive = true, read = sub_windows_read, release_time = sub_windows_release_time,
+  expires_at = sub_windows_expires_at, charge = sub_windows_charge,
 }
 
 -- section: rejected charges

@@ -201,15 +201,17 @@ local function bucket_release_time(bucket, need)
   return bucket_owed_drop_time(bucket, units)
 end
 
+local function bucket_expires_at(bucket)
+  while bucket.leases[1] do bucket = bucket_expire_first_lease(bucket) end
+  return max(bucket_debt_drop_time(bucket, 0), bucket.cold_at or 0)
+end
+
 local function bucket_write(bucket)
   local value = format('%.0f:%.0f:%.0f%s', bucket.debt_at, bucket.stored_debt, bucket.debt_rate, bucket.rest)
-  local final = bucket
   for n, lease in ipairs(bucket.leases) do
     value = value .. (n == 1 and ';' or ',') .. format('%.0f:%.0f', lease[1], lease[2])
-    final = bucket_expire_first_lease(final)
   end
-  local expires = max(bucket_debt_drop_time(final, 0), final.cold_at or 0)
-  local reply = try('SET', bucket.key, value, 'PXAT', integer(math.ceil(expires / 1000)))
+  local reply = try('SET', bucket.key, value, 'PXAT', integer(math.ceil(bucket_expires_at(bucket) / 1000)))
   if reply.err then return reply end
 end
 
@@ -225,7 +227,10 @@ local function bucket_charge(bucket, cost)
   return bucket_set_debt(bucket, bucket.owed + cost * bucket.per, cost)
 end
 
-rules.t = { is_additive = true, read = bucket_read, release_time = bucket_release_time, charge = bucket_charge }
+rules.t = {
+  is_additive = true, read = bucket_read, release_time = bucket_release_time, expires_at = bucket_expires_at,
+  charge = bucket_charge,
+}
 
 -- section: rejected charges
 -- Takes the available units, up to `cost`. Errors as bucket_set_debt.

@@ -62,6 +62,7 @@ mod path_normalization;
 mod prometheus;
 mod proxying;
 mod rate_limit_service;
+mod redis_clock;
 mod redis_connections;
 mod redis_faults;
 mod redis_outage;

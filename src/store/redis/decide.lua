@@ -43,6 +43,21 @@ local function refused_until(release_time, state, cost, capacity)
   return free_at == 0 and -2 or free_at
 end
 
+-- For a key of a request whose clock stepped back by more than a period: the time of the key stands
+-- still until the clock reaches it. Lets the key expire as if its time passed from now on. Returns
+-- until when it refuses and when its units grow, at the latest and about.
+local function shorten_expiry(rule, state, until_us, growth_us)
+  if not rule.expires_at then return until_us, growth_us end
+  local lead, server_time = state.now - time, call('TIME')
+  local expires = rule.expires_at(state) - lead
+  local expires_ms = math.ceil(expires / 1000)
+  if call('PTTL', state.key) > expires_ms - server_time[1] * 1000 - server_time[2] / 1000 then
+    -- An error leaves the later expiry.
+    try('PEXPIREAT', state.key, integer(expires_ms))
+  end
+  return min(until_us, expires), min(max(0, growth_us - lead), expires)
+end
+
 -- Raises the error for the n-th key of a request, which can't be read.
 local function raise_foreign_key(n, err)
   if err and not string.find(err.err, 'WRONGTYPE', 1, true) then error(err) end
@@ -90,6 +105,9 @@ local function decide_mergeable(n, charge)
     until_us = cost == 1 and capacity > 0 and growth_us or refused_until(rule.release_time, state, cost, capacity)
   end
   if not (growth_us and until_us) then raise_foreign_key(1) end
+  if state.now - time > charge.per then
+    until_us, growth_us = shorten_expiry(rule, state, until_us, growth_us)
+  end
   local answer = format('%d %d %d', until_us, max(0, capacity - state.used_units), growth_us)
   return repeat_count == 1 and answer or answer .. ' ' .. admitted_count
 end
@@ -123,7 +141,7 @@ end
 local function decide_request(n, last)
   local entries, admitted = {}, true
   -- By policy: whether it refuses the request, and whether one of its limits is full.
-  local is_refusing, is_full = {}, {}
+  local is_refusing, is_full, has_clock_stepped_back = {}, {}, false
   for index = n, last do
     local charge = parsed_charges[ARGV[index + 1]]
     local rule, policy = charge.rule, charge.policy
@@ -138,6 +156,7 @@ local function decide_request(n, last)
       admitted = admitted and charge.is_shadow
       if until_us ~= -1 and not rule.is_block then is_full[policy] = true end
     end
+    has_clock_stepped_back = has_clock_stepped_back or state.now - time > charge.per
     state.settles = charge.settles
     entries[#entries + 1] = { charge = charge, state = state, until_us = until_us, growth_us = growth_us }
   end
@@ -173,6 +192,9 @@ local function decide_request(n, last)
     if is_changed then
       entry.growth_us = next_growth_time(charge.rule.release_time, state, charge.capacity)
       if state.delay and not charge.is_shadow then delay = max(delay, state.delay) end
+    end
+    if has_clock_stepped_back then
+      entry.until_us, entry.growth_us = shorten_expiry(charge.rule, state, entry.until_us, entry.growth_us)
     end
     words[index] = format('%d %d %d', entry.until_us, max(0, charge.capacity - state.used_units), entry.growth_us)
     if charge.settles then

@@ -5,6 +5,8 @@
 --                                          error if the key holds a foreign value
 --   release_time(state, need)              when `need` of the used units are free again (us);
 --                                          0: unknown
+--   expires_at(state)                      when the state becomes that of a new key, if its time,
+--                                          state.now, passes; absent: unknown
 --   charge(state, cost)                    takes units, at least 1
 --   charge_rejected(state, cost, capacity) takes units of a rejected request, up to the capacity
 --   credit(state, units, charged_at)       returns some of the units charged at `charged_at`
