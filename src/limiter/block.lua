@@ -12,13 +12,9 @@ local function block_read(key, time, per)
   return { key = key, now = time, per = per, ends_at = ends_at, used_units = ends_at > time and 1 or 0 }
 end
 
-local function block_release_time(block)
-  return block.ends_at
-end
-
--- The latest end of a block that has begun.
-local function block_expires_at(block)
-  return block.now + block.per
+-- The end of the block. A block that has begun lasts `per` at most, whatever its end.
+local function block_release_time(block, need)
+  return need == 0 and block.now + block.per or block.ends_at
 end
 
 -- Starts the block. Returns an error if Redis rejects the write; then nothing was written.
@@ -28,7 +24,4 @@ local function block_charge(block)
   if reply.err then return reply end
 end
 
-rules.b = {
-  read = block_read, release_time = block_release_time, expires_at = block_expires_at, charge = block_charge,
-  is_block = true,
-}
+rules.b = { read = block_read, release_time = block_release_time, charge = block_charge, is_block = true }

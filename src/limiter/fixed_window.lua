@@ -22,7 +22,7 @@ local function window_read(key, time, per, offset)
 end
 
 -- All used units are free again at the end of the window.
-local function window_ends_at(window)
+local function window_release_time(window)
   return window.ends_at
 end
 
@@ -39,10 +39,7 @@ local function window_charge(window, cost)
   return window_write(window, window.used_units + cost)
 end
 
-rules.w = {
-  is_additive = true, read = window_read, release_time = window_ends_at, expires_at = window_ends_at,
-  charge = window_charge,
-}
+rules.w = { is_additive = true, read = window_read, release_time = window_release_time, charge = window_charge }
 
 -- section: rejected charges
 -- Takes the available units, up to `cost`. Errors as window_write.

@@ -17,8 +17,9 @@ local function queue_read(key, time, per, parameters)
   return queue
 end
 
--- When `need` more units of the capacity are free, 1 <= need <= used_units.
+-- When `need` more units of the capacity are free, need <= used_units.
 local function queue_release_time(queue, need)
+  if need == 0 then return bucket_release_time(queue, 0) end
   return bucket_debt_drop_time(queue, (queue.used_units - need) * queue.per + queue.slack)
 end
 
@@ -31,9 +32,7 @@ local function queue_charge(queue, cost)
   queue.delay = bucket_debt_drop_time(queue, queue.per) - queue.now
 end
 
-rules.d = {
-  read = queue_read, release_time = queue_release_time, expires_at = bucket_expires_at, charge = queue_charge,
-}
+rules.d = { read = queue_read, release_time = queue_release_time, charge = queue_charge }
 
 -- section: rejected charges
 -- Takes the available units, up to `cost`. Errors as bucket_set_debt.

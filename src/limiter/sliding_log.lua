@@ -163,16 +163,13 @@ local function log_read(key, time, per)
   return log
 end
 
--- When the oldest `need` of the used units, 1 <= need <= used_units, have expired; nil if an
--- element is foreign.
+-- When the oldest `need` of the used units, need <= used_units, have expired; nil if an element is
+-- foreign.
 local function log_release_time(log, need)
   if need == 1 then return log.oldest_time + log.per end
+  if need == 0 then return (log.newest and log.newest.time or log.now) + log.per end
   local element, before = log_find_unit(log, need)
   return element and log_first_charge(element, 0, before) + log.per
-end
-
-local function log_expires_at(log)
-  return (log.newest and log.newest.time or log.now) + log.per
 end
 
 local function log_format_member(sum, units, kept, lead)
@@ -260,7 +257,7 @@ local function log_add_units(log, cost, max_units, charged_at)
       if count > 0 then call('ZREMRANGEBYRANK', key, '0', integer(count - 1)) end
     end
   end
-  call('PEXPIREAT', key, integer(math.ceil(log_expires_at(log) / 1000)))
+  call('PEXPIREAT', key, integer(math.ceil((charged_at + log.per) / 1000)))
   -- A check on every charge would cost more than it saves.
   if last and math.floor(sum / 32) ~= math.floor(last.sum / 32) then log_bundle_charges(log) end
 end
@@ -270,9 +267,7 @@ local function log_charge(log, cost)
   return log_add_units(log, cost, LOG_WRAP)
 end
 
-rules.l = {
-  is_additive = true, read = log_read, release_time = log_release_time, expires_at = log_expires_at, charge = log_charge,
-}
+rules.l = { is_additive = true, read = log_read, release_time = log_release_time, charge = log_charge }
 
 -- section: rejected charges
 -- Takes `cost` units of a rejected request. They replace the oldest units if they exceed the
@@ -346,7 +341,7 @@ local function log_credit(log, units, charged_at)
   local reply = try('ZREM', log.key, unpack(removed))
   if type(reply) == 'table' and reply.err then return reply end
   call('ZADD', log.key, unpack(added))
-  call('PEXPIREAT', log.key, integer(math.ceil(log_expires_at(log) / 1000)))
+  call('PEXPIREAT', log.key, integer(math.ceil((log.newest.time + log.per) / 1000)))
 end
 
 rules.l.credit = log_credit

@@ -47,9 +47,9 @@ end
 -- still until the clock reaches it. Lets the key expire as if its time passed from now on. Returns
 -- until when it refuses and when its units grow, at the latest and about.
 local function shorten_expiry(rule, state, until_us, growth_us)
-  if not rule.expires_at then return until_us, growth_us end
   local lead, server_time = state.now - time, call('TIME')
-  local expires = rule.expires_at(state) - lead
+  local expires = rule.release_time(state, 0) - lead
+  if expires < time then return until_us, growth_us end
   local expires_ms = math.ceil(expires / 1000)
   if call('PTTL', state.key) > expires_ms - server_time[1] * 1000 - server_time[2] / 1000 then
     -- An error leaves the later expiry.
