@@ -12,9 +12,8 @@ local function block_read(key, time, per)
   return { key = key, now = time, per = per, ends_at = ends_at, used_units = ends_at > time and 1 or 0 }
 end
 
--- The end of the block. A block that has begun lasts `per` at most, whatever its end.
-local function block_release_time(block, need)
-  return need == 0 and block.now + block.per or block.ends_at
+local function block_release_time(block)
+  return block.ends_at
 end
 
 -- Starts the block. Returns an error if Redis rejects the write; then nothing was written.

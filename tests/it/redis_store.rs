@@ -93,14 +93,18 @@ pub(crate) struct StateModel {
     states: HashMap<(u128, Algorithm, u64), CounterState>,
 }
 
-/// Nothing of a state outlasts its key, which expires as if its time passed from now on.
+/// A state that is ahead of the clock by more than its period expires as if its time went on from
+/// now.
 fn bound_times(status: &mut LimitStatus, limit: &Limit, state: &CounterState, time_us: u64) {
-    let lead_us = state.latest_proven_us().saturating_sub(time_us);
-    let expires_us = match limit.algorithm {
-        Algorithm::Concurrency { .. } => return,
-        Algorithm::Block => time_us + limit.per_us,
-        _ => state.expires_at_us(limit) - lead_us,
+    let newest_us = match limit.algorithm {
+        Algorithm::Block => state.expires_at_us(limit).saturating_sub(limit.per_us),
+        _ => state.latest_proven_us(),
     };
+    let lead_us = newest_us.saturating_sub(time_us);
+    if lead_us <= limit.per_us {
+        return;
+    }
+    let expires_us = state.expires_at_us(limit) - lead_us;
     if let Some(Refusal::Until(until_us)) = &mut status.refusal {
         *until_us = expires_us.min(*until_us);
     }

@@ -32,30 +32,27 @@
 -- When the remaining units grow, or 0. Returns nil if the value is foreign.
 local function next_growth_time(release_time, state, capacity)
   if state.used_units == 0 or capacity == 0 then return 0 end
-  return release_time(state, max(1, state.used_units - capacity + 1))
+  local growth_us, lead = release_time(state, max(1, state.used_units - capacity + 1)), state.now - time
+  return growth_us and lead > state.per and max(0, growth_us - lead) or growth_us
 end
 
--- Until when `cost` units are refused, as in the reply.
+-- Until when `cost` units are refused, as in the reply. If the clock stepped back by more than the
+-- period, the time of the state would stand still for that long. Lets the key expire as if its time
+-- went on from now.
 local function refused_until(release_time, state, cost, capacity)
   if cost > capacity or capacity == 0 then return -1 end
   if state.used_units <= capacity - cost then return 0 end
-  local free_at = release_time(state, state.used_units - (capacity - cost))
-  return free_at == 0 and -2 or free_at
-end
-
--- For a key of a request whose clock stepped back by more than a period: the time of the key stands
--- still until the clock reaches it. Lets the key expire as if its time passed from now on. Returns
--- until when it refuses and when its units grow, at the latest and about.
-local function shorten_expiry(rule, state, until_us, growth_us)
-  local lead, server_time = state.now - time, call('TIME')
-  local expires = rule.release_time(state, 0) - lead
-  if expires < time then return until_us, growth_us end
-  local expires_ms = math.ceil(expires / 1000)
-  if call('PTTL', state.key) > expires_ms - server_time[1] * 1000 - server_time[2] / 1000 then
-    -- An error leaves the later expiry.
-    try('PEXPIREAT', state.key, integer(expires_ms))
+  local free_at, lead = release_time(state, state.used_units - (capacity - cost)), state.now - time
+  if lead > state.per and free_at then
+    local expires, server_time = release_time(state, 0) - lead, call('TIME')
+    local expires_ms = math.ceil(expires / 1000)
+    if call('PTTL', state.key) > expires_ms - server_time[1] * 1000 - server_time[2] / 1000 then
+      -- An error leaves the later expiry.
+      try('PEXPIREAT', state.key, integer(expires_ms))
+    end
+    free_at = min(free_at, expires)
   end
-  return min(until_us, expires), min(max(0, growth_us - lead), expires)
+  return free_at == 0 and -2 or free_at
 end
 
 -- Raises the error for the n-th key of a request, which can't be read.
@@ -102,12 +99,10 @@ local function decide_mergeable(n, charge)
   local growth_us = next_growth_time(rule.release_time, state, capacity)
   if admitted_count < repeat_count then
     -- With cost 1, the next free unit ends the refusal, too.
-    until_us = cost == 1 and capacity > 0 and growth_us or refused_until(rule.release_time, state, cost, capacity)
+    until_us = cost == 1 and capacity > 0 and state.now == time and growth_us
+      or refused_until(rule.release_time, state, cost, capacity)
   end
   if not (growth_us and until_us) then raise_foreign_key(1) end
-  if state.now - time > charge.per then
-    until_us, growth_us = shorten_expiry(rule, state, until_us, growth_us)
-  end
   local answer = format('%d %d %d', until_us, max(0, capacity - state.used_units), growth_us)
   return repeat_count == 1 and answer or answer .. ' ' .. admitted_count
 end
@@ -193,8 +188,11 @@ local function decide_request(n, last)
       entry.growth_us = next_growth_time(charge.rule.release_time, state, charge.capacity)
       if state.delay and not charge.is_shadow then delay = max(delay, state.delay) end
     end
-    if has_clock_stepped_back then
-      entry.until_us, entry.growth_us = shorten_expiry(charge.rule, state, entry.until_us, entry.growth_us)
+    if has_clock_stepped_back and charge.rule.is_block and not is_changed then
+      -- Alone, a block from a later time looks like one that began before a reload shortened it.
+      state.now = state.ends_at - state.per
+      entry.until_us = refused_until(charge.rule.release_time, state, charge.cost, charge.capacity)
+      entry.growth_us = next_growth_time(charge.rule.release_time, state, charge.capacity)
     end
     words[index] = format('%d %d %d', entry.until_us, max(0, charge.capacity - state.used_units), entry.growth_us)
     if charge.settles then
