@@ -204,7 +204,8 @@ impl CounterState {
         }
     }
 
-    fn latest_proven_us(&self) -> u64 {
+    /// The latest time that the state proves to have passed.
+    pub fn latest_proven_us(&self) -> u64 {
         match &self.0 {
             AlgorithmState::SlidingLog(log) => log.latest_proven_us(),
             AlgorithmState::SlidingWindow(buckets) => buckets.latest_proven_us(),

@@ -163,10 +163,11 @@ local function log_read(key, time, per)
   return log
 end
 
--- When the oldest `need` of the used units, 1 <= need <= used_units, have expired; nil if an
--- element is foreign.
+-- When the oldest `need` of the used units, need <= used_units, have expired; nil if an element is
+-- foreign.
 local function log_release_time(log, need)
   if need == 1 then return log.oldest_time + log.per end
+  if need == 0 then return (log.newest and log.newest.time or log.now) + log.per end
   local element, before = log_find_unit(log, need)
   return element and log_first_charge(element, 0, before) + log.per
 end

@@ -4,11 +4,12 @@
 //! sample of all keys, and no client can target one. A call locks the shards of all its keys in
 //! ascending order, so that it is one atomic step.
 //!
-//! Above a bound, expired keys are evicted first, then the keys with the least of their quota used.
-//! A client therefore cannot evict its own exhausted key by inventing fresh keys. The order is
-//! exact within a shard; with few keys there is only one shard.
+//! Above a bound, the policy with the most counters evicts its own: of a random sample, an expired
+//! one, else the one with the least of its quota used. A client therefore cannot evict its own
+//! exhausted key by inventing keys ([decision 36](../../docs/decisions/0036-fair-eviction.md)).
 
 mod counter_shard;
+mod policy_index;
 
 pub(super) use counter_shard::{CounterId, counter_id};
 
@@ -20,6 +21,7 @@ use crate::limiter::{
 };
 use counter_shard::{CounterShard, MemoryUsage, charge_counter_id};
 use parking_lot::{Mutex, MutexGuard};
+use policy_index::StoreBound;
 use smallvec::SmallVec;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -42,12 +44,14 @@ pub struct MemoryStore {
     usage: MemoryUsage,
 }
 
-/// Below this number of keys there is one shard, and the eviction order is exact.
+/// Below this number of keys there is one shard.
 const KEYS_PER_SHARD: usize = 1 << 14;
 const MAX_SHARDS: usize = 64;
 
 /// Counters checked for expiry by each call, so that memory is freed without pressure.
 const MAX_SWEPT_PER_CALL: usize = 2;
+/// Counters checked for expiry before one is evicted.
+const MAX_SWEPT_AT_BOUND: usize = 32;
 
 impl MemoryStore {
     pub fn new(settings: MemorySettings, clock: Clock) -> Self {
@@ -275,7 +279,7 @@ impl MemoryStore {
     /// Evicts until both bounds hold, starting with the shard that grew.
     fn enforce_bounds(&self, first_shard_index: usize, now_us: u64) {
         for step in 0..self.shards.len() {
-            if !self.exceeds_bounds() {
+            if self.exceeded_bound().is_none() {
                 return;
             }
             let Some(shard) = self
@@ -285,13 +289,19 @@ impl MemoryStore {
                 return;
             };
             let mut shard = shard.lock();
-            shard.sweep(&self.usage, now_us, usize::MAX);
-            while self.exceeds_bounds() && shard.evict_least_used(&self.usage) {}
+            shard.sweep(&self.usage, now_us, MAX_SWEPT_AT_BOUND);
+            while let Some(bound) = self.exceeded_bound()
+                && shard.evict_counter(&self.usage, now_us, bound)
+            {}
         }
     }
 
-    fn exceeds_bounds(&self) -> bool {
-        self.key_count() > self.settings.max_keys || self.byte_count() > self.settings.max_bytes
+    fn exceeded_bound(&self) -> Option<StoreBound> {
+        if self.key_count() > self.settings.max_keys {
+            Some(StoreBound::Keys)
+        } else {
+            (self.byte_count() > self.settings.max_bytes).then_some(StoreBound::Bytes)
+        }
     }
 }
 
@@ -398,7 +408,11 @@ mod tests {
     };
 
     fn key_named(name: usize) -> Key {
-        let mut builder = KeyBuilder::new("p");
+        policy_key("p", name)
+    }
+
+    fn policy_key(policy: &str, name: usize) -> Key {
+        let mut builder = KeyBuilder::new(policy);
         builder.push_part(Some(name.to_string().as_bytes()));
         builder.finish()
     }
@@ -430,6 +444,37 @@ mod tests {
         }
         assert!(!decide_one(&memory, &LIMIT, &exhausted_key));
         assert_eq!(memory.evictions(), 4_900);
+    }
+
+    #[test]
+    fn a_policy_within_its_fair_share_keeps_all_its_keys() {
+        let (clock, _) = Clock::manual(1_000_000);
+        let settings = MemorySettings {
+            max_keys: 120,
+            max_bytes: 1 << 30,
+        };
+        let memory = MemoryStore::new(settings, clock);
+        let quiet_keys: Vec<Key> = (0..40)
+            .flat_map(|name| [policy_key("a", name), policy_key("b", name)])
+            .collect();
+        for key in &quiet_keys {
+            assert!(decide_one(&memory, &LIMIT, key));
+        }
+        // One request exhausts each of these keys.
+        let narrow_limit = Limit {
+            requests: 1,
+            per_us: LIMIT.per_us * 100,
+            ..LIMIT
+        };
+        for name in 0..5_000 {
+            let key = policy_key("flood", name);
+            assert!(decide_one(&memory, &narrow_limit, &key));
+            assert!(!decide_one(&memory, &narrow_limit, &key));
+        }
+        for key in &quiet_keys {
+            assert!(memory.contains_counter(&LIMIT, key));
+        }
+        assert_eq!((memory.key_count(), memory.evictions()), (120, 4_960));
     }
 
     #[test]

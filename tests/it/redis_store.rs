@@ -93,6 +93,24 @@ pub(crate) struct StateModel {
     states: HashMap<(u128, Algorithm, u64), CounterState>,
 }
 
+/// A state that is ahead of the clock by more than its period expires as if its time went on from
+/// now.
+fn bound_times(status: &mut LimitStatus, limit: &Limit, state: &CounterState, time_us: u64) {
+    let newest_us = match limit.algorithm {
+        Algorithm::Block => state.expires_at_us(limit).saturating_sub(limit.per_us),
+        _ => state.latest_proven_us(),
+    };
+    let lead_us = newest_us.saturating_sub(time_us);
+    if lead_us <= limit.per_us {
+        return;
+    }
+    let expires_us = state.expires_at_us(limit) - lead_us;
+    if let Some(Refusal::Until(until_us)) = &mut status.refusal {
+        *until_us = expires_us.min(*until_us);
+    }
+    status.next_growth_us = status.next_growth_us.map(|us| expires_us.min(us - lead_us));
+}
+
 impl StateModel {
     pub(crate) fn decide(&mut self, charges: &[Charge<'_>], time_us: u64) -> Decision {
         let mut checked: Vec<(CounterState, Option<Refusal>)> = charges
@@ -112,6 +130,11 @@ impl StateModel {
             .iter()
             .zip(&refusals)
             .all(|(charge, refusal)| charge.shadow || refusal.is_none());
+        // A longer step back than the period of a key: the keys of the request expire earlier.
+        let has_clock_stepped_back = charges
+            .iter()
+            .zip(&checked)
+            .any(|(charge, (state, _))| state.latest_proven_us() > time_us + charge.limit.per_us);
         let (mut statuses, mut delay_us, mut charged_at_us) = (Vec::new(), 0, SmallVec::new());
         let settles = charges.iter().any(|charge| charge.settles);
         for (at, (charge, (state, refusal))) in charges.iter().zip(&mut checked).enumerate() {
@@ -141,9 +164,11 @@ impl StateModel {
             let (algorithm, per_us) = charge.limit.counter_identity();
             self.states
                 .insert((charge.key.id(), algorithm, per_us), state.clone());
-            statuses.push(Some(
-                state.view_at(charge.limit, time_us).limit_status(*refusal),
-            ));
+            let mut status = state.view_at(charge.limit, time_us).limit_status(*refusal);
+            if has_clock_stepped_back {
+                bound_times(&mut status, charge.limit, state, time_us);
+            }
+            statuses.push(Some(status));
         }
         let grants = if admitted {
             self.grant_leases(charges, time_us)
@@ -473,7 +498,8 @@ async fn a_clock_that_ran_ahead_for_one_key_does_not_affect_others() {
     ];
     let answer = decide_in_redis(&mut connection, &both, START_US + 1).await;
     let until = |answer: &Decision, n: usize| answer.statuses[n].unwrap().refusal;
-    assert_eq!(until(&answer, 0), Some(Refusal::Until(START_US + 11_000)));
+    // The state is ten periods ahead: its key now expires after one.
+    assert_eq!(until(&answer, 0), Some(Refusal::Until(START_US + 1_001)));
     assert_eq!(until(&answer, 1), Some(Refusal::Until(START_US + 1_000)));
 }
 
