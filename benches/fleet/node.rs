@@ -42,7 +42,7 @@ impl FleetNode {
     pub(crate) async fn start(id: u8, world: &Arc<FleetContext>, config: &str) -> Self {
         let machine = NetworkMachine::new(id, &[BridgeNetwork::Front, BridgeNetwork::Back]);
         let mut app = machine
-            .command(std::env::current_exe().unwrap())
+            .command_in_namespace(std::env::current_exe().unwrap())
             .arg("app")
             .stdout(Stdio::piped())
             .spawn()
@@ -145,7 +145,7 @@ fn spawn_sidecar(
     world: &Arc<FleetContext>,
 ) -> Child {
     let mut sidecar = machine
-        .command(env!("CARGO_BIN_EXE_tidegate"))
+        .command_in_namespace(env!("CARGO_BIN_EXE_tidegate"))
         .args(["run", "--config"])
         .arg(mount.folder.path().join("config.toml"))
         .stdin(Stdio::null())

@@ -92,7 +92,7 @@ pub(super) async fn get_policies(
                     ));
                     summary.insert(
                         "degraded_by".to_owned(),
-                        Value::Object(pairs_to_map(tally.degraded_by_outcome())),
+                        Value::Object(counts_to_json(tally.degraded_by_outcome())),
                     );
                 }
                 if with_history {
@@ -188,14 +188,14 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
             "full": observed.connection_limit_hits,
         },
         "requests": {
-            "total": Value::Object(pairs_to_map(totals)),
+            "total": Value::Object(counts_to_json(totals)),
             "seconds": traffic_columns(from_s, &seconds),
         },
         "http": {
             "codes": Value::Object(
                 view.metrics.status_counts().into_iter().map(|(code, count)| (code.to_string(), json!(count))).collect(),
             ),
-            "upstream_errors": Value::Object(pairs_to_map(view.metrics.upstream_errors())),
+            "upstream_errors": Value::Object(counts_to_json(view.metrics.upstream_errors())),
         },
         "latency": latency_json(window_s, &times),
         "certificates": observed.certificates.iter()
@@ -212,7 +212,7 @@ fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
         "address": view.instance.store_address,
         "up": observed.store_up,
         "breaker_open": observed.breaker_open,
-        "errors": Value::Object(pairs_to_map(observed.store_errors.iter().copied())),
+        "errors": Value::Object(counts_to_json(observed.store_errors.iter().copied())),
         "instances": observed.instance_count,
         "lease_units_lost": observed.lease_units_lost,
         "memory": observed.memory.map(|memory| json!({
@@ -338,10 +338,10 @@ fn ranking_json(ranking: &RefusalRanking, dimension: RefusalDimension) -> Value 
 }
 
 fn counts_by_name<const N: usize>(names: [&str; N], counts: [u64; N]) -> Map<String, Value> {
-    pairs_to_map(names.into_iter().zip(counts))
+    counts_to_json(names.into_iter().zip(counts))
 }
 
-fn pairs_to_map<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Map<String, Value> {
+fn counts_to_json<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Map<String, Value> {
     pairs
         .into_iter()
         .map(|(name, count)| (name.to_owned(), json!(count)))

@@ -126,9 +126,9 @@ impl<'t> ChargePlan<'t> {
             };
             let selected = match descriptor {
                 Some(descriptor) => {
-                    quota.select_for_descriptor(&policy.name, descriptor, &table.client)
+                    quota.key_and_limits_for_descriptor(&policy.name, descriptor, &table.client)
                 }
-                None => quota.select_for_request(&policy.name, facts, &table.client),
+                None => quota.key_and_limits_for_request(&policy.name, facts, &table.client),
             };
             match selected {
                 Ok(Some((key, limits))) => {

@@ -135,7 +135,7 @@ impl EnforcerFixture {
             query: None,
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
-            token: crate::policy::jwt::RequestToken::none(),
+            token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: None,
         };
@@ -525,7 +525,7 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
 }
 
 #[test]
-fn only_estimates_that_were_charged_are_settled() {
+fn a_verdict_lists_only_estimates_that_were_charged() {
     let shadow = |requests| Policy {
         shadow: true,
         ..policy_by_estimate("shadow", requests)

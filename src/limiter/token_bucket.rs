@@ -143,7 +143,7 @@ impl TokenBucketState {
         // All payments since then may have been for these units.
         let paid_back = now_us
             .saturating_sub(at_us)
-            .saturating_mul(self.rate(limit));
+            .saturating_mul(self.pay_rate(limit));
         let debt_without_history =
             || debt.saturating_sub(units.saturating_mul(limit.per_us).saturating_sub(paid_back));
         let history = self
@@ -212,7 +212,7 @@ impl TokenBucketState {
         let wait_us = self
             .debt_at(limit, now_us)
             .saturating_sub(debt)
-            .div_ceil(self.rate(limit));
+            .div_ceil(self.pay_rate(limit));
         let at_us = match WarmUpRamp::from_limit(limit) {
             Some(ramp) if wait_us > 0 => {
                 let worth_us = ramp
@@ -302,7 +302,7 @@ impl TokenBucketState {
             }
         };
         self.debt
-            .saturating_sub(paying_us.saturating_mul(self.rate(limit)))
+            .saturating_sub(paying_us.saturating_mul(self.pay_rate(limit)))
     }
 
     /// The debt, or the units missing from a cold bucket's capacity if those are more: they can't
@@ -346,7 +346,9 @@ impl TokenBucketState {
         };
     }
 
-    fn rate(&self, limit: &Limit) -> u64 {
+    /// The rate at which the debt is paid: the larger of the rate at the last charge and the current
+    /// rate, at least 1.
+    fn pay_rate(&self, limit: &Limit) -> u64 {
         self.rate.max(limit.requests).max(1)
     }
 

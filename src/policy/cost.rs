@@ -143,7 +143,7 @@ mod tests {
             query: None,
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
-            token: crate::policy::jwt::RequestToken::none(),
+            token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: None,
         };

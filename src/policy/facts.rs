@@ -45,7 +45,7 @@ impl<'a> Facts<'a> {
             query: None,
             headers: &HEADERS,
             client_ip: Ipv4Addr::UNSPECIFIED.into(),
-            token: RequestToken::none(),
+            token: RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: Some(descriptor),
         }

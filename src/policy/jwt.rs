@@ -196,7 +196,7 @@ impl RequestToken {
     }
 
     /// An empty token, for requests without a token reader.
-    pub fn none() -> &'static Self {
+    pub fn without_token_reader() -> &'static Self {
         static NONE: RequestToken = RequestToken {
             reader: None,
             now_s: 0,

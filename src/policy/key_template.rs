@@ -40,7 +40,7 @@ pub struct KeyTemplate(Vec<KeyPart>);
 /// The action if a part is absent or empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MissingKeyAction {
-    /// All such requests share one quota.
+    /// All requests without the part share one quota.
     Shared,
     /// The policy does not apply.
     Skip,
@@ -369,7 +369,7 @@ mod tests {
             query: None,
             headers: &headers,
             client_ip: [10, 1, 2, 3].into(),
-            token: crate::policy::jwt::RequestToken::none(),
+            token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: None,
         };

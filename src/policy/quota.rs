@@ -58,7 +58,7 @@ impl Quota {
     ///
     /// # Errors
     /// Returns a [`KeyFault`] if the request cannot be keyed.
-    pub fn select_for_request<'t>(
+    pub fn key_and_limits_for_request<'t>(
         &'t self,
         name: &str,
         facts: &Facts<'_>,
@@ -71,13 +71,13 @@ impl Quota {
         Ok(Some(self.key_and_limits(name, &values)))
     }
 
-    /// Does the same for a descriptor, which may carry its own limit. That limit then replaces
-    /// those of the policy, and the key includes the whole descriptor, so no other descriptor
-    /// shares it.
+    /// Returns the key and the limits for one descriptor of a rate-limit call. The descriptor may
+    /// carry its own limit. That limit then replaces those of the policy, and the key includes the
+    /// whole descriptor, so no other descriptor shares it.
     ///
     /// # Errors
     /// Same as [`Quota::select_for_request`].
-    pub fn select_for_descriptor<'t>(
+    pub fn key_and_limits_for_descriptor<'t>(
         &'t self,
         name: &str,
         descriptor: &'t Descriptor<'t>,
@@ -85,14 +85,14 @@ impl Quota {
     ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyFault> {
         let facts = Facts::from_descriptor(descriptor);
         let Some(limits) = descriptor.resolve_override_limit(name, &self.limits) else {
-            return self.select_for_request(name, &facts, client);
+            return self.key_and_limits_for_request(name, &facts, client);
         };
         let mut values = self.key.extract_values(&facts, client, self.missing_key)?;
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
         }
-        // With one value more than the policy's template, the key cannot equal any other key of the
-        // policy.
+        // This key has one value more than the template has parts, so it cannot equal a key that is
+        // built from the template alone.
         values.push(Some(descriptor.canonical_text().into_bytes().into()));
         Ok(Some((build_key(name, &values), limits)))
     }
@@ -102,7 +102,7 @@ impl Quota {
     ///
     /// # Errors
     /// Returns a message that states which values are wrong.
-    pub fn select_for_values<'t>(
+    pub fn key_and_limits_for_values<'t>(
         &'t self,
         name: &str,
         values: &[String],

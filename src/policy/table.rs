@@ -115,7 +115,7 @@ impl PolicyTable {
     /// ingress.
     pub fn ignores_forwarding_headers(
         &self,
-        client: &client::ClientIdentity,
+        client: &client::ClientAddress,
         headers: &http::HeaderMap,
     ) -> bool {
         let has_header = |name: &HeaderName| headers.contains_key(name);
@@ -124,7 +124,7 @@ impl PolicyTable {
                 || has_header(&http::header::FORWARDED)
                 || headers.contains_key("x-forwarded-for")
         };
-        self.distinguishes_clients && !client.peer_trusted && has_forwarding_header()
+        self.distinguishes_clients && !client.is_peer_trusted && has_forwarding_header()
     }
 
     /// Whether any policy depends on the client's address.
@@ -446,7 +446,7 @@ mod tests {
         headers: &'a HeaderMap,
     ) -> Facts<'a> {
         let client_ip = [127, 0, 0, 1].into();
-        let token = super::super::jwt::RequestToken::none();
+        let token = super::super::jwt::RequestToken::without_token_reader();
         let client_cert = None;
         Facts {
             method: &Method::HEAD,

@@ -35,7 +35,7 @@ use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::listener::ServerListener;
 use crate::proxy::server::load::ServerLoad;
 use crate::proxy::server::shutdown::{ShutdownSignal, drain, wait_for_signal};
-use crate::proxy::server::worker::{WorkerThread, wait_until_ready};
+use crate::proxy::server::worker::{WorkerThread, wait_for_workers};
 use crate::proxy::settings::{ListenSettings, ListenerKind, ShutdownSettings};
 use crate::tls::ReloadableServerTls;
 
@@ -152,7 +152,7 @@ impl ProxyServer {
         tokio::select! {
             biased;
             () = wait_for_signal(&mut drain_signal, ShutdownSignal::Drain) => return Ok(0),
-            ready = wait_until_ready(&mut workers) => ready?,
+            ready = wait_for_workers(&mut workers) => ready?,
         }
         self.listen()?;
         on_listening();

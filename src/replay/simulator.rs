@@ -8,7 +8,7 @@ use super::suggestions::PeakDemandTracker;
 use crate::clock::{Clock, ManualClock};
 use crate::enforcer::{DryRunOutcome, PolicyOutcome, dry_run_request};
 use crate::limiter::{Amendment, Key, Limit};
-use crate::policy::client::ClientIdentity;
+use crate::policy::client::ClientAddress;
 use crate::policy::jwt::RequestToken;
 use crate::policy::path::PathInterpretations;
 use crate::policy::{Facts, PolicyAction, PolicyTable};
@@ -143,13 +143,13 @@ impl<'t> PolicySimulator<'t> {
         self.clock_control.set_us(now_us);
 
         let headers = self.request_headers(request);
-        let client = ClientIdentity::identify(
+        let client = ClientAddress::identify(
             request.peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
             &headers,
             &self.table.client,
         );
         let is_client_hidden =
-            client.peer_trusted && !headers.contains_key(&self.table.client.ip_header);
+            client.is_peer_trusted && !headers.contains_key(&self.table.client.ip_header);
         self.stats
             .field_coverage
             .record_request(request, log_has_query, is_client_hidden);

@@ -199,7 +199,7 @@ impl MemoryStore {
         removed.count() as u64
     }
 
-    /// Replaces a counter by a new one with an amendment.
+    /// Deletes a counter and applies the settlement to an empty one in its place.
     pub(super) fn replace_counter(&self, settlement: &Settlement<'_>) {
         self.apply_settlement(settlement, |locked, charge| {
             locked.remove_counter(charge);

@@ -26,7 +26,8 @@ use std::time::Duration;
 /// The longest that shutdown waits for each kind of message to the store.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Decides charges. Cheap to clone; each worker has one.
+/// Holds the counters and decides charges: in this process or in Redis. Cheap to clone; each worker
+/// has its own clone.
 #[derive(Clone, Debug)]
 pub enum Store {
     Memory(Arc<MemoryStore>),

@@ -223,7 +223,7 @@ pub(crate) async fn run_script(
         Ok(redis::Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
         reply => return reply.unwrap(),
     }
-    let loads = SCRIPT.load_pipeline();
+    let loads = SCRIPT.load_used_programs();
     connection
         .send_packed_commands(&loads, 0, loads.len())
         .await

@@ -104,7 +104,8 @@ pub(in crate::proxy) struct FrameScanner {
 }
 
 impl FrameScanner {
-    /// Scans the next bytes. Returns the number of costly frames that began in them.
+    /// Scans the next bytes. Returns the number of costly frames whose header
+    /// ends in these bytes.
     pub(in crate::proxy) fn count_costly_frames(&mut self, mut bytes: &[u8]) -> u32 {
         let mut costly_frames = 0;
         loop {

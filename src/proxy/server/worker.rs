@@ -119,7 +119,7 @@ impl WorkerThread {
 }
 
 /// Waits until all workers have their handlers.
-pub(super) async fn wait_until_ready(workers: &mut [WorkerThread]) -> io::Result<()> {
+pub(super) async fn wait_for_workers(workers: &mut [WorkerThread]) -> io::Result<()> {
     for worker in workers {
         (&mut worker.ready)
             .await

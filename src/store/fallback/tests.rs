@@ -52,7 +52,7 @@ impl SimulatedFleet {
         self.manual_clock.set_us(self.now_us);
     }
 
-    fn charge(&self) -> Charge<'_> {
+    fn one_unit_charge(&self) -> Charge<'_> {
         Charge {
             has_fallback: true,
             ..Charge::new(&self.limit, &self.key, 1)
@@ -60,14 +60,14 @@ impl SimulatedFleet {
     }
 
     fn decide_in_redis(&mut self, instance: usize) -> bool {
-        let charges = [self.charge()];
+        let charges = [self.one_unit_charge()];
         let decision = self.redis.decide(&charges);
         self.instances[instance].cache_statuses(&charges, &decision, Instant::now());
         self.record_admission(decision.admitted)
     }
 
     fn decide_by_share(&mut self, instance: usize) -> bool {
-        let decision = self.instances[instance].decide(&[self.charge()], Instant::now());
+        let decision = self.instances[instance].decide(&[self.one_unit_charge()], Instant::now());
         self.record_admission(decision.admitted)
     }
 
@@ -194,7 +194,7 @@ fn a_fleet_admits_the_remaining_units_and_an_exhausted_key_stays_exhausted() {
         for fallback in &fleet.instances {
             let zero_cost = [Charge {
                 cost: 0,
-                ..fleet.charge()
+                ..fleet.one_unit_charge()
             }];
             fallback.cache_statuses(&zero_cost, &fleet.redis.decide(&zero_cost), Instant::now());
         }
@@ -222,7 +222,7 @@ fn a_refusal_above_the_share_is_not_permanent() {
     let refusal = |fallback: &FallbackStore, cost| {
         let charges = [Charge {
             cost,
-            ..fleet.charge()
+            ..fleet.one_unit_charge()
         }];
         fallback.decide(&charges, Instant::now()).statuses[0]
             .unwrap()

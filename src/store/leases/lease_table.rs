@@ -266,7 +266,7 @@ impl LeaseTable {
     }
 
     /// Ends all leases and returns their unused units. Issues no units afterwards.
-    pub(super) fn close(&self) -> Vec<LeaseReturn> {
+    pub(super) fn end_all_leases(&self) -> Vec<LeaseReturn> {
         for shard in &self.shards {
             let mut shard = shard.lock();
             shard.is_closed = true;

@@ -99,7 +99,13 @@ impl LeasePool {
 
     /// Returns all unused units, for at most [`FLUSH_TIMEOUT`]. Issues no units afterwards.
     pub(super) async fn shut_down(&self, redis: &RedisStore) {
-        drop(timeout(FLUSH_TIMEOUT, self.send_returns(redis, self.table.close())).await);
+        drop(
+            timeout(
+                FLUSH_TIMEOUT,
+                self.send_returns(redis, self.table.end_all_leases()),
+            )
+            .await,
+        );
     }
 
     /// Units that were leased, not used, and could not be returned.

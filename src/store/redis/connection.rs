@@ -354,7 +354,7 @@ pub(super) async fn run_loading_scripts(
 }
 
 async fn load_scripts(context: &RedisContext, live: &LiveConnection) -> RedisResult<()> {
-    let pipeline = context.scripts.load_pipeline();
+    let pipeline = context.scripts.load_used_programs();
     for reply in live
         .connection
         .clone()

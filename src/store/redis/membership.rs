@@ -56,7 +56,7 @@ pub fn instance_id() -> &'static str {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MembershipOperation {
     Heartbeat,
-    /// The instance is alive, but has usage left to write back.
+    /// A heartbeat of an instance that still has usage to write back.
     HeartbeatPending,
     Read,
 }

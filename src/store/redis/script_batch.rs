@@ -1,8 +1,8 @@
 //! Encodes several requests into one call of `decide.lua`, and divides its reply among the callers.
 //!
-//! Callers with the same request for the same counter share one decision, in the order of arrival:
-//! the first that fit are admitted. Separate decisions at the same time would have the same result,
-//! because no other request for the counter is between them.
+//! Identical requests for the same counter are merged into one decision. Of these, the first that
+//! fit are admitted, in the order of arrival. Separate consecutive decisions would have the same
+//! result: the batch runs as one script, so no other request for the counter comes between them.
 
 use super::error::RedisErrorKind;
 use super::scripts::{self, CallerPosition, ScriptLibrary};

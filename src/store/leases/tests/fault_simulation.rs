@@ -428,7 +428,8 @@ impl FaultSimulation {
                 self.record_lease_use(instance_index, permit)
             }
             LeaseAction::Permit { permit, .. } => {
-                // Another policy is decided by the store: that takes time, and it may refuse.
+                // A second policy of the request is decided by the store. This takes time, and the
+                // store may refuse.
                 let deadline = now + Duration::from_micros(TIMEOUT_US);
                 if permit.expires_at <= deadline {
                     self.instances[instance_index].table.return_permit(&permit);
