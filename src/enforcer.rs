@@ -24,7 +24,7 @@ use charge_plan::ChargePlan;
 
 use crate::limiter::Key;
 use crate::policy::Facts;
-use crate::store::{ConcurrencySlots, SettlementQueue, Store};
+use crate::store::{ConcurrencySlots, SettlementQueue, Store, UntakenSlots};
 use crate::telemetry::metrics::{DecisionSource, PolicyDecision, WorkerMetrics};
 use std::mem::take;
 use std::sync::Arc;
@@ -108,8 +108,9 @@ impl Enforcer {
                 (verdict, source)
             }
             Ok((decision, source)) => {
-                let slot_guard = slot_guard
-                    .and_then(|guard| plan.retain_taken_slots(guard, &charges, &decision));
+                let slot_guard = slot_guard.and_then(|guard| {
+                    plan.retain_taken_slots(guard, &charges, &decision, UntakenSlots::Forget)
+                });
                 drop(charges);
                 plan.record_decisions(&decision, record_decision);
                 let verdict = Verdict {
@@ -124,8 +125,10 @@ impl Enforcer {
                     .allows_fallback()
                     .then(|| self.store.decide_by_fallback(&charges))
                     .flatten();
-                let slot_guard = slot_guard
-                    .and_then(|guard| plan.retain_taken_slots(guard, &charges, decision.as_ref()?));
+                let slot_guard = slot_guard.and_then(|guard| {
+                    let decision = decision.as_ref()?;
+                    plan.retain_taken_slots(guard, &charges, decision, UntakenSlots::Release)
+                });
                 drop(charges);
                 plan.record_degraded_decisions(decision.as_ref(), record_decision);
                 let estimated_charges = decision

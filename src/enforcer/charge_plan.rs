@@ -5,7 +5,9 @@ use crate::limiter::{Algorithm, Charge, Decision, Key, Lease, Limit, LimitStatus
 use crate::policy::{
     Descriptor, EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyAction, PolicyTable,
 };
-use crate::store::{ConcurrencySlotGuard, ConcurrencySlots, CounterRef, SettlementQueue};
+use crate::store::{
+    ConcurrencySlotGuard, ConcurrencySlots, CounterRef, SettlementQueue, UntakenSlots,
+};
 use crate::telemetry::metrics::PolicyDecision;
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -231,19 +233,21 @@ impl<'t> ChargePlan<'t> {
         (!counters.is_empty()).then(|| slots.reserve_slots(counters))
     }
 
-    /// Keeps the slots that the store has granted, and sets the maximum duration of the request.
+    /// Keeps the slots that the decision has granted, and sets the maximum duration of the request.
     pub(super) fn retain_taken_slots(
         &self,
         slot_guard: ConcurrencySlotGuard,
         charges: &[Charge<'_>],
         decision: &Decision,
+        untaken: UntakenSlots,
     ) -> Option<ConcurrencySlotGuard> {
         let (taken, max_duration_us) = taken_slots(charges, decision);
-        let mut slot_guard = slot_guard.retain_taken(|(limit, key)| {
+        let is_taken = |(limit, key): &CounterRef| {
             taken
                 .iter()
                 .any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
-        })?;
+        };
+        let mut slot_guard = slot_guard.retain_taken(is_taken, untaken)?;
         slot_guard.set_end(max_duration_us.map(|us| Instant::now() + Duration::from_micros(us)));
         Some(slot_guard)
     }

@@ -461,6 +461,45 @@ fn local_policies_reject_by_share_and_a_closed_policy_overrides_them() {
     );
 }
 
+/// Redis may have taken the slots before the call failed.
+#[test]
+fn slots_that_the_fallback_does_not_grant_are_released_in_redis() {
+    let queued_releases = |policies: &[(OnStoreFailure, u64)]| {
+        let policies = policies
+            .iter()
+            .enumerate()
+            .map(|(n, (on_store_failure, requests))| {
+                let mut policy = policy_by_user(&n.to_string(), *requests);
+                policy.on_store_failure = *on_store_failure;
+                quota_mut(&mut policy).limits[0].limit.algorithm =
+                    Algorithm::Concurrency { max_duration_us: 0 };
+                policy
+            });
+        let mut fixture = EnforcerFixture::new(policies.collect());
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap();
+        let store = {
+            let _entered = runtime.enter();
+            Store::redis(RedisStore::start(&SharedRedisState::new(UNREACHABLE_REDIS)))
+        };
+        fixture.enforcer.slots = ConcurrencySlots::new(store.clone());
+        fixture.enforcer.store = store;
+        fixture.decide_for_users(&["ann"], |_verdict| {
+            let releases = fixture.enforcer.slots.queued_releases();
+            let capacities = releases.iter().map(|(limit, _)| limit.requests);
+            capacities.collect::<Vec<_>>()
+        })
+    };
+    use OnStoreFailure::{Local, Open};
+    assert_eq!(
+        queued_releases(&[(Local, 1), (Local, 0)]),
+        [1, 0],
+        "refused"
+    );
+    assert_eq!(queued_releases(&[(Local, 1), (Open, 2)]), [2], "admitted");
+}
+
 #[test]
 fn allow_ends_policy_evaluation_and_deny_charges_nothing() {
     let act = |action, priority| Policy {

@@ -11,7 +11,7 @@ mod memory;
 pub mod redis;
 mod settlements;
 
-pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots};
+pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlots};
 pub use fallback::{FallbackStore, Share};
 pub use leases::LeasePool;
 pub use memory::{MemorySettings, MemoryStore};
