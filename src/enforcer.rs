@@ -35,20 +35,20 @@ use tokio::time::Instant;
 pub struct Enforcer {
     active_policies: ActivePolicies,
     store: Store,
-    shard: Arc<WorkerMetrics>,
+    metrics: Arc<WorkerMetrics>,
     settlements: SettlementQueue,
     slots: ConcurrencySlots,
 }
 
 impl Enforcer {
     /// Counts in the worker's own `shard`.
-    pub fn new(active_policies: ActivePolicies, store: Store, shard: Arc<WorkerMetrics>) -> Self {
+    pub fn new(active_policies: ActivePolicies, store: Store, metrics: Arc<WorkerMetrics>) -> Self {
         Self {
             active_policies,
-            settlements: SettlementQueue::new(store.clone(), Arc::clone(&shard)),
+            settlements: SettlementQueue::new(store.clone(), Arc::clone(&metrics)),
             slots: ConcurrencySlots::new(store.clone()),
             store,
-            shard,
+            metrics,
         }
     }
 
@@ -64,8 +64,8 @@ impl Enforcer {
         facts: &Facts<'_>,
         arrived: Instant,
     ) -> Verdict<'t> {
-        let record_decision = |at, key: Option<&Key>, decision: PolicyDecision| {
-            policies.record_decision(at, &self.shard, decision, (key, facts.target()))
+        let record_decision = |index, key: Option<&Key>, decision: PolicyDecision| {
+            policies.record_decision(index, &self.metrics, decision, (key, facts.target()))
         };
         let mut plan = match ChargePlan::from_facts(&policies.table, facts, record_decision) {
             Ok(plan) => plan,
@@ -82,8 +82,8 @@ impl Enforcer {
         record_decision: impl Fn(usize, Option<&Key>, PolicyDecision) + Copy,
         arrived: Instant,
     ) -> Verdict<'t> {
-        if plan.policy_charges.is_empty() {
-            let shadow_rejected = take(&mut plan.shadow_denials);
+        if plan.planned_policies.is_empty() {
+            let shadow_rejected = take(&mut plan.shadow_rejections);
             return Verdict {
                 shadow_rejected,
                 ..Verdict::from_outcome(RequestOutcome::Forward)
@@ -154,7 +154,7 @@ impl Enforcer {
         arrived: Instant,
     ) -> Verdict<'t> {
         let decided_at = Instant::now();
-        self.shard
+        self.metrics
             .record_decision_time(source, decided_at.saturating_duration_since(arrived));
         Verdict {
             decided_at: Some(decided_at),

@@ -152,7 +152,7 @@ fn spawn_sidecar(
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    tokio::spawn(record_log(
+    tokio::spawn(record_sidecar_log(
         id,
         sidecar.stderr.take().unwrap(),
         Arc::clone(world),
@@ -160,7 +160,7 @@ fn spawn_sidecar(
     sidecar
 }
 
-async fn record_log(id: u8, log: ChildStderr, world: Arc<FleetContext>) {
+async fn record_sidecar_log(id: u8, log: ChildStderr, world: Arc<FleetContext>) {
     let mut log = BufReader::new(log).lines();
     while let Ok(Some(text)) = log.next_line().await {
         let line: Value = serde_json::from_str(&text).unwrap_or_default();

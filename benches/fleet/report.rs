@@ -117,7 +117,7 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
     }
     println!("\nWhat faults explain:\n");
     books
-        .explained()
+        .explained_count_by_cause()
         .iter()
         .for_each(|(what, times)| println!("- {times} × {what}"));
     let (from, to) = (

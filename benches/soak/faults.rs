@@ -38,12 +38,12 @@ pub(crate) struct FaultTarget<'a> {
 /// proxies at once.
 pub(crate) async fn run_faults(scenes: &mut [FaultTarget<'_>], redis: &mut RedisServer, seed: u64) {
     let (mut rng, mut version, mut reloads) = (Rng::with_seed(seed), 1, ReloadCounts::default());
-    while !is_over(scenes) {
+    while !has_ended(scenes) {
         let mut round = ALL_FAULTS;
         rng.shuffle(&mut round);
         for trouble in round {
             sleep_randomly(&mut rng).await;
-            if is_over(scenes) {
+            if has_ended(scenes) {
                 break;
             }
             match trouble {
@@ -88,8 +88,8 @@ pub(crate) async fn run_faults(scenes: &mut [FaultTarget<'_>], redis: &mut Redis
     );
 }
 
-fn is_over(scenes: &[FaultTarget<'_>]) -> bool {
-    scenes.iter().any(|scene| scene.context.is_over())
+fn has_ended(scenes: &[FaultTarget<'_>]) -> bool {
+    scenes.iter().any(|scene| scene.context.has_ended())
 }
 
 fn begin_fault(scenes: &[FaultTarget<'_>], fault: SoakFault) {

@@ -69,7 +69,7 @@ struct ProxyFixture {
 }
 
 impl SoakContext {
-    fn is_over(&self) -> bool {
+    fn has_ended(&self) -> bool {
         Instant::now() >= self.deadline
     }
 }
@@ -188,7 +188,7 @@ struct ResourceSample {
 /// Samples twice a second and prints a line once a minute.
 async fn sample_resources(world: &SoakContext, proxy: &ProxyProcess) -> Vec<ResourceSample> {
     let mut samples = Vec::new();
-    while !world.is_over() {
+    while !world.has_ended() {
         let sample = ResourceSample {
             rss_kib: proxy.rss_kib(),
             files: proxy.open_files(),
@@ -196,7 +196,7 @@ async fn sample_resources(world: &SoakContext, proxy: &ProxyProcess) -> Vec<Reso
         if samples.len() % 120 == 0 {
             let (left_s, sent) = (
                 world.deadline.duration_since(Instant::now()).as_secs(),
-                world.ledger.sent(),
+                world.ledger.sent_count(),
             );
             let ResourceSample { rss_kib, files } = sample;
             let name = world.name;
@@ -287,10 +287,10 @@ fn check_counted_answers(books: &SoakLedger, metrics: &MetricsPage) {
             ));
         }
     }
-    let (sent, seen, counted) = (books.sent(), total(&seen), total(&counted));
+    let (sent, seen, counted) = (books.sent_count(), total(&seen), total(&counted));
     println!(
         "{sent} requests, {} aborted; {seen} responses received, {counted} counted",
-        books.given_up()
+        books.given_up_count()
     );
     if counted > sent {
         books.record_unexplained(format!(

@@ -99,15 +99,15 @@ pub(crate) fn spawn_clients(world: &Arc<SoakContext>, seed: u64) -> Vec<JoinHand
 
 /// Runs one client: one connection after another.
 async fn run_client(client: ClientKind, world: Arc<SoakContext>, mut rng: Rng) {
-    while !world.is_over() {
+    while !world.has_ended() {
         let lived = match client {
-            ClientKind::KeepAlive => run_keep_alive(&world, &mut rng).await,
-            ClientKind::Http2 => run_multiplexed(&world, &mut rng).await,
-            ClientKind::Tunnel => run_tunnel(&world, &mut rng).await,
-            ClientKind::Uploading => run_upload(&world, &mut rng).await,
-            ClientKind::Slow => run_slow(&world, &mut rng).await,
-            ClientKind::Disconnecting => run_disconnecting(&world, &mut rng).await,
-            ClientKind::Hostile => run_hostile(&world, &mut rng).await,
+            ClientKind::KeepAlive => run_keep_alive_client(&world, &mut rng).await,
+            ClientKind::Http2 => run_http2_client(&world, &mut rng).await,
+            ClientKind::Tunnel => run_websocket_client(&world, &mut rng).await,
+            ClientKind::Uploading => run_upload_client(&world, &mut rng).await,
+            ClientKind::Slow => run_slow_client(&world, &mut rng).await,
+            ClientKind::Disconnecting => run_disconnecting_client(&world, &mut rng).await,
+            ClientKind::Hostile => run_hostile_client(&world, &mut rng).await,
         };
         // Each operation records its own result.
         if let Err(error) = lived {
@@ -119,10 +119,10 @@ async fn run_client(client: ClientKind, world: Arc<SoakContext>, mut rng: Rng) {
     }
 }
 
-async fn run_keep_alive(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_keep_alive_client(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = handshake_http1(connect_to_proxy(world, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..200) {
-        if world.is_over() || proxy.ready().await.is_err() {
+        if world.has_ended() || proxy.ready().await.is_err() {
             break;
         }
         let route = if rng.u8(..) == 0 {
@@ -148,10 +148,10 @@ async fn run_keep_alive(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     Ok(())
 }
 
-async fn run_multiplexed(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_http2_client(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let proxy = handshake_http2(connect_to_proxy(world, Version::HTTP_2).await?).await?;
     for _ in 0..rng.u32(1..100) {
-        if world.is_over() || proxy.is_closed() {
+        if world.has_ended() || proxy.is_closed() {
             break;
         }
         let together = (0..rng.u32(1..8)).map(|_| {
@@ -174,7 +174,7 @@ async fn run_multiplexed(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     Ok(())
 }
 
-async fn run_tunnel(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_websocket_client(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
     let asked = world.ledger.begin_request();
     let handshake = format!(
@@ -196,7 +196,7 @@ async fn check_echo(
     rng: &mut Rng,
 ) -> RequestOutcome {
     for _ in 0..rng.u32(1..50) {
-        if world.is_over() {
+        if world.has_ended() {
             break;
         }
         let sent = random_bytes(rng.usize(1..32_000), rng);
@@ -215,10 +215,10 @@ async fn check_echo(
     RequestOutcome::Answered(101)
 }
 
-async fn run_upload(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_upload_client(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = handshake_http1(connect_to_proxy(world, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..20) {
-        if world.is_over() || proxy.ready().await.is_err() {
+        if world.has_ended() || proxy.ready().await.is_err() {
             break;
         }
         let (number, body) = (
@@ -241,7 +241,7 @@ async fn run_upload(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
 }
 
 /// Sends a request slowly: just within the timeout, or too slowly.
-async fn run_slow(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_slow_client(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
     let asked = world.ledger.begin_request();
     match rng.u8(..4) {
@@ -305,7 +305,7 @@ async fn read_slowly(proxy: &mut ClientStream, rng: &mut Rng) -> RequestOutcome 
 }
 
 /// Disconnects during an operation.
-async fn run_disconnecting(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_disconnecting_client(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     if rng.bool() {
         return reset_streams(world, rng.u32(1..20), rng).await;
     }
@@ -343,7 +343,7 @@ async fn reset_streams(world: &SoakContext, count: u32, rng: &mut Rng) -> io::Re
 }
 
 /// Sends invalid requests, or requests that aim to exhaust the proxy.
-async fn run_hostile(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_hostile_client(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     if world.tls.is_some() && rng.u8(..4) == 0 {
         return send_broken_handshake(world, rng).await;
     }

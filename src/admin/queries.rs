@@ -3,7 +3,7 @@
 //! With ten thousand policies a response takes milliseconds to render, so it is rendered on another
 //! thread: this one accepts connections.
 
-use super::health::{collect_hints, phase_label};
+use super::health::{collect_problem_hints, phase_label};
 use super::parameters::QueryParameters;
 use super::responses::{JsonResponse, ProblemDetails, escape_json, run_blocking};
 use super::{AdminBackend, PolicySelection};
@@ -14,7 +14,7 @@ use crate::telemetry::metrics::{
     DECISION_LABELS, DEGRADED_REFUSED, HISTORY_DECISION_LABELS, HistogramSnapshot, ProcessStatus,
     RequestDecision,
 };
-use crate::telemetry::top_refusals::{RefusalDimension, RefusalRanking};
+use crate::telemetry::top_rejections::{RejectionDimension, RejectionRanking};
 use axum::extract::{RawQuery, State};
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
@@ -125,10 +125,10 @@ fn history_columns(timeline: Option<&PolicyTimeline>) -> [(String, Value); 2] {
         let columns = HISTORY_DECISION_LABELS
             .iter()
             .enumerate()
-            .filter_map(|(at, name)| {
+            .filter_map(|(index, name)| {
                 let column: Vec<u32> = parts
                     .iter()
-                    .filter_map(|did| did.get(at).copied())
+                    .filter_map(|did| did.get(index).copied())
                     .collect();
                 column
                     .iter()
@@ -161,7 +161,7 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
     let untrusted = view.metrics.untrusted_forwarding();
     let answers = view.metrics.request_decisions();
     let totals = RequestDecision::ALL.map(|answer| {
-        labelled_count(answer, |one| {
+        decision_label_and_count(answer, |one| {
             answers.get(one as usize).copied().unwrap_or_default()
         })
     });
@@ -202,7 +202,7 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
             .map(|(file, at)| json!({ "file": file, "ends_s": at })).collect::<Vec<_>>(),
         "untrusted_forwarding": untrusted,
         "untrusted_peers": view.metrics.untrusted_peers(),
-        "hints": collect_hints(&observed, untrusted),
+        "hints": collect_problem_hints(&observed, untrusted),
     })
 }
 
@@ -228,7 +228,7 @@ fn traffic_columns(from_s: u64, seconds: &[SecondCounts]) -> Value {
     columns.insert("at".to_owned(), json!(at));
     for answer in RequestDecision::ALL {
         let count = |second: &SecondCounts| {
-            labelled_count(answer, |one| {
+            decision_label_and_count(answer, |one| {
                 second
                     .decisions
                     .get(one as usize)
@@ -237,7 +237,7 @@ fn traffic_columns(from_s: u64, seconds: &[SecondCounts]) -> Value {
             })
             .1
         };
-        let (name, _) = labelled_count(answer, |_| 0);
+        let (name, _) = decision_label_and_count(answer, |_| 0);
         columns.insert(
             name.to_owned(),
             json!(seconds.iter().map(count).collect::<Vec<_>>()),
@@ -257,7 +257,7 @@ fn traffic_columns(from_s: u64, seconds: &[SecondCounts]) -> Value {
 
 /// Label and count of each request decision. `degraded` counts all decisions without the store; the
 /// rejected part of them is listed separately.
-fn labelled_count(
+fn decision_label_and_count(
     decision: RequestDecision,
     count: impl Fn(RequestDecision) -> u64,
 ) -> (&'static str, u64) {
@@ -291,7 +291,7 @@ fn quantiles_json(buckets: &HistogramSnapshot) -> Value {
 }
 
 /// The most rejected keys and paths.
-pub(super) async fn get_top_refusals(
+pub(super) async fn get_top_rejections(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
@@ -303,23 +303,23 @@ pub(super) async fn get_top_refusals(
             ranking_json(
                 &view
                     .metrics
-                    .top_refusals()
+                    .top_rejections()
                     .ranking(what, policy.as_deref(), limit),
                 what,
             )
         };
         JsonResponse(
             StatusCode::OK,
-            json!({ "keys": rank(RefusalDimension::Keys), "paths": rank(RefusalDimension::Paths) }),
+            json!({ "keys": rank(RejectionDimension::Keys), "paths": rank(RejectionDimension::Paths) }),
         )
     })
     .await
 }
 
-fn ranking_json(ranking: &RefusalRanking, dimension: RefusalDimension) -> Value {
+fn ranking_json(ranking: &RejectionRanking, dimension: RejectionDimension) -> Value {
     let name = match dimension {
-        RefusalDimension::Keys => "key",
-        RefusalDimension::Paths => "path",
+        RejectionDimension::Keys => "key",
+        RejectionDimension::Paths => "path",
     };
     let entries = ranking.entries.iter().map(|entry| {
         json!({

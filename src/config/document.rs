@@ -159,9 +159,9 @@ impl KeyPath {
 
 impl fmt::Display for KeyPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (at, step) in self.0.iter().enumerate() {
+        for (index, step) in self.0.iter().enumerate() {
             match step {
-                KeyPathStep::Key(key) if at == 0 => write!(f, "{}", key.escape_debug())?,
+                KeyPathStep::Key(key) if index == 0 => write!(f, "{}", key.escape_debug())?,
                 KeyPathStep::Key(key) => write!(f, ".{}", key.escape_debug())?,
                 KeyPathStep::Index(index) => write!(f, "[{index}]")?,
             }

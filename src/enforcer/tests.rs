@@ -1,4 +1,4 @@
-use super::charge_plan::PolicyCharge;
+use super::charge_plan::PlannedPolicy;
 use super::*;
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, KeyBuilder, Limit};
@@ -239,7 +239,7 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
 fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
-        let policy_charge = |policy| PolicyCharge {
+        let planned_policy = |policy| PlannedPolicy {
             policy_index: 0,
             policy,
             key: key.clone(),
@@ -252,8 +252,8 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
             lease: None,
         };
         let plan = ChargePlan {
-            policy_charges: policies.iter().map(policy_charge).collect(),
-            shadow_denials: SmallVec::new(),
+            planned_policies: policies.iter().map(planned_policy).collect(),
+            shadow_rejections: SmallVec::new(),
         };
         let verdict = plan.into_degraded(
             &StoreUnavailable {

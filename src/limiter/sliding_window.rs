@@ -48,7 +48,7 @@ impl SubWindowLog {
     }
 
     /// Whether the newest sub-window has begun at `at_us`.
-    pub(super) fn has_newest_started_by(&self, at_us: u64) -> bool {
+    pub(super) fn has_newest_sub_window_begun_by(&self, at_us: u64) -> bool {
         self.log.newest_entry_us() <= self.sub_window_end_us(at_us)
     }
 

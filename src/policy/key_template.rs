@@ -145,7 +145,7 @@ impl KeyPart {
             Self::ClientIp => Some(Cow::Owned(
                 format_client_network(facts.client_ip, client).into_bytes(),
             )),
-            Self::Header(name) => self.single_value(facts::header_values(facts.headers, name))?,
+            Self::Header(name) => self.single_value(facts.header_values(name))?,
             Self::Query(name) => self.single_value(facts::query_values(facts.query, name))?,
             Self::Cookie(name) => self.single_value(facts::cookie_values(facts.headers, name))?,
             Self::Claim(name) => facts
@@ -175,7 +175,11 @@ impl KeyPart {
                 .client_cert
                 .and_then(|cert| text_bytes(cert.cn.as_deref())),
             Self::PathCaptures(pattern) => {
-                match facts.paths.iter().find_map(|path| pattern.captures(path)) {
+                match facts
+                    .paths
+                    .iter()
+                    .find_map(|path| pattern.captured_segments(path))
+                {
                     Some(found) => {
                         values.extend(
                             found

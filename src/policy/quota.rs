@@ -154,7 +154,7 @@ impl LimitOverrides {
             exact_by_key_id: HashMap::default(),
             wildcard_indices: Vec::new(),
         };
-        for (at, entry) in overrides.entries.iter().enumerate() {
+        for (index, entry) in overrides.entries.iter().enumerate() {
             match entry
                 .values
                 .iter()
@@ -167,9 +167,9 @@ impl LimitOverrides {
                         &values.into_iter().map(|value| Some(value.into())).collect(),
                     )
                     .id();
-                    overrides.exact_by_key_id.entry(id).or_insert(at);
+                    overrides.exact_by_key_id.entry(id).or_insert(index);
                 }
-                None => overrides.wildcard_indices.push(at),
+                None => overrides.wildcard_indices.push(index),
             }
         }
         overrides
@@ -184,9 +184,9 @@ impl LimitOverrides {
             return None;
         }
         let exact = self.exact_by_key_id.get(&key.id()).copied();
-        let wild = self.wildcard_indices.iter().copied().find(|at| {
+        let wild = self.wildcard_indices.iter().copied().find(|index| {
             self.entries
-                .get(*at)
+                .get(*index)
                 .is_some_and(|entry| entry.matches_values(values))
         });
         let first = match (exact, wild) {

@@ -2,7 +2,7 @@
 
 use super::{
     CorsOrigins, CostSource, Descriptor, Facts, HostPattern, KeyPart, Matcher, Policy,
-    PolicyAction, UnmetCondition, ValueCondition, client, jwt, path, path_pattern::PathIndex,
+    PolicyAction, ValueCondition, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
@@ -103,9 +103,9 @@ impl PolicyTable {
             .policy_index
             .find_candidates(facts)
             .into_iter()
-            .filter_map(|at| usize::try_from(at).ok());
+            .filter_map(|index| usize::try_from(index).ok());
         positions
-            .filter_map(|at| Some((at, self.policies.get(at)?)))
+            .filter_map(|index| Some((index, self.policies.get(index)?)))
             .filter(|(_, policy)| policy.first_unmet_condition(facts).is_none())
             .collect()
     }
@@ -141,24 +141,6 @@ impl PolicyTable {
     /// All such headers, in no particular order.
     pub fn referenced_headers(&self) -> impl Iterator<Item = &HeaderName> {
         self.referenced_headers.iter()
-    }
-}
-
-impl Policy {
-    /// Returns the first condition that does not hold, or `None` if the policy applies.
-    ///
-    /// A path may have several interpretations. A limiting or denying policy applies if any of them
-    /// matches. An exempting policy applies only if all match, so that an ambiguous spelling gains
-    /// no exemption.
-    pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
-        let mut unmet = facts
-            .paths
-            .iter()
-            .map(|path| self.matcher.first_unmet_condition(facts, path));
-        match self.action {
-            PolicyAction::Allow => unmet.find(Option::is_some).flatten(),
-            PolicyAction::Limit(_) | PolicyAction::Deny => unmet.reduce(Option::and).flatten(),
-        }
     }
 }
 

@@ -8,6 +8,7 @@
 pub(in crate::proxy) mod accept;
 mod allocator_trim;
 mod connection;
+pub(in crate::proxy) mod connection_load;
 pub(in crate::proxy) mod connection_timeouts;
 mod dispatch;
 pub(in crate::proxy) mod frame_limits;
@@ -15,7 +16,6 @@ pub(in crate::proxy) mod handler;
 pub(in crate::proxy) mod handshake_error;
 pub(in crate::proxy) mod lazy_timer;
 mod listener;
-pub(in crate::proxy) mod load;
 mod monitored_socket;
 pub(in crate::proxy) mod peer;
 pub(in crate::proxy) mod shutdown;
@@ -30,11 +30,11 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use crate::listen::ListenAddress;
+use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::dispatch::{ListenerAcceptor, PendingConnections};
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::listener::ServerListener;
-use crate::proxy::server::load::ServerLoad;
-use crate::proxy::server::shutdown::{ShutdownSignal, drain, wait_for_signal};
+use crate::proxy::server::shutdown::{ShutdownSignal, drain_workers, wait_for_signal};
 use crate::proxy::server::worker::{WorkerThread, wait_for_workers};
 use crate::proxy::settings::{ListenSettings, ListenerKind, ShutdownSettings};
 use crate::tls::ReloadableServerTls;
@@ -178,7 +178,7 @@ impl ProxyServer {
             .into_iter()
             .map(ListenerAcceptor::into_pending_connections)
             .collect();
-        let drained = drain(
+        let drained = drain_workers(
             pending,
             workers,
             &self.load,

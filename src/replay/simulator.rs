@@ -139,7 +139,7 @@ impl<'t> PolicySimulator<'t> {
         };
         stats.last_request_us = now_us;
         self.in_flight
-            .process_due(now_us, &self.memory, &self.clock_control);
+            .renew_and_release_due_slots(now_us, &self.memory, &self.clock_control);
         self.clock_control.set_us(now_us);
 
         let headers = self.request_headers(request);
@@ -455,7 +455,12 @@ impl InFlightRequests {
     }
 
     /// Renews and releases all slots that are due by `now_us`.
-    fn process_due(&mut self, now_us: u64, memory: &MemoryStore, clock_control: &ManualClock) {
+    fn renew_and_release_due_slots(
+        &mut self,
+        now_us: u64,
+        memory: &MemoryStore,
+        clock_control: &ManualClock,
+    ) {
         while let Some(Reverse((due_us, slot))) = self
             .due_queue
             .peek()

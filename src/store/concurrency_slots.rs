@@ -43,6 +43,7 @@ struct ConcurrencySlotsInner {
     /// Random; makes slot ids unique in the fleet.
     instance_id: u64,
     next_slot_serial: AtomicU64,
+    /// A mutex because `Store` is `Send`; only one worker uses it.
     state: Mutex<ConcurrencySlotsState>,
     /// Wakes the task when work is due earlier than it expects.
     changed: Notify,

@@ -160,7 +160,7 @@ impl RedisDecisionPath<'_> {
                 fallback.cache_statuses(charges, &decision, requested_at.into_std());
                 // A refusal by another slot cancels the reservation of this one. Caching such a
                 // decision would refuse for longer than Redis does.
-                if !decision.admitted && !self.redis.is_split(charges) {
+                if !decision.admitted && !self.redis.needs_several_calls(charges) {
                     self.deny_cache.record_refusal(
                         charges,
                         &decision,

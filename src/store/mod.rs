@@ -55,17 +55,17 @@ pub struct Settlement<'a> {
 pub struct StoreUnavailable {
     /// Stable name of the failure for logs and metrics.
     pub kind: &'static str,
-    /// Time until the store is probed again, in microseconds.
+    /// Suggested wait: the probe interval, in microseconds.
     pub retry_after_us: u64,
 }
 
-/// Settlements that were possibly not applied.
+/// Settlements that the store has not confirmed. It may have applied some of them.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{cause}; {} settlements were not confirmed", unsent_indices.len())]
+#[error("{cause}; {} settlements are unconfirmed", unconfirmed_indices.len())]
 pub struct SettlementError {
     pub cause: StoreUnavailable,
     /// Indices into the list of settlements, ascending and unique.
-    pub unsent_indices: Vec<usize>,
+    pub unconfirmed_indices: Vec<usize>,
 }
 
 impl<'a> Settlement<'a> {
@@ -122,10 +122,10 @@ impl Store {
         let result = if redis.is_breaker_open() {
             Err(SettlementError {
                 cause: redis.unavailable_error("breaker_open"),
-                unsent_indices: (0..settlements.len()).collect(),
+                unconfirmed_indices: (0..settlements.len()).collect(),
             })
         } else {
-            redis.amend(settlements).await
+            redis.apply_settlements(settlements).await
         };
         result.or_else(|mut error| {
             let is_lost = |index: &usize| {
@@ -133,8 +133,8 @@ impl Store {
                     .get(*index)
                     .is_some_and(|settlement| !redis.fallback().defer_settlement(settlement))
             };
-            error.unsent_indices.retain(is_lost);
-            if error.unsent_indices.is_empty() {
+            error.unconfirmed_indices.retain(is_lost);
+            if error.unconfirmed_indices.is_empty() {
                 Ok(())
             } else {
                 Err(error)

@@ -83,9 +83,9 @@ impl ChargeSpec {
             ..
         } = self;
         Charge {
-            group,
+            policy_number: group,
             shadow,
-            settles,
+            is_estimate: settles,
             ..Charge::new(limit, &keys[self.counter], self.cost)
         }
     }

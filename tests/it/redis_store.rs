@@ -113,7 +113,7 @@ impl StateModel {
             .zip(&refusals)
             .all(|(charge, refusal)| charge.shadow || refusal.is_none());
         let (mut statuses, mut delay_us, mut charged_at_us) = (Vec::new(), 0, SmallVec::new());
-        let settles = charges.iter().any(|charge| charge.settles);
+        let settles = charges.iter().any(|charge| charge.is_estimate);
         for (at, (charge, (state, refusal))) in charges.iter().zip(&mut checked).enumerate() {
             let effect = determine_effect(charges, &refusals, at);
             match effect {
@@ -133,7 +133,7 @@ impl StateModel {
                 }
             }
             if settles {
-                let is_reported = charge.settles && effect == ChargeEffect::Charge;
+                let is_reported = charge.is_estimate && effect == ChargeEffect::Charge;
                 charged_at_us.push(
                     is_reported.then(|| state.view_at(charge.limit, time_us).charged_at_us()),
                 );
@@ -180,7 +180,7 @@ impl StateModel {
         for grant in &grants {
             for charge in charges
                 .iter()
-                .filter(|charge| charge.group == grant.group && !charge.shadow)
+                .filter(|charge| charge.policy_number == grant.policy_number && !charge.shadow)
             {
                 let state = self.states.get_mut(&id(charge)).unwrap();
                 state.grant_lease(charge.limit, grant.units, time_us, grant.until_us);

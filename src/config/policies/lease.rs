@@ -1,6 +1,6 @@
 //! The key `lease` of a policy.
 
-use super::limits::all_limits;
+use super::limits::limits_with_overrides;
 use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Lease};
@@ -19,7 +19,9 @@ pub(super) fn build_lease(
 ) -> Option<Lease> {
     let item = reader.get("lease")?;
     reject_incompatible_settings(reader, quota);
-    let shortest_us = all_limits(quota).map(|named| named.limit.per_us).min()?;
+    let shortest_us = limits_with_overrides(quota)
+        .map(|named| named.limit.per_us)
+        .min()?;
     let lease = if item.value.as_dict().is_some() {
         let table = reader.get_optional_table("lease")?;
         let (size, ttl) = (table.get_integer("size"), table.get_duration("ttl")?);
@@ -65,7 +67,7 @@ pub(super) fn build_lease(
 
 /// Reports settings that leased units cannot implement.
 fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
-    let incompatible = all_limits(quota).find_map(|named| match named.limit.algorithm {
+    let incompatible = limits_with_overrides(quota).find_map(|named| match named.limit.algorithm {
         Algorithm::LeakyBucket { .. } => {
             Some("algorithm = \"leaky_bucket\": each request takes its own place in the queue")
         }

@@ -250,7 +250,7 @@ fn reject_inexact_limit(
 }
 
 /// All limits of a quota, including those of overrides.
-pub(super) fn all_limits(quota: &Quota) -> impl Iterator<Item = &NamedLimit> {
+pub(super) fn limits_with_overrides(quota: &Quota) -> impl Iterator<Item = &NamedLimit> {
     quota.limits.iter().chain(
         quota
             .overrides

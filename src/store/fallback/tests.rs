@@ -254,17 +254,17 @@ fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
             ..Charge::new(&wide, &keys[0], 1)
         },
         Charge {
-            group: 1,
+            policy_number: 1,
             ..Charge::new(&narrow, &keys[1], 5)
         },
         Charge {
-            group: 2,
+            policy_number: 2,
             has_fallback: true,
             shadow: true,
             ..Charge::new(&narrow, &keys[2], 5)
         },
         Charge {
-            group: 3,
+            policy_number: 3,
             has_fallback: true,
             ..Charge::new(&narrow, &keys[3], 1)
         },
@@ -546,7 +546,7 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
             amendment: *amendment,
         })
         .collect();
-    fallback.requeue_unsent(batch, settlements.iter());
+    fallback.requeue_unconfirmed(batch, settlements.iter());
     assert_eq!(
         fallback.write_back_amendments(&fallback.take_write_back([])),
         amendments,

@@ -142,7 +142,7 @@ impl LeaseTable {
         let grant = decision
             .grants
             .iter()
-            .find(|grant| grant.group == charge.group && decision.admitted);
+            .find(|grant| grant.policy_number == charge.policy_number && decision.admitted);
         let lifetime_us = grant.map_or(0, |grant| {
             (grant.until_us + 1).saturating_sub(decision.now_us)
         });
@@ -362,7 +362,7 @@ mod tests {
             refusal: None,
         };
         let grant = GrantedUnits {
-            group: 0,
+            policy_number: 0,
             units,
             until_us: 5_100_000,
         };

@@ -126,16 +126,16 @@ impl LeasePool {
         if settlements.is_empty() {
             return;
         }
-        let unsent_indices = match redis.is_breaker_open() {
+        let unconfirmed_indices = match redis.is_breaker_open() {
             true => (0..settlements.len()).collect(),
             false => redis
-                .amend(&settlements)
+                .apply_settlements(&settlements)
                 .await
                 .err()
-                .map(|error| error.unsent_indices)
+                .map(|error| error.unconfirmed_indices)
                 .unwrap_or_default(),
         };
-        let mut lost: Vec<&LeaseReturn> = unsent_indices
+        let mut lost: Vec<&LeaseReturn> = unconfirmed_indices
             .iter()
             .filter_map(|index| returned.get(*index).copied())
             .collect();

@@ -244,7 +244,7 @@ fn find_mergeable_charge<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge
     };
     let has_options = charge.shadow
         || charge.counts_rejected
-        || charge.settles
+        || charge.is_estimate
         || charge.requested_lease().is_some();
     (is_additive && !has_options && charge.cost > 0).then_some(charge)
 }
@@ -307,7 +307,7 @@ mod tests {
                 ..one
             },
             Charge {
-                settles: true,
+                is_estimate: true,
                 ..one
             },
             Charge {

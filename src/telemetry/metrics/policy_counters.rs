@@ -178,7 +178,7 @@ impl PolicyDecision {
     const COUNT: usize = 12;
 
     /// Whether the policy rejected the request because of its client, or would have.
-    pub fn is_refusal(self) -> bool {
+    pub fn is_rejection(self) -> bool {
         use PolicyDecision as D;
         matches!(
             self,

@@ -4,7 +4,7 @@ use super::DecisionSource;
 use super::histogram::{DECISION_BOUNDS, DurationHistogram, REQUEST_BOUNDS, SingleWriterCounter};
 use super::labels::{ConnectionCloseReason, ErrorKindLabels, RlsCallResult};
 use super::policy_counters::{PolicyCounters, PolicyDecision, RequestDecision};
-use crate::telemetry::top_refusals::WorkerRefusals;
+use crate::telemetry::top_rejections::WorkerRejections;
 use parking_lot::Mutex;
 use std::fmt;
 use std::net::IpAddr;
@@ -20,7 +20,7 @@ pub struct WorkerMetrics {
     pub(super) decisions: [DurationHistogram; DecisionSource::ALL.len()],
     pub(super) requests: DurationHistogram,
     pub(super) request_decisions: [SingleWriterCounter; RequestDecision::ALL.len()],
-    pub(super) refusals: Arc<WorkerRefusals>,
+    pub(super) refusals: Arc<WorkerRejections>,
     /// By status code, starting at [`FIRST_STATUS_CODE`].
     pub(super) status_counts: [SingleWriterCounter; STATUS_CODE_COUNT],
     /// In the order of [`ErrorKindLabels`], like the next two.
@@ -76,11 +76,11 @@ impl WorkerMetrics {
 
     /// Records the decision on a request by all policies together.
     pub fn record_request_decision(&self, decision: RequestDecision) {
-        increment(&self.request_decisions, decision as usize);
+        increment_counter_at(&self.request_decisions, decision as usize);
     }
 
     /// The rejected keys and paths of this worker.
-    pub fn refusals(&self) -> &WorkerRefusals {
+    pub fn rejections(&self) -> &WorkerRejections {
         &self.refusals
     }
 
@@ -100,30 +100,30 @@ impl WorkerMetrics {
     /// Records a response without a duration, such as one to an unreadable request.
     pub fn record_status(&self, code: u16) {
         let index = usize::from(code.saturating_sub(FIRST_STATUS_CODE));
-        increment(&self.status_counts, index);
+        increment_counter_at(&self.status_counts, index);
     }
 
     /// Records a failed TLS handshake of a client. `kind` is an index into
     /// [`ErrorKindLabels::tls_errors`].
     pub fn record_tls_error(&self, kind: usize) {
-        increment(&self.tls_errors, kind);
+        increment_counter_at(&self.tls_errors, kind);
     }
 
     /// Records a connection closed because of its PROXY header. `kind` is an index into
     /// [`ErrorKindLabels::proxy_header_errors`].
     pub fn record_proxy_header_error(&self, kind: usize) {
-        increment(&self.proxy_header_errors, kind);
+        increment_counter_at(&self.proxy_header_errors, kind);
     }
 
     /// Records a request without a response from the upstream. `kind` is an index into
     /// [`ErrorKindLabels::upstream_errors`].
     pub fn record_upstream_error(&self, kind: usize) {
-        increment(&self.upstream_errors, kind);
+        increment_counter_at(&self.upstream_errors, kind);
     }
 
     /// Records a connection or stream that tidegate closed.
     pub fn record_connection_closed(&self, reason: ConnectionCloseReason) {
-        increment(&self.close_reasons, reason as usize);
+        increment_counter_at(&self.close_reasons, reason as usize);
     }
 
     /// Records a forwarding header from an untrusted peer, while a policy depends on the client's
@@ -140,7 +140,7 @@ impl WorkerMetrics {
 
     /// Records the result of a call to the rate-limit service.
     pub fn record_rls_call(&self, call: RlsCallResult) {
-        increment(&self.rls_calls, call as usize);
+        increment_counter_at(&self.rls_calls, call as usize);
     }
 
     /// Records a number of descriptors that no policy matches.
@@ -158,7 +158,7 @@ impl WorkerMetrics {
     }
 }
 
-fn increment(counters: &[SingleWriterCounter], index: usize) {
+fn increment_counter_at(counters: &[SingleWriterCounter], index: usize) {
     if let Some(counter) = counters.get(index) {
         counter.add(1);
     }

@@ -6,9 +6,9 @@ use std::task::Poll;
 use tokio::time::Instant;
 
 use super::upgrade_handover::UpgradeHandover;
+use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::connection_timeouts::ConnectionMonitor;
 use crate::proxy::server::lazy_timer::LazyTimer;
-use crate::proxy::server::load::ServerLoad;
 use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Runs each stream of an HTTP/2 connection in its own task and resets streams that make no

@@ -145,7 +145,7 @@ impl UpstreamPool {
         }
     }
 
-    pub(super) fn hand_to_waiter(&self, connection: Box<UpstreamConnection>) {
+    pub(super) fn hand_connection_to_waiter(&self, connection: Box<UpstreamConnection>) {
         if self.should_yield_to_other_workers() {
             return;
         }

@@ -25,7 +25,7 @@ pub(in crate::store::redis) fn push_charge_argument(
     let options = [
         (charge.shadow, 1),
         (charge.counts_rejected, 2),
-        (charge.settles, 4),
+        (charge.is_estimate, 4),
         (follows, 8),
     ];
     let options: u64 = options
@@ -35,7 +35,7 @@ pub(in crate::store::redis) fn push_charge_argument(
         .sum();
     text.push_str(algorithm_letter(charge.limit));
     let mut number = itoa::Buffer::new();
-    let group_and_options = u64::from(charge.group) * 16 + options;
+    let group_and_options = u64::from(charge.policy_number) * 16 + options;
     for value in [group_and_options, charge.cost] {
         text.push(' ');
         text.push_str(number.format(value));

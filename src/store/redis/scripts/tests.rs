@@ -86,7 +86,7 @@ fn keys_contain_prefix_hash_algorithm_and_period() {
 fn the_decide_command_has_the_arguments_that_decide_lua_reads() {
     let key = key("api", "ann");
     let shadow = Charge {
-        group: 3,
+        policy_number: 3,
         shadow: true,
         cost: 2,
         ..charge(&LOG, &key)
