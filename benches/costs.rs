@@ -44,7 +44,7 @@ const ALGORITHMS: [(&str, AlgorithmForLimit); 7] = [
         burst: requests,
         warm_up_us: 0,
     }),
-    // When cold, the bucket holds as much as the others.
+    // A cold bucket of this size holds as many units as a bucket without a warm-up.
     ("with warm_up", |requests| Algorithm::TokenBucket {
         burst: 3 * requests,
         warm_up_us: HOUR_US,

@@ -125,7 +125,7 @@ async fn run_proxy(
         shutdown_handle,
         shutdown: config.shutdown,
         is_listening: Arc::clone(&is_listening),
-        load: server.load(),
+        load: server.server_load(),
         max_connections: config.listen.max_connections,
         workers: config.listen.threads,
         store_backend: shared.store_backend.clone(),

@@ -24,14 +24,14 @@ pub(super) struct AdminPeer(pub(super) IpAddr);
 #[derive(Clone, Debug)]
 pub(super) struct AccessGuard {
     token: Option<AdminToken>,
-    /// The endpoint is reachable from other machines: reading needs the token too.
+    /// Whether other machines can reach the endpoint. Reading then needs the token, as changes do.
     is_exposed: bool,
 }
 
 /// Effect of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RequiredAccess {
-    /// Reveals no data: health checks, and the page that requests the rest.
+    /// For routes that reveal no data: health checks, and the dashboard page without its data.
     Public,
     Read,
     /// Drain, as kubelet requests by a `preStop` command inside the pod.

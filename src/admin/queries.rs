@@ -1,7 +1,7 @@
 //! Read-only handlers.
 //!
 //! With ten thousand policies a response takes milliseconds to render, so it is rendered on another
-//! thread: this one accepts connections.
+//! thread. The thread of these handlers accepts connections.
 
 use super::health::{collect_problem_hints, phase_label};
 use super::parameters::QueryParameters;

@@ -111,8 +111,8 @@ impl Enforcer {
         CallVerdict { verdict, statuses }
     }
 
-    /// Decides a plan with charges of cost 0, which only check whether units are left. If such a
-    /// quota is exhausted, nothing is charged. Otherwise a second call makes the charges.
+    /// Decides a plan with charges of cost 0, which only check whether units are left. If a
+    /// checked quota is exhausted, nothing is charged. Otherwise a second call makes the charges.
     async fn decide_zero_cost_plan<'t>(
         &self,
         plan: &mut ChargePlan<'t>,

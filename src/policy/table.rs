@@ -132,13 +132,13 @@ impl PolicyTable {
         self.distinguishes_clients
     }
 
-    /// Whether a header is part of a key, a condition or a cost, or identifies the client. Such a
-    /// header must have the same meaning for tidegate and the upstream.
+    /// Whether a header is part of a key, a condition or a cost, or identifies the client. The
+    /// header must then have the same meaning for tidegate and the upstream.
     pub fn reads_header(&self, name: &HeaderName) -> bool {
         self.referenced_headers.contains(name)
     }
 
-    /// All such headers, in no particular order.
+    /// The headers for which [`PolicyTable::reads_header`] holds, in no particular order.
     pub fn referenced_headers(&self) -> impl Iterator<Item = &HeaderName> {
         self.referenced_headers.iter()
     }
@@ -210,7 +210,7 @@ enum ExactCondition<'p> {
 
 impl PolicyIndex {
     /// Indexes each policy by the exact condition that it shares with the fewest policies.
-    /// Thousands of policies may share a host and differ in a header, or the other way round.
+    /// Thousands of policies may share a host and differ in a header, or share a header and differ in the host.
     fn from_policies(policies: &[Policy]) -> Self {
         let mut policies_per_condition: HashMap<ExactCondition<'_>, usize> = HashMap::default();
         for exact in policies

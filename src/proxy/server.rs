@@ -111,7 +111,7 @@ impl ProxyServer {
     }
 
     /// Live counters, for metrics.
-    pub fn load(&self) -> ServerLoad {
+    pub fn server_load(&self) -> ServerLoad {
         self.load.clone()
     }
 

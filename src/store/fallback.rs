@@ -55,7 +55,7 @@ pub struct FallbackStore {
     write_back: Mutex<WriteBackTable>,
     /// Charges wait for write-back or are being written back. Answers of Redis may lack them.
     has_pending_write_back: AtomicBool,
-    /// Set from the first failure until all instances have written back.
+    /// Set from the first failed call until all instances have written back.
     is_in_outage: AtomicBool,
     /// Partitions for which Redis may lack charges.
     stale_partitions: PartitionSet,

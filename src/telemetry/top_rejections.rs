@@ -74,7 +74,7 @@ pub struct RejectionRanking {
     pub since_s: u64,
 }
 
-/// One key or path.
+/// One key or path with its number of rejections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectionEntry {
     pub policy: Arc<str>,

@@ -175,8 +175,8 @@ fn find_skippable_part<'a>(spanned: &'a SpannedPolicy<'_>) -> Option<&'a KeyPart
         .find(|part| narrow_to_missing_part(&spanned.policy.matcher, part).is_some())
 }
 
-/// Narrows a match to requests without the key part. Returns `None` if there are no such requests
-/// or the client does not choose the part.
+/// Narrows a match to requests without the key part. Returns `None` if every request has the
+/// part or the client does not choose it.
 fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> {
     let mut narrower = matcher.clone();
     match part {

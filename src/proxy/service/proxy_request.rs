@@ -1,4 +1,4 @@
-//! One proxied request, top to bottom. The order is the documentation.
+//! One proxied request, from top to bottom: read this file in order.
 
 use super::ProxyService;
 use super::request_summary::RequestSummary;

@@ -210,7 +210,7 @@ impl ReplayReport {
                 ));
             }
         }
-        // The values are the same for all policy sets.
+        // These counts are of the log, so all policy sets have the same.
         if let Some(refused) = self
             .sets
             .first()

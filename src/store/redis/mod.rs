@@ -319,7 +319,7 @@ impl RedisStore {
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have
-    /// `timeout` for their reply. A failed call does not affect the others.
+    /// `timeout` for their reply. A failed call does not affect further calls.
     ///
     /// # Errors
     /// Which settlements were not made, and the last failure.

@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_impossible_replies() {
+    fn a_batch_reply_of_impossible_form_is_rejected() {
         let (script, key) = (ScriptLibrary::new("t"), key("a"));
         let charge = Charge::new(&LIMIT, &key, 2);
         let mut batch = DecisionBatch::default();

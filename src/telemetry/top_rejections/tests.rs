@@ -151,7 +151,7 @@ fn ranking_can_be_filtered_by_policy() {
 }
 
 #[test]
-fn refusals_expire_after_two_generations() {
+fn rejections_expire_after_two_generations() {
     let (workers, top) = new_workers(1);
     let api = policy("api");
     let add = |id: u128| workers[0].record_key(&api, id, || id.to_string());

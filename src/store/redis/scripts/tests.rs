@@ -151,7 +151,7 @@ fn accepts_a_delay_up_to_the_maximum_of_the_limit() {
 }
 
 #[test]
-fn rejects_impossible_replies() {
+fn a_script_reply_of_impossible_form_is_rejected() {
     let key = key("api", "ann");
     let charges = [charge(&LOG, &key)];
     let read = |reply: &str| {
