@@ -1,7 +1,7 @@
 //! The charges of one request: which limits apply, by which key and at which cost.
 
 use super::{EstimatedCharge, RequestOutcome};
-use crate::limiter::{Algorithm, Charge, Decision, Key, Lease, Limit, LimitStatus, MAX_UNITS};
+use crate::limiter::{Algorithm, Charge, Decision, Key, LeaseTerms, Limit, LimitStatus, MAX_UNITS};
 use crate::policy::{
     Descriptor, EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyAction, PolicyTable,
 };
@@ -38,7 +38,7 @@ pub(super) struct PlannedPolicy<'t> {
     pub estimate: Option<&'t Arc<EstimateCost>>,
     pub counts_rejected: bool,
     pub shards: u16,
-    pub lease: Option<Lease>,
+    pub lease: Option<LeaseTerms>,
 }
 
 impl<'t> PlannedPolicy<'t> {

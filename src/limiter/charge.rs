@@ -26,7 +26,7 @@ pub struct Charge<'a> {
     /// use one counter and ignore it.
     pub shard_count: u16,
     /// How the policy leases units, if it does; the same for all charges of a policy.
-    pub lease: Option<Lease>,
+    pub lease: Option<LeaseTerms>,
     /// Units to lease if the request is admitted; 0: none. The same for all charges of a policy.
     pub requested_lease_units: u64,
 }
@@ -36,7 +36,7 @@ pub struct Charge<'a> {
 /// Granted units count from the moment of the grant, and as if used at the last moment of the
 /// lease. No limit is exceeded, whenever they are used in between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Lease {
+pub struct LeaseTerms {
     /// Maximum unused units, at least 1. `None`: by the rate of requests, and at most one in
     /// [`AUTO_LEASE_DIVISOR`] of the free units.
     pub size: Option<u64>,
@@ -86,7 +86,7 @@ impl<'a> Charge<'a> {
     }
 
     /// The lease terms, if this charge requests units in advance.
-    pub fn requested_lease(&self) -> Option<Lease> {
+    pub fn requested_lease(&self) -> Option<LeaseTerms> {
         self.lease.filter(|_| self.requested_lease_units > 0)
     }
 

@@ -4,7 +4,7 @@ use super::{
     CostSource, Descriptor, Facts, KeyFault, KeyTemplate, KeyValues, MissingKeyAction, NamedLimit,
     client, path,
 };
-use crate::limiter::{Key, KeyBuilder, Lease, Limit};
+use crate::limiter::{Key, KeyBuilder, LeaseTerms, Limit};
 use foldhash::HashMap;
 use std::fmt;
 
@@ -28,7 +28,7 @@ pub struct Quota {
     /// sharded.
     pub shards: u16,
     /// Settings for leasing units in advance; `None` disables leases.
-    pub lease: Option<Lease>,
+    pub lease: Option<LeaseTerms>,
     pub overrides: LimitOverrides,
 }
 

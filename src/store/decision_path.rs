@@ -112,7 +112,7 @@ impl RedisDecisionPath<'_> {
         let (decision, source) = match self.find_local_refusal(&unleased_charges, requested_at) {
             Some(refusal) => refusal,
             None => {
-                permits.start_renewals(&mut unleased_charges);
+                permits.start_refills(&mut unleased_charges);
                 self.decide_in_redis(&unleased_charges, requested_at)
                     .await?
             }

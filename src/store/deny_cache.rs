@@ -270,7 +270,7 @@ impl DenyCacheEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Algorithm, Key, KeyBuilder, Lease};
+    use crate::limiter::{Algorithm, Key, KeyBuilder, LeaseTerms};
 
     const LIMIT: Limit = Limit {
         requests: 5,
@@ -358,7 +358,7 @@ mod tests {
     fn a_refusal_of_a_leased_limit_is_cached_for_20_ms_at_most() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let cached_ms = |ttl_us, after_us| {
-            let lease = Some(Lease { size: None, ttl_us });
+            let lease = Some(LeaseTerms { size: None, ttl_us });
             let charges = [Charge {
                 lease,
                 ..charge(&LIMIT, &key)

@@ -10,7 +10,9 @@ use crate::support::redis::{RedisServer, connect_redis, redis_settings};
 use crate::support::upstream::Upstream;
 use std::fs;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Lease, Limit};
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit,
+};
 use tidegate::store::redis::{CounterInspector, RedisSettings, RedisTopology, SharedRedisState};
 use tidegate::store::{Settlement, Store, StoreUnavailable};
 use tokio::task::JoinSet;
@@ -286,7 +288,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
         );
         // Two leases with different ends.
         for ttl_us in [DAILY_LIMIT.per_us / 4, DAILY_LIMIT.per_us / 2] {
-            let lease = Some(Lease {
+            let lease = Some(LeaseTerms {
                 size: Some(25),
                 ttl_us,
             });

@@ -12,7 +12,8 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
     Algorithm, Amendment, Charge, ChargeEffect, CounterState, Decision, GrantedUnits, Key,
-    KeyBuilder, Lease, Limit, LimitStatus, MAX_UNITS, Refusal, compute_grants, determine_effect,
+    KeyBuilder, LeaseTerms, Limit, LimitStatus, MAX_UNITS, Refusal, compute_grants,
+    determine_effect,
 };
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 use tidegate::store::{Settlement, Store};
@@ -327,7 +328,7 @@ async fn compare_amended_decisions(
     );
     for (n, (what, after_us, units, back)) in steps.iter().enumerate() {
         time_us += after_us;
-        let lease = (*what == 7).then_some(Lease {
+        let lease = (*what == 7).then_some(LeaseTerms {
             size: Some(1),
             ttl_us: 1 + units * 7,
         });

@@ -3,7 +3,7 @@
 use super::limits::limits_with_overrides;
 use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
-use crate::limiter::{Algorithm, Lease};
+use crate::limiter::{Algorithm, LeaseTerms};
 use crate::policy::{CostSource, Quota};
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ pub(super) fn build_lease(
     quota: &Quota,
     is_shadow: bool,
     uses_memory_store: bool,
-) -> Option<Lease> {
+) -> Option<LeaseTerms> {
     let item = reader.get("lease")?;
     reject_incompatible_settings(reader, quota);
     let shortest_us = limits_with_overrides(quota)
@@ -40,13 +40,13 @@ pub(super) fn build_lease(
                 &format!("too small for any request: each costs at least {least}"),
             );
         }
-        Lease {
+        LeaseTerms {
             size: Some(size),
             ttl_us: u64::try_from(ttl.as_micros()).ok()?,
         }
     } else {
         reader.get_keyword("lease", &[("auto", ())])?;
-        Lease {
+        LeaseTerms {
             size: None,
             ttl_us: DEFAULT_TTL_US.min(shortest_us / 2).max(1),
         }

@@ -252,7 +252,7 @@ fn find_mergeable_charge<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Key, KeyBuilder, Lease, Refusal};
+    use crate::limiter::{Key, KeyBuilder, LeaseTerms, Refusal};
 
     const LIMIT: Limit = Limit {
         requests: 5,
@@ -311,7 +311,7 @@ mod tests {
                 ..one
             },
             Charge {
-                lease: Some(Lease {
+                lease: Some(LeaseTerms {
                     size: None,
                     ttl_us: 9,
                 }),

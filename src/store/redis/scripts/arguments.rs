@@ -1,7 +1,7 @@
 //! The arguments of `decide.lua` and `settle.lua`.
 
 use super::counter_key::push_hex_id;
-use crate::limiter::{AUTO_LEASE_DIVISOR, Algorithm, Amendment, Charge, Lease, Limit};
+use crate::limiter::{AUTO_LEASE_DIVISOR, Algorithm, Amendment, Charge, LeaseTerms, Limit};
 use crate::store::Settlement;
 use redis::{Cmd, RedisWrite};
 
@@ -40,7 +40,7 @@ pub(in crate::store::redis) fn push_charge_argument(
         text.push(' ');
         text.push_str(number.format(value));
     }
-    if let Some(Lease { size, ttl_us }) = charge.requested_lease() {
+    if let Some(LeaseTerms { size, ttl_us }) = charge.requested_lease() {
         for value in [
             charge.requested_lease_units,
             ttl_us,

@@ -2,7 +2,7 @@
 
 use super::ScriptLibrary;
 use crate::limiter::{
-    Algorithm, Charge, Decision, GrantedUnits, Lease, Limit, LimitStatus, Refusal,
+    Algorithm, Charge, Decision, GrantedUnits, LeaseTerms, Limit, LimitStatus, Refusal,
 };
 use redis::Value;
 use smallvec::SmallVec;
@@ -227,7 +227,7 @@ fn derive_caller_status(
 /// Parses a grant; `Some(None)` without one. Returns `None` for an impossible value.
 fn parse_grant(
     charge: &Charge<'_>,
-    lease: Lease,
+    lease: LeaseTerms,
     now_us: u64,
     [units, until]: [i64; 2],
 ) -> Option<Option<GrantedUnits>> {
