@@ -7,7 +7,8 @@
 -- is proven to have begun. Until it has begun, charges are recorded in it.
 
 -- Returns the state of a key at `time`, or at the start of its newest sub-window if that is later.
--- Returns nil and perhaps an error if the value is foreign.
+-- Returns nil if the value does not have this format, and also Redis' error if the key has another
+-- type.
 local function sub_windows_read(key, time, per, width)
   local state = {
     key = key, per = per, width = width, now = time, used_units = 0, first = 0, first_counted = 1, units = {}, lead = 0,

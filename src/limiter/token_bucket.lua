@@ -179,7 +179,8 @@ local function bucket_debt_drop_time(bucket, debt)
   return min(BUCKET_MAX, drop_time)
 end
 
--- When at most `units` are owed; 0 if the bucket can warm up so far only by further charges.
+-- Returns the time at which at most `units` are owed. Returns 0 if that needs further charges,
+-- because without them the bucket becomes cold first.
 local function bucket_owed_drop_time(bucket, units)
   local drop_time = bucket_debt_drop_time(bucket, units * bucket.per)
   if not bucket.warm_up or units >= bucket.missing then return drop_time end
@@ -188,7 +189,8 @@ local function bucket_owed_drop_time(bucket, units)
   return drop_time < bucket.cold_at and drop_time or 0
 end
 
--- When `need` units fewer are used, need <= used_units; 0 as above.
+-- Returns the time at which `need` units fewer are used, 1 <= need <= used_units, or 0 as
+-- `bucket_owed_drop_time` does.
 local function bucket_release_time(bucket, need)
   local units = bucket.used_units - need
   while bucket.leases[1] do

@@ -112,7 +112,7 @@ impl RedisDecisionPath<'_> {
         let (decision, source) = match self.find_local_refusal(&unleased_charges, requested_at) {
             Some(refusal) => refusal,
             None => {
-                permits.start_renewals(&mut unleased_charges);
+                permits.start_refills(&mut unleased_charges);
                 self.decide_in_redis(&unleased_charges, requested_at)
                     .await?
             }
@@ -160,7 +160,7 @@ impl RedisDecisionPath<'_> {
                 fallback.cache_statuses(charges, &decision, requested_at.into_std());
                 // A refusal by another slot cancels the reservation of this one. Caching such a
                 // decision would refuse for longer than Redis does.
-                if !decision.admitted && !self.redis.is_split(charges) {
+                if !decision.admitted && !self.redis.needs_several_calls(charges) {
                     self.deny_cache.record_refusal(
                         charges,
                         &decision,

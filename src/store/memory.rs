@@ -40,6 +40,7 @@ pub struct MemorySettings {
 pub struct MemoryStore {
     clock: Clock,
     settings: MemorySettings,
+    /// Process-wide. A decision locks the shards of its charges, in ascending order.
     shards: Box<[Mutex<CounterShard>]>,
     usage: MemoryUsage,
 }
@@ -85,21 +86,22 @@ impl MemoryStore {
             .zip(&refusals)
             .all(|(charge, refusal)| charge.shadow || refusal.is_none());
 
-        let settles = charges.iter().any(|charge| charge.settles);
+        let has_estimates = charges.iter().any(|charge| charge.is_estimate);
         let (mut delay_us, mut charged_at_us) = (0, SmallVec::new());
         let statuses = charges
             .iter()
             .zip(&refusals)
             .enumerate()
-            .map(|(at, (charge, refusal))| {
-                let effect = determine_effect(charges, &refusals, at);
+            .map(|(index, (charge, refusal))| {
+                let effect = determine_effect(charges, &refusals, index);
                 let read_view = |view: CounterView<'_>| {
                     if effect == ChargeEffect::Charge && !charge.shadow {
                         delay_us = view.delay_us().max(delay_us);
                     }
-                    if settles {
-                        let reports_entry_time = charge.settles && effect == ChargeEffect::Charge;
-                        charged_at_us.push(reports_entry_time.then(|| view.charged_at_us()));
+                    if has_estimates {
+                        let reports_charge_time =
+                            charge.is_estimate && effect == ChargeEffect::Charge;
+                        charged_at_us.push(reports_charge_time.then(|| view.charged_at_us()));
                     }
                     // This rejected charge itself counts against the next request.
                     let refusal = if effect == ChargeEffect::ChargeRejected {
@@ -134,7 +136,7 @@ impl MemoryStore {
         for (_, shard) in &mut locked.shards {
             shard.sweep(&self.usage, now_us, MAX_SWEPT_PER_CALL);
         }
-        self.unlock_shards(locked, now_us);
+        self.unlock_and_evict(locked, now_us);
         Decision {
             now_us,
             admitted,
@@ -182,7 +184,7 @@ impl MemoryStore {
     }
 
     /// Applies a settlement if its counter exists. Returns whether it does.
-    pub(super) fn apply_if_present(&self, settlement: &Settlement<'_>) -> bool {
+    pub(super) fn apply_settlement_if_present(&self, settlement: &Settlement<'_>) -> bool {
         self.apply_settlement(settlement, |locked, charge| locked.contains_counter(charge))
     }
 
@@ -203,7 +205,7 @@ impl MemoryStore {
         removed.count() as u64
     }
 
-    /// Replaces a counter by a new one with an amendment.
+    /// Deletes a counter and applies the settlement to an empty one in its place.
     pub(super) fn replace_counter(&self, settlement: &Settlement<'_>) {
         self.apply_settlement(settlement, |locked, charge| {
             locked.remove_counter(charge);
@@ -226,12 +228,12 @@ impl MemoryStore {
             };
             locked.change_counter(&charge, now_us, amend, |_| ());
         }
-        self.unlock_shards(locked, now_us);
+        self.unlock_and_evict(locked, now_us);
         is_applied
     }
 
     /// Unlocks shards that may have grown.
-    fn unlock_shards(&self, locked: LockedShards<'_>, now_us: u64) {
+    fn unlock_and_evict(&self, locked: LockedShards<'_>, now_us: u64) {
         let first_shard_index = locked.shards.first().map_or(0, |(place, _)| *place);
         drop(locked);
         self.enforce_bounds(first_shard_index, now_us);
@@ -346,7 +348,10 @@ impl LockedShards<'_> {
         };
         let grants = compute_grants(charges, now_us, available_units);
         for grant in &grants {
-            for charge in charges.iter().filter(|charge| charge.group == grant.group) {
+            for charge in charges
+                .iter()
+                .filter(|charge| charge.policy_number == grant.policy_number)
+            {
                 let GrantedUnits {
                     units, until_us, ..
                 } = *grant;

@@ -12,7 +12,8 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
     Algorithm, Amendment, Charge, ChargeEffect, CounterState, Decision, GrantedUnits, Key,
-    KeyBuilder, Lease, Limit, LimitStatus, MAX_UNITS, Refusal, compute_grants, determine_effect,
+    KeyBuilder, LeaseTerms, Limit, LimitStatus, MAX_UNITS, Refusal, compute_grants,
+    determine_effect,
 };
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 use tidegate::store::{Settlement, Store};
@@ -136,7 +137,7 @@ impl StateModel {
             .zip(&checked)
             .any(|(charge, (state, _))| state.latest_proven_us() > time_us + charge.limit.per_us);
         let (mut statuses, mut delay_us, mut charged_at_us) = (Vec::new(), 0, SmallVec::new());
-        let settles = charges.iter().any(|charge| charge.settles);
+        let settles = charges.iter().any(|charge| charge.is_estimate);
         for (at, (charge, (state, refusal))) in charges.iter().zip(&mut checked).enumerate() {
             let effect = determine_effect(charges, &refusals, at);
             match effect {
@@ -156,7 +157,7 @@ impl StateModel {
                 }
             }
             if settles {
-                let is_reported = charge.settles && effect == ChargeEffect::Charge;
+                let is_reported = charge.is_estimate && effect == ChargeEffect::Charge;
                 charged_at_us.push(
                     is_reported.then(|| state.view_at(charge.limit, time_us).charged_at_us()),
                 );
@@ -205,7 +206,7 @@ impl StateModel {
         for grant in &grants {
             for charge in charges
                 .iter()
-                .filter(|charge| charge.group == grant.group && !charge.shadow)
+                .filter(|charge| charge.policy_number == grant.policy_number && !charge.shadow)
             {
                 let state = self.states.get_mut(&id(charge)).unwrap();
                 state.grant_lease(charge.limit, grant.units, time_us, grant.until_us);
@@ -248,7 +249,7 @@ pub(crate) async fn run_script(
         Ok(redis::Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
         reply => return reply.unwrap(),
     }
-    let loads = SCRIPT.load_pipeline();
+    let loads = SCRIPT.load_used_programs();
     connection
         .send_packed_commands(&loads, 0, loads.len())
         .await
@@ -352,7 +353,7 @@ async fn compare_amended_decisions(
     );
     for (n, (what, after_us, units, back)) in steps.iter().enumerate() {
         time_us += after_us;
-        let lease = (*what == 7).then_some(Lease {
+        let lease = (*what == 7).then_some(LeaseTerms {
             size: Some(1),
             ttl_us: 1 + units * 7,
         });

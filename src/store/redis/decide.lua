@@ -140,7 +140,8 @@ local function decide_request(n, last)
   for index = n, last do
     local charge = parsed_charges[ARGV[index + 1]]
     local rule, policy = charge.rule, charge.policy
-    -- A key may have seen a clock that ran ahead. Its time does not apply to the other keys.
+    -- The state of a key may have a later time than `time`, from a clock that ran ahead. That later
+    -- time does not apply to the other keys.
     local state, err = rule.read(KEYS[index], time, charge.per, charge.parameters)
     if not state then raise_foreign_key(index - n + 1, err) end
     local until_us = refused_until(rule.release_time, state, charge.cost, charge.capacity)

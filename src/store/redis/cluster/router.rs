@@ -52,7 +52,8 @@ impl ClusterRouter {
     /// Runs one command on the node of a slot.
     ///
     /// # Errors
-    /// At once if that node is disconnected, else within the deadline. The failure is counted.
+    /// Returns an error at once if the node is disconnected, otherwise by the deadline at the
+    /// latest. The failure is counted.
     pub(super) async fn run_on_slot(
         &self,
         slot: u16,
@@ -61,7 +62,7 @@ impl ClusterRouter {
     ) -> Result<Value, RedisErrorKind> {
         self.try_on_slot(slot, command, deadline)
             .await
-            .map_err(|failed_call| self.record_failure(&failed_call))
+            .map_err(|failed_call| self.record_failed_call(&failed_call))
     }
 
     /// Runs settlement calls of one slot in order. Calls that fail together count as one failure.
@@ -76,7 +77,7 @@ impl ClusterRouter {
             .map(|(turn, command)| self.try_on_slot(slot, command, start + call_timeout * turn));
         let results = join_all(answers).await;
         if let Some(failed_call) = results.iter().find_map(|result| result.as_ref().err()) {
-            self.record_failure(failed_call);
+            self.record_failed_call(failed_call);
         }
         results
             .into_iter()
@@ -271,8 +272,8 @@ impl ClusterRouter {
         }
     }
 
-    /// Records a failed call.
-    fn record_failure(&self, call: &FailedClusterCall) -> RedisErrorKind {
+    /// Counts a failed call, also for its node if that was connected. Returns the kind of failure.
+    fn record_failed_call(&self, call: &FailedClusterCall) -> RedisErrorKind {
         match &call.node_state {
             Some((node, state)) => match &**state {
                 RedisConnectionState::Up(live) => self.record_node_failure(node, live, call.kind),

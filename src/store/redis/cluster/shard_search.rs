@@ -62,7 +62,7 @@ impl ClusterClient {
             let assigned_shard = |charge: &Charge<'_>| {
                 let search = searches
                     .iter()
-                    .find(|search| search.policy_group == (charge.group, charge.shadow));
+                    .find(|search| search.policy_group == (charge.policy_number, charge.shadow));
                 search.map(|search| (search.current_shard, search.shard_count))
             };
             let shard_counters: SmallVec<[(Key, Limit); 4]> = charges
@@ -82,7 +82,7 @@ impl ClusterClient {
             let has_refusal = |search: &ShardSearch| {
                 let mut own = charges.iter().zip(&decision.statuses);
                 own.any(|(charge, status)| {
-                    (charge.group, charge.shadow) == search.policy_group
+                    (charge.policy_number, charge.shadow) == search.policy_group
                         && status.is_some_and(|status| status.refusal.is_some())
                 })
             };
@@ -167,7 +167,7 @@ impl ClusterClient {
 fn start_searches(charges: &[Charge<'_>]) -> SmallVec<[ShardSearch; 2]> {
     let mut searches: SmallVec<[ShardSearch; 2]> = SmallVec::new();
     for charge in charges.iter().filter(|charge| charge.shard_count > 1) {
-        let policy = (charge.group, charge.shadow);
+        let policy = (charge.policy_number, charge.shadow);
         if !searches.iter().any(|search| search.policy_group == policy) {
             let (shards, at) = (charge.shard_count, fastrand::u16(..charge.shard_count));
             searches.push(ShardSearch {

@@ -36,7 +36,7 @@ impl OwnedCharge {
             limit,
             key,
             cost,
-            group,
+            policy_number: group,
             shadow,
             counts_rejected,
             slot_id: slot,
@@ -57,10 +57,10 @@ impl OwnedCharge {
     /// by one slot can't be revoked when another refuses.
     fn as_charge(&self) -> Charge<'_> {
         Charge {
-            group: self.group,
+            policy_number: self.group,
             shadow: self.shadow,
             counts_rejected: self.counts_rejected,
-            settles: true,
+            is_estimate: true,
             slot_id: self.slot_id,
             ..Charge::new(&self.limit, &self.key, self.cost)
         }
@@ -180,7 +180,7 @@ mod tests {
         let charges = [
             Charge::new(&LIMIT, &one, 1),
             Charge {
-                group: 1,
+                policy_number: 1,
                 shadow,
                 ..Charge::new(&LIMIT, &other, 1)
             },
