@@ -31,6 +31,7 @@ mod algorithm_guarantees;
 mod cli_commands;
 mod client_identity;
 mod cluster;
+mod cluster_split_decisions;
 mod concurrency;
 mod cors;
 mod documentation;
