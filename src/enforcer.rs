@@ -24,7 +24,7 @@ use charge_plan::ChargePlan;
 
 use crate::limiter::Key;
 use crate::policy::Facts;
-use crate::store::{ConcurrencySlots, SettlementQueue, Store};
+use crate::store::{ConcurrencySlots, DecisionFailure, SettlementQueue, Store};
 use crate::telemetry::metrics::{DecisionSource, PolicyDecision, WorkerMetrics};
 use std::mem::take;
 use std::sync::Arc;
@@ -119,11 +119,16 @@ impl Enforcer {
                 };
                 (verdict, source)
             }
-            Err(unavailable) => {
-                let decision = plan
-                    .allows_fallback()
-                    .then(|| self.store.decide_by_fallback(&charges))
-                    .flatten();
+            Err(failure) => {
+                let DecisionFailure {
+                    unavailable,
+                    partial,
+                } = failure;
+                // A closed policy rejects the request, whatever the others would decide.
+                let decision = match plan.first_closed_policy() {
+                    Some(_) => None,
+                    None => self.store.decide_by_fallback(&charges, partial),
+                };
                 let slot_guard = slot_guard
                     .and_then(|guard| plan.retain_taken_slots(guard, &charges, decision.as_ref()?));
                 drop(charges);

@@ -210,6 +210,8 @@ impl<'t> ChargePlan<'t> {
                         slot_id: slot,
                         has_fallback: policy_charge.policy.on_store_failure
                             == OnStoreFailure::Local,
+                        fails_closed: policy_charge.policy.on_store_failure
+                            == OnStoreFailure::Closed,
                         shard_count: policy_charge.shards,
                         lease: policy_charge.lease,
                         ..Charge::new(limit, &policy_charge.key, cost)
@@ -303,13 +305,6 @@ impl<'t> ChargePlan<'t> {
     pub(super) fn first_closed_policy(&self) -> Option<&'t Policy> {
         self.enforced_policies()
             .find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
-    }
-
-    /// Whether a decision without the store has an effect.
-    pub(super) fn allows_fallback(&self) -> bool {
-        let mut enforced = self.enforced_policies();
-        self.first_closed_policy().is_none()
-            && enforced.any(|policy| policy.on_store_failure == OnStoreFailure::Local)
     }
 }
 

@@ -8,6 +8,7 @@ mod deny_cache;
 mod fallback;
 mod leases;
 mod memory;
+mod partial_decision;
 pub mod redis;
 mod settlements;
 
@@ -15,6 +16,7 @@ pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots};
 pub use fallback::{FallbackStore, Share};
 pub use leases::LeasePool;
 pub use memory::{MemorySettings, MemoryStore};
+pub use partial_decision::{DecisionFailure, PartialDecision};
 pub use settlements::SettlementQueue;
 
 use crate::limiter::{Amendment, Key, Limit};

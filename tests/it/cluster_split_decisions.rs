@@ -147,8 +147,9 @@ impl HostileLoad {
             clients.spawn(async move {
                 let mut statuses = Vec::new();
                 while !stop.load(Ordering::Relaxed) {
-                    let request =
-                        format!("GET / HTTP/1.1\r\nHost: shop.example\r\nx-user-id: {user}\r\n\r\n");
+                    let request = format!(
+                        "GET / HTTP/1.1\r\nHost: shop.example\r\nx-user-id: {user}\r\n\r\n"
+                    );
                     statuses.push(client.send(request).await.read_response().await.status);
                 }
                 statuses
@@ -193,7 +194,10 @@ async fn an_exhausted_key_is_not_forwarded_by_timeouts_of_the_default_length() {
     sleep(Duration::from_secs(3)).await;
     let statuses = load.finish().await;
     let passed = count(&statuses, 200);
-    println!("64 connections: {} requests, {passed} passed", statuses.len());
+    println!(
+        "64 connections: {} requests, {passed} passed",
+        statuses.len()
+    );
     assert_eq!(passed, 5);
 }
 
@@ -307,7 +311,10 @@ async fn local_keeps_the_answers_of_live_masters_and_charges_each_request_once()
     let limit = hourly(100, Algorithm::SlidingLog);
     let used = fixture.used_units(&limit, &live).await;
     println!("local: {statuses:?}, {used} units used");
-    assert_eq!((count(&statuses, 200), fixture.forwarded(), used), (30, 30, 30));
+    assert_eq!(
+        (count(&statuses, 200), fixture.forwarded(), used),
+        (30, 30, 30)
+    );
     fixture.cluster.nodes[1].restart_async().await;
     sleep(Duration::from_secs(5)).await;
     assert_eq!(
@@ -370,12 +377,18 @@ fn blocking(mode: &str) -> String {
 /// with counters on both nodes.
 #[tokio::test]
 async fn an_open_slot_decides_two_keys_without_an_error() {
-    for (name, policies) in [("two limits", two_limits("closed")), ("block_for", blocking("open"))] {
+    for (name, policies) in [
+        ("two limits", two_limits("closed")),
+        ("block_for", blocking("open")),
+    ] {
         for (used_before, moved) in [(0, 0), (2, 0), (2, 1)] {
             let fixture = SplitFixture::start("500ms", &policies).await;
             let user = user_on(0, "two");
             let slot = hash_slot(&user_key("two", &user));
-            assert_eq!(fixture.statuses(&user, used_before).await, vec![200; used_before]);
+            assert_eq!(
+                fixture.statuses(&user, used_before).await,
+                vec![200; used_before]
+            );
             fixture.cluster.open_slot(slot, 0, 1, moved).await;
             let statuses = fixture.statuses(&user, 20).await;
             println!("{name}, {used_before} used, {moved} moved: {statuses:?}");
@@ -398,7 +411,10 @@ async fn an_open_slot_decides_two_keys_without_an_error() {
                 assert_eq!(used, 5, "a refused request charges no limit");
             }
             assert_eq!(fixture.forwarded(), 5);
-            let errors = fixture.proxy.read_metric("tidegate_store_errors_total").await;
+            let errors = fixture
+                .proxy
+                .read_metric("tidegate_store_errors_total")
+                .await;
             println!("errors: {errors}");
         }
     }
@@ -410,10 +426,13 @@ async fn resharding_many_slots_under_load_fails_no_request() {
     let policies = format!(
         "{}[[policy]]\nname = 'all'\nkey = []\non_store_failure = 'closed'\n\
          limit = {{ requests = 1000000, per = '1h' }}\n",
-        two_limits("closed").replace("requests = 5,", "requests = 100000,").replace("= 100,", "= 100000,")
+        two_limits("closed")
+            .replace("requests = 5,", "requests = 100000,")
+            .replace("= 100,", "= 100000,")
     );
     let fixture = SplitFixture::start("100ms", &policies).await;
-    let mut users: Vec<String> = (0..).map(|n| format!("u{n}"))
+    let mut users: Vec<String> = (0..)
+        .map(|n| format!("u{n}"))
         .filter(|user| initial_node(&user_key("two", user)) == 0)
         .take(40)
         .collect();
@@ -444,7 +463,10 @@ async fn resharding_many_slots_under_load_fails_no_request() {
     stop.store(true, Ordering::Relaxed);
     let statuses = clients.join_all().await.concat();
     let failed = statuses.iter().filter(|status| **status != 200).count();
-    println!("resharding 40 slots: {failed} of {} requests failed", statuses.len());
+    println!(
+        "resharding 40 slots: {failed} of {} requests failed",
+        statuses.len()
+    );
     assert_eq!(failed, 0);
     let all = hourly(1_000_000, Algorithm::SlidingLog);
     let used = fixture.used_units(&all, &policy_key("all")).await;
