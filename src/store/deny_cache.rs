@@ -48,8 +48,8 @@ pub enum DenyMatchScope {
     /// As `AllLimits`, for the limits of any one key. A cluster decides each key apart, and a
     /// refusal by one key asks no other.
     OneKey,
-    /// One refusal of the same or a smaller cost is enough. The request is certainly refused,
-    /// perhaps for longer than the answer states.
+    /// One refusal of the same or a smaller cost is enough, even an expired one whose wait has not
+    /// ended. The request is certainly refused, perhaps for longer than the answer states.
     AnyLimit,
 }
 
@@ -110,7 +110,13 @@ impl DenyCache {
         }
         let entries: SmallVec<[Option<DenyCacheEntry>; 4]> = charges
             .iter()
-            .map(|charge| generations.get_unexpired_entry(charge, now))
+            .map(|charge| match scope {
+                DenyMatchScope::AnyLimit => generations
+                    .get_entry(charge)
+                    .filter(|entry| now < entry.expires_at || entry.has_known_end())
+                    .copied(),
+                _ => generations.get_unexpired_entry(charge, now),
+            })
             .collect();
         drop(generations);
         let is_fresh = |(charge, entry): (&Charge<'_>, &Option<DenyCacheEntry>)| {
@@ -276,6 +282,13 @@ impl DenyCacheKey {
 }
 
 impl DenyCacheEntry {
+    fn has_known_end(&self) -> bool {
+        matches!(
+            self.status.refusal,
+            Some(Refusal::Until(_) | Refusal::Never)
+        )
+    }
+
     /// Whether the entry still holds for this charge.
     fn is_valid_for(&self, charge: &Charge<'_>, now: Instant, scope: DenyMatchScope) -> bool {
         let age = now.saturating_duration_since(self.sent_at);
@@ -391,6 +404,59 @@ mod tests {
     }
 
     #[test]
+    fn one_request_asks_again_while_others_are_refused_and_an_outage_needs_no_fresh_entry() {
+        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
+        let charges = [charge(&LIMIT, &key)];
+        let is_refused = |after_ms, scope| {
+            cache
+                .find_refusal(&charges, sent + ms(after_ms), scope)
+                .is_some()
+        };
+        let all = DenyMatchScope::AllLimits;
+        cache.record_refusal(&charges, &decision(&[refused(2_000_000)]), sent, sent);
+        let answers = [999, 1000, 1001, 1049, 1050].map(|after_ms| is_refused(after_ms, all));
+        assert_eq!(answers, [true, false, true, true, false]);
+        let answers =
+            [1050, 1999, 2000].map(|after_ms| is_refused(after_ms, DenyMatchScope::AnyLimit));
+        assert_eq!(answers, [true, true, false], "until the refusal ends");
+        let asked = sent + ms(1010);
+        cache.record_refusal(&charges, &decision(&[refused(9_000_000)]), asked, asked);
+        assert!(is_refused(2009, all) && !is_refused(2010, all) && is_refused(2011, all));
+    }
+
+    #[test]
+    fn a_split_request_is_refused_by_all_limits_of_one_key() {
+        let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
+        let hourly = Limit {
+            per_us: 3_600_000_000,
+            ..LIMIT
+        };
+        let charges = [charge(&LIMIT, &a), charge(&hourly, &a), charge(&LIMIT, &b)];
+        let is_refused = |charges: &[Charge<'_>]| {
+            cache
+                .find_refusal(charges, sent, DenyMatchScope::OneKey)
+                .is_some()
+        };
+        cache.record_refusal(&charges[..1], &decision(&[refused(500_000)]), sent, sent);
+        assert!(
+            !is_refused(&charges),
+            "the other limit of the key is unknown"
+        );
+        let available = LimitStatus {
+            refusal: None,
+            ..refused(500_000)
+        };
+        let statuses = decision(&[refused(500_000), available]);
+        cache.record_refusal(&charges[..2], &statuses, sent, sent);
+        assert!(is_refused(&charges) && !is_refused(&charges[2..]));
+        let counting = Charge {
+            counts_rejected: true,
+            ..charges[2]
+        };
+        assert!(!is_refused(&[charges[0], charges[1], counting]));
+    }
+
+    #[test]
     fn a_refusal_of_a_leased_limit_is_cached_for_20_ms_at_most() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let cached_ms = |ttl_us, after_us| {
@@ -400,20 +466,11 @@ mod tests {
                 ..charge(&LIMIT, &key)
             }];
             cache.record_refusal(&charges, &decision(&[refused(after_us)]), sent, sent);
-            let expires_ms = (0..2000).find(|n| {
+            (0..2000).find(|n| {
                 cache
                     .find_refusal(&charges, sent + ms(*n), DenyMatchScope::AllLimits)
                     .is_none()
-            });
-            assert_eq!(
-                cache.find_refusal(
-                    &charges,
-                    sent + ms(expires_ms.unwrap()),
-                    DenyMatchScope::AnyLimit
-                ),
-                None
-            );
-            expires_ms
+            })
         };
         assert_eq!(cached_ms(100_000, 9_000_000), Some(20));
         assert_eq!(cached_ms(5_000, 9_000_000), Some(5));
