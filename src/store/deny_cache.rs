@@ -29,7 +29,7 @@ const LEASED_MAX_AGE: Duration = Duration::from_millis(20);
 
 /// For how long at most an expired refusal still answers while one request asks Redis again. A key
 /// with many requests then costs one question, not one per request in flight.
-const MAX_REVALIDATION: Duration = Duration::from_millis(50);
+const MAX_REVALIDATION: Duration = Duration::from_millis(250);
 
 /// Entries per generation, about 1 MiB each. Further refusals are not cached.
 const MAX_GENERATION_ENTRIES: usize = 8192;
@@ -414,10 +414,10 @@ mod tests {
         };
         let all = DenyMatchScope::AllLimits;
         cache.record_refusal(&charges, &decision(&[refused(2_000_000)]), sent, sent);
-        let answers = [999, 1000, 1001, 1049, 1050].map(|after_ms| is_refused(after_ms, all));
+        let answers = [999, 1000, 1001, 1249, 1250].map(|after_ms| is_refused(after_ms, all));
         assert_eq!(answers, [true, false, true, true, false]);
         let answers =
-            [1050, 1999, 2000].map(|after_ms| is_refused(after_ms, DenyMatchScope::AnyLimit));
+            [1250, 1999, 2000].map(|after_ms| is_refused(after_ms, DenyMatchScope::AnyLimit));
         assert_eq!(answers, [true, true, false], "until the refusal ends");
         let asked = sent + ms(1010);
         cache.record_refusal(&charges, &decision(&[refused(9_000_000)]), asked, asked);

@@ -111,16 +111,7 @@ impl ClusterClient {
             drop(next);
             earlier.merge_into(&mut decision);
             if is_final {
-                // A policy refuses only if all its shards do.
-                for (charge, status) in charges.iter().zip(&mut decision.statuses) {
-                    let is_unfinished = |search: &ShardSearch| {
-                        search.policy_group == (charge.group, charge.shadow)
-                            && search.shards_tried < search.shard_count
-                    };
-                    if !decision.admitted && searches.iter().any(is_unfinished) {
-                        *status = None;
-                    }
-                }
+                hide_unfinished_searches(charges, &searches, &mut decision);
                 return Ok(decision);
             }
             // Charges of this attempt must not refuse the next one.
@@ -189,6 +180,24 @@ fn start_searches(charges: &[Charge<'_>]) -> SmallVec<[ShardSearch; 2]> {
         }
     }
     searches
+}
+
+/// Leaves out the statuses of policies that did not ask all their shards from a refusal: another
+/// shard may admit.
+fn hide_unfinished_searches(
+    charges: &[Charge<'_>],
+    searches: &[ShardSearch],
+    decision: &mut Decision,
+) {
+    for (charge, status) in charges.iter().zip(&mut decision.statuses) {
+        let is_unfinished = |search: &ShardSearch| {
+            search.policy_group == (charge.group, charge.shadow)
+                && search.shards_tried < search.shard_count
+        };
+        if !decision.admitted && searches.iter().any(is_unfinished) {
+            *status = None;
+        }
+    }
 }
 
 /// The key and the limit of one shard.
