@@ -26,7 +26,7 @@ use charge_plan::ChargePlan;
 
 use crate::limiter::Key;
 use crate::policy::Facts;
-use crate::store::{ConcurrencySlots, SettlementQueue, Store, UntakenSlots};
+use crate::store::{ConcurrencySlots, DecisionFailure, SettlementQueue, Store, UntakenSlots};
 use crate::telemetry::metrics::WorkerMetrics;
 use std::mem::take;
 use std::sync::Arc;
@@ -122,11 +122,16 @@ impl Enforcer {
                 };
                 (verdict, source)
             }
-            Err(unavailable) => {
-                let decision = plan
-                    .allows_fallback()
-                    .then(|| self.store.decide_by_fallback(&charges))
-                    .flatten();
+            Err(failure) => {
+                let DecisionFailure {
+                    unavailable,
+                    partial,
+                } = failure;
+                // A closed policy rejects the request, whatever the others would decide.
+                let decision = match plan.first_closed_policy() {
+                    Some(_) => None,
+                    None => self.store.decide_by_fallback(&charges, partial),
+                };
                 let slot_guard = slot_guard.and_then(|guard| {
                     let decision = decision.as_ref()?;
                     plan.retain_taken_slots(guard, &charges, decision, UntakenSlots::Release)

@@ -217,6 +217,8 @@ impl<'t> ChargePlan<'t> {
                         slot_id: slot,
                         has_fallback: planned_policy.policy.on_store_failure
                             == OnStoreFailure::Local,
+                        fails_closed: planned_policy.policy.on_store_failure
+                            == OnStoreFailure::Closed,
                         shard_count: planned_policy.shards,
                         lease: planned_policy.lease,
                         ..Charge::new(limit, &planned_policy.key, cost)
@@ -312,13 +314,6 @@ impl<'t> ChargePlan<'t> {
     pub(super) fn first_closed_policy(&self) -> Option<&'t Policy> {
         self.enforced_policies()
             .find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
-    }
-
-    /// Whether a decision without the store has an effect.
-    pub(super) fn allows_fallback(&self) -> bool {
-        let mut enforced = self.enforced_policies();
-        self.first_closed_policy().is_none()
-            && enforced.any(|policy| policy.on_store_failure == OnStoreFailure::Local)
     }
 }
 

@@ -124,9 +124,9 @@ impl Enforcer {
         }
         let answer = match self.store.decide_with_source(&charges, arrived).await {
             Ok(answer) => Some(answer),
-            Err(_) if plan.allows_fallback() => self
+            Err(failure) if plan.first_closed_policy().is_none() => self
                 .store
-                .decide_by_fallback(&charges)
+                .decide_by_fallback(&charges, failure.partial)
                 .map(|fallback_decision| (fallback_decision, DecisionSource::Degraded)),
             Err(_) => None,
         };

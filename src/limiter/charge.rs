@@ -22,6 +22,8 @@ pub struct Charge<'a> {
     pub slot_id: u128,
     /// While the store is unreachable, the policy is decided by this process.
     pub has_fallback: bool,
+    /// While the store is unreachable, the policy rejects the request.
+    pub fails_closed: bool,
     /// How many counters of a cluster share the limit ([`Limit::shard_limit`]). Other topologies
     /// use one counter and ignore it.
     pub shard_count: u16,
@@ -79,6 +81,7 @@ impl<'a> Charge<'a> {
             is_estimate: false,
             slot_id: 0,
             has_fallback: false,
+            fails_closed: false,
             shard_count: 1,
             lease: None,
             requested_lease_units: 0,

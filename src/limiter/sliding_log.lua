@@ -338,9 +338,15 @@ local function log_credit(log, units, charged_at)
         log_format_member(sum, later_element.units, n == 1 and kept or nil, n == 1 and later_element.lead or 0))
     end
   end
-  local reply = try('ZREM', log.key, unpack(removed))
-  if type(reply) == 'table' and reply.err then return reply end
-  call('ZADD', log.key, unpack(added))
+  -- Adds before it removes: an empty key would be gone, and a slot that migrates accepts no new key.
+  local reply = try('ZADD', log.key, unpack(added))
+  if type(reply) == 'table' then return reply end
+  local is_added, obsolete = {}, {}
+  for n = 2, #added, 2 do is_added[added[n]] = true end
+  for _, member in ipairs(removed) do
+    if not is_added[member] then obsolete[#obsolete + 1] = member end
+  end
+  if #obsolete > 0 then call('ZREM', log.key, unpack(obsolete)) end
   call('PEXPIREAT', log.key, integer(math.ceil((log.newest.time + log.per) / 1000)))
 end
 

@@ -9,6 +9,7 @@ mod deny_cache;
 mod fallback;
 mod leases;
 mod memory;
+mod partial_decision;
 pub mod redis;
 mod settlements;
 
@@ -17,6 +18,7 @@ pub use decision_source::DecisionSource;
 pub use fallback::{FallbackStore, Share};
 pub use leases::LeasePool;
 pub use memory::{MemorySettings, MemoryStore};
+pub use partial_decision::{DecisionFailure, PartialDecision};
 pub use settlements::SettlementQueue;
 
 use crate::limiter::{Amendment, Key, Limit};

@@ -144,7 +144,11 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
     };
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
     for limit in &limits {
-        assert_eq!(lend(limit).await.unwrap_err().kind, "oom", "{limit:?}");
+        assert_eq!(
+            lend(limit).await.unwrap_err().unavailable.kind,
+            "oom",
+            "{limit:?}"
+        );
     }
     let _: () = server.command("CONFIG SET maxmemory 0").await;
     for limit in &limits {
@@ -160,7 +164,10 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
         );
     }
     let _: () = server.command("REPLICAOF 127.0.0.1 1").await;
-    assert_eq!(lend(&limits[0]).await.unwrap_err().kind, "readonly");
+    assert_eq!(
+        lend(&limits[0]).await.unwrap_err().unavailable.kind,
+        "readonly"
+    );
 }
 
 #[tokio::test]

@@ -34,6 +34,7 @@ mod cli_commands;
 mod client_identity;
 mod cluster;
 mod cluster_nodes;
+mod cluster_split_decisions;
 mod concurrency;
 mod cors;
 mod documentation;

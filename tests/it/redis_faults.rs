@@ -260,7 +260,7 @@ async fn out_of_memory_never_charges_half_a_request() {
             tokio::time::Instant::now(),
         )
         .await;
-    assert_eq!(answer.unwrap_err().kind, "oom");
+    assert_eq!(answer.unwrap_err().unavailable.kind, "oom");
     assert!(
         list_counter_keys(&server)
             .await
@@ -387,6 +387,7 @@ async fn decide_together(
             redis
                 .decide(&[Charge::new(&LIMIT, &key, 1)], tokio::time::Instant::now())
                 .await
+                .map_err(|failure| failure.unavailable)
         })
     });
     let mut answers = Vec::new();

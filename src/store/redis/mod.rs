@@ -43,7 +43,7 @@ pub use scripts::ScriptLibrary;
 pub use settings::{RedisAddress, RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
 
 use super::fallback::SINGLE_PARTITION;
-use super::{FallbackStore, Settlement, SettlementError, StoreUnavailable};
+use super::{DecisionFailure, FallbackStore, Settlement, SettlementError, StoreUnavailable};
 use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Key};
 use crate::telemetry::metrics::RedisServerMetrics;
@@ -254,7 +254,7 @@ impl RedisStore {
         }
     }
 
-    fn is_cluster(&self) -> bool {
+    pub fn is_cluster(&self) -> bool {
         matches!(self.backend, RedisBackend::Cluster(_))
     }
 
@@ -283,20 +283,23 @@ impl RedisStore {
     /// counters.
     ///
     /// # Errors
-    /// [`StoreUnavailable`] with the kind of the failure. After a timeout or a lost connection the
+    /// [`DecisionFailure`] with the kind of the failure. After a timeout or a lost connection the
     /// charges may have been made: too strict, never too lax.
     pub async fn decide(
         &self,
         charges: &[Charge<'_>],
         requested_at: Instant,
-    ) -> Result<Decision, StoreUnavailable> {
+    ) -> Result<Decision, DecisionFailure> {
         let deadline = requested_at + self.context.settings.timeout;
         let queue = match &self.backend {
             RedisBackend::SingleServer(_, queue) => queue,
             RedisBackend::Cluster(cluster) => {
                 // Boxed, because every request's future would include its size otherwise.
                 let answer = Box::pin(cluster.decide(charges, deadline)).await;
-                return answer.map_err(|failure| self.unavailable_error(failure.as_str()));
+                return answer.map_err(|(failure, partial)| DecisionFailure {
+                    unavailable: self.unavailable_error(failure.as_str()),
+                    partial,
+                });
             }
         };
         let breaker = &self.context.breaker;
@@ -315,7 +318,7 @@ impl RedisStore {
             }
             failure => breaker.record_failure(failure),
         }
-        Err(self.unavailable_error(failure.as_str()))
+        Err(self.unavailable_error(failure.as_str()).into())
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have
@@ -395,11 +398,6 @@ impl RedisStore {
             live.record_failure(failure);
         }
         results
-    }
-
-    /// Whether the charges are decided by several servers, each of which decides only its part.
-    pub fn needs_several_calls(&self, charges: &[Charge<'_>]) -> bool {
-        matches!(self.backend, RedisBackend::Cluster(_)) && cluster::is_split(charges)
     }
 
     /// The error when Redis gave no reply. The next attempt is useful after the next probe at the
