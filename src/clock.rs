@@ -3,6 +3,7 @@
 //! Decisions use microseconds since the Unix epoch. Such an integer fits a double exactly (2^53 µs
 //! is the year 2255), so Rust and Lua compute with the same numbers.
 
+use std::ops::Add;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -15,6 +16,15 @@ pub struct Clock(ClockSource);
 enum ClockSource {
     System { start: Instant, start_us: u64 },
     Manual(Arc<AtomicU64>),
+}
+
+/// One moment on two clocks. [`Instant`] drives timers, but it stops while the machine is suspended.
+/// The boot time does not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClockReading {
+    pub instant: tokio::time::Instant,
+    /// Microseconds since an arbitrary start, including suspended time.
+    pub boot_us: u64,
 }
 
 /// Moves a manual [`Clock`]. The time may go backwards, and a limiter has to tolerate that.
@@ -47,6 +57,17 @@ impl Clock {
         )
     }
 
+    /// The present moment. A manual clock sets the boot time only; tokio sets the instant.
+    pub fn read(&self) -> ClockReading {
+        ClockReading {
+            instant: tokio::time::Instant::now(),
+            boot_us: match &self.0 {
+                ClockSource::System { start, .. } => boot_time_us(*start),
+                ClockSource::Manual(time) => time.load(Ordering::Relaxed),
+            },
+        }
+    }
+
     /// Microseconds since the Unix epoch.
     pub fn now_us(&self) -> u64 {
         self.time_at_us(Instant::now())
@@ -61,6 +82,41 @@ impl Clock {
             ClockSource::Manual(time) => time.load(Ordering::Relaxed),
         }
     }
+}
+
+impl ClockReading {
+    /// Whether this moment is at or after `end` on either clock.
+    pub fn has_reached(&self, end: &Self) -> bool {
+        self.instant >= end.instant || self.boot_us >= end.boot_us
+    }
+}
+
+impl Add<Duration> for ClockReading {
+    type Output = Self;
+
+    fn add(self, duration: Duration) -> Self {
+        Self {
+            instant: self.instant + duration,
+            boot_us: self.boot_us.saturating_add(saturating_micros(duration)),
+        }
+    }
+}
+
+/// Time since the machine started. Like `Instant::now`, it makes no system call.
+#[cfg(target_os = "linux")]
+fn boot_time_us(_start: Instant) -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or_default();
+    let nanos = u64::try_from(time.tv_nsec).unwrap_or_default();
+    seconds
+        .saturating_mul(1_000_000)
+        .saturating_add(nanos / 1_000)
+}
+
+/// Other systems may not count suspended time.
+#[cfg(not(target_os = "linux"))]
+fn boot_time_us(start: Instant) -> u64 {
+    saturating_micros(start.elapsed())
 }
 
 /// Seconds since the Unix epoch by the current wall clock, including its steps. For dates set by

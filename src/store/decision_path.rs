@@ -117,6 +117,7 @@ impl RedisDecisionPath<'_> {
                     .await?
             }
         };
+        permits.check_expiry()?;
         let decision = permits.into_decision(charges, Some((&unleased, decision)));
         Ok((decision, source))
     }

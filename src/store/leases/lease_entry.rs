@@ -1,6 +1,7 @@
 //! The leases of one policy for one key.
 
 use super::lease_return::{LeaseOwner, LeaseReturn, LeaseReturnQueue};
+use crate::clock::ClockReading;
 use crate::limiter::{Charge, Key, Lease, LimitStatus};
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -33,7 +34,7 @@ pub(super) struct LeasedUnits {
     pub remaining_units: u64,
     /// End of the lease by the store's clock (µs).
     pub until_us: u64,
-    pub expires_at: Instant,
+    pub expires_at: ClockReading,
 }
 
 /// The store's last answer for a key.
@@ -62,7 +63,7 @@ pub(super) struct LeasePermit {
     pub units: u64,
     pub until_us: u64,
     /// The request has to be decided before this time.
-    pub expires_at: Instant,
+    pub expires_at: ClockReading,
     /// Lower bound of the store's clock at the issue (µs).
     pub store_now_us: u64,
     /// Status of each limit; `remaining` is a lower bound.
@@ -145,18 +146,15 @@ impl LeaseEntry {
     }
 
     /// Removes expired leases and queues their unused units for return.
-    pub(super) fn expire_grants(&mut self, now: Instant, returns: &LeaseReturnQueue) {
-        while let Some(leased) = self
-            .grants
-            .first()
-            .copied()
-            .filter(|leased| leased.expires_at <= now)
-        {
-            self.grants.remove(0);
-            if leased.remaining_units > 0 {
-                returns.push(leased.into_return(&self.owner));
+    pub(super) fn expire_grants(&mut self, now: ClockReading, returns: &LeaseReturnQueue) {
+        let owner = &self.owner;
+        self.grants.retain(|leased| {
+            let has_expired = now.has_reached(&leased.expires_at);
+            if has_expired && leased.remaining_units > 0 {
+                returns.push(leased.into_return(owner));
             }
-        }
+            !has_expired
+        });
     }
 
     pub(super) fn revoke_all_grants(&mut self, returns: &LeaseReturnQueue) {

@@ -1,10 +1,11 @@
 //! Leased units by policy and key. The caller passes the time.
 //!
 //! No unit is issued after the end of its lease. The TTL counts from sending the request, so the
-//! lease ends here before it ends in the store. Unused units are returned to the store.
+//! lease ends here before it ends in the store, also if the machine is suspended meanwhile. Unused units are returned to the store.
 
 use super::lease_entry::{LastStoreAnswer, LeaseEntry, LeasePermit, LeasedUnits};
 use super::lease_return::{LeaseOwner, LeaseReturn, LeaseReturnQueue};
+use crate::clock::ClockReading;
 use crate::limiter::{Charge, Decision, LimitStatus};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
@@ -71,7 +72,7 @@ impl LeaseTable {
     pub(super) fn take_permit(
         &self,
         charges: &[Charge<'_>],
-        now: Instant,
+        now: ClockReading,
         on_exhausted: OnLeaseExhausted,
     ) -> LeaseAction {
         let Some((charge, lease)) = charges
@@ -88,12 +89,12 @@ impl LeaseTable {
                 units_to_request: 0,
             };
         }
-        let Some(entry) = self.get_or_insert_entry(&mut shard, charges, charge, now) else {
+        let Some(entry) = self.get_or_insert_entry(&mut shard, charges, charge, now.instant) else {
             return LeaseAction::QueryStore {
                 units_to_request: 0,
             };
         };
-        entry.demand.record_units(charge.cost, now, &lease);
+        entry.demand.record_units(charge.cost, now.instant, &lease);
         entry.expire_grants(now, &self.returns);
         let available_units = entry
             .grants
@@ -110,7 +111,7 @@ impl LeaseTable {
         if units_to_request > 0 {
             entry.renewal = Some(Arc::default());
         }
-        if let Some(permit) = entry.issue_permit(charge, now) {
+        if let Some(permit) = entry.issue_permit(charge, now.instant) {
             return LeaseAction::Permit {
                 permit,
                 units_to_request,
@@ -134,7 +135,7 @@ impl LeaseTable {
         charges: &[Charge<'_>],
         statuses: &[Option<LimitStatus>],
         decision: &Decision,
-        (sent_at, received_at): (Instant, Instant),
+        (sent_at, received_at): (ClockReading, Instant),
     ) {
         let Some(charge) = charges.first() else {
             return;
@@ -169,7 +170,7 @@ impl LeaseTable {
         if let Some(leased) = lease_grant {
             let at = entry
                 .grants
-                .partition_point(|other| other.expires_at <= leased.expires_at);
+                .partition_point(|other| other.expires_at.instant <= leased.expires_at.instant);
             entry.grants.insert(at, leased);
             self.changed.notify_one();
             let statuses = statuses.iter().copied().flatten().collect();
@@ -248,7 +249,10 @@ impl LeaseTable {
 
     /// Returns the unused units of leases that have expired, and the time of the next expiry, if
     /// any.
-    pub(super) fn take_due_returns(&self, now: Instant) -> (Vec<LeaseReturn>, Option<Instant>) {
+    pub(super) fn take_due_returns(
+        &self,
+        now: ClockReading,
+    ) -> (Vec<LeaseReturn>, Option<Instant>) {
         let mut next: Option<Instant> = None;
         for shard in &self.shards {
             let mut shard = shard.lock();
@@ -258,7 +262,7 @@ impl LeaseTable {
                 .filter(|entry| !entry.grants.is_empty())
             {
                 entry.expire_grants(now, &self.returns);
-                let ends = entry.grants.first().map(|leased| leased.expires_at);
+                let ends = entry.grants.iter().map(|leased| leased.expires_at.instant);
                 next = next.into_iter().chain(ends).min();
             }
         }
@@ -329,6 +333,7 @@ mod tests {
     use super::super::lease_entry::MIN_DEMAND_UNITS;
     use super::super::lease_return::MAX_RETURNS;
     use super::*;
+    use crate::clock::Clock;
     use crate::limiter::{Algorithm, Amendment, GrantedUnits, Key, KeyBuilder, Lease, Limit};
     use smallvec::SmallVec;
 
@@ -376,15 +381,15 @@ mod tests {
         }
     }
 
-    fn renew_lease(table: &LeaseTable, charge: Charge<'_>, units: u64, now: Instant) {
+    fn renew_lease(table: &LeaseTable, charge: Charge<'_>, units: u64, now: ClockReading) {
         let answer = store_answer(units);
-        table.record_grant(&[charge], &answer.statuses, &answer, (now, now));
+        table.record_grant(&[charge], &answer.statuses, &answer, (now, now.instant));
         table.finish_renewal(charge.key.id());
     }
 
     #[test]
     fn trap_26_keys_are_bounded_and_idle_keys_are_evicted() {
-        let (table, start) = (LeaseTable::default(), Instant::now());
+        let (table, start) = (LeaseTable::default(), Clock::manual(0).0.read());
         let max_keys = SHARD_COUNT * MAX_KEYS_PER_SHARD;
         let key_count = || {
             table
@@ -412,7 +417,7 @@ mod tests {
 
     #[test]
     fn a_cold_key_requests_no_lease_and_a_hot_key_requests_its_demand() {
-        let (table, key, start) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, start) = (LeaseTable::default(), key(0), Clock::manual(0).0.read());
         for nth in 1..=10 {
             let action = table.take_permit(
                 &[charge(&LIMIT, &key, None)],
@@ -433,7 +438,7 @@ mod tests {
 
     #[test]
     fn callers_wait_for_a_renewal_unless_the_last_grant_was_empty() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (LeaseTable::default(), key(0), Clock::manual(0).0.read());
         let leased_charge = charge(&LIMIT, &key, Some(8));
         let take = || table.take_permit(&[leased_charge], now, OnLeaseExhausted::WaitForRenewal);
         assert!(matches!(
@@ -492,7 +497,7 @@ mod tests {
 
     #[test]
     fn nothing_is_issued_after_expiry_or_for_changed_limits_and_unused_units_are_returned() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (LeaseTable::default(), key(0), Clock::manual(0).0.read());
         let leased_charge = charge(&LIMIT, &key, Some(8));
         let units_and_ends = |returns: Vec<LeaseReturn>| {
             returns
@@ -513,13 +518,9 @@ mod tests {
             table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore),
             LeaseAction::Permit { .. }
         ));
-        let end = now + Duration::from_micros(100_001);
+        let almost_end = now + Duration::from_micros(100_001 - 390);
         assert!(matches!(
-            table.take_permit(
-                &[leased_charge],
-                end - Duration::from_micros(390),
-                OnLeaseExhausted::QueryStore
-            ),
+            table.take_permit(&[leased_charge], almost_end, OnLeaseExhausted::QueryStore),
             LeaseAction::QueryStore { .. }
         ));
         assert_eq!(
@@ -548,8 +549,27 @@ mod tests {
     }
 
     #[test]
+    fn a_lease_ends_while_the_machine_is_suspended() {
+        let (clock, boot_clock) = Clock::manual(7);
+        let (table, key, sent_at) = (LeaseTable::default(), key(0), clock.read());
+        let leased_charge = charge(&LIMIT, &key, Some(8));
+        let take =
+            || table.take_permit(&[leased_charge], clock.read(), OnLeaseExhausted::QueryStore);
+        take();
+        // Suspended on the way to the store: the grant is shorter by that time.
+        boot_clock.advance_us(60_000);
+        renew_lease(&table, leased_charge, 8, sent_at);
+        assert!(matches!(take(), LeaseAction::Permit { .. }));
+        boot_clock.advance_us(40_000);
+        assert!(matches!(take(), LeaseAction::QueryStore { .. }));
+        let (returns, next) = table.take_due_returns(clock.read());
+        assert_eq!(returns.iter().map(LeaseReturn::units).sum::<u64>(), 7);
+        assert_eq!(next, None, "no lease is left");
+    }
+
+    #[test]
     fn a_returned_permit_is_credited_to_the_limits_it_was_taken_from() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (LeaseTable::default(), key(0), Clock::manual(0).0.read());
         let leased_charge = charge(&LIMIT, &key, Some(8));
         table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore);
         renew_lease(&table, leased_charge, 8, now);
@@ -567,7 +587,7 @@ mod tests {
         let both = [leased_charge, charge(&window, &key, Some(8))];
         table.take_permit(&both, now, OnLeaseExhausted::QueryStore);
         let answer = store_answer(8);
-        table.record_grant(&both, &answer.statuses, &answer, (now, now));
+        table.record_grant(&both, &answer.statuses, &answer, (now, now.instant));
         table.return_permit(&permit);
         let (returns, _) = table.take_due_returns(now);
         let limits = returns
@@ -588,7 +608,7 @@ mod tests {
 
     #[test]
     fn queued_returns_are_bounded_and_dropped_units_are_counted() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (LeaseTable::default(), key(0), Clock::manual(0).0.read());
         let leased_charge = charge(&LIMIT, &key, Some(8));
         for _ in 0..MAX_RETURNS + 3 {
             renew_lease(&table, leased_charge, 8, now);

@@ -14,7 +14,7 @@
 
 use super::super::lease_return::LeaseReturn;
 use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
-use crate::clock::{Clock, ManualClock};
+use crate::clock::{Clock, ClockReading, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
 use crate::store::deny_cache::{DenyCache, DenyMatchScope};
 use crate::store::{FallbackStore, MemorySettings, MemoryStore, Share};
@@ -40,6 +40,14 @@ const DEFAULT_SIDECARS: u64 = 10;
 /// limit is [`Algorithm::SlidingWindow`] with [`BUCKETS`] buckets.
 const MAX_SIDECARS_WITH_LOG: u64 = 200;
 const BUCKETS: u64 = 50;
+
+/// The machines are never suspended.
+fn unsuspended(instant: Instant) -> ClockReading {
+    ClockReading {
+        instant,
+        boot_us: 0,
+    }
+}
 
 fn env_setting(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |number| number.parse().unwrap())
@@ -499,7 +507,7 @@ impl ScaleSimulation {
         let SimulatedSidecar {
             table, deny_cache, ..
         } = &self.sidecars[sidecar_index];
-        match table.take_permit(&charges, now, OnLeaseExhausted::WaitForRenewal) {
+        match table.take_permit(&charges, unsuspended(now), OnLeaseExhausted::WaitForRenewal) {
             LeaseAction::Permit {
                 units_to_request, ..
             } => {
@@ -574,7 +582,7 @@ impl ScaleSimulation {
             &charges,
             &decision.statuses,
             decision,
-            (sent_at, received_at),
+            (unsuspended(sent_at), received_at),
         );
         table.finish_renewal(self.key.id());
         self.leased_units += decision.grants.iter().map(|grant| grant.units).sum::<u64>();
@@ -598,7 +606,9 @@ impl ScaleSimulation {
     /// Simulates the return task.
     fn sweep_leases(&mut self, sidecar_index: usize) {
         let now = self.current_instant();
-        let (returns, next) = self.sidecars[sidecar_index].table.take_due_returns(now);
+        let (returns, next) = self.sidecars[sidecar_index]
+            .table
+            .take_due_returns(unsuspended(now));
         self.leased_units -= returns.iter().map(LeaseReturn::units).sum::<u64>();
         self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !returns.is_empty();
         if !returns.is_empty() {
