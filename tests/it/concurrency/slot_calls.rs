@@ -47,26 +47,22 @@ cost = { estimate = 100, actual = "response_header:x-units" }
 struct JobCounter {
     current: AtomicUsize,
     maximum: AtomicUsize,
-    /// Milliseconds of all finished jobs.
-    total_ms: AtomicUsize,
 }
 
 /// Counts one job until dropped.
-struct JobGuard(Arc<JobCounter>, Instant);
+struct JobGuard(Arc<JobCounter>);
 
 impl JobGuard {
     fn new(jobs: &Arc<JobCounter>) -> Self {
         let current = jobs.current.fetch_add(1, Ordering::Relaxed) + 1;
         jobs.maximum.fetch_max(current, Ordering::Relaxed);
-        Self(Arc::clone(jobs), Instant::now())
+        Self(Arc::clone(jobs))
     }
 }
 
 impl Drop for JobGuard {
     fn drop(&mut self) {
         self.0.current.fetch_sub(1, Ordering::Relaxed);
-        let ran_ms = usize::try_from(self.1.elapsed().as_millis()).unwrap();
-        self.0.total_ms.fetch_add(ran_ms, Ordering::Relaxed);
     }
 }
 
@@ -130,10 +126,6 @@ async fn five_slots_hold_at_the_app_beside_many_settlements() {
     let (settled, passed) = (settled.iter().sum::<usize>(), passed.iter().sum::<usize>());
 
     let maximum = jobs.maximum.load(Ordering::Relaxed);
-    let used = jobs.total_ms.load(Ordering::Relaxed);
-    eprintln!(
-        "{maximum} jobs in flight at most, {passed} jobs in {used} ms, {settled} settlements"
-    );
     assert_eq!(maximum, SLOT_COUNT, "jobs in flight at the app");
     // Eight seconds have room for three rounds of five jobs.
     assert!(passed >= 3 * SLOT_COUNT, "{passed} jobs: slots return late");
@@ -144,7 +136,7 @@ async fn five_slots_hold_at_the_app_beside_many_settlements() {
 
 /// Slots in Redis behind a relay, seen by a direct connection.
 struct SlotFixture {
-    server: RedisServer,
+    _server: RedisServer,
     relay: TcpRelay,
     store: Store,
     slots: ConcurrencySlots,
@@ -166,7 +158,7 @@ impl SlotFixture {
         };
         Self {
             direct: server.connection().await,
-            server,
+            _server: server,
             relay,
             slots: ConcurrencySlots::new(store.clone()),
             store,
@@ -282,7 +274,6 @@ async fn slots_are_renewed_and_released_in_time_behind_settlements_that_saturate
         }
         releases.sort_unstable();
         let median = releases[releases.len() / 2];
-        eprintln!("renewed {latest:?} before the end, reused after {median:?}, {releases:?}");
         assert!(latest > SLOT_TTL / 3, "renewed {latest:?} before the end");
         assert!(median < 20 * ROUND_TRIP, "reused after {median:?}");
     };
@@ -313,7 +304,6 @@ async fn a_slot_is_released_and_ten_thousand_are_renewed_in_time() {
         slowest = slowest.max(slots.wait_for_count(held.len()).await);
         sleep(Duration::from_millis(20)).await;
     }
-    eprintln!("renewed {earliest:?} before the end, slowest release {slowest:?}");
     assert!(
         earliest > SLOT_TTL / 2,
         "renewed {earliest:?} before the end"
