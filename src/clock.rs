@@ -3,7 +3,6 @@
 //! Decisions use microseconds since the Unix epoch. Such an integer fits a double exactly (2^53 µs
 //! is the year 2255), so Rust and Lua compute with the same numbers.
 
-use std::ops::Add;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -16,15 +15,6 @@ pub struct Clock(ClockSource);
 enum ClockSource {
     System { start: Instant, start_us: u64 },
     Manual(Arc<AtomicU64>),
-}
-
-/// One moment on two clocks. [`Instant`] drives timers, but it stops while the machine is suspended.
-/// The boot time does not.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ClockReading {
-    pub instant: tokio::time::Instant,
-    /// Microseconds since an arbitrary start, including suspended time.
-    pub boot_us: u64,
 }
 
 /// Moves a manual [`Clock`]. The time may go backwards, and a limiter has to tolerate that.
@@ -57,14 +47,12 @@ impl Clock {
         )
     }
 
-    /// The present moment. A manual clock sets the boot time only; tokio sets the instant.
-    pub fn read(&self) -> ClockReading {
-        ClockReading {
-            instant: tokio::time::Instant::now(),
-            boot_us: match &self.0 {
-                ClockSource::System { start, .. } => boot_time_us(*start),
-                ClockSource::Manual(time) => time.load(Ordering::Relaxed),
-            },
+    /// Microseconds since an arbitrary start. Unlike `Instant`, it advances while the machine is
+    /// suspended.
+    pub fn boot_us(&self) -> u64 {
+        match &self.0 {
+            ClockSource::System { start, .. } => boot_time_us(*start),
+            ClockSource::Manual(time) => time.load(Ordering::Relaxed),
         }
     }
 
@@ -80,24 +68,6 @@ impl Clock {
             ClockSource::System { start, start_us } => start_us
                 .saturating_add(saturating_micros(instant.saturating_duration_since(*start))),
             ClockSource::Manual(time) => time.load(Ordering::Relaxed),
-        }
-    }
-}
-
-impl ClockReading {
-    /// Whether this moment is at or after `end` on either clock.
-    pub fn has_reached(&self, end: &Self) -> bool {
-        self.instant >= end.instant || self.boot_us >= end.boot_us
-    }
-}
-
-impl Add<Duration> for ClockReading {
-    type Output = Self;
-
-    fn add(self, duration: Duration) -> Self {
-        Self {
-            instant: self.instant + duration,
-            boot_us: self.boot_us.saturating_add(saturating_micros(duration)),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The leases of one policy for one key.
 
+use super::clock_reading::ClockReading;
 use super::lease_return::{LeaseOwner, LeaseReturn, LeaseReturnQueue};
-use crate::clock::ClockReading;
 use crate::limiter::{Charge, Key, Lease, LimitStatus};
 use smallvec::SmallVec;
 use std::sync::Arc;

@@ -3,9 +3,9 @@
 //! No unit is issued after the end of its lease. The TTL counts from sending the request, so the
 //! lease ends here before it ends in the store, also if the machine is suspended meanwhile. Unused units are returned to the store.
 
+use super::clock_reading::ClockReading;
 use super::lease_entry::{LastStoreAnswer, LeaseEntry, LeasePermit, LeasedUnits};
 use super::lease_return::{LeaseOwner, LeaseReturn, LeaseReturnQueue};
-use crate::clock::ClockReading;
 use crate::limiter::{Charge, Decision, LimitStatus};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
@@ -389,7 +389,10 @@ mod tests {
 
     #[test]
     fn trap_26_keys_are_bounded_and_idle_keys_are_evicted() {
-        let (table, start) = (LeaseTable::default(), Clock::manual(0).0.read());
+        let (table, start) = (
+            LeaseTable::default(),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let max_keys = SHARD_COUNT * MAX_KEYS_PER_SHARD;
         let key_count = || {
             table
@@ -417,7 +420,11 @@ mod tests {
 
     #[test]
     fn a_cold_key_requests_no_lease_and_a_hot_key_requests_its_demand() {
-        let (table, key, start) = (LeaseTable::default(), key(0), Clock::manual(0).0.read());
+        let (table, key, start) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         for nth in 1..=10 {
             let action = table.take_permit(
                 &[charge(&LIMIT, &key, None)],
@@ -438,7 +445,11 @@ mod tests {
 
     #[test]
     fn callers_wait_for_a_renewal_unless_the_last_grant_was_empty() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Clock::manual(0).0.read());
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
         let take = || table.take_permit(&[leased_charge], now, OnLeaseExhausted::WaitForRenewal);
         assert!(matches!(
@@ -497,7 +508,11 @@ mod tests {
 
     #[test]
     fn nothing_is_issued_after_expiry_or_for_changed_limits_and_unused_units_are_returned() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Clock::manual(0).0.read());
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
         let units_and_ends = |returns: Vec<LeaseReturn>| {
             returns
@@ -551,10 +566,15 @@ mod tests {
     #[test]
     fn a_lease_ends_while_the_machine_is_suspended() {
         let (clock, boot_clock) = Clock::manual(7);
-        let (table, key, sent_at) = (LeaseTable::default(), key(0), clock.read());
+        let (table, key, sent_at) = (LeaseTable::default(), key(0), ClockReading::now(&clock));
         let leased_charge = charge(&LIMIT, &key, Some(8));
-        let take =
-            || table.take_permit(&[leased_charge], clock.read(), OnLeaseExhausted::QueryStore);
+        let take = || {
+            table.take_permit(
+                &[leased_charge],
+                ClockReading::now(&clock),
+                OnLeaseExhausted::QueryStore,
+            )
+        };
         take();
         // Suspended on the way to the store: the grant is shorter by that time.
         boot_clock.advance_us(60_000);
@@ -562,14 +582,18 @@ mod tests {
         assert!(matches!(take(), LeaseAction::Permit { .. }));
         boot_clock.advance_us(40_000);
         assert!(matches!(take(), LeaseAction::QueryStore { .. }));
-        let (returns, next) = table.take_due_returns(clock.read());
+        let (returns, next) = table.take_due_returns(ClockReading::now(&clock));
         assert_eq!(returns.iter().map(LeaseReturn::units).sum::<u64>(), 7);
         assert_eq!(next, None, "no lease is left");
     }
 
     #[test]
     fn a_returned_permit_is_credited_to_the_limits_it_was_taken_from() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Clock::manual(0).0.read());
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
         table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore);
         renew_lease(&table, leased_charge, 8, now);
@@ -608,7 +632,11 @@ mod tests {
 
     #[test]
     fn queued_returns_are_bounded_and_dropped_units_are_counted() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Clock::manual(0).0.read());
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
         for _ in 0..MAX_RETURNS + 3 {
             renew_lease(&table, leased_charge, 8, now);

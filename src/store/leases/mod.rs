@@ -5,6 +5,7 @@
 //! and the others wait. If the grant is empty, each caller asks Redis directly, so that decisions
 //! near the limit are exact.
 
+mod clock_reading;
 mod lease_entry;
 mod lease_return;
 mod lease_table;
@@ -13,6 +14,7 @@ use super::redis::RedisStore;
 use super::{FLUSH_TIMEOUT, Settlement, StoreUnavailable};
 use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Limit, LimitStatus};
+use clock_reading::ClockReading;
 use lease_entry::LeasePermit;
 use lease_return::LeaseReturn;
 use lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
@@ -159,7 +161,7 @@ impl LeasePool {
     /// later lease starts a new task.
     fn take_due_returns(&self) -> Option<(Vec<LeaseReturn>, Option<Instant>)> {
         let mut is_running = self.is_return_task_running.lock();
-        let (returns, next) = self.table.take_due_returns(self.clock.read());
+        let (returns, next) = self.table.take_due_returns(ClockReading::now(&self.clock));
         *is_running = next.is_some() || !returns.is_empty();
         is_running.then_some((returns, next))
     }
@@ -199,7 +201,7 @@ impl LeasePool {
                 ..Charge::new(limit, &key, 0)
             });
             let (charges, sent_at): (SmallVec<[_; 2]>, _) =
-                (charges.collect(), leases.clock.read());
+                (charges.collect(), ClockReading::now(&leases.clock));
             if let Ok(decision) = redis.decide(&charges, sent_at.instant).await {
                 redis
                     .fallback()
@@ -248,7 +250,7 @@ impl LeasePermitGuard<'_> {
         deadline: Instant,
         on_exhausted: OnLeaseExhausted,
     ) -> Result<SmallVec<[(usize, Charge<'c>); 4]>, tokio::sync::futures::OwnedNotified> {
-        let (now, mut remaining) = (self.leases.clock.read(), SmallVec::new());
+        let (now, mut remaining) = (ClockReading::now(&self.leases.clock), SmallVec::new());
         let mut next = 0;
         for policy in charges.chunk_by(Charge::is_same_policy) {
             let first = next;
@@ -351,7 +353,7 @@ impl LeasePermitGuard<'_> {
     /// Checks that no permit has expired while the store decided the other charges. That happens
     /// only if the machine was suspended, so the decision took longer than `timeout`.
     pub(super) fn check_expiry(&self) -> Result<(), StoreUnavailable> {
-        let now = self.leases.clock.read();
+        let now = ClockReading::now(&self.leases.clock);
         let has_expired = |(_, permit): &(usize, LeasePermit)| now.has_reached(&permit.expires_at);
         match self.permits.iter().any(has_expired) {
             true => Err(self.redis.unavailable_error("timeout")),

@@ -3,10 +3,11 @@
 //! The instances run the real lease table and the store the real algorithms. Admissions are judged
 //! on the store's clock, at the moment of the decision or of issuing a leased unit.
 
+use super::super::clock_reading::ClockReading;
 use super::super::lease_entry::LeasePermit;
 use super::super::lease_return::LeaseReturn;
 use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
-use crate::clock::{Clock, ClockReading, ManualClock};
+use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
 use crate::store::{MemorySettings, MemoryStore};
 use smallvec::SmallVec;

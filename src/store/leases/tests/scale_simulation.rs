@@ -12,9 +12,10 @@
     reason = "numbers of a simulation, far below any edge, and a table of them"
 )]
 
+use super::super::clock_reading::ClockReading;
 use super::super::lease_return::LeaseReturn;
 use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
-use crate::clock::{Clock, ClockReading, ManualClock};
+use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
 use crate::store::deny_cache::{DenyCache, DenyMatchScope};
 use crate::store::{FallbackStore, MemorySettings, MemoryStore, Share};
