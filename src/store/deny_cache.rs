@@ -171,9 +171,12 @@ impl DenyCache {
             return;
         }
         for charge in charges {
-            let counter = DenyCacheKey::from_charge(charge);
-            generations.current.remove(&counter);
-            generations.previous.remove(&counter);
+            let entry = generations.get_entry(charge);
+            if entry.is_some_and(|entry| entry.cost <= charge.cost) {
+                let counter = DenyCacheKey::from_charge(charge);
+                generations.current.remove(&counter);
+                generations.previous.remove(&counter);
+            }
         }
     }
 
