@@ -63,8 +63,8 @@ impl Clock {
     }
 }
 
-/// Seconds since the Unix epoch by the current wall clock, including its steps. For dates set by
-/// other parties, such as the expiry of a token. Never for quotas.
+/// Seconds since the Unix epoch by the current wall clock, including its steps. For dates set outside
+/// of tidegate, such as the expiry of a token. Never for quotas.
 #[allow(
     clippy::disallowed_methods,
     reason = "this is the one place that reads the system's clock"

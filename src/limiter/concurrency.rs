@@ -15,7 +15,7 @@
 use indexmap::IndexMap;
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct ConcurrencySlots {
+pub(super) struct ConcurrencyState {
     /// Expiry of each slot, by its id.
     expiries_us: IndexMap<u128, u64, foldhash::fast::RandomState>,
     /// No slot expires before this.
@@ -24,7 +24,7 @@ pub(super) struct ConcurrencySlots {
     latest_expiry_us: u64,
 }
 
-impl ConcurrencySlots {
+impl ConcurrencyState {
     /// Slots in use at `now_us`. Usually none has expired, and the map need not be scanned.
     pub(super) fn used(&self, now_us: u64) -> u64 {
         let used = match self.earliest_expiry_us > now_us {

@@ -94,8 +94,8 @@ local function log_find_unit(log, need)
   local total = log_units_up_to(log, oldest)
   if need <= total then return oldest, oldest.units - (total - need) - 1 end
   if need > log.used_units - newest.units then return newest, newest.units - (log.used_units - need) - 1 end
-  -- Searches by rank, as an element has at least one unit. In a log of single units the first guess
-  -- is right.
+  -- Searches by rank. Every element has at least one unit, which bounds the rank. If every element
+  -- has exactly one unit, the first guess is right.
   local low = log.first ~= oldest and call('ZRANK', log.key, oldest.member) or 0
   local high = min(low + need - total, call('ZCARD', log.key) - 1)
   local guess = min(low + math.ceil((need - total) / oldest.units), high)
@@ -163,10 +163,11 @@ local function log_read(key, time, per)
   return log
 end
 
--- When the oldest `need` of the used units, 1 <= need <= used_units, have expired; nil if an
--- element is foreign.
+-- When the oldest `need` of the used units, need <= used_units, have expired; nil if an element is
+-- foreign.
 local function log_release_time(log, need)
   if need == 1 then return log.oldest_time + log.per end
+  if need == 0 then return (log.newest and log.newest.time or log.now) + log.per end
   local element, before = log_find_unit(log, need)
   return element and log_first_charge(element, 0, before) + log.per
 end

@@ -10,7 +10,7 @@
 
 use super::{CounterRef, FLUSH_TIMEOUT, Settlement, Store};
 use crate::limiter::Amendment;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeSet, HashMap};
@@ -43,6 +43,7 @@ struct ConcurrencySlotsInner {
     /// Random; makes slot ids unique in the fleet.
     instance_id: u64,
     next_slot_serial: AtomicU64,
+    /// A mutex because `Store` is `Send`; only one worker uses it.
     state: Mutex<ConcurrencySlotsState>,
     /// Wakes the task when work is due earlier than it expects.
     changed: Notify,
@@ -61,6 +62,15 @@ struct ConcurrencySlotsState {
     is_task_running: bool,
     /// Whether that task waits for the store.
     is_sending: bool,
+}
+
+/// What happens to the slots of a request that the decision did not grant.
+#[derive(Clone, Copy, Debug)]
+pub enum UntakenSlots {
+    /// The store has decided: they are certainly not taken.
+    Forget,
+    /// The store has not answered: it may have taken them.
+    Release,
 }
 
 /// One request's slot at each of its counters.
@@ -97,6 +107,16 @@ impl ConcurrencySlots {
         }
     }
 
+    /// The counters of all queued releases.
+    #[cfg(test)]
+    pub fn queued_releases(&self) -> Vec<CounterRef> {
+        let releases = &self.0.state.lock().releases;
+        releases
+            .iter()
+            .map(|(counter, _)| counter.clone())
+            .collect()
+    }
+
     /// Waits until all queued releases are sent, for at most [`FLUSH_TIMEOUT`].
     pub async fn flush(&self) {
         let all_sent = async {
@@ -117,6 +137,15 @@ impl ConcurrencySlots {
         let Some(counters) = state.remove_slot(slot_id) else {
             return;
         };
+        self.release_counters(state, slot_id, counters);
+    }
+
+    fn release_counters(
+        &self,
+        mut state: MutexGuard<'_, ConcurrencySlotsState>,
+        slot_id: u128,
+        counters: SmallVec<[CounterRef; 1]>,
+    ) {
         let amendment = Amendment::Release { slot: slot_id };
         let releases = counters.into_iter().map(|counter| (counter, amendment));
         if let Store::Memory(memory) = &self.0.store {
@@ -148,13 +177,21 @@ impl ConcurrencySlotGuard {
         self.slot_id
     }
 
-    /// Removes the counters at which the slot was certainly not taken. `None` if none remains.
-    pub fn retain_taken(self, is_taken: impl Fn(&CounterRef) -> bool) -> Option<Self> {
+    /// Removes the counters at which the slot was not granted. `None` if none remains.
+    pub fn retain_taken(
+        self,
+        is_taken: impl Fn(&CounterRef) -> bool,
+        untaken: UntakenSlots,
+    ) -> Option<Self> {
         let mut state = self.slots.0.state.lock();
         let counters = &mut state.held_slots.get_mut(&self.slot_id)?.counters;
-        counters.retain(|counter| is_taken(counter));
+        let (taken, rest) = std::mem::take(counters).into_iter().partition(is_taken);
+        *counters = taken;
         let is_held = !counters.is_empty();
-        drop(state);
+        match untaken {
+            UntakenSlots::Forget => drop(state),
+            UntakenSlots::Release => self.slots.release_counters(state, self.slot_id, rest),
+        }
         is_held.then_some(self)
     }
 

@@ -11,12 +11,12 @@
 //!
 //! The memory store replaces all of these steps.
 
+use super::decision_source::DecisionSource;
 use super::deny_cache::{DenyCache, DenyMatchScope};
 use super::leases::LeasePool;
 use super::redis::RedisStore;
 use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
 use crate::limiter::{Charge, Decision};
-use crate::telemetry::metrics::DecisionSource;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -140,7 +140,7 @@ impl RedisDecisionPath<'_> {
         let (decision, source) = match self.find_local_refusal(&unleased_charges, requested_at) {
             Some(refusal) => refusal,
             None => {
-                permits.start_renewals(&mut unleased_charges);
+                permits.start_refills(&mut unleased_charges);
                 let decided = self.decide_in_redis(&unleased_charges, requested_at).await;
                 decided.map_err(|failure| failure.expand(&unleased, charges.len()))?
             }

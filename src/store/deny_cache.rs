@@ -33,7 +33,7 @@ const REVALIDATION_INTERVAL: Duration = Duration::from_millis(250);
 /// Entries per generation, about 1 MiB each. Further refusals are not cached.
 const MAX_GENERATION_ENTRIES: usize = 8192;
 
-/// Recent refusals of one worker.
+/// Recent refusals of one worker. The lock is uncontended: only its worker uses it.
 #[derive(Debug)]
 pub struct DenyCache(Mutex<DenyGenerations>);
 
@@ -229,7 +229,7 @@ impl DenyCache {
 /// early, and `count_rejected` requires that Redis sees every rejected request.
 fn is_cacheable(charge: &Charge<'_>) -> bool {
     let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
-    !(is_counted || charge.counts_rejected || charge.settles)
+    !(is_counted || charge.counts_rejected || charge.is_estimate)
 }
 
 /// Maximum age of an entry for this charge.
@@ -334,7 +334,7 @@ impl DenyCacheEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Algorithm, Key, KeyBuilder, Lease};
+    use crate::limiter::{Algorithm, Key, KeyBuilder, LeaseTerms};
 
     const LIMIT: Limit = Limit {
         requests: 5,
@@ -480,7 +480,7 @@ mod tests {
     fn a_refusal_of_a_leased_limit_is_cached_for_20_ms_at_most() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let cached_ms = |ttl_us, after_us| {
-            let lease = Some(Lease { size: None, ttl_us });
+            let lease = Some(LeaseTerms { size: None, ttl_us });
             let charges = [Charge {
                 lease,
                 ..charge(&LIMIT, &key)

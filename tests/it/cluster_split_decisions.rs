@@ -433,7 +433,7 @@ async fn settlements_in_an_open_slot_are_exact() {
         },
     ];
     let charges = limits.each_ref().map(|limit| Charge {
-        settles: true,
+        is_estimate: true,
         ..Charge::new(limit, &key, 10)
     });
     let decision = store.decide(&charges).await.unwrap();

@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Lease, Limit};
+use tidegate::limiter::{Algorithm, Charge, KeyBuilder, LeaseTerms, Limit};
 use tidegate::store::Store;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
@@ -131,7 +131,7 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
     });
     // A background call of cost 0 requests more units.
     let lend = async |limit: &Limit| {
-        let lease = Some(Lease {
+        let lease = Some(LeaseTerms {
             size: Some(5),
             ttl_us: 1_000_000,
         });
@@ -597,7 +597,7 @@ async fn units_leased_for_a_cancelled_request_serve_other_requests() {
     };
     let (key, lease) = (
         KeyBuilder::new("hot").finish(),
-        Lease {
+        LeaseTerms {
             size: Some(50),
             ttl_us: 600_000_000,
         },
@@ -628,7 +628,7 @@ async fn units_leased_under_old_limits_are_returned_at_once() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
     let store = Store::redis(redis);
-    let lease = Some(Lease {
+    let lease = Some(LeaseTerms {
         size: Some(50),
         ttl_us: 600_000_000,
     });
@@ -680,7 +680,7 @@ async fn a_short_lease_expires_before_an_older_long_one() {
     for (name, ttl_us) in [("long", 600_000_000), ("short", 100_000)] {
         let key = KeyBuilder::new(name).finish();
         let charge = Charge::new(&limit, &key, 1);
-        let lease = Some(Lease {
+        let lease = Some(LeaseTerms {
             size: Some(50),
             ttl_us,
         });

@@ -135,7 +135,7 @@ async fn the_store_recovers_when_redis_starts_later() {
 }
 
 #[tokio::test]
-async fn redis_hangs() {
+async fn a_hanging_redis_opens_the_breaker() {
     let server = RedisServer::start();
     let (shared, store) = start_store(&server).await;
     server.pause();

@@ -6,6 +6,17 @@
 //! sentinels (`sentinel`), or found in a cluster's slot map (`cluster`). The circuit breaker
 //! belongs to the process (`circuit_breaker`). One worker counts the instances, and writes back
 //! usage that was admitted while Redis was unreachable (`membership`).
+//!
+//! Four states describe availability:
+//!
+//! | state | of | true |
+//! |---|---|---|
+//! | [`SharedRedisState::is_up`] | process | once connected, while no connection is down and the breaker is closed |
+//! | [`RedisStore::is_breaker_open`] | process | after consecutive failures, until a probe succeeds |
+//! | [`RedisStore::is_reachable`] | worker | while the breaker is closed and its connection works |
+//! | [`FallbackStore::is_in_outage`] | process | from the first failure until all write-back is done |
+//!
+//! In a cluster the breaker never opens: failures of its nodes are only counted.
 
 mod batcher;
 mod circuit_breaker;
@@ -311,14 +322,17 @@ impl RedisStore {
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have
-    /// `timeout` for their reply. A failed call does not affect the others.
+    /// `timeout` for their reply. A failed call does not affect further calls.
     ///
     /// # Errors
     /// Which settlements were not made, and the last failure.
-    pub async fn amend(&self, settlements: &[Settlement<'_>]) -> Result<(), SettlementError> {
+    pub async fn apply_settlements(
+        &self,
+        settlements: &[Settlement<'_>],
+    ) -> Result<(), SettlementError> {
         let failed = match &self.backend {
             RedisBackend::SingleServer(connection, _) => {
-                self.amend_single_server(connection, settlements).await
+                self.apply_on_single_server(connection, settlements).await
             }
             RedisBackend::Cluster(cluster) => cluster.amend(settlements).await,
         };
@@ -332,12 +346,12 @@ impl RedisStore {
         positions.sort_unstable();
         Err(SettlementError {
             cause: self.unavailable_error(failure.as_str()),
-            unsent_indices: positions,
+            unconfirmed_indices: positions,
         })
     }
 
     /// [`Self::amend`] on one server. Returns the indexes of the settlements in each failed call.
-    async fn amend_single_server(
+    async fn apply_on_single_server(
         &self,
         connection: &SupervisedConnection,
         settlements: &[Settlement<'_>],
@@ -348,14 +362,14 @@ impl RedisStore {
                 .iter()
                 .map(|call| self.context.scripts.amend_command(call, None))
                 .collect();
-            results.extend(self.send_amendments(connection, &commands).await);
+            results.extend(self.send_settlements(connection, &commands).await);
         }
         collect_failed_calls(&calls, results)
     }
 
     /// Runs settlement calls in order. A slow server answers one after the other, so each call also
     /// has the time of the calls before it.
-    async fn send_amendments(
+    async fn send_settlements(
         &self,
         connection: &SupervisedConnection,
         commands: &[Cmd],

@@ -3,11 +3,11 @@
 //! The instances run the real lease table and the store the real algorithms. Admissions are judged
 //! on the store's clock, at the moment of the decision or of issuing a leased unit.
 
+use super::super::lease_credit::LeaseCredit;
 use super::super::lease_entry::LeasePermit;
-use super::super::lease_return::LeaseReturn;
 use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
-use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
+use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
 use crate::store::{MemorySettings, MemoryStore};
 use smallvec::SmallVec;
 use std::cmp::Reverse;
@@ -102,7 +102,7 @@ struct FaultRates {
 
 struct SimulatedInstance {
     table: LeaseTable,
-    lease: Option<Lease>,
+    lease: Option<LeaseTerms>,
     /// Local clock: its start, and its rate in millionths.
     start: Instant,
     clock_rate_millionths: u64,
@@ -142,7 +142,7 @@ enum FaultSimulationEvent {
         generation: u64,
     },
     StoreReceivesReturns {
-        returns: Vec<LeaseReturn>,
+        returns: Vec<LeaseCredit>,
     },
     InstanceCrashes {
         instance: usize,
@@ -366,7 +366,7 @@ impl FaultSimulation {
             FaultSimulationEvent::InstanceSweepsLeases { .. } => {}
             FaultSimulationEvent::StoreReceivesReturns { returns } => {
                 self.manual_clock.set_us(self.now_us);
-                for settlement in returns.iter().flat_map(LeaseReturn::settlements) {
+                for settlement in returns.iter().flat_map(LeaseCredit::settlements) {
                     self.log_event(|| format!("store receives return {:?}", settlement.amendment));
                     self.memory.apply_settlements(&[settlement]);
                 }
@@ -408,9 +408,9 @@ impl FaultSimulation {
         );
         let is_breaker_open = self.random.u8(..50) == 0;
         let on_exhausted = if is_breaker_open {
-            OnLeaseExhausted::SkipRenewal
+            OnLeaseExhausted::NeverRefill
         } else {
-            OnLeaseExhausted::QueryStore
+            OnLeaseExhausted::RefillWithoutWaiting
         };
         let action = {
             let charges = charges_for(&self.limits, &self.key, cost, instance.lease, 0);
@@ -428,7 +428,8 @@ impl FaultSimulation {
                 self.record_lease_use(instance_index, permit)
             }
             LeaseAction::Permit { permit, .. } => {
-                // Another policy is decided by the store: that takes time, and it may refuse.
+                // A second policy of the request is decided by the store. This takes time, and the
+                // store may refuse.
                 let deadline = now + Duration::from_micros(TIMEOUT_US);
                 if permit.expires_at <= deadline {
                     self.instances[instance_index].table.return_permit(&permit);
@@ -450,7 +451,7 @@ impl FaultSimulation {
             LeaseAction::QueryStore { units_to_request } => {
                 self.send_query(instance_index, cost, units_to_request, now)
             }
-            LeaseAction::WaitForRenewal(_) => {
+            LeaseAction::WaitForRefill(_) => {
                 unreachable!("the instance never waits for a renewal")
             }
         }
@@ -512,7 +513,7 @@ impl FaultSimulation {
         let Some(decision) = answer else {
             self.totals.unanswered += 1;
             if units_to_request > 0 {
-                instance.table.finish_renewal(self.key.id());
+                instance.table.finish_refill(self.key.id());
             }
             return;
         };
@@ -535,7 +536,7 @@ impl FaultSimulation {
                 (sent_at, received),
             );
         }
-        instance.table.finish_renewal(self.key.id());
+        instance.table.finish_refill(self.key.id());
         if !decision.grants.is_empty() {
             let at_us = self.now_us + self.random.u64(..1_000);
             self.schedule(
@@ -559,7 +560,7 @@ impl FaultSimulation {
     fn sweep_leases(&mut self, instance_index: usize) {
         let instance = &self.instances[instance_index];
         let (generation, now) = (instance.generation, instance.local_clock(self.now_us));
-        let (returns, next) = instance.table.take_due_returns(now);
+        let (returns, next) = instance.table.take_due_credits(now);
         if !returns.is_empty()
             && let Some(at_us) = self.draw_arrival_us()
         {
@@ -689,7 +690,7 @@ fn charges_for<'c>(
     limits: &'c [Limit],
     key: &'c Key,
     cost: u64,
-    lease: Option<Lease>,
+    lease: Option<LeaseTerms>,
     units_to_request: u64,
 ) -> SmallVec<[Charge<'c>; 2]> {
     limits
@@ -709,7 +710,7 @@ impl SimulatedInstance {
         let size = random.bool().then(|| random.u64(1..60));
         Self {
             table: LeaseTable::default(),
-            lease: (random.u8(..4) > 0).then_some(Lease { size, ttl_us }),
+            lease: (random.u8(..4) > 0).then_some(LeaseTerms { size, ttl_us }),
             start: Instant::now(),
             clock_rate_millionths: random.u64(996_500..=1_003_500),
             generation: 0,

@@ -12,10 +12,10 @@
     reason = "numbers of a simulation, far below any edge, and a table of them"
 )]
 
-use super::super::lease_return::LeaseReturn;
+use super::super::lease_credit::LeaseCredit;
 use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
-use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
+use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
 use crate::store::deny_cache::{DenyCache, DenyMatchScope};
 use crate::store::{FallbackStore, MemorySettings, MemoryStore, Share};
 use std::cmp::{Ordering, Reverse};
@@ -308,7 +308,7 @@ struct ScaleSimulation {
     manual_clock: ManualClock,
     key: Key,
     limit: Limit,
-    lease: Lease,
+    lease: LeaseTerms,
     /// Admission times within the last period.
     admitted_at_us: VecDeque<u64>,
     leased_units: u64,
@@ -351,7 +351,7 @@ enum ScaleSimulationEvent {
         sidecar: usize,
     },
     StoreReceivesReturns {
-        returns: Vec<LeaseReturn>,
+        returns: Vec<LeaseCredit>,
     },
 }
 
@@ -383,7 +383,7 @@ impl ScaleSimulation {
                     _ => Algorithm::SlidingWindow { buckets: BUCKETS },
                 },
             },
-            lease: Lease {
+            lease: LeaseTerms {
                 size,
                 ttl_us: TTL_US,
             },
@@ -485,7 +485,7 @@ impl ScaleSimulation {
             ScaleSimulationEvent::SidecarSweepsLeases { sidecar } => self.sweep_leases(sidecar),
             ScaleSimulationEvent::StoreReceivesReturns { returns } => {
                 self.manual_clock.set_us(self.now_us);
-                for settlement in returns.iter().flat_map(LeaseReturn::settlements) {
+                for settlement in returns.iter().flat_map(LeaseCredit::settlements) {
                     self.memory.apply_settlements(&[settlement]);
                 }
             }
@@ -499,7 +499,7 @@ impl ScaleSimulation {
         let SimulatedSidecar {
             table, deny_cache, ..
         } = &self.sidecars[sidecar_index];
-        match table.take_permit(&charges, now, OnLeaseExhausted::WaitForRenewal) {
+        match table.take_permit(&charges, now, OnLeaseExhausted::Wait) {
             LeaseAction::Permit {
                 units_to_request, ..
             } => {
@@ -509,14 +509,14 @@ impl ScaleSimulation {
                     self.send_queries(sidecar_index, [(0, units_to_request)]);
                 }
             }
-            LeaseAction::WaitForRenewal(_) => self.sidecars[sidecar_index].waiting_requests += 1,
+            LeaseAction::WaitForRefill(_) => self.sidecars[sidecar_index].waiting_requests += 1,
             LeaseAction::QueryStore { units_to_request } => {
                 if deny_cache
                     .find_refusal(&charges, now, DenyMatchScope::AllLimits)
                     .is_some()
                 {
                     if units_to_request > 0 {
-                        table.finish_renewal(self.key.id());
+                        table.finish_refill(self.key.id());
                     }
                     self.record_rejection();
                 } else if units_to_request > 0 {
@@ -576,7 +576,7 @@ impl ScaleSimulation {
             decision,
             (sent_at, received_at),
         );
-        table.finish_renewal(self.key.id());
+        table.finish_refill(self.key.id());
         self.leased_units += decision.grants.iter().map(|grant| grant.units).sum::<u64>();
         self.totals.max_leased_units = self.totals.max_leased_units.max(self.leased_units);
         if !std::mem::replace(
@@ -598,8 +598,8 @@ impl ScaleSimulation {
     /// Simulates the return task.
     fn sweep_leases(&mut self, sidecar_index: usize) {
         let now = self.current_instant();
-        let (returns, next) = self.sidecars[sidecar_index].table.take_due_returns(now);
-        self.leased_units -= returns.iter().map(LeaseReturn::units).sum::<u64>();
+        let (returns, next) = self.sidecars[sidecar_index].table.take_due_credits(now);
+        self.leased_units -= returns.iter().map(LeaseCredit::units).sum::<u64>();
         self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !returns.is_empty();
         if !returns.is_empty() {
             let delay_us = self.random.u64(ONE_WAY_LATENCY_US);

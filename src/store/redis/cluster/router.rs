@@ -56,7 +56,8 @@ impl ClusterRouter {
     /// Runs one command on the node of a slot. Repeats a call whose keys are being migrated.
     ///
     /// # Errors
-    /// At once if that node is disconnected, else within the deadline. The failure is counted.
+    /// Returns an error at once if the node is disconnected, otherwise by the deadline at the
+    /// latest. The failure is counted.
     pub(super) async fn run_on_slot(
         &self,
         slot: u16,
@@ -71,7 +72,9 @@ impl ClusterRouter {
                 {
                     sleep(TRY_AGAIN_DELAY).await;
                 }
-                result => return result.map_err(|failed_call| self.record_failure(&failed_call)),
+                result => {
+                    return result.map_err(|failed_call| self.record_failed_call(&failed_call));
+                }
             }
         }
     }
@@ -93,7 +96,7 @@ impl ClusterRouter {
             .map(|(turn, command)| self.try_on_slot(slot, command, start + call_timeout * turn));
         let results = join_all(answers).await;
         if let Some(failed_call) = results.iter().find_map(|result| result.as_ref().err()) {
-            self.record_failure(failed_call);
+            self.record_failed_call(failed_call);
         }
         results
             .into_iter()
@@ -226,7 +229,7 @@ impl ClusterRouter {
         let script = &self.context.scripts;
         let command = script.decide_command(charges, None);
         let reply = self.try_on_slot(slot, &command, deadline).await;
-        match reply.map_err(|failed_call| self.record_failure(&failed_call)) {
+        match reply.map_err(|failed_call| self.record_failed_call(&failed_call)) {
             Ok(reply) => ScriptLibrary::parse_decision_reply(&reply, charges)
                 .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply)),
             Err(RedisErrorKind::WrongType(position)) => {
@@ -267,8 +270,9 @@ impl ClusterRouter {
         }
     }
 
-    /// Records a failed call. A slot that moves is no failure.
-    fn record_failure(&self, call: &FailedClusterCall) -> RedisErrorKind {
+    /// Counts a failed call, also for its node if that was connected. Returns the kind of failure. A
+    /// slot that moves is no failure.
+    fn record_failed_call(&self, call: &FailedClusterCall) -> RedisErrorKind {
         if call.kind == RedisErrorKind::TryAgain {
             return call.kind;
         }

@@ -62,7 +62,7 @@ impl ClusterClient {
             let assigned_shard = |charge: &Charge<'_>| {
                 let search = searches
                     .iter()
-                    .find(|search| search.policy_group == (charge.group, charge.shadow));
+                    .find(|search| search.policy_group == (charge.policy_number, charge.shadow));
                 search.map(|search| (search.current_shard, search.shard_count))
             };
             let shard_counters: SmallVec<[(Key, Limit); 4]> = charges
@@ -83,7 +83,7 @@ impl ClusterClient {
             let has_refusal = |search: &ShardSearch| {
                 let mut own = charges.iter().zip(&decision.statuses);
                 own.any(|(charge, status)| {
-                    (charge.group, charge.shadow) == search.policy_group
+                    (charge.policy_number, charge.shadow) == search.policy_group
                         && status.is_some_and(|status| status.refusal.is_some())
                 })
             };
@@ -168,7 +168,7 @@ impl ClusterClient {
 fn start_searches(charges: &[Charge<'_>]) -> SmallVec<[ShardSearch; 2]> {
     let mut searches: SmallVec<[ShardSearch; 2]> = SmallVec::new();
     for charge in charges.iter().filter(|charge| charge.shard_count > 1) {
-        let policy = (charge.group, charge.shadow);
+        let policy = (charge.policy_number, charge.shadow);
         if !searches.iter().any(|search| search.policy_group == policy) {
             let (shards, at) = (charge.shard_count, fastrand::u16(..charge.shard_count));
             searches.push(ShardSearch {
@@ -191,7 +191,7 @@ fn hide_unfinished_searches(
 ) {
     for (charge, status) in charges.iter().zip(&mut decision.statuses) {
         let is_unfinished = |search: &ShardSearch| {
-            search.policy_group == (charge.group, charge.shadow)
+            search.policy_group == (charge.policy_number, charge.shadow)
                 && search.shards_tried < search.shard_count
         };
         if !decision.admitted && searches.iter().any(is_unfinished) {

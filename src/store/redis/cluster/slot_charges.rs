@@ -17,7 +17,7 @@ pub(super) struct OwnedCharge {
     limit: Limit,
     key: Key,
     cost: u64,
-    group: u32,
+    policy_number: u32,
     shadow: bool,
     counts_rejected: bool,
     fails_closed: bool,
@@ -77,7 +77,7 @@ impl OwnedCharge {
             limit,
             key,
             cost,
-            group,
+            policy_number,
             shadow,
             counts_rejected,
             fails_closed,
@@ -88,7 +88,7 @@ impl OwnedCharge {
             limit: *limit,
             key: key.clone(),
             cost,
-            group,
+            policy_number,
             shadow,
             counts_rejected,
             fails_closed,
@@ -100,10 +100,10 @@ impl OwnedCharge {
     /// by one slot can't be revoked when another refuses.
     fn as_charge(&self) -> Charge<'_> {
         Charge {
-            group: self.group,
+            policy_number: self.policy_number,
             shadow: self.shadow,
             counts_rejected: self.counts_rejected,
-            settles: true,
+            is_estimate: true,
             slot_id: self.slot_id,
             ..Charge::new(&self.limit, &self.key, self.cost)
         }

@@ -376,13 +376,13 @@ mod tests {
         let shadow = [
             charges[0],
             Charge {
-                group: 1,
+                policy_number: 1,
                 shadow: true,
                 ..charges[1]
             },
         ];
         let shadow_pair = shadow.map(|charge| Charge {
-            group: 1,
+            policy_number: 1,
             shadow: true,
             ..charge
         });
@@ -473,7 +473,7 @@ mod tests {
             let charges = [
                 Charge::new(&LIMIT, &one, 1),
                 Charge {
-                    group: 1,
+                    policy_number: 1,
                     shadow: is_shadow,
                     ..Charge::new(&LIMIT, &other, 1)
                 },
