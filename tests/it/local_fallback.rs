@@ -1,5 +1,8 @@
 //! `on_store_failure = "local"`: several proxies continue without their Redis, and return to it.
 
+mod flapping;
+mod restart;
+
 use crate::support::client::RawClient;
 use crate::support::cluster::{RedisCluster, initial_node, initial_node_for_name};
 use crate::support::fake_redis::TcpRelay;
