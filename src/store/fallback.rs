@@ -47,12 +47,14 @@ const COUNTER_BOUNDS: MemorySettings = MemorySettings {
 /// The only partition of a store without slots.
 pub(super) const SINGLE_PARTITION: u16 = 0;
 
-/// Redis decides alone.
-const NO_OUTAGE: u8 = 0;
+/// Redis has all charges and decides alone.
+const UP_TO_DATE: u8 = 0;
+/// No outage, but charges wait for write-back: single calls have failed.
+const PENDING: u8 = 1;
 /// Redis was unreachable since the last [`FallbackStore::take_failure`].
-const FAILING: u8 = 1;
+const FAILING: u8 = 2;
 /// No failure since then, but not all instances have written back.
-const RECOVERING: u8 = 2;
+const RECOVERING: u8 = 3;
 
 /// Decides charges in this process while Redis is unavailable.
 #[derive(Debug)]
@@ -62,10 +64,10 @@ pub struct FallbackStore {
     packed_share: AtomicU64,
     status_cache: StatusCache,
     write_back: Mutex<WriteBackTable>,
-    /// [`NO_OUTAGE`], [`FAILING`] or [`RECOVERING`].
-    outage_phase: AtomicU8,
-    /// Partitions for which Redis may lack charges. Changes only under the lock of `write_back`;
-    /// empty if there is no outage and nothing to write back.
+    /// [`UP_TO_DATE`], [`PENDING`], [`FAILING`] or [`RECOVERING`]. [`UP_TO_DATE`] begins and ends
+    /// only under the lock of `write_back`.
+    phase: AtomicU8,
+    /// Partitions for which Redis may lack charges. Empty while [`UP_TO_DATE`].
     stale_partitions: PartitionSet,
     /// Partition that holds a key.
     partition_of: fn(&Key) -> u16,
@@ -82,7 +84,7 @@ impl FallbackStore {
             packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
             status_cache: StatusCache::default(),
             write_back: Mutex::default(),
-            outage_phase: AtomicU8::new(NO_OUTAGE),
+            phase: AtomicU8::new(UP_TO_DATE),
             stale_partitions: PartitionSet::default(),
             partition_of: |_| SINGLE_PARTITION,
             changed: Notify::new(),
@@ -114,7 +116,7 @@ impl FallbackStore {
 
     /// Whether the outage of any partition has not ended.
     pub fn is_in_outage(&self) -> bool {
-        self.outage_phase.load(Ordering::Relaxed) != NO_OUTAGE
+        self.phase() >= FAILING
     }
 
     /// Whether the outage of a partition with any of these counters has not ended.
@@ -131,12 +133,12 @@ impl FallbackStore {
     pub fn mark_unreachable(&self, partitions: impl IntoIterator<Item = u16>) {
         for partition in partitions {
             // Read first: in an outage every request calls this, and a lock would contend.
-            if self.is_stale(partition) && self.outage_phase.load(Ordering::Relaxed) == FAILING {
+            if self.is_stale(partition) && self.phase() == FAILING {
                 continue;
             }
             let _table = self.write_back.lock();
             self.stale_partitions.insert(partition);
-            if self.outage_phase.swap(FAILING, Ordering::Relaxed) != FAILING {
+            if self.phase.swap(FAILING, Ordering::Relaxed) != FAILING {
                 self.changed.notify_one();
             }
         }
@@ -150,12 +152,21 @@ impl FallbackStore {
     /// Ends the outage: all charges are written back, and Redis decides alone. Does nothing if
     /// Redis was unreachable since [`FallbackStore::take_failure`].
     pub fn end_outage(&self) {
-        self.change_phase(RECOVERING, NO_OUTAGE);
+        self.change_phase(RECOVERING, PENDING);
         self.finish_write_back();
     }
 
+    /// Returns whether an up-to-date Redis lacks charges from now on.
+    fn set_pending(&self, table: &WriteBackTable) -> bool {
+        !table.is_empty() && self.change_phase(UP_TO_DATE, PENDING)
+    }
+
+    fn phase(&self) -> u8 {
+        self.phase.load(Ordering::Relaxed)
+    }
+
     fn change_phase(&self, from: u8, to: u8) -> bool {
-        self.outage_phase
+        self.phase
             .compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed)
             .is_ok()
     }
@@ -222,7 +233,6 @@ impl FallbackStore {
         let decision = self.decide_share(charges, share, requested_at, uses_fallback);
         if decision.admitted {
             let mut write_back = self.write_back.lock();
-            let was_empty = write_back.is_empty();
             for charge in charges
                 .iter()
                 .filter(|charge| uses_fallback(charge) && charge.cost > 0)
@@ -231,7 +241,7 @@ impl FallbackStore {
                 self.stale_partitions.insert(partition);
                 write_back.record_charge(charge, partition, decision.now_us);
             }
-            if was_empty && !write_back.is_empty() {
+            if self.set_pending(&write_back) {
                 self.changed.notify_one();
             }
         } else {
@@ -260,7 +270,7 @@ impl FallbackStore {
 
     /// Whether the answer of Redis for a charge may lack charges that are not written back yet.
     fn may_be_stale(&self, charge: &Charge<'_>) -> bool {
-        self.is_stale(self.partition(charge.key))
+        self.phase() != UP_TO_DATE && self.is_stale(self.partition(charge.key))
     }
 
     fn decide_share(
@@ -340,6 +350,7 @@ impl FallbackStore {
                 partition,
                 self.clock.now_us(),
             );
+            self.set_pending(&write_back);
         }
         is_counted_here
     }
@@ -387,7 +398,7 @@ impl FallbackStore {
             .collect();
         let mut table = self.write_back.lock();
         table.finish_batch(|id| !unsent_ids.contains(&id));
-        if table.is_empty() && !self.is_in_outage() {
+        if table.is_empty() && self.change_phase(PENDING, UP_TO_DATE) {
             self.stale_partitions.clear();
             table.clear_noted_counters();
         }

@@ -51,6 +51,11 @@ timeout = "500ms"
     ))
 }
 
+/// A server that keeps its data over [`RedisServer::kill`] and a restart.
+fn start_persistent_redis() -> RedisServer {
+    RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"])
+}
+
 async fn start_proxy(redis_port: u16, policies: &str, upstream: SocketAddr) -> Proxy {
     build_proxy(redis_port, policies)
         .upstream(upstream)

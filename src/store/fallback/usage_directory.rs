@@ -121,7 +121,7 @@ impl UsageDirectory {
         let entries = match fs::read_dir(&self.path) {
             Ok(entries) => entries,
             Err(error) => {
-                tracing::warn!(directory = %self.path.display(), %error, "cannot read store.state_dir");
+                tracing::debug!(directory = %self.path.display(), %error, "cannot read store.state_dir");
                 return Vec::new();
             }
         };

@@ -2,7 +2,7 @@
 
 use super::outage_usage::{OutageCounter, OutageUsage};
 use super::write_back::{CounterWriteBack, is_bucket, may_be_in_use};
-use super::{FallbackStore, UsageEntry};
+use super::{FallbackStore, UP_TO_DATE, UsageEntry};
 use crate::limiter::{Algorithm, Amendment, Charge, Key, Limit};
 use crate::store::Settlement;
 
@@ -12,7 +12,7 @@ impl FallbackStore {
     pub(in crate::store) fn export_usage(&self, wall_clock_us: u64) -> Option<OutageUsage> {
         let mut table = self.write_back.lock();
         table.finish_batch(|_| false);
-        if table.is_empty() && !self.is_in_outage() {
+        if self.phase() == UP_TO_DATE {
             return None;
         }
         let now_us = self.clock.now_us();

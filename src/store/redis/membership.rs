@@ -14,6 +14,7 @@ use super::connection::RedisConnectionState;
 use super::error::RedisErrorKind;
 use super::{RedisBackend, RedisStore, new_fallback};
 use crate::store::fallback::SINGLE_PARTITION;
+use crate::store::fallback::usage_directory::UsageFile;
 use crate::store::{FallbackStore, Settlement, Share};
 use crate::telemetry::LogThrottle;
 use redis::{Cmd, Value};
@@ -82,6 +83,9 @@ struct MembershipTracker {
     /// The time (µs) of Redis' clock, and when the reply arrived.
     redis_clock: Option<(u64, Instant)>,
     rejection_log: LogThrottle,
+    /// A file of a stopped process that is being written back. Kept over a failure, so that only
+    /// its unsent usage is sent again.
+    left_usage: Option<(UsageFile, FallbackStore)>,
 }
 
 /// Progress of the end of an outage.
@@ -97,11 +101,7 @@ pub(super) async fn run_membership(redis: RedisStore) {
     // Before the first connection there is no outage.
     redis.wait_until_ready().await;
     let fallback = redis.fallback();
-    let mut tracker = MembershipTracker {
-        decrease_since: None,
-        redis_clock: None,
-        rejection_log: LogThrottle::new(REJECTION_LOG_INTERVAL),
-    };
+    let mut tracker = MembershipTracker::new();
     let mut recovery = None;
     loop {
         let round = run_heartbeat_round(&redis, &mut tracker, recovery).await;
@@ -140,7 +140,7 @@ async fn run_heartbeat_round(
     if !redis.is_reachable() {
         return Ok(None);
     }
-    match write_back_with_files(redis).await {
+    match write_back_with_files(redis, tracker).await {
         // Other nodes of a cluster may be reachable.
         Err(_) if redis.is_cluster() => {}
         result => result?,
@@ -226,20 +226,33 @@ pub(super) async fn remove_member(redis: &RedisStore) {
 
 /// Writes back the usage of this process. At the end of an outage also writes the files that
 /// stopped processes left in `store.state_dir`, and removes all files that are in Redis.
-async fn write_back_with_files(redis: &RedisStore) -> Result<(), RedisErrorKind> {
+async fn write_back_with_files(
+    redis: &RedisStore,
+    tracker: &mut MembershipTracker,
+) -> Result<(), RedisErrorKind> {
     write_back(redis, redis.fallback()).await?;
     let directory = redis.context.usage_directory.as_ref();
     let Some(directory) = directory.filter(|_| redis.fallback().is_in_outage()) else {
         return Ok(());
     };
     directory.remove_restored();
-    while let Some((file, usage, downtime_us)) = directory.claim_file() {
+    let claim_left_usage = || {
+        let (file, usage, downtime_us) = directory.claim_file()?;
         let stopped_process = new_fallback(&redis.context.settings);
         stopped_process.restore_usage(usage, downtime_us);
-        write_back(redis, &stopped_process).await?;
+        Some((file, stopped_process))
+    };
+    loop {
+        let left_usage = tracker.left_usage.take().or_else(claim_left_usage);
+        let Some((file, stopped_process)) = left_usage else {
+            return Ok(());
+        };
+        if let Err(failure) = write_back(redis, &stopped_process).await {
+            tracker.left_usage = Some((file, stopped_process));
+            return Err(failure);
+        }
         file.remove();
     }
-    Ok(())
 }
 
 /// Writes all usage that was admitted without Redis. A failed write is repeated: usage may count
@@ -349,6 +362,15 @@ fn add_jitter(pause: Duration) -> Duration {
 }
 
 impl MembershipTracker {
+    fn new() -> Self {
+        Self {
+            decrease_since: None,
+            redis_clock: None,
+            rejection_log: LogThrottle::new(REJECTION_LOG_INTERVAL),
+            left_usage: None,
+        }
+    }
+
     /// Estimates Redis' clock at a time, rather too early.
     fn predict_redis_time_us(&self, at: Instant) -> Option<u64> {
         let (now_us, read_at) = self.redis_clock?;
@@ -413,17 +435,9 @@ mod tests {
         }
     }
 
-    fn new_tracker() -> MembershipTracker {
-        MembershipTracker {
-            decrease_since: None,
-            redis_clock: None,
-            rejection_log: LogThrottle::new(REJECTION_LOG_INTERVAL),
-        }
-    }
-
     #[tokio::test(start_paused = true)]
     async fn more_instances_take_effect_at_once_and_fewer_after_the_grace_period() {
-        let mut tracker = new_tracker();
+        let mut tracker = MembershipTracker::new();
         let mut share = Share::with_unknown_rank(3);
         let start = Instant::now();
         let mut reply_at = |beat: u32, instances: u32, rank: u32| {
@@ -451,7 +465,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn only_consecutive_answers_reduce_the_instance_count() {
-        let mut tracker = new_tracker();
+        let mut tracker = MembershipTracker::new();
         let five = Share::with_rank(5, 4);
         let lower_reply = |tracker: &mut MembershipTracker| {
             tracker.next_share(five, membership_reply(2, 1), Instant::now())

@@ -63,7 +63,7 @@ async fn stop(mut proxy: Proxy) {
 /// reaches Redis when the outage ends.
 #[tokio::test]
 async fn a_restart_in_an_outage_grants_no_second_quota() {
-    let (mut server, upstream) = (RedisServer::start(), Upstream::echo().await);
+    let (mut server, upstream) = (start_persistent_redis(), Upstream::echo().await);
     let directory = TempDir::new().unwrap();
     let proxy = start_instance(server.port(), directory.path(), &upstream).await;
     wait_for_instance_count(&proxy, 1.0).await;
