@@ -271,8 +271,16 @@ pub(crate) fn ping(port: u16) -> bool {
     }
 }
 
+/// The server program. `TIDEGATE_TEST_REDIS_SERVER` replaces `redis-server`, to test with another
+/// version of Redis, or with Valkey.
+pub(crate) fn server_command() -> Command {
+    Command::new(
+        std::env::var_os("TIDEGATE_TEST_REDIS_SERVER").unwrap_or_else(|| "redis-server".into()),
+    )
+}
+
 fn spawn_server(port: u16, directory: &TempDir, args: &[String]) -> Child {
-    let child = Command::new("redis-server")
+    let child = server_command()
         .args([
             "--port",
             &port.to_string(),
