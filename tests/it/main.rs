@@ -80,6 +80,7 @@ mod request_validation_corpus;
 mod resource_limits;
 mod response_costs;
 mod retry_after;
+mod rolling_upgrade;
 mod settlements;
 mod shared_redis;
 mod top;
