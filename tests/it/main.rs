@@ -67,6 +67,7 @@ mod proxying;
 mod rate_limit_service;
 mod rate_limit_service_operation;
 mod rate_limit_service_protocol;
+mod redis_connection_budget;
 mod redis_connections;
 mod redis_faults;
 mod redis_outage;
