@@ -235,3 +235,4 @@ bench: ## Measure policy matching, decisions and key sizes, then decisions per s
 	cargo bench --locked --bench matching
 	cargo bench --locked --bench costs
 	cargo bench --locked --bench redis
+	cargo bench --locked --bench refusals

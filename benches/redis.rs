@@ -18,7 +18,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use support::{KEY_PREFIX, RedisServer};
-use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Lease, Limit};
+use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, LeaseTerms, Limit};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 
@@ -99,7 +99,7 @@ fn run_leased(server: &RedisServer) {
     for size in [None, Some(50), Some(1000)] {
         server.flush();
         let before = count_script_calls(server);
-        let lease = Lease {
+        let lease = LeaseTerms {
             size,
             ttl_us: 100_000,
         };
@@ -146,7 +146,7 @@ fn count_script_calls(server: &RedisServer) -> u32 {
     calls.map_or(0, |calls| calls.parse().unwrap())
 }
 
-async fn decide_leased_until(store: Store, limit: Limit, lease: Lease, end: Instant) -> u32 {
+async fn decide_leased_until(store: Store, limit: Limit, lease: LeaseTerms, end: Instant) -> u32 {
     let (mut checks, owner) = (0, make_key(0));
     loop {
         let sent_at = tokio::time::Instant::now();

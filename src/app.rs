@@ -126,7 +126,7 @@ async fn run_proxy(
         shutdown_handle,
         shutdown: config.shutdown,
         is_listening: Arc::clone(&is_listening),
-        load: server.load(),
+        load: server.server_load(),
         max_connections: config.listen.max_connections,
         workers: config.listen.threads,
         store_backend: shared.store_backend.clone(),
@@ -289,8 +289,8 @@ async fn sample_history(
         // On another thread: ten thousand policies take milliseconds, and this thread accepts
         // connections.
         let sample_task = tokio::task::spawn_blocking(move || {
-            history.sample(now_s, live.load_snapshot().tallies().iter());
-            metrics.top_refusals().rotate_generations(now_s);
+            history.sample(now_s, live.load_snapshot().counters().iter());
+            metrics.top_rejections().rotate_generations(now_s);
         });
         if let Err(error) = sample_task.await {
             tracing::error!(%error, "failed to sample the traffic history");

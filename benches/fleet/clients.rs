@@ -1,7 +1,7 @@
 //! The clients, and their load balancer, which follows the readiness of the nodes.
 
 use crate::FleetContext;
-use crate::support::client::{RequestOutcome, get, handshake_http1};
+use crate::support::client::{RequestOutcome, handshake_http1, http_get};
 use bytes::Bytes;
 use fastrand::Rng;
 use http_body_util::Full;
@@ -53,7 +53,7 @@ impl FleetContext {
         address: SocketAddr,
     ) {
         loop {
-            match timeout(PROBE_TIMEOUT, get(probes, "/readyz")).await {
+            match timeout(PROBE_TIMEOUT, http_get(probes, "/readyz")).await {
                 Ok(Ok((200, _))) => drop(self.balancer.0.lock().unwrap().insert(node, address)),
                 _ => self.balancer.remove(node),
             }
@@ -73,7 +73,7 @@ pub(crate) fn spawn_clients(context: &Arc<FleetContext>, seed: u64) -> Vec<JoinH
 
 /// Runs one client: one connection after another, each to a random node.
 async fn run_client(context: Arc<FleetContext>, key: usize, mut rng: Rng) {
-    while !context.is_over() {
+    while !context.has_ended() {
         if let Some((node, address)) = context.balancer.choose_node(&mut rng) {
             run_connection(&context, key, node, address, &mut rng).await;
         }
@@ -100,7 +100,8 @@ async fn run_connection(
     };
     let (path, user) = context.keys[key].path_and_user();
     for _ in 0..rng.u32(1..60) {
-        if context.is_over() || !context.balancer.contains(node) || sidecar.ready().await.is_err() {
+        if context.has_ended() || !context.balancer.contains(node) || sidecar.ready().await.is_err()
+        {
             break;
         }
         let number = rng.u32(..).to_string();

@@ -159,7 +159,7 @@ impl RequestLedger {
         self.unexplained_events.lock().unwrap().clone()
     }
 
-    pub(crate) fn explained(&self) -> BTreeMap<String, u64> {
+    pub(crate) fn explained_count_by_cause(&self) -> BTreeMap<String, u64> {
         self.explained_events.lock().unwrap().clone()
     }
 

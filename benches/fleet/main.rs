@@ -60,7 +60,7 @@ struct FleetContext {
 }
 
 impl FleetContext {
-    fn is_over(&self) -> bool {
+    fn has_ended(&self) -> bool {
         self.is_over.load(Ordering::Relaxed)
     }
 

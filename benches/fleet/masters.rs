@@ -130,7 +130,7 @@ impl RedisMaster {
 
 async fn start_redis(machine: &NetworkMachine, folder: &TempDir) -> Child {
     let server = machine
-        .command("redis-server")
+        .command_in_namespace("redis-server")
         .args([
             "--port",
             &REDIS_PORT.to_string(),

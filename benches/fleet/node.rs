@@ -42,7 +42,7 @@ impl FleetNode {
     pub(crate) async fn start(id: u8, context: &Arc<FleetContext>, config: &str) -> Self {
         let machine = NetworkMachine::new(id, &[BridgeNetwork::Front, BridgeNetwork::Back]);
         let mut app = machine
-            .command(std::env::current_exe().unwrap())
+            .command_in_namespace(std::env::current_exe().unwrap())
             .arg("app")
             .stdout(Stdio::piped())
             .spawn()
@@ -145,14 +145,14 @@ fn spawn_sidecar(
     context: &Arc<FleetContext>,
 ) -> Child {
     let mut sidecar = machine
-        .command(env!("CARGO_BIN_EXE_tidegate"))
+        .command_in_namespace(env!("CARGO_BIN_EXE_tidegate"))
         .args(["run", "--config"])
         .arg(mount.folder.path().join("config.toml"))
         .stdin(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    tokio::spawn(record_log(
+    tokio::spawn(record_sidecar_log(
         id,
         sidecar.stderr.take().unwrap(),
         Arc::clone(context),
@@ -160,7 +160,7 @@ fn spawn_sidecar(
     sidecar
 }
 
-async fn record_log(id: u8, log: ChildStderr, context: Arc<FleetContext>) {
+async fn record_sidecar_log(id: u8, log: ChildStderr, context: Arc<FleetContext>) {
     let mut log = BufReader::new(log).lines();
     while let Ok(Some(text)) = log.next_line().await {
         let line: Value = serde_json::from_str(&text).unwrap_or_default();

@@ -114,7 +114,7 @@ pub(crate) fn write_report(seed: u32, context: &FleetContext, results: &[PhaseRe
     }
     println!("\nWhat faults explain:\n");
     ledger
-        .explained()
+        .explained_count_by_cause()
         .iter()
         .for_each(|(what, times)| println!("- {times} × {what}"));
     let (from, to) = (

@@ -42,12 +42,12 @@ pub(crate) async fn run_faults(
     seed: u64,
 ) {
     let (mut rng, mut version, mut reloads) = (Rng::with_seed(seed), 1, ReloadCounts::default());
-    while !is_over(targets) {
+    while !has_ended(targets) {
         let mut round = ALL_FAULTS;
         rng.shuffle(&mut round);
         for trouble in round {
             sleep_randomly(&mut rng).await;
-            if is_over(targets) {
+            if has_ended(targets) {
                 break;
             }
             match trouble {
@@ -94,8 +94,8 @@ pub(crate) async fn run_faults(
     );
 }
 
-fn is_over(targets: &[FaultTarget<'_>]) -> bool {
-    targets.iter().any(|target| target.context.is_over())
+fn has_ended(targets: &[FaultTarget<'_>]) -> bool {
+    targets.iter().any(|target| target.context.has_ended())
 }
 
 fn begin_fault(targets: &[FaultTarget<'_>], fault: SoakFault) {

@@ -63,11 +63,11 @@ impl SoakLedger {
     }
 
     /// Requests sent so far, including those that the client aborted deliberately.
-    pub(crate) fn sent(&self) -> u64 {
+    pub(crate) fn sent_count(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn given_up(&self) -> u64 {
+    pub(crate) fn given_up_count(&self) -> u64 {
         self.given_up.load(Ordering::Relaxed)
     }
 

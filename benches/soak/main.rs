@@ -69,7 +69,7 @@ struct ProxyFixture {
 }
 
 impl SoakContext {
-    fn is_over(&self) -> bool {
+    fn has_ended(&self) -> bool {
         Instant::now() >= self.deadline
     }
 }
@@ -188,7 +188,7 @@ struct ResourceSample {
 /// Samples twice a second and prints a line once a minute.
 async fn sample_resources(context: &SoakContext, proxy: &ProxyProcess) -> Vec<ResourceSample> {
     let mut samples = Vec::new();
-    while !context.is_over() {
+    while !context.has_ended() {
         let sample = ResourceSample {
             rss_kib: proxy.rss_kib(),
             files: proxy.open_files(),
@@ -196,7 +196,7 @@ async fn sample_resources(context: &SoakContext, proxy: &ProxyProcess) -> Vec<Re
         if samples.len() % 120 == 0 {
             let (left_s, sent) = (
                 context.deadline.duration_since(Instant::now()).as_secs(),
-                context.ledger.sent(),
+                context.ledger.sent_count(),
             );
             let ResourceSample { rss_kib, files } = sample;
             let name = context.name;
@@ -291,10 +291,10 @@ fn check_counted_answers(ledger: &SoakLedger, metrics: &MetricsPage) {
             ));
         }
     }
-    let (sent, seen, counted) = (ledger.sent(), total(&seen), total(&counted));
+    let (sent, seen, counted) = (ledger.sent_count(), total(&seen), total(&counted));
     println!(
         "{sent} requests, {} aborted; {seen} responses received, {counted} counted",
-        ledger.given_up()
+        ledger.given_up_count()
     );
     if counted > sent {
         ledger.record_unexplained(format!(

@@ -154,7 +154,7 @@ impl ProxyProcess {
         let mut log = BufReader::new(child.stderr.take().unwrap()).lines();
         let admin = wait_for_logged_address(&mut log, "admin listening").await;
         let address = wait_for_logged_address(&mut log, "listening").await;
-        let log = tokio::spawn(record_log(log, Arc::clone(ledger)));
+        let log = tokio::spawn(record_proxy_log(log, Arc::clone(ledger)));
         Self {
             child,
             log,
@@ -217,7 +217,7 @@ async fn wait_for_logged_address(
     }
 }
 
-async fn record_log(mut log: Lines<BufReader<ChildStderr>>, ledger: Arc<SoakLedger>) {
+async fn record_proxy_log(mut log: Lines<BufReader<ChildStderr>>, ledger: Arc<SoakLedger>) {
     while let Ok(Some(text)) = log.next_line().await {
         let line: Value = serde_json::from_str(&text).unwrap_or_default();
         let field = |name| line.get(name).and_then(Value::as_str);

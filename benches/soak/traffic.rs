@@ -103,15 +103,15 @@ pub(crate) fn spawn_clients(context: &Arc<SoakContext>, seed: u64) -> Vec<JoinHa
 
 /// Runs one client: one connection after another.
 async fn run_client(client: ClientKind, context: Arc<SoakContext>, mut rng: Rng) {
-    while !context.is_over() {
+    while !context.has_ended() {
         let lived = match client {
-            ClientKind::KeepAlive => run_keep_alive(&context, &mut rng).await,
-            ClientKind::Http2 => run_multiplexed(&context, &mut rng).await,
-            ClientKind::Tunnel => run_tunnel(&context, &mut rng).await,
-            ClientKind::Uploading => run_upload(&context, &mut rng).await,
-            ClientKind::Slow => run_slow(&context, &mut rng).await,
-            ClientKind::Disconnecting => run_disconnecting(&context, &mut rng).await,
-            ClientKind::Hostile => run_hostile(&context, &mut rng).await,
+            ClientKind::KeepAlive => run_keep_alive_client(&context, &mut rng).await,
+            ClientKind::Http2 => run_http2_client(&context, &mut rng).await,
+            ClientKind::Tunnel => run_websocket_client(&context, &mut rng).await,
+            ClientKind::Uploading => run_upload_client(&context, &mut rng).await,
+            ClientKind::Slow => run_slow_client(&context, &mut rng).await,
+            ClientKind::Disconnecting => run_disconnecting_client(&context, &mut rng).await,
+            ClientKind::Hostile => run_hostile_client(&context, &mut rng).await,
         };
         // Each operation records its own result.
         if let Err(error) = lived {
@@ -123,10 +123,10 @@ async fn run_client(client: ClientKind, context: Arc<SoakContext>, mut rng: Rng)
     }
 }
 
-async fn run_keep_alive(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_keep_alive_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = handshake_http1(connect_to_proxy(context, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..200) {
-        if context.is_over() || proxy.ready().await.is_err() {
+        if context.has_ended() || proxy.ready().await.is_err() {
             break;
         }
         let route = if rng.u8(..) == 0 {
@@ -152,10 +152,10 @@ async fn run_keep_alive(context: &SoakContext, rng: &mut Rng) -> io::Result<()> 
     Ok(())
 }
 
-async fn run_multiplexed(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_http2_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let proxy = handshake_http2(connect_to_proxy(context, Version::HTTP_2).await?).await?;
     for _ in 0..rng.u32(1..100) {
-        if context.is_over() || proxy.is_closed() {
+        if context.has_ended() || proxy.is_closed() {
             break;
         }
         let together = (0..rng.u32(1..8)).map(|_| {
@@ -178,7 +178,7 @@ async fn run_multiplexed(context: &SoakContext, rng: &mut Rng) -> io::Result<()>
     Ok(())
 }
 
-async fn run_tunnel(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_websocket_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = connect_to_proxy(context, Version::HTTP_11).await?;
     let pending = context.ledger.begin_request();
     let handshake = format!(
@@ -200,7 +200,7 @@ async fn check_echo(
     rng: &mut Rng,
 ) -> RequestOutcome {
     for _ in 0..rng.u32(1..50) {
-        if context.is_over() {
+        if context.has_ended() {
             break;
         }
         let sent = random_bytes(rng.usize(1..32_000), rng);
@@ -219,10 +219,10 @@ async fn check_echo(
     RequestOutcome::Answered(101)
 }
 
-async fn run_upload(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_upload_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = handshake_http1(connect_to_proxy(context, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..20) {
-        if context.is_over() || proxy.ready().await.is_err() {
+        if context.has_ended() || proxy.ready().await.is_err() {
             break;
         }
         let (number, body) = (
@@ -245,7 +245,7 @@ async fn run_upload(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
 }
 
 /// Sends a request slowly: just within the timeout, or too slowly.
-async fn run_slow(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_slow_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = connect_to_proxy(context, Version::HTTP_11).await?;
     let pending = context.ledger.begin_request();
     match rng.u8(..4) {
@@ -309,7 +309,7 @@ async fn read_slowly(proxy: &mut ClientStream, rng: &mut Rng) -> RequestOutcome 
 }
 
 /// Disconnects during an operation.
-async fn run_disconnecting(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_disconnecting_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     if rng.bool() {
         return reset_streams(context, rng.u32(1..20), rng).await;
     }
@@ -347,7 +347,7 @@ async fn reset_streams(context: &SoakContext, count: u32, rng: &mut Rng) -> io::
 }
 
 /// Sends invalid requests, or requests that aim to exhaust the proxy.
-async fn run_hostile(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_hostile_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     if context.tls.is_some() && rng.u8(..4) == 0 {
         return send_broken_handshake(context, rng).await;
     }

@@ -19,9 +19,14 @@ pub(crate) struct RedisServer {
 
 impl RedisServer {
     pub(crate) fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// Starts a server with further arguments.
+    pub(crate) fn start_with(args: &[&str]) -> Self {
         let port = free_port();
         Self {
-            child: spawn_redis(port),
+            child: spawn_redis(port, args),
             port,
         }
     }
@@ -34,7 +39,7 @@ impl RedisServer {
 
     /// Restarts a killed server, empty, on the same port.
     pub(crate) fn restart(&mut self) {
-        self.child = spawn_redis(self.port);
+        self.child = spawn_redis(self.port, &[]);
     }
 
     pub(crate) fn port(&self) -> u16 {
@@ -106,7 +111,7 @@ pub(crate) fn free_port() -> u16 {
 }
 
 /// Waits until the server accepts connections.
-fn spawn_redis(port: u16) -> Child {
+fn spawn_redis(port: u16, args: &[&str]) -> Child {
     let child = Command::new("redis-server")
         .args([
             "--port",
@@ -118,6 +123,7 @@ fn spawn_redis(port: u16) -> Child {
             "--appendonly",
             "no",
         ])
+        .args(args)
         .stdout(Stdio::null())
         .spawn();
     while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {

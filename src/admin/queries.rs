@@ -1,9 +1,9 @@
 //! Read-only handlers.
 //!
 //! With ten thousand policies a response takes milliseconds to render, so it is rendered on another
-//! thread: this one accepts connections.
+//! thread. The thread of these handlers accepts connections.
 
-use super::health::{collect_hints, phase_label};
+use super::health::{collect_problem_hints, phase_label};
 use super::parameters::QueryParameters;
 use super::responses::{JsonResponse, ProblemDetails, escape_json, run_blocking};
 use super::{AdminBackend, PolicySelection};
@@ -12,7 +12,7 @@ use crate::telemetry::history::{
     TimelineAxis,
 };
 use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounters, ProcessStatus};
-use crate::telemetry::top_refusals::{RefusalDimension, RefusalRanking};
+use crate::telemetry::top_rejections::{RejectionDimension, RejectionRanking};
 use axum::extract::{RawQuery, State};
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
@@ -85,12 +85,12 @@ pub(super) async fn get_policies(
             .map(|(policy, past)| {
                 let mut summary = policy.description.clone();
                 if let Some(tally) = &policy.counters {
-                    summary.extend(pairs_to_map(
+                    summary.extend(counts_to_json(
                         tally.requests_by_label(labels.policy_decisions),
                     ));
                     summary.insert(
                         "degraded_by".to_owned(),
-                        Value::Object(pairs_to_map(
+                        Value::Object(counts_to_json(
                             tally.requests_by_label(labels.degraded_outcomes),
                         )),
                     );
@@ -187,21 +187,21 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
             "full": observed.connection_limit_hits,
         },
         "requests": {
-            "total": Value::Object(pairs_to_map(totals)),
+            "total": Value::Object(counts_to_json(totals)),
             "seconds": traffic_columns(labels, from_s, &seconds),
         },
         "http": {
             "codes": Value::Object(
                 view.metrics.status_counts().into_iter().map(|(code, count)| (code.to_string(), json!(count))).collect(),
             ),
-            "upstream_errors": Value::Object(pairs_to_map(view.metrics.upstream_errors())),
+            "upstream_errors": Value::Object(counts_to_json(view.metrics.upstream_errors())),
         },
         "latency": latency_json(window_s, &times),
         "certificates": observed.certificates.iter()
             .map(|(file, at)| json!({ "file": file, "ends_s": at })).collect::<Vec<_>>(),
         "untrusted_forwarding": untrusted,
         "untrusted_peers": view.metrics.untrusted_peers(),
-        "hints": collect_hints(&observed, untrusted),
+        "hints": collect_problem_hints(&observed, untrusted),
     })
 }
 
@@ -211,7 +211,7 @@ fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
         "address": view.instance.store_address,
         "up": observed.store_up,
         "breaker_open": observed.breaker_open,
-        "errors": Value::Object(pairs_to_map(observed.store_errors.iter().copied())),
+        "errors": Value::Object(counts_to_json(observed.store_errors.iter().copied())),
         "instances": observed.instance_count,
         "lease_units_lost": observed.lease_units_lost,
         "memory": observed.memory.map(|memory| json!({
@@ -261,7 +261,7 @@ fn quantiles_json(buckets: &HistogramSnapshot) -> Value {
 }
 
 /// The most rejected keys and paths.
-pub(super) async fn get_top_refusals(
+pub(super) async fn get_top_rejections(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
@@ -273,23 +273,23 @@ pub(super) async fn get_top_refusals(
             ranking_json(
                 &view
                     .metrics
-                    .top_refusals()
+                    .top_rejections()
                     .ranking(what, policy.as_deref(), limit),
                 what,
             )
         };
         JsonResponse(
             StatusCode::OK,
-            json!({ "keys": rank(RefusalDimension::Keys), "paths": rank(RefusalDimension::Paths) }),
+            json!({ "keys": rank(RejectionDimension::Keys), "paths": rank(RejectionDimension::Paths) }),
         )
     })
     .await
 }
 
-fn ranking_json(ranking: &RefusalRanking, dimension: RefusalDimension) -> Value {
+fn ranking_json(ranking: &RejectionRanking, dimension: RejectionDimension) -> Value {
     let name = match dimension {
-        RefusalDimension::Keys => "key",
-        RefusalDimension::Paths => "path",
+        RejectionDimension::Keys => "key",
+        RejectionDimension::Paths => "path",
     };
     let entries = ranking.entries.iter().map(|entry| {
         json!({
@@ -307,7 +307,7 @@ fn ranking_json(ranking: &RefusalRanking, dimension: RefusalDimension) -> Value 
     })
 }
 
-fn pairs_to_map<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Map<String, Value> {
+fn counts_to_json<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Map<String, Value> {
     pairs
         .into_iter()
         .map(|(name, count)| (name.to_owned(), json!(count)))

@@ -87,7 +87,7 @@ impl AdminViewState {
             instance,
             metrics,
             history,
-            read_status: Arc::new(move || observe_state.observe()),
+            read_status: Arc::new(move || observe_state.collect_process_status()),
             config_json: Arc::new(move || {
                 Arc::clone(&config_state.reload_status.lock().effective_json)
             }),
@@ -111,7 +111,7 @@ impl AdminViewState {
         }
     }
 
-    fn observe(&self) -> ProcessStatus {
+    fn collect_process_status(&self) -> ProcessStatus {
         let (store_up, breaker_open, store_errors, memory) = match &self.store_backend {
             StoreBackend::Memory(memory) => {
                 let (keys, bytes, evictions) =
@@ -202,7 +202,7 @@ impl AdminViewState {
             .table
             .policies()
             .iter()
-            .zip(snapshot.tallies())
+            .zip(snapshot.counters())
             .filter(|(p, _)| is_selected(&p.name));
         let disabled = descriptions
             .iter()

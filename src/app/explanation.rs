@@ -168,9 +168,9 @@ pub(crate) fn explanation_to_json(
             (step, policy_json.as_object_mut())
         {
             let blocked = limited.blocked_until_us.zip(now_us);
-            let limits = limited.limits.iter().enumerate().map(|(at, named)| {
+            let limits = limited.limits.iter().enumerate().map(|(index, named)| {
                 let mut limit_json = limit_json::limit_to_json(named);
-                if let Some((status, now_us)) = limited.statuses.get(at).zip(now_us) {
+                if let Some((status, now_us)) = limited.statuses.get(index).zip(now_us) {
                     limit_json.extend(limit_json::limit_status_to_json(
                         &named.limit,
                         status,

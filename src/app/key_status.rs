@@ -70,7 +70,7 @@ pub(crate) fn resolve_key<'t>(
         )));
     };
     let (key, limits) = quota
-        .select_for_values(&policy.name, values, &table.client, &table.path)
+        .key_and_limits_for_values(&policy.name, values, &table.client, &table.path)
         .map_err(KeyLookupError::InvalidValues)?;
     Ok(ResolvedKey {
         policy,

@@ -117,8 +117,8 @@ fn describe_explanation(config: &Config, explanation: &PolicyExplanation<'_>) ->
                 let remaining = limit_status::format_wait(until_us.saturating_sub(now_us));
                 text.push_str(&format!("  {:<16}   blocked for {remaining}\n", ""));
             }
-            for (at, named) in limits.limits.iter().enumerate() {
-                let status = limits.statuses.get(at).zip(now_us);
+            for (index, named) in limits.limits.iter().enumerate() {
+                let status = limits.statuses.get(index).zip(now_us);
                 text.push_str(&format!(
                     "  {:<16}   {}\n",
                     "",

@@ -92,7 +92,7 @@ impl PolicyDecision {
     };
 
     /// Whether the policy rejected the request because of its client, or would have.
-    pub fn is_refusal(self) -> bool {
+    pub fn is_rejection(self) -> bool {
         matches!(
             self,
             Self::Rejected

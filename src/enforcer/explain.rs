@@ -1,6 +1,6 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
-use super::charge_plan::{ChargePlan, PolicyCharge};
+use super::charge_plan::{ChargePlan, PlannedPolicy};
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
     Facts, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
@@ -51,37 +51,38 @@ pub async fn explain_request<'t>(
     table: &'t PolicyTable,
     facts: &Facts<'_>,
 ) -> PolicyExplanation<'t> {
-    let mut steps = walk_policies(table, facts);
-    let policy_charges = steps
-        .iter()
-        .enumerate()
-        .filter_map(|(at, (policy, step))| match step {
-            PolicyStep::Limits(limits) => {
-                let PolicyLimits {
-                    key, limits, block, ..
-                } = limits;
-                Some(PolicyCharge {
-                    policy_index: at,
-                    policy,
-                    key: key.clone(),
-                    limits,
-                    block: *block,
-                    cost: 0,
-                    estimate: None,
-                    counts_rejected: false,
-                    shards: if let PolicyAction::Limit(quota) = &policy.action {
-                        quota.shards
-                    } else {
-                        1
-                    },
-                    lease: None,
-                })
-            }
-            _ => None,
-        });
+    let mut steps = explain_policies(table, facts);
+    let planned_policies =
+        steps
+            .iter()
+            .enumerate()
+            .filter_map(|(index, (policy, step))| match step {
+                PolicyStep::Limits(limits) => {
+                    let PolicyLimits {
+                        key, limits, block, ..
+                    } = limits;
+                    Some(PlannedPolicy {
+                        policy_index: index,
+                        policy,
+                        key: key.clone(),
+                        limits,
+                        block: *block,
+                        cost: 0,
+                        estimate: None,
+                        counts_rejected: false,
+                        shards: if let PolicyAction::Limit(quota) = &policy.action {
+                            quota.shards
+                        } else {
+                            1
+                        },
+                        lease: None,
+                    })
+                }
+                _ => None,
+            });
     let plan = ChargePlan {
-        policy_charges: policy_charges.collect(),
-        shadow_denials: SmallVec::new(),
+        planned_policies: planned_policies.collect(),
+        shadow_rejections: SmallVec::new(),
     };
     let decision = match store.decide(&plan.build_charges(0, 0)).await {
         Ok(decision) => decision,
@@ -110,7 +111,7 @@ pub async fn explain_request<'t>(
     }
 }
 
-fn walk_policies<'t>(
+fn explain_policies<'t>(
     table: &'t PolicyTable,
     facts: &Facts<'_>,
 ) -> Vec<(&'t Policy, PolicyStep<'t>)> {
@@ -141,7 +142,7 @@ fn explain_policy<'t>(
         PolicyAction::Deny => return PolicyStep::Denies,
         PolicyAction::Limit(quota) => quota,
     };
-    match quota.select_for_request(&policy.name, facts, &table.client) {
+    match quota.key_and_limits_for_request(&policy.name, facts, &table.client) {
         Ok(Some((key, limits))) => {
             let block = quota.block.as_ref().filter(|_| !policy.shadow);
             let cost = quota.cost.compute_units(facts);

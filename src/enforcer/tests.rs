@@ -1,4 +1,4 @@
-use super::charge_plan::PolicyCharge;
+use super::charge_plan::PlannedPolicy;
 use super::*;
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, KeyBuilder, Limit};
@@ -135,7 +135,7 @@ impl EnforcerFixture {
             query: None,
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
-            token: crate::policy::jwt::RequestToken::none(),
+            token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: None,
         };
@@ -231,7 +231,7 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
 fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
-        let policy_charge = |policy| PolicyCharge {
+        let planned_policy = |policy| PlannedPolicy {
             policy_index: 0,
             policy,
             key: key.clone(),
@@ -244,8 +244,8 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
             lease: None,
         };
         let plan = ChargePlan {
-            policy_charges: policies.iter().map(policy_charge).collect(),
-            shadow_denials: SmallVec::new(),
+            planned_policies: policies.iter().map(planned_policy).collect(),
+            shadow_rejections: SmallVec::new(),
         };
         let verdict = plan.into_degraded(
             &StoreUnavailable {
@@ -453,6 +453,45 @@ fn local_policies_reject_by_share_and_a_closed_policy_overrides_them() {
     );
 }
 
+/// Redis may have taken the slots before the call failed.
+#[test]
+fn slots_that_the_fallback_does_not_grant_are_released_in_redis() {
+    let queued_releases = |policies: &[(OnStoreFailure, u64)]| {
+        let policies = policies
+            .iter()
+            .enumerate()
+            .map(|(n, (on_store_failure, requests))| {
+                let mut policy = policy_by_user(&n.to_string(), *requests);
+                policy.on_store_failure = *on_store_failure;
+                quota_mut(&mut policy).limits[0].limit.algorithm =
+                    Algorithm::Concurrency { max_duration_us: 0 };
+                policy
+            });
+        let mut fixture = EnforcerFixture::new(policies.collect());
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap();
+        let store = {
+            let _entered = runtime.enter();
+            Store::redis(RedisStore::start(&SharedRedisState::new(UNREACHABLE_REDIS)))
+        };
+        fixture.enforcer.slots = ConcurrencySlots::new(store.clone());
+        fixture.enforcer.store = store;
+        fixture.decide_for_users(&["ann"], |_verdict| {
+            let releases = fixture.enforcer.slots.queued_releases();
+            let capacities = releases.iter().map(|(limit, _)| limit.requests);
+            capacities.collect::<Vec<_>>()
+        })
+    };
+    use OnStoreFailure::{Local, Open};
+    assert_eq!(
+        queued_releases(&[(Local, 1), (Local, 0)]),
+        [1, 0],
+        "refused"
+    );
+    assert_eq!(queued_releases(&[(Local, 1), (Open, 2)]), [2], "admitted");
+}
+
 #[test]
 fn allow_ends_policy_evaluation_and_deny_charges_nothing() {
     let act = |action, priority| Policy {
@@ -517,7 +556,7 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
 }
 
 #[test]
-fn only_estimates_that_were_charged_are_settled() {
+fn a_verdict_lists_only_estimates_that_were_charged() {
     let shadow = |requests| Policy {
         shadow: true,
         ..policy_by_estimate("shadow", requests)

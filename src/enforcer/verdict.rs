@@ -40,7 +40,7 @@ pub enum RequestOutcome<'t> {
     /// A policy with `action = "deny"` matched: 403.
     Denied {
         policy: &'t str,
-        reject: Option<&'t RejectResponse>,
+        custom_response: Option<&'t RejectResponse>,
     },
     /// A policy cannot form its key: 400.
     InvalidKey {
@@ -64,7 +64,7 @@ pub struct LimitRejection<'t> {
     pub retry: RetryHint,
     /// Whether a block was already in effect.
     pub is_blocked: bool,
-    pub reject: Option<&'t RejectResponse>,
+    pub custom_response: Option<&'t RejectResponse>,
 }
 
 /// Time after which the same request would be admitted.
@@ -115,7 +115,7 @@ impl<'t> Verdict<'t> {
 
 impl RequestOutcome<'_> {
     /// Whether the client is rejected, as opposed to an unavailable store.
-    pub fn is_over_limit(&self) -> bool {
+    pub fn rejects_client(&self) -> bool {
         matches!(
             self,
             Self::Limited(_) | Self::Denied { .. } | Self::InvalidKey { .. }

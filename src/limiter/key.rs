@@ -88,6 +88,17 @@ impl Key {
         self.id
     }
 
+    /// The policy's name, framed.
+    pub fn encoded_policy(&self) -> &[u8] {
+        let len = match self.encoded_values.as_slice() {
+            [VERBATIM_TAG, len, ..] => 2 + usize::from(*len),
+            _ => 33,
+        };
+        self.encoded_values
+            .get(..len)
+            .unwrap_or(&self.encoded_values)
+    }
+
     /// The policy's name and the values as readable text: `policy/value/value`. Bytes that could be
     /// taken for separators or harm a terminal are percent-escaped. An absent value is `-`, a
     /// hashed one `#` and hex, a shard `+` and its number.

@@ -196,7 +196,7 @@ impl RequestToken {
     }
 
     /// An empty token, for requests without a token reader.
-    pub fn none() -> &'static Self {
+    pub fn without_token_reader() -> &'static Self {
         static NONE: RequestToken = RequestToken {
             reader: None,
             now_s: 0,
@@ -364,7 +364,7 @@ fn parse_numeric_date(claims: &Value, name: &str) -> Result<Option<u64>, TokenEr
 /// request's processing, and clients send the same token many times.
 ///
 /// The keys of a reader never change, so entries stay valid. The caller checks the dates of each
-/// cached token.
+/// cached token. Process-wide, in shards with a lock each.
 #[derive(Debug, Default)]
 struct VerifiedTokenCache([Mutex<TokenCacheShard>; CACHE_SHARDS]);
 

@@ -40,7 +40,7 @@ pub struct KeyTemplate(Vec<KeyPart>);
 /// The action if a part is absent or empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MissingKeyAction {
-    /// All such requests share one quota.
+    /// All requests without the part share one quota.
     Shared,
     /// The policy does not apply.
     Skip,
@@ -145,7 +145,7 @@ impl KeyPart {
             Self::ClientIp => Some(Cow::Owned(
                 format_client_network(facts.client_ip, client).into_bytes(),
             )),
-            Self::Header(name) => self.single_value(facts::header_values(facts.headers, name))?,
+            Self::Header(name) => self.single_value(facts.header_values(name))?,
             Self::Query(name) => self.single_value(facts::query_values(facts.query, name))?,
             Self::Cookie(name) => self.single_value(facts::cookie_values(facts.headers, name))?,
             Self::Claim(name) => facts
@@ -175,7 +175,11 @@ impl KeyPart {
                 .client_cert
                 .and_then(|cert| text_bytes(cert.cn.as_deref())),
             Self::PathCaptures(pattern) => {
-                match facts.paths.iter().find_map(|path| pattern.captures(path)) {
+                match facts
+                    .paths
+                    .iter()
+                    .find_map(|path| pattern.captured_segments(path))
+                {
                     Some(found) => {
                         values.extend(
                             found
@@ -369,7 +373,7 @@ mod tests {
             query: None,
             headers: &headers,
             client_ip: [10, 1, 2, 3].into(),
-            token: crate::policy::jwt::RequestToken::none(),
+            token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: None,
         };

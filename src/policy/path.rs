@@ -252,9 +252,9 @@ fn resolve_segments(
 /// Appends a literal segment. Its semicolons are escaped where they would otherwise start
 /// parameters.
 fn push_segment(out: &mut String, segment: &str, settings: &Settings) {
-    for (at, part) in segment.split(';').enumerate() {
+    for (index, part) in segment.split(';').enumerate() {
         match settings.strip_parameters {
-            _ if at == 0 => {}
+            _ if index == 0 => {}
             true if settings.case_sensitive => out.push_str("%3B"),
             true => out.push_str("%3b"),
             false => out.push(';'),

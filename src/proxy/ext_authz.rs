@@ -167,7 +167,7 @@ impl ProxyService {
 }
 
 fn reject_auth_request(error: AuthRequestError, peer: &ConnectionPeer) -> Response<ResponseBody> {
-    /// Once per process: a misconfigured proxy sends only such requests.
+    /// Warns once per process: every request of a misconfigured proxy has this error.
     static WARNED: std::sync::Once = std::sync::Once::new();
     WARNED.call_once(|| {
         tracing::warn!(unclear = %error, peer = %peer.addr, "authorization request rejected; configure the proxy in front as docs/ENVOY.md describes");

@@ -73,7 +73,7 @@ impl ProxyService {
             SHOULD_RATE_LIMIT => {
                 let trace = TraceContext::from_headers(&parts.headers).map(|context| context.trace);
                 let mut count_guard = RateLimitCallGuard {
-                    shard: &self.metrics,
+                    metrics: &self.metrics,
                     call: RlsCallResult::Cancelled,
                 };
                 let answer = self.should_rate_limit(body, peer, arrived_at, trace).await;
@@ -150,7 +150,7 @@ impl ProxyService {
                 "the store gave no answer",
             ));
         }
-        let over = call_verdict.verdict.outcome.is_over_limit();
+        let over = call_verdict.verdict.outcome.rejects_client();
         let call = if over {
             RlsCallResult::OverLimit
         } else {
@@ -175,6 +175,7 @@ impl ProxyService {
     ) {
         let (status, policy) = match &verdict.outcome {
             RequestOutcome::Forward => (StatusCode::OK, None),
+            // Envoy answers every `OVER_LIMIT` with 429.
             RequestOutcome::Limited(limited) => {
                 (StatusCode::TOO_MANY_REQUESTS, Some(limited.policy))
             }
@@ -213,13 +214,13 @@ impl ProxyService {
 
 /// Counts a call when it ends, even if the caller disconnected.
 struct RateLimitCallGuard<'s> {
-    shard: &'s WorkerMetrics,
+    metrics: &'s WorkerMetrics,
     call: RlsCallResult,
 }
 
 impl Drop for RateLimitCallGuard<'_> {
     fn drop(&mut self) {
-        self.shard.record_rls_call(self.call as usize);
+        self.metrics.record_rls_call(self.call as usize);
     }
 }
 
@@ -311,7 +312,7 @@ fn build_response(
     };
     let (headers, body) = response_headers_and_body(verdict, fields);
     RateLimitResponse {
-        overall_code: code(verdict.outcome.is_over_limit()).into(),
+        overall_code: code(verdict.outcome.rejects_client()).into(),
         statuses: statuses
             .iter()
             .map(|status| {
@@ -375,14 +376,16 @@ fn response_headers_and_body(
 ) -> (Vec<messages::HeaderValue>, Bytes) {
     let mut headers = HeaderMap::new();
     rate_limit_headers::write_headers(verdict, fields, &mut headers);
-    let reject = match &verdict.outcome {
+    let custom_response = match &verdict.outcome {
         RequestOutcome::Limited(limited) => {
             if let Some(seconds) = limited.retry.retry_after_s() {
                 headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
             }
-            limited.reject
+            limited.custom_response
         }
-        RequestOutcome::Denied { reject, .. } => *reject,
+        RequestOutcome::Denied {
+            custom_response, ..
+        } => *custom_response,
         _ => None,
     };
     if let Some(RejectResponse {
@@ -390,7 +393,7 @@ fn response_headers_and_body(
         content_type,
         headers: more,
         ..
-    }) = reject
+    }) = custom_response
     {
         if !body.is_empty() {
             headers.insert(header::CONTENT_TYPE, content_type.clone());
@@ -407,6 +410,8 @@ fn response_headers_and_body(
     });
     (
         added.collect(),
-        reject.map(|reject| reject.body.clone()).unwrap_or_default(),
+        custom_response
+            .map(|custom| custom.body.clone())
+            .unwrap_or_default(),
     )
 }

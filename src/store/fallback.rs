@@ -51,16 +51,17 @@ pub struct FallbackStore {
     memory: MemoryStore,
     packed_share: AtomicU64,
     status_cache: StatusCache,
+    /// Process-wide; locked during an outage only.
     write_back: Mutex<WriteBackTable>,
     /// Charges wait for write-back or are being written back. Answers of Redis may lack them.
     has_pending_write_back: AtomicBool,
-    /// Set from the first failure until all instances have written back.
+    /// Set from the first failed call until all instances have written back.
     is_in_outage: AtomicBool,
     /// Partitions for which Redis may lack charges.
     stale_partitions: PartitionSet,
     /// Partition that holds a key.
     partition_of: fn(&Key) -> u16,
-    /// Set by a failure, cleared by [`FallbackStore::take_failure`].
+    /// Set by a failure, cleared by [`FallbackStore::take_new_failure_flag`].
     has_new_failure: AtomicBool,
     /// Wakes the background task.
     changed: Notify,
@@ -146,7 +147,7 @@ impl FallbackStore {
     }
 
     /// Whether Redis was unreachable since the last call.
-    pub fn take_failure(&self) -> bool {
+    pub fn take_new_failure_flag(&self) -> bool {
         self.has_new_failure.swap(false, Ordering::Relaxed)
     }
 
@@ -203,7 +204,7 @@ impl FallbackStore {
     pub fn decide(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let share = self.share();
         for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
-            self.status_cache.take_with(charge, |answer| {
+            self.status_cache.remove_and_apply(charge, |answer| {
                 let limit = share.scale_limit(charge.limit);
                 let amendment =
                     answer.to_amendment(share, &limit, self.clock.time_at_us(requested_at));
@@ -290,16 +291,16 @@ impl FallbackStore {
         for settlement in settlements {
             match settlement.amendment {
                 Amendment::Release { slot } => {
-                    self.memory.apply_if_present(settlement);
+                    self.memory.apply_settlement_if_present(settlement);
                     self.write_back
                         .lock()
                         .release_slot(settlement.limit, settlement.key, slot);
                 }
                 Amendment::Renew { .. } => {
-                    self.memory.apply_if_present(settlement);
+                    self.memory.apply_settlement_if_present(settlement);
                 }
                 Amendment::Charge(_) if self.is_in_outage() => {
-                    self.memory.apply_if_present(settlement);
+                    self.memory.apply_settlement_if_present(settlement);
                 }
                 // Credits are ignored: too strict, but only for a short time.
                 Amendment::Charge(_)
@@ -338,7 +339,7 @@ impl FallbackStore {
     }
 
     /// Takes a batch of charges to write back, without those of `unreachable` partitions. They stay
-    /// pending until [`FallbackStore::finish_write_back`] or [`FallbackStore::requeue_unsent`].
+    /// pending until [`FallbackStore::finish_write_back`] or [`FallbackStore::requeue_unconfirmed`].
     pub fn take_write_back(&self, unreachable: impl IntoIterator<Item = u16>) -> WriteBackBatch {
         let unreachable_set = PartitionSet::default();
         unreachable
@@ -361,20 +362,20 @@ impl FallbackStore {
         }
     }
 
-    /// Puts back the counters of unsent settlements; all others count as written back.
-    pub fn requeue_unsent<'l>(
+    /// Puts back the counters of unconfirmed settlements; all others count as written back.
+    pub fn requeue_unconfirmed<'l>(
         &self,
         batch: WriteBackBatch,
-        unsent: impl Iterator<Item = &'l Settlement<'l>>,
+        unconfirmed: impl Iterator<Item = &'l Settlement<'l>>,
     ) {
-        let unsent_ids: HashSet<CounterId> = unsent
+        let unconfirmed_ids: HashSet<CounterId> = unconfirmed
             .map(|settlement| counter_id(settlement.limit, settlement.key))
             .collect();
-        let unsent_entries = batch
+        let unconfirmed_entries = batch
             .0
             .into_iter()
-            .filter(|pending| unsent_ids.contains(&pending.counter_id()));
-        self.write_back.lock().merge_batch(unsent_entries);
+            .filter(|pending| unconfirmed_ids.contains(&pending.counter_id()));
+        self.write_back.lock().merge_batch(unconfirmed_entries);
     }
 
     /// The amendments of a batch, with the ages of its charges at this moment.
@@ -382,8 +383,8 @@ impl FallbackStore {
         let now_us = self.clock.now_us();
         let units_in_use = |limit: &Limit, key: &Key| {
             let limit = self.share().scale_limit(limit);
-            let look = self.memory.decide(&[Charge::new(&limit, key, 0)]);
-            let status = look.statuses.first().copied().flatten();
+            let decision = self.memory.decide(&[Charge::new(&limit, key, 0)]);
+            let status = decision.statuses.first().copied().flatten();
             status.map_or(0, |status| {
                 limit.capacity().saturating_sub(status.remaining)
             })
@@ -408,7 +409,7 @@ fn exclude_leased_units<'d>(
         let units = grant.units.saturating_mul(share.instances().into());
         for (charge, status) in charges.iter().zip(statuses.to_mut()) {
             if let Some(status) = status
-                && charge.group == grant.group
+                && charge.policy_number == grant.policy_number
             {
                 status.remaining = status.remaining.saturating_sub(units);
             }

@@ -134,7 +134,7 @@ impl TrafficHistory {
         {
             let sample = DurationSample {
                 at_s: now_s,
-                durations: read_durations(&self.metrics),
+                durations: read_duration_histograms(&self.metrics),
             };
             state.duration_samples.push_back(sample);
             let more = state
@@ -182,7 +182,7 @@ impl TrafficHistory {
     /// Returns a number of seconds and the durations in that time: the last minute, or the time
     /// since the start if that is shorter.
     pub fn recent_durations(&self) -> (u64, DurationHistograms) {
-        let mut now = read_durations(&self.metrics);
+        let mut now = read_duration_histograms(&self.metrics);
         let state = self.state.lock();
         let Some(oldest) = state.duration_samples.front() else {
             return (0, now);
@@ -197,7 +197,7 @@ impl TrafficHistory {
     }
 }
 
-fn read_durations(metrics: &Metrics) -> DurationHistograms {
+fn read_duration_histograms(metrics: &Metrics) -> DurationHistograms {
     DurationHistograms {
         decisions: metrics.decision_durations(),
         responses: metrics.response_durations(),

@@ -9,7 +9,9 @@ use crate::support::redis::connect_redis;
 use crate::support::upstream::Upstream;
 use std::fs;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Lease, Limit};
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit,
+};
 use tidegate::store::redis::{CounterInspector, SharedRedisState};
 use tidegate::store::{Settlement, Store, StoreUnavailable};
 use tokio::task::JoinSet;
@@ -170,11 +172,11 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
         let charges = [
             Charge::new(&DAILY_LIMIT, &wide, 2),
             Charge {
-                group: 1,
+                policy_number: 1,
                 ..Charge::new(&narrow, &tight, 1)
             },
             Charge {
-                group: 2,
+                policy_number: 2,
                 slot_id: slot,
                 ..Charge::new(&CONCURRENCY_LIMIT, &room, 1)
             },
@@ -210,7 +212,7 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
     let charges = [
         Charge::new(&nothing, &full, 1),
         Charge {
-            group: 1,
+            policy_number: 1,
             slot_id: 7,
             ..Charge::new(&CONCURRENCY_LIMIT, &free, 1)
         },
@@ -260,7 +262,7 @@ async fn every_algorithm_refunds_denied_charges() {
             let charges = [
                 Charge::new(&nothing, &full, 1),
                 Charge {
-                    group: 1,
+                    policy_number: 1,
                     ..Charge::new(&limit, &owner, 7)
                 },
             ];
@@ -309,7 +311,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
         );
         // Two leases with different ends.
         for ttl_us in [DAILY_LIMIT.per_us / 4, DAILY_LIMIT.per_us / 2] {
-            let lease = Some(Lease {
+            let lease = Some(LeaseTerms {
                 size: Some(25),
                 ttl_us,
             });
@@ -332,7 +334,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
             let charges = [
                 Charge::new(&nothing, &full, 1),
                 Charge {
-                    group: 1,
+                    policy_number: 1,
                     ..Charge::new(&limit, &owner, 7)
                 },
             ];
@@ -359,9 +361,9 @@ async fn estimated_costs_in_several_slots_are_settled_in_each() {
     let keys = [0, 1, 2].map(|node| key_on(node, "tokens"));
     let charges: Vec<_> = (0..)
         .zip(&keys)
-        .map(|(group, key)| Charge {
-            group,
-            settles: true,
+        .map(|(policy_number, key)| Charge {
+            policy_number,
+            is_estimate: true,
             ..Charge::new(&limit, key, 100)
         })
         .collect();
@@ -467,7 +469,7 @@ async fn a_shadow_policy_in_another_slot_is_charged_only_for_admitted_requests()
         let charges = [
             Charge::new(&narrow, &enforced, 1),
             Charge {
-                group: 1,
+                policy_number: 1,
                 shadow: true,
                 ..Charge::new(&DAILY_LIMIT, &shadow, 1)
             },
@@ -580,7 +582,7 @@ async fn a_decision_cancelled_between_slots_refunds_its_charges() {
         let charges = [
             Charge::new(&nothing, &full, 1),
             Charge {
-                group: 1,
+                policy_number: 1,
                 ..Charge::new(&DAILY_LIMIT, &free, 1)
             },
         ];
@@ -617,7 +619,7 @@ async fn retries_on_other_shards_do_not_deny_the_request_themselves() {
             policy_key(&format!("own-{round}")),
         );
         let spread = Charge {
-            group: 1,
+            policy_number: 1,
             shard_count: 16,
             ..Charge::new(&sixteen, &hot, 1)
         };

@@ -21,7 +21,9 @@ use redis::Value;
 use redis::aio::MultiplexedConnection;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Lease, Limit};
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit,
+};
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 use tidegate::store::{Settlement, Store};
 use tokio::time::sleep;
@@ -217,7 +219,7 @@ async fn a_limit_holds_and_is_used_up_in_an_upgrade_and_a_rollback() {
 #[tokio::test]
 async fn leases_of_both_versions_share_a_limit() {
     let server = RedisServer::start();
-    let lease = Some(Lease {
+    let lease = Some(LeaseTerms {
         size: Some(3),
         ttl_us: HOUR_US,
     });
@@ -323,7 +325,7 @@ impl SharedState {
             Err(error) if error.code() == Some("NOSCRIPT") => {
                 let _: () = self
                     .scripts
-                    .load_pipeline()
+                    .load_used_programs()
                     .query_async(&mut self.connection)
                     .await
                     .unwrap();
@@ -384,7 +386,7 @@ impl SharedState {
         let decision = self.decide_by_current(&current, at_us).await;
         let grant = decision.grants.first();
         let charged_at_us = current.iter().zip(&decision.charged_at_us);
-        let charged_at_us = charged_at_us.filter(|(charge, _)| charge.settles);
+        let charged_at_us = charged_at_us.filter(|(charge, _)| charge.is_estimate);
         assert_eq!(
             previous_version::PreviousDecision {
                 statuses: status_numbers(&decision),
@@ -434,13 +436,13 @@ fn draw_charges<'a>(
         Algorithm::LeakyBucket { .. } | Algorithm::Concurrency { .. } => false,
         _ => block.is_none(),
     };
-    let lease = (can_lease && rng.u8(..4) == 0).then(|| Lease {
+    let lease = (can_lease && rng.u8(..4) == 0).then(|| LeaseTerms {
         size: rng.bool().then(|| rng.u64(1..=20)),
         ttl_us: (limit.per_us / 2).max(1),
     });
     let charge = Charge {
         counts_rejected: !is_slot && rng.u8(..4) == 0,
-        settles: !is_slot && rng.bool(),
+        is_estimate: !is_slot && rng.bool(),
         slot_id: u128::from(rng.u8(1..=4)),
         lease,
         requested_lease_units: lease.map_or(0, |_| rng.u64(1..=20)),

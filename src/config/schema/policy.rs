@@ -165,7 +165,7 @@ pub(super) static LEASE: [SchemaKey; 2] = [
     ),
 ];
 
-pub(super) static MATCH: [SchemaKey; 12] = [
+pub(in crate::config) static MATCH: [SchemaKey; 12] = [
     key(
         "methods",
         TextList("methods such as \"GET\""),
@@ -192,19 +192,19 @@ pub(super) static MATCH: [SchemaKey; 12] = [
     ),
     key(
         "headers",
-        Map(VALUE_TEST_FORMAT),
+        Map(VALUE_CONDITION_FORMAT),
         Optional,
         "Conditions on headers. Of several values of a name, one must match.",
     ),
     key(
         "query",
-        Map(VALUE_TEST_FORMAT),
+        Map(VALUE_CONDITION_FORMAT),
         Optional,
         "Conditions on query parameters.",
     ),
     key(
         "cookies",
-        Map(VALUE_TEST_FORMAT),
+        Map(VALUE_CONDITION_FORMAT),
         Optional,
         "Conditions on cookies.",
     ),
@@ -216,7 +216,7 @@ pub(super) static MATCH: [SchemaKey; 12] = [
     ),
     key(
         "jwt",
-        Map(VALUE_TEST_FORMAT),
+        Map(VALUE_CONDITION_FORMAT),
         Optional,
         "Conditions on token claims, by name or JSON pointer. Of a list, one element must match.",
     ),
@@ -240,12 +240,12 @@ pub(super) static MATCH: [SchemaKey; 12] = [
     ),
 ];
 
-const VALUE_TEST_FORMAT: &str = "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
+const VALUE_CONDITION_FORMAT: &str = "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
 
 const DESCRIPTOR_ENTRY_FORMAT: &str = "a table such as { generic_key = \"api\", remote_address = \"*\" }, where \"*\" matches any value, or { name = { regex = \"…\" } }";
 
 /// Keys of a condition that is a table.
-pub(in crate::config) static VALUE_TEST: [SchemaKey; 2] = [
+pub(in crate::config) static VALUE_CONDITION: [SchemaKey; 2] = [
     key(
         "regex",
         Text("a regular expression"),

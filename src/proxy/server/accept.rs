@@ -131,7 +131,7 @@ async fn read_proxy_source(
         }
         // The parser decides at the maximum header length at the latest, which bounds the buffer.
         if let Some(header) =
-            proxy_header::parse(&received).map_err(|error| reject(error.into()))?
+            proxy_header::parse_proxy_header(&received).map_err(|error| reject(error.into()))?
         {
             socket.put_back(received.get(header.len..).unwrap_or_default());
             return Ok(header.source);

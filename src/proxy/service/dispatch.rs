@@ -54,11 +54,11 @@ impl RequestHandler for ProxyService {
             ));
     }
 
-    fn metrics_shard(&self) -> Option<Arc<WorkerMetrics>> {
+    fn worker_metrics(&self) -> Option<Arc<WorkerMetrics>> {
         Some(Arc::clone(&self.metrics))
     }
 
-    async fn finish(&self) {
+    async fn finish_outstanding_work(&self) {
         self.enforcer.shut_down().await;
     }
 }

@@ -2,7 +2,7 @@
 
 use super::ProxyService;
 use crate::enforcer::{DecisionSource, ReportedLimit, RequestDecision, RequestOutcome, Verdict};
-use crate::policy::client::ClientIdentity;
+use crate::policy::client::ClientAddress;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::request_validation::RequestTarget;
@@ -14,7 +14,7 @@ use tokio::time::Instant;
 /// The parts of a request that its log entry and trace need after it was forwarded.
 pub(in crate::proxy) struct RequestSummary {
     pub(super) target: RequestTarget,
-    pub(super) client: ClientIdentity,
+    pub(super) client: ClientAddress,
     /// The client's HTTP version; validation replaces that of the request head.
     pub(super) version: Version,
     pub(super) arrived_at: Instant,

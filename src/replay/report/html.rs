@@ -67,8 +67,8 @@ fn write_page(page: &mut String, report: &ReplayReport) -> fmt::Result {
 
 fn write_header(page: &mut String, report: &ReplayReport) -> fmt::Result {
     page.push_str("<header><h1>What the policies would have done</h1><p>");
-    for (at, log) in report.logs.iter().enumerate() {
-        let comma = if at > 0 { ", " } else { "" };
+    for (index, log) in report.logs.iter().enumerate() {
+        let comma = if index > 0 { ", " } else { "" };
         write!(
             page,
             "{comma}<code>{}</code> ({})",
@@ -311,8 +311,8 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
         format_share(*touched_now, *keys),
     )?;
     page.push_str("<p>Peak demand: ");
-    for (at, (of_1000, peak)) in proposal.quantiles.iter().enumerate() {
-        let comma = if at > 0 { ", " } else { "" };
+    for (index, (of_1000, peak)) in proposal.quantiles.iter().enumerate() {
+        let comma = if index > 0 { ", " } else { "" };
         match of_1000 {
             1000 => write!(page, "{comma}and the highest {}", format_count(*peak))?,
             _ => write!(

@@ -12,11 +12,11 @@ use serde_json::{Value, json};
 const MAX_STEPS: usize = 60;
 
 pub(super) fn render_json(report: &ReplayReport) -> String {
-    let logs: Vec<Value> = report.logs.iter().map(log_to_json).collect();
+    let logs: Vec<Value> = report.logs.iter().map(log_summary_to_json).collect();
     let sets: Vec<Value> = report
         .sets
         .iter()
-        .map(|set| set_to_json(report, set))
+        .map(|set| policy_set_to_json(report, set))
         .collect();
     // A single set has no comparison.
     let differences = (report.sets.len() > 1).then_some(report.differences);
@@ -34,7 +34,7 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
     format!("{value:#}\n")
 }
 
-fn log_to_json(log: &LogSummary) -> Value {
+fn log_summary_to_json(log: &LogSummary) -> Value {
     json!({
         "name": log.name,
         "format": log.format.name(),
@@ -46,12 +46,12 @@ fn log_to_json(log: &LogSummary) -> Value {
     })
 }
 
-fn set_to_json(report: &ReplayReport, set: &PolicySetReport) -> Value {
+fn policy_set_to_json(report: &ReplayReport, set: &PolicySetReport) -> Value {
     let stats = &set.stats;
     let policies = set.policies.iter().zip(&stats.policies).enumerate();
     let policies: Vec<Value> = policies
-        .map(|(at, (summary, stats))| {
-            let suggestions = set.suggestions.iter().find(|(of, _)| *of == at);
+        .map(|(index, (summary, stats))| {
+            let suggestions = set.suggestions.iter().find(|(of, _)| *of == index);
             policy_to_json(
                 report,
                 summary,

@@ -12,6 +12,7 @@ use std::collections::HashMap;
 const MAX_GENERATION_ENTRIES: usize = 1 << 12;
 const SHARD_COUNT: usize = 16;
 
+/// The last status of each limit and key. Process-wide, in shards with a lock each.
 #[derive(Debug, Default)]
 pub(super) struct StatusCache([Mutex<StatusGenerations>; SHARD_COUNT]);
 
@@ -68,7 +69,7 @@ impl StatusCache {
 
     /// Removes the entry of a charge and passes it to `apply`. The shard stays locked meanwhile: a
     /// concurrent charge must not be overwritten by the counter that `apply` creates.
-    pub(super) fn take_with(&self, charge: &Charge<'_>, apply: impl FnOnce(CachedStatus)) {
+    pub(super) fn remove_and_apply(&self, charge: &Charge<'_>, apply: impl FnOnce(CachedStatus)) {
         let id = counter_id(charge.limit, charge.key);
         let Some(shard) = self.shard(charge) else {
             return;

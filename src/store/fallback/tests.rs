@@ -52,7 +52,7 @@ impl SimulatedFleet {
         self.manual_clock.set_us(self.now_us);
     }
 
-    fn charge(&self) -> Charge<'_> {
+    fn one_unit_charge(&self) -> Charge<'_> {
         Charge {
             has_fallback: true,
             ..Charge::new(&self.limit, &self.key, 1)
@@ -60,14 +60,14 @@ impl SimulatedFleet {
     }
 
     fn decide_in_redis(&mut self, instance: usize) -> bool {
-        let charges = [self.charge()];
+        let charges = [self.one_unit_charge()];
         let decision = self.redis.decide(&charges);
         self.instances[instance].cache_statuses(&charges, &decision, Instant::now());
         self.record_admission(decision.admitted)
     }
 
     fn decide_by_share(&mut self, instance: usize) -> bool {
-        let decision = self.instances[instance].decide(&[self.charge()], Instant::now());
+        let decision = self.instances[instance].decide(&[self.one_unit_charge()], Instant::now());
         self.record_admission(decision.admitted)
     }
 
@@ -194,7 +194,7 @@ fn a_fleet_admits_the_remaining_units_and_an_exhausted_key_stays_exhausted() {
         for fallback in &fleet.instances {
             let zero_cost = [Charge {
                 cost: 0,
-                ..fleet.charge()
+                ..fleet.one_unit_charge()
             }];
             fallback.cache_statuses(&zero_cost, &fleet.redis.decide(&zero_cost), Instant::now());
         }
@@ -222,7 +222,7 @@ fn a_refusal_above_the_share_is_not_permanent() {
     let refusal = |fallback: &FallbackStore, cost| {
         let charges = [Charge {
             cost,
-            ..fleet.charge()
+            ..fleet.one_unit_charge()
         }];
         fallback.decide(&charges, Instant::now()).statuses[0]
             .unwrap()
@@ -254,17 +254,17 @@ fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
             ..Charge::new(&wide, &keys[0], 1)
         },
         Charge {
-            group: 1,
+            policy_number: 1,
             ..Charge::new(&narrow, &keys[1], 5)
         },
         Charge {
-            group: 2,
+            policy_number: 2,
             has_fallback: true,
             shadow: true,
             ..Charge::new(&narrow, &keys[2], 5)
         },
         Charge {
-            group: 3,
+            policy_number: 3,
             has_fallback: true,
             ..Charge::new(&narrow, &keys[3], 1)
         },
@@ -546,7 +546,7 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
             amendment: *amendment,
         })
         .collect();
-    fallback.requeue_unsent(batch, settlements.iter());
+    fallback.requeue_unconfirmed(batch, settlements.iter());
     assert_eq!(
         fallback.write_back_amendments(&fallback.take_write_back([])),
         amendments,

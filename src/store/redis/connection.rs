@@ -34,7 +34,7 @@ const INITIAL_BACKOFF_PER_INSTANCE: Duration = Duration::from_millis(1);
 const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(1);
 
 /// Consecutive timeouts after which a connection is replaced: the server may hang, or the address
-/// may lead to another server.
+/// may lead to another server. Each caller of a call that times out counts.
 const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 
 /// A connection that is reopened when it is lost.
@@ -266,7 +266,7 @@ async fn supervise_connection(
         };
         state.store(Arc::new(RedisConnectionState::Down(error.kind)));
         if !is_lost.swap(true, Ordering::Relaxed) {
-            breaker.record_connection_lost(&error);
+            breaker.record_connection_down(&error);
         }
         let min_jitter;
         (backoff, min_jitter) = if started.elapsed() >= STABLE_CONNECTION_AGE {
@@ -361,7 +361,7 @@ pub(super) async fn run_loading_scripts(
 }
 
 async fn load_scripts(context: &RedisContext, live: &LiveConnection) -> RedisResult<()> {
-    let pipeline = context.scripts.load_pipeline();
+    let pipeline = context.scripts.load_used_programs();
     for reply in live
         .connection
         .clone()

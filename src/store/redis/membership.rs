@@ -56,7 +56,7 @@ pub fn instance_id() -> &'static str {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MembershipOperation {
     Heartbeat,
-    /// The instance is alive, but has usage left to write back.
+    /// A heartbeat of an instance that still has usage to write back.
     HeartbeatPending,
     Read,
 }
@@ -124,7 +124,7 @@ async fn run_heartbeat_round(
     recovery: Option<OutageRecovery>,
 ) -> Result<Option<OutageRecovery>, RedisErrorKind> {
     let fallback = redis.fallback();
-    let has_failed = fallback.take_failure();
+    let has_failed = fallback.take_new_failure_flag();
     // Other workers may still have no connection.
     let is_up = redis.context.breaker.is_up();
     let recovery = recovery.filter(|_| !has_failed && is_up);
@@ -227,11 +227,11 @@ async fn write_back(redis: &RedisStore) -> Result<(), RedisErrorKind> {
         return Err(failure);
     }
     while fallback.has_pending_write_back() {
-        let owed_charges = fallback.take_write_back(redis.unreachable_partitions());
-        if owed_charges.is_empty() {
+        let batch = fallback.take_write_back(redis.unreachable_partitions());
+        if batch.is_empty() {
             return Err(RedisErrorKind::Connection);
         }
-        let amendments = fallback.write_back_amendments(&owed_charges);
+        let amendments = fallback.write_back_amendments(&batch);
         let settlements: Vec<_> = amendments
             .iter()
             .map(|(limit, key, amendment)| Settlement {
@@ -240,11 +240,11 @@ async fn write_back(redis: &RedisStore) -> Result<(), RedisErrorKind> {
                 amendment: *amendment,
             })
             .collect();
-        if let Err(error) = redis.amend(&settlements).await {
-            fallback.requeue_unsent(
-                owed_charges,
+        if let Err(error) = redis.apply_settlements(&settlements).await {
+            fallback.requeue_unconfirmed(
+                batch,
                 error
-                    .unsent_indices
+                    .unconfirmed_indices
                     .iter()
                     .filter_map(|index| settlements.get(*index)),
             );

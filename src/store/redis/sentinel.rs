@@ -32,7 +32,7 @@ impl SentinelGroup<'_> {
         let mut last_error =
             RedisConnectionError::new(RedisErrorKind::Connection, "no sentinels are configured");
         for sentinel in self
-            .cycle_from(first_sentinel)
+            .cycle_sentinels_from(first_sentinel)
             .take(self.settings.servers.len())
         {
             match self.connect_and_query(sentinel).await {
@@ -49,7 +49,7 @@ impl SentinelGroup<'_> {
         known_master: &RedisAddress,
         first_sentinel: usize,
     ) {
-        for sentinel in self.cycle_from(first_sentinel) {
+        for sentinel in self.cycle_sentinels_from(first_sentinel) {
             sleep(draw_check_pause()).await;
             let Ok(((mut connection, _driver), mut master)) =
                 self.connect_and_query(sentinel).await
@@ -75,7 +75,7 @@ impl SentinelGroup<'_> {
     }
 
     /// Repeats all sentinels endlessly, from one on.
-    fn cycle_from(&self, first_sentinel: usize) -> impl Iterator<Item = &RedisAddress> {
+    fn cycle_sentinels_from(&self, first_sentinel: usize) -> impl Iterator<Item = &RedisAddress> {
         let sentinels = &self.settings.servers;
         sentinels.iter().cycle().skip(
             first_sentinel

@@ -4,7 +4,7 @@ use super::histogram::{DECISION_BOUNDS, HistogramSnapshot, REQUEST_BOUNDS, Singl
 use super::labels::{MetricLabels, REQUEST_DECISIONS, sum_selected};
 use super::policy_counters::PolicyCounters;
 use super::worker::{FIRST_STATUS_CODE, STATUS_CODE_COUNT, WorkerMetrics};
-use crate::telemetry::top_refusals::TopRefusals;
+use crate::telemetry::top_rejections::TopRejections;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -18,7 +18,7 @@ pub struct Metrics {
     /// lower values, Prometheus would assume a restart. Only configured names are ever added.
     pub(super) policy_counters: Mutex<BTreeMap<Arc<str>, Arc<PolicyCounters>>>,
     pub(super) labels: MetricLabels,
-    top_refusals: TopRefusals,
+    top_rejections: TopRejections,
 }
 
 impl Metrics {
@@ -27,7 +27,7 @@ impl Metrics {
         let worker_metrics: Box<[Arc<WorkerMetrics>]> = (0..workers)
             .map(|index| Arc::new(WorkerMetrics::new(index, &labels)))
             .collect();
-        let top_refusals = TopRefusals::from_workers(
+        let top_rejections = TopRejections::from_workers(
             worker_metrics
                 .iter()
                 .map(|worker| Arc::clone(&worker.refusals))
@@ -37,7 +37,7 @@ impl Metrics {
             workers: worker_metrics,
             policy_counters: Mutex::default(),
             labels,
-            top_refusals,
+            top_rejections,
         })
     }
 
@@ -69,8 +69,8 @@ impl Metrics {
     }
 
     /// The most rejected keys and paths.
-    pub fn top_refusals(&self) -> &TopRefusals {
-        &self.top_refusals
+    pub fn top_rejections(&self) -> &TopRejections {
+        &self.top_rejections
     }
 
     /// The label values of the counters.

@@ -3,7 +3,7 @@
 use super::histogram::{DECISION_BOUNDS, DurationHistogram, REQUEST_BOUNDS, SingleWriterCounter};
 use super::labels::{DECISION_SOURCES, MetricLabels, REQUEST_DECISIONS, RLS_CALL_RESULTS};
 use super::policy_counters::PolicyCounters;
-use crate::telemetry::top_refusals::WorkerRefusals;
+use crate::telemetry::top_rejections::WorkerRejections;
 use parking_lot::Mutex;
 use std::fmt;
 use std::net::IpAddr;
@@ -19,7 +19,7 @@ pub struct WorkerMetrics {
     pub(super) decisions: [DurationHistogram; DECISION_SOURCES],
     pub(super) requests: DurationHistogram,
     pub(super) request_decisions: [SingleWriterCounter; REQUEST_DECISIONS],
-    pub(super) refusals: Arc<WorkerRefusals>,
+    pub(super) refusals: Arc<WorkerRejections>,
     /// By status code, starting at [`FIRST_STATUS_CODE`].
     pub(super) status_counts: [SingleWriterCounter; STATUS_CODE_COUNT],
     /// In the order of [`MetricLabels`], like the next three.
@@ -77,11 +77,11 @@ impl WorkerMetrics {
     /// Records the decision on a request by all policies together. `decision` is an index in
     /// [`MetricLabels::request_decisions`].
     pub fn record_request_decision(&self, decision: usize) {
-        increment(&self.request_decisions, decision);
+        increment_counter_at(&self.request_decisions, decision);
     }
 
     /// The rejected keys and paths of this worker.
-    pub fn refusals(&self) -> &WorkerRefusals {
+    pub fn rejections(&self) -> &WorkerRejections {
         &self.refusals
     }
 
@@ -102,31 +102,31 @@ impl WorkerMetrics {
     /// Records a response without a duration, such as one to an unreadable request.
     pub fn record_status(&self, code: u16) {
         let index = usize::from(code.saturating_sub(FIRST_STATUS_CODE));
-        increment(&self.status_counts, index);
+        increment_counter_at(&self.status_counts, index);
     }
 
     /// Records a failed TLS handshake of a client. `kind` is an index into
     /// [`MetricLabels::tls_errors`].
     pub fn record_tls_error(&self, kind: usize) {
-        increment(&self.tls_errors, kind);
+        increment_counter_at(&self.tls_errors, kind);
     }
 
     /// Records a connection closed because of its PROXY header. `kind` is an index into
     /// [`MetricLabels::proxy_header_errors`].
     pub fn record_proxy_header_error(&self, kind: usize) {
-        increment(&self.proxy_header_errors, kind);
+        increment_counter_at(&self.proxy_header_errors, kind);
     }
 
     /// Records a request without a response from the upstream. `kind` is an index into
     /// [`MetricLabels::upstream_errors`].
     pub fn record_upstream_error(&self, kind: usize) {
-        increment(&self.upstream_errors, kind);
+        increment_counter_at(&self.upstream_errors, kind);
     }
 
     /// Records a connection or stream that tidegate closed. `reason` is an index into
     /// [`MetricLabels::close_reasons`].
     pub fn record_connection_closed(&self, reason: usize) {
-        increment(&self.close_reasons, reason);
+        increment_counter_at(&self.close_reasons, reason);
     }
 
     /// Records a forwarding header from an untrusted peer, while a policy depends on the client's
@@ -144,7 +144,7 @@ impl WorkerMetrics {
     /// Records a call to the rate-limit service. `result` is an index into
     /// [`MetricLabels::rls_call_results`].
     pub fn record_rls_call(&self, result: usize) {
-        increment(&self.rls_calls, result);
+        increment_counter_at(&self.rls_calls, result);
     }
 
     /// Records a number of descriptors that no policy matches.
@@ -162,7 +162,7 @@ impl WorkerMetrics {
     }
 }
 
-fn increment(counters: &[SingleWriterCounter], index: usize) {
+fn increment_counter_at(counters: &[SingleWriterCounter], index: usize) {
     if let Some(counter) = counters.get(index) {
         counter.add(1);
     }

@@ -5,6 +5,7 @@
 
 pub mod admin_proxy;
 pub mod client;
+pub mod clock_offset;
 pub mod cluster;
 pub mod fake_redis;
 pub mod generated_log;

@@ -217,7 +217,7 @@ fn charge_argument(charge: &Charge<'_>, follows: bool) -> String {
     let limit = charge.limit;
     let flags = u32::from(charge.shadow)
         + 2 * u32::from(charge.counts_rejected)
-        + 4 * u32::from(charge.settles)
+        + 4 * u32::from(charge.is_estimate)
         + 8 * u32::from(follows);
     let capacity = match limit.algorithm {
         Algorithm::TokenBucket { burst, .. } => burst,
@@ -232,7 +232,7 @@ fn charge_argument(charge: &Charge<'_>, follows: bool) -> String {
     format!(
         "{} {} {}{lease} {capacity} {} {}",
         letter(limit),
-        charge.group * 16 + flags,
+        charge.policy_number * 16 + flags,
         charge.cost,
         limit.per_us,
         parameters(charge),
@@ -268,7 +268,7 @@ fn parse_decision(reply: &str, charges: &[Charge<'_>]) -> PreviousDecision {
     let (mut statuses, mut charged_at_us) = (Vec::new(), Vec::new());
     for charge in charges {
         statuses.push([next(), next(), next()]);
-        if charge.settles {
+        if charge.is_estimate {
             charged_at_us.push(next() as u64);
         }
     }

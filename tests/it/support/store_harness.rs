@@ -157,7 +157,7 @@ impl RedisUnderTest {
                 Ok(Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
                 reply => return reply.unwrap(),
             }
-            let loads = self.script.load_pipeline();
+            let loads = self.script.load_used_programs();
             connection
                 .send_packed_commands(&loads, 0, loads.len())
                 .await

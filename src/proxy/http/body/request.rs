@@ -104,7 +104,7 @@ impl RequestBody {
         }))))
     }
 
-    /// Whether there is no body. Only such requests can be sent twice.
+    /// Whether the request has no body. Only a request without a body can be sent twice.
     pub fn is_empty(&self) -> bool {
         self.0.is_none()
     }

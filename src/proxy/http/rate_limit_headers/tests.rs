@@ -191,7 +191,7 @@ fn reset_parameter_never_exceeds_retry_after() {
         violated_limits: smallvec!["fast"],
         retry: RetryHint::After(300_000),
         is_blocked: false,
-        reject: None,
+        custom_response: None,
     };
     let limits = [
         report_open_limit(&slow, 3, Some(50_000_000)),
