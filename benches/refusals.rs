@@ -89,7 +89,7 @@ fn measure_refusals(topology: &RedisTopology, tasks: usize) -> f64 {
             let global = KeyBuilder::new("global").finish();
             while let Some(key) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let own = Charge {
-                    group: 1,
+                    policy_number: 1,
                     ..Charge::new(&KEY_LIMIT, key, 1)
                 };
                 let charges = [Charge::new(&GLOBAL_LIMIT, &global, 1), own];

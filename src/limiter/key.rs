@@ -11,7 +11,7 @@ use std::fmt;
 /// A key value longer than this many bytes is stored as its hash. It is never truncated.
 const MAX_PART_BYTES: usize = 64;
 
-/// Identifies one counter of a policy.
+/// Policy name and key values; selects a quota.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
     id: u128,

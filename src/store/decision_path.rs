@@ -192,7 +192,9 @@ impl RedisDecisionPath<'_> {
         match result {
             Ok(decision) => {
                 cache_statuses(&decision);
-                if !decision.admitted {
+                if decision.admitted {
+                    self.deny_cache.forget_refusals(charges);
+                } else {
                     self.deny_cache.record_refusal(
                         charges,
                         &decision,

@@ -12,7 +12,6 @@ use crate::limiter::{Algorithm, Charge, Decision, Key, Limit, LimitStatus, Refus
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::HashMap;
-use std::mem::replace;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -20,16 +19,16 @@ use tokio::time::Instant;
 const MAX_AGE: Duration = Duration::from_secs(1);
 
 /// Interval of generations.
-const GENERATION_LENGTH: Duration = MAX_AGE.saturating_add(MAX_REVALIDATION);
+const GENERATION_LENGTH: Duration = MAX_AGE.saturating_add(REVALIDATION_INTERVAL);
 
 /// Maximum age for a policy with leases, unless the lease TTL is shorter. Other instances return
 /// unused units at any time, up to one TTL late. Long enough that an exhausted key does not ask
 /// Redis on every request.
 const LEASED_MAX_AGE: Duration = Duration::from_millis(20);
 
-/// For how long at most an expired refusal still answers while one request asks Redis again. A key
-/// with many requests then costs one question, not one per request in flight.
-const MAX_REVALIDATION: Duration = Duration::from_millis(250);
+/// After an entry has expired, one request asks Redis per this interval, and the others are refused
+/// until it has an answer. So a key with many requests costs one question.
+const REVALIDATION_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Entries per generation, about 1 MiB each. Further refusals are not cached.
 const MAX_GENERATION_ENTRIES: usize = 8192;
@@ -53,8 +52,8 @@ pub enum DenyMatchScope {
     AnyLimit,
 }
 
-/// Two generations of entries. No entry outlives [`GENERATION_LENGTH`], so dropping the older generation at
-/// that interval loses nothing and needs no sweep.
+/// Two generations of entries. An entry is renewed or obsolete after [`GENERATION_LENGTH`], so
+/// dropping the older generation at that interval needs no sweep.
 #[derive(Debug)]
 struct DenyGenerations {
     current: DenyGeneration,
@@ -80,8 +79,6 @@ struct DenyCacheEntry {
     sent_at: Instant,
     received_at: Instant,
     expires_at: Instant,
-    /// A request asks Redis again; the entry still answers others.
-    is_revalidating: bool,
 }
 
 impl Default for DenyCache {
@@ -167,6 +164,22 @@ impl DenyCache {
         })
     }
 
+    /// Removes the refusals of an admitted request, whose counters were reset.
+    pub fn forget_refusals(&self, charges: &[Charge<'_>]) {
+        let mut generations = self.0.lock();
+        if generations.current.is_empty() && generations.previous.is_empty() {
+            return;
+        }
+        for charge in charges {
+            let entry = generations.get_entry(charge);
+            if entry.is_some_and(|entry| entry.cost <= charge.cost) {
+                let counter = DenyCacheKey::from_charge(charge);
+                generations.current.remove(&counter);
+                generations.previous.remove(&counter);
+            }
+        }
+    }
+
     /// Caches the statuses of a refused request. Admitted requests are ignored.
     pub fn record_refusal(
         &self,
@@ -205,7 +218,6 @@ impl DenyCache {
                     sent_at,
                     received_at,
                     expires_at: sent_at + max_age(charge),
-                    is_revalidating: false,
                 };
                 generations.insert_entry(charge, entry);
             }
@@ -245,12 +257,15 @@ impl DenyGenerations {
             .or_else(|| self.previous.get_mut(&counter))
     }
 
-    /// Returns `None` to the first request after the entry's end, so that it asks Redis again.
+    /// Returns `None` to the first request after the entry's end, so that it asks Redis again. The
+    /// entry then holds a little longer for the others.
     fn get_unexpired_entry(&mut self, charge: &Charge<'_>, now: Instant) -> Option<DenyCacheEntry> {
         let entry = self.get_entry(charge)?;
-        let is_first = now >= entry.expires_at && !replace(&mut entry.is_revalidating, true);
-        let revalidation = MAX_REVALIDATION.min(max_age(charge));
-        (!is_first && now < entry.expires_at + revalidation).then_some(*entry)
+        if now >= entry.expires_at {
+            entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age(charge));
+            return None;
+        }
+        Some(*entry)
     }
 
     fn insert_entry(&mut self, charge: &Charge<'_>, entry: DenyCacheEntry) {
@@ -414,14 +429,19 @@ mod tests {
         };
         let all = DenyMatchScope::AllLimits;
         cache.record_refusal(&charges, &decision(&[refused(2_000_000)]), sent, sent);
-        let answers = [999, 1000, 1001, 1249, 1250].map(|after_ms| is_refused(after_ms, all));
-        assert_eq!(answers, [true, false, true, true, false]);
+        let answers = [999, 1000, 1001, 1249, 1250, 1251].map(|after_ms| is_refused(after_ms, all));
+        assert_eq!(answers, [true, false, true, true, false, true]);
         let answers =
             [1250, 1999, 2000].map(|after_ms| is_refused(after_ms, DenyMatchScope::AnyLimit));
         assert_eq!(answers, [true, true, false], "until the refusal ends");
         let asked = sent + ms(1010);
         cache.record_refusal(&charges, &decision(&[refused(9_000_000)]), asked, asked);
         assert!(is_refused(2009, all) && !is_refused(2010, all) && is_refused(2011, all));
+        cache.forget_refusals(&charges);
+        assert!(
+            !is_refused(2012, all),
+            "the request that asked was admitted"
+        );
     }
 
     #[test]

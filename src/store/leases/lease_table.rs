@@ -386,7 +386,7 @@ mod tests {
     fn renew_lease(table: &LeaseTable, charge: Charge<'_>, units: u64, now: ClockReading) {
         let answer = store_answer(units);
         table.record_grant(&[charge], &answer.statuses, &answer, (now, now.instant));
-        table.finish_renewal(charge.key.id());
+        table.finish_refill(charge.key.id());
     }
 
     #[test]
@@ -545,7 +545,7 @@ mod tests {
         ));
         let almost_end = now + Duration::from_micros(100_001 - 390);
         assert!(matches!(
-            table.take_permit(&[leased_charge], almost_end, OnLeaseExhausted::QueryStore),
+            table.take_permit(&[leased_charge], almost_end, OnLeaseExhausted::RefillWithoutWaiting),
             LeaseAction::QueryStore { .. }
         ));
         assert_eq!(
@@ -582,7 +582,7 @@ mod tests {
             table.take_permit(
                 &[leased_charge],
                 ClockReading::now(&clock),
-                OnLeaseExhausted::QueryStore,
+                OnLeaseExhausted::RefillWithoutWaiting,
             )
         };
         take();
@@ -592,8 +592,8 @@ mod tests {
         assert!(matches!(take(), LeaseAction::Permit { .. }));
         boot_clock.advance_us(40_000);
         assert!(matches!(take(), LeaseAction::QueryStore { .. }));
-        let (returns, next) = table.take_due_returns(ClockReading::now(&clock));
-        assert_eq!(returns.iter().map(LeaseReturn::units).sum::<u64>(), 7);
+        let (returns, next) = table.take_due_credits(ClockReading::now(&clock));
+        assert_eq!(returns.iter().map(LeaseCredit::units).sum::<u64>(), 7);
         assert_eq!(next, None, "no lease is left");
     }
 

@@ -4,6 +4,7 @@
 //! on the store's clock, at the moment of the decision or of issuing a leased unit.
 
 use super::super::clock_reading::ClockReading;
+use super::super::lease_credit::LeaseCredit;
 use super::super::lease_entry::LeasePermit;
 use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};

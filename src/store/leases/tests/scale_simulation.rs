@@ -360,7 +360,7 @@ enum ScaleSimulationEvent {
         sidecar: usize,
     },
     StoreReceivesReturns {
-        returns: Vec<LeaseCredit>,
+        credits: Vec<LeaseCredit>,
     },
 }
 
@@ -492,9 +492,9 @@ impl ScaleSimulation {
                 self.handle_answer(sidecar, cost, units_to_request, sent_at, &decision);
             }
             ScaleSimulationEvent::SidecarSweepsLeases { sidecar } => self.sweep_leases(sidecar),
-            ScaleSimulationEvent::StoreReceivesReturns { returns } => {
+            ScaleSimulationEvent::StoreReceivesReturns { credits } => {
                 self.manual_clock.set_us(self.now_us);
-                for settlement in returns.iter().flat_map(LeaseCredit::settlements) {
+                for settlement in credits.iter().flat_map(LeaseCredit::settlements) {
                     self.memory.apply_settlements(&[settlement]);
                 }
             }
@@ -508,7 +508,7 @@ impl ScaleSimulation {
         let SimulatedSidecar {
             table, deny_cache, ..
         } = &self.sidecars[sidecar_index];
-        match table.take_permit(&charges, unsuspended(now), OnLeaseExhausted::WaitForRenewal) {
+        match table.take_permit(&charges, unsuspended(now), OnLeaseExhausted::Wait) {
             LeaseAction::Permit {
                 units_to_request, ..
             } => {
@@ -611,12 +611,12 @@ impl ScaleSimulation {
             .table
             .take_due_credits(unsuspended(now));
         self.leased_units -= credits.iter().map(LeaseCredit::units).sum::<u64>();
-        self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !returns.is_empty();
-        if !returns.is_empty() {
+        self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !credits.is_empty();
+        if !credits.is_empty() {
             let delay_us = self.random.u64(ONE_WAY_LATENCY_US);
             self.schedule(
                 delay_us,
-                ScaleSimulationEvent::StoreReceivesReturns { returns },
+                ScaleSimulationEvent::StoreReceivesReturns { credits },
             );
         }
         if self.sidecars[sidecar_index].is_return_task_running {

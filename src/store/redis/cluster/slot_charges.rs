@@ -17,7 +17,7 @@ pub(super) struct OwnedCharge {
     limit: Limit,
     key: Key,
     cost: u64,
-    group: u32,
+    policy_number: u32,
     shadow: bool,
     counts_rejected: bool,
     fails_closed: bool,
@@ -77,7 +77,7 @@ impl OwnedCharge {
             limit,
             key,
             cost,
-            policy_number: group,
+            policy_number,
             shadow,
             counts_rejected,
             fails_closed,
@@ -88,7 +88,7 @@ impl OwnedCharge {
             limit: *limit,
             key: key.clone(),
             cost,
-            group,
+            policy_number,
             shadow,
             counts_rejected,
             fails_closed,
@@ -100,7 +100,7 @@ impl OwnedCharge {
     /// by one slot can't be revoked when another refuses.
     fn as_charge(&self) -> Charge<'_> {
         Charge {
-            policy_number: self.group,
+            policy_number: self.policy_number,
             shadow: self.shadow,
             counts_rejected: self.counts_rejected,
             is_estimate: true,
