@@ -13,8 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tidegate::clock::Clock;
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, LeaseTerms, Limit};
-use tidegate::store::DecisionSource;
-use tidegate::store::{LeasePool, Store};
+use tidegate::store::{DecisionSource, LeasePool, Store};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
