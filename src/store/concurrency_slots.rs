@@ -73,8 +73,11 @@ struct HeldSlot {
 impl ConcurrencySlots {
     pub fn new(store: Store) -> Self {
         Self(Arc::new(ConcurrencySlotsInner {
+            instance_id: match &store {
+                Store::Memory(_) => RandomState::new().hash_one(()),
+                Store::Redis { redis, .. } => redis.draw_worker_id(),
+            },
             store,
-            instance_id: RandomState::new().hash_one(()),
             next_slot_serial: AtomicU64::new(0),
             state: Mutex::default(),
             changed: Notify::new(),
@@ -253,6 +256,7 @@ async fn send_renewals_and_releases(slots: Arc<ConcurrencySlotsInner>) {
             return;
         };
         tokio::select! {
+            biased;
             () = sleep_until(next_renewal) => {}
             () = slots.changed.notified() => {}
         }

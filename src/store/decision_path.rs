@@ -15,6 +15,7 @@ use super::deny_cache::{DenyCache, DenyMatchScope};
 use super::leases::LeasePool;
 use super::redis::RedisStore;
 use super::{Store, StoreUnavailable};
+use crate::clock::monotonic_now;
 use crate::limiter::{Charge, Decision};
 use crate::telemetry::metrics::DecisionSource;
 use smallvec::SmallVec;
@@ -89,7 +90,7 @@ impl Store {
             .iter()
             .filter(|charge| !redis.is_reachable_for(std::slice::from_ref(*charge)));
         fallback.mark_unreachable(unreachable_charges.map(|charge| fallback.partition(charge.key)));
-        Some(fallback.decide(charges, std::time::Instant::now()))
+        Some(fallback.decide(charges, monotonic_now()))
     }
 }
 

@@ -13,7 +13,7 @@ mod counter_shard;
 pub(super) use counter_shard::{CounterId, counter_id};
 
 use super::Settlement;
-use crate::clock::Clock;
+use crate::clock::{Clock, monotonic_now};
 use crate::limiter::{
     Charge, ChargeEffect, CounterState, CounterView, Decision, GrantedUnits, Key, Limit, Refusal,
     compute_grants, determine_effect,
@@ -64,7 +64,7 @@ impl MemoryStore {
 
     /// Decides all charges together, as [`super::Store::decide`] describes.
     pub fn decide(&self, charges: &[Charge<'_>]) -> Decision {
-        self.decide_at(charges, Instant::now())
+        self.decide_at(charges, monotonic_now())
     }
 
     /// Like [`MemoryStore::decide`], for a caller that has just read the clock.
@@ -214,7 +214,7 @@ impl MemoryStore {
     ) -> bool {
         let charge = Charge::new(settlement.limit, settlement.key, 0);
         let mut locked = self.lock_shards(&[charge]);
-        let now_us = locked.advance_clock(Instant::now());
+        let now_us = locked.advance_clock(monotonic_now());
         let is_applied = prepare(&mut locked, &charge);
         if is_applied {
             let amend = |state: &mut CounterState| {

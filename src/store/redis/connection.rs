@@ -242,6 +242,7 @@ async fn supervise_connection(
                 breaker.record_probe_success();
                 ready_sender.send_replace(true);
                 tokio::select! {
+                    biased;
                     failure = run_connection(&context, &target, &up_state, &mut driver) => failure.into(),
                     () = target.wait_until_moved(&context.settings, &address) => {
                         RedisConnectionError::new(RedisErrorKind::ReadOnly, format!("{address} is no longer the master"))
@@ -284,6 +285,7 @@ async fn run_connection(
     };
     loop {
         tokio::select! {
+            biased;
             _ = &mut driver.0 => return RedisErrorKind::Connection,
             () = live.replacement_requested.notified() => {
                 return live.replacement_reason.get().copied().unwrap_or(RedisErrorKind::Connection);

@@ -3,6 +3,7 @@
 use super::RedisSettings;
 use super::circuit_breaker::RedisCircuitBreaker;
 use super::scripts::ScriptLibrary;
+use crate::clock::Clock;
 use crate::store::FallbackStore;
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
@@ -20,6 +21,12 @@ pub(super) struct RedisContext {
     /// Memory, eviction policy and clock of Redis, as last polled. Empty while no server answers.
     pub(super) server_info: Mutex<RedisServerMetrics>,
     pub(super) fallback: FallbackStore,
+    /// The process' own clock.
+    pub(super) clock: Clock,
+    /// The unique id of the process.
+    pub(super) instance_id: Box<str>,
+    /// How many workers have drawn an id.
+    pub(super) worker_count: AtomicU64,
     /// Whether a worker maintains the membership of the process.
     pub(super) has_joined_membership: AtomicBool,
 }

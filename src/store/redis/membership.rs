@@ -109,6 +109,7 @@ pub(super) async fn run_membership(redis: RedisStore) {
         sleep(add_jitter(RECOVERY_HEARTBEAT_INTERVAL)).await;
         if recovery.is_none() && !fallback.is_in_outage() && !fallback.has_pending_write_back() {
             tokio::select! {
+                biased;
                 () = sleep(add_jitter(HEARTBEAT_INTERVAL).saturating_sub(RECOVERY_HEARTBEAT_INTERVAL)) => {}
                 () = fallback.wait_for_change() => {}
             }
@@ -206,7 +207,7 @@ pub(super) async fn remove_member(redis: &RedisStore) {
     }
     for key in redis.context.scripts.membership_keys() {
         let mut command = redis::cmd("ZREM");
-        command.arg(key).arg(&*INSTANCE_ID);
+        command.arg(key).arg(redis.context.instance_id.as_ref());
         drop(run_command(redis, &command).await);
     }
 }
@@ -268,7 +269,7 @@ async fn query_membership(
         .arg(MEMBERSHIP_SCRIPT)
         .arg(keys.len())
         .arg(&keys)
-        .arg(&*INSTANCE_ID);
+        .arg(redis.context.instance_id.as_ref());
     command.arg(match operation {
         MembershipOperation::Heartbeat => "heartbeat",
         MembershipOperation::HeartbeatPending => "pending",

@@ -29,7 +29,10 @@ pub use inspector::{CounterInspector, InspectError, RedisCounter};
 pub use membership::instance_id;
 pub use script_batch::{BatchReply, CallerReply, DecisionBatch};
 pub use scripts::ScriptLibrary;
-pub use settings::{RedisAddress, RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
+pub use settings::{
+    RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
+    RedisTopology, RedisTransport,
+};
 
 use super::fallback::SINGLE_PARTITION;
 use super::{FallbackStore, Settlement, SettlementError, StoreUnavailable};
@@ -47,8 +50,9 @@ use context::RedisContext;
 use futures_util::future::join_all;
 use parking_lot::Mutex;
 use settlement_calls::{MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
@@ -76,17 +80,25 @@ enum RedisBackend {
 
 impl SharedRedisState {
     pub fn new(settings: RedisSettings) -> Self {
+        Self::for_instance(settings, Clock::system(), instance_id())
+    }
+
+    /// [`Self::new`] with a chosen clock and a chosen id of the process: for simulations.
+    pub fn for_instance(settings: RedisSettings, clock: Clock, instance_id: &str) -> Self {
         Self(Arc::new(RedisContext {
             scripts: ScriptLibrary::new(&settings.key_prefix),
             breaker: RedisCircuitBreaker::new(settings.breaker_failures),
             call_count: Arc::default(),
             server_info: Mutex::default(),
-            fallback: FallbackStore::new(settings.initial_instances, Clock::system())
+            fallback: FallbackStore::new(settings.initial_instances, clock.clone())
                 .with_partitions(match settings.topology {
                     RedisTopology::Cluster => cluster::slot_for_key,
                     _ => |_| SINGLE_PARTITION,
                 }),
             has_joined_membership: AtomicBool::new(false),
+            clock,
+            instance_id: instance_id.into(),
+            worker_count: AtomicU64::new(0),
             settings,
         }))
     }
@@ -187,6 +199,15 @@ impl RedisStore {
             membership_tasks.iter().for_each(|task| task.0.abort());
             membership::remove_member(self).await;
         }
+    }
+
+    /// Draws an id for a worker, unique among the workers of all processes.
+    pub fn draw_worker_id(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.context.instance_id.hash(&mut hasher);
+        let nth = self.context.worker_count.fetch_add(1, Ordering::Relaxed);
+        nth.hash(&mut hasher);
+        hasher.finish()
     }
 
     /// The store that decides while Redis is unreachable.
