@@ -23,6 +23,7 @@ mod sentinel;
 mod server_info;
 mod settings;
 mod settlement_calls;
+mod watched_value;
 
 pub use error::RedisErrorKind;
 pub use inspector::{CounterInspector, InspectError, RedisCounter};

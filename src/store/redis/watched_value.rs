@@ -1,0 +1,43 @@
+//! A value that tasks wait for.
+//!
+//! Waiting tasks continue in the order in which they began to wait. `tokio::sync::watch` wakes them
+//! in a random order, so a simulation could not repeat a run.
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+#[derive(Debug, Default)]
+pub(super) struct WatchedValue<T> {
+    value: Mutex<T>,
+    changed: Notify,
+}
+
+impl<T: Clone> WatchedValue<T> {
+    pub(super) fn new(value: T) -> Self {
+        Self {
+            value: Mutex::new(value),
+            changed: Notify::new(),
+        }
+    }
+
+    pub(super) fn get(&self) -> T {
+        self.value.lock().clone()
+    }
+
+    pub(super) fn set(&self, value: T) {
+        *self.value.lock() = value;
+        self.changed.notify_waiters();
+    }
+
+    /// Waits for a value that meets a condition, and returns it.
+    pub(super) async fn wait_for(&self, is_met: impl Fn(&T) -> bool) -> T {
+        loop {
+            let changed = self.changed.notified();
+            let value = self.get();
+            if is_met(&value) {
+                return value;
+            }
+            changed.await;
+        }
+    }
+}
