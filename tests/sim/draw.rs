@@ -3,6 +3,7 @@
 use crate::scenario::{
     Fault, FaultKind, HOUR, OnFailure, PolicySpec, RequestSpec, Rule, SECOND, Scenario, ScenarioClass, Topology,
 };
+use crate::world::TERMINATION_US;
 use fastrand::Rng;
 
 /// Requests start when instances are connected.
@@ -22,7 +23,7 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
         requests: Vec::new(),
         faults: Vec::new(),
         rates_ppm: Vec::new(),
-        delay_us: [1_000, 1_000, 2_000, 4_000][rng.usize(0..4)],
+        delay_us: [1_000, 1_000, 2_000][rng.usize(0..3)],
         timeout_us: 50_000,
         end_us: rng.u64(25..45) * SECOND,
     };
@@ -54,7 +55,12 @@ fn set_topology(scenario: &mut Scenario, rng: &mut Rng) {
     };
     match scenario.class {
         Class::Memory | Class::MemoryEviction => scenario.instances = 1,
-        Class::Flapping | Class::TerminationInOutage => scenario.instances = rng.usize(3..=5),
+        Class::Flapping => {
+            (scenario.instances, scenario.end_us) = (rng.usize(3..=5), 75 * SECOND);
+        }
+        Class::TerminationInOutage => {
+            (scenario.instances, scenario.end_us) = (rng.usize(2..=4), 45 * SECOND);
+        }
         Class::ClockRates => scenario.rates_ppm = vec![rng.i64(-500..=500)],
         Class::SettlementsBesideSlots => scenario.delay_us = 5_000,
         _ => {}
@@ -144,7 +150,8 @@ fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
             policies = vec![slots, estimated];
         }
         Class::Flapping | Class::TerminationInOutage => {
-            policies = vec![PolicySpec { on_failure: OnFailure::Local, per_us: 30 * SECOND, ..plain }];
+            let (requests, per_us) = if scenario.class == Class::Flapping { (50, 60 * SECOND) } else { (20, 30 * SECOND) };
+            policies = vec![PolicySpec { on_failure: OnFailure::Local, requests, per_us, ..plain }];
         }
         Class::MemoryEviction => {
             let many = PolicySpec { route: 1, requests: 1, per_us: 24 * HOUR, ..plain.clone() };
@@ -156,6 +163,14 @@ fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
         }
         _ => {}
     }
+    let is_cluster = matches!(scenario.topology, Topology::Cluster { .. });
+    for policy in &mut policies {
+        let is_plain = policy.estimate.is_none() && policy.lease.is_none() && policy.block_for_us.is_none();
+        let is_window = matches!(policy.rule, Rule::SlidingLog | Rule::SlidingWindow | Rule::FixedWindow);
+        if scenario.class == Class::Cluster && is_cluster && is_plain && is_window && rng.u8(0..4) == 0 {
+            (policy.shards, policy.on_failure, policy.second_limit) = (rng.u16(2..4), OnFailure::Open, None);
+        }
+    }
     if matches!(scenario.topology, Topology::Memory { .. }) {
         policies.iter_mut().for_each(|policy| policy.lease = None);
     }
@@ -165,6 +180,11 @@ fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
 fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
     use ScenarioClass as Class;
     let last_us = scenario.end_us - 6 * SECOND;
+    // In an outage from the third second on, keys without a state in Redis.
+    let first_us = match scenario.class {
+        Class::Flapping | Class::TerminationInOutage => 6 * SECOND + SECOND / 2,
+        _ => FIRST_REQUEST_US,
+    };
     let routes = scenario.policies.iter().map(|policy| policy.route).max().unwrap_or(0) + 1;
     let clients = rng.u32(1..6);
     let (rate, hot_share) = match scenario.class {
@@ -174,12 +194,12 @@ fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
         Class::FrozenLeases => (60, 80),
         _ => (rng.u64(8..30), rng.u8(0..60)),
     };
-    let seconds = (last_us - FIRST_REQUEST_US) / SECOND;
+    let seconds = (last_us - first_us) / SECOND;
     for _ in 0..rate * seconds {
         let is_hot = rng.u8(0..100) < hot_share;
         let route = rng.usize(0..routes);
         let mut request = RequestSpec {
-            at_us: rng.u64(FIRST_REQUEST_US..last_us),
+            at_us: rng.u64(first_us..last_us),
             instance: rng.usize(0..scenario.instances),
             worker: rng.usize(0..scenario.workers),
             route,
@@ -196,6 +216,7 @@ fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
                 request.leaves_after_us = None;
             }
             Class::SettlementsBesideSlots => request.service_us = 20_000,
+            Class::FrozenLeases => request.pause_us = rng.u64(0..30) * 1_000,
             Class::MemoryEviction if request.route == 1 => request.client = rng.u32(10..100_000),
             Class::SplitRefusals | Class::SplitFailover | Class::OpenSlots => request.cost = 1,
             _ => {}
@@ -263,7 +284,7 @@ fn draw_fault(scenario: &Scenario, rng: &mut Rng) -> FaultKind {
             1 => FaultKind::Terminate { instance, restart_us: for_us },
             _ => FaultKind::Freeze { instance, for_us },
         },
-        Class::FrozenLeases => FaultKind::Freeze { instance, for_us },
+        Class::FrozenLeases => FaultKind::Freeze { instance, for_us: 2 * SECOND + for_us },
         Class::Outage => match rng.bool() {
             true => FaultKind::Restart { server, down_us: for_us, lost_us: 0 },
             false => FaultKind::Partition { instance: None, server, for_us },
@@ -283,23 +304,24 @@ fn draw_fault(scenario: &Scenario, rng: &mut Rng) -> FaultKind {
     }
 }
 
-/// Redis answers for moments that are shorter than a heartbeat.
+/// Redis answers for moments that are shorter than a heartbeat, after which members have lapsed.
 fn set_flapping(scenario: &mut Scenario, rng: &mut Rng, first_us: u64) {
     let mut at_us = first_us;
-    for _ in 0..3 {
-        let down_us = rng.u64(15..35) * 100_000;
+    for _ in 0..rng.u8(3..=4) {
+        let down_us = rng.u64(60..95) * 100_000;
         scenario.faults.push(Fault { at_us, kind: FaultKind::Restart { server: 0, down_us, lost_us: 0 } });
-        at_us += down_us + rng.u64(2..8) * 50_000;
+        at_us += down_us + rng.u64(5..12) * 50_000;
     }
-    scenario.end_us = at_us + 30 * SECOND;
 }
 
+/// All instances end in an outage, and new ones start after it.
 fn set_termination(scenario: &mut Scenario, rng: &mut Rng, first_us: u64) {
-    let down_us = rng.u64(80..120) * 100_000;
+    let down_us = rng.u64(110..130) * 100_000;
     scenario.faults.push(Fault { at_us: first_us, kind: FaultKind::Restart { server: 0, down_us, lost_us: 0 } });
     for instance in 0..scenario.instances {
-        let at_us = first_us + rng.u64(30..60) * 100_000;
-        scenario.faults.push(Fault { at_us, kind: FaultKind::Terminate { instance, restart_us: 20 * SECOND } });
+        let after_us = rng.u64(50..75) * 100_000;
+        let restart_us = down_us - after_us - TERMINATION_US + rng.u64(5..20) * 100_000;
+        let kind = FaultKind::Terminate { instance, restart_us };
+        scenario.faults.push(Fault { at_us: first_us + after_us, kind });
     }
-    scenario.end_us = first_us + down_us + 25 * SECOND;
 }

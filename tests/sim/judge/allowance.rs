@@ -10,11 +10,12 @@
 //! | clock forward | no | at that moment | yes | no |
 //! | clock backward | no | no | no | no |
 //! | crash | of the instance | in an outage, until it is over | in an outage | yes |
-//! | SIGTERM | of the instance | no | no | yes |
+//! | SIGTERM | of the instance | if the new process starts in an outage, until it is over | no | yes |
 //! | frozen instance | of the instance | in an outage | no | yes |
 //!
 //! `open` limits nothing in an outage. Unknown charges: a request without a verdict, or with one
-//! that was made in an outage, may stay charged.
+//! that was made in an outage, may stay charged. A script that is not loaded yet costs up to six
+//! round trips; if that exceeds the timeout, a request may be decided without Redis.
 
 use crate::scenario::{FaultKind, Scenario};
 
@@ -57,7 +58,8 @@ pub(crate) fn list_excuses(scenario: &Scenario) -> Vec<Excuse> {
     for excuse in &mut excuses {
         let is_process = excuse.server.is_none() && excuse.is_outage;
         let overlap = outages.iter().any(|(from_us, to_us)| *from_us < excuse.to_us && excuse.from_us < *to_us);
-        if is_process && overlap && excuse.loses_charges {
+        let starts_in_outage = outages.iter().any(|(from_us, to_us)| (*from_us..*to_us - RECOVERY_US).contains(&excuse.to_us));
+        if is_process && (overlap && excuse.loses_charges || starts_in_outage) {
             excuse.extra_limit = Some((excuse.from_us, excuse.to_us + RECOVERY_US));
         } else if is_process {
             excuse.loses_charges = false;

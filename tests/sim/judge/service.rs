@@ -36,8 +36,8 @@ fn check_request(run: &FinishedRun<'_>, uses: &[(&CounterHistory<'_>, &CounterUs
         Some(Violation { rule, at_us: first.decided_us, text: format!("request {}: {text}", first.request) })
     };
     match record.outcome {
-        Outcome::Unavailable => violation("not answered by a healthy master", "503".to_owned()),
-        Outcome::Forwarded | Outcome::Refused { .. } if record.is_degraded => {
+        Outcome::Unavailable if is_near(run) => violation("not answered by a healthy master", "503".to_owned()),
+        Outcome::Forwarded | Outcome::Refused { .. } if record.is_degraded && is_near(run) => {
             violation("not answered by a healthy master", "decided without Redis".to_owned())
         }
         Outcome::Refused { .. } => {
@@ -47,6 +47,11 @@ fn check_request(run: &FinishedRun<'_>, uses: &[(&CounterHistory<'_>, &CounterUs
         }
         _ => None,
     }
+}
+
+/// Whether a decision with scripts that are not loaded yet fits into the timeout.
+fn is_near(run: &FinishedRun<'_>) -> bool {
+    12 * run.scenario.delay_us * 5 / 4 < run.scenario.timeout_us
 }
 
 /// Whether a policy may have refused a request, at most.
@@ -124,7 +129,9 @@ fn is_window_full(
         .map(|one| possible_units(run, policy, one, refused))
         .sum();
     let leased = policy.lease.map_or(0, |(size, _)| 2 * size * run.scenario.instances as u64);
-    units + leased + cost > limit
+    // A cost above 1 may fit into no shard.
+    let divided = if policy.shards > 1 { 3 * u64::from(policy.shards) } else { 0 };
+    units + leased + divided + cost > limit
 }
 
 fn is_bucket_full(
@@ -175,10 +182,15 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
             let Outcome::Refused { retry_after_us: Some(retry_us) } = record.outcome else {
                 continue;
             };
-            if request.cost != 1 || !record.is_from_redis {
+            let asker = (request.instance, request.worker % run.scenario.workers, request.client);
+            if !record.is_from_redis {
                 continue;
             }
-            let asker = (request.instance, request.worker % run.scenario.workers, request.client);
+            // A refusal of a higher cost replaces the remembered one, and says nothing about cost 1.
+            if request.cost != 1 {
+                refusals.remove(&asker);
+                continue;
+            }
             refused += 1;
             if refusals.get(&asker).is_some_and(|holds_us| one.arrived_us + 5_000 < *holds_us && one.arrived_us > 0) {
                 (repeated, last_us) = (repeated + 1, one.decided_us);
