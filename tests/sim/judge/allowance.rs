@@ -47,8 +47,11 @@ pub(crate) struct Excuse {
 
 /// The excuses of all faults of a scenario.
 pub(crate) fn list_excuses(scenario: &Scenario) -> Vec<Excuse> {
-    let mut excuses: Vec<Excuse> =
-        scenario.faults.iter().map(|fault| excuse(scenario, fault.at_us, &fault.kind)).collect();
+    let mut excuses: Vec<Excuse> = scenario
+        .faults
+        .iter()
+        .map(|fault| excuse(scenario, fault.at_us, &fault.kind))
+        .collect();
     excuses.sort_by_key(|excuse| excuse.from_us);
     let outages: Vec<(u64, u64)> = excuses
         .iter()
@@ -57,8 +60,12 @@ pub(crate) fn list_excuses(scenario: &Scenario) -> Vec<Excuse> {
         .collect();
     for excuse in &mut excuses {
         let is_process = excuse.server.is_none() && excuse.is_outage;
-        let overlap = outages.iter().any(|(from_us, to_us)| *from_us < excuse.to_us && excuse.from_us < *to_us);
-        let starts_in_outage = outages.iter().any(|(from_us, to_us)| (*from_us..*to_us - RECOVERY_US).contains(&excuse.to_us));
+        let overlap = outages
+            .iter()
+            .any(|(from_us, to_us)| *from_us < excuse.to_us && excuse.from_us < *to_us);
+        let starts_in_outage = outages
+            .iter()
+            .any(|(from_us, to_us)| (*from_us..*to_us - RECOVERY_US).contains(&excuse.to_us));
         if is_process && (overlap && excuse.loses_charges || starts_in_outage) {
             excuse.extra_limit = Some((excuse.from_us, excuse.to_us + RECOVERY_US));
         } else if is_process {
@@ -72,8 +79,13 @@ pub(crate) fn list_excuses(scenario: &Scenario) -> Vec<Excuse> {
 /// Gives each outage one more limit across its start.
 fn add_outage_starts(excuses: &mut [Excuse]) {
     let mut ends_us = None;
-    for excuse in excuses.iter_mut().filter(|one| one.is_outage && one.server.is_some()) {
-        if ends_us.is_none_or(|ends_us| excuse.from_us > ends_us + PAUSE_US) && excuse.extra_limit.is_none() {
+    for excuse in excuses
+        .iter_mut()
+        .filter(|one| one.is_outage && one.server.is_some())
+    {
+        if ends_us.is_none_or(|ends_us| excuse.from_us > ends_us + PAUSE_US)
+            && excuse.extra_limit.is_none()
+        {
             excuse.extra_limit = Some((excuse.from_us, excuse.from_us + DETECTION_US));
         }
         ends_us = ends_us.max(Some(excuse.to_us));
@@ -109,18 +121,41 @@ fn excuse(scenario: &Scenario, at_us: u64, kind: &FaultKind) -> Excuse {
         ..none.clone()
     };
     match *kind {
-        FaultKind::Restart { server, down_us, lost_us } => with_loss(outage(server, down_us), lost_us > 0),
-        FaultKind::Failover { server, after_us, .. } => with_loss(outage(server, after_us), true),
-        FaultKind::Hang { server, for_us } | FaultKind::ErrorReplies { server, for_us, .. } => outage(server, for_us),
-        FaultKind::Partition { instance: None, server, for_us } => outage(server, for_us),
-        FaultKind::Partition { instance, server, for_us } => Excuse {
+        FaultKind::Restart {
+            server,
+            down_us,
+            lost_us,
+        } => with_loss(outage(server, down_us), lost_us > 0),
+        FaultKind::Failover {
+            server, after_us, ..
+        } => with_loss(outage(server, after_us), true),
+        FaultKind::Hang { server, for_us } | FaultKind::ErrorReplies { server, for_us, .. } => {
+            outage(server, for_us)
+        }
+        FaultKind::Partition {
+            instance: None,
+            server,
+            for_us,
+        } => outage(server, for_us),
+        FaultKind::Partition {
+            instance,
+            server,
+            for_us,
+        } => Excuse {
             instance,
             extra_limit: Some((at_us, at_us + for_us + RECOVERY_US)),
             ..outage(server, for_us)
         },
-        FaultKind::Slow { server, extra_us, for_us } => {
+        FaultKind::Slow {
+            server,
+            extra_us,
+            for_us,
+        } => {
             let round_trip_us = 2 * (extra_us + 2 * scenario.delay_us) + 10_000;
-            Excuse { is_outage: round_trip_us >= scenario.timeout_us, ..outage(server, for_us) }
+            Excuse {
+                is_outage: round_trip_us >= scenario.timeout_us,
+                ..outage(server, for_us)
+            }
         }
         FaultKind::Reset { server } => outage(server, 0),
         FaultKind::HalfOpen { instance, server } => Excuse {
@@ -129,16 +164,28 @@ fn excuse(scenario: &Scenario, at_us: u64, kind: &FaultKind) -> Excuse {
             ..outage(server, 0)
         },
         FaultKind::ScriptFlush { .. } | FaultKind::Migrate { .. } => none,
-        FaultKind::Evict { server, .. } => {
-            with_loss(Excuse { server: Some(server), ..none.clone() }, true)
-        }
-        FaultKind::ClockStep { server, by_us } => {
-            with_loss(Excuse { server: Some(server), ..none.clone() }, by_us > 0)
-        }
-        FaultKind::Crash { instance, restart_us } => process(instance, restart_us, true),
-        FaultKind::Terminate { instance, restart_us } => {
-            process(instance, restart_us + crate::world::TERMINATION_US, false)
-        }
+        FaultKind::Evict { server, .. } => with_loss(
+            Excuse {
+                server: Some(server),
+                ..none.clone()
+            },
+            true,
+        ),
+        FaultKind::ClockStep { server, by_us } => with_loss(
+            Excuse {
+                server: Some(server),
+                ..none.clone()
+            },
+            by_us > 0,
+        ),
+        FaultKind::Crash {
+            instance,
+            restart_us,
+        } => process(instance, restart_us, true),
+        FaultKind::Terminate {
+            instance,
+            restart_us,
+        } => process(instance, restart_us + crate::world::TERMINATION_US, false),
         FaultKind::Freeze { instance, for_us } => process(instance, for_us, true),
     }
 }
@@ -152,6 +199,9 @@ pub(crate) fn is_healthy(
     excuses.iter().all(|excuse| {
         let is_affected = excuse.instance.is_none_or(|one| one == instance)
             && (excuse.server.is_none() || server.is_none() || excuse.server == server);
-        !excuse.is_outage || !is_affected || to_us < excuse.from_us || from_us > excuse.to_us + RECOVERY_US
+        !excuse.is_outage
+            || !is_affected
+            || to_us < excuse.from_us
+            || from_us > excuse.to_us + RECOVERY_US
     })
 }

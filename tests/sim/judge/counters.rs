@@ -22,13 +22,25 @@ pub(super) fn check_counter(
         let record = &run.records[one.request];
         let request = &run.scenario.requests[one.request];
         let cost = history.policy.cost(request);
-        let settled = request.actual.filter(|_| record.is_settled && history.policy.estimate.is_some());
+        let settled = request
+            .actual
+            .filter(|_| record.is_settled && history.policy.estimate.is_some());
         if one.is_forwarded {
             least += settled.unwrap_or(cost).min(cost);
             // A late settlement beside an outage, or a repeated write-back.
             let is_twice = record.is_degraded || !one.is_healthy;
-            most += settled.map_or(cost, |actual| if one.is_healthy { actual } else { cost.max(actual) });
-            most += if is_twice { cost.max(settled.unwrap_or(0)) } else { 0 };
+            most += settled.map_or(cost, |actual| {
+                if one.is_healthy {
+                    actual
+                } else {
+                    cost.max(actual)
+                }
+            });
+            most += if is_twice {
+                cost.max(settled.unwrap_or(0))
+            } else {
+                0
+            };
         } else {
             most += one.most_units;
         }
@@ -47,8 +59,16 @@ pub(super) fn check_counter(
     } else {
         return None;
     };
-    let rule = if used > most { "charged for nothing" } else { "forwarded and not charged" };
-    Some(Violation { rule, at_us: run.scenario.end_us, text: format!("{}: {problem}", history.name()) })
+    let rule = if used > most {
+        "charged for nothing"
+    } else {
+        "forwarded and not charged"
+    };
+    Some(Violation {
+        rule,
+        at_us: run.scenario.end_us,
+        text: format!("{}: {problem}", history.name()),
+    })
 }
 
 fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
@@ -59,14 +79,21 @@ fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
         _ => return None,
     };
     let is_countable = policy.per_us >= HOUR && policy.shards == 1;
-    is_countable.then_some(Limit { requests: policy.requests, per_us: policy.per_us, algorithm })
+    is_countable.then_some(Limit {
+        requests: policy.requests,
+        per_us: policy.per_us,
+        algorithm,
+    })
 }
 
 /// Reads a counter on all servers by the real script.
 fn used_units(world: &mut World, history: &CounterHistory<'_>, limit: &Limit) -> Option<u64> {
     let key = counter_key(history.policy_number, history.client);
     // With a large limit, usage above the policy's limit shows, too.
-    let limit = Limit { requests: 1 << 40, ..*limit };
+    let limit = Limit {
+        requests: 1 << 40,
+        ..*limit
+    };
     let charges = [Charge::new(&limit, &key, 0)];
     let library = ScriptLibrary::new("sim");
     let mut packed = library.decide_command(&charges, None).get_packed_command();

@@ -3,7 +3,10 @@
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
 use crate::scenario::Rule;
 
-pub(super) fn check_limits(run: &FinishedRun<'_>, history: &CounterHistory<'_>) -> Option<Violation> {
+pub(super) fn check_limits(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+) -> Option<Violation> {
     let policy = history.policy;
     let forwarded: Vec<&CounterUse> = {
         let mut uses: Vec<_> = history.uses.iter().filter(|one| one.is_forwarded).collect();
@@ -11,10 +14,14 @@ pub(super) fn check_limits(run: &FinishedRun<'_>, history: &CounterHistory<'_>) 
         uses
     };
     let limit = policy.requests;
-    let second = policy.second_limit.map(|second| (second, 10 * policy.per_us));
+    let second = policy
+        .second_limit
+        .map(|second| (second, 10 * policy.per_us));
     match policy.rule {
-        Rule::SlidingLog | Rule::SlidingWindow => check_windows(run, history, &forwarded, (limit, policy.per_us))
-            .or_else(|| check_windows(run, history, &forwarded, second?)),
+        Rule::SlidingLog | Rule::SlidingWindow => {
+            check_windows(run, history, &forwarded, (limit, policy.per_us))
+                .or_else(|| check_windows(run, history, &forwarded, second?))
+        }
         Rule::FixedWindow => check_windows(run, history, &forwarded, (2 * limit, policy.per_us)),
         Rule::TokenBucket { burst } => check_bucket(run, history, &forwarded, burst),
         Rule::LeakyBucket { max_delay_us } => {
@@ -27,12 +34,23 @@ pub(super) fn check_limits(run: &FinishedRun<'_>, history: &CounterHistory<'_>) 
 
 /// The time between charge and verdict varies by so much.
 fn skew_us(run: &FinishedRun<'_>, per_us: u64) -> u64 {
-    let rate_ppm = run.scenario.rates_ppm.iter().map(|rate| rate.unsigned_abs()).max().unwrap_or(0);
+    let rate_ppm = run
+        .scenario
+        .rates_ppm
+        .iter()
+        .map(|rate| rate.unsigned_abs())
+        .max()
+        .unwrap_or(0);
     run.scenario.timeout_us + 4 * run.scenario.delay_us + 20_000 + per_us / 1_000_000 * 2 * rate_ppm
 }
 
 /// The additional limits that an interval may contain.
-fn extra_limits(run: &FinishedRun<'_>, history: &CounterHistory<'_>, from_us: u64, to_us: u64) -> u64 {
+fn extra_limits(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    from_us: u64,
+    to_us: u64,
+) -> u64 {
     let overlaps = |interval: Option<(u64, u64)>| {
         interval.is_some_and(|(start_us, end_us)| start_us <= to_us && from_us <= end_us)
     };
@@ -59,13 +77,17 @@ fn check_windows(
             if units <= limit {
                 continue;
             }
-            let allowed = limit * (1 + extra_limits(run, history, first.decided_us, last.decided_us));
+            let allowed =
+                limit * (1 + extra_limits(run, history, first.decided_us, last.decided_us));
             if units > allowed {
                 let from_us = first.decided_us;
                 return Some(Violation {
                     rule: "more than the limit",
                     at_us: last.decided_us,
-                    text: format!("{}: {units} units from {from_us} us on, allowed {allowed}", history.name()),
+                    text: format!(
+                        "{}: {units} units from {from_us} us on, allowed {allowed}",
+                        history.name()
+                    ),
                 });
             }
         }
@@ -96,7 +118,10 @@ fn check_bucket(
             return Some(Violation {
                 rule: "more than the limit",
                 at_us,
-                text: format!("{}: a bucket level of {level:.1}, allowed {allowed:.1}", history.name()),
+                text: format!(
+                    "{}: a bucket level of {level:.1}, allowed {allowed:.1}",
+                    history.name()
+                ),
             });
         }
     }
@@ -104,7 +129,11 @@ fn check_bucket(
 }
 
 /// Requests at the app at a time.
-fn check_slots(run: &FinishedRun<'_>, history: &CounterHistory<'_>, ttl_us: u64) -> Option<Violation> {
+fn check_slots(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    ttl_us: u64,
+) -> Option<Violation> {
     let mut changes: Vec<(u64, i64)> = Vec::new();
     for one in history.uses.iter().filter(|one| one.is_forwarded) {
         let record = &run.records[one.request];
@@ -123,14 +152,19 @@ fn check_slots(run: &FinishedRun<'_>, history: &CounterHistory<'_>, ttl_us: u64)
         // Slots that were not renewed have lapsed; those of requests from before a loss are unknown.
         let lapse_us = ttl_us + 5_000_000;
         let is_lapsing = run.excuses.iter().any(|excuse| {
-            (excuse.is_outage || excuse.loses_charges) && excuse.from_us <= at_us && at_us <= excuse.to_us + lapse_us
+            (excuse.is_outage || excuse.loses_charges)
+                && excuse.from_us <= at_us
+                && at_us <= excuse.to_us + lapse_us
         });
         let allowed = history.policy.requests * if is_lapsing { 3 } else { 1 };
         if in_flight > allowed as i64 {
             return Some(Violation {
                 rule: "more than the limit",
                 at_us,
-                text: format!("{}: {in_flight} in flight, allowed {allowed}", history.name()),
+                text: format!(
+                    "{}: {in_flight} in flight, allowed {allowed}",
+                    history.name()
+                ),
             });
         }
     }

@@ -59,7 +59,11 @@ pub(crate) struct FinishedRun<'r> {
 pub(crate) fn judge_run(world: &mut World) -> Vec<Violation> {
     let scenario = world.scenario.clone();
     let records = world.log.lock().unwrap().clone();
-    let run = FinishedRun { scenario: &scenario, records: &records, excuses: list_excuses(&scenario) };
+    let run = FinishedRun {
+        scenario: &scenario,
+        records: &records,
+        excuses: list_excuses(&scenario),
+    };
     let histories = run.histories();
     let mut violations = Vec::new();
     for history in &histories {
@@ -75,21 +79,30 @@ pub(crate) fn judge_run(world: &mut World) -> Vec<Violation> {
 impl<'r> FinishedRun<'r> {
     fn histories(&self) -> Vec<CounterHistory<'r>> {
         let mut histories: BTreeMap<(usize, Option<u32>), CounterHistory<'r>> = BTreeMap::new();
-        for (index, (request, record)) in self.scenario.requests.iter().zip(self.records).enumerate() {
+        for (index, (request, record)) in
+            self.scenario.requests.iter().zip(self.records).enumerate()
+        {
             let Some(arrived_us) = record.arrived_us else {
                 continue;
             };
             for (number, policy) in self.policies_of(request) {
                 let client = (!policy.is_global).then_some(request.client);
-                let history = histories.entry((number, client)).or_insert_with(|| CounterHistory {
-                    policy,
-                    policy_number: number,
-                    client,
-                    server: self.server_of(&counter_key(number, client)),
-                    uses: Vec::new(),
-                });
+                let history = histories
+                    .entry((number, client))
+                    .or_insert_with(|| CounterHistory {
+                        policy,
+                        policy_number: number,
+                        client,
+                        server: self.server_of(&counter_key(number, client)),
+                        uses: Vec::new(),
+                    });
                 let server = history.server;
-                history.uses.push(self.counter_use(index, (request, record), policy, (arrived_us, server)));
+                history.uses.push(self.counter_use(
+                    index,
+                    (request, record),
+                    policy,
+                    (arrived_us, server),
+                ));
             }
         }
         histories.into_values().collect()
@@ -103,8 +116,14 @@ impl<'r> FinishedRun<'r> {
         (arrived_us, server): (u64, Option<usize>),
     ) -> CounterUse {
         let decided_us = record.decided_us.unwrap_or(self.scenario.end_us);
-        let until_us = record.decided_us.unwrap_or(arrived_us + self.scenario.timeout_us);
-        let is_healthy = is_healthy(&self.excuses, (request.instance, server), (arrived_us, until_us));
+        let until_us = record
+            .decided_us
+            .unwrap_or(arrived_us + self.scenario.timeout_us);
+        let is_healthy = is_healthy(
+            &self.excuses,
+            (request.instance, server),
+            (arrived_us, until_us),
+        );
         let is_unlimited = record.is_degraded && policy.on_failure == OnFailure::Open;
         let cost = policy.cost(request);
         let actual = request.actual.filter(|_| policy.estimate.is_some());
@@ -114,7 +133,11 @@ impl<'r> FinishedRun<'r> {
             request: index,
             arrived_us,
             decided_us,
-            least_units: if is_forwarded { cost.min(settled.unwrap_or(cost)) } else { 0 },
+            least_units: if is_forwarded {
+                cost.min(settled.unwrap_or(cost))
+            } else {
+                0
+            },
             most_units: match record.outcome {
                 Outcome::Forwarded | Outcome::Unknown => cost.max(actual.unwrap_or(0)),
                 // A verdict without Redis says nothing about a charge that was sent.
@@ -127,9 +150,16 @@ impl<'r> FinishedRun<'r> {
         }
     }
 
-    pub(crate) fn policies_of(&self, request: &RequestSpec) -> impl Iterator<Item = (usize, &'r PolicySpec)> {
+    pub(crate) fn policies_of(
+        &self,
+        request: &RequestSpec,
+    ) -> impl Iterator<Item = (usize, &'r PolicySpec)> {
         let route = request.route;
-        self.scenario.policies.iter().enumerate().filter(move |(_, policy)| policy.route == route)
+        self.scenario
+            .policies
+            .iter()
+            .enumerate()
+            .filter(move |(_, policy)| policy.route == route)
     }
 
     /// The master that held a key at the start.
@@ -155,7 +185,15 @@ pub(crate) fn counter_key(policy: usize, client: Option<u32>) -> Key {
 
 impl CounterHistory<'_> {
     pub(crate) fn name(&self) -> String {
-        let client = self.client.map_or("all clients".to_owned(), |client| format!("client {client}"));
-        format!("policy p{} ({:?}, {} per {} ms) of {client}", self.policy_number, self.policy.rule, self.policy.requests, self.policy.per_us / 1000)
+        let client = self.client.map_or("all clients".to_owned(), |client| {
+            format!("client {client}")
+        });
+        format!(
+            "policy p{} ({:?}, {} per {} ms) of {client}",
+            self.policy_number,
+            self.policy.rule,
+            self.policy.requests,
+            self.policy.per_us / 1000
+        )
     }
 }
