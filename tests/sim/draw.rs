@@ -1,9 +1,8 @@
 //! Draws a scenario from a seed.
 
-use crate::scenario::{
-    Fault, FaultKind, HOUR, OnFailure, PolicySpec, RequestSpec, Rule, SECOND, Scenario,
-    ScenarioClass, Topology,
-};
+mod policies;
+
+use crate::scenario::{Fault, FaultKind, RequestSpec, SECOND, Scenario, ScenarioClass, Topology};
 use crate::world::TERMINATION_US;
 use fastrand::Rng;
 
@@ -32,7 +31,7 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
         scenario.instances = 8;
     }
     set_topology(&mut scenario, &mut rng);
-    set_policies(&mut scenario, &mut rng);
+    policies::set_policies(&mut scenario, &mut rng);
     set_requests(&mut scenario, &mut rng);
     set_faults(&mut scenario, &mut rng);
     scenario.faults.sort_by_key(|fault| fault.at_us);
@@ -70,209 +69,6 @@ fn set_topology(scenario: &mut Scenario, rng: &mut Rng) {
         }
         _ => {}
     }
-}
-
-/// Draws a policy: its period is short, so that units return, or long, so that counters add up.
-fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec {
-    let per_us = [SECOND, 3 * SECOND, 10 * SECOND, HOUR][rng.usize(0..4)];
-    let requests = rng.u64(3..40);
-    let rule = match rng.u8(0..12) {
-        0..5 => Rule::SlidingLog,
-        5..7 => Rule::SlidingWindow,
-        7 => Rule::FixedWindow,
-        8 => Rule::TokenBucket {
-            burst: rng.u64(3..30),
-        },
-        9 => Rule::LeakyBucket {
-            max_delay_us: rng.u64(1..4) * 100_000,
-        },
-        _ => Rule::Concurrency {
-            ttl_us: rng.u64(1..10) * SECOND,
-        },
-    };
-    let is_window = matches!(
-        rule,
-        Rule::SlidingLog | Rule::SlidingWindow | Rule::FixedWindow
-    );
-    let is_counted_in_redis = is_window && per_us >= SECOND;
-    let estimate = (is_window && rng.u8(0..5) == 0).then(|| rng.u64(2..6));
-    let lease = (is_counted_in_redis && estimate.is_none() && rng.u8(0..4) == 0)
-        .then(|| (rng.u64(2..8), [100_000, 300_000, 500_000][rng.usize(0..3)]));
-    let block_for_us = (is_window && estimate.is_none() && lease.is_none() && rng.u8(0..8) == 0)
-        .then_some(2 * SECOND);
-    PolicySpec {
-        route,
-        rule,
-        requests,
-        per_us: if matches!(rule, Rule::LeakyBucket { .. }) {
-            per_us.min(10 * SECOND)
-        } else {
-            per_us
-        },
-        on_failure,
-        is_global: false,
-        estimate,
-        lease,
-        block_for_us,
-        shards: 1,
-        second_limit: (is_window && per_us < HOUR && rng.u8(0..4) == 0)
-            .then(|| requests * rng.u64(2..8)),
-    }
-}
-
-fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
-    use ScenarioClass as Class;
-    let draw_failure =
-        |rng: &mut Rng| [OnFailure::Open, OnFailure::Closed, OnFailure::Local][rng.usize(0..3)];
-    let count = rng.usize(1..=3);
-    let mut policies: Vec<_> = (0..count)
-        .map(|number| {
-            let failure = match scenario.class {
-                Class::Outage | Class::Flapping | Class::TerminationInOutage => OnFailure::Local,
-                Class::SplitFailover => OnFailure::Closed,
-                _ => draw_failure(rng),
-            };
-            draw_policy(rng, number, failure)
-        })
-        .collect();
-    let plain = PolicySpec {
-        route: 0,
-        rule: Rule::SlidingLog,
-        requests: 20,
-        per_us: HOUR,
-        on_failure: OnFailure::Open,
-        is_global: false,
-        estimate: None,
-        lease: None,
-        block_for_us: None,
-        shards: 1,
-        second_limit: None,
-    };
-    match scenario.class {
-        Class::SplitRefusals => {
-            let global = PolicySpec {
-                is_global: true,
-                requests: 2_000,
-                ..plain.clone()
-            };
-            policies = vec![
-                global,
-                PolicySpec {
-                    requests: 5,
-                    ..plain
-                },
-            ];
-        }
-        Class::SplitFailover => {
-            let closed = PolicySpec {
-                on_failure: OnFailure::Closed,
-                requests: 300,
-                ..plain
-            };
-            policies = vec![
-                PolicySpec {
-                    is_global: true,
-                    ..closed.clone()
-                },
-                closed,
-            ];
-        }
-        Class::OpenSlots => {
-            let two_keys = PolicySpec {
-                requests: 50,
-                per_us: 20 * SECOND,
-                second_limit: Some(150),
-                ..plain
-            };
-            policies = vec![PolicySpec {
-                on_failure: OnFailure::Closed,
-                ..two_keys
-            }];
-        }
-        Class::ClusterReshard => policies.iter_mut().for_each(|policy| {
-            // One key per policy, so that no keys of one question are in two places.
-            (policy.second_limit, policy.block_for_us) = (None, None);
-        }),
-        Class::SettlementsBesideSlots => {
-            let slots = PolicySpec {
-                rule: Rule::Concurrency { ttl_us: SECOND },
-                requests: 5,
-                ..plain.clone()
-            };
-            let estimated = PolicySpec {
-                route: 1,
-                requests: 1_000_000,
-                estimate: Some(3),
-                ..plain
-            };
-            policies = vec![slots, estimated];
-        }
-        Class::Flapping | Class::TerminationInOutage => {
-            let (requests, per_us) = if scenario.class == Class::Flapping {
-                (50, 60 * SECOND)
-            } else {
-                (20, 30 * SECOND)
-            };
-            policies = vec![PolicySpec {
-                on_failure: OnFailure::Local,
-                requests,
-                per_us,
-                ..plain
-            }];
-        }
-        Class::MemoryEviction => {
-            let many = PolicySpec {
-                route: 1,
-                requests: 1,
-                per_us: 24 * HOUR,
-                ..plain.clone()
-            };
-            policies = vec![
-                PolicySpec {
-                    requests: 5,
-                    ..plain
-                },
-                many,
-            ];
-        }
-        Class::ClockSteps => {
-            policies = vec![PolicySpec {
-                requests: 10,
-                per_us: 10 * SECOND,
-                ..plain
-            }]
-        }
-        Class::FrozenLeases => {
-            policies = vec![PolicySpec {
-                per_us: 2 * SECOND,
-                lease: Some((5, 300_000)),
-                ..plain
-            }];
-        }
-        _ => {}
-    }
-    let is_cluster = matches!(scenario.topology, Topology::Cluster { .. });
-    for policy in &mut policies {
-        let is_plain =
-            policy.estimate.is_none() && policy.lease.is_none() && policy.block_for_us.is_none();
-        let is_window = matches!(
-            policy.rule,
-            Rule::SlidingLog | Rule::SlidingWindow | Rule::FixedWindow
-        );
-        if scenario.class == Class::Cluster
-            && is_cluster
-            && is_plain
-            && is_window
-            && rng.u8(0..4) == 0
-        {
-            (policy.shards, policy.on_failure, policy.second_limit) =
-                (rng.u16(2..4), OnFailure::Open, None);
-        }
-    }
-    if matches!(scenario.topology, Topology::Memory { .. }) {
-        policies.iter_mut().for_each(|policy| policy.lease = None);
-    }
-    scenario.policies = policies;
 }
 
 fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
@@ -382,39 +178,7 @@ fn draw_fault(scenario: &Scenario, rng: &mut Rng) -> FaultKind {
         0
     };
     match scenario.class {
-        Class::Network => match rng.u8(0..8) {
-            0 => FaultKind::Partition {
-                instance: None,
-                server,
-                for_us,
-            },
-            1 => FaultKind::Partition {
-                instance: Some(instance),
-                server,
-                for_us,
-            },
-            2 => FaultKind::Slow {
-                server,
-                extra_us: rng.u64(1..100) * 1_000,
-                for_us,
-            },
-            3 => FaultKind::Reset { server },
-            4 => FaultKind::HalfOpen { instance, server },
-            5 => FaultKind::ScriptFlush { server },
-            6 => FaultKind::Hang { server, for_us },
-            _ => {
-                let errors = [
-                    "LOADING Redis is loading the dataset in memory",
-                    "BUSY Redis is busy running a script",
-                    "OOM command not allowed when used memory > 'maxmemory'.",
-                ];
-                FaultKind::ErrorReplies {
-                    server,
-                    error: errors[rng.usize(0..3)],
-                    for_us,
-                }
-            }
-        },
+        Class::Network => draw_network_fault(rng, (instance, server), for_us),
         Class::DataLoss => match rng.bool() {
             true => FaultKind::Restart {
                 server,
@@ -471,6 +235,42 @@ fn draw_fault(scenario: &Scenario, rng: &mut Rng) -> FaultKind {
                 0
             },
         },
+    }
+}
+
+fn draw_network_fault(rng: &mut Rng, (instance, server): (usize, usize), for_us: u64) -> FaultKind {
+    match rng.u8(0..8) {
+        0 => FaultKind::Partition {
+            instance: None,
+            server,
+            for_us,
+        },
+        1 => FaultKind::Partition {
+            instance: Some(instance),
+            server,
+            for_us,
+        },
+        2 => FaultKind::Slow {
+            server,
+            extra_us: rng.u64(1..100) * 1_000,
+            for_us,
+        },
+        3 => FaultKind::Reset { server },
+        4 => FaultKind::HalfOpen { instance, server },
+        5 => FaultKind::ScriptFlush { server },
+        6 => FaultKind::Hang { server, for_us },
+        _ => {
+            let errors = [
+                "LOADING Redis is loading the dataset in memory",
+                "BUSY Redis is busy running a script",
+                "OOM command not allowed when used memory > 'maxmemory'.",
+            ];
+            FaultKind::ErrorReplies {
+                server,
+                error: errors[rng.usize(0..3)],
+                for_us,
+            }
+        }
     }
 }
 

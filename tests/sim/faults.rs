@@ -74,6 +74,23 @@ impl World {
                 let now_ms = self.servers[server].clock.time_us(now_us) / 1000;
                 self.servers[server].dataset.delete_expired(now_ms);
             }
+            FaultKind::Crash { .. } | FaultKind::Terminate { .. } | FaultKind::Freeze { .. } => {
+                self.apply_instance_fault(kind);
+            }
+            FaultKind::Migrate {
+                to,
+                slots,
+                key_us,
+                interrupted_us,
+            } => {
+                self.open_slots(to, slots, key_us, interrupted_us);
+            }
+        }
+    }
+
+    fn apply_instance_fault(&mut self, kind: FaultKind) {
+        let now_us = self.now_us;
+        match kind {
             FaultKind::Crash {
                 instance,
                 restart_us,
@@ -98,14 +115,7 @@ impl World {
                 self.instances[instance].is_frozen = true;
                 self.continue_at(now_us + for_us, FaultStep::Thaw(instance));
             }
-            FaultKind::Migrate {
-                to,
-                slots,
-                key_us,
-                interrupted_us,
-            } => {
-                self.open_slots(to, slots, key_us, interrupted_us);
-            }
+            other => panic!("{other:?} is no fault of an instance"),
         }
     }
 
@@ -202,9 +212,9 @@ impl World {
         }
         self.rng.shuffle(&mut slots);
         slots.truncate(count);
-        slots
-            .iter()
-            .for_each(|slot| drop(cluster.migrating.insert(*slot, to)));
+        cluster
+            .migrating
+            .extend(slots.iter().map(|slot| (*slot, to)));
         self.continue_at(
             self.now_us + interrupted_us + key_us,
             FaultStep::MoveKey { slots, to, key_us },

@@ -3,6 +3,17 @@
 //! `cargo nextest run --test sim` runs the seeds of the gate. `make sim SEEDS=1..1000 MINUTES=10`
 //! runs others.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::large_futures,
+    clippy::print_stdout,
+    reason = "a simulation fails by panicking, and its report goes to stdout"
+)]
+
 mod draw;
 mod faults;
 mod instance;

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
-use tidegate::store::redis::{RedisAddress, RedisStream, RedisTransport};
+use tidegate::store::redis::{RedisAddress, RedisStream, RedisStreamFuture, RedisTransport};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, Sleep, sleep_until};
@@ -119,10 +119,7 @@ impl fmt::Debug for InstanceNetwork {
 pub(crate) struct SimulatedTransport(pub(crate) Arc<InstanceNetwork>);
 
 impl RedisTransport for SimulatedTransport {
-    fn connect(
-        &self,
-        address: &RedisAddress,
-    ) -> Pin<Box<dyn Future<Output = io::Result<Box<dyn RedisStream>>> + Send>> {
+    fn connect(&self, address: &RedisAddress) -> RedisStreamFuture {
         let (network, address) = (Arc::clone(&self.0), address.to_string());
         Box::pin(async move {
             let id = network.next_id.fetch_add(1, Ordering::Relaxed);

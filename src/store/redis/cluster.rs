@@ -62,11 +62,11 @@ impl ClusterClient {
     /// Fetches the slot map, connects to all masters, and stays connected as long as the value
     /// lives.
     pub(super) fn start(context: Arc<RedisContext>) -> Self {
-        let slot_map: Arc<WatchedValue<Arc<ClusterSlotMap>>> = Arc::default();
+        let slot_map: WatchedValue<Arc<ClusterSlotMap>> = WatchedValue::default();
         let refresh_requested = Arc::new(Notify::new());
         let refresh_loop = run_slot_map_refresh(
             Arc::clone(&context),
-            Arc::clone(&slot_map),
+            slot_map.clone(),
             Arc::clone(&refresh_requested),
         );
         Self {

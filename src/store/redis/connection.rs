@@ -37,7 +37,7 @@ const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 #[derive(Debug)]
 pub(super) struct SupervisedConnection {
     state: Arc<ArcSwap<RedisConnectionState>>,
-    ready: Arc<WatchedValue<bool>>,
+    ready: WatchedValue<bool>,
     context: Arc<RedisContext>,
     /// Whether the circuit breaker counts this connection as lost.
     is_lost: Arc<AtomicBool>,
@@ -70,14 +70,14 @@ impl SupervisedConnection {
         let state = Arc::new(ArcSwap::from_pointee(RedisConnectionState::Down(
             RedisErrorKind::Connection,
         )));
-        let ready = Arc::new(WatchedValue::new(false));
+        let ready = WatchedValue::new(false);
         let is_lost = Arc::default();
         let supervisor = supervise_connection(
             Arc::clone(&context),
             target,
             Arc::clone(&state),
             Arc::clone(&is_lost),
-            Arc::clone(&ready),
+            ready.clone(),
         );
         Self {
             state,
@@ -215,7 +215,7 @@ async fn supervise_connection(
     target: RedisConnectionTarget,
     state: Arc<ArcSwap<RedisConnectionState>>,
     is_lost: Arc<AtomicBool>,
-    ready: Arc<WatchedValue<bool>>,
+    ready: WatchedValue<bool>,
 ) {
     let breaker = &context.breaker;
     let mut backoff = INITIAL_BACKOFF;

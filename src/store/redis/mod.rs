@@ -32,7 +32,7 @@ pub use script_batch::{BatchReply, CallerReply, DecisionBatch};
 pub use scripts::ScriptLibrary;
 pub use settings::{
     RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
-    RedisTopology, RedisTransport,
+    RedisStreamFuture, RedisTopology, RedisTransport,
 };
 
 use super::fallback::SINGLE_PARTITION;

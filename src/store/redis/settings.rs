@@ -50,13 +50,13 @@ pub trait RedisStream: AsyncRead + AsyncWrite + Unpin + Send {}
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send> RedisStream for S {}
 
+/// A connection attempt.
+pub type RedisStreamFuture = Pin<Box<dyn Future<Output = io::Result<Box<dyn RedisStream>>> + Send>>;
+
 /// Opens byte streams to servers in place of the network.
 pub trait RedisTransport: fmt::Debug + Send + Sync {
     /// Resolves when the connection is established or refused.
-    fn connect(
-        &self,
-        address: &RedisAddress,
-    ) -> Pin<Box<dyn Future<Output = io::Result<Box<dyn RedisStream>>> + Send>>;
+    fn connect(&self, address: &RedisAddress) -> RedisStreamFuture;
 }
 
 impl PartialEq for RedisDialer {

@@ -102,23 +102,19 @@ fn excuse(scenario: &Scenario, at_us: u64, kind: &FaultKind) -> Excuse {
         loses_charges: false,
         extra_limit: None,
     };
+    let on_server = |server: usize| Excuse {
+        server: Some(server),
+        ..none.clone()
+    };
     let outage = |server: usize, for_us: u64| Excuse {
         to_us: at_us + for_us,
-        server: Some(server),
         is_outage: true,
-        ..none.clone()
+        ..on_server(server)
     };
     let with_loss = |excuse: Excuse, is_lost: bool| Excuse {
         loses_charges: is_lost,
         extra_limit: is_lost.then_some((at_us, excuse.to_us + DETECTION_US)),
         ..excuse
-    };
-    let process = |instance: usize, for_us: u64, loses_charges: bool| Excuse {
-        to_us: at_us + for_us,
-        instance: Some(instance),
-        is_outage: true,
-        loses_charges,
-        ..none.clone()
     };
     match *kind {
         FaultKind::Restart {
@@ -164,20 +160,25 @@ fn excuse(scenario: &Scenario, at_us: u64, kind: &FaultKind) -> Excuse {
             ..outage(server, 0)
         },
         FaultKind::ScriptFlush { .. } | FaultKind::Migrate { .. } => none,
-        FaultKind::Evict { server, .. } => with_loss(
-            Excuse {
-                server: Some(server),
-                ..none.clone()
-            },
-            true,
-        ),
-        FaultKind::ClockStep { server, by_us } => with_loss(
-            Excuse {
-                server: Some(server),
-                ..none.clone()
-            },
-            by_us > 0,
-        ),
+        FaultKind::Evict { server, .. } => with_loss(on_server(server), true),
+        FaultKind::ClockStep { server, by_us } => with_loss(on_server(server), by_us > 0),
+        FaultKind::Crash { .. } | FaultKind::Terminate { .. } | FaultKind::Freeze { .. } => {
+            excuse_process(none, kind)
+        }
+    }
+}
+
+/// The excuse of a fault of an instance. `none` excuses nothing at its time.
+fn excuse_process(none: Excuse, kind: &FaultKind) -> Excuse {
+    let at_us = none.from_us;
+    let process = |instance: usize, for_us: u64, loses_charges: bool| Excuse {
+        to_us: at_us + for_us,
+        instance: Some(instance),
+        is_outage: true,
+        loses_charges,
+        ..none.clone()
+    };
+    match *kind {
         FaultKind::Crash {
             instance,
             restart_us,
@@ -187,6 +188,7 @@ fn excuse(scenario: &Scenario, at_us: u64, kind: &FaultKind) -> Excuse {
             restart_us,
         } => process(instance, restart_us + crate::world::TERMINATION_US, false),
         FaultKind::Freeze { instance, for_us } => process(instance, for_us, true),
+        _ => none,
     }
 }
 

@@ -29,7 +29,7 @@ const TRY_AGAIN_DELAY: Duration = Duration::from_millis(2);
 #[derive(Clone, Debug)]
 pub(super) struct ClusterRouter {
     pub(super) context: Arc<RedisContext>,
-    pub(super) slot_map: Arc<WatchedValue<Arc<ClusterSlotMap>>>,
+    pub(super) slot_map: WatchedValue<Arc<ClusterSlotMap>>,
     /// Requests a refresh of the slot map after a call contradicted it.
     pub(super) refresh_requested: Arc<Notify>,
 }

@@ -25,7 +25,7 @@ const MAX_BACKOFF: Duration = Duration::from_millis(500);
 /// Refreshes the slot map periodically, and on request.
 pub(super) async fn run_slot_map_refresh(
     context: Arc<RedisContext>,
-    slot_map: Arc<WatchedValue<Arc<ClusterSlotMap>>>,
+    slot_map: WatchedValue<Arc<ClusterSlotMap>>,
     refresh_requested: Arc<Notify>,
 ) {
     let breaker = &context.breaker;
