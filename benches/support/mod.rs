@@ -99,6 +99,7 @@ impl RedisServer {
             connect_timeout: Duration::from_secs(1),
             breaker_failures: 5,
             probe_interval: Duration::from_millis(500),
+            dialer: tidegate::store::redis::RedisDialer::Network,
         }
     }
 }

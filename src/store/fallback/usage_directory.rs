@@ -30,7 +30,7 @@ pub(in crate::store) struct UsageDirectory {
     path: PathBuf,
     /// Common start of the names of this service's files.
     name_prefix: String,
-    instance_id: &'static str,
+    instance_id: Box<str>,
     /// The file that this process continues from.
     restored_file: Mutex<Option<UsageFile>>,
 }
@@ -44,13 +44,13 @@ pub(in crate::store) struct UsageFile {
 
 impl UsageDirectory {
     /// `service` separates the files of services that share the directory.
-    pub(in crate::store) fn new(path: &Path, service: &str, instance_id: &'static str) -> Self {
+    pub(in crate::store) fn new(path: &Path, service: &str, instance_id: &str) -> Self {
         let digest = Sha256::digest(service.as_bytes());
         let name_prefix = digest.iter().take(8).map(|byte| format!("{byte:02x}"));
         Self {
             path: path.to_owned(),
             name_prefix: name_prefix.chain(["-".to_owned()]).collect(),
-            instance_id,
+            instance_id: instance_id.into(),
             restored_file: Mutex::default(),
         }
     }

@@ -19,17 +19,18 @@ use super::connection::{RedisConnectionState, SupervisedConnection};
 use super::connector::AbortOnDropTask;
 use super::context::RedisContext;
 use super::error::RedisErrorKind;
+use super::watched_value::WatchedValue;
 use crate::limiter::Charge;
 use crate::store::Settlement;
 use futures_util::future::join_all;
 use redis::{Cmd, Value};
 use router::ClusterRouter;
 use slot_charges::{SlotCharges, group_by_slot};
-use slot_map::ClusterNode;
+use slot_map::{ClusterNode, ClusterSlotMap};
 use slot_map_refresh::run_slot_map_refresh;
 use split_decision::SplitResult;
 use std::sync::Arc;
-use tokio::sync::{Notify, oneshot, watch};
+use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
@@ -57,11 +58,11 @@ impl ClusterClient {
     /// Fetches the slot map, connects to all masters, and stays connected as long as the value
     /// lives.
     pub(super) fn start(context: Arc<RedisContext>) -> Self {
-        let (map_sender, slot_map) = watch::channel(Arc::default());
+        let slot_map: WatchedValue<Arc<ClusterSlotMap>> = WatchedValue::default();
         let refresh_requested = Arc::new(Notify::new());
         let refresh_loop = run_slot_map_refresh(
             Arc::clone(&context),
-            map_sender,
+            slot_map.clone(),
             Arc::clone(&refresh_requested),
         );
         Self {
@@ -77,13 +78,14 @@ impl ClusterClient {
 
     /// Waits for the first probed connection to every master.
     pub(super) async fn wait_until_ready(&self) {
-        let mut slot_map = self.router.slot_map.clone();
-        let nodes = match slot_map.wait_for(|map| !map.nodes.is_empty()).await {
-            Ok(map) => map.nodes.clone(),
-            // The refresh task ended with the runtime: nothing to wait for.
-            Err(_) => return,
-        };
-        join_all(nodes.iter().map(|node| node.connection.wait_until_ready())).await;
+        let map = self.router.slot_map.wait_for(|map| !map.nodes.is_empty());
+        join_all(
+            map.await
+                .nodes
+                .iter()
+                .map(|node| node.connection.wait_until_ready()),
+        )
+        .await;
     }
 
     /// Decides charges in any slots.
@@ -161,7 +163,7 @@ impl ClusterClient {
 
     /// Whether calls would be sent to all nodes of these charges; for a sharded key, to all nodes.
     pub(super) fn is_reachable_for(&self, charges: &[Charge<'_>]) -> bool {
-        let map = self.router.slot_map.borrow();
+        let map = self.router.slot_map.get();
         let is_available = |charge: &Charge<'_>| match charge.shard_count {
             0 | 1 => map
                 .node_for_slot(slot_for_key(charge.key))
@@ -175,14 +177,14 @@ impl ClusterClient {
     pub(super) fn unreachable_slots(&self) -> Vec<u16> {
         self.router
             .slot_map
-            .borrow()
+            .get()
             .slots_not_served_by(|node| node.is_available())
     }
 
     /// The slots of masters that are connected and don't answer. Without this check, only calls to
     /// a hung node detect it.
     pub(super) async fn find_unresponsive_slots(&self) -> Vec<u16> {
-        let nodes = self.router.slot_map.borrow().nodes.clone();
+        let nodes = self.router.slot_map.get().nodes.clone();
         let call_timeout = self.router.context.settings.connect_timeout;
         let find_unresponsive = async |node: &Arc<ClusterNode>| {
             let state = node.connection.state();
@@ -213,7 +215,7 @@ impl ClusterClient {
                 };
                 self.router
                     .slot_map
-                    .borrow()
+                    .get()
                     .slots_not_served_by(is_responsive)
             }
         }
@@ -223,7 +225,7 @@ impl ClusterClient {
     pub(super) fn master_connections(&self) -> Vec<Arc<SupervisedConnection>> {
         self.router
             .slot_map
-            .borrow()
+            .get()
             .nodes
             .iter()
             .map(|node| Arc::clone(&node.connection))

@@ -112,6 +112,7 @@ pub(super) async fn run_membership(redis: RedisStore) {
         sleep(add_jitter(RECOVERY_HEARTBEAT_INTERVAL)).await;
         if recovery.is_none() && !fallback.is_in_outage() && !fallback.has_pending_write_back() {
             tokio::select! {
+                biased;
                 () = sleep(add_jitter(HEARTBEAT_INTERVAL).saturating_sub(RECOVERY_HEARTBEAT_INTERVAL)) => {}
                 () = fallback.wait_for_change() => {}
             }
@@ -177,7 +178,7 @@ async fn run_heartbeat_round(
         // Redis rejects the script, so missing instances can't be waited for.
         Err(failure) => {
             tracker.record_failure();
-            let now = std::time::Instant::now();
+            let now = crate::clock::monotonic_now();
             if tracker.rejection_log.record_occurrence(now).is_some() {
                 tracing::warn!(
                     kind = failure.as_str(),
@@ -219,7 +220,7 @@ pub(super) async fn remove_member(redis: &RedisStore) {
     }
     for key in redis.context.scripts.membership_keys() {
         let mut command = redis::cmd("ZREM");
-        command.arg(key).arg(&*INSTANCE_ID);
+        command.arg(key).arg(redis.context.instance_id.as_ref());
         drop(run_command(redis, &command).await);
     }
 }
@@ -238,7 +239,7 @@ async fn write_back_with_files(
     directory.remove_restored();
     let claim_left_usage = || {
         let (file, usage, downtime_us) = directory.claim_file()?;
-        let stopped_process = new_fallback(&redis.context.settings);
+        let stopped_process = new_fallback(&redis.context.settings, redis.context.clock.clone());
         stopped_process.restore_usage(usage, downtime_us);
         Some((file, stopped_process))
     };
@@ -304,7 +305,7 @@ async fn query_membership(
         .arg(MEMBERSHIP_SCRIPT)
         .arg(keys.len())
         .arg(&keys)
-        .arg(&*INSTANCE_ID);
+        .arg(redis.context.instance_id.as_ref());
     command.arg(match operation {
         MembershipOperation::Heartbeat => "heartbeat",
         MembershipOperation::HeartbeatPending => "pending",

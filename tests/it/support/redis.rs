@@ -242,6 +242,7 @@ pub(crate) fn redis_settings(port: u16) -> RedisSettings {
         connect_timeout: Duration::from_secs(1),
         breaker_failures: 5,
         probe_interval: Duration::from_millis(100),
+        dialer: tidegate::store::redis::RedisDialer::Network,
     }
 }
 

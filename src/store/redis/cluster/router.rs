@@ -12,13 +12,14 @@ use crate::store::redis::settings::RedisAddress;
 use crate::store::redis::settlement_calls::{
     MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls,
 };
+use crate::store::redis::watched_value::WatchedValue;
 use futures_util::future::join_all;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use tokio::sync::{Notify, watch};
+use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout_at};
 
 /// Maximum redirections of one call. More mean that the nodes disagree.
@@ -31,7 +32,7 @@ const TRY_AGAIN_DELAY: Duration = Duration::from_millis(2);
 #[derive(Clone, Debug)]
 pub(super) struct ClusterRouter {
     pub(super) context: Arc<RedisContext>,
-    pub(super) slot_map: watch::Receiver<Arc<ClusterSlotMap>>,
+    pub(super) slot_map: WatchedValue<Arc<ClusterSlotMap>>,
     /// Requests a refresh of the slot map after a call contradicted it.
     pub(super) refresh_requested: Arc<Notify>,
     pub(super) hints: Arc<AdmissionHints>,
@@ -115,7 +116,7 @@ impl ClusterRouter {
         let mut redirections = 0;
         while redirections < MAX_REDIRECTIONS {
             let node = match &redirected_to {
-                None => self.slot_map.borrow().node_for_slot(slot).cloned(),
+                None => self.slot_map.get().node_for_slot(slot).cloned(),
                 Some((address, _)) => Some(self.wait_for_node(address, deadline).await?),
             };
             let Some(node) = node else { break };
@@ -249,18 +250,13 @@ impl ClusterRouter {
         address: &RedisAddress,
         deadline: Instant,
     ) -> Result<Arc<ClusterNode>, FailedClusterCall> {
-        if let Some(node) = self.slot_map.borrow().node_at(address) {
+        if let Some(node) = self.slot_map.get().node_at(address) {
             return Ok(Arc::clone(node));
         }
         self.refresh_requested.notify_one();
-        let mut map = self.slot_map.clone();
         let known_node = async {
-            let node = map
-                .wait_for(|map| map.node_at(address).is_some())
-                .await
-                .ok()?
-                .node_at(address)
-                .cloned()?;
+            let map = self.slot_map.wait_for(|map| map.node_at(address).is_some());
+            let node = map.await.node_at(address).cloned()?;
             node.connection.wait_until_ready().await;
             Some(node)
         };

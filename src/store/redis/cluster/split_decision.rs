@@ -147,7 +147,7 @@ impl ClusterRouter {
     /// fail without a call. Then the parts that may refuse, one after the other, narrowest first.
     /// All others come last.
     fn take_round(&self, waiting: &mut Vec<SlotCharges>) -> Vec<SlotCharges> {
-        let slot_map = self.slot_map.borrow().clone();
+        let slot_map = self.slot_map.get();
         let is_unreachable = |part: &SlotCharges| {
             let node = slot_map.node_for_slot(part.slot);
             node.is_none_or(|node| !node.is_available())
