@@ -47,6 +47,15 @@ impl Clock {
         )
     }
 
+    /// Microseconds since an arbitrary start. Unlike `Instant`, it advances while the machine is
+    /// suspended.
+    pub fn boot_us(&self) -> u64 {
+        match &self.0 {
+            ClockSource::System { start, .. } => boot_time_us(*start),
+            ClockSource::Manual(time) => time.load(Ordering::Relaxed),
+        }
+    }
+
     /// Microseconds since the Unix epoch.
     pub fn now_us(&self) -> u64 {
         self.time_at_us(Instant::now())
@@ -61,6 +70,23 @@ impl Clock {
             ClockSource::Manual(time) => time.load(Ordering::Relaxed),
         }
     }
+}
+
+/// Time since the machine started. Like `Instant::now`, it makes no system call.
+#[cfg(target_os = "linux")]
+fn boot_time_us(_start: Instant) -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or_default();
+    let nanos = u64::try_from(time.tv_nsec).unwrap_or_default();
+    seconds
+        .saturating_mul(1_000_000)
+        .saturating_add(nanos / 1_000)
+}
+
+/// Other systems may not count suspended time.
+#[cfg(not(target_os = "linux"))]
+fn boot_time_us(start: Instant) -> u64 {
+    saturating_micros(start.elapsed())
 }
 
 /// Seconds since the Unix epoch by the current wall clock, including its steps. For dates set outside

@@ -145,6 +145,7 @@ impl RedisDecisionPath<'_> {
                 decided.map_err(|failure| failure.expand(&unleased, charges.len()))?
             }
         };
+        permits.check_expiry()?;
         let decision = permits.into_decision(charges, Some((&unleased, decision)));
         Ok((decision, source))
     }

@@ -11,8 +11,10 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use tidegate::clock::Clock;
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, LeaseTerms, Limit};
-use tidegate::store::Store;
+use tidegate::store::{LeasePool, Store};
+use tidegate::telemetry::metrics::DecisionSource;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
@@ -710,5 +712,48 @@ async fn a_short_lease_expires_before_an_older_long_one() {
             );
             sleep(Duration::from_millis(5)).await;
         }
+    }
+}
+
+#[tokio::test]
+async fn a_lease_ends_during_a_suspension_and_for_a_request_that_waited() {
+    const TTL: Duration = Duration::from_millis(80);
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
+    let (clock, boot_clock) = Clock::manual(1);
+    let store = Store::redis(redis).with_leases(&Arc::new(LeasePool::new(clock)));
+    let limit = Limit {
+        requests: 1000,
+        per_us: 3_600_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let ttl_us = u64::try_from(TTL.as_micros()).unwrap();
+    for cause in ["a suspension", "a wait after the arrival"] {
+        let key = KeyBuilder::new(cause).finish();
+        let charge = Charge {
+            lease: Some(Lease {
+                size: Some(50),
+                ttl_us,
+            }),
+            ..Charge::new(&limit, &key, 1)
+        };
+        let decide = async |arrived| {
+            let (decision, source) = store.decide_with_source(&[charge], arrived).await.unwrap();
+            assert!(decision.admitted);
+            source
+        };
+        let deadline = Instant::now() + TEST_TIMEOUT;
+        while decide(Instant::now()).await != DecisionSource::Lease {
+            assert!(Instant::now() < deadline, "no lease before {cause}");
+            sleep(Duration::from_millis(1)).await;
+        }
+        let arrived = Instant::now();
+        match cause {
+            "a suspension" => boot_clock.advance_us(ttl_us),
+            // Blocks the runtime, so no task removes the lease.
+            _ => std::thread::sleep(TTL),
+        }
+        let source = decide(arrived).await;
+        assert_eq!(source, DecisionSource::Redis, "after {cause}");
     }
 }

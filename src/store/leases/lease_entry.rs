@@ -1,5 +1,6 @@
 //! The leases of one policy for one key.
 
+use super::clock_reading::ClockReading;
 use super::lease_credit::{LeaseCredit, LeaseCreditQueue, LeasedCounters};
 use crate::limiter::{Charge, Key, LeaseTerms, LimitStatus};
 use smallvec::SmallVec;
@@ -34,8 +35,7 @@ pub(super) struct Lease {
     pub remaining_units: u64,
     /// End of the lease by the store's clock (µs).
     pub store_end_us: u64,
-    /// End by the local clock, earlier than `store_end_us`.
-    pub expires_at: Instant,
+    pub expires_at: ClockReading,
 }
 
 /// The store's last answer for a key.
@@ -64,7 +64,7 @@ pub(super) struct LeasePermit {
     pub units: u64,
     pub store_end_us: u64,
     /// The request has to be decided before this time.
-    pub expires_at: Instant,
+    pub expires_at: ClockReading,
     /// Lower bound of the store's clock at the issue (µs).
     pub store_now_us: u64,
     /// Status of each limit; `remaining` is a lower bound.
@@ -147,18 +147,15 @@ impl LeaseEntry {
     }
 
     /// Removes expired leases and queues their unused units for return.
-    pub(super) fn expire_leases(&mut self, now: Instant, credits: &LeaseCreditQueue) {
-        while let Some(leased) = self
-            .leases
-            .first()
-            .copied()
-            .filter(|leased| leased.expires_at <= now)
-        {
-            self.leases.remove(0);
-            if leased.remaining_units > 0 {
-                credits.push(leased.into_credit(&self.counters));
+    pub(super) fn expire_leases(&mut self, now: ClockReading, credits: &LeaseCreditQueue) {
+        let counters = &self.counters;
+        self.leases.retain(|leased| {
+            let has_expired = now.has_reached(&leased.expires_at);
+            if has_expired && leased.remaining_units > 0 {
+                credits.push(leased.into_credit(counters));
             }
-        }
+            !has_expired
+        });
     }
 
     pub(super) fn revoke_all_leases(&mut self, credits: &LeaseCreditQueue) {

@@ -1,8 +1,9 @@
 //! Leased units by policy and key. The caller passes the time.
 //!
 //! No unit is issued after the end of its lease. The TTL counts from sending the request, so the
-//! lease ends here before it ends in the store. Unused units are returned to the store.
+//! lease ends here before it ends in the store, also if the machine is suspended meanwhile. Unused units are returned to the store.
 
+use super::clock_reading::ClockReading;
 use super::lease_credit::{LeaseCredit, LeaseCreditQueue, LeasedCounters};
 use super::lease_entry::{LastStoreAnswer, Lease, LeaseEntry, LeasePermit};
 use crate::limiter::{Charge, Decision, LimitStatus};
@@ -76,7 +77,7 @@ impl LeaseTable {
     pub(super) fn take_permit(
         &self,
         charges: &[Charge<'_>],
-        now: Instant,
+        now: ClockReading,
         on_exhausted: OnLeaseExhausted,
     ) -> LeaseAction {
         let Some((charge, lease)) = charges
@@ -93,12 +94,12 @@ impl LeaseTable {
                 units_to_request: 0,
             };
         }
-        let Some(entry) = self.get_or_insert_entry(&mut shard, charges, charge, now) else {
+        let Some(entry) = self.get_or_insert_entry(&mut shard, charges, charge, now.instant) else {
             return LeaseAction::QueryStore {
                 units_to_request: 0,
             };
         };
-        entry.demand.record_units(charge.cost, now, &lease);
+        entry.demand.record_units(charge.cost, now.instant, &lease);
         entry.expire_leases(now, &self.credits);
         let available_units = entry
             .leases
@@ -115,7 +116,7 @@ impl LeaseTable {
         if units_to_request > 0 {
             entry.refill = Some(Arc::default());
         }
-        if let Some(permit) = entry.issue_permit(charge, now) {
+        if let Some(permit) = entry.issue_permit(charge, now.instant) {
             return LeaseAction::Permit {
                 permit,
                 units_to_request,
@@ -139,7 +140,7 @@ impl LeaseTable {
         charges: &[Charge<'_>],
         statuses: &[Option<LimitStatus>],
         decision: &Decision,
-        (sent_at, received_at): (Instant, Instant),
+        (sent_at, received_at): (ClockReading, Instant),
     ) {
         let Some(charge) = charges.first() else {
             return;
@@ -172,10 +173,10 @@ impl LeaseTable {
         };
         entry.is_last_grant_empty = lease_grant.is_none();
         if let Some(leased) = lease_grant {
-            let index = entry
+            let at = entry
                 .leases
-                .partition_point(|other| other.expires_at <= leased.expires_at);
-            entry.leases.insert(index, leased);
+                .partition_point(|other| other.expires_at.instant <= leased.expires_at.instant);
+            entry.leases.insert(at, leased);
             self.changed.notify_one();
             let statuses = statuses.iter().copied().flatten().collect();
             entry.last_answer = Some(LastStoreAnswer {
@@ -251,9 +252,12 @@ impl LeaseTable {
         self.credits.lost_units()
     }
 
-    /// Removes and yields all queued credits, including those of leases that have just expired, and
-    /// the next expiry.
-    pub(super) fn take_due_credits(&self, now: Instant) -> (Vec<LeaseCredit>, Option<Instant>) {
+    /// Returns the unused units of leases that have expired, and the time of the next expiry, if
+    /// any.
+    pub(super) fn take_due_credits(
+        &self,
+        now: ClockReading,
+    ) -> (Vec<LeaseCredit>, Option<Instant>) {
         let mut next: Option<Instant> = None;
         for shard in &self.shards {
             let mut shard = shard.lock();
@@ -263,7 +267,7 @@ impl LeaseTable {
                 .filter(|entry| !entry.leases.is_empty())
             {
                 entry.expire_leases(now, &self.credits);
-                let ends = entry.leases.first().map(|leased| leased.expires_at);
+                let ends = entry.leases.iter().map(|leased| leased.expires_at.instant);
                 next = next.into_iter().chain(ends).min();
             }
         }
@@ -331,6 +335,7 @@ mod tests {
     use super::super::lease_credit::MAX_CREDITS;
     use super::super::lease_entry::MIN_DEMAND_UNITS;
     use super::*;
+    use crate::clock::Clock;
     use crate::limiter::{Algorithm, Amendment, GrantedUnits, Key, KeyBuilder, LeaseTerms, Limit};
     use smallvec::SmallVec;
 
@@ -378,15 +383,18 @@ mod tests {
         }
     }
 
-    fn renew_lease(table: &LeaseTable, charge: Charge<'_>, units: u64, now: Instant) {
+    fn renew_lease(table: &LeaseTable, charge: Charge<'_>, units: u64, now: ClockReading) {
         let answer = store_answer(units);
-        table.record_grant(&[charge], &answer.statuses, &answer, (now, now));
+        table.record_grant(&[charge], &answer.statuses, &answer, (now, now.instant));
         table.finish_refill(charge.key.id());
     }
 
     #[test]
     fn trap_26_keys_are_bounded_and_idle_keys_are_evicted() {
-        let (table, start) = (LeaseTable::default(), Instant::now());
+        let (table, start) = (
+            LeaseTable::default(),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let max_keys = SHARD_COUNT * MAX_KEYS_PER_SHARD;
         let key_count = || {
             table
@@ -414,7 +422,11 @@ mod tests {
 
     #[test]
     fn a_cold_key_requests_no_lease_and_a_hot_key_requests_its_demand() {
-        let (table, key, start) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, start) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         for nth in 1..=10 {
             let action = table.take_permit(
                 &[charge(&LIMIT, &key, None)],
@@ -434,8 +446,12 @@ mod tests {
     }
 
     #[test]
-    fn callers_wait_for_a_refill_unless_the_last_grant_was_empty() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+    fn callers_wait_for_a_renewal_unless_the_last_grant_was_empty() {
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
         let take = || table.take_permit(&[leased_charge], now, OnLeaseExhausted::Wait);
         assert!(matches!(
@@ -494,7 +510,11 @@ mod tests {
 
     #[test]
     fn nothing_is_issued_after_expiry_or_for_changed_limits_and_unused_units_are_returned() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
         let units_and_ends = |credits: Vec<LeaseCredit>| {
             credits
@@ -523,11 +543,11 @@ mod tests {
             ),
             LeaseAction::Permit { .. }
         ));
-        let end = now + Duration::from_micros(100_001);
+        let almost_end = now + Duration::from_micros(100_001 - 390);
         assert!(matches!(
             table.take_permit(
                 &[leased_charge],
-                end - Duration::from_micros(390),
+                almost_end,
                 OnLeaseExhausted::RefillWithoutWaiting
             ),
             LeaseAction::QueryStore { .. }
@@ -558,8 +578,36 @@ mod tests {
     }
 
     #[test]
+    fn a_lease_ends_while_the_machine_is_suspended() {
+        let (clock, boot_clock) = Clock::manual(7);
+        let (table, key, sent_at) = (LeaseTable::default(), key(0), ClockReading::now(&clock));
+        let leased_charge = charge(&LIMIT, &key, Some(8));
+        let take = || {
+            table.take_permit(
+                &[leased_charge],
+                ClockReading::now(&clock),
+                OnLeaseExhausted::RefillWithoutWaiting,
+            )
+        };
+        take();
+        // Suspended on the way to the store: the grant is shorter by that time.
+        boot_clock.advance_us(60_000);
+        renew_lease(&table, leased_charge, 8, sent_at);
+        assert!(matches!(take(), LeaseAction::Permit { .. }));
+        boot_clock.advance_us(40_000);
+        assert!(matches!(take(), LeaseAction::QueryStore { .. }));
+        let (returns, next) = table.take_due_credits(ClockReading::now(&clock));
+        assert_eq!(returns.iter().map(LeaseCredit::units).sum::<u64>(), 7);
+        assert_eq!(next, None, "no lease is left");
+    }
+
+    #[test]
     fn a_returned_permit_is_credited_to_the_limits_it_was_taken_from() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
         table.take_permit(
             &[leased_charge],
@@ -583,7 +631,7 @@ mod tests {
         let both = [leased_charge, charge(&window, &key, Some(8))];
         table.take_permit(&both, now, OnLeaseExhausted::RefillWithoutWaiting);
         let answer = store_answer(8);
-        table.record_grant(&both, &answer.statuses, &answer, (now, now));
+        table.record_grant(&both, &answer.statuses, &answer, (now, now.instant));
         table.return_permit(&permit);
         let (credits, _) = table.take_due_credits(now);
         let limits = credits
@@ -603,8 +651,12 @@ mod tests {
     }
 
     #[test]
-    fn queued_credits_are_bounded_and_dropped_units_are_counted() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+    fn queued_returns_are_bounded_and_dropped_units_are_counted() {
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
         for _ in 0..MAX_CREDITS + 3 {
             renew_lease(&table, leased_charge, 8, now);

@@ -17,13 +17,16 @@
 //! Units of a failed credit are counted as lost and stay charged until they expire. Units of a
 //! refill that timed out after Redis granted it stay charged too, and are not counted.
 
+mod clock_reading;
 mod lease_credit;
 mod lease_entry;
 mod lease_table;
 
 use super::redis::RedisStore;
-use super::{FLUSH_TIMEOUT, Settlement};
+use super::{FLUSH_TIMEOUT, Settlement, StoreUnavailable};
+use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Limit, LimitStatus};
+use clock_reading::ClockReading;
 use lease_credit::LeaseCredit;
 use lease_entry::LeasePermit;
 use lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
@@ -37,8 +40,10 @@ use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 const SWEEP_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The leases shared by the workers of one process.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct LeasePool {
+    /// Read anew for each permit: a request may have waited since its arrival.
+    clock: Clock,
     table: LeaseTable,
     /// Whether the credit task runs.
     is_credit_task_running: Mutex<bool>,
@@ -65,7 +70,22 @@ struct LeaseRefillGuard {
     key: u128,
 }
 
+impl Default for LeasePool {
+    fn default() -> Self {
+        Self::new(Clock::system())
+    }
+}
+
 impl LeasePool {
+    /// The boot time of `clock` ends leases while the machine is suspended.
+    pub fn new(clock: Clock) -> Self {
+        Self {
+            clock,
+            table: LeaseTable::default(),
+            is_credit_task_running: Mutex::default(),
+        }
+    }
+
     /// Issues leased units for charges of which some have a lease. Waits for a refill if that may
     /// help. Returns the charges that are not covered, with their indices.
     pub(super) async fn take_permits<'l, 'c>(
@@ -85,7 +105,6 @@ impl LeasePool {
         } else {
             OnLeaseExhausted::NeverRefill
         };
-        let mut now = requested_at;
         loop {
             let mut guard = LeasePermitGuard {
                 leases: self,
@@ -93,13 +112,12 @@ impl LeasePool {
                 permits: SmallVec::new(),
                 refills: SmallVec::new(),
             };
-            match guard.take_permits(charges, now, deadline, on_exhausted) {
+            match guard.take_permits(charges, deadline, on_exhausted) {
                 Ok(unleased) => return (guard, unleased),
                 Err(refill_done) => {
                     drop(guard);
                     drop(timeout_at(wait_deadline, refill_done).await);
-                    now = Instant::now();
-                    on_exhausted = if now < wait_deadline {
+                    on_exhausted = if Instant::now() < wait_deadline {
                         OnLeaseExhausted::Wait
                     } else {
                         OnLeaseExhausted::RefillWithoutWaiting
@@ -162,7 +180,7 @@ impl LeasePool {
     /// later lease starts a new task.
     fn take_due_credits(&self) -> Option<(Vec<LeaseCredit>, Option<Instant>)> {
         let mut is_running = self.is_credit_task_running.lock();
-        let (credits, next) = self.table.take_due_credits(Instant::now());
+        let (credits, next) = self.table.take_due_credits(ClockReading::now(&self.clock));
         *is_running = next.is_some() || !credits.is_empty();
         is_running.then_some((credits, next))
     }
@@ -194,18 +212,19 @@ impl LeasePool {
         let (lease, has_fallback) = (*lease, *has_fallback);
         let limits: SmallVec<[Limit; 2]> = policy.iter().map(|charge| *charge.limit).collect();
         tokio::spawn(async move {
+            let leases = &guard.leases;
             let charges = limits.iter().map(|limit| Charge {
                 lease,
                 requested_lease_units: units,
                 has_fallback,
                 ..Charge::new(limit, &key, 0)
             });
-            let (charges, sent_at): (SmallVec<[_; 2]>, _) = (charges.collect(), Instant::now());
-            if let Ok(decision) = redis.decide(&charges, sent_at).await {
+            let (charges, sent_at): (SmallVec<[_; 2]>, _) =
+                (charges.collect(), ClockReading::now(&leases.clock));
+            if let Ok(decision) = redis.decide(&charges, sent_at.instant).await {
                 redis
                     .fallback()
-                    .cache_statuses(&charges, &decision, sent_at.into_std());
-                let leases = &guard.leases;
+                    .cache_statuses(&charges, &decision, sent_at.instant.into_std());
                 leases.table.record_grant(
                     &charges,
                     &decision.statuses,
@@ -247,11 +266,10 @@ impl LeasePermitGuard<'_> {
     fn take_permits<'c>(
         &mut self,
         charges: &[Charge<'c>],
-        now: Instant,
         deadline: Instant,
         on_exhausted: OnLeaseExhausted,
     ) -> Result<SmallVec<[(usize, Charge<'c>); 4]>, tokio::sync::futures::OwnedNotified> {
-        let mut remaining = SmallVec::new();
+        let (now, mut remaining) = (ClockReading::now(&self.leases.clock), SmallVec::new());
         let mut next = 0;
         for policy in charges.chunk_by(Charge::is_same_policy) {
             let first = next;
@@ -306,7 +324,7 @@ impl LeasePermitGuard<'_> {
             let (valid, expiring): (SmallVec<[_; 1]>, SmallVec<[_; 1]>) = self
                 .permits
                 .drain(..)
-                .partition(|(_, permit)| permit.expires_at > deadline);
+                .partition(|(_, permit)| permit.expires_at.instant > deadline);
             self.permits = valid;
             for (first, permit) in expiring {
                 self.leases.table.return_permit(&permit);
@@ -344,6 +362,17 @@ impl LeasePermitGuard<'_> {
                     units_to_request,
                 );
             }
+        }
+    }
+
+    /// Checks that no permit has expired while the store decided the other charges. That happens
+    /// only if the machine was suspended, so the decision took longer than `timeout`.
+    pub(super) fn check_expiry(&self) -> Result<(), StoreUnavailable> {
+        let now = ClockReading::now(&self.leases.clock);
+        let has_expired = |(_, permit): &(usize, LeasePermit)| now.has_reached(&permit.expires_at);
+        match self.permits.iter().any(has_expired) {
+            true => Err(self.redis.unavailable_error("timeout")),
+            false => Ok(()),
         }
     }
 
