@@ -31,6 +31,7 @@ const UNREACHABLE_REDIS: RedisSettings = RedisSettings {
     tls: None,
     key_prefix: String::new(),
     initial_instances: 1,
+    state_dir: None,
     timeout: Duration::from_millis(50),
     connect_timeout: Duration::from_secs(1),
     breaker_failures: 5,

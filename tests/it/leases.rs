@@ -13,8 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tidegate::clock::Clock;
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, LeaseTerms, Limit};
-use tidegate::store::{LeasePool, Store};
-use tidegate::telemetry::metrics::DecisionSource;
+use tidegate::store::{DecisionSource, LeasePool, Store};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
@@ -731,7 +730,7 @@ async fn a_lease_ends_during_a_suspension_and_for_a_request_that_waited() {
     for cause in ["a suspension", "a wait after the arrival"] {
         let key = KeyBuilder::new(cause).finish();
         let charge = Charge {
-            lease: Some(Lease {
+            lease: Some(LeaseTerms {
                 size: Some(50),
                 ttl_us,
             }),

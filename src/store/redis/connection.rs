@@ -21,9 +21,14 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 
-/// Pause between connection attempts: doubled up to the maximum, with jitter down to half.
-const INITIAL_BACKOFF: Duration = Duration::from_millis(25);
+/// Pause between connection attempts: doubled up to the maximum, with jitter down to half. The first
+/// pause has jitter down to none.
+const MIN_INITIAL_BACKOFF: Duration = Duration::from_millis(25);
 const MAX_BACKOFF: Duration = Duration::from_millis(500);
+
+/// The first pause grows with the instance count. If a server closes all connections at once, about
+/// one instance per millisecond reconnects.
+const INITIAL_BACKOFF_PER_INSTANCE: Duration = Duration::from_millis(1);
 
 /// A connection that lasted less than this does not reset the backoff.
 const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(1);
@@ -224,7 +229,7 @@ async fn supervise_connection(
     ready_sender: watch::Sender<bool>,
 ) {
     let breaker = &context.breaker;
-    let mut backoff = INITIAL_BACKOFF;
+    let mut backoff = MIN_INITIAL_BACKOFF;
     loop {
         let started = Instant::now();
         let connected = timeout(
@@ -263,12 +268,14 @@ async fn supervise_connection(
         if !is_lost.swap(true, Ordering::Relaxed) {
             breaker.record_connection_down(&error);
         }
-        backoff = if started.elapsed() >= STABLE_CONNECTION_AGE {
-            INITIAL_BACKOFF
+        let min_jitter;
+        (backoff, min_jitter) = if started.elapsed() >= STABLE_CONNECTION_AGE {
+            let backoff = INITIAL_BACKOFF_PER_INSTANCE * context.fallback.share().instances();
+            (backoff.clamp(MIN_INITIAL_BACKOFF, MAX_BACKOFF), 0.0)
         } else {
-            (backoff * 2).min(MAX_BACKOFF)
+            ((backoff * 2).min(MAX_BACKOFF), 0.5)
         };
-        sleep(backoff.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+        sleep(backoff.mul_f64(min_jitter + (1.0 - min_jitter) * fastrand::f64())).await;
     }
 }
 

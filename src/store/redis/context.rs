@@ -4,6 +4,7 @@ use super::RedisSettings;
 use super::circuit_breaker::RedisCircuitBreaker;
 use super::scripts::ScriptLibrary;
 use crate::store::FallbackStore;
+use crate::store::fallback::usage_directory::UsageDirectory;
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -20,6 +21,8 @@ pub(super) struct RedisContext {
     /// Memory, eviction policy and clock of Redis, as last polled. Empty while no server answers.
     pub(super) server_info: Mutex<RedisServerMetrics>,
     pub(super) fallback: FallbackStore,
+    /// `store.state_dir`, if it is set.
+    pub(super) usage_directory: Option<UsageDirectory>,
     /// Whether a worker maintains the membership of the process.
     pub(super) has_joined_membership: AtomicBool,
 }

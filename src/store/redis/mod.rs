@@ -34,6 +34,7 @@ mod sentinel;
 mod server_info;
 mod settings;
 mod settlement_calls;
+mod stored_usage;
 
 pub use error::RedisErrorKind;
 pub use inspector::{CounterInspector, InspectError, RedisCounter};
@@ -43,6 +44,7 @@ pub use scripts::ScriptLibrary;
 pub use settings::{RedisAddress, RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
 
 use super::fallback::SINGLE_PARTITION;
+use super::fallback::usage_directory::UsageDirectory;
 use super::{DecisionFailure, FallbackStore, Settlement, SettlementError, StoreUnavailable};
 use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Key};
@@ -92,11 +94,12 @@ impl SharedRedisState {
             breaker: RedisCircuitBreaker::new(settings.breaker_failures),
             call_count: Arc::default(),
             server_info: Mutex::default(),
-            fallback: FallbackStore::new(settings.initial_instances, Clock::system())
-                .with_partitions(match settings.topology {
-                    RedisTopology::Cluster => cluster::slot_for_key,
-                    _ => |_| SINGLE_PARTITION,
-                }),
+            fallback: new_fallback(&settings),
+            usage_directory: settings.state_dir.as_ref().map(|path| {
+                let is_cluster = settings.topology == RedisTopology::Cluster;
+                let service = format!("{} {is_cluster}", settings.key_prefix);
+                UsageDirectory::new(path, &service, instance_id())
+            }),
             has_joined_membership: AtomicBool::new(false),
             settings,
         }))
@@ -145,6 +148,15 @@ impl SharedRedisState {
     pub fn error_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.0.breaker.failure_counts()
     }
+}
+
+/// An empty fallback store with the partitions of the topology.
+fn new_fallback(settings: &RedisSettings) -> FallbackStore {
+    let fallback = FallbackStore::new(settings.initial_instances, Clock::system());
+    fallback.with_partitions(match settings.topology {
+        RedisTopology::Cluster => cluster::slot_for_key,
+        _ => |_| SINGLE_PARTITION,
+    })
 }
 
 impl RedisStore {
@@ -251,6 +263,15 @@ impl RedisStore {
                 .iter()
                 .map(|master| master.state())
                 .collect(),
+        }
+    }
+
+    /// The partition that holds the sets of the membership.
+    fn membership_partition(&self) -> u16 {
+        let [instances, _] = self.context.scripts.membership_keys();
+        match self.backend {
+            RedisBackend::SingleServer(..) => SINGLE_PARTITION,
+            RedisBackend::Cluster(_) => cluster::slot_for_name(&instances),
         }
     }
 

@@ -50,14 +50,14 @@ impl SentinelGroup<'_> {
         first_sentinel: usize,
     ) {
         for sentinel in self.cycle_sentinels_from(first_sentinel) {
-            sleep(MASTER_CHECK_INTERVAL).await;
+            sleep(draw_check_pause()).await;
             let Ok(((mut connection, _driver), mut master)) =
                 self.connect_and_query(sentinel).await
             else {
                 continue;
             };
             while master == *known_master {
-                sleep(MASTER_CHECK_INTERVAL).await;
+                sleep(draw_check_pause()).await;
                 match timeout(
                     self.timeout_per_sentinel(),
                     self.query_master(&mut connection),
@@ -140,4 +140,9 @@ impl SentinelGroup<'_> {
             .map(|(host, port)| RedisAddress::Tcp { host, port })
             .ok_or_else(unknown)
     }
+}
+
+/// Jitter, so that the workers of a fleet don't connect to the next sentinel at the same time.
+fn draw_check_pause() -> Duration {
+    MASTER_CHECK_INTERVAL.mul_f64(0.75 + fastrand::f64() / 2.0)
 }

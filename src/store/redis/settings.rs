@@ -27,6 +27,8 @@ pub struct RedisSettings {
     pub breaker_failures: u32,
     /// How often a background probe then tries again.
     pub probe_interval: Duration,
+    /// Keeps usage that was admitted without Redis, from one process to the next.
+    pub state_dir: Option<PathBuf>,
 }
 
 /// The kind of deployment at the addresses.

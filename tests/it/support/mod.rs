@@ -13,6 +13,7 @@ pub mod h2_frames;
 pub mod h2_upstream;
 pub mod jwt_issuer;
 pub mod nginx;
+pub mod previous_version;
 pub mod process;
 pub mod proxy;
 pub mod redis;

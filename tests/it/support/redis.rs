@@ -237,6 +237,7 @@ pub(crate) fn redis_settings(port: u16) -> RedisSettings {
         tls: None,
         key_prefix: "t".to_owned(),
         initial_instances: 1,
+        state_dir: None,
         timeout: Duration::from_millis(200),
         connect_timeout: Duration::from_secs(1),
         breaker_failures: 5,
@@ -290,13 +291,21 @@ pub(crate) fn ping(port: u16) -> bool {
     }
 }
 
+/// The server program. `TIDEGATE_TEST_REDIS_SERVER` replaces `redis-server`, to test with another
+/// version of Redis, or with Valkey.
+pub(crate) fn server_command() -> Command {
+    Command::new(
+        std::env::var_os("TIDEGATE_TEST_REDIS_SERVER").unwrap_or_else(|| "redis-server".into()),
+    )
+}
+
 fn spawn_server(
     port: u16,
     directory: &TempDir,
     args: &[String],
     clock: Option<&ClockOffset>,
 ) -> Child {
-    let mut command = Command::new("redis-server");
+    let mut command = server_command();
     if let Some(clock) = clock {
         clock.apply_to(&mut command);
     }
