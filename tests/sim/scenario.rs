@@ -127,7 +127,7 @@ pub(crate) struct PolicySpec {
     /// One quota for all clients, instead of one per client.
     pub(crate) is_global: bool,
     pub(crate) estimate: Option<u64>,
-    /// The size and the TTL of leases.
+    /// The size and the TTL of leases; size 0: sized by the request rate.
     pub(crate) lease: Option<(u64, u64)>,
     pub(crate) block_for_us: Option<u64>,
     pub(crate) shards: u16,
@@ -361,7 +361,9 @@ impl PolicySpec {
             (None, Rule::Concurrency { .. }) => {}
             (None, _) => writeln!(text, "cost = {{ header = \"x-cost\" }}").unwrap(),
         }
-        if let Some((size, ttl_us)) = self.lease {
+        if let Some((0, _)) = self.lease {
+            text.push_str("lease = \"auto\"\n");
+        } else if let Some((size, ttl_us)) = self.lease {
             writeln!(
                 text,
                 "lease = {{ size = {size}, ttl = \"{}ms\" }}",
@@ -376,6 +378,15 @@ impl PolicySpec {
             writeln!(text, "shards = {}", self.shards).unwrap();
         }
         text
+    }
+
+    /// The most units of one lease, 0 without leases.
+    pub(crate) fn lease_units(&self) -> u64 {
+        match self.lease {
+            None => 0,
+            Some((0, _)) => self.requests,
+            Some((size, _)) => size,
+        }
     }
 
     /// The units that a request takes before its response.

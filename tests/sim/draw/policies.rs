@@ -29,8 +29,12 @@ fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec
     );
     let is_counted_in_redis = is_window && per_us >= SECOND;
     let estimate = (is_window && rng.u8(0..5) == 0).then(|| rng.u64(2..6));
-    let lease = (is_counted_in_redis && estimate.is_none() && rng.u8(0..4) == 0)
-        .then(|| (rng.u64(2..8), [100_000, 300_000, 500_000][rng.usize(0..3)]));
+    let lease = (is_counted_in_redis && estimate.is_none() && rng.u8(0..4) == 0).then(|| {
+        (
+            [0, rng.u64(2..8)][rng.usize(0..2)],
+            [100_000, 300_000, 500_000][rng.usize(0..3)],
+        )
+    });
     let block_for_us = (is_window && estimate.is_none() && lease.is_none() && rng.u8(0..8) == 0)
         .then_some(2 * SECOND);
     PolicySpec {
@@ -69,7 +73,6 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
         })
         .collect();
     set_class_policies(scenario.class, &mut policies);
-    let is_cluster = matches!(scenario.topology, Topology::Cluster { .. });
     for policy in &mut policies {
         let is_plain =
             policy.estimate.is_none() && policy.lease.is_none() && policy.block_for_us.is_none();
@@ -77,12 +80,7 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
             policy.rule,
             Rule::SlidingLog | Rule::SlidingWindow | Rule::FixedWindow
         );
-        if scenario.class == Class::Cluster
-            && is_cluster
-            && is_plain
-            && is_window
-            && rng.u8(0..4) == 0
-        {
+        if scenario.class == Class::Cluster && is_plain && is_window && rng.bool() {
             (policy.shards, policy.on_failure, policy.second_limit) =
                 (rng.u16(2..4), OnFailure::Open, None);
         }

@@ -46,9 +46,7 @@ pub(super) fn check_counter(
         }
     }
     let faults = run.excuses.iter().filter(|excuse| excuse.is_outage).count() as u64;
-    if let Some((size, _)) = history.policy.lease {
-        most += 2 * size * run.scenario.workers as u64 * faults;
-    }
+    most += 2 * history.policy.lease_units() * run.scenario.workers as u64 * faults;
     let loses = run.excuses.iter().any(|excuse| excuse.loses_charges);
     // An estimate that was not settled stands; a further charge may be lost with its process.
     let lost_settlements = if faults > 0 { least } else { 0 };

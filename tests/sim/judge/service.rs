@@ -174,9 +174,7 @@ fn is_window_full(
         .filter(|one| one.arrived_us <= refused.decided_us && one.decided_us >= from_us)
         .map(|one| possible_units(run, policy, one, refused))
         .sum();
-    let leased = policy
-        .lease
-        .map_or(0, |(size, _)| 2 * size * run.scenario.instances as u64);
+    let leased = 2 * policy.lease_units() * run.scenario.instances as u64;
     // A cost above 1 may fit into no shard.
     let divided = if policy.shards > 1 {
         3 * u64::from(policy.shards)
