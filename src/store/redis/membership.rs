@@ -316,7 +316,7 @@ async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisEr
         RedisBackend::SingleServer(connection, _) => connection,
         RedisBackend::Cluster(cluster) => {
             return cluster
-                .run_on_slot(
+                .run_on_hash_slot(
                     redis.membership_partition(),
                     command,
                     Instant::now() + redis.context.settings.connect_timeout,
