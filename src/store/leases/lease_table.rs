@@ -545,7 +545,11 @@ mod tests {
         ));
         let almost_end = now + Duration::from_micros(100_001 - 390);
         assert!(matches!(
-            table.take_permit(&[leased_charge], almost_end, OnLeaseExhausted::RefillWithoutWaiting),
+            table.take_permit(
+                &[leased_charge],
+                almost_end,
+                OnLeaseExhausted::RefillWithoutWaiting
+            ),
             LeaseAction::QueryStore { .. }
         ));
         assert_eq!(
