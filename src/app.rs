@@ -113,6 +113,8 @@ async fn run_proxy(
         metrics: new_metrics(config.listen.threads),
         tracer,
     };
+    let store_backend = shared.store_backend.clone();
+    store_backend.restore_usage();
     let active_policies = ActivePolicies::new(
         Arc::clone(&config.policy_table),
         Arc::clone(&shared.metrics),
@@ -129,7 +131,7 @@ async fn run_proxy(
         load: server.server_load(),
         max_connections: config.listen.max_connections,
         workers: config.listen.threads,
-        store_backend: shared.store_backend.clone(),
+        store_backend: store_backend.clone(),
         reload_status: reloader.status(),
         active_policies: active_policies.clone(),
         policy_descriptions,
@@ -159,9 +161,10 @@ async fn run_proxy(
             admin,
         });
     };
-    let cut = server
-        .run(make_service, shutdown, stop, on_listening)
-        .await?;
+    let served = server.run(make_service, shutdown, stop, on_listening).await;
+    // All workers have ended: no further request is admitted.
+    store_backend.store_usage();
+    let cut = served?;
     reloader.abort();
     if let Some(exporter) = exporter {
         exporter.finish().await;

@@ -7,13 +7,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Source of the current time: the system clock, or a time set by a test.
+/// The monotonic time. In a runtime with paused time, that runtime's time.
+pub fn monotonic_now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}
+
+/// Source of the current time: the system clock, or a time set by a test or a simulation.
 #[derive(Clone, Debug)]
 pub struct Clock(ClockSource);
 
 #[derive(Clone, Debug)]
 enum ClockSource {
     System { start: Instant, start_us: u64 },
+    Simulated { start: Instant, start_us: u64 },
     Manual(Arc<AtomicU64>),
 }
 
@@ -33,9 +39,26 @@ impl Clock {
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default();
         Self(ClockSource::System {
-            start: Instant::now(),
+            start: monotonic_now(),
             start_us: saturating_micros(since_epoch),
         })
+    }
+
+    /// A clock that shows `start_us` now and advances with the runtime's time: for simulations.
+    pub fn starting_at(start_us: u64) -> Self {
+        Self(ClockSource::Simulated {
+            start: monotonic_now(),
+            start_us,
+        })
+    }
+
+    /// The same clock without its past: a system clock is read again, with its steps.
+    #[must_use]
+    pub fn read_again(&self) -> Self {
+        match &self.0 {
+            ClockSource::System { .. } => Self::system(),
+            _ => self.clone(),
+        }
     }
 
     /// A clock that stands still until its [`ManualClock`] moves it.
@@ -52,20 +75,24 @@ impl Clock {
     pub fn boot_us(&self) -> u64 {
         match &self.0 {
             ClockSource::System { start, .. } => boot_time_us(*start),
+            ClockSource::Simulated { start, .. } => {
+                saturating_micros(monotonic_now().saturating_duration_since(*start))
+            }
             ClockSource::Manual(time) => time.load(Ordering::Relaxed),
         }
     }
 
     /// Microseconds since the Unix epoch.
     pub fn now_us(&self) -> u64 {
-        self.time_at_us(Instant::now())
+        self.time_at_us(monotonic_now())
     }
 
     /// The time at `instant`, in microseconds since the Unix epoch. A caller that needs the time
     /// twice reads the system clock once.
     pub fn time_at_us(&self, instant: Instant) -> u64 {
         match &self.0 {
-            ClockSource::System { start, start_us } => start_us
+            ClockSource::System { start, start_us }
+            | ClockSource::Simulated { start, start_us } => start_us
                 .saturating_add(saturating_micros(instant.saturating_duration_since(*start))),
             ClockSource::Manual(time) => time.load(Ordering::Relaxed),
         }

@@ -94,10 +94,12 @@ impl RedisServer {
             tls: None,
             key_prefix: KEY_PREFIX.to_owned(),
             initial_instances: 1,
+            state_dir: None,
             timeout: Duration::from_secs(1),
             connect_timeout: Duration::from_secs(1),
             breaker_failures: 5,
             probe_interval: Duration::from_millis(500),
+            dialer: tidegate::store::redis::RedisDialer::Network,
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::policy::{
     PolicyTable, Quota, RateLimitHeaderSettings, client,
 };
 use crate::store::redis::{
-    RedisCredentials, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
+    RedisCredentials, RedisDialer, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
 use crate::store::{MemorySettings, MemoryStore, StoreUnavailable};
 use crate::telemetry::metrics::{MetricLabels, Metrics};
@@ -31,10 +31,12 @@ const UNREACHABLE_REDIS: RedisSettings = RedisSettings {
     tls: None,
     key_prefix: String::new(),
     initial_instances: 1,
+    state_dir: None,
     timeout: Duration::from_millis(50),
     connect_timeout: Duration::from_secs(1),
     breaker_failures: 5,
     probe_interval: Duration::from_millis(500),
+    dialer: RedisDialer::Network,
 };
 
 fn limit(name: &str, requests: u64) -> NamedLimit {

@@ -47,7 +47,7 @@ impl KeyBuilder {
     }
 
     pub fn finish(self) -> Key {
-        Key::from_encoded_values(self.encoded_values)
+        Key::from_values(self.encoded_values)
     }
 
     fn push_value(&mut self, value: &[u8]) {
@@ -66,7 +66,17 @@ impl KeyBuilder {
 }
 
 impl Key {
-    fn from_encoded_values(encoded_values: SmallVec<[u8; 96]>) -> Self {
+    /// The key with these [`Key::encoded_values`].
+    pub fn from_encoded_values(encoded_values: &[u8]) -> Self {
+        Self::from_values(encoded_values.into())
+    }
+
+    /// The framed name and values, from which the key can be made again.
+    pub fn encoded_values(&self) -> &[u8] {
+        &self.encoded_values
+    }
+
+    fn from_values(encoded_values: SmallVec<[u8; 96]>) -> Self {
         let digest = Sha256::digest(&encoded_values);
         let id = digest
             .iter()
@@ -80,7 +90,7 @@ impl Key {
         let mut encoded_values = self.encoded_values.clone();
         encoded_values.push(SHARD_TAG);
         encoded_values.extend_from_slice(&number.to_be_bytes());
-        Self::from_encoded_values(encoded_values)
+        Self::from_values(encoded_values)
     }
 
     /// 128 bits of SHA-256 over the framed values: the same in every process and version.

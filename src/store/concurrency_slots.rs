@@ -102,8 +102,11 @@ type SlotCall = (u128, (CounterRef, Amendment));
 impl ConcurrencySlots {
     pub fn new(store: Store) -> Self {
         Self(Arc::new(ConcurrencySlotsInner {
+            instance_id: match &store {
+                Store::Memory(_) => RandomState::new().hash_one(()),
+                Store::Redis { redis, .. } => redis.draw_worker_id(),
+            },
             store,
-            instance_id: RandomState::new().hash_one(()),
             next_slot_serial: AtomicU64::new(0),
             state: Mutex::default(),
             changed: Notify::new(),
@@ -395,6 +398,7 @@ async fn send_renewals_and_releases(slots: Arc<ConcurrencySlotsInner>) {
             slots.send_batch(&batch, now).await;
         } else if let Some(next_call) = next_call {
             tokio::select! {
+                biased;
                 () = sleep_until(next_call) => {}
                 () = slots.changed.notified() => {}
             }

@@ -16,6 +16,7 @@ use super::deny_cache::{DenyCache, DenyMatchScope};
 use super::leases::LeasePool;
 use super::redis::RedisStore;
 use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
+use crate::clock::monotonic_now;
 use crate::limiter::{Charge, Decision};
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -118,7 +119,7 @@ fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision
         .iter()
         .filter(|charge| !redis.is_reachable_for(std::slice::from_ref(*charge)));
     fallback.mark_unreachable(unreachable_charges.map(|charge| fallback.partition(charge.key)));
-    Some(fallback.decide(charges, std::time::Instant::now()))
+    Some(fallback.decide(charges, monotonic_now()))
 }
 
 impl RedisDecisionPath<'_> {

@@ -14,7 +14,7 @@ mod policy_index;
 pub(super) use counter_shard::{CounterId, counter_id};
 
 use super::Settlement;
-use crate::clock::Clock;
+use crate::clock::{Clock, monotonic_now};
 use crate::limiter::{
     Charge, ChargeEffect, CounterState, CounterView, Decision, GrantedUnits, Key, Limit, Refusal,
     compute_grants, determine_effect,
@@ -69,7 +69,7 @@ impl MemoryStore {
 
     /// Decides all charges together, as [`super::Store::decide`] describes.
     pub fn decide(&self, charges: &[Charge<'_>]) -> Decision {
-        self.decide_at(charges, Instant::now())
+        self.decide_at(charges, monotonic_now())
     }
 
     /// Like [`MemoryStore::decide`], for a caller that has just read the clock.
@@ -220,7 +220,7 @@ impl MemoryStore {
     ) -> bool {
         let charge = Charge::new(settlement.limit, settlement.key, 0);
         let mut locked = self.lock_shards(&[charge]);
-        let now_us = locked.advance_clock(Instant::now());
+        let now_us = locked.advance_clock(monotonic_now());
         let is_applied = prepare(&mut locked, &charge);
         if is_applied {
             let amend = |state: &mut CounterState| {

@@ -2,12 +2,18 @@
 
 use super::key::*;
 
-pub(super) static STORE: [SchemaKey; 3] = [
+pub(super) static STORE: [SchemaKey; 4] = [
     key(
         "kind",
         Keyword(&["memory", "redis"]),
         Default("memory"),
         "Counters in this process, lost when it ends; or in Redis, shared by all replicas.",
+    ),
+    key(
+        "state_dir",
+        Text("the path of a writable directory"),
+        Default(""),
+        "Directory for usage that on_store_failure = \"local\" admitted and Redis lacks when the process stops; the next process reads it. Files contain keys. Empty: such usage is lost.",
     ),
     key(
         "memory",

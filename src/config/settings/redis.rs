@@ -7,7 +7,7 @@ use crate::config::schema;
 use crate::config::table_reader::TableReader;
 use crate::config::values::{self, RedisUrl};
 use crate::store::redis::{
-    RedisAddress, RedisCredentials, RedisPassword, RedisSettings, RedisTopology,
+    RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisTopology,
 };
 
 /// Builds the Redis settings. Reads files only if `is_used`.
@@ -84,6 +84,8 @@ pub(super) fn build_redis_settings(
         connect_timeout: reader.get_duration("connect_timeout")?,
         breaker_failures: breaker.get_integer("failures")?,
         probe_interval: breaker.get_duration("probe_interval")?,
+        state_dir: None,
+        dialer: RedisDialer::Network,
     })
 }
 

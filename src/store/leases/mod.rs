@@ -250,6 +250,7 @@ async fn run_credit_task(leases: Arc<LeasePool>, redis: RedisStore) {
         sleep(SWEEP_INTERVAL).await;
         let Some(next) = next else { continue };
         tokio::select! {
+            biased;
             () = sleep_until(next) => {}
             () = leases.table.wait_for_change() => {}
         }

@@ -10,6 +10,7 @@ use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::scripts::ScriptLibrary;
 use super::settings::{RedisAddress, RedisTopology};
+use super::watched_value::WatchedValue;
 use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
 use crate::store::fallback::SINGLE_PARTITION;
 use arc_swap::ArcSwap;
@@ -18,7 +19,7 @@ use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use tokio::sync::{Notify, watch};
+use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Pause between connection attempts: doubled up to the maximum, with jitter down to half. The first
@@ -41,7 +42,7 @@ const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 #[derive(Debug)]
 pub(super) struct SupervisedConnection {
     state: Arc<ArcSwap<RedisConnectionState>>,
-    ready: watch::Receiver<bool>,
+    ready: WatchedValue<bool>,
     context: Arc<RedisContext>,
     /// Whether the circuit breaker counts this connection as lost.
     is_lost: Arc<AtomicBool>,
@@ -64,8 +65,8 @@ pub(super) struct LiveConnection {
     replacement_reason: OnceLock<RedisErrorKind>,
     replacement_requested: Notify,
     /// The number of script loads so far, and the number that callers wait for.
-    load_count: watch::Sender<u64>,
-    requested_load: watch::Sender<u64>,
+    load_count: WatchedValue<u64>,
+    requested_load: WatchedValue<u64>,
 }
 
 impl SupervisedConnection {
@@ -74,14 +75,14 @@ impl SupervisedConnection {
         let state = Arc::new(ArcSwap::from_pointee(RedisConnectionState::Down(
             RedisErrorKind::Connection,
         )));
-        let (ready_sender, ready) = watch::channel(false);
+        let ready = WatchedValue::new(false);
         let is_lost = Arc::default();
         let supervisor = supervise_connection(
             Arc::clone(&context),
             target,
             Arc::clone(&state),
             Arc::clone(&is_lost),
-            ready_sender,
+            ready.clone(),
         );
         Self {
             state,
@@ -94,7 +95,7 @@ impl SupervisedConnection {
 
     /// Whether there ever was a probed connection.
     pub(super) fn was_ready(&self) -> bool {
-        *self.ready.borrow()
+        self.ready.get()
     }
 
     /// Stops the supervisor. The server no longer counts as lost.
@@ -111,8 +112,7 @@ impl SupervisedConnection {
 
     /// Waits for the first probed connection.
     pub(super) async fn wait_until_ready(&self) {
-        // An error means that the supervisor ended with the runtime: nothing to wait for.
-        drop(self.ready.clone().wait_for(|ready| *ready).await);
+        self.ready.wait_for(|ready| *ready).await;
     }
 }
 
@@ -133,7 +133,7 @@ impl LiveConnection {
         is_asking: bool,
     ) -> RedisResult<Value> {
         loop {
-            let load_count = *self.load_count.borrow();
+            let load_count = self.load_count.get();
             self.call_count.fetch_add(1, Ordering::Relaxed);
             let answer = match is_asking {
                 false => self.send_command(command).await,
@@ -200,24 +200,18 @@ impl LiveConnection {
     /// Waits until the scripts were loaded after the `seen_load_count`-th load. The supervisor
     /// loads them once for all callers that found one missing since then.
     async fn wait_for_reload(&self, seen_load_count: u64) {
-        self.requested_load.send_if_modified(|wanted| {
-            let is_new_request = *wanted <= seen_load_count;
-            *wanted = (*wanted).max(seen_load_count + 1);
-            is_new_request
-        });
-        let mut load_count = self.load_count.subscribe();
-        // `self` owns the sender, so it can't be closed.
-        drop(load_count.wait_for(|now| *now > seen_load_count).await);
+        if self.requested_load.get() <= seen_load_count {
+            self.requested_load.set(seen_load_count + 1);
+        }
+        self.load_count.wait_for(|now| *now > seen_load_count).await;
     }
 
     /// Waits until a caller requests a load. Returns its number.
     async fn wait_for_load_request(&self) -> u64 {
-        let load_count = *self.load_count.borrow();
-        let mut requested_load = self.requested_load.subscribe();
-        requested_load
+        let load_count = self.load_count.get();
+        self.requested_load
             .wait_for(|wanted| *wanted > load_count)
             .await
-            .map_or(load_count, |wanted| *wanted)
     }
 }
 
@@ -226,7 +220,7 @@ async fn supervise_connection(
     target: RedisConnectionTarget,
     state: Arc<ArcSwap<RedisConnectionState>>,
     is_lost: Arc<AtomicBool>,
-    ready_sender: watch::Sender<bool>,
+    ready: WatchedValue<bool>,
 ) {
     let breaker = &context.breaker;
     let mut backoff = MIN_INITIAL_BACKOFF;
@@ -245,8 +239,9 @@ async fn supervise_connection(
                     breaker.record_connection_restored();
                 }
                 breaker.record_probe_success();
-                ready_sender.send_replace(true);
+                ready.set(true);
                 tokio::select! {
+                    biased;
                     failure = run_connection(&context, &target, &up_state, &mut driver) => failure.into(),
                     () = target.wait_until_moved(&context.settings, &address) => {
                         RedisConnectionError::new(RedisErrorKind::ReadOnly, format!("{address} is no longer the master"))
@@ -258,7 +253,7 @@ async fn supervise_connection(
                 // Before the first connection there is no outage, and a connection that is replaced
                 // at once is none either: servers close idle connections. For cluster nodes the
                 // slot map shows which slots are affected.
-                if *ready_sender.borrow() && context.settings.topology != RedisTopology::Cluster {
+                if ready.get() && context.settings.topology != RedisTopology::Cluster {
                     context.fallback.mark_unreachable([SINGLE_PARTITION]);
                 }
                 error
@@ -291,6 +286,7 @@ async fn run_connection(
     };
     loop {
         tokio::select! {
+            biased;
             _ = &mut driver.0 => return RedisErrorKind::Connection,
             () = live.replacement_requested.notified() => {
                 return live.replacement_reason.get().copied().unwrap_or(RedisErrorKind::Connection);
@@ -298,7 +294,7 @@ async fn run_connection(
             number = live.wait_for_load_request() => {
                 let loaded = timeout(context.settings.timeout, load_scripts(context, live)).await;
                 match loaded.map_err(RedisErrorKind::from).and_then(|done| done.map_err(|error| RedisErrorKind::from(&error))) {
-                    Ok(()) => drop(live.load_count.send_replace(number)),
+                    Ok(()) => live.load_count.set(number),
                     Err(failure) => return failure,
                 }
             }
@@ -332,8 +328,8 @@ pub(super) async fn connect_and_probe(
         consecutive_timeouts: AtomicU32::new(0),
         replacement_reason: OnceLock::new(),
         replacement_requested: Notify::new(),
-        load_count: watch::Sender::new(0),
-        requested_load: watch::Sender::new(0),
+        load_count: WatchedValue::new(0),
+        requested_load: WatchedValue::new(0),
     };
     // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a
     // client without login, and reports more as a protocol error: the missing password would not be

@@ -1,7 +1,7 @@
 //! Opens one connection to one server: name resolution, socket, TLS, login.
 
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
+use super::settings::{RedisAddress, RedisCredentials, RedisDialer, RedisSettings};
 use crate::tls::ClientTls;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo};
@@ -31,6 +31,7 @@ pub(super) struct RedisConnectOptions<'a> {
     pub(super) tls: Option<&'a ClientTls>,
     /// Timeout of one attempt. The caller sets the overall deadline.
     pub(super) connect_timeout: Duration,
+    pub(super) dialer: &'a RedisDialer,
 }
 
 /// A task that is aborted when its owner is dropped.
@@ -45,6 +46,7 @@ impl RedisSettings {
             database,
             tls,
             connect_timeout,
+            dialer,
             ..
         } = self;
         RedisConnectOptions {
@@ -52,6 +54,7 @@ impl RedisSettings {
             database: *database,
             tls: tls.as_ref(),
             connect_timeout: *connect_timeout,
+            dialer,
         }
     }
 }
@@ -61,6 +64,9 @@ pub(super) async fn open_connection(
     address: &RedisAddress,
     options: RedisConnectOptions<'_>,
 ) -> Result<(MultiplexedConnection, AbortOnDropTask), RedisConnectionError> {
+    if let RedisDialer::Simulated(transport) = options.dialer {
+        return start_session(transport.connect(address).await?, options).await;
+    }
     match address {
         RedisAddress::Unix(path) => start_session(UnixStream::connect(path).await?, options).await,
         RedisAddress::Tcp { host, port } => {

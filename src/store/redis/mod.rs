@@ -34,15 +34,21 @@ mod sentinel;
 mod server_info;
 mod settings;
 mod settlement_calls;
+mod stored_usage;
+mod watched_value;
 
 pub use error::RedisErrorKind;
 pub use inspector::{CounterInspector, InspectError, RedisCounter};
 pub use membership::instance_id;
 pub use script_batch::{BatchReply, CallerReply, DecisionBatch};
 pub use scripts::ScriptLibrary;
-pub use settings::{RedisAddress, RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
+pub use settings::{
+    RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
+    RedisStreamFuture, RedisTopology, RedisTransport,
+};
 
 use super::fallback::SINGLE_PARTITION;
+use super::fallback::usage_directory::UsageDirectory;
 use super::{DecisionFailure, FallbackStore, Settlement, SettlementError, StoreUnavailable};
 use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Key};
@@ -58,8 +64,9 @@ use context::RedisContext;
 use futures_util::future::join_all;
 use parking_lot::Mutex;
 use settlement_calls::{MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
@@ -87,17 +94,26 @@ enum RedisBackend {
 
 impl SharedRedisState {
     pub fn new(settings: RedisSettings) -> Self {
+        Self::for_instance(settings, Clock::system(), instance_id())
+    }
+
+    /// [`Self::new`] with a chosen clock and a chosen id of the process: for simulations.
+    pub fn for_instance(settings: RedisSettings, clock: Clock, instance_id: &str) -> Self {
         Self(Arc::new(RedisContext {
             scripts: ScriptLibrary::new(&settings.key_prefix),
             breaker: RedisCircuitBreaker::new(settings.breaker_failures),
             call_count: Arc::default(),
             server_info: Mutex::default(),
-            fallback: FallbackStore::new(settings.initial_instances, Clock::system())
-                .with_partitions(match settings.topology {
-                    RedisTopology::Cluster => cluster::slot_for_key,
-                    _ => |_| SINGLE_PARTITION,
-                }),
+            fallback: new_fallback(&settings, clock.clone()),
+            usage_directory: settings.state_dir.as_ref().map(|path| {
+                let is_cluster = settings.topology == RedisTopology::Cluster;
+                let service = format!("{} {is_cluster}", settings.key_prefix);
+                UsageDirectory::new(path, &service, instance_id)
+            }),
             has_joined_membership: AtomicBool::new(false),
+            clock,
+            instance_id: instance_id.into(),
+            worker_count: AtomicU64::new(0),
             settings,
         }))
     }
@@ -145,6 +161,15 @@ impl SharedRedisState {
     pub fn error_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.0.breaker.failure_counts()
     }
+}
+
+/// An empty fallback store with the partitions of the topology.
+fn new_fallback(settings: &RedisSettings, clock: Clock) -> FallbackStore {
+    let fallback = FallbackStore::new(settings.initial_instances, clock);
+    fallback.with_partitions(match settings.topology {
+        RedisTopology::Cluster => cluster::hash_slot_for_key,
+        _ => |_| SINGLE_PARTITION,
+    })
 }
 
 impl RedisStore {
@@ -200,6 +225,15 @@ impl RedisStore {
         }
     }
 
+    /// Draws an id for a worker, unique among the workers of all processes.
+    pub fn draw_worker_id(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.context.instance_id.hash(&mut hasher);
+        let nth = self.context.worker_count.fetch_add(1, Ordering::Relaxed);
+        nth.hash(&mut hasher);
+        hasher.finish()
+    }
+
     /// The store that decides while Redis is unreachable.
     pub fn fallback(&self) -> &FallbackStore {
         &self.context.fallback
@@ -229,7 +263,7 @@ impl RedisStore {
         match &self.backend {
             RedisBackend::SingleServer(..) if self.is_reachable() => Vec::new(),
             RedisBackend::SingleServer(..) => vec![SINGLE_PARTITION],
-            RedisBackend::Cluster(cluster) => cluster.unreachable_slots(),
+            RedisBackend::Cluster(cluster) => cluster.unreachable_hash_slots(),
         }
     }
 
@@ -238,7 +272,7 @@ impl RedisStore {
         match &self.backend {
             // The membership task detects this.
             RedisBackend::SingleServer(..) => Vec::new(),
-            RedisBackend::Cluster(cluster) => cluster.find_unresponsive_slots().await,
+            RedisBackend::Cluster(cluster) => cluster.find_unresponsive_hash_slots().await,
         }
     }
 
@@ -251,6 +285,15 @@ impl RedisStore {
                 .iter()
                 .map(|master| master.state())
                 .collect(),
+        }
+    }
+
+    /// The partition that holds the sets of the membership.
+    fn membership_partition(&self) -> u16 {
+        let [instances, _] = self.context.scripts.membership_keys();
+        match self.backend {
+            RedisBackend::SingleServer(..) => SINGLE_PARTITION,
+            RedisBackend::Cluster(_) => cluster::hash_slot_for_name(&instances),
         }
     }
 
@@ -334,7 +377,7 @@ impl RedisStore {
             RedisBackend::SingleServer(connection, _) => {
                 self.apply_on_single_server(connection, settlements).await
             }
-            RedisBackend::Cluster(cluster) => cluster.amend(settlements).await,
+            RedisBackend::Cluster(cluster) => cluster.apply_settlements(settlements).await,
         };
         let Some((_, failure)) = failed.last() else {
             return Ok(());

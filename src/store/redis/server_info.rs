@@ -35,7 +35,8 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
         for master in redis.master_states() {
             server_infos.push(match &*master {
                 RedisConnectionState::Up(live) => {
-                    query_server_info(live, redis.context.settings.connect_timeout).await
+                    let clock = redis.context.clock.read_again();
+                    query_server_info(live, clock, redis.context.settings.connect_timeout).await
                 }
                 RedisConnectionState::Down(_) => ServerInfoReply::default(),
             });
@@ -47,11 +48,14 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
 }
 
 /// A server that does not answer takes `call_timeout`, twice. Its failure is detected elsewhere.
-async fn query_server_info(live: &LiveConnection, call_timeout: Duration) -> ServerInfoReply {
+async fn query_server_info(
+    live: &LiveConnection,
+    clock: Clock,
+    call_timeout: Duration,
+) -> ServerInfoReply {
     let mut info = cmd("INFO");
     info.arg("memory");
     let memory = timeout(call_timeout, live.send_with_script_reload(&info, false)).await;
-    let clock = Clock::system();
     let sent_at_us = clock.now_us();
     let time = timeout(
         call_timeout,

@@ -2,8 +2,12 @@
 
 use crate::tls::ClientTls;
 use std::fmt;
+use std::io;
 use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
 
 /// Which Redis to use, and how long to wait for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,7 +31,47 @@ pub struct RedisSettings {
     pub breaker_failures: u32,
     /// How often a background probe then tries again.
     pub probe_interval: Duration,
+    /// Keeps usage that was admitted without Redis, from one process to the next.
+    pub state_dir: Option<PathBuf>,
+    /// How connections are opened.
+    pub dialer: RedisDialer,
 }
+
+/// How connections to Redis are opened.
+#[derive(Clone, Debug, Default)]
+pub enum RedisDialer {
+    /// Over the network, with TLS if the settings say so.
+    #[default]
+    Network,
+    /// In a simulation, which stands for the network.
+    Simulated(Arc<dyn RedisTransport>),
+}
+
+/// A byte stream to a server, in place of a socket.
+pub trait RedisStream: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send> RedisStream for S {}
+
+/// A connection attempt.
+pub type RedisStreamFuture = Pin<Box<dyn Future<Output = io::Result<Box<dyn RedisStream>>> + Send>>;
+
+/// Opens byte streams to servers in place of the network.
+pub trait RedisTransport: fmt::Debug + Send + Sync {
+    /// Resolves when the connection is established or refused.
+    fn connect(&self, address: &RedisAddress) -> RedisStreamFuture;
+}
+
+impl PartialEq for RedisDialer {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Network, Self::Network) => true,
+            (Self::Simulated(one), Self::Simulated(other)) => Arc::ptr_eq(one, other),
+            _ => false,
+        }
+    }
+}
+
+impl Eq for RedisDialer {}
 
 /// The kind of deployment at the addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]

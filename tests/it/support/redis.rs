@@ -237,10 +237,12 @@ pub(crate) fn redis_settings(port: u16) -> RedisSettings {
         tls: None,
         key_prefix: "t".to_owned(),
         initial_instances: 1,
+        state_dir: None,
         timeout: Duration::from_millis(200),
         connect_timeout: Duration::from_secs(1),
         breaker_failures: 5,
         probe_interval: Duration::from_millis(100),
+        dialer: tidegate::store::redis::RedisDialer::Network,
     }
 }
 

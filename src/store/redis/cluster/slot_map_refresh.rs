@@ -1,17 +1,18 @@
 //! The task that refreshes the slot map: periodically, and when a call contradicted it.
 
-use super::slot_map::{self, ClusterNode, ClusterSlotMap, SlotRange};
+use super::slot_map::{self, ClusterNode, ClusterSlotMap, HashSlotRange};
 use crate::store::redis::connection::{RedisConnectionState, SupervisedConnection};
 use crate::store::redis::connection_target::RedisConnectionTarget;
 use crate::store::redis::connector;
 use crate::store::redis::context::RedisContext;
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
 use crate::store::redis::settings::RedisAddress;
+use crate::store::redis::watched_value::WatchedValue;
 use redis::{Cmd, RedisError, Value};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
-use tokio::sync::{Notify, watch};
+use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Interval of refreshes without a request for one.
@@ -24,14 +25,14 @@ const MAX_BACKOFF: Duration = Duration::from_millis(500);
 /// Refreshes the slot map periodically, and on request.
 pub(super) async fn run_slot_map_refresh(
     context: Arc<RedisContext>,
-    map_sender: watch::Sender<Arc<ClusterSlotMap>>,
+    slot_map: WatchedValue<Arc<ClusterSlotMap>>,
     refresh_requested: Arc<Notify>,
 ) {
     let breaker = &context.breaker;
-    let (mut known_ranges, mut is_lost, mut backoff): (Vec<SlotRange>, _, _) =
+    let (mut known_ranges, mut is_lost, mut backoff): (Vec<HashSlotRange>, _, _) =
         (Vec::new(), false, INITIAL_BACKOFF);
     loop {
-        let previous_map = map_sender.borrow().clone();
+        let previous_map = slot_map.get();
         match fetch_slot_ranges(&context, &previous_map).await {
             Ok(ranges) if ranges.is_empty() => breaker.count_failure(RedisErrorKind::ClusterDown),
             Ok(ranges) => {
@@ -39,7 +40,7 @@ pub(super) async fn run_slot_map_refresh(
                     breaker.record_connection_restored();
                 }
                 if ranges != known_ranges {
-                    map_sender.send_replace(Arc::new(
+                    slot_map.set(Arc::new(
                         build_slot_map(&context, &previous_map, &ranges).await,
                     ));
                     (known_ranges, backoff) = (ranges, INITIAL_BACKOFF);
@@ -69,7 +70,7 @@ pub(super) async fn run_slot_map_refresh(
 async fn build_slot_map(
     context: &Arc<RedisContext>,
     previous_map: &ClusterSlotMap,
-    ranges: &[SlotRange],
+    ranges: &[HashSlotRange],
 ) -> ClusterSlotMap {
     let mut nodes: Vec<Arc<ClusterNode>> = Vec::new();
     for (_, _, address) in ranges {
@@ -112,7 +113,7 @@ async fn build_slot_map(
 async fn fetch_slot_ranges(
     context: &RedisContext,
     slot_map: &ClusterSlotMap,
-) -> Result<Vec<SlotRange>, RedisConnectionError> {
+) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
     let settings = &context.settings;
     let mut command = Cmd::new();
     command.arg("CLUSTER").arg("SLOTS");
@@ -153,7 +154,7 @@ async fn query_configured_server(
     context: &RedisContext,
     address: &RedisAddress,
     command: &Cmd,
-) -> Result<Vec<SlotRange>, RedisConnectionError> {
+) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
     let (mut connection, _driver) =
         connector::open_connection(address, context.settings.connect_options()).await?;
     let reply = match connection.send_packed_command(command).await? {
@@ -169,7 +170,7 @@ async fn query_configured_server(
 }
 
 /// Sorted, so that equal maps compare as equal.
-fn sort_ranges(mut ranges: Vec<SlotRange>) -> Vec<SlotRange> {
+fn sort_ranges(mut ranges: Vec<HashSlotRange>) -> Vec<HashSlotRange> {
     ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
     ranges
 }

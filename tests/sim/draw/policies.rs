@@ -1,0 +1,169 @@
+//! Draws the policies of a scenario.
+
+use crate::scenario::{
+    HOUR, OnFailure, PolicySpec, Rule, SECOND, Scenario, ScenarioClass, Topology,
+};
+use fastrand::Rng;
+
+/// Draws a policy: its period is short, so that units return, or long, so that counters add up.
+fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec {
+    let per_us = [SECOND, 3 * SECOND, 10 * SECOND, HOUR][rng.usize(0..4)];
+    let requests = rng.u64(3..40);
+    let rule = match rng.u8(0..12) {
+        0..5 => Rule::SlidingLog,
+        5..7 => Rule::SlidingWindow,
+        7 => Rule::FixedWindow,
+        8 => Rule::TokenBucket {
+            burst: rng.u64(3..30),
+        },
+        9 => Rule::LeakyBucket {
+            max_delay_us: rng.u64(1..4) * 100_000,
+        },
+        _ => Rule::Concurrency {
+            ttl_us: rng.u64(1..10) * SECOND,
+        },
+    };
+    let is_window = matches!(
+        rule,
+        Rule::SlidingLog | Rule::SlidingWindow | Rule::FixedWindow
+    );
+    let is_counted_in_redis = is_window && per_us >= SECOND;
+    let estimate = (is_window && rng.u8(0..5) == 0).then(|| rng.u64(2..6));
+    let lease = (is_counted_in_redis && estimate.is_none() && rng.u8(0..4) == 0).then(|| {
+        (
+            [0, rng.u64(2..8)][rng.usize(0..2)],
+            [100_000, 300_000, 500_000][rng.usize(0..3)],
+        )
+    });
+    let block_for_us = (is_window && estimate.is_none() && lease.is_none() && rng.u8(0..8) == 0)
+        .then_some(2 * SECOND);
+    PolicySpec {
+        route,
+        rule,
+        requests,
+        per_us: if matches!(rule, Rule::LeakyBucket { .. }) {
+            per_us.min(10 * SECOND)
+        } else {
+            per_us
+        },
+        on_failure,
+        is_global: false,
+        estimate,
+        lease,
+        block_for_us,
+        shards: 1,
+        second_limit: (is_window && per_us < HOUR && rng.u8(0..4) == 0)
+            .then(|| requests * rng.u64(2..8)),
+    }
+}
+
+pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
+    use ScenarioClass as Class;
+    let draw_failure =
+        |rng: &mut Rng| [OnFailure::Open, OnFailure::Closed, OnFailure::Local][rng.usize(0..3)];
+    let count = rng.usize(1..=3);
+    let mut policies: Vec<_> = (0..count)
+        .map(|number| {
+            let failure = match scenario.class {
+                Class::Outage | Class::Flapping | Class::TerminationInOutage => OnFailure::Local,
+                Class::SplitFailover => OnFailure::Closed,
+                _ => draw_failure(rng),
+            };
+            draw_policy(rng, number, failure)
+        })
+        .collect();
+    set_class_policies(scenario.class, &mut policies);
+    for policy in &mut policies {
+        let is_plain =
+            policy.estimate.is_none() && policy.lease.is_none() && policy.block_for_us.is_none();
+        let is_window = matches!(
+            policy.rule,
+            Rule::SlidingLog | Rule::SlidingWindow | Rule::FixedWindow
+        );
+        if scenario.class == Class::Cluster && is_plain && is_window && rng.bool() {
+            (policy.shards, policy.on_failure, policy.second_limit) =
+                (rng.u16(2..4), OnFailure::Open, None);
+        }
+    }
+    if matches!(scenario.topology, Topology::Memory { .. }) {
+        policies.iter_mut().for_each(|policy| policy.lease = None);
+    }
+    scenario.policies = policies;
+}
+
+/// Replaces the drawn policies in classes that need certain ones.
+fn set_class_policies(class: ScenarioClass, policies: &mut Vec<PolicySpec>) {
+    use ScenarioClass as Class;
+    *policies = match class {
+        Class::SplitRefusals => {
+            let global = build_policy(|one| (one.is_global, one.requests) = (true, 2_000));
+            vec![global, build_policy(|one| one.requests = 5)]
+        }
+        Class::SplitFailover => {
+            let closed =
+                build_policy(|one| (one.on_failure, one.requests) = (OnFailure::Closed, 300));
+            let global = PolicySpec {
+                is_global: true,
+                ..closed.clone()
+            };
+            vec![global, closed]
+        }
+        Class::OpenSlots => vec![build_policy(|one| {
+            (one.requests, one.per_us, one.second_limit) = (50, 20 * SECOND, Some(150));
+            one.on_failure = OnFailure::Closed;
+        })],
+        Class::ClusterReshard => {
+            // One key per policy, so that no keys of one question are in two places.
+            for policy in policies {
+                (policy.second_limit, policy.block_for_us) = (None, None);
+            }
+            return;
+        }
+        Class::SettlementsBesideSlots => {
+            let slots = build_policy(|one| {
+                (one.rule, one.requests) = (Rule::Concurrency { ttl_us: SECOND }, 5);
+            });
+            let estimated = build_policy(|one| {
+                (one.route, one.requests, one.estimate) = (1, 1_000_000, Some(3));
+            });
+            vec![slots, estimated]
+        }
+        Class::Flapping => vec![build_policy(|one| {
+            (one.on_failure, one.requests, one.per_us) = (OnFailure::Local, 50, 60 * SECOND);
+        })],
+        Class::TerminationInOutage => vec![build_policy(|one| {
+            (one.on_failure, one.requests, one.per_us) = (OnFailure::Local, 20, 30 * SECOND);
+        })],
+        Class::MemoryEviction => {
+            let many =
+                build_policy(|one| (one.route, one.requests, one.per_us) = (1, 1, 24 * HOUR));
+            vec![build_policy(|one| one.requests = 5), many]
+        }
+        Class::ClockSteps => vec![build_policy(|one| {
+            (one.requests, one.per_us) = (10, 10 * SECOND);
+        })],
+        Class::FrozenLeases => vec![build_policy(|one| {
+            (one.per_us, one.lease) = (2 * SECOND, Some((5, 300_000)));
+        })],
+        _ => return,
+    };
+}
+
+/// A sliding log of 20 units per client and hour, with changes.
+fn build_policy(change: impl FnOnce(&mut PolicySpec)) -> PolicySpec {
+    let mut policy = PolicySpec {
+        route: 0,
+        rule: Rule::SlidingLog,
+        requests: 20,
+        per_us: HOUR,
+        on_failure: OnFailure::Open,
+        is_global: false,
+        estimate: None,
+        lease: None,
+        block_for_us: None,
+        shards: 1,
+        second_limit: None,
+    };
+    change(&mut policy);
+    policy
+}

@@ -1,0 +1,338 @@
+//! One instance: the real enforcer and store on a runtime of its own, and its requests.
+
+use crate::network::{InstanceNetwork, InstanceTime, SimulatedTransport};
+use crate::scenario::{RequestSpec, Scenario};
+use http::{HeaderMap, Method};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tidegate::clock::Clock;
+use tidegate::config::{self, ConfigSources, FileSource, StoreSettings};
+use tidegate::enforcer::DecisionSource;
+use tidegate::enforcer::{ActivePolicies, Enforcer, RequestOutcome, RetryHint, Verdict};
+use tidegate::policy::path::PathInterpretations;
+use tidegate::policy::{Facts, jwt::RequestToken};
+use tidegate::store::redis::{RedisDialer, RedisStore, SharedRedisState};
+use tidegate::store::{LeasePool, MemoryStore, Store};
+use tidegate::telemetry::metrics::{MetricLabels, Metrics};
+use tokio::runtime::{Builder, Runtime};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+
+/// Connection ids of one process start at a multiple of this.
+const IDS_PER_PROCESS: u64 = 1 << 32;
+
+/// What happened to one request.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RequestRecord {
+    pub(crate) arrived_us: Option<u64>,
+    pub(crate) decided_us: Option<u64>,
+    pub(crate) outcome: Outcome,
+    pub(crate) is_degraded: bool,
+    pub(crate) is_from_redis: bool,
+    pub(crate) is_from_lease: bool,
+    pub(crate) forwarded_us: Option<u64>,
+    pub(crate) ended_us: Option<u64>,
+    /// The response was complete, so that the actual cost is known.
+    pub(crate) is_settled: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// It did not arrive, its client left, or its instance ended.
+    #[default]
+    Unknown,
+    Forwarded,
+    Refused {
+        retry_after_us: Option<u64>,
+    },
+    /// 503.
+    Unavailable,
+}
+
+pub(crate) type RequestLog = Arc<Mutex<Vec<RequestRecord>>>;
+
+pub(crate) struct Instance {
+    /// `None` after the end.
+    runtime: Option<Runtime>,
+    pub(crate) network: Arc<InstanceNetwork>,
+    shared: Arc<InstanceState>,
+    pub(crate) is_frozen: bool,
+    /// SIGTERM arrived at this time.
+    terminating_us: Option<u64>,
+}
+
+struct InstanceState {
+    enforcers: Mutex<Vec<Enforcer>>,
+    redis: Option<SharedRedisState>,
+    log: RequestLog,
+    network: Arc<InstanceNetwork>,
+    is_stopping: Mutex<bool>,
+}
+
+impl Instance {
+    /// Starts the process number `process` of the run. `requests` have their indexes in the log.
+    pub(crate) fn start(
+        scenario: &Scenario,
+        (process, now_us): (u64, u64),
+        requests: Vec<(usize, RequestSpec)>,
+        log: RequestLog,
+    ) -> Self {
+        let runtime = Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        let guard = runtime.enter();
+        let time = InstanceTime::starting_at(now_us);
+        let network = Arc::new(InstanceNetwork::new(time, process * IDS_PER_PROCESS));
+        let state = runtime.block_on(async { build_state(scenario, process, &network, log) });
+        let shared = Arc::new(state);
+        runtime.spawn(serve_requests(
+            Arc::clone(&shared),
+            scenario.workers,
+            requests,
+        ));
+        drop(guard);
+        Self {
+            runtime: Some(runtime),
+            network,
+            shared,
+            is_frozen: false,
+            terminating_us: None,
+        }
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        self.runtime.is_some()
+    }
+
+    pub(crate) fn now_us(&self) -> u64 {
+        match &self.runtime {
+            Some(runtime) => {
+                let _guard = runtime.enter();
+                self.network.time.now_us()
+            }
+            None => u64::MAX,
+        }
+    }
+
+    /// Runs until a time, or until the instance acts at a connection.
+    pub(crate) fn run_until(&mut self, at_us: u64) {
+        let (Some(runtime), network) = (&self.runtime, &self.network) else {
+            return;
+        };
+        let horizon = network.time.instant_at(at_us);
+        runtime.block_on(async {
+            tokio::select! {
+                biased;
+                () = network.acted.notified() => {}
+                () = sleep_until(horizon) => {}
+            }
+        });
+    }
+
+    /// Continues after a pause of the whole process: all its timers are late.
+    pub(crate) fn thaw(&mut self, at_us: u64) {
+        self.is_frozen = false;
+        let late_us = at_us.saturating_sub(self.now_us());
+        if let (Some(runtime), true) = (&self.runtime, late_us > 0) {
+            runtime.block_on(tokio::time::advance(Duration::from_micros(late_us)));
+        }
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill(&mut self) {
+        self.runtime = None;
+        self.shared.enforcers.lock().unwrap().clear();
+    }
+
+    /// SIGTERM: accepts no further requests, and ends.
+    pub(crate) fn terminate(&mut self, at_us: u64) {
+        *self.shared.is_stopping.lock().unwrap() = true;
+        self.terminating_us = Some(at_us);
+        if let Some(runtime) = &self.runtime {
+            let shared = Arc::clone(&self.shared);
+            runtime.spawn(async move {
+                let enforcers = shared.enforcers.lock().unwrap().clone();
+                futures_util::future::join_all(enforcers.iter().map(Enforcer::shut_down)).await;
+            });
+        }
+    }
+
+    /// The instances that share the limits, as this one has counted them.
+    pub(crate) fn instance_count(&self) -> Option<u32> {
+        self.shared
+            .redis
+            .as_ref()
+            .map(SharedRedisState::instance_count)
+    }
+
+    pub(crate) fn is_redis_up(&self) -> bool {
+        self.shared
+            .redis
+            .as_ref()
+            .is_none_or(SharedRedisState::is_up)
+    }
+}
+
+fn build_state(
+    scenario: &Scenario,
+    process: u64,
+    network: &Arc<InstanceNetwork>,
+    log: RequestLog,
+) -> InstanceState {
+    let source = FileSource::Text {
+        name: "sim.toml".to_owned(),
+        text: scenario.config_text(),
+    };
+    let config = config::load(&ConfigSources {
+        file: source,
+        ..ConfigSources::default()
+    })
+    .unwrap_or_else(|errors| panic!("{errors}\n{}", scenario.config_text()));
+    let clock = Clock::starting_at(crate::redis_server::EPOCH_US + network.time.now_us());
+    let metrics = Metrics::new(scenario.workers, MetricLabels::default());
+    let policies = ActivePolicies::new(Arc::clone(&config.policy_table), Arc::clone(&metrics));
+    let leases: Arc<LeasePool> = Arc::default();
+    let (memory, redis) = match config.store {
+        StoreSettings::Memory(settings) => {
+            (Some(Arc::new(MemoryStore::new(settings, clock))), None)
+        }
+        StoreSettings::Redis(mut settings) => {
+            settings.dialer =
+                RedisDialer::Simulated(Arc::new(SimulatedTransport(Arc::clone(network))));
+            let id = format!("{:032x}", u128::from(process) * 0x9e37_79b9_7f4a_7c15_f39c);
+            (
+                None,
+                Some(SharedRedisState::for_instance(*settings, clock, &id)),
+            )
+        }
+    };
+    let enforcers = (0..scenario.workers).map(|worker| {
+        let store = match (&memory, &redis) {
+            (Some(memory), _) => Store::Memory(Arc::clone(memory)),
+            (None, Some(shared)) => {
+                Store::redis(RedisStore::start(shared).join_membership()).with_leases(&leases)
+            }
+            (None, None) => unreachable!("a store is configured"),
+        };
+        Enforcer::new(policies.clone(), store, metrics.worker_metrics(worker))
+    });
+    InstanceState {
+        enforcers: Mutex::new(enforcers.collect()),
+        redis,
+        log,
+        network: Arc::clone(network),
+        is_stopping: Mutex::new(false),
+    }
+}
+
+/// Starts each request at its time; late after a pause.
+async fn serve_requests(
+    state: Arc<InstanceState>,
+    workers: usize,
+    requests: Vec<(usize, RequestSpec)>,
+) {
+    // As a proxy, which listens when its stores are connected.
+    sleep(Duration::from_millis(5)).await;
+    for (index, request) in requests {
+        sleep_until(state.network.time.instant_at(request.at_us)).await;
+        if *state.is_stopping.lock().unwrap() {
+            return;
+        }
+        let Some(enforcer) = state
+            .enforcers
+            .lock()
+            .unwrap()
+            .get(request.worker % workers)
+            .cloned()
+        else {
+            return;
+        };
+        let state = Arc::clone(&state);
+        tokio::spawn(async move {
+            let served = serve_request(&state, &enforcer, index, &request);
+            match request.leaves_after_us {
+                None => served.await,
+                Some(after_us) => drop(timeout(Duration::from_micros(after_us), served).await),
+            }
+            state.record(index, |record, now_us| record.ended_us = Some(now_us));
+        });
+    }
+}
+
+async fn serve_request(
+    state: &InstanceState,
+    enforcer: &Enforcer,
+    index: usize,
+    request: &RequestSpec,
+) {
+    let arrived = Instant::now();
+    state.record(index, |record, now_us| record.arrived_us = Some(now_us));
+    if request.pause_us > 0 {
+        sleep(Duration::from_micros(request.pause_us)).await;
+    }
+    let policies = enforcer.policy_snapshot();
+    let mut headers = HeaderMap::new();
+    headers.insert("x-client", request.client.to_string().parse().unwrap());
+    headers.insert("x-cost", request.cost.to_string().parse().unwrap());
+    let paths =
+        PathInterpretations::parse(&format!("/r{}", request.route), &policies.table.path).unwrap();
+    let facts = Facts {
+        method: &Method::GET,
+        host: "sim",
+        paths: &paths,
+        query: None,
+        headers: &headers,
+        client_ip: [127, 0, 0, 1].into(),
+        token: RequestToken::without_token_reader(),
+        client_cert: None,
+        descriptor: None,
+    };
+    let mut verdict = enforcer.decide(&policies, &facts, arrived).await;
+    state.record(index, |record, now_us| record.set_verdict(&verdict, now_us));
+    if !matches!(verdict.outcome, RequestOutcome::Forward) {
+        return;
+    }
+    let slot_guard = verdict.slot_guard.take();
+    let estimates = std::mem::take(&mut verdict.estimated_charges);
+    sleep(verdict.delay).await;
+    state.record(index, |record, now_us| record.forwarded_us = Some(now_us));
+    sleep(Duration::from_micros(request.service_us)).await;
+    for estimate in estimates {
+        if let Some(actual) = request.actual {
+            state.record(index, |record, _| record.is_settled = true);
+            estimate.settle(actual);
+        }
+    }
+    state.record(index, |record, now_us| record.ended_us = Some(now_us));
+    drop(slot_guard);
+}
+
+impl InstanceState {
+    fn record(&self, index: usize, change: impl FnOnce(&mut RequestRecord, u64)) {
+        change(
+            &mut self.log.lock().unwrap()[index],
+            self.network.time.now_us(),
+        );
+    }
+}
+
+impl RequestRecord {
+    fn set_verdict(&mut self, verdict: &Verdict<'_>, now_us: u64) {
+        self.decided_us = Some(now_us);
+        self.is_degraded = verdict.is_degraded;
+        self.is_from_redis = verdict.source == Some(DecisionSource::Redis);
+        self.is_from_lease = verdict.source == Some(DecisionSource::Lease);
+        self.outcome = match &verdict.outcome {
+            RequestOutcome::Forward => Outcome::Forwarded,
+            RequestOutcome::Limited(rejection) => Outcome::Refused {
+                retry_after_us: match rejection.retry {
+                    RetryHint::After(us) => Some(us),
+                    _ => None,
+                },
+            },
+            RequestOutcome::Unavailable { .. } => Outcome::Unavailable,
+            other => panic!("unexpected verdict {other:?}"),
+        };
+    }
+}

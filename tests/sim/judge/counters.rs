@@ -1,0 +1,114 @@
+//! Nothing forwarded, nothing charged; every forwarded request charged once: by the counters in
+//! Redis at the end of the run.
+
+use super::{CounterHistory, FinishedRun, Violation, counter_key};
+use crate::resp::{Command, Reply};
+use crate::scenario::{HOUR, PolicySpec, Rule};
+use crate::world::World;
+use tidegate::limiter::{Algorithm, Charge, Limit};
+use tidegate::store::redis::ScriptLibrary;
+
+/// Checks a counter whose period is longer than the run, so that its units add up.
+pub(super) fn check_counter(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    world: &mut World,
+) -> Option<Violation> {
+    let limit = counted_limit(history.policy)?;
+    history.server?;
+    let used = used_units(world, history, &limit)?;
+    let (mut least, mut most) = (0, 0);
+    for one in &history.uses {
+        let record = &run.records[one.request];
+        let request = &run.scenario.requests[one.request];
+        let cost = history.policy.cost(request);
+        let settled = request
+            .actual
+            .filter(|_| record.is_settled && history.policy.estimate.is_some());
+        if one.is_forwarded {
+            least += settled.unwrap_or(cost).min(cost);
+            // A late settlement beside an outage, or a repeated write-back.
+            let is_twice = record.is_degraded || !one.is_healthy;
+            most += settled.map_or(cost, |actual| {
+                if one.is_healthy {
+                    actual
+                } else {
+                    cost.max(actual)
+                }
+            });
+            most += if is_twice {
+                cost.max(settled.unwrap_or(0))
+            } else {
+                0
+            };
+        } else {
+            most += one.most_units;
+        }
+    }
+    let faults = run.excuses.iter().filter(|excuse| excuse.is_outage).count() as u64;
+    most += 2 * history.policy.lease_units() * run.scenario.workers as u64 * faults;
+    let loses = run.excuses.iter().any(|excuse| excuse.loses_charges);
+    // An estimate that was not settled stands; a further charge may be lost with its process.
+    let lost_settlements = if faults > 0 { least } else { 0 };
+    let problem = if used > most {
+        format!("{used} units are used, explained are {most}")
+    } else if used + lost_settlements < least && !loses {
+        format!("{used} units are used, but {least} were forwarded")
+    } else {
+        return None;
+    };
+    let rule = if used > most {
+        "charged for nothing"
+    } else {
+        "forwarded and not charged"
+    };
+    Some(Violation {
+        rule,
+        at_us: run.scenario.end_us,
+        text: format!("{}: {problem}", history.name()),
+    })
+}
+
+fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
+    let algorithm = match policy.rule {
+        Rule::SlidingLog => Algorithm::SlidingLog,
+        Rule::SlidingWindow => Algorithm::SlidingWindow { buckets: 10 },
+        Rule::FixedWindow => Algorithm::FixedWindow { offset_us: 0 },
+        _ => return None,
+    };
+    let is_countable = policy.per_us >= HOUR && policy.shards == 1;
+    is_countable.then_some(Limit {
+        requests: policy.requests,
+        per_us: policy.per_us,
+        algorithm,
+    })
+}
+
+/// Reads a counter on all servers by the real script.
+fn used_units(world: &mut World, history: &CounterHistory<'_>, limit: &Limit) -> Option<u64> {
+    let key = counter_key(history.policy_number, history.client);
+    // With a large limit, usage above the policy's limit shows, too.
+    let limit = Limit {
+        requests: 1 << 40,
+        ..*limit
+    };
+    let charges = [Charge::new(&limit, &key, 0)];
+    let library = ScriptLibrary::new("sim");
+    let mut packed = library.decide_command(&charges, None).get_packed_command();
+    let mut command: Command = crate::resp::take_commands(&mut packed).pop()?;
+    command[0] = b"EVAL".to_vec();
+    command[1] = library.script_text(&charges).as_bytes().to_vec();
+    let mut used = 0;
+    for index in 0..world.servers.len() {
+        if world.servers[index].role != crate::redis_server::Role::Master {
+            continue;
+        }
+        let Reply::Bulk(text) = world.inspect(index, &command) else {
+            return None;
+        };
+        let text = String::from_utf8(text).ok()?;
+        let remaining: u64 = text.split(' ').nth(2)?.parse().ok()?;
+        used += (1_u64 << 40) - remaining;
+    }
+    Some(used)
+}

@@ -1,0 +1,172 @@
+//! Never more than the limit, with the allowance of the faults so far.
+
+use super::{CounterHistory, CounterUse, FinishedRun, Violation};
+use crate::scenario::Rule;
+
+pub(super) fn check_limits(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+) -> Option<Violation> {
+    let policy = history.policy;
+    let forwarded: Vec<&CounterUse> = {
+        let mut uses: Vec<_> = history.uses.iter().filter(|one| one.is_forwarded).collect();
+        uses.sort_by_key(|one| one.decided_us);
+        uses
+    };
+    let limit = policy.requests;
+    let second = policy
+        .second_limit
+        .map(|second| (second, 10 * policy.per_us));
+    match policy.rule {
+        Rule::SlidingLog | Rule::SlidingWindow => {
+            check_windows(run, history, &forwarded, (limit, policy.per_us))
+                .or_else(|| check_windows(run, history, &forwarded, second?))
+        }
+        Rule::FixedWindow => check_windows(run, history, &forwarded, (2 * limit, policy.per_us)),
+        Rule::TokenBucket { burst } => check_bucket(run, history, &forwarded, burst),
+        Rule::LeakyBucket { max_delay_us } => {
+            let capacity = max_delay_us * limit / policy.per_us + 1;
+            check_bucket(run, history, &forwarded, capacity)
+        }
+        Rule::Concurrency { ttl_us } => check_slots(run, history, ttl_us),
+    }
+}
+
+/// The time between charge and verdict varies by so much.
+fn skew_us(run: &FinishedRun<'_>, per_us: u64) -> u64 {
+    let rate_ppm = run
+        .scenario
+        .rates_ppm
+        .iter()
+        .map(|rate| rate.unsigned_abs())
+        .max()
+        .unwrap_or(0);
+    run.scenario.timeout_us + 4 * run.scenario.delay_us + 20_000 + per_us / 1_000_000 * 2 * rate_ppm
+}
+
+/// The additional limits that an interval may contain.
+fn extra_limits(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    from_us: u64,
+    to_us: u64,
+) -> u64 {
+    let overlaps = |interval: Option<(u64, u64)>| {
+        interval.is_some_and(|(start_us, end_us)| start_us <= to_us && from_us <= end_us)
+    };
+    run.excuses
+        .iter()
+        .filter(|excuse| excuse.server.is_none() || excuse.server == history.server)
+        .filter(|excuse| overlaps(excuse.extra_limit))
+        .count() as u64
+}
+
+fn check_windows(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    forwarded: &[&CounterUse],
+    (limit, per_us): (u64, u64),
+) -> Option<Violation> {
+    let length_us = per_us.saturating_sub(skew_us(run, per_us));
+    for (number, last) in forwarded.iter().enumerate() {
+        let mut units = 0;
+        // Also shorter intervals: a longer one may be excused by a fault before it.
+        let window = forwarded[..=number].iter().rev();
+        for first in window.take_while(|first| first.decided_us + length_us > last.decided_us) {
+            units += first.least_units;
+            if units <= limit {
+                continue;
+            }
+            let allowed =
+                limit * (1 + extra_limits(run, history, first.decided_us, last.decided_us));
+            if units > allowed {
+                let from_us = first.decided_us;
+                return Some(Violation {
+                    rule: "more than the limit",
+                    at_us: last.decided_us,
+                    text: format!(
+                        "{}: {units} units from {from_us} us on, allowed {allowed}",
+                        history.name()
+                    ),
+                });
+            }
+        }
+    }
+    None
+}
+
+fn check_bucket(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    forwarded: &[&CounterUse],
+    burst: u64,
+) -> Option<Violation> {
+    let policy = history.policy;
+    let rate = policy.requests as f64 / policy.per_us as f64;
+    let slack = rate * skew_us(run, policy.per_us) as f64 + 1.0;
+    let (mut level, mut at_us) = (0.0_f64, 0);
+    let mut excused = 0;
+    for one in forwarded {
+        level = (level - rate * (one.decided_us - at_us) as f64).max(0.0) + one.least_units as f64;
+        at_us = one.decided_us;
+        // Each excuse empties the bucket once.
+        let extra = extra_limits(run, history, 0, at_us);
+        let allowed = burst as f64 + slack;
+        if level > allowed && extra > excused {
+            (level, excused) = (one.least_units as f64, excused + 1);
+        } else if level > allowed {
+            return Some(Violation {
+                rule: "more than the limit",
+                at_us,
+                text: format!(
+                    "{}: a bucket level of {level:.1}, allowed {allowed:.1}",
+                    history.name()
+                ),
+            });
+        }
+    }
+    None
+}
+
+/// Requests at the app at a time.
+fn check_slots(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    ttl_us: u64,
+) -> Option<Violation> {
+    let mut changes: Vec<(u64, i64)> = Vec::new();
+    for one in history.uses.iter().filter(|one| one.is_forwarded) {
+        let record = &run.records[one.request];
+        let forwarded_us = record.forwarded_us.unwrap_or(one.decided_us);
+        // A request whose instance ended is not at the app any more.
+        let Some(ended_us) = record.ended_us else {
+            continue;
+        };
+        changes.push((forwarded_us, 1));
+        changes.push((ended_us, -1));
+    }
+    changes.sort_unstable();
+    let mut in_flight = 0;
+    for (at_us, change) in changes {
+        in_flight += change;
+        // Slots that were not renewed have lapsed; those of requests from before a loss are unknown.
+        let lapse_us = ttl_us + 5_000_000;
+        let is_lapsing = run.excuses.iter().any(|excuse| {
+            (excuse.is_outage || excuse.loses_charges)
+                && excuse.from_us <= at_us
+                && at_us <= excuse.to_us + lapse_us
+        });
+        let allowed = history.policy.requests * if is_lapsing { 3 } else { 1 };
+        if in_flight > allowed as i64 {
+            return Some(Violation {
+                rule: "more than the limit",
+                at_us,
+                text: format!(
+                    "{}: {in_flight} in flight, allowed {allowed}",
+                    history.name()
+                ),
+            });
+        }
+    }
+    None
+}

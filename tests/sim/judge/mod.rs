@@ -1,0 +1,199 @@
+//! Judges a finished run: never more than the limits, nothing charged for nothing, still answering.
+//!
+//! The judge knows the requests, what was forwarded when, and the faults. It does not know how
+//! tidegate decides.
+
+pub(crate) mod allowance;
+mod counters;
+mod limits;
+mod service;
+
+use crate::instance::{Outcome, RequestRecord};
+use crate::redis_server::cluster::{SLOTS, slot_of};
+use crate::scenario::{OnFailure, PolicySpec, RequestSpec, Scenario, Topology};
+use crate::world::World;
+use allowance::{Excuse, is_healthy, list_excuses};
+use std::collections::BTreeMap;
+use tidegate::limiter::{Key, KeyBuilder};
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Violation {
+    pub(crate) rule: &'static str,
+    pub(crate) at_us: u64,
+    pub(crate) text: String,
+}
+
+/// One request at one counter.
+#[derive(Clone, Debug)]
+pub(crate) struct CounterUse {
+    pub(crate) request: usize,
+    pub(crate) arrived_us: u64,
+    /// The end of the run, if there was no verdict.
+    pub(crate) decided_us: u64,
+    /// Units that were certainly forwarded.
+    pub(crate) least_units: u64,
+    /// Units that may be charged.
+    pub(crate) most_units: u64,
+    pub(crate) is_forwarded: bool,
+    pub(crate) is_healthy: bool,
+}
+
+/// A policy's counter for one client, or for all.
+pub(crate) struct CounterHistory<'r> {
+    pub(crate) policy: &'r PolicySpec,
+    pub(crate) policy_number: usize,
+    pub(crate) client: Option<u32>,
+    pub(crate) server: Option<usize>,
+    /// In the order of arrival.
+    pub(crate) uses: Vec<CounterUse>,
+}
+
+/// A finished run.
+pub(crate) struct FinishedRun<'r> {
+    pub(crate) scenario: &'r Scenario,
+    pub(crate) records: &'r [RequestRecord],
+    pub(crate) excuses: Vec<Excuse>,
+}
+
+/// All violations of a finished run, by time.
+pub(crate) fn judge_run(world: &mut World) -> Vec<Violation> {
+    let scenario = world.scenario.clone();
+    let records = world.log.lock().unwrap().clone();
+    let run = FinishedRun {
+        scenario: &scenario,
+        records: &records,
+        excuses: list_excuses(&scenario),
+    };
+    let histories = run.histories();
+    let mut violations = Vec::new();
+    for history in &histories {
+        violations.extend(limits::check_limits(&run, history));
+        violations.extend(counters::check_counter(&run, history, world));
+    }
+    violations.extend(service::check_service(&run, &histories));
+    violations.extend(service::check_recovery(&run, world));
+    violations.sort_by_key(|violation| violation.at_us);
+    violations
+}
+
+impl<'r> FinishedRun<'r> {
+    fn histories(&self) -> Vec<CounterHistory<'r>> {
+        let mut histories: BTreeMap<(usize, Option<u32>), CounterHistory<'r>> = BTreeMap::new();
+        for (index, (request, record)) in
+            self.scenario.requests.iter().zip(self.records).enumerate()
+        {
+            let Some(arrived_us) = record.arrived_us else {
+                continue;
+            };
+            for (number, policy) in self.policies_of(request) {
+                let client = (!policy.is_global).then_some(request.client);
+                let history = histories
+                    .entry((number, client))
+                    .or_insert_with(|| CounterHistory {
+                        policy,
+                        policy_number: number,
+                        client,
+                        server: self.server_of(&counter_key(number, client)),
+                        uses: Vec::new(),
+                    });
+                let server = history.server;
+                history.uses.push(self.counter_use(
+                    index,
+                    (request, record),
+                    policy,
+                    (arrived_us, server),
+                ));
+            }
+        }
+        histories.into_values().collect()
+    }
+
+    fn counter_use(
+        &self,
+        index: usize,
+        (request, record): (&RequestSpec, &RequestRecord),
+        policy: &PolicySpec,
+        (arrived_us, server): (u64, Option<usize>),
+    ) -> CounterUse {
+        let decided_us = record.decided_us.unwrap_or(self.scenario.end_us);
+        let until_us = record
+            .decided_us
+            .unwrap_or(arrived_us + self.scenario.timeout_us);
+        let is_healthy = is_healthy(
+            &self.excuses,
+            (request.instance, server),
+            (arrived_us, until_us),
+        );
+        let is_unlimited = record.is_degraded && policy.on_failure == OnFailure::Open;
+        let cost = policy.cost(request);
+        let actual = request.actual.filter(|_| policy.estimate.is_some());
+        let is_forwarded = record.outcome == Outcome::Forwarded && !is_unlimited;
+        let settled = actual.filter(|_| record.is_settled);
+        CounterUse {
+            request: index,
+            arrived_us,
+            decided_us,
+            least_units: if is_forwarded {
+                cost.min(settled.unwrap_or(cost))
+            } else {
+                0
+            },
+            most_units: match record.outcome {
+                Outcome::Forwarded | Outcome::Unknown => cost.max(actual.unwrap_or(0)),
+                // A verdict without Redis says nothing about a charge that was sent.
+                Outcome::Unavailable if is_healthy => 0,
+                Outcome::Refused { .. } if is_healthy && !record.is_degraded => 0,
+                _ => cost,
+            },
+            is_forwarded,
+            is_healthy,
+        }
+    }
+
+    pub(crate) fn policies_of(
+        &self,
+        request: &RequestSpec,
+    ) -> impl Iterator<Item = (usize, &'r PolicySpec)> {
+        let route = request.route;
+        self.scenario
+            .policies
+            .iter()
+            .enumerate()
+            .filter(move |(_, policy)| policy.route == route)
+    }
+
+    /// The master that held a key at the start.
+    fn server_of(&self, key: &Key) -> Option<usize> {
+        match self.scenario.topology {
+            Topology::Memory { .. } => None,
+            Topology::Standalone | Topology::Sentinel => Some(0),
+            Topology::Cluster { masters } => {
+                let slot = slot_of(format!("{{{:032x}}}", key.id()).as_bytes());
+                Some(usize::from(slot) * masters / usize::from(SLOTS))
+            }
+        }
+    }
+}
+
+pub(crate) fn counter_key(policy: usize, client: Option<u32>) -> Key {
+    let mut key = KeyBuilder::new(&format!("p{policy}"));
+    if let Some(client) = client {
+        key.push_part(Some(client.to_string().as_bytes()));
+    }
+    key.finish()
+}
+
+impl CounterHistory<'_> {
+    pub(crate) fn name(&self) -> String {
+        let client = self.client.map_or("all clients".to_owned(), |client| {
+            format!("client {client}")
+        });
+        format!(
+            "policy p{} ({:?}, {} per {} ms) of {client}",
+            self.policy_number,
+            self.policy.rule,
+            self.policy.requests,
+            self.policy.per_us / 1000
+        )
+    }
+}

@@ -1,0 +1,327 @@
+//! Still answering: healthy masters decide, free units are given, refusals are remembered, and
+//! everything recovers.
+
+use super::{CounterHistory, CounterUse, FinishedRun, Violation};
+use crate::instance::Outcome;
+use crate::scenario::{PolicySpec, Rule, SECOND, Topology};
+use crate::world::World;
+use std::collections::BTreeMap;
+
+/// Units of a request that was refused, or of a response that has ended, return within this time.
+const RETURN_US: u64 = 500_000;
+
+/// A refusal is remembered for at most this time.
+const REMEMBERED_US: u64 = SECOND;
+
+pub(super) fn check_service(
+    run: &FinishedRun<'_>,
+    histories: &[CounterHistory<'_>],
+) -> Vec<Violation> {
+    let mut by_request: BTreeMap<usize, Vec<(&CounterHistory<'_>, &CounterUse)>> = BTreeMap::new();
+    for history in histories {
+        for one in &history.uses {
+            by_request
+                .entry(one.request)
+                .or_default()
+                .push((history, one));
+        }
+    }
+    let mut violations: Vec<Violation> = by_request
+        .values()
+        .filter_map(|uses| check_request(run, uses))
+        .take(5)
+        .collect();
+    violations.extend(check_questions(run, histories));
+    violations
+}
+
+fn check_request(
+    run: &FinishedRun<'_>,
+    uses: &[(&CounterHistory<'_>, &CounterUse)],
+) -> Option<Violation> {
+    let (_, first) = uses.first()?;
+    let record = &run.records[first.request];
+    if !uses.iter().all(|(_, one)| one.is_healthy) {
+        return None;
+    }
+    let violation = |rule: &'static str, text: String| {
+        Some(Violation {
+            rule,
+            at_us: first.decided_us,
+            text: format!("request {}: {text}", first.request),
+        })
+    };
+    match record.outcome {
+        Outcome::Unavailable if is_near(run) => {
+            violation("not answered by a healthy master", "503".to_owned())
+        }
+        Outcome::Forwarded | Outcome::Refused { .. } if record.is_degraded && is_near(run) => {
+            violation(
+                "not answered by a healthy master",
+                "decided without Redis".to_owned(),
+            )
+        }
+        Outcome::Refused { .. } => {
+            let is_justified = uses
+                .iter()
+                .any(|(history, one)| may_refuse(run, history, one));
+            let names: Vec<String> = uses.iter().map(|(history, _)| history.name()).collect();
+            if is_justified {
+                None
+            } else {
+                violation("refused although units are free", names.join(", "))
+            }
+        }
+        _ => None,
+    }
+}
+
+/// Whether a decision with scripts that are not loaded yet fits into the timeout.
+fn is_near(run: &FinishedRun<'_>) -> bool {
+    12 * run.scenario.delay_us * 5 / 4 < run.scenario.timeout_us
+}
+
+/// Whether a policy may have refused a request, at most.
+fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &CounterUse) -> bool {
+    let policy = history.policy;
+    // The units of an outage count from a later time.
+    let past_us = 2 * policy
+        .per_us
+        .max(10 * policy.per_us * u64::from(policy.second_limit.is_some()));
+    let had_outage = run.excuses.iter().any(|excuse| {
+        excuse.is_outage
+            && excuse.from_us <= refused.decided_us
+            && excuse.to_us + past_us + super::allowance::RECOVERY_US >= refused.arrived_us
+    });
+    if had_outage && !matches!(run.scenario.topology, Topology::Memory { .. }) {
+        return true;
+    }
+    let cost = policy.cost(&run.scenario.requests[refused.request]);
+    match policy.rule {
+        Rule::SlidingLog | Rule::FixedWindow | Rule::SlidingWindow => {
+            is_window_full(
+                run,
+                history,
+                refused,
+                cost,
+                (policy.requests, policy.per_us),
+            ) || policy.second_limit.is_some_and(|second| {
+                is_window_full(run, history, refused, cost, (second, 10 * policy.per_us))
+            }) || policy
+                .block_for_us
+                .is_some_and(|block_us| was_refused_since(run, history, refused, block_us))
+        }
+        Rule::TokenBucket { burst } => is_bucket_full(run, history, refused, cost, burst),
+        Rule::LeakyBucket { max_delay_us } => {
+            let capacity = max_delay_us * policy.requests / policy.per_us + 1;
+            is_bucket_full(run, history, refused, cost, capacity)
+        }
+        Rule::Concurrency { ttl_us } => {
+            let is_held = |one: &&CounterUse| {
+                let record = &run.records[one.request];
+                let end_us = match record.outcome {
+                    Outcome::Refused { .. } | Outcome::Unavailable => one.decided_us + RETURN_US,
+                    _ => record
+                        .ended_us
+                        .map_or(run.scenario.end_us, |ended_us| ended_us + RETURN_US),
+                };
+                let is_left = record.decided_us.is_none() || !one.is_healthy;
+                let end_us = if is_left { end_us + ttl_us } else { end_us };
+                one.request != refused.request
+                    && one.arrived_us <= refused.decided_us
+                    && refused.arrived_us <= end_us
+            };
+            history.uses.iter().filter(is_held).count() as u64 + cost > policy.requests
+        }
+    }
+}
+
+/// The units that may be charged by others at the decision about a request.
+fn possible_units(
+    run: &FinishedRun<'_>,
+    policy: &PolicySpec,
+    one: &CounterUse,
+    refused: &CounterUse,
+) -> u64 {
+    let record = &run.records[one.request];
+    let is_recent = one.decided_us + RETURN_US >= refused.arrived_us;
+    match record.outcome {
+        // A reservation in another slot is returned soon.
+        Outcome::Refused { .. } if is_recent => policy.cost(&run.scenario.requests[one.request]),
+        _ => one.most_units,
+    }
+}
+
+fn is_window_full(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    refused: &CounterUse,
+    cost: u64,
+    (limit, per_us): (u64, u64),
+) -> bool {
+    let policy = history.policy;
+    let length_us = match policy.rule {
+        Rule::SlidingWindow => per_us + per_us / 10,
+        _ => per_us,
+    };
+    let from_us = refused
+        .arrived_us
+        .saturating_sub(length_us + length_us / 500 + RETURN_US);
+    let units: u64 = history
+        .uses
+        .iter()
+        .filter(|one| one.request != refused.request)
+        .filter(|one| one.arrived_us <= refused.decided_us && one.decided_us >= from_us)
+        .map(|one| possible_units(run, policy, one, refused))
+        .sum();
+    let leased = 2 * policy.lease_units() * run.scenario.instances as u64;
+    // A cost above 1 may fit into no shard.
+    let divided = if policy.shards > 1 {
+        3 * u64::from(policy.shards)
+    } else {
+        0
+    };
+    units + leased + divided + cost > limit
+}
+
+fn is_bucket_full(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    refused: &CounterUse,
+    cost: u64,
+    capacity: u64,
+) -> bool {
+    let policy = history.policy;
+    let rate = policy.requests as f64 / policy.per_us as f64;
+    let (mut level, mut at_us) = (0.0_f64, 0);
+    for one in history
+        .uses
+        .iter()
+        .filter(|one| one.request != refused.request)
+    {
+        if one.arrived_us > refused.decided_us {
+            break;
+        }
+        let until_us = one.decided_us.min(one.arrived_us + run.scenario.timeout_us);
+        level = (level - rate * until_us.saturating_sub(at_us) as f64).max(0.0);
+        level += possible_units(run, policy, one, refused) as f64;
+        at_us = until_us.max(at_us);
+    }
+    level = (level - rate * refused.arrived_us.saturating_sub(at_us) as f64).max(0.0);
+    level + cost as f64 + 1.0 > capacity as f64
+}
+
+fn was_refused_since(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    refused: &CounterUse,
+    block_us: u64,
+) -> bool {
+    history.uses.iter().any(|one| {
+        one.request != refused.request
+            && matches!(
+                run.records[one.request].outcome,
+                Outcome::Refused { .. } | Outcome::Unknown
+            )
+            && one.arrived_us <= refused.decided_us
+            && one.decided_us + block_us + RETURN_US >= refused.arrived_us
+    })
+}
+
+/// A refused key asks Redis at most once per worker and second, while the refusal holds.
+fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> Option<Violation> {
+    let is_remembered = |policy: &PolicySpec| {
+        policy.estimate.is_none()
+            && policy.lease.is_none()
+            && policy.shards == 1
+            && !matches!(policy.rule, Rule::Concurrency { .. })
+    };
+    for history in histories
+        .iter()
+        .filter(|history| is_remembered(history.policy))
+    {
+        // By instance, worker and client: until when the last refusal holds.
+        let mut refusals: BTreeMap<(usize, usize, u32), u64> = BTreeMap::new();
+        let (mut refused, mut repeated, mut last_us) = (0, 0, 0);
+        let mut uses: Vec<&CounterUse> = history.uses.iter().filter(|one| one.is_healthy).collect();
+        uses.sort_by_key(|one| one.decided_us);
+        for one in uses {
+            let (request, record) = (
+                &run.scenario.requests[one.request],
+                &run.records[one.request],
+            );
+            let Outcome::Refused {
+                retry_after_us: Some(retry_us),
+            } = record.outcome
+            else {
+                continue;
+            };
+            let asker = (
+                request.instance,
+                request.worker % run.scenario.workers,
+                request.client,
+            );
+            if !record.is_from_redis {
+                continue;
+            }
+            // A refusal of a higher cost replaces the remembered one, and says nothing about cost 1.
+            if request.cost != 1 {
+                refusals.remove(&asker);
+                continue;
+            }
+            refused += 1;
+            if refusals
+                .get(&asker)
+                .is_some_and(|holds_us| one.arrived_us + 5_000 < *holds_us && one.arrived_us > 0)
+            {
+                (repeated, last_us) = (repeated + 1, one.decided_us);
+            }
+            let holds_us = one.decided_us + retry_us.min(REMEMBERED_US);
+            // Questions that were sent before the answer came do not count.
+            let entry = refusals.entry(asker).or_insert(0);
+            *entry = (*entry).max(holds_us);
+        }
+        if repeated > refused / 20 + 3 {
+            return Some(Violation {
+                rule: "a refusal is asked for again",
+                at_us: last_us,
+                text: format!(
+                    "{}: {repeated} of {refused} questions repeat a refusal",
+                    history.name()
+                ),
+            });
+        }
+    }
+    None
+}
+
+/// At the end, every instance counts all, and has its connections.
+pub(super) fn check_recovery(run: &FinishedRun<'_>, world: &World) -> Vec<Violation> {
+    let running = world
+        .instances
+        .iter()
+        .filter(|instance| instance.is_running())
+        .count();
+    let mut violations = Vec::new();
+    for (index, instance) in world
+        .instances
+        .iter()
+        .enumerate()
+        .filter(|(_, one)| one.is_running())
+    {
+        let counted = instance
+            .instance_count()
+            .map_or(running, |count| count as usize);
+        if counted != running || !instance.is_redis_up() {
+            violations.push(Violation {
+                rule: "not recovered",
+                at_us: run.scenario.end_us,
+                text: format!(
+                    "instance {index} counts {counted} of {running} instances; connected: {}",
+                    instance.is_redis_up()
+                ),
+            });
+        }
+    }
+    violations
+}

@@ -1,0 +1,400 @@
+//! What happens in one run: the deployment, the policies, the requests and the faults.
+
+use std::fmt::Write;
+
+pub(crate) const SECOND: u64 = 1_000_000;
+pub(crate) const HOUR: u64 = 3600 * SECOND;
+
+/// Kinds of runs. Each draws its details from the seed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum ScenarioClass {
+    /// One server and no faults, with any policies.
+    Healthy,
+    /// Delay, resets, half-open connections, partitions, error replies, lost scripts.
+    Network,
+    /// Restarts with and without data, eviction.
+    DataLoss,
+    /// Crashes, ends and pauses of instances while Redis answers.
+    Instances,
+    /// Clocks with offsets and rates.
+    ClockRates,
+    /// Outages that every instance sees, with `local`.
+    Outage,
+    /// A sentinel moves the master.
+    Sentinel,
+    /// A cluster without faults, and keys of one slot per request.
+    Cluster,
+    /// A dead master is replaced; each request has keys of one slot.
+    ClusterFailover,
+    /// Whole slots move without keys in two places.
+    ClusterReshard,
+    /// The counters of one process.
+    Memory,
+    /// A1: a request has keys of several slots, and one client is over its limit.
+    SplitRefusals,
+    /// A2: settlements beside concurrency slots, with Redis some milliseconds away.
+    SettlementsBesideSlots,
+    /// A3: a request has keys of several slots, and one master is dead.
+    SplitFailover,
+    /// A4: slots with several keys of a policy are open for long.
+    OpenSlots,
+    /// A5: short moments of service within an outage.
+    Flapping,
+    /// A6: instances end by SIGTERM within an outage.
+    TerminationInOutage,
+    /// A7: one client creates many keys in a full memory store.
+    MemoryEviction,
+    /// A8: the clock of Redis steps.
+    ClockSteps,
+    /// A9: instances with leases are frozen.
+    FrozenLeases,
+}
+
+impl ScenarioClass {
+    pub(crate) const ALL: [Self; 20] = [
+        Self::Healthy,
+        Self::Network,
+        Self::DataLoss,
+        Self::Instances,
+        Self::ClockRates,
+        Self::Outage,
+        Self::Sentinel,
+        Self::Cluster,
+        Self::ClusterFailover,
+        Self::ClusterReshard,
+        Self::Memory,
+        Self::SplitRefusals,
+        Self::SettlementsBesideSlots,
+        Self::SplitFailover,
+        Self::OpenSlots,
+        Self::Flapping,
+        Self::TerminationInOutage,
+        Self::MemoryEviction,
+        Self::ClockSteps,
+        Self::FrozenLeases,
+    ];
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Topology {
+    Memory {
+        max_keys: usize,
+    },
+    Standalone,
+    /// Server 0 is the master, server 1 its replica; three sentinels follow.
+    Sentinel,
+    /// So many masters, then as many replicas.
+    Cluster {
+        masters: usize,
+    },
+}
+
+impl Topology {
+    pub(crate) fn masters(self) -> usize {
+        match self {
+            Self::Memory { .. } => 0,
+            Self::Standalone | Self::Sentinel => 1,
+            Self::Cluster { masters } => masters,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rule {
+    SlidingLog,
+    SlidingWindow,
+    FixedWindow,
+    TokenBucket { burst: u64 },
+    LeakyBucket { max_delay_us: u64 },
+    Concurrency { ttl_us: u64 },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OnFailure {
+    Open,
+    Closed,
+    Local,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct PolicySpec {
+    /// Requests of this route match.
+    pub(crate) route: usize,
+    pub(crate) rule: Rule,
+    pub(crate) requests: u64,
+    pub(crate) per_us: u64,
+    pub(crate) on_failure: OnFailure,
+    /// One quota for all clients, instead of one per client.
+    pub(crate) is_global: bool,
+    pub(crate) estimate: Option<u64>,
+    /// The size and the TTL of leases; size 0: sized by the request rate.
+    pub(crate) lease: Option<(u64, u64)>,
+    pub(crate) block_for_us: Option<u64>,
+    pub(crate) shards: u16,
+    /// A second limit of so many requests per ten periods.
+    pub(crate) second_limit: Option<u64>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct RequestSpec {
+    pub(crate) at_us: u64,
+    pub(crate) instance: usize,
+    pub(crate) worker: usize,
+    pub(crate) route: usize,
+    pub(crate) client: u32,
+    pub(crate) cost: u64,
+    /// How long the app takes.
+    pub(crate) service_us: u64,
+    /// The cost that the response reports.
+    pub(crate) actual: Option<u64>,
+    /// The client disconnects after this time.
+    pub(crate) leaves_after_us: Option<u64>,
+    /// Between the arrival and the decision, the process does something else.
+    pub(crate) pause_us: u64,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Fault {
+    pub(crate) at_us: u64,
+    pub(crate) kind: FaultKind,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum FaultKind {
+    /// The server is down for a time. Its last writes, or all data, may be lost.
+    Restart {
+        server: usize,
+        down_us: u64,
+        lost_us: u64,
+    },
+    /// The server dies and its replica takes over after a time, without the last writes.
+    Failover {
+        server: usize,
+        after_us: u64,
+        lost_us: u64,
+    },
+    /// The server runs nothing for a time.
+    Hang {
+        server: usize,
+        for_us: u64,
+    },
+    ErrorReplies {
+        server: usize,
+        error: &'static str,
+        for_us: u64,
+    },
+    /// Nothing passes for a time; then everything arrives.
+    Partition {
+        instance: Option<usize>,
+        server: usize,
+        for_us: u64,
+    },
+    Slow {
+        server: usize,
+        extra_us: u64,
+        for_us: u64,
+    },
+    /// All connections to the server are reset.
+    Reset {
+        server: usize,
+    },
+    /// All connections from the instance to the server carry nothing any more.
+    HalfOpen {
+        instance: usize,
+        server: usize,
+    },
+    ScriptFlush {
+        server: usize,
+    },
+    Evict {
+        server: usize,
+        keys: usize,
+    },
+    ClockStep {
+        server: usize,
+        by_us: i64,
+    },
+    /// SIGKILL, and a new process after a time.
+    Crash {
+        instance: usize,
+        restart_us: u64,
+    },
+    /// SIGTERM, and a new process after a time.
+    Terminate {
+        instance: usize,
+        restart_us: u64,
+    },
+    /// SIGSTOP and SIGCONT.
+    Freeze {
+        instance: usize,
+        for_us: u64,
+    },
+    /// Slots of present keys move to another master, key by key. An interrupted reshard continues
+    /// after a time.
+    Migrate {
+        to: usize,
+        slots: usize,
+        key_us: u64,
+        interrupted_us: u64,
+    },
+}
+
+impl FaultKind {
+    pub(crate) fn name(&self) -> String {
+        let text = format!("{self:?}");
+        text.split([' ', '{']).next().unwrap_or_default().to_owned()
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Scenario {
+    pub(crate) seed: u64,
+    pub(crate) class: ScenarioClass,
+    pub(crate) topology: Topology,
+    pub(crate) instances: usize,
+    pub(crate) workers: usize,
+    pub(crate) policies: Vec<PolicySpec>,
+    pub(crate) requests: Vec<RequestSpec>,
+    pub(crate) faults: Vec<Fault>,
+    /// Clock rates of the servers, in parts per million.
+    pub(crate) rates_ppm: Vec<i64>,
+    /// Delay of a message, one way.
+    pub(crate) delay_us: u64,
+    pub(crate) timeout_us: u64,
+    pub(crate) end_us: u64,
+}
+
+impl Scenario {
+    pub(crate) fn server_address(index: usize) -> String {
+        format!("redis-{index}:6379")
+    }
+
+    /// The configuration of each instance.
+    pub(crate) fn config_text(&self) -> String {
+        let mut text = String::from("[upstream]\nurl = \"http://127.0.0.1:1\"\n[store]\n");
+        let url = |server: usize| format!("\"redis://{}\"", Self::server_address(server));
+        let (kind, servers) = match self.topology {
+            Topology::Memory { max_keys } => {
+                writeln!(
+                    text,
+                    "kind = \"memory\"\n[store.memory]\nmax_keys = {max_keys}"
+                )
+                .unwrap();
+                ("", String::new())
+            }
+            Topology::Standalone => ("standalone", format!("url = {}", url(0))),
+            Topology::Sentinel => {
+                let urls = [2, 3, 4].map(url).join(", ");
+                (
+                    "sentinel",
+                    format!("urls = [{urls}]\nsentinel_master = \"m\""),
+                )
+            }
+            Topology::Cluster { .. } => ("cluster", format!("urls = [{}, {}]", url(0), url(1))),
+        };
+        if !kind.is_empty() {
+            writeln!(
+                text,
+                "kind = \"redis\"\n[store.redis]\ntopology = \"{kind}\"\n{servers}\nkey_prefix = \"sim\"\n\
+                 instances = {}\ntimeout = \"{}ms\"",
+                self.instances,
+                self.timeout_us / 1000
+            )
+            .unwrap();
+        }
+        for (number, policy) in self.policies.iter().enumerate() {
+            text.push_str(&policy.config_text(number));
+        }
+        text
+    }
+}
+
+impl PolicySpec {
+    fn config_text(&self, number: usize) -> String {
+        let limit = |requests: u64, per_us: u64| {
+            let per = format!("per = \"{}ms\"", per_us / 1000);
+            let rule = match self.rule {
+                Rule::SlidingLog => format!("algorithm = \"sliding_log\", {per}"),
+                Rule::SlidingWindow => format!("algorithm = \"sliding_window\", {per}"),
+                Rule::FixedWindow => format!("algorithm = \"fixed_window\", {per}"),
+                Rule::TokenBucket { burst } => {
+                    format!("algorithm = \"token_bucket\", burst = {burst}, {per}")
+                }
+                Rule::LeakyBucket { max_delay_us } => {
+                    format!(
+                        "algorithm = \"leaky_bucket\", max_delay = \"{}ms\", {per}",
+                        max_delay_us / 1000
+                    )
+                }
+                Rule::Concurrency { ttl_us } => {
+                    format!(
+                        "algorithm = \"concurrency\", lease_ttl = \"{}ms\"",
+                        ttl_us / 1000
+                    )
+                }
+            };
+            format!("{{ requests = {requests}, {rule} }}")
+        };
+        let mut text = format!(
+            "[[policy]]\nname = \"p{number}\"\nmatch = {{ path = \"/r{}\" }}\n",
+            self.route
+        );
+        if !self.is_global {
+            text.push_str("key = [\"header:x-client\"]\n");
+        }
+        let mut limits = vec![limit(self.requests, self.per_us)];
+        limits.extend(
+            self.second_limit
+                .map(|requests| limit(requests, 10 * self.per_us)),
+        );
+        writeln!(text, "limits = [{}]", limits.join(", ")).unwrap();
+        let failure = format!("{:?}", self.on_failure).to_lowercase();
+        writeln!(text, "on_store_failure = \"{failure}\"").unwrap();
+        match (self.estimate, self.rule) {
+            (Some(estimate), _) => {
+                writeln!(
+                    text,
+                    "cost = {{ estimate = {estimate}, actual = \"response_header:x-cost\" }}"
+                )
+                .unwrap();
+            }
+            (None, Rule::Concurrency { .. }) => {}
+            (None, _) => writeln!(text, "cost = {{ header = \"x-cost\" }}").unwrap(),
+        }
+        if let Some((0, _)) = self.lease {
+            text.push_str("lease = \"auto\"\n");
+        } else if let Some((size, ttl_us)) = self.lease {
+            writeln!(
+                text,
+                "lease = {{ size = {size}, ttl = \"{}ms\" }}",
+                ttl_us / 1000
+            )
+            .unwrap();
+        }
+        if let Some(block_us) = self.block_for_us {
+            writeln!(text, "block_for = \"{}ms\"", block_us / 1000).unwrap();
+        }
+        if self.shards > 1 {
+            writeln!(text, "shards = {}", self.shards).unwrap();
+        }
+        text
+    }
+
+    /// The most units of one lease, 0 without leases.
+    pub(crate) fn lease_units(&self) -> u64 {
+        match self.lease {
+            None => 0,
+            Some((0, _)) => self.requests,
+            Some((size, _)) => size,
+        }
+    }
+
+    /// The units that a request takes before its response.
+    pub(crate) fn cost(&self, request: &RequestSpec) -> u64 {
+        match (self.estimate, self.rule) {
+            (_, Rule::Concurrency { .. }) => 1,
+            (Some(estimate), _) => estimate,
+            (None, _) => request.cost,
+        }
+    }
+}
