@@ -173,6 +173,12 @@ soak: ## Run traffic and faults for SOAK_MINUTES (30): memory stays flat, errors
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) cargo bench --locked --bench soak
 
+# Not in the gate: it builds another version.
+.PHONY: upgrade
+upgrade: ## Replace four proxies of 767e699 one by one under load, and back: the limits hold
+	$(call need,redis-server,on Debian: apt-get install redis-server)
+	tests/upgrade.sh
+
 # Uses a debug build because it tests correctness, not speed.
 .PHONY: fleet
 fleet: ## Test limits on six nodes and three Redis masters under restarts, kills, partitions, scaling; minutes
@@ -252,3 +258,4 @@ bench: ## Measure policy matching, decisions and key sizes, then decisions per s
 	cargo bench --locked --bench matching
 	cargo bench --locked --bench costs
 	cargo bench --locked --bench redis
+	cargo bench --locked --bench refusals

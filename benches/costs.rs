@@ -44,7 +44,7 @@ const ALGORITHMS: [(&str, AlgorithmForLimit); 7] = [
         burst: requests,
         warm_up_us: 0,
     }),
-    // When cold, the bucket holds as much as the others.
+    // A cold bucket of this size holds as many units as a bucket without a warm-up.
     ("with warm_up", |requests| Algorithm::TokenBucket {
         burst: 3 * requests,
         warm_up_us: HOUR_US,
@@ -75,8 +75,8 @@ fn main() {
                 per_us: HOUR_US,
                 algorithm: algorithm(requests),
             };
-            let there = measure_best(|| measure_in_redis(&server, &limit));
-            let here = measure_best(|| measure_in_memory(&limit));
+            let there = measure_lowest_cost(|| measure_in_redis(&server, &limit));
+            let here = measure_lowest_cost(|| measure_in_memory(&limit));
             println!(
                 "{word:<16}{requests:>8}{:>10.1}{:>10.1}{:>10}{:>10.0}{:>10.0}{:>10}",
                 there.admitted_us,
@@ -96,7 +96,7 @@ struct DecisionCost {
     bytes: u64,
 }
 
-fn measure_best(mut measure: impl FnMut() -> DecisionCost) -> DecisionCost {
+fn measure_lowest_cost(mut measure: impl FnMut() -> DecisionCost) -> DecisionCost {
     let rounds = (0..ROUNDS).map(|_| measure());
     let least = rounds.reduce(|a, b| DecisionCost {
         admitted_us: a.admitted_us.min(b.admitted_us),

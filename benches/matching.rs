@@ -176,7 +176,7 @@ impl BenchRequest {
             query: None,
             headers: &self.headers,
             client_ip: [127, 0, 0, 1].into(),
-            token: jwt::RequestToken::none(),
+            token: jwt::RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: None,
         }

@@ -18,7 +18,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use support::{KEY_PREFIX, RedisServer};
-use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Lease, Limit};
+use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, LeaseTerms, Limit};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 
@@ -99,7 +99,7 @@ fn run_leased(server: &RedisServer) {
     for size in [None, Some(50), Some(1000)] {
         server.flush();
         let before = count_script_calls(server);
-        let lease = Lease {
+        let lease = LeaseTerms {
             size,
             ttl_us: 100_000,
         };
@@ -146,18 +146,18 @@ fn count_script_calls(server: &RedisServer) -> u32 {
     calls.map_or(0, |calls| calls.parse().unwrap())
 }
 
-async fn decide_leased_until(store: Store, limit: Limit, lease: Lease, end: Instant) -> u32 {
+async fn decide_leased_until(store: Store, limit: Limit, lease: LeaseTerms, end: Instant) -> u32 {
     let (mut checks, owner) = (0, make_key(0));
     loop {
-        let asked = tokio::time::Instant::now();
-        if asked.into_std() >= end {
+        let sent_at = tokio::time::Instant::now();
+        if sent_at.into_std() >= end {
             return checks;
         }
         let charge = Charge {
             lease: Some(lease),
             ..Charge::new(&limit, &owner, 1)
         };
-        store.decide_with_source(&[charge], asked).await.unwrap();
+        store.decide_with_source(&[charge], sent_at).await.unwrap();
         checks += 1;
         // Yields, because a request that never waits would block other tasks.
         if checks % 64 == 0 {
@@ -254,14 +254,14 @@ async fn decide_until(
 ) -> u32 {
     let (mut checks, mut next) = (0, usize::try_from(task).unwrap().wrapping_mul(7919));
     loop {
-        let asked = tokio::time::Instant::now();
-        if asked.into_std() >= end {
+        let sent_at = tokio::time::Instant::now();
+        if sent_at.into_std() >= end {
             return checks;
         }
         let charges = [Charge::new(&limit, &owners[next % owners.len()], 1)];
         match &store {
-            None => drop(redis.decide(&charges, asked).await.unwrap()),
-            Some(store) => drop(store.decide_with_source(&charges, asked).await.unwrap()),
+            None => drop(redis.decide(&charges, sent_at).await.unwrap()),
+            Some(store) => drop(store.decide_with_source(&charges, sent_at).await.unwrap()),
         }
         // Yields, because decisions from memory would never let other tasks run.
         tokio::task::consume_budget().await;

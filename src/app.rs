@@ -13,16 +13,17 @@ pub(crate) use store_backend::StoreBackend;
 use crate::admin::{self, AdminBackend};
 use crate::clock::Clock;
 use crate::config::{Config, ConfigSources, PolicyDescription, StoreSettings};
-use crate::enforcer::{ActivePolicies, Enforcer};
+use crate::enforcer::{ActivePolicies, DecisionSource, Enforcer, PolicyDecision, RequestDecision};
 use crate::listen::ListenAddress;
 use crate::proxy::{
-    ProxyHeaderError, ProxyServer, ProxyService, ShutdownSignal, TlsHandshakeError, UpstreamClient,
-    UpstreamErrorKind, UpstreamSharedState, UpstreamUrlError,
+    ConnectionCloseReason, ProxyHeaderError, ProxyServer, ProxyService, RlsCallResult,
+    ShutdownSignal, TlsHandshakeError, UpstreamClient, UpstreamErrorKind, UpstreamSharedState,
+    UpstreamUrlError,
 };
 use crate::reload::ConfigReloader;
 use crate::store::redis;
 use crate::telemetry::history::TrafficHistory;
-use crate::telemetry::metrics::{ErrorKindLabels, Metrics};
+use crate::telemetry::metrics::{MetricLabels, Metrics};
 use crate::telemetry::trace::{SpanExporter, Tracer};
 use admin_view::AdminViewState;
 use arc_swap::ArcSwap;
@@ -112,6 +113,8 @@ async fn run_proxy(
         metrics: new_metrics(config.listen.threads),
         tracer,
     };
+    let store_backend = shared.store_backend.clone();
+    store_backend.restore_usage();
     let active_policies = ActivePolicies::new(
         Arc::clone(&config.policy_table),
         Arc::clone(&shared.metrics),
@@ -125,10 +128,10 @@ async fn run_proxy(
         shutdown_handle,
         shutdown: config.shutdown,
         is_listening: Arc::clone(&is_listening),
-        load: server.load(),
+        load: server.server_load(),
         max_connections: config.listen.max_connections,
         workers: config.listen.threads,
-        store_backend: shared.store_backend.clone(),
+        store_backend: store_backend.clone(),
         reload_status: reloader.status(),
         active_policies: active_policies.clone(),
         policy_descriptions,
@@ -158,9 +161,10 @@ async fn run_proxy(
             admin,
         });
     };
-    let cut = server
-        .run(make_service, shutdown, stop, on_listening)
-        .await?;
+    let served = server.run(make_service, shutdown, stop, on_listening).await;
+    // All workers have ended: no further request is admitted.
+    store_backend.store_usage();
+    let cut = served?;
     reloader.abort();
     if let Some(exporter) = exporter {
         exporter.finish().await;
@@ -178,12 +182,19 @@ struct SharedState {
 }
 
 fn new_metrics(workers: usize) -> Arc<Metrics> {
-    let kinds = ErrorKindLabels {
+    let labels = MetricLabels {
+        decision_sources: DecisionSource::LABELS,
+        request_decisions: RequestDecision::LABELS,
+        policy_decisions: &PolicyDecision::LABELS,
+        degraded_outcomes: &PolicyDecision::DEGRADED_OUTCOMES,
+        policy_history: PolicyDecision::HISTORY_SERIES,
         upstream_errors: UpstreamErrorKind::NAMES,
         tls_errors: TlsHandshakeError::NAMES,
         proxy_header_errors: ProxyHeaderError::NAMES,
+        close_reasons: ConnectionCloseReason::NAMES,
+        rls_call_results: RlsCallResult::NAMES,
     };
-    Metrics::new(workers, kinds)
+    Metrics::new(workers, labels)
 }
 
 /// Applies the settings of a reloaded configuration that are not policies.
@@ -278,10 +289,11 @@ async fn sample_history(
             Arc::clone(&metrics),
             active_policies.clone(),
         );
-        // On another thread: ten thousand policies take milliseconds, and this thread accepts connections.
+        // On another thread: ten thousand policies take milliseconds, and this thread accepts
+        // connections.
         let sample_task = tokio::task::spawn_blocking(move || {
-            history.sample(now_s, live.load_snapshot().tallies().iter());
-            metrics.top_refusals().rotate_generations(now_s);
+            history.sample(now_s, live.load_snapshot().counters().iter());
+            metrics.top_rejections().rotate_generations(now_s);
         });
         if let Err(error) = sample_task.await {
             tracing::error!(%error, "failed to sample the traffic history");

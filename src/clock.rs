@@ -70,6 +70,18 @@ impl Clock {
         )
     }
 
+    /// Microseconds since an arbitrary start. Unlike `Instant`, it advances while the machine is
+    /// suspended.
+    pub fn boot_us(&self) -> u64 {
+        match &self.0 {
+            ClockSource::System { start, .. } => boot_time_us(*start),
+            ClockSource::Simulated { start, .. } => {
+                saturating_micros(monotonic_now().saturating_duration_since(*start))
+            }
+            ClockSource::Manual(time) => time.load(Ordering::Relaxed),
+        }
+    }
+
     /// Microseconds since the Unix epoch.
     pub fn now_us(&self) -> u64 {
         self.time_at_us(monotonic_now())
@@ -87,8 +99,25 @@ impl Clock {
     }
 }
 
-/// Seconds since the Unix epoch by the current wall clock, including its steps. For dates set by
-/// other parties, such as the expiry of a token. Never for quotas.
+/// Time since the machine started. Like `Instant::now`, it makes no system call.
+#[cfg(target_os = "linux")]
+fn boot_time_us(_start: Instant) -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or_default();
+    let nanos = u64::try_from(time.tv_nsec).unwrap_or_default();
+    seconds
+        .saturating_mul(1_000_000)
+        .saturating_add(nanos / 1_000)
+}
+
+/// Other systems may not count suspended time.
+#[cfg(not(target_os = "linux"))]
+fn boot_time_us(start: Instant) -> u64 {
+    saturating_micros(start.elapsed())
+}
+
+/// Seconds since the Unix epoch by the current wall clock, including its steps. For dates set outside
+/// of tidegate, such as the expiry of a token. Never for quotas.
 #[allow(
     clippy::disallowed_methods,
     reason = "this is the one place that reads the system's clock"

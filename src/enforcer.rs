@@ -5,6 +5,7 @@
 
 mod active_policies;
 mod charge_plan;
+mod decisions;
 mod dry_run;
 mod estimated_charge;
 mod explain;
@@ -12,8 +13,9 @@ mod plan_verdict;
 mod rate_limit_call;
 mod verdict;
 
-pub use crate::store::ConcurrencySlotGuard;
+pub use crate::store::{ConcurrencySlotGuard, DecisionSource};
 pub use active_policies::{ActivePolicies, PolicySnapshot};
+pub use decisions::{PolicyDecision, RequestDecision};
 pub use dry_run::{DryRunOutcome, DryRunResult, PolicyOutcome, QuotaUsage, dry_run_request};
 pub use estimated_charge::EstimatedCharge;
 pub use explain::{PolicyExplanation, PolicyLimits, PolicyStep, explain_request};
@@ -24,8 +26,8 @@ use charge_plan::ChargePlan;
 
 use crate::limiter::Key;
 use crate::policy::Facts;
-use crate::store::{ConcurrencySlots, SettlementQueue, Store};
-use crate::telemetry::metrics::{DecisionSource, PolicyDecision, WorkerMetrics};
+use crate::store::{ConcurrencySlots, DecisionFailure, SettlementQueue, Store, UntakenSlots};
+use crate::telemetry::metrics::WorkerMetrics;
 use std::mem::take;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -35,20 +37,20 @@ use tokio::time::Instant;
 pub struct Enforcer {
     active_policies: ActivePolicies,
     store: Store,
-    shard: Arc<WorkerMetrics>,
+    metrics: Arc<WorkerMetrics>,
     settlements: SettlementQueue,
     slots: ConcurrencySlots,
 }
 
 impl Enforcer {
     /// Counts in the worker's own `shard`.
-    pub fn new(active_policies: ActivePolicies, store: Store, shard: Arc<WorkerMetrics>) -> Self {
+    pub fn new(active_policies: ActivePolicies, store: Store, metrics: Arc<WorkerMetrics>) -> Self {
         Self {
             active_policies,
-            settlements: SettlementQueue::new(store.clone(), Arc::clone(&shard)),
+            settlements: SettlementQueue::new(store.clone(), Arc::clone(&metrics)),
             slots: ConcurrencySlots::new(store.clone()),
             store,
-            shard,
+            metrics,
         }
     }
 
@@ -64,8 +66,8 @@ impl Enforcer {
         facts: &Facts<'_>,
         arrived: Instant,
     ) -> Verdict<'t> {
-        let record_decision = |at, key: Option<&Key>, decision: PolicyDecision| {
-            policies.record_decision(at, &self.shard, decision, (key, facts.target()))
+        let record_decision = |index, key: Option<&Key>, decision: PolicyDecision| {
+            policies.record_decision(index, &self.metrics, decision, (key, facts.target()))
         };
         let mut plan = match ChargePlan::from_facts(&policies.table, facts, record_decision) {
             Ok(plan) => plan,
@@ -82,8 +84,8 @@ impl Enforcer {
         record_decision: impl Fn(usize, Option<&Key>, PolicyDecision) + Copy,
         arrived: Instant,
     ) -> Verdict<'t> {
-        if plan.policy_charges.is_empty() {
-            let shadow_rejected = take(&mut plan.shadow_denials);
+        if plan.planned_policies.is_empty() {
+            let shadow_rejected = take(&mut plan.shadow_rejections);
             return Verdict {
                 shadow_rejected,
                 ..Verdict::from_outcome(RequestOutcome::Forward)
@@ -108,8 +110,9 @@ impl Enforcer {
                 (verdict, source)
             }
             Ok((decision, source)) => {
-                let slot_guard = slot_guard
-                    .and_then(|guard| plan.retain_taken_slots(guard, &charges, &decision));
+                let slot_guard = slot_guard.and_then(|guard| {
+                    plan.retain_taken_slots(guard, &charges, &decision, UntakenSlots::Forget)
+                });
                 drop(charges);
                 plan.record_decisions(&decision, record_decision);
                 let verdict = Verdict {
@@ -119,13 +122,20 @@ impl Enforcer {
                 };
                 (verdict, source)
             }
-            Err(unavailable) => {
-                let decision = plan
-                    .allows_fallback()
-                    .then(|| self.store.decide_by_fallback(&charges))
-                    .flatten();
-                let slot_guard = slot_guard
-                    .and_then(|guard| plan.retain_taken_slots(guard, &charges, decision.as_ref()?));
+            Err(failure) => {
+                let DecisionFailure {
+                    unavailable,
+                    partial,
+                } = failure;
+                // A closed policy rejects the request, whatever the others would decide.
+                let decision = match plan.first_closed_policy() {
+                    Some(_) => None,
+                    None => self.store.decide_by_fallback(&charges, partial),
+                };
+                let slot_guard = slot_guard.and_then(|guard| {
+                    let decision = decision.as_ref()?;
+                    plan.retain_taken_slots(guard, &charges, decision, UntakenSlots::Release)
+                });
                 drop(charges);
                 plan.record_degraded_decisions(decision.as_ref(), record_decision);
                 let estimated_charges = decision
@@ -151,8 +161,10 @@ impl Enforcer {
         arrived: Instant,
     ) -> Verdict<'t> {
         let decided_at = Instant::now();
-        self.shard
-            .record_decision_time(source, decided_at.saturating_duration_since(arrived));
+        self.metrics.record_decision_time(
+            source as usize,
+            decided_at.saturating_duration_since(arrived),
+        );
         Verdict {
             decided_at: Some(decided_at),
             source: Some(source),

@@ -187,7 +187,7 @@ fn every_glossary_word_exists() {
         let code = fs::read_to_string(root.join(file))
             .unwrap_or_else(|error| panic!("`{word}`: {file}: {error}"));
         let definition = Regex::new(&format!(
-            r"\b(?:struct|enum|trait|type|fn|const|static|mod|function) {symbol}\b|^    {symbol}[,( {{]"
+            r"(?m)\b(?:struct|enum|trait|type|fn|const|static|mod|function) {symbol}\b|^    (?:pub )?{symbol}[,(: {{]"
         ));
         assert!(
             definition.unwrap().is_match(&code),

@@ -1,7 +1,7 @@
 //! The clients, and their load balancer, which follows the readiness of the nodes.
 
 use crate::FleetContext;
-use crate::support::client::{RequestOutcome, get, handshake_http1};
+use crate::support::client::{RequestOutcome, handshake_http1, http_get};
 use bytes::Bytes;
 use fastrand::Rng;
 use http_body_util::Full;
@@ -53,7 +53,7 @@ impl FleetContext {
         address: SocketAddr,
     ) {
         loop {
-            match timeout(PROBE_TIMEOUT, get(probes, "/readyz")).await {
+            match timeout(PROBE_TIMEOUT, http_get(probes, "/readyz")).await {
                 Ok(Ok((200, _))) => drop(self.balancer.0.lock().unwrap().insert(node, address)),
                 _ => self.balancer.remove(node),
             }
@@ -63,32 +63,32 @@ impl FleetContext {
 }
 
 /// Runs all clients until the time is over. The seed determines each client's choices.
-pub(crate) fn spawn_clients(world: &Arc<FleetContext>, seed: u64) -> Vec<JoinHandle<()>> {
-    let keys = (0..world.keys.len()).flat_map(|key| (0..CLIENTS_PER_KEY).map(move |_| key));
+pub(crate) fn spawn_clients(context: &Arc<FleetContext>, seed: u64) -> Vec<JoinHandle<()>> {
+    let keys = (0..context.keys.len()).flat_map(|key| (0..CLIENTS_PER_KEY).map(move |_| key));
     (seed..)
         .zip(keys)
-        .map(|(seed, key)| tokio::spawn(run_client(Arc::clone(world), key, Rng::with_seed(seed))))
+        .map(|(seed, key)| tokio::spawn(run_client(Arc::clone(context), key, Rng::with_seed(seed))))
         .collect()
 }
 
 /// Runs one client: one connection after another, each to a random node.
-async fn run_client(world: Arc<FleetContext>, key: usize, mut rng: Rng) {
-    while !world.is_over() {
-        if let Some((node, address)) = world.balancer.choose_node(&mut rng) {
-            run_connection(&world, key, node, address, &mut rng).await;
+async fn run_client(context: Arc<FleetContext>, key: usize, mut rng: Rng) {
+    while !context.has_ended() {
+        if let Some((node, address)) = context.balancer.choose_node(&mut rng) {
+            run_connection(&context, key, node, address, &mut rng).await;
         }
         sleep_randomly(&mut rng).await;
     }
 }
 
 async fn run_connection(
-    world: &FleetContext,
+    context: &FleetContext,
     key: usize,
     node: u8,
     address: SocketAddr,
     rng: &mut Rng,
 ) {
-    let asked = world.ledger.begin_request(key, node);
+    let pending = context.ledger.begin_request(key, node);
     let connected = timeout(RESPONSE_TIMEOUT, async {
         handshake_http1(TcpStream::connect(address).await?).await
     })
@@ -96,11 +96,12 @@ async fn run_connection(
     let late = || Err(io::Error::from(io::ErrorKind::TimedOut));
     let mut sidecar = match connected.unwrap_or_else(|_| late()) {
         Ok(sidecar) => sidecar,
-        Err(error) => return asked.finish(RequestOutcome::NoAnswer(error.to_string())),
+        Err(error) => return pending.finish(RequestOutcome::NoAnswer(error.to_string())),
     };
-    let (path, user) = world.keys[key].path_and_user();
+    let (path, user) = context.keys[key].path_and_user();
     for _ in 0..rng.u32(1..60) {
-        if world.is_over() || !world.balancer.contains(node) || sidecar.ready().await.is_err() {
+        if context.has_ended() || !context.balancer.contains(node) || sidecar.ready().await.is_err()
+        {
             break;
         }
         let number = rng.u32(..).to_string();
@@ -111,12 +112,12 @@ async fn run_connection(
             .header("x-number", &number)
             .body(Full::<Bytes>::default())
             .unwrap();
-        let asked = world.ledger.begin_request(key, node);
+        let pending = context.ledger.begin_request(key, node);
         let outcome =
             RequestOutcome::from_response(sidecar.send_request(request), &number, RESPONSE_TIMEOUT)
                 .await;
         let goes_on = matches!(outcome, RequestOutcome::Answered(_));
-        asked.finish(outcome);
+        pending.finish(outcome);
         if !goes_on {
             break;
         }

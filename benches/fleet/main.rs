@@ -6,8 +6,8 @@
 //! client and the order of the faults, but not their timing. Requires redis-server, iproute2 and
 //! util-linux.
 //!
-//! [`story`] has the phases of the test; [`books`] has the permitted admissions and the faults that
-//! explain failures.
+//! [`scenario`] has the phases of the test, [`window_checks`] the permitted admissions, and
+//! [`request_checks`] the faults that explain failures.
 
 #![allow(
     clippy::print_stdout,
@@ -17,29 +17,32 @@
     reason = "the report goes to stdout, and it stops at any error of its own"
 )]
 
-mod books;
 mod clients;
+mod faults;
+mod ledger;
 mod masters;
 mod net;
 mod node;
 mod policies;
 mod report;
-mod story;
+mod request_checks;
+mod scenario;
 #[path = "../support/mod.rs"]
 mod support;
 #[path = "../soak/upstream.rs"]
 #[allow(dead_code, reason = "the app is killed only with its node")]
 mod upstream;
+mod window_checks;
 
-use books::RequestLedger;
 use clients::LoadBalancer;
+use ledger::RequestLedger;
 use masters::RedisMasters;
 use policies::FleetKey;
+use scenario::FleetScenario;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use story::FleetScenario;
 use support::client::read_env_number;
 use tokio::time::sleep;
 use upstream::{AppProtocol, AppServer};
@@ -57,7 +60,7 @@ struct FleetContext {
 }
 
 impl FleetContext {
-    fn is_over(&self) -> bool {
+    fn has_ended(&self) -> bool {
         self.is_over.load(Ordering::Relaxed)
     }
 
@@ -95,19 +98,19 @@ async fn run_fleet() -> ExitCode {
     net::create_bridges();
     let masters = RedisMasters::start().await;
     let keys = policies::make_keys(&masters);
-    let (balancer, books) = (LoadBalancer::default(), RequestLedger::new());
-    let world = Arc::new(FleetContext {
+    let (balancer, ledger) = (LoadBalancer::default(), RequestLedger::new());
+    let context = Arc::new(FleetContext {
         keys,
         balancer,
-        ledger: books,
+        ledger,
         is_over: AtomicBool::new(false),
     });
-    let watch = tokio::spawn(watch_for_stalls(Arc::clone(&world)));
-    let played = FleetScenario::new(&world, masters, seed.into())
+    let watch = tokio::spawn(watch_for_stalls(Arc::clone(&context)));
+    let results = FleetScenario::new(&context, masters, seed.into())
         .run(seed.into())
         .await;
     watch.abort();
-    if report::write_report(seed, &world, &played) {
+    if report::write_report(seed, &context, &results) {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
@@ -115,12 +118,12 @@ async fn run_fleet() -> ExitCode {
 }
 
 /// Records stalls of this process: other processes may have stalled at the same time.
-async fn watch_for_stalls(world: Arc<FleetContext>) {
+async fn watch_for_stalls(context: Arc<FleetContext>) {
     loop {
         let before = Instant::now();
         sleep(STALL_CHECK_INTERVAL).await;
         if before.elapsed() > STALL_CHECK_INTERVAL + STALL_THRESHOLD {
-            world.ledger.record_stall(before);
+            context.ledger.record_stall(before);
         }
     }
 }

@@ -70,8 +70,8 @@ impl RedisMasters {
 
     /// Returns the master that owns a key.
     pub(crate) fn master_of_key(&self, key: &str) -> usize {
-        let mut asked = redis::cmd("CLUSTER");
-        let slot: u16 = asked
+        let mut command = redis::cmd("CLUSTER");
+        let slot: u16 = command
             .arg("KEYSLOT")
             .arg(key)
             .query(&mut self.connection(0))
@@ -130,7 +130,7 @@ impl RedisMaster {
 
 async fn start_redis(machine: &NetworkMachine, folder: &TempDir) -> Child {
     let server = machine
-        .command("redis-server")
+        .command_in_namespace("redis-server")
         .args([
             "--port",
             &REDIS_PORT.to_string(),

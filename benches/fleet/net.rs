@@ -131,7 +131,10 @@ impl NetworkMachine {
     }
 
     /// Returns a command that runs on this machine and ends with the test.
-    pub(crate) fn command(&self, program: impl AsRef<Path>) -> tokio::process::Command {
+    pub(crate) fn command_in_namespace(
+        &self,
+        program: impl AsRef<Path>,
+    ) -> tokio::process::Command {
         // nsenter replaces itself with the program, so the process id is that of the program.
         let mut command = tokio::process::Command::new("nsenter");
         command

@@ -39,10 +39,10 @@ struct ConfigMount {
 
 impl FleetNode {
     /// A node accepts requests when its probes succeed.
-    pub(crate) async fn start(id: u8, world: &Arc<FleetContext>, config: &str) -> Self {
+    pub(crate) async fn start(id: u8, context: &Arc<FleetContext>, config: &str) -> Self {
         let machine = NetworkMachine::new(id, &[BridgeNetwork::Front, BridgeNetwork::Back]);
         let mut app = machine
-            .command(std::env::current_exe().unwrap())
+            .command_in_namespace(std::env::current_exe().unwrap())
             .arg("app")
             .stdout(Stdio::piped())
             .spawn()
@@ -58,9 +58,9 @@ impl FleetNode {
             version: 0,
         };
         mount.write(&node_config(&app_url, config));
-        let sidecar = spawn_sidecar(id, &machine, &mount, world);
+        let sidecar = spawn_sidecar(id, &machine, &mount, context);
         let front = |port: u16| SocketAddr::from((machine.address(BridgeNetwork::Front), port));
-        let probing = tokio::spawn(Arc::clone(world).probe_readiness(
+        let probing = tokio::spawn(Arc::clone(context).probe_readiness(
             id,
             front(PROBE_PORT),
             front(PROXY_PORT),
@@ -73,7 +73,7 @@ impl FleetNode {
             app_url,
             sidecar,
             probe_task: probing,
-            context: Arc::clone(world),
+            context: Arc::clone(context),
         }
     }
 
@@ -142,31 +142,31 @@ fn spawn_sidecar(
     id: u8,
     machine: &NetworkMachine,
     mount: &ConfigMount,
-    world: &Arc<FleetContext>,
+    context: &Arc<FleetContext>,
 ) -> Child {
     let mut sidecar = machine
-        .command(env!("CARGO_BIN_EXE_tidegate"))
+        .command_in_namespace(env!("CARGO_BIN_EXE_tidegate"))
         .args(["run", "--config"])
         .arg(mount.folder.path().join("config.toml"))
         .stdin(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    tokio::spawn(record_log(
+    tokio::spawn(record_sidecar_log(
         id,
         sidecar.stderr.take().unwrap(),
-        Arc::clone(world),
+        Arc::clone(context),
     ));
     sidecar
 }
 
-async fn record_log(id: u8, log: ChildStderr, world: Arc<FleetContext>) {
+async fn record_sidecar_log(id: u8, log: ChildStderr, context: Arc<FleetContext>) {
     let mut log = BufReader::new(log).lines();
     while let Ok(Some(text)) = log.next_line().await {
         let line: Value = serde_json::from_str(&text).unwrap_or_default();
         let field = |name| line.get(name).and_then(Value::as_str);
         if field("level") != Some("INFO") {
-            world
+            context
                 .ledger
                 .record_log_line(id, field("message").unwrap_or_default(), &text);
         }

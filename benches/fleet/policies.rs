@@ -136,7 +136,7 @@ impl FleetPolicy {
     }
 }
 
-/// One key of each policy on every master, and one without a limit.
+/// Makes one key of each policy on every master, and one key without a limit.
 pub(crate) fn make_keys(masters: &RedisMasters) -> Vec<FleetKey> {
     let mut keys = vec![FleetKey {
         policy: None,

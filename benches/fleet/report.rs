@@ -1,10 +1,11 @@
 //! The report, as Markdown.
 
 use crate::FleetContext;
-use crate::books::{FullestWindow, RequestTotals, WindowReport};
+use crate::ledger::RequestTotals;
 use crate::masters::MASTER_COUNT;
 use crate::policies::{FleetPolicy, LIMIT_PERIOD, POLICIES, StoreFailureMode};
-use crate::story::PhaseResult;
+use crate::scenario::PhaseResult;
+use crate::window_checks::{FullestWindow, WindowReport};
 use std::collections::BTreeMap;
 use std::process::Command;
 use std::time::Duration;
@@ -20,14 +21,10 @@ const MAX_STALL_PERCENT: u32 = 5;
     clippy::too_many_lines,
     reason = "prints the report from top to bottom"
 )]
-pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResult]) -> bool {
-    let FleetContext {
-        ledger: books,
-        keys,
-        ..
-    } = world;
-    books.judge_requests(keys);
-    let windows = books.judge_windows(keys);
+pub(crate) fn write_report(seed: u32, context: &FleetContext, results: &[PhaseResult]) -> bool {
+    let FleetContext { ledger, keys, .. } = context;
+    ledger.judge_requests(keys);
+    let windows = ledger.judge_windows(keys);
     let build = if cfg!(debug_assertions) {
         "debug"
     } else {
@@ -47,9 +44,9 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
         "Seed {seed}: tidegate {} ({build} build), Redis {redis}, {MASTER_COUNT} masters, {} cores, {:.0} s.\n",
         env!("CARGO_PKG_VERSION"),
         std::thread::available_parallelism().map_or(0, usize::from),
-        played
+        results
             .last()
-            .map_or(0.0, |last| books.seconds_since_start(last.ended)),
+            .map_or(0.0, |last| ledger.seconds_since_start(last.ended)),
     );
     let names: Vec<_> = POLICIES
         .iter()
@@ -61,11 +58,11 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
     );
     println!("|{}", "---|".repeat(7 + POLICIES.len()));
     let mut all = RequestTotals::default();
-    for one in played {
-        let share = books.totals_between(keys, one.began, one.ended);
+    for one in results {
+        let share = ledger.totals_between(keys, one.began, one.ended);
         println!(
             "| {:.0} | {} | {} | {} | {} | {} | {} | {} |",
-            books.seconds_since_start(one.began),
+            ledger.seconds_since_start(one.began),
             one.phase.title(),
             one.nodes,
             share.requests,
@@ -76,7 +73,7 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
                 .unwrap_or_default(),
             POLICIES
                 .iter()
-                .map(|policy| check_used_percent(world, one, policy, &share))
+                .map(|policy| check_used_percent(context, one, policy, &share))
                 .collect::<Vec<_>>()
                 .join(" | "),
         );
@@ -87,7 +84,7 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
         "\nPolicy columns: admitted requests in percent of the possible ones, which are bounded by demand and by the limit (the lower one if it changes). Response times: {}.\n",
         ["half of them", "99 %", "99.9 %", "all"]
             .iter()
-            .zip(books.latency_quantiles(&[500, 990, 999, 1000]))
+            .zip(ledger.latency_quantiles(&[500, 990, 999, 1000]))
             .map(|(what, took)| format!("at most {:.1} ms ({what})", took.as_secs_f64() * 1000.0))
             .collect::<Vec<_>>()
             .join(", "),
@@ -116,15 +113,15 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
         );
     }
     println!("\nWhat faults explain:\n");
-    books
-        .explained()
+    ledger
+        .explained_count_by_cause()
         .iter()
         .for_each(|(what, times)| println!("- {times} × {what}"));
     let (from, to) = (
-        books.start,
-        played.last().map_or(books.start, |last| last.ended),
+        ledger.start,
+        results.last().map_or(ledger.start, |last| last.ended),
     );
-    let still = books.total_stall(from, to);
+    let still = ledger.total_stall(from, to);
     if still > Duration::ZERO {
         println!(
             "- {:.1} s in which this machine was too busy for anything",
@@ -132,41 +129,41 @@ pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResul
         );
     }
     if still * 100 > (to - from) * MAX_STALL_PERCENT {
-        books.record_unexplained(format!(
+        ledger.record_unexplained(format!(
             "this machine stalled for {still:?}: too long for a meaningful result"
         ));
     }
-    let complaints = books.unexplained_events();
+    let problems = ledger.unexplained_events();
     println!(
         "\n{} requests, {} of them failed, ",
         all.requests, all.failed
     );
-    if complaints.is_empty() {
+    if problems.is_empty() {
         println!("and no unexplained problems.");
     } else {
         println!("and these unexplained problems:\n");
-        complaints
+        problems
             .iter()
             .for_each(|(what, times)| println!("- {times} × {what}"));
     }
-    complaints.is_empty()
+    problems.is_empty()
 }
 
 /// Returns the share of the possible units that a policy admitted; records a problem if it is too
 /// low.
 fn check_used_percent(
-    world: &FleetContext,
-    played: &PhaseResult,
+    context: &FleetContext,
+    result: &PhaseResult,
     policy: &FleetPolicy,
     share: &RequestTotals,
 ) -> String {
-    let books = &world.ledger;
+    let ledger = &context.ledger;
     let of = |counts: &BTreeMap<&str, u64>| counts.get(policy.name).copied().unwrap_or(0) as f64;
-    let possible = books.possible_units(policy, MASTER_COUNT as u64, played.began, played.ended);
+    let possible = ledger.possible_units(policy, MASTER_COUNT as u64, result.began, result.ended);
     let percent = 100.0 * of(&share.admitted) / possible.min(of(&share.requested)).max(1.0);
-    let is_still = !books.total_stall(played.began, played.ended).is_zero();
+    let is_still = !ledger.total_stall(result.began, result.ended).is_zero();
     let least = match (
-        played.phase.is_outage() || is_still,
+        result.phase.is_outage() || is_still,
         policy.on_store_failure,
     ) {
         (false, _) => policy.min_used_percent,
@@ -174,8 +171,8 @@ fn check_used_percent(
         (true, StoreFailureMode::Open | StoreFailureMode::Local) => MIN_USED_PERCENT_IN_OUTAGE,
     };
     if percent < least as f64 {
-        let (title, name) = (played.phase.title(), policy.name);
-        books.record_unexplained(format!(
+        let (title, name) = (result.phase.title(), policy.name);
+        ledger.record_unexplained(format!(
             "{title}: {name} admitted {percent:.0} % of what it could, not {least} %"
         ));
     }

@@ -1,7 +1,7 @@
 //! Injects faults around the proxy, one at a time, and waits until the proxy recovers from each.
 
 use crate::SoakContext;
-use crate::books::SoakFault;
+use crate::ledger::SoakFault;
 use crate::proxy::ProxyConfigFile;
 use crate::support::client::{MetricsPage, PROMPT_TIMEOUT};
 use crate::support::{RedisServer, send_signal};
@@ -36,48 +36,54 @@ pub(crate) struct FaultTarget<'a> {
 
 /// Injects all faults in random order, repeatedly, until the time is over. Each fault affects all
 /// proxies at once.
-pub(crate) async fn run_faults(scenes: &mut [FaultTarget<'_>], redis: &mut RedisServer, seed: u64) {
+pub(crate) async fn run_faults(
+    targets: &mut [FaultTarget<'_>],
+    redis: &mut RedisServer,
+    seed: u64,
+) {
     let (mut rng, mut version, mut reloads) = (Rng::with_seed(seed), 1, ReloadCounts::default());
-    while !is_over(scenes) {
+    while !has_ended(targets) {
         let mut round = ALL_FAULTS;
         rng.shuffle(&mut round);
         for trouble in round {
             sleep_randomly(&mut rng).await;
-            if is_over(scenes) {
+            if has_ended(targets) {
                 break;
             }
             match trouble {
                 FaultKind::RedisHangs => {
-                    begin_fault(scenes, SoakFault::Redis);
+                    begin_fault(targets, SoakFault::Redis);
                     send_signal(redis.pid(), "STOP");
                     sleep_randomly(&mut rng).await;
                     send_signal(redis.pid(), "CONT");
-                    wait_for_redis_in_use(scenes).await;
+                    wait_for_redis_in_use(targets).await;
                 }
                 FaultKind::RedisKilled => {
-                    begin_fault(scenes, SoakFault::Redis);
+                    begin_fault(targets, SoakFault::Redis);
                     redis.kill();
                     sleep_randomly(&mut rng).await;
                     redis.restart();
-                    wait_for_redis_in_use(scenes).await;
+                    wait_for_redis_in_use(targets).await;
                 }
                 FaultKind::UpstreamKilled => {
-                    begin_fault(scenes, SoakFault::AppServer);
-                    scenes.iter_mut().for_each(|scene| scene.upstream.kill());
+                    begin_fault(targets, SoakFault::AppServer);
+                    targets.iter_mut().for_each(|target| target.upstream.kill());
                     sleep_randomly(&mut rng).await;
-                    scenes.iter_mut().for_each(|scene| scene.upstream.restart());
-                    end_fault(scenes, SoakFault::AppServer);
+                    targets
+                        .iter_mut()
+                        .for_each(|target| target.upstream.restart());
+                    end_fault(targets, SoakFault::AppServer);
                 }
                 FaultKind::NewConfig => {
                     version += 1;
-                    reloads.write_and_wait(scenes, Some(version)).await;
+                    reloads.write_and_wait(targets, Some(version)).await;
                 }
                 FaultKind::BadConfig => {
-                    begin_fault(scenes, SoakFault::Config);
-                    reloads.write_and_wait(scenes, None).await;
+                    begin_fault(targets, SoakFault::Config);
+                    reloads.write_and_wait(targets, None).await;
                     version += 1;
-                    reloads.write_and_wait(scenes, Some(version)).await;
-                    end_fault(scenes, SoakFault::Config);
+                    reloads.write_and_wait(targets, Some(version)).await;
+                    end_fault(targets, SoakFault::Config);
                 }
             }
         }
@@ -88,34 +94,34 @@ pub(crate) async fn run_faults(scenes: &mut [FaultTarget<'_>], redis: &mut Redis
     );
 }
 
-fn is_over(scenes: &[FaultTarget<'_>]) -> bool {
-    scenes.iter().any(|scene| scene.context.is_over())
+fn has_ended(targets: &[FaultTarget<'_>]) -> bool {
+    targets.iter().any(|target| target.context.has_ended())
 }
 
-fn begin_fault(scenes: &[FaultTarget<'_>], fault: SoakFault) {
-    scenes
+fn begin_fault(targets: &[FaultTarget<'_>], fault: SoakFault) {
+    targets
         .iter()
-        .for_each(|scene| scene.context.ledger.begin_fault(fault));
+        .for_each(|target| target.context.ledger.begin_fault(fault));
 }
 
-fn end_fault(scenes: &[FaultTarget<'_>], fault: SoakFault) {
-    scenes
+fn end_fault(targets: &[FaultTarget<'_>], fault: SoakFault) {
+    targets
         .iter()
-        .for_each(|scene| scene.context.ledger.end_fault(fault));
+        .for_each(|target| target.context.ledger.end_fault(fault));
 }
 
 /// Ends the fault when the proxies use Redis again.
-async fn wait_for_redis_in_use(scenes: &[FaultTarget<'_>]) {
+async fn wait_for_redis_in_use(targets: &[FaultTarget<'_>]) {
     let is_used = |metrics: &MetricsPage| {
         metrics.value("tidegate_store_up") == 1 && metrics.value("tidegate_breaker_open") == 0
     };
-    for FaultTarget { context: world, .. } in scenes {
-        if !wait_for_metrics(world, is_used).await {
-            world.ledger.record_unexplained(format!(
+    for FaultTarget { context, .. } in targets {
+        if !wait_for_metrics(context, is_used).await {
+            context.ledger.record_unexplained(format!(
                 "Redis is there again, and after {PROMPT_TIMEOUT:?} not used"
             ));
         }
-        world.ledger.end_fault(SoakFault::Redis);
+        context.ledger.end_fault(SoakFault::Redis);
     }
 }
 
@@ -128,21 +134,21 @@ struct ReloadCounts {
 impl ReloadCounts {
     /// Writes a valid or an invalid configuration and waits until the proxies have counted the
     /// reload.
-    async fn write_and_wait(&mut self, scenes: &[FaultTarget<'_>], version: Option<u64>) {
+    async fn write_and_wait(&mut self, targets: &[FaultTarget<'_>], version: Option<u64>) {
         match version {
             Some(_) => self.good += 1,
             None => self.bad += 1,
         }
-        for scene in scenes {
-            scene.config.write_version(version);
+        for target in targets {
+            target.config.write_version(version);
         }
         let are_counted = |metrics: &MetricsPage| {
             metrics.value("tidegate_config_reloads_total{result=\"success\"}") == self.good
                 && metrics.value("tidegate_config_reloads_total{result=\"failure\"}") == self.bad
         };
-        for FaultTarget { context: world, .. } in scenes {
-            if !wait_for_metrics(world, are_counted).await {
-                world.ledger.record_unexplained(format!(
+        for FaultTarget { context, .. } in targets {
+            if !wait_for_metrics(context, are_counted).await {
+                context.ledger.record_unexplained(format!(
                     "{} good and {} bad configurations were written, and after {PROMPT_TIMEOUT:?} not counted",
                     self.good, self.bad
                 ));
@@ -152,9 +158,9 @@ impl ReloadCounts {
 }
 
 /// Waits for a condition on the metrics; returns whether it became true in time.
-async fn wait_for_metrics(world: &SoakContext, wanted: impl Fn(&MetricsPage) -> bool) -> bool {
+async fn wait_for_metrics(context: &SoakContext, wanted: impl Fn(&MetricsPage) -> bool) -> bool {
     let deadline = Instant::now() + PROMPT_TIMEOUT;
-    while !wanted(&MetricsPage::fetch(world.admin).await) {
+    while !wanted(&MetricsPage::fetch(context.admin).await) {
         if Instant::now() >= deadline {
             return false;
         }

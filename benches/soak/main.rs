@@ -7,7 +7,7 @@
 //! same seed repeats each client's choices and the order of the faults, but not their timing.
 //! Requires redis-server.
 //!
-//! [`books`] decides which fault explains a failure: from its start until shortly after its end.
+//! [`ledger`] decides which fault explains a failure: from its start until shortly after its end.
 //! [`traffic`] has the expected results of each path.
 
 #![allow(
@@ -16,8 +16,8 @@
     reason = "what is measured goes to stdout, and it stops at any error of its own"
 )]
 
-mod books;
 mod faults;
+mod ledger;
 mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
@@ -25,8 +25,8 @@ mod tls;
 mod traffic;
 mod upstream;
 
-use books::SoakLedger;
 use faults::FaultTarget;
+use ledger::SoakLedger;
 use proxy::ProxyProcess;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -69,7 +69,7 @@ struct ProxyFixture {
 }
 
 impl SoakContext {
-    fn is_over(&self) -> bool {
+    fn has_ended(&self) -> bool {
         Instant::now() >= self.deadline
     }
 }
@@ -90,15 +90,15 @@ async fn main() -> ExitCode {
     clients.extend(traffic::spawn_clients(&tls.context, seed + 1000));
     let (around_clear, samples_clear) = clear.split_for_run();
     let (around_tls, samples_tls) = tls.split_for_run();
-    let mut scenes = [around_clear, around_tls];
-    let faults = faults::run_faults(&mut scenes, &mut redis, seed);
+    let mut targets = [around_clear, around_tls];
+    let faults = faults::run_faults(&mut targets, &mut redis, seed);
     let (samples_clear, samples_tls, ()) = tokio::join!(samples_clear, samples_tls, faults);
     for client in clients {
         client.await.unwrap();
     }
     let mut verdicts = Vec::new();
-    for (scene, samples) in [(clear, samples_clear), (tls, samples_tls)] {
-        verdicts.push(scene.finish(&samples).await);
+    for (target, samples) in [(clear, samples_clear), (tls, samples_tls)] {
+        verdicts.push(target.finish(&samples).await);
     }
     if verdicts.contains(&false) {
         ExitCode::FAILURE
@@ -115,23 +115,23 @@ impl ProxyFixture {
         redis: &RedisServer,
         ends: Instant,
     ) -> Self {
-        let (upstream, books) = (AppServer::start(speaks), Arc::<SoakLedger>::default());
-        let proxy = ProxyProcess::start(name, by_tls, &books, upstream.url(), redis.port()).await;
+        let (upstream, ledger) = (AppServer::start(speaks), Arc::<SoakLedger>::default());
+        let proxy = ProxyProcess::start(name, by_tls, &ledger, upstream.url(), redis.port()).await;
         // The first scrape ends before the open descriptors are counted.
         drop(MetricsPage::fetch(proxy.admin).await);
         sleep(Duration::from_secs(1)).await;
         let files_at_start = proxy.open_files();
         let (address, admin, tls) = (proxy.address, proxy.admin, proxy.tls.clone());
-        let world = Arc::new(SoakContext {
+        let context = Arc::new(SoakContext {
             name,
             proxy: address,
             tls,
             admin,
             deadline: ends,
-            ledger: books,
+            ledger,
         });
         Self {
-            context: world,
+            context,
             proxy,
             upstream,
             files_at_start,
@@ -141,40 +141,40 @@ impl ProxyFixture {
     /// Samples resource use until the time is over, and provides the state for the faults.
     fn split_for_run(&mut self) -> (FaultTarget<'_>, impl Future<Output = Vec<ResourceSample>>) {
         let Self {
-            context: world,
+            context,
             proxy,
             upstream,
             ..
         } = self;
         (
             FaultTarget {
-                context: world,
+                context,
                 config: &proxy.config,
                 upstream,
             },
-            sample_resources(world, proxy),
+            sample_resources(context, proxy),
         )
     }
 
     /// Stops the proxy after all clients have ended. Returns whether all checks passed.
     async fn finish(self, samples: &[ResourceSample]) -> bool {
         let Self {
-            context: world,
+            context,
             proxy,
             files_at_start,
             ..
         } = self;
-        println!("\n{}:", world.name);
-        check_open_files_at_rest(&world, &proxy, files_at_start).await;
-        check_counted_answers(&world.ledger, &MetricsPage::fetch(proxy.admin).await);
-        check_growth(&world.ledger, samples);
+        println!("\n{}:", context.name);
+        check_open_files_at_rest(&context, &proxy, files_at_start).await;
+        check_counted_answers(&context.ledger, &MetricsPage::fetch(proxy.admin).await);
+        check_growth(&context.ledger, samples);
         let status = proxy.stop().await;
         if !status.success() {
-            world
+            context
                 .ledger
                 .record_unexplained(format!("the proxy ended with {status}"));
         }
-        print_verdict(&world.ledger)
+        print_verdict(&context.ledger)
     }
 }
 
@@ -186,20 +186,20 @@ struct ResourceSample {
 }
 
 /// Samples twice a second and prints a line once a minute.
-async fn sample_resources(world: &SoakContext, proxy: &ProxyProcess) -> Vec<ResourceSample> {
+async fn sample_resources(context: &SoakContext, proxy: &ProxyProcess) -> Vec<ResourceSample> {
     let mut samples = Vec::new();
-    while !world.is_over() {
+    while !context.has_ended() {
         let sample = ResourceSample {
             rss_kib: proxy.rss_kib(),
             files: proxy.open_files(),
         };
         if samples.len() % 120 == 0 {
             let (left_s, sent) = (
-                world.deadline.duration_since(Instant::now()).as_secs(),
-                world.ledger.sent(),
+                context.deadline.duration_since(Instant::now()).as_secs(),
+                context.ledger.sent_count(),
             );
             let ResourceSample { rss_kib, files } = sample;
-            let name = world.name;
+            let name = context.name;
             println!(
                 "{left_s:>5} s left, {name:>5}: {sent:>9} requests, RSS {rss_kib:>6} KiB, {files:>4} files"
             );
@@ -217,11 +217,11 @@ struct GrowthTolerance {
 }
 
 /// Compares the last quarter with the second one; the first is warm-up.
-fn check_growth(books: &SoakLedger, samples: &[ResourceSample]) {
+fn check_growth(ledger: &SoakLedger, samples: &[ResourceSample]) {
     let quarters: Vec<&[ResourceSample]> =
         samples.chunks(samples.len().div_ceil(4).max(1)).collect();
     let [_, second, _, last] = quarters[..] else {
-        return books.record_unexplained(format!("{} samples are not enough", samples.len()));
+        return ledger.record_unexplained(format!("{} samples are not enough", samples.len()));
     };
     let rss = |samples: &[ResourceSample]| median(samples.iter().map(|sample| sample.rss_kib));
     let files = |samples: &[ResourceSample]| median(samples.iter().map(|sample| sample.files));
@@ -231,7 +231,7 @@ fn check_growth(books: &SoakLedger, samples: &[ResourceSample]) {
     ] {
         println!("{what}: median {before} in the second quarter, {after} in the last");
         if after > before + before * tolerance.percent / 100 + tolerance.absolute {
-            books.record_unexplained(format!("{what} grew from {before} to {after}"));
+            ledger.record_unexplained(format!("{what} grew from {before} to {after}"));
         }
     }
 }
@@ -243,13 +243,17 @@ fn median(values: impl Iterator<Item = u64>) -> u64 {
 }
 
 /// Without clients, only the descriptors from the start and a few Redis connections may be open.
-async fn check_open_files_at_rest(world: &SoakContext, proxy: &ProxyProcess, files_at_start: u64) {
+async fn check_open_files_at_rest(
+    context: &SoakContext,
+    proxy: &ProxyProcess,
+    files_at_start: u64,
+) {
     let (deadline, most) = (
         Instant::now() + 2 * PROMPT_TIMEOUT,
         files_at_start + FILES_AT_REST,
     );
     loop {
-        let active = MetricsPage::fetch(world.admin)
+        let active = MetricsPage::fetch(context.admin)
             .await
             .value("tidegate_connections_active");
         let files = proxy.open_files();
@@ -257,7 +261,7 @@ async fn check_open_files_at_rest(world: &SoakContext, proxy: &ProxyProcess, fil
             return println!("at rest: {files} files, {files_at_start} at the start");
         }
         if Instant::now() >= deadline {
-            return world.ledger.record_unexplained(format!(
+            return context.ledger.record_unexplained(format!(
                 "all clients have disconnected, but {active} connections are counted and {files} files open ({files_at_start} at the start)"
             ));
         }
@@ -267,9 +271,9 @@ async fn check_open_files_at_rest(world: &SoakContext, proxy: &ProxyProcess, fil
 
 /// The proxy must have counted each response that a client received. It may count one more for each
 /// request without a received response.
-fn check_counted_answers(books: &SoakLedger, metrics: &MetricsPage) {
+fn check_counted_answers(ledger: &SoakLedger, metrics: &MetricsPage) {
     let (seen, counted) = (
-        books.answers_by_status(),
+        ledger.answers_by_status(),
         metrics.responses_by_status().collect::<BTreeMap<_, _>>(),
     );
     let total = |codes: &BTreeMap<u16, u64>| codes.values().sum::<u64>();
@@ -282,35 +286,35 @@ fn check_counted_answers(books: &SoakLedger, metrics: &MetricsPage) {
         let (seen, counted) = (of(&seen), of(&counted));
         println!("{code:>6} {seen:>10} {counted:>10}");
         if seen > counted {
-            books.record_unexplained(format!(
+            ledger.record_unexplained(format!(
                 "{code} was seen {seen} times and counted {counted} times"
             ));
         }
     }
-    let (sent, seen, counted) = (books.sent(), total(&seen), total(&counted));
+    let (sent, seen, counted) = (ledger.sent_count(), total(&seen), total(&counted));
     println!(
         "{sent} requests, {} aborted; {seen} responses received, {counted} counted",
-        books.given_up()
+        ledger.given_up_count()
     );
     if counted > sent {
-        books.record_unexplained(format!(
+        ledger.record_unexplained(format!(
             "{counted} responses were counted for {sent} requests"
         ));
     }
 }
 
-fn print_verdict(books: &SoakLedger) -> bool {
+fn print_verdict(ledger: &SoakLedger) -> bool {
     println!("\nwhat faults explain:");
-    for (what, times) in books.explained() {
+    for (what, times) in ledger.explained() {
         println!("{times:>8} {what}");
     }
-    let complaints = books.unexplained_events();
-    if complaints.is_empty() {
+    let problems = ledger.unexplained_events();
+    if problems.is_empty() {
         println!("\nnothing else happened");
         return true;
     }
     println!("\nunexplained problems:");
-    for (what, times) in complaints {
+    for (what, times) in problems {
         println!("{times:>8} {what}");
     }
     false

@@ -1,6 +1,6 @@
 //! The proxy under test: process, configuration, log, metrics and resource use.
 
-use crate::books::SoakLedger;
+use crate::ledger::SoakLedger;
 use crate::support::client::PROMPT_TIMEOUT;
 use crate::tls;
 use serde_json::Value;
@@ -123,7 +123,7 @@ impl ProxyProcess {
     pub(crate) async fn start(
         name: &'static str,
         by_tls: bool,
-        books: &Arc<SoakLedger>,
+        ledger: &Arc<SoakLedger>,
         upstream: String,
         redis: u16,
     ) -> Self {
@@ -154,7 +154,7 @@ impl ProxyProcess {
         let mut log = BufReader::new(child.stderr.take().unwrap()).lines();
         let admin = wait_for_logged_address(&mut log, "admin listening").await;
         let address = wait_for_logged_address(&mut log, "listening").await;
-        let log = tokio::spawn(record_log(log, Arc::clone(books)));
+        let log = tokio::spawn(record_proxy_log(log, Arc::clone(ledger)));
         Self {
             child,
             log,
@@ -217,13 +217,13 @@ async fn wait_for_logged_address(
     }
 }
 
-async fn record_log(mut log: Lines<BufReader<ChildStderr>>, books: Arc<SoakLedger>) {
+async fn record_proxy_log(mut log: Lines<BufReader<ChildStderr>>, ledger: Arc<SoakLedger>) {
     while let Ok(Some(text)) = log.next_line().await {
         let line: Value = serde_json::from_str(&text).unwrap_or_default();
         let field = |name| line.get(name).and_then(Value::as_str);
         match field("level") {
             Some("INFO") => {}
-            level => books.record_log_line(
+            level => ledger.record_log_line(
                 level.unwrap_or("?"),
                 field("message").unwrap_or_default(),
                 &text,

@@ -1,7 +1,7 @@
 //! The clients: regular, slow, aborting and abusive ones.
 
 use crate::SoakContext;
-use crate::books::RouteExpectation;
+use crate::ledger::RouteExpectation;
 use crate::support::client::{ByteStream, RequestOutcome, handshake_http1};
 use crate::upstream::{BIG_BYTES, WEBSOCKET_KEY};
 use bytes::Bytes;
@@ -85,33 +85,37 @@ const CLIENT_COUNTS: [(ClientKind, usize); 7] = [
 ];
 
 /// Runs all clients until the time is over. The seed determines each client's choices.
-pub(crate) fn spawn_clients(world: &Arc<SoakContext>, seed: u64) -> Vec<JoinHandle<()>> {
+pub(crate) fn spawn_clients(context: &Arc<SoakContext>, seed: u64) -> Vec<JoinHandle<()>> {
     let kinds = CLIENT_COUNTS
         .iter()
         .flat_map(|(client, count)| std::iter::repeat_n(*client, *count));
     (seed..)
         .zip(kinds)
         .map(|(seed, client)| {
-            tokio::spawn(run_client(client, Arc::clone(world), Rng::with_seed(seed)))
+            tokio::spawn(run_client(
+                client,
+                Arc::clone(context),
+                Rng::with_seed(seed),
+            ))
         })
         .collect()
 }
 
 /// Runs one client: one connection after another.
-async fn run_client(client: ClientKind, world: Arc<SoakContext>, mut rng: Rng) {
-    while !world.is_over() {
+async fn run_client(client: ClientKind, context: Arc<SoakContext>, mut rng: Rng) {
+    while !context.has_ended() {
         let lived = match client {
-            ClientKind::KeepAlive => run_keep_alive(&world, &mut rng).await,
-            ClientKind::Http2 => run_multiplexed(&world, &mut rng).await,
-            ClientKind::Tunnel => run_tunnel(&world, &mut rng).await,
-            ClientKind::Uploading => run_upload(&world, &mut rng).await,
-            ClientKind::Slow => run_slow(&world, &mut rng).await,
-            ClientKind::Disconnecting => run_disconnecting(&world, &mut rng).await,
-            ClientKind::Hostile => run_hostile(&world, &mut rng).await,
+            ClientKind::KeepAlive => run_keep_alive_client(&context, &mut rng).await,
+            ClientKind::Http2 => run_http2_client(&context, &mut rng).await,
+            ClientKind::Tunnel => run_websocket_client(&context, &mut rng).await,
+            ClientKind::Uploading => run_upload_client(&context, &mut rng).await,
+            ClientKind::Slow => run_slow_client(&context, &mut rng).await,
+            ClientKind::Disconnecting => run_disconnecting_client(&context, &mut rng).await,
+            ClientKind::Hostile => run_hostile_client(&context, &mut rng).await,
         };
         // Each operation records its own result.
         if let Err(error) = lived {
-            world
+            context
                 .ledger
                 .record_unexplained(format!("no connection to the proxy: {error}"));
         }
@@ -119,10 +123,10 @@ async fn run_client(client: ClientKind, world: Arc<SoakContext>, mut rng: Rng) {
     }
 }
 
-async fn run_keep_alive(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = handshake_http1(connect_to_proxy(world, Version::HTTP_11).await?).await?;
+async fn run_keep_alive_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = handshake_http1(connect_to_proxy(context, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..200) {
-        if world.is_over() || proxy.ready().await.is_err() {
+        if context.has_ended() || proxy.ready().await.is_err() {
             break;
         }
         let route = if rng.u8(..) == 0 {
@@ -132,14 +136,14 @@ async fn run_keep_alive(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
         };
         let number = rng.u32(..);
         let request = make_request("", route, rng, number, Bytes::new());
-        let asked = world.ledger.begin_request();
+        let pending = context.ledger.begin_request();
         let outcome = RequestOutcome::from_response(
             proxy.send_request(request),
             &number.to_string(),
             RESPONSE_TIMEOUT,
         )
         .await;
-        asked.judge_outcome(route, &outcome);
+        pending.judge_outcome(route, &outcome);
         if !matches!(outcome, RequestOutcome::Answered(_)) {
             break;
         }
@@ -148,24 +152,24 @@ async fn run_keep_alive(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     Ok(())
 }
 
-async fn run_multiplexed(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
-    let proxy = handshake_http2(connect_to_proxy(world, Version::HTTP_2).await?).await?;
+async fn run_http2_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let proxy = handshake_http2(connect_to_proxy(context, Version::HTTP_2).await?).await?;
     for _ in 0..rng.u32(1..100) {
-        if world.is_over() || proxy.is_closed() {
+        if context.has_ended() || proxy.is_closed() {
             break;
         }
         let together = (0..rng.u32(1..8)).map(|_| {
             let (route, number, mut proxy) = (choose_route(rng), rng.u32(..), proxy.clone());
             let request = make_request("http://soak.test", route, rng, number, Bytes::new());
             async move {
-                let asked = world.ledger.begin_request();
+                let pending = context.ledger.begin_request();
                 let outcome = RequestOutcome::from_response(
                     proxy.send_request(request),
                     &number.to_string(),
                     RESPONSE_TIMEOUT,
                 )
                 .await;
-                asked.judge_outcome(route, &outcome);
+                pending.judge_outcome(route, &outcome);
             }
         });
         futures_util::future::join_all(together).await;
@@ -174,29 +178,29 @@ async fn run_multiplexed(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     Ok(())
 }
 
-async fn run_tunnel(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
-    let asked = world.ledger.begin_request();
+async fn run_websocket_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = connect_to_proxy(context, Version::HTTP_11).await?;
+    let pending = context.ledger.begin_request();
     let handshake = format!(
         "GET /socket HTTP/1.1\r\nHost: soak.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
          Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {WEBSOCKET_KEY}\r\n\r\n"
     );
     let outcome = match send_raw(&mut proxy, handshake.as_bytes(), false).await {
-        RequestOutcome::Answered(101) => check_echo(world, &mut proxy, rng).await,
+        RequestOutcome::Answered(101) => check_echo(context, &mut proxy, rng).await,
         refused => refused,
     };
-    asked.judge_outcome(&SOCKET_ROUTE, &outcome);
+    pending.judge_outcome(&SOCKET_ROUTE, &outcome);
     Ok(())
 }
 
 /// Sends bytes through a tunnel and expects them back.
 async fn check_echo(
-    world: &SoakContext,
+    context: &SoakContext,
     proxy: &mut ClientStream,
     rng: &mut Rng,
 ) -> RequestOutcome {
     for _ in 0..rng.u32(1..50) {
-        if world.is_over() {
+        if context.has_ended() {
             break;
         }
         let sent = random_bytes(rng.usize(1..32_000), rng);
@@ -215,10 +219,10 @@ async fn check_echo(
     RequestOutcome::Answered(101)
 }
 
-async fn run_upload(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = handshake_http1(connect_to_proxy(world, Version::HTTP_11).await?).await?;
+async fn run_upload_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = handshake_http1(connect_to_proxy(context, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..20) {
-        if world.is_over() || proxy.ready().await.is_err() {
+        if context.has_ended() || proxy.ready().await.is_err() {
             break;
         }
         let (number, body) = (
@@ -227,11 +231,11 @@ async fn run_upload(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
         );
         let wanted = format!("{number} {}", body.len());
         let request = make_request("", &UPLOAD_ROUTE, rng, number, body);
-        let asked = world.ledger.begin_request();
+        let pending = context.ledger.begin_request();
         let outcome =
             RequestOutcome::from_response(proxy.send_request(request), &wanted, RESPONSE_TIMEOUT)
                 .await;
-        asked.judge_outcome(&UPLOAD_ROUTE, &outcome);
+        pending.judge_outcome(&UPLOAD_ROUTE, &outcome);
         if !matches!(outcome, RequestOutcome::Answered(_)) {
             break;
         }
@@ -241,24 +245,24 @@ async fn run_upload(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
 }
 
 /// Sends a request slowly: just within the timeout, or too slowly.
-async fn run_slow(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
-    let asked = world.ledger.begin_request();
+async fn run_slow_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = connect_to_proxy(context, Version::HTTP_11).await?;
+    let pending = context.ledger.begin_request();
     match rng.u8(..4) {
         0 => {
             let outcome = send_raw(&mut proxy, b"GET /slow HTTP/1.1\r\nHost: soak", true).await;
-            asked.judge_outcome(&SLOW_HEAD_ROUTE, &outcome);
+            pending.judge_outcome(&SLOW_HEAD_ROUTE, &outcome);
         }
         1 => {
             let head = b"GET /slow HTTP/1.1\r\nHost: soak.test\r\nConnection: close\r\n\r\n";
-            asked.judge_outcome(&SLOW_ROUTE, &send_in_parts(&mut proxy, head, 10, rng).await);
+            pending.judge_outcome(&SLOW_ROUTE, &send_in_parts(&mut proxy, head, 10, rng).await);
         }
         2 => {
             let mut whole = b"POST /upload HTTP/1.1\r\nHost: soak.test\r\nConnection: close\r\n\
                 Content-Length: 20000\r\n\r\n"
                 .to_vec();
             whole.resize(whole.len() + 20_000, b's');
-            asked.judge_outcome(
+            pending.judge_outcome(
                 &UPLOAD_ROUTE,
                 &send_in_parts(&mut proxy, &whole, 4000, rng).await,
             );
@@ -269,7 +273,7 @@ async fn run_slow(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
                 RequestOutcome::Answered(200) => read_slowly(&mut proxy, rng).await,
                 other => other,
             };
-            asked.judge_outcome(&BIG_ROUTE, &outcome);
+            pending.judge_outcome(&BIG_ROUTE, &outcome);
         }
     }
     Ok(())
@@ -305,12 +309,12 @@ async fn read_slowly(proxy: &mut ClientStream, rng: &mut Rng) -> RequestOutcome 
 }
 
 /// Disconnects during an operation.
-async fn run_disconnecting(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+async fn run_disconnecting_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     if rng.bool() {
-        return reset_streams(world, rng.u32(1..20), rng).await;
+        return reset_streams(context, rng.u32(1..20), rng).await;
     }
-    let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
-    let asked = world.ledger.begin_request();
+    let mut proxy = connect_to_proxy(context, Version::HTTP_11).await?;
+    let pending = context.ledger.begin_request();
     let begun: &[u8] = match rng.u8(..4) {
         0 => b"GET /slow HTTP/1.1\r\nHost: so",
         1 => b"GET /slots HTTP/1.1\r\nHost: soak.test\r\n\r\n",
@@ -321,31 +325,31 @@ async fn run_disconnecting(world: &SoakContext, rng: &mut Rng) -> io::Result<()>
     sleep_randomly(rng, 100).await;
     // Unread bytes turn the close into a reset.
     drop(proxy);
-    asked.give_up();
+    pending.give_up();
     Ok(())
 }
 
 /// Sends HTTP/2 requests and resets them immediately or shortly after.
-async fn reset_streams(world: &SoakContext, count: u32, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = handshake_http2(connect_to_proxy(world, Version::HTTP_2).await?).await?;
+async fn reset_streams(context: &SoakContext, count: u32, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = handshake_http2(connect_to_proxy(context, Version::HTTP_2).await?).await?;
     for number in 0..count {
         // Too many resets close the connection.
         if proxy.is_closed() {
             break;
         }
         let request = make_request("http://soak.test", &SLOW_ROUTE, rng, number, Bytes::new());
-        let asked = world.ledger.begin_request();
+        let pending = context.ledger.begin_request();
         let soon = Duration::from_millis(rng.u64(..3));
         drop(timeout(soon, proxy.send_request(request)).await);
-        asked.give_up();
+        pending.give_up();
     }
     Ok(())
 }
 
 /// Sends invalid requests, or requests that aim to exhaust the proxy.
-async fn run_hostile(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
-    if world.tls.is_some() && rng.u8(..4) == 0 {
-        return send_broken_handshake(world, rng).await;
+async fn run_hostile_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    if context.tls.is_some() && rng.u8(..4) == 0 {
+        return send_broken_handshake(context, rng).await;
     }
     let hostile: Vec<u8> = match rng.u8(..6) {
         0 => [&random_bytes(2000, rng)[..], b"\r\n\r\n"].concat(),
@@ -364,18 +368,18 @@ async fn run_hostile(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
             &random_bytes(500, rng)[..],
         ]
         .concat(),
-        _ => return reset_streams(world, 600, rng).await,
+        _ => return reset_streams(context, 600, rng).await,
     };
-    let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
-    let asked = world.ledger.begin_request();
+    let mut proxy = connect_to_proxy(context, Version::HTTP_11).await?;
+    let pending = context.ledger.begin_request();
     let outcome = send_raw(&mut proxy, &hostile, false).await;
-    asked.judge_hostile(BAD_REQUEST_STATUSES, &outcome);
+    pending.judge_hostile(BAD_REQUEST_STATUSES, &outcome);
     Ok(())
 }
 
 /// Starts a TLS handshake or sends other bytes, and never sends a request.
-async fn send_broken_handshake(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = TcpStream::connect(world.proxy).await?;
+async fn send_broken_handshake(context: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = TcpStream::connect(context.proxy).await?;
     let begun = [&b"\x16\x03\x01\x02\0\x01"[..], &random_bytes(300, rng)].concat();
     proxy
         .write_all(if rng.bool() {
@@ -459,9 +463,9 @@ async fn sleep_randomly(rng: &mut Rng, most_ms: u64) {
 type ClientStream = Box<dyn ByteStream>;
 
 /// Connects to the proxy, with TLS if configured.
-async fn connect_to_proxy(world: &SoakContext, version: Version) -> io::Result<ClientStream> {
-    let stream = TcpStream::connect(world.proxy).await?;
-    let Some(tls) = &world.tls else {
+async fn connect_to_proxy(context: &SoakContext, version: Version) -> io::Result<ClientStream> {
+    let stream = TcpStream::connect(context.proxy).await?;
+    let Some(tls) = &context.tls else {
         return Ok(Box::new(stream));
     };
     let tls = if version == Version::HTTP_2 {

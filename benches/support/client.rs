@@ -81,7 +81,7 @@ pub(crate) async fn handshake_http1(
 ///
 /// # Errors
 /// Returns an error if there is no response.
-pub(crate) async fn get(address: SocketAddr, path: &str) -> io::Result<(u16, Bytes)> {
+pub(crate) async fn http_get(address: SocketAddr, path: &str) -> io::Result<(u16, Bytes)> {
     let request = Request::get(path)
         .header("host", "localhost")
         .body(Full::<Bytes>::default())
@@ -109,7 +109,7 @@ pub(crate) struct MetricsPage(String);
 
 impl MetricsPage {
     pub(crate) async fn fetch(admin: SocketAddr) -> Self {
-        let (_, page) = timeout(PROMPT_TIMEOUT, get(admin, "/metrics"))
+        let (_, page) = timeout(PROMPT_TIMEOUT, http_get(admin, "/metrics"))
             .await
             .expect("the admin port responds")
             .unwrap();

@@ -19,9 +19,14 @@ pub(crate) struct RedisServer {
 
 impl RedisServer {
     pub(crate) fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// Starts a server with further arguments.
+    pub(crate) fn start_with(args: &[&str]) -> Self {
         let port = free_port();
         Self {
-            child: spawn_redis(port),
+            child: spawn_redis(port, args),
             port,
         }
     }
@@ -34,7 +39,7 @@ impl RedisServer {
 
     /// Restarts a killed server, empty, on the same port.
     pub(crate) fn restart(&mut self) {
-        self.child = spawn_redis(self.port);
+        self.child = spawn_redis(self.port, &[]);
     }
 
     pub(crate) fn port(&self) -> u16 {
@@ -89,6 +94,7 @@ impl RedisServer {
             tls: None,
             key_prefix: KEY_PREFIX.to_owned(),
             initial_instances: 1,
+            state_dir: None,
             timeout: Duration::from_secs(1),
             connect_timeout: Duration::from_secs(1),
             breaker_failures: 5,
@@ -107,7 +113,7 @@ pub(crate) fn free_port() -> u16 {
 }
 
 /// Waits until the server accepts connections.
-fn spawn_redis(port: u16) -> Child {
+fn spawn_redis(port: u16, args: &[&str]) -> Child {
     let child = Command::new("redis-server")
         .args([
             "--port",
@@ -119,6 +125,7 @@ fn spawn_redis(port: u16) -> Child {
             "--appendonly",
             "no",
         ])
+        .args(args)
         .stdout(Stdio::null())
         .spawn();
     while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {

@@ -24,14 +24,14 @@ pub(super) struct AdminPeer(pub(super) IpAddr);
 #[derive(Clone, Debug)]
 pub(super) struct AccessGuard {
     token: Option<AdminToken>,
-    /// The endpoint is reachable from other machines: reading needs the token too.
+    /// Whether other machines can reach the endpoint. Reading then needs the token, as changes do.
     is_exposed: bool,
 }
 
 /// Effect of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RequiredAccess {
-    /// Reveals no data: health checks, and the page that requests the rest.
+    /// For routes that reveal no data: health checks, and the dashboard page without its data.
     Public,
     Read,
     /// Drain, as kubelet requests by a `preStop` command inside the pod.
@@ -61,7 +61,7 @@ impl AccessGuard {
         // the other site learns nothing.
         let is_link = method.is_safe() && is_navigation(headers);
         if !is_link && is_cross_origin(headers) {
-            return Err(forbidden(
+            return Err(forbidden_problem(
                 "cross-site request: a script or form of another page sent it",
             ));
         }
@@ -77,14 +77,16 @@ impl AccessGuard {
                 StatusCode::UNAUTHORIZED,
                 "a bearer token is needed: see admin.token_file",
             )),
-            (RequiredAccess::Drain, None) if !peer.0.to_canonical().is_loopback() => Err(
-                forbidden("without admin.token_file, only callers on this machine may do this"),
-            ),
-            (RequiredAccess::Drain, None) if is_from_browser(headers) => Err(forbidden(
+            (RequiredAccess::Drain, None) if !peer.0.to_canonical().is_loopback() => {
+                Err(forbidden_problem(
+                    "without admin.token_file, only callers on this machine may do this",
+                ))
+            }
+            (RequiredAccess::Drain, None) if is_from_browser(headers) => Err(forbidden_problem(
                 "without admin.token_file, browsers may not do this",
             )),
             (RequiredAccess::Drain, None) => Ok(()),
-            _ => Err(forbidden(
+            _ => Err(forbidden_problem(
                 "nothing can be changed here without a token: name a file that holds one in admin.token_file, \
                  and send it as Authorization: Bearer",
             )),
@@ -104,7 +106,7 @@ impl RequiredAccess {
     }
 }
 
-fn forbidden(why: &str) -> ProblemDetails {
+fn forbidden_problem(why: &str) -> ProblemDetails {
     ProblemDetails::new(StatusCode::FORBIDDEN, why)
 }
 
@@ -150,7 +152,9 @@ pub(super) async fn require_known_host(
 ) -> Response {
     match is_known_host(request.headers(), &settings.allowed_hosts) {
         true => next.run(request).await,
-        false => forbidden("this Host is not allowed: see admin.allowed_hosts").into_response(),
+        false => {
+            forbidden_problem("this Host is not allowed: see admin.allowed_hosts").into_response()
+        }
     }
 }
 
@@ -362,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn cross_origin_changes_are_refused_even_with_a_token() {
+    fn cross_origin_changes_are_rejected_even_with_a_token() {
         let guard = AccessGuard {
             token: Some(AdminToken::new("t".to_owned())),
             is_exposed: false,
@@ -395,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn cross_origin_reads_are_refused_except_navigation() {
+    fn cross_origin_reads_are_rejected_except_navigation() {
         let guard = AccessGuard {
             token: None,
             is_exposed: false,

@@ -1,10 +1,10 @@
 //! The dashboard at `/`: a page that polls the other routes.
 //!
-//! It is a single response without external fonts, scripts or build step. It holds no secrets, so it
-//! is served without the token; the data that it requests afterwards is not. Its content security
-//! policy allows only the scripts and styles with the listed hashes, loads nothing from other
-//! origins, and forbids markup from strings (`require-trusted-types-for`), so that client-chosen
-//! key values stay text.
+//! It is a single response without external fonts, scripts or build step. It holds no secrets, so
+//! it is served without the token; the data that it requests afterwards is not. Its content
+//! security policy allows only the scripts and styles with the listed hashes, loads nothing from
+//! other origins, and forbids markup from strings (`require-trusted-types-for`), so that
+//! client-chosen key values stay text.
 
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
@@ -89,6 +89,23 @@ fn csp_hashes(texts: &[&str]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Hints are texts for people, whose wording may change.
+    #[test]
+    fn problems_are_shown_by_their_fields_and_not_by_the_wording_of_hints() {
+        assert!(SCRIPTS.iter().all(|script| !script.contains("hints")));
+        for cause in [
+            "!store.up",
+            "last_reload.errors.length",
+            "overview.untrusted_forwarding",
+        ] {
+            let shown = format!("if ({cause}) {{");
+            assert!(
+                SCRIPTS.iter().any(|script| script.contains(&shown)),
+                "{cause}"
+            );
+        }
+    }
 
     /// `make test-browser` checks that a browser runs it.
     #[test]

@@ -29,7 +29,7 @@ pub(super) async fn get_readiness(State(view): State<AdminBackend>) -> JsonRespo
         "generation": observed.config_generation,
         "reload_errors": observed.reload_errors,
         "untrusted_forwarding": view.metrics.untrusted_forwarding(),
-        "hints": collect_hints(&observed, view.metrics.untrusted_forwarding()),
+        "hints": collect_problem_hints(&observed, view.metrics.untrusted_forwarding()),
     });
     JsonResponse(status, body)
 }
@@ -42,8 +42,9 @@ pub(super) fn phase_label(phase: ProcessPhase) -> &'static str {
     }
 }
 
-/// Problems that need attention, and what to do about them.
-pub(super) fn collect_hints(
+/// Problems that need attention, and what to do about them. The dashboard shows each of them by the
+/// field of the overview that has its cause.
+pub(super) fn collect_problem_hints(
     observed: &ProcessStatus,
     untrusted_forwarding: u64,
 ) -> Vec<&'static str> {

@@ -145,7 +145,7 @@ pub enum AdminError {
 pub struct DrainSchedule {
     /// Requests are still accepted while readiness fails.
     pub delay: Duration,
-    /// Then requests in flight may finish for at most this long.
+    /// After the announcement, requests in flight may finish for at most this long.
     pub grace: Duration,
 }
 

@@ -1,20 +1,18 @@
 //! Read-only handlers.
 //!
 //! With ten thousand policies a response takes milliseconds to render, so it is rendered on another
-//! thread: this one accepts connections.
+//! thread. The thread of these handlers accepts connections.
 
-use super::health::{collect_hints, phase_label};
+use super::health::{collect_problem_hints, phase_label};
 use super::parameters::QueryParameters;
 use super::responses::{JsonResponse, ProblemDetails, escape_json, run_blocking};
 use super::{AdminBackend, PolicySelection};
 use crate::telemetry::history::{
-    DurationHistograms, PolicyTimeline, SECONDS_KEPT, STATUS_CLASSES, SecondCounts, TimelineAxis,
+    DecisionCounts, DurationHistograms, PolicyTimeline, SECONDS_KEPT, STATUS_CLASSES, SecondCounts,
+    TimelineAxis,
 };
-use crate::telemetry::metrics::{
-    DECISION_LABELS, DEGRADED_REFUSED, HISTORY_DECISION_LABELS, HistogramSnapshot, ProcessStatus,
-    RequestDecision,
-};
-use crate::telemetry::top_refusals::{RefusalDimension, RefusalRanking};
+use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounters, ProcessStatus};
+use crate::telemetry::top_rejections::{RejectionDimension, RejectionRanking};
 use axum::extract::{RawQuery, State};
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
@@ -77,6 +75,7 @@ pub(super) async fn get_policies(
     };
     run_blocking(move || {
         let selected = (view.select_policies)(&selection);
+        let labels = view.metrics.labels();
         let names = selected.policies.iter().map(|policy| &*policy.name);
         let (axis, timelines) = view.history.policy_timelines(names);
         let policies = selected
@@ -86,17 +85,18 @@ pub(super) async fn get_policies(
             .map(|(policy, past)| {
                 let mut summary = policy.description.clone();
                 if let Some(tally) = &policy.counters {
-                    summary.extend(counts_by_name(
-                        DECISION_LABELS,
-                        tally.requests_by_decision(),
+                    summary.extend(counts_to_json(
+                        tally.requests_by_label(labels.policy_decisions),
                     ));
                     summary.insert(
                         "degraded_by".to_owned(),
-                        Value::Object(pairs_to_map(tally.degraded_by_outcome())),
+                        Value::Object(counts_to_json(
+                            tally.requests_by_label(labels.degraded_outcomes),
+                        )),
                     );
                 }
                 if with_history {
-                    summary.extend(history_columns(past.as_ref()));
+                    summary.extend(history_columns(&labels.policy_history, past.as_ref()));
                 }
                 Value::Object(summary)
             });
@@ -120,21 +120,21 @@ pub(super) async fn get_policies(
 }
 
 /// One series per decision that occurred; the time axis is shared by the whole response.
-fn history_columns(timeline: Option<&PolicyTimeline>) -> [(String, Value); 2] {
-    let series = |parts: &[[u32; HISTORY_DECISION_LABELS.len()]]| {
-        let columns = HISTORY_DECISION_LABELS
-            .iter()
-            .enumerate()
-            .filter_map(|(at, name)| {
-                let column: Vec<u32> = parts
-                    .iter()
-                    .filter_map(|did| did.get(at).copied())
-                    .collect();
-                column
-                    .iter()
-                    .any(|count| *count > 0)
-                    .then(|| ((*name).to_owned(), json!(column)))
-            });
+fn history_columns(
+    labels: &[LabelledCounters],
+    timeline: Option<&PolicyTimeline>,
+) -> [(String, Value); 2] {
+    let series = |parts: &[DecisionCounts]| {
+        let columns = labels.iter().enumerate().filter_map(|(at, (name, _))| {
+            let column: Vec<u32> = parts
+                .iter()
+                .filter_map(|did| did.get(at).copied())
+                .collect();
+            column
+                .iter()
+                .any(|count| *count > 0)
+                .then(|| ((*name).to_owned(), json!(column)))
+        });
         Value::Object(columns.collect())
     };
     let (minutes, hours) = timeline.map_or((&[][..], &[][..]), |past| (&past.minutes, &past.hours));
@@ -159,12 +159,11 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
     let (from_s, seconds) = view.history.last_seconds(max_seconds);
     let (window_s, times) = view.history.recent_durations();
     let untrusted = view.metrics.untrusted_forwarding();
-    let answers = view.metrics.request_decisions();
-    let totals = RequestDecision::ALL.map(|answer| {
-        labelled_count(answer, |one| {
-            answers.get(one as usize).copied().unwrap_or_default()
-        })
-    });
+    let labels = &view.metrics.labels().request_decisions;
+    let totals = labels
+        .iter()
+        .map(|(label, _)| *label)
+        .zip(view.metrics.request_decisions());
     json!({
         "instance": {
             "id": view.instance.id,
@@ -188,21 +187,21 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
             "full": observed.connection_limit_hits,
         },
         "requests": {
-            "total": Value::Object(pairs_to_map(totals)),
-            "seconds": traffic_columns(from_s, &seconds),
+            "total": Value::Object(counts_to_json(totals)),
+            "seconds": traffic_columns(labels, from_s, &seconds),
         },
         "http": {
             "codes": Value::Object(
                 view.metrics.status_counts().into_iter().map(|(code, count)| (code.to_string(), json!(count))).collect(),
             ),
-            "upstream_errors": Value::Object(pairs_to_map(view.metrics.upstream_errors())),
+            "upstream_errors": Value::Object(counts_to_json(view.metrics.upstream_errors())),
         },
         "latency": latency_json(window_s, &times),
         "certificates": observed.certificates.iter()
             .map(|(file, at)| json!({ "file": file, "ends_s": at })).collect::<Vec<_>>(),
         "untrusted_forwarding": untrusted,
         "untrusted_peers": view.metrics.untrusted_peers(),
-        "hints": collect_hints(&observed, untrusted),
+        "hints": collect_problem_hints(&observed, untrusted),
     })
 }
 
@@ -212,7 +211,7 @@ fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
         "address": view.instance.store_address,
         "up": observed.store_up,
         "breaker_open": observed.breaker_open,
-        "errors": Value::Object(pairs_to_map(observed.store_errors.iter().copied())),
+        "errors": Value::Object(counts_to_json(observed.store_errors.iter().copied())),
         "instances": observed.instance_count,
         "lease_units_lost": observed.lease_units_lost,
         "memory": observed.memory.map(|memory| json!({
@@ -222,26 +221,13 @@ fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
 }
 
 /// Columns for charts. The last second is incomplete.
-fn traffic_columns(from_s: u64, seconds: &[SecondCounts]) -> Value {
+fn traffic_columns(labels: &[LabelledCounters], from_s: u64, seconds: &[SecondCounts]) -> Value {
     let at: Vec<u64> = (from_s..).zip(seconds).map(|(at, _)| at).collect();
     let mut columns = Map::new();
     columns.insert("at".to_owned(), json!(at));
-    for answer in RequestDecision::ALL {
-        let count = |second: &SecondCounts| {
-            labelled_count(answer, |one| {
-                second
-                    .decisions
-                    .get(one as usize)
-                    .copied()
-                    .map_or(0, u64::from)
-            })
-            .1
-        };
-        let (name, _) = labelled_count(answer, |_| 0);
-        columns.insert(
-            name.to_owned(),
-            json!(seconds.iter().map(count).collect::<Vec<_>>()),
-        );
+    for (at, (label, _)) in labels.iter().enumerate() {
+        let column = seconds.iter().filter_map(|second| second.decisions.get(at));
+        columns.insert((*label).to_owned(), json!(column.collect::<Vec<_>>()));
     }
     for class in 0..STATUS_CLASSES {
         let column = seconds
@@ -253,22 +239,6 @@ fn traffic_columns(from_s: u64, seconds: &[SecondCounts]) -> Value {
         );
     }
     Value::Object(columns)
-}
-
-/// Label and count of each request decision. `degraded` counts all decisions without the store; the
-/// rejected part of them is listed separately.
-fn labelled_count(
-    decision: RequestDecision,
-    count: impl Fn(RequestDecision) -> u64,
-) -> (&'static str, u64) {
-    match decision {
-        RequestDecision::Degraded => (
-            decision.label(),
-            count(decision) + count(RequestDecision::Unavailable),
-        ),
-        RequestDecision::Unavailable => (DEGRADED_REFUSED, count(decision)),
-        _ => (decision.label(), count(decision)),
-    }
 }
 
 fn latency_json(window_s: u64, times: &DurationHistograms) -> Value {
@@ -291,7 +261,7 @@ fn quantiles_json(buckets: &HistogramSnapshot) -> Value {
 }
 
 /// The most rejected keys and paths.
-pub(super) async fn get_top_refusals(
+pub(super) async fn get_top_rejections(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
@@ -303,23 +273,23 @@ pub(super) async fn get_top_refusals(
             ranking_json(
                 &view
                     .metrics
-                    .top_refusals()
+                    .top_rejections()
                     .ranking(what, policy.as_deref(), limit),
                 what,
             )
         };
         JsonResponse(
             StatusCode::OK,
-            json!({ "keys": rank(RefusalDimension::Keys), "paths": rank(RefusalDimension::Paths) }),
+            json!({ "keys": rank(RejectionDimension::Keys), "paths": rank(RejectionDimension::Paths) }),
         )
     })
     .await
 }
 
-fn ranking_json(ranking: &RefusalRanking, dimension: RefusalDimension) -> Value {
+fn ranking_json(ranking: &RejectionRanking, dimension: RejectionDimension) -> Value {
     let name = match dimension {
-        RefusalDimension::Keys => "key",
-        RefusalDimension::Paths => "path",
+        RejectionDimension::Keys => "key",
+        RejectionDimension::Paths => "path",
     };
     let entries = ranking.entries.iter().map(|entry| {
         json!({
@@ -337,11 +307,7 @@ fn ranking_json(ranking: &RefusalRanking, dimension: RefusalDimension) -> Value 
     })
 }
 
-fn counts_by_name<const N: usize>(names: [&str; N], counts: [u64; N]) -> Map<String, Value> {
-    pairs_to_map(names.into_iter().zip(counts))
-}
-
-fn pairs_to_map<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Map<String, Value> {
+fn counts_to_json<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Map<String, Value> {
     pairs
         .into_iter()
         .map(|(name, count)| (name.to_owned(), json!(count)))

@@ -36,8 +36,8 @@ impl ProblemDetails {
 }
 
 impl From<AdminError> for ProblemDetails {
-    fn from(fault: AdminError) -> Self {
-        match fault {
+    fn from(error: AdminError) -> Self {
+        match error {
             AdminError::InvalidRequest(why) => Self::bad_request(why),
             AdminError::NotFound(why) => Self::new(StatusCode::NOT_FOUND, why),
             AdminError::Unavailable(why) => Self::new(StatusCode::SERVICE_UNAVAILABLE, why),

@@ -29,7 +29,7 @@ fn all_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
         ("/openapi.json", get(queries::get_openapi)),
         ("/overview", get(queries::get_overview)),
         ("/policies", get(queries::get_policies)),
-        ("/top", get(queries::get_top_refusals)),
+        ("/top", get(queries::get_top_rejections)),
     ]);
     routes
 }

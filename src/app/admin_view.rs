@@ -64,7 +64,7 @@ impl AdminViewState {
             StoreBackend::Memory(_) => ("memory", String::new()),
             StoreBackend::Redis(shared, _) => ("redis", shared.settings().to_string()),
         };
-        let about = InstanceDescription {
+        let instance = InstanceDescription {
             id: redis::instance_id(),
             started_s: clock::unix_time_s(),
             workers: self.workers,
@@ -84,22 +84,22 @@ impl AdminViewState {
             Arc::clone(&this),
         );
         AdminBackend {
-            instance: about,
+            instance,
             metrics,
             history,
-            read_status: Arc::new(move || observe_state.observe()),
+            read_status: Arc::new(move || observe_state.collect_process_status()),
             config_json: Arc::new(move || {
                 Arc::clone(&config_state.reload_status.lock().effective_json)
             }),
             select_policies: Arc::new(move |selection| policies_state.select_policies(selection)),
-            inspect_key: Arc::new(move |asked| {
+            inspect_key: Arc::new(move |query| {
                 spawn_store_lookup(&key_handles, |this| async move {
-                    this.inspect_key(&asked).await
+                    this.inspect_key(&query).await
                 })
             }),
-            reset_key: Arc::new(move |asked| {
+            reset_key: Arc::new(move |query| {
                 spawn_store_lookup(&reset_handles, |this| async move {
-                    this.reset_key(&asked).await
+                    this.reset_key(&query).await
                 })
             }),
             explain_request: Arc::new(move |description| {
@@ -111,7 +111,7 @@ impl AdminViewState {
         }
     }
 
-    fn observe(&self) -> ProcessStatus {
+    fn collect_process_status(&self) -> ProcessStatus {
         let (store_up, breaker_open, store_errors, memory) = match &self.store_backend {
             StoreBackend::Memory(memory) => {
                 let (keys, bytes, evictions) =
@@ -187,7 +187,7 @@ impl AdminViewState {
 
     /// Policies in the order in which they apply; disabled ones come last.
     fn select_policies(&self, selection: &PolicySelection) -> PolicyPage {
-        let (rules, descriptions) = (
+        let (snapshot, descriptions) = (
             self.active_policies.load_snapshot(),
             self.policy_descriptions.load(),
         );
@@ -196,33 +196,34 @@ impl AdminViewState {
         };
         let sentences: HashMap<&str, &str> = descriptions
             .iter()
-            .map(|words| (&*words.policy, words.sentence.as_str()))
+            .map(|described| (&*described.policy, described.sentence.as_str()))
             .collect();
-        let active = rules
+        let active = snapshot
             .table
             .policies()
             .iter()
-            .zip(rules.tallies())
+            .zip(snapshot.counters())
             .filter(|(p, _)| is_selected(&p.name));
         let disabled = descriptions
             .iter()
-            .filter(|words| words.is_off && is_selected(&words.policy));
+            .filter(|described| described.is_off && is_selected(&described.policy));
         let total = active.clone().count() + disabled.clone().count();
         let active = active.map(|(policy, tally)| {
             let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
-            let (name, about) = (policy.name.clone(), describe_policy(policy, sentence));
+            let (name, description) = (policy.name.clone(), describe_policy(policy, sentence));
             PolicySummary {
                 name,
-                description: about,
+                description,
                 counters: Some(Arc::clone(tally)),
             }
         });
-        let disabled = disabled.map(|words| {
-            let fields = json!({ "name": words.policy, "mode": "off", "words": words.sentence });
-            let about = fields.as_object().cloned().unwrap_or_default();
+        let disabled = disabled.map(|described| {
+            let fields =
+                json!({ "name": described.policy, "mode": "off", "words": described.sentence });
+            let description = fields.as_object().cloned().unwrap_or_default();
             PolicySummary {
-                name: words.policy.clone(),
-                description: about,
+                name: described.policy.clone(),
+                description,
                 counters: None,
             }
         });
@@ -234,27 +235,30 @@ impl AdminViewState {
         PolicyPage { total, policies }
     }
 
-    async fn inspect_key(&self, asked: &KeyQuery) -> Result<Value, AdminError> {
+    async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
         self.check_store_available()?;
-        let rules = self.active_policies.load_snapshot();
-        let found = key_status::resolve_key(&rules.table, &asked.policy, &asked.values)
-            .map_err(lookup_error_to_fault)?;
-        let status = found
+        let snapshot = self.active_policies.load_snapshot();
+        let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)
+            .map_err(lookup_to_admin_error)?;
+        let status = resolved_key
             .read_status(&self.store_backend.open_for_inspection().await)
             .await
-            .map_err(|e| AdminError::Unavailable(e.to_string()))?;
-        let mut response = found.status_to_json(&status);
+            .map_err(|error| AdminError::Unavailable(error.to_string()))?;
+        let mut response = resolved_key.status_to_json(&status);
         if let Some(fields) = response.as_object_mut() {
-            fields.insert("counters".to_owned(), json!(self.counter_keys(&found)));
+            fields.insert(
+                "counters".to_owned(),
+                json!(self.counter_keys(&resolved_key)),
+            );
         }
         Ok(response)
     }
 
     /// Redis keys of the counters; empty for the memory store.
-    fn counter_keys(&self, found: &ResolvedKey<'_>) -> Vec<String> {
+    fn counter_keys(&self, resolved_key: &ResolvedKey<'_>) -> Vec<String> {
         match &self.store_backend {
             StoreBackend::Memory(_) => Vec::new(),
-            StoreBackend::Redis(shared, _) => found
+            StoreBackend::Redis(shared, _) => resolved_key
                 .charges()
                 .iter()
                 .flat_map(|charge| shared.counter_names(charge))
@@ -262,34 +266,34 @@ impl AdminViewState {
         }
     }
 
-    async fn reset_key(&self, asked: &KeyQuery) -> Result<Value, AdminError> {
+    async fn reset_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
         self.check_store_available()?;
-        let rules = self.active_policies.load_snapshot();
-        let found = key_status::resolve_key(&rules.table, &asked.policy, &asked.values)
-            .map_err(lookup_error_to_fault)?;
-        let count = found
+        let snapshot = self.active_policies.load_snapshot();
+        let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)
+            .map_err(lookup_to_admin_error)?;
+        let count = resolved_key
             .reset_counters(&self.store_backend)
             .await
             .map_err(|error| AdminError::Unavailable(error.to_string()))?;
         // Logs no key values: clients choose them.
         tracing::info!(
-            policy = asked.policy,
+            policy = query.policy,
             counters = count,
             "key reset by an operator"
         );
         Ok(
-            json!({ "policy": asked.policy, "key": found.key.to_readable_string(), "counters_forgotten": count }),
+            json!({ "policy": query.policy, "key": resolved_key.key.to_readable_string(), "counters_forgotten": count }),
         )
     }
 
     async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
-        let rules = self.active_policies.load_snapshot();
+        let snapshot = self.active_policies.load_snapshot();
         let store = self.store_backend.open_for_inspection().await;
-        match explanation::explain_request(&store, &rules.table, description).await {
+        match explanation::explain_request(&store, &snapshot.table, description).await {
             Ok(explained) => Ok(explanation::explanation_to_json(&explained, true)),
-            Err(ExplainError::InvalidRequest(why)) => Err(AdminError::InvalidRequest(why)),
-            Err(ExplainError::RequestRejected(why)) => {
-                Ok(explanation::rejected_request_to_json(&why))
+            Err(ExplainError::InvalidRequest(reason)) => Err(AdminError::InvalidRequest(reason)),
+            Err(ExplainError::RequestRejected(reason)) => {
+                Ok(explanation::rejected_request_to_json(&reason))
             }
         }
     }
@@ -321,10 +325,10 @@ fn spawn_store_lookup<F: Future<Output = Result<Value, AdminError>> + 'static>(
     })
 }
 
-fn lookup_error_to_fault(no_key: KeyLookupError) -> AdminError {
-    match no_key {
-        KeyLookupError::UnknownPolicy(why) => AdminError::NotFound(why),
-        KeyLookupError::InvalidValues(why) => AdminError::InvalidRequest(why),
+fn lookup_to_admin_error(error: KeyLookupError) -> AdminError {
+    match error {
+        KeyLookupError::UnknownPolicy(reason) => AdminError::NotFound(reason),
+        KeyLookupError::InvalidValues(reason) => AdminError::InvalidRequest(reason),
     }
 }
 

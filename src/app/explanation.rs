@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 #[derive(Debug)]
 pub(crate) struct ExplainedRequest<'t> {
     pub(crate) explanation: PolicyExplanation<'t>,
-    pub(crate) token_fault: Option<String>,
+    pub(crate) token_error: Option<String>,
 }
 
 /// Why nothing can be explained, with a text for people.
@@ -58,16 +58,16 @@ pub(crate) async fn explain_request<'t>(
         cn: text(&description.client_cert_cn),
     };
     let inbound =
-        InboundRequest::from_parts(&mut parts, description.peer_ip, table).map_err(|fault| {
+        InboundRequest::from_parts(&mut parts, description.peer_ip, table).map_err(|error| {
             ExplainError::RequestRejected(format!(
-                "the request is rejected before policies apply: {fault}"
+                "the request is rejected before policies apply: {error}"
             ))
         })?;
     let explanation =
         enforcer::explain_request(store, table, &inbound.facts(&parts, Some(&certificate))).await;
     Ok(ExplainedRequest {
         explanation,
-        token_fault: inbound.token_error().map(|fault| fault.to_string()),
+        token_error: inbound.token_error().map(|error| error.to_string()),
     })
 }
 
@@ -122,9 +122,9 @@ pub(crate) fn predict_outcome<'t>(
             PolicyStep::Limits(limits) => {
                 has_limits = true;
                 let is_exhausted = limits
-                    .standings
+                    .statuses
                     .iter()
-                    .any(|standing| standing.remaining < limits.cost);
+                    .any(|status| status.remaining < limits.cost);
                 if is_exhausted || limits.blocked_until_us.is_some() {
                     exhausted.push(&*policy.name);
                 }
@@ -159,7 +159,7 @@ pub(crate) fn explanation_to_json(
             PolicyStep::Exempts => ("exempts", None),
             PolicyStep::Denies => ("denies", None),
             PolicyStep::Skipped => ("skipped", Some("a part of its key is missing".to_owned())),
-            PolicyStep::InvalidKey(fault) => ("cannot_key", Some(fault.to_string())),
+            PolicyStep::InvalidKey(error) => ("cannot_key", Some(error.to_string())),
             PolicyStep::Limits(_) => ("limits", None),
         };
         let mut policy_json =
@@ -168,12 +168,12 @@ pub(crate) fn explanation_to_json(
             (step, policy_json.as_object_mut())
         {
             let blocked = limited.blocked_until_us.zip(now_us);
-            let limits = limited.limits.iter().enumerate().map(|(at, named)| {
+            let limits = limited.limits.iter().enumerate().map(|(index, named)| {
                 let mut limit_json = limit_json::limit_to_json(named);
-                if let Some((standing, now_us)) = limited.standings.get(at).zip(now_us) {
+                if let Some((status, now_us)) = limited.statuses.get(index).zip(now_us) {
                     limit_json.extend(limit_json::limit_status_to_json(
                         &named.limit,
-                        standing,
+                        status,
                         now_us,
                     ));
                 }
@@ -192,7 +192,7 @@ pub(crate) fn explanation_to_json(
         "expected": outcome_to_json(&predict_outcome(explanation, now_us.is_some())),
         "policies": policies.collect::<Vec<_>>(),
         "store_error": explanation.store.as_ref().err().map(ToString::to_string),
-        "token_fault": explained.token_fault,
+        "token_fault": explained.token_error,
     })
 }
 

@@ -70,7 +70,7 @@ pub(crate) fn resolve_key<'t>(
         )));
     };
     let (key, limits) = quota
-        .select_for_values(&policy.name, values, &table.client, &table.path)
+        .key_and_limits_for_values(&policy.name, values, &table.client, &table.path)
         .map_err(KeyLookupError::InvalidValues)?;
     Ok(ResolvedKey {
         policy,
@@ -96,15 +96,15 @@ impl ResolvedKey<'_> {
     /// Reads all limits at one moment. Changes nothing.
     pub(crate) async fn read_status(&self, store: &Store) -> Result<KeyStatus, StoreUnavailable> {
         let decision = store.decide(&self.charges()).await?;
-        let mut standings = decision.statuses.into_iter().flatten();
+        let mut statuses = decision.statuses.into_iter().flatten();
         let blocked_until_us = self
             .quota
             .block
-            .and_then(|_| standings.next()?.next_growth_us);
+            .and_then(|_| statuses.next()?.next_growth_us);
         Ok(KeyStatus {
             now_us: decision.now_us,
             blocked_until_us,
-            limit_statuses: standings.collect(),
+            limit_statuses: statuses.collect(),
         })
     }
 
@@ -115,7 +115,7 @@ impl ResolvedKey<'_> {
             || status
                 .limit_statuses
                 .iter()
-                .any(|standing| standing.remaining < min_cost)
+                .any(|status| status.remaining < min_cost)
     }
 
     /// The status as JSON.
@@ -124,11 +124,11 @@ impl ResolvedKey<'_> {
             .limits
             .iter()
             .zip(&status.limit_statuses)
-            .map(|(named, standing)| {
+            .map(|(named, limit_status)| {
                 let mut fields = limit_json::limit_to_json(named);
                 fields.extend(limit_json::limit_status_to_json(
                     &named.limit,
-                    standing,
+                    limit_status,
                     status.now_us,
                 ));
                 Value::Object(fields)

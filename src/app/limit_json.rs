@@ -59,16 +59,16 @@ pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
 /// nothing is used).
 pub(crate) fn limit_status_to_json(
     limit: &Limit,
-    standing: &LimitStatus,
+    status: &LimitStatus,
     now_us: u64,
 ) -> [(String, Value); 3] {
-    let used = limit.capacity().saturating_sub(standing.remaining);
-    let grows = standing
+    let used = limit.capacity().saturating_sub(status.remaining);
+    let grows = status
         .next_growth_us
         .map(|at_us| micros_to_seconds_json(at_us.saturating_sub(now_us)));
     [
         ("used".to_owned(), json!(used)),
-        ("remaining".to_owned(), json!(standing.remaining)),
+        ("remaining".to_owned(), json!(status.remaining)),
         ("grows_in_s".to_owned(), json!(grows)),
     ]
 }

@@ -17,16 +17,16 @@ impl ListenerSet {
         let mut listeners = Self::default();
         if config.has_upstream {
             let tls = ReloadableServerTls::new(config.tls.clone().into());
-            listeners.add(server, ListenerKind::Proxy, &config.listen, tls)?;
+            listeners.add_listener(server, ListenerKind::Proxy, &config.listen, tls)?;
         }
         for settings in &config.service_listeners {
             let tls = ReloadableServerTls::new(settings.tls.clone().into());
-            listeners.add(server, settings.kind, &settings.listen, tls)?;
+            listeners.add_listener(server, settings.kind, &settings.listen, tls)?;
         }
         Ok(listeners)
     }
 
-    fn add(
+    fn add_listener(
         &mut self,
         server: &mut ProxyServer,
         kind: ListenerKind,

@@ -26,6 +26,20 @@ impl StoreBackend {
         }
     }
 
+    /// Continues the outage in which an earlier process stopped. Call it before the first request.
+    pub(super) fn restore_usage(&self) {
+        if let Self::Redis(shared, _) = self {
+            shared.restore_usage();
+        }
+    }
+
+    /// Stores usage that Redis lacks for the next process. Call it after the last request.
+    pub(super) fn store_usage(&self) {
+        if let Self::Redis(shared, _) = self {
+            shared.store_usage();
+        }
+    }
+
     /// Opens a store for reading counters by hand. It has connections of its own and does not count
     /// as an instance that shares limits.
     pub(crate) async fn open_for_inspection(&self) -> Store {

@@ -36,7 +36,7 @@ pub(super) fn run(sources: &ConfigSources, timeout: Option<Duration>) -> Result<
         .or_else(|| announced_drain_time(&response))
         .unwrap_or(TIMEOUT_MARGIN);
     while requested_at.elapsed() < timeout {
-        if is_gone(&address) {
+        if is_process_gone(&address) {
             return Ok(format!(
                 "drained in {:.1} s\n",
                 requested_at.elapsed().as_secs_f64()
@@ -68,7 +68,7 @@ fn announced_drain_time(response: &AdminClientResponse) -> Option<Duration> {
         .checked_add(TIMEOUT_MARGIN)
 }
 
-fn is_gone(address: &ListenAddress) -> bool {
+fn is_process_gone(address: &ListenAddress) -> bool {
     // `NotFound`: the file of a Unix socket has been removed.
     let gone = [
         io::ErrorKind::ConnectionRefused,

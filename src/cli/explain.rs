@@ -46,10 +46,10 @@ pub(super) fn explain_request(
             Ok(explained) if as_json => Ok(explanation_to_json(&config, &request, &explained)),
             Ok(explained) => {
                 let token = explained
-                    .token_fault
+                    .token_error
                     .as_ref()
-                    .map_or_else(String::new, |fault| {
-                        format!("The request's token is not used: {fault}.\n")
+                    .map_or_else(String::new, |error| {
+                        format!("The request's token is not used: {error}.\n")
                     });
                 Ok(title + &describe_explanation(&config, &explained.explanation) + &token)
             }
@@ -106,7 +106,7 @@ fn describe_explanation(config: &Config, explanation: &PolicyExplanation<'_>) ->
             PolicyStep::Exempts => "matches: exempt".to_owned(),
             PolicyStep::Denies => "matches: denied".to_owned(),
             PolicyStep::Skipped => "matches, but a part of its key is missing: skipped".to_owned(),
-            PolicyStep::InvalidKey(fault) => format!("matches, but {fault}"),
+            PolicyStep::InvalidKey(error) => format!("matches, but {error}"),
             PolicyStep::Limits(limits) => {
                 format!("matches: key {}, cost {}", limits.key, limits.cost)
             }
@@ -117,8 +117,8 @@ fn describe_explanation(config: &Config, explanation: &PolicyExplanation<'_>) ->
                 let remaining = limit_status::format_wait(until_us.saturating_sub(now_us));
                 text.push_str(&format!("  {:<16}   blocked for {remaining}\n", ""));
             }
-            for (at, named) in limits.limits.iter().enumerate() {
-                let status = limits.standings.get(at).zip(now_us);
+            for (index, named) in limits.limits.iter().enumerate() {
+                let status = limits.statuses.get(index).zip(now_us);
                 text.push_str(&format!(
                     "  {:<16}   {}\n",
                     "",

@@ -25,7 +25,7 @@ use std::time::Duration;
 ///
 /// Without a command, tidegate runs the proxy.
 #[derive(Parser, Debug)]
-#[command(name = "tidegate", version, args_conflicts_with_subcommands = true, after_help = GENERAL_HELP)]
+#[command(name = "tidegate", version, args_conflicts_with_subcommands = true, after_help = GENERAL_HELP_FOOTER)]
 struct CommandLine {
     #[command(subcommand)]
     command: Option<CliCommand>,
@@ -36,12 +36,12 @@ struct CommandLine {
 #[derive(Subcommand, Debug)]
 enum CliCommand {
     /// Run the proxy.
-    #[command(after_help = RUN_HELP)]
+    #[command(after_help = RUN_HELP_FOOTER)]
     Run(RunFlags),
     /// Run a sample upstream, the proxy and the memory store in one process.
     ///
     /// Prints curl commands to try.
-    #[command(after_help = DEMO_HELP)]
+    #[command(after_help = DEMO_HELP_FOOTER)]
     Demo {
         /// Listen address of the proxy.
         #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8080")]
@@ -54,7 +54,7 @@ enum CliCommand {
     ///
     /// The descriptions go to stdout. Errors go to stderr, and so do warnings about settings that
     /// are valid but probably not intended. Reports all errors and exits with 1 if there are any.
-    #[command(after_help = CHECK_HELP)]
+    #[command(after_help = CHECK_HELP_FOOTER)]
     Check {
         /// Configuration file to check.
         #[arg(value_name = "FILE", default_value = DEFAULT_CONFIG)]
@@ -69,7 +69,7 @@ enum CliCommand {
     /// Explain why a request is limited or not.
     ///
     /// Shows which policies match, which keys and limits the request uses, and their current state.
-    #[command(after_help = EXPLAIN_HELP)]
+    #[command(after_help = EXPLAIN_HELP_FOOTER)]
     Explain {
         #[command(flatten)]
         config: ConfigFlag,
@@ -82,7 +82,7 @@ enum CliCommand {
     /// Check whether the proxy on this machine is alive.
     ///
     /// Exits with 0 if it is. For HEALTHCHECK and exec probes.
-    #[command(after_help = HEALTH_HELP)]
+    #[command(after_help = HEALTH_HELP_FOOTER)]
     Health {
         #[command(flatten)]
         config: ConfigFlag,
@@ -94,7 +94,7 @@ enum CliCommand {
     ///
     /// For preStop hooks. Exits with 0 when the proxy has exited, and with 1 if the admin port does
     /// not respond or the proxy still runs after the timeout.
-    #[command(after_help = DRAIN_HELP)]
+    #[command(after_help = DRAIN_HELP_FOOTER)]
     Drain {
         #[command(flatten)]
         config: ConfigFlag,
@@ -113,7 +113,7 @@ enum CliCommand {
     ///
     /// Shows the data of the dashboard in a terminal.
     /// Keys: q quits, p pauses, s sorts, arrows scroll.
-    #[command(after_help = TOP_HELP)]
+    #[command(after_help = TOP_HELP_FOOTER)]
     Top {
         #[command(flatten)]
         config: ConfigFlag,
@@ -121,7 +121,7 @@ enum CliCommand {
         flags: top::TopFlags,
     },
     /// List, show and reset the counters in Redis.
-    #[command(after_help = KEYS_HELP)]
+    #[command(after_help = KEYS_HELP_FOOTER)]
     Keys {
         #[command(flatten)]
         config: ConfigFlag,
@@ -132,39 +132,39 @@ enum CliCommand {
         command: keys::KeysCommand,
     },
     /// Print a shell completion script.
-    #[command(after_help = COMPLETIONS_HELP)]
+    #[command(after_help = COMPLETIONS_HELP_FOOTER)]
     Completions { shell: clap_complete::Shell },
     /// Print the manual page for man(1).
-    #[command(after_help = MAN_HELP)]
+    #[command(after_help = MAN_HELP_FOOTER)]
     Man,
 }
 
-const GENERAL_HELP: &str = "\
+const GENERAL_HELP_FOOTER: &str = "\
 Examples:
   tidegate demo                                run a self-contained demo, with curl commands to try
   tidegate check my.toml                       validate a configuration and describe its policies
   tidegate run --config my.toml                run the proxy
 
 Exit codes: 0 success; 1 failure, with the reason on stderr; 2 invalid command line.";
-const RUN_HELP: &str = "\
+const RUN_HELP_FOOTER: &str = "\
 Examples:
   tidegate run --config my.toml
   tidegate run --upstream http://127.0.0.1:3000 --listen 127.0.0.1:8080
   TIDEGATE_STORE__REDIS__URL=redis://redis:6379/0 tidegate run
 
 Exit codes: 0 shut down on request; 1 invalid configuration, or an address is unavailable.";
-const DEMO_HELP: &str = "\
+const DEMO_HELP_FOOTER: &str = "\
 Examples:
   tidegate demo
   tidegate demo --listen 127.0.0.1:18080 --config my.toml";
-const CHECK_HELP: &str = "\
+const CHECK_HELP_FOOTER: &str = "\
 Examples:
   tidegate check                               check ./config.toml
   tidegate check my.toml --strict              for CI: warnings are errors
   tidegate check my.toml --json | jq .warnings
 
 Exit codes: 0 valid; 1 errors, or warnings with --strict.";
-const EXPLAIN_HELP: &str = "\
+const EXPLAIN_HELP_FOOTER: &str = "\
 Examples:
   tidegate explain POST /api/login --ip 203.0.113.9
   tidegate explain GET http://shop.example/api/orders -H 'x-user-id: ann'
@@ -174,7 +174,7 @@ Examples:
 
 No quota is consumed. The state of limits is shown if the configuration uses Redis.
 Exit codes: 0 explained, whatever the outcome; 1 failure, with the reason on stderr.";
-const HEALTH_HELP: &str = "\
+const HEALTH_HELP_FOOTER: &str = "\
 Examples:
   tidegate health
   tidegate health --config /etc/tidegate/config.toml --json
@@ -182,7 +182,7 @@ Examples:
 
 Requests /livez on admin.probes, or on admin.address if admin.probes is not set.
 Exit codes: 0 alive; 1 no response, or a status other than 200.";
-const DRAIN_HELP: &str = "\
+const DRAIN_HELP_FOOTER: &str = "\
 Examples:
   tidegate drain
   tidegate drain --config /etc/tidegate/config.toml --timeout 25
@@ -191,14 +191,14 @@ Examples:
 Readiness fails at once. New requests are served for shutdown.delay; requests in flight then get
 shutdown.grace to finish.
 Exit codes: 0 the proxy has exited; 1 no response, or the proxy still runs after the timeout.";
-const TOP_HELP: &str = "\
+const TOP_HELP_FOOTER: &str = "\
 Examples:
   tidegate top
   tidegate top --once                          print a table once
   tidegate top --json | jq '.policies.policies[] | {name, rejected}'
 
 Exit codes: 0 quit, or printed; 1 the admin port does not respond.";
-const KEYS_HELP: &str = "\
+const KEYS_HELP_FOOTER: &str = "\
 Examples:
   tidegate keys list --policy login
   tidegate keys show login 203.0.113.9
@@ -206,12 +206,12 @@ Examples:
   tidegate keys reset login 203.0.113.9
 
 Exit codes: 0 success; 1 unknown policy or key, or Redis is unavailable.";
-const COMPLETIONS_HELP: &str = "\
+const COMPLETIONS_HELP_FOOTER: &str = "\
 Examples:
   tidegate completions bash > /etc/bash_completion.d/tidegate
   tidegate completions zsh > ~/.zfunc/_tidegate
   tidegate completions fish > ~/.config/fish/completions/tidegate.fish";
-const MAN_HELP: &str = "\
+const MAN_HELP_FOOTER: &str = "\
 Examples:
   tidegate man | man -l -
   tidegate man > /usr/local/share/man/man1/tidegate.1";

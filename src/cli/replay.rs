@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const EXAMPLES_HELP: &str = "\
+const EXAMPLES_HELP_FOOTER: &str = "\
 Replays in log time with the limiter of the proxy and counters in memory; a day of logs takes seconds.
 The format is detected from the first lines: combined and common of nginx and Apache (with optional extra fields),
 Envoy's text format, and JSON of Envoy, Traefik, Caddy, nginx or tidegate. Files may be gzip-compressed and may
@@ -32,7 +32,7 @@ Exit codes: 0 a report was made, whatever it says; 1 a file can't be opened or p
 
 /// Input and output of a replay.
 #[derive(clap::Args, Debug)]
-#[command(after_long_help = EXAMPLES_HELP)]
+#[command(after_long_help = EXAMPLES_HELP_FOOTER)]
 pub(super) struct ReplayArguments {
     /// Access logs, in any order; `-` is stdin.
     #[arg(required = true, value_name = "ACCESS_LOG")]
@@ -40,8 +40,8 @@ pub(super) struct ReplayArguments {
     /// Log format: combined, envoy, tidegate, traefik-json, caddy, envoy-json, json.
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<AccessLogFormat>,
-    /// Log field that holds a request header. In text formats, extra1, extra2, … are the fields after
-    /// the user agent and remote_user is the user name. In JSON, a field path. Repeatable.
+    /// Log field that holds a request header. In text formats, extra1, extra2, … are the fields
+    /// after the user agent and remote_user is the user name. In JSON, a field path. Repeatable.
     #[arg(long, value_name = "HEADER=FIELD", value_parser = parse_header_mapping)]
     header_from: Vec<(HeaderName, String)>,
     /// Second configuration to compare with.

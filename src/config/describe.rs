@@ -229,12 +229,13 @@ fn describe_conditions(value: Option<&Value>) -> String {
                     "headers" => "header",
                     "cookies" => "cookie",
                     "jwt" => "claim",
-                    _ => "query parameter",
+                    "query" => "query parameter",
+                    other => other,
                 };
-                let tests = entries
-                    .iter()
-                    .map(|(name, test)| format!("with {kind} {name}{}", describe_test(test)));
-                tests.collect::<Vec<_>>().join(" and ")
+                let conditions = entries.iter().map(|(name, condition)| {
+                    format!("with {kind} {name}{}", describe_value_condition(condition))
+                });
+                conditions.collect::<Vec<_>>().join(" and ")
             }
             (_, value) => format_value(value),
         });
@@ -253,10 +254,12 @@ fn describe_descriptors(value: Option<&Value>) -> String {
         None => String::new(),
         Some(entries) if entries.is_empty() => " without entries".to_owned(),
         Some(entries) => {
-            let entries = entries.iter().map(|(name, test)| match test.as_str() {
-                Some("*") => name.clone(),
-                _ => format!("{name}{}", describe_test(test)),
-            });
+            let entries = entries
+                .iter()
+                .map(|(name, condition)| match condition.as_str() {
+                    Some("*") => name.clone(),
+                    _ => format!("{name}{}", describe_value_condition(condition)),
+                });
             format!(
                 " with {} and nothing else",
                 entries.collect::<Vec<_>>().join(", ")
@@ -269,16 +272,16 @@ fn describe_descriptors(value: Option<&Value>) -> String {
     format!("{domain}{entries}{not}")
 }
 
-fn describe_test(test: &Value) -> String {
+fn describe_value_condition(condition: &Value) -> String {
     match (
-        test.as_str(),
-        test.find_ref("regex"),
-        test.find_ref("present").and_then(Value::to_bool),
+        condition.as_str(),
+        condition.find_ref("regex"),
+        condition.find_ref("present").and_then(Value::to_bool),
     ) {
         (Some(text), ..) => format!(" = \"{text}\""),
         (_, Some(regex), _) => format!(" matching {}", format_value(regex)),
         (_, _, Some(false)) => " absent".to_owned(),
-        _ if test.as_dict().is_none() => format!(" = {}", format_value(test)),
+        _ if condition.as_dict().is_none() => format!(" = {}", format_value(condition)),
         _ => String::new(),
     }
 }

@@ -75,7 +75,7 @@ impl TomlDocument {
 
     /// Span of the value at `path`, or of the innermost enclosing table in the document.
     pub(super) fn value_span(&self, path: &KeyPath) -> SourceSpan {
-        match self.find_innermost_spans(path).0 {
+        match self.find_deepest_existing_spans(path).0 {
             spans if spans.value.is_empty() => SourceSpan::from_source(&self.name, self.rank),
             spans => self.source_span(spans.value.clone()),
         }
@@ -83,19 +83,19 @@ impl TomlDocument {
 
     /// Span of the key of the value at `path`.
     pub(super) fn key_span(&self, path: &KeyPath) -> SourceSpan {
-        self.source_span(self.find_innermost_spans(path).0.key.clone())
+        self.source_span(self.find_deepest_existing_spans(path).0.key.clone())
     }
 
     /// Source text of the value at `path`.
     pub(super) fn source_text(&self, path: &KeyPath) -> Option<&str> {
-        match self.find_innermost_spans(path) {
+        match self.find_deepest_existing_spans(path) {
             (spans, true) => self.text.get(spans.value.clone()),
             _ => None,
         }
     }
 
     /// Spans of the innermost existing element of `path`, and whether all of `path` exists.
-    fn find_innermost_spans(&self, path: &KeyPath) -> (&DocumentSpans, bool) {
+    fn find_deepest_existing_spans(&self, path: &KeyPath) -> (&DocumentSpans, bool) {
         let mut at = &self.spans;
         for step in &path.0 {
             let next = match step {
@@ -159,9 +159,9 @@ impl KeyPath {
 
 impl fmt::Display for KeyPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (at, step) in self.0.iter().enumerate() {
+        for (index, step) in self.0.iter().enumerate() {
             match step {
-                KeyPathStep::Key(key) if at == 0 => write!(f, "{}", key.escape_debug())?,
+                KeyPathStep::Key(key) if index == 0 => write!(f, "{}", key.escape_debug())?,
                 KeyPathStep::Key(key) => write!(f, ".{}", key.escape_debug())?,
                 KeyPathStep::Index(index) => write!(f, "[{index}]")?,
             }

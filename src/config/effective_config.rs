@@ -1,6 +1,6 @@
 //! The effective configuration as JSON: every key with its value, and the policies as written.
 
-use super::loaded_config::{Config, RestartOnlySettings, is_reloadable};
+use super::loaded_config::{Config, RestartOnlySettings, is_reloadable_key};
 use super::schema::{self, ValueKind};
 use figment::value::Value;
 use serde_json::{Map, Value as Json};
@@ -19,7 +19,7 @@ impl Config {
     fn effective_values(&self, running: &RestartOnlySettings) -> Map<String, Json> {
         let mut top = Map::new();
         for path in schema::key_paths() {
-            let source = if is_reloadable(&path) {
+            let source = if is_reloadable_key(&path) {
                 &self.raw
             } else {
                 &running.raw

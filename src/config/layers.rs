@@ -123,7 +123,7 @@ fn suggest_variable(key: &str) -> String {
 
 impl Provider for FileLayer<'_> {
     fn metadata(&self) -> Metadata {
-        // Only this layer has a source. The others have the name of their variable or flag.
+        // Only a file layer has source text. Other layers have the name of their variable or flag.
         Metadata::from("file", Source::File(PathBuf::new()))
     }
 

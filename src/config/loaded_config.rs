@@ -99,7 +99,7 @@ impl RestartOnlySettings {
     /// Keys that differ in `newer` and take effect only at a restart.
     pub fn changed_keys(&self, newer: &Config) -> Vec<String> {
         let mut keys = schema::key_paths();
-        keys.retain(|path| !is_reloadable(path));
+        keys.retain(|path| !is_reloadable_key(path));
         keys.retain(|path| self.raw.value_or_default(path) != newer.raw.value_or_default(path));
         if !keys.iter().any(|path| path.starts_with("store.")) && self.store != newer.store {
             keys.push("store.redis (contents of a file)".to_owned());
@@ -115,7 +115,7 @@ impl RestartOnlySettings {
 }
 
 /// Whether a reload applies the key.
-pub(super) fn is_reloadable(path: &str) -> bool {
+pub(super) fn is_reloadable_key(path: &str) -> bool {
     RELOADABLE_KEY_PREFIXES
         .iter()
         .any(|prefix| path.starts_with(prefix))

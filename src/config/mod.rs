@@ -64,8 +64,8 @@ pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
         let included: Vec<TableReader<'_>> = included
             .iter()
             .filter_map(|document| Some((*document, input.documents().get(*document)?)))
-            .map(|(at, document)| {
-                TableReader::from_document(&input, at, &schema::INCLUDED_ROOT, document.values())
+            .map(|(index, document)| {
+                TableReader::from_document(&input, index, &schema::INCLUDED_ROOT, document.values())
             })
             .collect();
         settings::build_config(&input, &top, &included)

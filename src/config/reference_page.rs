@@ -91,7 +91,7 @@ fn replace_table(page: &str, path: &str, table: &[SchemaKey]) -> String {
 
 fn format_row(key: &SchemaKey) -> String {
     let default = match (&key.requirement, &key.kind) {
-        (KeyRequirement::Required, _) => "must be set".to_owned(),
+        (KeyRequirement::Required, _) => "required".to_owned(),
         (KeyRequirement::Default(""), ValueKind::TextList(_) | ValueKind::SecretList(_)) => {
             "`[]`".to_owned()
         }
@@ -122,6 +122,7 @@ fn format_kind(kind: &ValueKind) -> String {
             format!("{min} to {}, or a table", format_count(*max))
         }
         ValueKind::KeywordOrTable { keyword, .. } => format!("`\"{keyword}\"`, or a table"),
+        ValueKind::Bool => "a boolean".to_owned(),
         ValueKind::Fraction => "0.0 to 1.0".to_owned(),
         ValueKind::Duration { min, max } => {
             format!(
@@ -145,7 +146,7 @@ fn format_kind(kind: &ValueKind) -> String {
             .join(", "),
         // The page describes the entries elsewhere.
         ValueKind::Map(_) => "a table".to_owned(),
-        other => other.to_string(),
+        other => other.to_string().trim_start_matches("the ").to_owned(),
     }
 }
 

@@ -9,7 +9,7 @@ mod proxy;
 mod store;
 
 pub(super) use key::{KeyRequirement, SchemaKey, ValueKind};
-pub(super) use policy::VALUE_TEST;
+pub(super) use policy::{MATCH, VALUE_CONDITION};
 pub(super) use store::{DEFAULT_KEY_PREFIX, DEFAULT_REDIS_URL};
 
 use key::*;

@@ -189,11 +189,11 @@ impl<'a> TableReader<'a> {
             }) => values
                 .iter()
                 .enumerate()
-                .map(|(at, value)| ConfigValue {
+                .map(|(index, value)| ConfigValue {
                     input: self.input,
                     document: self.document,
                     value,
-                    path: path.with_index(at),
+                    path: path.with_index(index),
                     is_secret: secret,
                 })
                 .collect(),

@@ -338,6 +338,43 @@ fn a_password_comes_from_its_file() {
 }
 
 #[test]
+fn the_state_directory_exists_and_is_writable() {
+    let directory = tempfile::tempdir().unwrap();
+    let settings = |kind: &str, path: &Path| {
+        text_sources(&format!(
+            "{URL}\nstore = {{ kind = \"{kind}\", state_dir = \"{}\", redis = {{ key_prefix = \"shop\" }} }}",
+            path.display()
+        ))
+    };
+    let config = load(&settings("redis", directory.path())).unwrap();
+    assert!(config.warnings.is_empty(), "{:?}", config.warnings);
+    let StoreSettings::Redis(redis) = &config.store else {
+        panic!("{:?}", config.store);
+    };
+    assert_eq!(redis.state_dir.as_deref(), Some(directory.path()));
+    assert_eq!(
+        fs::read_dir(directory.path()).unwrap().count(),
+        0,
+        "the check leaves no file"
+    );
+    let absent = directory.path().join("absent");
+    let errors = load_errors(&settings("redis", &absent));
+    assert!(
+        errors.contains("expected an existing directory"),
+        "{errors}"
+    );
+    // Even root cannot create files here.
+    let errors = load_errors(&settings("redis", Path::new("/proc")));
+    assert!(errors.contains("expected a writable directory"), "{errors}");
+    let warnings = load(&settings("memory", &absent)).unwrap().warnings;
+    assert!(
+        warnings[0]
+            .to_line()
+            .contains("the memory store does not use it")
+    );
+}
+
+#[test]
 fn collector_headers_are_read_from_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("headers");

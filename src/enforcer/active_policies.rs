@@ -1,8 +1,9 @@
 //! The active policies and their counters.
 
+use super::decisions::PolicyDecision;
 use crate::limiter::Key;
 use crate::policy::PolicyTable;
-use crate::telemetry::metrics::{Metrics, PolicyCounters, PolicyDecision, WorkerMetrics};
+use crate::telemetry::metrics::{Metrics, PolicyCounters, WorkerMetrics};
 use arc_swap::ArcSwap;
 use std::sync::Arc;
 
@@ -22,7 +23,7 @@ pub struct ActivePolicies {
 pub struct PolicySnapshot {
     pub table: Arc<PolicyTable>,
     /// In the order of the table's policies.
-    tallies: Box<[Arc<PolicyCounters>]>,
+    counters: Box<[Arc<PolicyCounters>]>,
 }
 
 impl ActivePolicies {
@@ -46,13 +47,13 @@ impl ActivePolicies {
 
 impl PolicySnapshot {
     fn new(table: Arc<PolicyTable>, metrics: &Metrics) -> Self {
-        let tallies = metrics.policy_counters(table.policies().iter().map(|policy| &*policy.name));
-        Self { table, tallies }
+        let counters = metrics.policy_counters(table.policies().iter().map(|policy| &*policy.name));
+        Self { table, counters }
     }
 
     /// The counters of the policies, in the order of the table.
-    pub fn tallies(&self) -> &[Arc<PolicyCounters>] {
-        &self.tallies
+    pub fn counters(&self) -> &[Arc<PolicyCounters>] {
+        &self.counters
     }
 
     /// Counts the decision of one policy. For a refusal, also records `place` (the path or domain
@@ -60,19 +61,19 @@ impl PolicySnapshot {
     pub(super) fn record_decision(
         &self,
         policy_index: usize,
-        shard: &WorkerMetrics,
+        metrics: &WorkerMetrics,
         decision: PolicyDecision,
         (key, place): (Option<&Key>, &str),
     ) {
-        let Some(tally) = self.tallies.get(policy_index) else {
+        let Some(tally) = self.counters.get(policy_index) else {
             return;
         };
-        shard.record_policy_decision(tally, decision);
-        if decision.is_refusal() {
-            shard.refusals().record_path(tally.policy(), place);
+        metrics.record_policy_decision(tally, decision as usize);
+        if decision.is_rejection() {
+            metrics.rejections().record_path(tally.policy(), place);
             if let Some(key) = key {
-                shard
-                    .refusals()
+                metrics
+                    .rejections()
                     .record_key(tally.policy(), key.id(), || key.to_readable_string());
             }
         }

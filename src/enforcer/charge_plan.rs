@@ -1,12 +1,14 @@
 //! The charges of one request: which limits apply, by which key and at which cost.
 
+use super::decisions::PolicyDecision;
 use super::{EstimatedCharge, RequestOutcome};
-use crate::limiter::{Algorithm, Charge, Decision, Key, Lease, Limit, LimitStatus, MAX_UNITS};
+use crate::limiter::{Algorithm, Charge, Decision, Key, LeaseTerms, Limit, LimitStatus, MAX_UNITS};
 use crate::policy::{
     Descriptor, EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyAction, PolicyTable,
 };
-use crate::store::{ConcurrencySlotGuard, ConcurrencySlots, CounterRef, SettlementQueue};
-use crate::telemetry::metrics::PolicyDecision;
+use crate::store::{
+    ConcurrencySlotGuard, ConcurrencySlots, CounterRef, SettlementQueue, UntakenSlots,
+};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,15 +17,15 @@ use tokio::time::Instant;
 /// The charges of one request.
 #[derive(Default)]
 pub(super) struct ChargePlan<'t> {
-    /// The inline capacity is small: the plan is moved with every request, and a policy charge is
+    /// The inline capacity is small: the plan is moved with every request, and a planned policy is
     /// large.
-    pub policy_charges: SmallVec<[PolicyCharge<'t>; 2]>,
+    pub planned_policies: SmallVec<[PlannedPolicy<'t>; 2]>,
     /// Shadow policies that would have denied the request.
-    pub shadow_denials: SmallVec<[&'t str; 1]>,
+    pub shadow_rejections: SmallVec<[&'t str; 1]>,
 }
 
 /// The limits of one matching policy, for the request's key.
-pub(super) struct PolicyCharge<'t> {
+pub(super) struct PlannedPolicy<'t> {
     /// Index of the policy in the table.
     pub policy_index: usize,
     pub policy: &'t Policy,
@@ -36,13 +38,13 @@ pub(super) struct PolicyCharge<'t> {
     pub estimate: Option<&'t Arc<EstimateCost>>,
     pub counts_rejected: bool,
     pub shards: u16,
-    pub lease: Option<Lease>,
+    pub lease: Option<LeaseTerms>,
 }
 
-impl<'t> PolicyCharge<'t> {
+impl<'t> PlannedPolicy<'t> {
     fn shares_counters_with(&self, other: &Self) -> bool {
-        let identities = |policy_charge: &Self| {
-            policy_charge
+        let identities = |planned_policy: &Self| {
+            planned_policy
                 .limits
                 .iter()
                 .map(|named| named.limit.counter_identity())
@@ -54,10 +56,10 @@ impl<'t> PolicyCharge<'t> {
 
     /// Adds another charge of the same counters. The limits differ only if equal descriptors carry
     /// different ones; the tighter limits apply.
-    fn merge(&mut self, other: &PolicyCharge<'t>) {
+    fn merge(&mut self, other: &PlannedPolicy<'t>) {
         self.cost = self.cost.saturating_add(other.cost).min(MAX_UNITS);
-        let min_requests = |policy_charge: &PolicyCharge<'t>| {
-            policy_charge
+        let min_requests = |planned_policy: &PlannedPolicy<'t>| {
+            planned_policy
                 .limits
                 .iter()
                 .map(|named| named.limit.requests)
@@ -101,34 +103,34 @@ impl<'t> ChargePlan<'t> {
     ) -> Result<bool, RequestOutcome<'t>> {
         let matching = table.matching_policies(facts);
         let is_matched = !matching.is_empty();
-        for (at, policy) in matching {
+        for (index, policy) in matching {
             let quota = match &policy.action {
                 PolicyAction::Limit(quota) => quota,
                 PolicyAction::Allow => {
-                    record_decision(at, None, PolicyDecision::Exempt);
+                    record_decision(index, None, PolicyDecision::Exempt);
                     if policy.shadow {
                         continue;
                     }
                     break;
                 }
                 PolicyAction::Deny if policy.shadow => {
-                    record_decision(at, None, PolicyDecision::ShadowRejected);
-                    self.shadow_denials.push(&*policy.name);
+                    record_decision(index, None, PolicyDecision::ShadowRejected);
+                    self.shadow_rejections.push(&*policy.name);
                     continue;
                 }
                 PolicyAction::Deny => {
-                    record_decision(at, None, PolicyDecision::Denied);
+                    record_decision(index, None, PolicyDecision::Denied);
                     return Err(RequestOutcome::Denied {
                         policy: &policy.name,
-                        reject: policy.reject_response.as_ref(),
+                        custom_response: policy.reject_response.as_ref(),
                     });
                 }
             };
             let selected = match descriptor {
                 Some(descriptor) => {
-                    quota.select_for_descriptor(&policy.name, descriptor, &table.client)
+                    quota.key_and_limits_for_descriptor(&policy.name, descriptor, &table.client)
                 }
-                None => quota.select_for_request(&policy.name, facts, &table.client),
+                None => quota.key_and_limits_for_request(&policy.name, facts, &table.client),
             };
             match selected {
                 Ok(Some((key, limits))) => {
@@ -137,8 +139,8 @@ impl<'t> ChargePlan<'t> {
                         (quota.cost.compute_units(facts), quota.cost.as_estimate());
                     let (counts_rejected, shards) = (quota.count_rejected, quota.shards);
                     let lease = quota.lease;
-                    self.add_policy_charge(PolicyCharge {
-                        policy_index: at,
+                    self.add_planned_policy(PlannedPolicy {
+                        policy_index: index,
                         policy,
                         key,
                         limits,
@@ -152,13 +154,13 @@ impl<'t> ChargePlan<'t> {
                 }
                 Ok(None) => {}
                 Err(_) if policy.shadow => {
-                    record_decision(at, None, PolicyDecision::ShadowRejected)
+                    record_decision(index, None, PolicyDecision::ShadowRejected)
                 }
-                Err(fault) => {
-                    record_decision(at, None, PolicyDecision::Denied);
+                Err(error) => {
+                    record_decision(index, None, PolicyDecision::Denied);
                     return Err(RequestOutcome::InvalidKey {
                         policy: &policy.name,
-                        fault,
+                        error,
                     });
                 }
             }
@@ -166,36 +168,41 @@ impl<'t> ChargePlan<'t> {
         Ok(is_matched)
     }
 
-    /// Adds a policy charge. Several descriptors of a call may use one counter, which must be
+    /// Adds a planned policy. Several descriptors of a call may use one counter, which must be
     /// charged only once.
-    pub(super) fn add_policy_charge(&mut self, policy_charge: PolicyCharge<'t>) {
+    pub(super) fn add_planned_policy(&mut self, planned_policy: PlannedPolicy<'t>) {
         let existing = self
-            .policy_charges
+            .planned_policies
             .iter_mut()
-            .find(|other| other.shares_counters_with(&policy_charge));
+            .find(|other| other.shares_counters_with(&planned_policy));
         match existing {
-            Some(same) => same.merge(&policy_charge),
-            None => self.policy_charges.push(policy_charge),
+            Some(same) => same.merge(&planned_policy),
+            None => self.planned_policies.push(planned_policy),
         }
     }
 
-    /// Builds the charges in the order of the policies. `fixed_cost` is the cost at blocks and
-    /// slots: 1, even for a request of cost 0, or 0 to only read them. `slot` is the id of the
-    /// request's slot.
-    pub(super) fn build_charges(&self, fixed_cost: u64, slot: u128) -> SmallVec<[Charge<'_>; 4]> {
+    /// Builds the charges in the order of the policies. `cost_of_blocks_and_slots` is 1, even for a
+    /// request of cost 0, or 0 to only read them. `slot` is the id of the request's slot.
+    pub(super) fn build_charges(
+        &self,
+        cost_of_blocks_and_slots: u64,
+        slot: u128,
+    ) -> SmallVec<[Charge<'_>; 4]> {
         (0..)
-            .zip(&self.policy_charges)
-            .flat_map(|(group, policy_charge)| {
-                let block = policy_charge.block.map(|block| (block, fixed_cost));
+            .zip(&self.planned_policies)
+            .flat_map(|(policy_number, planned_policy)| {
+                let block = planned_policy
+                    .block
+                    .map(|block| (block, cost_of_blocks_and_slots));
                 // A request takes one slot, whatever its cost.
                 let cost = |limit| {
                     if is_concurrency(limit) {
-                        fixed_cost
+                        cost_of_blocks_and_slots
                     } else {
-                        policy_charge.cost
+                        planned_policy.cost
                     }
                 };
-                let limits = policy_charge
+                let limits = planned_policy
                     .limits
                     .iter()
                     .map(move |named| (&named.limit, cost(&named.limit)));
@@ -203,16 +210,18 @@ impl<'t> ChargePlan<'t> {
                     .into_iter()
                     .chain(limits)
                     .map(move |(limit, cost)| Charge {
-                        group,
-                        shadow: policy_charge.policy.shadow,
-                        counts_rejected: policy_charge.counts_rejected,
-                        settles: policy_charge.estimate.is_some(),
+                        policy_number,
+                        shadow: planned_policy.policy.shadow,
+                        counts_rejected: planned_policy.counts_rejected,
+                        is_estimate: planned_policy.estimate.is_some(),
                         slot_id: slot,
-                        has_fallback: policy_charge.policy.on_store_failure
+                        has_fallback: planned_policy.policy.on_store_failure
                             == OnStoreFailure::Local,
-                        shard_count: policy_charge.shards,
-                        lease: policy_charge.lease,
-                        ..Charge::new(limit, &policy_charge.key, cost)
+                        fails_closed: planned_policy.policy.on_store_failure
+                            == OnStoreFailure::Closed,
+                        shard_count: planned_policy.shards,
+                        lease: planned_policy.lease,
+                        ..Charge::new(limit, &planned_policy.key, cost)
                     })
             })
             .collect()
@@ -220,30 +229,32 @@ impl<'t> ChargePlan<'t> {
 
     /// Reserves a slot for each concurrency limit.
     pub(super) fn reserve_slots(&self, slots: &ConcurrencySlots) -> Option<ConcurrencySlotGuard> {
-        let counters = self.policy_charges.iter().flat_map(|policy_charge| {
-            let limits = policy_charge
+        let counters = self.planned_policies.iter().flat_map(|planned_policy| {
+            let limits = planned_policy
                 .limits
                 .iter()
                 .filter(|named| is_concurrency(&named.limit));
-            limits.map(|named| (named.limit, policy_charge.key.clone()))
+            limits.map(|named| (named.limit, planned_policy.key.clone()))
         });
         let counters: SmallVec<[CounterRef; 1]> = counters.collect();
         (!counters.is_empty()).then(|| slots.reserve_slots(counters))
     }
 
-    /// Keeps the slots that the store has granted, and sets the maximum duration of the request.
+    /// Keeps the slots that the decision has granted, and sets the maximum duration of the request.
     pub(super) fn retain_taken_slots(
         &self,
         slot_guard: ConcurrencySlotGuard,
         charges: &[Charge<'_>],
         decision: &Decision,
+        untaken: UntakenSlots,
     ) -> Option<ConcurrencySlotGuard> {
         let (taken, max_duration_us) = taken_slots(charges, decision);
-        let mut slot_guard = slot_guard.retain_taken(|(limit, key)| {
+        let is_taken = |(limit, key): &CounterRef| {
             taken
                 .iter()
                 .any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
-        })?;
+        };
+        let mut slot_guard = slot_guard.retain_taken(is_taken, untaken)?;
         slot_guard.set_end(max_duration_us.map(|us| Instant::now() + Duration::from_micros(us)));
         Some(slot_guard)
     }
@@ -255,9 +266,9 @@ impl<'t> ChargePlan<'t> {
         settlements: &SettlementQueue,
     ) -> Vec<EstimatedCharge> {
         let (mut estimates, mut next) = (Vec::new(), 0);
-        for policy_charge in self.policy_charges.iter().filter(|_| decision.admitted) {
-            let first = next + usize::from(policy_charge.block.is_some());
-            let own = next..first + policy_charge.limits.len();
+        for planned_policy in self.planned_policies.iter().filter(|_| decision.admitted) {
+            let first = next + usize::from(planned_policy.block.is_some());
+            let own = next..first + planned_policy.limits.len();
             next = own.end;
             let passes = |status: &Option<LimitStatus>| {
                 status.is_some_and(|status| status.refusal.is_none())
@@ -266,20 +277,20 @@ impl<'t> ChargePlan<'t> {
                 .statuses
                 .get(own)
                 .is_some_and(|own| own.iter().all(passes));
-            if let Some(cost) = policy_charge.estimate.filter(|_| is_charged) {
+            if let Some(cost) = planned_policy.estimate.filter(|_| is_charged) {
                 // Without a time no units are credited.
-                let at_us = |at: usize| {
+                let at_us = |index: usize| {
                     decision
                         .charged_at_us
-                        .get(at)
+                        .get(index)
                         .copied()
                         .flatten()
                         .unwrap_or_default()
                 };
-                let limits = (first..).zip(policy_charge.limits.iter());
+                let limits = (first..).zip(planned_policy.limits.iter());
                 let counters = limits
                     .filter(|(_, named)| !is_concurrency(&named.limit))
-                    .map(|(at, named)| ((named.limit, policy_charge.key.clone()), at_us(at)))
+                    .map(|(index, named)| ((named.limit, planned_policy.key.clone()), at_us(index)))
                     .collect();
                 estimates.push(EstimatedCharge::new(
                     Arc::clone(cost),
@@ -293,9 +304,9 @@ impl<'t> ChargePlan<'t> {
 
     /// The enforced policies, in order.
     pub(super) fn enforced_policies(&self) -> impl Iterator<Item = &'t Policy> {
-        self.policy_charges
+        self.planned_policies
             .iter()
-            .map(|policy_charge| policy_charge.policy)
+            .map(|planned_policy| planned_policy.policy)
             .filter(|policy| !policy.shadow)
     }
 
@@ -303,13 +314,6 @@ impl<'t> ChargePlan<'t> {
     pub(super) fn first_closed_policy(&self) -> Option<&'t Policy> {
         self.enforced_policies()
             .find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
-    }
-
-    /// Whether a decision without the store has an effect.
-    pub(super) fn allows_fallback(&self) -> bool {
-        let mut enforced = self.enforced_policies();
-        self.first_closed_policy().is_none()
-            && enforced.any(|policy| policy.on_store_failure == OnStoreFailure::Local)
     }
 }
 

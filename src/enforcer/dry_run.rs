@@ -3,10 +3,10 @@
 
 use super::RequestOutcome;
 use super::charge_plan::{ChargePlan, taken_slots};
+use super::decisions::PolicyDecision;
 use crate::limiter::{Key, Limit};
 use crate::policy::{Facts, NamedLimit, PolicyTable};
 use crate::store::MemoryStore;
-use crate::telemetry::metrics::PolicyDecision;
 use smallvec::SmallVec;
 use std::time::Instant;
 
@@ -75,7 +75,7 @@ pub fn dry_run_request<'t>(
             quota_usage: None,
         })
     }) {
-        Ok(plan) if plan.policy_charges.is_empty() => {
+        Ok(plan) if plan.planned_policies.is_empty() => {
             return result_without_charges(DryRunOutcome::Forwarded);
         }
         Ok(plan) => plan,
@@ -87,19 +87,19 @@ pub fn dry_run_request<'t>(
     let charges = plan.build_charges(1, slot);
     let decision = memory.decide_at(&charges, requested_at);
     plan.record_decisions(&decision, |at, _, decision| {
-        let policy_charge = plan
-            .policy_charges
+        let planned_policy = plan
+            .planned_policies
             .iter()
-            .find(|policy_charge| policy_charge.policy_index == at);
-        let policy_charge = policy_charge.map(|policy_charge| QuotaUsage {
-            key: &policy_charge.key,
-            limits: policy_charge.limits,
-            cost: policy_charge.cost,
+            .find(|planned_policy| planned_policy.policy_index == at);
+        let planned_policy = planned_policy.map(|planned_policy| QuotaUsage {
+            key: &planned_policy.key,
+            limits: planned_policy.limits,
+            cost: planned_policy.cost,
         });
         report(PolicyOutcome {
             policy_index: at,
             decision,
-            quota_usage: policy_charge,
+            quota_usage: planned_policy,
         });
     });
     let (taken, max_duration_us) = taken_slots(&charges, &decision);

@@ -1,9 +1,9 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
-use super::charge_plan::{ChargePlan, PolicyCharge};
+use super::charge_plan::{ChargePlan, PlannedPolicy};
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
-    Facts, KeyFault, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
+    Facts, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
 };
 use crate::store::{Store, StoreUnavailable};
 use smallvec::SmallVec;
@@ -20,7 +20,7 @@ pub enum PolicyStep<'t> {
     /// A part of the key is missing, so the policy does not apply.
     Skipped,
     /// The request is rejected because the policy cannot form its key.
-    InvalidKey(KeyFault),
+    InvalidKey(KeyError),
     Limits(PolicyLimits<'t>),
 }
 
@@ -34,7 +34,7 @@ pub struct PolicyLimits<'t> {
     /// End of the current block (µs, store's clock), if any.
     pub blocked_until_us: Option<u64>,
     /// Current status of each limit; empty if the store is unavailable.
-    pub standings: Vec<LimitStatus>,
+    pub statuses: Vec<LimitStatus>,
 }
 
 /// The effect of every policy on a request, in order of evaluation.
@@ -51,37 +51,38 @@ pub async fn explain_request<'t>(
     table: &'t PolicyTable,
     facts: &Facts<'_>,
 ) -> PolicyExplanation<'t> {
-    let mut steps = walk_policies(table, facts);
-    let policy_charges = steps
-        .iter()
-        .enumerate()
-        .filter_map(|(at, (policy, step))| match step {
-            PolicyStep::Limits(limits) => {
-                let PolicyLimits {
-                    key, limits, block, ..
-                } = limits;
-                Some(PolicyCharge {
-                    policy_index: at,
-                    policy,
-                    key: key.clone(),
-                    limits,
-                    block: *block,
-                    cost: 0,
-                    estimate: None,
-                    counts_rejected: false,
-                    shards: if let PolicyAction::Limit(quota) = &policy.action {
-                        quota.shards
-                    } else {
-                        1
-                    },
-                    lease: None,
-                })
-            }
-            _ => None,
-        });
+    let mut steps = explain_policies(table, facts);
+    let planned_policies =
+        steps
+            .iter()
+            .enumerate()
+            .filter_map(|(index, (policy, step))| match step {
+                PolicyStep::Limits(limits) => {
+                    let PolicyLimits {
+                        key, limits, block, ..
+                    } = limits;
+                    Some(PlannedPolicy {
+                        policy_index: index,
+                        policy,
+                        key: key.clone(),
+                        limits,
+                        block: *block,
+                        cost: 0,
+                        estimate: None,
+                        counts_rejected: false,
+                        shards: if let PolicyAction::Limit(quota) = &policy.action {
+                            quota.shards
+                        } else {
+                            1
+                        },
+                        lease: None,
+                    })
+                }
+                _ => None,
+            });
     let plan = ChargePlan {
-        policy_charges: policy_charges.collect(),
-        shadow_denials: SmallVec::new(),
+        planned_policies: planned_policies.collect(),
+        shadow_rejections: SmallVec::new(),
     };
     let decision = match store.decide(&plan.build_charges(0, 0)).await {
         Ok(decision) => decision,
@@ -92,12 +93,12 @@ pub async fn explain_request<'t>(
             };
         }
     };
-    let mut standings = decision.statuses.into_iter();
+    let mut statuses = decision.statuses.into_iter();
     for (_, step) in &mut steps {
         if let PolicyStep::Limits(limits) = step {
-            let block = limits.block.and_then(|_| standings.next().flatten());
+            let block = limits.block.and_then(|_| statuses.next().flatten());
             limits.blocked_until_us = block.and_then(|block| block.next_growth_us);
-            limits.standings = standings
+            limits.statuses = statuses
                 .by_ref()
                 .take(limits.limits.len())
                 .flatten()
@@ -110,7 +111,7 @@ pub async fn explain_request<'t>(
     }
 }
 
-fn walk_policies<'t>(
+fn explain_policies<'t>(
     table: &'t PolicyTable,
     facts: &Facts<'_>,
 ) -> Vec<(&'t Policy, PolicyStep<'t>)> {
@@ -141,7 +142,7 @@ fn explain_policy<'t>(
         PolicyAction::Deny => return PolicyStep::Denies,
         PolicyAction::Limit(quota) => quota,
     };
-    match quota.select_for_request(&policy.name, facts, &table.client) {
+    match quota.key_and_limits_for_request(&policy.name, facts, &table.client) {
         Ok(Some((key, limits))) => {
             let block = quota.block.as_ref().filter(|_| !policy.shadow);
             let cost = quota.cost.compute_units(facts);
@@ -151,10 +152,10 @@ fn explain_policy<'t>(
                 limits,
                 block,
                 blocked_until_us: None,
-                standings: Vec::new(),
+                statuses: Vec::new(),
             })
         }
         Ok(None) => PolicyStep::Skipped,
-        Err(fault) => PolicyStep::InvalidKey(fault),
+        Err(error) => PolicyStep::InvalidKey(error),
     }
 }

@@ -1,11 +1,11 @@
 //! From the store's decision about a plan to a verdict, and to the decision of each policy.
 
 use super::charge_plan::ChargePlan;
+use super::decisions::PolicyDecision;
 use super::{LimitRejection, ReportedLimit, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Decision, Key, LimitStatus, Refusal};
 use crate::policy::{NamedLimit, OnStoreFailure, Policy};
 use crate::store::StoreUnavailable;
-use crate::telemetry::metrics::PolicyDecision;
 use smallvec::SmallVec;
 use std::time::Duration;
 
@@ -15,16 +15,16 @@ impl<'t> ChargePlan<'t> {
         let mut verdict = Verdict::from_outcome(RequestOutcome::Forward);
         verdict.now_us = decision.now_us;
         verdict.delay = Duration::from_micros(decision.delay_us);
-        verdict.shadow_rejected = self.shadow_denials;
+        verdict.shadow_rejected = self.shadow_rejections;
         let mut refusals = RefusalSummary::default();
         let mut statuses = decision.statuses.iter();
-        for policy_charge in &self.policy_charges {
-            let block = policy_charge.block.and_then(|_| *statuses.next()?);
+        for planned_policy in &self.planned_policies {
+            let block = planned_policy.block.and_then(|_| *statuses.next()?);
             refusals.is_blocked |= block.is_some_and(|block| block.refusal.is_some());
             let blocked_until_us = block.and_then(|block| block.next_growth_us);
-            for (limit, status) in policy_charge.limits.iter().zip(&mut statuses) {
-                if policy_charge.policy.shadow {
-                    let name = &*policy_charge.policy.name;
+            for (limit, status) in planned_policy.limits.iter().zip(&mut statuses) {
+                if planned_policy.policy.shadow {
+                    let name = &*planned_policy.policy.name;
                     let refused = status.is_some_and(|status| status.refusal.is_some());
                     if refused && verdict.shadow_rejected.last() != Some(&name) {
                         verdict.shadow_rejected.push(name);
@@ -38,11 +38,11 @@ impl<'t> ChargePlan<'t> {
                 let Some(status) = status else { continue };
                 verdict.limits.push(ReportedLimit {
                     limit,
-                    standing: status,
-                    key_id: policy_charge.key.id(),
+                    status,
+                    key_id: planned_policy.key.id(),
                 });
                 if let Some(refusal) = status.refusal {
-                    refusals.add_refusal(policy_charge.policy, limit, refusal);
+                    refusals.add_refusal(planned_policy.policy, limit, refusal);
                 }
             }
         }
@@ -67,7 +67,7 @@ impl<'t> ChargePlan<'t> {
             };
             return Verdict {
                 is_degraded,
-                shadow_rejected: self.shadow_denials,
+                shadow_rejected: self.shadow_rejections,
                 ..Verdict::from_outcome(outcome)
             };
         }
@@ -78,7 +78,7 @@ impl<'t> ChargePlan<'t> {
             },
             None => Verdict {
                 is_degraded,
-                shadow_rejected: self.shadow_denials,
+                shadow_rejected: self.shadow_rejections,
                 ..Verdict::from_outcome(RequestOutcome::Forward)
             },
         }
@@ -92,27 +92,27 @@ impl<'t> ChargePlan<'t> {
         mut count: impl FnMut(usize, Option<&Key>, PolicyDecision),
     ) {
         let mut statuses = decision.statuses.iter();
-        for policy_charge in &self.policy_charges {
-            let block = policy_charge.block.and_then(|_| *statuses.next()?);
+        for planned_policy in &self.planned_policies {
+            let block = planned_policy.block.and_then(|_| *statuses.next()?);
             let blocked = block.is_some_and(|block| block.refusal.is_some());
             let (mut refused, mut known) = (false, true);
-            for status in statuses.by_ref().take(policy_charge.limits.len()) {
+            for status in statuses.by_ref().take(planned_policy.limits.len()) {
                 refused |= status.is_some_and(|status| status.refusal.is_some());
                 known &= status.is_some();
             }
-            let decision_label = match (refused, policy_charge.policy.shadow) {
+            let decision_label = match (refused, planned_policy.policy.shadow) {
                 _ if blocked => PolicyDecision::Blocked,
                 (true, true) => PolicyDecision::ShadowRejected,
                 (true, false) => PolicyDecision::Rejected,
-                (false, false) if decision.delay_us > 0 && policy_charge.delays_requests() => {
+                (false, false) if decision.delay_us > 0 && planned_policy.delays_requests() => {
                     PolicyDecision::Delayed
                 }
                 (false, _) if known => PolicyDecision::Allowed,
                 (false, _) => continue,
             };
             count(
-                policy_charge.policy_index,
-                Some(&policy_charge.key),
+                planned_policy.policy_index,
+                Some(&planned_policy.key),
                 decision_label,
             );
         }
@@ -126,8 +126,8 @@ impl<'t> ChargePlan<'t> {
         record_decision: impl Fn(usize, Option<&Key>, PolicyDecision),
     ) {
         let mut statuses = fallback_decision.map(|decision| decision.statuses.iter());
-        for policy_charge in &self.policy_charges {
-            let charges = policy_charge.limits.len() + usize::from(policy_charge.block.is_some());
+        for planned_policy in &self.planned_policies {
+            let charges = planned_policy.limits.len() + usize::from(planned_policy.block.is_some());
             let own = statuses
                 .iter_mut()
                 .flat_map(|statuses| statuses.by_ref().take(charges));
@@ -137,8 +137,8 @@ impl<'t> ChargePlan<'t> {
                 .filter(|status| status.refusal.is_some())
                 .count()
                 > 0;
-            let decision_label = match policy_charge.policy.on_store_failure {
-                _ if policy_charge.policy.shadow => PolicyDecision::Degraded,
+            let decision_label = match planned_policy.policy.on_store_failure {
+                _ if planned_policy.policy.shadow => PolicyDecision::Degraded,
                 OnStoreFailure::Open => PolicyDecision::DegradedOpen,
                 OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
                 // Another policy is closed: nothing was decided.
@@ -147,8 +147,8 @@ impl<'t> ChargePlan<'t> {
                 OnStoreFailure::Local => PolicyDecision::DegradedLocalAllowed,
             };
             record_decision(
-                policy_charge.policy_index,
-                Some(&policy_charge.key),
+                planned_policy.policy_index,
+                Some(&planned_policy.key),
                 decision_label,
             );
         }
@@ -201,7 +201,7 @@ impl<'t> RefusalSummary<'t> {
             violated_limits: self.violated_limits,
             retry,
             is_blocked: self.is_blocked,
-            reject: policy.reject_response.as_ref(),
+            custom_response: policy.reject_response.as_ref(),
         })
     }
 }

@@ -2,10 +2,11 @@
 //! status.
 
 use super::charge_plan::ChargePlan;
+use super::decisions::PolicyDecision;
 use super::{Enforcer, PolicySnapshot, ReportedLimit, Verdict};
 use crate::limiter::{Decision, Key, Refusal};
 use crate::policy::{Descriptor, Facts};
-use crate::telemetry::metrics::{DecisionSource, PolicyDecision};
+use crate::store::DecisionSource;
 use smallvec::SmallVec;
 use std::mem::take;
 use tokio::time::Instant;
@@ -44,8 +45,8 @@ impl Enforcer {
         let domain = descriptors
             .first()
             .map_or("", |descriptor| descriptor.domain);
-        let record_decision = |at, key: Option<&Key>, decision: PolicyDecision| {
-            policies.record_decision(at, &self.shard, decision, (key, domain))
+        let record_decision = |index, key: Option<&Key>, decision: PolicyDecision| {
+            policies.record_decision(index, &self.metrics, decision, (key, domain))
         };
         for descriptor in descriptors {
             let mut descriptor_plan = ChargePlan::default();
@@ -77,21 +78,22 @@ impl Enforcer {
             }
             key_ids_by_descriptor.push(
                 descriptor_plan
-                    .policy_charges
+                    .planned_policies
                     .iter()
-                    .map(|policy_charge| policy_charge.key.id())
+                    .map(|planned_policy| planned_policy.key.id())
                     .collect(),
             );
-            plan.shadow_denials.extend(descriptor_plan.shadow_denials);
+            plan.shadow_rejections
+                .extend(descriptor_plan.shadow_rejections);
             descriptor_plan
-                .policy_charges
+                .planned_policies
                 .into_iter()
-                .for_each(|policy_charge| plan.add_policy_charge(policy_charge));
+                .for_each(|planned_policy| plan.add_planned_policy(planned_policy));
         }
         let has_zero_cost = plan
-            .policy_charges
+            .planned_policies
             .iter()
-            .any(|policy_charge| policy_charge.cost == 0);
+            .any(|planned_policy| planned_policy.cost == 0);
         let verdict = match has_zero_cost {
             true => {
                 self.decide_zero_cost_plan(&mut plan, record_decision, arrived)
@@ -102,16 +104,14 @@ impl Enforcer {
         for (status, keys) in statuses.iter_mut().zip(&key_ids_by_descriptor) {
             let mut own: SmallVec<[ReportedLimit<'t>; 4]> = verdict.limits.clone();
             own.retain(|reported| keys.contains(&reported.key_id));
-            status.tightest_limit = ReportedLimit::find_tightest(&own).copied();
-            status.is_over_limit = own
-                .iter()
-                .any(|reported| reported.standing.refusal.is_some());
+            status.tightest_limit = ReportedLimit::find_least_remaining(&own).copied();
+            status.is_over_limit = own.iter().any(|reported| reported.status.refusal.is_some());
         }
         CallVerdict { verdict, statuses }
     }
 
-    /// Decides a plan with charges of cost 0, which only check whether units are left. If such a
-    /// quota is exhausted, nothing is charged. Otherwise a second call makes the charges.
+    /// Decides a plan with charges of cost 0, which only check whether units are left. If a
+    /// checked quota is exhausted, nothing is charged. Otherwise a second call makes the charges.
     async fn decide_zero_cost_plan<'t>(
         &self,
         plan: &mut ChargePlan<'t>,
@@ -124,17 +124,17 @@ impl Enforcer {
         }
         let answer = match self.store.decide_with_source(&charges, arrived).await {
             Ok(answer) => Some(answer),
-            Err(_) if plan.allows_fallback() => self
+            Err(failure) if plan.first_closed_policy().is_none() => self
                 .store
-                .decide_by_fallback(&charges)
+                .decide_by_fallback(&charges, failure.partial)
                 .map(|fallback_decision| (fallback_decision, DecisionSource::Degraded)),
             Err(_) => None,
         };
         drop(charges);
         let is_all_zero_cost = plan
-            .policy_charges
+            .planned_policies
             .iter()
-            .all(|policy_charge| policy_charge.cost == 0);
+            .all(|planned_policy| planned_policy.cost == 0);
         let Some((mut decision, source)) = answer else {
             return self.decide_plan(plan, record_decision, arrived).await;
         };
@@ -159,25 +159,29 @@ impl ChargePlan<'_> {
     fn refuse_exhausted(&self, decision: &mut Decision) -> bool {
         let mut is_refused = false;
         let mut statuses = decision.statuses.iter_mut();
-        for policy_charge in &self.policy_charges {
+        for planned_policy in &self.planned_policies {
             // A charge of cost 0 is never refused by a block. A block that has an end time is in
             // effect.
             let mut is_exhausted = false;
-            if policy_charge.block.is_some()
+            if planned_policy.block.is_some()
                 && let Some(Some(block)) = statuses.next()
                 && let Some(until_us) = block.next_growth_us
             {
                 block.refusal = Some(Refusal::Until(until_us));
                 is_exhausted = true;
             }
-            for status in statuses.by_ref().take(policy_charge.limits.len()).flatten() {
-                if status.refusal.is_none() && status.remaining < policy_charge.cost.max(1) {
+            for status in statuses
+                .by_ref()
+                .take(planned_policy.limits.len())
+                .flatten()
+            {
+                if status.refusal.is_none() && status.remaining < planned_policy.cost.max(1) {
                     status.refusal =
                         Some(status.next_growth_us.map_or(Refusal::Never, Refusal::Until));
                 }
                 is_exhausted |= status.refusal.is_some();
             }
-            is_refused |= is_exhausted && policy_charge.cost == 0 && !policy_charge.policy.shadow;
+            is_refused |= is_exhausted && planned_policy.cost == 0 && !planned_policy.policy.shadow;
         }
         decision.admitted &= !is_refused;
         is_refused

@@ -1,10 +1,10 @@
-use super::charge_plan::PolicyCharge;
+use super::charge_plan::PlannedPolicy;
 use super::*;
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, KeyBuilder, Limit};
 use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
-    ActualCostSource, CostSource, EstimateCost, KeyFault, KeyPart, KeyTemplate, LimitOverride,
+    ActualCostSource, CostSource, EstimateCost, KeyError, KeyPart, KeyTemplate, LimitOverride,
     LimitOverrides, Matcher, MissingKeyAction, NamedLimit, OnStoreFailure, Policy, PolicyAction,
     PolicyTable, Quota, RateLimitHeaderSettings, client,
 };
@@ -12,7 +12,7 @@ use crate::store::redis::{
     RedisCredentials, RedisDialer, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
 use crate::store::{MemorySettings, MemoryStore, StoreUnavailable};
-use crate::telemetry::metrics::{ErrorKindLabels, Metrics};
+use crate::telemetry::metrics::{MetricLabels, Metrics};
 use http::{HeaderMap, Method};
 use smallvec::SmallVec;
 use std::time::Duration;
@@ -31,6 +31,7 @@ const UNREACHABLE_REDIS: RedisSettings = RedisSettings {
     tls: None,
     key_prefix: String::new(),
     initial_instances: 1,
+    state_dir: None,
     timeout: Duration::from_millis(50),
     connect_timeout: Duration::from_secs(1),
     breaker_failures: 5,
@@ -109,7 +110,7 @@ impl EnforcerFixture {
             },
             clock,
         );
-        let metrics = Metrics::new(1, ErrorKindLabels::default());
+        let metrics = Metrics::new(1, MetricLabels::default());
         let live = ActivePolicies::new(table.into(), Arc::clone(&metrics));
         let enforcer = Enforcer::new(
             live,
@@ -136,7 +137,7 @@ impl EnforcerFixture {
             query: None,
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
-            token: crate::policy::jwt::RequestToken::none(),
+            token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: None,
         };
@@ -172,11 +173,7 @@ fn trap_11_a_refused_request_charges_no_policy() {
     let passed = (0..5).filter(|_| fixture.is_forwarded("ann")).count();
     assert_eq!(passed, 2);
     fixture.decide_for_users(&["ann"], |verdict| {
-        let remaining: Vec<u64> = verdict
-            .limits
-            .iter()
-            .map(|l| l.standing.remaining)
-            .collect();
+        let remaining: Vec<u64> = verdict.limits.iter().map(|l| l.status.remaining).collect();
         assert_eq!(remaining, [8, 0]);
         let RequestOutcome::Limited(limited) = verdict.outcome else {
             panic!("{:?}", verdict.outcome)
@@ -210,11 +207,7 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
             assert_eq!((limited.policy, limited.is_blocked), ("narrow", blocked));
             assert_eq!(limited.violated_limits.as_slice(), ["narrow"]);
             assert_eq!(limited.retry, RetryHint::After(waits_us));
-            let remaining: Vec<u64> = verdict
-                .limits
-                .iter()
-                .map(|l| l.standing.remaining)
-                .collect();
+            let remaining: Vec<u64> = verdict.limits.iter().map(|l| l.status.remaining).collect();
             assert_eq!(remaining, if blocked { [10, 0] } else { [9, 0] });
         });
         assert!(fixture.is_forwarded(&format!("other {blocked}")));
@@ -240,7 +233,7 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
 fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
-        let policy_charge = |policy| PolicyCharge {
+        let planned_policy = |policy| PlannedPolicy {
             policy_index: 0,
             policy,
             key: key.clone(),
@@ -253,8 +246,8 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
             lease: None,
         };
         let plan = ChargePlan {
-            policy_charges: policies.iter().map(policy_charge).collect(),
-            shadow_denials: SmallVec::new(),
+            planned_policies: policies.iter().map(planned_policy).collect(),
+            shadow_rejections: SmallVec::new(),
         };
         let verdict = plan.into_degraded(
             &StoreUnavailable {
@@ -298,10 +291,10 @@ fn trap_25_a_missing_key_does_not_bypass_the_limit() {
     let mut reject = policy_by_user("p", 1);
     quota_mut(&mut reject).missing_key = MissingKeyAction::Reject;
     EnforcerFixture::new(vec![reject]).decide_for_users(&[], |verdict| {
-        let RequestOutcome::InvalidKey { fault, .. } = verdict.outcome else {
+        let RequestOutcome::InvalidKey { error, .. } = verdict.outcome else {
             panic!("{:?}", verdict.outcome)
         };
-        assert_eq!(fault, KeyFault::Missing("header x-user".to_owned()));
+        assert_eq!(error, KeyError::Missing("header x-user".to_owned()));
     });
 
     let mut skip = policy_by_user("p", 1);
@@ -318,7 +311,7 @@ fn a_repeated_key_header_is_rejected() {
             assert!(matches!(
                 verdict.outcome,
                 RequestOutcome::InvalidKey {
-                    fault: KeyFault::Repeated(_),
+                    error: KeyError::Repeated(_),
                     ..
                 }
             ));
@@ -462,6 +455,45 @@ fn local_policies_reject_by_share_and_a_closed_policy_overrides_them() {
     );
 }
 
+/// Redis may have taken the slots before the call failed.
+#[test]
+fn slots_that_the_fallback_does_not_grant_are_released_in_redis() {
+    let queued_releases = |policies: &[(OnStoreFailure, u64)]| {
+        let policies = policies
+            .iter()
+            .enumerate()
+            .map(|(n, (on_store_failure, requests))| {
+                let mut policy = policy_by_user(&n.to_string(), *requests);
+                policy.on_store_failure = *on_store_failure;
+                quota_mut(&mut policy).limits[0].limit.algorithm =
+                    Algorithm::Concurrency { max_duration_us: 0 };
+                policy
+            });
+        let mut fixture = EnforcerFixture::new(policies.collect());
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap();
+        let store = {
+            let _entered = runtime.enter();
+            Store::redis(RedisStore::start(&SharedRedisState::new(UNREACHABLE_REDIS)))
+        };
+        fixture.enforcer.slots = ConcurrencySlots::new(store.clone());
+        fixture.enforcer.store = store;
+        fixture.decide_for_users(&["ann"], |_verdict| {
+            let releases = fixture.enforcer.slots.queued_releases();
+            let capacities = releases.iter().map(|(limit, _)| limit.requests);
+            capacities.collect::<Vec<_>>()
+        })
+    };
+    use OnStoreFailure::{Local, Open};
+    assert_eq!(
+        queued_releases(&[(Local, 1), (Local, 0)]),
+        [1, 0],
+        "refused"
+    );
+    assert_eq!(queued_releases(&[(Local, 1), (Open, 2)]), [2], "admitted");
+}
+
 #[test]
 fn allow_ends_policy_evaluation_and_deny_charges_nothing() {
     let act = |action, priority| Policy {
@@ -508,7 +540,7 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
     let remaining_after = |settle: &dyn Fn(EstimatedCharge)| {
         fixture.decide_for_users(&["ann"], |mut verdict| {
             verdict.estimated_charges.drain(..).for_each(settle);
-            verdict.limits[0].standing.remaining
+            verdict.limits[0].status.remaining
         })
     };
     assert_eq!(remaining_after(&|estimate| estimate.settle(7)), 16);
@@ -526,7 +558,7 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
 }
 
 #[test]
-fn only_estimates_that_were_charged_are_settled() {
+fn a_verdict_lists_only_estimates_that_were_charged() {
     let shadow = |requests| Policy {
         shadow: true,
         ..policy_by_estimate("shadow", requests)

@@ -2,9 +2,8 @@
 
 use super::EstimatedCharge;
 use crate::limiter::LimitStatus;
-use crate::policy::{KeyFault, NamedLimit, RejectResponse};
-use crate::store::ConcurrencySlotGuard;
-use crate::telemetry::metrics::DecisionSource;
+use crate::policy::{KeyError, NamedLimit, RejectResponse};
+use crate::store::{ConcurrencySlotGuard, DecisionSource};
 use smallvec::SmallVec;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -41,12 +40,12 @@ pub enum RequestOutcome<'t> {
     /// A policy with `action = "deny"` matched: 403.
     Denied {
         policy: &'t str,
-        reject: Option<&'t RejectResponse>,
+        custom_response: Option<&'t RejectResponse>,
     },
     /// A policy cannot form its key: 400.
     InvalidKey {
         policy: &'t str,
-        fault: KeyFault,
+        error: KeyError,
     },
     /// The store is unavailable and a policy is `closed`: 503.
     Unavailable {
@@ -65,7 +64,7 @@ pub struct LimitRejection<'t> {
     pub retry: RetryHint,
     /// Whether a block was already in effect.
     pub is_blocked: bool,
-    pub reject: Option<&'t RejectResponse>,
+    pub custom_response: Option<&'t RejectResponse>,
 }
 
 /// Time after which the same request would be admitted.
@@ -82,17 +81,17 @@ pub enum RetryHint {
 #[derive(Clone, Copy, Debug)]
 pub struct ReportedLimit<'t> {
     pub limit: &'t NamedLimit,
-    pub standing: LimitStatus,
+    pub status: LimitStatus,
     /// Key of the quota: [`Key::id`](crate::limiter::Key::id).
     pub key_id: u128,
 }
 
 impl ReportedLimit<'_> {
     /// The limit that refused, or the one with the fewest remaining units.
-    pub fn find_tightest(limits: &[Self]) -> Option<&Self> {
+    pub fn find_least_remaining(limits: &[Self]) -> Option<&Self> {
         limits
             .iter()
-            .min_by_key(|one| (one.standing.refusal.is_none(), one.standing.remaining))
+            .min_by_key(|one| (one.status.refusal.is_none(), one.status.remaining))
     }
 }
 
@@ -116,7 +115,7 @@ impl<'t> Verdict<'t> {
 
 impl RequestOutcome<'_> {
     /// Whether the client is rejected, as opposed to an unavailable store.
-    pub fn is_over_limit(&self) -> bool {
+    pub fn rejects_client(&self) -> bool {
         matches!(
             self,
             Self::Limited(_) | Self::Denied { .. } | Self::InvalidKey { .. }

@@ -9,24 +9,26 @@ pub struct Charge<'a> {
     pub key: &'a Key,
     /// Requested units, 0..=[`super::MAX_UNITS`].
     pub cost: u64,
-    /// The number of the policy. Charges of one policy are adjacent within a request.
-    pub group: u32,
+    /// Number of the policy within the request. Charges of one policy are adjacent within a request.
+    pub policy_number: u32,
     /// A shadow policy is charged only if every enforced charge and all its own charges are
     /// admitted. It never affects other policies.
     pub shadow: bool,
     /// The policy counts rejected requests: [`super::ChargeEffect::ChargeRejected`].
     pub counts_rejected: bool,
     /// The final cost is settled later: [`Amendment::Credit`].
-    pub settles: bool,
+    pub is_estimate: bool,
     /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all replicas.
     pub slot_id: u128,
     /// While the store is unreachable, the policy is decided by this process.
     pub has_fallback: bool,
+    /// While the store is unreachable, the policy rejects the request.
+    pub fails_closed: bool,
     /// How many counters of a cluster share the limit ([`Limit::shard_limit`]). Other topologies
     /// use one counter and ignore it.
     pub shard_count: u16,
     /// How the policy leases units, if it does; the same for all charges of a policy.
-    pub lease: Option<Lease>,
+    pub lease: Option<LeaseTerms>,
     /// Units to lease if the request is admitted; 0: none. The same for all charges of a policy.
     pub requested_lease_units: u64,
 }
@@ -36,7 +38,7 @@ pub struct Charge<'a> {
 /// Granted units count from the moment of the grant, and as if used at the last moment of the
 /// lease. No limit is exceeded, whenever they are used in between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Lease {
+pub struct LeaseTerms {
     /// Maximum unused units, at least 1. `None`: by the rate of requests, and at most one in
     /// [`AUTO_LEASE_DIVISOR`] of the free units.
     pub size: Option<u64>,
@@ -73,12 +75,13 @@ impl<'a> Charge<'a> {
             limit,
             key,
             cost,
-            group: 0,
+            policy_number: 0,
             shadow: false,
             counts_rejected: false,
-            settles: false,
+            is_estimate: false,
             slot_id: 0,
             has_fallback: false,
+            fails_closed: false,
             shard_count: 1,
             lease: None,
             requested_lease_units: 0,
@@ -86,7 +89,7 @@ impl<'a> Charge<'a> {
     }
 
     /// The lease terms, if this charge requests units in advance.
-    pub fn requested_lease(&self) -> Option<Lease> {
+    pub fn requested_lease(&self) -> Option<LeaseTerms> {
         self.lease.filter(|_| self.requested_lease_units > 0)
     }
 
@@ -96,11 +99,11 @@ impl<'a> Charge<'a> {
 
     /// Whether both charges belong to the same policy.
     pub fn is_same_policy(&self, other: &Self) -> bool {
-        (self.group, self.shadow) == (other.group, other.shadow)
+        (self.policy_number, self.shadow) == (other.policy_number, other.shadow)
     }
 
     /// The policy's number if it is shadow. All enforced charges share `None`.
-    pub(super) fn shadow_group(&self) -> Option<u32> {
-        self.shadow.then_some(self.group)
+    pub(super) fn shadow_policy_number(&self) -> Option<u32> {
+        self.shadow.then_some(self.policy_number)
     }
 }

@@ -5,8 +5,9 @@
 //! instance renews its slots at a third of that time. A renewal takes an expired slot again, as its
 //! request is still in flight.
 //! Worst case: never more than `requests` in flight while the store is reachable. An instance that
-//! can't reach it for a whole `lease_ttl` loses its slots, and its requests run beside those that
-//! take them.
+//! can't reach it for two thirds of `lease_ttl` may lose its slots, and its requests run beside
+//! those that take them. Its renewals count them again, so no request is admitted until fewer than
+//! `requests` are in flight.
 //! Retry: unknown, because the end of a request is unknown.
 //! Memory: an id and a time per request in flight: here 64 to 80 bytes; in Redis about 20 up to 128
 //! requests, then about 105.
@@ -15,7 +16,7 @@
 use indexmap::IndexMap;
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct ConcurrencySlots {
+pub(super) struct ConcurrencyState {
     /// Expiry of each slot, by its id.
     expiries_us: IndexMap<u128, u64, foldhash::fast::RandomState>,
     /// No slot expires before this.
@@ -24,7 +25,7 @@ pub(super) struct ConcurrencySlots {
     latest_expiry_us: u64,
 }
 
-impl ConcurrencySlots {
+impl ConcurrencyState {
     /// Slots in use at `now_us`. Usually none has expired, and the map need not be scanned.
     pub(super) fn used(&self, now_us: u64) -> u64 {
         let used = match self.earliest_expiry_us > now_us {

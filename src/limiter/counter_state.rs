@@ -1,7 +1,7 @@
 //! The state of one counter, whatever its algorithm.
 
 use super::block::BlockState;
-use super::concurrency::ConcurrencySlots;
+use super::concurrency::ConcurrencyState;
 use super::fixed_window::FixedWindowState;
 use super::leaky_bucket::LeakyBucketQueue;
 use super::sliding_log::ChargeLog;
@@ -20,7 +20,7 @@ enum AlgorithmState {
     FixedWindow(FixedWindowState),
     TokenBucket(TokenBucketState),
     LeakyBucket(LeakyBucketQueue),
-    Concurrency(ConcurrencySlots),
+    Concurrency(ConcurrencyState),
     Block(BlockState),
 }
 
@@ -42,7 +42,7 @@ impl Limit {
                 AlgorithmState::LeakyBucket(LeakyBucketQueue::default())
             }
             Algorithm::Concurrency { .. } => {
-                AlgorithmState::Concurrency(ConcurrencySlots::default())
+                AlgorithmState::Concurrency(ConcurrencyState::default())
             }
             Algorithm::Block => AlgorithmState::Block(BlockState::default()),
         })
@@ -81,7 +81,7 @@ impl CounterState {
                 now_us,
             );
         }
-        self.take_units(charge.limit, charge.cost, now_us, charge.settles);
+        self.take_units(charge.limit, charge.cost, now_us, charge.is_estimate);
     }
 
     /// Takes units, at least 1, for a lease until `until_us`, as [`super::compute_grants`]
@@ -111,7 +111,7 @@ impl CounterState {
         let Charge {
             limit,
             cost,
-            settles,
+            is_estimate,
             ..
         } = *charge;
         match &mut self.0 {
@@ -119,10 +119,10 @@ impl CounterState {
             AlgorithmState::SlidingLog(log) => log.charge_rejected(limit, cost, now_us),
             AlgorithmState::SlidingWindow(buckets) => buckets.charge_rejected(limit, cost, now_us),
             AlgorithmState::TokenBucket(bucket) => {
-                bucket.charge_rejected(limit, cost, now_us, settles)
+                bucket.charge_rejected(limit, cost, now_us, is_estimate)
             }
             AlgorithmState::LeakyBucket(queue) => {
-                queue.charge_rejected(limit, cost, now_us, settles)
+                queue.charge_rejected(limit, cost, now_us, is_estimate)
             }
             // Slots are only held by requests in flight, and a block counts nothing.
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
@@ -162,14 +162,14 @@ impl CounterState {
         }
     }
 
-    /// `settles`: some of the units may be credited later.
-    fn take_units(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
+    /// `is_estimate`: some of the units may be credited later.
+    fn take_units(&mut self, limit: &Limit, cost: u64, now_us: u64, is_estimate: bool) {
         let now_us = now_us.max(self.latest_proven_us());
         match &mut self.0 {
             AlgorithmState::SlidingLog(log) => log.charge(limit, cost, now_us),
             AlgorithmState::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
-            AlgorithmState::TokenBucket(bucket) => bucket.charge(limit, cost, now_us, settles),
-            AlgorithmState::LeakyBucket(queue) => queue.charge(limit, cost, now_us, settles),
+            AlgorithmState::TokenBucket(bucket) => bucket.charge(limit, cost, now_us, is_estimate),
+            AlgorithmState::LeakyBucket(queue) => queue.charge(limit, cost, now_us, is_estimate),
             AlgorithmState::FixedWindow(window) => window.charge(limit, cost, now_us),
             AlgorithmState::Block(block) => block.until_us = now_us.saturating_add(limit.per_us),
             // Slots are taken by their ids.
@@ -204,11 +204,12 @@ impl CounterState {
         }
     }
 
-    fn latest_proven_us(&self) -> u64 {
+    /// The latest time that the state proves to have passed.
+    pub fn latest_proven_us(&self) -> u64 {
         match &self.0 {
             AlgorithmState::SlidingLog(log) => log.latest_proven_us(),
             AlgorithmState::SlidingWindow(buckets) => buckets.latest_proven_us(),
-            AlgorithmState::TokenBucket(bucket) => bucket.newest_us(),
+            AlgorithmState::TokenBucket(bucket) => bucket.newest_charge_us(),
             AlgorithmState::LeakyBucket(queue) => queue.latest_proven_us(),
             AlgorithmState::FixedWindow(window) => window.latest_proven_us(),
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => 0,
@@ -253,7 +254,9 @@ impl CounterView<'_> {
                 until_us.min(window.window_end_us(self.limit, now_us).saturating_sub(1))
             }
             AlgorithmState::SlidingLog(log) if log.newest_entry_us() <= until_us => until_us,
-            AlgorithmState::SlidingWindow(buckets) if buckets.has_newest_started_by(until_us) => {
+            AlgorithmState::SlidingWindow(buckets)
+                if buckets.has_newest_sub_window_begun_by(until_us) =>
+            {
                 until_us
             }
             AlgorithmState::TokenBucket(bucket)

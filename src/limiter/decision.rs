@@ -50,7 +50,7 @@ pub enum Refusal {
 /// Units granted on all limits of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GrantedUnits {
-    pub group: u32,
+    pub policy_number: u32,
     /// At least 1.
     pub units: u64,
     /// The last microsecond (store's clock) at which the units may be used, and at which they

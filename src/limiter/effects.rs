@@ -19,20 +19,19 @@ pub enum ChargeEffect {
 pub fn determine_effect(
     charges: &[Charge<'_>],
     refusals: &[Option<Refusal>],
-    at: usize,
+    index: usize,
 ) -> ChargeEffect {
-    let Some(charge) = charges.get(at).filter(|charge| charge.cost > 0) else {
+    let Some(charge) = charges.get(index).filter(|charge| charge.cost > 0) else {
         return ChargeEffect::NoChange;
     };
-    let refuses = |group: Option<u32>| {
-        charges
-            .iter()
-            .zip(refusals)
-            .any(|(other, refusal)| refusal.is_some() && other.shadow_group() == group)
+    let refuses = |policy_number: Option<u32>| {
+        charges.iter().zip(refusals).any(|(other, refusal)| {
+            refusal.is_some() && other.shadow_policy_number() == policy_number
+        })
     };
     if charge.is_block() {
         // A block starts when a limit of its policy is full and the block is not active.
-        let is_inactive = refusals.get(at).is_some_and(Option::is_none);
+        let is_inactive = refusals.get(index).is_some_and(Option::is_none);
         let is_full = charges.iter().zip(refusals).any(|(other, refusal)| {
             let is_limit = charge.is_same_policy(other) && !other.is_block();
             is_limit && matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown))
@@ -44,7 +43,7 @@ pub fn determine_effect(
         };
     }
     let admitted = !refuses(None);
-    if admitted && !(charge.shadow && refuses(charge.shadow_group())) {
+    if admitted && !(charge.shadow && refuses(charge.shadow_policy_number())) {
         return ChargeEffect::Charge;
     }
     let mut policy_refusals = charges
@@ -85,7 +84,7 @@ pub fn compute_grants(
             (units, until_us) = (units.min(free / divisor), ends_us);
         }
         (units > 0).then_some(GrantedUnits {
-            group: first.group,
+            policy_number: first.policy_number,
             units,
             until_us,
         })

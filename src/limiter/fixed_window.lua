@@ -18,7 +18,7 @@ local function window_read(key, time, per, offset)
   local start = 0
   if now >= offset then start = now - (now - offset) % per end
   if start ~= stored_start then used_units = 0 end
-  return { key = key, now = now, start = start, ends_at = start + per, used_units = used_units }
+  return { key = key, per = per, now = now, start = start, ends_at = start + per, used_units = used_units }
 end
 
 -- All used units are free again at the end of the window.

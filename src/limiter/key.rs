@@ -11,7 +11,7 @@ use std::fmt;
 /// A key value longer than this many bytes is stored as its hash. It is never truncated.
 const MAX_PART_BYTES: usize = 64;
 
-/// Identifies one counter of a policy.
+/// Policy name and key values; selects a quota.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
     id: u128,
@@ -47,7 +47,7 @@ impl KeyBuilder {
     }
 
     pub fn finish(self) -> Key {
-        Key::from_encoded_values(self.encoded_values)
+        Key::from_values(self.encoded_values)
     }
 
     fn push_value(&mut self, value: &[u8]) {
@@ -66,7 +66,17 @@ impl KeyBuilder {
 }
 
 impl Key {
-    fn from_encoded_values(encoded_values: SmallVec<[u8; 96]>) -> Self {
+    /// The key with these [`Key::encoded_values`].
+    pub fn from_encoded_values(encoded_values: &[u8]) -> Self {
+        Self::from_values(encoded_values.into())
+    }
+
+    /// The framed name and values, from which the key can be made again.
+    pub fn encoded_values(&self) -> &[u8] {
+        &self.encoded_values
+    }
+
+    fn from_values(encoded_values: SmallVec<[u8; 96]>) -> Self {
         let digest = Sha256::digest(&encoded_values);
         let id = digest
             .iter()
@@ -80,12 +90,23 @@ impl Key {
         let mut encoded_values = self.encoded_values.clone();
         encoded_values.push(SHARD_TAG);
         encoded_values.extend_from_slice(&number.to_be_bytes());
-        Self::from_encoded_values(encoded_values)
+        Self::from_values(encoded_values)
     }
 
     /// 128 bits of SHA-256 over the framed values: the same in every process and version.
     pub fn id(&self) -> u128 {
         self.id
+    }
+
+    /// The policy's name, framed.
+    pub fn encoded_policy(&self) -> &[u8] {
+        let len = match self.encoded_values.as_slice() {
+            [VERBATIM_TAG, len, ..] => 2 + usize::from(*len),
+            _ => 33,
+        };
+        self.encoded_values
+            .get(..len)
+            .unwrap_or(&self.encoded_values)
     }
 
     /// The policy's name and the values as readable text: `policy/value/value`. Bytes that could be

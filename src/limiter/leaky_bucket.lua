@@ -17,8 +17,9 @@ local function queue_read(key, time, per, parameters)
   return queue
 end
 
--- When `need` more units of the capacity are free, 1 <= need <= used_units.
+-- When `need` more units of the capacity are free, need <= used_units.
 local function queue_release_time(queue, need)
+  if need == 0 then return bucket_release_time(queue, 0) end
   return bucket_debt_drop_time(queue, (queue.used_units - need) * queue.per + queue.slack)
 end
 

@@ -29,14 +29,20 @@ impl LeakyBucketQueue {
             .div_ceil(limit.per_us)
     }
 
-    pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
-        self.0.charge(limit, cost, now_us, settles);
+    pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64, is_estimate: bool) {
+        self.0.charge(limit, cost, now_us, is_estimate);
     }
 
     /// Takes the available units, up to `cost`. No request waits at these positions: they only
     /// delay later requests.
-    pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
-        self.0.charge_rejected(limit, cost, now_us, settles);
+    pub(super) fn charge_rejected(
+        &mut self,
+        limit: &Limit,
+        cost: u64,
+        now_us: u64,
+        is_estimate: bool,
+    ) {
+        self.0.charge_rejected(limit, cost, now_us, is_estimate);
     }
 
     /// Returns positions, as [`TokenBucketState::credit`] does. Queued requests keep their times;
@@ -57,7 +63,7 @@ impl LeakyBucketQueue {
     }
 
     pub(super) fn latest_proven_us(&self) -> u64 {
-        self.0.newest_us()
+        self.0.newest_charge_us()
     }
 
     /// When at most `units` of the capacity are in use.

@@ -95,7 +95,7 @@ impl Limit {
     }
 
     /// The part of the longest delay of [`Algorithm::LeakyBucket`] beyond whole units, in units of
-    /// 1 / per_us; else 0.
+    /// 1 / per_us; 0 for other algorithms.
     pub fn delay_remainder(&self) -> u64 {
         match self.algorithm {
             Algorithm::LeakyBucket { max_delay_us } => {

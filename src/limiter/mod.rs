@@ -22,7 +22,7 @@ mod sliding_log;
 mod sliding_window;
 mod token_bucket;
 
-pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, Lease};
+pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, LeaseTerms};
 pub use counter_state::{CounterState, CounterView};
 pub use decision::{Decision, GrantedUnits, LimitStatus, Refusal};
 pub use effects::{ChargeEffect, compute_grants, determine_effect};

@@ -94,8 +94,8 @@ local function log_find_unit(log, need)
   local total = log_units_up_to(log, oldest)
   if need <= total then return oldest, oldest.units - (total - need) - 1 end
   if need > log.used_units - newest.units then return newest, newest.units - (log.used_units - need) - 1 end
-  -- Searches by rank, as an element has at least one unit. In a log of single units the first guess
-  -- is right.
+  -- Searches by rank. Every element has at least one unit, which bounds the rank. If every element
+  -- has exactly one unit, the first guess is right.
   local low = log.first ~= oldest and call('ZRANK', log.key, oldest.member) or 0
   local high = min(low + need - total, call('ZCARD', log.key) - 1)
   local guess = min(low + math.ceil((need - total) / oldest.units), high)
@@ -163,10 +163,11 @@ local function log_read(key, time, per)
   return log
 end
 
--- When the oldest `need` of the used units, 1 <= need <= used_units, have expired; nil if an
--- element is foreign.
+-- When the oldest `need` of the used units, need <= used_units, have expired; nil if an element is
+-- foreign.
 local function log_release_time(log, need)
   if need == 1 then return log.oldest_time + log.per end
+  if need == 0 then return (log.newest and log.newest.time or log.now) + log.per end
   local element, before = log_find_unit(log, need)
   return element and log_first_charge(element, 0, before) + log.per
 end
@@ -337,9 +338,15 @@ local function log_credit(log, units, charged_at)
         log_format_member(sum, later_element.units, n == 1 and kept or nil, n == 1 and later_element.lead or 0))
     end
   end
-  local reply = try('ZREM', log.key, unpack(removed))
-  if type(reply) == 'table' and reply.err then return reply end
-  call('ZADD', log.key, unpack(added))
+  -- Adds before it removes: an empty key would be gone, and a slot that migrates accepts no new key.
+  local reply = try('ZADD', log.key, unpack(added))
+  if type(reply) == 'table' then return reply end
+  local is_added, obsolete = {}, {}
+  for n = 2, #added, 2 do is_added[added[n]] = true end
+  for _, member in ipairs(removed) do
+    if not is_added[member] then obsolete[#obsolete + 1] = member end
+  end
+  if #obsolete > 0 then call('ZREM', log.key, unpack(obsolete)) end
   call('PEXPIREAT', log.key, integer(math.ceil((log.newest.time + log.per) / 1000)))
 end
 

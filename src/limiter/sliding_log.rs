@@ -34,8 +34,8 @@ pub(super) struct ChargeLog {
 #[derive(Clone, Copy, Debug)]
 struct ChargeLogEntry {
     at_us: u64,
-    /// Units of all entries up to this one, removed ones included. It may wrap: only differences
-    /// count, and at most 2^53 units count at a time.
+    /// Units of all entries up to and including this one, also of entries removed since. The total
+    /// may wrap: only differences count, and at most 2^53 units count at a time.
     running_total: u64,
 }
 

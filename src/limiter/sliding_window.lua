@@ -7,7 +7,8 @@
 -- is proven to have begun. Until it has begun, charges are recorded in it.
 
 -- Returns the state of a key at `time`, or at the start of its newest sub-window if that is later.
--- Returns nil and perhaps an error if the value is foreign.
+-- Returns nil if the value does not have this format, and also Redis' error if the key has another
+-- type.
 local function sub_windows_read(key, time, per, width)
   local state = {
     key = key, per = per, width = width, now = time, used_units = 0, first = 0, first_counted = 1, units = {}, lead = 0,
@@ -35,10 +36,10 @@ local function sub_windows_read(key, time, per, width)
   return state
 end
 
--- When the oldest `need` of the used units, 1 <= need <= used_units, have expired.
+-- When the oldest `need` of the used units, need <= used_units, have expired.
 local function sub_windows_release_time(state, need)
-  local n = state.first_counted
-  while need > state.units[n] do
+  local n = need > 0 and state.first_counted or #state.units
+  while need > (state.units[n] or 0) do
     need = need - state.units[n]
     n = n + 1
   end
@@ -51,8 +52,7 @@ local function sub_windows_write(state)
   for n, units in ipairs(state.units) do texts[n] = format('%.0f', units) end
   local value = format('%.0f:', state.first) .. table.concat(texts, ',')
   if state.lead > 0 then value = value .. ';' .. integer(state.lead) end
-  local expires = math.ceil(((state.first + #texts) * state.width - 1 + state.per) / 1000)
-  local reply = try('SET', state.key, value, 'PXAT', expires)
+  local reply = try('SET', state.key, value, 'PXAT', integer(math.ceil(sub_windows_release_time(state, 0) / 1000)))
   if reply.err then return reply end
 end
 

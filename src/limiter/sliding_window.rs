@@ -36,7 +36,7 @@ impl SubWindowLog {
             .add_entry(limit, cost, now_us, self.sub_window_end_us(now_us));
     }
 
-    /// Takes units in the sub-window of `until_us`: this one or a later one.
+    /// Takes units in the sub-window of `until_us`: the current one or a later one.
     pub(super) fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
         self.log.grant_lease(
             limit,
@@ -48,7 +48,7 @@ impl SubWindowLog {
     }
 
     /// Whether the newest sub-window has begun at `at_us`.
-    pub(super) fn has_newest_started_by(&self, at_us: u64) -> bool {
+    pub(super) fn has_newest_sub_window_begun_by(&self, at_us: u64) -> bool {
         self.log.newest_entry_us() <= self.sub_window_end_us(at_us)
     }
 

@@ -179,7 +179,8 @@ local function bucket_debt_drop_time(bucket, debt)
   return min(BUCKET_MAX, drop_time)
 end
 
--- When at most `units` are owed; 0 if the bucket can warm up so far only by further charges.
+-- Returns the time at which at most `units` are owed. Returns 0 if that needs further charges,
+-- because without them the bucket becomes cold first.
 local function bucket_owed_drop_time(bucket, units)
   local drop_time = bucket_debt_drop_time(bucket, units * bucket.per)
   if not bucket.warm_up or units >= bucket.missing then return drop_time end
@@ -188,28 +189,27 @@ local function bucket_owed_drop_time(bucket, units)
   return drop_time < bucket.cold_at and drop_time or 0
 end
 
--- When `need` units fewer are used, 1 <= need <= used_units; 0 as above.
+-- Returns the time at which `need` units fewer are used, 1 <= need <= used_units, or 0 as
+-- `bucket_owed_drop_time` does.
 local function bucket_release_time(bucket, need)
   local units = bucket.used_units - need
   while bucket.leases[1] do
-    if units >= bucket.absent then
+    if need > 0 and units >= bucket.absent then
       local drop_time = bucket_owed_drop_time(bucket, units - bucket.absent)
       if drop_time <= bucket.leases[1][1] then return drop_time end
     end
     bucket = bucket_expire_first_lease(bucket)
   end
+  if need == 0 then return max(bucket_debt_drop_time(bucket, 0), bucket.cold_at or 0) end
   return bucket_owed_drop_time(bucket, units)
 end
 
 local function bucket_write(bucket)
   local value = format('%.0f:%.0f:%.0f%s', bucket.debt_at, bucket.stored_debt, bucket.debt_rate, bucket.rest)
-  local final = bucket
   for n, lease in ipairs(bucket.leases) do
     value = value .. (n == 1 and ';' or ',') .. format('%.0f:%.0f', lease[1], lease[2])
-    final = bucket_expire_first_lease(final)
   end
-  local expires = max(bucket_debt_drop_time(final, 0), final.cold_at or 0)
-  local reply = try('SET', bucket.key, value, 'PXAT', integer(math.ceil(expires / 1000)))
+  local reply = try('SET', bucket.key, value, 'PXAT', integer(math.ceil(bucket_release_time(bucket, 0) / 1000)))
   if reply.err then return reply end
 end
 

@@ -61,21 +61,27 @@ impl TokenBucketState {
             .saturating_add(bucket.leased_units())
     }
 
-    /// With `settles`, records the history that [`TokenBucketState::credit`] needs.
-    pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
+    /// With `is_estimate`, records the history that [`TokenBucketState::credit`] needs.
+    pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64, is_estimate: bool) {
         self.apply_expired_leases(limit, now_us);
-        self.take_units(limit, cost, now_us, settles);
+        self.take_units(limit, cost, now_us, is_estimate);
     }
 
-    fn take_units(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
+    fn take_units(&mut self, limit: &Limit, cost: u64, now_us: u64, is_estimate: bool) {
         let debt = self
             .total_owed(limit, now_us)
             .saturating_add(cost.saturating_mul(limit.per_us));
-        self.set_debt(limit, debt, cost, now_us, settles);
+        self.set_debt(limit, debt, cost, now_us, is_estimate);
     }
 
     /// Takes the available units, up to `cost`.
-    pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
+    pub(super) fn charge_rejected(
+        &mut self,
+        limit: &Limit,
+        cost: u64,
+        now_us: u64,
+        is_estimate: bool,
+    ) {
         let mut bucket = self.with_expired_leases(limit, now_us).into_owned();
         let owed = bucket.total_owed(limit, now_us);
         let available_units = limit.capacity().saturating_sub(bucket.leased_units());
@@ -91,7 +97,7 @@ impl TokenBucketState {
                 debt,
                 (debt - owed).div_ceil(limit.per_us),
                 now_us,
-                settles,
+                is_estimate,
             );
             *self = bucket;
         }
@@ -143,7 +149,7 @@ impl TokenBucketState {
         // All payments since then may have been for these units.
         let paid_back = now_us
             .saturating_sub(at_us)
-            .saturating_mul(self.rate(limit));
+            .saturating_mul(self.debt_payment_rate(limit));
         let debt_without_history =
             || debt.saturating_sub(units.saturating_mul(limit.per_us).saturating_sub(paid_back));
         let history = self
@@ -157,7 +163,7 @@ impl TokenBucketState {
         true
     }
 
-    pub(super) fn newest_us(&self) -> u64 {
+    pub(super) fn newest_charge_us(&self) -> u64 {
         self.charged_at_us
     }
 
@@ -212,7 +218,7 @@ impl TokenBucketState {
         let wait_us = self
             .debt_at(limit, now_us)
             .saturating_sub(debt)
-            .div_ceil(self.rate(limit));
+            .div_ceil(self.debt_payment_rate(limit));
         let at_us = match WarmUpRamp::from_limit(limit) {
             Some(ramp) if wait_us > 0 => {
                 let worth_us = ramp
@@ -302,7 +308,7 @@ impl TokenBucketState {
             }
         };
         self.debt
-            .saturating_sub(paying_us.saturating_mul(self.rate(limit)))
+            .saturating_sub(paying_us.saturating_mul(self.debt_payment_rate(limit)))
     }
 
     /// The debt, or the units missing from a cold bucket's capacity if those are more: they can't
@@ -319,14 +325,14 @@ impl TokenBucketState {
 
     /// Sets the debt after a charge of at most `units`, up to the largest integer that is exact in
     /// Lua.
-    fn set_debt(&mut self, limit: &Limit, debt: u64, units: u64, now_us: u64, settles: bool) {
+    fn set_debt(&mut self, limit: &Limit, debt: u64, units: u64, now_us: u64, is_estimate: bool) {
         let before = self.total_owed(limit, now_us);
         let warm_up_start_us = match WarmUpRamp::from_limit(limit) {
             Some(ramp) if now_us < self.cold_at_us(&ramp) => self.warm_up_start_us,
             Some(_) => now_us,
             None => 0,
         };
-        let history = (settles && WarmUpRamp::from_limit(limit).is_none()).then(|| {
+        let history = (is_estimate && WarmUpRamp::from_limit(limit).is_none()).then(|| {
             let known = self
                 .history
                 .take()
@@ -346,7 +352,9 @@ impl TokenBucketState {
         };
     }
 
-    fn rate(&self, limit: &Limit) -> u64 {
+    /// The rate at which the debt is paid: the larger of the rate at the last charge and the current
+    /// rate, at least 1.
+    fn debt_payment_rate(&self, limit: &Limit) -> u64 {
         self.rate.max(limit.requests).max(1)
     }
 

@@ -21,10 +21,10 @@ pub struct Settings {
 
 /// The client that sent a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ClientIdentity {
+pub struct ClientAddress {
     pub ip: IpAddr,
     /// Whether the peer is a trusted proxy. Only its forwarding fields are passed on.
-    pub peer_trusted: bool,
+    pub is_peer_trusted: bool,
 }
 
 impl Settings {
@@ -36,7 +36,7 @@ impl Settings {
 /// Maximum number of list elements read. No legitimate chain of proxies is longer.
 const MAX_HOPS: usize = 100;
 
-impl ClientIdentity {
+impl ClientAddress {
     /// Returns the first untrusted address, read from the right of the forwarding header.
     ///
     /// Elements to the left of it are ignored, since the client may have written them. If an
@@ -47,7 +47,7 @@ impl ClientIdentity {
         if !settings.trusts_proxy(peer) {
             return Self {
                 ip: peer,
-                peer_trusted: false,
+                is_peer_trusted: false,
             };
         }
         let is_forwarded = settings.ip_header == FORWARDED;
@@ -76,7 +76,7 @@ impl ClientIdentity {
         }
         Self {
             ip,
-            peer_trusted: true,
+            is_peer_trusted: true,
         }
     }
 }
@@ -224,7 +224,7 @@ mod tests {
         for line in lines {
             headers.append(&settings.ip_header, line.parse().unwrap());
         }
-        ClientIdentity::identify(peer.parse().unwrap(), &headers, &settings)
+        ClientAddress::identify(peer.parse().unwrap(), &headers, &settings)
             .ip
             .to_string()
     }
@@ -413,7 +413,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         let line = http::HeaderValue::from_bytes(b"\xff\xfe, 1.1.1.1, 10.0.0.2").unwrap();
         headers.append(&settings.ip_header, line);
-        let client = ClientIdentity::identify("10.0.0.1".parse().unwrap(), &headers, &settings);
+        let client = ClientAddress::identify("10.0.0.1".parse().unwrap(), &headers, &settings);
         assert_eq!(client.ip.to_string(), "1.1.1.1");
     }
 

@@ -31,7 +31,8 @@ pub enum UnmetCondition<'a> {
     Query(&'a str),
     Cookie(&'a str),
     Claim(&'a str),
-    /// The policy applies to descriptors and the request is none, or the other way round.
+    /// The policy applies to descriptors and the facts are of a request, or the reverse. The text
+    /// names the first case, the only one that `explain` meets.
     RequestKind,
     Domain,
     Entry(&'a str),

@@ -1,8 +1,8 @@
 //! The cost of a request in units.
 
+use super::Facts;
 use super::json_pointer::JsonPointer;
 use super::whole_number::parse_whole_number;
-use super::{Facts, facts};
 use crate::limiter::MAX_UNITS;
 use http::HeaderName;
 use std::fmt;
@@ -54,7 +54,7 @@ impl CostSource {
         match self {
             Self::Fixed(units) => units.saturating_mul(facts.hit_count()).min(MAX_UNITS),
             Self::Header(cost) => {
-                let mut values = facts::header_values(facts.headers, &cost.name);
+                let mut values = facts.header_values(&cost.name);
                 match (values.next(), values.next()) {
                     (None, _) => cost.default,
                     (Some(value), None) => parse_whole_number(&value)
@@ -143,7 +143,7 @@ mod tests {
             query: None,
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
-            token: crate::policy::jwt::RequestToken::none(),
+            token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: None,
         };

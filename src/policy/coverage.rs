@@ -11,22 +11,36 @@ use super::{
 impl Matcher {
     /// Whether these conditions certainly match every request that `other` matches.
     pub fn covers(&self, other: &Self) -> bool {
-        match (&self.descriptor_conditions, &other.descriptor_conditions) {
+        // Without `..`: a new condition does not compile until it is compared here.
+        let Self {
+            methods,
+            hosts,
+            paths: _,
+            path_regex: _,
+            headers,
+            query,
+            cookies,
+            client_ips,
+            claims,
+            descriptor_conditions,
+            not: _,
+        } = self;
+        match (descriptor_conditions, &other.descriptor_conditions) {
             (None, None) => {}
             (Some(mine), Some(others)) => {
                 return mine.covers(others) && self.excludes_no_more_than(other);
             }
             _ => return false,
         }
-        self.methods.covers(&other.methods)
-            && covers_alternatives(&self.hosts, &other.hosts, HostPattern::covers)
+        methods.covers(&other.methods)
+            && covers_alternatives(hosts, &other.hosts, HostPattern::covers)
             && self.covers_paths(other)
             && covers_path_regex(self, other)
-            && are_conditions_implied(&self.headers, &other.headers)
-            && are_conditions_implied(&self.query, &other.query)
-            && are_conditions_implied(&self.cookies, &other.cookies)
-            && are_conditions_implied(&self.claims, &other.claims)
-            && covers_alternatives(&self.client_ips, &other.client_ips, |net, inner| {
+            && are_conditions_implied(headers, &other.headers)
+            && are_conditions_implied(query, &other.query)
+            && are_conditions_implied(cookies, &other.cookies)
+            && are_conditions_implied(claims, &other.claims)
+            && covers_alternatives(client_ips, &other.client_ips, |net, inner| {
                 net.contains(inner)
             })
             && self.excludes_no_more_than(other)

@@ -45,7 +45,7 @@ impl<'a> Facts<'a> {
             query: None,
             headers: &HEADERS,
             client_ip: Ipv4Addr::UNSPECIFIED.into(),
-            token: RequestToken::none(),
+            token: RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: Some(descriptor),
         }
@@ -63,16 +63,17 @@ impl<'a> Facts<'a> {
     pub(super) fn hit_count(&self) -> u64 {
         self.descriptor.map_or(1, |descriptor| descriptor.hits)
     }
-}
 
-pub(super) fn header_values<'a>(
-    headers: &'a HeaderMap,
-    name: &HeaderName,
-) -> impl Iterator<Item = Cow<'a, [u8]>> {
-    headers
-        .get_all(name)
-        .into_iter()
-        .map(|value| Cow::Borrowed(value.as_bytes()))
+    /// The values of a header, one per line.
+    pub(super) fn header_values(
+        &self,
+        name: &HeaderName,
+    ) -> impl Iterator<Item = Cow<'a, [u8]>> + use<'a> {
+        self.headers
+            .get_all(name)
+            .into_iter()
+            .map(|value| Cow::Borrowed(value.as_bytes()))
+    }
 }
 
 /// The values of a query parameter, decoded as form data (`+` is a space).

@@ -74,12 +74,12 @@ pub struct RequestToken {
     reader: Option<Arc<TokenReader>>,
     /// The current wall-clock time in seconds since the Unix epoch.
     now_s: u64,
-    claims_result: OnceLock<Result<Arc<TokenClaims>, TokenFault>>,
+    claims_result: OnceLock<Result<Arc<TokenClaims>, TokenError>>,
 }
 
 /// Why a token is rejected. The texts reveal nothing of the token's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TokenFault {
+pub enum TokenError {
     #[error("the token is absent")]
     Absent,
     #[error("the token is not a signed JWT with three parts")]
@@ -196,7 +196,7 @@ impl RequestToken {
     }
 
     /// An empty token, for requests without a token reader.
-    pub fn none() -> &'static Self {
+    pub fn without_token_reader() -> &'static Self {
         static NONE: RequestToken = RequestToken {
             reader: None,
             now_s: 0,
@@ -222,13 +222,13 @@ impl RequestToken {
     }
 
     /// Why the token was rejected. `None` if there is no token, or no policy has read a claim yet.
-    pub fn fault(&self) -> Option<TokenFault> {
+    pub fn error(&self) -> Option<TokenError> {
         self.claims_result
             .get()?
             .as_ref()
             .err()
             .copied()
-            .filter(|fault| *fault != TokenFault::Absent)
+            .filter(|error| *error != TokenError::Absent)
     }
 }
 
@@ -255,7 +255,7 @@ impl TokenReader {
             .is_some()
     }
 
-    fn read_claims(&self, headers: &HeaderMap, now_s: u64) -> Result<Arc<TokenClaims>, TokenFault> {
+    fn read_claims(&self, headers: &HeaderMap, now_s: u64) -> Result<Arc<TokenClaims>, TokenError> {
         let token = self.extract_token(headers)?;
         let keys = match &self.settings.verification {
             SignatureVerification::Keys(keys) => keys,
@@ -278,34 +278,34 @@ impl TokenReader {
     }
 
     /// Extracts the token from its header, without the authentication scheme.
-    fn extract_token<'h>(&self, headers: &'h HeaderMap) -> Result<&'h str, TokenFault> {
+    fn extract_token<'h>(&self, headers: &'h HeaderMap) -> Result<&'h str, TokenError> {
         let value = headers
             .get(&self.settings.header)
-            .ok_or(TokenFault::Absent)?;
+            .ok_or(TokenError::Absent)?;
         let value = value
             .to_str()
-            .map_err(|_not_ascii| TokenFault::Malformed)?
+            .map_err(|_not_ascii| TokenError::Malformed)?
             .trim();
         let token = match value.split_once([' ', '\t']) {
             Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim_start(),
             // Credentials with another authentication scheme.
             _ if self.settings.header == http::header::AUTHORIZATION => {
-                return Err(TokenFault::Absent);
+                return Err(TokenError::Absent);
             }
             _ => value,
         };
         match token.len() {
-            0 => Err(TokenFault::Absent),
-            len if len > MAX_TOKEN_BYTES => Err(TokenFault::TooLarge),
+            0 => Err(TokenError::Absent),
+            len if len > MAX_TOKEN_BYTES => Err(TokenError::TooLarge),
             _ => Ok(token),
         }
     }
 }
 
 impl TokenClaims {
-    fn new(claims: &Value, claim_names: &[ClaimName]) -> Result<Self, TokenFault> {
+    fn new(claims: &Value, claim_names: &[ClaimName]) -> Result<Self, TokenError> {
         if !claims.is_object() {
-            return Err(TokenFault::Malformed);
+            return Err(TokenError::Malformed);
         }
         Ok(Self {
             claims: claim_names
@@ -317,18 +317,18 @@ impl TokenClaims {
         })
     }
 
-    fn check_dates(&self, now_s: u64) -> Result<(), TokenFault> {
+    fn check_dates(&self, now_s: u64) -> Result<(), TokenError> {
         if self
             .expires_at_s
             .is_some_and(|end_s| now_s >= end_s.saturating_add(LEEWAY_S))
         {
-            return Err(TokenFault::Expired);
+            return Err(TokenError::Expired);
         }
         if self
             .not_before_s
             .is_some_and(|start_s| start_s > now_s.saturating_add(LEEWAY_S))
         {
-            return Err(TokenFault::NotYetValid);
+            return Err(TokenError::NotYetValid);
         }
         Ok(())
     }
@@ -344,7 +344,7 @@ impl TokenClaims {
 }
 
 /// Parses a date into whole seconds since the Unix epoch. RFC 7519, section 2, allows fractions.
-fn parse_numeric_date(claims: &Value, name: &str) -> Result<Option<u64>, TokenFault> {
+fn parse_numeric_date(claims: &Value, name: &str) -> Result<Option<u64>, TokenError> {
     let Some(value) = claims.get(name) else {
         return Ok(None);
     };
@@ -357,14 +357,14 @@ fn parse_numeric_date(claims: &Value, name: &str) -> Result<Option<u64>, TokenFa
         .as_u64()
         .or_else(fraction)
         .map(Some)
-        .ok_or(TokenFault::InvalidDates)
+        .ok_or(TokenError::InvalidDates)
 }
 
 /// Cache of verified tokens, by their hashes. A verification costs as much as the rest of a
 /// request's processing, and clients send the same token many times.
 ///
 /// The keys of a reader never change, so entries stay valid. The caller checks the dates of each
-/// cached token.
+/// cached token. Process-wide, in shards with a lock each.
 #[derive(Debug, Default)]
 struct VerifiedTokenCache([Mutex<TokenCacheShard>; CACHE_SHARDS]);
 

@@ -40,7 +40,7 @@ pub struct KeyTemplate(Vec<KeyPart>);
 /// The action if a part is absent or empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MissingKeyAction {
-    /// All such requests share one quota.
+    /// All requests without the part share one quota.
     Shared,
     /// The policy does not apply.
     Skip,
@@ -50,7 +50,7 @@ pub enum MissingKeyAction {
 
 /// Why a request cannot be keyed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum KeyFault {
+pub enum KeyError {
     #[error("{0} occurs more than once")]
     Repeated(String),
     #[error("{0} is missing")]
@@ -140,12 +140,12 @@ impl KeyPart {
         facts: &Facts<'a>,
         client: &client::Settings,
         values: &mut KeyValues<'a>,
-    ) -> Result<(), KeyFault> {
+    ) -> Result<(), KeyError> {
         let value = match self {
             Self::ClientIp => Some(Cow::Owned(
                 format_client_network(facts.client_ip, client).into_bytes(),
             )),
-            Self::Header(name) => self.single_value(facts::header_values(facts.headers, name))?,
+            Self::Header(name) => self.single_value(facts.header_values(name))?,
             Self::Query(name) => self.single_value(facts::query_values(facts.query, name))?,
             Self::Cookie(name) => self.single_value(facts::cookie_values(facts.headers, name))?,
             Self::Claim(name) => facts
@@ -175,7 +175,11 @@ impl KeyPart {
                 .client_cert
                 .and_then(|cert| text_bytes(cert.cn.as_deref())),
             Self::PathCaptures(pattern) => {
-                match facts.paths.iter().find_map(|path| pattern.captures(path)) {
+                match facts
+                    .paths
+                    .iter()
+                    .find_map(|path| pattern.captured_segments(path))
+                {
                     Some(found) => {
                         values.extend(
                             found
@@ -196,10 +200,10 @@ impl KeyPart {
     fn single_value<'a>(
         &self,
         mut values: impl Iterator<Item = Cow<'a, [u8]>>,
-    ) -> Result<Option<Cow<'a, [u8]>>, KeyFault> {
+    ) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
         let first = values.next();
         if values.next().is_some() {
-            return Err(KeyFault::Repeated(self.to_string()));
+            return Err(KeyError::Repeated(self.to_string()));
         }
         Ok(first)
     }
@@ -262,21 +266,21 @@ impl KeyTemplate {
     /// Extracts the values of one request.
     ///
     /// # Errors
-    /// Returns [`KeyFault::Repeated`] if a single-valued part occurs more than once. With
-    /// [`MissingKeyAction::Reject`], returns [`KeyFault::Missing`] for the first absent value.
+    /// Returns [`KeyError::Repeated`] if a single-valued part occurs more than once. With
+    /// [`MissingKeyAction::Reject`], returns [`KeyError::Missing`] for the first absent value.
     pub fn extract_values<'a>(
         &'a self,
         facts: &Facts<'a>,
         client: &client::Settings,
         missing: MissingKeyAction,
-    ) -> Result<KeyValues<'a>, KeyFault> {
+    ) -> Result<KeyValues<'a>, KeyError> {
         let mut values = KeyValues::new();
         for part in &self.0 {
             let part_start = values.len();
             part.push_values(facts, client, &mut values)?;
             let has_missing_value = || values.iter().skip(part_start).any(Option::is_none);
             if missing == MissingKeyAction::Reject && has_missing_value() {
-                return Err(KeyFault::Missing(part.to_string()));
+                return Err(KeyError::Missing(part.to_string()));
             }
         }
         Ok(values)
@@ -314,7 +318,7 @@ impl KeyTemplate {
                 .into()),
             Some(KeyPart::PathCaptures(_)) => Ok(path::canonicalize_segment(text, path)),
             Some(KeyPart::WholePath) => path::PathInterpretations::parse(text, path)
-                .map_err(|fault| fault.to_string())
+                .map_err(|error| error.to_string())
                 .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
             _ => Ok(text.into()),
         }
@@ -369,7 +373,7 @@ mod tests {
             query: None,
             headers: &headers,
             client_ip: [10, 1, 2, 3].into(),
-            token: crate::policy::jwt::RequestToken::none(),
+            token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: None,
         };

@@ -10,16 +10,22 @@ use regex::Regex;
 
 /// The conditions of a policy. All of them must hold. Within one condition, any alternative
 /// suffices; an empty list of alternatives always holds.
+///
+/// A new condition also belongs in [`Matcher::covers`], in [`UnmetCondition`], in the schema of
+/// `match`, in the configuration's `build_matcher` and `describe_conditions`, and in the replay's
+/// missing fields.
 #[derive(Clone, Debug, Default)]
 pub struct Matcher {
     pub methods: MethodSet,
     pub hosts: Vec<HostPattern>,
+    /// `path` in TOML.
     pub paths: Vec<PathPattern>,
     pub path_regex: Option<Regex>,
     pub headers: Vec<NamedCondition<HeaderName>>,
     pub query: Vec<NamedCondition<Box<str>>>,
     pub cookies: Vec<NamedCondition<Box<str>>>,
     pub client_ips: Vec<IpNet>,
+    /// `jwt` in TOML.
     pub claims: Vec<NamedCondition<ClaimName>>,
     /// Set only in policies for descriptors. All other conditions are then empty, also those in
     /// `not`.
@@ -89,7 +95,7 @@ impl Matcher {
         for header in &self.headers {
             if !header
                 .condition
-                .is_met_by(facts::header_values(facts.headers, &header.name))
+                .is_met_by(facts.header_values(&header.name))
             {
                 return Some(UnmetCondition::Header(header.name.as_str()));
             }
@@ -127,15 +133,25 @@ impl Matcher {
 
     /// Names of the headers that these conditions read.
     pub(super) fn header_names(&self) -> Vec<HeaderName> {
-        let mut names: Vec<_> = self
-            .headers
-            .iter()
-            .map(|header| header.name.clone())
-            .collect();
-        if !self.cookies.is_empty() {
+        // Without `..`: a new condition does not compile until it is considered here.
+        let Self {
+            headers,
+            cookies,
+            not,
+            methods: _,
+            hosts: _,
+            paths: _,
+            path_regex: _,
+            query: _,
+            client_ips: _,
+            claims: _,
+            descriptor_conditions: _,
+        } = self;
+        let mut names: Vec<_> = headers.iter().map(|header| header.name.clone()).collect();
+        if !cookies.is_empty() {
             names.push(http::header::COOKIE);
         }
-        names.extend(self.not.iter().flat_map(|not| not.header_names()));
+        names.extend(not.iter().flat_map(|not| not.header_names()));
         names
     }
 

@@ -29,7 +29,7 @@ pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
 pub use descriptor::{Descriptor, DescriptorConditions};
 pub use facts::Facts;
 pub use json_pointer::{JsonPointer, JsonPointerToken};
-pub use key_template::{KeyFault, KeyPart, KeyTemplate, KeyValues, MissingKeyAction};
+pub use key_template::{KeyError, KeyPart, KeyTemplate, KeyValues, MissingKeyAction};
 pub use matcher::{HostPattern, Matcher, MethodSet};
 pub use named_limit::NamedLimit;
 pub use path_pattern::PathPattern;
@@ -82,4 +82,23 @@ pub struct RejectResponse {
     pub body: Bytes,
     pub content_type: HeaderValue,
     pub headers: Vec<(HeaderName, HeaderValue)>,
+}
+
+impl Policy {
+    /// Returns the first condition that does not hold, or `None` if the policy applies.
+    ///
+    /// A path may have several interpretations. A limiting or denying policy applies if any of them
+    /// matches. An exempting policy applies only if all match, so that an ambiguous spelling gains
+    /// no exemption.
+    pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
+        let mut unmet = facts
+            .paths
+            .iter()
+            .map(|path| self.matcher.first_unmet_condition(facts, path));
+        match self.action {
+            PolicyAction::Allow => unmet.find(Option::is_some).flatten(),
+            // `None` if any interpretation matches.
+            PolicyAction::Limit(_) | PolicyAction::Deny => unmet.reduce(Option::and).flatten(),
+        }
+    }
 }

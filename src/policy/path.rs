@@ -57,7 +57,7 @@ pub struct PathInterpretations(SmallVec<[Box<str>; 2]>);
 
 /// Why a path cannot be matched safely.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PathFault {
+pub enum PathError {
     #[error("the path contains an escaped slash or a backslash")]
     EscapedSlash,
     #[error("the path contains an escaped NUL")]
@@ -78,24 +78,24 @@ impl PathInterpretations {
     /// as `/`, so that policies for every path apply to it too.
     ///
     /// # Errors
-    /// Returns a [`PathFault`] if the path is invalid or the settings reject it.
-    pub fn parse(path: &str, settings: &Settings) -> Result<Self, PathFault> {
+    /// Returns a [`PathError`] if the path is invalid or the settings reject it.
+    pub fn parse(path: &str, settings: &Settings) -> Result<Self, PathError> {
         if path == "*" {
             return Ok(Self::default());
         }
         if !path.starts_with('/') {
-            return Err(PathFault::NotAbsolute);
+            return Err(PathError::NotAbsolute);
         }
         if !settings.normalize || is_already_normalized(path, settings) {
             return Ok(Self(smallvec![path.into()]));
         }
         if escaped_bytes(path).any(|byte| byte == 0) {
-            return Err(PathFault::Nul);
+            return Err(PathError::Nul);
         }
         let escaped_slash = escaped_bytes(path).any(|byte| byte == b'/');
         let backslash = path.contains('\\') || escaped_bytes(path).any(|byte| byte == b'\\');
         if settings.escaped_slashes == EscapedSlashes::Reject && (escaped_slash || backslash) {
-            return Err(PathFault::EscapedSlash);
+            return Err(PathError::EscapedSlash);
         }
         // Escaped slashes and backslashes may separate segments independently of each other.
         let separator_choices = |is_present: bool| -> &[bool] {
@@ -252,9 +252,9 @@ fn resolve_segments(
 /// Appends a literal segment. Its semicolons are escaped where they would otherwise start
 /// parameters.
 fn push_segment(out: &mut String, segment: &str, settings: &Settings) {
-    for (at, part) in segment.split(';').enumerate() {
+    for (index, part) in segment.split(';').enumerate() {
         match settings.strip_parameters {
-            _ if at == 0 => {}
+            _ if index == 0 => {}
             true if settings.case_sensitive => out.push_str("%3B"),
             true => out.push_str("%3b"),
             false => out.push(';'),
@@ -395,14 +395,14 @@ mod tests {
             ),
             ["/a%2Fb"]
         );
-        let refused = PathInterpretations::parse(
+        let rejected = PathInterpretations::parse(
             "/a%2fb",
             &Settings {
                 escaped_slashes: EscapedSlashes::Reject,
                 ..DEFAULT_SETTINGS
             },
         );
-        assert_eq!(refused, Err(PathFault::EscapedSlash));
+        assert_eq!(rejected, Err(PathError::EscapedSlash));
     }
 
     #[test]
@@ -540,15 +540,15 @@ mod tests {
     fn rejects_invalid_paths() {
         assert_eq!(
             PathInterpretations::parse("/a%00b", &DEFAULT_SETTINGS),
-            Err(PathFault::Nul)
+            Err(PathError::Nul)
         );
         assert_eq!(
             PathInterpretations::parse("foo", &DEFAULT_SETTINGS),
-            Err(PathFault::NotAbsolute)
+            Err(PathError::NotAbsolute)
         );
         assert_eq!(
             PathInterpretations::parse("", &DEFAULT_SETTINGS),
-            Err(PathFault::NotAbsolute)
+            Err(PathError::NotAbsolute)
         );
         assert_eq!(interpret("*", DEFAULT_SETTINGS), ["/"]);
         assert_eq!(interpret("/", DEFAULT_SETTINGS), ["/"]);

@@ -66,7 +66,7 @@ impl PathPattern {
     }
 
     /// Returns the segments captured by `{name}`, if the path matches.
-    pub fn captures<'p>(&self, path: &'p str) -> Option<SmallVec<[&'p str; 4]>> {
+    pub fn captured_segments<'p>(&self, path: &'p str) -> Option<SmallVec<[&'p str; 4]>> {
         let mut values = SmallVec::new();
         self.match_segments(path, |value| values.push(value))
             .then_some(values)
@@ -226,10 +226,14 @@ impl PathIndex {
             found.extend_from_slice(&node.terminal_ids);
             return;
         };
-        if let Some(child) = node.literals.get(word).and_then(|at| self.nodes.get(*at)) {
+        if let Some(child) = node
+            .literals
+            .get(word)
+            .and_then(|index| self.nodes.get(*index))
+        {
             self.collect_matches(child, rest.clone(), found);
         }
-        if let Some(child) = node.wildcard.and_then(|at| self.nodes.get(at))
+        if let Some(child) = node.wildcard.and_then(|index| self.nodes.get(index))
             && !word.is_empty()
         {
             self.collect_matches(child, rest, found);
@@ -299,10 +303,13 @@ mod tests {
         let found = pattern("/api/{service}/*/{id}/**");
         assert_eq!(found.capture_count(), 2);
         assert_eq!(
-            found.captures("/api/pay/v1/42/x").unwrap().as_slice(),
+            found
+                .captured_segments("/api/pay/v1/42/x")
+                .unwrap()
+                .as_slice(),
             ["pay", "42"]
         );
-        assert_eq!(found.captures("/api/pay/v1"), None);
+        assert_eq!(found.captured_segments("/api/pay/v1"), None);
     }
 
     #[test]

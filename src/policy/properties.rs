@@ -1,11 +1,11 @@
 //! Properties that hold for any input. The tests draw random bytes; the targets in `fuzz/` search
 //! for counterexamples.
 
-use super::client::{self, ClientIdentity};
+use super::client::{self, ClientAddress};
 use super::jwt::{
     self, ClaimName, RequestToken, SignatureVerification, TokenReader, VerificationKeys,
 };
-use super::path::{EscapedSlashes, PathFault, PathInterpretations, Settings};
+use super::path::{EscapedSlashes, PathError, PathInterpretations, Settings};
 use crate::limiter::KeyBuilder;
 use http::{HeaderMap, HeaderValue};
 use std::net::IpAddr;
@@ -45,9 +45,9 @@ pub fn check_path_interpretations(bytes: &[u8]) {
     };
     let readings = match PathInterpretations::parse(path, &settings) {
         Ok(readings) => readings,
-        Err(PathFault::NotAbsolute) => return assert!(!path.starts_with('/')),
-        Err(PathFault::Nul) => return assert!(path.contains("%00")),
-        Err(PathFault::EscapedSlash) => {
+        Err(PathError::NotAbsolute) => return assert!(!path.starts_with('/')),
+        Err(PathError::Nul) => return assert!(path.contains("%00")),
+        Err(PathError::EscapedSlash) => {
             let lower = path.to_ascii_lowercase();
             return assert!(lower.contains("%2f") || lower.contains("%5c") || lower.contains('\\'));
         }
@@ -117,11 +117,13 @@ pub fn check_path_interpretations(bytes: &[u8]) {
     }
 }
 
-/// How one server reads paths. `dot_resolution`: 0 resolves dots last, 1 first, 2 never.
+/// One way in which an upstream server may read paths.
 struct NaivePathReader {
     escaped_slash_separates: bool,
     backslash_separates: bool,
     strips_parameters: bool,
+    /// When `.` and `..` segments are resolved: 0 after parameters and empty segments are removed, 1
+    /// before that, 2 never.
     dot_resolution: u8,
 }
 
@@ -230,7 +232,7 @@ pub fn check_client_identity(bytes: &[u8]) {
     }
     let (proxy, untrusted) = (IpAddr::from([10, 0, 0, 1]), IpAddr::from([203, 0, 113, 7]));
     assert_eq!(
-        ClientIdentity::identify(untrusted, &headers, &settings).ip,
+        ClientAddress::identify(untrusted, &headers, &settings).ip,
         untrusted
     );
     let proxy_element = if forwarded {
@@ -248,7 +250,7 @@ pub fn check_client_identity(bytes: &[u8]) {
         }),
     );
     assert_eq!(
-        ClientIdentity::identify(proxy, &by_line, &settings).ip,
+        ClientAddress::identify(proxy, &by_line, &settings).ip,
         untrusted,
         "{headers:?}"
     );
@@ -259,7 +261,7 @@ pub fn check_client_identity(bytes: &[u8]) {
         let mut in_line = HeaderMap::new();
         in_line.append(&settings.ip_header, joined);
         assert_eq!(
-            ClientIdentity::identify(proxy, &in_line, &settings).ip,
+            ClientAddress::identify(proxy, &in_line, &settings).ip,
             untrusted,
             "{in_line:?}"
         );
@@ -309,7 +311,7 @@ pub fn check_proxy_chain(bytes: &[u8]) {
         }
     }
     assert_eq!(
-        ClientIdentity::identify(proxy, &headers, &settings).ip,
+        ClientAddress::identify(proxy, &headers, &settings).ip,
         expected,
         "{headers:?}"
     );
@@ -332,7 +334,8 @@ fn is_trusted(ip: IpAddr) -> bool {
     }
 }
 
-/// An element of `X-Forwarded-For`, and the address it means.
+/// Generates an element of `X-Forwarded-For`. Returns the address that the proxy must read from it,
+/// and the text of the element.
 fn x_forwarded_for_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
     let ip = hop_address(hop_id);
     let text = match (ip, form % 8) {
@@ -358,7 +361,8 @@ fn x_forwarded_for_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
     (Some(ip), text)
 }
 
-/// An element of `Forwarded`, and the address it means.
+/// Generates an element of `Forwarded`. Returns the address that the proxy must read from it, and
+/// the text of the element.
 fn forwarded_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
     let ip = hop_address(hop_id);
     let node = match ip {

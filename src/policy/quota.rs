@@ -1,10 +1,10 @@
 //! Selection of the key and the limits that a request is charged against.
 
 use super::{
-    CostSource, Descriptor, Facts, KeyFault, KeyTemplate, KeyValues, MissingKeyAction, NamedLimit,
+    CostSource, Descriptor, Facts, KeyError, KeyTemplate, KeyValues, MissingKeyAction, NamedLimit,
     client, path,
 };
-use crate::limiter::{Key, KeyBuilder, Lease, Limit};
+use crate::limiter::{Key, KeyBuilder, LeaseTerms, Limit};
 use foldhash::HashMap;
 use std::fmt;
 
@@ -28,7 +28,7 @@ pub struct Quota {
     /// sharded.
     pub shards: u16,
     /// Settings for leasing units in advance; `None` disables leases.
-    pub lease: Option<Lease>,
+    pub lease: Option<LeaseTerms>,
     pub overrides: LimitOverrides,
 }
 
@@ -57,13 +57,13 @@ impl Quota {
     /// skips the request.
     ///
     /// # Errors
-    /// Returns a [`KeyFault`] if the request cannot be keyed.
-    pub fn select_for_request<'t>(
+    /// Returns a [`KeyError`] if the request cannot be keyed.
+    pub fn key_and_limits_for_request<'t>(
         &'t self,
         name: &str,
         facts: &Facts<'_>,
         client: &client::Settings,
-    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyFault> {
+    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyError> {
         let values = self.key.extract_values(facts, client, self.missing_key)?;
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
@@ -71,28 +71,28 @@ impl Quota {
         Ok(Some(self.key_and_limits(name, &values)))
     }
 
-    /// Does the same for a descriptor, which may carry its own limit. That limit then replaces
-    /// those of the policy, and the key includes the whole descriptor, so no other descriptor
-    /// shares it.
+    /// Returns the key and the limits for one descriptor of a rate-limit call. The descriptor may
+    /// carry its own limit. That limit then replaces those of the policy, and the key includes the
+    /// whole descriptor, so no other descriptor shares it.
     ///
     /// # Errors
     /// Same as [`Quota::select_for_request`].
-    pub fn select_for_descriptor<'t>(
+    pub fn key_and_limits_for_descriptor<'t>(
         &'t self,
         name: &str,
         descriptor: &'t Descriptor<'t>,
         client: &client::Settings,
-    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyFault> {
+    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyError> {
         let facts = Facts::from_descriptor(descriptor);
         let Some(limits) = descriptor.resolve_override_limit(name, &self.limits) else {
-            return self.select_for_request(name, &facts, client);
+            return self.key_and_limits_for_request(name, &facts, client);
         };
         let mut values = self.key.extract_values(&facts, client, self.missing_key)?;
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
         }
-        // With one value more than the policy's template, the key cannot equal any other key of the
-        // policy.
+        // This key has one value more than the template has parts, so it cannot equal a key that is
+        // built from the template alone.
         values.push(Some(descriptor.canonical_text().into_bytes().into()));
         Ok(Some((build_key(name, &values), limits)))
     }
@@ -102,7 +102,7 @@ impl Quota {
     ///
     /// # Errors
     /// Returns a message that states which values are wrong.
-    pub fn select_for_values<'t>(
+    pub fn key_and_limits_for_values<'t>(
         &'t self,
         name: &str,
         values: &[String],
@@ -154,7 +154,7 @@ impl LimitOverrides {
             exact_by_key_id: HashMap::default(),
             wildcard_indices: Vec::new(),
         };
-        for (at, entry) in overrides.entries.iter().enumerate() {
+        for (index, entry) in overrides.entries.iter().enumerate() {
             match entry
                 .values
                 .iter()
@@ -167,9 +167,9 @@ impl LimitOverrides {
                         &values.into_iter().map(|value| Some(value.into())).collect(),
                     )
                     .id();
-                    overrides.exact_by_key_id.entry(id).or_insert(at);
+                    overrides.exact_by_key_id.entry(id).or_insert(index);
                 }
-                None => overrides.wildcard_indices.push(at),
+                None => overrides.wildcard_indices.push(index),
             }
         }
         overrides
@@ -184,9 +184,9 @@ impl LimitOverrides {
             return None;
         }
         let exact = self.exact_by_key_id.get(&key.id()).copied();
-        let wild = self.wildcard_indices.iter().copied().find(|at| {
+        let wild = self.wildcard_indices.iter().copied().find(|index| {
             self.entries
-                .get(*at)
+                .get(*index)
                 .is_some_and(|entry| entry.matches_values(values))
         });
         let first = match (exact, wild) {

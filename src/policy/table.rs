@@ -2,7 +2,7 @@
 
 use super::{
     CorsOrigins, CostSource, Descriptor, Facts, HostPattern, KeyPart, Matcher, Policy,
-    PolicyAction, UnmetCondition, ValueCondition, client, jwt, path, path_pattern::PathIndex,
+    PolicyAction, ValueCondition, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
@@ -103,9 +103,9 @@ impl PolicyTable {
             .policy_index
             .find_candidates(facts)
             .into_iter()
-            .filter_map(|at| usize::try_from(at).ok());
+            .filter_map(|index| usize::try_from(index).ok());
         positions
-            .filter_map(|at| Some((at, self.policies.get(at)?)))
+            .filter_map(|index| Some((index, self.policies.get(index)?)))
             .filter(|(_, policy)| policy.first_unmet_condition(facts).is_none())
             .collect()
     }
@@ -115,7 +115,7 @@ impl PolicyTable {
     /// ingress.
     pub fn ignores_forwarding_headers(
         &self,
-        client: &client::ClientIdentity,
+        client: &client::ClientAddress,
         headers: &http::HeaderMap,
     ) -> bool {
         let has_header = |name: &HeaderName| headers.contains_key(name);
@@ -124,7 +124,7 @@ impl PolicyTable {
                 || has_header(&http::header::FORWARDED)
                 || headers.contains_key("x-forwarded-for")
         };
-        self.distinguishes_clients && !client.peer_trusted && has_forwarding_header()
+        self.distinguishes_clients && !client.is_peer_trusted && has_forwarding_header()
     }
 
     /// Whether any policy depends on the client's address.
@@ -132,33 +132,15 @@ impl PolicyTable {
         self.distinguishes_clients
     }
 
-    /// Whether a header is part of a key, a condition or a cost, or identifies the client. Such a
-    /// header must have the same meaning for tidegate and the upstream.
+    /// Whether a header is part of a key, a condition or a cost, or identifies the client. The
+    /// header must then have the same meaning for tidegate and the upstream.
     pub fn reads_header(&self, name: &HeaderName) -> bool {
         self.referenced_headers.contains(name)
     }
 
-    /// All such headers, in no particular order.
+    /// The headers for which [`PolicyTable::reads_header`] holds, in no particular order.
     pub fn referenced_headers(&self) -> impl Iterator<Item = &HeaderName> {
         self.referenced_headers.iter()
-    }
-}
-
-impl Policy {
-    /// Returns the first condition that does not hold, or `None` if the policy applies.
-    ///
-    /// A path may have several interpretations. A limiting or denying policy applies if any of them
-    /// matches. An exempting policy applies only if all match, so that an ambiguous spelling gains
-    /// no exemption.
-    pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
-        let mut unmet = facts
-            .paths
-            .iter()
-            .map(|path| self.matcher.first_unmet_condition(facts, path));
-        match self.action {
-            PolicyAction::Allow => unmet.find(Option::is_some).flatten(),
-            PolicyAction::Limit(_) | PolicyAction::Deny => unmet.reduce(Option::and).flatten(),
-        }
     }
 }
 
@@ -228,7 +210,7 @@ enum ExactCondition<'p> {
 
 impl PolicyIndex {
     /// Indexes each policy by the exact condition that it shares with the fewest policies.
-    /// Thousands of policies may share a host and differ in a header, or the other way round.
+    /// Thousands of policies may share a host and differ in a header, or share a header and differ in the host.
     fn from_policies(policies: &[Policy]) -> Self {
         let mut policies_per_condition: HashMap<ExactCondition<'_>, usize> = HashMap::default();
         for exact in policies
@@ -446,7 +428,7 @@ mod tests {
         headers: &'a HeaderMap,
     ) -> Facts<'a> {
         let client_ip = [127, 0, 0, 1].into();
-        let token = super::super::jwt::RequestToken::none();
+        let token = super::super::jwt::RequestToken::without_token_reader();
         let client_cert = None;
         Facts {
             method: &Method::HEAD,

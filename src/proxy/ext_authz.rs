@@ -109,7 +109,7 @@ impl ProxyService {
         let verdict = self.enforcer.decide(&snapshot, &facts, arrived_at).await;
         let decided_at = verdict.decided_at.unwrap_or(arrived_at);
         self.metrics
-            .record_request_decision(classify_verdict(&verdict));
+            .record_request_decision(classify_verdict(&verdict) as usize);
         if inbound.token_error().is_some() {
             self.metrics.record_rejected_token();
         }
@@ -167,7 +167,7 @@ impl ProxyService {
 }
 
 fn reject_auth_request(error: AuthRequestError, peer: &ConnectionPeer) -> Response<ResponseBody> {
-    /// Once per process: a misconfigured proxy sends only such requests.
+    /// Warns once per process: every request of a misconfigured proxy has this error.
     static WARNED: std::sync::Once = std::sync::Once::new();
     WARNED.call_once(|| {
         tracing::warn!(unclear = %error, peer = %peer.addr, "authorization request rejected; configure the proxy in front as docs/ENVOY.md describes");

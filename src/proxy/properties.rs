@@ -213,7 +213,7 @@ pub fn check_json_number(bytes: &[u8]) {
 
 /// PROXY headers are parsed and other bytes are rejected. The first byte selects arbitrary bytes or
 /// a generated header.
-pub fn check_proxy_header(bytes: &[u8]) {
+pub fn check_proxy_protocol_header(bytes: &[u8]) {
     match bytes.split_first() {
         Some((0, bytes)) => proxy_header::check_incremental_parsing(bytes),
         Some((_, bytes)) => proxy_header::check_generated_header(bytes),

@@ -3,6 +3,7 @@
 //! A call carries descriptors instead of a request. All of them are decided in one store call. If
 //! the store fails, the status is UNAVAILABLE, and Envoy applies its own `failure_mode_deny`.
 
+pub(in crate::proxy) mod call_result;
 pub(in crate::proxy) mod grpc;
 #[allow(
     dead_code,
@@ -20,8 +21,9 @@ use crate::policy::{Descriptor, RateLimitHeaderSettings, RejectResponse};
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::rate_limit_headers;
+use crate::proxy::rate_limit_service::call_result::RlsCallResult;
 use crate::proxy::rate_limit_service::grpc::{GrpcError, GrpcStatusCode};
-use crate::telemetry::metrics::{RlsCallResult, WorkerMetrics};
+use crate::telemetry::metrics::WorkerMetrics;
 use crate::telemetry::trace::{TraceContext, TraceId};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
@@ -61,7 +63,8 @@ impl ProxyService {
         let arrived_at = Instant::now();
         let (parts, body) = request.into_parts();
         if let Some(response) = grpc::reject_non_grpc(&parts) {
-            self.metrics.record_rls_call(RlsCallResult::Invalid);
+            self.metrics
+                .record_rls_call(RlsCallResult::Invalid as usize);
             tracing::debug!(status = %response.status(), peer = %peer.addr, "request is not a gRPC call");
             body.discard();
             return response;
@@ -70,7 +73,7 @@ impl ProxyService {
             SHOULD_RATE_LIMIT => {
                 let trace = TraceContext::from_headers(&parts.headers).map(|context| context.trace);
                 let mut count_guard = RateLimitCallGuard {
-                    shard: &self.metrics,
+                    metrics: &self.metrics,
                     call: RlsCallResult::Cancelled,
                 };
                 let answer = self.should_rate_limit(body, peer, arrived_at, trace).await;
@@ -132,7 +135,7 @@ impl ProxyService {
             .decide_call(&snapshot, &descriptors, arrived_at)
             .await;
         self.metrics
-            .record_request_decision(classify_verdict(&call_verdict.verdict));
+            .record_request_decision(classify_verdict(&call_verdict.verdict) as usize);
         self.metrics.record_unmatched_descriptors(
             call_verdict
                 .statuses
@@ -147,7 +150,7 @@ impl ProxyService {
                 "the store gave no answer",
             ));
         }
-        let over = call_verdict.verdict.outcome.is_over_limit();
+        let over = call_verdict.verdict.outcome.rejects_client();
         let call = if over {
             RlsCallResult::OverLimit
         } else {
@@ -172,6 +175,7 @@ impl ProxyService {
     ) {
         let (status, policy) = match &verdict.outcome {
             RequestOutcome::Forward => (StatusCode::OK, None),
+            // Envoy answers every `OVER_LIMIT` with 429.
             RequestOutcome::Limited(limited) => {
                 (StatusCode::TOO_MANY_REQUESTS, Some(limited.policy))
             }
@@ -210,13 +214,13 @@ impl ProxyService {
 
 /// Counts a call when it ends, even if the caller disconnected.
 struct RateLimitCallGuard<'s> {
-    shard: &'s WorkerMetrics,
+    metrics: &'s WorkerMetrics,
     call: RlsCallResult,
 }
 
 impl Drop for RateLimitCallGuard<'_> {
     fn drop(&mut self) {
-        self.shard.record_rls_call(self.call);
+        self.metrics.record_rls_call(self.call as usize);
     }
 }
 
@@ -308,7 +312,7 @@ fn build_response(
     };
     let (headers, body) = response_headers_and_body(verdict, fields);
     RateLimitResponse {
-        overall_code: code(verdict.outcome.is_over_limit()).into(),
+        overall_code: code(verdict.outcome.rejects_client()).into(),
         statuses: statuses
             .iter()
             .map(|status| {
@@ -335,7 +339,7 @@ fn build_descriptor_status(
     response::DescriptorStatus {
         code: code.into(),
         current_limit: Some(build_current_limit(reported)),
-        limit_remaining: u32::try_from(reported.standing.remaining).unwrap_or(u32::MAX),
+        limit_remaining: u32::try_from(reported.status.remaining).unwrap_or(u32::MAX),
         duration_until_reset: Some(Duration {
             seconds: i64::try_from(reset_us / SECOND_US).unwrap_or(i64::MAX),
             nanos: i32::try_from(reset_us % SECOND_US * 1000).unwrap_or_default(),
@@ -372,14 +376,16 @@ fn response_headers_and_body(
 ) -> (Vec<messages::HeaderValue>, Bytes) {
     let mut headers = HeaderMap::new();
     rate_limit_headers::write_headers(verdict, fields, &mut headers);
-    let reject = match &verdict.outcome {
+    let custom_response = match &verdict.outcome {
         RequestOutcome::Limited(limited) => {
             if let Some(seconds) = limited.retry.retry_after_s() {
                 headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
             }
-            limited.reject
+            limited.custom_response
         }
-        RequestOutcome::Denied { reject, .. } => *reject,
+        RequestOutcome::Denied {
+            custom_response, ..
+        } => *custom_response,
         _ => None,
     };
     if let Some(RejectResponse {
@@ -387,7 +393,7 @@ fn response_headers_and_body(
         content_type,
         headers: more,
         ..
-    }) = reject
+    }) = custom_response
     {
         if !body.is_empty() {
             headers.insert(header::CONTENT_TYPE, content_type.clone());
@@ -404,6 +410,8 @@ fn response_headers_and_body(
     });
     (
         added.collect(),
-        reject.map(|reject| reject.body.clone()).unwrap_or_default(),
+        custom_response
+            .map(|custom| custom.body.clone())
+            .unwrap_or_default(),
     )
 }

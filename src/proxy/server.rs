@@ -7,7 +7,9 @@
 
 pub(in crate::proxy) mod accept;
 mod allocator_trim;
+pub(in crate::proxy) mod close_reason;
 mod connection;
+pub(in crate::proxy) mod connection_load;
 pub(in crate::proxy) mod connection_timeouts;
 mod dispatch;
 pub(in crate::proxy) mod frame_limits;
@@ -15,7 +17,6 @@ pub(in crate::proxy) mod handler;
 pub(in crate::proxy) mod handshake_error;
 pub(in crate::proxy) mod lazy_timer;
 mod listener;
-pub(in crate::proxy) mod load;
 mod monitored_socket;
 pub(in crate::proxy) mod peer;
 pub(in crate::proxy) mod shutdown;
@@ -30,12 +31,12 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use crate::listen::ListenAddress;
+use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::dispatch::{ListenerAcceptor, PendingConnections};
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::listener::ServerListener;
-use crate::proxy::server::load::ServerLoad;
-use crate::proxy::server::shutdown::{ShutdownSignal, drain, wait_for_signal};
-use crate::proxy::server::worker::{WorkerThread, wait_until_ready};
+use crate::proxy::server::shutdown::{ShutdownSignal, drain_workers, wait_for_signal};
+use crate::proxy::server::worker::{WorkerThread, wait_for_workers};
 use crate::proxy::settings::{ListenSettings, ListenerKind, ShutdownSettings};
 use crate::tls::ReloadableServerTls;
 
@@ -111,7 +112,7 @@ impl ProxyServer {
     }
 
     /// Live counters, for metrics.
-    pub fn load(&self) -> ServerLoad {
+    pub fn server_load(&self) -> ServerLoad {
         self.load.clone()
     }
 
@@ -152,7 +153,7 @@ impl ProxyServer {
         tokio::select! {
             biased;
             () = wait_for_signal(&mut drain_signal, ShutdownSignal::Drain) => return Ok(0),
-            ready = wait_until_ready(&mut workers) => ready?,
+            ready = wait_for_workers(&mut workers) => ready?,
         }
         self.listen()?;
         on_listening();
@@ -178,7 +179,7 @@ impl ProxyServer {
             .into_iter()
             .map(ListenerAcceptor::into_pending_connections)
             .collect();
-        let drained = drain(
+        let drained = drain_workers(
             pending,
             workers,
             &self.load,

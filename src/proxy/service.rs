@@ -39,7 +39,7 @@ impl ProxyService {
         upstream: UpstreamClient,
         listen: &ListenSettings,
         log: &LogSettings,
-        shard: Arc<WorkerMetrics>,
+        metrics: Arc<WorkerMetrics>,
     ) -> Self {
         Self {
             enforcer,
@@ -47,7 +47,7 @@ impl ProxyService {
             max_headers: listen.max_headers,
             max_body_bytes: listen.max_body_bytes,
             access_log: AccessLog::new(log),
-            metrics: shard,
+            metrics,
             tracer: None,
             denied_status: None,
             shutdown_signal: None,

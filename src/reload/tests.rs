@@ -1,6 +1,6 @@
 use super::*;
 use crate::config::FileSource;
-use crate::telemetry::metrics::{ErrorKindLabels, Metrics};
+use crate::telemetry::metrics::{MetricLabels, Metrics};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
@@ -100,7 +100,7 @@ impl ReloaderFixture {
         let config = config::load(&sources).unwrap();
         let active_policies = ActivePolicies::new(
             Arc::clone(&config.policy_table),
-            Metrics::new(0, ErrorKindLabels::default()),
+            Metrics::new(0, MetricLabels::default()),
         );
         Self {
             reloader: ConfigReloader::new(

@@ -185,39 +185,50 @@ impl MissingFieldCheck<'_> {
     }
 
     fn collect_missing_conditions(&self, matcher: &Matcher, missing: &mut BTreeSet<String>) {
-        let headers = matcher
-            .headers
+        // Without `..`: a new condition does not compile until it is considered here. An access
+        // log always has method, path and client, and no descriptors.
+        let Matcher {
+            headers,
+            query,
+            cookies,
+            claims,
+            hosts,
+            not,
+            methods: _,
+            paths: _,
+            path_regex: _,
+            client_ips: _,
+            descriptor_conditions: _,
+        } = matcher;
+        let headers = headers
             .iter()
             .filter(|header| !(self.has_header)(&header.name));
         missing.extend(headers.map(|header| format!("header {}", header.name)));
         if !(self.has_header)(&COOKIE) {
             missing.extend(
-                matcher
-                    .cookies
+                cookies
                     .iter()
                     .map(|cookie| format!("cookie {}", cookie.name)),
             );
         }
         if !self.has_query() {
             missing.extend(
-                matcher
-                    .query
+                query
                     .iter()
                     .map(|query| format!("query parameter {}", query.name)),
             );
         }
         if !self.has_token() {
             missing.extend(
-                matcher
-                    .claims
+                claims
                     .iter()
                     .map(|claim| format!("claim {}", claim.name.as_ref())),
             );
         }
-        if !matcher.hosts.is_empty() && self.coverage.with_host == 0 {
+        if !hosts.is_empty() && self.coverage.with_host == 0 {
             missing.insert("the host".to_owned());
         }
-        if let Some(not) = &matcher.not {
+        if let Some(not) = not {
             self.collect_missing_conditions(not, missing);
         }
     }

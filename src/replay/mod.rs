@@ -73,8 +73,8 @@ pub fn replay_logs(
                 .iter_mut()
                 .map(|simulator| simulator.evaluate_request(request, log_has_query));
             match (verdicts.next(), verdicts.next()) {
-                (Some(true), Some(false)) => differences.refused_by_second_only += 1,
-                (Some(false), Some(true)) => differences.refused_by_first_only += 1,
+                (Some(true), Some(false)) => differences.rejected_by_second_only += 1,
+                (Some(false), Some(true)) => differences.rejected_by_first_only += 1,
                 _ => {}
             }
         },

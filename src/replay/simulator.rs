@@ -6,15 +6,14 @@ use super::parsers::RequiredHeaders;
 use super::statistics::{ReplayKeyTable, RequestSeries};
 use super::suggestions::PeakDemandTracker;
 use crate::clock::{Clock, ManualClock};
-use crate::enforcer::{DryRunOutcome, PolicyOutcome, dry_run_request};
+use crate::enforcer::{DryRunOutcome, PolicyDecision, PolicyOutcome, dry_run_request};
 use crate::limiter::{Amendment, Key, Limit};
-use crate::policy::client::ClientIdentity;
+use crate::policy::client::ClientAddress;
 use crate::policy::jwt::RequestToken;
 use crate::policy::path::PathInterpretations;
 use crate::policy::{Facts, PolicyAction, PolicyTable};
 use crate::proxy::normalize_host;
 use crate::store::{MemorySettings, MemoryStore, Settlement};
-use crate::telemetry::metrics::PolicyDecision;
 use http::{HeaderMap, HeaderValue, Method};
 use smallvec::SmallVec;
 use std::cmp::Reverse;
@@ -139,17 +138,17 @@ impl<'t> PolicySimulator<'t> {
         };
         stats.last_request_us = now_us;
         self.in_flight
-            .process_due(now_us, &self.memory, &self.clock_control);
+            .renew_and_release_due_slots(now_us, &self.memory, &self.clock_control);
         self.clock_control.set_us(now_us);
 
         let headers = self.request_headers(request);
-        let client = ClientIdentity::identify(
+        let client = ClientAddress::identify(
             request.peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
             &headers,
             &self.table.client,
         );
         let is_client_hidden =
-            client.peer_trusted && !headers.contains_key(&self.table.client.ip_header);
+            client.is_peer_trusted && !headers.contains_key(&self.table.client.ip_header);
         self.stats
             .field_coverage
             .record_request(request, log_has_query, is_client_hidden);
@@ -455,7 +454,12 @@ impl InFlightRequests {
     }
 
     /// Renews and releases all slots that are due by `now_us`.
-    fn process_due(&mut self, now_us: u64, memory: &MemoryStore, clock_control: &ManualClock) {
+    fn renew_and_release_due_slots(
+        &mut self,
+        now_us: u64,
+        memory: &MemoryStore,
+        clock_control: &ManualClock,
+    ) {
         while let Some(Reverse((due_us, slot))) = self
             .due_queue
             .peek()

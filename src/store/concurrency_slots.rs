@@ -2,8 +2,8 @@
 //!
 //! A slot is a lease in the store (see `limiter/concurrency.rs`). It is renewed at a third of its
 //! TTL while its [`ConcurrencySlotGuard`] lives. Dropping the guard releases it: the response has
-//! ended, the client has disconnected, or the store did not answer. Failed calls are not retried:
-//! a slot that was not released expires, and the next renewal takes a lapsed slot again.
+//! ended, the client has disconnected, or the store did not answer. A failed call is repeated: a
+//! renewal while the slot is held, a release until the slot has expired in the store.
 //!
 //! One task sends renewals and releases in turn. A renewal that overtook the release of its slot
 //! would take the slot again.
@@ -21,8 +21,16 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout};
 
-/// Maximum number of queued releases of one worker: about 4 MiB. Further slots expire in the store.
-const MAX_PENDING_RELEASES: usize = 1 << 14;
+/// Maximum number of ended slots of one worker: about 4 MiB. Further slots expire in the store.
+const MAX_ENDED_SLOTS: usize = 1 << 14;
+
+/// Maximum number of releases, and of renewals, in a batch. A release waits for at most one batch,
+/// however many renewals are due.
+const MAX_BATCH_SLOTS: usize = 512;
+
+/// Pause before a failed call is repeated: as long as the call is due, within these bounds.
+const MIN_RETRY_PAUSE: Duration = Duration::from_millis(25);
+const MAX_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// Slots held by the requests of one worker. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -43,6 +51,7 @@ struct ConcurrencySlotsInner {
     /// Random; makes slot ids unique in the fleet.
     instance_id: u64,
     next_slot_serial: AtomicU64,
+    /// A mutex because `Store` is `Send`; only one worker uses it.
     state: Mutex<ConcurrencySlotsState>,
     /// Wakes the task when work is due earlier than it expects.
     changed: Notify,
@@ -52,23 +61,43 @@ struct ConcurrencySlotsInner {
 
 #[derive(Debug, Default)]
 struct ConcurrencySlotsState {
-    held_slots: HashMap<u128, HeldSlot, foldhash::fast::RandomState>,
-    /// Slots by the time of their next renewal.
+    /// By slot id. A slot that the store may have taken for nothing has an entry of its own.
+    slots: HashMap<u128, SlotEntry, foldhash::fast::RandomState>,
+    /// Held slots by the time of their next renewal.
     renewals: BTreeSet<(Instant, u128)>,
-    /// Releases to send next.
-    releases: Vec<(CounterRef, Amendment)>,
+    /// Ended slots by the time of their next release.
+    releases: BTreeSet<(Instant, u128)>,
+    /// Slots whose request has ended.
+    ended_count: usize,
     /// Whether a task sends renewals and releases.
     is_task_running: bool,
-    /// Whether that task waits for the store.
-    is_sending: bool,
+}
+
+/// What happens to the slots of a request that the decision did not grant.
+#[derive(Clone, Copy, Debug)]
+pub enum UntakenSlots {
+    /// The store has decided: they are certainly not taken.
+    Forget,
+    /// The store has not answered: it may have taken them.
+    Release,
 }
 
 /// One request's slot at each of its counters.
 #[derive(Debug)]
-struct HeldSlot {
+struct SlotEntry {
+    /// The slot's id in the store.
+    slot_id: u128,
     counters: SmallVec<[CounterRef; 1]>,
-    renew_at: Instant,
+    /// The request has ended: the next call is a release, otherwise a renewal.
+    is_ended: bool,
+    /// Time since which the call is due, also after failures.
+    due_since: Instant,
+    /// Time of the scheduled call. `None` while it is sent.
+    call_at: Option<Instant>,
 }
+
+/// A renewal or release at one counter, with the id of its entry.
+type SlotCall = (u128, (CounterRef, Amendment));
 
 impl ConcurrencySlots {
     pub fn new(store: Store) -> Self {
@@ -87,8 +116,7 @@ impl ConcurrencySlots {
 
     /// Reserves a slot at each of the counters. The caller then charges it with the guard's id.
     pub fn reserve_slots(&self, counters: SmallVec<[CounterRef; 1]>) -> ConcurrencySlotGuard {
-        let slot_id = u128::from(self.0.instance_id) << 64
-            | u128::from(self.0.next_slot_serial.fetch_add(1, Ordering::Relaxed));
+        let slot_id = self.0.new_slot_id();
         let mut state = self.0.state.lock();
         if state.insert_slot(slot_id, counters, Instant::now()) {
             self.ensure_task(&mut state);
@@ -100,12 +128,23 @@ impl ConcurrencySlots {
         }
     }
 
+    /// The counters of all queued releases.
+    #[cfg(test)]
+    pub fn queued_releases(&self) -> Vec<CounterRef> {
+        let state = self.0.state.lock();
+        let queued = state.releases.iter();
+        queued
+            .filter_map(|(_, entry_id)| state.slots.get(entry_id))
+            .flat_map(|slot| slot.counters.iter().cloned())
+            .collect()
+    }
+
     /// Waits until all queued releases are sent, for at most [`FLUSH_TIMEOUT`].
     pub async fn flush(&self) {
         let all_sent = async {
             loop {
                 let drained = self.0.drained.notified();
-                if self.0.state.lock().is_drained() {
+                if self.0.state.lock().ended_count == 0 {
                     return;
                 }
                 drained.await;
@@ -117,21 +156,16 @@ impl ConcurrencySlots {
     /// Releases a slot in the memory store at once, and in Redis soon.
     fn release_slot(&self, slot_id: u128) {
         let mut state = self.0.state.lock();
-        let Some(counters) = state.remove_slot(slot_id) else {
-            return;
-        };
-        let amendment = Amendment::Release { slot: slot_id };
-        let releases = counters.into_iter().map(|counter| (counter, amendment));
         if let Store::Memory(memory) = &self.0.store {
+            let counters = state.remove_slot(slot_id);
             drop(state);
-            for release in releases {
-                memory.apply_settlements(&[Settlement::from_pending(&release)]);
+            let amendment = Amendment::Release { slot: slot_id };
+            for counter in counters.into_iter().flatten() {
+                memory.apply_settlements(&[Settlement::from_pending(&(counter, amendment))]);
             }
             return;
         }
-        let free_places = MAX_PENDING_RELEASES.saturating_sub(state.releases.len());
-        state.releases.extend(releases.take(free_places));
-        if !state.releases.is_empty() {
+        if state.end_slot(slot_id, Instant::now()) {
             self.ensure_task(&mut state);
         }
     }
@@ -151,12 +185,25 @@ impl ConcurrencySlotGuard {
         self.slot_id
     }
 
-    /// Removes the counters at which the slot was certainly not taken. `None` if none remains.
-    pub fn retain_taken(self, is_taken: impl Fn(&CounterRef) -> bool) -> Option<Self> {
+    /// Removes the counters at which the slot was not granted. `None` if none remains.
+    pub fn retain_taken(
+        self,
+        is_taken: impl Fn(&CounterRef) -> bool,
+        untaken: UntakenSlots,
+    ) -> Option<Self> {
         let mut state = self.slots.0.state.lock();
-        let counters = &mut state.held_slots.get_mut(&self.slot_id)?.counters;
-        counters.retain(|counter| is_taken(counter));
-        let is_held = !counters.is_empty();
+        let slot = state.slots.get_mut(&self.slot_id)?;
+        let (taken, rest) = std::mem::take(&mut slot.counters)
+            .into_iter()
+            .partition(is_taken);
+        slot.counters = taken;
+        let is_held = !slot.counters.is_empty();
+        if let UntakenSlots::Release = untaken {
+            let entry_id = self.slots.0.new_slot_id();
+            if state.insert_ended(entry_id, self.slot_id, rest, Instant::now()) {
+                self.slots.ensure_task(&mut state);
+            }
+        }
         drop(state);
         is_held.then_some(self)
     }
@@ -179,10 +226,6 @@ impl Drop for ConcurrencySlotGuard {
 }
 
 impl ConcurrencySlotsState {
-    fn is_drained(&self) -> bool {
-        self.releases.is_empty() && !self.is_sending
-    }
-
     /// Returns whether this slot is the next one to renew.
     fn insert_slot(
         &mut self,
@@ -191,32 +234,142 @@ impl ConcurrencySlotsState {
         now: Instant,
     ) -> bool {
         let renew_at = next_renewal(&counters, now);
+        let slot = SlotEntry {
+            slot_id,
+            counters,
+            is_ended: false,
+            due_since: renew_at,
+            call_at: Some(renew_at),
+        };
+        self.slots.insert(slot_id, slot);
         self.renewals.insert((renew_at, slot_id));
-        let held_slot = HeldSlot { counters, renew_at };
-        self.held_slots.insert(slot_id, held_slot);
         self.renewals.first() == Some(&(renew_at, slot_id))
     }
 
-    fn remove_slot(&mut self, slot_id: u128) -> Option<SmallVec<[CounterRef; 1]>> {
-        let HeldSlot { counters, renew_at } = self.held_slots.remove(&slot_id)?;
-        self.renewals.remove(&(renew_at, slot_id));
-        Some(counters)
+    /// Adds an entry that only releases a slot. Returns whether there is anything to release.
+    fn insert_ended(
+        &mut self,
+        entry_id: u128,
+        slot_id: u128,
+        counters: SmallVec<[CounterRef; 1]>,
+        now: Instant,
+    ) -> bool {
+        let entry = SlotEntry {
+            slot_id,
+            counters,
+            is_ended: false,
+            due_since: now,
+            call_at: None,
+        };
+        self.slots.insert(entry_id, entry);
+        self.end_slot(entry_id, now)
     }
 
-    /// Takes the queued releases, and the renewals that are due at `now`.
-    fn take_due(&mut self, now: Instant) -> Vec<(CounterRef, Amendment)> {
-        let mut due = std::mem::take(&mut self.releases);
-        while let Some(&(at, slot)) = self.renewals.first().filter(|(at, _)| *at <= now) {
-            self.renewals.remove(&(at, slot));
-            let Some(held_slot) = self.held_slots.get_mut(&slot) else {
-                continue;
-            };
-            held_slot.renew_at = next_renewal(&held_slot.counters, now);
-            self.renewals.insert((held_slot.renew_at, slot));
-            let renewal = |counter: &CounterRef| (counter.clone(), Amendment::Renew { slot });
-            due.extend(held_slot.counters.iter().map(renewal));
+    /// Schedules the release of a slot. Returns whether there is anything to release.
+    fn end_slot(&mut self, slot_id: u128, now: Instant) -> bool {
+        let Some(slot) = self.slots.get_mut(&slot_id) else {
+            return false;
+        };
+        if slot.counters.is_empty() || self.ended_count >= MAX_ENDED_SLOTS {
+            self.remove_slot(slot_id);
+            return false;
         }
-        due
+        if let Some(renew_at) = slot.call_at.replace(now) {
+            self.renewals.remove(&(renew_at, slot_id));
+        }
+        slot.is_ended = true;
+        slot.due_since = now;
+        self.releases.insert((now, slot_id));
+        self.ended_count += 1;
+        true
+    }
+
+    fn remove_slot(&mut self, slot_id: u128) -> Option<SmallVec<[CounterRef; 1]>> {
+        let slot = self.slots.remove(&slot_id)?;
+        if let Some(renew_at) = slot.call_at {
+            self.renewals.remove(&(renew_at, slot_id));
+        }
+        self.ended_count -= usize::from(slot.is_ended);
+        Some(slot.counters)
+    }
+
+    /// Time of the next scheduled call, if any.
+    fn next_call(&self) -> Option<Instant> {
+        let queues = [&self.releases, &self.renewals];
+        let firsts = queues.iter().filter_map(|queue| queue.first());
+        firsts.map(|(call_at, _)| *call_at).min()
+    }
+
+    /// Takes a batch of the calls that are due at `now`.
+    fn take_due(&mut self, now: Instant) -> Vec<SlotCall> {
+        let mut batch = Vec::new();
+        for queue in [&mut self.releases, &mut self.renewals] {
+            for _ in 0..MAX_BATCH_SLOTS {
+                let Some(first) = queue.first().copied().filter(|(at, _)| *at <= now) else {
+                    break;
+                };
+                queue.remove(&first);
+                let (_, entry_id) = first;
+                let Some(slot) = self.slots.get_mut(&entry_id) else {
+                    continue;
+                };
+                slot.call_at = None;
+                let amendment = match slot.is_ended {
+                    true => Amendment::Release { slot: slot.slot_id },
+                    false => Amendment::Renew { slot: slot.slot_id },
+                };
+                let calls = slot.counters.iter().cloned();
+                batch.extend(calls.map(|counter| (entry_id, (counter, amendment))));
+            }
+        }
+        batch
+    }
+
+    /// Schedules the next calls of a batch that was sent at `sent_at`.
+    fn record_results(&mut self, batch: &[SlotCall], failed_indices: &[usize], sent_at: Instant) {
+        let now = Instant::now();
+        for (slot_id, _) in failed_indices.iter().filter_map(|index| batch.get(*index)) {
+            self.schedule_call(*slot_id, |slot| slot.retry_at(now));
+        }
+        for (slot_id, _) in batch {
+            self.schedule_call(*slot_id, |slot| {
+                slot.due_since = next_renewal(&slot.counters, sent_at);
+                (!slot.is_ended).then_some(slot.due_since)
+            });
+        }
+    }
+
+    /// Schedules the next call of a slot unless one is scheduled: a failure at another counter, or
+    /// the end of the request during a renewal. Removes the slot if no call follows.
+    fn schedule_call(
+        &mut self,
+        slot_id: u128,
+        next_call: impl FnOnce(&mut SlotEntry) -> Option<Instant>,
+    ) {
+        let slot = self.slots.get_mut(&slot_id);
+        let Some(slot) = slot.filter(|slot| slot.call_at.is_none()) else {
+            return;
+        };
+        slot.call_at = next_call(slot);
+        let Some(call_at) = slot.call_at else {
+            self.remove_slot(slot_id);
+            return;
+        };
+        match slot.is_ended {
+            true => self.releases.insert((call_at, slot_id)),
+            false => self.renewals.insert((call_at, slot_id)),
+        };
+    }
+}
+
+impl SlotEntry {
+    /// Time at which a failed call is repeated. `None` if the slot has expired in the store.
+    fn retry_at(&self, now: Instant) -> Option<Instant> {
+        let overdue = now.saturating_duration_since(self.due_since);
+        let longest_us = self.counters.iter().map(|(limit, _)| limit.per_us).max();
+        let is_expired = overdue > Duration::from_micros(longest_us.unwrap_or_default());
+        let pause = overdue.clamp(MIN_RETRY_PAUSE, MAX_RETRY_PAUSE);
+        (!self.is_ended || !is_expired).then_some(now + pause)
     }
 }
 
@@ -230,35 +383,54 @@ fn next_renewal(counters: &[CounterRef], now: Instant) -> Instant {
     now + Duration::from_micros(shortest_us) / 3
 }
 
-/// Renews and releases slots until none is held.
+/// Renews and releases slots until there are none.
 async fn send_renewals_and_releases(slots: Arc<ConcurrencySlotsInner>) {
     loop {
-        let (batch, next_renewal) = {
+        let now = Instant::now();
+        let (batch, next_call) = {
             let mut state = slots.state.lock();
-            let due = state.take_due(Instant::now());
-            let next = state.renewals.first().map(|(renew_at, _)| *renew_at);
-            state.is_sending = !due.is_empty();
-            state.is_task_running = state.is_sending || next.is_some();
-            (due, next)
+            let batch = state.take_due(now);
+            let next_call = state.next_call();
+            state.is_task_running = !batch.is_empty() || next_call.is_some();
+            (batch, next_call)
         };
         if !batch.is_empty() {
-            let amendments: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
-            if let Err(error) = slots.store.apply_settlements(&amendments).await {
-                tracing::debug!(
-                    why = %error,
-                    "failed to send concurrency-slot renewals or releases to the store"
-                );
+            slots.send_batch(&batch, now).await;
+        } else if let Some(next_call) = next_call {
+            tokio::select! {
+                biased;
+                () = sleep_until(next_call) => {}
+                () = slots.changed.notified() => {}
             }
-            continue;
-        }
-        slots.drained.notify_waiters();
-        let Some(next_renewal) = next_renewal else {
+        } else {
             return;
-        };
-        tokio::select! {
-            biased;
-            () = sleep_until(next_renewal) => {}
-            () = slots.changed.notified() => {}
+        }
+    }
+}
+
+impl ConcurrencySlotsInner {
+    fn new_slot_id(&self) -> u128 {
+        u128::from(self.instance_id) << 64
+            | u128::from(self.next_slot_serial.fetch_add(1, Ordering::Relaxed))
+    }
+
+    async fn send_batch(&self, batch: &[SlotCall], now: Instant) {
+        let settlements: Vec<_> = batch
+            .iter()
+            .map(|(_, call)| Settlement::from_pending(call))
+            .collect();
+        let mut failed_indices = Vec::new();
+        if let Err(error) = self.store.apply_settlements(&settlements).await {
+            tracing::debug!(
+                why = %error,
+                "failed to send concurrency-slot renewals or releases to the store"
+            );
+            failed_indices = error.unconfirmed_indices;
+        }
+        let mut state = self.state.lock();
+        state.record_results(batch, &failed_indices, now);
+        if state.ended_count == 0 {
+            self.drained.notify_waiters();
         }
     }
 }

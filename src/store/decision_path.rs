@@ -11,13 +11,13 @@
 //!
 //! The memory store replaces all of these steps.
 
+use super::decision_source::DecisionSource;
 use super::deny_cache::{DenyCache, DenyMatchScope};
 use super::leases::LeasePool;
 use super::redis::RedisStore;
-use super::{Store, StoreUnavailable};
+use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
 use crate::clock::monotonic_now;
 use crate::limiter::{Charge, Decision};
-use crate::telemetry::metrics::DecisionSource;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -41,6 +41,7 @@ impl Store {
         self.decide_with_source(charges, Instant::now())
             .await
             .map(|(decision, _)| decision)
+            .map_err(|failure| failure.unavailable)
     }
 
     /// Like [`Store::decide`], for a caller that has just read the clock. Also returns the source
@@ -52,7 +53,7 @@ impl Store {
         &self,
         charges: &[Charge<'_>],
         requested_at: Instant,
-    ) -> Result<(Decision, DecisionSource), StoreUnavailable> {
+    ) -> Result<(Decision, DecisionSource), DecisionFailure> {
         let path = match self {
             Self::Memory(memory) => {
                 let decision = memory.decide_at(charges, requested_at.into_std());
@@ -78,20 +79,47 @@ impl Store {
         }
     }
 
-    /// Decides the charges of `local` policies by this instance's share, after the store was
-    /// unavailable. Other charges have no status and refuse nothing. `None` for the memory store,
-    /// which is always available.
-    pub fn decide_by_fallback(&self, charges: &[Charge<'_>]) -> Option<Decision> {
+    /// Decides the charges that the store left undecided: those of `local` policies by this
+    /// instance's share. Others have no status and refuse nothing. Keeps what `partial` has charged
+    /// if the result admits the request, and returns it otherwise. `None` if there is nothing to
+    /// decide.
+    pub fn decide_by_fallback(
+        &self,
+        charges: &[Charge<'_>],
+        partial: Option<Box<PartialDecision>>,
+    ) -> Option<Decision> {
         let Self::Redis { redis, .. } = self else {
             return None;
         };
-        let fallback = redis.fallback();
-        let unreachable_charges = charges
+        let Some(partial) = partial else {
+            return decide_locally(redis, charges);
+        };
+        let undecided = partial.undecided_positions();
+        let undecided_charges: SmallVec<[Charge<'_>; 4]> = undecided
             .iter()
-            .filter(|charge| !redis.is_reachable_for(std::slice::from_ref(*charge)));
-        fallback.mark_unreachable(unreachable_charges.map(|charge| fallback.partition(charge.key)));
-        Some(fallback.decide(charges, monotonic_now()))
+            .filter_map(|position| charges.get(*position).copied())
+            .collect();
+        Some(match decide_locally(redis, &undecided_charges) {
+            Some(local) => partial.complete(&undecided, &local),
+            None => partial.confirm(),
+        })
     }
+}
+
+/// Decides charges by this instance's share. `None` if no policy among them is `local`.
+fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision> {
+    let fallback = redis.fallback();
+    if !charges
+        .iter()
+        .any(|charge| charge.has_fallback && !charge.shadow)
+    {
+        return None;
+    }
+    let unreachable_charges = charges
+        .iter()
+        .filter(|charge| !redis.is_reachable_for(std::slice::from_ref(*charge)));
+    fallback.mark_unreachable(unreachable_charges.map(|charge| fallback.partition(charge.key)));
+    Some(fallback.decide(charges, monotonic_now()))
 }
 
 impl RedisDecisionPath<'_> {
@@ -100,7 +128,7 @@ impl RedisDecisionPath<'_> {
         self,
         charges: &[Charge<'_>],
         requested_at: Instant,
-    ) -> Result<(Decision, DecisionSource), StoreUnavailable> {
+    ) -> Result<(Decision, DecisionSource), DecisionFailure> {
         let (mut permits, unleased) = self
             .leases
             .take_permits(self.redis, charges, requested_at)
@@ -113,11 +141,12 @@ impl RedisDecisionPath<'_> {
         let (decision, source) = match self.find_local_refusal(&unleased_charges, requested_at) {
             Some(refusal) => refusal,
             None => {
-                permits.start_renewals(&mut unleased_charges);
-                self.decide_in_redis(&unleased_charges, requested_at)
-                    .await?
+                permits.start_refills(&mut unleased_charges);
+                let decided = self.decide_in_redis(&unleased_charges, requested_at).await;
+                decided.map_err(|failure| failure.expand(&unleased, charges.len()))?
             }
         };
+        permits.check_expiry()?;
         let decision = permits.into_decision(charges, Some((&unleased, decision)));
         Ok((decision, source))
     }
@@ -128,10 +157,12 @@ impl RedisDecisionPath<'_> {
         charges: &[Charge<'_>],
         requested_at: Instant,
     ) -> Option<(Decision, DecisionSource)> {
-        if let Some(refusal) =
-            self.deny_cache
-                .find_refusal(charges, requested_at, DenyMatchScope::AllLimits)
-        {
+        // In a cluster, the other keys are usually in other slots, which did not see the request.
+        let scope = match self.redis.is_cluster() {
+            true => DenyMatchScope::OneKey,
+            false => DenyMatchScope::AllLimits,
+        };
+        if let Some(refusal) = self.deny_cache.find_refusal(charges, requested_at, scope) {
             return Some((refusal, DecisionSource::DenyCache));
         }
         let fallback = self.redis.fallback();
@@ -149,19 +180,22 @@ impl RedisDecisionPath<'_> {
         self,
         charges: &[Charge<'_>],
         requested_at: Instant,
-    ) -> Result<(Decision, DecisionSource), StoreUnavailable> {
+    ) -> Result<(Decision, DecisionSource), DecisionFailure> {
         let result = if self.redis.is_breaker_open() {
-            Err(self.redis.unavailable_error("breaker_open"))
+            Err(self.redis.unavailable_error("breaker_open").into())
         } else {
             self.redis.decide(charges, requested_at).await
         };
+        let cache_statuses = |decision: &Decision| {
+            let fallback = self.redis.fallback();
+            fallback.cache_statuses(charges, decision, requested_at.into_std());
+        };
         match result {
             Ok(decision) => {
-                let fallback = self.redis.fallback();
-                fallback.cache_statuses(charges, &decision, requested_at.into_std());
-                // A refusal by another slot cancels the reservation of this one. Caching such a
-                // decision would refuse for longer than Redis does.
-                if !decision.admitted && !self.redis.is_split(charges) {
+                cache_statuses(&decision);
+                if decision.admitted {
+                    self.deny_cache.forget_refusals(charges);
+                } else {
                     self.deny_cache.record_refusal(
                         charges,
                         &decision,
@@ -172,11 +206,15 @@ impl RedisDecisionPath<'_> {
                 Ok((decision, DecisionSource::Redis))
             }
             // A refusal without an exact retry time is better than no decision.
-            Err(unavailable) => self
-                .deny_cache
-                .find_refusal(charges, Instant::now(), DenyMatchScope::AnyLimit)
-                .map(|refusal| (refusal, DecisionSource::DenyCache))
-                .ok_or(unavailable),
+            Err(failure) => {
+                if let Some(partial) = &failure.partial {
+                    cache_statuses(&partial.decision);
+                }
+                self.deny_cache
+                    .find_refusal(charges, Instant::now(), DenyMatchScope::AnyLimit)
+                    .map(|refusal| (refusal, DecisionSource::DenyCache))
+                    .ok_or(failure)
+            }
         }
     }
 }

@@ -8,7 +8,7 @@
 //! Each worker has its own cache: its lock is uncontended. An entry's key includes the counter and
 //! the limit, so a reload that changes either needs no invalidation.
 
-use crate::limiter::{Algorithm, Charge, Decision, Limit, LimitStatus, Refusal};
+use crate::limiter::{Algorithm, Charge, Decision, Key, Limit, LimitStatus, Refusal};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::HashMap;
@@ -18,15 +18,22 @@ use tokio::time::Instant;
 /// Maximum age of an entry, measured from sending the request to Redis.
 const MAX_AGE: Duration = Duration::from_secs(1);
 
+/// Interval of generations.
+const GENERATION_LENGTH: Duration = MAX_AGE.saturating_add(REVALIDATION_INTERVAL);
+
 /// Maximum age for a policy with leases, unless the lease TTL is shorter. Other instances return
 /// unused units at any time, up to one TTL late. Long enough that an exhausted key does not ask
 /// Redis on every request.
 const LEASED_MAX_AGE: Duration = Duration::from_millis(20);
 
+/// After an entry has expired, one request asks Redis per this interval, and the others are refused
+/// until it has an answer. So a key with many requests costs one question.
+const REVALIDATION_INTERVAL: Duration = Duration::from_millis(250);
+
 /// Entries per generation, about 1 MiB each. Further refusals are not cached.
 const MAX_GENERATION_ENTRIES: usize = 8192;
 
-/// Recent refusals of one worker.
+/// Recent refusals of one worker. The lock is uncontended: only its worker uses it.
 #[derive(Debug)]
 pub struct DenyCache(Mutex<DenyGenerations>);
 
@@ -37,13 +44,16 @@ pub enum DenyMatchScope {
     /// Redis. An uncached limit might refuse for longer, and the client would retry
     /// too early.
     AllLimits,
-    /// One refusal of the same or a smaller cost is enough. The request is certainly refused,
-    /// perhaps for longer than the answer states.
+    /// As `AllLimits`, for the limits of any one key. A cluster decides each key apart, and a
+    /// refusal by one key asks no other.
+    OneKey,
+    /// One refusal of the same or a smaller cost is enough, even an expired one whose wait has not
+    /// ended. The request is certainly refused, perhaps for longer than the answer states.
     AnyLimit,
 }
 
-/// Two generations of entries. No entry outlives [`MAX_AGE`], so dropping the older generation at
-/// that interval loses nothing and needs no sweep.
+/// Two generations of entries. An entry is renewed or obsolete after [`GENERATION_LENGTH`], so
+/// dropping the older generation at that interval needs no sweep.
 #[derive(Debug)]
 struct DenyGenerations {
     current: DenyGeneration,
@@ -68,6 +78,7 @@ struct DenyCacheEntry {
     store_now_us: u64,
     sent_at: Instant,
     received_at: Instant,
+    expires_at: Instant,
 }
 
 impl Default for DenyCache {
@@ -90,27 +101,50 @@ impl DenyCache {
         now: Instant,
         scope: DenyMatchScope,
     ) -> Option<Decision> {
-        let generations = self.0.lock();
+        let mut generations = self.0.lock();
         if generations.current.is_empty() && generations.previous.is_empty() {
             return None;
         }
         let entries: SmallVec<[Option<DenyCacheEntry>; 4]> = charges
             .iter()
-            .map(|charge| generations.get_entry(charge))
+            .map(|charge| match scope {
+                DenyMatchScope::AnyLimit => generations
+                    .get_entry(charge)
+                    .filter(|entry| now < entry.expires_at || entry.has_known_end())
+                    .copied(),
+                _ => generations.get_unexpired_entry(charge, now),
+            })
             .collect();
         drop(generations);
-        let mut pairs = charges.iter().zip(&entries);
-        let is_fresh = |entry: &Option<DenyCacheEntry>, charge| {
-            entry.is_some_and(|entry| entry.is_fresh_for(charge, now))
+        let is_fresh = |(charge, entry): (&Charge<'_>, &Option<DenyCacheEntry>)| {
+            let is_same_cost = |entry: DenyCacheEntry| entry.cost == charge.cost;
+            !must_be_cached(charge) || entry.is_some_and(is_same_cost)
         };
-        if scope == DenyMatchScope::AllLimits
-            && pairs.any(|(charge, entry)| must_be_cached(charge) && !is_fresh(entry, charge))
-        {
+        let is_answered = match scope {
+            DenyMatchScope::AllLimits => charges.iter().zip(&entries).all(is_fresh),
+            // Redis must see each rejected request of such a policy.
+            DenyMatchScope::OneKey => !charges
+                .iter()
+                .any(|charge| charge.counts_rejected && !charge.shadow),
+            DenyMatchScope::AnyLimit => true,
+        };
+        if !is_answered {
             return None;
         }
-        let pairs = charges.iter().zip(entries);
-        let valid_entries: SmallVec<[Option<DenyCacheEntry>; 4]> = pairs
-            .map(|(charge, entry)| entry.filter(|entry| entry.is_valid_for(charge, now, scope)))
+        let is_key_fresh = |key: &Key| {
+            let mut own = charges.iter().zip(&entries);
+            scope != DenyMatchScope::OneKey
+                || own
+                    .all(|(charge, entry)| charge.key.id() != key.id() || is_fresh((charge, entry)))
+        };
+        let valid_entries: SmallVec<[Option<DenyCacheEntry>; 4]> = charges
+            .iter()
+            .zip(&entries)
+            .map(|(charge, entry)| {
+                entry.filter(|entry| {
+                    entry.is_valid_for(charge, now, scope) && is_key_fresh(charge.key)
+                })
+            })
             .collect();
         let refused_entry = valid_entries
             .iter()
@@ -128,6 +162,22 @@ impl DenyCache {
             grants: SmallVec::new(),
             charged_at_us: SmallVec::new(),
         })
+    }
+
+    /// Removes the refusals of an admitted request, whose counters were reset.
+    pub fn forget_refusals(&self, charges: &[Charge<'_>]) {
+        let mut generations = self.0.lock();
+        if generations.current.is_empty() && generations.previous.is_empty() {
+            return;
+        }
+        for charge in charges {
+            let entry = generations.get_entry(charge);
+            if entry.is_some_and(|entry| entry.cost <= charge.cost) {
+                let counter = DenyCacheKey::from_charge(charge);
+                generations.current.remove(&counter);
+                generations.previous.remove(&counter);
+            }
+        }
     }
 
     /// Caches the statuses of a refused request. Admitted requests are ignored.
@@ -157,6 +207,7 @@ impl DenyCache {
             let has_smaller_cost = generations.get_entry(charge).is_some_and(|entry| {
                 entry.status.refusal.is_some()
                     && entry.cost < charge.cost
+                    && received_at < entry.expires_at
                     && entry.is_valid_for(charge, received_at, DenyMatchScope::AnyLimit)
             });
             if !has_smaller_cost {
@@ -166,6 +217,7 @@ impl DenyCache {
                     store_now_us: decision.now_us,
                     sent_at,
                     received_at,
+                    expires_at: sent_at + max_age(charge),
                 };
                 generations.insert_entry(charge, entry);
             }
@@ -177,7 +229,7 @@ impl DenyCache {
 /// early, and `count_rejected` requires that Redis sees every rejected request.
 fn is_cacheable(charge: &Charge<'_>) -> bool {
     let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
-    !(is_counted || charge.counts_rejected || charge.settles)
+    !(is_counted || charge.counts_rejected || charge.is_estimate)
 }
 
 /// Maximum age of an entry for this charge.
@@ -195,15 +247,25 @@ fn must_be_cached(charge: &Charge<'_>) -> bool {
 }
 
 impl DenyGenerations {
-    fn get_entry(&self, charge: &Charge<'_>) -> Option<DenyCacheEntry> {
+    fn get_entry(&mut self, charge: &Charge<'_>) -> Option<&mut DenyCacheEntry> {
         if charge.shadow || !is_cacheable(charge) {
             return None;
         }
         let counter = DenyCacheKey::from_charge(charge);
         self.current
-            .get(&counter)
-            .or_else(|| self.previous.get(&counter))
-            .copied()
+            .get_mut(&counter)
+            .or_else(|| self.previous.get_mut(&counter))
+    }
+
+    /// Returns `None` to the first request after the entry's end, so that it asks Redis again. The
+    /// entry then holds a little longer for the others.
+    fn get_unexpired_entry(&mut self, charge: &Charge<'_>, now: Instant) -> Option<DenyCacheEntry> {
+        let entry = self.get_entry(charge)?;
+        if now >= entry.expires_at {
+            entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age(charge));
+            return None;
+        }
+        Some(*entry)
     }
 
     fn insert_entry(&mut self, charge: &Charge<'_>, entry: DenyCacheEntry) {
@@ -216,7 +278,7 @@ impl DenyGenerations {
     fn rotate(&mut self, now: Instant) {
         if self
             .rotated_at
-            .is_none_or(|rotated_at| now.saturating_duration_since(rotated_at) >= MAX_AGE)
+            .is_none_or(|rotated_at| now.saturating_duration_since(rotated_at) >= GENERATION_LENGTH)
         {
             std::mem::swap(&mut self.current, &mut self.previous);
             self.current.clear();
@@ -235,9 +297,11 @@ impl DenyCacheKey {
 }
 
 impl DenyCacheEntry {
-    /// Whether the entry has the same cost and has not reached its maximum age.
-    fn is_fresh_for(&self, charge: &Charge<'_>, now: Instant) -> bool {
-        charge.cost == self.cost && now.saturating_duration_since(self.sent_at) < max_age(charge)
+    fn has_known_end(&self) -> bool {
+        matches!(
+            self.status.refusal,
+            Some(Refusal::Until(_) | Refusal::Never)
+        )
     }
 
     /// Whether the entry still holds for this charge.
@@ -256,7 +320,7 @@ impl DenyCacheEntry {
         let changed = changes_at_us.is_some_and(|at_us| {
             age >= Duration::from_micros(at_us.saturating_sub(self.store_now_us))
         });
-        matches_cost && age < max_age(charge) && !changed
+        matches_cost && !changed
     }
 
     /// Lower bound of the store's clock at `now`. A retry time computed from it is never too early.
@@ -270,7 +334,7 @@ impl DenyCacheEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Algorithm, Key, KeyBuilder, Lease};
+    use crate::limiter::{Algorithm, Key, KeyBuilder, LeaseTerms};
 
     const LIMIT: Limit = Limit {
         requests: 5,
@@ -355,29 +419,78 @@ mod tests {
     }
 
     #[test]
+    fn one_request_asks_again_while_others_are_refused_and_an_outage_needs_no_fresh_entry() {
+        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
+        let charges = [charge(&LIMIT, &key)];
+        let is_refused = |after_ms, scope| {
+            cache
+                .find_refusal(&charges, sent + ms(after_ms), scope)
+                .is_some()
+        };
+        let all = DenyMatchScope::AllLimits;
+        cache.record_refusal(&charges, &decision(&[refused(2_000_000)]), sent, sent);
+        let answers = [999, 1000, 1001, 1249, 1250, 1251].map(|after_ms| is_refused(after_ms, all));
+        assert_eq!(answers, [true, false, true, true, false, true]);
+        let answers =
+            [1250, 1999, 2000].map(|after_ms| is_refused(after_ms, DenyMatchScope::AnyLimit));
+        assert_eq!(answers, [true, true, false], "until the refusal ends");
+        let asked = sent + ms(1010);
+        cache.record_refusal(&charges, &decision(&[refused(9_000_000)]), asked, asked);
+        assert!(is_refused(2009, all) && !is_refused(2010, all) && is_refused(2011, all));
+        cache.forget_refusals(&charges);
+        assert!(
+            !is_refused(2012, all),
+            "the request that asked was admitted"
+        );
+    }
+
+    #[test]
+    fn a_split_request_is_refused_by_all_limits_of_one_key() {
+        let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
+        let hourly = Limit {
+            per_us: 3_600_000_000,
+            ..LIMIT
+        };
+        let charges = [charge(&LIMIT, &a), charge(&hourly, &a), charge(&LIMIT, &b)];
+        let is_refused = |charges: &[Charge<'_>]| {
+            cache
+                .find_refusal(charges, sent, DenyMatchScope::OneKey)
+                .is_some()
+        };
+        cache.record_refusal(&charges[..1], &decision(&[refused(500_000)]), sent, sent);
+        assert!(
+            !is_refused(&charges),
+            "the other limit of the key is unknown"
+        );
+        let available = LimitStatus {
+            refusal: None,
+            ..refused(500_000)
+        };
+        let statuses = decision(&[refused(500_000), available]);
+        cache.record_refusal(&charges[..2], &statuses, sent, sent);
+        assert!(is_refused(&charges) && !is_refused(&charges[2..]));
+        let counting = Charge {
+            counts_rejected: true,
+            ..charges[2]
+        };
+        assert!(!is_refused(&[charges[0], charges[1], counting]));
+    }
+
+    #[test]
     fn a_refusal_of_a_leased_limit_is_cached_for_20_ms_at_most() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let cached_ms = |ttl_us, after_us| {
-            let lease = Some(Lease { size: None, ttl_us });
+            let lease = Some(LeaseTerms { size: None, ttl_us });
             let charges = [Charge {
                 lease,
                 ..charge(&LIMIT, &key)
             }];
             cache.record_refusal(&charges, &decision(&[refused(after_us)]), sent, sent);
-            let expires_ms = (0..2000).find(|n| {
+            (0..2000).find(|n| {
                 cache
                     .find_refusal(&charges, sent + ms(*n), DenyMatchScope::AllLimits)
                     .is_none()
-            });
-            assert_eq!(
-                cache.find_refusal(
-                    &charges,
-                    sent + ms(expires_ms.unwrap()),
-                    DenyMatchScope::AnyLimit
-                ),
-                None
-            );
-            expires_ms
+            })
         };
         assert_eq!(cached_ms(100_000, 9_000_000), Some(20));
         assert_eq!(cached_ms(5_000, 9_000_000), Some(5));

@@ -13,9 +13,12 @@
 //!
 //! Each process has one fallback store, shared by its workers.
 
+pub(super) mod outage_usage;
 mod partition_set;
 mod share;
 mod status_cache;
+pub(super) mod usage_directory;
+mod usage_transfer;
 mod write_back;
 
 pub use share::Share;
@@ -30,10 +33,10 @@ use smallvec::SmallVec;
 use status_cache::StatusCache;
 use std::borrow::Cow;
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Instant;
 use tokio::sync::Notify;
-use write_back::WriteBackTable;
+use write_back::{UsageEntry, WriteBackTable};
 
 /// Bounds of the counters of an outage; the least used counters are evicted first.
 const COUNTER_BOUNDS: MemorySettings = MemorySettings {
@@ -44,6 +47,15 @@ const COUNTER_BOUNDS: MemorySettings = MemorySettings {
 /// The only partition of a store without slots.
 pub(super) const SINGLE_PARTITION: u16 = 0;
 
+/// Redis has all charges and decides alone.
+const UP_TO_DATE: u8 = 0;
+/// No outage, but charges wait for write-back: single calls have failed.
+const PENDING: u8 = 1;
+/// Redis was unreachable since the last [`FallbackStore::take_new_failure_flag`].
+const FAILING: u8 = 2;
+/// No failure since then, but not all instances have written back.
+const RECOVERING: u8 = 3;
+
 /// Decides charges in this process while Redis is unavailable.
 #[derive(Debug)]
 pub struct FallbackStore {
@@ -51,29 +63,17 @@ pub struct FallbackStore {
     memory: MemoryStore,
     packed_share: AtomicU64,
     status_cache: StatusCache,
+    /// Process-wide; locked during an outage only.
     write_back: Mutex<WriteBackTable>,
-    /// Charges wait for write-back or are being written back. Answers of Redis may lack them.
-    has_pending_write_back: AtomicBool,
-    /// Set from the first failure until all instances have written back.
-    is_in_outage: AtomicBool,
-    /// Partitions for which Redis may lack charges.
+    /// [`UP_TO_DATE`], [`PENDING`], [`FAILING`] or [`RECOVERING`]. [`UP_TO_DATE`] begins and ends
+    /// only under the lock of `write_back`.
+    phase: AtomicU8,
+    /// Partitions for which Redis may lack charges. Empty while [`UP_TO_DATE`].
     stale_partitions: PartitionSet,
     /// Partition that holds a key.
     partition_of: fn(&Key) -> u16,
-    /// Set by a failure, cleared by [`FallbackStore::take_failure`].
-    has_new_failure: AtomicBool,
     /// Wakes the background task.
     changed: Notify,
-}
-
-/// Charges that are being written to Redis; see [`FallbackStore::take_write_back`].
-#[derive(Debug)]
-pub struct WriteBackBatch(Vec<write_back::CounterWriteBack>);
-
-impl WriteBackBatch {
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
 }
 
 impl FallbackStore {
@@ -85,11 +85,9 @@ impl FallbackStore {
             packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
             status_cache: StatusCache::default(),
             write_back: Mutex::default(),
-            has_pending_write_back: AtomicBool::new(false),
-            is_in_outage: AtomicBool::new(false),
+            phase: AtomicU8::new(UP_TO_DATE),
             stale_partitions: PartitionSet::default(),
             partition_of: |_| SINGLE_PARTITION,
-            has_new_failure: AtomicBool::new(false),
             changed: Notify::new(),
         }
     }
@@ -119,41 +117,59 @@ impl FallbackStore {
 
     /// Whether the outage of any partition has not ended.
     pub fn is_in_outage(&self) -> bool {
-        self.is_in_outage.load(Ordering::Relaxed)
+        self.phase() >= FAILING
     }
 
     /// Whether the outage of a partition with any of these counters has not ended.
     pub fn is_in_outage_for(&self, charges: &[Charge<'_>]) -> bool {
-        self.is_in_outage()
-            && charges
-                .iter()
-                .any(|charge| self.stale_partitions.contains(self.partition(charge.key)))
+        self.is_in_outage() && charges.iter().any(|charge| self.may_be_stale(charge))
+    }
+
+    /// Whether Redis may lack charges of a partition.
+    pub fn is_stale(&self, partition: u16) -> bool {
+        self.stale_partitions.contains(partition)
     }
 
     /// Marks these partitions as unreachable. An empty iterator changes nothing.
     pub fn mark_unreachable(&self, partitions: impl IntoIterator<Item = u16>) {
-        let mut partitions = partitions.into_iter().peekable();
-        if partitions.peek().is_none() {
-            return;
-        }
-        partitions.for_each(|partition| self.stale_partitions.insert(partition));
-        // Read first: in an outage every request calls this, and a write would contend.
-        if !self.has_new_failure.load(Ordering::Relaxed) || !self.is_in_outage() {
-            self.has_new_failure.store(true, Ordering::Relaxed);
-            self.is_in_outage.store(true, Ordering::Relaxed);
-            self.changed.notify_one();
+        for partition in partitions {
+            // Read first: in an outage every request calls this, and a lock would contend.
+            if self.is_stale(partition) && self.phase() == FAILING {
+                continue;
+            }
+            let _table = self.write_back.lock();
+            self.stale_partitions.insert(partition);
+            if self.phase.swap(FAILING, Ordering::Relaxed) != FAILING {
+                self.changed.notify_one();
+            }
         }
     }
 
     /// Whether Redis was unreachable since the last call.
-    pub fn take_failure(&self) -> bool {
-        self.has_new_failure.swap(false, Ordering::Relaxed)
+    pub fn take_new_failure_flag(&self) -> bool {
+        self.change_phase(FAILING, RECOVERING)
     }
 
-    /// Ends the outage: all charges are written back, and Redis decides alone.
+    /// Ends the outage: all charges are written back, and Redis decides alone. Does nothing if
+    /// Redis was unreachable since [`FallbackStore::take_new_failure_flag`].
     pub fn end_outage(&self) {
-        self.is_in_outage.store(false, Ordering::Relaxed);
+        self.change_phase(RECOVERING, PENDING);
         self.finish_write_back();
+    }
+
+    /// Returns whether an up-to-date Redis lacks charges from now on.
+    fn set_pending(&self, table: &WriteBackTable) -> bool {
+        !table.is_empty() && self.change_phase(UP_TO_DATE, PENDING)
+    }
+
+    fn phase(&self) -> u8 {
+        self.phase.load(Ordering::Relaxed)
+    }
+
+    fn change_phase(&self, from: u8, to: u8) -> bool {
+        self.phase
+            .compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed)
+            .is_ok()
     }
 
     /// Waits until the background task has work.
@@ -203,7 +219,7 @@ impl FallbackStore {
     pub fn decide(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let share = self.share();
         for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
-            self.status_cache.take_with(charge, |answer| {
+            self.status_cache.remove_and_apply(charge, |answer| {
                 let limit = share.scale_limit(charge.limit);
                 let amendment =
                     answer.to_amendment(share, &limit, self.clock.time_at_us(requested_at));
@@ -212,6 +228,7 @@ impl FallbackStore {
                     key: charge.key,
                     amendment,
                 });
+                self.write_back.lock().note_counter(charge);
             });
         }
         let decision = self.decide_share(charges, share, requested_at, uses_fallback);
@@ -225,9 +242,14 @@ impl FallbackStore {
                 self.stale_partitions.insert(partition);
                 write_back.record_charge(charge, partition, decision.now_us);
             }
-            if !write_back.is_empty() && !self.has_pending_write_back.swap(true, Ordering::Relaxed)
-            {
+            if self.set_pending(&write_back) {
                 self.changed.notify_one();
+            }
+        } else {
+            // The refusal may have started a block.
+            let is_block = |charge: &&Charge<'_>| charge.is_block() && uses_fallback(charge);
+            for block in charges.iter().filter(is_block) {
+                self.write_back.lock().note_counter(block);
             }
         }
         decision
@@ -238,16 +260,18 @@ impl FallbackStore {
     pub fn check_share(&self, charges: &[Charge<'_>], requested_at: Instant) -> Option<Decision> {
         let is_in_outage_charge =
             |charge: &Charge<'_>| uses_fallback(charge) && self.may_be_stale(charge);
-        charges
-            .iter()
-            .any(is_in_outage_charge)
-            .then(|| self.decide_share(charges, self.share(), requested_at, is_in_outage_charge))
+        charges.iter().any(is_in_outage_charge).then(|| {
+            let mut table = self.write_back.lock();
+            let stale_charges = charges.iter().filter(|charge| is_in_outage_charge(charge));
+            stale_charges.for_each(|charge| table.note_counter(charge));
+            drop(table);
+            self.decide_share(charges, self.share(), requested_at, is_in_outage_charge)
+        })
     }
 
     /// Whether the answer of Redis for a charge may lack charges that are not written back yet.
     fn may_be_stale(&self, charge: &Charge<'_>) -> bool {
-        let is_up_to_date = !self.is_in_outage() && !self.has_pending_write_back();
-        !is_up_to_date && self.stale_partitions.contains(self.partition(charge.key))
+        self.phase() != UP_TO_DATE && self.is_stale(self.partition(charge.key))
     }
 
     fn decide_share(
@@ -290,16 +314,16 @@ impl FallbackStore {
         for settlement in settlements {
             match settlement.amendment {
                 Amendment::Release { slot } => {
-                    self.memory.apply_if_present(settlement);
+                    self.memory.apply_settlement_if_present(settlement);
                     self.write_back
                         .lock()
                         .release_slot(settlement.limit, settlement.key, slot);
                 }
                 Amendment::Renew { .. } => {
-                    self.memory.apply_if_present(settlement);
+                    self.memory.apply_settlement_if_present(settlement);
                 }
                 Amendment::Charge(_) if self.is_in_outage() => {
-                    self.memory.apply_if_present(settlement);
+                    self.memory.apply_settlement_if_present(settlement);
                 }
                 // Credits are ignored: too strict, but only for a short time.
                 Amendment::Charge(_)
@@ -327,72 +351,69 @@ impl FallbackStore {
                 partition,
                 self.clock.now_us(),
             );
-            self.has_pending_write_back.store(true, Ordering::Relaxed);
+            self.set_pending(&write_back);
         }
         is_counted_here
     }
 
     /// Whether charges wait for write-back or are being written back.
     pub fn has_pending_write_back(&self) -> bool {
-        self.has_pending_write_back.load(Ordering::Relaxed)
+        !self.write_back.lock().is_empty()
     }
 
-    /// Takes a batch of charges to write back, without those of `unreachable` partitions. They stay
-    /// pending until [`FallbackStore::finish_write_back`] or [`FallbackStore::requeue_unsent`].
-    pub fn take_write_back(&self, unreachable: impl IntoIterator<Item = u16>) -> WriteBackBatch {
+    /// Takes a batch of charges without those of `unreachable` partitions, and returns its
+    /// amendments, with the ages of the charges at this moment. The batch stays pending until
+    /// [`FallbackStore::finish_write_back`] or [`FallbackStore::requeue_unconfirmed`]. `None` if no
+    /// charges are left.
+    pub fn take_write_back(
+        &self,
+        unreachable: impl IntoIterator<Item = u16>,
+    ) -> Option<Vec<(Limit, Key, Amendment)>> {
         let unreachable_set = PartitionSet::default();
         unreachable
             .into_iter()
             .for_each(|partition| unreachable_set.insert(partition));
-        WriteBackBatch(
-            self.write_back
-                .lock()
-                .take_batch(|partition| !unreachable_set.contains(partition)),
-        )
+        let mut table = self.write_back.lock();
+        let batch = table.take_batch(|partition| !unreachable_set.contains(partition));
+        let now_us = self.clock.now_us();
+        let amendments = batch
+            .iter()
+            .flat_map(|pending| {
+                pending.amendments(now_us, |limit, key| self.usage_of_share(limit, key).0)
+            })
+            .collect();
+        (!batch.is_empty()).then_some(amendments)
     }
 
-    /// Marks a batch as written back.
+    /// Ends the write-back of a batch: all of it is in Redis.
     pub fn finish_write_back(&self) {
-        let write_back = self.write_back.lock();
-        self.has_pending_write_back
-            .store(!write_back.is_empty(), Ordering::Relaxed);
-        if write_back.is_empty() && !self.is_in_outage() {
+        self.requeue_unconfirmed([]);
+    }
+
+    /// Ends the write-back of a batch. The counters of unsent settlements are pending again; all
+    /// others are in Redis.
+    pub fn requeue_unconfirmed<'l>(&self, unsent: impl IntoIterator<Item = &'l Settlement<'l>>) {
+        let unsent_ids: HashSet<CounterId> = unsent
+            .into_iter()
+            .map(|settlement| counter_id(settlement.limit, settlement.key))
+            .collect();
+        let mut table = self.write_back.lock();
+        table.finish_batch(|id| !unsent_ids.contains(&id));
+        if table.is_empty() && self.change_phase(PENDING, UP_TO_DATE) {
             self.stale_partitions.clear();
+            table.clear_noted_counters();
         }
     }
 
-    /// Puts back the counters of unsent settlements; all others count as written back.
-    pub fn requeue_unsent<'l>(
-        &self,
-        batch: WriteBackBatch,
-        unsent: impl Iterator<Item = &'l Settlement<'l>>,
-    ) {
-        let unsent_ids: HashSet<CounterId> = unsent
-            .map(|settlement| counter_id(settlement.limit, settlement.key))
-            .collect();
-        let unsent_entries = batch
-            .0
-            .into_iter()
-            .filter(|pending| unsent_ids.contains(&pending.counter_id()));
-        self.write_back.lock().merge_batch(unsent_entries);
-    }
-
-    /// The amendments of a batch, with the ages of its charges at this moment.
-    pub fn write_back_amendments(&self, batch: &WriteBackBatch) -> Vec<(Limit, Key, Amendment)> {
-        let now_us = self.clock.now_us();
-        let units_in_use = |limit: &Limit, key: &Key| {
-            let limit = self.share().scale_limit(limit);
-            let look = self.memory.decide(&[Charge::new(&limit, key, 0)]);
-            let status = look.statuses.first().copied().flatten();
-            status.map_or(0, |status| {
-                limit.capacity().saturating_sub(status.remaining)
-            })
-        };
-        batch
-            .0
-            .iter()
-            .flat_map(|pending| pending.amendments(now_us, units_in_use))
-            .collect()
+    /// Used units of this instance's share, and when the first of them are free again.
+    fn usage_of_share(&self, limit: &Limit, key: &Key) -> (u64, Option<u64>) {
+        let limit = self.share().scale_limit(limit);
+        let decision = self.memory.decide(&[Charge::new(&limit, key, 0)]);
+        let status = decision.statuses.first().copied().flatten();
+        status.map_or((0, None), |status| {
+            let units = limit.capacity().saturating_sub(status.remaining);
+            (units, status.next_growth_us)
+        })
     }
 }
 
@@ -408,7 +429,7 @@ fn exclude_leased_units<'d>(
         let units = grant.units.saturating_mul(share.instances().into());
         for (charge, status) in charges.iter().zip(statuses.to_mut()) {
             if let Some(status) = status
-                && charge.group == grant.group
+                && charge.policy_number == grant.policy_number
             {
                 status.remaining = status.remaining.saturating_sub(units);
             }

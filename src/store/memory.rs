@@ -4,11 +4,12 @@
 //! sample of all keys, and no client can target one. A call locks the shards of all its keys in
 //! ascending order, so that it is one atomic step.
 //!
-//! Above a bound, expired keys are evicted first, then the keys with the least of their quota used.
-//! A client therefore cannot evict its own exhausted key by inventing fresh keys. The order is
-//! exact within a shard; with few keys there is only one shard.
+//! Above a bound, the policy with the most counters evicts its own: of a random sample, an expired
+//! one, else the one with the least of its quota used. A client therefore cannot evict its own
+//! exhausted key by inventing keys ([decision 36](../../docs/decisions/0036-fair-eviction.md)).
 
 mod counter_shard;
+mod policy_index;
 
 pub(super) use counter_shard::{CounterId, counter_id};
 
@@ -20,6 +21,7 @@ use crate::limiter::{
 };
 use counter_shard::{CounterShard, MemoryUsage, charge_counter_id};
 use parking_lot::{Mutex, MutexGuard};
+use policy_index::StoreBound;
 use smallvec::SmallVec;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -38,16 +40,19 @@ pub struct MemorySettings {
 pub struct MemoryStore {
     clock: Clock,
     settings: MemorySettings,
+    /// Process-wide. A decision locks the shards of its charges, in ascending order.
     shards: Box<[Mutex<CounterShard>]>,
     usage: MemoryUsage,
 }
 
-/// Below this number of keys there is one shard, and the eviction order is exact.
+/// Below this number of keys there is one shard.
 const KEYS_PER_SHARD: usize = 1 << 14;
 const MAX_SHARDS: usize = 64;
 
 /// Counters checked for expiry by each call, so that memory is freed without pressure.
 const MAX_SWEPT_PER_CALL: usize = 2;
+/// Counters checked for expiry before one is evicted.
+const MAX_SWEPT_AT_BOUND: usize = 32;
 
 impl MemoryStore {
     pub fn new(settings: MemorySettings, clock: Clock) -> Self {
@@ -81,21 +86,22 @@ impl MemoryStore {
             .zip(&refusals)
             .all(|(charge, refusal)| charge.shadow || refusal.is_none());
 
-        let settles = charges.iter().any(|charge| charge.settles);
+        let has_estimates = charges.iter().any(|charge| charge.is_estimate);
         let (mut delay_us, mut charged_at_us) = (0, SmallVec::new());
         let statuses = charges
             .iter()
             .zip(&refusals)
             .enumerate()
-            .map(|(at, (charge, refusal))| {
-                let effect = determine_effect(charges, &refusals, at);
+            .map(|(index, (charge, refusal))| {
+                let effect = determine_effect(charges, &refusals, index);
                 let read_view = |view: CounterView<'_>| {
                     if effect == ChargeEffect::Charge && !charge.shadow {
                         delay_us = view.delay_us().max(delay_us);
                     }
-                    if settles {
-                        let reports_entry_time = charge.settles && effect == ChargeEffect::Charge;
-                        charged_at_us.push(reports_entry_time.then(|| view.charged_at_us()));
+                    if has_estimates {
+                        let reports_charge_time =
+                            charge.is_estimate && effect == ChargeEffect::Charge;
+                        charged_at_us.push(reports_charge_time.then(|| view.charged_at_us()));
                     }
                     // This rejected charge itself counts against the next request.
                     let refusal = if effect == ChargeEffect::ChargeRejected {
@@ -130,7 +136,7 @@ impl MemoryStore {
         for (_, shard) in &mut locked.shards {
             shard.sweep(&self.usage, now_us, MAX_SWEPT_PER_CALL);
         }
-        self.unlock_shards(locked, now_us);
+        self.unlock_and_evict(locked, now_us);
         Decision {
             now_us,
             admitted,
@@ -178,7 +184,7 @@ impl MemoryStore {
     }
 
     /// Applies a settlement if its counter exists. Returns whether it does.
-    pub(super) fn apply_if_present(&self, settlement: &Settlement<'_>) -> bool {
+    pub(super) fn apply_settlement_if_present(&self, settlement: &Settlement<'_>) -> bool {
         self.apply_settlement(settlement, |locked, charge| locked.contains_counter(charge))
     }
 
@@ -199,7 +205,7 @@ impl MemoryStore {
         removed.count() as u64
     }
 
-    /// Replaces a counter by a new one with an amendment.
+    /// Deletes a counter and applies the settlement to an empty one in its place.
     pub(super) fn replace_counter(&self, settlement: &Settlement<'_>) {
         self.apply_settlement(settlement, |locked, charge| {
             locked.remove_counter(charge);
@@ -222,12 +228,12 @@ impl MemoryStore {
             };
             locked.change_counter(&charge, now_us, amend, |_| ());
         }
-        self.unlock_shards(locked, now_us);
+        self.unlock_and_evict(locked, now_us);
         is_applied
     }
 
     /// Unlocks shards that may have grown.
-    fn unlock_shards(&self, locked: LockedShards<'_>, now_us: u64) {
+    fn unlock_and_evict(&self, locked: LockedShards<'_>, now_us: u64) {
         let first_shard_index = locked.shards.first().map_or(0, |(place, _)| *place);
         drop(locked);
         self.enforce_bounds(first_shard_index, now_us);
@@ -275,7 +281,7 @@ impl MemoryStore {
     /// Evicts until both bounds hold, starting with the shard that grew.
     fn enforce_bounds(&self, first_shard_index: usize, now_us: u64) {
         for step in 0..self.shards.len() {
-            if !self.exceeds_bounds() {
+            if self.exceeded_bound().is_none() {
                 return;
             }
             let Some(shard) = self
@@ -285,13 +291,19 @@ impl MemoryStore {
                 return;
             };
             let mut shard = shard.lock();
-            shard.sweep(&self.usage, now_us, usize::MAX);
-            while self.exceeds_bounds() && shard.evict_least_used(&self.usage) {}
+            shard.sweep(&self.usage, now_us, MAX_SWEPT_AT_BOUND);
+            while let Some(bound) = self.exceeded_bound()
+                && shard.evict_counter(&self.usage, now_us, bound)
+            {}
         }
     }
 
-    fn exceeds_bounds(&self) -> bool {
-        self.key_count() > self.settings.max_keys || self.byte_count() > self.settings.max_bytes
+    fn exceeded_bound(&self) -> Option<StoreBound> {
+        if self.key_count() > self.settings.max_keys {
+            Some(StoreBound::Keys)
+        } else {
+            (self.byte_count() > self.settings.max_bytes).then_some(StoreBound::Bytes)
+        }
     }
 }
 
@@ -336,7 +348,10 @@ impl LockedShards<'_> {
         };
         let grants = compute_grants(charges, now_us, available_units);
         for grant in &grants {
-            for charge in charges.iter().filter(|charge| charge.group == grant.group) {
+            for charge in charges
+                .iter()
+                .filter(|charge| charge.policy_number == grant.policy_number)
+            {
                 let GrantedUnits {
                     units, until_us, ..
                 } = *grant;
@@ -398,7 +413,11 @@ mod tests {
     };
 
     fn key_named(name: usize) -> Key {
-        let mut builder = KeyBuilder::new("p");
+        policy_key("p", name)
+    }
+
+    fn policy_key(policy: &str, name: usize) -> Key {
+        let mut builder = KeyBuilder::new(policy);
         builder.push_part(Some(name.to_string().as_bytes()));
         builder.finish()
     }
@@ -430,6 +449,37 @@ mod tests {
         }
         assert!(!decide_one(&memory, &LIMIT, &exhausted_key));
         assert_eq!(memory.evictions(), 4_900);
+    }
+
+    #[test]
+    fn a_policy_within_its_fair_share_keeps_all_its_keys() {
+        let (clock, _) = Clock::manual(1_000_000);
+        let settings = MemorySettings {
+            max_keys: 120,
+            max_bytes: 1 << 30,
+        };
+        let memory = MemoryStore::new(settings, clock);
+        let quiet_keys: Vec<Key> = (0..40)
+            .flat_map(|name| [policy_key("a", name), policy_key("b", name)])
+            .collect();
+        for key in &quiet_keys {
+            assert!(decide_one(&memory, &LIMIT, key));
+        }
+        // One request exhausts each of these keys.
+        let narrow_limit = Limit {
+            requests: 1,
+            per_us: LIMIT.per_us * 100,
+            ..LIMIT
+        };
+        for name in 0..5_000 {
+            let key = policy_key("flood", name);
+            assert!(decide_one(&memory, &narrow_limit, &key));
+            assert!(!decide_one(&memory, &narrow_limit, &key));
+        }
+        for key in &quiet_keys {
+            assert!(memory.contains_counter(&LIMIT, key));
+        }
+        assert_eq!((memory.key_count(), memory.evictions()), (120, 4_960));
     }
 
     #[test]

@@ -4,17 +4,21 @@
 
 mod concurrency_slots;
 mod decision_path;
+mod decision_source;
 mod deny_cache;
 mod fallback;
 mod leases;
 mod memory;
+mod partial_decision;
 pub mod redis;
 mod settlements;
 
-pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots};
+pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlots};
+pub use decision_source::DecisionSource;
 pub use fallback::{FallbackStore, Share};
 pub use leases::LeasePool;
 pub use memory::{MemorySettings, MemoryStore};
+pub use partial_decision::{DecisionFailure, PartialDecision};
 pub use settlements::SettlementQueue;
 
 use crate::limiter::{Amendment, Key, Limit};
@@ -26,7 +30,8 @@ use std::time::Duration;
 /// The longest that shutdown waits for each kind of message to the store.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Decides charges. Cheap to clone; each worker has one.
+/// Holds the counters and decides charges: in this process or in Redis. Cheap to clone; each worker
+/// has its own clone.
 #[derive(Clone, Debug)]
 pub enum Store {
     Memory(Arc<MemoryStore>),
@@ -54,17 +59,17 @@ pub struct Settlement<'a> {
 pub struct StoreUnavailable {
     /// Stable name of the failure for logs and metrics.
     pub kind: &'static str,
-    /// Time until the store is probed again, in microseconds.
+    /// Suggested wait: the probe interval, in microseconds.
     pub retry_after_us: u64,
 }
 
-/// Settlements that were possibly not applied.
+/// Settlements that the store has not confirmed. It may have applied some of them.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{cause}; {} settlements were not confirmed", unsent_indices.len())]
+#[error("{cause}; {} settlements are unconfirmed", unconfirmed_indices.len())]
 pub struct SettlementError {
     pub cause: StoreUnavailable,
     /// Indices into the list of settlements, ascending and unique.
-    pub unsent_indices: Vec<usize>,
+    pub unconfirmed_indices: Vec<usize>,
 }
 
 impl<'a> Settlement<'a> {
@@ -121,10 +126,10 @@ impl Store {
         let result = if redis.is_breaker_open() {
             Err(SettlementError {
                 cause: redis.unavailable_error("breaker_open"),
-                unsent_indices: (0..settlements.len()).collect(),
+                unconfirmed_indices: (0..settlements.len()).collect(),
             })
         } else {
-            redis.amend(settlements).await
+            redis.apply_settlements(settlements).await
         };
         result.or_else(|mut error| {
             let is_lost = |index: &usize| {
@@ -132,8 +137,8 @@ impl Store {
                     .get(*index)
                     .is_some_and(|settlement| !redis.fallback().defer_settlement(settlement))
             };
-            error.unsent_indices.retain(is_lost);
-            if error.unsent_indices.is_empty() {
+            error.unconfirmed_indices.retain(is_lost);
+            if error.unconfirmed_indices.is_empty() {
                 Ok(())
             } else {
                 Err(error)

@@ -1,7 +1,8 @@
 //! Settlements of costs that become known after the decision, on their way to the store.
 //!
 //! The memory store is settled at once. For Redis, settlements are queued and sent in the
-//! background. A failed settlement is not retried; it is counted.
+//! background. After a failure, further charges of `local` policies are written back after the
+//! outage ([`Store::apply_settlements`]). Other failed settlements are lost and counted.
 
 use super::{CounterRef, FLUSH_TIMEOUT, Settlement, Store};
 use crate::limiter::Amendment;
@@ -23,7 +24,8 @@ pub struct SettlementQueue(Arc<SettlementQueueInner>);
 #[derive(Debug)]
 struct SettlementQueueInner {
     store: Store,
-    metrics_shard: Arc<WorkerMetrics>,
+    metrics: Arc<WorkerMetrics>,
+    /// A mutex because `Store` is `Send`; only one worker uses it.
     state: Mutex<SettlementQueueState>,
     /// Notified when the queue is empty and everything is sent.
     drained: Notify,
@@ -37,11 +39,11 @@ struct SettlementQueueState {
 }
 
 impl SettlementQueue {
-    /// Counts lost settlements in the worker's own `metrics_shard`.
-    pub fn new(store: Store, metrics_shard: Arc<WorkerMetrics>) -> Self {
+    /// Counts lost settlements in the worker's own `metrics`.
+    pub fn new(store: Store, metrics: Arc<WorkerMetrics>) -> Self {
         Self(Arc::new(SettlementQueueInner {
             store,
-            metrics_shard,
+            metrics,
             state: Mutex::default(),
             drained: Notify::new(),
         }))
@@ -61,7 +63,7 @@ impl SettlementQueue {
             .map(|(counter, amendment)| state.push(counter, amendment))
             .filter(|is_queued| !is_queued)
             .count();
-        self.0.metrics_shard.record_lost_settlements(lost_count);
+        self.0.metrics.record_lost_settlements(lost_count);
         if !state.pending.is_empty() && !std::mem::replace(&mut state.is_task_running, true) {
             tokio::spawn(send_settlements(Arc::clone(&self.0)));
         }
@@ -111,8 +113,8 @@ async fn send_settlements(queue: Arc<SettlementQueueInner>) {
         let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
         if let Err(error) = queue.store.apply_settlements(&settlements).await {
             tracing::debug!(why = %error, "failed to send settlements to the store");
-            let lost_count = error.unsent_indices.len();
-            queue.metrics_shard.record_lost_settlements(lost_count);
+            let lost_count = error.unconfirmed_indices.len();
+            queue.metrics.record_lost_settlements(lost_count);
         }
     }
 }

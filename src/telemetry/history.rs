@@ -6,7 +6,8 @@
 //! after a day without requests.
 
 use super::metrics::{
-    HISTORY_DECISION_LABELS, HistogramSnapshot, Metrics, PolicyCounters, RequestDecision,
+    HistogramSnapshot, LabelledCounters, Metrics, POLICY_HISTORY_SERIES, PolicyCounters,
+    REQUEST_DECISIONS,
 };
 use foldhash::HashMap;
 use parking_lot::Mutex;
@@ -25,9 +26,9 @@ const DURATION_SAMPLE_INTERVAL_S: u64 = 10;
 /// Classes of status codes, from 1xx to 5xx.
 pub const STATUS_CLASSES: usize = 5;
 
-/// The decisions of a policy in one period, by [`HISTORY_DECISION_LABELS`]. Counts saturate at
+/// The decisions of a policy in one period, by `MetricLabels::policy_history`. Counts saturate at
 /// `u32::MAX`.
-pub type DecisionCounts = [u32; HISTORY_DECISION_LABELS.len()];
+pub type DecisionCounts = [u32; POLICY_HISTORY_SERIES];
 
 /// The recorded history.
 #[derive(Debug)]
@@ -42,7 +43,7 @@ struct HistoryState {
     now_s: u64,
     policies: HashMap<Arc<str>, PolicyHistory>,
     seconds: TimeRing<SecondCounts, SECONDS_KEPT>,
-    last_decisions: [u64; RequestDecision::ALL.len()],
+    last_decisions: [u64; REQUEST_DECISIONS],
     last_status_classes: [u64; STATUS_CLASSES],
     duration_samples: VecDeque<DurationSample>,
 }
@@ -50,7 +51,7 @@ struct HistoryState {
 /// The counters of a policy at the last sample, and its history if it had any requests.
 #[derive(Debug, Default)]
 struct PolicyHistory {
-    last_counts: [u64; HISTORY_DECISION_LABELS.len()],
+    last_counts: [u64; POLICY_HISTORY_SERIES],
     rings: Option<Box<HistoryRings>>,
     /// Time of its last sample.
     sampled_at_s: u64,
@@ -65,8 +66,8 @@ struct HistoryRings {
 /// The counts of all requests in one second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SecondCounts {
-    /// By [`RequestDecision::ALL`].
-    pub decisions: [u32; RequestDecision::ALL.len()],
+    /// By `MetricLabels::request_decisions`.
+    pub decisions: [u32; REQUEST_DECISIONS],
     /// Responses by status class, from 1xx to 5xx.
     pub status_classes: [u32; STATUS_CLASSES],
 }
@@ -120,7 +121,11 @@ impl TrafficHistory {
         let before_s = state.now_s;
         let now_s = now_s.max(before_s);
         state.now_s = now_s;
-        state.sample_policies(before_s, active_policies);
+        state.sample_policies(
+            before_s,
+            active_policies,
+            &self.metrics.labels().policy_history,
+        );
         state.record_second(before_s, &self.metrics);
         if state
             .duration_samples
@@ -129,7 +134,7 @@ impl TrafficHistory {
         {
             let sample = DurationSample {
                 at_s: now_s,
-                durations: read_durations(&self.metrics),
+                durations: read_duration_histograms(&self.metrics),
             };
             state.duration_samples.push_back(sample);
             let more = state
@@ -177,7 +182,7 @@ impl TrafficHistory {
     /// Returns a number of seconds and the durations in that time: the last minute, or the time
     /// since the start if that is shorter.
     pub fn recent_durations(&self) -> (u64, DurationHistograms) {
-        let mut now = read_durations(&self.metrics);
+        let mut now = read_duration_histograms(&self.metrics);
         let state = self.state.lock();
         let Some(oldest) = state.duration_samples.front() else {
             return (0, now);
@@ -192,9 +197,9 @@ impl TrafficHistory {
     }
 }
 
-fn read_durations(metrics: &Metrics) -> DurationHistograms {
+fn read_duration_histograms(metrics: &Metrics) -> DurationHistograms {
     DurationHistograms {
-        decisions: metrics.decision_durations().into(),
+        decisions: metrics.decision_durations(),
         responses: metrics.response_durations(),
     }
 }
@@ -213,6 +218,7 @@ impl HistoryState {
         &mut self,
         before_s: u64,
         active_policies: impl Iterator<Item = &'t Arc<PolicyCounters>>,
+        series: &[LabelledCounters; POLICY_HISTORY_SERIES],
     ) {
         let now_s = self.now_s;
         let mut count = 0;
@@ -225,7 +231,12 @@ impl HistoryState {
                     .entry(Arc::clone(counters.policy()))
                     .or_default(),
             };
-            history.sample(before_s, now_s, counters.history_counts());
+            let mut counts = [0; POLICY_HISTORY_SERIES];
+            for (count, (_, requests)) in counts.iter_mut().zip(counters.requests_by_label(series))
+            {
+                *count = requests;
+            }
+            history.sample(before_s, now_s, counts);
         }
         let hour_began = before_s / 3600 != now_s / 3600;
         if count == self.policies.len() && !hour_began {
@@ -263,7 +274,7 @@ impl HistoryState {
 }
 
 impl PolicyHistory {
-    fn sample(&mut self, before_s: u64, now_s: u64, counts: [u64; HISTORY_DECISION_LABELS.len()]) {
+    fn sample(&mut self, before_s: u64, now_s: u64, counts: [u64; POLICY_HISTORY_SERIES]) {
         self.sampled_at_s = now_s;
         if let Some(rings) = &mut self.rings {
             rings.minutes.advance(before_s / 60, now_s / 60);

@@ -184,7 +184,7 @@ impl<W: Write> Write for EscapingWriter<W> {
         for character in text.chars() {
             match (is_unprintable(character), self.format) {
                 (false, _) => escaped.push(character),
-                // In JSON, such a character can only occur inside a string.
+                // In JSON, an unprintable character can only occur inside a string.
                 (true, LogFormat::Json) => {
                     for unit in character.encode_utf16(&mut [0; 2]) {
                         escaped.push_str(&format!("\\u{unit:04x}"));

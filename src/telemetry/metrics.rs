@@ -18,48 +18,14 @@ mod worker;
 
 pub use exposition::ExpositionFormat;
 pub use histogram::HistogramSnapshot;
-pub use labels::{ConnectionCloseReason, ErrorKindLabels, RlsCallResult};
-pub use policy_counters::{
-    DECISION_LABELS, DEGRADED_REFUSED, HISTORY_DECISION_LABELS, PolicyCounters, PolicyDecision,
-    RequestDecision,
-};
+pub use labels::{LabelledCounters, MetricLabels};
+pub(super) use labels::{POLICY_HISTORY_SERIES, REQUEST_DECISIONS};
+pub use policy_counters::PolicyCounters;
 pub use registry::Metrics;
 pub use status::{
     MemoryStoreUsage, ProcessPhase, ProcessStatus, RedisServerMetrics, SpanExportCounts,
 };
 pub use worker::WorkerMetrics;
-
-/// The component that decided on a request's limits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DecisionSource {
-    Redis,
-    Memory,
-    DenyCache,
-    /// Units leased from the store in advance.
-    Lease,
-    /// The `on_store_failure` setting of the policies, because the store was unavailable.
-    Degraded,
-}
-
-impl DecisionSource {
-    const ALL: [Self; 5] = [
-        Self::Redis,
-        Self::Memory,
-        Self::DenyCache,
-        Self::Lease,
-        Self::Degraded,
-    ];
-
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Redis => "redis",
-            Self::Memory => "memory",
-            Self::DenyCache => "deny_cache",
-            Self::Lease => "lease",
-            Self::Degraded => "degraded",
-        }
-    }
-}
 
 #[cfg(test)]
 mod tests;

@@ -4,7 +4,7 @@ pub mod history;
 mod log;
 pub mod metrics;
 mod throttle;
-pub mod top_refusals;
+pub mod top_rejections;
 pub mod trace;
 
 pub use log::{

@@ -16,7 +16,7 @@ pub struct ClientTls {
 
 impl ClientTls {
     /// Certificates are verified against `server_name`, or without one against the address
-    /// connected to. `digest` must differ whenever the other arguments do.
+    /// connected to. `digest` must differ if any other argument differs.
     pub fn new(
         config: ClientConfig,
         server_name: Option<ServerName<'static>>,

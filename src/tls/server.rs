@@ -339,8 +339,8 @@ mod tests {
             "*.example",
             "*.example",
         ];
-        let identities = names.iter().enumerate().map(|(at, name)| {
-            let key = KeyPair::generate_for(kinds[at % 2]).unwrap();
+        let identities = names.iter().enumerate().map(|(index, name)| {
+            let key = KeyPair::generate_for(kinds[index % 2]).unwrap();
             let certificate = CertificateParams::new(vec![(*name).to_owned()])
                 .unwrap()
                 .self_signed(&key)

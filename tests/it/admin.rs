@@ -680,9 +680,10 @@ async fn an_untrusted_ingress_is_reported_as_a_hint() {
     // tests/browser.)
     let overview = admin_get(&proxy, "/overview").await.json();
     assert_eq!(
-        overview["untrusted_peers"],
-        serde_json::json!(["127.0.0.1"])
+        [&overview["untrusted_peers"], &overview["hints"]],
+        [&serde_json::json!(["127.0.0.1"]), &readiness["hints"]]
     );
+    assert_eq!(overview["untrusted_forwarding"], 1);
     let has_hint = |line: &crate::support::proxy::LogLine| line.contains("client.trusted_proxies");
     let line = proxy
         .wait_for_log("a hint", 0, TEST_TIMEOUT, has_hint)

@@ -1,24 +1,15 @@
-//! The admin API: policy counts, the most limited keys, the state of a key, and the few changes it
-//! allows.
+//! The admin API: policy counts, the most limited keys, its errors, and the log level.
 
 use crate::support::admin_proxy::AdminProxy;
-use crate::support::client::{ClientRequest, RawClient, RawResponse};
-use crate::support::cluster::RedisCluster;
+use crate::support::client::{ClientRequest, RawResponse};
 use crate::support::process::{run_command, tidegate_command};
 use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::sentinel::SentinelDeployment;
-use crate::support::upstream::{BodySender, Upstream, channel_body};
+use crate::support::upstream::Upstream;
 use crate::support::{TEST_TIMEOUT, unix_s};
-use hyper::Response;
 use serde_json::{Value, json};
-use std::fs;
-use std::path::PathBuf;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
-use tempfile::TempDir;
 
-const POLICIES: &str = r#"
+pub(crate) const POLICIES: &str = r#"
 [[policy]]
 name = "free"
 match = { path = "/free" }
@@ -51,7 +42,7 @@ mode = "off"
 limit = { requests = 1, per = "1s" }
 "#;
 
-fn sum_series(series: &Value) -> u64 {
+pub(crate) fn sum_series(series: &Value) -> u64 {
     series
         .as_array()
         .into_iter()
@@ -60,7 +51,7 @@ fn sum_series(series: &Value) -> u64 {
         .sum()
 }
 
-fn assert_problem(reply: &RawResponse, status: u16) -> String {
+pub(crate) fn assert_problem(reply: &RawResponse, status: u16) -> String {
     let body = reply.json();
     assert_eq!(
         (reply.status, reply.header("content-type"), &body["status"]),
@@ -384,255 +375,6 @@ async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
     );
 }
 
-/// The longest time that the deny cache holds a refusal.
-const DENY_CACHE_TTL: Duration = Duration::from_secs(1);
-
-/// Checks the reported state of a key, and that a reset takes effect.
-async fn assert_key_can_be_inspected_and_reset(admin_proxy: &AdminProxy, counters: usize) {
-    for expected in [200, 200, 429, 429] {
-        assert_eq!(
-            admin_proxy.status_for_user("ann", "/api/pay/1").await,
-            expected
-        );
-    }
-    let key = "/keys?policy=api&key=ann&key=pay";
-    let report = admin_proxy.get_json(key).await;
-    assert_eq!(
-        (&report["admitted"], &report["key"]),
-        (&json!(false), &json!("api/ann/pay"))
-    );
-    assert!(report["blocked_s"].as_f64().unwrap() > 3500.0, "{report}");
-    let limits = report["limits"].as_array().unwrap();
-    assert_eq!(
-        (&limits[0]["used"], &limits[0]["remaining"]),
-        (&json!(2), &json!(0))
-    );
-    assert!(
-        (3500.0..=3600.0).contains(&limits[0]["grows_in_s"].as_f64().unwrap()),
-        "{report}"
-    );
-    assert_eq!(
-        (&limits[1]["name"], &limits[1]["remaining"]),
-        (&json!("daily"), &json!(48))
-    );
-    assert_eq!(report["counters"].as_array().unwrap().len(), counters);
-    let other = admin_proxy.get_json("/keys?policy=api&key=&key=pay").await;
-    assert_eq!(
-        (&other["admitted"], &other["key"]),
-        (&json!(true), &json!("api/-/pay"))
-    );
-    assert_eq!(
-        (
-            &other["limits"][0]["used"],
-            &other["limits"][0]["grows_in_s"]
-        ),
-        (&json!(0), &Value::Null)
-    );
-
-    assert_eq!(
-        admin_proxy.admin_request("DELETE", key).send().await.status,
-        401
-    );
-    assert_eq!(admin_proxy.status_for_user("ann", "/api/pay/1").await, 429);
-    let refused = Instant::now();
-    let forgotten = admin_proxy.authorized_request("DELETE", key).send().await;
-    assert_eq!(
-        (forgotten.status, &forgotten.json()["counters_forgotten"]),
-        (200, &json!(3))
-    );
-    // The deny cache may hold the key for up to its TTL. Later requests are admitted, however long
-    // the responses take.
-    loop {
-        let asked = Instant::now();
-        if admin_proxy.status_for_user("ann", "/api/pay/1").await == 200 {
-            break;
-        }
-        assert!(asked <= refused + DENY_CACHE_TTL, "still refused");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    assert_eq!(admin_proxy.get_json(key).await["limits"][0]["used"], 1);
-    let again = admin_proxy
-        .authorized_request("DELETE", key)
-        .send()
-        .await
-        .json();
-    assert_eq!(again["counters_forgotten"], 2, "the key was not blocked");
-    assert_eq!(admin_proxy.get_json("/keys?policy=all").await["key"], "all");
-}
-
-#[tokio::test]
-async fn a_key_in_memory_can_be_inspected_and_reset() {
-    assert_key_can_be_inspected_and_reset(&AdminProxy::start(POLICIES).await, 0).await;
-}
-
-fn redis_config(port: u16) -> String {
-    format!(
-        "[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:{port}/0'\nkey_prefix = 't'\n\
-         timeout = '2s'\n[store.redis.breaker]\nprobe_interval = '50ms'\n{POLICIES}"
-    )
-}
-
-#[tokio::test]
-async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
-    let mut redis = RedisServer::start();
-    let admin_proxy = AdminProxy::start(&redis_config(redis.port())).await;
-    admin_proxy.proxy.wait_for_store().await;
-    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
-    let report = admin_proxy
-        .get_json("/keys?policy=api&key=ann&key=pay")
-        .await;
-    let name = report["counters"][1].as_str().unwrap();
-    assert!(
-        name.starts_with("t:v1:{") && name.ends_with("api/ann/pay"),
-        "{report}"
-    );
-    let overview = admin_proxy.get_json("/overview").await;
-    let store = &overview["store"];
-    assert_eq!(
-        (&store["kind"], &store["up"], &store["instances"]),
-        (&json!("redis"), &json!(true), &json!(1))
-    );
-    assert_eq!(store["address"], format!("127.0.0.1:{}", redis.port()));
-    assert!(
-        overview["latency"]["decisions"]["redis"]["count"].as_u64() > Some(0),
-        "{overview}"
-    );
-
-    redis.kill();
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while admin_proxy.get_json("/overview").await["store"]["up"] == true {
-        assert!(
-            Instant::now() < deadline,
-            "{}",
-            admin_proxy.proxy.log_text()
-        );
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    let away = admin_proxy
-        .admin_request("GET", "/keys?policy=api&key=ann&key=pay")
-        .send()
-        .await;
-    assert!(assert_problem(&away, 503).contains("the store is unavailable"));
-    let away = admin_proxy
-        .authorized_request("DELETE", "/keys?policy=api&key=ann&key=pay")
-        .send()
-        .await;
-    assert!(assert_problem(&away, 503).contains("the store is unavailable"));
-    let report = post_explain(
-        &admin_proxy,
-        json!({ "url": "/api/pay/1", "headers": { "x-user": "ann" } }),
-    )
-    .await;
-    assert!(
-        report["store_error"]
-            .as_str()
-            .unwrap()
-            .contains("no answer"),
-        "{report}"
-    );
-    assert_eq!(report["expected"]["decision"], Value::Null);
-    assert!(
-        admin_proxy.get_json("/overview").await["hints"][0]
-            .as_str()
-            .unwrap()
-            .contains("the store is unavailable")
-    );
-}
-
-#[tokio::test]
-async fn a_key_can_be_inspected_and_reset_with_sentinel_and_cluster() {
-    let on = |lines: &str| {
-        format!(
-            "[store]\nkind = 'redis'\n[store.redis]\n{lines}\nkey_prefix = 't'\ntimeout = '2s'\n{POLICIES}"
-        )
-    };
-    let watched = SentinelDeployment::start(1).await;
-    let admin_proxy = AdminProxy::start(&on(&watched.config_lines())).await;
-    admin_proxy.proxy.wait_for_store().await;
-    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
-    let cluster = RedisCluster::start().await;
-    let admin_proxy = AdminProxy::start(&on(&cluster.config_lines())).await;
-    admin_proxy.proxy.wait_for_store().await;
-    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
-}
-
-async fn post_explain(admin_proxy: &AdminProxy, request: Value) -> Value {
-    let body = request.to_string().into_bytes();
-    let reply = admin_proxy
-        .admin_request("POST", "/explain")
-        .header("Content-Type", "application/json")
-        .body(body)
-        .send()
-        .await;
-    assert_eq!(reply.status, 200, "{}", reply.text());
-    reply.json()
-}
-
-#[tokio::test]
-async fn a_request_is_explained_by_the_active_policies_without_being_charged() {
-    let admin_proxy = AdminProxy::start(POLICIES).await;
-    assert_eq!(admin_proxy.status_for_user("ann", "/api/pay/1").await, 200);
-    let request = json!({
-        "method": "GET", "url": "http://shop.example//api/pay/2?x", "headers": { "x-user": "ann", "accept": ["a", "b"] },
-        "ip": "2001:db8::1",
-    });
-    for _ in 0..3 {
-        let report = post_explain(&admin_proxy, request.clone()).await;
-        let steps = report["policies"].as_array().unwrap();
-        let results: Vec<(&str, &str)> = steps
-            .iter()
-            .map(|s| (s["policy"].as_str().unwrap(), s["result"].as_str().unwrap()))
-            .collect();
-        let expected = [
-            ("free", "unmet"),
-            ("shut", "unmet"),
-            ("api", "limits"),
-            ("all", "unmet"),
-            ("candidate", "unmet"),
-        ];
-        assert_eq!(results, expected);
-        assert_eq!(
-            (&steps[0]["why"], &steps[2]["key"]),
-            (&json!("not for this path"), &json!("api/ann/pay"))
-        );
-        assert_eq!(steps[2]["limits"][0]["remaining"], 1);
-        assert_eq!(report["expected"], json!({ "decision": "allowed" }));
-    }
-    assert_eq!(
-        [
-            admin_proxy.status_for_user("ann", "/api/pay/1").await,
-            admin_proxy.status_for_user("ann", "/api/pay/1").await
-        ],
-        [200, 429]
-    );
-    let report = post_explain(&admin_proxy, request).await;
-    assert_eq!(
-        report["expected"],
-        json!({ "status": 429, "decision": "rejected", "by": ["api"] })
-    );
-    assert!(
-        report["policies"][2]["blocked_s"].as_f64().unwrap() > 3000.0,
-        "{report}"
-    );
-    let report = post_explain(&admin_proxy, json!({ "url": "/shut/x" })).await;
-    assert_eq!(
-        report["expected"],
-        json!({ "status": 403, "decision": "denied", "by": ["shut"] })
-    );
-    let report = post_explain(
-        &admin_proxy,
-        json!({ "url": "/x", "headers": { "host": ["a", "b"] } }),
-    )
-    .await;
-    assert!(
-        report["expected"]["why"]
-            .as_str()
-            .unwrap()
-            .contains("rejected before policies apply"),
-        "{report}"
-    );
-}
-
 #[tokio::test]
 async fn invalid_requests_get_a_descriptive_problem() {
     let admin_proxy = AdminProxy::start(POLICIES).await;
@@ -889,137 +631,5 @@ async fn without_a_token_only_drain_is_accepted() {
     assert_eq!(
         proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
         Some(0)
-    );
-}
-
-/// A proxy with a request in flight. The request ends when the body sender is dropped.
-async fn start_with_request_in_flight(shutdown: &str) -> (AdminProxy, RawClient, BodySender) {
-    let (feeder, body) = channel_body();
-    let body = Mutex::new(Some(body));
-    let upstream = Upstream::with_handler(move |_| {
-        let body = body.lock().unwrap().take().unwrap_or_default();
-        async { Response::new(body) }
-    })
-    .await;
-    let admin_proxy =
-        AdminProxy::start_with_upstream(upstream, &format!("[shutdown]\n{shutdown}")).await;
-    let mut client = RawClient::connect(admin_proxy.proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    feeder.send("x").await;
-    client.read_past(b"x").await;
-    (admin_proxy, client, feeder)
-}
-
-#[tokio::test]
-async fn drain_lets_requests_finish_and_waits_for_the_exit() {
-    let (mut admin_proxy, mut client, feeder) =
-        start_with_request_in_flight("delay = '300ms'\ngrace = '20s'").await;
-    assert_problem(
-        &admin_proxy.admin_request("POST", "/drain").send().await,
-        401,
-    );
-    let rest = async {
-        admin_proxy
-            .proxy
-            .wait_for_log("the drain to begin", 0, TEST_TIMEOUT, |line| {
-                line.field("asked_by") == "admin"
-            })
-            .await;
-        assert_eq!(
-            admin_proxy
-                .admin_request("GET", "/readyz")
-                .send()
-                .await
-                .status,
-            503
-        );
-        assert_eq!(
-            admin_proxy
-                .authorized_request("POST", "/drain")
-                .send()
-                .await
-                .json()["grace_s"],
-            20.0,
-            "asked again"
-        );
-        drop(feeder);
-        client.read_to_close().await
-    };
-    let (drained, rest) = tokio::join!(admin_proxy.run_command(&["drain"]), rest);
-    assert_eq!(drained.status.code(), Some(0), "{}", drained.stderr);
-    assert!(
-        drained.stdout.starts_with("drained in "),
-        "{}",
-        drained.stdout
-    );
-    assert!(rest.ends_with(b"0\r\n\r\n"), "{rest:?}");
-    assert_eq!(
-        admin_proxy
-            .proxy
-            .wait_for_exit(TEST_TIMEOUT)
-            .await
-            .status
-            .code(),
-        Some(0)
-    );
-    let log = admin_proxy.proxy.log_text();
-    assert!(log.contains("\"connections_cut\":0"), "{log}");
-    assert_eq!(
-        log.matches("requests in flight may finish").count(),
-        1,
-        "{log}"
-    );
-
-    let unreachable = admin_proxy.run_command(&["drain"]).await;
-    assert_eq!(unreachable.status.code(), Some(1));
-    assert!(
-        unreachable.stderr.starts_with("error: 127.0.0.1:"),
-        "{}",
-        unreachable.stderr
-    );
-}
-
-#[tokio::test]
-async fn drain_stops_waiting_after_its_timeout() {
-    let (admin_proxy, _client, _feeder) = start_with_request_in_flight("grace = '60s'").await;
-    let impatient = admin_proxy.run_command(&["drain", "--timeout", "1"]).await;
-    assert_eq!(impatient.status.code(), Some(1));
-    assert!(
-        impatient.stderr.contains("still running after 1.0 s"),
-        "{}",
-        impatient.stderr
-    );
-}
-
-#[tokio::test]
-async fn drain_rejects_servers_that_are_not_a_tidegate_admin_port() {
-    let upstream = Upstream::echo().await;
-    let dir = TempDir::new().unwrap();
-    let config: PathBuf = dir.path().join("config.toml");
-    fs::write(&config, "").unwrap();
-    let drain = async |address: &str| {
-        let mut command = tidegate_command();
-        command
-            .arg("drain")
-            .arg("--config")
-            .arg(&config)
-            .env("TIDEGATE_ADMIN__ADDRESS", address);
-        let ended = run_command(&mut command).await;
-        assert_eq!(ended.status.code(), Some(1), "{}", ended.stdout);
-        ended.stderr
-    };
-    let other = drain(&upstream.address.to_string()).await;
-    assert!(other.contains("answered 200"), "{other}");
-    assert!(
-        drain("127.0.0.1:0")
-            .await
-            .contains("admin.address has port 0")
-    );
-    let mute = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let start = Instant::now();
-    drain(&mute.local_addr().unwrap().to_string()).await;
-    assert!(
-        start.elapsed() < TEST_TIMEOUT,
-        "drain does not wait for a silent server"
     );
 }

@@ -1,41 +1,39 @@
-//! A Redis Cluster: limits hold for all slots of their keys, and while slots and nodes are added or
-//! removed.
+//! A Redis Cluster: limits hold for all slots of their keys.
 
-use crate::redis_outage::{OutageFixture, POLICIES, PolicyRoute, TIMEOUT, TIMEOUT_SLACK};
+use crate::redis_outage::OutageFixture;
 use crate::support::TEST_TIMEOUT;
-use crate::support::cluster::{RedisCluster, hash_slot, initial_node};
+use crate::support::cluster::{RedisCluster, initial_node};
 use crate::support::process::{run_command, tidegate_command};
 use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, connect_redis, redis_settings};
+use crate::support::redis::connect_redis;
 use crate::support::upstream::Upstream;
 use std::fs;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Lease, Limit};
-use tidegate::store::redis::{CounterInspector, RedisSettings, RedisTopology, SharedRedisState};
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit,
+};
+use tidegate::store::redis::{CounterInspector, SharedRedisState};
 use tidegate::store::{Settlement, Store, StoreUnavailable};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-const DAILY_LIMIT: Limit = Limit {
+pub(crate) const DAILY_LIMIT: Limit = Limit {
     requests: 1000,
     per_us: 86_400_000_000,
     algorithm: Algorithm::FixedWindow { offset_us: 0 },
 };
-const CONCURRENCY_LIMIT: Limit = Limit {
+pub(crate) const CONCURRENCY_LIMIT: Limit = Limit {
     requests: 3,
     per_us: 10_000_000,
     algorithm: Algorithm::Concurrency { max_duration_us: 0 },
 };
 
-/// From the end of a fault until Redis decides again.
-const RECOVERY: Duration = Duration::from_secs(4);
-
-fn policy_key(name: &str) -> Key {
+pub(crate) fn policy_key(name: &str) -> Key {
     KeyBuilder::new(name).finish()
 }
 
 /// A key of a policy in a slot of this node at the start.
-fn key_on(node: usize, policy: &str) -> Key {
+pub(crate) fn key_on(node: usize, policy: &str) -> Key {
     let named = |number: u32| {
         let mut key = KeyBuilder::new(policy);
         key.push_part(Some(number.to_string().as_bytes()));
@@ -47,7 +45,7 @@ fn key_on(node: usize, policy: &str) -> Key {
         .unwrap()
 }
 
-async fn connect_store(cluster: &RedisCluster) -> (SharedRedisState, Store) {
+pub(crate) async fn connect_store(cluster: &RedisCluster) -> (SharedRedisState, Store) {
     let (shared, redis) = connect_redis(cluster.settings()).await;
     wait_until("all nodes to be connected", TEST_TIMEOUT, async || {
         shared.is_up()
@@ -56,25 +54,52 @@ async fn connect_store(cluster: &RedisCluster) -> (SharedRedisState, Store) {
     (shared, Store::redis(redis))
 }
 
-async fn decide_one(store: &Store, limit: &Limit, key: &Key) -> Result<Decision, StoreUnavailable> {
+pub(crate) async fn decide_one(
+    store: &Store,
+    limit: &Limit,
+    key: &Key,
+) -> Result<Decision, StoreUnavailable> {
     store.decide(&[Charge::new(limit, key, 1)]).await
 }
 
-async fn remaining_units(store: &Store, limit: &Limit, key: &Key) -> u64 {
+pub(crate) async fn remaining_units(store: &Store, limit: &Limit, key: &Key) -> u64 {
     let decision = store.decide(&[Charge::new(limit, key, 0)]).await.unwrap();
     decision.statuses[0].unwrap().remaining
 }
 
-fn error_count(shared: &SharedRedisState) -> u64 {
+pub(crate) fn error_count(shared: &SharedRedisState) -> u64 {
     shared.error_counts().map(|(_, count)| count).sum()
 }
 
-async fn wait_until(what: &str, within: Duration, mut holds: impl AsyncFnMut() -> bool) {
+pub(crate) async fn wait_until(what: &str, within: Duration, mut holds: impl AsyncFnMut() -> bool) {
     let deadline = Instant::now() + within;
     while !holds().await {
         assert!(Instant::now() < deadline, "waited {within:?} for {what}");
         sleep(Duration::from_millis(10)).await;
     }
+}
+
+/// Users with counters on the first node and on others.
+pub(crate) const USER_POLICY: &str = "[[policy]]\nname = 'user'\nkey = 'header:x-user-id'\n\
+                     limit = { requests = 100000, per = '1h' }\non_store_failure = 'closed'\n";
+
+pub(crate) fn user_on_node(node: usize) -> String {
+    let user = |number: u32| {
+        let mut key = KeyBuilder::new("user");
+        key.push_part(Some(number.to_string().as_bytes()));
+        (initial_node(&key.finish()) == node).then(|| number.to_string())
+    };
+    (0..).find_map(user).unwrap()
+}
+
+pub(crate) async fn status_for_user(proxy: &Proxy, user: &str) -> (u16, Duration) {
+    let asked = Instant::now();
+    let status = proxy
+        .request("GET", "/")
+        .header("x-user-id", user)
+        .send_for_status()
+        .await;
+    (status, asked.elapsed())
 }
 
 #[tokio::test]
@@ -147,11 +172,11 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
         let charges = [
             Charge::new(&DAILY_LIMIT, &wide, 2),
             Charge {
-                group: 1,
+                policy_number: 1,
                 ..Charge::new(&narrow, &tight, 1)
             },
             Charge {
-                group: 2,
+                policy_number: 2,
                 slot_id: slot,
                 ..Charge::new(&CONCURRENCY_LIMIT, &room, 1)
             },
@@ -162,7 +187,7 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
             .statuses
             .iter()
             .flatten()
-            .filter(|standing| standing.refusal.is_some());
+            .filter(|status| status.refusal.is_some());
         assert_eq!(decision.admitted, refusing.count() == 0);
     }
     assert_eq!(admitted, 3, "the limit has three slots");
@@ -187,7 +212,7 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
     let charges = [
         Charge::new(&nothing, &full, 1),
         Charge {
-            group: 1,
+            policy_number: 1,
             slot_id: 7,
             ..Charge::new(&CONCURRENCY_LIMIT, &free, 1)
         },
@@ -237,7 +262,7 @@ async fn every_algorithm_refunds_denied_charges() {
             let charges = [
                 Charge::new(&nothing, &full, 1),
                 Charge {
-                    group: 1,
+                    policy_number: 1,
                     ..Charge::new(&limit, &owner, 7)
                 },
             ];
@@ -286,7 +311,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
         );
         // Two leases with different ends.
         for ttl_us in [DAILY_LIMIT.per_us / 4, DAILY_LIMIT.per_us / 2] {
-            let lease = Some(Lease {
+            let lease = Some(LeaseTerms {
                 size: Some(25),
                 ttl_us,
             });
@@ -309,7 +334,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
             let charges = [
                 Charge::new(&nothing, &full, 1),
                 Charge {
-                    group: 1,
+                    policy_number: 1,
                     ..Charge::new(&limit, &owner, 7)
                 },
             ];
@@ -336,9 +361,9 @@ async fn estimated_costs_in_several_slots_are_settled_in_each() {
     let keys = [0, 1, 2].map(|node| key_on(node, "tokens"));
     let charges: Vec<_> = (0..)
         .zip(&keys)
-        .map(|(group, key)| Charge {
-            group,
-            settles: true,
+        .map(|(policy_number, key)| Charge {
+            policy_number,
+            is_estimate: true,
             ..Charge::new(&limit, key, 100)
         })
         .collect();
@@ -444,7 +469,7 @@ async fn a_shadow_policy_in_another_slot_is_charged_only_for_admitted_requests()
         let charges = [
             Charge::new(&narrow, &enforced, 1),
             Charge {
-                group: 1,
+                policy_number: 1,
                 shadow: true,
                 ..Charge::new(&DAILY_LIMIT, &shadow, 1)
             },
@@ -473,400 +498,6 @@ async fn lost_scripts_are_reloaded_on_every_node() {
         assert!(asking.join_all().await.iter().all(Result::is_ok));
     }
     assert_eq!(error_count(&shared), 0);
-}
-
-#[tokio::test]
-async fn migrated_slots_are_followed_without_losing_charges() {
-    let cluster = RedisCluster::start().await;
-    let (shared, store) = connect_store(&cluster).await;
-    let log = Limit {
-        algorithm: Algorithm::SlidingLog,
-        ..DAILY_LIMIT
-    };
-    let owner = key_on(0, "moving");
-    for limit in [&DAILY_LIMIT, &log] {
-        decide_one(&store, limit, &owner).await.unwrap();
-    }
-    // New counters of the slot are created on the target node: ASK. With one key here and one
-    // there, a call on both gets TRYAGAIN.
-    let slot = hash_slot(&owner);
-    cluster
-        .move_slot(slot, 0, 1, async || {
-            for limit in [&DAILY_LIMIT, &log] {
-                decide_one(&store, limit, &owner).await.unwrap();
-            }
-            let window = Limit {
-                algorithm: Algorithm::SlidingWindow { buckets: 2 },
-                ..DAILY_LIMIT
-            };
-            decide_one(&store, &window, &owner).await.unwrap();
-        })
-        .await;
-    // MOVED, to a known node.
-    for limit in [&DAILY_LIMIT, &log] {
-        decide_one(&store, limit, &owner).await.unwrap();
-        assert_eq!(remaining_units(&store, limit, &owner).await, 1000 - 3);
-    }
-    assert_eq!(error_count(&shared), 0);
-    // The slot map is refreshed, so redirections stop.
-    let moved = async || {
-        cluster.nodes[0]
-            .read_info_number("errorstats", "errorstat_MOVED")
-            .await
-    };
-    wait_until("the slot map to be refreshed", TEST_TIMEOUT, async || {
-        let before = moved().await;
-        decide_one(&store, &DAILY_LIMIT, &owner).await.unwrap();
-        moved().await == before
-    })
-    .await;
-}
-
-#[tokio::test]
-async fn resharding_under_load_fails_no_request() {
-    let cluster = RedisCluster::start().await;
-    let fixture = OutageFixture::with_redis(&cluster.config_lines(), POLICIES).await;
-    let load = fixture.start_load().await;
-    for owner in [policy_key("open"), policy_key("closed")] {
-        let slot = hash_slot(&owner);
-        let (from, to) = (initial_node(&owner), (initial_node(&owner) + 1) % 3);
-        cluster
-            .move_slot(slot, from, to, async || {
-                sleep(Duration::from_millis(200)).await
-            })
-            .await;
-        sleep(Duration::from_millis(200)).await;
-        cluster
-            .move_slot(slot, to, from, async || {
-                sleep(Duration::from_millis(200)).await
-            })
-            .await;
-    }
-    load.wait_until_decided_since(Instant::now()).await;
-    let asked = load.finish().await;
-    let undecided = asked
-        .iter()
-        .filter(|asked| asked.route != PolicyRoute::Unlimited && !asked.decided)
-        .count();
-    assert_eq!(
-        undecided,
-        0,
-        "of {}: {}",
-        asked.len(),
-        fixture.proxy.log_text()
-    );
-    let passed = asked
-        .iter()
-        .filter(|asked| asked.route == PolicyRoute::Closed)
-        .count() as u64;
-    let left = fixture
-        .proxy
-        .get("/closed")
-        .await
-        .list_parameter("ratelimit", "closed", "r")
-        .unwrap();
-    assert_eq!(100_000 - left, passed + 1, "each request is counted once");
-    println!(
-        "resharding: {} requests, slowest {:?}",
-        asked.len(),
-        asked.iter().map(|asked| asked.latency).max()
-    );
-}
-
-/// Users with counters on the first node and on others.
-const USER_POLICY: &str = "[[policy]]\nname = 'user'\nkey = 'header:x-user-id'\n\
-                     limit = { requests = 100000, per = '1h' }\non_store_failure = 'closed'\n";
-
-fn user_on_node(node: usize) -> String {
-    let user = |number: u32| {
-        let mut key = KeyBuilder::new("user");
-        key.push_part(Some(number.to_string().as_bytes()));
-        (initial_node(&key.finish()) == node).then(|| number.to_string())
-    };
-    (0..).find_map(user).unwrap()
-}
-
-async fn status_for_user(proxy: &Proxy, user: &str) -> (u16, Duration) {
-    let asked = Instant::now();
-    let status = proxy
-        .request("GET", "/")
-        .header("x-user-id", user)
-        .send_for_status()
-        .await;
-    (status, asked.elapsed())
-}
-
-/// If one node is down, its keys get an immediate 503, and all other keys are unaffected.
-async fn assert_one_node_fault_is_isolated(
-    what: &str,
-    fault: impl AsyncFnOnce(&mut RedisCluster),
-    heal: impl AsyncFnOnce(&mut RedisCluster),
-) {
-    let mut cluster = RedisCluster::start().await;
-    let fixture = OutageFixture::with_redis(&cluster.config_lines(), USER_POLICY).await;
-    let users: Vec<String> = (0..3).map(user_on_node).collect();
-    for user in &users {
-        assert_eq!(status_for_user(&fixture.proxy, user).await.0, 200);
-    }
-    fault(&mut cluster).await;
-    let began = Instant::now();
-    let (mut others, mut late, mut waited, mut asked) = (Vec::new(), 0, 0, 0);
-    while began.elapsed() < Duration::from_secs(3) {
-        let (answer, took) = status_for_user(&fixture.proxy, &users[0]).await;
-        assert_eq!(answer, 503, "{what}");
-        waited += usize::from(took >= TIMEOUT);
-        for user in &users[1..] {
-            let (answer, took) = status_for_user(&fixture.proxy, user).await;
-            // The machine may be too busy to meet the deadline.
-            let is_late = answer == 503 && took >= TIMEOUT;
-            assert!(
-                answer == 200 || is_late,
-                "{what}: a key of another node was affected: {}",
-                fixture.proxy.log_text()
-            );
-            late += usize::from(is_late);
-            others.push(took);
-        }
-        asked += 1;
-        sleep(Duration::from_millis(5)).await;
-    }
-    others.sort_unstable();
-    let median = others[others.len() / 2];
-    assert!(
-        median <= TIMEOUT_SLACK / 2,
-        "{what}: median {median:?} for keys of other nodes"
-    );
-    assert!(
-        late <= others.len() / 20,
-        "{what}: {late} of {} had no decision in time",
-        others.len()
-    );
-    // Each of the two workers gives up its connection after three timeouts.
-    assert!(waited <= 6, "{what}: {waited} of {asked} waited");
-    heal(&mut cluster).await;
-    let healed = Instant::now();
-    wait_until("decisions by the node", RECOVERY, async || {
-        status_for_user(&fixture.proxy, &users[0]).await.0 == 200
-    })
-    .await;
-    println!(
-        "{what}: {asked} rounds, {waited} waited, others {median:?}; back after {:?}",
-        healed.elapsed()
-    );
-}
-
-#[tokio::test]
-async fn a_dead_node_affects_only_its_own_slots() {
-    let kill = async |cluster: &mut RedisCluster| cluster.nodes[0].kill();
-    assert_one_node_fault_is_isolated("SIGKILL of a master", kill, async |cluster| {
-        cluster.nodes[0].restart_async().await
-    })
-    .await;
-}
-
-#[tokio::test]
-async fn a_hung_node_affects_only_its_own_slots() {
-    let stop = async |cluster: &mut RedisCluster| cluster.nodes[0].pause();
-    assert_one_node_fault_is_isolated("SIGSTOP of a master", stop, async |cluster| {
-        cluster.nodes[0].resume()
-    })
-    .await;
-}
-
-#[tokio::test]
-async fn a_node_out_of_memory_affects_only_its_own_slots() {
-    let full = async |cluster: &mut RedisCluster| {
-        cluster.nodes[0].command("CONFIG SET maxmemory 100kb").await
-    };
-    assert_one_node_fault_is_isolated("a full master", full, async |cluster| {
-        cluster.nodes[0].command("CONFIG SET maxmemory 0").await
-    })
-    .await;
-}
-
-#[tokio::test]
-async fn a_node_at_its_client_limit_affects_only_its_own_slots() {
-    let cluster = RedisCluster::start().await;
-    let (shared, store) = connect_store(&cluster).await;
-    let (here, there) = (key_on(0, "p"), key_on(1, "p"));
-    decide_one(&store, &DAILY_LIMIT, &here).await.unwrap();
-    // Opened before the fault, to end it.
-    let mut admin = cluster.nodes[0].connection().await;
-    redis::cmd("CONFIG")
-        .arg(&["SET", "maxclients", "1"])
-        .exec_async(&mut admin)
-        .await
-        .unwrap();
-    let kill = ["KILL", "TYPE", "normal", "SKIPME", "yes"];
-    redis::cmd("CLIENT")
-        .arg(&kill)
-        .exec_async(&mut admin)
-        .await
-        .unwrap();
-    wait_until("the node to be unavailable", TEST_TIMEOUT, async || {
-        decide_one(&store, &DAILY_LIMIT, &here).await.is_err()
-    })
-    .await;
-    for _ in 0..50 {
-        let asked = Instant::now();
-        decide_one(&store, &DAILY_LIMIT, &there).await.unwrap();
-        decide_one(&store, &DAILY_LIMIT, &here).await.unwrap_err();
-        assert!(
-            asked.elapsed() < cluster.settings().timeout / 2,
-            "{:?}",
-            asked.elapsed()
-        );
-    }
-    assert!(!shared.is_up());
-    redis::cmd("CONFIG")
-        .arg(&["SET", "maxclients", "100"])
-        .exec_async(&mut admin)
-        .await
-        .unwrap();
-    wait_until("the node to come back", RECOVERY, async || {
-        decide_one(&store, &DAILY_LIMIT, &here).await.is_ok() && shared.is_up()
-    })
-    .await;
-}
-
-#[tokio::test]
-async fn a_promoted_replica_is_followed() {
-    let mut cluster = RedisCluster::start().await;
-    let replica = cluster.add_replica(0).await;
-    let (shared, store) = connect_store(&cluster).await;
-    let owner = key_on(0, "p");
-    decide_one(&store, &DAILY_LIMIT, &owner).await.unwrap();
-    // A requested failover is unnoticed, except while the nodes disagree.
-    let _: () = cluster.nodes[replica].command("CLUSTER FAILOVER").await;
-    let began = Instant::now();
-    let mut first_failed = None;
-    while cluster.nodes[replica]
-        .read_info_number("commandstats", "cmdstat_evalsha")
-        .await
-        == 0
-    {
-        if decide_one(&store, &DAILY_LIMIT, &owner).await.is_err() {
-            first_failed = first_failed.or_else(|| Some(Instant::now()));
-        }
-        assert!(
-            began.elapsed() < TEST_TIMEOUT,
-            "the new master received no calls"
-        );
-        sleep(Duration::from_millis(5)).await;
-    }
-    wait_until("decisions by the new master", RECOVERY, async || {
-        decide_one(&store, &DAILY_LIMIT, &owner).await.is_ok()
-    })
-    .await;
-    assert!(
-        first_failed.is_none_or(|failed| failed.elapsed() < RECOVERY * 2),
-        "{first_failed:?}"
-    );
-    // After a crash, calls fail until the nodes agree.
-    wait_until(
-        "the old master to become a replica",
-        TEST_TIMEOUT,
-        async || {
-            cluster.nodes[0]
-                .command::<String>("INFO replication")
-                .await
-                .contains("master_link_status:up")
-        },
-    )
-    .await;
-    cluster.nodes[replica].kill();
-    let died = Instant::now();
-    let mut failed = 0;
-    wait_until("the replica to take over", TEST_TIMEOUT, async || {
-        let asked = Instant::now();
-        let answer = decide_one(&store, &DAILY_LIMIT, &owner).await;
-        assert!(asked.elapsed() <= cluster.settings().timeout + TIMEOUT_SLACK);
-        failed += usize::from(answer.is_err());
-        answer.is_ok()
-    })
-    .await;
-    println!(
-        "failover in a cluster: {failed} failed calls in {:?}",
-        died.elapsed()
-    );
-    assert!(
-        remaining_units(&store, &DAILY_LIMIT, &owner).await < 999,
-        "charges before the failover are lost"
-    );
-    wait_until("all to be well", RECOVERY, async || shared.is_up()).await;
-}
-
-#[tokio::test]
-async fn connects_to_a_cluster_that_starts_later_or_restarts() {
-    let mut cluster = RedisCluster::start().await;
-    for node in &mut cluster.nodes {
-        node.kill();
-    }
-    let (shared, redis) = connect_redis(cluster.settings()).await;
-    let store = Store::redis(redis);
-    assert!(!shared.is_up());
-    let asked = Instant::now();
-    assert_eq!(
-        decide_one(&store, &DAILY_LIMIT, &policy_key("k"))
-            .await
-            .unwrap_err()
-            .kind,
-        "clusterdown"
-    );
-    assert!(asked.elapsed() < cluster.settings().timeout / 2);
-    for round in 0..2 {
-        for node in &mut cluster.nodes {
-            node.restart_async().await;
-        }
-        cluster.wait_until_consistent().await;
-        wait_until("decisions", RECOVERY, async || {
-            decide_one(&store, &DAILY_LIMIT, &policy_key("k"))
-                .await
-                .is_ok()
-        })
-        .await;
-        wait_until("all to be well", RECOVERY, async || shared.is_up()).await;
-        if round == 0 {
-            for node in &mut cluster.nodes {
-                node.kill();
-            }
-            wait_until("the loss to be detected", TEST_TIMEOUT, async || {
-                !shared.is_up()
-            })
-            .await;
-        }
-    }
-}
-
-#[tokio::test]
-async fn a_server_without_cluster_support_is_reported() {
-    let server = RedisServer::start();
-    let upstream = Upstream::echo().await;
-    let text = format!(
-        "[store]\nkind = 'redis'\n[store.redis]\ntopology = 'cluster'\nurls = ['redis://127.0.0.1:{}']\n\
-         key_prefix = 'x'\nconnect_timeout = '300ms'\n[[policy]]\nname = 'p'\nlimit = {{ requests = 1, per = '1h' }}\n",
-        server.port()
-    );
-    let proxy = Proxy::builder()
-        .config(&text)
-        .upstream(upstream.address)
-        .start()
-        .await;
-    let down = proxy
-        .wait_for_log("the error about cluster support", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("redis unavailable")
-        })
-        .await;
-    assert!(
-        down.field("reason").contains("cluster support disabled"),
-        "{}",
-        proxy.log_text()
-    );
-    let cluster = RedisSettings {
-        topology: RedisTopology::Cluster,
-        ..redis_settings(1)
-    };
-    assert_eq!(cluster.to_string(), "cluster 127.0.0.1:1");
 }
 
 #[tokio::test]
@@ -951,7 +582,7 @@ async fn a_decision_cancelled_between_slots_refunds_its_charges() {
         let charges = [
             Charge::new(&nothing, &full, 1),
             Charge {
-                group: 1,
+                policy_number: 1,
                 ..Charge::new(&DAILY_LIMIT, &free, 1)
             },
         ];
@@ -988,7 +619,7 @@ async fn retries_on_other_shards_do_not_deny_the_request_themselves() {
             policy_key(&format!("own-{round}")),
         );
         let spread = Charge {
-            group: 1,
+            policy_number: 1,
             shard_count: 16,
             ..Charge::new(&sixteen, &hot, 1)
         };

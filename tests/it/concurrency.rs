@@ -1,5 +1,7 @@
 //! `concurrency` end to end: requests in flight hold slots, and every kind of end returns them.
 
+mod slot_calls;
+
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{RawClient, RawResponse};
 use crate::support::proxy::Proxy;

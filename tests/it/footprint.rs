@@ -66,7 +66,7 @@ fn fill_and_measure(
     key.push_part(Some(b"user-0123456789"));
     let key = key.finish();
     let charge = Charge {
-        settles,
+        is_estimate: settles,
         ..Charge::new(limit, &key, cost)
     };
     // The counter is full at the end of a fixed window and of a sub-window.

@@ -98,7 +98,7 @@ fn post_head_frame(fields: &[(&str, &str)]) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn malformed_frames() {
+async fn malformed_frames_end_the_stream_or_connection() {
     assert_outcomes(vec![
         (
             "SETTINGS of 5 bytes",

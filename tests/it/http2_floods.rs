@@ -206,7 +206,7 @@ async fn requests_beyond_the_concurrent_stream_limit() {
 }
 
 #[tokio::test]
-async fn empty_header_blocks() {
+async fn empty_header_blocks_end_the_connection() {
     assert_flood_is_stopped("empty HEADERS", "", 100_000, |n| {
         encode_frame(HEADERS, END_STREAM | END_HEADERS, stream_id(n), "")
     })
@@ -214,7 +214,7 @@ async fn empty_header_blocks() {
 }
 
 #[tokio::test]
-async fn endless_continuation_frames() {
+async fn endless_continuation_frames_end_the_connection() {
     let junk = encode_header_block(&[("x-junk", &"j".repeat(1_000))]);
     let opening = encode_frame(HEADERS, END_STREAM, 1, encode_header_block(&GET_FIELDS));
     assert_flood_is_stopped("CONTINUATION", &opening, 1_000_000, |_| {

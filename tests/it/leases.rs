@@ -11,8 +11,9 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Lease, Limit};
-use tidegate::store::Store;
+use tidegate::clock::Clock;
+use tidegate::limiter::{Algorithm, Charge, KeyBuilder, LeaseTerms, Limit};
+use tidegate::store::{DecisionSource, LeasePool, Store};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
@@ -131,7 +132,7 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
     });
     // A background call of cost 0 requests more units.
     let lend = async |limit: &Limit| {
-        let lease = Some(Lease {
+        let lease = Some(LeaseTerms {
             size: Some(5),
             ttl_us: 1_000_000,
         });
@@ -144,7 +145,11 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
     };
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
     for limit in &limits {
-        assert_eq!(lend(limit).await.unwrap_err().kind, "oom", "{limit:?}");
+        assert_eq!(
+            lend(limit).await.unwrap_err().unavailable.kind,
+            "oom",
+            "{limit:?}"
+        );
     }
     let _: () = server.command("CONFIG SET maxmemory 0").await;
     for limit in &limits {
@@ -160,7 +165,10 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
         );
     }
     let _: () = server.command("REPLICAOF 127.0.0.1 1").await;
-    assert_eq!(lend(&limits[0]).await.unwrap_err().kind, "readonly");
+    assert_eq!(
+        lend(&limits[0]).await.unwrap_err().unavailable.kind,
+        "readonly"
+    );
 }
 
 #[tokio::test]
@@ -590,7 +598,7 @@ async fn units_leased_for_a_cancelled_request_serve_other_requests() {
     };
     let (key, lease) = (
         KeyBuilder::new("hot").finish(),
-        Lease {
+        LeaseTerms {
             size: Some(50),
             ttl_us: 600_000_000,
         },
@@ -621,7 +629,7 @@ async fn units_leased_under_old_limits_are_returned_at_once() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
     let store = Store::redis(redis);
-    let lease = Some(Lease {
+    let lease = Some(LeaseTerms {
         size: Some(50),
         ttl_us: 600_000_000,
     });
@@ -673,7 +681,7 @@ async fn a_short_lease_expires_before_an_older_long_one() {
     for (name, ttl_us) in [("long", 600_000_000), ("short", 100_000)] {
         let key = KeyBuilder::new(name).finish();
         let charge = Charge::new(&limit, &key, 1);
-        let lease = Some(Lease {
+        let lease = Some(LeaseTerms {
             size: Some(50),
             ttl_us,
         });
@@ -703,5 +711,48 @@ async fn a_short_lease_expires_before_an_older_long_one() {
             );
             sleep(Duration::from_millis(5)).await;
         }
+    }
+}
+
+#[tokio::test]
+async fn a_lease_ends_during_a_suspension_and_for_a_request_that_waited() {
+    const TTL: Duration = Duration::from_millis(80);
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
+    let (clock, boot_clock) = Clock::manual(1);
+    let store = Store::redis(redis).with_leases(&Arc::new(LeasePool::new(clock)));
+    let limit = Limit {
+        requests: 1000,
+        per_us: 3_600_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let ttl_us = u64::try_from(TTL.as_micros()).unwrap();
+    for cause in ["a suspension", "a wait after the arrival"] {
+        let key = KeyBuilder::new(cause).finish();
+        let charge = Charge {
+            lease: Some(LeaseTerms {
+                size: Some(50),
+                ttl_us,
+            }),
+            ..Charge::new(&limit, &key, 1)
+        };
+        let decide = async |arrived| {
+            let (decision, source) = store.decide_with_source(&[charge], arrived).await.unwrap();
+            assert!(decision.admitted);
+            source
+        };
+        let deadline = Instant::now() + TEST_TIMEOUT;
+        while decide(Instant::now()).await != DecisionSource::Lease {
+            assert!(Instant::now() < deadline, "no lease before {cause}");
+            sleep(Duration::from_millis(1)).await;
+        }
+        let arrived = Instant::now();
+        match cause {
+            "a suspension" => boot_clock.advance_us(ttl_us),
+            // Blocks the runtime, so no task removes the lease.
+            _ => std::thread::sleep(TTL),
+        }
+        let source = decide(arrived).await;
+        assert_eq!(source, DecisionSource::Redis, "after {cause}");
     }
 }

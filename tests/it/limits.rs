@@ -831,3 +831,42 @@ async fn a_refused_grpc_call_gets_a_grpc_status() {
         (200, Some("8"))
     );
 }
+
+#[tokio::test]
+async fn keys_of_one_policy_do_not_evict_an_exhausted_key_of_another() {
+    let (proxy, _upstream) = start_proxy(
+        r#"
+store = { kind = "memory", memory = { max_keys = 1000 } }
+
+[[policy]]
+name = "login"
+match = { path = "/login" }
+key = ["header:x-user"]
+limit = { requests = 5, per = "1h" }
+
+[[policy]]
+name = "page"
+match = { path = "/page" }
+key = ["header:x-visitor"]
+limit = { requests = 1, per = "1d" }
+"#,
+    )
+    .await;
+    let count_logins = async || {
+        let mut admitted = 0;
+        for _ in 0..6 {
+            let login = proxy.request("POST", "/login").header("x-user", "ann");
+            admitted += u32::from(login.send_for_status().await == 200);
+        }
+        admitted
+    };
+    assert_eq!(count_logins().await, 5);
+    for visitor in 0..1_050 {
+        let visit = proxy.request("GET", "/page");
+        let visit = visit.header("x-visitor", &visitor.to_string());
+        assert_eq!(visit.send_for_status().await, 200);
+    }
+    assert_eq!(count_logins().await, 0);
+    let evictions = proxy.read_metric("tidegate_store_memory_evictions_total");
+    assert_eq!(evictions.await, 51.0);
+}

@@ -1,5 +1,8 @@
 //! `on_store_failure = "local"`: several proxies continue without their Redis, and return to it.
 
+mod flapping;
+mod restart;
+
 use crate::support::client::RawClient;
 use crate::support::cluster::{RedisCluster, initial_node, initial_node_for_name};
 use crate::support::fake_redis::TcpRelay;
@@ -46,6 +49,11 @@ timeout = "500ms"
 {policies}
 "#
     ))
+}
+
+/// A server that keeps its data over [`RedisServer::kill`] and a restart.
+fn start_persistent_redis() -> RedisServer {
+    RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"])
 }
 
 async fn start_proxy(redis_port: u16, policies: &str, upstream: SocketAddr) -> Proxy {

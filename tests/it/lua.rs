@@ -17,7 +17,7 @@ struct DecisionStep {
     /// The policies that count refused requests: one bit per group, enforced and shadow.
     counts_rejected_bits: u8,
     /// The lease request of the first policy.
-    lease: Option<(Lease, u64)>,
+    lease: Option<(LeaseTerms, u64)>,
     settlements: Vec<(usize, SettlementSpec)>,
 }
 
@@ -83,9 +83,9 @@ impl ChargeSpec {
             ..
         } = self;
         Charge {
-            group,
+            policy_number: group,
             shadow,
-            settles,
+            is_estimate: settles,
             ..Charge::new(limit, &keys[self.counter], self.cost)
         }
     }
@@ -363,13 +363,13 @@ fn lua_decides_as_rust_does_at_random() {
     run_differential_test(&mut TestRunner::new(config));
 }
 
-fn generate_leases() -> impl Strategy<Value = (Lease, u64)> {
+fn generate_leases() -> impl Strategy<Value = (LeaseTerms, u64)> {
     let lease = (
         prop_oneof![Just(None), Just(Some(1u64))],
         1..PERIOD_US / 2,
         1..8u64,
     );
-    lease.prop_map(|(size, ttl_us, wanted)| (Lease { size, ttl_us }, wanted))
+    lease.prop_map(|(size, ttl_us, wanted)| (LeaseTerms { size, ttl_us }, wanted))
 }
 
 /// Calls that are made at the same time.
@@ -378,13 +378,13 @@ struct BatchRound {
     clock: ClockMove,
     decisions: Vec<Vec<ChargeSpec>>,
     counts_rejected_bits: u8,
-    lease: Option<(Lease, u64)>,
+    lease: Option<(LeaseTerms, u64)>,
 }
 
 impl BatchRound {
     /// The lease request of a call's first policy: one call in three has one, if all its counters
     /// support leases.
-    fn lease_for(&self, question: usize) -> Option<(Lease, u64)> {
+    fn lease_for(&self, question: usize) -> Option<(LeaseTerms, u64)> {
         let asks = self.decisions.get(question)?;
         let lends = |ask: &ChargeSpec| {
             ask.group > 0 || (LEASABLE_COUNTERS.contains(&ask.counter) && !ask.shadow)

@@ -222,7 +222,7 @@ impl StoreFixture {
                         *cost
                     };
                     Charge {
-                        group: *policy as u32,
+                        policy_number: *policy as u32,
                         shadow: POLICIES[*policy].1,
                         ..Charge::new(limit, &self.keys[*policy][*user], cost)
                     }
@@ -537,7 +537,7 @@ fn the_longest_delay_applies_and_shadow_policies_delay_no_request() {
     let (fast, slow, slowest) = (line(100, 50_000), line(10, 500_000), line(1, 9_000_000));
     let keys = ["fast", "slow", "slowest"].map(|name| make_key(name, "a"));
     let charge = |limit, key, group| Charge {
-        group,
+        policy_number: group,
         ..Charge::new(limit, key, 1)
     };
     let charges = [
@@ -697,7 +697,7 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
             thread::spawn(move || {
                 let (a, b) = (make_key("wide", "a"), make_key("narrow", "b"));
                 let charge = |limit, key, group| Charge {
-                    group,
+                    policy_number: group,
                     ..Charge::new(limit, key, 1)
                 };
                 let mut charges = [charge(&wide, &a, 0), charge(&narrow, &b, 1)];

@@ -135,7 +135,7 @@ async fn the_store_recovers_when_redis_starts_later() {
 }
 
 #[tokio::test]
-async fn redis_hangs() {
+async fn a_hanging_redis_opens_the_breaker() {
     let server = RedisServer::start();
     let (shared, store) = start_store(&server).await;
     server.pause();
@@ -260,7 +260,7 @@ async fn out_of_memory_never_charges_half_a_request() {
             tokio::time::Instant::now(),
         )
         .await;
-    assert_eq!(answer.unwrap_err().kind, "oom");
+    assert_eq!(answer.unwrap_err().unavailable.kind, "oom");
     assert!(
         list_counter_keys(&server)
             .await
@@ -387,6 +387,7 @@ async fn decide_together(
             redis
                 .decide(&[Charge::new(&LIMIT, &key, 1)], tokio::time::Instant::now())
                 .await
+                .map_err(|failure| failure.unavailable)
         })
     });
     let mut answers = Vec::new();

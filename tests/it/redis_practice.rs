@@ -1,5 +1,4 @@
-//! Common practices of rate limiting with Redis that no other test covers. The table is in
-//! `docs/CONTRIBUTING.md`.
+//! Common practices of rate limiting with Redis that no other test covers.
 
 use crate::support::fake_redis::TcpRelay;
 use crate::support::redis::{RedisServer, connect_redis, redis_settings};

@@ -12,7 +12,8 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
     Algorithm, Amendment, Charge, ChargeEffect, CounterState, Decision, GrantedUnits, Key,
-    KeyBuilder, Lease, Limit, LimitStatus, MAX_UNITS, Refusal, compute_grants, determine_effect,
+    KeyBuilder, LeaseTerms, Limit, LimitStatus, MAX_UNITS, Refusal, compute_grants,
+    determine_effect,
 };
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 use tidegate::store::{Settlement, Store};
@@ -93,6 +94,24 @@ pub(crate) struct StateModel {
     states: HashMap<(u128, Algorithm, u64), CounterState>,
 }
 
+/// A state that is ahead of the clock by more than its period expires as if its time went on from
+/// now.
+fn bound_times(status: &mut LimitStatus, limit: &Limit, state: &CounterState, time_us: u64) {
+    let newest_us = match limit.algorithm {
+        Algorithm::Block => state.expires_at_us(limit).saturating_sub(limit.per_us),
+        _ => state.latest_proven_us(),
+    };
+    let lead_us = newest_us.saturating_sub(time_us);
+    if lead_us <= limit.per_us {
+        return;
+    }
+    let expires_us = state.expires_at_us(limit) - lead_us;
+    if let Some(Refusal::Until(until_us)) = &mut status.refusal {
+        *until_us = expires_us.min(*until_us);
+    }
+    status.next_growth_us = status.next_growth_us.map(|us| expires_us.min(us - lead_us));
+}
+
 impl StateModel {
     pub(crate) fn decide(&mut self, charges: &[Charge<'_>], time_us: u64) -> Decision {
         let mut checked: Vec<(CounterState, Option<Refusal>)> = charges
@@ -112,8 +131,13 @@ impl StateModel {
             .iter()
             .zip(&refusals)
             .all(|(charge, refusal)| charge.shadow || refusal.is_none());
+        // A longer step back than the period of a key: the keys of the request expire earlier.
+        let has_clock_stepped_back = charges
+            .iter()
+            .zip(&checked)
+            .any(|(charge, (state, _))| state.latest_proven_us() > time_us + charge.limit.per_us);
         let (mut statuses, mut delay_us, mut charged_at_us) = (Vec::new(), 0, SmallVec::new());
-        let settles = charges.iter().any(|charge| charge.settles);
+        let settles = charges.iter().any(|charge| charge.is_estimate);
         for (at, (charge, (state, refusal))) in charges.iter().zip(&mut checked).enumerate() {
             let effect = determine_effect(charges, &refusals, at);
             match effect {
@@ -133,7 +157,7 @@ impl StateModel {
                 }
             }
             if settles {
-                let is_reported = charge.settles && effect == ChargeEffect::Charge;
+                let is_reported = charge.is_estimate && effect == ChargeEffect::Charge;
                 charged_at_us.push(
                     is_reported.then(|| state.view_at(charge.limit, time_us).charged_at_us()),
                 );
@@ -141,9 +165,11 @@ impl StateModel {
             let (algorithm, per_us) = charge.limit.counter_identity();
             self.states
                 .insert((charge.key.id(), algorithm, per_us), state.clone());
-            statuses.push(Some(
-                state.view_at(charge.limit, time_us).limit_status(*refusal),
-            ));
+            let mut status = state.view_at(charge.limit, time_us).limit_status(*refusal);
+            if has_clock_stepped_back {
+                bound_times(&mut status, charge.limit, state, time_us);
+            }
+            statuses.push(Some(status));
         }
         let grants = if admitted {
             self.grant_leases(charges, time_us)
@@ -180,7 +206,7 @@ impl StateModel {
         for grant in &grants {
             for charge in charges
                 .iter()
-                .filter(|charge| charge.group == grant.group && !charge.shadow)
+                .filter(|charge| charge.policy_number == grant.policy_number && !charge.shadow)
             {
                 let state = self.states.get_mut(&id(charge)).unwrap();
                 state.grant_lease(charge.limit, grant.units, time_us, grant.until_us);
@@ -223,7 +249,7 @@ pub(crate) async fn run_script(
         Ok(redis::Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
         reply => return reply.unwrap(),
     }
-    let loads = SCRIPT.load_pipeline();
+    let loads = SCRIPT.load_used_programs();
     connection
         .send_packed_commands(&loads, 0, loads.len())
         .await
@@ -327,7 +353,7 @@ async fn compare_amended_decisions(
     );
     for (n, (what, after_us, units, back)) in steps.iter().enumerate() {
         time_us += after_us;
-        let lease = (*what == 7).then_some(Lease {
+        let lease = (*what == 7).then_some(LeaseTerms {
             size: Some(1),
             ttl_us: 1 + units * 7,
         });
@@ -473,7 +499,8 @@ async fn a_clock_that_ran_ahead_for_one_key_does_not_affect_others() {
     ];
     let answer = decide_in_redis(&mut connection, &both, START_US + 1).await;
     let until = |answer: &Decision, n: usize| answer.statuses[n].unwrap().refusal;
-    assert_eq!(until(&answer, 0), Some(Refusal::Until(START_US + 11_000)));
+    // The state is ten periods ahead: its key now expires after one.
+    assert_eq!(until(&answer, 0), Some(Refusal::Until(START_US + 1_001)));
     assert_eq!(until(&answer, 1), Some(Refusal::Until(START_US + 1_000)));
 }
 

@@ -44,20 +44,20 @@ impl NaiveModel {
         // fits starts no block.
         let is_over = |block: &Charge<'_>| {
             charges.iter().zip(&refusals).any(|(charge, refusal)| {
-                charge.group == block.group
+                charge.policy_number == block.policy_number
                     && charge.limit.algorithm != Algorithm::Block
                     && matches!(refusal, Some(Refusal::Until(_)))
             })
         };
         let mut final_refusals = refusals.clone();
-        let settles = charges.iter().any(|charge| charge.settles);
+        let settles = charges.iter().any(|charge| charge.is_estimate);
         let mut charged_at_us: Vec<_> = charges.iter().filter(|_| settles).map(|_| None).collect();
         for (n, (charge, refusal)) in charges.iter().zip(&refusals).enumerate() {
             let charged = match charge.limit.algorithm {
                 Algorithm::Block => refusal.is_none() && is_over(charge),
-                _ => admitted && admits(&|other| other.group == charge.group),
+                _ => admitted && admits(&|other| other.policy_number == charge.policy_number),
             };
-            if charge.settles && charged && charge.cost > 0 {
+            if charge.is_estimate && charged && charge.cost > 0 {
                 charged_at_us[n] = Some(self.now_us(clock_us, charge));
             }
             if charged {

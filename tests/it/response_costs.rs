@@ -522,7 +522,7 @@ async fn settlements_are_pipelined_and_keep_their_order() {
     // Flushed scripts are loaded again, and the waiting settlements keep their order.
     let _: () = server.command("SCRIPT FLUSH").await;
     let began = Instant::now();
-    redis.amend(&settlements).await.unwrap();
+    redis.apply_settlements(&settlements).await.unwrap();
     let took = began.elapsed();
     relay.forward_at_once();
     for key in &keys {

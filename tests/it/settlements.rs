@@ -96,10 +96,10 @@ fn counted_rejections_and_settlements_match_the_reference_model() {
                 rng.u64(1..4)
             };
             let charges = policies.iter().map(|(group, limit)| Charge {
-                group: *group,
+                policy_number: *group,
                 shadow: *group == 2,
                 counts_rejected: counting >> group & 1 == 1,
-                settles: true,
+                is_estimate: true,
                 ..Charge::new(limit, &key, cost)
             });
             let charges: Vec<_> = charges.collect();
@@ -181,7 +181,7 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
                 };
                 let estimate = rng.u64(1..=most.div_ceil(4));
                 let charge = Charge {
-                    settles: true,
+                    is_estimate: true,
                     ..Charge::new(&ledger.limit, &ledger.key, estimate)
                 };
                 if store.decide(&[charge], now_us).admitted {

@@ -7,12 +7,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tidegate::clock::Clock;
 use tidegate::config::{self, ConfigSources, FileSource, StoreSettings};
+use tidegate::enforcer::DecisionSource;
 use tidegate::enforcer::{ActivePolicies, Enforcer, RequestOutcome, RetryHint, Verdict};
 use tidegate::policy::path::PathInterpretations;
 use tidegate::policy::{Facts, jwt::RequestToken};
 use tidegate::store::redis::{RedisDialer, RedisStore, SharedRedisState};
 use tidegate::store::{LeasePool, MemoryStore, Store};
-use tidegate::telemetry::metrics::{DecisionSource, ErrorKindLabels, Metrics};
+use tidegate::telemetry::metrics::{MetricLabels, Metrics};
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
@@ -189,7 +190,7 @@ fn build_state(
     })
     .unwrap_or_else(|errors| panic!("{errors}\n{}", scenario.config_text()));
     let clock = Clock::starting_at(crate::redis_server::EPOCH_US + network.time.now_us());
-    let metrics = Metrics::new(scenario.workers, ErrorKindLabels::default());
+    let metrics = Metrics::new(scenario.workers, MetricLabels::default());
     let policies = ActivePolicies::new(Arc::clone(&config.policy_table), Arc::clone(&metrics));
     let leases: Arc<LeasePool> = Arc::default();
     let (memory, redis) = match config.store {
@@ -283,7 +284,7 @@ async fn serve_request(
         query: None,
         headers: &headers,
         client_ip: [127, 0, 0, 1].into(),
-        token: RequestToken::none(),
+        token: RequestToken::without_token_reader(),
         client_cert: None,
         descriptor: None,
     };

@@ -12,13 +12,11 @@ function collectAlerts({ overview, policies, connectionError }) {
     add('gone', 'bad', connectionError.silent ? 'This instance does not respond.' : 'This instance answers with an error.', `${connectionError.why}. ${overview ? `The data is from ${formatTime(connectionError.since_s)}.` : 'There is no data yet.'} The page keeps retrying.`);
   }
   if (!overview) return alerts;
-  const { store, status, last_reload, hints } = overview;
-  const handledHints = new Set();
-  const hint = (needle) => hints.filter((text) => text.includes(needle)).map((text) => (handledHints.add(text), text))[0];
+  const { store, status, last_reload } = overview;
   if (status !== 'ready') {
     add('phase', 'warn', `This instance is ${status}.`, status === 'stopping' ? 'It shuts down gracefully: readiness fails and requests in flight continue.' : 'Clients can’t connect yet.');
   }
-  if (hint('store is unavailable') || !store.up) {
+  if (!store.up) {
     const countByMode = (mode) => (policies?.policies ?? []).filter((policy) => policy.on_store_failure === mode).length;
     const modes = [['open', 'allow requests'], ['local', 'enforce the share of this instance'], ['closed', 'refuse requests']];
     const summary = modes.filter(([mode]) => countByMode(mode)).map(([mode, text]) => `${countByMode(mode)} ${text}`).join(', ');
@@ -28,11 +26,10 @@ function collectAlerts({ overview, policies, connectionError }) {
   } else if (store.breaker_open) {
     add('store', 'bad', 'The circuit breaker is open.', 'The store responds. Requests use it again once its probes succeed.');
   }
-  if (last_reload.errors.length || hint('configuration is invalid')) {
-    hint('configuration is invalid');
+  if (last_reload.errors.length) {
     add('reload', 'bad', 'The newest configuration is invalid.', `Generation ${overview.generation}, the last valid one, stays in effect. Errors:`, createElement('pre', {}, last_reload.errors.join('\n')));
   }
-  if (hint('trusted_proxies')) {
+  if (overview.untrusted_forwarding) {
     const peers = overview.untrusted_peers;
     const nets = peers.map((peer) => `"${peer}${peer.includes(':') ? '/128' : '/32'}"`).join(', ');
     add('trust', 'warn', 'An untrusted peer sends forwarding headers.',
@@ -44,7 +41,6 @@ function collectAlerts({ overview, policies, connectionError }) {
     if (ends_s < now + 14 * 86400) add(`cert ${file}`, ends_s < now ? 'bad' : 'warn', ends_s < now ? 'A certificate has expired.' : 'A certificate expires soon.', `${file}: ${dateTimeFormat.format(ends_s * 1000)}.`);
   }
   if (overview.connections.open >= overview.connections.max) add('full', 'warn', 'The connection limit is reached.', `All ${integerFormat.format(overview.connections.max)} are in use: new connections wait. See listen.max_connections.`);
-  for (const text of hints) if (!handledHints.has(text)) add(text, 'warn', 'Hint.', text);
   return alerts;
 }
 

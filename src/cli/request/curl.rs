@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_unknown_options() {
+    fn unknown_options_are_noted_in_the_request() {
         let request = parse("curl --frobnicate h second -b jar.txt -H @file -l");
         assert_eq!(request.url, "http://h");
         let notes = request.notes.join("\n");
@@ -477,7 +477,7 @@ mod tests {
     proptest::proptest! {
         /// Parsing never panics, and a parsed request has a method.
         #[test]
-        fn nothing_panics(text in "curl [ -~é\\n]{0,60}") {
+        fn no_curl_command_line_panics(text in "curl [ -~é\\n]{0,60}") {
             if let Ok(read) = parse_curl_line(&text) {
                 proptest::prop_assert!(!read.method.is_empty());
             }

@@ -33,10 +33,10 @@ pub(in crate::cli) fn read_har_entry(
     let text = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&text);
     let har: Value =
         serde_json::from_slice(text).map_err(|error| format!("{name} is not JSON: {error}"))?;
-    select_entry(&har, number).map_err(|error| format!("{name}: {error}"))
+    import_har_entry(&har, number).map_err(|error| format!("{name}: {error}"))
 }
 
-fn select_entry(har: &Value, number: Option<usize>) -> Result<ImportedRequest, String> {
+fn import_har_entry(har: &Value, number: Option<usize>) -> Result<ImportedRequest, String> {
     let entries = har
         .pointer("/log/entries")
         .and_then(Value::as_array)
@@ -96,14 +96,17 @@ mod tests {
 
     #[test]
     fn reads_an_entry_as_a_request() {
-        let first = select_entry(&har(), None).unwrap();
+        let first = import_har_entry(&har(), None).unwrap();
         assert_eq!(
             (first.method.as_str(), first.url.as_str()),
             ("GET", "https://h/1")
         );
         assert_eq!(first.headers, [("X-User".to_owned(), "ann".to_owned())]);
         assert_eq!(first.notes, ["entry 1 of 3"]);
-        assert_eq!(select_entry(&har(), Some(2)).unwrap().url, "https://h/2");
+        assert_eq!(
+            import_har_entry(&har(), Some(2)).unwrap().url,
+            "https://h/2"
+        );
     }
 
     #[test]
@@ -114,14 +117,14 @@ mod tests {
             (3, "has no request"),
         ] {
             assert!(
-                select_entry(&har(), Some(number))
+                import_har_entry(&har(), Some(number))
                     .unwrap_err()
                     .contains(why),
                 "{number}"
             );
         }
         assert!(
-            select_entry(&json!({}), None)
+            import_har_entry(&json!({}), None)
                 .unwrap_err()
                 .contains("log.entries")
         );

@@ -126,7 +126,7 @@ pub(super) fn render_screen(
         let half = width / 2;
         let [(keys_title, keys), (paths_title, paths)] = rankings(snapshot);
         match width >= 100 {
-            true => lines.extend(join_columns(
+            true => lines.extend(join_side_by_side(
                 ranking_lines(
                     keys_title,
                     keys,
@@ -402,7 +402,7 @@ fn ranking_lines(
 }
 
 /// Joins two blocks of lines side by side. The right one starts at column `at`.
-fn join_columns(left: Vec<ScreenLine>, right: Vec<ScreenLine>, at: usize) -> Vec<ScreenLine> {
+fn join_side_by_side(left: Vec<ScreenLine>, right: Vec<ScreenLine>, at: usize) -> Vec<ScreenLine> {
     let count = left.len().max(right.len());
     let (mut left, mut right) = (left.into_iter(), right.into_iter());
     let rows = (0..count).map(|_| (left.next(), right.next()));

@@ -117,7 +117,7 @@ impl AdminApiSnapshot {
         let sum_counters = |names: &[&str], last: usize| -> u64 {
             names
                 .iter()
-                .map(|name| sum_tail(seconds[*name].as_array(), window, last))
+                .map(|name| sum_last_complete(seconds[*name].as_array(), window, last))
                 .sum()
         };
         let recent_s = window.clamp(1, 5);
@@ -321,13 +321,14 @@ fn parse_latency(source: &str, times: &Value) -> TopLatencyEntry {
     }
 }
 
-/// Sums the last `last` of the first `length` values.
-fn sum_tail(column: Option<&Vec<Value>>, length: usize, last: usize) -> u64 {
+/// Sums the last `last_count` complete values. Values after the first `complete_count` are
+/// incomplete and ignored.
+fn sum_last_complete(column: Option<&Vec<Value>>, complete_count: usize, last_count: usize) -> u64 {
     let column = column.map(Vec::as_slice).unwrap_or_default();
     column
         .iter()
-        .take(length)
-        .skip(length.saturating_sub(last))
+        .take(complete_count)
+        .skip(complete_count.saturating_sub(last_count))
         .map(number_or_zero)
         .sum()
 }

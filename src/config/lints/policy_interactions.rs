@@ -21,7 +21,7 @@ pub(super) fn check_policy_interactions(policies: &[SpannedPolicy<'_>], context:
 }
 
 /// Takes one comparison from the budget. Returns `false` if none is left.
-fn take_comparison(comparisons_left: &mut usize) -> bool {
+fn take_from_comparison_budget(comparisons_left: &mut usize) -> bool {
     let is_allowed = *comparisons_left > 0;
     *comparisons_left = comparisons_left.saturating_sub(1);
     is_allowed
@@ -33,10 +33,9 @@ fn warn_unreachable_policies(policies: &[SpannedPolicy<'_>], comparisons_left: &
     let mut terminal_policies: Vec<&SpannedPolicy<'_>> = Vec::new();
     for spanned in in_order {
         let matcher = &spanned.policy.matcher;
-        match terminal_policies
-            .iter()
-            .find(|end| take_comparison(comparisons_left) && end.policy.matcher.covers(matcher))
-        {
+        match terminal_policies.iter().find(|end| {
+            take_from_comparison_budget(comparisons_left) && end.policy.matcher.covers(matcher)
+        }) {
             Some(end) => {
                 let does = if matches!(end.policy.action, PolicyAction::Allow) {
                     "exempts"
@@ -106,7 +105,8 @@ fn warn_duplicate_limit_names(policies: &[SpannedPolicy<'_>], comparisons_left: 
             let others = known.entry(&named.name).or_default();
             let overlaps = |other: &&&SpannedPolicy<'_>| {
                 let (mine, others) = (&spanned.policy.matcher, &other.policy.matcher);
-                take_comparison(comparisons_left) && (mine.covers(others) || others.covers(mine))
+                take_from_comparison_budget(comparisons_left)
+                    && (mine.covers(others) || others.covers(mine))
             };
             if let Some(other) = others.iter().find(overlaps) {
                 spanned.reader.report_warning(
@@ -144,7 +144,7 @@ fn warn_skippable_keys(policies: &[SpannedPolicy<'_>], comparisons_left: &mut us
             other_index != index
                 && !other.policy.shadow
                 && limits
-                && take_comparison(comparisons_left)
+                && take_from_comparison_budget(comparisons_left)
                 && other.policy.matcher.covers(&without)
         });
         if !is_caught && *comparisons_left > 0 {
@@ -175,8 +175,8 @@ fn find_skippable_part<'a>(spanned: &'a SpannedPolicy<'_>) -> Option<&'a KeyPart
         .find(|part| narrow_to_missing_part(&spanned.policy.matcher, part).is_some())
 }
 
-/// Narrows a match to requests without the key part. Returns `None` if there are no such requests
-/// or the client does not choose the part.
+/// Narrows a match to requests without the key part. Returns `None` if every request has the
+/// part or the client does not choose it.
 fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> {
     let mut narrower = matcher.clone();
     match part {

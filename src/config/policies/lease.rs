@@ -1,9 +1,9 @@
 //! The key `lease` of a policy.
 
-use super::limits::all_limits;
+use super::limits::limits_with_overrides;
 use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
-use crate::limiter::{Algorithm, Lease};
+use crate::limiter::{Algorithm, LeaseTerms};
 use crate::policy::{CostSource, Quota};
 use std::time::Duration;
 
@@ -16,10 +16,12 @@ pub(super) fn build_lease(
     quota: &Quota,
     is_shadow: bool,
     uses_memory_store: bool,
-) -> Option<Lease> {
+) -> Option<LeaseTerms> {
     let item = reader.get("lease")?;
     reject_incompatible_settings(reader, quota);
-    let shortest_us = all_limits(quota).map(|named| named.limit.per_us).min()?;
+    let shortest_us = limits_with_overrides(quota)
+        .map(|named| named.limit.per_us)
+        .min()?;
     let lease = if item.value.as_dict().is_some() {
         let table = reader.get_optional_table("lease")?;
         let (size, ttl) = (table.get_integer("size"), table.get_duration("ttl")?);
@@ -38,13 +40,13 @@ pub(super) fn build_lease(
                 &format!("too small for any request: each costs at least {least}"),
             );
         }
-        Lease {
+        LeaseTerms {
             size: Some(size),
             ttl_us: u64::try_from(ttl.as_micros()).ok()?,
         }
     } else {
         reader.get_keyword("lease", &[("auto", ())])?;
-        Lease {
+        LeaseTerms {
             size: None,
             ttl_us: DEFAULT_TTL_US.min(shortest_us / 2).max(1),
         }
@@ -65,7 +67,7 @@ pub(super) fn build_lease(
 
 /// Reports settings that leased units cannot implement.
 fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
-    let incompatible = all_limits(quota).find_map(|named| match named.limit.algorithm {
+    let incompatible = limits_with_overrides(quota).find_map(|named| match named.limit.algorithm {
         Algorithm::LeakyBucket { .. } => {
             Some("algorithm = \"leaky_bucket\": each request takes its own place in the queue")
         }

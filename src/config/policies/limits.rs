@@ -97,7 +97,7 @@ fn parse_unit(text: &str) -> Result<Box<str>, String> {
 
 fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limit> {
     let requests = reader.get_integer::<u64>("requests");
-    let (per, lease_ttl) = (reader.get_duration("per"), reader.get_duration("lease_ttl"));
+    let (per, slot_ttl) = (reader.get_duration("per"), reader.get_duration("lease_ttl"));
     let configured_algorithm = reader.get_keyword("algorithm", &ALGORITHMS);
     let offset = reader.get_duration("offset");
     if configured_algorithm.is_none() && reader.contains_key("algorithm") {
@@ -120,7 +120,7 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
                     "not for algorithm = \"concurrency\", which counts requests in flight; expected no such key",
                 );
             }
-            Some(lease_ttl.unwrap_or(DEFAULT_SLOT_TTL))
+            Some(slot_ttl.unwrap_or(DEFAULT_SLOT_TTL))
         }
         (false, true) => per,
         (false, false) => {
@@ -250,7 +250,7 @@ fn reject_inexact_limit(
 }
 
 /// All limits of a quota, including those of overrides.
-pub(super) fn all_limits(quota: &Quota) -> impl Iterator<Item = &NamedLimit> {
+pub(super) fn limits_with_overrides(quota: &Quota) -> impl Iterator<Item = &NamedLimit> {
     quota.limits.iter().chain(
         quota
             .overrides

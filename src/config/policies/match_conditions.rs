@@ -14,19 +14,6 @@ use http::Method;
 /// Keys that make a policy apply to descriptors of the rate-limit service.
 const DESCRIPTOR_KEYS: [&str; 2] = ["domain", "descriptors"];
 
-/// Keys that apply to HTTP requests.
-const REQUEST_KEYS: [&str; 9] = [
-    "methods",
-    "hosts",
-    "path",
-    "path_regex",
-    "headers",
-    "query",
-    "cookies",
-    "client_ips",
-    "jwt",
-];
-
 /// Builds the conditions of a policy. `accepts_tokens`: `[client.jwt]` is configured.
 pub(super) fn build_matcher(
     reader: &TableReader<'_>,
@@ -35,8 +22,11 @@ pub(super) fn build_matcher(
 ) -> Matcher {
     let matches_descriptors = DESCRIPTOR_KEYS.iter().any(|key| reader.contains_key(key));
     if matches_descriptors {
-        for key in REQUEST_KEYS
-            .into_iter()
+        let is_request_key = |key: &&str| *key != "not" && !DESCRIPTOR_KEYS.contains(key);
+        for key in schema::MATCH
+            .iter()
+            .map(|key| key.name)
+            .filter(is_request_key)
             .filter(|key| reader.contains_key(key))
         {
             reader.report_error(key, "not with domain or descriptors: a call of the rate-limit service has descriptors and no request; expected one or the other");
@@ -70,12 +60,17 @@ pub(super) fn build_matcher(
             reader,
             "headers",
             values::parse_header_name,
-            parse_value_test,
+            parse_value_condition,
         ),
-        query: parse_conditions(reader, "query", parse_nonempty_name, parse_value_test),
-        cookies: parse_conditions(reader, "cookies", parse_nonempty_name, parse_value_test),
+        query: parse_conditions(reader, "query", parse_nonempty_name, parse_value_condition),
+        cookies: parse_conditions(
+            reader,
+            "cookies",
+            parse_nonempty_name,
+            parse_value_condition,
+        ),
         client_ips: reader.get_list("client_ips", values::parse_network),
-        claims: parse_conditions(reader, "jwt", ClaimName::parse, parse_claim_test),
+        claims: parse_conditions(reader, "jwt", ClaimName::parse, parse_claim_condition),
         descriptor_conditions: matches_descriptors.then(|| DescriptorConditions {
             domain: reader.get_parsed("domain", parse_nonempty_name),
             entries: reader.contains_key("descriptors").then(|| {
@@ -83,7 +78,7 @@ pub(super) fn build_matcher(
                     reader,
                     "descriptors",
                     parse_nonempty_name,
-                    parse_descriptor_test,
+                    parse_descriptor_condition,
                 )
             }),
         }),
@@ -114,15 +109,15 @@ fn parse_nonempty_name(text: &str) -> Result<Box<str>, String> {
 fn parse_conditions<N>(
     reader: &TableReader<'_>,
     key: &str,
-    parse: impl Fn(&str) -> Result<N, String>,
-    test: fn(&ConfigValue<'_>) -> Option<ValueCondition>,
+    parse_name: impl Fn(&str) -> Result<N, String>,
+    parse_condition: fn(&ConfigValue<'_>) -> Option<ValueCondition>,
 ) -> Vec<NamedCondition<N>> {
-    let condition = |(name, item): (&str, ConfigValue<'_>)| {
-        let test = test(&item);
-        match parse(name) {
+    let named_condition = |(name, item): (&str, ConfigValue<'_>)| {
+        let condition = parse_condition(&item);
+        match parse_name(name) {
             Ok(name) => Some(NamedCondition {
                 name,
-                condition: test?,
+                condition: condition?,
             }),
             Err(reason) => item.report_error(&reason),
         }
@@ -130,37 +125,37 @@ fn parse_conditions<N>(
     reader
         .get_entries(key)
         .into_iter()
-        .filter_map(condition)
+        .filter_map(named_condition)
         .collect()
 }
 
 /// Parses a condition on a claim, which may also be a boolean or an integer.
-fn parse_claim_test(item: &ConfigValue<'_>) -> Option<ValueCondition> {
+fn parse_claim_condition(item: &ConfigValue<'_>) -> Option<ValueCondition> {
     match item.value {
         Value::Bool(_, flag) => Some(ValueCondition::Equals(flag.to_string().into())),
         Value::Num(_, Num::I64(number)) => Some(ValueCondition::Equals(number.to_string().into())),
-        _ => parse_value_test(item),
+        _ => parse_value_condition(item),
     }
 }
 
 /// Parses a condition on a descriptor entry. A match lists all entries of a descriptor, so
 /// `present = false` is an error.
-fn parse_descriptor_test(item: &ConfigValue<'_>) -> Option<ValueCondition> {
-    match parse_value_test(item)? {
+fn parse_descriptor_condition(item: &ConfigValue<'_>) -> Option<ValueCondition> {
+    match parse_value_condition(item)? {
         ValueCondition::Equals(text) if *text == *"*" => Some(ValueCondition::Present(true)),
         ValueCondition::Present(false) => item.report_error(
             "a descriptor with other entries never matches; expected no such condition",
         ),
-        test => Some(test),
+        condition => Some(condition),
     }
 }
 
-fn parse_value_test(item: &ConfigValue<'_>) -> Option<ValueCondition> {
+fn parse_value_condition(item: &ConfigValue<'_>) -> Option<ValueCondition> {
     const EXPECTED: &str = "expected a text, { regex = \"…\" } or { present = true }";
     if let Some(text) = item.value.as_str() {
         return Some(ValueCondition::Equals(text.into()));
     }
-    let Some(table) = item.open_table(&schema::VALUE_TEST) else {
+    let Some(table) = item.open_table(&schema::VALUE_CONDITION) else {
         return item.report_error(EXPECTED);
     };
     match (table.contains_key("regex"), table.contains_key("present")) {

@@ -70,7 +70,7 @@ pub(super) fn build_policies<'a>(
     (spanned_policies, descriptions)
 }
 
-/// Reports a name that another policy has. Policies that are off or invalid count too.
+/// Reports a name that another policy has. The names of disabled and invalid policies count.
 fn reject_duplicate_name(reader: &TableReader<'_>, names: &mut BTreeMap<String, SourceSpan>) {
     let Some(item) = reader.get("name") else {
         return;
@@ -155,7 +155,7 @@ fn build_policy(
         shadow: is_shadow,
         on_store_failure: read_store_failure_mode(reader, context, matches_descriptors),
         reject_response: reject,
-        // Last, so that errors in the other keys are reported first.
+        // Unwrapped last, so that all errors of the policy are reported before it is dropped.
         action: action?,
         name: name?.into(),
     })

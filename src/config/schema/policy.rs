@@ -8,7 +8,7 @@ pub(super) static POLICY: [SchemaKey; 17] = [
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
         Required,
-        "Unique name, used in headers, logs and counter keys. Renaming a policy starts new counters.",
+        "Unique name. Renaming a policy starts new counters.",
     ),
     key(
         "priority",
@@ -45,7 +45,7 @@ pub(super) static POLICY: [SchemaKey; 17] = [
         "mode",
         Keyword(&["enforce", "shadow", "off"]),
         Default("enforce"),
-        "\"shadow\": decides, logs and counts (in separate counters), but rejects nothing. \"off\": only validated.",
+        "\"shadow\": counts in separate counters and rejects nothing. \"off\": only validated.",
     ),
     key(
         "cost",
@@ -55,7 +55,7 @@ pub(super) static POLICY: [SchemaKey; 17] = [
             table: &COST,
         },
         Default("1"),
-        "Units that a request takes from each limit. A table reads them from a request header or the response. A cost above a limit is always rejected.",
+        "Units that a request takes from each limit. A table reads them from a header or the response.",
     ),
     key(
         "block_for",
@@ -64,19 +64,19 @@ pub(super) static POLICY: [SchemaKey; 17] = [
             max: MAX_PERIOD,
         },
         Optional,
-        "After a rejection, reject the same key for this long. Further requests do not prolong it. Not in shadow mode.",
+        "After a rejection, reject the same key for this long. Not in shadow mode.",
     ),
     key(
         "count_rejected",
         Bool,
         Default("false"),
-        "true: rejected requests use quota too, so a client that keeps retrying stays limited. Not with concurrency.",
+        "true: rejected requests use quota too. Not with concurrency.",
     ),
     key(
         "shards",
         integer(1, 64),
         Default("1"),
-        "Redis Cluster only: splits a hot key over this many counters. A rejection checks all. Not with on_store_failure = \"local\".",
+        "Redis Cluster only: splits a hot key over this many counters. Not with on_store_failure = \"local\".",
     ),
     key(
         "lease",
@@ -85,7 +85,7 @@ pub(super) static POLICY: [SchemaKey; 17] = [
             table: &LEASE,
         },
         Optional,
-        "Leases units from Redis, to decide without a round trip. \"auto\": sized by the request rate. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
+        "Leases units from Redis, to decide without a round trip. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key(
@@ -131,13 +131,13 @@ pub(super) static COST: [SchemaKey; 6] = [
         "max",
         integer(0, MAX_UNITS),
         Default("100"),
-        "Largest valid cost in the header. Also the cost if the header is invalid: empty, signed, a fraction, out of range or repeated.",
+        "Largest valid cost in the header. Also the cost if the header is invalid or repeated.",
     ),
     key(
         "estimate",
         integer(1, MAX_UNITS),
         Required,
-        "Units charged on arrival. The response settles the difference; without a valid cost, the estimate stands.",
+        "Units charged on arrival. The response settles the difference.",
     ),
     key(
         "actual",
@@ -161,11 +161,11 @@ pub(super) static LEASE: [SchemaKey; 2] = [
             max: MAX_PERIOD,
         },
         Default("100ms"),
-        "How long units are leased, at most half of the shortest period. Unused units are then returned.",
+        "How long units are leased, at most half of the shortest period.",
     ),
 ];
 
-pub(super) static MATCH: [SchemaKey; 12] = [
+pub(in crate::config) static MATCH: [SchemaKey; 12] = [
     key(
         "methods",
         TextList("methods such as \"GET\""),
@@ -188,23 +188,23 @@ pub(super) static MATCH: [SchemaKey; 12] = [
         "path_regex",
         Text("a regular expression"),
         Optional,
-        "A regular expression, for paths that patterns can't express. Use ^ and $ to match the whole path.",
+        "A regular expression. Use ^ and $ to match the whole path.",
     ),
     key(
         "headers",
-        Map(VALUE_TEST_FORMAT),
+        Map(VALUE_CONDITION_FORMAT),
         Optional,
         "Conditions on headers. Of several values of a name, one must match.",
     ),
     key(
         "query",
-        Map(VALUE_TEST_FORMAT),
+        Map(VALUE_CONDITION_FORMAT),
         Optional,
         "Conditions on query parameters.",
     ),
     key(
         "cookies",
-        Map(VALUE_TEST_FORMAT),
+        Map(VALUE_CONDITION_FORMAT),
         Optional,
         "Conditions on cookies.",
     ),
@@ -216,9 +216,9 @@ pub(super) static MATCH: [SchemaKey; 12] = [
     ),
     key(
         "jwt",
-        Map(VALUE_TEST_FORMAT),
+        Map(VALUE_CONDITION_FORMAT),
         Optional,
-        "Conditions on token claims, by name or JSON pointer. Of a list, one element must match. Needs [client.jwt].",
+        "Conditions on token claims, by name or JSON pointer. Of a list, one element must match.",
     ),
     key(
         "domain",
@@ -240,12 +240,12 @@ pub(super) static MATCH: [SchemaKey; 12] = [
     ),
 ];
 
-const VALUE_TEST_FORMAT: &str = "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
+const VALUE_CONDITION_FORMAT: &str = "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
 
 const DESCRIPTOR_ENTRY_FORMAT: &str = "a table such as { generic_key = \"api\", remote_address = \"*\" }, where \"*\" matches any value, or { name = { regex = \"…\" } }";
 
 /// Keys of a condition that is a table.
-pub(in crate::config) static VALUE_TEST: [SchemaKey; 2] = [
+pub(in crate::config) static VALUE_CONDITION: [SchemaKey; 2] = [
     key(
         "regex",
         Text("a regular expression"),
@@ -265,7 +265,7 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
         "requests",
         integer(0, MAX_UNITS),
         Required,
-        "Units per period, or requests in flight. 0 rejects every request. Above 100,000 with sliding_log, check warns of memory use.",
+        "Units per period, or requests in flight. 0 rejects every request.",
     ),
     key(
         "per",
@@ -281,7 +281,7 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
         "buckets",
         integer(2, 100),
         Optional,
-        "sliding_window only: buckets per period. Absent: 10. More are more exact and need more memory.",
+        "sliding_window only: buckets per period. Absent: 10.",
     ),
     key(
         "burst",

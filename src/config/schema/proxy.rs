@@ -65,7 +65,7 @@ pub(super) static LISTEN_TLS: [SchemaKey; 6] = [
         "client_crl",
         PEM_PATH,
         Optional,
-        "Certificate revocation lists (CRLs) in one file, one per issuer. Certificates of an issuer without a current list are rejected.",
+        "Certificate revocation lists (CRLs) in one file, one per issuer.",
     ),
     key(
         "client_auth",
@@ -172,7 +172,7 @@ pub(super) static CHECK: [SchemaKey; 4] = [
         "address",
         SERVICE_ADDRESS,
         Default("127.0.0.1:8082"),
-        "Address for the proxy in front. All callers are trusted, but about the client address only those in client.trusted_proxies.",
+        "Address for the proxy in front. All callers are trusted; their ip_header only from client.trusted_proxies.",
     ),
     key(
         "max_connections",
@@ -311,7 +311,7 @@ pub(super) static CLIENT: [SchemaKey; 5] = [
         "ipv6_prefix",
         integer(0, 128),
         Default("64"),
-        "Bits of an IPv6 address that identify a client. A client usually has a whole /64.",
+        "Bits of an IPv6 address that identify a client.",
     ),
     key(
         "ipv4_prefix",

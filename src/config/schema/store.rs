@@ -2,12 +2,18 @@
 
 use super::key::*;
 
-pub(super) static STORE: [SchemaKey; 3] = [
+pub(super) static STORE: [SchemaKey; 4] = [
     key(
         "kind",
         Keyword(&["memory", "redis"]),
         Default("memory"),
         "Counters in this process, lost when it ends; or in Redis, shared by all replicas.",
+    ),
+    key(
+        "state_dir",
+        Text("the path of a writable directory"),
+        Default(""),
+        "Directory for usage that on_store_failure = \"local\" admitted and Redis lacks when the process stops; the next process reads it. Files contain keys. Empty: such usage is lost.",
     ),
     key(
         "memory",
@@ -34,7 +40,7 @@ pub(super) static STORE_MEMORY: [SchemaKey; 2] = [
         "max_bytes",
         byte_size(1 << 10, 1 << 50),
         Default("256MiB"),
-        "Most memory for counters. Keep it well below the container's limit.",
+        "Most memory for counters.",
     ),
 ];
 
@@ -121,7 +127,7 @@ pub(super) static STORE_REDIS: [SchemaKey; 17] = [
         "instances",
         integer(1, 100_000),
         Default("1"),
-        "Number of instances for on_store_failure = \"local\", until tidegate has counted them in Redis.",
+        "Number of instances for on_store_failure = \"local\", until tidegate has counted them.",
     ),
     key(
         "timeout",
@@ -157,6 +163,6 @@ pub(super) static STORE_REDIS_BREAKER: [SchemaKey; 2] = [
         "probe_interval",
         POSITIVE_DURATION,
         Default("500ms"),
-        "Interval of background probes while the breaker is open. No client request is used as a probe.",
+        "Interval of background probes while the breaker is open.",
     ),
 ];

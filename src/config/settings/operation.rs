@@ -39,7 +39,7 @@ pub(in crate::config) fn build_admin_settings(
     }
     let probes = reader.get_parsed("probes", |text| match text {
         "" => Ok(None),
-        text => parse_socket_address(text).map(Some),
+        text => parse_probes_address(text).map(Some),
     })?;
     if probes.is_some_and(|probes| ListenAddress::Ip(probes) == address && probes.port() != 0) {
         reader.report_error("probes", "the same as admin.address; expected another port");
@@ -53,7 +53,7 @@ pub(in crate::config) fn build_admin_settings(
 }
 
 /// Parses the address of the probes listener. The kubelet and Prometheus connect by TCP only.
-fn parse_socket_address(text: &str) -> Result<SocketAddr, String> {
+fn parse_probes_address(text: &str) -> Result<SocketAddr, String> {
     text.parse()
         .ok()
         .ok_or_else(|| "expected an IP address and port such as \"0.0.0.0:9091\"".to_owned())

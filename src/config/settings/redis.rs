@@ -84,6 +84,7 @@ pub(super) fn build_redis_settings(
         connect_timeout: reader.get_duration("connect_timeout")?,
         breaker_failures: breaker.get_integer("failures")?,
         probe_interval: breaker.get_duration("probe_interval")?,
+        state_dir: None,
         dialer: RedisDialer::Network,
     })
 }

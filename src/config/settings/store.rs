@@ -5,6 +5,9 @@ use crate::config::input::ConfigInput;
 use crate::config::loaded_config::StoreSettings;
 use crate::config::table_reader::TableReader;
 use crate::store::MemorySettings;
+use crate::store::redis::RedisSettings;
+use std::fs::{self, OpenOptions};
+use std::path::{Path, PathBuf};
 
 pub(super) fn build_store_settings(
     input: &ConfigInput,
@@ -18,9 +21,36 @@ pub(super) fn build_store_settings(
     };
     // Validated even if it is not used.
     let redis = redis::build_redis_settings(input, &reader.get_table("redis"), use_redis)?;
+    let state_dir = reader.get_parsed("state_dir", |path| match path {
+        "" => Ok(None),
+        path if use_redis => check_state_directory(path).map(Some),
+        path => Ok(Some(path.into())),
+    })?;
+    if state_dir.is_some() && !use_redis {
+        reader.report_warning(
+            "state_dir",
+            "the memory store does not use it; expected kind = \"redis\", or no state_dir",
+        );
+    }
     Some(if use_redis {
-        StoreSettings::Redis(Box::new(redis))
+        StoreSettings::Redis(Box::new(RedisSettings { state_dir, ..redis }))
     } else {
         StoreSettings::Memory(memory)
     })
+}
+
+/// Checks that a file can be created in the directory.
+fn check_state_directory(path: &str) -> Result<PathBuf, String> {
+    let directory = Path::new(path);
+    if !directory.is_dir() {
+        return Err("not a directory; expected an existing directory".to_owned());
+    }
+    let probe = directory.join(format!("tidegate-check-{}.tmp", std::process::id()));
+    OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(&probe)
+        .and_then(|_| fs::remove_file(&probe))
+        .map_err(|error| format!("can't be written: {error}; expected a writable directory"))?;
+    Ok(directory.to_owned())
 }

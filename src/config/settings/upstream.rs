@@ -38,7 +38,7 @@ pub(super) fn build_upstream_settings(
         max_requests_waiting: http.get_integer("max_requests_waiting")?,
         retry_connect: reader.get_integer("retry_connect")?,
         retry_idempotent: reader.get_bool("retry_idempotent")?,
-        // Last, so that errors in the other keys are reported first.
+        // Unwrapped last, so that errors in all keys are reported.
         url: url?,
         tls,
     })

@@ -255,7 +255,7 @@ proptest! {
         let (mut state, mut now_us) = (limit.initial_state(), START_US);
         for (after_us, cost, operation) in steps {
             now_us += after_us;
-            let charge = Charge { settles: operation == 0, ..Charge::new(&limit, &key, cost) };
+            let charge = Charge { is_estimate: operation == 0, ..Charge::new(&limit, &key, cost) };
             let before = state.view_at(&limit, now_us).used();
             match operation {
                 0 if before + cost <= capacity => state.charge(&charge, now_us),

@@ -1,6 +1,6 @@
 //! Keys that verify tokens, and the algorithms of each key (RFC 7515, 7517, 8725).
 
-use super::TokenFault;
+use super::TokenError;
 use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, KeyOperations, PublicKeyUse};
 use jsonwebtoken::{Algorithm, DecodingKey};
 use serde_json::Value;
@@ -89,19 +89,19 @@ impl VerificationKeys {
     }
 
     /// Returns the claims of a token, if one of these keys has signed it.
-    pub(super) fn verify_token(&self, token: &str) -> Result<Value, TokenFault> {
-        let (signed, signature) = token.rsplit_once('.').ok_or(TokenFault::Malformed)?;
+    pub(super) fn verify_token(&self, token: &str) -> Result<Value, TokenError> {
+        let (signed, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
         // This also rejects unknown algorithms, such as "none".
-        let header = jsonwebtoken::decode_header(token).map_err(|_broken| TokenFault::Malformed)?;
+        let header = jsonwebtoken::decode_header(token).map_err(|_broken| TokenError::Malformed)?;
         if header.crit.is_some() {
             // The `crit` extensions must be understood (RFC 7515, section 4.1.11), and none is
             // supported.
-            return Err(TokenFault::Malformed);
+            return Err(TokenError::Malformed);
         }
         let is_candidate = |key: &&VerificationKey| {
             key.algorithms.contains(&header.alg) && key.key_id.accepts(header.kid.as_deref())
         };
-        let mut fault = TokenFault::UnknownKey;
+        let mut error = TokenError::UnknownKey;
         for trusted in self.0.iter().filter(is_candidate).take(MAX_KEYS_TRIED) {
             // `jsonwebtoken::decode` would check dates by its own rules, and reject a `sub` that is
             // no string.
@@ -110,18 +110,18 @@ impl VerificationKeys {
             {
                 return decode_unverified(token);
             }
-            fault = TokenFault::InvalidSignature;
+            error = TokenError::InvalidSignature;
         }
-        Err(fault)
+        Err(error)
     }
 }
 
 /// Returns the claims of a token without verifying its signature.
-pub(super) fn decode_unverified(token: &str) -> Result<Value, TokenFault> {
+pub(super) fn decode_unverified(token: &str) -> Result<Value, TokenError> {
     if token.split('.').count() != 3 {
-        return Err(TokenFault::Malformed);
+        return Err(TokenError::Malformed);
     }
-    jsonwebtoken::dangerous::insecure_decode_claims(token).map_err(|_broken| TokenFault::Malformed)
+    jsonwebtoken::dangerous::insecure_decode_claims(token).map_err(|_broken| TokenError::Malformed)
 }
 
 impl KeyIdRule {

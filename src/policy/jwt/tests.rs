@@ -122,22 +122,22 @@ fn subject_claim(
     reader: &Arc<TokenReader>,
     headers: &HeaderMap,
     now_s: u64,
-) -> Result<Option<String>, TokenFault> {
+) -> Result<Option<String>, TokenError> {
     let token = RequestToken::new(Some(reader), now_s);
     let sub = token
         .claim(headers, &ClaimName::parse("sub").unwrap())
         .single_text();
     let sub = sub.map(|text| String::from_utf8(text.to_vec()).unwrap());
-    match token.fault() {
-        Some(fault) => {
+    match token.error() {
+        Some(error) => {
             assert_eq!(sub, None);
-            Err(fault)
+            Err(error)
         }
         None => Ok(sub),
     }
 }
 
-fn subject_from_token(keys: VerificationKeys, token: &str) -> Result<Option<String>, TokenFault> {
+fn subject_from_token(keys: VerificationKeys, token: &str) -> Result<Option<String>, TokenError> {
     let reader = reader("authorization", SignatureVerification::Keys(keys));
     subject_claim(
         &reader,
@@ -234,8 +234,8 @@ fn rejects_algorithm_confusion() {
     };
     let untrusted_issuer = TestIssuer::new("rsa", Algorithm::RS256);
     let own_key = json!({ "alg": "RS256", "kid": "rsa", "jwk": untrusted_issuer.jwk, "jku": "https://evil.example/" });
-    use TokenFault::{InvalidSignature, Malformed, UnknownKey};
-    for (what, token, fault) in [
+    use TokenError::{InvalidSignature, Malformed, UnknownKey};
+    for (what, token, error) in [
         (
             "HMAC with the public key's DER",
             hmac(&RSA.public, Some("rsa")),
@@ -339,7 +339,7 @@ fn rejects_algorithm_confusion() {
             Malformed,
         ),
     ] {
-        assert_eq!(subject_from_token(all_keys(), &token), Err(fault), "{what}");
+        assert_eq!(subject_from_token(all_keys(), &token), Err(error), "{what}");
     }
     // An ECDSA signature of zeros (CVE-2022-21449).
     let zeros = token_with_header(json!({ "alg": "ES256", "kid": "ec" }), &base64url([0; 64]));
@@ -386,7 +386,7 @@ fn ignores_keys_for_other_uses() {
         .unwrap();
         assert_eq!(
             subject_from_token(keys, &token),
-            Err(TokenFault::UnknownKey),
+            Err(TokenError::UnknownKey),
             "{unfit}"
         );
     }
@@ -442,14 +442,14 @@ fn rejects_unusable_key_sets_without_revealing_their_content() {
 
 #[test]
 fn validity_dates_have_a_leeway() {
-    let fault = |claims: Value| {
+    let read_error = |claims: Value| {
         subject_from_token(
             all_keys(),
             &EC.sign_token(&json!({ "alg": "ES256" }), &claims),
         )
         .err()
     };
-    use TokenFault::{Expired, InvalidDates, NotYetValid};
+    use TokenError::{Expired, InvalidDates, NotYetValid};
     for (dates, expected) in [
         (json!({}), None),
         (json!({ "exp": NOW_S + 1 }), None),
@@ -468,7 +468,7 @@ fn validity_dates_have_a_leeway() {
         (json!({ "nbf": "x" }), Some(InvalidDates)),
         (json!({ "iat": "x" }), None),
     ] {
-        assert_eq!(fault(dates.clone()), expected, "{dates}");
+        assert_eq!(read_error(dates.clone()), expected, "{dates}");
     }
 }
 
@@ -483,13 +483,13 @@ fn cached_tokens_are_rejected_outside_their_validity_dates() {
     for (later_s, expected) in [
         (0, Ok(Some("ann".into()))),
         (29, Ok(Some("ann".into()))),
-        (30, Err(TokenFault::Expired)),
+        (30, Err(TokenError::Expired)),
     ] {
         assert_eq!(subject_claim(&reader, &headers, NOW_S + later_s), expected);
     }
     assert_eq!(
         subject_claim(&reader, &headers, NOW_S - 31),
-        Err(TokenFault::NotYetValid),
+        Err(TokenError::NotYetValid),
         "the clock stepped back"
     );
 }
@@ -576,21 +576,21 @@ fn finds_the_token_in_every_header_form() {
     }
     assert_eq!(
         read_subject("authorization", &format!("Bearer {token} {token}")),
-        Err(TokenFault::Malformed)
+        Err(TokenError::Malformed)
     );
     assert_eq!(
         read_subject(
             "authorization",
             &format!("Bearer {}", "x".repeat(MAX_TOKEN_BYTES))
         ),
-        Err(TokenFault::Malformed)
+        Err(TokenError::Malformed)
     );
     assert_eq!(
         read_subject(
             "authorization",
             &format!("Bearer {}", "x".repeat(MAX_TOKEN_BYTES + 1))
         ),
-        Err(TokenFault::TooLarge)
+        Err(TokenError::TooLarge)
     );
     assert_eq!(
         subject_claim(
@@ -639,7 +639,7 @@ fn claims_are_converted_to_texts() {
             .is_present()
     );
     assert!(
-        !RequestToken::none()
+        !RequestToken::without_token_reader()
             .claim(&headers, &ClaimName::parse("sub").unwrap())
             .is_present()
     );
@@ -685,7 +685,7 @@ fn unverified_tokens_are_accepted_but_dates_are_checked() {
             "x.{}.y",
             encode_part(json!({ "sub": "ann", "exp": 1 }))
         )),
-        Err(TokenFault::Expired)
+        Err(TokenError::Expired)
     );
     for broken in [
         "x.y.z".to_owned(),
@@ -696,7 +696,7 @@ fn unverified_tokens_are_accepted_but_dates_are_checked() {
     ] {
         assert_eq!(
             read_subject(&broken),
-            Err(TokenFault::Malformed),
+            Err(TokenError::Malformed),
             "{broken}"
         );
     }

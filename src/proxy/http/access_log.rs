@@ -2,8 +2,7 @@
 //!
 //! Values from clients are fields, never part of the message, so that the formatter escapes them.
 
-use crate::enforcer::ReportedLimit;
-use crate::telemetry::metrics::{DecisionSource, RequestDecision};
+use crate::enforcer::{DecisionSource, ReportedLimit, RequestDecision};
 use crate::telemetry::trace::TraceId;
 use crate::telemetry::{AccessLogFilter, LogSettings};
 use http::StatusCode;
@@ -85,14 +84,14 @@ impl AccessLog {
     pub(in crate::proxy) fn write(&self, entry: &AccessLogEntry<'_>) {
         // Tests for a rejecting policy, not for the decision: during an outage, requests that are
         // forwarded as `degraded` must not write a line each.
-        let is_refused = entry.policy.is_some() || entry.decision == "malformed";
-        let is_rejected = is_refused || !entry.shadow_rejected.is_empty();
-        if !self.is_enabled_for(is_rejected)
+        let is_rejected = entry.policy.is_some() || entry.decision == "malformed";
+        let is_logged_as_rejected = is_rejected || !entry.shadow_rejected.is_empty();
+        if !self.is_enabled_for(is_logged_as_rejected)
             || (self.sample_rate < 1.0 && fastrand::f64() >= self.sample_rate)
         {
             return;
         }
-        let tightest = ReportedLimit::find_tightest(entry.limits);
+        let tightest = ReportedLimit::find_least_remaining(entry.limits);
         tracing::info!(
             target: "access",
             method = entry.method,
@@ -105,7 +104,7 @@ impl AccessLog {
             shadow_rejected = join_policy_names(entry.shadow_rejected),
             limit = tightest.map(|limit| &*limit.limit.name),
             key = tightest.map(|limit| format!("{:032x}", limit.key_id)),
-            remaining = tightest.map(|limit| limit.standing.remaining),
+            remaining = tightest.map(|limit| limit.status.remaining),
             source = entry.source.map(DecisionSource::label),
             trace_id = entry.trace_id.map(|trace| trace.to_string()),
             decision_ms = entry.time_to_decision.map(to_millis),

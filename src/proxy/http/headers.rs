@@ -5,7 +5,7 @@
 use super::hop_by_hop;
 use super::request_validation::RequestTarget;
 use super::upgrade::{self, UpgradeRequest};
-use crate::policy::client::ClientIdentity;
+use crate::policy::client::ClientAddress;
 use bytes::Bytes;
 use http::header::Entry;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Version, header, request, response};
@@ -17,7 +17,7 @@ use std::net::IpAddr;
 pub(in crate::proxy) struct ForwardingContext<'a> {
     pub(in crate::proxy) peer: &'a AddressText,
     /// The client behind the peer.
-    pub(in crate::proxy) client: ClientIdentity,
+    pub(in crate::proxy) client: ClientAddress,
     /// Whether the request came over TLS.
     pub(in crate::proxy) is_https: bool,
     /// HTTP version of the client's request.
@@ -91,7 +91,7 @@ pub(in crate::proxy) fn forward_request(
     // Grows the map once instead of once per header.
     headers.reserve(6);
     join_cookies(headers);
-    if !hop.client.peer_trusted {
+    if !hop.client.is_peer_trusted {
         remove_untrusted_forwarding_headers(headers, hop);
     }
     const HTTP: (&str, HeaderValue) = ("http", HeaderValue::from_static("http"));
@@ -392,7 +392,7 @@ fn append_forwarded(
 /// Returns the client's address if the client is behind a trusted peer.
 fn client_behind_peer(hop: &ForwardingContext<'_>) -> Option<IpAddr> {
     let client = hop.client.ip.to_canonical();
-    (hop.client.peer_trusted && client != hop.peer.ip).then_some(client)
+    (hop.client.is_peer_trusted && client != hop.peer.ip).then_some(client)
 }
 
 fn ip_header_value(ip: IpAddr) -> HeaderValue {

@@ -2,9 +2,9 @@
 
 use super::request_validation::{self, RequestTarget, RequestValidationError};
 use crate::clock;
-use crate::policy::client::ClientIdentity;
-use crate::policy::jwt::{RequestToken, TokenFault};
-use crate::policy::path::{PathFault, PathInterpretations};
+use crate::policy::client::ClientAddress;
+use crate::policy::jwt::{RequestToken, TokenError};
+use crate::policy::path::{PathError, PathInterpretations};
 use crate::policy::{Facts, PolicyTable};
 use crate::tls::CertificateSubject;
 use http::request;
@@ -14,7 +14,7 @@ use std::net::IpAddr;
 #[derive(Debug)]
 pub struct InboundRequest {
     pub(in crate::proxy) target: RequestTarget,
-    pub(in crate::proxy) client: ClientIdentity,
+    pub(in crate::proxy) client: ClientAddress,
     paths: PathInterpretations,
     token: RequestToken,
 }
@@ -25,7 +25,7 @@ pub enum InboundRequestError {
     #[error(transparent)]
     Validation(#[from] RequestValidationError),
     #[error(transparent)]
-    Path(#[from] PathFault),
+    Path(#[from] PathError),
     #[error("the request has more than one header with a token; expected one")]
     RepeatedTokenHeader,
 }
@@ -42,7 +42,7 @@ impl InboundRequest {
         table: &PolicyTable,
     ) -> Result<Self, InboundRequestError> {
         let target = request_validation::validate_request(parts, &|name| table.reads_header(name))?;
-        let client = ClientIdentity::identify(peer, &parts.headers, &table.client);
+        let client = ClientAddress::identify(peer, &parts.headers, &table.client);
         let paths = PathInterpretations::parse(target.path(), &table.path)?;
         let token = match table.token_reader() {
             // The policy could read one of two tokens and the upstream the other.
@@ -82,12 +82,12 @@ impl InboundRequest {
 
     /// Drops the data that is not needed after the decision. It can be large, since a hostile path
     /// has many interpretations.
-    pub(in crate::proxy) fn into_target_and_client(self) -> (RequestTarget, ClientIdentity) {
+    pub(in crate::proxy) fn into_target_and_client(self) -> (RequestTarget, ClientAddress) {
         (self.target, self.client)
     }
 
     /// Returns why the token is not valid, if a policy has read it.
-    pub fn token_error(&self) -> Option<TokenFault> {
-        self.token.fault()
+    pub fn token_error(&self) -> Option<TokenError> {
+        self.token.error()
     }
 }

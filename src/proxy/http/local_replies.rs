@@ -36,7 +36,10 @@ pub(in crate::proxy) fn build_rejection(
     let mut response = match &verdict.outcome {
         RequestOutcome::Forward => return None,
         RequestOutcome::Limited(limited) => build_limit_rejection(limited, style),
-        RequestOutcome::Denied { policy, reject } => {
+        RequestOutcome::Denied {
+            policy,
+            custom_response,
+        } => {
             let problem = ProblemReply {
                 grpc_status: GRPC_PERMISSION_DENIED,
                 policy: Some(policy),
@@ -46,11 +49,11 @@ pub(in crate::proxy) fn build_rejection(
                     format!("Policy \"{policy}\" denies this request."),
                 )
             };
-            problem.to_custom_response(*reject, style)
+            problem.build(*custom_response, style)
         }
-        RequestOutcome::InvalidKey { policy, fault } => {
+        RequestOutcome::InvalidKey { policy, error } => {
             let detail =
-                format!("Policy \"{policy}\" cannot determine the quota of this request: {fault}.");
+                format!("Policy \"{policy}\" cannot determine the quota of this request: {error}.");
             let problem = ProblemReply::new(StatusCode::BAD_REQUEST, "http_request_error", detail);
             ProblemReply {
                 policy: Some(policy),
@@ -103,7 +106,7 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
             "Policy \"{policy}\" never allows this request: its cost is more than the limit. Retrying will not help."
         ),
     };
-    let mut response = ProblemReply {
+    ProblemReply {
         type_uri: QUOTA_EXCEEDED,
         title: "Quota Exceeded",
         grpc_status: GRPC_RESOURCE_EXHAUSTED,
@@ -112,21 +115,16 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
         retry: Some(limited.retry),
         ..ProblemReply::new(StatusCode::TOO_MANY_REQUESTS, "http_request_error", detail)
     }
-    .to_custom_response(limited.reject, style);
-    if limited.retry == RetryHint::Never {
-        // Removes a `Retry-After` from the policy's custom headers too: no retry can succeed.
-        response.headers_mut().remove(header::RETRY_AFTER);
-    }
-    response
+    .build(limited.custom_response, style)
 }
 
 /// Builds the reply to a request that failed validation. An HTTP/1 connection closes after it.
 pub(in crate::proxy) fn build_inbound_error(
-    fault: InboundRequestError,
+    error: InboundRequestError,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
-    let status = match fault {
-        InboundRequestError::Validation(fault) => fault.status(),
+    let status = match error {
+        InboundRequestError::Validation(error) => error.status(),
         InboundRequestError::Path(_) | InboundRequestError::RepeatedTokenHeader => {
             StatusCode::BAD_REQUEST
         }
@@ -134,11 +132,11 @@ pub(in crate::proxy) fn build_inbound_error(
     let problem = ProblemReply::new(
         status,
         "http_request_error",
-        to_sentence(&fault.to_string()),
+        to_sentence(&error.to_string()),
     );
     let mut response = problem.to_response(style);
     set_connection_close(&mut response, style);
-    if fault == InboundRequestError::Validation(RequestValidationError::Connect) {
+    if error == InboundRequestError::Validation(RequestValidationError::Connect) {
         let allowed =
             HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE");
         response.headers_mut().insert(header::ALLOW, allowed);

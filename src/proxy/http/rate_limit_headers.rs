@@ -26,7 +26,7 @@ pub(in crate::proxy) fn write_headers(
     if verdict.limits.is_empty() {
         return;
     }
-    // Upstreams rarely send such headers. One scan of all names is cheaper than five lookups.
+    // Upstreams rarely send rate-limit headers. One scan of all names is cheaper than five lookups.
     let has_upstream_headers = headers.keys().any(|name| {
         let name = name.as_str();
         name.strip_prefix("x-")

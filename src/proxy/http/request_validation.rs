@@ -172,7 +172,7 @@ fn to_origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, RequestVal
         Some(b'/') if text == "/" => Ok(PathAndQuery::from_static("/")),
         Some(b'/') => Ok(path_and_query.clone()),
         Some(b'*') if text == "*" && *method == Method::OPTIONS => Ok(path_and_query.clone()),
-        // A target such as `http://host?query`.
+        // The target is an absolute URI without a path: `http://host?query`.
         Some(b'?') if uri.scheme().is_some() => PathAndQuery::try_from(format!("/{text}"))
             .map_err(|_invalid| RequestValidationError::Target),
         _ => Err(RequestValidationError::Target),

@@ -24,7 +24,7 @@ const CHUNK_BYTES: usize = 16 * 1024;
 /// An upstream connection or stream after a protocol switch. Dropping it closes it.
 #[derive(Debug)]
 pub struct Tunnel {
-    upstream: TunnelUpstream,
+    upstream: Box<dyn TunnelUpstream>,
     /// Maximum time without traffic in either direction; `None` for no limit.
     idle_timeout: Option<Duration>,
     slot_guard: Option<ConcurrencySlotGuard>,
@@ -67,9 +67,12 @@ pub(in crate::proxy) enum TunnelEndReason {
 }
 
 impl Tunnel {
-    pub(in crate::proxy) fn new(upstream: TunnelUpstream, idle_timeout: Option<Duration>) -> Self {
+    pub(in crate::proxy) fn new(
+        upstream: impl TunnelUpstream + 'static,
+        idle_timeout: Option<Duration>,
+    ) -> Self {
         Self {
-            upstream,
+            upstream: Box::new(upstream),
             idle_timeout,
             slot_guard: None,
             _recording: None,

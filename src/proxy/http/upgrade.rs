@@ -9,7 +9,7 @@ use sha1_smol::Sha1;
 
 /// `Upgrade` protocol names that continue with HTTP, in cleartext or over TLS.
 const HTTP_PROTOCOL_NAMES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
-/// Prefixes of further such names: SPDY and drafts of HTTP/2.
+/// Prefixes of further protocol names that continue with HTTP: SPDY and drafts of HTTP/2.
 const HTTP_PROTOCOL_PREFIXES: [&[u8]; 2] = [b"spdy", b"h2c-"];
 /// Constant that a server appends to the key to compute `Sec-WebSocket-Accept` (RFC 6455, 4.2.2).
 const WEBSOCKET_GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";

@@ -46,14 +46,14 @@ pub(in crate::proxy) struct AcceptedConnection {
 /// Connection that failed its handshake.
 pub(in crate::proxy) struct FailedHandshake {
     /// `None` if the failure is not worth recording.
-    pub(in crate::proxy) fault: Option<HandshakeError>,
+    pub(in crate::proxy) error: Option<HandshakeError>,
     /// Socket of a client that receives a TLS alert.
     alert_socket: Option<RawSocket>,
 }
 
 impl From<ProxyHeaderParseError> for ProxyHeaderError {
-    fn from(fault: ProxyHeaderParseError) -> Self {
-        match fault {
+    fn from(error: ProxyHeaderParseError) -> Self {
+        match error {
             ProxyHeaderParseError::Absent => Self::Absent,
             ProxyHeaderParseError::Malformed => Self::Malformed,
             ProxyHeaderParseError::TooLong => Self::TooLong,
@@ -87,8 +87,8 @@ impl HandshakeAcceptor {
         if let Some(from) = &self.proxy_protocol_from {
             // Boxed, as below, so that the connection's future does not reserve space for it.
             let source = Box::pin(read_proxy_source(&mut socket, addr, from, deadline)).await;
-            let to_failure = |fault: Option<ProxyHeaderError>| FailedHandshake {
-                fault: fault.map(HandshakeError::ProxyHeader),
+            let to_failure = |error: Option<ProxyHeaderError>| FailedHandshake {
+                error: error.map(HandshakeError::ProxyHeader),
                 alert_socket: None,
             };
             client = source.map_err(to_failure)?.unwrap_or(addr);
@@ -112,9 +112,9 @@ async fn read_proxy_source(
     from: &[IpNet],
     deadline: Instant,
 ) -> Result<Option<SocketAddr>, Option<ProxyHeaderError>> {
-    let reject = |fault: ProxyHeaderError| {
-        tracing::debug!(peer = %addr, kind = fault.name(), "PROXY header rejected; connection closed");
-        Some(fault)
+    let reject = |error: ProxyHeaderError| {
+        tracing::debug!(peer = %addr, kind = error.name(), "PROXY header rejected; connection closed");
+        Some(error)
     };
     let ip = addr.ip().to_canonical();
     if !from.iter().any(|net| net.contains(&ip)) {
@@ -131,7 +131,7 @@ async fn read_proxy_source(
         }
         // The parser decides at the maximum header length at the latest, which bounds the buffer.
         if let Some(header) =
-            proxy_header::parse(&received).map_err(|fault| reject(fault.into()))?
+            proxy_header::parse_proxy_header(&received).map_err(|error| reject(error.into()))?
         {
             socket.put_back(received.get(header.len..).unwrap_or_default());
             return Ok(header.source);
@@ -152,25 +152,25 @@ async fn accept_tls(
         Ok(Ok(stream)) => stream,
         Ok(Err((error, socket))) => {
             tracing::debug!(%error, peer = %client, "TLS handshake failed");
-            let fault = classify_tls_error(&error, &socket).map(HandshakeError::Tls);
+            let error = classify_tls_error(&error, &socket).map(HandshakeError::Tls);
             return Err(FailedHandshake {
-                fault,
+                error,
                 alert_socket: Some(socket),
             });
         }
         Err(_elapsed) => {
             tracing::debug!(peer = %client, "TLS handshake timed out");
             return Err(FailedHandshake {
-                fault: Some(HandshakeError::Tls(TlsHandshakeError::Timeout)),
+                error: Some(HandshakeError::Tls(TlsHandshakeError::Timeout)),
                 alert_socket: None,
             });
         }
     };
     let (_, session) = stream.get_ref();
     let http2 = session.alpn_protocol().map(|protocol| protocol == b"h2");
-    let certificate = client_certificate_subject(session).map_err(|fault| {
+    let certificate = client_certificate_subject(session).map_err(|error| {
         tracing::debug!(peer = %client, "TLS session resumption rejected; client certificate expired");
-        FailedHandshake { fault: Some(HandshakeError::Tls(fault)), alert_socket: None }
+        FailedHandshake { error: Some(HandshakeError::Tls(error)), alert_socket: None }
     })?;
     let peer = ConnectionPeer {
         is_tls: true,

@@ -13,8 +13,9 @@ use std::task::{Poll, Waker};
 use std::time::Duration;
 use tokio::time::Instant;
 
+use super::close_reason::ConnectionCloseReason;
 use super::frame_limits::FrameBudget;
-use crate::telemetry::metrics::{ConnectionCloseReason, WorkerMetrics};
+use crate::telemetry::metrics::WorkerMetrics;
 
 /// Limit for an HTTP/2 client without requests to close after GOAWAY.
 const GOAWAY_TIMEOUT: Duration = Duration::from_secs(2);
@@ -185,7 +186,7 @@ impl ConnectionMonitor {
     /// Counts a connection or stream that the server closed for this reason.
     pub(in crate::proxy) fn record_close(&self, reason: ConnectionCloseReason) {
         if let Some(counts) = &self.metrics {
-            counts.record_connection_closed(reason);
+            counts.record_connection_closed(reason as usize);
         }
     }
 

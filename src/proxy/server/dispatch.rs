@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::sleep;
 
+use super::connection_load::{ConnectionCountGuard, ServerLoad};
 use super::listener::{AcceptedSocket, ServerListener};
-use super::load::{ConnectionCountGuard, ServerLoad};
 use super::worker::{QueuedConnection, WorkerThread, worker_died_error};
 use crate::listen::SocketListener;
 
@@ -59,7 +59,7 @@ impl ListenerAcceptor {
     /// Accepts and dispatches connections. Returns only if a worker died.
     pub(super) async fn run(&mut self, load: &ServerLoad) -> io::Error {
         loop {
-            let Some(permit) = self.acquire_slot(load).await else {
+            let Some(permit) = self.acquire_connection_slot(load).await else {
                 return worker_died_error();
             };
             let (socket, addr) = self.accept().await;
@@ -107,7 +107,7 @@ impl ListenerAcceptor {
     }
 
     /// Waits for a free connection slot. Connections above the limit stay in the kernel's backlog.
-    async fn acquire_slot(&self, load: &ServerLoad) -> Option<OwnedSemaphorePermit> {
+    async fn acquire_connection_slot(&self, load: &ServerLoad) -> Option<OwnedSemaphorePermit> {
         if let Ok(permit) = Arc::clone(&self.connection_slots).try_acquire_owned() {
             return Some(permit);
         }

@@ -3,7 +3,7 @@
 //! h2 limits the frames that leave state behind: reset streams, empty and small DATA, CONTINUATION.
 //! It processes all others without limit: PING, SETTINGS, PRIORITY, RST_STREAM, WINDOW_UPDATE by
 //! the byte, unknown types. A client may also cancel each request as soon as it has started. Each
-//! connection therefore has a [`FrameBudget`]: such frames spend credit, sent responses earn it,
+//! connection therefore has a [`FrameBudget`]: abusive frames spend credit, sent responses earn it,
 //! and an exhausted budget ends the connection.
 
 use std::cell::Cell;
@@ -104,7 +104,8 @@ pub(in crate::proxy) struct FrameScanner {
 }
 
 impl FrameScanner {
-    /// Scans the next bytes. Returns the number of costly frames that began in them.
+    /// Scans the next bytes. Returns the number of costly frames whose header
+    /// ends in these bytes.
     pub(in crate::proxy) fn count_costly_frames(&mut self, mut bytes: &[u8]) -> u32 {
         let mut costly_frames = 0;
         loop {

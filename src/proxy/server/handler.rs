@@ -23,19 +23,19 @@ pub trait RequestHandler: 'static {
     ) -> impl Future<Output = Response<ResponseBody>> + 'static;
 
     /// Records a connection that failed before its first request.
-    fn record_handshake_error(&self, _fault: HandshakeError) {}
+    fn record_handshake_error(&self, _error: HandshakeError) {}
 
     /// Records that the server answered an unreadable request head with `status`.
     fn record_unreadable_request(&self, _status: StatusCode, _peer: &ConnectionPeer) {}
 
     /// Metrics shard of this worker.
-    fn metrics_shard(&self) -> Option<Arc<WorkerMetrics>> {
+    fn worker_metrics(&self) -> Option<Arc<WorkerMetrics>> {
         None
     }
 
     /// Finishes outstanding work after the worker's last request. The worker thread ends
     /// afterwards.
-    fn finish(&self) -> impl Future<Output = ()> {
+    fn finish_outstanding_work(&self) -> impl Future<Output = ()> {
         std::future::ready(())
     }
 }

@@ -113,23 +113,23 @@ mod tests {
             TlsHandshakeError::NAMES.len(),
             TlsHandshakeError::Other as usize + 1
         );
-        for fault in [
+        for error in [
             TlsHandshakeError::Timeout,
             TlsHandshakeError::NoCertificate,
             TlsHandshakeError::Other,
         ] {
-            assert_eq!(TlsHandshakeError::NAMES[fault as usize], fault.name());
+            assert_eq!(TlsHandshakeError::NAMES[error as usize], error.name());
         }
         assert_eq!(
             ProxyHeaderError::NAMES.len(),
             ProxyHeaderError::Checksum as usize + 1
         );
-        for fault in [
+        for error in [
             ProxyHeaderError::NotAllowed,
             ProxyHeaderError::Absent,
             ProxyHeaderError::Checksum,
         ] {
-            assert_eq!(ProxyHeaderError::NAMES[fault as usize], fault.name());
+            assert_eq!(ProxyHeaderError::NAMES[error as usize], error.name());
         }
     }
 }

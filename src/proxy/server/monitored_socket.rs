@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::connection_timeouts::ConnectionMonitor;
 use super::frame_limits::FrameScanner;
 use super::lazy_timer::LazyTimer;
-use super::transport::{ClientTransport, move_buffered};
+use super::transport::{ClientTransport, move_buffered_bytes};
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
 /// can destroy the last response before the client reads it.
@@ -149,7 +149,7 @@ impl AsyncRead for MonitoredSocket {
             return Poll::Ready(Ok(()));
         }
         if !this.read_ahead.is_empty() {
-            move_buffered(&mut this.read_ahead, into);
+            move_buffered_bytes(&mut this.read_ahead, into);
             return Poll::Ready(Ok(()));
         }
         let before = into.filled().len();

@@ -8,8 +8,8 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::connection_load::ServerLoad;
 use super::dispatch::PendingConnections;
-use super::load::ServerLoad;
 use super::worker::{WorkerThread, worker_died_error};
 
 /// Requested run state of the server. The state only moves forward.
@@ -42,7 +42,7 @@ pub(super) async fn wait_for_signal(
 /// Dispatches the pending connections and waits until all workers have ended. After `grace`, or at
 /// [`ShutdownSignal::Immediate`], sends `true` on `cut`, which makes the workers cut their
 /// connections. Returns the number of cut connections.
-pub(super) async fn drain(
+pub(super) async fn drain_workers(
     pending: Vec<PendingConnections>,
     workers: Vec<WorkerThread>,
     load: &ServerLoad,

@@ -122,7 +122,7 @@ impl ClientTransport {
 }
 
 /// Moves as many bytes as fit into `into`. Frees the buffer once it is empty.
-pub(in crate::proxy) fn move_buffered(bytes: &mut Vec<u8>, into: &mut ReadBuf<'_>) {
+pub(in crate::proxy) fn move_buffered_bytes(bytes: &mut Vec<u8>, into: &mut ReadBuf<'_>) {
     let n = bytes.len().min(into.remaining());
     into.put_slice(bytes.drain(..n).as_slice());
     if bytes.is_empty() {
@@ -138,7 +138,7 @@ impl AsyncRead for RawSocket {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if !this.read_ahead.is_empty() {
-            move_buffered(&mut this.read_ahead, into);
+            move_buffered_bytes(&mut this.read_ahead, into);
             return Poll::Ready(Ok(()));
         }
         let before = into.filled().len();

@@ -15,10 +15,10 @@ use super::accept::HandshakeAcceptor;
 use super::allocator_trim::AllocatorTrim;
 use super::connection::protocols::HttpProtocols;
 use super::connection::serve_connection;
+use super::connection_load::{ConnectionCountGuard, ServerLoad};
 use super::connection_timeouts::ConnectionMonitor;
 use super::handler::RequestHandler;
 use super::listener::{AcceptedSocket, ServerListener};
-use super::load::{ConnectionCountGuard, ServerLoad};
 use super::transport::RawSocket;
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 
@@ -93,7 +93,7 @@ impl WorkerThread {
                     // Lets the runtime drop the aborted connection tasks, which releases their
                     // requests.
                     tokio::task::yield_now().await;
-                    handler.finish().await;
+                    handler.finish_outstanding_work().await;
                     cut
                 });
                 // Dropping the runtime would wait for pending DNS lookups.
@@ -119,7 +119,7 @@ impl WorkerThread {
 }
 
 /// Waits until all workers have their handlers.
-pub(super) async fn wait_until_ready(workers: &mut [WorkerThread]) -> io::Result<()> {
+pub(super) async fn wait_for_workers(workers: &mut [WorkerThread]) -> io::Result<()> {
     for worker in workers {
         (&mut worker.ready)
             .await
@@ -176,7 +176,7 @@ async fn run_worker<H: RequestHandler>(
             next = queued.recv() => {
                 let Some(next) = next else { break };
                 let Some(WorkerListener { kind, acceptor, protocols }) = listeners.get(next.listener_index) else { continue };
-                let monitor = ConnectionMonitor::new(protocols.timeouts(), handler.metrics_shard());
+                let monitor = ConnectionMonitor::new(protocols.timeouts(), handler.worker_metrics());
                 last_id += 1;
                 monitors.borrow_mut().insert(last_id, Rc::clone(&monitor));
                 let registration = MonitorRegistration { monitors: Rc::clone(&monitors), id: last_id };
@@ -195,8 +195,8 @@ async fn run_worker<H: RequestHandler>(
                             serve_connection(connection, handler, protocols, monitor).await;
                         }
                         Err(failed) => {
-                            if let Some(fault) = failed.fault {
-                                handler.record_handshake_error(fault);
+                            if let Some(error) = failed.error {
+                                handler.record_handshake_error(error);
                             }
                             Box::pin(failed.close()).await;
                         }
@@ -204,7 +204,7 @@ async fn run_worker<H: RequestHandler>(
                 });
             }
             Some(ended) = connections.join_next() => record_connection_end(ended, load),
-            _ = cut.wait_for(|cut| *cut) => return count_unfinished(connections),
+            _ = cut.wait_for(|cut| *cut) => return count_unfinished_connections(connections),
         }
     }
     for monitor in monitors.borrow().values() {
@@ -217,12 +217,12 @@ async fn run_worker<H: RequestHandler>(
                 Some(ended) => record_connection_end(ended, load),
                 None => return 0,
             },
-            _ = cut.wait_for(|cut| *cut) => return count_unfinished(connections),
+            _ = cut.wait_for(|cut| *cut) => return count_unfinished_connections(connections),
         }
     }
 }
 
-fn count_unfinished(mut connections: JoinSet<()>) -> usize {
+fn count_unfinished_connections(mut connections: JoinSet<()>) -> usize {
     while connections.try_join_next().is_some() {}
     connections.len()
 }

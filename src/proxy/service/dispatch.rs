@@ -1,6 +1,7 @@
 //! Dispatch of requests to the handler of their listener.
 
 use super::ProxyService;
+use crate::enforcer::RequestDecision;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::server::handler::RequestHandler;
@@ -8,7 +9,7 @@ use crate::proxy::server::handshake_error::HandshakeError;
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::settings::ListenerKind;
 use crate::proxy::{RequestBody, ResponseBody};
-use crate::telemetry::metrics::{RequestDecision, WorkerMetrics};
+use crate::telemetry::metrics::WorkerMetrics;
 use http::{Request, Response, StatusCode};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -33,19 +34,19 @@ impl RequestHandler for ProxyService {
         }
     }
 
-    fn record_handshake_error(&self, fault: HandshakeError) {
-        match fault {
-            HandshakeError::ProxyHeader(fault) => {
-                self.metrics.record_proxy_header_error(fault as usize)
+    fn record_handshake_error(&self, error: HandshakeError) {
+        match error {
+            HandshakeError::ProxyHeader(error) => {
+                self.metrics.record_proxy_header_error(error as usize)
             }
-            HandshakeError::Tls(fault) => self.metrics.record_tls_error(fault as usize),
+            HandshakeError::Tls(error) => self.metrics.record_tls_error(error as usize),
         }
     }
 
     fn record_unreadable_request(&self, status: StatusCode, peer: &ConnectionPeer) {
         self.metrics.record_status(status.as_u16());
         self.metrics
-            .record_request_decision(RequestDecision::Malformed);
+            .record_request_decision(RequestDecision::Malformed as usize);
         self.access_log
             .write(&AccessLogEntry::for_unreadable_request(
                 peer.addr.ip(),
@@ -53,11 +54,11 @@ impl RequestHandler for ProxyService {
             ));
     }
 
-    fn metrics_shard(&self) -> Option<Arc<WorkerMetrics>> {
+    fn worker_metrics(&self) -> Option<Arc<WorkerMetrics>> {
         Some(Arc::clone(&self.metrics))
     }
 
-    async fn finish(&self) {
+    async fn finish_outstanding_work(&self) {
         self.enforcer.shut_down().await;
     }
 }

@@ -1,4 +1,4 @@
-//! One proxied request, top to bottom. The order is the documentation.
+//! One proxied request, from top to bottom: read this file in order.
 
 use super::ProxyService;
 use super::request_summary::RequestSummary;
@@ -66,7 +66,10 @@ impl ProxyService {
         let deadline = slot_guard.as_ref().and_then(ConcurrencySlotGuard::ends_at);
 
         // 3. Wait.
-        let ready_at = match self.wait_for_turn(&verdict, arrived_at, deadline).await {
+        let ready_at = match self
+            .wait_for_leaky_bucket(&verdict, arrived_at, deadline)
+            .await
+        {
             Ok(ready_at) => ready_at,
             Err(error) => {
                 body.discard();
@@ -80,7 +83,7 @@ impl ProxyService {
         let body_handle = body.clone_handle();
         let upstream_request = Request::from_parts(parts, body);
         let send = pin!(self.upstream.send(upstream_request, ready_at, interim));
-        let result = complete_before(deadline, send).await;
+        let result = await_until_deadline(deadline, send).await;
 
         // 5. Finish.
         finish_upstream_span(&mut summary, &result);
@@ -110,7 +113,7 @@ impl ProxyService {
 
     /// Waits as long as a `leaky_bucket` limit delays the request, at most until `deadline`. If the
     /// client disconnects, the request is dropped but its queue slot stays consumed.
-    async fn wait_for_turn(
+    async fn wait_for_leaky_bucket(
         &self,
         verdict: &Verdict<'_>,
         arrived_at: Instant,
@@ -118,7 +121,7 @@ impl ProxyService {
     ) -> Result<Instant, ForwardError> {
         let decided_at = verdict.decided_at.unwrap_or(arrived_at);
         let turn = pin!(self.upstream.delay_request(verdict.delay, decided_at));
-        complete_before(deadline, turn).await
+        await_until_deadline(deadline, turn).await
     }
 
     /// Rewrites the request head for the upstream, and starts the trace span of the exchange.
@@ -171,10 +174,10 @@ impl ProxyService {
                 }
                 Response::from_parts(parts, body)
             }
-            Err(fault) => {
+            Err(error) => {
                 self.metrics
                     .record_upstream_error(UpstreamErrorKind::Protocol as usize);
-                tracing::warn!(%fault, "upstream response rejected");
+                tracing::warn!(fault = %error, "upstream response rejected");
                 local_replies::build_proxy_error(ProxyErrorType::ProtocolError, style)
                     .map(ResponseBody::Full)
             }
@@ -242,7 +245,7 @@ impl ProxyService {
 /// Awaits `future` until `deadline` at most.
 ///
 /// The future is pinned by the caller. By value it would be stored three times, once per branch.
-async fn complete_before<T>(
+async fn await_until_deadline<T>(
     deadline: Option<Instant>,
     future: Pin<&mut impl Future<Output = Result<T, UpstreamError>>>,
 ) -> Result<T, ForwardError> {

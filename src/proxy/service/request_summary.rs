@@ -1,13 +1,12 @@
 //! What logs, metrics and traces record about a request.
 
 use super::ProxyService;
-use crate::enforcer::{ReportedLimit, RequestOutcome, Verdict};
-use crate::policy::client::ClientIdentity;
+use crate::enforcer::{DecisionSource, ReportedLimit, RequestDecision, RequestOutcome, Verdict};
+use crate::policy::client::ClientAddress;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::request_validation::RequestTarget;
 use crate::proxy::server::peer::ConnectionPeer;
-use crate::telemetry::metrics::{DecisionSource, RequestDecision};
 use crate::telemetry::trace::{self, RequestRecording, TraceContext, TraceId};
 use http::{Method, StatusCode, Version, request};
 use tokio::time::Instant;
@@ -15,7 +14,7 @@ use tokio::time::Instant;
 /// The parts of a request that its log entry and trace need after it was forwarded.
 pub(in crate::proxy) struct RequestSummary {
     pub(super) target: RequestTarget,
-    pub(super) client: ClientIdentity,
+    pub(super) client: ClientAddress,
     /// The client's HTTP version; validation replaces that of the request head.
     pub(super) version: Version,
     pub(super) arrived_at: Instant,
@@ -81,10 +80,10 @@ impl ProxyService {
         peer: &ConnectionPeer,
     ) {
         self.metrics
-            .record_request_decision(classify_verdict(verdict));
-        if let Some(fault) = inbound.token_error() {
+            .record_request_decision(classify_verdict(verdict) as usize);
+        if let Some(error) = inbound.token_error() {
             self.metrics.record_rejected_token();
-            tracing::debug!(%fault, peer = %peer.addr, "request token rejected");
+            tracing::debug!(fault = %error, peer = %peer.addr, "request token rejected");
         }
     }
 
@@ -124,12 +123,12 @@ impl ProxyService {
         };
         self.access_log.write(&entry);
         if let Some(recording) = &mut summary.recording {
-            let tightest = ReportedLimit::find_tightest(&verdict.limits);
+            let tightest = ReportedLimit::find_least_remaining(&verdict.limits);
             recording.set_response(&trace::TracedResponse {
                 status: status.as_u16(),
                 decision: entry.decision,
                 policy,
-                limit: tightest.map(|one| (&*one.limit.name, one.key_id, one.standing.remaining)),
+                limit: tightest.map(|one| (&*one.limit.name, one.key_id, one.status.remaining)),
                 source: verdict
                     .source
                     .map(DecisionSource::label)

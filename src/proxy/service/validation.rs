@@ -1,13 +1,13 @@
 //! Validation of request heads, and the responses to requests that fail it.
 
 use super::ProxyService;
+use crate::enforcer::RequestDecision;
 use crate::policy::PolicyTable;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody};
-use crate::telemetry::metrics::RequestDecision;
 use crate::telemetry::trace::TraceContext;
 use bytes::Bytes;
 use http::{HeaderMap, Response, header, request};
@@ -30,9 +30,9 @@ impl ProxyService {
             );
         }
         let inbound =
-            InboundRequest::from_parts(parts, peer.addr.ip(), table).map_err(|fault| {
-                tracing::debug!(%fault, peer = %peer.addr, "request failed validation");
-                local_replies::build_inbound_error(fault, style)
+            InboundRequest::from_parts(parts, peer.addr.ip(), table).map_err(|error| {
+                tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
+                local_replies::build_inbound_error(error, style)
             })?;
         if self
             .max_body_bytes
@@ -61,7 +61,7 @@ impl ProxyService {
     ) -> Response<ResponseBody> {
         let elapsed = arrived_at.elapsed();
         self.metrics
-            .record_request_decision(RequestDecision::Malformed);
+            .record_request_decision(RequestDecision::Malformed as usize);
         self.access_log.write(&AccessLogEntry {
             method: parts.method.as_str(),
             host: parts

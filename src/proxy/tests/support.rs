@@ -98,7 +98,7 @@ impl RunningServer {
         let ListenAddress::Ip(addr) = server.address().unwrap() else {
             panic!("expected an IP address")
         };
-        let load = server.load();
+        let load = server.server_load();
         let (shutdown_signal, signal_rx) = watch::channel(ShutdownSignal::Run);
         server.listen().unwrap();
         let task = tokio::spawn(server.run(handler, shutdown, signal_rx, || {}));

@@ -16,4 +16,4 @@ pub(super) use connection::{
     Http2Connection, Http2ResponseFuture, MAX_CONCURRENT_STREAMS, StreamOpenError,
 };
 pub(super) use driver::Http2Driver;
-pub(super) use handshake::handshake;
+pub(super) use handshake::perform_http2_handshake;

@@ -1,9 +1,10 @@
-//! The upstream's end of a tunnel: an HTTP/1.1 connection or an HTTP/2 stream as a byte stream.
+//! The upstream's end of a tunnel as a byte stream.
 
 use bytes::{Buf, Bytes};
 use h2::{RecvStream, SendStream};
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
+use std::fmt::Debug;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -15,54 +16,14 @@ use super::pool::UpstreamConnection;
 /// Maximum chunk written to the stream of a tunnel.
 const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;
 
-/// The upstream's end of a tunnel.
-#[derive(Debug)]
-pub(in crate::proxy) enum TunnelUpstream {
-    /// A whole HTTP/1.1 connection.
-    Http1(TokioIo<Upgraded>),
-    /// A stream of an HTTP/2 connection.
-    Http2(Http2TunnelIo),
+/// The upstream's end of a tunnel: an HTTP/1.1 connection or an [`Http2TunnelIo`].
+pub(in crate::proxy) trait TunnelUpstream:
+    AsyncRead + AsyncWrite + Debug + Unpin
+{
 }
 
-impl TunnelUpstream {
-    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
-        match self {
-            Self::Http1(io) => Pin::new(io),
-            Self::Http2(stream) => Pin::new(stream),
-        }
-    }
-}
-
-impl AsyncRead for TunnelUpstream {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Http1(io) => Pin::new(io).poll_read(cx, into),
-            Self::Http2(stream) => Pin::new(stream).poll_read(cx, into),
-        }
-    }
-}
-
-impl AsyncWrite for TunnelUpstream {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        self.get_mut().writer().poll_write(cx, bytes)
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.get_mut().writer().poll_flush(cx)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.get_mut().writer().poll_shutdown(cx)
-    }
-}
+impl TunnelUpstream for TokioIo<Upgraded> {}
+impl TunnelUpstream for Http2TunnelIo {}
 
 /// An HTTP/2 stream as a bidirectional byte stream. Dropping it before both directions ended resets
 /// the stream.

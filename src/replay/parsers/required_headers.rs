@@ -40,11 +40,11 @@ impl RequiredHeaders {
     }
 
     pub(super) fn header_index(&self, name: &str) -> Option<u16> {
-        let at = self
+        let index = self
             .names
             .iter()
             .position(|required| required.as_str() == name)?;
-        u16::try_from(at).ok()
+        u16::try_from(index).ok()
     }
 
     /// Returns the headers that are mapped to `field`. Adds `default_header` unless that header is

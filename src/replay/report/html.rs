@@ -8,10 +8,10 @@ use super::super::simulator::ReplayPolicyStats;
 use super::super::suggestions::{LimitProposal, LimitSuggestion};
 use super::html_escape::EscapedText;
 use super::html_plots::{write_histogram, write_sparkline, write_timeline};
-use super::{
-    PolicySetReport, ReplayPolicySummary, ReplayReport, format_count, format_key_count,
-    format_share, format_time, format_time_range,
+use super::number_format::{
+    format_count, format_key_count, format_share, format_time, format_time_range,
 };
+use super::results::{PolicySetReport, ReplayPolicySummary, ReplayReport, policy_names};
 use crate::config::format_duration;
 use std::fmt::{self, Write};
 use std::time::Duration;
@@ -67,8 +67,8 @@ fn write_page(page: &mut String, report: &ReplayReport) -> fmt::Result {
 
 fn write_header(page: &mut String, report: &ReplayReport) -> fmt::Result {
     page.push_str("<header><h1>What the policies would have done</h1><p>");
-    for (at, log) in report.logs.iter().enumerate() {
-        let comma = if at > 0 { ", " } else { "" };
+    for (index, log) in report.logs.iter().enumerate() {
+        let comma = if index > 0 { ", " } else { "" };
         write!(
             page,
             "{comma}<code>{}</code> ({})",
@@ -121,7 +121,7 @@ fn write_comparison(
         )
     };
     row("all: forwarded", forwarded(first), forwarded(second))?;
-    for policy in super::policy_names(first, second) {
+    for policy in policy_names(first, second) {
         let refused = |set: &PolicySetReport| {
             set.policy_stats(policy).map_or("–".to_owned(), |stats| {
                 format!(
@@ -136,8 +136,8 @@ fn write_comparison(
     write!(
         page,
         "</tbody></table></div><p>Refused by the second only: <b>{}</b> requests. By the first only: <b>{}</b>.</p></section>",
-        format_count(report.differences.refused_by_second_only),
-        format_count(report.differences.refused_by_first_only)
+        format_count(report.differences.rejected_by_second_only),
+        format_count(report.differences.rejected_by_first_only)
     )
 }
 
@@ -311,8 +311,8 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
         format_share(*touched_now, *keys),
     )?;
     page.push_str("<p>Peak demand: ");
-    for (at, (of_1000, peak)) in proposal.quantiles.iter().enumerate() {
-        let comma = if at > 0 { ", " } else { "" };
+    for (index, (of_1000, peak)) in proposal.quantiles.iter().enumerate() {
+        let comma = if index > 0 { ", " } else { "" };
         match of_1000 {
             1000 => write!(page, "{comma}and the highest {}", format_count(*peak))?,
             _ => write!(

@@ -3,7 +3,8 @@
 use super::super::statistics::{RequestSeries, SeriesBin};
 use super::super::suggestions::LimitProposal;
 use super::html_escape::EscapedText;
-use super::{PolicySetReport, ReplayReport, format_count, format_time};
+use super::number_format::{format_count, format_time};
+use super::results::{PolicySetReport, ReplayReport};
 use crate::config::format_duration;
 use std::fmt::{self, Write};
 use std::time::Duration;

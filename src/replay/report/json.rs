@@ -3,18 +3,20 @@
 use super::super::simulator::ReplayPolicyStats;
 use super::super::statistics::RequestSeries;
 use super::super::suggestions::LimitSuggestion;
-use super::{LogSummary, MostRefusedKey, PolicySetReport, ReplayPolicySummary, ReplayReport};
+use super::results::{
+    LogSummary, MostRefusedKey, PolicySetReport, ReplayPolicySummary, ReplayReport,
+};
 use serde_json::{Value, json};
 
 /// Maximum number of bins in a time series.
 const MAX_STEPS: usize = 60;
 
 pub(super) fn render_json(report: &ReplayReport) -> String {
-    let logs: Vec<Value> = report.logs.iter().map(log_to_json).collect();
+    let logs: Vec<Value> = report.logs.iter().map(log_summary_to_json).collect();
     let sets: Vec<Value> = report
         .sets
         .iter()
-        .map(|set| set_to_json(report, set))
+        .map(|set| policy_set_to_json(report, set))
         .collect();
     // A single set has no comparison.
     let differences = (report.sets.len() > 1).then_some(report.differences);
@@ -25,14 +27,14 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
         "to": report.to_s,
         "logs": logs,
         "sets": sets,
-        "refused_by_second_only": differences.map(|counts| counts.refused_by_second_only),
-        "refused_by_first_only": differences.map(|counts| counts.refused_by_first_only),
+        "refused_by_second_only": differences.map(|counts| counts.rejected_by_second_only),
+        "refused_by_first_only": differences.map(|counts| counts.rejected_by_first_only),
         "warnings": report.warnings(),
     });
     format!("{value:#}\n")
 }
 
-fn log_to_json(log: &LogSummary) -> Value {
+fn log_summary_to_json(log: &LogSummary) -> Value {
     json!({
         "name": log.name,
         "format": log.format.name(),
@@ -44,12 +46,12 @@ fn log_to_json(log: &LogSummary) -> Value {
     })
 }
 
-fn set_to_json(report: &ReplayReport, set: &PolicySetReport) -> Value {
+fn policy_set_to_json(report: &ReplayReport, set: &PolicySetReport) -> Value {
     let stats = &set.stats;
     let policies = set.policies.iter().zip(&stats.policies).enumerate();
     let policies: Vec<Value> = policies
-        .map(|(at, (summary, stats))| {
-            let suggestions = set.suggestions.iter().find(|(of, _)| *of == at);
+        .map(|(index, (summary, stats))| {
+            let suggestions = set.suggestions.iter().find(|(of, _)| *of == index);
             policy_to_json(
                 report,
                 summary,

@@ -2,10 +2,10 @@
 
 use super::super::statistics::RequestSeries;
 use super::super::suggestions::{LimitProposal, LimitSuggestion};
-use super::{
-    PolicySetReport, ReplayReport, format_count, format_key_count, format_share, format_time,
-    format_time_range, policy_names,
+use super::number_format::{
+    format_count, format_key_count, format_share, format_time, format_time_range,
 };
+use super::results::{PolicySetReport, ReplayReport, policy_names};
 use crate::config::format_duration;
 use std::fmt::Write;
 use std::time::Duration;
@@ -110,8 +110,8 @@ impl TextReportPage {
         }
         self.push_line(&format!(
             "Refused by the second only: {}. By the first only: {}.",
-            format_count(report.differences.refused_by_second_only),
-            format_count(report.differences.refused_by_first_only)
+            format_count(report.differences.rejected_by_second_only),
+            format_count(report.differences.rejected_by_first_only)
         ));
     }
 

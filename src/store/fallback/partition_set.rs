@@ -29,6 +29,15 @@ impl PartitionSet {
             .is_some_and(|word| word.load(Ordering::Relaxed) >> (partition % 64) & 1 == 1)
     }
 
+    pub(super) fn to_vec(&self) -> Vec<u16> {
+        let words = (0..).step_by(64).zip(&self.0);
+        words
+            .filter(|(_, word)| word.load(Ordering::Relaxed) != 0)
+            .flat_map(|(first, _)| first..first + 64)
+            .filter(|partition| self.contains(*partition))
+            .collect()
+    }
+
     pub(super) fn clear(&self) {
         self.0
             .iter()

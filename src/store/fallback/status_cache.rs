@@ -2,6 +2,7 @@
 //! An outage starts from it.
 
 use super::Share;
+use super::outage_usage::OutageStatus;
 use crate::limiter::{Algorithm, Amendment, Charge, Limit, LimitStatus};
 use crate::store::memory::{CounterId, counter_id};
 use parking_lot::Mutex;
@@ -12,6 +13,7 @@ use std::collections::HashMap;
 const MAX_GENERATION_ENTRIES: usize = 1 << 12;
 const SHARD_COUNT: usize = 16;
 
+/// The last status of each limit and key. Process-wide, in shards with a lock each.
 #[derive(Debug, Default)]
 pub(super) struct StatusCache([Mutex<StatusGenerations>; SHARD_COUNT]);
 
@@ -55,22 +57,14 @@ impl StatusCache {
             received_at_us,
             block_ends_us: ends_us,
         };
-        if let Some(shard) = self.shard(charge) {
-            let mut generations = shard.lock();
-            if generations.current.len() >= MAX_GENERATION_ENTRIES {
-                generations.previous = std::mem::take(&mut generations.current);
-            }
-            generations
-                .current
-                .insert(counter_id(charge.limit, charge.key), cached);
-        }
+        self.insert_cached(counter_id(charge.limit, charge.key), cached);
     }
 
     /// Removes the entry of a charge and passes it to `apply`. The shard stays locked meanwhile: a
     /// concurrent charge must not be overwritten by the counter that `apply` creates.
-    pub(super) fn take_with(&self, charge: &Charge<'_>, apply: impl FnOnce(CachedStatus)) {
+    pub(super) fn remove_and_apply(&self, charge: &Charge<'_>, apply: impl FnOnce(CachedStatus)) {
         let id = counter_id(charge.limit, charge.key);
-        let Some(shard) = self.shard(charge) else {
+        let Some(shard) = self.shard(id) else {
             return;
         };
         let mut generations = shard.lock();
@@ -80,9 +74,53 @@ impl StatusCache {
         }
     }
 
-    fn shard(&self, charge: &Charge<'_>) -> Option<&Mutex<StatusGenerations>> {
+    /// All entries, with their ages at `now_us`.
+    pub(super) fn export(&self, now_us: u64) -> Vec<OutageStatus> {
+        let mut statuses = Vec::new();
+        for shard in &self.0 {
+            let generations = shard.lock();
+            let entries = generations.current.iter().chain(&generations.previous);
+            statuses.extend(entries.map(|(id, cached)| {
+                OutageStatus {
+                    id: *id,
+                    remaining: cached.remaining,
+                    age_us: now_us.saturating_sub(cached.received_at_us),
+                    block_ends_in_us: cached
+                        .block_ends_us
+                        .map(|ends_us| ends_us.saturating_sub(now_us)),
+                }
+            }));
+        }
+        statuses
+    }
+
+    /// Inserts entries that were exported `downtime_us` ago.
+    pub(super) fn restore(&self, statuses: &[OutageStatus], now_us: u64, downtime_us: u64) {
+        for status in statuses {
+            let age_us = status.age_us.saturating_add(downtime_us);
+            let ends_us = |in_us: u64| now_us.saturating_add(in_us).saturating_sub(downtime_us);
+            let cached = CachedStatus {
+                remaining: status.remaining,
+                received_at_us: now_us.saturating_sub(age_us),
+                block_ends_us: status.block_ends_in_us.map(ends_us),
+            };
+            self.insert_cached(status.id, cached);
+        }
+    }
+
+    fn insert_cached(&self, id: CounterId, cached: CachedStatus) {
+        if let Some(shard) = self.shard(id) {
+            let mut generations = shard.lock();
+            if generations.current.len() >= MAX_GENERATION_ENTRIES {
+                generations.previous = std::mem::take(&mut generations.current);
+            }
+            generations.current.insert(id, cached);
+        }
+    }
+
+    fn shard(&self, id: CounterId) -> Option<&Mutex<StatusGenerations>> {
         self.0
-            .get(usize::try_from(charge.key.id() % SHARD_COUNT as u128).ok()?)
+            .get(usize::try_from(id.0 % SHARD_COUNT as u128).ok()?)
     }
 }
 

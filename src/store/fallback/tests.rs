@@ -1,6 +1,7 @@
 use super::*;
 use crate::clock::ManualClock;
 use crate::limiter::KeyBuilder;
+use crate::store::fallback::outage_usage::OutageUsage;
 use std::collections::BTreeSet;
 use std::sync::Barrier;
 use std::thread;
@@ -52,7 +53,7 @@ impl SimulatedFleet {
         self.manual_clock.set_us(self.now_us);
     }
 
-    fn charge(&self) -> Charge<'_> {
+    fn one_unit_charge(&self) -> Charge<'_> {
         Charge {
             has_fallback: true,
             ..Charge::new(&self.limit, &self.key, 1)
@@ -60,14 +61,14 @@ impl SimulatedFleet {
     }
 
     fn decide_in_redis(&mut self, instance: usize) -> bool {
-        let charges = [self.charge()];
+        let charges = [self.one_unit_charge()];
         let decision = self.redis.decide(&charges);
         self.instances[instance].cache_statuses(&charges, &decision, Instant::now());
         self.record_admission(decision.admitted)
     }
 
     fn decide_by_share(&mut self, instance: usize) -> bool {
-        let decision = self.instances[instance].decide(&[self.charge()], Instant::now());
+        let decision = self.instances[instance].decide(&[self.one_unit_charge()], Instant::now());
         self.record_admission(decision.admitted)
     }
 
@@ -86,8 +87,7 @@ impl SimulatedFleet {
     fn write_back(&mut self) {
         for fallback in &self.instances {
             while fallback.has_pending_write_back() {
-                let batch = fallback.take_write_back([]);
-                for (limit, key, amendment) in &fallback.write_back_amendments(&batch) {
+                for (limit, key, amendment) in &fallback.take_write_back([]).unwrap() {
                     self.redis.apply_settlements(&[Settlement {
                         limit,
                         key,
@@ -96,8 +96,32 @@ impl SimulatedFleet {
                 }
                 fallback.finish_write_back();
             }
+            fallback.take_new_failure_flag();
             fallback.end_outage();
+            assert!(!fallback.is_in_outage());
         }
+    }
+
+    fn begin_outage(&self) {
+        for fallback in &self.instances {
+            fallback.mark_unreachable([SINGLE_PARTITION]);
+        }
+    }
+
+    /// Stops an instance and starts it again, with its exported usage as the only memory.
+    fn restart(&mut self, instance: usize, downtime_us: u64) {
+        let usage = self.instances[instance].export_usage(self.now_us);
+        self.advance_us(downtime_us);
+        let fallback = FallbackStore::new(1, self.instances[instance].clock.clone());
+        fallback.set_share(Share::with_unknown_rank(9));
+        match usage {
+            Some(usage) => {
+                let usage = OutageUsage::decode(&usage.encode()).unwrap();
+                fallback.restore_usage(usage, downtime_us);
+            }
+            None => fallback.set_share(self.instances[instance].share()),
+        }
+        self.instances[instance] = fallback;
     }
 
     /// The largest number of units admitted since `from_us` in any window of the limit's period.
@@ -194,7 +218,7 @@ fn a_fleet_admits_the_remaining_units_and_an_exhausted_key_stays_exhausted() {
         for fallback in &fleet.instances {
             let zero_cost = [Charge {
                 cost: 0,
-                ..fleet.charge()
+                ..fleet.one_unit_charge()
             }];
             fallback.cache_statuses(&zero_cost, &fleet.redis.decide(&zero_cost), Instant::now());
         }
@@ -207,6 +231,93 @@ fn a_fleet_admits_the_remaining_units_and_an_exhausted_key_stays_exhausted() {
             "used units are available again after a period"
         );
     }
+}
+
+/// All that a restarted instance admits is what it would have admitted without the restart.
+#[test]
+fn a_restart_in_an_outage_changes_no_remaining_units() {
+    let algorithms = [
+        Algorithm::SlidingLog,
+        Algorithm::SlidingWindow { buckets: 10 },
+        Algorithm::FixedWindow { offset_us: 0 },
+        Algorithm::TokenBucket {
+            burst: 12,
+            warm_up_us: 0,
+        },
+    ];
+    for algorithm in algorithms {
+        let counts = [0, 1, 3].map(|restarts| {
+            let mut fleet = SimulatedFleet::new(3, algorithm);
+            (0..4).for_each(|_| assert!(fleet.decide_in_redis(0)));
+            fleet.begin_outage();
+            (0..2).for_each(|_| assert!(fleet.decide_by_share(0)));
+            fleet.advance_us(1_000_000);
+            assert!(fleet.decide_by_share(1));
+            for _ in 0..restarts {
+                (0..3).for_each(|instance| fleet.restart(instance, 0));
+            }
+            let admitted = fleet.exhaust_shares();
+            fleet.write_back();
+            let in_redis = (0..50).filter(|_| fleet.decide_in_redis(1)).count();
+            (admitted, in_redis)
+        });
+        assert!(counts[0].0 > 5, "{algorithm:?}: {counts:?}");
+        assert!(
+            counts.iter().all(|count| *count == counts[0]),
+            "{algorithm:?}: {counts:?}"
+        );
+    }
+}
+
+#[test]
+fn a_restart_keeps_blocks_and_exhausted_keys_and_lets_them_end() {
+    let (clock, manual_clock) = Clock::manual(START_US);
+    let key = KeyBuilder::new("p").finish();
+    let [block, limit] = [
+        (60_000_000, Algorithm::Block),
+        (1_000_000, Algorithm::SlidingLog),
+    ]
+    .map(|(per_us, algorithm)| Limit {
+        requests: 1,
+        per_us,
+        algorithm,
+    });
+    let charges = [&block, &limit].map(|limit| Charge {
+        has_fallback: true,
+        ..Charge::new(limit, &key, 1)
+    });
+    let mut fallback = FallbackStore::new(1, clock.clone());
+    fallback.mark_unreachable([SINGLE_PARTITION]);
+    assert!(fallback.decide(&charges, Instant::now()).admitted);
+    assert!(!fallback.decide(&charges, Instant::now()).admitted);
+    for (at_us, admitted) in [(10_000_000, false), (59_999_999, false), (60_000_000, true)] {
+        let usage = fallback.export_usage(0).unwrap();
+        let downtime_us = START_US + at_us - clock.now_us();
+        manual_clock.set_us(START_US + at_us);
+        fallback = FallbackStore::new(1, clock.clone());
+        fallback.restore_usage(usage, downtime_us);
+        let decision = fallback.decide(&charges, Instant::now());
+        assert_eq!(decision.admitted, admitted, "at {at_us}");
+    }
+}
+
+#[test]
+fn usage_is_exported_only_while_redis_may_lack_it() {
+    let mut fleet = SimulatedFleet::new(1, Algorithm::SlidingLog);
+    assert!(fleet.decide_in_redis(0));
+    assert_eq!(fleet.instances[0].export_usage(0), None);
+    assert!(fleet.decide_by_share(0));
+    assert!(fleet.instances[0].export_usage(0).is_some());
+    fleet.write_back();
+    assert_eq!(fleet.instances[0].export_usage(0), None);
+    fleet.instances[0].mark_unreachable([SINGLE_PARTITION]);
+    assert!(fleet.instances[0].take_new_failure_flag());
+    fleet.instances[0].mark_unreachable([SINGLE_PARTITION]);
+    fleet.instances[0].end_outage();
+    assert!(
+        fleet.instances[0].is_in_outage(),
+        "a failure since the round began keeps the outage"
+    );
 }
 
 #[test]
@@ -222,7 +333,7 @@ fn a_refusal_above_the_share_is_not_permanent() {
     let refusal = |fallback: &FallbackStore, cost| {
         let charges = [Charge {
             cost,
-            ..fleet.charge()
+            ..fleet.one_unit_charge()
         }];
         fallback.decide(&charges, Instant::now()).statuses[0]
             .unwrap()
@@ -254,17 +365,17 @@ fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
             ..Charge::new(&wide, &keys[0], 1)
         },
         Charge {
-            group: 1,
+            policy_number: 1,
             ..Charge::new(&narrow, &keys[1], 5)
         },
         Charge {
-            group: 2,
+            policy_number: 2,
             has_fallback: true,
             shadow: true,
             ..Charge::new(&narrow, &keys[2], 5)
         },
         Charge {
-            group: 3,
+            policy_number: 3,
             has_fallback: true,
             ..Charge::new(&narrow, &keys[3], 1)
         },
@@ -376,7 +487,8 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
     assert!(decide_slot(5));
     release(2);
     let written_back_slots: BTreeSet<_> = fallback
-        .write_back_amendments(&fallback.take_write_back([]))
+        .take_write_back([])
+        .unwrap()
         .into_iter()
         .map(|(.., amendment)| match amendment {
             Amendment::Renew { slot } => slot,
@@ -398,8 +510,13 @@ fn simulate_outage(algorithm: Algorithm, seed: u64) -> (SimulatedFleet, u64) {
         fleet.decide_in_redis(random.usize(0..count));
     }
     let outage_start_us = fleet.now_us;
+    fleet.begin_outage();
+    let restart_chance = [0.0, 0.02, 0.2][random.usize(0..3)];
     for _ in 0..random.usize(1..200) {
         fleet.advance_us(random.u64(0..pause_us));
+        if random.f64() < restart_chance {
+            fleet.restart(random.usize(0..count), random.u64(0..pause_us));
+        }
         fleet.decide_by_share(random.usize(0..count));
     }
     fleet.write_back();
@@ -519,8 +636,7 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
         manual_clock.set_us(START_US + n * 499);
         assert!(fallback.decide(&charges, Instant::now()).admitted);
     }
-    let batch = fallback.take_write_back([]);
-    let amendments = fallback.write_back_amendments(&batch);
+    let amendments = fallback.take_write_back([]).unwrap();
     let units: u64 = amendments
         .iter()
         .map(|(.., amendment)| match amendment {
@@ -546,13 +662,16 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
             amendment: *amendment,
         })
         .collect();
-    fallback.requeue_unsent(batch, settlements.iter());
-    assert_eq!(
-        fallback.write_back_amendments(&fallback.take_write_back([])),
-        amendments,
-        "unsent charges are pending again"
-    );
+    fallback.requeue_unconfirmed(&settlements);
+    for reason in ["unconfirmed charges", "charges of an aborted write-back"] {
+        assert_eq!(
+            fallback.take_write_back([]).as_ref(),
+            Some(&amendments),
+            "{reason} are pending again"
+        );
+    }
     fallback.finish_write_back();
+    assert_eq!(fallback.take_write_back([]), None);
     assert!(!fallback.has_pending_write_back());
 }
 

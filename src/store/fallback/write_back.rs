@@ -3,7 +3,7 @@
 use crate::limiter::{Algorithm, Amendment, Charge, Key, Limit};
 use crate::store::memory::{CounterId, counter_id};
 use indexmap::IndexMap;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 /// Maximum number of counters, about 300 bytes each. Further counters are not written back.
 const MAX_KEYS: usize = 1 << 16;
@@ -23,6 +23,10 @@ const MIN_BATCH_AMENDMENTS: usize = 64;
 #[derive(Debug, Default)]
 pub(super) struct WriteBackTable {
     by_counter: IndexMap<CounterId, CounterWriteBack, foldhash::fast::RandomState>,
+    /// The batch that is being written. A caller that is aborted leaves it here.
+    sending: Vec<CounterWriteBack>,
+    /// Further counters that were decided in this process since the outage began.
+    noted_counters: HashMap<CounterId, (Limit, Key), foldhash::fast::RandomState>,
     usage_entry_count: usize,
 }
 
@@ -40,15 +44,15 @@ pub(super) struct CounterWriteBack {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct UsageEntry {
+pub(super) struct UsageEntry {
     /// Time of the last charge in this entry, by the local clock (µs).
-    at_us: u64,
-    units: u64,
+    pub(super) at_us: u64,
+    pub(super) units: u64,
 }
 
 impl WriteBackTable {
     pub(super) fn is_empty(&self) -> bool {
-        self.by_counter.is_empty()
+        self.by_counter.is_empty() && self.sending.is_empty()
     }
 
     /// Records a charge that was admitted at `now_us`.
@@ -61,16 +65,14 @@ impl WriteBackTable {
         if self.by_counter.len() >= MAX_KEYS && !self.by_counter.contains_key(&id) {
             return;
         }
-        let pending = self
-            .by_counter
-            .entry(id)
-            .or_insert_with(|| CounterWriteBack {
-                limit: *charge.limit,
-                key: charge.key.clone(),
+        let pending = self.by_counter.entry(id).or_insert_with(|| {
+            CounterWriteBack::new(
+                *charge.limit,
+                charge.key.clone(),
                 partition,
-                usage: VecDeque::new(),
-                held_slots: Vec::new(),
-            });
+                VecDeque::new(),
+            )
+        });
         pending.limit = *charge.limit;
         if let Algorithm::Concurrency { .. } = charge.limit.algorithm {
             return pending.held_slots.push(charge.slot_id);
@@ -86,6 +88,34 @@ impl WriteBackTable {
         self.usage_entry_count += pending.usage.len();
     }
 
+    /// Notes that a counter without units to write back was decided in this process.
+    pub(super) fn note_counter(&mut self, charge: &Charge<'_>) {
+        let id = counter_id(charge.limit, charge.key);
+        if self.noted_counters.len() < MAX_KEYS && !self.noted_counters.contains_key(&id) {
+            let counter = (*charge.limit, charge.key.clone());
+            self.noted_counters.insert(id, counter);
+        }
+    }
+
+    /// Forgets the noted counters: the outage has ended.
+    pub(super) fn clear_noted_counters(&mut self) {
+        self.noted_counters = HashMap::default();
+    }
+
+    /// All counters that were decided in this process since the outage began, with the usage to
+    /// write back.
+    pub(super) fn iter(
+        &self,
+    ) -> impl Iterator<Item = (&Limit, &Key, impl Iterator<Item = &UsageEntry>)> {
+        let pending = self.by_counter.values();
+        let pending = pending.map(|one| (&one.limit, &one.key, Some(&one.usage)));
+        let noted = self.noted_counters.iter();
+        let noted = noted.filter(|(id, _)| !self.by_counter.contains_key(*id));
+        pending
+            .chain(noted.map(|(_, (limit, key))| (limit, key, None)))
+            .map(|(limit, key, usage)| (limit, key, usage.into_iter().flatten()))
+    }
+
     /// Removes a released slot, which no longer needs to be written back.
     pub(super) fn release_slot(&mut self, limit: &Limit, key: &Key, slot: u128) {
         if let Some(pending) = self.by_counter.get_mut(&counter_id(limit, key)) {
@@ -93,12 +123,10 @@ impl WriteBackTable {
         }
     }
 
-    /// Removes whole counters of reachable partitions until the batch is large enough.
-    pub(super) fn take_batch(
-        &mut self,
-        is_reachable: impl Fn(u16) -> bool,
-    ) -> Vec<CounterWriteBack> {
-        let (mut batch, mut amendment_count) = (Vec::new(), 0);
+    /// Takes whole counters of reachable partitions until the batch is large enough.
+    pub(super) fn take_batch(&mut self, is_reachable: impl Fn(u16) -> bool) -> &[CounterWriteBack] {
+        self.finish_batch(|_| false);
+        let mut amendment_count = 0;
         for at in (0..self.by_counter.len()).rev() {
             if amendment_count >= MIN_BATCH_AMENDMENTS {
                 break;
@@ -111,16 +139,27 @@ impl WriteBackTable {
             if is_wanted && let Some((_, pending)) = self.by_counter.swap_remove_index(at) {
                 amendment_count += pending.usage.len() + pending.held_slots.len();
                 self.usage_entry_count -= pending.usage.len();
-                batch.push(pending);
+                self.sending.push(pending);
             }
         }
-        batch
+        &self.sending
     }
 
-    /// Puts back counters that were not written.
-    pub(super) fn merge_batch(&mut self, batch: impl Iterator<Item = CounterWriteBack>) {
-        for mut pending in batch {
-            let id = pending.counter_id();
+    /// Ends the batch. Puts back the counters that were not written.
+    pub(super) fn finish_batch(&mut self, is_written: impl Fn(CounterId) -> bool) {
+        for pending in std::mem::take(&mut self.sending) {
+            if is_written(counter_id(&pending.limit, &pending.key)) {
+                self.note_counter(&Charge::new(&pending.limit, &pending.key, 0));
+            } else {
+                self.insert(pending);
+            }
+        }
+    }
+
+    /// Adds usage that is older than the usage of its counter in the table.
+    pub(super) fn insert(&mut self, mut pending: CounterWriteBack) {
+        if !pending.usage.is_empty() || !pending.held_slots.is_empty() {
+            let id = counter_id(&pending.limit, &pending.key);
             if let Some(newer) = self.by_counter.swap_remove(&id) {
                 self.usage_entry_count -= newer.usage.len();
                 pending.limit = newer.limit;
@@ -137,8 +176,14 @@ impl WriteBackTable {
 }
 
 impl CounterWriteBack {
-    pub(super) fn counter_id(&self) -> CounterId {
-        counter_id(&self.limit, &self.key)
+    pub(super) fn new(limit: Limit, key: Key, partition: u16, usage: VecDeque<UsageEntry>) -> Self {
+        Self {
+            limit,
+            key,
+            partition,
+            usage,
+            held_slots: Vec::new(),
+        }
     }
 
     /// The amendments to send to Redis at `now_us`. `units_in_use` returns the used units of this
@@ -204,7 +249,7 @@ impl CounterWriteBack {
     }
 }
 
-fn is_bucket(limit: &Limit) -> bool {
+pub(super) fn is_bucket(limit: &Limit) -> bool {
     matches!(
         limit.algorithm,
         Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. }
@@ -212,7 +257,7 @@ fn is_bucket(limit: &Limit) -> bool {
 }
 
 /// Whether units charged at `at_us` may still be in use at `now_us`.
-fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
+pub(super) fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
     let per_us = limit.per_us.max(1);
     match limit.algorithm {
         Algorithm::FixedWindow { offset_us } => {

@@ -1,7 +1,8 @@
 //! The leases of one policy for one key.
 
-use super::lease_return::{LeaseOwner, LeaseReturn, LeaseReturnQueue};
-use crate::limiter::{Charge, Key, Lease, LimitStatus};
+use super::clock_reading::ClockReading;
+use super::lease_credit::{LeaseCredit, LeaseCreditQueue, LeasedCounters};
+use crate::limiter::{Charge, Key, LeaseTerms, LimitStatus};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,23 +18,24 @@ pub(super) const MIN_DEMAND_UNITS: u64 = 4;
 /// The leases of a policy for one key.
 #[derive(Debug)]
 pub(super) struct LeaseEntry {
-    pub owner: Arc<LeaseOwner>,
+    pub counters: Arc<LeasedCounters>,
     /// Ordered by expiry.
-    pub grants: SmallVec<[LeasedUnits; 2]>,
-    /// The renewal in progress, if any; callers may wait for it.
-    pub renewal: Option<Arc<Notify>>,
-    /// Whether the last renewal got no units.
+    pub leases: SmallVec<[Lease; 2]>,
+    /// The refill in progress, if any; callers may wait for it.
+    pub refill: Option<Arc<Notify>>,
+    /// Whether the last refill got no units.
     pub is_last_grant_empty: bool,
     pub last_answer: Option<LastStoreAnswer>,
     pub demand: LeaseDemand,
 }
 
+/// Units that Redis charged in advance, less those already issued.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct LeasedUnits {
+pub(super) struct Lease {
     pub remaining_units: u64,
     /// End of the lease by the store's clock (µs).
-    pub until_us: u64,
-    pub expires_at: Instant,
+    pub store_end_us: u64,
+    pub expires_at: ClockReading,
 }
 
 /// The store's last answer for a key.
@@ -58,11 +60,11 @@ pub(super) struct LeaseDemand {
 /// Units issued to one request.
 #[derive(Debug)]
 pub(super) struct LeasePermit {
-    pub owner: Arc<LeaseOwner>,
+    pub counters: Arc<LeasedCounters>,
     pub units: u64,
-    pub until_us: u64,
+    pub store_end_us: u64,
     /// The request has to be decided before this time.
-    pub expires_at: Instant,
+    pub expires_at: ClockReading,
     /// Lower bound of the store's clock at the issue (µs).
     pub store_now_us: u64,
     /// Status of each limit; `remaining` is a lower bound.
@@ -72,9 +74,9 @@ pub(super) struct LeasePermit {
 impl LeaseEntry {
     pub(super) fn new(charges: &[Charge<'_>], key: &Key, now: Instant) -> Self {
         Self {
-            owner: LeaseOwner::from_charges(charges, key),
-            grants: SmallVec::new(),
-            renewal: None,
+            counters: LeasedCounters::from_charges(charges, key),
+            leases: SmallVec::new(),
+            refill: None,
             is_last_grant_empty: false,
             last_answer: None,
             demand: LeaseDemand {
@@ -86,19 +88,19 @@ impl LeaseEntry {
     }
 
     pub(super) fn matches_limits(&self, charges: &[Charge<'_>]) -> bool {
-        self.owner
+        self.counters
             .limits
             .iter()
             .eq(charges.iter().map(|charge| charge.limit))
     }
 
     pub(super) fn is_in_use(&self) -> bool {
-        !self.grants.is_empty() || self.renewal.is_some()
+        !self.leases.is_empty() || self.refill.is_some()
     }
 
     /// Units to request when `available_units` are left. Requested early, since more requests
     /// arrive meanwhile.
-    pub(super) fn units_to_request(&self, lease: &Lease, available_units: u64) -> u64 {
+    pub(super) fn units_to_request(&self, lease: &LeaseTerms, available_units: u64) -> u64 {
         let size = lease.size.unwrap_or_else(|| {
             match self.demand.current_units.max(self.demand.previous_units) {
                 0..MIN_DEMAND_UNITS => 0,
@@ -120,7 +122,7 @@ impl LeaseEntry {
     ) -> Option<LeasePermit> {
         let units = charge.cost;
         let grant = self
-            .grants
+            .leases
             .iter_mut()
             .find(|leased| leased.remaining_units >= units)?;
         let answer = self.last_answer.as_mut()?;
@@ -135,9 +137,9 @@ impl LeaseEntry {
             refusal: None,
         };
         Some(LeasePermit {
-            owner: Arc::clone(&self.owner),
+            counters: Arc::clone(&self.counters),
             units,
-            until_us: grant.until_us,
+            store_end_us: grant.store_end_us,
             expires_at: grant.expires_at,
             store_now_us: now_us,
             statuses: answer.statuses.iter().map(status).collect(),
@@ -145,41 +147,38 @@ impl LeaseEntry {
     }
 
     /// Removes expired leases and queues their unused units for return.
-    pub(super) fn expire_grants(&mut self, now: Instant, returns: &LeaseReturnQueue) {
-        while let Some(leased) = self
-            .grants
-            .first()
-            .copied()
-            .filter(|leased| leased.expires_at <= now)
-        {
-            self.grants.remove(0);
-            if leased.remaining_units > 0 {
-                returns.push(leased.into_return(&self.owner));
+    pub(super) fn expire_leases(&mut self, now: ClockReading, credits: &LeaseCreditQueue) {
+        let counters = &self.counters;
+        self.leases.retain(|leased| {
+            let has_expired = now.has_reached(&leased.expires_at);
+            if has_expired && leased.remaining_units > 0 {
+                credits.push(leased.into_credit(counters));
             }
-        }
+            !has_expired
+        });
     }
 
-    pub(super) fn revoke_all_grants(&mut self, returns: &LeaseReturnQueue) {
+    pub(super) fn revoke_all_leases(&mut self, credits: &LeaseCreditQueue) {
         let unused = self
-            .grants
+            .leases
             .drain(..)
             .filter(|leased| leased.remaining_units > 0);
-        unused.for_each(|leased| returns.push(leased.into_return(&self.owner)));
+        unused.for_each(|leased| credits.push(leased.into_credit(&self.counters)));
     }
 }
 
-impl LeasedUnits {
-    pub(super) fn into_return(self, owner: &Arc<LeaseOwner>) -> LeaseReturn {
-        LeaseReturn {
-            owner: Arc::clone(owner),
+impl Lease {
+    pub(super) fn into_credit(self, owner: &Arc<LeasedCounters>) -> LeaseCredit {
+        LeaseCredit {
+            counters: Arc::clone(owner),
             units: self.remaining_units,
-            until_us: self.until_us,
+            store_end_us: self.store_end_us,
         }
     }
 }
 
 impl LeaseDemand {
-    pub(super) fn record_units(&mut self, units: u64, now: Instant, lease: &Lease) {
+    pub(super) fn record_units(&mut self, units: u64, now: Instant, lease: &LeaseTerms) {
         let ttl = Duration::from_micros(lease.ttl_us);
         let since = now.saturating_duration_since(self.interval_start);
         if since >= ttl {

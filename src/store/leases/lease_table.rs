@@ -1,10 +1,11 @@
 //! Leased units by policy and key. The caller passes the time.
 //!
 //! No unit is issued after the end of its lease. The TTL counts from sending the request, so the
-//! lease ends here before it ends in the store. Unused units are returned to the store.
+//! lease ends here before it ends in the store, also if the machine is suspended meanwhile. Unused units are returned to the store.
 
-use super::lease_entry::{LastStoreAnswer, LeaseEntry, LeasePermit, LeasedUnits};
-use super::lease_return::{LeaseOwner, LeaseReturn, LeaseReturnQueue};
+use super::clock_reading::ClockReading;
+use super::lease_credit::{LeaseCredit, LeaseCreditQueue, LeasedCounters};
+use super::lease_entry::{LastStoreAnswer, Lease, LeaseEntry, LeasePermit};
 use crate::limiter::{Charge, Decision, LimitStatus};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
@@ -20,16 +21,19 @@ const SHARD_COUNT: usize = 16;
 /// Keys per shard: about 4 MiB in all. Charges of further keys ask the store one by one.
 const MAX_KEYS_PER_SHARD: usize = 512;
 
+/// An entry without requests for this long is removed when its shard is full.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// The local clock may run slower than the store's by this fraction.
 const CLOCK_DRIFT_DIVISOR: u32 = 256;
 
-/// The leases of one process.
+/// The leases of one process, in shards with a lock each.
 #[derive(Debug, Default)]
 pub(super) struct LeaseTable {
     shards: [Mutex<LeaseShard>; SHARD_COUNT],
     /// Unused units to be returned to the store.
-    returns: LeaseReturnQueue,
-    /// Wakes the return task when a return may be due earlier than it expects.
+    credits: LeaseCreditQueue,
+    /// Wakes the credit task when a lease may end earlier than it expects.
     changed: Notify,
 }
 
@@ -51,27 +55,29 @@ pub(super) enum LeaseAction {
     },
     /// Ask the store. If `units_to_request` is not 0, also request a lease of that many units.
     QueryStore { units_to_request: u64 },
-    /// Wait for the renewal in progress, then try again.
-    WaitForRenewal(OwnedNotified),
+    /// Wait for the refill in progress, then try again.
+    WaitForRefill(OwnedNotified),
 }
 
-/// What a caller may do when no units are left.
+/// What a caller does when no units are left and another caller's refill is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OnLeaseExhausted {
-    WaitForRenewal,
-    QueryStore,
-    /// Decide without requesting a lease.
-    SkipRenewal,
+    /// Wait for that refill.
+    Wait,
+    /// Ask the store at once. Without a refill in progress, also request a lease.
+    RefillWithoutWaiting,
+    /// Ask the store at once, and request no lease.
+    NeverRefill,
 }
 
 impl LeaseTable {
     /// Issues units for the charges of one policy, which all have a lease and the same cost. A
-    /// caller that gets `units_to_request` has to call [`LeaseTable::finish_renewal`] when that
+    /// caller that gets `units_to_request` has to call [`LeaseTable::finish_refill`] when that
     /// request has ended.
     pub(super) fn take_permit(
         &self,
         charges: &[Charge<'_>],
-        now: Instant,
+        now: ClockReading,
         on_exhausted: OnLeaseExhausted,
     ) -> LeaseAction {
         let Some((charge, lease)) = charges
@@ -88,41 +94,41 @@ impl LeaseTable {
                 units_to_request: 0,
             };
         }
-        let Some(entry) = self.get_or_insert_entry(&mut shard, charges, charge, now) else {
+        let Some(entry) = self.get_or_insert_entry(&mut shard, charges, charge, now.instant) else {
             return LeaseAction::QueryStore {
                 units_to_request: 0,
             };
         };
-        entry.demand.record_units(charge.cost, now, &lease);
-        entry.expire_grants(now, &self.returns);
+        entry.demand.record_units(charge.cost, now.instant, &lease);
+        entry.expire_leases(now, &self.credits);
         let available_units = entry
-            .grants
+            .leases
             .iter()
             .map(|leased| leased.remaining_units)
             .sum();
         let units_to_request =
-            if entry.renewal.is_some() || on_exhausted == OnLeaseExhausted::SkipRenewal {
+            if entry.refill.is_some() || on_exhausted == OnLeaseExhausted::NeverRefill {
                 0
             } else {
                 entry.units_to_request(&lease, available_units)
             };
-        let is_renewal_pending = entry.renewal.is_some();
+        let is_refill_pending = entry.refill.is_some();
         if units_to_request > 0 {
-            entry.renewal = Some(Arc::default());
+            entry.refill = Some(Arc::default());
         }
-        if let Some(permit) = entry.issue_permit(charge, now) {
+        if let Some(permit) = entry.issue_permit(charge, now.instant) {
             return LeaseAction::Permit {
                 permit,
                 units_to_request,
             };
         }
-        match &entry.renewal {
-            Some(renewal)
-                if is_renewal_pending
-                    && on_exhausted == OnLeaseExhausted::WaitForRenewal
+        match &entry.refill {
+            Some(refill)
+                if is_refill_pending
+                    && on_exhausted == OnLeaseExhausted::Wait
                     && !entry.is_last_grant_empty =>
             {
-                LeaseAction::WaitForRenewal(Arc::clone(renewal).notified_owned())
+                LeaseAction::WaitForRefill(Arc::clone(refill).notified_owned())
             }
             _ => LeaseAction::QueryStore { units_to_request },
         }
@@ -134,7 +140,7 @@ impl LeaseTable {
         charges: &[Charge<'_>],
         statuses: &[Option<LimitStatus>],
         decision: &Decision,
-        (sent_at, received_at): (Instant, Instant),
+        (sent_at, received_at): (ClockReading, Instant),
     ) {
         let Some(charge) = charges.first() else {
             return;
@@ -142,14 +148,14 @@ impl LeaseTable {
         let grant = decision
             .grants
             .iter()
-            .find(|grant| grant.group == charge.group && decision.admitted);
+            .find(|grant| grant.policy_number == charge.policy_number && decision.admitted);
         let lifetime_us = grant.map_or(0, |grant| {
             (grant.until_us + 1).saturating_sub(decision.now_us)
         });
         let lifetime = Duration::from_micros(lifetime_us);
-        let lease_grant = grant.map(|grant| LeasedUnits {
+        let lease_grant = grant.map(|grant| Lease {
             remaining_units: grant.units,
-            until_us: grant.until_us,
+            store_end_us: grant.until_us,
             expires_at: sent_at + lifetime.saturating_sub(lifetime / CLOCK_DRIFT_DIVISOR),
         });
         let mut shard = self.lock_shard(charge.key.id());
@@ -160,17 +166,17 @@ impl LeaseTable {
             .filter(|entry| entry.matches_limits(charges) && !is_closed);
         let Some(entry) = entry else {
             if let Some(leased) = lease_grant {
-                self.returns
-                    .push(leased.into_return(&LeaseOwner::from_charges(charges, charge.key)));
+                self.credits
+                    .push(leased.into_credit(&LeasedCounters::from_charges(charges, charge.key)));
             }
             return self.changed.notify_one();
         };
         entry.is_last_grant_empty = lease_grant.is_none();
         if let Some(leased) = lease_grant {
             let at = entry
-                .grants
-                .partition_point(|other| other.expires_at <= leased.expires_at);
-            entry.grants.insert(at, leased);
+                .leases
+                .partition_point(|other| other.expires_at.instant <= leased.expires_at.instant);
+            entry.leases.insert(at, leased);
             self.changed.notify_one();
             let statuses = statuses.iter().copied().flatten().collect();
             entry.last_answer = Some(LastStoreAnswer {
@@ -182,106 +188,109 @@ impl LeaseTable {
         }
     }
 
-    /// Ends a renewal, whatever its result, and wakes the callers that wait for it.
-    pub(super) fn finish_renewal(&self, key: u128) {
-        let renewal = self
+    /// Ends a refill, whatever its result, and wakes the callers that wait for it.
+    pub(super) fn finish_refill(&self, key: u128) {
+        let refill = self
             .lock_shard(key)
             .keys
             .get_mut(&key)
-            .and_then(|entry| entry.renewal.take());
-        if let Some(renewal) = renewal {
-            renewal.notify_waiters();
+            .and_then(|entry| entry.refill.take());
+        if let Some(refill) = refill {
+            refill.notify_waiters();
         }
     }
 
     /// Takes back the units of a request that was not admitted.
     pub(super) fn return_permit(&self, permit: &LeasePermit) {
-        let mut shard = self.lock_shard(permit.owner.key.id());
+        let mut shard = self.lock_shard(permit.counters.key.id());
         // An entry of another configuration does not own this permit.
-        let entry = shard.keys.get_mut(&permit.owner.key.id());
-        let mut entry = entry.filter(|entry| Arc::ptr_eq(&entry.owner, &permit.owner));
+        let entry = shard.keys.get_mut(&permit.counters.key.id());
+        let mut entry = entry.filter(|entry| Arc::ptr_eq(&entry.counters, &permit.counters));
         if let Some(answer) = entry.as_mut().and_then(|entry| entry.last_answer.as_mut()) {
             answer.issued_units = answer.issued_units.saturating_sub(permit.units);
         }
         let matching_grant = entry.and_then(|entry| {
             entry
-                .grants
+                .leases
                 .iter_mut()
-                .find(|leased| leased.until_us == permit.until_us)
+                .find(|leased| leased.store_end_us == permit.store_end_us)
         });
         match matching_grant {
             Some(leased) => leased.remaining_units += permit.units,
             None => {
                 let LeasePermit {
                     units,
-                    until_us,
+                    store_end_us: until_us,
                     expires_at,
                     ..
                 } = *permit;
-                self.returns.push(
-                    LeasedUnits {
+                self.credits.push(
+                    Lease {
                         remaining_units: units,
-                        until_us,
+                        store_end_us: until_us,
                         expires_at,
                     }
-                    .into_return(&permit.owner),
+                    .into_credit(&permit.counters),
                 );
                 self.changed.notify_one();
             }
         }
     }
 
-    /// Waits until [`LeaseTable::take_due_returns`] may have new results.
+    /// Waits until [`LeaseTable::take_due_credits`] may have new results.
     pub(super) async fn wait_for_change(&self) {
         self.changed.notified().await;
     }
 
     /// Counts units that could not be returned.
     pub(super) fn record_lost_units(&self, units: u64) {
-        self.returns.record_lost_units(units);
+        self.credits.record_lost_units(units);
     }
 
     /// Units that could not be returned since the start.
     pub(super) fn lost_units(&self) -> u64 {
-        self.returns.lost_units()
+        self.credits.lost_units()
     }
 
     /// Returns the unused units of leases that have expired, and the time of the next expiry, if
     /// any.
-    pub(super) fn take_due_returns(&self, now: Instant) -> (Vec<LeaseReturn>, Option<Instant>) {
+    pub(super) fn take_due_credits(
+        &self,
+        now: ClockReading,
+    ) -> (Vec<LeaseCredit>, Option<Instant>) {
         let mut next: Option<Instant> = None;
         for shard in &self.shards {
             let mut shard = shard.lock();
             for entry in shard
                 .keys
                 .values_mut()
-                .filter(|entry| !entry.grants.is_empty())
+                .filter(|entry| !entry.leases.is_empty())
             {
-                entry.expire_grants(now, &self.returns);
-                let ends = entry.grants.first().map(|leased| leased.expires_at);
+                entry.expire_leases(now, &self.credits);
+                let ends = entry.leases.iter().map(|leased| leased.expires_at.instant);
                 next = next.into_iter().chain(ends).min();
             }
         }
-        (self.returns.take_all(), next)
+        (self.credits.take_all(), next)
     }
 
     /// Ends all leases and returns their unused units. Issues no units afterwards.
-    pub(super) fn close(&self) -> Vec<LeaseReturn> {
+    pub(super) fn end_all_leases(&self) -> Vec<LeaseCredit> {
         for shard in &self.shards {
             let mut shard = shard.lock();
             shard.is_closed = true;
             for entry in shard.keys.values_mut() {
-                entry.revoke_all_grants(&self.returns);
+                entry.revoke_all_leases(&self.credits);
             }
         }
-        self.returns.take_all()
+        self.credits.take_all()
     }
 
     /// Selects a shard by the low bits of a cryptographic hash.
     fn lock_shard(&self, key: u128) -> MutexGuard<'_, LeaseShard> {
         let [first, ..] = &self.shards;
-        let at = usize::try_from(key & 0xffff).unwrap_or(0) % SHARD_COUNT;
-        self.shards.get(at).unwrap_or(first).lock()
+        let index = usize::try_from(key & 0xffff).unwrap_or(0) % SHARD_COUNT;
+        self.shards.get(index).unwrap_or(first).lock()
     }
 
     /// The entry of a policy and key for the present limits. `None` if the shard is full.
@@ -308,12 +317,12 @@ impl LeaseTable {
             .entry(id)
             .or_insert_with(|| LeaseEntry::new(charges, charge.key, now));
         if !entry.matches_limits(charges) {
-            entry.revoke_all_grants(&self.returns);
+            entry.revoke_all_leases(&self.credits);
             self.changed.notify_one();
-            // The renewal for the previous limits still wakes the waiting callers.
-            let renewal = entry.renewal.take();
+            // The refill for the previous limits still wakes the waiting callers.
+            let refill = entry.refill.take();
             *entry = LeaseEntry {
-                renewal,
+                refill,
                 ..LeaseEntry::new(charges, charge.key, now)
             };
         }
@@ -321,15 +330,13 @@ impl LeaseTable {
     }
 }
 
-/// An entry without requests for this long is removed when its shard is full.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
-
 #[cfg(test)]
 mod tests {
+    use super::super::lease_credit::MAX_CREDITS;
     use super::super::lease_entry::MIN_DEMAND_UNITS;
-    use super::super::lease_return::MAX_RETURNS;
     use super::*;
-    use crate::limiter::{Algorithm, Amendment, GrantedUnits, Key, KeyBuilder, Lease, Limit};
+    use crate::clock::Clock;
+    use crate::limiter::{Algorithm, Amendment, GrantedUnits, Key, KeyBuilder, LeaseTerms, Limit};
     use smallvec::SmallVec;
 
     const LIMIT: Limit = Limit {
@@ -346,7 +353,7 @@ mod tests {
 
     fn charge<'c>(limit: &'c Limit, key: &'c Key, size: Option<u64>) -> Charge<'c> {
         Charge {
-            lease: Some(Lease {
+            lease: Some(LeaseTerms {
                 size,
                 ttl_us: 100_000,
             }),
@@ -362,7 +369,7 @@ mod tests {
             refusal: None,
         };
         let grant = GrantedUnits {
-            group: 0,
+            policy_number: 0,
             units,
             until_us: 5_100_000,
         };
@@ -376,15 +383,18 @@ mod tests {
         }
     }
 
-    fn renew_lease(table: &LeaseTable, charge: Charge<'_>, units: u64, now: Instant) {
+    fn renew_lease(table: &LeaseTable, charge: Charge<'_>, units: u64, now: ClockReading) {
         let answer = store_answer(units);
-        table.record_grant(&[charge], &answer.statuses, &answer, (now, now));
-        table.finish_renewal(charge.key.id());
+        table.record_grant(&[charge], &answer.statuses, &answer, (now, now.instant));
+        table.finish_refill(charge.key.id());
     }
 
     #[test]
     fn trap_26_keys_are_bounded_and_idle_keys_are_evicted() {
-        let (table, start) = (LeaseTable::default(), Instant::now());
+        let (table, start) = (
+            LeaseTable::default(),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let max_keys = SHARD_COUNT * MAX_KEYS_PER_SHARD;
         let key_count = || {
             table
@@ -397,7 +407,7 @@ mod tests {
             table.take_permit(
                 &[charge(&LIMIT, &key(name), None)],
                 start,
-                OnLeaseExhausted::WaitForRenewal,
+                OnLeaseExhausted::Wait,
             );
         }
         assert_eq!(key_count(), max_keys);
@@ -405,19 +415,23 @@ mod tests {
         table.take_permit(
             &[charge(&LIMIT, &new_key, None)],
             start + IDLE_TIMEOUT,
-            OnLeaseExhausted::WaitForRenewal,
+            OnLeaseExhausted::Wait,
         );
         assert!(key_count() <= max_keys - MAX_KEYS_PER_SHARD + 1);
     }
 
     #[test]
     fn a_cold_key_requests_no_lease_and_a_hot_key_requests_its_demand() {
-        let (table, key, start) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, start) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         for nth in 1..=10 {
             let action = table.take_permit(
                 &[charge(&LIMIT, &key, None)],
                 start,
-                OnLeaseExhausted::QueryStore,
+                OnLeaseExhausted::RefillWithoutWaiting,
             );
             let LeaseAction::QueryStore { units_to_request } = action else {
                 panic!("{action:?}")
@@ -427,22 +441,26 @@ mod tests {
                 if nth < MIN_DEMAND_UNITS { 0 } else { nth },
                 "{nth}"
             );
-            table.finish_renewal(key.id());
+            table.finish_refill(key.id());
         }
     }
 
     #[test]
     fn callers_wait_for_a_renewal_unless_the_last_grant_was_empty() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
-        let take = || table.take_permit(&[leased_charge], now, OnLeaseExhausted::WaitForRenewal);
+        let take = || table.take_permit(&[leased_charge], now, OnLeaseExhausted::Wait);
         assert!(matches!(
             take(),
             LeaseAction::QueryStore {
                 units_to_request: 8
             }
         ));
-        assert!(matches!(take(), LeaseAction::WaitForRenewal(_)));
+        assert!(matches!(take(), LeaseAction::WaitForRefill(_)));
         renew_lease(&table, leased_charge, 3, now);
         assert!(matches!(
             take(),
@@ -469,9 +487,9 @@ mod tests {
                     ..
                 }
             ),
-            "a renewal is in progress"
+            "a refill is in progress"
         );
-        assert!(matches!(take(), LeaseAction::WaitForRenewal(_)));
+        assert!(matches!(take(), LeaseAction::WaitForRefill(_)));
         renew_lease(&table, leased_charge, 0, now);
         assert!(matches!(
             take(),
@@ -492,38 +510,50 @@ mod tests {
 
     #[test]
     fn nothing_is_issued_after_expiry_or_for_changed_limits_and_unused_units_are_returned() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
-        let units_and_ends = |returns: Vec<LeaseReturn>| {
-            returns
+        let units_and_ends = |credits: Vec<LeaseCredit>| {
+            credits
                 .iter()
-                .map(|one| (one.units, one.until_us))
+                .map(|one| (one.units, one.store_end_us))
                 .collect::<Vec<_>>()
         };
         renew_lease(&table, leased_charge, 8, now);
         assert_eq!(
-            units_and_ends(table.take_due_returns(now).0),
+            units_and_ends(table.take_due_credits(now).0),
             [(8, 5_100_000)],
             "the table has no entry for this key"
         );
 
-        table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore);
+        table.take_permit(
+            &[leased_charge],
+            now,
+            OnLeaseExhausted::RefillWithoutWaiting,
+        );
         renew_lease(&table, leased_charge, 8, now);
-        assert!(matches!(
-            table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore),
-            LeaseAction::Permit { .. }
-        ));
-        let end = now + Duration::from_micros(100_001);
         assert!(matches!(
             table.take_permit(
                 &[leased_charge],
-                end - Duration::from_micros(390),
-                OnLeaseExhausted::QueryStore
+                now,
+                OnLeaseExhausted::RefillWithoutWaiting
+            ),
+            LeaseAction::Permit { .. }
+        ));
+        let almost_end = now + Duration::from_micros(100_001 - 390);
+        assert!(matches!(
+            table.take_permit(
+                &[leased_charge],
+                almost_end,
+                OnLeaseExhausted::RefillWithoutWaiting
             ),
             LeaseAction::QueryStore { .. }
         ));
         assert_eq!(
-            units_and_ends(table.take_due_returns(now).0),
+            units_and_ends(table.take_due_credits(now).0),
             [(7, 5_100_000)]
         );
 
@@ -536,26 +566,60 @@ mod tests {
             table.take_permit(
                 &[charge(&raised, &key, Some(8))],
                 now,
-                OnLeaseExhausted::QueryStore
+                OnLeaseExhausted::RefillWithoutWaiting
             ),
             LeaseAction::QueryStore { .. }
         ));
         assert_eq!(
-            units_and_ends(table.take_due_returns(now).0),
+            units_and_ends(table.take_due_credits(now).0),
             [(8, 5_100_000)]
         );
-        assert_eq!(table.take_due_returns(now).1, None);
+        assert_eq!(table.take_due_credits(now).1, None);
+    }
+
+    #[test]
+    fn a_lease_ends_while_the_machine_is_suspended() {
+        let (clock, boot_clock) = Clock::manual(7);
+        let (table, key, sent_at) = (LeaseTable::default(), key(0), ClockReading::now(&clock));
+        let leased_charge = charge(&LIMIT, &key, Some(8));
+        let take = || {
+            table.take_permit(
+                &[leased_charge],
+                ClockReading::now(&clock),
+                OnLeaseExhausted::RefillWithoutWaiting,
+            )
+        };
+        take();
+        // Suspended on the way to the store: the grant is shorter by that time.
+        boot_clock.advance_us(60_000);
+        renew_lease(&table, leased_charge, 8, sent_at);
+        assert!(matches!(take(), LeaseAction::Permit { .. }));
+        boot_clock.advance_us(40_000);
+        assert!(matches!(take(), LeaseAction::QueryStore { .. }));
+        let (returns, next) = table.take_due_credits(ClockReading::now(&clock));
+        assert_eq!(returns.iter().map(LeaseCredit::units).sum::<u64>(), 7);
+        assert_eq!(next, None, "no lease is left");
     }
 
     #[test]
     fn a_returned_permit_is_credited_to_the_limits_it_was_taken_from() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
-        table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore);
+        table.take_permit(
+            &[leased_charge],
+            now,
+            OnLeaseExhausted::RefillWithoutWaiting,
+        );
         renew_lease(&table, leased_charge, 8, now);
-        let LeaseAction::Permit { permit, .. } =
-            table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore)
-        else {
+        let LeaseAction::Permit { permit, .. } = table.take_permit(
+            &[leased_charge],
+            now,
+            OnLeaseExhausted::RefillWithoutWaiting,
+        ) else {
             panic!("the lease has units")
         };
         // A reload adds a second limit while the request is decided. That limit was charged
@@ -565,14 +629,14 @@ mod tests {
             ..LIMIT
         };
         let both = [leased_charge, charge(&window, &key, Some(8))];
-        table.take_permit(&both, now, OnLeaseExhausted::QueryStore);
+        table.take_permit(&both, now, OnLeaseExhausted::RefillWithoutWaiting);
         let answer = store_answer(8);
-        table.record_grant(&both, &answer.statuses, &answer, (now, now));
+        table.record_grant(&both, &answer.statuses, &answer, (now, now.instant));
         table.return_permit(&permit);
-        let (returns, _) = table.take_due_returns(now);
-        let limits = returns
+        let (credits, _) = table.take_due_credits(now);
+        let limits = credits
             .iter()
-            .flat_map(LeaseReturn::settlements)
+            .flat_map(LeaseCredit::settlements)
             .map(|settlement| (*settlement.limit, settlement.amendment));
         let credit = |units| {
             (
@@ -588,12 +652,16 @@ mod tests {
 
     #[test]
     fn queued_returns_are_bounded_and_dropped_units_are_counted() {
-        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (
+            LeaseTable::default(),
+            key(0),
+            ClockReading::now(&Clock::manual(0).0),
+        );
         let leased_charge = charge(&LIMIT, &key, Some(8));
-        for _ in 0..MAX_RETURNS + 3 {
+        for _ in 0..MAX_CREDITS + 3 {
             renew_lease(&table, leased_charge, 8, now);
         }
-        assert_eq!(table.take_due_returns(now).0.len(), MAX_RETURNS);
+        assert_eq!(table.take_due_credits(now).0.len(), MAX_CREDITS);
         assert_eq!(table.lost_units(), 3 * 8);
     }
 }

@@ -1,19 +1,34 @@
-//! Leases remove Redis from the hot path (see docs/ALGORITHMS.md). Units are charged in advance in
-//! Redis, and issued here until the lease expires.
+//! Leases: units charged in advance in Redis and issued here, without a call per request, until
+//! they expire (see docs/ALGORITHMS.md).
 //!
-//! A lease that runs low is renewed in the background. When it is exhausted, one caller renews it
-//! and the others wait. If the grant is empty, each caller asks Redis directly, so that decisions
-//! near the limit are exact.
+//! A lease that runs low is refilled in the background. When it is exhausted, one caller refills
+//! it and further callers wait. If the grant is empty, each caller asks Redis directly, so that
+//! decisions near the limit are exact.
+//!
+//! How a lease ends:
+//!
+//! - Its time ends, by the local clock 1/256 early. The next request or the credit task removes it,
+//!   and its unused units go back to Redis as a credit.
+//! - Its units are used up. The empty lease stays until its time ends.
+//! - A reload changes the limits: it is revoked, and its unused units are credited.
+//! - Shutdown: all unused units are credited, for at most a second. A grant that arrives afterwards
+//!   is credited at once.
+//!
+//! Units of a failed credit are counted as lost and stay charged until they expire. Units of a
+//! refill that timed out after Redis granted it stay charged too, and are not counted.
 
+mod clock_reading;
+mod lease_credit;
 mod lease_entry;
-mod lease_return;
 mod lease_table;
 
 use super::redis::RedisStore;
-use super::{FLUSH_TIMEOUT, Settlement};
+use super::{FLUSH_TIMEOUT, Settlement, StoreUnavailable};
+use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Limit, LimitStatus};
+use clock_reading::ClockReading;
+use lease_credit::LeaseCredit;
 use lease_entry::LeasePermit;
-use lease_return::LeaseReturn;
 use lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -25,11 +40,13 @@ use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 const SWEEP_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The leases shared by the workers of one process.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct LeasePool {
+    /// Read anew for each permit: a request may have waited since its arrival.
+    clock: Clock,
     table: LeaseTable,
-    /// Whether the return task runs.
-    is_return_task_running: Mutex<bool>,
+    /// Whether the credit task runs.
+    is_credit_task_running: Mutex<bool>,
 }
 
 /// Units issued to a request. They are taken back if this is dropped before the request is
@@ -40,21 +57,36 @@ pub(super) struct LeasePermitGuard<'l> {
     redis: &'l RedisStore,
     /// Each with the index of its policy's first charge.
     permits: SmallVec<[(usize, LeasePermit); 1]>,
-    renewals: SmallVec<[LeaseRenewalGuard; 1]>,
+    refills: SmallVec<[LeaseRefillGuard; 1]>,
 }
 
 /// Charges that the store has to decide, with their indices in the request.
 type UnleasedCharges<'c> = SmallVec<[(usize, Charge<'c>); 4]>;
 
-/// A renewal of one key; dropping it ends the renewal.
+/// A refill of one key; dropping it ends the refill.
 #[derive(Debug)]
-struct LeaseRenewalGuard {
+struct LeaseRefillGuard {
     leases: Arc<LeasePool>,
     key: u128,
 }
 
+impl Default for LeasePool {
+    fn default() -> Self {
+        Self::new(Clock::system())
+    }
+}
+
 impl LeasePool {
-    /// Issues leased units for charges of which some have a lease. Waits for a renewal if that may
+    /// The boot time of `clock` ends leases while the machine is suspended.
+    pub fn new(clock: Clock) -> Self {
+        Self {
+            clock,
+            table: LeaseTable::default(),
+            is_credit_task_running: Mutex::default(),
+        }
+    }
+
+    /// Issues leased units for charges of which some have a lease. Waits for a refill if that may
     /// help. Returns the charges that are not covered, with their indices.
     pub(super) async fn take_permits<'l, 'c>(
         self: &'l Arc<Self>,
@@ -67,39 +99,44 @@ impl LeasePool {
         let wait_deadline = requested_at + redis.timeout() / 2;
         // While an outage ends, Redis lacks the charges that other instances have not written back.
         // It would grant too much.
-        let may_renew = !redis.is_breaker_open() && !redis.fallback().is_in_outage_for(charges);
-        let mut on_exhausted = if may_renew {
-            OnLeaseExhausted::WaitForRenewal
+        let may_refill = !redis.is_breaker_open() && !redis.fallback().is_in_outage_for(charges);
+        let mut on_exhausted = if may_refill {
+            OnLeaseExhausted::Wait
         } else {
-            OnLeaseExhausted::SkipRenewal
+            OnLeaseExhausted::NeverRefill
         };
-        let mut now = requested_at;
         loop {
             let mut guard = LeasePermitGuard {
                 leases: self,
                 redis,
                 permits: SmallVec::new(),
-                renewals: SmallVec::new(),
+                refills: SmallVec::new(),
             };
-            match guard.take_permits(charges, now, deadline, on_exhausted) {
+            match guard.take_permits(charges, deadline, on_exhausted) {
                 Ok(unleased) => return (guard, unleased),
-                Err(renewal_done) => {
+                Err(refill_done) => {
                     drop(guard);
-                    drop(timeout_at(wait_deadline, renewal_done).await);
-                    now = Instant::now();
-                    on_exhausted = if now < wait_deadline {
-                        OnLeaseExhausted::WaitForRenewal
+                    drop(timeout_at(wait_deadline, refill_done).await);
+                    on_exhausted = if Instant::now() < wait_deadline {
+                        OnLeaseExhausted::Wait
                     } else {
-                        OnLeaseExhausted::QueryStore
+                        OnLeaseExhausted::RefillWithoutWaiting
                     };
                 }
             }
         }
     }
 
-    /// Returns all unused units, for at most [`FLUSH_TIMEOUT`]. Issues no units afterwards.
+    /// Credits all unused units, for at most [`FLUSH_TIMEOUT`]. Issues no units afterwards. The first
+    /// worker to stop ends the leases of all.
     pub(super) async fn shut_down(&self, redis: &RedisStore) {
-        drop(timeout(FLUSH_TIMEOUT, self.send_returns(redis, self.table.close())).await);
+        drop(
+            timeout(
+                FLUSH_TIMEOUT,
+                self.send_credits(redis, self.table.end_all_leases()),
+            )
+            .await,
+        );
     }
 
     /// Units that were leased, not used, and could not be returned.
@@ -107,9 +144,9 @@ impl LeasePool {
         self.table.lost_units()
     }
 
-    /// A failed return is not retried: its units stay charged until they expire.
-    async fn send_returns(&self, redis: &RedisStore, returns: Vec<LeaseReturn>) {
-        let (returned, settlements): (Vec<&LeaseReturn>, Vec<Settlement<'_>>) = returns
+    /// A failed credit is not retried: its units stay charged until they expire.
+    async fn send_credits(&self, redis: &RedisStore, credits: Vec<LeaseCredit>) {
+        let (returned, settlements): (Vec<&LeaseCredit>, Vec<Settlement<'_>>) = credits
             .iter()
             .flat_map(|unused| {
                 unused
@@ -120,44 +157,44 @@ impl LeasePool {
         if settlements.is_empty() {
             return;
         }
-        let unsent_indices = match redis.is_breaker_open() {
+        let unconfirmed_indices = match redis.is_breaker_open() {
             true => (0..settlements.len()).collect(),
             false => redis
-                .amend(&settlements)
+                .apply_settlements(&settlements)
                 .await
                 .err()
-                .map(|error| error.unsent_indices)
+                .map(|error| error.unconfirmed_indices)
                 .unwrap_or_default(),
         };
-        let mut lost: Vec<&LeaseReturn> = unsent_indices
+        let mut lost: Vec<&LeaseCredit> = unconfirmed_indices
             .iter()
             .filter_map(|index| returned.get(*index).copied())
             .collect();
-        // A return may have failed for several limits.
+        // A credit may have failed for several limits.
         lost.dedup_by(|first, second| std::ptr::eq(*first, *second));
         self.table
             .record_lost_units(lost.iter().map(|unused| unused.units()).sum());
     }
 
-    /// As [`LeaseTable::take_due_returns`]. `None` if nothing is leased and the return task ends; a
+    /// As [`LeaseTable::take_due_credits`]. `None` if nothing is leased and the credit task ends; a
     /// later lease starts a new task.
-    fn take_due_returns(&self) -> Option<(Vec<LeaseReturn>, Option<Instant>)> {
-        let mut is_running = self.is_return_task_running.lock();
-        let (returns, next) = self.table.take_due_returns(Instant::now());
-        *is_running = next.is_some() || !returns.is_empty();
-        is_running.then_some((returns, next))
+    fn take_due_credits(&self) -> Option<(Vec<LeaseCredit>, Option<Instant>)> {
+        let mut is_running = self.is_credit_task_running.lock();
+        let (credits, next) = self.table.take_due_credits(ClockReading::now(&self.clock));
+        *is_running = next.is_some() || !credits.is_empty();
+        is_running.then_some((credits, next))
     }
 
-    fn renewal_guard(self: &Arc<Self>, key: u128) -> LeaseRenewalGuard {
-        LeaseRenewalGuard {
+    fn refill_guard(self: &Arc<Self>, key: u128) -> LeaseRefillGuard {
+        LeaseRefillGuard {
             leases: Arc::clone(self),
             key,
         }
     }
 
     /// Requests units in the background while the rest is issued.
-    fn spawn_renewal(
-        guard: LeaseRenewalGuard,
+    fn spawn_refill(
+        guard: LeaseRefillGuard,
         redis: &RedisStore,
         policy: &[Charge<'_>],
         units: u64,
@@ -175,40 +212,41 @@ impl LeasePool {
         let (lease, has_fallback) = (*lease, *has_fallback);
         let limits: SmallVec<[Limit; 2]> = policy.iter().map(|charge| *charge.limit).collect();
         tokio::spawn(async move {
+            let leases = &guard.leases;
             let charges = limits.iter().map(|limit| Charge {
                 lease,
                 requested_lease_units: units,
                 has_fallback,
                 ..Charge::new(limit, &key, 0)
             });
-            let (charges, sent_at): (SmallVec<[_; 2]>, _) = (charges.collect(), Instant::now());
-            if let Ok(decision) = redis.decide(&charges, sent_at).await {
+            let (charges, sent_at): (SmallVec<[_; 2]>, _) =
+                (charges.collect(), ClockReading::now(&leases.clock));
+            if let Ok(decision) = redis.decide(&charges, sent_at.instant).await {
                 redis
                     .fallback()
-                    .cache_statuses(&charges, &decision, sent_at.into_std());
-                let leases = &guard.leases;
+                    .cache_statuses(&charges, &decision, sent_at.instant.into_std());
                 leases.table.record_grant(
                     &charges,
                     &decision.statuses,
                     &decision,
                     (sent_at, Instant::now()),
                 );
-                leases.ensure_return_task(&redis);
+                leases.ensure_credit_task(&redis);
             }
         });
     }
 
-    fn ensure_return_task(self: &Arc<Self>, redis: &RedisStore) {
-        if !std::mem::replace(&mut *self.is_return_task_running.lock(), true) {
-            tokio::spawn(run_return_task(Arc::clone(self), redis.clone()));
+    fn ensure_credit_task(self: &Arc<Self>, redis: &RedisStore) {
+        if !std::mem::replace(&mut *self.is_credit_task_running.lock(), true) {
+            tokio::spawn(run_credit_task(Arc::clone(self), redis.clone()));
         }
     }
 }
 
-/// Returns the unused units of expired leases until nothing is leased.
-async fn run_return_task(leases: Arc<LeasePool>, redis: RedisStore) {
-    while let Some((returns, next)) = leases.take_due_returns() {
-        leases.send_returns(&redis, returns).await;
+/// Credits the unused units of expired leases until nothing is leased.
+async fn run_credit_task(leases: Arc<LeasePool>, redis: RedisStore) {
+    while let Some((credits, next)) = leases.take_due_credits() {
+        leases.send_credits(&redis, credits).await;
         sleep(SWEEP_INTERVAL).await;
         let Some(next) = next else { continue };
         tokio::select! {
@@ -225,15 +263,14 @@ impl LeasePermitGuard<'_> {
     ///
     /// # Errors
     ///
-    /// A notification of the renewal to wait for.
+    /// A notification of the refill to wait for.
     fn take_permits<'c>(
         &mut self,
         charges: &[Charge<'c>],
-        now: Instant,
         deadline: Instant,
         on_exhausted: OnLeaseExhausted,
     ) -> Result<SmallVec<[(usize, Charge<'c>); 4]>, tokio::sync::futures::OwnedNotified> {
-        let mut remaining = SmallVec::new();
+        let (now, mut remaining) = (ClockReading::now(&self.leases.clock), SmallVec::new());
         let mut next = 0;
         for policy in charges.chunk_by(Charge::is_same_policy) {
             let first = next;
@@ -255,8 +292,8 @@ impl LeasePermitGuard<'_> {
                     } => {
                         self.permits.push((first, permit));
                         if units_to_request > 0 {
-                            LeasePool::spawn_renewal(
-                                self.leases.renewal_guard(key.id()),
+                            LeasePool::spawn_refill(
+                                self.leases.refill_guard(key.id()),
                                 self.redis,
                                 policy,
                                 units_to_request,
@@ -264,18 +301,18 @@ impl LeasePermitGuard<'_> {
                         }
                         continue;
                     }
-                    LeaseAction::WaitForRenewal(renewal_done) => return Err(renewal_done),
+                    LeaseAction::WaitForRefill(refill_done) => return Err(refill_done),
                     LeaseAction::QueryStore {
                         units_to_request: units,
                     } => units_to_request = units,
                 }
                 if units_to_request > 0 {
-                    self.renewals.push(self.leases.renewal_guard(key.id()));
+                    self.refills.push(self.leases.refill_guard(key.id()));
                 }
             }
-            remaining.extend((first..).zip(policy).map(|(at, charge)| {
+            remaining.extend((first..).zip(policy).map(|(index, charge)| {
                 (
-                    at,
+                    index,
                     Charge {
                         requested_lease_units: units_to_request,
                         ..*charge
@@ -288,7 +325,7 @@ impl LeasePermitGuard<'_> {
             let (valid, expiring): (SmallVec<[_; 1]>, SmallVec<[_; 1]>) = self
                 .permits
                 .drain(..)
-                .partition(|(_, permit)| permit.expires_at > deadline);
+                .partition(|(_, permit)| permit.expires_at.instant > deadline);
             self.permits = valid;
             for (first, permit) in expiring {
                 self.leases.table.return_permit(&permit);
@@ -298,10 +335,10 @@ impl LeasePermitGuard<'_> {
                 remaining.extend(
                     (first..)
                         .zip(policy.unwrap_or_default())
-                        .map(|(at, charge)| (at, *charge)),
+                        .map(|(index, charge)| (index, *charge)),
                 );
             }
-            remaining.sort_unstable_by_key(|(at, _)| *at);
+            remaining.sort_unstable_by_key(|(index, _)| *index);
         }
         Ok(remaining)
     }
@@ -309,7 +346,7 @@ impl LeasePermitGuard<'_> {
     /// Requests leases separately from the charges. The caller may disconnect, or another policy
     /// may refuse the request, but the lease serves all callers. On one connection both requests
     /// share a batch.
-    pub(super) fn start_renewals(&mut self, charges: &mut [Charge<'_>]) {
+    pub(super) fn start_refills(&mut self, charges: &mut [Charge<'_>]) {
         for policy in charges.chunk_by_mut(Charge::is_same_policy) {
             let units_to_request = policy
                 .first()
@@ -318,18 +355,25 @@ impl LeasePermitGuard<'_> {
                 .iter_mut()
                 .for_each(|charge| charge.requested_lease_units = 0);
             let key = policy.first().map(|charge| charge.key.id());
-            if let Some(at) = self
-                .renewals
-                .iter()
-                .position(|asking| Some(asking.key) == key)
-            {
-                LeasePool::spawn_renewal(
-                    self.renewals.remove(at),
+            if let Some(at) = self.refills.iter().position(|guard| Some(guard.key) == key) {
+                LeasePool::spawn_refill(
+                    self.refills.remove(at),
                     self.redis,
                     policy,
                     units_to_request,
                 );
             }
+        }
+    }
+
+    /// Checks that no permit has expired while the store decided the other charges. That happens
+    /// only if the machine was suspended, so the decision took longer than `timeout`.
+    pub(super) fn check_expiry(&self) -> Result<(), StoreUnavailable> {
+        let now = ClockReading::now(&self.leases.clock);
+        let has_expired = |(_, permit): &(usize, LeasePermit)| now.has_reached(&permit.expires_at);
+        match self.permits.iter().any(has_expired) {
+            true => Err(self.redis.unavailable_error("timeout")),
+            false => Ok(()),
         }
     }
 
@@ -361,14 +405,14 @@ impl LeasePermitGuard<'_> {
                 charged_at_us: SmallVec::new(),
             };
         };
-        for ((at, _), status) in rest.iter().zip(decision.statuses) {
-            if let Some(target) = statuses.get_mut(*at) {
+        for ((index, _), status) in rest.iter().zip(decision.statuses) {
+            if let Some(target) = statuses.get_mut(*index) {
                 *target = status;
             }
         }
-        let mut entry_times_us = SmallVec::from_elem(None, charges.len());
-        for ((at, _), at_us) in rest.iter().zip(&decision.charged_at_us) {
-            if let Some(target) = entry_times_us.get_mut(*at) {
+        let mut charged_at_us = SmallVec::from_elem(None, charges.len());
+        for ((index, _), at_us) in rest.iter().zip(&decision.charged_at_us) {
+            if let Some(target) = charged_at_us.get_mut(*index) {
                 *target = *at_us;
             }
         }
@@ -377,7 +421,7 @@ impl LeasePermitGuard<'_> {
         }
         Decision {
             statuses,
-            charged_at_us: entry_times_us,
+            charged_at_us,
             ..decision
         }
     }
@@ -391,9 +435,9 @@ impl Drop for LeasePermitGuard<'_> {
     }
 }
 
-impl Drop for LeaseRenewalGuard {
+impl Drop for LeaseRefillGuard {
     fn drop(&mut self) {
-        self.leases.table.finish_renewal(self.key);
+        self.leases.table.finish_refill(self.key);
     }
 }
 

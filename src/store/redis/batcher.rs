@@ -28,6 +28,7 @@ const IN_FLIGHT_TIMEOUT: Duration = Duration::from_millis(2);
 pub(super) struct DecisionBatcher {
     context: Arc<RedisContext>,
     connection: Arc<SupervisedConnection>,
+    /// A mutex because `Store` is `Send`; only one worker uses it.
     state: Mutex<BatcherState>,
 }
 

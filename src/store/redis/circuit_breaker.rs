@@ -127,7 +127,7 @@ impl RedisCircuitBreaker {
         }
     }
 
-    pub(super) fn record_connection_lost(&self, error: &RedisConnectionError) {
+    pub(super) fn record_connection_down(&self, error: &RedisConnectionError) {
         let mut state = self.state.lock();
         state.connections_down += 1;
         state.log_transition(error);
@@ -228,7 +228,7 @@ mod tests {
                 breaker.record_failure(RedisErrorKind::OutOfMemory);
                 breaker.record_foreign_value(|| "key".to_owned());
             }
-            breaker.record_connection_lost(&RedisErrorKind::Connection.into());
+            breaker.record_connection_down(&RedisErrorKind::Connection.into());
             for _ in 0..1000 {
                 breaker.record_failure(RedisErrorKind::Connection);
             }
@@ -250,8 +250,8 @@ mod tests {
     fn is_up_when_every_connection_is_up() {
         let breaker = RedisCircuitBreaker::new(9);
         breaker.record_probe_success();
-        breaker.record_connection_lost(&RedisErrorKind::Connection.into());
-        breaker.record_connection_lost(&RedisErrorKind::Connection.into());
+        breaker.record_connection_down(&RedisErrorKind::Connection.into());
+        breaker.record_connection_down(&RedisErrorKind::Connection.into());
         breaker.record_connection_restored();
         assert!(!breaker.is_up());
         breaker.record_connection_restored();

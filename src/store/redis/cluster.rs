@@ -4,30 +4,31 @@
 //! request has a deadline, it does not probe connections, and it has its own TLS setup. Only the
 //! slot map, two redirections and one refresh task are needed beside [`SupervisedConnection`].
 //!
-//! Charges of several slots are decided at once, one call per slot. If an enforced charge is
-//! refused, the charges of the other slots are credited: too strict for a moment, never too lax.
+//! Charges of several slots are reserved by one call per slot (`split_decision`). A refused request
+//! returns its reservations: too strict for a moment, never too lax.
 
+mod admission_hints;
 mod router;
 mod shard_search;
 mod slot_charges;
 mod slot_map;
 mod slot_map_refresh;
+mod split_decision;
 
 use super::connection::{RedisConnectionState, SupervisedConnection};
 use super::connector::AbortOnDropTask;
 use super::context::RedisContext;
 use super::error::RedisErrorKind;
-use super::settlement_calls::{MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls};
 use super::watched_value::WatchedValue;
-use crate::limiter::{Charge, Decision};
+use crate::limiter::Charge;
 use crate::store::Settlement;
 use futures_util::future::join_all;
 use redis::{Cmd, Value};
 use router::ClusterRouter;
-use slot_charges::group_by_slot;
+use slot_charges::{SlotCharges, group_by_slot};
 use slot_map::{ClusterNode, ClusterSlotMap};
 use slot_map_refresh::run_slot_map_refresh;
-use smallvec::SmallVec;
+use split_decision::SplitResult;
 use std::sync::Arc;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
@@ -39,11 +40,6 @@ pub(super) use slot_map::{slot_for_key, slot_for_name};
 pub(super) struct ClusterClient {
     router: ClusterRouter,
     _refresh_task: AbortOnDropTask,
-}
-
-/// Whether charges are in several slots, or spread over shards.
-pub(super) fn is_split(charges: &[Charge<'_>]) -> bool {
-    is_sharded(charges) || spans_several_slots(charges)
 }
 
 fn is_sharded(charges: &[Charge<'_>]) -> bool {
@@ -74,6 +70,7 @@ impl ClusterClient {
                 context,
                 slot_map,
                 refresh_requested,
+                hints: Arc::default(),
             },
             _refresh_task: AbortOnDropTask(tokio::spawn(refresh_loop)),
         }
@@ -94,94 +91,54 @@ impl ClusterClient {
     /// Decides charges in any slots.
     ///
     /// # Errors
-    /// When a slot gave no reply, and no other slot refuses. The charges of the other slots then
-    /// remain: the request is decided without the store, and policies that were reached must still
-    /// count it.
-    pub(super) async fn decide(
-        &self,
-        charges: &[Charge<'_>],
-        deadline: Instant,
-    ) -> Result<Decision, RedisErrorKind> {
+    /// When a slot gave no reply, and no other slot refuses. The partial decision has the answers
+    /// of the other slots.
+    pub(super) async fn decide(&self, charges: &[Charge<'_>], deadline: Instant) -> SplitResult {
         match is_sharded(charges) {
             true => self.decide_across_shards(charges, deadline).await,
-            false => self
-                .decide_by_slot(charges, deadline)
-                .await
-                .map(|(decision, _)| decision),
+            false => self.decide_by_slot(charges, deadline).await.0,
         }
     }
 
     /// Decides charges, each on the counter of its key. If they are refused, the returned task ends
-    /// when all are credited.
+    /// when all reservations are returned.
     async fn decide_by_slot(
         &self,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> Result<(Decision, Option<JoinHandle<()>>), RedisErrorKind> {
-        if !spans_several_slots(charges) {
-            let slot = charges.first().map_or(0, |charge| slot_for_key(charge.key));
-            return Ok((
-                self.router
-                    .request_decision(slot, charges, deadline)
-                    .await?,
-                None,
-            ));
-        }
-        let (decision_sender, decision_receiver) = oneshot::channel();
-        // A separate task, so that a disconnected client does not leave charges of one slot that
-        // another refuses.
-        let task = self.router.clone().decide_across_slots(
-            group_by_slot(charges),
-            charges.len(),
-            deadline,
-            decision_sender,
-        );
+    ) -> (SplitResult, Option<JoinHandle<()>>) {
+        let parts = match spans_several_slots(charges) {
+            true => group_by_slot(charges),
+            false => {
+                let slot = charges.first().map_or(0, |charge| slot_for_key(charge.key));
+                let decision = self.router.request_decision(slot, charges, deadline);
+                match decision.await {
+                    Err(RedisErrorKind::TryAgain) => {
+                        let parts = group_by_slot(charges).into_iter();
+                        parts.flat_map(SlotCharges::split_by_counter).collect()
+                    }
+                    result => return (result.map_err(|failure| (failure, None)), None),
+                }
+            }
+        };
+        let (result_sender, result_receiver) = oneshot::channel();
+        // A separate task, so that a client that disconnects does not leave reservations.
+        let task = self
+            .router
+            .clone()
+            .decide_parts(parts, deadline, result_sender);
         let task = tokio::spawn(task);
         // The sender is dropped only when the runtime shuts down.
-        Ok((
-            decision_receiver
-                .await
-                .unwrap_or(Err(RedisErrorKind::Connection))?,
-            Some(task),
-        ))
+        let connection_lost = Err((RedisErrorKind::Connection, None));
+        (result_receiver.await.unwrap_or(connection_lost), Some(task))
     }
 
-    /// Settles charges. Settlements of one counter stay in order. Returns the indexes of the
-    /// settlements in each failed call; the others were made.
+    /// As [`ClusterRouter::amend`].
     pub(super) async fn amend(
         &self,
         settlements: &[Settlement<'_>],
     ) -> Vec<(Vec<usize>, RedisErrorKind)> {
-        let mut slots: SmallVec<[(u16, Vec<usize>); 4]> = SmallVec::new();
-        for (position, settlement) in settlements.iter().enumerate() {
-            let slot = slot_for_key(settlement.key);
-            match slots.iter_mut().find(|(other, _)| *other == slot) {
-                Some((_, positions)) => positions.push(position),
-                None => slots.push((slot, vec![position])),
-            }
-        }
-        let slots = slots.iter().map(|(slot, positions)| async move {
-            let slot_settlements: Vec<Settlement<'_>> = positions
-                .iter()
-                .filter_map(|position| settlements.get(*position))
-                .copied()
-                .collect();
-            let (calls, mut results) = (split_into_calls(&slot_settlements), Vec::new());
-            for calls in calls.chunks(MAX_PIPELINED_CALLS) {
-                let script = &self.router.context.scripts;
-                let commands: Vec<Cmd> = calls
-                    .iter()
-                    .map(|call| script.amend_command(call, None))
-                    .collect();
-                results.extend(self.router.send_amendments(*slot, &commands).await);
-            }
-            let original_position = |nth: &usize| positions.get(*nth).copied();
-            let failed = collect_failed_calls(&calls, results).into_iter();
-            failed
-                .map(|(nth, failure)| (nth.iter().filter_map(original_position).collect(), failure))
-                .collect::<Vec<(Vec<usize>, RedisErrorKind)>>()
-        });
-        join_all(slots).await.into_iter().flatten().collect()
+        self.router.amend(settlements).await
     }
 
     /// Runs one command on the node of a slot.

@@ -22,15 +22,20 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Pause between connection attempts: doubled up to the maximum, with jitter down to half.
-const INITIAL_BACKOFF: Duration = Duration::from_millis(25);
+/// Pause between connection attempts: doubled up to the maximum, with jitter down to half. The first
+/// pause has jitter down to none.
+const MIN_INITIAL_BACKOFF: Duration = Duration::from_millis(25);
 const MAX_BACKOFF: Duration = Duration::from_millis(500);
+
+/// The first pause grows with the instance count. If a server closes all connections at once, about
+/// one instance per millisecond reconnects.
+const INITIAL_BACKOFF_PER_INSTANCE: Duration = Duration::from_millis(1);
 
 /// A connection that lasted less than this does not reset the backoff.
 const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(1);
 
 /// Consecutive timeouts after which a connection is replaced: the server may hang, or the address
-/// may lead to another server.
+/// may lead to another server. Each caller of a call that times out counts.
 const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 
 /// A connection that is reopened when it is lost.
@@ -218,7 +223,7 @@ async fn supervise_connection(
     ready: WatchedValue<bool>,
 ) {
     let breaker = &context.breaker;
-    let mut backoff = INITIAL_BACKOFF;
+    let mut backoff = MIN_INITIAL_BACKOFF;
     loop {
         let started = Instant::now();
         let connected = timeout(
@@ -256,14 +261,16 @@ async fn supervise_connection(
         };
         state.store(Arc::new(RedisConnectionState::Down(error.kind)));
         if !is_lost.swap(true, Ordering::Relaxed) {
-            breaker.record_connection_lost(&error);
+            breaker.record_connection_down(&error);
         }
-        backoff = if started.elapsed() >= STABLE_CONNECTION_AGE {
-            INITIAL_BACKOFF
+        let min_jitter;
+        (backoff, min_jitter) = if started.elapsed() >= STABLE_CONNECTION_AGE {
+            let backoff = INITIAL_BACKOFF_PER_INSTANCE * context.fallback.share().instances();
+            (backoff.clamp(MIN_INITIAL_BACKOFF, MAX_BACKOFF), 0.0)
         } else {
-            (backoff * 2).min(MAX_BACKOFF)
+            ((backoff * 2).min(MAX_BACKOFF), 0.5)
         };
-        sleep(backoff.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+        sleep(backoff.mul_f64(min_jitter + (1.0 - min_jitter) * fastrand::f64())).await;
     }
 }
 
@@ -350,7 +357,7 @@ pub(super) async fn run_loading_scripts(
 }
 
 async fn load_scripts(context: &RedisContext, live: &LiveConnection) -> RedisResult<()> {
-    let pipeline = context.scripts.load_pipeline();
+    let pipeline = context.scripts.load_used_programs();
     for reply in live
         .connection
         .clone()

@@ -5,6 +5,7 @@ use super::circuit_breaker::RedisCircuitBreaker;
 use super::scripts::ScriptLibrary;
 use crate::clock::Clock;
 use crate::store::FallbackStore;
+use crate::store::fallback::usage_directory::UsageDirectory;
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -21,6 +22,8 @@ pub(super) struct RedisContext {
     /// Memory, eviction policy and clock of Redis, as last polled. Empty while no server answers.
     pub(super) server_info: Mutex<RedisServerMetrics>,
     pub(super) fallback: FallbackStore,
+    /// `store.state_dir`, if it is set.
+    pub(super) usage_directory: Option<UsageDirectory>,
     /// The process' own clock.
     pub(super) clock: Clock,
     /// The unique id of the process.

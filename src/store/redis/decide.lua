@@ -32,14 +32,26 @@
 -- When the remaining units grow, or 0. Returns nil if the value is foreign.
 local function next_growth_time(release_time, state, capacity)
   if state.used_units == 0 or capacity == 0 then return 0 end
-  return release_time(state, max(1, state.used_units - capacity + 1))
+  local growth_us, lead = release_time(state, max(1, state.used_units - capacity + 1)), state.now - time
+  return growth_us and lead > state.per and max(0, growth_us - lead) or growth_us
 end
 
--- Until when `cost` units are refused, as in the reply.
+-- Until when `cost` units are refused, as in the reply. If the clock stepped back by more than the
+-- period, the time of the state would stand still for that long. Lets the key expire as if its time
+-- went on from now.
 local function refused_until(release_time, state, cost, capacity)
   if cost > capacity or capacity == 0 then return -1 end
   if state.used_units <= capacity - cost then return 0 end
-  local free_at = release_time(state, state.used_units - (capacity - cost))
+  local free_at, lead = release_time(state, state.used_units - (capacity - cost)), state.now - time
+  if lead > state.per and free_at then
+    local expires, server_time = release_time(state, 0) - lead, call('TIME')
+    local expires_ms = math.ceil(expires / 1000)
+    if call('PTTL', state.key) > expires_ms - server_time[1] * 1000 - server_time[2] / 1000 then
+      -- An error leaves the later expiry.
+      try('PEXPIREAT', state.key, integer(expires_ms))
+    end
+    free_at = min(free_at, expires)
+  end
   return free_at == 0 and -2 or free_at
 end
 
@@ -87,7 +99,8 @@ local function decide_mergeable(n, charge)
   local growth_us = next_growth_time(rule.release_time, state, capacity)
   if admitted_count < repeat_count then
     -- With cost 1, the next free unit ends the refusal, too.
-    until_us = cost == 1 and capacity > 0 and growth_us or refused_until(rule.release_time, state, cost, capacity)
+    until_us = cost == 1 and capacity > 0 and state.now == time and growth_us
+      or refused_until(rule.release_time, state, cost, capacity)
   end
   if not (growth_us and until_us) then raise_foreign_key(1) end
   local answer = format('%d %d %d', until_us, max(0, capacity - state.used_units), growth_us)
@@ -123,11 +136,12 @@ end
 local function decide_request(n, last)
   local entries, admitted = {}, true
   -- By policy: whether it refuses the request, and whether one of its limits is full.
-  local is_refusing, is_full = {}, {}
+  local is_refusing, is_full, has_clock_stepped_back = {}, {}, false
   for index = n, last do
     local charge = parsed_charges[ARGV[index + 1]]
     local rule, policy = charge.rule, charge.policy
-    -- A key may have seen a clock that ran ahead. Its time does not apply to the other keys.
+    -- The state of a key may have a later time than `time`, from a clock that ran ahead. That later
+    -- time does not apply to the other keys.
     local state, err = rule.read(KEYS[index], time, charge.per, charge.parameters)
     if not state then raise_foreign_key(index - n + 1, err) end
     local until_us = refused_until(rule.release_time, state, charge.cost, charge.capacity)
@@ -138,6 +152,7 @@ local function decide_request(n, last)
       admitted = admitted and charge.is_shadow
       if until_us ~= -1 and not rule.is_block then is_full[policy] = true end
     end
+    has_clock_stepped_back = has_clock_stepped_back or state.now - time > charge.per
     state.settles = charge.settles
     entries[#entries + 1] = { charge = charge, state = state, until_us = until_us, growth_us = growth_us }
   end
@@ -173,6 +188,12 @@ local function decide_request(n, last)
     if is_changed then
       entry.growth_us = next_growth_time(charge.rule.release_time, state, charge.capacity)
       if state.delay and not charge.is_shadow then delay = max(delay, state.delay) end
+    end
+    if has_clock_stepped_back and charge.rule.is_block and not is_changed then
+      -- Alone, a block from a later time looks like one that began before a reload shortened it.
+      state.now = state.ends_at - state.per
+      entry.until_us = refused_until(charge.rule.release_time, state, charge.cost, charge.capacity)
+      entry.growth_us = next_growth_time(charge.rule.release_time, state, charge.capacity)
     end
     words[index] = format('%d %d %d', entry.until_us, max(0, charge.capacity - state.used_units), entry.growth_us)
     if charge.settles then

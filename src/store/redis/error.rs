@@ -25,6 +25,8 @@ pub enum RedisErrorKind {
     Loading,
     MasterDown,
     ClusterDown,
+    /// The slot moves, and the keys of the call are on two nodes. Calls with one key work.
+    TryAgain,
     /// The user or password is wrong, missing or lacks a permission.
     NoAuth,
     OutOfMemory,
@@ -83,7 +85,7 @@ impl From<RedisError> for RedisConnectionError {
 
 impl RedisErrorKind {
     /// Every [`RedisErrorKind::as_str`], in alphabetical order.
-    pub(super) const NAMES: [&str; 17] = [
+    pub(super) const NAMES: [&str; 18] = [
         "busy",
         "clusterdown",
         "connection",
@@ -100,6 +102,7 @@ impl RedisErrorKind {
         "reply",
         "timeout",
         "tls",
+        "tryagain",
         "wrongtype",
     ];
 
@@ -115,6 +118,7 @@ impl RedisErrorKind {
             Self::Loading => "loading",
             Self::MasterDown => "masterdown",
             Self::ClusterDown => "clusterdown",
+            Self::TryAgain => "tryagain",
             Self::NoAuth => "noauth",
             Self::OutOfMemory => "oom",
             Self::Misconfigured => "misconf",
@@ -157,6 +161,7 @@ impl RedisErrorKind {
             "LOADING" => Self::Loading,
             "MASTERDOWN" => Self::MasterDown,
             "CLUSTERDOWN" => Self::ClusterDown,
+            "TRYAGAIN" => Self::TryAgain,
             "NOAUTH" | "WRONGPASS" | "NOPERM" => Self::NoAuth,
             "OOM" => Self::OutOfMemory,
             "MISCONF" | "NOREPLICAS" => Self::Misconfigured,

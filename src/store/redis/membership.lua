@@ -11,7 +11,8 @@
 -- ARGV[4]  the reply counts recovered instances heard from since this time (us); empty: now
 -- ARGV[5]  when the caller stops waiting for the reply (us); empty: unknown. A server that hung
 --          runs the command later, when it may no longer be true: then a heartbeat counts as
--- pending Reply    the time in us, the live instances, the live instances with a lower id, the
+--          `pending`
+-- Reply    the time in us, the live instances, the live instances with a lower id, the
 --          recovered instances: heard from since ARGV[4], with nothing left to write back
 
 local id, operation, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])

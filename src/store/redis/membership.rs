@@ -10,12 +10,13 @@
 //! In a cluster, only some slots may be unreachable. Usage of the other slots is written back and
 //! the process stays counted. The outage ends together for all slots that it affected.
 
-use super::cluster::slot_for_name;
 use super::connection::RedisConnectionState;
 use super::error::RedisErrorKind;
-use super::{RedisBackend, RedisStore};
+use super::{RedisBackend, RedisStore, new_fallback};
 use crate::store::fallback::SINGLE_PARTITION;
-use crate::store::{Settlement, Share};
+use crate::store::fallback::usage_directory::UsageFile;
+use crate::store::{FallbackStore, Settlement, Share};
+use crate::telemetry::LogThrottle;
 use redis::{Cmd, Value};
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
@@ -35,6 +36,9 @@ const MEMBER_TTL: Duration = Duration::from_secs(5);
 /// How long missing instances are waited for. After an outage, or a loss of data, no instance has
 /// sent a heartbeat yet.
 const MEMBERSHIP_GRACE_PERIOD: Duration = Duration::from_secs(3);
+
+/// Interval of log lines while Redis rejects the membership script.
+const REJECTION_LOG_INTERVAL: Duration = Duration::from_secs(3600);
 
 /// Time for a write-back when the process stops.
 const SHUTDOWN_WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(1);
@@ -56,7 +60,7 @@ pub fn instance_id() -> &'static str {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MembershipOperation {
     Heartbeat,
-    /// The instance is alive, but has usage left to write back.
+    /// A heartbeat of an instance that still has usage to write back.
     HeartbeatPending,
     Read,
 }
@@ -70,16 +74,18 @@ struct MembershipReply {
     recovered_instances: u32,
 }
 
-/// The last known membership.
+/// What the replies so far have shown.
 #[derive(Debug)]
 struct MembershipTracker {
-    share: Share,
-    /// Since when a lower count has been read.
+    /// Since when every heartbeat was answered with a lower count. A failure resets it: after an
+    /// outage the count shows only the instances that have reconnected.
     decrease_since: Option<Instant>,
-    /// Redis answers, but rejects the membership script.
-    is_rejected: bool,
     /// The time (µs) of Redis' clock, and when the reply arrived.
     redis_clock: Option<(u64, Instant)>,
+    rejection_log: LogThrottle,
+    /// A file of a stopped process that is being written back. Kept over a failure, so that only
+    /// its unsent usage is sent again.
+    left_usage: Option<(UsageFile, FallbackStore)>,
 }
 
 /// Progress of the end of an outage.
@@ -95,17 +101,14 @@ pub(super) async fn run_membership(redis: RedisStore) {
     // Before the first connection there is no outage.
     redis.wait_until_ready().await;
     let fallback = redis.fallback();
-    let mut tracker = MembershipTracker {
-        share: fallback.share(),
-        decrease_since: None,
-        is_rejected: false,
-        redis_clock: None,
-    };
+    let mut tracker = MembershipTracker::new();
     let mut recovery = None;
     loop {
-        recovery = run_heartbeat_round(&redis, &mut tracker, recovery)
-            .await
-            .unwrap_or_default();
+        let round = run_heartbeat_round(&redis, &mut tracker, recovery).await;
+        recovery = round.unwrap_or_else(|_| {
+            tracker.record_failure();
+            None
+        });
         sleep(add_jitter(RECOVERY_HEARTBEAT_INTERVAL)).await;
         if recovery.is_none() && !fallback.is_in_outage() && !fallback.has_pending_write_back() {
             tokio::select! {
@@ -125,7 +128,11 @@ async fn run_heartbeat_round(
     recovery: Option<OutageRecovery>,
 ) -> Result<Option<OutageRecovery>, RedisErrorKind> {
     let fallback = redis.fallback();
-    let has_failed = fallback.take_failure();
+    let has_failed = fallback.take_new_failure_flag();
+    // In a cluster, failures of other servers say nothing about the count.
+    if has_failed && fallback.is_stale(redis.membership_partition()) {
+        tracker.record_failure();
+    }
     // Other workers may still have no connection.
     let is_up = redis.context.breaker.is_up();
     let recovery = recovery.filter(|_| !has_failed && is_up);
@@ -134,7 +141,7 @@ async fn run_heartbeat_round(
     if !redis.is_reachable() {
         return Ok(None);
     }
-    match write_back(redis).await {
+    match write_back_with_files(redis, tracker).await {
         // Other nodes of a cluster may be reachable.
         Err(_) if redis.is_cluster() => {}
         result => result?,
@@ -158,8 +165,8 @@ async fn run_heartbeat_round(
     {
         Ok(reply) => {
             let now = Instant::now();
-            fallback.set_share(tracker.update_share(reply, now));
-            (tracker.is_rejected, tracker.redis_clock) = (false, Some((reply.now_us, now)));
+            fallback.set_share(tracker.next_share(fallback.share(), reply, now));
+            tracker.redis_clock = Some((reply.now_us, now));
             Some(reply)
         }
         Err(failure) if is_unresponsive(failure) => {
@@ -170,7 +177,9 @@ async fn run_heartbeat_round(
         }
         // Redis rejects the script, so missing instances can't be waited for.
         Err(failure) => {
-            if !std::mem::replace(&mut tracker.is_rejected, true) {
+            tracker.record_failure();
+            let now = crate::clock::monotonic_now();
+            if tracker.rejection_log.record_occurrence(now).is_some() {
                 tracing::warn!(
                     kind = failure.as_str(),
                     "redis rejected the membership script; using the last known instance count"
@@ -188,7 +197,7 @@ async fn run_heartbeat_round(
     };
     let recovery = recovery.unwrap_or_else(start_recovery);
     let all_recovered =
-        reply.is_some_and(|reply| reply.recovered_instances >= tracker.share.instances());
+        reply.is_some_and(|reply| reply.recovered_instances >= fallback.share().instances());
     if all_recovered || recovery.started_at.elapsed() >= MEMBERSHIP_GRACE_PERIOD {
         fallback.end_outage();
         return Ok(None);
@@ -198,7 +207,11 @@ async fn run_heartbeat_round(
 
 /// Writes back and removes the process from the sets.
 pub(super) async fn remove_member(redis: &RedisStore) {
-    let write_back_result = timeout(SHUTDOWN_WRITE_BACK_TIMEOUT, write_back(redis)).await;
+    let write_back_result = timeout(
+        SHUTDOWN_WRITE_BACK_TIMEOUT,
+        write_back(redis, redis.fallback()),
+    )
+    .await;
     if let Err(failure) = write_back_result.unwrap_or_else(|elapsed| Err(elapsed.into())) {
         tracing::warn!(
             kind = failure.as_str(),
@@ -212,10 +225,40 @@ pub(super) async fn remove_member(redis: &RedisStore) {
     }
 }
 
+/// Writes back the usage of this process. At the end of an outage also writes the files that
+/// stopped processes left in `store.state_dir`, and removes all files that are in Redis.
+async fn write_back_with_files(
+    redis: &RedisStore,
+    tracker: &mut MembershipTracker,
+) -> Result<(), RedisErrorKind> {
+    write_back(redis, redis.fallback()).await?;
+    let directory = redis.context.usage_directory.as_ref();
+    let Some(directory) = directory.filter(|_| redis.fallback().is_in_outage()) else {
+        return Ok(());
+    };
+    directory.remove_restored();
+    let claim_left_usage = || {
+        let (file, usage, downtime_us) = directory.claim_file()?;
+        let stopped_process = new_fallback(&redis.context.settings, redis.context.clock.clone());
+        stopped_process.restore_usage(usage, downtime_us);
+        Some((file, stopped_process))
+    };
+    loop {
+        let left_usage = tracker.left_usage.take().or_else(claim_left_usage);
+        let Some((file, stopped_process)) = left_usage else {
+            return Ok(());
+        };
+        if let Err(failure) = write_back(redis, &stopped_process).await {
+            tracker.left_usage = Some((file, stopped_process));
+            return Err(failure);
+        }
+        file.remove();
+    }
+}
+
 /// Writes all usage that was admitted without Redis. A failed write is repeated: usage may count
 /// twice, but is never lost.
-async fn write_back(redis: &RedisStore) -> Result<(), RedisErrorKind> {
-    let fallback = redis.fallback();
+async fn write_back(redis: &RedisStore, fallback: &FallbackStore) -> Result<(), RedisErrorKind> {
     if !fallback.has_pending_write_back() {
         return Ok(());
     }
@@ -228,11 +271,9 @@ async fn write_back(redis: &RedisStore) -> Result<(), RedisErrorKind> {
         return Err(failure);
     }
     while fallback.has_pending_write_back() {
-        let owed_charges = fallback.take_write_back(redis.unreachable_partitions());
-        if owed_charges.is_empty() {
-            return Err(RedisErrorKind::Connection);
-        }
-        let amendments = fallback.write_back_amendments(&owed_charges);
+        let amendments = fallback
+            .take_write_back(redis.unreachable_partitions())
+            .ok_or(RedisErrorKind::Connection)?;
         let settlements: Vec<_> = amendments
             .iter()
             .map(|(limit, key, amendment)| Settlement {
@@ -241,14 +282,9 @@ async fn write_back(redis: &RedisStore) -> Result<(), RedisErrorKind> {
                 amendment: *amendment,
             })
             .collect();
-        if let Err(error) = redis.amend(&settlements).await {
-            fallback.requeue_unsent(
-                owed_charges,
-                error
-                    .unsent_indices
-                    .iter()
-                    .filter_map(|index| settlements.get(*index)),
-            );
+        if let Err(error) = redis.apply_settlements(&settlements).await {
+            let unconfirmed = error.unconfirmed_indices.iter();
+            fallback.requeue_unconfirmed(unconfirmed.filter_map(|index| settlements.get(*index)));
             return Err(RedisErrorKind::Timeout);
         }
         fallback.finish_write_back();
@@ -286,11 +322,9 @@ async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisEr
     let connection = match &redis.backend {
         RedisBackend::SingleServer(connection, _) => connection,
         RedisBackend::Cluster(cluster) => {
-            let [instances, _] = redis.context.scripts.membership_keys();
-            let slot = slot_for_name(&instances);
             return cluster
                 .run_on_slot(
-                    slot,
+                    redis.membership_partition(),
                     command,
                     Instant::now() + redis.context.settings.connect_timeout,
                 )
@@ -329,6 +363,15 @@ fn add_jitter(pause: Duration) -> Duration {
 }
 
 impl MembershipTracker {
+    fn new() -> Self {
+        Self {
+            decrease_since: None,
+            redis_clock: None,
+            rejection_log: LogThrottle::new(REJECTION_LOG_INTERVAL),
+            left_usage: None,
+        }
+    }
+
     /// Estimates Redis' clock at a time, rather too early.
     fn predict_redis_time_us(&self, at: Instant) -> Option<u64> {
         let (now_us, read_at) = self.redis_clock?;
@@ -336,18 +379,22 @@ impl MembershipTracker {
         now_us.checked_add(since_us)
     }
 
-    /// Updates the share from a reply. A higher count takes effect at once, a lower one after the
-    /// grace period.
-    fn update_share(&mut self, reply: MembershipReply, now: Instant) -> Share {
-        let is_decrease = reply.live_instances < self.share.instances();
+    /// Restarts the grace period of a decrease: it needs consecutive answers.
+    fn record_failure(&mut self) {
+        self.decrease_since = None;
+    }
+
+    /// The share after a reply. A higher count takes effect at once, a lower one after the grace
+    /// period.
+    fn next_share(&mut self, share: Share, reply: MembershipReply, now: Instant) -> Share {
+        let is_decrease = reply.live_instances < share.instances();
         if is_decrease
             && now.duration_since(*self.decrease_since.get_or_insert(now)) < MEMBERSHIP_GRACE_PERIOD
         {
-            return self.share;
+            return share;
         }
         self.decrease_since = None;
-        self.share = Share::with_rank(reply.live_instances, reply.rank);
-        self.share
+        Share::with_rank(reply.live_instances, reply.rank)
     }
 }
 
@@ -391,40 +438,48 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn more_instances_take_effect_at_once_and_fewer_after_the_grace_period() {
-        let mut tracker = MembershipTracker {
-            share: Share::with_unknown_rank(3),
-            decrease_since: None,
-            is_rejected: false,
-            redis_clock: None,
-        };
+        let mut tracker = MembershipTracker::new();
+        let mut share = Share::with_unknown_rank(3);
         let start = Instant::now();
+        let mut reply_at = |beat: u32, instances: u32, rank: u32| {
+            let reply = membership_reply(instances, rank);
+            share = tracker.next_share(share, reply, start + beat * HEARTBEAT_INTERVAL);
+            share
+        };
         assert_eq!(
-            tracker.update_share(membership_reply(1, 0), start),
+            reply_at(0, 1, 0),
             Share::with_unknown_rank(3),
             "other instances may not have sent a heartbeat yet"
         );
+        assert_eq!(reply_at(1, 4, 2), Share::with_rank(4, 2));
+        assert_eq!(reply_at(2, 2, 1), Share::with_rank(4, 2));
         assert_eq!(
-            tracker.update_share(membership_reply(4, 2), start + HEARTBEAT_INTERVAL),
-            Share::with_rank(4, 2)
-        );
-        assert_eq!(
-            tracker.update_share(membership_reply(2, 1), start + 2 * HEARTBEAT_INTERVAL),
-            Share::with_rank(4, 2)
-        );
-        assert_eq!(
-            tracker.update_share(membership_reply(4, 3), start + 3 * HEARTBEAT_INTERVAL),
+            reply_at(3, 4, 3),
             Share::with_rank(4, 3),
             "the second heartbeat was late"
         );
         for beat in 4..7 {
-            assert_eq!(
-                tracker.update_share(membership_reply(2, 1), start + beat * HEARTBEAT_INTERVAL),
-                Share::with_rank(4, 3)
-            );
+            assert_eq!(reply_at(beat, 2, 1), Share::with_rank(4, 3));
         }
-        assert_eq!(
-            tracker.update_share(membership_reply(2, 1), start + 7 * HEARTBEAT_INTERVAL),
-            Share::with_rank(2, 1)
-        );
+        assert_eq!(reply_at(7, 2, 1), Share::with_rank(2, 1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn only_consecutive_answers_reduce_the_instance_count() {
+        let mut tracker = MembershipTracker::new();
+        let five = Share::with_rank(5, 4);
+        let lower_reply = |tracker: &mut MembershipTracker| {
+            tracker.next_share(five, membership_reply(2, 1), Instant::now())
+        };
+        for _ in 0..10 {
+            assert_eq!(lower_reply(&mut tracker), five, "a glimpse after an outage");
+            sleep(MEMBERSHIP_GRACE_PERIOD - RECOVERY_HEARTBEAT_INTERVAL).await;
+            assert_eq!(lower_reply(&mut tracker), five);
+            tracker.record_failure();
+            sleep(MEMBER_TTL).await;
+        }
+        assert_eq!(lower_reply(&mut tracker), five);
+        sleep(MEMBERSHIP_GRACE_PERIOD).await;
+        assert_eq!(lower_reply(&mut tracker), Share::with_rank(2, 1));
     }
 }

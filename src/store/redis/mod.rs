@@ -6,6 +6,17 @@
 //! sentinels (`sentinel`), or found in a cluster's slot map (`cluster`). The circuit breaker
 //! belongs to the process (`circuit_breaker`). One worker counts the instances, and writes back
 //! usage that was admitted while Redis was unreachable (`membership`).
+//!
+//! Four states describe availability:
+//!
+//! | state | of | true |
+//! |---|---|---|
+//! | [`SharedRedisState::is_up`] | process | once connected, while no connection is down and the breaker is closed |
+//! | [`RedisStore::is_breaker_open`] | process | after consecutive failures, until a probe succeeds |
+//! | [`RedisStore::is_reachable`] | worker | while the breaker is closed and its connection works |
+//! | [`FallbackStore::is_in_outage`] | process | from the first failure until all write-back is done |
+//!
+//! In a cluster the breaker never opens: failures of its nodes are only counted.
 
 mod batcher;
 mod circuit_breaker;
@@ -23,6 +34,7 @@ mod sentinel;
 mod server_info;
 mod settings;
 mod settlement_calls;
+mod stored_usage;
 mod watched_value;
 
 pub use error::RedisErrorKind;
@@ -36,7 +48,8 @@ pub use settings::{
 };
 
 use super::fallback::SINGLE_PARTITION;
-use super::{FallbackStore, Settlement, SettlementError, StoreUnavailable};
+use super::fallback::usage_directory::UsageDirectory;
+use super::{DecisionFailure, FallbackStore, Settlement, SettlementError, StoreUnavailable};
 use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Key};
 use crate::telemetry::metrics::RedisServerMetrics;
@@ -91,11 +104,12 @@ impl SharedRedisState {
             breaker: RedisCircuitBreaker::new(settings.breaker_failures),
             call_count: Arc::default(),
             server_info: Mutex::default(),
-            fallback: FallbackStore::new(settings.initial_instances, clock.clone())
-                .with_partitions(match settings.topology {
-                    RedisTopology::Cluster => cluster::slot_for_key,
-                    _ => |_| SINGLE_PARTITION,
-                }),
+            fallback: new_fallback(&settings, clock.clone()),
+            usage_directory: settings.state_dir.as_ref().map(|path| {
+                let is_cluster = settings.topology == RedisTopology::Cluster;
+                let service = format!("{} {is_cluster}", settings.key_prefix);
+                UsageDirectory::new(path, &service, instance_id)
+            }),
             has_joined_membership: AtomicBool::new(false),
             clock,
             instance_id: instance_id.into(),
@@ -147,6 +161,15 @@ impl SharedRedisState {
     pub fn error_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.0.breaker.failure_counts()
     }
+}
+
+/// An empty fallback store with the partitions of the topology.
+fn new_fallback(settings: &RedisSettings, clock: Clock) -> FallbackStore {
+    let fallback = FallbackStore::new(settings.initial_instances, clock);
+    fallback.with_partitions(match settings.topology {
+        RedisTopology::Cluster => cluster::slot_for_key,
+        _ => |_| SINGLE_PARTITION,
+    })
 }
 
 impl RedisStore {
@@ -265,7 +288,16 @@ impl RedisStore {
         }
     }
 
-    fn is_cluster(&self) -> bool {
+    /// The partition that holds the sets of the membership.
+    fn membership_partition(&self) -> u16 {
+        let [instances, _] = self.context.scripts.membership_keys();
+        match self.backend {
+            RedisBackend::SingleServer(..) => SINGLE_PARTITION,
+            RedisBackend::Cluster(_) => cluster::slot_for_name(&instances),
+        }
+    }
+
+    pub fn is_cluster(&self) -> bool {
         matches!(self.backend, RedisBackend::Cluster(_))
     }
 
@@ -294,20 +326,23 @@ impl RedisStore {
     /// counters.
     ///
     /// # Errors
-    /// [`StoreUnavailable`] with the kind of the failure. After a timeout or a lost connection the
+    /// [`DecisionFailure`] with the kind of the failure. After a timeout or a lost connection the
     /// charges may have been made: too strict, never too lax.
     pub async fn decide(
         &self,
         charges: &[Charge<'_>],
         requested_at: Instant,
-    ) -> Result<Decision, StoreUnavailable> {
+    ) -> Result<Decision, DecisionFailure> {
         let deadline = requested_at + self.context.settings.timeout;
         let queue = match &self.backend {
             RedisBackend::SingleServer(_, queue) => queue,
             RedisBackend::Cluster(cluster) => {
                 // Boxed, because every request's future would include its size otherwise.
                 let answer = Box::pin(cluster.decide(charges, deadline)).await;
-                return answer.map_err(|failure| self.unavailable_error(failure.as_str()));
+                return answer.map_err(|(failure, partial)| DecisionFailure {
+                    unavailable: self.unavailable_error(failure.as_str()),
+                    partial,
+                });
             }
         };
         let breaker = &self.context.breaker;
@@ -326,18 +361,21 @@ impl RedisStore {
             }
             failure => breaker.record_failure(failure),
         }
-        Err(self.unavailable_error(failure.as_str()))
+        Err(self.unavailable_error(failure.as_str()).into())
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have
-    /// `timeout` for their reply. A failed call does not affect the others.
+    /// `timeout` for their reply. A failed call does not affect further calls.
     ///
     /// # Errors
     /// Which settlements were not made, and the last failure.
-    pub async fn amend(&self, settlements: &[Settlement<'_>]) -> Result<(), SettlementError> {
+    pub async fn apply_settlements(
+        &self,
+        settlements: &[Settlement<'_>],
+    ) -> Result<(), SettlementError> {
         let failed = match &self.backend {
             RedisBackend::SingleServer(connection, _) => {
-                self.amend_single_server(connection, settlements).await
+                self.apply_on_single_server(connection, settlements).await
             }
             RedisBackend::Cluster(cluster) => cluster.amend(settlements).await,
         };
@@ -351,12 +389,12 @@ impl RedisStore {
         positions.sort_unstable();
         Err(SettlementError {
             cause: self.unavailable_error(failure.as_str()),
-            unsent_indices: positions,
+            unconfirmed_indices: positions,
         })
     }
 
     /// [`Self::amend`] on one server. Returns the indexes of the settlements in each failed call.
-    async fn amend_single_server(
+    async fn apply_on_single_server(
         &self,
         connection: &SupervisedConnection,
         settlements: &[Settlement<'_>],
@@ -367,14 +405,14 @@ impl RedisStore {
                 .iter()
                 .map(|call| self.context.scripts.amend_command(call, None))
                 .collect();
-            results.extend(self.send_amendments(connection, &commands).await);
+            results.extend(self.send_settlements(connection, &commands).await);
         }
         collect_failed_calls(&calls, results)
     }
 
     /// Runs settlement calls in order. A slow server answers one after the other, so each call also
     /// has the time of the calls before it.
-    async fn send_amendments(
+    async fn send_settlements(
         &self,
         connection: &SupervisedConnection,
         commands: &[Cmd],
@@ -403,11 +441,6 @@ impl RedisStore {
             live.record_failure(failure);
         }
         results
-    }
-
-    /// Whether the charges are decided by several servers, each of which decides only its part.
-    pub fn is_split(&self, charges: &[Charge<'_>]) -> bool {
-        matches!(self.backend, RedisBackend::Cluster(_)) && cluster::is_split(charges)
     }
 
     /// The error when Redis gave no reply. The next attempt is useful after the next probe at the

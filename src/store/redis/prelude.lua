@@ -4,7 +4,8 @@
 --   read(key, time, per, parameters)       returns the state of a key. Returns nil and perhaps an
 --                                          error if the key holds a foreign value
 --   release_time(state, need)              when `need` of the used units are free again (us);
---                                          0: unknown
+--                                          0: unknown. With a `need` of 0: when the state becomes
+--                                          that of a new key, if its time, state.now, goes on
 --   charge(state, cost)                    takes units, at least 1
 --   charge_rejected(state, cost, capacity) takes units of a rejected request, up to the capacity
 --   credit(state, units, charged_at)       returns some of the units charged at `charged_at`

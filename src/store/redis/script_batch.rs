@@ -1,8 +1,8 @@
 //! Encodes several requests into one call of `decide.lua`, and divides its reply among the callers.
 //!
-//! Callers with the same request for the same counter share one decision, in the order of arrival:
-//! the first that fit are admitted. Separate decisions at the same time would have the same result,
-//! because no other request for the counter is between them.
+//! Identical requests for the same counter are merged into one decision. Of these, the first that
+//! fit are admitted, in the order of arrival. Separate consecutive decisions would have the same
+//! result: the batch runs as one script, so no other request for the counter comes between them.
 
 use super::error::RedisErrorKind;
 use super::scripts::{self, CallerPosition, ScriptLibrary};
@@ -244,7 +244,7 @@ fn find_mergeable_charge<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge
     };
     let has_options = charge.shadow
         || charge.counts_rejected
-        || charge.settles
+        || charge.is_estimate
         || charge.requested_lease().is_some();
     (is_additive && !has_options && charge.cost > 0).then_some(charge)
 }
@@ -252,7 +252,7 @@ fn find_mergeable_charge<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Key, KeyBuilder, Lease, Refusal};
+    use crate::limiter::{Key, KeyBuilder, LeaseTerms, Refusal};
 
     const LIMIT: Limit = Limit {
         requests: 5,
@@ -307,11 +307,11 @@ mod tests {
                 ..one
             },
             Charge {
-                settles: true,
+                is_estimate: true,
                 ..one
             },
             Charge {
-                lease: Some(Lease {
+                lease: Some(LeaseTerms {
                     size: None,
                     ttl_us: 9,
                 }),
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_impossible_replies() {
+    fn a_batch_reply_of_impossible_form_is_rejected() {
         let (script, key) = (ScriptLibrary::new("t"), key("a"));
         let charge = Charge::new(&LIMIT, &key, 2);
         let mut batch = DecisionBatch::default();

@@ -49,7 +49,7 @@ impl ScriptLibrary {
     }
 
     /// The commands that load all programs used so far.
-    pub fn load_pipeline(&self) -> redis::Pipeline {
+    pub fn load_used_programs(&self) -> redis::Pipeline {
         let mut pipeline = redis::pipe();
         for program in self.programs.iter().filter_map(OnceLock::get) {
             pipeline.cmd("SCRIPT").arg("LOAD").arg(&program.text);

@@ -32,7 +32,7 @@ impl SentinelGroup<'_> {
         let mut last_error =
             RedisConnectionError::new(RedisErrorKind::Connection, "no sentinels are configured");
         for sentinel in self
-            .cycle_from(first_sentinel)
+            .cycle_sentinels_from(first_sentinel)
             .take(self.settings.servers.len())
         {
             match self.connect_and_query(sentinel).await {
@@ -49,15 +49,15 @@ impl SentinelGroup<'_> {
         known_master: &RedisAddress,
         first_sentinel: usize,
     ) {
-        for sentinel in self.cycle_from(first_sentinel) {
-            sleep(MASTER_CHECK_INTERVAL).await;
+        for sentinel in self.cycle_sentinels_from(first_sentinel) {
+            sleep(draw_check_pause()).await;
             let Ok(((mut connection, _driver), mut master)) =
                 self.connect_and_query(sentinel).await
             else {
                 continue;
             };
             while master == *known_master {
-                sleep(MASTER_CHECK_INTERVAL).await;
+                sleep(draw_check_pause()).await;
                 match timeout(
                     self.timeout_per_sentinel(),
                     self.query_master(&mut connection),
@@ -75,7 +75,7 @@ impl SentinelGroup<'_> {
     }
 
     /// Repeats all sentinels endlessly, from one on.
-    fn cycle_from(&self, first_sentinel: usize) -> impl Iterator<Item = &RedisAddress> {
+    fn cycle_sentinels_from(&self, first_sentinel: usize) -> impl Iterator<Item = &RedisAddress> {
         let sentinels = &self.settings.servers;
         sentinels.iter().cycle().skip(
             first_sentinel
@@ -140,4 +140,9 @@ impl SentinelGroup<'_> {
             .map(|(host, port)| RedisAddress::Tcp { host, port })
             .ok_or_else(unknown)
     }
+}
+
+/// Jitter, so that the workers of a fleet don't connect to the next sentinel at the same time.
+fn draw_check_pause() -> Duration {
+    MASTER_CHECK_INTERVAL.mul_f64(0.75 + fastrand::f64() / 2.0)
 }

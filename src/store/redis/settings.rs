@@ -31,6 +31,8 @@ pub struct RedisSettings {
     pub breaker_failures: u32,
     /// How often a background probe then tries again.
     pub probe_interval: Duration,
+    /// Keeps usage that was admitted without Redis, from one process to the next.
+    pub state_dir: Option<PathBuf>,
     /// How connections are opened.
     pub dialer: RedisDialer,
 }

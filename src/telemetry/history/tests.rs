@@ -1,8 +1,11 @@
-use super::super::metrics::{ErrorKindLabels, PolicyDecision, WorkerMetrics};
+use super::super::metrics::{MetricLabels, WorkerMetrics};
 use super::*;
 
 /// The first second of an hour, some minutes before the end of a day.
 const START_S: u64 = 1_700_000_000 / 3600 * 3600;
+
+const ALLOWED: usize = 0;
+const REJECTED: usize = 1;
 
 struct HistoryFixture {
     metrics: Arc<Metrics>,
@@ -12,7 +15,16 @@ struct HistoryFixture {
 
 impl HistoryFixture {
     fn new() -> Self {
-        let metrics = Metrics::new(2, ErrorKindLabels::default());
+        let mut labels = MetricLabels::default();
+        labels.decision_sources[0] = "redis";
+        for table in [
+            &mut labels.request_decisions[..],
+            &mut labels.policy_history,
+        ] {
+            table[0] = ("allowed", &[ALLOWED]);
+            table[2] = ("rejected", &[REJECTED]);
+        }
+        let metrics = Metrics::new(2, labels);
         Self {
             worker: metrics.worker_metrics(1),
             history: TrafficHistory::new(Arc::clone(&metrics)),
@@ -24,7 +36,7 @@ impl HistoryFixture {
         Arc::clone(&self.metrics.policy_counters(std::iter::once(name))[0])
     }
 
-    fn record_decisions(&self, name: &str, decision: PolicyDecision, times: u32) {
+    fn record_decisions(&self, name: &str, decision: usize, times: u32) {
         let counters = self.policy_counters(name);
         (0..times).for_each(|_| self.worker.record_policy_decision(&counters, decision));
     }
@@ -56,18 +68,18 @@ fn counts_belong_to_the_minute_and_hour_in_which_they_were_seen() {
     let fixture = HistoryFixture::new();
     fixture.sample(START_S, &["p"]);
     assert_eq!(fixture.allowed("p"), None);
-    fixture.record_decisions("p", PolicyDecision::Allowed, 2);
+    fixture.record_decisions("p", ALLOWED, 2);
     fixture.sample(START_S + 59, &["p"]);
-    fixture.record_decisions("p", PolicyDecision::Allowed, 3);
-    fixture.record_decisions("p", PolicyDecision::Rejected, 7);
+    fixture.record_decisions("p", ALLOWED, 3);
+    fixture.record_decisions("p", REJECTED, 7);
     fixture.sample(START_S + 60, &["p"]);
     assert_eq!(
         fixture.allowed("p"),
         Some([vec![(0, 2), (60, 3)], vec![(0, 5)]])
     );
-    fixture.record_decisions("p", PolicyDecision::Allowed, 1);
+    fixture.record_decisions("p", ALLOWED, 1);
     fixture.sample(START_S + 3599, &["p"]);
-    fixture.record_decisions("p", PolicyDecision::Allowed, 4);
+    fixture.record_decisions("p", ALLOWED, 4);
     fixture.sample(START_S + 3600, &["p"]);
     // The first minute is now an hour old.
     assert_eq!(
@@ -99,9 +111,9 @@ fn old_counts_expire_after_a_pause_of_any_length() {
         (1000 * 3600, vec![(1000 * 3600, 1)], vec![(1000 * 3600, 1)]),
     ] {
         let fixture = HistoryFixture::new();
-        fixture.record_decisions("p", PolicyDecision::Allowed, 1);
+        fixture.record_decisions("p", ALLOWED, 1);
         fixture.sample(START_S, &["p"]);
-        fixture.record_decisions("p", PolicyDecision::Allowed, 1);
+        fixture.record_decisions("p", ALLOWED, 1);
         fixture.sample(START_S + pause, &["p"]);
         assert_eq!(fixture.allowed("p"), Some([minutes, hours]), "{pause}");
     }
@@ -110,7 +122,7 @@ fn old_counts_expire_after_a_pause_of_any_length() {
 #[test]
 fn idle_policies_keep_no_history() {
     let fixture = HistoryFixture::new();
-    fixture.record_decisions("p", PolicyDecision::Allowed, 1);
+    fixture.record_decisions("p", ALLOWED, 1);
     for hour in 0..=23 {
         fixture.sample(START_S + hour * 3600, &["p", "idle"]);
         assert!(
@@ -125,14 +137,14 @@ fn idle_policies_keep_no_history() {
 #[test]
 fn a_reload_drops_removed_policies_and_counts_nothing_twice() {
     let fixture = HistoryFixture::new();
-    fixture.record_decisions("stays", PolicyDecision::Allowed, 1);
-    fixture.record_decisions("goes", PolicyDecision::Allowed, 5);
+    fixture.record_decisions("stays", ALLOWED, 1);
+    fixture.record_decisions("goes", ALLOWED, 5);
     fixture.sample(START_S, &["stays", "goes"]);
     fixture.sample(START_S + 1, &["stays", "comes"]);
     assert_eq!(fixture.allowed("goes"), None);
     assert_eq!(fixture.allowed("stays"), Some([vec![(0, 1)], vec![(0, 1)]]));
-    fixture.record_decisions("comes", PolicyDecision::Allowed, 2);
-    fixture.record_decisions("goes", PolicyDecision::Allowed, 1);
+    fixture.record_decisions("comes", ALLOWED, 2);
+    fixture.record_decisions("goes", ALLOWED, 1);
     fixture.sample(START_S + 2, &["goes", "stays", "comes"]);
     assert_eq!(fixture.allowed("goes"), Some([vec![(0, 1)], vec![(0, 1)]]));
     assert_eq!(fixture.allowed("comes"), Some([vec![(0, 2)], vec![(0, 2)]]));
@@ -141,9 +153,9 @@ fn a_reload_drops_removed_policies_and_counts_nothing_twice() {
 #[test]
 fn a_clock_that_goes_back_loses_nothing() {
     let fixture = HistoryFixture::new();
-    fixture.record_decisions("p", PolicyDecision::Allowed, 1);
+    fixture.record_decisions("p", ALLOWED, 1);
     fixture.sample(START_S + 600, &["p"]);
-    fixture.record_decisions("p", PolicyDecision::Allowed, 2);
+    fixture.record_decisions("p", ALLOWED, 2);
     fixture.sample(START_S, &["p"]);
     assert_eq!(fixture.allowed("p"), Some([vec![(600, 3)], vec![(0, 3)]]));
 }
@@ -151,24 +163,20 @@ fn a_clock_that_goes_back_loses_nothing() {
 #[test]
 fn keeps_the_last_minutes_by_second() {
     let fixture = HistoryFixture::new();
-    fixture
-        .worker
-        .record_request_decision(RequestDecision::Allowed);
+    fixture.worker.record_request_decision(ALLOWED);
     fixture.worker.record_status(204);
     fixture.sample(START_S, &[]);
-    fixture
-        .worker
-        .record_request_decision(RequestDecision::Rejected);
+    fixture.worker.record_request_decision(REJECTED);
     fixture.worker.record_status(429);
     fixture.worker.record_status(503);
     fixture.worker.record_status(999);
     fixture.sample(START_S + 2, &[]);
     let (from_s, seconds) = fixture.history.last_seconds(3);
     assert_eq!((from_s, seconds.len()), (START_S, 3));
-    assert_eq!(seconds[0].decisions[RequestDecision::Allowed as usize], 1);
+    assert_eq!(seconds[0].decisions[0], 1);
     assert_eq!(seconds[0].status_classes, [0, 1, 0, 0, 0]);
     assert_eq!(seconds[1], SecondCounts::default());
-    assert_eq!(seconds[2].decisions[RequestDecision::Rejected as usize], 1);
+    assert_eq!(seconds[2].decisions[2], 1);
     assert_eq!(seconds[2].status_classes, [0, 0, 0, 1, 1]);
     let (from_s, seconds) = fixture.history.last_seconds(usize::MAX);
     assert_eq!(
@@ -189,12 +197,9 @@ fn keeps_the_last_minutes_by_second() {
 
 #[test]
 fn durations_cover_the_last_minute() {
-    use super::super::metrics::DecisionSource;
     let fixture = HistoryFixture::new();
     let slow = std::time::Duration::from_millis(40);
-    fixture
-        .worker
-        .record_decision_time(DecisionSource::Redis, slow);
+    fixture.worker.record_decision_time(0, slow);
     fixture.sample(START_S, &[]);
     let decision_durations = |at: usize| {
         let (window_s, times) = fixture.history.recent_durations();
@@ -214,11 +219,9 @@ fn durations_cover_the_last_minute() {
     for _ in 0..99 {
         fixture
             .worker
-            .record_decision_time(DecisionSource::Redis, std::time::Duration::from_micros(300));
+            .record_decision_time(0, std::time::Duration::from_micros(300));
     }
-    fixture
-        .worker
-        .record_decision_time(DecisionSource::Redis, slow);
+    fixture.worker.record_decision_time(0, slow);
     fixture.sample(START_S + 30, &[]);
     assert_eq!(decision_durations(0), (30, "redis", 100, Some(500)));
     let redis = fixture.history.recent_durations().1.decisions[0].1.clone();
@@ -233,7 +236,7 @@ fn durations_cover_the_last_minute() {
     assert_eq!(decision_durations(0), (60, "redis", 0, None));
     fixture
         .worker
-        .record_decision_time(DecisionSource::Redis, std::time::Duration::from_secs(5));
+        .record_decision_time(0, std::time::Duration::from_secs(5));
     assert_eq!(
         fixture.history.recent_durations().1.decisions[0]
             .1

@@ -145,10 +145,10 @@ impl MetricFamily<'_> {
         value: std::fmt::Arguments<'_>,
     ) {
         append_fmt(self.text, format_args!("{}{name_suffix}", self.name));
-        for (at, (label, text)) in labels.iter().enumerate() {
+        for (index, (label, text)) in labels.iter().enumerate() {
             append_fmt(
                 self.text,
-                format_args!("{}{label}=\"", if at == 0 { '{' } else { ',' }),
+                format_args!("{}{label}=\"", if index == 0 { '{' } else { ',' }),
             );
             for character in text.chars() {
                 match character {

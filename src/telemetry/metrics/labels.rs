@@ -1,88 +1,43 @@
-//! Label values of counters that workers record.
+//! Label values of counters that workers record by index.
 
-/// Label values of the error counters.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ErrorKindLabels {
+/// Lengths of tables in [`MetricLabels`]. They are constants because the counters of each request
+/// and the history are plain arrays.
+pub(in crate::telemetry) const DECISION_SOURCES: usize = 5;
+/// Number of counters and of labels.
+pub(in crate::telemetry) const REQUEST_DECISIONS: usize = 8;
+pub(in crate::telemetry) const RLS_CALL_RESULTS: usize = 5;
+pub(in crate::telemetry) const POLICY_HISTORY_SERIES: usize = 9;
+
+/// A label value, and the indices of the counters that it sums.
+pub type LabelledCounters = (&'static str, &'static [usize]);
+
+/// Label values of counters. The modules that decide on an index define its labels.
+#[derive(Debug, Default)]
+pub struct MetricLabels {
+    /// For [`record_decision_time`](super::WorkerMetrics::record_decision_time).
+    pub decision_sources: [&'static str; DECISION_SOURCES],
+    /// For [`record_request_decision`](super::WorkerMetrics::record_request_decision).
+    pub request_decisions: [LabelledCounters; REQUEST_DECISIONS],
+    /// For [`record_policy_decision`](super::WorkerMetrics::record_policy_decision), like the next
+    /// two.
+    pub policy_decisions: &'static [LabelledCounters],
+    /// Decisions of an enforced policy without the store, by outcome.
+    pub degraded_outcomes: &'static [LabelledCounters],
+    /// What the history keeps of each policy.
+    pub policy_history: [LabelledCounters; POLICY_HISTORY_SERIES],
     /// For [`record_upstream_error`](super::WorkerMetrics::record_upstream_error).
     pub upstream_errors: &'static [&'static str],
     /// For [`record_tls_error`](super::WorkerMetrics::record_tls_error).
     pub tls_errors: &'static [&'static str],
     /// For [`record_proxy_header_error`](super::WorkerMetrics::record_proxy_header_error).
     pub proxy_header_errors: &'static [&'static str],
+    /// For [`record_connection_closed`](super::WorkerMetrics::record_connection_closed).
+    pub close_reasons: &'static [&'static str],
+    /// For [`record_rls_call`](super::WorkerMetrics::record_rls_call).
+    pub rls_call_results: [&'static str; RLS_CALL_RESULTS],
 }
 
-/// The result of a call to the rate-limit service.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RlsCallResult {
-    Ok,
-    OverLimit,
-    /// The store was unavailable.
-    Unavailable,
-    /// The call was no valid gRPC call of the service.
-    Invalid,
-    /// The caller cancelled the call.
-    Cancelled,
-}
-
-/// Why tidegate closed a client's connection or HTTP/2 stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ConnectionCloseReason {
-    /// No request for `idle_timeout`.
-    Idle,
-    /// A request head was incomplete after `header_timeout`.
-    HeaderTimeout,
-    /// No data of a request body for `body_idle_timeout`.
-    BodyTimeout,
-    /// The client read nothing for `body_idle_timeout`, or did not close when requested to.
-    SlowRead,
-    /// The client sent excessive HTTP/2 control frames or stream resets.
-    Flood,
-    /// The client sent no valid HTTP.
-    Protocol,
-    /// No data in a tunnel for `upstream.body_idle_timeout`.
-    TunnelIdle,
-}
-
-impl RlsCallResult {
-    pub(super) const ALL: [Self; 5] = [
-        Self::Ok,
-        Self::OverLimit,
-        Self::Unavailable,
-        Self::Invalid,
-        Self::Cancelled,
-    ];
-
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::OverLimit => "over_limit",
-            Self::Unavailable => "unavailable",
-            Self::Invalid => "invalid",
-            Self::Cancelled => "given_up",
-        }
-    }
-}
-
-impl ConnectionCloseReason {
-    pub(super) const ALL: [Self; 7] = [
-        Self::Idle,
-        Self::HeaderTimeout,
-        Self::BodyTimeout,
-        Self::SlowRead,
-        Self::Flood,
-        Self::Protocol,
-        Self::TunnelIdle,
-    ];
-
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Idle => "idle_timeout",
-            Self::HeaderTimeout => "header_timeout",
-            Self::BodyTimeout => "body_timeout",
-            Self::SlowRead => "slow_read",
-            Self::Flood => "flood",
-            Self::Protocol => "protocol",
-            Self::TunnelIdle => "tunnel_idle",
-        }
-    }
+/// The sum of the counts at `indices`.
+pub(super) fn sum_selected(counts: &[u64], indices: &[usize]) -> u64 {
+    indices.iter().filter_map(|index| counts.get(*index)).sum()
 }

@@ -1,10 +1,7 @@
 //! The metrics page for Prometheus.
 
-use super::DecisionSource;
 use super::exposition::{ExpositionFormat, ExpositionWriter, MetricKind};
 use super::histogram::{CumulativeBuckets, DECISION_BOUNDS, REQUEST_BOUNDS};
-use super::labels::{ConnectionCloseReason, RlsCallResult};
-use super::policy_counters::DECISION_LABELS;
 use super::process::write_process_metrics;
 use super::registry::Metrics;
 use super::status::ProcessStatus;
@@ -38,9 +35,7 @@ impl Metrics {
             "Requests by policy and decision. A shadow policy counts requests that it would admit as allowed.",
         );
         for (policy, policy_counters) in counters.iter() {
-            for (decision, count) in DECISION_LABELS
-                .into_iter()
-                .zip(policy_counters.requests_by_decision())
+            for (decision, count) in policy_counters.requests_by_label(self.labels.policy_decisions)
             {
                 requests.write_sample(&[("policy", policy), ("decision", decision)], count);
             }
@@ -51,7 +46,8 @@ impl Metrics {
             "Requests that an enforced policy decided without the store, by the outcome of its on_store_failure.",
         );
         for (policy, policy_counters) in counters.iter() {
-            for (outcome, count) in policy_counters.degraded_by_outcome() {
+            for (outcome, count) in policy_counters.requests_by_label(self.labels.degraded_outcomes)
+            {
                 degraded.write_sample(&[("policy", policy), ("outcome", outcome)], count);
             }
         }
@@ -61,13 +57,13 @@ impl Metrics {
             "tidegate_decision_seconds",
             "Time from a request's arrival to the decision on its limits, by decision source.",
         );
-        for source in DecisionSource::ALL {
+        for (at, source) in self.labels.decision_sources.iter().enumerate() {
             let parts = self
                 .workers
                 .iter()
-                .filter_map(|worker| worker.decisions.get(source as usize));
+                .filter_map(|worker| worker.decisions.get(at));
             seconds.write_histogram(
-                &[("source", source.label())],
+                &[("source", source)],
                 &CumulativeBuckets::from_histograms(&DECISION_BOUNDS, parts),
             );
         }
@@ -114,7 +110,7 @@ impl Metrics {
             "tidegate_tls_handshake_errors",
             "Client connections that failed in the TLS handshake, by kind.",
         );
-        for (index, kind) in self.error_kinds.tls_errors.iter().enumerate() {
+        for (index, kind) in self.labels.tls_errors.iter().enumerate() {
             let count = self.sum_optional_counter(|worker| worker.tls_errors.get(index));
             errors.write_sample(&[("kind", kind)], count);
         }
@@ -123,7 +119,7 @@ impl Metrics {
             "tidegate_proxy_protocol_errors",
             "Client connections that were closed because of their PROXY header, by kind.",
         );
-        for (index, kind) in self.error_kinds.proxy_header_errors.iter().enumerate() {
+        for (index, kind) in self.labels.proxy_header_errors.iter().enumerate() {
             let count = self.sum_optional_counter(|worker| worker.proxy_header_errors.get(index));
             errors.write_sample(&[("kind", kind)], count);
         }
@@ -150,10 +146,9 @@ impl Metrics {
             "tidegate_connections_closed",
             "Client connections and HTTP/2 streams that tidegate closed, by reason.",
         );
-        for reason in ConnectionCloseReason::ALL {
-            let count =
-                self.sum_optional_counter(|worker| worker.close_reasons.get(reason as usize));
-            closed.write_sample(&[("reason", reason.label())], count);
+        for (index, reason) in self.labels.close_reasons.iter().enumerate() {
+            let count = self.sum_optional_counter(|worker| worker.close_reasons.get(index));
+            closed.write_sample(&[("reason", reason)], count);
         }
     }
 
@@ -178,9 +173,9 @@ impl Metrics {
             "tidegate_rls_calls",
             "Calls of the rate-limit service by result.",
         );
-        for call in RlsCallResult::ALL {
-            let count = self.sum_optional_counter(|worker| worker.rls_calls.get(call as usize));
-            calls.write_sample(&[("result", call.label())], count);
+        for (index, result) in self.labels.rls_call_results.iter().enumerate() {
+            let count = self.sum_optional_counter(|worker| worker.rls_calls.get(index));
+            calls.write_sample(&[("result", result)], count);
         }
         page.begin_family(
             MetricKind::Counter,

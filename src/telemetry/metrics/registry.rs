@@ -1,11 +1,10 @@
 //! The metrics of the process: the counters of all workers and policies, and their sums.
 
-use super::DecisionSource;
 use super::histogram::{DECISION_BOUNDS, HistogramSnapshot, REQUEST_BOUNDS, SingleWriterCounter};
-use super::labels::ErrorKindLabels;
-use super::policy_counters::{PolicyCounters, RequestDecision};
+use super::labels::{MetricLabels, REQUEST_DECISIONS, sum_selected};
+use super::policy_counters::PolicyCounters;
 use super::worker::{FIRST_STATUS_CODE, STATUS_CODE_COUNT, WorkerMetrics};
-use crate::telemetry::top_refusals::TopRefusals;
+use crate::telemetry::top_rejections::TopRejections;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -18,17 +17,17 @@ pub struct Metrics {
     /// By policy name. A removed policy keeps its counters: if they disappeared and returned with
     /// lower values, Prometheus would assume a restart. Only configured names are ever added.
     pub(super) policy_counters: Mutex<BTreeMap<Arc<str>, Arc<PolicyCounters>>>,
-    pub(super) error_kinds: ErrorKindLabels,
-    top_refusals: TopRefusals,
+    pub(super) labels: MetricLabels,
+    top_rejections: TopRejections,
 }
 
 impl Metrics {
     /// Creates the counters of `workers` workers.
-    pub fn new(workers: usize, error_kinds: ErrorKindLabels) -> Arc<Self> {
+    pub fn new(workers: usize, labels: MetricLabels) -> Arc<Self> {
         let worker_metrics: Box<[Arc<WorkerMetrics>]> = (0..workers)
-            .map(|index| Arc::new(WorkerMetrics::new(index, error_kinds)))
+            .map(|index| Arc::new(WorkerMetrics::new(index, &labels)))
             .collect();
-        let top_refusals = TopRefusals::from_workers(
+        let top_rejections = TopRejections::from_workers(
             worker_metrics
                 .iter()
                 .map(|worker| Arc::clone(&worker.refusals))
@@ -37,15 +36,15 @@ impl Metrics {
         Arc::new(Self {
             workers: worker_metrics,
             policy_counters: Mutex::default(),
-            error_kinds,
-            top_refusals,
+            labels,
+            top_rejections,
         })
     }
 
     /// The counters of a worker. Those of a worker beyond the number given to [`Metrics::new`] do
     /// not appear in the metrics.
     pub fn worker_metrics(&self, worker: usize) -> Arc<WorkerMetrics> {
-        let unregistered = || Arc::new(WorkerMetrics::new(worker, self.error_kinds));
+        let unregistered = || Arc::new(WorkerMetrics::new(worker, &self.labels));
         self.workers
             .get(worker)
             .map_or_else(unregistered, Arc::clone)
@@ -70,15 +69,22 @@ impl Metrics {
     }
 
     /// The most rejected keys and paths.
-    pub fn top_refusals(&self) -> &TopRefusals {
-        &self.top_refusals
+    pub fn top_rejections(&self) -> &TopRejections {
+        &self.top_rejections
     }
 
-    /// Requests so far, by [`RequestDecision::ALL`].
-    pub fn request_decisions(&self) -> [u64; RequestDecision::ALL.len()] {
-        RequestDecision::ALL.map(|decision| {
-            self.sum_optional_counter(|worker| worker.request_decisions.get(decision as usize))
-        })
+    /// The label values of the counters.
+    pub fn labels(&self) -> &MetricLabels {
+        &self.labels
+    }
+
+    /// Requests so far, by [`MetricLabels::request_decisions`].
+    pub fn request_decisions(&self) -> [u64; REQUEST_DECISIONS] {
+        let totals: [u64; REQUEST_DECISIONS] = std::array::from_fn(|index| {
+            self.sum_optional_counter(|worker| worker.request_decisions.get(index))
+        });
+        let labels = self.labels.request_decisions;
+        labels.map(|(_, indices)| sum_selected(&totals, indices))
     }
 
     /// Responses so far by status code, without codes that did not occur.
@@ -95,7 +101,7 @@ impl Metrics {
 
     /// Requests so far without a response from the upstream, by kind.
     pub fn upstream_errors(&self) -> Vec<(&'static str, u64)> {
-        let kinds = self.error_kinds.upstream_errors.iter().enumerate();
+        let kinds = self.labels.upstream_errors.iter().enumerate();
         kinds
             .map(|(at, kind)| {
                 (
@@ -107,19 +113,19 @@ impl Metrics {
     }
 
     /// Time to a decision so far, by decision source.
-    pub fn decision_durations(
-        &self,
-    ) -> [(&'static str, HistogramSnapshot); DecisionSource::ALL.len()] {
-        DecisionSource::ALL.map(|source| {
+    pub fn decision_durations(&self) -> Vec<(&'static str, HistogramSnapshot)> {
+        let sources = self.labels.decision_sources.iter().enumerate();
+        let snapshots = sources.map(|(at, source)| {
             let parts = self
                 .workers
                 .iter()
-                .filter_map(|worker| worker.decisions.get(source as usize));
+                .filter_map(|worker| worker.decisions.get(at));
             (
-                source.label(),
+                *source,
                 HistogramSnapshot::from_histograms(&DECISION_BOUNDS, parts),
             )
-        })
+        });
+        snapshots.collect()
     }
 
     /// Time to the response head so far.

@@ -4,11 +4,27 @@ use super::*;
 use std::net::IpAddr;
 use std::time::Duration;
 
-const ERROR_KINDS: ErrorKindLabels = ErrorKindLabels {
-    upstream_errors: &["dns", "tls"],
-    tls_errors: &["closed", "invalid"],
-    proxy_header_errors: &["absent"],
-};
+const ALLOWED: usize = 0;
+const REJECTED: usize = 1;
+const DEGRADED: usize = 2;
+const DEGRADED_CLOSED: usize = 3;
+
+fn labels() -> MetricLabels {
+    MetricLabels {
+        decision_sources: ["redis", "memory", "deny_cache", "lease", "degraded"],
+        policy_decisions: &[
+            ("allowed", &[ALLOWED]),
+            ("rejected", &[REJECTED]),
+            ("degraded", &[DEGRADED, DEGRADED_CLOSED]),
+        ],
+        degraded_outcomes: &[("open", &[15]), ("closed", &[DEGRADED_CLOSED])],
+        upstream_errors: &["dns", "tls"],
+        tls_errors: &["closed", "invalid"],
+        proxy_header_errors: &["absent"],
+        close_reasons: &["flood", "protocol"],
+        ..MetricLabels::default()
+    }
+}
 
 fn sample_status() -> ProcessStatus {
     ProcessStatus {
@@ -61,22 +77,22 @@ fn assert_has_line(page: &str, line: &str) {
 
 #[test]
 fn sums_counts_of_all_workers() {
-    let metrics = Metrics::new(3, ERROR_KINDS);
+    let metrics = Metrics::new(3, labels());
     let counters = metrics.policy_counters(["a", "b"].into_iter());
     for worker in 0..3 {
         let worker_metrics = metrics.worker_metrics(worker);
         for _ in 0..=worker {
-            worker_metrics.record_policy_decision(&counters[0], PolicyDecision::Allowed);
+            worker_metrics.record_policy_decision(&counters[0], ALLOWED);
             worker_metrics.record_upstream_error(1);
             worker_metrics.record_tls_error(0);
             worker_metrics.record_proxy_header_error(0);
-            worker_metrics.record_connection_closed(ConnectionCloseReason::Flood);
+            worker_metrics.record_connection_closed(0);
             worker_metrics.record_untrusted_forwarding(IpAddr::from([10, 0, 0, 1]));
             worker_metrics.record_rejected_token();
             worker_metrics.record_lost_settlements(2);
         }
-        worker_metrics.record_policy_decision(&counters[1], PolicyDecision::DegradedClosed);
-        worker_metrics.record_policy_decision(&counters[1], PolicyDecision::Degraded);
+        worker_metrics.record_policy_decision(&counters[1], DEGRADED_CLOSED);
+        worker_metrics.record_policy_decision(&counters[1], DEGRADED);
     }
     metrics
         .worker_metrics(3)
@@ -129,14 +145,14 @@ fn sums_counts_of_all_workers() {
 
 #[test]
 fn counters_survive_a_policy_reload() {
-    let metrics = Metrics::new(1, ERROR_KINDS);
+    let metrics = Metrics::new(1, labels());
     let worker_metrics = metrics.worker_metrics(0);
     worker_metrics.record_policy_decision(
         &metrics.policy_counters(["a", "gone"].into_iter())[1],
-        PolicyDecision::Rejected,
+        REJECTED,
     );
     let reloaded = metrics.policy_counters(["new", "a"].into_iter());
-    worker_metrics.record_policy_decision(&reloaded[1], PolicyDecision::Rejected);
+    worker_metrics.record_policy_decision(&reloaded[1], REJECTED);
     let page = metrics.render_page(&sample_status(), ExpositionFormat::PrometheusText);
     for policy in ["a", "gone"] {
         assert_has_line(
@@ -148,12 +164,10 @@ fn counters_survive_a_policy_reload() {
 
 #[test]
 fn buckets_count_durations_up_to_their_bound() {
-    let metrics = Metrics::new(2, ERROR_KINDS);
+    let metrics = Metrics::new(2, labels());
     let times = [0, 2_000, 2_001, 50_000_000, 3_000_000_000].map(Duration::from_nanos);
     for (at, time) in times.into_iter().enumerate() {
-        metrics
-            .worker_metrics(at % 2)
-            .record_decision_time(DecisionSource::Memory, time);
+        metrics.worker_metrics(at % 2).record_decision_time(1, time);
     }
     let page = metrics.render_page(&sample_status(), ExpositionFormat::PrometheusText);
     let bucket = |le: &str, count: u64| {
@@ -217,7 +231,7 @@ fn bounds_include_objectives_and_default_timeouts() {
 
 #[test]
 fn only_observed_status_codes_have_a_line() {
-    let metrics = Metrics::new(1, ERROR_KINDS);
+    let metrics = Metrics::new(1, labels());
     let worker_metrics = metrics.worker_metrics(0);
     for code in [100, 200, 200, 999] {
         worker_metrics.record_response(code, Duration::ZERO);
@@ -244,7 +258,7 @@ fn escapes_label_values() {
 
 #[test]
 fn formats_differ_in_counter_names_and_the_end_marker() {
-    let metrics = Metrics::new(1, ERROR_KINDS);
+    let metrics = Metrics::new(1, labels());
     let classic = metrics.render_page(
         &sample_status(),
         ExpositionFormat::from_accept_header("text/plain"),

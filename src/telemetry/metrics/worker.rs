@@ -1,10 +1,9 @@
 //! The counters of one worker.
 
-use super::DecisionSource;
 use super::histogram::{DECISION_BOUNDS, DurationHistogram, REQUEST_BOUNDS, SingleWriterCounter};
-use super::labels::{ConnectionCloseReason, ErrorKindLabels, RlsCallResult};
-use super::policy_counters::{PolicyCounters, PolicyDecision, RequestDecision};
-use crate::telemetry::top_refusals::WorkerRefusals;
+use super::labels::{DECISION_SOURCES, MetricLabels, REQUEST_DECISIONS, RLS_CALL_RESULTS};
+use super::policy_counters::PolicyCounters;
+use crate::telemetry::top_rejections::WorkerRejections;
 use parking_lot::Mutex;
 use std::fmt;
 use std::net::IpAddr;
@@ -17,22 +16,22 @@ use std::time::Duration;
 #[repr(align(128))]
 pub struct WorkerMetrics {
     worker: usize,
-    pub(super) decisions: [DurationHistogram; DecisionSource::ALL.len()],
+    pub(super) decisions: [DurationHistogram; DECISION_SOURCES],
     pub(super) requests: DurationHistogram,
-    pub(super) request_decisions: [SingleWriterCounter; RequestDecision::ALL.len()],
-    pub(super) refusals: Arc<WorkerRefusals>,
+    pub(super) request_decisions: [SingleWriterCounter; REQUEST_DECISIONS],
+    pub(super) refusals: Arc<WorkerRejections>,
     /// By status code, starting at [`FIRST_STATUS_CODE`].
     pub(super) status_counts: [SingleWriterCounter; STATUS_CODE_COUNT],
-    /// In the order of [`ErrorKindLabels`], like the next two.
+    /// In the order of [`MetricLabels`], like the next three.
     pub(super) upstream_errors: Box<[SingleWriterCounter]>,
     pub(super) tls_errors: Box<[SingleWriterCounter]>,
     pub(super) proxy_header_errors: Box<[SingleWriterCounter]>,
-    pub(super) close_reasons: [SingleWriterCounter; ConnectionCloseReason::ALL.len()],
+    pub(super) close_reasons: Box<[SingleWriterCounter]>,
     pub(super) untrusted_forwarding: SingleWriterCounter,
     /// The last peer counted in `untrusted_forwarding`.
     pub(super) last_untrusted_peer: Mutex<Option<IpAddr>>,
     pub(super) rejected_tokens: SingleWriterCounter,
-    pub(super) rls_calls: [SingleWriterCounter; RlsCallResult::ALL.len()],
+    pub(super) rls_calls: [SingleWriterCounter; RLS_CALL_RESULTS],
     pub(super) unmatched_descriptors: SingleWriterCounter,
     pub(super) lost_settlements: SingleWriterCounter,
 }
@@ -42,9 +41,9 @@ pub(super) const FIRST_STATUS_CODE: u16 = 100;
 pub(super) const STATUS_CODE_COUNT: usize = 900;
 
 impl WorkerMetrics {
-    pub(super) fn new(worker: usize, error_kinds: ErrorKindLabels) -> Self {
-        let new_counters = |kinds: &[&str]| {
-            kinds
+    pub(super) fn new(worker: usize, labels: &MetricLabels) -> Self {
+        let new_counters = |labels: &[&str]| {
+            labels
                 .iter()
                 .map(|_| SingleWriterCounter::default())
                 .collect()
@@ -56,10 +55,10 @@ impl WorkerMetrics {
             request_decisions: std::array::from_fn(|_| SingleWriterCounter::default()),
             refusals: Arc::default(),
             status_counts: std::array::from_fn(|_| SingleWriterCounter::default()),
-            upstream_errors: new_counters(error_kinds.upstream_errors),
-            tls_errors: new_counters(error_kinds.tls_errors),
-            proxy_header_errors: new_counters(error_kinds.proxy_header_errors),
-            close_reasons: std::array::from_fn(|_| SingleWriterCounter::default()),
+            upstream_errors: new_counters(labels.upstream_errors),
+            tls_errors: new_counters(labels.tls_errors),
+            proxy_header_errors: new_counters(labels.proxy_header_errors),
+            close_reasons: new_counters(labels.close_reasons),
             untrusted_forwarding: SingleWriterCounter::default(),
             last_untrusted_peer: Mutex::default(),
             rejected_tokens: SingleWriterCounter::default(),
@@ -69,24 +68,27 @@ impl WorkerMetrics {
         }
     }
 
-    /// Records the decision of a policy on a request.
-    pub fn record_policy_decision(&self, counters: &PolicyCounters, decision: PolicyDecision) {
+    /// Records the decision of a policy on a request. `decision` is an index in the tables of
+    /// [`MetricLabels::policy_decisions`].
+    pub fn record_policy_decision(&self, counters: &PolicyCounters, decision: usize) {
         counters.increment(self.worker, decision);
     }
 
-    /// Records the decision on a request by all policies together.
-    pub fn record_request_decision(&self, decision: RequestDecision) {
-        increment(&self.request_decisions, decision as usize);
+    /// Records the decision on a request by all policies together. `decision` is an index in
+    /// [`MetricLabels::request_decisions`].
+    pub fn record_request_decision(&self, decision: usize) {
+        increment_counter_at(&self.request_decisions, decision);
     }
 
     /// The rejected keys and paths of this worker.
-    pub fn refusals(&self) -> &WorkerRefusals {
+    pub fn rejections(&self) -> &WorkerRejections {
         &self.refusals
     }
 
-    /// Records the time to a decision on a request's limits.
-    pub fn record_decision_time(&self, source: DecisionSource, time: Duration) {
-        if let Some(histogram) = self.decisions.get(source as usize) {
+    /// Records the time to a decision on a request's limits. `source` is an index into
+    /// [`MetricLabels::decision_sources`].
+    pub fn record_decision_time(&self, source: usize, time: Duration) {
+        if let Some(histogram) = self.decisions.get(source) {
             histogram.observe(time);
         }
     }
@@ -100,30 +102,31 @@ impl WorkerMetrics {
     /// Records a response without a duration, such as one to an unreadable request.
     pub fn record_status(&self, code: u16) {
         let index = usize::from(code.saturating_sub(FIRST_STATUS_CODE));
-        increment(&self.status_counts, index);
+        increment_counter_at(&self.status_counts, index);
     }
 
     /// Records a failed TLS handshake of a client. `kind` is an index into
-    /// [`ErrorKindLabels::tls_errors`].
+    /// [`MetricLabels::tls_errors`].
     pub fn record_tls_error(&self, kind: usize) {
-        increment(&self.tls_errors, kind);
+        increment_counter_at(&self.tls_errors, kind);
     }
 
     /// Records a connection closed because of its PROXY header. `kind` is an index into
-    /// [`ErrorKindLabels::proxy_header_errors`].
+    /// [`MetricLabels::proxy_header_errors`].
     pub fn record_proxy_header_error(&self, kind: usize) {
-        increment(&self.proxy_header_errors, kind);
+        increment_counter_at(&self.proxy_header_errors, kind);
     }
 
     /// Records a request without a response from the upstream. `kind` is an index into
-    /// [`ErrorKindLabels::upstream_errors`].
+    /// [`MetricLabels::upstream_errors`].
     pub fn record_upstream_error(&self, kind: usize) {
-        increment(&self.upstream_errors, kind);
+        increment_counter_at(&self.upstream_errors, kind);
     }
 
-    /// Records a connection or stream that tidegate closed.
-    pub fn record_connection_closed(&self, reason: ConnectionCloseReason) {
-        increment(&self.close_reasons, reason as usize);
+    /// Records a connection or stream that tidegate closed. `reason` is an index into
+    /// [`MetricLabels::close_reasons`].
+    pub fn record_connection_closed(&self, reason: usize) {
+        increment_counter_at(&self.close_reasons, reason);
     }
 
     /// Records a forwarding header from an untrusted peer, while a policy depends on the client's
@@ -138,9 +141,10 @@ impl WorkerMetrics {
         self.rejected_tokens.add(1);
     }
 
-    /// Records the result of a call to the rate-limit service.
-    pub fn record_rls_call(&self, call: RlsCallResult) {
-        increment(&self.rls_calls, call as usize);
+    /// Records a call to the rate-limit service. `result` is an index into
+    /// [`MetricLabels::rls_call_results`].
+    pub fn record_rls_call(&self, result: usize) {
+        increment_counter_at(&self.rls_calls, result);
     }
 
     /// Records a number of descriptors that no policy matches.
@@ -158,7 +162,7 @@ impl WorkerMetrics {
     }
 }
 
-fn increment(counters: &[SingleWriterCounter], index: usize) {
+fn increment_counter_at(counters: &[SingleWriterCounter], index: usize) {
     if let Some(counter) = counters.get(index) {
         counter.add(1);
     }

@@ -169,6 +169,30 @@ impl RedisCluster {
         }
     }
 
+    /// Starts to move a slot and moves some of its keys, as a reshard that was interrupted.
+    pub async fn open_slot(&self, slot: u16, from: usize, to: usize, moved_keys: usize) {
+        let (from, to) = (&self.nodes[from], &self.nodes[to]);
+        let (old, new): (String, String) = (
+            from.command("CLUSTER MYID").await,
+            to.command("CLUSTER MYID").await,
+        );
+        let _: () = to
+            .command(&format!("CLUSTER SETSLOT {slot} IMPORTING {old}"))
+            .await;
+        let _: () = from
+            .command(&format!("CLUSTER SETSLOT {slot} MIGRATING {new}"))
+            .await;
+        for _ in 0..moved_keys {
+            let keys: Vec<String> = from
+                .command(&format!("CLUSTER GETKEYSINSLOT {slot} 1"))
+                .await;
+            let port = to.port();
+            let _: () = from
+                .command(&format!("MIGRATE 127.0.0.1 {port} {} 0 5000", keys[0]))
+                .await;
+        }
+    }
+
     /// Runs a command on every node and returns the replies.
     pub async fn command_on_each_node<T: FromRedisValue>(&self, words: &str) -> Vec<T> {
         let mut answers = Vec::new();

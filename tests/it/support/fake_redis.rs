@@ -15,6 +15,7 @@ pub(crate) struct TcpRelay {
 
 const DROP_REPLIES: u64 = u64::MAX;
 const CLOSE_SERVER_SIDE: u64 = u64::MAX - 1;
+const REFUSE_CONNECTIONS: u64 = u64::MAX - 2;
 
 impl TcpRelay {
     pub(crate) async fn start(port: u16) -> Self {
@@ -27,6 +28,9 @@ impl TcpRelay {
         tokio::spawn(async move {
             loop {
                 let (client, _) = listener.accept().await.unwrap();
+                if mode.load(Ordering::Relaxed) == REFUSE_CONNECTIONS {
+                    continue;
+                }
                 let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else {
                     continue;
                 };
@@ -54,6 +58,11 @@ impl TcpRelay {
         self.mode.store(DROP_REPLIES, Ordering::Relaxed);
     }
 
+    /// Closes new connections at once. Open connections are not affected.
+    pub(crate) fn refuse_connections(&self) {
+        self.mode.store(REFUSE_CONNECTIONS, Ordering::Relaxed);
+    }
+
     /// Closes the server's side in place of the next reply. The client's side stays open.
     pub(crate) fn close_server_side(&self) {
         self.mode.store(CLOSE_SERVER_SIDE, Ordering::Relaxed);
@@ -65,6 +74,7 @@ async fn relay_bytes(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mode: Arc<
     while let Ok(count @ 1..) = from.read(&mut bytes).await {
         match mode.load(Ordering::Relaxed) {
             DROP_REPLIES => continue,
+            REFUSE_CONNECTIONS => {}
             CLOSE_SERVER_SIDE => {
                 drop(to.shutdown().await);
                 // Dropping this half would end the other direction too.

@@ -5,6 +5,7 @@
 
 pub mod admin_proxy;
 pub mod client;
+pub mod clock_offset;
 pub mod cluster;
 pub mod fake_redis;
 pub mod generated_log;
@@ -12,9 +13,11 @@ pub mod h2_frames;
 pub mod h2_upstream;
 pub mod jwt_issuer;
 pub mod nginx;
+pub mod previous_version;
 pub mod process;
 pub mod proxy;
 pub mod redis;
+pub mod rls_client;
 pub mod sentinel;
 pub mod store_harness;
 pub mod tls;

@@ -2,6 +2,7 @@
 
 use super::TEST_TIMEOUT;
 use std::io;
+use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -12,7 +13,12 @@ use tokio::time::{Instant, timeout};
 
 /// The binary under test.
 pub fn tidegate_command() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command_for(Path::new(env!("CARGO_BIN_EXE_tidegate")))
+}
+
+/// A binary of any version, with an environment for tests.
+pub fn command_for(program: &Path) -> Command {
+    let mut command = Command::new(program);
     command.env_clear().env("RUST_BACKTRACE", "1");
     // Tests run in parallel, so the admin listener gets an ephemeral port.
     command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:0");

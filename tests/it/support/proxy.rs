@@ -2,7 +2,7 @@
 
 use super::TEST_TIMEOUT;
 use super::client::{ClientRequest, RawResponse};
-use super::process::{ChildProcess, ProcessOutput, tidegate_command};
+use super::process::{ChildProcess, ProcessOutput, command_for, tidegate_command};
 use serde_json::Value;
 use std::fs;
 use std::net::SocketAddr;
@@ -26,6 +26,7 @@ pub struct ProxyBuilder {
     config_file: Option<PathBuf>,
     upstream: String,
     env: Vec<(String, String)>,
+    program: Option<PathBuf>,
 }
 
 /// One line of the proxy's log.
@@ -39,6 +40,7 @@ impl Proxy {
             config_file: None,
             upstream: "http://127.0.0.1:9".into(),
             env: Vec::new(),
+            program: None,
         }
     }
 
@@ -221,6 +223,12 @@ impl ProxyBuilder {
         self
     }
 
+    /// Runs another version's binary.
+    pub fn program(mut self, path: &Path) -> Self {
+        self.program = Some(path.to_owned());
+        self
+    }
+
     /// Starts the proxy and waits until it listens.
     pub async fn start(self) -> Proxy {
         let dir = TempDir::new().unwrap();
@@ -229,7 +237,10 @@ impl ProxyBuilder {
             fs::write(&path, &self.config).unwrap();
             path
         });
-        let mut command = tidegate_command();
+        let mut command = match &self.program {
+            Some(program) => command_for(program),
+            None => tidegate_command(),
+        };
         command.arg("run").arg("--config").arg(&config);
         command.args(["--listen", "127.0.0.1:0", "--upstream", &self.upstream]);
         command.envs(self.env);

@@ -1,5 +1,6 @@
 //! A real redis-server per test: own process, own port, no persistence.
 
+use super::clock_offset::ClockOffset;
 use super::tls::CertificateAuthority;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, FromRedisValue, Value};
@@ -17,6 +18,7 @@ pub(crate) struct RedisServer {
     port: u16,
     directory: TempDir,
     args: Vec<String>,
+    clock: Option<ClockOffset>,
 }
 
 impl RedisServer {
@@ -27,21 +29,37 @@ impl RedisServer {
 
     /// As [`Self::start`], with further arguments, for example `["--requirepass", "x"]`.
     pub(crate) fn start_with<S: AsRef<str>>(args: &[S]) -> Self {
+        Self::start_process(args, None)
+    }
+
+    /// Starts a server with a clock that [`Self::set_clock_offset`] sets.
+    pub(crate) fn start_with_clock() -> Self {
+        Self::start_process::<&str>(&[], Some(ClockOffset::new()))
+    }
+
+    /// Sets how many seconds the server's clock is ahead.
+    pub(crate) fn set_clock_offset(&self, secs: u64) {
+        self.clock.as_ref().unwrap().set_secs(secs);
+    }
+
+    fn start_process<S: AsRef<str>>(args: &[S], mut clock: Option<ClockOffset>) -> Self {
         let args: Vec<String> = args.iter().map(|arg| arg.as_ref().to_owned()).collect();
         // Another process may take the free port before the server does. The server then exits, and
         // another port is tried.
         for _ in 0..20 {
             let (port, directory) = (free_port(), tempfile::tempdir().unwrap());
-            let child = spawn_server(port, &directory, &args);
+            let child = spawn_server(port, &directory, &args, clock.as_ref());
             let mut server = Self {
                 child,
                 port,
                 directory,
                 args: args.clone(),
+                clock: clock.take(),
             };
             if server.wait_until_ready() {
                 return server;
             }
+            clock = server.clock.take();
         }
         panic!("redis-server did not start");
     }
@@ -109,7 +127,8 @@ impl RedisServer {
 
     /// As [`Self::restart`], without waiting until the server answers.
     pub(crate) fn respawn(&mut self) {
-        self.child = spawn_server(self.port, &self.directory, &self.args);
+        let clock = self.clock.as_ref();
+        self.child = spawn_server(self.port, &self.directory, &self.args, clock);
     }
 
     /// Sends SIGSTOP: sockets stay open, and the server answers nothing.
@@ -218,6 +237,7 @@ pub(crate) fn redis_settings(port: u16) -> RedisSettings {
         tls: None,
         key_prefix: "t".to_owned(),
         initial_instances: 1,
+        state_dir: None,
         timeout: Duration::from_millis(200),
         connect_timeout: Duration::from_secs(1),
         breaker_failures: 5,
@@ -272,8 +292,25 @@ pub(crate) fn ping(port: u16) -> bool {
     }
 }
 
-fn spawn_server(port: u16, directory: &TempDir, args: &[String]) -> Child {
-    let child = Command::new("redis-server")
+/// The server program. `TIDEGATE_TEST_REDIS_SERVER` replaces `redis-server`, to test with another
+/// version of Redis, or with Valkey.
+pub(crate) fn server_command() -> Command {
+    Command::new(
+        std::env::var_os("TIDEGATE_TEST_REDIS_SERVER").unwrap_or_else(|| "redis-server".into()),
+    )
+}
+
+fn spawn_server(
+    port: u16,
+    directory: &TempDir,
+    args: &[String],
+    clock: Option<&ClockOffset>,
+) -> Child {
+    let mut command = server_command();
+    if let Some(clock) = clock {
+        clock.apply_to(&mut command);
+    }
+    let child = command
         .args([
             "--port",
             &port.to_string(),

@@ -1,11 +1,11 @@
 //! A master, its replicas and its sentinels.
 
-use super::redis::{RedisServer, free_port, local_address, ping, redis_settings};
+use super::redis::{RedisServer, free_port, local_address, ping, redis_settings, server_command};
 use super::tls::CertificateAuthority;
 use super::{TEST_TIMEOUT, eventually};
 use redis::FromRedisValue;
 use std::fs;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
@@ -210,7 +210,7 @@ impl SentinelProcess {
                 tls.unwrap_or_default()
             );
             fs::write(&file, text).unwrap();
-            let child = Command::new("redis-server")
+            let child = server_command()
                 .arg(&file)
                 .arg("--sentinel")
                 .stdout(Stdio::null())

@@ -157,7 +157,7 @@ impl RedisUnderTest {
                 Ok(Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
                 reply => return reply.unwrap(),
             }
-            let loads = self.script.load_pipeline();
+            let loads = self.script.load_used_programs();
             connection
                 .send_packed_commands(&loads, 0, loads.len())
                 .await
@@ -183,18 +183,18 @@ pub fn admissible_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u
         return None;
     }
     let mut latest_us = None;
-    for (charge, standing) in charges.iter().zip(decision.statuses.iter().flatten()) {
+    for (charge, status) in charges.iter().zip(decision.statuses.iter().flatten()) {
         if charge.shadow {
             continue;
         }
-        match standing.refusal {
+        match status.refusal {
             Some(Refusal::Never | Refusal::Unknown) => return None,
             Some(Refusal::Until(at_us)) => latest_us = latest_us.max(Some(at_us)),
             None => {}
         }
         if charge.is_block() {
             // The block may have begun with this refusal.
-            latest_us = latest_us.max(standing.next_growth_us);
+            latest_us = latest_us.max(status.next_growth_us);
         }
     }
     latest_us

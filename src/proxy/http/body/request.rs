@@ -13,9 +13,9 @@ use tokio::time::{Instant, timeout};
 
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
+use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::ActiveRequest;
 use crate::proxy::server::lazy_timer::LazyTimer;
-use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Rest of an unwanted request body that is read so that the connection can be reused.
 const MAX_DISCARD_BYTES: u64 = 256 * 1024;
@@ -104,7 +104,7 @@ impl RequestBody {
         }))))
     }
 
-    /// Whether there is no body. Only such requests can be sent twice.
+    /// Whether the request has no body. Only a request without a body can be sent twice.
     pub fn is_empty(&self) -> bool {
         self.0.is_none()
     }

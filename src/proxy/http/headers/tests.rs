@@ -18,9 +18,9 @@ fn forwarding_context(peer: &str, client: Option<&str>) -> ForwardingContext<'st
     static IP_HEADER: HeaderName = HeaderName::from_static("x-client-ip");
     ForwardingContext {
         peer,
-        client: ClientIdentity {
+        client: ClientAddress {
             ip: client.map_or(peer.ip, |client| client.parse().unwrap()),
-            peer_trusted: client.is_some(),
+            is_peer_trusted: client.is_some(),
         },
         is_https: true,
         version_in: Version::HTTP_11,
@@ -460,7 +460,7 @@ proptest! {
         let peer = IpAddr::from(peer);
         let hop = ForwardingContext {
             peer: &AddressText::new(peer),
-            client: ClientIdentity { ip: peer, peer_trusted: true },
+            client: ClientAddress { ip: peer, is_peer_trusted: true },
             ..forwarding_context(PEER, None)
         };
         append_forwarded_for(&mut headers, &hop);

@@ -9,7 +9,7 @@ pub(super) enum CorsDecision<'t> {
     /// No origins are configured; local replies have no CORS headers.
     NotConfigured,
     /// The request has no origin, or its origin has no access.
-    Refused,
+    NotAllowed,
     /// Value of `Access-Control-Allow-Origin`: the request's origin, or `*`.
     Allowed(&'t HeaderValue),
 }
@@ -23,7 +23,7 @@ impl<'t> CorsDecision<'t> {
         headers
             .get(header::ORIGIN)
             .and_then(|origin| origins.match_origin(origin))
-            .map_or(Self::Refused, Self::Allowed)
+            .map_or(Self::NotAllowed, Self::Allowed)
     }
 
     /// Adds the CORS headers of the decision, unless the reply already has its own.

@@ -36,7 +36,8 @@ pub(super) struct ProblemReply<'a> {
     pub(super) error: &'static str,
     pub(super) grpc_status: u8,
     pub(super) policy: Option<&'a str>,
-    /// Names of the limits that rejected the request.
+    /// Names of the limits that refused. JSON calls them policies, as the rate-limit header draft
+    /// does.
     pub(super) violated_limits: &'a [&'a str],
     pub(super) retry: Option<RetryHint>,
 }
@@ -57,20 +58,20 @@ impl<'a> ProblemReply<'a> {
     }
 
     pub(super) fn to_response(&self, style: ReplyStyle<'_>) -> Response<Bytes> {
-        self.to_custom_response(None, style)
+        self.build(None, style)
     }
 
-    /// Builds the response from the policy's custom rejection, or from the problem if it is `None`.
-    pub(super) fn to_custom_response(
+    /// Builds the policy's custom response, or the standard one if it is `None`.
+    pub(super) fn build(
         &self,
-        reject: Option<&RejectResponse>,
+        custom_response: Option<&RejectResponse>,
         style: ReplyStyle<'_>,
     ) -> Response<Bytes> {
-        let mut response = match (style.format, reject) {
+        let mut response = match (style.format, custom_response) {
             (ReplyFormat::Grpc, _) => self.to_grpc_response(),
-            (_, Some(reject)) => {
-                let content_type = reject.content_type.clone();
-                response_with_body(reject.status, content_type, reject.body.clone(), style)
+            (_, Some(custom)) => {
+                let content_type = custom.content_type.clone();
+                response_with_body(custom.status, content_type, custom.body.clone(), style)
             }
             (ReplyFormat::Json, None) => {
                 let content_type = HeaderValue::from_static("application/problem+json");
@@ -87,7 +88,7 @@ impl<'a> ProblemReply<'a> {
             }
         };
         let headers = response.headers_mut();
-        for (name, value) in reject.map_or(&[][..], |reject| &reject.headers) {
+        for (name, value) in custom_response.map_or(&[][..], |custom| &custom.headers) {
             headers.append(name, value.clone());
         }
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
@@ -101,7 +102,8 @@ impl<'a> ProblemReply<'a> {
         response
     }
 
-    /// Builds a gRPC Trailers-Only response: the status is in the headers and there is no body.
+    /// Builds a gRPC Trailers-Only response: HTTP status 200, the gRPC status in the headers and no
+    /// body.
     fn to_grpc_response(&self) -> Response<Bytes> {
         let mut response = Response::new(Bytes::new());
         let headers = response.headers_mut();

@@ -1,8 +1,8 @@
 use super::cors_headers::CorsDecision;
 use super::reply_style::ReplyFormat;
 use super::*;
-use crate::policy::path::PathFault;
-use crate::policy::{KeyFault, RejectResponse};
+use crate::policy::path::PathError;
+use crate::policy::{KeyError, RejectResponse};
 use http::HeaderName;
 use serde_json::{Value, json};
 use smallvec::{SmallVec, smallvec};
@@ -44,13 +44,16 @@ fn rejection(outcome: RequestOutcome<'_>, style: ReplyStyle<'_>) -> Response<Byt
     build_rejection(&verdict, BOTH, style).unwrap()
 }
 
-fn limited_outcome(retry: RetryHint, reject: Option<&RejectResponse>) -> RequestOutcome<'_> {
+fn limited_outcome(
+    retry: RetryHint,
+    custom_response: Option<&RejectResponse>,
+) -> RequestOutcome<'_> {
     RequestOutcome::Limited(LimitRejection {
         policy: "login",
         violated_limits: smallvec!["login", "login-2"],
         retry,
         is_blocked: false,
-        reject,
+        custom_response,
     })
 }
 
@@ -115,14 +118,14 @@ fn rejections_carry_rate_limit_headers() {
         unit: None,
         limit,
     };
-    let standing = LimitStatus {
+    let status = LimitStatus {
         remaining: 0,
         next_growth_us: Some(7),
         refusal: Some(Refusal::Until(42_000_000)),
     };
     let reported = crate::enforcer::ReportedLimit {
         limit: &limit,
-        standing,
+        status,
         key_id: 7,
     };
     let verdict = Verdict {
@@ -152,7 +155,7 @@ fn denied_bad_key_and_unavailable_have_their_status() {
     let denied = rejection(
         RequestOutcome::Denied {
             policy: "blocked",
-            reject: None,
+            custom_response: None,
         },
         JSON,
     );
@@ -164,8 +167,8 @@ fn denied_bad_key_and_unavailable_have_their_status() {
         header_text(&denied, "proxy-status"),
         "tidegate; error=http_request_denied"
     );
-    let fault = KeyFault::Repeated("header x".into());
-    let bad = rejection(RequestOutcome::InvalidKey { policy: "p", fault }, JSON);
+    let error = KeyError::Repeated("header x".into());
+    let bad = rejection(RequestOutcome::InvalidKey { policy: "p", error }, JSON);
     assert_eq!(bad.status(), StatusCode::BAD_REQUEST);
     assert!(
         json_body(&bad)["detail"]
@@ -205,7 +208,6 @@ fn a_custom_reject_response_keeps_retry_and_cache_headers() {
                 HeaderValue::from_static("1"),
             ),
             (header::CACHE_CONTROL, HeaderValue::from_static("public")),
-            (header::RETRY_AFTER, HeaderValue::from_static("0")),
         ],
     };
     let response = rejection(
@@ -225,11 +227,11 @@ fn a_custom_reject_response_keeps_retry_and_cache_headers() {
     let denied = rejection(
         RequestOutcome::Denied {
             policy: "p",
-            reject: Some(&reject),
+            custom_response: Some(&reject),
         },
         JSON,
     );
-    assert_eq!(header_text(&denied, "retry-after"), "0");
+    assert!(!denied.headers().contains_key("retry-after"));
     let empty = RejectResponse {
         status: StatusCode::NO_CONTENT,
         ..reject
@@ -237,7 +239,7 @@ fn a_custom_reject_response_keeps_retry_and_cache_headers() {
     let response = rejection(
         RequestOutcome::Denied {
             policy: "p",
-            reject: Some(&empty),
+            custom_response: Some(&empty),
         },
         JSON,
     );
@@ -277,7 +279,7 @@ fn an_invalid_request_closes_the_connection() {
         ),
         (417, "")
     );
-    let response = build_inbound_error(PathFault::Nul.into(), TEXT);
+    let response = build_inbound_error(PathError::Nul.into(), TEXT);
     assert_eq!(header_text(&response, "connection"), "close");
     assert_eq!(
         response.body(),
@@ -394,7 +396,7 @@ fn grpc_rejections_are_headers_only() {
     assert_eq!(
         code(RequestOutcome::Denied {
             policy: "p",
-            reject: None
+            custom_response: None
         }),
         "7"
     );
@@ -408,7 +410,7 @@ fn grpc_rejections_are_headers_only() {
     assert_eq!(
         code(RequestOutcome::InvalidKey {
             policy: "p",
-            fault: KeyFault::Missing("x".into())
+            error: KeyError::Missing("x".into())
         }),
         "3"
     );

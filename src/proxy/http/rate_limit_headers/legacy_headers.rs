@@ -17,10 +17,10 @@ pub(super) fn write_legacy_headers(
     has_upstream_headers: bool,
     headers: &mut HeaderMap,
 ) {
-    let Some(tightest) = find_tightest_limit(&verdict.limits) else {
+    let Some(tightest) = find_least_remaining_share(&verdict.limits) else {
         return;
     };
-    if has_upstream_headers && is_upstream_as_tight(headers, tightest.standing.remaining) {
+    if has_upstream_headers && is_upstream_as_tight(headers, tightest.status.remaining) {
         return;
     }
     let reset_us = reset_at_us(tightest, verdict.now_us);
@@ -32,24 +32,26 @@ pub(super) fn write_legacy_headers(
     );
     headers.insert(
         &LEGACY_REMAINING,
-        integer_header_value(tightest.standing.remaining),
+        integer_header_value(tightest.status.remaining),
     );
     headers.insert(&LEGACY_RESET, integer_header_value(reset_s));
 }
 
 /// Time (µs) at which the limit's remaining units next grow or, if it refuses, suffice.
 pub(in crate::proxy) fn reset_at_us(reported: &ReportedLimit<'_>, now_us: u64) -> u64 {
-    match reported.standing.refusal {
+    match reported.status.refusal {
         Some(Refusal::Until(at_us)) => at_us,
         // Consistent with `Retry-After: 1`.
         Some(Refusal::Unknown) => now_us.saturating_add(SECOND_US),
-        _ => reported.standing.next_growth_us.unwrap_or(now_us),
+        _ => reported.status.next_growth_us.unwrap_or(now_us),
     }
 }
 
 /// Returns the refusing limit with the longest wait. If none refuses, returns the limit with the
 /// lowest remaining share of its capacity. Ties go to the first.
-fn find_tightest_limit<'a, 't>(limits: &'a [ReportedLimit<'t>]) -> Option<&'a ReportedLimit<'t>> {
+fn find_least_remaining_share<'a, 't>(
+    limits: &'a [ReportedLimit<'t>],
+) -> Option<&'a ReportedLimit<'t>> {
     limits.iter().reduce(|best, next| {
         if compare_tightness(next, best) == Ordering::Greater {
             next
@@ -60,9 +62,9 @@ fn find_tightest_limit<'a, 't>(limits: &'a [ReportedLimit<'t>]) -> Option<&'a Re
 }
 
 fn compare_tightness(one: &ReportedLimit<'_>, two: &ReportedLimit<'_>) -> Ordering {
-    let refusal_of = |reported: &ReportedLimit<'_>| reported.standing.refusal;
+    let refusal_of = |reported: &ReportedLimit<'_>| reported.status.refusal;
     let scaled_remaining = |limit: &ReportedLimit<'_>, other: &ReportedLimit<'_>| {
-        u128::from(limit.standing.remaining) * u128::from(other.limit.limit.capacity().max(1))
+        u128::from(limit.status.remaining) * u128::from(other.limit.limit.capacity().max(1))
     };
     refusal_of(one)
         .cmp(&refusal_of(two))

@@ -78,8 +78,8 @@ fn push_limit_status(
     max_reset_s: Option<u64>,
 ) {
     push_list_item(out, index, &reported.limit.name);
-    push_parameter(out, b";r=", reported.standing.remaining);
-    if let Some(grows_at_us) = reported.standing.next_growth_us {
+    push_parameter(out, b";r=", reported.status.remaining);
+    if let Some(grows_at_us) = reported.status.next_growth_us {
         let wait_s = grows_at_us.saturating_sub(now_us).div_ceil(SECOND_US);
         push_parameter(
             out,

@@ -35,7 +35,7 @@ fn report_open_limit(
     let grows_at_us = grows_in_us.map(|us| NOW_US + us);
     ReportedLimit {
         limit,
-        standing: LimitStatus {
+        status: LimitStatus {
             remaining,
             next_growth_us: grows_at_us,
             refusal: None,
@@ -55,7 +55,7 @@ fn report_refusing_limit(
     };
     ReportedLimit {
         limit,
-        standing: LimitStatus {
+        status: LimitStatus {
             remaining,
             next_growth_us: grows_at_us,
             refusal: Some(refusal),
@@ -191,7 +191,7 @@ fn reset_parameter_never_exceeds_retry_after() {
         violated_limits: smallvec!["fast"],
         retry: RetryHint::After(300_000),
         is_blocked: false,
-        reject: None,
+        custom_response: None,
     };
     let limits = [
         report_open_limit(&slow, 3, Some(50_000_000)),

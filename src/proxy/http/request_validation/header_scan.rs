@@ -129,7 +129,7 @@ fn check_trailer_names(
         let name =
             HeaderName::from_bytes(item).map_err(|_invalid| RequestValidationError::Trailer)?;
         check_ambiguous_name(&name, reads_header)
-            .map_err(|_fault| RequestValidationError::Trailer)?;
+            .map_err(|_error| RequestValidationError::Trailer)?;
         let is_forbidden = is_hop_by_hop(&name)
             || is_protected(&name, reads_header)
             || matches!(

@@ -255,11 +255,11 @@ impl JsonPointerScanner {
     /// Returns the pointer token to match inside the innermost container, or `None` if that is not
     /// on the path.
     fn expected_token<'p>(&self, pointer: &'p JsonPointer) -> Option<&'p JsonPointerToken> {
-        let at = self
+        let index = self
             .depth
             .checked_sub(1)
             .filter(|_| self.is_container_on_path())?;
-        pointer.tokens().get(at)
+        pointer.tokens().get(index)
     }
 
     fn buffer_key(&mut self, role: JsonStringRole, part: &[u8], pointer: &JsonPointer) {

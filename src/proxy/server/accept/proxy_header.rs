@@ -47,7 +47,9 @@ pub(super) enum ProxyHeaderParseError {
 /// # Errors
 /// Returns a [`ProxyHeaderParseError`] as soon as no further byte could complete a header. More
 /// bytes do not change the error.
-pub(super) fn parse(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
+pub(super) fn parse_proxy_header(
+    bytes: &[u8],
+) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
     let matches_prefix = |start: &[u8]| {
         bytes
             .iter()

@@ -5,9 +5,9 @@ use std::time::Duration;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 
+use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
-use crate::telemetry::metrics::ConnectionCloseReason;
 
 const REQUEST_TIMEOUT_RESPONSE: &[u8] =
     b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";

@@ -6,9 +6,9 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::Instant;
 
+use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::lazy_timer::LazyTimer;
-use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Delay before a drain closes an idle connection. A request may have arrived that the runtime has
 /// not read yet.

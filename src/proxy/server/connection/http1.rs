@@ -15,9 +15,9 @@ use super::driver::ConnectionDriver;
 use super::protocols::HttpProtocols;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
+use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::TimeoutKind;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
-use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Serves HTTP/1 until the connection ends. hyper and its buffers, about 20 KiB, exist only while
 /// the client sends requests: connections are idle most of the time.

@@ -14,9 +14,9 @@ use super::driver::ConnectionDriver;
 use super::protocols::HttpProtocols;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
+use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::ConnectionMonitor;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
-use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Serves HTTP/2 until the connection ends.
 pub(super) async fn serve_http2<S, F>(

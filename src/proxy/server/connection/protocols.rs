@@ -9,8 +9,8 @@ use super::streams::StreamTasks;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::http::body::BodyLimits;
 use crate::proxy::server::allocator_trim::AllocatorTrim;
+use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::connection_timeouts::{ConnectionMonitor, ConnectionTimeouts};
-use crate::proxy::server::load::ServerLoad;
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 
 /// hyper's parser keeps this many headers on the stack. Any other limit costs an allocation.

@@ -98,8 +98,8 @@ pub(super) fn handle_request<H: RequestHandler>(
     }
 }
 
-/// Guard of a request, from its arrival to the end of its response. An HTTP/2 request that ends
-/// incomplete is charged to the frame budget.
+/// Guard of a request, from its arrival to the end of its response. If a client of a public HTTP/2
+/// listener cancels the request shortly after its arrival, the connection's frame budget is charged.
 struct RequestGuard {
     request: ActiveRequest,
     /// Set only for HTTP/2 clients of a public listener, which can cancel one request and continue
@@ -109,6 +109,7 @@ struct RequestGuard {
 }
 
 impl Drop for RequestGuard {
+    /// Charges the frame budget if the client cancelled the request.
     fn drop(&mut self) {
         if let Some(arrived) = self.arrived_at.filter(|_| !self.is_complete) {
             self.request

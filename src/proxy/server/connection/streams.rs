@@ -6,10 +6,10 @@ use std::task::Poll;
 use tokio::time::Instant;
 
 use super::upgrade_handover::UpgradeHandover;
+use crate::proxy::server::close_reason::ConnectionCloseReason;
+use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::connection_timeouts::ConnectionMonitor;
 use crate::proxy::server::lazy_timer::LazyTimer;
-use crate::proxy::server::load::ServerLoad;
-use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Runs each stream of an HTTP/2 connection in its own task and resets streams that make no
 /// progress. A client can keep the connection busy and still grant a stream no window.

@@ -14,9 +14,9 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::close::close_gracefully;
 use crate::proxy::http::tunnel::{Tunnel, TunnelEndReason};
+use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::{ActiveRequest, ConnectionMonitor};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
-use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Slot in which a request leaves its tunnel for the connection driver or the stream task.
 #[derive(Debug, Default)]

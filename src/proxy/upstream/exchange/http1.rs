@@ -21,7 +21,6 @@ use crate::proxy::upstream::UpstreamClient;
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use crate::proxy::upstream::pool::{ConnectionProtocol, UpstreamConnection};
 use crate::proxy::upstream::response_body::UpstreamBodySource;
-use crate::proxy::upstream::tunnel_io::TunnelUpstream;
 
 impl UpstreamClient {
     /// Sends the request once, on `connection`.
@@ -112,7 +111,7 @@ impl UpstreamClient {
         // Dropping the connection earlier would abort the task that hands over the socket.
         drop(connection);
         let tunnel = Tunnel::new(
-            TunnelUpstream::Http1(TokioIo::new(upgraded)),
+            TokioIo::new(upgraded),
             self.pool.settings().body_idle_timeout,
         );
         Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))

@@ -22,7 +22,7 @@ use crate::proxy::upstream::http2::response_body::Http2ResponseBody;
 use crate::proxy::upstream::http2::{Http2ResponseFuture, StreamOpenError};
 use crate::proxy::upstream::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
 use crate::proxy::upstream::response_body::UpstreamBodySource;
-use crate::proxy::upstream::tunnel_io::{Http2TunnelIo, TunnelUpstream};
+use crate::proxy::upstream::tunnel_io::Http2TunnelIo;
 
 type ExchangeError = (ExchangeFailure, UpstreamError);
 
@@ -122,10 +122,7 @@ impl UpstreamClient {
         if let (Some((key, send_stream)), true) = (websocket, response.status().is_success()) {
             head_conversion::convert_to_switching_protocols(&mut response, &key);
             let io = Http2TunnelIo::new(send_stream, recv_stream, connection);
-            let tunnel = Tunnel::new(
-                TunnelUpstream::Http2(io),
-                self.pool.settings().body_idle_timeout,
-            );
+            let tunnel = Tunnel::new(io, self.pool.settings().body_idle_timeout);
             *response.body_mut() = ResponseBody::Tunnel(Box::new(tunnel));
             return response;
         }

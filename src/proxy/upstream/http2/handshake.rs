@@ -31,7 +31,7 @@ const MAX_REMEMBERED_RESETS: usize = 1000;
 ///
 /// # Errors
 /// If the upstream sends anything else, or nothing within `limit`.
-pub(in crate::proxy::upstream) async fn handshake(
+pub(in crate::proxy::upstream) async fn perform_http2_handshake(
     stream: UpstreamSocket,
     limit: Duration,
 ) -> Result<(Rc<Http2Connection>, Http2Driver), UpstreamError> {

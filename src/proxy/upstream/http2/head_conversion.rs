@@ -9,7 +9,7 @@ use crate::proxy::http::upgrade;
 /// absolute URI, and the connection-specific headers except `te: trailers` are removed.
 ///
 /// Returns `None`, with a partly changed head, if `Host` is missing or not an authority. Request
-/// validation rejects such requests.
+/// validation has already rejected requests without a valid `Host`.
 pub(in crate::proxy::upstream) fn convert_head_to_http2(
     head: &mut request::Parts,
     is_secure: bool,

@@ -77,7 +77,7 @@ impl UpstreamConnection {
 
 impl Drop for Http1Connection {
     fn drop(&mut self) {
-        // hyper would wait for the rest of a request or response that is no longer needed.
+        // Without the abort, hyper would wait for the rest of a request or response that is no longer needed.
         self.task.abort();
     }
 }

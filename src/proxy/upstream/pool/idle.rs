@@ -70,7 +70,7 @@ impl UpstreamPool {
         }
         connection.idle_since = Some(Instant::now());
         if self.shared.queued_requests.load(Ordering::SeqCst) > 0 {
-            self.hand_to_waiter(connection);
+            self.hand_connection_to_waiter(connection);
         } else {
             self.keep_idle(connection);
         }

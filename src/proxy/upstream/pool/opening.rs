@@ -113,7 +113,7 @@ impl UpstreamPool {
                 .settings()
                 .connect_timeout
                 .saturating_sub(started_at.elapsed());
-            let (http2_connection, driver) = http2::handshake(stream, limit).await?;
+            let (http2_connection, driver) = http2::perform_http2_handshake(stream, limit).await?;
             self.spawn_driver(&http2_connection, driver);
             self.streams_per_connection.set(http2_connection.capacity());
             self.http2_connections

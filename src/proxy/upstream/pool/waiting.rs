@@ -23,7 +23,8 @@ pub(super) type ConnectionWaiter =
 pub(super) enum WaiterRejection {
     /// No connection could be opened.
     Failed(UpstreamError),
-    /// The expected connection does not come; the request tries again.
+    /// The connection that the request waited for has no room for it or is closing. The request
+    /// tries again to get one.
     Retry,
 }
 
@@ -144,7 +145,7 @@ impl UpstreamPool {
         }
     }
 
-    pub(super) fn hand_to_waiter(&self, connection: Box<UpstreamConnection>) {
+    pub(super) fn hand_connection_to_waiter(&self, connection: Box<UpstreamConnection>) {
         if self.should_yield_to_other_workers() {
             return;
         }

@@ -3,15 +3,17 @@
 //! The instances run the real lease table and the store the real algorithms. Admissions are judged
 //! on the store's clock, at the moment of the decision or of issuing a leased unit.
 
+use super::super::clock_reading::ClockReading;
+use super::super::lease_credit::LeaseCredit;
 use super::super::lease_entry::LeasePermit;
-use super::super::lease_return::LeaseReturn;
 use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
-use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
+use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
 use crate::store::{MemorySettings, MemoryStore};
 use smallvec::SmallVec;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -102,10 +104,13 @@ struct FaultRates {
 
 struct SimulatedInstance {
     table: LeaseTable,
-    lease: Option<Lease>,
+    lease: Option<LeaseTerms>,
     /// Local clock: its start, and its rate in millionths.
     start: Instant,
     clock_rate_millionths: u64,
+    /// Times at which the machine is suspended, ascending. It handles no event, and its `Instant`
+    /// stops.
+    suspensions_us: Vec<Range<u64>>,
     /// Incremented by every crash. Events of an earlier generation are ignored.
     generation: u64,
     cost: u64,
@@ -120,7 +125,7 @@ enum FaultSimulationEvent {
         generation: u64,
         cost: u64,
         units_to_request: u64,
-        sent_at: Instant,
+        sent_at: ClockReading,
         sent_us: u64,
     },
     InstanceReceivesAnswer {
@@ -128,7 +133,7 @@ enum FaultSimulationEvent {
         generation: u64,
         cost: u64,
         units_to_request: u64,
-        sent_at: Instant,
+        sent_at: ClockReading,
         answer: Option<Decision>,
     },
     PermitIsResolved {
@@ -142,7 +147,7 @@ enum FaultSimulationEvent {
         generation: u64,
     },
     StoreReceivesReturns {
-        returns: Vec<LeaseReturn>,
+        returns: Vec<LeaseCredit>,
     },
     InstanceCrashes {
         instance: usize,
@@ -276,11 +281,29 @@ impl FaultSimulation {
         }
         while let Some(Reverse((at_us, _, nth))) = self.event_queue.pop() {
             self.now_us = at_us;
-            if let Some(event) = self.events[nth].take() {
-                self.handle_event(event);
+            let Some(event) = self.events[nth].take() else {
+                continue;
+            };
+            match self.suspended_until(&event) {
+                Some(end_us) => self.schedule(end_us, event),
+                None => self.handle_event(event),
             }
         }
         self.check_limits()
+    }
+
+    /// End of the suspension of the machine that the event is for.
+    fn suspended_until(&self, event: &FaultSimulationEvent) -> Option<u64> {
+        let (FaultSimulationEvent::Request { instance }
+        | FaultSimulationEvent::InstanceReceivesAnswer { instance, .. }
+        | FaultSimulationEvent::PermitIsResolved { instance, .. }
+        | FaultSimulationEvent::InstanceSweepsLeases { instance, .. }) = event
+        else {
+            return None;
+        };
+        let mut suspensions = self.instances[*instance].suspensions_us.iter();
+        let suspension = suspensions.find(|suspension| suspension.contains(&self.now_us))?;
+        Some(suspension.end)
     }
 
     #[allow(clippy::too_many_lines, reason = "one arm per event")]
@@ -352,8 +375,9 @@ impl FaultSimulation {
                 permit,
                 admitted,
             } => {
+                let now = self.instances[instance].local_clock(self.now_us);
                 if self.instances[instance].generation != generation {
-                } else if admitted {
+                } else if admitted && !now.has_reached(&permit.expires_at) {
                     self.record_lease_use(instance, permit);
                 } else {
                     self.instances[instance].table.return_permit(&permit);
@@ -366,7 +390,7 @@ impl FaultSimulation {
             FaultSimulationEvent::InstanceSweepsLeases { .. } => {}
             FaultSimulationEvent::StoreReceivesReturns { returns } => {
                 self.manual_clock.set_us(self.now_us);
-                for settlement in returns.iter().flat_map(LeaseReturn::settlements) {
+                for settlement in returns.iter().flat_map(LeaseCredit::settlements) {
                     self.log_event(|| format!("store receives return {:?}", settlement.amendment));
                     self.memory.apply_settlements(&[settlement]);
                 }
@@ -408,9 +432,9 @@ impl FaultSimulation {
         );
         let is_breaker_open = self.random.u8(..50) == 0;
         let on_exhausted = if is_breaker_open {
-            OnLeaseExhausted::SkipRenewal
+            OnLeaseExhausted::NeverRefill
         } else {
-            OnLeaseExhausted::QueryStore
+            OnLeaseExhausted::RefillWithoutWaiting
         };
         let action = {
             let charges = charges_for(&self.limits, &self.key, cost, instance.lease, 0);
@@ -429,8 +453,8 @@ impl FaultSimulation {
             }
             LeaseAction::Permit { permit, .. } => {
                 // Another policy is decided by the store: that takes time, and it may refuse.
-                let deadline = now + Duration::from_micros(TIMEOUT_US);
-                if permit.expires_at <= deadline {
+                let deadline = now.instant + Duration::from_micros(TIMEOUT_US);
+                if permit.expires_at.instant <= deadline {
                     self.instances[instance_index].table.return_permit(&permit);
                     return self.send_query(instance_index, cost, 0, now);
                 }
@@ -450,13 +474,19 @@ impl FaultSimulation {
             LeaseAction::QueryStore { units_to_request } => {
                 self.send_query(instance_index, cost, units_to_request, now)
             }
-            LeaseAction::WaitForRenewal(_) => {
+            LeaseAction::WaitForRefill(_) => {
                 unreachable!("the instance never waits for a renewal")
             }
         }
     }
 
-    fn send_query(&mut self, instance: usize, cost: u64, units_to_request: u64, sent_at: Instant) {
+    fn send_query(
+        &mut self,
+        instance: usize,
+        cost: u64,
+        units_to_request: u64,
+        sent_at: ClockReading,
+    ) {
         let (generation, sent_us) = (self.instances[instance].generation, self.now_us);
         match self.draw_arrival_us() {
             Some(at_us) => self.schedule(
@@ -502,7 +532,7 @@ impl FaultSimulation {
         generation: u64,
         cost: u64,
         units_to_request: u64,
-        sent_at: Instant,
+        sent_at: ClockReading,
         answer: Option<Decision>,
     ) {
         let instance = &self.instances[instance_index];
@@ -512,7 +542,7 @@ impl FaultSimulation {
         let Some(decision) = answer else {
             self.totals.unanswered += 1;
             if units_to_request > 0 {
-                instance.table.finish_renewal(self.key.id());
+                instance.table.finish_refill(self.key.id());
             }
             return;
         };
@@ -532,10 +562,10 @@ impl FaultSimulation {
                 &charges,
                 &decision.statuses,
                 &decision,
-                (sent_at, received),
+                (sent_at, received.instant),
             );
         }
-        instance.table.finish_renewal(self.key.id());
+        instance.table.finish_refill(self.key.id());
         if !decision.grants.is_empty() {
             let at_us = self.now_us + self.random.u64(..1_000);
             self.schedule(
@@ -559,7 +589,7 @@ impl FaultSimulation {
     fn sweep_leases(&mut self, instance_index: usize) {
         let instance = &self.instances[instance_index];
         let (generation, now) = (instance.generation, instance.local_clock(self.now_us));
-        let (returns, next) = instance.table.take_due_returns(now);
+        let (returns, next) = instance.table.take_due_credits(now);
         if !returns.is_empty()
             && let Some(at_us) = self.draw_arrival_us()
         {
@@ -569,7 +599,8 @@ impl FaultSimulation {
             );
         }
         if let Some(next) = next {
-            let wait = u64::try_from(next.saturating_duration_since(now).as_micros()).unwrap();
+            let wait =
+                u64::try_from(next.saturating_duration_since(now.instant).as_micros()).unwrap();
             let at_us = self.now_us + wait.max(1_000) + self.random.u64(..500);
             self.schedule(
                 at_us,
@@ -622,16 +653,19 @@ impl FaultSimulation {
     /// Checks that no interval t admits more than burst + rate · t: the debt never exceeds the
     /// burst.
     fn check_token_bucket(&self, limit: &Limit, burst: u64) -> Result<(), String> {
+        // Negative while a data loss allows further units. Leases from before it may use them.
         let (mut debt, mut last_us, mut losses) =
-            (0_u64, START_US, self.data_losses_us.iter().peekable());
+            (0_i128, START_US, self.data_losses_us.iter().peekable());
+        let capacity = i128::from(burst) * i128::from(limit.per_us);
         for (at_us, units) in &self.admitted_units {
             while losses.next_if(|lost_us| *lost_us <= at_us).is_some() {
-                debt = debt.saturating_sub(burst * limit.per_us);
+                debt -= capacity;
             }
-            debt = debt.saturating_sub((at_us - last_us) * limit.requests) + units * limit.per_us;
+            let paid = i128::from(at_us - last_us) * i128::from(limit.requests);
+            debt = (debt - paid).max(debt.min(0)) + i128::from(units * limit.per_us);
             last_us = *at_us;
-            if debt > burst * limit.per_us {
-                let (debt, at_us) = (debt.div_ceil(limit.per_us), at_us - START_US);
+            if debt > capacity {
+                let (debt, at_us) = (debt / i128::from(limit.per_us), at_us - START_US);
                 return Err(format!("{debt} units in debt at {at_us} of {limit:?}"));
             }
         }
@@ -689,7 +723,7 @@ fn charges_for<'c>(
     limits: &'c [Limit],
     key: &'c Key,
     cost: u64,
-    lease: Option<Lease>,
+    lease: Option<LeaseTerms>,
     units_to_request: u64,
 ) -> SmallVec<[Charge<'c>; 2]> {
     limits
@@ -709,9 +743,10 @@ impl SimulatedInstance {
         let size = random.bool().then(|| random.u64(1..60));
         Self {
             table: LeaseTable::default(),
-            lease: (random.u8(..4) > 0).then_some(Lease { size, ttl_us }),
+            lease: (random.u8(..4) > 0).then_some(LeaseTerms { size, ttl_us }),
             start: Instant::now(),
             clock_rate_millionths: random.u64(996_500..=1_003_500),
+            suspensions_us: draw_suspensions(random, per_us),
             generation: 0,
             cost: if random.u8(..4) == 0 {
                 random.u64(1..4)
@@ -721,8 +756,30 @@ impl SimulatedInstance {
         }
     }
 
-    fn local_clock(&self, now_us: u64) -> Instant {
-        self.start
-            + Duration::from_micros((now_us - START_US) * self.clock_rate_millionths / 1_000_000)
+    fn local_clock(&self, now_us: u64) -> ClockReading {
+        let local_time_us = |passed_us: u64| passed_us * self.clock_rate_millionths / 1_000_000;
+        let before = self.suspensions_us.iter();
+        let suspended_us = before
+            .take_while(|suspension| suspension.end <= now_us)
+            .map(|suspension| suspension.end - suspension.start)
+            .sum::<u64>();
+        let boot_us = now_us - START_US;
+        let running_us = local_time_us(boot_us - suspended_us);
+        ClockReading {
+            instant: self.start + Duration::from_micros(running_us),
+            boot_us: local_time_us(boot_us),
+        }
     }
+}
+
+/// Half of the machines are suspended a few times, for up to a period.
+fn draw_suspensions(random: &mut fastrand::Rng, per_us: u64) -> Vec<Range<u64>> {
+    let count = u64::from(random.bool()) * random.u64(1..6);
+    let spacing_us = DURATION_US / 6;
+    (0..count)
+        .map(|nth| {
+            let start_us = START_US + nth * spacing_us + random.u64(..spacing_us / 2);
+            start_us..start_us + random.u64(1..=per_us.min(spacing_us / 2))
+        })
+        .collect()
 }

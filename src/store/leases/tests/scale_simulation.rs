@@ -12,10 +12,11 @@
     reason = "numbers of a simulation, far below any edge, and a table of them"
 )]
 
-use super::super::lease_return::LeaseReturn;
+use super::super::clock_reading::ClockReading;
+use super::super::lease_credit::LeaseCredit;
 use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
-use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
+use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
 use crate::store::deny_cache::{DenyCache, DenyMatchScope};
 use crate::store::{FallbackStore, MemorySettings, MemoryStore, Share};
 use std::cmp::{Ordering, Reverse};
@@ -40,6 +41,14 @@ const DEFAULT_SIDECARS: u64 = 10;
 /// limit is [`Algorithm::SlidingWindow`] with [`BUCKETS`] buckets.
 const MAX_SIDECARS_WITH_LOG: u64 = 200;
 const BUCKETS: u64 = 50;
+
+/// The machines are never suspended.
+fn unsuspended(instant: Instant) -> ClockReading {
+    ClockReading {
+        instant,
+        boot_us: 0,
+    }
+}
 
 fn env_setting(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |number| number.parse().unwrap())
@@ -308,7 +317,7 @@ struct ScaleSimulation {
     manual_clock: ManualClock,
     key: Key,
     limit: Limit,
-    lease: Lease,
+    lease: LeaseTerms,
     /// Admission times within the last period.
     admitted_at_us: VecDeque<u64>,
     leased_units: u64,
@@ -351,7 +360,7 @@ enum ScaleSimulationEvent {
         sidecar: usize,
     },
     StoreReceivesReturns {
-        returns: Vec<LeaseReturn>,
+        credits: Vec<LeaseCredit>,
     },
 }
 
@@ -383,7 +392,7 @@ impl ScaleSimulation {
                     _ => Algorithm::SlidingWindow { buckets: BUCKETS },
                 },
             },
-            lease: Lease {
+            lease: LeaseTerms {
                 size,
                 ttl_us: TTL_US,
             },
@@ -483,9 +492,9 @@ impl ScaleSimulation {
                 self.handle_answer(sidecar, cost, units_to_request, sent_at, &decision);
             }
             ScaleSimulationEvent::SidecarSweepsLeases { sidecar } => self.sweep_leases(sidecar),
-            ScaleSimulationEvent::StoreReceivesReturns { returns } => {
+            ScaleSimulationEvent::StoreReceivesReturns { credits } => {
                 self.manual_clock.set_us(self.now_us);
-                for settlement in returns.iter().flat_map(LeaseReturn::settlements) {
+                for settlement in credits.iter().flat_map(LeaseCredit::settlements) {
                     self.memory.apply_settlements(&[settlement]);
                 }
             }
@@ -499,7 +508,7 @@ impl ScaleSimulation {
         let SimulatedSidecar {
             table, deny_cache, ..
         } = &self.sidecars[sidecar_index];
-        match table.take_permit(&charges, now, OnLeaseExhausted::WaitForRenewal) {
+        match table.take_permit(&charges, unsuspended(now), OnLeaseExhausted::Wait) {
             LeaseAction::Permit {
                 units_to_request, ..
             } => {
@@ -509,14 +518,14 @@ impl ScaleSimulation {
                     self.send_queries(sidecar_index, [(0, units_to_request)]);
                 }
             }
-            LeaseAction::WaitForRenewal(_) => self.sidecars[sidecar_index].waiting_requests += 1,
+            LeaseAction::WaitForRefill(_) => self.sidecars[sidecar_index].waiting_requests += 1,
             LeaseAction::QueryStore { units_to_request } => {
                 if deny_cache
                     .find_refusal(&charges, now, DenyMatchScope::AllLimits)
                     .is_some()
                 {
                     if units_to_request > 0 {
-                        table.finish_renewal(self.key.id());
+                        table.finish_refill(self.key.id());
                     }
                     self.record_rejection();
                 } else if units_to_request > 0 {
@@ -574,9 +583,9 @@ impl ScaleSimulation {
             &charges,
             &decision.statuses,
             decision,
-            (sent_at, received_at),
+            (unsuspended(sent_at), received_at),
         );
-        table.finish_renewal(self.key.id());
+        table.finish_refill(self.key.id());
         self.leased_units += decision.grants.iter().map(|grant| grant.units).sum::<u64>();
         self.totals.max_leased_units = self.totals.max_leased_units.max(self.leased_units);
         if !std::mem::replace(
@@ -598,14 +607,16 @@ impl ScaleSimulation {
     /// Simulates the return task.
     fn sweep_leases(&mut self, sidecar_index: usize) {
         let now = self.current_instant();
-        let (returns, next) = self.sidecars[sidecar_index].table.take_due_returns(now);
-        self.leased_units -= returns.iter().map(LeaseReturn::units).sum::<u64>();
-        self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !returns.is_empty();
-        if !returns.is_empty() {
+        let (credits, next) = self.sidecars[sidecar_index]
+            .table
+            .take_due_credits(unsuspended(now));
+        self.leased_units -= credits.iter().map(LeaseCredit::units).sum::<u64>();
+        self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !credits.is_empty();
+        if !credits.is_empty() {
             let delay_us = self.random.u64(ONE_WAY_LATENCY_US);
             self.schedule(
                 delay_us,
-                ScaleSimulationEvent::StoreReceivesReturns { returns },
+                ScaleSimulationEvent::StoreReceivesReturns { credits },
             );
         }
         if self.sidecars[sidecar_index].is_return_task_running {

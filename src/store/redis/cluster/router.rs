@@ -1,14 +1,17 @@
 //! Sends calls to the node of a slot, and follows redirections.
 
-use super::slot_charges::{SlotCharges, merge_slot_decisions};
-use super::slot_map::{self, ClusterNode, ClusterSlotMap};
-use crate::limiter::{Algorithm, Amendment, Charge, ChargeEffect, Decision, determine_effect};
+use super::admission_hints::AdmissionHints;
+use super::slot_map::{self, ClusterNode, ClusterSlotMap, slot_for_key};
+use crate::limiter::{Charge, Decision};
 use crate::store::Settlement;
 use crate::store::redis::connection::{LiveConnection, RedisConnectionState};
 use crate::store::redis::context::RedisContext;
 use crate::store::redis::error::RedisErrorKind;
 use crate::store::redis::scripts::ScriptLibrary;
 use crate::store::redis::settings::RedisAddress;
+use crate::store::redis::settlement_calls::{
+    MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls,
+};
 use crate::store::redis::watched_value::WatchedValue;
 use futures_util::future::join_all;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
@@ -16,7 +19,7 @@ use smallvec::SmallVec;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout_at};
 
 /// Maximum redirections of one call. More mean that the nodes disagree.
@@ -32,6 +35,7 @@ pub(super) struct ClusterRouter {
     pub(super) slot_map: WatchedValue<Arc<ClusterSlotMap>>,
     /// Requests a refresh of the slot map after a call contradicted it.
     pub(super) refresh_requested: Arc<Notify>,
+    pub(super) hints: Arc<AdmissionHints>,
 }
 
 /// A call without a useful reply, and the node that failed with its state, if it was sent.
@@ -50,34 +54,50 @@ impl From<RedisErrorKind> for FailedClusterCall {
 }
 
 impl ClusterRouter {
-    /// Runs one command on the node of a slot.
+    /// Runs one command on the node of a slot. Repeats a call whose keys are being migrated.
     ///
     /// # Errors
-    /// At once if that node is disconnected, else within the deadline. The failure is counted.
+    /// Returns an error at once if the node is disconnected, otherwise by the deadline at the
+    /// latest. The failure is counted.
     pub(super) async fn run_on_slot(
         &self,
         slot: u16,
         command: &Cmd,
         deadline: Instant,
     ) -> Result<Value, RedisErrorKind> {
-        self.try_on_slot(slot, command, deadline)
-            .await
-            .map_err(|failed_call| self.record_failure(&failed_call))
+        loop {
+            match self.try_on_slot(slot, command, deadline).await {
+                Err(failed_call)
+                    if failed_call.kind == RedisErrorKind::TryAgain
+                        && Instant::now() + TRY_AGAIN_DELAY < deadline =>
+                {
+                    sleep(TRY_AGAIN_DELAY).await;
+                }
+                result => {
+                    return result.map_err(|failed_call| self.record_failed_call(&failed_call));
+                }
+            }
+        }
     }
 
     /// Runs settlement calls of one slot in order. Calls that fail together count as one failure.
-    pub(super) async fn send_amendments(
+    async fn send_amendments(
         &self,
         slot: u16,
-        commands: &[Cmd],
+        calls: &[&[Settlement<'_>]],
     ) -> Vec<Result<(), RedisErrorKind>> {
         let (start, call_timeout) = (Instant::now(), self.context.settings.timeout);
+        let script = &self.context.scripts;
+        let commands: Vec<Cmd> = calls
+            .iter()
+            .map(|call| script.amend_command(call, None))
+            .collect();
         let answers = (1..)
-            .zip(commands)
+            .zip(&commands)
             .map(|(turn, command)| self.try_on_slot(slot, command, start + call_timeout * turn));
         let results = join_all(answers).await;
         if let Some(failed_call) = results.iter().find_map(|result| result.as_ref().err()) {
-            self.record_failure(failed_call);
+            self.record_failed_call(failed_call);
         }
         results
             .into_iter()
@@ -85,7 +105,7 @@ impl ClusterRouter {
             .collect()
     }
 
-    /// [`Self::run_on_slot`] without counting the failure.
+    /// [`Self::run_on_slot`] without repeating the call and without counting the failure.
     async fn try_on_slot(
         &self,
         slot: u16,
@@ -132,19 +152,13 @@ impl ClusterRouter {
                     }
                 };
             match parse_redirection(&error, &node.address) {
-                Some(ClusterRedirection::ToNode(address, asking)) => {
+                Some((address, asking)) => {
                     if !asking {
                         self.refresh_requested.notify_one();
                     }
                     redirected_to = Some((address, asking));
                     redirections += 1;
                 }
-                Some(ClusterRedirection::TryAgain)
-                    if Instant::now() + TRY_AGAIN_DELAY < deadline =>
-                {
-                    sleep(TRY_AGAIN_DELAY).await
-                }
-                Some(ClusterRedirection::TryAgain) => return Err(RedisErrorKind::Timeout.into()),
                 None => {
                     return Err(FailedClusterCall {
                         kind: RedisErrorKind::from(&error),
@@ -157,68 +171,54 @@ impl ClusterRouter {
         Err(RedisErrorKind::ClusterDown.into())
     }
 
-    /// Decides all slots at once, and sends the merged decision. If a slot refuses, the charges of
-    /// the others are credited.
-    pub(super) async fn decide_across_slots(
-        self,
-        slots: SmallVec<[SlotCharges; 4]>,
-        charge_count: usize,
-        deadline: Instant,
-        decision_sender: oneshot::Sender<Result<Decision, RedisErrorKind>>,
-    ) {
-        let decide_slot = async |part: &SlotCharges| {
-            self.request_decision(part.slot, &part.borrow_charges(), deadline)
-                .await
-        };
-        let answers = join_all(slots.iter().map(decide_slot)).await;
-        let decision = merge_slot_decisions(charge_count, &slots, &answers);
-        let is_refused = decision.as_ref().is_ok_and(|decision| !decision.admitted);
-        // The caller may have disconnected.
-        drop(decision_sender.send(decision));
-        if is_refused {
-            let made = slots
-                .iter()
-                .zip(&answers)
-                .filter_map(|(part, answer)| Some((part, answer.as_ref().ok()?)));
-            join_all(made.map(|(part, answer)| self.credit_slot(part, answer))).await;
+    /// Settles charges. Settlements of one counter stay in order. Returns the indexes of the
+    /// settlements in each failed call; the others were made.
+    pub(super) async fn amend(
+        &self,
+        settlements: &[Settlement<'_>],
+    ) -> Vec<(Vec<usize>, RedisErrorKind)> {
+        let mut slots: SmallVec<[(u16, Vec<usize>); 4]> = SmallVec::new();
+        for (position, settlement) in settlements.iter().enumerate() {
+            let slot = slot_for_key(settlement.key);
+            match slots.iter_mut().find(|(other, _)| *other == slot) {
+                Some((_, positions)) => positions.push(position),
+                None => slots.push((slot, vec![position])),
+            }
         }
+        let slots = slots.iter().map(|(slot, positions)| async move {
+            let slot_settlements: Vec<Settlement<'_>> = positions
+                .iter()
+                .filter_map(|position| settlements.get(*position))
+                .copied()
+                .collect();
+            let failed = self.amend_slot(*slot, &slot_settlements).await.into_iter();
+            let original_position = |nth: &usize| positions.get(*nth).copied();
+            failed
+                .map(|(nth, failure)| (nth.iter().filter_map(original_position).collect(), failure))
+                .collect::<Vec<(Vec<usize>, RedisErrorKind)>>()
+        });
+        join_all(slots).await.into_iter().flatten().collect()
     }
 
-    /// Credits the charges of one slot. If that fails, they remain.
-    async fn credit_slot(&self, part: &SlotCharges, decision: &Decision) {
-        let refusals: SmallVec<[_; 4]> = decision
-            .statuses
-            .iter()
-            .map(|status| status.and_then(|status| status.refusal))
-            .collect();
-        let charges = part.borrow_charges();
-        let made_charges = charges.iter().enumerate().filter(|(at, charge)| {
-            // A block stays, because its own policy refused.
-            !charge.is_block() && determine_effect(&charges, &refusals, *at) == ChargeEffect::Charge
-        });
-        let settlements = made_charges.filter_map(|(at, charge)| {
-            let at_us = decision.charged_at_us.get(at).copied().flatten()?;
-            let amendment = match charge.limit.algorithm {
-                Algorithm::Concurrency { .. } => Amendment::Release {
-                    slot: charge.slot_id,
-                },
-                _ => Amendment::Credit {
-                    units: charge.cost,
-                    at_us,
-                },
-            };
-            Some(Settlement {
-                limit: charge.limit,
-                key: charge.key,
-                amendment,
-            })
-        });
-        let settlements: SmallVec<[Settlement<'_>; 4]> = settlements.collect();
-        if !settlements.is_empty() {
-            let command = self.context.scripts.amend_command(&settlements, None);
-            let deadline = Instant::now() + self.context.settings.timeout;
-            drop(self.run_on_slot(part.slot, &command, deadline).await);
+    /// [`Self::amend`] for settlements of one slot.
+    async fn amend_slot(
+        &self,
+        slot: u16,
+        settlements: &[Settlement<'_>],
+    ) -> Vec<(Vec<usize>, RedisErrorKind)> {
+        let (calls, mut results) = (split_into_calls(settlements), Vec::new());
+        for calls in calls.chunks(MAX_PIPELINED_CALLS) {
+            results.extend(self.send_amendments(slot, calls).await);
         }
+        // A slot that moves accepts only calls with one key.
+        for (call, result) in calls.iter().zip(&mut results) {
+            if *result == Err(RedisErrorKind::TryAgain) {
+                let singles: Vec<&[Settlement<'_>]> = call.chunks(1).collect();
+                let each = self.send_amendments(slot, &singles).await;
+                *result = each.into_iter().collect();
+            }
+        }
+        collect_failed_calls(&calls, results)
     }
 
     pub(super) async fn request_decision(
@@ -228,10 +228,9 @@ impl ClusterRouter {
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
         let script = &self.context.scripts;
-        match self
-            .run_on_slot(slot, &script.decide_command(charges, None), deadline)
-            .await
-        {
+        let command = script.decide_command(charges, None);
+        let reply = self.try_on_slot(slot, &command, deadline).await;
+        match reply.map_err(|failed_call| self.record_failed_call(&failed_call)) {
             Ok(reply) => ScriptLibrary::parse_decision_reply(&reply, charges)
                 .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply)),
             Err(RedisErrorKind::WrongType(position)) => {
@@ -267,8 +266,12 @@ impl ClusterRouter {
         }
     }
 
-    /// Records a failed call.
-    fn record_failure(&self, call: &FailedClusterCall) -> RedisErrorKind {
+    /// Counts a failed call, also for its node if that was connected. Returns the kind of failure. A
+    /// slot that moves is no failure.
+    fn record_failed_call(&self, call: &FailedClusterCall) -> RedisErrorKind {
+        if call.kind == RedisErrorKind::TryAgain {
+            return call.kind;
+        }
         match &call.node_state {
             Some((node, state)) => match &**state {
                 RedisConnectionState::Up(live) => self.record_node_failure(node, live, call.kind),
@@ -310,25 +313,18 @@ impl ClusterRouter {
     }
 }
 
-enum ClusterRedirection {
-    /// Another node holds the slot; `true`: is importing it.
-    ToNode(RedisAddress, bool),
-    /// The keys are being migrated, and are on two nodes.
-    TryAgain,
-}
-
+/// The node to which an error redirects a call, and whether that node is importing the slot.
 fn parse_redirection(
     error: &RedisError,
     source_address: &RedisAddress,
-) -> Option<ClusterRedirection> {
+) -> Option<(RedisAddress, bool)> {
     let is_asking = match error.kind() {
         ErrorKind::Server(ServerErrorKind::Moved) => false,
         ErrorKind::Server(ServerErrorKind::Ask) => true,
-        ErrorKind::Server(ServerErrorKind::TryAgain) => return Some(ClusterRedirection::TryAgain),
         _ => return None,
     };
     match RedisAddress::parse(error.redirect_node()?.0)? {
-        RedisAddress::Tcp { host, port } => Some(ClusterRedirection::ToNode(
+        RedisAddress::Tcp { host, port } => Some((
             slot_map::resolve_node_address(host, port, source_address),
             is_asking,
         )),

@@ -1,8 +1,8 @@
 //! Decides policies that are spread over shards: tries one shard after the other until one admits.
 
 use super::ClusterClient;
+use super::split_decision::SplitResult;
 use crate::limiter::{Charge, Decision, Key, Limit, LimitStatus, Refusal};
-use crate::store::redis::error::RedisErrorKind;
 use smallvec::SmallVec;
 use tokio::time::{Instant, timeout_at};
 
@@ -52,7 +52,7 @@ impl ClusterClient {
         &self,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> Result<Decision, RedisErrorKind> {
+    ) -> SplitResult {
         if charges.iter().all(|charge| charge.cost == 0) {
             return self.read_shards(charges, deadline).await;
         }
@@ -62,7 +62,7 @@ impl ClusterClient {
             let assigned_shard = |charge: &Charge<'_>| {
                 let search = searches
                     .iter()
-                    .find(|search| search.policy_group == (charge.group, charge.shadow));
+                    .find(|search| search.policy_group == (charge.policy_number, charge.shadow));
                 search.map(|search| (search.current_shard, search.shard_count))
             };
             let shard_counters: SmallVec<[(Key, Limit); 4]> = charges
@@ -78,11 +78,12 @@ impl ClusterClient {
                     ..*charge
                 })
                 .collect();
-            let (mut decision, credit_task) = self.decide_by_slot(&shard_charges, deadline).await?;
+            let (result, return_task) = self.decide_by_slot(&shard_charges, deadline).await;
+            let mut decision = result?;
             let has_refusal = |search: &ShardSearch| {
                 let mut own = charges.iter().zip(&decision.statuses);
                 own.any(|(charge, status)| {
-                    (charge.group, charge.shadow) == search.policy_group
+                    (charge.policy_number, charge.shadow) == search.policy_group
                         && status.is_some_and(|status| status.refusal.is_some())
                 })
             };
@@ -107,23 +108,21 @@ impl ClusterClient {
                 search.current_shard = (search.current_shard + 1) % search.shard_count;
                 is_final |= search.shards_tried >= search.shard_count;
             }
+            drop(next);
             earlier.merge_into(&mut decision);
             if is_final {
+                hide_unfinished_searches(charges, &searches, &mut decision);
                 return Ok(decision);
             }
             // Charges of this attempt must not refuse the next one.
-            if let Some(credit_task) = credit_task {
-                drop(timeout_at(deadline, credit_task).await);
+            if let Some(return_task) = return_task {
+                drop(timeout_at(deadline, return_task).await);
             }
         }
     }
 
     /// Reads the status of sharded charges as a whole.
-    async fn read_shards(
-        &self,
-        charges: &[Charge<'_>],
-        deadline: Instant,
-    ) -> Result<Decision, RedisErrorKind> {
+    async fn read_shards(&self, charges: &[Charge<'_>], deadline: Instant) -> SplitResult {
         let shard_counters = charges.iter().enumerate().flat_map(|(position, charge)| {
             let shards = charge.shard_count.max(1);
             (0..shards).map(move |at| {
@@ -144,7 +143,9 @@ impl ClusterClient {
                 })
             });
         let shard_charges: Vec<Charge<'_>> = shard_charges.collect();
-        let (shard_decision, _) = self.decide_by_slot(&shard_charges, deadline).await?;
+        let (result, _) = self.decide_by_slot(&shard_charges, deadline).await;
+        // A partial decision has the statuses of shards, and charged nothing.
+        let shard_decision = result.map_err(|(failure, _)| (failure, None))?;
         let mut merged = Decision {
             statuses: SmallVec::from_elem(None, charges.len()),
             charged_at_us: SmallVec::new(),
@@ -167,7 +168,7 @@ impl ClusterClient {
 fn start_searches(charges: &[Charge<'_>]) -> SmallVec<[ShardSearch; 2]> {
     let mut searches: SmallVec<[ShardSearch; 2]> = SmallVec::new();
     for charge in charges.iter().filter(|charge| charge.shard_count > 1) {
-        let policy = (charge.group, charge.shadow);
+        let policy = (charge.policy_number, charge.shadow);
         if !searches.iter().any(|search| search.policy_group == policy) {
             let (shards, at) = (charge.shard_count, fastrand::u16(..charge.shard_count));
             searches.push(ShardSearch {
@@ -179,6 +180,24 @@ fn start_searches(charges: &[Charge<'_>]) -> SmallVec<[ShardSearch; 2]> {
         }
     }
     searches
+}
+
+/// Leaves out the statuses of policies that did not ask all their shards from a refusal: another
+/// shard may admit.
+fn hide_unfinished_searches(
+    charges: &[Charge<'_>],
+    searches: &[ShardSearch],
+    decision: &mut Decision,
+) {
+    for (charge, status) in charges.iter().zip(&mut decision.statuses) {
+        let is_unfinished = |search: &ShardSearch| {
+            search.policy_group == (charge.policy_number, charge.shadow)
+                && search.shards_tried < search.shard_count
+        };
+        if !decision.admitted && searches.iter().any(is_unfinished) {
+            *status = None;
+        }
+    }
 }
 
 /// The key and the limit of one shard.

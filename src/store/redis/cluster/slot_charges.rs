@@ -1,8 +1,7 @@
-//! Divides a request with charges in several slots, and merges the decisions of the slots.
+//! Divides a request with charges in several slots.
 
 use super::slot_map::slot_for_key;
-use crate::limiter::{Charge, Decision, Key, Limit};
-use crate::store::redis::error::RedisErrorKind;
+use crate::limiter::{Charge, Key, Limit};
 use smallvec::SmallVec;
 
 /// The charges of one request that are in one slot.
@@ -10,7 +9,7 @@ pub(super) struct SlotCharges {
     pub(super) slot: u16,
     pub(super) charges: SmallVec<[OwnedCharge; 2]>,
     /// The indexes of the charges in the request.
-    pub(super) positions: SmallVec<[usize; 4]>,
+    pub(super) positions: SmallVec<[usize; 2]>,
 }
 
 /// An owned charge, which outlives its caller.
@@ -18,15 +17,57 @@ pub(super) struct OwnedCharge {
     limit: Limit,
     key: Key,
     cost: u64,
-    group: u32,
+    policy_number: u32,
     shadow: bool,
     counts_rejected: bool,
+    fails_closed: bool,
     slot_id: u128,
 }
 
 impl SlotCharges {
     pub(super) fn borrow_charges(&self) -> SmallVec<[Charge<'_>; 4]> {
         self.charges.iter().map(OwnedCharge::as_charge).collect()
+    }
+
+    /// Divides the charges into calls with one key each: the only ones that Redis accepts while the
+    /// slot moves.
+    pub(super) fn split_by_counter(self) -> impl Iterator<Item = Self> {
+        let slot = self.slot;
+        let pairs = self.charges.into_iter().zip(self.positions);
+        pairs.map(move |(charge, position)| Self {
+            slot,
+            charges: SmallVec::from_iter([charge]),
+            positions: SmallVec::from_iter([position]),
+        })
+    }
+
+    fn enforced_charges(&self) -> impl Iterator<Item = &OwnedCharge> {
+        self.charges.iter().filter(|charge| !charge.shadow)
+    }
+
+    /// Whether these charges can refuse the request.
+    pub(super) fn is_enforced(&self) -> bool {
+        self.enforced_charges().next().is_some()
+    }
+
+    /// Whether the request is rejected if these charges can't be decided.
+    pub(super) fn fails_closed(&self) -> bool {
+        self.enforced_charges().any(|charge| charge.fails_closed)
+    }
+
+    /// Whether Redis must see the request although other charges may refuse it: to count a rejected
+    /// request, or to start a block.
+    pub(super) fn counts_refused_requests(&self) -> bool {
+        let mut enforced = self.enforced_charges();
+        enforced.any(|charge| charge.counts_rejected || charge.as_charge().is_block())
+    }
+
+    /// The smallest capacity of the limits.
+    pub(super) fn min_capacity(&self) -> u64 {
+        let capacities = self
+            .enforced_charges()
+            .map(|charge| charge.limit.capacity());
+        capacities.min().unwrap_or(u64::MAX)
     }
 }
 
@@ -36,20 +77,22 @@ impl OwnedCharge {
             limit,
             key,
             cost,
-            group,
+            policy_number,
             shadow,
             counts_rejected,
-            slot_id: slot,
+            fails_closed,
+            slot_id,
             ..
         } = *charge;
         Self {
             limit: *limit,
             key: key.clone(),
             cost,
-            group,
+            policy_number,
             shadow,
             counts_rejected,
-            slot_id: slot,
+            fails_closed,
+            slot_id,
         }
     }
 
@@ -57,10 +100,10 @@ impl OwnedCharge {
     /// by one slot can't be revoked when another refuses.
     fn as_charge(&self) -> Charge<'_> {
         Charge {
-            group: self.group,
+            policy_number: self.policy_number,
             shadow: self.shadow,
             counts_rejected: self.counts_rejected,
-            settles: true,
+            is_estimate: true,
             slot_id: self.slot_id,
             ..Charge::new(&self.limit, &self.key, self.cost)
         }
@@ -68,8 +111,8 @@ impl OwnedCharge {
 }
 
 /// Groups the charges by slot.
-pub(super) fn group_by_slot(charges: &[Charge<'_>]) -> SmallVec<[SlotCharges; 4]> {
-    let mut slots: SmallVec<[SlotCharges; 4]> = SmallVec::new();
+pub(super) fn group_by_slot(charges: &[Charge<'_>]) -> Vec<SlotCharges> {
+    let mut slots: Vec<SlotCharges> = Vec::new();
     for (position, charge) in charges.iter().enumerate() {
         let (slot, charge) = (slot_for_key(charge.key), OwnedCharge::from_charge(charge));
         match slots.iter_mut().find(|part| part.slot == slot) {
@@ -85,142 +128,4 @@ pub(super) fn group_by_slot(charges: &[Charge<'_>]) -> SmallVec<[SlotCharges; 4]
         }
     }
     slots
-}
-
-/// Merges the decisions of several slots, on the clock of the first that answered.
-pub(super) fn merge_slot_decisions(
-    charge_count: usize,
-    slots: &[SlotCharges],
-    answers: &[Result<Decision, RedisErrorKind>],
-) -> Result<Decision, RedisErrorKind> {
-    let mut merged: Option<Decision> = None;
-    let mut first_failure = None;
-    for (part, answer) in slots.iter().zip(answers) {
-        let answer = match answer {
-            Ok(answer) => answer,
-            Err(failure) => {
-                // A failure that affects only shadow policies does not affect the decision.
-                if !part.charges.iter().all(|charge| charge.shadow) {
-                    first_failure.get_or_insert(*failure);
-                }
-                continue;
-            }
-        };
-        let merged = merged.get_or_insert_with(|| Decision {
-            now_us: answer.now_us,
-            admitted: true,
-            statuses: SmallVec::from_elem(None, charge_count),
-            delay_us: 0,
-            grants: SmallVec::new(),
-            charged_at_us: SmallVec::from_elem(None, charge_count),
-        });
-        merged.admitted &= answer.admitted;
-        merged.delay_us = merged.delay_us.max(answer.delay_us);
-        for (position, status) in part.positions.iter().zip(&answer.statuses) {
-            if let Some(target) = merged.statuses.get_mut(*position) {
-                *target = status.map(|status| status.convert_clock(answer.now_us, merged.now_us));
-            }
-        }
-        for (position, at_us) in part.positions.iter().zip(&answer.charged_at_us) {
-            if let Some(target) = merged.charged_at_us.get_mut(*position) {
-                *target = *at_us;
-            }
-        }
-    }
-    match (merged, first_failure) {
-        // A refusal is final, whatever the failed slots would have decided.
-        (Some(merged), _) if !merged.admitted => Ok(Decision {
-            delay_us: 0,
-            ..merged
-        }),
-        (_, Some(failure)) => Err(failure),
-        (Some(merged), None) => Ok(merged),
-        (None, None) => Err(RedisErrorKind::ClusterDown),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::is_split;
-    use super::*;
-    use crate::limiter::{Algorithm, KeyBuilder, LimitStatus, Refusal};
-
-    const LIMIT: Limit = Limit {
-        requests: 9,
-        per_us: 1_000_000,
-        algorithm: Algorithm::SlidingLog,
-    };
-
-    fn decision(now_us: u64, until_us: Option<u64>) -> Decision {
-        let refusal = until_us.map(Refusal::Until);
-        let status = LimitStatus {
-            remaining: 3,
-            next_growth_us: Some(now_us + 500),
-            refusal,
-        };
-        Decision {
-            now_us,
-            admitted: until_us.is_none(),
-            statuses: SmallVec::from_iter([Some(status)]),
-            delay_us: 0,
-            grants: SmallVec::new(),
-            charged_at_us: SmallVec::new(),
-        }
-    }
-
-    fn merge_two_slots(
-        shadow: bool,
-        answers: [Result<Decision, RedisErrorKind>; 2],
-    ) -> Result<Decision, RedisErrorKind> {
-        // The keys are in different slots.
-        let (one, other) = (
-            KeyBuilder::new("one").finish(),
-            KeyBuilder::new("other").finish(),
-        );
-        let charges = [
-            Charge::new(&LIMIT, &one, 1),
-            Charge {
-                group: 1,
-                shadow,
-                ..Charge::new(&LIMIT, &other, 1)
-            },
-        ];
-        assert!(is_split(&charges) && group_by_slot(&charges).len() == 2);
-        merge_slot_decisions(2, &group_by_slot(&charges), &answers)
-    }
-
-    #[test]
-    fn converts_times_of_several_slots_to_one_clock() {
-        let merged = merge_two_slots(
-            false,
-            [
-                Ok(decision(1_000_000, None)),
-                Ok(decision(5_000, Some(7_000))),
-            ],
-        )
-        .unwrap();
-        assert_eq!((merged.now_us, merged.admitted), (1_000_000, false));
-        let other = merged.statuses[1].unwrap();
-        assert_eq!(other.refusal, Some(Refusal::Until(1_002_000)));
-        assert_eq!(other.next_growth_us, Some(1_000_500));
-    }
-
-    #[test]
-    fn a_failed_slot_fails_the_decision_unless_another_slot_refuses_or_its_policy_is_shadow() {
-        let timed_out = || Err(RedisErrorKind::Timeout);
-        assert_eq!(
-            merge_two_slots(false, [Ok(decision(1000, None)), timed_out()]).unwrap_err(),
-            RedisErrorKind::Timeout
-        );
-        let refused =
-            merge_two_slots(false, [timed_out(), Ok(decision(1000, Some(2000)))]).unwrap();
-        assert!(!refused.admitted && refused.statuses[0].is_none());
-        let without_shadow =
-            merge_two_slots(true, [Ok(decision(1000, None)), timed_out()]).unwrap();
-        assert!(without_shadow.admitted && without_shadow.statuses[1].is_none());
-        assert_eq!(
-            merge_two_slots(true, [timed_out(), Ok(decision(1000, None))]).unwrap_err(),
-            RedisErrorKind::Timeout
-        );
-    }
 }

@@ -50,7 +50,7 @@ pub(super) async fn run_slot_map_refresh(
                 breaker.count_failure(error.kind);
                 // With known nodes, their connections report a loss.
                 if known_ranges.is_empty() && !std::mem::replace(&mut is_lost, true) {
-                    breaker.record_connection_lost(&error);
+                    breaker.record_connection_down(&error);
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! The arguments of `decide.lua` and `settle.lua`.
 
 use super::counter_key::push_hex_id;
-use crate::limiter::{AUTO_LEASE_DIVISOR, Algorithm, Amendment, Charge, Lease, Limit};
+use crate::limiter::{AUTO_LEASE_DIVISOR, Algorithm, Amendment, Charge, LeaseTerms, Limit};
 use crate::store::Settlement;
 use redis::{Cmd, RedisWrite};
 
@@ -25,7 +25,7 @@ pub(in crate::store::redis) fn push_charge_argument(
     let options = [
         (charge.shadow, 1),
         (charge.counts_rejected, 2),
-        (charge.settles, 4),
+        (charge.is_estimate, 4),
         (follows, 8),
     ];
     let options: u64 = options
@@ -35,12 +35,12 @@ pub(in crate::store::redis) fn push_charge_argument(
         .sum();
     text.push_str(algorithm_letter(charge.limit));
     let mut number = itoa::Buffer::new();
-    let group_and_options = u64::from(charge.group) * 16 + options;
+    let group_and_options = u64::from(charge.policy_number) * 16 + options;
     for value in [group_and_options, charge.cost] {
         text.push(' ');
         text.push_str(number.format(value));
     }
-    if let Some(Lease { size, ttl_us }) = charge.requested_lease() {
+    if let Some(LeaseTerms { size, ttl_us }) = charge.requested_lease() {
         for value in [
             charge.requested_lease_units,
             ttl_us,

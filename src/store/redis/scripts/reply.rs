@@ -2,7 +2,7 @@
 
 use super::ScriptLibrary;
 use crate::limiter::{
-    Algorithm, Charge, Decision, GrantedUnits, Lease, Limit, LimitStatus, Refusal,
+    Algorithm, Charge, Decision, GrantedUnits, LeaseTerms, Limit, LimitStatus, Refusal,
 };
 use redis::Value;
 use smallvec::SmallVec;
@@ -42,7 +42,7 @@ impl ScriptLibrary {
     ) -> Option<Decision> {
         let mut numbers = ReplyNumbers::from_text(text);
         let (mut admitted, mut statuses, mut max_allowed_delay_us) = (true, SmallVec::new(), 0);
-        let settles = charges.iter().any(|charge| charge.settles);
+        let has_estimates = charges.iter().any(|charge| charge.is_estimate);
         let mut charged_at_us = SmallVec::new();
         for charge in charges {
             let mut status =
@@ -50,8 +50,8 @@ impl ScriptLibrary {
             if position.total > 1 {
                 status = derive_caller_status(position, status, charge, numbers.next_number()?)?;
             }
-            if settles {
-                charged_at_us.push(if charge.settles {
+            if has_estimates {
+                charged_at_us.push(if charge.is_estimate {
                     parse_charged_at_us(now_us, numbers.next_number()?)?
                 } else {
                     None
@@ -227,7 +227,7 @@ fn derive_caller_status(
 /// Parses a grant; `Some(None)` without one. Returns `None` for an impossible value.
 fn parse_grant(
     charge: &Charge<'_>,
-    lease: Lease,
+    lease: LeaseTerms,
     now_us: u64,
     [units, until]: [i64; 2],
 ) -> Option<Option<GrantedUnits>> {
@@ -239,7 +239,7 @@ fn parse_grant(
     let is_valid =
         units <= charge.requested_lease_units && (1..=lease.ttl_us).contains(&remaining_us);
     is_valid.then_some(Some(GrantedUnits {
-        group: charge.group,
+        policy_number: charge.policy_number,
         units,
         until_us,
     }))

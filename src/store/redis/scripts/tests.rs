@@ -86,7 +86,7 @@ fn keys_contain_prefix_hash_algorithm_and_period() {
 fn the_decide_command_has_the_arguments_that_decide_lua_reads() {
     let key = key("api", "ann");
     let shadow = Charge {
-        group: 3,
+        policy_number: 3,
         shadow: true,
         cost: 2,
         ..charge(&LOG, &key)
@@ -151,7 +151,7 @@ fn accepts_a_delay_up_to_the_maximum_of_the_limit() {
 }
 
 #[test]
-fn rejects_impossible_replies() {
+fn a_script_reply_of_impossible_form_is_rejected() {
     let key = key("api", "ann");
     let charges = [charge(&LOG, &key)];
     let read = |reply: &str| {

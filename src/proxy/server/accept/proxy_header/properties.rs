@@ -1,6 +1,8 @@
 //! Properties of the PROXY header parser for arbitrary bytes.
 
-use super::{ProxyHeaderParseError, TLV_CRC32C, V2_MAX_BYTES, V2_SIGNATURE, crc32c, parse};
+use super::{
+    ProxyHeaderParseError, TLV_CRC32C, V2_MAX_BYTES, V2_SIGNATURE, crc32c, parse_proxy_header,
+};
 use std::net::{IpAddr, SocketAddr};
 
 /// The first result is final however the bytes are split, and covers only bytes of the header.
@@ -10,7 +12,7 @@ pub(in crate::proxy) fn check_incremental_parsing(bytes: &[u8]) {
         let Some(begin) = bytes.get(..len) else {
             return;
         };
-        let now = parse(begin);
+        let now = parse_proxy_header(begin);
         match (result, now) {
             (Some(known), now) => assert_eq!(now, known, "{begin:?}"),
             (None, Ok(None)) => {}
@@ -54,7 +56,7 @@ pub(in crate::proxy) fn check_generated_header(bytes: &[u8]) {
     } else {
         build_version_2(source, rest, is_checked)
     };
-    let parsed = parse(&[&header, rest].concat())
+    let parsed = parse_proxy_header(&[&header, rest].concat())
         .map(|header| header.map(|header| (header.source, header.len)));
     // IPv4-mapped addresses are parsed as IPv4.
     let expected = SocketAddr::new(source.ip().to_canonical(), source.port());
@@ -73,7 +75,7 @@ pub(in crate::proxy) fn check_generated_header(bytes: &[u8]) {
     {
         *byte ^= change;
         assert_eq!(
-            parse(&changed),
+            parse_proxy_header(&changed),
             Err(ProxyHeaderParseError::Checksum),
             "{changed:?}"
         );

@@ -2,7 +2,7 @@ use super::*;
 use proptest::prelude::*;
 
 fn parse_source(bytes: &[u8]) -> Result<Option<String>, ProxyHeaderParseError> {
-    let header = parse(bytes)?.expect("the header is complete");
+    let header = parse_proxy_header(bytes)?.expect("the header is complete");
     assert_eq!(header.len, bytes.len());
     Ok(header.source.map(|source| source.to_string()))
 }
@@ -93,7 +93,7 @@ fn parses_version_1_strictly() {
         "PROXY TCP4 1.1.1.\u{e9} 2.2.2.2 1 2\r\n",
     ] {
         assert_eq!(
-            parse(wrong.as_bytes()),
+            parse_proxy_header(wrong.as_bytes()),
             Err(ProxyHeaderParseError::Malformed),
             "{wrong:?}"
         );
@@ -103,7 +103,7 @@ fn parses_version_1_strictly() {
         format!("PROXY UNKNOWN {}\r\n", "x".repeat(92)),
     ] {
         assert_eq!(
-            parse(long.as_bytes()),
+            parse_proxy_header(long.as_bytes()),
             Err(ProxyHeaderParseError::TooLong),
             "{long:?}"
         );
@@ -117,12 +117,12 @@ fn parses_version_1_strictly() {
         "\n",
     ] {
         assert_eq!(
-            parse(absent.as_bytes()),
+            parse_proxy_header(absent.as_bytes()),
             Err(ProxyHeaderParseError::Absent),
             "{absent:?}"
         );
     }
-    assert_eq!(parse(b""), Ok(None));
+    assert_eq!(parse_proxy_header(b""), Ok(None));
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn parses_version_2_strictly() {
         ),
     ] {
         assert_eq!(
-            parse(&build_v2(command, family, block)),
+            parse_proxy_header(&build_v2(command, family, block)),
             Err(ProxyHeaderParseError::Malformed),
             "{command:x} {family:x}"
         );
@@ -186,7 +186,7 @@ fn parses_version_2_strictly() {
     let longest = vec![0; V2_MAX_BYTES - V2_FIXED_BYTES];
     assert_eq!(read(0x20, 0, &longest), Ok(None));
     assert_eq!(
-        parse(&build_v2(0x20, 0, &[longest, vec![0]].concat())[..16]),
+        parse_proxy_header(&build_v2(0x20, 0, &[longest, vec![0]].concat())[..16]),
         Err(ProxyHeaderParseError::TooLong)
     );
 }
@@ -202,20 +202,20 @@ fn verifies_a_checksum_if_present() {
     let right = build_v2_with_crc(INET.to_vec(), 0);
     assert_eq!(parse_source(&right), Ok(Some("192.0.2.1:56324".into())));
     assert_eq!(
-        parse(&build_v2_with_crc(INET.to_vec(), 1)),
+        parse_proxy_header(&build_v2_with_crc(INET.to_vec(), 1)),
         Err(ProxyHeaderParseError::Checksum)
     );
     for at in 16..28 {
         let mut changed = right.clone();
         changed[at] ^= 1;
         assert_eq!(
-            parse(&changed),
+            parse_proxy_header(&changed),
             Err(ProxyHeaderParseError::Checksum),
             "byte {at}"
         );
     }
     let twice = build_v2_with_crc([INET.as_slice(), &right[28..]].concat(), 0);
-    assert!(parse(&twice).is_err());
+    assert!(parse_proxy_header(&twice).is_err());
 }
 
 /// Valid headers, almost valid headers, and arbitrary bytes.

@@ -33,28 +33,28 @@ const ESCAPED_CHARACTERS: &AsciiSet = &CONTROLS
 
 /// The subject of a ranking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RefusalDimension {
+pub enum RejectionDimension {
     /// The keys of a policy: `policy/value/value`.
     Keys,
     /// Paths without their queries, by policy.
     Paths,
 }
 
-/// The rejections of one worker.
+/// The rejections of one worker. The locks are uncontended, except while a ranking is read.
 #[derive(Debug, Default)]
-pub struct WorkerRefusals {
+pub struct WorkerRejections {
     keys: Mutex<SketchGenerations>,
     paths: Mutex<SketchGenerations>,
 }
 
 /// The rejections of all workers.
 #[derive(Debug)]
-pub struct TopRefusals {
-    workers: Box<[Arc<WorkerRefusals>]>,
+pub struct TopRejections {
+    workers: Box<[Arc<WorkerRejections>]>,
     generation_starts: Mutex<GenerationStarts>,
 }
 
-/// Seconds since the Unix epoch; 0 until the first [`TopRefusals::rotate_generations`].
+/// Seconds since the Unix epoch; 0 until the first [`TopRejections::rotate_generations`].
 #[derive(Clone, Copy, Debug, Default)]
 struct GenerationStarts {
     previous_s: u64,
@@ -63,9 +63,9 @@ struct GenerationStarts {
 
 /// The keys or paths with the most rejections.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RefusalRanking {
+pub struct RejectionRanking {
     /// In descending order of `count`.
-    pub entries: Vec<RefusalEntry>,
+    pub entries: Vec<RejectionEntry>,
     /// All rejections in the covered time, of all policies.
     pub total: u64,
     /// Upper bound for the rejections of a key or path that the full ranking omits.
@@ -74,9 +74,9 @@ pub struct RefusalRanking {
     pub since_s: u64,
 }
 
-/// One key or path.
+/// One key or path with its number of rejections.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RefusalEntry {
+pub struct RejectionEntry {
     pub policy: Arc<str>,
     /// Printable ASCII.
     pub text: Box<str>,
@@ -110,7 +110,7 @@ struct SketchItem {
     text: Box<str>,
 }
 
-impl WorkerRefusals {
+impl WorkerRejections {
     /// Counts a rejection of a key. `id` identifies the policy and the key; `text` is called only
     /// for a new item.
     pub fn record_key(&self, policy: &Arc<str>, id: u128, text: impl FnOnce() -> String) {
@@ -132,16 +132,16 @@ impl WorkerRefusals {
             .add(id.into(), policy, || escape_path(path));
     }
 
-    fn generations(&self, dimension: RefusalDimension) -> &Mutex<SketchGenerations> {
+    fn generations(&self, dimension: RejectionDimension) -> &Mutex<SketchGenerations> {
         match dimension {
-            RefusalDimension::Keys => &self.keys,
-            RefusalDimension::Paths => &self.paths,
+            RejectionDimension::Keys => &self.keys,
+            RejectionDimension::Paths => &self.paths,
         }
     }
 }
 
-impl TopRefusals {
-    pub(super) fn from_workers(workers: Box<[Arc<WorkerRefusals>]>) -> Self {
+impl TopRejections {
+    pub(super) fn from_workers(workers: Box<[Arc<WorkerRejections>]>) -> Self {
         Self {
             workers,
             generation_starts: Mutex::default(),
@@ -165,7 +165,7 @@ impl TopRefusals {
             current_s: now_s,
         };
         for worker in &self.workers {
-            for dimension in [RefusalDimension::Keys, RefusalDimension::Paths] {
+            for dimension in [RejectionDimension::Keys, RejectionDimension::Paths] {
                 let mut generations = worker.generations(dimension).lock();
                 let current = std::mem::take(&mut generations.current);
                 let forgotten = std::mem::replace(&mut generations.previous, current);
@@ -180,10 +180,10 @@ impl TopRefusals {
     /// Returns the `limit` items with the most rejections, of one policy or of all policies.
     pub fn ranking(
         &self,
-        dimension: RefusalDimension,
+        dimension: RejectionDimension,
         policy: Option<&str>,
         limit: usize,
-    ) -> RefusalRanking {
+    ) -> RejectionRanking {
         let since_s = self.generation_starts.lock().previous_s;
         let (mut sums, mut total, mut max_unlisted) =
             (HashMap::<u128, MergedCount>::default(), 0, 0);
@@ -199,21 +199,21 @@ impl TopRefusals {
         // count.
         let estimates = sums.into_values().map(|sum| {
             let absent = max_unlisted - sum.floor_sum;
-            RefusalEntry {
+            RejectionEntry {
                 count: sum.entry.count + absent,
                 max_error: sum.entry.max_error + absent,
                 ..sum.entry
             }
         });
-        let mut entries: Vec<RefusalEntry> = estimates.collect();
+        let mut entries: Vec<RejectionEntry> = estimates.collect();
         entries.sort_by(|a, b| {
-            let order = |entry: &RefusalEntry| (std::cmp::Reverse(entry.count), entry.max_error);
+            let order = |entry: &RejectionEntry| (std::cmp::Reverse(entry.count), entry.max_error);
             order(a)
                 .cmp(&order(b))
                 .then_with(|| (&a.policy, &a.text).cmp(&(&b.policy, &b.text)))
         });
         entries.truncate(limit);
-        RefusalRanking {
+        RejectionRanking {
             entries,
             total,
             max_unlisted,
@@ -224,7 +224,7 @@ impl TopRefusals {
 
 /// The sum of one item over all sketches that contain it.
 struct MergedCount {
-    entry: RefusalEntry,
+    entry: RejectionEntry,
     /// The sum of the smallest counts of those sketches.
     floor_sum: u64,
 }
@@ -294,7 +294,7 @@ impl SpaceSavingSketch {
             items.filter(|(item, _)| policy.is_none_or(|policy| *item.policy == *policy))
         {
             let sum = sums.entry(item.id).or_insert_with(|| MergedCount {
-                entry: RefusalEntry {
+                entry: RejectionEntry {
                     policy: Arc::clone(&item.policy),
                     text: item.text.clone(),
                     count: 0,

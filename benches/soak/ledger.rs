@@ -63,11 +63,11 @@ impl SoakLedger {
     }
 
     /// Requests sent so far, including those that the client aborted deliberately.
-    pub(crate) fn sent(&self) -> u64 {
+    pub(crate) fn sent_count(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn given_up(&self) -> u64 {
+    pub(crate) fn given_up_count(&self) -> u64 {
         self.given_up.load(Ordering::Relaxed)
     }
 
@@ -111,12 +111,12 @@ impl SoakLedger {
     }
 
     /// Records a problem that no fault explains; prints the first of each kind immediately.
-    pub(crate) fn record_unexplained(&self, complaint: String) {
-        let mut complaints = self.unexplained_events.lock().unwrap();
-        let times = complaints.entry(complaint.clone()).or_default();
+    pub(crate) fn record_unexplained(&self, problem: String) {
+        let mut problems = self.unexplained_events.lock().unwrap();
+        let times = problems.entry(problem.clone()).or_default();
         *times += 1;
         if *times == 1 {
-            println!("UNEXPLAINED  {complaint}");
+            println!("UNEXPLAINED  {problem}");
         }
     }
 

@@ -6,18 +6,18 @@ fn policy(name: &str) -> Arc<str> {
     name.into()
 }
 
-fn new_workers(count: usize) -> (Vec<Arc<WorkerRefusals>>, TopRefusals) {
-    let workers: Vec<Arc<WorkerRefusals>> = (0..count).map(|_| Arc::default()).collect();
-    (workers.clone(), TopRefusals::from_workers(workers.into()))
+fn new_workers(count: usize) -> (Vec<Arc<WorkerRejections>>, TopRejections) {
+    let workers: Vec<Arc<WorkerRejections>> = (0..count).map(|_| Arc::default()).collect();
+    (workers.clone(), TopRejections::from_workers(workers.into()))
 }
 
-fn rank_keys(top: &TopRefusals, policy: Option<&str>) -> RefusalRanking {
-    top.ranking(RefusalDimension::Keys, policy, usize::MAX)
+fn rank_keys(top: &TopRejections, policy: Option<&str>) -> RejectionRanking {
+    top.ranking(RejectionDimension::Keys, policy, usize::MAX)
 }
 
 /// Checks the guarantees of a ranking against the exact count of each key.
-fn assert_ranking_bounds(ranking: &RefusalRanking, exact: &Exact<u64, u64>) {
-    let ranked: Exact<u64, &RefusalEntry> = ranking
+fn assert_ranking_bounds(ranking: &RejectionRanking, exact: &Exact<u64, u64>) {
+    let ranked: Exact<u64, &RejectionEntry> = ranking
         .entries
         .iter()
         .map(|entry| (entry.text.parse().unwrap(), entry))
@@ -139,7 +139,7 @@ fn ranking_can_be_filtered_by_policy() {
         (texts, ranking_of_b.entries[0].count, ranking_of_b.total),
         (vec!["b/1"], 2, 4)
     );
-    let paths = top.ranking(RefusalDimension::Paths, None, 1);
+    let paths = top.ranking(RejectionDimension::Paths, None, 1);
     assert_eq!(
         (
             paths.entries.len(),
@@ -151,7 +151,7 @@ fn ranking_can_be_filtered_by_policy() {
 }
 
 #[test]
-fn refusals_expire_after_two_generations() {
+fn rejections_expire_after_two_generations() {
     let (workers, top) = new_workers(1);
     let api = policy("api");
     let add = |id: u128| workers[0].record_key(&api, id, || id.to_string());
@@ -196,7 +196,7 @@ fn paths_are_escaped_for_terminals_and_html() {
     for path in hostile {
         workers[0].record_path(&api, path);
     }
-    for entry in top.ranking(RefusalDimension::Paths, None, 9).entries {
+    for entry in top.ranking(RejectionDimension::Paths, None, 9).entries {
         assert!(
             entry.text.bytes().all(|byte| byte.is_ascii_graphic()),
             "{entry:?}"

@@ -1,4 +1,4 @@
-//! Unused leased units on their way back to the store.
+//! Credits: unused leased units on their way back to the store.
 
 use crate::limiter::{Amendment, Charge, Key, Limit};
 use crate::store::Settlement;
@@ -7,14 +7,14 @@ use smallvec::SmallVec;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Maximum number of queued returns: a few megabytes. The units of further returns stay charged
+/// Maximum number of queued credits: a few megabytes. The units of further credits stay charged
 /// until they expire.
-pub(super) const MAX_RETURNS: usize = 1 << 14;
+pub(super) const MAX_CREDITS: usize = 1 << 14;
 
-/// Returns that wait to be sent to the store.
+/// Credits that wait to be sent to the store.
 #[derive(Debug, Default)]
-pub(super) struct LeaseReturnQueue {
-    returns: Mutex<Vec<LeaseReturn>>,
+pub(super) struct LeaseCreditQueue {
+    credits: Mutex<Vec<LeaseCredit>>,
     /// Units that could not be returned.
     lost_units: AtomicU64,
 }
@@ -22,30 +22,30 @@ pub(super) struct LeaseReturnQueue {
 /// The key and limits that a lease was granted for. A lease for other limits belongs to another
 /// policy or configuration.
 #[derive(Debug)]
-pub(super) struct LeaseOwner {
+pub(super) struct LeasedCounters {
     pub key: Key,
     pub limits: SmallVec<[Limit; 2]>,
 }
 
-/// Unused units of a lease.
+/// Unused units of a lease, to be credited to its counters.
 #[derive(Clone, Debug)]
-pub(super) struct LeaseReturn {
-    pub owner: Arc<LeaseOwner>,
+pub(super) struct LeaseCredit {
+    pub counters: Arc<LeasedCounters>,
     pub units: u64,
-    pub until_us: u64,
+    pub store_end_us: u64,
 }
 
-impl LeaseReturnQueue {
-    pub(super) fn push(&self, lease_return: LeaseReturn) {
-        let mut returns = self.returns.lock();
-        match returns.len() < MAX_RETURNS {
-            true => returns.push(lease_return),
-            false => self.record_lost_units(lease_return.units),
+impl LeaseCreditQueue {
+    pub(super) fn push(&self, lease_credit: LeaseCredit) {
+        let mut credits = self.credits.lock();
+        match credits.len() < MAX_CREDITS {
+            true => credits.push(lease_credit),
+            false => self.record_lost_units(lease_credit.units),
         }
     }
 
-    pub(super) fn take_all(&self) -> Vec<LeaseReturn> {
-        std::mem::take(&mut *self.returns.lock())
+    pub(super) fn take_all(&self) -> Vec<LeaseCredit> {
+        std::mem::take(&mut *self.credits.lock())
     }
 
     /// Counts units that could not be returned.
@@ -59,7 +59,7 @@ impl LeaseReturnQueue {
     }
 }
 
-impl LeaseOwner {
+impl LeasedCounters {
     pub(super) fn from_charges(charges: &[Charge<'_>], key: &Key) -> Arc<Self> {
         let limits = charges.iter().map(|charge| *charge.limit).collect();
         Arc::new(Self {
@@ -69,15 +69,15 @@ impl LeaseOwner {
     }
 }
 
-impl LeaseReturn {
+impl LeaseCredit {
     pub(super) fn settlements(&self) -> impl Iterator<Item = Settlement<'_>> {
         let amendment = Amendment::Credit {
             units: self.units,
-            at_us: self.until_us,
+            at_us: self.store_end_us,
         };
-        self.owner.limits.iter().map(move |limit| Settlement {
+        self.counters.limits.iter().map(move |limit| Settlement {
             limit,
-            key: &self.owner.key,
+            key: &self.counters.key,
             amendment,
         })
     }

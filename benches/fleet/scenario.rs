@@ -1,8 +1,8 @@
 //! The phases of the test, one after another.
 
 use crate::FleetContext;
-use crate::books::FleetFault;
 use crate::clients;
+use crate::faults::FleetFault;
 use crate::masters::RedisMasters;
 use crate::net::BridgeNetwork;
 use crate::node::FleetNode;
@@ -84,9 +84,9 @@ pub(crate) struct FleetScenario {
 }
 
 impl FleetScenario {
-    pub(crate) fn new(world: &Arc<FleetContext>, masters: RedisMasters, seed: u64) -> Self {
+    pub(crate) fn new(context: &Arc<FleetContext>, masters: RedisMasters, seed: u64) -> Self {
         Self {
-            context: Arc::clone(world),
+            context: Arc::clone(context),
             masters,
             nodes: Vec::new(),
             lost_nodes: Vec::new(),
@@ -112,10 +112,10 @@ impl FleetScenario {
             ScenarioPhase::RaiseLimits,
         ];
         self.rng.shuffle(&mut middle);
-        let place = |chapter| {
+        let place = |phase| {
             middle
                 .iter()
-                .position(|one| *one == chapter)
+                .position(|one| *one == phase)
                 .expect("it is there")
         };
         let (lower, raise) = (
@@ -125,14 +125,14 @@ impl FleetScenario {
         if raise < lower {
             middle.swap(lower, raise);
         }
-        let mut played = Vec::new();
-        for chapter in [ScenarioPhase::TwoNodes, ScenarioPhase::TwoToSix]
+        let mut results = Vec::new();
+        for phase in [ScenarioPhase::TwoNodes, ScenarioPhase::TwoToSix]
             .into_iter()
             .chain(middle)
             .chain([ScenarioPhase::SixToThree])
         {
-            played.push(self.run_phase(chapter).await);
-            if played.len() == 1 {
+            results.push(self.run_phase(phase).await);
+            if results.len() == 1 {
                 self.check_key_placement().await;
             }
         }
@@ -141,17 +141,17 @@ impl FleetScenario {
             client.await.unwrap();
         }
         self.remove_nodes(0).await;
-        played
+        results
     }
 
-    async fn run_phase(&mut self, chapter: ScenarioPhase) -> PhaseResult {
+    async fn run_phase(&mut self, phase: ScenarioPhase) -> PhaseResult {
         let (began, before) = (Instant::now(), self.degraded_by_node().await);
         eprintln!(
             "{:>6.1} s  {}",
             self.context.ledger.seconds_since_start(began),
-            chapter.title()
+            phase.title()
         );
-        match chapter {
+        match phase {
             ScenarioPhase::TwoNodes => sleep(2 * LIMIT_PERIOD).await,
             ScenarioPhase::TwoToSix => self.add_nodes(6).await,
             ScenarioPhase::RollingRestart => self.restart_all_sidecars().await,
@@ -172,22 +172,22 @@ impl FleetScenario {
             count - before.get(node).filter(|old| *old <= count).unwrap_or(&0)
         };
         let degraded = after.iter().map(of).sum();
-        let (books, ended) = (&self.context.ledger, Instant::now());
-        match (chapter.is_outage(), degraded) {
+        let (ledger, ended) = (&self.context.ledger, Instant::now());
+        match (phase.is_outage(), degraded) {
             (true, 0) => {
-                books.record_unexplained(format!("{}: no node detected the fault", chapter.title()))
+                ledger.record_unexplained(format!("{}: no node detected the fault", phase.title()))
             }
-            (false, 1..) if books.total_stall(began, ended).is_zero() => {
-                books.record_unexplained(format!(
+            (false, 1..) if ledger.total_stall(began, ended).is_zero() => {
+                ledger.record_unexplained(format!(
                     "{}: {degraded} decisions without Redis",
-                    chapter.title()
+                    phase.title()
                 ));
             }
             _ => {}
         }
         let recovery = self.last_recovery.take();
         PhaseResult {
-            phase: chapter,
+            phase,
             began,
             ended,
             nodes: self.nodes.len(),
@@ -231,8 +231,8 @@ impl FleetScenario {
             }
             node.start_sidecar();
             let id = node.id;
-            self.wait_until("a sidecar to be ready again", async |story| {
-                story.context.balancer.ready_nodes().contains(&id)
+            self.wait_until("a sidecar to be ready again", async |scenario| {
+                scenario.context.balancer.ready_nodes().contains(&id)
             })
             .await;
         }
@@ -321,8 +321,8 @@ impl FleetScenario {
             self.nodes[nth].write_config(&config);
             self.sleep_randomly(0..2000).await;
         }
-        self.wait_until("the configuration to be everywhere", async |story| {
-            for node in &story.nodes {
+        self.wait_until("the configuration to be everywhere", async |scenario| {
+            for node in &scenario.nodes {
                 let generation = node.metrics().await.value("tidegate_config_generation");
                 if generation == generations[&node.id] {
                     return false;
@@ -342,11 +342,11 @@ impl FleetScenario {
     /// Waits until all nodes are ready, use Redis, and count each other.
     async fn wait_until_healthy(&mut self) {
         let count = self.nodes.len() as u64;
-        self.wait_until("the fleet to be well", async |story| {
-            if story.context.balancer.ready_nodes().len() != story.nodes.len() {
+        self.wait_until("the fleet to be well", async |scenario| {
+            if scenario.context.balancer.ready_nodes().len() != scenario.nodes.len() {
                 return false;
             }
-            for node in &story.nodes {
+            for node in &scenario.nodes {
                 let metrics = node.metrics().await;
                 let says = |name| metrics.value(name);
                 if says("tidegate_store_up") != 1
@@ -392,9 +392,13 @@ impl FleetScenario {
 
     /// Otherwise a fault would be attributed to the wrong keys.
     async fn check_key_placement(&self) {
-        self.wait_until("every key to be on its master", async |story| {
-            let mut keys = story.context.keys.iter().filter(|key| key.policy.is_some());
-            keys.all(|key| story.masters.has_key(key.master, &key.redis_key))
+        self.wait_until("every key to be on its master", async |scenario| {
+            let mut keys = scenario
+                .context
+                .keys
+                .iter()
+                .filter(|key| key.policy.is_some());
+            keys.all(|key| scenario.masters.has_key(key.master, &key.redis_key))
         })
         .await;
     }

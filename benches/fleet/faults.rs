@@ -1,0 +1,56 @@
+//! Faults in the fleet and the periods in which they are active.
+
+use std::time::{Duration, Instant};
+
+/// Time after its end in which a fault still explains a problem: fallback admissions are written
+/// back, and clients detect a lost node.
+const FAULT_AFTERMATH: Duration = Duration::from_secs(5);
+
+/// A fault in the fleet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FleetFault {
+    /// A node is lost permanently.
+    NodeLost(u8),
+    /// A sidecar cannot reach Redis; its share is one in `live_nodes`.
+    NodePartitioned { node: u8, live_nodes: u64 },
+    /// A Redis master is unreachable.
+    MasterPartitioned(usize),
+    /// A Redis master is unreachable and returns empty.
+    MasterLost(usize),
+    /// The test machine itself stalled, so Redis responses are late on every node.
+    MachineStalled,
+}
+
+#[derive(Debug)]
+pub(crate) struct FaultPeriod {
+    pub(crate) fault: FleetFault,
+    /// The fault started between these two times.
+    pub(crate) began: Instant,
+    pub(crate) in_effect: Option<Instant>,
+    pub(crate) ended: Option<Instant>,
+}
+
+impl FaultPeriod {
+    /// Returns whether the fault, or its aftermath, was active at any time between these times.
+    pub(crate) fn overlaps(&self, from: Instant, to: Instant) -> bool {
+        // All clients detect a lost node soon.
+        let over = if let FleetFault::NodeLost(_) = self.fault {
+            self.in_effect
+        } else {
+            self.ended
+        };
+        self.began <= to && over.is_none_or(|over| over + FAULT_AFTERMATH >= from)
+    }
+}
+
+impl std::fmt::Display for FleetFault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::NodeLost(_) => "its node is lost",
+            Self::NodePartitioned { .. } => "its node is cut off from Redis",
+            Self::MasterPartitioned(_) => "a master is cut off",
+            Self::MasterLost(_) => "a master is lost",
+            Self::MachineStalled => "this machine stalled",
+        })
+    }
+}

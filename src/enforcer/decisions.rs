@@ -1,0 +1,219 @@
+//! Decisions on requests, and how metrics and history label their counters.
+
+use crate::telemetry::metrics::LabelledCounters;
+
+/// The decision of one policy on one request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PolicyDecision {
+    /// The request is within the limits. Shadow policies count these requests too.
+    Allowed,
+    /// The same, but a policy with `leaky_bucket` delayed the request.
+    Delayed,
+    Rejected,
+    /// Rejected because an earlier rejection blocked the key.
+    Blocked,
+    /// Rejected whatever the quota: by `action = "deny"`, or because the request cannot be keyed.
+    Denied,
+    Exempt,
+    /// A shadow policy would have rejected the request.
+    ShadowRejected,
+    /// A shadow policy could not decide, because the store was unavailable.
+    Degraded,
+    /// The store was unavailable, and the policy let the request through.
+    DegradedOpen,
+    /// The store was unavailable, and the policy rejected the request.
+    DegradedClosed,
+    /// The store was unavailable, and the request was within the local share of the limits.
+    DegradedLocalAllowed,
+    /// The store was unavailable, and the local share of the limits was exhausted.
+    DegradedLocalRejected,
+}
+
+/// The decision of all policies together on a request, in the terms of the access log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RequestDecision {
+    Allowed,
+    Delayed,
+    Rejected,
+    Blocked,
+    Denied,
+    /// Let through without the store.
+    Degraded,
+    /// The request is invalid or cannot be keyed.
+    Malformed,
+    /// Rejected because the store was unavailable. The access log shows it as `degraded` too.
+    Unavailable,
+}
+
+/// The part of `degraded` that was rejected.
+const DEGRADED_REFUSED: &str = "degraded_refused";
+
+impl PolicyDecision {
+    /// The label `decision` of a policy's requests.
+    pub const LABELS: [LabelledCounters; 8] = [
+        ("allowed", &[Self::Allowed as usize]),
+        ("delayed", &[Self::Delayed as usize]),
+        ("rejected", &[Self::Rejected as usize]),
+        ("blocked", &[Self::Blocked as usize]),
+        ("denied", &[Self::Denied as usize]),
+        ("exempt", &[Self::Exempt as usize]),
+        ("shadow_rejected", &[Self::ShadowRejected as usize]),
+        (
+            "degraded",
+            &[
+                Self::Degraded as usize,
+                Self::DegradedOpen as usize,
+                Self::DegradedClosed as usize,
+                Self::DegradedLocalAllowed as usize,
+                Self::DegradedLocalRejected as usize,
+            ],
+        ),
+    ];
+
+    /// The label `outcome` of the requests that an enforced policy decided without the store.
+    pub const DEGRADED_OUTCOMES: [LabelledCounters; 4] = [
+        ("open", &[Self::DegradedOpen as usize]),
+        ("closed", &[Self::DegradedClosed as usize]),
+        ("local_allowed", &[Self::DegradedLocalAllowed as usize]),
+        ("local_rejected", &[Self::DegradedLocalRejected as usize]),
+    ];
+
+    /// The series of the history: [`Self::LABELS`], and the rejected part of `degraded`.
+    pub const HISTORY_SERIES: [LabelledCounters; 9] = {
+        let [a, b, c, d, e, f, g, h] = Self::LABELS;
+        let refused: LabelledCounters = (
+            DEGRADED_REFUSED,
+            &[
+                Self::DegradedClosed as usize,
+                Self::DegradedLocalRejected as usize,
+            ],
+        );
+        [a, b, c, d, e, f, g, h, refused]
+    };
+
+    /// Whether the policy rejected the request because of its client, or would have.
+    pub fn is_rejection(self) -> bool {
+        matches!(
+            self,
+            Self::Rejected
+                | Self::Blocked
+                | Self::Denied
+                | Self::ShadowRejected
+                | Self::DegradedLocalRejected
+        )
+    }
+}
+
+impl RequestDecision {
+    /// The series of all requests. `degraded` counts all decisions without the store; the rejected
+    /// part of them is listed separately.
+    pub const LABELS: [LabelledCounters; 8] = [
+        (Self::Allowed.label(), &[Self::Allowed as usize]),
+        (Self::Delayed.label(), &[Self::Delayed as usize]),
+        (Self::Rejected.label(), &[Self::Rejected as usize]),
+        (Self::Blocked.label(), &[Self::Blocked as usize]),
+        (Self::Denied.label(), &[Self::Denied as usize]),
+        (
+            Self::Degraded.label(),
+            &[Self::Degraded as usize, Self::Unavailable as usize],
+        ),
+        (Self::Malformed.label(), &[Self::Malformed as usize]),
+        (DEGRADED_REFUSED, &[Self::Unavailable as usize]),
+    ];
+
+    /// The name in the access log and in spans.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Allowed => "allowed",
+            Self::Delayed => "delayed",
+            Self::Rejected => "rejected",
+            Self::Blocked => "blocked",
+            Self::Denied => "denied",
+            Self::Degraded | Self::Unavailable => "degraded",
+            Self::Malformed => "malformed",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PolicyDecision as P, RequestDecision as D};
+    use crate::telemetry::metrics::{MetricLabels, Metrics};
+
+    #[test]
+    fn every_request_decision_has_a_counter_and_a_label() {
+        let labels = MetricLabels {
+            request_decisions: D::LABELS,
+            ..MetricLabels::default()
+        };
+        let metrics = Metrics::new(1, labels);
+        for (times, decision) in (1..).zip([
+            D::Allowed,
+            D::Delayed,
+            D::Rejected,
+            D::Blocked,
+            D::Denied,
+            D::Degraded,
+            D::Malformed,
+            D::Unavailable,
+        ]) {
+            for _ in 0..times {
+                metrics
+                    .worker_metrics(0)
+                    .record_request_decision(decision as usize);
+            }
+        }
+        assert_eq!(metrics.request_decisions(), [1, 2, 3, 4, 5, 6 + 8, 7, 8]);
+    }
+
+    #[test]
+    fn every_policy_decision_has_a_counter_and_a_label() {
+        let metrics = Metrics::new(1, MetricLabels::default());
+        let counters = metrics.policy_counters(["p"].into_iter());
+        for (at, decision) in [
+            P::Allowed,
+            P::Delayed,
+            P::Rejected,
+            P::Blocked,
+            P::Denied,
+            P::Exempt,
+            P::ShadowRejected,
+            P::Degraded,
+            P::DegradedOpen,
+            P::DegradedClosed,
+            P::DegradedLocalAllowed,
+            P::DegradedLocalRejected,
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            for _ in 0..1_u64 << at {
+                metrics
+                    .worker_metrics(0)
+                    .record_policy_decision(&counters[0], decision as usize);
+            }
+        }
+        let counts = |labels| counters[0].requests_by_label(labels).collect::<Vec<_>>();
+        let decided = [
+            ("allowed", 1),
+            ("delayed", 1 << 1),
+            ("rejected", 1 << 2),
+            ("blocked", 1 << 3),
+            ("denied", 1 << 4),
+            ("exempt", 1 << 5),
+            ("shadow_rejected", 1 << 6),
+            ("degraded", 0b1_1111 << 7),
+        ];
+        assert_eq!(counts(&P::LABELS), decided);
+        let outcomes = [
+            ("open", 1 << 8),
+            ("closed", 1 << 9),
+            ("local_allowed", 1 << 10),
+            ("local_rejected", 1 << 11),
+        ];
+        assert_eq!(counts(&P::DEGRADED_OUTCOMES), outcomes);
+        let history = counts(&P::HISTORY_SERIES);
+        assert_eq!(history[..8], decided);
+        assert_eq!(history[8], ("degraded_refused", (1 << 9) + (1 << 11)));
+    }
+}

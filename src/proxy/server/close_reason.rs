@@ -1,0 +1,70 @@
+//! Reasons why tidegate closes connections and streams.
+
+/// Why tidegate closed a client's connection or HTTP/2 stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConnectionCloseReason {
+    /// No request for `idle_timeout`.
+    Idle,
+    /// A request head was incomplete after `header_timeout`.
+    HeaderTimeout,
+    /// No data of a request body for `body_idle_timeout`.
+    BodyTimeout,
+    /// The client read nothing for `body_idle_timeout`, or did not close when requested to.
+    SlowRead,
+    /// The client sent excessive HTTP/2 control frames or stream resets.
+    Flood,
+    /// The client sent no valid HTTP.
+    Protocol,
+    /// No data in a tunnel for `upstream.body_idle_timeout`.
+    TunnelIdle,
+}
+
+impl ConnectionCloseReason {
+    /// Every [`ConnectionCloseReason::name`], in the order of declaration.
+    pub const NAMES: &[&str] = &[
+        Self::Idle.name(),
+        Self::HeaderTimeout.name(),
+        Self::BodyTimeout.name(),
+        Self::SlowRead.name(),
+        Self::Flood.name(),
+        Self::Protocol.name(),
+        Self::TunnelIdle.name(),
+    ];
+
+    /// Name in metric labels.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle_timeout",
+            Self::HeaderTimeout => "header_timeout",
+            Self::BodyTimeout => "body_timeout",
+            Self::SlowRead => "slow_read",
+            Self::Flood => "flood",
+            Self::Protocol => "protocol",
+            Self::TunnelIdle => "tunnel_idle",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ConnectionCloseReason;
+
+    #[test]
+    fn names_match_discriminants() {
+        assert_eq!(
+            ConnectionCloseReason::NAMES.len(),
+            ConnectionCloseReason::TunnelIdle as usize + 1
+        );
+        for one in [
+            ConnectionCloseReason::Idle,
+            ConnectionCloseReason::HeaderTimeout,
+            ConnectionCloseReason::BodyTimeout,
+            ConnectionCloseReason::SlowRead,
+            ConnectionCloseReason::Flood,
+            ConnectionCloseReason::Protocol,
+            ConnectionCloseReason::TunnelIdle,
+        ] {
+            assert_eq!(ConnectionCloseReason::NAMES[one as usize], one.name());
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Numbers, times and shares as the text and HTML reports print them.
+
+use super::super::simulator::ReplayPolicyStats;
+use time::OffsetDateTime;
+use time::macros::format_description;
+
+/// Formats a number as `1,234,567`.
+pub(super) fn format_count(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::with_capacity(digits.len() * 4 / 3);
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// Formats a time as `2026-11-19 13:55:36` in UTC.
+pub(super) fn format_time(at_us: u64) -> String {
+    let format = format_description!("[year]-[month]-[day] [hour]:[minute]:[second]");
+    let at = i64::try_from(at_us / 1_000_000)
+        .ok()
+        .and_then(|at_s| OffsetDateTime::from_unix_timestamp(at_s).ok());
+    at.and_then(|at| at.format(&format).ok())
+        .unwrap_or_default()
+}
+
+/// Formats a time range. The date appears once if both times have the same.
+pub(super) fn format_time_range(from_us: u64, to_us: u64) -> String {
+    let (from, to) = (format_time(from_us), format_time(to_us));
+    let time = match (from.get(..10), to.split_once(' ')) {
+        (Some(from_day), Some((day, time))) if day == from_day => time,
+        _ => &to,
+    };
+    format!("{from} … {time}")
+}
+
+#[allow(clippy::cast_precision_loss, reason = "shares are for people")]
+pub(super) fn percent_of(part: u64, whole: u64) -> f64 {
+    if whole == 0 {
+        0.0
+    } else {
+        part as f64 * 100.0 / whole as f64
+    }
+}
+
+/// Formats a share as `12.3 %`. A small nonzero share is not rounded to zero.
+pub(super) fn format_share(part: u64, whole: u64) -> String {
+    match percent_of(part, whole) {
+        _ if part == 0 => "0 %".to_owned(),
+        share if share < 0.01 => "<0.01 %".to_owned(),
+        share if share < 10.0 => format!("{share:.2} %"),
+        share => format!("{share:.1} %"),
+    }
+}
+
+/// Formats the number of keys; `>5` if keys were evicted.
+pub(super) fn format_key_count(stats: &ReplayPolicyStats) -> String {
+    let (keys, exact) = stats.keys.key_count();
+    format!("{}{}", if exact { "" } else { ">" }, format_count(keys))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::format_time_range;
+
+    #[test]
+    fn a_time_range_repeats_the_date_only_if_it_differs() {
+        let from_us = 1_795_000_000_000_000;
+        let to = |seconds: u64| format_time_range(from_us, from_us + seconds * 1_000_000);
+        assert_eq!(to(60), "2026-11-18 11:06:40 … 11:07:40");
+        assert_eq!(to(86_460), "2026-11-18 11:06:40 … 2026-11-19 11:07:40");
+    }
+}

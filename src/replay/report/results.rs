@@ -1,0 +1,356 @@
+//! The results of a replay.
+
+use super::super::log_merge::LogSource;
+use super::super::missing_fields::describe_missing_fields;
+use super::super::parsers::{AccessLogFormat, RequiredHeaders};
+use super::super::settings::Settings;
+use super::super::simulator::{PolicySimulator, ReplayPolicyStats, SimulationStats};
+use super::super::statistics::{RequestSeries, SeriesBin};
+use super::super::suggestions::{LimitSuggestion, PeakDemandTracker};
+use super::number_format::format_count;
+use crate::policy::PolicyAction;
+
+/// All results of one replay.
+#[derive(Debug)]
+pub struct ReplayReport {
+    pub(super) logs: Vec<LogSummary>,
+    /// One policy set, or two that are compared.
+    pub(super) sets: Vec<PolicySetReport>,
+    pub(super) differences: SetDifferences,
+    pub(super) suggest_percent: Option<f64>,
+    /// Time range of the chart (s since the Unix epoch).
+    pub(super) from_s: u64,
+    pub(super) to_s: u64,
+}
+
+/// Requests that the second of two policy sets decides differently from the first.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::replay) struct SetDifferences {
+    pub(in crate::replay) rejected_by_first_only: u64,
+    pub(in crate::replay) rejected_by_second_only: u64,
+}
+
+/// Line counts of one log.
+#[derive(Debug)]
+pub(in crate::replay) struct LogSummary {
+    pub(super) name: String,
+    pub(super) format: AccessLogFormat,
+    pub(super) lines: u64,
+    pub(super) requests: u64,
+    pub(super) other_records: u64,
+    pub(super) broken_lines: u64,
+    /// Line numbers and beginnings of broken lines, escaped for terminals.
+    pub(super) broken_examples: Vec<(u64, String)>,
+    /// Error that ended the log early.
+    pub(super) read_error: Option<String>,
+}
+
+/// Results of one policy set.
+#[derive(Debug)]
+pub(in crate::replay) struct PolicySetReport {
+    pub(super) name: String,
+    pub(super) stats: SimulationStats,
+    pub(super) policies: Vec<ReplayPolicySummary>,
+    pub(super) most_refused_keys: Vec<MostRefusedKey>,
+    pub(super) suggestions: Vec<(usize, Vec<LimitSuggestion>)>,
+    /// Sentences about log fields that were missing for the simulation.
+    pub(super) missing_fields: Vec<String>,
+    pub(super) evicted_counters: u64,
+}
+
+/// Description of one policy.
+#[derive(Debug)]
+pub(super) struct ReplayPolicySummary {
+    pub(super) name: String,
+    pub(super) shadow: bool,
+    /// The action of a policy without limits.
+    pub(super) action: Option<&'static str>,
+}
+
+/// One of the most refused keys.
+#[derive(Debug)]
+pub(super) struct MostRefusedKey {
+    pub(super) policy: String,
+    pub(super) shadow: bool,
+    pub(super) key: String,
+    pub(super) requests: u64,
+    pub(super) refused: u64,
+    pub(super) error: u64,
+    pub(super) first_refused_us: u64,
+    pub(super) last_refused_us: u64,
+}
+
+impl ReplayReport {
+    pub(in crate::replay) fn new(
+        logs: Vec<LogSummary>,
+        sets: Vec<PolicySetReport>,
+        differences: SetDifferences,
+        settings: &Settings,
+    ) -> Self {
+        let from_s = sets
+            .iter()
+            .map(|set| set.stats.first_request_us / 1_000_000)
+            .min()
+            .unwrap_or_default();
+        let to_s = sets
+            .iter()
+            .map(|set| set.stats.last_request_us / 1_000_000 + 1)
+            .max()
+            .unwrap_or_default();
+        Self {
+            logs,
+            sets,
+            differences,
+            suggest_percent: settings.suggest_percent,
+            from_s,
+            to_s,
+        }
+    }
+
+    pub(super) fn request_count(&self) -> u64 {
+        self.logs.iter().map(|log| log.requests).sum()
+    }
+
+    pub(super) fn line_count(&self) -> u64 {
+        self.logs.iter().map(|log| log.lines).sum()
+    }
+
+    /// Divides the time range into at most `max_steps` bins: returns the bin width in seconds, and
+    /// the number of bins. All bins have the same width, so that steady traffic has a flat chart.
+    pub(super) fn time_grid(&self, max_steps: usize) -> (u64, usize) {
+        let span_s = self.to_s.saturating_sub(self.from_s).max(1);
+        let bin_width_s = self
+            .sets
+            .iter()
+            .map(|set| set.stats.series.bin_width_s())
+            .max()
+            .unwrap_or(1);
+        let width_s = span_s
+            .div_ceil((max_steps as u64).max(1))
+            .next_multiple_of(bin_width_s.max(1));
+        (
+            width_s,
+            usize::try_from(span_s.div_ceil(width_s))
+                .unwrap_or(max_steps)
+                .clamp(1, max_steps.max(1)),
+        )
+    }
+
+    pub(super) fn resample_series(
+        &self,
+        series: &RequestSeries,
+        max_steps: usize,
+    ) -> Vec<SeriesBin> {
+        let (width_s, count) = self.time_grid(max_steps);
+        series.resample(self.from_s, width_s, count)
+    }
+
+    /// Returns the caveats of the results.
+    pub(super) fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        for log in &self.logs {
+            let name = log.name.escape_debug();
+            if let Some(error) = &log.read_error {
+                warnings.push(format!(
+                    "{name}: the log ended early ({error}); the report covers the lines before that"
+                ));
+            }
+            if log.broken_lines > 0 {
+                warnings.push(format!(
+                    "{name}: {} of {} lines are broken",
+                    format_count(log.broken_lines),
+                    format_count(log.lines)
+                ));
+                warnings.extend(
+                    log.broken_examples
+                        .iter()
+                        .map(|(line, text)| format!("{name}: line {line}: {text}")),
+                );
+            }
+            if log.other_records > 0 {
+                warnings.push(format!(
+                    "{name}: {} lines are not requests",
+                    format_count(log.other_records)
+                ));
+            }
+        }
+        for set in &self.sets {
+            let prefix = if self.sets.len() > 1 {
+                format!("{}: ", set.name.escape_debug())
+            } else {
+                String::new()
+            };
+            warnings.extend(
+                set.missing_fields
+                    .iter()
+                    .map(|sentence| format!("{prefix}{sentence}")),
+            );
+            if set.evicted_counters > 0 {
+                warnings.push(format!(
+                    "{prefix}{} counters were evicted at the memory limit; the numbers may be too low",
+                    format_count(set.evicted_counters)
+                ));
+            }
+        }
+        // The values are the same for all policy sets.
+        if let Some(refused) = self
+            .sets
+            .first()
+            .map(|set| set.stats.field_coverage.answered_429)
+            .filter(|refused| *refused > 0)
+        {
+            warnings.push(format!(
+                "{} requests were answered with 429 at the time; the replay treats them like all others",
+                format_count(refused)
+            ));
+        }
+        if let Some(late) = self
+            .sets
+            .first()
+            .map(|set| set.stats.late_requests)
+            .filter(|late| *late > 0)
+        {
+            warnings.push(format!(
+                "{} requests are more than 10 s out of order in the log; they count at the time of the preceding request",
+                format_count(late)
+            ));
+        }
+        warnings
+    }
+}
+
+impl LogSummary {
+    pub(in crate::replay) fn from_source(source: LogSource, format: AccessLogFormat) -> Self {
+        let LogSource {
+            reader: input,
+            counts,
+            ..
+        } = source;
+        let escape_bytes = |bytes: &[u8]| String::from_utf8_lossy(bytes).escape_debug().to_string();
+        Self {
+            name: input.name,
+            format,
+            lines: counts.lines,
+            requests: counts.requests,
+            other_records: counts.other_records,
+            broken_lines: counts.broken_lines,
+            broken_examples: counts
+                .broken_examples
+                .iter()
+                .map(|(line, text)| (*line, escape_bytes(text)))
+                .collect(),
+            read_error: input.read_error.map(|error| error.to_string()),
+        }
+    }
+}
+
+impl PolicySetReport {
+    pub(in crate::replay) fn from_simulator(
+        name: String,
+        simulator: PolicySimulator<'_>,
+        required_headers: &RequiredHeaders,
+        settings: &Settings,
+    ) -> Self {
+        let policies = simulator.table.policies();
+        let mut most_refused_keys = Vec::new();
+        let mut suggestions = Vec::new();
+        for (policy_index, (policy, stats)) in
+            policies.iter().zip(&simulator.stats.policies).enumerate()
+        {
+            most_refused_keys.extend(
+                stats
+                    .keys
+                    .most_refused_keys(settings.top_keys)
+                    .into_iter()
+                    .map(|key| {
+                        MostRefusedKey {
+                            policy: policy.name.to_string(),
+                            shadow: policy.shadow,
+                            // The report shows the policy name in its own column.
+                            key: key
+                                .readable_key
+                                .split_once('/')
+                                .map_or("(all requests)", |(_, values)| values)
+                                .to_owned(),
+                            requests: key.requests,
+                            refused: key.refused,
+                            error: key.error,
+                            first_refused_us: key.first_refused_us,
+                            last_refused_us: key.last_refused_us,
+                        }
+                    }),
+            );
+            let peaks_and_percent = simulator.peaks.as_ref().zip(settings.suggest_percent);
+            if let (PolicyAction::Limit(quota), Some((peaks, percent))) =
+                (&policy.action, peaks_and_percent)
+            {
+                suggestions.push((
+                    policy_index,
+                    PeakDemandTracker::suggest_limits(peaks, policy_index, &quota.limits, percent),
+                ));
+            }
+        }
+        most_refused_keys.sort_by_key(|top| std::cmp::Reverse(top.refused));
+        most_refused_keys.truncate(settings.top_keys);
+        let summaries = policies.iter().map(|policy| ReplayPolicySummary {
+            name: policy.name.to_string(),
+            shadow: policy.shadow,
+            action: match policy.action {
+                PolicyAction::Limit(_) => None,
+                PolicyAction::Allow => Some("allow"),
+                PolicyAction::Deny => Some("deny"),
+            },
+        });
+        Self {
+            name,
+            policies: summaries.collect(),
+            most_refused_keys,
+            suggestions,
+            missing_fields: describe_missing_fields(
+                simulator.table,
+                &simulator.stats.field_coverage,
+                required_headers,
+            ),
+            evicted_counters: simulator.evicted_counters(),
+            stats: simulator.stats,
+        }
+    }
+}
+
+impl PolicySetReport {
+    /// Returns the number of requests by outcome.
+    pub(super) fn outcomes(&self) -> [(&'static str, u64); 6] {
+        let stats = &self.stats;
+        [
+            ("forwarded", stats.forwarded),
+            ("of them delayed", stats.delayed),
+            ("rejected (429)", stats.limited),
+            ("denied (403)", stats.denied),
+            ("without a key (400)", stats.bad_key),
+            ("malformed (400)", stats.malformed),
+        ]
+    }
+
+    /// Returns the statistics of the named policy, if the set has it.
+    pub(super) fn policy_stats(&self, policy: &str) -> Option<&ReplayPolicyStats> {
+        let at = self
+            .policies
+            .iter()
+            .position(|summary| summary.name == policy)?;
+        self.stats.policies.get(at)
+    }
+}
+
+/// Returns the policy names of two sets without duplicates.
+pub(super) fn policy_names<'s>(
+    first: &'s PolicySetReport,
+    second: &'s PolicySetReport,
+) -> Vec<&'s str> {
+    let mut names: Vec<&str> = Vec::new();
+    for policy in first.policies.iter().chain(&second.policies) {
+        if !names.contains(&policy.name.as_str()) {
+            names.push(&policy.name);
+        }
+    }
+    names
+}

@@ -1,0 +1,177 @@
+//! `store.state_dir`: files that carry the usage of an outage from one process to the next.
+//!
+//! Each process writes its own file. A file is locked (`flock`) by the process that reads it, until
+//! its usage is in Redis and the file is removed. The lock ends with the process, so a file is never
+//! read by two processes at once, and is not lost by a crash.
+
+use super::outage_usage::OutageUsage;
+use crate::clock::Clock;
+use parking_lot::Mutex;
+use sha2::{Digest, Sha256};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Largest file that is read. The bounds of the fallback store keep its own files below this.
+const MAX_FILE_BYTES: u64 = 64 << 20;
+
+/// Older files are refused.
+const MAX_FILE_AGE: Duration = Duration::from_secs(31 * 24 * 3600);
+
+const FILE_SUFFIX: &str = ".usage";
+const TEMPORARY_SUFFIX: &str = ".tmp";
+const REFUSED_SUFFIX: &str = ".refused";
+
+/// The files of one service in the directory.
+#[derive(Debug)]
+pub(in crate::store) struct UsageDirectory {
+    path: PathBuf,
+    /// Common start of the names of this service's files.
+    name_prefix: String,
+    instance_id: Box<str>,
+    /// The file that this process continues from.
+    restored_file: Mutex<Option<UsageFile>>,
+}
+
+/// A locked file with usage that is not in Redis yet.
+#[derive(Debug)]
+pub(in crate::store) struct UsageFile {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl UsageDirectory {
+    /// `service` separates the files of services that share the directory.
+    pub(in crate::store) fn new(path: &Path, service: &str, instance_id: &str) -> Self {
+        let digest = Sha256::digest(service.as_bytes());
+        let name_prefix = digest.iter().take(8).map(|byte| format!("{byte:02x}"));
+        Self {
+            path: path.to_owned(),
+            name_prefix: name_prefix.chain(["-".to_owned()]).collect(),
+            instance_id: instance_id.into(),
+            restored_file: Mutex::default(),
+        }
+    }
+
+    /// Locks and reads the newest file that no process has locked. Unusable files are renamed.
+    /// Returns the time (µs) since the file was saved, by the wall clock.
+    pub(in crate::store) fn claim_file(&self) -> Option<(UsageFile, OutageUsage, u64)> {
+        self.find_files(FILE_SUFFIX).into_iter().find_map(|path| {
+            let mut file = lock_file(&path)?;
+            match read_usage(&mut file) {
+                Ok((usage, downtime_us)) => {
+                    Some((UsageFile { path, _lock: file }, usage, downtime_us))
+                }
+                Err(reason) => {
+                    tracing::warn!(file = %path.display(), reason, "stored usage refused");
+                    let mut refused = path.clone().into_os_string();
+                    refused.push(REFUSED_SUFFIX);
+                    drop(fs::rename(path, refused));
+                    None
+                }
+            }
+        })
+    }
+
+    /// Keeps the file that the process continues from locked until [`Self::remove_restored`].
+    pub(in crate::store) fn set_restored(&self, file: UsageFile) {
+        *self.restored_file.lock() = Some(file);
+    }
+
+    /// Removes the file that the process continued from: its usage is in Redis, or in a newer file.
+    pub(in crate::store) fn remove_restored(&self) {
+        if let Some(file) = self.restored_file.lock().take() {
+            file.remove();
+        }
+    }
+
+    /// Writes this process's file completely, or leaves the directory unchanged.
+    ///
+    /// # Errors
+    /// The error of the file system.
+    pub(in crate::store) fn save(&self, usage: &OutageUsage) -> io::Result<PathBuf> {
+        for abandoned in self.find_files(TEMPORARY_SUFFIX) {
+            if lock_file(&abandoned).is_some() {
+                drop(fs::remove_file(abandoned));
+            }
+        }
+        let name = format!("{}{}", self.name_prefix, self.instance_id);
+        let temporary = self.path.join(format!("{name}{TEMPORARY_SUFFIX}"));
+        let path = self.path.join(format!("{name}{FILE_SUFFIX}"));
+        let write = || {
+            let mut file = OpenOptions::new()
+                .write(true)
+                .create_new(true)
+                .mode(0o600)
+                .open(&temporary)?;
+            file.lock()?;
+            file.write_all(&usage.encode())?;
+            file.sync_all()?;
+            fs::rename(&temporary, &path)?;
+            File::open(&self.path)?.sync_all()
+        };
+        write().inspect_err(|_| drop(fs::remove_file(&temporary)))?;
+        Ok(path)
+    }
+
+    /// This service's files with a suffix, newest first.
+    fn find_files(&self, suffix: &str) -> Vec<PathBuf> {
+        let entries = match fs::read_dir(&self.path) {
+            Ok(entries) => entries,
+            Err(error) => {
+                tracing::debug!(directory = %self.path.display(), %error, "cannot read store.state_dir");
+                return Vec::new();
+            }
+        };
+        let mut files: Vec<_> = entries
+            .flatten()
+            .filter(|entry| {
+                entry.file_name().to_str().is_some_and(|name| {
+                    name.starts_with(&self.name_prefix) && name.ends_with(suffix)
+                })
+            })
+            .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
+            .collect();
+        files.sort_unstable_by(|first, second| second.cmp(first));
+        files.into_iter().map(|(_, path)| path).collect()
+    }
+}
+
+impl UsageFile {
+    /// Removes the file: its usage is in Redis.
+    pub(in crate::store) fn remove(self) {
+        if let Err(error) = fs::remove_file(&self.path) {
+            tracing::warn!(file = %self.path.display(), %error, "cannot remove stored usage; it may count twice");
+        }
+    }
+}
+
+/// Opens and locks a regular file. `None` if another process has locked or removed it.
+fn lock_file(path: &Path) -> Option<File> {
+    if !fs::symlink_metadata(path).ok()?.is_file() {
+        return None;
+    }
+    let file = File::open(path).ok()?;
+    file.try_lock().ok()?;
+    (file.metadata().ok()?.nlink() > 0).then_some(file)
+}
+
+fn read_usage(file: &mut File) -> Result<(OutageUsage, u64), String> {
+    let mut bytes = Vec::new();
+    let length = file
+        .take(MAX_FILE_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .map_err(|error| error.to_string())?;
+    if length as u64 > MAX_FILE_BYTES {
+        return Err("it is larger than 64 MiB".to_owned());
+    }
+    let usage = OutageUsage::decode(&bytes).map_err(|error| error.to_string())?;
+    // A clock that stepped back makes the usage look younger than it is: too strict, never too lax.
+    let downtime_us = Clock::system().now_us().saturating_sub(usage.saved_at_us);
+    if u128::from(downtime_us) > MAX_FILE_AGE.as_micros() {
+        return Err("it is older than 31 days".to_owned());
+    }
+    Ok((usage, downtime_us))
+}

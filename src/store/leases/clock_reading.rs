@@ -1,0 +1,40 @@
+//! The time by which leases end.
+
+use crate::clock::Clock;
+use std::ops::Add;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// One moment on two clocks. [`Instant`] drives timers, but it stops while the machine is
+/// suspended. The boot time does not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ClockReading {
+    pub instant: Instant,
+    pub boot_us: u64,
+}
+
+impl ClockReading {
+    pub(super) fn now(clock: &Clock) -> Self {
+        Self {
+            instant: Instant::now(),
+            boot_us: clock.boot_us(),
+        }
+    }
+
+    /// Whether this moment is at or after `end` on either clock.
+    pub(super) fn has_reached(&self, end: &Self) -> bool {
+        self.instant >= end.instant || self.boot_us >= end.boot_us
+    }
+}
+
+impl Add<Duration> for ClockReading {
+    type Output = Self;
+
+    fn add(self, duration: Duration) -> Self {
+        let micros = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
+        Self {
+            instant: self.instant + duration,
+            boot_us: self.boot_us.saturating_add(micros),
+        }
+    }
+}

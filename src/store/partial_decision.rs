@@ -1,0 +1,100 @@
+//! A decision of which a part of the store gave no answer.
+
+use super::StoreUnavailable;
+use crate::limiter::{Charge, Decision};
+use smallvec::SmallVec;
+use tokio::sync::oneshot;
+
+/// Why a request was not decided, and what the reachable part of the store decided.
+#[derive(Debug)]
+pub struct DecisionFailure {
+    pub unavailable: StoreUnavailable,
+    pub partial: Option<Box<PartialDecision>>,
+}
+
+/// An admission by all counters that answered, which have charged it. Charges without an answer
+/// have no status. Dropping the value returns the charges.
+#[derive(Debug)]
+pub struct PartialDecision {
+    pub decision: Decision,
+    confirmation: oneshot::Sender<()>,
+}
+
+impl PartialDecision {
+    /// The receiver gets a message if the request is forwarded, and is closed if it is not.
+    pub(super) fn new(decision: Decision) -> (Self, oneshot::Receiver<()>) {
+        let (confirmation, confirmed) = oneshot::channel();
+        let partial = Self {
+            decision,
+            confirmation,
+        };
+        (partial, confirmed)
+    }
+
+    /// The indexes of the charges without an answer.
+    pub(super) fn undecided_positions(&self) -> SmallVec<[usize; 4]> {
+        let statuses = self.decision.statuses.iter().enumerate();
+        statuses
+            .filter_map(|(position, status)| status.is_none().then_some(position))
+            .collect()
+    }
+
+    /// Completes the decision by a local one about the charges at `positions`. If that refuses,
+    /// the statuses of the others are left out: they include units that are being returned.
+    pub(super) fn complete(self, positions: &[usize], local: &Decision) -> Decision {
+        let mut completed = match local.admitted {
+            true => self.confirm(),
+            false => Decision {
+                admitted: false,
+                statuses: SmallVec::from_elem(None, self.decision.statuses.len()),
+                delay_us: 0,
+                charged_at_us: SmallVec::new(),
+                ..self.decision
+            },
+        };
+        for (position, status) in positions.iter().zip(&local.statuses) {
+            if let Some(target) = completed.statuses.get_mut(*position) {
+                *target = status.map(|status| status.convert_clock(local.now_us, completed.now_us));
+            }
+        }
+        completed
+    }
+
+    /// Keeps the charges, because the request is forwarded.
+    pub(super) fn confirm(self) -> Decision {
+        // Fails only if the runtime shuts down.
+        self.confirmation.send(()).ok();
+        self.decision
+    }
+}
+
+impl DecisionFailure {
+    /// Converts the failure of some charges to one of the whole request. `included` has the indexes
+    /// of these charges in the request.
+    pub(super) fn expand(mut self, included: &[(usize, Charge<'_>)], charge_count: usize) -> Self {
+        if let Some(partial) = &mut self.partial {
+            let mut statuses = SmallVec::from_elem(None, charge_count);
+            let mut charged_at_us = SmallVec::from_elem(None, charge_count);
+            let decision = &mut partial.decision;
+            for (nth, (position, _)) in included.iter().enumerate() {
+                if let Some(status) = statuses.get_mut(*position) {
+                    *status = decision.statuses.get(nth).copied().flatten();
+                }
+                if let Some(at_us) = charged_at_us.get_mut(*position) {
+                    *at_us = decision.charged_at_us.get(nth).copied().flatten();
+                }
+            }
+            (decision.statuses, decision.charged_at_us) = (statuses, charged_at_us);
+        }
+        self
+    }
+}
+
+impl From<StoreUnavailable> for DecisionFailure {
+    fn from(unavailable: StoreUnavailable) -> Self {
+        Self {
+            unavailable,
+            partial: None,
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! Usage of an outage across processes: restored at the start, stored at the stop.
+
+use super::SharedRedisState;
+use crate::clock::Clock;
+
+impl SharedRedisState {
+    /// Continues the outage in which an earlier process stopped, if `store.state_dir` has its file.
+    /// Call it before the first request.
+    pub fn restore_usage(&self) {
+        let Some(directory) = &self.0.usage_directory else {
+            return;
+        };
+        if let Some((file, usage, downtime_us)) = directory.claim_file() {
+            tracing::info!(
+                counters = usage.counter_count(),
+                age_s = downtime_us / 1_000_000,
+                "restored usage that an earlier process admitted without redis"
+            );
+            self.0.fallback.restore_usage(usage, downtime_us);
+            directory.set_restored(file);
+        }
+    }
+
+    /// Stores the usage that Redis lacks in `store.state_dir`. Call it after the last request.
+    pub fn store_usage(&self) {
+        let Some(directory) = &self.0.usage_directory else {
+            return;
+        };
+        if let Some(usage) = self.0.fallback.export_usage(Clock::system().now_us()) {
+            match directory.save(&usage) {
+                Ok(path) => tracing::info!(
+                    file = %path.display(),
+                    counters = usage.counter_count(),
+                    "stored usage admitted without redis"
+                ),
+                Err(error) => {
+                    tracing::warn!(%error, "cannot store usage admitted without redis");
+                    return;
+                }
+            }
+        }
+        directory.remove_restored();
+    }
+}

@@ -1,0 +1,261 @@
+//! Inspecting and resetting a key by the admin API, and explaining a request.
+
+use crate::admin_api::{POLICIES, assert_problem};
+use crate::support::TEST_TIMEOUT;
+use crate::support::admin_proxy::AdminProxy;
+use crate::support::cluster::RedisCluster;
+use crate::support::redis::RedisServer;
+use crate::support::sentinel::SentinelDeployment;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// The longest time that the deny cache holds a refusal.
+const DENY_CACHE_TTL: Duration = Duration::from_secs(1);
+
+/// Checks the reported state of a key, and that a reset takes effect.
+async fn assert_key_can_be_inspected_and_reset(admin_proxy: &AdminProxy, counters: usize) {
+    for expected in [200, 200, 429, 429] {
+        assert_eq!(
+            admin_proxy.status_for_user("ann", "/api/pay/1").await,
+            expected
+        );
+    }
+    let key = "/keys?policy=api&key=ann&key=pay";
+    let report = admin_proxy.get_json(key).await;
+    assert_eq!(
+        (&report["admitted"], &report["key"]),
+        (&json!(false), &json!("api/ann/pay"))
+    );
+    assert!(report["blocked_s"].as_f64().unwrap() > 3500.0, "{report}");
+    let limits = report["limits"].as_array().unwrap();
+    assert_eq!(
+        (&limits[0]["used"], &limits[0]["remaining"]),
+        (&json!(2), &json!(0))
+    );
+    assert!(
+        (3500.0..=3600.0).contains(&limits[0]["grows_in_s"].as_f64().unwrap()),
+        "{report}"
+    );
+    assert_eq!(
+        (&limits[1]["name"], &limits[1]["remaining"]),
+        (&json!("daily"), &json!(48))
+    );
+    assert_eq!(report["counters"].as_array().unwrap().len(), counters);
+    let other = admin_proxy.get_json("/keys?policy=api&key=&key=pay").await;
+    assert_eq!(
+        (&other["admitted"], &other["key"]),
+        (&json!(true), &json!("api/-/pay"))
+    );
+    assert_eq!(
+        (
+            &other["limits"][0]["used"],
+            &other["limits"][0]["grows_in_s"]
+        ),
+        (&json!(0), &Value::Null)
+    );
+
+    assert_eq!(
+        admin_proxy.admin_request("DELETE", key).send().await.status,
+        401
+    );
+    assert_eq!(admin_proxy.status_for_user("ann", "/api/pay/1").await, 429);
+    let refused = Instant::now();
+    let forgotten = admin_proxy.authorized_request("DELETE", key).send().await;
+    assert_eq!(
+        (forgotten.status, &forgotten.json()["counters_forgotten"]),
+        (200, &json!(3))
+    );
+    // The deny cache may hold the key for up to its TTL. Later requests are admitted, however long
+    // the responses take.
+    loop {
+        let asked = Instant::now();
+        if admin_proxy.status_for_user("ann", "/api/pay/1").await == 200 {
+            break;
+        }
+        assert!(asked <= refused + DENY_CACHE_TTL, "still refused");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(admin_proxy.get_json(key).await["limits"][0]["used"], 1);
+    let again = admin_proxy
+        .authorized_request("DELETE", key)
+        .send()
+        .await
+        .json();
+    assert_eq!(again["counters_forgotten"], 2, "the key was not blocked");
+    assert_eq!(admin_proxy.get_json("/keys?policy=all").await["key"], "all");
+}
+
+#[tokio::test]
+async fn a_key_in_memory_can_be_inspected_and_reset() {
+    assert_key_can_be_inspected_and_reset(&AdminProxy::start(POLICIES).await, 0).await;
+}
+
+fn redis_config(port: u16) -> String {
+    format!(
+        "[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:{port}/0'\nkey_prefix = 't'\n\
+         timeout = '2s'\n[store.redis.breaker]\nprobe_interval = '50ms'\n{POLICIES}"
+    )
+}
+
+#[tokio::test]
+async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
+    let mut redis = RedisServer::start();
+    let admin_proxy = AdminProxy::start(&redis_config(redis.port())).await;
+    admin_proxy.proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
+    let report = admin_proxy
+        .get_json("/keys?policy=api&key=ann&key=pay")
+        .await;
+    let name = report["counters"][1].as_str().unwrap();
+    assert!(
+        name.starts_with("t:v1:{") && name.ends_with("api/ann/pay"),
+        "{report}"
+    );
+    let overview = admin_proxy.get_json("/overview").await;
+    let store = &overview["store"];
+    assert_eq!(
+        (&store["kind"], &store["up"], &store["instances"]),
+        (&json!("redis"), &json!(true), &json!(1))
+    );
+    assert_eq!(store["address"], format!("127.0.0.1:{}", redis.port()));
+    assert!(
+        overview["latency"]["decisions"]["redis"]["count"].as_u64() > Some(0),
+        "{overview}"
+    );
+
+    redis.kill();
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while admin_proxy.get_json("/overview").await["store"]["up"] == true {
+        assert!(
+            Instant::now() < deadline,
+            "{}",
+            admin_proxy.proxy.log_text()
+        );
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let away = admin_proxy
+        .admin_request("GET", "/keys?policy=api&key=ann&key=pay")
+        .send()
+        .await;
+    assert!(assert_problem(&away, 503).contains("the store is unavailable"));
+    let away = admin_proxy
+        .authorized_request("DELETE", "/keys?policy=api&key=ann&key=pay")
+        .send()
+        .await;
+    assert!(assert_problem(&away, 503).contains("the store is unavailable"));
+    let report = post_explain(
+        &admin_proxy,
+        json!({ "url": "/api/pay/1", "headers": { "x-user": "ann" } }),
+    )
+    .await;
+    assert!(
+        report["store_error"]
+            .as_str()
+            .unwrap()
+            .contains("no answer"),
+        "{report}"
+    );
+    assert_eq!(report["expected"]["decision"], Value::Null);
+    let overview = admin_proxy.get_json("/overview").await;
+    assert_eq!(overview["store"]["up"], false);
+    assert!(
+        overview["hints"][0]
+            .as_str()
+            .unwrap()
+            .contains("the store is unavailable")
+    );
+}
+
+#[tokio::test]
+async fn a_key_can_be_inspected_and_reset_with_sentinel_and_cluster() {
+    let on = |lines: &str| {
+        format!(
+            "[store]\nkind = 'redis'\n[store.redis]\n{lines}\nkey_prefix = 't'\ntimeout = '2s'\n{POLICIES}"
+        )
+    };
+    let watched = SentinelDeployment::start(1).await;
+    let admin_proxy = AdminProxy::start(&on(&watched.config_lines())).await;
+    admin_proxy.proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
+    let cluster = RedisCluster::start().await;
+    let admin_proxy = AdminProxy::start(&on(&cluster.config_lines())).await;
+    admin_proxy.proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
+}
+
+async fn post_explain(admin_proxy: &AdminProxy, request: Value) -> Value {
+    let body = request.to_string().into_bytes();
+    let reply = admin_proxy
+        .admin_request("POST", "/explain")
+        .header("Content-Type", "application/json")
+        .body(body)
+        .send()
+        .await;
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    reply.json()
+}
+
+#[tokio::test]
+async fn a_request_is_explained_by_the_active_policies_without_being_charged() {
+    let admin_proxy = AdminProxy::start(POLICIES).await;
+    assert_eq!(admin_proxy.status_for_user("ann", "/api/pay/1").await, 200);
+    let request = json!({
+        "method": "GET", "url": "http://shop.example//api/pay/2?x", "headers": { "x-user": "ann", "accept": ["a", "b"] },
+        "ip": "2001:db8::1",
+    });
+    for _ in 0..3 {
+        let report = post_explain(&admin_proxy, request.clone()).await;
+        let steps = report["policies"].as_array().unwrap();
+        let results: Vec<(&str, &str)> = steps
+            .iter()
+            .map(|s| (s["policy"].as_str().unwrap(), s["result"].as_str().unwrap()))
+            .collect();
+        let expected = [
+            ("free", "unmet"),
+            ("shut", "unmet"),
+            ("api", "limits"),
+            ("all", "unmet"),
+            ("candidate", "unmet"),
+        ];
+        assert_eq!(results, expected);
+        assert_eq!(
+            (&steps[0]["why"], &steps[2]["key"]),
+            (&json!("not for this path"), &json!("api/ann/pay"))
+        );
+        assert_eq!(steps[2]["limits"][0]["remaining"], 1);
+        assert_eq!(report["expected"], json!({ "decision": "allowed" }));
+    }
+    assert_eq!(
+        [
+            admin_proxy.status_for_user("ann", "/api/pay/1").await,
+            admin_proxy.status_for_user("ann", "/api/pay/1").await
+        ],
+        [200, 429]
+    );
+    let report = post_explain(&admin_proxy, request).await;
+    assert_eq!(
+        report["expected"],
+        json!({ "status": 429, "decision": "rejected", "by": ["api"] })
+    );
+    assert!(
+        report["policies"][2]["blocked_s"].as_f64().unwrap() > 3000.0,
+        "{report}"
+    );
+    let report = post_explain(&admin_proxy, json!({ "url": "/shut/x" })).await;
+    assert_eq!(
+        report["expected"],
+        json!({ "status": 403, "decision": "denied", "by": ["shut"] })
+    );
+    let report = post_explain(
+        &admin_proxy,
+        json!({ "url": "/x", "headers": { "host": ["a", "b"] } }),
+    )
+    .await;
+    assert!(
+        report["expected"]["why"]
+            .as_str()
+            .unwrap()
+            .contains("rejected before policies apply"),
+        "{report}"
+    );
+}

@@ -1,0 +1,356 @@
+//! The rate limit service in operation: health checks, listeners, logs, and its store.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{RawClient, await_response, open_http2_connection};
+use crate::support::h2_frames::{self, encode_frame};
+use crate::support::process::{ChildProcess, tidegate_command};
+use crate::support::proxy::Proxy;
+use crate::support::redis::RedisServer;
+use crate::support::rls_client::messages::RateLimitResponse;
+use crate::support::rls_client::messages::rate_limit_response::Code as LimitCode;
+use crate::support::rls_client::{
+    RLS_LISTENER, SHOULD_RATE_LIMIT, ServiceClient, USER_POLICY, call_over_stream, call_unary,
+    connect, encode_grpc_message, make_descriptor, make_request, messages,
+    single_descriptor_request,
+};
+use crate::support::tls::{CertificateAuthority, TlsClient};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use tokio::net::UnixStream;
+use tonic::Code;
+
+#[tokio::test]
+async fn the_health_check_reports_serving_and_draining() {
+    let mut service = ServiceClient::start(&format!(
+        "[shutdown]\ndelay = '1h'\n{RLS_LISTENER}{USER_POLICY}"
+    ))
+    .await;
+    let (serving, not_serving) = (1, 2);
+    for known in [
+        "",
+        "envoy.service.ratelimit.v3.RateLimitService",
+        "ratelimit",
+    ] {
+        assert_eq!(service.check_health(known).await, Ok(serving), "{known}");
+    }
+    assert_eq!(service.check_health("other").await, Err(Code::NotFound));
+    let mark = service.proxy.log_mark();
+    service.proxy.send_sigterm();
+    service
+        .proxy
+        .wait_for_log("the drain", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("stopping")
+        })
+        .await;
+    assert_eq!(service.check_health("").await, Ok(not_serving));
+    assert_eq!(service.check_health("ratelimit").await, Ok(not_serving));
+    // The service accepts calls until all clients have seen the status.
+    assert_eq!(
+        service
+            .ask_one_descriptor(&[("user", "ann")])
+            .await
+            .overall_code(),
+        LimitCode::Ok
+    );
+    let address = service.address();
+    let path = "/grpc.health.v1.Health/Check";
+    let request = messages::HealthCheckRequest::default();
+    let response: messages::HealthCheckResponse =
+        call_unary(&mut connect(address).await, path, request)
+            .await
+            .unwrap();
+    assert_eq!(
+        response.status, not_serving,
+        "a new connection must get the same status"
+    );
+}
+
+#[tokio::test]
+async fn tls_callers_must_present_a_client_certificate() {
+    let (ca, others) = (CertificateAuthority::new(), CertificateAuthority::new());
+    ca.sign("rls", "rls.internal");
+    ca.sign("envoy", "envoy");
+    others.sign("envoy", "envoy");
+    let tls = format!(
+        "[rls.tls]\ncert = {:?}\nkey = {:?}\nclient_ca = {:?}\nclient_auth = 'require'\n",
+        ca.path_string("rls.pem"),
+        ca.path_string("rls.key"),
+        ca.path_string("ca.pem")
+    );
+    let proxy = Proxy::builder()
+        .config(&format!("{RLS_LISTENER}{tls}{USER_POLICY}"))
+        .start()
+        .await;
+    let address = proxy
+        .logged_address("rate-limit service listening")
+        .unwrap();
+    let envoy = |signer: &CertificateAuthority| {
+        TlsClient::with_certificate(&ca, signer, "envoy").with_alpn(&["h2"])
+    };
+    for expected in [LimitCode::Ok, LimitCode::Ok, LimitCode::OverLimit] {
+        let stream = envoy(&ca).connect(address, "rls.internal").await.unwrap();
+        assert_eq!(call_over_stream(stream).await, expected);
+    }
+    // With TLS 1.3 the client sees the rejection only when it reads.
+    for (stranger, kind) in [
+        (TlsClient::new(&ca).with_alpn(&["h2"]), "no_certificate"),
+        (envoy(&others), "bad_certificate"),
+    ] {
+        if let Ok(stream) = stranger.connect(address, "rls.internal").await {
+            let mut client = RawClient::from_stream(stream);
+            client
+                .send(
+                    [
+                        h2_frames::PREFACE,
+                        &encode_frame(h2_frames::SETTINGS, 0, 0, []),
+                    ]
+                    .concat(),
+                )
+                .await;
+            assert_eq!(client.read_first_bytes().await, Vec::<u8>::new(), "{kind}");
+        }
+        let series = format!("tidegate_tls_handshake_errors_total{{kind=\"{kind}\"}}");
+        let deadline = Instant::now() + TEST_TIMEOUT;
+        while proxy.read_metric(&series).await != 1.0 {
+            assert!(Instant::now() < deadline, "{kind}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+    let in_the_clear = RawClient::connect(address)
+        .await
+        .send(h2_frames::PREFACE)
+        .await
+        .read_to_close()
+        .await;
+    assert!(
+        !in_the_clear.is_empty(),
+        "the server must reply with a TLS alert"
+    );
+
+    // Certificates are reloaded at run time.
+    let old = std::fs::read(ca.path("rls.pem")).unwrap();
+    let mark = proxy.log_mark();
+    others.sign("rls", "rls.internal");
+    for file in ["rls.key", "rls.pem"] {
+        std::fs::copy(others.path(file), ca.path(file)).unwrap();
+    }
+    assert_ne!(std::fs::read(ca.path("rls.pem")).unwrap(), old);
+    let line = proxy
+        .wait_for_log("them", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("TLS settings changed")
+        })
+        .await;
+    assert_eq!(line.field("address"), address.to_string());
+    assert!(
+        envoy(&ca).connect(address, "rls.internal").await.is_err(),
+        "another authority signed the new certificate"
+    );
+    let renewed = TlsClient::with_certificate(&others, &ca, "envoy").with_alpn(&["h2"]);
+    let stream = renewed.connect(address, "rls.internal").await.unwrap();
+    assert_eq!(
+        call_over_stream(stream).await,
+        LimitCode::OverLimit,
+        "the counters must survive the certificate reload"
+    );
+}
+
+/// A process without an upstream, configured in `dir`.
+async fn start_without_upstream(dir: &Path, config: &str) -> ChildProcess {
+    let path = dir.join("config.toml");
+    std::fs::write(
+        &path,
+        format!("admin = {{ address = '127.0.0.1:0' }}\n{config}"),
+    )
+    .unwrap();
+    let process =
+        ChildProcess::start(tidegate_command().arg("run").arg("--config").arg(&path)).unwrap();
+    let listens = |text: &str| text.contains("\"listening\"").then_some(());
+    process
+        .wait_for("it to listen", 0, TEST_TIMEOUT, |line| listens(&line.text))
+        .await;
+    process
+}
+
+#[tokio::test]
+async fn calls_are_accepted_on_a_unix_socket() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("rls.sock");
+    let config = format!(
+        "[rls]\naddress = 'unix:{}'\n{USER_POLICY}",
+        socket.display()
+    );
+    let mut process = start_without_upstream(dir.path(), &config).await;
+    for expected in [LimitCode::Ok, LimitCode::Ok, LimitCode::OverLimit] {
+        assert_eq!(
+            call_over_stream(UnixStream::connect(&socket).await.unwrap()).await,
+            expected
+        );
+    }
+    process.send_signal("TERM");
+    assert!(process.wait_for_exit(TEST_TIMEOUT).await.status.success());
+    assert!(!socket.exists(), "the socket file must be removed");
+}
+
+#[tokio::test]
+async fn a_call_is_in_the_access_log_with_its_trace() {
+    let config = format!("[log]\naccess = 'all'\n{RLS_LISTENER}{USER_POLICY}");
+    let service = ServiceClient::start(&config).await;
+    let mark = service.proxy.log_mark();
+    let mut client = open_http2_connection(service.address()).await;
+    let request = hyper::Request::post(format!("http://tidegate{SHOULD_RATE_LIMIT}"))
+        .header("content-type", "application/grpc")
+        .header(
+            "traceparent",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+        );
+    let call = single_descriptor_request(&make_descriptor(&[("user", "ann")]));
+    assert_eq!(
+        await_response(
+            client.send_request(
+                request
+                    .body(Full::new(Bytes::from(encode_grpc_message(call))).boxed())
+                    .unwrap()
+            )
+        )
+        .await
+        .status(),
+        200
+    );
+    let line = service
+        .proxy
+        .wait_for_log("the call", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("request")
+        })
+        .await;
+    assert_eq!(
+        (line.field("method"), line.field("host")),
+        ("RLS".into(), "edge".into())
+    );
+    assert_eq!(
+        (line.field("path"), line.field("remaining")),
+        ("user=ann".into(), "1".into())
+    );
+    assert_eq!(line.field("trace_id"), "4bf92f3577b34da6a3ce929d0e0e4736");
+}
+
+/// Without an upstream the process serves only the rate limit service.
+#[tokio::test]
+async fn the_service_runs_without_an_upstream() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("config.toml");
+    std::fs::write(
+        &path,
+        format!("admin = {{ address = '127.0.0.1:0' }}\n{RLS_LISTENER}{USER_POLICY}"),
+    )
+    .unwrap();
+    let mut command = crate::support::process::tidegate_command();
+    let process =
+        crate::support::process::ChildProcess::start(command.arg("run").arg("--config").arg(&path))
+            .unwrap();
+    let address: SocketAddr = process
+        .wait_for("the service to listen", 0, TEST_TIMEOUT, |line| {
+            let line: serde_json::Value = serde_json::from_str(&line.text).ok()?;
+            let is_listening =
+                line["fields"]["message"] == "listening" || line["message"] == "listening";
+            is_listening.then(|| {
+                line.get("address")
+                    .or(line["fields"].get("address"))?
+                    .as_str()?
+                    .parse()
+                    .ok()
+            })?
+        })
+        .await;
+    let mut grpc = connect(address).await;
+    let answer: RateLimitResponse = call_unary(
+        &mut grpc,
+        SHOULD_RATE_LIMIT,
+        make_request(&[make_descriptor(&[("user", "ann")])]),
+    )
+    .await
+    .unwrap();
+    assert_eq!(answer.overall_code(), LimitCode::Ok);
+}
+
+/// Envoy then applies its own `failure_mode_deny`. A policy with `on_store_failure = "local"` keeps
+/// deciding.
+#[tokio::test]
+async fn without_its_store_calls_are_unavailable_unless_a_policy_is_local() {
+    let mut redis = RedisServer::start();
+    let port = redis.port();
+    let config = format!(
+        "{RLS_LISTENER}[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:{port}/0'\nkey_prefix = 'test'\ninstances = 1\ntimeout = '1s'\n{USER_POLICY}[[policy]]\nname = 'path'\nmatch = {{ domain = 'edge', descriptors = {{ path = '*' }} }}\nlimit = {{ requests = 2, per = '1h' }}\non_store_failure = 'local'\n"
+    );
+    let mut service = ServiceClient::start(&config).await;
+    service.proxy.wait_for_store().await;
+    let (ann, path) = (
+        make_descriptor(&[("user", "ann")]),
+        make_descriptor(&[("path", "/")]),
+    );
+    assert_eq!(service.repeat_for_codes(&ann, 1).await, [LimitCode::Ok]);
+    redis.kill();
+    let away = service
+        .should_rate_limit(single_descriptor_request(&ann))
+        .await
+        .unwrap_err();
+    assert_eq!(
+        (away.code(), away.message()),
+        (Code::Unavailable, "the store gave no answer")
+    );
+    assert_eq!(
+        service.repeat_for_codes(&path, 3).await,
+        [LimitCode::Ok, LimitCode::Ok, LimitCode::OverLimit]
+    );
+    // One undecided descriptor makes the whole call unavailable.
+    let both = service
+        .should_rate_limit(make_request(&[path, ann.clone()]))
+        .await
+        .unwrap_err();
+    assert_eq!(both.code(), Code::Unavailable);
+    assert_eq!(
+        service
+            .proxy
+            .read_metric("tidegate_rls_calls_total{result=\"unavailable\"}")
+            .await,
+        2.0
+    );
+    redis.restart_async().await;
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while service
+        .should_rate_limit(single_descriptor_request(&ann))
+        .await
+        .is_err()
+    {
+        assert!(Instant::now() < deadline, "{}", service.proxy.log_text());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Several processes share the counters.
+#[tokio::test]
+async fn a_limit_is_shared_through_redis() {
+    let redis = RedisServer::start();
+    let config = format!(
+        "{}\n{RLS_LISTENER}{}",
+        redis.store_config(),
+        USER_POLICY.replace("requests = 2", "requests = 20")
+    );
+    let mut services = vec![
+        ServiceClient::start(&config).await,
+        ServiceClient::start(&config).await,
+    ];
+    for service in &services {
+        service.proxy.wait_for_store().await;
+    }
+    let mut admitted = 0;
+    for at in 0..30 {
+        let answer = services[at % 2]
+            .ask_one_descriptor(&[("user", "ann")])
+            .await;
+        admitted += usize::from(answer.overall_code() == LimitCode::Ok);
+    }
+    assert_eq!(admitted, 20);
+}
