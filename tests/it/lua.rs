@@ -136,7 +136,7 @@ fn make_limit(counter: usize, requests: u64) -> Limit {
 const LEASABLE_COUNTERS: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13];
 
 /// The number of a slot is the step that takes it.
-const SLOT_COUNT: u128 = 20;
+const HASH_SLOT_COUNT: u128 = 20;
 
 fn generate_steps() -> impl Strategy<Value = Vec<DecisionStep>> {
     let clock = prop_oneof![
@@ -196,8 +196,8 @@ fn generate_steps() -> impl Strategy<Value = Vec<DecisionStep>> {
         2 => (units, 0..6usize).prop_map(|(units, steps)| SettlementSpec::CreditLeased { units, steps }),
     ];
     let slot = prop_oneof![
-        (0..SLOT_COUNT).prop_map(SettlementSpec::Renew),
-        (0..SLOT_COUNT).prop_map(SettlementSpec::Release)
+        (0..HASH_SLOT_COUNT).prop_map(SettlementSpec::Renew),
+        (0..HASH_SLOT_COUNT).prop_map(SettlementSpec::Release)
     ];
     let settled = prop_oneof![1..14usize, 16..COUNTER_COUNT];
     let lending = prop::sample::select(LEASABLE_COUNTERS.to_vec());

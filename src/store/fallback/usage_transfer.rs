@@ -10,12 +10,14 @@ impl FallbackStore {
     /// What a later process needs to continue this outage. `None` if Redis has all usage.
     /// `wall_clock_us`: the current wall clock.
     pub(in crate::store) fn export_usage(&self, wall_clock_us: u64) -> Option<OutageUsage> {
-        let mut table = self.write_back.lock();
-        table.finish_batch(|_| false);
         if self.phase() == UP_TO_DATE {
             return None;
         }
         let now_us = self.clock.now_us();
+        // Before the lock of the table, which other callers take inside that of a status.
+        let statuses = self.status_cache.export(now_us);
+        let mut table = self.write_back.lock();
+        table.finish_batch(|_| false);
         Some(OutageUsage {
             saved_at_us: wall_clock_us,
             share: self.share(),
@@ -24,7 +26,7 @@ impl FallbackStore {
                 .iter()
                 .filter_map(|(limit, key, usage)| self.export_counter(limit, key, usage, now_us))
                 .collect(),
-            statuses: self.status_cache.export(now_us),
+            statuses,
         })
     }
 

@@ -25,7 +25,7 @@ use crate::store::Settlement;
 use futures_util::future::join_all;
 use redis::{Cmd, Value};
 use router::ClusterRouter;
-use slot_charges::{SlotCharges, group_by_slot};
+use slot_charges::{HashSlotCharges, group_by_hash_slot};
 use slot_map::{ClusterNode, ClusterSlotMap};
 use slot_map_refresh::run_slot_map_refresh;
 use split_decision::SplitResult;
@@ -34,7 +34,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
-pub(super) use slot_map::{slot_for_key, slot_for_name};
+pub(super) use slot_map::{hash_slot_for_key, hash_slot_for_name};
 
 #[derive(Debug)]
 pub(super) struct ClusterClient {
@@ -47,10 +47,10 @@ fn is_sharded(charges: &[Charge<'_>]) -> bool {
 }
 
 /// Whether charges are in several slots.
-fn spans_several_slots(charges: &[Charge<'_>]) -> bool {
+fn spans_several_hash_slots(charges: &[Charge<'_>]) -> bool {
     let mut keys = charges.iter().map(|charge| charge.key);
     keys.next().is_some_and(|first| {
-        keys.any(|key| key.id() != first.id() && slot_for_key(key) != slot_for_key(first))
+        keys.any(|key| key.id() != first.id() && hash_slot_for_key(key) != hash_slot_for_key(first))
     })
 }
 
@@ -96,26 +96,28 @@ impl ClusterClient {
     pub(super) async fn decide(&self, charges: &[Charge<'_>], deadline: Instant) -> SplitResult {
         match is_sharded(charges) {
             true => self.decide_across_shards(charges, deadline).await,
-            false => self.decide_by_slot(charges, deadline).await.0,
+            false => self.decide_by_hash_slot(charges, deadline).await.0,
         }
     }
 
     /// Decides charges, each on the counter of its key. If they are refused, the returned task ends
     /// when all reservations are returned.
-    async fn decide_by_slot(
+    async fn decide_by_hash_slot(
         &self,
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> (SplitResult, Option<JoinHandle<()>>) {
-        let parts = match spans_several_slots(charges) {
-            true => group_by_slot(charges),
+        let parts = match spans_several_hash_slots(charges) {
+            true => group_by_hash_slot(charges),
             false => {
-                let slot = charges.first().map_or(0, |charge| slot_for_key(charge.key));
-                let decision = self.router.request_decision(slot, charges, deadline);
+                let hash_slot = charges
+                    .first()
+                    .map_or(0, |charge| hash_slot_for_key(charge.key));
+                let decision = self.router.request_decision(hash_slot, charges, deadline);
                 match decision.await {
                     Err(RedisErrorKind::TryAgain) => {
-                        let parts = group_by_slot(charges).into_iter();
-                        parts.flat_map(SlotCharges::split_by_counter).collect()
+                        let parts = group_by_hash_slot(charges).into_iter();
+                        parts.flat_map(HashSlotCharges::split_by_counter).collect()
                     }
                     result => return (result.map_err(|failure| (failure, None)), None),
                 }
@@ -134,24 +136,26 @@ impl ClusterClient {
     }
 
     /// As [`ClusterRouter::amend`].
-    pub(super) async fn amend(
+    pub(super) async fn apply_settlements(
         &self,
         settlements: &[Settlement<'_>],
     ) -> Vec<(Vec<usize>, RedisErrorKind)> {
-        self.router.amend(settlements).await
+        self.router.apply_settlements(settlements).await
     }
 
     /// Runs one command on the node of a slot.
     ///
     /// # Errors
     /// As [`Self::decide`]. The failure is counted.
-    pub(super) async fn run_on_slot(
+    pub(super) async fn run_on_hash_slot(
         &self,
-        slot: u16,
+        hash_slot: u16,
         command: &Cmd,
         deadline: Instant,
     ) -> Result<Value, RedisErrorKind> {
-        self.router.run_on_slot(slot, command, deadline).await
+        self.router
+            .run_on_hash_slot(hash_slot, command, deadline)
+            .await
     }
 
     /// Whether calls would be sent to any master.
@@ -166,7 +170,7 @@ impl ClusterClient {
         let map = self.router.slot_map.get();
         let is_available = |charge: &Charge<'_>| match charge.shard_count {
             0 | 1 => map
-                .node_for_slot(slot_for_key(charge.key))
+                .node_for_hash_slot(hash_slot_for_key(charge.key))
                 .is_some_and(|node| node.is_available()),
             _ => map.nodes.iter().all(|node| node.is_available()),
         };
@@ -174,16 +178,16 @@ impl ClusterClient {
     }
 
     /// The slots that no call would be sent for.
-    pub(super) fn unreachable_slots(&self) -> Vec<u16> {
+    pub(super) fn unreachable_hash_slots(&self) -> Vec<u16> {
         self.router
             .slot_map
             .get()
-            .slots_not_served_by(|node| node.is_available())
+            .hash_slots_not_served_by(|node| node.is_available())
     }
 
     /// The slots of masters that are connected and don't answer. Without this check, only calls to
     /// a hung node detect it.
-    pub(super) async fn find_unresponsive_slots(&self) -> Vec<u16> {
+    pub(super) async fn find_unresponsive_hash_slots(&self) -> Vec<u16> {
         let nodes = self.router.slot_map.get().nodes.clone();
         let call_timeout = self.router.context.settings.connect_timeout;
         let find_unresponsive = async |node: &Arc<ClusterNode>| {
@@ -216,7 +220,7 @@ impl ClusterClient {
                 self.router
                     .slot_map
                     .get()
-                    .slots_not_served_by(is_responsive)
+                    .hash_slots_not_served_by(is_responsive)
             }
         }
     }

@@ -176,9 +176,10 @@ impl CounterInspector {
         match self.backend {
             InspectorBackend::SingleServer { .. } => keys.chunks(MAX_COUNTERS_PER_CALL).collect(),
             InspectorBackend::Cluster(_) => {
-                keys.sort_by_cached_key(|key| cluster::slot_for_name(key));
-                let keys_by_slot =
-                    keys.chunk_by(|a, b| cluster::slot_for_name(a) == cluster::slot_for_name(b));
+                keys.sort_by_cached_key(|key| cluster::hash_slot_for_name(key));
+                let keys_by_slot = keys.chunk_by(|a, b| {
+                    cluster::hash_slot_for_name(a) == cluster::hash_slot_for_name(b)
+                });
                 keys_by_slot
                     .flat_map(|keys| keys.chunks(MAX_COUNTERS_PER_CALL))
                     .collect()
@@ -276,9 +277,11 @@ impl CounterInspector {
                 reply.map_err(|error| RedisErrorKind::from(&error))
             }
             InspectorBackend::Cluster(cluster) => {
-                let slot = keys.first().map_or(0, |key| cluster::slot_for_name(key));
+                let slot = keys
+                    .first()
+                    .map_or(0, |key| cluster::hash_slot_for_name(key));
                 cluster
-                    .run_on_slot(slot, command, Instant::now() + CALL_TIMEOUT)
+                    .run_on_hash_slot(slot, command, Instant::now() + CALL_TIMEOUT)
                     .await
             }
         }

@@ -177,14 +177,7 @@ async fn run_heartbeat_round(
         }
         // Redis rejects the script, so missing instances can't be waited for.
         Err(failure) => {
-            tracker.record_failure();
-            let now = crate::clock::monotonic_now();
-            if tracker.rejection_log.record_occurrence(now).is_some() {
-                tracing::warn!(
-                    kind = failure.as_str(),
-                    "redis rejected the membership script; using the last known instance count"
-                );
-            }
+            tracker.record_rejection(failure);
             None
         }
     };
@@ -323,7 +316,7 @@ async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisEr
         RedisBackend::SingleServer(connection, _) => connection,
         RedisBackend::Cluster(cluster) => {
             return cluster
-                .run_on_slot(
+                .run_on_hash_slot(
                     redis.membership_partition(),
                     command,
                     Instant::now() + redis.context.settings.connect_timeout,
@@ -382,6 +375,17 @@ impl MembershipTracker {
     /// Restarts the grace period of a decrease: it needs consecutive answers.
     fn record_failure(&mut self) {
         self.decrease_since = None;
+    }
+
+    fn record_rejection(&mut self, failure: RedisErrorKind) {
+        self.record_failure();
+        let now = crate::clock::monotonic_now();
+        if self.rejection_log.record_occurrence(now).is_some() {
+            tracing::warn!(
+                kind = failure.as_str(),
+                "redis rejected the membership script; using the last known instance count"
+            );
+        }
     }
 
     /// The share after a reply. A higher count takes effect at once, a lower one after the grace

@@ -167,7 +167,7 @@ impl SharedRedisState {
 fn new_fallback(settings: &RedisSettings, clock: Clock) -> FallbackStore {
     let fallback = FallbackStore::new(settings.initial_instances, clock);
     fallback.with_partitions(match settings.topology {
-        RedisTopology::Cluster => cluster::slot_for_key,
+        RedisTopology::Cluster => cluster::hash_slot_for_key,
         _ => |_| SINGLE_PARTITION,
     })
 }
@@ -263,7 +263,7 @@ impl RedisStore {
         match &self.backend {
             RedisBackend::SingleServer(..) if self.is_reachable() => Vec::new(),
             RedisBackend::SingleServer(..) => vec![SINGLE_PARTITION],
-            RedisBackend::Cluster(cluster) => cluster.unreachable_slots(),
+            RedisBackend::Cluster(cluster) => cluster.unreachable_hash_slots(),
         }
     }
 
@@ -272,7 +272,7 @@ impl RedisStore {
         match &self.backend {
             // The membership task detects this.
             RedisBackend::SingleServer(..) => Vec::new(),
-            RedisBackend::Cluster(cluster) => cluster.find_unresponsive_slots().await,
+            RedisBackend::Cluster(cluster) => cluster.find_unresponsive_hash_slots().await,
         }
     }
 
@@ -293,7 +293,7 @@ impl RedisStore {
         let [instances, _] = self.context.scripts.membership_keys();
         match self.backend {
             RedisBackend::SingleServer(..) => SINGLE_PARTITION,
-            RedisBackend::Cluster(_) => cluster::slot_for_name(&instances),
+            RedisBackend::Cluster(_) => cluster::hash_slot_for_name(&instances),
         }
     }
 
@@ -377,7 +377,7 @@ impl RedisStore {
             RedisBackend::SingleServer(connection, _) => {
                 self.apply_on_single_server(connection, settlements).await
             }
-            RedisBackend::Cluster(cluster) => cluster.amend(settlements).await,
+            RedisBackend::Cluster(cluster) => cluster.apply_settlements(settlements).await,
         };
         let Some((_, failure)) = failed.last() else {
             return Ok(());

@@ -24,7 +24,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 /// The reply delay of a Redis server in another data center.
 const ROUND_TRIP: Duration = Duration::from_millis(5);
 
-const SLOT_COUNT: usize = 5;
+const HASH_SLOT_COUNT: usize = 5;
 const SLOT_TTL: Duration = Duration::from_secs(1);
 /// Longer than a slot without renewal.
 const JOB_TIME: Duration = Duration::from_millis(2_500);
@@ -121,15 +121,18 @@ async fn five_slots_hold_at_the_app_beside_many_settlements() {
     let end = Instant::now() + Duration::from_secs(8);
     let settled =
         (0..64).map(|_| request_until(proxy.address, "/spend", Duration::from_millis(40), end));
-    let retries = (0..3 * SLOT_COUNT)
+    let retries = (0..3 * HASH_SLOT_COUNT)
         .map(|_| request_until(proxy.address, "/jobs", Duration::from_millis(20), end));
     let (settled, passed) = tokio::join!(join_all(settled), join_all(retries));
     let (settled, passed) = (settled.iter().sum::<usize>(), passed.iter().sum::<usize>());
 
     let maximum = jobs.maximum.load(Ordering::Relaxed);
-    assert_eq!(maximum, SLOT_COUNT, "jobs in flight at the app");
+    assert_eq!(maximum, HASH_SLOT_COUNT, "jobs in flight at the app");
     // Eight seconds have time for four rounds of five jobs.
-    assert!(passed > 2 * SLOT_COUNT, "{passed} jobs: slots return late");
+    assert!(
+        passed > 2 * HASH_SLOT_COUNT,
+        "{passed} jobs: slots return late"
+    );
     assert!(settled > 2_000, "{settled} settlements are no load");
     let lost = "tidegate_settlements_lost_total";
     assert_eq!(proxy.read_metric(lost).await, 0.0, "settlements are lost");

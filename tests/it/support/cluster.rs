@@ -10,7 +10,7 @@ use tidegate::limiter::Key;
 use tidegate::store::redis::{RedisSettings, RedisTopology};
 use tokio::time::sleep;
 
-const SLOT_COUNT: u16 = 16_384;
+const HASH_SLOT_COUNT: u16 = 16_384;
 
 pub struct RedisCluster {
     pub nodes: Vec<RedisServer>,
@@ -53,11 +53,11 @@ impl RedisCluster {
             uses_tls: speaks_tls,
         };
         for (at, node) in cluster.nodes.iter().enumerate() {
-            let first = SLOT_COUNT / 3 * at as u16;
+            let first = HASH_SLOT_COUNT / 3 * at as u16;
             let last = if at == 2 {
-                SLOT_COUNT - 1
+                HASH_SLOT_COUNT - 1
             } else {
-                SLOT_COUNT / 3 * (at as u16 + 1) - 1
+                HASH_SLOT_COUNT / 3 * (at as u16 + 1) - 1
             };
             let _: () = node
                 .command(&format!("CLUSTER SET-CONFIG-EPOCH {}", at + 1))
@@ -249,12 +249,12 @@ pub fn hash_slot(key: &Key) -> u16 {
 
 /// The node that owns the slot of this key at the start.
 pub fn initial_node(key: &Key) -> usize {
-    usize::from(hash_slot(key) / (SLOT_COUNT / 3)).min(2)
+    usize::from(hash_slot(key) / (HASH_SLOT_COUNT / 3)).min(2)
 }
 
 /// The node that owns the slot of a name without braces at the start.
 pub fn initial_node_for_name(name: &str) -> usize {
-    usize::from(crc16_slot(name) / (SLOT_COUNT / 3)).min(2)
+    usize::from(crc16_slot(name) / (HASH_SLOT_COUNT / 3)).min(2)
 }
 
 fn crc16_slot(tag: &str) -> u16 {
@@ -267,7 +267,7 @@ fn crc16_slot(tag: &str) -> u16 {
             }
         })
     });
-    crc % SLOT_COUNT
+    crc % HASH_SLOT_COUNT
 }
 
 fn cluster_args() -> Vec<String> {

@@ -1,7 +1,7 @@
 //! Sends calls to the node of a slot, and follows redirections.
 
 use super::admission_hints::AdmissionHints;
-use super::slot_map::{self, ClusterNode, ClusterSlotMap, slot_for_key};
+use super::slot_map::{self, ClusterNode, ClusterSlotMap, hash_slot_for_key};
 use crate::limiter::{Charge, Decision};
 use crate::store::Settlement;
 use crate::store::redis::connection::{LiveConnection, RedisConnectionState};
@@ -59,14 +59,14 @@ impl ClusterRouter {
     /// # Errors
     /// Returns an error at once if the node is disconnected, otherwise by the deadline at the
     /// latest. The failure is counted.
-    pub(super) async fn run_on_slot(
+    pub(super) async fn run_on_hash_slot(
         &self,
-        slot: u16,
+        hash_slot: u16,
         command: &Cmd,
         deadline: Instant,
     ) -> Result<Value, RedisErrorKind> {
         loop {
-            match self.try_on_slot(slot, command, deadline).await {
+            match self.try_on_hash_slot(hash_slot, command, deadline).await {
                 Err(failed_call)
                     if failed_call.kind == RedisErrorKind::TryAgain
                         && Instant::now() + TRY_AGAIN_DELAY < deadline =>
@@ -81,9 +81,9 @@ impl ClusterRouter {
     }
 
     /// Runs settlement calls of one slot in order. Calls that fail together count as one failure.
-    async fn send_amendments(
+    async fn send_settlements(
         &self,
-        slot: u16,
+        hash_slot: u16,
         calls: &[&[Settlement<'_>]],
     ) -> Vec<Result<(), RedisErrorKind>> {
         let (start, call_timeout) = (Instant::now(), self.context.settings.timeout);
@@ -92,9 +92,9 @@ impl ClusterRouter {
             .iter()
             .map(|call| script.amend_command(call, None))
             .collect();
-        let answers = (1..)
-            .zip(&commands)
-            .map(|(turn, command)| self.try_on_slot(slot, command, start + call_timeout * turn));
+        let answers = (1..).zip(&commands).map(|(turn, command)| {
+            self.try_on_hash_slot(hash_slot, command, start + call_timeout * turn)
+        });
         let results = join_all(answers).await;
         if let Some(failed_call) = results.iter().find_map(|result| result.as_ref().err()) {
             self.record_failed_call(failed_call);
@@ -105,10 +105,10 @@ impl ClusterRouter {
             .collect()
     }
 
-    /// [`Self::run_on_slot`] without repeating the call and without counting the failure.
-    async fn try_on_slot(
+    /// [`Self::run_on_hash_slot`] without repeating the call and without counting the failure.
+    async fn try_on_hash_slot(
         &self,
-        slot: u16,
+        hash_slot: u16,
         command: &Cmd,
         deadline: Instant,
     ) -> Result<Value, FailedClusterCall> {
@@ -116,7 +116,7 @@ impl ClusterRouter {
         let mut redirections = 0;
         while redirections < MAX_REDIRECTIONS {
             let node = match &redirected_to {
-                None => self.slot_map.get().node_for_slot(slot).cloned(),
+                None => self.slot_map.get().node_for_hash_slot(hash_slot).cloned(),
                 Some((address, _)) => Some(self.wait_for_node(address, deadline).await?),
             };
             let Some(node) = node else { break };
@@ -173,48 +173,51 @@ impl ClusterRouter {
 
     /// Settles charges. Settlements of one counter stay in order. Returns the indexes of the
     /// settlements in each failed call; the others were made.
-    pub(super) async fn amend(
+    pub(super) async fn apply_settlements(
         &self,
         settlements: &[Settlement<'_>],
     ) -> Vec<(Vec<usize>, RedisErrorKind)> {
-        let mut slots: SmallVec<[(u16, Vec<usize>); 4]> = SmallVec::new();
+        let mut hash_slots: SmallVec<[(u16, Vec<usize>); 4]> = SmallVec::new();
         for (position, settlement) in settlements.iter().enumerate() {
-            let slot = slot_for_key(settlement.key);
-            match slots.iter_mut().find(|(other, _)| *other == slot) {
+            let hash_slot = hash_slot_for_key(settlement.key);
+            match hash_slots.iter_mut().find(|(other, _)| *other == hash_slot) {
                 Some((_, positions)) => positions.push(position),
-                None => slots.push((slot, vec![position])),
+                None => hash_slots.push((hash_slot, vec![position])),
             }
         }
-        let slots = slots.iter().map(|(slot, positions)| async move {
+        let hash_slots = hash_slots.iter().map(|(hash_slot, positions)| async move {
             let slot_settlements: Vec<Settlement<'_>> = positions
                 .iter()
                 .filter_map(|position| settlements.get(*position))
                 .copied()
                 .collect();
-            let failed = self.amend_slot(*slot, &slot_settlements).await.into_iter();
+            let failed = self
+                .settle_hash_slot(*hash_slot, &slot_settlements)
+                .await
+                .into_iter();
             let original_position = |nth: &usize| positions.get(*nth).copied();
             failed
                 .map(|(nth, failure)| (nth.iter().filter_map(original_position).collect(), failure))
                 .collect::<Vec<(Vec<usize>, RedisErrorKind)>>()
         });
-        join_all(slots).await.into_iter().flatten().collect()
+        join_all(hash_slots).await.into_iter().flatten().collect()
     }
 
     /// [`Self::amend`] for settlements of one slot.
-    async fn amend_slot(
+    async fn settle_hash_slot(
         &self,
-        slot: u16,
+        hash_slot: u16,
         settlements: &[Settlement<'_>],
     ) -> Vec<(Vec<usize>, RedisErrorKind)> {
         let (calls, mut results) = (split_into_calls(settlements), Vec::new());
         for calls in calls.chunks(MAX_PIPELINED_CALLS) {
-            results.extend(self.send_amendments(slot, calls).await);
+            results.extend(self.send_settlements(hash_slot, calls).await);
         }
         // A slot that moves accepts only calls with one key.
         for (call, result) in calls.iter().zip(&mut results) {
             if *result == Err(RedisErrorKind::TryAgain) {
                 let singles: Vec<&[Settlement<'_>]> = call.chunks(1).collect();
-                let each = self.send_amendments(slot, &singles).await;
+                let each = self.send_settlements(hash_slot, &singles).await;
                 *result = each.into_iter().collect();
             }
         }
@@ -223,13 +226,13 @@ impl ClusterRouter {
 
     pub(super) async fn request_decision(
         &self,
-        slot: u16,
+        hash_slot: u16,
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
         let script = &self.context.scripts;
         let command = script.decide_command(charges, None);
-        let reply = self.try_on_slot(slot, &command, deadline).await;
+        let reply = self.try_on_hash_slot(hash_slot, &command, deadline).await;
         match reply.map_err(|failed_call| self.record_failed_call(&failed_call)) {
             Ok(reply) => ScriptLibrary::parse_decision_reply(&reply, charges)
                 .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply)),

@@ -78,7 +78,7 @@ impl ClusterClient {
                     ..*charge
                 })
                 .collect();
-            let (result, return_task) = self.decide_by_slot(&shard_charges, deadline).await;
+            let (result, return_task) = self.decide_by_hash_slot(&shard_charges, deadline).await;
             let mut decision = result?;
             let has_refusal = |search: &ShardSearch| {
                 let mut own = charges.iter().zip(&decision.statuses);
@@ -143,7 +143,7 @@ impl ClusterClient {
                 })
             });
         let shard_charges: Vec<Charge<'_>> = shard_charges.collect();
-        let (result, _) = self.decide_by_slot(&shard_charges, deadline).await;
+        let (result, _) = self.decide_by_hash_slot(&shard_charges, deadline).await;
         // A partial decision has the statuses of shards, and charged nothing.
         let shard_decision = result.map_err(|(failure, _)| (failure, None))?;
         let mut merged = Decision {

@@ -1,12 +1,12 @@
 //! Divides a request with charges in several slots.
 
-use super::slot_map::slot_for_key;
+use super::slot_map::hash_slot_for_key;
 use crate::limiter::{Charge, Key, Limit};
 use smallvec::SmallVec;
 
 /// The charges of one request that are in one slot.
-pub(super) struct SlotCharges {
-    pub(super) slot: u16,
+pub(super) struct HashSlotCharges {
+    pub(super) hash_slot: u16,
     pub(super) charges: SmallVec<[OwnedCharge; 2]>,
     /// The indexes of the charges in the request.
     pub(super) positions: SmallVec<[usize; 2]>,
@@ -24,7 +24,7 @@ pub(super) struct OwnedCharge {
     slot_id: u128,
 }
 
-impl SlotCharges {
+impl HashSlotCharges {
     pub(super) fn borrow_charges(&self) -> SmallVec<[Charge<'_>; 4]> {
         self.charges.iter().map(OwnedCharge::as_charge).collect()
     }
@@ -32,10 +32,10 @@ impl SlotCharges {
     /// Divides the charges into calls with one key each: the only ones that Redis accepts while the
     /// slot moves.
     pub(super) fn split_by_counter(self) -> impl Iterator<Item = Self> {
-        let slot = self.slot;
+        let hash_slot = self.hash_slot;
         let pairs = self.charges.into_iter().zip(self.positions);
         pairs.map(move |(charge, position)| Self {
-            slot,
+            hash_slot,
             charges: SmallVec::from_iter([charge]),
             positions: SmallVec::from_iter([position]),
         })
@@ -111,21 +111,27 @@ impl OwnedCharge {
 }
 
 /// Groups the charges by slot.
-pub(super) fn group_by_slot(charges: &[Charge<'_>]) -> Vec<SlotCharges> {
-    let mut slots: Vec<SlotCharges> = Vec::new();
+pub(super) fn group_by_hash_slot(charges: &[Charge<'_>]) -> Vec<HashSlotCharges> {
+    let mut hash_slots: Vec<HashSlotCharges> = Vec::new();
     for (position, charge) in charges.iter().enumerate() {
-        let (slot, charge) = (slot_for_key(charge.key), OwnedCharge::from_charge(charge));
-        match slots.iter_mut().find(|part| part.slot == slot) {
+        let (hash_slot, charge) = (
+            hash_slot_for_key(charge.key),
+            OwnedCharge::from_charge(charge),
+        );
+        match hash_slots
+            .iter_mut()
+            .find(|part| part.hash_slot == hash_slot)
+        {
             Some(part) => {
                 part.charges.push(charge);
                 part.positions.push(position);
             }
-            None => slots.push(SlotCharges {
-                slot,
+            None => hash_slots.push(HashSlotCharges {
+                hash_slot,
                 charges: SmallVec::from_iter([charge]),
                 positions: SmallVec::from_iter([position]),
             }),
         }
     }
-    slots
+    hash_slots
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 /// Slots of every cluster.
-const SLOT_COUNT: u16 = 16_384;
+const HASH_SLOT_COUNT: u16 = 16_384;
 
 /// Names tried to find a counter in one of a node's slots: almost certainly enough for a single
 /// slot.
@@ -45,7 +45,7 @@ pub(super) struct ClusterSlotMap {
 }
 
 /// First and last slot, both included, and the address of their node.
-pub(super) type SlotRange = (u16, u16, RedisAddress);
+pub(super) type HashSlotRange = (u16, u16, RedisAddress);
 
 impl ClusterNode {
     /// Whether the node is new and not connected yet. Calls wait for it, so that a slot migration
@@ -67,32 +67,32 @@ impl ClusterNode {
 }
 
 impl ClusterSlotMap {
-    pub(super) fn new(nodes: Vec<Arc<ClusterNode>>, ranges: &[SlotRange]) -> Self {
-        let mut slots = vec![None; usize::from(SLOT_COUNT)];
+    pub(super) fn new(nodes: Vec<Arc<ClusterNode>>, ranges: &[HashSlotRange]) -> Self {
+        let mut hash_slots = vec![None; usize::from(HASH_SLOT_COUNT)];
         for (first, last, address) in ranges {
             let node_index = nodes.iter().position(|node| node.address == *address);
             let node_index = node_index.and_then(|index| u16::try_from(index).ok());
-            if let Some(slots) = slots.get_mut(usize::from(*first)..=usize::from(*last)) {
-                slots.fill(node_index);
+            if let Some(hash_slots) = hash_slots.get_mut(usize::from(*first)..=usize::from(*last)) {
+                hash_slots.fill(node_index);
             }
         }
         Self {
             nodes,
-            node_indexes: slots,
+            node_indexes: hash_slots,
         }
     }
 
-    pub(super) fn node_for_slot(&self, slot: u16) -> Option<&Arc<ClusterNode>> {
+    pub(super) fn node_for_hash_slot(&self, hash_slot: u16) -> Option<&Arc<ClusterNode>> {
         let node_index = self
             .node_indexes
-            .get(usize::from(slot))
+            .get(usize::from(hash_slot))
             .copied()
             .flatten()?;
         self.nodes.get(usize::from(node_index))
     }
 
     /// All slots without a node for which `is_serving` holds.
-    pub(super) fn slots_not_served_by(
+    pub(super) fn hash_slots_not_served_by(
         &self,
         is_serving: impl Fn(&ClusterNode) -> bool,
     ) -> Vec<u16> {
@@ -103,11 +103,16 @@ impl ClusterSlotMap {
         {
             return Vec::new();
         }
-        let node_index = |slot: u16| self.node_indexes.get(usize::from(slot)).copied().flatten();
+        let node_index = |hash_slot: u16| {
+            self.node_indexes
+                .get(usize::from(hash_slot))
+                .copied()
+                .flatten()
+        };
         let is_serving_index =
             |index: u16| serving.get(usize::from(index)).copied().unwrap_or_default();
-        (0..SLOT_COUNT)
-            .filter(|slot| !node_index(*slot).is_some_and(is_serving_index))
+        (0..HASH_SLOT_COUNT)
+            .filter(|hash_slot| !node_index(*hash_slot).is_some_and(is_serving_index))
             .collect()
     }
 
@@ -121,7 +126,7 @@ impl ClusterSlotMap {
 pub(super) fn parse_cluster_slots(
     reply: &Value,
     queried_node: &RedisAddress,
-) -> Option<Vec<SlotRange>> {
+) -> Option<Vec<HashSlotRange>> {
     let Value::Array(entries) = reply else {
         return None;
     };
@@ -131,7 +136,7 @@ pub(super) fn parse_cluster_slots(
         .collect()
 }
 
-fn parse_slot_range(entry: &Value, queried_node: &RedisAddress) -> Option<SlotRange> {
+fn parse_slot_range(entry: &Value, queried_node: &RedisAddress) -> Option<HashSlotRange> {
     let Value::Array(entry) = entry else {
         return None;
     };
@@ -152,8 +157,12 @@ fn parse_slot_range(entry: &Value, queried_node: &RedisAddress) -> Option<SlotRa
         Value::Nil => String::new(),
         _ => return None,
     };
-    let slot = |number: i64| u16::try_from(number).ok().filter(|slot| *slot < SLOT_COUNT);
-    let (first, last) = (slot(*first)?, slot(*last)?);
+    let hash_slot = |number: i64| {
+        u16::try_from(number)
+            .ok()
+            .filter(|hash_slot| *hash_slot < HASH_SLOT_COUNT)
+    };
+    let (first, last) = (hash_slot(*first)?, hash_slot(*last)?);
     let port = u16::try_from(*port).ok()?;
     (first <= last).then(|| (first, last, resolve_node_address(host, port, queried_node)))
 }
@@ -174,11 +183,11 @@ pub(super) fn resolve_node_address(
 }
 
 /// Finds a counter in a slot of the node at an address, for its probe.
-pub(super) async fn find_probe_key(ranges: &[SlotRange], address: &RedisAddress) -> Key {
-    let is_slot_of_node = |slot: u16| {
+pub(super) async fn find_probe_key(ranges: &[HashSlotRange], address: &RedisAddress) -> Key {
+    let is_hash_slot_of_node = |hash_slot: u16| {
         ranges
             .iter()
-            .any(|(first, last, owner)| owner == address && (*first..=*last).contains(&slot))
+            .any(|(first, last, owner)| owner == address && (*first..=*last).contains(&hash_slot))
     };
     let probe_key = |number: u32| {
         let mut key = KeyBuilder::new(PROBE_POLICY);
@@ -190,7 +199,7 @@ pub(super) async fn find_probe_key(ranges: &[SlotRange], address: &RedisAddress)
         if let Some(key) = candidates
             .by_ref()
             .take(PROBE_NAMES_PER_YIELD)
-            .find(|key| is_slot_of_node(slot_for_key(key)))
+            .find(|key| is_hash_slot_of_node(hash_slot_for_key(key)))
         {
             return key;
         }
@@ -200,21 +209,21 @@ pub(super) async fn find_probe_key(ranges: &[SlotRange], address: &RedisAddress)
 }
 
 /// The slot of all counters of a key.
-pub(in crate::store::redis) fn slot_for_key(key: &Key) -> u16 {
+pub(in crate::store::redis) fn hash_slot_for_key(key: &Key) -> u16 {
     let mut tag = String::with_capacity(32);
     push_hex_id(&mut tag, key.id());
-    crc16(tag.as_bytes()) % SLOT_COUNT
+    crc16(tag.as_bytes()) % HASH_SLOT_COUNT
 }
 
 /// The slot of a key in Redis: that of the text in its first braces, if not empty.
-pub(in crate::store::redis) fn slot_for_name(name: &str) -> u16 {
+pub(in crate::store::redis) fn hash_slot_for_name(name: &str) -> u16 {
     let tag = name
         .split_once('{')
         .and_then(|(_, rest)| rest.split_once('}'));
     crc16(
         tag.map_or(name, |(tag, _)| if tag.is_empty() { name } else { tag })
             .as_bytes(),
-    ) % SLOT_COUNT
+    ) % HASH_SLOT_COUNT
 }
 
 /// CRC-16/XMODEM, as Redis Cluster requires.
@@ -241,19 +250,19 @@ mod tests {
     #[test]
     fn computes_slots_as_the_redis_cluster_specification_does() {
         assert_eq!(crc16(b"123456789"), 0x31c3);
-        assert_eq!(slot_for_name("foo"), 12_182);
+        assert_eq!(hash_slot_for_name("foo"), 12_182);
         assert_eq!(
-            slot_for_name("{user1000}.following"),
-            slot_for_name("user1000")
+            hash_slot_for_name("{user1000}.following"),
+            hash_slot_for_name("user1000")
         );
         assert_eq!(
-            slot_for_name("foo{}{bar}"),
-            crc16(b"foo{}{bar}") % SLOT_COUNT
+            hash_slot_for_name("foo{}{bar}"),
+            crc16(b"foo{}{bar}") % HASH_SLOT_COUNT
         );
         let key = KeyBuilder::new("p").finish();
         assert_eq!(
-            slot_for_key(&key),
-            slot_for_name(&format!("t:v1:{{{:032x}}}:sliding_log:1", key.id()))
+            hash_slot_for_key(&key),
+            hash_slot_for_name(&format!("t:v1:{{{:032x}}}:sliding_log:1", key.id()))
         );
     }
 
@@ -311,7 +320,7 @@ mod tests {
                     () = tokio::task::yield_now() => others += 1,
                 }
             };
-            assert!((*first..=*last).contains(&slot_for_key(&key)));
+            assert!((*first..=*last).contains(&hash_slot_for_key(&key)));
             assert!(others > 10 || first < last, "{others}");
         }
     }

@@ -1,6 +1,6 @@
 //! The task that refreshes the slot map: periodically, and when a call contradicted it.
 
-use super::slot_map::{self, ClusterNode, ClusterSlotMap, SlotRange};
+use super::slot_map::{self, ClusterNode, ClusterSlotMap, HashSlotRange};
 use crate::store::redis::connection::{RedisConnectionState, SupervisedConnection};
 use crate::store::redis::connection_target::RedisConnectionTarget;
 use crate::store::redis::connector;
@@ -29,7 +29,7 @@ pub(super) async fn run_slot_map_refresh(
     refresh_requested: Arc<Notify>,
 ) {
     let breaker = &context.breaker;
-    let (mut known_ranges, mut is_lost, mut backoff): (Vec<SlotRange>, _, _) =
+    let (mut known_ranges, mut is_lost, mut backoff): (Vec<HashSlotRange>, _, _) =
         (Vec::new(), false, INITIAL_BACKOFF);
     loop {
         let previous_map = slot_map.get();
@@ -70,7 +70,7 @@ pub(super) async fn run_slot_map_refresh(
 async fn build_slot_map(
     context: &Arc<RedisContext>,
     previous_map: &ClusterSlotMap,
-    ranges: &[SlotRange],
+    ranges: &[HashSlotRange],
 ) -> ClusterSlotMap {
     let mut nodes: Vec<Arc<ClusterNode>> = Vec::new();
     for (_, _, address) in ranges {
@@ -113,7 +113,7 @@ async fn build_slot_map(
 async fn fetch_slot_ranges(
     context: &RedisContext,
     slot_map: &ClusterSlotMap,
-) -> Result<Vec<SlotRange>, RedisConnectionError> {
+) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
     let settings = &context.settings;
     let mut command = Cmd::new();
     command.arg("CLUSTER").arg("SLOTS");
@@ -154,7 +154,7 @@ async fn query_configured_server(
     context: &RedisContext,
     address: &RedisAddress,
     command: &Cmd,
-) -> Result<Vec<SlotRange>, RedisConnectionError> {
+) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
     let (mut connection, _driver) =
         connector::open_connection(address, context.settings.connect_options()).await?;
     let reply = match connection.send_packed_command(command).await? {
@@ -170,7 +170,7 @@ async fn query_configured_server(
 }
 
 /// Sorted, so that equal maps compare as equal.
-fn sort_ranges(mut ranges: Vec<SlotRange>) -> Vec<SlotRange> {
+fn sort_ranges(mut ranges: Vec<HashSlotRange>) -> Vec<HashSlotRange> {
     ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
     ranges
 }

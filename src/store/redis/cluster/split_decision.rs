@@ -5,7 +5,7 @@
 //! usually reserves nothing elsewhere. Reservations of a request that is not forwarded are returned.
 
 use super::router::ClusterRouter;
-use super::slot_charges::SlotCharges;
+use super::slot_charges::HashSlotCharges;
 use crate::limiter::{
     Algorithm, Amendment, Charge, ChargeEffect, Decision, LimitStatus, determine_effect,
 };
@@ -21,7 +21,7 @@ pub(super) type SplitResult = Result<Decision, (RedisErrorKind, Option<Box<Parti
 
 /// A part of a request, and its decision.
 struct DecidedPart {
-    part: SlotCharges,
+    part: HashSlotCharges,
     answer: Result<Decision, RedisErrorKind>,
 }
 
@@ -105,12 +105,12 @@ impl ClusterRouter {
     /// decision if it says so.
     pub(super) async fn decide_parts(
         self,
-        mut waiting: Vec<SlotCharges>,
+        mut waiting: Vec<HashSlotCharges>,
         deadline: Instant,
         result_sender: oneshot::Sender<SplitResult>,
     ) {
         let charge_count = waiting.iter().map(|part| part.charges.len()).sum();
-        let fails_closed = waiting.iter().any(SlotCharges::fails_closed);
+        let fails_closed = waiting.iter().any(HashSlotCharges::fails_closed);
         let mut decided: Vec<DecidedPart> = Vec::with_capacity(waiting.len());
         while !waiting.is_empty() {
             let round = self.take_round(&mut waiting);
@@ -139,26 +139,26 @@ impl ClusterRouter {
             .filter_map(|outcome| outcome.correction(is_dropped))
             .collect();
         if !corrections.is_empty() {
-            drop(self.amend(&corrections).await);
+            drop(self.apply_settlements(&corrections).await);
         }
     }
 
     /// Takes the parts that are asked next, at once. Parts of unreachable nodes come first: they
     /// fail without a call. Then the parts that may refuse, one after the other, narrowest first.
     /// All others come last.
-    fn take_round(&self, waiting: &mut Vec<SlotCharges>) -> Vec<SlotCharges> {
+    fn take_round(&self, waiting: &mut Vec<HashSlotCharges>) -> Vec<HashSlotCharges> {
         let slot_map = self.slot_map.get();
-        let is_unreachable = |part: &SlotCharges| {
-            let node = slot_map.node_for_slot(part.slot);
+        let is_unreachable = |part: &HashSlotCharges| {
+            let node = slot_map.node_for_hash_slot(part.hash_slot);
             node.is_none_or(|node| !node.is_available())
         };
-        let mut round: Vec<SlotCharges> = waiting
+        let mut round: Vec<HashSlotCharges> = waiting
             .extract_if(.., |part| is_unreachable(part))
             .collect();
         if !round.is_empty() {
             return round;
         }
-        let may_refuse = |part: &SlotCharges| {
+        let may_refuse = |part: &HashSlotCharges| {
             part.is_enforced() && !self.hints.expect_admission(&part.borrow_charges())
         };
         let doubtful = waiting
@@ -182,11 +182,13 @@ impl ClusterRouter {
     /// Decides one part, and remembers its remaining units.
     async fn reserve_part(
         &self,
-        part: &SlotCharges,
+        part: &HashSlotCharges,
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
         let charges = part.borrow_charges();
-        let decision = self.request_decision(part.slot, &charges, deadline).await?;
+        let decision = self
+            .request_decision(part.hash_slot, &charges, deadline)
+            .await?;
         for (charge, status) in charges.iter().zip(&decision.statuses) {
             let remaining = status.map_or(0, |status| status.remaining);
             self.hints.record_remaining(charge, remaining);
@@ -289,7 +291,7 @@ fn merge_decisions(
 
 #[cfg(test)]
 mod tests {
-    use super::super::slot_charges::group_by_slot;
+    use super::super::slot_charges::group_by_hash_slot;
     use super::*;
     use crate::limiter::{Key, KeyBuilder, Limit, Refusal};
 
@@ -337,8 +339,8 @@ mod tests {
         charges: [Charge<'_>; 2],
         answers: [Result<Decision, RedisErrorKind>; 2],
     ) -> Vec<DecidedPart> {
-        let parts = group_by_slot(&charges).into_iter();
-        let parts = parts.flat_map(SlotCharges::split_by_counter);
+        let parts = group_by_hash_slot(&charges).into_iter();
+        let parts = parts.flat_map(HashSlotCharges::split_by_counter);
         let decided = parts.zip(answers);
         decided
             .map(|(part, answer)| DecidedPart { part, answer })
