@@ -25,7 +25,7 @@ const HOUR_US: u64 = 3_600_000_000;
 /// A time in the year 2100, so that no key expires during the measurement.
 const START_US: u64 = 4_102_444_800_000_000;
 const ROUNDS: usize = 5;
-const LARGE_SETTINGS: MemorySettings = MemorySettings {
+const LARGE_MEMORY_SETTINGS: MemorySettings = MemorySettings {
     max_keys: 1000,
     max_bytes: 1 << 30,
 };
@@ -111,7 +111,7 @@ fn make_keys(limit: &Limit) -> Vec<Key> {
     let names = 0..20_000 / limit.requests;
     let owner = |n: u64| {
         let mut builder = KeyBuilder::new("api");
-        builder.push_part(Some(format!("user-{n:010}").as_bytes()));
+        builder.push_key_value(Some(format!("user-{n:010}").as_bytes()));
         builder.finish()
     };
     names.map(owner).collect()
@@ -135,7 +135,7 @@ fn make_charge<'a>(limit: &'a Limit, key: &'a Key, n: u64) -> Charge<'a> {
 
 /// Fills the counters from half full to full, then sends as many requests that are refused.
 fn measure_in_redis(server: &RedisServer, limit: &Limit) -> DecisionCost {
-    server.flush();
+    server.delete_all_keys();
     let mut connection = server.connection();
     let (script, owners) = (ScriptLibrary::new(KEY_PREFIX), make_keys(limit));
     let program = owners
@@ -203,7 +203,10 @@ fn script_us_per_call(connection: &mut Connection) -> f64 {
 /// The same measurement for the memory store, without a network.
 fn measure_in_memory(limit: &Limit) -> DecisionCost {
     let (clock, hands) = Clock::manual(START_US);
-    let (store, owners) = (MemoryStore::new(LARGE_SETTINGS, clock), make_keys(limit));
+    let (store, owners) = (
+        MemoryStore::new(LARGE_MEMORY_SETTINGS, clock),
+        make_keys(limit),
+    );
     let ask = |from: u64| {
         let start = Instant::now();
         // The clock of this store cannot go back.

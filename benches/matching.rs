@@ -19,7 +19,7 @@ use tidegate::policy::{
     PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
 };
 
-const SIZES: [usize; 4] = [10, 100, 1_000, 10_000];
+const TABLE_SIZES: [usize; 4] = [10, 100, 1_000, 10_000];
 const ROUNDS: usize = 5;
 const LOOKUPS_PER_ROUND: usize = 20_000;
 const PATH_SETTINGS: Settings = Settings {
@@ -36,28 +36,30 @@ static TENANT_HEADER: HeaderName = HeaderName::from_static("x-tenant");
 type MatcherFunction = fn(usize) -> Matcher;
 
 const MATCHER_SHAPES: [(&str, MatcherFunction); 6] = [
-    ("path", |n| match_path(&format!("/shop/service-{n}/orders"))),
+    ("path", |n| {
+        make_path_matcher(&format!("/shop/service-{n}/orders"))
+    }),
     ("path with rest", |n| {
-        match_path(&format!("/shop/service-{n}/**"))
+        make_path_matcher(&format!("/shop/service-{n}/**"))
     }),
     ("path with wildcards", |n| {
-        match_path(&format!("/*/service-{n}/{{order}}"))
+        make_path_matcher(&format!("/*/service-{n}/{{order}}"))
     }),
-    ("host", match_host),
-    ("header", match_tenant),
+    ("host", make_host_matcher),
+    ("header", make_tenant_matcher),
     ("header, below one path", |n| Matcher {
-        paths: match_path("/shop/**").paths,
-        ..match_tenant(n)
+        paths: make_path_matcher("/shop/**").paths,
+        ..make_tenant_matcher(n)
     }),
 ];
 
 fn main() {
     print!("{:<26}", "ns per request, policies:");
-    SIZES.iter().for_each(|size| print!("{size:>10}"));
+    TABLE_SIZES.iter().for_each(|size| print!("{size:>10}"));
     println!();
     for (name, conditions) in MATCHER_SHAPES {
         print!("{name:<26}");
-        for size in SIZES {
+        for size in TABLE_SIZES {
             let cost_ns = (0..ROUNDS)
                 .map(|_| measure_lookup_ns(size, conditions))
                 .min();
@@ -110,14 +112,14 @@ fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
     PolicyTable::new(policies.collect(), PATH_SETTINGS, client, fields)
 }
 
-fn match_path(pattern: &str) -> Matcher {
+fn make_path_matcher(pattern: &str) -> Matcher {
     Matcher {
         paths: vec![PathPattern::parse(pattern, &PATH_SETTINGS).unwrap()],
         ..Matcher::default()
     }
 }
 
-fn match_host(n: usize) -> Matcher {
+fn make_host_matcher(n: usize) -> Matcher {
     let name = HostPattern::parse(&format!("service-{n}.example.com"));
     Matcher {
         hosts: vec![name.unwrap()],
@@ -125,7 +127,7 @@ fn match_host(n: usize) -> Matcher {
     }
 }
 
-fn match_tenant(n: usize) -> Matcher {
+fn make_tenant_matcher(n: usize) -> Matcher {
     let condition = ValueCondition::Equals(format!("tenant-{n}").into());
     Matcher {
         headers: vec![NamedCondition {

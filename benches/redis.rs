@@ -79,11 +79,11 @@ fn main() {
             &measure_worker(&server, &limit, 1, 64, DecisionTarget::Store),
         );
     }
-    run_leased(&server);
+    measure_leased(&server);
 }
 
 /// A hot key that is never exhausted, through the whole store.
-fn run_leased(server: &RedisServer) {
+fn measure_leased(server: &RedisServer) {
     let algorithm = Algorithm::SlidingWindow { buckets: 10 };
     let limit = Limit {
         requests: 1_000_000_000,
@@ -97,7 +97,7 @@ fn run_leased(server: &RedisServer) {
         "leased key", "size", "tasks", "checks/s", "RB -P 64", "ratio", "calls per 100"
     );
     for size in [None, Some(50), Some(1000)] {
-        server.flush();
+        server.delete_all_keys();
         let before = count_script_calls(server);
         let lease = LeaseTerms {
             size,
@@ -110,7 +110,7 @@ fn run_leased(server: &RedisServer) {
         let rate = runtime.block_on(async {
             let redis = RedisStore::start(&SharedRedisState::new(server.settings()));
             redis.wait_until_ready().await;
-            let (store, started) = (Store::redis(redis), Instant::now());
+            let (store, started) = (Store::from_redis(redis), Instant::now());
             let end = started + ROUND_LENGTH;
             let tasks: Vec<_> = (0..64)
                 .map(|_| tokio::spawn(decide_leased_until(store.clone(), limit, lease, end)))
@@ -200,7 +200,7 @@ fn measure_worker(
     tasks: u32,
     way: DecisionTarget,
 ) -> WorkerMeasurement {
-    server.flush();
+    server.delete_all_keys();
     let owners: Arc<[Key]> = (0..keys).map(make_key).collect();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -215,7 +215,7 @@ fn measure_worker(
             cpu_seconds(std::process::id()),
             cpu_seconds(server.pid()),
         );
-        let store = Store::redis(redis.clone());
+        let store = Store::from_redis(redis.clone());
         let way = || match way {
             DecisionTarget::Redis => (redis.clone(), None),
             DecisionTarget::Store => (redis.clone(), Some(store.clone())),
@@ -273,13 +273,13 @@ async fn decide_until(
 
 fn make_key(n: u32) -> Key {
     let mut builder = KeyBuilder::new("api");
-    builder.push_part(Some(format!("{n:012}").as_bytes()));
+    builder.push_key_value(Some(format!("{n:012}").as_bytes()));
     builder.finish()
 }
 
 /// Measures redis-benchmark with 64 commands in flight per connection.
 fn measure_redis_benchmark(server: &RedisServer, limit: &Limit, keys: u32) -> f64 {
-    server.flush();
+    server.delete_all_keys();
     let (script, owner) = (ScriptLibrary::new(KEY_PREFIX), make_key(0));
     let charge = Charge::new(limit, &owner, 1);
     let load = Command::new("redis-cli")

@@ -61,7 +61,7 @@ fn measure_refusals(topology: &RedisTopology, tasks: usize) -> f64 {
         topology: topology.clone(),
         ..server.settings()
     };
-    let keys: Arc<Vec<Key>> = Arc::new((0..KEY_COUNT).map(user_key).collect());
+    let keys: Arc<Vec<Key>> = Arc::new((0..KEY_COUNT).map(make_user_key).collect());
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -118,23 +118,23 @@ fn measure_refusals(topology: &RedisTopology, tasks: usize) -> f64 {
     per_refusal
 }
 
-fn user_key(number: usize) -> Key {
+fn make_user_key(number: usize) -> Key {
     let mut key = KeyBuilder::new("user");
-    key.push_part(Some(number.to_string().as_bytes()));
+    key.push_key_value(Some(number.to_string().as_bytes()));
     key.finish()
 }
 
 async fn connect(settings: RedisSettings) -> Store {
     let redis = RedisStore::start(&SharedRedisState::new(settings));
     redis.wait_until_ready().await;
-    Store::redis(redis)
+    Store::from_redis(redis)
 }
 
 /// A cluster of one master: it has all slots, and a script may use only one of them.
 fn start_cluster() -> RedisServer {
     let file = format!("tidegate-bench-nodes-{}.conf", fastrand::u64(..));
     let directory = std::env::temp_dir();
-    let server = RedisServer::start_with(&[
+    let server = RedisServer::start_with_args(&[
         "--cluster-enabled",
         "yes",
         "--dir",

@@ -1,4 +1,5 @@
-//! Assembly: the only module that knows all others. Starts them, and stops them in order.
+//! Assembles the proxy: this is the only module that knows all others. It starts and stops them in
+//! order.
 
 mod admin_view;
 pub(crate) mod explanation;
@@ -42,7 +43,7 @@ use tokio::time::{MissedTickBehavior, interval};
 /// Interval between samples of the traffic history.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Why the proxy could not run, or stopped running.
+/// Why the proxy could not start, or stopped with an error.
 #[derive(Debug, thiserror::Error)]
 enum AppError {
     #[error("cannot listen on {address}: {cause}")]
@@ -101,11 +102,11 @@ async fn run_proxy(
     let started_at = Instant::now();
     let (shutdown_handle, stop) = install_signal_handlers()?;
     for warning in &config.warnings {
-        tracing::warn!("{}", warning.to_line());
+        tracing::warn!("{}", warning.to_log_line());
     }
-    let mut server = ProxyServer::with_threads(config.listen.threads);
+    let mut server = ProxyServer::with_worker_threads(config.listen.threads);
     let listeners = ListenerSet::open(&mut server, &config)?;
-    let address = server.address()?;
+    let address = server.first_listener_address()?;
     let (tracer, exporter) = start_tracing(&config)?;
     let shared = SharedState {
         upstream: UpstreamSharedState::new(config.upstream.clone(), config.listen.threads)?,
@@ -114,13 +115,13 @@ async fn run_proxy(
         tracer,
     };
     let store_backend = shared.store_backend.clone();
-    store_backend.restore_usage();
+    store_backend.restore_outage_usage();
     let active_policies = ActivePolicies::new(
         Arc::clone(&config.policy_table),
         Arc::clone(&shared.metrics),
     );
     let policy_descriptions = Arc::new(ArcSwap::from_pointee(config.policy_descriptions.clone()));
-    let publish = publish_reloads(&shared, &listeners, &policy_descriptions);
+    let publish = new_reload_publisher(&shared, &listeners, &policy_descriptions);
     let reloader = ConfigReloader::new(sources, &config, active_policies.clone(), publish);
     let is_listening = Arc::new(AtomicBool::new(false));
     let view_state = AdminViewState {
@@ -141,12 +142,12 @@ async fn run_proxy(
     };
     let history = start_history(&shared.metrics, &active_policies);
     // The admin endpoint starts before the proxy: it can show why the proxy does not start.
-    let view = view_state.into_view(Arc::clone(&shared.metrics), history);
+    let view = view_state.into_backend(Arc::clone(&shared.metrics), history);
     let admin = start_admin(&config, view)?;
     let reloader = tokio::task::spawn_local(reloader.run());
 
     let shutdown = config.shutdown;
-    let log_start = log_listening(&config, &listeners, address.clone());
+    let log_start = new_listening_logger(&config, &listeners, address.clone());
     let (config, shared, stop_receiver) = (Arc::new(config), Arc::new(shared), stop.clone());
     let make_service = move |worker| {
         let (config, shared) = (Arc::clone(&config), Arc::clone(&shared));
@@ -162,8 +163,8 @@ async fn run_proxy(
         });
     };
     let served = server.run(make_service, shutdown, stop, on_listening).await;
-    // All workers have ended: no further request is admitted.
-    store_backend.store_usage();
+    // The usage is complete here: all workers have ended, so no further request is admitted.
+    store_backend.save_outage_usage();
     let cut = served?;
     reloader.abort();
     if let Some(exporter) = exporter {
@@ -197,8 +198,8 @@ fn new_metrics(workers: usize) -> Arc<Metrics> {
     Metrics::new(workers, labels)
 }
 
-/// Applies the settings of a reloaded configuration that are not policies.
-fn publish_reloads(
+/// Returns a function that applies the settings of a reloaded configuration that are not policies.
+fn new_reload_publisher(
     shared: &SharedState,
     listeners: &ListenerSet,
     policy_descriptions: &Arc<ArcSwap<Vec<PolicyDescription>>>,
@@ -207,7 +208,7 @@ fn publish_reloads(
     let policy_descriptions = Arc::clone(policy_descriptions);
     Box::new(move |config: &Config| {
         policy_descriptions.store(Arc::new(config.policy_descriptions.clone()));
-        listeners.publish_tls(config);
+        listeners.update_tls(config);
         upstream.update_tls(config.upstream.tls.as_ref());
     })
 }
@@ -229,13 +230,14 @@ async fn build_service(
     let upstream = UpstreamClient::new(Arc::clone(&shared.upstream));
     let service = ProxyService::new(enforcer, upstream, &config.listen, &config.log, metrics)
         .with_tracer(shared.tracer.clone())
-        .with_denied_status(config.ext_authz_denied_status)
+        .with_ext_authz_denied_status(config.ext_authz_denied_status)
         .with_shutdown_signal(stop);
     Rc::new(service)
 }
 
-/// The log lines of a start, with their fields collected before the configuration is moved away.
-fn log_listening(
+/// Returns a function that logs the start. It collects the log fields before the configuration is
+/// moved away.
+fn new_listening_logger(
     config: &Config,
     listeners: &ListenerSet,
     address: ListenAddress,
@@ -246,7 +248,7 @@ fn log_listening(
         StoreSettings::Memory(_) => "memory".to_owned(),
         StoreSettings::Redis(redis) => format!("redis {redis}"),
     };
-    let (tls, listeners) = (listeners.is_first_tls(), listeners.clone());
+    let (tls, listeners) = (listeners.first_listener_has_tls(), listeners.clone());
     move || {
         listeners.log_service_addresses();
         tracing::info!(%address, tls, upstream, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
@@ -272,7 +274,7 @@ fn start_history(metrics: &Arc<Metrics>, active_policies: &ActivePolicies) -> Ar
     history
 }
 
-/// Samples the traffic history until the runtime ends.
+/// Samples the traffic history and rotates the rejection counters until the runtime ends.
 async fn sample_history(
     history: Arc<TrafficHistory>,
     metrics: Arc<Metrics>,
@@ -289,11 +291,11 @@ async fn sample_history(
             Arc::clone(&metrics),
             active_policies.clone(),
         );
-        // On another thread: ten thousand policies take milliseconds, and this thread accepts
-        // connections.
+        // Sampling runs on another thread: ten thousand policies take milliseconds, and this thread
+        // accepts connections.
         let sample_task = tokio::task::spawn_blocking(move || {
             history.sample(now_s, live.load_snapshot().counters().iter());
-            metrics.top_rejections().rotate_generations(now_s);
+            metrics.top_rejections().rotate_generations_if_due(now_s);
         });
         if let Err(error) = sample_task.await {
             tracing::error!(%error, "failed to sample the traffic history");

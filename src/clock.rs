@@ -1,13 +1,13 @@
 //! The only source of time for decisions.
 //!
-//! Decisions use microseconds since the Unix epoch. Such an integer fits a double exactly (2^53 µs
-//! is the year 2255), so Rust and Lua compute with the same numbers.
+//! Decisions use microseconds since the Unix epoch. A double holds these integers exactly until the
+//! year 2255 (2^53 µs), so Rust and Lua compute with the same numbers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// The monotonic time. In a runtime with paused time, that runtime's time.
+/// Reads the monotonic clock. In a runtime with paused time, it reads that runtime's time.
 pub fn monotonic_now() -> Instant {
     tokio::time::Instant::now().into_std()
 }
@@ -23,7 +23,8 @@ enum ClockSource {
     Manual(Arc<AtomicU64>),
 }
 
-/// Moves a manual [`Clock`]. The time may go backwards, and a limiter has to tolerate that.
+/// Moves a manual [`Clock`]. The time of a manual clock may go backwards, which a limiter has to
+/// tolerate.
 #[derive(Clone, Debug)]
 pub struct ManualClock(Arc<AtomicU64>);
 
@@ -45,16 +46,17 @@ impl Clock {
     }
 
     /// A clock that shows `start_us` now and advances with the runtime's time: for simulations.
-    pub fn starting_at(start_us: u64) -> Self {
+    pub fn simulated(start_us: u64) -> Self {
         Self(ClockSource::Simulated {
             start: monotonic_now(),
             start_us,
         })
     }
 
-    /// The same clock without its past: a system clock is read again, with its steps.
+    /// Starts a system clock anew from the current wall clock, so that it includes the steps made
+    /// since. Returns a copy of any other clock.
     #[must_use]
-    pub fn read_again(&self) -> Self {
+    pub fn reread_system_clock(&self) -> Self {
         match &self.0 {
             ClockSource::System { .. } => Self::system(),
             _ => self.clone(),
@@ -70,11 +72,11 @@ impl Clock {
         )
     }
 
-    /// Microseconds since an arbitrary start. Unlike `Instant`, it advances while the machine is
-    /// suspended.
-    pub fn boot_us(&self) -> u64 {
+    /// Microseconds since an arbitrary start. Unlike an `Instant`, this time advances while the
+    /// machine is suspended (on Linux).
+    pub fn boot_clock_us(&self) -> u64 {
         match &self.0 {
-            ClockSource::System { start, .. } => boot_time_us(*start),
+            ClockSource::System { start, .. } => read_boot_clock_us(*start),
             ClockSource::Simulated { start, .. } => {
                 saturating_micros(monotonic_now().saturating_duration_since(*start))
             }
@@ -84,12 +86,12 @@ impl Clock {
 
     /// Microseconds since the Unix epoch.
     pub fn now_us(&self) -> u64 {
-        self.time_at_us(monotonic_now())
+        self.instant_to_unix_us(monotonic_now())
     }
 
-    /// The time at `instant`, in microseconds since the Unix epoch. A caller that needs the time
-    /// twice reads the system clock once.
-    pub fn time_at_us(&self, instant: Instant) -> u64 {
+    /// The time at `instant`, in microseconds since the Unix epoch. A caller that needs both an
+    /// `Instant` and this time reads the system clock only once.
+    pub fn instant_to_unix_us(&self, instant: Instant) -> u64 {
         match &self.0 {
             ClockSource::System { start, start_us }
             | ClockSource::Simulated { start, start_us } => start_us
@@ -101,7 +103,7 @@ impl Clock {
 
 /// Time since the machine started. Like `Instant::now`, it makes no system call.
 #[cfg(target_os = "linux")]
-fn boot_time_us(_start: Instant) -> u64 {
+fn read_boot_clock_us(_start: Instant) -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let seconds = u64::try_from(time.tv_sec).unwrap_or_default();
     let nanos = u64::try_from(time.tv_nsec).unwrap_or_default();
@@ -110,14 +112,14 @@ fn boot_time_us(_start: Instant) -> u64 {
         .saturating_add(nanos / 1_000)
 }
 
-/// Other systems may not count suspended time.
+/// Time since `start`. Systems other than Linux may not count suspended time.
 #[cfg(not(target_os = "linux"))]
 fn boot_time_us(start: Instant) -> u64 {
     saturating_micros(start.elapsed())
 }
 
-/// Seconds since the Unix epoch by the current wall clock, including its steps. For dates set outside
-/// of tidegate, such as the expiry of a token. Never for quotas.
+/// Seconds since the Unix epoch by the current wall clock, including its steps. Use it for dates
+/// set outside of tidegate, such as the expiry of a token, and never for quotas.
 #[allow(
     clippy::disallowed_methods,
     reason = "this is the one place that reads the system's clock"

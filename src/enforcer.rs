@@ -26,7 +26,7 @@ use charge_plan::ChargePlan;
 
 use crate::limiter::Key;
 use crate::policy::Facts;
-use crate::store::{ConcurrencySlots, DecisionFailure, SettlementQueue, Store, UntakenSlots};
+use crate::store::{ConcurrencySlots, DecisionFailure, SettlementQueue, Store, UntakenSlotAction};
 use crate::telemetry::metrics::WorkerMetrics;
 use std::mem::take;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ pub struct Enforcer {
 }
 
 impl Enforcer {
-    /// Counts in the worker's own `shard`.
+    /// Counts decisions in the worker's own `metrics`.
     pub fn new(active_policies: ActivePolicies, store: Store, metrics: Arc<WorkerMetrics>) -> Self {
         Self {
             active_policies,
@@ -60,14 +60,19 @@ impl Enforcer {
     }
 
     /// Decides one request by `policies`. `arrived` is its arrival time.
-    pub async fn decide<'t>(
+    pub async fn decide_request<'t>(
         &self,
         policies: &'t PolicySnapshot,
         facts: &Facts<'_>,
         arrived: Instant,
     ) -> Verdict<'t> {
         let record_decision = |index, key: Option<&Key>, decision: PolicyDecision| {
-            policies.record_decision(index, &self.metrics, decision, (key, facts.target()))
+            policies.record_decision(
+                index,
+                &self.metrics,
+                decision,
+                (key, facts.path_or_domain()),
+            )
         };
         let mut plan = match ChargePlan::from_facts(&policies.table, facts, record_decision) {
             Ok(plan) => plan,
@@ -76,8 +81,8 @@ impl Enforcer {
         self.decide_plan(&mut plan, record_decision, arrived).await
     }
 
-    /// Decides a plan and leaves it empty. Takes `&mut` so that the plan is not stored twice in the
-    /// future.
+    /// Decides a plan and leaves it empty. Takes `&mut` so that the returned future stores the plan
+    /// only once.
     async fn decide_plan<'t>(
         &self,
         plan: &mut ChargePlan<'t>,
@@ -91,15 +96,15 @@ impl Enforcer {
                 ..Verdict::from_outcome(RequestOutcome::Forward)
             };
         }
-        // Reserved before the store is asked: if the request is cancelled, the guard releases slots
-        // that the store may have taken.
+        // Slots are reserved before the store is asked: if the request is cancelled, the guard
+        // releases slots that the store may have taken.
         let slot_guard = plan.reserve_slots(&self.slots);
         let charges = plan.build_charges(
             1,
             slot_guard.as_ref().map_or(0, ConcurrencySlotGuard::slot_id),
         );
         let (verdict, source) = match self.store.decide_with_source(&charges, arrived).await {
-            // Refused by the local share while an outage ends.
+            // The local share has refused the request while an outage ends.
             Ok((decision, source @ DecisionSource::Degraded)) => {
                 drop(charges);
                 plan.record_degraded_decisions(Some(&decision), record_decision);
@@ -111,7 +116,7 @@ impl Enforcer {
             }
             Ok((decision, source)) => {
                 let slot_guard = slot_guard.and_then(|guard| {
-                    plan.retain_taken_slots(guard, &charges, &decision, UntakenSlots::Forget)
+                    plan.retain_taken_slots(guard, &charges, &decision, UntakenSlotAction::Forget)
                 });
                 drop(charges);
                 plan.record_decisions(&decision, record_decision);
@@ -128,13 +133,13 @@ impl Enforcer {
                     partial,
                 } = failure;
                 // A closed policy rejects the request, whatever the others would decide.
-                let decision = match plan.first_closed_policy() {
+                let decision = match plan.first_fail_closed_policy() {
                     Some(_) => None,
                     None => self.store.decide_by_fallback(&charges, partial),
                 };
                 let slot_guard = slot_guard.and_then(|guard| {
                     let decision = decision.as_ref()?;
-                    plan.retain_taken_slots(guard, &charges, decision, UntakenSlots::Release)
+                    plan.retain_taken_slots(guard, &charges, decision, UntakenSlotAction::Release)
                 });
                 drop(charges);
                 plan.record_degraded_decisions(decision.as_ref(), record_decision);
@@ -145,16 +150,16 @@ impl Enforcer {
                 let verdict = Verdict {
                     slot_guard,
                     estimated_charges,
-                    ..take(plan).into_degraded(&unavailable, decision.as_ref())
+                    ..take(plan).into_degraded_verdict(&unavailable, decision.as_ref())
                 };
                 (verdict, DecisionSource::Degraded)
             }
         };
-        self.record_decision_time(verdict, source, arrived)
+        self.complete_verdict(verdict, source, arrived)
     }
 
-    /// Completes a verdict that the store has decided just now.
-    fn record_decision_time<'t>(
+    /// Records the time of a decision made just now, and sets its time and source in the verdict.
+    fn complete_verdict<'t>(
         &self,
         verdict: Verdict<'t>,
         source: DecisionSource,
@@ -175,8 +180,11 @@ impl Enforcer {
     /// Waits, for a bounded time, until settlements and slot releases are sent, leases are
     /// returned, and the instance has left the membership.
     pub async fn shut_down(&self) {
-        tokio::join!(self.settlements.flush(), self.slots.flush());
-        self.store.shut_down().await;
+        tokio::join!(
+            self.settlements.wait_until_all_sent(),
+            self.slots.wait_until_releases_sent()
+        );
+        self.store.return_leases_and_leave_membership().await;
     }
 }
 

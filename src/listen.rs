@@ -18,7 +18,7 @@ pub enum ListenAddress {
     Unix(PathBuf),
 }
 
-/// Formatted as in the configuration.
+/// Formats the address as in the configuration.
 impl fmt::Display for ListenAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -42,14 +42,15 @@ impl ListenAddress {
 #[derive(Debug)]
 pub(crate) struct BoundSocket {
     socket: Socket,
-    file: Option<SocketFile>,
+    file: Option<SocketFileGuard>,
 }
 
 /// File of a Unix socket, removed on drop.
 #[derive(Debug)]
-pub(crate) struct SocketFile {
+pub(crate) struct SocketFileGuard {
     path: PathBuf,
-    /// Device and inode. A file that another process created at this path since is not removed.
+    /// Device and inode of the file. A file that another process has since created at this path is
+    /// not removed.
     file_identity: (u64, u64),
 }
 
@@ -59,7 +60,7 @@ pub(crate) enum SocketListener {
     Tcp(TcpListener),
     Unix {
         listener: UnixListener,
-        _file: Option<SocketFile>,
+        _file: Option<SocketFileGuard>,
     },
 }
 
@@ -123,11 +124,11 @@ fn bind_ip(address: SocketAddr) -> io::Result<BoundSocket> {
 }
 
 fn bind_unix(path: &Path, mode: u32) -> io::Result<BoundSocket> {
-    remove_stale_socket(path)?;
+    remove_stale_socket_file(path)?;
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
     socket.bind(&SockAddr::unix(path)?)?;
-    let file = SocketFile {
+    let file = SocketFileGuard {
         path: path.to_owned(),
         file_identity: read_file_identity(path)?,
     };
@@ -139,7 +140,7 @@ fn bind_unix(path: &Path, mode: u32) -> io::Result<BoundSocket> {
 }
 
 /// Removes the socket file of a process that ended without removing it.
-fn remove_stale_socket(path: &Path) -> io::Result<()> {
+fn remove_stale_socket_file(path: &Path) -> io::Result<()> {
     let kind = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata.file_type(),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -163,7 +164,7 @@ fn read_file_identity(path: &Path) -> io::Result<(u64, u64)> {
     fs::symlink_metadata(path).map(|file| (file.dev(), file.ino()))
 }
 
-impl Drop for SocketFile {
+impl Drop for SocketFileGuard {
     fn drop(&mut self) {
         let is_ours = read_file_identity(&self.path).is_ok_and(|found| found == self.file_identity);
         if is_ours && let Err(error) = fs::remove_file(&self.path) {

@@ -170,7 +170,7 @@ impl ConfigReloader {
             config.policy_table.policies(),
         );
         self.active_policies
-            .publish(Arc::clone(&config.policy_table));
+            .activate_table(Arc::clone(&config.policy_table));
         (self.publish)(&config);
         let generation = {
             let mut status = self.status.lock();
@@ -183,7 +183,7 @@ impl ConfigReloader {
             "configuration reloaded: {changes}"
         );
         for warning in &config.warnings {
-            tracing::warn!("{}", warning.to_line());
+            tracing::warn!("{}", warning.to_log_line());
         }
         for setting in self.restart_only.changed_keys(&config) {
             tracing::warn!(setting, "changed setting takes effect only after a restart");
@@ -194,7 +194,7 @@ impl ConfigReloader {
         let lines: Vec<String> = errors
             .diagnostics
             .iter()
-            .map(ConfigDiagnostic::to_line)
+            .map(ConfigDiagnostic::to_log_line)
             .collect();
         {
             let mut status = self.status.lock();
@@ -281,7 +281,7 @@ fn describe_changes(old: &[Policy], new: &[Policy]) -> String {
 /// Hashes the files. Follows symbolic links each time, to detect a swap of any link in a path.
 fn hash_files(files: &FileSet) -> FilesFingerprint {
     let mut hash = Sha256::new();
-    for path in files.paths() {
+    for path in files.expand_paths() {
         hash.update(path.as_os_str().as_encoded_bytes());
         // No contents hash to zeros, and a path contains no NUL.
         let content = fs::read(&path).map_or([0; 32], |content| Sha256::digest(&content).into());

@@ -57,7 +57,8 @@ pub fn parse_root_certificates(pem: &[u8]) -> Result<RootCertStore, String> {
 pub fn load_system_roots() -> Result<RootCertStore, String> {
     let found = rustls_native_certs::load_native_certs();
     let mut roots = RootCertStore::empty();
-    // The system's bundle may contain certificates that rustls rejects. They are skipped.
+    // The system's bundle may contain certificates that rustls rejects; these certificates are
+    // skipped.
     roots.add_parsable_certificates(found.certs);
     if roots.is_empty() {
         return Err(found
@@ -87,7 +88,8 @@ pub fn parse_certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, St
 /// Returns a message that reveals nothing of the text.
 pub fn parse_private_key(pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
     PrivateKeyDer::from_pem_slice(pem).map_err(|_hidden| {
-        // Covers both encodings: PKCS #8, and the older one with a header above the key.
+        // The word stands in both encodings of an encrypted key: PKCS #8, and the older encoding
+        // with a header above the key.
         let is_encrypted = pem.windows(9).any(|part| part == b"ENCRYPTED");
         let problem = if is_encrypted {
             "the private key is encrypted; expected one without a passphrase"

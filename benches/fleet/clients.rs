@@ -29,7 +29,7 @@ impl LoadBalancer {
         self.0.lock().unwrap().keys().copied().collect()
     }
 
-    pub(crate) fn remove(&self, node: u8) {
+    pub(crate) fn remove_node(&self, node: u8) {
         self.0.lock().unwrap().remove(&node);
     }
 
@@ -39,7 +39,7 @@ impl LoadBalancer {
             .map(|(node, address)| (*node, *address))
     }
 
-    fn contains(&self, node: u8) -> bool {
+    fn contains_node(&self, node: u8) -> bool {
         self.0.lock().unwrap().contains_key(&node)
     }
 }
@@ -55,7 +55,7 @@ impl FleetContext {
         loop {
             match timeout(PROBE_TIMEOUT, http_get(probes, "/readyz")).await {
                 Ok(Ok((200, _))) => drop(self.balancer.0.lock().unwrap().insert(node, address)),
-                _ => self.balancer.remove(node),
+                _ => self.balancer.remove_node(node),
             }
             sleep(Duration::from_millis(fastrand::u64(300..700))).await;
         }
@@ -100,7 +100,9 @@ async fn run_connection(
     };
     let (path, user) = context.keys[key].path_and_user();
     for _ in 0..rng.u32(1..60) {
-        if context.has_ended() || !context.balancer.contains(node) || sidecar.ready().await.is_err()
+        if context.has_ended()
+            || !context.balancer.contains_node(node)
+            || sidecar.ready().await.is_err()
         {
             break;
         }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// back, and clients detect a lost node.
 const FAULT_AFTERMATH: Duration = Duration::from_secs(5);
 
-/// A fault in the fleet.
+/// A fault that the test injects, or (`MachineStalled`) observes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FleetFault {
     /// A node is lost permanently.

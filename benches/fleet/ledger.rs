@@ -119,7 +119,7 @@ impl RequestLedger {
     }
 
     /// Returns the total stall time between two times.
-    pub(crate) fn total_stall(&self, from: Instant, to: Instant) -> Duration {
+    pub(crate) fn total_stall_time(&self, from: Instant, to: Instant) -> Duration {
         let periods = self.fault_periods.lock().unwrap();
         let still = periods.iter().filter(|period| {
             period.fault == FleetFault::MachineStalled && period.overlaps(from, to)

@@ -74,7 +74,7 @@ fn main() -> ExitCode {
         run_app();
     }
     if !net::is_isolated() {
-        return net::run_isolated();
+        return net::restart_in_namespaces();
     }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -110,7 +110,7 @@ async fn run_fleet() -> ExitCode {
         .run(seed.into())
         .await;
     watch.abort();
-    if report::write_report(seed, &context, &results) {
+    if report::print_report(seed, &context, &results) {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE

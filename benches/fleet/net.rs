@@ -15,7 +15,9 @@ const HOST_NUMBER: u8 = 254;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BridgeNetwork {
+    /// Between the clients and the nodes.
     Front,
+    /// Between the nodes and the Redis masters.
     Back,
 }
 
@@ -32,7 +34,7 @@ pub(crate) fn is_isolated() -> bool {
 
 /// Restarts this program in new namespaces, which remove everything when it ends. Root is not
 /// required if user namespaces are allowed.
-pub(crate) fn run_isolated() -> ExitCode {
+pub(crate) fn restart_in_namespaces() -> ExitCode {
     let mut unshare = Command::new("unshare");
     unshare.args([
         "--net",

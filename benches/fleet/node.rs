@@ -57,7 +57,7 @@ impl FleetNode {
             folder: TempDir::new().unwrap(),
             version: 0,
         };
-        mount.write(&node_config(&app_url, config));
+        mount.write_version(&format_node_config(&app_url, config));
         let sidecar = spawn_sidecar(id, &machine, &mount, context);
         let front = |port: u16| SocketAddr::from((machine.address(BridgeNetwork::Front), port));
         let probing = tokio::spawn(Arc::clone(context).probe_readiness(
@@ -79,7 +79,8 @@ impl FleetNode {
 
     /// Writes another configuration.
     pub(crate) fn write_config(&mut self, config: &str) {
-        self.mount.write(&node_config(&self.app_url, config));
+        self.mount
+            .write_version(&format_node_config(&self.app_url, config));
     }
 
     /// Sends the sidecar a shutdown signal and waits for its exit.
@@ -110,12 +111,12 @@ impl FleetNode {
 impl Drop for FleetNode {
     fn drop(&mut self) {
         self.probe_task.abort();
-        self.context.balancer.remove(self.id);
+        self.context.balancer.remove_node(self.id);
     }
 }
 
 impl ConfigMount {
-    fn write(&mut self, text: &str) {
+    fn write_version(&mut self, text: &str) {
         let at = self.folder.path();
         self.version += 1;
         let data = format!("..v{}", self.version);
@@ -129,7 +130,7 @@ impl ConfigMount {
     }
 }
 
-fn node_config(app_url: &str, config: &str) -> String {
+fn format_node_config(app_url: &str, config: &str) -> String {
     format!(
         "upstream.url = '{app_url}'
 listen = {{ address = '0.0.0.0:{PROXY_PORT}', threads = 1 }}

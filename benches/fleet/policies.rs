@@ -112,7 +112,7 @@ impl FleetPolicy {
     }
 
     /// Returns whether periods are aligned to the clock.
-    pub(crate) fn is_aligned(&self) -> bool {
+    pub(crate) fn has_aligned_periods(&self) -> bool {
         matches!(self.algorithm, Algorithm::FixedWindow { .. })
     }
 
@@ -124,7 +124,7 @@ impl FleetPolicy {
             algorithm: self.algorithm,
         };
         let mut key = KeyBuilder::new(self.name);
-        key.push_part(Some(user.as_bytes()));
+        key.push_key_value(Some(user.as_bytes()));
         let name = ScriptLibrary::new(PREFIX).counter_key(&Charge::new(&limit, &key.finish(), 1));
         let master = masters.master_of_key(&name);
         FleetKey {
@@ -154,7 +154,7 @@ pub(crate) fn make_keys(masters: &RedisMasters) -> Vec<FleetKey> {
 }
 
 /// The configuration, except for the parts specific to a node.
-pub(crate) fn fleet_config(urls: &str, lowered: bool) -> String {
+pub(crate) fn format_fleet_config(urls: &str, lowered: bool) -> String {
     // A long timeout, so that a busy machine does not cause an outage.
     let mut text = format!(
         "log.access = 'off'

@@ -21,7 +21,7 @@ const MAX_STALL_PERCENT: u32 = 5;
     clippy::too_many_lines,
     reason = "prints the report from top to bottom"
 )]
-pub(crate) fn write_report(seed: u32, context: &FleetContext, results: &[PhaseResult]) -> bool {
+pub(crate) fn print_report(seed: u32, context: &FleetContext, results: &[PhaseResult]) -> bool {
     let FleetContext { ledger, keys, .. } = context;
     ledger.judge_requests(keys);
     let windows = ledger.judge_windows(keys);
@@ -121,7 +121,7 @@ pub(crate) fn write_report(seed: u32, context: &FleetContext, results: &[PhaseRe
         ledger.start,
         results.last().map_or(ledger.start, |last| last.ended),
     );
-    let still = ledger.total_stall(from, to);
+    let still = ledger.total_stall_time(from, to);
     if still > Duration::ZERO {
         println!(
             "- {:.1} s in which this machine was too busy for anything",
@@ -161,7 +161,9 @@ fn check_used_percent(
     let of = |counts: &BTreeMap<&str, u64>| counts.get(policy.name).copied().unwrap_or(0) as f64;
     let possible = ledger.possible_units(policy, MASTER_COUNT as u64, result.began, result.ended);
     let percent = 100.0 * of(&share.admitted) / possible.min(of(&share.requested)).max(1.0);
-    let is_still = !ledger.total_stall(result.began, result.ended).is_zero();
+    let is_still = !ledger
+        .total_stall_time(result.began, result.ended)
+        .is_zero();
     let least = match (
         result.phase.is_outage() || is_still,
         policy.on_store_failure,

@@ -6,7 +6,7 @@ use crate::faults::FleetFault;
 use crate::masters::RedisMasters;
 use crate::net::BridgeNetwork;
 use crate::node::FleetNode;
-use crate::policies::{LIMIT_PERIOD, fleet_config};
+use crate::policies::{LIMIT_PERIOD, format_fleet_config};
 use fastrand::Rng;
 use futures_util::future::join_all;
 use std::collections::BTreeMap;
@@ -99,7 +99,7 @@ impl FleetScenario {
 
     /// From the first node to the last.
     pub(crate) async fn run(mut self, seed: u64) -> Vec<PhaseResult> {
-        self.add_nodes(2).await;
+        self.add_nodes_up_to(2).await;
         self.wait_until_healthy().await;
         let clients = clients::spawn_clients(&self.context, seed);
         let mut middle = [
@@ -133,19 +133,19 @@ impl FleetScenario {
         {
             results.push(self.run_phase(phase).await);
             if results.len() == 1 {
-                self.check_key_placement().await;
+                self.wait_for_key_placement().await;
             }
         }
         self.context.finish();
         for client in clients {
             client.await.unwrap();
         }
-        self.remove_nodes(0).await;
+        self.remove_nodes_down_to(0).await;
         results
     }
 
     async fn run_phase(&mut self, phase: ScenarioPhase) -> PhaseResult {
-        let (began, before) = (Instant::now(), self.degraded_by_node().await);
+        let (began, before) = (Instant::now(), self.degraded_decisions_by_node().await);
         eprintln!(
             "{:>6.1} s  {}",
             self.context.ledger.seconds_since_start(began),
@@ -153,20 +153,20 @@ impl FleetScenario {
         );
         match phase {
             ScenarioPhase::TwoNodes => sleep(2 * LIMIT_PERIOD).await,
-            ScenarioPhase::TwoToSix => self.add_nodes(6).await,
+            ScenarioPhase::TwoToSix => self.add_nodes_up_to(6).await,
             ScenarioPhase::RollingRestart => self.restart_all_sidecars().await,
-            ScenarioPhase::NodeLost => self.lose_node().await,
+            ScenarioPhase::NodeLost => self.lose_and_replace_node().await,
             ScenarioPhase::NodePartitioned => self.partition_node().await,
             ScenarioPhase::MasterPartitioned => self.partition_master().await,
-            ScenarioPhase::MasterLost => self.lose_master().await,
+            ScenarioPhase::MasterLost => self.kill_and_restart_master().await,
             ScenarioPhase::LowerLimits => self.roll_out_config(true).await,
             ScenarioPhase::RaiseLimits => self.roll_out_config(false).await,
-            ScenarioPhase::SixToThree => self.remove_nodes(3).await,
+            ScenarioPhase::SixToThree => self.remove_nodes_down_to(3).await,
         }
         self.wait_until_healthy().await;
         // Longer than an outage needs to end on all nodes.
         sleep(3 * LIMIT_PERIOD).await;
-        let after = self.degraded_by_node().await;
+        let after = self.degraded_decisions_by_node().await;
         // A restarted sidecar counts from 0.
         let of = |(node, count): (&u8, &u64)| {
             count - before.get(node).filter(|old| *old <= count).unwrap_or(&0)
@@ -177,7 +177,7 @@ impl FleetScenario {
             (true, 0) => {
                 ledger.record_unexplained(format!("{}: no node detected the fault", phase.title()))
             }
-            (false, 1..) if ledger.total_stall(began, ended).is_zero() => {
+            (false, 1..) if ledger.total_stall_time(began, ended).is_zero() => {
                 ledger.record_unexplained(format!(
                     "{}: {degraded} decisions without Redis",
                     phase.title()
@@ -196,9 +196,9 @@ impl FleetScenario {
         }
     }
 
-    async fn add_nodes(&mut self, to: usize) {
+    async fn add_nodes_up_to(&mut self, to: usize) {
         while self.nodes.len() < to {
-            let config = self.config(self.has_lowered_limits);
+            let config = self.make_config(self.has_lowered_limits);
             self.nodes
                 .push(FleetNode::start(self.next_node_id, &self.context, &config).await);
             self.next_node_id += 1;
@@ -207,7 +207,7 @@ impl FleetScenario {
     }
 
     /// Nodes that leave are announced immediately.
-    async fn remove_nodes(&mut self, to: usize) {
+    async fn remove_nodes_down_to(&mut self, to: usize) {
         self.rng.shuffle(&mut self.nodes);
         let mut leaving = self.nodes.split_off(to);
         for status in join_all(leaving.iter_mut().map(FleetNode::stop_sidecar)).await {
@@ -238,7 +238,7 @@ impl FleetScenario {
         }
     }
 
-    async fn lose_node(&mut self) {
+    async fn lose_and_replace_node(&mut self) {
         let mut node = self.nodes.swap_remove(self.rng.usize(..self.nodes.len()));
         let (fault, silently) = (FleetFault::NodeLost(node.id), self.rng.bool());
         let lost = async {
@@ -251,7 +251,7 @@ impl FleetScenario {
         self.context.ledger.begin_fault(fault, lost).await;
         self.lost_nodes.push(node);
         self.sleep_randomly(2000..4000).await;
-        self.add_nodes(self.nodes.len() + 1).await;
+        self.add_nodes_up_to(self.nodes.len() + 1).await;
     }
 
     async fn partition_node(&mut self) {
@@ -269,7 +269,7 @@ impl FleetScenario {
         // Shorter and longer than the time for which silent instances are counted.
         self.sleep_randomly(4000..9000).await;
         self.nodes[nth].machine.reconnect(BridgeNetwork::Back);
-        self.wait_for_recovery(fault).await;
+        self.end_fault_after_recovery(fault).await;
     }
 
     async fn partition_master(&mut self) {
@@ -284,21 +284,21 @@ impl FleetScenario {
         self.masters.0[master]
             .machine
             .reconnect(BridgeNetwork::Back);
-        self.wait_for_recovery(fault).await;
+        self.end_fault_after_recovery(fault).await;
     }
 
-    async fn lose_master(&mut self) {
+    async fn kill_and_restart_master(&mut self) {
         let master = self.rng.usize(..self.masters.0.len());
         let fault = FleetFault::MasterLost(master);
         let server = &mut self.masters.0[master];
         self.context.ledger.begin_fault(fault, server.kill()).await;
         self.sleep_randomly(2000..6000).await;
         self.masters.0[master].restart().await;
-        self.wait_for_recovery(fault).await;
+        self.end_fault_after_recovery(fault).await;
     }
 
     /// Redis is reachable again; the fault ends when all nodes use it.
-    async fn wait_for_recovery(&mut self, fault: FleetFault) {
+    async fn end_fault_after_recovery(&mut self, fault: FleetFault) {
         let healed = Instant::now();
         self.wait_until_healthy().await;
         self.last_recovery = Some(healed.elapsed());
@@ -314,7 +314,7 @@ impl FleetScenario {
                 node.metrics().await.value("tidegate_config_generation"),
             );
         }
-        let config = self.config(lowered);
+        let config = self.make_config(lowered);
         self.rng.shuffle(&mut self.nodes);
         self.context.ledger.begin_rollout(lowered);
         for nth in 0..self.nodes.len() {
@@ -335,8 +335,8 @@ impl FleetScenario {
         self.has_lowered_limits = lowered;
     }
 
-    fn config(&self, lowered: bool) -> String {
-        fleet_config(&self.masters.urls(), lowered)
+    fn make_config(&self, lowered: bool) -> String {
+        format_fleet_config(&self.masters.urls(), lowered)
     }
 
     /// Waits until all nodes are ready, use Redis, and count each other.
@@ -375,7 +375,7 @@ impl FleetScenario {
     }
 
     /// Returns the decisions made without Redis so far, by node.
-    async fn degraded_by_node(&self) -> BTreeMap<u8, u64> {
+    async fn degraded_decisions_by_node(&self) -> BTreeMap<u8, u64> {
         let mut degraded = BTreeMap::new();
         for node in &self.nodes {
             let metrics = node.metrics().await;
@@ -391,7 +391,7 @@ impl FleetScenario {
     }
 
     /// Otherwise a fault would be attributed to the wrong keys.
-    async fn check_key_placement(&self) {
+    async fn wait_for_key_placement(&self) {
         self.wait_until("every key to be on its master", async |scenario| {
             let mut keys = scenario
                 .context

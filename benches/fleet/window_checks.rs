@@ -85,7 +85,7 @@ impl RequestLedger {
             .map(|record| (record.sent, record.answered))
             .collect();
         admitted.sort_unstable();
-        if policy.is_aligned() {
+        if policy.has_aligned_periods() {
             let mut windows: BTreeMap<Instant, u64> = BTreeMap::new();
             for (sent, answered) in admitted {
                 let begins = self.window_start(sent);

@@ -56,14 +56,14 @@ pub(crate) async fn run_faults(
                     send_signal(redis.pid(), "STOP");
                     sleep_randomly(&mut rng).await;
                     send_signal(redis.pid(), "CONT");
-                    wait_for_redis_in_use(targets).await;
+                    end_redis_fault_after_recovery(targets).await;
                 }
                 FaultKind::RedisKilled => {
                     begin_fault(targets, SoakFault::Redis);
                     redis.kill();
                     sleep_randomly(&mut rng).await;
                     redis.restart();
-                    wait_for_redis_in_use(targets).await;
+                    end_redis_fault_after_recovery(targets).await;
                 }
                 FaultKind::UpstreamKilled => {
                     begin_fault(targets, SoakFault::AppServer);
@@ -76,13 +76,13 @@ pub(crate) async fn run_faults(
                 }
                 FaultKind::NewConfig => {
                     version += 1;
-                    reloads.write_and_wait(targets, Some(version)).await;
+                    reloads.reload_and_wait(targets, Some(version)).await;
                 }
                 FaultKind::BadConfig => {
                     begin_fault(targets, SoakFault::Config);
-                    reloads.write_and_wait(targets, None).await;
+                    reloads.reload_and_wait(targets, None).await;
                     version += 1;
-                    reloads.write_and_wait(targets, Some(version)).await;
+                    reloads.reload_and_wait(targets, Some(version)).await;
                     end_fault(targets, SoakFault::Config);
                 }
             }
@@ -111,7 +111,7 @@ fn end_fault(targets: &[FaultTarget<'_>], fault: SoakFault) {
 }
 
 /// Ends the fault when the proxies use Redis again.
-async fn wait_for_redis_in_use(targets: &[FaultTarget<'_>]) {
+async fn end_redis_fault_after_recovery(targets: &[FaultTarget<'_>]) {
     let is_used = |metrics: &MetricsPage| {
         metrics.value("tidegate_store_up") == 1 && metrics.value("tidegate_breaker_open") == 0
     };
@@ -134,7 +134,7 @@ struct ReloadCounts {
 impl ReloadCounts {
     /// Writes a valid or an invalid configuration and waits until the proxies have counted the
     /// reload.
-    async fn write_and_wait(&mut self, targets: &[FaultTarget<'_>], version: Option<u64>) {
+    async fn reload_and_wait(&mut self, targets: &[FaultTarget<'_>], version: Option<u64>) {
         match version {
             Some(_) => self.good += 1,
             None => self.bad += 1,

@@ -76,7 +76,7 @@ impl SoakLedger {
     }
 
     /// Problems that a fault explains, with their counts.
-    pub(crate) fn explained(&self) -> BTreeMap<String, u64> {
+    pub(crate) fn explained_events(&self) -> BTreeMap<String, u64> {
         self.explained_events.lock().unwrap().clone()
     }
 
@@ -159,15 +159,15 @@ impl SoakLedger {
 
 impl PendingRequest<'_> {
     /// Records a deliberate abort by the client. The proxy may or may not count the request.
-    pub(crate) fn give_up(self) {
+    pub(crate) fn record_abort(self) {
         self.ledger.given_up.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Records the result of an abusive request. The statuses in `usual` and a connection closed
     /// without a response are expected.
-    pub(crate) fn judge_hostile(self, usual: &[u16], outcome: &RequestOutcome) {
+    pub(crate) fn judge_hostile_request(self, usual: &[u16], outcome: &RequestOutcome) {
         match outcome {
-            RequestOutcome::NoAnswer(_) => self.give_up(),
+            RequestOutcome::NoAnswer(_) => self.record_abort(),
             RequestOutcome::Answered(status) => {
                 self.count_status(*status);
                 if !usual.contains(status) {

@@ -48,7 +48,7 @@ const FILES_TOLERANCE: GrowthTolerance = GrowthTolerance {
     percent: 10,
     absolute: 16,
 };
-const FILES_AT_REST: u64 = 8;
+const MAX_EXTRA_FILES_AT_REST: u64 = 8;
 
 /// State shared by the traffic and the faults of one proxy.
 struct SoakContext {
@@ -120,7 +120,7 @@ impl ProxyFixture {
         // The first scrape ends before the open descriptors are counted.
         drop(MetricsPage::fetch(proxy.admin).await);
         sleep(Duration::from_secs(1)).await;
-        let files_at_start = proxy.open_files();
+        let files_at_start = proxy.open_file_count();
         let (address, admin, tls) = (proxy.address, proxy.admin, proxy.tls.clone());
         let context = Arc::new(SoakContext {
             name,
@@ -191,7 +191,7 @@ async fn sample_resources(context: &SoakContext, proxy: &ProxyProcess) -> Vec<Re
     while !context.has_ended() {
         let sample = ResourceSample {
             rss_kib: proxy.rss_kib(),
-            files: proxy.open_files(),
+            files: proxy.open_file_count(),
         };
         if samples.len() % 120 == 0 {
             let (left_s, sent) = (
@@ -250,13 +250,13 @@ async fn check_open_files_at_rest(
 ) {
     let (deadline, most) = (
         Instant::now() + 2 * PROMPT_TIMEOUT,
-        files_at_start + FILES_AT_REST,
+        files_at_start + MAX_EXTRA_FILES_AT_REST,
     );
     loop {
         let active = MetricsPage::fetch(context.admin)
             .await
             .value("tidegate_connections_active");
-        let files = proxy.open_files();
+        let files = proxy.open_file_count();
         if active == 0 && files <= most {
             return println!("at rest: {files} files, {files_at_start} at the start");
         }
@@ -305,7 +305,7 @@ fn check_counted_answers(ledger: &SoakLedger, metrics: &MetricsPage) {
 
 fn print_verdict(ledger: &SoakLedger) -> bool {
     println!("\nwhat faults explain:");
-    for (what, times) in ledger.explained() {
+    for (what, times) in ledger.explained_events() {
         println!("{times:>8} {what}");
     }
     let problems = ledger.unexplained_events();

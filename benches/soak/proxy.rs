@@ -179,7 +179,7 @@ impl ProxyProcess {
     }
 
     /// Returns the number of open file descriptors.
-    pub(crate) fn open_files(&self) -> u64 {
+    pub(crate) fn open_file_count(&self) -> u64 {
         fs::read_dir(format!("/proc/{}/fd", self.pid()))
             .unwrap()
             .map(|_| 1)

@@ -185,7 +185,7 @@ async fn run_websocket_client(context: &SoakContext, rng: &mut Rng) -> io::Resul
         "GET /socket HTTP/1.1\r\nHost: soak.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
          Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {WEBSOCKET_KEY}\r\n\r\n"
     );
-    let outcome = match send_raw(&mut proxy, handshake.as_bytes(), false).await {
+    let outcome = match send_and_read_head(&mut proxy, handshake.as_bytes(), false).await {
         RequestOutcome::Answered(101) => check_echo(context, &mut proxy, rng).await,
         refused => refused,
     };
@@ -250,7 +250,8 @@ async fn run_slow_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()>
     let pending = context.ledger.begin_request();
     match rng.u8(..4) {
         0 => {
-            let outcome = send_raw(&mut proxy, b"GET /slow HTTP/1.1\r\nHost: soak", true).await;
+            let outcome =
+                send_and_read_head(&mut proxy, b"GET /slow HTTP/1.1\r\nHost: soak", true).await;
             pending.judge_outcome(&SLOW_HEAD_ROUTE, &outcome);
         }
         1 => {
@@ -269,8 +270,8 @@ async fn run_slow_client(context: &SoakContext, rng: &mut Rng) -> io::Result<()>
         }
         _ => {
             let head = b"GET /big HTTP/1.1\r\nHost: soak.test\r\nConnection: close\r\n\r\n";
-            let outcome = match send_raw(&mut proxy, head, false).await {
-                RequestOutcome::Answered(200) => read_slowly(&mut proxy, rng).await,
+            let outcome = match send_and_read_head(&mut proxy, head, false).await {
+                RequestOutcome::Answered(200) => read_body_slowly(&mut proxy, rng).await,
                 other => other,
             };
             pending.judge_outcome(&BIG_ROUTE, &outcome);
@@ -292,10 +293,10 @@ async fn send_in_parts(
         }
         sleep_randomly(rng, 150).await;
     }
-    send_raw(proxy, b"", true).await
+    send_and_read_head(proxy, b"", true).await
 }
 
-async fn read_slowly(proxy: &mut ClientStream, rng: &mut Rng) -> RequestOutcome {
+async fn read_body_slowly(proxy: &mut ClientStream, rng: &mut Rng) -> RequestOutcome {
     let (mut left, mut some) = (BIG_BYTES, vec![0; 64 << 10]);
     while left > 0 {
         match timeout(RESPONSE_TIMEOUT, proxy.read(&mut some)).await {
@@ -325,7 +326,7 @@ async fn run_disconnecting_client(context: &SoakContext, rng: &mut Rng) -> io::R
     sleep_randomly(rng, 100).await;
     // Unread bytes turn the close into a reset.
     drop(proxy);
-    pending.give_up();
+    pending.record_abort();
     Ok(())
 }
 
@@ -341,7 +342,7 @@ async fn reset_streams(context: &SoakContext, count: u32, rng: &mut Rng) -> io::
         let pending = context.ledger.begin_request();
         let soon = Duration::from_millis(rng.u64(..3));
         drop(timeout(soon, proxy.send_request(request)).await);
-        pending.give_up();
+        pending.record_abort();
     }
     Ok(())
 }
@@ -372,8 +373,8 @@ async fn run_hostile_client(context: &SoakContext, rng: &mut Rng) -> io::Result<
     };
     let mut proxy = connect_to_proxy(context, Version::HTTP_11).await?;
     let pending = context.ledger.begin_request();
-    let outcome = send_raw(&mut proxy, &hostile, false).await;
-    pending.judge_hostile(BAD_REQUEST_STATUSES, &outcome);
+    let outcome = send_and_read_head(&mut proxy, &hostile, false).await;
+    pending.judge_hostile_request(BAD_REQUEST_STATUSES, &outcome);
     Ok(())
 }
 
@@ -427,7 +428,11 @@ fn make_request(
 }
 
 /// Sends bytes and reads the response head; with `to_end`, reads until the proxy closes.
-async fn send_raw(proxy: &mut ClientStream, bytes: &[u8], to_end: bool) -> RequestOutcome {
+async fn send_and_read_head(
+    proxy: &mut ClientStream,
+    bytes: &[u8],
+    to_end: bool,
+) -> RequestOutcome {
     let mut head = Vec::new();
     let there_and_back = async {
         // After an early rejection the connection may already be closed, with the response

@@ -1,6 +1,6 @@
 //! The upstream behind the proxy: responds, echoes, aborts, and can be killed and restarted.
 
-use crate::support::free_port;
+use crate::support::find_free_port;
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt};
 use http_body_util::combinators::BoxBody;
@@ -48,7 +48,7 @@ impl AppServer {
     pub(crate) fn start(speaks: AppProtocol) -> Self {
         let mut upstream = Self {
             server_thread: None,
-            address: ([127, 0, 0, 1], free_port()).into(),
+            address: ([127, 0, 0, 1], find_free_port()).into(),
             protocol: speaks,
         };
         upstream.restart();
@@ -175,7 +175,7 @@ async fn respond(mut request: Request<Incoming>) -> io::Result<AppResponse> {
         "/big" => {
             let mut body = number.to_vec();
             body.resize(BIG_BYTES, b'x');
-            Ok(Response::new(full_body(body)))
+            Ok(Response::new(make_full_body(body)))
         }
         "/upload" => {
             let body = request
@@ -184,7 +184,7 @@ async fn respond(mut request: Request<Incoming>) -> io::Result<AppResponse> {
                 .await
                 .map_err(io::Error::other)?
                 .to_bytes();
-            Ok(Response::new(full_body(
+            Ok(Response::new(make_full_body(
                 [&number[..], b" ", body.len().to_string().as_bytes()].concat(),
             )))
         }
@@ -199,14 +199,14 @@ async fn respond(mut request: Request<Incoming>) -> io::Result<AppResponse> {
             });
             // In HTTP/2, extended CONNECT (RFC 8441), any 2xx status opens the tunnel.
             if request.method() == Method::CONNECT {
-                return Ok(Response::new(full_body(Bytes::new())));
+                return Ok(Response::new(make_full_body(Bytes::new())));
             }
             let switch = Response::builder()
                 .status(StatusCode::SWITCHING_PROTOCOLS)
                 .header("connection", "upgrade")
                 .header("upgrade", "websocket")
                 .header("sec-websocket-accept", WEBSOCKET_ACCEPT);
-            Ok(switch.body(full_body(Bytes::new())).unwrap())
+            Ok(switch.body(make_full_body(Bytes::new())).unwrap())
         }
         _ => {
             if path == "/slots" || path == "/slow" {
@@ -215,13 +215,13 @@ async fn respond(mut request: Request<Incoming>) -> io::Result<AppResponse> {
             let cost = fastrand::u32(1..5);
             Ok(Response::builder()
                 .header("x-cost", cost)
-                .body(full_body(number))
+                .body(make_full_body(number))
                 .unwrap())
         }
     }
 }
 
-fn full_body(body: impl Into<Bytes>) -> BoxBody<Bytes, io::Error> {
+fn make_full_body(body: impl Into<Bytes>) -> BoxBody<Bytes, io::Error> {
     Full::new(body.into())
         .map_err(|never| match never {})
         .boxed()

@@ -19,12 +19,12 @@ pub(crate) struct RedisServer {
 
 impl RedisServer {
     pub(crate) fn start() -> Self {
-        Self::start_with(&[])
+        Self::start_with_args(&[])
     }
 
     /// Starts a server with further arguments.
-    pub(crate) fn start_with(args: &[&str]) -> Self {
-        let port = free_port();
+    pub(crate) fn start_with_args(args: &[&str]) -> Self {
+        let port = find_free_port();
         Self {
             child: spawn_redis(port, args),
             port,
@@ -51,7 +51,7 @@ impl RedisServer {
     }
 
     /// Deletes all keys.
-    pub(crate) fn flush(&self) {
+    pub(crate) fn delete_all_keys(&self) {
         let flushed = Command::new("redis-cli")
             .args(["-p", &self.port.to_string(), "FLUSHALL"])
             .stdout(Stdio::null())
@@ -105,7 +105,7 @@ impl RedisServer {
 }
 
 /// Returns a free port below the ephemeral range, so that it is still free after a restart.
-pub(crate) fn free_port() -> u16 {
+pub(crate) fn find_free_port() -> u16 {
     let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
     std::iter::repeat_with(|| fastrand::u16(20_000..32_000))
         .find(is_free)

@@ -13,7 +13,7 @@ use std::time::Duration;
 use subtle::ConstantTimeEq;
 use tokio::time::timeout;
 
-/// Deadline of a response. Longer than every wait of a handler.
+/// Deadline of a response, longer than any wait inside a handler.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Address of the connected peer.
@@ -24,17 +24,18 @@ pub(super) struct AdminPeer(pub(super) IpAddr);
 #[derive(Clone, Debug)]
 pub(super) struct AccessGuard {
     token: Option<AdminToken>,
-    /// Whether other machines can reach the endpoint. Reading then needs the token, as changes do.
+    /// Whether other machines can reach the endpoint. Reads of an exposed endpoint need the token
+    /// too.
     is_exposed: bool,
 }
 
-/// Effect of a request.
+/// The access that a route requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RequiredAccess {
     /// For routes that reveal no data: health checks, and the dashboard page without its data.
     Public,
     Read,
-    /// Drain, as kubelet requests by a `preStop` command inside the pod.
+    /// To start a drain, as a `preStop` command inside the pod does.
     Drain,
     Write,
 }
@@ -48,7 +49,7 @@ impl AccessGuard {
     }
 
     /// # Errors
-    /// The rejection to send.
+    /// Returns the problem to send if access is denied.
     fn authorize(
         &self,
         method: &Method,
@@ -57,9 +58,9 @@ impl AccessGuard {
         peer: AdminPeer,
     ) -> Result<(), ProblemDetails> {
         let required = RequiredAccess::from_request(method, path);
-        // Top-level navigation from another site is allowed: it shows the page to the user, and
-        // the other site learns nothing.
-        let is_link = method.is_safe() && is_navigation(headers);
+        // Following a link from another site is allowed: the user sees the page, and that site
+        // learns nothing.
+        let is_link = method.is_safe() && is_top_level_navigation(headers);
         if !is_link && is_cross_origin(headers) {
             return Err(forbidden_problem(
                 "cross-site request: a script or form of another page sent it",
@@ -68,7 +69,7 @@ impl AccessGuard {
         let has_token = self
             .token
             .as_ref()
-            .is_some_and(|token| has_token(headers, token));
+            .is_some_and(|token| has_expected_token(headers, token));
         match (required, &self.token) {
             (RequiredAccess::Public, _) => Ok(()),
             (RequiredAccess::Read, _) if !self.is_exposed => Ok(()),
@@ -95,7 +96,7 @@ impl AccessGuard {
 }
 
 impl RequiredAccess {
-    /// Methods that are not known to be safe count as changes.
+    /// Every combination of method and path that is not listed requires write access.
     fn from_request(method: &Method, path: &str) -> Self {
         match (method.as_str(), path) {
             ("GET" | "HEAD", "/" | "/livez" | "/readyz" | "/metrics") => Self::Public,
@@ -110,8 +111,8 @@ fn forbidden_problem(why: &str) -> ProblemDetails {
     ProblemDetails::new(StatusCode::FORBIDDEN, why)
 }
 
-/// Checks access, then runs the handler under the deadline.
-pub(super) async fn authorize_request(
+/// Checks access to a route, then runs its handler with a deadline.
+pub(super) async fn authorize_and_run_handler(
     State(guard): State<AccessGuard>,
     Extension(peer): Extension<AdminPeer>,
     request: Request,
@@ -142,9 +143,9 @@ pub(super) async fn authorize_request(
 
 /// Accepts only requests whose `Host` names this endpoint (protection against DNS rebinding).
 ///
-/// A web page can make a browser call any address under a host name that its owner controls.
-/// The browser then sends that name. A page cannot use a plain IP address as its name, so IP
-/// addresses are accepted: probes and people use them.
+/// A web page can make a browser send requests to this address with a `Host` name that the page's
+/// owner controls. A web page cannot choose an IP address as its host name, so every IP address is
+/// accepted in `Host`: probes and people use them.
 pub(super) async fn require_known_host(
     State(settings): State<Arc<AdminSettings>>,
     request: Request,
@@ -183,7 +184,7 @@ fn is_cross_origin(headers: &HeaderMap) -> bool {
 }
 
 /// Whether the browser reports a top-level navigation (Fetch Metadata).
-fn is_navigation(headers: &HeaderMap) -> bool {
+fn is_top_level_navigation(headers: &HeaderMap) -> bool {
     let has_value = |name, value: &[u8]| {
         headers
             .get_all(name)
@@ -217,8 +218,8 @@ fn is_known_host(headers: &HeaderMap, allowed: &[String]) -> bool {
     name == "localhost" || name.parse::<IpAddr>().is_ok() || allowed.contains(&name)
 }
 
-/// Compares in constant time.
-fn has_token(headers: &HeaderMap, token: &AdminToken) -> bool {
+/// Whether the request has the expected bearer token, compared in constant time.
+fn has_expected_token(headers: &HeaderMap, token: &AdminToken) -> bool {
     let mut given = headers.get_all(AUTHORIZATION).iter();
     let (Some(given), None) = (given.next(), given.next()) else {
         return false;
@@ -234,7 +235,7 @@ mod tests {
     use super::*;
     use http::HeaderName;
 
-    fn headers(name: HeaderName, values: &[&str]) -> HeaderMap {
+    fn header_map(name: HeaderName, values: &[&str]) -> HeaderMap {
         values
             .iter()
             .map(|value| (name.clone(), value.parse().unwrap()))
@@ -244,7 +245,7 @@ mod tests {
     #[test]
     fn rejects_unknown_host_names() {
         let allowed = ["admin.internal".to_owned()];
-        let known = |hosts: &[&str]| is_known_host(&headers(HOST, hosts), &allowed);
+        let known = |hosts: &[&str]| is_known_host(&header_map(HOST, hosts), &allowed);
         for host in [
             "localhost",
             "LOCALHOST:9090",
@@ -268,9 +269,9 @@ mod tests {
         assert!(!known(&[]) && !known(&["localhost", "evil.example"]));
     }
 
-    const LOCAL: AdminPeer = AdminPeer(IpAddr::V6(Ipv6Addr::LOCALHOST));
+    const LOOPBACK_PEER: AdminPeer = AdminPeer(IpAddr::V6(Ipv6Addr::LOCALHOST));
 
-    fn status(
+    fn authorization_status(
         guard: &AccessGuard,
         method: Method,
         path: &str,
@@ -296,7 +297,8 @@ mod tests {
     fn each_route_requires_its_access_level() {
         let token = Some(AdminToken::new("t".to_owned()));
         let (get, delete, post) = (Method::GET, Method::DELETE, Method::POST);
-        // No token configured, one configured, one configured and sent; on loopback and elsewhere.
+        // Expected statuses on loopback: without a token, with a configured one, and with it sent.
+        // Then those on an exposed address with a configured token: not sent, and sent.
         let cases = [
             (&get, "/livez", [200, 200, 200], [200, 200]),
             (&get, "/", [200, 200, 200], [200, 200]),
@@ -310,8 +312,9 @@ mod tests {
         ];
         let sent = &[("authorization", "Bearer t")][..];
         for (method, path, local, exposed) in cases {
-            let request_status =
-                |guard: &AccessGuard, lines| status(guard, method.clone(), path, lines, LOCAL);
+            let request_status = |guard: &AccessGuard, lines| {
+                authorization_status(guard, method.clone(), path, lines, LOOPBACK_PEER)
+            };
             let (without, with) = (
                 AccessGuard {
                     token: None,
@@ -353,16 +356,22 @@ mod tests {
             is_exposed: false,
         };
         let drain = |lines: &[(&'static str, &str)], peer| {
-            status(&guard, Method::POST, "/drain", lines, peer)
+            authorization_status(&guard, Method::POST, "/drain", lines, peer)
         };
-        assert_eq!(drain(&[], LOCAL), 200);
+        assert_eq!(drain(&[], LOOPBACK_PEER), 200);
         assert_eq!(
             drain(&[], AdminPeer("::ffff:127.0.0.1".parse().unwrap())),
             200
         );
         assert_eq!(drain(&[], AdminPeer("10.0.0.1".parse().unwrap())), 403);
-        assert_eq!(drain(&[("sec-fetch-site", "same-origin")], LOCAL), 403);
-        assert_eq!(drain(&[("origin", "http://localhost:1")], LOCAL), 403);
+        assert_eq!(
+            drain(&[("sec-fetch-site", "same-origin")], LOOPBACK_PEER),
+            403
+        );
+        assert_eq!(
+            drain(&[("origin", "http://localhost:1")], LOOPBACK_PEER),
+            403
+        );
     }
 
     #[test]
@@ -373,7 +382,7 @@ mod tests {
         };
         let reset = |name, value| {
             let lines = [("authorization", "Bearer t"), (name, value)];
-            status(&guard, Method::DELETE, "/keys", &lines, LOCAL)
+            authorization_status(&guard, Method::DELETE, "/keys", &lines, LOOPBACK_PEER)
         };
         for (name, value) in [
             ("sec-fetch-site", "same-origin"),
@@ -404,8 +413,9 @@ mod tests {
             token: None,
             is_exposed: false,
         };
-        let get_status =
-            |lines: &[(&'static str, &str)]| status(&guard, Method::GET, "/keys", lines, LOCAL);
+        let get_status = |lines: &[(&'static str, &str)]| {
+            authorization_status(&guard, Method::GET, "/keys", lines, LOOPBACK_PEER)
+        };
         assert_eq!(get_status(&[("origin", "http://evil.example")]), 403);
         let site = ("sec-fetch-site", "cross-site");
         let (script, image) = (("sec-fetch-dest", "script"), ("sec-fetch-dest", "image"));
@@ -429,7 +439,7 @@ mod tests {
         );
         let post = [site, navigate, ("sec-fetch-dest", "document")];
         assert_eq!(
-            status(&guard, Method::POST, "/explain", &post, LOCAL),
+            authorization_status(&guard, Method::POST, "/explain", &post, LOOPBACK_PEER),
             403,
             "a form submission is not a link"
         );
@@ -438,7 +448,7 @@ mod tests {
     #[test]
     fn only_the_exact_token_is_accepted() {
         let token = AdminToken::new("s3cret".to_owned());
-        let has = |values: &[&str]| has_token(&headers(AUTHORIZATION, values), &token);
+        let has = |values: &[&str]| has_expected_token(&header_map(AUTHORIZATION, values), &token);
         assert!(has(&["Bearer s3cret"]) && has(&["bearer s3cret"]));
         for wrong in [
             "",

@@ -1,4 +1,4 @@
-//! Handlers for single keys and requests, and the few that change state.
+//! Handlers that act on one key or request, and handlers that change the state of the process.
 
 use super::parameters::{self, QueryParameters};
 use super::responses::{JsonResponse, ProblemDetails};
@@ -61,7 +61,8 @@ pub(super) async fn get_log_level() -> JsonResponse {
     )
 }
 
-/// Body: `{"level": "info,tidegate::proxy=debug"}`, a level as in the configuration.
+/// Expects the body `{"level": "info,tidegate::proxy=debug"}`, with a level as in the
+/// configuration.
 #[allow(clippy::unused_async, reason = "a handler is async")]
 pub(super) async fn set_log_level(
     headers: HeaderMap,
@@ -69,7 +70,7 @@ pub(super) async fn set_log_level(
 ) -> Result<JsonResponse, ProblemDetails> {
     let object = parameters::parse_json_object(&headers, body)?;
     parameters::reject_unknown_fields(&object, "", &["level"])?;
-    let Some(text) = parameters::get_text(&object, "level")? else {
+    let Some(text) = parameters::get_string_field(&object, "level")? else {
         return Err(ProblemDetails::bad_request("level is missing"));
     };
     let level = LogLevel::parse(&text)

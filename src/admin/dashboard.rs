@@ -1,10 +1,10 @@
 //! The dashboard at `/`: a page that polls the other routes.
 //!
-//! It is a single response without external fonts, scripts or build step. It holds no secrets, so
-//! it is served without the token; the data that it requests afterwards is not. Its content
-//! security policy allows only the scripts and styles with the listed hashes, loads nothing from
-//! other origins, and forbids markup from strings (`require-trusted-types-for`), so that
-//! client-chosen key values stay text.
+//! The page is one response, without external fonts or scripts and without a build step. The page
+//! contains no secrets, so it is served without the token; the data that it requests may need the
+//! token. Its content security policy allows only the scripts and styles with the listed hashes,
+//! loads nothing from other origins, and forbids markup from strings (`require-trusted-types-for`),
+//! so that client-chosen key values stay text.
 
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
@@ -19,13 +19,13 @@ const HTML_TEMPLATE: &str = include_str!("dashboard/index.html");
 const STYLES_PLACEHOLDER: &str = "<!--STYLES-->";
 const SCRIPTS_PLACEHOLDER: &str = "<!--SCRIPTS-->";
 
-/// uPlot 1.6.32, unmodified; its licence is beside it.
+/// Style sheets of the page. Those of uPlot 1.6.32 are unmodified; `uplot.LICENSE` is its licence.
 const STYLES: [&str; 2] = [
     include_str!("dashboard/uplot.min.css"),
     include_str!("dashboard/style.css"),
 ];
 
-/// In dependency order.
+/// Scripts of the page, in dependency order.
 const SCRIPTS: [&str; 6] = [
     include_str!("dashboard/uplot.min.js"),
     include_str!("dashboard/page.js"),
@@ -68,7 +68,7 @@ fn wrap_in_tags(tag: &str, texts: &[&str]) -> String {
         .collect()
 }
 
-/// Content security policy (CSP level 3).
+/// The content security policy of the dashboard (CSP level 3).
 fn content_security_policy() -> String {
     format!(
         "default-src 'none'; script-src{}; style-src{}; connect-src 'self'; img-src data:; base-uri 'none'; \
@@ -90,9 +90,9 @@ fn csp_hashes(texts: &[&str]) -> String {
 mod tests {
     use super::*;
 
-    /// Hints are texts for people, whose wording may change.
+    /// Scripts must not depend on the wording of hints, which may change.
     #[test]
-    fn problems_are_shown_by_their_fields_and_not_by_the_wording_of_hints() {
+    fn scripts_check_problem_fields_instead_of_hint_texts() {
         assert!(SCRIPTS.iter().all(|script| !script.contains("hints")));
         for cause in [
             "!store.up",
@@ -107,7 +107,7 @@ mod tests {
         }
     }
 
-    /// `make test-browser` checks that a browser runs it.
+    /// `make test-browser` checks that a browser runs the page.
     #[test]
     fn page_is_small_and_self_contained() {
         let DashboardPage { html, csp: policy } = &*DASHBOARD_PAGE;

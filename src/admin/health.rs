@@ -14,8 +14,8 @@ pub(super) async fn get_liveness() -> &'static str {
     "ok\n"
 }
 
-/// Fails only while clients cannot be served, or soon cannot. Other problems are only reported:
-/// taking every replica out of service would not bring the store back.
+/// Readiness fails only while the process starts or stops. Other problems are reported without
+/// failing it: taking every replica out of service would not bring the store back.
 #[allow(clippy::unused_async, reason = "a handler is async")]
 pub(super) async fn get_readiness(State(view): State<AdminBackend>) -> JsonResponse {
     let observed = (view.read_status)();
@@ -28,8 +28,8 @@ pub(super) async fn get_readiness(State(view): State<AdminBackend>) -> JsonRespo
         "store": if observed.store_up { "up" } else { "degraded" },
         "generation": observed.config_generation,
         "reload_errors": observed.reload_errors,
-        "untrusted_forwarding": view.metrics.untrusted_forwarding(),
-        "hints": collect_problem_hints(&observed, view.metrics.untrusted_forwarding()),
+        "untrusted_forwarding": view.metrics.untrusted_forwarding_count(),
+        "hints": collect_problem_hints(&observed, view.metrics.untrusted_forwarding_count()),
     });
     JsonResponse(status, body)
 }
@@ -42,8 +42,8 @@ pub(super) fn phase_label(phase: ProcessPhase) -> &'static str {
     }
 }
 
-/// Problems that need attention, and what to do about them. The dashboard shows each of them by the
-/// field of the overview that has its cause.
+/// Returns the problems that need attention, and what to do about them. The dashboard detects each
+/// problem by a field of the overview, not by the text of its hint.
 pub(super) fn collect_problem_hints(
     observed: &ProcessStatus,
     untrusted_forwarding: u64,

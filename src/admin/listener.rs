@@ -19,29 +19,29 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 
-/// Listen backlog.
+/// Listen backlog of the admin sockets.
 const BACKLOG: i32 = 1024;
 /// Mode of the Unix socket's file: owner and group may connect, and thereby read everything and
 /// stop the proxy.
 const UNIX_SOCKET_MODE: u32 = 0o660;
 /// Peer address assumed for clients of a Unix socket.
 const LOCAL_PEER: AdminPeer = AdminPeer(IpAddr::V4(Ipv4Addr::LOCALHOST));
-/// Concurrent connections per listening address: users, probes and scrapers are few.
+/// Maximum number of connections per listening address: users, probes and scrapers are few.
 const MAX_CONNECTIONS: usize = 64;
 /// Deadline of a request head, and of the idle time between requests.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Limit of a request head. Bodies have a limit of their own.
+/// Maximum size of a request head; `MAX_BODY_BYTES` limits the body.
 const MAX_HEAD_BYTES: usize = 16 << 10;
 /// After this age a connection closes with its next response, so that slow readers do not hold
 /// their slots forever.
 const MAX_CONNECTION_AGE: Duration = Duration::from_secs(60);
-/// Deadline of that last response.
+/// Deadline of the last response on a connection that has reached [`MAX_CONNECTION_AGE`].
 const FINAL_RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Pause after a failed accept: without free file descriptors, other connections have to close
+/// Pause after a failed accept. If file descriptors are exhausted, other connections must close
 /// first.
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(50);
 
-/// A bound listener that does not serve requests yet.
+/// A bound listener of the admin endpoint. It serves requests while [`AdminListener::run`] runs.
 #[derive(Debug)]
 pub struct AdminListener {
     address: ListenAddress,
@@ -59,10 +59,10 @@ impl AdminListener {
         Self::bind(&address, routes::admin_router(settings, view))
     }
 
-    /// Binds `admin.probes`.
+    /// Binds `admin.probes`, which serves only health and metrics.
     ///
     /// # Errors
-    /// As [`AdminListener::bind_admin`].
+    /// If the address is in use or not permitted.
     pub fn bind_probes(address: SocketAddr, view: AdminBackend) -> io::Result<Self> {
         Self::bind(&ListenAddress::Ip(address), routes::probes_router(view))
     }
@@ -83,7 +83,7 @@ impl AdminListener {
         &self.address
     }
 
-    /// Serves connections forever. Errors of the admin endpoint never stop the process.
+    /// Accepts and serves connections forever. Errors of the admin endpoint never stop the process.
     pub async fn run(self) {
         let connection_permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         loop {
@@ -143,7 +143,7 @@ async fn serve_connection(
         Ok(ended) => ended,
         Err(_late) => {
             connection.as_mut().graceful_shutdown();
-            // Closes the connection if the last response takes longer.
+            // After this timeout the connection closes, even if its last response is incomplete.
             timeout(FINAL_RESPONSE_TIMEOUT, connection)
                 .await
                 .unwrap_or(Ok(()))

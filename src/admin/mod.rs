@@ -1,7 +1,7 @@
 //! The admin endpoint: status, metrics and commands for operators, on an address of its own.
 //!
-//! It depends on no other part of the proxy: `app` passes an [`AdminBackend`] in, so the endpoint
-//! responds whatever state the data path is in.
+//! The endpoint does not depend on the data path: `app` gives it an [`AdminBackend`]. It therefore
+//! responds whatever the state of the data path.
 
 mod access_control;
 mod commands;
@@ -14,7 +14,7 @@ mod responses;
 mod routes;
 
 pub use listener::AdminListener;
-pub(crate) use responses::escape_json;
+pub(crate) use responses::escape_json_for_display;
 
 use crate::listen::ListenAddress;
 use crate::telemetry::history::TrafficHistory;
@@ -26,24 +26,24 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Addresses and access settings.
+/// Addresses and access settings of the admin endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdminSettings {
     /// A token is required if other machines can reach this address.
     pub address: ListenAddress,
-    /// Second address with health and metrics only.
+    /// Second listening address, which serves only health and metrics.
     pub probes: Option<SocketAddr>,
     pub token: Option<AdminToken>,
     /// Lower-case names accepted in `Host`, besides localhost and IP addresses.
     pub allowed_hosts: Vec<String>,
 }
 
-/// A secret that is masked in logs.
+/// The bearer token of the admin endpoint; its `Debug` text is masked.
 #[derive(Clone, PartialEq, Eq)]
 pub struct AdminToken(String);
 
-/// Data and commands that the endpoint offers. The functions are called for every request; those
-/// that wait for the store return a future that finishes within some seconds.
+/// Data and commands behind the admin endpoint. Its functions are called for every request;
+/// functions that use the store return a future that finishes within some seconds.
 #[derive(Clone)]
 pub struct AdminBackend {
     pub instance: InstanceDescription,
@@ -77,7 +77,7 @@ pub struct InstanceDescription {
     pub store_address: String,
 }
 
-/// Filter and page of policies.
+/// Selects policies by name, and one page of them.
 #[derive(Clone, Debug, Default)]
 pub struct PolicySelection {
     /// Names to select; empty selects all.
@@ -105,14 +105,14 @@ pub struct PolicySummary {
     pub counters: Option<Arc<PolicyCounters>>,
 }
 
-/// A key by its policy and values: one value per position, empty if absent.
+/// A key, given by its policy and values: one value per position of the key, empty if absent.
 #[derive(Clone, Debug)]
 pub struct KeyQuery {
     pub policy: String,
     pub values: Vec<String>,
 }
 
-/// A request that an operator describes.
+/// A request that an operator describes, to have its decision explained.
 #[derive(Clone, Debug)]
 pub struct ExplainRequest {
     pub method: String,
@@ -126,10 +126,10 @@ pub struct ExplainRequest {
     pub client_cert_cn: Option<String>,
 }
 
-/// A result that has to be awaited.
+/// The future result of a store lookup, as JSON.
 pub type AdminFuture = Pin<Box<dyn Future<Output = Result<Value, AdminError>> + Send>>;
 
-/// Why a request failed, with a text for people.
+/// Why an admin request failed, with a message for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AdminError {
     /// The request is malformed.
@@ -140,12 +140,12 @@ pub enum AdminError {
     Unavailable(String),
 }
 
-/// Duration of a drain.
+/// Durations of the two phases of a drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DrainSchedule {
-    /// Requests are still accepted while readiness fails.
+    /// First phase: readiness fails, and new requests are still served.
     pub delay: Duration,
-    /// After the announcement, requests in flight may finish for at most this long.
+    /// Second phase: the maximum time for requests in flight to finish.
     pub grace: Duration,
 }
 

@@ -9,7 +9,7 @@ use http::{HeaderMap, StatusCode};
 use serde_json::Value;
 use std::net::{IpAddr, Ipv4Addr};
 
-/// Limit of a request body.
+/// Maximum size of a request body.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
 
 /// Query parameters in order, decoded as `application/x-www-form-urlencoded`.
@@ -18,7 +18,7 @@ pub(super) struct QueryParameters(Vec<(String, String)>);
 
 impl QueryParameters {
     /// # Errors
-    /// If a parameter is not in `known`: a misspelt filter must not look like no filter.
+    /// Fails if a parameter is not in `known`, so that a misspelt filter is not ignored.
     pub(super) fn parse(query: Option<&str>, known: &[&str]) -> Result<Self, ProblemDetails> {
         let pairs = form_urlencoded::parse(query.unwrap_or_default().as_bytes());
         let pairs: Vec<(String, String)> = pairs.into_owned().collect();
@@ -49,7 +49,7 @@ impl QueryParameters {
     }
 
     /// # Errors
-    /// If the parameter occurs more than once.
+    /// Fails if the parameter occurs more than once.
     pub(super) fn get_one(&self, name: &str) -> Result<Option<&str>, ProblemDetails> {
         let mut values = self.0.iter().filter(|(known, _)| known == name);
         match (values.next(), values.next()) {
@@ -60,7 +60,7 @@ impl QueryParameters {
         }
     }
 
-    /// A whole number up to `max`, or `default`.
+    /// Returns a whole number up to `max`, or `default` if the parameter is absent.
     pub(super) fn get_number(
         &self,
         name: &str,
@@ -78,8 +78,8 @@ impl QueryParameters {
         })
     }
 
-    /// `true` or `false`; `default` if absent.
-    pub(super) fn get_flag(&self, name: &str, default: bool) -> Result<bool, ProblemDetails> {
+    /// Parses `true` or `false`; returns `default` if the parameter is absent.
+    pub(super) fn get_bool(&self, name: &str, default: bool) -> Result<bool, ProblemDetails> {
         match self.get_one(name)? {
             None => Ok(default),
             Some("true") => Ok(true),
@@ -115,7 +115,7 @@ pub(super) fn parse_json_object(
         .and_then(|kind| kind.to_str().ok())
         .unwrap_or_default();
     let media_type = content_type.split(';').next().unwrap_or_default().trim();
-    // Other types can be sent cross-site without a CORS preflight.
+    // Only this type is accepted, because it cannot be sent cross-site without a CORS preflight.
     if !media_type.eq_ignore_ascii_case("application/json") {
         return Err(ProblemDetails::new(
             StatusCode::UNSUPPORTED_MEDIA_TYPE,
@@ -140,17 +140,17 @@ pub(super) fn parse_json_object(
 
 const EXPLAIN_FIELDS: [&str; 5] = ["method", "url", "headers", "ip", "client_cert"];
 
-/// Reads the description of a request.
+/// Parses the described request in the body of `POST /explain`.
 pub(super) fn parse_explain_request(
     object: &serde_json::Map<String, Value>,
 ) -> Result<ExplainRequest, ProblemDetails> {
     reject_unknown_fields(object, "", &EXPLAIN_FIELDS)?;
-    let Some(url) = get_text(object, "url")? else {
+    let Some(url) = get_string_field(object, "url")? else {
         return Err(ProblemDetails::bad_request(
             "url is missing, e.g. \"http://shop.example/api/orders\" or \"/api/orders\"",
         ));
     };
-    let ip = match get_text(object, "ip")? {
+    let ip = match get_string_field(object, "ip")? {
         None => IpAddr::V4(Ipv4Addr::LOCALHOST),
         Some(text) => text
             .parse()
@@ -169,9 +169,9 @@ pub(super) fn parse_explain_request(
         }
     };
     let certificate_name =
-        |name| certificate.map_or(Ok(None), |certificate| get_text(certificate, name));
+        |name| certificate.map_or(Ok(None), |certificate| get_string_field(certificate, name));
     Ok(ExplainRequest {
-        method: get_text(object, "method")?.unwrap_or_else(|| "GET".to_owned()),
+        method: get_string_field(object, "method")?.unwrap_or_else(|| "GET".to_owned()),
         url,
         headers: parse_headers(object.get("headers"))?,
         peer_ip: ip,
@@ -194,7 +194,7 @@ pub(super) fn reject_unknown_fields(
     }
 }
 
-pub(super) fn get_text(
+pub(super) fn get_string_field(
     object: &serde_json::Map<String, Value>,
     name: &str,
 ) -> Result<Option<String>, ProblemDetails> {
@@ -207,7 +207,8 @@ pub(super) fn get_text(
     }
 }
 
-/// Reads `{"name": "value"}`; a repeated header has a list of values.
+/// Parses the headers of a described request: `{"name": "value"}`, with a list for a repeated
+/// header.
 fn parse_headers(value: Option<&Value>) -> Result<Vec<(String, String)>, ProblemDetails> {
     let expected = || {
         ProblemDetails::bad_request("headers: expected an object of texts, or of lists of texts")

@@ -1,17 +1,17 @@
-//! Read-only handlers.
+//! Handlers that only read: configuration, policies, overview and rankings.
 //!
-//! With ten thousand policies a response takes milliseconds to render, so it is rendered on another
-//! thread. The thread of these handlers accepts connections.
+//! Rendering ten thousand policies takes milliseconds, so responses are rendered on another thread.
+//! The thread that runs the handlers must stay free to accept connections.
 
 use super::health::{collect_problem_hints, phase_label};
 use super::parameters::QueryParameters;
-use super::responses::{JsonResponse, ProblemDetails, escape_json, run_blocking};
+use super::responses::{JsonResponse, ProblemDetails, escape_json_for_display, run_blocking};
 use super::{AdminBackend, PolicySelection};
 use crate::telemetry::history::{
-    DecisionCounts, DurationHistograms, PolicyTimeline, SECONDS_KEPT, STATUS_CLASSES, SecondCounts,
-    TimelineAxis,
+    DecisionCounts, DurationHistograms, PolicyTimeline, SECONDS_KEPT, STATUS_CLASS_COUNT,
+    SecondCounts, TimelineAxis,
 };
-use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounters, ProcessStatus};
+use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounterIndices, ProcessStatus};
 use crate::telemetry::top_rejections::{RejectionDimension, RejectionRanking};
 use axum::extract::{RawQuery, State};
 use axum::response::{IntoResponse, Response};
@@ -20,16 +20,16 @@ use http::header::CONTENT_TYPE;
 use serde_json::{Map, Value, json};
 use std::time::Duration;
 
-/// Policies in one response: default and maximum.
+/// Default and maximum number of policies in one response.
 const DEFAULT_PAGE_SIZE: usize = 100;
 const MAX_PAGE_SIZE: usize = 1000;
-/// Larger than any number of policies.
+/// Maximum `offset` of a page, larger than any number of policies.
 const MAX_OFFSET: usize = 1_000_000;
-/// Entries of a ranking: default and maximum.
-const DEFAULT_RANKS: usize = 20;
-const MAX_RANKS: usize = 500;
+/// Default and maximum number of entries in a ranking.
+const DEFAULT_RANKING_ENTRIES: usize = 20;
+const MAX_RANKING_ENTRIES: usize = 500;
 /// Seconds of history in an overview by default.
-const DEFAULT_SECONDS: usize = 120;
+const DEFAULT_HISTORY_SECONDS: usize = 120;
 
 pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
 
@@ -45,7 +45,11 @@ pub(super) async fn get_config(
         let body = format!(
             "{{\"generation\":{generation},\"reload_errors\":{errors},\"config\":{config}}}\n"
         );
-        ([(CONTENT_TYPE, "application/json")], escape_json(&body)).into_response()
+        (
+            [(CONTENT_TYPE, "application/json")],
+            escape_json_for_display(&body),
+        )
+            .into_response()
     })
     .await
 }
@@ -55,8 +59,8 @@ pub(super) async fn get_openapi() -> Response {
     ([(CONTENT_TYPE, "application/json")], OPENAPI_JSON).into_response()
 }
 
-/// Each policy: its description, and its decisions since the start, by minute of the last hour and
-/// by hour of the last day.
+/// Returns for each policy its description and its numbers of decisions: since the start, by minute
+/// of the last hour, and by hour of the last day.
 pub(super) async fn get_policies(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
@@ -67,7 +71,7 @@ pub(super) async fn get_policies(
         query.get_number("limit", DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)?,
         query.get_number("offset", 0, MAX_OFFSET)?,
     );
-    let with_history = query.get_flag("history", true)?;
+    let with_history = query.get_bool("history", true)?;
     let selection = PolicySelection {
         names: query.get_all("policy"),
         offset,
@@ -96,7 +100,7 @@ pub(super) async fn get_policies(
                     );
                 }
                 if with_history {
-                    summary.extend(history_columns(&labels.policy_history, past.as_ref()));
+                    summary.extend(policy_history_json(&labels.policy_history, past.as_ref()));
                 }
                 Value::Object(summary)
             });
@@ -119,9 +123,10 @@ pub(super) async fn get_policies(
     .await
 }
 
-/// One series per decision that occurred; the time axis is shared by the whole response.
-fn history_columns(
-    labels: &[LabelledCounters],
+/// Returns one series of counts per decision that occurred. All policies of a response share one
+/// time axis.
+fn policy_history_json(
+    labels: &[LabelledCounterIndices],
     timeline: Option<&PolicyTimeline>,
 ) -> [(String, Value); 2] {
     let series = |parts: &[DecisionCounts]| {
@@ -144,13 +149,13 @@ fn history_columns(
     ]
 }
 
-/// Everything that the dashboard shows beside policies.
+/// Returns the overview of the dashboard: status, store, traffic, latency and problems.
 pub(super) async fn get_overview(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
     let query = QueryParameters::parse(query.as_deref(), &["seconds"])?;
-    let seconds = query.get_number("seconds", DEFAULT_SECONDS, SECONDS_KEPT)?;
+    let seconds = query.get_number("seconds", DEFAULT_HISTORY_SECONDS, SECONDS_KEPT)?;
     run_blocking(move || JsonResponse(StatusCode::OK, build_overview(&view, seconds))).await
 }
 
@@ -158,12 +163,12 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
     let observed = (view.read_status)();
     let (from_s, seconds) = view.history.last_seconds(max_seconds);
     let (window_s, times) = view.history.recent_durations();
-    let untrusted = view.metrics.untrusted_forwarding();
+    let untrusted = view.metrics.untrusted_forwarding_count();
     let labels = &view.metrics.labels().request_decisions;
     let totals = labels
         .iter()
         .map(|(label, _)| *label)
-        .zip(view.metrics.request_decisions());
+        .zip(view.metrics.request_decision_counts());
     json!({
         "instance": {
             "id": view.instance.id,
@@ -188,19 +193,19 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
         },
         "requests": {
             "total": Value::Object(counts_to_json(totals)),
-            "seconds": traffic_columns(labels, from_s, &seconds),
+            "seconds": traffic_history_json(labels, from_s, &seconds),
         },
         "http": {
             "codes": Value::Object(
                 view.metrics.status_counts().into_iter().map(|(code, count)| (code.to_string(), json!(count))).collect(),
             ),
-            "upstream_errors": Value::Object(counts_to_json(view.metrics.upstream_errors())),
+            "upstream_errors": Value::Object(counts_to_json(view.metrics.upstream_error_counts())),
         },
         "latency": latency_json(window_s, &times),
         "certificates": observed.certificates.iter()
             .map(|(file, at)| json!({ "file": file, "ends_s": at })).collect::<Vec<_>>(),
         "untrusted_forwarding": untrusted,
-        "untrusted_peers": view.metrics.untrusted_peers(),
+        "untrusted_peers": view.metrics.last_untrusted_peers(),
         "hints": collect_problem_hints(&observed, untrusted),
     })
 }
@@ -220,8 +225,12 @@ fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
     })
 }
 
-/// Columns for charts. The last second is incomplete.
-fn traffic_columns(labels: &[LabelledCounters], from_s: u64, seconds: &[SecondCounts]) -> Value {
+/// Returns the traffic by second as columns for charts. The last second is incomplete.
+fn traffic_history_json(
+    labels: &[LabelledCounterIndices],
+    from_s: u64,
+    seconds: &[SecondCounts],
+) -> Value {
     let at: Vec<u64> = (from_s..).zip(seconds).map(|(at, _)| at).collect();
     let mut columns = Map::new();
     columns.insert("at".to_owned(), json!(at));
@@ -229,7 +238,7 @@ fn traffic_columns(labels: &[LabelledCounters], from_s: u64, seconds: &[SecondCo
         let column = seconds.iter().filter_map(|second| second.decisions.get(at));
         columns.insert((*label).to_owned(), json!(column.collect::<Vec<_>>()));
     }
-    for class in 0..STATUS_CLASSES {
+    for class in 0..STATUS_CLASS_COUNT {
         let column = seconds
             .iter()
             .filter_map(|second| second.status_classes.get(class));
@@ -256,17 +265,22 @@ fn latency_json(window_s: u64, times: &DurationHistograms) -> Value {
 }
 
 fn quantiles_json(buckets: &HistogramSnapshot) -> Value {
-    let at = |share| buckets.quantile(share).as_ref().map(Duration::as_secs_f64);
+    let at = |share| {
+        buckets
+            .quantile_bound(share)
+            .as_ref()
+            .map(Duration::as_secs_f64)
+    };
     json!({ "count": buckets.count(), "p50_s": at(0.5), "p90_s": at(0.9), "p99_s": at(0.99), "p999_s": at(0.999) })
 }
 
-/// The most rejected keys and paths.
+/// Returns the most rejected keys and paths.
 pub(super) async fn get_top_rejections(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
     let query = QueryParameters::parse(query.as_deref(), &["n", "policy"])?;
-    let limit = query.get_number("n", DEFAULT_RANKS, MAX_RANKS)?;
+    let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_RANKING_ENTRIES)?;
     let policy = query.get_one("policy")?.map(str::to_owned);
     run_blocking(move || {
         let rank = |what| {

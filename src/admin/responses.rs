@@ -15,7 +15,8 @@ use std::fmt::Write as _;
 /// A JSON response.
 pub(super) struct JsonResponse(pub(super) StatusCode, pub(super) Value);
 
-/// An error as `application/problem+json` (RFC 9457). The detail says what would be right.
+/// An error as `application/problem+json` (RFC 9457). The detail of a problem says what would be
+/// right.
 #[derive(Debug)]
 pub(super) struct ProblemDetails {
     pub(super) status: StatusCode,
@@ -51,7 +52,7 @@ impl IntoResponse for JsonResponse {
         (
             status,
             [(CONTENT_TYPE, "application/json")],
-            escape_json(&format!("{value}\n")),
+            escape_json_for_display(&format!("{value}\n")),
         )
             .into_response()
     }
@@ -62,7 +63,7 @@ impl IntoResponse for ProblemDetails {
         let Self { status, detail } = self;
         let title = status.canonical_reason().unwrap_or("Error");
         let body = json!({ "type": "about:blank", "title": title, "status": status.as_u16(), "detail": detail });
-        let body = escape_json(&format!("{body}\n"));
+        let body = escape_json_for_display(&format!("{body}\n"));
         (status, [(CONTENT_TYPE, "application/problem+json")], body).into_response()
     }
 }
@@ -79,9 +80,9 @@ pub(super) async fn run_blocking<T: Send + 'static>(
     })
 }
 
-/// Escapes characters that a terminal or browser could interpret: control and bidirectional
-/// characters, and those of HTML. They occur in JSON strings only, where the escape is equivalent.
-pub(crate) fn escape_json(json: &str) -> String {
+/// Escapes all characters except printable ASCII, and `<`, `>` and `&`, so that no terminal or
+/// browser interprets them. They occur only in JSON strings, where the escape means the same.
+pub(crate) fn escape_json_for_display(json: &str) -> String {
     let is_plain = |c: char| c == '\n' || (' '..='~').contains(&c) && !matches!(c, '<' | '>' | '&');
     let mut text = String::with_capacity(json.len());
     for letter in json.chars() {
@@ -96,7 +97,7 @@ pub(crate) fn escape_json(json: &str) -> String {
     text
 }
 
-/// Content security policy of responses without one of their own: nothing is allowed.
+/// Headers that are added to responses without them. This content security policy allows nothing.
 const DEFAULT_HEADERS: [(HeaderName, HeaderValue); 6] = [
     (CACHE_CONTROL, HeaderValue::from_static("no-store")),
     (
@@ -116,7 +117,7 @@ const DEFAULT_HEADERS: [(HeaderName, HeaderValue); 6] = [
 
 /// Completes every response: adds problem details where the router set only a status, and security
 /// headers for browsers.
-pub(super) async fn finish_response(request: Request, next: Next) -> Response {
+pub(super) async fn add_default_body_and_headers(request: Request, next: Next) -> Response {
     let path = request.uri().path().to_owned();
     let mut response = next.run(request).await;
     if !response.headers().contains_key(CONTENT_TYPE) {
@@ -151,7 +152,7 @@ mod tests {
     fn escapes_unsafe_characters_without_changing_the_value() {
         let hostile =
             "<script>&\u{1b}[31m\u{9b}\u{7f}\u{202e}\u{2066}\u{feff}\u{2028}\u{1f300}é\"\\\n";
-        let written = escape_json(&json!({ hostile: hostile }).to_string());
+        let written = escape_json_for_display(&json!({ hostile: hostile }).to_string());
         assert!(
             written.bytes().all(|byte| (b' '..=b'~').contains(&byte)),
             "{written}"

@@ -1,8 +1,8 @@
 //! Routes of the admin endpoint and the access that each one needs.
 
-use super::access_control::{AccessGuard, authorize_request, require_known_host};
+use super::access_control::{AccessGuard, authorize_and_run_handler, require_known_host};
 use super::parameters::MAX_BODY_BYTES;
-use super::responses::finish_response;
+use super::responses::add_default_body_and_headers;
 use super::{AdminBackend, AdminSettings, commands, dashboard, health, queries};
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
@@ -10,7 +10,8 @@ use axum::middleware::{from_fn, from_fn_with_state};
 use axum::routing::{MethodRouter, get, post};
 use std::sync::Arc;
 
-/// All routes with their required access. `openapi.json` documents them; a test compares both.
+/// All routes of the admin endpoint, with their handlers. `openapi.json` documents them; a test
+/// compares both.
 fn all_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
     let mut routes = health_routes();
     routes.extend([
@@ -44,30 +45,36 @@ fn health_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
 
 pub(super) fn admin_router(settings: AdminSettings, view: AdminBackend) -> Router {
     let access_guard = AccessGuard::new(&settings);
-    // Inside the method router: an unsupported method is answered with 405, not 403.
+    // The access check is inside the method router, so an unsupported method gets 405 and not 403.
     let router = all_routes()
         .into_iter()
         .fold(Router::new(), |router, (path, methods)| {
             router.route(
                 path,
-                methods.route_layer(from_fn_with_state(access_guard.clone(), authorize_request)),
+                methods.route_layer(from_fn_with_state(
+                    access_guard.clone(),
+                    authorize_and_run_handler,
+                )),
             )
         });
     router
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
         .layer(from_fn_with_state(Arc::new(settings), require_known_host))
-        .layer(from_fn(finish_response))
+        .layer(from_fn(add_default_body_and_headers))
         .with_state(view)
 }
 
-/// Only routes that reveal no data, under any `Host`: Prometheus uses many names.
+/// Serves only routes that reveal no request data. Any `Host` is accepted, because Prometheus may
+/// use any name.
 pub(super) fn probes_router(view: AdminBackend) -> Router {
     let router = health_routes()
         .into_iter()
         .fold(Router::new(), |router, (path, methods)| {
             router.route(path, methods)
         });
-    router.layer(from_fn(finish_response)).with_state(view)
+    router
+        .layer(from_fn(add_default_body_and_headers))
+        .with_state(view)
 }
 
 #[cfg(test)]
@@ -75,7 +82,7 @@ mod tests {
     use super::*;
     use serde_json::Value;
 
-    /// Methods are tested over HTTP: see `tests/it/admin_api.rs`.
+    /// Compares only the paths; `tests/it/admin_api.rs` tests the methods over HTTP.
     #[test]
     fn openapi_document_lists_exactly_the_routes() {
         let document: Value = serde_json::from_str(queries::OPENAPI_JSON).unwrap();

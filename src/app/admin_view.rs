@@ -30,10 +30,10 @@ use std::time::Instant;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::spawn_local;
 
-/// Concurrent store lookups: each may open connections of its own.
+/// Maximum number of concurrent store lookups. Each lookup may open connections of its own.
 const MAX_CONCURRENT_LOOKUPS: usize = 4;
 
-/// Handles from which the admin endpoint reads.
+/// Handles to the state that the admin endpoint reads, and to the shutdown that it can start.
 pub(super) struct AdminViewState {
     pub(super) stop: watch::Receiver<ShutdownSignal>,
     pub(super) shutdown_handle: ShutdownHandle,
@@ -55,7 +55,7 @@ pub(super) struct AdminViewState {
 
 impl AdminViewState {
     /// Wraps the handles as the functions that the admin endpoint calls.
-    pub(super) fn into_view(
+    pub(super) fn into_backend(
         self,
         metrics: Arc<Metrics>,
         history: Arc<TrafficHistory>,
@@ -114,8 +114,11 @@ impl AdminViewState {
     fn collect_process_status(&self) -> ProcessStatus {
         let (store_up, breaker_open, store_errors, memory) = match &self.store_backend {
             StoreBackend::Memory(memory) => {
-                let (keys, bytes, evictions) =
-                    (memory.key_count(), memory.byte_count(), memory.evictions());
+                let (keys, bytes, evictions) = (
+                    memory.key_count(),
+                    memory.byte_count(),
+                    memory.eviction_count(),
+                );
                 (
                     true,
                     false,
@@ -148,7 +151,7 @@ impl AdminViewState {
             open_connections: self.load.open_connections(),
             max_connections: self.max_connections,
             connection_limit_hits: self.load.connection_limit_hits(),
-            panics: self.load.panics(),
+            panics: self.load.panic_count(),
             store_up,
             breaker_open,
             store_errors,
@@ -185,7 +188,7 @@ impl AdminViewState {
         }
     }
 
-    /// Policies in the order in which they apply; disabled ones come last.
+    /// Returns the selected policies in the order in which they apply; disabled ones come last.
     fn select_policies(&self, selection: &PolicySelection) -> PolicyPage {
         let (snapshot, descriptions) = (
             self.active_policies.load_snapshot(),
@@ -210,7 +213,7 @@ impl AdminViewState {
         let total = active.clone().count() + disabled.clone().count();
         let active = active.map(|(policy, tally)| {
             let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
-            let (name, description) = (policy.name.clone(), describe_policy(policy, sentence));
+            let (name, description) = (policy.name.clone(), policy_to_json(policy, sentence));
             PolicySummary {
                 name,
                 description,
@@ -248,20 +251,20 @@ impl AdminViewState {
         if let Some(fields) = response.as_object_mut() {
             fields.insert(
                 "counters".to_owned(),
-                json!(self.counter_keys(&resolved_key)),
+                json!(self.redis_counter_keys(&resolved_key)),
             );
         }
         Ok(response)
     }
 
-    /// Redis keys of the counters; empty for the memory store.
-    fn counter_keys(&self, resolved_key: &ResolvedKey<'_>) -> Vec<String> {
+    /// Returns the Redis keys of a key's counters; empty for the memory store.
+    fn redis_counter_keys(&self, resolved_key: &ResolvedKey<'_>) -> Vec<String> {
         match &self.store_backend {
             StoreBackend::Memory(_) => Vec::new(),
             StoreBackend::Redis(shared, _) => resolved_key
-                .charges()
+                .zero_cost_charges()
                 .iter()
-                .flat_map(|charge| shared.counter_names(charge))
+                .flat_map(|charge| shared.counter_keys(charge))
                 .collect(),
         }
     }
@@ -275,7 +278,7 @@ impl AdminViewState {
             .reset_counters(&self.store_backend)
             .await
             .map_err(|error| AdminError::Unavailable(error.to_string()))?;
-        // Logs no key values: clients choose them.
+        // The log line omits the values of the key, because clients choose them.
         tracing::info!(
             policy = query.policy,
             counters = count,
@@ -332,7 +335,7 @@ fn lookup_to_admin_error(error: KeyLookupError) -> AdminError {
     }
 }
 
-fn describe_policy(policy: &Policy, sentence: &str) -> Map<String, Value> {
+fn policy_to_json(policy: &Policy, sentence: &str) -> Map<String, Value> {
     let mut fields = Map::new();
     let mut set_field = |name: &str, value: Value| fields.insert(name.to_owned(), value);
     set_field("name", json!(policy.name));

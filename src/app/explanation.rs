@@ -10,14 +10,14 @@ use crate::tls::CertificateSubject;
 use http::{HeaderName, HeaderValue, Method, Request, Uri, request};
 use serde_json::{Value, json};
 
-/// The step of every policy, and the error in the request's token.
+/// What each policy does with a request, and the error in the request's token.
 #[derive(Debug)]
 pub(crate) struct ExplainedRequest<'t> {
     pub(crate) explanation: PolicyExplanation<'t>,
     pub(crate) token_error: Option<String>,
 }
 
-/// Why nothing can be explained, with a text for people.
+/// Why a request cannot be explained, with a message for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ExplainError {
     /// The description is not a valid request.
@@ -42,10 +42,11 @@ pub(crate) enum ExpectedOutcome<'t> {
     Rejected(Vec<&'t str>),
 }
 
-/// Explains the decision of `table` about a request, with the counters in `store`. Changes nothing.
+/// Explains the decision of `table` about a request, with the counters in `store`. No counter is
+/// changed.
 ///
 /// # Errors
-/// [`ExplainError`] with a text for people.
+/// Returns an [`ExplainError`] with a message for people.
 pub(crate) async fn explain_request<'t>(
     store: &Store,
     table: &'t PolicyTable,
@@ -57,8 +58,8 @@ pub(crate) async fn explain_request<'t>(
         san: text(&description.client_cert_san),
         cn: text(&description.client_cert_cn),
     };
-    let inbound =
-        InboundRequest::from_parts(&mut parts, description.peer_ip, table).map_err(|error| {
+    let inbound = InboundRequest::validate_and_rewrite(&mut parts, description.peer_ip, table)
+        .map_err(|error| {
             ExplainError::RequestRejected(format!(
                 "the request is rejected before policies apply: {error}"
             ))
@@ -105,7 +106,7 @@ fn build_request_head(description: &ExplainRequest) -> Result<request::Parts, St
     Ok(request.into_parts().0)
 }
 
-/// `known`: the counters could be read.
+/// Predicts the result of a request. `is_limit_status_known` is whether the counters could be read.
 pub(crate) fn predict_outcome<'t>(
     explanation: &PolicyExplanation<'t>,
     is_limit_status_known: bool,
@@ -140,7 +141,8 @@ pub(crate) fn predict_outcome<'t>(
     }
 }
 
-/// The explanation as JSON. `known`: the counters could be read.
+/// Returns the explanation as JSON. `is_limit_status_known` is whether its counters are those of
+/// the proxy.
 pub(crate) fn explanation_to_json(
     explained: &ExplainedRequest<'_>,
     is_limit_status_known: bool,

@@ -21,7 +21,7 @@ pub(crate) struct ResolvedKey<'t> {
     pub(crate) limits: &'t [NamedLimit],
 }
 
-/// Why the key does not exist, with a text for people.
+/// Why a key cannot be resolved, with a message for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum KeyLookupError {
     #[error("{0}")]
@@ -30,13 +30,13 @@ pub(crate) enum KeyLookupError {
     InvalidValues(String),
 }
 
-/// Counters of a key at one moment.
+/// Status of a key's limits at one moment.
 #[derive(Debug)]
 pub(crate) struct KeyStatus {
     /// Time of the store's clock, in microseconds.
     pub(crate) now_us: u64,
     pub(crate) blocked_until_us: Option<u64>,
-    /// One entry per limit.
+    /// Statuses in the order of the key's limits.
     pub(crate) limit_statuses: Vec<LimitStatus>,
 }
 
@@ -81,8 +81,9 @@ pub(crate) fn resolve_key<'t>(
 }
 
 impl ResolvedKey<'_> {
-    /// Charges of cost 0 on all counters of the key, the block first: for reading or deleting them.
-    pub(crate) fn charges(&self) -> Vec<Charge<'_>> {
+    /// Returns charges of cost 0 on all counters of the key, the block first. They serve to read or
+    /// delete the counters.
+    pub(crate) fn zero_cost_charges(&self) -> Vec<Charge<'_>> {
         let limits = self.limits.iter().map(|named| &named.limit);
         let stored_limits = self.quota.block.iter().chain(limits);
         stored_limits
@@ -93,9 +94,9 @@ impl ResolvedKey<'_> {
             .collect()
     }
 
-    /// Reads all limits at one moment. Changes nothing.
+    /// Reads the status of all limits at one moment, without changing a counter.
     pub(crate) async fn read_status(&self, store: &Store) -> Result<KeyStatus, StoreUnavailable> {
-        let decision = store.decide(&self.charges()).await?;
+        let decision = store.decide(&self.zero_cost_charges()).await?;
         let mut statuses = decision.statuses.into_iter().flatten();
         let blocked_until_us = self
             .quota
@@ -118,7 +119,7 @@ impl ResolvedKey<'_> {
                 .any(|status| status.remaining < min_cost)
     }
 
-    /// The status as JSON.
+    /// Returns the status of the key as JSON.
     pub(crate) fn status_to_json(&self, status: &KeyStatus) -> Value {
         let limits = self
             .limits
@@ -150,10 +151,10 @@ impl ResolvedKey<'_> {
     /// Deletes the counters of the key. Returns how many existed.
     pub(crate) async fn reset_counters(&self, stores: &StoreBackend) -> Result<u64, InspectError> {
         match stores {
-            StoreBackend::Memory(memory) => Ok(memory.remove_counters(&self.charges())),
+            StoreBackend::Memory(memory) => Ok(memory.remove_counters(&self.zero_cost_charges())),
             StoreBackend::Redis(redis, _) => {
                 let inspector = CounterInspector::connect(redis.settings().clone()).await?;
-                inspector.reset_counters(&self.charges()).await
+                inspector.reset_counters(&self.zero_cost_charges()).await
             }
         }
     }

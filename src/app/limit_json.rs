@@ -18,7 +18,7 @@ pub(crate) fn algorithm_name(algorithm: Algorithm) -> &'static str {
     }
 }
 
-/// A limit with the names of the configuration; durations in seconds.
+/// Returns a limit as JSON, with the names of the configuration and durations in seconds.
 pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
     let Limit {
         requests, per_us, ..
@@ -55,8 +55,8 @@ pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
     fields
 }
 
-/// Status at `now_us`: units used and remaining, and seconds until more are available (null if
-/// nothing is used).
+/// Returns the status of a limit at `now_us`: units used and remaining, and seconds until more
+/// units are available (null if none is used).
 pub(crate) fn limit_status_to_json(
     limit: &Limit,
     status: &LimitStatus,

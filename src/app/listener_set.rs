@@ -44,20 +44,20 @@ impl ListenerSet {
     }
 
     /// Whether the first listener serves TLS.
-    pub(super) fn is_first_tls(&self) -> bool {
+    pub(super) fn first_listener_has_tls(&self) -> bool {
         self.0
             .first()
             .is_some_and(|(_, _, tls)| tls.load().is_some())
     }
 
-    /// Applies the TLS settings of a reloaded configuration. TLS sessions can be resumed as long as
-    /// the settings that they were made under stay, so only changed settings are replaced.
-    pub(super) fn publish_tls(&self, config: &Config) {
+    /// Applies the TLS settings of a reloaded configuration. Only changed settings are replaced,
+    /// because clients cannot resume TLS sessions of replaced settings.
+    pub(super) fn update_tls(&self, config: &Config) {
         for (kind, address, current) in &self.0 {
             let (table, new) = match kind {
                 ListenerKind::Proxy => ("listen", Some(config.tls.as_ref())),
-                ListenerKind::RateLimitService => ("rls", config.listener_tls(*kind)),
-                ListenerKind::ExtAuthz => ("check", config.listener_tls(*kind)),
+                ListenerKind::RateLimitService => ("rls", config.service_listener_tls(*kind)),
+                ListenerKind::ExtAuthz => ("check", config.service_listener_tls(*kind)),
             };
             // A listener that is no longer configured stays open until a restart.
             let Some(new) = new.filter(|new| current.load().as_ref() != *new) else {
@@ -75,7 +75,7 @@ impl ListenerSet {
         }
     }
 
-    /// Logs the addresses of the listeners beside the proxy.
+    /// Logs the addresses of all listeners except that of the proxy.
     pub(super) fn log_service_addresses(&self) {
         for (kind, address, _) in &self.0 {
             match kind {
@@ -88,7 +88,7 @@ impl ListenerSet {
         }
     }
 
-    /// Names and expiry times (Unix seconds) of the certificates that are in use.
+    /// Returns the names and expiry times (Unix seconds) of the certificates in use.
     pub(super) fn certificate_expiries(&self) -> Vec<(String, u64)> {
         let all_expiries = self.0.iter().flat_map(|(_, _, tls)| {
             tls.load()

@@ -5,7 +5,7 @@ use std::io;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-/// Starts an orderly shutdown.
+/// Handle that starts a drain.
 #[derive(Clone, Debug)]
 pub(super) struct ShutdownHandle(watch::Sender<ShutdownSignal>);
 
@@ -25,7 +25,8 @@ impl ShutdownHandle {
     }
 }
 
-/// The first SIGTERM or SIGINT starts a drain, the second one an immediate stop.
+/// Installs the handlers of SIGTERM and SIGINT: the first signal starts a drain, the second one an
+/// immediate stop.
 pub(super) fn install_signal_handlers()
 -> io::Result<(ShutdownHandle, watch::Receiver<ShutdownSignal>)> {
     let (sender, stop) = watch::channel(ShutdownSignal::Run);
@@ -46,7 +47,7 @@ pub(super) fn install_signal_handlers()
             }
             sender.send_replace(stop_mode);
         }
-        // Keep the sender: dropping it would start a drain.
+        // This task keeps the sender alive, because dropping it would start a drain.
         std::future::pending::<()>().await;
     });
     Ok((shutdown_handle, stop))

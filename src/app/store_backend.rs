@@ -26,42 +26,44 @@ impl StoreBackend {
         }
     }
 
-    /// Continues the outage in which an earlier process stopped. Call it before the first request.
-    pub(super) fn restore_usage(&self) {
+    /// Restores the usage of an outage of Redis in which an earlier process stopped. Must be called
+    /// before the first request.
+    pub(super) fn restore_outage_usage(&self) {
         if let Self::Redis(shared, _) = self {
             shared.restore_usage();
         }
     }
 
-    /// Stores usage that Redis lacks for the next process. Call it after the last request.
-    pub(super) fn store_usage(&self) {
+    /// Saves the usage of an outage, which Redis lacks, for the next process. Must be called after
+    /// the last request.
+    pub(super) fn save_outage_usage(&self) {
         if let Self::Redis(shared, _) = self {
             shared.store_usage();
         }
     }
 
-    /// Opens a store for reading counters by hand. It has connections of its own and does not count
-    /// as an instance that shares limits.
+    /// Opens a store for reading counters by hand. This store has its own connections and does not
+    /// count as an instance that shares limits.
     pub(crate) async fn open_for_inspection(&self) -> Store {
         match self {
             Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
             Self::Redis(shared, _) => {
                 let redis = RedisStore::start(&SharedRedisState::new(shared.settings().clone()));
                 redis.wait_until_ready().await;
-                Store::redis(redis)
+                Store::from_redis(redis)
             }
         }
     }
 
     /// Opens one worker's store on the worker's runtime. Waits for Redis up to `connect_timeout`;
-    /// after that the worker starts degraded.
+    /// if Redis is not ready by then, the worker starts degraded.
     pub(crate) async fn open_for_worker(&self) -> Store {
         match self {
             Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
             Self::Redis(shared, leases) => {
                 let redis = RedisStore::start(shared).join_membership();
                 redis.wait_until_ready().await;
-                Store::redis(redis).with_leases(leases)
+                Store::from_redis(redis).with_shared_leases(leases)
             }
         }
     }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 const IO_TIMEOUT: Duration = Duration::from_secs(2);
 /// Timeout for the whole response. The admin API limits a request to 10 s.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(12);
-/// Maximum response size. Larger than any response that a command reads.
+/// Maximum response size, larger than any response that a command reads.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
 /// Status and body of an admin API response.
@@ -46,7 +46,7 @@ pub(super) fn reachable_address(
     Ok(ListenAddress::Ip(address))
 }
 
-/// Returns the address of the admin port, as [`reachable_address`] does.
+/// Returns the address for connecting to the admin port, or an error if the configured port is 0.
 pub(super) fn admin_address(settings: &AdminSettings) -> Result<ListenAddress, String> {
     reachable_address(&settings.address, "admin.address")
 }

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-/// Output format and strictness.
+/// Options of `tidegate check`: output format and strictness.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct CheckOptions {
     pub(super) json: bool,
@@ -13,8 +13,9 @@ pub(super) struct CheckOptions {
     pub(super) strict: bool,
 }
 
-/// Writes a description of each policy to `out`, and errors and warnings to `diagnostics_out`. As
-/// JSON, writes everything to `out`. Fails on errors, and on warnings if `options.strict` is set.
+/// Writes a description of each policy to `out`, and errors and warnings to `diagnostics_out`. With
+/// `options.json`, writes everything to `out` as JSON. Fails on errors, and on warnings if
+/// `options.strict` is set.
 pub(super) fn run(
     sources: &ConfigSources,
     options: CheckOptions,
@@ -27,7 +28,7 @@ pub(super) fn run(
         .is_ok_and(|config| !options.strict || config.warnings.is_empty());
     let (text, findings) = match &loaded {
         _ if options.json => (
-            format!("{:#}\n", outcome_to_json(&loaded, is_valid)),
+            format!("{:#}\n", check_result_to_json(&loaded, is_valid)),
             String::new(),
         ),
         Ok(config) => {
@@ -43,7 +44,7 @@ pub(super) fn run(
         }
         Err(report) => (String::new(), report.to_string()),
     };
-    // A closed pipe fails without a message.
+    // If the output is a closed pipe, the command fails without a message.
     let printed: io::Result<()> = diagnostics_out
         .write_all(findings.as_bytes())
         .and_then(|()| out.write_all(text.as_bytes()));
@@ -54,7 +55,7 @@ pub(super) fn run(
     }
 }
 
-fn outcome_to_json(loaded: &Result<Config, ConfigErrors>, is_valid: bool) -> Value {
+fn check_result_to_json(loaded: &Result<Config, ConfigErrors>, is_valid: bool) -> Value {
     let (policies, warnings, errors) = match loaded {
         Ok(config) => (
             config.policy_descriptions.as_slice(),
@@ -91,10 +92,10 @@ mod tests {
     use crate::config::FileSource;
 
     fn run_check(text: &str) -> (ExitCode, String, String) {
-        run_check_with(text, CheckOptions::default())
+        run_check_with_options(text, CheckOptions::default())
     }
 
-    fn run_check_with(text: &str, options: CheckOptions) -> (ExitCode, String, String) {
+    fn run_check_with_options(text: &str, options: CheckOptions) -> (ExitCode, String, String) {
         let file = FileSource::Text {
             name: "test.toml".into(),
             text: text.into(),
@@ -154,7 +155,7 @@ mod tests {
             strict: false,
         };
         let with_warning = "upstream.url = \"http://app\"\n[[policy]]\nname = \"a\"\nlimit = { requests = 0, per = \"1s\" }\n";
-        let (code, out, diagnostics) = run_check_with(with_warning, json);
+        let (code, out, diagnostics) = run_check_with_options(with_warning, json);
         let result: Value = serde_json::from_str(&out).unwrap();
         assert_eq!(
             (code, diagnostics.as_str(), &result["ok"]),
@@ -169,7 +170,7 @@ mod tests {
             (&json!(4), &json!(22))
         );
 
-        let (code, out, _) = run_check_with("[log]\nlevel = \"loud\"\n", json);
+        let (code, out, _) = run_check_with_options("[log]\nlevel = \"loud\"\n", json);
         let result: Value = serde_json::from_str(&out).unwrap();
         assert_eq!(
             (
@@ -180,7 +181,7 @@ mod tests {
             (ExitCode::FAILURE, &json!(false), 2)
         );
 
-        let (code, ..) = run_check_with(
+        let (code, ..) = run_check_with_options(
             with_warning,
             CheckOptions {
                 json: false,

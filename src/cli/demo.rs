@@ -24,7 +24,7 @@ const DEMO_CONFIG: &str = include_str!("../../config.toml");
 )]
 /// Starts the sample upstream, then runs the proxy in front of it.
 pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
-    let upstream = match start_upstream() {
+    let upstream = match start_sample_upstream() {
         Ok(address) => address,
         Err(error) => {
             eprintln!("error: the sample upstream cannot listen on 127.0.0.1: {error}");
@@ -84,7 +84,7 @@ fn usage_text(addresses: ListeningAddresses, upstream: SocketAddr) -> String {
 }
 
 /// Starts an upstream that describes each request in its response.
-fn start_upstream() -> std::io::Result<SocketAddr> {
+fn start_sample_upstream() -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     listener.set_nonblocking(true)?;
     let address = listener.local_addr()?;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 /// Interval between checks whether the proxy still runs.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Added to the announced shutdown time, for the last writes to Redis and the process exit.
+/// Margin on the announced shutdown time, for the last writes to Redis and the process exit.
 const TIMEOUT_MARGIN: Duration = Duration::from_secs(5);
 
 /// Requests a drain and waits until the admin port closes, which the proxy does last. Waits for
@@ -29,7 +29,7 @@ pub(super) fn run(sources: &ConfigSources, timeout: Option<Duration>) -> Result<
         return Err(format!(
             "error: {address}: answered {}{}\n",
             response.status,
-            problem_detail(&response)
+            problem_detail_suffix(&response)
         ));
     }
     let timeout = timeout
@@ -51,7 +51,7 @@ pub(super) fn run(sources: &ConfigSources, timeout: Option<Duration>) -> Result<
 }
 
 /// Returns `: ` and the detail of a problem document (RFC 9457), or an empty string.
-fn problem_detail(response: &AdminClientResponse) -> String {
+fn problem_detail_suffix(response: &AdminClientResponse) -> String {
     let body: Option<Value> = serde_json::from_str(&response.body).ok();
     let detail = body
         .as_ref()
@@ -69,7 +69,7 @@ fn announced_drain_time(response: &AdminClientResponse) -> Option<Duration> {
 }
 
 fn is_process_gone(address: &ListenAddress) -> bool {
-    // `NotFound`: the file of a Unix socket has been removed.
+    // `NotFound` means that the file of a Unix socket has been removed.
     let gone = [
         io::ErrorKind::ConnectionRefused,
         io::ErrorKind::ConnectionReset,

@@ -51,12 +51,12 @@ pub(super) fn explain_request(
                     .map_or_else(String::new, |error| {
                         format!("The request's token is not used: {error}.\n")
                     });
-                Ok(title + &describe_explanation(&config, &explained.explanation) + &token)
+                Ok(title + &format_explanation(&config, &explained.explanation) + &token)
             }
             Err(ExplainError::InvalidRequest(why)) => Err(format!("error: {why}\n")),
             Err(ExplainError::RequestRejected(why)) if as_json => Ok(format!(
                 "{:#}\n",
-                add_request(&request, explanation::rejected_request_to_json(&why))
+                add_request_to_json(&request, explanation::rejected_request_to_json(&why))
             )),
             Err(ExplainError::RequestRejected(why)) => Err(format!("{title}error: {why}\n")),
         }
@@ -72,14 +72,17 @@ fn explanation_to_json(
     let is_store_known = matches!(config.store, StoreSettings::Redis(_));
     format!(
         "{:#}\n",
-        add_request(
+        add_request_to_json(
             request,
             explanation::explanation_to_json(explained, is_store_known)
         )
     )
 }
 
-fn add_request(request: &ExplainRequest, mut explanation: serde_json::Value) -> serde_json::Value {
+fn add_request_to_json(
+    request: &ExplainRequest,
+    mut explanation: serde_json::Value,
+) -> serde_json::Value {
     if let Some(fields) = explanation.as_object_mut() {
         fields.insert(
             "request".to_owned(),
@@ -89,7 +92,7 @@ fn add_request(request: &ExplainRequest, mut explanation: serde_json::Value) -> 
     explanation
 }
 
-fn describe_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> String {
+fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> String {
     let is_redis = matches!(config.store, StoreSettings::Redis(_));
     let now_us = explanation
         .store
@@ -128,7 +131,7 @@ fn describe_explanation(config: &Config, explanation: &PolicyExplanation<'_>) ->
         }
     }
     text.push('\n');
-    text.push_str(&describe_verdict(explanation, now_us.is_some()));
+    text.push_str(&describe_expected_outcome(explanation, now_us.is_some()));
     if !is_redis {
         text.push_str(
             "The state of the limits is known only to the running proxy: store.kind is \"memory\".\n",
@@ -142,7 +145,7 @@ fn describe_explanation(config: &Config, explanation: &PolicyExplanation<'_>) ->
 }
 
 /// Describes the expected outcome for the client.
-fn describe_verdict(explanation: &PolicyExplanation<'_>, is_store_known: bool) -> String {
+fn describe_expected_outcome(explanation: &PolicyExplanation<'_>, is_store_known: bool) -> String {
     match explanation::predict_outcome(explanation, is_store_known) {
         ExpectedOutcome::Denied(policy) => format!("Denied by {policy}: 403.\n"),
         ExpectedOutcome::CannotKey(policy) => format!("Rejected by {policy}: 400.\n"),

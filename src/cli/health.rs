@@ -2,7 +2,7 @@
 
 use super::admin_client::{reachable_address, send_request};
 use super::print_result;
-use crate::admin::escape_json;
+use crate::admin::escape_json_for_display;
 use crate::config::{self, ConfigSources};
 use crate::listen::ListenAddress;
 use serde_json::json;
@@ -11,7 +11,7 @@ use std::process::ExitCode;
 /// Requests `/livez` on `admin.probes`, or on `admin.address` if `admin.probes` is not set. With
 /// `as_json`, prints failures on stdout too.
 pub(super) fn run(sources: &ConfigSources, as_json: bool) -> ExitCode {
-    let address = match probe_address(sources) {
+    let address = match probe_or_admin_address(sources) {
         Ok(address) => address,
         Err(report) => return print_result(Err(report)),
     };
@@ -29,7 +29,7 @@ pub(super) fn run(sources: &ConfigSources, as_json: bool) -> ExitCode {
         });
     }
     let result = json!({ "healthy": error.is_none(), "address": address.to_string(), "status": status, "error": error });
-    let printed = print_result(Ok(escape_json(&format!("{result}\n"))));
+    let printed = print_result(Ok(escape_json_for_display(&format!("{result}\n"))));
     if error.is_none() {
         printed
     } else {
@@ -38,7 +38,7 @@ pub(super) fn run(sources: &ConfigSources, as_json: bool) -> ExitCode {
 }
 
 /// Returns the address of the probe port, or of the admin port if there is none.
-fn probe_address(sources: &ConfigSources) -> Result<ListenAddress, String> {
+fn probe_or_admin_address(sources: &ConfigSources) -> Result<ListenAddress, String> {
     let admin = config::load_admin_settings(sources).map_err(|report| report.to_string())?;
     match admin.probes {
         Some(probes) => reachable_address(&ListenAddress::Ip(probes), "admin.probes"),

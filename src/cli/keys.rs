@@ -98,7 +98,7 @@ async fn list_counters(
         text.push_str(&format!(
             "{:>10}  {:<24} {:<14} {}\n",
             counter.used_units,
-            describe_algorithm(counter),
+            describe_algorithm_and_period(counter),
             if counter.used_units == 0 {
                 "-".to_owned()
             } else {
@@ -136,7 +136,7 @@ async fn show_key(
     selector: &KeySelector,
     as_json: bool,
 ) -> Result<String, String> {
-    let found = selector.find_key(config)?;
+    let found = selector.resolve_against_config(config)?;
     let store = StoreBackend::new(&config.store).open_for_inspection().await;
     let state = found.read_status(&store).await.map_err(format_error)?;
     if as_json {
@@ -166,7 +166,7 @@ async fn reset_key(
     selector: &KeySelector,
     as_json: bool,
 ) -> Result<String, String> {
-    let found = selector.find_key(config)?;
+    let found = selector.resolve_against_config(config)?;
     let count = found
         .reset_counters(&StoreBackend::new(&config.store))
         .await
@@ -178,7 +178,7 @@ async fn reset_key(
     Ok(format!(
         "{}: reset {count} of {} counters\n",
         found.key,
-        found.charges().len()
+        found.zero_cost_charges().len()
     ))
 }
 
@@ -193,12 +193,12 @@ fn format_error(error: impl std::fmt::Display) -> String {
 }
 
 impl KeySelector {
-    fn find_key<'c>(&self, config: &'c Config) -> Result<ResolvedKey<'c>, String> {
+    fn resolve_against_config<'c>(&self, config: &'c Config) -> Result<ResolvedKey<'c>, String> {
         resolve_key(&config.policy_table, &self.policy, &self.values).map_err(format_error)
     }
 }
 
-fn describe_algorithm(counter: &RedisCounter) -> String {
+fn describe_algorithm_and_period(counter: &RedisCounter) -> String {
     if counter.algorithm == Algorithm::Block {
         return algorithm_name(counter.algorithm).to_owned();
     }

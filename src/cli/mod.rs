@@ -282,14 +282,14 @@ pub fn main() -> ExitCode {
 }
 
 impl ConfigFlag {
-    /// The proxy's configuration sources with a placeholder upstream: these commands never connect
-    /// to the upstream, so its URL may be absent from the file.
+    /// Returns the configuration sources with a placeholder upstream. Commands with this flag never
+    /// connect to the upstream, so its URL may be absent from the file.
     fn into_sources(self) -> ConfigSources {
-        sources_without_upstream(self.config)
+        sources_with_placeholder_upstream(self.config)
     }
 }
 
-fn sources_without_upstream(config: PathBuf) -> ConfigSources {
+fn sources_with_placeholder_upstream(config: PathBuf) -> ConfigSources {
     let upstream = Some("http://127.0.0.1".to_owned());
     sources_with_environment(
         FileSource::Path(config),
@@ -340,8 +340,8 @@ impl RunFlags {
 }
 
 fn sources_with_environment(file: FileSource, flags: FlagOverrides) -> ConfigSources {
-    // Unrelated variables may hold invalid UTF-8. In a TIDEGATE_ variable, the replacement
-    // characters lead to an ordinary configuration error.
+    // Invalid UTF-8 is replaced, because unrelated variables may hold it. In a TIDEGATE_ variable,
+    // the replacement characters lead to an ordinary configuration error.
     let text = |text: OsString| text.to_string_lossy().into_owned();
     let env = std::env::vars_os()
         .map(|(name, value)| (text(name), text(value)))

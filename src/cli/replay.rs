@@ -75,7 +75,7 @@ pub(super) fn run_replay(config: PathBuf, arguments: &ReplayArguments) -> Result
         .flatten()
         .collect();
     let load = |path: &PathBuf| {
-        config::load(&super::sources_without_upstream(path.clone()))
+        config::load(&super::sources_with_placeholder_upstream(path.clone()))
             .map_err(|report| report.to_string())
     };
     let configs: Vec<Config> = paths.iter().map(load).collect::<Result<_, String>>()?;
@@ -92,7 +92,7 @@ pub(super) fn run_replay(config: PathBuf, arguments: &ReplayArguments) -> Result
         suggest_percent: arguments.suggest,
         top_keys: arguments.top.min(MAX_TOP_KEYS),
     };
-    let bar = progress_bar(&arguments.logs);
+    let bar = new_progress_bar(&arguments.logs);
     let report = replay::replay_logs(&settings, &sets, |ReplayProgress { bytes, requests }| {
         bar.set_position(bytes);
         bar.set_message(format!("{requests} requests"));
@@ -125,7 +125,7 @@ const DEFAULT_WIDTH: usize = 100;
 
 /// Creates a progress bar that is drawn only if stderr is a terminal. The total is unknown for
 /// stdin and other non-regular files.
-fn progress_bar(logs: &[PathBuf]) -> ProgressBar {
+fn new_progress_bar(logs: &[PathBuf]) -> ProgressBar {
     let size = |path: &PathBuf| Some(fs::metadata(path).ok().filter(fs::Metadata::is_file)?.len());
     let total: Option<u64> = logs.iter().map(size).sum();
     let is_stdin = logs.iter().any(|path| path == Path::new("-"));

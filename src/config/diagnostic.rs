@@ -60,7 +60,7 @@ struct SourceExcerpt {
 #[derive(Debug)]
 pub struct ConfigErrors {
     pub diagnostics: Vec<ConfigDiagnostic>,
-    /// Files read so far. Loading may succeed when one of them changes.
+    /// Files that the load has read. After a change of one of them, loading may succeed.
     pub files: FileSet,
 }
 
@@ -163,7 +163,7 @@ impl fmt::Display for ConfigDiagnostic {
 
 impl ConfigDiagnostic {
     /// Formats the diagnostic as one line for the log.
-    pub fn to_line(&self) -> String {
+    pub fn to_log_line(&self) -> String {
         let Self {
             span, key, problem, ..
         } = self;

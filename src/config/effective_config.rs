@@ -6,7 +6,7 @@ use figment::value::Value;
 use serde_json::{Map, Value as Json};
 use sha2::{Digest, Sha256};
 
-/// Tables in which replicas may differ, such as pod addresses or a changed log level.
+/// Tables in which instances may differ, such as pod addresses or a changed log level.
 const PER_INSTANCE_TABLES: [&str; 5] = ["listen", "admin", "log", "trace", "shutdown"];
 
 impl Config {
@@ -49,8 +49,9 @@ impl Config {
         top
     }
 
-    /// Hash of the effective settings that all replicas of a service should share. Leaves out the
-    /// tables in `PER_INSTANCE_TABLES`. Has 48 bits, so that a double represents it exactly.
+    /// Hash of the effective settings that all instances of a service should share. Leaves out the
+    /// tables in `PER_INSTANCE_TABLES`. The hash has 48 bits, so that a double represents it
+    /// exactly.
     pub fn shared_settings_hash(&self, running: &RestartOnlySettings) -> u64 {
         let mut top = self.effective_values(running);
         top.retain(|table, _| !PER_INSTANCE_TABLES.contains(&table.as_str()));

@@ -12,7 +12,7 @@ pub struct FileSet {
 }
 
 impl FileSet {
-    pub(super) fn insert(&mut self, file: PathBuf) {
+    pub(super) fn insert_file(&mut self, file: PathBuf) {
         if !self.files.contains(&file) {
             self.files.push(file);
         }
@@ -23,7 +23,7 @@ impl FileSet {
     }
 
     /// All paths of the configuration. Evaluates the globs again.
-    pub fn paths(&self) -> Vec<PathBuf> {
+    pub fn expand_paths(&self) -> Vec<PathBuf> {
         let mut paths = self.files.clone();
         for glob in &self.globs {
             paths.extend(expand_glob(glob).unwrap_or_default());

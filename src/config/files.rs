@@ -30,7 +30,8 @@ pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Op
     .ok()
 }
 
-/// Reads all included files in the order of their policies. Returns their document indexes.
+/// Reads all included files, sorted by file name and then path. Policies apply in this order.
+/// Returns their document indexes.
 pub(super) fn read_included_files(
     input: &mut ConfigInput,
     main: usize,
@@ -42,7 +43,7 @@ pub(super) fn read_included_files(
         FileSource::Text { .. } | FileSource::None => Path::new(""),
     };
     let mut found: Vec<(OsString, PathBuf, String)> = Vec::new();
-    // Reads only this key. Errors in others are reported when the whole file is read.
+    // Reads only `include`. Errors in other keys are reported when the whole file is read.
     let only_include: Dict = values
         .iter()
         .filter(|(key, _)| *key == "include")

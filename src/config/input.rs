@@ -1,4 +1,4 @@
-//! The documents of one load, and the diagnostics so far.
+//! The documents and diagnostics of one load.
 
 use super::diagnostic::{ConfigDiagnostic, ConfigErrors, DiagnosticSeverity, SourceSpan};
 use super::document::{KeyPath, TomlDocument};
@@ -49,13 +49,13 @@ impl ConfigInput {
 
     /// Reads a text file and adds it to the watched set.
     pub(super) fn read_file(&self, path: &Path) -> Result<String, String> {
-        self.update_file_set(|files| files.insert(path.to_owned()));
+        self.update_file_set(|files| files.insert_file(path.to_owned()));
         std::fs::read_to_string(path).map_err(|error| format!("can't be read: {error}"))
     }
 
     /// Reads a file that may contain bytes that are not UTF-8, and adds it to the watched set.
     pub(super) fn read_file_bytes(&self, path: &Path) -> Result<Vec<u8>, String> {
-        self.update_file_set(|files| files.insert(path.to_owned()));
+        self.update_file_set(|files| files.insert_file(path.to_owned()));
         std::fs::read(path).map_err(|error| format!("can't be read: {error}"))
     }
 
@@ -143,7 +143,7 @@ impl ConfigInput {
     ///
     /// # Errors
     /// [`ConfigErrors`] if there was any error.
-    pub(super) fn finish<T, C>(
+    pub(super) fn into_load_result<T, C>(
         self,
         built: Option<T>,
         complete: impl FnOnce(T, Vec<ConfigDiagnostic>, FileSet) -> C,

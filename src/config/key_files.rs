@@ -10,7 +10,7 @@ pub(super) fn is_path_set(reader: &TableReader<'_>, key: &str) -> bool {
 }
 
 /// Reads the text file named by `key`. Returns `None` if the key is empty or after an error.
-pub(super) fn read_secret_file(
+pub(super) fn read_text_file(
     input: &ConfigInput,
     reader: &TableReader<'_>,
     key: &str,

@@ -8,8 +8,8 @@ use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider, Source};
 use std::path::PathBuf;
 
-const PREFIX: &str = "TIDEGATE_";
-const SEPARATOR: &str = "__";
+const VARIABLE_PREFIX: &str = "TIDEGATE_";
+const VARIABLE_SEPARATOR: &str = "__";
 
 /// The main file's values.
 struct FileLayer<'a>(&'a Dict);
@@ -59,17 +59,20 @@ pub(super) fn merge_layers(
     values
 }
 
-/// Parses an environment variable. Ignores names without a double underscore: Kubernetes sets such
-/// variables for a Service named tidegate.
+/// Parses an environment variable. Ignores names without a double underscore, because Kubernetes
+/// sets some for a Service named tidegate.
 fn parse_env_override<'a>(
     input: &ConfigInput,
     name: &'a str,
     text: &str,
 ) -> Option<OverrideLayer<'a>> {
     let rest = name
-        .strip_prefix(PREFIX)
-        .filter(|rest| rest.contains(SEPARATOR))?;
-    let path: Vec<String> = rest.split(SEPARATOR).map(str::to_ascii_lowercase).collect();
+        .strip_prefix(VARIABLE_PREFIX)
+        .filter(|rest| rest.contains(VARIABLE_SEPARATOR))?;
+    let path: Vec<String> = rest
+        .split(VARIABLE_SEPARATOR)
+        .map(str::to_ascii_lowercase)
+        .collect();
     let key = path.join(".");
     if path.first().is_some_and(|first| first == "policy") {
         input.report_error(
@@ -115,8 +118,8 @@ fn suggest_variable(key: &str) -> String {
         .filter(|path| likeness(path) > 0.8);
     best.map_or_else(String::new, |path| {
         format!(
-            "; did you mean {PREFIX}{}?",
-            path.replace('.', SEPARATOR).to_ascii_uppercase()
+            "; did you mean {VARIABLE_PREFIX}{}?",
+            path.replace('.', VARIABLE_SEPARATOR).to_ascii_uppercase()
         )
     })
 }

@@ -22,14 +22,15 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Config {
     pub listen: ListenSettings,
-    /// `None` for cleartext.
+    /// TLS of the proxy's listener. `None` for cleartext.
     pub tls: Option<Arc<ServerTls>>,
     pub upstream: UpstreamSettings,
     /// Whether there is an upstream. If not, nothing listens at `listen.address`.
     pub has_upstream: bool,
     /// The listeners of `[rls]` and `[check]`.
     pub service_listeners: Vec<ExtraListenerSettings>,
-    /// Status code of all denials sent by the ext_authz listener. `None` for the proxy's codes.
+    /// Status code of all denials sent by the ext_authz listener. `None`: the status codes of the
+    /// proxy.
     pub ext_authz_denied_status: Option<StatusCode>,
     pub policy_table: Arc<PolicyTable>,
     pub store: StoreSettings,
@@ -41,7 +42,7 @@ pub struct Config {
     /// A description of each policy in file order, including those with `mode = "off"`.
     pub policy_descriptions: Vec<PolicyDescription>,
     pub warnings: Vec<ConfigDiagnostic>,
-    /// The files read.
+    /// The files and globs that the configuration was read from.
     pub files: FileSet,
     pub(super) raw: RawConfig,
 }
@@ -77,7 +78,7 @@ pub(super) const RELOADABLE_KEY_PREFIXES: [&str; 9] = [
 impl Config {
     /// TLS settings of a service listener. `None` if the listener is not configured, `Some(None)`
     /// for cleartext.
-    pub fn listener_tls(&self, kind: ListenerKind) -> Option<Option<&Arc<ServerTls>>> {
+    pub fn service_listener_tls(&self, kind: ListenerKind) -> Option<Option<&Arc<ServerTls>>> {
         self.service_listeners
             .iter()
             .find(|settings| settings.kind == kind)

@@ -54,7 +54,7 @@ pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
     let mut input = ConfigInput::default();
     let Some(main) = files::read_main_file(&mut input, &sources.file) else {
         // Diagnostics of the readable part of a broken file would mislead.
-        return input.finish(None, |config: Config, _, _| config);
+        return input.into_load_result(None, |config: Config, _, _| config);
     };
     let main_values = input.document_values(main);
     let merged = merge_layers(&mut input, &main_values, &sources.env, &sources.flags);
@@ -74,7 +74,7 @@ pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
     for document in included.iter().filter_map(|at| input.documents().get(*at)) {
         raw.add_policies(document.values());
     }
-    input.finish(built, |config, warnings, files| Config {
+    input.into_load_result(built, |config, warnings, files| Config {
         warnings,
         files,
         raw,
@@ -90,7 +90,7 @@ pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
 pub fn load_admin_settings(sources: &ConfigSources) -> Result<AdminSettings, ConfigErrors> {
     let mut input = ConfigInput::default();
     let Some(main) = files::read_main_file(&mut input, &sources.file) else {
-        return input.finish(None, |admin, _, _| admin);
+        return input.into_load_result(None, |admin, _, _| admin);
     };
     // Errors in other tables are not reported here.
     let mut main_values = input.document_values(main);
@@ -106,5 +106,5 @@ pub fn load_admin_settings(sources: &ConfigSources) -> Result<AdminSettings, Con
         &input,
         &TableReader::from_document(&input, main, &schema::ROOT, &merged).get_table("admin"),
     );
-    input.finish(built, |admin, _, _| admin)
+    input.into_load_result(built, |admin, _, _| admin)
 }

@@ -2,10 +2,10 @@
 
 use super::{Config, ConfigErrors, ConfigSources, FileSource, FlagOverrides, load};
 
-/// Checks that loading a text twice gives the same result: a configuration, or errors.
+/// Asserts that loading a text twice gives the same result: a configuration, or errors.
 ///
 /// Skips texts that may name files.
-pub fn check_any_text(bytes: &[u8]) {
+pub fn assert_two_loads_are_equal(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
     };
@@ -28,7 +28,7 @@ pub fn check_any_text(bytes: &[u8]) {
                 first
                     .warnings
                     .iter()
-                    .all(|warning| !warning.to_line().is_empty())
+                    .all(|warning| !warning.to_log_line().is_empty())
             );
         }
         (Err(first), Err(second)) => {
@@ -78,7 +78,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_text_loads_or_reports_errors(lines in prop::collection::vec(LINE, 0..8)) {
-            super::check_any_text(lines.join("\n").as_bytes());
+            super::assert_two_loads_are_equal(lines.join("\n").as_bytes());
         }
     }
 }

@@ -144,7 +144,7 @@ fn format_kind(kind: &ValueKind) -> String {
             .map(|word| format!("`\"{word}\"`"))
             .collect::<Vec<_>>()
             .join(", "),
-        // The page describes the entries elsewhere.
+        // The page describes user-defined entries elsewhere.
         ValueKind::Map(_) => "a table".to_owned(),
         other => other.to_string().trim_start_matches("the ").to_owned(),
     }

@@ -3,7 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
-/// Sources of a configuration. The caller captures them once, so that a reload uses the same.
+/// Sources of a configuration. The caller captures them once, so that a reload uses the same
+/// sources.
 #[derive(Clone, Default)]
 pub struct ConfigSources {
     pub file: FileSource,

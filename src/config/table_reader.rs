@@ -36,7 +36,7 @@ pub(super) struct ConfigValue<'a> {
 enum ConfigValueError {
     /// The value does not match the type or range in the schema.
     SchemaMismatch,
-    /// The given reason.
+    /// The value is invalid for this reason.
     Invalid(String),
 }
 
@@ -123,7 +123,7 @@ impl<'a> TableReader<'a> {
     /// Reads a size in bytes.
     pub(super) fn get_byte_size<T: TryFrom<u64>>(&self, name: &str) -> Option<T> {
         self.read_value(name, |kind, value| {
-            match (kind, value.as_str().and_then(values::parse_size)) {
+            match (kind, value.as_str().and_then(values::parse_byte_size)) {
                 (ValueKind::ByteSize { min, max }, Some(size)) if (*min..=*max).contains(&size) => {
                     T::try_from(size)
                         .ok()
@@ -382,7 +382,7 @@ impl<'a> ConfigValue<'a> {
 
     /// Reports an error at the value. Returns `None`, for use in place of the parsed value.
     pub(super) fn report_error<T>(&self, problem: &str) -> Option<T> {
-        let problem = match self.quote_found() {
+        let problem = match self.quote_value() {
             Some(found) => format!("found {found}; {problem}"),
             None => problem.to_owned(),
         };
@@ -406,7 +406,7 @@ impl<'a> ConfigValue<'a> {
             .value_span(self.document, &self.path, Some(self.value))
     }
 
-    fn quote_found(&self) -> Option<String> {
+    fn quote_value(&self) -> Option<String> {
         if self.is_secret {
             return None;
         }

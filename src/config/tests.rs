@@ -8,9 +8,9 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/config/");
+const FIXTURES_PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/config/");
 
-fn text_sources(text: &str) -> ConfigSources {
+fn make_text_sources(text: &str) -> ConfigSources {
     ConfigSources {
         file: FileSource::Text {
             name: "test.toml".into(),
@@ -28,22 +28,22 @@ fn with_env(mut sources: ConfigSources, env: &[(&str, &str)]) -> ConfigSources {
     sources
 }
 
-fn file_sources(path: &Path) -> ConfigSources {
+fn make_file_sources(path: &Path) -> ConfigSources {
     ConfigSources {
         file: FileSource::Path(path.to_owned()),
         ..ConfigSources::default()
     }
 }
 
-const URL: &str = "upstream.url = \"http://127.0.0.1:3000\"\n";
+const UPSTREAM_LINE: &str = "upstream.url = \"http://127.0.0.1:3000\"\n";
 
 /// Compares the diagnostics and descriptions of each file in a folder with its `.expected` file.
 /// With `UPDATE_FIXTURES=1` the test rewrites the expected files: read the difference before you
 /// commit it.
-fn check_fixtures(folder: &str, expect_ok: bool) {
+fn assert_fixtures(folder: &str, expect_ok: bool) {
     let mut mismatches = Vec::new();
     let mut count = 0;
-    let mut entries: Vec<_> = fs::read_dir(format!("{FIXTURES}{folder}"))
+    let mut entries: Vec<_> = fs::read_dir(format!("{FIXTURES_PATH}{folder}"))
         .unwrap()
         .map(|e| e.unwrap().path())
         .collect();
@@ -53,7 +53,7 @@ fn check_fixtures(folder: &str, expect_ok: bool) {
         .filter(|file| file.extension().is_some_and(|ext| ext == "toml"))
     {
         count += 1;
-        let loaded = load(&file_sources(file));
+        let loaded = load(&make_file_sources(file));
         assert_eq!(loaded.is_ok(), expect_ok, "{}: {loaded:?}", file.display());
         let output = match loaded {
             Ok(config) => {
@@ -70,7 +70,7 @@ fn check_fixtures(folder: &str, expect_ok: bool) {
             }
             Err(errors) => errors.to_string(),
         };
-        let output = output.replace(&format!("{FIXTURES}{folder}/"), "");
+        let output = output.replace(&format!("{FIXTURES_PATH}{folder}/"), "");
         assert!(!output.contains("hunter2"), "{}: {output}", file.display());
         let expected_file = file.with_extension("expected");
         if std::env::var_os("UPDATE_FIXTURES").is_some() {
@@ -90,24 +90,24 @@ fn check_fixtures(folder: &str, expect_ok: bool) {
 
 #[test]
 fn invalid_configurations_report_errors_with_positions() {
-    check_fixtures("invalid", false);
+    assert_fixtures("invalid", false);
 }
 
 #[test]
 fn valid_configurations_are_described() {
-    check_fixtures("valid", true);
+    assert_fixtures("valid", true);
 }
 
 #[test]
 fn doubtful_configurations_produce_warnings() {
-    check_fixtures("doubtful", true);
-    for file in fs::read_dir(format!("{FIXTURES}doubtful"))
+    assert_fixtures("doubtful", true);
+    for file in fs::read_dir(format!("{FIXTURES_PATH}doubtful"))
         .unwrap()
         .map(|entry| entry.unwrap().path())
     {
         let is_config = file.extension().is_some_and(|ext| ext == "toml");
         assert!(
-            !is_config || !load(&file_sources(&file)).unwrap().warnings.is_empty(),
+            !is_config || !load(&make_file_sources(&file)).unwrap().warnings.is_empty(),
             "{}",
             file.display()
         );
@@ -117,8 +117,8 @@ fn doubtful_configurations_produce_warnings() {
 #[test]
 fn near_misses_produce_no_warnings() {
     for name in ["near_misses", "minimal", "includes", "warm_up"] {
-        let config = load(&file_sources(Path::new(&format!(
-            "{FIXTURES}valid/{name}.toml"
+        let config = load(&make_file_sources(Path::new(&format!(
+            "{FIXTURES_PATH}valid/{name}.toml"
         ))))
         .unwrap();
         assert!(config.warnings.is_empty(), "{name}: {:#?}", config.warnings);
@@ -127,7 +127,7 @@ fn near_misses_produce_no_warnings() {
 
 #[test]
 fn defaults_match_the_documentation() {
-    let config = load(&text_sources(URL)).unwrap();
+    let config = load(&make_text_sources(UPSTREAM_LINE)).unwrap();
     assert_eq!(config.listen.address.to_string(), "0.0.0.0:8080");
     assert_eq!(config.listen.proxy_protocol_from, None);
     assert!(config.listen.threads >= 1);
@@ -155,7 +155,7 @@ fn defaults_match_the_documentation() {
 #[test]
 fn the_example_names_every_key_with_its_default() {
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("config.toml");
-    let config = load(&file_sources(&example)).unwrap();
+    let config = load(&make_file_sources(&example)).unwrap();
     assert!(config.warnings.is_empty(), "{:?}", config.warnings);
     assert!(config.policy_table.policies().len() >= 6);
     // Uncommenting every key must change nothing.
@@ -179,8 +179,8 @@ fn the_example_names_every_key_with_its_default() {
         };
         writeln!(all, "{line}").unwrap();
     }
-    let filled = load(&text_sources(&all)).unwrap();
-    let fresh = load(&text_sources(URL)).unwrap();
+    let filled = load(&make_text_sources(&all)).unwrap();
+    let fresh = load(&make_text_sources(UPSTREAM_LINE)).unwrap();
     for path in schema::key_paths() {
         let here = filled.raw.value_or_default(&path);
         let has_default = fresh.raw.value_or_default(&path).is_some();
@@ -199,7 +199,7 @@ fn the_example_names_every_key_with_its_default() {
 #[test]
 fn the_environment_overrides_the_file_and_flags_override_both() {
     let mut sources = with_env(
-        text_sources(
+        make_text_sources(
             "[upstream]\nurl = \"http://file:1\"\nretry_connect = 2\nconnect_timeout = \"7s\"\n",
         ),
         &[
@@ -250,7 +250,7 @@ fn ignores_kubernetes_service_variables() {
         ("OTHER__KEY", "1"),
         ("PATH", "/bin"),
     ];
-    load(&with_env(text_sources(URL), &noise)).unwrap();
+    load(&with_env(make_text_sources(UPSTREAM_LINE), &noise)).unwrap();
 }
 
 fn load_errors(sources: &ConfigSources) -> String {
@@ -260,7 +260,7 @@ fn load_errors(sources: &ConfigSources) -> String {
 #[test]
 fn environment_errors_name_the_variable() {
     let errors = load_errors(&with_env(
-        text_sources("[upstream]\nurl = 5\n"),
+        make_text_sources("[upstream]\nurl = 5\n"),
         &[
             ("TIDEGATE_LISTEN__ADRESS", "x"),
             ("TIDEGATE_LISTEN__THREADS", "many"),
@@ -287,7 +287,7 @@ fn environment_errors_name_the_variable() {
         !errors.contains("hunter2") && !errors.contains('\u{1b}'),
         "{errors}"
     );
-    let mut sources = text_sources("");
+    let mut sources = make_text_sources("");
     sources.flags.upstream = Some("app".into());
     assert!(
         load_errors(&sources)
@@ -297,7 +297,7 @@ fn environment_errors_name_the_variable() {
 
 #[test]
 fn a_missing_file_is_an_error_but_a_file_is_optional() {
-    let errors = load_errors(&file_sources(Path::new("/nonexistent/config.toml")));
+    let errors = load_errors(&make_file_sources(Path::new("/nonexistent/config.toml")));
     assert!(
         errors.starts_with("error: /nonexistent/config.toml: can't be read: "),
         "{errors}"
@@ -317,10 +317,10 @@ fn a_password_comes_from_its_file() {
     let file = folder.path().join("password");
     fs::write(&file, "hunter2\n").unwrap();
     let settings = format!(
-        "{URL}[store]\nkind = \"redis\"\n[store.redis]\nkey_prefix = \"x\"\npassword_file = {:?}\n",
+        "{UPSTREAM_LINE}[store]\nkind = \"redis\"\n[store.redis]\nkey_prefix = \"x\"\npassword_file = {:?}\n",
         file.display().to_string()
     );
-    let config = load(&text_sources(&settings)).unwrap();
+    let config = load(&make_text_sources(&settings)).unwrap();
     let StoreSettings::Redis(redis) = &config.store else {
         panic!("{:?}", config.store)
     };
@@ -329,20 +329,20 @@ fn a_password_comes_from_its_file() {
         "hunter2"
     );
     assert!(!format!("{config:?}").contains("hunter2"));
-    assert!(config.files.paths().contains(&file));
+    assert!(config.files.expand_paths().contains(&file));
 
     let twice = settings.replace("key_prefix", "url = \"redis://:hunter3@host\"\nkey_prefix");
-    assert!(load_errors(&text_sources(&twice)).contains("holds a password too"));
+    assert!(load_errors(&make_text_sources(&twice)).contains("holds a password too"));
     fs::write(&file, " \n").unwrap();
-    assert!(load_errors(&text_sources(&settings)).contains("the file is empty"));
+    assert!(load_errors(&make_text_sources(&settings)).contains("the file is empty"));
 }
 
 #[test]
 fn the_state_directory_exists_and_is_writable() {
     let directory = tempfile::tempdir().unwrap();
     let settings = |kind: &str, path: &Path| {
-        text_sources(&format!(
-            "{URL}\nstore = {{ kind = \"{kind}\", state_dir = \"{}\", redis = {{ key_prefix = \"shop\" }} }}",
+        make_text_sources(&format!(
+            "{UPSTREAM_LINE}\nstore = {{ kind = \"{kind}\", state_dir = \"{}\", redis = {{ key_prefix = \"shop\" }} }}",
             path.display()
         ))
     };
@@ -369,7 +369,7 @@ fn the_state_directory_exists_and_is_writable() {
     let warnings = load(&settings("memory", &absent)).unwrap().warnings;
     assert!(
         warnings[0]
-            .to_line()
+            .to_log_line()
             .contains("the memory store does not use it")
     );
 }
@@ -379,12 +379,12 @@ fn collector_headers_are_read_from_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("headers");
     let settings = format!(
-        "{URL}[trace]\notlp = \"http://c\"\nheaders_file = {:?}\n",
+        "{UPSTREAM_LINE}[trace]\notlp = \"http://c\"\nheaders_file = {:?}\n",
         file.display().to_string()
     );
     let sources_with_headers = |lines: &str| {
         fs::write(&file, lines).unwrap();
-        text_sources(&settings)
+        make_text_sources(&settings)
     };
     let running = load(&sources_with_headers(
         "# a remark\n\nX-Api-Key: hunter2:3 \nx-team: a\n",
@@ -423,8 +423,8 @@ fn collector_headers_are_read_from_a_file() {
             "{errors}"
         );
     }
-    let plain = text_sources(&format!(
-        "{URL}[trace]\notlp = \"http://c\"\ntls.server_name = \"c\"\n"
+    let plain = make_text_sources(&format!(
+        "{UPSTREAM_LINE}[trace]\notlp = \"http://c\"\ntls.server_name = \"c\"\n"
     ));
     assert!(
         load_errors(&plain).contains("expected https:// in trace.otlp"),
@@ -453,12 +453,12 @@ fn included_policies_come_after_the_main_file_by_file_name() {
     fs::write(
         &main,
         format!(
-            "include = [\"z/1.toml\", \"a/*.toml\", \"a/0.toml\", \"none/*.toml\"]\n{URL}{}",
+            "include = [\"z/1.toml\", \"a/*.toml\", \"a/0.toml\", \"none/*.toml\"]\n{UPSTREAM_LINE}{}",
             policy("first")
         ),
     )
     .unwrap();
-    let config = load(&file_sources(&main)).unwrap();
+    let config = load(&make_file_sources(&main)).unwrap();
     let names: Vec<&str> = config
         .policy_table
         .policies()
@@ -466,16 +466,16 @@ fn included_policies_come_after_the_main_file_by_file_name() {
         .map(|policy| &*policy.name)
         .collect();
     assert_eq!(names, ["first", "second", "third", "fourth"]);
-    assert_eq!(config.files.paths().len(), 4);
+    assert_eq!(config.files.expand_paths().len(), 4);
     // A file that is added later belongs to the set.
     fs::write(base.join("a/9.toml"), policy("fifth")).unwrap();
-    assert_eq!(config.files.paths().len(), 5);
+    assert_eq!(config.files.expand_paths().len(), 5);
 }
 
 #[test]
 fn policies_inherit_defaults_and_override_them() {
-    let config = load(&text_sources(&format!(
-        "{URL}[defaults]\non_store_failure = \"closed\"\nalgorithm = \"fixed_window\"\n\
+    let config = load(&make_text_sources(&format!(
+        "{UPSTREAM_LINE}[defaults]\non_store_failure = \"closed\"\nalgorithm = \"fixed_window\"\n\
          [[policy]]\nname = \"a\"\nlimit = {{ requests = 1, per = \"1s\" }}\n\
          [[policy]]\nname = \"b\"\non_store_failure = \"open\"\nlimits = [{{ requests = 1, per = \"1s\", algorithm = \"sliding_log\" }}, {{ requests = 1, per = \"2s\", name = \"x\" }}, {{ requests = 1, per = \"3s\" }}]\n"
     )))
@@ -504,9 +504,12 @@ fn policies_inherit_defaults_and_override_them() {
 
 #[test]
 fn settings_that_need_a_restart_are_named() {
-    let running = load(&text_sources(URL)).unwrap().restart_only_settings();
+    let running = load(&make_text_sources(UPSTREAM_LINE))
+        .unwrap()
+        .restart_only_settings();
     let changed = |settings: &str| {
-        running.changed_keys(&load(&text_sources(&format!("{URL}{settings}"))).unwrap())
+        running
+            .changed_keys(&load(&make_text_sources(&format!("{UPSTREAM_LINE}{settings}"))).unwrap())
     };
     assert_eq!(
         changed("[client]\nipv6_prefix = 56\n[path]\nnormalize = false\n"),
@@ -524,21 +527,21 @@ fn a_new_password_needs_a_restart_and_is_never_printed() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("password");
     let settings = format!(
-        "{URL}[store]\nkind = \"redis\"\nredis.password_file = {:?}\n",
+        "{UPSTREAM_LINE}[store]\nkind = \"redis\"\nredis.password_file = {:?}\n",
         file.display().to_string()
     );
     fs::write(&file, "hunter2").unwrap();
-    let running = load(&text_sources(&settings))
+    let running = load(&make_text_sources(&settings))
         .unwrap()
         .restart_only_settings();
     fs::write(&file, "hunter3").unwrap();
-    let newer = load(&text_sources(&settings)).unwrap();
+    let newer = load(&make_text_sources(&settings)).unwrap();
     assert_eq!(
         running.changed_keys(&newer),
         ["store.redis (contents of a file)"]
     );
     let sources = with_env(
-        text_sources("x = \"hunter2\""),
+        make_text_sources("x = \"hunter2\""),
         &[("TIDEGATE_STORE__REDIS__URL", "redis://:hunter2@h")],
     );
     assert!(!format!("{running:?}{newer:?}{sources:?}").contains("hunter"));
@@ -553,6 +556,6 @@ fn deep_nesting_is_rejected() {
         format!("x{} = 1\n", ".a".repeat(deep)),
         format!("[x{}]\n", ".a".repeat(deep)),
     ] {
-        assert!(load(&text_sources(&format!("{URL}{nested}"))).is_err());
+        assert!(load(&make_text_sources(&format!("{UPSTREAM_LINE}{nested}"))).is_err());
     }
 }

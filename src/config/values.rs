@@ -30,7 +30,7 @@ pub(super) fn parse_duration(text: &str) -> Option<Duration> {
 }
 
 /// Parses a size such as `"512"`, `"64KiB"`, `"1MiB"` or `"2GiB"`. Returns bytes.
-pub(super) fn parse_size(text: &str) -> Option<u64> {
+pub(super) fn parse_byte_size(text: &str) -> Option<u64> {
     let (number, unit) = split_unit(text)?;
     let shift = match unit {
         "" | "B" => 0,
@@ -367,10 +367,10 @@ mod tests {
 
     #[test]
     fn sizes_are_in_binary_units() {
-        assert_eq!(parse_size("64KiB"), Some(65_536));
-        assert_eq!(parse_size("512"), Some(512));
+        assert_eq!(parse_byte_size("64KiB"), Some(65_536));
+        assert_eq!(parse_byte_size("512"), Some(512));
         for wrong in ["", "64KB", "KiB", "1.5MiB", "99999999999GiB"] {
-            assert_eq!(parse_size(wrong), None, "{wrong}");
+            assert_eq!(parse_byte_size(wrong), None, "{wrong}");
         }
     }
 

@@ -16,9 +16,9 @@ pub struct ActivePolicies {
 
 /// A policy table and the counters of its policies.
 ///
-/// Both are replaced together. Counters are looked up by name once per table, under a lock; a
-/// request finds them by the policy's index. The table itself has no counters, because matching and
-/// metrics are separate concerns.
+/// A reload replaces the table and the counters together. Counters are looked up by name once per
+/// table, under a lock; a request finds them by the policy's index. The table itself has no
+/// counters, because matching and metrics are separate concerns.
 #[derive(Debug)]
 pub struct PolicySnapshot {
     pub table: Arc<PolicyTable>,
@@ -34,8 +34,8 @@ impl ActivePolicies {
         }
     }
 
-    /// Activates a table. Requests in flight keep the previous one.
-    pub fn publish(&self, table: Arc<PolicyTable>) {
+    /// Activates a table. Requests in flight keep the previous table.
+    pub fn activate_table(&self, table: Arc<PolicyTable>) {
         self.snapshot
             .store(Arc::new(PolicySnapshot::new(table, &self.metrics)));
     }
@@ -47,7 +47,8 @@ impl ActivePolicies {
 
 impl PolicySnapshot {
     fn new(table: Arc<PolicyTable>, metrics: &Metrics) -> Self {
-        let counters = metrics.policy_counters(table.policies().iter().map(|policy| &*policy.name));
+        let counters = metrics
+            .get_or_create_policy_counters(table.policies().iter().map(|policy| &*policy.name));
         Self { table, counters }
     }
 
@@ -69,12 +70,16 @@ impl PolicySnapshot {
             return;
         };
         metrics.record_policy_decision(tally, decision as usize);
-        if decision.is_rejection() {
-            metrics.rejections().record_path(tally.policy(), place);
+        if decision.is_client_rejection() {
+            metrics
+                .rejections()
+                .record_path_rejection(tally.policy_name(), place);
             if let Some(key) = key {
                 metrics
                     .rejections()
-                    .record_key(tally.policy(), key.id(), || key.to_readable_string());
+                    .record_key_rejection(tally.policy_name(), key.id(), || {
+                        key.to_readable_string()
+                    });
             }
         }
     }

@@ -7,7 +7,7 @@ use crate::policy::{
     Descriptor, EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyAction, PolicyTable,
 };
 use crate::store::{
-    ConcurrencySlotGuard, ConcurrencySlots, CounterRef, SettlementQueue, UntakenSlots,
+    ConcurrencySlotGuard, ConcurrencySlots, LimitAndKey, SettlementQueue, UntakenSlotAction,
 };
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -31,7 +31,8 @@ pub(super) struct PlannedPolicy<'t> {
     pub policy: &'t Policy,
     pub key: Key,
     pub limits: &'t [NamedLimit],
-    /// Charged before the limits. A shadow policy has none, because it never blocks a request.
+    /// The block of the policy, charged before the limits. A shadow policy has none, because it
+    /// never blocks a request.
     pub block: Option<&'t Limit>,
     pub cost: u64,
     /// The cost is an estimate until the response reports the actual one.
@@ -54,8 +55,8 @@ impl<'t> PlannedPolicy<'t> {
             && identities(self).eq(identities(other))
     }
 
-    /// Adds another charge of the same counters. The limits differ only if equal descriptors carry
-    /// different ones; the tighter limits apply.
+    /// Adds another charge of the same counters. If equal descriptors carry different limits, the
+    /// tighter ones apply.
     fn merge(&mut self, other: &PlannedPolicy<'t>) {
         self.cost = self.cost.saturating_add(other.cost).min(MAX_UNITS);
         let min_requests = |planned_policy: &PlannedPolicy<'t>| {
@@ -71,7 +72,7 @@ impl<'t> PlannedPolicy<'t> {
     }
 
     /// Whether the policy may delay requests.
-    pub(super) fn delays_requests(&self) -> bool {
+    pub(super) fn may_delay_requests(&self) -> bool {
         let is_leaky_bucket =
             |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
         self.limits.iter().any(is_leaky_bucket)
@@ -80,8 +81,8 @@ impl<'t> PlannedPolicy<'t> {
 
 impl<'t> ChargePlan<'t> {
     /// Evaluates the matching policies in order until one allows or denies the request. Limits
-    /// before an allowing policy apply; a denied request charges nothing. A shadow policy ends
-    /// nothing. Decisions of policies without limits are passed to `record_decision`.
+    /// before an allowing policy apply; a denied request charges nothing. A shadow policy does not
+    /// end the evaluation. Decisions that need no counter are passed to `record_decision`.
     pub(super) fn from_facts(
         table: &'t PolicyTable,
         facts: &Facts<'_>,
@@ -182,7 +183,8 @@ impl<'t> ChargePlan<'t> {
     }
 
     /// Builds the charges in the order of the policies. `cost_of_blocks_and_slots` is 1, even for a
-    /// request of cost 0, or 0 to only read them. `slot` is the id of the request's slot.
+    /// request of cost 0, or 0 to only read blocks and slots. `slot` is the id of the request's
+    /// slot.
     pub(super) fn build_charges(
         &self,
         cost_of_blocks_and_slots: u64,
@@ -196,7 +198,7 @@ impl<'t> ChargePlan<'t> {
                     .map(|block| (block, cost_of_blocks_and_slots));
                 // A request takes one slot, whatever its cost.
                 let cost = |limit| {
-                    if is_concurrency(limit) {
+                    if is_concurrency_limit(limit) {
                         cost_of_blocks_and_slots
                     } else {
                         planned_policy.cost
@@ -233,11 +235,11 @@ impl<'t> ChargePlan<'t> {
             let limits = planned_policy
                 .limits
                 .iter()
-                .filter(|named| is_concurrency(&named.limit));
+                .filter(|named| is_concurrency_limit(&named.limit));
             limits.map(|named| (named.limit, planned_policy.key.clone()))
         });
-        let counters: SmallVec<[CounterRef; 1]> = counters.collect();
-        (!counters.is_empty()).then(|| slots.reserve_slots(counters))
+        let counters: SmallVec<[LimitAndKey; 1]> = counters.collect();
+        (!counters.is_empty()).then(|| slots.create_slot_guard(counters))
     }
 
     /// Keeps the slots that the decision has granted, and sets the maximum duration of the request.
@@ -246,16 +248,17 @@ impl<'t> ChargePlan<'t> {
         slot_guard: ConcurrencySlotGuard,
         charges: &[Charge<'_>],
         decision: &Decision,
-        untaken: UntakenSlots,
+        untaken: UntakenSlotAction,
     ) -> Option<ConcurrencySlotGuard> {
         let (taken, max_duration_us) = taken_slots(charges, decision);
-        let is_taken = |(limit, key): &CounterRef| {
+        let is_taken = |(limit, key): &LimitAndKey| {
             taken
                 .iter()
                 .any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
         };
-        let mut slot_guard = slot_guard.retain_taken(is_taken, untaken)?;
-        slot_guard.set_end(max_duration_us.map(|us| Instant::now() + Duration::from_micros(us)));
+        let mut slot_guard = slot_guard.retain_taken_counters(is_taken, untaken)?;
+        slot_guard
+            .set_request_end(max_duration_us.map(|us| Instant::now() + Duration::from_micros(us)));
         Some(slot_guard)
     }
 
@@ -278,7 +281,7 @@ impl<'t> ChargePlan<'t> {
                 .get(own)
                 .is_some_and(|own| own.iter().all(passes));
             if let Some(cost) = planned_policy.estimate.filter(|_| is_charged) {
-                // Without a time no units are credited.
+                // A charge without a recorded time gets the time 0, so that no units are credited.
                 let at_us = |index: usize| {
                     decision
                         .charged_at_us
@@ -289,7 +292,7 @@ impl<'t> ChargePlan<'t> {
                 };
                 let limits = (first..).zip(planned_policy.limits.iter());
                 let counters = limits
-                    .filter(|(_, named)| !is_concurrency(&named.limit))
+                    .filter(|(_, named)| !is_concurrency_limit(&named.limit))
                     .map(|(index, named)| ((named.limit, planned_policy.key.clone()), at_us(index)))
                     .collect();
                 estimates.push(EstimatedCharge::new(
@@ -311,7 +314,7 @@ impl<'t> ChargePlan<'t> {
     }
 
     /// The first enforced policy with `on_store_failure = "closed"`.
-    pub(super) fn first_closed_policy(&self) -> Option<&'t Policy> {
+    pub(super) fn first_fail_closed_policy(&self) -> Option<&'t Policy> {
         self.enforced_policies()
             .find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
     }
@@ -334,7 +337,7 @@ pub(super) fn taken_slots<'c, 'k>(
     let mut max_duration_us = None;
     let taken = charges
         .iter()
-        .filter(|charge| decision.admitted && is_concurrency(charge.limit));
+        .filter(|charge| decision.admitted && is_concurrency_limit(charge.limit));
     let taken: SmallVec<[&Charge<'_>; 1]> =
         taken.filter(|charge| !is_policy_refused(charge)).collect();
     for charge in taken.iter().filter(|charge| !charge.shadow) {
@@ -349,6 +352,6 @@ pub(super) fn taken_slots<'c, 'k>(
     (taken, max_duration_us)
 }
 
-fn is_concurrency(limit: &Limit) -> bool {
+fn is_concurrency_limit(limit: &Limit) -> bool {
     matches!(limit.algorithm, Algorithm::Concurrency { .. })
 }

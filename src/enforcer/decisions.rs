@@ -1,24 +1,26 @@
 //! Decisions on requests, and how metrics and history label their counters.
 
-use crate::telemetry::metrics::LabelledCounters;
+use crate::telemetry::metrics::LabelledCounterIndices;
 
 /// The decision of one policy on one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PolicyDecision {
     /// The request is within the limits. Shadow policies count these requests too.
     Allowed,
-    /// The same, but a policy with `leaky_bucket` delayed the request.
+    /// The request is within the limits, but a policy with `leaky_bucket` delayed it.
     Delayed,
     Rejected,
     /// Rejected because an earlier rejection blocked the key.
     Blocked,
-    /// Rejected whatever the quota: by `action = "deny"`, or because the request cannot be keyed.
+    /// Rejected regardless of the quota: by `action = "deny"`, or because a required key value is
+    /// missing or repeated.
     Denied,
     Exempt,
     /// A shadow policy would have rejected the request.
     ShadowRejected,
-    /// A shadow policy could not decide, because the store was unavailable.
-    Degraded,
+    /// The policy did not decide, because the store was unavailable: it is a shadow policy, or
+    /// another policy is `closed`.
+    DegradedUndecided,
     /// The store was unavailable, and the policy let the request through.
     DegradedOpen,
     /// The store was unavailable, and the policy rejected the request.
@@ -37,20 +39,21 @@ pub enum RequestDecision {
     Rejected,
     Blocked,
     Denied,
-    /// Let through without the store.
+    /// The request was let through without a decision of the store.
     Degraded,
     /// The request is invalid or cannot be keyed.
     Malformed,
-    /// Rejected because the store was unavailable. The access log shows it as `degraded` too.
+    /// Rejected because the store was unavailable. The access log shows these requests as
+    /// `degraded` too.
     Unavailable,
 }
 
-/// The part of `degraded` that was rejected.
-const DEGRADED_REFUSED: &str = "degraded_refused";
+/// Label of the rejected part of `degraded`.
+const DEGRADED_REFUSED_LABEL: &str = "degraded_refused";
 
 impl PolicyDecision {
-    /// The label `decision` of a policy's requests.
-    pub const LABELS: [LabelledCounters; 8] = [
+    /// The values of the label `decision` of a policy's requests, with their counters.
+    pub const LABELS: [LabelledCounterIndices; 8] = [
         ("allowed", &[Self::Allowed as usize]),
         ("delayed", &[Self::Delayed as usize]),
         ("rejected", &[Self::Rejected as usize]),
@@ -61,7 +64,7 @@ impl PolicyDecision {
         (
             "degraded",
             &[
-                Self::Degraded as usize,
+                Self::DegradedUndecided as usize,
                 Self::DegradedOpen as usize,
                 Self::DegradedClosed as usize,
                 Self::DegradedLocalAllowed as usize,
@@ -70,8 +73,9 @@ impl PolicyDecision {
         ),
     ];
 
-    /// The label `outcome` of the requests that an enforced policy decided without the store.
-    pub const DEGRADED_OUTCOMES: [LabelledCounters; 4] = [
+    /// The values of the label `outcome` of requests that an enforced policy decided without the
+    /// store, with their counters.
+    pub const DEGRADED_OUTCOMES: [LabelledCounterIndices; 4] = [
         ("open", &[Self::DegradedOpen as usize]),
         ("closed", &[Self::DegradedClosed as usize]),
         ("local_allowed", &[Self::DegradedLocalAllowed as usize]),
@@ -79,10 +83,10 @@ impl PolicyDecision {
     ];
 
     /// The series of the history: [`Self::LABELS`], and the rejected part of `degraded`.
-    pub const HISTORY_SERIES: [LabelledCounters; 9] = {
+    pub const HISTORY_SERIES: [LabelledCounterIndices; 9] = {
         let [a, b, c, d, e, f, g, h] = Self::LABELS;
-        let refused: LabelledCounters = (
-            DEGRADED_REFUSED,
+        let refused: LabelledCounterIndices = (
+            DEGRADED_REFUSED_LABEL,
             &[
                 Self::DegradedClosed as usize,
                 Self::DegradedLocalRejected as usize,
@@ -92,7 +96,7 @@ impl PolicyDecision {
     };
 
     /// Whether the policy rejected the request because of its client, or would have.
-    pub fn is_rejection(self) -> bool {
+    pub fn is_client_rejection(self) -> bool {
         matches!(
             self,
             Self::Rejected
@@ -105,9 +109,9 @@ impl PolicyDecision {
 }
 
 impl RequestDecision {
-    /// The series of all requests. `degraded` counts all decisions without the store; the rejected
-    /// part of them is listed separately.
-    pub const LABELS: [LabelledCounters; 8] = [
+    /// The series of all requests. `degraded` counts all decisions without the store;
+    /// `degraded_refused` counts the rejected part of them.
+    pub const LABELS: [LabelledCounterIndices; 8] = [
         (Self::Allowed.label(), &[Self::Allowed as usize]),
         (Self::Delayed.label(), &[Self::Delayed as usize]),
         (Self::Rejected.label(), &[Self::Rejected as usize]),
@@ -118,7 +122,7 @@ impl RequestDecision {
             &[Self::Degraded as usize, Self::Unavailable as usize],
         ),
         (Self::Malformed.label(), &[Self::Malformed as usize]),
-        (DEGRADED_REFUSED, &[Self::Unavailable as usize]),
+        (DEGRADED_REFUSED_LABEL, &[Self::Unavailable as usize]),
     ];
 
     /// The name in the access log and in spans.
@@ -163,13 +167,16 @@ mod tests {
                     .record_request_decision(decision as usize);
             }
         }
-        assert_eq!(metrics.request_decisions(), [1, 2, 3, 4, 5, 6 + 8, 7, 8]);
+        assert_eq!(
+            metrics.request_decision_counts(),
+            [1, 2, 3, 4, 5, 6 + 8, 7, 8]
+        );
     }
 
     #[test]
     fn every_policy_decision_has_a_counter_and_a_label() {
         let metrics = Metrics::new(1, MetricLabels::default());
-        let counters = metrics.policy_counters(["p"].into_iter());
+        let counters = metrics.get_or_create_policy_counters(["p"].into_iter());
         for (at, decision) in [
             P::Allowed,
             P::Delayed,
@@ -178,7 +185,7 @@ mod tests {
             P::Denied,
             P::Exempt,
             P::ShadowRejected,
-            P::Degraded,
+            P::DegradedUndecided,
             P::DegradedOpen,
             P::DegradedClosed,
             P::DegradedLocalAllowed,

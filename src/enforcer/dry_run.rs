@@ -46,7 +46,7 @@ pub struct DryRunResult {
     pub outcome: DryRunOutcome,
     /// Time that the request would have been held (µs).
     pub delay_us: u64,
-    /// The slots taken; the caller renews and releases them.
+    /// The counters in which the request took a slot. The caller renews and releases the slots.
     pub slot_counters: SmallVec<[(Limit, Key); 1]>,
     /// Maximum duration of the request (µs), if bounded.
     pub max_duration_us: Option<u64>,

@@ -2,7 +2,7 @@
 
 use crate::limiter::Amendment;
 use crate::policy::{ActualCostSource, EstimateCost};
-use crate::store::{CounterRef, SettlementQueue};
+use crate::store::{LimitAndKey, SettlementQueue};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use std::sync::Arc;
 pub struct EstimatedCharge {
     cost: Arc<EstimateCost>,
     /// The charged counters, each with the time at which the charge counts (µs, store's clock).
-    counters: SmallVec<[(CounterRef, u64); 1]>,
+    counters: SmallVec<[(LimitAndKey, u64); 1]>,
     settlements: SettlementQueue,
 }
 
 impl EstimatedCharge {
     pub(super) fn new(
         cost: Arc<EstimateCost>,
-        counters: SmallVec<[(CounterRef, u64); 1]>,
+        counters: SmallVec<[(LimitAndKey, u64); 1]>,
         settlements: SettlementQueue,
     ) -> Self {
         Self {
@@ -29,12 +29,12 @@ impl EstimatedCharge {
     }
 
     /// The source of the actual cost.
-    pub fn cost(&self) -> &Arc<EstimateCost> {
+    pub fn estimate_cost(&self) -> &Arc<EstimateCost> {
         &self.cost
     }
 
     /// Whether the actual cost is in the response body.
-    pub fn reads_body(&self) -> bool {
+    pub fn is_settled_from_body(&self) -> bool {
         matches!(self.cost.actual_source, ActualCostSource::Json(_))
     }
 
@@ -57,7 +57,7 @@ impl EstimatedCharge {
                 at_us,
             },
         };
-        self.settlements.enqueue(
+        self.settlements.apply_or_enqueue(
             self.counters
                 .into_iter()
                 .map(|(place, at_us)| (place, amendment(at_us))),

@@ -54,13 +54,13 @@ impl<'t> ChargePlan<'t> {
 
     /// Builds the verdict when the store is unavailable. One `closed` policy rejects the request;
     /// otherwise the decision of the `local` policies applies, if any.
-    pub(super) fn into_degraded(
+    pub(super) fn into_degraded_verdict(
         self,
         unavailable: &StoreUnavailable,
         fallback_decision: Option<&Decision>,
     ) -> Verdict<'t> {
         let is_degraded = self.enforced_policies().next().is_some();
-        if let Some(policy) = self.first_closed_policy() {
+        if let Some(policy) = self.first_fail_closed_policy() {
             let outcome = RequestOutcome::Unavailable {
                 policy: &policy.name,
                 retry_after_us: unavailable.retry_after_us,
@@ -104,7 +104,7 @@ impl<'t> ChargePlan<'t> {
                 _ if blocked => PolicyDecision::Blocked,
                 (true, true) => PolicyDecision::ShadowRejected,
                 (true, false) => PolicyDecision::Rejected,
-                (false, false) if decision.delay_us > 0 && planned_policy.delays_requests() => {
+                (false, false) if decision.delay_us > 0 && planned_policy.may_delay_requests() => {
                     PolicyDecision::Delayed
                 }
                 (false, _) if known => PolicyDecision::Allowed,
@@ -119,7 +119,7 @@ impl<'t> ChargePlan<'t> {
     }
 
     /// Records the decision of each policy when the store is unavailable; `fallback_decision` is
-    /// the one made without it.
+    /// the decision made without the store, if any.
     pub(super) fn record_degraded_decisions(
         &self,
         fallback_decision: Option<&Decision>,
@@ -138,11 +138,13 @@ impl<'t> ChargePlan<'t> {
                 .count()
                 > 0;
             let decision_label = match planned_policy.policy.on_store_failure {
-                _ if planned_policy.policy.shadow => PolicyDecision::Degraded,
+                _ if planned_policy.policy.shadow => PolicyDecision::DegradedUndecided,
                 OnStoreFailure::Open => PolicyDecision::DegradedOpen,
                 OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
                 // Another policy is closed: nothing was decided.
-                OnStoreFailure::Local if fallback_decision.is_none() => PolicyDecision::Degraded,
+                OnStoreFailure::Local if fallback_decision.is_none() => {
+                    PolicyDecision::DegradedUndecided
+                }
                 OnStoreFailure::Local if refused => PolicyDecision::DegradedLocalRejected,
                 OnStoreFailure::Local => PolicyDecision::DegradedLocalAllowed,
             };
@@ -170,7 +172,7 @@ fn blocked_status(status: Option<LimitStatus>, until_us: u64) -> LimitStatus {
     }
 }
 
-/// Collects refusals; the longest one determines the retry time.
+/// Collects the refusals of a request.
 #[derive(Default)]
 struct RefusalSummary<'t> {
     longest_refusal: Option<(&'t Policy, Refusal)>,
@@ -189,6 +191,8 @@ impl<'t> RefusalSummary<'t> {
         }
     }
 
+    /// Builds the rejection, if any limit refused. The policy with the longest refusal wins: it
+    /// determines the retry time and the response.
     fn into_rejection(self, now_us: u64) -> Option<LimitRejection<'t>> {
         let (policy, refusal) = self.longest_refusal?;
         let retry = match refusal {

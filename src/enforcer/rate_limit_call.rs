@@ -15,7 +15,7 @@ use tokio::time::Instant;
 #[derive(Debug)]
 pub struct CallVerdict<'t> {
     pub verdict: Verdict<'t>,
-    /// One per descriptor.
+    /// The verdict on each descriptor, in order.
     pub statuses: Vec<DescriptorVerdict<'t>>,
 }
 
@@ -40,7 +40,7 @@ impl Enforcer {
     ) -> CallVerdict<'t> {
         let mut plan = ChargePlan::default();
         let mut statuses: Vec<DescriptorVerdict<'t>> = Vec::with_capacity(descriptors.len());
-        // The keys used by each descriptor.
+        // Ids of the keys that each descriptor uses.
         let mut key_ids_by_descriptor: SmallVec<[SmallVec<[u128; 2]>; 4]> = SmallVec::new();
         let domain = descriptors
             .first()
@@ -104,14 +104,15 @@ impl Enforcer {
         for (status, keys) in statuses.iter_mut().zip(&key_ids_by_descriptor) {
             let mut own: SmallVec<[ReportedLimit<'t>; 4]> = verdict.limits.clone();
             own.retain(|reported| keys.contains(&reported.key_id));
-            status.tightest_limit = ReportedLimit::find_least_remaining(&own).copied();
+            status.tightest_limit = ReportedLimit::find_tightest_limit(&own).copied();
             status.is_over_limit = own.iter().any(|reported| reported.status.refusal.is_some());
         }
         CallVerdict { verdict, statuses }
     }
 
     /// Decides a plan with charges of cost 0, which only check whether units are left. If a
-    /// checked quota is exhausted, nothing is charged. Otherwise a second call makes the charges.
+    /// checked quota is exhausted, nothing is charged. Otherwise a second call to the store makes
+    /// the charges.
     async fn decide_zero_cost_plan<'t>(
         &self,
         plan: &mut ChargePlan<'t>,
@@ -124,7 +125,7 @@ impl Enforcer {
         }
         let answer = match self.store.decide_with_source(&charges, arrived).await {
             Ok(answer) => Some(answer),
-            Err(failure) if plan.first_closed_policy().is_none() => self
+            Err(failure) if plan.first_fail_closed_policy().is_none() => self
                 .store
                 .decide_by_fallback(&charges, failure.partial)
                 .map(|fallback_decision| (fallback_decision, DecisionSource::Degraded)),
@@ -150,7 +151,7 @@ impl Enforcer {
             is_degraded,
             ..take(plan).into_verdict(&decision)
         };
-        self.record_decision_time(verdict, source, arrived)
+        self.complete_verdict(verdict, source, arrived)
     }
 }
 

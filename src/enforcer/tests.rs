@@ -17,7 +17,7 @@ use http::{HeaderMap, Method};
 use smallvec::SmallVec;
 use std::time::Duration;
 
-const PATH: Settings = Settings::DEFAULT;
+const PATH_SETTINGS: Settings = Settings::DEFAULT;
 
 /// Every call fails at once, because no connection exists yet.
 const UNREACHABLE_REDIS: RedisSettings = RedisSettings {
@@ -39,7 +39,7 @@ const UNREACHABLE_REDIS: RedisSettings = RedisSettings {
     dialer: RedisDialer::Network,
 };
 
-fn limit(name: &str, requests: u64) -> NamedLimit {
+fn make_limit(name: &str, requests: u64) -> NamedLimit {
     let limit = Limit {
         requests,
         per_us: 10_000_000,
@@ -52,7 +52,7 @@ fn limit(name: &str, requests: u64) -> NamedLimit {
     }
 }
 
-fn policy_by_user(name: &str, requests: u64) -> Policy {
+fn make_policy_by_user(name: &str, requests: u64) -> Policy {
     Policy {
         name: name.into(),
         priority: 0,
@@ -64,7 +64,7 @@ fn policy_by_user(name: &str, requests: u64) -> Policy {
             key: KeyTemplate::new(vec![KeyPart::Header("x-user".parse().unwrap())]),
             missing_key: MissingKeyAction::Shared,
             cost: CostSource::Fixed(1),
-            limits: vec![limit(name, requests)],
+            limits: vec![make_limit(name, requests)],
             block: None,
             overrides: LimitOverrides::default(),
         })),
@@ -101,7 +101,7 @@ impl EnforcerFixture {
             legacy: true,
             legacy_reset_epoch: false,
         };
-        let table = PolicyTable::new(policies, PATH, client, fields);
+        let table = PolicyTable::new(policies, PATH_SETTINGS, client, fields);
         let (clock, manual_clock) = Clock::manual(1_700_000_000_000_000);
         let memory = MemoryStore::new(
             MemorySettings {
@@ -124,12 +124,16 @@ impl EnforcerFixture {
         }
     }
 
-    fn decide_for_users<T>(&self, users: &[&str], inspect: impl FnOnce(Verdict<'_>) -> T) -> T {
+    fn decide_request_with_users<T>(
+        &self,
+        users: &[&str],
+        inspect: impl FnOnce(Verdict<'_>) -> T,
+    ) -> T {
         let mut headers = HeaderMap::new();
         for user in users {
             headers.append("x-user", user.parse().unwrap());
         }
-        let paths = PathInterpretations::parse("/", &PATH).unwrap();
+        let paths = PathInterpretations::parse("/", &PATH_SETTINGS).unwrap();
         let facts = Facts {
             method: &Method::GET,
             host: "h",
@@ -150,15 +154,17 @@ impl EnforcerFixture {
             let mut enforcer = self.enforcer.clone();
             if self.is_store_unreachable {
                 enforcer.store =
-                    Store::redis(RedisStore::start(&SharedRedisState::new(UNREACHABLE_REDIS)));
+                    Store::from_redis(RedisStore::start(&SharedRedisState::new(UNREACHABLE_REDIS)));
             }
-            enforcer.decide(&policies, &facts, Instant::now()).await
+            enforcer
+                .decide_request(&policies, &facts, Instant::now())
+                .await
         });
         inspect(verdict)
     }
 
     fn is_forwarded(&self, user: &str) -> bool {
-        self.decide_for_users(&[user], |verdict| {
+        self.decide_request_with_users(&[user], |verdict| {
             matches!(verdict.outcome, RequestOutcome::Forward)
         })
     }
@@ -167,12 +173,12 @@ impl EnforcerFixture {
 #[test]
 fn trap_11_a_refused_request_charges_no_policy() {
     let fixture = EnforcerFixture::new(vec![
-        policy_by_user("wide", 10),
-        policy_by_user("narrow", 2),
+        make_policy_by_user("wide", 10),
+        make_policy_by_user("narrow", 2),
     ]);
     let passed = (0..5).filter(|_| fixture.is_forwarded("ann")).count();
     assert_eq!(passed, 2);
-    fixture.decide_for_users(&["ann"], |verdict| {
+    fixture.decide_request_with_users(&["ann"], |verdict| {
         let remaining: Vec<u64> = verdict.limits.iter().map(|l| l.status.remaining).collect();
         assert_eq!(remaining, [8, 0]);
         let RequestOutcome::Limited(limited) = verdict.outcome else {
@@ -190,17 +196,17 @@ fn trap_11_a_refused_request_charges_no_policy() {
 
 #[test]
 fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
-    let mut narrow = policy_by_user("narrow", 1);
+    let mut narrow = make_policy_by_user("narrow", 1);
     let block = Limit {
         requests: 1,
         per_us: 60_000_000,
         algorithm: Algorithm::Block,
     };
     quota_mut(&mut narrow).block = Some(block);
-    let fixture = EnforcerFixture::new(vec![policy_by_user("wide", 10), narrow.clone()]);
+    let fixture = EnforcerFixture::new(vec![make_policy_by_user("wide", 10), narrow.clone()]);
     assert!(fixture.is_forwarded("ann"));
     for (blocked, waits_us) in [(false, 60_000_000), (true, 20_000_000)] {
-        fixture.decide_for_users(&["ann"], |verdict| {
+        fixture.decide_request_with_users(&["ann"], |verdict| {
             let RequestOutcome::Limited(limited) = verdict.outcome else {
                 panic!("{:?}", verdict.outcome)
             };
@@ -221,7 +227,7 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
     }]);
     assert!(shadow.is_forwarded("ann") && shadow.is_forwarded("ann"));
     shadow.manual_clock.advance_us(10_000_000);
-    shadow.decide_for_users(&["ann"], |verdict| {
+    shadow.decide_request_with_users(&["ann"], |verdict| {
         assert!(
             verdict.shadow_rejected.is_empty(),
             "a shadow policy has no block"
@@ -249,7 +255,7 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
             planned_policies: policies.iter().map(planned_policy).collect(),
             shadow_rejections: SmallVec::new(),
         };
-        let verdict = plan.into_degraded(
+        let verdict = plan.into_degraded_verdict(
             &StoreUnavailable {
                 kind: "timeout",
                 retry_after_us: 7,
@@ -269,35 +275,38 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let closed = |shadow| Policy {
         on_store_failure: OnStoreFailure::Closed,
         shadow,
-        ..policy_by_user("c", 1)
+        ..make_policy_by_user("c", 1)
     };
-    assert_eq!(outcome(&[policy_by_user("open", 1)]), None);
+    assert_eq!(outcome(&[make_policy_by_user("open", 1)]), None);
     assert_eq!(
-        outcome(&[policy_by_user("open", 1), closed(false)]).as_deref(),
+        outcome(&[make_policy_by_user("open", 1), closed(false)]).as_deref(),
         Some("c")
     );
-    assert_eq!(outcome(&[policy_by_user("open", 1), closed(true)]), None);
+    assert_eq!(
+        outcome(&[make_policy_by_user("open", 1), closed(true)]),
+        None
+    );
 }
 
 #[test]
 fn trap_25_a_missing_key_does_not_bypass_the_limit() {
-    let shared = EnforcerFixture::new(vec![policy_by_user("p", 1)]);
+    let shared = EnforcerFixture::new(vec![make_policy_by_user("p", 1)]);
     assert_eq!(
         (shared.is_forwarded(""), shared.is_forwarded("")),
         (true, false)
     );
     assert!(shared.is_forwarded("ann"));
 
-    let mut reject = policy_by_user("p", 1);
+    let mut reject = make_policy_by_user("p", 1);
     quota_mut(&mut reject).missing_key = MissingKeyAction::Reject;
-    EnforcerFixture::new(vec![reject]).decide_for_users(&[], |verdict| {
+    EnforcerFixture::new(vec![reject]).decide_request_with_users(&[], |verdict| {
         let RequestOutcome::InvalidKey { error, .. } = verdict.outcome else {
             panic!("{:?}", verdict.outcome)
         };
         assert_eq!(error, KeyError::Missing("header x-user".to_owned()));
     });
 
-    let mut skip = policy_by_user("p", 1);
+    let mut skip = make_policy_by_user("p", 1);
     quota_mut(&mut skip).missing_key = MissingKeyAction::Skip;
     let skip = EnforcerFixture::new(vec![skip]);
     assert!(skip.is_forwarded("") && skip.is_forwarded(""));
@@ -305,7 +314,7 @@ fn trap_25_a_missing_key_does_not_bypass_the_limit() {
 
 #[test]
 fn a_repeated_key_header_is_rejected() {
-    EnforcerFixture::new(vec![policy_by_user("p", 1)]).decide_for_users(
+    EnforcerFixture::new(vec![make_policy_by_user("p", 1)]).decide_request_with_users(
         &["ann", "bob"],
         |verdict| {
             assert!(matches!(
@@ -321,10 +330,10 @@ fn a_repeated_key_header_is_rejected() {
 
 #[test]
 fn the_first_matching_override_replaces_all_limits() {
-    let mut policy = policy_by_user("p", 1);
+    let mut policy = make_policy_by_user("p", 1);
     let entry = |value: Option<&str>, requests| LimitOverride {
         values: vec![value.map(Into::into)],
-        limits: vec![limit("o", requests)],
+        limits: vec![make_limit("o", requests)],
     };
     quota_mut(&mut policy).overrides = LimitOverrides::new(
         "p",
@@ -337,11 +346,11 @@ fn the_first_matching_override_replaces_all_limits() {
 
 #[test]
 fn shadow_policies_are_counted_and_never_reject() {
-    let mut shadow = policy_by_user("shadow", 1);
+    let mut shadow = make_policy_by_user("shadow", 1);
     shadow.shadow = true;
-    let fixture = EnforcerFixture::new(vec![shadow, policy_by_user("live", 3)]);
+    let fixture = EnforcerFixture::new(vec![shadow, make_policy_by_user("live", 3)]);
     assert!(fixture.is_forwarded("ann"));
-    fixture.decide_for_users(&["ann"], |verdict| {
+    fixture.decide_request_with_users(&["ann"], |verdict| {
         assert!(matches!(verdict.outcome, RequestOutcome::Forward));
         assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
         assert_eq!(
@@ -359,11 +368,11 @@ fn shadow_policies_that_would_deny_are_reported() {
     let shadow = Policy {
         action: PolicyAction::Deny,
         shadow: true,
-        ..policy_by_user("shadow", 0)
+        ..make_policy_by_user("shadow", 0)
     };
-    for others in [vec![], vec![policy_by_user("live", 9)]] {
+    for others in [vec![], vec![make_policy_by_user("live", 9)]] {
         let fixture = EnforcerFixture::new([vec![shadow.clone()], others].concat());
-        fixture.decide_for_users(&["ann"], |verdict| {
+        fixture.decide_request_with_users(&["ann"], |verdict| {
             assert!(matches!(verdict.outcome, RequestOutcome::Forward));
             assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
         });
@@ -380,11 +389,11 @@ fn verdicts_without_the_store_are_marked_degraded() {
             .map(|(n, (on_store_failure, shadow))| Policy {
                 on_store_failure: *on_store_failure,
                 shadow: *shadow,
-                ..policy_by_user(&n.to_string(), 1)
+                ..make_policy_by_user(&n.to_string(), 1)
             });
         let mut fixture = EnforcerFixture::new(policies.collect());
         fixture.is_store_unreachable = true;
-        fixture.decide_for_users(&["ann"], |verdict| {
+        fixture.decide_request_with_users(&["ann"], |verdict| {
             let passes = matches!(verdict.outcome, RequestOutcome::Forward);
             assert!(passes || matches!(verdict.outcome, RequestOutcome::Unavailable { .. }));
             (passes, verdict.is_degraded)
@@ -411,13 +420,13 @@ fn local_policies_reject_by_share_and_a_closed_policy_overrides_them() {
                 .map(|(n, (on_store_failure, requests, shadow))| Policy {
                     on_store_failure: *on_store_failure,
                     shadow: *shadow,
-                    ..policy_by_user(&n.to_string(), *requests)
+                    ..make_policy_by_user(&n.to_string(), *requests)
                 });
         let fixture = EnforcerFixture {
             is_store_unreachable: true,
             ..EnforcerFixture::new(policies.collect())
         };
-        fixture.decide_for_users(&["ann"], |verdict| {
+        fixture.decide_request_with_users(&["ann"], |verdict| {
             assert!(verdict.is_degraded);
             let status = match verdict.outcome {
                 RequestOutcome::Forward => 200,
@@ -463,7 +472,7 @@ fn slots_that_the_fallback_does_not_grant_are_released_in_redis() {
             .iter()
             .enumerate()
             .map(|(n, (on_store_failure, requests))| {
-                let mut policy = policy_by_user(&n.to_string(), *requests);
+                let mut policy = make_policy_by_user(&n.to_string(), *requests);
                 policy.on_store_failure = *on_store_failure;
                 quota_mut(&mut policy).limits[0].limit.algorithm =
                     Algorithm::Concurrency { max_duration_us: 0 };
@@ -475,12 +484,12 @@ fn slots_that_the_fallback_does_not_grant_are_released_in_redis() {
             .unwrap();
         let store = {
             let _entered = runtime.enter();
-            Store::redis(RedisStore::start(&SharedRedisState::new(UNREACHABLE_REDIS)))
+            Store::from_redis(RedisStore::start(&SharedRedisState::new(UNREACHABLE_REDIS)))
         };
         fixture.enforcer.slots = ConcurrencySlots::new(store.clone());
         fixture.enforcer.store = store;
-        fixture.decide_for_users(&["ann"], |_verdict| {
-            let releases = fixture.enforcer.slots.queued_releases();
+        fixture.decide_request_with_users(&["ann"], |_verdict| {
+            let releases = fixture.enforcer.slots.counters_of_queued_releases();
             let capacities = releases.iter().map(|(limit, _)| limit.requests);
             capacities.collect::<Vec<_>>()
         })
@@ -499,21 +508,21 @@ fn allow_ends_policy_evaluation_and_deny_charges_nothing() {
     let act = |action, priority| Policy {
         action,
         priority,
-        ..policy_by_user("act", 0)
+        ..make_policy_by_user("act", 0)
     };
     let exempt = EnforcerFixture::new(vec![
-        policy_by_user("before", 2),
+        make_policy_by_user("before", 2),
         act(PolicyAction::Allow, 0),
-        policy_by_user("after", 0),
+        make_policy_by_user("after", 0),
     ]);
     assert_eq!((0..5).filter(|_| exempt.is_forwarded("ann")).count(), 2);
 
     let denied = EnforcerFixture::new(vec![
-        policy_by_user("before", 1),
+        make_policy_by_user("before", 1),
         act(PolicyAction::Deny, 0),
     ]);
     for _ in 0..3 {
-        denied.decide_for_users(&["ann"], |verdict| {
+        denied.decide_request_with_users(&["ann"], |verdict| {
             assert!(matches!(
                 verdict.outcome,
                 RequestOutcome::Denied { policy: "act", .. }
@@ -523,8 +532,8 @@ fn allow_ends_policy_evaluation_and_deny_charges_nothing() {
 }
 
 /// A policy with an estimate of 4 units.
-fn policy_by_estimate(name: &str, requests: u64) -> Policy {
-    let mut policy = policy_by_user(name, requests);
+fn make_policy_by_estimate(name: &str, requests: u64) -> Policy {
+    let mut policy = make_policy_by_user(name, requests);
     let actual = ActualCostSource::parse("response_header:x-units").unwrap();
     quota_mut(&mut policy).cost = CostSource::Estimate(Arc::new(EstimateCost {
         estimate: 4,
@@ -536,9 +545,9 @@ fn policy_by_estimate(name: &str, requests: u64) -> Policy {
 
 #[test]
 fn an_estimate_is_settled_up_and_down_or_stands() {
-    let fixture = EnforcerFixture::new(vec![policy_by_estimate("p", 20)]);
+    let fixture = EnforcerFixture::new(vec![make_policy_by_estimate("p", 20)]);
     let remaining_after = |settle: &dyn Fn(EstimatedCharge)| {
-        fixture.decide_for_users(&["ann"], |mut verdict| {
+        fixture.decide_request_with_users(&["ann"], |mut verdict| {
             verdict.estimated_charges.drain(..).for_each(settle);
             verdict.limits[0].status.remaining
         })
@@ -561,32 +570,32 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
 fn a_verdict_lists_only_estimates_that_were_charged() {
     let shadow = |requests| Policy {
         shadow: true,
-        ..policy_by_estimate("shadow", requests)
+        ..make_policy_by_estimate("shadow", requests)
     };
     let estimates = |policies: Vec<Policy>, away| {
         let fixture = EnforcerFixture {
             is_store_unreachable: away,
             ..EnforcerFixture::new(policies)
         };
-        fixture.decide_for_users(&["ann"], |verdict| verdict.estimated_charges.len())
+        fixture.decide_request_with_users(&["ann"], |verdict| verdict.estimated_charges.len())
     };
     assert_eq!(
         estimates(
             vec![
-                policy_by_estimate("p", 4),
-                policy_by_user("q", 1),
+                make_policy_by_estimate("p", 4),
+                make_policy_by_user("q", 1),
                 shadow(4)
             ],
             false
         ),
         2
     );
-    assert_eq!(estimates(vec![policy_by_user("q", 1)], false), 0);
+    assert_eq!(estimates(vec![make_policy_by_user("q", 1)], false), 0);
     assert_eq!(
         estimates(
             vec![
-                policy_by_estimate("p", 4),
-                policy_by_user("q", 0),
+                make_policy_by_estimate("p", 4),
+                make_policy_by_user("q", 0),
                 shadow(4)
             ],
             false
@@ -595,12 +604,12 @@ fn a_verdict_lists_only_estimates_that_were_charged() {
         "refused"
     );
     assert_eq!(
-        estimates(vec![shadow(3), policy_by_estimate("p", 4)], false),
+        estimates(vec![shadow(3), make_policy_by_estimate("p", 4)], false),
         1,
         "the shadow charges nothing"
     );
     assert_eq!(
-        estimates(vec![policy_by_estimate("p", 4)], true),
+        estimates(vec![make_policy_by_estimate("p", 4)], true),
         0,
         "decided without the store"
     );
@@ -610,10 +619,10 @@ fn a_verdict_lists_only_estimates_that_were_charged() {
 fn a_shadow_policy_settles_its_own_counter() {
     let fixture = EnforcerFixture::new(vec![Policy {
         shadow: true,
-        ..policy_by_estimate("p", 8)
+        ..make_policy_by_estimate("p", 8)
     }]);
     let decide = |actual| {
-        fixture.decide_for_users(&["ann"], |mut verdict| {
+        fixture.decide_request_with_users(&["ann"], |mut verdict| {
             verdict
                 .estimated_charges
                 .drain(..)

@@ -18,7 +18,7 @@ pub struct Verdict<'t> {
     pub now_us: u64,
     /// Time of the decision; `None` if the store was not asked.
     pub decided_at: Option<Instant>,
-    /// Source of the decision.
+    /// Source of the decision; `None` if the store was not asked.
     pub source: Option<DecisionSource>,
     /// Time to hold the request before it is forwarded.
     pub delay: Duration,
@@ -32,12 +32,15 @@ pub struct Verdict<'t> {
     pub shadow_rejected: SmallVec<[&'t str; 1]>,
 }
 
+/// What happens to the request. In this project a limit *refuses*, a request is *rejected*, and
+/// `deny` is the action of a policy.
 #[derive(Debug)]
 pub enum RequestOutcome<'t> {
     Forward,
-    /// A limit is exceeded: 429.
+    /// A limit is exceeded: 429, unless the policy's `reject.status` or gRPC says otherwise.
     Limited(LimitRejection<'t>),
-    /// A policy with `action = "deny"` matched: 403.
+    /// A policy with `action = "deny"` matched: 403, unless its `reject.status` or gRPC says
+    /// otherwise.
     Denied {
         policy: &'t str,
         custom_response: Option<&'t RejectResponse>,
@@ -88,7 +91,7 @@ pub struct ReportedLimit<'t> {
 
 impl ReportedLimit<'_> {
     /// The limit that refused, or the one with the fewest remaining units.
-    pub fn find_least_remaining(limits: &[Self]) -> Option<&Self> {
+    pub fn find_tightest_limit(limits: &[Self]) -> Option<&Self> {
         limits
             .iter()
             .min_by_key(|one| (one.status.refusal.is_none(), one.status.remaining))
@@ -96,7 +99,7 @@ impl ReportedLimit<'_> {
 }
 
 impl<'t> Verdict<'t> {
-    /// A verdict without limits.
+    /// Creates a verdict without limits.
     pub(super) fn from_outcome(outcome: RequestOutcome<'t>) -> Self {
         Self {
             outcome,

@@ -18,7 +18,7 @@ pub struct Charge<'a> {
     pub counts_rejected: bool,
     /// The final cost is settled later: [`Amendment::Credit`].
     pub is_estimate: bool,
-    /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all replicas.
+    /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all instances.
     pub slot_id: u128,
     /// While the store is unreachable, the policy is decided by this process.
     pub has_fallback: bool,
@@ -36,11 +36,11 @@ pub struct Charge<'a> {
 /// How an instance takes units in advance, to admit requests without a call to the store.
 ///
 /// Granted units count from the moment of the grant, and as if used at the last moment of the
-/// lease. No limit is exceeded, whenever they are used in between.
+/// lease. So no limit is exceeded, whenever the units are used during the lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LeaseTerms {
-    /// Maximum unused units, at least 1. `None`: by the rate of requests, and at most one in
-    /// [`AUTO_LEASE_DIVISOR`] of the free units.
+    /// Maximum leased units that are not used yet, at least 1. `None`: by the rate of requests, and
+    /// at most one in [`AUTO_LEASE_DIVISOR`] of the free units.
     pub size: Option<u64>,
     /// How long the units may be used, in microseconds: at least 1 and at most half of the policy's
     /// shortest period.
@@ -56,8 +56,8 @@ pub const AUTO_LEASE_DIVISOR: u64 = 4;
 pub enum Amendment {
     /// The request cost more: charges further units now, even beyond the capacity.
     Charge(u64),
-    /// Charges units that were used `age_us` ago without the store. They are charged at that age,
-    /// but not before the newest charge, because a state can't insert earlier charges.
+    /// Charges units that were used `age_us` ago without the store. The charge is recorded at that
+    /// age, but not before the newest charge, because a state can't insert earlier ones.
     BackdatedCharge { units: u64, age_us: u64 },
     /// The request cost less than the charge at `at_us` ([`super::Decision::charged_at_us`]):
     /// returns those of the units that still count.

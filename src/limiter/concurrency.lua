@@ -9,6 +9,7 @@ local function slots_read(key, time, per, slot)
 end
 
 -- The end of a request is unknown.
+-- Returns 0: the time at which a slot is released is unknown.
 local function slots_release_time()
   return 0
 end

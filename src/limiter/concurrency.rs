@@ -27,7 +27,7 @@ pub(super) struct ConcurrencyState {
 
 impl ConcurrencyState {
     /// Slots in use at `now_us`. Usually none has expired, and the map need not be scanned.
-    pub(super) fn used(&self, now_us: u64) -> u64 {
+    pub(super) fn used_slots(&self, now_us: u64) -> u64 {
         let used = match self.earliest_expiry_us > now_us {
             true => self.expiries_us.len(),
             false => self

@@ -30,7 +30,7 @@ impl Limit {
         CounterState(match self.algorithm {
             Algorithm::SlidingLog => AlgorithmState::SlidingLog(ChargeLog::default()),
             Algorithm::SlidingWindow { .. } => {
-                AlgorithmState::SlidingWindow(SubWindowLog::new(self.sub_window_us()))
+                AlgorithmState::SlidingWindow(SubWindowLog::new(self.sub_window_width_us()))
             }
             Algorithm::FixedWindow { offset_us } => {
                 AlgorithmState::FixedWindow(FixedWindowState::new(offset_us))
@@ -54,15 +54,15 @@ impl CounterState {
     /// that steps back never loosens a limit. The view does not change the state, so a read at a
     /// time that the clock then takes back loses no charge.
     pub fn view_at<'a>(&'a self, limit: &'a Limit, now_us: u64) -> CounterView<'a> {
-        let now_us = now_us.max(self.latest_proven_us());
+        let now_us = now_us.max(self.now_lower_bound_us());
         let used = match &self.0 {
-            AlgorithmState::SlidingLog(log) => log.used(limit, now_us),
-            AlgorithmState::SlidingWindow(buckets) => buckets.used(limit, now_us),
-            AlgorithmState::TokenBucket(bucket) => bucket.used(limit, now_us),
-            AlgorithmState::LeakyBucket(queue) => queue.used(limit, now_us),
-            AlgorithmState::FixedWindow(window) => window.used(limit, now_us),
-            AlgorithmState::Concurrency(slots) => slots.used(now_us),
-            AlgorithmState::Block(block) => block.used(now_us),
+            AlgorithmState::SlidingLog(log) => log.used_units(limit, now_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.used_units(limit, now_us),
+            AlgorithmState::TokenBucket(bucket) => bucket.used_units(limit, now_us),
+            AlgorithmState::LeakyBucket(queue) => queue.used_units(limit, now_us),
+            AlgorithmState::FixedWindow(window) => window.used_units(limit, now_us),
+            AlgorithmState::Concurrency(slots) => slots.used_slots(now_us),
+            AlgorithmState::Block(block) => block.used_units(now_us),
         };
         CounterView {
             state: self,
@@ -107,7 +107,7 @@ impl CounterState {
 
     /// Takes the units of a rejected charge as [`super::ChargeEffect::ChargeRejected`] defines.
     pub fn charge_rejected(&mut self, charge: &Charge<'_>, now_us: u64) {
-        let now_us = now_us.max(self.latest_proven_us());
+        let now_us = now_us.max(self.now_lower_bound_us());
         let Charge {
             limit,
             cost,
@@ -151,7 +151,7 @@ impl CounterState {
     }
 
     fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
-        let now_us = now_us.max(self.latest_proven_us());
+        let now_us = now_us.max(self.now_lower_bound_us());
         match &mut self.0 {
             AlgorithmState::FixedWindow(window) => window.credit(limit, units, at_us, now_us),
             AlgorithmState::SlidingLog(log) => log.credit(limit, units, at_us, now_us),
@@ -164,7 +164,7 @@ impl CounterState {
 
     /// `is_estimate`: some of the units may be credited later.
     fn take_units(&mut self, limit: &Limit, cost: u64, now_us: u64, is_estimate: bool) {
-        let now_us = now_us.max(self.latest_proven_us());
+        let now_us = now_us.max(self.now_lower_bound_us());
         match &mut self.0 {
             AlgorithmState::SlidingLog(log) => log.charge(limit, cost, now_us),
             AlgorithmState::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
@@ -177,7 +177,7 @@ impl CounterState {
         }
     }
 
-    /// When the state becomes indistinguishable from an initial one.
+    /// The time at which the state becomes indistinguishable from an initial one.
     pub fn expires_at_us(&self, limit: &Limit) -> u64 {
         match &self.0 {
             AlgorithmState::SlidingLog(log) => log.newest_entry_us().saturating_add(limit.per_us),
@@ -185,7 +185,7 @@ impl CounterState {
             AlgorithmState::TokenBucket(bucket) => bucket.expires_at_us(limit),
             AlgorithmState::LeakyBucket(queue) => queue.expires_at_us(limit),
             AlgorithmState::FixedWindow(window) => {
-                window.window_end_us(limit, window.latest_proven_us())
+                window.window_end_us(limit, window.now_lower_bound_us())
             }
             AlgorithmState::Concurrency(slots) => slots.expires_at_us(),
             AlgorithmState::Block(block) => block.until_us,
@@ -204,14 +204,14 @@ impl CounterState {
         }
     }
 
-    /// The latest time that the state proves to have passed.
-    pub fn latest_proven_us(&self) -> u64 {
+    /// The latest time that the state proves to have passed: the present is not earlier.
+    pub fn now_lower_bound_us(&self) -> u64 {
         match &self.0 {
-            AlgorithmState::SlidingLog(log) => log.latest_proven_us(),
-            AlgorithmState::SlidingWindow(buckets) => buckets.latest_proven_us(),
+            AlgorithmState::SlidingLog(log) => log.now_lower_bound_us(),
+            AlgorithmState::SlidingWindow(buckets) => buckets.now_lower_bound_us(),
             AlgorithmState::TokenBucket(bucket) => bucket.newest_charge_us(),
-            AlgorithmState::LeakyBucket(queue) => queue.latest_proven_us(),
-            AlgorithmState::FixedWindow(window) => window.latest_proven_us(),
+            AlgorithmState::LeakyBucket(queue) => queue.now_lower_bound_us(),
+            AlgorithmState::FixedWindow(window) => window.now_lower_bound_us(),
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => 0,
         }
     }
@@ -228,7 +228,7 @@ pub struct CounterView<'a> {
 
 impl CounterView<'_> {
     /// Units in use. May exceed the capacity after a limit was lowered.
-    pub fn used(&self) -> u64 {
+    pub fn used_units(&self) -> u64 {
         self.used
     }
 
@@ -245,9 +245,9 @@ impl CounterView<'_> {
         })
     }
 
-    /// How many units can be leased until `until_us`, and until when at most; `None` if none.
-    /// `now_us` is the store's clock. If it stepped back behind the state, the time until then is
-    /// unknown and nothing is granted.
+    /// Returns how many units can be leased and until when (at most `until_us`); `None` if none.
+    /// `now_us` is the store's clock. If the clock stepped back behind the state, nothing is
+    /// granted.
     pub fn grantable_units(&self, now_us: u64, until_us: u64) -> Option<(u64, u64)> {
         let until_us = match &self.state.0 {
             AlgorithmState::FixedWindow(window) => {
@@ -260,7 +260,7 @@ impl CounterView<'_> {
                 until_us
             }
             AlgorithmState::TokenBucket(bucket)
-                if bucket.can_grant(self.limit, now_us, until_us) =>
+                if bucket.can_grant_lease(self.limit, now_us, until_us) =>
             {
                 until_us
             }
@@ -286,11 +286,12 @@ impl CounterView<'_> {
         }
     }
 
-    /// The time under which the last charge is recorded, or a charge now would be.
+    /// The time under which a charge made at the time of the view is recorded: later than the view
+    /// if the newest entry is a lease.
     pub fn charged_at_us(&self) -> u64 {
         let newest_entry_us = match &self.state.0 {
             AlgorithmState::SlidingLog(log) => log.newest_entry_us(),
-            AlgorithmState::SlidingWindow(buckets) => buckets.newest_start_us(),
+            AlgorithmState::SlidingWindow(buckets) => buckets.newest_sub_window_start_us(),
             _ => 0,
         };
         newest_entry_us.max(self.now_us)
@@ -306,7 +307,7 @@ impl CounterView<'_> {
         }
     }
 
-    /// When at most `units` are in use if nothing more is charged; `None` if unknown.
+    /// The time at which at most `units` are in use if nothing more is charged; `None` if unknown.
     fn usage_drop_time_us(&self, units: u64) -> Option<u64> {
         Some(match &self.state.0 {
             AlgorithmState::SlidingLog(log) => {

@@ -10,7 +10,7 @@ pub struct Decision {
     /// Whether all enforced charges were admitted, and so made.
     pub admitted: bool,
     /// One per charge, in order. `None` if unknown because a cached refusal answered the request.
-    /// Then at least one enforced charge has a status with the refusal.
+    /// At least one enforced charge of that request then has a status with the refusal.
     pub statuses: SmallVec<[Option<LimitStatus>; 4]>,
     /// How long an admitted request must be delayed: the longest delay of its enforced limits,
     /// usually 0.
@@ -38,7 +38,7 @@ pub struct LimitStatus {
 /// Why a limit refuses, and until when. Ordered by how long the refusal certainly lasts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refusal {
-    /// Until a request in flight ends, which is unknown.
+    /// Until a request in flight ends, at an unknown time.
     Unknown,
     /// From this time on (µs, store's clock) the same cost fits, if no other request takes the
     /// units.
@@ -53,8 +53,8 @@ pub struct GrantedUnits {
     pub policy_number: u32,
     /// At least 1.
     pub units: u64,
-    /// The last microsecond (store's clock) at which the units may be used, and at which they
-    /// count.
+    /// The last microsecond (store's clock) in which the units may be used. All of them count as
+    /// used then.
     pub until_us: u64,
 }
 

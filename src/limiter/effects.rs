@@ -14,7 +14,7 @@ pub enum ChargeEffect {
     ChargeRejected,
 }
 
-/// Determines the effect on the counter of the charge at index `at`. `refusals` has the refusals of
+/// Determines the effect on the counter of the charge at `index`. `refusals` has the refusals of
 /// all charges, read before any counter changed.
 pub fn determine_effect(
     charges: &[Charge<'_>],

@@ -62,6 +62,7 @@ rules.w.credit = window_credit
 
 -- section: leases
 -- A lease ends with the window at the latest.
+-- Returns the end of a lease: `last`, or the end of the window if that is earlier.
 local function window_grantable_until(window, last)
   return min(last, window.ends_at - 1)
 end

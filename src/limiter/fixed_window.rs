@@ -3,7 +3,8 @@
 //!
 //! Rule: window number = floor((now − offset) / per); admit if used in this window + cost ≤
 //! requests.
-//! Worst case: 2 × requests around a window boundary, half before and half after it.
+//! Worst case: at most 2 × `requests` in a time shorter than `per`, half before and half after a
+//! window boundary.
 //! Retry: the next boundary.
 //! Memory: one number and the start of its window.
 
@@ -26,7 +27,7 @@ impl FixedWindowState {
     }
 
     /// Used units in the window that contains `now_us`.
-    pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
+    pub(super) fn used_units(&self, limit: &Limit, now_us: u64) -> u64 {
         if self.window_start_us(limit, now_us) == self.start_us {
             self.used
         } else {
@@ -35,19 +36,24 @@ impl FixedWindowState {
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        self.used = self.used(limit, now_us).saturating_add(cost).min(MAX_UNITS);
+        self.used = self
+            .used_units(limit, now_us)
+            .saturating_add(cost)
+            .min(MAX_UNITS);
         self.start_us = self.window_start_us(limit, now_us);
     }
 
-    /// See [`super::ChargeEffect::ChargeRejected`].
+    /// Takes the available units of a rejected request, up to `cost`.
     pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        let free_units = limit.capacity().saturating_sub(self.used(limit, now_us));
+        let free_units = limit
+            .capacity()
+            .saturating_sub(self.used_units(limit, now_us));
         if free_units > 0 {
             self.charge(limit, cost.min(free_units), now_us);
         }
     }
 
-    /// Returns units that were charged at `at_us`, if that window has not ended.
+    /// Returns units that were charged at `at_us`, if the window of `at_us` has not ended.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         if self.window_start_us(limit, at_us) == self.start_us
             && self.window_start_us(limit, now_us) == self.start_us
@@ -57,7 +63,7 @@ impl FixedWindowState {
     }
 
     /// The start of the window: the latest time that the state proves to have passed.
-    pub(super) fn latest_proven_us(&self) -> u64 {
+    pub(super) fn now_lower_bound_us(&self) -> u64 {
         self.start_us
     }
 
@@ -97,25 +103,25 @@ mod tests {
         let mut window = FixedWindowState::new(30);
         window.charge(&limit, 6, 1_031);
         window.credit(&limit, 2, 1_031, 1_129);
-        assert_eq!(window.used(&limit, 1_129), 4);
+        assert_eq!(window.used_units(&limit, 1_129), 4);
         window.charge_rejected(&limit, 3, 1_129);
-        assert_eq!(window.used(&limit, 1_129), 7);
+        assert_eq!(window.used_units(&limit, 1_129), 7);
         window.charge_rejected(&limit, 9, 1_129);
-        assert_eq!(window.used(&limit, 1_129), 10);
+        assert_eq!(window.used_units(&limit, 1_129), 10);
         // A settlement may exceed the capacity.
         window.charge(&limit, 5, 1_129);
         window.charge_rejected(&limit, 1, 1_129);
-        assert_eq!(window.used(&limit, 1_129), 15);
+        assert_eq!(window.used_units(&limit, 1_129), 15);
         window.credit(&limit, 2, 1_031, 1_130);
-        assert_eq!(window.used(&limit, 1_130), 0);
+        assert_eq!(window.used_units(&limit, 1_130), 0);
         window.charge(&limit, 3, 1_130);
         window.credit(&limit, 2, 1_129, 1_140);
         assert_eq!(
-            window.used(&limit, 1_140),
+            window.used_units(&limit, 1_140),
             3,
             "the credit belongs to the previous window"
         );
         window.charge(&limit, MAX_UNITS, 1_140);
-        assert_eq!(window.used(&limit, 1_140), MAX_UNITS);
+        assert_eq!(window.used_units(&limit, 1_140), MAX_UNITS);
     }
 }

@@ -8,10 +8,10 @@ use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
 use std::fmt;
 
-/// A key value longer than this many bytes is stored as its hash. It is never truncated.
-const MAX_PART_BYTES: usize = 64;
+/// A key value longer than this many bytes is stored as its hash. No value is truncated.
+const MAX_VERBATIM_BYTES: usize = 64;
 
-/// Policy name and key values; selects a quota.
+/// The policy name and key values that identify a quota.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
     id: u128,
@@ -34,25 +34,25 @@ impl KeyBuilder {
         let mut builder = Self {
             encoded_values: SmallVec::new(),
         };
-        builder.push_value(policy.as_bytes());
+        builder.push_encoded_value(policy.as_bytes());
         builder
     }
 
-    /// Adds one value. Absent and empty are the same, and differ from every other value.
-    pub fn push_part(&mut self, value: Option<&[u8]>) {
+    /// Adds one value. An absent value equals an empty one and differs from every other value.
+    pub fn push_key_value(&mut self, value: Option<&[u8]>) {
         match value {
             None | Some([]) => self.encoded_values.push(ABSENT_TAG),
-            Some(value) => self.push_value(value),
+            Some(value) => self.push_encoded_value(value),
         }
     }
 
     pub fn finish(self) -> Key {
-        Key::from_values(self.encoded_values)
+        Key::from_encoding(self.encoded_values)
     }
 
-    fn push_value(&mut self, value: &[u8]) {
+    fn push_encoded_value(&mut self, value: &[u8]) {
         match u8::try_from(value.len()) {
-            Ok(len) if value.len() <= MAX_PART_BYTES => {
+            Ok(len) if value.len() <= MAX_VERBATIM_BYTES => {
                 self.encoded_values.extend_from_slice(&[VERBATIM_TAG, len]);
                 self.encoded_values.extend_from_slice(value);
             }
@@ -68,7 +68,7 @@ impl KeyBuilder {
 impl Key {
     /// The key with these [`Key::encoded_values`].
     pub fn from_encoded_values(encoded_values: &[u8]) -> Self {
-        Self::from_values(encoded_values.into())
+        Self::from_encoding(encoded_values.into())
     }
 
     /// The framed name and values, from which the key can be made again.
@@ -76,7 +76,7 @@ impl Key {
         &self.encoded_values
     }
 
-    fn from_values(encoded_values: SmallVec<[u8; 96]>) -> Self {
+    fn from_encoding(encoded_values: SmallVec<[u8; 96]>) -> Self {
         let digest = Sha256::digest(&encoded_values);
         let id = digest
             .iter()
@@ -90,7 +90,7 @@ impl Key {
         let mut encoded_values = self.encoded_values.clone();
         encoded_values.push(SHARD_TAG);
         encoded_values.extend_from_slice(&number.to_be_bytes());
-        Self::from_values(encoded_values)
+        Self::from_encoding(encoded_values)
     }
 
     /// 128 bits of SHA-256 over the framed values: the same in every process and version.
@@ -99,7 +99,7 @@ impl Key {
     }
 
     /// The policy's name, framed.
-    pub fn encoded_policy(&self) -> &[u8] {
+    pub fn encoded_policy_name(&self) -> &[u8] {
         let len = match self.encoded_values.as_slice() {
             [VERBATIM_TAG, len, ..] => 2 + usize::from(*len),
             _ => 33,
@@ -114,12 +114,12 @@ impl Key {
     /// hashed one `#` and hex, a shard `+` and its number.
     pub fn to_readable_string(&self) -> String {
         let mut text = String::with_capacity(self.encoded_values.len());
-        self.push_readable(&mut text);
+        self.append_readable_to(&mut text);
         text
     }
 
     /// Appends [`Key::to_readable_string`] to a text.
-    pub fn push_readable(&self, text: &mut String) {
+    pub fn append_readable_to(&self, text: &mut String) {
         let (start, mut rest) = (text.len(), self.encoded_values.as_slice());
         while let Some((kind, tail)) = rest.split_first() {
             if text.len() > start {
@@ -131,7 +131,7 @@ impl Key {
                     let (value, tail) = tail
                         .split_at_checked(usize::from(*len))
                         .unwrap_or((tail, &[]));
-                    push_escaped(text, value);
+                    push_percent_escaped(text, value);
                     tail
                 }
                 HASHED_TAG => {
@@ -166,7 +166,7 @@ impl fmt::Display for Key {
     }
 }
 
-fn push_escaped(text: &mut String, value: &[u8]) {
+fn push_percent_escaped(text: &mut String, value: &[u8]) {
     // A single "-" stands for an absent value.
     if value == b"-" {
         text.push_str("%2D");
@@ -176,7 +176,7 @@ fn push_escaped(text: &mut String, value: &[u8]) {
     while !rest.is_empty() {
         let plain_len = rest
             .iter()
-            .position(|byte| !is_plain(*byte))
+            .position(|byte| !is_unescaped_byte(*byte))
             .unwrap_or(rest.len());
         let (run, tail) = rest.split_at(plain_len);
         text.push_str(std::str::from_utf8(run).unwrap_or_default());
@@ -188,7 +188,7 @@ fn push_escaped(text: &mut String, value: &[u8]) {
     }
 }
 
-fn is_plain(byte: u8) -> bool {
+fn is_unescaped_byte(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b'~' | b'@' | b':')
 }
 
@@ -205,10 +205,10 @@ fn push_hex_byte(text: &mut String, byte: u8) {
 mod tests {
     use super::*;
 
-    fn key(policy: &str, parts: &[Option<&str>]) -> Key {
+    fn make_key(policy: &str, parts: &[Option<&str>]) -> Key {
         let mut builder = KeyBuilder::new(policy);
         for part in parts {
-            builder.push_part(part.map(str::as_bytes));
+            builder.push_key_value(part.map(str::as_bytes));
         }
         builder.finish()
     }
@@ -216,31 +216,34 @@ mod tests {
     #[test]
     fn values_cannot_be_shifted_between_positions() {
         assert_ne!(
-            key("p", &[Some("a:b"), Some("c")]).id(),
-            key("p", &[Some("a"), Some("b:c")]).id()
+            make_key("p", &[Some("a:b"), Some("c")]).id(),
+            make_key("p", &[Some("a"), Some("b:c")]).id()
         );
         assert_ne!(
-            key("p", &[Some("ab")]).id(),
-            key("p", &[Some("a"), Some("b")]).id()
+            make_key("p", &[Some("ab")]).id(),
+            make_key("p", &[Some("a"), Some("b")]).id()
         );
         assert_ne!(
-            key("p", &[Some("a/b")]).to_readable_string(),
-            key("p", &[Some("a"), Some("b")]).to_readable_string()
+            make_key("p", &[Some("a/b")]).to_readable_string(),
+            make_key("p", &[Some("a"), Some("b")]).to_readable_string()
         );
-        assert_ne!(key("pa", &[]).id(), key("p", &[Some("a")]).id());
+        assert_ne!(make_key("pa", &[]).id(), make_key("p", &[Some("a")]).id());
     }
 
     #[test]
     fn absent_equals_empty_and_differs_from_every_value() {
-        assert_eq!(key("p", &[None]).id(), key("p", &[Some("")]).id());
-        assert_ne!(key("p", &[None]).id(), key("p", &[Some("-")]).id());
+        assert_eq!(make_key("p", &[None]).id(), make_key("p", &[Some("")]).id());
         assert_ne!(
-            key("p", &[None]).to_readable_string(),
-            key("p", &[Some("-")]).to_readable_string()
+            make_key("p", &[None]).id(),
+            make_key("p", &[Some("-")]).id()
         );
         assert_ne!(
-            key("p", &[None, Some("x")]).id(),
-            key("p", &[Some("x"), None]).id()
+            make_key("p", &[None]).to_readable_string(),
+            make_key("p", &[Some("-")]).to_readable_string()
+        );
+        assert_ne!(
+            make_key("p", &[None, Some("x")]).id(),
+            make_key("p", &[Some("x"), None]).id()
         );
     }
 
@@ -248,14 +251,17 @@ mod tests {
     fn long_values_are_hashed_and_never_cut() {
         let long = "x".repeat(1 << 20);
         let longer = format!("{long}y");
-        let (a, b) = (key("p", &[Some(&long)]), key("p", &[Some(&longer)]));
+        let (a, b) = (
+            make_key("p", &[Some(&long)]),
+            make_key("p", &[Some(&longer)]),
+        );
         assert_ne!(a.id(), b.id());
         assert!(a.to_readable_string().len() < 64, "{a}");
     }
 
     #[test]
     fn readable_string_escapes_control_characters_and_braces() {
-        let text = key("p", &[Some("{x}\u{1b}[31m\n")]).to_readable_string();
+        let text = make_key("p", &[Some("{x}\u{1b}[31m\n")]).to_readable_string();
         assert_eq!(text, "p/%7Bx%7D%1B%5B31m%0A");
     }
 }

@@ -1,5 +1,5 @@
-//! `leaky_bucket`: requests leave evenly, `requests` units per `per`. Earlier requests are delayed,
-//! at most `max_delay`.
+//! `leaky_bucket`: requests leave evenly, `requests` units per `per`. A request that comes too
+//! early is delayed by at most `max_delay`.
 //!
 //! Rule: every admitted unit takes the next free position in a queue, with per / requests between
 //! positions. A request leaves at the position of its last unit, and is refused if that is more
@@ -22,10 +22,10 @@ pub(super) struct LeakyBucketQueue(TokenBucketState);
 
 impl LeakyBucketQueue {
     /// Units of the capacity that are not free at `now_us`.
-    pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
+    pub(super) fn used_units(&self, limit: &Limit, now_us: u64) -> u64 {
         self.0
             .debt_at(limit, now_us)
-            .saturating_sub(limit.delay_remainder())
+            .saturating_sub(limit.max_delay_remainder())
             .div_ceil(limit.per_us)
     }
 
@@ -33,7 +33,7 @@ impl LeakyBucketQueue {
         self.0.charge(limit, cost, now_us, is_estimate);
     }
 
-    /// Takes the available units, up to `cost`. No request waits at these positions: they only
+    /// Takes the available units, up to `cost`. The rejected request does not wait, but its units
     /// delay later requests.
     pub(super) fn charge_rejected(
         &mut self,
@@ -45,8 +45,8 @@ impl LeakyBucketQueue {
         self.0.charge_rejected(limit, cost, now_us, is_estimate);
     }
 
-    /// Returns positions, as [`TokenBucketState::credit`] does. Queued requests keep their times;
-    /// later ones may leave beside them.
+    /// Returns units, as [`TokenBucketState::credit`] does. Queued requests keep their times; later
+    /// requests may leave at the same times.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         self.0.credit(limit, units, at_us, now_us);
     }
@@ -62,15 +62,15 @@ impl LeakyBucketQueue {
             .saturating_sub(now_us)
     }
 
-    pub(super) fn latest_proven_us(&self) -> u64 {
+    pub(super) fn now_lower_bound_us(&self) -> u64 {
         self.0.newest_charge_us()
     }
 
-    /// When at most `units` of the capacity are in use.
+    /// The time at which at most `units` of the capacity are in use.
     pub(super) fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
         let debt = units
             .saturating_mul(limit.per_us)
-            .saturating_add(limit.delay_remainder());
+            .saturating_add(limit.max_delay_remainder());
         self.0.debt_drop_time_us(limit, now_us, debt)
     }
 

@@ -3,7 +3,8 @@
 /// An amount per period, with the algorithm that enforces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limit {
-    /// Units that may be used in one period, 0..=[`super::MAX_UNITS`]. 0 refuses everything.
+    /// Units that may be used in one period, 0..=[`super::MAX_UNITS`]. A limit of 0 refuses
+    /// everything.
     pub requests: u64,
     /// The period, in microseconds, at least 1. For [`Algorithm::Concurrency`]: how long a slot is
     /// kept unless it is renewed.
@@ -96,7 +97,7 @@ impl Limit {
 
     /// The part of the longest delay of [`Algorithm::LeakyBucket`] beyond whole units, in units of
     /// 1 / per_us; 0 for other algorithms.
-    pub fn delay_remainder(&self) -> u64 {
+    pub fn max_delay_remainder(&self) -> u64 {
         match self.algorithm {
             Algorithm::LeakyBucket { max_delay_us } => {
                 let remainder = u128::from(max_delay_us) * u128::from(self.requests)
@@ -109,7 +110,7 @@ impl Limit {
 
     /// The width of the sub-windows of [`Algorithm::SlidingWindow`], in microseconds; else the
     /// period.
-    pub fn sub_window_us(&self) -> u64 {
+    pub fn sub_window_width_us(&self) -> u64 {
         match self.algorithm {
             Algorithm::SlidingWindow { buckets } => self.per_us.div_ceil(buckets.max(1)).max(1),
             _ => self.per_us,

@@ -4,8 +4,8 @@
 //! file has its formula, worst case and memory per key. A store (see [`crate::store`]) keeps the
 //! states, supplies the time, and makes the decision over several limits atomic.
 //!
-//! Times are microseconds since the Unix epoch, on the store's clock. Future times are absolute, so
-//! that the caller can subtract its own reading of that clock.
+//! Times are microseconds since the Unix epoch, on the store's clock. Returned times are absolute:
+//! the caller subtracts its own reading of the store's clock.
 
 mod block;
 mod charge;
@@ -33,8 +33,8 @@ pub use limit::{Algorithm, Limit};
 /// Lua.
 pub const MAX_UNITS: u64 = 1 << 53;
 
-/// The latest time that an algorithm returns, for the same reason: in the year 2255.
+/// The latest time that an algorithm returns: exact in a double, in the year 2255.
 const MAX_TIME_US: u64 = 1 << 53;
 
-/// The longest warm-up: a day. The arithmetic is exact up to some weeks.
+/// The longest warm-up: a day. The arithmetic of warm-ups is exact up to some weeks.
 pub const MAX_WARM_UP_US: u64 = 86_400_000_000;

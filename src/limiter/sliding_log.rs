@@ -2,7 +2,8 @@
 //! starts.
 //!
 //! Rule: an entry counts while it is in (now − per, now]; admit if used + cost ≤ requests.
-//! Worst case: exact. A client that uses all units at once waits one whole period.
+//! Worst case: exact, no window has more. A client that uses all units at once waits one whole
+//! period.
 //! Retry: when enough of the oldest entries have expired for this cost to fit.
 //! Memory: 16 bytes per charge that still counts (charges in the same microsecond share one entry).
 //! Time: a read is a binary search. A charge adds one entry and removes at most
@@ -12,37 +13,38 @@
 use super::{Limit, MAX_UNITS};
 use std::collections::VecDeque;
 
-/// Maximum entries that one charge removes. A long idle log must not block the store.
+/// Maximum entries that one charge removes, so that a long idle log does not block the store.
 const MAX_TRIMMED_ENTRIES: usize = 64;
 
-/// Maximum entries after a credited charge, because their totals change. Redis has the same bound.
+/// Maximum entries after a charge that can be credited: a credit changes the totals of all of them.
+/// The Lua script has the same bound.
 const MAX_ENTRIES_AFTER_CREDIT: usize = 250;
 
-/// Times and totals increase from entry to entry. Only the newest entry may have 0 units, after a
-/// credit.
+/// The charges in order of time. Times and totals increase from entry to entry. Only the newest
+/// entry may have 0 units, after a credit.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ChargeLog {
     entries: VecDeque<ChargeLogEntry>,
-    /// The running total before the first counted unit. It includes all removed entries, and the
-    /// units of the first entry that no longer count.
+    /// The running total before the first counted unit. It includes all removed entries, and those
+    /// units of the first entry that do not count.
     dropped_total: u64,
-    /// How far the newest entry is ahead of the time that is proven to have passed. It is above 0
-    /// if the entry belongs to a lease, or was charged after one.
+    /// How far the newest entry is ahead of the time that is proven to have passed. The lead is
+    /// above 0 if the entry belongs to a lease, or was charged after one.
     lead_us: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct ChargeLogEntry {
     at_us: u64,
-    /// Units of all entries up to and including this one, also of entries removed since. The total
-    /// may wrap: only differences count, and at most 2^53 units count at a time.
+    /// Units of all entries up to and including this one, also of removed entries. The total may
+    /// wrap: only differences count, and at most 2^53 units count at a time.
     running_total: u64,
 }
 
 impl ChargeLog {
     /// Used units in the window that ends at `now_us`.
-    pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
-        let expired_count = self.expired_count(limit, now_us);
+    pub(super) fn used_units(&self, limit: &Limit, now_us: u64) -> u64 {
+        let expired_count = self.expired_entry_count(limit, now_us);
         self.running_total()
             .wrapping_sub(self.total_before(expired_count))
     }
@@ -51,7 +53,7 @@ impl ChargeLog {
         self.add_entry(limit, cost, now_us, now_us);
     }
 
-    /// Takes units at `until_us`. A charge would be recorded at `at_us`.
+    /// Records leased units at `until_us`. `at_us` is the time at which a charge would be recorded.
     pub(super) fn grant_lease(
         &mut self,
         limit: &Limit,
@@ -94,7 +96,7 @@ impl ChargeLog {
     }
 
     /// Adds an entry at `at_us`, or at the newest entry if that is later, and removes some expired
-    /// ones. Time never goes back behind an entry.
+    /// ones. So entries stay in order of time.
     pub(super) fn add_entry(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
         self.lead_us = self.newest_entry_us().saturating_sub(at_us);
         let at_us = at_us.max(self.newest_entry_us());
@@ -115,7 +117,11 @@ impl ChargeLog {
         }
         if let Some(last) = self
             .entries
-            .drain(..self.expired_count(limit, now_us).min(MAX_TRIMMED_ENTRIES))
+            .drain(
+                ..self
+                    .expired_entry_count(limit, now_us)
+                    .min(MAX_TRIMMED_ENTRIES),
+            )
             .next_back()
         {
             self.dropped_total = last.running_total;
@@ -128,7 +134,7 @@ impl ChargeLog {
 
     /// [`Self::charge_rejected`] with an entry at `at_us`.
     pub(super) fn charge_rejected_at(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
-        let (used, capacity) = (self.used(limit, now_us), limit.capacity());
+        let (used, capacity) = (self.used_units(limit, now_us), limit.capacity());
         let cost = cost.min(capacity);
         if cost > 0 {
             self.add_entry(limit, cost, now_us, at_us);
@@ -140,9 +146,9 @@ impl ChargeLog {
         }
     }
 
-    /// Lets only the newest `max_units` units, at least 1, count.
+    /// Drops the oldest units, so that at most `max_units` (at least 1) count.
     fn keep_newest_units(&mut self, limit: &Limit, now_us: u64, max_units: u64) {
-        if self.used(limit, now_us) > max_units {
+        if self.used_units(limit, now_us) > max_units {
             let sum = self.running_total();
             let removed_count = self
                 .entries
@@ -153,7 +159,7 @@ impl ChargeLog {
     }
 
     /// The latest time that the entries prove to have passed.
-    pub(super) fn latest_proven_us(&self) -> u64 {
+    pub(super) fn now_lower_bound_us(&self) -> u64 {
         self.newest_entry_us().saturating_sub(self.lead_us)
     }
 
@@ -166,7 +172,7 @@ impl ChargeLog {
         self.entries.capacity() * size_of::<ChargeLogEntry>()
     }
 
-    /// When so many of the oldest units have expired that at most `units` are in use.
+    /// The time at which so many of the oldest units have expired that at most `units` are in use.
     pub(super) fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
         let sum = self.running_total();
         let expiring_count = self
@@ -174,12 +180,12 @@ impl ChargeLog {
             .partition_point(|entry| sum.wrapping_sub(entry.running_total) > units);
         let last = self
             .entries
-            .get(expiring_count.max(self.expired_count(limit, now_us)));
+            .get(expiring_count.max(self.expired_entry_count(limit, now_us)));
         last.map_or(now_us, |last| last.at_us.saturating_add(limit.per_us))
     }
 
     /// How many entries have left the window that ends at `now_us`.
-    fn expired_count(&self, limit: &Limit, now_us: u64) -> usize {
+    fn expired_entry_count(&self, limit: &Limit, now_us: u64) -> usize {
         match self.entries.front() {
             // Usually no entry has expired.
             Some(oldest) if oldest.at_us.saturating_add(limit.per_us) > now_us => 0,
@@ -210,22 +216,22 @@ mod tests {
 
     #[test]
     fn an_idle_log_is_trimmed_gradually_counts_no_expired_units_and_releases_its_memory() {
-        const MANY: u64 = 10_000;
+        const CHARGE_COUNT: u64 = 10_000;
         let limit = Limit {
-            requests: MANY,
+            requests: CHARGE_COUNT,
             per_us: 1_000_000,
             algorithm: Algorithm::SlidingLog,
         };
         let mut log = ChargeLog::default();
-        for now_us in 1..=MANY {
+        for now_us in 1..=CHARGE_COUNT {
             log.charge(&limit, 2, now_us);
         }
         let full = (log.entries.len(), log.heap_bytes());
-        let idle_us = MANY + limit.per_us;
-        assert_eq!(log.used(&limit, idle_us), 0);
-        for rounds in 1..=MANY / 64 {
+        let idle_us = CHARGE_COUNT + limit.per_us;
+        assert_eq!(log.used_units(&limit, idle_us), 0);
+        for rounds in 1..=CHARGE_COUNT / 64 {
             log.charge(&limit, 1, idle_us + rounds);
-            assert_eq!(log.used(&limit, idle_us + rounds), rounds);
+            assert_eq!(log.used_units(&limit, idle_us + rounds), rounds);
             assert!(
                 full.0 - log.entries.len()
                     <= MAX_TRIMMED_ENTRIES * usize::try_from(rounds).unwrap()
@@ -249,7 +255,7 @@ mod tests {
                 .filter(move |(at_us, _)| at_us + limit.per_us > now_us)
         }
 
-        fn used(&self, limit: &Limit, now_us: u64) -> u64 {
+        fn used_units(&self, limit: &Limit, now_us: u64) -> u64 {
             self.counted_charges(limit, now_us)
                 .map(|(_, units)| units)
                 .sum()
@@ -261,16 +267,16 @@ mod tests {
                 .map(|(at_us, _)| at_us + limit.per_us);
             let mut moments = [now_us].into_iter().chain(leave);
             moments
-                .find(|moment_us| self.used(limit, *moment_us) <= most)
+                .find(|moment_us| self.used_units(limit, *moment_us) <= most)
                 .unwrap()
         }
 
         fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
             self.0.retain(|(at_us, _)| at_us + limit.per_us > now_us);
-            let (before, cost) = (self.used(limit, now_us), cost.min(limit.requests));
+            let (before, cost) = (self.used_units(limit, now_us), cost.min(limit.requests));
             self.0.push((now_us, cost));
             let most = before.max(limit.requests.min(before + cost));
-            while self.used(limit, now_us) > most {
+            while self.used_units(limit, now_us) > most {
                 let oldest = self.0.iter_mut().find(|(_, units)| *units > 0).unwrap();
                 oldest.1 -= 1;
             }
@@ -316,8 +322,8 @@ mod tests {
                         times.push(now_us);
                     }
                 }
-                let used = naive.used(&limit, now_us);
-                proptest::prop_assert_eq!(log.used(&limit, now_us), used);
+                let used = naive.used_units(&limit, now_us);
+                proptest::prop_assert_eq!(log.used_units(&limit, now_us), used);
                 for most in 0..used {
                     let expected = naive.usage_drop_time_us(&limit, now_us, most);
                     proptest::prop_assert_eq!(log.usage_drop_time_us(&limit, now_us, most), expected);
@@ -339,10 +345,10 @@ mod tests {
             log.charge(&limit, 1, now_us);
         }
         log.credit(&limit, 4, 1, 251);
-        assert_eq!(log.used(&limit, 251), 255);
+        assert_eq!(log.used_units(&limit, 251), 255);
         log.charge(&limit, 1, 252);
         log.credit(&limit, 4, 1, 252);
-        assert_eq!(log.used(&limit, 252), 256);
+        assert_eq!(log.used_units(&limit, 252), 256);
     }
 
     #[test]
@@ -355,7 +361,7 @@ mod tests {
         let mut log = ChargeLog::default();
         log.charge(&limit, MAX_UNITS, 1);
         log.charge(&limit, 7, 2);
-        assert_eq!(log.used(&limit, 2), MAX_UNITS);
-        assert_eq!(log.used(&limit, 1_001), 7);
+        assert_eq!(log.used_units(&limit, 2), MAX_UNITS);
+        assert_eq!(log.used_units(&limit, 1_001), 7);
     }
 }

@@ -27,8 +27,8 @@ impl SubWindowLog {
     }
 
     /// Units in the sub-windows that overlap the window that ends at `now_us`.
-    pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
-        self.log.used(limit, now_us)
+    pub(super) fn used_units(&self, limit: &Limit, now_us: u64) -> u64 {
+        self.log.used_units(limit, now_us)
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
@@ -66,12 +66,12 @@ impl SubWindowLog {
     }
 
     /// The start of the newest sub-window that is proven to have begun.
-    pub(super) fn latest_proven_us(&self) -> u64 {
-        (self.log.latest_proven_us() + 1).saturating_sub(self.width_us)
+    pub(super) fn now_lower_bound_us(&self) -> u64 {
+        (self.log.now_lower_bound_us() + 1).saturating_sub(self.width_us)
     }
 
     /// The start of the newest sub-window.
-    pub(super) fn newest_start_us(&self) -> u64 {
+    pub(super) fn newest_sub_window_start_us(&self) -> u64 {
         (self.log.newest_entry_us() + 1).saturating_sub(self.width_us)
     }
 

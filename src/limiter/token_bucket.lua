@@ -28,6 +28,8 @@ local function bucket_full_rate_time(since, width)
 end
 
 -- The inverse: the shortest time since the start that is worth `worth` us at the full rate.
+-- The inverse of bucket_full_rate_time: the shortest time since the start of a warm-up in which as
+-- many units are added as in `worth` us at the full rate. All in us.
 local function bucket_warm_up_time(worth, width)
   local rest = worth - bucket_full_rate_time(100 * width, width)
   if rest >= 0 then return 100 * width + rest end

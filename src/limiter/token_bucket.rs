@@ -31,7 +31,7 @@ use warm_up::WarmUpRamp;
 pub(super) struct TokenBucketState {
     /// Time of the last charge. 0: never charged.
     charged_at_us: u64,
-    /// In units of 1 / per_us.
+    /// The debt at the last charge, in units of 1 / per_us.
     debt: u64,
     /// Debt that a microsecond paid back at the last charge.
     rate: u64,
@@ -39,12 +39,12 @@ pub(super) struct TokenBucketState {
     warm_up_start_us: u64,
     /// Recent charges, if some of their units may be credited.
     history: Option<Box<ChargeHistory>>,
-    /// Leases that have not ended.
+    /// Leases whose units have not become debt.
     leases: Option<Box<OutstandingLeases>>,
 }
 
-/// Leases as (end, units), ordered by their end. Their units are absent from the bucket until the
-/// end, and then become a debt made at that moment.
+/// Leases as (end, units), ordered by their end. A lease's units are absent from the bucket until
+/// its end, and then become a debt made at that moment.
 #[derive(Clone, Debug)]
 struct OutstandingLeases(VecDeque<(u64, u64)>);
 
@@ -53,8 +53,8 @@ const MAX_OUTSTANDING_LEASES: usize = 64;
 
 impl TokenBucketState {
     /// Used units at `now_us`, rounded up: a part of a unit can't be taken.
-    pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
-        let bucket = self.with_expired_leases(limit, now_us);
+    pub(super) fn used_units(&self, limit: &Limit, now_us: u64) -> u64 {
+        let bucket = self.with_expired_leases_as_debt(limit, now_us);
         bucket
             .total_owed(limit, now_us)
             .div_ceil(limit.per_us)
@@ -63,7 +63,7 @@ impl TokenBucketState {
 
     /// With `is_estimate`, records the history that [`TokenBucketState::credit`] needs.
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64, is_estimate: bool) {
-        self.apply_expired_leases(limit, now_us);
+        self.convert_expired_leases_to_debt(limit, now_us);
         self.take_units(limit, cost, now_us, is_estimate);
     }
 
@@ -82,12 +82,12 @@ impl TokenBucketState {
         now_us: u64,
         is_estimate: bool,
     ) {
-        let mut bucket = self.with_expired_leases(limit, now_us).into_owned();
+        let mut bucket = self.with_expired_leases_as_debt(limit, now_us).into_owned();
         let owed = bucket.total_owed(limit, now_us);
         let available_units = limit.capacity().saturating_sub(bucket.leased_units());
         let max_debt = available_units
             .saturating_mul(limit.per_us)
-            .saturating_add(limit.delay_remainder());
+            .saturating_add(limit.max_delay_remainder());
         let debt = owed
             .saturating_add(cost.saturating_mul(limit.per_us))
             .min(max_debt);
@@ -104,8 +104,8 @@ impl TokenBucketState {
     }
 
     /// Whether units can be leased until `until_us`.
-    pub(super) fn can_grant(&self, limit: &Limit, now_us: u64, until_us: u64) -> bool {
-        let bucket = self.with_expired_leases(limit, now_us);
+    pub(super) fn can_grant_lease(&self, limit: &Limit, now_us: u64, until_us: u64) -> bool {
+        let bucket = self.with_expired_leases_as_debt(limit, now_us);
         let is_in_order = |leases: &OutstandingLeases| {
             leases.0.len() < MAX_OUTSTANDING_LEASES
                 && leases
@@ -118,7 +118,7 @@ impl TokenBucketState {
 
     /// Takes units that are absent until `until_us`.
     pub(super) fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
-        self.apply_expired_leases(limit, now_us);
+        self.convert_expired_leases_to_debt(limit, now_us);
         let leases = &mut self
             .leases
             .get_or_insert_with(|| Box::new(OutstandingLeases(VecDeque::new())))
@@ -132,7 +132,7 @@ impl TokenBucketState {
     /// Returns those of the `units` charged at `at_us` that still count. The debt drops at most to
     /// its value without that charge. A credit is not a charge: it does not end the cold state.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
-        let mut bucket = self.with_expired_leases(limit, now_us).into_owned();
+        let mut bucket = self.with_expired_leases_as_debt(limit, now_us).into_owned();
         if bucket.return_leased_units(units, at_us)
             || bucket.reduce_debt(limit, units, at_us, now_us)
         {
@@ -140,13 +140,13 @@ impl TokenBucketState {
         }
     }
 
-    /// Reduces the debt by units charged at `at_us`. Returns `false` without a debt.
+    /// Reduces the debt by units charged at `at_us`. Returns `false` if there is no debt.
     fn reduce_debt(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) -> bool {
         let debt = self.debt_at(limit, now_us);
         if debt == 0 {
             return false;
         }
-        // All payments since then may have been for these units.
+        // All payments since the charge may have been for these units.
         let paid_back = now_us
             .saturating_sub(at_us)
             .saturating_mul(self.debt_payment_rate(limit));
@@ -157,7 +157,7 @@ impl TokenBucketState {
             .as_mut()
             .filter(|_| self.rate == limit.requests);
         let remaining_debt = history
-            .and_then(|history| history.recompute_debt(limit, units, at_us, now_us))
+            .and_then(|history| history.credit_and_recompute_debt(limit, units, at_us, now_us))
             .unwrap_or_else(debt_without_history);
         self.debt -= debt.saturating_sub(remaining_debt);
         true
@@ -178,11 +178,11 @@ impl TokenBucketState {
             + self.leases.as_deref().map_or(0, lease_bytes)
     }
 
-    /// When at most `units` are in use; `None` if only further charges can warm up the bucket so
-    /// far.
+    /// The time at which at most `units` are in use; `None` if only further charges can warm up the
+    /// bucket so far.
     pub(super) fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> Option<u64> {
-        let (mut bucket, mut now_us) = (self.with_expired_leases(limit, now_us), now_us);
-        while let Some((until_us, leased_units)) = bucket.first_lease() {
+        let (mut bucket, mut now_us) = (self.with_expired_leases_as_debt(limit, now_us), now_us);
+        while let Some((until_us, leased_units)) = bucket.first_ending_lease() {
             if let Some(units) = units.checked_sub(bucket.leased_units()) {
                 let at_us = bucket.owed_units_drop_time_us(limit, now_us, units)?;
                 if at_us <= until_us {
@@ -191,13 +191,14 @@ impl TokenBucketState {
             }
             bucket
                 .to_mut()
-                .expire_first_lease(limit, until_us, leased_units);
+                .convert_first_lease_to_debt(limit, until_us, leased_units);
             now_us = until_us;
         }
         bucket.owed_units_drop_time_us(limit, now_us, units)
     }
 
-    /// [`Self::usage_drop_time_us`] without leases.
+    /// The time at which at most `units` are in use, apart from leases; `None` if only further
+    /// charges can warm up the bucket so far.
     fn owed_units_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> Option<u64> {
         let paid_back_at_us =
             self.debt_drop_time_us(limit, now_us, units.saturating_mul(limit.per_us));
@@ -213,7 +214,7 @@ impl TokenBucketState {
         }
     }
 
-    /// When the debt is at most `debt`, in units of 1 / per_us.
+    /// The time at which the debt is at most `debt`, in units of 1 / per_us.
     pub(super) fn debt_drop_time_us(&self, limit: &Limit, now_us: u64, debt: u64) -> u64 {
         let wait_us = self
             .debt_at(limit, now_us)
@@ -232,9 +233,9 @@ impl TokenBucketState {
         at_us.min(MAX_TIME_US)
     }
 
-    /// When the debt is paid and the bucket is cold again.
+    /// The time at which the debt is paid and the bucket is cold again.
     pub(super) fn expires_at_us(&self, limit: &Limit) -> u64 {
-        let bucket = self.with_expired_leases(limit, u64::MAX);
+        let bucket = self.with_expired_leases_as_debt(limit, u64::MAX);
         let cold_at_us = WarmUpRamp::from_limit(limit).map_or(0, |ramp| bucket.cold_at_us(&ramp));
         bucket
             .debt_drop_time_us(limit, bucket.charged_at_us, 0)
@@ -242,24 +243,26 @@ impl TokenBucketState {
     }
 
     /// Returns the bucket with all leases that ended before `now_us` turned into debt.
-    fn with_expired_leases(&self, limit: &Limit, now_us: u64) -> Cow<'_, Self> {
+    fn with_expired_leases_as_debt(&self, limit: &Limit, now_us: u64) -> Cow<'_, Self> {
         let mut bucket = Cow::Borrowed(self);
         while let Some((until_us, units)) = bucket
-            .first_lease()
+            .first_ending_lease()
             .filter(|(until_us, _)| *until_us < now_us)
         {
-            bucket.to_mut().expire_first_lease(limit, until_us, units);
+            bucket
+                .to_mut()
+                .convert_first_lease_to_debt(limit, until_us, units);
         }
         bucket
     }
 
-    fn apply_expired_leases(&mut self, limit: &Limit, now_us: u64) {
-        if let Cow::Owned(bucket) = self.with_expired_leases(limit, now_us) {
+    fn convert_expired_leases_to_debt(&mut self, limit: &Limit, now_us: u64) {
+        if let Cow::Owned(bucket) = self.with_expired_leases_as_debt(limit, now_us) {
             *self = bucket;
         }
     }
 
-    fn expire_first_lease(&mut self, limit: &Limit, until_us: u64, units: u64) {
+    fn convert_first_lease_to_debt(&mut self, limit: &Limit, until_us: u64, units: u64) {
         self.leases = self.leases.take().filter(|leases| leases.0.len() > 1);
         if let Some(leases) = &mut self.leases {
             leases.0.pop_front();
@@ -267,7 +270,7 @@ impl TokenBucketState {
         self.take_units(limit, units, until_us, false);
     }
 
-    /// Returns units of the lease that ends at `at_us`. Returns `false` if it has ended.
+    /// Returns units of the lease that ends at `at_us`. Returns `false` if no lease ends then.
     fn return_leased_units(&mut self, units: u64, at_us: u64) -> bool {
         let Some(leases) = &mut self.leases else {
             return false;
@@ -284,7 +287,7 @@ impl TokenBucketState {
     }
 
     /// The end and units of the lease that ends first.
-    fn first_lease(&self) -> Option<(u64, u64)> {
+    fn first_ending_lease(&self) -> Option<(u64, u64)> {
         self.leases
             .as_deref()
             .and_then(|leases| leases.0.front().copied())

@@ -13,9 +13,10 @@ pub struct Settings {
     pub trusted_proxies: Vec<IpNet>,
     /// `x-forwarded-for`, `forwarded`, or a header with one address.
     pub ip_header: HeaderName,
-    /// 0 to 32 bits.
+    /// Length of the prefix that identifies an IPv4 client, 0 to 32 bits.
     pub ipv4_prefix: u8,
-    /// 0 to 128 bits. A client usually controls a whole /64.
+    /// Length of the prefix that identifies an IPv6 client, 0 to 128 bits. A client usually
+    /// controls a whole /64.
     pub ipv6_prefix: u8,
 }
 
@@ -23,7 +24,7 @@ pub struct Settings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClientAddress {
     pub ip: IpAddr,
-    /// Whether the peer is a trusted proxy. Only its forwarding fields are passed on.
+    /// Whether the peer is a trusted proxy. Only a trusted proxy's forwarding fields are passed on.
     pub is_peer_trusted: bool,
 }
 
@@ -39,9 +40,9 @@ const MAX_HOPS: usize = 100;
 impl ClientAddress {
     /// Returns the first untrusted address, read from the right of the forwarding header.
     ///
-    /// Elements to the left of it are ignored, since the client may have written them. If an
-    /// element is unreadable, the last address before it counts. Empty elements are skipped (RFC
-    /// 9110, section 5.6.1.2).
+    /// Elements to the left of that address are ignored, since the client may have written them. If
+    /// an element is unreadable, the address to its right is the client. Empty elements are skipped
+    /// (RFC 9110, section 5.6.1.2).
     pub fn identify(peer: IpAddr, headers: &HeaderMap, settings: &Settings) -> Self {
         let peer = peer.to_canonical();
         if !settings.trusts_proxy(peer) {
@@ -54,7 +55,7 @@ impl ClientAddress {
         let lines = headers.get_all(&settings.ip_header).iter().rev();
         let mut ip = peer;
         for element in lines
-            .flat_map(|line| split_elements_from_right(line.as_bytes(), b','))
+            .flat_map(|line| split_unquoted_from_right(line.as_bytes(), b','))
             .take(MAX_HOPS)
         {
             let element = element.trim_ascii();
@@ -100,12 +101,12 @@ fn parse_x_forwarded_for_element(element: &[u8]) -> Option<IpAddr> {
 /// 6.3) are no addresses.
 fn parse_forwarded_element(element: &[u8]) -> Option<IpAddr> {
     let mut found = None;
-    for pair in split_elements_from_right(element, b';')
+    for pair in split_unquoted_from_right(element, b';')
         .map(<[u8]>::trim_ascii)
         .filter(|pair| !pair.is_empty())
     {
         let (name, value) = str::from_utf8(pair).ok()?.split_once('=')?;
-        if name.eq_ignore_ascii_case("for") && found.replace(unquote(value)?).is_some() {
+        if name.eq_ignore_ascii_case("for") && found.replace(unquote_value(value)?).is_some() {
             return None;
         }
     }
@@ -114,7 +115,7 @@ fn parse_forwarded_element(element: &[u8]) -> Option<IpAddr> {
 
 /// Removes the quotes and escapes of a value (RFC 9110, section 5.6.4). Unquoted values may contain
 /// characters that require quotes, because many proxies send addresses with ports that way.
-fn unquote(value: &str) -> Option<Cow<'_, str>> {
+fn unquote_value(value: &str) -> Option<Cow<'_, str>> {
     let Some(rest) = value.strip_prefix('"') else {
         return (!value.contains(['"', '\\'])).then_some(Cow::Borrowed(value));
     };
@@ -165,8 +166,8 @@ fn parse_node(text: &str) -> Option<IpAddr> {
     is_port.then(|| ip.to_canonical())
 }
 
-/// Removes the zone id (RFC 6874). It names the proxy's network interface and does not change the
-/// address.
+/// Removes the zone id (RFC 6874). A zone id names the proxy's network interface and does not
+/// change the address.
 fn strip_zone_id(text: &str) -> &str {
     match text.split_once('%') {
         Some((ip, zone)) if !zone.is_empty() && zone.bytes().all(|b| b.is_ascii_graphic()) => ip,
@@ -176,7 +177,7 @@ fn strip_zone_id(text: &str) -> &str {
 
 /// Splits at separators outside of double quotes, from the right. A quote that a client left open
 /// on the left cannot hide an element that a trusted proxy appended.
-fn split_elements_from_right(text: &[u8], separator: u8) -> impl Iterator<Item = &[u8]> {
+fn split_unquoted_from_right(text: &[u8], separator: u8) -> impl Iterator<Item = &[u8]> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
         let text = rest?;
@@ -209,7 +210,7 @@ fn is_escaped(text: &[u8], position: usize) -> bool {
 mod tests {
     use super::*;
 
-    fn settings(header: &str) -> Settings {
+    fn make_settings(header: &str) -> Settings {
         Settings {
             trusted_proxies: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()],
             ip_header: header.parse().unwrap(),
@@ -218,8 +219,8 @@ mod tests {
         }
     }
 
-    fn client_ip(header: &str, lines: &[&str], peer: &str) -> String {
-        let settings = settings(header);
+    fn identify_client_ip(header: &str, lines: &[&str], peer: &str) -> String {
+        let settings = make_settings(header);
         let mut headers = HeaderMap::new();
         for line in lines {
             headers.append(&settings.ip_header, line.parse().unwrap());
@@ -232,22 +233,28 @@ mod tests {
     #[test]
     fn trap_23_the_header_is_read_from_the_right_and_only_from_trusted_peers() {
         let xff = "x-forwarded-for";
-        assert_eq!(client_ip(xff, &["1.1.1.1"], "9.9.9.9"), "9.9.9.9");
-        assert_eq!(client_ip(xff, &["6.6.6.6, 1.1.1.1"], "10.0.0.1"), "1.1.1.1");
+        assert_eq!(identify_client_ip(xff, &["1.1.1.1"], "9.9.9.9"), "9.9.9.9");
         assert_eq!(
-            client_ip(xff, &["6.6.6.6, 1.1.1.1, 10.0.0.2"], "10.0.0.1"),
+            identify_client_ip(xff, &["6.6.6.6, 1.1.1.1"], "10.0.0.1"),
             "1.1.1.1"
         );
         assert_eq!(
-            client_ip(xff, &["6.6.6.6", "1.1.1.1, 10.0.0.2"], "10.0.0.1"),
+            identify_client_ip(xff, &["6.6.6.6, 1.1.1.1, 10.0.0.2"], "10.0.0.1"),
             "1.1.1.1"
         );
         assert_eq!(
-            client_ip(xff, &["6.6.6.6", "10.0.0.3", "10.0.0.2"], "10.0.0.1"),
+            identify_client_ip(xff, &["6.6.6.6", "1.1.1.1, 10.0.0.2"], "10.0.0.1"),
+            "1.1.1.1"
+        );
+        assert_eq!(
+            identify_client_ip(xff, &["6.6.6.6", "10.0.0.3", "10.0.0.2"], "10.0.0.1"),
             "6.6.6.6"
         );
-        assert_eq!(client_ip(xff, &[], "10.0.0.1"), "10.0.0.1");
-        assert_eq!(client_ip(xff, &["10.0.0.5"], "10.0.0.1"), "10.0.0.5");
+        assert_eq!(identify_client_ip(xff, &[], "10.0.0.1"), "10.0.0.1");
+        assert_eq!(
+            identify_client_ip(xff, &["10.0.0.5"], "10.0.0.1"),
+            "10.0.0.5"
+        );
     }
 
     const PROXY: &str = "10.0.0.1";
@@ -257,7 +264,7 @@ mod tests {
     fn assert_client_ips(table: &[(&str, &[&str], &str)]) {
         for (header, lines, expected) in table {
             assert_eq!(
-                client_ip(header, lines, PROXY),
+                identify_client_ip(header, lines, PROXY),
                 *expected,
                 "{header}: {lines:?}"
             );
@@ -282,11 +289,11 @@ mod tests {
             ("x-forwarded-for", &["\t 1.1.1.1\t,10.0.0.2 "], "1.1.1.1"),
         ]);
         assert_eq!(
-            client_ip("x-forwarded-for", &["2001:db8::1"], "fd00::1"),
+            identify_client_ip("x-forwarded-for", &["2001:db8::1"], "fd00::1"),
             "2001:db8::1"
         );
         assert_eq!(
-            client_ip("x-forwarded-for", &["1.1.1.1"], "::ffff:10.0.0.1"),
+            identify_client_ip("x-forwarded-for", &["1.1.1.1"], "::ffff:10.0.0.1"),
             "1.1.1.1"
         );
     }
@@ -409,7 +416,7 @@ mod tests {
 
     #[test]
     fn invalid_client_bytes_do_not_hide_addresses_appended_by_proxies() {
-        let settings = settings("x-forwarded-for");
+        let settings = make_settings("x-forwarded-for");
         let mut headers = HeaderMap::new();
         let line = http::HeaderValue::from_bytes(b"\xff\xfe, 1.1.1.1, 10.0.0.2").unwrap();
         headers.append(&settings.ip_header, line);
@@ -421,11 +428,11 @@ mod tests {
     fn reads_at_most_max_hops_elements() {
         let hops = |count: usize| format!("1.1.1.1{}", ", 10.0.0.2".repeat(count));
         assert_eq!(
-            client_ip("x-forwarded-for", &[&hops(MAX_HOPS - 1)], "10.0.0.1"),
+            identify_client_ip("x-forwarded-for", &[&hops(MAX_HOPS - 1)], "10.0.0.1"),
             "1.1.1.1"
         );
         assert_eq!(
-            client_ip("x-forwarded-for", &[&hops(MAX_HOPS)], "10.0.0.1"),
+            identify_client_ip("x-forwarded-for", &[&hops(MAX_HOPS)], "10.0.0.1"),
             "10.0.0.2"
         );
     }

@@ -10,12 +10,12 @@ pub struct NamedCondition<N> {
     pub condition: ValueCondition,
 }
 
-/// A condition on a value. If a name has several values, any of them may meet it.
+/// A condition on the values of a name. One matching value suffices.
 #[derive(Clone, Debug)]
 pub enum ValueCondition {
     Equals(Box<str>),
     Regex(Regex),
-    /// Whether the name must be present or absent.
+    /// The name must be present (`true`) or absent (`false`).
     Present(bool),
 }
 
@@ -31,8 +31,8 @@ pub enum UnmetCondition<'a> {
     Query(&'a str),
     Cookie(&'a str),
     Claim(&'a str),
-    /// The policy applies to descriptors and the facts are of a request, or the reverse. The text
-    /// names the first case, the only one that `explain` meets.
+    /// The policy is for descriptors and the facts are of a request, or the reverse. The message
+    /// names the first case only, because `explain` never has a descriptor.
     RequestKind,
     Domain,
     Entry(&'a str),

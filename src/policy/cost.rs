@@ -75,7 +75,7 @@ impl CostSource {
         }
     }
 
-    /// The highest cost of any request.
+    /// The highest cost of a request, or of a descriptor with one hit.
     pub fn max_units(&self) -> u64 {
         match self {
             Self::Fixed(units) => *units,
@@ -84,7 +84,7 @@ impl CostSource {
         }
     }
 
-    /// The lowest cost of any request.
+    /// The lowest cost of a request, or of a descriptor with one hit.
     pub fn min_units(&self) -> u64 {
         match self {
             Self::Fixed(units) => *units,
@@ -130,7 +130,7 @@ mod tests {
 
     const PATH_SETTINGS: Settings = Settings::DEFAULT;
 
-    fn header_cost(values: &[&[u8]]) -> u64 {
+    fn compute_header_cost(values: &[&[u8]]) -> u64 {
         let mut headers = HeaderMap::new();
         for value in values {
             headers.append("x-cost", HeaderValue::from_bytes(value).unwrap());
@@ -158,15 +158,15 @@ mod tests {
 
     #[test]
     fn invalid_cost_headers_cost_the_maximum() {
-        assert_eq!(header_cost(&[]), 2);
+        assert_eq!(compute_header_cost(&[]), 2);
         for (value, units) in [("3", 3), ("007", 7), ("99", 99), ("100", 100)] {
-            assert_eq!(header_cost(&[value.as_bytes()]), units, "{value}");
+            assert_eq!(compute_header_cost(&[value.as_bytes()]), units, "{value}");
         }
         for value in [
             "", "0", "2", "101", "-5", "+5", "5.0", "5,5", "5 5", "0x5", "5e0", "NaN", "inf",
             "1e30",
         ] {
-            assert_eq!(header_cost(&[value.as_bytes()]), 100, "{value}");
+            assert_eq!(compute_header_cost(&[value.as_bytes()]), 100, "{value}");
         }
         for value in [
             &[b'9'; 31][..],
@@ -174,9 +174,9 @@ mod tests {
             b"\xff",
             "\u{665}".as_bytes(),
         ] {
-            assert_eq!(header_cost(&[value]), 100, "{value:?}");
+            assert_eq!(compute_header_cost(&[value]), 100, "{value:?}");
         }
-        assert_eq!(header_cost(&[b"5", b"5"]), 100);
+        assert_eq!(compute_header_cost(&[b"5", b"5"]), 100);
     }
 
     #[test]

@@ -87,7 +87,7 @@ impl LimitOverride {
     }
 }
 
-/// Whether one of `mine` covers each of `others`. An empty list is no condition.
+/// Whether each of `others` is covered by one of `mine`. An empty `mine` covers all.
 fn covers_alternatives<T>(mine: &[T], others: &[T], covers: impl Fn(&T, &T) -> bool) -> bool {
     mine.is_empty()
         || (!others.is_empty()
@@ -168,7 +168,7 @@ mod tests {
     use http::Method;
     use regex::Regex;
 
-    fn pattern(text: &str) -> PathPattern {
+    fn parse_pattern(text: &str) -> PathPattern {
         PathPattern::parse(text, &Settings::DEFAULT).unwrap()
     }
 
@@ -184,11 +184,13 @@ mod tests {
             ("/*/b", "/a/b"),
         ] {
             assert!(
-                pattern(wide).covers(&pattern(narrow)),
+                parse_pattern(wide).covers(&parse_pattern(narrow)),
                 "{wide} covers {narrow}"
             );
             assert!(
-                wide == narrow || !pattern(narrow).covers(&pattern(wide)) || wide.contains('{')
+                wide == narrow
+                    || !parse_pattern(narrow).covers(&parse_pattern(wide))
+                    || wide.contains('{')
             );
         }
         for (one, other) in [
@@ -199,7 +201,7 @@ mod tests {
             ("/*", "/"),
         ] {
             assert!(
-                !pattern(one).covers(&pattern(other)),
+                !parse_pattern(one).covers(&parse_pattern(other)),
                 "{one} does not cover {other}"
             );
         }
@@ -209,7 +211,7 @@ mod tests {
     fn general_matchers_cover_specific_ones() {
         let all = Matcher::default();
         let path = |texts: &[&str]| Matcher {
-            paths: texts.iter().map(|t| pattern(t)).collect(),
+            paths: texts.iter().map(|t| parse_pattern(t)).collect(),
             ..Matcher::default()
         };
         assert!(
@@ -263,7 +265,7 @@ mod tests {
         assert!(except(all.clone()).never_matches() && !except(path(&["/a"])).never_matches());
     }
 
-    fn descriptor_conditions(
+    fn make_descriptor_conditions(
         domain: Option<&str>,
         entries: Option<&[(&str, Option<&str>)]>,
     ) -> DescriptorConditions {
@@ -281,14 +283,14 @@ mod tests {
 
     #[test]
     fn general_descriptor_conditions_cover_specific_ones() {
-        let all = descriptor_conditions(None, None);
-        let edge = descriptor_conditions(Some("edge"), None);
-        let any = descriptor_conditions(Some("edge"), Some(&[("a", None)]));
-        let one = descriptor_conditions(Some("edge"), Some(&[("a", Some("1"))]));
+        let all = make_descriptor_conditions(None, None);
+        let edge = make_descriptor_conditions(Some("edge"), None);
+        let any = make_descriptor_conditions(Some("edge"), Some(&[("a", None)]));
+        let one = make_descriptor_conditions(Some("edge"), Some(&[("a", Some("1"))]));
         for (wide, narrow) in [(&all, &edge), (&edge, &any), (&any, &one), (&all, &one)] {
             assert!(wide.covers(narrow) && !narrow.covers(wide));
         }
-        let two = descriptor_conditions(Some("edge"), Some(&[("a", None), ("b", None)]));
+        let two = make_descriptor_conditions(Some("edge"), Some(&[("a", None), ("b", None)]));
         assert!(!any.covers(&two) && !two.covers(&any));
     }
 
@@ -300,7 +302,7 @@ mod tests {
             other in "/([ab*]|\\{x\\})(/([ab*]|\\{x\\})){0,2}(/\\*\\*)?",
             paths in proptest::collection::vec("(/[abc]){1,4}", 20),
         ) {
-            let (one, other) = (pattern(&one), pattern(&other));
+            let (one, other) = (parse_pattern(&one), parse_pattern(&other));
             if one.covers(&other) {
                 for path in &paths {
                     proptest::prop_assert!(!other.matches(path) || one.matches(path), "{path}");

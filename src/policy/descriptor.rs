@@ -6,17 +6,17 @@ use std::borrow::Cow;
 use std::sync::OnceLock;
 
 /// Override limits above this number use a sliding window instead of a sliding log.
-const MAX_SLIDING_LOG_REQUESTS: u64 = 100_000;
+const MAX_SLIDING_LOG_OVERRIDE: u64 = 100_000;
 
-/// One descriptor of a call to the rate-limit service. The caller has already read the request, so
-/// there is no request head.
+/// One descriptor of a call to the rate-limit service. It comes without a request, which only the
+/// caller of the service has.
 #[derive(Debug)]
 pub struct Descriptor<'a> {
     pub domain: &'a str,
     /// Names and values in order. A name may occur more than once.
     pub entries: &'a [(&'a str, &'a str)],
-    /// The number of hits that the request counts as, at most [`MAX_UNITS`]. 0 only tests whether a
-    /// request would be allowed.
+    /// The number of hits that the request counts as, at most [`MAX_UNITS`]. With 0 hits, a call
+    /// only tests whether a request would be allowed.
     pub hits: u64,
     /// A limit of this many units per this many microseconds (at least 1), instead of the policy's
     /// limits.
@@ -30,8 +30,8 @@ pub struct Descriptor<'a> {
 pub struct DescriptorConditions {
     /// `None` matches any domain.
     pub domain: Option<Box<str>>,
-    /// The exact set of entries, in any order. A descriptor with more entries addresses a different
-    /// limit. `None` matches any entries.
+    /// `descriptors` in TOML: the exact set of entries, in any order. A descriptor with more
+    /// entries does not match. `None` matches any entries.
     pub entries: Option<Vec<NamedCondition<Box<str>>>>,
 }
 
@@ -71,8 +71,8 @@ impl<'a> Descriptor<'a> {
         text
     }
 
-    /// Returns the descriptor's own limit. It uses the algorithm of the first policy that resolves
-    /// it.
+    /// Returns the descriptor's own limit, if it has one. The first policy that calls this
+    /// determines the algorithm of the limit.
     pub(super) fn resolve_override_limit(
         &self,
         policy_name: &str,
@@ -122,7 +122,7 @@ fn choose_override_algorithm(
                 warm_up_us: 0,
             }
         }
-        Some(Algorithm::SlidingLog) | None if requests <= MAX_SLIDING_LOG_REQUESTS => {
+        Some(Algorithm::SlidingLog) | None if requests <= MAX_SLIDING_LOG_OVERRIDE => {
             Algorithm::SlidingLog
         }
         _ => Algorithm::SlidingWindow { buckets: 10 },
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
     use crate::policy::ValueCondition;
 
-    fn conditions(
+    fn make_conditions(
         domain: Option<&str>,
         entries: Option<&[(&str, Option<&str>)]>,
     ) -> DescriptorConditions {
@@ -186,7 +186,7 @@ mod tests {
         }
     }
 
-    fn matches(conditions: &DescriptorConditions, entries: &[(&str, &str)]) -> bool {
+    fn matches_entries(conditions: &DescriptorConditions, entries: &[(&str, &str)]) -> bool {
         conditions
             .first_unmet_condition(&Descriptor::new("edge", entries, 1, None))
             .is_none()
@@ -194,12 +194,12 @@ mod tests {
 
     #[test]
     fn a_descriptor_must_have_exactly_the_expected_entries() {
-        let both = conditions(
+        let both = make_conditions(
             Some("edge"),
             Some(&[("tenant", Some("acme")), ("path", None)]),
         );
-        assert!(matches(&both, &[("tenant", "acme"), ("path", "/")]));
-        assert!(matches(&both, &[("path", "/"), ("tenant", "acme")]));
+        assert!(matches_entries(&both, &[("tenant", "acme"), ("path", "/")]));
+        assert!(matches_entries(&both, &[("path", "/"), ("tenant", "acme")]));
         for other in [
             &[("tenant", "acme")][..],
             &[("tenant", "other"), ("path", "/")],
@@ -209,14 +209,17 @@ mod tests {
             &[("Tenant", "acme"), ("path", "/")],
             &[],
         ] {
-            assert!(!matches(&both, other), "{other:?}");
+            assert!(!matches_entries(&both, other), "{other:?}");
         }
-        assert!(!matches(&conditions(Some("other"), None), &[("a", "b")]));
-        assert!(matches(
-            &conditions(Some("edge"), None),
+        assert!(!matches_entries(
+            &make_conditions(Some("other"), None),
+            &[("a", "b")]
+        ));
+        assert!(matches_entries(
+            &make_conditions(Some("edge"), None),
             &[("a", "b"), ("a", "c")]
         ));
-        assert!(matches(&conditions(None, Some(&[])), &[]));
+        assert!(matches_entries(&make_conditions(None, Some(&[])), &[]));
     }
 
     #[test]

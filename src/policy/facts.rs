@@ -11,8 +11,8 @@ use std::sync::LazyLock;
 
 /// A borrowed view of a request, as policies see it.
 ///
-/// The headers are those that will be forwarded, without hop-by-hop fields. A policy and the
-/// upstream therefore read the same request.
+/// The headers are those that will be forwarded, without hop-by-hop fields. So a policy reads the
+/// same headers as the upstream.
 #[derive(Clone, Copy, Debug)]
 pub struct Facts<'a> {
     pub method: &'a Method,
@@ -23,7 +23,7 @@ pub struct Facts<'a> {
     pub query: Option<&'a str>,
     pub headers: &'a HeaderMap,
     pub client_ip: IpAddr,
-    /// Verified only when a policy reads a claim.
+    /// The request's token. It is verified only when a policy reads a claim.
     pub token: &'a RequestToken,
     /// Subject of the client certificate, if the client presented one.
     pub client_cert: Option<&'a CertificateSubject>,
@@ -52,14 +52,14 @@ impl<'a> Facts<'a> {
     }
 
     /// The target of the request for messages: its path, or the descriptor's domain.
-    pub fn target(&self) -> &'a str {
+    pub fn path_or_domain(&self) -> &'a str {
         match self.descriptor {
             Some(descriptor) => descriptor.domain,
             None => self.paths.iter().next().unwrap_or_default(),
         }
     }
 
-    /// The number of hits that the request counts as.
+    /// The hits that a descriptor counts as (`hits_addend`); 1 for a request.
     pub(super) fn hit_count(&self) -> u64 {
         self.descriptor.map_or(1, |descriptor| descriptor.hits)
     }
@@ -106,8 +106,8 @@ pub(super) fn cookie_values<'a>(
         })
 }
 
-/// Decodes the quotes and percent-encoding of a cookie value. Some upstreams remove them, so
-/// different spellings of one cookie must share a quota.
+/// Decodes the quotes and percent-encoding of a cookie value. Some upstreams decode both, so all
+/// spellings of a cookie must share a quota.
 fn decode_cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
     let unquoted = value
         .strip_prefix(b"\"")

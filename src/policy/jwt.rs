@@ -63,7 +63,7 @@ pub(super) enum ClaimValue {
 #[derive(Debug)]
 pub struct TokenReader {
     settings: Settings,
-    /// The claims that some policy reads, without duplicates. No other claims are kept.
+    /// The claims that some policy reads, without duplicates. All other claims are dropped.
     claim_names: Box<[ClaimName]>,
     cache: VerifiedTokenCache,
 }
@@ -77,7 +77,7 @@ pub struct RequestToken {
     claims_result: OnceLock<Result<Arc<TokenClaims>, TokenError>>,
 }
 
-/// Why a token is rejected. The texts reveal nothing of the token's content.
+/// Why a token is rejected. No message reveals the token's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TokenError {
     #[error("the token is absent")]
@@ -246,7 +246,8 @@ impl TokenReader {
         &self.settings.header
     }
 
-    /// Whether the header occurs more than once. The upstream could then read a different token.
+    /// Whether the header occurs more than once. If so, the upstream could read another token than
+    /// tidegate.
     pub fn has_duplicate_header(&self, headers: &HeaderMap) -> bool {
         headers
             .get_all(&self.settings.header)
@@ -260,7 +261,8 @@ impl TokenReader {
         let keys = match &self.settings.verification {
             SignatureVerification::Keys(keys) => keys,
             SignatureVerification::Disabled => {
-                let claims = TokenClaims::new(&keys::decode_unverified(token)?, &self.claim_names)?;
+                let claims =
+                    TokenClaims::new(&keys::decode_unverified_claims(token)?, &self.claim_names)?;
                 return claims.check_dates(now_s).map(|()| Arc::new(claims));
             }
         };
@@ -334,7 +336,7 @@ impl TokenClaims {
     }
 
     /// Total size of all texts in bytes.
-    fn text_bytes(&self) -> usize {
+    fn total_text_bytes(&self) -> usize {
         self.claims
             .iter()
             .flat_map(ClaimValue::texts)
@@ -364,22 +366,22 @@ fn parse_numeric_date(claims: &Value, name: &str) -> Result<Option<u64>, TokenEr
 /// request's processing, and clients send the same token many times.
 ///
 /// The keys of a reader never change, so entries stay valid. The caller checks the dates of each
-/// cached token. Process-wide, in shards with a lock each.
+/// cached token. The cache is process-wide, in shards with one lock each.
 #[derive(Debug, Default)]
-struct VerifiedTokenCache([Mutex<TokenCacheShard>; CACHE_SHARDS]);
+struct VerifiedTokenCache([Mutex<TokenCacheShard>; CACHE_SHARD_COUNT]);
 
 type TokenCacheShard = IndexMap<[u8; 32], Arc<TokenClaims>, RandomState>;
 
-/// Sharded so that workers rarely wait for each other.
-const CACHE_SHARDS: usize = 16;
-/// 4096 tokens in total, of a few hundred bytes each.
+/// Number of cache shards: enough that workers rarely wait for each other.
+const CACHE_SHARD_COUNT: usize = 16;
+/// Maximum tokens per shard: 4096 in total, of a few hundred bytes each.
 const MAX_TOKENS_PER_SHARD: usize = 256;
 /// Tokens with more claim data are verified every time, which bounds the cache's memory.
 const MAX_CACHED_CLAIM_BYTES: usize = 1 << 10;
 
 impl VerifiedTokenCache {
     fn shard(&self, id: &[u8; 32]) -> Option<&Mutex<TokenCacheShard>> {
-        self.0.get(usize::from(id[0]) % CACHE_SHARDS)
+        self.0.get(usize::from(id[0]) % CACHE_SHARD_COUNT)
     }
 
     fn get(&self, id: &[u8; 32]) -> Option<Arc<TokenClaims>> {
@@ -387,7 +389,7 @@ impl VerifiedTokenCache {
     }
 
     fn insert(&self, id: [u8; 32], claims: &Arc<TokenClaims>) {
-        if claims.text_bytes() > MAX_CACHED_CLAIM_BYTES {
+        if claims.total_text_bytes() > MAX_CACHED_CLAIM_BYTES {
             return;
         }
         let Some(shard) = self.shard(&id) else { return };

@@ -42,9 +42,9 @@ pub struct KeyTemplate(Vec<KeyPart>);
 pub enum MissingKeyAction {
     /// All requests without the part share one quota.
     Shared,
-    /// The policy does not apply.
+    /// The policy does not apply to requests without the part.
     Skip,
-    /// The request is rejected.
+    /// Requests without the part are rejected.
     Reject,
 }
 

@@ -11,26 +11,28 @@ use regex::Regex;
 /// The conditions of a policy. All of them must hold. Within one condition, any alternative
 /// suffices; an empty list of alternatives always holds.
 ///
-/// A new condition also belongs in [`Matcher::covers`], in [`UnmetCondition`], in the schema of
-/// `match`, in the configuration's `build_matcher` and `describe_conditions`, and in the replay's
-/// missing fields.
+/// For a new condition, the compiler demands code in `covers`, in `header_names`, in the
+/// configuration's `build_matcher` and in the replay's missing fields: each lists all fields. Not
+/// demanded: `first_unmet_condition`, [`UnmetCondition`], `has_client_ip_condition`, `claim_names`,
+/// [`Facts`], the schema of `match`, and the configuration's `describe_conditions`.
 #[derive(Clone, Debug, Default)]
 pub struct Matcher {
     pub methods: MethodSet,
     pub hosts: Vec<HostPattern>,
-    /// `path` in TOML.
+    /// Path patterns; `path` in TOML.
     pub paths: Vec<PathPattern>,
     pub path_regex: Option<Regex>,
     pub headers: Vec<NamedCondition<HeaderName>>,
+    /// Conditions on query parameters; `query` in TOML.
     pub query: Vec<NamedCondition<Box<str>>>,
     pub cookies: Vec<NamedCondition<Box<str>>>,
     pub client_ips: Vec<IpNet>,
-    /// `jwt` in TOML.
+    /// Conditions on token claims; `jwt` in TOML.
     pub claims: Vec<NamedCondition<ClaimName>>,
-    /// Set only in policies for descriptors. All other conditions are then empty, also those in
-    /// `not`.
+    /// `domain` and `descriptors` in TOML. Set only in policies for descriptors, in which all
+    /// request conditions are empty, also those in `not`.
     pub descriptor_conditions: Option<DescriptorConditions>,
-    /// The conditions in here must not all hold.
+    /// The policy does not apply to a request that meets all conditions of `not`.
     pub not: Option<Box<Matcher>>,
 }
 
@@ -42,7 +44,7 @@ pub struct MethodSet(Vec<Method>);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostPattern {
     Exact(Box<str>),
-    /// The part after the star, including its dot.
+    /// The suffix `.example.com` of `*.example.com`: the part after the star, with its dot.
     Subdomains(Box<str>),
 }
 
@@ -132,8 +134,9 @@ impl Matcher {
     }
 
     /// Names of the headers that these conditions read.
-    pub(super) fn header_names(&self) -> Vec<HeaderName> {
-        // Without `..`: a new condition does not compile until it is considered here.
+    pub(super) fn referenced_header_names(&self) -> Vec<HeaderName> {
+        // Lists all fields without `..`, so that a new condition does not compile until it is
+        // listed.
         let Self {
             headers,
             cookies,
@@ -151,7 +154,7 @@ impl Matcher {
         if !cookies.is_empty() {
             names.push(http::header::COOKIE);
         }
-        names.extend(not.iter().flat_map(|not| not.header_names()));
+        names.extend(not.iter().flat_map(|not| not.referenced_header_names()));
         names
     }
 

@@ -52,7 +52,7 @@ pub struct Policy {
     /// A shadow policy decides and counts, but never rejects, exempts or denies.
     pub shadow: bool,
     pub on_store_failure: OnStoreFailure,
-    /// Response to rejected requests, instead of the standard one.
+    /// Response to requests that this policy rejects, instead of the standard response.
     pub reject_response: Option<RejectResponse>,
 }
 
@@ -62,7 +62,7 @@ pub enum PolicyAction {
     Limit(Box<Quota>),
     /// Exempts the request: no later policy applies.
     Allow,
-    /// Rejects the request, whatever its quota.
+    /// Rejects every matching request.
     Deny,
 }
 
@@ -71,7 +71,7 @@ pub enum PolicyAction {
 pub enum OnStoreFailure {
     Open,
     Closed,
-    /// The process counts locally, against its share of the limits.
+    /// Without the store, the process counts by itself, against its share of the limits.
     Local,
 }
 
@@ -87,9 +87,9 @@ pub struct RejectResponse {
 impl Policy {
     /// Returns the first condition that does not hold, or `None` if the policy applies.
     ///
-    /// A path may have several interpretations. A limiting or denying policy applies if any of them
-    /// matches. An exempting policy applies only if all match, so that an ambiguous spelling gains
-    /// no exemption.
+    /// A path may have several interpretations. A limiting or denying policy applies if any
+    /// interpretation matches. An exempting policy applies only if every interpretation matches, so
+    /// that an ambiguous spelling gains no exemption.
     pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         let mut unmet = facts
             .paths

@@ -8,7 +8,7 @@ use smallvec::{SmallVec, smallvec};
 /// How a path is normalized for matching and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// If off, paths are matched byte for byte as received.
+    /// Whether paths are normalized. If not, they are matched byte for byte as received.
     pub normalize: bool,
     /// Treats `//` as `/`.
     pub merge_slashes: bool,
@@ -36,19 +36,19 @@ impl Settings {
 /// How `%2F`, `%5C` and `\` in a path are interpreted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EscapedSlashes {
-    /// Both as separators and as part of their segment, because upstreams differ.
+    /// Interpreted both as separators and as part of their segment, because upstreams differ.
     Both,
-    /// Requests with one of them are rejected.
+    /// Requests with an escaped slash or a backslash are rejected.
     Reject,
-    /// As part of their segment.
+    /// Interpreted as part of their segment.
     Keep,
-    /// As separators.
+    /// Interpreted as separators.
     Decode,
 }
 
 /// The ways in which upstreams may interpret a path; usually one. Upstreams differ in whether `%2F`
 /// and `\` separate segments, in stripping parameters, and in resolving dots. All combinations are
-/// included. The most common one, with more segments, comes first.
+/// included. The most common interpretation, with more segments, comes first.
 ///
 /// With `normalize`, each interpretation has one ASCII spelling: only necessary escapes, in upper
 /// case. Two interpretations are thus equal exactly if they decode to the same bytes.
@@ -89,11 +89,11 @@ impl PathInterpretations {
         if !settings.normalize || is_already_normalized(path, settings) {
             return Ok(Self(smallvec![path.into()]));
         }
-        if escaped_bytes(path).any(|byte| byte == 0) {
+        if decode_escapes(path).any(|byte| byte == 0) {
             return Err(PathError::Nul);
         }
-        let escaped_slash = escaped_bytes(path).any(|byte| byte == b'/');
-        let backslash = path.contains('\\') || escaped_bytes(path).any(|byte| byte == b'\\');
+        let escaped_slash = decode_escapes(path).any(|byte| byte == b'/');
+        let backslash = path.contains('\\') || decode_escapes(path).any(|byte| byte == b'\\');
         if settings.escaped_slashes == EscapedSlashes::Reject && (escaped_slash || backslash) {
             return Err(PathError::EscapedSlash);
         }
@@ -116,7 +116,7 @@ impl PathInterpretations {
                     escaped_slash: *escaped_slash,
                     backslash: *backslash,
                 };
-                texts.push(canonicalize(path, settings, separators));
+                texts.push(canonicalize_characters(path, settings, separators));
             }
         }
         let dot_resolutions: &[DotSegmentResolution] =
@@ -132,7 +132,8 @@ impl PathInterpretations {
         for dots in dot_resolutions {
             for strip_parameters in strip_choices {
                 for text in &texts {
-                    let reading = resolve_segments(text, settings, *dots, *strip_parameters);
+                    let reading =
+                        resolve_dots_and_parameters(text, settings, *dots, *strip_parameters);
                     if !readings.contains(&reading) {
                         readings.push(reading);
                     }
@@ -156,7 +157,7 @@ pub(super) fn canonicalize_segment(segment: &str, settings: &Settings) -> Box<st
         escaped_slash: false,
         backslash: false,
     };
-    let text = canonicalize(segment, settings, separators);
+    let text = canonicalize_characters(segment, settings, separators);
     let mut name = String::with_capacity(text.len());
     push_segment(&mut name, &text, settings);
     name.into()
@@ -176,14 +177,14 @@ struct SegmentSeparators {
 enum DotSegmentResolution {
     /// After parameters are stripped and slashes merged: `/a/..;x/b` and `/a//../b` are `/b`.
     AfterNormalization,
-    /// Before that: `..;x` is an ordinary name, and `..` may remove an empty segment. Both paths
-    /// are then below `/a`.
+    /// Before parameters are stripped and slashes merged: `..;x` is an ordinary name, and `..` may
+    /// remove an empty segment. `/a/..;x/b` and `/a//../b` are then below `/a`.
     BeforeNormalization,
     /// The application routes by the path as received: `/a/../b` is below `/a`.
     Never,
 }
 
-/// Whether normalization would change nothing. Most paths take this single pass.
+/// Whether normalization would not change the path. For most paths this one pass is all.
 fn is_already_normalized(path: &str, settings: &Settings) -> bool {
     let mut previous = 0;
     for byte in path.bytes() {
@@ -205,7 +206,7 @@ fn has_ambiguous_segments(text: &str) -> bool {
 }
 
 /// Resolves dot segments and parameters of a canonicalized path, for one interpretation.
-fn resolve_segments(
+fn resolve_dots_and_parameters(
     text: &str,
     settings: &Settings,
     dots: DotSegmentResolution,
@@ -265,16 +266,20 @@ fn push_segment(out: &mut String, segment: &str, settings: &Settings) {
 
 /// Decodes a path or segment once. Bytes that need an escape keep it, in upper case. Semicolons
 /// that may start parameters stay plain.
-fn canonicalize(text: &str, settings: &Settings, separators: SegmentSeparators) -> String {
+fn canonicalize_characters(
+    text: &str,
+    settings: &Settings,
+    separators: SegmentSeparators,
+) -> String {
     let mut out = String::with_capacity(text.len());
-    push_canonicalized(&mut out, text, settings, separators);
+    push_canonical_characters(&mut out, text, settings, separators);
     if !settings.case_sensitive {
         out.make_ascii_lowercase();
     }
     out
 }
 
-fn push_canonicalized(
+fn push_canonical_characters(
     out: &mut String,
     text: &str,
     settings: &Settings,
@@ -308,7 +313,7 @@ fn decode_escape(text: &[u8]) -> Option<u8> {
     }
 }
 
-fn escaped_bytes(text: &str) -> impl Iterator<Item = u8> {
+fn decode_escapes(text: &str) -> impl Iterator<Item = u8> {
     text.as_bytes().windows(3).filter_map(decode_escape)
 }
 

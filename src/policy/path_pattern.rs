@@ -15,8 +15,8 @@ pub struct PathPattern {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum PatternSegment {
-    /// A segment in the spelling of [`path::PathInterpretations`]. It is empty after a significant
-    /// final slash.
+    /// A segment in the spelling of [`path::PathInterpretations`]. The segment after a significant
+    /// final slash is empty.
     Literal(Box<str>),
     /// One non-empty segment. `captured` is true if its value is captured.
     Wildcard { captured: bool },
@@ -57,7 +57,7 @@ impl PathPattern {
         self.match_segments(path, |_| {})
     }
 
-    /// The number of values that [`PathPattern::captures`] returns.
+    /// The number of values that [`PathPattern::captured_segments`] returns.
     pub fn capture_count(&self) -> usize {
         self.segments
             .iter()
@@ -187,9 +187,9 @@ pub(super) struct PathIndex {
 struct PathIndexNode {
     literals: HashMap<Box<str>, usize>,
     wildcard: Option<usize>,
-    /// Patterns that end here.
+    /// Ids of the patterns that end at this node.
     terminal_ids: Vec<u32>,
-    /// Patterns that end here with `**`.
+    /// Ids of the patterns that end at this node with `**`.
     suffix_wildcard_ids: Vec<u32>,
 }
 
@@ -208,7 +208,7 @@ impl PathIndex {
         }
     }
 
-    /// Adds the ids of all matching patterns, unordered and possibly with duplicates.
+    /// Adds the ids of all matching patterns to `found`, unordered and possibly with duplicates.
     pub(super) fn find_matches(&self, path: &str, found: &mut SmallVec<[u32; 16]>) {
         if let Some(root) = self.nodes.first() {
             self.collect_matches(root, split_segments(path), found);
@@ -270,7 +270,7 @@ mod tests {
 
     const DEFAULT_SETTINGS: Settings = Settings::DEFAULT;
 
-    fn pattern(text: &str) -> PathPattern {
+    fn parse_pattern(text: &str) -> PathPattern {
         PathPattern::parse(text, &DEFAULT_SETTINGS).unwrap()
     }
 
@@ -287,11 +287,14 @@ mod tests {
             ("/%61", vec!["/a"], vec!["/%61"]),
         ] {
             for path in hits {
-                assert!(pattern(text).matches(path), "{text} should match {path}");
+                assert!(
+                    parse_pattern(text).matches(path),
+                    "{text} should match {path}"
+                );
             }
             for path in misses {
                 assert!(
-                    !pattern(text).matches(path),
+                    !parse_pattern(text).matches(path),
                     "{text} should not match {path}"
                 );
             }
@@ -300,7 +303,7 @@ mod tests {
 
     #[test]
     fn captures_are_the_named_segments() {
-        let found = pattern("/api/{service}/*/{id}/**");
+        let found = parse_pattern("/api/{service}/*/{id}/**");
         assert_eq!(found.capture_count(), 2);
         assert_eq!(
             found
@@ -335,7 +338,7 @@ mod tests {
             patterns in proptest::collection::vec("/([ab*]|\\{x\\})(/([ab*]|\\{x\\})){0,3}(/\\*\\*)?", 1..12),
             path in "/[ab](/[abc]){0,4}",
         ) {
-            let patterns: Vec<PathPattern> = patterns.iter().map(|text| pattern(text)).collect();
+            let patterns: Vec<PathPattern> = patterns.iter().map(|text| parse_pattern(text)).collect();
             let mut index = PathIndex::default();
             for (id, pattern) in patterns.iter().enumerate() {
                 index.insert(pattern, u32::try_from(id).unwrap());

@@ -12,13 +12,13 @@ use std::net::IpAddr;
 use std::sync::{Arc, LazyLock};
 
 /// The path interpretations equal those of naive readers of all kinds, the most common one first.
-/// Each of them is in canonical spelling. The first byte chooses the settings, which always merge
-/// slashes.
+/// Each interpretation is in canonical spelling. The first byte chooses the settings, which always
+/// merge slashes.
 #[allow(
     clippy::too_many_lines,
     reason = "naive readers and their settings, written out"
 )]
-pub fn check_path_interpretations(bytes: &[u8]) {
+pub fn assert_path_interpretations(bytes: &[u8]) {
     let Some((choice, path)) = bytes.split_first() else {
         return;
     };
@@ -218,7 +218,7 @@ fn decode_segments(reading: &str) -> Vec<Vec<u8>> {
 
 /// No header content can override the element that a trusted proxy appends: that element is the
 /// client. An untrusted peer is always the client itself.
-pub fn check_client_identity(bytes: &[u8]) {
+pub fn assert_client_identity(bytes: &[u8]) {
     let Some((choice, rest)) = bytes.split_first() else {
         return;
     };
@@ -271,7 +271,7 @@ pub fn check_client_identity(bytes: &[u8]) {
 /// The first untrusted address from the right is the client, in every form of address. Elements to
 /// the left of an unreadable one are ignored. The first byte chooses the header, and each further
 /// pair an address and its form.
-pub fn check_proxy_chain(bytes: &[u8]) {
+pub fn assert_proxy_chain(bytes: &[u8]) {
     let Some((choice, elements)) = bytes.split_first() else {
         return;
     };
@@ -281,9 +281,9 @@ pub fn check_proxy_chain(bytes: &[u8]) {
     for pair in elements.chunks_exact(2).take(60) {
         let [hop_id, form] = *pair else { return };
         let (hop, text) = if is_forwarded {
-            forwarded_element(hop_id, form)
+            make_forwarded_element(hop_id, form)
         } else {
-            x_forwarded_for_element(hop_id, form)
+            make_x_forwarded_for_element(hop_id, form)
         };
         hops.push(hop);
         if form >= 0xe0 {
@@ -317,8 +317,8 @@ pub fn check_proxy_chain(bytes: &[u8]) {
     );
 }
 
-/// Half of the addresses are trusted proxies.
-fn hop_address(hop_id: u8) -> IpAddr {
+/// Makes the address of a hop. Half of the addresses are trusted proxies.
+fn make_hop_address(hop_id: u8) -> IpAddr {
     match hop_id % 4 {
         0 => IpAddr::from([10, 0, 0, hop_id]),
         1 => IpAddr::from([203, 0, 113, hop_id]),
@@ -336,8 +336,8 @@ fn is_trusted(ip: IpAddr) -> bool {
 
 /// Generates an element of `X-Forwarded-For`. Returns the address that the proxy must read from it,
 /// and the text of the element.
-fn x_forwarded_for_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
-    let ip = hop_address(hop_id);
+fn make_x_forwarded_for_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
+    let ip = make_hop_address(hop_id);
     let text = match (ip, form % 8) {
         (_, 6) => {
             return (
@@ -363,8 +363,8 @@ fn x_forwarded_for_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
 
 /// Generates an element of `Forwarded`. Returns the address that the proxy must read from it, and
 /// the text of the element.
-fn forwarded_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
-    let ip = hop_address(hop_id);
+fn make_forwarded_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
+    let ip = make_hop_address(hop_id);
     let node = match ip {
         IpAddr::V4(ip) => ip.to_string(),
         IpAddr::V6(ip) => format!("[{ip}]"),
@@ -418,7 +418,7 @@ const TOKEN: &str = "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCIsImtpZCI6ImsifQ.eyJzdWIi
 
 /// Only the signed token is accepted: no edit of it and no other token. The first byte chooses
 /// whether the remaining bytes are edits or a token.
-pub fn check_token_verification(bytes: &[u8]) {
+pub fn assert_token_verification(bytes: &[u8]) {
     static READERS: LazyLock<[Arc<TokenReader>; 2]> = LazyLock::new(|| {
         let key = r#"{"kty":"oct","kid":"k","alg":"HS256","k":"YSBzZWNyZXQgdGhhdCBpcyBsb25nIGVub3VnaCB0byBiZSBvbmU"}"#;
         let (set, _) = VerificationKeys::from_jwks(&format!("{{\"keys\":[{key}]}}"))
@@ -473,7 +473,7 @@ pub fn check_token_verification(bytes: &[u8]) {
 
 /// Two lists of key values have equal keys exactly if the lists are equal. The readable form
 /// contains no harmful bytes.
-pub fn check_key_encoding(bytes: &[u8]) {
+pub fn assert_key_encoding(bytes: &[u8]) {
     let mut lists = bytes.splitn(2, |byte| *byte == 0xff).map(|list| {
         let mut values = list.split(|byte| *byte == 0xfe);
         let policy = String::from_utf8_lossy(values.next().unwrap_or_default()).into_owned();
@@ -485,7 +485,7 @@ pub fn check_key_encoding(bytes: &[u8]) {
         let mut builder = KeyBuilder::new(policy);
         values
             .iter()
-            .for_each(|value| builder.push_part(Some(value)));
+            .for_each(|value| builder.push_key_value(Some(value)));
         builder.finish()
     };
     let (one, other) = (build_key(&first), build_key(&second));
@@ -508,32 +508,32 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_path(choice in any::<u8>(), path in "/([a-bA%.;/\\\\0-9fFcC\u{e9} -]|%2[fFeE]|%5[cC]|\\.\\.|//){0,20}") {
-            super::check_path_interpretations(&[&[choice], path.as_bytes()].concat());
+        fn path_interpretations_hold_for_any_path(choice in any::<u8>(), path in "/([a-bA%.;/\\\\0-9fFcC\u{e9} -]|%2[fFeE]|%5[cC]|\\.\\.|//){0,20}") {
+            super::assert_path_interpretations(&[&[choice], path.as_bytes()].concat());
         }
 
         #[test]
-        fn any_client(choice in any::<u8>(), lines in r#"([a-f0-9:.,;=" \[\]\n]|for=|10\.0\.0\.[0-9]|1\.1\.1\.1){0,20}"#) {
-            super::check_client_identity(&[&[choice], lines.as_bytes()].concat());
+        fn client_identity_holds_for_any_header(choice in any::<u8>(), lines in r#"([a-f0-9:.,;=" \[\]\n]|for=|10\.0\.0\.[0-9]|1\.1\.1\.1){0,20}"#) {
+            super::assert_client_identity(&[&[choice], lines.as_bytes()].concat());
         }
 
         #[test]
-        fn any_chain(bytes in prop::collection::vec(any::<u8>(), 0..30)) {
-            super::check_proxy_chain(&bytes);
+        fn proxy_chain_holds_for_any_elements(bytes in prop::collection::vec(any::<u8>(), 0..30)) {
+            super::assert_proxy_chain(&bytes);
         }
 
         #[test]
-        fn any_token(edits in prop::collection::vec((any::<u8>(), any::<u8>(), b'+'..b'z'), 0..3), junk in "[a-zA-Z0-9_.=-]{0,40}") {
+        fn token_verification_holds_for_any_token(edits in prop::collection::vec((any::<u8>(), any::<u8>(), b'+'..b'z'), 0..3), junk in "[a-zA-Z0-9_.=-]{0,40}") {
             let edits: Vec<u8> = edits.into_iter().flat_map(|(at, kind, byte)| [at, kind, byte]).collect();
-            super::check_token_verification(&[&[0], &edits[..]].concat());
-            super::check_token_verification(&[&[1], junk.as_bytes()].concat());
+            super::assert_token_verification(&[&[0], &edits[..]].concat());
+            super::assert_token_verification(&[&[1], junk.as_bytes()].concat());
         }
 
         #[test]
-        fn any_key(bytes in prop::collection::vec(prop::sample::select(vec![0_u8, 1, 2, 3, b'a', b'/', 0xfe, 0xff]), 0..20)) {
-            super::check_key_encoding(&bytes);
+        fn key_encoding_holds_for_any_values(bytes in prop::collection::vec(prop::sample::select(vec![0_u8, 1, 2, 3, b'a', b'/', 0xfe, 0xff]), 0..20)) {
+            super::assert_key_encoding(&bytes);
             // The property also holds for equal lists.
-            super::check_key_encoding(&[&bytes[..], &[0xff], &bytes].concat());
+            super::assert_key_encoding(&[&bytes[..], &[0xff], &bytes].concat());
         }
     }
 }

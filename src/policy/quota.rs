@@ -14,7 +14,7 @@ pub struct Quota {
     pub key: KeyTemplate,
     pub missing_key: MissingKeyAction,
     pub cost: CostSource,
-    /// Never empty.
+    /// The limits of the policy, never empty.
     pub limits: Vec<NamedLimit>,
     /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]).
     ///
@@ -71,12 +71,12 @@ impl Quota {
         Ok(Some(self.key_and_limits(name, &values)))
     }
 
-    /// Returns the key and the limits for one descriptor of a rate-limit call. The descriptor may
-    /// carry its own limit. That limit then replaces those of the policy, and the key includes the
-    /// whole descriptor, so no other descriptor shares it.
+    /// Returns the key and the limits for one descriptor of a rate-limit call. A descriptor's own
+    /// limit replaces those of the policy. The key then includes the whole descriptor, so that no
+    /// other descriptor shares the quota.
     ///
     /// # Errors
-    /// Same as [`Quota::select_for_request`].
+    /// Same as [`Quota::key_and_limits_for_request`].
     pub fn key_and_limits_for_descriptor<'t>(
         &'t self,
         name: &str,
@@ -197,7 +197,7 @@ impl LimitOverrides {
     }
 }
 
-/// Shows the entries only. The derived index has no stable order, and equal overrides must print
+/// Prints only the entries: the index maps have no stable order, and equal overrides must print
 /// equally.
 impl fmt::Debug for LimitOverrides {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -223,7 +223,7 @@ impl LimitOverride {
 fn build_key(name: &str, values: &KeyValues<'_>) -> Key {
     let mut builder = KeyBuilder::new(name);
     for value in values {
-        builder.push_part(value.as_deref());
+        builder.push_key_value(value.as_deref());
     }
     builder.finish()
 }

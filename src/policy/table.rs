@@ -15,13 +15,13 @@ pub struct PolicyTable {
     pub path: path::Settings,
     pub client: client::Settings,
     pub rate_limit_headers: RateLimitHeaderSettings,
-    /// No origin is allowed by default.
+    /// Origins with access to local replies; none by default.
     pub cors: CorsOrigins,
     /// In the order of their application.
     policies: Vec<Policy>,
     policy_index: PolicyIndex,
     referenced_headers: HashSet<HeaderName>,
-    distinguishes_clients: bool,
+    depends_on_client_ip: bool,
     token_reader: Option<Arc<jwt::TokenReader>>,
 }
 
@@ -37,7 +37,7 @@ pub struct RateLimitHeaderSettings {
 }
 
 impl PolicyTable {
-    /// Compiles policies. They are given in file order and have unique names.
+    /// Compiles policies. `policies` are in file order and have unique names.
     pub fn new(
         mut policies: Vec<Policy>,
         path: path::Settings,
@@ -49,7 +49,7 @@ impl PolicyTable {
         let mut referenced_headers: HashSet<HeaderName> =
             policies.iter().flat_map(headers_referenced_by).collect();
         referenced_headers.insert(client.ip_header.clone());
-        let distinguishes_clients = policies.iter().any(policy_distinguishes_clients);
+        let distinguishes_clients = policies.iter().any(policy_depends_on_client_ip);
         Self {
             path,
             client,
@@ -58,7 +58,7 @@ impl PolicyTable {
             policies,
             policy_index,
             referenced_headers,
-            distinguishes_clients,
+            depends_on_client_ip: distinguishes_clients,
             token_reader: None,
         }
     }
@@ -79,7 +79,8 @@ impl PolicyTable {
         self
     }
 
-    /// Returns the table with CORS: scripts of these origins may read the responses of tidegate.
+    /// Returns the table with CORS: scripts of these origins may read the local replies of
+    /// tidegate.
     #[must_use]
     pub fn with_cors(mut self, cors: CorsOrigins) -> Self {
         self.cors = cors;
@@ -111,8 +112,7 @@ impl PolicyTable {
     }
 
     /// Whether a request from an untrusted peer has a forwarding header while a policy depends on
-    /// the client's address. Behind an ingress, all clients would then share the quota of the
-    /// ingress.
+    /// the client's address. If so, all clients behind an ingress share the quota of its address.
     pub fn ignores_forwarding_headers(
         &self,
         client: &client::ClientAddress,
@@ -124,16 +124,16 @@ impl PolicyTable {
                 || has_header(&http::header::FORWARDED)
                 || headers.contains_key("x-forwarded-for")
         };
-        self.distinguishes_clients && !client.is_peer_trusted && has_forwarding_header()
+        self.depends_on_client_ip && !client.is_peer_trusted && has_forwarding_header()
     }
 
     /// Whether any policy depends on the client's address.
-    pub fn distinguishes_clients(&self) -> bool {
-        self.distinguishes_clients
+    pub fn depends_on_client_ip(&self) -> bool {
+        self.depends_on_client_ip
     }
 
-    /// Whether a header is part of a key, a condition or a cost, or identifies the client. The
-    /// header must then have the same meaning for tidegate and the upstream.
+    /// Whether a header is part of a key, a condition or a cost, or identifies the client. A header
+    /// that policies read must have the same meaning for tidegate and the upstream.
     pub fn reads_header(&self, name: &HeaderName) -> bool {
         self.referenced_headers.contains(name)
     }
@@ -144,13 +144,13 @@ impl PolicyTable {
     }
 }
 
-fn policy_distinguishes_clients(policy: &Policy) -> bool {
+fn policy_depends_on_client_ip(policy: &Policy) -> bool {
     matches!(&policy.action, PolicyAction::Limit(quota) if quota.key.parts().contains(&KeyPart::ClientIp))
         || policy.matcher.has_client_ip_condition()
 }
 
 fn headers_referenced_by(policy: &Policy) -> Vec<HeaderName> {
-    let mut names = policy.matcher.header_names();
+    let mut names = policy.matcher.referenced_header_names();
     if let PolicyAction::Limit(quota) = &policy.action {
         if let CostSource::Header(cost) = &quota.cost {
             names.push(cost.name.clone());
@@ -185,7 +185,7 @@ struct PolicyIndex {
     by_descriptor: DescriptorPolicyIndex,
 }
 
-/// The same index for policies that apply to descriptors.
+/// Finds the candidate policies for a descriptor by its domain or by one entry.
 #[derive(Debug, Default)]
 struct DescriptorPolicyIndex {
     by_domain: HashMap<Box<str>, Vec<u32>>,
@@ -210,7 +210,8 @@ enum ExactCondition<'p> {
 
 impl PolicyIndex {
     /// Indexes each policy by the exact condition that it shares with the fewest policies.
-    /// Thousands of policies may share a host and differ in a header, or share a header and differ in the host.
+    /// Thousands of policies may share a host and differ in a header, or share a header and differ
+    /// in the host.
     fn from_policies(policies: &[Policy]) -> Self {
         let mut policies_per_condition: HashMap<ExactCondition<'_>, usize> = HashMap::default();
         for exact in policies
@@ -384,7 +385,7 @@ mod tests {
 
     const PATH_SETTINGS: path::Settings = path::Settings::DEFAULT;
 
-    fn policy(name: &str, action: PolicyAction, paths: &[&str]) -> Policy {
+    fn make_policy(name: &str, action: PolicyAction, paths: &[&str]) -> Policy {
         let paths = paths
             .iter()
             .map(|text| PathPattern::parse(text, &PATH_SETTINGS).unwrap())
@@ -403,7 +404,7 @@ mod tests {
         }
     }
 
-    fn table(policies: Vec<Policy>) -> PolicyTable {
+    fn make_table(policies: Vec<Policy>) -> PolicyTable {
         let client = client::Settings {
             trusted_proxies: Vec::new(),
             ip_header: "x-forwarded-for".parse().unwrap(),
@@ -422,7 +423,7 @@ mod tests {
         )
     }
 
-    fn facts<'a>(
+    fn make_facts<'a>(
         host: &'a str,
         paths: &'a PathInterpretations,
         headers: &'a HeaderMap,
@@ -443,19 +444,19 @@ mod tests {
         }
     }
 
-    fn matching_names(table: &PolicyTable, host: &str, path: &str) -> Vec<String> {
+    fn matching_policy_names(table: &PolicyTable, host: &str, path: &str) -> Vec<String> {
         let (paths, headers) = (
             PathInterpretations::parse(path, &PATH_SETTINGS).unwrap(),
             HeaderMap::new(),
         );
-        let matching = table.matching_policies(&facts(host, &paths, &headers));
+        let matching = table.matching_policies(&make_facts(host, &paths, &headers));
         matching
             .iter()
             .map(|(_, policy)| policy.name.to_string())
             .collect()
     }
 
-    fn header_equals(name: &'static str, value: &str) -> NamedCondition<HeaderName> {
+    fn make_header_condition(name: &'static str, value: &str) -> NamedCondition<HeaderName> {
         NamedCondition {
             name: HeaderName::from_static(name),
             condition: ValueCondition::Equals(value.into()),
@@ -464,41 +465,44 @@ mod tests {
 
     #[test]
     fn policies_apply_by_priority_and_then_in_file_order() {
-        let mut late = policy("late", PolicyAction::Deny, &["/**"]);
+        let mut late = make_policy("late", PolicyAction::Deny, &["/**"]);
         late.priority = -1;
-        let mut early = policy("early", PolicyAction::Deny, &["/a/**"]);
+        let mut early = make_policy("early", PolicyAction::Deny, &["/a/**"]);
         early.priority = 5;
-        let table = table(vec![
+        let table = make_table(vec![
             late,
-            policy("b", PolicyAction::Deny, &[]),
+            make_policy("b", PolicyAction::Deny, &[]),
             early,
-            policy("c", PolicyAction::Deny, &["/a/*"]),
+            make_policy("c", PolicyAction::Deny, &["/a/*"]),
         ]);
         assert_eq!(
-            matching_names(&table, "h", "/a/x"),
+            matching_policy_names(&table, "h", "/a/x"),
             ["early", "b", "c", "late"]
         );
-        assert_eq!(matching_names(&table, "h", "/x"), ["b", "late"]);
+        assert_eq!(matching_policy_names(&table, "h", "/x"), ["b", "late"]);
     }
 
     #[test]
     fn host_patterns_match_exactly_or_by_subdomain() {
-        let mut exact = policy("exact", PolicyAction::Deny, &["/**"]);
+        let mut exact = make_policy("exact", PolicyAction::Deny, &["/**"]);
         exact.matcher.hosts = vec![HostPattern::parse("API.example.com.").unwrap()];
-        let mut below = policy("below", PolicyAction::Deny, &["/**"]);
+        let mut below = make_policy("below", PolicyAction::Deny, &["/**"]);
         below.matcher.hosts = vec![HostPattern::parse("*.example.com").unwrap()];
-        let table = table(vec![exact, below]);
+        let table = make_table(vec![exact, below]);
         assert_eq!(
-            matching_names(&table, "api.example.com", "/"),
+            matching_policy_names(&table, "api.example.com", "/"),
             ["exact", "below"]
         );
-        assert_eq!(matching_names(&table, "x.y.example.com", "/"), ["below"]);
         assert_eq!(
-            matching_names(&table, "example.com", "/"),
+            matching_policy_names(&table, "x.y.example.com", "/"),
+            ["below"]
+        );
+        assert_eq!(
+            matching_policy_names(&table, "example.com", "/"),
             Vec::<String>::new()
         );
         assert_eq!(
-            matching_names(&table, "badexample.com", "/"),
+            matching_policy_names(&table, "badexample.com", "/"),
             Vec::<String>::new()
         );
     }
@@ -513,9 +517,12 @@ mod tests {
         let headers = [
             vec![],
             vec![present.clone()],
-            vec![header_equals("x", "1")],
-            vec![header_equals("x", "2"), present],
-            vec![header_equals("x", "1"), header_equals("y", "1")],
+            vec![make_header_condition("x", "1")],
+            vec![make_header_condition("x", "2"), present],
+            vec![
+                make_header_condition("x", "1"),
+                make_header_condition("y", "1"),
+            ],
         ];
         let mut policies = Vec::new();
         for (hosts, headers) in hosts
@@ -523,7 +530,8 @@ mod tests {
             .flat_map(|hosts| headers.iter().map(move |all| (hosts, all)))
         {
             for paths in [&[][..], &["/p"], &["/q/**", "/p"]] {
-                let mut policy = policy(&policies.len().to_string(), PolicyAction::Deny, paths);
+                let mut policy =
+                    make_policy(&policies.len().to_string(), PolicyAction::Deny, paths);
                 policy.matcher.hosts = hosts
                     .iter()
                     .map(|host| HostPattern::parse(host).unwrap())
@@ -532,7 +540,7 @@ mod tests {
                 policies.push(policy);
             }
         }
-        let table = table(policies);
+        let table = make_table(policies);
         let lines: [&[(&str, &str)]; 5] = [
             &[],
             &[("x", "1")],
@@ -552,7 +560,7 @@ mod tests {
             for (name, value) in lines {
                 headers.append(HeaderName::from_static(name), value.parse().unwrap());
             }
-            let facts = facts(host, &paths, &headers);
+            let facts = make_facts(host, &paths, &headers);
             let found: Vec<usize> = table
                 .matching_policies(&facts)
                 .iter()
@@ -570,9 +578,9 @@ mod tests {
     #[test]
     fn policies_are_indexed_by_their_most_selective_condition() {
         let with = |host: &str, tenant: &str| {
-            let mut policy = policy(&format!("{host}{tenant}"), PolicyAction::Deny, &[]);
+            let mut policy = make_policy(&format!("{host}{tenant}"), PolicyAction::Deny, &[]);
             policy.matcher.hosts = vec![HostPattern::parse(host).unwrap()];
-            policy.matcher.headers = vec![header_equals("x", tenant)];
+            policy.matcher.headers = vec![make_header_condition("x", tenant)];
             policy
         };
         let headers: HeaderMap = [(HeaderName::from_static("x"), "1".parse().unwrap())]
@@ -583,11 +591,11 @@ mod tests {
             ["1", "2", "3"].map(|tenant| with("a", tenant)),
             ["a", "b", "c"].map(|host| with(host, "1")),
         ] {
-            let table = table(policies.to_vec());
+            let table = make_table(policies.to_vec());
             assert_eq!(
                 table
                     .policy_index
-                    .find_candidates(&facts("a", &paths, &headers))
+                    .find_candidates(&make_facts("a", &paths, &headers))
                     .to_vec(),
                 [0]
             );
@@ -596,22 +604,25 @@ mod tests {
 
     #[test]
     fn an_ambiguous_path_does_not_match_an_exemption() {
-        let table = table(vec![
-            policy("free", PolicyAction::Allow, &["/public/**"]),
-            policy("guard", PolicyAction::Deny, &["/api/**"]),
+        let table = make_table(vec![
+            make_policy("free", PolicyAction::Allow, &["/public/**"]),
+            make_policy("guard", PolicyAction::Deny, &["/api/**"]),
         ]);
-        assert_eq!(matching_names(&table, "h", "/public/x"), ["free"]);
-        assert_eq!(matching_names(&table, "h", "/public/..%2fapi/x"), ["guard"]);
-        assert_eq!(matching_names(&table, "h", "/api%2fx"), ["guard"]);
+        assert_eq!(matching_policy_names(&table, "h", "/public/x"), ["free"]);
+        assert_eq!(
+            matching_policy_names(&table, "h", "/public/..%2fapi/x"),
+            ["guard"]
+        );
+        assert_eq!(matching_policy_names(&table, "h", "/api%2fx"), ["guard"]);
     }
 
     #[test]
     fn get_also_matches_head_and_not_negates_a_whole_matcher() {
-        let mut get = policy("get", PolicyAction::Deny, &[]);
+        let mut get = make_policy("get", PolicyAction::Deny, &[]);
         get.matcher.methods = MethodSet::new(vec![Method::GET]);
-        let mut post = policy("post", PolicyAction::Deny, &[]);
+        let mut post = make_policy("post", PolicyAction::Deny, &[]);
         post.matcher.methods = MethodSet::new(vec![Method::POST]);
-        let mut not = policy("not", PolicyAction::Deny, &["/**"]);
+        let mut not = make_policy("not", PolicyAction::Deny, &["/**"]);
         let inner = Matcher {
             methods: MethodSet::new(vec![Method::GET]),
             headers: vec![NamedCondition {
@@ -621,8 +632,8 @@ mod tests {
             ..Matcher::default()
         };
         not.matcher.not = Some(Box::new(inner));
-        let table = table(vec![get, post, not]);
-        assert_eq!(matching_names(&table, "h", "/"), ["get", "not"]);
+        let table = make_table(vec![get, post, not]);
+        assert_eq!(matching_policy_names(&table, "h", "/"), ["get", "not"]);
         assert!(table.reads_header(&"x-internal".parse().unwrap()));
         assert!(table.reads_header(&"x-forwarded-for".parse().unwrap()));
         assert!(!table.reads_header(&"accept".parse().unwrap()));

@@ -2,8 +2,9 @@
 //! (`ext_authz` over HTTP).
 //!
 //! The original request is restored from the authorization request, then validated and decided like
-//! a proxied one. Each proxy describes it with other headers, and passes on client headers that the
-//! others use. So the path of the authorization request selects the proxy, and nothing is guessed.
+//! a proxied one. Each kind of proxy describes the original request in headers of its own, and may
+//! pass on client headers that another kind uses. The path of the authorization request therefore
+//! states the kind of proxy, and nothing is guessed.
 
 use super::server::peer::ConnectionPeer;
 use super::service::ProxyService;
@@ -21,16 +22,17 @@ use http::{
 };
 use tokio::time::Instant;
 
-/// Carries the status that the proxy itself would have sent.
-static ORIGINAL_STATUS: HeaderName = HeaderName::from_static("x-tidegate-status");
+/// Response header with the status of a denial before it is translated for the proxy in front.
+static ORIGINAL_STATUS_HEADER: HeaderName = HeaderName::from_static("x-tidegate-status");
 
-const NGINX_PATH: &str = "/check/nginx";
-const TRAEFIK_PATH: &str = "/check/traefik";
-/// Prefix of the original path.
-const ENVOY_PATH_PREFIX: &str = "/check/envoy";
+const NGINX_CHECK_PATH: &str = "/check/nginx";
+const TRAEFIK_CHECK_PATH: &str = "/check/traefik";
+/// Path prefix of Envoy's authorization requests. The original path follows the prefix.
+const ENVOY_CHECK_PATH_PREFIX: &str = "/check/envoy";
 
-/// These headers describe the authorization request, not the original one.
-static AUTH_REQUEST_HEADERS: [HeaderName; 8] = [
+/// Headers that describe the authorization request, not the original one, and are therefore
+/// removed.
+static REMOVED_AUTH_REQUEST_HEADERS: [HeaderName; 8] = [
     header::CONNECTION,
     header::CONTENT_LENGTH,
     header::EXPECT,
@@ -41,7 +43,7 @@ static AUTH_REQUEST_HEADERS: [HeaderName; 8] = [
     HeaderName::from_static("keep-alive"),
 ];
 
-/// The proxy that sends the authorization request.
+/// Kind of the proxy that sends the authorization request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AuthProxyKind {
     Nginx,
@@ -49,7 +51,7 @@ enum AuthProxyKind {
     Envoy,
 }
 
-/// An authorization request that cannot be processed because the proxy in front is misconfigured.
+/// Why an authorization request is invalid, usually because the proxy in front is misconfigured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 enum AuthRequestError {
     #[error("unknown path: expected /check/nginx, /check/traefik or /check/envoy/PATH")]
@@ -60,14 +62,15 @@ enum AuthRequestError {
     HeaderInvalid(&'static str),
     #[error("the header host differs from the host of the request target")]
     HostMismatch,
-    /// The client sent an invalid target, and the proxy passed it on.
+    /// The original request of the client has an invalid target.
     #[error("the request target is not valid")]
     TargetInvalid,
 }
 
 impl ProxyService {
-    /// Responds with 200 if the request may pass, otherwise with the response of the proxy itself.
-    pub(super) async fn check_authorization(
+    /// Responds with 200 if the request may pass. Otherwise responds as to a proxied request, with
+    /// a status that the proxy in front understands.
+    pub(super) async fn answer_auth_request(
         &self,
         request: Request<RequestBody>,
         peer: &ConnectionPeer,
@@ -77,62 +80,69 @@ impl ProxyService {
         body.discard();
         let snapshot = self.enforcer.policy_snapshot();
         let table = &*snapshot.table;
-        let style = ReplyStyle::from_request(&parts, &table.cors).without_grpc();
+        let style = ReplyStyle::from_request(&parts, &table.cors).replace_grpc_with_json();
         let proxy_kind = match AuthProxyKind::from_path(parts.uri.path()) {
             Ok(kind) => kind,
-            Err(error) => return reject_auth_request(error, peer),
+            Err(error) => return reject_invalid_auth_request(error, peer),
         };
         let inbound = match restore_original_request(&mut parts, proxy_kind) {
-            Ok(()) => self.read_request(&mut parts, peer, table, style),
-            Err(AuthRequestError::TargetInvalid) => Err(local_replies::build_inbound_error(
-                RequestValidationError::Target.into(),
-                style,
-            )
-            .into()),
-            Err(error) => return reject_auth_request(error, peer),
+            Ok(()) => self.validate_request_head(&mut parts, peer, table, style),
+            Err(AuthRequestError::TargetInvalid) => {
+                Err(local_replies::build_invalid_request_reply(
+                    RequestValidationError::Target.into(),
+                    style,
+                )
+                .into())
+            }
+            Err(error) => return reject_invalid_auth_request(error, peer),
         };
         let inbound = match inbound {
             Ok(inbound) => inbound,
             Err(reply) => {
-                let reply = self.reject_unreadable(
+                let reply = self.reject_invalid_request(
                     &parts,
                     RequestBody::default(),
                     peer,
                     *reply,
                     arrived_at,
                 );
-                return self.translate_denial(reply, proxy_kind);
+                return self.translate_denial_status(reply, proxy_kind);
             }
         };
-        // The peer's certificate identifies the proxy in front, not the client.
+        // No client certificate: the peer's certificate identifies the proxy in front.
         let facts = inbound.facts(&parts, None);
-        let verdict = self.enforcer.decide(&snapshot, &facts, arrived_at).await;
+        let verdict = self
+            .enforcer
+            .decide_request(&snapshot, &facts, arrived_at)
+            .await;
         let decided_at = verdict.decided_at.unwrap_or(arrived_at);
         self.metrics
             .record_request_decision(classify_verdict(&verdict) as usize);
         if inbound.token_error().is_some() {
             self.metrics.record_rejected_token();
         }
-        let denial = match local_replies::build_rejection(&verdict, table.rate_limit_headers, style)
-        {
-            Some(denial) => Some(denial),
-            // A delayed request waits here as it does in the proxy.
-            None => {
-                let admission = self.upstream.delay_request(verdict.delay, decided_at).await;
-                admission
-                    .err()
-                    .map(|_full| local_replies::build_proxy_error(ProxyErrorType::QueueFull, style))
-            }
-        };
+        let denial =
+            match local_replies::build_verdict_reply(&verdict, table.rate_limit_headers, style) {
+                Some(denial) => Some(denial),
+                // A request that a `leaky_bucket` limit delays waits here as it does in the proxy.
+                None => {
+                    let admission = self.upstream.delay_request(verdict.delay, decided_at).await;
+                    admission.err().map(|_full| {
+                        local_replies::build_proxy_error_reply(ProxyErrorType::QueueFull, style)
+                    })
+                }
+            };
         let status = denial.as_ref().map_or(StatusCode::OK, Response::status);
         let trace = TraceContext::from_headers(&parts.headers);
         let mut summary =
             RequestSummary::new(&parts, parts.version, inbound, arrived_at, trace, None);
-        self.log_request(&mut summary, &verdict, status, Instant::now());
+        self.log_and_trace_request(&mut summary, &verdict, status, Instant::now());
         self.metrics
             .record_response(status.as_u16(), arrived_at.elapsed());
         match denial {
-            Some(denial) => self.translate_denial(denial.map(ResponseBody::Full), proxy_kind),
+            Some(denial) => {
+                self.translate_denial_status(denial.map(ResponseBody::Full), proxy_kind)
+            }
             None => {
                 let mut allowed = Response::new(ResponseBody::Empty);
                 rate_limit_headers::write_headers(
@@ -145,8 +155,9 @@ impl ProxyService {
         }
     }
 
-    /// Sets the status code that the proxy in front expects for a denial.
-    fn translate_denial(
+    /// Sets the status code that the proxy in front needs for a rejection, and records the original
+    /// status in a header.
+    fn translate_denial_status(
         &self,
         mut denial: Response<ResponseBody>,
         proxy_kind: AuthProxyKind,
@@ -154,10 +165,10 @@ impl ProxyService {
         let status = denial.status();
         denial
             .headers_mut()
-            .insert(&ORIGINAL_STATUS, HeaderValue::from(status.as_u16()));
+            .insert(&ORIGINAL_STATUS_HEADER, HeaderValue::from(status.as_u16()));
         let client_status = self.denied_status.or(match proxy_kind {
-            // Envoy treats 5xx as a failed check, so `failure_mode_allow` would let the request
-            // pass. 429 also permits a retry.
+            // Envoy treats 5xx as a failed check, so `failure_mode_allow` would let the rejected
+            // request pass. 429 rejects it, and also permits a retry.
             AuthProxyKind::Envoy if status.is_server_error() => Some(StatusCode::TOO_MANY_REQUESTS),
             AuthProxyKind::Nginx | AuthProxyKind::Traefik | AuthProxyKind::Envoy => None,
         });
@@ -166,10 +177,14 @@ impl ProxyService {
     }
 }
 
-fn reject_auth_request(error: AuthRequestError, peer: &ConnectionPeer) -> Response<ResponseBody> {
-    /// Warns once per process: every request of a misconfigured proxy has this error.
-    static WARNED: std::sync::Once = std::sync::Once::new();
-    WARNED.call_once(|| {
+fn reject_invalid_auth_request(
+    error: AuthRequestError,
+    peer: &ConnectionPeer,
+) -> Response<ResponseBody> {
+    /// Limits the warning to one per process: every request of a misconfigured proxy has this
+    /// error.
+    static WARNED_OF_MISCONFIGURATION: std::sync::Once = std::sync::Once::new();
+    WARNED_OF_MISCONFIGURATION.call_once(|| {
         tracing::warn!(unclear = %error, peer = %peer.addr, "authorization request rejected; configure the proxy in front as docs/ENVOY.md describes");
     });
     let mut response = Response::new(ResponseBody::Full(Bytes::from(format!("{error}\n"))));
@@ -184,11 +199,11 @@ fn reject_auth_request(error: AuthRequestError, peer: &ConnectionPeer) -> Respon
 impl AuthProxyKind {
     fn from_path(path: &str) -> Result<Self, AuthRequestError> {
         match path {
-            NGINX_PATH => Ok(Self::Nginx),
-            TRAEFIK_PATH => Ok(Self::Traefik),
+            NGINX_CHECK_PATH => Ok(Self::Nginx),
+            TRAEFIK_CHECK_PATH => Ok(Self::Traefik),
             _ => {
                 let rest = path
-                    .strip_prefix(ENVOY_PATH_PREFIX)
+                    .strip_prefix(ENVOY_CHECK_PATH_PREFIX)
                     .filter(|rest| rest.starts_with('/'));
                 rest.map(|_| Self::Envoy)
                     .ok_or(AuthRequestError::UnknownPath)
@@ -221,50 +236,53 @@ fn restore_original_request(
     }
     let (target, method) = match proxy_kind {
         AuthProxyKind::Nginx => {
-            let target = single_header(&parts.headers, "x-original-uri")?;
+            let target = get_single_header(&parts.headers, "x-original-uri")?;
             (
                 target,
-                single_header(&parts.headers, "x-original-method")
-                    .and_then(parse_method("x-original-method"))?,
+                get_single_header(&parts.headers, "x-original-method")
+                    .and_then(method_header_parser("x-original-method"))?,
             )
         }
         AuthProxyKind::Traefik => {
-            let target = single_header(&parts.headers, "x-forwarded-uri")?;
-            let host = single_header(&parts.headers, "x-forwarded-host")?;
+            let target = get_single_header(&parts.headers, "x-forwarded-uri")?;
+            let host = get_single_header(&parts.headers, "x-forwarded-host")?;
             parts.headers.insert(header::HOST, host);
             (
                 target,
-                single_header(&parts.headers, "x-forwarded-method")
-                    .and_then(parse_method("x-forwarded-method"))?,
+                get_single_header(&parts.headers, "x-forwarded-method")
+                    .and_then(method_header_parser("x-forwarded-method"))?,
             )
         }
         AuthProxyKind::Envoy => {
             let check_path = parts.uri.path_and_query().map_or("", PathAndQuery::as_str);
             let target = check_path
-                .strip_prefix(ENVOY_PATH_PREFIX)
+                .strip_prefix(ENVOY_CHECK_PATH_PREFIX)
                 .unwrap_or_default();
             let target = HeaderValue::from_bytes(target.as_bytes())
                 .map_err(|_invalid| AuthRequestError::TargetInvalid)?;
             (target, parts.method.clone())
         }
     };
-    // This service would drop the fragment, while an application without fragment support would use
-    // it as part of the path.
+    // tidegate would drop the fragment, while an application without fragment support would use it
+    // as part of the path.
     if target.as_bytes().contains(&b'#') {
         return Err(AuthRequestError::TargetInvalid);
     }
-    // A path or an absolute URL, as in a request line.
+    // The target is a path or an absolute URL, as in a request line.
     parts.uri = Uri::from_maybe_shared(Bytes::copy_from_slice(target.as_bytes()))
         .map_err(|_invalid| AuthRequestError::TargetInvalid)?;
     parts.method = method;
     parts.version = Version::HTTP_11;
-    for name in &AUTH_REQUEST_HEADERS {
+    for name in &REMOVED_AUTH_REQUEST_HEADERS {
         parts.headers.remove(name);
     }
     Ok(())
 }
 
-fn single_header(headers: &HeaderMap, name: &'static str) -> Result<HeaderValue, AuthRequestError> {
+fn get_single_header(
+    headers: &HeaderMap,
+    name: &'static str,
+) -> Result<HeaderValue, AuthRequestError> {
     let mut values = headers.get_all(name).into_iter();
     match (values.next(), values.next()) {
         (Some(value), None) => Ok(value.clone()),
@@ -272,7 +290,9 @@ fn single_header(headers: &HeaderMap, name: &'static str) -> Result<HeaderValue,
     }
 }
 
-fn parse_method(name: &'static str) -> impl Fn(HeaderValue) -> Result<Method, AuthRequestError> {
+fn method_header_parser(
+    name: &'static str,
+) -> impl Fn(HeaderValue) -> Result<Method, AuthRequestError> {
     move |value| {
         Method::from_bytes(value.as_bytes())
             .map_err(|_invalid| AuthRequestError::HeaderInvalid(name))

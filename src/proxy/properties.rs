@@ -22,13 +22,13 @@ const HOP_BY_HOP_FIELDS: [&str; 7] = [
     "expect",
 ];
 
-/// A request that passes validation is unambiguous when it is forwarded. `bytes` are lines: method
-/// and target, then headers. The first byte selects version and peer.
-pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
+/// Checks that a request that passes validation is unambiguous when it is forwarded. The first byte
+/// of `bytes` selects version and peer. The other bytes are lines: method and target, then headers.
+pub fn assert_forwarded_request(bytes: &[u8], table: &PolicyTable) {
     let Some((choice, rest)) = bytes.split_first() else {
         return;
     };
-    let Some(mut parts) = parse_head(*choice, rest) else {
+    let Some(mut parts) = parse_request_head(*choice, rest) else {
         return;
     };
     let (version_in, before) = (parts.version, parts.headers.clone());
@@ -37,7 +37,7 @@ pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
     } else {
         IpAddr::from([203, 0, 113, 7])
     };
-    let Ok(inbound) = InboundRequest::from_parts(&mut parts, peer, table) else {
+    let Ok(inbound) = InboundRequest::validate_and_rewrite(&mut parts, peer, table) else {
         return;
     };
     let wants_upgrade = inbound.target.upgrade_request.is_some();
@@ -52,10 +52,10 @@ pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
         preserve_host: choice & 16 != 0,
         upstream_authority: &HeaderValue::from_static("upstream:80"),
     };
-    headers::forward_request(&mut parts, &inbound.target, &hop);
+    headers::rewrite_request_headers(&mut parts, &inbound.target, &hop);
     let fields = &parts.headers;
     assert!(
-        occurs_at_most_once(fields, "host") && fields.contains_key(header::HOST)
+        header_occurs_at_most_once(fields, "host") && fields.contains_key(header::HOST)
             || version_in == Version::HTTP_10
     );
     assert!(
@@ -73,10 +73,11 @@ pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
         "{}",
         parts.method
     );
-    check_framing(fields);
-    check_hop_by_hop_headers(&before, fields, wants_upgrade);
+    check_body_framing(fields);
+    assert_hop_by_hop_headers(&before, fields, wants_upgrade);
     assert!(
-        occurs_at_most_once(fields, "x-forwarded-for") && occurs_at_most_once(fields, "forwarded")
+        header_occurs_at_most_once(fields, "x-forwarded-for")
+            && header_occurs_at_most_once(fields, "forwarded")
     );
     let chain = fields
         .get("x-forwarded-for")
@@ -92,11 +93,11 @@ pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
     }
 }
 
-/// The body of the forwarded request has exactly one valid framing.
-fn check_framing(fields: &HeaderMap) {
+/// Checks that the body of the forwarded request has at most one framing, a valid one.
+fn check_body_framing(fields: &HeaderMap) {
     assert!(
-        occurs_at_most_once(fields, "content-length")
-            && occurs_at_most_once(fields, "transfer-encoding")
+        header_occurs_at_most_once(fields, "content-length")
+            && header_occurs_at_most_once(fields, "transfer-encoding")
     );
     assert!(
         !(fields.contains_key(header::CONTENT_LENGTH)
@@ -116,8 +117,8 @@ fn check_framing(fields: &HeaderMap) {
     }
 }
 
-/// Hop-by-hop headers in `before` are removed or rebuilt.
-fn check_hop_by_hop_headers(before: &HeaderMap, fields: &HeaderMap, wants_upgrade: bool) {
+/// Checks that hop-by-hop headers of the received head (`before`) are removed or rebuilt.
+fn assert_hop_by_hop_headers(before: &HeaderMap, fields: &HeaderMap, wants_upgrade: bool) {
     for name in HOP_BY_HOP_FIELDS {
         let is_rebuilt = match name {
             "te" => true,
@@ -132,32 +133,32 @@ fn check_hop_by_hop_headers(before: &HeaderMap, fields: &HeaderMap, wants_upgrad
     for option in before
         .get_all(header::CONNECTION)
         .iter()
-        .flat_map(hop_by_hop::connection_options)
+        .flat_map(hop_by_hop::headers_named_in_connection)
     {
         let is_replaced = fields
             .get_all(&option)
             .iter()
             .all(|value| !before.get_all(&option).iter().any(|was| was == value));
         assert!(
-            is_replaced || wants_upgrade || is_written_by_proxy(&option),
+            is_replaced || wants_upgrade || is_header_written_by_proxy(&option),
             "{option} in {fields:?}"
         );
     }
 }
 
-fn occurs_at_most_once(fields: &HeaderMap, name: &str) -> bool {
+fn header_occurs_at_most_once(fields: &HeaderMap, name: &str) -> bool {
     fields.get_all(name).iter().count() <= 1
 }
 
-/// Headers that the proxy writes may equal the received ones.
-fn is_written_by_proxy(name: &HeaderName) -> bool {
+/// Whether the proxy writes this header itself. The written value may equal the received one.
+fn is_header_written_by_proxy(name: &HeaderName) -> bool {
     matches!(
         *name,
         header::HOST | header::TE | header::VIA | header::FORWARDED | header::TRANSFER_ENCODING
     ) || name.as_str().starts_with("x-forwarded-")
 }
 
-fn parse_head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
+fn parse_request_head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
     let mut lines = bytes.split(|byte| *byte == b'\n');
     let first = lines.next()?;
     let space = first.iter().position(|byte| *byte == b' ')?;
@@ -182,9 +183,9 @@ fn parse_head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
     Some(parts)
 }
 
-/// The scanner finds the same JSON number as a full parser, however the bytes are split. The first
-/// byte selects the chunk size.
-pub fn check_json_number(bytes: &[u8]) {
+/// Checks that the scanner finds the same JSON number as a full parser, however the bytes are
+/// split. The first byte of `bytes` selects the chunk size.
+pub fn check_json_number_scan(bytes: &[u8]) {
     let Some((step, document)) = bytes.split_first() else {
         return;
     };
@@ -196,7 +197,7 @@ pub fn check_json_number(bytes: &[u8]) {
         let mut scan = JsonPointerScanner::default();
         document
             .chunks(usize::from(*step).max(1))
-            .for_each(|part| scan.read(part, &pointer));
+            .for_each(|part| scan.read_chunk(part, &pointer));
         let found = scan.finish();
         if let Ok(whole) = serde_json::from_slice::<serde_json::Value>(document) {
             let expected = whole.pointer(text).and_then(serde_json::Value::as_u64);
@@ -206,23 +207,23 @@ pub fn check_json_number(bytes: &[u8]) {
                 "{text}"
             );
         }
-        scan.read(document, &pointer);
+        scan.read_chunk(document, &pointer);
         assert_eq!(found, scan.finish(), "{text}, in one piece");
     }
 }
 
-/// PROXY headers are parsed and other bytes are rejected. The first byte selects arbitrary bytes or
-/// a generated header.
-pub fn check_proxy_protocol_header(bytes: &[u8]) {
+/// Checks that PROXY headers are parsed and other bytes are rejected. The first byte of `bytes`
+/// selects arbitrary bytes or a generated header.
+pub fn assert_proxy_protocol_header(bytes: &[u8]) {
     match bytes.split_first() {
-        Some((0, bytes)) => proxy_header::check_incremental_parsing(bytes),
-        Some((_, bytes)) => proxy_header::check_generated_header(bytes),
+        Some((0, bytes)) => proxy_header::assert_incremental_parsing(bytes),
+        Some((_, bytes)) => proxy_header::assert_generated_header(bytes),
         None => {}
     }
 }
 
-/// The number of costly frames does not depend on how the bytes are split.
-pub fn check_frames(bytes: &[u8]) {
+/// Checks that the number of costly frames does not depend on how the bytes are split.
+pub fn check_frame_counting(bytes: &[u8]) {
     let Some((step, bytes)) = bytes.split_first() else {
         return;
     };
@@ -242,7 +243,7 @@ mod tests {
     use crate::policy::{RateLimitHeaderSettings, client, path};
     use proptest::prelude::*;
 
-    fn table() -> PolicyTable {
+    fn build_policy_table() -> PolicyTable {
         let client = client::Settings {
             trusted_proxies: vec!["10.0.0.0/8".parse().unwrap()],
             ip_header: HeaderName::from_static("x-forwarded-for"),
@@ -257,9 +258,9 @@ mod tests {
         PolicyTable::new(Vec::new(), path::Settings::DEFAULT, client, fields)
     }
 
-    const NAMES: &str = "(host|connection|te|trailer|expect|content-length|transfer-encoding|upgrade|forwarded|\
+    const HEADER_NAME_PATTERN: &str = "(host|connection|te|trailer|expect|content-length|transfer-encoding|upgrade|forwarded|\
                          x-forwarded-for|x_forwarded_for|keep-alive|x-user-id|[!-~]{1,6})";
-    const VALUES: &str = "(a|a\\.b:80|close|chunked|gzip, chunked|[0-9]{1,3}|\\+1|1, 1|x-user-id|te|websocket|\
+    const HEADER_VALUE_PATTERN: &str = "(a|a\\.b:80|close|chunked|gzip, chunked|[0-9]{1,3}|\\+1|1, 1|x-user-id|te|websocket|\
                           host, upgrade|trailers|100-continue|10\\.0\\.0\\.2|for=1\\.1\\.1\\.1|[ -~]{0,9})";
 
     proptest! {
@@ -267,22 +268,22 @@ mod tests {
         fn forwarded_requests_are_unambiguous(
             choice in any::<u8>(),
             line in "(GET|POST|OPTIONS|TRACE|CONNECT|X|get) (/[!-~]{0,9}|\\*|http://(a|u@a|\\[::1\\])(:80)?/x|a:80|[!-~]{1,9})",
-            fields in prop::collection::vec((NAMES, VALUES), 0..7),
+            fields in prop::collection::vec((HEADER_NAME_PATTERN, HEADER_VALUE_PATTERN), 0..7),
             host in any::<bool>(),
         ) {
             let fields: String = fields.iter().map(|(name, value)| format!("\n{name}: {value}")).collect();
             let host = if host { "\nhost: a" } else { "" };
-            check_forwarded_request(&[&[choice], format!("{line}{host}{fields}").as_bytes()].concat(), &table());
+            assert_forwarded_request(&[&[choice], format!("{line}{host}{fields}").as_bytes()].concat(), &build_policy_table());
         }
 
         #[test]
         fn json_numbers_are_found_however_bytes_are_split(step in any::<u8>(), document in r#"([\[\]{},:0-9eE."\\-]|"a":|"usage":|"total_tokens":|\{"a":|[0-9]{1,20}| |\\u0061|true|null){0,16}"#) {
-            check_json_number(&[&[step], document.as_bytes()].concat());
+            check_json_number_scan(&[&[step], document.as_bytes()].concat());
         }
 
         #[test]
         fn frames_are_counted_however_bytes_are_split(bytes in prop::collection::vec(prop_oneof![0..3_u8, any::<u8>()], 0..200)) {
-            check_frames(&bytes);
+            check_frame_counting(&bytes);
         }
     }
 }

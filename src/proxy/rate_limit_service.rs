@@ -1,7 +1,8 @@
 //! Envoy's rate limit service (`envoy.service.ratelimit.v3`).
 //!
-//! A call carries descriptors instead of a request. All of them are decided in one store call. If
-//! the store fails, the status is UNAVAILABLE, and Envoy applies its own `failure_mode_deny`.
+//! A call carries descriptors instead of a request. All descriptors of a call are decided in one
+//! store call. If the store fails, the gRPC status is UNAVAILABLE, and Envoy applies its own
+//! `failure_mode_deny`.
 
 pub(in crate::proxy) mod call_result;
 pub(in crate::proxy) mod grpc;
@@ -34,28 +35,28 @@ use messages::{
 };
 use tokio::time::Instant;
 
-const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
-const HEALTH_CHECK: &str = "/grpc.health.v1.Health/Check";
-/// Services with a health status: the whole server, the full service name, and the service name
-/// that Envoy's reference server uses.
-const HEALTH_SERVICES: [&str; 3] = [
+const SHOULD_RATE_LIMIT_PATH: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
+const HEALTH_CHECK_PATH: &str = "/grpc.health.v1.Health/Check";
+/// Service names that a health check may name: empty for the whole server, the full service name,
+/// and the name that Envoy's reference server uses.
+const HEALTH_CHECKED_SERVICES: [&str; 3] = [
     "",
     "envoy.service.ratelimit.v3.RateLimitService",
     "ratelimit",
 ];
 
-/// Maximum size of a call, in bytes. Envoy's calls have a few hundred.
+/// Maximum size of a call, in bytes. Envoy's calls have a few hundred bytes.
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
-/// Maximum descriptors per call and entries per descriptor. Each descriptor becomes a key that
-/// Redis decides in the same call.
-const MAX_DESCRIPTORS: usize = 64;
-const MAX_ENTRIES: usize = 64;
+/// Maximum descriptors per call and entries per descriptor. They bound the number of keys in one
+/// store call.
+const MAX_DESCRIPTORS_PER_CALL: usize = 64;
+const MAX_ENTRIES_PER_DESCRIPTOR: usize = 64;
 
 const SECOND_US: u64 = 1_000_000;
 
 impl ProxyService {
-    /// Handles a gRPC call.
-    pub(super) async fn answer_rate_limit_call(
+    /// Answers a gRPC call of the rate limit service or of the health service.
+    pub(super) async fn answer_grpc_call(
         &self,
         request: Request<RequestBody>,
         peer: &ConnectionPeer,
@@ -70,13 +71,15 @@ impl ProxyService {
             return response;
         }
         let answer = match parts.uri.path() {
-            SHOULD_RATE_LIMIT => {
+            SHOULD_RATE_LIMIT_PATH => {
                 let trace = TraceContext::from_headers(&parts.headers).map(|context| context.trace);
-                let mut count_guard = RateLimitCallGuard {
+                let mut count_guard = RateLimitCallCountGuard {
                     metrics: &self.metrics,
                     call: RlsCallResult::Cancelled,
                 };
-                let answer = self.should_rate_limit(body, peer, arrived_at, trace).await;
+                let answer = self
+                    .answer_should_rate_limit(body, peer, arrived_at, trace)
+                    .await;
                 count_guard.call = match &answer {
                     Ok((call, _)) => *call,
                     Err(GrpcError(GrpcStatusCode::Unavailable, _)) => RlsCallResult::Unavailable,
@@ -88,17 +91,17 @@ impl ProxyService {
                 }
                 answer.map(|(_, message)| message)
             }
-            HEALTH_CHECK => self.check_health(body).await,
+            HEALTH_CHECK_PATH => self.answer_health_check(body).await,
             _ => Err(GrpcError(GrpcStatusCode::Unimplemented, "unknown method")),
         };
-        grpc::build_reply(answer)
+        grpc::build_grpc_response(answer)
     }
 
-    /// Reports the serving status. During shutdown calls still succeed, but load balancers learn
-    /// from the status to send no more.
-    async fn check_health(&self, body: RequestBody) -> Result<Bytes, GrpcError> {
+    /// Answers a health check with the serving status. During shutdown, rate limit calls still
+    /// succeed, but the status tells load balancers to send no more calls.
+    async fn answer_health_check(&self, body: RequestBody) -> Result<Bytes, GrpcError> {
         let health_request: HealthCheckRequest = grpc::read_message(body).await?;
-        if !HEALTH_SERVICES.contains(&&*health_request.service) {
+        if !HEALTH_CHECKED_SERVICES.contains(&&*health_request.service) {
             return Err(GrpcError(GrpcStatusCode::NotFound, "unknown service"));
         }
         let status = if self.is_shutting_down() {
@@ -106,12 +109,12 @@ impl ProxyService {
         } else {
             ServingStatus::Serving
         };
-        Ok(grpc::frame_message(&HealthCheckResponse {
+        Ok(grpc::encode_framed_message(&HealthCheckResponse {
             status: status.into(),
         }))
     }
 
-    async fn should_rate_limit(
+    async fn answer_should_rate_limit(
         &self,
         body: RequestBody,
         peer: &ConnectionPeer,
@@ -119,11 +122,11 @@ impl ProxyService {
         trace: Option<TraceId>,
     ) -> Result<(RlsCallResult, Bytes), GrpcError> {
         let call: RateLimitRequest = grpc::read_message(body).await?;
-        validate_call(&call)?;
+        validate_rate_limit_request(&call)?;
         let entries = call
             .descriptors
             .iter()
-            .map(descriptor_entries)
+            .map(borrow_descriptor_entries)
             .collect::<Vec<_>>();
         let descriptors = call.descriptors.iter().zip(&entries);
         let descriptors = descriptors
@@ -143,7 +146,7 @@ impl ProxyService {
                 .filter(|status| !status.is_matched)
                 .count(),
         );
-        self.log_call(&call_verdict, &descriptors, peer, arrived_at, trace);
+        self.log_rate_limit_call(&call_verdict, &descriptors, peer, arrived_at, trace);
         if let RequestOutcome::Unavailable { .. } = call_verdict.verdict.outcome {
             return Err(GrpcError(
                 GrpcStatusCode::Unavailable,
@@ -158,14 +161,14 @@ impl ProxyService {
         };
         Ok((
             call,
-            grpc::frame_message(&build_response(
+            grpc::encode_framed_message(&build_rate_limit_response(
                 &call_verdict,
                 snapshot.table.rate_limit_headers,
             )),
         ))
     }
 
-    fn log_call(
+    fn log_rate_limit_call(
         &self,
         CallVerdict { verdict, statuses }: &CallVerdict<'_>,
         descriptors: &[Descriptor<'_>],
@@ -212,20 +215,20 @@ impl ProxyService {
     }
 }
 
-/// Counts a call when it ends, even if the caller disconnected.
-struct RateLimitCallGuard<'s> {
+/// Counts a rate-limit call when the guard is dropped, even if the caller disconnected.
+struct RateLimitCallCountGuard<'s> {
     metrics: &'s WorkerMetrics,
     call: RlsCallResult,
 }
 
-impl Drop for RateLimitCallGuard<'_> {
+impl Drop for RateLimitCallCountGuard<'_> {
     fn drop(&mut self) {
         self.metrics.record_rls_call(self.call as usize);
     }
 }
 
-/// Checks the limits and required fields of a call.
-fn validate_call(call: &RateLimitRequest) -> Result<(), GrpcError> {
+/// Checks the required fields and maximum sizes of a rate-limit call.
+fn validate_rate_limit_request(call: &RateLimitRequest) -> Result<(), GrpcError> {
     let invalid = |why| Err(GrpcError(GrpcStatusCode::InvalidArgument, why));
     if call.domain.is_empty() {
         return invalid("the domain is missing");
@@ -233,13 +236,13 @@ fn validate_call(call: &RateLimitRequest) -> Result<(), GrpcError> {
     if call.descriptors.is_empty() {
         return invalid("the call has no descriptors");
     }
-    if call.descriptors.len() > MAX_DESCRIPTORS {
+    if call.descriptors.len() > MAX_DESCRIPTORS_PER_CALL {
         return invalid("the call has more than 64 descriptors");
     }
     if call
         .descriptors
         .iter()
-        .any(|descriptor| descriptor.entries.len() > MAX_ENTRIES)
+        .any(|descriptor| descriptor.entries.len() > MAX_ENTRIES_PER_DESCRIPTOR)
     {
         return invalid("a descriptor has more than 64 entries");
     }
@@ -253,7 +256,7 @@ fn validate_call(call: &RateLimitRequest) -> Result<(), GrpcError> {
     Ok(())
 }
 
-fn descriptor_entries(message: &RateLimitDescriptor) -> Vec<(&str, &str)> {
+fn borrow_descriptor_entries(message: &RateLimitDescriptor) -> Vec<(&str, &str)> {
     message
         .entries
         .iter()
@@ -266,7 +269,7 @@ fn build_descriptor<'a>(
     message: &RateLimitDescriptor,
     entries: &'a [(&'a str, &'a str)],
 ) -> Result<Descriptor<'a>, GrpcError> {
-    // A call's 0 means "not set"; a descriptor's 0 is a value.
+    // `hits_addend` 0 means "not set" in a call, but is a value in a descriptor.
     let hits = message
         .hits_addend
         .as_ref()
@@ -293,13 +296,13 @@ fn unit_period_s(unit: Unit) -> Option<u64> {
         Unit::Hour => 3600,
         Unit::Day => DAY_S,
         Unit::Week => 7 * DAY_S,
-        // As in Envoy's reference implementation.
+        // A month has 30 days, as in Envoy's reference implementation.
         Unit::Month => 30 * DAY_S,
         Unit::Year => 365 * DAY_S,
     })
 }
 
-fn build_response(
+fn build_rate_limit_response(
     CallVerdict { verdict, statuses }: &CallVerdict<'_>,
     fields: RateLimitHeaderSettings,
 ) -> RateLimitResponse {
@@ -310,7 +313,7 @@ fn build_response(
             response::Code::Ok
         }
     };
-    let (headers, body) = response_headers_and_body(verdict, fields);
+    let (headers, body) = headers_and_body_for_client(verdict, fields);
     RateLimitResponse {
         overall_code: code(verdict.outcome.rejects_client()).into(),
         statuses: statuses
@@ -349,7 +352,7 @@ fn build_descriptor_status(
 
 fn build_current_limit(reported: &ReportedLimit<'_>) -> response::RateLimit {
     let limit = reported.limit.limit;
-    // The largest unit that divides the period; older Envoy versions ignore the multiplier.
+    // The largest unit that divides the period is used: older Envoy versions ignore the multiplier.
     let units = [Unit::Day, Unit::Hour, Unit::Minute, Unit::Second];
     let fitting = units.into_iter().find_map(|unit| {
         let unit_us = unit_period_s(unit)? * SECOND_US;
@@ -368,9 +371,9 @@ fn build_current_limit(reported: &ReportedLimit<'_>) -> response::RateLimit {
     }
 }
 
-/// Returns the headers that Envoy adds to its response, and the body that Envoy sends if it
-/// rejects.
-fn response_headers_and_body(
+/// Returns the headers that Envoy adds to its response to the client, and the body of that response
+/// if Envoy rejects.
+fn headers_and_body_for_client(
     verdict: &Verdict<'_>,
     fields: RateLimitHeaderSettings,
 ) -> (Vec<messages::HeaderValue>, Bytes) {

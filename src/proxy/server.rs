@@ -2,8 +2,8 @@
 //!
 //! Each worker is a thread with its own runtime. A connection and all its requests stay on one
 //! worker. One acceptor per listener assigns each connection to the worker with the fewest
-//! connections. `SO_REUSEPORT` was rejected: the kernel distributes by address hash, which is
-//! uneven for the few long-lived connections of an ingress.
+//! connections. `SO_REUSEPORT` is not used: with it the kernel distributes connections by address
+//! hash, which is uneven for the few long-lived connections of an ingress.
 
 pub(in crate::proxy) mod accept;
 mod allocator_trim;
@@ -36,7 +36,7 @@ use crate::proxy::server::dispatch::{ListenerAcceptor, PendingConnections};
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::listener::ServerListener;
 use crate::proxy::server::shutdown::{ShutdownSignal, drain_workers, wait_for_signal};
-use crate::proxy::server::worker::{WorkerThread, wait_for_workers};
+use crate::proxy::server::worker::{WorkerThread, wait_until_workers_ready};
 use crate::proxy::settings::{ListenSettings, ListenerKind, ShutdownSettings};
 use crate::tls::ReloadableServerTls;
 
@@ -55,13 +55,13 @@ impl ProxyServer {
     /// # Errors
     /// Fails if the address is in use, not local, or not permitted.
     pub fn bind(settings: &ListenSettings, tls: ReloadableServerTls) -> io::Result<Self> {
-        let mut server = Self::with_threads(settings.threads);
+        let mut server = Self::with_worker_threads(settings.threads);
         server.add_listener(ListenerKind::Proxy, settings, tls)?;
         Ok(server)
     }
 
     /// Creates a server with `threads` workers, at least 1, and no listener.
-    pub fn with_threads(threads: usize) -> Self {
+    pub fn with_worker_threads(threads: usize) -> Self {
         let threads = threads.max(1);
         Self {
             listeners: Vec::new(),
@@ -81,7 +81,7 @@ impl ProxyServer {
         settings: &ListenSettings,
         tls: ReloadableServerTls,
     ) -> io::Result<ListenAddress> {
-        let socket = listener::bind(&settings.address)?;
+        let socket = listener::bind_with_keepalive(&settings.address)?;
         let address = socket.address()?;
         self.listeners.push(ServerListener {
             kind,
@@ -96,7 +96,7 @@ impl ProxyServer {
     ///
     /// # Errors
     /// Fails if the server has no listener, or if the system cannot report the socket's address.
-    pub fn address(&self) -> io::Result<ListenAddress> {
+    pub fn first_listener_address(&self) -> io::Result<ListenAddress> {
         let first = self
             .listeners
             .first()
@@ -108,10 +108,10 @@ impl ProxyServer {
     pub(super) fn listen(&self) -> io::Result<()> {
         self.listeners
             .iter()
-            .try_for_each(|listener| listener.socket.listen(listener::BACKLOG))
+            .try_for_each(|listener| listener.socket.listen(listener::LISTEN_BACKLOG))
     }
 
-    /// Live counters, for metrics.
+    /// Live counters of the server, for metrics.
     pub fn server_load(&self) -> ServerLoad {
         self.load.clone()
     }
@@ -153,7 +153,7 @@ impl ProxyServer {
         tokio::select! {
             biased;
             () = wait_for_signal(&mut drain_signal, ShutdownSignal::Drain) => return Ok(0),
-            ready = wait_for_workers(&mut workers) => ready?,
+            ready = wait_until_workers_ready(&mut workers) => ready?,
         }
         self.listen()?;
         on_listening();
@@ -177,7 +177,7 @@ impl ProxyServer {
         };
         let pending: Vec<PendingConnections> = acceptors
             .into_iter()
-            .map(ListenerAcceptor::into_pending_connections)
+            .map(ListenerAcceptor::drain_backlog_and_close)
             .collect();
         let drained = drain_workers(
             pending,

@@ -55,7 +55,7 @@ impl ProxyService {
     }
 
     /// Sets the status code of denials sent by the ext_authz listener.
-    pub fn with_denied_status(self, status: Option<StatusCode>) -> Self {
+    pub fn with_ext_authz_denied_status(self, status: Option<StatusCode>) -> Self {
         Self {
             denied_status: status,
             ..self

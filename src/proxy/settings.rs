@@ -14,34 +14,35 @@ use crate::tls::{ClientTls, ServerTls};
 pub struct ListenSettings {
     pub address: ListenAddress,
     /// Networks of the load balancers that may connect. Each connection must start with a PROXY
-    /// header. `None` if connections start without one.
+    /// header. `None` if connections start without a PROXY header.
     pub proxy_protocol_from: Option<Vec<IpNet>>,
-    /// Maximum concurrent connections. Further ones wait in the kernel's backlog.
+    /// Maximum concurrent connections. Further connections wait in the kernel's backlog.
     pub max_connections: usize,
     /// Worker threads, at least 1.
     pub threads: usize,
-    /// Limit from the first byte of a request to the end of its head. It also limits the PROXY
-    /// header and the TLS handshake together.
+    /// Time limit from the first byte of a request to the end of its head. The same limit applies
+    /// to the PROXY header and the TLS handshake together.
     pub header_timeout: Duration,
-    /// Limit for a connection without a request.
+    /// Time limit for a connection without a request.
     pub idle_timeout: Duration,
-    /// Limit without progress on a request body, or on writing to a client that does not read. In a
-    /// tunnel that the upstream has closed, limit for a client that pauses.
+    /// Time limit without progress on a request body, or on writing to a client that does not read.
+    /// In a tunnel that the upstream has closed, the limit applies to a client that pauses.
     pub body_idle_timeout: Duration,
     pub max_header_bytes: usize,
     pub max_headers: usize,
-    /// `None` for no limit.
+    /// Maximum size of a request body. `None` for no limit.
     pub max_body_bytes: Option<u64>,
     /// Maximum concurrent streams per HTTP/2 connection.
     pub max_concurrent_streams: u32,
 }
 
-/// Settings of a listener besides the proxy's, or instead of it, served by the same workers.
+/// Settings of an additional listener, served by the same workers. It may also be the only
+/// listener.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExtraListenerSettings {
     pub kind: ListenerKind,
     pub listen: ListenSettings,
-    /// `None` for cleartext.
+    /// TLS settings. `None` for cleartext.
     pub tls: Option<Arc<ServerTls>>,
 }
 
@@ -69,10 +70,11 @@ impl ListenerKind {
 pub struct UpstreamSettings {
     pub url: UpstreamUrl,
     pub connect_timeout: Duration,
-    /// Limit for the response head, counted from the last request byte sent. `None` for no limit.
-    pub response_timeout: Option<Duration>,
-    /// Limit without progress on a response body, or in a tunnel in either direction. `None` for no
+    /// Time limit for the response head, counted from the last request byte sent. `None` for no
     /// limit.
+    pub response_timeout: Option<Duration>,
+    /// Time limit without progress on a response body, or in a tunnel in either direction. `None`
+    /// for no limit.
     pub body_idle_timeout: Option<Duration>,
     pub pool_idle_timeout: Duration,
     /// Maximum idle connections kept, over all workers.
@@ -81,12 +83,12 @@ pub struct UpstreamSettings {
     pub preserve_host: bool,
     /// Maximum concurrent connections, over all workers.
     pub max_connections: usize,
-    /// Maximum requests waiting for a connection, over all workers. Further ones are rejected at
-    /// once.
+    /// Maximum requests waiting for a connection, over all workers. Further requests are rejected
+    /// at once.
     pub max_requests_waiting: usize,
-    /// Limit for waiting for a connection.
+    /// Time limit for waiting for a connection.
     pub queue_timeout: Duration,
-    /// Additional connection attempts while no byte of the request was sent.
+    /// Additional connection attempts for a request of which no byte was sent.
     pub retry_connect: u32,
     /// Whether to retry a bodiless idempotent request once when its reused connection died.
     pub retry_idempotent: bool,

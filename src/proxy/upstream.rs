@@ -34,10 +34,10 @@ pub use connector::UpstreamUrlError;
 pub use error::{UpstreamError, UpstreamErrorKind, UpstreamErrorOrigin};
 pub use shared_state::UpstreamSharedState;
 
-/// A connection closed under load fails many requests at once, and each retry may meet another
-/// closing connection.
+/// Maximum retries of a request after GOAWAY. A connection closed under load fails many requests at
+/// once, and each retry may meet another closing connection.
 const MAX_GOAWAY_RETRIES: u32 = 5;
-/// Limit for a response head. A larger head is a protocol error.
+/// Maximum size of a response head. A larger response head is a protocol error.
 const MAX_RESPONSE_HEAD_BYTES: u32 = 256 * 1024;
 
 /// Sends requests to the upstream over one worker's connections. Cheap to clone.
@@ -47,8 +47,8 @@ pub struct UpstreamClient {
 }
 
 impl UpstreamClient {
-    /// Creates the client of one worker. Must run inside the worker's runtime: it spawns a task
-    /// that closes idle connections for as long as the client exists.
+    /// Creates the upstream client of one worker. Must be called inside the worker's runtime,
+    /// because it spawns the tasks that close idle connections and watch DNS.
     pub fn new(shared: Arc<UpstreamSharedState>) -> Self {
         Self {
             pool: UpstreamPool::new(shared),
@@ -82,10 +82,10 @@ impl UpstreamClient {
 
     /// Waits until `delay` has passed since `since`, and returns the time at which the wait ended.
     ///
-    /// The request counts against `max_requests_waiting` meanwhile.
+    /// A delayed request counts against `max_requests_waiting` while it waits.
     ///
     /// # Errors
-    /// Immediately, if `max_requests_waiting` requests already wait.
+    /// Fails immediately if `max_requests_waiting` requests already wait.
     pub(super) async fn delay_request(
         &self,
         delay: Duration,
@@ -98,14 +98,16 @@ impl UpstreamClient {
         Ok(Instant::now())
     }
 
-    /// Sends a request and waits for the response head. The body follows in the response.
+    /// Sends a request, with retries, and waits for the response head. The returned response
+    /// streams the body.
     ///
     /// The request must have its URI in origin form and its final headers, `Host` included. `now`
     /// is the caller's latest clock reading. `interim` receives informational (1xx) responses.
-    /// Dropping the future, or the response body before its end, closes the connection.
+    /// Dropping the future, or the response body before its end, closes the HTTP/1.1 connection or
+    /// cancels the HTTP/2 stream.
     ///
     /// # Errors
-    /// If no response head arrived; see [`UpstreamErrorKind`].
+    /// Fails if no response head arrived; see [`UpstreamErrorKind`].
     pub async fn send(
         &self,
         mut request: Request<RequestBody>,
@@ -114,7 +116,7 @@ impl UpstreamClient {
     ) -> Result<Response<ResponseBody>, UpstreamError> {
         *request.version_mut() = Version::HTTP_11;
         let mut budget = RetryBudget::new(self.settings(), &request);
-        let (mut connection, mut sent_at) = match self.pool.take_idle(now) {
+        let (mut connection, mut sent_at) = match self.pool.take_available_connection(now) {
             Some(connection) => (connection, now),
             None => (
                 self.pool.acquire(&mut budget.connects).await?,
@@ -124,7 +126,7 @@ impl UpstreamClient {
         loop {
             if request.headers().contains_key(header::UPGRADE) {
                 connection = self
-                    .ensure_upgrade_support(connection, &request, &mut budget.connects)
+                    .select_connection_for_upgrade(connection, &request, &mut budget.connects)
                     .await?;
             }
             let is_reused = connection.is_reused();
@@ -132,21 +134,22 @@ impl UpstreamClient {
             let retry = (is_http2 || is_reused && budget.may_retry_idempotent)
                 .then(|| RetryRequest::from_request(&request));
             match is_http2 {
-                // The upstream may refuse the request unprocessed, even after the whole body was
-                // sent.
+                // An HTTP/2 upstream may refuse a request unprocessed even after the whole body was
+                // sent, so the body is kept for a retry.
                 true => request.body().enable_replay(),
                 false => request.body().disable_replay(),
             }
             let yield_first = is_reused && !budget.may_retry_idempotent;
             match self
-                .exchange(connection, request, sent_at, interim, yield_first)
+                .exchange_request(connection, request, sent_at, interim, yield_first)
                 .await
             {
                 Ok(response) => {
                     retry.inspect(|copy| copy.body.disable_replay());
                     return Ok(response);
                 }
-                // Boxed because failures are rare: unboxed it would enlarge every request's future.
+                // The retry is boxed because failures are rare: unboxed it would enlarge every
+                // request's future.
                 Err(failed) => {
                     (request, connection) =
                         Box::pin(self.prepare_retry(failed, retry, is_reused, &mut budget)).await?;
@@ -159,7 +162,7 @@ impl UpstreamClient {
     /// Returns the request and another connection for a retry.
     ///
     /// # Errors
-    /// With the failure, if the request must not be sent again; or if there is no connection.
+    /// Returns the failure if the request must not be sent again. Fails if there is no connection.
     async fn prepare_retry(
         &self,
         (failure, error): (ExchangeFailure, UpstreamError),
@@ -199,17 +202,19 @@ impl UpstreamClient {
             }
             _ => return Err(error),
         };
-        // The first connection may have delivered the request, so its error says more than a
-        // failure to reconnect.
-        let next = self.pool.acquire_new(&mut budget.connects).await;
+        // If reconnecting fails, the first connection's error is returned: that connection may have
+        // delivered the request.
+        let next = self.pool.acquire_new_or_http2(&mut budget.connects).await;
         Ok((copy.into_request(), next.map_err(|_other| error)?))
     }
 
-    /// Returns a connection that supports the upgrade that the request asks for, if possible.
+    /// Returns a connection for a request with `Upgrade`, replacing an HTTP/2 connection by an
+    /// HTTP/1.1 connection if necessary.
     ///
-    /// HTTP/2 supports only WebSockets, and only if the upstream announced it (RFC 8441). Any other
-    /// upgrade over cleartext HTTP/2 is forwarded as a plain request.
-    async fn ensure_upgrade_support(
+    /// Over HTTP/2, only WebSockets are possible, and only if the upstream announced support for
+    /// them (RFC 8441). Over cleartext HTTP/2, a request for any other upgrade is forwarded without
+    /// it.
+    async fn select_connection_for_upgrade(
         &self,
         connection: Box<UpstreamConnection>,
         request: &Request<RequestBody>,
@@ -218,8 +223,8 @@ impl UpstreamClient {
         let ConnectionProtocol::Http2(slot) = &connection.protocol else {
             return Ok(connection);
         };
-        let is_websocket = upgrade::is_websocket(request.headers());
-        if is_websocket && slot.connection().allows_tunnels() {
+        let is_websocket = upgrade::upgrade_names_websocket(request.headers());
+        if is_websocket && slot.connection().supports_extended_connect() {
             return Ok(connection);
         }
         if self.pool.settings().tls.is_some() {
@@ -240,9 +245,9 @@ impl UpstreamClient {
 
 /// The retries that remain for one request.
 struct RetryBudget {
-    /// Further connection attempts.
+    /// Remaining additional connection attempts.
     connects: u32,
-    /// Retries after a GOAWAY.
+    /// Remaining retries after a GOAWAY.
     goaways: u32,
     may_retry_refused: bool,
     may_retry_idempotent: bool,

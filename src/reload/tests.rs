@@ -4,8 +4,8 @@ use crate::telemetry::metrics::{MetricLabels, Metrics};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-const A: &str = "a";
-const B: &str = "b";
+const OLD_CONTENT: &str = "a";
+const NEW_CONTENT: &str = "b";
 
 fn instant_at(ms: u64, start: Instant) -> Instant {
     start + Duration::from_millis(ms)
@@ -14,31 +14,31 @@ fn instant_at(ms: u64, start: Instant) -> Instant {
 #[tokio::test]
 async fn content_is_settled_after_the_settle_time() {
     let start = Instant::now();
-    let mut debouncer = ChangeDebouncer::new(A);
+    let mut debouncer = ChangeDebouncer::new(OLD_CONTENT);
     assert_eq!(
-        debouncer.observe(A, instant_at(0, start)),
+        debouncer.observe(OLD_CONTENT, instant_at(0, start)),
         FileChangeState::Unchanged
     );
     assert_eq!(
-        debouncer.observe(B, instant_at(500, start)),
+        debouncer.observe(NEW_CONTENT, instant_at(500, start)),
         FileChangeState::Settling(SETTLE_TIME)
     );
     assert_eq!(
-        debouncer.observe(B, instant_at(530, start)),
+        debouncer.observe(NEW_CONTENT, instant_at(530, start)),
         FileChangeState::Settling(Duration::from_millis(70))
     );
     assert_eq!(
-        debouncer.observe(B, instant_at(600, start)),
+        debouncer.observe(NEW_CONTENT, instant_at(600, start)),
         FileChangeState::Settled
     );
     // Content stays new until it is accepted, because loading it may fail.
     assert_eq!(
-        debouncer.observe(B, instant_at(700, start)),
+        debouncer.observe(NEW_CONTENT, instant_at(700, start)),
         FileChangeState::Settled
     );
-    debouncer.accept(B);
+    debouncer.accept(NEW_CONTENT);
     assert_eq!(
-        debouncer.observe(B, instant_at(800, start)),
+        debouncer.observe(NEW_CONTENT, instant_at(800, start)),
         FileChangeState::Unchanged
     );
 }
@@ -46,7 +46,7 @@ async fn content_is_settled_after_the_settle_time() {
 #[tokio::test]
 async fn each_write_restarts_the_settle_time() {
     let start = Instant::now();
-    let mut debouncer = ChangeDebouncer::new(A);
+    let mut debouncer = ChangeDebouncer::new(OLD_CONTENT);
     for (ms, half) in [(0, "b"), (60, "bb"), (120, "bbb")] {
         assert_eq!(
             debouncer.observe(half, instant_at(ms, start)),
@@ -63,20 +63,20 @@ async fn each_write_restarts_the_settle_time() {
 #[tokio::test]
 async fn alternating_content_never_settles() {
     let start = Instant::now();
-    let mut debouncer = ChangeDebouncer::new(A);
+    let mut debouncer = ChangeDebouncer::new(OLD_CONTENT);
     for ms in [0, 100, 200, 300] {
         assert_eq!(
-            debouncer.observe(B, instant_at(ms, start)),
+            debouncer.observe(NEW_CONTENT, instant_at(ms, start)),
             FileChangeState::Settling(SETTLE_TIME)
         );
         assert_eq!(
-            debouncer.observe(A, instant_at(ms + 50, start)),
+            debouncer.observe(OLD_CONTENT, instant_at(ms + 50, start)),
             FileChangeState::Unchanged
         );
     }
 }
 
-fn config_with_denied_policies(names: &[&str]) -> String {
+fn config_with_deny_policies(names: &[&str]) -> String {
     let policies = names
         .iter()
         .map(|name| format!("[[policy]]\nname = \"{name}\"\naction = \"deny\"\n"));
@@ -92,7 +92,7 @@ struct ReloaderFixture {
 }
 
 impl ReloaderFixture {
-    fn start(file: &Path) -> Self {
+    fn load(file: &Path) -> Self {
         let sources = ConfigSources {
             file: FileSource::Path(file.to_owned()),
             ..ConfigSources::default()
@@ -114,7 +114,7 @@ impl ReloaderFixture {
     }
 
     /// Runs checks for `ms` milliseconds. Returns the names of the active policies.
-    async fn policies_after(&mut self, ms: u64) -> Vec<String> {
+    async fn policies_after_checks(&mut self, ms: u64) -> Vec<String> {
         let end = Instant::now() + Duration::from_millis(ms);
         while Instant::now() < end {
             let pause = self.reloader.check_files();
@@ -143,17 +143,17 @@ impl ReloaderFixture {
 async fn edits_in_place_renames_and_includes_take_effect_within_two_seconds() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
-    fs::write(&file, config_with_denied_policies(&["a"])).unwrap();
-    let mut running = ReloaderFixture::start(&file);
-    assert_eq!(running.policies_after(2000).await, ["a"]);
+    fs::write(&file, config_with_deny_policies(&["a"])).unwrap();
+    let mut running = ReloaderFixture::load(&file);
+    assert_eq!(running.policies_after_checks(2000).await, ["a"]);
 
-    fs::write(&file, config_with_denied_policies(&["a", "b"])).unwrap();
-    assert_eq!(running.policies_after(2000).await, ["a", "b"]);
+    fs::write(&file, config_with_deny_policies(&["a", "b"])).unwrap();
+    assert_eq!(running.policies_after_checks(2000).await, ["a", "b"]);
 
     let new = folder.path().join("new");
-    fs::write(&new, config_with_denied_policies(&["c"])).unwrap();
+    fs::write(&new, config_with_deny_policies(&["c"])).unwrap();
     fs::rename(&new, &file).unwrap();
-    assert_eq!(running.policies_after(2000).await, ["c"]);
+    assert_eq!(running.policies_after_checks(2000).await, ["c"]);
 
     fs::create_dir(folder.path().join("more")).unwrap();
     fs::write(
@@ -161,7 +161,7 @@ async fn edits_in_place_renames_and_includes_take_effect_within_two_seconds() {
         "[[policy]]\nname = \"x\"\naction = \"deny\"\n",
     )
     .unwrap();
-    assert_eq!(running.policies_after(2000).await, ["c", "x"]);
+    assert_eq!(running.policies_after_checks(2000).await, ["c", "x"]);
     assert_eq!(running.generation_and_errors(), (4, Vec::new()));
 }
 
@@ -171,7 +171,7 @@ async fn every_config_map_swap_is_detected() {
     let publish = |version: &str, names: &[&str]| {
         let data = folder.path().join(version);
         fs::create_dir(&data).unwrap();
-        fs::write(data.join("config.toml"), config_with_denied_policies(names)).unwrap();
+        fs::write(data.join("config.toml"), config_with_deny_policies(names)).unwrap();
         symlink(version, folder.path().join("..data_tmp")).unwrap();
         fs::rename(
             folder.path().join("..data_tmp"),
@@ -182,10 +182,10 @@ async fn every_config_map_swap_is_detected() {
     publish("..1", &["a"]);
     let file = folder.path().join("config.toml");
     symlink("..data/config.toml", &file).unwrap();
-    let mut running = ReloaderFixture::start(&file);
+    let mut running = ReloaderFixture::load(&file);
     for (version, name) in [("..2", "b"), ("..3", "c"), ("..4", "d")] {
         publish(version, &[name]);
-        assert_eq!(running.policies_after(2000).await, [name]);
+        assert_eq!(running.policies_after_checks(2000).await, [name]);
     }
 }
 
@@ -193,11 +193,11 @@ async fn every_config_map_swap_is_detected() {
 async fn an_invalid_file_changes_nothing_and_is_reported_until_it_is_valid() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
-    fs::write(&file, config_with_denied_policies(&["a"])).unwrap();
-    let mut running = ReloaderFixture::start(&file);
+    fs::write(&file, config_with_deny_policies(&["a"])).unwrap();
+    let mut running = ReloaderFixture::load(&file);
 
-    fs::write(&file, config_with_denied_policies(&["not a name"])).unwrap();
-    assert_eq!(running.policies_after(2000).await, ["a"]);
+    fs::write(&file, config_with_deny_policies(&["not a name"])).unwrap();
+    assert_eq!(running.policies_after_checks(2000).await, ["a"]);
     let status = running.status();
     assert_eq!((status.generation, status.last_error.len()), (1, 1));
     assert!(
@@ -206,34 +206,34 @@ async fn an_invalid_file_changes_nothing_and_is_reported_until_it_is_valid() {
     );
 
     fs::write(&file, "[[policy").unwrap();
-    assert_eq!(running.policies_after(2000).await, ["a"]);
+    assert_eq!(running.policies_after_checks(2000).await, ["a"]);
     assert!(running.status().last_error[0].contains("not TOML"));
 
     fs::remove_file(&file).unwrap();
-    assert_eq!(running.policies_after(2000).await, ["a"]);
+    assert_eq!(running.policies_after_checks(2000).await, ["a"]);
     assert!(running.status().last_error[0].contains("can't be read"));
 
-    fs::write(&file, config_with_denied_policies(&["b"])).unwrap();
-    assert_eq!(running.policies_after(2000).await, ["b"]);
+    fs::write(&file, config_with_deny_policies(&["b"])).unwrap();
+    assert_eq!(running.policies_after_checks(2000).await, ["b"]);
     assert_eq!(running.generation_and_errors(), (2, Vec::new()));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_signal_triggers_an_immediate_check() {
+async fn a_check_request_triggers_an_immediate_check() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
-    fs::write(&file, config_with_denied_policies(&["a"])).unwrap();
+    fs::write(&file, config_with_deny_policies(&["a"])).unwrap();
     let ReloaderFixture {
         reloader,
         active_policies,
-    } = ReloaderFixture::start(&file);
+    } = ReloaderFixture::load(&file);
     let check_request = Arc::new(tokio::sync::Notify::new());
     let watch = tokio::spawn({
         let check_request = Arc::clone(&check_request);
         reloader.watch_files(async move || check_request.notified().await)
     });
     tokio::task::yield_now().await;
-    fs::write(&file, config_with_denied_policies(&["b"])).unwrap();
+    fs::write(&file, config_with_deny_policies(&["b"])).unwrap();
     check_request.notify_one();
     tokio::time::sleep(SETTLE_TIME + Duration::from_millis(5)).await;
     assert_eq!(
@@ -247,8 +247,8 @@ async fn a_signal_triggers_an_immediate_check() {
 async fn a_slow_disk_does_not_block_the_runtime() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
-    fs::write(&file, config_with_denied_policies(&["a"])).unwrap();
-    let ReloaderFixture { reloader, .. } = ReloaderFixture::start(&file);
+    fs::write(&file, config_with_deny_policies(&["a"])).unwrap();
+    let ReloaderFixture { reloader, .. } = ReloaderFixture::load(&file);
     fs::remove_file(&file).unwrap();
     assert!(
         std::process::Command::new("mkfifo")
@@ -260,7 +260,8 @@ async fn a_slow_disk_does_not_block_the_runtime() {
     let (opened_sender, opened_receiver) = tokio::sync::oneshot::channel();
     let (release_sender, release_receiver) = std::sync::mpsc::sync_channel(1);
     let disk = std::thread::spawn(move || {
-        // Blocks until the reloader opens the pipe. The reloader then waits until it is dropped.
+        // This call blocks until the reloader opens the pipe. The reloader's read then waits until
+        // the pipe is dropped.
         let pipe = fs::OpenOptions::new().write(true).open(&file).unwrap();
         opened_sender.send(()).unwrap();
         let on_time = release_receiver
@@ -292,12 +293,12 @@ fn describes_added_removed_and_changed_policies() {
         };
         config::load(&sources).unwrap()
     };
-    let old = load(&policy_tables(&[
+    let old = load(&policies_toml(&[
         ("a", "deny"),
         ("b", "deny"),
         ("c", "deny"),
     ]));
-    let new = load(&policy_tables(&[
+    let new = load(&policies_toml(&[
         ("b", "deny"),
         ("c", "allow"),
         ("d", "deny"),
@@ -324,7 +325,7 @@ fn describes_added_removed_and_changed_policies() {
     assert_eq!(same, "policies unchanged");
 }
 
-fn policy_tables(policies: &[(&str, &str)]) -> String {
+fn policies_toml(policies: &[(&str, &str)]) -> String {
     policies
         .iter()
         .map(|(name, action)| format!("[[policy]]\nname = \"{name}\"\naction = \"{action}\"\n"))

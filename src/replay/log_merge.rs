@@ -5,8 +5,9 @@
 //! The logs are then merged by time, so rotated files and the logs of several replicas may be given
 //! in any order.
 //!
-//! Most text formats record whole seconds only. The requests of one second are spread evenly over
-//! it, in log order. That is closer to the real arrivals than a burst at its start.
+//! Most text formats record whole seconds only, so the requests of one second are spread evenly
+//! over it, in log order. Even spacing is closer to the real arrivals than a burst at the start of
+//! the second.
 
 use super::log_reader::{AccessLogReader, RawLogLine};
 use super::parsers::{LineParser, ParsedLine, ParsedRequest};
@@ -22,7 +23,7 @@ const REORDER_WINDOW_US: u64 = 10_000_000;
 const MAX_BUFFERED_REQUESTS: usize = 1 << 18;
 const MAX_BUFFERED_TEXT_BYTES: usize = 32 << 20;
 
-/// Lines read before the next check for requests that can be released.
+/// Number of lines to read between two checks whether requests can be released.
 const LINES_PER_READ: usize = 4096;
 
 /// A request read from a log, with borrowed texts.
@@ -54,7 +55,7 @@ struct BufferedRequest {
     text_length: u32,
 }
 
-/// Counts of lines by result.
+/// Counts of the lines of one log by parse result.
 #[derive(Debug, Default)]
 pub(super) struct LineCounts {
     pub(super) lines: u64,
@@ -65,7 +66,7 @@ pub(super) struct LineCounts {
     pub(super) broken_examples: Vec<(u64, Vec<u8>)>,
 }
 
-/// Number of broken lines shown for each log, and the bytes shown of each.
+/// Maximum number of broken lines shown for each log, and of bytes shown of each line.
 const MAX_BROKEN_EXAMPLES: usize = 3;
 const MAX_EXAMPLE_BYTES: usize = 120;
 
@@ -115,7 +116,7 @@ impl LogSource {
             if self.ended && self.buffered_requests.len() == self.ready_count {
                 return None;
             }
-            self.refill_buffer();
+            self.refill_and_sort_buffer();
         }
         self.buffered_requests
             .get(self.emitted_count)
@@ -154,22 +155,24 @@ impl LogSource {
         })
     }
 
-    /// Reads lines until some requests can be released.
-    fn refill_buffer(&mut self) {
-        self.discard_emitted();
+    /// Reads lines until some requests can be released, and sorts the buffered requests.
+    fn refill_and_sort_buffer(&mut self) {
+        self.discard_emitted_requests();
         while !self.ended {
             self.read_lines(LINES_PER_READ);
             let oldest_us = self
                 .buffered_requests
                 .first()
                 .map_or(u64::MAX, |entry| entry.arrival_us);
-            // Twice the window, so that a retained request is moved once or twice and not on every
-            // read.
-            if self.is_full() || self.newest_us.saturating_sub(oldest_us) > 2 * REORDER_WINDOW_US {
+            // Reads until the buffer covers twice the window, so that a request that stays in the
+            // buffer is moved once or twice, not on every read.
+            if self.is_buffer_full()
+                || self.newest_us.saturating_sub(oldest_us) > 2 * REORDER_WINDOW_US
+            {
                 break;
             }
         }
-        // A stable sort, and cheap for a log that is nearly in order.
+        // The sort is stable, and cheap for a log that is nearly in order.
         self.buffered_requests.sort_by_key(|entry| entry.arrival_us);
         let until_us = if self.ended {
             u64::MAX
@@ -179,7 +182,7 @@ impl LogSource {
         self.ready_count = self
             .buffered_requests
             .partition_point(|entry| entry.arrival_us <= until_us);
-        if self.is_full() {
+        if self.is_buffer_full() {
             self.ready_count = self.ready_count.max(self.buffered_requests.len() / 2);
         }
         if self.spread_within_second {
@@ -191,12 +194,12 @@ impl LogSource {
         }
     }
 
-    fn is_full(&self) -> bool {
+    fn is_buffer_full(&self) -> bool {
         self.buffered_requests.len() >= MAX_BUFFERED_REQUESTS / self.log_count
             || self.buffered_text.len() >= MAX_BUFFERED_TEXT_BYTES / self.log_count
     }
 
-    fn discard_emitted(&mut self) {
+    fn discard_emitted_requests(&mut self) {
         self.buffered_requests.drain(..self.emitted_count);
         (self.emitted_count, self.ready_count) = (0, 0);
         let mut texts = Vec::with_capacity(self.buffered_text.capacity());
@@ -248,8 +251,8 @@ impl LineCounts {
     }
 }
 
-/// Packs the texts of a request into the text buffer. They come from one line shorter than 64 KiB,
-/// so their lengths fit; a request whose lengths do not fit is dropped.
+/// Packs the texts of a request into the text buffer. The texts come from one line shorter than 64
+/// KiB, so their lengths fit into 16 bits; a request whose lengths do not fit is dropped.
 fn buffer_request(line: &ParsedRequest<'_>, texts: &mut Vec<u8>) -> Option<BufferedRequest> {
     let start = texts.len();
     let length = |text: &[u8]| u16::try_from(text.len()).ok();
@@ -280,7 +283,7 @@ fn buffer_request(line: &ParsedRequest<'_>, texts: &mut Vec<u8>) -> Option<Buffe
     })
 }
 
-/// Spaces the n requests of one second at equal distances.
+/// Spreads the requests with the same whole-second time evenly over that second.
 fn spread_within_seconds(entries: &mut [BufferedRequest]) {
     for second in entries.chunk_by_mut(|a, b| {
         a.arrival_us == b.arrival_us && a.has_whole_second_time && b.has_whole_second_time

@@ -26,7 +26,7 @@ pub(super) struct AccessLogReader {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
-    /// The input has no more bytes.
+    /// Whether the input has no more bytes.
     ended: bool,
     /// Error that ended the log early.
     pub(super) read_error: Option<io::Error>,
@@ -62,7 +62,7 @@ impl AccessLogReader {
                 bytes_read,
             },
         );
-        // The gzip magic bytes (RFC 1952, section 2.3.1).
+        // A gzip file starts with these magic bytes (RFC 1952, section 2.3.1).
         let is_gzip = raw.fill_buf()?.starts_with(&[0x1f, 0x8b]);
         let reader: Box<dyn Read> = if is_gzip {
             Box::new(MultiGzDecoder::new(raw))
@@ -85,14 +85,14 @@ impl AccessLogReader {
     pub(super) fn detect_format(&mut self) -> Option<AccessLogFormat> {
         while !self.ended
             && self.end < self.buffer.len()
-            && self.first_lines().count() <= DETECTION_LINES
+            && self.first_buffered_lines().count() <= DETECTION_LINES
         {
             self.fill_buffer();
         }
-        AccessLogFormat::detect(self.first_lines())
+        AccessLogFormat::detect(self.first_buffered_lines())
     }
 
-    fn first_lines(&self) -> impl Iterator<Item = &[u8]> + Clone {
+    fn first_buffered_lines(&self) -> impl Iterator<Item = &[u8]> + Clone {
         let head = self.buffer.get(self.start..self.end).unwrap_or_default();
         head.split(|byte| *byte == b'\n')
             .filter(|line| !line.trim_ascii().is_empty())
@@ -113,8 +113,8 @@ impl AccessLogReader {
                 };
                 match length {
                     0 => continue,
-                    1..=MAX_LINE_BYTES => return RawLogLine::Line(self.slice(from, length)),
-                    _ => return RawLogLine::TooLong(self.slice(from, MAX_LINE_BYTES)),
+                    1..=MAX_LINE_BYTES => return RawLogLine::Line(self.buffer_slice(from, length)),
+                    _ => return RawLogLine::TooLong(self.buffer_slice(from, MAX_LINE_BYTES)),
                 }
             }
             if rest.len() > MAX_LINE_BYTES {
@@ -126,21 +126,21 @@ impl AccessLogReader {
                 return if length == 0 {
                     RawLogLine::End
                 } else {
-                    RawLogLine::Line(self.slice(from, length))
+                    RawLogLine::Line(self.buffer_slice(from, length))
                 };
             }
             self.fill_buffer();
         }
     }
 
-    fn slice(&self, from: usize, length: usize) -> &[u8] {
+    fn buffer_slice(&self, from: usize, length: usize) -> &[u8] {
         self.buffer.get(from..from + length).unwrap_or_default()
     }
 
     /// Skips the rest of an oversized line and returns its beginning.
     fn skip_oversized_line(&mut self) -> RawLogLine<'_> {
-        // The beginning stays at the front of the buffer; later reads only refill the space behind
-        // it.
+        // The beginning of the line stays at the front of the buffer; reads refill only the space
+        // behind it.
         self.buffer.copy_within(self.start..self.end, 0);
         let mut end = self.end - self.start;
         loop {
@@ -153,7 +153,7 @@ impl AccessLogReader {
                 break;
             }
             end = MAX_LINE_BYTES;
-            match self.read_into(end) {
+            match self.read_into_buffer(end) {
                 0 => {
                     (self.start, self.end) = (0, 0);
                     break;
@@ -161,18 +161,19 @@ impl AccessLogReader {
                 read => end += read,
             }
         }
-        RawLogLine::TooLong(self.slice(0, MAX_LINE_BYTES))
+        RawLogLine::TooLong(self.buffer_slice(0, MAX_LINE_BYTES))
     }
 
     fn fill_buffer(&mut self) {
         self.buffer.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
-        let read = self.read_into(self.end);
+        let read = self.read_into_buffer(self.end);
         self.end += read;
     }
 
-    /// Returns the number of bytes read; 0 at the end of the input or on an error.
-    fn read_into(&mut self, from: usize) -> usize {
+    /// Reads into the buffer from index `from`. Returns the number of bytes read: 0 at the end of
+    /// the input or on an error.
+    fn read_into_buffer(&mut self, from: usize) -> usize {
         loop {
             let read = self
                 .reader

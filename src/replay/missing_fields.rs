@@ -9,7 +9,7 @@ use http::HeaderName;
 use http::header::COOKIE;
 use std::collections::BTreeSet;
 
-/// Number of requests for which the log has each field.
+/// Numbers of requests for which the log has, or lacks, certain fields.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FieldCoverage {
     pub(super) requests: u64,
@@ -18,7 +18,7 @@ pub(super) struct FieldCoverage {
     pub(super) with_duration: u64,
     /// Requests that the server answered with status 429 at the time of the log.
     pub(super) answered_429: u64,
-    /// By index in [`RequiredHeaders`].
+    /// Requests with a header, by the header's index in [`RequiredHeaders`].
     pub(super) with_header: Vec<u64>,
     /// Requests from logs that do not record the query string.
     pub(super) without_query: u64,
@@ -52,9 +52,9 @@ pub(super) fn describe_missing_fields(
     let mut sentences: Vec<String> = table
         .policies()
         .iter()
-        .filter_map(|policy| check.describe_policy(policy))
+        .filter_map(|policy| check.describe_missing_policy_fields(policy))
         .collect();
-    if table.distinguishes_clients() {
+    if table.depends_on_client_ip() {
         if coverage.with_peer < coverage.requests {
             let missing = coverage.requests - coverage.with_peer;
             sentences.push(format!(
@@ -81,7 +81,7 @@ struct MissingFieldCheck<'a> {
 }
 
 impl MissingFieldCheck<'_> {
-    fn describe_policy(&self, policy: &Policy) -> Option<String> {
+    fn describe_missing_policy_fields(&self, policy: &Policy) -> Option<String> {
         let mut missing_conditions = BTreeSet::new();
         self.collect_missing_conditions(&policy.matcher, &mut missing_conditions);
         let mut texts = Vec::new();
@@ -93,7 +93,7 @@ impl MissingFieldCheck<'_> {
             ));
         }
         if let PolicyAction::Limit(quota) = &policy.action {
-            self.describe_quota(quota, &mut texts);
+            self.describe_missing_quota_fields(quota, &mut texts);
         }
         (!texts.is_empty()).then(|| {
             format!(
@@ -104,12 +104,12 @@ impl MissingFieldCheck<'_> {
         })
     }
 
-    fn describe_quota(&self, quota: &Quota, texts: &mut Vec<String>) {
+    fn describe_missing_quota_fields(&self, quota: &Quota, texts: &mut Vec<String>) {
         let missing = quota
             .key
             .parts()
             .iter()
-            .filter(|part| !self.has_key_part(part));
+            .filter(|part| !self.log_has_key_part(part));
         let missing: Vec<String> = missing.map(ToString::to_string).collect();
         if !missing.is_empty() {
             let consequence = match quota.missing_key {
@@ -157,36 +157,37 @@ impl MissingFieldCheck<'_> {
         }
     }
 
-    fn has_key_part(&self, part: &KeyPart) -> bool {
+    fn log_has_key_part(&self, part: &KeyPart) -> bool {
         match part {
             KeyPart::Header(name) => (self.has_header)(name),
             KeyPart::Cookie(_) => (self.has_header)(&COOKIE),
-            KeyPart::Query(_) => self.has_query(),
+            KeyPart::Query(_) => self.log_has_query(),
             KeyPart::Host => self.coverage.with_host > 0,
-            KeyPart::Claim(_) => self.has_token(),
+            KeyPart::Claim(_) => self.log_has_token(),
             KeyPart::ClientCertSan | KeyPart::ClientCertCn => false,
             KeyPart::ClientIp
             | KeyPart::PathCaptures(_)
             | KeyPart::Method
             | KeyPart::WholePath
             | KeyPart::Const(_)
-            // An access log has no descriptors, so a policy with such a key matches no request.
+            // An access log has no descriptors, so a policy with a descriptor in its key matches no
+            // request.
             | KeyPart::DescriptorEntry(_)
             | KeyPart::WholeDescriptor => true,
         }
     }
 
-    fn has_query(&self) -> bool {
+    fn log_has_query(&self) -> bool {
         self.coverage.without_query < self.coverage.requests
     }
 
-    fn has_token(&self) -> bool {
+    fn log_has_token(&self) -> bool {
         self.token_header.is_some_and(self.has_header)
     }
 
     fn collect_missing_conditions(&self, matcher: &Matcher, missing: &mut BTreeSet<String>) {
-        // Without `..`: a new condition does not compile until it is considered here. An access
-        // log always has method, path and client, and no descriptors.
+        // The pattern has no `..`, so that a new condition does not compile until it is considered
+        // here. An access log always has method, path and client, and no descriptors.
         let Matcher {
             headers,
             query,
@@ -211,14 +212,14 @@ impl MissingFieldCheck<'_> {
                     .map(|cookie| format!("cookie {}", cookie.name)),
             );
         }
-        if !self.has_query() {
+        if !self.log_has_query() {
             missing.extend(
                 query
                     .iter()
                     .map(|query| format!("query parameter {}", query.name)),
             );
         }
-        if !self.has_token() {
+        if !self.log_has_token() {
             missing.extend(
                 claims
                     .iter()

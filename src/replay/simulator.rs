@@ -30,8 +30,8 @@ const COUNTER_STORE_SETTINGS: MemorySettings = MemorySettings {
 /// Maximum number of keys with exact statistics, shared by all policies.
 const MAX_TRACKED_KEYS: usize = 1 << 20;
 
-/// Maximum number of requests that hold concurrency slots at a time. Requests beyond it release
-/// their slots immediately.
+/// Maximum number of requests that hold concurrency slots at a time. Requests beyond this maximum
+/// release their slots immediately.
 const MAX_IN_FLIGHT: usize = 1 << 18;
 
 /// Maximum time that a request holds a slot, so that a wrong duration in the log cannot hold one
@@ -45,14 +45,14 @@ pub(super) struct PolicySimulator<'t> {
     required_headers: &'t RequiredHeaders,
     memory: MemoryStore,
     clock_control: ManualClock,
-    /// Fixed time argument for the stores: the manual clock supplies the log time instead.
+    /// Constant time argument for store calls, because the manual clock supplies the log time.
     fixed_instant: Instant,
     in_flight: InFlightRequests,
     pub(super) stats: SimulationStats,
     pub(super) peaks: Option<PeakDemandTracker>,
 }
 
-/// Counts of one policy set.
+/// Request counts and statistics of one policy set.
 #[derive(Debug)]
 pub(super) struct SimulationStats {
     pub(super) forwarded: u64,
@@ -65,7 +65,7 @@ pub(super) struct SimulationStats {
     /// Longest delay of a request (µs).
     pub(super) max_delay_us: u64,
     pub(super) series: RequestSeries,
-    /// In the order of the policy table.
+    /// Statistics of the policies, in the order of the policy table.
     pub(super) policies: Vec<ReplayPolicyStats>,
     pub(super) field_coverage: FieldCoverage,
     /// Requests older than a request that was already simulated.
@@ -74,7 +74,7 @@ pub(super) struct SimulationStats {
     pub(super) last_request_us: u64,
 }
 
-/// Counts of one policy.
+/// Request counts and statistics of one policy.
 #[derive(Debug)]
 pub(super) struct ReplayPolicyStats {
     pub(super) allowed: u64,
@@ -114,7 +114,7 @@ impl<'t> PolicySimulator<'t> {
 
     /// Returns the number of active counters that the stores evicted at their size limits.
     pub(super) fn evicted_counters(&self) -> u64 {
-        self.memory.evictions()
+        self.memory.eviction_count()
             + self
                 .peaks
                 .as_ref()
@@ -141,7 +141,7 @@ impl<'t> PolicySimulator<'t> {
             .renew_and_release_due_slots(now_us, &self.memory, &self.clock_control);
         self.clock_control.set_us(now_us);
 
-        let headers = self.request_headers(request);
+        let headers = self.build_header_map(request);
         let client = ClientAddress::identify(
             request.peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
             &headers,
@@ -153,22 +153,22 @@ impl<'t> PolicySimulator<'t> {
             .field_coverage
             .record_request(request, log_has_query, is_client_hidden);
         let Some(target) = LoggedTarget::from_request(request) else {
-            return self.reject_malformed(now_us);
+            return self.count_malformed_request(now_us);
         };
         let Ok(paths) = PathInterpretations::parse(target.path, &self.table.path) else {
-            return self.reject_malformed(now_us);
+            return self.count_malformed_request(now_us);
         };
         let Ok(method) = Method::from_bytes(request.method) else {
-            return self.reject_malformed(now_us);
+            return self.count_malformed_request(now_us);
         };
         let Some(host) =
             normalize_host(target.host).or_else(|| target.host.is_empty().then(|| "".into()))
         else {
-            return self.reject_malformed(now_us);
+            return self.count_malformed_request(now_us);
         };
         let token = match self.table.token_reader() {
             Some(reader) if reader.has_duplicate_header(&headers) => {
-                return self.reject_malformed(now_us);
+                return self.count_malformed_request(now_us);
             }
             Some(reader) => RequestToken::new(Some(reader), now_us / 1_000_000),
             None => RequestToken::default(),
@@ -189,7 +189,7 @@ impl<'t> PolicySimulator<'t> {
 
     fn apply_policies(&mut self, facts: &Facts<'_>, now_us: u64, duration_us: Option<u64>) -> bool {
         let (stats, peaks, table) = (&mut self.stats, &mut self.peaks, self.table);
-        let slot = self.in_flight.allocate_slot();
+        let slot = self.in_flight.allocate_slot_id();
         let instant = self.fixed_instant;
         let result = dry_run_request(&self.memory, table, facts, (slot, instant), |outcome| {
             stats.record_policy_outcome(&outcome, now_us);
@@ -208,7 +208,7 @@ impl<'t> PolicySimulator<'t> {
         });
         stats.record_request_outcome(result.outcome, result.delay_us, now_us);
         if !result.slot_counters.is_empty() {
-            // A delayed request already holds its slot while it waits.
+            // The delay is added, because a delayed request holds its slot while it waits.
             let duration_us = duration_us
                 .unwrap_or_default()
                 .saturating_add(result.delay_us);
@@ -225,13 +225,13 @@ impl<'t> PolicySimulator<'t> {
         result.outcome == DryRunOutcome::Forwarded
     }
 
-    fn reject_malformed(&mut self, now_us: u64) -> bool {
+    fn count_malformed_request(&mut self, now_us: u64) -> bool {
         self.stats.malformed += 1;
         self.stats.series.record_request(now_us, true);
         false
     }
 
-    fn request_headers(&self, request: &LoggedRequest<'_>) -> HeaderMap {
+    fn build_header_map(&self, request: &LoggedRequest<'_>) -> HeaderMap {
         let mut headers = HeaderMap::new();
         for (header_index, value) in request.headers() {
             let name = self
@@ -267,7 +267,7 @@ impl<'a> LoggedTarget<'a> {
         let target = str::from_utf8(request.target).ok()?;
         let mut host = str::from_utf8(request.host).ok()?;
         let mut rest = target;
-        // Absolute form (RFC 9112, section 3.2.2).
+        // A target in absolute form (RFC 9112, section 3.2.2) contains the host.
         for scheme in ["http://", "https://"] {
             if let Some(after) = target.strip_prefix(scheme) {
                 let end = after.find(['/', '?']).unwrap_or(after.len());
@@ -332,8 +332,8 @@ impl SimulationStats {
             PolicyDecision::Blocked => (&mut policy.blocked, true),
             PolicyDecision::Denied => (&mut policy.denied, true),
             PolicyDecision::ShadowRejected => (&mut policy.shadow_rejected, true),
-            // The memory store is always available.
-            PolicyDecision::Degraded
+            // Degraded decisions do not occur, because the memory store is always available.
+            PolicyDecision::DegradedUndecided
             | PolicyDecision::DegradedOpen
             | PolicyDecision::DegradedClosed
             | PolicyDecision::DegradedLocalAllowed
@@ -399,7 +399,7 @@ impl FieldCoverage {
     }
 }
 
-/// Requests that hold concurrency slots. Slots are renewed and released at the due times, as in the
+/// Requests that hold concurrency slots. Their slots are renewed and released when due, as in the
 /// proxy.
 #[derive(Debug, Default)]
 struct InFlightRequests {
@@ -416,7 +416,7 @@ struct InFlightRequest {
 }
 
 impl InFlightRequest {
-    /// Returns the time of the next action: the next renewal, or the end of the request.
+    /// Returns the time of the next renewal, or the end of the request if that is earlier.
     fn next_due_us(&self, now_us: u64) -> u64 {
         let shortest_us = self
             .counters
@@ -430,7 +430,7 @@ impl InFlightRequest {
 }
 
 impl InFlightRequests {
-    fn allocate_slot(&mut self) -> u128 {
+    fn allocate_slot_id(&mut self) -> u128 {
         self.last_slot_id += 1;
         self.last_slot_id
     }

@@ -1,10 +1,10 @@
-//! Bounded request statistics over time and by key. Memory does not grow with the log.
+//! Bounded request statistics over time and by key. Their memory does not grow with the log.
 
 use crate::limiter::Key;
 use foldhash::HashMap;
 
 /// Request counts in at most [`RequestSeries::MAX_BINS`] bins of equal width. The width doubles
-/// when the bins no longer cover the time span.
+/// whenever a request lies beyond the last bin.
 #[derive(Clone, Debug)]
 pub(super) struct RequestSeries {
     start_s: u64,
@@ -84,8 +84,8 @@ impl RequestSeries {
     }
 }
 
-/// Statistics of the keys of one policy. Counts are exact up to `max_keys` keys. Beyond that, the
-/// table evicts the least refused keys, as a space-saving sketch does.
+/// Statistics of the keys of one policy. Counts are exact up to `max_keys` keys. With more keys,
+/// the table evicts the least refused keys, as a space-saving sketch does.
 #[derive(Debug)]
 pub(super) struct ReplayKeyTable {
     max_keys: usize,
@@ -124,7 +124,7 @@ impl ReplayKeyTable {
 
     pub(super) fn record_request(&mut self, key: &Key, at_us: u64, refused: bool) {
         if self.stats_by_key.len() >= self.max_keys && !self.stats_by_key.contains_key(&key.id()) {
-            self.evict_least_refused();
+            self.evict_least_refused_half();
         }
         let error_floor = self.error_floor;
         let stats = self
@@ -148,7 +148,7 @@ impl ReplayKeyTable {
     }
 
     /// Evicts half of the keys: the least refused, and among equals those with the fewest requests.
-    fn evict_least_refused(&mut self) {
+    fn evict_least_refused_half(&mut self) {
         let ranked = self
             .stats_by_key
             .iter()
@@ -170,7 +170,7 @@ impl ReplayKeyTable {
     }
 
     /// Returns the number of keys that were refused at least once.
-    pub(super) fn refused_keys(&self) -> u64 {
+    pub(super) fn refused_key_count(&self) -> u64 {
         self.refused_keys
     }
 
@@ -211,7 +211,7 @@ impl KeySample {
         }
     }
 
-    /// Records the larger of the stored value and `value`.
+    /// Sets the sampled value of a key to `value` if that is larger.
     pub(super) fn record_max(&mut self, id: u128, value: u64) {
         if id.trailing_zeros() < self.min_trailing_zeros {
             return;
@@ -244,9 +244,9 @@ mod tests {
     use super::*;
     use crate::limiter::KeyBuilder;
 
-    fn key(name: u64) -> Key {
+    fn numbered_key(name: u64) -> Key {
         let mut builder = KeyBuilder::new("p");
-        builder.push_part(Some(name.to_string().as_bytes()));
+        builder.push_key_value(Some(name.to_string().as_bytes()));
         builder.finish()
     }
 
@@ -274,10 +274,10 @@ mod tests {
         let mut keys = ReplayKeyTable::new(100);
         for round in 0..50 {
             for heavy in 0..5 {
-                (0..=heavy).for_each(|_| keys.record_request(&key(heavy), round, true));
+                (0..=heavy).for_each(|_| keys.record_request(&numbered_key(heavy), round, true));
             }
             for light in 0..100 {
-                keys.record_request(&key(1000 + round * 100 + light), round, false);
+                keys.record_request(&numbered_key(1000 + round * 100 + light), round, false);
             }
         }
         assert!(keys.stats_by_key.len() <= 100 && !keys.key_count().1);
@@ -294,7 +294,7 @@ mod tests {
                 ("p/2".into(), 150, 0)
             ]
         );
-        assert_eq!(keys.refused_keys(), 5);
+        assert_eq!(keys.refused_key_count(), 5);
     }
 
     #[test]
@@ -302,7 +302,7 @@ mod tests {
         let mut sample = KeySample::new(1 << 12);
         let count = 5 << 12;
         for id in 0..count {
-            sample.record_max(key(id).id(), id * 100 / count);
+            sample.record_max(numbered_key(id).id(), id * 100 / count);
         }
         assert_eq!(sample.keys_per_sample(), 8);
         let sorted = sample.sorted_values();

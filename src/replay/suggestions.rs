@@ -1,9 +1,9 @@
 //! Suggests limits that affect few keys, from the peak demand of each key within one period.
 //!
 //! Peaks are counted by the limiter's algorithms under a limit that is never reached. A limit of n
-//! affects exactly the keys whose peak is above n, because both count the same until the first
-//! refusal. Sliding windows are counted in hundredths of the period, so a peak and the suggestion
-//! may be slightly too high. Requests that other policies refuse count as well.
+//! affects exactly the keys whose peak is above n, because it counts as the unreachable limit does
+//! until the first refusal. Sliding windows are counted in hundredths of the period, so a peak and
+//! the suggestion may be slightly too high. Requests that other policies refuse count as well.
 
 use super::statistics::KeySample;
 use crate::clock::Clock;
@@ -13,7 +13,7 @@ use crate::policy::{NamedLimit, PolicyAction, PolicyTable};
 use crate::store::{MemorySettings, MemoryStore};
 use std::time::Instant;
 
-/// A limit that no key reaches.
+/// Requests per period of the counting limit, which no key reaches.
 const UNREACHABLE_LIMIT: u64 = 1 << 40;
 
 /// Maximum number of sampled keys per limit.
@@ -23,7 +23,7 @@ const MAX_SAMPLED_KEYS: usize = 1 << 18;
 #[derive(Debug)]
 pub(super) struct PeakDemandTracker {
     memory: MemoryStore,
-    /// Indexed by policy, then by limit.
+    /// Peak samples, indexed by policy, then by limit.
     limits_by_policy: Vec<Vec<LimitPeakSample>>,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct LimitSuggestion {
     pub(super) proposal: Option<LimitProposal>,
 }
 
-/// A proposed limit and the distribution behind it.
+/// A proposed limit, and the distribution of peaks behind it.
 #[derive(Clone, Debug)]
 pub(super) struct LimitProposal {
     /// The proposed value of `requests`.
@@ -51,15 +51,15 @@ pub(super) struct LimitProposal {
     pub(super) touched_keys: u64,
     pub(super) touched_keys_now: u64,
     pub(super) sampled_keys: u64,
-    /// One in this many keys was sampled.
+    /// n if one in n keys was sampled.
     pub(super) keys_per_sample: u64,
     /// Shares of the keys in 1/1000, each with the highest peak within that share.
     pub(super) quantiles: Vec<(u16, u64)>,
-    /// Upper bounds of the peak, each with the number of keys above the previous bound.
+    /// Upper bounds of peaks, each with the number of keys from the previous bound up to it.
     pub(super) histogram: Vec<(u64, u64)>,
 }
 
-const QUANTILES: [u16; 5] = [500, 900, 990, 999, 1000];
+const QUANTILES_PER_MILLE: [u16; 5] = [500, 900, 990, 999, 1000];
 
 impl PeakDemandTracker {
     pub(super) fn new(table: &PolicyTable, settings: MemorySettings, clock: Clock) -> Self {
@@ -132,7 +132,7 @@ impl PeakDemandTracker {
     /// Returns the number of counters that the store evicted; the peaks of their keys may be too
     /// low.
     pub(super) fn evicted_counters(&self) -> u64 {
-        self.memory.evictions()
+        self.memory.eviction_count()
     }
 }
 
@@ -146,7 +146,7 @@ impl LimitPeakSample {
             Algorithm::SlidingWindow { .. } | Algorithm::SlidingLog => {
                 Some(Algorithm::SlidingWindow { buckets: 100 })
             }
-            // A bucket as large as the peak demand of one period never refuses.
+            // A token bucket as large as the peak demand of one period never refuses.
             Algorithm::TokenBucket { .. } => Some(Algorithm::SlidingWindow { buckets: 100 }),
             Algorithm::LeakyBucket { .. } | Algorithm::Concurrency { .. } | Algorithm::Block => {
                 None
@@ -188,13 +188,16 @@ fn propose_limit(sample: &KeySample, current_requests: u64, percent: f64) -> Opt
         touched_keys_now: keys_above(current_requests),
         sampled_keys: count as u64,
         keys_per_sample: sample.keys_per_sample(),
-        quantiles: QUANTILES.into_iter().filter_map(quantile).collect(),
-        histogram: build_histogram(&sorted),
+        quantiles: QUANTILES_PER_MILLE
+            .into_iter()
+            .filter_map(quantile)
+            .collect(),
+        histogram: count_keys_by_peak(&sorted),
     })
 }
 
 /// Counts the keys in ranges of the peak that double in width.
-fn build_histogram(sorted: &[u64]) -> Vec<(u64, u64)> {
+fn count_keys_by_peak(sorted: &[u64]) -> Vec<(u64, u64)> {
     let most = sorted.last().copied().unwrap_or_default();
     let (mut bars, mut below, mut upto) = (Vec::new(), 0, 1u64);
     loop {

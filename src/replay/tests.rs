@@ -50,7 +50,7 @@ impl ReplayFixture {
         self
     }
 
-    fn report(&self) -> ReplayReport {
+    fn run_replay(&self) -> ReplayReport {
         replay_logs(
             &self.settings,
             &[("test.toml".to_owned(), &*self.config.policy_table)],
@@ -59,8 +59,8 @@ impl ReplayFixture {
         .unwrap()
     }
 
-    fn report_json(&self) -> Value {
-        serde_json::from_str(&self.report().render_json()).unwrap()
+    fn run_replay_as_json(&self) -> Value {
+        serde_json::from_str(&self.run_replay().render_json()).unwrap()
     }
 }
 
@@ -72,14 +72,14 @@ fn log_line(at_s: u64, client: &str, request: &str) -> String {
     )
 }
 
-fn log_lines(at_s: u64, client: &str, request: &str, count: usize) -> String {
+fn repeated_log_line(at_s: u64, client: &str, request: &str, count: usize) -> String {
     log_line(at_s, client, request).repeat(count)
 }
 
 const ONE_LIMIT: &str =
     "[[policy]]\nname = 'all'\nkey = ['client_ip']\nlimit = { requests = 3, per = '10s' }\n";
 
-fn refused_requests(json: &Value, policy: usize) -> u64 {
+fn refused_request_count(json: &Value, policy: usize) -> u64 {
     let policy = &json["sets"][0]["policies"][policy];
     ["rejected", "blocked", "denied", "shadow_rejected"]
         .iter()
@@ -89,15 +89,15 @@ fn refused_requests(json: &Value, policy: usize) -> u64 {
 
 #[test]
 fn reports_the_limited_keys_and_when_they_were_refused() {
-    let log = log_lines(0, "1.1.1.1", "GET /", 5)
-        + &log_lines(5, "2.2.2.2", "GET /", 3)
-        + &log_lines(10, "1.1.1.1", "GET /", 3);
+    let log = repeated_log_line(0, "1.1.1.1", "GET /", 5)
+        + &repeated_log_line(5, "2.2.2.2", "GET /", 3)
+        + &repeated_log_line(10, "1.1.1.1", "GET /", 3);
     let json = ReplayFixture::new(ONE_LIMIT)
         .with_log("a.log", log)
-        .report_json();
+        .run_replay_as_json();
     // Two of the five requests in the first second are refused. Ten seconds later, the admitted
-    // ones have left the window one by one.
-    assert_eq!(refused_requests(&json, 0), 2, "{json:#}");
+    // requests leave the window one by one, so none is refused.
+    assert_eq!(refused_request_count(&json, 0), 2, "{json:#}");
     let top = &json["sets"][0]["top"][0];
     assert_eq!(
         (&top["key"], &top["refused"], &top["requests"]),
@@ -111,30 +111,30 @@ fn reports_the_limited_keys_and_when_they_were_refused() {
 #[test]
 fn merges_unordered_lines_and_files_into_one_log() {
     let in_order: String = (0..40)
-        .map(|second| log_lines(second, "1.1.1.1", "GET /", 1))
+        .map(|second| repeated_log_line(second, "1.1.1.1", "GET /", 1))
         .collect();
-    let expected = refused_requests(
+    let expected = refused_request_count(
         &ReplayFixture::new(ONE_LIMIT)
             .with_log("a", &in_order)
-            .report_json(),
+            .run_replay_as_json(),
         0,
     );
     let mut shuffled: Vec<&str> = in_order.lines().collect();
     shuffled.chunks_mut(5).for_each(<[_]>::reverse);
     let late = ReplayFixture::new(ONE_LIMIT)
         .with_log("a", shuffled.join("\n"))
-        .report_json();
+        .run_replay_as_json();
     assert_eq!(
-        (refused_requests(&late, 0), &late["sets"][0]["late"]),
+        (refused_request_count(&late, 0), &late["sets"][0]["late"]),
         (expected, &0.into())
     );
     let (first, second) = in_order.split_at(in_order.len() / 2);
     assert_eq!(
-        refused_requests(
+        refused_request_count(
             &ReplayFixture::new(ONE_LIMIT)
                 .with_log("b", second)
                 .with_log("a", first)
-                .report_json(),
+                .run_replay_as_json(),
             0
         ),
         expected
@@ -147,11 +147,11 @@ fn merges_unordered_lines_and_files_into_one_log() {
         .collect::<Vec<_>>()
         .join("\n");
     assert_eq!(
-        refused_requests(
+        refused_request_count(
             &ReplayFixture::new(ONE_LIMIT)
                 .with_log("a", odds)
                 .with_log("b", evens)
-                .report_json(),
+                .run_replay_as_json(),
             0
         ),
         expected
@@ -161,14 +161,14 @@ fn merges_unordered_lines_and_files_into_one_log() {
 #[test]
 fn counts_and_reports_requests_that_are_far_out_of_order() {
     let mut log: String = (0..50)
-        .map(|second| log_lines(second, "1.1.1.1", "GET /", 200))
+        .map(|second| repeated_log_line(second, "1.1.1.1", "GET /", 200))
         .collect();
-    log += &log_lines(3, "2.2.2.2", "GET /", 4);
+    log += &repeated_log_line(3, "2.2.2.2", "GET /", 4);
     let fixture = ReplayFixture::new(ONE_LIMIT).with_log("a", log);
-    assert_eq!(fixture.report_json()["sets"][0]["late"], 4);
+    assert_eq!(fixture.run_replay_as_json()["sets"][0]["late"], 4);
     assert!(
         fixture
-            .report()
+            .run_replay()
             .render_text(80, false)
             .contains("4 requests are more than 10 s out of order")
     );
@@ -188,18 +188,18 @@ fn applies_every_policy_action_and_algorithm() {
          [[policy.override]]\nkey = ['9.9.9.9']\nlimit = { requests = 3, per = '1h' }\n",
     );
     let log = [
-        log_lines(0, "1.1.1.1", "GET /health", 4),
-        log_lines(0, "1.1.1.1", "GET /admin/x", 2),
-        log_lines(1, "1.1.1.1", "POST /login", 3),
-        log_lines(20, "1.1.1.1", "POST /login", 1),
-        log_lines(22, "1.1.1.1", "POST /login", 1),
-        log_lines(23, "1.1.1.1", "GET /slow", 4),
-        log_lines(24, "1.1.1.1", "GET /try", 3),
-        log_lines(25, "1.1.1.1", "GET /vip", 3),
-        log_lines(26, "9.9.9.9", "GET /vip", 4),
-        log_lines(27, "9.9.9.9", "GET /%00", 1),
+        repeated_log_line(0, "1.1.1.1", "GET /health", 4),
+        repeated_log_line(0, "1.1.1.1", "GET /admin/x", 2),
+        repeated_log_line(1, "1.1.1.1", "POST /login", 3),
+        repeated_log_line(20, "1.1.1.1", "POST /login", 1),
+        repeated_log_line(22, "1.1.1.1", "POST /login", 1),
+        repeated_log_line(23, "1.1.1.1", "GET /slow", 4),
+        repeated_log_line(24, "1.1.1.1", "GET /try", 3),
+        repeated_log_line(25, "1.1.1.1", "GET /vip", 3),
+        repeated_log_line(26, "9.9.9.9", "GET /vip", 4),
+        repeated_log_line(27, "9.9.9.9", "GET /%00", 1),
     ];
-    let json = fixture.with_log("a", log.concat()).report_json();
+    let json = fixture.with_log("a", log.concat()).run_replay_as_json();
     let policies = &json["sets"][0]["policies"];
     let count = |at: usize, word: &str| policies[at][word].as_u64().unwrap();
     assert_eq!((count(0, "exempt"), count(1, "denied")), (4, 2));
@@ -238,8 +238,8 @@ fn simulates_concurrency_limits_from_request_durations() {
             at_s + took_s
         )
     };
-    // Two requests last a minute, longer than a slot without renewal. One request arrives while
-    // they run, and one after.
+    // Two requests last a minute, longer than a slot without renewal. A third request arrives while
+    // both run, and a fourth one after their end.
     let json = ReplayFixture::new(policies)
         .with_log(
             "a",
@@ -251,16 +251,17 @@ fn simulates_concurrency_limits_from_request_durations() {
             ]
             .concat(),
         )
-        .report_json();
+        .run_replay_as_json();
     assert_eq!(
-        (refused_requests(&json, 0), &json["sets"][0]["late"]),
+        (refused_request_count(&json, 0), &json["sets"][0]["late"]),
         (1, &0.into()),
         "{json:#}"
     );
-    let without = ReplayFixture::new(policies).with_log("a", log_lines(0, "1.1.1.1", "GET /", 9));
-    assert_eq!(refused_requests(&without.report_json(), 0), 0);
+    let without =
+        ReplayFixture::new(policies).with_log("a", repeated_log_line(0, "1.1.1.1", "GET /", 9));
+    assert_eq!(refused_request_count(&without.run_replay_as_json(), 0), 0);
     assert!(
-        without.report_json()["sets"][0]["lacks"][0]
+        without.run_replay_as_json()["sets"][0]["lacks"][0]
             .as_str()
             .unwrap()
             .contains("no duration")
@@ -275,9 +276,9 @@ fn warns_about_fields_missing_from_the_log() {
          [[policy]]\nname = 'host'\nmatch = { hosts = ['a.example'], headers = { x-beta = '1' } }\nkey = ['client_ip']\n\
          cost = { header = 'x-cost', default = 2 }\nlimit = { requests = 9, per = '1h' }\n",
     )
-    .with_log("a", log_lines(0, "10.0.0.1", "GET /", 2));
+    .with_log("a", repeated_log_line(0, "10.0.0.1", "GET /", 2));
     let text = fixture
-        .report()
+        .run_replay()
         .render_text(80, false)
         .split_whitespace()
         .collect::<Vec<_>>()
@@ -296,15 +297,19 @@ fn warns_about_fields_missing_from_the_log() {
 #[test]
 fn counts_and_escapes_broken_lines() {
     let hostile = "\u{1b}[2J\u{202e}<script>alert(1)</script>";
-    let mut log = log_lines(0, "1.1.1.1", "GET /", 5).into_bytes();
+    let mut log = repeated_log_line(0, "1.1.1.1", "GET /", 5).into_bytes();
     log.extend(format!("{hostile}\r\n\r\n\n").as_bytes());
     log.extend(b"\xff\x00\x80\n");
     log.extend("x".repeat(1 << 20).as_bytes());
     log.extend(b"\n");
     log.extend(log_line(1, &format!("1.1.1.1 {hostile}"), "GET /<b>\u{1b}[31m").as_bytes());
-    log.extend(log_lines(2, "1.1.1.1", "GET /", 1).trim_end().as_bytes());
+    log.extend(
+        repeated_log_line(2, "1.1.1.1", "GET /", 1)
+            .trim_end()
+            .as_bytes(),
+    );
     let fixture = ReplayFixture::new(ONE_LIMIT).with_log("<i>.log", &log);
-    let json = fixture.report_json();
+    let json = fixture.run_replay_as_json();
     assert_eq!(
         (
             &json["logs"][0]["broken"],
@@ -313,7 +318,7 @@ fn counts_and_escapes_broken_lines() {
         ),
         (&3.into(), &10.into(), &7.into())
     );
-    let report = fixture.report();
+    let report = fixture.run_replay();
     let (text, html) = (report.render_text(80, true), report.render_html());
     assert!(
         !text
@@ -339,7 +344,7 @@ fn decompresses_gzip_logs_and_reads_truncated_ones_to_the_break() {
         let mut out = flate2::write::GzEncoder::new(&mut packed, flate2::Compression::fast());
         for second in 0..1000 {
             out.write_all(
-                log_lines(
+                repeated_log_line(
                     half * 1000 + second,
                     &format!("1.1.{}.{}", second / 250, second % 250),
                     "GET /",
@@ -353,13 +358,16 @@ fn decompresses_gzip_logs_and_reads_truncated_ones_to_the_break() {
     }
     let whole = ReplayFixture::new(ONE_LIMIT)
         .with_log("a.gz", &packed)
-        .report_json();
+        .run_replay_as_json();
     assert_eq!(
         (&whole["requests"], &whole["logs"][0]["fault"]),
         (&2000.into(), &Value::Null)
     );
     let cut = ReplayFixture::new(ONE_LIMIT).with_log("a.gz", &packed[..packed.len() * 3 / 4]);
-    let (json, text) = (cut.report_json(), cut.report().render_text(80, false));
+    let (json, text) = (
+        cut.run_replay_as_json(),
+        cut.run_replay().render_text(80, false),
+    );
     assert!(
         (1000..2000).contains(&json["requests"].as_u64().unwrap()),
         "{json:#}"
@@ -371,7 +379,7 @@ fn decompresses_gzip_logs_and_reads_truncated_ones_to_the_break() {
 fn compares_two_policy_sets_side_by_side() {
     let strict = ReplayFixture::new(ONE_LIMIT).with_log(
         "a",
-        log_lines(0, "1.1.1.1", "GET /", 5) + &log_lines(1, "2.2.2.2", "GET /", 4),
+        repeated_log_line(0, "1.1.1.1", "GET /", 5) + &repeated_log_line(1, "2.2.2.2", "GET /", 4),
     );
     let lax = ReplayFixture::new(&ONE_LIMIT.replace("requests = 3", "requests = 4"));
     let sets = [
@@ -400,11 +408,11 @@ fn compares_two_policy_sets_side_by_side() {
 #[test]
 fn a_suggested_limit_touches_as_many_keys_as_it_predicts() {
     let log: String = (1..=100)
-        .map(|client| log_lines(0, &format!("1.1.1.{client}"), "GET /", client))
+        .map(|client| repeated_log_line(0, &format!("1.1.1.{client}"), "GET /", client))
         .collect();
     let mut fixture = ReplayFixture::new(ONE_LIMIT).with_log("a", &log);
     fixture.settings.suggest_percent = Some(5.0);
-    let json = fixture.report_json();
+    let json = fixture.run_replay_as_json();
     let drawn = &json["sets"][0]["policies"][0]["suggested"][0]["drawn"];
     assert_eq!(
         (&drawn["requests"], &drawn["touched"], &drawn["touched_now"]),
@@ -414,7 +422,7 @@ fn a_suggested_limit_touches_as_many_keys_as_it_predicts() {
     // The suggested limit must affect as many keys as it predicts.
     let tried = ReplayFixture::new(&ONE_LIMIT.replace("requests = 3", "requests = 95"))
         .with_log("a", &log)
-        .report_json();
+        .run_replay_as_json();
     assert_eq!(tried["sets"][0]["policies"][0]["keys_touched"], 5);
 }
 

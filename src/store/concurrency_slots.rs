@@ -1,14 +1,15 @@
 //! Concurrency slots held by requests in flight: their renewals and releases in the store.
 //!
-//! A slot is a lease in the store (see `limiter/concurrency.rs`). It is renewed at a third of its
-//! TTL while its [`ConcurrencySlotGuard`] lives. Dropping the guard releases it: the response has
-//! ended, the client has disconnected, or the store did not answer. A failed call is repeated: a
-//! renewal while the slot is held, a release until the slot has expired in the store.
+//! A slot is an entry with a TTL in the store (see `limiter/concurrency.rs`). The slot is renewed
+//! every third of its TTL while its [`ConcurrencySlotGuard`] lives. Dropping the guard releases the
+//! slot: the response has ended, the client has disconnected, or the store did not answer. A failed
+//! renewal is repeated while the slot is held, a failed release until the slot has expired in the
+//! store.
 //!
-//! One task sends renewals and releases in turn. A renewal that overtook the release of its slot
-//! would take the slot again.
+//! One task sends renewals and releases, one batch at a time. A renewal that overtook the release
+//! of its slot would take the slot again.
 
-use super::{CounterRef, FLUSH_TIMEOUT, Settlement, Store};
+use super::{FLUSH_TIMEOUT, LimitAndKey, Settlement, Store};
 use crate::limiter::Amendment;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -21,14 +22,15 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout};
 
-/// Maximum number of ended slots of one worker: about 4 MiB. Further slots expire in the store.
+/// Maximum number of slots of one worker that wait for their release: about 4 MiB. Further slots
+/// are not released: they expire in the store.
 const MAX_ENDED_SLOTS: usize = 1 << 14;
 
 /// Maximum number of releases, and of renewals, in a batch. A release waits for at most one batch,
 /// however many renewals are due.
 const MAX_BATCH_SLOTS: usize = 512;
 
-/// Pause before a failed call is repeated: as long as the call is due, within these bounds.
+/// Bounds of the pause before a failed call is repeated: as long as the call is overdue.
 const MIN_RETRY_PAUSE: Duration = Duration::from_millis(25);
 const MAX_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
@@ -41,8 +43,8 @@ pub struct ConcurrencySlots(Arc<ConcurrencySlotsInner>);
 pub struct ConcurrencySlotGuard {
     slots: ConcurrencySlots,
     slot_id: u128,
-    /// Time at which the request has to be ended.
-    ends_at: Option<Instant>,
+    /// Time at which the request has to be ended, if any.
+    request_ends_at: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -51,9 +53,9 @@ struct ConcurrencySlotsInner {
     /// Random; makes slot ids unique in the fleet.
     instance_id: u64,
     next_slot_serial: AtomicU64,
-    /// A mutex because `Store` is `Send`; only one worker uses it.
+    /// Locked by one worker only. It is a mutex because `Store` is `Send`.
     state: Mutex<ConcurrencySlotsState>,
-    /// Wakes the task when work is due earlier than it expects.
+    /// Wakes the task when a call is due earlier than the task expects.
     changed: Notify,
     /// Notified when all releases are sent.
     drained: Notify,
@@ -61,7 +63,8 @@ struct ConcurrencySlotsInner {
 
 #[derive(Debug, Default)]
 struct ConcurrencySlotsState {
-    /// By slot id. A slot that the store may have taken for nothing has an entry of its own.
+    /// Slots by entry id, which is the slot id. A slot that the store may have taken at counters
+    /// that the decision did not grant has a separate entry with a new id.
     slots: HashMap<u128, SlotEntry, foldhash::fast::RandomState>,
     /// Held slots by the time of their next renewal.
     renewals: BTreeSet<(Instant, u128)>,
@@ -69,16 +72,16 @@ struct ConcurrencySlotsState {
     releases: BTreeSet<(Instant, u128)>,
     /// Slots whose request has ended.
     ended_count: usize,
-    /// Whether a task sends renewals and releases.
+    /// Whether a task is sending renewals and releases.
     is_task_running: bool,
 }
 
-/// What happens to the slots of a request that the decision did not grant.
+/// What to do with those slots of a request that the decision did not grant.
 #[derive(Clone, Copy, Debug)]
-pub enum UntakenSlots {
-    /// The store has decided: they are certainly not taken.
+pub enum UntakenSlotAction {
+    /// Forget the slots: the store has decided, so they are certainly not taken.
     Forget,
-    /// The store has not answered: it may have taken them.
+    /// Release the slots: the store has not answered, so it may have taken them.
     Release,
 }
 
@@ -87,17 +90,17 @@ pub enum UntakenSlots {
 struct SlotEntry {
     /// The slot's id in the store.
     slot_id: u128,
-    counters: SmallVec<[CounterRef; 1]>,
-    /// The request has ended: the next call is a release, otherwise a renewal.
+    counters: SmallVec<[LimitAndKey; 1]>,
+    /// Whether the request has ended. If so, the next call is a release, otherwise a renewal.
     is_ended: bool,
-    /// Time since which the call is due, also after failures.
+    /// Time since which the call is due. A failure of the call does not change it.
     due_since: Instant,
-    /// Time of the scheduled call. `None` while it is sent.
+    /// Time of the scheduled call. `None` while the call is being sent.
     call_at: Option<Instant>,
 }
 
 /// A renewal or release at one counter, with the id of its entry.
-type SlotCall = (u128, (CounterRef, Amendment));
+type SlotCall = (u128, (LimitAndKey, Amendment));
 
 impl ConcurrencySlots {
     pub fn new(store: Store) -> Self {
@@ -114,23 +117,24 @@ impl ConcurrencySlots {
         }))
     }
 
-    /// Reserves a slot at each of the counters. The caller then charges it with the guard's id.
-    pub fn reserve_slots(&self, counters: SmallVec<[CounterRef; 1]>) -> ConcurrencySlotGuard {
+    /// Creates the guard of a new slot at these counters, and schedules its renewals. The slot is
+    /// not taken yet: the caller charges the counters with the guard's slot id.
+    pub fn create_slot_guard(&self, counters: SmallVec<[LimitAndKey; 1]>) -> ConcurrencySlotGuard {
         let slot_id = self.0.new_slot_id();
         let mut state = self.0.state.lock();
         if state.insert_slot(slot_id, counters, Instant::now()) {
-            self.ensure_task(&mut state);
+            self.wake_or_spawn_task(&mut state);
         }
         ConcurrencySlotGuard {
             slots: self.clone(),
             slot_id,
-            ends_at: None,
+            request_ends_at: None,
         }
     }
 
     /// The counters of all queued releases.
     #[cfg(test)]
-    pub fn queued_releases(&self) -> Vec<CounterRef> {
+    pub fn counters_of_queued_releases(&self) -> Vec<LimitAndKey> {
         let state = self.0.state.lock();
         let queued = state.releases.iter();
         queued
@@ -140,7 +144,7 @@ impl ConcurrencySlots {
     }
 
     /// Waits until all queued releases are sent, for at most [`FLUSH_TIMEOUT`].
-    pub async fn flush(&self) {
+    pub async fn wait_until_releases_sent(&self) {
         let all_sent = async {
             loop {
                 let drained = self.0.drained.notified();
@@ -165,12 +169,12 @@ impl ConcurrencySlots {
             }
             return;
         }
-        if state.end_slot(slot_id, Instant::now()) {
-            self.ensure_task(&mut state);
+        if state.schedule_release(slot_id, Instant::now()) {
+            self.wake_or_spawn_task(&mut state);
         }
     }
 
-    fn ensure_task(&self, state: &mut ConcurrencySlotsState) {
+    fn wake_or_spawn_task(&self, state: &mut ConcurrencySlotsState) {
         if std::mem::replace(&mut state.is_task_running, true) {
             self.0.changed.notify_one();
         } else {
@@ -185,11 +189,12 @@ impl ConcurrencySlotGuard {
         self.slot_id
     }
 
-    /// Removes the counters at which the slot was not granted. `None` if none remains.
-    pub fn retain_taken(
+    /// Keeps only the counters for which `is_taken` holds; `untaken` decides what happens to the
+    /// slots at all others. Returns `None` if no counter is kept.
+    pub fn retain_taken_counters(
         self,
-        is_taken: impl Fn(&CounterRef) -> bool,
-        untaken: UntakenSlots,
+        is_taken: impl Fn(&LimitAndKey) -> bool,
+        untaken: UntakenSlotAction,
     ) -> Option<Self> {
         let mut state = self.slots.0.state.lock();
         let slot = state.slots.get_mut(&self.slot_id)?;
@@ -198,10 +203,10 @@ impl ConcurrencySlotGuard {
             .partition(is_taken);
         slot.counters = taken;
         let is_held = !slot.counters.is_empty();
-        if let UntakenSlots::Release = untaken {
+        if let UntakenSlotAction::Release = untaken {
             let entry_id = self.slots.0.new_slot_id();
-            if state.insert_ended(entry_id, self.slot_id, rest, Instant::now()) {
-                self.slots.ensure_task(&mut state);
+            if state.insert_ended_slot(entry_id, self.slot_id, rest, Instant::now()) {
+                self.slots.wake_or_spawn_task(&mut state);
             }
         }
         drop(state);
@@ -209,13 +214,13 @@ impl ConcurrencySlotGuard {
     }
 
     /// Sets the time at which the request has to be ended, if any.
-    pub fn set_end(&mut self, ends_at: Option<Instant>) {
-        self.ends_at = ends_at;
+    pub fn set_request_end(&mut self, ends_at: Option<Instant>) {
+        self.request_ends_at = ends_at;
     }
 
     /// Time at which the request has to be ended, if any.
-    pub fn ends_at(&self) -> Option<Instant> {
-        self.ends_at
+    pub fn request_ends_at(&self) -> Option<Instant> {
+        self.request_ends_at
     }
 }
 
@@ -226,14 +231,14 @@ impl Drop for ConcurrencySlotGuard {
 }
 
 impl ConcurrencySlotsState {
-    /// Returns whether this slot is the next one to renew.
+    /// Inserts a slot and schedules its renewal. Returns whether it is the next slot to renew.
     fn insert_slot(
         &mut self,
         slot_id: u128,
-        counters: SmallVec<[CounterRef; 1]>,
+        counters: SmallVec<[LimitAndKey; 1]>,
         now: Instant,
     ) -> bool {
-        let renew_at = next_renewal(&counters, now);
+        let renew_at = next_renewal_at(&counters, now);
         let slot = SlotEntry {
             slot_id,
             counters,
@@ -247,11 +252,11 @@ impl ConcurrencySlotsState {
     }
 
     /// Adds an entry that only releases a slot. Returns whether there is anything to release.
-    fn insert_ended(
+    fn insert_ended_slot(
         &mut self,
         entry_id: u128,
         slot_id: u128,
-        counters: SmallVec<[CounterRef; 1]>,
+        counters: SmallVec<[LimitAndKey; 1]>,
         now: Instant,
     ) -> bool {
         let entry = SlotEntry {
@@ -262,11 +267,11 @@ impl ConcurrencySlotsState {
             call_at: None,
         };
         self.slots.insert(entry_id, entry);
-        self.end_slot(entry_id, now)
+        self.schedule_release(entry_id, now)
     }
 
     /// Schedules the release of a slot. Returns whether there is anything to release.
-    fn end_slot(&mut self, slot_id: u128, now: Instant) -> bool {
+    fn schedule_release(&mut self, slot_id: u128, now: Instant) -> bool {
         let Some(slot) = self.slots.get_mut(&slot_id) else {
             return false;
         };
@@ -284,7 +289,7 @@ impl ConcurrencySlotsState {
         true
     }
 
-    fn remove_slot(&mut self, slot_id: u128) -> Option<SmallVec<[CounterRef; 1]>> {
+    fn remove_slot(&mut self, slot_id: u128) -> Option<SmallVec<[LimitAndKey; 1]>> {
         let slot = self.slots.remove(&slot_id)?;
         if let Some(renew_at) = slot.call_at {
             self.renewals.remove(&(renew_at, slot_id));
@@ -294,14 +299,14 @@ impl ConcurrencySlotsState {
     }
 
     /// Time of the next scheduled call, if any.
-    fn next_call(&self) -> Option<Instant> {
+    fn next_call_at(&self) -> Option<Instant> {
         let queues = [&self.releases, &self.renewals];
         let firsts = queues.iter().filter_map(|queue| queue.first());
         firsts.map(|(call_at, _)| *call_at).min()
     }
 
     /// Takes a batch of the calls that are due at `now`.
-    fn take_due(&mut self, now: Instant) -> Vec<SlotCall> {
+    fn take_due_calls(&mut self, now: Instant) -> Vec<SlotCall> {
         let mut batch = Vec::new();
         for queue in [&mut self.releases, &mut self.renewals] {
             for _ in 0..MAX_BATCH_SLOTS {
@@ -325,23 +330,29 @@ impl ConcurrencySlotsState {
         batch
     }
 
-    /// Schedules the next calls of a batch that was sent at `sent_at`.
-    fn record_results(&mut self, batch: &[SlotCall], failed_indices: &[usize], sent_at: Instant) {
+    /// Schedules the next call of each slot in a batch that was sent at `sent_at`.
+    fn schedule_next_calls(
+        &mut self,
+        batch: &[SlotCall],
+        failed_indices: &[usize],
+        sent_at: Instant,
+    ) {
         let now = Instant::now();
         for (slot_id, _) in failed_indices.iter().filter_map(|index| batch.get(*index)) {
-            self.schedule_call(*slot_id, |slot| slot.retry_at(now));
+            self.schedule_call_or_remove_slot(*slot_id, |slot| slot.retry_at(now));
         }
         for (slot_id, _) in batch {
-            self.schedule_call(*slot_id, |slot| {
-                slot.due_since = next_renewal(&slot.counters, sent_at);
+            self.schedule_call_or_remove_slot(*slot_id, |slot| {
+                slot.due_since = next_renewal_at(&slot.counters, sent_at);
                 (!slot.is_ended).then_some(slot.due_since)
             });
         }
     }
 
-    /// Schedules the next call of a slot unless one is scheduled: a failure at another counter, or
-    /// the end of the request during a renewal. Removes the slot if no call follows.
-    fn schedule_call(
+    /// Schedules the next call of a slot, or removes the slot if no call follows. Does nothing if a
+    /// call is already scheduled: after a failure at another counter, or if the request has ended
+    /// during a renewal.
+    fn schedule_call_or_remove_slot(
         &mut self,
         slot_id: u128,
         next_call: impl FnOnce(&mut SlotEntry) -> Option<Instant>,
@@ -363,7 +374,8 @@ impl ConcurrencySlotsState {
 }
 
 impl SlotEntry {
-    /// Time at which a failed call is repeated. `None` if the slot has expired in the store.
+    /// Time at which a failed call is repeated. `None` for the release of a slot that has expired
+    /// in the store.
     fn retry_at(&self, now: Instant) -> Option<Instant> {
         let overdue = now.saturating_duration_since(self.due_since);
         let longest_us = self.counters.iter().map(|(limit, _)| limit.per_us).max();
@@ -373,8 +385,8 @@ impl SlotEntry {
     }
 }
 
-/// A third of the shortest slot TTL after `now`.
-fn next_renewal(counters: &[CounterRef], now: Instant) -> Instant {
+/// Time of the next renewal: a third of the shortest slot TTL after `now`.
+fn next_renewal_at(counters: &[LimitAndKey], now: Instant) -> Instant {
     let shortest_us = counters
         .iter()
         .map(|(limit, _)| limit.per_us)
@@ -389,8 +401,8 @@ async fn send_renewals_and_releases(slots: Arc<ConcurrencySlotsInner>) {
         let now = Instant::now();
         let (batch, next_call) = {
             let mut state = slots.state.lock();
-            let batch = state.take_due(now);
-            let next_call = state.next_call();
+            let batch = state.take_due_calls(now);
+            let next_call = state.next_call_at();
             state.is_task_running = !batch.is_empty() || next_call.is_some();
             (batch, next_call)
         };
@@ -428,7 +440,7 @@ impl ConcurrencySlotsInner {
             failed_indices = error.unconfirmed_indices;
         }
         let mut state = self.state.lock();
-        state.record_results(batch, &failed_indices, now);
+        state.schedule_next_calls(batch, &failed_indices, now);
         if state.ended_count == 0 {
             self.drained.notify_waiters();
         }

@@ -1,13 +1,27 @@
 //! The steps from the charges of one request to a decision, in order:
 //!
-//! 1. Lease ([`LeasePool::take_permits`]): units charged in advance need no call.
-//! 2. Deny cache ([`DenyCache::find_refusal`]): a refusal that still holds needs no call.
+//! 1. Lease ([`LeasePool::take_permits`]): units charged in advance admit without a call.
+//! 2. Deny cache ([`DenyCache::find_refusal`]): a refusal that still holds refuses without a call.
 //! 3. Local share ([`super::FallbackStore::check_share`]): while an outage ends, it may refuse.
 //! 4. Circuit breaker ([`RedisStore::is_breaker_open`]): while it is open, the call fails at once.
 //! 5. Batcher ([`RedisStore::decide`]): charges of concurrent requests share a round trip.
 //! 6. Redis script (`redis/decide.lua`): decides and charges in one atomic step.
-//! 7. Deny cache, if the call failed: one refusal of a limit is enough.
+//! 7. Deny cache again, if the call failed: one cached refusal of any limit refuses the request.
 //! 8. Fallback ([`Store::decide_by_fallback`]): the enforcer calls it if the policies allow it.
+//!
+//! After a timeout it is unknown whether Redis made the charges: they stay until they expire, and a
+//! `local` policy also counts the request here and writes it back, so it may count twice.
+//! Concurrency slots that the fallback does not grant are released.
+//!
+//! The main locks on this path:
+//!
+//! | lock | shared by |
+//! |---|---|
+//! | lease shard, one of 16 | all workers of the process |
+//! | deny cache | nobody: one per worker |
+//! | batcher | nobody: one per worker |
+//! | status cache shard, one of 16, for `local` policies | all workers of the process |
+//! | write-back table and fallback counters, in an outage | all workers of the process |
 //!
 //! The memory store replaces all of these steps.
 
@@ -31,12 +45,12 @@ struct RedisDecisionPath<'s> {
 }
 
 impl Store {
-    /// Decides all charges of one request together: all enforced ones are made, or none.
-    /// No two charges may share key, algorithm and period.
+    /// Decides all charges of one request together: all enforced charges are made, or none. No two
+    /// charges may share key, algorithm and period.
     ///
     /// # Errors
-    /// [`StoreUnavailable`] if the store is unavailable. Whether the charges were made is then
-    /// unknown.
+    /// [`StoreUnavailable`] if the store is unavailable. Charges that were sent may have been made;
+    /// unsent ones were not.
     pub async fn decide(&self, charges: &[Charge<'_>]) -> Result<Decision, StoreUnavailable> {
         self.decide_with_source(charges, Instant::now())
             .await
@@ -48,7 +62,8 @@ impl Store {
     /// of the decision.
     ///
     /// # Errors
-    /// As [`Store::decide`]. [`Store::decide_by_fallback`] decides without the store.
+    /// [`DecisionFailure`] if the store is unavailable, as for [`Store::decide`]. Then the caller
+    /// may use [`Store::decide_by_fallback`].
     pub async fn decide_with_source(
         &self,
         charges: &[Charge<'_>],
@@ -79,10 +94,10 @@ impl Store {
         }
     }
 
-    /// Decides the charges that the store left undecided: those of `local` policies by this
-    /// instance's share. Others have no status and refuse nothing. Keeps what `partial` has charged
-    /// if the result admits the request, and returns it otherwise. `None` if there is nothing to
-    /// decide.
+    /// Decides charges of `local` policies that Redis left undecided, by this instance's share.
+    /// Undecided charges of other policies get no status and refuse nothing. Keeps the charges of
+    /// `partial` if the request is admitted, and returns them to Redis otherwise. Returns `None`
+    /// for a memory store, and without `partial` if no policy is `local`.
     pub fn decide_by_fallback(
         &self,
         charges: &[Charge<'_>],
@@ -101,7 +116,7 @@ impl Store {
             .collect();
         Some(match decide_locally(redis, &undecided_charges) {
             Some(local) => partial.complete(&undecided, &local),
-            None => partial.confirm(),
+            None => partial.confirm_charges(),
         })
     }
 }
@@ -118,12 +133,14 @@ fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision
     let unreachable_charges = charges
         .iter()
         .filter(|charge| !redis.is_reachable_for(std::slice::from_ref(*charge)));
-    fallback.mark_unreachable(unreachable_charges.map(|charge| fallback.partition(charge.key)));
+    fallback.mark_partitions_unreachable(
+        unreachable_charges.map(|charge| fallback.partition(charge.key)),
+    );
     Some(fallback.decide(charges, monotonic_now()))
 }
 
 impl RedisDecisionPath<'_> {
-    /// Step 1: issues leased units. The remaining charges take the further steps.
+    /// Step 1: issues leased units. Charges without leased units take the further steps.
     async fn decide_with_leases(
         self,
         charges: &[Charge<'_>],
@@ -143,7 +160,7 @@ impl RedisDecisionPath<'_> {
             None => {
                 permits.start_refills(&mut unleased_charges);
                 let decided = self.decide_in_redis(&unleased_charges, requested_at).await;
-                decided.map_err(|failure| failure.expand(&unleased, charges.len()))?
+                decided.map_err(|failure| failure.expand_to_request(&unleased, charges.len()))?
             }
         };
         permits.check_expiry()?;
@@ -157,7 +174,7 @@ impl RedisDecisionPath<'_> {
         charges: &[Charge<'_>],
         requested_at: Instant,
     ) -> Option<(Decision, DecisionSource)> {
-        // In a cluster, the other keys are usually in other slots, which did not see the request.
+        // In a cluster, the refusal of one key suffices: the slots of other keys were not asked.
         let scope = match self.redis.is_cluster() {
             true => DenyMatchScope::OneKey,
             false => DenyMatchScope::AllLimits,
@@ -205,7 +222,8 @@ impl RedisDecisionPath<'_> {
                 }
                 Ok((decision, DecisionSource::Redis))
             }
-            // A refusal without an exact retry time is better than no decision.
+            // After a failed call, a cached refusal without an exact retry time is better than no
+            // decision.
             Err(failure) => {
                 if let Some(partial) = &failure.partial {
                     cache_statuses(&partial.decision);

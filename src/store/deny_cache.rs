@@ -1,9 +1,10 @@
 //! Refusals that still hold, so that an exhausted key costs no round trip.
 //!
-//! Until a refusal ends, a full sliding log or window only loses capacity. The refusal therefore
-//! answers every request of at least that cost, for at most as long as Redis would refuse it. One
-//! refusal is enough, because charges are all or nothing. [`MAX_AGE`] and [`LEASED_MAX_AGE`] bound
-//! the delay until a manual reset takes effect.
+//! Until a refusal ends, a full counter frees no units, unless units are returned or the counter is
+//! reset. A cached refusal therefore answers every request of the same or a larger cost, for at
+//! most as long as Redis would refuse it. The refusal of one limit is enough, because charges are
+//! all or nothing. [`MAX_AGE`] and [`LEASED_MAX_AGE`] bound the delay until a manual reset takes
+//! effect.
 //!
 //! Each worker has its own cache: its lock is uncontended. An entry's key includes the counter and
 //! the limit, so a reload that changes either needs no invalidation.
@@ -18,42 +19,42 @@ use tokio::time::Instant;
 /// Maximum age of an entry, measured from sending the request to Redis.
 const MAX_AGE: Duration = Duration::from_secs(1);
 
-/// Interval of generations.
-const GENERATION_LENGTH: Duration = MAX_AGE.saturating_add(REVALIDATION_INTERVAL);
+/// Time after which the current generation of entries becomes the previous one.
+const GENERATION_DURATION: Duration = MAX_AGE.saturating_add(REVALIDATION_INTERVAL);
 
-/// Maximum age for a policy with leases, unless the lease TTL is shorter. Other instances return
-/// unused units at any time, up to one TTL late. Long enough that an exhausted key does not ask
-/// Redis on every request.
+/// Maximum age of an entry for a policy with leases, unless the lease TTL is shorter. The age is
+/// short because other instances may return unused units at any time. The age is long enough that
+/// not every request for an exhausted key asks Redis.
 const LEASED_MAX_AGE: Duration = Duration::from_millis(20);
 
-/// After an entry has expired, one request asks Redis per this interval, and the others are refused
-/// until it has an answer. So a key with many requests costs one question.
+/// After an entry has expired, one request per this interval asks Redis. All other requests are
+/// refused until Redis has answered, so a key with many requests costs one call.
 const REVALIDATION_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Entries per generation, about 1 MiB each. Further refusals are not cached.
+/// Maximum number of entries per generation: about 1 MiB. Further refusals are not cached.
 const MAX_GENERATION_ENTRIES: usize = 8192;
 
 /// Recent refusals of one worker. The lock is uncontended: only its worker uses it.
 #[derive(Debug)]
 pub struct DenyCache(Mutex<DenyGenerations>);
 
-/// Number of limits that must be cached for a refusal to apply.
+/// Which limits of a request need a cached entry for a refusal from the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DenyMatchScope {
     /// Every enforced limit needs a fresh entry of the same cost, so the answer equals that of
     /// Redis. An uncached limit might refuse for longer, and the client would retry
     /// too early.
     AllLimits,
-    /// As `AllLimits`, for the limits of any one key. A cluster decides each key apart, and a
-    /// refusal by one key asks no other.
+    /// All enforced limits of any one key need a fresh entry of the same cost. A cluster decides
+    /// each key separately, and after a refusal by one key no other key is asked.
     OneKey,
-    /// One refusal of the same or a smaller cost is enough, even an expired one whose wait has not
-    /// ended. The request is certainly refused, perhaps for longer than the answer states.
+    /// One refusal of the same or a smaller cost is enough, even an expired entry whose refusal has
+    /// not ended. The request is certainly refused, perhaps for longer than the answer states.
     AnyLimit,
 }
 
-/// Two generations of entries. An entry is renewed or obsolete after [`GENERATION_LENGTH`], so
-/// dropping the older generation at that interval needs no sweep.
+/// Two generations of entries. After [`GENERATION_DURATION`] an entry is renewed or obsolete, so
+/// the older generation is dropped as a whole, without a sweep.
 #[derive(Debug)]
 struct DenyGenerations {
     current: DenyGeneration,
@@ -110,19 +111,19 @@ impl DenyCache {
             .map(|charge| match scope {
                 DenyMatchScope::AnyLimit => generations
                     .get_entry(charge)
-                    .filter(|entry| now < entry.expires_at || entry.has_known_end())
+                    .filter(|entry| now < entry.expires_at || entry.has_definite_refusal())
                     .copied(),
-                _ => generations.get_unexpired_entry(charge, now),
+                _ => generations.get_entry_or_start_revalidation(charge, now),
             })
             .collect();
         drop(generations);
         let is_fresh = |(charge, entry): (&Charge<'_>, &Option<DenyCacheEntry>)| {
             let is_same_cost = |entry: DenyCacheEntry| entry.cost == charge.cost;
-            !must_be_cached(charge) || entry.is_some_and(is_same_cost)
+            !requires_cached_entry(charge) || entry.is_some_and(is_same_cost)
         };
         let is_answered = match scope {
             DenyMatchScope::AllLimits => charges.iter().zip(&entries).all(is_fresh),
-            // Redis must see each rejected request of such a policy.
+            // Redis must see each rejected request of a policy with `count_rejected`.
             DenyMatchScope::OneKey => !charges
                 .iter()
                 .any(|charge| charge.counts_rejected && !charge.shadow),
@@ -164,7 +165,8 @@ impl DenyCache {
         })
     }
 
-    /// Removes the refusals of an admitted request, whose counters were reset.
+    /// An admission proves cached refusals of these counters obsolete, for example after `keys
+    /// reset`.
     pub fn forget_refusals(&self, charges: &[Charge<'_>]) {
         let mut generations = self.0.lock();
         if generations.current.is_empty() && generations.previous.is_empty() {
@@ -202,7 +204,7 @@ impl DenyCache {
             return;
         }
         let mut generations = self.0.lock();
-        generations.rotate(received_at);
+        generations.rotate_if_due(received_at);
         for (charge, status) in charges.iter().zip(&decision.statuses) {
             let Some(mut status) = *status else {
                 continue;
@@ -251,7 +253,7 @@ fn max_age(charge: &Charge<'_>) -> Duration {
 
 /// Whether a refusal from the cache requires an entry of this charge. A concurrency limit has no
 /// retry time, so its entry is not needed.
-fn must_be_cached(charge: &Charge<'_>) -> bool {
+fn requires_cached_entry(charge: &Charge<'_>) -> bool {
     let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
     !charge.shadow && (!is_counted || charge.counts_rejected)
 }
@@ -267,9 +269,13 @@ impl DenyGenerations {
             .or_else(|| self.previous.get_mut(&counter))
     }
 
-    /// Returns `None` to the first request after the entry's end, so that it asks Redis again. The
-    /// entry then holds a little longer for the others.
-    fn get_unexpired_entry(&mut self, charge: &Charge<'_>, now: Instant) -> Option<DenyCacheEntry> {
+    /// Returns the entry of a charge if it has not expired. The first request after the expiry gets
+    /// `None`, so that it asks Redis; for all other requests the entry is prolonged.
+    fn get_entry_or_start_revalidation(
+        &mut self,
+        charge: &Charge<'_>,
+        now: Instant,
+    ) -> Option<DenyCacheEntry> {
         let entry = self.get_entry(charge)?;
         if now >= entry.expires_at {
             entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age(charge));
@@ -291,11 +297,10 @@ impl DenyGenerations {
         self.previous.remove(&counter);
     }
 
-    fn rotate(&mut self, now: Instant) {
-        if self
-            .rotated_at
-            .is_none_or(|rotated_at| now.saturating_duration_since(rotated_at) >= GENERATION_LENGTH)
-        {
+    fn rotate_if_due(&mut self, now: Instant) {
+        if self.rotated_at.is_none_or(|rotated_at| {
+            now.saturating_duration_since(rotated_at) >= GENERATION_DURATION
+        }) {
             std::mem::swap(&mut self.current, &mut self.previous);
             self.current.clear();
             self.rotated_at = Some(now);
@@ -313,7 +318,7 @@ impl DenyCacheKey {
 }
 
 impl DenyCacheEntry {
-    fn has_known_end(&self) -> bool {
+    fn has_definite_refusal(&self) -> bool {
         matches!(
             self.status.refusal,
             Some(Refusal::Until(_) | Refusal::Never)
@@ -332,14 +337,16 @@ impl DenyCacheEntry {
             Some(Refusal::Until(until_us)) => Some(until_us),
             None => self.status.next_growth_us,
         };
-        // Measured from sending: at that moment the store's clock had not passed `store_now_us`.
+        // The age counts from sending: at that moment the store's clock had not passed
+        // `store_now_us`.
         let changed = changes_at_us.is_some_and(|at_us| {
             age >= Duration::from_micros(at_us.saturating_sub(self.store_now_us))
         });
         matches_cost && !changed
     }
 
-    /// Lower bound of the store's clock at `now`. A retry time computed from it is never too early.
+    /// Earliest time that the store's clock can show at `now`. Used only for the reported retry
+    /// time.
     fn earliest_store_time_us(&self, now: Instant) -> u64 {
         let elapsed = now.saturating_duration_since(self.received_at);
         self.store_now_us
@@ -363,11 +370,11 @@ mod tests {
         KeyBuilder::new(policy).finish()
     }
 
-    fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
+    fn charge_of_two_units<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
         Charge::new(limit, key, 2)
     }
 
-    fn refused(after_us: u64) -> LimitStatus {
+    fn refused_status(after_us: u64) -> LimitStatus {
         let until_us = NOW_US + after_us;
         LimitStatus {
             remaining: 1,
@@ -376,7 +383,7 @@ mod tests {
         }
     }
 
-    fn decision(statuses: &[LimitStatus]) -> Decision {
+    fn refused_decision(statuses: &[LimitStatus]) -> Decision {
         let statuses = statuses.iter().copied().map(Some).collect();
         Decision {
             now_us: NOW_US,
@@ -395,10 +402,10 @@ mod tests {
     #[test]
     fn a_refusal_holds_from_sending_until_it_ends() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let charges = [charge(&LIMIT, &key)];
+        let charges = [charge_of_two_units(&LIMIT, &key)];
         cache.record_refusal(
             &charges,
-            &decision(&[refused(500_000)]),
+            &refused_decision(&[refused_status(500_000)]),
             sent,
             sent + ms(40),
         );
@@ -411,7 +418,7 @@ mod tests {
             NOW_US + 459_000,
             "the remaining wait is counted from the receipt"
         );
-        assert_eq!(answer.statuses.as_slice(), [Some(refused(500_000))]);
+        assert_eq!(answer.statuses.as_slice(), [Some(refused_status(500_000))]);
         assert_eq!(
             cache.find_refusal(&charges, sent + ms(500), DenyMatchScope::AllLimits),
             None
@@ -421,8 +428,13 @@ mod tests {
     #[test]
     fn no_refusal_is_cached_for_longer_than_a_second() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let charges = [charge(&LIMIT, &key)];
-        cache.record_refusal(&charges, &decision(&[refused(9_000_000)]), sent, sent);
+        let charges = [charge_of_two_units(&LIMIT, &key)];
+        cache.record_refusal(
+            &charges,
+            &refused_decision(&[refused_status(9_000_000)]),
+            sent,
+            sent,
+        );
         assert!(
             cache
                 .find_refusal(&charges, sent + ms(999), DenyMatchScope::AllLimits)
@@ -437,21 +449,31 @@ mod tests {
     #[test]
     fn one_request_asks_again_while_others_are_refused_and_an_outage_needs_no_fresh_entry() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let charges = [charge(&LIMIT, &key)];
+        let charges = [charge_of_two_units(&LIMIT, &key)];
         let is_refused = |after_ms, scope| {
             cache
                 .find_refusal(&charges, sent + ms(after_ms), scope)
                 .is_some()
         };
         let all = DenyMatchScope::AllLimits;
-        cache.record_refusal(&charges, &decision(&[refused(2_000_000)]), sent, sent);
+        cache.record_refusal(
+            &charges,
+            &refused_decision(&[refused_status(2_000_000)]),
+            sent,
+            sent,
+        );
         let answers = [999, 1000, 1001, 1249, 1250, 1251].map(|after_ms| is_refused(after_ms, all));
         assert_eq!(answers, [true, false, true, true, false, true]);
         let answers =
             [1250, 1999, 2000].map(|after_ms| is_refused(after_ms, DenyMatchScope::AnyLimit));
         assert_eq!(answers, [true, true, false], "until the refusal ends");
         let asked = sent + ms(1010);
-        cache.record_refusal(&charges, &decision(&[refused(9_000_000)]), asked, asked);
+        cache.record_refusal(
+            &charges,
+            &refused_decision(&[refused_status(9_000_000)]),
+            asked,
+            asked,
+        );
         assert!(is_refused(2009, all) && !is_refused(2010, all) && is_refused(2011, all));
         cache.forget_refusals(&charges);
         assert!(
@@ -467,22 +489,31 @@ mod tests {
             per_us: 3_600_000_000,
             ..LIMIT
         };
-        let charges = [charge(&LIMIT, &a), charge(&hourly, &a), charge(&LIMIT, &b)];
+        let charges = [
+            charge_of_two_units(&LIMIT, &a),
+            charge_of_two_units(&hourly, &a),
+            charge_of_two_units(&LIMIT, &b),
+        ];
         let is_refused = |charges: &[Charge<'_>]| {
             cache
                 .find_refusal(charges, sent, DenyMatchScope::OneKey)
                 .is_some()
         };
-        cache.record_refusal(&charges[..1], &decision(&[refused(500_000)]), sent, sent);
+        cache.record_refusal(
+            &charges[..1],
+            &refused_decision(&[refused_status(500_000)]),
+            sent,
+            sent,
+        );
         assert!(
             !is_refused(&charges),
             "the other limit of the key is unknown"
         );
         let available = LimitStatus {
             refusal: None,
-            ..refused(500_000)
+            ..refused_status(500_000)
         };
-        let statuses = decision(&[refused(500_000), available]);
+        let statuses = refused_decision(&[refused_status(500_000), available]);
         cache.record_refusal(&charges[..2], &statuses, sent, sent);
         assert!(is_refused(&charges) && !is_refused(&charges[2..]));
         let counting = Charge {
@@ -499,9 +530,14 @@ mod tests {
             let lease = Some(LeaseTerms { size: None, ttl_us });
             let charges = [Charge {
                 lease,
-                ..charge(&LIMIT, &key)
+                ..charge_of_two_units(&LIMIT, &key)
             }];
-            cache.record_refusal(&charges, &decision(&[refused(after_us)]), sent, sent);
+            cache.record_refusal(
+                &charges,
+                &refused_decision(&[refused_status(after_us)]),
+                sent,
+                sent,
+            );
             (0..2000).find(|n| {
                 cache
                     .find_refusal(&charges, sent + ms(*n), DenyMatchScope::AllLimits)
@@ -520,10 +556,10 @@ mod tests {
     #[test]
     fn a_refusal_does_not_match_smaller_costs_other_limits_other_keys_or_shadows() {
         let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
-        let refused_charge = charge(&LIMIT, &a);
+        let refused_charge = charge_of_two_units(&LIMIT, &a);
         cache.record_refusal(
             &[refused_charge],
-            &decision(&[refused(500_000)]),
+            &refused_decision(&[refused_status(500_000)]),
             sent,
             sent,
         );
@@ -531,7 +567,7 @@ mod tests {
             requests: 6,
             ..LIMIT
         };
-        let is_refused = |charge, fit| cache.find_refusal(&[charge], sent, fit).is_some();
+        let is_refused = |charge, scope| cache.find_refusal(&[charge], sent, scope).is_some();
         assert!(is_refused(refused_charge, DenyMatchScope::AllLimits));
         for other in [
             Charge {
@@ -577,10 +613,13 @@ mod tests {
             next_growth_us: Some(NOW_US + 200_000),
             refusal: None,
         };
-        let charges = [charge(&LIMIT, &a), charge(&LIMIT, &b)];
+        let charges = [
+            charge_of_two_units(&LIMIT, &a),
+            charge_of_two_units(&LIMIT, &b),
+        ];
         cache.record_refusal(
             &charges,
-            &decision(&[refused(500_000), available]),
+            &refused_decision(&[refused_status(500_000), available]),
             sent,
             sent,
         );
@@ -589,19 +628,22 @@ mod tests {
             .unwrap();
         assert_eq!(
             answer.statuses.as_slice(),
-            [Some(refused(500_000)), Some(available)]
+            [Some(refused_status(500_000)), Some(available)]
         );
         let answer = cache
             .find_refusal(&charges, sent + ms(200), DenyMatchScope::AllLimits)
             .unwrap();
-        assert_eq!(answer.statuses.as_slice(), [Some(refused(500_000)), None]);
+        assert_eq!(
+            answer.statuses.as_slice(),
+            [Some(refused_status(500_000)), None]
+        );
         assert_eq!(
             cache.find_refusal(&charges[1..], sent, DenyMatchScope::AllLimits),
             None,
             "a limit with capacity refuses no request"
         );
 
-        let with_unknown = [charges[0], charge(&LIMIT, &c)];
+        let with_unknown = [charges[0], charge_of_two_units(&LIMIT, &c)];
         assert_eq!(
             cache.find_refusal(&with_unknown, sent, DenyMatchScope::AllLimits),
             None,
@@ -610,7 +652,10 @@ mod tests {
         let answer = cache
             .find_refusal(&with_unknown, sent, DenyMatchScope::AnyLimit)
             .unwrap();
-        assert_eq!(answer.statuses.as_slice(), [Some(refused(500_000)), None]);
+        assert_eq!(
+            answer.statuses.as_slice(),
+            [Some(refused_status(500_000)), None]
+        );
         let shadow = [
             charges[0],
             Charge {
@@ -627,12 +672,22 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_refused_cost_stays_cached() {
+    fn a_larger_refused_cost_does_not_replace_a_smaller_one() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let small = charge(&LIMIT, &key);
+        let small = charge_of_two_units(&LIMIT, &key);
         let large = Charge { cost: 4, ..small };
-        cache.record_refusal(&[small], &decision(&[refused(500_000)]), sent, sent);
-        cache.record_refusal(&[large], &decision(&[refused(700_000)]), sent, sent);
+        cache.record_refusal(
+            &[small],
+            &refused_decision(&[refused_status(500_000)]),
+            sent,
+            sent,
+        );
+        cache.record_refusal(
+            &[large],
+            &refused_decision(&[refused_status(700_000)]),
+            sent,
+            sent,
+        );
         assert!(
             cache
                 .find_refusal(&[small], sent, DenyMatchScope::AllLimits)
@@ -645,14 +700,19 @@ mod tests {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let charge_above_limit = Charge {
             cost: 6,
-            ..charge(&LIMIT, &key)
+            ..charge_of_two_units(&LIMIT, &key)
         };
         let never = LimitStatus {
             remaining: 5,
             next_growth_us: None,
             refusal: Some(Refusal::Never),
         };
-        cache.record_refusal(&[charge_above_limit], &decision(&[never]), sent, sent);
+        cache.record_refusal(
+            &[charge_above_limit],
+            &refused_decision(&[never]),
+            sent,
+            sent,
+        );
         assert_eq!(
             cache
                 .find_refusal(&[charge_above_limit], sent, DenyMatchScope::AllLimits)
@@ -671,16 +731,24 @@ mod tests {
             .collect();
         for key in &keys {
             cache.record_refusal(
-                &[charge(&LIMIT, key)],
-                &decision(&[refused(500_000)]),
+                &[charge_of_two_units(&LIMIT, key)],
+                &refused_decision(&[refused_status(500_000)]),
                 start,
                 start,
             );
         }
         assert_eq!(cache.0.lock().current.len(), MAX_GENERATION_ENTRIES);
         let later = start + 2 * MAX_AGE;
-        let last = [charge(&LIMIT, &keys[2 * MAX_GENERATION_ENTRIES])];
-        cache.record_refusal(&last, &decision(&[refused(500_000)]), later, later);
+        let last = [charge_of_two_units(
+            &LIMIT,
+            &keys[2 * MAX_GENERATION_ENTRIES],
+        )];
+        cache.record_refusal(
+            &last,
+            &refused_decision(&[refused_status(500_000)]),
+            later,
+            later,
+        );
         assert!(
             cache
                 .find_refusal(&last, later, DenyMatchScope::AllLimits)

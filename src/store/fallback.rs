@@ -4,12 +4,12 @@
 //! Redis reported ([`status_cache`]). Admitted charges are recorded ([`write_back`]) and written
 //! back when Redis is available again.
 //!
-//! An outage ends in two steps, because instances reconnect one after the other. Redis lacks the
-//! charges of the instances that have not written back yet. Until all have ([`super::redis`] tracks
-//! that), a request has to pass both the share and Redis.
+//! An outage ends in two steps, because instances reconnect at different times. Until an instance
+//! has written back, Redis lacks its charges. Until all instances have written back
+//! ([`super::redis`] tracks this), a request has to pass both the share and Redis.
 //!
-//! In a cluster some slots may be unavailable while others are not. The state is kept per partition
-//! of the store, and available partitions are not affected.
+//! In a cluster some slots may be unavailable while others are not. The store records which of its
+//! partitions are affected, so available partitions are decided by Redis alone.
 //!
 //! Each process has one fallback store, shared by its workers.
 
@@ -47,14 +47,15 @@ const COUNTER_BOUNDS: MemorySettings = MemorySettings {
 /// The only partition of a store without slots.
 pub(super) const SINGLE_PARTITION: u16 = 0;
 
-/// Redis has all charges and decides alone.
-const UP_TO_DATE: u8 = 0;
-/// No outage, but charges wait for write-back: single calls have failed.
-const PENDING: u8 = 1;
-/// Redis was unreachable since the last [`FallbackStore::take_new_failure_flag`].
-const FAILING: u8 = 2;
-/// No failure since then, but not all instances have written back.
-const RECOVERING: u8 = 3;
+/// Phase in which Redis has all charges and decides alone.
+const PHASE_UP_TO_DATE: u8 = 0;
+/// Phase without an outage in which charges wait for write-back, because single calls have failed.
+const PHASE_PENDING: u8 = 1;
+/// Phase of an outage: Redis was unreachable since the last call of
+/// [`FallbackStore::take_new_failure_flag`].
+const PHASE_FAILING: u8 = 2;
+/// Phase at the end of an outage: no new failure, but not all instances have written back.
+const PHASE_RECOVERING: u8 = 3;
 
 /// Decides charges in this process while Redis is unavailable.
 #[derive(Debug)]
@@ -63,21 +64,22 @@ pub struct FallbackStore {
     memory: MemoryStore,
     packed_share: AtomicU64,
     status_cache: StatusCache,
-    /// Process-wide; locked during an outage only.
+    /// Process-wide. Requests lock it in an outage; slot releases and heartbeats lock it at any
+    /// time.
     write_back: Mutex<WriteBackTable>,
-    /// [`UP_TO_DATE`], [`PENDING`], [`FAILING`] or [`RECOVERING`]. [`UP_TO_DATE`] begins and ends
-    /// only under the lock of `write_back`.
+    /// [`PHASE_UP_TO_DATE`], [`PHASE_PENDING`], [`PHASE_FAILING`] or [`PHASE_RECOVERING`]. The
+    /// phase [`PHASE_UP_TO_DATE`] begins and ends only under the lock of `write_back`.
     phase: AtomicU8,
-    /// Partitions for which Redis may lack charges. Empty while [`UP_TO_DATE`].
+    /// Partitions for which Redis may lack charges. Empty in the phase [`PHASE_UP_TO_DATE`].
     stale_partitions: PartitionSet,
-    /// Partition that holds a key.
+    /// Function that finds the partition of a key.
     partition_of: fn(&Key) -> u16,
     /// Wakes the background task.
     changed: Notify,
 }
 
 impl FallbackStore {
-    /// Assumes `instances` instances until they are counted.
+    /// Creates a store that assumes `instances` instances until the instances are counted.
     pub fn new(instances: u32, clock: Clock) -> Self {
         Self {
             memory: MemoryStore::new(COUNTER_BOUNDS, clock.clone()),
@@ -85,15 +87,15 @@ impl FallbackStore {
             packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
             status_cache: StatusCache::default(),
             write_back: Mutex::default(),
-            phase: AtomicU8::new(UP_TO_DATE),
+            phase: AtomicU8::new(PHASE_UP_TO_DATE),
             stale_partitions: PartitionSet::default(),
             partition_of: |_| SINGLE_PARTITION,
             changed: Notify::new(),
         }
     }
 
-    /// Sets the partition function for a store in several partitions, each of which may be
-    /// unavailable.
+    /// Sets the function that finds the partition of a key, for a store of which single partitions
+    /// may be unavailable.
     pub fn with_partitions(self, partition_of: fn(&Key) -> u16) -> Self {
         Self {
             partition_of,
@@ -115,12 +117,12 @@ impl FallbackStore {
         self.packed_share.store(share.to_bits(), Ordering::Relaxed);
     }
 
-    /// Whether the outage of any partition has not ended.
+    /// Whether any partition is in an outage that has not ended.
     pub fn is_in_outage(&self) -> bool {
-        self.phase() >= FAILING
+        self.phase() >= PHASE_FAILING
     }
 
-    /// Whether the outage of a partition with any of these counters has not ended.
+    /// Whether a partition with any of these counters is in an outage that has not ended.
     pub fn is_in_outage_for(&self, charges: &[Charge<'_>]) -> bool {
         self.is_in_outage() && charges.iter().any(|charge| self.may_be_stale(charge))
     }
@@ -131,42 +133,44 @@ impl FallbackStore {
     }
 
     /// Marks these partitions as unreachable. An empty iterator changes nothing.
-    pub fn mark_unreachable(&self, partitions: impl IntoIterator<Item = u16>) {
+    pub fn mark_partitions_unreachable(&self, partitions: impl IntoIterator<Item = u16>) {
         for partition in partitions {
             // Read first: in an outage every request calls this, and a lock would contend.
-            if self.is_stale(partition) && self.phase() == FAILING {
+            if self.is_stale(partition) && self.phase() == PHASE_FAILING {
                 continue;
             }
             let _table = self.write_back.lock();
             self.stale_partitions.insert(partition);
-            if self.phase.swap(FAILING, Ordering::Relaxed) != FAILING {
+            if self.phase.swap(PHASE_FAILING, Ordering::Relaxed) != PHASE_FAILING {
                 self.changed.notify_one();
             }
         }
     }
 
-    /// Whether Redis was unreachable since the last call.
+    /// Returns whether Redis was unreachable since the last call of this function. If so, the phase
+    /// of recovery begins.
     pub fn take_new_failure_flag(&self) -> bool {
-        self.change_phase(FAILING, RECOVERING)
+        self.compare_exchange_phase(PHASE_FAILING, PHASE_RECOVERING)
     }
 
-    /// Ends the outage: all charges are written back, and Redis decides alone. Does nothing if
-    /// Redis was unreachable since [`FallbackStore::take_new_failure_flag`].
+    /// Ends the outage after all charges were written back: Redis decides alone again. The outage
+    /// goes on if Redis was unreachable since [`FallbackStore::take_new_failure_flag`].
     pub fn end_outage(&self) {
-        self.change_phase(RECOVERING, PENDING);
-        self.finish_write_back();
+        self.compare_exchange_phase(PHASE_RECOVERING, PHASE_PENDING);
+        self.confirm_write_back_batch();
     }
 
-    /// Returns whether an up-to-date Redis lacks charges from now on.
-    fn set_pending(&self, table: &WriteBackTable) -> bool {
-        !table.is_empty() && self.change_phase(UP_TO_DATE, PENDING)
+    /// Begins the pending phase if Redis was up to date and charges wait for write-back. Returns
+    /// whether the phase began.
+    fn start_pending_phase_if_needed(&self, table: &WriteBackTable) -> bool {
+        !table.is_empty() && self.compare_exchange_phase(PHASE_UP_TO_DATE, PHASE_PENDING)
     }
 
     fn phase(&self) -> u8 {
         self.phase.load(Ordering::Relaxed)
     }
 
-    fn change_phase(&self, from: u8, to: u8) -> bool {
+    fn compare_exchange_phase(&self, from: u8, to: u8) -> bool {
         self.phase
             .compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed)
             .is_ok()
@@ -177,7 +181,7 @@ impl FallbackStore {
         self.changed.notified().await;
     }
 
-    /// Caches the statuses reported by Redis as the start of a possible outage.
+    /// Caches the statuses reported by Redis, from which a later outage starts.
     pub fn cache_statuses(
         &self,
         charges: &[Charge<'_>],
@@ -207,7 +211,7 @@ impl FallbackStore {
                     charge,
                     status,
                     decision.now_us,
-                    self.clock.time_at_us(received_at),
+                    self.clock.instant_to_unix_us(received_at),
                 ),
                 _ => {}
             }
@@ -222,16 +226,16 @@ impl FallbackStore {
             self.status_cache.remove_and_apply(charge, |answer| {
                 let limit = share.scale_limit(charge.limit);
                 let amendment =
-                    answer.to_amendment(share, &limit, self.clock.time_at_us(requested_at));
+                    answer.to_amendment(share, &limit, self.clock.instant_to_unix_us(requested_at));
                 self.memory.replace_counter(&Settlement {
                     limit: &limit,
                     key: charge.key,
                     amendment,
                 });
-                self.write_back.lock().note_counter(charge);
+                self.write_back.lock().record_counter_without_usage(charge);
             });
         }
-        let decision = self.decide_share(charges, share, requested_at, uses_fallback);
+        let decision = self.decide_by_share(charges, share, requested_at, uses_fallback);
         if decision.admitted {
             let mut write_back = self.write_back.lock();
             for charge in charges
@@ -242,14 +246,14 @@ impl FallbackStore {
                 self.stale_partitions.insert(partition);
                 write_back.record_charge(charge, partition, decision.now_us);
             }
-            if self.set_pending(&write_back) {
+            if self.start_pending_phase_if_needed(&write_back) {
                 self.changed.notify_one();
             }
         } else {
             // The refusal may have started a block.
             let is_block = |charge: &&Charge<'_>| charge.is_block() && uses_fallback(charge);
             for block in charges.iter().filter(is_block) {
-                self.write_back.lock().note_counter(block);
+                self.write_back.lock().record_counter_without_usage(block);
             }
         }
         decision
@@ -263,18 +267,18 @@ impl FallbackStore {
         charges.iter().any(is_in_outage_charge).then(|| {
             let mut table = self.write_back.lock();
             let stale_charges = charges.iter().filter(|charge| is_in_outage_charge(charge));
-            stale_charges.for_each(|charge| table.note_counter(charge));
+            stale_charges.for_each(|charge| table.record_counter_without_usage(charge));
             drop(table);
-            self.decide_share(charges, self.share(), requested_at, is_in_outage_charge)
+            self.decide_by_share(charges, self.share(), requested_at, is_in_outage_charge)
         })
     }
 
     /// Whether the answer of Redis for a charge may lack charges that are not written back yet.
     fn may_be_stale(&self, charge: &Charge<'_>) -> bool {
-        self.phase() != UP_TO_DATE && self.is_stale(self.partition(charge.key))
+        self.phase() != PHASE_UP_TO_DATE && self.is_stale(self.partition(charge.key))
     }
 
-    fn decide_share(
+    fn decide_by_share(
         &self,
         charges: &[Charge<'_>],
         share: Share,
@@ -291,8 +295,8 @@ impl FallbackStore {
             .map(|(charge, limit)| Charge { limit, ..**charge })
             .collect();
         let mut decision = self.memory.decide_at(&share_charges, requested_at);
-        // Times of the local counter do not apply to Redis: settlements can charge further units,
-        // and credit none.
+        // Charge times of the local counter do not apply to Redis. Without them, settlements can
+        // charge further units, but can't credit any.
         decision.charged_at_us.clear();
         let mut remaining_statuses = std::mem::take(&mut decision.statuses).into_iter();
         let mut status = |charge: &Charge<'_>| {
@@ -309,15 +313,17 @@ impl FallbackStore {
         decision
     }
 
-    /// Applies settlements of charges that were decided here, and of slots that are counted here.
+    /// Applies settlements to local counters: of charges decided here, and of slots counted here.
     pub fn apply_settlements(&self, settlements: &[Settlement<'_>]) {
         for settlement in settlements {
             match settlement.amendment {
                 Amendment::Release { slot } => {
                     self.memory.apply_settlement_if_present(settlement);
-                    self.write_back
-                        .lock()
-                        .release_slot(settlement.limit, settlement.key, slot);
+                    self.write_back.lock().remove_released_slot(
+                        settlement.limit,
+                        settlement.key,
+                        slot,
+                    );
                 }
                 Amendment::Renew { .. } => {
                     self.memory.apply_settlement_if_present(settlement);
@@ -325,7 +331,7 @@ impl FallbackStore {
                 Amendment::Charge(_) if self.is_in_outage() => {
                     self.memory.apply_settlement_if_present(settlement);
                 }
-                // Credits are ignored: too strict, but only for a short time.
+                // Ignored credits make the share too strict, but only for a short time.
                 Amendment::Charge(_)
                 | Amendment::Credit { .. }
                 | Amendment::BackdatedCharge { .. } => {}
@@ -351,7 +357,7 @@ impl FallbackStore {
                 partition,
                 self.clock.now_us(),
             );
-            self.set_pending(&write_back);
+            self.start_pending_phase_if_needed(&write_back);
         }
         is_counted_here
     }
@@ -361,11 +367,11 @@ impl FallbackStore {
         !self.write_back.lock().is_empty()
     }
 
-    /// Takes a batch of charges without those of `unreachable` partitions, and returns its
-    /// amendments, with the ages of the charges at this moment. The batch stays pending until
-    /// [`FallbackStore::finish_write_back`] or [`FallbackStore::requeue_unconfirmed`]. `None` if no
-    /// charges are left.
-    pub fn take_write_back(
+    /// Takes a batch of charges to write back, without those of `unreachable` partitions. Returns
+    /// the batch as amendments, with the ages of the charges at this moment. The batch stays
+    /// pending until [`FallbackStore::confirm_write_back_batch`] or
+    /// [`FallbackStore::requeue_unconfirmed`]. Returns `None` if no charges are left.
+    pub fn take_write_back_batch(
         &self,
         unreachable: impl IntoIterator<Item = u16>,
     ) -> Option<Vec<(Limit, Key, Amendment)>> {
@@ -386,12 +392,12 @@ impl FallbackStore {
     }
 
     /// Ends the write-back of a batch: all of it is in Redis.
-    pub fn finish_write_back(&self) {
+    pub fn confirm_write_back_batch(&self) {
         self.requeue_unconfirmed([]);
     }
 
-    /// Ends the write-back of a batch. The counters of unsent settlements are pending again; all
-    /// others are in Redis.
+    /// Ends the write-back of a batch. Counters of the `unsent` settlements are pending again; all
+    /// other counters of the batch are in Redis.
     pub fn requeue_unconfirmed<'l>(&self, unsent: impl IntoIterator<Item = &'l Settlement<'l>>) {
         let unsent_ids: HashSet<CounterId> = unsent
             .into_iter()
@@ -399,9 +405,9 @@ impl FallbackStore {
             .collect();
         let mut table = self.write_back.lock();
         table.finish_batch(|id| !unsent_ids.contains(&id));
-        if table.is_empty() && self.change_phase(PENDING, UP_TO_DATE) {
+        if table.is_empty() && self.compare_exchange_phase(PHASE_PENDING, PHASE_UP_TO_DATE) {
             self.stale_partitions.clear();
-            table.clear_noted_counters();
+            table.clear_counters_without_usage();
         }
     }
 
@@ -418,7 +424,7 @@ impl FallbackStore {
 }
 
 /// The statuses of a decision without the units that this instance has just leased. Each instance
-/// uses only its share of the remaining units, so the grant counts once per instance.
+/// uses only its share of the remaining units, so a lease is deducted once per instance.
 fn exclude_leased_units<'d>(
     charges: &[Charge<'_>],
     decision: &'d Decision,
@@ -426,7 +432,7 @@ fn exclude_leased_units<'d>(
 ) -> Cow<'d, [Option<LimitStatus>]> {
     let mut statuses = Cow::Borrowed(decision.statuses.as_slice());
     for grant in &decision.grants {
-        let units = grant.units.saturating_mul(share.instances().into());
+        let units = grant.units.saturating_mul(share.instance_count().into());
         for (charge, status) in charges.iter().zip(statuses.to_mut()) {
             if let Some(status) = status
                 && charge.policy_number == grant.policy_number
@@ -443,8 +449,8 @@ fn uses_fallback(charge: &Charge<'_>) -> bool {
     charge.has_fallback && !charge.shadow
 }
 
-/// A request that fits the limit but exceeds the share is refused while the outage lasts. The end
-/// of the outage is unknown.
+/// Changes a permanent refusal by the share to one with an unknown end if the request fits the
+/// whole limit: the refusal lasts as long as the outage.
 fn correct_share_refusal(charge: &Charge<'_>, status: LimitStatus) -> LimitStatus {
     let is_never = status.refusal == Some(Refusal::Never);
     let fits = charge.limit.capacity() > 0 && charge.cost <= charge.limit.capacity();

@@ -4,9 +4,10 @@
 //! sample of all keys, and no client can target one. A call locks the shards of all its keys in
 //! ascending order, so that it is one atomic step.
 //!
-//! Above a bound, the policy with the most counters evicts its own: of a random sample, an expired
-//! one, else the one with the least of its quota used. A client therefore cannot evict its own
-//! exhausted key by inventing keys ([decision 36](../../docs/decisions/0036-fair-eviction.md)).
+//! Above a bound, the policy that uses the most of it evicts one of its own counters: from a random
+//! sample, an expired counter, else the one with the least of its quota used. A client therefore
+//! cannot evict its own exhausted key by inventing keys ([decision
+//! 36](../../docs/decisions/0036-fair-eviction.md)).
 
 mod counter_shard;
 mod policy_index;
@@ -19,7 +20,7 @@ use crate::limiter::{
     Charge, ChargeEffect, CounterState, CounterView, Decision, GrantedUnits, Key, Limit, Refusal,
     compute_grants, determine_effect,
 };
-use counter_shard::{CounterShard, MemoryUsage, charge_counter_id};
+use counter_shard::{CounterShard, MemoryUsage, counter_id_for_charge};
 use parking_lot::{Mutex, MutexGuard};
 use policy_index::StoreBound;
 use smallvec::SmallVec;
@@ -45,7 +46,7 @@ pub struct MemoryStore {
     usage: MemoryUsage,
 }
 
-/// Below this number of keys there is one shard.
+/// Up to this number of keys there is one shard.
 const KEYS_PER_SHARD: usize = 1 << 14;
 const MAX_SHARDS: usize = 64;
 
@@ -129,12 +130,12 @@ impl MemoryStore {
             })
             .collect();
         let grants = if admitted {
-            locked.make_grants(charges, now_us)
+            locked.grant_leases(charges, now_us)
         } else {
             SmallVec::new()
         };
         for (_, shard) in &mut locked.shards {
-            shard.sweep(&self.usage, now_us, MAX_SWEPT_PER_CALL);
+            shard.sweep_expired(&self.usage, now_us, MAX_SWEPT_PER_CALL);
         }
         self.unlock_and_evict(locked, now_us);
         Decision {
@@ -155,22 +156,25 @@ impl MemoryStore {
             return 0;
         };
         let mut shard = shard.lock();
-        let now_us = self.clock.time_at_us(requested_at).max(shard.newest_us);
+        let now_us = self
+            .clock
+            .instant_to_unix_us(requested_at)
+            .max(shard.newest_us);
         shard.newest_us = now_us;
         let used = match charge.cost {
             0 => shard
                 .counters
-                .get(&charge_counter_id(charge))
+                .get(&counter_id_for_charge(charge))
                 .map_or(0, |counter| {
-                    counter.state.view_at(charge.limit, now_us).used()
+                    counter.state.view_at(charge.limit, now_us).used_units()
                 }),
             _ => shard
                 .change_counter(&self.usage, charge, now_us, |state| {
                     state.charge(charge, now_us)
                 })
-                .used(),
+                .used_units(),
         };
-        shard.sweep(&self.usage, now_us, MAX_SWEPT_PER_CALL);
+        shard.sweep_expired(&self.usage, now_us, MAX_SWEPT_PER_CALL);
         drop(shard);
         self.enforce_bounds(shard_index, now_us);
         used
@@ -183,7 +187,7 @@ impl MemoryStore {
         }
     }
 
-    /// Applies a settlement if its counter exists. Returns whether it does.
+    /// Applies a settlement if its counter exists. Returns whether the counter exists.
     pub(super) fn apply_settlement_if_present(&self, settlement: &Settlement<'_>) -> bool {
         self.apply_settlement(settlement, |locked, charge| locked.contains_counter(charge))
     }
@@ -232,7 +236,7 @@ impl MemoryStore {
         is_applied
     }
 
-    /// Unlocks shards that may have grown.
+    /// Unlocks shards that may have grown, and evicts counters until both bounds hold.
     fn unlock_and_evict(&self, locked: LockedShards<'_>, now_us: u64) {
         let first_shard_index = locked.shards.first().map_or(0, |(place, _)| *place);
         drop(locked);
@@ -250,7 +254,7 @@ impl MemoryStore {
     }
 
     /// Number of counters evicted before they expired.
-    pub fn evictions(&self) -> u64 {
+    pub fn eviction_count(&self) -> u64 {
         self.usage.evictions.load(Ordering::Relaxed)
     }
 
@@ -291,7 +295,7 @@ impl MemoryStore {
                 return;
             };
             let mut shard = shard.lock();
-            shard.sweep(&self.usage, now_us, MAX_SWEPT_AT_BOUND);
+            shard.sweep_expired(&self.usage, now_us, MAX_SWEPT_AT_BOUND);
             while let Some(bound) = self.exceeded_bound()
                 && shard.evict_counter(&self.usage, now_us, bound)
             {}
@@ -314,10 +318,11 @@ struct LockedShards<'a> {
 }
 
 impl LockedShards<'_> {
-    /// Keeps the time of a shard monotonic: a counter that expired once may already be removed.
+    /// Sets the time of the locked shards and returns it. The time never goes back, because a
+    /// counter that expired once may already be removed.
     fn advance_clock(&mut self, requested_at: Instant) -> u64 {
         let newest_us = self.shards.iter().map(|(_, shard)| shard.newest_us);
-        let now_us = newest_us.fold(self.memory.clock.time_at_us(requested_at), u64::max);
+        let now_us = newest_us.fold(self.memory.clock.instant_to_unix_us(requested_at), u64::max);
         for (_, shard) in &mut self.shards {
             shard.newest_us = now_us;
         }
@@ -333,14 +338,14 @@ impl LockedShards<'_> {
     ) -> T {
         let shard_index = self.memory.shard_index(charge);
         let shard = self.shards.iter().find(|(at, _)| *at == shard_index);
-        match shard.and_then(|(_, shard)| shard.counters.get(&charge_counter_id(charge))) {
+        match shard.and_then(|(_, shard)| shard.counters.get(&counter_id_for_charge(charge))) {
             Some(counter) => read_view(counter.state.view_at(charge.limit, now_us)),
             None => read_view(charge.limit.initial_state().view_at(charge.limit, now_us)),
         }
     }
 
     /// Grants the requested leases as far as units are available.
-    fn make_grants(&mut self, charges: &[Charge<'_>], now_us: u64) -> SmallVec<[GrantedUnits; 1]> {
+    fn grant_leases(&mut self, charges: &[Charge<'_>], now_us: u64) -> SmallVec<[GrantedUnits; 1]> {
         let available_units = |charge: &Charge<'_>, until_us| {
             self.view_counter(charge, now_us, |view| {
                 view.grantable_units(now_us, until_us)
@@ -379,15 +384,15 @@ impl LockedShards<'_> {
 
     fn contains_counter(&mut self, charge: &Charge<'_>) -> bool {
         self.shard_mut(charge)
-            .is_some_and(|shard| shard.counters.contains_key(&charge_counter_id(charge)))
+            .is_some_and(|shard| shard.counters.contains_key(&counter_id_for_charge(charge)))
     }
 
     fn remove_counter(&mut self, charge: &Charge<'_>) {
         let memory = self.memory;
         if let Some(shard) = self.shard_mut(charge)
-            && let Some(at) = shard.counters.get_index_of(&charge_counter_id(charge))
+            && let Some(at) = shard.counters.get_index_of(&counter_id_for_charge(charge))
         {
-            shard.remove(&memory.usage, at);
+            shard.remove_at_index(&memory.usage, at);
         }
     }
 
@@ -418,11 +423,11 @@ mod tests {
 
     fn policy_key(policy: &str, name: usize) -> Key {
         let mut builder = KeyBuilder::new(policy);
-        builder.push_part(Some(name.to_string().as_bytes()));
+        builder.push_key_value(Some(name.to_string().as_bytes()));
         builder.finish()
     }
 
-    fn decide_one(memory: &MemoryStore, limit: &Limit, key: &Key) -> bool {
+    fn decide_one_unit(memory: &MemoryStore, limit: &Limit, key: &Key) -> bool {
         memory.decide(&[Charge::new(limit, key, 1)]).admitted
     }
 
@@ -439,16 +444,16 @@ mod tests {
         let exhausted_key = key_named(0);
         assert_eq!(
             (0..6)
-                .filter(|_| decide_one(&memory, &LIMIT, &exhausted_key))
+                .filter(|_| decide_one_unit(&memory, &LIMIT, &exhausted_key))
                 .count(),
             5
         );
         for name in 1..5_000 {
-            decide_one(&memory, &LIMIT, &key_named(name));
+            decide_one_unit(&memory, &LIMIT, &key_named(name));
             assert!(memory.key_count() <= 100);
         }
-        assert!(!decide_one(&memory, &LIMIT, &exhausted_key));
-        assert_eq!(memory.evictions(), 4_900);
+        assert!(!decide_one_unit(&memory, &LIMIT, &exhausted_key));
+        assert_eq!(memory.eviction_count(), 4_900);
     }
 
     #[test]
@@ -463,7 +468,7 @@ mod tests {
             .flat_map(|name| [policy_key("a", name), policy_key("b", name)])
             .collect();
         for key in &quiet_keys {
-            assert!(decide_one(&memory, &LIMIT, key));
+            assert!(decide_one_unit(&memory, &LIMIT, key));
         }
         // One request exhausts each of these keys.
         let narrow_limit = Limit {
@@ -473,13 +478,13 @@ mod tests {
         };
         for name in 0..5_000 {
             let key = policy_key("flood", name);
-            assert!(decide_one(&memory, &narrow_limit, &key));
-            assert!(!decide_one(&memory, &narrow_limit, &key));
+            assert!(decide_one_unit(&memory, &narrow_limit, &key));
+            assert!(!decide_one_unit(&memory, &narrow_limit, &key));
         }
         for key in &quiet_keys {
             assert!(memory.contains_counter(&LIMIT, key));
         }
-        assert_eq!((memory.key_count(), memory.evictions()), (120, 4_960));
+        assert_eq!((memory.key_count(), memory.eviction_count()), (120, 4_960));
     }
 
     #[test]
@@ -533,14 +538,17 @@ mod tests {
             clock,
         );
         for name in 0..5 {
-            decide_one(&memory, &LIMIT, &key_named(name));
+            decide_one_unit(&memory, &LIMIT, &key_named(name));
         }
         manual_clock.advance_us(LIMIT.per_us);
         for name in 5..1000 {
-            decide_one(&memory, &LIMIT, &key_named(name));
+            decide_one_unit(&memory, &LIMIT, &key_named(name));
             assert!(memory.byte_count() <= 10 * COUNTER_BYTES + 1000);
         }
-        assert!(memory.evictions() <= 990, "expired keys are not evictions");
+        assert!(
+            memory.eviction_count() <= 990,
+            "expired keys are not evictions"
+        );
     }
 
     #[test]
@@ -554,15 +562,15 @@ mod tests {
             clock,
         );
         for name in 0..1_000 {
-            decide_one(&memory, &LIMIT, &key_named(name));
+            decide_one_unit(&memory, &LIMIT, &key_named(name));
         }
         manual_clock.advance_us(LIMIT.per_us);
         let expired_key = key_named(0);
         for _ in 0..8_000 {
-            decide_one(&memory, &LIMIT, &key_named(fastrand::usize(0..8)));
+            decide_one_unit(&memory, &LIMIT, &key_named(fastrand::usize(0..8)));
         }
-        decide_one(&memory, &LIMIT, &expired_key);
+        decide_one_unit(&memory, &LIMIT, &expired_key);
         assert!(memory.key_count() < 700, "{}", memory.key_count());
-        assert_eq!(memory.evictions(), 0);
+        assert_eq!(memory.eviction_count(), 0);
     }
 }

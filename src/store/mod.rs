@@ -13,7 +13,7 @@ mod partial_decision;
 pub mod redis;
 mod settlements;
 
-pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlots};
+pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlotAction};
 pub use decision_source::DecisionSource;
 pub use fallback::{FallbackStore, Share};
 pub use leases::LeasePool;
@@ -27,7 +27,7 @@ use redis::RedisStore;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The longest that shutdown waits for each kind of message to the store.
+/// Maximum time that shutdown waits until the queued messages of one kind are sent to the store.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Holds the counters and decides charges: in this process or in Redis. Cheap to clone; each worker
@@ -43,9 +43,10 @@ pub enum Store {
 }
 
 /// A counter: the limit and the key that identify it.
-pub type CounterRef = (Limit, Key);
+pub type LimitAndKey = (Limit, Key);
 
-/// A change of one counter that becomes known after the decision.
+/// A change to one counter after the decision: further units, a credit, or a slot's renewal or
+/// release.
 #[derive(Clone, Copy, Debug)]
 pub struct Settlement<'a> {
     pub limit: &'a Limit,
@@ -59,21 +60,22 @@ pub struct Settlement<'a> {
 pub struct StoreUnavailable {
     /// Stable name of the failure for logs and metrics.
     pub kind: &'static str,
-    /// Suggested wait: the probe interval, in microseconds.
+    /// Suggested wait before a retry, in microseconds: the interval of the store's probes.
     pub retry_after_us: u64,
 }
 
-/// Settlements that the store has not confirmed. It may have applied some of them.
+/// Error with the settlements that the store has not confirmed. The store may have applied some of
+/// them.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{cause}; {} settlements are unconfirmed", unconfirmed_indices.len())]
 pub struct SettlementError {
     pub cause: StoreUnavailable,
-    /// Indices into the list of settlements, ascending and unique.
+    /// Indices of the unconfirmed settlements in the caller's list, ascending and unique.
     pub unconfirmed_indices: Vec<usize>,
 }
 
 impl<'a> Settlement<'a> {
-    fn from_pending(((limit, key), amendment): &'a (CounterRef, Amendment)) -> Self {
+    fn from_pending(((limit, key), amendment): &'a (LimitAndKey, Amendment)) -> Self {
         Self {
             limit,
             key,
@@ -83,8 +85,8 @@ impl<'a> Settlement<'a> {
 }
 
 impl Store {
-    /// A worker's store in Redis, with leases of its own.
-    pub fn redis(redis: RedisStore) -> Self {
+    /// Creates a worker's store in Redis, with a deny cache and leases of its own.
+    pub fn from_redis(redis: RedisStore) -> Self {
         Self::Redis {
             redis,
             deny_cache: Arc::default(),
@@ -92,8 +94,8 @@ impl Store {
         }
     }
 
-    /// Replaces the leases by those shared by all workers of the process.
-    pub fn with_leases(self, shared: &Arc<LeasePool>) -> Self {
+    /// Replaces the worker's own leases with `shared`, the leases of all workers of the process.
+    pub fn with_shared_leases(self, shared: &Arc<LeasePool>) -> Self {
         match self {
             Self::Redis {
                 redis, deny_cache, ..
@@ -106,11 +108,11 @@ impl Store {
         }
     }
 
-    /// Applies settlements one by one; those of one counter in their order.
+    /// Applies settlements. Settlements of one counter are applied in the order of the list.
     ///
     /// # Errors
-    /// [`SettlementError`] if the store is unavailable. Whether the listed settlements were applied
-    /// is then unknown.
+    /// [`SettlementError`] with the settlements that are neither confirmed nor kept for write-back.
+    /// Whether they were applied is unknown.
     pub async fn apply_settlements(
         &self,
         settlements: &[Settlement<'_>],
@@ -146,10 +148,11 @@ impl Store {
         })
     }
 
-    /// Returns all leases and leaves the membership. Both have a time limit.
-    pub async fn shut_down(&self) {
+    /// Returns all leases to Redis and removes the process from the membership, each within a time
+    /// limit. Does nothing for a memory store.
+    pub async fn return_leases_and_leave_membership(&self) {
         if let Self::Redis { redis, leases, .. } = self {
-            leases.shut_down(redis).await;
+            leases.end_leases_and_send_credits(redis).await;
             redis.leave_membership().await;
         }
     }

@@ -1,4 +1,4 @@
-//! A decision of which a part of the store gave no answer.
+//! The decision on a request if a part of the store gave no answer.
 
 use super::StoreUnavailable;
 use crate::limiter::{Charge, Decision};
@@ -12,8 +12,8 @@ pub struct DecisionFailure {
     pub partial: Option<Box<PartialDecision>>,
 }
 
-/// An admission by all counters that answered, which have charged it. Charges without an answer
-/// have no status. Dropping the value returns the charges.
+/// An admission by all counters that answered; their charges are made. Charges whose counter gave
+/// no answer have no status. Dropping this value returns the made charges.
 #[derive(Debug)]
 pub struct PartialDecision {
     pub decision: Decision,
@@ -21,7 +21,8 @@ pub struct PartialDecision {
 }
 
 impl PartialDecision {
-    /// The receiver gets a message if the request is forwarded, and is closed if it is not.
+    /// The returned receiver gets a message if the request is forwarded, and is closed if it is
+    /// not.
     pub(super) fn new(decision: Decision) -> (Self, oneshot::Receiver<()>) {
         let (confirmation, confirmed) = oneshot::channel();
         let partial = Self {
@@ -31,7 +32,7 @@ impl PartialDecision {
         (partial, confirmed)
     }
 
-    /// The indexes of the charges without an answer.
+    /// The indexes of the charges whose counter gave no answer.
     pub(super) fn undecided_positions(&self) -> SmallVec<[usize; 4]> {
         let statuses = self.decision.statuses.iter().enumerate();
         statuses
@@ -39,11 +40,12 @@ impl PartialDecision {
             .collect()
     }
 
-    /// Completes the decision by a local one about the charges at `positions`. If that refuses,
-    /// the statuses of the others are left out: they include units that are being returned.
+    /// Completes the decision with `local`, a local decision on the charges at `positions`. If
+    /// `local` refuses, the statuses of all other charges are left out, because they include units
+    /// that are being returned.
     pub(super) fn complete(self, positions: &[usize], local: &Decision) -> Decision {
         let mut completed = match local.admitted {
-            true => self.confirm(),
+            true => self.confirm_charges(),
             false => Decision {
                 admitted: false,
                 statuses: SmallVec::from_elem(None, self.decision.statuses.len()),
@@ -61,17 +63,21 @@ impl PartialDecision {
     }
 
     /// Keeps the charges, because the request is forwarded.
-    pub(super) fn confirm(self) -> Decision {
-        // Fails only if the runtime shuts down.
+    pub(super) fn confirm_charges(self) -> Decision {
+        // Sending fails only if the runtime shuts down.
         self.confirmation.send(()).ok();
         self.decision
     }
 }
 
 impl DecisionFailure {
-    /// Converts the failure of some charges to one of the whole request. `included` has the indexes
-    /// of these charges in the request.
-    pub(super) fn expand(mut self, included: &[(usize, Charge<'_>)], charge_count: usize) -> Self {
+    /// Converts the failure of some charges to a failure of the whole request. `included` has these
+    /// charges with their indexes in the request.
+    pub(super) fn expand_to_request(
+        mut self,
+        included: &[(usize, Charge<'_>)],
+        charge_count: usize,
+    ) -> Self {
         if let Some(partial) = &mut self.partial {
             let mut statuses = SmallVec::from_elem(None, charge_count);
             let mut charged_at_us = SmallVec::from_elem(None, charge_count);

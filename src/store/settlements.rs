@@ -1,10 +1,11 @@
 //! Settlements of costs that become known after the decision, on their way to the store.
 //!
-//! The memory store is settled at once. For Redis, settlements are queued and sent in the
-//! background. After a failure, further charges of `local` policies are written back after the
-//! outage ([`Store::apply_settlements`]). Other failed settlements are lost and counted.
+//! The memory store applies settlements at once. For Redis, settlements are queued and sent in the
+//! background. If sending fails, further charges of `local` policies are kept and written back
+//! after the outage ([`Store::apply_settlements`]). All other settlements that failed are lost and
+//! counted.
 
-use super::{CounterRef, FLUSH_TIMEOUT, Settlement, Store};
+use super::{FLUSH_TIMEOUT, LimitAndKey, Settlement, Store};
 use crate::limiter::Amendment;
 use crate::telemetry::metrics::WorkerMetrics;
 use parking_lot::Mutex;
@@ -12,12 +13,12 @@ use std::sync::Arc;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-/// Maximum number of queued settlements of one worker: about 4 MiB. Redis takes some thousands per
-/// second even at a distance of 5 ms. Credits may use only half of the queue: a lost credit is too
-/// strict, but a lost charge is too lax.
-const MAX_PENDING: usize = 1 << 14;
+/// Maximum number of queued settlements of one worker: about 4 MiB. Redis takes some thousands of
+/// settlements per second even at a distance of 5 ms. Credits may use only half of the queue,
+/// because a lost credit makes a limit too strict, but a lost charge makes it too lax.
+const MAX_PENDING_SETTLEMENTS: usize = 1 << 14;
 
-/// Settlements of one worker. Cheap to clone.
+/// Queue of one worker's settlements. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct SettlementQueue(Arc<SettlementQueueInner>);
 
@@ -25,21 +26,21 @@ pub struct SettlementQueue(Arc<SettlementQueueInner>);
 struct SettlementQueueInner {
     store: Store,
     metrics: Arc<WorkerMetrics>,
-    /// A mutex because `Store` is `Send`; only one worker uses it.
+    /// Locked by one worker only. It is a mutex because `Store` is `Send`.
     state: Mutex<SettlementQueueState>,
-    /// Notified when the queue is empty and everything is sent.
+    /// Notified when the queue is empty and all settlements are sent.
     drained: Notify,
 }
 
 #[derive(Debug, Default)]
 struct SettlementQueueState {
-    pending: Vec<(CounterRef, Amendment)>,
-    /// Whether a task sends settlements. It ends when the queue is empty.
+    pending: Vec<(LimitAndKey, Amendment)>,
+    /// Whether a task is sending settlements. The task ends when the queue is empty.
     is_task_running: bool,
 }
 
 impl SettlementQueue {
-    /// Counts lost settlements in the worker's own `metrics`.
+    /// Creates an empty queue that counts lost settlements in the worker's own `metrics`.
     pub fn new(store: Store, metrics: Arc<WorkerMetrics>) -> Self {
         Self(Arc::new(SettlementQueueInner {
             store,
@@ -49,8 +50,12 @@ impl SettlementQueue {
         }))
     }
 
-    /// Settles the memory store at once, and Redis soon.
-    pub fn enqueue(&self, settlements: impl IntoIterator<Item = (CounterRef, Amendment)>) {
+    /// Applies settlements to the memory store at once. Settlements for Redis are queued and sent
+    /// soon.
+    pub fn apply_or_enqueue(
+        &self,
+        settlements: impl IntoIterator<Item = (LimitAndKey, Amendment)>,
+    ) {
         if let Store::Memory(memory) = &self.0.store {
             for settlement in settlements {
                 memory.apply_settlements(&[Settlement::from_pending(&settlement)]);
@@ -70,7 +75,7 @@ impl SettlementQueue {
     }
 
     /// Waits until all queued settlements are sent, for at most [`FLUSH_TIMEOUT`].
-    pub async fn flush(&self) {
+    pub async fn wait_until_all_sent(&self) {
         let all_sent = async {
             loop {
                 let drained = self.0.drained.notified();
@@ -85,11 +90,11 @@ impl SettlementQueue {
 }
 
 impl SettlementQueueState {
-    /// Returns whether the settlement was queued.
-    fn push(&mut self, counter: CounterRef, amendment: Amendment) -> bool {
+    /// Queues a settlement if there is space. Returns whether it was queued.
+    fn push(&mut self, counter: LimitAndKey, amendment: Amendment) -> bool {
         let max_pending = match amendment {
-            Amendment::Credit { .. } => MAX_PENDING / 2,
-            _ => MAX_PENDING,
+            Amendment::Credit { .. } => MAX_PENDING_SETTLEMENTS / 2,
+            _ => MAX_PENDING_SETTLEMENTS,
         };
         let is_queued = self.pending.len() < max_pending;
         if is_queued {
@@ -139,12 +144,15 @@ mod tests {
                 .count()
         };
         let credit = Amendment::Credit { units: 1, at_us: 1 };
-        assert_eq!(push_many(credit, MAX_PENDING), MAX_PENDING / 2);
         assert_eq!(
-            push_many(Amendment::Charge(1), MAX_PENDING),
-            MAX_PENDING / 2
+            push_many(credit, MAX_PENDING_SETTLEMENTS),
+            MAX_PENDING_SETTLEMENTS / 2
         );
-        assert_eq!(state.pending.len(), MAX_PENDING);
+        assert_eq!(
+            push_many(Amendment::Charge(1), MAX_PENDING_SETTLEMENTS),
+            MAX_PENDING_SETTLEMENTS / 2
+        );
+        assert_eq!(state.pending.len(), MAX_PENDING_SETTLEMENTS);
         state.pending.clear();
         assert!(
             state.push((limit, KeyBuilder::new("p").finish()), credit),

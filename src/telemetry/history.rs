@@ -1,13 +1,13 @@
-//! Recent traffic history for the dashboard. It covers the last hour by minute and the last day by
-//! hour per policy, and the last minutes by second for all requests.
+//! Recent traffic history for the dashboard: per policy by minute for the last hour and by hour for
+//! the last day, and for all requests by second for the last ten minutes.
 //!
-//! Requests pay no cost for it. A timer calls [`TrafficHistory::sample`] about once a second, which
-//! assigns the increase of the workers' counters to that second. A policy takes 3 KiB, or nothing
-//! after a day without requests.
+//! The history adds no cost to requests. A timer calls [`TrafficHistory::sample`] about once a
+//! second, which adds the increase of the workers' counters to the current second. The history of a
+//! policy takes 3 KiB, and is freed after a day without requests.
 
 use super::metrics::{
-    HistogramSnapshot, LabelledCounters, Metrics, POLICY_HISTORY_SERIES, PolicyCounters,
-    REQUEST_DECISIONS,
+    HistogramSnapshot, LabelledCounterIndices, Metrics, POLICY_HISTORY_SERIES_COUNT,
+    PolicyCounters, REQUEST_DECISION_COUNT,
 };
 use foldhash::HashMap;
 use parking_lot::Mutex;
@@ -16,21 +16,21 @@ use std::sync::Arc;
 
 const MINUTES_KEPT: usize = 60;
 const HOURS_KEPT: usize = 24;
-/// Ten minutes, the range of the dashboard's chart.
+/// Number of seconds kept: ten minutes, the range of the dashboard's chart.
 pub const SECONDS_KEPT: usize = 600;
 
-/// Durations cover the last minute: seven samples at intervals of ten seconds.
+/// Duration samples cover the last minute: seven samples at intervals of ten seconds.
 const DURATION_SAMPLES_KEPT: usize = 7;
 const DURATION_SAMPLE_INTERVAL_S: u64 = 10;
 
-/// Classes of status codes, from 1xx to 5xx.
-pub const STATUS_CLASSES: usize = 5;
+/// Number of classes of status codes, from 1xx to 5xx.
+pub const STATUS_CLASS_COUNT: usize = 5;
 
 /// The decisions of a policy in one period, by `MetricLabels::policy_history`. Counts saturate at
 /// `u32::MAX`.
-pub type DecisionCounts = [u32; POLICY_HISTORY_SERIES];
+pub type DecisionCounts = [u32; POLICY_HISTORY_SERIES_COUNT];
 
-/// The recorded history.
+/// The traffic history of the process.
 #[derive(Debug)]
 pub struct TrafficHistory {
     metrics: Arc<Metrics>,
@@ -43,17 +43,17 @@ struct HistoryState {
     now_s: u64,
     policies: HashMap<Arc<str>, PolicyHistory>,
     seconds: TimeRing<SecondCounts, SECONDS_KEPT>,
-    last_decisions: [u64; REQUEST_DECISIONS],
-    last_status_classes: [u64; STATUS_CLASSES],
+    last_decisions: [u64; REQUEST_DECISION_COUNT],
+    last_status_classes: [u64; STATUS_CLASS_COUNT],
     duration_samples: VecDeque<DurationSample>,
 }
 
 /// The counters of a policy at the last sample, and its history if it had any requests.
 #[derive(Debug, Default)]
 struct PolicyHistory {
-    last_counts: [u64; POLICY_HISTORY_SERIES],
+    last_counts: [u64; POLICY_HISTORY_SERIES_COUNT],
     rings: Option<Box<HistoryRings>>,
-    /// Time of its last sample.
+    /// Time of the policy's last sample.
     sampled_at_s: u64,
 }
 
@@ -66,10 +66,10 @@ struct HistoryRings {
 /// The counts of all requests in one second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SecondCounts {
-    /// By `MetricLabels::request_decisions`.
-    pub decisions: [u32; REQUEST_DECISIONS],
+    /// Requests by decision, in the order of `MetricLabels::request_decisions`.
+    pub decisions: [u32; REQUEST_DECISION_COUNT],
     /// Responses by status class, from 1xx to 5xx.
-    pub status_classes: [u32; STATUS_CLASSES],
+    pub status_classes: [u32; STATUS_CLASS_COUNT],
 }
 
 /// The cumulative durations at one time.
@@ -79,7 +79,7 @@ struct DurationSample {
     durations: DurationHistograms,
 }
 
-/// Distributions of durations.
+/// Distributions of decision times and response times.
 #[derive(Clone, Debug)]
 pub struct DurationHistograms {
     /// Time to a decision, by decision source.
@@ -152,14 +152,14 @@ impl TrafficHistory {
     ) -> (TimelineAxis, Vec<Option<PolicyTimeline>>) {
         let state = self.state.lock();
         let axis = TimelineAxis {
-            minutes: step_starts(state.now_s, 60, MINUTES_KEPT),
-            hours: step_starts(state.now_s, 3600, HOURS_KEPT),
+            minutes: period_starts(state.now_s, 60, MINUTES_KEPT),
+            hours: period_starts(state.now_s, 3600, HOURS_KEPT),
         };
         let timeline = |name| {
             let rings = state.policies.get(name)?.rings.as_ref()?;
             Some(PolicyTimeline {
-                minutes: rings.minutes.last_steps(MINUTES_KEPT, state.now_s / 60),
-                hours: rings.hours.last_steps(HOURS_KEPT, state.now_s / 3600),
+                minutes: rings.minutes.last_periods(MINUTES_KEPT, state.now_s / 60),
+                hours: rings.hours.last_periods(HOURS_KEPT, state.now_s / 3600),
             })
         };
         let timelines = names.map(timeline).collect();
@@ -170,7 +170,7 @@ impl TrafficHistory {
     /// first.
     pub fn last_seconds(&self, limit: usize) -> (u64, Vec<SecondCounts>) {
         let state = self.state.lock();
-        let seconds = state.seconds.last_steps(limit, state.now_s);
+        let seconds = state.seconds.last_periods(limit, state.now_s);
         (
             state
                 .now_s
@@ -205,7 +205,7 @@ fn read_duration_histograms(metrics: &Metrics) -> DurationHistograms {
 }
 
 /// The start times of the last `count` periods, oldest first.
-fn step_starts(now_s: u64, step_s: u64, count: usize) -> Vec<u64> {
+fn period_starts(now_s: u64, step_s: u64, count: usize) -> Vec<u64> {
     let newest = now_s / step_s;
     (0..count as u64)
         .rev()
@@ -218,20 +218,20 @@ impl HistoryState {
         &mut self,
         before_s: u64,
         active_policies: impl Iterator<Item = &'t Arc<PolicyCounters>>,
-        series: &[LabelledCounters; POLICY_HISTORY_SERIES],
+        series: &[LabelledCounterIndices; POLICY_HISTORY_SERIES_COUNT],
     ) {
         let now_s = self.now_s;
         let mut count = 0;
         for counters in active_policies {
             count += 1;
-            let history = match self.policies.get_mut(counters.policy()) {
+            let history = match self.policies.get_mut(counters.policy_name()) {
                 Some(history) => history,
                 None => self
                     .policies
-                    .entry(Arc::clone(counters.policy()))
+                    .entry(Arc::clone(counters.policy_name()))
                     .or_default(),
             };
-            let mut counts = [0; POLICY_HISTORY_SERIES];
+            let mut counts = [0; POLICY_HISTORY_SERIES_COUNT];
             for (count, (_, requests)) in counts.iter_mut().zip(counters.requests_by_label(series))
             {
                 *count = requests;
@@ -242,8 +242,9 @@ impl HistoryState {
         if count == self.policies.len() && !hour_began {
             return;
         }
-        // A reload has removed policies. Their last counts are kept, so that their history
-        // continues correctly if they return.
+        // Frees the history of policies that a reload has removed, and of policies without requests
+        // for a day. Their last counts are kept, so that the history of a returning policy
+        // continues correctly.
         for history in self.policies.values_mut() {
             let is_gone = history.sampled_at_s != now_s;
             history
@@ -253,15 +254,15 @@ impl HistoryState {
     }
 
     fn record_second(&mut self, before_s: u64, metrics: &Metrics) {
-        let mut status_classes = [0; STATUS_CLASSES];
+        let mut status_classes = [0; STATUS_CLASS_COUNT];
         for (code, count) in metrics.status_counts() {
             if let Some(class) = status_classes.get_mut(usize::from(code / 100).saturating_sub(1)) {
                 *class += count;
             }
         }
-        let decisions = metrics.request_decisions();
+        let decisions = metrics.request_decision_counts();
         self.seconds.advance(before_s, self.now_s);
-        if let Some(second) = self.seconds.step_mut(self.now_s) {
+        if let Some(second) = self.seconds.slot_mut(self.now_s) {
             add_increase(&mut second.decisions, &decisions, &self.last_decisions);
             add_increase(
                 &mut second.status_classes,
@@ -274,7 +275,7 @@ impl HistoryState {
 }
 
 impl PolicyHistory {
-    fn sample(&mut self, before_s: u64, now_s: u64, counts: [u64; POLICY_HISTORY_SERIES]) {
+    fn sample(&mut self, before_s: u64, now_s: u64, counts: [u64; POLICY_HISTORY_SERIES_COUNT]) {
         self.sampled_at_s = now_s;
         if let Some(rings) = &mut self.rings {
             rings.minutes.advance(before_s / 60, now_s / 60);
@@ -286,9 +287,9 @@ impl PolicyHistory {
         let rings = self.rings.get_or_insert_default();
         for slot in rings
             .minutes
-            .step_mut(now_s / 60)
+            .slot_mut(now_s / 60)
             .into_iter()
-            .chain(rings.hours.step_mut(now_s / 3600))
+            .chain(rings.hours.slot_mut(now_s / 3600))
         {
             add_increase(slot, &counts, &self.last_counts);
         }
@@ -306,7 +307,7 @@ impl HistoryRings {
     }
 }
 
-/// Adds the increase since `before`.
+/// Adds to `sums` the increase of each counter from `before` to `now`.
 fn add_increase<const N: usize>(sums: &mut [u32; N], now: &[u64; N], before: &[u64; N]) {
     for ((sum, now), before) in sums.iter_mut().zip(now).zip(before) {
         let increase = u32::try_from(now.saturating_sub(*before)).unwrap_or(u32::MAX);
@@ -314,7 +315,7 @@ fn add_increase<const N: usize>(sums: &mut [u32; N], now: &[u64; N], before: &[u
     }
 }
 
-/// The last `N` periods, each at its number modulo `N`.
+/// The values of the last `N` periods, each at the index of its period number modulo `N`.
 #[derive(Clone, Debug)]
 struct TimeRing<T, const N: usize>([T; N]);
 
@@ -325,21 +326,21 @@ impl<T: Copy + Default, const N: usize> Default for TimeRing<T, N> {
 }
 
 impl<T: Copy + Default, const N: usize> TimeRing<T, N> {
-    /// Advances the time, and clears the slots of the new periods.
+    /// Clears the slots of the periods after `before`, up to `now`.
     fn advance(&mut self, before: u64, now: u64) {
         for step in (before + 1..=now).rev().take(N) {
-            if let Some(part) = self.step_mut(step) {
+            if let Some(part) = self.slot_mut(step) {
                 *part = T::default();
             }
         }
     }
 
-    fn step_mut(&mut self, step: u64) -> Option<&mut T> {
+    fn slot_mut(&mut self, step: u64) -> Option<&mut T> {
         self.0.get_mut(ring_index::<N>(step))
     }
 
     /// The last `limit` periods up to `now`, oldest first.
-    fn last_steps(&self, limit: usize, now: u64) -> Vec<T> {
+    fn last_periods(&self, limit: usize, now: u64) -> Vec<T> {
         let steps = (0..limit.min(N) as u64)
             .rev()
             .filter_map(|back| now.checked_sub(back));

@@ -8,14 +8,14 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::reload::Handle;
 
-/// Log format, level and access log.
+/// Settings of the log: format, level and access log.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LogSettings {
     pub format: LogFormat,
     pub level: LogLevel,
-    /// The requests that are logged.
+    /// The requests that the access log contains.
     pub access: AccessLogFilter,
-    /// The logged share of those requests, 0 to 1.
+    /// The share of the requests selected by `access` that is logged, 0 to 1.
     pub access_sample: f64,
 }
 
@@ -38,7 +38,7 @@ pub enum AccessLogFilter {
 pub struct LogLevel(String);
 
 impl LogLevel {
-    /// Parses a level.
+    /// Parses a log level.
     ///
     /// # Errors
     /// Returns a message that states the expected form.
@@ -58,8 +58,9 @@ impl LogLevel {
             .to_owned())
     }
 
-    /// Limits h2 and rustls to errors. They warn about unsolicited PINGs and invalid server names,
-    /// so a client could flood the log. `h2=warn` or `rustls=warn` shows these warnings.
+    /// Converts the level to a filter that limits h2 and rustls to errors. Both libraries warn
+    /// about invalid input, such as unsolicited PINGs, so a client could flood the log. The level
+    /// can show their warnings by `h2=warn` or `rustls=warn`.
     fn to_env_filter(&self) -> EnvFilter {
         EnvFilter::builder().parse_lossy(format!("h2=error,rustls=error,{}", self.0))
     }
@@ -71,7 +72,7 @@ impl fmt::Display for LogLevel {
     }
 }
 
-/// The level in effect, and the function that changes it.
+/// The log level in effect, and the function that changes it.
 struct LogLevelHandle {
     level: Mutex<LogLevel>,
     reload_filter: Box<dyn Fn(EnvFilter) -> bool + Send + Sync>,
@@ -91,8 +92,8 @@ impl LogLevelHandle {
 
 /// Initializes logging for the process. Only the first call has an effect.
 pub fn init_logging(settings: &LogSettings) {
-    // Without colours, every escape sequence in the log comes from input and is escaped. Internal
-    // errors are not logged, because a failed write to stderr would panic.
+    // Colours are off, so every escape sequence in the log comes from input and is escaped.
+    // Internal errors are not logged, because a failed write to stderr would panic.
     let builder = tracing_subscriber::fmt()
         .with_env_filter(settings.level.to_env_filter())
         .with_ansi(false)
@@ -127,15 +128,15 @@ pub fn init_logging(settings: &LogSettings) {
     }
 }
 
-/// The level in effect; `None` before [`init_logging`].
+/// The log level in effect; `None` before [`init_logging`].
 pub fn log_level() -> Option<LogLevel> {
     LOG_LEVEL_HANDLE
         .get()
         .map(|handle| handle.level.lock().clone())
 }
 
-/// Changes the level for the rest of the process. Returns `false` before [`init_logging`], or if
-/// the reload fails.
+/// Changes the log level of the running process. Returns `false` before [`init_logging`], or if the
+/// reload fails.
 pub fn set_log_level(level: LogLevel) -> bool {
     let Some(level_handle) = LOG_LEVEL_HANDLE.get() else {
         return false;
@@ -149,13 +150,14 @@ pub fn set_log_level(level: LogLevel) -> bool {
     reloaded
 }
 
-/// Writes each record as one line of printable characters, even if it contains text of a client.
+/// Makes writers that write each record as one line of printable characters, even if it contains
+/// client text.
 struct EscapingMakeWriter<M> {
     inner: M,
     format: LogFormat,
 }
 
-/// Writes one record.
+/// Writes records with all unprintable characters escaped.
 struct EscapingWriter<W> {
     inner: W,
     format: LogFormat,
@@ -237,7 +239,7 @@ mod tests {
     const HOSTILE: &str = "a\u{1b}[31m\nlevel=ERROR forged\r\u{9b}m\u{85}\u{7f}\u{202e}\u{2066}\u{2028}\u{200b}\u{feff}\u{e0041}\u{fc}";
 
     /// Logs hostile text in every position of a record, and returns the output.
-    fn capture_log(format: LogFormat) -> String {
+    fn format_hostile_record(format: LogFormat) -> String {
         let captured = CapturedLog::default();
         let copy = captured.clone();
         let writer = EscapingMakeWriter {
@@ -266,7 +268,7 @@ mod tests {
     #[test]
     fn clients_cannot_inject_invisible_characters_or_lines() {
         for format in [LogFormat::Json, LogFormat::Text] {
-            let text = capture_log(format);
+            let text = format_hostile_record(format);
             let line = text.strip_suffix('\n').unwrap();
             assert!(
                 line.contains("forged") && line.contains('\u{fc}'),
@@ -282,13 +284,13 @@ mod tests {
     #[test]
     fn json_log_preserves_client_text() {
         let record: serde_json::Value =
-            serde_json::from_str(&capture_log(LogFormat::Json)).unwrap();
+            serde_json::from_str(&format_hostile_record(LogFormat::Json)).unwrap();
         assert_eq!(record["field"], HOSTILE);
         assert_eq!(record["text"], HOSTILE);
     }
 
     #[test]
-    fn level_is_a_word_or_a_list_of_exceptions() {
+    fn level_is_a_word_with_optional_exceptions() {
         for right in [
             "info",
             "off",

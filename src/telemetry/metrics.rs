@@ -3,7 +3,7 @@
 //! Counting must be cheap. Each worker writes to its own atomics ([`WorkerMetrics`], and its part
 //! of each policy's [`PolicyCounters`]), without locks, allocation or shared cache lines. Labels
 //! come from the configuration or from fixed sets, never from requests, so clients cannot make the
-//! page grow.
+//! metrics page grow.
 
 mod exposition;
 mod histogram;
@@ -18,8 +18,8 @@ mod worker;
 
 pub use exposition::ExpositionFormat;
 pub use histogram::HistogramSnapshot;
-pub use labels::{LabelledCounters, MetricLabels};
-pub(super) use labels::{POLICY_HISTORY_SERIES, REQUEST_DECISIONS};
+pub use labels::{LabelledCounterIndices, MetricLabels};
+pub(super) use labels::{POLICY_HISTORY_SERIES_COUNT, REQUEST_DECISION_COUNT};
 pub use policy_counters::PolicyCounters;
 pub use registry::Metrics;
 pub use status::{

@@ -3,7 +3,7 @@
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
 
-/// Allows one log line per interval, and counts the suppressed ones.
+/// Allows one log line per interval, and counts the occurrences that were not logged.
 #[derive(Debug)]
 pub struct LogThrottle {
     interval: Duration,

@@ -11,18 +11,21 @@ use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use std::hash::BuildHasher;
 use std::sync::{Arc, LazyLock};
 
-/// Counters per sketch. An error of at most 1/512 of all rejections is insignificant. The four
-/// sketches of a worker (keys and paths, two generations) take at most 0.6 MiB.
-const CAPACITY: usize = 512;
+/// Number of counters per sketch. The resulting error, at most 1/512 of all rejections, is
+/// insignificant. The four sketches of a worker (keys and paths, two generations) take at most 0.6
+/// MiB.
+const SKETCH_CAPACITY: usize = 512;
 
 /// Length of a generation in seconds.
 const GENERATION_S: u64 = 1800;
 
-/// Longer texts are truncated and end in [`TRUNCATION_MARK`]. Counting uses the whole text.
+/// Maximum length of a text. A longer text is truncated and ends in [`TRUNCATION_MARK`]. Counting
+/// uses the whole text.
 const MAX_TEXT_BYTES: usize = 160;
 const TRUNCATION_MARK: &str = "...";
 
-/// Escaped in addition to non-ASCII characters, so that texts are safe in terminals and HTML.
+/// ASCII characters that are escaped, as all non-ASCII ones are, so that texts are safe in
+/// terminals and HTML.
 const ESCAPED_CHARACTERS: &AsciiSet = &CONTROLS
     .add(b' ')
     .add(b'"')
@@ -31,7 +34,7 @@ const ESCAPED_CHARACTERS: &AsciiSet = &CONTROLS
     .add(b'`')
     .add(b'\\');
 
-/// The subject of a ranking.
+/// The subject of a ranking: keys or paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RejectionDimension {
     /// The keys of a policy: `policy/value/value`.
@@ -54,7 +57,7 @@ pub struct TopRejections {
     generation_starts: Mutex<GenerationStarts>,
 }
 
-/// Seconds since the Unix epoch; 0 until the first [`TopRejections::rotate_generations`].
+/// Start times of the two generations in seconds since the Unix epoch; 0 before the first rotation.
 #[derive(Clone, Copy, Debug, Default)]
 struct GenerationStarts {
     previous_s: u64,
@@ -64,7 +67,7 @@ struct GenerationStarts {
 /// The keys or paths with the most rejections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectionRanking {
-    /// In descending order of `count`.
+    /// Entries in descending order of `count`.
     pub entries: Vec<RejectionEntry>,
     /// All rejections in the covered time, of all policies.
     pub total: u64,
@@ -78,9 +81,9 @@ pub struct RejectionRanking {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectionEntry {
     pub policy: Arc<str>,
-    /// Printable ASCII.
+    /// The key or path, in printable ASCII.
     pub text: Box<str>,
-    /// Rejections: exact, or too high by at most `max_error`.
+    /// Number of rejections: exact, or too high by at most `max_error`.
     pub count: u64,
     pub max_error: u64,
 }
@@ -91,13 +94,13 @@ struct SketchGenerations {
     previous: SpaceSavingSketch,
 }
 
-/// A space-saving sketch. Its counters are in descending order, so the smallest is the last. A
-/// count grows by one at a time: its item swaps places with the first item of the same count.
+/// A space-saving sketch. Its counters are in descending order, so the smallest is the last. Before
+/// a count is incremented, its item swaps places with the first item of the same count.
 #[derive(Debug, Default)]
 struct SpaceSavingSketch {
     positions: HashMap<u128, usize>,
     counts: Vec<u64>,
-    /// Parallel to `counts`.
+    /// The items, at the same indices as their `counts`.
     items: Vec<SketchItem>,
     total: u64,
 }
@@ -112,16 +115,16 @@ struct SketchItem {
 
 impl WorkerRejections {
     /// Counts a rejection of a key. `id` identifies the policy and the key; `text` is called only
-    /// for a new item.
-    pub fn record_key(&self, policy: &Arc<str>, id: u128, text: impl FnOnce() -> String) {
+    /// if the sketch does not contain `id`.
+    pub fn record_key_rejection(&self, policy: &Arc<str>, id: u128, text: impl FnOnce() -> String) {
         self.keys
             .lock()
             .current
-            .add(id, policy, || truncate_text(text()));
+            .increment_item(id, policy, || truncate_text(text()));
     }
 
     /// Counts a rejection of a path.
-    pub fn record_path(&self, policy: &Arc<str>, path: &str) {
+    pub fn record_path_rejection(&self, policy: &Arc<str>, path: &str) {
         // All workers share this randomly keyed hasher, so that clients cannot construct
         // collisions.
         static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::default);
@@ -129,7 +132,7 @@ impl WorkerRejections {
         self.paths
             .lock()
             .current
-            .add(id.into(), policy, || escape_path(path));
+            .increment_item(id.into(), policy, || escape_and_truncate_path(path));
     }
 
     fn generations(&self, dimension: RejectionDimension) -> &Mutex<SketchGenerations> {
@@ -148,8 +151,8 @@ impl TopRejections {
         }
     }
 
-    /// Starts a new generation when the current one is over. The caller invokes it periodically.
-    pub fn rotate_generations(&self, now_s: u64) {
+    /// Starts a new generation if the current one is over. Must be called periodically.
+    pub fn rotate_generations_if_due(&self, now_s: u64) {
         let mut starts = self.generation_starts.lock();
         if starts.current_s == 0 {
             *starts = GenerationStarts {
@@ -191,7 +194,7 @@ impl TopRejections {
             let generations = worker.generations(dimension).lock();
             for sketch in [&generations.current, &generations.previous] {
                 total += sketch.total;
-                max_unlisted += sketch.min_count();
+                max_unlisted += sketch.max_unlisted_count();
                 sketch.merge_into(&mut sums, policy);
             }
         }
@@ -225,24 +228,24 @@ impl TopRejections {
 /// The sum of one item over all sketches that contain it.
 struct MergedCount {
     entry: RejectionEntry,
-    /// The sum of the smallest counts of those sketches.
+    /// The sum of the smallest counts of the sketches that contain the item.
     floor_sum: u64,
 }
 
 impl SpaceSavingSketch {
-    fn add(&mut self, id: u128, policy: &Arc<str>, text: impl FnOnce() -> String) {
+    fn increment_item(&mut self, id: u128, policy: &Arc<str>, text: impl FnOnce() -> String) {
         self.total += 1;
         let at = match self.positions.get(&id) {
             Some(at) => *at,
             None => {
-                let error = self.min_count();
+                let error = self.max_unlisted_count();
                 let item = SketchItem {
                     id,
                     max_error: error,
                     policy: Arc::clone(policy),
                     text: text().into(),
                 };
-                self.claim_counter(item)
+                self.assign_counter(item)
             }
         };
         // Moves the item in front of all items with the same count, and increments its count.
@@ -265,22 +268,22 @@ impl SpaceSavingSketch {
 
     /// Assigns a counter to an item: a new one, or the one with the smallest count. Returns its
     /// index.
-    fn claim_counter(&mut self, item: SketchItem) -> usize {
-        if self.items.len() < CAPACITY {
+    fn assign_counter(&mut self, item: SketchItem) -> usize {
+        if self.items.len() < SKETCH_CAPACITY {
             self.positions.insert(item.id, self.items.len());
             self.counts.push(0);
             self.items.push(item);
         } else if let Some(last) = self.items.last_mut() {
             self.positions.remove(&last.id);
             *last = item;
-            self.positions.insert(last.id, CAPACITY - 1);
+            self.positions.insert(last.id, SKETCH_CAPACITY - 1);
         }
         self.items.len() - 1
     }
 
     /// Upper bound for the count of an item that is not in the sketch.
-    fn min_count(&self) -> u64 {
-        if self.items.len() < CAPACITY {
+    fn max_unlisted_count(&self) -> u64 {
+        if self.items.len() < SKETCH_CAPACITY {
             0
         } else {
             self.counts.last().copied().unwrap_or_default()
@@ -288,7 +291,7 @@ impl SpaceSavingSketch {
     }
 
     fn merge_into(&self, sums: &mut HashMap<u128, MergedCount>, policy: Option<&str>) {
-        let min_count = self.min_count();
+        let min_count = self.max_unlisted_count();
         let items = self.items.iter().zip(&self.counts);
         for (item, count) in
             items.filter(|(item, _)| policy.is_none_or(|policy| *item.policy == *policy))
@@ -309,14 +312,14 @@ impl SpaceSavingSketch {
     }
 }
 
-fn escape_path(path: &str) -> String {
+fn escape_and_truncate_path(path: &str) -> String {
     // Only the part that is kept needs escaping.
     let end = path.floor_char_boundary(MAX_TEXT_BYTES + 1);
     let start = path.split_at_checked(end).map_or(path, |(start, _)| start);
     truncate_text(utf8_percent_encode(start, ESCAPED_CHARACTERS).to_string())
 }
 
-/// Truncates an ASCII text.
+/// Truncates an ASCII text to [`MAX_TEXT_BYTES`].
 fn truncate_text(mut text: String) -> String {
     if text.len() > MAX_TEXT_BYTES {
         text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES - TRUNCATION_MARK.len()));

@@ -52,7 +52,7 @@ impl ParsedCertificate {
         Ok(Self {
             dns_names: dns_names.collect(),
             subject: CertificateSubject {
-                san: select_alternative_name(names),
+                san: select_subject_alternative_name(names),
                 cn: cn.map(Into::into),
             },
             validity_s: (
@@ -68,18 +68,18 @@ impl ParsedCertificate {
 ///
 /// # Errors
 /// Returns a message that describes the problem.
-pub(super) fn parse_next_update(der: &[u8]) -> Result<Option<u64>, String> {
+pub(super) fn parse_crl_next_update(der: &[u8]) -> Result<Option<u64>, String> {
     let (_, list) = CertificateRevocationList::from_der(der).map_err(|error| error.to_string())?;
     Ok(list.next_update().map(to_unix_seconds))
 }
 
-/// Times before 1970 become 0.
+/// Converts a time to seconds since the Unix epoch. Times before 1970 become 0.
 fn to_unix_seconds(time: ASN1Time) -> u64 {
     u64::try_from(time.timestamp()).unwrap_or(0)
 }
 
-/// Selects the preferred name: URI, DNS name, e-mail address, then IP address.
-fn select_alternative_name(names: &[GeneralName<'_>]) -> Option<Box<str>> {
+/// Selects the preferred alternative name: URI, DNS name, e-mail address, then IP address.
+fn select_subject_alternative_name(names: &[GeneralName<'_>]) -> Option<Box<str>> {
     let ranked = names.iter().filter_map(|name| match name {
         GeneralName::URI(uri) => Some((0, (*uri).into())),
         GeneralName::DNSName(name) => Some((1, (*name).into())),
@@ -87,7 +87,7 @@ fn select_alternative_name(names: &[GeneralName<'_>]) -> Option<Box<str>> {
         GeneralName::IPAddress(bytes) => Some((3, format_ip_address(bytes)?)),
         _ => None,
     });
-    // `min_by_key` returns the first of equal ranks.
+    // `min_by_key` returns the first of several names with equal rank.
     ranked.min_by_key(|(rank, _)| *rank).map(|(_, name)| name)
 }
 
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
     use rcgen::{CertificateParams, DnType, KeyPair, SanType, date_time_ymd};
 
-    fn self_signed_certificate(sans: Vec<SanType>, cn: Option<&str>) -> ParsedCertificate {
+    fn generate_parsed_certificate(sans: Vec<SanType>, cn: Option<&str>) -> ParsedCertificate {
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
         if let Some(cn) = cn {
@@ -149,12 +149,12 @@ mod tests {
             (vec![], None),
         ];
         for (sans, expected) in cases {
-            let read = self_signed_certificate(sans, Some("Ann, \"the\" user"));
+            let read = generate_parsed_certificate(sans, Some("Ann, \"the\" user"));
             assert_eq!(read.subject.san.as_deref(), expected);
             assert_eq!(read.subject.cn.as_deref(), Some("Ann, \"the\" user"));
         }
         assert_eq!(
-            self_signed_certificate(vec![], None).subject,
+            generate_parsed_certificate(vec![], None).subject,
             CertificateSubject::default()
         );
     }
@@ -163,7 +163,7 @@ mod tests {
     fn reads_dns_names_and_validity() {
         let dns =
             ["*.Example.com", "b.example"].map(|name| SanType::DnsName(name.try_into().unwrap()));
-        let read = self_signed_certificate(dns.to_vec(), None);
+        let read = generate_parsed_certificate(dns.to_vec(), None);
         assert_eq!(
             read.dns_names,
             ["*.example.com", "b.example"].map(Box::from)

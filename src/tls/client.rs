@@ -15,7 +15,7 @@ pub struct ClientTls {
 }
 
 impl ClientTls {
-    /// Certificates are verified against `server_name`, or without one against the address
+    /// Server certificates are verified against `server_name`, or without one against the host
     /// connected to. `digest` must differ if any other argument differs.
     pub fn new(
         config: ClientConfig,

@@ -32,7 +32,7 @@ pub struct ClientAuthSettings {
     pub auth: ClientAuth,
     /// PEM trust roots. Required unless `auth` is [`ClientAuth::None`].
     pub ca: Option<Vec<u8>>,
-    /// Revoked certificates. `None` disables the check.
+    /// Revoked certificates. `None` disables the revocation check.
     pub crl: Option<RevocationLists>,
 }
 
@@ -44,7 +44,7 @@ pub struct RevocationLists {
     pub expiry_s: Option<u64>,
 }
 
-/// TLS settings for new connections, replaced by a reload. `None` for cleartext.
+/// TLS settings for new connections, which a reload replaces. `None` for cleartext.
 pub type ReloadableServerTls = Arc<ArcSwapOption<ServerTls>>;
 
 /// Server certificate with its chain and its private key.
@@ -117,7 +117,7 @@ impl ServerIdentity {
         self.certificate.dns_names.iter().any(|own| **own == *name)
     }
 
-    /// Whether a wildcard covers the name. A wildcard stands for one label.
+    /// Whether a wildcard name of the certificate covers `name`. A wildcard stands for one label.
     fn has_wildcard_for(&self, name: &str) -> bool {
         let Some((_, parent)) = name.split_once('.') else {
             return false;
@@ -128,7 +128,7 @@ impl ServerIdentity {
             .any(|own| own.strip_prefix("*.") == Some(parent))
     }
 
-    fn supports_signature_schemes(&self, hello: &ClientHello<'_>) -> bool {
+    fn has_common_signature_scheme(&self, hello: &ClientHello<'_>) -> bool {
         self.key
             .key
             .choose_scheme(hello.signature_schemes())
@@ -136,7 +136,7 @@ impl ServerIdentity {
     }
 }
 
-/// Omits the private key.
+/// The debug output omits the private key.
 impl fmt::Debug for ServerIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ServerIdentity")
@@ -146,6 +146,8 @@ impl fmt::Debug for ServerIdentity {
 }
 
 impl RevocationLists {
+    /// Parses the certificate revocation lists in a PEM text, at least one.
+    ///
     /// # Errors
     /// Returns a message that describes the problem in the PEM text.
     pub fn from_pem(pem: &[u8]) -> Result<Self, String> {
@@ -156,7 +158,7 @@ impl RevocationLists {
         }
         let mut expiry = None;
         for list in &lists {
-            let end = certificate::parse_next_update(list)?;
+            let end = certificate::parse_crl_next_update(list)?;
             expiry = [expiry, end].into_iter().flatten().min();
         }
         Ok(Self {
@@ -233,8 +235,8 @@ impl fmt::Debug for ServerTls {
     }
 }
 
-/// Builds the configuration. Each one has its own ticket key: a session that began under other
-/// rules must not resume under these, because resumption does not verify certificates again.
+/// Builds the TLS configuration. Each configuration has its own session ticket key: a session that
+/// began under other rules must not resume, because resumption does not verify certificates again.
 fn build_server_config(
     resolver: Arc<CertificateResolver>,
     clients: &ClientAuthSettings,
@@ -269,8 +271,8 @@ fn build_server_config(
         .with_client_cert_verifier(verifier)
         .with_cert_resolver(resolver);
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    // Clients keep the tickets. A cache on the server would have to be bounded, and would forget
-    // sessions under load.
+    // Clients keep the session tickets. A session cache on the server would have to be bounded, and
+    // would forget sessions under load.
     config.ticketer = Ticketer::new().map_err(|error| error.to_string())?;
     Ok(config)
 }
@@ -282,7 +284,7 @@ struct CertificateResolver(Vec<ServerIdentity>);
 impl ResolvesServerCert for CertificateResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         let chosen = self.select_identity(hello.server_name().unwrap_or_default(), |identity| {
-            identity.supports_signature_schemes(&hello)
+            identity.has_common_signature_scheme(&hello)
         });
         chosen.map(|identity| Arc::clone(&identity.key))
     }
@@ -313,8 +315,8 @@ impl CertificateResolver {
     }
 }
 
-/// Digests several texts. Each is hashed on its own, so that moving bytes from one text to the next
-/// changes the digest.
+/// Digests several texts. Each text is hashed on its own, so that moving bytes from one text to the
+/// next changes the digest.
 fn digest_texts<'t>(texts: impl IntoIterator<Item = &'t [u8]>) -> [u8; 32] {
     let mut hash = Sha256::new();
     for text in texts {

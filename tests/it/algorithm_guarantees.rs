@@ -66,7 +66,7 @@ impl ClientSchedule<'_> {
             3 => near(self.retry_at_us.unwrap_or(now_us), self.rng),
             4 => near((now_us / per_us + 1) * per_us, self.rng),
             5 => near(
-                (now_us / self.limit.sub_window_us() + 1) * self.limit.sub_window_us(),
+                (now_us / self.limit.sub_window_width_us() + 1) * self.limit.sub_window_width_us(),
                 self.rng,
             ),
             6 => now_us + self.rng.u64(..=2 * (per_us / self.limit.requests)),
@@ -391,7 +391,7 @@ fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
             .into_iter()
             .filter(|at| *at >= begin_us + limit.per_us)
             .collect();
-        let stretch_us = limit.per_us + limit.sub_window_us() - 1;
+        let stretch_us = limit.per_us + limit.sub_window_width_us() - 1;
         let many = usize::try_from(limit.requests).unwrap();
         let what = format!("TIDEGATE_TEST_SEED={seed}, run {number}: {limit:?}");
         for (first, beyond) in saturated

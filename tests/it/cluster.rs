@@ -36,7 +36,7 @@ pub(crate) fn policy_key(name: &str) -> Key {
 pub(crate) fn key_on(node: usize, policy: &str) -> Key {
     let named = |number: u32| {
         let mut key = KeyBuilder::new(policy);
-        key.push_part(Some(number.to_string().as_bytes()));
+        key.push_key_value(Some(number.to_string().as_bytes()));
         key.finish()
     };
     (0..)
@@ -51,7 +51,7 @@ pub(crate) async fn connect_store(cluster: &RedisCluster) -> (SharedRedisState, 
         shared.is_up()
     })
     .await;
-    (shared, Store::redis(redis))
+    (shared, Store::from_redis(redis))
 }
 
 pub(crate) async fn decide_one(
@@ -86,7 +86,7 @@ pub(crate) const USER_POLICY: &str = "[[policy]]\nname = 'user'\nkey = 'header:x
 pub(crate) fn user_on_node(node: usize) -> String {
     let user = |number: u32| {
         let mut key = KeyBuilder::new("user");
-        key.push_part(Some(number.to_string().as_bytes()));
+        key.push_key_value(Some(number.to_string().as_bytes()));
         (initial_node(&key.finish()) == node).then(|| number.to_string())
     };
     (0..).find_map(user).unwrap()
@@ -286,7 +286,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
         shared.is_up()
     })
     .await;
-    let store = Store::redis(redis.clone());
+    let store = Store::from_redis(redis.clone());
     let nothing = Limit {
         requests: 0,
         ..DAILY_LIMIT

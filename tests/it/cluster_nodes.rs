@@ -324,7 +324,7 @@ async fn connects_to_a_cluster_that_starts_later_or_restarts() {
         node.kill();
     }
     let (shared, redis) = connect_redis(cluster.settings()).await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     assert!(!shared.is_up());
     let asked = Instant::now();
     assert_eq!(

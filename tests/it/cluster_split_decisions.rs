@@ -56,7 +56,7 @@ impl SplitFixture {
             key_prefix: "shop".to_owned(),
             ..self.cluster.settings()
         };
-        let store = Store::redis(connect_redis(settings).await.1);
+        let store = Store::from_redis(connect_redis(settings).await.1);
         let decision = store.decide(&[Charge::new(limit, key, 0)]).await.unwrap();
         limit.requests - decision.statuses[0].unwrap().remaining
     }
@@ -90,7 +90,7 @@ fn policy_key(name: &str) -> Key {
 
 fn user_key(policy: &str, user: &str) -> Key {
     let mut key = KeyBuilder::new(policy);
-    key.push_part(Some(user.as_bytes()));
+    key.push_key_value(Some(user.as_bytes()));
     key.finish()
 }
 
@@ -424,7 +424,7 @@ async fn an_open_slot_decides_two_keys_without_an_error() {
 async fn settlements_in_an_open_slot_are_exact() {
     let cluster = RedisCluster::start().await;
     let (shared, redis) = connect_redis(cluster.settings()).await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     let key = policy_key(&policy_on(0, "cost"));
     let limits = [
         hourly(100, Algorithm::SlidingLog),

@@ -188,11 +188,14 @@ async fn one_live_sentinel_is_enough() {
     for _ in 0..3 {
         let (shared, redis) = connect_redis(watched.settings()).await;
         assert!(shared.is_up());
-        remaining_units(&Store::redis(redis)).await.unwrap();
+        remaining_units(&Store::from_redis(redis)).await.unwrap();
     }
     watched.sentinels[2].kill();
     let (_shared, redis) = connect_redis(watched.settings()).await;
-    assert_eq!(remaining_units(&Store::redis(redis)).await, Err("refused"));
+    assert_eq!(
+        remaining_units(&Store::from_redis(redis)).await,
+        Err("refused")
+    );
 }
 
 #[tokio::test]
@@ -207,7 +210,7 @@ async fn sentinels_without_the_named_master_are_reported() {
     };
     let (_shared, redis) = connect_redis(settings).await;
     assert_eq!(
-        remaining_units(&Store::redis(redis)).await,
+        remaining_units(&Store::from_redis(redis)).await,
         Err("masterdown")
     );
 }
@@ -218,7 +221,7 @@ async fn sentinels_without_the_named_master_are_reported() {
 async fn a_demoted_master_is_abandoned_though_it_still_replies() {
     let watched = SentinelDeployment::start(0).await;
     let (_shared, redis) = connect_redis(watched.settings()).await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     assert_eq!(remaining_units(&store).await, Ok(999));
     let other = RedisServer::start();
     for sentinel in &watched.sentinels {

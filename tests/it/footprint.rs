@@ -63,7 +63,7 @@ fn fill_and_measure(
 ) -> u64 {
     tested_store.reset();
     let mut key = KeyBuilder::new("api");
-    key.push_part(Some(b"user-0123456789"));
+    key.push_key_value(Some(b"user-0123456789"));
     let key = key.finish();
     let charge = Charge {
         is_estimate: settles,

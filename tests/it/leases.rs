@@ -590,7 +590,7 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
 async fn units_leased_for_a_cancelled_request_serve_other_requests() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     let limit = Limit {
         requests: 1000,
         per_us: 3_600_000_000,
@@ -628,7 +628,7 @@ async fn units_leased_for_a_cancelled_request_serve_other_requests() {
 async fn units_leased_under_old_limits_are_returned_at_once() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     let lease = Some(LeaseTerms {
         size: Some(50),
         ttl_us: 600_000_000,
@@ -672,7 +672,7 @@ async fn units_leased_under_old_limits_are_returned_at_once() {
 async fn a_short_lease_expires_before_an_older_long_one() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     let limit = Limit {
         requests: 1000,
         per_us: 3_600_000_000,
@@ -720,7 +720,7 @@ async fn a_lease_ends_during_a_suspension_and_for_a_request_that_waited() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
     let (clock, boot_clock) = Clock::manual(1);
-    let store = Store::redis(redis).with_leases(&Arc::new(LeasePool::new(clock)));
+    let store = Store::from_redis(redis).with_shared_leases(&Arc::new(LeasePool::new(clock)));
     let limit = Limit {
         requests: 1000,
         per_us: 3_600_000_000,

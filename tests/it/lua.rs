@@ -319,7 +319,7 @@ async fn compare_decisions(
         let late: Vec<_> = late.collect();
         if !late.is_empty() {
             model.apply_settlements(&late, time_us);
-            run_script(connection, &SCRIPT.amend_command(&late, Some(time_us))).await;
+            run_script(connection, &SCRIPT.settle_command(&late, Some(time_us))).await;
         }
     }
     Ok(())
@@ -485,7 +485,7 @@ async fn compare_batched_decisions(
         let mut batch = DecisionBatch::default();
         let (mut asked, mut times) = (Vec::new(), Vec::new());
         for charges in &questions {
-            let number = batch.add_request(&SCRIPT, charges);
+            let number = batch.add_or_merge_request(&SCRIPT, charges);
             times.resize(batch.len(), 0);
             asked.push((number, times[number]));
             times[number] += 1;

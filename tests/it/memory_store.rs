@@ -265,7 +265,7 @@ fn make_limit(requests: u64, per_us: u64, algorithm: Algorithm) -> Limit {
 
 fn make_key(policy: &str, user: &str) -> Key {
     let mut key = KeyBuilder::new(policy);
-    key.push_part(Some(user.as_bytes()));
+    key.push_key_value(Some(user.as_bytes()));
     key.finish()
 }
 
@@ -479,7 +479,7 @@ fn max_units_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
         Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
             let taken = |start_us: u64| held(&|at_us| (start_us..=*end_us).contains(&at_us));
             let paid = |start_us: u64| {
-                (limit.requests * (end_us - start_us) + limit.delay_remainder()) / limit.per_us
+                (limit.requests * (end_us - start_us) + limit.max_delay_remainder()) / limit.per_us
             };
             log.iter()
                 .filter(|(start_us, _)| start_us <= end_us)
@@ -777,7 +777,7 @@ fn trap_21_values_cannot_be_shifted_between_key_parts() {
         let mut key = KeyBuilder::new("pair");
         parts
             .iter()
-            .for_each(|part| key.push_part(Some(part.as_bytes())));
+            .for_each(|part| key.push_key_value(Some(part.as_bytes())));
         key.finish()
     };
     let (clock, _manual_clock) = Clock::manual(START_US);

@@ -353,7 +353,7 @@ async fn decide_once(settings: RedisSettings) -> Result<bool, StoreUnavailable> 
         .map(|number| KeyBuilder::new(&format!("p{number}")).finish())
         .collect();
     let charges: Vec<_> = keys.iter().map(|key| Charge::new(&limit, key, 1)).collect();
-    Store::redis(redis)
+    Store::from_redis(redis)
         .decide(&charges)
         .await
         .map(|decision| decision.admitted)

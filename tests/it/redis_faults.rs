@@ -38,7 +38,7 @@ async fn decide(store: &Store, name: &str) -> Result<Decision, StoreUnavailable>
 
 async fn start_store(server: &RedisServer) -> (SharedRedisState, Store) {
     let (shared, redis) = server.connect().await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     decide(&store, "first").await.unwrap();
     (shared, store)
 }
@@ -128,7 +128,7 @@ async fn the_store_recovers_when_redis_starts_later() {
     let mut server = RedisServer::start();
     server.kill();
     let (shared, redis) = server.connect().await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     assert_eq!(decide(&store, "k").await.unwrap_err().kind, "refused");
     server.restart();
     wait_for_recovery(&shared, &store).await;
@@ -316,7 +316,7 @@ async fn a_wrong_password_is_a_noauth_error() {
         })
         .await;
         assert_eq!(
-            decide(&Store::redis(redis), "k")
+            decide(&Store::from_redis(redis), "k")
                 .await
                 .err()
                 .map(|unavailable| unavailable.kind),
@@ -532,7 +532,7 @@ async fn a_slow_call_does_not_delay_the_next() {
     let server = RedisServer::start();
     let relay = TcpRelay::start(server.port()).await;
     let (_shared, redis) = connect_redis(redis_settings(relay.port)).await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     decide(&store, "k").await.unwrap();
     let before = server
         .read_info_number("commandstats", "cmdstat_evalsha")
@@ -585,7 +585,7 @@ async fn the_network_loses_replies() {
     let server = RedisServer::start();
     let relay = TcpRelay::start(server.port()).await;
     let (shared, redis) = connect_redis(redis_settings(relay.port)).await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     decide(&store, "k").await.unwrap();
     relay.drop_replies();
     let kinds = open_breaker(&shared, &store, server.settings().timeout).await;
@@ -601,7 +601,7 @@ async fn all_settlements_reach_a_slow_redis() {
     let server = RedisServer::start();
     let relay = TcpRelay::start(server.port()).await;
     let (_shared, redis) = connect_redis(redis_settings(relay.port)).await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     let limit = Limit {
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
         per_us: 86_400_000_000,
@@ -638,7 +638,7 @@ async fn a_slow_network_is_waited_for_only_until_the_deadline() {
     let server = RedisServer::start();
     let relay = TcpRelay::start(server.port()).await;
     let (shared, redis) = connect_redis(redis_settings(relay.port)).await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     // The first decision loads the script.
     decide(&store, "first").await.unwrap();
     relay.delay_replies(server.settings().timeout / 4);
@@ -662,7 +662,7 @@ async fn a_connection_closed_by_the_peer_is_a_connection_error() {
     let server = RedisServer::start();
     let relay = TcpRelay::start(server.port()).await;
     let (shared, redis) = connect_redis(redis_settings(relay.port)).await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     decide(&store, "k").await.unwrap();
     relay.close_server_side();
     assert_eq!(decide(&store, "k").await.unwrap_err().kind, "connection");
@@ -721,7 +721,7 @@ async fn malformed_replies_are_errors_of_the_right_kind() {
     ];
     for &(answer, kind) in cases {
         let (shared, redis) = connect_redis(redis_settings(start_faulty_redis(answer).await)).await;
-        let got = decide(&Store::redis(redis), "k").await;
+        let got = decide(&Store::from_redis(redis), "k").await;
         let text = String::from_utf8_lossy(answer);
         assert_eq!(got.unwrap_err().kind, kind, "{text}");
         assert_eq!(error_count(&shared, kind), 1, "{text}");

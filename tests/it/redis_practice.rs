@@ -112,7 +112,7 @@ async fn all_redis_keys_of_one_policy_key_share_a_hash_slot() {
         ("", "{ann}"),
     ] {
         let (script, mut key) = (ScriptLibrary::new(prefix), KeyBuilder::new("p"));
-        key.push_part(Some(value.as_bytes()));
+        key.push_key_value(Some(value.as_bytes()));
         let key = key.finish();
         let mut own = Vec::new();
         for (_, draw) in EVERY_ALGORITHM {

@@ -214,7 +214,7 @@ async fn check_reply(case: ReplyCase, row: &ReplyRow, server: &ScriptedRedis) {
     let shared = SharedRedisState::new(settings.clone());
     let redis = RedisStore::start(&shared);
     redis.wait_until_ready().await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     assert_eq!(decide(&store).await, None, "{name}");
 
     let connections = server.connection_count();
@@ -262,7 +262,7 @@ async fn check_reply(case: ReplyCase, row: &ReplyRow, server: &ScriptedRedis) {
     let redis = RedisStore::start(&shared);
     redis.wait_until_ready().await;
     server.set_fault(Some(fault));
-    assert!(decide(&Store::redis(redis)).await.is_some(), "{name}");
+    assert!(decide(&Store::from_redis(redis)).await.is_some(), "{name}");
     assert_eq!(shared.is_breaker_open(), row.opens_breaker, "{name}");
     server.set_fault(None);
 }

@@ -99,7 +99,7 @@ pub(crate) struct StateModel {
 fn bound_times(status: &mut LimitStatus, limit: &Limit, state: &CounterState, time_us: u64) {
     let newest_us = match limit.algorithm {
         Algorithm::Block => state.expires_at_us(limit).saturating_sub(limit.per_us),
-        _ => state.latest_proven_us(),
+        _ => state.now_lower_bound_us(),
     };
     let lead_us = newest_us.saturating_sub(time_us);
     if lead_us <= limit.per_us {
@@ -135,7 +135,7 @@ impl StateModel {
         let has_clock_stepped_back = charges
             .iter()
             .zip(&checked)
-            .any(|(charge, (state, _))| state.latest_proven_us() > time_us + charge.limit.per_us);
+            .any(|(charge, (state, _))| state.now_lower_bound_us() > time_us + charge.limit.per_us);
         let (mut statuses, mut delay_us, mut charged_at_us) = (Vec::new(), 0, SmallVec::new());
         let settles = charges.iter().any(|charge| charge.is_estimate);
         for (at, (charge, (state, refusal))) in charges.iter().zip(&mut checked).enumerate() {
@@ -249,7 +249,7 @@ pub(crate) async fn run_script(
         Ok(redis::Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
         reply => return reply.unwrap(),
     }
-    let loads = SCRIPT.load_used_programs();
+    let loads = SCRIPT.load_commands_for_used_programs();
     connection
         .send_packed_commands(&loads, 0, loads.len())
         .await
@@ -381,7 +381,7 @@ async fn compare_amended_decisions(
             }];
             run_script(
                 connection,
-                &SCRIPT.amend_command(&settlements, Some(time_us)),
+                &SCRIPT.settle_command(&settlements, Some(time_us)),
             )
             .await;
             model.apply_settlements(&settlements, time_us);
@@ -676,7 +676,7 @@ async fn decide_until(redis: RedisStore, limit: Limit, end: Instant) -> Vec<u64>
 async fn a_request_is_admitted_after_the_reported_wait() {
     const PER: Duration = Duration::from_millis(60);
     let server = RedisServer::start();
-    let store = Store::redis(server.connect().await.1);
+    let store = Store::from_redis(server.connect().await.1);
     for (name, limit) in [
         ("log", sliding_log(3, 60_000)),
         ("window", fixed_window(3, 60_000, 0)),
@@ -714,7 +714,7 @@ async fn an_exhausted_key_is_refused_without_calling_redis() {
     let shared = SharedRedisState::new(server.settings());
     let redis = RedisStore::start(&shared);
     redis.wait_until_ready().await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     let (limit, owner) = (sliding_log(1, 10_000_000), make_key("spent"));
     let charges = [make_charge(&limit, &owner, 1)];
     assert!(store.decide(&charges).await.unwrap().admitted);
@@ -756,7 +756,7 @@ async fn an_exhausted_key_is_refused_without_calling_redis() {
 #[tokio::test]
 async fn the_longest_wait_is_reported_when_limits_were_exhausted_separately() {
     let server = RedisServer::start();
-    let store = Store::redis(server.connect().await.1);
+    let store = Store::from_redis(server.connect().await.1);
     let (short, long) = (sliding_log(1, 2_000_000), sliding_log(1, 60_000_000));
     let (one, other) = (make_key("one"), make_key("other"));
     let charges = [make_charge(&short, &one, 1), make_charge(&long, &other, 1)];
@@ -829,7 +829,7 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
 async fn a_cached_block_reports_how_long_it_lasts() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
-    let store = Store::redis(redis);
+    let store = Store::from_redis(redis);
     let (owner, one) = (make_key("p"), sliding_log(1, 100_000));
     let block = Limit {
         requests: 1,

@@ -91,7 +91,7 @@ impl Instance {
             let shared = SharedRedisState::new(server.settings());
             let redis = RedisStore::start(&shared);
             redis.wait_until_ready().await;
-            return Self::Current(Store::redis(redis));
+            return Self::Current(Store::from_redis(redis));
         }
         let connection = server.connection().await;
         Self::Previous(PreviousVersion::new(connection, PREFIX), None)
@@ -126,7 +126,7 @@ impl Instance {
     /// Stops as at SIGTERM: unused leased units are returned.
     async fn stop(self, charge: &Charge<'_>) {
         match self {
-            Self::Current(store) => store.shut_down().await,
+            Self::Current(store) => store.return_leases_and_leave_membership().await,
             Self::Previous(
                 mut client,
                 Some(PreviousLease {
@@ -265,7 +265,7 @@ async fn concurrency_slots_of_both_versions_share_a_limit() {
     };
     let mut previous = PreviousVersion::new(server.connection().await, PREFIX);
     let (_shared, redis) = server.connect().await;
-    let current = Store::redis(redis);
+    let current = Store::from_redis(redis);
     let settle = async |amendment| {
         let settlement = Settlement {
             limit: &limit,
@@ -324,7 +324,7 @@ impl SharedState {
             Err(error) if error.code() == Some("NOSCRIPT") => {
                 let _: () = self
                     .scripts
-                    .load_used_programs()
+                    .load_commands_for_used_programs()
                     .query_async(&mut self.connection)
                     .await
                     .unwrap();
@@ -515,7 +515,7 @@ async fn both_versions_read_each_others_states_alike() {
                         };
                         state
                             .run_current(|scripts| {
-                                scripts.amend_command(&[settlement], Some(at_us))
+                                scripts.settle_command(&[settlement], Some(at_us))
                             })
                             .await;
                     } else {

@@ -195,7 +195,7 @@ fn build_state(
         ..ConfigSources::default()
     })
     .unwrap_or_else(|errors| panic!("{errors}\n{}", scenario.config_text()));
-    let clock = Clock::starting_at(crate::redis_server::EPOCH_US + network.time.now_us());
+    let clock = Clock::simulated(crate::redis_server::EPOCH_US + network.time.now_us());
     let metrics = Metrics::new(scenario.workers, MetricLabels::default());
     let policies = ActivePolicies::new(Arc::clone(&config.policy_table), Arc::clone(&metrics));
     let leases: Arc<LeasePool> = Arc::default();
@@ -216,9 +216,8 @@ fn build_state(
     let enforcers = (0..scenario.workers).map(|worker| {
         let store = match (&memory, &redis) {
             (Some(memory), _) => Store::Memory(Arc::clone(memory)),
-            (None, Some(shared)) => {
-                Store::redis(RedisStore::start(shared).join_membership()).with_leases(&leases)
-            }
+            (None, Some(shared)) => Store::from_redis(RedisStore::start(shared).join_membership())
+                .with_shared_leases(&leases),
             (None, None) => unreachable!("a store is configured"),
         };
         Enforcer::new(policies.clone(), store, metrics.worker_metrics(worker))
@@ -294,7 +293,7 @@ async fn serve_request(
         client_cert: None,
         descriptor: None,
     };
-    let mut verdict = enforcer.decide(&policies, &facts, arrived).await;
+    let mut verdict = enforcer.decide_request(&policies, &facts, arrived).await;
     state.record(index, |record, now_us| record.set_verdict(&verdict, now_us));
     if !matches!(verdict.outcome, RequestOutcome::Forward) {
         return;

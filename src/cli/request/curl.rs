@@ -13,7 +13,7 @@ pub(in crate::cli) struct ImportedRequest {
     pub(in crate::cli) method: String,
     pub(in crate::cli) url: String,
     pub(in crate::cli) headers: Vec<(String, String)>,
-    /// Messages about ignored parts.
+    /// Messages about ignored parts of the source.
     pub(in crate::cli) notes: Vec<String>,
 }
 
@@ -26,7 +26,7 @@ const IGNORED_VALUE_OPTIONS: &str = "--aws-sigv4 --cacert --capath --cert --cert
 --tls-max --tls13-ciphers --trace --trace-ascii --unix-socket --write-out";
 const IGNORED_SHORT_VALUE_OPTIONS: &str = "cCDEKmoPQtUwxyYz";
 
-/// Options without a value that do not affect these parts either.
+/// Options without a value that do not affect the parts of a request that policies match.
 const IGNORED_FLAGS: &str = "--anyauth --basic --cert-status --compressed-ssh --digest --disable --fail --fail-early --fail-with-body \
 --globoff --http0.9 --http1.0 --http1.1 --http2 --http2-prior-knowledge --http3 --include --insecure --ipv4 --ipv6 --location \
 --location-trusted --netrc --next --no-buffer --no-keepalive --no-progress-meter --parallel --path-as-is --post301 --post302 --post303 \
@@ -90,13 +90,13 @@ pub(in crate::cli) fn parse_curl_words(words: &[String]) -> Result<ImportedReque
             _ if allows_options && word.starts_with('-') && word.len() > 1 => {
                 options.apply_short_options(word, &mut words)?
             }
-            _ => options.set_url(word),
+            _ => options.set_first_url(word),
         }
     }
     options.into_request()
 }
 
-/// The options parsed so far.
+/// The parsed options of a curl command.
 #[derive(Debug, Default)]
 struct CurlOptions {
     method: Option<String>,
@@ -113,7 +113,7 @@ struct CurlOptions {
 }
 
 impl CurlOptions {
-    fn set_url(&mut self, url: &str) {
+    fn set_first_url(&mut self, url: &str) {
         match &self.url {
             None => self.url = Some(url.to_owned()),
             Some(first) => self
@@ -137,12 +137,12 @@ impl CurlOptions {
                 .iter()
                 .find(|(short, _)| *short == letter)
                 .map(|(_, long)| *long);
-            let takes_value =
-                long.is_some_and(takes_value) || IGNORED_SHORT_VALUE_OPTIONS.contains(letter);
+            let takes_value = long.is_some_and(option_takes_value)
+                || IGNORED_SHORT_VALUE_OPTIONS.contains(letter);
             if !takes_value {
                 match long {
                     Some(long) => self.apply_flag(long),
-                    None => self.note_unknown_option(&format!("-{letter}")),
+                    None => self.add_unknown_option_note(&format!("-{letter}")),
                 }
                 continue;
             }
@@ -166,7 +166,7 @@ impl CurlOptions {
         rest: &mut impl Iterator<Item = &'w str>,
     ) -> Result<(), String> {
         let is_ignored = IGNORED_VALUE_OPTIONS.split(' ').any(|known| known == word);
-        if takes_value(word) || is_ignored {
+        if option_takes_value(word) || is_ignored {
             let value = rest.next().ok_or_else(|| format!("{word} needs a value"))?;
             return if is_ignored {
                 Ok(())
@@ -190,14 +190,14 @@ impl CurlOptions {
             "--get" => self.is_get = true,
             "--compressed" => self.push_header("accept-encoding", "deflate, gzip, br, zstd"),
             "--list-only" | "--use-ascii" => {}
-            name => self.note_unknown_option(name),
+            name => self.add_unknown_option_note(name),
         }
     }
 
     fn apply_value_option(&mut self, name: &str, value: &str) -> Result<(), String> {
         match name {
             "--request" => self.method = Some(value.to_owned()),
-            "--url" => self.set_url(value),
+            "--url" => self.set_first_url(value),
             "--header" => self.apply_header_line(value)?,
             "--json" => {
                 self.form_data.push(value.to_owned());
@@ -205,12 +205,12 @@ impl CurlOptions {
                 self.push_header_if_absent("accept", "application/json");
             }
             "--data" | "--data-ascii" | "--data-binary" if value.starts_with('@') => {
-                self.note_data_file(value)
+                self.apply_data_file(value)
             }
             "--data-urlencode" if value.contains('@') && !value.contains('=') => {
-                self.note_data_file(value)
+                self.apply_data_file(value)
             }
-            "--data-urlencode" => self.push_form_data(&urlencode(value)),
+            "--data-urlencode" => self.push_form_data(&encode_urlencoded_data(value)),
             "--data" | "--data-ascii" | "--data-binary" | "--data-raw" => {
                 self.push_form_data(value)
             }
@@ -272,7 +272,7 @@ impl CurlOptions {
             .or(Some("application/x-www-form-urlencoded"));
     }
 
-    fn note_data_file(&mut self, name: &str) {
+    fn apply_data_file(&mut self, name: &str) {
         self.content_type = self
             .content_type
             .or(Some("application/x-www-form-urlencoded"));
@@ -282,7 +282,7 @@ impl CurlOptions {
         }
     }
 
-    fn note_unknown_option(&mut self, option: &str) {
+    fn add_unknown_option_note(&mut self, option: &str) {
         self.notes.push(format!("ignored: {option}"));
     }
 
@@ -324,7 +324,7 @@ impl CurlOptions {
 }
 
 /// Returns whether a supported option takes a value.
-fn takes_value(long: &str) -> bool {
+fn option_takes_value(long: &str) -> bool {
     matches!(
         long,
         "--request"
@@ -349,7 +349,7 @@ fn takes_value(long: &str) -> bool {
 }
 
 /// Encodes the value of `--data-urlencode`: `content`, `=content` or `name=content`.
-fn urlencode(data: &str) -> String {
+fn encode_urlencoded_data(data: &str) -> String {
     match data.split_once('=') {
         Some(("", content)) => utf8_percent_encode(content, &FORM_ENCODE_SET).to_string(),
         Some((name, content)) => {
@@ -363,7 +363,7 @@ fn urlencode(data: &str) -> String {
 mod tests {
     use super::*;
 
-    fn parse(text: &str) -> ImportedRequest {
+    fn parse_valid_line(text: &str) -> ImportedRequest {
         parse_curl_line(text).unwrap()
     }
 
@@ -376,7 +376,7 @@ mod tests {
 
     #[test]
     fn reads_method_url_and_headers() {
-        let request = parse(
+        let request = parse_valid_line(
             "curl -sSkX POST 'https://shop.example/api?a=1#part' -H 'x-a: b c' -d x -o /dev/null --max-time 5",
         );
         assert_eq!(
@@ -405,17 +405,17 @@ mod tests {
             ("curl -XDELETE h", "DELETE"),
             ("curl -d x -X PATCH h", "PATCH"),
         ] {
-            assert_eq!(parse(line).method, method, "{line}");
+            assert_eq!(parse_valid_line(line).method, method, "{line}");
         }
         assert_eq!(
-            parse("curl -G h/a?b=1 -d c=2 --data-urlencode 'd=e f&'").url,
+            parse_valid_line("curl -G h/a?b=1 -d c=2 --data-urlencode 'd=e f&'").url,
             "http://h/a?b=1&c=2&d=e%20f%26"
         );
     }
 
     #[test]
     fn converts_options_to_headers() {
-        let request = parse(
+        let request = parse_valid_line(
             "curl h -u ann:pw -b 'a=1; b=2' -A agent -e http://r -H 'Accept:' -H 'x-empty;' -r 0-9 --compressed",
         );
         for (name, value) in [
@@ -430,18 +430,21 @@ mod tests {
             assert_eq!(find_header(&request, name), value, "{name}");
         }
         assert_eq!(
-            find_header(&parse("curl --json '{}' h"), "content-type"),
+            find_header(&parse_valid_line("curl --json '{}' h"), "content-type"),
             Some("application/json")
         );
         assert_eq!(
-            find_header(&parse("curl --oauth2-bearer t h"), "authorization"),
+            find_header(
+                &parse_valid_line("curl --oauth2-bearer t h"),
+                "authorization"
+            ),
             Some("Bearer t")
         );
     }
 
     #[test]
-    fn unknown_options_are_noted_in_the_request() {
-        let request = parse("curl --frobnicate h second -b jar.txt -H @file -l");
+    fn unknown_and_unread_inputs_add_notes() {
+        let request = parse_valid_line("curl --frobnicate h second -b jar.txt -H @file -l");
         assert_eq!(request.url, "http://h");
         let notes = request.notes.join("\n");
         for word in ["--frobnicate", "second", "jar.txt", "@file"] {
@@ -467,7 +470,8 @@ mod tests {
 
     #[test]
     fn reads_a_line_copied_from_a_browser() {
-        let request = parse("curl 'https://h/x' \\\n  -H 'accept: text/html' \\\n  --compressed");
+        let request =
+            parse_valid_line("curl 'https://h/x' \\\n  -H 'accept: text/html' \\\n  --compressed");
         assert_eq!(
             (request.url.as_str(), find_header(&request, "accept")),
             ("https://h/x", Some("text/html"))

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn har() -> Value {
+    fn sample_har() -> Value {
         let request = |url: &str| {
             json!({ "request": { "method": "GET", "url": url, "headers": [
                 { "name": ":path", "value": "/x" }, { "name": "X-User", "value": "ann" }, { "broken": 1 },
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn reads_an_entry_as_a_request() {
-        let first = import_har_entry(&har(), None).unwrap();
+        let first = import_har_entry(&sample_har(), None).unwrap();
         assert_eq!(
             (first.method.as_str(), first.url.as_str()),
             ("GET", "https://h/1")
@@ -104,7 +104,7 @@ mod tests {
         assert_eq!(first.headers, [("X-User".to_owned(), "ann".to_owned())]);
         assert_eq!(first.notes, ["entry 1 of 3"]);
         assert_eq!(
-            import_har_entry(&har(), Some(2)).unwrap().url,
+            import_har_entry(&sample_har(), Some(2)).unwrap().url,
             "https://h/2"
         );
     }
@@ -117,7 +117,7 @@ mod tests {
             (3, "has no request"),
         ] {
             assert!(
-                import_har_entry(&har(), Some(number))
+                import_har_entry(&sample_har(), Some(number))
                     .unwrap_err()
                     .contains(why),
                 "{number}"

@@ -41,7 +41,7 @@ pub(super) fn format_latency(seconds: Option<f64>) -> String {
 }
 
 /// Formats a duration in at most two units: `5s`, `3m5s`, `1h2m`, `2d4h`.
-pub(super) fn format_uptime(s: u64) -> String {
+pub(super) fn format_short_duration(s: u64) -> String {
     match s {
         0..60 => format!("{s}s"),
         60..3600 => format!("{}m{}s", s / 60, s % 60),

@@ -1,15 +1,18 @@
 //! Renders a snapshot as lines of text, for a terminal of any size and for a pipe.
 
-use super::format::{format_latency, format_rate, format_share, format_uptime, truncate_text};
+use super::format::{
+    format_latency, format_rate, format_share, format_short_duration, truncate_text,
+};
 use super::snapshot::{AdminApiSnapshot, TopLatencyEntry, TopPolicyEntry, TopRankedEntry};
 use super::sparkline::{SparklineGlyphs, render_sparkline};
 use std::cmp::Reverse;
 use std::fmt::Write as _;
 
 /// Minimum screen width and height.
-pub(super) const MIN_SIZE: (usize, usize) = (48, 10);
+pub(super) const MIN_SCREEN_SIZE: (usize, usize) = (48, 10);
 
-/// Style of a line. The text carries the same meaning, for terminals without colours.
+/// Style of a line. The text of a line has the same meaning without the style, for terminals
+/// without colours.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum LineStyle {
     #[default]
@@ -48,7 +51,7 @@ pub(super) struct ViewState {
     pub(super) scroll_offset: usize,
     /// Address of the admin port.
     pub(super) address: String,
-    /// Error of the latest fetch, if it failed. The displayed data is older then.
+    /// Error of the latest fetch, if it failed; the displayed data is older than that fetch.
     pub(super) last_error: Option<String>,
 }
 
@@ -73,10 +76,14 @@ impl PolicySortOrder {
 }
 
 /// Renders all data as text for a pipe.
-pub(super) fn render_table(snapshot: &AdminApiSnapshot, view: &ViewState, width: usize) -> String {
+pub(super) fn render_plain_text(
+    snapshot: &AdminApiSnapshot,
+    view: &ViewState,
+    width: usize,
+) -> String {
     let mut lines = header_lines(snapshot, view);
     lines.extend(policy_lines(snapshot, view, usize::MAX, width));
-    for (title, ranking) in rankings(snapshot) {
+    for (title, ranking) in titled_rankings(snapshot) {
         lines.push(ScreenLine::plain(String::new()));
         lines.extend(ranking_lines(title, ranking, 10, width));
     }
@@ -94,10 +101,10 @@ pub(super) fn render_screen(
     width: usize,
     height: usize,
 ) -> Vec<ScreenLine> {
-    if width < MIN_SIZE.0 || height < MIN_SIZE.1 {
+    if width < MIN_SCREEN_SIZE.0 || height < MIN_SCREEN_SIZE.1 {
         let text = format!(
             "too small: {width}x{height}, needs {}x{}",
-            MIN_SIZE.0, MIN_SIZE.1
+            MIN_SCREEN_SIZE.0, MIN_SCREEN_SIZE.1
         );
         return fit_to_screen(vec![ScreenLine::alert(text)], width, height);
     }
@@ -107,7 +114,7 @@ pub(super) fn render_screen(
         view.sort_order.label()
     );
     let mut lines = header_lines(snapshot, view);
-    // The last line lists the keys. At least one policy stays visible, however long the header is.
+    // The header is cut so that a policy and the last line, which lists the keys, stay visible.
     lines.truncate(height.saturating_sub(4));
     let available_lines = height.saturating_sub(lines.len() + 1);
     let ranking_height = if available_lines >= 12 {
@@ -124,7 +131,7 @@ pub(super) fn render_screen(
     if ranking_height > 0 {
         lines.push(ScreenLine::plain(String::new()));
         let half = width / 2;
-        let [(keys_title, keys), (paths_title, paths)] = rankings(snapshot);
+        let [(keys_title, keys), (paths_title, paths)] = titled_rankings(snapshot);
         match width >= 100 {
             true => lines.extend(join_side_by_side(
                 ranking_lines(
@@ -173,7 +180,7 @@ fn header_lines(snapshot: &AdminApiSnapshot, view: &ViewState) -> Vec<ScreenLine
             snapshot.status,
             // The first 8 characters are enough to distinguish instances.
             snapshot.instance.get(..8).unwrap_or(&snapshot.instance),
-            format_uptime(snapshot.uptime_s),
+            format_short_duration(snapshot.uptime_s),
             snapshot.generation
         ),
     }];
@@ -197,7 +204,7 @@ fn header_lines(snapshot: &AdminApiSnapshot, view: &ViewState) -> Vec<ScreenLine
         format_share(snapshot.refused, snapshot.requests),
         format_share(snapshot.degraded, snapshot.requests),
         snapshot.requests,
-        format_uptime(snapshot.window_s),
+        format_short_duration(snapshot.window_s),
         snapshot.connections.0,
         snapshot.connections.1
     )));
@@ -263,7 +270,7 @@ fn policy_lines(
         style: LineStyle::TableHeader,
         text: truncate_text(&columns.header(), width),
     }];
-    // One line is the header.
+    // The header of the table takes one line.
     let max_rows = max_lines.saturating_sub(1);
     let first_row = view
         .scroll_offset
@@ -361,7 +368,7 @@ impl PolicyColumns {
     }
 }
 
-fn rankings(snapshot: &AdminApiSnapshot) -> [(&'static str, &[TopRankedEntry]); 2] {
+fn titled_rankings(snapshot: &AdminApiSnapshot) -> [(&'static str, &[TopRankedEntry]); 2] {
     [
         ("KEYS REFUSED MOST", &snapshot.keys),
         ("PATHS REFUSED MOST", &snapshot.paths),
@@ -401,7 +408,7 @@ fn ranking_lines(
     lines
 }
 
-/// Joins two blocks of lines side by side. The right one starts at column `at`.
+/// Joins two blocks of lines side by side; the right block starts at column `at`.
 fn join_side_by_side(left: Vec<ScreenLine>, right: Vec<ScreenLine>, at: usize) -> Vec<ScreenLine> {
     let count = left.len().max(right.len());
     let (mut left, mut right) = (left.into_iter(), right.into_iter());

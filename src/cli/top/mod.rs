@@ -8,7 +8,7 @@ mod snapshot;
 mod sparkline;
 
 use super::admin_client::{AdminClientResponse, admin_address, send_request};
-use crate::admin::{AdminSettings, escape_json};
+use crate::admin::{AdminSettings, escape_json_for_display};
 use crate::config::{self, ConfigSources};
 use crate::listen::ListenAddress;
 use frame::{PolicySortOrder, ViewState};
@@ -23,7 +23,7 @@ const MAX_POLICIES: usize = 200;
 /// Number of keys and of paths to fetch.
 const MAX_RANKED_ENTRIES: usize = 30;
 /// Maximum width of the table in columns if stdout is not a terminal.
-const PIPE_WIDTH: usize = 120;
+const MAX_PIPE_WIDTH: usize = 120;
 
 #[derive(clap::Args, Debug)]
 pub(super) struct TopFlags {
@@ -56,9 +56,12 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, S
         settings,
     };
     if flags.json {
-        return Ok(escape_json(&format!("{}\n", client.fetch_snapshot()?)));
+        return Ok(escape_json_for_display(&format!(
+            "{}\n",
+            client.fetch_responses()?
+        )));
     }
-    let snapshot = AdminApiSnapshot::from_json(&client.fetch_snapshot()?, None);
+    let snapshot = AdminApiSnapshot::from_json(&client.fetch_responses()?, None);
     let glyphs = SparklineGlyphs::from_locale();
     let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
     if flags.once || is_dumb || !std::io::stdout().is_terminal() {
@@ -67,11 +70,11 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, S
             glyphs,
             ..ViewState::default()
         };
-        return Ok(frame::render_table(&snapshot, &view, PIPE_WIDTH));
+        return Ok(frame::render_plain_text(&snapshot, &view, MAX_PIPE_WIDTH));
     }
     let address = client.address.to_string();
     screen::run_screen(
-        move || client.fetch_snapshot(),
+        move || client.fetch_responses(),
         snapshot,
         &address,
         Duration::from_secs(flags.every),
@@ -82,8 +85,8 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, S
 }
 
 impl AdminClient {
-    /// Fetches all displayed data. The three requests follow each other immediately.
-    fn fetch_snapshot(&self) -> Result<Value, String> {
+    /// Fetches all displayed data by three requests, one immediately after the other.
+    fn fetch_responses(&self) -> Result<Value, String> {
         Ok(json!({
             "overview": self.fetch_json("/overview?seconds=61")?,
             "policies": self.fetch_json(&format!("/policies?limit={MAX_POLICIES}"))?,

@@ -1,4 +1,4 @@
-//! The live terminal view. Restores the terminal on exit, on a signal and on a panic.
+//! The live terminal view. It restores the terminal on exit, on a signal and on a panic.
 
 use super::frame::{self, LineStyle, ScreenLine, ViewState};
 use super::snapshot::AdminApiSnapshot;
@@ -37,14 +37,15 @@ pub(super) fn run_screen(
     glyphs: SparklineGlyphs,
 ) -> io::Result<()> {
     let stop_requested = Arc::new(AtomicBool::new(false));
-    stop_on_signals(&stop_requested)?;
+    watch_signals_and_terminal(&stop_requested)?;
     let mut view = ViewState {
         glyphs,
         address: address.to_owned(),
         ..ViewState::default()
     };
     let mut screen = TerminalScreen::open()?;
-    // A fetch may take seconds. It runs on another thread, so that keys are handled meanwhile.
+    // Fetches run on another thread, so that keys are handled during a fetch, which may take
+    // seconds.
     let responses = spawn_poller(fetch, interval);
     let mut needs_redraw = true;
     while !stop_requested.load(Ordering::Relaxed) {
@@ -129,8 +130,9 @@ fn spawn_poller(
     receiver
 }
 
-/// Sets `stop_requested` on a termination signal, so that the view ends as after the quit key.
-fn stop_on_signals(stop_requested: &Arc<AtomicBool>) -> io::Result<()> {
+/// Sets `stop_requested` on a termination signal, so that the view ends as after the quit key. Also
+/// starts a thread that exits the process when the terminal closes.
+fn watch_signals_and_terminal(stop_requested: &Arc<AtomicBool>) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -176,7 +178,7 @@ struct TerminalScreen {
 
 impl TerminalScreen {
     fn open() -> io::Result<Self> {
-        restore_terminal_before_panic_message();
+        install_terminal_panic_hook();
         terminal::enable_raw_mode()?;
         // From here on, dropping `screen` restores the terminal.
         let mut screen = Self {
@@ -247,9 +249,9 @@ fn restore_terminal() {
     terminal::disable_raw_mode().ok();
 }
 
-/// Installs a panic hook that restores the terminal first. Otherwise the panic message would be
-/// lost with the alternate screen.
-fn restore_terminal_before_panic_message() {
+/// Installs a panic hook that restores the terminal first. Without this hook, the panic message
+/// would be lost with the alternate screen.
+fn install_terminal_panic_hook() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let default_hook = std::panic::take_hook();

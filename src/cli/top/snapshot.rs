@@ -29,7 +29,7 @@ const ALL_COUNTERS: [&str; 8] = [
     "shadow_rejected",
 ];
 
-/// The responses of the admin API at one time.
+/// The displayed data of the admin API at one time.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AdminApiSnapshot {
     pub(super) version: String,
@@ -39,12 +39,13 @@ pub(super) struct AdminApiSnapshot {
     pub(super) generation: u64,
     /// Problems that need attention.
     pub(super) alerts: Vec<String>,
-    /// Window of `requests`, `refused` and `degraded`: a minute, or less after the start.
+    /// Length of the window of `requests`, `refused` and `degraded`: a minute, or less soon after
+    /// the start.
     pub(super) window_s: u64,
     pub(super) requests: u64,
     pub(super) refused: u64,
     pub(super) degraded: u64,
-    /// Mean over the last 5 s.
+    /// Mean rate of requests over the last 5 s.
     pub(super) requests_per_s: f64,
     pub(super) store: String,
     pub(super) store_up: bool,
@@ -71,12 +72,12 @@ pub(super) struct TopPolicyEntry {
     pub(super) name: String,
     /// `shadow`, `off`, `deny`, `exempt`, or empty.
     pub(super) kind: &'static str,
-    /// Since the start of the process.
+    /// Number of passed requests since the start of the process.
     pub(super) passed: u64,
     pub(super) refused: u64,
     /// Passed and refused requests per second since the previous snapshot, if there was one.
     pub(super) rates_per_s: Option<(f64, f64)>,
-    /// In the last hour.
+    /// Number of passed requests in the last hour.
     pub(super) hour_passed: u64,
     pub(super) hour_refused: u64,
     /// All and refused requests by minute, oldest first.
@@ -87,7 +88,7 @@ pub(super) struct TopPolicyEntry {
 pub(super) struct TopRankedEntry {
     pub(super) policy: String,
     pub(super) text: String,
-    /// Refusals. The true number lies between `count - error` and `count`.
+    /// Number of refusals; the true number lies between `count - error` and `count`.
     pub(super) count: u64,
     pub(super) error: u64,
 }
@@ -97,12 +98,12 @@ impl AdminApiSnapshot {
     /// earlier snapshot of the same process.
     pub(super) fn from_json(response: &Value, previous: Option<&Self>) -> Self {
         let [overview, policies, top] = ["overview", "policies", "top"].map(|name| &response[name]);
-        let instance = text_or_empty(value_at(overview, "/instance/id"));
-        let uptime_s = number_or_zero(value_at(overview, "/instance/uptime_s"));
+        let instance = escaped_text_or_empty(value_or_null(overview, "/instance/id"));
+        let uptime_s = number_or_zero(value_or_null(overview, "/instance/uptime_s"));
         let previous = previous
             .filter(|previous| previous.instance == instance && previous.uptime_s < uptime_s);
         let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-        let seconds = value_at(overview, "/requests/seconds");
+        let seconds = value_or_null(overview, "/requests/seconds");
         let outcome_counters = [
             "allowed",
             "delayed",
@@ -112,35 +113,35 @@ impl AdminApiSnapshot {
             "degraded",
             "malformed",
         ];
-        // The last second is incomplete.
-        let window = list(value_at(seconds, "/at")).len().saturating_sub(1);
+        // The window excludes the last second, which is incomplete.
+        let window = list(value_or_null(seconds, "/at")).len().saturating_sub(1);
         let sum_counters = |names: &[&str], last: usize| -> u64 {
             names
                 .iter()
-                .map(|name| sum_last_complete(seconds[*name].as_array(), window, last))
+                .map(|name| sum_last_complete_values(seconds[*name].as_array(), window, last))
                 .sum()
         };
         let recent_s = window.clamp(1, 5);
-        let store = value_at(overview, "/store");
-        let policy_entries = list(value_at(policies, "/policies"));
+        let store = value_or_null(overview, "/store");
+        let policy_entries = list(value_or_null(policies, "/policies"));
         let parsed_policies: Vec<_> = policy_entries
             .iter()
             .map(|entry| parse_policy(entry, previous, uptime_s))
             .collect();
         let parse_ranking = |text_key: &str, entries: &str| -> Vec<TopRankedEntry> {
-            list(value_at(top, entries))
+            list(value_or_null(top, entries))
                 .iter()
                 .map(|entry| parse_ranked_entry(entry, text_key, &parsed_policies))
                 .collect()
         };
-        let latency = value_at(overview, "/latency/decisions")
+        let latency = value_or_null(overview, "/latency/decisions")
             .as_object()
             .into_iter()
             .flatten();
         Self {
-            version: text_or_empty(value_at(overview, "/instance/version")),
-            status: text_or_empty(value_at(overview, "/status")),
-            generation: number_or_zero(value_at(overview, "/generation")),
+            version: escaped_text_or_empty(value_or_null(overview, "/instance/version")),
+            status: escaped_text_or_empty(value_or_null(overview, "/status")),
+            generation: number_or_zero(value_or_null(overview, "/generation")),
             alerts: collect_alerts(overview),
             window_s: window as u64,
             requests: sum_counters(&outcome_counters, window),
@@ -151,16 +152,17 @@ impl AdminApiSnapshot {
             degraded: sum_counters(&["degraded"], window),
             requests_per_s: sum_counters(&outcome_counters, recent_s) as f64 / recent_s as f64,
             store: describe_store(store),
-            store_up: value_at(store, "/up") == true && value_at(store, "/breaker_open") != true,
-            instances: value_at(store, "/instances").as_u64(),
+            store_up: value_or_null(store, "/up") == true
+                && value_or_null(store, "/breaker_open") != true,
+            instances: value_or_null(store, "/instances").as_u64(),
             connections: (
-                number_or_zero(value_at(overview, "/connections/open")),
-                number_or_zero(value_at(overview, "/connections/max")),
+                number_or_zero(value_or_null(overview, "/connections/open")),
+                number_or_zero(value_or_null(overview, "/connections/max")),
             ),
             latency: latency
                 .map(|(source, times)| parse_latency(source, times))
                 .collect(),
-            omitted_policies: number_or_zero(value_at(policies, "/total"))
+            omitted_policies: number_or_zero(value_or_null(policies, "/total"))
                 .saturating_sub(policy_entries.len() as u64),
             keys: parse_ranking("key", "/keys/entries"),
             paths: parse_ranking("path", "/paths/entries"),
@@ -176,7 +178,7 @@ fn parse_policy(
     previous: Option<&AdminApiSnapshot>,
     uptime_s: u64,
 ) -> TopPolicyEntry {
-    let name = text_or_empty(value_at(entry, "/name"));
+    let name = escaped_text_or_empty(value_or_null(entry, "/name"));
     let total = |names: &[&str]| {
         names
             .iter()
@@ -184,7 +186,7 @@ fn parse_policy(
             .sum::<u64>()
     };
     // Since-start totals of degraded decisions are counted by outcome in `degraded_by`.
-    let degraded_by = value_at(entry, "/degraded_by");
+    let degraded_by = value_or_null(entry, "/degraded_by");
     let refused = total(&REFUSED_COUNTERS)
         + number_or_zero(&degraded_by["closed"])
         + number_or_zero(&degraded_by["local_rejected"]);
@@ -201,7 +203,7 @@ fn parse_policy(
             per_s(refused, earlier.refused),
         ))
     });
-    let hour = value_at(entry, "/last_hour");
+    let hour = value_or_null(entry, "/last_hour");
     let in_minute = |names: &[&str], minute: usize| -> u64 {
         names
             .iter()
@@ -219,8 +221,8 @@ fn parse_policy(
     let hour_refused: u64 = minutes.iter().map(|(_, refused)| refused).sum();
     let hour_all: u64 = minutes.iter().map(|(all, _)| all).sum();
     let kind = match (
-        value_at(entry, "/mode").as_str(),
-        value_at(entry, "/action").as_str(),
+        value_or_null(entry, "/mode").as_str(),
+        value_or_null(entry, "/action").as_str(),
     ) {
         (Some("off"), _) => "off",
         (Some("shadow"), _) => "shadow",
@@ -246,17 +248,17 @@ fn parse_ranked_entry(
     policies: &[TopPolicyEntry],
 ) -> TopRankedEntry {
     let (mut policy, entry_text) = (
-        text_or_empty(value_at(entry, "/policy")),
-        text_or_empty(&entry[text_key]),
+        escaped_text_or_empty(value_or_null(entry, "/policy")),
+        escaped_text_or_empty(&entry[text_key]),
     );
-    // A shadow policy has only counted these requests, not refused them.
+    // An entry of a shadow policy is marked, because a shadow policy refuses no requests.
     if policies
         .iter()
         .any(|seen| seen.name == policy && seen.kind == "shadow")
     {
         policy.push_str(" (shadow)");
     }
-    // A key begins with its policy's name, which has a column of its own.
+    // The policy's name at the start of a key is removed, because it has its own column.
     let entry_text = match (text_key, entry_text.split_once('/')) {
         ("key", Some((_, values))) => values.to_owned(),
         ("key", None) => "(no key)".to_owned(),
@@ -265,8 +267,8 @@ fn parse_ranked_entry(
     TopRankedEntry {
         policy,
         text: entry_text,
-        count: number_or_zero(value_at(entry, "/count")),
-        error: number_or_zero(value_at(entry, "/error")),
+        count: number_or_zero(value_or_null(entry, "/count")),
+        error: number_or_zero(value_or_null(entry, "/error")),
     }
 }
 
@@ -276,20 +278,20 @@ fn collect_alerts(overview: &Value) -> Vec<String> {
             .as_array()
             .into_iter()
             .flatten()
-            .map(text_or_empty)
+            .map(escaped_text_or_empty)
             .collect()
     };
-    let peers = texts(value_at(overview, "/untrusted_peers"));
+    let peers = texts(value_or_null(overview, "/untrusted_peers"));
     let peers = (!peers.is_empty()).then(|| {
         format!(
             "forwarding headers from untrusted peers: {}",
             peers.join(", ")
         )
     });
-    let breaker = (value_at(overview, "/store/breaker_open") == true)
+    let breaker = (value_or_null(overview, "/store/breaker_open") == true)
         .then(|| "the circuit breaker is open: requests skip the store".to_owned());
-    let errors = texts(value_at(overview, "/last_reload/errors"));
-    texts(value_at(overview, "/hints"))
+    let errors = texts(value_or_null(overview, "/last_reload/errors"));
+    texts(value_or_null(overview, "/hints"))
         .into_iter()
         .chain(breaker)
         .chain(errors)
@@ -298,12 +300,15 @@ fn collect_alerts(overview: &Value) -> Vec<String> {
 }
 
 fn describe_store(store: &Value) -> String {
-    let location = [value_at(store, "/kind"), value_at(store, "/address")]
-        .map(text_or_empty)
-        .join(" ");
+    let location = [
+        value_or_null(store, "/kind"),
+        value_or_null(store, "/address"),
+    ]
+    .map(escaped_text_or_empty)
+    .join(" ");
     let state = match (
-        value_at(store, "/up").as_bool(),
-        value_at(store, "/breaker_open").as_bool(),
+        value_or_null(store, "/up").as_bool(),
+        value_or_null(store, "/breaker_open").as_bool(),
     ) {
         (Some(true), Some(true)) => "breaker open",
         (Some(true), _) => "up",
@@ -315,15 +320,19 @@ fn describe_store(store: &Value) -> String {
 fn parse_latency(source: &str, times: &Value) -> TopLatencyEntry {
     TopLatencyEntry {
         source: escape_text(source),
-        count: number_or_zero(value_at(times, "/count")),
-        p50_s: value_at(times, "/p50_s").as_f64(),
-        p99_s: value_at(times, "/p99_s").as_f64(),
+        count: number_or_zero(value_or_null(times, "/count")),
+        p50_s: value_or_null(times, "/p50_s").as_f64(),
+        p99_s: value_or_null(times, "/p99_s").as_f64(),
     }
 }
 
 /// Sums the last `last_count` complete values. Values after the first `complete_count` are
 /// incomplete and ignored.
-fn sum_last_complete(column: Option<&Vec<Value>>, complete_count: usize, last_count: usize) -> u64 {
+fn sum_last_complete_values(
+    column: Option<&Vec<Value>>,
+    complete_count: usize,
+    last_count: usize,
+) -> u64 {
     let column = column.map(Vec::as_slice).unwrap_or_default();
     column
         .iter()
@@ -334,7 +343,7 @@ fn sum_last_complete(column: Option<&Vec<Value>>, complete_count: usize, last_co
 }
 
 /// Returns the value at a JSON pointer, or null.
-fn value_at<'v>(value: &'v Value, path: &str) -> &'v Value {
+fn value_or_null<'v>(value: &'v Value, path: &str) -> &'v Value {
     value.pointer(path).unwrap_or(&Value::Null)
 }
 
@@ -342,7 +351,7 @@ fn number_or_zero(value: &Value) -> u64 {
     value.as_u64().unwrap_or_default()
 }
 
-fn text_or_empty(value: &Value) -> String {
+fn escaped_text_or_empty(value: &Value) -> String {
     escape_text(value.as_str().unwrap_or_default())
 }
 

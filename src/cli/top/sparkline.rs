@@ -3,8 +3,8 @@
 /// Minutes per character of a sparkline.
 const MINUTES_PER_GLYPH: usize = 3;
 
-/// Character set of a sparkline. The first character means no request, the second requests without
-/// refusals, and the others increasing numbers of refusals.
+/// Character set of a sparkline. Its first character means no requests, its second requests without
+/// refusals, and its other characters increasing numbers of refusals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum SparklineGlyphs {
     #[default]
@@ -29,7 +29,7 @@ impl SparklineGlyphs {
         }
     }
 
-    fn ramp(self) -> [char; 9] {
+    fn glyphs_by_height(self) -> [char; 9] {
         match self {
             Self::Ascii => [' ', '.', ':', '-', '=', '+', '*', '#', '@'],
             Self::Blocks => [' ', '·', '▁', '▂', '▃', '▄', '▅', '▆', '█'],
@@ -53,7 +53,7 @@ pub(super) fn render_sparkline(minutes: &[(u64, u64)], glyphs: SparklineGlyphs) 
         .max()
         .unwrap_or_default()
         .max(1);
-    let ramp = glyphs.ramp();
+    let ramp = glyphs.glyphs_by_height();
     let heights = ramp.len() as u64 - 2;
     let letter = |(all, refused): &(u64, u64)| {
         let at = match (all, refused) {

@@ -10,11 +10,11 @@ mod policy_interactions;
 mod settings;
 mod single_policy;
 
-use super::policies::context::SpannedPolicy;
+use super::policies::context::PolicyWithReader;
 use context::LintContext;
 
 /// Runs all lints over the valid policies in file order. Policies with `mode = "off"` are left out.
-pub(super) fn run_lints(policies: &[SpannedPolicy<'_>], context: &LintContext<'_>) {
+pub(super) fn run_lints(policies: &[PolicyWithReader<'_>], context: &LintContext<'_>) {
     settings::check_settings(policies, context);
     for spanned in policies {
         single_policy::check_policy(spanned, context);

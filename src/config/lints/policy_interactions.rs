@@ -1,6 +1,6 @@
 //! Lints about combinations of policies.
 
-use crate::config::policies::context::{PolicyContext, SpannedPolicy};
+use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::policy::{
     KeyPart, Matcher, MissingKeyAction, NamedCondition, PolicyAction, ValueCondition,
 };
@@ -11,7 +11,10 @@ use std::collections::HashMap;
 /// are skipped: a missed warning does less harm than a reload that takes seconds.
 const MAX_COMPARISONS: usize = 200_000;
 
-pub(super) fn check_policy_interactions(policies: &[SpannedPolicy<'_>], context: &PolicyContext) {
+pub(super) fn check_policy_interactions(
+    policies: &[PolicyWithReader<'_>],
+    context: &PolicyContext,
+) {
     let mut comparisons_left = MAX_COMPARISONS;
     warn_unreachable_policies(policies, &mut comparisons_left);
     warn_duplicate_policies(policies);
@@ -27,10 +30,10 @@ fn take_from_comparison_budget(comparisons_left: &mut usize) -> bool {
     is_allowed
 }
 
-fn warn_unreachable_policies(policies: &[SpannedPolicy<'_>], comparisons_left: &mut usize) {
-    let mut in_order: Vec<&SpannedPolicy<'_>> = policies.iter().collect();
+fn warn_unreachable_policies(policies: &[PolicyWithReader<'_>], comparisons_left: &mut usize) {
+    let mut in_order: Vec<&PolicyWithReader<'_>> = policies.iter().collect();
     in_order.sort_by_key(|one| Reverse(one.policy.priority));
-    let mut terminal_policies: Vec<&SpannedPolicy<'_>> = Vec::new();
+    let mut terminal_policies: Vec<&PolicyWithReader<'_>> = Vec::new();
     for spanned in in_order {
         let matcher = &spanned.policy.matcher;
         match terminal_policies.iter().find(|end| {
@@ -46,7 +49,7 @@ fn warn_unreachable_policies(policies: &[SpannedPolicy<'_>], comparisons_left: &
                     "name",
                     &format!(
                         "never reached: {} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority",
-                        end.quote_name()
+                        end.quote_name_and_position()
                     ),
                 );
             }
@@ -58,8 +61,8 @@ fn warn_unreachable_policies(policies: &[SpannedPolicy<'_>], comparisons_left: &
     }
 }
 
-fn warn_duplicate_policies(policies: &[SpannedPolicy<'_>]) {
-    let mut known: HashMap<String, &SpannedPolicy<'_>> = HashMap::new();
+fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
+    let mut known: HashMap<String, &PolicyWithReader<'_>> = HashMap::new();
     for spanned in policies {
         let Some(quota) = spanned.quota() else {
             continue;
@@ -87,7 +90,7 @@ fn warn_duplicate_policies(policies: &[SpannedPolicy<'_>]) {
                 "name",
                 &format!(
                     "has the same match, key and limits as {}; expected only one of them",
-                    first.quote_name()
+                    first.quote_name_and_position()
                 ),
             ),
             None => {
@@ -98,12 +101,12 @@ fn warn_duplicate_policies(policies: &[SpannedPolicy<'_>]) {
 }
 
 /// Clients cannot use a rate-limit field that has the same name twice.
-fn warn_duplicate_limit_names(policies: &[SpannedPolicy<'_>], comparisons_left: &mut usize) {
-    let mut known: HashMap<&str, Vec<&SpannedPolicy<'_>>> = HashMap::new();
+fn warn_duplicate_limit_names(policies: &[PolicyWithReader<'_>], comparisons_left: &mut usize) {
+    let mut known: HashMap<&str, Vec<&PolicyWithReader<'_>>> = HashMap::new();
     for spanned in policies.iter().filter(|one| !one.policy.shadow) {
         for named in spanned.quota().iter().flat_map(|quota| &quota.limits) {
             let others = known.entry(&named.name).or_default();
-            let overlaps = |other: &&&SpannedPolicy<'_>| {
+            let overlaps = |other: &&&PolicyWithReader<'_>| {
                 let (mine, others) = (&spanned.policy.matcher, &other.policy.matcher);
                 take_from_comparison_budget(comparisons_left)
                     && (mine.covers(others) || others.covers(mine))
@@ -113,7 +116,7 @@ fn warn_duplicate_limit_names(policies: &[SpannedPolicy<'_>], comparisons_left: 
                     "name",
                     &format!(
                         "a limit of {} has the name \"{}\" in the rate-limit fields too; expected another name, or a name in that limit",
-                        other.quote_name(),
+                        other.quote_name_and_position(),
                         named.name
                     ),
                 );
@@ -123,7 +126,7 @@ fn warn_duplicate_limit_names(policies: &[SpannedPolicy<'_>], comparisons_left: 
     }
 }
 
-fn warn_skippable_keys(policies: &[SpannedPolicy<'_>], comparisons_left: &mut usize) {
+fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], comparisons_left: &mut usize) {
     for (index, spanned) in policies
         .iter()
         .enumerate()
@@ -164,7 +167,7 @@ fn warn_skippable_keys(policies: &[SpannedPolicy<'_>], comparisons_left: &mut us
 }
 
 /// The first key part that a client can leave out to avoid the policy.
-fn find_skippable_part<'a>(spanned: &'a SpannedPolicy<'_>) -> Option<&'a KeyPart> {
+fn find_skippable_part<'a>(spanned: &'a PolicyWithReader<'_>) -> Option<&'a KeyPart> {
     let quota = spanned
         .quota()
         .filter(|quota| quota.missing_key == MissingKeyAction::Skip)?;
@@ -207,14 +210,14 @@ fn require_absent<N: PartialEq + Clone>(
     Some(())
 }
 
-fn warn_client_chosen_keys(policies: &[SpannedPolicy<'_>], context: &PolicyContext) {
-    let has_client_chosen_key = |one: &SpannedPolicy<'_>| {
+fn warn_client_chosen_keys(policies: &[PolicyWithReader<'_>], context: &PolicyContext) {
+    let has_client_chosen_key = |one: &PolicyWithReader<'_>| {
         one.key_parts()
             .iter()
             .any(|part| context.is_client_chosen(part))
     };
     // Whether the policy limits a client that invents key values.
-    let limits_by_client_ip = |one: &SpannedPolicy<'_>| {
+    let limits_by_client_ip = |one: &PolicyWithReader<'_>| {
         !one.policy.shadow
             && one.key_parts().contains(&KeyPart::ClientIp)
             && !has_client_chosen_key(one)

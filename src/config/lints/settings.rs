@@ -2,12 +2,12 @@
 
 use super::context::LintContext;
 use crate::config::loaded_config::StoreSettings;
-use crate::config::policies::context::SpannedPolicy;
+use crate::config::policies::context::PolicyWithReader;
 use crate::listen::ListenAddress;
 use crate::policy::{KeyPart, OnStoreFailure};
 use crate::proxy::UpstreamUrl;
 
-pub(super) fn check_settings(policies: &[SpannedPolicy<'_>], context: &LintContext<'_>) {
+pub(super) fn check_settings(policies: &[PolicyWithReader<'_>], context: &LintContext<'_>) {
     warn_if_all_proxies_are_trusted(context);
     warn_if_upstream_is_own_listener(context);
     warn_if_socket_hides_client_ips(policies, context);
@@ -49,7 +49,7 @@ fn warn_if_upstream_is_own_listener(context: &LintContext<'_>) {
     }
 }
 
-fn warn_if_socket_hides_client_ips(policies: &[SpannedPolicy<'_>], context: &LintContext<'_>) {
+fn warn_if_socket_hides_client_ips(policies: &[PolicyWithReader<'_>], context: &LintContext<'_>) {
     let is_socket = matches!(context.listen.address, ListenAddress::Unix(_));
     let uses_client_ip_key = || {
         policies
@@ -66,8 +66,8 @@ fn warn_if_socket_hides_client_ips(policies: &[SpannedPolicy<'_>], context: &Lin
     }
 }
 
-fn warn_if_instances_is_unset(policies: &[SpannedPolicy<'_>], context: &LintContext<'_>) {
-    let is_limited_locally = |one: &SpannedPolicy<'_>| {
+fn warn_if_instances_is_unset(policies: &[PolicyWithReader<'_>], context: &LintContext<'_>) {
+    let is_limited_locally = |one: &PolicyWithReader<'_>| {
         !one.policy.shadow
             && one.quota().is_some()
             && one.policy.on_store_failure == OnStoreFailure::Local

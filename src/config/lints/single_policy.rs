@@ -2,7 +2,7 @@
 
 use super::context::LintContext;
 use super::path_regex;
-use crate::config::policies::context::SpannedPolicy;
+use crate::config::policies::context::PolicyWithReader;
 use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
@@ -16,12 +16,12 @@ use std::collections::HashSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
-/// The memory store rarely keeps a counter to the end of a longer period.
+/// The longest period that a counter in the memory store usually survives.
 const LONG_MEMORY_PERIOD: Duration = Duration::from_secs(86_400);
-/// Clients and load balancers rarely wait longer.
+/// The longest delay that clients and load balancers usually accept.
 const LONG_DELAY: Duration = Duration::from_secs(60);
 
-pub(super) fn check_policy(spanned: &SpannedPolicy<'_>, context: &LintContext<'_>) {
+pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext<'_>) {
     let reader = &spanned.reader;
     if spanned.policy.matcher.never_matches() {
         reader.report_warning(

@@ -32,7 +32,7 @@ pub(in crate::config) enum ClaimTrust {
 }
 
 /// A policy with the reader of its table, for diagnostics.
-pub(in crate::config) struct SpannedPolicy<'a> {
+pub(in crate::config) struct PolicyWithReader<'a> {
     pub(in crate::config) policy: Policy,
     pub(in crate::config) reader: TableReader<'a>,
 }
@@ -44,7 +44,7 @@ impl PolicyContext {
     }
 }
 
-impl SpannedPolicy<'_> {
+impl PolicyWithReader<'_> {
     pub(in crate::config) fn quota(&self) -> Option<&Quota> {
         match &self.policy.action {
             PolicyAction::Limit(quota) => Some(quota),
@@ -57,7 +57,7 @@ impl SpannedPolicy<'_> {
     }
 
     /// The policy's name and position: `"login" (config.toml:12:8)`.
-    pub(in crate::config) fn quote_name(&self) -> String {
+    pub(in crate::config) fn quote_name_and_position(&self) -> String {
         let span = self
             .reader
             .get("name")

@@ -7,7 +7,7 @@ use crate::limiter::{Algorithm, LeaseTerms};
 use crate::policy::{CostSource, Quota};
 use std::time::Duration;
 
-/// Default lease TTL. Shorter if half of the policy's shortest period is less.
+/// Default lease TTL, unless half of the policy's shortest period is less.
 const DEFAULT_TTL_US: u64 = 100_000;
 
 /// Builds the lease of a policy from `quota`, which holds its other settings.

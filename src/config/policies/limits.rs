@@ -8,7 +8,7 @@ use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use crate::policy::{NamedLimit, Quota};
 use std::time::Duration;
 
-/// Above this, `sliding_log` needs much memory, because it keeps one entry per request.
+/// A `sliding_log` with more `requests` needs much memory, because it keeps one entry per request.
 const LARGE_SLIDING_LOG: u64 = 100_000;
 
 /// Default lifetime of a concurrency slot that its sidecar does not renew.
@@ -151,7 +151,7 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
     })
 }
 
-/// Reads the keys of `algorithm`. Its own values are the defaults.
+/// Reads the keys of `algorithm`. The values in `algorithm` are the defaults.
 fn read_algorithm_options(
     reader: &TableReader<'_>,
     algorithm: Algorithm,

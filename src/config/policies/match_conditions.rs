@@ -49,7 +49,7 @@ pub(super) fn build_matcher(
         }
     }
     if reader.contains_key("jwt") && !accepts_tokens {
-        reader.report_error("jwt", NO_TRUSTED_TOKENS);
+        reader.report_error("jwt", NO_TRUSTED_TOKENS_ERROR);
     }
     Matcher {
         methods: MethodSet::new(reader.get_list("methods", parse_method)),
@@ -87,7 +87,7 @@ pub(super) fn build_matcher(
 }
 
 /// Error of a claim in a key or match without `[client.jwt]`.
-pub(super) const NO_TRUSTED_TOKENS: &str =
+pub(super) const NO_TRUSTED_TOKENS_ERROR: &str =
     "no key verifies tokens; expected [client.jwt] with keys_file or secret_file";
 
 /// Parses a method. Rejects lower case: methods are case-sensitive, so it would never match.

@@ -17,7 +17,7 @@ use super::keywords::ON_STORE_FAILURE_MODES;
 use super::table_reader::TableReader;
 use super::values;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction};
-use context::{PolicyContext, SpannedPolicy};
+use context::{PolicyContext, PolicyWithReader};
 use http::StatusCode;
 use quota::build_quota;
 use reject_response::build_reject_response;
@@ -52,7 +52,7 @@ enum PolicyActionKind {
 pub(super) fn build_policies<'a>(
     tables: impl Iterator<Item = TableReader<'a>>,
     context: &PolicyContext,
-) -> (Vec<SpannedPolicy<'a>>, Vec<PolicyDescription>) {
+) -> (Vec<PolicyWithReader<'a>>, Vec<PolicyDescription>) {
     let mut names = BTreeMap::new();
     let (mut spanned_policies, mut descriptions) = (Vec::new(), Vec::new());
     for reader in tables {
@@ -64,7 +64,7 @@ pub(super) fn build_policies<'a>(
         let is_off = mode == Some(PolicyMode::Off);
         descriptions.push(describe::describe_policy(&policy, &reader, is_off));
         if !is_off {
-            spanned_policies.push(SpannedPolicy { policy, reader });
+            spanned_policies.push(PolicyWithReader { policy, reader });
         }
     }
     (spanned_policies, descriptions)

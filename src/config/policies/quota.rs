@@ -4,7 +4,7 @@ use super::context::PolicyContext;
 use super::cost::{build_cost, reject_cost_above_cold_capacity, warn_if_cost_exceeds_capacity};
 use super::lease;
 use super::limits::{build_limits, is_concurrency_limit, to_micros};
-use super::match_conditions::NO_TRUSTED_TOKENS;
+use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use super::overrides::build_override;
 use super::shards::check_shards;
 use crate::config::keywords::MISSING_KEY_MODES;
@@ -20,7 +20,9 @@ pub(super) fn build_quota(
     is_shadow: bool,
 ) -> Option<Quota> {
     let parts = reader.get_list("key", |text| match KeyPart::parse(text, &context.path)? {
-        KeyPart::Claim(_) if context.claim_trust.is_none() => Err(NO_TRUSTED_TOKENS.to_owned()),
+        KeyPart::Claim(_) if context.claim_trust.is_none() => {
+            Err(NO_TRUSTED_TOKENS_ERROR.to_owned())
+        }
         part => Ok(part),
     });
     // An invalid part is left out of `key`, so overrides cannot be compared with it.

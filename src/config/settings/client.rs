@@ -1,7 +1,7 @@
 //! `[client]`, `[client.jwt]` and `[path]`: the client address, tokens and paths.
 
 use crate::config::input::ConfigInput;
-use crate::config::key_files::{is_path_set, read_secret_file};
+use crate::config::key_files::{is_path_set, read_text_file};
 use crate::config::policies::context::ClaimTrust;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
@@ -65,7 +65,7 @@ pub(super) fn build_jwt_settings(
             return None;
         }
         [true, false] => {
-            let text = read_secret_file(input, reader, "keys_file", "JWK set")?;
+            let text = read_text_file(input, reader, "keys_file", "JWK set")?;
             match jwt::VerificationKeys::from_jwks(&text) {
                 Ok(read) => ("keys_file", read),
                 Err(reason) => {
@@ -77,7 +77,7 @@ pub(super) fn build_jwt_settings(
         [false, _] => (
             "secret_file",
             jwt::VerificationKeys::from_secret(
-                read_secret_file(input, reader, "secret_file", "secret")?.as_bytes(),
+                read_text_file(input, reader, "secret_file", "secret")?.as_bytes(),
             ),
         ),
     };

@@ -1,7 +1,7 @@
 //! The keys `ca`, `cert`, `key` and `server_name`: TLS to a server (upstream, Redis, collector).
 
 use crate::config::input::ConfigInput;
-use crate::config::key_files::read_secret_file;
+use crate::config::key_files::read_text_file;
 use crate::config::table_reader::TableReader;
 use crate::tls::{self, ClientTls};
 use sha2::{Digest, Sha256};
@@ -59,13 +59,13 @@ pub(super) fn build_client_tls(
     }
     let mut digest = Sha256::new();
     let mut pem = |key: &str| {
-        let pem = read_secret_file(input, reader, key, "PEM text")?;
+        let pem = read_text_file(input, reader, key, "PEM text")?;
         digest.update(Sha256::digest(&pem));
         Some(pem)
     };
     let (ca, cert, key) = (pem("ca"), pem("cert"), pem("key"));
     digest.update(text("server_name").unwrap_or_default());
-    let roots = read_root_certificates(reader, ca.as_deref());
+    let roots = select_root_certificates(reader, ca.as_deref());
     let wrong = |key: &'static str| {
         move |reason: String| reader.report_error(key, &format!("in the file: {reason}"))
     };
@@ -92,14 +92,14 @@ pub(super) fn build_client_tls(
     ))
 }
 
-fn read_root_certificates(reader: &TableReader<'_>, ca: Option<&str>) -> Option<RootCertStore> {
+fn select_root_certificates(reader: &TableReader<'_>, ca: Option<&str>) -> Option<RootCertStore> {
     let roots = match (
         ca,
         reader.get_string("ca").is_some_and(|path| !path.is_empty()),
     ) {
         (Some(pem), _) => tls::parse_root_certificates(pem.as_bytes())
             .map_err(|reason| format!("in the file: {reason}")),
-        // `read_secret_file` has already reported the error.
+        // The error of reading the file has already been reported.
         (None, true) => return None,
         (None, false) => tls::load_system_roots().map_err(|reason| {
             format!(

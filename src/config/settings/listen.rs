@@ -18,7 +18,7 @@ pub(super) fn build_listen_settings(
         proxy_protocol_from: read_proxy_protocol_networks(reader)?,
         max_connections: reader.get_integer("max_connections")?,
         threads: match reader.get_integer("threads")? {
-            // Respects CPU affinity and the cgroup quota.
+            // `available_parallelism` respects CPU affinity and the cgroup quota.
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             threads => threads,
         },
@@ -93,7 +93,8 @@ fn build_service_listener(
     Some(ExtraListenerSettings { kind, listen, tls })
 }
 
-/// Reads the networks that may send a PROXY header. The inner `None` means that it is off.
+/// Reads the networks that may send a PROXY header. The inner `None` means that the PROXY protocol
+/// is off.
 fn read_proxy_protocol_networks(reader: &TableReader<'_>) -> Option<Option<Vec<IpNet>>> {
     let is_required = reader.get_keyword("proxy_protocol", &[("off", false), ("require", true)])?;
     let networks = reader.get_list("proxy_protocol_from", values::parse_network);

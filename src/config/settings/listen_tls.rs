@@ -12,9 +12,9 @@ const DAY_S: u64 = 86_400;
 
 /// Builds the TLS settings of a listener. Returns `None` after an error.
 pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) -> Option<ServerTls> {
-    let mut identities = vec![read_identity(input, reader)];
+    let mut identities = vec![read_server_identity(input, reader)];
     for more in reader.get_tables("certificates") {
-        let identity = read_identity(input, &more);
+        let identity = read_server_identity(input, &more);
         if identity
             .as_ref()
             .is_some_and(|(_, identity)| identity.certificate.dns_names.is_empty())
@@ -51,7 +51,7 @@ pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) ->
         );
     }
     let client_crl = match client_crl {
-        Some(_) => Some(read_revocation_lists(
+        Some(_) => Some(parse_revocation_lists(
             reader,
             &read_pem_file(input, reader, "client_crl")?,
         )?),
@@ -87,7 +87,7 @@ pub(super) fn requests_client_certificates(reader: &TableReader<'_>) -> bool {
 }
 
 /// Reads a certificate chain and its private key. Returns them with the path of the certificate.
-fn read_identity(
+fn read_server_identity(
     input: &ConfigInput,
     reader: &TableReader<'_>,
 ) -> Option<(String, ServerIdentity)> {
@@ -98,7 +98,7 @@ fn read_identity(
     let path = reader.get_string("cert")?;
     let (field, reason) = match ServerIdentity::from_pem(&chain?, &key?) {
         Ok(identity) => {
-            warn_about_validity(reader, &identity);
+            warn_if_outside_validity(reader, &identity);
             return Some((path, identity));
         }
         Err(IdentityError::Certificate(reason)) => ("cert", reason),
@@ -110,7 +110,7 @@ fn read_identity(
 
 /// Parses certificate revocation lists. Warns of an expired list, because all client certificates
 /// of its issuer are rejected.
-fn read_revocation_lists(reader: &TableReader<'_>, pem: &[u8]) -> Option<RevocationLists> {
+fn parse_revocation_lists(reader: &TableReader<'_>, pem: &[u8]) -> Option<RevocationLists> {
     let lists = RevocationLists::from_pem(pem);
     let lists = lists
         .map_err(|reason| reader.report_error("client_crl", &format!("in the file: {reason}")))
@@ -129,7 +129,7 @@ fn read_revocation_lists(reader: &TableReader<'_>, pem: &[u8]) -> Option<Revocat
 
 /// Warns of a certificate outside its validity period. The listener still uses it, because an
 /// operator may have no other.
-fn warn_about_validity(reader: &TableReader<'_>, identity: &ServerIdentity) {
+fn warn_if_outside_validity(reader: &TableReader<'_>, identity: &ServerIdentity) {
     let now = clock::unix_time_s();
     let days = |seconds: u64| match seconds / DAY_S {
         0 => "less than a day".to_owned(),

@@ -19,16 +19,17 @@ use super::lints;
 use super::lints::context::LintContext;
 use super::loaded_config::{Config, StoreSettings};
 use super::policies::build_policies;
-use super::policies::context::{ClaimTrust, PolicyContext, SpannedPolicy};
+use super::policies::context::{ClaimTrust, PolicyContext, PolicyWithReader};
 use super::raw_config::RawConfig;
 use super::table_reader::TableReader;
 use crate::policy::{self, PolicyTable, RateLimitHeaderSettings};
 use crate::store::redis::RedisTopology;
 use std::sync::Arc;
 
-/// Builds the configuration. Returns `None` if a key without a default is absent or invalid.
+/// Builds the settings of all modules from the read tables. Errors are reported to `input`. Returns
+/// `None` if a key without a default is absent or invalid.
 ///
-/// `raw`, `warnings` and `files` are empty. [`super::load`] sets them at the end.
+/// `raw`, `warnings` and `files` are empty. [`super::load`] sets these fields at the end.
 pub(super) fn build_config(
     input: &ConfigInput,
     root: &TableReader<'_>,
@@ -55,8 +56,8 @@ pub(super) fn build_config(
     let log = operation::build_log_settings(&root.get_table("log"));
     let trace = operation::build_trace_settings(input, root);
     let response_reader = root.get_table("response");
-    let headers = response::build_header_settings(&response_reader);
-    let cors = response::build_cors(&response_reader.get_table("cors"));
+    let headers = response::build_rate_limit_header_settings(&response_reader);
+    let cors = response::build_cors_origins(&response_reader.get_table("cors"));
     let client_reader = root.get_table("client");
     let jwt_reader = client_reader.get_table("jwt");
     let claim_trust = client::read_claim_trust(&jwt_reader);
@@ -89,7 +90,7 @@ pub(super) fn build_config(
         };
         lints::run_lints(&policies, &lint_context);
     }
-    let table = build_policy_table(policies, context, headers?, tokens).with_cors(cors);
+    let table = assemble_policy_table(policies, context, headers?, tokens).with_cors(cors);
     Some(Config {
         listen: listen?,
         tls: tls.map_or(Some(None), |tls| tls.map(Arc::new).map(Some))?,
@@ -110,8 +111,8 @@ pub(super) fn build_config(
     })
 }
 
-fn build_policy_table(
-    policies: Vec<SpannedPolicy<'_>>,
+fn assemble_policy_table(
+    policies: Vec<PolicyWithReader<'_>>,
     context: PolicyContext,
     headers: RateLimitHeaderSettings,
     tokens: Option<policy::jwt::Settings>,
@@ -138,7 +139,8 @@ fn build_policy_context(
         StoreSettings::Memory(_) => false,
     };
     Some(PolicyContext {
-        // Without valid store settings, assumes a cluster, to report no further error about it.
+        // Without valid store settings, a cluster is assumed, so that no follow-up warning is
+        // reported.
         uses_redis_cluster: store.is_none_or(is_cluster),
         client: client_settings,
         path: client::build_path_settings(&root.get_table("path"))?,

@@ -3,7 +3,7 @@
 use super::client_tls;
 use crate::admin::{AdminSettings, AdminToken};
 use crate::config::input::ConfigInput;
-use crate::config::key_files::{is_path_set, read_secret_file};
+use crate::config::key_files::{is_path_set, read_text_file};
 use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::listen::ListenAddress;
@@ -24,7 +24,7 @@ pub(in crate::config) fn build_admin_settings(
     input: &ConfigInput,
     reader: &TableReader<'_>,
 ) -> Option<AdminSettings> {
-    let token = read_secret_file(input, reader, "token_file", "token").map(AdminToken::new);
+    let token = read_text_file(input, reader, "token_file", "token").map(AdminToken::new);
     let address = reader.get_parsed("address", values::parse_admin_address)?;
     if !address.is_local()
         && reader
@@ -107,7 +107,7 @@ fn read_trace_headers(input: &ConfigInput, reader: &TableReader<'_>) -> Option<H
     if !is_path_set(reader, KEY) {
         return Some(HeaderMap::new());
     }
-    let text = read_secret_file(input, reader, KEY, "header field per line")?;
+    let text = read_text_file(input, reader, KEY, "header field per line")?;
     let mut headers = HeaderMap::new();
     for (line, number) in text.lines().map(str::trim).zip(1..) {
         if line.is_empty() || line.starts_with('#') {

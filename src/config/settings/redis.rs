@@ -2,7 +2,7 @@
 
 use super::client_tls;
 use crate::config::input::ConfigInput;
-use crate::config::key_files::read_secret_file;
+use crate::config::key_files::read_text_file;
 use crate::config::schema;
 use crate::config::table_reader::TableReader;
 use crate::config::values::{self, RedisUrl};
@@ -67,7 +67,7 @@ pub(super) fn build_redis_settings(
     Some(RedisSettings {
         topology,
         database: first.database,
-        credentials: build_login(input, reader, first, is_used),
+        credentials: build_redis_login(input, reader, first, is_used),
         tls: client_tls::build_client_tls(
             input,
             reader,
@@ -173,7 +173,7 @@ fn build_sentinel_login(
         .get_string("sentinel_username")
         .filter(|name| !name.is_empty());
     let password = is_used
-        .then(|| read_secret_file(input, reader, "sentinel_password_file", "password"))
+        .then(|| read_text_file(input, reader, "sentinel_password_file", "password"))
         .flatten();
     RedisCredentials {
         username,
@@ -181,7 +181,7 @@ fn build_sentinel_login(
     }
 }
 
-fn build_login(
+fn build_redis_login(
     input: &ConfigInput,
     reader: &TableReader<'_>,
     url: &RedisUrl,
@@ -194,7 +194,7 @@ fn build_login(
         reader.report_error("username", "the URL holds a user too; expected one of them");
     }
     let password = is_used
-        .then(|| read_secret_file(input, reader, "password_file", "password"))
+        .then(|| read_text_file(input, reader, "password_file", "password"))
         .flatten()
         .map(RedisPassword::new);
     if password.is_some() && url.login.password.is_some() {

@@ -3,7 +3,9 @@
 use crate::config::table_reader::TableReader;
 use crate::policy::{CorsOrigins, RateLimitHeaderSettings};
 
-pub(super) fn build_header_settings(reader: &TableReader<'_>) -> Option<RateLimitHeaderSettings> {
+pub(super) fn build_rate_limit_header_settings(
+    reader: &TableReader<'_>,
+) -> Option<RateLimitHeaderSettings> {
     let kinds = [
         ("standard", (true, false)),
         ("legacy", (false, true)),
@@ -20,7 +22,7 @@ pub(super) fn build_header_settings(reader: &TableReader<'_>) -> Option<RateLimi
     })
 }
 
-pub(super) fn build_cors(reader: &TableReader<'_>) -> CorsOrigins {
+pub(super) fn build_cors_origins(reader: &TableReader<'_>) -> CorsOrigins {
     let cors = CorsOrigins::new(reader.get_list("allow_origins", CorsOrigins::parse_origin));
     if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 {
         reader.report_error(

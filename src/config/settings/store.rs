@@ -19,7 +19,7 @@ pub(super) fn build_store_settings(
         max_keys: memory_reader.get_integer("max_keys")?,
         max_bytes: memory_reader.get_byte_size("max_bytes")?,
     };
-    // Validated even if it is not used.
+    // `[store.redis]` is validated even if it is not used.
     let redis = redis::build_redis_settings(input, &reader.get_table("redis"), use_redis)?;
     let state_dir = reader.get_parsed("state_dir", |path| match path {
         "" => Ok(None),

@@ -4,8 +4,8 @@ use crate::limiter::{Limit, MAX_UNITS};
 use std::collections::VecDeque;
 
 /// Units charged in each of the last 64 parts of a period, to recompute the debt with a smaller
-/// charge. All charges of a part count as made at its end, so that the result is never too lax. It
-/// is too strict by at most the payment of one part, however many units are credited.
+/// charge. All charges of a part count as made at its end, so that the result is never too lax. The
+/// result is too strict by at most the payment of one part, however many units are credited.
 #[derive(Clone, Debug)]
 pub(super) struct ChargeHistory {
     /// Start of the first part.
@@ -16,7 +16,7 @@ pub(super) struct ChargeHistory {
     pub(super) part_units: VecDeque<u64>,
 }
 
-pub(super) const HISTORY_PARTS: u64 = 64;
+pub(super) const HISTORY_PART_COUNT: u64 = 64;
 
 impl ChargeHistory {
     pub(super) fn new(debt: u64, now_us: u64) -> Self {
@@ -28,12 +28,12 @@ impl ChargeHistory {
     }
 
     pub(super) fn record_charge(&mut self, limit: &Limit, units: u64, now_us: u64) {
-        let part_us = limit.per_us.div_ceil(HISTORY_PARTS);
+        let part_us = limit.per_us.div_ceil(HISTORY_PART_COUNT);
         let mut part_index = (now_us - self.start_us) / part_us;
-        while part_index >= HISTORY_PARTS {
+        while part_index >= HISTORY_PART_COUNT {
             let (parts, units) = match self.part_units.pop_front() {
                 Some(units) => (1, units),
-                None => (part_index + 1 - HISTORY_PARTS, 0),
+                None => (part_index + 1 - HISTORY_PART_COUNT, 0),
             };
             self.start_debt = apply_payment_and_charge(
                 self.start_debt,
@@ -55,14 +55,14 @@ impl ChargeHistory {
 
     /// Removes `units` from the charge at `at_us` and returns the debt at `now_us`; `None` if the
     /// charge is too old.
-    pub(super) fn recompute_debt(
+    pub(super) fn credit_and_recompute_debt(
         &mut self,
         limit: &Limit,
         units: u64,
         at_us: u64,
         now_us: u64,
     ) -> Option<u64> {
-        let part_us = limit.per_us.div_ceil(HISTORY_PARTS);
+        let part_us = limit.per_us.div_ceil(HISTORY_PART_COUNT);
         let part_index = usize::try_from(at_us.checked_sub(self.start_us)? / part_us).ok()?;
         let part = self.part_units.get_mut(part_index)?;
         *part = part.saturating_sub(units);

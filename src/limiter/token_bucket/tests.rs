@@ -1,12 +1,12 @@
 use super::super::{Algorithm, Amendment, Charge, KeyBuilder, MAX_WARM_UP_US, Refusal};
-use super::history::HISTORY_PARTS;
-use super::warm_up::{RAMP_STEPS, WarmUpRamp};
+use super::history::HISTORY_PART_COUNT;
+use super::warm_up::{RAMP_STEP_COUNT, WarmUpRamp};
 use super::*;
 use proptest::prelude::*;
 
 const START_US: u64 = 1_800_000_000_000_123;
 
-fn limit(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
+fn make_limit(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
     Limit {
         requests,
         per_us,
@@ -39,7 +39,7 @@ impl ReferenceWarmUp {
         }
     }
 
-    fn step(&self) -> u64 {
+    fn current_step(&self) -> u64 {
         ((self.now_us - self.start_us) / self.warm_up_us.div_ceil(100)).min(100)
     }
 
@@ -49,7 +49,7 @@ impl ReferenceWarmUp {
     }
 
     fn advance_one_us(&mut self) {
-        self.inflow_300ths += 100 + 2 * self.step();
+        self.inflow_300ths += 100 + 2 * self.current_step();
         if self.inflow_300ths >= 300 {
             self.inflow_300ths -= 300;
             self.debt = self.debt.saturating_sub(self.limit.requests);
@@ -57,19 +57,19 @@ impl ReferenceWarmUp {
         self.now_us += 1;
     }
 
-    fn owed(&self) -> u64 {
+    fn total_owed(&self) -> u64 {
         let missing_units = self.limit.capacity() - self.limit.cold_capacity();
         let warmed_up_units = if self.is_cold() {
             0
         } else {
-            missing_units * self.step() / 100
+            missing_units * self.current_step() / 100
         };
         self.debt
             .max((missing_units - warmed_up_units) * self.limit.per_us)
     }
 
     fn charge(&mut self, cost: u64) {
-        self.debt = self.owed() + cost * self.limit.per_us;
+        self.debt = self.total_owed() + cost * self.limit.per_us;
         if self.is_cold() {
             (self.start_us, self.inflow_300ths) = (self.now_us, 0);
         }
@@ -84,7 +84,7 @@ proptest! {
         requests in 1u64..30, per_us in 1u64..900, burst in 1u64..40, warm_up_us in 1u64..700,
         requested in prop::collection::vec((0u64..300, 1u64..12), 1..40),
     ) {
-        let limit = limit(requests, per_us, burst, warm_up_us);
+        let limit = make_limit(requests, per_us, burst, warm_up_us);
         let (mut reference, mut bucket) = (ReferenceWarmUp::new(limit, warm_up_us), TokenBucketState::default());
         // The announced end of a refusal and the usage that ends it, if known.
         let mut waits: Option<(u64, u64)> = None;
@@ -92,15 +92,15 @@ proptest! {
             for _ in 0..after_us {
                 reference.advance_one_us();
                 let now_us = reference.now_us;
-                prop_assert_eq!(bucket.used(&limit, now_us), reference.owed().div_ceil(per_us), "at {}", now_us);
+                prop_assert_eq!(bucket.used_units(&limit, now_us), reference.total_owed().div_ceil(per_us), "at {}", now_us);
                 if let Some((until_us, max_used)) = waits {
-                    prop_assert_eq!(bucket.used(&limit, now_us) <= max_used, now_us >= until_us, "{} {}", until_us, now_us);
+                    prop_assert_eq!(bucket.used_units(&limit, now_us) <= max_used, now_us >= until_us, "{} {}", until_us, now_us);
                 }
             }
             let now_us = reference.now_us;
             let cost = cost.min(limit.cold_capacity());
             let max_used = burst - cost;
-            if bucket.used(&limit, now_us) <= max_used {
+            if bucket.used_units(&limit, now_us) <= max_used {
                 reference.charge(cost);
                 bucket.charge(&limit, cost, now_us, false);
                 waits = None;
@@ -116,10 +116,10 @@ fn shortest_elapsed_time_inverts_the_full_rate_equivalent() {
     for warm_up_us in [1, 99, 100, 101, 12_345, 999_999, MAX_WARM_UP_US] {
         let ramp = WarmUpRamp {
             warm_up_us,
-            step_us: warm_up_us.div_ceil(RAMP_STEPS),
+            step_us: warm_up_us.div_ceil(RAMP_STEP_COUNT),
             missing_units: 1,
         };
-        let all_us = RAMP_STEPS * ramp.step_us;
+        let all_us = RAMP_STEP_COUNT * ramp.step_us;
         for n in 0..10_000 {
             let since_us = u64::try_from(u128::from(all_us) * n / 9_000).unwrap();
             let worth_us = ramp.full_rate_equivalent_us(since_us);
@@ -163,7 +163,7 @@ proptest! {
         requests in 1u64..300, per_us in 64u64..5_000, burst in 1u64..400, late in any::<bool>(),
         steps in prop::collection::vec((0u64..2_000, 1u64..60, 0u64..60, any::<prop::sample::Index>()), 1..150),
     ) {
-        let limit = limit(requests, per_us, burst, 0);
+        let limit = make_limit(requests, per_us, burst, 0);
         let (mut bucket, mut reference, mut open, mut now_us) = (TokenBucketState::default(), ReferenceDebt(Vec::new()), Vec::new(), START_US);
         for (after, cost, less, which) in steps {
             now_us += after * per_us / 16_000;
@@ -175,7 +175,7 @@ proptest! {
                 let at = open.swap_remove(which.index(open.len()));
                 let (at_us, cost, units) = &mut reference.0[at];
                 let less = less.min(*cost);
-                if late || now_us - *at_us < (HISTORY_PARTS - 1) * per_us.div_ceil(HISTORY_PARTS) {
+                if late || now_us - *at_us < (HISTORY_PART_COUNT - 1) * per_us.div_ceil(HISTORY_PART_COUNT) {
                     *units -= less;
                     bucket.credit(&limit, less, *at_us, now_us);
                 }
@@ -183,7 +183,7 @@ proptest! {
             let (actual, exact) = (bucket.debt_at(&limit, now_us), reference.debt_at(&limit, now_us));
             prop_assert!(actual >= exact, "{} < {}", actual, exact);
             if !late {
-                prop_assert!(actual <= exact + requests * per_us.div_ceil(HISTORY_PARTS), "{} > {}", actual, exact);
+                prop_assert!(actual <= exact + requests * per_us.div_ceil(HISTORY_PART_COUNT), "{} > {}", actual, exact);
             }
         }
     }
@@ -194,7 +194,7 @@ proptest! {
 #[test]
 fn a_saturated_bucket_credits_nearly_all_unused_units() {
     const SECOND_US: u64 = 1_000_000;
-    let limit = limit(100_000, 60 * SECOND_US, 100_000, 0);
+    let limit = make_limit(100_000, 60 * SECOND_US, 100_000, 0);
     let (mut bucket, mut in_flight, mut reference) = (
         TokenBucketState::default(),
         VecDeque::new(),
@@ -218,7 +218,7 @@ fn a_saturated_bucket_credits_nearly_all_unused_units() {
             credited += before.0 - bucket.debt_at(&limit, now_us);
             reference_credited += before.1 - reference.debt_at(&limit, now_us);
         }
-        while bucket.used(&limit, now_us) + 4_000 <= 100_000 {
+        while bucket.used_units(&limit, now_us) + 4_000 <= 100_000 {
             bucket.charge(&limit, 4_000, now_us, true);
             reference.0.push((now_us, 4_000, 4_000));
             in_flight.push_back(now_us);
@@ -256,13 +256,13 @@ proptest! {
         for (after_us, cost, operation) in steps {
             now_us += after_us;
             let charge = Charge { is_estimate: operation == 0, ..Charge::new(&limit, &key, cost) };
-            let before = state.view_at(&limit, now_us).used();
+            let before = state.view_at(&limit, now_us).used_units();
             match operation {
                 0 if before + cost <= capacity => state.charge(&charge, now_us),
                 1 => state.amend(&limit, Amendment::Charge(cost), now_us),
                 _ => {
                     state.charge_rejected(&charge, now_us);
-                    let used = state.view_at(&limit, now_us).used();
+                    let used = state.view_at(&limit, now_us).used_units();
                     let most = before.max(capacity.min(before + cost));
                     // A queue shorter than its slack has all of its capacity free.
                     let least = if max_delay_us.is_some() { most.saturating_sub(1).max(before) } else { most };
@@ -280,15 +280,15 @@ proptest! {
                 prop_assert!(state.view_at(&limit, until_us).refusal(1).is_none());
             }
             let expires_us = state.expires_at_us(&limit);
-            let fresh = limit.initial_state().view_at(&limit, expires_us).used();
-            prop_assert_eq!(state.view_at(&limit, expires_us).used(), fresh);
+            let fresh = limit.initial_state().view_at(&limit, expires_us).used_units();
+            prop_assert_eq!(state.view_at(&limit, expires_us).used_units(), fresh);
         }
     }
 }
 
 #[test]
 fn a_debt_saturates_at_the_largest_exact_number() {
-    let limit = limit(1, 34_560_000_000_000, 260, 0);
+    let limit = make_limit(1, 34_560_000_000_000, 260, 0);
     let mut bucket = TokenBucketState::default();
     for _ in 0..3 {
         bucket.charge(&limit, MAX_UNITS, START_US, true);

@@ -5,7 +5,7 @@ use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, KeyOperations, 
 use jsonwebtoken::{Algorithm, DecodingKey};
 use serde_json::Value;
 
-/// Maximum number of keys tried for a token without a key id. An invalid token must not cost one
+/// Maximum number of keys tried for one token. An invalid token without a key id must not cost one
 /// verification per key of a large set.
 const MAX_KEYS_TRIED: usize = 4;
 /// Minimum secret size for HMAC with SHA-256 (RFC 7518, section 3.2).
@@ -18,7 +18,7 @@ pub struct VerificationKeys(Box<[VerificationKey]>);
 #[derive(Debug)]
 struct VerificationKey {
     key_id: KeyIdRule,
-    /// Its `Debug` output does not reveal the key.
+    /// The key itself, which its `Debug` output does not reveal.
     key: DecodingKey,
     /// The only algorithms that the key may be used with.
     algorithms: &'static [Algorithm],
@@ -26,14 +26,14 @@ struct VerificationKey {
 
 #[derive(Debug, PartialEq, Eq)]
 enum KeyIdRule {
-    /// The only key: it accepts any key id.
+    /// Accepts tokens with any key id, because the key is the only one.
     Any,
     /// Accepts tokens with this key id, or without one.
     Exact(Option<String>),
 }
 
 impl VerificationKeys {
-    /// Creates a set of one shared secret. Also returns warnings.
+    /// Creates a set of one shared secret. Returns it with warnings about the secret.
     pub fn from_secret(secret: &[u8]) -> (Self, Vec<String>) {
         let warning =
             short_secret_warning(secret.len()).map(|warning| format!("the secret {warning}"));
@@ -108,7 +108,7 @@ impl VerificationKeys {
             if let Ok(true) =
                 jsonwebtoken::crypto::verify(signature, signed.as_bytes(), &trusted.key, header.alg)
             {
-                return decode_unverified(token);
+                return decode_unverified_claims(token);
             }
             error = TokenError::InvalidSignature;
         }
@@ -117,7 +117,7 @@ impl VerificationKeys {
 }
 
 /// Returns the claims of a token without verifying its signature.
-pub(super) fn decode_unverified(token: &str) -> Result<Value, TokenError> {
+pub(super) fn decode_unverified_claims(token: &str) -> Result<Value, TokenError> {
     if token.split('.').count() != 3 {
         return Err(TokenError::Malformed);
     }

@@ -48,16 +48,17 @@ impl TestIssuer {
         let alg: Algorithm = header["alg"].as_str().unwrap().parse().unwrap();
         let message = format!(
             "{}.{}",
-            base64url(header.to_string()),
-            base64url(claims.to_string())
+            encode_base64url(header.to_string()),
+            encode_base64url(claims.to_string())
         );
         let signature = jsonwebtoken::crypto::sign(message.as_bytes(), &self.key, alg).unwrap();
         format!("{message}.{signature}")
     }
 }
 
-fn base64url(bytes: impl AsRef<[u8]>) -> String {
-    const SIGNS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+fn encode_base64url(bytes: impl AsRef<[u8]>) -> String {
+    const BASE64URL_ALPHABET: &[u8; 64] =
+        b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
     let mut text = String::new();
     for three in bytes.as_ref().chunks(3) {
         let all = three
@@ -65,15 +66,19 @@ fn base64url(bytes: impl AsRef<[u8]>) -> String {
             .fold(0_u32, |all, byte| all << 8 | u32::from(*byte))
             << (8 * (3 - three.len()));
         for place in 0..=three.len() {
-            text.push(char::from(SIGNS[(all >> (18 - 6 * place)) as usize & 63]));
+            text.push(char::from(
+                BASE64URL_ALPHABET[(all >> (18 - 6 * place)) as usize & 63],
+            ));
         }
     }
     text
 }
 
-static RSA: LazyLock<TestIssuer> = LazyLock::new(|| TestIssuer::new("rsa", Algorithm::RS256));
-static EC: LazyLock<TestIssuer> = LazyLock::new(|| TestIssuer::new("ec", Algorithm::ES256));
-static ED: LazyLock<TestIssuer> = LazyLock::new(|| TestIssuer::new("ed", Algorithm::EdDSA));
+static RSA_ISSUER: LazyLock<TestIssuer> =
+    LazyLock::new(|| TestIssuer::new("rsa", Algorithm::RS256));
+static EC_ISSUER: LazyLock<TestIssuer> = LazyLock::new(|| TestIssuer::new("ec", Algorithm::ES256));
+static ED25519_ISSUER: LazyLock<TestIssuer> =
+    LazyLock::new(|| TestIssuer::new("ed", Algorithm::EdDSA));
 
 fn keys_from_jwks(keys: &[Value]) -> VerificationKeys {
     VerificationKeys::from_jwks(&json!({ "keys": keys }).to_string())
@@ -82,7 +87,11 @@ fn keys_from_jwks(keys: &[Value]) -> VerificationKeys {
 }
 
 fn all_keys() -> VerificationKeys {
-    keys_from_jwks(&[RSA.jwk.clone(), EC.jwk.clone(), ED.jwk.clone()])
+    keys_from_jwks(&[
+        RSA_ISSUER.jwk.clone(),
+        EC_ISSUER.jwk.clone(),
+        ED25519_ISSUER.jwk.clone(),
+    ])
 }
 
 const CLAIM_NAMES: [&str; 6] = [
@@ -94,7 +103,7 @@ const CLAIM_NAMES: [&str; 6] = [
     "https://a.example/x",
 ];
 
-fn reader(header: &str, verification: SignatureVerification) -> Arc<TokenReader> {
+fn make_reader(header: &str, verification: SignatureVerification) -> Arc<TokenReader> {
     let claims = CLAIM_NAMES
         .iter()
         .map(|name| ClaimName::parse(name).unwrap())
@@ -108,7 +117,7 @@ fn reader(header: &str, verification: SignatureVerification) -> Arc<TokenReader>
     ))
 }
 
-fn headers(name: &str, value: &str) -> HeaderMap {
+fn make_headers(name: &str, value: &str) -> HeaderMap {
     let mut headers = HeaderMap::new();
     headers.insert(
         name.parse::<HeaderName>().unwrap(),
@@ -138,10 +147,10 @@ fn subject_claim(
 }
 
 fn subject_from_token(keys: VerificationKeys, token: &str) -> Result<Option<String>, TokenError> {
-    let reader = reader("authorization", SignatureVerification::Keys(keys));
+    let reader = make_reader("authorization", SignatureVerification::Keys(keys));
     subject_claim(
         &reader,
-        &headers("authorization", &format!("Bearer {token}")),
+        &make_headers("authorization", &format!("Bearer {token}")),
         NOW_S,
     )
 }
@@ -153,7 +162,11 @@ fn ann_claims() -> Value {
 #[test]
 fn accepts_tokens_signed_by_a_configured_key() {
     let ann = Ok(Some("ann".to_owned()));
-    for (issuer, alg) in [(&*RSA, "RS256"), (&*EC, "ES256"), (&*ED, "EdDSA")] {
+    for (issuer, alg) in [
+        (&*RSA_ISSUER, "RS256"),
+        (&*EC_ISSUER, "ES256"),
+        (&*ED25519_ISSUER, "EdDSA"),
+    ] {
         let kid = issuer.jwk["kid"].clone();
         assert_eq!(
             subject_from_token(
@@ -186,7 +199,7 @@ fn accepts_tokens_signed_by_a_configured_key() {
             ann,
             "{alg:?}"
         );
-        let oct = json!({ "kty": "oct", "kid": "any", "k": base64url(SECRET) });
+        let oct = json!({ "kty": "oct", "kid": "any", "k": encode_base64url(SECRET) });
         assert_eq!(
             subject_from_token(keys_from_jwks(&[oct]), &token),
             ann,
@@ -194,13 +207,13 @@ fn accepts_tokens_signed_by_a_configured_key() {
         );
     }
     // A key without `alg` accepts all algorithms of its type.
-    let mut any = RSA.jwk.clone();
+    let mut any = RSA_ISSUER.jwk.clone();
     any.as_object_mut().unwrap().remove("alg");
     for alg in ["RS512", "PS256"] {
         assert_eq!(
             subject_from_token(
                 keys_from_jwks(&[any.clone()]),
-                &RSA.sign_token(&json!({ "alg": alg, "kid": "rsa" }), &self::ann_claims())
+                &RSA_ISSUER.sign_token(&json!({ "alg": alg, "kid": "rsa" }), &self::ann_claims())
             ),
             ann
         );
@@ -220,16 +233,16 @@ fn rejects_algorithm_confusion() {
     };
     let pem = format!(
         "-----BEGIN PUBLIC KEY-----\n{}\n-----END PUBLIC KEY-----\n",
-        base64url(&RSA.public)
+        encode_base64url(&RSA_ISSUER.public)
     );
-    let n = RSA.jwk["n"].as_str().unwrap();
-    let good = RSA.sign_token(&json!({ "alg": "RS256", "kid": "rsa" }), &ann_claims());
+    let n = RSA_ISSUER.jwk["n"].as_str().unwrap();
+    let good = RSA_ISSUER.sign_token(&json!({ "alg": "RS256", "kid": "rsa" }), &ann_claims());
     let parts: Vec<&str> = good.split('.').collect();
     let token_with_header = |header: Value, signature: &str| {
         format!(
             "{}.{}.{signature}",
-            base64url(header.to_string()),
-            base64url(ann_claims().to_string())
+            encode_base64url(header.to_string()),
+            encode_base64url(ann_claims().to_string())
         )
     };
     let untrusted_issuer = TestIssuer::new("rsa", Algorithm::RS256);
@@ -238,7 +251,7 @@ fn rejects_algorithm_confusion() {
     for (what, token, error) in [
         (
             "HMAC with the public key's DER",
-            hmac(&RSA.public, Some("rsa")),
+            hmac(&RSA_ISSUER.public, Some("rsa")),
             UnknownKey,
         ),
         (
@@ -278,17 +291,17 @@ fn rejects_algorithm_confusion() {
         ),
         (
             "another algorithm of the same key",
-            RSA.sign_token(&json!({ "alg": "RS384", "kid": "rsa" }), &ann_claims()),
+            RSA_ISSUER.sign_token(&json!({ "alg": "RS384", "kid": "rsa" }), &ann_claims()),
             UnknownKey,
         ),
         (
             "another key's kid",
-            RSA.sign_token(&json!({ "alg": "RS256", "kid": "ec" }), &ann_claims()),
+            RSA_ISSUER.sign_token(&json!({ "alg": "RS256", "kid": "ec" }), &ann_claims()),
             UnknownKey,
         ),
         (
             "an unknown kid",
-            RSA.sign_token(&json!({ "alg": "RS256", "kid": "x" }), &ann_claims()),
+            RSA_ISSUER.sign_token(&json!({ "alg": "RS256", "kid": "x" }), &ann_claims()),
             UnknownKey,
         ),
         (
@@ -311,14 +324,14 @@ fn rejects_algorithm_confusion() {
             format!(
                 "{}.{}.{}",
                 parts[0],
-                base64url("{\"sub\":\"bob\"}"),
+                encode_base64url("{\"sub\":\"bob\"}"),
                 parts[2]
             ),
             InvalidSignature,
         ),
         (
             "an extension",
-            RSA.sign_token(
+            RSA_ISSUER.sign_token(
                 &json!({ "alg": "RS256", "kid": "rsa", "crit": ["b64"], "b64": false }),
                 &ann_claims(),
             ),
@@ -335,14 +348,17 @@ fn rejects_algorithm_confusion() {
         ),
         (
             "a list",
-            RSA.sign_token(&json!({ "alg": "RS256" }), &json!(["sub", "ann"])),
+            RSA_ISSUER.sign_token(&json!({ "alg": "RS256" }), &json!(["sub", "ann"])),
             Malformed,
         ),
     ] {
         assert_eq!(subject_from_token(all_keys(), &token), Err(error), "{what}");
     }
     // An ECDSA signature of zeros (CVE-2022-21449).
-    let zeros = token_with_header(json!({ "alg": "ES256", "kid": "ec" }), &base64url([0; 64]));
+    let zeros = token_with_header(
+        json!({ "alg": "ES256", "kid": "ec" }),
+        &encode_base64url([0; 64]),
+    );
     assert_eq!(
         subject_from_token(all_keys(), &zeros),
         Err(InvalidSignature)
@@ -364,13 +380,13 @@ fn rejects_algorithm_confusion() {
 #[test]
 fn ignores_keys_for_other_uses() {
     let changed = |change: Value| {
-        let mut key = RSA.jwk.clone();
+        let mut key = RSA_ISSUER.jwk.clone();
         for (name, value) in change.as_object().unwrap() {
             key[name] = value.clone();
         }
         key
     };
-    let token = RSA.sign_token(&json!({ "alg": "RS256", "kid": "rsa" }), &ann_claims());
+    let token = RSA_ISSUER.sign_token(&json!({ "alg": "RS256", "kid": "rsa" }), &ann_claims());
     for unfit in [
         json!({ "use": "enc" }),
         json!({ "key_ops": ["encrypt"] }),
@@ -381,7 +397,7 @@ fn ignores_keys_for_other_uses() {
         json!({ "n": "!" }),
     ] {
         let (keys, _) = VerificationKeys::from_jwks(
-            &json!({ "keys": [changed(unfit.clone()), EC.jwk] }).to_string(),
+            &json!({ "keys": [changed(unfit.clone()), EC_ISSUER.jwk] }).to_string(),
         )
         .unwrap();
         assert_eq!(
@@ -424,7 +440,7 @@ fn rejects_unusable_key_sets_without_revealing_their_content() {
             "{text}: {error}"
         );
     }
-    let mut private = EC.jwk.clone();
+    let mut private = EC_ISSUER.jwk.clone();
     private["d"] = json!("hunter2");
     let short = json!({ "kty": "oct", "k": "c2hvcnQ" });
     let (keys, warnings) =
@@ -445,7 +461,7 @@ fn validity_dates_have_a_leeway() {
     let read_error = |claims: Value| {
         subject_from_token(
             all_keys(),
-            &EC.sign_token(&json!({ "alg": "ES256" }), &claims),
+            &EC_ISSUER.sign_token(&json!({ "alg": "ES256" }), &claims),
         )
         .err()
     };
@@ -474,12 +490,12 @@ fn validity_dates_have_a_leeway() {
 
 #[test]
 fn cached_tokens_are_rejected_outside_their_validity_dates() {
-    let reader = reader("authorization", SignatureVerification::Keys(all_keys()));
-    let token = EC.sign_token(
+    let reader = make_reader("authorization", SignatureVerification::Keys(all_keys()));
+    let token = EC_ISSUER.sign_token(
         &json!({ "alg": "ES256" }),
         &json!({ "sub": "ann", "exp": NOW_S, "nbf": NOW_S }),
     );
-    let headers = headers("authorization", &format!("bearer {token}"));
+    let headers = make_headers("authorization", &format!("bearer {token}"));
     for (later_s, expected) in [
         (0, Ok(Some("ann".into()))),
         (29, Ok(Some("ann".into()))),
@@ -496,7 +512,7 @@ fn cached_tokens_are_rejected_outside_their_validity_dates() {
 
 #[test]
 fn the_token_cache_is_bounded() {
-    let reader = reader(
+    let reader = make_reader(
         "authorization",
         SignatureVerification::Keys(VerificationKeys::from_secret(SECRET).0),
     );
@@ -511,7 +527,7 @@ fn the_token_cache_is_bounded() {
         assert_eq!(
             self::subject_claim(
                 &reader,
-                &headers("authorization", &format!("Bearer {token}")),
+                &make_headers("authorization", &format!("Bearer {token}")),
                 NOW_S
             ),
             Ok(Some(sub.into()))
@@ -525,16 +541,16 @@ fn the_token_cache_is_bounded() {
             .map(|shard| shard.lock().len())
             .sum::<usize>()
     };
-    for number in 0..CACHE_SHARDS * MAX_TOKENS_PER_SHARD + 3000 {
+    for number in 0..CACHE_SHARD_COUNT * MAX_TOKENS_PER_SHARD + 3000 {
         present_token(&number.to_string());
     }
-    assert_eq!(cached_tokens(), CACHE_SHARDS * MAX_TOKENS_PER_SHARD);
+    assert_eq!(cached_tokens(), CACHE_SHARD_COUNT * MAX_TOKENS_PER_SHARD);
     present_token(&"x".repeat(MAX_CACHED_CLAIM_BYTES + 1));
     let max_text_bytes = |shard: &Mutex<IndexMap<_, Arc<TokenClaims>, _>>| {
         shard
             .lock()
             .values()
-            .map(|claims| claims.text_bytes())
+            .map(|claims| claims.total_text_bytes())
             .max()
     };
     assert!(reader.cache.0.iter().filter_map(max_text_bytes).max() <= Some(MAX_CACHED_CLAIM_BYTES));
@@ -542,11 +558,11 @@ fn the_token_cache_is_bounded() {
 
 #[test]
 fn finds_the_token_in_every_header_form() {
-    let token = ED.sign_token(&json!({ "alg": "EdDSA" }), &ann_claims());
+    let token = ED25519_ISSUER.sign_token(&json!({ "alg": "EdDSA" }), &ann_claims());
     let read_subject = |header: &str, value: &str| {
         subject_claim(
-            &reader(header, SignatureVerification::Keys(all_keys())),
-            &headers(header, value),
+            &make_reader(header, SignatureVerification::Keys(all_keys())),
+            &make_headers(header, value),
             NOW_S,
         )
     };
@@ -594,7 +610,7 @@ fn finds_the_token_in_every_header_form() {
     );
     assert_eq!(
         subject_claim(
-            &reader("authorization", SignatureVerification::Keys(all_keys())),
+            &make_reader("authorization", SignatureVerification::Keys(all_keys())),
             &HeaderMap::new(),
             NOW_S
         ),
@@ -608,9 +624,9 @@ fn claims_are_converted_to_texts() {
         "sub": ["alone"], "plan": ["a", 7, true, null, {}, []], "realm_access": { "roles": ["x", "y"] },
         "level": 7.5, "admin": false, "https://a.example/x": { "y": 1 },
     });
-    let token = EC.sign_token(&json!({ "alg": "ES256" }), &claims);
-    let headers = headers("authorization", &format!("Bearer {token}"));
-    let reader = reader("authorization", SignatureVerification::Keys(all_keys()));
+    let token = EC_ISSUER.sign_token(&json!({ "alg": "ES256" }), &claims);
+    let headers = make_headers("authorization", &format!("Bearer {token}"));
+    let reader = make_reader("authorization", SignatureVerification::Keys(all_keys()));
     let token = RequestToken::new(Some(&reader), NOW_S);
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
     let texts = CLAIM_NAMES.map(|name| {
@@ -648,7 +664,7 @@ fn claims_are_converted_to_texts() {
         (json!(-1.5), "-1.5"),
         (json!(u64::MAX), "18446744073709551615"),
     ] {
-        let token = EC.sign_token(&json!({ "alg": "ES256" }), &json!({ "sub": number }));
+        let token = EC_ISSUER.sign_token(&json!({ "alg": "ES256" }), &json!({ "sub": number }));
         assert_eq!(
             subject_from_token(all_keys(), &token),
             Ok(Some(text.to_owned()))
@@ -661,15 +677,15 @@ fn claims_are_converted_to_texts() {
 
 #[test]
 fn unverified_tokens_are_accepted_but_dates_are_checked() {
-    let reader = reader("authorization", SignatureVerification::Disabled);
+    let reader = make_reader("authorization", SignatureVerification::Disabled);
     let read_subject = |token: &str| {
         subject_claim(
             &reader,
-            &headers("authorization", &format!("Bearer {token}")),
+            &make_headers("authorization", &format!("Bearer {token}")),
             NOW_S,
         )
     };
-    let encode_part = |json: Value| base64url(json.to_string());
+    let encode_part = |json: Value| encode_base64url(json.to_string());
     for header in [
         "x".to_owned(),
         encode_part(json!({ "alg": "none" })),

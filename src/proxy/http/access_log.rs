@@ -1,6 +1,7 @@
 //! The access log: one line per request, or per rejected request.
 //!
-//! Values from clients are fields, never part of the message, so that the formatter escapes them.
+//! Values from clients are log fields, never part of the message, so that the formatter escapes
+//! them.
 
 use crate::enforcer::{DecisionSource, ReportedLimit, RequestDecision};
 use crate::telemetry::trace::TraceId;
@@ -17,34 +18,35 @@ pub(in crate::proxy) struct AccessLog {
     sample_rate: f64,
 }
 
-/// Fields of one access-log line; complete once the response head is known.
+/// Fields of one access-log line; all are known once the response head is.
 #[derive(Debug)]
 pub(in crate::proxy) struct AccessLogEntry<'a> {
-    /// Empty if the request head could not be parsed, like `host` and `path`.
+    /// Request method. Like `host` and `path`, empty if the request head could not be parsed; `RLS`
+    /// for a rate-limit call.
     pub(in crate::proxy) method: &'a str,
     pub(in crate::proxy) host: &'a str,
-    /// As the client sent it, without the query, which may contain secrets.
+    /// The path as the client sent it. The query is left out, because it may contain secrets.
     pub(in crate::proxy) path: &'a str,
     pub(in crate::proxy) client_ip: IpAddr,
     pub(in crate::proxy) status: StatusCode,
-    /// From the request's arrival to the head of the response.
+    /// Time from the request's arrival to the response head.
     pub(in crate::proxy) time_to_head: Duration,
     /// One of `allowed`, `rejected`, `blocked`, `denied`, `degraded`, `malformed`.
     pub(in crate::proxy) decision: &'static str,
     /// The policy that rejected the request, if any.
     pub(in crate::proxy) policy: Option<&'a str>,
     pub(in crate::proxy) shadow_rejected: &'a [&'a str],
-    /// The evaluated limits.
+    /// The evaluated limits; the line reports the one with the least remaining.
     pub(in crate::proxy) limits: &'a [ReportedLimit<'a>],
     /// Source of the decision, such as Redis or a lease.
     pub(in crate::proxy) source: Option<DecisionSource>,
-    /// From the request's arrival to the decision.
+    /// Time from the request's arrival to the decision.
     pub(in crate::proxy) time_to_decision: Option<Duration>,
     pub(in crate::proxy) trace_id: Option<TraceId>,
 }
 
 impl AccessLogEntry<'_> {
-    /// Creates an entry for a request that could not be parsed.
+    /// Creates an entry for a request that could not be parsed: all other fields are empty.
     pub(in crate::proxy) fn for_unreadable_request(client_ip: IpAddr, status: StatusCode) -> Self {
         Self {
             method: "",
@@ -72,8 +74,9 @@ impl AccessLog {
         }
     }
 
-    /// Whether the mode allows a line for a rejected (or other) request.
-    pub(in crate::proxy) fn is_enabled_for(&self, is_rejected: bool) -> bool {
+    /// Whether the log settings allow a line for a request, before sampling. `is_rejected` says
+    /// whether the request was rejected.
+    pub(in crate::proxy) fn filter_allows_request(&self, is_rejected: bool) -> bool {
         match self.mode {
             AccessLogFilter::Off => false,
             AccessLogFilter::Rejected => is_rejected,
@@ -82,16 +85,16 @@ impl AccessLog {
     }
 
     pub(in crate::proxy) fn write(&self, entry: &AccessLogEntry<'_>) {
-        // Tests for a rejecting policy, not for the decision: during an outage, requests that are
-        // forwarded as `degraded` must not write a line each.
+        // Tests for a rejecting policy, not for the decision: otherwise each request forwarded as
+        // `degraded` during an outage would write a line.
         let is_rejected = entry.policy.is_some() || entry.decision == "malformed";
         let is_logged_as_rejected = is_rejected || !entry.shadow_rejected.is_empty();
-        if !self.is_enabled_for(is_logged_as_rejected)
+        if !self.filter_allows_request(is_logged_as_rejected)
             || (self.sample_rate < 1.0 && fastrand::f64() >= self.sample_rate)
         {
             return;
         }
-        let tightest = ReportedLimit::find_least_remaining(entry.limits);
+        let tightest = ReportedLimit::find_tightest_limit(entry.limits);
         tracing::info!(
             target: "access",
             method = entry.method,

@@ -1,7 +1,7 @@
 //! Streaming request and response bodies.
 //!
-//! Both stream frame by frame without a buffer. A truncated body never looks complete to the
-//! receiver: an error in a body closes the connection that carries it.
+//! Bodies stream frame by frame. A truncated body never looks complete to the receiver: an error in
+//! a body closes the HTTP/1 connection or resets the HTTP/2 stream that carries it.
 
 pub(in crate::proxy) mod error;
 mod replay_buffer;
@@ -9,6 +9,6 @@ pub(in crate::proxy) mod request;
 pub(in crate::proxy) mod response;
 
 pub use error::BodyError;
-pub(in crate::proxy) use request::BodyLimits;
 pub use request::RequestBody;
+pub(in crate::proxy) use request::RequestBodyLimits;
 pub use response::ResponseBody;

@@ -1,10 +1,11 @@
-//! Header changes on forwarded requests and responses: forwarding headers, `Via` and framing.
+//! Changes to the headers of forwarded requests and responses: forwarding headers, `Via` and
+//! framing.
 //!
 //! [`super::request_validation`] has already removed hop-by-hop headers from requests.
 
 use super::hop_by_hop;
 use super::request_validation::RequestTarget;
-use super::upgrade::{self, UpgradeRequest};
+use super::upgrade::{self, RequestedProtocolSwitch};
 use crate::policy::client::ClientAddress;
 use bytes::Bytes;
 use http::header::Entry;
@@ -12,11 +13,11 @@ use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Version, header, requ
 use smallvec::SmallVec;
 use std::net::IpAddr;
 
-/// Origin of a request and properties of the next hop, as needed to write forwarding headers.
+/// Properties of a request, its client and the upstream that determine the forwarded headers.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::proxy) struct ForwardingContext<'a> {
     pub(in crate::proxy) peer: &'a AddressText,
-    /// The client behind the peer.
+    /// The client that sent the request; the peer itself if the peer is not trusted.
     pub(in crate::proxy) client: ClientAddress,
     /// Whether the request came over TLS.
     pub(in crate::proxy) is_https: bool,
@@ -24,18 +25,19 @@ pub(in crate::proxy) struct ForwardingContext<'a> {
     pub(in crate::proxy) version_in: Version,
     /// Configured header that holds the client's address.
     pub(in crate::proxy) ip_header: &'a HeaderName,
-    /// Whether the request has a body. An HTTP/2 request can have one without any framing header.
+    /// Whether the request has a body. An HTTP/2 request can have a body without any framing
+    /// header.
     pub(in crate::proxy) has_body: bool,
     pub(in crate::proxy) preserve_host: bool,
     pub(in crate::proxy) upstream_authority: &'a HeaderValue,
 }
 
-/// Formatted address for forwarding headers; computed once per connection.
+/// The peer's address, formatted for forwarding headers once per connection.
 #[derive(Clone, Debug)]
 pub(in crate::proxy) struct AddressText {
     ip: IpAddr,
     header_value: HeaderValue,
-    /// The address as an element of `Forwarded`.
+    /// The address as the `for` parameter of a `Forwarded` element.
     forwarded_element: Box<str>,
 }
 
@@ -58,8 +60,8 @@ impl AddressText {
         let ip = ip.to_canonical();
         Self {
             ip,
-            header_value: ip_header_value(ip),
-            forwarded_element: format_forwarded_for(ip).into(),
+            header_value: format_ip_header_value(ip),
+            forwarded_element: format_forwarded_for_parameter(ip).into(),
         }
     }
 }
@@ -69,10 +71,10 @@ static X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-prot
 static X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 static X_REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
 
-/// Rewrites the headers of a validated request for the upstream.
+/// Rewrites the headers of a validated request before it is forwarded to the upstream.
 ///
 /// Forwarding headers of a trusted peer are extended; those of an untrusted peer are replaced.
-pub(in crate::proxy) fn forward_request(
+pub(in crate::proxy) fn rewrite_request_headers(
     parts: &mut request::Parts,
     target: &RequestTarget,
     hop: &ForwardingContext<'_>,
@@ -88,33 +90,39 @@ pub(in crate::proxy) fn forward_request(
             HeaderValue::from_static("chunked"),
         );
     }
-    // Grows the map once instead of once per header.
+    // Reserving space once is cheaper than growing the map for each added header.
     headers.reserve(6);
-    join_cookies(headers);
+    join_cookie_lines(headers);
     if !hop.client.is_peer_trusted {
-        remove_untrusted_forwarding_headers(headers, hop);
+        remove_or_overwrite_untrusted_headers(headers, hop);
     }
-    const HTTP: (&str, HeaderValue) = ("http", HeaderValue::from_static("http"));
-    const HTTPS: (&str, HeaderValue) = ("https", HeaderValue::from_static("https"));
-    let (proto, proto_value) = if hop.is_https { HTTPS } else { HTTP };
-    append_forwarded_for(headers, hop);
-    append_forwarded(headers, target, hop, proto);
+    const PROTO_HTTP: (&str, HeaderValue) = ("http", HeaderValue::from_static("http"));
+    const PROTO_HTTPS: (&str, HeaderValue) = ("https", HeaderValue::from_static("https"));
+    let (proto, proto_value) = if hop.is_https {
+        PROTO_HTTPS
+    } else {
+        PROTO_HTTP
+    };
+    append_x_forwarded_for(headers, hop);
+    append_forwarded_element(headers, target, hop, proto);
     headers.entry(&X_FORWARDED_PROTO).or_insert(proto_value);
     if let Some(authority) = target.authority() {
         headers
             .entry(&X_FORWARDED_HOST)
             .or_insert_with(|| authority.clone());
     }
-    append_to_list(headers, &header::VIA, via_value(hop.version_in));
+    append_to_list_header(headers, &header::VIA, via_value(hop.version_in));
     if !hop.preserve_host || target.authority().is_none() {
         headers.insert(header::HOST, hop.upstream_authority.clone());
     }
 }
 
-/// Requests the whole response body without content coding, so that its cost can be read from it.
+/// Changes request headers to ask for the whole response body without content coding, so that the
+/// cost can be read from the body.
 ///
-/// Otherwise a client could prevent settlement by choosing a coding or a range.
-pub(in crate::proxy) fn request_full_identity_body(headers: &mut HeaderMap) {
+/// Without this change, a client could prevent settlement by asking for a content coding or a
+/// range.
+pub(in crate::proxy) fn ask_upstream_for_full_identity_body(headers: &mut HeaderMap) {
     headers.insert(
         header::ACCEPT_ENCODING,
         HeaderValue::from_static("identity"),
@@ -125,15 +133,16 @@ pub(in crate::proxy) fn request_full_identity_body(headers: &mut HeaderMap) {
 
 /// Rewrites an upstream's response for a client that sent an HTTP request of version `version_in`.
 ///
-/// `upgrade_request` is the upgrade that the request asked for. hyper frames the body: by the
-/// remaining `Content-Length`, or chunked. hyper also downgrades to HTTP/1.0 where needed.
+/// `upgrade_request` is the protocol switch that the request asked for. hyper frames the body by
+/// the `Content-Length` left in the headers, or chunked. hyper also downgrades the response to
+/// HTTP/1.0 where needed.
 ///
 /// # Errors
 /// A [`ResponseValidationError`] if the response cannot be forwarded safely.
-pub(in crate::proxy) fn forward_response(
+pub(in crate::proxy) fn rewrite_response_head(
     parts: &mut response::Parts,
     version_in: Version,
-    upgrade_request: Option<&UpgradeRequest>,
+    upgrade_request: Option<&RequestedProtocolSwitch>,
 ) -> Result<(), ResponseValidationError> {
     check_protocol_switch(parts, upgrade_request)?;
     let upgrade = upgrade_values_for_client(parts, version_in);
@@ -144,7 +153,8 @@ pub(in crate::proxy) fn forward_response(
     for (name, value) in &*headers {
         match *name {
             header::CONNECTION => headers_to_remove.extend(
-                hop_by_hop::connection_options(value).filter(|name| !is_kept_in_response(name)),
+                hop_by_hop::headers_named_in_connection(value)
+                    .filter(|name| !is_kept_if_named_in_connection(name)),
             ),
             header::CONTENT_LENGTH => lengths += 1,
             header::TRANSFER_ENCODING => {
@@ -153,7 +163,7 @@ pub(in crate::proxy) fn forward_response(
                     return Err(ResponseValidationError::TransferEncoding);
                 }
                 headers_to_remove.push(header::TRANSFER_ENCODING);
-                // hyper used the coding to read the body, so the length is not reliable.
+                // The length is removed too: hyper read the body as chunked and ignored it.
                 headers_to_remove.push(header::CONTENT_LENGTH);
             }
             _ => {}
@@ -168,7 +178,7 @@ pub(in crate::proxy) fn forward_response(
     if lengths > 0 && codings == 0 {
         collapse_content_length(headers, lengths);
     }
-    append_to_list(headers, &header::VIA, via_value(parts.version));
+    append_to_list_header(headers, &header::VIA, via_value(parts.version));
     for line in upgrade {
         headers.append(header::UPGRADE, line);
         headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
@@ -176,7 +186,7 @@ pub(in crate::proxy) fn forward_response(
     if parts.status == StatusCode::SWITCHING_PROTOCOLS {
         // A 101 has no body; the bytes after the head belong to the new protocol.
         headers.remove(header::CONTENT_LENGTH);
-        if let Some(UpgradeRequest::Http2WebSocket(_)) = upgrade_request {
+        if let Some(RequestedProtocolSwitch::Http2WebSocket(_)) = upgrade_request {
             headers.remove(header::SEC_WEBSOCKET_ACCEPT);
             parts.status = StatusCode::OK;
         }
@@ -190,12 +200,12 @@ pub(in crate::proxy) fn forward_response(
 }
 
 /// Rewrites an informational (1xx) response for the client: removes hop-by-hop and framing headers.
-pub(in crate::proxy) fn forward_informational_response(parts: &mut response::Parts) {
+pub(in crate::proxy) fn rewrite_informational_headers(parts: &mut response::Parts) {
     let headers = &mut parts.headers;
     let connection_options = headers
         .get_all(header::CONNECTION)
         .iter()
-        .flat_map(hop_by_hop::connection_options);
+        .flat_map(hop_by_hop::headers_named_in_connection);
     let hop_by_hop = headers
         .keys()
         .filter(|name| hop_by_hop::is_hop_by_hop(name))
@@ -212,22 +222,24 @@ pub(in crate::proxy) fn forward_informational_response(parts: &mut response::Par
     for name in &headers_to_remove {
         headers.remove(name);
     }
-    append_to_list(headers, &header::VIA, via_value(parts.version));
+    append_to_list_header(headers, &header::VIA, via_value(parts.version));
 }
 
-/// Checks that a response switches protocols only if the request asked for it.
+/// Checks that a response switches protocols only if the request asked for a switch, and to
+/// WebSocket only with a valid `Sec-WebSocket-Accept`.
 ///
-/// The upstream client has already checked that the new protocol is one that the request offered.
+/// The upstream client has already checked that the request offered the new protocol.
 fn check_protocol_switch(
     parts: &response::Parts,
-    upgrade_request: Option<&UpgradeRequest>,
+    upgrade_request: Option<&RequestedProtocolSwitch>,
 ) -> Result<(), ResponseValidationError> {
     let is_switch = parts.status == StatusCode::SWITCHING_PROTOCOLS;
     match upgrade_request {
         None if is_switch => Err(ResponseValidationError::UnrequestedSwitch),
-        // An upstream without WebSocket support could echo `Upgrade` and continue with HTTP.
-        Some(UpgradeRequest::Http1Upgrade { websocket_key })
-            if is_switch && upgrade::is_websocket(&parts.headers) =>
+        // Requires a valid `Sec-WebSocket-Accept`: an upstream that does not support WebSocket
+        // could copy `Upgrade` into a 101 response and continue with HTTP.
+        Some(RequestedProtocolSwitch::Http1Upgrade { websocket_key })
+            if is_switch && upgrade::upgrade_names_websocket(&parts.headers) =>
         {
             let is_proven = websocket_key
                 .as_ref()
@@ -238,20 +250,21 @@ fn check_protocol_switch(
                 Err(ResponseValidationError::InvalidWebSocketAccept)
             }
         }
-        Some(UpgradeRequest::Http2WebSocket(key))
+        Some(RequestedProtocolSwitch::Http2WebSocket(key))
             if is_switch && !upgrade::has_valid_websocket_accept(key, &parts.headers) =>
         {
             Err(ResponseValidationError::InvalidWebSocketAccept)
         }
-        // For a CONNECT request, any 2xx status means that the tunnel is open.
-        Some(UpgradeRequest::Http2WebSocket(_)) if parts.status.is_success() => {
+        // Rejects a 2xx status: the client, which sent CONNECT, would take the tunnel for open.
+        Some(RequestedProtocolSwitch::Http2WebSocket(_)) if parts.status.is_success() => {
             Err(ResponseValidationError::WebSocketNotOpened)
         }
         _ => Ok(()),
     }
 }
 
-/// `Upgrade` values to forward to the client: the protocol switched to (101) or required (426).
+/// Returns the `Upgrade` values to forward to an HTTP/1.1 client: the protocol switched to (101) or
+/// required (426).
 fn upgrade_values_for_client(
     parts: &response::Parts,
     version_in: Version,
@@ -276,8 +289,8 @@ fn upgrade_values_for_client(
     }
 }
 
-/// Appends `item` to a comma-separated list header and joins all its lines into one.
-pub(in crate::proxy) fn append_to_list(
+/// Appends `item` to a comma-separated list header and joins all lines of the header into one.
+pub(in crate::proxy) fn append_to_list_header(
     headers: &mut HeaderMap,
     name: &HeaderName,
     item: HeaderValue,
@@ -287,19 +300,23 @@ pub(in crate::proxy) fn append_to_list(
             vacant.insert(item);
         }
         Entry::Occupied(mut occupied) => {
-            let joined = join_values(occupied.iter().chain([&item]), b", ");
+            let joined = join_header_lines(occupied.iter().chain([&item]), b", ");
             occupied.insert(joined);
         }
     }
 }
 
-/// Formats an integer as a header value with one allocation; the conversion in `http` needs two.
+/// Formats an integer as a header value with one allocation; the `http` crate's conversion needs
+/// two.
 pub(in crate::proxy) fn integer_header_value(value: impl itoa::Integer) -> HeaderValue {
     HeaderValue::from_str(itoa::Buffer::new().format(value)).expect("digits are visible ASCII")
 }
 
-/// Joins the non-empty lines of a list header into one value.
-fn join_values<'v>(lines: impl Iterator<Item = &'v HeaderValue>, separator: &[u8]) -> HeaderValue {
+/// Joins the non-empty lines of a header into one value.
+fn join_header_lines<'v>(
+    lines: impl Iterator<Item = &'v HeaderValue>,
+    separator: &[u8],
+) -> HeaderValue {
     let mut text = Vec::with_capacity(128);
     for line in lines
         .map(HeaderValue::as_bytes)
@@ -314,19 +331,20 @@ fn join_values<'v>(lines: impl Iterator<Item = &'v HeaderValue>, separator: &[u8
         .expect("valid values joined by visible ASCII are valid")
 }
 
-/// Joins `Cookie` lines: HTTP/2 may split them, HTTP/1.1 allows only one (RFC 9113, 8.2.3).
-fn join_cookies(headers: &mut HeaderMap) {
+/// Joins the lines of `Cookie` into one: HTTP/2 allows several, HTTP/1.1 only one (RFC 9113,
+/// 8.2.3).
+fn join_cookie_lines(headers: &mut HeaderMap) {
     if headers.get_all(header::COOKIE).iter().nth(1).is_some() {
-        let joined = join_values(headers.get_all(header::COOKIE).iter(), b"; ");
+        let joined = join_header_lines(headers.get_all(header::COOKIE).iter(), b"; ");
         headers.insert(header::COOKIE, joined);
     }
 }
 
-/// Removes the forwarding headers of an untrusted peer.
+/// Removes or overwrites the forwarding headers that an untrusted peer sent.
 ///
-/// Headers that hold a single address are set to the peer's address, because upstreams may read
-/// them.
-fn remove_untrusted_forwarding_headers(headers: &mut HeaderMap, hop: &ForwardingContext<'_>) {
+/// `X-Real-IP` and the configured address header, if present, are set to the peer's address,
+/// because upstreams may read them.
+fn remove_or_overwrite_untrusted_headers(headers: &mut HeaderMap, hop: &ForwardingContext<'_>) {
     let forwarding_headers: SmallVec<[HeaderName; 4]> = headers
         .keys()
         .filter(|name| **name == header::FORWARDED || name.as_str().starts_with("x-forwarded-"))
@@ -336,38 +354,39 @@ fn remove_untrusted_forwarding_headers(headers: &mut HeaderMap, hop: &Forwarding
         headers.remove(name);
     }
     for name in [&X_REAL_IP, hop.ip_header] {
-        // The header is usually absent, and the entry API would reserve capacity first.
+        // Looked up first because the header is usually absent; the entry API would reserve
+        // capacity.
         if headers.contains_key(name) {
             headers.insert(name, hop.peer.header_value.clone());
         }
     }
 }
 
-fn append_forwarded_for(headers: &mut HeaderMap, hop: &ForwardingContext<'_>) {
-    // The peer may have sent the client's address only in another header. Upstreams that read
-    // `X-Forwarded-For` need it here.
-    if let Some(client) = client_behind_peer(hop)
+fn append_x_forwarded_for(headers: &mut HeaderMap, hop: &ForwardingContext<'_>) {
+    // If the trusted peer sent the client's address only in another header, the address is added to
+    // `X-Forwarded-For`, which upstreams may read.
+    if let Some(client) = client_behind_trusted_peer(hop)
         && !headers.contains_key(&X_FORWARDED_FOR)
     {
-        headers.insert(&X_FORWARDED_FOR, ip_header_value(client));
+        headers.insert(&X_FORWARDED_FOR, format_ip_header_value(client));
     }
-    append_to_list(headers, &X_FORWARDED_FOR, hop.peer.header_value.clone());
+    append_to_list_header(headers, &X_FORWARDED_FOR, hop.peer.header_value.clone());
 }
 
-fn append_forwarded(
+fn append_forwarded_element(
     headers: &mut HeaderMap,
     target: &RequestTarget,
     hop: &ForwardingContext<'_>,
     proto: &str,
 ) {
-    let client = client_behind_peer(hop)
+    let client = client_behind_trusted_peer(hop)
         .filter(|_| !headers.contains_key(header::FORWARDED))
-        .map(format_forwarded_for);
+        .map(format_forwarded_for_parameter);
     let (client, comma) = client.as_deref().map_or(("", ""), |client| (client, ", "));
     let authority = target
         .authority()
         .and_then(|authority| authority.to_str().ok());
-    // Quoted because of colons and brackets. A valid authority has no character to escape.
+    // The host is quoted because of colons and brackets; a validated host has nothing to escape.
     let [host, authority, quote] =
         authority.map_or([""; 3], |authority| [";host=\"", authority, "\""]);
     let element = [
@@ -382,25 +401,25 @@ fn append_forwarded(
     ]
     .concat();
     let element = HeaderValue::from_maybe_shared(Bytes::from(element));
-    append_to_list(
+    append_to_list_header(
         headers,
         &header::FORWARDED,
         element.expect("the element is visible ASCII only"),
     );
 }
 
-/// Returns the client's address if the client is behind a trusted peer.
-fn client_behind_peer(hop: &ForwardingContext<'_>) -> Option<IpAddr> {
+/// Returns the client's address if a trusted peer forwarded the request for another address.
+fn client_behind_trusted_peer(hop: &ForwardingContext<'_>) -> Option<IpAddr> {
     let client = hop.client.ip.to_canonical();
     (hop.client.is_peer_trusted && client != hop.peer.ip).then_some(client)
 }
 
-fn ip_header_value(ip: IpAddr) -> HeaderValue {
+fn format_ip_header_value(ip: IpAddr) -> HeaderValue {
     HeaderValue::try_from(ip.to_string()).expect("addresses are printed in visible ASCII")
 }
 
-/// Formats an address as an element of `Forwarded` (RFC 7239, 6).
-fn format_forwarded_for(ip: IpAddr) -> String {
+/// Formats an address as the `for` parameter of a `Forwarded` element (RFC 7239, 6).
+fn format_forwarded_for_parameter(ip: IpAddr) -> String {
     match ip {
         IpAddr::V4(ip) => format!("for={ip}"),
         IpAddr::V6(ip) => format!("for=\"[{ip}]\""),
@@ -408,7 +427,7 @@ fn format_forwarded_for(ip: IpAddr) -> String {
 }
 
 fn via_value(version: Version) -> HeaderValue {
-    // Constants avoid the validation of header values at run time.
+    // The values are constants because constants are validated at compile time.
     const VIA_20: HeaderValue = HeaderValue::from_static("2 tidegate");
     const VIA_11: HeaderValue = HeaderValue::from_static("1.1 tidegate");
     const VIA_10: HeaderValue = HeaderValue::from_static("1.0 tidegate");
@@ -419,8 +438,8 @@ fn via_value(version: Version) -> HeaderValue {
     }
 }
 
-/// Whether a response header stays even if `Connection` names it.
-fn is_kept_in_response(name: &HeaderName) -> bool {
+/// Whether a response header is kept even if the response's `Connection` names it.
+fn is_kept_if_named_in_connection(name: &HeaderName) -> bool {
     matches!(
         *name,
         header::CONTENT_LENGTH
@@ -430,8 +449,8 @@ fn is_kept_in_response(name: &HeaderName) -> bool {
     )
 }
 
-/// Reduces repeated or listed `Content-Length` values to one. hyper has checked that they agree,
-/// but cannot write several.
+/// Reduces repeated or listed `Content-Length` values to one. hyper has checked that the values
+/// agree, but cannot write several.
 fn collapse_content_length(headers: &mut HeaderMap, lines: usize) {
     let Some(first) = headers.get(header::CONTENT_LENGTH) else {
         return;

@@ -1,10 +1,10 @@
-//! Hop-by-hop headers (RFC 9110, 7.6.1): headers for a single connection, and the lists that name
-//! them.
+//! Hop-by-hop headers (RFC 9110, 7.6.1), which apply to a single connection, and parsing of the
+//! `Connection` lists that name more of them.
 
 use http::{HeaderName, HeaderValue, header};
 
-/// Header names in a `Connection` value, without `close` and `keep-alive`.
-pub(in crate::proxy) fn connection_options(
+/// Returns the header names in a `Connection` value, without `close` and `keep-alive`.
+pub(in crate::proxy) fn headers_named_in_connection(
     value: &HeaderValue,
 ) -> impl Iterator<Item = HeaderName> + '_ {
     list_elements(value)
@@ -14,7 +14,7 @@ pub(in crate::proxy) fn connection_options(
         .filter_map(|name| HeaderName::from_bytes(name).ok())
 }
 
-/// Non-empty elements of a comma-separated list without quoted strings.
+/// Returns the non-empty elements of a comma-separated header value. Quotes are not interpreted.
 pub(in crate::proxy) fn list_elements(value: &HeaderValue) -> impl Iterator<Item = &[u8]> {
     value
         .as_bytes()
@@ -38,8 +38,8 @@ pub(in crate::proxy) fn is_hop_by_hop(name: &HeaderName) -> bool {
     )
 }
 
-/// Whether validation removes a header, so that policies never see it. `Connection`, `TE` and
-/// `Upgrade` are rebuilt.
+/// Whether validation always removes a header, so that policies never see it. `Connection`, `TE`
+/// and `Upgrade` do not count, because validation rebuilds them.
 pub fn is_stripped_before_policies(name: &HeaderName) -> bool {
     let is_rebuilt = matches!(*name, header::CONNECTION | header::TE | header::UPGRADE);
     *name == header::EXPECT || (is_hop_by_hop(name) && !is_rebuilt)

@@ -10,7 +10,8 @@ use crate::tls::CertificateSubject;
 use http::request;
 use std::net::IpAddr;
 
-/// Request properties that policies decide on. Owns its data, so that the head can still change.
+/// Request properties for policies, except the headers. The properties are owned, so that the
+/// request head can still change.
 #[derive(Debug)]
 pub struct InboundRequest {
     pub(in crate::proxy) target: RequestTarget,
@@ -31,17 +32,20 @@ pub enum InboundRequestError {
 }
 
 impl InboundRequest {
-    /// Validates a request, rewrites its head for the upstream and reads the input of policies.
+    /// Validates a request, rewrites its head for the upstream and reads the properties for
+    /// policies.
     ///
     /// # Errors
-    /// An [`InboundRequestError`] for a request that the proxy and the upstream could interpret
-    /// differently.
-    pub fn from_parts(
+    /// Returns an [`InboundRequestError`] for a request that the proxy and the upstream could
+    /// interpret differently.
+    pub fn validate_and_rewrite(
         parts: &mut request::Parts,
         peer: IpAddr,
         table: &PolicyTable,
     ) -> Result<Self, InboundRequestError> {
-        let target = request_validation::validate_request(parts, &|name| table.reads_header(name))?;
+        let target = request_validation::validate_and_rewrite_request(parts, &|name| {
+            table.reads_header(name)
+        })?;
         let client = ClientAddress::identify(peer, &parts.headers, &table.client);
         let paths = PathInterpretations::parse(target.path(), &table.path)?;
         let token = match table.token_reader() {
@@ -60,8 +64,9 @@ impl InboundRequest {
         })
     }
 
-    /// Returns the facts for policies. `parts` is the head that [`InboundRequest::from_parts`] has
-    /// rewritten; `client_cert` is the subject of the peer's TLS certificate.
+    /// Returns the facts for policies. `parts` is the head that
+    /// [`InboundRequest::validate_and_rewrite`] has rewritten; `client_cert` is the subject of the
+    /// peer's TLS certificate.
     pub fn facts<'a>(
         &'a self,
         parts: &'a request::Parts,
@@ -80,13 +85,13 @@ impl InboundRequest {
         }
     }
 
-    /// Drops the data that is not needed after the decision. It can be large, since a hostile path
-    /// has many interpretations.
+    /// Returns the parts needed after the decision and drops the others, which can be large: a
+    /// hostile path has many interpretations.
     pub(in crate::proxy) fn into_target_and_client(self) -> (RequestTarget, ClientAddress) {
         (self.target, self.client)
     }
 
-    /// Returns why the token is not valid, if a policy has read it.
+    /// Returns why the token is invalid; `None` if it is valid or no policy has read it.
     pub fn token_error(&self) -> Option<TokenError> {
         self.token.error()
     }

@@ -1,7 +1,7 @@
 //! Forwarding of informational (1xx) responses from the upstream to the client of one request.
 //!
-//! hyper's server cannot send them. An HTTP/1.1 head can be written to the socket directly, after
-//! hyper's earlier output and before the final response
+//! hyper's server cannot send informational responses. An informational HTTP/1.1 head is written to
+//! the socket directly, after hyper's earlier output and before the final response
 //! ([`ConnectionMonitor::queue_informational_head`]).
 
 use http::{HeaderMap, StatusCode, Version, response};
@@ -24,7 +24,7 @@ pub struct InformationalForwarder {
 }
 
 impl InformationalForwarder {
-    /// Creates a forwarder, which drops everything unless the request is HTTP/1.1.
+    /// Creates a forwarder. If the request is not HTTP/1.1, it drops all informational responses.
     ///
     /// An HTTP/1.0 client would take an informational response for the final one (RFC 9110, 15.2).
     pub(in crate::proxy) fn new(request_version: Version, client: &Rc<ConnectionMonitor>) -> Self {
@@ -36,11 +36,12 @@ impl InformationalForwarder {
         }
     }
 
-    /// Rewrites an informational response head and sends it to the client. `version` is the
-    /// upstream's.
+    /// Rewrites an informational response head and queues it to be sent to the client. `version` is
+    /// the HTTP version of the upstream's response.
     ///
-    /// Drops `100 Continue`, because the proxy removes `Expect` and answers it itself. Also drops
-    /// heads above the limits, and heads that would have to wait for unread earlier responses.
+    /// Drops `100 Continue`, because the proxy answers `Expect` itself and does not forward it.
+    /// Also drops heads above the limits, and heads that would have to wait for unread earlier
+    /// responses.
     pub(in crate::proxy) fn forward(
         &mut self,
         status: StatusCode,
@@ -62,7 +63,7 @@ impl InformationalForwarder {
             .map(http::Response::into_parts);
         let Ok((head, ())) = &mut parts else { return };
         head.headers = fields.clone();
-        headers::forward_informational_response(head);
+        headers::rewrite_informational_headers(head);
         let text = encode_head(head);
         let Some(remaining) = self.remaining_bytes.checked_sub(text.len()) else {
             return;

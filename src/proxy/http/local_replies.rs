@@ -1,7 +1,8 @@
 //! Local replies: every response that the proxy generates itself, with its public text.
 //!
-//! The body is JSON problem details (RFC 9457), or plain text if the client prefers it. gRPC
-//! clients get a status without a body. A local reply never echoes request data.
+//! The body of a local reply is JSON problem details (RFC 9457), or plain text if the client
+//! prefers that. gRPC clients get a gRPC status without a body. A local reply never contains
+//! request data.
 
 mod cors_headers;
 mod problem_reply;
@@ -15,7 +16,8 @@ pub(in crate::proxy) use proxy_error_type::ProxyErrorType;
 pub(in crate::proxy) use reply_style::ReplyStyle;
 
 use self::problem_reply::{
-    GRPC_PERMISSION_DENIED, GRPC_RESOURCE_EXHAUSTED, ProblemReply, QUOTA_EXCEEDED, REDUCED_CAPACITY,
+    GRPC_PERMISSION_DENIED, GRPC_RESOURCE_EXHAUSTED, ProblemReply, QUOTA_EXCEEDED_TYPE,
+    REDUCED_CAPACITY_TYPE,
 };
 use self::text_encoding::to_sentence;
 use super::inbound_request::InboundRequestError;
@@ -26,9 +28,10 @@ use crate::policy::RateLimitHeaderSettings;
 use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, Version, header};
 
-/// Builds the reply to a request that the verdict rejects, with rate-limit headers. Returns `None`
-/// if the request is to be forwarded.
-pub(in crate::proxy) fn build_rejection(
+/// Builds the reply to a request that the verdict does not forward, with rate-limit headers: status
+/// 400, 403, 429 or 503, or a policy's custom response. Returns `None` if the verdict forwards the
+/// request.
+pub(in crate::proxy) fn build_verdict_reply(
     verdict: &Verdict<'_>,
     header_settings: RateLimitHeaderSettings,
     style: ReplyStyle<'_>,
@@ -49,7 +52,7 @@ pub(in crate::proxy) fn build_rejection(
                     format!("Policy \"{policy}\" denies this request."),
                 )
             };
-            problem.build(*custom_response, style)
+            problem.build_custom_or_standard(*custom_response, style)
         }
         RequestOutcome::InvalidKey { policy, error } => {
             let detail =
@@ -59,7 +62,7 @@ pub(in crate::proxy) fn build_rejection(
                 policy: Some(policy),
                 ..problem
             }
-            .to_response(style)
+            .build_standard(style)
         }
         RequestOutcome::Unavailable {
             policy,
@@ -67,7 +70,7 @@ pub(in crate::proxy) fn build_rejection(
         } => {
             let detail = format!("Policy \"{policy}\" cannot be evaluated at the moment.");
             ProblemReply {
-                type_uri: REDUCED_CAPACITY,
+                type_uri: REDUCED_CAPACITY_TYPE,
                 policy: Some(policy),
                 retry: Some(RetryHint::After(*retry_after_us)),
                 ..ProblemReply::new(
@@ -76,7 +79,7 @@ pub(in crate::proxy) fn build_rejection(
                     detail,
                 )
             }
-            .to_response(style)
+            .build_standard(style)
         }
     };
     rate_limit_headers::write_headers(verdict, header_settings, response.headers_mut());
@@ -107,7 +110,7 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
         ),
     };
     ProblemReply {
-        type_uri: QUOTA_EXCEEDED,
+        type_uri: QUOTA_EXCEEDED_TYPE,
         title: "Quota Exceeded",
         grpc_status: GRPC_RESOURCE_EXHAUSTED,
         policy: Some(policy),
@@ -115,11 +118,12 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
         retry: Some(limited.retry),
         ..ProblemReply::new(StatusCode::TOO_MANY_REQUESTS, "http_request_error", detail)
     }
-    .build(limited.custom_response, style)
+    .build_custom_or_standard(limited.custom_response, style)
 }
 
-/// Builds the reply to a request that failed validation. An HTTP/1 connection closes after it.
-pub(in crate::proxy) fn build_inbound_error(
+/// Builds the reply to a request that failed validation. An HTTP/1 connection closes after the
+/// reply.
+pub(in crate::proxy) fn build_invalid_request_reply(
     error: InboundRequestError,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
@@ -134,7 +138,7 @@ pub(in crate::proxy) fn build_inbound_error(
         "http_request_error",
         to_sentence(&error.to_string()),
     );
-    let mut response = problem.to_response(style);
+    let mut response = problem.build_standard(style);
     set_connection_close(&mut response, style);
     if error == InboundRequestError::Validation(RequestValidationError::Connect) {
         let allowed =
@@ -145,28 +149,28 @@ pub(in crate::proxy) fn build_inbound_error(
 }
 
 /// Builds the reply to a request that could not be forwarded or completed.
-pub(in crate::proxy) fn build_proxy_error(
+pub(in crate::proxy) fn build_proxy_error_reply(
     error_type: ProxyErrorType,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
-    let (status, error, detail) = error_type.reply_parts();
+    let (status, error, detail) = error_type.status_error_and_detail();
     let mut problem = ProblemReply::new(status, error, detail.to_owned());
     if error_type == ProxyErrorType::QueueFull {
-        problem.type_uri = REDUCED_CAPACITY;
+        problem.type_uri = REDUCED_CAPACITY_TYPE;
         problem.retry = Some(RetryHint::After(1_000_000));
     }
-    let mut response = problem.to_response(style);
+    let mut response = problem.build_standard(style);
     if matches!(
         error_type,
         ProxyErrorType::BodyTooLarge | ProxyErrorType::BodyTimeout | ProxyErrorType::BodyInvalid
     ) {
-        // The unread rest of the body precedes the next request on the connection.
+        // The connection must close: the unread rest of the body precedes the next request on it.
         set_connection_close(&mut response, style);
     }
     response
 }
 
-/// Sets `Connection: close`, except for HTTP/2, where only the stream ends.
+/// Sets `Connection: close`, except for HTTP/2, where the connection stays open.
 fn set_connection_close(response: &mut Response<Bytes>, style: ReplyStyle<'_>) {
     if style.version != Version::HTTP_2 {
         response

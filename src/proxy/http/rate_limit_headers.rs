@@ -17,7 +17,7 @@ use crate::enforcer::Verdict;
 use crate::policy::RateLimitHeaderSettings;
 use http::HeaderMap;
 
-/// Adds the configured rate-limit headers to a response head, if any limit applied.
+/// Adds the configured rate-limit headers to a response head, if the verdict reports any limits.
 pub(in crate::proxy) fn write_headers(
     verdict: &Verdict<'_>,
     settings: RateLimitHeaderSettings,

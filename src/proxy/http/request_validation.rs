@@ -4,12 +4,12 @@
 //! hyper's parser has already rejected broken framing, obsolete line folding and control bytes. It
 //! accepts lowercase methods, a missing, repeated or malformed Host, unusual target forms and
 //! transfer codings other than one `chunked`. It also accepts header names that a CGI-like upstream
-//! maps to another name, and `Connection` lists that name trusted headers. All of these are
-//! rejected here.
+//! maps to another name, and `Connection` lists that name protected headers. This module rejects
+//! all of these.
 //!
 //! hyper writes the framing of the forwarded request from the `Content-Length` or
-//! `Transfer-Encoding: chunked` left in the map. If a request has both, hyper drops the length and
-//! closes the connection afterwards.
+//! `Transfer-Encoding: chunked` left in the header map. If a client's request has both, hyper drops
+//! the length and closes the client connection after the response.
 
 mod error;
 mod header_scan;
@@ -21,13 +21,14 @@ pub use error::RequestValidationError;
 pub use host::normalize_host;
 
 use self::header_scan::RequestHeaderScan;
-use self::host::{NormalizedHost, determine_host};
-use super::upgrade::{self, UpgradeRequest};
+use self::host::{NormalizedHost, determine_authority_and_host};
+use super::upgrade::{self, RequestedProtocolSwitch};
 use http::uri::PathAndQuery;
 use http::{HeaderName, HeaderValue, Method, Uri, Version, header, request};
 use hyper::ext::Protocol;
 
-/// Validated target of a request. Owns its data, so that the request head can still change.
+/// Validated target of a request, with its content length and protocol switch. The data is owned,
+/// so that the request head can still change.
 #[derive(Clone, Debug)]
 pub(in crate::proxy) struct RequestTarget {
     authority: Option<HeaderValue>,
@@ -36,24 +37,25 @@ pub(in crate::proxy) struct RequestTarget {
     /// Declared length of the body in bytes; `None` without `Content-Length` (chunked, HTTP/2 or no
     /// body).
     pub(in crate::proxy) content_length: Option<u64>,
-    /// The upgrade that the upstream may accept with a `101`.
-    pub(in crate::proxy) upgrade_request: Option<UpgradeRequest>,
+    /// The protocol switch that the request asks for and the upstream may accept with a `101`.
+    pub(in crate::proxy) upgrade_request: Option<RequestedProtocolSwitch>,
 }
 
 /// Validates a request head, removes hop-by-hop headers and rewrites the rest for an HTTP/1.1
 /// upstream: target in origin-form (path and query unchanged) and one `Host`.
 ///
-/// `reads_header` returns whether a policy reads a header. Such headers are protected, in addition
-/// to the well-known ones.
+/// `reads_header` returns whether a policy reads a header. Headers that policies read are
+/// protected, in addition to the well-known ones.
 ///
 /// # Errors
-/// A [`RequestValidationError`]. The caller replies with its status and closes the connection.
-pub(in crate::proxy) fn validate_request(
+/// Returns a [`RequestValidationError`]; the caller must reply with its status and close an HTTP/1
+/// connection.
+pub(in crate::proxy) fn validate_and_rewrite_request(
     parts: &mut request::Parts,
     reads_header: &dyn Fn(&HeaderName) -> bool,
 ) -> Result<RequestTarget, RequestValidationError> {
-    // Methods are case-sensitive (RFC 9110, 9.1), but some frameworks treat `post` as POST, which
-    // policies do not.
+    // Lowercase methods are rejected: methods are case-sensitive (RFC 9110, 9.1), also for
+    // policies, but some frameworks treat `post` as POST.
     if parts
         .method
         .as_str()
@@ -63,7 +65,7 @@ pub(in crate::proxy) fn validate_request(
         return Err(RequestValidationError::LowercaseMethod);
     }
     let websocket_key = if parts.method == Method::CONNECT {
-        Some(convert_connect_to_get(parts)?)
+        Some(convert_websocket_connect_to_get(parts)?)
     } else {
         None
     };
@@ -74,7 +76,7 @@ pub(in crate::proxy) fn validate_request(
         return Err(RequestValidationError::TraceBody);
     }
     let path_and_query = to_origin_form(&parts.method, &parts.uri)?;
-    let (authority, host) = determine_host(parts, scan.host.as_ref())?;
+    let (authority, host) = determine_authority_and_host(parts, scan.host.as_ref())?;
     // HTTP/1.0 has no expectations; `Expect` is ignored there (RFC 9110, 10.1.1).
     if scan.has_unknown_expectation && parts.version != Version::HTTP_10 {
         return Err(RequestValidationError::Expect);
@@ -102,8 +104,8 @@ pub(in crate::proxy) fn validate_request(
 }
 
 impl RequestTarget {
-    /// The host for policies: lowercase, without port and trailing dot; IPv6 in its shortest form,
-    /// in brackets. Empty for an HTTP/1.0 request without a host.
+    /// The host for policies: lowercase, without port and trailing dot; an IPv6 address in its
+    /// shortest form, in brackets. The host of an HTTP/1.0 request can be empty.
     pub(in crate::proxy) fn host(&self) -> &str {
         match (&self.host, &self.authority) {
             (NormalizedHost::AuthorityRange(range), Some(authority)) => authority
@@ -135,13 +137,13 @@ impl RequestTarget {
     }
 }
 
-/// Converts an extended CONNECT for a WebSocket into the GET of HTTP/1.1, and returns the key for
-/// the handshake.
+/// Converts an extended CONNECT for a WebSocket into the GET of an HTTP/1.1 handshake, and returns
+/// a generated `Sec-WebSocket-Key` for it.
 ///
 /// # Errors
-/// [`RequestValidationError::Connect`] for a plain CONNECT,
-/// [`RequestValidationError::ConnectProtocol`] for other protocols.
-fn convert_connect_to_get(
+/// Returns [`RequestValidationError::Connect`] for a plain CONNECT, and
+/// [`RequestValidationError::ConnectProtocol`] for a protocol other than WebSocket.
+fn convert_websocket_connect_to_get(
     parts: &mut request::Parts,
 ) -> Result<HeaderValue, RequestValidationError> {
     let protocol = parts
@@ -157,7 +159,7 @@ fn convert_connect_to_get(
 }
 
 fn to_origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, RequestValidationError> {
-    // `http` parses a bare `foo` as an authority without a scheme.
+    // The `http` crate parses a target such as `foo` as an authority without a scheme.
     let is_known_form = match uri.scheme_str() {
         None => uri.authority().is_none(),
         Some(scheme) => matches!(scheme, "http" | "https"),
@@ -180,15 +182,16 @@ fn to_origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, RequestVal
 }
 
 /// Rebuilds `Connection`, `TE` and `Upgrade` for the upstream connection (RFC 9110, 7.8 and
-/// 10.1.4), and returns the forwarded upgrade.
+/// 10.1.4), and returns the protocol switch that is forwarded.
 ///
-/// A request with a body is not upgraded: the new protocol begins after the body, and
-/// implementations can disagree on its end. HTTP/1.0 requests are not upgraded either.
+/// An `Upgrade` of a request with a body is removed: the new protocol would begin after the body,
+/// and implementations can disagree on the end of the body. An `Upgrade` of an HTTP/1.0 request is
+/// removed too.
 fn rebuild_connection_headers(
     parts: &mut request::Parts,
     scan: RequestHeaderScan,
     websocket_key: Option<HeaderValue>,
-) -> Option<UpgradeRequest> {
+) -> Option<RequestedProtocolSwitch> {
     let headers = &mut parts.headers;
     if scan.accepts_trailers {
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
@@ -198,7 +201,7 @@ fn rebuild_connection_headers(
     let upgrade_request = if let Some(key) = websocket_key {
         headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
         headers.insert(header::SEC_WEBSOCKET_KEY, key.clone());
-        Some(UpgradeRequest::Http2WebSocket(key))
+        Some(RequestedProtocolSwitch::Http2WebSocket(key))
     } else if is_http11
         && scan.connection_names_upgrade
         && !has_body
@@ -207,7 +210,7 @@ fn rebuild_connection_headers(
         for value in scan.upgrade_values {
             headers.append(header::UPGRADE, value);
         }
-        Some(UpgradeRequest::Http1Upgrade {
+        Some(RequestedProtocolSwitch::Http1Upgrade {
             websocket_key: headers.get(header::SEC_WEBSOCKET_KEY).cloned(),
         })
     } else {

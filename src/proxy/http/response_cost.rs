@@ -1,7 +1,7 @@
 //! Actual cost of a request, read from its response while the response is forwarded.
 //!
-//! Each body frame is scanned once on its way to the client. Nothing is delayed, and memory is
-//! bounded whatever the upstream sends.
+//! Each body frame is scanned once on its way to the client. The scan delays no frame, and its
+//! memory is bounded whatever the upstream sends.
 
 mod json_scanner;
 
@@ -16,21 +16,21 @@ use std::sync::Arc;
 
 /// Estimated charges of one request that the response body or trailers will settle.
 ///
-/// If the meter is dropped early, the estimates stand, except those below a cost already read: a
-/// client cannot reduce its cost by disconnecting.
+/// If the meter is dropped before the response ends, a charge is settled only if the cost read by
+/// then exceeds the estimate: a client cannot reduce its cost by disconnecting.
 #[derive(Debug)]
 pub(in crate::proxy) struct CostMeter(Vec<(ResponseCostReader, EstimatedCharge)>);
 
 impl CostMeter {
-    /// Settles the charges that the response head determines. Returns `None` if no charge depends
-    /// on the body or the trailers.
-    pub(in crate::proxy) fn from_response_head(
+    /// Settles the charges that the response head determines and creates a meter for the others.
+    /// Returns `None` if no charge depends on the body or the trailers.
+    pub(in crate::proxy) fn settle_head_and_create(
         estimates: Vec<EstimatedCharge>,
         response: &response::Parts,
     ) -> Option<Box<Self>> {
         let mut pending = Vec::new();
         for estimate in estimates {
-            let reader = ResponseCostReader::new(Arc::clone(estimate.cost()), response);
+            let reader = ResponseCostReader::new(Arc::clone(estimate.estimate_cost()), response);
             match reader.state {
                 ResponseCostState::Known(Some(units)) => estimate.settle(units),
                 ResponseCostState::Known(None) => {}
@@ -42,18 +42,18 @@ impl CostMeter {
         (!pending.is_empty()).then(|| Box::new(Self(pending)))
     }
 
-    /// Scans the next frame of the body.
+    /// Reads costs from the next frame: body data or trailers.
     pub(in crate::proxy) fn read_frame(&mut self, frame: &Frame<Bytes>) {
         for (reader, _) in &mut self.0 {
             if let Some(bytes) = frame.data_ref() {
-                reader.read_body(bytes);
+                reader.read_body_chunk(bytes);
             } else if let Some(trailers) = frame.trailers_ref() {
                 reader.read_trailers(trailers);
             }
         }
     }
 
-    /// Settles all charges after the complete body.
+    /// Settles all charges whose cost was found, after the complete body.
     pub(in crate::proxy) fn settle(mut self) {
         for (reader, estimate) in self.0.drain(..) {
             if let Some(units) = reader.finish() {
@@ -76,7 +76,7 @@ impl Drop for CostMeter {
     }
 }
 
-/// Reads the actual value of one cost from one response.
+/// Reads the actual units of one cost from one response.
 #[derive(Debug)]
 struct ResponseCostReader {
     cost: Arc<EstimateCost>,
@@ -85,11 +85,11 @@ struct ResponseCostReader {
 
 #[derive(Debug)]
 enum ResponseCostState {
-    /// Final. `None` if the response has no such value or the value is not a whole number.
+    /// The final cost; `None` if the response has no cost or the cost is not a valid whole number.
     Known(Option<u64>),
-    /// The response head has no such header.
+    /// The response head does not have the cost header; the trailers may have it.
     AwaitingTrailers,
-    /// The body may contain the value. Boxed because few responses are scanned.
+    /// The body may contain the cost. The reader is boxed because few responses are scanned.
     ReadingBody(Box<JsonBodyReader>),
 }
 
@@ -109,15 +109,15 @@ impl ResponseCostReader {
     }
 
     /// Scans the next bytes of the body.
-    fn read_body(&mut self, bytes: &[u8]) {
+    fn read_body_chunk(&mut self, bytes: &[u8]) {
         if let (ResponseCostState::ReadingBody(reader), ActualCostSource::Json(pointer)) =
             (&mut self.state, &self.cost.actual_source)
         {
-            reader.read(bytes, pointer);
+            reader.read_chunk(bytes, pointer);
         }
     }
 
-    /// Reads the value from the trailers if the head did not have it.
+    /// Reads the cost header from the trailers if the response head did not have it.
     fn read_trailers(&mut self, trailers: &HeaderMap) {
         if let (ResponseCostState::AwaitingTrailers, ActualCostSource::Header(name)) =
             (&self.state, &self.cost.actual_source)
@@ -126,7 +126,7 @@ impl ResponseCostReader {
         }
     }
 
-    /// Returns the value read so far, even if the body is incomplete.
+    /// Returns the cost already read, even if the body is incomplete.
     fn known_units(&self) -> Option<u64> {
         match &self.state {
             ResponseCostState::Known(units) => *units,
@@ -145,7 +145,7 @@ impl ResponseCostReader {
     }
 }
 
-/// Parses the cost header; a repeated header is ignored as ambiguous.
+/// Parses the cost header. Returns `None` if it is repeated or not a valid whole number.
 fn parse_units_header(headers: &HeaderMap, name: &HeaderName) -> Option<u64> {
     let mut values = headers.get_all(name).iter();
     let value = values.next().filter(|_| values.next().is_none())?;
@@ -158,9 +158,10 @@ struct JsonBodyReader {
     format: JsonBodyFormat,
     /// Scanner of the current document.
     scanner: JsonPointerScanner,
-    /// Value in the last complete document that had one.
+    /// The cost in the last complete document that had one.
     last_units: Option<u64>,
-    /// Number of matched bytes of a leading byte order mark; its length once checked.
+    /// Number of matched bytes of a leading byte order mark; the mark's full length after the
+    /// check.
     bom_bytes_read: usize,
 }
 
@@ -178,8 +179,8 @@ enum JsonBodyFormat {
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 impl JsonBodyReader {
-    /// Returns `None` for a body that is not scanned: another media type, a content coding, or a
-    /// partial response.
+    /// Creates the reader for a JSON, NDJSON or event-stream body. Returns `None` for another media
+    /// type, a content coding or a partial response.
     fn from_response(response: &response::Parts) -> Option<Self> {
         let headers = &response.headers;
         let mut codings = headers.get_all(header::CONTENT_ENCODING).iter();
@@ -209,20 +210,20 @@ impl JsonBodyReader {
         })
     }
 
-    fn read(&mut self, bytes: &[u8], pointer: &JsonPointer) {
+    fn read_chunk(&mut self, bytes: &[u8], pointer: &JsonPointer) {
         let bytes = self.skip_byte_order_mark(bytes);
         match &mut self.format {
-            JsonBodyFormat::Document => self.scanner.read(bytes, pointer),
+            JsonBodyFormat::Document => self.scanner.read_chunk(bytes, pointer),
             JsonBodyFormat::Lines => {
                 for part in bytes.split_inclusive(|byte| *byte == b'\n') {
-                    self.scanner.read(part, pointer);
+                    self.scanner.read_chunk(part, pointer);
                     if part.ends_with(b"\n") {
                         self.last_units = self.scanner.finish().or(self.last_units);
                     }
                 }
             }
             JsonBodyFormat::EventStream(events) => events.parse(bytes, |data| match data {
-                EventStreamItem::DataChunk(part) => self.scanner.read(part, pointer),
+                EventStreamItem::DataChunk(part) => self.scanner.read_chunk(part, pointer),
                 EventStreamItem::EventEnd => {
                     self.last_units = self.scanner.finish().or(self.last_units)
                 }
@@ -230,13 +231,13 @@ impl JsonBodyReader {
         }
     }
 
-    /// Ends the last document with the body and returns the last value.
+    /// Ends the last document at the end of the body and returns the last cost found.
     fn finish(mut self) -> Option<u64> {
         self.scanner.finish().or(self.last_units)
     }
 
-    /// Skips a byte order mark. Some servers write one before JSON, and an event stream may begin
-    /// with one.
+    /// Skips a byte order mark at the start of the body, which some JSON bodies and event streams
+    /// have.
     fn skip_byte_order_mark<'b>(&mut self, mut bytes: &'b [u8]) -> &'b [u8] {
         while let (Some(expected), Some((byte, rest))) = (
             BYTE_ORDER_MARK.get(self.bom_bytes_read),
@@ -256,21 +257,21 @@ impl JsonBodyReader {
 /// Incremental parser for the data of an event stream (WHATWG HTML, 9.2.6).
 #[derive(Debug, Default)]
 struct EventStreamParser {
-    line: EventStreamLine,
-    /// The last byte was CR; a following LF belongs to the same line end.
+    line: EventStreamLineState,
+    /// Whether the last byte was CR; a following LF belongs to the same line end.
     after_cr: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum EventStreamLine {
-    /// The line so far is the first n bytes of `data:`.
+enum EventStreamLineState {
+    /// The bytes read of the line are the first n bytes of `data:`.
     FieldPrefix(usize),
     Data,
-    /// A line of another field, or a comment.
+    /// The line is a comment or has a field other than `data`.
     Other,
 }
 
-impl Default for EventStreamLine {
+impl Default for EventStreamLineState {
     fn default() -> Self {
         Self::FieldPrefix(0)
     }
@@ -294,29 +295,29 @@ impl EventStreamParser {
                 (_, b'\n') if was_cr => rest,
                 (line, b'\r' | b'\n') => {
                     self.after_cr = byte == b'\r';
-                    self.line = EventStreamLine::default();
+                    self.line = EventStreamLineState::default();
                     match line {
-                        EventStreamLine::FieldPrefix(0) => on_item(EventStreamItem::EventEnd),
-                        // A number cannot continue across a line end.
-                        EventStreamLine::Data => on_item(EventStreamItem::DataChunk(b"\n")),
-                        EventStreamLine::FieldPrefix(_) | EventStreamLine::Other => {}
+                        EventStreamLineState::FieldPrefix(0) => on_item(EventStreamItem::EventEnd),
+                        // The line end is passed on: a number cannot continue across it.
+                        EventStreamLineState::Data => on_item(EventStreamItem::DataChunk(b"\n")),
+                        EventStreamLineState::FieldPrefix(_) | EventStreamLineState::Other => {}
                     }
                     rest
                 }
-                (EventStreamLine::FieldPrefix(matched), _) => {
+                (EventStreamLineState::FieldPrefix(matched), _) => {
                     self.line = match Self::DATA_FIELD.get(matched) {
-                        Some(expected) if *expected != byte => EventStreamLine::Other,
+                        Some(expected) if *expected != byte => EventStreamLineState::Other,
                         _ if matched + 1 < Self::DATA_FIELD.len() => {
-                            EventStreamLine::FieldPrefix(matched + 1)
+                            EventStreamLineState::FieldPrefix(matched + 1)
                         }
-                        _ => EventStreamLine::Data,
+                        _ => EventStreamLineState::Data,
                     };
                     rest
                 }
-                (EventStreamLine::Data | EventStreamLine::Other, _) => {
+                (EventStreamLineState::Data | EventStreamLineState::Other, _) => {
                     let end = bytes.iter().position(|byte| matches!(byte, b'\r' | b'\n'));
                     let (part, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
-                    if let EventStreamLine::Data = self.line {
+                    if let EventStreamLineState::Data = self.line {
                         on_item(EventStreamItem::DataChunk(part));
                     }
                     rest

@@ -1,4 +1,5 @@
-//! Copies bytes in both directions after an upgrade, until both sides close or one fails.
+//! Copies bytes in both directions after a protocol switch, until both sides close, one fails or a
+//! timeout elapses.
 //!
 //! Each chunk is written before the next is read, so the slower side sets the pace. A tunnel
 //! without traffic holds no buffer.
@@ -18,24 +19,25 @@ use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::tunnel_io::TunnelUpstream;
 use crate::telemetry::trace::RequestRecording;
 
-/// Maximum buffered bytes per direction.
-const CHUNK_BYTES: usize = 16 * 1024;
+/// Maximum bytes buffered per direction of a tunnel.
+const MAX_CHUNK_BYTES: usize = 16 * 1024;
 
-/// An upstream connection or stream after a protocol switch. Dropping it closes it.
+/// An upstream connection or stream after a protocol switch. Dropping the tunnel closes it.
 #[derive(Debug)]
 pub struct Tunnel {
     upstream: Box<dyn TunnelUpstream>,
     /// Maximum time without traffic in either direction; `None` for no limit.
     idle_timeout: Option<Duration>,
     slot_guard: Option<ConcurrencySlotGuard>,
-    /// The recording ends when the tunnel is dropped.
+    /// The trace recording, which ends when the tunnel is dropped.
     _recording: Option<Box<RequestRecording>>,
     client_to_upstream: TunnelDirection,
     upstream_to_client: TunnelDirection,
     last_activity_at: Instant,
-    /// Since when the client is expected to read or to close.
+    /// Time since which the client has not read, or not closed after the upstream closed.
     client_stalled_since: Option<Instant>,
-    /// Since when the upstream has not read what the client sent.
+    /// Time since which the upstream has not read data from the client. Set only with
+    /// `shares_window`.
     upstream_stalled_since: Option<Instant>,
     timer: LazyTimer,
 }
@@ -58,7 +60,7 @@ pub(in crate::proxy) enum TunnelEndReason {
     /// The request exceeded the `max_duration` of a concurrency limit.
     #[error("the tunnel took longer than allowed")]
     MaxDurationExceeded,
-    /// The client does not read, or does not close after the upstream did.
+    /// The client does not read, or does not close its direction after the upstream closed its own.
     #[error("the client does not read, or does not close its side")]
     ClientStalled,
     /// The upstream does not read, which blocks other streams of the client.
@@ -91,17 +93,18 @@ impl Tunnel {
         self.slot_guard = slot_guard;
     }
 
-    /// Ends the trace recording with the tunnel.
+    /// Attaches the trace recording, to end with the tunnel.
     pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self._recording = recording;
     }
 
-    /// Copies bytes until the tunnel ends. A side that closes its own direction still receives the
-    /// other.
+    /// Copies bytes until the tunnel ends. A side that closes its sending direction still receives
+    /// data from its peer.
     ///
     /// `stall_timeout` limits how long the client may leave data unread, or stay open after the
-    /// upstream closed. With `shares_window`, the client's streams share one flow-control window,
-    /// which unread bytes occupy; the limit then also applies to an upstream that does not read.
+    /// upstream closed. `shares_window` means that the client's streams share one flow-control
+    /// window, which unread bytes occupy; `stall_timeout` then also limits how long the upstream
+    /// may not read.
     pub(in crate::proxy) async fn run<C>(
         &mut self,
         client: &mut C,
@@ -112,8 +115,8 @@ impl Tunnel {
         C: AsyncRead + AsyncWrite + Unpin,
     {
         poll_fn(|cx| {
-            // Downstream first: the upstream's last data must reach the client before its failure
-            // is noticed.
+            // The direction to the client is copied first, so that the upstream's last data reaches
+            // the client before a failed write to the upstream ends the tunnel.
             let is_down_closed =
                 match self
                     .upstream_to_client
@@ -155,8 +158,8 @@ impl Tunnel {
         cx: &mut Context<'_>,
     ) -> Poll<TunnelEndReason> {
         let (up_progressed, down_progressed) = (
-            self.client_to_upstream.take_progressed(),
-            self.upstream_to_client.take_progressed(),
+            self.client_to_upstream.take_progress_flag(),
+            self.upstream_to_client.take_progress_flag(),
         );
         if up_progressed || down_progressed {
             self.last_activity_at = Instant::now();
@@ -185,7 +188,7 @@ impl Tunnel {
         let duration_exceeded = self
             .slot_guard
             .as_ref()
-            .and_then(ConcurrencySlotGuard::ends_at)
+            .and_then(ConcurrencySlotGuard::request_ends_at)
             .map(|at| (at, TunnelEndReason::MaxDurationExceeded));
         match [client_stalled, upstream_stalled, idle, duration_exceeded]
             .into_iter()
@@ -198,15 +201,15 @@ impl Tunnel {
     }
 }
 
-/// State of one direction.
+/// State of one direction of a tunnel, from a source to a sink.
 #[derive(Debug, Default)]
 struct TunnelDirection {
-    /// Data that was read but not written yet.
+    /// Data read from the source but not written to the sink yet.
     unsent: Bytes,
     state: TunnelDirectionState,
-    /// The sink is blocked, not the source.
+    /// Whether the direction waits for the sink instead of the source.
     is_sink_blocked: bool,
-    /// Data moved or the state changed since the last `take_progressed`.
+    /// Whether data moved or the state changed since the last `take_progress_flag`.
     has_progressed: bool,
 }
 
@@ -214,19 +217,19 @@ struct TunnelDirection {
 enum TunnelDirectionState {
     #[default]
     Open,
-    /// The source closed; the sink is still to be closed.
+    /// The source has closed; the sink must still be closed.
     Closing,
     Closed,
 }
 
-/// The end of a direction that failed.
+/// Error of copying in one direction, by the side that failed.
 enum TunnelCopyError {
     Source(io::Error),
     Sink(io::Error),
 }
 
 impl TunnelDirection {
-    /// Ready when the source has closed and the sink was shut down.
+    /// Copies from source to sink. Ready when the source has closed and the sink was shut down.
     fn poll_copy<S, T>(
         &mut self,
         source: &mut S,
@@ -268,7 +271,7 @@ impl TunnelDirection {
         }
     }
 
-    /// Reads a chunk and writes as much of it as the sink takes at once.
+    /// Reads a chunk, writes as much of it as the sink takes at once, and buffers the rest.
     fn poll_copy_chunk<S, T>(
         &mut self,
         source: &mut S,
@@ -279,7 +282,7 @@ impl TunnelDirection {
         S: AsyncRead + Unpin,
         T: AsyncWrite + Unpin,
     {
-        let mut storage = [const { MaybeUninit::uninit() }; CHUNK_BYTES];
+        let mut storage = [const { MaybeUninit::uninit() }; MAX_CHUNK_BYTES];
         let mut chunk = ReadBuf::uninit(&mut storage);
         ready!(Pin::new(source).poll_read(cx, &mut chunk)).map_err(TunnelCopyError::Source)?;
         self.has_progressed = true;
@@ -295,12 +298,12 @@ impl TunnelDirection {
         Poll::Ready(Ok(()))
     }
 
-    fn take_progressed(&mut self) -> bool {
+    fn take_progress_flag(&mut self) -> bool {
         std::mem::take(&mut self.has_progressed)
     }
 }
 
-/// Writes at least one byte.
+/// Polls to write to the sink. A write of zero bytes is an error.
 fn poll_write_some<T: AsyncWrite + Unpin>(
     sink: &mut T,
     bytes: &[u8],

@@ -14,18 +14,19 @@ const HTTP_PROTOCOL_PREFIXES: [&[u8]; 2] = [b"spdy", b"h2c-"];
 /// Constant that a server appends to the key to compute `Sec-WebSocket-Accept` (RFC 6455, 4.2.2).
 const WEBSOCKET_GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
-/// Protocol switch that a request asks for.
+/// How a valid request asks for a protocol switch: HTTP/1.1 `Upgrade` or HTTP/2 extended CONNECT.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::proxy) enum UpgradeRequest {
-    /// Upgrade to a protocol in the `Upgrade` header (RFC 9110, 7.8), with the request's
-    /// `Sec-WebSocket-Key`, if any.
+pub(in crate::proxy) enum RequestedProtocolSwitch {
+    /// HTTP/1.1 request with `Upgrade` (RFC 9110, 7.8). Contains the request's `Sec-WebSocket-Key`,
+    /// if any.
     Http1Upgrade { websocket_key: Option<HeaderValue> },
-    /// A WebSocket on an HTTP/2 stream (RFC 8441). The upstream gets an HTTP/1.1 handshake with
-    /// this key.
+    /// Extended CONNECT for a WebSocket on an HTTP/2 stream (RFC 8441). Contains the generated
+    /// `Sec-WebSocket-Key` for the upstream's handshake.
     Http2WebSocket(HeaderValue),
 }
 
-/// Whether an `Upgrade` list may be forwarded: not empty, all elements well-formed and none HTTP.
+/// Whether `Upgrade` values may be forwarded: not empty, and every protocol well-formed and not
+/// HTTP.
 pub(in crate::proxy) fn is_forwardable_upgrade(list: &[HeaderValue]) -> bool {
     let mut protocols = list.iter().flat_map(list_elements).peekable();
     protocols.peek().is_some()
@@ -33,7 +34,7 @@ pub(in crate::proxy) fn is_forwardable_upgrade(list: &[HeaderValue]) -> bool {
 }
 
 /// Whether a `101` response selects only protocols that the request offered.
-pub(in crate::proxy) fn selects_offered_protocol(
+pub(in crate::proxy) fn selects_only_offered_protocols(
     offered: &[HeaderValue],
     response: &HeaderMap,
 ) -> bool {
@@ -58,7 +59,7 @@ pub(in crate::proxy) fn generate_websocket_key() -> HeaderValue {
 }
 
 /// Whether the `Upgrade` header of a request or response names `websocket`.
-pub(in crate::proxy) fn is_websocket(head: &HeaderMap) -> bool {
+pub(in crate::proxy) fn upgrade_names_websocket(head: &HeaderMap) -> bool {
     let mut chosen = head.get_all(header::UPGRADE).iter().flat_map(list_elements);
     chosen.any(|protocol| protocol.eq_ignore_ascii_case(b"websocket"))
 }
@@ -89,7 +90,7 @@ fn compute_websocket_accept(key: &[u8]) -> String {
     encode_base64(&hash.digest().bytes())
 }
 
-/// Whether the text is `name` or `name/version`, both tokens.
+/// Whether the text is a protocol `name` or `name/version`, with tokens as parts.
 fn is_protocol_token(text: &[u8]) -> bool {
     let is_token = |text: &[u8]| {
         !text.is_empty()
@@ -147,12 +148,12 @@ fn encode_base64(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    fn header_values(text: &str) -> Vec<HeaderValue> {
+    fn parse_header_lines(text: &str) -> Vec<HeaderValue> {
         text.split('\n').map(|line| line.parse().unwrap()).collect()
     }
 
-    fn response_headers(name: header::HeaderName, lines: &str) -> HeaderMap {
-        header_values(lines)
+    fn build_headers(name: header::HeaderName, lines: &str) -> HeaderMap {
+        parse_header_lines(lines)
             .into_iter()
             .map(|line| (name.clone(), line))
             .collect()
@@ -170,7 +171,7 @@ mod tests {
             "h2cc",
         ] {
             assert!(
-                is_forwardable_upgrade(&header_values(forwarded)),
+                is_forwardable_upgrade(&parse_header_lines(forwarded)),
                 "{forwarded}"
             );
         }
@@ -195,7 +196,7 @@ mod tests {
             "a;b",
         ] {
             assert!(
-                !is_forwardable_upgrade(&header_values(dropped)),
+                !is_forwardable_upgrade(&parse_header_lines(dropped)),
                 "{dropped}"
             );
         }
@@ -204,9 +205,9 @@ mod tests {
     #[test]
     fn a_switch_must_select_an_offered_protocol() {
         let selects = |offered, chosen| {
-            super::selects_offered_protocol(
-                &header_values(offered),
-                &response_headers(header::UPGRADE, chosen),
+            super::selects_only_offered_protocols(
+                &parse_header_lines(offered),
+                &build_headers(header::UPGRADE, chosen),
             )
         };
         assert!(selects("websocket", "WebSocket"));
@@ -217,13 +218,13 @@ mod tests {
         assert!(!selects("websocket", "websocket\nh2c"));
         assert!(!selects("a/1", "a/2"));
         assert!(!selects("websocket", ""));
-        assert!(!super::selects_offered_protocol(
-            &header_values("websocket"),
+        assert!(!super::selects_only_offered_protocols(
+            &parse_header_lines("websocket"),
             &HeaderMap::new()
         ));
-        assert!(!super::selects_offered_protocol(
+        assert!(!super::selects_only_offered_protocols(
             &[],
-            &response_headers(header::UPGRADE, "websocket")
+            &build_headers(header::UPGRADE, "websocket")
         ));
     }
 
@@ -232,7 +233,7 @@ mod tests {
         // RFC 6455, 1.3.
         let key = HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ==");
         let is_accepted = |lines| {
-            has_valid_websocket_accept(&key, &response_headers(header::SEC_WEBSOCKET_ACCEPT, lines))
+            has_valid_websocket_accept(&key, &build_headers(header::SEC_WEBSOCKET_ACCEPT, lines))
         };
         assert!(is_accepted("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
         assert!(!is_accepted("s3pPLMBiTxaQ9kYGzzhZRbK+xOo"));

@@ -7,14 +7,14 @@ pub enum RlsCallResult {
     OverLimit,
     /// The store was unavailable.
     Unavailable,
-    /// The call was no valid gRPC call of the service.
+    /// The request was not a valid gRPC call of the service.
     Invalid,
     /// The caller cancelled the call.
     Cancelled,
 }
 
 impl RlsCallResult {
-    /// Every [`RlsCallResult::name`], in the order of declaration.
+    /// The names of all results, in declaration order.
     pub const NAMES: [&str; 5] = [
         Self::Ok.name(),
         Self::OverLimit.name(),
@@ -23,7 +23,7 @@ impl RlsCallResult {
         Self::Cancelled.name(),
     ];
 
-    /// Name in metric labels.
+    /// The name of the result in metric labels.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Ok => "ok",

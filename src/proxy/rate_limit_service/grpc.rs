@@ -11,21 +11,23 @@ use prost::Message;
 
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
-const MEDIA_TYPE: &[u8] = b"application/grpc";
-/// The only supported message encoding. Others, such as JSON and `grpc-web`, are rejected.
+const GRPC_MEDIA_TYPE: &[u8] = b"application/grpc";
+/// Suffix of the media type with the only supported message encoding. Other suffixes, such as
+/// `+json`, are rejected.
 const PROTO_SUFFIX: &[u8] = b"+proto";
 
-/// Length of the message prefix: a compression flag and the message length.
-const PREFIX_BYTES: usize = 5;
+/// Bytes of the prefix of a message: a compression flag and the message length.
+const MESSAGE_PREFIX_BYTES: usize = 5;
 
-/// Error of a gRPC call. The text is public, and must be ASCII without percent signs.
+/// Error of a gRPC call: status code and text. The client receives the text, which must be ASCII
+/// without percent signs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) struct GrpcError(
     pub(in crate::proxy) GrpcStatusCode,
     pub(in crate::proxy) &'static str,
 );
 
-/// The gRPC status codes in use.
+/// The gRPC error status codes that the rate-limit service sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum GrpcStatusCode {
     Cancelled = 1,
@@ -36,7 +38,7 @@ pub(in crate::proxy) enum GrpcStatusCode {
     Unavailable = 14,
 }
 
-/// Returns the response to a request that is not a gRPC call; `None` if it is one.
+/// Returns the response to a request that is not a gRPC call; `None` for a gRPC call.
 pub(in crate::proxy) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<ResponseBody>> {
     let content_type = parts
         .headers
@@ -62,14 +64,14 @@ fn is_grpc_content_type(content_type: &[u8]) -> bool {
         .next()
         .unwrap_or_default()
         .trim_ascii();
-    let rest = media_type.split_at_checked(MEDIA_TYPE.len());
+    let rest = media_type.split_at_checked(GRPC_MEDIA_TYPE.len());
     rest.is_some_and(|(kind, rest)| {
-        kind.eq_ignore_ascii_case(MEDIA_TYPE)
+        kind.eq_ignore_ascii_case(GRPC_MEDIA_TYPE)
             && (rest.is_empty() || rest.eq_ignore_ascii_case(PROTO_SUFFIX))
     })
 }
 
-/// Reads the message of a call.
+/// Reads and decodes the one message of a gRPC call.
 pub(in crate::proxy) async fn read_message<M: Message + Default>(
     body: RequestBody,
 ) -> Result<M, GrpcError> {
@@ -88,7 +90,7 @@ pub(in crate::proxy) async fn read_message<M: Message + Default>(
             ));
         }
     };
-    if bytes.len() < PREFIX_BYTES {
+    if bytes.len() < MESSAGE_PREFIX_BYTES {
         return Err(GrpcError(
             GrpcStatusCode::InvalidArgument,
             "the call has no message",
@@ -114,18 +116,20 @@ pub(in crate::proxy) async fn read_message<M: Message + Default>(
     })
 }
 
-/// Encodes a message with its prefix.
-pub(in crate::proxy) fn frame_message(message: &impl Message) -> Bytes {
+/// Encodes a gRPC message, preceded by its five-byte prefix.
+pub(in crate::proxy) fn encode_framed_message(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
-    let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
+    let mut bytes = BytesMut::with_capacity(MESSAGE_PREFIX_BYTES + length);
     bytes.put_u8(0);
     bytes.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
     message.encode_raw(&mut bytes);
     bytes.freeze()
 }
 
-/// Builds the response to a call.
-pub(in crate::proxy) fn build_reply(result: Result<Bytes, GrpcError>) -> Response<ResponseBody> {
+/// Builds the HTTP response to a gRPC call from an encoded message or an error.
+pub(in crate::proxy) fn build_grpc_response(
+    result: Result<Bytes, GrpcError>,
+) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::Empty);
     response.headers_mut().insert(
         header::CONTENT_TYPE,
@@ -137,7 +141,7 @@ pub(in crate::proxy) fn build_reply(result: Result<Bytes, GrpcError>) -> Respons
                 HeaderMap::from_iter([(GRPC_STATUS.clone(), HeaderValue::from_static("0"))]);
             *response.body_mut() = ResponseBody::FullWithTrailers(message, Some(trailers));
         }
-        // Without a message, the trailers are sent in the response head.
+        // An error response has no message, so the gRPC status is sent in the response head.
         Err(GrpcError(code, why)) => {
             let headers = response.headers_mut();
             headers.insert(&GRPC_STATUS, HeaderValue::from(code as u16));

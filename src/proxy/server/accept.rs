@@ -15,40 +15,40 @@ use tokio_rustls::rustls::{Error as TlsError, HandshakeKind, ServerConnection};
 use super::handshake_error::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
 use super::monitored_socket::MonitoredSocket;
 use super::peer::ConnectionPeer;
-use super::transport::{ClientTransport, RawSocket};
+use super::transport::{ClientTransport, SocketBelowTls};
 use crate::clock;
 use crate::proxy::server::accept::proxy_header::ProxyHeaderParseError;
 use crate::proxy::settings::ListenSettings;
 use crate::tls::{self, CertificateSubject, ParsedCertificate, ServerTls};
 
-/// Initial buffer size. Most PROXY headers fit.
-const TYPICAL_HEADER_BYTES: usize = 256;
-/// Limit for delivering a TLS alert to the client.
-const ALERT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Initial size of the buffer that receives a PROXY header. Most PROXY headers fit into the buffer.
+const TYPICAL_PROXY_HEADER_BYTES: usize = 256;
+/// Time limit for delivering a TLS alert to the client.
+const TLS_ALERT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Handshake settings of one listener, on one worker.
 #[derive(Clone, Debug)]
 pub(in crate::proxy) struct HandshakeAcceptor {
     proxy_protocol_from: Option<Arc<[IpNet]>>,
     tls: tls::ReloadableServerTls,
-    /// Limit for the PROXY header and the TLS handshake together.
+    /// Time limit for the PROXY header and the TLS handshake together.
     handshake_timeout: Duration,
 }
 
 /// Connection that completed its handshake.
-pub(in crate::proxy) struct AcceptedConnection {
+pub(in crate::proxy) struct CompletedHandshake {
     pub(in crate::proxy) socket: ClientTransport,
     pub(in crate::proxy) peer: ConnectionPeer,
-    /// Whether ALPN negotiated HTTP/2 (`true`) or HTTP/1.1 (`false`). `None` without ALPN.
+    /// Whether ALPN negotiated HTTP/2 (`true`) or HTTP/1.1 (`false`); `None` without ALPN.
     pub(in crate::proxy) negotiated_http2: Option<bool>,
 }
 
 /// Connection that failed its handshake.
 pub(in crate::proxy) struct FailedHandshake {
-    /// `None` if the failure is not worth recording.
+    /// Failure to record; `None` for a port probe that sent nothing.
     pub(in crate::proxy) error: Option<HandshakeError>,
-    /// Socket of a client that receives a TLS alert.
-    alert_socket: Option<RawSocket>,
+    /// Socket that delivers a TLS alert to the client before it closes.
+    alert_socket: Option<SocketBelowTls>,
 }
 
 impl From<ProxyHeaderParseError> for ProxyHeaderError {
@@ -63,7 +63,7 @@ impl From<ProxyHeaderParseError> for ProxyHeaderError {
 }
 
 impl HandshakeAcceptor {
-    /// `tls` may be replaced while the acceptor is in use.
+    /// A reload may replace the settings in `tls` while the acceptor is in use.
     pub(in crate::proxy) fn new(settings: &ListenSettings, tls: &tls::ReloadableServerTls) -> Self {
         let from = settings.proxy_protocol_from.as_deref();
         Self {
@@ -76,17 +76,24 @@ impl HandshakeAcceptor {
     /// Runs the handshake of a connection from `addr`.
     ///
     /// # Errors
-    /// Returns the failure to record and the socket to close.
-    pub(in crate::proxy) async fn accept(
+    /// Returns a [`FailedHandshake`], which the caller records and closes.
+    pub(in crate::proxy) async fn run_handshake(
         &self,
-        mut socket: RawSocket,
+        mut socket: SocketBelowTls,
         addr: SocketAddr,
-    ) -> Result<AcceptedConnection, FailedHandshake> {
+    ) -> Result<CompletedHandshake, FailedHandshake> {
         let deadline = Instant::now() + self.handshake_timeout;
         let mut client = addr;
         if let Some(from) = &self.proxy_protocol_from {
-            // Boxed, as below, so that the connection's future does not reserve space for it.
-            let source = Box::pin(read_proxy_source(&mut socket, addr, from, deadline)).await;
+            // Boxed, so that the connection's future does not reserve space for reading the PROXY
+            // header.
+            let source = Box::pin(read_client_from_proxy_header(
+                &mut socket,
+                addr,
+                from,
+                deadline,
+            ))
+            .await;
             let to_failure = |error: Option<ProxyHeaderError>| FailedHandshake {
                 error: error.map(HandshakeError::ProxyHeader),
                 alert_socket: None,
@@ -94,20 +101,20 @@ impl HandshakeAcceptor {
             client = source.map_err(to_failure)?.unwrap_or(addr);
         }
         let Some(tls) = self.tls.load_full() else {
-            return Ok(AcceptedConnection {
+            return Ok(CompletedHandshake {
                 socket: ClientTransport::Plain(socket),
                 peer: ConnectionPeer::new(client),
                 negotiated_http2: None,
             });
         };
-        Box::pin(accept_tls(&tls, socket, client, deadline)).await
+        Box::pin(run_tls_handshake(&tls, socket, client, deadline)).await
     }
 }
 
-/// Reads the PROXY header. Returns the client address in it, if any, and puts back the bytes behind
-/// it.
-async fn read_proxy_source(
-    socket: &mut RawSocket,
+/// Reads the PROXY header. Returns the client address in the header, if any, and puts back the
+/// bytes that follow the header.
+async fn read_client_from_proxy_header(
+    socket: &mut SocketBelowTls,
     addr: SocketAddr,
     from: &[IpNet],
     deadline: Instant,
@@ -120,7 +127,7 @@ async fn read_proxy_source(
     if !from.iter().any(|net| net.contains(&ip)) {
         return Err(reject(ProxyHeaderError::NotAllowed));
     }
-    let mut received = Vec::with_capacity(TYPICAL_HEADER_BYTES);
+    let mut received = Vec::with_capacity(TYPICAL_PROXY_HEADER_BYTES);
     loop {
         match timeout_at(deadline, socket.read_buf(&mut received)).await {
             Ok(Ok(1..)) => {}
@@ -129,7 +136,8 @@ async fn read_proxy_source(
             Ok(_) => return Err(reject(ProxyHeaderError::Closed)),
             Err(_elapsed) => return Err(reject(ProxyHeaderError::Timeout)),
         }
-        // The parser decides at the maximum header length at the latest, which bounds the buffer.
+        // The parser accepts or rejects at the maximum header length at the latest, which bounds
+        // the buffer.
         if let Some(header) =
             proxy_header::parse_proxy_header(&received).map_err(|error| reject(error.into()))?
         {
@@ -139,12 +147,12 @@ async fn read_proxy_source(
     }
 }
 
-async fn accept_tls(
+async fn run_tls_handshake(
     tls: &ServerTls,
-    socket: RawSocket,
+    socket: SocketBelowTls,
     client: SocketAddr,
     deadline: Instant,
-) -> Result<AcceptedConnection, FailedHandshake> {
+) -> Result<CompletedHandshake, FailedHandshake> {
     let handshake = TlsAcceptor::from(tls.config())
         .accept(socket)
         .into_fallible();
@@ -168,7 +176,7 @@ async fn accept_tls(
     };
     let (_, session) = stream.get_ref();
     let http2 = session.alpn_protocol().map(|protocol| protocol == b"h2");
-    let certificate = client_certificate_subject(session).map_err(|error| {
+    let certificate = checked_client_certificate_subject(session).map_err(|error| {
         tracing::debug!(peer = %client, "TLS session resumption rejected; client certificate expired");
         FailedHandshake { error: Some(HandshakeError::Tls(error)), alert_socket: None }
     })?;
@@ -177,7 +185,7 @@ async fn accept_tls(
         certificate_subject: certificate,
         ..ConnectionPeer::new(client)
     };
-    Ok(AcceptedConnection {
+    Ok(CompletedHandshake {
         socket: ClientTransport::Tls(Box::new(stream)),
         peer,
         negotiated_http2: http2,
@@ -185,12 +193,14 @@ async fn accept_tls(
 }
 
 /// Classifies a handshake error. Returns `None` if the client sent nothing, as a port probe does.
-fn classify_tls_error(error: &io::Error, socket: &RawSocket) -> Option<TlsHandshakeError> {
+fn classify_tls_error(error: &io::Error, socket: &SocketBelowTls) -> Option<TlsHandshakeError> {
     let Some(error) = error
         .get_ref()
         .and_then(|error| error.downcast_ref::<TlsError>())
     else {
-        return socket.has_received().then_some(TlsHandshakeError::Closed);
+        return socket
+            .has_received_bytes()
+            .then_some(TlsHandshakeError::Closed);
     };
     Some(match error {
         TlsError::InvalidMessage(_)
@@ -210,8 +220,9 @@ fn classify_tls_error(error: &io::Error, socket: &RawSocket) -> Option<TlsHandsh
     })
 }
 
-/// Subject of the client's certificate, if the client presented one.
-fn client_certificate_subject(
+/// Returns the subject of the client's certificate, if the client presented one. Rejects a resumed
+/// session whose certificate has expired.
+fn checked_client_certificate_subject(
     session: &ServerConnection,
 ) -> Result<Option<CertificateSubject>, TlsHandshakeError> {
     let Some(der) = session.peer_certificates().and_then(|chain| chain.first()) else {
@@ -219,7 +230,7 @@ fn client_certificate_subject(
     };
     // A certificate that rustls verified but this parser cannot read has an empty subject.
     let certificate = ParsedCertificate::from_der(der).unwrap_or_default();
-    // A session resumption does not verify the certificate again.
+    // A session resumption does not verify the certificate again, so its expiry is checked here.
     let is_resumed = session.handshake_kind() == Some(HandshakeKind::Resumed);
     if is_resumed && certificate.validity_s.1 < clock::unix_time_s() {
         return Err(TlsHandshakeError::BadCertificate);
@@ -228,8 +239,9 @@ fn client_certificate_subject(
 }
 
 impl FailedHandshake {
-    /// Closes the connection. Unread input would turn the close into a reset, which can destroy the
-    /// TLS alert before the client reads it.
+    /// Closes the connection. Before the close of a connection with a TLS alert, unread input is
+    /// discarded: it would turn the close into a reset, which can destroy the alert before the
+    /// client reads it.
     pub(in crate::proxy) async fn close(self) {
         let Some(socket) = self.alert_socket else {
             return;
@@ -237,7 +249,10 @@ impl FailedHandshake {
         let monitor = socket.monitor();
         monitor.set_unread_input();
         let mut socket = MonitoredSocket::new(ClientTransport::Plain(socket), monitor);
-        if !matches!(timeout(ALERT_TIMEOUT, socket.shutdown()).await, Ok(Ok(()))) {
+        if !matches!(
+            timeout(TLS_ALERT_TIMEOUT, socket.shutdown()).await,
+            Ok(Ok(()))
+        ) {
             tracing::debug!("TLS alert not delivered before the connection closed");
         }
     }

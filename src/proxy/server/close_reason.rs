@@ -3,11 +3,11 @@
 /// Why tidegate closed a client's connection or HTTP/2 stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConnectionCloseReason {
-    /// No request for `idle_timeout`.
+    /// The connection had no request for `idle_timeout`.
     Idle,
     /// A request head was incomplete after `header_timeout`.
     HeaderTimeout,
-    /// No data of a request body for `body_idle_timeout`.
+    /// No data of a request body arrived for `body_idle_timeout`.
     BodyTimeout,
     /// The client read nothing for `body_idle_timeout`, or did not close when requested to.
     SlowRead,
@@ -15,7 +15,7 @@ pub enum ConnectionCloseReason {
     Flood,
     /// The client sent no valid HTTP.
     Protocol,
-    /// No data in a tunnel for `upstream.body_idle_timeout`.
+    /// No data passed through a tunnel for `upstream.body_idle_timeout`.
     TunnelIdle,
 }
 
@@ -31,7 +31,7 @@ impl ConnectionCloseReason {
         Self::TunnelIdle.name(),
     ];
 
-    /// Name in metric labels.
+    /// Name of the reason in metric labels.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Idle => "idle_timeout",

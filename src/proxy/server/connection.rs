@@ -14,35 +14,35 @@ use hyper::service::service_fn;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use super::accept::AcceptedConnection;
+use super::accept::CompletedHandshake;
 use super::connection_timeouts::ConnectionMonitor;
 use super::handler::RequestHandler;
 use super::monitored_socket::MonitoredSocket;
-use crate::proxy::server::connection::close::{close_gracefully, close_timed_out};
+use crate::proxy::server::connection::close::{close_gracefully, close_timed_out_connection};
 use crate::proxy::server::connection::driver::ConnectionDriver;
 use crate::proxy::server::connection::http1::serve_http1;
 use crate::proxy::server::connection::http2::serve_http2;
 use crate::proxy::server::connection::protocol_detection::{
     DetectedProtocol, HTTP2_PREFACE, poll_detect_protocol,
 };
-use crate::proxy::server::connection::protocols::HttpProtocols;
+use crate::proxy::server::connection::protocols::HttpServerSettings;
 use crate::proxy::server::connection::request::handle_request;
 use crate::proxy::server::connection::upgrade_handover::UpgradeHandover;
 
 /// Serves one connection until it ends.
 pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
-    connection: AcceptedConnection,
+    connection: CompletedHandshake,
     handler: Rc<H>,
-    protocols: Rc<HttpProtocols>,
+    protocols: Rc<HttpServerSettings>,
     monitor: Rc<ConnectionMonitor>,
 ) {
-    let AcceptedConnection {
+    let CompletedHandshake {
         socket,
         peer,
         negotiated_http2: http2,
     } = connection;
     let peer = Arc::new(peer);
-    monitor.set_accepted();
+    monitor.record_handshake_end();
     let mut driver = ConnectionDriver::new(Rc::clone(&monitor));
     let mut socket = MonitoredSocket::new(socket, Rc::clone(&monitor));
     let mut first_bytes = Vec::with_capacity(HTTP2_PREFACE.len());
@@ -52,7 +52,7 @@ pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
     socket.put_back(&first_bytes);
     let limits = protocols.body_limits();
     let handover = Rc::<UpgradeHandover>::default();
-    // A request future takes about 4 KiB. Constructing it in its box avoids a copy.
+    // A request future takes about 4 KiB. It is constructed in its box, which avoids a copy.
     let requests = service_fn(|request| {
         let allocation = Box::new_uninit();
         let handling = handle_request(
@@ -86,12 +86,14 @@ pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
         }
         Ok(DetectedProtocol::Http2) => {
             monitor.set_http2();
-            // Boxed, so that the connection's future does not reserve space for it.
+            // Boxed, so that the connection's future does not reserve space for the HTTP/2 future.
             Box::pin(serve_http2(socket, &protocols, driver, requests, &handover)).await;
         }
         // A TLS client treats a close without close_notify as a truncated connection.
         Ok(DetectedProtocol::Disconnected) => close_gracefully(&mut socket).await,
-        Err(overdue) => close_timed_out(socket, overdue, &monitor, record_unreadable).await,
+        Err(overdue) => {
+            close_timed_out_connection(socket, overdue, &monitor, record_unreadable).await
+        }
     }
-    protocols.allocator_trim.record_release();
+    protocols.allocator_trim.record_released_connection();
 }

@@ -1,4 +1,4 @@
-//! Counters of open connections, panics and limit hits.
+//! Counters of open connections, panics and connection limit hits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -36,7 +36,7 @@ impl ServerLoad {
     }
 
     /// Number of connection tasks and HTTP/2 stream tasks that panicked. Each panic is a bug.
-    pub fn panics(&self) -> u64 {
+    pub fn panic_count(&self) -> u64 {
         self.0.panics.load(Ordering::Relaxed)
     }
 
@@ -54,7 +54,7 @@ impl ServerLoad {
     }
 
     /// Number of open connections of one worker.
-    pub(super) fn worker_connections(&self, worker: usize) -> usize {
+    pub(super) fn worker_open_connections(&self, worker: usize) -> usize {
         self.0
             .open_connections
             .get(worker)

@@ -1,9 +1,9 @@
 //! State and deadlines of a client connection.
 //!
 //! hyper has only one timeout, which cuts idle connections as well. Instead, the socket and the
-//! requests of a connection record their state in a [`ConnectionMonitor`], and the driving task
-//! reads the next deadline from it. The state consists of cells on one thread: the request path
-//! never touches a timer.
+//! requests of a connection record their state in a [`ConnectionMonitor`], from which the driving
+//! task reads the next deadline. The state consists of cells on one thread: the request path never
+//! touches a timer.
 
 use std::cell::{Cell, RefCell, RefMut};
 use std::io;
@@ -17,30 +17,32 @@ use super::close_reason::ConnectionCloseReason;
 use super::frame_limits::FrameBudget;
 use crate::telemetry::metrics::WorkerMetrics;
 
-/// Limit for an HTTP/2 client without requests to close after GOAWAY.
-const GOAWAY_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time limit for a client without requests to close its end after the connection was asked to
+/// close.
+const CLIENT_CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Idle time after which a connection releases its request buffers. Allocating them again costs
-/// about 2 µs, little for a client with less than ten requests per second.
+/// Idle time after which a connection releases its request buffers. Allocating the buffers again
+/// costs about 2 µs, little for a client with less than ten requests per second.
 const BUFFER_RELEASE_DELAY: Duration = Duration::from_millis(100);
 
 /// Timeouts of a client connection.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::proxy) struct ConnectionTimeouts {
-    /// Limit for a connection without a request.
+    /// Time limit for a connection without a request.
     pub(in crate::proxy) idle: Duration,
-    /// Limit from the first byte of a request to the end of its head.
+    /// Time limit from the first byte of a request to the end of its head.
     pub(in crate::proxy) request_head: Duration,
-    /// Limit for a client that reads none of the pending output.
+    /// Time limit for a client that reads none of the pending output.
     pub(in crate::proxy) write_stall: Duration,
 }
 
-/// Timeout that expired on a connection.
+/// Kind of a connection timeout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum TimeoutKind {
-    /// No request for a short time: the connection stays open but releases its request buffers.
+    /// No request arrived for a short time: the connection stays open but releases its request
+    /// buffers.
     IdleBuffers,
-    /// No request for too long: the connection closes gracefully.
+    /// No request arrived for too long: the connection closes gracefully.
     Idle,
     /// The request head is not complete in time.
     SlowHead,
@@ -63,7 +65,7 @@ pub(in crate::proxy) struct ConnectionMonitor {
     has_unread_input: Cell<bool>,
     /// Whether the client may take the end of the connection as the end of a response (HTTP/1.0).
     is_close_delimited: Cell<bool>,
-    /// Whether the current poll made progress: see [`ConnectionMonitor::mark_progress`].
+    /// Whether progress was made since the last check: see [`ConnectionMonitor::mark_progress`].
     has_progressed: Cell<bool>,
     drain_requested: Cell<bool>,
     /// Whether the connection was asked to drain.
@@ -73,7 +75,7 @@ pub(in crate::proxy) struct ConnectionMonitor {
     /// Waker of the task that drives the connection.
     driver_waker: RefCell<Option<Waker>>,
     /// Informational (1xx) heads to be written before the next response. hyper does not know of
-    /// them.
+    /// these heads.
     informational_heads: RefCell<Vec<u8>>,
     /// Whether hyper has written and flushed all its output.
     is_flushed: Cell<bool>,
@@ -114,13 +116,13 @@ impl ConnectionMonitor {
         })
     }
 
-    /// Registers a request. It stays active until all clones of the returned guard are dropped.
-    pub(in crate::proxy) fn begin_request(self: &Rc<Self>) -> ActiveRequest {
+    /// Registers a request as active until all clones of the returned guard are dropped.
+    pub(in crate::proxy) fn begin_request(self: &Rc<Self>) -> ActiveRequestGuard {
         if self.active_requests.get() == 0 {
             self.has_unread_input.set(false);
         }
         self.active_requests.set(self.active_requests.get() + 1);
-        ActiveRequest(Rc::clone(self))
+        ActiveRequestGuard(Rc::clone(self))
     }
 
     /// Whether any request is active.
@@ -129,7 +131,7 @@ impl ConnectionMonitor {
     }
 
     /// Records the end of the handshake, which starts the idle timeout.
-    pub(in crate::proxy) fn set_accepted(&self) {
+    pub(in crate::proxy) fn record_handshake_end(&self) {
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
     }
 
@@ -168,7 +170,7 @@ impl ConnectionMonitor {
     }
 
     /// Records that the client does not delay its response: the next part is not available yet, or
-    /// the last one was just taken.
+    /// the client just took the last part.
     pub(in crate::proxy) fn mark_progress(&self) {
         self.has_progressed.set(true);
     }
@@ -191,7 +193,7 @@ impl ConnectionMonitor {
     }
 
     /// Asks the connection to close gracefully once its current work is finished.
-    pub(in crate::proxy) fn start_drain(&self) {
+    pub(in crate::proxy) fn request_drain(&self) {
         self.drain_requested.set(true);
         self.is_draining.set(true);
         self.wake_driver();
@@ -251,7 +253,7 @@ impl ConnectionMonitor {
     }
 
     /// Informational heads that are not written yet.
-    pub(super) fn informational_heads(&self) -> RefMut<'_, Vec<u8>> {
+    pub(super) fn pending_informational_heads(&self) -> RefMut<'_, Vec<u8>> {
         self.informational_heads.borrow_mut()
     }
 
@@ -260,8 +262,8 @@ impl ConnectionMonitor {
         self.is_flushed.set(is_flushed);
     }
 
-    /// Limit for a blocked write.
-    pub(in crate::proxy) fn stall_timeout(&self) -> Duration {
+    /// Time limit for a blocked write.
+    pub(in crate::proxy) fn write_stall_timeout(&self) -> Duration {
         self.timeouts.write_stall
     }
 
@@ -287,9 +289,10 @@ impl ConnectionMonitor {
             (0, ConnectionPhase::Idle(since), None) => {
                 Some((since + self.timeouts.idle, TimeoutKind::Idle))
             }
-            // Asked to close and without requests: the client has a short time to close its end.
+            // A connection that was asked to close and has no requests gives the client a short
+            // time to close.
             (0, ConnectionPhase::Idle(since), Some(closing_since)) => Some((
-                closing_since.max(since) + GOAWAY_TIMEOUT,
+                closing_since.max(since) + CLIENT_CLOSE_TIMEOUT,
                 TimeoutKind::Stalled,
             )),
             _ => None,
@@ -307,7 +310,7 @@ impl ConnectionMonitor {
     }
 
     /// Records whether a write is blocked.
-    pub(in crate::proxy) fn record_write<T>(&self, result: &Poll<io::Result<T>>) {
+    pub(in crate::proxy) fn record_write_result<T>(&self, result: &Poll<io::Result<T>>) {
         match result {
             Poll::Pending if self.write_blocked_since.get().is_none() => {
                 self.write_blocked_since.set(Some(Instant::now()))
@@ -320,21 +323,21 @@ impl ConnectionMonitor {
 
 /// Guard that keeps a request active until all its clones are dropped.
 #[derive(Debug)]
-pub(in crate::proxy) struct ActiveRequest(Rc<ConnectionMonitor>);
+pub(in crate::proxy) struct ActiveRequestGuard(Rc<ConnectionMonitor>);
 
-impl ActiveRequest {
+impl ActiveRequestGuard {
     pub(in crate::proxy) fn monitor(&self) -> &ConnectionMonitor {
         &self.0
     }
 }
 
-impl Clone for ActiveRequest {
+impl Clone for ActiveRequestGuard {
     fn clone(&self) -> Self {
         self.0.begin_request()
     }
 }
 
-impl Drop for ActiveRequest {
+impl Drop for ActiveRequestGuard {
     fn drop(&mut self) {
         let monitor = &self.0;
         monitor
@@ -364,7 +367,7 @@ mod tests {
         write_stall: Duration::from_secs(30),
     };
 
-    fn next_deadline_s(monitor: &ConnectionMonitor) -> Option<(u64, TimeoutKind)> {
+    fn seconds_to_next_deadline(monitor: &ConnectionMonitor) -> Option<(u64, TimeoutKind)> {
         monitor
             .next_deadline()
             .map(|(at, kind)| ((at - Instant::now()).as_secs(), kind))
@@ -373,28 +376,37 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn each_phase_has_its_own_deadline() {
         let monitor = ConnectionMonitor::new(TIMEOUTS, None);
-        assert_eq!(next_deadline_s(&monitor), Some((75, TimeoutKind::Idle)));
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((75, TimeoutKind::Idle))
+        );
         advance(Duration::from_secs(5)).await;
         monitor.record_read();
-        assert_eq!(next_deadline_s(&monitor), Some((10, TimeoutKind::SlowHead)));
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((10, TimeoutKind::SlowHead))
+        );
         advance(Duration::from_secs(4)).await;
         monitor.record_read();
         assert_eq!(
-            next_deadline_s(&monitor),
+            seconds_to_next_deadline(&monitor),
             Some((6, TimeoutKind::SlowHead)),
             "more bytes do not extend the deadline"
         );
         let request = monitor.begin_request();
-        assert_eq!(next_deadline_s(&monitor), None);
+        assert_eq!(seconds_to_next_deadline(&monitor), None);
         let body = request.clone();
         drop(request);
         assert_eq!(
-            next_deadline_s(&monitor),
+            seconds_to_next_deadline(&monitor),
             None,
             "a body keeps its request active"
         );
         drop(body);
-        assert_eq!(next_deadline_s(&monitor), Some((75, TimeoutKind::Idle)));
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((75, TimeoutKind::Idle))
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -409,11 +421,11 @@ mod tests {
             ))
         );
         let request = monitor.begin_request();
-        assert_eq!(next_deadline_s(&monitor), None);
+        assert_eq!(seconds_to_next_deadline(&monitor), None);
         drop(request);
         monitor.set_closing();
         assert_eq!(
-            next_deadline_s(&monitor),
+            seconds_to_next_deadline(&monitor),
             Some((2, TimeoutKind::Stalled)),
             "a closing connection does not release its buffers"
         );
@@ -435,14 +447,23 @@ mod tests {
     async fn a_blocked_write_has_a_deadline_in_any_phase() {
         let monitor = ConnectionMonitor::new(TIMEOUTS, None);
         let request = monitor.begin_request();
-        monitor.record_write(&Poll::<std::io::Result<()>>::Pending);
+        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
         advance(Duration::from_secs(10)).await;
-        monitor.record_write(&Poll::<std::io::Result<()>>::Pending);
-        assert_eq!(next_deadline_s(&monitor), Some((20, TimeoutKind::Stalled)));
+        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((20, TimeoutKind::Stalled))
+        );
         drop(request);
-        assert_eq!(next_deadline_s(&monitor), Some((20, TimeoutKind::Stalled)));
-        monitor.record_write(&Poll::Ready(Ok(1)));
-        assert_eq!(next_deadline_s(&monitor), Some((75, TimeoutKind::Idle)));
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((20, TimeoutKind::Stalled))
+        );
+        monitor.record_write_result(&Poll::Ready(Ok(1)));
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((75, TimeoutKind::Idle))
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -450,8 +471,14 @@ mod tests {
         let monitor = ConnectionMonitor::new(TIMEOUTS, None);
         monitor.set_http2();
         monitor.record_read();
-        assert_eq!(next_deadline_s(&monitor), Some((75, TimeoutKind::Idle)));
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((75, TimeoutKind::Idle))
+        );
         monitor.set_closing();
-        assert_eq!(next_deadline_s(&monitor), Some((2, TimeoutKind::Stalled)));
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((2, TimeoutKind::Stalled))
+        );
     }
 }

@@ -50,7 +50,7 @@ impl ListenerAcceptor {
                     .max_connections
                     .clamp(1, Semaphore::MAX_PERMITS),
             )),
-            worker_queues: workers.iter().map(WorkerThread::queue).collect(),
+            worker_queues: workers.iter().map(WorkerThread::queue_sender).collect(),
             is_failing: false,
             unassigned: None,
         })
@@ -63,8 +63,8 @@ impl ListenerAcceptor {
                 return worker_died_error();
             };
             let (socket, addr) = self.accept().await;
-            // Stored in `self`: if shutdown drops this future while the worker's queue is full, the
-            // connection is still dispatched during the drain.
+            // The connection is stored in `self`, so that it is dispatched during the drain even if
+            // shutdown drops this future while the worker's queue is full.
             self.unassigned = Some((socket, addr, permit));
             if !dispatch_connection(
                 &self.worker_queues,
@@ -80,9 +80,9 @@ impl ListenerAcceptor {
     }
 
     /// Accepts the connections in the kernel's backlog, up to the connection limit, and closes the
-    /// listener. These clients may have sent a request already. Closing without accepting would
-    /// reset their connections.
-    pub(super) fn into_pending_connections(self) -> PendingConnections {
+    /// listener. Clients in the backlog may have sent a request already. Closing the listener
+    /// without accepting them would reset their connections.
+    pub(super) fn drain_backlog_and_close(self) -> PendingConnections {
         let Self {
             listener_index,
             listener,
@@ -142,7 +142,7 @@ impl ListenerAcceptor {
 }
 
 impl PendingConnections {
-    /// Dispatches the connections, unless a worker died.
+    /// Dispatches the connections. Stops if a worker has died.
     pub(super) async fn dispatch_all(self, load: &ServerLoad) {
         for connection in self.connections {
             if !dispatch_connection(
@@ -160,7 +160,7 @@ impl PendingConnections {
 }
 
 /// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `false`
-/// if that worker is gone.
+/// if that worker has ended.
 async fn dispatch_connection(
     worker_queues: &[mpsc::Sender<QueuedConnection>],
     load: &ServerLoad,
@@ -192,5 +192,5 @@ fn select_least_loaded_worker<'q>(
     worker_queues
         .iter()
         .enumerate()
-        .min_by_key(|(worker, _)| load.worker_connections(*worker))
+        .min_by_key(|(worker, _)| load.worker_open_connections(*worker))
 }

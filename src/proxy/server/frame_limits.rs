@@ -1,10 +1,10 @@
 //! Rate limits for abusive HTTP/2 control frames.
 //!
 //! h2 limits the frames that leave state behind: reset streams, empty and small DATA, CONTINUATION.
-//! It processes all others without limit: PING, SETTINGS, PRIORITY, RST_STREAM, WINDOW_UPDATE by
-//! the byte, unknown types. A client may also cancel each request as soon as it has started. Each
-//! connection therefore has a [`FrameBudget`]: abusive frames spend credit, sent responses earn it,
-//! and an exhausted budget ends the connection.
+//! h2 processes all other frames without limit: PING, SETTINGS, PRIORITY, RST_STREAM, WINDOW_UPDATE
+//! of single bytes, unknown types. A client may also cancel each request as soon as it has started.
+//! Each connection therefore has a [`FrameBudget`]: abusive frames spend credit, sent responses
+//! earn credit, and an exhausted budget ends the connection.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -13,18 +13,18 @@ use tokio::time::Instant;
 /// Initial and maximum credit of a connection. A burst of this many frames costs a few
 /// milliseconds.
 const MAX_BUDGET: u32 = 10_000;
-/// Credit refilled per second. Keep-alives and occasional cancellations need less.
+/// Credit refilled per second. Keep-alives and occasional cancellations need less credit.
 const REFILL_PER_SECOND: u32 = 100;
 /// Credit earned by a response head and by each body chunk sent. Some clients answer a chunk of 16
 /// KiB with a WINDOW_UPDATE per 4 KiB, for the stream and for the connection, and with a PING to
 /// measure latency.
 const RESPONSE_CREDIT: u32 = 16;
-/// Cost of a request that the client cancels early, although it was decided and perhaps forwarded.
-/// The budget allows 500 in a burst, then 5 per second, and more in proportion to the responses
-/// sent.
+/// Credit spent for a request that the client cancels early, although it was decided and perhaps
+/// forwarded. The budget allows 500 early cancellations in a burst, then 5 per second, and more in
+/// proportion to the responses sent.
 const EARLY_RESET_COST: u32 = 20;
-/// Age from which a cancellation is free. Late cancellations are limited by the number of
-/// concurrent streams.
+/// Age of a request from which its cancellation is free. Late cancellations are limited by the
+/// number of concurrent streams.
 const EARLY_RESET_WINDOW: Duration = Duration::from_secs(1);
 
 /// Remaining credit of a client connection for costly frames.
@@ -52,18 +52,18 @@ impl FrameBudget {
     }
 
     /// Spends credit for a request that the client cancelled at this `age`, before its response was
-    /// complete.
-    pub(in crate::proxy) fn charge_reset(&self, age: Duration) {
+    /// complete. A late cancellation is free.
+    pub(in crate::proxy) fn charge_early_reset(&self, age: Duration) {
         if age < EARLY_RESET_WINDOW {
             self.charge_frames(EARLY_RESET_COST);
         }
     }
 
-    /// Spends credit for costly frames.
+    /// Spends one credit for each costly frame.
     pub(in crate::proxy) fn charge_frames(&self, frames: u32) {
         if self.remaining.get() < frames {
-            // Refilled only when credit runs out, so that well-behaved clients cause no clock
-            // reads.
+            // The credit is refilled only when it runs out, so that well-behaved clients cause no
+            // clock reads.
             let now = Instant::now();
             let idle_ms = now
                 .saturating_duration_since(self.refilled_at.replace(now))
@@ -81,19 +81,20 @@ impl FrameBudget {
         }
     }
 
-    /// Whether the connection must be closed.
+    /// Whether more than the credit was spent, so that the connection must be closed.
     pub(in crate::proxy) fn is_exhausted(&self) -> bool {
         self.is_exhausted.get()
     }
 }
 
-/// Frame header: length, type, flags and stream (RFC 9113, 4.1).
+/// Length of a frame header: length, type, flags and stream (RFC 9113, 4.1).
 const FRAME_HEAD_BYTES: usize = 9;
-/// First bytes of the client preface, parsed as a frame header. [`PREFACE_REST_BYTES`] follow.
-const PREFACE_HEAD: [u8; FRAME_HEAD_BYTES] = *b"PRI * HTT";
+/// First bytes of the client preface, parsed as a frame header. The other [`PREFACE_REST_BYTES`] of
+/// the preface follow.
+const PREFACE_AS_FRAME_HEAD: [u8; FRAME_HEAD_BYTES] = *b"PRI * HTT";
 const PREFACE_REST_BYTES: usize = 24 - FRAME_HEAD_BYTES;
 
-/// Finds frame headers in a client's byte stream without keeping its payloads.
+/// Counts the costly frames in a client's byte stream by their headers, without keeping payloads.
 #[derive(Debug, Default)]
 pub(in crate::proxy) struct FrameScanner {
     head: [u8; FRAME_HEAD_BYTES],
@@ -104,8 +105,7 @@ pub(in crate::proxy) struct FrameScanner {
 }
 
 impl FrameScanner {
-    /// Scans the next bytes. Returns the number of costly frames whose header
-    /// ends in these bytes.
+    /// Scans the next bytes. Returns the number of costly frames whose header ends in these bytes.
     pub(in crate::proxy) fn count_costly_frames(&mut self, mut bytes: &[u8]) -> u32 {
         let mut costly_frames = 0;
         loop {
@@ -123,21 +123,22 @@ impl FrameScanner {
             bytes = bytes.get(taken..).unwrap_or_default();
             if self.head_len == FRAME_HEAD_BYTES {
                 self.head_len = 0;
-                if self.head == PREFACE_HEAD {
+                if self.head == PREFACE_AS_FRAME_HEAD {
                     self.remaining_payload = PREFACE_REST_BYTES;
                     continue;
                 }
                 let [a, b, c, kind, ..] = self.head;
                 self.remaining_payload =
                     usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
-                costly_frames += u32::from(is_costly(kind));
+                costly_frames += u32::from(is_costly_frame_type(kind));
             }
         }
     }
 }
 
-/// DATA, HEADERS and CONTINUATION belong to requests, which are limited as such or by h2.
-fn is_costly(kind: u8) -> bool {
+/// Whether frames of this type spend credit. DATA, HEADERS and CONTINUATION do not: they belong to
+/// requests, which are limited as requests or by h2.
+fn is_costly_frame_type(kind: u8) -> bool {
     const DATA: u8 = 0;
     const HEADERS: u8 = 1;
     const CONTINUATION: u8 = 9;
@@ -149,7 +150,7 @@ mod tests {
     use super::*;
     use tokio::time::advance;
 
-    fn frame(kind: u8, payload: usize) -> Vec<u8> {
+    fn build_frame(kind: u8, payload: usize) -> Vec<u8> {
         let [.., a, b, c] = u32::try_from(payload).unwrap().to_be_bytes();
         [vec![a, b, c, kind, 0, 0, 0, 0, 1], vec![0xff; payload]].concat()
     }
@@ -170,7 +171,7 @@ mod tests {
         ];
         let frames: Vec<u8> = kinds
             .into_iter()
-            .flat_map(|(kind, len)| frame(kind, len))
+            .flat_map(|(kind, len)| build_frame(kind, len))
             .collect();
         for bytes in [[preface, frames.clone()].concat(), frames] {
             for step in [1, 2, 3, 8, 9, 10, 1000, usize::MAX] {
@@ -196,9 +197,9 @@ mod tests {
         advance(Duration::from_millis(500)).await;
         budget.charge_frames(REFILL_PER_SECOND / 2);
         assert!(!budget.is_exhausted());
-        budget.charge_reset(EARLY_RESET_WINDOW);
+        budget.charge_early_reset(EARLY_RESET_WINDOW);
         assert!(!budget.is_exhausted(), "a late cancellation is free");
-        budget.charge_reset(Duration::ZERO);
+        budget.charge_early_reset(Duration::ZERO);
         assert!(budget.is_exhausted());
         let budget = FrameBudget::new(Instant::now());
         advance(Duration::from_secs(3600)).await;

@@ -16,7 +16,7 @@ pub enum ProxyHeaderError {
     Timeout,
     /// The peer disconnected within the header.
     Closed,
-    /// The connection starts with other bytes.
+    /// The connection does not start with a PROXY header.
     Absent,
     Malformed,
     TooLong,
@@ -32,7 +32,7 @@ pub enum TlsHandshakeError {
     /// The client disconnected after it had sent bytes. A port probe that sends nothing is no
     /// error.
     Closed,
-    /// The bytes are not TLS, or are malformed.
+    /// The client's bytes are not TLS, or are malformed.
     Invalid,
     /// Client and server share no version, cipher or key type.
     Incompatible,
@@ -59,7 +59,7 @@ impl ProxyHeaderError {
         Self::Checksum.name(),
     ];
 
-    /// Name in metric labels.
+    /// Name of the error in metric labels.
     pub const fn name(self) -> &'static str {
         match self {
             Self::NotAllowed => "not_allowed",
@@ -87,7 +87,7 @@ impl TlsHandshakeError {
         Self::Other.name(),
     ];
 
-    /// Name in metric labels.
+    /// Name of the error in metric labels.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Timeout => "timeout",

@@ -5,7 +5,7 @@ use std::task::{Context, Poll};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 /// Timer that avoids most operations on the runtime's timer. Deadlines of a busy connection move
-/// with each request and rarely expire. The runtime's timer keeps an earlier setting and is reset
+/// with each request and rarely expire. The runtime's timer keeps an earlier deadline and is reset
 /// when it fires too early, so thousands of requests cost a handful of timer operations.
 #[derive(Debug, Default)]
 pub(in crate::proxy) struct LazyTimer {
@@ -13,7 +13,8 @@ pub(in crate::proxy) struct LazyTimer {
 }
 
 impl LazyTimer {
-    /// Ready once `deadline` has passed. Otherwise the task is woken at the deadline or earlier.
+    /// Returns ready once `deadline` has passed. A pending task is woken at the deadline or
+    /// earlier.
     pub(in crate::proxy) fn poll(&mut self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let sleep = self
             .sleep

@@ -6,22 +6,23 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use super::transport::ClientStream;
+use super::transport::ClientSocket;
 use crate::listen::{BoundSocket, ListenAddress, SocketListener};
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 use crate::tls::ReloadableServerTls;
 
 /// Length of the kernel's backlog of completed connections.
-pub(in crate::proxy) const BACKLOG: i32 = 4096;
+pub(in crate::proxy) const LISTEN_BACKLOG: i32 = 4096;
 /// Idle time before TCP keep-alive probes start. A vanished client may hold a concurrency slot, so
 /// it is detected after one and a half times this time, even during a quiet response.
-const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
-/// Any local user may connect, as with a port. The permissions of the directory restrict access.
-const SOCKET_MODE: u32 = 0o666;
+const TCP_KEEPALIVE_TIME: Duration = Duration::from_secs(60);
+/// File mode of a Unix socket: any local user may connect, as with a port. The permissions of the
+/// socket's directory restrict access.
+const UNIX_SOCKET_FILE_MODE: u32 = 0o666;
 /// Address attributed to clients of a Unix socket.
 const UNIX_PEER_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
-/// Bound address with its settings.
+/// Bound socket of a listener, with the listener's settings.
 #[derive(Debug)]
 pub(super) struct ServerListener {
     pub(super) kind: ListenerKind,
@@ -37,20 +38,20 @@ pub(in crate::proxy) enum AcceptedSocket {
     Unix(UnixStream),
 }
 
-/// Binds the address without listening.
-pub(in crate::proxy) fn bind(address: &ListenAddress) -> io::Result<BoundSocket> {
-    let bound = BoundSocket::bind(address, SOCKET_MODE)?;
+/// Binds the address without listening. TCP connections accepted there have keep-alive probes.
+pub(in crate::proxy) fn bind_with_keepalive(address: &ListenAddress) -> io::Result<BoundSocket> {
+    let bound = BoundSocket::bind(address, UNIX_SOCKET_FILE_MODE)?;
     if matches!(address, ListenAddress::Ip(_)) {
         // Accepted sockets inherit these options.
         let keepalive = TcpKeepalive::new()
-            .with_time(KEEPALIVE_TIME)
-            .with_interval(KEEPALIVE_TIME / 6)
+            .with_time(TCP_KEEPALIVE_TIME)
+            .with_interval(TCP_KEEPALIVE_TIME / 6)
             .with_retries(3);
         bound.socket().set_tcp_keepalive(&keepalive)?;
         #[cfg(target_os = "linux")]
         bound
             .socket()
-            .set_tcp_user_timeout(Some(KEEPALIVE_TIME * 3 / 2))?;
+            .set_tcp_user_timeout(Some(TCP_KEEPALIVE_TIME * 3 / 2))?;
     }
     Ok(bound)
 }
@@ -58,7 +59,7 @@ pub(in crate::proxy) fn bind(address: &ListenAddress) -> io::Result<BoundSocket>
 impl SocketListener {
     /// Accepts the next connection. Returns its socket and the client's address.
     pub(in crate::proxy) async fn accept(&self) -> io::Result<(AcceptedSocket, SocketAddr)> {
-        // Removed from this runtime: the worker's runtime will poll the socket.
+        // The socket is removed from this runtime, because the worker's runtime will poll it.
         match self {
             Self::Tcp(listener) => {
                 let (socket, addr) = listener.accept().await?;
@@ -103,14 +104,14 @@ impl SocketListener {
 
 impl AcceptedSocket {
     /// Registers the socket with the current runtime.
-    pub(in crate::proxy) fn into_client_stream(self) -> io::Result<ClientStream> {
+    pub(in crate::proxy) fn into_client_socket(self) -> io::Result<ClientSocket> {
         Ok(match self {
             Self::Tcp(socket) => {
                 let socket = tokio::net::TcpStream::from_std(socket)?;
                 socket.set_nodelay(true)?;
-                ClientStream::Tcp(socket)
+                ClientSocket::Tcp(socket)
             }
-            Self::Unix(socket) => ClientStream::Unix(tokio::net::UnixStream::from_std(socket)?),
+            Self::Unix(socket) => ClientSocket::Unix(tokio::net::UnixStream::from_std(socket)?),
         })
     }
 }

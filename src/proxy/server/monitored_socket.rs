@@ -15,13 +15,13 @@ use super::transport::{ClientTransport, move_buffered_bytes};
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
 /// can destroy the last response before the client reads it.
-const LINGER_BYTES: usize = 1024 * 1024;
+const MAX_LINGER_BYTES: usize = 1024 * 1024;
 
 /// Maximum time to discard input after a close.
-const LINGER_TIME: Duration = Duration::from_secs(2);
+const MAX_LINGER_TIME: Duration = Duration::from_secs(2);
 
-/// Client byte stream that records its state in a [`ConnectionMonitor`]. It first returns the bytes
-/// put back after protocol detection, and it lingers on shutdown.
+/// Client byte stream that records its state in a [`ConnectionMonitor`]. Reads first return the
+/// bytes that were put back. Shutdown lingers: it discards input for a limited time.
 #[derive(Debug)]
 pub(in crate::proxy) struct MonitoredSocket {
     transport: ClientTransport,
@@ -36,7 +36,7 @@ pub(in crate::proxy) struct MonitoredSocket {
     linger: Option<LingerState>,
 }
 
-/// Limits of discarding input.
+/// Remaining limits of discarding input after a close.
 #[derive(Debug)]
 struct LingerState {
     remaining_bytes: usize,
@@ -60,20 +60,20 @@ impl MonitoredSocket {
         }
     }
 
-    /// Puts back bytes to be read again first.
+    /// Puts back bytes, which the next reads return first.
     pub(in crate::proxy) fn put_back(&mut self, bytes: &[u8]) {
         self.read_ahead.splice(0..0, bytes.iter().copied());
     }
 
     /// Waits until the client sends more bytes, which stay readable. Returns `false` if the client
     /// disconnected.
-    pub(in crate::proxy) fn poll_next_request(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
+    pub(in crate::proxy) fn poll_for_input(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
         let mut bytes = [0; 512];
         let mut into = ReadBuf::new(&mut bytes);
         let is_open = ready!(Pin::new(&mut *self).poll_read(cx, &mut into)).is_ok();
         self.put_back(into.filled());
         if !into.filled().is_empty() {
-            // Also for bytes that were read earlier, behind the last request.
+            // Recorded here because reading bytes that were put back earlier records nothing.
             self.monitor.record_read();
         }
         Poll::Ready(is_open && !into.filled().is_empty())
@@ -82,7 +82,7 @@ impl MonitoredSocket {
     /// Closes with a reset. The client cannot mistake a partial response for a complete one, and
     /// unsent output holds no memory.
     pub(in crate::proxy) fn abort(mut self) {
-        if let Err(error) = self.transport.raw_socket().set_reset_on_close() {
+        if let Err(error) = self.transport.socket_below_tls().set_reset_on_close() {
             tracing::debug!(%error, "failed to prepare a connection reset");
         }
     }
@@ -93,13 +93,13 @@ impl MonitoredSocket {
     }
 
     /// Records that further input will not be read.
-    pub(in crate::proxy) fn ignore_remaining_input(&self) {
+    pub(in crate::proxy) fn record_unread_input(&self) {
         self.monitor.set_unread_input();
     }
 
     /// Writes the queued informational heads before hyper's output.
     fn poll_write_informational_heads(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let mut informational_heads = self.monitor.informational_heads();
+        let mut informational_heads = self.monitor.pending_informational_heads();
         while !informational_heads.is_empty() {
             let written =
                 ready!(Pin::new(&mut self.transport).poll_write(cx, &informational_heads))?;
@@ -111,17 +111,18 @@ impl MonitoredSocket {
         Poll::Ready(Ok(()))
     }
 
-    /// Discards input until the client closes or reaches a linger limit.
+    /// Discards input until the client closes or a linger limit is reached. Waits only if unread
+    /// input is expected.
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let linger = self.linger.get_or_insert_with(|| LingerState {
-            remaining_bytes: LINGER_BYTES,
-            deadline: Instant::now() + LINGER_TIME,
+            remaining_bytes: MAX_LINGER_BYTES,
+            deadline: Instant::now() + MAX_LINGER_TIME,
             timer: LazyTimer::default(),
         });
         let mut scratch = [0; 8192];
         loop {
             let mut into = ReadBuf::new(&mut scratch);
-            match Pin::new(self.transport.raw_socket()).poll_read(cx, &mut into) {
+            match Pin::new(self.transport.socket_below_tls()).poll_read(cx, &mut into) {
                 Poll::Ready(Ok(())) if !into.filled().is_empty() => {
                     self.monitor.set_unread_input();
                     linger.remaining_bytes =
@@ -220,7 +221,7 @@ impl AsyncWrite for MonitoredSocket {
 mod tests {
     use super::MonitoredSocket;
     use crate::proxy::server::connection_timeouts::{ConnectionMonitor, ConnectionTimeouts};
-    use crate::proxy::server::transport::{ClientStream, ClientTransport, RawSocket};
+    use crate::proxy::server::transport::{ClientSocket, ClientTransport, SocketBelowTls};
     use std::future::poll_fn;
     use std::pin::Pin;
     use std::rc::Rc;
@@ -239,7 +240,7 @@ mod tests {
     async fn informational_heads_are_written_between_responses() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let monitor = ConnectionMonitor::new(TIMEOUTS, None);
-        let raw = RawSocket::new(ClientStream::Unix(ours), Rc::clone(&monitor));
+        let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
         let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
         monitor.queue_informational_head(b"<1>");
         socket.flush().await.unwrap();
@@ -271,15 +272,15 @@ mod tests {
     async fn input_after_shutdown_is_not_read() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let monitor = ConnectionMonitor::new(TIMEOUTS, None);
-        let raw = RawSocket::new(ClientStream::Unix(ours), Rc::clone(&monitor));
+        let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
         let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
         socket.put_back(b"read too early");
-        socket.ignore_remaining_input();
+        socket.record_unread_input();
         let lingers =
             poll_fn(|cx| Poll::Ready(Pin::new(&mut socket).poll_shutdown(cx).is_pending())).await;
         assert!(lingers);
         theirs.write_all(b"GET / HTTP/1.1").await.unwrap();
         assert_eq!(socket.read(&mut [0; 32]).await.unwrap(), 0);
-        assert!(!poll_fn(|cx| socket.poll_next_request(cx)).await);
+        assert!(!poll_fn(|cx| socket.poll_for_input(cx)).await);
     }
 }

@@ -6,7 +6,7 @@ use crate::proxy::http::headers::AddressText;
 use crate::proxy::settings::ListenerKind;
 use crate::tls::CertificateSubject;
 
-/// Client end of a connection.
+/// Client of a connection: its address, TLS state and certificate.
 #[derive(Debug)]
 pub struct ConnectionPeer {
     pub listener_kind: ListenerKind,

@@ -28,7 +28,7 @@ pub(super) async fn wait_for_signal(
     signal: &mut watch::Receiver<ShutdownSignal>,
     at_least: ShutdownSignal,
 ) {
-    // The sender is gone: drain, but never escalate to an immediate stop.
+    // A dropped sender requests a drain, but never an immediate stop.
     if signal
         .wait_for(|current| *current >= at_least)
         .await
@@ -69,7 +69,10 @@ pub(super) async fn drain_workers(
         }
     }
     // The queues are closed: each worker finishes its connections and ends.
-    let threads: Vec<_> = workers.into_iter().map(WorkerThread::into_thread).collect();
+    let threads: Vec<_> = workers
+        .into_iter()
+        .map(WorkerThread::into_join_handle)
+        .collect();
     let mut joined_workers = tokio::task::spawn_blocking(|| {
         threads
             .into_iter()

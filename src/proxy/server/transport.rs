@@ -10,36 +10,36 @@ use tokio_rustls::server::TlsStream;
 
 use super::connection_timeouts::ConnectionMonitor;
 
-/// Socket of a client.
+/// Client socket, TCP or Unix.
 #[derive(Debug)]
-pub(in crate::proxy) enum ClientStream {
+pub(in crate::proxy) enum ClientSocket {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
 /// Client socket that reports blocked writes to a [`ConnectionMonitor`].
 ///
-/// The report is made below TLS. The TLS layer buffers some bytes in any case, and then reports no
-/// write until its buffer is empty.
+/// Blocked writes are observed below TLS, because the TLS layer buffers bytes and hides whether the
+/// socket accepts them.
 #[derive(Debug)]
-pub(in crate::proxy) struct RawSocket {
-    stream: ClientStream,
+pub(in crate::proxy) struct SocketBelowTls {
+    stream: ClientSocket,
     monitor: Rc<ConnectionMonitor>,
-    /// Bytes received behind the PROXY header. They are read again first.
+    /// Bytes received behind the PROXY header. The next reads return these bytes first.
     read_ahead: Vec<u8>,
-    /// Whether the client has sent a byte after the PROXY header.
+    /// Whether the client has sent a byte, apart from the PROXY header.
     has_received: bool,
 }
 
-/// Client byte stream as HTTP reads and writes it.
+/// The client's byte stream after TLS, if any; the HTTP layer reads and writes it.
 #[derive(Debug)]
 pub(in crate::proxy) enum ClientTransport {
-    Plain(RawSocket),
-    // Boxed, because it is several times as large.
-    Tls(Box<TlsStream<RawSocket>>),
+    Plain(SocketBelowTls),
+    // Boxed, because a TLS stream is several times as large as a plain socket.
+    Tls(Box<TlsStream<SocketBelowTls>>),
 }
 
-impl ClientStream {
+impl ClientSocket {
     fn reader(&mut self) -> Pin<&mut (dyn AsyncRead + Unpin)> {
         match self {
             Self::Tcp(socket) => Pin::new(socket),
@@ -62,8 +62,8 @@ impl ClientStream {
     }
 }
 
-impl RawSocket {
-    pub(in crate::proxy) fn new(stream: ClientStream, monitor: Rc<ConnectionMonitor>) -> Self {
+impl SocketBelowTls {
+    pub(in crate::proxy) fn new(stream: ClientSocket, monitor: Rc<ConnectionMonitor>) -> Self {
         Self {
             stream,
             monitor,
@@ -78,8 +78,8 @@ impl RawSocket {
         self.read_ahead = bytes.to_vec();
     }
 
-    /// Whether the client has sent a byte after the PROXY header.
-    pub(in crate::proxy) fn has_received(&self) -> bool {
+    /// Whether the client has sent a byte, apart from the PROXY header.
+    pub(in crate::proxy) fn has_received_bytes(&self) -> bool {
         self.has_received
     }
 
@@ -91,15 +91,15 @@ impl RawSocket {
     /// of file.
     pub(in crate::proxy) fn set_reset_on_close(&self) -> io::Result<()> {
         match &self.stream {
-            ClientStream::Tcp(socket) => socket.set_zero_linger(),
-            ClientStream::Unix(_) => Ok(()),
+            ClientSocket::Tcp(socket) => socket.set_zero_linger(),
+            ClientSocket::Unix(_) => Ok(()),
         }
     }
 }
 
 impl ClientTransport {
-    /// Socket below TLS.
-    pub(in crate::proxy) fn raw_socket(&mut self) -> &mut RawSocket {
+    /// Socket below TLS, or the plain socket without TLS.
+    pub(in crate::proxy) fn socket_below_tls(&mut self) -> &mut SocketBelowTls {
         match self {
             Self::Plain(socket) => socket,
             Self::Tls(stream) => stream.get_mut().0,
@@ -121,7 +121,8 @@ impl ClientTransport {
     }
 }
 
-/// Moves as many bytes as fit into `into`. Frees the buffer once it is empty.
+/// Moves bytes from the front of `bytes` into `into`, as many as fit. Frees `bytes` once it is
+/// empty.
 pub(in crate::proxy) fn move_buffered_bytes(bytes: &mut Vec<u8>, into: &mut ReadBuf<'_>) {
     let n = bytes.len().min(into.remaining());
     into.put_slice(bytes.drain(..n).as_slice());
@@ -130,7 +131,7 @@ pub(in crate::proxy) fn move_buffered_bytes(bytes: &mut Vec<u8>, into: &mut Read
     }
 }
 
-impl AsyncRead for RawSocket {
+impl AsyncRead for SocketBelowTls {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -148,7 +149,7 @@ impl AsyncRead for RawSocket {
     }
 }
 
-impl AsyncWrite for RawSocket {
+impl AsyncWrite for SocketBelowTls {
     fn poll_write(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -156,7 +157,7 @@ impl AsyncWrite for RawSocket {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let result = this.stream.writer().poll_write(cx, bytes);
-        this.monitor.record_write(&result);
+        this.monitor.record_write_result(&result);
         result
     }
 
@@ -167,7 +168,7 @@ impl AsyncWrite for RawSocket {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let result = this.stream.writer().poll_write_vectored(cx, bytes);
-        this.monitor.record_write(&result);
+        this.monitor.record_write_result(&result);
         result
     }
 

@@ -13,13 +13,13 @@ use tokio::task::{JoinError, JoinSet};
 
 use super::accept::HandshakeAcceptor;
 use super::allocator_trim::AllocatorTrim;
-use super::connection::protocols::HttpProtocols;
+use super::connection::protocols::HttpServerSettings;
 use super::connection::serve_connection;
 use super::connection_load::{ConnectionCountGuard, ServerLoad};
 use super::connection_timeouts::ConnectionMonitor;
 use super::handler::RequestHandler;
 use super::listener::{AcceptedSocket, ServerListener};
-use super::transport::RawSocket;
+use super::transport::SocketBelowTls;
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 
 /// Capacity of a worker's queue of accepted connections.
@@ -45,7 +45,8 @@ pub(super) struct WorkerThread {
 }
 
 impl WorkerThread {
-    /// Starts the thread. `make_handler` runs in its runtime; then the worker is ready.
+    /// Starts a worker thread. The worker is ready once `make_handler` has run in the thread's
+    /// runtime.
     pub(super) fn spawn<H, M, F>(
         index: usize,
         listeners: &[ServerListener],
@@ -88,7 +89,7 @@ impl WorkerThread {
                 let cut = runtime.block_on(async {
                     let handler = make_handler(index).await;
                     drop(ready_tx.send(Ok(())));
-                    let listeners = build_worker_listeners(listener_configs, &load);
+                    let listeners = build_worker_listener_settings(listener_configs, &load);
                     let cut = run_worker(Rc::clone(&handler), listeners, queued, cut, &load).await;
                     // Lets the runtime drop the aborted connection tasks, which releases their
                     // requests.
@@ -96,7 +97,8 @@ impl WorkerThread {
                     handler.finish_outstanding_work().await;
                     cut
                 });
-                // Dropping the runtime would wait for pending DNS lookups.
+                // The runtime is not dropped here, because dropping it would wait for pending DNS
+                // lookups.
                 runtime.shutdown_background();
                 cut
             })?;
@@ -107,19 +109,19 @@ impl WorkerThread {
         })
     }
 
-    pub(super) fn queue(&self) -> mpsc::Sender<QueuedConnection> {
+    pub(super) fn queue_sender(&self) -> mpsc::Sender<QueuedConnection> {
         self.queue.clone()
     }
 
     /// Closes this handle's end of the queue. The thread returns the number of connections that it
     /// cut.
-    pub(super) fn into_thread(self) -> JoinHandle<usize> {
+    pub(super) fn into_join_handle(self) -> JoinHandle<usize> {
         self.thread
     }
 }
 
 /// Waits until all workers have their handlers.
-pub(super) async fn wait_for_workers(workers: &mut [WorkerThread]) -> io::Result<()> {
+pub(super) async fn wait_until_workers_ready(workers: &mut [WorkerThread]) -> io::Result<()> {
     for worker in workers {
         (&mut worker.ready)
             .await
@@ -133,23 +135,23 @@ pub(super) fn worker_died_error() -> io::Error {
 }
 
 /// Handshake and HTTP settings of one listener, on one worker.
-struct WorkerListener {
+struct WorkerListenerSettings {
     kind: ListenerKind,
     acceptor: Rc<HandshakeAcceptor>,
-    protocols: Rc<HttpProtocols>,
+    protocols: Rc<HttpServerSettings>,
 }
 
-fn build_worker_listeners(
+fn build_worker_listener_settings(
     configs: Vec<(ListenerKind, HandshakeAcceptor, ListenSettings)>,
     load: &ServerLoad,
-) -> Vec<WorkerListener> {
+) -> Vec<WorkerListenerSettings> {
     let allocator_trim = Rc::<AllocatorTrim>::default();
     let listeners = configs
         .into_iter()
-        .map(|(kind, acceptor, settings)| WorkerListener {
+        .map(|(kind, acceptor, settings)| WorkerListenerSettings {
             kind,
             acceptor: acceptor.into(),
-            protocols: Rc::new(HttpProtocols::new(
+            protocols: Rc::new(HttpServerSettings::new(
                 &settings,
                 kind,
                 load.clone(),
@@ -163,7 +165,7 @@ fn build_worker_listeners(
 /// connections that were cut.
 async fn run_worker<H: RequestHandler>(
     handler: Rc<H>,
-    listeners: Vec<WorkerListener>,
+    listeners: Vec<WorkerListenerSettings>,
     mut queued: mpsc::Receiver<QueuedConnection>,
     mut cut: watch::Receiver<bool>,
     load: &ServerLoad,
@@ -175,8 +177,8 @@ async fn run_worker<H: RequestHandler>(
         tokio::select! {
             next = queued.recv() => {
                 let Some(next) = next else { break };
-                let Some(WorkerListener { kind, acceptor, protocols }) = listeners.get(next.listener_index) else { continue };
-                let monitor = ConnectionMonitor::new(protocols.timeouts(), handler.worker_metrics());
+                let Some(WorkerListenerSettings { kind, acceptor, protocols }) = listeners.get(next.listener_index) else { continue };
+                let monitor = ConnectionMonitor::new(protocols.connection_timeouts(), handler.worker_metrics());
                 last_id += 1;
                 monitors.borrow_mut().insert(last_id, Rc::clone(&monitor));
                 let registration = MonitorRegistration { monitors: Rc::clone(&monitors), id: last_id };
@@ -185,11 +187,11 @@ async fn run_worker<H: RequestHandler>(
                 connections.spawn_local(async move {
                     let _registration = registration;
                     let QueuedConnection { socket, addr, count_guard: _counted, .. } = next;
-                    let socket = match socket.into_client_stream() {
-                        Ok(socket) => RawSocket::new(socket, Rc::clone(&monitor)),
+                    let socket = match socket.into_client_socket() {
+                        Ok(socket) => SocketBelowTls::new(socket, Rc::clone(&monitor)),
                         Err(error) => return tracing::debug!(%error, "failed to register an accepted socket"),
                     };
-                    match acceptor.accept(socket, addr).await {
+                    match acceptor.run_handshake(socket, addr).await {
                         Ok(mut connection) => {
                             connection.peer.listener_kind = kind;
                             serve_connection(connection, handler, protocols, monitor).await;
@@ -203,32 +205,33 @@ async fn run_worker<H: RequestHandler>(
                     }
                 });
             }
-            Some(ended) = connections.join_next() => record_connection_end(ended, load),
-            _ = cut.wait_for(|cut| *cut) => return count_unfinished_connections(connections),
+            Some(ended) = connections.join_next() => record_connection_panic(ended, load),
+            _ = cut.wait_for(|cut| *cut) => return cut_and_count_connections(connections),
         }
     }
     for monitor in monitors.borrow().values() {
-        monitor.start_drain();
+        monitor.request_drain();
     }
     loop {
         tokio::select! {
             biased;
             ended = connections.join_next() => match ended {
-                Some(ended) => record_connection_end(ended, load),
+                Some(ended) => record_connection_panic(ended, load),
                 None => return 0,
             },
-            _ = cut.wait_for(|cut| *cut) => return count_unfinished_connections(connections),
+            _ = cut.wait_for(|cut| *cut) => return cut_and_count_connections(connections),
         }
     }
 }
 
-fn count_unfinished_connections(mut connections: JoinSet<()>) -> usize {
+/// Cuts the unfinished connections and returns their number.
+fn cut_and_count_connections(mut connections: JoinSet<()>) -> usize {
     while connections.try_join_next().is_some() {}
     connections.len()
 }
 
-/// Counts and logs a panic, which ends only its own connection.
-fn record_connection_end(ended: Result<(), JoinError>, load: &ServerLoad) {
+/// Counts and logs the panic of a connection task. A panic ends only its own connection.
+fn record_connection_panic(ended: Result<(), JoinError>, load: &ServerLoad) {
     if let Err(error) = ended {
         load.record_panic();
         tracing::error!(%error, "connection task panicked");

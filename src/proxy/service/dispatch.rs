@@ -26,11 +26,10 @@ impl RequestHandler for ProxyService {
                 self.handle_proxy_request(request, &peer, &mut interim)
                     .await
             }
-            // Boxed because they are rare: unboxed they would enlarge the future of every request.
-            ListenerKind::RateLimitService => {
-                Box::pin(self.answer_rate_limit_call(request, &peer)).await
-            }
-            ListenerKind::ExtAuthz => Box::pin(self.check_authorization(request, &peer)).await,
+            // The futures of the other listeners are boxed: unboxed they would enlarge the future
+            // of every request.
+            ListenerKind::RateLimitService => Box::pin(self.answer_grpc_call(request, &peer)).await,
+            ListenerKind::ExtAuthz => Box::pin(self.answer_auth_request(request, &peer)).await,
         }
     }
 
@@ -67,7 +66,7 @@ impl RequestHandler for ProxyService {
 mod tests {
     use super::{ProxyService, RequestHandler};
 
-    /// Every connection stores a request future, and every request is moved through it.
+    /// A large request future costs memory in every connection and a copy for every request.
     #[test]
     fn request_future_stays_below_its_size_limit() {
         fn future_size<A, B, C, D, F>(_handle: impl FnOnce(A, B, C, D) -> F) -> usize {

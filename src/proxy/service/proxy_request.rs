@@ -1,4 +1,4 @@
-//! One proxied request, from top to bottom: read this file in order.
+//! Handles one proxied request. The functions stand in the order of its steps.
 
 use super::ProxyService;
 use super::request_summary::RequestSummary;
@@ -39,31 +39,35 @@ impl ProxyService {
         let style = ReplyStyle::from_request(&parts, &table.cors);
 
         // 1. Read and validate: only requests with one possible reading are accepted.
-        let inbound = match self.read_request(&mut parts, peer, table, style) {
+        let inbound = match self.validate_request_head(&mut parts, peer, table, style) {
             Ok(inbound) => inbound,
-            Err(reply) => return self.reject_unreadable(&parts, body, peer, *reply, arrived_at),
+            Err(reply) => {
+                return self.reject_invalid_request(&parts, body, peer, *reply, arrived_at);
+            }
         };
         let trace = TraceContext::from_headers(&parts.headers);
-        let recording = self.start_recording(trace, &parts, &inbound, peer, arrived_at);
+        let recording = self.start_trace_recording(trace, &parts, &inbound, peer, arrived_at);
 
         // 2. Decide.
         let certificate = peer.certificate_subject.as_ref();
         let mut verdict = self
             .enforcer
-            .decide(&policies, &inbound.facts(&parts, certificate), arrived_at)
+            .decide_request(&policies, &inbound.facts(&parts, certificate), arrived_at)
             .await;
         self.record_decision(&verdict, &inbound, peer);
         let mut summary =
             RequestSummary::new(&parts, version, inbound, arrived_at, trace, recording);
         if let Some(reply) =
-            local_replies::build_rejection(&verdict, table.rate_limit_headers, style)
+            local_replies::build_verdict_reply(&verdict, table.rate_limit_headers, style)
         {
-            return self.reject(body, reply, &mut summary, &verdict);
+            return self.reject_request(body, reply, &mut summary, &verdict);
         }
-        // The slot is released when the response ends or this future is dropped.
+        // The concurrency slot is released when the response ends or this future is dropped.
         let slot_guard = verdict.slot_guard.take();
         let estimates = std::mem::take(&mut verdict.estimated_charges);
-        let deadline = slot_guard.as_ref().and_then(ConcurrencySlotGuard::ends_at);
+        let deadline = slot_guard
+            .as_ref()
+            .and_then(ConcurrencySlotGuard::request_ends_at);
 
         // 3. Wait.
         let ready_at = match self
@@ -73,13 +77,13 @@ impl ProxyService {
             Ok(ready_at) => ready_at,
             Err(error) => {
                 body.discard();
-                let response = self.respond_to_failure(&error, estimates, style);
+                let response = self.respond_to_forward_error(&error, estimates, style);
                 return self.complete_response(response, &mut summary, &verdict, table);
             }
         };
 
         // 4. Forward.
-        self.rewrite_request(&mut parts, &mut summary, peer, table, &estimates, &body);
+        self.prepare_upstream_request(&mut parts, &mut summary, peer, table, &estimates, &body);
         let body_handle = body.clone_handle();
         let upstream_request = Request::from_parts(parts, body);
         let send = pin!(self.upstream.send(upstream_request, ready_at, interim));
@@ -89,17 +93,19 @@ impl ProxyService {
         finish_upstream_span(&mut summary, &result);
         release_request_body(body_handle, result.as_ref().err());
         let response = match result {
-            Ok(response) => self.forward_response(response, estimates, &summary, style),
-            Err(error) => self.respond_to_failure(&error, estimates, style),
+            Ok(response) => self.prepare_client_response(response, estimates, &summary, style),
+            Err(error) => self.respond_to_forward_error(&error, estimates, style),
         };
         let mut response = self.complete_response(response, &mut summary, &verdict, table);
         let recording = summary.recording.take();
-        response.body_mut().hold_until_end(slot_guard, recording);
+        response
+            .body_mut()
+            .attach_slot_and_recording(slot_guard, recording);
         response
     }
 
     /// Responds to a request that a policy rejected.
-    fn reject(
+    fn reject_request(
         &self,
         body: RequestBody,
         reply: Response<Bytes>,
@@ -107,12 +113,13 @@ impl ProxyService {
         verdict: &Verdict<'_>,
     ) -> Response<ResponseBody> {
         let decided_at = verdict.decided_at.unwrap_or(summary.arrived_at);
-        self.log_request(summary, verdict, reply.status(), decided_at);
+        self.log_and_trace_request(summary, verdict, reply.status(), decided_at);
         self.respond_without_upstream(body, reply, decided_at - summary.arrived_at)
     }
 
     /// Waits as long as a `leaky_bucket` limit delays the request, at most until `deadline`. If the
-    /// client disconnects, the request is dropped but its queue slot stays consumed.
+    /// client disconnects, the request is dropped but its place in the bucket's queue stays
+    /// consumed.
     async fn wait_for_leaky_bucket(
         &self,
         verdict: &Verdict<'_>,
@@ -125,7 +132,7 @@ impl ProxyService {
     }
 
     /// Rewrites the request head for the upstream, and starts the trace span of the exchange.
-    fn rewrite_request(
+    fn prepare_upstream_request(
         &self,
         parts: &mut request::Parts,
         summary: &mut RequestSummary,
@@ -144,9 +151,9 @@ impl ProxyService {
             preserve_host: self.upstream.settings().preserve_host,
             upstream_authority: self.upstream.authority(),
         };
-        headers::forward_request(parts, &summary.target, &context);
-        if estimates.iter().any(EstimatedCharge::reads_body) {
-            headers::request_full_identity_body(&mut parts.headers);
+        headers::rewrite_request_headers(parts, &summary.target, &context);
+        if estimates.iter().any(EstimatedCharge::is_settled_from_body) {
+            headers::ask_upstream_for_full_identity_body(&mut parts.headers);
         }
         if let Some(recording) = &mut summary.recording {
             recording.start_upstream_span(
@@ -157,7 +164,7 @@ impl ProxyService {
     }
 
     /// Rewrites the response head for the client, and attaches the meter of the response cost.
-    fn forward_response(
+    fn prepare_client_response(
         &self,
         response: Response<ResponseBody>,
         estimates: Vec<EstimatedCharge>,
@@ -166,9 +173,9 @@ impl ProxyService {
     ) -> Response<ResponseBody> {
         let (mut parts, mut body) = response.into_parts();
         let upgrade = summary.target.upgrade_request.as_ref();
-        match headers::forward_response(&mut parts, summary.version, upgrade) {
+        match headers::rewrite_response_head(&mut parts, summary.version, upgrade) {
             Ok(()) => {
-                let cost_meter = CostMeter::from_response_head(estimates, &parts);
+                let cost_meter = CostMeter::settle_head_and_create(estimates, &parts);
                 if let ResponseBody::Upstream(body) = &mut body {
                     body.attach_cost_meter(cost_meter);
                 }
@@ -178,13 +185,13 @@ impl ProxyService {
                 self.metrics
                     .record_upstream_error(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(fault = %error, "upstream response rejected");
-                local_replies::build_proxy_error(ProxyErrorType::ProtocolError, style)
+                local_replies::build_proxy_error_reply(ProxyErrorType::ProtocolError, style)
                     .map(ResponseBody::Full)
             }
         }
     }
 
-    fn respond_to_failure(
+    fn respond_to_forward_error(
         &self,
         error: &ForwardError,
         estimates: Vec<EstimatedCharge>,
@@ -195,7 +202,7 @@ impl ProxyService {
                 self.respond_to_upstream_error(error, estimates, style)
             }
             ForwardError::MaxDurationExceeded => {
-                local_replies::build_proxy_error(ProxyErrorType::MaxDurationExceeded, style)
+                local_replies::build_proxy_error_reply(ProxyErrorType::MaxDurationExceeded, style)
                     .map(ResponseBody::Full)
             }
         }
@@ -233,7 +240,7 @@ impl ProxyService {
             response.headers_mut(),
         );
         let responded_at = Instant::now();
-        self.log_request(summary, verdict, response.status(), responded_at);
+        self.log_and_trace_request(summary, verdict, response.status(), responded_at);
         self.metrics.record_response(
             response.status().as_u16(),
             responded_at - summary.arrived_at,
@@ -244,14 +251,14 @@ impl ProxyService {
 
 /// Awaits `future` until `deadline` at most.
 ///
-/// The future is pinned by the caller. By value it would be stored three times, once per branch.
+/// The caller pins the future: passed by value, it would be stored three times, once per branch.
 async fn await_until_deadline<T>(
     deadline: Option<Instant>,
     future: Pin<&mut impl Future<Output = Result<T, UpstreamError>>>,
 ) -> Result<T, ForwardError> {
     let result = match deadline {
         None => future.await,
-        // A request that is already late is not started.
+        // A future is not started at or after its deadline.
         Some(at) if at <= Instant::now() => return Err(ForwardError::MaxDurationExceeded),
         Some(at) => match timeout_at(at, future).await {
             Ok(result) => result,
@@ -274,8 +281,8 @@ fn finish_upstream_span(
     }
 }
 
-/// Discards the body of a request that was not sent. Otherwise the upstream may have read some of
-/// it, and its rest stays unread.
+/// Discards the body of a request that was not sent. Of a body that the upstream may have read in
+/// part, the rest stays unread.
 fn release_request_body(body: RequestBody, error: Option<&ForwardError>) {
     match error {
         Some(ForwardError::Upstream(error)) if error.kind.is_unsent() => body.discard(),
@@ -301,8 +308,9 @@ fn build_upstream_error_response(
         Kind::Protocol => ProxyErrorType::ProtocolError,
         Kind::RequestBodyTooLarge => ProxyErrorType::BodyTooLarge,
         Kind::RequestBodyTimeout => ProxyErrorType::BodyTimeout,
-        // A client that disconnected does not read this; one that sent an invalid body does.
+        // Only a client that sent an invalid body reads this response; a disconnected client does
+        // not.
         Kind::ClientDisconnected => ProxyErrorType::BodyInvalid,
     };
-    local_replies::build_proxy_error(reply, style).map(ResponseBody::Full)
+    local_replies::build_proxy_error_reply(reply, style).map(ResponseBody::Full)
 }

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 pub(in crate::proxy) struct RequestSummary {
     pub(super) target: RequestTarget,
     pub(super) client: ClientAddress,
-    /// The client's HTTP version; validation replaces that of the request head.
+    /// The client's HTTP version; validation replaces the version in the request head.
     pub(super) version: Version,
     pub(super) arrived_at: Instant,
     pub(super) recording: Option<Box<RequestRecording>>,
@@ -24,7 +24,7 @@ pub(in crate::proxy) struct RequestSummary {
 }
 
 impl RequestSummary {
-    /// `trace` is the client's trace context; that of a `recording` takes precedence.
+    /// `trace` is the client's trace context; the trace context of a `recording` takes precedence.
     pub(in crate::proxy) fn new(
         parts: &request::Parts,
         version: Version,
@@ -53,7 +53,7 @@ impl RequestSummary {
 
 impl ProxyService {
     /// Starts a trace recording if the request is sampled.
-    pub(super) fn start_recording(
+    pub(super) fn start_trace_recording(
         &self,
         incoming_trace: Option<TraceContext>,
         parts: &request::Parts,
@@ -69,7 +69,12 @@ impl ProxyService {
             client: inbound.client.ip,
             is_tls: peer.is_tls,
         };
-        tracer.start_recording(incoming_trace, &parts.headers, &traced_request, arrived_at)
+        tracer.start_recording_if_sampled(
+            incoming_trace,
+            &parts.headers,
+            &traced_request,
+            arrived_at,
+        )
     }
 
     /// Counts the decision about a proxied request, and a token that was rejected.
@@ -87,8 +92,8 @@ impl ProxyService {
         }
     }
 
-    /// Writes the access log entry and completes the recording of the response head.
-    pub(in crate::proxy) fn log_request(
+    /// Writes the access log entry and adds the response head to the trace recording, if any.
+    pub(in crate::proxy) fn log_and_trace_request(
         &self,
         summary: &mut RequestSummary,
         verdict: &Verdict<'_>,
@@ -103,7 +108,7 @@ impl ProxyService {
             | RequestOutcome::Unavailable { policy, .. } => Some(*policy),
         };
         let is_rejected = policy.is_some() || !verdict.shadow_rejected.is_empty();
-        if summary.recording.is_none() && !self.access_log.is_enabled_for(is_rejected) {
+        if summary.recording.is_none() && !self.access_log.filter_allows_request(is_rejected) {
             return;
         }
         let entry = AccessLogEntry {
@@ -123,7 +128,7 @@ impl ProxyService {
         };
         self.access_log.write(&entry);
         if let Some(recording) = &mut summary.recording {
-            let tightest = ReportedLimit::find_least_remaining(&verdict.limits);
+            let tightest = ReportedLimit::find_tightest_limit(&verdict.limits);
             recording.set_response(&trace::TracedResponse {
                 status: status.as_u16(),
                 decision: entry.decision,

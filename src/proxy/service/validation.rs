@@ -17,7 +17,7 @@ use tokio::time::Instant;
 
 impl ProxyService {
     /// Validates the request head, or returns the error response.
-    pub(in crate::proxy) fn read_request(
+    pub(in crate::proxy) fn validate_request_head(
         &self,
         parts: &mut request::Parts,
         peer: &ConnectionPeer,
@@ -25,33 +25,38 @@ impl ProxyService {
         style: ReplyStyle<'_>,
     ) -> Result<InboundRequest, Box<Response<Bytes>>> {
         if exceeds_header_count(&parts.headers, self.max_headers) {
-            return Err(
-                local_replies::build_proxy_error(ProxyErrorType::TooManyHeaders, style).into(),
-            );
+            return Err(local_replies::build_proxy_error_reply(
+                ProxyErrorType::TooManyHeaders,
+                style,
+            )
+            .into());
         }
-        let inbound =
-            InboundRequest::from_parts(parts, peer.addr.ip(), table).map_err(|error| {
+        let inbound = InboundRequest::validate_and_rewrite(parts, peer.addr.ip(), table).map_err(
+            |error| {
                 tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
-                local_replies::build_inbound_error(error, style)
-            })?;
+                local_replies::build_invalid_request_reply(error, style)
+            },
+        )?;
         if self
             .max_body_bytes
             .is_some_and(|most| inbound.target.content_length > Some(most))
         {
-            return Err(
-                local_replies::build_proxy_error(ProxyErrorType::BodyTooLarge, style).into(),
-            );
+            return Err(local_replies::build_proxy_error_reply(
+                ProxyErrorType::BodyTooLarge,
+                style,
+            )
+            .into());
         }
         if table.ignores_forwarding_headers(&inbound.client, &parts.headers) {
             self.metrics
                 .record_untrusted_forwarding(peer.addr.ip().to_canonical());
-            warn_about_untrusted_proxy(peer, table);
+            warn_once_about_untrusted_proxy(peer, table);
         }
         Ok(inbound)
     }
 
     /// Responds to a request that failed validation, before any policy applied.
-    pub(in crate::proxy) fn reject_unreadable(
+    pub(in crate::proxy) fn reject_invalid_request(
         &self,
         parts: &request::Parts,
         body: RequestBody,
@@ -91,8 +96,8 @@ impl ProxyService {
     }
 }
 
-/// Whether there are too many header lines. hyper checks this for HTTP/1 only. HTTP/2 clients may
-/// send one line per cookie; these count as one.
+/// Whether there are too many header lines. hyper limits header lines for HTTP/1 only. HTTP/2
+/// clients may send one line per cookie; all cookie lines count as one.
 fn exceeds_header_count(headers: &HeaderMap, max: usize) -> bool {
     let cookies = || {
         headers
@@ -104,10 +109,10 @@ fn exceeds_header_count(headers: &HeaderMap, max: usize) -> bool {
     headers.len() > max && headers.len() - cookies() > max
 }
 
-/// Warns once per process; more would only fill the log.
-fn warn_about_untrusted_proxy(peer: &ConnectionPeer, table: &PolicyTable) {
-    static WARNED: std::sync::Once = std::sync::Once::new();
-    WARNED.call_once(|| {
+/// Warns once per process that the forwarding header of an untrusted proxy is ignored.
+fn warn_once_about_untrusted_proxy(peer: &ConnectionPeer, table: &PolicyTable) {
+    static WARNED_OF_UNTRUSTED_PROXY: std::sync::Once = std::sync::Once::new();
+    WARNED_OF_UNTRUSTED_PROXY.call_once(|| {
         let ip = peer.addr.ip().to_canonical();
         tracing::warn!(
             peer = %ip,

@@ -367,7 +367,7 @@ async fn a_panic_ends_only_its_own_connection() {
     client.send(b"GET /panic HTTP/1.1\r\nhost: a\r\n\r\n").await;
     assert_eq!(client.read_to_end().await, "");
     assert!(other.request(GET).await.starts_with("HTTP/1.1 200"));
-    wait_until(|| server.load.panics() == 1 && server.load.open_connections() == 1).await;
+    wait_until(|| server.load.panic_count() == 1 && server.load.open_connections() == 1).await;
 }
 
 #[tokio::test]
@@ -416,7 +416,7 @@ async fn a_panic_in_a_stream_is_counted_and_ends_nothing_else() {
         .await
         .expect_err("a request that panics has no response");
     assert_eq!(send_request("/").await.unwrap().status(), 200);
-    wait_until(|| server.load.panics() == 1).await;
+    wait_until(|| server.load.panic_count() == 1).await;
     connection.abort();
 }
 

@@ -95,7 +95,7 @@ impl RunningServer {
         F: Future<Output = Rc<H>> + 'static,
     {
         let server = ProxyServer::bind(settings, Arc::default()).unwrap();
-        let ListenAddress::Ip(addr) = server.address().unwrap() else {
+        let ListenAddress::Ip(addr) = server.first_listener_address().unwrap() else {
             panic!("expected an IP address")
         };
         let load = server.server_load();

@@ -6,11 +6,11 @@ use tokio::net::lookup_host;
 
 use crate::proxy::UpstreamUrl;
 
-/// Interval of DNS lookups that are independent of new connections.
-pub(super) const LOOKUP_INTERVAL: Duration = Duration::from_secs(10);
+/// Interval of the periodic DNS lookups that find removed addresses.
+pub(super) const DNS_LOOKUP_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Results of the last two lookups. Two are kept because some name servers return only a subset of
-/// the addresses each time.
+/// Addresses found by the last two DNS lookups. Two lookups are kept because some name servers
+/// return only a subset of the addresses each time.
 #[derive(Debug, Default)]
 pub(super) struct ResolvedAddresses {
     previous: Vec<IpAddr>,
@@ -18,11 +18,12 @@ pub(super) struct ResolvedAddresses {
 }
 
 impl ResolvedAddresses {
-    pub(super) fn update(&mut self, resolved: Vec<IpAddr>) {
+    pub(super) fn record_lookup(&mut self, resolved: Vec<IpAddr>) {
         self.previous = std::mem::replace(&mut self.latest, resolved);
     }
 
-    /// Whether both of the last two lookups lack the address.
+    /// Whether neither of the last two DNS lookups returned the address. `false` before two
+    /// lookups, or for `None` (a Unix socket).
     pub(super) fn is_stale(&self, address: Option<IpAddr>) -> bool {
         let Some(address) = address else { return false };
         [&self.previous, &self.latest]
@@ -31,12 +32,13 @@ impl ResolvedAddresses {
     }
 }
 
-/// Whether the upstream is configured by host name, so that its addresses may change.
+/// Whether the upstream URL contains a host name instead of an IP address, so that its addresses
+/// may change.
 pub(super) fn has_dns_name(url: &UpstreamUrl) -> bool {
     matches!(url, UpstreamUrl::Net { host, .. } if host.parse::<IpAddr>().is_err())
 }
 
-/// Resolves the upstream's host name. Returns `None` if the lookup fails or finds nothing.
+/// Resolves the upstream's host name. Returns `None` if the lookup fails or finds no address.
 pub(super) async fn resolve_addresses(url: &UpstreamUrl) -> Option<Vec<IpAddr>> {
     let UpstreamUrl::Net { host, port, .. } = url else {
         return None;
@@ -57,7 +59,7 @@ mod tests {
             ["10.0.0.1", "10.0.0.2"].map(|address| address.parse().unwrap());
         let mut stale = Vec::new();
         for found in [vec![old], vec![new], vec![old, new], vec![new], vec![new]] {
-            addresses.update(found);
+            addresses.record_lookup(found);
             stale.push([Some(old), Some(new), None].map(|address| addresses.is_stale(address)));
         }
         let none = [false; 3];

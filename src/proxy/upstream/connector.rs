@@ -25,9 +25,9 @@ use crate::tls::ClientTls;
 
 /// Time after which the next address is tried while earlier attempts are pending (RFC 8305, 5).
 const HAPPY_EYEBALLS_DELAY: Duration = Duration::from_millis(250);
-/// Idle time before TCP keep-alive probes start. Three probes, ten seconds apart, detect a vanished
-/// host even during a quiet response.
-const TCP_KEEPALIVE_TIME: Duration = Duration::from_secs(60);
+/// Idle time before TCP keep-alive probes start. Three unanswered probes, ten seconds apart, close
+/// the connection.
+const TCP_KEEPALIVE_IDLE_TIME: Duration = Duration::from_secs(60);
 
 /// The upstream URL has a host that is not valid in a `Host` header.
 #[derive(Debug, thiserror::Error)]
@@ -36,20 +36,20 @@ pub struct UpstreamUrlError(pub(super) String);
 
 /// Opens connections to the upstream.
 pub(super) struct UpstreamConnector {
-    /// TLS settings of new connections; a reload replaces them. `None` for cleartext.
-    tls: Option<ArcSwap<UpstreamTls>>,
+    /// TLS connectors for new connections; a reload replaces them. `None` for a cleartext upstream.
+    tls: Option<ArcSwap<UpstreamTlsConnectors>>,
 }
 
 /// The protocols offered to a TLS server by ALPN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AlpnOffer {
-    /// HTTP/2 and HTTP/1.1; the server chooses.
+    /// Both HTTP/2 and HTTP/1.1 are offered, and the server chooses.
     Http2AndHttp1,
-    /// HTTP/1.1 only, because the request needs an upgrade.
+    /// Only HTTP/1.1 is offered, because the request needs an upgrade.
     Http1Only,
 }
 
-struct UpstreamTls {
+struct UpstreamTlsConnectors {
     client_tls: ClientTls,
     http2_connector: TlsConnector,
     http1_connector: TlsConnector,
@@ -61,21 +61,21 @@ impl UpstreamConnector {
             tls: settings
                 .tls
                 .clone()
-                .map(|client| ArcSwap::from_pointee(UpstreamTls::new(client))),
+                .map(|client| ArcSwap::from_pointee(UpstreamTlsConnectors::new(client))),
         }
     }
 
-    /// Uses other certificates for new connections. A cleartext upstream stays cleartext.
+    /// Replaces the TLS settings of new connections. A cleartext upstream stays cleartext.
     pub(super) fn update_tls(&self, client: &ClientTls) {
         if let Some(tls) = &self.tls
             && tls.load().client_tls != *client
         {
-            tls.store(Arc::new(UpstreamTls::new(client.clone())));
+            tls.store(Arc::new(UpstreamTlsConnectors::new(client.clone())));
             tracing::info!("upstream certificates reloaded; new connections use them");
         }
     }
 
-    /// Makes one attempt, DNS lookup and TLS handshake included, within `connect_timeout`.
+    /// Tries once to connect. `connect_timeout` includes the DNS lookup and the TLS handshake.
     pub(super) async fn connect(
         &self,
         settings: &UpstreamSettings,
@@ -95,7 +95,7 @@ impl UpstreamConnector {
             }
         };
         with_connect_timeout(limit, async {
-            let socket = connect_tcp(host, port).await?;
+            let socket = resolve_and_connect_tcp(host, port).await?;
             match &self.tls {
                 None => Ok(UpstreamSocket::new(
                     SocketTransport::Plain(socket),
@@ -121,7 +121,7 @@ async fn with_connect_timeout<T>(
     })
 }
 
-impl UpstreamTls {
+impl UpstreamTlsConnectors {
     fn new(client: ClientTls) -> Self {
         let connector_with_alpn = |protocols: &[&[u8]]| {
             let mut config = ClientConfig::clone(client.config());
@@ -141,7 +141,7 @@ impl UpstreamTls {
 }
 
 async fn perform_tls_handshake(
-    tls: &UpstreamTls,
+    tls: &UpstreamTlsConnectors,
     host: &str,
     socket: TcpStream,
     offer: AlpnOffer,
@@ -169,11 +169,11 @@ async fn perform_tls_handshake(
     ))
 }
 
-/// Resolves the name and connects.
+/// Resolves the upstream's host name and opens a TCP connection.
 ///
-/// The lookup is repeated for each connection because addresses change in a cluster. The addresses
-/// are tried in order, alternating the address families (RFC 8305).
-async fn connect_tcp(host: &str, port: u16) -> Result<TcpStream, UpstreamError> {
+/// DNS is queried for each new connection, because addresses change in a cluster. The addresses are
+/// tried in turn, alternating IPv4 and IPv6 (RFC 8305).
+async fn resolve_and_connect_tcp(host: &str, port: u16) -> Result<TcpStream, UpstreamError> {
     let dns = |why: String| UpstreamError {
         kind: UpstreamErrorKind::Dns,
         detail: format!("{host}: {why}"),
@@ -202,8 +202,8 @@ async fn connect_tcp(host: &str, port: u16) -> Result<TcpStream, UpstreamError> 
     }
 }
 
-/// Alternates the address families, starting with the family of the first address (RFC 8305, 4). An
-/// unreachable family must not use up the connect timeout.
+/// Orders addresses to alternate IPv4 and IPv6, starting with the first one's family (RFC 8305, 4).
+/// Otherwise one unreachable family could use up the connect timeout.
 fn interleave_address_families(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
     let ipv6_first = addresses.first().is_some_and(SocketAddr::is_ipv6);
     let (first, second): (Vec<_>, Vec<_>) = addresses
@@ -217,11 +217,11 @@ fn interleave_address_families(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
 }
 
 fn set_socket_options(socket: &TcpStream) -> io::Result<()> {
-    // With Nagle's algorithm, small requests may wait for the acknowledgement of earlier ones.
+    // Disables Nagle's algorithm, which delays small requests until earlier data is acknowledged.
     socket.set_nodelay(true)?;
     let keepalive = socket2::TcpKeepalive::new()
-        .with_time(TCP_KEEPALIVE_TIME)
-        .with_interval(TCP_KEEPALIVE_TIME / 6)
+        .with_time(TCP_KEEPALIVE_IDLE_TIME)
+        .with_interval(TCP_KEEPALIVE_IDLE_TIME / 6)
         .with_retries(3);
     socket2::SockRef::from(socket).set_tcp_keepalive(&keepalive)
 }
@@ -248,21 +248,21 @@ impl fmt::Debug for UpstreamConnector {
 
 /// A connected socket, with or without TLS.
 ///
-/// An upstream may respond to an upload early, e.g. with 413, and close. Writing then fails while
-/// the response can still be read. So a failed write is reported as successful, and the reading
-/// side reports the failure after it has returned the data received. A write that fails after a
-/// clean end of the reading side is reported directly, as a tunnel may still write then.
+/// An upstream may respond to an upload early, e.g. with 413, and close. Writing then fails
+/// although the response can still be read. So a write to a broken connection is reported as
+/// successful, and reading returns the error after all received data. If reading has already ended
+/// cleanly, the write returns its error directly; only a tunnel writes then.
 #[derive(Debug)]
 pub(super) struct UpstreamSocket {
     transport: SocketTransport,
     is_http2: bool,
-    /// Set by every read; reset by the PING monitor.
+    /// Every read sets this flag; the PING monitor resets it.
     read_activity: Arc<AtomicBool>,
-    /// A write failed, and the error was not reported.
+    /// Whether a write failed and was reported as successful.
     write_failed: bool,
-    /// The reading side reached a clean end.
+    /// Whether reading has reached a clean end.
     read_ended: bool,
-    /// Released when the socket is closed, not when its closing is requested.
+    /// The `max_connections` permit, released when the socket is actually closed.
     _permit: Option<OwnedSemaphorePermit>,
 }
 
@@ -290,8 +290,8 @@ impl UpstreamSocket {
         self.is_http2
     }
 
-    /// A flag that every read sets.
-    pub(super) fn read_activity(&self) -> Arc<AtomicBool> {
+    /// Returns the flag that every read sets.
+    pub(super) fn read_activity_flag(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.read_activity)
     }
 
@@ -304,7 +304,7 @@ impl UpstreamSocket {
     }
 
     /// The IP address of the peer; `None` for a Unix socket.
-    pub(super) fn peer(&self) -> Option<IpAddr> {
+    pub(super) fn peer_ip(&self) -> Option<IpAddr> {
         let socket = match &self.transport {
             SocketTransport::Plain(socket) => socket,
             SocketTransport::Tls(stream) => stream.get_ref().0,
@@ -357,8 +357,8 @@ impl AsyncRead for UpstreamSocket {
             SocketTransport::Tls(stream) => Pin::new(stream).poll_read(cx, into),
         })?;
         if this.write_failed && into.filled().len() == before {
-            // Not a clean end: the failed write consumed the error that the read would have
-            // returned.
+            // Returns an error instead of a clean end, because the failed write consumed the error
+            // that this read would have returned.
             return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
         }
         this.read_activity.store(true, Ordering::Relaxed);
@@ -453,7 +453,7 @@ mod tests {
         stream.write_all(b"never read").await.unwrap();
         theirs.readable().await.unwrap();
         theirs.write_all(b"no").await.unwrap();
-        // The kernel sends a reset because bytes are unread.
+        // Closing a socket with unread bytes makes the kernel send a reset.
         drop(theirs);
         while !stream.write_failed {
             stream.write_all(b"more").await.unwrap();

@@ -8,16 +8,16 @@ use std::time::Duration;
 #[error("{kind}: {detail}")]
 pub struct UpstreamError {
     pub kind: UpstreamErrorKind,
-    /// For logs only; never sent to clients.
+    /// Text for logs only; clients never receive it.
     pub detail: String,
 }
 
-/// Cause of an [`UpstreamError`]. The upstream is at fault unless the variant says otherwise.
+/// Cause of an [`UpstreamError`]. The upstream is responsible unless the variant says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum UpstreamErrorKind {
     /// The upstream refused the TCP connection.
     ConnectRefused,
-    /// Connecting failed for any other reason.
+    /// Connecting failed, but was neither refused nor timed out.
     ConnectFailed,
     /// No connection was established within `connect_timeout`.
     ConnectTimeout,
@@ -25,13 +25,13 @@ pub enum UpstreamErrorKind {
     Dns,
     /// The TLS handshake failed, or the certificate is not trusted.
     Tls,
-    /// Proxy limit: `max_requests_waiting` requests already wait for a connection.
+    /// Proxy limit: `max_requests_waiting` requests already wait for a connection or are delayed.
     QueueFull,
     /// Proxy limit: no connection became free within `queue_timeout`.
     QueueTimeout,
     /// No response head arrived within `response_timeout`.
     ResponseTimeout,
-    /// The connection ended before the response head.
+    /// The connection ended before a complete response head arrived.
     ConnectionTerminated,
     /// The response is not valid HTTP.
     Protocol,
@@ -52,7 +52,7 @@ pub enum UpstreamErrorKind {
 pub enum UpstreamErrorOrigin {
     Client,
     Upstream,
-    /// A limit of the proxy was reached.
+    /// The request reached a limit of the proxy.
     Proxy,
 }
 
@@ -67,8 +67,8 @@ impl UpstreamErrorKind {
         }
     }
 
-    /// Whether the upstream received nothing of the request, because there was no connection for
-    /// it.
+    /// Whether the upstream received no part of the request, because no suitable connection was
+    /// available.
     pub fn is_unsent(self) -> bool {
         match self {
             Self::ConnectRefused
@@ -88,18 +88,19 @@ impl UpstreamErrorKind {
         }
     }
 
-    /// Classifies an h2 error.
+    /// Returns the kind of an error of the h2 library.
     pub(super) fn from_h2(error: &h2::Error) -> Self {
         match error.is_remote() {
             true if error.is_reset() => Self::StreamReset,
-            // h2 reports GOAWAY only for requests that the upstream did not process.
+            // A remote error that is no reset is a GOAWAY; h2 reports it only for requests that the
+            // upstream did not process.
             true => Self::ConnectionTerminated,
             false if error.is_library() => Self::Protocol,
             false => Self::ConnectionTerminated,
         }
     }
 
-    /// Every [`UpstreamErrorKind::name`], in declaration order.
+    /// The names of all error kinds, in declaration order.
     pub const NAMES: &[&str] = &[
         Self::ConnectRefused.name(),
         Self::ConnectFailed.name(),
@@ -118,7 +119,7 @@ impl UpstreamErrorKind {
         Self::ClientDisconnected.name(),
     ];
 
-    /// The name used in metrics and logs.
+    /// The name of the error kind in metrics and logs.
     pub const fn name(self) -> &'static str {
         match self {
             Self::ConnectRefused => "connect_refused",

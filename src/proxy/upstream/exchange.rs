@@ -1,4 +1,5 @@
-//! One attempt to send a request on a connection: the parts that HTTP/1.1 and HTTP/2 share.
+//! Shared code of HTTP/1.1 and HTTP/2 for one attempt to send a request and receive a response
+//! head.
 
 mod http1;
 mod http2;
@@ -17,10 +18,10 @@ use super::response_body::{UpstreamBody, UpstreamBodySource};
 use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
 use crate::proxy::http::body::response::ResponseBody;
 
-/// State of a request that received no response; decides whether it may be retried.
+/// How far a request without a response got; decides whether it may be retried.
 pub(super) enum ExchangeFailure {
-    /// Nothing was written, so a retry is safe. Holds the request unless a [`RetryRequest`] has a
-    /// copy.
+    /// Nothing of the request was written, so a retry is safe. Contains the request for HTTP/1.1;
+    /// for HTTP/2 the retry uses a [`RetryRequest`].
     NotSent(Option<Box<Request<RequestBody>>>),
     /// The upstream refused the stream without processing it (REFUSED_STREAM).
     RefusedStream,
@@ -47,10 +48,11 @@ impl UpstreamClient {
         ))
     }
 
-    /// Waits for `response_future`, at most `response_timeout`; returns `None` after that.
+    /// Waits for `response_future`. Returns `None` if `response_timeout` elapses first.
     ///
-    /// The timeout counts from the last body chunk handed over, or from `sent_at` without a body.
-    /// It does not run while the upstream waits for the client's body, which has its own timeout.
+    /// `response_timeout` counts from the last body chunk handed over, or from `sent_at` without a
+    /// body. It does not run while the proxy waits for the client to send more of the body; a
+    /// separate timeout limits that.
     async fn await_within_response_timeout<T>(
         &self,
         connection: &mut UpstreamConnection,
@@ -78,7 +80,7 @@ impl UpstreamClient {
     }
 }
 
-/// Returns the error kind if the client caused the request to fail.
+/// Returns the error kind if the request failed because of the client's body; otherwise `None`.
 fn client_error_kind(progress: Option<&RequestBodyProgress>) -> Option<UpstreamErrorKind> {
     match progress?.state() {
         RequestBodyState::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),

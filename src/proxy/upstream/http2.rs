@@ -1,8 +1,8 @@
-//! HTTP/2 connections to the upstream. One connection carries many requests.
+//! HTTP/2 connections to the upstream, each with many concurrent requests.
 //!
-//! h2 is used directly instead of hyper's client. hyper would run two tasks per request. It also
-//! cannot cancel an upload after the response was read, nor report that the upstream refused a
-//! request unprocessed.
+//! The h2 library is used directly instead of hyper's client. hyper would run two tasks per
+//! request. hyper also cannot cancel an upload after the response was read, nor report that the
+//! upstream refused a request unprocessed.
 
 pub(super) mod body_upload;
 mod connection;

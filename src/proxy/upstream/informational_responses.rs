@@ -10,8 +10,8 @@ use crate::proxy::http::informational_responses::{
     InformationalForwarder, MAX_INFORMATIONAL_RESPONSES,
 };
 
-/// The queue of one connection. hyper requires the callback to be `Sync`, hence the lock; it is
-/// never contended.
+/// Queue of one connection's 1xx responses. The lock is never contended; it exists because hyper
+/// requires its callback to be `Sync`.
 #[derive(Debug, Default)]
 pub(super) struct InformationalResponseQueue(Mutex<InformationalQueueState>);
 
@@ -36,7 +36,8 @@ impl InformationalResponseQueue {
         });
     }
 
-    /// Forwards the queued responses and stores `waker` for further ones.
+    /// Forwards the queued 1xx responses to the client and stores `waker`, which the next one
+    /// wakes.
     pub(super) fn forward_responses(
         &self,
         interim: &mut InformationalForwarder,
@@ -46,7 +47,7 @@ impl InformationalResponseQueue {
         for (status, fields) in state.heads.drain(..) {
             interim.forward(status, &fields, Version::HTTP_11);
         }
-        // A stored waker keeps its task alive, so it must not outlive the request.
+        // `None` clears the waker after the request: a stored waker keeps its task's memory.
         state.waker = waker.cloned();
     }
 }

@@ -1,8 +1,8 @@
 //! Pool of one worker's connections to the upstream.
 //!
-//! HTTP/1.1 connections carry one request at a time. The pool reuses the most recently used one, so
-//! that surplus connections become idle and are closed. HTTP/2 connections carry many requests; the
-//! first one with capacity is used, and more are opened in the background.
+//! HTTP/1.1 connections carry one request at a time. The pool reuses the most recently used
+//! HTTP/1.1 connection, so that surplus connections stay idle and are closed. HTTP/2 connections
+//! carry many requests; the pool uses the first with capacity and opens more in the background.
 //!
 //! Every open connection counts against `max_connections`, which all workers share.
 //! `HANDOVERS_PER_CLOSE` keeps a busy worker from starving the others. See
@@ -41,9 +41,10 @@ pub(super) struct UpstreamPool {
     idle_http1: RefCell<VecDeque<Box<UpstreamConnection>>>,
     /// Open HTTP/2 connections.
     http2_connections: RefCell<Vec<Rc<Http2Connection>>>,
-    /// Whether the upstream chose HTTP/2 in the last handshake; `None` before the first.
+    /// Whether the upstream uses HTTP/2: fixed without TLS, otherwise as in the last handshake.
+    /// `None` before the first.
     negotiated_http2: Cell<Option<bool>>,
-    /// HTTP/2 connections being opened, and the streams expected on each.
+    /// Number of HTTP/2 connections being opened, and the number of streams expected on each.
     opening_http2_connections: Cell<usize>,
     streams_per_connection: Cell<usize>,
     /// Waiting requests of this worker, oldest first.
@@ -98,16 +99,16 @@ impl UpstreamPool {
         &self.shared.error_log_throttle
     }
 
-    /// Returns a connection, preferably a used one. `retries` is the number of further connection
-    /// attempts allowed.
+    /// Returns an idle or freed connection if possible, otherwise a new one. `retries` is the
+    /// number of connection attempts allowed after failed ones.
     ///
-    /// This future and those of the other `acquire` methods are boxed. Few requests open a
-    /// connection, and the unboxed future would enlarge the future of every request.
+    /// The futures of the `acquire` methods are boxed: inline, they would enlarge the future of
+    /// every request, while few requests open a connection.
     pub(super) fn acquire<'p>(self: &'p Rc<Self>, retries: &'p mut u32) -> AcquireFuture<'p> {
         Box::pin(async move {
             let mut queued_since = None;
             loop {
-                if let Some(connection) = self.take_idle(Instant::now()) {
+                if let Some(connection) = self.take_available_connection(Instant::now()) {
                     return Ok(connection);
                 }
                 if self.negotiated_http2.get() == Some(false) {
@@ -127,9 +128,12 @@ impl UpstreamPool {
         })
     }
 
-    /// Returns a connection that has never been used; for HTTP/2, a stream of a suitable
-    /// connection.
-    pub(super) fn acquire_new<'p>(self: &'p Rc<Self>, retries: &'p mut u32) -> AcquireFuture<'p> {
+    /// Opens a new HTTP/1.1 connection. For HTTP/2, returns a stream of any connection that takes
+    /// new requests.
+    pub(super) fn acquire_new_or_http2<'p>(
+        self: &'p Rc<Self>,
+        retries: &'p mut u32,
+    ) -> AcquireFuture<'p> {
         if self.negotiated_http2.get() != Some(false) {
             return self.acquire(retries);
         }
@@ -140,7 +144,7 @@ impl UpstreamPool {
         })
     }
 
-    /// Returns an HTTP/1.1 connection to an upstream that prefers HTTP/2.
+    /// Returns an HTTP/1.1 connection, idle or new, even if the upstream prefers HTTP/2.
     pub(super) fn acquire_http1<'p>(self: &'p Rc<Self>, retries: &'p mut u32) -> AcquireFuture<'p> {
         Box::pin(async move {
             if let Some(connection) = self.take_idle_http1(Instant::now()) {
@@ -152,15 +156,19 @@ impl UpstreamPool {
         })
     }
 
-    /// Waits until `due`, counted as a delayed request. Dropping the future releases the slot.
+    /// Waits until `due`. The request counts as delayed until the future completes or is dropped.
     pub(super) async fn delay_until(&self, due: Instant) -> Result<(), UpstreamError> {
         let _slot = DelaySlotGuard::acquire(&self.shared)?;
         sleep_until(due).await;
         Ok(())
     }
 
-    /// Returns an idle connection or a free stream. `now` is the caller's latest clock reading.
-    pub(super) fn take_idle(self: &Rc<Self>, now: Instant) -> Option<Box<UpstreamConnection>> {
+    /// Returns an idle HTTP/1.1 connection or a free HTTP/2 stream, without waiting. `now` is the
+    /// caller's latest clock reading.
+    pub(super) fn take_available_connection(
+        self: &Rc<Self>,
+        now: Instant,
+    ) -> Option<Box<UpstreamConnection>> {
         let max_age = self.settings().pool_idle_timeout;
         let is_young = |http2_connection: &&Rc<Http2Connection>| {
             http2_connection
@@ -180,11 +188,12 @@ impl UpstreamPool {
     fn take_idle_http1(&self, now: Instant) -> Option<Box<UpstreamConnection>> {
         let mut idle = self.idle_http1.borrow_mut();
         let max_age = self.settings().pool_idle_timeout;
-        std::iter::from_fn(|| idle.pop_back()).find(|connection| connection.is_usable(max_age, now))
+        std::iter::from_fn(|| idle.pop_back())
+            .find(|connection| connection.is_reusable(max_age, now))
     }
 }
 
-/// Future of an `acquire` method.
+/// Future of the pool's `acquire` methods: the connection or an error.
 type AcquireFuture<'p> = LocalBoxFuture<'p, Result<Box<UpstreamConnection>, UpstreamError>>;
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use crate::proxy::http::body::error::BodyError;
 use crate::proxy::http::response_cost::CostMeter;
 use crate::telemetry::trace::RequestRecording;
 
-/// Origin of a streamed response body.
+/// HTTP-version-specific part of a streamed response body.
 #[derive(Debug)]
 pub(super) enum UpstreamBodySource {
     Http1(Incoming),
@@ -50,8 +50,8 @@ impl UpstreamBodySource {
     }
 }
 
-/// A response body, streamed from the upstream. At its end the connection returns to the pool.
-/// Dropping it earlier closes the connection or cancels the stream.
+/// A response body, streamed from the upstream. When the body ends, the connection returns to the
+/// pool. Dropping the body earlier closes the HTTP/1.1 connection or cancels the HTTP/2 stream.
 #[derive(Debug)]
 pub struct UpstreamBody {
     source: UpstreamBodySource,
@@ -89,25 +89,26 @@ impl UpstreamBody {
         }
     }
 
-    /// Keeps the concurrency slot until the body ends, and ends the body at the slot's `ends_at`.
+    /// Keeps the concurrency slot until the body ends, and fails the body at the slot's `ends_at`.
     pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
         self.slot_guard = slot_guard.map(Box::new);
     }
 
-    /// Ends the trace recording with the body.
+    /// Attaches the trace recording, to end with the body.
     pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self.recording = recording
             .filter(|_| !self.is_fully_received())
             .map(RequestRecording::mark_streaming);
     }
 
-    /// hyper does not poll for the end of an empty body or one of known length that was received in
-    /// full. An HTTP/2 stream may still signal its end later.
+    /// Whether all data has arrived, so that hyper may not poll again. An HTTP/2 stream may still
+    /// signal its end later.
     fn is_fully_received(&self) -> bool {
         self.source.is_end_stream() || self.source.size_hint().exact() == Some(0)
     }
 
-    /// Settles the response cost from the body. A body that is cut off or dropped settles nothing.
+    /// Attaches the meter that reads the response cost from the body and settles it at the end. If
+    /// the body ends early, estimates are only ever raised.
     pub(in crate::proxy) fn attach_cost_meter(&mut self, cost_meter: Option<Box<CostMeter>>) {
         self.cost_meter = cost_meter;
     }
@@ -116,7 +117,10 @@ impl UpstreamBody {
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let ends_at = self.slot_guard.as_ref().and_then(|guard| guard.ends_at());
+        let ends_at = self
+            .slot_guard
+            .as_ref()
+            .and_then(|guard| guard.request_ends_at());
         if ends_at.is_some_and(|ends_at| ends_at <= Instant::now()) {
             return Poll::Ready(Some(Err(self.fail(BodyError::MaxDurationExceeded))));
         }
@@ -131,7 +135,7 @@ impl UpstreamBody {
                 if let Some(meter) = &mut self.cost_meter {
                     meter.read_frame(&frame);
                 }
-                // hyper does not poll again after these.
+                // hyper does not poll again after trailers or the end of the stream.
                 if frame.is_trailers() || self.source.is_end_stream() {
                     self.finish();
                 } else if self.recording.is_some() && self.is_fully_received() {
@@ -147,7 +151,7 @@ impl UpstreamBody {
         })
     }
 
-    /// Ready when the upstream exceeds `body_idle_timeout`, or at `ends_at`.
+    /// Ready with an error when the upstream exceeds `body_idle_timeout`, or at `ends_at`.
     fn poll_deadlines(
         &mut self,
         ends_at: Option<Instant>,

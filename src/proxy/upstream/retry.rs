@@ -1,17 +1,17 @@
-//! Copy of a request, for a retry.
+//! Copies of requests, kept for a retry.
 
 use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
 use crate::proxy::http::body::request::RequestBody;
 
-/// What a retry needs of a request. The headers are copied as text: that costs a third of cloning
-/// the map, and few copies are ever converted back.
+/// A copy of a request, for a retry. The headers are copied as text, which costs a third of cloning
+/// the header map; few copies are ever converted back.
 pub(super) struct RetryRequest {
     method: Method,
     uri: Uri,
     /// `name:value\n` for each header. Names contain no colon, and values no line feed.
     header_lines: Vec<u8>,
-    /// Another handle to the same body.
+    /// Another handle to the body of the original request.
     pub(super) body: RequestBody,
 }
 
@@ -58,8 +58,8 @@ impl RetryRequest {
     }
 }
 
-/// Whether a request may be sent twice: its method is idempotent (RFC 9110, 9.2.2) and it has no
-/// body.
+/// Whether a request may be processed twice: its method is idempotent (RFC 9110, 9.2.2) and it has
+/// no body.
 pub(super) fn is_retryable(request: &Request<RequestBody>) -> bool {
     let method = request.method();
     request.body().is_empty()

@@ -1,4 +1,4 @@
-//! State that all workers' connections to the upstream share.
+//! State that the upstream clients of all workers share.
 
 use http::HeaderValue;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use crate::proxy::UpstreamSettings;
 use crate::telemetry::LogThrottle;
 use crate::tls::ClientTls;
 
-/// Minimum interval between warnings while requests fail.
+/// Minimum interval between warnings about requests that are not forwarded.
 const ERROR_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Limits, counters and the connector, shared by all workers.
+/// Settings, limits, counters and connector of the upstream, shared by all workers.
 #[derive(Debug)]
 pub struct UpstreamSharedState {
     pub(super) settings: UpstreamSettings,
@@ -25,9 +25,9 @@ pub struct UpstreamSharedState {
     pub(super) max_idle_per_worker: usize,
     /// One permit per open connection.
     pub(super) connection_permits: Arc<Semaphore>,
-    /// Requests waiting for a connection.
+    /// Number of requests waiting for a connection.
     pub(super) queued_requests: AtomicUsize,
-    /// Requests delayed by a `leaky_bucket` limit.
+    /// Number of requests delayed by a `leaky_bucket` limit.
     pub(super) delayed_requests: AtomicUsize,
     /// Notifies all workers when a request starts to wait for a connection.
     pub(super) queue_signal: watch::Sender<()>,
@@ -39,7 +39,7 @@ impl UpstreamSharedState {
     /// Creates the state for `workers` workers.
     ///
     /// # Errors
-    /// If the host of the URL is not valid in a `Host` header.
+    /// Returns an error if the host of the upstream URL is not valid in a `Host` header.
     pub fn new(settings: UpstreamSettings, workers: usize) -> Result<Arc<Self>, UpstreamUrlError> {
         let connector = UpstreamConnector::new(&settings);
         let authority = settings.url.authority();
@@ -60,7 +60,7 @@ impl UpstreamSharedState {
         }))
     }
 
-    /// Applies a reload: new connections present and trust these certificates.
+    /// Applies reloaded TLS settings: new connections use their certificates.
     pub fn update_tls(&self, tls: Option<&ClientTls>) {
         if let Some(tls) = tls {
             self.connector.update_tls(tls);
@@ -69,7 +69,8 @@ impl UpstreamSharedState {
 }
 
 impl UpstreamSharedState {
-    /// Adds a request to `queue`, unless all queues together are full.
+    /// Counts a request in `queue`. Fails if waiting and delayed requests together would exceed
+    /// `max_requests_waiting`.
     pub(super) fn reserve_queue_slot(&self, queue: &AtomicUsize) -> Result<(), UpstreamError> {
         let limit = self.settings.max_requests_waiting;
         queue.fetch_add(1, Ordering::SeqCst);
@@ -83,7 +84,7 @@ impl UpstreamSharedState {
     }
 }
 
-/// Counts a delayed request.
+/// Counts a delayed request, until the guard is dropped.
 pub(super) struct DelaySlotGuard<'s>(&'s UpstreamSharedState);
 
 impl<'s> DelaySlotGuard<'s> {

@@ -1,4 +1,4 @@
-//! The upstream's end of a tunnel as a byte stream.
+//! The upstream side of a tunnel as a byte stream.
 
 use bytes::{Buf, Bytes};
 use h2::{RecvStream, SendStream};
@@ -13,10 +13,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::http2::body_upload::poll_send_capacity;
 use super::pool::UpstreamConnection;
 
-/// Maximum chunk written to the stream of a tunnel.
+/// Maximum size of one write to the HTTP/2 stream of a tunnel.
 const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;
 
-/// The upstream's end of a tunnel: an HTTP/1.1 connection or an [`Http2TunnelIo`].
+/// The upstream side of a tunnel: an HTTP/1.1 connection or an [`Http2TunnelIo`].
 pub(in crate::proxy) trait TunnelUpstream:
     AsyncRead + AsyncWrite + Debug + Unpin
 {
@@ -25,8 +25,8 @@ pub(in crate::proxy) trait TunnelUpstream:
 impl TunnelUpstream for TokioIo<Upgraded> {}
 impl TunnelUpstream for Http2TunnelIo {}
 
-/// An HTTP/2 stream as a bidirectional byte stream. Dropping it before both directions ended resets
-/// the stream.
+/// An HTTP/2 stream as a bidirectional byte stream. Dropping it before both directions have ended
+/// resets the HTTP/2 stream.
 #[derive(Debug)]
 pub(in crate::proxy) struct Http2TunnelIo {
     send_stream: SendStream<Bytes>,
@@ -69,7 +69,7 @@ impl AsyncRead for Http2TunnelIo {
             .read_buffer
             .split_to(this.read_buffer.len().min(into.remaining()));
         into.put_slice(&chunk);
-        // Window capacity is released only for data that was passed on.
+        // The receive window reopens only for data that the reader has taken.
         this.recv_stream
             .flow_control()
             .release_capacity(chunk.len())

@@ -6,7 +6,8 @@
 //! router and service and a duration in milliseconds.
 
 use super::fields::{
-    parse_address, parse_number, parse_request_line, present_value, split_at_quote, unescape,
+    parse_address, parse_number, parse_request_line, present_value, split_at_unescaped_quote,
+    unescape_field,
 };
 use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
 use super::required_headers::RequiredHeaders;
@@ -20,7 +21,7 @@ pub(in super::super) struct ClfLineParser {
     user_headers: SmallVec<[u16; 1]>,
     referer_headers: SmallVec<[u16; 1]>,
     user_agent_headers: SmallVec<[u16; 1]>,
-    /// Indexed by the position of the extra field.
+    /// Headers read from each extra field, by the field's position.
     extra_headers: Vec<SmallVec<[u16; 1]>>,
 }
 
@@ -52,13 +53,14 @@ impl ClfLineParser {
 
     fn parse_request<'l>(&mut self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
         let (head, at_us, rest) = self.split_at_timestamp(line)?;
-        let (request, rest) = split_at_quote(rest.strip_prefix(b" \"")?)?;
+        let (request, rest) = split_at_unescaped_quote(rest.strip_prefix(b" \"")?)?;
         let (status, rest) = split_word(rest.strip_prefix(b" ")?);
         let (_bytes, rest) = split_word(rest);
         let status = parse_number(status).and_then(|status| u16::try_from(status).ok())?;
-        let request = unescape(request);
+        let request = unescape_field(request);
         let (method, target) = match &request {
-            // The client sent no HTTP request: TLS bytes, for example, or nothing.
+            // Without a request line, the client sent no HTTP request: TLS bytes, for example, or
+            // nothing.
             Cow::Borrowed(text) => match parse_request_line(text) {
                 Some((method, target)) => (method.into(), target.into()),
                 None => return Some(ParsedLine::Other),
@@ -86,8 +88,8 @@ impl ClfLineParser {
         }))
     }
 
-    /// Returns the text before the time, the time, and the text after it. The user name may contain
-    /// brackets.
+    /// Returns the text before the time, the time, and the text after the time. The time is the
+    /// first valid one in brackets, because the user name may contain brackets too.
     fn split_at_timestamp<'l>(&mut self, line: &'l [u8]) -> Option<(&'l [u8], u64, &'l [u8])> {
         let mut from = 0;
         loop {
@@ -104,7 +106,8 @@ impl ClfLineParser {
         }
     }
 
-    /// Reads the fields after the response size, and the duration at the end of Traefik lines.
+    /// Adds the headers in the fields after the response size. Returns the duration at the end of a
+    /// Traefik line.
     fn parse_trailing_fields<'l>(
         &self,
         headers: &mut ParsedHeaders<'l>,
@@ -134,11 +137,15 @@ impl ClfLineParser {
 
 fn push_header_values<'l>(headers: &mut ParsedHeaders<'l>, header_indices: &[u16], text: &'l [u8]) {
     if let (Some(text), false) = (present_value(text), header_indices.is_empty()) {
-        headers.extend(header_indices.iter().map(|place| (*place, unescape(text))));
+        headers.extend(
+            header_indices
+                .iter()
+                .map(|place| (*place, unescape_field(text))),
+        );
     }
 }
 
-/// Returns virtual host, peer and user.
+/// Splits the text before the time into virtual host, peer and user.
 fn split_client_fields(head: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     let (first, rest) = split_word(head);
     let (second, after) = split_word(rest);
@@ -166,7 +173,7 @@ fn split_word(text: &[u8]) -> (&[u8], &[u8]) {
 fn split_field(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let text = text.trim_ascii_start();
     match text.strip_prefix(b"\"") {
-        Some(quoted) => split_at_quote(quoted),
+        Some(quoted) => split_at_unescaped_quote(quoted),
         None if text.is_empty() => None,
         None => Some(split_word(text)),
     }

@@ -4,10 +4,11 @@
 //! "X-FORWARDED-FOR" "USER-AGENT" "REQUEST-ID" "AUTHORITY" "UPSTREAM_HOST"`
 //!
 //! The format has no peer field. Envoy appends the peer address to `X-Forwarded-For` before it
-//! writes the line, so the last address there is the peer.
+//! writes the line, so the last address in this header is the peer.
 
 use super::fields::{
-    parse_address, parse_number, parse_request_line, present_value, split_at_quote, unescape,
+    parse_address, parse_number, parse_request_line, present_value, split_at_unescaped_quote,
+    unescape_field,
 };
 use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
 use super::required_headers::RequiredHeaders;
@@ -41,14 +42,14 @@ impl EnvoyLineParser {
         let rest = line.strip_prefix(b"[")?;
         let (time, rest) = rest.split_at_checked(memchr::memchr(b']', rest)?)?;
         let (at_us, has_whole_second_time) = parse_rfc3339(time)?;
-        let (request, rest) = split_at_quote(rest.strip_prefix(b"] \"")?)?;
+        let (request, rest) = split_at_unescaped_quote(rest.strip_prefix(b"] \"")?)?;
         let Some((method, target)) = parse_request_line(request) else {
             return Some(ParsedLine::Other);
         };
-        // Envoy escapes nothing, and clients control most of these fields. Parsing from both ends
-        // keeps quotes in the user agent from shifting the other fields.
+        // Envoy escapes nothing, and clients control most fields of a line. Parsing the line from
+        // both ends keeps quotes in the user agent from shifting other fields.
         let (words, rest) = rest.split_at_checked(memchr::memchr(b'"', rest)?)?;
-        let (forwarded, rest) = split_at_quote(rest.get(1..)?)?;
+        let (forwarded, rest) = split_at_unescaped_quote(rest.get(1..)?)?;
         let (rest, _upstream) = split_last_quoted(rest)?;
         let (rest, authority) = split_last_quoted(rest)?;
         let (rest, request_id) = split_last_quoted(rest)?;
@@ -70,7 +71,11 @@ impl EnvoyLineParser {
             (&self.request_id_headers, request_id),
         ] {
             if let Some(text) = present_value(text) {
-                headers.extend(header_indices.iter().map(|place| (*place, unescape(text))));
+                headers.extend(
+                    header_indices
+                        .iter()
+                        .map(|place| (*place, unescape_field(text))),
+                );
             }
         }
         Some(ParsedLine::Request(ParsedRequest {
@@ -80,7 +85,7 @@ impl EnvoyLineParser {
             peer: parse_address(peer.trim_ascii()),
             status: u16::try_from(status).ok()?,
             method: method.into(),
-            target: unescape(target),
+            target: unescape_field(target),
             host: present_value(authority).unwrap_or_default().into(),
             headers,
         }))

@@ -37,7 +37,7 @@ pub(super) fn parse_address(text: &[u8]) -> Option<IpAddr> {
 }
 
 /// Unescapes a quoted field: nginx writes `\xHH`; Apache writes `\"`, `\\`, `\n` and `\xhh`.
-pub(super) fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
+pub(super) fn unescape_field(text: &[u8]) -> Cow<'_, [u8]> {
     let Some(first) = memchr::memchr(b'\\', text) else {
         return Cow::Borrowed(text);
     };
@@ -71,7 +71,7 @@ pub(super) fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
 }
 
 /// Splits at the next quote that no backslash escapes. Returns the text before and after the quote.
-pub(super) fn split_at_quote(text: &[u8]) -> Option<(&[u8], &[u8])> {
+pub(super) fn split_at_unescaped_quote(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let mut from = 0;
     loop {
         let at = from + memchr::memchr(b'"', text.get(from..)?)?;
@@ -88,7 +88,7 @@ pub(super) fn split_at_quote(text: &[u8]) -> Option<(&[u8], &[u8])> {
     }
 }
 
-/// Returns `None` for an empty field or `-`.
+/// Returns the text of a field, or `None` if it is empty or `-`.
 pub(super) fn present_value(text: &[u8]) -> Option<&[u8]> {
     Some(text).filter(|text| !text.is_empty() && *text != b"-")
 }

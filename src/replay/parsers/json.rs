@@ -1,14 +1,14 @@
-//! Logs with one JSON object per line.
+//! Parses logs with one JSON object per line.
 
 use super::fields::{parse_address, parse_number, parse_request_line, present_value};
 use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
 use super::required_headers::RequiredHeaders;
-use super::timestamps::{ClfTimeParser, parse_epoch_seconds, parse_rfc3339};
+use super::timestamps::{ClfTimeParser, epoch_seconds_to_micros, parse_rfc3339};
 use serde_json::Value;
 use std::borrow::Cow;
 
-/// Field names of one JSON log format. A field is a path of names separated by dots. The first
-/// field that is present is used.
+/// Field names of one JSON log format. A field is a path of names separated by dots. Of several
+/// alternative fields, the first that is present is used.
 #[derive(Debug)]
 pub(super) struct JsonLogSchema {
     /// Time fields, and whether each is the time of the end of the request.
@@ -25,7 +25,7 @@ pub(super) struct JsonLogSchema {
     duration: &'static [(&'static str, f64)],
     /// Returns the field names of a header.
     header_fields: fn(&str) -> [String; 2],
-    /// The last address in `X-Forwarded-For` is the peer address.
+    /// Whether the last address in `X-Forwarded-For` is the peer address.
     peer_from_forwarded_for: bool,
     /// Field and value that mark a record as a request.
     record_marker: Option<(&'static str, &'static str)>,
@@ -104,7 +104,7 @@ pub(super) static ENVOY_SCHEMA: JsonLogSchema = JsonLogSchema {
     record_marker: None,
 };
 
-pub(super) static NGINX_SCHEMA: JsonLogSchema = JsonLogSchema {
+pub(super) static GENERIC_SCHEMA: JsonLogSchema = JsonLogSchema {
     time: &[
         ("msec", true),
         ("time_iso8601", true),
@@ -203,7 +203,7 @@ impl JsonLineParser {
         let duration_us = schema
             .duration
             .iter()
-            .find_map(|(field, unit)| Some(parse_decimal(value_at(record, field)?)? * unit));
+            .find_map(|(field, unit)| Some(parse_duration_value(value_at(record, field)?)? * unit));
         let took_us = duration_us.and_then(|us| {
             u64::try_from(
                 std::time::Duration::try_from_secs_f64(us / 1e6)
@@ -217,7 +217,8 @@ impl JsonLineParser {
                 let (at_us, has_whole_second_time) = self.parse_time(value_at(record, field)?)?;
                 Some((at_us, has_whole_second_time, *is_end))
             })?;
-        // Subtracting a duration from a whole-second time would not make it more precise.
+        // The arrival is the end minus the duration. An end in whole seconds is used unchanged,
+        // because subtracting would not make it more precise.
         let at_us = at_us.saturating_sub(
             took_us
                 .filter(|_| is_end && !has_whole_second_time)
@@ -267,10 +268,10 @@ impl JsonLineParser {
 
     fn parse_time(&mut self, value: &Value) -> Option<(u64, bool)> {
         match value {
-            Value::Number(seconds) => parse_epoch_seconds(seconds.as_f64()?),
+            Value::Number(seconds) => epoch_seconds_to_micros(seconds.as_f64()?),
             Value::String(text) => parse_rfc3339(text.as_bytes())
                 .or_else(|| Some((self.clf_time_parser.parse(text.as_bytes())?, true)))
-                .or_else(|| parse_epoch_seconds(text.parse().ok()?)),
+                .or_else(|| epoch_seconds_to_micros(text.parse().ok()?)),
             _ => None,
         }
     }
@@ -303,7 +304,7 @@ fn value_at<'v>(record: &'v Value, path: &str) -> Option<&'v Value> {
     })
 }
 
-/// Returns a string, or the digits of a number; `None` if the value is absent, empty or `-`.
+/// Returns the string or number at a path as text; `None` if the value is absent, empty or `-`.
 fn text_at<'l>(record: &Value, path: &str) -> Option<Cow<'l, [u8]>> {
     non_empty_text(value_at(record, path)?)
 }
@@ -328,7 +329,7 @@ fn header_values<'l>(record: &Value, path: &str) -> Option<Vec<Cow<'l, [u8]>>> {
     (!values.is_empty()).then_some(values)
 }
 
-fn parse_decimal(value: &Value) -> Option<f64> {
+fn parse_duration_value(value: &Value) -> Option<f64> {
     match value {
         Value::Number(number) => number.as_f64(),
         Value::String(text) => text.trim_end_matches("ms").parse().ok(),

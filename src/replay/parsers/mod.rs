@@ -20,7 +20,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AccessLogFormat {
     /// `combined`, `common` and `vhost_combined` of nginx and Apache, and the text format of
-    /// Traefik. More quoted fields may follow.
+    /// Traefik. Lines may end with more quoted fields.
     Combined,
     /// Envoy's default text format.
     Envoy,
@@ -63,7 +63,7 @@ impl LineParser {
                 required_headers,
             )),
             AccessLogFormat::Json => Self::Json(json::JsonLineParser::new(
-                &json::NGINX_SCHEMA,
+                &json::GENERIC_SCHEMA,
                 required_headers,
             )),
         }
@@ -122,7 +122,7 @@ impl AccessLogFormat {
         let counted = Self::ALL
             .into_iter()
             .map(|format| (count_requests(format), format));
-        // `max_by_key` returns the last of equal elements.
+        // The order is reversed, because `max_by_key` returns the last of equal elements.
         let (count, format) = counted.rev().max_by_key(|(count, _)| *count)?;
         (count > 0).then_some(format)
     }

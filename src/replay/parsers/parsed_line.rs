@@ -18,7 +18,7 @@ pub(in super::super) enum ParsedLine<'l> {
 pub(in super::super) struct ParsedRequest<'l> {
     /// Arrival time in µs since the Unix epoch, as precise as the log records it.
     pub(in super::super) arrival_us: u64,
-    /// The logged time has no fraction of a second.
+    /// Whether the logged time has no fraction of a second.
     pub(in super::super) has_whole_second_time: bool,
     /// Time from the arrival to the end of the response (µs).
     pub(in super::super) duration_us: Option<u64>,
@@ -27,7 +27,7 @@ pub(in super::super) struct ParsedRequest<'l> {
     /// Response status; 0 if the log has none.
     pub(in super::super) status: u16,
     pub(in super::super) method: Cow<'l, [u8]>,
-    /// Path and query.
+    /// Path and query of the request.
     pub(in super::super) target: Cow<'l, [u8]>,
     /// Host as logged, possibly with a port; empty if the log has none.
     pub(in super::super) host: Cow<'l, [u8]>,

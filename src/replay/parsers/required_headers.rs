@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 #[derive(Clone, Debug, Default)]
 pub(in super::super) struct RequiredHeaders {
     pub(super) names: Vec<HeaderName>,
-    /// Index in `names`, and the log field.
+    /// Mapped log fields, each with the index of its header in `names`.
     pub(super) field_mappings: Vec<(u16, Box<str>)>,
 }
 
@@ -23,7 +23,8 @@ impl RequiredHeaders {
                 required.names.push(name.clone());
             }
         }
-        // Sorted, because the policy table has no stable order and reports must be reproducible.
+        // The names are sorted, because the policy table has no stable order and reports must be
+        // reproducible.
         required.names.sort_by(|a, b| a.as_str().cmp(b.as_str()));
         required.names.truncate(usize::from(u16::MAX));
         required.field_mappings = field_mappings
@@ -47,8 +48,8 @@ impl RequiredHeaders {
         u16::try_from(index).ok()
     }
 
-    /// Returns the headers that are mapped to `field`. Adds `default_header` unless that header is
-    /// mapped to another field.
+    /// Returns the indices of the headers that are mapped to `field`. Adds that of
+    /// `default_header`, unless this header is mapped to another field.
     pub(super) fn indices_for_field(
         &self,
         field: &str,

@@ -3,7 +3,7 @@
 use time::format_description::well_known::Rfc3339;
 use time::{Date, Month, OffsetDateTime, PrimitiveDateTime, Time, UtcOffset};
 
-/// Length of `19/Nov/2026:13:55:36 +0100`.
+/// Length of a CLF time such as `19/Nov/2026:13:55:36 +0100`.
 pub(super) const CLF_TIME_LEN: usize = 26;
 
 const MONTHS: [&[u8]; 12] = [
@@ -25,7 +25,7 @@ impl ClfTimeParser {
         }
     }
 
-    /// Parses `19/Nov/2026:13:55:36 +0100`.
+    /// Parses a CLF time such as `19/Nov/2026:13:55:36 +0100`.
     pub(super) fn parse(&mut self, text: &[u8]) -> Option<u64> {
         let text: [u8; CLF_TIME_LEN] = text.try_into().ok()?;
         if text != self.last_text {
@@ -96,8 +96,8 @@ fn parse_digit(byte: u8) -> Option<u8> {
     byte.is_ascii_digit().then(|| byte - b'0')
 }
 
-/// Parses `2026-11-19T13:55:36.123Z`, or a space instead of the `T`. Also returns whether the time
-/// has no fraction.
+/// Parses a time such as `2026-11-19T13:55:36.123Z`, with `T` or a space. Also returns whether the
+/// time has no fraction.
 pub(super) fn parse_rfc3339(text: &[u8]) -> Option<(u64, bool)> {
     let text = str::from_utf8(text).ok()?;
     let at = OffsetDateTime::parse(text, &Rfc3339).ok().or_else(|| {
@@ -107,10 +107,11 @@ pub(super) fn parse_rfc3339(text: &[u8]) -> Option<(u64, bool)> {
     Some((to_unix_micros(at)?, !text.contains('.')))
 }
 
-/// Parses seconds since the Unix epoch, with an optional fraction. Also returns whether the time
-/// has no fraction.
-pub(super) fn parse_epoch_seconds(seconds: f64) -> Option<(u64, bool)> {
-    // Until the year 2255. Beyond it, a double does not hold exact microseconds.
+/// Converts seconds since the Unix epoch, with an optional fraction, to microseconds. Also returns
+/// whether the time has no fraction.
+pub(super) fn epoch_seconds_to_micros(seconds: f64) -> Option<(u64, bool)> {
+    // Times after the year 2255 are rejected, because a double does not hold their microseconds
+    // exactly.
     let is_date = (0.0..9e9).contains(&seconds);
     let us = is_date
         .then(|| std::time::Duration::from_secs_f64(seconds))?

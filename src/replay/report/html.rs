@@ -7,11 +7,11 @@
 use super::super::simulator::ReplayPolicyStats;
 use super::super::suggestions::{LimitProposal, LimitSuggestion};
 use super::html_escape::EscapedText;
-use super::html_plots::{write_histogram, write_sparkline, write_timeline};
+use super::html_plots::{write_peak_histogram, write_sparkline, write_timeline};
 use super::number_format::{
     format_count, format_key_count, format_share, format_time, format_time_range,
 };
-use super::results::{PolicySetReport, ReplayPolicySummary, ReplayReport, policy_names};
+use super::results::{PolicySetReport, ReplayPolicySummary, ReplayReport, merged_policy_names};
 use crate::config::format_duration;
 use std::fmt::{self, Write};
 use std::time::Duration;
@@ -52,9 +52,9 @@ fn write_page(page: &mut String, report: &ReplayReport) -> fmt::Result {
             _ => (set.name.as_str(), ""),
         };
         write!(page, "<h2{class}>By {}</h2>", EscapedText(name))?;
-        write_tiles(page, set)?;
+        write_outcome_tiles(page, set)?;
         write_timeline(page, report, set)?;
-        write_policies(page, report, set)?;
+        write_policy_table(page, report, set)?;
         write_most_refused_keys(page, set)?;
         write_suggestions(page, report, set)?;
         page.push_str("</article>");
@@ -121,7 +121,7 @@ fn write_comparison(
         )
     };
     row("all: forwarded", forwarded(first), forwarded(second))?;
-    for policy in policy_names(first, second) {
+    for policy in merged_policy_names(first, second) {
         let refused = |set: &PolicySetReport| {
             set.policy_stats(policy).map_or("–".to_owned(), |stats| {
                 format!(
@@ -141,9 +141,9 @@ fn write_comparison(
     )
 }
 
-fn write_tiles(page: &mut String, set: &PolicySetReport) -> fmt::Result {
+fn write_outcome_tiles(page: &mut String, set: &PolicySetReport) -> fmt::Result {
     page.push_str("<dl class=\"tiles\">");
-    for (label, number) in set.outcomes() {
+    for (label, number) in set.outcome_counts() {
         if number > 0 || label == "forwarded" {
             let part = format_share(number, set.stats.field_coverage.requests);
             write!(
@@ -157,7 +157,11 @@ fn write_tiles(page: &mut String, set: &PolicySetReport) -> fmt::Result {
     Ok(())
 }
 
-fn write_policies(page: &mut String, report: &ReplayReport, set: &PolicySetReport) -> fmt::Result {
+fn write_policy_table(
+    page: &mut String,
+    report: &ReplayReport,
+    set: &PolicySetReport,
+) -> fmt::Result {
     page.push_str(
         "<section><h3>Policies</h3><div class=\"scroll\"><table><thead><tr><th scope=\"col\">Policy</th>\
          <th scope=\"col\" class=\"n\">Matched</th><th scope=\"col\" class=\"n\">Refused</th><th scope=\"col\" class=\"n\">Share</th>\
@@ -165,13 +169,13 @@ fn write_policies(page: &mut String, report: &ReplayReport, set: &PolicySetRepor
          <th scope=\"col\">Over time; first and last refusal</th></tr></thead><tbody>",
     );
     for (summary, stats) in set.policies.iter().zip(&set.stats.policies) {
-        write_policy(page, report, summary, stats)?;
+        write_policy_row(page, report, summary, stats)?;
     }
     page.push_str("</tbody></table></div></section>");
     Ok(())
 }
 
-fn write_policy(
+fn write_policy_row(
     page: &mut String,
     report: &ReplayReport,
     summary: &ReplayPolicySummary,
@@ -181,7 +185,7 @@ fn write_policy(
     let (keys, touched) = match summary.action {
         None => (
             format_key_count(stats),
-            format_count(stats.keys.refused_keys()),
+            format_count(stats.keys.refused_key_count()),
         ),
         Some(_) => ("–".to_owned(), "–".to_owned()),
     };
@@ -324,7 +328,7 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
         }
     }
     write!(page, " per {per}.</p>")?;
-    write_histogram(page, proposal)?;
+    write_peak_histogram(page, proposal)?;
     if proposal.keys_per_sample > 1 {
         write!(
             page,

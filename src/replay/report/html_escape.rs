@@ -15,7 +15,7 @@ impl Display for EscapedText<'_> {
                 '>' => f.write_str("&gt;")?,
                 '"' => f.write_str("&quot;")?,
                 '\'' => f.write_str("&#39;")?,
-                // `escape_debug` would double the backslash, which is harmless.
+                // A backslash is harmless and stays single; `escape_debug` would double it.
                 '\\' => f.write_char('\\')?,
                 character => write!(f, "{}", character.escape_debug())?,
             }

@@ -10,8 +10,8 @@ use std::fmt::{self, Write};
 use std::time::Duration;
 
 /// Maximum number of bins in the main plot and in the sparklines of policies.
-const TIMELINE_STEPS: usize = 120;
-const SPARKLINE_STEPS: usize = 48;
+const MAX_TIMELINE_BINS: usize = 120;
+const MAX_SPARKLINE_BINS: usize = 48;
 
 pub(super) fn write_timeline(
     page: &mut String,
@@ -21,7 +21,7 @@ pub(super) fn write_timeline(
     if set.stats.field_coverage.requests == 0 {
         return Ok(());
     }
-    let bins = report.resample_series(&set.stats.series, TIMELINE_STEPS);
+    let bins = report.resample_series(&set.stats.series, MAX_TIMELINE_BINS);
     let most = bins
         .iter()
         .map(|bin| bin.requests)
@@ -30,16 +30,16 @@ pub(super) fn write_timeline(
     page.push_str(
         "<section><h3>Requests over time</h3><p class=\"legend\"><i class=\"ok\"></i>forwarded <i class=\"bad\"></i>refused</p>",
     );
-    let (width_s, _) = report.time_grid(TIMELINE_STEPS);
+    let (width_s, _) = report.time_grid(MAX_TIMELINE_BINS);
     let bar_duration = format_duration(Duration::from_secs(width_s));
     write!(
         page,
         "<p class=\"axis\"><span>a bar is {bar_duration}; the maximum is {} requests</span></p>",
         format_count(most)
     )?;
-    write_bars(
+    write_stacked_bars(
         page,
-        (report, TIMELINE_STEPS),
+        (report, MAX_TIMELINE_BINS),
         &bins,
         "plot",
         160,
@@ -61,13 +61,20 @@ pub(super) fn write_sparkline(
     series: &RequestSeries,
     name: &str,
 ) -> fmt::Result {
-    let bins = report.resample_series(series, SPARKLINE_STEPS);
+    let bins = report.resample_series(series, MAX_SPARKLINE_BINS);
     let label = format!("Requests over time of policy {}", EscapedText(name));
-    write_bars(page, (report, SPARKLINE_STEPS), &bins, "spark", 40, &label)
+    write_stacked_bars(
+        page,
+        (report, MAX_SPARKLINE_BINS),
+        &bins,
+        "spark",
+        40,
+        &label,
+    )
 }
 
 /// Writes stacked bars: refused requests on top of forwarded ones.
-fn write_bars(
+fn write_stacked_bars(
     page: &mut String,
     (report, most_steps): (&ReplayReport, usize),
     bins: &[SeriesBin],
@@ -89,7 +96,7 @@ fn write_bars(
     )?;
     let bar_height = |number: u64| {
         let scaled = u128::from(number) * u128::from(height) / u128::from(most);
-        // Even a single refusal is visible.
+        // A nonzero bar has a minimum height, so that even a single refusal is visible.
         if number == 0 {
             0
         } else {
@@ -124,7 +131,7 @@ fn write_bars(
 }
 
 /// Writes a histogram of keys by peak and marks the keys that the suggestion affects.
-pub(super) fn write_histogram(page: &mut String, proposal: &LimitProposal) -> fmt::Result {
+pub(super) fn write_peak_histogram(page: &mut String, proposal: &LimitProposal) -> fmt::Result {
     let most = proposal
         .histogram
         .iter()
@@ -145,7 +152,7 @@ pub(super) fn write_histogram(page: &mut String, proposal: &LimitProposal) -> fm
         } else {
             format!("{} – {}", format_count(from), format_count(*upto))
         };
-        // In 1/1000 of the width; a nonzero bar is always visible.
+        // Width of the bar in 1/1000 of the plot; a nonzero bar is always visible.
         let bar_width = if *keys == 0 {
             0
         } else {

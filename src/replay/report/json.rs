@@ -9,7 +9,7 @@ use super::results::{
 use serde_json::{Value, json};
 
 /// Maximum number of bins in a time series.
-const MAX_STEPS: usize = 60;
+const MAX_SERIES_BINS: usize = 60;
 
 pub(super) fn render_json(report: &ReplayReport) -> String {
     let logs: Vec<Value> = report.logs.iter().map(log_summary_to_json).collect();
@@ -18,7 +18,7 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
         .iter()
         .map(|set| policy_set_to_json(report, set))
         .collect();
-    // A single set has no comparison.
+    // Differences exist only between two policy sets.
     let differences = (report.sets.len() > 1).then_some(report.differences);
     let value = json!({
         "requests": report.request_count(),
@@ -101,7 +101,7 @@ fn policy_to_json(
         "shadow_rejected": stats.shadow_rejected,
         "keys": keys,
         "keys_exact": exact,
-        "keys_touched": stats.keys.refused_keys(),
+        "keys_touched": stats.keys.refused_key_count(),
         "first_refused": refused_at(stats.first_refused_us),
         "last_refused": refused_at(stats.last_refused_us),
         "series": series_to_json(report, &stats.series),
@@ -132,9 +132,9 @@ fn suggestion_to_json(suggestion: &LimitSuggestion) -> Value {
 }
 
 fn series_to_json(report: &ReplayReport, series: &RequestSeries) -> Value {
-    let bins = report.resample_series(series, MAX_STEPS);
+    let bins = report.resample_series(series, MAX_SERIES_BINS);
     json!({
-        "step_seconds": report.time_grid(MAX_STEPS).0,
+        "step_seconds": report.time_grid(MAX_SERIES_BINS).0,
         "requests": bins.iter().map(|bin| bin.requests).collect::<Vec<_>>(),
         "refused": bins.iter().map(|bin| bin.refused).collect::<Vec<_>>(),
     })

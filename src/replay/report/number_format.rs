@@ -27,7 +27,7 @@ pub(super) fn format_time(at_us: u64) -> String {
         .unwrap_or_default()
 }
 
-/// Formats a time range. The date appears once if both times have the same.
+/// Formats a time range. The date appears once if both times have the same date.
 pub(super) fn format_time_range(from_us: u64, to_us: u64) -> String {
     let (from, to) = (format_time(from_us), format_time(to_us));
     let time = match (from.get(..10), to.split_once(' ')) {

@@ -23,7 +23,7 @@ pub struct ReplayReport {
     pub(super) to_s: u64,
 }
 
-/// Requests that the second of two policy sets decides differently from the first.
+/// Numbers of requests that two policy sets decide differently.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::replay) struct SetDifferences {
     pub(in crate::replay) rejected_by_first_only: u64,
@@ -63,7 +63,7 @@ pub(in crate::replay) struct PolicySetReport {
 pub(super) struct ReplayPolicySummary {
     pub(super) name: String,
     pub(super) shadow: bool,
-    /// The action of a policy without limits.
+    /// `allow` or `deny`; `None` for a policy with limits.
     pub(super) action: Option<&'static str>,
 }
 
@@ -145,7 +145,7 @@ impl ReplayReport {
         series.resample(self.from_s, width_s, count)
     }
 
-    /// Returns the caveats of the results.
+    /// Returns warnings about the logs and about the accuracy of the results.
     pub(super) fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         for log in &self.logs {
@@ -192,7 +192,8 @@ impl ReplayReport {
                 ));
             }
         }
-        // The values are the same for all policy sets.
+        // The following counts are the same for all policy sets, so those of the first set are
+        // used.
         if let Some(refused) = self
             .sets
             .first()
@@ -266,7 +267,7 @@ impl PolicySetReport {
                         MostRefusedKey {
                             policy: policy.name.to_string(),
                             shadow: policy.shadow,
-                            // The report shows the policy name in its own column.
+                            // The key is shown without the policy name, which has its own column.
                             key: key
                                 .readable_key
                                 .split_once('/')
@@ -319,7 +320,7 @@ impl PolicySetReport {
 
 impl PolicySetReport {
     /// Returns the number of requests by outcome.
-    pub(super) fn outcomes(&self) -> [(&'static str, u64); 6] {
+    pub(super) fn outcome_counts(&self) -> [(&'static str, u64); 6] {
         let stats = &self.stats;
         [
             ("forwarded", stats.forwarded),
@@ -341,8 +342,8 @@ impl PolicySetReport {
     }
 }
 
-/// Returns the policy names of two sets without duplicates.
-pub(super) fn policy_names<'s>(
+/// Returns the names of the policies in either of two sets, without duplicates.
+pub(super) fn merged_policy_names<'s>(
     first: &'s PolicySetReport,
     second: &'s PolicySetReport,
 ) -> Vec<&'s str> {

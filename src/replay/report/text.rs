@@ -5,7 +5,7 @@ use super::super::suggestions::{LimitProposal, LimitSuggestion};
 use super::number_format::{
     format_count, format_key_count, format_share, format_time, format_time_range,
 };
-use super::results::{PolicySetReport, ReplayReport, policy_names};
+use super::results::{PolicySetReport, ReplayReport, merged_policy_names};
 use crate::config::format_duration;
 use std::fmt::Write;
 use std::time::Duration;
@@ -28,7 +28,7 @@ pub(super) fn render_text(report: &ReplayReport, width: usize, is_bold: bool) ->
             page.push_title(&format!("BY {}", set.name.escape_debug()));
         }
         page.push_outcomes(set);
-        page.push_policies(set);
+        page.push_policy_table(set);
         page.push_chart(report, set);
         page.push_most_refused_keys(set);
         page.push_suggestions(set, report.suggest_percent);
@@ -91,12 +91,16 @@ impl TextReportPage {
         };
         let name = |set: &PolicySetReport| truncate_text(&set.name.escape_debug().to_string(), 24);
         self.push_line(&row("", name(first), name(second)));
-        for ((label, one), (_, other)) in first.outcomes().into_iter().zip(second.outcomes()) {
+        for ((label, one), (_, other)) in first
+            .outcome_counts()
+            .into_iter()
+            .zip(second.outcome_counts())
+        {
             if one + other > 0 {
                 self.push_line(&row(label, format_count(one), format_count(other)));
             }
         }
-        for policy in policy_names(first, second) {
+        for policy in merged_policy_names(first, second) {
             let refused = |set: &PolicySetReport| {
                 set.policy_stats(policy).map_or("-".to_owned(), |stats| {
                     format!(
@@ -118,7 +122,10 @@ impl TextReportPage {
     fn push_outcomes(&mut self, set: &PolicySetReport) {
         let stats = &set.stats;
         let all = stats.field_coverage.requests;
-        let parts = set.outcomes().into_iter().filter(|(_, number)| *number > 0);
+        let parts = set
+            .outcome_counts()
+            .into_iter()
+            .filter(|(_, number)| *number > 0);
         let parts: Vec<String> = parts
             .map(|(label, number)| {
                 format!(
@@ -132,7 +139,7 @@ impl TextReportPage {
         self.push_wrapped("", &parts.join(", "));
     }
 
-    fn push_policies(&mut self, set: &PolicySetReport) {
+    fn push_policy_table(&mut self, set: &PolicySetReport) {
         self.push_title(&format!(
             "{:<NAME_WIDTH$} {:>11} {:>11} {:>10} {:>8} {:>8} {:>7}",
             "POLICY", "MATCHED", "ALLOWED", "REJECTED", "SHARE", "KEYS", "TOUCHED"
@@ -147,7 +154,7 @@ impl TextReportPage {
                 "-".to_owned()
             };
             let touched = if has_keys {
-                format_count(stats.keys.refused_keys())
+                format_count(stats.keys.refused_key_count())
             } else {
                 "-".to_owned()
             };
@@ -238,7 +245,8 @@ impl TextReportPage {
         if set.most_refused_keys.is_empty() {
             return;
         }
-        // Both times, if the terminal is wide enough.
+        // A wide terminal shows the times of the first and the last refusal, a narrow one only the
+        // first.
         let is_wide = self.width >= 100;
         let times = set.most_refused_keys.iter().map(|top| match is_wide {
             true => format_time_range(top.first_refused_us, top.last_refused_us),

@@ -1,7 +1,7 @@
-//! What a process that stops during an outage leaves to the next one, and its encoding.
+//! The usage that a process stopped in an outage leaves to the next process, and its encoding.
 //!
 //! The encoding is a header line with a version and a checksum, and one JSON array. All times are
-//! ages at `saved_at_us`, so the clocks of the two processes are not compared.
+//! ages at `saved_at_us`, so the monotonic clocks of the two processes are not compared.
 
 use super::Share;
 use super::write_back::UsageEntry;
@@ -11,8 +11,8 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
 use sha2::{Digest, Sha256};
 
-const MAGIC: &str = "tidegate-usage";
-const VERSION: &str = "1";
+const FILE_MAGIC: &str = "tidegate-usage";
+const FORMAT_VERSION: &str = "1";
 
 /// Usage of an outage that Redis may lack, and the state that keeps each share exact.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,24 +30,24 @@ pub(in crate::store) struct OutageUsage {
 pub(super) struct OutageCounter {
     pub(super) limit: Limit,
     pub(super) key: Key,
-    /// Units of the share in use that `usage` does not contain, and their age (µs).
+    /// Used units of the share that `usage` does not contain. `other_age_us` is their age.
     pub(super) other_units: u64,
     pub(super) other_age_us: u64,
     /// Units to write back, oldest first. `at_us` holds the age.
     pub(super) usage: Vec<UsageEntry>,
 }
 
-/// The last status from Redis of a counter that was not decided since.
+/// The last status that Redis reported of a counter, if no local decision followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct OutageStatus {
     pub(super) id: CounterId,
     pub(super) remaining: u64,
     pub(super) age_us: u64,
-    /// Time (µs) until the block ends, for a block.
+    /// Time (µs) until a block ends; `None` for all other limits.
     pub(super) block_ends_in_us: Option<u64>,
 }
 
-/// Why a file is not used.
+/// Why a usage file is not used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in crate::store) enum UsageFormatError {
     #[error("it is not a file of tidegate")]
@@ -79,7 +79,11 @@ impl OutageUsage {
             self.statuses.iter().map(|one| one.to_row()).collect(),
         );
         let body = serde_json::to_vec(&rows).unwrap_or_default();
-        let mut bytes = format!("{MAGIC} {VERSION} {}\n", checksum(&body)).into_bytes();
+        let mut bytes = format!(
+            "{FILE_MAGIC} {FORMAT_VERSION} {}\n",
+            compute_checksum(&body)
+        )
+        .into_bytes();
         bytes.extend(body);
         bytes
     }
@@ -95,9 +99,9 @@ impl OutageUsage {
         let body = body.get(1..).unwrap_or_default();
         let header = str::from_utf8(header).or(Err(UsageFormatError::Foreign))?;
         match *header.split(' ').collect::<Vec<_>>() {
-            [MAGIC, VERSION, sum] if sum == checksum(body) => {}
-            [MAGIC, VERSION, _] => return Err(UsageFormatError::Checksum),
-            [MAGIC, ..] => return Err(UsageFormatError::Version),
+            [FILE_MAGIC, FORMAT_VERSION, sum] if sum == compute_checksum(body) => {}
+            [FILE_MAGIC, FORMAT_VERSION, _] => return Err(UsageFormatError::Checksum),
+            [FILE_MAGIC, ..] => return Err(UsageFormatError::Version),
             _ => return Err(UsageFormatError::Foreign),
         }
         let rows = serde_json::from_slice(body).or(Err(UsageFormatError::Contents))?;
@@ -187,7 +191,7 @@ impl OutageStatus {
     }
 }
 
-fn checksum(body: &[u8]) -> String {
+fn compute_checksum(body: &[u8]) -> String {
     STANDARD_NO_PAD.encode(Sha256::digest(body))
 }
 
@@ -235,7 +239,7 @@ fn is_valid_limit(limit: &Limit) -> bool {
             }
             Algorithm::LeakyBucket { max_delay_us } => is_bounded(requests, max_delay_us, per_us),
             Algorithm::Block => requests == 1,
-            // Slots end with the process that holds them.
+            // Slots are never saved: they end with the process that holds them.
             Algorithm::Concurrency { .. } => false,
         }
 }
@@ -245,7 +249,7 @@ mod tests {
     use super::*;
     use crate::limiter::KeyBuilder;
 
-    fn usage() -> OutageUsage {
+    fn sample_usage() -> OutageUsage {
         let limits = [
             Algorithm::SlidingLog,
             Algorithm::SlidingWindow { buckets: 10 },
@@ -287,12 +291,15 @@ mod tests {
 
     #[test]
     fn decode_returns_what_was_encoded() {
-        assert_eq!(OutageUsage::decode(&usage().encode()), Ok(usage()));
+        assert_eq!(
+            OutageUsage::decode(&sample_usage().encode()),
+            Ok(sample_usage())
+        );
     }
 
     #[test]
     fn damaged_and_foreign_bytes_are_refused() {
-        let bytes = usage().encode();
+        let bytes = sample_usage().encode();
         for len in 0..bytes.len() {
             assert!(OutageUsage::decode(&bytes[..len]).is_err(), "cut at {len}");
         }
@@ -310,7 +317,7 @@ mod tests {
             Err(UsageFormatError::Version)
         );
         assert_eq!(replace("tidegate", "other"), Err(UsageFormatError::Foreign));
-        assert_eq!(replace("[", "["), Ok(usage()));
+        assert_eq!(replace("[", "["), Ok(sample_usage()));
         assert_eq!(replace("[", " ["), Err(UsageFormatError::Checksum));
     }
 
@@ -318,7 +325,7 @@ mod tests {
     #[test]
     fn limits_outside_their_ranges_are_refused() {
         let decode_with = |change: fn(&mut OutageCounter)| {
-            let mut usage = usage();
+            let mut usage = sample_usage();
             usage.counters.truncate(1);
             usage.counters.iter_mut().for_each(change);
             OutageUsage::decode(&usage.encode()).map(drop)

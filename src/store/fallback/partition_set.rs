@@ -1,4 +1,4 @@
-//! A set of store partitions: the only one, or the slots of a cluster.
+//! A set of store partitions: the single partition of a store without slots, or slots of a cluster.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -17,7 +17,7 @@ impl Default for PartitionSet {
 impl PartitionSet {
     pub(super) fn insert(&self, partition: u16) {
         // Read first: in an outage every request calls this, and a write would contend.
-        if let Some(word) = self.word(partition)
+        if let Some(word) = self.word_for_partition(partition)
             && !self.contains(partition)
         {
             word.fetch_or(1 << (partition % 64), Ordering::Relaxed);
@@ -25,7 +25,7 @@ impl PartitionSet {
     }
 
     pub(super) fn contains(&self, partition: u16) -> bool {
-        self.word(partition)
+        self.word_for_partition(partition)
             .is_some_and(|word| word.load(Ordering::Relaxed) >> (partition % 64) & 1 == 1)
     }
 
@@ -44,7 +44,7 @@ impl PartitionSet {
             .for_each(|word| word.store(0, Ordering::Relaxed));
     }
 
-    fn word(&self, partition: u16) -> Option<&AtomicU64> {
+    fn word_for_partition(&self, partition: u16) -> Option<&AtomicU64> {
         self.0.get(usize::from(partition / 64))
     }
 }

@@ -4,10 +4,10 @@ use crate::limiter::{Algorithm, Limit};
 
 /// The number of instances that share the limits, and the rank of this one.
 ///
-/// Each instance gets floor(units / instances); those with the lowest ranks get one unit of the
-/// remainder. The shares sum to exactly `units` if all instances use the same number. With more
-/// instances than units, the highest ranks get nothing. An instance of unknown rank gets no
-/// remainder: too strict, never too lax.
+/// Each instance gets floor(units / instances); the instances with the lowest ranks get one unit of
+/// the remainder each. The shares sum to exactly `units` if all instances use the same instance
+/// count. With more instances than units, the highest ranks get nothing. An instance of unknown
+/// rank gets no unit of the remainder: too strict, never too lax.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     instances: u32,
@@ -32,7 +32,7 @@ impl Share {
     }
 
     /// Number of instances that share the limits, at least 1.
-    pub fn instances(self) -> u32 {
+    pub fn instance_count(self) -> u32 {
         self.instances
     }
 
@@ -45,7 +45,8 @@ impl Share {
         units / instances + u64::from(gets_remainder)
     }
 
-    /// This instance's part of a limit. The counter is the same: only the amounts differ.
+    /// This instance's part of a limit. The counter of the limit stays the same: only amounts
+    /// differ.
     pub fn scale_limit(self, limit: &Limit) -> Limit {
         let algorithm = match limit.algorithm {
             // Each instance blocks the clients that it rejected itself.

@@ -1,5 +1,5 @@
 //! The last status that Redis reported for each key of a policy with `on_store_failure = "local"`.
-//! An outage starts from it.
+//! In an outage, the counters of this process start from these statuses.
 
 use super::Share;
 use super::outage_usage::OutageStatus;
@@ -8,8 +8,8 @@ use crate::store::memory::{CounterId, counter_id};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 
-/// Entries in each generation of a shard, about 100 bytes each: 16 MiB in all. The oldest entries
-/// are dropped first.
+/// Maximum number of entries in each generation of a shard, about 100 bytes each: 16 MiB in all.
+/// The oldest entries are dropped first.
 const MAX_GENERATION_ENTRIES: usize = 1 << 12;
 const SHARD_COUNT: usize = 16;
 
@@ -17,8 +17,8 @@ const SHARD_COUNT: usize = 16;
 #[derive(Debug, Default)]
 pub(super) struct StatusCache([Mutex<StatusGenerations>; SHARD_COUNT]);
 
-/// Two generations of entries. When the current one is full it replaces the previous one, which is
-/// dropped.
+/// Two generations of entries. When the current generation is full, it replaces the previous one,
+/// which is dropped.
 #[derive(Debug, Default)]
 struct StatusGenerations {
     current: StatusGeneration,
@@ -27,7 +27,7 @@ struct StatusGenerations {
 
 type StatusGeneration = HashMap<CounterId, CachedStatus, foldhash::fast::RandomState>;
 
-/// The remaining units of a counter, by the local clock.
+/// The remaining units of a counter, with times on the local clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CachedStatus {
     remaining: u64,
@@ -57,14 +57,14 @@ impl StatusCache {
             received_at_us,
             block_ends_us: ends_us,
         };
-        self.insert_cached(counter_id(charge.limit, charge.key), cached);
+        self.insert_entry(counter_id(charge.limit, charge.key), cached);
     }
 
     /// Removes the entry of a charge and passes it to `apply`. The shard stays locked meanwhile: a
     /// concurrent charge must not be overwritten by the counter that `apply` creates.
     pub(super) fn remove_and_apply(&self, charge: &Charge<'_>, apply: impl FnOnce(CachedStatus)) {
         let id = counter_id(charge.limit, charge.key);
-        let Some(shard) = self.shard(id) else {
+        let Some(shard) = self.shard_for_counter(id) else {
             return;
         };
         let mut generations = shard.lock();
@@ -75,7 +75,7 @@ impl StatusCache {
     }
 
     /// All entries, with their ages at `now_us`.
-    pub(super) fn export(&self, now_us: u64) -> Vec<OutageStatus> {
+    pub(super) fn export_statuses(&self, now_us: u64) -> Vec<OutageStatus> {
         let mut statuses = Vec::new();
         for shard in &self.0 {
             let generations = shard.lock();
@@ -95,7 +95,12 @@ impl StatusCache {
     }
 
     /// Inserts entries that were exported `downtime_us` ago.
-    pub(super) fn restore(&self, statuses: &[OutageStatus], now_us: u64, downtime_us: u64) {
+    pub(super) fn restore_statuses(
+        &self,
+        statuses: &[OutageStatus],
+        now_us: u64,
+        downtime_us: u64,
+    ) {
         for status in statuses {
             let age_us = status.age_us.saturating_add(downtime_us);
             let ends_us = |in_us: u64| now_us.saturating_add(in_us).saturating_sub(downtime_us);
@@ -104,12 +109,12 @@ impl StatusCache {
                 received_at_us: now_us.saturating_sub(age_us),
                 block_ends_us: status.block_ends_in_us.map(ends_us),
             };
-            self.insert_cached(status.id, cached);
+            self.insert_entry(status.id, cached);
         }
     }
 
-    fn insert_cached(&self, id: CounterId, cached: CachedStatus) {
-        if let Some(shard) = self.shard(id) {
+    fn insert_entry(&self, id: CounterId, cached: CachedStatus) {
+        if let Some(shard) = self.shard_for_counter(id) {
             let mut generations = shard.lock();
             if generations.current.len() >= MAX_GENERATION_ENTRIES {
                 generations.previous = std::mem::take(&mut generations.current);
@@ -118,7 +123,7 @@ impl StatusCache {
         }
     }
 
-    fn shard(&self, id: CounterId) -> Option<&Mutex<StatusGenerations>> {
+    fn shard_for_counter(&self, id: CounterId) -> Option<&Mutex<StatusGenerations>> {
         self.0
             .get(usize::try_from(id.0 % SHARD_COUNT as u128).ok()?)
     }
@@ -128,8 +133,9 @@ impl CachedStatus {
     /// The amendment after which this instance may use its share of the units that remained, where
     /// `limit` is its share of the limit.
     ///
-    /// The age of the used units is unknown: they count as charged when the answer arrived. That is
-    /// too strict for a sliding window, and exact for all other algorithms.
+    /// The age of the used units is unknown, so they count as charged when the answer arrived.
+    /// Counted from then, they are too strict for a sliding window, and exact for all other
+    /// algorithms.
     pub(super) fn to_amendment(self, share: Share, limit: &Limit, now_us: u64) -> Amendment {
         let age_us = now_us.saturating_sub(self.received_at_us);
         if let Some(ends_us) = self.block_ends_us {

@@ -48,7 +48,7 @@ impl SimulatedFleet {
         }
     }
 
-    fn advance_us(&mut self, us: u64) {
+    fn advance_clock_us(&mut self, us: u64) {
         self.now_us += us;
         self.manual_clock.set_us(self.now_us);
     }
@@ -84,17 +84,17 @@ impl SimulatedFleet {
             .sum()
     }
 
-    fn write_back(&mut self) {
+    fn write_back_and_end_outage(&mut self) {
         for fallback in &self.instances {
             while fallback.has_pending_write_back() {
-                for (limit, key, amendment) in &fallback.take_write_back([]).unwrap() {
+                for (limit, key, amendment) in &fallback.take_write_back_batch([]).unwrap() {
                     self.redis.apply_settlements(&[Settlement {
                         limit,
                         key,
                         amendment: *amendment,
                     }]);
                 }
-                fallback.finish_write_back();
+                fallback.confirm_write_back_batch();
             }
             fallback.take_new_failure_flag();
             fallback.end_outage();
@@ -104,14 +104,14 @@ impl SimulatedFleet {
 
     fn begin_outage(&self) {
         for fallback in &self.instances {
-            fallback.mark_unreachable([SINGLE_PARTITION]);
+            fallback.mark_partitions_unreachable([SINGLE_PARTITION]);
         }
     }
 
     /// Stops an instance and starts it again, with its exported usage as the only memory.
-    fn restart(&mut self, instance: usize, downtime_us: u64) {
+    fn restart_instance(&mut self, instance: usize, downtime_us: u64) {
         let usage = self.instances[instance].export_usage(self.now_us);
-        self.advance_us(downtime_us);
+        self.advance_clock_us(downtime_us);
         let fallback = FallbackStore::new(1, self.instances[instance].clock.clone());
         fallback.set_share(Share::with_unknown_rank(9));
         match usage {
@@ -222,9 +222,9 @@ fn a_fleet_admits_the_remaining_units_and_an_exhausted_key_stays_exhausted() {
             }];
             fallback.cache_statuses(&zero_cost, &fleet.redis.decide(&zero_cost), Instant::now());
         }
-        fleet.advance_us(1_000_000);
+        fleet.advance_clock_us(1_000_000);
         assert_eq!(fleet.exhaust_shares(), 20 - used, "{used} were used");
-        fleet.advance_us(PER_US - 1_000_000);
+        fleet.advance_clock_us(PER_US - 1_000_000);
         assert_eq!(
             fleet.exhaust_shares(),
             used,
@@ -251,13 +251,13 @@ fn a_restart_in_an_outage_changes_no_remaining_units() {
             (0..4).for_each(|_| assert!(fleet.decide_in_redis(0)));
             fleet.begin_outage();
             (0..2).for_each(|_| assert!(fleet.decide_by_share(0)));
-            fleet.advance_us(1_000_000);
+            fleet.advance_clock_us(1_000_000);
             assert!(fleet.decide_by_share(1));
             for _ in 0..restarts {
-                (0..3).for_each(|instance| fleet.restart(instance, 0));
+                (0..3).for_each(|instance| fleet.restart_instance(instance, 0));
             }
             let admitted = fleet.exhaust_shares();
-            fleet.write_back();
+            fleet.write_back_and_end_outage();
             let in_redis = (0..50).filter(|_| fleet.decide_in_redis(1)).count();
             (admitted, in_redis)
         });
@@ -287,7 +287,7 @@ fn a_restart_keeps_blocks_and_exhausted_keys_and_lets_them_end() {
         ..Charge::new(limit, &key, 1)
     });
     let mut fallback = FallbackStore::new(1, clock.clone());
-    fallback.mark_unreachable([SINGLE_PARTITION]);
+    fallback.mark_partitions_unreachable([SINGLE_PARTITION]);
     assert!(fallback.decide(&charges, Instant::now()).admitted);
     assert!(!fallback.decide(&charges, Instant::now()).admitted);
     for (at_us, admitted) in [(10_000_000, false), (59_999_999, false), (60_000_000, true)] {
@@ -308,11 +308,11 @@ fn usage_is_exported_only_while_redis_may_lack_it() {
     assert_eq!(fleet.instances[0].export_usage(0), None);
     assert!(fleet.decide_by_share(0));
     assert!(fleet.instances[0].export_usage(0).is_some());
-    fleet.write_back();
+    fleet.write_back_and_end_outage();
     assert_eq!(fleet.instances[0].export_usage(0), None);
-    fleet.instances[0].mark_unreachable([SINGLE_PARTITION]);
+    fleet.instances[0].mark_partitions_unreachable([SINGLE_PARTITION]);
     assert!(fleet.instances[0].take_new_failure_flag());
-    fleet.instances[0].mark_unreachable([SINGLE_PARTITION]);
+    fleet.instances[0].mark_partitions_unreachable([SINGLE_PARTITION]);
     fleet.instances[0].end_outage();
     assert!(
         fleet.instances[0].is_in_outage(),
@@ -487,7 +487,7 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
     assert!(decide_slot(5));
     release(2);
     let written_back_slots: BTreeSet<_> = fallback
-        .take_write_back([])
+        .take_write_back_batch([])
         .unwrap()
         .into_iter()
         .map(|(.., amendment)| match amendment {
@@ -506,22 +506,22 @@ fn simulate_outage(algorithm: Algorithm, seed: u64) -> (SimulatedFleet, u64) {
     let count = fleet.instances.len();
     let pause_us = random.u64(1..PER_US / 4);
     for _ in 0..60 {
-        fleet.advance_us(random.u64(0..pause_us));
+        fleet.advance_clock_us(random.u64(0..pause_us));
         fleet.decide_in_redis(random.usize(0..count));
     }
     let outage_start_us = fleet.now_us;
     fleet.begin_outage();
     let restart_chance = [0.0, 0.02, 0.2][random.usize(0..3)];
     for _ in 0..random.usize(1..200) {
-        fleet.advance_us(random.u64(0..pause_us));
+        fleet.advance_clock_us(random.u64(0..pause_us));
         if random.f64() < restart_chance {
-            fleet.restart(random.usize(0..count), random.u64(0..pause_us));
+            fleet.restart_instance(random.usize(0..count), random.u64(0..pause_us));
         }
         fleet.decide_by_share(random.usize(0..count));
     }
-    fleet.write_back();
+    fleet.write_back_and_end_outage();
     for _ in 0..100 {
-        fleet.advance_us(random.u64(0..pause_us));
+        fleet.advance_clock_us(random.u64(0..pause_us));
         fleet.decide_in_redis(random.usize(0..count));
     }
     (fleet, outage_start_us)
@@ -606,13 +606,13 @@ fn usage_written_back_after_a_long_outage_expires_within_a_period() {
     ] {
         let mut fleet = SimulatedFleet::new(3, algorithm);
         for _ in 0..4_000 {
-            fleet.advance_us(PER_US / 20);
+            fleet.advance_clock_us(PER_US / 20);
             for instance in 0..3 {
                 fleet.decide_by_share(instance);
             }
         }
-        fleet.write_back();
-        fleet.advance_us(PER_US);
+        fleet.write_back_and_end_outage();
+        fleet.advance_clock_us(PER_US);
         let after = (0..100).filter(|_| fleet.decide_in_redis(0)).count();
         assert!(after >= 12, "{after} after a period: {algorithm:?}");
     }
@@ -636,7 +636,7 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
         manual_clock.set_us(START_US + n * 499);
         assert!(fallback.decide(&charges, Instant::now()).admitted);
     }
-    let amendments = fallback.take_write_back([]).unwrap();
+    let amendments = fallback.take_write_back_batch([]).unwrap();
     let units: u64 = amendments
         .iter()
         .map(|(.., amendment)| match amendment {
@@ -665,13 +665,13 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
     fallback.requeue_unconfirmed(&settlements);
     for reason in ["unconfirmed charges", "charges of an aborted write-back"] {
         assert_eq!(
-            fallback.take_write_back([]).as_ref(),
+            fallback.take_write_back_batch([]).as_ref(),
             Some(&amendments),
             "{reason} are pending again"
         );
     }
-    fallback.finish_write_back();
-    assert_eq!(fallback.take_write_back([]), None);
+    fallback.confirm_write_back_batch();
+    assert_eq!(fallback.take_write_back_batch([]), None);
     assert!(!fallback.has_pending_write_back());
 }
 
@@ -684,9 +684,9 @@ fn redis_answers_without_pending_write_back_are_not_cached() {
         18,
         "the answer of Redis lacks two charges and is not cached"
     );
-    fleet.write_back();
+    fleet.write_back_and_end_outage();
     assert!(!fleet.decide_in_redis(0));
-    fleet.advance_us(PER_US);
+    fleet.advance_clock_us(PER_US);
     assert!(fleet.decide_in_redis(0));
     assert_eq!(
         fleet.exhaust_shares(),

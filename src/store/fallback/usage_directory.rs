@@ -1,8 +1,8 @@
 //! `store.state_dir`: files that carry the usage of an outage from one process to the next.
 //!
 //! Each process writes its own file. A file is locked (`flock`) by the process that reads it, until
-//! its usage is in Redis and the file is removed. The lock ends with the process, so a file is never
-//! read by two processes at once, and is not lost by a crash.
+//! its usage is in Redis and the file is removed. The lock ends with the process, so a file is
+//! never read by two processes at once, and is not lost by a crash.
 
 use super::outage_usage::OutageUsage;
 use crate::clock::Clock;
@@ -14,10 +14,10 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Largest file that is read. The bounds of the fallback store keep its own files below this.
+/// Maximum size of a file that is read. The bounds of the fallback store keep its files smaller.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
-/// Older files are refused.
+/// Maximum age of a usage file. Older files are refused.
 const MAX_FILE_AGE: Duration = Duration::from_secs(31 * 24 * 3600);
 
 const FILE_SUFFIX: &str = ".usage";
@@ -32,7 +32,7 @@ pub(in crate::store) struct UsageDirectory {
     name_prefix: String,
     instance_id: Box<str>,
     clock: Clock,
-    /// The file that this process continues from.
+    /// The file whose usage this process has restored.
     restored_file: Mutex<Option<UsageFile>>,
 }
 
@@ -64,10 +64,12 @@ impl UsageDirectory {
 
     /// Locks and reads the newest file that no process has locked. Unusable files are renamed.
     /// Returns the time (µs) since the file was saved, by the wall clock.
-    pub(in crate::store) fn claim_file(&self) -> Option<(UsageFile, OutageUsage, u64)> {
+    pub(in crate::store) fn lock_and_read_newest_file(
+        &self,
+    ) -> Option<(UsageFile, OutageUsage, u64)> {
         self.find_files(FILE_SUFFIX).into_iter().find_map(|path| {
             let mut file = lock_file(&path)?;
-            match read_usage(&mut file, &self.clock.read_again()) {
+            match read_usage(&mut file, &self.clock.reread_system_clock()) {
                 Ok((usage, downtime_us)) => {
                     Some((UsageFile { path, _lock: file }, usage, downtime_us))
                 }
@@ -82,13 +84,13 @@ impl UsageDirectory {
         })
     }
 
-    /// Keeps the file that the process continues from locked until [`Self::remove_restored`].
-    pub(in crate::store) fn set_restored(&self, file: UsageFile) {
+    /// Keeps the restored file locked until [`Self::remove_restored_file`].
+    pub(in crate::store) fn set_restored_file(&self, file: UsageFile) {
         *self.restored_file.lock() = Some(file);
     }
 
-    /// Removes the file that the process continued from: its usage is in Redis, or in a newer file.
-    pub(in crate::store) fn remove_restored(&self) {
+    /// Removes the restored file after its usage was written to Redis or to a newer file.
+    pub(in crate::store) fn remove_restored_file(&self) {
         if let Some(file) = self.restored_file.lock().take() {
             file.remove();
         }
@@ -98,7 +100,7 @@ impl UsageDirectory {
     ///
     /// # Errors
     /// The error of the file system.
-    pub(in crate::store) fn save(&self, usage: &OutageUsage) -> io::Result<PathBuf> {
+    pub(in crate::store) fn save_usage(&self, usage: &OutageUsage) -> io::Result<PathBuf> {
         for abandoned in self.find_files(TEMPORARY_SUFFIX) {
             if lock_file(&abandoned).is_some() {
                 drop(fs::remove_file(abandoned));

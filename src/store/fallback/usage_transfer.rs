@@ -1,8 +1,8 @@
-//! Exports the usage of an outage for a later process, and continues from it.
+//! Exports the usage of an outage for a later process, and restores it in that process.
 
 use super::outage_usage::{OutageCounter, OutageUsage};
 use super::write_back::{CounterWriteBack, is_bucket, may_be_in_use};
-use super::{FallbackStore, UP_TO_DATE, UsageEntry};
+use super::{FallbackStore, PHASE_UP_TO_DATE, UsageEntry};
 use crate::limiter::{Algorithm, Amendment, Charge, Key, Limit};
 use crate::store::Settlement;
 
@@ -10,12 +10,13 @@ impl FallbackStore {
     /// What a later process needs to continue this outage. `None` if Redis has all usage.
     /// `wall_clock_us`: the current wall clock.
     pub(in crate::store) fn export_usage(&self, wall_clock_us: u64) -> Option<OutageUsage> {
-        if self.phase() == UP_TO_DATE {
+        if self.phase() == PHASE_UP_TO_DATE {
             return None;
         }
         let now_us = self.clock.now_us();
-        // Before the lock of the table, which other callers take inside that of a status.
-        let statuses = self.status_cache.export(now_us);
+        // The statuses are exported before the table is locked, because other callers lock the
+        // table while they hold the lock of a status shard.
+        let statuses = self.status_cache.export_statuses(now_us);
         let mut table = self.write_back.lock();
         table.finish_batch(|_| false);
         Some(OutageUsage {
@@ -74,14 +75,14 @@ impl FallbackStore {
     pub(in crate::store) fn restore_usage(&self, usage: OutageUsage, downtime_us: u64) {
         self.set_share(usage.share);
         self.status_cache
-            .restore(&usage.statuses, self.clock.now_us(), downtime_us);
+            .restore_statuses(&usage.statuses, self.clock.now_us(), downtime_us);
         let mut partitions = usage.stale_partitions;
         for counter in usage.counters {
             let partition = self.partition(&counter.key);
             partitions.push(partition);
             self.restore_counter(counter, partition, downtime_us);
         }
-        self.mark_unreachable(partitions);
+        self.mark_partitions_unreachable(partitions);
     }
 
     fn restore_counter(&self, counter: OutageCounter, partition: u16, downtime_us: u64) {
@@ -112,8 +113,8 @@ impl FallbackStore {
             ..entry
         });
         let mut table = self.write_back.lock();
-        table.note_counter(&Charge::new(&limit, &key, 0));
-        table.insert(CounterWriteBack::new(
+        table.record_counter_without_usage(&Charge::new(&limit, &key, 0));
+        table.merge_older_usage(CounterWriteBack::new(
             limit,
             key,
             partition,

@@ -6,16 +6,16 @@ use indexmap::IndexMap;
 use std::collections::{HashMap, VecDeque};
 
 /// Maximum number of counters, about 300 bytes each. Further counters are not written back.
-const MAX_KEYS: usize = 1 << 16;
+const MAX_COUNTERS: usize = 1 << 16;
 
-/// Maximum number of usage entries of all counters, 16 bytes each. Above it, units are added to the
-/// newest entry of their counter, with the current time.
+/// Maximum number of usage entries of all counters, 16 bytes each. Above this number, units are
+/// added to the newest entry of their counter, with the current time.
 const MAX_USAGE_ENTRIES: usize = 1 << 18;
 
 /// Resolution of usage entries: a period is divided into this many parts. Units of one part are
-/// written back with its latest time: slightly too late, never too early. Expired parts are
-/// dropped.
-const SUBPERIODS: u64 = 64;
+/// written back with the time of its last charge: slightly too late, never too early. Expired parts
+/// are dropped.
+const SUBPERIODS_PER_PERIOD: u64 = 64;
 
 /// Minimum number of amendments per batch, if there are that many.
 const MIN_BATCH_AMENDMENTS: usize = 64;
@@ -23,10 +23,11 @@ const MIN_BATCH_AMENDMENTS: usize = 64;
 #[derive(Debug, Default)]
 pub(super) struct WriteBackTable {
     by_counter: IndexMap<CounterId, CounterWriteBack, foldhash::fast::RandomState>,
-    /// The batch that is being written. A caller that is aborted leaves it here.
+    /// The batch that is being written. If the writing task is aborted, the batch stays here.
     sending: Vec<CounterWriteBack>,
-    /// Further counters that were decided in this process since the outage began.
-    noted_counters: HashMap<CounterId, (Limit, Key), foldhash::fast::RandomState>,
+    /// Counters without usage to write back that were decided in this process since the outage
+    /// began.
+    counters_without_usage: HashMap<CounterId, (Limit, Key), foldhash::fast::RandomState>,
     usage_entry_count: usize,
 }
 
@@ -62,7 +63,7 @@ impl WriteBackTable {
             return;
         }
         let id = counter_id(charge.limit, charge.key);
-        if self.by_counter.len() >= MAX_KEYS && !self.by_counter.contains_key(&id) {
+        if self.by_counter.len() >= MAX_COUNTERS && !self.by_counter.contains_key(&id) {
             return;
         }
         let pending = self.by_counter.entry(id).or_insert_with(|| {
@@ -88,18 +89,20 @@ impl WriteBackTable {
         self.usage_entry_count += pending.usage.len();
     }
 
-    /// Notes that a counter without units to write back was decided in this process.
-    pub(super) fn note_counter(&mut self, charge: &Charge<'_>) {
+    /// Records that a counter without units to write back was decided in this process.
+    pub(super) fn record_counter_without_usage(&mut self, charge: &Charge<'_>) {
         let id = counter_id(charge.limit, charge.key);
-        if self.noted_counters.len() < MAX_KEYS && !self.noted_counters.contains_key(&id) {
+        if self.counters_without_usage.len() < MAX_COUNTERS
+            && !self.counters_without_usage.contains_key(&id)
+        {
             let counter = (*charge.limit, charge.key.clone());
-            self.noted_counters.insert(id, counter);
+            self.counters_without_usage.insert(id, counter);
         }
     }
 
-    /// Forgets the noted counters: the outage has ended.
-    pub(super) fn clear_noted_counters(&mut self) {
-        self.noted_counters = HashMap::default();
+    /// Forgets the counters without usage, because the outage has ended.
+    pub(super) fn clear_counters_without_usage(&mut self) {
+        self.counters_without_usage = HashMap::default();
     }
 
     /// All counters that were decided in this process since the outage began, with the usage to
@@ -109,15 +112,15 @@ impl WriteBackTable {
     ) -> impl Iterator<Item = (&Limit, &Key, impl Iterator<Item = &UsageEntry>)> {
         let pending = self.by_counter.values();
         let pending = pending.map(|one| (&one.limit, &one.key, Some(&one.usage)));
-        let noted = self.noted_counters.iter();
-        let noted = noted.filter(|(id, _)| !self.by_counter.contains_key(*id));
+        let without_usage = self.counters_without_usage.iter();
+        let without_usage = without_usage.filter(|(id, _)| !self.by_counter.contains_key(*id));
         pending
-            .chain(noted.map(|(_, (limit, key))| (limit, key, None)))
+            .chain(without_usage.map(|(_, (limit, key))| (limit, key, None)))
             .map(|(limit, key, usage)| (limit, key, usage.into_iter().flatten()))
     }
 
-    /// Removes a released slot, which no longer needs to be written back.
-    pub(super) fn release_slot(&mut self, limit: &Limit, key: &Key, slot: u128) {
+    /// Removes a released slot, so that it is not written back.
+    pub(super) fn remove_released_slot(&mut self, limit: &Limit, key: &Key, slot: u128) {
         if let Some(pending) = self.by_counter.get_mut(&counter_id(limit, key)) {
             pending.held_slots.retain(|held| *held != slot);
         }
@@ -149,15 +152,15 @@ impl WriteBackTable {
     pub(super) fn finish_batch(&mut self, is_written: impl Fn(CounterId) -> bool) {
         for pending in std::mem::take(&mut self.sending) {
             if is_written(counter_id(&pending.limit, &pending.key)) {
-                self.note_counter(&Charge::new(&pending.limit, &pending.key, 0));
+                self.record_counter_without_usage(&Charge::new(&pending.limit, &pending.key, 0));
             } else {
-                self.insert(pending);
+                self.merge_older_usage(pending);
             }
         }
     }
 
     /// Adds usage that is older than the usage of its counter in the table.
-    pub(super) fn insert(&mut self, mut pending: CounterWriteBack) {
+    pub(super) fn merge_older_usage(&mut self, mut pending: CounterWriteBack) {
         if !pending.usage.is_empty() || !pending.held_slots.is_empty() {
             let id = counter_id(&pending.limit, &pending.key);
             if let Some(newer) = self.by_counter.swap_remove(&id) {
@@ -187,8 +190,8 @@ impl CounterWriteBack {
     }
 
     /// The amendments to send to Redis at `now_us`. `units_in_use` returns the used units of this
-    /// instance's share. Buckets have no ages: their units are capped by it, since the rest has
-    /// already drained.
+    /// instance's share. The units of a bucket have no ages: at most the used units are written
+    /// back, because all others have already drained.
     pub(super) fn amendments(
         &self,
         now_us: u64,
@@ -225,7 +228,7 @@ impl CounterWriteBack {
         let subperiod = |at_us: u64| match self.limit.algorithm {
             Algorithm::FixedWindow { offset_us } => at_us.saturating_sub(offset_us),
             _ => at_us,
-        } / (self.limit.per_us / SUBPERIODS).max(1);
+        } / (self.limit.per_us / SUBPERIODS_PER_PERIOD).max(1);
         match self.usage.back_mut() {
             Some(last)
                 if is_bucket(&self.limit)
@@ -265,7 +268,7 @@ pub(super) fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
             window(at_us) == window(now_us)
         }
         Algorithm::SlidingWindow { .. } => {
-            now_us.saturating_sub(at_us) < per_us + limit.sub_window_us()
+            now_us.saturating_sub(at_us) < per_us + limit.sub_window_width_us()
         }
         _ => is_bucket(limit) || now_us.saturating_sub(at_us) < per_us,
     }

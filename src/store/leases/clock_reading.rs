@@ -1,12 +1,12 @@
-//! The time by which leases end.
+//! A reading of the two clocks that decide when leases end.
 
 use crate::clock::Clock;
 use std::ops::Add;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// One moment on two clocks. [`Instant`] drives timers, but it stops while the machine is
-/// suspended. The boot time does not.
+/// One moment on two clocks. [`Instant`] drives timers, but stops while the machine is suspended.
+/// The boot time goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ClockReading {
     pub instant: Instant,
@@ -17,7 +17,7 @@ impl ClockReading {
     pub(super) fn now(clock: &Clock) -> Self {
         Self {
             instant: Instant::now(),
-            boot_us: clock.boot_us(),
+            boot_us: clock.boot_clock_us(),
         }
     }
 

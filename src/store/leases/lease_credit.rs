@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Maximum number of queued credits: a few megabytes. The units of further credits stay charged
 /// until they expire.
-pub(super) const MAX_CREDITS: usize = 1 << 14;
+pub(super) const MAX_QUEUED_CREDITS: usize = 1 << 14;
 
 /// Credits that wait to be sent to the store.
 #[derive(Debug, Default)]
@@ -38,7 +38,7 @@ pub(super) struct LeaseCredit {
 impl LeaseCreditQueue {
     pub(super) fn push(&self, lease_credit: LeaseCredit) {
         let mut credits = self.credits.lock();
-        match credits.len() < MAX_CREDITS {
+        match credits.len() < MAX_QUEUED_CREDITS {
             true => credits.push(lease_credit),
             false => self.record_lost_units(lease_credit.units),
         }

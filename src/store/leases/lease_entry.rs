@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 /// Maximum units of a lease, if the size is automatic.
-const MAX_AUTO_UNITS: u64 = 1000;
+const MAX_AUTO_LEASE_UNITS: u64 = 1000;
 
 /// Minimum demand per lease TTL before a key is leased, if the size is automatic.
 pub(super) const MIN_DEMAND_UNITS: u64 = 4;
@@ -25,7 +25,7 @@ pub(super) struct LeaseEntry {
     pub refill: Option<Arc<Notify>>,
     /// Whether the last refill got no units.
     pub is_last_grant_empty: bool,
-    pub last_answer: Option<LastStoreAnswer>,
+    pub last_grant_answer: Option<LastGrantAnswer>,
     pub demand: LeaseDemand,
 }
 
@@ -38,12 +38,12 @@ pub(super) struct Lease {
     pub expires_at: ClockReading,
 }
 
-/// The store's last answer for a key.
+/// The store's answer that granted the last lease of a key.
 #[derive(Debug)]
-pub(super) struct LastStoreAnswer {
+pub(super) struct LastGrantAnswer {
     pub store_now_us: u64,
     pub received_at: Instant,
-    /// One per limit.
+    /// The status of each limit in the answer.
     pub statuses: SmallVec<[LimitStatus; 2]>,
     /// Units issued since the answer.
     pub issued_units: u64,
@@ -78,7 +78,7 @@ impl LeaseEntry {
             leases: SmallVec::new(),
             refill: None,
             is_last_grant_empty: false,
-            last_answer: None,
+            last_grant_answer: None,
             demand: LeaseDemand {
                 interval_start: now,
                 current_units: 0,
@@ -98,16 +98,16 @@ impl LeaseEntry {
         !self.leases.is_empty() || self.refill.is_some()
     }
 
-    /// Units to request when `available_units` are left. Requested early, since more requests
-    /// arrive meanwhile.
-    pub(super) fn units_to_request(&self, lease: &LeaseTerms, available_units: u64) -> u64 {
-        let size = lease.size.unwrap_or_else(|| {
+    /// Units to request when `available_units` are left; 0 while more than a quarter of the lease
+    /// is left. A lease is refilled early, because more requests arrive until the store answers.
+    pub(super) fn units_to_request(&self, terms: &LeaseTerms, available_units: u64) -> u64 {
+        let size = terms.size.unwrap_or_else(|| {
             match self.demand.current_units.max(self.demand.previous_units) {
                 0..MIN_DEMAND_UNITS => 0,
-                units => units.min(MAX_AUTO_UNITS),
+                units => units.min(MAX_AUTO_LEASE_UNITS),
             }
         });
-        // After an empty grant, the units in hand are used up first.
+        // After a refill without units, the units in hand are used up before the next refill.
         if available_units <= size / 4 && !(self.is_last_grant_empty && available_units > 0) {
             size - available_units
         } else {
@@ -121,16 +121,16 @@ impl LeaseEntry {
         now: Instant,
     ) -> Option<LeasePermit> {
         let units = charge.cost;
-        let grant = self
+        let lease = self
             .leases
             .iter_mut()
-            .find(|leased| leased.remaining_units >= units)?;
-        let answer = self.last_answer.as_mut()?;
-        grant.remaining_units -= units;
+            .find(|lease| lease.remaining_units >= units)?;
+        let answer = self.last_grant_answer.as_mut()?;
+        lease.remaining_units -= units;
         answer.issued_units = answer.issued_units.saturating_add(units);
         let now_us = answer
             .store_now_us
-            .saturating_add(micros(now.saturating_duration_since(answer.received_at)));
+            .saturating_add(to_micros(now.saturating_duration_since(answer.received_at)));
         let status = |status: &LimitStatus| LimitStatus {
             remaining: status.remaining.saturating_sub(answer.issued_units),
             next_growth_us: status.next_growth_us.map(|at_us| at_us.max(now_us)),
@@ -139,20 +139,20 @@ impl LeaseEntry {
         Some(LeasePermit {
             counters: Arc::clone(&self.counters),
             units,
-            store_end_us: grant.store_end_us,
-            expires_at: grant.expires_at,
+            store_end_us: lease.store_end_us,
+            expires_at: lease.expires_at,
             store_now_us: now_us,
             statuses: answer.statuses.iter().map(status).collect(),
         })
     }
 
     /// Removes expired leases and queues their unused units for return.
-    pub(super) fn expire_leases(&mut self, now: ClockReading, credits: &LeaseCreditQueue) {
+    pub(super) fn remove_expired_leases(&mut self, now: ClockReading, credits: &LeaseCreditQueue) {
         let counters = &self.counters;
-        self.leases.retain(|leased| {
-            let has_expired = now.has_reached(&leased.expires_at);
-            if has_expired && leased.remaining_units > 0 {
-                credits.push(leased.into_credit(counters));
+        self.leases.retain(|lease| {
+            let has_expired = now.has_reached(&lease.expires_at);
+            if has_expired && lease.remaining_units > 0 {
+                credits.push(lease.into_credit(counters));
             }
             !has_expired
         });
@@ -162,8 +162,8 @@ impl LeaseEntry {
         let unused = self
             .leases
             .drain(..)
-            .filter(|leased| leased.remaining_units > 0);
-        unused.for_each(|leased| credits.push(leased.into_credit(&self.counters)));
+            .filter(|lease| lease.remaining_units > 0);
+        unused.for_each(|lease| credits.push(lease.into_credit(&self.counters)));
     }
 }
 
@@ -178,8 +178,8 @@ impl Lease {
 }
 
 impl LeaseDemand {
-    pub(super) fn record_units(&mut self, units: u64, now: Instant, lease: &LeaseTerms) {
-        let ttl = Duration::from_micros(lease.ttl_us);
+    pub(super) fn record_units(&mut self, units: u64, now: Instant, terms: &LeaseTerms) {
+        let ttl = Duration::from_micros(terms.ttl_us);
         let since = now.saturating_duration_since(self.interval_start);
         if since >= ttl {
             let previous_units = if since < 2 * ttl {
@@ -197,6 +197,6 @@ impl LeaseDemand {
     }
 }
 
-fn micros(time: Duration) -> u64 {
+fn to_micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

@@ -1,11 +1,12 @@
-//! Leased units by policy and key. The caller passes the time.
+//! Leased units by policy and key. The callers pass the current time.
 //!
-//! No unit is issued after the end of its lease. The TTL counts from sending the request, so the
-//! lease ends here before it ends in the store, also if the machine is suspended meanwhile. Unused units are returned to the store.
+//! No unit is issued after the end of its lease. The TTL counts from sending the refill call, so
+//! the lease ends here before it ends in the store, also if the machine is suspended meanwhile.
+//! Unused units are returned to the store.
 
 use super::clock_reading::ClockReading;
 use super::lease_credit::{LeaseCredit, LeaseCreditQueue, LeasedCounters};
-use super::lease_entry::{LastStoreAnswer, Lease, LeaseEntry, LeasePermit};
+use super::lease_entry::{LastGrantAnswer, Lease, LeaseEntry, LeasePermit};
 use crate::limiter::{Charge, Decision, LimitStatus};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
@@ -18,13 +19,16 @@ use tokio::time::Instant;
 /// Number of shards, each with a lock.
 const SHARD_COUNT: usize = 16;
 
-/// Keys per shard: about 4 MiB in all. Charges of further keys ask the store one by one.
+/// Maximum number of keys per shard: about 4 MiB for all shards. Further keys have no leases: each
+/// of their charges asks the store.
 const MAX_KEYS_PER_SHARD: usize = 512;
 
-/// An entry without requests for this long is removed when its shard is full.
+/// When a shard is full, its entries without a lease and without requests for this long are
+/// removed.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The local clock may run slower than the store's by this fraction.
+/// Each lease ends early by 1/256 of its time, because the local clock may run slower than the
+/// store's.
 const CLOCK_DRIFT_DIVISOR: u32 = 256;
 
 /// The leases of one process, in shards with a lock each.
@@ -33,7 +37,7 @@ pub(super) struct LeaseTable {
     shards: [Mutex<LeaseShard>; SHARD_COUNT],
     /// Unused units to be returned to the store.
     credits: LeaseCreditQueue,
-    /// Wakes the credit task when a lease may end earlier than it expects.
+    /// Wakes the credit task when a lease may end earlier than the task expects.
     changed: Notify,
 }
 
@@ -62,7 +66,7 @@ pub(super) enum LeaseAction {
 /// What a caller does when no units are left and another caller's refill is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OnLeaseExhausted {
-    /// Wait for that refill.
+    /// Wait for the refill in progress.
     Wait,
     /// Ask the store at once. Without a refill in progress, also request a lease.
     RefillWithoutWaiting,
@@ -72,15 +76,15 @@ pub(super) enum OnLeaseExhausted {
 
 impl LeaseTable {
     /// Issues units for the charges of one policy, which all have a lease and the same cost. A
-    /// caller that gets `units_to_request` has to call [`LeaseTable::finish_refill`] when that
-    /// request has ended.
+    /// caller that gets `units_to_request` above 0 has to call [`LeaseTable::finish_refill`] when
+    /// its lease request has ended.
     pub(super) fn take_permit(
         &self,
         charges: &[Charge<'_>],
         now: ClockReading,
         on_exhausted: OnLeaseExhausted,
     ) -> LeaseAction {
-        let Some((charge, lease)) = charges
+        let Some((charge, terms)) = charges
             .first()
             .and_then(|charge| Some((charge, charge.lease?)))
         else {
@@ -99,18 +103,14 @@ impl LeaseTable {
                 units_to_request: 0,
             };
         };
-        entry.demand.record_units(charge.cost, now.instant, &lease);
-        entry.expire_leases(now, &self.credits);
-        let available_units = entry
-            .leases
-            .iter()
-            .map(|leased| leased.remaining_units)
-            .sum();
+        entry.demand.record_units(charge.cost, now.instant, &terms);
+        entry.remove_expired_leases(now, &self.credits);
+        let available_units = entry.leases.iter().map(|lease| lease.remaining_units).sum();
         let units_to_request =
             if entry.refill.is_some() || on_exhausted == OnLeaseExhausted::NeverRefill {
                 0
             } else {
-                entry.units_to_request(&lease, available_units)
+                entry.units_to_request(&terms, available_units)
             };
         let is_refill_pending = entry.refill.is_some();
         if units_to_request > 0 {
@@ -135,7 +135,7 @@ impl LeaseTable {
     }
 
     /// Records the store's answer to a lease request for one policy, sent at `sent_at`.
-    pub(super) fn record_grant(
+    pub(super) fn record_lease_answer(
         &self,
         charges: &[Charge<'_>],
         statuses: &[Option<LimitStatus>],
@@ -153,7 +153,7 @@ impl LeaseTable {
             (grant.until_us + 1).saturating_sub(decision.now_us)
         });
         let lifetime = Duration::from_micros(lifetime_us);
-        let lease_grant = grant.map(|grant| Lease {
+        let lease = grant.map(|grant| Lease {
             remaining_units: grant.units,
             store_end_us: grant.until_us,
             expires_at: sent_at + lifetime.saturating_sub(lifetime / CLOCK_DRIFT_DIVISOR),
@@ -165,21 +165,21 @@ impl LeaseTable {
             .get_mut(&charge.key.id())
             .filter(|entry| entry.matches_limits(charges) && !is_closed);
         let Some(entry) = entry else {
-            if let Some(leased) = lease_grant {
+            if let Some(lease) = lease {
                 self.credits
-                    .push(leased.into_credit(&LeasedCounters::from_charges(charges, charge.key)));
+                    .push(lease.into_credit(&LeasedCounters::from_charges(charges, charge.key)));
             }
             return self.changed.notify_one();
         };
-        entry.is_last_grant_empty = lease_grant.is_none();
-        if let Some(leased) = lease_grant {
+        entry.is_last_grant_empty = lease.is_none();
+        if let Some(lease) = lease {
             let at = entry
                 .leases
-                .partition_point(|other| other.expires_at.instant <= leased.expires_at.instant);
-            entry.leases.insert(at, leased);
+                .partition_point(|other| other.expires_at.instant <= lease.expires_at.instant);
+            entry.leases.insert(at, lease);
             self.changed.notify_one();
             let statuses = statuses.iter().copied().flatten().collect();
-            entry.last_answer = Some(LastStoreAnswer {
+            entry.last_grant_answer = Some(LastGrantAnswer {
                 store_now_us: decision.now_us,
                 received_at,
                 statuses,
@@ -200,34 +200,38 @@ impl LeaseTable {
         }
     }
 
-    /// Takes back the units of a request that was not admitted.
+    /// Returns the units of a request that was not admitted: to their lease, or to the store if the
+    /// lease has ended.
     pub(super) fn return_permit(&self, permit: &LeasePermit) {
         let mut shard = self.lock_shard(permit.counters.key.id());
-        // An entry of another configuration does not own this permit.
+        // An entry for other limits does not own this permit.
         let entry = shard.keys.get_mut(&permit.counters.key.id());
         let mut entry = entry.filter(|entry| Arc::ptr_eq(&entry.counters, &permit.counters));
-        if let Some(answer) = entry.as_mut().and_then(|entry| entry.last_answer.as_mut()) {
+        if let Some(answer) = entry
+            .as_mut()
+            .and_then(|entry| entry.last_grant_answer.as_mut())
+        {
             answer.issued_units = answer.issued_units.saturating_sub(permit.units);
         }
-        let matching_grant = entry.and_then(|entry| {
+        let lease = entry.and_then(|entry| {
             entry
                 .leases
                 .iter_mut()
-                .find(|leased| leased.store_end_us == permit.store_end_us)
+                .find(|lease| lease.store_end_us == permit.store_end_us)
         });
-        match matching_grant {
-            Some(leased) => leased.remaining_units += permit.units,
+        match lease {
+            Some(lease) => lease.remaining_units += permit.units,
             None => {
                 let LeasePermit {
                     units,
-                    store_end_us: until_us,
+                    store_end_us,
                     expires_at,
                     ..
                 } = *permit;
                 self.credits.push(
                     Lease {
                         remaining_units: units,
-                        store_end_us: until_us,
+                        store_end_us,
                         expires_at,
                     }
                     .into_credit(&permit.counters),
@@ -266,8 +270,8 @@ impl LeaseTable {
                 .values_mut()
                 .filter(|entry| !entry.leases.is_empty())
             {
-                entry.expire_leases(now, &self.credits);
-                let ends = entry.leases.iter().map(|leased| leased.expires_at.instant);
+                entry.remove_expired_leases(now, &self.credits);
+                let ends = entry.leases.iter().map(|lease| lease.expires_at.instant);
                 next = next.into_iter().chain(ends).min();
             }
         }
@@ -275,7 +279,7 @@ impl LeaseTable {
     }
 
     /// Ends all leases and returns their unused units. Issues no units afterwards.
-    pub(super) fn end_all_leases(&self) -> Vec<LeaseCredit> {
+    pub(super) fn close_and_end_all_leases(&self) -> Vec<LeaseCredit> {
         for shard in &self.shards {
             let mut shard = shard.lock();
             shard.is_closed = true;
@@ -293,7 +297,8 @@ impl LeaseTable {
         self.shards.get(index).unwrap_or(first).lock()
     }
 
-    /// The entry of a policy and key for the present limits. `None` if the shard is full.
+    /// Gets or creates the entry of a policy and key, and revokes its leases if the limits have
+    /// changed. Returns `None` if the shard is full.
     fn get_or_insert_entry<'s>(
         &self,
         shard: &'s mut LeaseShard,
@@ -332,7 +337,7 @@ impl LeaseTable {
 
 #[cfg(test)]
 mod tests {
-    use super::super::lease_credit::MAX_CREDITS;
+    use super::super::lease_credit::MAX_QUEUED_CREDITS;
     use super::super::lease_entry::MIN_DEMAND_UNITS;
     use super::*;
     use crate::clock::Clock;
@@ -347,11 +352,11 @@ mod tests {
 
     fn key(name: usize) -> Key {
         let mut builder = KeyBuilder::new("p");
-        builder.push_part(Some(name.to_string().as_bytes()));
+        builder.push_key_value(Some(name.to_string().as_bytes()));
         builder.finish()
     }
 
-    fn charge<'c>(limit: &'c Limit, key: &'c Key, size: Option<u64>) -> Charge<'c> {
+    fn charge_with_lease<'c>(limit: &'c Limit, key: &'c Key, size: Option<u64>) -> Charge<'c> {
         Charge {
             lease: Some(LeaseTerms {
                 size,
@@ -383,9 +388,14 @@ mod tests {
         }
     }
 
-    fn renew_lease(table: &LeaseTable, charge: Charge<'_>, units: u64, now: ClockReading) {
+    fn finish_refill_with_units(
+        table: &LeaseTable,
+        charge: Charge<'_>,
+        units: u64,
+        now: ClockReading,
+    ) {
         let answer = store_answer(units);
-        table.record_grant(&[charge], &answer.statuses, &answer, (now, now.instant));
+        table.record_lease_answer(&[charge], &answer.statuses, &answer, (now, now.instant));
         table.finish_refill(charge.key.id());
     }
 
@@ -405,7 +415,7 @@ mod tests {
         };
         for name in 0..2 * max_keys {
             table.take_permit(
-                &[charge(&LIMIT, &key(name), None)],
+                &[charge_with_lease(&LIMIT, &key(name), None)],
                 start,
                 OnLeaseExhausted::Wait,
             );
@@ -413,7 +423,7 @@ mod tests {
         assert_eq!(key_count(), max_keys);
         let new_key = key(2 * max_keys);
         table.take_permit(
-            &[charge(&LIMIT, &new_key, None)],
+            &[charge_with_lease(&LIMIT, &new_key, None)],
             start + IDLE_TIMEOUT,
             OnLeaseExhausted::Wait,
         );
@@ -429,7 +439,7 @@ mod tests {
         );
         for nth in 1..=10 {
             let action = table.take_permit(
-                &[charge(&LIMIT, &key, None)],
+                &[charge_with_lease(&LIMIT, &key, None)],
                 start,
                 OnLeaseExhausted::RefillWithoutWaiting,
             );
@@ -446,13 +456,13 @@ mod tests {
     }
 
     #[test]
-    fn callers_wait_for_a_renewal_unless_the_last_grant_was_empty() {
+    fn callers_wait_for_a_refill_unless_the_last_grant_was_empty() {
         let (table, key, now) = (
             LeaseTable::default(),
             key(0),
             ClockReading::now(&Clock::manual(0).0),
         );
-        let leased_charge = charge(&LIMIT, &key, Some(8));
+        let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
         let take = || table.take_permit(&[leased_charge], now, OnLeaseExhausted::Wait);
         assert!(matches!(
             take(),
@@ -461,7 +471,7 @@ mod tests {
             }
         ));
         assert!(matches!(take(), LeaseAction::WaitForRefill(_)));
-        renew_lease(&table, leased_charge, 3, now);
+        finish_refill_with_units(&table, leased_charge, 3, now);
         assert!(matches!(
             take(),
             LeaseAction::Permit {
@@ -490,7 +500,7 @@ mod tests {
             "a refill is in progress"
         );
         assert!(matches!(take(), LeaseAction::WaitForRefill(_)));
-        renew_lease(&table, leased_charge, 0, now);
+        finish_refill_with_units(&table, leased_charge, 0, now);
         assert!(matches!(
             take(),
             LeaseAction::QueryStore {
@@ -515,14 +525,14 @@ mod tests {
             key(0),
             ClockReading::now(&Clock::manual(0).0),
         );
-        let leased_charge = charge(&LIMIT, &key, Some(8));
+        let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
         let units_and_ends = |credits: Vec<LeaseCredit>| {
             credits
                 .iter()
                 .map(|one| (one.units, one.store_end_us))
                 .collect::<Vec<_>>()
         };
-        renew_lease(&table, leased_charge, 8, now);
+        finish_refill_with_units(&table, leased_charge, 8, now);
         assert_eq!(
             units_and_ends(table.take_due_credits(now).0),
             [(8, 5_100_000)],
@@ -534,7 +544,7 @@ mod tests {
             now,
             OnLeaseExhausted::RefillWithoutWaiting,
         );
-        renew_lease(&table, leased_charge, 8, now);
+        finish_refill_with_units(&table, leased_charge, 8, now);
         assert!(matches!(
             table.take_permit(
                 &[leased_charge],
@@ -557,14 +567,14 @@ mod tests {
             [(7, 5_100_000)]
         );
 
-        renew_lease(&table, leased_charge, 8, now);
+        finish_refill_with_units(&table, leased_charge, 8, now);
         let raised = Limit {
             requests: 2000,
             ..LIMIT
         };
         assert!(matches!(
             table.take_permit(
-                &[charge(&raised, &key, Some(8))],
+                &[charge_with_lease(&raised, &key, Some(8))],
                 now,
                 OnLeaseExhausted::RefillWithoutWaiting
             ),
@@ -581,7 +591,7 @@ mod tests {
     fn a_lease_ends_while_the_machine_is_suspended() {
         let (clock, boot_clock) = Clock::manual(7);
         let (table, key, sent_at) = (LeaseTable::default(), key(0), ClockReading::now(&clock));
-        let leased_charge = charge(&LIMIT, &key, Some(8));
+        let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
         let take = || {
             table.take_permit(
                 &[leased_charge],
@@ -590,9 +600,9 @@ mod tests {
             )
         };
         take();
-        // Suspended on the way to the store: the grant is shorter by that time.
+        // The machine is suspended on the way to the store, so the lease is shorter by that time.
         boot_clock.advance_us(60_000);
-        renew_lease(&table, leased_charge, 8, sent_at);
+        finish_refill_with_units(&table, leased_charge, 8, sent_at);
         assert!(matches!(take(), LeaseAction::Permit { .. }));
         boot_clock.advance_us(40_000);
         assert!(matches!(take(), LeaseAction::QueryStore { .. }));
@@ -608,13 +618,13 @@ mod tests {
             key(0),
             ClockReading::now(&Clock::manual(0).0),
         );
-        let leased_charge = charge(&LIMIT, &key, Some(8));
+        let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
         table.take_permit(
             &[leased_charge],
             now,
             OnLeaseExhausted::RefillWithoutWaiting,
         );
-        renew_lease(&table, leased_charge, 8, now);
+        finish_refill_with_units(&table, leased_charge, 8, now);
         let LeaseAction::Permit { permit, .. } = table.take_permit(
             &[leased_charge],
             now,
@@ -628,10 +638,10 @@ mod tests {
             algorithm: Algorithm::FixedWindow { offset_us: 0 },
             ..LIMIT
         };
-        let both = [leased_charge, charge(&window, &key, Some(8))];
+        let both = [leased_charge, charge_with_lease(&window, &key, Some(8))];
         table.take_permit(&both, now, OnLeaseExhausted::RefillWithoutWaiting);
         let answer = store_answer(8);
-        table.record_grant(&both, &answer.statuses, &answer, (now, now.instant));
+        table.record_lease_answer(&both, &answer.statuses, &answer, (now, now.instant));
         table.return_permit(&permit);
         let (credits, _) = table.take_due_credits(now);
         let limits = credits
@@ -651,17 +661,17 @@ mod tests {
     }
 
     #[test]
-    fn queued_returns_are_bounded_and_dropped_units_are_counted() {
+    fn queued_credits_are_bounded_and_units_of_dropped_credits_are_counted() {
         let (table, key, now) = (
             LeaseTable::default(),
             key(0),
             ClockReading::now(&Clock::manual(0).0),
         );
-        let leased_charge = charge(&LIMIT, &key, Some(8));
-        for _ in 0..MAX_CREDITS + 3 {
-            renew_lease(&table, leased_charge, 8, now);
+        let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
+        for _ in 0..MAX_QUEUED_CREDITS + 3 {
+            finish_refill_with_units(&table, leased_charge, 8, now);
         }
-        assert_eq!(table.take_due_credits(now).0.len(), MAX_CREDITS);
+        assert_eq!(table.take_due_credits(now).0.len(), MAX_QUEUED_CREDITS);
         assert_eq!(table.lost_units(), 3 * 8);
     }
 }

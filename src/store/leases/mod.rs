@@ -1,21 +1,22 @@
 //! Leases: units charged in advance in Redis and issued here, without a call per request, until
 //! they expire (see docs/ALGORITHMS.md).
 //!
-//! A lease that runs low is refilled in the background. When it is exhausted, one caller refills
-//! it and further callers wait. If the grant is empty, each caller asks Redis directly, so that
-//! decisions near the limit are exact.
+//! A lease that runs low is refilled in the background. When a lease is exhausted, one caller
+//! refills it and further callers wait for the refill. If Redis grants no units, each caller asks
+//! Redis directly, so that decisions near the limit are exact.
 //!
 //! How a lease ends:
 //!
-//! - Its time ends, by the local clock 1/256 early. The next request or the credit task removes it,
-//!   and its unused units go back to Redis as a credit.
+//! - Its time ends: on the local clock 1/256 early. The key's next request or the credit task
+//!   removes the lease, and its unused units go back to Redis as a credit.
 //! - Its units are used up. The empty lease stays until its time ends.
-//! - A reload changes the limits: it is revoked, and its unused units are credited.
-//! - Shutdown: all unused units are credited, for at most a second. A grant that arrives afterwards
-//!   is credited at once.
+//! - The key's next request after a reload that changed its limits revokes it. Without one, it ends
+//!   by time. In both cases its unused units are credited.
+//! - Shutdown: all unused units are credited, for at most a second. A grant that arrives after the
+//!   shutdown is credited at once.
 //!
-//! Units of a failed credit are counted as lost and stay charged until they expire. Units of a
-//! refill that timed out after Redis granted it stay charged too, and are not counted.
+//! Units of a failed credit are counted as lost and stay charged until they expire. Units that
+//! Redis granted to a refill that timed out stay charged too, but are not counted as lost.
 
 mod clock_reading;
 mod lease_credit;
@@ -42,20 +43,19 @@ const SWEEP_INTERVAL: Duration = Duration::from_millis(10);
 /// The leases shared by the workers of one process.
 #[derive(Debug)]
 pub struct LeasePool {
-    /// Read anew for each permit: a request may have waited since its arrival.
+    /// Read again for each attempt to take permits: a request may have waited since its arrival.
     clock: Clock,
     table: LeaseTable,
     /// Whether the credit task runs.
     is_credit_task_running: Mutex<bool>,
 }
 
-/// Units issued to a request. They are taken back if this is dropped before the request is
-/// admitted.
+/// Units issued to a request. Dropping the guard before the request is admitted returns the units.
 #[derive(Debug)]
 pub(super) struct LeasePermitGuard<'l> {
     leases: &'l Arc<LeasePool>,
     redis: &'l RedisStore,
-    /// Each with the index of its policy's first charge.
+    /// Permits, each with the index of its policy's first charge.
     permits: SmallVec<[(usize, LeasePermit); 1]>,
     refills: SmallVec<[LeaseRefillGuard; 1]>,
 }
@@ -63,7 +63,7 @@ pub(super) struct LeasePermitGuard<'l> {
 /// Charges that the store has to decide, with their indices in the request.
 type UnleasedCharges<'c> = SmallVec<[(usize, Charge<'c>); 4]>;
 
-/// A refill of one key; dropping it ends the refill.
+/// Guard of the refill of one key; dropping it ends the refill.
 #[derive(Debug)]
 struct LeaseRefillGuard {
     leases: Arc<LeasePool>,
@@ -77,7 +77,8 @@ impl Default for LeasePool {
 }
 
 impl LeasePool {
-    /// The boot time of `clock` ends leases while the machine is suspended.
+    /// Creates an empty pool. Leases also end by the boot time of `clock`, which goes on while the
+    /// machine is suspended.
     pub fn new(clock: Clock) -> Self {
         Self {
             clock,
@@ -86,19 +87,19 @@ impl LeasePool {
         }
     }
 
-    /// Issues leased units for charges of which some have a lease. Waits for a refill if that may
-    /// help. Returns the charges that are not covered, with their indices.
+    /// Issues leased units for charges of which some have a lease. Waits for a refill if waiting
+    /// may help. Returns the charges that leased units do not cover, with their indices.
     pub(super) async fn take_permits<'l, 'c>(
         self: &'l Arc<Self>,
         redis: &'l RedisStore,
         charges: &[Charge<'c>],
         requested_at: Instant,
     ) -> (LeasePermitGuard<'l>, UnleasedCharges<'c>) {
-        let deadline = requested_at + redis.timeout();
-        // Leaves time to ask Redis after waiting.
-        let wait_deadline = requested_at + redis.timeout() / 2;
-        // While an outage ends, Redis lacks the charges that other instances have not written back.
-        // It would grant too much.
+        let deadline = requested_at + redis.decision_timeout();
+        // Waiting for a refill ends early enough to ask Redis afterwards.
+        let wait_deadline = requested_at + redis.decision_timeout() / 2;
+        // While an outage ends, Redis lacks the charges that other instances have not written back,
+        // so it would grant too many units.
         let may_refill = !redis.is_breaker_open() && !redis.fallback().is_in_outage_for(charges);
         let mut on_exhausted = if may_refill {
             OnLeaseExhausted::Wait
@@ -127,24 +128,25 @@ impl LeasePool {
         }
     }
 
-    /// Credits all unused units, for at most [`FLUSH_TIMEOUT`]. Issues no units afterwards. The first
-    /// worker to stop ends the leases of all.
-    pub(super) async fn shut_down(&self, redis: &RedisStore) {
+    /// Ends all leases and sends credits for their unused units, for at most [`FLUSH_TIMEOUT`]. No
+    /// units are issued afterwards. The first worker that stops ends the leases of all workers.
+    pub(super) async fn end_leases_and_send_credits(&self, redis: &RedisStore) {
         drop(
             timeout(
                 FLUSH_TIMEOUT,
-                self.send_credits(redis, self.table.end_all_leases()),
+                self.send_credits(redis, self.table.close_and_end_all_leases()),
             )
             .await,
         );
     }
 
-    /// Units that were leased, not used, and could not be returned.
+    /// Number of leased units that were not used and could not be returned.
     pub fn lost_units(&self) -> u64 {
         self.table.lost_units()
     }
 
-    /// A failed credit is not retried: its units stay charged until they expire.
+    /// Sends credits to Redis. A failed credit is not retried: its units stay charged until they
+    /// expire.
     async fn send_credits(&self, redis: &RedisStore, credits: Vec<LeaseCredit>) {
         let (returned, settlements): (Vec<&LeaseCredit>, Vec<Settlement<'_>>) = credits
             .iter()
@@ -170,14 +172,14 @@ impl LeasePool {
             .iter()
             .filter_map(|index| returned.get(*index).copied())
             .collect();
-        // A credit may have failed for several limits.
+        // A credit that failed for several limits counts once.
         lost.dedup_by(|first, second| std::ptr::eq(*first, *second));
         self.table
             .record_lost_units(lost.iter().map(|unused| unused.units()).sum());
     }
 
-    /// As [`LeaseTable::take_due_credits`]. `None` if nothing is leased and the credit task ends; a
-    /// later lease starts a new task.
+    /// Takes the due credits, as [`LeaseTable::take_due_credits`] does. Returns `None` if nothing
+    /// is leased: the credit task ends, and a later lease starts a new task.
     fn take_due_credits(&self) -> Option<(Vec<LeaseCredit>, Option<Instant>)> {
         let mut is_running = self.is_credit_task_running.lock();
         let (credits, next) = self.table.take_due_credits(ClockReading::now(&self.clock));
@@ -185,14 +187,14 @@ impl LeasePool {
         is_running.then_some((credits, next))
     }
 
-    fn refill_guard(self: &Arc<Self>, key: u128) -> LeaseRefillGuard {
+    fn new_refill_guard(self: &Arc<Self>, key: u128) -> LeaseRefillGuard {
         LeaseRefillGuard {
             leases: Arc::clone(self),
             key,
         }
     }
 
-    /// Requests units in the background while the rest is issued.
+    /// Starts a task that requests a lease of `units` for one policy.
     fn spawn_refill(
         guard: LeaseRefillGuard,
         redis: &RedisStore,
@@ -225,7 +227,7 @@ impl LeasePool {
                 redis
                     .fallback()
                     .cache_statuses(&charges, &decision, sent_at.instant.into_std());
-                leases.table.record_grant(
+                leases.table.record_lease_answer(
                     &charges,
                     &decision.statuses,
                     &decision,
@@ -263,7 +265,7 @@ impl LeasePermitGuard<'_> {
     ///
     /// # Errors
     ///
-    /// A notification of the refill to wait for.
+    /// A notification that fires when the refill in progress has ended.
     fn take_permits<'c>(
         &mut self,
         charges: &[Charge<'c>],
@@ -293,7 +295,7 @@ impl LeasePermitGuard<'_> {
                         self.permits.push((first, permit));
                         if units_to_request > 0 {
                             LeasePool::spawn_refill(
-                                self.leases.refill_guard(key.id()),
+                                self.leases.new_refill_guard(key.id()),
                                 self.redis,
                                 policy,
                                 units_to_request,
@@ -307,7 +309,7 @@ impl LeasePermitGuard<'_> {
                     } => units_to_request = units,
                 }
                 if units_to_request > 0 {
-                    self.refills.push(self.leases.refill_guard(key.id()));
+                    self.refills.push(self.leases.new_refill_guard(key.id()));
                 }
             }
             remaining.extend((first..).zip(policy).map(|(index, charge)| {
@@ -321,7 +323,8 @@ impl LeasePermitGuard<'_> {
             }));
         }
         if !remaining.is_empty() {
-            // The store decides within the deadline: permits that expire before it are not used.
+            // The store may take until the deadline, so permits that expire before it are returned,
+            // and their charges are sent to the store.
             let (valid, expiring): (SmallVec<[_; 1]>, SmallVec<[_; 1]>) = self
                 .permits
                 .drain(..)
@@ -343,9 +346,9 @@ impl LeasePermitGuard<'_> {
         Ok(remaining)
     }
 
-    /// Requests leases separately from the charges. The caller may disconnect, or another policy
-    /// may refuse the request, but the lease serves all callers. On one connection both requests
-    /// share a batch.
+    /// Requests leases in calls of their own, because a lease serves all callers, even if this
+    /// caller disconnects or another policy refuses its request. On one connection, the charges and
+    /// the lease request share a batch.
     pub(super) fn start_refills(&mut self, charges: &mut [Charge<'_>]) {
         for policy in charges.chunk_by_mut(Charge::is_same_policy) {
             let units_to_request = policy
@@ -366,8 +369,9 @@ impl LeasePermitGuard<'_> {
         }
     }
 
-    /// Checks that no permit has expired while the store decided the other charges. That happens
-    /// only if the machine was suspended, so the decision took longer than `timeout`.
+    /// Checks that no permit expired while the store decided the remaining charges. A permit
+    /// expires meanwhile only if the machine was suspended, so the decision took longer than
+    /// `timeout`.
     pub(super) fn check_expiry(&self) -> Result<(), StoreUnavailable> {
         let now = ClockReading::now(&self.leases.clock);
         let has_expired = |(_, permit): &(usize, LeasePermit)| now.has_reached(&permit.expires_at);

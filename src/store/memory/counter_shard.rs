@@ -1,14 +1,14 @@
 //! One shard of the memory store: its counters, their expiry and eviction.
 
-use super::policy_index::{PolicyIndex, PolicyPosition, StoreBound};
+use super::policy_index::{CountersByPolicy, PolicyCounterPosition, StoreBound};
 use crate::limiter::{Algorithm, Charge, CounterState, CounterView, Key, Limit};
 use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use indexmap::map::Entry;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// Counters of a policy that are compared to evict one.
-const EVICTION_SAMPLE: usize = 16;
+/// Number of counters of a policy that are compared to evict one.
+const EVICTION_SAMPLE_SIZE: usize = 16;
 
 /// Identity of a counter: the id of its key, and [`Limit::counter_identity`].
 pub(in crate::store) type CounterId = (u128, Algorithm, u64);
@@ -17,7 +17,7 @@ pub(in crate::store) type CounterId = (u128, Algorithm, u64);
 #[derive(Debug, Default)]
 pub(super) struct MemoryUsage {
     pub key_count: AtomicUsize,
-    /// Estimated.
+    /// Estimated size of all counters.
     pub byte_count: AtomicUsize,
     /// Counters evicted before they expired.
     pub evictions: AtomicU64,
@@ -26,9 +26,9 @@ pub(super) struct MemoryUsage {
 #[derive(Debug)]
 pub(super) struct CounterShard {
     pub counters: IndexMap<CounterId, StoredCounter, RandomState>,
-    policies: PolicyIndex,
+    policies: CountersByPolicy,
     random: fastrand::Rng,
-    /// Position at which [`CounterShard::sweep`] continues.
+    /// Position at which [`CounterShard::sweep_expired`] continues.
     sweep_index: usize,
     /// Latest time of a decision in this shard (µs).
     pub newest_us: u64,
@@ -40,16 +40,16 @@ pub(super) struct StoredCounter {
     expires_at_us: u64,
     /// Used part of the quota at the last charge, in 1/65536.
     fullness: u32,
-    policy_position: PolicyPosition,
+    policy_position: PolicyCounterPosition,
 }
 
 impl StoredCounter {
-    fn bytes(&self) -> usize {
+    fn estimated_bytes(&self) -> usize {
         COUNTER_BYTES + self.state.heap_bytes()
     }
 }
 
-pub(super) fn charge_counter_id(charge: &Charge<'_>) -> CounterId {
+pub(super) fn counter_id_for_charge(charge: &Charge<'_>) -> CounterId {
     counter_id(charge.limit, charge.key)
 }
 
@@ -71,7 +71,7 @@ impl Default for CounterShard {
     fn default() -> Self {
         Self {
             counters: IndexMap::default(),
-            policies: PolicyIndex::default(),
+            policies: CountersByPolicy::default(),
             // The seed is fixed, so that the same calls always evict the same counters.
             random: fastrand::Rng::with_seed(0),
             sweep_index: 0,
@@ -90,10 +90,10 @@ impl CounterShard {
         change: impl FnOnce(&mut CounterState),
     ) -> CounterView<'a> {
         let limit = charge.limit;
-        let (counter, bytes_before) = match self.counters.entry(charge_counter_id(charge)) {
+        let (counter, bytes_before) = match self.counters.entry(counter_id_for_charge(charge)) {
             Entry::Occupied(entry) => {
                 let counter = entry.into_mut();
-                let bytes = counter.bytes();
+                let bytes = counter.estimated_bytes();
                 (counter, bytes)
             }
             Entry::Vacant(entry) => {
@@ -102,14 +102,14 @@ impl CounterShard {
                     state: limit.initial_state(),
                     expires_at_us: 0,
                     fullness: 0,
-                    policy_position: self.policies.insert(charge.key, entry.index()),
+                    policy_position: self.policies.insert_counter(charge.key, entry.index()),
                 };
                 (entry.insert(counter), 0)
             }
         };
         change(&mut counter.state);
         counter.expires_at_us = counter.state.expires_at_us(limit);
-        let bytes = counter.bytes();
+        let bytes = counter.estimated_bytes();
         if bytes != bytes_before {
             usage.byte_count.fetch_add(bytes, Ordering::Relaxed);
             usage.byte_count.fetch_sub(bytes_before, Ordering::Relaxed);
@@ -117,19 +117,19 @@ impl CounterShard {
                 .change_bytes(counter.policy_position, bytes_before, bytes);
         }
         let view = counter.state.view_at(limit, now_us);
-        counter.fullness = fullness(view.used(), limit);
+        counter.fullness = fullness(view.used_units(), limit);
         view
     }
 
     /// Removes the expired counters among the next `max_counters`.
-    pub(super) fn sweep(&mut self, usage: &MemoryUsage, now_us: u64, max_counters: usize) {
+    pub(super) fn sweep_expired(&mut self, usage: &MemoryUsage, now_us: u64, max_counters: usize) {
         for _ in 0..max_counters.min(self.counters.len()) {
             if self.sweep_index >= self.counters.len() {
                 self.sweep_index = 0;
             }
             match self.counters.get_index(self.sweep_index) {
                 Some((_, counter)) if counter.expires_at_us <= now_us => {
-                    self.remove(usage, self.sweep_index)
+                    self.remove_at_index(usage, self.sweep_index)
                 }
                 _ => self.sweep_index += 1,
             }
@@ -145,13 +145,13 @@ impl CounterShard {
         now_us: u64,
         bound: StoreBound,
     ) -> bool {
-        // The newest counter stays: if the others are exhausted, it would never count anything.
-        let candidates = match self.policies.largest_policy(bound) {
+        // The newest counter stays: if all older ones are exhausted, it would never count anything.
+        let candidates = match self.policies.counters_of_largest_policy(bound) {
             [] => return false,
             [only] => std::slice::from_ref(only),
             [older @ .., _] => older,
         };
-        let sample = (0..EVICTION_SAMPLE).filter_map(|_| {
+        let sample = (0..EVICTION_SAMPLE_SIZE).filter_map(|_| {
             let index = *candidates.get(self.random.usize(..candidates.len()))? as usize;
             let (_, counter) = self.counters.get_index(index)?;
             let is_live = counter.expires_at_us > now_us;
@@ -163,20 +163,20 @@ impl CounterShard {
         usage
             .evictions
             .fetch_add(u64::from(is_live), Ordering::Relaxed);
-        self.remove(usage, index);
+        self.remove_at_index(usage, index);
         true
     }
 
-    pub(super) fn remove(&mut self, usage: &MemoryUsage, at: usize) {
+    pub(super) fn remove_at_index(&mut self, usage: &MemoryUsage, at: usize) {
         let Some((_, counter)) = self.counters.get_index(at) else {
             return;
         };
-        let (bytes, place) = (counter.bytes(), counter.policy_position);
+        let (bytes, place) = (counter.estimated_bytes(), counter.policy_position);
         usage.key_count.fetch_sub(1, Ordering::Relaxed);
         usage.byte_count.fetch_sub(bytes, Ordering::Relaxed);
         self.policies.change_bytes(place, bytes, 0);
         // The policy's last counter takes the position, and the shard's last counter the index.
-        let moved = self.policies.remove(place);
+        let moved = self.policies.remove_counter(place);
         if let Some((_, counter)) = moved.and_then(|index| self.counters.get_index_mut(index)) {
             counter.policy_position = place;
         }
@@ -197,7 +197,11 @@ mod tests {
             for (index, (_, counter)) in self.counters.iter().enumerate() {
                 assert_eq!(self.policies.counter_index(counter.policy_position), index);
             }
-            let bytes: usize = self.counters.values().map(StoredCounter::bytes).sum();
+            let bytes: usize = self
+                .counters
+                .values()
+                .map(StoredCounter::estimated_bytes)
+                .sum();
             let totals = (self.counters.len(), bytes);
             assert_eq!(self.policies.totals(), totals);
             let usage = (&usage.key_count, &usage.byte_count);
@@ -219,7 +223,7 @@ mod tests {
             // Policies come and go: about ten of them have counters at a time.
             let policy = now_us / 500 + random.u64(..10);
             let mut key = KeyBuilder::new(&policy.to_string());
-            key.push_part(Some(&random.u8(..40).to_be_bytes()));
+            key.push_key_value(Some(&random.u8(..40).to_be_bytes()));
             let (limit, key) = (
                 Limit {
                     requests: 50,
@@ -230,9 +234,9 @@ mod tests {
             );
             let charge = Charge::new(&limit, &key, 1);
             match random.u8(..10) {
-                0 => shard.sweep(&usage, now_us, 20),
+                0 => shard.sweep_expired(&usage, now_us, 20),
                 1 if !shard.counters.is_empty() => {
-                    shard.remove(&usage, random.usize(..shard.counters.len()));
+                    shard.remove_at_index(&usage, random.usize(..shard.counters.len()));
                 }
                 2 => drop(shard.evict_counter(&usage, now_us, StoreBound::Keys)),
                 3 => drop(shard.evict_counter(&usage, now_us, StoreBound::Bytes)),

@@ -7,8 +7,8 @@ use std::collections::HashMap;
 /// The counters of a shard, by the policy of their key. Counters are named by their index in the
 /// shard's map.
 #[derive(Debug, Default)]
-pub(super) struct PolicyIndex {
-    /// The place in `policies` by [`Key::encoded_policy`].
+pub(super) struct CountersByPolicy {
+    /// The place in `policies` by [`Key::encoded_policy_name`].
     numbers: HashMap<Box<[u8]>, u32, RandomState>,
     policies: Vec<PolicyCounters>,
 }
@@ -19,9 +19,9 @@ struct PolicyCounters {
     counters: Vec<u32>,
 }
 
-/// Where a counter is listed in a [`PolicyIndex`].
+/// Where a counter is listed in [`CountersByPolicy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct PolicyPosition {
+pub(super) struct PolicyCounterPosition {
     policy: u32,
     position: u32,
 }
@@ -33,19 +33,23 @@ pub(super) enum StoreBound {
     Bytes,
 }
 
-impl PolicyIndex {
-    /// Lists a new counter.
-    pub(super) fn insert(&mut self, key: &Key, counter_index: usize) -> PolicyPosition {
-        let number = match self.numbers.get(key.encoded_policy()) {
+impl CountersByPolicy {
+    /// Adds a new counter to the list of its policy.
+    pub(super) fn insert_counter(
+        &mut self,
+        key: &Key,
+        counter_index: usize,
+    ) -> PolicyCounterPosition {
+        let number = match self.numbers.get(key.encoded_policy_name()) {
             Some(number) => *number,
-            None => self.add_policy(key.encoded_policy()),
+            None => self.add_policy(key.encoded_policy_name()),
         };
         let mut position = 0;
         if let Some(policy) = self.policies.get_mut(number as usize) {
             position = to_u32(policy.counters.len());
             policy.counters.push(to_u32(counter_index));
         }
-        PolicyPosition {
+        PolicyCounterPosition {
             policy: number,
             position,
         }
@@ -53,7 +57,7 @@ impl PolicyIndex {
 
     /// Removes a counter from its list. Returns the index of the counter that takes its position,
     /// if any.
-    pub(super) fn remove(&mut self, at: PolicyPosition) -> Option<usize> {
+    pub(super) fn remove_counter(&mut self, at: PolicyCounterPosition) -> Option<usize> {
         let counters = &mut self.policies.get_mut(at.policy as usize)?.counters;
         let position = at.position as usize;
         if position < counters.len() {
@@ -66,21 +70,21 @@ impl PolicyIndex {
     }
 
     /// Changes the index under which a counter is listed.
-    pub(super) fn set_counter_index(&mut self, at: PolicyPosition, counter_index: usize) {
+    pub(super) fn set_counter_index(&mut self, at: PolicyCounterPosition, counter_index: usize) {
         let policy = self.policies.get_mut(at.policy as usize);
         if let Some(index) = policy.and_then(|p| p.counters.get_mut(at.position as usize)) {
             *index = to_u32(counter_index);
         }
     }
 
-    pub(super) fn change_bytes(&mut self, at: PolicyPosition, before: usize, after: usize) {
+    pub(super) fn change_bytes(&mut self, at: PolicyCounterPosition, before: usize, after: usize) {
         if let Some(policy) = self.policies.get_mut(at.policy as usize) {
             policy.byte_count = (policy.byte_count + after).saturating_sub(before);
         }
     }
 
     /// The counters of the policy that uses the most of a bound, the newest one last.
-    pub(super) fn largest_policy(&self, bound: StoreBound) -> &[u32] {
+    pub(super) fn counters_of_largest_policy(&self, bound: StoreBound) -> &[u32] {
         let largest = self.policies.iter().max_by_key(|policy| match bound {
             StoreBound::Keys => policy.counters.len(),
             StoreBound::Bytes => policy.byte_count,
@@ -88,7 +92,8 @@ impl PolicyIndex {
         largest.map_or(&[], |policy| &policy.counters)
     }
 
-    /// Adds a policy, in place of one without counters if possible: a reload may have removed it.
+    /// Adds a policy, if possible in place of one without counters, which a reload may have
+    /// removed.
     fn add_policy(&mut self, name: &[u8]) -> u32 {
         let vacant = self.policies.iter().position(|p| p.counters.is_empty());
         let number = to_u32(vacant.unwrap_or(self.policies.len()));
@@ -108,12 +113,12 @@ fn to_u32(index: usize) -> u32 {
 }
 
 #[cfg(test)]
-impl PolicyIndex {
-    pub(super) fn counter_index(&self, at: PolicyPosition) -> usize {
+impl CountersByPolicy {
+    pub(super) fn counter_index(&self, at: PolicyCounterPosition) -> usize {
         self.policies[at.policy as usize].counters[at.position as usize] as usize
     }
 
-    /// All counters and bytes.
+    /// The number of all counters, and of all bytes.
     pub(super) fn totals(&self) -> (usize, usize) {
         let counters = self.policies.iter().map(|policy| policy.counters.len());
         let bytes = self.policies.iter().map(|policy| policy.byte_count);

@@ -1,9 +1,10 @@
 //! Queues the requests of one worker and sends them to Redis in batches.
 //!
 //! With fewer than [`MAX_CALLS_IN_FLIGHT`] calls in flight, a request is sent as soon as the worker
-//! has run its other ready tasks. Otherwise it waits until a call returns, and all waiting requests
-//! are sent together ([`DecisionBatch`]). No timer delays a request to fill a batch. A slow call
-//! stops counting as in flight, so a slow network delays no request twice.
+//! has run its other ready tasks. Otherwise the request waits until a call returns, and all waiting
+//! requests are sent together ([`DecisionBatch`]). No timer delays a request to fill a batch. A
+//! call counts as in flight only for [`IN_FLIGHT_TIMEOUT`], so on a slow network no request waits
+//! for the whole time of an earlier call.
 
 use super::connection::{RedisConnectionState, SupervisedConnection};
 use super::context::RedisContext;
@@ -18,7 +19,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout, timeout_at};
 
-/// Maximum calls in flight: Redis runs one while the other is on its way.
+/// Maximum calls in flight: Redis runs one call while the next is on its way.
 const MAX_CALLS_IN_FLIGHT: usize = 2;
 
 /// A call counts as in flight for at most this long.
@@ -28,13 +29,14 @@ const IN_FLIGHT_TIMEOUT: Duration = Duration::from_millis(2);
 pub(super) struct DecisionBatcher {
     context: Arc<RedisContext>,
     connection: Arc<SupervisedConnection>,
-    /// A mutex because `Store` is `Send`; only one worker uses it.
+    /// Locked by one worker only. It is a mutex because `Store` is `Send`.
     state: Mutex<BatcherState>,
 }
 
 #[derive(Debug, Default)]
 struct BatcherState {
-    /// At most as many as there are undecided requests, which are bounded elsewhere.
+    /// Batches to be sent: at most one per undecided request, of which the number is bounded
+    /// elsewhere.
     pending: VecDeque<PendingBatch>,
     calls_in_flight: usize,
 }
@@ -71,8 +73,8 @@ impl DecisionBatcher {
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        let reply = timeout_at(deadline, self.enqueue(charges, deadline)).await?;
-        // The sender is dropped only when the runtime shuts down.
+        let reply = timeout_at(deadline, self.enqueue_request(charges, deadline)).await?;
+        // The sender of the reply is dropped only when the runtime shuts down.
         let decision = reply
             .unwrap_or(Err(RedisErrorKind::Connection))?
             .parse_decision(charges);
@@ -84,7 +86,7 @@ impl DecisionBatcher {
         decision
     }
 
-    fn enqueue(
+    fn enqueue_request(
         self: &Arc<Self>,
         charges: &[Charge<'_>],
         deadline: Instant,
@@ -99,26 +101,28 @@ impl DecisionBatcher {
             state.pending.push_back(PendingBatch::default());
         }
         if let Some(pending) = state.pending.back_mut() {
-            let request_index = pending.batch.add_request(&self.context.scripts, charges);
+            let request_index = pending
+                .batch
+                .add_or_merge_request(&self.context.scripts, charges);
             pending.callers.push(BatchCaller {
                 request_index,
                 deadline,
                 reply_sender,
             });
         }
-        self.spawn_call(&mut state);
+        self.spawn_call_if_allowed(&mut state);
         reply_receiver
     }
 
-    /// Spawns a call if another may be in flight. It takes the oldest batch when it runs.
-    fn spawn_call(self: &Arc<Self>, state: &mut BatcherState) {
+    /// Spawns a task that sends waiting batches, oldest first, if another call may be in flight.
+    fn spawn_call_if_allowed(self: &Arc<Self>, state: &mut BatcherState) {
         if state.calls_in_flight < MAX_CALLS_IN_FLIGHT && !state.pending.is_empty() {
             state.calls_in_flight += 1;
-            drop(tokio::spawn(Arc::clone(self).run_calls()));
+            drop(tokio::spawn(Arc::clone(self).send_pending_batches()));
         }
     }
 
-    async fn run_calls(self: Arc<Self>) {
+    async fn send_pending_batches(self: Arc<Self>) {
         let mut in_flight = Some(InFlightGuard(Arc::clone(&self)));
         while in_flight.is_some() {
             let Some(pending) = self.state.lock().pending.pop_front() else {
@@ -135,7 +139,7 @@ impl DecisionBatcher {
             RedisConnectionState::Up(live) => live,
             RedisConnectionState::Down(failure) => return pending.fail_callers(*failure),
         };
-        let repeat_counts = pending.count_waiting_callers();
+        let repeat_counts = pending.retain_and_count_waiting_callers();
         let Some(deadline) = pending.callers.iter().map(|caller| caller.deadline).max() else {
             return;
         };
@@ -158,7 +162,7 @@ impl DecisionBatcher {
                 .parse_reply(reply, &repeat_counts)
                 .ok_or(RedisErrorKind::InvalidReply)
         }) {
-            Ok(batch_reply) => pending.notify_callers(&batch_reply),
+            Ok(batch_reply) => pending.send_replies(&batch_reply),
             Err(failure) => {
                 pending
                     .callers
@@ -178,13 +182,13 @@ impl Drop for InFlightGuard {
         let mut state = self.0.state.lock();
         state.calls_in_flight -= 1;
         // A request may have arrived after the call found no further batch.
-        self.0.spawn_call(&mut state);
+        self.0.spawn_call_if_allowed(&mut state);
     }
 }
 
 impl PendingBatch {
     /// Counts the waiting callers of each request, and removes callers that have disconnected.
-    fn count_waiting_callers(&mut self) -> Vec<u32> {
+    fn retain_and_count_waiting_callers(&mut self) -> Vec<u32> {
         let mut repeat_counts = vec![0; self.batch.len()];
         self.callers.retain(|caller| {
             let is_waiting = !caller.reply_sender.is_closed();
@@ -197,7 +201,7 @@ impl PendingBatch {
     }
 
     /// Sends each caller its reply, in the order of arrival.
-    fn notify_callers(self, batch_reply: &BatchReply) {
+    fn send_replies(self, batch_reply: &BatchReply) {
         let mut notified = vec![0; self.batch.len()];
         for caller in self.callers {
             let Some(caller_index) = notified.get_mut(caller.request_index) else {

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 /// A foreign value is logged at most this often: it affects one key and lasts.
 const FOREIGN_VALUE_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// One per process, shared by its workers.
+/// The circuit breaker of a process, shared by its workers.
 #[derive(Debug)]
 pub(super) struct RedisCircuitBreaker {
     /// Consecutive failures that open the breaker.
@@ -52,7 +52,7 @@ impl RedisCircuitBreaker {
         state.was_connected && state.down_since.is_none()
     }
 
-    /// Failures so far, by the name of their kind.
+    /// Failures since the start, by the name of their kind.
     pub(super) fn failure_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         RedisErrorKind::NAMES
             .iter()
@@ -82,7 +82,7 @@ impl RedisCircuitBreaker {
         let mut state = self.state.lock();
         if !self.is_open.swap(true, Ordering::Relaxed) {
             state.breaker_open = true;
-            state.log_transition(&kind.into());
+            state.update_and_log_availability(&kind.into());
         }
     }
 
@@ -111,11 +111,11 @@ impl RedisCircuitBreaker {
         state.was_connected = true;
         if self.is_open.swap(false, Ordering::Relaxed) {
             state.breaker_open = false;
-            state.log_transition(&RedisErrorKind::Other.into());
+            state.update_and_log_availability(&RedisErrorKind::Other.into());
         }
     }
 
-    /// Counts a failure without an effect on the breaker, such as that of a probe or a connection
+    /// Counts a failure without an effect on the breaker, for example of a probe or of a connection
     /// attempt.
     pub(super) fn count_failure(&self, kind: RedisErrorKind) {
         let position = RedisErrorKind::NAMES.binary_search(&kind.as_str());
@@ -130,18 +130,18 @@ impl RedisCircuitBreaker {
     pub(super) fn record_connection_down(&self, error: &RedisConnectionError) {
         let mut state = self.state.lock();
         state.connections_down += 1;
-        state.log_transition(error);
+        state.update_and_log_availability(error);
     }
 
     pub(super) fn record_connection_restored(&self) {
         let mut state = self.state.lock();
         state.connections_down = state.connections_down.saturating_sub(1);
-        state.log_transition(&RedisErrorKind::Other.into());
+        state.update_and_log_availability(&RedisErrorKind::Other.into());
     }
 }
 
 impl RedisAvailability {
-    fn log_transition(&mut self, error: &RedisConnectionError) {
+    fn update_and_log_availability(&mut self, error: &RedisConnectionError) {
         let is_down = self.connections_down > 0 || self.breaker_open;
         match (is_down, self.down_since) {
             (true, None) => {

@@ -5,7 +5,7 @@
 //! slot map, two redirections and one refresh task are needed beside [`SupervisedConnection`].
 //!
 //! Charges of several slots are reserved by one call per slot (`split_decision`). A refused request
-//! returns its reservations: too strict for a moment, never too lax.
+//! returns its reservations. Until then, a limit is too strict, never too lax.
 
 mod admission_hints;
 mod router;
@@ -42,7 +42,7 @@ pub(super) struct ClusterClient {
     _refresh_task: AbortOnDropTask,
 }
 
-fn is_sharded(charges: &[Charge<'_>]) -> bool {
+fn has_sharded_charges(charges: &[Charge<'_>]) -> bool {
     charges.iter().any(|charge| charge.shard_count > 1)
 }
 
@@ -91,17 +91,17 @@ impl ClusterClient {
     /// Decides charges in any slots.
     ///
     /// # Errors
-    /// When a slot gave no reply, and no other slot refuses. The partial decision has the answers
-    /// of the other slots.
+    /// When a slot gave no reply, and no other slot refuses the request. The partial decision has
+    /// the answers of the slots that replied.
     pub(super) async fn decide(&self, charges: &[Charge<'_>], deadline: Instant) -> SplitResult {
-        match is_sharded(charges) {
+        match has_sharded_charges(charges) {
             true => self.decide_across_shards(charges, deadline).await,
             false => self.decide_by_hash_slot(charges, deadline).await.0,
         }
     }
 
-    /// Decides charges, each on the counter of its key. If they are refused, the returned task ends
-    /// when all reservations are returned.
+    /// Decides charges, each on the counter of its key. If the charges are refused, the returned
+    /// task ends when all reservations are returned.
     async fn decide_by_hash_slot(
         &self,
         charges: &[Charge<'_>],
@@ -117,7 +117,7 @@ impl ClusterClient {
                 match decision.await {
                     Err(RedisErrorKind::TryAgain) => {
                         let parts = group_by_hash_slot(charges).into_iter();
-                        parts.flat_map(HashSlotCharges::split_by_counter).collect()
+                        parts.flat_map(HashSlotCharges::split_by_charge).collect()
                     }
                     result => return (result.map_err(|failure| (failure, None)), None),
                 }
@@ -135,7 +135,7 @@ impl ClusterClient {
         (result_receiver.await.unwrap_or(connection_lost), Some(task))
     }
 
-    /// As [`ClusterRouter::amend`].
+    /// Settles charges, as [`ClusterRouter::apply_settlements`] does.
     pub(super) async fn apply_settlements(
         &self,
         settlements: &[Settlement<'_>],
@@ -146,7 +146,7 @@ impl ClusterClient {
     /// Runs one command on the node of a slot.
     ///
     /// # Errors
-    /// As [`Self::decide`]. The failure is counted.
+    /// When the node of the slot gave no reply by the deadline. The failure is counted.
     pub(super) async fn run_on_hash_slot(
         &self,
         hash_slot: u16,
@@ -185,8 +185,8 @@ impl ClusterClient {
             .hash_slots_not_served_by(|node| node.is_available())
     }
 
-    /// The slots of masters that are connected and don't answer. Without this check, only calls to
-    /// a hung node detect it.
+    /// The slots of masters that are connected but don't answer a PING; their connections are
+    /// replaced. Without this check, only calls to a hung node detect that it hangs.
     pub(super) async fn find_unresponsive_hash_slots(&self) -> Vec<u16> {
         let nodes = self.router.slot_map.get().nodes.clone();
         let call_timeout = self.router.context.settings.connect_timeout;

@@ -22,8 +22,8 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Pause between connection attempts: doubled up to the maximum, with jitter down to half. The first
-/// pause has jitter down to none.
+/// Bounds of the pause between connection attempts. The pause doubles up to the maximum, with
+/// jitter down to half of it. The first pause after a stable connection has jitter down to 0.
 const MIN_INITIAL_BACKOFF: Duration = Duration::from_millis(25);
 const MAX_BACKOFF: Duration = Duration::from_millis(500);
 
@@ -64,7 +64,8 @@ pub(super) struct LiveConnection {
     consecutive_timeouts: AtomicU32,
     replacement_reason: OnceLock<RedisErrorKind>,
     replacement_requested: Notify,
-    /// The number of script loads so far, and the number that callers wait for.
+    /// The number of script loads since the connection was opened. `requested_load` is the number
+    /// that callers wait for.
     load_count: WatchedValue<u64>,
     requested_load: WatchedValue<u64>,
 }
@@ -98,7 +99,8 @@ impl SupervisedConnection {
         self.ready.get()
     }
 
-    /// Stops the supervisor. The server no longer counts as lost.
+    /// Stops the supervisor. If the connection was lost, the circuit breaker stops counting it as
+    /// lost.
     pub(super) fn stop(&self) {
         self.supervisor.0.abort();
         if self.is_lost.swap(false, Ordering::Relaxed) {
@@ -125,8 +127,8 @@ impl LiveConnection {
             .map_err(|error| RedisErrorKind::from(&error))
     }
 
-    /// [`Self::run_command`] with the full error. `is_asking`: the command goes to a node that is
-    /// importing the key's slot.
+    /// Like [`Self::run_command`], but returns the full error. `is_asking`: the command goes to a
+    /// node that is importing the key's slot.
     pub(super) async fn send_with_script_reload(
         &self,
         command: &Cmd,
@@ -141,7 +143,7 @@ impl LiveConnection {
             };
             match answer {
                 Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
-                    self.wait_for_reload(load_count).await;
+                    self.request_reload_and_wait(load_count).await;
                 }
                 answer => {
                     if self.consecutive_timeouts.load(Ordering::Relaxed) != 0 {
@@ -197,16 +199,16 @@ impl LiveConnection {
         self.replacement_requested.notify_one();
     }
 
-    /// Waits until the scripts were loaded after the `seen_load_count`-th load. The supervisor
-    /// loads them once for all callers that found one missing since then.
-    async fn wait_for_reload(&self, seen_load_count: u64) {
+    /// Requests a script load after the `seen_load_count`-th load, and waits for it. The supervisor
+    /// loads the scripts once for all callers that found one missing since that load.
+    async fn request_reload_and_wait(&self, seen_load_count: u64) {
         if self.requested_load.get() <= seen_load_count {
             self.requested_load.set(seen_load_count + 1);
         }
         self.load_count.wait_for(|now| *now > seen_load_count).await;
     }
 
-    /// Waits until a caller requests a load. Returns its number.
+    /// Waits until a caller requests a script load. Returns the number of that load.
     async fn wait_for_load_request(&self) -> u64 {
         let load_count = self.load_count.get();
         self.requested_load
@@ -242,8 +244,8 @@ async fn supervise_connection(
                 ready.set(true);
                 tokio::select! {
                     biased;
-                    failure = run_connection(&context, &target, &up_state, &mut driver) => failure.into(),
-                    () = target.wait_until_moved(&context.settings, &address) => {
+                    failure = serve_connection_until_replaced(&context, &target, &up_state, &mut driver) => failure.into(),
+                    () = target.wait_until_master_changes(&context.settings, &address) => {
                         RedisConnectionError::new(RedisErrorKind::ReadOnly, format!("{address} is no longer the master"))
                     }
                 }
@@ -254,7 +256,9 @@ async fn supervise_connection(
                 // at once is none either: servers close idle connections. For cluster nodes the
                 // slot map shows which slots are affected.
                 if ready.get() && context.settings.topology != RedisTopology::Cluster {
-                    context.fallback.mark_unreachable([SINGLE_PARTITION]);
+                    context
+                        .fallback
+                        .mark_partitions_unreachable([SINGLE_PARTITION]);
                 }
                 error
             }
@@ -265,7 +269,7 @@ async fn supervise_connection(
         }
         let min_jitter;
         (backoff, min_jitter) = if started.elapsed() >= STABLE_CONNECTION_AGE {
-            let backoff = INITIAL_BACKOFF_PER_INSTANCE * context.fallback.share().instances();
+            let backoff = INITIAL_BACKOFF_PER_INSTANCE * context.fallback.share().instance_count();
             (backoff.clamp(MIN_INITIAL_BACKOFF, MAX_BACKOFF), 0.0)
         } else {
             ((backoff * 2).min(MAX_BACKOFF), 0.5)
@@ -275,7 +279,7 @@ async fn supervise_connection(
 }
 
 /// Serves a live connection until it must be replaced, and returns the reason.
-async fn run_connection(
+async fn serve_connection_until_replaced(
     context: &RedisContext,
     target: &RedisConnectionTarget,
     state: &RedisConnectionState,
@@ -335,14 +339,14 @@ pub(super) async fn connect_and_probe(
     // client without login, and reports more as a protocol error: the missing password would not be
     // reported.
     let empty_command = context.scripts.decide_command(&[], None);
-    run_loading_scripts(context, &live, &empty_command).await?;
+    run_command_loading_scripts(context, &live, &empty_command).await?;
     probe_writes(context, target, &live).await?;
     Ok((live, address, driver))
 }
 
 /// Runs a command and loads missing scripts itself: for the supervisor, or for a connection without
-/// one.
-pub(super) async fn run_loading_scripts(
+/// a supervisor.
+pub(super) async fn run_command_loading_scripts(
     context: &RedisContext,
     live: &LiveConnection,
     command: &Cmd,
@@ -357,7 +361,7 @@ pub(super) async fn run_loading_scripts(
 }
 
 async fn load_scripts(context: &RedisContext, live: &LiveConnection) -> RedisResult<()> {
-    let pipeline = context.scripts.load_used_programs();
+    let pipeline = context.scripts.load_commands_for_used_programs();
     for reply in live
         .connection
         .clone()
@@ -387,7 +391,7 @@ async fn probe_writes(
     let command = context.scripts.decide_command(&charges, None);
     let reply = match timeout(
         context.settings.timeout,
-        run_loading_scripts(context, live, &command),
+        run_command_loading_scripts(context, live, &command),
     )
     .await?
     {

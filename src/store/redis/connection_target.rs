@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The policy name of the counter that proves that Redis accepts writes. No policy can have this
 /// name.
-pub(super) const PROBE_POLICY: &str = "-probe";
+pub(super) const PROBE_POLICY_NAME: &str = "-probe";
 
 /// The server that a connection leads to.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ pub(super) struct RedisConnectionTarget {
     address: Option<RedisAddress>,
     /// The counter that proves that the server accepts writes.
     pub(super) probe_key: Key,
-    /// Each attempt starts with another sentinel.
+    /// Index of the sentinel that the next attempt starts with.
     next_sentinel: AtomicUsize,
 }
 
@@ -28,7 +28,7 @@ impl RedisConnectionTarget {
         let address = settings.servers.first().filter(|_| is_known).cloned();
         Self {
             address,
-            probe_key: KeyBuilder::new(PROBE_POLICY).finish(),
+            probe_key: KeyBuilder::new(PROBE_POLICY_NAME).finish(),
             next_sentinel: AtomicUsize::new(fastrand::usize(..1024)),
         }
     }
@@ -73,7 +73,7 @@ impl RedisConnectionTarget {
     }
 
     /// Returns when the server at an address is no longer the master.
-    pub(super) async fn wait_until_moved(
+    pub(super) async fn wait_until_master_changes(
         &self,
         settings: &RedisSettings,
         current_address: &RedisAddress,

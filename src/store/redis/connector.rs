@@ -13,14 +13,14 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-/// Commands that can be queued for the socket.
+/// Maximum number of commands that can be queued for the socket.
 const PIPELINE_BUFFER_SIZE: usize = 1024;
 
-/// TCP keep-alive detects a dead peer on an idle connection.
+/// Idle time of a connection before TCP keep-alive checks whether the peer is dead.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
 
-/// TCP user timeout: the peer must acknowledge sent data within `connect_timeout`, but has at least
-/// this long.
+/// Minimum TCP user timeout. The peer must acknowledge sent data within `connect_timeout`, or
+/// within this time if it is longer.
 const MIN_TCP_USER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Connection options for all servers of a deployment.
@@ -123,7 +123,7 @@ async fn start_session(
     if let Some(password) = password {
         connection_info = connection_info.set_password(password.expose());
     }
-    // The callers set deadlines, per decision.
+    // No response timeout is set here, because the callers set a deadline per call.
     let config = AsyncConnectionConfig::new()
         .set_response_timeout(None)
         .set_pipeline_buffer_size(PIPELINE_BUFFER_SIZE);

@@ -17,7 +17,7 @@ pub(super) struct RedisContext {
     pub(super) settings: RedisSettings,
     pub(super) scripts: ScriptLibrary,
     pub(super) breaker: RedisCircuitBreaker,
-    /// Calls to Redis so far.
+    /// Calls to Redis since the start.
     pub(super) call_count: Arc<AtomicU64>,
     /// Memory, eviction policy and clock of Redis, as last polled. Empty while no server answers.
     pub(super) server_info: Mutex<RedisServerMetrics>,

@@ -1,5 +1,6 @@
 -- Decides requests one after the other, each as if it had come alone. Either all enforced charges
 -- of a request are made, or none. Follows the files of the algorithms of its charges.
+-- of a request are made, or none. In a program, this file follows those of the algorithms.
 --
 -- KEYS     one per charge, all different within a request
 -- ARGV[1]  the time in us, for tests; empty: the server's TIME
@@ -30,6 +31,7 @@
 --          Redis accepts all writes of a script after the first.
 
 -- When the remaining units grow, or 0. Returns nil if the value is foreign.
+-- Returns when the remaining units next grow (us). 0: never or unknown; nil: the value is foreign.
 local function next_growth_time(release_time, state, capacity)
   if state.used_units == 0 or capacity == 0 then return 0 end
   local growth_us, lead = release_time(state, max(1, state.used_units - capacity + 1)), state.now - time
@@ -62,6 +64,7 @@ local function raise_foreign_key(n, err)
 end
 
 -- Charges by their text. Many charges of a batch have the same text.
+-- Parsed charges by their text. Many charges of a batch have the same text.
 local parsed_charges = {}
 local function parse_charge(text)
   local letter, group, cost, capacity, per, parameters, repeat_count =

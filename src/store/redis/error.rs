@@ -17,7 +17,7 @@ pub enum RedisErrorKind {
     ConnectionRefused,
     /// The name does not resolve.
     Dns,
-    /// A peer rejects the other's certificate, or does not speak TLS.
+    /// A certificate was rejected, or the server does not speak TLS.
     Tls,
     /// The server is a replica.
     ReadOnly,
@@ -27,7 +27,8 @@ pub enum RedisErrorKind {
     ClusterDown,
     /// The slot moves, and the keys of the call are on two nodes. Calls with one key work.
     TryAgain,
-    /// The server names another one: it is in a cluster, and the topology is not `cluster`.
+    /// The server redirects to another server: it is in a cluster, and the topology is not
+    /// `cluster`.
     Moved,
     /// The user or password is wrong, missing or lacks a permission.
     NoAuth,
@@ -36,11 +37,11 @@ pub enum RedisErrorKind {
     Misconfigured,
     /// Another script has been running for too long.
     Busy,
-    /// A key of a counter holds a foreign value. Only this key is affected. The n-th key, from 1.
+    /// The n-th key of the call, from 1, holds a foreign value. Only this key is affected.
     WrongType(usize),
     /// The reply is invalid.
     InvalidReply,
-    /// Redis has not cached the script. The script is loaded again; an error only if that fails.
+    /// Redis has not cached the script. This is an error only if loading the script again fails.
     NoScript,
     Other,
 }
@@ -172,7 +173,7 @@ impl RedisErrorKind {
             "MISCONF" | "NOREPLICAS" => Self::Misconfigured,
             "BUSY" => Self::Busy,
             "FOREIGN" => Self::WrongType(detail.parse().unwrap_or(0)),
-            // In the membership script.
+            // Redis reports this for the keys of the membership script.
             "WRONGTYPE" => Self::WrongType(0),
             // Redis before 7.2 has no error code for this inside scripts.
             _ if text.contains("The user executing the script can't") => Self::NoAuth,
@@ -215,7 +216,7 @@ impl From<&RedisError> for RedisErrorKind {
     }
 }
 
-/// An error of rustls is wrapped in an I/O error.
+/// Whether rustls caused an error. An error of rustls is wrapped in an I/O error.
 fn is_tls_error(error: &RedisError) -> bool {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {

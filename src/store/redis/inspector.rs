@@ -2,7 +2,7 @@
 
 use super::cluster::{self, ClusterClient};
 use super::connection::{self, LiveConnection, RedisConnectionState};
-use super::connection_target::{PROBE_POLICY, RedisConnectionTarget};
+use super::connection_target::{PROBE_POLICY_NAME, RedisConnectionTarget};
 use super::connector;
 use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
@@ -14,11 +14,11 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
-/// Keys per step of a scan: few enough that Redis can serve requests between two steps.
-const SCAN_COUNT: u64 = 256;
-/// Counters read per call.
+/// Number of keys per step of a scan: few enough that Redis can serve requests between two steps.
+const KEYS_PER_SCAN_STEP: u64 = 256;
+/// Maximum number of counters read per call.
 const MAX_COUNTERS_PER_CALL: usize = 64;
-/// An operator can wait longer than a request.
+/// Timeout of a call: an operator can wait longer than a request.
 const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reads and resets counters over its own connection.
@@ -147,7 +147,7 @@ impl CounterInspector {
                 .arg("MATCH")
                 .arg(pattern)
                 .arg("COUNT")
-                .arg(SCAN_COUNT);
+                .arg(KEYS_PER_SCAN_STEP);
             let reply = timeout(CALL_TIMEOUT, live.run_command(&command))
                 .await
                 .map_err(RedisErrorKind::from)??;
@@ -163,7 +163,8 @@ impl CounterInspector {
                 let readable_key = readable_key.unwrap_or_default();
                 let policy_name = readable_key.split('/').next().unwrap_or_default();
                 // The pattern also matches policies with a longer name.
-                policy_name != PROBE_POLICY && policy.is_none_or(|policy| policy_name == policy)
+                policy_name != PROBE_POLICY_NAME
+                    && policy.is_none_or(|policy| policy_name == policy)
             }));
             if cursor == 0 || keys.len() > max_counters {
                 return Ok(cursor != 0);
@@ -195,7 +196,7 @@ impl CounterInspector {
         let shared = SharedRedisState(Arc::clone(&self.context));
         let mut keys: Vec<String> = charges
             .iter()
-            .flat_map(|charge| shared.counter_names(charge))
+            .flat_map(|charge| shared.counter_keys(charge))
             .collect();
         let mut deleted = 0;
         for keys in self.split_into_batches(&mut keys) {
@@ -235,7 +236,7 @@ impl CounterInspector {
                 .await
             {
                 Ok(reply) => reply,
-                // Each retry has one key fewer.
+                // Tries again without the key that holds a foreign value.
                 Err(RedisErrorKind::WrongType(position))
                     if (1..=parsed_keys.len()).contains(&position) =>
                 {
@@ -271,7 +272,7 @@ impl CounterInspector {
             InspectorBackend::SingleServer { live, .. } => {
                 let reply = timeout(
                     CALL_TIMEOUT,
-                    connection::run_loading_scripts(&self.context, live, command),
+                    connection::run_command_loading_scripts(&self.context, live, command),
                 )
                 .await?;
                 reply.map_err(|error| RedisErrorKind::from(&error))

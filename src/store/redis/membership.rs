@@ -2,10 +2,10 @@
 //! outage.
 //!
 //! Every live process is in a sorted set per prefix, and in a second one that gives its rank. A
-//! background task of one worker keeps it there, counts the members, and writes back usage that was
-//! admitted without Redis (see [`FallbackStore`](crate::store::FallbackStore)). A heartbeat says
-//! whether usage is left to write back: an instance that was heard from after an outage without the
-//! pending flag has finished.
+//! background task of one worker keeps the process there, counts the members, and writes back usage
+//! that was admitted without Redis (see [`FallbackStore`](crate::store::FallbackStore)). A
+//! heartbeat says whether the instance has usage left to write back. An instance has recovered when
+//! it has sent a heartbeat without the pending flag after an outage.
 //!
 //! In a cluster, only some slots may be unreachable. Usage of the other slots is written back and
 //! the process stays counted. The outage ends together for all slots that it affected.
@@ -30,11 +30,11 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval of heartbeats while an outage ends, and the shortest pause between two.
 const RECOVERY_HEARTBEAT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// An instance without a heartbeat for so long no longer counts.
+/// An instance that has sent no heartbeat for this long is not counted.
 const MEMBER_TTL: Duration = Duration::from_secs(5);
 
-/// How long missing instances are waited for. After an outage, or a loss of data, no instance has
-/// sent a heartbeat yet.
+/// How long to wait for instances that are missing in the count. Right after an outage or a loss of
+/// data, no instance has sent a heartbeat yet.
 const MEMBERSHIP_GRACE_PERIOD: Duration = Duration::from_secs(3);
 
 /// Interval of log lines while Redis rejects the membership script.
@@ -74,24 +74,25 @@ struct MembershipReply {
     recovered_instances: u32,
 }
 
-/// What the replies so far have shown.
+/// What the membership task has learned from the replies of Redis.
 #[derive(Debug)]
 struct MembershipTracker {
-    /// Since when every heartbeat was answered with a lower count. A failure resets it: after an
-    /// outage the count shows only the instances that have reconnected.
+    /// Time since which every reply had a lower instance count. A failure resets it, because after
+    /// an outage the count has only the instances that have reconnected.
     decrease_since: Option<Instant>,
-    /// The time (µs) of Redis' clock, and when the reply arrived.
+    /// The time (µs) that Redis' clock showed in the last reply, and when that reply arrived.
     redis_clock: Option<(u64, Instant)>,
     rejection_log: LogThrottle,
-    /// A file of a stopped process that is being written back. Kept over a failure, so that only
-    /// its unsent usage is sent again.
-    left_usage: Option<(UsageFile, FallbackStore)>,
+    /// A file of a stopped process that is being written back. The file is kept after a failed
+    /// write, so that only its unsent usage is sent again.
+    leftover_usage: Option<(UsageFile, FallbackStore)>,
 }
 
-/// Progress of the end of an outage.
+/// When Redis answered again after an outage that has not ended yet.
 #[derive(Clone, Copy, Debug)]
 struct OutageRecovery {
-    /// When Redis answered again: on the local clock, and on Redis' clock if that is known.
+    /// Time of the first answer on the local clock. `started_us` is its time on Redis' clock, if
+    /// known.
     started_at: Instant,
     started_us: Option<u64>,
 }
@@ -120,8 +121,8 @@ pub(super) async fn run_membership(redis: RedisStore) {
     }
 }
 
-/// Writes back, sends a heartbeat, and ends an outage that is over. Returns its progress if it is
-/// not over.
+/// Writes back usage, sends a heartbeat, and ends an outage that is over. Returns the recovery of
+/// an outage that is not over.
 async fn run_heartbeat_round(
     redis: &RedisStore,
     tracker: &mut MembershipTracker,
@@ -136,8 +137,8 @@ async fn run_heartbeat_round(
     // Other workers may still have no connection.
     let is_up = redis.context.breaker.is_up();
     let recovery = recovery.filter(|_| !has_failed && is_up);
-    fallback.mark_unreachable(redis.unreachable_partitions());
-    fallback.mark_unreachable(redis.find_unresponsive_partitions().await);
+    fallback.mark_partitions_unreachable(redis.unreachable_partitions());
+    fallback.mark_partitions_unreachable(redis.find_unresponsive_partitions().await);
     if !redis.is_reachable() {
         return Ok(None);
     }
@@ -155,7 +156,7 @@ async fn run_heartbeat_round(
         MembershipOperation::HeartbeatPending
     };
     let call_timeout = redis.context.settings.connect_timeout;
-    let reply = match query_membership(
+    let reply = match run_membership_script(
         redis,
         operation,
         since_us,
@@ -171,7 +172,7 @@ async fn run_heartbeat_round(
         }
         Err(failure) if is_unresponsive(failure) => {
             if !redis.is_cluster() {
-                fallback.mark_unreachable([SINGLE_PARTITION]);
+                fallback.mark_partitions_unreachable([SINGLE_PARTITION]);
             }
             return Err(failure);
         }
@@ -190,7 +191,7 @@ async fn run_heartbeat_round(
     };
     let recovery = recovery.unwrap_or_else(start_recovery);
     let all_recovered =
-        reply.is_some_and(|reply| reply.recovered_instances >= fallback.share().instances());
+        reply.is_some_and(|reply| reply.recovered_instances >= fallback.share().instance_count());
     if all_recovered || recovery.started_at.elapsed() >= MEMBERSHIP_GRACE_PERIOD {
         fallback.end_outage();
         return Ok(None);
@@ -198,8 +199,8 @@ async fn run_heartbeat_round(
     Ok(Some(recovery))
 }
 
-/// Writes back and removes the process from the sets.
-pub(super) async fn remove_member(redis: &RedisStore) {
+/// Writes back usage and removes the process from the membership sets.
+pub(super) async fn write_back_and_remove_member(redis: &RedisStore) {
     let write_back_result = timeout(
         SHUTDOWN_WRITE_BACK_TIMEOUT,
         write_back(redis, redis.fallback()),
@@ -218,8 +219,8 @@ pub(super) async fn remove_member(redis: &RedisStore) {
     }
 }
 
-/// Writes back the usage of this process. At the end of an outage also writes the files that
-/// stopped processes left in `store.state_dir`, and removes all files that are in Redis.
+/// Writes back the usage of this process. At the end of an outage it also writes back the files
+/// that stopped processes left in `store.state_dir`, and removes all files whose usage is in Redis.
 async fn write_back_with_files(
     redis: &RedisStore,
     tracker: &mut MembershipTracker,
@@ -229,20 +230,20 @@ async fn write_back_with_files(
     let Some(directory) = directory.filter(|_| redis.fallback().is_in_outage()) else {
         return Ok(());
     };
-    directory.remove_restored();
-    let claim_left_usage = || {
-        let (file, usage, downtime_us) = directory.claim_file()?;
+    directory.remove_restored_file();
+    let claim_leftover_usage = || {
+        let (file, usage, downtime_us) = directory.lock_and_read_newest_file()?;
         let stopped_process = new_fallback(&redis.context.settings, redis.context.clock.clone());
         stopped_process.restore_usage(usage, downtime_us);
         Some((file, stopped_process))
     };
     loop {
-        let left_usage = tracker.left_usage.take().or_else(claim_left_usage);
-        let Some((file, stopped_process)) = left_usage else {
+        let leftover_usage = tracker.leftover_usage.take().or_else(claim_leftover_usage);
+        let Some((file, stopped_process)) = leftover_usage else {
             return Ok(());
         };
         if let Err(failure) = write_back(redis, &stopped_process).await {
-            tracker.left_usage = Some((file, stopped_process));
+            tracker.leftover_usage = Some((file, stopped_process));
             return Err(failure);
         }
         file.remove();
@@ -255,17 +256,19 @@ async fn write_back(redis: &RedisStore, fallback: &FallbackStore) -> Result<(), 
     if !fallback.has_pending_write_back() {
         return Ok(());
     }
-    // A hung server executes every command later, also each repeated one. So a read first shows
-    // whether it answers. (A cluster node is disconnected after some failures.)
+    // A hung server executes every command later, also repeated ones. Therefore a read first checks
+    // that the server answers. A cluster node needs no check: it is disconnected after some
+    // failures.
     if !redis.is_cluster()
-        && let Err(failure) = query_membership(redis, MembershipOperation::Read, None, None).await
+        && let Err(failure) =
+            run_membership_script(redis, MembershipOperation::Read, None, None).await
         && is_unresponsive(failure)
     {
         return Err(failure);
     }
     while fallback.has_pending_write_back() {
         let amendments = fallback
-            .take_write_back(redis.unreachable_partitions())
+            .take_write_back_batch(redis.unreachable_partitions())
             .ok_or(RedisErrorKind::Connection)?;
         let settlements: Vec<_> = amendments
             .iter()
@@ -280,13 +283,14 @@ async fn write_back(redis: &RedisStore, fallback: &FallbackStore) -> Result<(), 
             fallback.requeue_unconfirmed(unconfirmed.filter_map(|index| settlements.get(*index)));
             return Err(RedisErrorKind::Timeout);
         }
-        fallback.finish_write_back();
+        fallback.confirm_write_back_batch();
     }
     Ok(())
 }
 
-/// `deadline_us`: the time on Redis' clock at which this caller stops waiting.
-async fn query_membership(
+/// Runs the membership script. `deadline_us`: the time on Redis' clock at which this caller stops
+/// waiting.
+async fn run_membership_script(
     redis: &RedisStore,
     operation: MembershipOperation,
     since_us: Option<u64>,
@@ -350,7 +354,7 @@ fn is_unresponsive(failure: RedisErrorKind) -> bool {
     )
 }
 
-/// Jitter, so that instances started together don't send together.
+/// Adds jitter to a pause, so that instances started together don't send together.
 fn add_jitter(pause: Duration) -> Duration {
     pause.mul_f64(0.75 + fastrand::f64() / 2.0)
 }
@@ -361,7 +365,7 @@ impl MembershipTracker {
             decrease_since: None,
             redis_clock: None,
             rejection_log: LogThrottle::new(REJECTION_LOG_INTERVAL),
-            left_usage: None,
+            leftover_usage: None,
         }
     }
 
@@ -372,7 +376,7 @@ impl MembershipTracker {
         now_us.checked_add(since_us)
     }
 
-    /// Restarts the grace period of a decrease: it needs consecutive answers.
+    /// Restarts the grace period of a lower count, which needs consecutive replies.
     fn record_failure(&mut self) {
         self.decrease_since = None;
     }
@@ -391,7 +395,7 @@ impl MembershipTracker {
     /// The share after a reply. A higher count takes effect at once, a lower one after the grace
     /// period.
     fn next_share(&mut self, share: Share, reply: MembershipReply, now: Instant) -> Share {
-        let is_decrease = reply.live_instances < share.instances();
+        let is_decrease = reply.live_instances < share.instance_count();
         if is_decrease
             && now.duration_since(*self.decrease_since.get_or_insert(now)) < MEMBERSHIP_GRACE_PERIOD
         {

@@ -1,20 +1,20 @@
 //! Counters in Redis, shared by all replicas.
 //!
-//! One script decides all limits of a request in one round trip, on the server's clock
-//! (`scripts`, `decide.lua`). It needs Redis 6.2 (SET with PXAT). Each worker has a connection
-//! and a task that supervises it (`connection`). The server is configured directly, named by the
+//! One script decides all limits of a request in one round trip, on the server's clock (`scripts`,
+//! `decide.lua`). The script needs Redis 6.2 (SET with PXAT). Each worker has a connection and a
+//! task that supervises it (`connection`). The server is configured directly, named by the
 //! sentinels (`sentinel`), or found in a cluster's slot map (`cluster`). The circuit breaker
 //! belongs to the process (`circuit_breaker`). One worker counts the instances, and writes back
 //! usage that was admitted while Redis was unreachable (`membership`).
 //!
 //! Four states describe availability:
 //!
-//! | state | of | true |
+//! | state | scope | true |
 //! |---|---|---|
-//! | [`SharedRedisState::is_up`] | process | once connected, while no connection is down and the breaker is closed |
-//! | [`RedisStore::is_breaker_open`] | process | after consecutive failures, until a probe succeeds |
+//! | [`SharedRedisState::is_up`] | process | once connected, no connection lost, breaker closed |
+//! | [`RedisStore::is_breaker_open`] | process | after consecutive failures, until a probe works |
 //! | [`RedisStore::is_reachable`] | worker | while the breaker is closed and its connection works |
-//! | [`FallbackStore::is_in_outage`] | process | from the first failure until all write-back is done |
+//! | [`FallbackStore::is_in_outage`] | process | from the first failure until all is written back |
 //!
 //! In a cluster the breaker never opens: failures of its nodes are only counted.
 
@@ -74,7 +74,7 @@ use tokio::time::{Instant, timeout};
 #[derive(Clone, Debug)]
 pub struct SharedRedisState(Arc<RedisContext>);
 
-/// One worker's handle: cheap to clone. Use it on the runtime that started it.
+/// One worker's handle of the Redis store. Cheap to clone. Use it on the runtime that started it.
 #[derive(Clone, Debug)]
 pub struct RedisStore {
     context: Arc<RedisContext>,
@@ -87,7 +87,7 @@ pub struct RedisStore {
 /// How a worker reaches the server that holds a key.
 #[derive(Clone, Debug)]
 enum RedisBackend {
-    /// All requests are in the queue of this connection.
+    /// One connection, and the queue that all requests pass.
     SingleServer(Arc<SupervisedConnection>, Arc<DecisionBatcher>),
     Cluster(Arc<ClusterClient>),
 }
@@ -122,8 +122,8 @@ impl SharedRedisState {
         &self.0.settings
     }
 
-    /// The keys of the counters of a charge: several if it is spread over shards.
-    pub fn counter_names(&self, charge: &Charge<'_>) -> Vec<String> {
+    /// The keys of the counters of a charge: several keys if the charge is spread over shards.
+    pub fn counter_keys(&self, charge: &Charge<'_>) -> Vec<String> {
         let counter_name = |key: &Key| self.0.scripts.counter_key(&Charge { key, ..*charge });
         match self.0.settings.topology {
             RedisTopology::Cluster if charge.shard_count > 1 => (0..charge.shard_count)
@@ -146,7 +146,7 @@ impl SharedRedisState {
 
     /// Instances that share the limits, as last counted.
     pub fn instance_count(&self) -> u32 {
-        self.0.fallback.share().instances()
+        self.0.fallback.share().instance_count()
     }
 
     /// The last polled server info.
@@ -197,7 +197,7 @@ impl RedisStore {
     }
 
     /// Registers the process with the instances that share its limits, until
-    /// [`RedisStore::leave_membership`]. The first handle does so for all.
+    /// [`RedisStore::leave_membership`]. Only the first handle of the process does this.
     #[must_use]
     pub fn join_membership(self) -> Self {
         let is_first = !self
@@ -217,11 +217,12 @@ impl RedisStore {
         }
     }
 
-    /// Removes the process from the count, if this handle maintains its membership.
+    /// Writes back usage and removes the process from the instance count, if this handle maintains
+    /// the membership.
     pub async fn leave_membership(&self) {
         if let Some(membership_tasks) = &self.membership_tasks {
             membership_tasks.iter().for_each(|task| task.0.abort());
-            membership::remove_member(self).await;
+            membership::write_back_and_remove_member(self).await;
         }
     }
 
@@ -239,7 +240,7 @@ impl RedisStore {
         &self.context.fallback
     }
 
-    /// Whether a request would be sent at all.
+    /// Whether a request would be sent to any server.
     pub fn is_reachable(&self) -> bool {
         !self.is_breaker_open()
             && match &self.backend {
@@ -270,14 +271,14 @@ impl RedisStore {
     /// The partitions that requests are sent to and that don't answer.
     async fn find_unresponsive_partitions(&self) -> Vec<u16> {
         match &self.backend {
-            // The membership task detects this.
+            // The membership task detects a single server that does not answer.
             RedisBackend::SingleServer(..) => Vec::new(),
             RedisBackend::Cluster(cluster) => cluster.find_unresponsive_hash_slots().await,
         }
     }
 
     /// The connections to all masters, or why one is missing.
-    fn master_states(&self) -> Vec<Arc<RedisConnectionState>> {
+    fn master_connection_states(&self) -> Vec<Arc<RedisConnectionState>> {
         match &self.backend {
             RedisBackend::SingleServer(connection, _) => vec![connection.state()],
             RedisBackend::Cluster(cluster) => cluster
@@ -318,16 +319,16 @@ impl RedisStore {
     }
 
     /// Maximum duration of a decision.
-    pub fn timeout(&self) -> Duration {
+    pub fn decision_timeout(&self) -> Duration {
         self.context.settings.timeout
     }
 
-    /// Decides charges in Redis, within `timeout` from `requested_at`. The charges name different
-    /// counters.
+    /// Decides charges in Redis, within `timeout` from `requested_at`. No two charges may name the
+    /// same counter.
     ///
     /// # Errors
-    /// [`DecisionFailure`] with the kind of the failure. After a timeout or a lost connection the
-    /// charges may have been made: too strict, never too lax.
+    /// [`DecisionFailure`] with the kind of the failure. Redis may hold a charge for a request that
+    /// was rejected or charged again; it never misses one that it admitted.
     pub async fn decide(
         &self,
         charges: &[Charge<'_>],
@@ -356,7 +357,9 @@ impl RedisStore {
         match failure {
             RedisErrorKind::WrongType(position) => {
                 breaker.record_foreign_value(|| {
-                    self.context.scripts.counter_name_at(charges, position)
+                    self.context
+                        .scripts
+                        .counter_name_by_position(charges, position)
                 });
             }
             failure => breaker.record_failure(failure),
@@ -368,7 +371,7 @@ impl RedisStore {
     /// `timeout` for their reply. A failed call does not affect further calls.
     ///
     /// # Errors
-    /// Which settlements were not made, and the last failure.
+    /// [`SettlementError`] with the settlements that were not confirmed, and the last failure.
     pub async fn apply_settlements(
         &self,
         settlements: &[Settlement<'_>],
@@ -393,7 +396,8 @@ impl RedisStore {
         })
     }
 
-    /// [`Self::amend`] on one server. Returns the indexes of the settlements in each failed call.
+    /// [`Self::apply_settlements`] on one server. Returns the indexes of the settlements in each
+    /// failed call.
     async fn apply_on_single_server(
         &self,
         connection: &SupervisedConnection,
@@ -403,7 +407,7 @@ impl RedisStore {
         for calls in calls.chunks(MAX_PIPELINED_CALLS) {
             let commands: Vec<Cmd> = calls
                 .iter()
-                .map(|call| self.context.scripts.amend_command(call, None))
+                .map(|call| self.context.scripts.settle_command(call, None))
                 .collect();
             results.extend(self.send_settlements(connection, &commands).await);
         }
@@ -435,7 +439,7 @@ impl RedisStore {
                     .map(drop)
             })
             .collect();
-        // A server that hangs counts as one failure.
+        // Calls that fail together, because the server hangs, count as one failure.
         if let Some(failure) = results.iter().find_map(|result| result.err()) {
             self.context.breaker.record_failure(failure);
             live.record_failure(failure);

@@ -1,8 +1,9 @@
 //! Encodes several requests into one call of `decide.lua`, and divides its reply among the callers.
 //!
-//! Identical requests for the same counter are merged into one decision. Of these, the first that
-//! fit are admitted, in the order of arrival. Separate consecutive decisions would have the same
-//! result: the batch runs as one script, so no other request for the counter comes between them.
+//! Identical requests for the same counter are merged into one decision. Of the merged requests,
+//! the first that fit are admitted, in the order of arrival. Separate consecutive decisions would
+//! have the same result: the batch runs as one script, so no other request for the counter comes
+//! between them.
 
 use super::error::RedisErrorKind;
 use super::scripts::{self, CallerPosition, ScriptLibrary};
@@ -11,9 +12,10 @@ use redis::{Cmd, RedisWrite, Value};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A batch with so many charges accepts no further request: 0.2 to 0.4 ms of the server's time. A
-/// larger batch would save little, and leave the server idle while the worker notifies all callers.
-const MAX_CHARGES: usize = 32;
+/// A batch with this many charges accepts no further request. It takes 0.2 to 0.4 ms of the
+/// server's time. A larger batch would save little, and leave the server idle while the worker
+/// notifies all callers.
+const FULL_BATCH_CHARGE_COUNT: usize = 32;
 
 /// Requests in the order of arrival. A batch borrows nothing, because a caller may disconnect.
 #[derive(Debug, Default)]
@@ -68,7 +70,7 @@ struct RawBatchReply {
 impl DecisionBatch {
     /// Whether further requests must go to another batch.
     pub fn is_full(&self) -> bool {
-        self.encoded_charges.len() >= MAX_CHARGES
+        self.encoded_charges.len() >= FULL_BATCH_CHARGE_COUNT
     }
 
     /// The number of distinct requests.
@@ -81,7 +83,11 @@ impl DecisionBatch {
     }
 
     /// Adds a request, or finds an identical one in the batch. Returns its index.
-    pub fn add_request(&mut self, script: &ScriptLibrary, charges: &[Charge<'_>]) -> usize {
+    pub fn add_or_merge_request(
+        &mut self,
+        script: &ScriptLibrary,
+        charges: &[Charge<'_>],
+    ) -> usize {
         let mergeable = find_mergeable_charge(charges);
         if let Some(existing) = mergeable.and_then(|charge| self.find_identical_request(charge)) {
             return existing;
@@ -97,7 +103,7 @@ impl DecisionBatch {
                 charge.limit.requests,
                 nth > 0,
             );
-            self.script_flags |= scripts::charge_flags(charge);
+            self.script_flags |= scripts::program_flags_for_charge(charge);
             let encoded = EncodedCharge {
                 key_range: start..key_end,
                 argument_range: key_end..self.encoded_text.len(),
@@ -123,8 +129,8 @@ impl DecisionBatch {
         is_same.then_some(request_index)
     }
 
-    /// Builds the command. Each request is decided as often as `repeat_counts` says; 0: left out.
-    /// `time_us` replaces the server's clock in tests.
+    /// Builds the command. Each request is decided as often as `repeat_counts` says; a request with
+    /// the count 0 is left out. `time_us` replaces the server's clock in tests.
     pub fn build_command(
         &self,
         script: &ScriptLibrary,
@@ -151,7 +157,8 @@ impl DecisionBatch {
                 .unwrap_or_default()
                 .as_bytes()
         };
-        let mut command = script.start_evalsha(self.script_flags, repeated_charges().count());
+        let mut command =
+            script.start_evalsha_command(self.script_flags, repeated_charges().count());
         for (charge, _) in repeated_charges() {
             command.write_arg(text(&charge.key_range));
         }
@@ -288,7 +295,7 @@ mod tests {
         let one = Charge::new(&LIMIT, &a, 1);
         let other = Charge::new(&LIMIT, &b, 1);
         let mut batch = DecisionBatch::default();
-        let mut add = |charges: &[Charge<'_>]| batch.add_request(&script, charges);
+        let mut add = |charges: &[Charge<'_>]| batch.add_or_merge_request(&script, charges);
         assert_eq!(
             [add(&[one]), add(&[other]), add(&[one])],
             [0, 1, 0],
@@ -367,7 +374,7 @@ mod tests {
         let charges = keys.each_ref().map(|key| Charge::new(&LIMIT, key, 2));
         let mut batch = DecisionBatch::default();
         for charge in &charges {
-            batch.add_request(&script, &[*charge]);
+            batch.add_or_merge_request(&script, &[*charge]);
         }
         let reply = "1000 2000 1 2000 2\n!FOREIGN 1\n!@user_script: 9: -OOM command not allowed";
         let answers = batch
@@ -412,7 +419,7 @@ mod tests {
         let (script, key) = (ScriptLibrary::new("t"), key("a"));
         let charge = Charge::new(&LIMIT, &key, 2);
         let mut batch = DecisionBatch::default();
-        batch.add_request(&script, &[charge]);
+        batch.add_or_merge_request(&script, &[charge]);
         for invalid in [
             "",
             "1000",

@@ -8,13 +8,15 @@ mod reply;
 use crate::limiter::{Charge, KeyBuilder, Limit};
 use crate::store::Settlement;
 use arguments::push_settlement_arguments;
-use program::{LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, algorithm_flags, charges_flags};
+use program::{
+    LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm, program_flags_for_charges,
+};
 use redis::{Cmd, RedisWrite};
 use std::sync::OnceLock;
 
 pub(super) use arguments::{push_charge_argument, push_time_argument};
 pub(super) use counter_key::push_hex_id;
-pub(super) use program::charge_flags;
+pub(super) use program::program_flags_for_charge;
 pub(super) use reply::{CallerPosition, parse_now_us};
 
 /// Maximum arguments per charge (see `decide.lua` and `settle.lua`).
@@ -44,12 +46,12 @@ impl ScriptLibrary {
 
     /// The text of the program that decides these charges.
     pub fn script_text(&self, charges: &[Charge<'_>]) -> &str {
-        self.program(charges_flags(charges))
+        self.program_for_flags(program_flags_for_charges(charges))
             .map_or("", |program| &program.text)
     }
 
-    /// The commands that load all programs used so far.
-    pub fn load_used_programs(&self) -> redis::Pipeline {
+    /// Builds the commands that load all programs used since the start.
+    pub fn load_commands_for_used_programs(&self) -> redis::Pipeline {
         let mut pipeline = redis::pipe();
         for program in self.programs.iter().filter_map(OnceLock::get) {
             pipeline.cmd("SCRIPT").arg("LOAD").arg(&program.text);
@@ -59,7 +61,8 @@ impl ScriptLibrary {
 
     /// Builds the command that decides charges. `time_us` replaces the server's clock in tests.
     pub fn decide_command(&self, charges: &[Charge<'_>], time_us: Option<u64>) -> Cmd {
-        let mut command = self.start_evalsha(charges_flags(charges), charges.len());
+        let mut command =
+            self.start_evalsha_command(program_flags_for_charges(charges), charges.len());
         let mut key = String::with_capacity(192);
         for charge in charges {
             key.clear();
@@ -76,11 +79,11 @@ impl ScriptLibrary {
     }
 
     /// Builds the command that settles charges.
-    pub fn amend_command(&self, settlements: &[Settlement<'_>], time_us: Option<u64>) -> Cmd {
+    pub fn settle_command(&self, settlements: &[Settlement<'_>], time_us: Option<u64>) -> Cmd {
         let algorithms = settlements.iter().fold(SETTLE_FLAG, |flags, settlement| {
-            flags | algorithm_flags(settlement.limit.algorithm)
+            flags | program_flags_for_algorithm(settlement.limit.algorithm)
         });
-        let mut command = self.start_evalsha(algorithms, settlements.len());
+        let mut command = self.start_evalsha_command(algorithms, settlements.len());
         let mut key = String::with_capacity(192);
         for settlement in settlements {
             key.clear();
@@ -101,7 +104,8 @@ impl ScriptLibrary {
             .iter()
             .map(|(_, limit)| Charge::new(limit, &placeholder_key, 0))
             .collect();
-        let mut command = self.start_evalsha(charges_flags(&charges), counters.len());
+        let mut command =
+            self.start_evalsha_command(program_flags_for_charges(&charges), counters.len());
         for (key, _) in counters {
             command.write_arg(key.as_bytes());
         }
@@ -116,17 +120,19 @@ impl ScriptLibrary {
         command
     }
 
-    fn program(&self, flags: usize) -> Option<&LuaProgram> {
+    fn program_for_flags(&self, flags: usize) -> Option<&LuaProgram> {
         self.programs
             .get(flags)
             .map(|program| program.get_or_init(|| LuaProgram::new(flags)))
     }
 
-    pub(super) fn start_evalsha(&self, flags: usize, count: usize) -> Cmd {
+    pub(super) fn start_evalsha_command(&self, flags: usize, count: usize) -> Cmd {
         let mut command =
             Cmd::with_capacity(4 + count * (1 + MAX_ARGS_PER_CHARGE), 64 + count * 224);
         command.write_arg(b"EVALSHA");
-        let sha = self.program(flags).map_or("", |program| &program.sha);
+        let sha = self
+            .program_for_flags(flags)
+            .map_or("", |program| &program.sha);
         command.write_arg(sha.as_bytes());
         command.write_arg(itoa::Buffer::new().format(count).as_bytes());
         command

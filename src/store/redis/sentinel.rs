@@ -74,7 +74,7 @@ impl SentinelGroup<'_> {
         }
     }
 
-    /// Repeats all sentinels endlessly, from one on.
+    /// Repeats all sentinels endlessly, starting with `first_sentinel`.
     fn cycle_sentinels_from(&self, first_sentinel: usize) -> impl Iterator<Item = &RedisAddress> {
         let sentinels = &self.settings.servers;
         sentinels.iter().cycle().skip(
@@ -142,7 +142,8 @@ impl SentinelGroup<'_> {
     }
 }
 
-/// Jitter, so that the workers of a fleet don't connect to the next sentinel at the same time.
+/// Draws the pause before the next check of the master. Its jitter keeps the workers of a fleet
+/// from connecting to the next sentinel at the same time.
 fn draw_check_pause() -> Duration {
     MASTER_CHECK_INTERVAL.mul_f64(0.75 + fastrand::f64() / 2.0)
 }

@@ -26,16 +26,16 @@ struct ServerMemoryInfo {
     eviction_policy: String,
 }
 
-/// Polls all masters for as long as it is polled itself.
+/// Polls all masters until the task is aborted.
 pub(super) async fn run_server_info_poller(redis: RedisStore) {
     redis.wait_until_ready().await;
     let mut warned_policy = None;
     loop {
         let mut server_infos = Vec::new();
-        for master in redis.master_states() {
+        for master in redis.master_connection_states() {
             server_infos.push(match &*master {
                 RedisConnectionState::Up(live) => {
-                    let clock = redis.context.clock.read_again();
+                    let clock = redis.context.clock.reread_system_clock();
                     query_server_info(live, clock, redis.context.settings.connect_timeout).await
                 }
                 RedisConnectionState::Down(_) => ServerInfoReply::default(),
@@ -47,7 +47,8 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
     }
 }
 
-/// A server that does not answer takes `call_timeout`, twice. Its failure is detected elsewhere.
+/// Queries memory and clock of one server. A server that does not answer takes twice
+/// `call_timeout`; its failure is detected elsewhere.
 async fn query_server_info(
     live: &LiveConnection,
     clock: Clock,

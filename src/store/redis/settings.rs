@@ -29,9 +29,9 @@ pub struct RedisSettings {
     pub connect_timeout: Duration,
     /// Consecutive failures after which the circuit breaker opens.
     pub breaker_failures: u32,
-    /// How often a background probe then tries again.
+    /// Interval of the background probes while the circuit breaker is open.
     pub probe_interval: Duration,
-    /// Keeps usage that was admitted without Redis, from one process to the next.
+    /// Directory for usage admitted without Redis, which a later process continues from.
     pub state_dir: Option<PathBuf>,
     /// How connections are opened.
     pub dialer: RedisDialer,
@@ -43,7 +43,7 @@ pub enum RedisDialer {
     /// Over the network, with TLS if the settings say so.
     #[default]
     Network,
-    /// In a simulation, which stands for the network.
+    /// Through a simulated network, in tests.
     Simulated(Arc<dyn RedisTransport>),
 }
 

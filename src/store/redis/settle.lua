@@ -1,4 +1,5 @@
 -- Settles earlier charges. Follows the files of their algorithms.
+-- Settles earlier charges. In a program, this file follows those of the algorithms.
 --
 -- KEYS     one per settlement; a key may occur several times
 -- ARGV[1]  the time in us, for tests; empty: the server's TIME

@@ -4,12 +4,12 @@ use super::error::RedisErrorKind;
 use crate::limiter::{Algorithm, Amendment};
 use crate::store::Settlement;
 
-/// Settlements per call: a few hundred microseconds of the server's time.
+/// Maximum settlements per call: a few hundred microseconds of the server's time.
 const MAX_SETTLEMENTS_PER_CALL: usize = 64;
 
-/// Maximum settlement calls in flight on one connection, which keeps their order. One call per
-/// round trip would be slower than new settlements arrive. Decisions of the same worker wait behind
-/// these calls, for some milliseconds at most.
+/// Maximum settlement calls in flight on one connection, which keeps their order. With one call per
+/// round trip, settlements could arrive faster than they are sent. Decisions of the same worker
+/// wait behind these calls, for some milliseconds at most.
 pub(super) const MAX_PIPELINED_CALLS: usize = 16;
 
 /// Splits settlements into calls, in order.

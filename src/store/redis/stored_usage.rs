@@ -9,14 +9,14 @@ impl SharedRedisState {
         let Some(directory) = &self.0.usage_directory else {
             return;
         };
-        if let Some((file, usage, downtime_us)) = directory.claim_file() {
+        if let Some((file, usage, downtime_us)) = directory.lock_and_read_newest_file() {
             tracing::info!(
                 counters = usage.counter_count(),
                 age_s = downtime_us / 1_000_000,
                 "restored usage that an earlier process admitted without redis"
             );
             self.0.fallback.restore_usage(usage, downtime_us);
-            directory.set_restored(file);
+            directory.set_restored_file(file);
         }
     }
 
@@ -28,9 +28,9 @@ impl SharedRedisState {
         if let Some(usage) = self
             .0
             .fallback
-            .export_usage(self.0.clock.read_again().now_us())
+            .export_usage(self.0.clock.reread_system_clock().now_us())
         {
-            match directory.save(&usage) {
+            match directory.save_usage(&usage) {
                 Ok(path) => tracing::info!(
                     file = %path.display(),
                     counters = usage.counter_count(),
@@ -42,6 +42,6 @@ impl SharedRedisState {
                 }
             }
         }
-        directory.remove_restored();
+        directory.remove_restored_file();
     }
 }

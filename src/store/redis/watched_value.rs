@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use tokio::sync::Notify;
 
-/// Cheap to clone.
+/// A value that tasks can wait for. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub(super) struct WatchedValue<T>(Arc<WatchedValueInner<T>>);
 

@@ -1,7 +1,7 @@
 use super::super::metrics::{MetricLabels, WorkerMetrics};
 use super::*;
 
-/// The first second of an hour, some minutes before the end of a day.
+/// The first second of an hour, two hours before the end of a day.
 const START_S: u64 = 1_700_000_000 / 3600 * 3600;
 
 const ALLOWED: usize = 0;
@@ -33,7 +33,11 @@ impl HistoryFixture {
     }
 
     fn policy_counters(&self, name: &str) -> Arc<PolicyCounters> {
-        Arc::clone(&self.metrics.policy_counters(std::iter::once(name))[0])
+        Arc::clone(
+            &self
+                .metrics
+                .get_or_create_policy_counters(std::iter::once(name))[0],
+        )
     }
 
     fn record_decisions(&self, name: &str, decision: usize, times: u32) {
@@ -42,12 +46,14 @@ impl HistoryFixture {
     }
 
     fn sample(&self, now_s: u64, names: &[&str]) {
-        let counters = self.metrics.policy_counters(names.iter().copied());
+        let counters = self
+            .metrics
+            .get_or_create_policy_counters(names.iter().copied());
         self.history.sample(now_s, counters.iter());
     }
 
     /// The non-zero counts of allowed requests by minute and by hour, each with its start.
-    fn allowed(&self, name: &str) -> Option<[Vec<(u64, u32)>; 2]> {
+    fn allowed_counts(&self, name: &str) -> Option<[Vec<(u64, u32)>; 2]> {
         let (axis, timelines) = self.history.policy_timelines(std::iter::once(name));
         let timeline = timelines.into_iter().next()??;
         let nonzero_counts = |starts: &[u64], parts: &[DecisionCounts]| {
@@ -64,26 +70,26 @@ impl HistoryFixture {
 }
 
 #[test]
-fn counts_belong_to_the_minute_and_hour_in_which_they_were_seen() {
+fn counts_belong_to_the_minute_and_hour_of_their_sample() {
     let fixture = HistoryFixture::new();
     fixture.sample(START_S, &["p"]);
-    assert_eq!(fixture.allowed("p"), None);
+    assert_eq!(fixture.allowed_counts("p"), None);
     fixture.record_decisions("p", ALLOWED, 2);
     fixture.sample(START_S + 59, &["p"]);
     fixture.record_decisions("p", ALLOWED, 3);
     fixture.record_decisions("p", REJECTED, 7);
     fixture.sample(START_S + 60, &["p"]);
     assert_eq!(
-        fixture.allowed("p"),
+        fixture.allowed_counts("p"),
         Some([vec![(0, 2), (60, 3)], vec![(0, 5)]])
     );
     fixture.record_decisions("p", ALLOWED, 1);
     fixture.sample(START_S + 3599, &["p"]);
     fixture.record_decisions("p", ALLOWED, 4);
     fixture.sample(START_S + 3600, &["p"]);
-    // The first minute is now an hour old.
+    // The first minute is an hour old, so its counts have expired.
     assert_eq!(
-        fixture.allowed("p"),
+        fixture.allowed_counts("p"),
         Some([vec![(60, 3), (3540, 1), (3600, 4)], vec![(0, 6), (3600, 4)]])
     );
     let (_, timelines) = fixture.history.policy_timelines(std::iter::once("p"));
@@ -115,7 +121,11 @@ fn old_counts_expire_after_a_pause_of_any_length() {
         fixture.sample(START_S, &["p"]);
         fixture.record_decisions("p", ALLOWED, 1);
         fixture.sample(START_S + pause, &["p"]);
-        assert_eq!(fixture.allowed("p"), Some([minutes, hours]), "{pause}");
+        assert_eq!(
+            fixture.allowed_counts("p"),
+            Some([minutes, hours]),
+            "{pause}"
+        );
     }
 }
 
@@ -126,12 +136,12 @@ fn idle_policies_keep_no_history() {
     for hour in 0..=23 {
         fixture.sample(START_S + hour * 3600, &["p", "idle"]);
         assert!(
-            fixture.allowed("p").is_some() && fixture.allowed("idle").is_none(),
+            fixture.allowed_counts("p").is_some() && fixture.allowed_counts("idle").is_none(),
             "{hour}"
         );
     }
     fixture.sample(START_S + 24 * 3600, &["p", "idle"]);
-    assert_eq!(fixture.allowed("p"), None);
+    assert_eq!(fixture.allowed_counts("p"), None);
 }
 
 #[test]
@@ -141,23 +151,35 @@ fn a_reload_drops_removed_policies_and_counts_nothing_twice() {
     fixture.record_decisions("goes", ALLOWED, 5);
     fixture.sample(START_S, &["stays", "goes"]);
     fixture.sample(START_S + 1, &["stays", "comes"]);
-    assert_eq!(fixture.allowed("goes"), None);
-    assert_eq!(fixture.allowed("stays"), Some([vec![(0, 1)], vec![(0, 1)]]));
+    assert_eq!(fixture.allowed_counts("goes"), None);
+    assert_eq!(
+        fixture.allowed_counts("stays"),
+        Some([vec![(0, 1)], vec![(0, 1)]])
+    );
     fixture.record_decisions("comes", ALLOWED, 2);
     fixture.record_decisions("goes", ALLOWED, 1);
     fixture.sample(START_S + 2, &["goes", "stays", "comes"]);
-    assert_eq!(fixture.allowed("goes"), Some([vec![(0, 1)], vec![(0, 1)]]));
-    assert_eq!(fixture.allowed("comes"), Some([vec![(0, 2)], vec![(0, 2)]]));
+    assert_eq!(
+        fixture.allowed_counts("goes"),
+        Some([vec![(0, 1)], vec![(0, 1)]])
+    );
+    assert_eq!(
+        fixture.allowed_counts("comes"),
+        Some([vec![(0, 2)], vec![(0, 2)]])
+    );
 }
 
 #[test]
-fn a_clock_that_goes_back_loses_nothing() {
+fn a_clock_that_goes_back_loses_no_counts() {
     let fixture = HistoryFixture::new();
     fixture.record_decisions("p", ALLOWED, 1);
     fixture.sample(START_S + 600, &["p"]);
     fixture.record_decisions("p", ALLOWED, 2);
     fixture.sample(START_S, &["p"]);
-    assert_eq!(fixture.allowed("p"), Some([vec![(600, 3)], vec![(0, 3)]]));
+    assert_eq!(
+        fixture.allowed_counts("p"),
+        Some([vec![(600, 3)], vec![(0, 3)]])
+    );
 }
 
 #[test]
@@ -208,7 +230,7 @@ fn durations_cover_the_last_minute() {
             window_s,
             source,
             buckets.count(),
-            buckets.quantile(0.5).map(|time| time.as_micros()),
+            buckets.quantile_bound(0.5).map(|time| time.as_micros()),
         )
     };
     assert_eq!(
@@ -225,7 +247,7 @@ fn durations_cover_the_last_minute() {
     fixture.sample(START_S + 30, &[]);
     assert_eq!(decision_durations(0), (30, "redis", 100, Some(500)));
     let redis = fixture.history.recent_durations().1.decisions[0].1.clone();
-    let us = |share| redis.quantile(share).unwrap().as_micros();
+    let us = |share| redis.quantile_bound(share).unwrap().as_micros();
     assert_eq!(
         (us(0.0), us(0.99), us(0.991), us(1.0)),
         (500, 500, 50_000, 50_000)
@@ -240,7 +262,7 @@ fn durations_cover_the_last_minute() {
     assert_eq!(
         fixture.history.recent_durations().1.decisions[0]
             .1
-            .quantile(0.5),
+            .quantile_bound(0.5),
         None,
         "longer than any bucket"
     );

@@ -25,7 +25,7 @@ pub(super) struct ExpositionWriter {
     text: String,
 }
 
-/// Writes the samples of one metric, which must be consecutive.
+/// Writes the samples of one metric, which must be consecutive on the page.
 pub(super) struct MetricFamily<'p> {
     text: &'p mut String,
     name: &'static str,
@@ -42,7 +42,7 @@ impl ExpositionFormat {
         }
     }
 
-    /// The value of `Content-Type`.
+    /// The value of the `Content-Type` header for this format.
     pub fn content_type(self) -> &'static str {
         match self {
             Self::PrometheusText => "text/plain; version=0.0.4; charset=utf-8",
@@ -106,7 +106,7 @@ impl MetricFamily<'_> {
         self.write_line(name_suffix, labels, format_args!("{value}"));
     }
 
-    /// Writes microseconds as seconds.
+    /// Writes one sample, given in microseconds, as seconds.
     pub(super) fn write_micros_as_seconds(&mut self, value_us: i64) {
         let (sign, micros) = (if value_us < 0 { "-" } else { "" }, value_us.unsigned_abs());
         self.write_line(

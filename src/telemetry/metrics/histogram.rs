@@ -12,20 +12,23 @@ pub(super) struct SingleWriterCounter(AtomicU64);
 #[derive(Debug)]
 pub(super) struct DurationHistogram {
     bounds: &'static [BucketBound],
-    /// One bucket more than `bounds`, for values above all bounds. Not cumulative.
-    counts: [SingleWriterCounter; BUCKET_COUNT + 1],
+    /// Number of values in each bucket, not cumulative. The last bucket is for values above all
+    /// bounds.
+    counts: [SingleWriterCounter; BOUND_COUNT + 1],
     sum_ns: SingleWriterCounter,
 }
 
 /// The upper bound of a bucket, and its label.
 pub(super) type BucketBound = (Duration, &'static str);
 
-/// The same for all histograms. Objectives and timeouts are usually round numbers, so each has a
-/// bound. No bound exceeds three times the previous one, which keeps quantiles accurate.
-pub(super) const BUCKET_COUNT: usize = 18;
+/// Number of bucket bounds, the same for all histograms. Usual objectives and timeouts, which are
+/// round numbers, each have a bound. No bound exceeds three times the previous one, which keeps
+/// quantiles accurate.
+pub(super) const BOUND_COUNT: usize = 18;
 
-/// From a memory access to the longest plausible timeout of a round trip.
-pub(super) static DECISION_BOUNDS: [BucketBound; BUCKET_COUNT] = [
+/// Bounds for decision times: from a memory access to the longest plausible timeout of a round
+/// trip.
+pub(super) static DECISION_TIME_BOUNDS: [BucketBound; BOUND_COUNT] = [
     (Duration::from_micros(2), "0.000002"),
     (Duration::from_micros(5), "0.000005"),
     (Duration::from_micros(10), "0.00001"),
@@ -46,8 +49,8 @@ pub(super) static DECISION_BOUNDS: [BucketBound; BUCKET_COUNT] = [
     (Duration::from_secs(1), "1"),
 ];
 
-/// From a local response to the default `upstream.response_timeout`.
-pub(super) static REQUEST_BOUNDS: [BucketBound; BUCKET_COUNT] = [
+/// Bounds for response times: from a local response to the default `upstream.response_timeout`.
+pub(super) static RESPONSE_TIME_BOUNDS: [BucketBound; BOUND_COUNT] = [
     (Duration::from_micros(100), "0.0001"),
     (Duration::from_micros(250), "0.00025"),
     (Duration::from_micros(500), "0.0005"),
@@ -80,7 +83,7 @@ impl SingleWriterCounter {
 }
 
 impl DurationHistogram {
-    pub(super) fn new(bounds: &'static [BucketBound; BUCKET_COUNT]) -> Self {
+    pub(super) fn new(bounds: &'static [BucketBound; BOUND_COUNT]) -> Self {
         Self {
             bounds,
             counts: std::array::from_fn(|_| SingleWriterCounter::default()),
@@ -101,18 +104,18 @@ impl DurationHistogram {
 /// The sum of histograms with equal bounds at one time.
 #[derive(Clone, Debug)]
 pub struct HistogramSnapshot {
-    bounds: &'static [BucketBound; BUCKET_COUNT],
-    /// Not cumulative.
-    counts: [u64; BUCKET_COUNT + 1],
+    bounds: &'static [BucketBound; BOUND_COUNT],
+    /// Number of values in each bucket, not cumulative.
+    counts: [u64; BOUND_COUNT + 1],
     sum_ns: u64,
 }
 
 impl HistogramSnapshot {
     pub(super) fn from_histograms<'a>(
-        bounds: &'static [BucketBound; BUCKET_COUNT],
+        bounds: &'static [BucketBound; BOUND_COUNT],
         histograms: impl Iterator<Item = &'a DurationHistogram>,
     ) -> Self {
-        let (mut counts, mut sum_ns) = ([0; BUCKET_COUNT + 1], 0_u64);
+        let (mut counts, mut sum_ns) = ([0; BOUND_COUNT + 1], 0_u64);
         for histogram in histograms {
             for (sum, count) in counts.iter_mut().zip(&histogram.counts) {
                 *sum += count.get();
@@ -142,7 +145,7 @@ impl HistogramSnapshot {
 
     /// Upper bound of the bucket that contains the quantile `share` (0 to 1). `None` if the
     /// histogram is empty, or the quantile exceeds the last bound.
-    pub fn quantile(&self, share: f64) -> Option<Duration> {
+    pub fn quantile_bound(&self, share: f64) -> Option<Duration> {
         #[allow(
             clippy::cast_precision_loss,
             clippy::cast_possible_truncation,
@@ -163,14 +166,14 @@ impl HistogramSnapshot {
 pub(super) struct CumulativeBuckets {
     /// The upper bound of each bucket, and the number of values up to it.
     pub(super) buckets: Vec<(&'static str, u64)>,
-    /// The number of all values, which is the unbounded last bucket.
+    /// The number of all values, which is also the count of the unbounded last bucket.
     pub(super) count: u64,
     pub(super) sum: Duration,
 }
 
 impl CumulativeBuckets {
     pub(super) fn from_histograms<'a>(
-        bounds: &'static [BucketBound; BUCKET_COUNT],
+        bounds: &'static [BucketBound; BOUND_COUNT],
         histograms: impl Iterator<Item = &'a DurationHistogram>,
     ) -> Self {
         let HistogramSnapshot { counts, sum_ns, .. } =

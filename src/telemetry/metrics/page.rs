@@ -1,7 +1,7 @@
 //! The metrics page for Prometheus.
 
 use super::exposition::{ExpositionFormat, ExpositionWriter, MetricKind};
-use super::histogram::{CumulativeBuckets, DECISION_BOUNDS, REQUEST_BOUNDS};
+use super::histogram::{CumulativeBuckets, DECISION_TIME_BOUNDS, RESPONSE_TIME_BOUNDS};
 use super::process::write_process_metrics;
 use super::registry::Metrics;
 use super::status::ProcessStatus;
@@ -14,7 +14,7 @@ impl Metrics {
         self.write_policy_metrics(&mut page);
         self.write_request_metrics(&mut page);
         self.write_connection_metrics(&mut page, status);
-        self.write_identity_metrics(&mut page);
+        self.write_client_trust_metrics(&mut page);
         self.write_rate_limit_service_metrics(&mut page);
         write_store_metrics(&mut page, status);
         page.begin_family(
@@ -64,7 +64,7 @@ impl Metrics {
                 .filter_map(|worker| worker.decisions.get(at));
             seconds.write_histogram(
                 &[("source", source)],
-                &CumulativeBuckets::from_histograms(&DECISION_BOUNDS, parts),
+                &CumulativeBuckets::from_histograms(&DECISION_TIME_BOUNDS, parts),
             );
         }
     }
@@ -86,14 +86,14 @@ impl Metrics {
         let histograms = self.workers.iter().map(|worker| &worker.requests);
         seconds.write_histogram(
             &[],
-            &CumulativeBuckets::from_histograms(&REQUEST_BOUNDS, histograms),
+            &CumulativeBuckets::from_histograms(&RESPONSE_TIME_BOUNDS, histograms),
         );
         let mut errors = page.begin_family(
             MetricKind::Counter,
             "tidegate_upstream_errors",
             "Requests without a response from the upstream, by kind.",
         );
-        for (kind, count) in self.upstream_errors() {
+        for (kind, count) in self.upstream_error_counts() {
             errors.write_sample(&[("kind", kind)], count);
         }
     }
@@ -152,13 +152,13 @@ impl Metrics {
         }
     }
 
-    fn write_identity_metrics(&self, page: &mut ExpositionWriter) {
+    fn write_client_trust_metrics(&self, page: &mut ExpositionWriter) {
         page.begin_family(
             MetricKind::Counter,
             "tidegate_untrusted_forwarding",
             "Requests with a forwarding header from a peer outside client.trusted_proxies, while a policy depends on the client's address.",
         )
-        .write_sample(&[], self.untrusted_forwarding());
+        .write_sample(&[], self.untrusted_forwarding_count());
         page.begin_family(
             MetricKind::Counter,
             "tidegate_tokens_refused",

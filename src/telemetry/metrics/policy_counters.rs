@@ -1,10 +1,10 @@
 //! Counters per policy and worker.
 
 use super::histogram::SingleWriterCounter;
-use super::labels::{LabelledCounters, sum_selected};
+use super::labels::{LabelledCounterIndices, sum_at_indices};
 use std::sync::Arc;
 
-/// Counters of a policy and worker: two cache lines.
+/// Number of counters per policy and worker; they fill two cache lines.
 const COUNTERS_PER_WORKER: usize = 16;
 
 /// The counters of one policy. Workers do not share cache lines.
@@ -29,14 +29,15 @@ impl PolicyCounters {
     }
 
     /// The name of the policy.
-    pub fn policy(&self) -> &Arc<str> {
+    pub fn policy_name(&self) -> &Arc<str> {
         &self.policy
     }
 
-    /// Requests so far, by label. Each counter is read once, so that a part never exceeds its sum.
+    /// Returns the number of requests since the start, by label. Each counter is read once, so that
+    /// labels that share counters are consistent.
     pub fn requests_by_label<'l>(
         &self,
-        labels: &'l [LabelledCounters],
+        labels: &'l [LabelledCounterIndices],
     ) -> impl Iterator<Item = (&'static str, u64)> + use<'l> {
         let mut totals = [0; COUNTERS_PER_WORKER];
         for worker in &self.workers {
@@ -46,10 +47,10 @@ impl PolicyCounters {
         }
         labels
             .iter()
-            .map(move |(label, indices)| (*label, sum_selected(&totals, indices)))
+            .map(move |(label, indices)| (*label, sum_at_indices(&totals, indices)))
     }
 
-    /// Must be called by `worker` only, because each counter has a single writer.
+    /// Increments a counter. Only `worker` may call this, because each counter has a single writer.
     pub(super) fn increment(&self, worker: usize, index: usize) {
         if let Some(count) = self
             .workers

@@ -1,7 +1,9 @@
 //! The metrics of the process: the counters of all workers and policies, and their sums.
 
-use super::histogram::{DECISION_BOUNDS, HistogramSnapshot, REQUEST_BOUNDS, SingleWriterCounter};
-use super::labels::{MetricLabels, REQUEST_DECISIONS, sum_selected};
+use super::histogram::{
+    DECISION_TIME_BOUNDS, HistogramSnapshot, RESPONSE_TIME_BOUNDS, SingleWriterCounter,
+};
+use super::labels::{MetricLabels, REQUEST_DECISION_COUNT, sum_at_indices};
 use super::policy_counters::PolicyCounters;
 use super::worker::{FIRST_STATUS_CODE, STATUS_CODE_COUNT, WorkerMetrics};
 use crate::telemetry::top_rejections::TopRejections;
@@ -14,8 +16,9 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Metrics {
     pub(super) workers: Box<[Arc<WorkerMetrics>]>,
-    /// By policy name. A removed policy keeps its counters: if they disappeared and returned with
-    /// lower values, Prometheus would assume a restart. Only configured names are ever added.
+    /// Counters by policy name. A removed policy keeps its counters: if they disappeared and
+    /// returned with lower values, Prometheus would assume a restart. Only names of configured
+    /// policies are added.
     pub(super) policy_counters: Mutex<BTreeMap<Arc<str>, Arc<PolicyCounters>>>,
     pub(super) labels: MetricLabels,
     top_rejections: TopRejections,
@@ -30,7 +33,7 @@ impl Metrics {
         let top_rejections = TopRejections::from_workers(
             worker_metrics
                 .iter()
-                .map(|worker| Arc::clone(&worker.refusals))
+                .map(|worker| Arc::clone(&worker.rejections))
                 .collect(),
         );
         Arc::new(Self {
@@ -41,8 +44,8 @@ impl Metrics {
         })
     }
 
-    /// The counters of a worker. Those of a worker beyond the number given to [`Metrics::new`] do
-    /// not appear in the metrics.
+    /// Returns the counters of a worker. Counters of a worker beyond the number given to
+    /// [`Metrics::new`] do not appear in the metrics.
     pub fn worker_metrics(&self, worker: usize) -> Arc<WorkerMetrics> {
         let unregistered = || Arc::new(WorkerMetrics::new(worker, &self.labels));
         self.workers
@@ -50,8 +53,9 @@ impl Metrics {
             .map_or_else(unregistered, Arc::clone)
     }
 
-    /// The counters of policies by name, which survive a reload.
-    pub fn policy_counters<'n>(
+    /// Returns the counters of the named policies, and creates missing ones. Counters survive a
+    /// reload.
+    pub fn get_or_create_policy_counters<'n>(
         &self,
         names: impl Iterator<Item = &'n str>,
     ) -> Box<[Arc<PolicyCounters>]> {
@@ -78,16 +82,16 @@ impl Metrics {
         &self.labels
     }
 
-    /// Requests so far, by [`MetricLabels::request_decisions`].
-    pub fn request_decisions(&self) -> [u64; REQUEST_DECISIONS] {
-        let totals: [u64; REQUEST_DECISIONS] = std::array::from_fn(|index| {
+    /// Number of requests since the start, by [`MetricLabels::request_decisions`].
+    pub fn request_decision_counts(&self) -> [u64; REQUEST_DECISION_COUNT] {
+        let totals: [u64; REQUEST_DECISION_COUNT] = std::array::from_fn(|index| {
             self.sum_optional_counter(|worker| worker.request_decisions.get(index))
         });
         let labels = self.labels.request_decisions;
-        labels.map(|(_, indices)| sum_selected(&totals, indices))
+        labels.map(|(_, indices)| sum_at_indices(&totals, indices))
     }
 
-    /// Responses so far by status code, without codes that did not occur.
+    /// Number of responses since the start by status code, without codes that did not occur.
     pub fn status_counts(&self) -> Vec<(u16, u64)> {
         let codes = (FIRST_STATUS_CODE..).zip(0..STATUS_CODE_COUNT);
         let counts = codes.map(|(code, at)| {
@@ -99,8 +103,8 @@ impl Metrics {
         counts.filter(|(_, count)| *count > 0).collect()
     }
 
-    /// Requests so far without a response from the upstream, by kind.
-    pub fn upstream_errors(&self) -> Vec<(&'static str, u64)> {
+    /// Number of requests since the start without a response from the upstream, by kind of error.
+    pub fn upstream_error_counts(&self) -> Vec<(&'static str, u64)> {
         let kinds = self.labels.upstream_errors.iter().enumerate();
         kinds
             .map(|(at, kind)| {
@@ -112,7 +116,7 @@ impl Metrics {
             .collect()
     }
 
-    /// Time to a decision so far, by decision source.
+    /// Histograms of the time to a decision since the process started, by decision source.
     pub fn decision_durations(&self) -> Vec<(&'static str, HistogramSnapshot)> {
         let sources = self.labels.decision_sources.iter().enumerate();
         let snapshots = sources.map(|(at, source)| {
@@ -122,28 +126,28 @@ impl Metrics {
                 .filter_map(|worker| worker.decisions.get(at));
             (
                 *source,
-                HistogramSnapshot::from_histograms(&DECISION_BOUNDS, parts),
+                HistogramSnapshot::from_histograms(&DECISION_TIME_BOUNDS, parts),
             )
         });
         snapshots.collect()
     }
 
-    /// Time to the response head so far.
+    /// Histogram of the time to the response head, over all requests since the process started.
     pub fn response_durations(&self) -> HistogramSnapshot {
         HistogramSnapshot::from_histograms(
-            &REQUEST_BOUNDS,
+            &RESPONSE_TIME_BOUNDS,
             self.workers.iter().map(|worker| &worker.requests),
         )
     }
 
-    /// Requests so far with a forwarding header from an untrusted peer, while a policy depends on
-    /// the client's address.
-    pub fn untrusted_forwarding(&self) -> u64 {
+    /// Number of requests since the start with a forwarding header from an untrusted peer, while a
+    /// policy depended on the client's address.
+    pub fn untrusted_forwarding_count(&self) -> u64 {
         self.sum_counter(|worker| &worker.untrusted_forwarding)
     }
 
-    /// The last such peer of each worker.
-    pub fn untrusted_peers(&self) -> BTreeSet<IpAddr> {
+    /// The untrusted peers that sent forwarding headers: the last one of each worker.
+    pub fn last_untrusted_peers(&self) -> BTreeSet<IpAddr> {
         self.workers
             .iter()
             .filter_map(|worker| *worker.last_untrusted_peer.lock())

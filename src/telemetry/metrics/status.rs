@@ -1,6 +1,6 @@
 //! State of the process, its store and its configuration, read when the metrics are requested.
 
-/// State that is read instead of counted.
+/// State of the process that is read on request instead of counted by workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessStatus {
     pub phase: ProcessPhase,
@@ -16,21 +16,21 @@ pub struct ProcessStatus {
     pub panics: u64,
     pub store_up: bool,
     pub breaker_open: bool,
-    /// Store errors so far, by kind.
+    /// Number of store errors since the start, by kind.
     pub store_errors: Vec<(&'static str, u64)>,
-    /// Number of instances that share the limits; `None` if they are not counted.
+    /// Number of instances that share the limits; `None` without Redis.
     pub instance_count: Option<u32>,
-    /// Leased units that could not be returned; `None` if no policy uses leases.
+    /// Leased units that could not be returned; `None` without Redis.
     pub lease_units_lost: Option<u64>,
-    /// `None` without Redis.
+    /// State of the Redis server; `None` without Redis.
     pub redis: Option<RedisServerMetrics>,
-    /// `None` without the memory store.
+    /// Usage of the memory store; `None` with another store.
     pub memory: Option<MemoryStoreUsage>,
     /// Number of the configuration in effect, starting at 1.
     pub config_generation: u64,
-    /// `None` if no spans are exported.
+    /// Spans by export result; `None` if no spans are exported.
     pub spans: Option<SpanExportCounts>,
-    /// Configurations that were rejected.
+    /// Number of configurations that were rejected.
     pub rejected_reloads: u64,
     /// Time of the last load, successful or not, in seconds since the Unix epoch.
     pub last_load_at_s: u64,
@@ -38,7 +38,7 @@ pub struct ProcessStatus {
     pub config_applied_at_s: u64,
     /// Hash of the settings that all replicas should share: 48 bits, which a double holds exactly.
     pub config_hash: u64,
-    /// Why the newest files are not in effect; empty if they are.
+    /// Errors in the newest configuration files; empty if these files are in effect.
     pub reload_errors: Vec<String>,
     /// The source of each server certificate, and its expiry in seconds since the Unix epoch.
     pub certificates: Vec<(String, u64)>,
@@ -50,17 +50,17 @@ pub enum ProcessPhase {
     /// Clients cannot connect yet.
     Starting,
     Serving,
-    /// Shutdown was requested. Requests may still be served.
+    /// Shutdown was requested; requests may still be served.
     Stopping,
 }
 
-/// Spans so far, by export result.
+/// Numbers of spans since the start, by export result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanExportCounts {
     pub exported: u64,
-    /// Dropped because the queue was full.
+    /// Spans that were dropped because the queue was full.
     pub dropped: u64,
-    /// The collector was unavailable or rejected the spans.
+    /// Spans that were not exported because the collector was unavailable or rejected them.
     pub failed: u64,
 }
 
@@ -73,10 +73,10 @@ pub struct MemoryStoreUsage {
     pub evictions: u64,
 }
 
-/// State of the Redis server. `None` means that Redis does not report the value.
+/// State of the Redis server. A field is `None` if Redis does not report its value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RedisServerMetrics {
-    /// Calls of this instance so far.
+    /// Calls of this instance to Redis since the start.
     pub calls: u64,
     pub memory_bytes: Option<u64>,
     /// `maxmemory`; also `None` if it is unlimited.

@@ -1,5 +1,5 @@
 use super::exposition::{ExpositionWriter, MetricKind};
-use super::histogram::{DECISION_BOUNDS, REQUEST_BOUNDS};
+use super::histogram::{DECISION_TIME_BOUNDS, RESPONSE_TIME_BOUNDS};
 use super::*;
 use std::net::IpAddr;
 use std::time::Duration;
@@ -9,7 +9,7 @@ const REJECTED: usize = 1;
 const DEGRADED: usize = 2;
 const DEGRADED_CLOSED: usize = 3;
 
-fn labels() -> MetricLabels {
+fn sample_labels() -> MetricLabels {
     MetricLabels {
         decision_sources: ["redis", "memory", "deny_cache", "lease", "degraded"],
         policy_decisions: &[
@@ -77,8 +77,8 @@ fn assert_has_line(page: &str, line: &str) {
 
 #[test]
 fn sums_counts_of_all_workers() {
-    let metrics = Metrics::new(3, labels());
-    let counters = metrics.policy_counters(["a", "b"].into_iter());
+    let metrics = Metrics::new(3, sample_labels());
+    let counters = metrics.get_or_create_policy_counters(["a", "b"].into_iter());
     for worker in 0..3 {
         let worker_metrics = metrics.worker_metrics(worker);
         for _ in 0..=worker {
@@ -145,13 +145,13 @@ fn sums_counts_of_all_workers() {
 
 #[test]
 fn counters_survive_a_policy_reload() {
-    let metrics = Metrics::new(1, labels());
+    let metrics = Metrics::new(1, sample_labels());
     let worker_metrics = metrics.worker_metrics(0);
     worker_metrics.record_policy_decision(
-        &metrics.policy_counters(["a", "gone"].into_iter())[1],
+        &metrics.get_or_create_policy_counters(["a", "gone"].into_iter())[1],
         REJECTED,
     );
-    let reloaded = metrics.policy_counters(["new", "a"].into_iter());
+    let reloaded = metrics.get_or_create_policy_counters(["new", "a"].into_iter());
     worker_metrics.record_policy_decision(&reloaded[1], REJECTED);
     let page = metrics.render_page(&sample_status(), ExpositionFormat::PrometheusText);
     for policy in ["a", "gone"] {
@@ -164,7 +164,7 @@ fn counters_survive_a_policy_reload() {
 
 #[test]
 fn buckets_count_durations_up_to_their_bound() {
-    let metrics = Metrics::new(2, labels());
+    let metrics = Metrics::new(2, sample_labels());
     let times = [0, 2_000, 2_001, 50_000_000, 3_000_000_000].map(Duration::from_nanos);
     for (at, time) in times.into_iter().enumerate() {
         metrics.worker_metrics(at % 2).record_decision_time(1, time);
@@ -195,7 +195,7 @@ fn buckets_count_durations_up_to_their_bound() {
 
 #[test]
 fn bounds_ascend_and_match_their_labels() {
-    for bounds in [&DECISION_BOUNDS, &REQUEST_BOUNDS] {
+    for bounds in [&DECISION_TIME_BOUNDS, &RESPONSE_TIME_BOUNDS] {
         assert!(bounds.is_sorted_by(|a, b| a.0 < b.0));
         for (bound, text) in bounds {
             assert_eq!(text.parse::<f64>().unwrap(), bound.as_secs_f64());
@@ -205,7 +205,7 @@ fn bounds_ascend_and_match_their_labels() {
 
 #[test]
 fn bounds_include_objectives_and_default_timeouts() {
-    for bounds in [&DECISION_BOUNDS, &REQUEST_BOUNDS] {
+    for bounds in [&DECISION_TIME_BOUNDS, &RESPONSE_TIME_BOUNDS] {
         for pair in bounds.windows(2) {
             assert!(
                 pair[1].0 <= pair[0].0 * 3,
@@ -220,18 +220,18 @@ fn bounds_include_objectives_and_default_timeouts() {
     };
     for ms in [1, 5, 10, 25, 50, 100, 250, 500, 1000] {
         assert!(
-            has_bound(&DECISION_BOUNDS, ms) && has_bound(&REQUEST_BOUNDS, ms),
+            has_bound(&DECISION_TIME_BOUNDS, ms) && has_bound(&RESPONSE_TIME_BOUNDS, ms),
             "{ms} ms"
         );
     }
     for ms in [2_500, 5_000, 10_000, 30_000, 60_000] {
-        assert!(has_bound(&REQUEST_BOUNDS, ms), "{ms} ms");
+        assert!(has_bound(&RESPONSE_TIME_BOUNDS, ms), "{ms} ms");
     }
 }
 
 #[test]
 fn only_observed_status_codes_have_a_line() {
-    let metrics = Metrics::new(1, labels());
+    let metrics = Metrics::new(1, sample_labels());
     let worker_metrics = metrics.worker_metrics(0);
     for code in [100, 200, 200, 999] {
         worker_metrics.record_response(code, Duration::ZERO);
@@ -258,7 +258,7 @@ fn escapes_label_values() {
 
 #[test]
 fn formats_differ_in_counter_names_and_the_end_marker() {
-    let metrics = Metrics::new(1, labels());
+    let metrics = Metrics::new(1, sample_labels());
     let classic = metrics.render_page(
         &sample_status(),
         ExpositionFormat::from_accept_header("text/plain"),

@@ -1,7 +1,11 @@
 //! The counters of one worker.
 
-use super::histogram::{DECISION_BOUNDS, DurationHistogram, REQUEST_BOUNDS, SingleWriterCounter};
-use super::labels::{DECISION_SOURCES, MetricLabels, REQUEST_DECISIONS, RLS_CALL_RESULTS};
+use super::histogram::{
+    DECISION_TIME_BOUNDS, DurationHistogram, RESPONSE_TIME_BOUNDS, SingleWriterCounter,
+};
+use super::labels::{
+    DECISION_SOURCE_COUNT, MetricLabels, REQUEST_DECISION_COUNT, RLS_CALL_RESULT_COUNT,
+};
 use super::policy_counters::PolicyCounters;
 use crate::telemetry::top_rejections::WorkerRejections;
 use parking_lot::Mutex;
@@ -16,13 +20,13 @@ use std::time::Duration;
 #[repr(align(128))]
 pub struct WorkerMetrics {
     worker: usize,
-    pub(super) decisions: [DurationHistogram; DECISION_SOURCES],
+    pub(super) decisions: [DurationHistogram; DECISION_SOURCE_COUNT],
     pub(super) requests: DurationHistogram,
-    pub(super) request_decisions: [SingleWriterCounter; REQUEST_DECISIONS],
-    pub(super) refusals: Arc<WorkerRejections>,
-    /// By status code, starting at [`FIRST_STATUS_CODE`].
+    pub(super) request_decisions: [SingleWriterCounter; REQUEST_DECISION_COUNT],
+    pub(super) rejections: Arc<WorkerRejections>,
+    /// Responses by status code, starting at [`FIRST_STATUS_CODE`].
     pub(super) status_counts: [SingleWriterCounter; STATUS_CODE_COUNT],
-    /// In the order of [`MetricLabels`], like the next three.
+    /// Errors by kind, in the order of [`MetricLabels::upstream_errors`].
     pub(super) upstream_errors: Box<[SingleWriterCounter]>,
     pub(super) tls_errors: Box<[SingleWriterCounter]>,
     pub(super) proxy_header_errors: Box<[SingleWriterCounter]>,
@@ -31,13 +35,13 @@ pub struct WorkerMetrics {
     /// The last peer counted in `untrusted_forwarding`.
     pub(super) last_untrusted_peer: Mutex<Option<IpAddr>>,
     pub(super) rejected_tokens: SingleWriterCounter,
-    pub(super) rls_calls: [SingleWriterCounter; RLS_CALL_RESULTS],
+    pub(super) rls_calls: [SingleWriterCounter; RLS_CALL_RESULT_COUNT],
     pub(super) unmatched_descriptors: SingleWriterCounter,
     pub(super) lost_settlements: SingleWriterCounter,
 }
 
 pub(super) const FIRST_STATUS_CODE: u16 = 100;
-/// Status codes 100 to 999: all codes that a response can have.
+/// Number of status codes that a response can have: 100 to 999.
 pub(super) const STATUS_CODE_COUNT: usize = 900;
 
 impl WorkerMetrics {
@@ -50,10 +54,10 @@ impl WorkerMetrics {
         };
         Self {
             worker,
-            decisions: std::array::from_fn(|_| DurationHistogram::new(&DECISION_BOUNDS)),
-            requests: DurationHistogram::new(&REQUEST_BOUNDS),
+            decisions: std::array::from_fn(|_| DurationHistogram::new(&DECISION_TIME_BOUNDS)),
+            requests: DurationHistogram::new(&RESPONSE_TIME_BOUNDS),
             request_decisions: std::array::from_fn(|_| SingleWriterCounter::default()),
-            refusals: Arc::default(),
+            rejections: Arc::default(),
             status_counts: std::array::from_fn(|_| SingleWriterCounter::default()),
             upstream_errors: new_counters(labels.upstream_errors),
             tls_errors: new_counters(labels.tls_errors),
@@ -68,21 +72,21 @@ impl WorkerMetrics {
         }
     }
 
-    /// Records the decision of a policy on a request. `decision` is an index in the tables of
-    /// [`MetricLabels::policy_decisions`].
+    /// Records the decision of a policy on a request. `decision` is the index of a counter;
+    /// [`MetricLabels::policy_decisions`] labels the counters.
     pub fn record_policy_decision(&self, counters: &PolicyCounters, decision: usize) {
         counters.increment(self.worker, decision);
     }
 
-    /// Records the decision on a request by all policies together. `decision` is an index in
-    /// [`MetricLabels::request_decisions`].
+    /// Records the decision on a request by all policies together. `decision` is the index of a
+    /// counter; [`MetricLabels::request_decisions`] labels the counters.
     pub fn record_request_decision(&self, decision: usize) {
         increment_counter_at(&self.request_decisions, decision);
     }
 
     /// The rejected keys and paths of this worker.
     pub fn rejections(&self) -> &WorkerRejections {
-        &self.refusals
+        &self.rejections
     }
 
     /// Records the time to a decision on a request's limits. `source` is an index into
@@ -99,7 +103,7 @@ impl WorkerMetrics {
         self.requests.observe(time);
     }
 
-    /// Records a response without a duration, such as one to an unreadable request.
+    /// Records the status code of a response, without a duration, as for an unreadable request.
     pub fn record_status(&self, code: u16) {
         let index = usize::from(code.saturating_sub(FIRST_STATUS_CODE));
         increment_counter_at(&self.status_counts, index);
@@ -136,7 +140,7 @@ impl WorkerMetrics {
         *self.last_untrusted_peer.lock() = Some(peer);
     }
 
-    /// Records a rejected token of a request for which a policy reads a claim.
+    /// Records a request with a rejected token, while a policy reads a claim.
     pub fn record_rejected_token(&self) {
         self.rejected_tokens.add(1);
     }
@@ -168,7 +172,7 @@ fn increment_counter_at(counters: &[SingleWriterCounter], index: usize) {
     }
 }
 
-/// Omits the values, which are more than a thousand.
+/// The `Debug` text omits the counters, which are more than a thousand.
 impl fmt::Debug for WorkerMetrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("WorkerMetrics")

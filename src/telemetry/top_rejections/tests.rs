@@ -2,11 +2,11 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::HashMap as Exact;
 
-fn policy(name: &str) -> Arc<str> {
+fn policy_name(name: &str) -> Arc<str> {
     name.into()
 }
 
-fn new_workers(count: usize) -> (Vec<Arc<WorkerRejections>>, TopRejections) {
+fn new_rejection_counters(count: usize) -> (Vec<Arc<WorkerRejections>>, TopRejections) {
     let workers: Vec<Arc<WorkerRejections>> = (0..count).map(|_| Arc::default()).collect();
     (workers.clone(), TopRejections::from_workers(workers.into()))
 }
@@ -55,37 +55,38 @@ proptest! {
         stream in prop::collection::vec((0_usize..3, prop_oneof![0_u64..8, 0_u64..3000]), 0..6000),
         turn_at in 0_usize..6000,
     ) {
-        let (workers, top) = new_workers(3);
-        let (api, mut exact) = (policy("api"), Exact::new());
-        top.rotate_generations(1);
+        let (workers, top) = new_rejection_counters(3);
+        let (api, mut exact) = (policy_name("api"), Exact::new());
+        top.rotate_generations_if_due(1);
         for (at, (worker, key)) in stream.into_iter().enumerate() {
             if at == turn_at {
-                top.rotate_generations(1 + GENERATION_S);
+                top.rotate_generations_if_due(1 + GENERATION_S);
             }
-            workers[worker].record_key(&api, key.into(), || key.to_string());
+            workers[worker].record_key_rejection(&api, key.into(), || key.to_string());
             *exact.entry(key).or_default() += 1;
         }
         let ranking = rank_keys(&top, None);
         assert_ranking_bounds(&ranking, &exact);
-        // The error bound of the paper, summed over the sketches.
-        prop_assert!(ranking.max_unlisted <= ranking.total / CAPACITY as u64);
+        // The error bound of space-saving sketches, summed over all sketches.
+        prop_assert!(ranking.max_unlisted <= ranking.total / SKETCH_CAPACITY as u64);
     }
 }
 
 #[test]
 fn random_keys_use_bounded_memory_and_do_not_hide_heavy_keys() {
-    let (workers, top) = new_workers(1);
-    let api = policy("api");
+    let (workers, top) = new_rejection_counters(1);
+    let api = policy_name("api");
     let mut random = fastrand::Rng::with_seed(7);
     for step in 0..200_000_u32 {
-        workers[0].record_key(&api, u128::from(random.u64(..)) << 8, || "x".repeat(10_000));
-        workers[0].record_path(&api, &format!("/{}", random.u64(..)));
+        workers[0]
+            .record_key_rejection(&api, u128::from(random.u64(..)) << 8, || "x".repeat(10_000));
+        workers[0].record_path_rejection(&api, &format!("/{}", random.u64(..)));
         if step % 100 == 0 {
-            workers[0].record_key(&api, 1, || "bad".to_owned());
+            workers[0].record_key_rejection(&api, 1, || "bad".to_owned());
         }
     }
     let ranking = rank_keys(&top, None);
-    assert_eq!(ranking.entries.len(), CAPACITY);
+    assert_eq!(ranking.entries.len(), SKETCH_CAPACITY);
     let bad = ranking
         .entries
         .iter()
@@ -114,21 +115,21 @@ fn random_keys_use_bounded_memory_and_do_not_hide_heavy_keys() {
             sketch.items.len(),
             sketch.counts.len()
         ),
-        (CAPACITY, CAPACITY, CAPACITY)
+        (SKETCH_CAPACITY, SKETCH_CAPACITY, SKETCH_CAPACITY)
     );
 }
 
 #[test]
 fn ranking_can_be_filtered_by_policy() {
-    let (workers, top) = new_workers(2);
-    let (a, b) = (policy("a"), policy("b"));
+    let (workers, top) = new_rejection_counters(2);
+    let (a, b) = (policy_name("a"), policy_name("b"));
     for worker in &workers {
-        worker.record_key(&a, 1, || "a/1".to_owned());
-        worker.record_key(&b, 2, || "b/1".to_owned());
-        worker.record_path(&a, "/same");
-        worker.record_path(&b, "/same");
+        worker.record_key_rejection(&a, 1, || "a/1".to_owned());
+        worker.record_key_rejection(&b, 2, || "b/1".to_owned());
+        worker.record_path_rejection(&a, "/same");
+        worker.record_path_rejection(&b, "/same");
     }
-    workers[0].record_path(&b, "/same");
+    workers[0].record_path_rejection(&b, "/same");
     let ranking_of_b = rank_keys(&top, Some("b"));
     let texts: Vec<&str> = ranking_of_b
         .entries
@@ -152,9 +153,9 @@ fn ranking_can_be_filtered_by_policy() {
 
 #[test]
 fn rejections_expire_after_two_generations() {
-    let (workers, top) = new_workers(1);
-    let api = policy("api");
-    let add = |id: u128| workers[0].record_key(&api, id, || id.to_string());
+    let (workers, top) = new_rejection_counters(1);
+    let api = policy_name("api");
+    let add = |id: u128| workers[0].record_key_rejection(&api, id, || id.to_string());
     let ranked_keys = || {
         let ranking = rank_keys(&top, None);
         let mut texts: Vec<String> = ranking
@@ -166,27 +167,27 @@ fn rejections_expire_after_two_generations() {
         (texts.join(" "), ranking.since_s)
     };
     let start = 1_700_000_000;
-    top.rotate_generations(start);
+    top.rotate_generations_if_due(start);
     add(1);
-    top.rotate_generations(start + GENERATION_S - 1);
+    top.rotate_generations_if_due(start + GENERATION_S - 1);
     assert_eq!(ranked_keys(), ("1".to_owned(), start));
-    top.rotate_generations(start + GENERATION_S);
+    top.rotate_generations_if_due(start + GENERATION_S);
     add(2);
     assert_eq!(ranked_keys(), ("1 2".to_owned(), start));
-    top.rotate_generations(start + 2 * GENERATION_S);
+    top.rotate_generations_if_due(start + 2 * GENERATION_S);
     assert_eq!(ranked_keys(), ("2".to_owned(), start + GENERATION_S));
     // A clock that steps back expires nothing.
-    top.rotate_generations(start);
+    top.rotate_generations_if_due(start);
     assert_eq!(ranked_keys().0, "2");
     // A long pause leaves one generation, with its original start.
-    top.rotate_generations(start + 9 * GENERATION_S);
+    top.rotate_generations_if_due(start + 9 * GENERATION_S);
     assert_eq!(ranked_keys(), (String::new(), start + 2 * GENERATION_S));
 }
 
 #[test]
 fn paths_are_escaped_for_terminals_and_html() {
-    let (workers, top) = new_workers(1);
-    let api = policy("api");
+    let (workers, top) = new_rejection_counters(1);
+    let api = policy_name("api");
     let hostile = [
         "/\u{1b}[31m",
         "/<script>\"`",
@@ -194,7 +195,7 @@ fn paths_are_escaped_for_terminals_and_html() {
         &"/ü".repeat(300),
     ];
     for path in hostile {
-        workers[0].record_path(&api, path);
+        workers[0].record_path_rejection(&api, path);
     }
     for entry in top.ranking(RejectionDimension::Paths, None, 9).entries {
         assert!(

@@ -1,8 +1,8 @@
 //! Client for a trace collector: OTLP over gRPC, or over HTTP with the same messages.
 //!
-//! It sends one call at a time over one persistent connection. gRPC adds only five bytes and two
-//! trailers to HTTP/2 (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>), so no
-//! gRPC library is needed.
+//! The client sends one call at a time over one persistent connection. gRPC adds only five bytes
+//! and two trailers to HTTP/2 (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>),
+//! so no gRPC library is needed.
 
 use super::TraceSettings;
 use crate::tls::ClientTls;
@@ -28,17 +28,17 @@ const HTTP_PORT: u16 = 4318;
 const GRPC_PATH: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
 const HTTP_PATH: &str = "/v1/traces";
 
-/// Responses of collectors are short.
+/// Maximum size of a response. Collectors send short responses.
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
 
 /// The address and protocol of a collector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectorUrl {
-    /// Without brackets.
+    /// Host name or IP address, without brackets.
     host: String,
     port: u16,
     pub is_tls: bool,
-    /// `None` selects gRPC.
+    /// Path of OTLP over HTTP; `None` selects gRPC.
     http_path: Option<String>,
 }
 
@@ -60,7 +60,7 @@ pub(super) type SpanExportError = String;
 
 impl CollectorUrl {
     /// Parses a URL with scheme `http` or `https`, host, and port (4317 if absent). Port 4318 or a
-    /// path selects OTLP over HTTP; all others select gRPC.
+    /// path selects OTLP over HTTP; any other URL selects gRPC.
     ///
     /// # Errors
     /// Returns a message that states the expected form.
@@ -106,7 +106,7 @@ impl CollectorUrl {
         }
     }
 
-    /// A host name or an IP address.
+    /// The host name or IP address of the collector.
     pub fn host(&self) -> &str {
         &self.host
     }
@@ -165,7 +165,7 @@ impl CollectorClient {
             .map_err(to_export_error)?;
         socket.set_nodelay(true).map_err(to_export_error)?;
         let Some(tls) = &self.tls else {
-            return self.handshake(socket).await;
+            return self.http_handshake(socket).await;
         };
         let mut config = (**tls.config()).clone();
         let protocol: &[u8] = if self.url.http_path.is_some() {
@@ -177,7 +177,7 @@ impl CollectorClient {
         let name = tls
             .server_name_for(&self.url.host)
             .map_err(to_export_error)?;
-        self.handshake(
+        self.http_handshake(
             TlsConnector::from(Arc::new(config))
                 .connect(name, socket)
                 .await
@@ -186,7 +186,7 @@ impl CollectorClient {
         .await
     }
 
-    async fn handshake(
+    async fn http_handshake(
         &self,
         stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     ) -> Result<CollectorConnection, SpanExportError> {
@@ -286,7 +286,8 @@ async fn call_grpc(
     if status != StatusCode::OK {
         return Err(format!("HTTP status {status}"));
     }
-    // The response of an immediately failed call has no trailers; its head contains these fields.
+    // If a call fails immediately, its response has no trailers, and the head contains the gRPC
+    // status.
     let status_fields = trailers
         .as_ref()
         .filter(|fields| fields.contains_key("grpc-status"))

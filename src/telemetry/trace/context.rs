@@ -11,10 +11,10 @@ pub(super) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent"
 pub(super) const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
 const SAMPLED_FLAG: u8 = 1;
-/// The trace id is random (Trace Context level 2), so other software may sample by it.
+/// Flag for a random trace id (Trace Context level 2), by which other software may sample.
 const RANDOM_ID_FLAG: u8 = 2;
 
-/// Length of version 00, and of the known prefix of later versions.
+/// Length of a `traceparent` of version 00, and of the known prefix of later versions.
 const TRACEPARENT_LEN: usize = 55;
 
 /// The id of a trace, the same in all services of a request. It is displayed as 32 hexadecimal
@@ -22,7 +22,7 @@ const TRACEPARENT_LEN: usize = 55;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceId(pub(super) u128);
 
-/// The id of a span. Never 0.
+/// The id of a span, never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanId(pub(super) u64);
 
@@ -58,7 +58,7 @@ impl TraceContext {
                 .filter(|part| part.len() == length && is_lowercase_hex(part))
         };
         let (version, trace, span, flags) = (part(2)?, part(32)?, part(16)?, part(2)?);
-        // Later versions may append fields.
+        // Versions after 00 may append fields.
         let is_end_valid = match version {
             "ff" => false,
             "00" => rest.is_empty(),
@@ -107,12 +107,12 @@ impl TraceContext {
     }
 
     /// The flags in the form of OTLP.
-    pub(super) fn flags(self) -> u32 {
+    pub(super) fn otlp_flags(self) -> u32 {
         self.flags.into()
     }
 }
 
-/// The specification allows lower case only.
+/// Whether a text has only hexadecimal digits in lower case, as the specification requires.
 fn is_lowercase_hex(text: &str) -> bool {
     text.bytes()
         .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))

@@ -1,7 +1,7 @@
 //! Span export: a separate thread collects finished requests and exports their spans in batches.
 //!
-//! Request processing never waits for it. Spans that do not fit into the queue are dropped and
-//! counted.
+//! Request processing never waits for the export. Spans that do not fit into the queue are dropped
+//! and counted.
 
 use super::collector::{CollectorClient, SpanExportError};
 use super::span::RequestSpans;
@@ -18,7 +18,7 @@ use tokio::runtime::Builder;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 
-/// Requests waiting for their export, which take a few MiB at most.
+/// Maximum number of finished requests that wait for their export; they take a few MiB at most.
 pub(super) const QUEUE_CAPACITY: usize = 2048;
 /// Maximum number of requests in one batch.
 const MAX_BATCH_REQUESTS: usize = 256;
@@ -78,7 +78,8 @@ impl SpanExporter {
         Ok(Self { stop, done })
     }
 
-    /// Exports the queued requests, and waits up to two seconds for that.
+    /// Stops the export after the queued requests are exported, and waits up to two seconds for
+    /// that.
     pub async fn finish(self) {
         let Self { stop, done } = self;
         drop(stop);
@@ -89,7 +90,7 @@ impl SpanExporter {
     }
 }
 
-/// Returns when the batch is full or the queue is closed and empty.
+/// Adds queued requests to the batch until the batch is full, or the queue is closed and empty.
 async fn fill_batch(batch: &mut Vec<RequestSpans>, queue: &mut mpsc::Receiver<RequestSpans>) {
     while batch.len() < MAX_BATCH_REQUESTS {
         let remaining = MAX_BATCH_REQUESTS - batch.len();

@@ -29,7 +29,7 @@ use std::sync::atomic::Ordering;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-/// The collector, and the sampling of requests.
+/// Settings of tracing: the collector, and the sampling of requests.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TraceSettings {
     pub collector: CollectorUrl,
@@ -58,7 +58,7 @@ impl TraceSettings {
     ];
 }
 
-/// Records requests. Cheap to clone; all workers share it.
+/// Records requests for tracing. All workers share one tracer, which is cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Tracer(Arc<TracerInner>);
 
@@ -99,7 +99,7 @@ impl Tracer {
 
     /// Returns a recording of the request if it is sampled. `caller` is the trace context of its
     /// headers.
-    pub fn start_recording(
+    pub fn start_recording_if_sampled(
         &self,
         caller: Option<TraceContext>,
         headers: &HeaderMap,
@@ -117,7 +117,7 @@ impl Tracer {
         })
     }
 
-    /// The spans so far, by export result.
+    /// Returns the numbers of spans since the start, by export result.
     pub fn span_counts(&self) -> SpanExportCounts {
         let load = |count: fn(&SpanExportCounters) -> &std::sync::atomic::AtomicU64| {
             count(&self.0.counters).load(Ordering::Relaxed)

@@ -20,8 +20,8 @@ const MAX_TRACESTATE_BYTES: usize = 512;
 /// Span name of requests with a method that the semantic conventions do not list.
 const UNKNOWN_METHOD_NAME: &str = "HTTP";
 
-/// The recording of one request. Dropping it queues the spans for export, whatever the request's
-/// result.
+/// The recording of one request. Dropping the recording queues its spans for export, whatever the
+/// request's result.
 #[derive(Debug)]
 pub struct RequestRecording {
     tracer: Tracer,
@@ -33,7 +33,7 @@ pub struct RequestRecording {
 pub struct TracedRequest<'a> {
     pub method: &'a Method,
     pub host: &'a str,
-    /// Without the query, which may contain secrets.
+    /// The path without the query, which may contain secrets.
     pub path: &'a str,
     pub client: IpAddr,
     pub is_tls: bool,
@@ -84,7 +84,7 @@ struct UpstreamSpan {
 }
 
 impl RequestRecording {
-    /// `caller` is the trace context of a sampled caller.
+    /// Starts a recording. `caller` is the trace context of a sampled caller.
     pub(super) fn new(
         tracer: &Tracer,
         caller: Option<TraceContext>,
@@ -98,7 +98,7 @@ impl RequestRecording {
         let tracestate = caller
             .and_then(|_| read_tracestate(headers))
             .unwrap_or_default();
-        let method = known_method(request.method);
+        let method = standard_method_name(request.method);
         let mut attributes = vec![
             string_attribute("http.request.method", method.unwrap_or("_OTHER")),
             string_attribute("url.scheme", if request.is_tls { "https" } else { "http" }),
@@ -137,7 +137,7 @@ impl RequestRecording {
     }
 
     /// Records the start of forwarding, and sets the new span as the parent in the forwarded
-    /// headers. `server` is an authority.
+    /// headers. `server` is the authority of the upstream.
     pub fn start_upstream_span(&mut self, headers: &mut HeaderMap, server: &str) {
         let started_ns = self.tracer.to_unix_ns(Instant::now());
         let Some(spans) = &mut self.spans else {
@@ -217,6 +217,7 @@ impl RequestRecording {
         self.set_body_error(result.err());
     }
 
+    /// Sets why the client did not receive the whole body; `None` clears an earlier reason.
     fn set_body_error(&mut self, error: Option<&'static str>) {
         if let Some(spans) = &mut self.spans {
             spans.body_error = error;
@@ -353,7 +354,7 @@ impl RequestSpans {
                 .map(|parent| parent.0.to_be_bytes().to_vec())
                 .unwrap_or_default(),
             trace_state: self.tracestate.clone(),
-            flags: context.flags(),
+            flags: context.otlp_flags(),
             name,
             kind: kind.into(),
             start_time_unix_nano: self.started_ns,
@@ -382,8 +383,9 @@ fn read_tracestate(headers: &HeaderMap) -> Option<String> {
         .filter(|state| state.len() <= MAX_TRACESTATE_BYTES)
 }
 
-/// The methods of the semantic conventions. Clients can invent any number of other methods.
-fn known_method(method: &Method) -> Option<&'static str> {
+/// Returns the name of a method that the semantic conventions list. Clients can invent any number
+/// of other methods.
+fn standard_method_name(method: &Method) -> Option<&'static str> {
     const KNOWN: [&str; 9] = [
         "GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE",
     ];
@@ -393,14 +395,14 @@ fn known_method(method: &Method) -> Option<&'static str> {
 pub(super) fn string_attribute(key: &str, value: &str) -> KeyValue {
     let end = value.floor_char_boundary(MAX_ATTRIBUTE_BYTES);
     let value = value.get(..end).unwrap_or_default().to_owned();
-    key_value(key, any_value::Value::StringValue(value))
+    new_attribute(key, any_value::Value::StringValue(value))
 }
 
 fn int_attribute(key: &str, value: i64) -> KeyValue {
-    key_value(key, any_value::Value::IntValue(value))
+    new_attribute(key, any_value::Value::IntValue(value))
 }
 
-fn key_value(key: &str, value: any_value::Value) -> KeyValue {
+fn new_attribute(key: &str, value: any_value::Value) -> KeyValue {
     KeyValue {
         key: key.to_owned(),
         value: Some(AnyValue { value: Some(value) }),
@@ -418,6 +420,9 @@ impl fmt::Debug for TracerInner {
 
 impl Tracer {
     fn to_unix_ns(&self, at: Instant) -> u64 {
-        self.0.clock.time_at_us(at.into_std()).saturating_mul(1000)
+        self.0
+            .clock
+            .instant_to_unix_us(at.into_std())
+            .saturating_mul(1000)
     }
 }

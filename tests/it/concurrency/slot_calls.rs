@@ -158,7 +158,7 @@ impl SlotFixture {
             ..redis_settings(relay.port)
         })
         .await;
-        let store = Store::redis(redis);
+        let store = Store::from_redis(redis);
         let limit = Limit {
             requests,
             per_us: u64::try_from(ttl.as_micros()).unwrap(),
@@ -177,7 +177,7 @@ impl SlotFixture {
 
     async fn take_slot(&self) -> Option<ConcurrencySlotGuard> {
         let counter = (self.limit, self.key.clone());
-        let guard = self.slots.reserve_slots(smallvec![counter]);
+        let guard = self.slots.create_slot_guard(smallvec![counter]);
         let charge = Charge {
             slot_id: guard.slot_id(),
             ..Charge::new(&self.limit, &self.key, 1)

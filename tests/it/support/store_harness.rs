@@ -104,7 +104,7 @@ impl StoreUnderTest {
                 store.apply_settlements(&late);
             }
             Self::Redis(there) => {
-                let reply = there.run_script(|script| script.amend_command(&late, Some(at_us)));
+                let reply = there.run_script(|script| script.settle_command(&late, Some(at_us)));
                 assert_eq!(reply, Value::Int(1), "{late:?}");
             }
         }
@@ -157,7 +157,7 @@ impl RedisUnderTest {
                 Ok(Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
                 reply => return reply.unwrap(),
             }
-            let loads = self.script.load_used_programs();
+            let loads = self.script.load_commands_for_used_programs();
             connection
                 .send_packed_commands(&loads, 0, loads.len())
                 .await

@@ -178,7 +178,7 @@ impl<'r> FinishedRun<'r> {
 pub(crate) fn counter_key(policy: usize, client: Option<u32>) -> Key {
     let mut key = KeyBuilder::new(&format!("p{policy}"));
     if let Some(client) = client {
-        key.push_part(Some(client.to_string().as_bytes()));
+        key.push_key_value(Some(client.to_string().as_bytes()));
     }
     key.finish()
 }

@@ -1,6 +1,6 @@
 use super::*;
 
-fn policy(name: &str, passed: u64, refused: u64) -> TopPolicyEntry {
+fn sample_policy(name: &str, passed: u64, refused: u64) -> TopPolicyEntry {
     let mut minutes = vec![(0, 0); 60];
     minutes[57] = (passed + refused, refused);
     minutes[30] = (5, 0);
@@ -13,7 +13,7 @@ fn policy(name: &str, passed: u64, refused: u64) -> TopPolicyEntry {
     }
 }
 
-fn snapshot() -> AdminApiSnapshot {
+fn sample_snapshot() -> AdminApiSnapshot {
     let ranked = |text: &str, count, error| TopRankedEntry {
         policy: "api".to_owned(),
         text: text.to_owned(),
@@ -42,9 +42,9 @@ fn snapshot() -> AdminApiSnapshot {
             p99_s: Some(0.0125),
         }],
         policies: vec![
-            policy("login", 10, 0),
-            policy("api", 90, 60),
-            policy("a.very.long.name", 0, 0),
+            sample_policy("login", 10, 0),
+            sample_policy("api", 90, 60),
+            sample_policy("a.very.long.name", 0, 0),
         ],
         keys: vec![ranked("ann", 40, 0), ranked("bob", 30, 12)],
         paths: vec![ranked("/api/orders", 70, 0)],
@@ -58,7 +58,7 @@ fn renders_a_table_for_a_pipe() {
         address: "127.0.0.1:9090".to_owned(),
         ..ViewState::default()
     };
-    let table = render_table(&snapshot(), &view, 120);
+    let table = render_plain_text(&sample_snapshot(), &view, 120);
     let expected = "\
 tidegate 1.2.3  ready  instance abc  up 1h2m  generation 2  at 127.0.0.1:9090
 requests 17/s  refused 5.5%  degraded 0%  (of 1000 in 1m0s)  connections 4/1000
@@ -82,12 +82,12 @@ a.very.long.name                0         0       -           .
 
 #[test]
 fn fills_every_screen_size_exactly() {
-    let mut snapshot = snapshot();
+    let mut snapshot = sample_snapshot();
     snapshot.alerts =
         vec!["the store is unavailable: policies decide by on_store_failure".to_owned(); 3];
     snapshot
         .policies
-        .extend((0..40).map(|n| policy(&format!("p{n}"), n, n)));
+        .extend((0..40).map(|n| sample_policy(&format!("p{n}"), n, n)));
     for width in 0..140 {
         for height in 0..60 {
             let lines = render_screen(
@@ -104,7 +104,7 @@ fn fills_every_screen_size_exactly() {
                 lines.iter().all(|line| line.text.chars().count() <= width),
                 "{width}x{height}: {lines:?}"
             );
-            let is_small = width < MIN_SIZE.0 || height < MIN_SIZE.1;
+            let is_small = width < MIN_SCREEN_SIZE.0 || height < MIN_SCREEN_SIZE.1;
             let shows_message = lines
                 .first()
                 .is_some_and(|line| line.text.starts_with("too small"));
@@ -124,10 +124,10 @@ fn fills_every_screen_size_exactly() {
 
 #[test]
 fn policies_are_sorted_and_scrolled() {
-    let mut snapshot = snapshot();
+    let mut snapshot = sample_snapshot();
     snapshot
         .policies
-        .extend((0..40).map(|n| policy(&format!("p{n:02}"), 1000, 0)));
+        .extend((0..40).map(|n| sample_policy(&format!("p{n:02}"), 1000, 0)));
     let first = |order, scrolled| {
         let view = ViewState {
             sort_order: order,

@@ -1,12 +1,12 @@
-//! Replay buffer of a request body, for upstreams that may refuse a request unprocessed.
+//! Buffer that replays a request body if the upstream refused the request unprocessed.
 
 use bytes::Bytes;
 use http::HeaderMap;
 use http_body::Frame;
 use smallvec::SmallVec;
 
-/// Limits of the buffer. Chunks are kept as received, and each may hold a larger allocation, so
-/// their number is limited too.
+/// Maximum bytes and number of parts in the buffer. The number is limited too because each chunk
+/// may keep a larger allocation alive.
 const MAX_REPLAY_BYTES: usize = 64 * 1024;
 const MAX_REPLAY_PARTS: usize = 16;
 
@@ -15,9 +15,9 @@ const MAX_REPLAY_PARTS: usize = 16;
 pub(super) struct ReplayBuffer {
     parts: SmallVec<[BodyReplayPart; 2]>,
     bytes: usize,
-    /// Parts handed over since the last rewind.
+    /// Number of recorded parts handed over since the last rewind.
     position: usize,
-    state: BodyReplayState,
+    state: BodyRecordingState,
 }
 
 #[derive(Debug)]
@@ -27,41 +27,42 @@ enum BodyReplayPart {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum BodyReplayState {
-    /// Nothing was read yet.
+enum BodyRecordingState {
+    /// Nothing of the body was read, and recording has not started.
     #[default]
     Idle,
-    /// Everything that was read is in the buffer.
+    /// Everything read of the body is in the buffer.
     Complete,
-    /// Some of what was read is not in the buffer.
+    /// Some of what was read is not in the buffer; a rewind is impossible.
     Incomplete,
 }
 
 impl ReplayBuffer {
-    /// Starts recording.
-    pub(super) fn enable(&mut self) {
-        if self.state == BodyReplayState::Idle {
-            self.state = BodyReplayState::Complete;
+    /// Starts recording, unless part of the body was already read.
+    pub(super) fn start_recording(&mut self) {
+        if self.state == BodyRecordingState::Idle {
+            self.state = BodyRecordingState::Complete;
         }
     }
 
-    /// Stops recording. Parts that were rewound but not handed over yet remain.
-    pub(super) fn disable(&mut self) {
-        if self.state == BodyReplayState::Complete {
-            self.state = BodyReplayState::Incomplete;
+    /// Stops recording. Parts to be replayed remain until all are handed over.
+    pub(super) fn stop_recording(&mut self) {
+        if self.state == BodyRecordingState::Complete {
+            self.state = BodyRecordingState::Incomplete;
         }
-        self.release_replayed();
+        self.release_if_fully_replayed();
     }
 
-    /// Records a frame that was read and handed over.
+    /// Records a frame that was read from the client, if recording. A frame that exceeds the
+    /// maximum stops the recording.
     pub(super) fn record_frame(&mut self, frame: &Frame<Bytes>) {
         let length = frame.data_ref().map_or(0, Bytes::len);
-        if self.state != BodyReplayState::Complete {
-            self.state = BodyReplayState::Incomplete;
+        if self.state != BodyRecordingState::Complete {
+            self.state = BodyRecordingState::Incomplete;
             return;
         }
         if self.bytes + length > MAX_REPLAY_BYTES || self.parts.len() >= MAX_REPLAY_PARTS {
-            return self.disable();
+            return self.stop_recording();
         }
         self.bytes += length;
         let trailers = || {
@@ -79,33 +80,33 @@ impl ReplayBuffer {
         self.position = self.parts.len();
     }
 
-    /// Returns the next recorded frame after a rewind.
-    pub(super) fn next_frame(&mut self) -> Option<Frame<Bytes>> {
+    /// Returns the next recorded frame to be replayed; `None` if none remains.
+    pub(super) fn next_replay_frame(&mut self) -> Option<Frame<Bytes>> {
         let part = self.parts.get(self.position)?;
         let frame = match part {
             BodyReplayPart::Data(data) => Frame::data(data.clone()),
             BodyReplayPart::Trailers(trailers) => Frame::trailers(HeaderMap::clone(trailers)),
         };
         self.position += 1;
-        if self.state == BodyReplayState::Incomplete {
-            self.release_replayed();
+        if self.state == BodyRecordingState::Incomplete {
+            self.release_if_fully_replayed();
         }
         Some(frame)
     }
 
-    fn release_replayed(&mut self) {
+    fn release_if_fully_replayed(&mut self) {
         if self.is_fully_replayed() {
             (self.parts, self.position) = (SmallVec::new(), 0);
         }
     }
 
-    /// Whether the next frame must be read from the client.
+    /// Whether no recorded frame remains to be replayed, so that the next is read from the client.
     pub(super) fn is_fully_replayed(&self) -> bool {
         self.position == self.parts.len()
     }
 
-    /// Recorded data bytes that were not handed over again yet.
-    pub(super) fn pending_bytes(&self) -> u64 {
+    /// Number of recorded data bytes that remain to be replayed.
+    pub(super) fn bytes_left_to_replay(&self) -> u64 {
         let pending = self.parts.iter().skip(self.position);
         pending
             .map(|part| {
@@ -118,14 +119,15 @@ impl ReplayBuffer {
             .sum()
     }
 
-    /// Rewinds to the start. Returns `false` if the buffer is incomplete.
+    /// Rewinds to the start of the body. Returns `false`, without a rewind, if the buffer is
+    /// incomplete.
     pub(super) fn rewind(&mut self) -> bool {
-        self.position = if self.state == BodyReplayState::Incomplete {
+        self.position = if self.state == BodyRecordingState::Incomplete {
             self.position
         } else {
             0
         };
-        self.state != BodyReplayState::Incomplete
+        self.state != BodyRecordingState::Incomplete
     }
 }
 
@@ -146,9 +148,9 @@ mod tests {
             .for_each(|frame| buffer.record_frame(&frame));
     }
 
-    /// Lengths of the replayed frames; 0 for trailers.
-    fn replayed_lengths(buffer: &mut ReplayBuffer) -> Vec<usize> {
-        std::iter::from_fn(|| buffer.next_frame())
+    /// Replays all remaining frames and returns their lengths; 0 for trailers.
+    fn replay_frame_lengths(buffer: &mut ReplayBuffer) -> Vec<usize> {
+        std::iter::from_fn(|| buffer.next_replay_frame())
             .map(|frame| frame.data_ref().map_or(0, Bytes::len))
             .collect()
     }
@@ -157,18 +159,18 @@ mod tests {
     fn recorded_frames_can_be_replayed_repeatedly() {
         let mut buffer = ReplayBuffer::default();
         assert!(buffer.rewind(), "nothing was read");
-        buffer.enable();
+        buffer.start_recording();
         record_frames(&mut buffer, [data_frame(3), data_frame(4)]);
         for _ in 0..2 {
             assert!(buffer.rewind());
-            assert_eq!(buffer.pending_bytes(), 7);
-            assert_eq!(replayed_lengths(&mut buffer), [3, 4]);
+            assert_eq!(buffer.bytes_left_to_replay(), 7);
+            assert_eq!(replay_frame_lengths(&mut buffer), [3, 4]);
         }
         record_frames(&mut buffer, [Frame::trailers(HeaderMap::new())]);
         assert!(buffer.rewind());
-        // Frames that were not replayed yet must survive.
-        buffer.disable();
-        assert_eq!(replayed_lengths(&mut buffer), [3, 4, 0]);
+        // Frames that remain to be replayed must survive the end of the recording.
+        buffer.stop_recording();
+        assert_eq!(replay_frame_lengths(&mut buffer), [3, 4, 0]);
         assert!(!buffer.rewind() && buffer.parts.is_empty());
     }
 
@@ -184,7 +186,7 @@ mod tests {
             ),
         ] {
             let mut buffer = ReplayBuffer::default();
-            buffer.enable();
+            buffer.start_recording();
             record_frames(&mut buffer, frames);
             assert_eq!(buffer.rewind(), can_replay);
             assert_eq!(
@@ -199,7 +201,7 @@ mod tests {
     fn records_nothing_before_replay_is_enabled() {
         let mut buffer = ReplayBuffer::default();
         record_frames(&mut buffer, [data_frame(3)]);
-        buffer.enable();
+        buffer.start_recording();
         record_frames(&mut buffer, [data_frame(3)]);
         assert!(!buffer.rewind() && buffer.parts.is_empty());
     }

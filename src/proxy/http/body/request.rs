@@ -14,26 +14,27 @@ use tokio::time::{Instant, timeout};
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_timeouts::ActiveRequest;
+use crate::proxy::server::connection_timeouts::ActiveRequestGuard;
 use crate::proxy::server::lazy_timer::LazyTimer;
 
-/// Rest of an unwanted request body that is read so that the connection can be reused.
+/// Maximum bytes of an unwanted request body that are read and dropped, so that the HTTP/1
+/// connection can be reused.
 const MAX_DISCARD_BYTES: u64 = 256 * 1024;
 
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Limits of request bodies.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::proxy) struct BodyLimits {
-    /// Maximum time without progress.
+pub(in crate::proxy) struct RequestBodyLimits {
+    /// Maximum time without data from the client.
     pub(in crate::proxy) idle_timeout: Duration,
-    /// Maximum size; `None` for no limit.
+    /// Maximum size of the body; `None` for no limit.
     pub(in crate::proxy) max_bytes: Option<u64>,
 }
 
 /// A request body, received from the client.
 ///
-/// If it is dropped unread, an HTTP/1 connection closes after the response, which carries
+/// If a body is dropped unread, an HTTP/1 connection closes after the response, which has
 /// `Connection: close`. See [`RequestBody::discard`].
 #[derive(Debug, Default)]
 pub struct RequestBody(Option<Rc<RefCell<RequestBodyStream>>>);
@@ -41,21 +42,21 @@ pub struct RequestBody(Option<Rc<RefCell<RequestBodyStream>>>);
 #[derive(Debug)]
 struct RequestBodyStream {
     incoming: Incoming,
-    limits: BodyLimits,
+    limits: RequestBodyLimits,
     received: u64,
-    /// Reading makes hyper send `100 Continue` to the client.
+    /// Whether the client waits for `100 Continue`, which hyper sends when the body is first read.
     expects_continue: bool,
     multiplexed: bool,
     replay_buffer: ReplayBuffer,
-    /// The client has sent the whole body.
+    /// Whether the whole body was read from the client.
     is_complete: bool,
     pending_since: Option<Instant>,
     idle_timer: LazyTimer,
     progress: Rc<RequestBodyProgress>,
-    active: ActiveRequest,
+    active: ActiveRequestGuard,
 }
 
-/// Progress of a request body, for timeouts that depend on it.
+/// Progress of a request body, for timeouts that depend on the progress.
 #[derive(Debug)]
 pub(in crate::proxy) struct RequestBodyProgress {
     state: Cell<RequestBodyState>,
@@ -64,11 +65,11 @@ pub(in crate::proxy) struct RequestBodyProgress {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum RequestBodyState {
-    /// The upstream could take more, but the client sends nothing.
+    /// The upstream can take more of the body, but the client sends nothing.
     AwaitingClient,
-    /// The upstream has to take the next chunk.
+    /// The upstream must take the next chunk of the body.
     Transferring,
-    /// The whole body was handed over, or the rest is not wanted.
+    /// The whole body was handed over to the upstream, or the rest is not wanted.
     Finished,
     ClientTimeout,
     TooLarge,
@@ -79,8 +80,8 @@ impl RequestBody {
     pub(in crate::proxy) fn new(
         request: &http::request::Parts,
         incoming: Incoming,
-        limits: BodyLimits,
-        active: &ActiveRequest,
+        limits: RequestBodyLimits,
+        active: &ActiveRequestGuard,
     ) -> Self {
         if incoming.is_end_stream() {
             return Self(None);
@@ -104,15 +105,16 @@ impl RequestBody {
         }))))
     }
 
-    /// Whether the request has no body. Only a request without a body can be sent twice.
+    /// Whether the request has no body.
     pub fn is_empty(&self) -> bool {
         self.0.is_none()
     }
 
     /// Discards the body of a request that is answered without it.
     ///
-    /// A small rest of known length is read in the background, so that the connection can be
-    /// reused. Nothing is read if the client waits for `100 Continue`. An HTTP/2 stream just ends.
+    /// On HTTP/1, a small rest of known length is read in the background, so that the connection
+    /// can be reused. Nothing is read if the client waits for `100 Continue`, or for an HTTP/2
+    /// stream.
     pub fn discard(self) {
         let Some(body) = self.0 else { return };
         {
@@ -130,8 +132,8 @@ impl RequestBody {
         }));
     }
 
-    /// Marks the rest of the body as unread after the response head arrived. The upstream may not
-    /// want the rest, so the client connection closes after the response.
+    /// Marks the rest of an HTTP/1 body as unread, so that the client connection closes after the
+    /// response. Called when the response head arrives: the upstream may not want the rest.
     pub(in crate::proxy) fn mark_rest_unread(&self) {
         if let Some(body) = &self.0 {
             body.borrow().mark_rest_unread();
@@ -145,27 +147,28 @@ impl RequestBody {
             .map(|body| Rc::clone(&body.borrow().progress))
     }
 
-    /// Another handle to the same body, for a retry. The body is dropped with its last handle.
+    /// Returns another handle to the same body, for a retry. The body is dropped with its last
+    /// handle.
     pub(in crate::proxy) fn clone_handle(&self) -> Self {
         Self(self.0.clone())
     }
 
-    /// Keeps what is read from now on, within limits, for a retry.
+    /// Starts recording the body, up to a maximum size, for a retry.
     pub(in crate::proxy) fn enable_replay(&self) {
         if let Some(body) = &self.0 {
-            body.borrow_mut().replay_buffer.enable();
+            body.borrow_mut().replay_buffer.start_recording();
         }
     }
 
-    /// Ends the recording for a retry.
+    /// Stops recording the body for a retry.
     pub(in crate::proxy) fn disable_replay(&self) {
         if let Some(body) = &self.0 {
-            body.borrow_mut().replay_buffer.disable();
+            body.borrow_mut().replay_buffer.stop_recording();
         }
     }
 
-    /// Rewinds to the start. Returns `false` if the start is no longer available or the client
-    /// failed.
+    /// Rewinds the body to its start for a retry. Returns `false` if the start was not recorded, or
+    /// the body failed or is too large.
     pub(in crate::proxy) fn rewind(&self) -> bool {
         self.0
             .as_ref()
@@ -178,7 +181,7 @@ impl RequestBodyProgress {
         self.state.get()
     }
 
-    /// Time at which the last chunk was handed over.
+    /// Time at which the last body chunk was handed over to the upstream.
     pub(in crate::proxy) fn last_progress_at(&self) -> Instant {
         self.last_progress_at.get()
     }
@@ -189,7 +192,7 @@ impl RequestBodyStream {
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        if let Some(part) = self.replay_buffer.next_frame() {
+        if let Some(part) = self.replay_buffer.next_replay_frame() {
             self.progress.last_progress_at.set(Instant::now());
             if self.is_end_stream() {
                 self.progress.state.set(RequestBodyState::Finished);
@@ -215,9 +218,10 @@ impl RequestBodyStream {
         self.progress.last_progress_at.set(Instant::now());
         self.progress.state.set(RequestBodyState::Transferring);
         Poll::Ready(match frame {
-            Some(Ok(frame)) => Some(self.account_frame(frame)),
+            Some(Ok(frame)) => Some(self.check_and_record_frame(frame)),
             Some(Err(error)) => Some(Err(self.record_client_abort(error.to_string()))),
-            // hyper treats a stream that was reset with NO_ERROR as ended.
+            // hyper reports a stream that the client reset with NO_ERROR as ended; here it is an
+            // error.
             None if self.multiplexed && !self.incoming.is_end_stream() => {
                 Some(Err(self.record_client_abort("stream reset".to_owned())))
             }
@@ -237,7 +241,7 @@ impl RequestBodyStream {
     fn size_hint(&self) -> SizeHint {
         let (mut hint, recorded) = (
             self.incoming.size_hint(),
-            self.replay_buffer.pending_bytes(),
+            self.replay_buffer.bytes_left_to_replay(),
         );
         if let Some(upper) = hint.upper() {
             hint.set_upper(upper.saturating_add(recorded));
@@ -248,7 +252,7 @@ impl RequestBodyStream {
 
     fn rewind(&mut self) -> bool {
         match self.progress.state() {
-            // A body that the client aborted must not look complete on a retry.
+            // No retry after a failure of the body: a truncated body must not look complete.
             RequestBodyState::ClientTimeout
             | RequestBodyState::TooLarge
             | RequestBodyState::ClientAborted => return false,
@@ -264,7 +268,7 @@ impl RequestBodyStream {
         can_replay
     }
 
-    fn account_frame(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
+    fn check_and_record_frame(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
         let bytes = frame.data_ref().map_or(0, Bytes::len);
         self.received = self
             .received
@@ -282,7 +286,7 @@ impl RequestBodyStream {
     }
 
     fn mark_rest_unread(&self) {
-        // The rest of an HTTP/2 stream blocks no other request.
+        // HTTP/2 is exempt: the unread rest of a stream blocks no other request.
         if !self.multiplexed && self.progress.state() != RequestBodyState::Finished {
             self.active.monitor().set_unread_input();
         }

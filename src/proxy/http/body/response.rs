@@ -23,14 +23,14 @@ pub enum ResponseBody {
     FullWithTrailers(Bytes, Option<HeaderMap>),
     /// A body streamed from the upstream.
     Upstream(UpstreamBody),
-    /// No body: another protocol follows the head.
+    /// No body: after the response head, a tunnel copies bytes of another protocol.
     Tunnel(Box<Tunnel>),
 }
 
 impl ResponseBody {
-    /// Keeps the concurrency slot and the trace recording until the end of the body. A local body
-    /// is complete already, so both end here.
-    pub(in crate::proxy) fn hold_until_end(
+    /// Attaches the concurrency slot and the trace recording to the body, to end with it. For a
+    /// local body, which is already complete, both end immediately.
+    pub(in crate::proxy) fn attach_slot_and_recording(
         &mut self,
         slot_guard: Option<ConcurrencySlotGuard>,
         recording: Option<Box<RequestRecording>>,

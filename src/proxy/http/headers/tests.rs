@@ -8,13 +8,13 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use tokio::io::AsyncReadExt;
 
-const UPSTREAM: HeaderValue = HeaderValue::from_static("127.0.0.1:3000");
-const PEER: &str = "192.0.2.1";
+const UPSTREAM_HOST: HeaderValue = HeaderValue::from_static("127.0.0.1:3000");
+const PEER_IP: &str = "192.0.2.1";
 
 fn forwarding_context(peer: &str, client: Option<&str>) -> ForwardingContext<'static> {
-    // Leaked to keep the tests short.
+    // The address is leaked for a `'static` reference, which keeps the tests short.
     let peer: &AddressText = Box::leak(Box::new(AddressText::new(peer.parse().unwrap())));
-    static UPSTREAM_AUTHORITY: HeaderValue = UPSTREAM;
+    static UPSTREAM_AUTHORITY: HeaderValue = UPSTREAM_HOST;
     static IP_HEADER: HeaderName = HeaderName::from_static("x-client-ip");
     ForwardingContext {
         peer,
@@ -31,14 +31,14 @@ fn forwarding_context(peer: &str, client: Option<&str>) -> ForwardingContext<'st
     }
 }
 
-fn forwarded_headers(hop: &ForwardingContext<'_>, fields: &[(&str, &str)]) -> HeaderMap {
+fn validate_and_rewrite_headers(hop: &ForwardingContext<'_>, fields: &[(&str, &str)]) -> HeaderMap {
     let mut builder = http::Request::builder().uri("/").version(hop.version_in);
     for (name, value) in fields {
         builder = builder.header(*name, *value);
     }
     let mut parts = builder.body(()).unwrap().into_parts().0;
-    let target = request_validation::validate_request(&mut parts, &|_| false).unwrap();
-    forward_request(&mut parts, &target, hop);
+    let target = request_validation::validate_and_rewrite_request(&mut parts, &|_| false).unwrap();
+    rewrite_request_headers(&mut parts, &target, hop);
     parts.headers
 }
 
@@ -55,8 +55,8 @@ fn values_by_name(headers: &HeaderMap) -> BTreeMap<&str, Vec<&str>> {
 
 #[test]
 fn forwarding_headers_of_an_untrusted_peer_are_replaced() {
-    let headers = forwarded_headers(
-        &forwarding_context(PEER, None),
+    let headers = validate_and_rewrite_headers(
+        &forwarding_context(PEER_IP, None),
         &[
             ("host", "a.example:8443"),
             ("x-forwarded-for", "10.0.0.1"),
@@ -77,11 +77,11 @@ fn forwarding_headers_of_an_untrusted_peer_are_replaced() {
         ),
         ("host", "a.example:8443"),
         ("via", "1.0 fred, 1.1 tidegate"),
-        ("x-client-ip", PEER),
-        ("x-forwarded-for", PEER),
+        ("x-client-ip", PEER_IP),
+        ("x-forwarded-for", PEER_IP),
         ("x-forwarded-host", "a.example:8443"),
         ("x-forwarded-proto", "https"),
-        ("x-real-ip", PEER),
+        ("x-real-ip", PEER_IP),
     ];
     assert_eq!(
         values_by_name(&headers),
@@ -91,7 +91,7 @@ fn forwarding_headers_of_an_untrusted_peer_are_replaced() {
 
 #[test]
 fn forwarding_headers_of_a_trusted_peer_are_extended() {
-    let headers = forwarded_headers(
+    let headers = validate_and_rewrite_headers(
         &forwarding_context("2001:db8::1", Some("10.0.0.2")),
         &[
             ("host", "a.example"),
@@ -118,7 +118,7 @@ fn forwarding_headers_of_a_trusted_peer_are_extended() {
 
 #[test]
 fn a_missing_forwarding_header_starts_with_the_client_address() {
-    let headers = forwarded_headers(
+    let headers = validate_and_rewrite_headers(
         &forwarding_context("::ffff:192.0.2.1", Some("2001:db8::2")),
         &[("host", "a.example"), ("x-forwarded-for", "2001:db8::2")],
     );
@@ -127,8 +127,8 @@ fn a_missing_forwarding_header_starts_with_the_client_address() {
         headers["forwarded"],
         "for=\"[2001:db8::2]\", for=192.0.2.1;host=\"a.example\";proto=https"
     );
-    let headers = forwarded_headers(
-        &forwarding_context(PEER, Some("2001:db8::2")),
+    let headers = validate_and_rewrite_headers(
+        &forwarding_context(PEER_IP, Some("2001:db8::2")),
         &[
             ("host", "a.example"),
             ("forwarded", "for=\"[2001:db8::2]\""),
@@ -141,30 +141,30 @@ fn a_missing_forwarding_header_starts_with_the_client_address() {
 fn host_is_preserved_or_replaced_by_the_upstream_authority() {
     let fields = [("host", "a.example")];
     assert_eq!(
-        forwarded_headers(&forwarding_context(PEER, None), &fields)["host"],
+        validate_and_rewrite_headers(&forwarding_context(PEER_IP, None), &fields)["host"],
         "a.example"
     );
-    let headers = forwarded_headers(
+    let headers = validate_and_rewrite_headers(
         &ForwardingContext {
             preserve_host: false,
-            ..forwarding_context(PEER, None)
+            ..forwarding_context(PEER_IP, None)
         },
         &fields,
     );
     assert_eq!(
         (&headers["host"], &headers["x-forwarded-host"]),
-        (&UPSTREAM, &"a.example".parse().unwrap())
+        (&UPSTREAM_HOST, &"a.example".parse().unwrap())
     );
-    let headers = forwarded_headers(
+    let headers = validate_and_rewrite_headers(
         &ForwardingContext {
             version_in: Version::HTTP_10,
-            ..forwarding_context(PEER, None)
+            ..forwarding_context(PEER_IP, None)
         },
         &[],
     );
     assert_eq!(
         (&headers["host"], &headers["via"]),
-        (&UPSTREAM, &"1.0 tidegate".parse().unwrap())
+        (&UPSTREAM_HOST, &"1.0 tidegate".parse().unwrap())
     );
     assert!(!headers.contains_key("x-forwarded-host"));
     assert_eq!(headers["forwarded"], "for=192.0.2.1;proto=https");
@@ -173,10 +173,10 @@ fn host_is_preserved_or_replaced_by_the_upstream_authority() {
 #[test]
 fn split_http_2_cookies_are_joined() {
     let fields = [("host", "h"), ("cookie", "a=1"), ("cookie", "b=2; c=3")];
-    let headers = forwarded_headers(
+    let headers = validate_and_rewrite_headers(
         &ForwardingContext {
             version_in: Version::HTTP_2,
-            ..forwarding_context(PEER, None)
+            ..forwarding_context(PEER_IP, None)
         },
         &fields,
     );
@@ -185,24 +185,25 @@ fn split_http_2_cookies_are_joined() {
 }
 
 #[test]
-fn a_body_without_a_length_is_chunked_whatever_the_method() {
+fn a_get_body_without_a_length_is_chunked() {
     let with_body = ForwardingContext {
         has_body: true,
-        ..forwarding_context(PEER, None)
+        ..forwarding_context(PEER_IP, None)
     };
     assert_eq!(
-        forwarded_headers(&with_body, &[("host", "h")])["transfer-encoding"],
+        validate_and_rewrite_headers(&with_body, &[("host", "h")])["transfer-encoding"],
         "chunked"
     );
-    let headers = forwarded_headers(&with_body, &[("host", "h"), ("content-length", "3")]);
+    let headers =
+        validate_and_rewrite_headers(&with_body, &[("host", "h"), ("content-length", "3")]);
     assert!(!headers.contains_key("transfer-encoding"));
     assert!(
-        !forwarded_headers(&forwarding_context(PEER, None), &[("host", "h")])
+        !validate_and_rewrite_headers(&forwarding_context(PEER_IP, None), &[("host", "h")])
             .contains_key("transfer-encoding")
     );
 }
 
-/// A body of unknown length, like a forwarded one.
+/// A body of unknown length, like that of a forwarded request.
 struct UnsizedTestBody(Option<Bytes>);
 
 impl http_body::Body for UnsizedTestBody {
@@ -235,13 +236,13 @@ async fn serialize_request(
         builder = builder.header(*name, *value);
     }
     let mut parts = builder.body(()).unwrap().into_parts().0;
-    let target = request_validation::validate_request(&mut parts, &|_| false).unwrap();
-    forward_request(
+    let target = request_validation::validate_and_rewrite_request(&mut parts, &|_| false).unwrap();
+    rewrite_request_headers(
         &mut parts,
         &target,
         &ForwardingContext {
             has_body: body.is_some(),
-            ..forwarding_context(PEER, None)
+            ..forwarding_context(PEER_IP, None)
         },
     );
     let request = http::Request::from_parts(parts, UnsizedTestBody(body.map(Bytes::from)));
@@ -311,7 +312,7 @@ async fn requests_have_exactly_one_framing_header() {
     }
 }
 
-fn forwarded_response(
+fn rewrite_response(
     version: Version,
     fields: &[(&str, &str)],
 ) -> Result<response::Parts, ResponseValidationError> {
@@ -320,12 +321,12 @@ fn forwarded_response(
         builder = builder.header(*name, *value);
     }
     let mut parts = builder.body(()).unwrap().into_parts().0;
-    forward_response(&mut parts, Version::HTTP_11, None).map(|()| parts)
+    rewrite_response_head(&mut parts, Version::HTTP_11, None).map(|()| parts)
 }
 
 #[test]
 fn removes_connection_headers_from_responses() {
-    let parts = forwarded_response(
+    let parts = rewrite_response(
         Version::HTTP_10,
         &[
             ("connection", "close, x-gone, content-type"),
@@ -352,7 +353,7 @@ fn removes_connection_headers_from_responses() {
 #[test]
 fn responses_have_one_framing() {
     let fields = |fields: &[(&str, &str)]| {
-        forwarded_response(Version::HTTP_11, fields).map(|parts| parts.headers)
+        rewrite_response(Version::HTTP_11, fields).map(|parts| parts.headers)
     };
     let headers = fields(&[("transfer-encoding", "chunked"), ("content-length", "3")]).unwrap();
     assert!(!headers.contains_key("content-length") && !headers.contains_key("transfer-encoding"));
@@ -372,27 +373,28 @@ fn responses_have_one_framing() {
 
 #[test]
 fn a_granted_upgrade_is_forwarded_to_the_client() {
-    let switch_protocols = |wanted: &UpgradeRequest, version_in, fields: &[(&str, &str)]| {
-        let mut builder = http::Response::builder()
-            .status(101)
-            .version(Version::HTTP_11);
-        for (name, value) in [
-            ("connection", "Upgrade, x-gone"),
-            ("x-gone", "1"),
-            ("upgrade", "websocket"),
-        ] {
-            builder = builder.header(name, value);
-        }
-        for (name, value) in fields {
-            builder = builder.header(*name, *value);
-        }
-        let mut parts = builder.body(()).unwrap().into_parts().0;
-        forward_response(&mut parts, version_in, Some(wanted)).map(|()| parts)
-    };
+    let switch_protocols =
+        |wanted: &RequestedProtocolSwitch, version_in, fields: &[(&str, &str)]| {
+            let mut builder = http::Response::builder()
+                .status(101)
+                .version(Version::HTTP_11);
+            for (name, value) in [
+                ("connection", "Upgrade, x-gone"),
+                ("x-gone", "1"),
+                ("upgrade", "websocket"),
+            ] {
+                builder = builder.header(name, value);
+            }
+            for (name, value) in fields {
+                builder = builder.header(*name, *value);
+            }
+            let mut parts = builder.body(()).unwrap().into_parts().0;
+            rewrite_response_head(&mut parts, version_in, Some(wanted)).map(|()| parts)
+        };
     let body = [("content-length", "5"), ("sec-websocket-protocol", "chat")];
     let key = HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ==");
     let proof = ("sec-websocket-accept", "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
-    let http1_upgrade = |websocket_key| UpgradeRequest::Http1Upgrade { websocket_key };
+    let http1_upgrade = |websocket_key| RequestedProtocolSwitch::Http1Upgrade { websocket_key };
     let fields = [proof, body[0], body[1]];
     let parts =
         switch_protocols(&http1_upgrade(Some(key.clone())), Version::HTTP_11, &fields).unwrap();
@@ -408,13 +410,13 @@ fn a_granted_upgrade_is_forwarded_to_the_client() {
         (expected.into(), StatusCode::SWITCHING_PROTOCOLS)
     );
 
-    // Without a valid `Sec-WebSocket-Accept`, the upstream may not support WebSockets.
+    // A WebSocket response without a valid `Sec-WebSocket-Accept` is rejected.
     for (key, fields) in [(Some(key.clone()), &body[..]), (None, &fields)] {
         let refused = switch_protocols(&http1_upgrade(key), Version::HTTP_11, fields).unwrap_err();
         assert_eq!(refused, ResponseValidationError::InvalidWebSocketAccept);
     }
 
-    let wanted = UpgradeRequest::Http2WebSocket(key);
+    let wanted = RequestedProtocolSwitch::Http2WebSocket(key);
     let parts = switch_protocols(&wanted, Version::HTTP_2, &[proof, body[1]]).unwrap();
     let expected = [
         ("sec-websocket-protocol", vec!["chat"]),
@@ -439,14 +441,14 @@ fn rejects_an_unrequested_protocol_switch() {
         .into_parts()
         .0;
     assert_eq!(
-        forward_response(&mut parts, Version::HTTP_11, None),
+        rewrite_response_head(&mut parts, Version::HTTP_11, None),
         Err(ResponseValidationError::UnrequestedSwitch)
     );
 }
 
 proptest! {
     #[test]
-    fn joining_keeps_every_value(
+    fn x_forwarded_for_keeps_every_value(
         lines in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..6),
         peer in any::<[u8; 16]>(),
     ) {
@@ -461,9 +463,9 @@ proptest! {
         let hop = ForwardingContext {
             peer: &AddressText::new(peer),
             client: ClientAddress { ip: peer, is_peer_trusted: true },
-            ..forwarding_context(PEER, None)
+            ..forwarding_context(PEER_IP, None)
         };
-        append_forwarded_for(&mut headers, &hop);
+        append_x_forwarded_for(&mut headers, &hop);
         let after: Vec<_> = headers.get_all(&X_FORWARDED_FOR).iter().collect();
         prop_assert_eq!(after.len(), 1);
         let text = after[0].as_bytes();

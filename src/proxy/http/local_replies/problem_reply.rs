@@ -1,7 +1,7 @@
 //! A local reply as problem details (RFC 9457), plain text, gRPC status or custom rejection.
 
 use super::reply_style::{ReplyFormat, ReplyStyle};
-use super::text_encoding::{percent_encode, push_json_string, push_seconds};
+use super::text_encoding::{percent_encode_grpc_message, push_json_string, push_us_as_seconds};
 use crate::enforcer::RetryHint;
 use crate::policy::RejectResponse;
 use crate::proxy::http::headers::integer_header_value;
@@ -12,18 +12,19 @@ static PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 
-/// Header count of a typical rejection. Reserving it once is cheaper than growing the map.
+/// Header count of a typical rejection. Space for as many is reserved, which is cheaper than
+/// growing the header map.
 const TYPICAL_HEADER_COUNT: usize = 10;
 
-const ABOUT_BLANK: &str = "about:blank";
-pub(super) const QUOTA_EXCEEDED: &str =
+const ABOUT_BLANK_TYPE: &str = "about:blank";
+pub(super) const QUOTA_EXCEEDED_TYPE: &str =
     "https://iana.org/assignments/http-problem-types#quota-exceeded";
-pub(super) const REDUCED_CAPACITY: &str =
+pub(super) const REDUCED_CAPACITY_TYPE: &str =
     "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
 
-/// `PERMISSION_DENIED` of gRPC.
+/// gRPC status code `PERMISSION_DENIED`.
 pub(super) const GRPC_PERMISSION_DENIED: u8 = 7;
-/// `RESOURCE_EXHAUSTED` of gRPC.
+/// gRPC status code `RESOURCE_EXHAUSTED`.
 pub(super) const GRPC_RESOURCE_EXHAUSTED: u8 = 8;
 
 /// Contents of a local reply.
@@ -36,8 +37,8 @@ pub(super) struct ProblemReply<'a> {
     pub(super) error: &'static str,
     pub(super) grpc_status: u8,
     pub(super) policy: Option<&'a str>,
-    /// Names of the limits that refused. JSON calls them policies, as the rate-limit header draft
-    /// does.
+    /// Names of the limits that refused. The JSON calls limits policies, as the rate-limit header
+    /// draft does.
     pub(super) violated_limits: &'a [&'a str],
     pub(super) retry: Option<RetryHint>,
 }
@@ -46,7 +47,7 @@ impl<'a> ProblemReply<'a> {
     pub(super) fn new(status: StatusCode, error: &'static str, detail: String) -> Self {
         Self {
             status,
-            type_uri: ABOUT_BLANK,
+            type_uri: ABOUT_BLANK_TYPE,
             title: status.canonical_reason().unwrap_or("Error"),
             detail,
             error,
@@ -57,12 +58,13 @@ impl<'a> ProblemReply<'a> {
         }
     }
 
-    pub(super) fn to_response(&self, style: ReplyStyle<'_>) -> Response<Bytes> {
-        self.build(None, style)
+    pub(super) fn build_standard(&self, style: ReplyStyle<'_>) -> Response<Bytes> {
+        self.build_custom_or_standard(None, style)
     }
 
-    /// Builds the policy's custom response, or the standard one if it is `None`.
-    pub(super) fn build(
+    /// Builds the reply with the policy's custom response, or the standard reply if that is `None`.
+    /// A gRPC client always gets a gRPC status.
+    pub(super) fn build_custom_or_standard(
         &self,
         custom_response: Option<&RejectResponse>,
         style: ReplyStyle<'_>,
@@ -71,15 +73,25 @@ impl<'a> ProblemReply<'a> {
             (ReplyFormat::Grpc, _) => self.to_grpc_response(),
             (_, Some(custom)) => {
                 let content_type = custom.content_type.clone();
-                response_with_body(custom.status, content_type, custom.body.clone(), style)
+                build_response_with_optional_body(
+                    custom.status,
+                    content_type,
+                    custom.body.clone(),
+                    style,
+                )
             }
             (ReplyFormat::Json, None) => {
                 let content_type = HeaderValue::from_static("application/problem+json");
-                response_with_body(self.status, content_type, self.to_json().into(), style)
+                build_response_with_optional_body(
+                    self.status,
+                    content_type,
+                    self.to_json().into(),
+                    style,
+                )
             }
             (ReplyFormat::Text, None) => {
                 let content_type = HeaderValue::from_static("text/plain; charset=utf-8");
-                response_with_body(
+                build_response_with_optional_body(
                     self.status,
                     content_type,
                     format!("{}\n{}\n", self.title, self.detail).into(),
@@ -112,7 +124,7 @@ impl<'a> ProblemReply<'a> {
             HeaderValue::from_static("application/grpc"),
         );
         headers.insert(&GRPC_STATUS, HeaderValue::from(u16::from(self.grpc_status)));
-        if let Ok(message) = HeaderValue::try_from(percent_encode(&self.detail)) {
+        if let Ok(message) = HeaderValue::try_from(percent_encode_grpc_message(&self.detail)) {
             headers.insert(&GRPC_MESSAGE, message);
         }
         response
@@ -120,7 +132,7 @@ impl<'a> ProblemReply<'a> {
 
     fn to_json(&self) -> String {
         let mut out = String::with_capacity(320);
-        // Type and title are constants without characters to escape.
+        // Type and title are not escaped: they are constants without special characters.
         for piece in [
             "{\"type\":\"",
             self.type_uri,
@@ -150,14 +162,14 @@ impl<'a> ProblemReply<'a> {
         }
         if let Some(RetryHint::After(retry_after_us)) = self.retry {
             out.push_str(",\"retry_after\":");
-            push_seconds(&mut out, retry_after_us);
+            push_us_as_seconds(&mut out, retry_after_us);
         }
         out.push('}');
         out
     }
 }
 
-fn response_with_body(
+fn build_response_with_optional_body(
     status: StatusCode,
     content_type: HeaderValue,
     body: Bytes,
@@ -170,7 +182,7 @@ fn response_with_body(
     if may_have_body {
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, content_type);
-        // Set explicitly because a response to HEAD has the length but no body.
+        // The length is set here because the response to a HEAD request has the length but no body.
         headers.insert(header::CONTENT_LENGTH, integer_header_value(body.len()));
         if !style.is_head_request {
             *response.body_mut() = body;

@@ -1,15 +1,15 @@
-//! Public kinds of forwarding failures, with status and text.
+//! Public kinds of proxy errors, with status and text.
 
 use http::StatusCode;
 
-/// Public kind of a failure of the upstream, of a body or of the request's deadline.
+/// Public kind of an error that prevents a request from being forwarded or completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum ProxyErrorType {
     ConnectRefused,
     ConnectTimeout,
     DnsError,
     TlsError,
-    /// The connection ended before a response.
+    /// The upstream connection ended before a response.
     ConnectionTerminated,
     /// The upstream's response is not valid.
     ProtocolError,
@@ -31,8 +31,8 @@ pub(in crate::proxy) enum ProxyErrorType {
 }
 
 impl ProxyErrorType {
-    /// Returns the status, the `Proxy-Status` error type (RFC 9209, 2.3) and the detail text.
-    pub(super) fn reply_parts(self) -> (StatusCode, &'static str, &'static str) {
+    /// Returns the HTTP status, the `Proxy-Status` error type (RFC 9209, 2.3) and the detail text.
+    pub(super) fn status_error_and_detail(self) -> (StatusCode, &'static str, &'static str) {
         use StatusCode as S;
         match self {
             Self::ConnectRefused => (

@@ -5,10 +5,10 @@ use crate::policy::CorsOrigins;
 use http::{HeaderMap, Method, Version, header, request};
 
 /// Prefix of all media types of gRPC.
-const GRPC_MEDIA_TYPE: &[u8] = b"application/grpc";
+const GRPC_MEDIA_TYPE_PREFIX: &[u8] = b"application/grpc";
 
-/// Properties of a request that determine the format of a local reply. Must be read before the
-/// request is forwarded.
+/// Properties of a request that determine the format of a local reply. They are read before
+/// validation changes the request head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) struct ReplyStyle<'t> {
     pub(super) format: ReplyFormat,
@@ -25,16 +25,16 @@ pub(super) enum ReplyFormat {
 }
 
 impl<'t> ReplyStyle<'t> {
-    /// Reads the head of a request before validation changes it.
+    /// Reads the style from a request head, which validation must not have changed yet.
     pub(in crate::proxy) fn from_request(parts: &request::Parts, cors: &'t CorsOrigins) -> Self {
         let is_grpc = parts
             .headers
             .get(header::CONTENT_TYPE)
-            .and_then(|media_type| media_type.as_bytes().get(..GRPC_MEDIA_TYPE.len()))
-            .is_some_and(|prefix| prefix.eq_ignore_ascii_case(GRPC_MEDIA_TYPE));
+            .and_then(|media_type| media_type.as_bytes().get(..GRPC_MEDIA_TYPE_PREFIX.len()))
+            .is_some_and(|prefix| prefix.eq_ignore_ascii_case(GRPC_MEDIA_TYPE_PREFIX));
         let format = match is_grpc {
             true => ReplyFormat::Grpc,
-            false if prefers_text(&parts.headers) => ReplyFormat::Text,
+            false if prefers_plain_text(&parts.headers) => ReplyFormat::Text,
             false => ReplyFormat::Json,
         };
         Self {
@@ -45,9 +45,9 @@ impl<'t> ReplyStyle<'t> {
         }
     }
 
-    /// Replaces the gRPC format with JSON, for callers that read the HTTP status: gRPC errors have
-    /// status 200.
-    pub(in crate::proxy) fn without_grpc(self) -> Self {
+    /// Replaces the gRPC format with JSON, for clients that read the HTTP status: gRPC errors have
+    /// HTTP status 200.
+    pub(in crate::proxy) fn replace_grpc_with_json(self) -> Self {
         match self.format {
             ReplyFormat::Grpc => Self {
                 format: ReplyFormat::Json,
@@ -58,8 +58,9 @@ impl<'t> ReplyStyle<'t> {
     }
 }
 
-/// Whether `Accept` prefers plain text to JSON. `false` if it is absent, malformed or neutral.
-fn prefers_text(headers: &HeaderMap) -> bool {
+/// Whether `Accept` prefers plain text to JSON. `false` if `Accept` is absent, malformed or
+/// neutral.
+fn prefers_plain_text(headers: &HeaderMap) -> bool {
     let mut text = AcceptWeight::default();
     let mut json = AcceptWeight::default();
     for line in headers.get_all(header::ACCEPT) {
@@ -113,7 +114,7 @@ impl AcceptWeight {
     }
 }
 
-/// Parses a weight from 0 to 1 with at most three places, in thousandths.
+/// Parses a weight from 0 to 1 with at most three decimal places. Returns thousandths.
 fn parse_qvalue(text: &str) -> Option<u16> {
     let (whole, places) = text.split_once('.').unwrap_or((text, ""));
     if !matches!(whole, "0" | "1")
@@ -192,9 +193,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_accept_header_is_handled(accept in prop::collection::vec(any::<u8>(), 0..40)) {
+        fn any_accept_header_is_parsed_without_panic(accept in prop::collection::vec(any::<u8>(), 0..40)) {
             let Ok(accept) = HeaderValue::from_bytes(&accept) else { return Ok(()) };
-            prefers_text(&HeaderMap::from_iter([(header::ACCEPT, accept)]));
+            prefers_plain_text(&HeaderMap::from_iter([(header::ACCEPT, accept)]));
         }
     }
 }

@@ -8,27 +8,27 @@ use serde_json::{Value, json};
 use smallvec::{SmallVec, smallvec};
 use std::time::Duration;
 
-const JSON: ReplyStyle<'_> = ReplyStyle {
+const JSON_STYLE: ReplyStyle<'_> = ReplyStyle {
     format: ReplyFormat::Json,
     is_head_request: false,
     version: Version::HTTP_11,
     cors: CorsDecision::NotConfigured,
 };
-const TEXT: ReplyStyle<'_> = ReplyStyle {
+const TEXT_STYLE: ReplyStyle<'_> = ReplyStyle {
     format: ReplyFormat::Text,
-    ..JSON
+    ..JSON_STYLE
 };
-const GRPC: ReplyStyle<'_> = ReplyStyle {
+const GRPC_STYLE: ReplyStyle<'_> = ReplyStyle {
     format: ReplyFormat::Grpc,
-    ..JSON
+    ..JSON_STYLE
 };
-const BOTH: RateLimitHeaderSettings = RateLimitHeaderSettings {
+const STANDARD_AND_LEGACY: RateLimitHeaderSettings = RateLimitHeaderSettings {
     standard: true,
     legacy: true,
     legacy_reset_epoch: false,
 };
 
-fn rejection(outcome: RequestOutcome<'_>, style: ReplyStyle<'_>) -> Response<Bytes> {
+fn build_outcome_reply(outcome: RequestOutcome<'_>, style: ReplyStyle<'_>) -> Response<Bytes> {
     let verdict = Verdict {
         slot_guard: None,
         estimated_charges: Vec::new(),
@@ -41,7 +41,7 @@ fn rejection(outcome: RequestOutcome<'_>, style: ReplyStyle<'_>) -> Response<Byt
         is_degraded: false,
         shadow_rejected: SmallVec::new(),
     };
-    build_rejection(&verdict, BOTH, style).unwrap()
+    build_verdict_reply(&verdict, STANDARD_AND_LEGACY, style).unwrap()
 }
 
 fn limited_outcome(
@@ -57,11 +57,11 @@ fn limited_outcome(
     })
 }
 
-fn json_body(response: &Response<Bytes>) -> Value {
+fn parse_json_body(response: &Response<Bytes>) -> Value {
     serde_json::from_slice(response.body()).unwrap()
 }
 
-fn header_text<'r>(response: &'r Response<Bytes>, name: &str) -> &'r str {
+fn header_or_empty<'r>(response: &'r Response<Bytes>, name: &str) -> &'r str {
     response
         .headers()
         .get(name)
@@ -70,37 +70,40 @@ fn header_text<'r>(response: &'r Response<Bytes>, name: &str) -> &'r str {
 
 #[test]
 fn limit_rejection_is_429_with_retry_headers_and_details() {
-    let response = rejection(limited_outcome(RetryHint::After(41_000_001), None), JSON);
+    let response = build_outcome_reply(
+        limited_outcome(RetryHint::After(41_000_001), None),
+        JSON_STYLE,
+    );
     assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(
-        header_text(&response, "content-type"),
+        header_or_empty(&response, "content-type"),
         "application/problem+json"
     );
-    assert_eq!(header_text(&response, "retry-after"), "42");
-    assert_eq!(header_text(&response, "cache-control"), "no-store");
+    assert_eq!(header_or_empty(&response, "retry-after"), "42");
+    assert_eq!(header_or_empty(&response, "cache-control"), "no-store");
     assert_eq!(
-        header_text(&response, "proxy-status"),
+        header_or_empty(&response, "proxy-status"),
         "tidegate; error=http_request_error"
     );
     assert_eq!(
-        header_text(&response, "content-length"),
+        header_or_empty(&response, "content-length"),
         response.body().len().to_string()
     );
     let raw = std::str::from_utf8(response.body()).unwrap();
     assert!(raw.contains("\"retry_after\":41.000001}"), "{raw}");
     let expected = json!({
-        "type": QUOTA_EXCEEDED, "title": "Quota Exceeded", "status": 429, "policy": "login",
+        "type": QUOTA_EXCEEDED_TYPE, "title": "Quota Exceeded", "status": 429, "policy": "login",
         "detail": "Over the limit of policy \"login\". Try again in 42 s.",
         "violated-policies": ["login", "login-2"], "retry_after": 41.000001,
     });
-    assert_eq!(json_body(&response), expected);
+    assert_eq!(parse_json_body(&response), expected);
 }
 
 #[test]
 fn a_request_above_capacity_has_no_retry_after() {
-    let response = rejection(limited_outcome(RetryHint::Never, None), JSON);
-    assert_eq!(header_text(&response, "retry-after"), "");
-    let body = json_body(&response);
+    let response = build_outcome_reply(limited_outcome(RetryHint::Never, None), JSON_STYLE);
+    assert_eq!(header_or_empty(&response, "retry-after"), "");
+    let body = parse_json_body(&response);
     assert!(body.get("retry_after").is_none());
     assert!(body["detail"].as_str().unwrap().contains("never"));
 }
@@ -140,59 +143,62 @@ fn rejections_carry_rate_limit_headers() {
         delay: Duration::ZERO,
         shadow_rejected: SmallVec::new(),
     };
-    let response = build_rejection(&verdict, BOTH, JSON).unwrap();
-    assert_eq!(header_text(&response, "ratelimit"), "\"login\";r=0;t=1");
-    assert_eq!(header_text(&response, "x-ratelimit-reset"), "42");
+    let response = build_verdict_reply(&verdict, STANDARD_AND_LEGACY, JSON_STYLE).unwrap();
+    assert_eq!(header_or_empty(&response, "ratelimit"), "\"login\";r=0;t=1");
+    assert_eq!(header_or_empty(&response, "x-ratelimit-reset"), "42");
     let forwarded = Verdict {
         outcome: RequestOutcome::Forward,
         ..verdict
     };
-    assert!(build_rejection(&forwarded, BOTH, JSON).is_none());
+    assert!(build_verdict_reply(&forwarded, STANDARD_AND_LEGACY, JSON_STYLE).is_none());
 }
 
 #[test]
-fn denied_bad_key_and_unavailable_have_their_status() {
-    let denied = rejection(
+fn denied_invalid_key_and_unavailable_are_403_400_and_503() {
+    let denied = build_outcome_reply(
         RequestOutcome::Denied {
             policy: "blocked",
             custom_response: None,
         },
-        JSON,
+        JSON_STYLE,
     );
     assert_eq!(
-        (denied.status(), json_body(&denied)["policy"].as_str()),
+        (denied.status(), parse_json_body(&denied)["policy"].as_str()),
         (StatusCode::FORBIDDEN, Some("blocked"))
     );
     assert_eq!(
-        header_text(&denied, "proxy-status"),
+        header_or_empty(&denied, "proxy-status"),
         "tidegate; error=http_request_denied"
     );
     let error = KeyError::Repeated("header x".into());
-    let bad = rejection(RequestOutcome::InvalidKey { policy: "p", error }, JSON);
+    let bad = build_outcome_reply(
+        RequestOutcome::InvalidKey { policy: "p", error },
+        JSON_STYLE,
+    );
     assert_eq!(bad.status(), StatusCode::BAD_REQUEST);
     assert!(
-        json_body(&bad)["detail"]
+        parse_json_body(&bad)["detail"]
             .as_str()
             .unwrap()
             .ends_with("header x occurs more than once.")
     );
-    let unavailable = rejection(
+    let unavailable = build_outcome_reply(
         RequestOutcome::Unavailable {
             policy: "p",
             retry_after_us: 500_000,
         },
-        JSON,
+        JSON_STYLE,
     );
     assert_eq!(unavailable.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(
         (
-            header_text(&unavailable, "retry-after"),
-            &json_body(&unavailable)["type"]
+            header_or_empty(&unavailable, "retry-after"),
+            &parse_json_body(&unavailable)["type"]
         ),
-        ("1", &json!(REDUCED_CAPACITY))
+        ("1", &json!(REDUCED_CAPACITY_TYPE))
     );
     for response in [denied, bad, unavailable] {
-        assert_eq!(header_text(&response, "cache-control"), "no-store");
+        assert_eq!(header_or_empty(&response, "cache-control"), "no-store");
     }
 }
 
@@ -210,77 +216,78 @@ fn a_custom_reject_response_keeps_retry_and_cache_headers() {
             (header::CACHE_CONTROL, HeaderValue::from_static("public")),
         ],
     };
-    let response = rejection(
+    let response = build_outcome_reply(
         limited_outcome(RetryHint::After(2_000_000), Some(&reject)),
-        TEXT,
+        TEXT_STYLE,
     );
     assert_eq!(
         (response.status(), &response.body()[..]),
         (StatusCode::IM_A_TEAPOT, &b"<p>later"[..])
     );
     let sent_headers = ["content-type", "x-a", "cache-control", "retry-after"]
-        .map(|name| header_text(&response, name));
+        .map(|name| header_or_empty(&response, name));
     assert_eq!(sent_headers, ["text/html", "1", "no-store", "2"]);
     assert_eq!(response.headers().get_all("retry-after").iter().count(), 1);
-    let never = rejection(limited_outcome(RetryHint::Never, Some(&reject)), JSON);
+    let never = build_outcome_reply(limited_outcome(RetryHint::Never, Some(&reject)), JSON_STYLE);
     assert!(!never.headers().contains_key("retry-after"));
-    let denied = rejection(
+    let denied = build_outcome_reply(
         RequestOutcome::Denied {
             policy: "p",
             custom_response: Some(&reject),
         },
-        JSON,
+        JSON_STYLE,
     );
     assert!(!denied.headers().contains_key("retry-after"));
     let empty = RejectResponse {
         status: StatusCode::NO_CONTENT,
         ..reject
     };
-    let response = rejection(
+    let response = build_outcome_reply(
         RequestOutcome::Denied {
             policy: "p",
             custom_response: Some(&empty),
         },
-        JSON,
+        JSON_STYLE,
     );
     assert!(response.body().is_empty() && !response.headers().contains_key("content-length"));
 }
 
 #[test]
 fn an_invalid_request_closes_the_connection() {
-    let response = build_inbound_error(RequestValidationError::HostMissing.into(), JSON);
+    let response =
+        build_invalid_request_reply(RequestValidationError::HostMissing.into(), JSON_STYLE);
     assert_eq!(
-        (response.status(), header_text(&response, "connection")),
+        (response.status(), header_or_empty(&response, "connection")),
         (StatusCode::BAD_REQUEST, "close")
     );
     assert_eq!(
-        json_body(&response)["detail"],
+        parse_json_body(&response)["detail"],
         "The Host header is missing."
     );
-    assert_eq!(json_body(&response)["type"], "about:blank");
+    assert_eq!(parse_json_body(&response)["type"], "about:blank");
     assert!(
-        header_text(
-            &build_inbound_error(RequestValidationError::Connect.into(), JSON),
+        header_or_empty(
+            &build_invalid_request_reply(RequestValidationError::Connect.into(), JSON_STYLE),
             "allow"
         )
         .contains("GET")
     );
-    let response = build_inbound_error(
+    let response = build_invalid_request_reply(
         RequestValidationError::Expect.into(),
         ReplyStyle {
             version: Version::HTTP_2,
-            ..JSON
+            ..JSON_STYLE
         },
     );
     assert_eq!(
         (
             response.status().as_u16(),
-            header_text(&response, "connection")
+            header_or_empty(&response, "connection")
         ),
         (417, "")
     );
-    let response = build_inbound_error(PathError::Nul.into(), TEXT);
-    assert_eq!(header_text(&response, "connection"), "close");
+    let response = build_invalid_request_reply(PathError::Nul.into(), TEXT_STYLE);
+    assert_eq!(header_or_empty(&response, "connection"), "close");
     assert_eq!(
         response.body(),
         "Bad Request\nThe path contains an escaped NUL.\n"
@@ -338,15 +345,15 @@ fn proxy_errors_have_their_status_and_error_type() {
             "3",
         ),
     ] {
-        let response = build_proxy_error(error_type, JSON);
+        let response = build_proxy_error_reply(error_type, JSON_STYLE);
         assert_eq!(response.status().as_u16(), status, "{error_type:?}");
         assert_eq!(
-            header_text(&response, "proxy-status"),
+            header_or_empty(&response, "proxy-status"),
             format!("tidegate; error={error}")
         );
-        assert_eq!(json_body(&response)["status"], status);
+        assert_eq!(parse_json_body(&response)["status"], status);
         assert_eq!(
-            header_text(&response, "connection"),
+            header_or_empty(&response, "connection"),
             if matches!(status, 400 | 408 | 413) {
                 "close"
             } else {
@@ -354,14 +361,17 @@ fn proxy_errors_have_their_status_and_error_type() {
             }
         );
         assert_eq!(
-            header_text(&build_proxy_error(error_type, GRPC), "grpc-status"),
+            header_or_empty(
+                &build_proxy_error_reply(error_type, GRPC_STYLE),
+                "grpc-status"
+            ),
             grpc,
             "{error_type:?}"
         );
     }
     assert_eq!(
-        header_text(
-            &build_proxy_error(ProxyErrorType::QueueFull, JSON),
+        header_or_empty(
+            &build_proxy_error_reply(ProxyErrorType::QueueFull, JSON_STYLE),
             "retry-after"
         ),
         "1"
@@ -370,7 +380,10 @@ fn proxy_errors_have_their_status_and_error_type() {
 
 #[test]
 fn grpc_rejections_are_headers_only() {
-    let response = rejection(limited_outcome(RetryHint::After(2_000_000), None), GRPC);
+    let response = build_outcome_reply(
+        limited_outcome(RetryHint::After(2_000_000), None),
+        GRPC_STYLE,
+    );
     assert_eq!(
         (response.status(), response.body().len()),
         (StatusCode::OK, 0)
@@ -383,7 +396,7 @@ fn grpc_rejections_are_headers_only() {
         "cache-control",
     ];
     assert_eq!(
-        header_names.map(|name| header_text(&response, name)),
+        header_names.map(|name| header_or_empty(&response, name)),
         [
             "application/grpc",
             "8",
@@ -392,7 +405,9 @@ fn grpc_rejections_are_headers_only() {
             "no-store"
         ]
     );
-    let code = |outcome| header_text(&rejection(outcome, GRPC), "grpc-status").to_owned();
+    let code = |outcome| {
+        header_or_empty(&build_outcome_reply(outcome, GRPC_STYLE), "grpc-status").to_owned()
+    };
     assert_eq!(
         code(RequestOutcome::Denied {
             policy: "p",
@@ -418,12 +433,12 @@ fn grpc_rejections_are_headers_only() {
 
 #[test]
 fn head_replies_have_the_headers_of_get() {
-    let get = rejection(limited_outcome(RetryHint::After(1), None), JSON);
-    let head = rejection(
+    let get = build_outcome_reply(limited_outcome(RetryHint::After(1), None), JSON_STYLE);
+    let head = build_outcome_reply(
         limited_outcome(RetryHint::After(1), None),
         ReplyStyle {
             is_head_request: true,
-            ..JSON
+            ..JSON_STYLE
         },
     );
     assert_eq!(head.headers(), get.headers());

@@ -1,7 +1,7 @@
 //! Text encodings of local replies: JSON strings and numbers, `grpc-message` and sentences.
 
-/// Appends decimal seconds with six places, exact where a float would round.
-pub(super) fn push_seconds(out: &mut String, us: u64) {
+/// Appends microseconds as decimal seconds with six places, exact where a float would round.
+pub(super) fn push_us_as_seconds(out: &mut String, us: u64) {
     let mut buffer = itoa::Buffer::new();
     out.push_str(buffer.format(us / 1_000_000));
     out.push('.');
@@ -16,7 +16,7 @@ pub(super) fn push_json_string(out: &mut String, text: &str) {
     let is_special = |byte| matches!(byte, b'"' | b'\\' | ..b' ');
     let mut rest = text;
     out.push('"');
-    // Copies runs without special characters, usually the whole text, at once.
+    // Each run without special characters, usually the whole text, is copied at once.
     while let Some((plain, special)) = rest
         .bytes()
         .position(is_special)
@@ -38,8 +38,9 @@ pub(super) fn push_json_string(out: &mut String, text: &str) {
     out.push('"');
 }
 
-/// Percent-encodes a `grpc-message`: every byte except space and visible ASCII other than `%`.
-pub(super) fn percent_encode(text: &str) -> String {
+/// Percent-encodes a `grpc-message`: keeps spaces and visible ASCII other than `%`, and encodes
+/// every other byte.
+pub(super) fn percent_encode_grpc_message(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for byte in text.bytes() {
         match byte {
@@ -76,14 +77,17 @@ mod tests {
 
     #[test]
     fn grpc_messages_are_percent_encoded() {
-        assert_eq!(percent_encode("100% \u{e9}\n"), "100%25 %C3%A9%0A");
+        assert_eq!(
+            percent_encode_grpc_message("100% \u{e9}\n"),
+            "100%25 %C3%A9%0A"
+        );
     }
 
     proptest! {
         #[test]
-        fn push_seconds_is_exact(us: u64) {
+        fn push_us_as_seconds_is_exact(us: u64) {
             let mut out = String::new();
-            push_seconds(&mut out, us);
+            push_us_as_seconds(&mut out, us);
             let (whole, fraction) = out.split_once('.').unwrap();
             prop_assert_eq!(fraction.len(), 6);
             let back = whole.parse::<u128>().unwrap() * 1_000_000 + fraction.parse::<u128>().unwrap();

@@ -17,10 +17,10 @@ pub(super) fn write_legacy_headers(
     has_upstream_headers: bool,
     headers: &mut HeaderMap,
 ) {
-    let Some(tightest) = find_least_remaining_share(&verdict.limits) else {
+    let Some(tightest) = find_tightest_limit(&verdict.limits) else {
         return;
     };
-    if has_upstream_headers && is_upstream_as_tight(headers, tightest.status.remaining) {
+    if has_upstream_headers && must_keep_upstream_headers(headers, tightest.status.remaining) {
         return;
     }
     let reset_us = reset_at_us(tightest, verdict.now_us);
@@ -37,21 +37,19 @@ pub(super) fn write_legacy_headers(
     headers.insert(&LEGACY_RESET, integer_header_value(reset_s));
 }
 
-/// Time (µs) at which the limit's remaining units next grow or, if it refuses, suffice.
+/// Time (µs) at which the limit's remaining units next grow or, if the limit refused, will suffice.
 pub(in crate::proxy) fn reset_at_us(reported: &ReportedLimit<'_>, now_us: u64) -> u64 {
     match reported.status.refusal {
         Some(Refusal::Until(at_us)) => at_us,
-        // Consistent with `Retry-After: 1`.
+        // An unknown wait is reported as one second, consistent with `Retry-After: 1`.
         Some(Refusal::Unknown) => now_us.saturating_add(SECOND_US),
         _ => reported.status.next_growth_us.unwrap_or(now_us),
     }
 }
 
-/// Returns the refusing limit with the longest wait. If none refuses, returns the limit with the
-/// lowest remaining share of its capacity. Ties go to the first.
-fn find_least_remaining_share<'a, 't>(
-    limits: &'a [ReportedLimit<'t>],
-) -> Option<&'a ReportedLimit<'t>> {
+/// Returns the refusing limit with the longest wait or, if no limit refuses, the limit with the
+/// lowest remaining share of its capacity. Of equal limits, the first is returned.
+fn find_tightest_limit<'a, 't>(limits: &'a [ReportedLimit<'t>]) -> Option<&'a ReportedLimit<'t>> {
     limits.iter().reduce(|best, next| {
         if compare_tightness(next, best) == Ordering::Greater {
             next
@@ -69,15 +67,16 @@ fn compare_tightness(one: &ReportedLimit<'_>, two: &ReportedLimit<'_>) -> Orderi
     refusal_of(one)
         .cmp(&refusal_of(two))
         .then_with(|| match refusal_of(one) {
-            // Compares r1/q1 with r2/q2 without a division; the lower share is tighter.
+            // Compares remaining/capacity of both limits without a division; the lower share is
+            // tighter.
             None => scaled_remaining(two, one).cmp(&scaled_remaining(one, two)),
             Some(_) => Ordering::Equal,
         })
 }
 
-/// Whether the upstream sent its own `X-RateLimit-*` headers that are at least as strict, or that
-/// cannot be compared.
-fn is_upstream_as_tight(headers: &HeaderMap, remaining: u64) -> bool {
+/// Whether the upstream's `X-RateLimit-*` headers must be kept, because they are at least as strict
+/// as `remaining` or cannot be compared.
+fn must_keep_upstream_headers(headers: &HeaderMap, remaining: u64) -> bool {
     match headers.get(&LEGACY_REMAINING) {
         None => headers.contains_key(&LEGACY_LIMIT) || headers.contains_key(&LEGACY_RESET),
         Some(value) => {

@@ -1,11 +1,12 @@
 //! `RateLimit-Policy` and `RateLimit` of draft-ietf-httpapi-ratelimit-headers-11.
 //!
-//! Both are Lists of Strings with parameters (RFC 9651). Each has all limits on one line.
+//! Both headers are Lists of Strings with parameters (RFC 9651). Each header has all limits on one
+//! line.
 
 use super::retry_after::SECOND_US;
 use crate::enforcer::{ReportedLimit, RequestOutcome, Verdict};
 use crate::limiter::Algorithm;
-use crate::proxy::http::headers::append_to_list;
+use crate::proxy::http::headers::append_to_list_header;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
@@ -16,12 +17,12 @@ static RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy"
 const MAX_STRUCTURED_INTEGER: u64 = 999_999_999_999_999;
 
 pub(super) fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
-    // At most Retry-After: a client that waits that long is admitted.
+    // No reset time exceeds `Retry-After`: a client that waits that long is admitted.
     let max_reset_s = match &verdict.outcome {
         RequestOutcome::Limited(limited) => limited.retry.retry_after_s(),
         _ => None,
     };
-    // One buffer for both headers saves two of four allocations.
+    // Both headers share one buffer, which saves two of four allocations.
     let mut text = Vec::with_capacity(96 * verdict.limits.len());
     for (index, reported) in verdict.limits.iter().enumerate() {
         push_policy_item(&mut text, index, reported);
@@ -35,15 +36,15 @@ pub(super) fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut Header
     for (name, text) in [(&RATELIMIT_POLICY, policies), (&RATELIMIT, statuses)] {
         // The buffer contains printable ASCII only.
         if let Ok(value) = HeaderValue::from_maybe_shared(text) {
-            append_to_list(headers, name, value);
+            append_to_list_header(headers, name, value);
         }
     }
 }
 
-/// Whether an upstream's header is a Dictionary such as `limit=10, remaining=5, reset=3`.
+/// Whether an upstream's `RateLimit` is a Dictionary such as `limit=10, remaining=5, reset=3`.
 ///
-/// Drafts up to 07 use this format. A List item appended to it would make the whole header
-/// invalid.
+/// Drafts up to 07 use a Dictionary. A List item appended to a Dictionary would make the whole
+/// header invalid.
 pub(super) fn is_structured_dictionary(value: &HeaderValue) -> bool {
     let first = value
         .as_bytes()
@@ -52,16 +53,16 @@ pub(super) fn is_structured_dictionary(value: &HeaderValue) -> bool {
     first.is_some_and(|member| member.contains(&b'='))
 }
 
-/// Appends an item such as `"login";q=5;w=60`.
+/// Appends an item of `RateLimit-Policy`, such as `"login";q=5;w=60`.
 fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &ReportedLimit<'_>) {
     let named_limit = reported.limit;
-    push_list_item(out, index, &named_limit.name);
-    push_parameter(out, b";q=", named_limit.limit.capacity());
-    // `w` is in whole seconds. A window below one second has none; others are rounded up, so that
+    push_item_name(out, index, &named_limit.name);
+    push_integer_parameter(out, b";q=", named_limit.limit.capacity());
+    // `w` is the window in whole seconds: omitted below one second, otherwise rounded up, so that
     // the header never promises more quota.
     let has_window = !matches!(named_limit.limit.algorithm, Algorithm::Concurrency { .. });
     if has_window && named_limit.limit.per_us >= SECOND_US {
-        push_parameter(out, b";w=", named_limit.limit.per_us.div_ceil(SECOND_US));
+        push_integer_parameter(out, b";w=", named_limit.limit.per_us.div_ceil(SECOND_US));
     }
     if let Some(unit) = &named_limit.unit {
         out.extend_from_slice(b";qu=");
@@ -69,7 +70,7 @@ fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &ReportedLimit<'_
     }
 }
 
-/// Appends an item such as `"login";r=0;t=42`.
+/// Appends an item of `RateLimit`, such as `"login";r=0;t=42`.
 fn push_limit_status(
     out: &mut Vec<u8>,
     index: usize,
@@ -77,11 +78,11 @@ fn push_limit_status(
     now_us: u64,
     max_reset_s: Option<u64>,
 ) {
-    push_list_item(out, index, &reported.limit.name);
-    push_parameter(out, b";r=", reported.status.remaining);
+    push_item_name(out, index, &reported.limit.name);
+    push_integer_parameter(out, b";r=", reported.status.remaining);
     if let Some(grows_at_us) = reported.status.next_growth_us {
         let wait_s = grows_at_us.saturating_sub(now_us).div_ceil(SECOND_US);
-        push_parameter(
+        push_integer_parameter(
             out,
             b";t=",
             max_reset_s.map_or(wait_s, |max_s| wait_s.min(max_s)),
@@ -89,14 +90,14 @@ fn push_limit_status(
     }
 }
 
-fn push_list_item(out: &mut Vec<u8>, index: usize, name: &str) {
+fn push_item_name(out: &mut Vec<u8>, index: usize, name: &str) {
     if index > 0 {
         out.extend_from_slice(b", ");
     }
     push_structured_string(out, name);
 }
 
-fn push_parameter(out: &mut Vec<u8>, key: &[u8], value: u64) {
+fn push_integer_parameter(out: &mut Vec<u8>, key: &[u8], value: u64) {
     out.extend_from_slice(key);
     out.extend_from_slice(
         itoa::Buffer::new()
@@ -105,7 +106,8 @@ fn push_parameter(out: &mut Vec<u8>, key: &[u8], value: u64) {
     );
 }
 
-/// Appends a String (RFC 9651, 3.3.3). Characters other than printable ASCII become `?`.
+/// Appends a structured-field String (RFC 9651, 3.3.3). Characters other than printable ASCII
+/// become `?`.
 fn push_structured_string(out: &mut Vec<u8>, text: &str) {
     out.push(b'"');
     for character in text.chars() {

@@ -8,7 +8,7 @@ use smallvec::{SmallVec, smallvec};
 use std::time::Duration;
 
 const NOW_US: u64 = 1_700_000_000_500_000;
-const BOTH: RateLimitHeaderSettings = RateLimitHeaderSettings {
+const STANDARD_AND_LEGACY: RateLimitHeaderSettings = RateLimitHeaderSettings {
     standard: true,
     legacy: true,
     legacy_reset_epoch: false,
@@ -27,7 +27,7 @@ fn named_limit(name: &str, requests: u64, per_us: u64) -> NamedLimit {
     }
 }
 
-fn report_open_limit(
+fn build_reported_limit(
     limit: &NamedLimit,
     remaining: u64,
     grows_in_us: Option<u64>,
@@ -44,7 +44,7 @@ fn report_open_limit(
     }
 }
 
-fn report_refusing_limit(
+fn build_reported_refusing_limit(
     limit: &NamedLimit,
     remaining: u64,
     refusal: Refusal,
@@ -64,15 +64,15 @@ fn report_refusing_limit(
     }
 }
 
-fn headers_for_limits(
+fn write_headers_for_limits(
     limits: &[ReportedLimit<'_>],
     fields: RateLimitHeaderSettings,
     headers: HeaderMap,
 ) -> HeaderMap {
-    headers_for_outcome(RequestOutcome::Forward, limits, fields, headers)
+    write_headers_for_outcome(RequestOutcome::Forward, limits, fields, headers)
 }
 
-fn headers_for_outcome<'t>(
+fn write_headers_for_outcome<'t>(
     outcome: RequestOutcome<'t>,
     limits: &[ReportedLimit<'t>],
     fields: RateLimitHeaderSettings,
@@ -95,7 +95,7 @@ fn headers_for_outcome<'t>(
     headers
 }
 
-fn header_map(list: &[(&'static str, &str)]) -> HeaderMap {
+fn build_header_map(list: &[(&'static str, &str)]) -> HeaderMap {
     list.iter()
         .map(|(name, value)| (HeaderName::from_static(name), value.parse().unwrap()))
         .collect()
@@ -107,15 +107,15 @@ fn all_limits_are_items_of_one_line() {
         named_limit("login", 5, 60_000_000),
         named_limit("daily", 1000, 86_400_000_000),
     );
-    let headers = headers_for_limits(
+    let headers = write_headers_for_limits(
         &[
-            report_open_limit(&login, 4, Some(59_000_001)),
-            report_open_limit(&daily, 1000, None),
+            build_reported_limit(&login, 4, Some(59_000_001)),
+            build_reported_limit(&daily, 1000, None),
         ],
-        BOTH,
+        STANDARD_AND_LEGACY,
         HeaderMap::new(),
     );
-    let expected = header_map(&[
+    let expected = build_header_map(&[
         (
             "ratelimit-policy",
             "\"login\";q=5;w=60, \"daily\";q=1000;w=86400",
@@ -131,16 +131,16 @@ fn all_limits_are_items_of_one_line() {
 #[test]
 fn writes_only_the_configured_headers() {
     let login = named_limit("login", 5, 60_000_000);
-    let limits = [report_open_limit(&login, 4, Some(1))];
+    let limits = [build_reported_limit(&login, 4, Some(1))];
     let none = RateLimitHeaderSettings {
         standard: false,
         legacy: false,
         legacy_reset_epoch: false,
     };
-    assert!(headers_for_limits(&limits, none, HeaderMap::new()).is_empty());
-    assert!(headers_for_limits(&[], BOTH, HeaderMap::new()).is_empty());
+    assert!(write_headers_for_limits(&limits, none, HeaderMap::new()).is_empty());
+    assert!(write_headers_for_limits(&[], STANDARD_AND_LEGACY, HeaderMap::new()).is_empty());
     assert_eq!(
-        headers_for_limits(
+        write_headers_for_limits(
             &limits,
             RateLimitHeaderSettings {
                 standard: true,
@@ -156,7 +156,7 @@ fn writes_only_the_configured_headers() {
         legacy_reset_epoch: true,
         ..none
     };
-    let headers = headers_for_limits(&limits, epoch, HeaderMap::new());
+    let headers = write_headers_for_limits(&limits, epoch, HeaderMap::new());
     assert_eq!(
         (headers.len(), headers["x-ratelimit-reset"].as_bytes()),
         (3, &b"1700000001"[..])
@@ -167,9 +167,9 @@ fn writes_only_the_configured_headers() {
 fn handles_subsecond_windows_units_and_special_names() {
     let mut limit = named_limit("a\"b\\c\u{e9}\n", u64::MAX, 999_999);
     limit.unit = Some("tokens".into());
-    let headers = headers_for_limits(
-        &[report_open_limit(&limit, 7, None)],
-        BOTH,
+    let headers = write_headers_for_limits(
+        &[build_reported_limit(&limit, 7, None)],
+        STANDARD_AND_LEGACY,
         HeaderMap::new(),
     );
     assert_eq!(
@@ -194,13 +194,13 @@ fn reset_parameter_never_exceeds_retry_after() {
         custom_response: None,
     };
     let limits = [
-        report_open_limit(&slow, 3, Some(50_000_000)),
-        report_refusing_limit(&fast, 0, Refusal::Until(NOW_US + 300_000)),
+        build_reported_limit(&slow, 3, Some(50_000_000)),
+        build_reported_refusing_limit(&fast, 0, Refusal::Until(NOW_US + 300_000)),
     ];
-    let headers = headers_for_outcome(
+    let headers = write_headers_for_outcome(
         RequestOutcome::Limited(limited),
         &limits,
-        BOTH,
+        STANDARD_AND_LEGACY,
         HeaderMap::new(),
     );
     assert_eq!(headers["ratelimit"], "\"slow\";r=3;t=1, \"fast\";r=0;t=1");
@@ -214,59 +214,59 @@ fn legacy_headers_show_the_tightest_limit() {
         named_limit("b", 100, 1_000_000),
     );
     let limit = |limits: &[ReportedLimit<'_>]| {
-        headers_for_limits(limits, BOTH, HeaderMap::new())["x-ratelimit-limit"]
+        write_headers_for_limits(limits, STANDARD_AND_LEGACY, HeaderMap::new())["x-ratelimit-limit"]
             .to_str()
             .unwrap()
             .to_owned()
     };
     assert_eq!(
         limit(&[
-            report_open_limit(&a, 5, None),
-            report_open_limit(&b, 40, None)
+            build_reported_limit(&a, 5, None),
+            build_reported_limit(&b, 40, None)
         ]),
         "100"
     );
     assert_eq!(
         limit(&[
-            report_open_limit(&a, 5, None),
-            report_open_limit(&b, 50, None)
+            build_reported_limit(&a, 5, None),
+            build_reported_limit(&b, 50, None)
         ]),
         "10"
     );
     assert_eq!(
         limit(&[
-            report_open_limit(&b, 50, None),
-            report_open_limit(&a, 5, None)
+            build_reported_limit(&b, 50, None),
+            build_reported_limit(&a, 5, None)
         ]),
         "100"
     );
     let later = Refusal::Until(NOW_US + 2);
     assert_eq!(
         limit(&[
-            report_open_limit(&a, 0, None),
-            report_refusing_limit(&b, 50, later)
+            build_reported_limit(&a, 0, None),
+            build_reported_refusing_limit(&b, 50, later)
         ]),
         "100"
     );
     assert_eq!(
         limit(&[
-            report_refusing_limit(&a, 0, Refusal::Until(NOW_US + 1)),
-            report_refusing_limit(&b, 0, later)
+            build_reported_refusing_limit(&a, 0, Refusal::Until(NOW_US + 1)),
+            build_reported_refusing_limit(&b, 0, later)
         ]),
         "100"
     );
     assert_eq!(
         limit(&[
-            report_refusing_limit(&a, 3, Refusal::Never),
-            report_refusing_limit(&b, 0, later)
+            build_reported_refusing_limit(&a, 3, Refusal::Never),
+            build_reported_refusing_limit(&b, 0, later)
         ]),
         "10"
     );
     let zero = named_limit("zero", 0, 1);
     assert_eq!(
         limit(&[
-            report_open_limit(&a, 1, None),
-            report_refusing_limit(&zero, 0, Refusal::Never)
+            build_reported_limit(&a, 1, None),
+            build_reported_refusing_limit(&zero, 0, Refusal::Never)
         ]),
         "0"
     );
@@ -275,11 +275,15 @@ fn legacy_headers_show_the_tightest_limit() {
 #[test]
 fn standard_headers_of_the_upstream_are_extended() {
     let login = named_limit("login", 5, 60_000_000);
-    let own = header_map(&[
+    let own = build_header_map(&[
         ("ratelimit", "\"theirs\";r=1"),
         ("ratelimit-policy", "\"theirs\";q=9"),
     ]);
-    let headers = headers_for_limits(&[report_open_limit(&login, 4, None)], BOTH, own);
+    let headers = write_headers_for_limits(
+        &[build_reported_limit(&login, 4, None)],
+        STANDARD_AND_LEGACY,
+        own,
+    );
     assert_eq!(headers["ratelimit"], "\"theirs\";r=1, \"login\";r=4");
     assert_eq!(
         headers["ratelimit-policy"],
@@ -290,23 +294,23 @@ fn standard_headers_of_the_upstream_are_extended() {
 #[test]
 fn upstream_headers_of_an_older_draft_are_unchanged() {
     let login = named_limit("login", 5, 60_000_000);
-    let theirs = header_map(&[
+    let theirs = build_header_map(&[
         ("ratelimit", "limit=10, remaining=5, reset=3"),
         ("ratelimit-policy", "10;w=60"),
     ]);
     let standard = RateLimitHeaderSettings {
         legacy: false,
-        ..BOTH
+        ..STANDARD_AND_LEGACY
     };
-    let headers = headers_for_limits(
-        &[report_open_limit(&login, 4, Some(1_000_000))],
+    let headers = write_headers_for_limits(
+        &[build_reported_limit(&login, 4, Some(1_000_000))],
         standard,
         theirs.clone(),
     );
     assert_eq!(headers, theirs);
-    let token = header_map(&[("ratelimit", "theirs;r=5;t=3")]);
-    let headers = headers_for_limits(
-        &[report_open_limit(&login, 4, Some(1_000_000))],
+    let token = build_header_map(&[("ratelimit", "theirs;r=5;t=3")]);
+    let headers = write_headers_for_limits(
+        &[build_reported_limit(&login, 4, Some(1_000_000))],
         standard,
         token,
     );
@@ -316,28 +320,31 @@ fn upstream_headers_of_an_older_draft_are_unchanged() {
 #[test]
 fn upstream_legacy_headers_are_replaced_only_by_tighter_ones() {
     let login = named_limit("login", 5, 60_000_000);
-    let limits = [report_open_limit(&login, 4, Some(1_000_000))];
+    let limits = [build_reported_limit(&login, 4, Some(1_000_000))];
     for kept in [
-        header_map(&[
+        build_header_map(&[
             ("x-ratelimit-limit", "9"),
             ("x-ratelimit-remaining", "4"),
             ("x-ratelimit-reset", "7"),
         ]),
-        header_map(&[
+        build_header_map(&[
             ("x-ratelimit-limit", "9"),
             ("x-ratelimit-remaining", "many"),
         ]),
-        header_map(&[("x-ratelimit-limit", "9")]),
-        header_map(&[("x-ratelimit-reset", "9")]),
+        build_header_map(&[("x-ratelimit-limit", "9")]),
+        build_header_map(&[("x-ratelimit-reset", "9")]),
     ] {
         let legacy = RateLimitHeaderSettings {
             standard: false,
-            ..BOTH
+            ..STANDARD_AND_LEGACY
         };
-        assert_eq!(headers_for_limits(&limits, legacy, kept.clone()), kept);
+        assert_eq!(
+            write_headers_for_limits(&limits, legacy, kept.clone()),
+            kept
+        );
     }
-    let looser = header_map(&[("x-ratelimit-limit", "9"), ("x-ratelimit-remaining", "5")]);
-    let headers = headers_for_limits(&limits, BOTH, looser);
+    let looser = build_header_map(&[("x-ratelimit-limit", "9"), ("x-ratelimit-remaining", "5")]);
+    let headers = write_headers_for_limits(&limits, STANDARD_AND_LEGACY, looser);
     let legacy_names = [
         "x-ratelimit-limit",
         "x-ratelimit-remaining",
@@ -353,7 +360,7 @@ proptest! {
     #[test]
     fn any_limit_name_makes_a_valid_header(name in any::<String>(), requests: u64, per_us: u64, remaining: u64) {
         let limit = named_limit(&name, requests, per_us);
-        let headers = headers_for_limits(&[report_open_limit(&limit, remaining, None)], BOTH, HeaderMap::new());
+        let headers = write_headers_for_limits(&[build_reported_limit(&limit, remaining, None)], STANDARD_AND_LEGACY, HeaderMap::new());
         prop_assert!(headers["ratelimit"].to_str().unwrap().starts_with('"'));
         prop_assert!(headers["ratelimit-policy"].to_str().unwrap().contains("\";q="));
     }

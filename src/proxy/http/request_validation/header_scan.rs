@@ -2,7 +2,7 @@
 
 use super::error::RequestValidationError;
 use crate::policy::parse_whole_number;
-use crate::proxy::http::hop_by_hop::{connection_options, is_hop_by_hop, list_elements};
+use crate::proxy::http::hop_by_hop::{headers_named_in_connection, is_hop_by_hop, list_elements};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use smallvec::SmallVec;
 
@@ -14,7 +14,7 @@ pub(super) struct RequestHeaderScan {
     pub(super) content_length: Option<u64>,
     pub(super) accepts_trailers: bool,
     pub(super) has_unknown_expectation: bool,
-    /// `Upgrade` as the client sent it; valid only if `Connection` names it.
+    /// Values of `Upgrade` as the client sent them; valid only if `connection_names_upgrade`.
     pub(super) upgrade_values: SmallVec<[HeaderValue; 1]>,
     pub(super) connection_names_upgrade: bool,
     pub(super) headers_to_remove: SmallVec<[HeaderName; 6]>,
@@ -46,8 +46,8 @@ impl RequestHeaderScan {
                     }
                 }
                 header::CONNECTION => {
-                    for field in connection_options(value) {
-                        // Both headers are rebuilt, so that naming them removes nothing.
+                    for field in headers_named_in_connection(value) {
+                        // `Connection` may name `Upgrade` and `TE`, because both are rebuilt.
                         let is_rebuilt = matches!(field, header::UPGRADE | header::TE);
                         if !is_rebuilt && is_protected(&field, reads_header) {
                             return Err(RequestValidationError::ProtectedConnectionOption);
@@ -96,8 +96,8 @@ fn is_protected(name: &HeaderName, reads_header: &dyn Fn(&HeaderName) -> bool) -
         || reads_header(name)
 }
 
-/// Rejects a name that a CGI-like upstream maps to a protected one. Such upstreams replace `-`, and
-/// some replace other characters, with `_`.
+/// Rejects a header name that a CGI-like upstream maps to a protected name. CGI-like upstreams
+/// replace `-`, and some also replace other characters, with `_`.
 fn check_ambiguous_name(
     name: &HeaderName,
     reads_header: &dyn Fn(&HeaderName) -> bool,
@@ -119,8 +119,8 @@ fn check_ambiguous_name(
     }
 }
 
-/// Rejects trailer names that a decision depends on: trailers arrive after all decisions
-/// (RFC 9110, 6.5.1).
+/// Rejects a `Trailer` value that names a field forbidden in trailers, such as one that a decision
+/// depends on: trailers arrive after all decisions (RFC 9110, 6.5.1).
 fn check_trailer_names(
     value: &HeaderValue,
     reads_header: &dyn Fn(&HeaderName) -> bool,

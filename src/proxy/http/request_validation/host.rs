@@ -23,8 +23,9 @@ pub fn normalize_host(value: &str) -> Option<Cow<'_, str>> {
     }
 }
 
-/// Returns the authority and host of a request, from its Host header, its target or both.
-pub(super) fn determine_host(
+/// Returns the authority and the normalized host of a request, from its Host header or its target.
+/// If it has both, they must agree.
+pub(super) fn determine_authority_and_host(
     parts: &request::Parts,
     host_header: Option<&HeaderValue>,
 ) -> Result<(Option<HeaderValue>, NormalizedHost), RequestValidationError> {
@@ -67,7 +68,7 @@ pub(super) fn determine_host(
 
 /// Host and port of an authority; user information is not allowed.
 struct AuthorityParts<'a> {
-    /// In brackets for an IPv6 address.
+    /// The host as written, with brackets for an IPv6 address.
     host: &'a str,
     port: Option<u16>,
     ipv6: Option<Ipv6Addr>,
@@ -132,13 +133,13 @@ impl<'a> AuthorityParts<'a> {
 
 /// Whether the text is dot-separated, non-empty labels with an optional trailing dot.
 ///
-/// Stricter than `reg-name` of a URL: implementations interpret characters such as `,` and `%` in a
-/// host differently.
+/// This is stricter than `reg-name` of a URL, because implementations interpret characters such as
+/// `,` and `%` in a host differently.
 fn is_host_name(host: &str) -> bool {
     let host = host.strip_suffix('.').unwrap_or(host);
     let is_label_byte =
         |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'~');
-    // Splits bytes: for such short texts, the search of `str::split` takes five times as long.
+    // Splits bytes because `str::split` takes five times as long for short texts.
     host.as_bytes()
         .split(|byte| *byte == b'.')
         .all(|label| !label.is_empty() && label.iter().all(is_label_byte))

@@ -1,38 +1,41 @@
 //! Incremental search for one number in a JSON document, by JSON pointer.
 //!
 //! A parser of the whole document would have to buffer strings of any length. This scanner keeps
-//! only its position, the key to compare and the number. It follows the structure of JSON, but is
-//! not a validator: it accepts malformed literals and numbers outside the path.
+//! only its position, the key to compare and the number. The scanner follows the structure of JSON,
+//! but does not validate it fully: malformed literals outside the path are accepted.
 
 use crate::limiter::MAX_UNITS;
 use crate::policy::{JsonPointer, JsonPointerToken};
 
-/// Maximum nesting of containers, one bit each in `object_bits`. Real documents have fewer levels.
+/// Maximum nesting depth of objects and arrays, one bit each in `object_bits`.
 const MAX_DEPTH: usize = 128;
-/// Maximum length of a number. Longer numbers are not valid costs.
+/// Maximum length of a number, in bytes. Longer numbers are not valid costs.
 const MAX_NUMBER_BYTES: usize = 64;
-/// Longest JSON encoding of one byte of a key: `\u0041`.
-const MAX_ESCAPE_BYTES: usize = 6;
+/// Length of the longest JSON encoding of one byte of a key, such as `\u0041`.
+const MAX_JSON_BYTES_PER_KEY_BYTE: usize = 6;
 
-/// Scan position in one document. The pointer's length bounds the memory.
+/// Scanner of one JSON document for the number at a pointer. The pointer's length bounds the
+/// memory.
 #[derive(Debug, Default)]
 pub(in crate::proxy) struct JsonPointerScanner {
     state: JsonScanState,
     depth: usize,
-    /// One bit per open container, the innermost in the lowest bit; set for objects.
+    /// One bit per open container, the innermost in the lowest bit: 1 for an object, 0 for an
+    /// array.
     object_bits: u128,
     /// Number of open containers, from the outermost, that are on the pointer's path.
     path_depth: usize,
-    /// Index in the innermost array on the path.
+    /// Index of the current element in the innermost array on the path.
     array_index: u64,
-    /// The current or next value is the next one on the path.
+    /// Whether the current or next value is on the pointer's path.
     is_value_on_path: bool,
-    /// Key to compare, or the number. Holds at most one byte more than the longest valid text.
+    /// Text of the key to compare or of the number: at most one byte more than the longest valid
+    /// one.
     buffer: Vec<u8>,
     found_units: Option<u64>,
 }
 
-/// Expected next input.
+/// What the scanner expects next, or what it is inside of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum JsonScanState {
     #[default]
@@ -62,17 +65,17 @@ enum JsonStringRole {
 
 impl JsonPointerScanner {
     /// Scans the next bytes of the document.
-    pub(in crate::proxy) fn read(&mut self, mut bytes: &[u8], pointer: &JsonPointer) {
+    pub(in crate::proxy) fn read_chunk(&mut self, mut bytes: &[u8], pointer: &JsonPointer) {
         while let Some((&byte, rest)) = bytes.split_first() {
             bytes = match self.state {
                 JsonScanState::Invalid => return,
-                JsonScanState::InString(role) => self.read_string(role, bytes, pointer),
+                JsonScanState::InString(role) => self.read_string_part(role, bytes, pointer),
                 JsonScanState::InStringEscape(role) => {
-                    self.buffer_key(role, &[byte], pointer);
+                    self.buffer_key_part(role, &[byte], pointer);
                     self.state = JsonScanState::InString(role);
                     rest
                 }
-                JsonScanState::InLiteral => self.read_literal(bytes, pointer),
+                JsonScanState::InLiteral => self.read_literal_part(bytes, pointer),
                 _ => {
                     self.read_structural_byte(byte, pointer);
                     rest
@@ -81,8 +84,8 @@ impl JsonPointerScanner {
         }
     }
 
-    /// Ends the document and resets the scanner for the next one. Returns the number if the
-    /// document is complete and has one.
+    /// Ends the document and resets the scanner for the next document. Returns the number at the
+    /// pointer if the document is complete and has one.
     pub(in crate::proxy) fn finish(&mut self) -> Option<u64> {
         let finished = std::mem::take(self);
         finished
@@ -91,7 +94,7 @@ impl JsonPointerScanner {
     }
 
     #[cfg(test)]
-    pub(super) fn buffered_bytes(&self) -> usize {
+    pub(super) fn buffer_capacity(&self) -> usize {
         self.buffer.capacity()
     }
 
@@ -172,7 +175,8 @@ impl JsonPointerScanner {
         self.object_bits >>= 1;
         if was_on_path {
             self.path_depth = self.depth;
-            // If the parent is an array, the closed container was the element on the path.
+            // Restores the index in a parent array: the closed container was its element on the
+            // path.
             self.array_index = self
                 .expected_token(pointer)
                 .and_then(|token| token.index)
@@ -181,7 +185,7 @@ impl JsonPointerScanner {
         self.finish_value();
     }
 
-    /// Sets the state after a complete value.
+    /// Sets the state that follows a complete value.
     fn finish_value(&mut self) {
         self.state = if self.depth == 0 {
             JsonScanState::Done
@@ -190,8 +194,8 @@ impl JsonPointerScanner {
         };
     }
 
-    /// Reads a string up to its end or a backslash, and returns the unread bytes.
-    fn read_string<'b>(
+    /// Reads a string up to its end or a backslash, and returns the bytes after that.
+    fn read_string_part<'b>(
         &mut self,
         role: JsonStringRole,
         bytes: &'b [u8],
@@ -202,13 +206,13 @@ impl JsonPointerScanner {
             .position(|byte| matches!(byte, b'"' | b'\\' | ..b' '))
             .unwrap_or(bytes.len());
         let (part, rest) = bytes.split_at(end);
-        self.buffer_key(role, part, pointer);
+        self.buffer_key_part(role, part, pointer);
         let Some((&byte, rest)) = rest.split_first() else {
             return rest;
         };
         match (byte, role) {
             (b'\\', _) => {
-                self.buffer_key(role, b"\\", pointer);
+                self.buffer_key_part(role, b"\\", pointer);
                 self.state = JsonScanState::InStringEscape(role);
             }
             (b'"', JsonStringRole::Value) => self.finish_value(),
@@ -224,11 +228,11 @@ impl JsonPointerScanner {
         rest
     }
 
-    /// Reads a literal up to its end, and returns the unread bytes.
-    fn read_literal<'b>(&mut self, bytes: &'b [u8], pointer: &JsonPointer) -> &'b [u8] {
+    /// Reads a number or other literal up to its end, and returns the bytes after it.
+    fn read_literal_part<'b>(&mut self, bytes: &'b [u8], pointer: &JsonPointer) -> &'b [u8] {
         let end = bytes.iter().position(|byte| !is_literal_byte(*byte));
         let (part, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
-        self.buffer_bytes(part, MAX_NUMBER_BYTES);
+        self.buffer_bytes_up_to(part, MAX_NUMBER_BYTES);
         if end.is_some() {
             if self.is_value_on_path && self.depth == pointer.tokens().len() {
                 self.found_units = parse_units(&self.buffer);
@@ -238,8 +242,8 @@ impl JsonPointerScanner {
         rest
     }
 
-    /// Records whether the next value is on the path. The last of repeated names counts, as in most
-    /// JSON parsers.
+    /// Records whether the next value is on the path. A value on the path discards a number already
+    /// found: of repeated names the last counts, as in most JSON parsers.
     fn set_value_on_path(&mut self, is_on_path: bool) {
         self.is_value_on_path = is_on_path;
         if is_on_path {
@@ -252,8 +256,8 @@ impl JsonPointerScanner {
         self.path_depth == self.depth
     }
 
-    /// Returns the pointer token to match inside the innermost container, or `None` if that is not
-    /// on the path.
+    /// Returns the pointer token to match inside the innermost container, or `None` if that
+    /// container is not on the path.
     fn expected_token<'p>(&self, pointer: &'p JsonPointer) -> Option<&'p JsonPointerToken> {
         let index = self
             .depth
@@ -262,13 +266,13 @@ impl JsonPointerScanner {
         pointer.tokens().get(index)
     }
 
-    fn buffer_key(&mut self, role: JsonStringRole, part: &[u8], pointer: &JsonPointer) {
+    fn buffer_key_part(&mut self, role: JsonStringRole, part: &[u8], pointer: &JsonPointer) {
         if let (JsonStringRole::Key, Some(token)) = (role, self.expected_token(pointer)) {
-            self.buffer_bytes(part, token.name.len() * MAX_ESCAPE_BYTES);
+            self.buffer_bytes_up_to(part, token.name.len() * MAX_JSON_BYTES_PER_KEY_BYTE);
         }
     }
 
-    fn buffer_bytes(&mut self, part: &[u8], max_bytes: usize) {
+    fn buffer_bytes_up_to(&mut self, part: &[u8], max_bytes: usize) {
         let capacity_left = (max_bytes + 1).saturating_sub(self.buffer.len());
         self.buffer.extend(part.iter().take(capacity_left));
     }
@@ -283,12 +287,12 @@ fn key_matches(raw_key: &[u8], name: &str) -> bool {
     serde_json::from_slice::<String>(&quoted).is_ok_and(|text| text == name)
 }
 
-/// Parses a cost. Accepts whole numbers such as `1.2e2` or `120.0` too: JSON has one number type,
-/// and some servers always write a fraction.
+/// Parses a cost from a JSON number. Also accepts whole numbers written as `1.2e2` or `120.0`,
+/// since some servers always write a fraction.
 fn parse_units(literal: &[u8]) -> Option<u64> {
     let number = Some(literal).filter(|literal| literal.len() <= MAX_NUMBER_BYTES)?;
     let number: serde_json::Number = serde_json::from_slice(number).ok()?;
-    // Rust prints an `f64` without exponent, and a whole one without a decimal point.
+    // Rust prints a whole `f64` without exponent and decimal point, so it parses as an integer.
     let units = number
         .as_u64()
         .or_else(|| number.as_f64()?.to_string().parse().ok())?;

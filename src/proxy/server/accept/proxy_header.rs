@@ -1,23 +1,24 @@
 //! Parser of PROXY protocol headers, versions 1 and 2 (HAProxy's `proxy-protocol.txt`). The load
-//! balancer that opened the connection sends the client's address in this header.
+//! balancer that opened the connection sends the client's address in the PROXY header.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 /// Maximum length of a version 1 header, with its line end ("2.1. Human-readable header format").
 const V1_MAX_BYTES: usize = 107;
-/// Maximum accepted length of a version 2 header. The protocol allows 64 KiB. The addresses and the
-/// extensions used in practice (TLS names, network identifiers) take a few hundred bytes.
+/// Maximum accepted length of a version 2 header. The PROXY protocol allows 64 KiB. The addresses
+/// and the extensions used in practice (TLS names, network identifiers) take a few hundred bytes.
 const V2_MAX_BYTES: usize = 4096;
 
 const V1_PREFIX: &[u8] = b"PROXY ";
 const V2_SIGNATURE: &[u8; 12] = b"\r\n\r\n\0\r\nQUIT\n";
-/// Bytes before the addresses: signature, version and command, family, and length.
-const V2_FIXED_BYTES: usize = 16;
-const V2_INET_BYTES: usize = 12;
-const V2_INET6_BYTES: usize = 36;
-const V2_UNIX_BYTES: usize = 216;
-/// Extension with a checksum of the whole header ("2.2.5. The type PP2_TYPE_CRC32C").
-const TLV_CRC32C: u8 = 0x03;
+/// Length of a version 2 header before its addresses: signature, version and command, family, and
+/// length.
+const V2_FIXED_PART_BYTES: usize = 16;
+const V2_INET_ADDRESSES_BYTES: usize = 12;
+const V2_INET6_ADDRESSES_BYTES: usize = 36;
+const V2_UNIX_ADDRESSES_BYTES: usize = 216;
+/// Type of the extension with a checksum of the whole header ("2.2.5. The type PP2_TYPE_CRC32C").
+const TLV_TYPE_CRC32C: u8 = 0x03;
 
 /// Parsed PROXY header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +26,7 @@ pub(super) struct ProxyHeader {
     /// Client address. `None` if the peer itself is the client (LOCAL, UNKNOWN, or a family other
     /// than IP).
     pub(super) source: Option<SocketAddr>,
-    /// Length of the header in bytes. The client's own bytes follow.
+    /// Length of the header in bytes. The client's own bytes follow the header.
     pub(super) len: usize,
 }
 
@@ -65,7 +66,7 @@ pub(super) fn parse_proxy_header(
     }
 }
 
-/// `PROXY TCP4 192.0.2.1 198.51.100.1 56324 443\r\n`
+/// Parses a version 1 header, such as `PROXY TCP4 192.0.2.1 198.51.100.1 56324 443\r\n`.
 fn parse_v1(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
     let line = bytes.get(..V1_MAX_BYTES).unwrap_or(bytes);
     let Some(end) = line.iter().position(|byte| matches!(byte, b'\r' | b'\n')) else {
@@ -87,7 +88,7 @@ fn parse_v1(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     let source = if fields == b"UNKNOWN" || fields.starts_with(b"UNKNOWN ") {
         None
     } else {
-        Some(parse_v1_source(fields).ok_or(ProxyHeaderParseError::Malformed)?)
+        Some(parse_v1_source_address(fields).ok_or(ProxyHeaderParseError::Malformed)?)
     };
     Ok(Some(ProxyHeader {
         source,
@@ -95,8 +96,9 @@ fn parse_v1(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     }))
 }
 
-/// Parses the fields between `PROXY` and the line end, separated by exactly one space each.
-fn parse_v1_source(fields: &[u8]) -> Option<SocketAddr> {
+/// Parses the source address from the fields between `PROXY` and the line end. Exactly one space
+/// separates two fields.
+fn parse_v1_source_address(fields: &[u8]) -> Option<SocketAddr> {
     let mut parts = std::str::from_utf8(fields).ok()?.split(' ');
     let family = parts.next()?;
     let mut address = || -> Option<IpAddr> {
@@ -129,14 +131,15 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
         Some(0x21) => false,
         Some(_) => return Err(ProxyHeaderParseError::Malformed),
     };
-    let Some(&[family, high, low]) = bytes.get(13..V2_FIXED_BYTES) else {
+    let Some(&[family, high, low]) = bytes.get(13..V2_FIXED_PART_BYTES) else {
         return Ok(None);
     };
-    let len = V2_FIXED_BYTES + usize::from(u16::from_be_bytes([high, low]));
+    let len = V2_FIXED_PART_BYTES + usize::from(u16::from_be_bytes([high, low]));
     if len > V2_MAX_BYTES {
         return Err(ProxyHeaderParseError::TooLong);
     }
-    // High half: address family. Low half: stream or datagram.
+    // The high half of the byte is the address family, the low half the transport (stream or
+    // datagram).
     if !is_local && (family >> 4 > 3 || family & 0xf > 2) {
         return Err(ProxyHeaderParseError::Malformed);
     }
@@ -148,12 +151,12 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
         return Ok(Some(ProxyHeader { source: None, len }));
     }
     let block = header
-        .get(V2_FIXED_BYTES..)
+        .get(V2_FIXED_PART_BYTES..)
         .ok_or(ProxyHeaderParseError::Malformed)?;
     let address_bytes = match family >> 4 {
-        1 => V2_INET_BYTES,
-        2 => V2_INET6_BYTES,
-        _ => V2_UNIX_BYTES,
+        1 => V2_INET_ADDRESSES_BYTES,
+        2 => V2_INET6_ADDRESSES_BYTES,
+        _ => V2_UNIX_ADDRESSES_BYTES,
     };
     let (addresses, extensions) = block
         .split_at_checked(address_bytes)
@@ -161,24 +164,24 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     validate_extensions(header, extensions)?;
     // Addresses of datagrams do not apply to a connection and are ignored.
     let source = if family & 0xf == 1 {
-        parse_v2_source(addresses)
+        parse_v2_source_address(addresses)
     } else {
         None
     };
     Ok(Some(ProxyHeader { source, len }))
 }
 
-/// Reads the source address and the source port. The destination's are ignored.
-fn parse_v2_source(addresses: &[u8]) -> Option<SocketAddr> {
+/// Reads the source address and port. Ignores the destination address and port.
+fn parse_v2_source_address(addresses: &[u8]) -> Option<SocketAddr> {
     if let Ok([a, b, c, d, _, _, _, _, high, low, _, _]) =
-        <[u8; V2_INET_BYTES]>::try_from(addresses)
+        <[u8; V2_INET_ADDRESSES_BYTES]>::try_from(addresses)
     {
         return Some(SocketAddr::new(
             Ipv4Addr::new(a, b, c, d).into(),
             u16::from_be_bytes([high, low]),
         ));
     }
-    if addresses.len() != V2_INET6_BYTES {
+    if addresses.len() != V2_INET6_ADDRESSES_BYTES {
         return None;
     }
     let ip = Ipv6Addr::from(*addresses.first_chunk::<16>()?);
@@ -194,11 +197,11 @@ fn validate_extensions(header: &[u8], extensions: &[u8]) -> Result<(), ProxyHead
         let (value, further) = behind
             .split_at_checked(len)
             .ok_or(ProxyHeaderParseError::Malformed)?;
-        if kind == TLV_CRC32C {
+        if kind == TLV_TYPE_CRC32C {
             let stated =
                 <[u8; 4]>::try_from(value).map_err(|_length| ProxyHeaderParseError::Malformed)?;
             let at = header.len() - further.len() - stated.len();
-            // The checksum field counts as zeros.
+            // The checksum is computed with zeros in the checksum field.
             let zeroed = header
                 .iter()
                 .enumerate()
@@ -216,8 +219,8 @@ fn validate_extensions(header: &[u8], extensions: &[u8]) -> Result<(), ProxyHead
     }
 }
 
-/// CRC-32C (RFC 3720, appendix B.4), computed bit by bit. It runs once per connection, over a few
-/// hundred bytes.
+/// CRC-32C (RFC 3720, appendix B.4), computed bit by bit. Most PROXY headers have at most one
+/// checksum, over a few hundred bytes.
 fn crc32c(bytes: impl Iterator<Item = u8>) -> u32 {
     let fold = |crc: u32, byte: u8| {
         (0..8).fold(crc ^ u32::from(byte), |crc, _| {

@@ -12,11 +12,11 @@ use crate::proxy::server::monitored_socket::MonitoredSocket;
 const REQUEST_TIMEOUT_RESPONSE: &[u8] =
     b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
 
-/// Limit for writing a final response and closing the connection.
+/// Time limit for writing a final response and closing the connection.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Closes a connection that exceeded a timeout.
-pub(super) async fn close_timed_out(
+/// Closes a connection that exceeded a timeout: after a 408 response, or with a reset.
+pub(super) async fn close_timed_out_connection(
     mut socket: MonitoredSocket,
     overdue: TimeoutKind,
     monitor: &ConnectionMonitor,
@@ -34,7 +34,7 @@ pub(super) async fn close_timed_out(
         TimeoutKind::Idle | TimeoutKind::IdleBuffers => return socket.abort(),
     }
     record_unreadable(StatusCode::REQUEST_TIMEOUT);
-    socket.ignore_remaining_input();
+    socket.record_unread_input();
     let response_sent = timeout(CLOSE_TIMEOUT, async {
         socket.write_all(REQUEST_TIMEOUT_RESPONSE).await?;
         socket.shutdown().await

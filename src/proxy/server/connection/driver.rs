@@ -10,12 +10,12 @@ use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::lazy_timer::LazyTimer;
 
-/// Delay before a drain closes an idle connection. A request may have arrived that the runtime has
+/// Delay before a drain closes an idle connection: a request may have arrived that the runtime has
 /// not read yet.
 const DRAIN_IDLE_DELAY: Duration = Duration::from_millis(5);
 
-/// The same delay for a connection that is in its handshake when the drain begins. Its first
-/// request may be a round trip away.
+/// Delay before a drain closes a connection that was in its handshake when the drain began. The
+/// client's first request may be a round trip away.
 const DRAIN_HANDSHAKE_DELAY: Duration = Duration::from_secs(1);
 
 /// Polls the work of a connection and ends it at the deadlines of its [`ConnectionMonitor`].
@@ -50,7 +50,7 @@ impl ConnectionDriver {
         &mut self,
         mut work: impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
     ) -> Result<T, TimeoutKind> {
-        // Earlier work was already asked to close, so this work is asked as well.
+        // If earlier work on the connection was asked to close, this work is asked as well.
         if std::mem::take(&mut self.is_closing) {
             self.close_at = Some(Instant::now());
         }
@@ -59,14 +59,15 @@ impl ConnectionDriver {
             if self.monitor.take_drain_request() && !self.is_closing {
                 self.close_at = Some(Instant::now() + self.drain_delay);
             }
-            // A response in progress can still announce that the connection closes.
-            if let Poll::Ready(end) = self.close_if_active(cx, &mut work) {
+            // The close is requested before `work` is polled, so that a response in progress
+            // announces it.
+            if let Poll::Ready(end) = self.request_close_if_active(cx, &mut work) {
                 return Poll::Ready(Ok(end));
             }
             if let Poll::Ready(end) = work(cx, false) {
                 return Poll::Ready(Ok(end));
             }
-            if let Poll::Ready(end) = self.close_if_active(cx, &mut work) {
+            if let Poll::Ready(end) = self.request_close_if_active(cx, &mut work) {
                 return Poll::Ready(Ok(end));
             }
             while let Some((deadline, overdue)) = self.next_deadline() {
@@ -79,7 +80,7 @@ impl ConnectionDriver {
                 if self.close_at.is_none() {
                     self.monitor.record_close(ConnectionCloseReason::Idle);
                 }
-                if let Poll::Ready(end) = self.close(cx, &mut work) {
+                if let Poll::Ready(end) = self.request_close(cx, &mut work) {
                     return Poll::Ready(Ok(end));
                 }
             }
@@ -94,19 +95,19 @@ impl ConnectionDriver {
             .or_else(|| self.monitor.next_deadline())
     }
 
-    fn close_if_active<T>(
+    fn request_close_if_active<T>(
         &mut self,
         cx: &mut Context<'_>,
         work: &mut impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
     ) -> Poll<T> {
         if self.close_at.is_some() && self.monitor.has_active_requests() {
-            self.close(cx, work)
+            self.request_close(cx, work)
         } else {
             Poll::Pending
         }
     }
 
-    fn close<T>(
+    fn request_close<T>(
         &mut self,
         cx: &mut Context<'_>,
         work: &mut impl FnMut(&mut Context<'_>, bool) -> Poll<T>,

@@ -10,9 +10,9 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::Poll;
 
-use super::close::{close_gracefully, close_timed_out};
+use super::close::{close_gracefully, close_timed_out_connection};
 use super::driver::ConnectionDriver;
-use super::protocols::HttpProtocols;
+use super::protocols::HttpServerSettings;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
@@ -25,7 +25,7 @@ use crate::proxy::server::monitored_socket::MonitoredSocket;
 /// `record_unreadable` receives the status sent for input that is not a valid request.
 pub(super) async fn serve_http1<S, F>(
     mut socket: MonitoredSocket,
-    protocols: &HttpProtocols,
+    protocols: &HttpServerSettings,
     mut driver: ConnectionDriver,
     mut requests: S,
     handover: &UpgradeHandover,
@@ -54,11 +54,11 @@ pub(super) async fn serve_http1<S, F>(
         match idle_connection {
             Some(idle) => {
                 (socket, requests) = idle;
-                protocols.allocator_trim.record_release();
+                protocols.allocator_trim.record_released_connection();
             }
             None => return,
         }
-        let next_request = driver.drive(|cx, close| match socket.poll_next_request(cx) {
+        let next_request = driver.drive(|cx, close| match socket.poll_for_input(cx) {
             Poll::Pending if close => Poll::Ready(false),
             next => next,
         });
@@ -66,7 +66,13 @@ pub(super) async fn serve_http1<S, F>(
             Ok(true) => {}
             Ok(false) => return close_gracefully(&mut socket).await,
             Err(overdue) => {
-                return close_timed_out(socket, overdue, &driver.monitor, record_unreadable).await;
+                return close_timed_out_connection(
+                    socket,
+                    overdue,
+                    &driver.monitor,
+                    record_unreadable,
+                )
+                .await;
             }
         }
     }
@@ -76,7 +82,7 @@ pub(super) async fn serve_http1<S, F>(
 /// an idle connection.
 async fn serve_http1_until_idle<S, F>(
     socket: MonitoredSocket,
-    protocols: &HttpProtocols,
+    protocols: &HttpServerSettings,
     driver: &mut ConnectionDriver,
     requests: S,
     handover: &UpgradeHandover,
@@ -107,23 +113,25 @@ where
             socket.put_back(&read_buf);
             drop(read_buf);
             match handover.take() {
-                // If the 101 head is still blocked, the client would read tunnel bytes as a
-                // response.
+                // No tunnel starts while the write of the 101 head is blocked: the client would
+                // read the tunnel's bytes as a response.
                 Some(upgraded) if driver.monitor.has_no_blocked_write() => {
-                    // Boxed, so that the connection's future does not reserve space for it.
+                    // Boxed, so that the connection's future does not reserve space for the
+                    // tunnel's future.
                     Box::pin(
                         upgraded.serve_http1_tunnel(socket, protocols.settings.body_idle_timeout),
                     )
                     .await;
                 }
-                // hyper does not close the socket after a request that could have been upgraded.
+                // hyper leaves the socket open after a request that could have been upgraded, so it
+                // is closed here.
                 None if handover.was_upgrade_requested() => close_gracefully(&mut socket).await,
                 _ => {}
             }
         }
         Ok(Err(error)) => {
             tracing::debug!(%error, "client connection failed");
-            if let Some(status) = parse_error_status(&error) {
+            if let Some(status) = status_of_parse_error(&error) {
                 driver.monitor.record_close(ConnectionCloseReason::Protocol);
                 record_unreadable(status);
             }
@@ -143,7 +151,7 @@ where
             return Some((socket, service));
         }
         Err(overdue) => {
-            close_timed_out(
+            close_timed_out_connection(
                 connection.into_parts().io.into_inner(),
                 overdue,
                 &driver.monitor,
@@ -155,13 +163,13 @@ where
     None
 }
 
-/// Status that hyper sent for input that is not a valid HTTP/1 request. `None` if it sent no
+/// Status that hyper sent for input that is not a valid HTTP/1 request. `None` if hyper sent no
 /// response.
-fn parse_error_status(error: &hyper::Error) -> Option<StatusCode> {
+fn status_of_parse_error(error: &hyper::Error) -> Option<StatusCode> {
     match () {
         () if !error.is_parse() || error.is_parse_version_h2() => None,
         () if !error.is_parse_too_large() => Some(StatusCode::BAD_REQUEST),
-        // hyper distinguishes the two errors only by their message.
+        // hyper distinguishes a long URI from long headers only by the error message.
         () if error.to_string().starts_with("URI") => Some(StatusCode::URI_TOO_LONG),
         () => Some(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE),
     }

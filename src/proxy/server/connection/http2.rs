@@ -11,7 +11,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 
 use super::driver::ConnectionDriver;
-use super::protocols::HttpProtocols;
+use super::protocols::HttpServerSettings;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
@@ -21,7 +21,7 @@ use crate::proxy::server::monitored_socket::MonitoredSocket;
 /// Serves HTTP/2 until the connection ends.
 pub(super) async fn serve_http2<S, F>(
     socket: MonitoredSocket,
-    protocols: &HttpProtocols,
+    protocols: &HttpServerSettings,
     mut driver: ConnectionDriver,
     requests: S,
     handover: &Rc<UpgradeHandover>,
@@ -34,7 +34,7 @@ pub(super) async fn serve_http2<S, F>(
         >,
     F: Future<Output = Result<Response<TrackedResponseBody>, Infallible>> + 'static,
 {
-    let http2 = protocols.build_http2(&driver.monitor, handover);
+    let http2 = protocols.http2_builder(&driver.monitor, handover);
     let mut connection = http2.serve_connection(TokioIo::new(socket), requests);
     let end = driver.drive(|cx, close| {
         if close {
@@ -46,7 +46,7 @@ pub(super) async fn serve_http2<S, F>(
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
             tracing::debug!(%error, "client connection failed");
-            if let Some(reason) = close_reason(&error, &driver.monitor) {
+            if let Some(reason) = classify_connection_error(&error, &driver.monitor) {
                 driver.monitor.record_close(reason);
             }
         }
@@ -58,7 +58,7 @@ pub(super) async fn serve_http2<S, F>(
 }
 
 /// Classifies the error of an HTTP/2 connection. Returns `None` if the client did not cause it.
-fn close_reason(
+fn classify_connection_error(
     error: &hyper::Error,
     monitor: &ConnectionMonitor,
 ) -> Option<ConnectionCloseReason> {

@@ -16,8 +16,8 @@ pub(super) enum DetectedProtocol {
     Disconnected,
 }
 
-/// Reads until the first bytes are, or cannot be, the HTTP/2 preface. With `close`, does not wait
-/// for the first byte.
+/// Reads until the first bytes are, or cannot be, the HTTP/2 preface. If `close` is true, it does
+/// not wait for the first byte.
 pub(super) fn poll_detect_protocol(
     socket: &mut MonitoredSocket,
     first_bytes: &mut Vec<u8>,
@@ -37,7 +37,7 @@ pub(super) fn poll_detect_protocol(
             Poll::Ready(Ok(())) if into.filled().is_empty() && first_bytes.is_empty() => {
                 return Poll::Ready(DetectedProtocol::Disconnected);
             }
-            // hyper handles a truncated request.
+            // A truncated request is left to hyper's HTTP/1 parser.
             Poll::Ready(Ok(())) if into.filled().is_empty() => {
                 return Poll::Ready(DetectedProtocol::Http1);
             }

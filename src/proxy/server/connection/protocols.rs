@@ -5,40 +5,41 @@ use hyper_util::rt::TokioTimer;
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::streams::StreamTasks;
+use super::streams::StreamTaskExecutor;
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::http::body::BodyLimits;
+use crate::proxy::http::body::RequestBodyLimits;
 use crate::proxy::server::allocator_trim::AllocatorTrim;
 use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::connection_timeouts::{ConnectionMonitor, ConnectionTimeouts};
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 
-/// hyper's parser keeps this many headers on the stack. Any other limit costs an allocation.
-const HYPER_STACK_MAX_HEADERS: usize = 100;
+/// Header limit for which hyper's parser keeps the headers on the stack. Any other header limit
+/// costs an allocation.
+const HYPER_MAX_STACK_HEADERS: usize = 100;
 
-/// Minimum limit of an HTTP/1 connection's buffers, per direction.
-const MIN_BUFFER_BYTES: usize = 64 * 1024;
+/// Lower bound for the size limit of an HTTP/1 connection's buffers, per direction.
+const MIN_HTTP1_BUFFER_LIMIT_BYTES: usize = 64 * 1024;
 
 /// Response bytes buffered per stream while the client's flow-control window is exhausted.
-const H2_SEND_BUFFER_BYTES: usize = 64 * 1024;
+const H2_STREAM_SEND_BUFFER_BYTES: usize = 64 * 1024;
 
 /// Flow-control windows granted to the client, per stream and per connection.
 const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const H2_CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
 
-/// Limit of streams that a client resets before the server accepts them ("rapid reset").
+/// Maximum streams that a client has reset before the server accepted them ("rapid reset").
 const H2_MAX_PENDING_RESETS: usize = 20;
 
-/// Limit of streams that the server resets for client errors before it closes the connection.
+/// Maximum streams that the server resets for client errors before it closes the connection.
 const H2_MAX_LOCAL_RESETS: usize = 256;
 
-/// PINGs detect a peer that disappeared without closing the connection.
+/// Interval of PINGs, which detect a peer that disappeared without closing the connection.
 const H2_PING_INTERVAL: Duration = Duration::from_secs(20);
 const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// HTTP settings of one listener, on one worker.
 #[derive(Clone, Debug)]
-pub(in crate::proxy) struct HttpProtocols {
+pub(in crate::proxy) struct HttpServerSettings {
     pub(super) http1: http1::Builder,
     pub(super) settings: ListenSettings,
     listener_kind: ListenerKind,
@@ -46,7 +47,7 @@ pub(in crate::proxy) struct HttpProtocols {
     pub(super) allocator_trim: Rc<AllocatorTrim>,
 }
 
-impl HttpProtocols {
+impl HttpServerSettings {
     /// Panics of HTTP/2 stream tasks are counted in `load`.
     pub(in crate::proxy) fn new(
         settings: &ListenSettings,
@@ -62,9 +63,9 @@ impl HttpProtocols {
             settings
                 .max_header_bytes
                 .saturating_add(1)
-                .max(MIN_BUFFER_BYTES),
+                .max(MIN_HTTP1_BUFFER_LIMIT_BYTES),
         );
-        if settings.max_headers != HYPER_STACK_MAX_HEADERS {
+        if settings.max_headers != HYPER_MAX_STACK_HEADERS {
             http1.max_headers(settings.max_headers);
         }
         Self {
@@ -76,7 +77,7 @@ impl HttpProtocols {
         }
     }
 
-    pub(in crate::proxy) fn timeouts(&self) -> ConnectionTimeouts {
+    pub(in crate::proxy) fn connection_timeouts(&self) -> ConnectionTimeouts {
         ConnectionTimeouts {
             idle: self.settings.idle_timeout,
             request_head: self.settings.header_timeout,
@@ -84,15 +85,16 @@ impl HttpProtocols {
         }
     }
 
-    pub(super) fn body_limits(&self) -> BodyLimits {
-        BodyLimits {
+    pub(super) fn body_limits(&self) -> RequestBodyLimits {
+        RequestBodyLimits {
             idle_timeout: self.settings.body_idle_timeout,
             max_bytes: self.settings.max_body_bytes,
         }
     }
 
-    /// Limit of pending stream resets. The operator's own proxies have timeouts of milliseconds and
-    /// reset all their streams when a reply is late, so they may reset every stream.
+    /// Maximum streams that a client has reset before the server accepted them. The operator's own
+    /// proxies may reset every stream: they have timeouts of milliseconds and reset all their
+    /// streams when a reply is late.
     fn max_pending_resets(&self) -> usize {
         match self.listener_kind.is_public() {
             true => H2_MAX_PENDING_RESETS,
@@ -100,12 +102,13 @@ impl HttpProtocols {
         }
     }
 
-    pub(super) fn build_http2(
+    pub(super) fn http2_builder(
         &self,
         monitor: &Rc<ConnectionMonitor>,
         handover: &Rc<UpgradeHandover>,
-    ) -> http2::Builder<StreamTasks> {
-        let tasks = StreamTasks::new(Rc::clone(monitor), Rc::clone(handover), self.load.clone());
+    ) -> http2::Builder<StreamTaskExecutor> {
+        let tasks =
+            StreamTaskExecutor::new(Rc::clone(monitor), Rc::clone(handover), self.load.clone());
         let mut http2 = http2::Builder::new(tasks);
         http2
             .timer(TokioTimer::new())
@@ -114,7 +117,7 @@ impl HttpProtocols {
             .max_header_list_size(u32::try_from(self.settings.max_header_bytes).unwrap_or(u32::MAX))
             .initial_stream_window_size(H2_STREAM_WINDOW_BYTES)
             .initial_connection_window_size(H2_CONNECTION_WINDOW_BYTES)
-            .max_send_buf_size(H2_SEND_BUFFER_BYTES)
+            .max_send_buf_size(H2_STREAM_SEND_BUFFER_BYTES)
             .max_pending_accept_reset_streams(self.max_pending_resets())
             .max_local_error_reset_streams(H2_MAX_LOCAL_RESETS)
             .keep_alive_interval(H2_PING_INTERVAL)

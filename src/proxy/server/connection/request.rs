@@ -14,17 +14,18 @@ use std::task::{Context, Poll, ready};
 use tokio::time::Instant;
 
 use super::upgrade_handover::{UpgradeHandover, UpgradedRequest};
-use crate::proxy::http::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
+use crate::proxy::http::body::{BodyError, RequestBody, RequestBodyLimits, ResponseBody};
 use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::server::connection_timeouts::{ActiveRequest, ConnectionMonitor};
+use crate::proxy::server::connection_timeouts::{ActiveRequestGuard, ConnectionMonitor};
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::peer::ConnectionPeer;
 
-/// Maximum size of a response chunk passed to HTTP/2. A request for the next chunk shows that the
+/// Maximum size of a response chunk passed to HTTP/2. When hyper asks for the next chunk, the
 /// client reads, even if slowly.
-const H2_CHUNK_BYTES: usize = 16 * 1024;
+const H2_MAX_CHUNK_BYTES: usize = 16 * 1024;
 
-/// Passes one request to the handler. The request stays active until its last body is dropped.
+/// Passes one request to the handler. The request stays active until the bodies of request and
+/// response are dropped.
 ///
 /// Inlined so that the future is constructed in place instead of being copied.
 #[inline(always)]
@@ -32,7 +33,7 @@ pub(super) fn handle_request<H: RequestHandler>(
     request: Request<Incoming>,
     peer: Arc<ConnectionPeer>,
     handler: &Rc<H>,
-    limits: BodyLimits,
+    limits: RequestBodyLimits,
     monitor: &Rc<ConnectionMonitor>,
     handover: &Rc<UpgradeHandover>,
 ) -> impl Future<Output = Result<Response<TrackedResponseBody>, Infallible>> + use<H> {
@@ -47,7 +48,11 @@ pub(super) fn handle_request<H: RequestHandler>(
         monitor.set_close_delimited();
     }
     let is_http2 = head.version == Version::HTTP_2;
-    let max_frame_bytes = if is_http2 { H2_CHUNK_BYTES } else { usize::MAX };
+    let max_frame_bytes = if is_http2 {
+        H2_MAX_CHUNK_BYTES
+    } else {
+        usize::MAX
+    };
     let body = RequestBody::new(&head, incoming, limits, &active);
     let charges_early_reset = is_http2 && peer.listener_kind.is_public();
     let mut guard = RequestGuard {
@@ -58,9 +63,9 @@ pub(super) fn handle_request<H: RequestHandler>(
     let handler = Rc::clone(handler);
     let interim = InformationalForwarder::new(head.version, monitor);
     async move {
-        // Constructed in place: the handler's future reserves space for everything that a request
-        // may need. Constructed earlier, it would be stored twice per connection and copied for
-        // each request.
+        // The handler's future is constructed here, in place: it reserves space for everything that
+        // a request may need. Constructed earlier, this future would be stored twice per connection
+        // and copied for each request.
         let mut handling = pin!(handler.handle(Request::from_parts(head, body), peer, interim));
         let response = poll_fn(|cx| {
             let polled = handling.as_mut().poll(cx);
@@ -76,9 +81,9 @@ pub(super) fn handle_request<H: RequestHandler>(
             && (monitor.is_draining() || monitor.has_unread_input())
             && response.status() != StatusCode::SWITCHING_PROTOCOLS
         {
-            // Set before hyper knows of the close. hyper is asked to close only when no more input
-            // is expected, and notices an unread body later. A request sent after a response
-            // without this header is lost.
+            // A request that the client sends after the last response is lost unless that response
+            // has `connection: close`. hyper would add the header too late: it is asked to close
+            // only when no more input is expected, and notices an unread body later.
             response
                 .headers_mut()
                 .insert(header::CONNECTION, HeaderValue::from_static("close"));
@@ -101,32 +106,33 @@ pub(super) fn handle_request<H: RequestHandler>(
 /// Guard of a request, from its arrival to the end of its response. If a client of a public HTTP/2
 /// listener cancels the request shortly after its arrival, the connection's frame budget is charged.
 struct RequestGuard {
-    request: ActiveRequest,
-    /// Set only for HTTP/2 clients of a public listener, which can cancel one request and continue
-    /// with others. The operator's own proxies cancel requests when their timeouts expire.
+    request: ActiveRequestGuard,
+    /// Arrival time, set only for HTTP/2 clients of a public listener, which can cancel one request
+    /// and continue with others. The operator's own proxies may cancel requests when their timeouts
+    /// expire.
     arrived_at: Option<Instant>,
     is_complete: bool,
 }
 
 impl Drop for RequestGuard {
-    /// Charges the frame budget if the client cancelled the request.
+    /// Charges the frame budget if the client cancelled the request early.
     fn drop(&mut self) {
         if let Some(arrived) = self.arrived_at.filter(|_| !self.is_complete) {
             self.request
                 .monitor()
                 .frame_budget()
-                .charge_reset(arrived.elapsed());
+                .charge_early_reset(arrived.elapsed());
         }
     }
 }
 
-/// Response body that keeps its request active and marks the progress of the connection.
+/// Response body that keeps its request active and records that the client reads the response.
 pub(super) struct TrackedResponseBody {
     body: ResponseBody,
     guard: RequestGuard,
-    /// Maximum bytes per frame.
+    /// Maximum bytes of a frame passed to hyper.
     max_frame_bytes: usize,
-    /// Rest of the last frame that was split.
+    /// Rest of the last frame that was split, not yet passed to hyper.
     remainder: Bytes,
 }
 
@@ -138,7 +144,7 @@ impl Body for TrackedResponseBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        // hyper polls for more only when it can send more to the client.
+        // A poll is progress: hyper polls for more data only when it can send more to the client.
         self.guard.request.monitor().mark_progress();
         if self.remainder.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {

@@ -12,18 +12,19 @@ use crate::proxy::server::connection_timeouts::ConnectionMonitor;
 use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// Runs each stream of an HTTP/2 connection in its own task and resets streams that make no
-/// progress. A client can keep the connection busy and still grant a stream no window.
+/// progress. A client can keep the connection active and still grant one stream no flow-control
+/// window.
 ///
 /// A future that hyper spawns while the handover holds a request is the sending half of that
 /// request's tunnel.
 #[derive(Clone, Debug)]
-pub(super) struct StreamTasks {
+pub(super) struct StreamTaskExecutor {
     monitor: Rc<ConnectionMonitor>,
     handover: Rc<UpgradeHandover>,
     load: ServerLoad,
 }
 
-impl StreamTasks {
+impl StreamTaskExecutor {
     pub(super) fn new(
         monitor: Rc<ConnectionMonitor>,
         handover: Rc<UpgradeHandover>,
@@ -37,7 +38,8 @@ impl StreamTasks {
     }
 }
 
-/// Reports a panic on drop: no other task joins the stream tasks.
+/// Counts and logs the panic of a stream task on drop, because no other task joins the stream
+/// tasks.
 struct StreamPanicReporter(ServerLoad);
 
 impl Drop for StreamPanicReporter {
@@ -49,12 +51,12 @@ impl Drop for StreamPanicReporter {
     }
 }
 
-impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
+impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTaskExecutor {
     fn execute(&self, stream: F) {
         let (monitor, handover) = (Rc::clone(&self.monitor), Rc::clone(&self.handover));
         let panic_reporter = StreamPanicReporter(self.load.clone());
         if let Some(upgraded_request) = handover.take() {
-            let tunnel = upgraded_request.serve_http2_tunnel(stream, monitor.stall_timeout());
+            let tunnel = upgraded_request.serve_http2_tunnel(stream, monitor.write_stall_timeout());
             tokio::task::spawn_local(async move {
                 let _panic_reporter = panic_reporter;
                 tunnel.await;
@@ -68,7 +70,8 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
             poll_fn(|cx| {
                 monitor.take_progress();
                 let done = stream.as_mut().poll(cx);
-                // A request still in the handover was not upgraded: the client disconnected.
+                // A request still in the handover is dropped: its client disconnected before the
+                // upgrade.
                 drop(handover.take());
                 if done.is_ready() {
                     return Poll::Ready(());
@@ -79,7 +82,7 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
                 }
                 let since = *stalled_since.get_or_insert_with(Instant::now);
                 timer
-                    .poll(since + monitor.stall_timeout(), cx)
+                    .poll(since + monitor.write_stall_timeout(), cx)
                     .map(|()| monitor.record_close(ConnectionCloseReason::SlowRead))
             })
             .await;

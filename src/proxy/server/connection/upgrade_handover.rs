@@ -1,7 +1,8 @@
 //! Handover from an upgraded request to the tunnel that replaces it.
 //!
 //! hyper passes the client's bytes to the connection driver (HTTP/1) or to a stream task (HTTP/2).
-//! The tunnel to the upstream comes with the response. [`UpgradeHandover`] joins the two.
+//! The tunnel to the upstream comes with the response. [`UpgradeHandover`] brings the tunnel to the
+//! client's bytes.
 
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
@@ -15,7 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::close::close_gracefully;
 use crate::proxy::http::tunnel::{Tunnel, TunnelEndReason};
 use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_timeouts::{ActiveRequest, ConnectionMonitor};
+use crate::proxy::server::connection_timeouts::{ActiveRequestGuard, ConnectionMonitor};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Slot in which a request leaves its tunnel for the connection driver or the stream task.
@@ -50,12 +51,12 @@ impl UpgradeHandover {
 pub(super) struct UpgradedRequest {
     tunnel: Box<Tunnel>,
     client: OnUpgrade,
-    active: ActiveRequest,
+    active: ActiveRequestGuard,
 }
 
 impl UpgradedRequest {
     /// `client` is hyper's future of the client's byte stream.
-    pub(super) fn new(tunnel: Box<Tunnel>, client: OnUpgrade, active: ActiveRequest) -> Self {
+    pub(super) fn new(tunnel: Box<Tunnel>, client: OnUpgrade, active: ActiveRequestGuard) -> Self {
         Self {
             tunnel,
             client,
@@ -79,13 +80,14 @@ impl UpgradedRequest {
             | TunnelEndReason::IdleTimeout
             | TunnelEndReason::MaxDurationExceeded => {
                 socket.set_half_close(false);
-                socket.ignore_remaining_input();
+                socket.record_unread_input();
                 close_gracefully(&mut socket).await;
             }
         }
     }
 
-    /// Runs the tunnel over one HTTP/2 stream. hyper needs its `sending` half to be polled.
+    /// Runs the tunnel over one HTTP/2 stream, and meanwhile polls `sending`, hyper's sending half
+    /// of the stream.
     pub(super) async fn serve_http2_tunnel(
         mut self,
         sending: impl Future<Output = ()>,
@@ -97,7 +99,7 @@ impl UpgradedRequest {
                 return tracing::debug!(%error, "http/2 stream ended before its tunnel started");
             }
         };
-        let mut stream = TunnelStream {
+        let mut stream = Http2TunnelStream {
             io,
             sending: Some(Box::pin(sending)),
             active: self.active,
@@ -130,16 +132,16 @@ fn record_tunnel_end(end_reason: &TunnelEndReason, monitor: &ConnectionMonitor) 
 }
 
 /// HTTP/2 stream as a byte stream. hyper's sending half ends early when the client resets the
-/// stream. Polling it here detects the reset even while there is nothing to send.
-struct TunnelStream<S> {
+/// stream. Polling the sending half detects a reset even while there is nothing to send.
+struct Http2TunnelStream<S> {
     io: TokioIo<Upgraded>,
-    /// `None` once it has ended.
+    /// hyper's sending half of the stream. `None` once the sending half has ended.
     sending: Option<Pin<Box<S>>>,
-    active: ActiveRequest,
+    active: ActiveRequestGuard,
 }
 
-impl<S: Future<Output = ()>> TunnelStream<S> {
-    fn poll_sending(&mut self, cx: &mut Context<'_>) {
+impl<S: Future<Output = ()>> Http2TunnelStream<S> {
+    fn poll_sending_half(&mut self, cx: &mut Context<'_>) {
         if self
             .sending
             .as_mut()
@@ -150,7 +152,7 @@ impl<S: Future<Output = ()>> TunnelStream<S> {
     }
 }
 
-impl<S: Future<Output = ()>> AsyncRead for TunnelStream<S> {
+impl<S: Future<Output = ()>> AsyncRead for Http2TunnelStream<S> {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -160,7 +162,7 @@ impl<S: Future<Output = ()>> AsyncRead for TunnelStream<S> {
     }
 }
 
-impl<S: Future<Output = ()>> AsyncWrite for TunnelStream<S> {
+impl<S: Future<Output = ()>> AsyncWrite for Http2TunnelStream<S> {
     fn poll_write(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -171,24 +173,24 @@ impl<S: Future<Output = ()>> AsyncWrite for TunnelStream<S> {
         if written.is_ready() {
             this.active.monitor().frame_budget().credit_response();
         }
-        this.poll_sending(cx);
+        this.poll_sending_half(cx);
         written
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        this.poll_sending(cx);
+        this.poll_sending_half(cx);
         Pin::new(&mut this.io).poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        // Shutdown closes the channel to the sending half and waits for its end, so that half is
-        // polled in between.
+        // Shutdown closes the channel to the sending half and waits for the end of the sending
+        // half, which is therefore polled in between.
         if let Poll::Ready(done) = Pin::new(&mut this.io).poll_shutdown(cx) {
             return Poll::Ready(done);
         }
-        this.poll_sending(cx);
+        this.poll_sending_half(cx);
         Pin::new(&mut this.io).poll_shutdown(cx)
     }
 }

@@ -1,4 +1,4 @@
-//! Sends a request on an HTTP/1.1 connection.
+//! One attempt to send a request on an HTTP/1.1 connection.
 
 use http::{HeaderValue, Request, Response, StatusCode, header};
 use hyper::body::Incoming;
@@ -23,11 +23,12 @@ use crate::proxy::upstream::pool::{ConnectionProtocol, UpstreamConnection};
 use crate::proxy::upstream::response_body::UpstreamBodySource;
 
 impl UpstreamClient {
-    /// Sends the request once, on `connection`.
+    /// Sends the request once on `connection`, of either HTTP version, and awaits the response
+    /// head.
     ///
-    /// `yield_first` lets the runtime poll the socket first. A request that cannot be retried is
-    /// then not written to a connection that the upstream has already closed.
-    pub(in crate::proxy::upstream) async fn exchange(
+    /// With `yield_first`, the runtime polls the HTTP/1.1 socket before the request is written, so
+    /// that a close by the upstream is detected first. Requests that cannot be retried need this.
+    pub(in crate::proxy::upstream) async fn exchange_request(
         &self,
         mut connection: Box<UpstreamConnection>,
         mut request: Request<RequestBody>,
@@ -77,8 +78,12 @@ impl UpstreamClient {
             }
         };
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            let switched =
-                Box::pin(self.switch_protocols(response, connection, &requested_protocols)).await;
+            let switched = Box::pin(self.convert_connection_to_tunnel(
+                response,
+                connection,
+                &requested_protocols,
+            ))
+            .await;
             return switched.map_err(|error| (ExchangeFailure::MaybeProcessed, error));
         }
         Ok(response.map(|incoming| {
@@ -87,14 +92,14 @@ impl UpstreamClient {
     }
 
     /// Turns the connection into a tunnel for the protocol that the upstream switched to. The
-    /// connection keeps its `max_connections` permit until it is closed.
-    async fn switch_protocols(
+    /// tunnel holds the connection's `max_connections` permit until the socket is closed.
+    async fn convert_connection_to_tunnel(
         &self,
         mut response: Response<Incoming>,
         connection: Box<UpstreamConnection>,
         requested_protocols: &[HeaderValue],
     ) -> Result<Response<ResponseBody>, UpstreamError> {
-        if !upgrade::selects_offered_protocol(requested_protocols, response.headers()) {
+        if !upgrade::selects_only_offered_protocols(requested_protocols, response.headers()) {
             let detail =
                 "the upstream switched to a protocol that the client did not offer".to_owned();
             return Err(UpstreamError {
@@ -108,7 +113,7 @@ impl UpstreamClient {
                 kind: UpstreamErrorKind::ConnectionTerminated,
                 detail: format_error_chain(&error),
             })?;
-        // Dropping the connection earlier would abort the task that hands over the socket.
+        // The connection is dropped only here: its drop aborts the task that hands over the socket.
         drop(connection);
         let tunnel = Tunnel::new(
             TokioIo::new(upgraded),

@@ -1,4 +1,4 @@
-//! Sends a request as a stream of an HTTP/2 connection.
+//! One attempt to send a request as a stream of an HTTP/2 connection.
 
 use bytes::Bytes;
 use h2::SendStream;
@@ -26,15 +26,15 @@ use crate::proxy::upstream::tunnel_io::Http2TunnelIo;
 
 type ExchangeError = (ExchangeFailure, UpstreamError);
 
-/// A request with its head sent and its body on the way.
+/// A request whose head was sent and whose body is being uploaded.
 struct StartedRequest {
     response: Http2ResponseFuture,
-    /// The open stream of a WebSocket request, which has no body.
+    /// The sending half of a WebSocket request's stream; `None` for other requests.
     tunnel: Option<SendStream<Bytes>>,
 }
 
 impl UpstreamClient {
-    /// Sends the request as one stream of a shared HTTP/2 connection.
+    /// Sends the request once, as a stream of an HTTP/2 connection, and awaits the response head.
     pub(super) async fn exchange_http2(
         &self,
         mut connection: Box<UpstreamConnection>,
@@ -45,12 +45,15 @@ impl UpstreamClient {
         let (mut head, body) = request.into_parts();
         let progress = body.progress();
         let ConnectionProtocol::Http2(slot) = &mut connection.protocol else {
-            return Err(invalid_request("the connection does not speak HTTP/2"));
+            return Err(invalid_request_error(
+                "the connection does not speak HTTP/2",
+            ));
         };
-        let websocket_key = self.convert_head(&mut head, slot)?;
+        let websocket_key = self.convert_request_head(&mut head, slot)?;
         let mut started = start_request(slot, head, body, websocket_key.is_some()).await?;
         let response_future = poll_fn(|cx| {
-            while let Poll::Ready(Some(Ok(informational))) = started.response.poll_informational(cx)
+            while let Poll::Ready(Some(Ok(informational))) =
+                started.response.poll_informational_response(cx)
             {
                 interim.forward(
                     informational.status(),
@@ -84,34 +87,34 @@ impl UpstreamClient {
                 ));
             }
         };
-        Ok(self.receive_response(response, websocket_key.zip(started.tunnel), connection))
+        Ok(self.convert_response(response, websocket_key.zip(started.tunnel), connection))
     }
 
-    /// Converts the request head to HTTP/2. Returns the key of a WebSocket request, which becomes
-    /// an extended CONNECT.
-    fn convert_head(
+    /// Converts the request head to HTTP/2; a WebSocket request becomes an extended CONNECT.
+    /// Returns the `Sec-WebSocket-Key` of a WebSocket request.
+    fn convert_request_head(
         &self,
         head: &mut request::Parts,
         slot: &StreamSlot,
     ) -> Result<Option<HeaderValue>, ExchangeError> {
-        let is_websocket =
-            upgrade::is_websocket(&head.headers) && slot.connection().allows_tunnels();
+        let is_websocket = upgrade::upgrade_names_websocket(&head.headers)
+            && slot.connection().supports_extended_connect();
         let websocket_key = match is_websocket {
             true => head_conversion::convert_to_extended_connect(head),
             false => None,
         };
         let is_secure = self.pool.settings().tls.is_some();
-        match head_conversion::convert_head_to_http2(head, is_secure) {
+        match head_conversion::convert_request_head_to_http2(head, is_secure) {
             Some(()) => Ok(websocket_key),
-            None => Err(invalid_request(
+            None => Err(invalid_request_error(
                 "the request's Host is not a valid authority",
             )),
         }
     }
 
-    /// Converts the response to HTTP/1.1. `websocket` is the key and the stream of a WebSocket
-    /// request, which becomes a tunnel if the upstream accepted it.
-    fn receive_response(
+    /// Builds the response from an HTTP/2 response. `websocket` is the key and the sending half of
+    /// a WebSocket request; a success status turns its stream into a tunnel with status 101.
+    fn convert_response(
         &self,
         response: Response<h2::RecvStream>,
         websocket: Option<(HeaderValue, SendStream<Bytes>)>,
@@ -133,7 +136,8 @@ impl UpstreamClient {
     }
 }
 
-/// Sends the head, and as much of the body as the upstream's window allows.
+/// Sends the request head and the start of the body; a task uploads what exceeds the upstream's
+/// window.
 async fn start_request(
     slot: &mut StreamSlot,
     head: request::Parts,
@@ -150,7 +154,7 @@ async fn start_request(
     let (response, send_stream) = slot
         .connection()
         .send_request_head(Request::from_parts(head, ()), keeps_stream_open)
-        .map_err(exchange_error_from_open)?;
+        .map_err(exchange_error_from_stream_open)?;
     let mut tunnel = None;
     if is_websocket {
         tunnel = Some(send_stream);
@@ -162,7 +166,7 @@ async fn start_request(
     Ok(StartedRequest { response, tunnel })
 }
 
-fn invalid_request(detail: &str) -> ExchangeError {
+fn invalid_request_error(detail: &str) -> ExchangeError {
     let error = UpstreamError {
         kind: UpstreamErrorKind::Protocol,
         detail: detail.to_owned(),
@@ -170,7 +174,7 @@ fn invalid_request(detail: &str) -> ExchangeError {
     (ExchangeFailure::MaybeProcessed, error)
 }
 
-fn exchange_error_from_open(error: StreamOpenError) -> ExchangeError {
+fn exchange_error_from_stream_open(error: StreamOpenError) -> ExchangeError {
     let failure = if error.is_connection_closed {
         ExchangeFailure::NotSent(None)
     } else {
@@ -190,7 +194,8 @@ fn upstream_error_from_h2(
     }
 }
 
-/// Whether the upstream states that it did not process the request (RFC 9113, 8.7).
+/// Classifies an h2 error by whether the upstream states that it did not process the request
+/// (RFC 9113, 8.7).
 fn classify_failure(error: &h2::Error) -> ExchangeFailure {
     match error.is_remote() {
         true if error.is_go_away() => ExchangeFailure::GoAway,

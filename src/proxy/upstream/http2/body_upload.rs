@@ -18,9 +18,9 @@ use crate::proxy::http::hop_by_hop;
 pub(in crate::proxy::upstream) struct BodyUpload(AbortHandle);
 
 impl BodyUpload {
-    /// Sends as much of `body` as the window allows, then spawns a task for the rest. Returns
-    /// `None` if the body is complete. `declared_trailers` are the validated `Trailer` values;
-    /// trailers that they do not name are removed.
+    /// Sends as much of `body` as the upstream's window allows, then spawns a task for the rest.
+    /// Returns `None` if no rest remains. Removes trailers that are not named in
+    /// `declared_trailers`, the validated `Trailer` values.
     pub(in crate::proxy::upstream) async fn start(
         body: RequestBody,
         stream: SendStream<Bytes>,
@@ -53,9 +53,9 @@ struct BodyUploadFuture {
     body: RequestBody,
     stream: SendStream<Bytes>,
     declared_trailers: SmallVec<[HeaderValue; 1]>,
-    /// The unsent rest of the last chunk, which exceeds the upstream's window.
+    /// The rest of the chunk read last from the body, not sent yet.
     pending_chunk: Bytes,
-    /// The pending chunk is the last one.
+    /// Whether `pending_chunk` ends the body.
     is_last: bool,
 }
 
@@ -64,7 +64,7 @@ impl Future for BodyUploadFuture {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let this = self.get_mut();
-        // Stream errors are reported by the response future.
+        // Stream errors are ignored here because the response future reports them.
         this.poll_upload(cx).map(|_sent| ())
     }
 }
@@ -72,7 +72,7 @@ impl Future for BodyUploadFuture {
 impl BodyUploadFuture {
     fn poll_upload(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
         loop {
-            // The upstream may stop reading the body before its end.
+            // The upload ends if the upstream reset the stream to stop reading the body.
             if self.stream.poll_reset(cx).is_ready() {
                 return Poll::Ready(Ok(()));
             }
@@ -100,10 +100,10 @@ impl BodyUploadFuture {
                         }
                         self.pending_chunk = chunk;
                     }
-                    Err(frame) => return Poll::Ready(self.finish_with_trailers(frame)),
+                    Err(frame) => return Poll::Ready(self.finish_with_declared_trailers(frame)),
                 },
                 None => return Poll::Ready(self.stream.send_data(Bytes::new(), true)),
-                // A truncated body must not look complete.
+                // The stream is reset after a body error: a truncated body must not look complete.
                 Some(Err(_reported_by_progress)) => {
                     self.stream.send_reset(Reason::CANCEL);
                     return Poll::Ready(Ok(()));
@@ -112,7 +112,7 @@ impl BodyUploadFuture {
         }
     }
 
-    fn finish_with_trailers(&mut self, frame: Frame<Bytes>) -> Result<(), h2::Error> {
+    fn finish_with_declared_trailers(&mut self, frame: Frame<Bytes>) -> Result<(), h2::Error> {
         let mut trailers = frame.into_trailers().unwrap_or_default();
         let undeclared: SmallVec<[_; 4]> = trailers
             .keys()
@@ -136,7 +136,8 @@ impl BodyUploadFuture {
     }
 }
 
-/// Waits until the window allows some of `requested_bytes`.
+/// Polls until the stream's send window allows at least one byte, and returns the capacity. At most
+/// `requested_bytes` are reserved.
 pub(in crate::proxy::upstream) fn poll_send_capacity(
     stream: &mut SendStream<Bytes>,
     requested_bytes: usize,

@@ -18,27 +18,28 @@ use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// Maximum streams per connection, even if the upstream allows more.
 pub(in crate::proxy::upstream) const MAX_CONCURRENT_STREAMS: usize = 100;
-/// Requests that may be cancelled before the upstream responds to others. At zero the connection is
-/// retired.
+/// Number of requests that may be cancelled. Each response head restores one, up to this number. At
+/// zero the connection is retired.
 ///
 /// Servers treat frequent cancellation as an attack (CVE-2023-44487) and close the connection with
-/// all its requests; h2 and hyper tolerate 20 unprocessed ones. So one client's disconnects cannot
-/// end the requests of other clients.
+/// all its requests; h2 and hyper tolerate 20 unprocessed cancelled requests. The budget keeps one
+/// client's disconnects from ending the requests of other clients.
 const CANCELLATION_BUDGET: u32 = 10;
-/// Cancellations beyond the budget are delayed this long, so that the upstream has processed the
-/// requests by then.
+/// Delay of cancellations beyond the budget, in which the upstream can process the abandoned
+/// requests.
 const DEFERRED_CANCEL_DELAY: Duration = Duration::from_secs(1);
 
-/// An open connection. Dropping it closes it.
+/// An open HTTP/2 connection. Dropping the last handle closes it.
 pub(in crate::proxy::upstream) struct Http2Connection {
     sender: SendRequest<Bytes>,
     /// IP address of the upstream.
     pub(in crate::proxy::upstream) peer: Option<IpAddr>,
-    /// Requests in progress.
+    /// Number of reserved streams, one per request in progress.
     active_streams: Cell<usize>,
-    /// Takes no new requests, and closes after the last one ends.
+    /// Whether the connection takes no new requests and closes after the last one ends.
     closing: Cell<bool>,
-    /// A response timed out, and nothing was received since.
+    /// Whether a response timed out and no PONG has arrived since. A suspect connection takes no
+    /// new requests.
     is_suspect: Cell<bool>,
     was_used: Cell<bool>,
     /// Remaining cancellations; see [`CANCELLATION_BUDGET`].
@@ -49,22 +50,23 @@ pub(in crate::proxy::upstream) struct Http2Connection {
     task: Cell<Option<AbortHandle>>,
 }
 
-/// Future of the response head. Dropping it before completion cancels the request.
+/// Future of the response head. Dropping it before completion cancels the request, possibly with a
+/// delay.
 pub(in crate::proxy::upstream) struct Http2ResponseFuture {
     response: Option<ResponseFuture>,
     connection: Rc<Http2Connection>,
 }
 
-/// Abandoned requests that have not been cancelled yet.
+/// Abandoned requests that will be cancelled after [`DEFERRED_CANCEL_DELAY`].
 #[derive(Default)]
 struct DeferredCancels {
     requests: Vec<ResponseFuture>,
     since: Option<Instant>,
 }
 
-/// A request that could not be sent; nothing of it was written.
+/// Error of a request that could not be sent; nothing of the request was written.
 pub(in crate::proxy::upstream) struct StreamOpenError {
-    /// The connection takes no more requests.
+    /// Whether the cause is that the connection takes no more requests.
     pub(in crate::proxy::upstream) is_connection_closed: bool,
     pub(in crate::proxy::upstream) error: h2::Error,
 }
@@ -86,12 +88,12 @@ impl Http2Connection {
         }
     }
 
-    /// Sets the task that runs the connection. It is aborted when the connection is dropped.
-    pub(in crate::proxy::upstream) fn set_task(&self, task: AbortHandle) {
+    /// Sets the task that runs the connection. Dropping the connection aborts the task.
+    pub(in crate::proxy::upstream) fn set_driver_task(&self, task: AbortHandle) {
         self.task.set(Some(task));
     }
 
-    /// Reserves a stream if the connection has capacity. Returns whether it did.
+    /// Reserves a stream if the connection has capacity. Returns whether a stream was reserved.
     pub(in crate::proxy::upstream) fn try_reserve_stream(&self) -> bool {
         let is_available = !self.closing.get()
             && !self.is_suspect.get()
@@ -114,27 +116,28 @@ impl Http2Connection {
         }
     }
 
-    /// Marks the connection as used, and returns whether it was before.
+    /// Marks the connection as used, and returns whether it was already used.
     pub(in crate::proxy::upstream) fn mark_used(&self) -> bool {
         self.was_used.replace(true)
     }
 
-    /// Whether the upstream supports extended CONNECT (RFC 8441, 3).
-    pub(in crate::proxy::upstream) fn allows_tunnels(&self) -> bool {
+    /// Whether the upstream announced support for extended CONNECT (RFC 8441, 3).
+    pub(in crate::proxy::upstream) fn supports_extended_connect(&self) -> bool {
         self.sender.is_extended_connect_protocol_enabled()
     }
 
     /// Sends a request head. With `has_body`, the stream stays open for the body.
     ///
     /// # Errors
-    /// If the connection takes no more requests, or the head is invalid; nothing was sent then.
+    /// Returns an error, without sending anything, if the connection takes no more requests or the
+    /// head is invalid.
     pub(in crate::proxy::upstream) fn send_request_head(
         self: &Rc<Self>,
         request: Request<()>,
         has_body: bool,
     ) -> Result<(Http2ResponseFuture, SendStream<Bytes>), StreamOpenError> {
-        // Each request uses its own clone, so requests that wait for capacity do not block each
-        // other.
+        // Each request uses its own clone of the sender, so that requests waiting for capacity do
+        // not block each other.
         let mut sender = self.sender.clone();
         match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Err(error)) => {
@@ -167,14 +170,15 @@ impl Http2Connection {
         self.wake_driver();
     }
 
-    /// Streams that both the upstream and the proxy allow on this connection.
-    pub(in crate::proxy::upstream) fn capacity(&self) -> usize {
+    /// Maximum concurrent streams that both the upstream and the proxy allow on this connection, at
+    /// least 1.
+    pub(in crate::proxy::upstream) fn max_streams(&self) -> usize {
         self.sender
             .current_max_send_streams()
             .clamp(1, MAX_CONCURRENT_STREAMS)
     }
 
-    /// Stops adding requests. The connection closes after its last one.
+    /// Stops adding requests to the connection. The connection closes after its last request.
     pub(in crate::proxy::upstream) fn retire(&self) {
         self.closing.set(true);
     }
@@ -183,8 +187,8 @@ impl Http2Connection {
         self.closing.get()
     }
 
-    /// Cancels a request, or defers that once the cancellation budget is used up.
-    fn cancel_request(&self, request: ResponseFuture) {
+    /// Cancels a request, or defers the cancellation if the cancellation budget is used up.
+    fn cancel_or_defer_request(&self, request: ResponseFuture) {
         match self.cancellation_budget.get() {
             0 => {
                 let mut deferred = self.deferred_cancels.borrow_mut();
@@ -206,8 +210,8 @@ impl Http2Connection {
         }
     }
 
-    /// Cancels the deferred requests once [`DEFERRED_CANCEL_DELAY`] has passed.
-    pub(super) fn flush_deferred_cancels(&self, timer: &mut LazyTimer, cx: &mut Context<'_>) {
+    /// Cancels all deferred requests if [`DEFERRED_CANCEL_DELAY`] has passed since the first one.
+    pub(super) fn cancel_deferred_if_due(&self, timer: &mut LazyTimer, cx: &mut Context<'_>) {
         let Some(since) = self.deferred_cancels.borrow().since else {
             return;
         };
@@ -216,12 +220,12 @@ impl Http2Connection {
         }
     }
 
-    /// Sets the waker of the task that runs the connection.
+    /// Stores the waker of the task that runs the connection.
     pub(super) fn set_driver_waker(&self, waker: &Waker) {
         self.driver_waker.replace(Some(waker.clone()));
     }
 
-    /// Set when a response timed out; cleared by the next PONG.
+    /// Returns the flag that a response timeout sets and the next PONG clears.
     pub(super) fn suspect_flag(&self) -> &Cell<bool> {
         &self.is_suspect
     }
@@ -232,7 +236,7 @@ impl Http2Connection {
         }
     }
 
-    /// Time since which the connection has had no requests; `None` while it has some.
+    /// Start of the connection's idle time; `None` while it has requests.
     pub(in crate::proxy::upstream) fn idle_since(&self) -> Option<Instant> {
         (self.active_streams.get() == 0).then(|| self.idle_since.get())
     }
@@ -240,7 +244,7 @@ impl Http2Connection {
 
 impl Http2ResponseFuture {
     /// Polls for informational (1xx) response heads.
-    pub(in crate::proxy::upstream) fn poll_informational(
+    pub(in crate::proxy::upstream) fn poll_informational_response(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Response<()>, h2::Error>>> {
@@ -269,7 +273,7 @@ impl Future for Http2ResponseFuture {
 impl Drop for Http2ResponseFuture {
     fn drop(&mut self) {
         if let Some(response) = self.response.take() {
-            self.connection.cancel_request(response);
+            self.connection.cancel_or_defer_request(response);
         }
     }
 }

@@ -34,7 +34,7 @@ impl Http2Driver {
         }
     }
 
-    /// Runs the connection until it closes. Its remaining requests then fail.
+    /// Runs the connection until it closes, which fails its remaining requests.
     pub(in crate::proxy::upstream) async fn run(mut self) {
         let end = poll_fn(|cx| {
             if let Poll::Ready(end) = Pin::new(&mut self.connection).poll(cx) {
@@ -44,7 +44,7 @@ impl Http2Driver {
                 return Poll::Pending;
             };
             http2_connection.set_driver_waker(cx.waker());
-            http2_connection.flush_deferred_cancels(&mut self.deferred_cancel_timer, cx);
+            http2_connection.cancel_deferred_if_due(&mut self.deferred_cancel_timer, cx);
             let Some(ping_monitor) = &mut self.ping_monitor else {
                 return Poll::Pending;
             };

@@ -14,39 +14,38 @@ use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::UpstreamSocket;
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 
-/// Receive windows per stream and per connection. The connection window holds as many full stream
-/// windows as there can be streams, so a slow client delays only its own response.
+/// Receive windows per stream and per connection. The connection window holds one full stream
+/// window per possible stream, so a slow client delays only its own response.
 const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const CONNECTION_WINDOW_BYTES: u32 = 100 * STREAM_WINDOW_BYTES;
-/// Size of the send buffer for data that exceeds the upstream's window.
+/// Maximum bytes that h2 buffers per stream for sending.
 const SEND_BUFFER_BYTES: usize = 64 * 1024;
-/// Cancelled requests to remember. Frames that the upstream already sent for them are not protocol
-/// errors.
+/// Number of cancelled streams that h2 remembers. Late frames for them are not protocol errors.
 const MAX_REMEMBERED_RESETS: usize = 1000;
 
 /// Performs the HTTP/2 handshake on a new connection.
 ///
-/// It completes when the upstream's SETTINGS have arrived. So a peer without HTTP/2 is detected
-/// before it sees a request.
+/// The handshake completes when the upstream's SETTINGS have arrived, so that an upstream without
+/// HTTP/2 is detected before any request is sent.
 ///
 /// # Errors
-/// If the upstream sends anything else, or nothing within `limit`.
+/// Returns an error if the upstream does not send valid SETTINGS within `limit`.
 pub(in crate::proxy::upstream) async fn perform_http2_handshake(
     stream: UpstreamSocket,
     limit: Duration,
 ) -> Result<(Rc<Http2Connection>, Http2Driver), UpstreamError> {
-    let (read_activity, peer) = (stream.read_activity(), stream.peer());
+    let (read_activity, peer) = (stream.read_activity_flag(), stream.peer_ip());
     let mut builder = Builder::new();
     builder
         .enable_push(false)
-        // No streams until the upstream's SETTINGS say how many.
+        // No request is sent until the upstream's SETTINGS allow streams.
         .initial_max_send_streams(0)
         .initial_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_header_list_size(MAX_RESPONSE_HEAD_BYTES)
         .max_send_buffer_size(SEND_BUFFER_BYTES)
         .max_concurrent_reset_streams(MAX_REMEMBERED_RESETS)
-        // h2 counts these over the whole life of a connection, which may be long.
+        // No limit of resets for protocol errors, which h2 counts over the connection's whole life.
         .max_local_error_reset_streams(None);
     let failed = |error: h2::Error| UpstreamError {
         kind: UpstreamErrorKind::from_h2(&error),

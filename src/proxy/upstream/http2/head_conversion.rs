@@ -6,11 +6,11 @@ use http::{HeaderValue, Method, Response, StatusCode, Uri, Version, header, requ
 use crate::proxy::http::upgrade;
 
 /// Converts an HTTP/1.1 request head to HTTP/2 (RFC 9113, 8.2.2 and 8.3.1). The target becomes an
-/// absolute URI, and the connection-specific headers except `te: trailers` are removed.
+/// absolute URI, and the connection headers except `te` are removed.
 ///
-/// Returns `None`, with a partly changed head, if `Host` is missing or not an authority. Request
-/// validation has already rejected requests without a valid `Host`.
-pub(in crate::proxy::upstream) fn convert_head_to_http2(
+/// Returns `None`, with a partly changed head, if `Host` is missing or not an authority. This does
+/// not occur after request validation.
+pub(in crate::proxy::upstream) fn convert_request_head_to_http2(
     head: &mut request::Parts,
     is_secure: bool,
 ) -> Option<()> {
@@ -35,8 +35,8 @@ pub(in crate::proxy::upstream) fn convert_head_to_http2(
     Some(())
 }
 
-/// Converts a WebSocket GET to an extended CONNECT (RFC 8441, 5). Returns the client's
-/// `Sec-WebSocket-Key`, which the response must prove.
+/// Converts a WebSocket GET to an extended CONNECT (RFC 8441, 5). Removes and returns the
+/// `Sec-WebSocket-Key`, from which the `Sec-WebSocket-Accept` of the response is computed.
 pub(in crate::proxy::upstream) fn convert_to_extended_connect(
     head: &mut request::Parts,
 ) -> Option<HeaderValue> {
@@ -47,7 +47,7 @@ pub(in crate::proxy::upstream) fn convert_to_extended_connect(
     head.headers.remove(header::SEC_WEBSOCKET_KEY)
 }
 
-/// Converts the response of an extended CONNECT to the `101 Switching Protocols` of HTTP/1.1.
+/// Converts the successful response to an extended CONNECT to HTTP/1.1 `101 Switching Protocols`.
 pub(in crate::proxy::upstream) fn convert_to_switching_protocols<B>(
     response: &mut Response<B>,
     key: &HeaderValue,

@@ -1,4 +1,4 @@
-//! Detection of unresponsive upstreams by HTTP/2 PINGs.
+//! Detects unresponsive upstreams by HTTP/2 PINGs.
 
 use h2::{Ping, PingPong};
 use std::cell::Cell;
@@ -10,8 +10,8 @@ use tokio::time::Instant;
 
 use crate::proxy::server::lazy_timer::LazyTimer;
 
-/// Quiet time before each successive PING to a silent upstream. gRPC servers treat more than two
-/// PINGs within five minutes as abuse.
+/// Quiet times before the first, second and each further PING to a silent upstream. They grow
+/// because gRPC servers treat more than two PINGs within five minutes as abuse.
 const PING_INTERVALS: [Duration; 3] = [
     Duration::from_secs(20),
     Duration::from_secs(60),
@@ -23,11 +23,11 @@ const PING_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) struct PingMonitor {
     ping_pong: PingPong,
     read_activity: Arc<AtomicBool>,
-    /// PINGs sent since other data was received.
+    /// Number of PINGs sent since data other than PONGs was received.
     pings_since_read: usize,
     /// Start of the current quiet period: the last PONG or the last other data.
     quiet_since: Instant,
-    /// Deadline for the PONG of the current PING.
+    /// Deadline for the PONG that answers the current PING; `None` if no PING is pending.
     pong_deadline: Option<Instant>,
     timer: LazyTimer,
 }
@@ -44,7 +44,8 @@ impl PingMonitor {
         }
     }
 
-    /// Ready when the upstream is unresponsive. A `suspect` connection is sent a PING immediately.
+    /// Sends PINGs when due. Ready when a PONG is missing at its deadline and nothing else arrived.
+    /// With `suspect` set, sends a PING immediately.
     pub(super) fn poll(&mut self, suspect: &Cell<bool>, cx: &mut Context<'_>) -> Poll<()> {
         loop {
             let deadline = match self.pong_deadline {
@@ -56,7 +57,7 @@ impl PingMonitor {
                             suspect.set(false);
                             continue;
                         }
-                        // The connection future reports the same error.
+                        // The error is ignored here because the connection future reports it too.
                         Poll::Ready(Err(_)) => return Poll::Pending,
                         Poll::Pending => due,
                     }
@@ -77,7 +78,8 @@ impl PingMonitor {
             }
             let has_read = self.read_activity.load(Ordering::Relaxed);
             match self.pong_deadline {
-                // The upstream is sending a lot of data, and the PONG is queued behind it.
+                // Other data arrived: the PONG may be queued behind it, so its deadline is
+                // extended.
                 Some(_) if has_read => {
                     self.restart_quiet_period(0);
                     self.pong_deadline = Some(self.quiet_since + PING_TIMEOUT);

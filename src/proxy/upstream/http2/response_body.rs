@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 #[derive(Debug)]
 pub(in crate::proxy::upstream) struct Http2ResponseBody {
     stream: RecvStream,
-    /// Rest of the declared `Content-Length`.
+    /// Unreceived bytes of the declared `Content-Length`; `None` without a length.
     remaining_bytes: Option<u64>,
     data_ended: bool,
 }
@@ -27,8 +27,8 @@ impl Http2ResponseBody {
         }
     }
 
-    /// Polls for the next frame. A reset stream is an error whatever its reason: only END_STREAM
-    /// ends a body.
+    /// Polls for the next frame. A stream reset is an error whatever its reason code, because only
+    /// END_STREAM ends a body.
     pub(in crate::proxy::upstream) fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,

@@ -1,4 +1,4 @@
-//! Connections as the pool hands them out.
+//! Connections and HTTP/2 streams that the pool hands out to requests.
 
 use hyper::client::conn::http1::SendRequest;
 use std::net::IpAddr;
@@ -15,13 +15,13 @@ use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::informational_responses::InformationalResponseQueue;
 
 /// An HTTP/1.1 connection or a stream of an HTTP/2 connection, for one request at a time. Dropping
-/// it ends the request.
+/// it closes the HTTP/1.1 connection or ends the HTTP/2 stream.
 #[derive(Debug)]
 pub(in crate::proxy::upstream) struct UpstreamConnection {
     pub(in crate::proxy::upstream) protocol: ConnectionProtocol,
     /// Response and idle timeouts of the current request.
     pub(in crate::proxy::upstream) timer: LazyTimer,
-    /// Time of the last return to the pool; `None` for a new connection.
+    /// Time of an HTTP/1.1 connection's last return to the pool; `None` if there was none.
     pub(super) idle_since: Option<Instant>,
 }
 
@@ -40,7 +40,7 @@ pub(in crate::proxy::upstream) struct Http1Connection {
     pub(super) task: AbortHandle,
 }
 
-/// A connection with its response body still being read.
+/// A connection taken from the pool, to be returned when the response body was read.
 #[derive(Debug)]
 pub(in crate::proxy::upstream) struct PooledConnection {
     pool: Rc<UpstreamPool>,
@@ -63,8 +63,8 @@ impl UpstreamConnection {
         }
     }
 
-    /// Whether the connection can be reused from the pool.
-    pub(super) fn is_usable(&self, max_idle: Duration, now: Instant) -> bool {
+    /// Whether an idle HTTP/1.1 connection is open and was idle for less than `max_idle`.
+    pub(super) fn is_reusable(&self, max_idle: Duration, now: Instant) -> bool {
         let ConnectionProtocol::Http1(http1) = &self.protocol else {
             return false;
         };
@@ -77,7 +77,7 @@ impl UpstreamConnection {
 
 impl Drop for Http1Connection {
     fn drop(&mut self) {
-        // Without the abort, hyper would wait for the rest of a request or response that is no longer needed.
+        // Without this abort, hyper would wait for the rest of an unneeded request or response.
         self.task.abort();
     }
 }
@@ -94,7 +94,7 @@ impl PooledConnection {
         &mut self.connection.timer
     }
 
-    /// Returns the connection to the pool after the response was read to its end.
+    /// Returns the connection to the pool. The response must have been read to its end.
     pub(in crate::proxy::upstream) fn return_to_pool(self) {
         self.pool.return_connection(self.connection);
     }

@@ -1,4 +1,4 @@
-//! Connections that become idle, and the tasks that close them.
+//! Idle connections, and the tasks that close them.
 
 use std::net::IpAddr;
 use std::rc::{Rc, Weak};
@@ -14,12 +14,13 @@ use super::waiting::WaiterRejection;
 use crate::proxy::upstream::addresses;
 use crate::proxy::upstream::http2::Http2Connection;
 
-/// Bounds of the interval between sweeps of idle connections.
+/// Minimum and maximum interval between sweeps that close idle connections.
 const SWEEP_INTERVAL_RANGE: (Duration, Duration) =
     (Duration::from_millis(50), Duration::from_secs(5));
 
 impl UpstreamPool {
-    /// Handles the end of a request on `http2_connection`, or of the connection.
+    /// Updates the pool after a request on `http2_connection`, or the connection itself, has ended:
+    /// drops, retires or reuses the connection.
     pub(super) fn handle_stream_end(self: &Rc<Self>, http2_connection: &Rc<Http2Connection>) {
         if self.shared.queued_requests.load(Ordering::SeqCst) > 0 {
             let is_unneeded =
@@ -35,7 +36,7 @@ impl UpstreamPool {
             }
             return;
         }
-        self.serve_waiters(http2_connection);
+        self.give_streams_to_waiters(http2_connection);
         if http2_connection.idle_since().is_some()
             && self.idle_count() > self.shared.max_idle_per_worker
         {
@@ -63,14 +64,14 @@ impl UpstreamPool {
         let ConnectionProtocol::Http1(http1) = &connection.protocol else {
             return;
         };
-        // Not ready: the upstream is closing, or the request body is still being sent and the
-        // response is not read to its end. Dropping the connection closes it.
+        // A connection is not ready if the upstream closes it or the request is not finished.
+        // Dropping the connection here closes it.
         if !http1.sender.is_ready() || self.addresses.borrow().is_stale(http1.peer) {
             return;
         }
         connection.idle_since = Some(Instant::now());
         if self.shared.queued_requests.load(Ordering::SeqCst) > 0 {
-            self.hand_connection_to_waiter(connection);
+            self.hand_to_waiter_or_close(connection);
         } else {
             self.keep_idle(connection);
         }
@@ -84,9 +85,10 @@ impl UpstreamPool {
         }
     }
 
-    /// Stops using connections to addresses that were removed from DNS, even if they still work.
+    /// Records the latest DNS result and stops using connections to addresses removed from DNS,
+    /// even if they still work.
     pub(super) fn apply_resolved_addresses(&self, found: Vec<IpAddr>) {
-        self.addresses.borrow_mut().update(found);
+        self.addresses.borrow_mut().record_lookup(found);
         let addresses = self.addresses.borrow();
         self.idle_http1
             .borrow_mut()
@@ -105,11 +107,12 @@ impl UpstreamPool {
             });
     }
 
-    /// Closes idle connections that are dead, too old, or needed by waiting requests.
+    /// Closes idle connections that are dead or idle for too long, and those whose permits waiting
+    /// requests need.
     pub(super) fn sweep_idle(&self) {
         let (max_age, now) = (self.settings().pool_idle_timeout, Instant::now());
         let mut idle = self.idle_http1.borrow_mut();
-        idle.retain(|connection| connection.is_usable(max_age, now));
+        idle.retain(|connection| connection.is_reusable(max_age, now));
         let mut needed = self.shared.queued_requests.load(Ordering::SeqCst);
         let closed = needed.min(idle.len());
         idle.drain(..closed);
@@ -147,10 +150,11 @@ pub(super) async fn run_idle_sweeper(
     }
 }
 
-/// Resolves the upstream's name periodically for as long as the pool exists.
+/// Resolves the upstream's name periodically and applies the result, for as long as the pool
+/// exists.
 pub(super) async fn watch_dns_addresses(pool: Weak<UpstreamPool>) {
     loop {
-        sleep(addresses::LOOKUP_INTERVAL).await;
+        sleep(addresses::DNS_LOOKUP_INTERVAL).await;
         let Some(shared) = pool.upgrade().map(|pool| Arc::clone(&pool.shared)) else {
             return;
         };

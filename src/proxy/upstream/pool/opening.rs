@@ -16,8 +16,8 @@ use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::upstream::http2::{self, Http2Connection, Http2Driver};
 
-/// Maximum header lines of a response. hyper's default is 100, but some frameworks send one line
-/// per cookie or preload. Each further line costs a few bytes per response.
+/// Maximum header lines of an HTTP/1.1 response. hyper's default of 100 is too few for frameworks
+/// that send one line per cookie or preload.
 const MAX_RESPONSE_HEADERS: usize = 256;
 
 impl UpstreamPool {
@@ -51,7 +51,7 @@ impl UpstreamPool {
                 .set(pool.opening_http2_connections.get() - 1);
             match opened {
                 Ok(connection) => pool.distribute_connection(connection),
-                // A stream of the other connections may become free.
+                // The waiting requests stay queued for streams of the other connections.
                 Err(error) if !pool.http2_connections.borrow().is_empty() => {
                     tracing::debug!(%error, "failed to open another upstream connection");
                 }
@@ -95,8 +95,8 @@ impl UpstreamPool {
 
     /// Performs the handshake of the negotiated protocol.
     ///
-    /// The connection takes over `permit`. A retry finds it empty, as the failed connection
-    /// released it, and acquires another.
+    /// The connection takes `permit`. On a retry `permit` is empty, because the failed connection
+    /// took and released it; a new permit is then acquired.
     pub(super) async fn perform_handshake(
         self: &Rc<Self>,
         stream: UpstreamSocket,
@@ -115,7 +115,8 @@ impl UpstreamPool {
                 .saturating_sub(started_at.elapsed());
             let (http2_connection, driver) = http2::perform_http2_handshake(stream, limit).await?;
             self.spawn_driver(&http2_connection, driver);
-            self.streams_per_connection.set(http2_connection.capacity());
+            self.streams_per_connection
+                .set(http2_connection.max_streams());
             self.http2_connections
                 .borrow_mut()
                 .push(Rc::clone(&http2_connection));
@@ -126,7 +127,7 @@ impl UpstreamPool {
                     detail: "the upstream allows no concurrent streams".to_owned(),
                 });
         }
-        let peer = stream.peer();
+        let peer = stream.peer_ip();
         let handshake = http1::Builder::new()
             .max_buf_size(MAX_RESPONSE_HEAD_BYTES as usize)
             .max_headers(MAX_RESPONSE_HEADERS)
@@ -149,7 +150,7 @@ impl UpstreamPool {
         }))
     }
 
-    /// Gives a new connection to waiting requests.
+    /// Gives a new connection, and for HTTP/2 its further streams, to waiting requests.
     pub(super) fn distribute_connection(self: &Rc<Self>, connection: Box<UpstreamConnection>) {
         let http2_connection = match &connection.protocol {
             ConnectionProtocol::Http2(slot) => Some(Rc::clone(slot.connection())),
@@ -161,13 +162,13 @@ impl UpstreamPool {
             None => {}
         }
         if let Some(http2_connection) = http2_connection {
-            self.serve_waiters(&http2_connection);
+            self.give_streams_to_waiters(&http2_connection);
         }
-        // The remaining requests must wait for another connection.
+        // The remaining requests must retry, so that another connection is opened for them.
         self.reject_waiters(&WaiterRejection::Retry);
     }
 
-    /// Spawns the task that runs the connection until it closes.
+    /// Spawns the task that runs an HTTP/2 connection until it closes.
     fn spawn_driver(self: &Rc<Self>, connection: &Rc<Http2Connection>, driver: Http2Driver) {
         let (pool, weak_connection) = (Rc::downgrade(self), Rc::downgrade(connection));
         let task = tokio::task::spawn_local(async move {
@@ -177,6 +178,6 @@ impl UpstreamPool {
                 pool.handle_stream_end(&connection);
             }
         });
-        connection.set_task(task.abort_handle());
+        connection.set_driver_task(task.abort_handle());
     }
 }

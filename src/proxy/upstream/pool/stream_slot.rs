@@ -1,4 +1,4 @@
-//! Streams of HTTP/2 connections as the pool hands them out.
+//! Streams of HTTP/2 connections, reserved for one request each.
 
 use std::rc::Rc;
 
@@ -29,7 +29,7 @@ impl StreamSlot {
         })
     }
 
-    /// Whether the connection carried earlier requests.
+    /// Whether the connection had requests before this one.
     pub(in crate::proxy::upstream) fn is_reused(&self) -> bool {
         self.is_reused
     }
@@ -38,7 +38,7 @@ impl StreamSlot {
         &self.connection
     }
 
-    /// Attaches the upload of the request body. Dropping the slot aborts it.
+    /// Attaches the upload of the request body. Dropping the slot aborts the upload.
     pub(in crate::proxy::upstream) fn attach_upload(&mut self, upload: BodyUpload) {
         self.upload = Some(upload);
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::{LocalSet, yield_now};
 
-fn new_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamPool> {
+fn build_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamPool> {
     let long = Duration::from_secs(60);
     let settings = UpstreamSettings {
         url: UpstreamUrl::Net {
@@ -32,7 +32,7 @@ fn new_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamPool> {
 
 /// Opens a connection that is ready for a request.
 async fn open_ready_connection(pool: &Rc<UpstreamPool>) -> Box<UpstreamConnection> {
-    let connection = pool.acquire_new(&mut 0).await.unwrap();
+    let connection = pool.acquire_new_or_http2(&mut 0).await.unwrap();
     while let ConnectionProtocol::Http1(http1) = &connection.protocol
         && !http1.sender.is_ready()
     {
@@ -46,7 +46,7 @@ async fn drops_connections_to_addresses_removed_from_dns() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let other_address = || vec![IpAddr::from([127, 0, 0, 2])];
     let scenario = async {
-        let pool = new_pool(UpstreamScheme::Http, listener.local_addr().unwrap());
+        let pool = build_pool(UpstreamScheme::Http, listener.local_addr().unwrap());
         let (idle, busy) = (
             open_ready_connection(&pool).await,
             open_ready_connection(&pool).await,
@@ -70,7 +70,7 @@ async fn drops_connections_to_addresses_removed_from_dns() {
 async fn http2_requests_finish_before_a_stale_connection_closes() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let scenario = async {
-        let pool = new_pool(UpstreamScheme::H2c, listener.local_addr().unwrap());
+        let pool = build_pool(UpstreamScheme::H2c, listener.local_addr().unwrap());
         tokio::task::spawn_local(async move {
             while let Ok((socket, _)) = listener.accept().await {
                 let mut connection = h2::server::handshake(socket).await.unwrap();
@@ -85,10 +85,13 @@ async fn http2_requests_finish_before_a_stale_connection_closes() {
         };
         let http2_connection = Rc::clone(slot.connection());
         for _ in 0..2 {
-            assert!(pool.take_idle(Instant::now()).is_some());
+            assert!(pool.take_available_connection(Instant::now()).is_some());
             pool.apply_resolved_addresses(vec![IpAddr::from([127, 0, 0, 2])]);
         }
-        assert!(pool.take_idle(Instant::now()).is_none() && http2_connection.is_closing());
+        assert!(
+            pool.take_available_connection(Instant::now()).is_none()
+                && http2_connection.is_closing()
+        );
         assert_eq!(http2_connection.idle_since(), None, "its request continues");
     };
     LocalSet::new().run_until(scenario).await;

@@ -1,4 +1,4 @@
-//! Requests that wait for a connection: permits, the queue, and handing over freed connections.
+//! Requests that wait for a connection: permits, the queue, and the handover of freed connections.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use super::stream_slot::StreamSlot;
 use crate::proxy::upstream::error::UpstreamError;
 use crate::proxy::upstream::http2::Http2Connection;
 
-/// One in this many freed connections is closed if other workers' requests wait for a permit.
+/// While requests of other workers wait, one of this many freed connections is closed, which frees
+/// its permit for them.
 const HANDOVERS_PER_CLOSE: u32 = 8;
 
 pub(super) type ConnectionWaiter =
@@ -21,22 +22,22 @@ pub(super) type ConnectionWaiter =
 /// Sent to a waiting request instead of a connection.
 #[derive(Clone, Debug)]
 pub(super) enum WaiterRejection {
-    /// No connection could be opened.
+    /// No connection could be opened; the request fails with this error.
     Failed(UpstreamError),
-    /// The connection that the request waited for has no room for it or is closing. The request
-    /// tries again to get one.
+    /// The new connection has no free stream left, or the last connection closed. The request tries
+    /// again to acquire a connection.
     Retry,
 }
 
 pub(super) enum AcquireOutcome {
     Connection(Box<UpstreamConnection>),
     Permit(OwnedSemaphorePermit),
-    /// The request tries again.
+    /// Neither was acquired; the request must try again.
     Retry,
 }
 
 impl UpstreamPool {
-    /// Acquires a permit for a new connection, or a connection that becomes free first.
+    /// Acquires a permit to open a connection, or a freed connection, whichever is available first.
     pub(super) async fn acquire_permit_or_connection(
         &self,
     ) -> Result<AcquireOutcome, UpstreamError> {
@@ -56,7 +57,7 @@ impl UpstreamPool {
         }
     }
 
-    /// Acquires a permit for a new connection, which no freed connection could replace.
+    /// Acquires a permit to open a connection. Used where a freed connection would not do.
     pub(super) async fn acquire_permit(&self) -> Result<OwnedSemaphorePermit, UpstreamError> {
         match Arc::clone(&self.shared.connection_permits).try_acquire_owned() {
             Ok(permit) => Ok(permit),
@@ -69,8 +70,8 @@ impl UpstreamPool {
         }
     }
 
-    /// Waits for a permit, in one queue with the requests of all workers. Meanwhile `waiter` can
-    /// receive a freed connection of this worker.
+    /// Waits for a permit, in one queue with the requests of all workers. If `waiter` is given, it
+    /// can receive a freed connection of this worker during the wait.
     pub(super) async fn wait_for_permit(
         &self,
         waiter: Option<ConnectionWaiter>,
@@ -89,10 +90,10 @@ impl UpstreamPool {
     }
 
     /// Waits for a stream of an HTTP/2 connection, and opens connections if needed. Returns `None`
-    /// if the caller should try again.
+    /// if the caller must try again.
     ///
-    /// The wait for the first connection lasts until that connects or fails. With connections open,
-    /// the wait is limited by `queue_timeout`, counted from `queued_since`.
+    /// The wait for the worker's first HTTP/2 connection lasts until it opens or fails. With HTTP/2
+    /// connections open, `queue_timeout`, counted from `queued_since`, limits the wait.
     pub(super) async fn wait_for_http2_stream(
         self: &Rc<Self>,
         queued_since: &mut Option<Instant>,
@@ -122,7 +123,7 @@ impl UpstreamPool {
         }
     }
 
-    pub(super) fn serve_waiters(self: &Rc<Self>, http2_connection: &Rc<Http2Connection>) {
+    pub(super) fn give_streams_to_waiters(self: &Rc<Self>, http2_connection: &Rc<Http2Connection>) {
         while let Some(waiter) = self.pop_waiter() {
             match StreamSlot::reserve(http2_connection, self) {
                 Some(slot) => drop(waiter.send(Ok(Box::new(UpstreamConnection::new(
@@ -133,7 +134,8 @@ impl UpstreamPool {
         }
     }
 
-    /// Removes the longest waiting request, skipping abandoned ones.
+    /// Removes and returns the request that has waited longest, and removes abandoned ones before
+    /// it.
     pub(super) fn pop_waiter(&self) -> Option<ConnectionWaiter> {
         let mut waiters = self.waiters.borrow_mut();
         std::iter::from_fn(|| waiters.pop_front()).find(|waiter| !waiter.is_closed())
@@ -145,7 +147,7 @@ impl UpstreamPool {
         }
     }
 
-    pub(super) fn hand_connection_to_waiter(&self, connection: Box<UpstreamConnection>) {
+    pub(super) fn hand_to_waiter_or_close(&self, connection: Box<UpstreamConnection>) {
         if self.should_yield_to_other_workers() {
             return;
         }
@@ -154,7 +156,8 @@ impl UpstreamPool {
         }
     }
 
-    /// Whether the freed connection should go to another worker.
+    /// Counts a freed connection, and returns whether to close it for the requests of other
+    /// workers: true for one in [`HANDOVERS_PER_CLOSE`] if any wait.
     pub(super) fn should_yield_to_other_workers(&self) -> bool {
         self.handover_count
             .set(self.handover_count.get().wrapping_add(1));
@@ -168,7 +171,7 @@ impl UpstreamPool {
     }
 }
 
-/// Counts a request that waits for a connection.
+/// Counts a request that waits for a connection, until the guard is dropped.
 struct QueueSlotGuard<'p>(&'p UpstreamPool);
 
 impl<'p> QueueSlotGuard<'p> {

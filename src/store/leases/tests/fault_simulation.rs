@@ -41,7 +41,7 @@ fn no_limit_is_exceeded_under_random_faults() {
         }
         total.add(&simulation.totals);
     }
-    // Otherwise the simulation covered too little.
+    // Without these events the simulation would have covered too little.
     assert!(
         total.admitted_by_lease > total.admitted_by_store / 3,
         "{total:?}"
@@ -105,11 +105,11 @@ struct FaultRates {
 struct SimulatedInstance {
     table: LeaseTable,
     lease: Option<LeaseTerms>,
-    /// Local clock: its start, and its rate in millionths.
+    /// The start of the local clock.
     start: Instant,
     clock_rate_millionths: u64,
-    /// Times at which the machine is suspended, ascending. It handles no event, and its `Instant`
-    /// stops.
+    /// Times at which the machine is suspended, ascending. A suspended machine handles no event,
+    /// and its `Instant` stops.
     suspensions_us: Vec<Range<u64>>,
     /// Incremented by every crash. Events of an earlier generation are ignored.
     generation: u64,
@@ -375,7 +375,7 @@ impl FaultSimulation {
                 permit,
                 admitted,
             } => {
-                let now = self.instances[instance].local_clock(self.now_us);
+                let now = self.instances[instance].read_local_clock(self.now_us);
                 if self.instances[instance].generation != generation {
                 } else if admitted && !now.has_reached(&permit.expires_at) {
                     self.record_lease_use(instance, permit);
@@ -428,7 +428,7 @@ impl FaultSimulation {
         let (generation, cost, now) = (
             instance.generation,
             instance.cost,
-            instance.local_clock(self.now_us),
+            instance.read_local_clock(self.now_us),
         );
         let is_breaker_open = self.random.u8(..50) == 0;
         let on_exhausted = if is_breaker_open {
@@ -437,7 +437,7 @@ impl FaultSimulation {
             OnLeaseExhausted::RefillWithoutWaiting
         };
         let action = {
-            let charges = charges_for(&self.limits, &self.key, cost, instance.lease, 0);
+            let charges = charges_for_limits(&self.limits, &self.key, cost, instance.lease, 0);
             instance.table.take_permit(&charges, now, on_exhausted)
         };
         if let LeaseAction::Permit {
@@ -516,7 +516,7 @@ impl FaultSimulation {
 
     fn decide_in_store(&mut self, instance: usize, cost: u64, units_to_request: u64) -> Decision {
         self.manual_clock.set_us(self.now_us);
-        let charges = charges_for(
+        let charges = charges_for_limits(
             &self.limits,
             &self.key,
             cost,
@@ -549,16 +549,16 @@ impl FaultSimulation {
         if units_to_request == 0 {
             return;
         }
-        let received = instance.local_clock(self.now_us);
+        let received = instance.read_local_clock(self.now_us);
         {
-            let charges = charges_for(
+            let charges = charges_for_limits(
                 &self.limits,
                 &self.key,
                 cost,
                 instance.lease,
                 units_to_request,
             );
-            instance.table.record_grant(
+            instance.table.record_lease_answer(
                 &charges,
                 &decision.statuses,
                 &decision,
@@ -585,10 +585,10 @@ impl FaultSimulation {
         self.totals.admitted_by_lease += 1;
     }
 
-    /// Simulates the return task.
+    /// Simulates the credit task.
     fn sweep_leases(&mut self, instance_index: usize) {
         let instance = &self.instances[instance_index];
-        let (generation, now) = (instance.generation, instance.local_clock(self.now_us));
+        let (generation, now) = (instance.generation, instance.read_local_clock(self.now_us));
         let (returns, next) = instance.table.take_due_credits(now);
         if !returns.is_empty()
             && let Some(at_us) = self.draw_arrival_us()
@@ -682,11 +682,12 @@ impl FaultSimulation {
             return Ok(());
         }
         self.manual_clock.set_us(self.now_us);
-        let charges = charges_for(&self.limits, &self.key, 0, None, 0);
+        let charges = charges_for_limits(&self.limits, &self.key, 0, None, 0);
         let decision = self.memory.decide(&charges);
         for (limit, status) in self.limits.iter().zip(decision.statuses) {
-            // Charged at the lease's end at the latest, and up to one sub-window longer.
-            let longest_us = limit.per_us + self.limits[0].per_us / 2 + limit.sub_window_us();
+            // Units are charged at the lease's end at the latest, and for up to one sub-window
+            // longer.
+            let longest_us = limit.per_us + self.limits[0].per_us / 2 + limit.sub_window_width_us();
             let recent = self
                 .admitted_units
                 .iter()
@@ -719,7 +720,7 @@ fn draw_algorithm(random: &mut fastrand::Rng, per_us: u64) -> Algorithm {
     }
 }
 
-fn charges_for<'c>(
+fn charges_for_limits<'c>(
     limits: &'c [Limit],
     key: &'c Key,
     cost: u64,
@@ -756,7 +757,7 @@ impl SimulatedInstance {
         }
     }
 
-    fn local_clock(&self, now_us: u64) -> ClockReading {
+    fn read_local_clock(&self, now_us: u64) -> ClockReading {
         let local_time_us = |passed_us: u64| passed_us * self.clock_rate_millionths / 1_000_000;
         let before = self.suspensions_us.iter();
         let suspended_us = before

@@ -28,7 +28,7 @@ use tokio::time::Instant;
 const START_US: u64 = 4_102_444_800_000_000;
 const SECOND_US: u64 = 1_000_000;
 const PER_US: u64 = SECOND_US / 2;
-const TTL_US: u64 = PER_US / 10;
+const LEASE_TTL_US: u64 = PER_US / 10;
 /// Requests of the first periods are not counted.
 const WARM_UP_US: u64 = 2 * PER_US;
 const DURATION_US: u64 = WARM_UP_US + 8 * PER_US;
@@ -36,21 +36,22 @@ const DURATION_US: u64 = WARM_UP_US + 8 * PER_US;
 const ONE_WAY_LATENCY_US: std::ops::Range<u64> = 100..400;
 /// Requests of one sidecar per second.
 const REQUESTS_PER_SECOND: u64 = 1_000;
-const DEFAULT_SIDECARS: u64 = 10;
-/// A `sliding_log` takes back no lease that was followed by other charges. With more sidecars the
-/// limit is [`Algorithm::SlidingWindow`] with [`BUCKETS`] buckets.
+const DEFAULT_SIDECAR_COUNT: u64 = 10;
+/// Maximum number of sidecars with a `sliding_log`, which takes back no lease that was followed by
+/// other charges. With more sidecars the limit is [`Algorithm::SlidingWindow`] with
+/// [`SLIDING_WINDOW_BUCKETS`] buckets.
 const MAX_SIDECARS_WITH_LOG: u64 = 200;
-const BUCKETS: u64 = 50;
+const SLIDING_WINDOW_BUCKETS: u64 = 50;
 
-/// The machines are never suspended.
-fn unsuspended(instant: Instant) -> ClockReading {
+/// Reads the clocks of a machine that is never suspended.
+fn reading_without_suspension(instant: Instant) -> ClockReading {
     ClockReading {
         instant,
         boot_us: 0,
     }
 }
 
-fn env_setting(name: &str, default: u64) -> u64 {
+fn read_env_number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |number| number.parse().unwrap())
 }
 
@@ -87,16 +88,19 @@ fn assert_at_most(measure: &str, expected: f64, simulated: f64) {
 #[test]
 fn lease_calls_and_unused_units_match_the_formulas() {
     let (sidecars, seed) = (
-        env_setting("TIDEGATE_SCALE", DEFAULT_SIDECARS),
-        env_setting("TIDEGATE_TEST_SEED", 1),
+        read_env_number("TIDEGATE_SCALE", DEFAULT_SIDECAR_COUNT),
+        read_env_number("TIDEGATE_TEST_SEED", 1),
     );
-    let (rate, ttl_s) = (REQUESTS_PER_SECOND as f64, TTL_US as f64 / SECOND_US as f64);
+    let (rate, ttl_s) = (
+        REQUESTS_PER_SECOND as f64,
+        LEASE_TTL_US as f64 / SECOND_US as f64,
+    );
     println!(
         "{sidecars} sidecars, {REQUESTS_PER_SECOND} requests per second each; TIDEGATE_TEST_SEED={seed}"
     );
     println!("| | formula | simulated |\n|---|---|---|");
 
-    // Far more than the demand.
+    // A limit far above the demand.
     let ample_limit = sidecars * REQUESTS_PER_SECOND * 4;
     let units_per_renewal = |size: u64| (size - size / 4) as f64;
     for (name, size, expected) in [
@@ -110,7 +114,7 @@ fn lease_calls_and_unused_units_match_the_formulas() {
         (
             "calls per request, auto",
             None,
-            1.0 / units_per_renewal(REQUESTS_PER_SECOND * TTL_US / SECOND_US),
+            1.0 / units_per_renewal(REQUESTS_PER_SECOND * LEASE_TTL_US / SECOND_US),
         ),
         // A lease expires before it is exhausted; the next request renews it.
         (
@@ -136,15 +140,15 @@ fn lease_calls_and_unused_units_match_the_formulas() {
         }
     }
 
-    // Two thirds of the demand.
+    // A limit of two thirds of the demand.
     let short_limit = sidecars * REQUESTS_PER_SECOND * 2 / 3;
     let requests = short_limit * PER_US / SECOND_US;
     // Leased units stay charged until one period after their lease ends, so an exhausted key
     // completes one cycle in this time. The measurement may start and end within a cycle.
     let cycle_us = PER_US
-        + TTL_US
+        + LEASE_TTL_US
         + if sidecars > MAX_SIDECARS_WITH_LOG {
-            PER_US / BUCKETS
+            PER_US / SLIDING_WINDOW_BUCKETS
         } else {
             0
         };
@@ -154,12 +158,13 @@ fn lease_calls_and_unused_units_match_the_formulas() {
         let sums = ScaleSimulation::new(sidecars, short_limit, size, seed).run();
         let name = size.map_or("auto".to_owned(), |size| format!("size = {size}"));
         // The automatic size is the demand of one TTL.
-        let leased_units = size.unwrap_or(REQUESTS_PER_SECOND * TTL_US / SECOND_US) * sidecars;
+        let leased_units =
+            size.unwrap_or(REQUESTS_PER_SECOND * LEASE_TTL_US / SECOND_US) * sidecars;
         let idle_part = leased_units as f64 / requests as f64;
         assert_at_least(
             &format!("used of a limit below the demand, {name}"),
             (1.0 - idle_part) * usable_part,
-            sums.used_part(short_limit),
+            sums.admitted_fraction_of_limit(short_limit),
         );
         assert_at_most(
             "  fullest window, of the limit",
@@ -177,8 +182,8 @@ fn lease_calls_and_unused_units_match_the_formulas() {
 #[test]
 fn share_admissions_match_the_formulas() {
     let (sidecars, seed) = (
-        env_setting("TIDEGATE_SCALE", DEFAULT_SIDECARS),
-        env_setting("TIDEGATE_TEST_SEED", 1),
+        read_env_number("TIDEGATE_SCALE", DEFAULT_SIDECAR_COUNT),
+        read_env_number("TIDEGATE_TEST_SEED", 1),
     );
     println!("{sidecars} sidecars without their store; TIDEGATE_TEST_SEED={seed}");
     println!("| | formula | simulated |\n|---|---|---|");
@@ -188,12 +193,12 @@ fn share_admissions_match_the_formulas() {
         assert_at_most(
             &format!("in a window, of {requests}"),
             requests as f64,
-            fullest_window(&admitted) as f64,
+            max_units_per_window(&admitted) as f64,
         );
         // With random requests, as many as there are units, a share loses the requests above it.
         let rejected = (0..sidecars).map(|place| {
             let share = requests / sidecars + u64::from(place < requests % sidecars);
-            share as f64 * poisson_probability(share)
+            share as f64 * poisson_probability_of_mean(share)
         });
         let expected = 1.0 - rejected.sum::<f64>() / requests as f64;
         let (total_admitted, total_requested) =
@@ -210,11 +215,11 @@ fn share_admissions_match_the_formulas() {
     assert_at_most(
         "in a window, of a quarter of a unit each",
         (sidecars / 4) as f64,
-        fullest_window(&admitted) as f64,
+        max_units_per_window(&admitted) as f64,
     );
 }
 
-fn fullest_window(admitted: &[u64]) -> u64 {
+fn max_units_per_window(admitted: &[u64]) -> u64 {
     admitted.iter().copied().max().unwrap_or(0)
 }
 
@@ -277,7 +282,7 @@ fn simulate_shares(sidecars: u64, requests: u64, seed: u64) -> (Vec<u64>, Vec<u6
 
 /// Probability of exactly `mean` events when `mean` are expected (Poisson). The expected excess
 /// above `mean` is `mean` times this.
-fn poisson_probability(mean: u64) -> f64 {
+fn poisson_probability_of_mean(mean: u64) -> f64 {
     let mean_f = mean as f64;
     (1..=mean).fold((-mean_f).exp(), |product, nth| {
         product * mean_f / nth as f64
@@ -301,7 +306,7 @@ struct ScaleSimulationTotals {
 }
 
 impl ScaleSimulationTotals {
-    fn used_part(&self, rate: u64) -> f64 {
+    fn admitted_fraction_of_limit(&self, rate: u64) -> f64 {
         self.admitted as f64 / (rate as f64 * (DURATION_US - WARM_UP_US) as f64 / SECOND_US as f64)
     }
 }
@@ -389,12 +394,14 @@ impl ScaleSimulation {
                 per_us: PER_US,
                 algorithm: match sidecars {
                     ..=MAX_SIDECARS_WITH_LOG => Algorithm::SlidingLog,
-                    _ => Algorithm::SlidingWindow { buckets: BUCKETS },
+                    _ => Algorithm::SlidingWindow {
+                        buckets: SLIDING_WINDOW_BUCKETS,
+                    },
                 },
             },
             lease: LeaseTerms {
                 size,
-                ttl_us: TTL_US,
+                ttl_us: LEASE_TTL_US,
             },
             admitted_at_us: VecDeque::new(),
             leased_units: 0,
@@ -508,7 +515,11 @@ impl ScaleSimulation {
         let SimulatedSidecar {
             table, deny_cache, ..
         } = &self.sidecars[sidecar_index];
-        match table.take_permit(&charges, unsuspended(now), OnLeaseExhausted::Wait) {
+        match table.take_permit(
+            &charges,
+            reading_without_suspension(now),
+            OnLeaseExhausted::Wait,
+        ) {
             LeaseAction::Permit {
                 units_to_request, ..
             } => {
@@ -579,11 +590,11 @@ impl ScaleSimulation {
             return;
         }
         let table = &self.sidecars[sidecar_index].table;
-        table.record_grant(
+        table.record_lease_answer(
             &charges,
             &decision.statuses,
             decision,
-            (unsuspended(sent_at), received_at),
+            (reading_without_suspension(sent_at), received_at),
         );
         table.finish_refill(self.key.id());
         self.leased_units += decision.grants.iter().map(|grant| grant.units).sum::<u64>();
@@ -604,12 +615,12 @@ impl ScaleSimulation {
         }
     }
 
-    /// Simulates the return task.
+    /// Simulates the credit task.
     fn sweep_leases(&mut self, sidecar_index: usize) {
         let now = self.current_instant();
         let (credits, next) = self.sidecars[sidecar_index]
             .table
-            .take_due_credits(unsuspended(now));
+            .take_due_credits(reading_without_suspension(now));
         self.leased_units -= credits.iter().map(LeaseCredit::units).sum::<u64>();
         self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !credits.is_empty();
         if !credits.is_empty() {

@@ -4,34 +4,34 @@ use crate::limiter::{Algorithm, Charge};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 
-/// Maximum number of counters. A full table is cleared: each key then costs one round trip more,
-/// once.
+/// Maximum number of counters in the table. A full table is cleared: each key then costs one more
+/// round trip, once.
 const MAX_ENTRIES: usize = 4096;
 
 /// Remaining units by counter. Each worker has its own table.
 #[derive(Debug, Default)]
-pub(super) struct AdmissionHints(Mutex<HashMap<CounterId, u64, foldhash::fast::RandomState>>);
+pub(super) struct AdmissionHints(Mutex<HashMap<HintCounterId, u64, foldhash::fast::RandomState>>);
 
 /// The key's id, and the algorithm and period of the limit.
-type CounterId = (u128, (Algorithm, u64));
+type HintCounterId = (u128, (Algorithm, u64));
 
 impl AdmissionHints {
-    /// Whether the charges were all within the remaining units.
-    pub(super) fn expect_admission(&self, charges: &[Charge<'_>]) -> bool {
+    /// Whether all charges are within the units that Redis last reported as left.
+    pub(super) fn expects_admission(&self, charges: &[Charge<'_>]) -> bool {
         let entries = self.0.lock();
         charges.iter().all(|charge| {
-            let remaining = entries.get(&counter_id(charge));
+            let remaining = entries.get(&hint_counter_id(charge));
             charge.cost == 0 || remaining.is_some_and(|units| *units >= charge.cost)
         })
     }
 
-    /// Deducts charges that are about to be requested, so that concurrent requests do not all expect
-    /// the same units.
-    pub(super) fn deduct(&self, charges: &[Charge<'_>]) {
+    /// Deducts charges that are about to be requested, so that concurrent requests do not all
+    /// expect the same units.
+    pub(super) fn deduct_charges(&self, charges: &[Charge<'_>]) {
         let mut entries = self.0.lock();
-        // A request does not use up the absence of a block.
+        // A block has no units that a request would use up.
         for charge in charges.iter().filter(|charge| !charge.is_block()) {
-            if let Some(remaining) = entries.get_mut(&counter_id(charge)) {
+            if let Some(remaining) = entries.get_mut(&hint_counter_id(charge)) {
                 *remaining = remaining.saturating_sub(charge.cost);
             }
         }
@@ -42,10 +42,10 @@ impl AdmissionHints {
         if entries.len() >= MAX_ENTRIES {
             entries.clear();
         }
-        entries.insert(counter_id(charge), remaining);
+        entries.insert(hint_counter_id(charge), remaining);
     }
 }
 
-fn counter_id(charge: &Charge<'_>) -> CounterId {
+fn hint_counter_id(charge: &Charge<'_>) -> HintCounterId {
     (charge.key.id(), charge.limit.counter_identity())
 }

@@ -22,7 +22,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout_at};
 
-/// Maximum redirections of one call. More mean that the nodes disagree.
+/// Maximum redirections of one call. More redirections mean that the nodes disagree.
 const MAX_REDIRECTIONS: u32 = 8;
 
 /// Pause before a call is repeated because its keys are being migrated.
@@ -38,7 +38,8 @@ pub(super) struct ClusterRouter {
     pub(super) hints: Arc<AdmissionHints>,
 }
 
-/// A call without a useful reply, and the node that failed with its state, if it was sent.
+/// A call without a useful reply. If the call was sent, `node_state` has the node and its
+/// connection.
 struct FailedClusterCall {
     kind: RedisErrorKind,
     node_state: Option<(Arc<ClusterNode>, Arc<RedisConnectionState>)>,
@@ -66,7 +67,10 @@ impl ClusterRouter {
         deadline: Instant,
     ) -> Result<Value, RedisErrorKind> {
         loop {
-            match self.try_on_hash_slot(hash_slot, command, deadline).await {
+            match self
+                .try_command_on_hash_slot(hash_slot, command, deadline)
+                .await
+            {
                 Err(failed_call)
                     if failed_call.kind == RedisErrorKind::TryAgain
                         && Instant::now() + TRY_AGAIN_DELAY < deadline =>
@@ -90,10 +94,10 @@ impl ClusterRouter {
         let script = &self.context.scripts;
         let commands: Vec<Cmd> = calls
             .iter()
-            .map(|call| script.amend_command(call, None))
+            .map(|call| script.settle_command(call, None))
             .collect();
         let answers = (1..).zip(&commands).map(|(turn, command)| {
-            self.try_on_hash_slot(hash_slot, command, start + call_timeout * turn)
+            self.try_command_on_hash_slot(hash_slot, command, start + call_timeout * turn)
         });
         let results = join_all(answers).await;
         if let Some(failed_call) = results.iter().find_map(|result| result.as_ref().err()) {
@@ -105,8 +109,9 @@ impl ClusterRouter {
             .collect()
     }
 
-    /// [`Self::run_on_hash_slot`] without repeating the call and without counting the failure.
-    async fn try_on_hash_slot(
+    /// Like [`Self::run_on_hash_slot`], without repeating the call and without counting the
+    /// failure.
+    async fn try_command_on_hash_slot(
         &self,
         hash_slot: u16,
         command: &Cmd,
@@ -172,7 +177,7 @@ impl ClusterRouter {
     }
 
     /// Settles charges. Settlements of one counter stay in order. Returns the indexes of the
-    /// settlements in each failed call; the others were made.
+    /// settlements in each failed call; all other settlements were made.
     pub(super) async fn apply_settlements(
         &self,
         settlements: &[Settlement<'_>],
@@ -192,7 +197,7 @@ impl ClusterRouter {
                 .copied()
                 .collect();
             let failed = self
-                .settle_hash_slot(*hash_slot, &slot_settlements)
+                .apply_settlements_on_hash_slot(*hash_slot, &slot_settlements)
                 .await
                 .into_iter();
             let original_position = |nth: &usize| positions.get(*nth).copied();
@@ -203,8 +208,8 @@ impl ClusterRouter {
         join_all(hash_slots).await.into_iter().flatten().collect()
     }
 
-    /// [`Self::amend`] for settlements of one slot.
-    async fn settle_hash_slot(
+    /// [`Self::apply_settlements`] for settlements of one slot.
+    async fn apply_settlements_on_hash_slot(
         &self,
         hash_slot: u16,
         settlements: &[Settlement<'_>],
@@ -232,14 +237,16 @@ impl ClusterRouter {
     ) -> Result<Decision, RedisErrorKind> {
         let script = &self.context.scripts;
         let command = script.decide_command(charges, None);
-        let reply = self.try_on_hash_slot(hash_slot, &command, deadline).await;
+        let reply = self
+            .try_command_on_hash_slot(hash_slot, &command, deadline)
+            .await;
         match reply.map_err(|failed_call| self.record_failed_call(&failed_call)) {
             Ok(reply) => ScriptLibrary::parse_decision_reply(&reply, charges)
                 .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply)),
             Err(RedisErrorKind::WrongType(position)) => {
                 self.context
                     .breaker
-                    .record_foreign_value(|| script.counter_name_at(charges, position));
+                    .record_foreign_value(|| script.counter_name_by_position(charges, position));
                 Err(RedisErrorKind::WrongType(position))
             }
             Err(failure) => Err(failure),
@@ -253,13 +260,15 @@ impl ClusterRouter {
         address: &RedisAddress,
         deadline: Instant,
     ) -> Result<Arc<ClusterNode>, FailedClusterCall> {
-        if let Some(node) = self.slot_map.get().node_at(address) {
+        if let Some(node) = self.slot_map.get().find_node_by_address(address) {
             return Ok(Arc::clone(node));
         }
         self.refresh_requested.notify_one();
         let known_node = async {
-            let map = self.slot_map.wait_for(|map| map.node_at(address).is_some());
-            let node = map.await.node_at(address).cloned()?;
+            let map = self
+                .slot_map
+                .wait_for(|map| map.find_node_by_address(address).is_some());
+            let node = map.await.find_node_by_address(address).cloned()?;
             node.connection.wait_until_ready().await;
             Some(node)
         };
@@ -269,8 +278,8 @@ impl ClusterRouter {
         }
     }
 
-    /// Counts a failed call, also for its node if that was connected. Returns the kind of failure. A
-    /// slot that moves is no failure.
+    /// Counts a failed call, also for its node if the node was connected. Returns the kind of
+    /// failure. A call that failed because its slot moves is not counted.
     fn record_failed_call(&self, call: &FailedClusterCall) -> RedisErrorKind {
         if call.kind == RedisErrorKind::TryAgain {
             return call.kind;
@@ -292,7 +301,7 @@ impl ClusterRouter {
         failure: RedisErrorKind,
     ) -> RedisErrorKind {
         if matches!(failure, RedisErrorKind::WrongType(_)) {
-            // Only one key is affected. The caller counts it.
+            // Only one key is affected, and the caller counts the failure.
             return failure;
         }
         if failure == RedisErrorKind::ClusterDown || failure.requires_reconnect() {

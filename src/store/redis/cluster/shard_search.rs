@@ -20,7 +20,7 @@ impl EarlierShardStatuses {
         let now_us = decision.now_us;
         for (at, status) in decision.statuses.iter_mut().enumerate() {
             let earlier = self.statuses.get(at).copied().flatten();
-            *status = merge_statuses(
+            *status = merge_shard_statuses(
                 earlier.map(|earlier| earlier.convert_clock(self.now_us, now_us)),
                 *status,
             );
@@ -46,15 +46,15 @@ struct ShardSearch {
 }
 
 impl ClusterClient {
-    /// Decides charges of which some are sharded. If several shards refuse, the earliest end
-    /// counts. The remaining units are at least those of the result.
+    /// Decides charges of which some are sharded. If several shards refuse, the result has the
+    /// earliest end of their refusals. At least the remaining units of the result are left.
     pub(super) async fn decide_across_shards(
         &self,
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> SplitResult {
         if charges.iter().all(|charge| charge.cost == 0) {
-            return self.read_shards(charges, deadline).await;
+            return self.read_all_shards(charges, deadline).await;
         }
         let mut searches = start_searches(charges);
         let mut earlier = EarlierShardStatuses::default();
@@ -67,7 +67,7 @@ impl ClusterClient {
             };
             let shard_counters: SmallVec<[(Key, Limit); 4]> = charges
                 .iter()
-                .map(|charge| shard_counter(charge, assigned_shard(charge)))
+                .map(|charge| shard_key_and_limit(charge, assigned_shard(charge)))
                 .collect();
             let shard_charges: SmallVec<[Charge<'_>; 4]> = charges
                 .iter()
@@ -111,24 +111,25 @@ impl ClusterClient {
             drop(next);
             earlier.merge_into(&mut decision);
             if is_final {
-                hide_unfinished_searches(charges, &searches, &mut decision);
+                hide_statuses_of_unfinished_searches(charges, &searches, &mut decision);
                 return Ok(decision);
             }
-            // Charges of this attempt must not refuse the next one.
+            // Waits until the charges of this attempt are returned, so that they do not use up the
+            // limits of the next attempt.
             if let Some(return_task) = return_task {
                 drop(timeout_at(deadline, return_task).await);
             }
         }
     }
 
-    /// Reads the status of sharded charges as a whole.
-    async fn read_shards(&self, charges: &[Charge<'_>], deadline: Instant) -> SplitResult {
+    /// Reads all shards of sharded charges, and merges their statuses to one per charge.
+    async fn read_all_shards(&self, charges: &[Charge<'_>], deadline: Instant) -> SplitResult {
         let shard_counters = charges.iter().enumerate().flat_map(|(position, charge)| {
             let shards = charge.shard_count.max(1);
             (0..shards).map(move |at| {
                 (
                     position,
-                    shard_counter(charge, Some((at, shards)).filter(|_| shards > 1)),
+                    shard_key_and_limit(charge, Some((at, shards)).filter(|_| shards > 1)),
                 )
             })
         });
@@ -144,7 +145,7 @@ impl ClusterClient {
             });
         let shard_charges: Vec<Charge<'_>> = shard_charges.collect();
         let (result, _) = self.decide_by_hash_slot(&shard_charges, deadline).await;
-        // A partial decision has the statuses of shards, and charged nothing.
+        // A partial decision is dropped: it has the statuses of shards, and charged nothing.
         let shard_decision = result.map_err(|(failure, _)| (failure, None))?;
         let mut merged = Decision {
             statuses: SmallVec::from_elem(None, charges.len()),
@@ -154,7 +155,7 @@ impl ClusterClient {
         for ((position, _), status) in shard_counters.iter().zip(shard_decision.statuses) {
             if let (Some(sum), Some(status)) = (merged.statuses.get_mut(*position), status) {
                 let remaining = sum.map_or(0, |sum: LimitStatus| sum.remaining) + status.remaining;
-                *sum = merge_statuses(*sum, Some(status)).map(|either| LimitStatus {
+                *sum = merge_shard_statuses(*sum, Some(status)).map(|either| LimitStatus {
                     remaining,
                     ..either
                 });
@@ -182,9 +183,9 @@ fn start_searches(charges: &[Charge<'_>]) -> SmallVec<[ShardSearch; 2]> {
     searches
 }
 
-/// Leaves out the statuses of policies that did not ask all their shards from a refusal: another
-/// shard may admit.
-fn hide_unfinished_searches(
+/// Removes the statuses of policies that did not ask all their shards from a refusal, because a
+/// shard that was not asked may admit the request.
+fn hide_statuses_of_unfinished_searches(
     charges: &[Charge<'_>],
     searches: &[ShardSearch],
     decision: &mut Decision,
@@ -201,7 +202,7 @@ fn hide_unfinished_searches(
 }
 
 /// The key and the limit of one shard.
-fn shard_counter(charge: &Charge<'_>, shard: Option<(u16, u16)>) -> (Key, Limit) {
+fn shard_key_and_limit(charge: &Charge<'_>, shard: Option<(u16, u16)>) -> (Key, Limit) {
     match shard {
         Some((at, of)) => (charge.key.shard_key(at), charge.limit.shard_limit(at, of)),
         None => (charge.key.clone(), *charge.limit),
@@ -209,7 +210,10 @@ fn shard_counter(charge: &Charge<'_>, shard: Option<(u16, u16)>) -> (Key, Limit)
 }
 
 /// Merges the statuses of two shards of a limit: the larger remainder, and the earlier times.
-fn merge_statuses(one: Option<LimitStatus>, other: Option<LimitStatus>) -> Option<LimitStatus> {
+fn merge_shard_statuses(
+    one: Option<LimitStatus>,
+    other: Option<LimitStatus>,
+) -> Option<LimitStatus> {
     let (Some(one), Some(other)) = (one, other) else {
         return other.or(one);
     };

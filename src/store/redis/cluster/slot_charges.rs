@@ -25,13 +25,16 @@ pub(super) struct OwnedCharge {
 }
 
 impl HashSlotCharges {
-    pub(super) fn borrow_charges(&self) -> SmallVec<[Charge<'_>; 4]> {
-        self.charges.iter().map(OwnedCharge::as_charge).collect()
+    pub(super) fn to_creditable_charges(&self) -> SmallVec<[Charge<'_>; 4]> {
+        self.charges
+            .iter()
+            .map(OwnedCharge::to_creditable_charge)
+            .collect()
     }
 
     /// Divides the charges into calls with one key each: the only ones that Redis accepts while the
     /// slot moves.
-    pub(super) fn split_by_counter(self) -> impl Iterator<Item = Self> {
+    pub(super) fn split_by_charge(self) -> impl Iterator<Item = Self> {
         let hash_slot = self.hash_slot;
         let pairs = self.charges.into_iter().zip(self.positions);
         pairs.map(move |(charge, position)| Self {
@@ -46,7 +49,7 @@ impl HashSlotCharges {
     }
 
     /// Whether these charges can refuse the request.
-    pub(super) fn is_enforced(&self) -> bool {
+    pub(super) fn has_enforced_charges(&self) -> bool {
         self.enforced_charges().next().is_some()
     }
 
@@ -59,10 +62,10 @@ impl HashSlotCharges {
     /// request, or to start a block.
     pub(super) fn counts_refused_requests(&self) -> bool {
         let mut enforced = self.enforced_charges();
-        enforced.any(|charge| charge.counts_rejected || charge.as_charge().is_block())
+        enforced.any(|charge| charge.counts_rejected || charge.to_creditable_charge().is_block())
     }
 
-    /// The smallest capacity of the limits.
+    /// The smallest capacity of the enforced limits.
     pub(super) fn min_capacity(&self) -> u64 {
         let capacities = self
             .enforced_charges()
@@ -96,9 +99,9 @@ impl OwnedCharge {
         }
     }
 
-    /// Sets `settles`, so that the charge can be credited. It has no lease, because units granted
-    /// by one slot can't be revoked when another refuses.
-    fn as_charge(&self) -> Charge<'_> {
+    /// Returns the charge marked as an estimate, so that it can be credited later, and without a
+    /// lease, because units granted by one slot can't be revoked when another slot refuses.
+    fn to_creditable_charge(&self) -> Charge<'_> {
         Charge {
             policy_number: self.policy_number,
             shadow: self.shadow,

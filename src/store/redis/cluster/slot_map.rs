@@ -2,7 +2,7 @@
 
 use crate::limiter::{Key, KeyBuilder};
 use crate::store::redis::connection::{RedisConnectionState, SupervisedConnection};
-use crate::store::redis::connection_target::PROBE_POLICY;
+use crate::store::redis::connection_target::PROBE_POLICY_NAME;
 use crate::store::redis::scripts::push_hex_id;
 use crate::store::redis::settings::RedisAddress;
 use redis::Value;
@@ -11,18 +11,18 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Slots of every cluster.
+/// Number of hash slots of every Redis Cluster.
 const HASH_SLOT_COUNT: u16 = 16_384;
 
-/// Names tried to find a counter in one of a node's slots: almost certainly enough for a single
-/// slot.
-const MAX_PROBE_NAMES: u32 = 200_000;
+/// Maximum number of keys tried to find a counter in one of a node's slots: almost certainly enough
+/// for a node with a single slot.
+const MAX_PROBE_KEY_CANDIDATES: u32 = 200_000;
 
-/// Names tried before yielding to other tasks. Each name takes about a microsecond.
-const PROBE_NAMES_PER_YIELD: usize = 100;
+/// Keys tried before yielding to other tasks. Each key takes about a microsecond.
+const PROBE_KEY_CANDIDATES_PER_YIELD: usize = 100;
 
-/// How long a call waits for a node that is still connecting, as far as its deadline allows. Later
-/// the node counts as unreachable.
+/// How long a call waits for a node that is still connecting, as far as its deadline allows. After
+/// this time the node counts as unreachable.
 const NEW_NODE_WAIT: Duration = Duration::from_secs(1);
 
 /// A master, with this worker's connection to it.
@@ -48,8 +48,8 @@ pub(super) struct ClusterSlotMap {
 pub(super) type HashSlotRange = (u16, u16, RedisAddress);
 
 impl ClusterNode {
-    /// Whether the node is new and not connected yet. Calls wait for it, so that a slot migration
-    /// fails none.
+    /// Whether the node is new and not connected yet. Calls wait for a connecting node, so that no
+    /// call fails because of a slot migration.
     pub(super) fn is_connecting(&self) -> bool {
         !self.connection.was_ready() && self.discovered_at.elapsed() < NEW_NODE_WAIT
     }
@@ -116,7 +116,7 @@ impl ClusterSlotMap {
             .collect()
     }
 
-    pub(super) fn node_at(&self, address: &RedisAddress) -> Option<&Arc<ClusterNode>> {
+    pub(super) fn find_node_by_address(&self, address: &RedisAddress) -> Option<&Arc<ClusterNode>> {
         self.nodes.iter().find(|node| node.address == *address)
     }
 }
@@ -167,7 +167,8 @@ fn parse_slot_range(entry: &Value, queried_node: &RedisAddress) -> Option<HashSl
     (first <= last).then(|| (first, last, resolve_node_address(host, port, queried_node)))
 }
 
-/// Resolves an address from a reply, which may have no host.
+/// Returns a node's address from a reply. Without a host, the node has the host of the queried
+/// node.
 pub(super) fn resolve_node_address(
     host: String,
     port: u16,
@@ -182,7 +183,7 @@ pub(super) fn resolve_node_address(
     }
 }
 
-/// Finds a counter in a slot of the node at an address, for its probe.
+/// Finds a key whose counter is in a slot of the node at `address`, for the probe of the node.
 pub(super) async fn find_probe_key(ranges: &[HashSlotRange], address: &RedisAddress) -> Key {
     let is_hash_slot_of_node = |hash_slot: u16| {
         ranges
@@ -190,15 +191,15 @@ pub(super) async fn find_probe_key(ranges: &[HashSlotRange], address: &RedisAddr
             .any(|(first, last, owner)| owner == address && (*first..=*last).contains(&hash_slot))
     };
     let probe_key = |number: u32| {
-        let mut key = KeyBuilder::new(PROBE_POLICY);
-        key.push_part(Some(number.to_string().as_bytes()));
+        let mut key = KeyBuilder::new(PROBE_POLICY_NAME);
+        key.push_key_value(Some(number.to_string().as_bytes()));
         key.finish()
     };
-    let mut candidates = (0..MAX_PROBE_NAMES).map(probe_key).peekable();
+    let mut candidates = (0..MAX_PROBE_KEY_CANDIDATES).map(probe_key).peekable();
     while candidates.peek().is_some() {
         if let Some(key) = candidates
             .by_ref()
-            .take(PROBE_NAMES_PER_YIELD)
+            .take(PROBE_KEY_CANDIDATES_PER_YIELD)
             .find(|key| is_hash_slot_of_node(hash_slot_for_key(key)))
         {
             return key;
@@ -215,7 +216,8 @@ pub(in crate::store::redis) fn hash_slot_for_key(key: &Key) -> u16 {
     crc16(tag.as_bytes()) % HASH_SLOT_COUNT
 }
 
-/// The slot of a key in Redis: that of the text in its first braces, if not empty.
+/// The slot of a Redis key: the hash of the text in its first braces, or of the whole key without
+/// one.
 pub(in crate::store::redis) fn hash_slot_for_name(name: &str) -> u16 {
     let tag = name
         .split_once('{')
@@ -240,7 +242,7 @@ mod tests {
     use super::*;
     use std::pin::pin;
 
-    fn tcp(host: &str, port: u16) -> RedisAddress {
+    fn tcp_address(host: &str, port: u16) -> RedisAddress {
         RedisAddress::Tcp {
             host: host.to_owned(),
             port,
@@ -283,11 +285,14 @@ mod tests {
             range(200, 16_383, node(Value::BulkString(b"c".into()), 3)),
         ]);
         let expected = vec![
-            (0, 99, tcp("a", 1)),
-            (100, 199, tcp("a", 2)),
-            (200, 16_383, tcp("c", 3)),
+            (0, 99, tcp_address("a", 1)),
+            (100, 199, tcp_address("a", 2)),
+            (200, 16_383, tcp_address("c", 3)),
         ];
-        assert_eq!(parse_cluster_slots(&reply, &tcp("a", 9)), Some(expected));
+        assert_eq!(
+            parse_cluster_slots(&reply, &tcp_address("a", 9)),
+            Some(expected)
+        );
         for invalid in [
             Value::Nil,
             Value::Array(vec![Value::Int(1)]),
@@ -297,7 +302,7 @@ mod tests {
             Value::Array(vec![range(0, 1, Value::Array(Vec::new()))]),
         ] {
             assert_eq!(
-                parse_cluster_slots(&invalid, &tcp("a", 9)),
+                parse_cluster_slots(&invalid, &tcp_address("a", 9)),
                 None,
                 "{invalid:?}"
             );
@@ -307,9 +312,9 @@ mod tests {
     #[tokio::test]
     async fn finds_a_probe_key_for_each_node_without_blocking_other_tasks() {
         let ranges = [
-            (0, 99, tcp("a", 1)),
-            (100, 16_382, tcp("b", 1)),
-            (16_383, 16_383, tcp("c", 1)),
+            (0, 99, tcp_address("a", 1)),
+            (100, 16_382, tcp_address("b", 1)),
+            (16_383, 16_383, tcp_address("c", 1)),
         ];
         for (first, last, address) in &ranges {
             let (mut probe, mut others) = (pin!(find_probe_key(&ranges, address)), 0);

@@ -15,10 +15,11 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Interval of refreshes without a request for one.
+/// Interval of refreshes that no call has requested.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Pause between requested refreshes: doubled up to the maximum while the map does not change.
+/// Bounds of the pause between requested refreshes. The pause doubles while the map does not
+/// change.
 const INITIAL_BACKOFF: Duration = Duration::from_millis(10);
 const MAX_BACKOFF: Duration = Duration::from_millis(500);
 
@@ -41,14 +42,14 @@ pub(super) async fn run_slot_map_refresh(
                 }
                 if ranges != known_ranges {
                     slot_map.set(Arc::new(
-                        build_slot_map(&context, &previous_map, &ranges).await,
+                        build_slot_map_with_connections(&context, &previous_map, &ranges).await,
                     ));
                     (known_ranges, backoff) = (ranges, INITIAL_BACKOFF);
                 }
             }
             Err(error) => {
                 breaker.count_failure(error.kind);
-                // With known nodes, their connections report a loss.
+                // Once nodes are known, their connections report the loss of Redis.
                 if known_ranges.is_empty() && !std::mem::replace(&mut is_lost, true) {
                     breaker.record_connection_down(&error);
                 }
@@ -66,8 +67,9 @@ pub(super) async fn run_slot_map_refresh(
     }
 }
 
-/// Builds a slot map. Known nodes keep their connections.
-async fn build_slot_map(
+/// Builds a slot map and connects to its new nodes. Known nodes keep their connections. The
+/// connections of removed nodes are stopped after `timeout`.
+async fn build_slot_map_with_connections(
     context: &Arc<RedisContext>,
     previous_map: &ClusterSlotMap,
     ranges: &[HashSlotRange],
@@ -77,7 +79,7 @@ async fn build_slot_map(
         if nodes.iter().any(|node| node.address == *address) {
             continue;
         }
-        if let Some(known) = previous_map.node_at(address) {
+        if let Some(known) = previous_map.find_node_by_address(address) {
             nodes.push(Arc::clone(known));
             continue;
         }
@@ -169,7 +171,7 @@ async fn query_configured_server(
     })
 }
 
-/// Sorted, so that equal maps compare as equal.
+/// Sorts the ranges, so that equal slot maps compare as equal.
 fn sort_ranges(mut ranges: Vec<HashSlotRange>) -> Vec<HashSlotRange> {
     ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
     ranges

@@ -1,8 +1,9 @@
 //! Decides a request that no single script call can decide: its charges are in several slots, or in
 //! a slot that moves.
 //!
-//! Each part reserves its charges. A part that may refuse is asked before the others, so a refusal
-//! usually reserves nothing elsewhere. Reservations of a request that is not forwarded are returned.
+//! Each part reserves its charges. A part that may refuse is asked before all others, so a refusal
+//! usually reserves nothing elsewhere. Reservations of a request that is not forwarded are
+//! returned.
 
 use super::router::ClusterRouter;
 use super::slot_charges::HashSlotCharges;
@@ -16,7 +17,7 @@ use smallvec::SmallVec;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-/// A decision, or the failure of a part with the decisions of the others.
+/// A decision, or the failure of a part with a partial decision of the parts that answered.
 pub(super) type SplitResult = Result<Decision, (RedisErrorKind, Option<Box<PartialDecision>>)>;
 
 /// A part of a request, and its decision.
@@ -26,7 +27,7 @@ struct DecidedPart {
 }
 
 /// What a part's decision did to one counter.
-struct ChargeOutcome<'a> {
+struct SplitChargeOutcome<'a> {
     /// The index of the charge in the request.
     position: usize,
     charge: Charge<'a>,
@@ -46,11 +47,11 @@ impl DecidedPart {
     /// Why the part was not decided, unless it only affects shadow policies.
     fn failure(&self) -> Option<RedisErrorKind> {
         let failure = self.answer.as_ref().err().copied();
-        failure.filter(|_| self.part.is_enforced())
+        failure.filter(|_| self.part.has_enforced_charges())
     }
 }
 
-impl ChargeOutcome<'_> {
+impl SplitChargeOutcome<'_> {
     /// Whether units were charged that a refusal of the request returns.
     fn is_reserved(&self) -> bool {
         self.charged_at_us.is_some() && !self.charge.is_block()
@@ -74,8 +75,8 @@ impl ChargeOutcome<'_> {
         })
     }
 
-    /// The amendment that gives the counter the effect of one decision. `is_dropped`: the request is
-    /// not forwarded although no limit refuses it.
+    /// The amendment that gives the counter the effect that one decision of all parts would have
+    /// had. `is_dropped`: the request is not forwarded although no limit refuses it.
     fn correction(&self, is_dropped: bool) -> Option<Settlement<'_>> {
         let is_kept = self.effect != ChargeEffect::NoChange && !is_dropped;
         let amendment = match self.charged_at_us {
@@ -101,8 +102,8 @@ impl ChargeOutcome<'_> {
 
 impl ClusterRouter {
     /// Decides all parts and sends the result. Returns when the charges of a request that is not
-    /// forwarded are returned. The caller forwards an admitted request, and one with a partial
-    /// decision if it says so.
+    /// forwarded are returned. The caller forwards an admitted request, and confirms a partial
+    /// decision if it forwards the request.
     pub(super) async fn decide_parts(
         self,
         mut waiting: Vec<HashSlotCharges>,
@@ -113,13 +114,13 @@ impl ClusterRouter {
         let fails_closed = waiting.iter().any(HashSlotCharges::fails_closed);
         let mut decided: Vec<DecidedPart> = Vec::with_capacity(waiting.len());
         while !waiting.is_empty() {
-            let round = self.take_round(&mut waiting);
+            let round = self.take_parts_of_next_round(&mut waiting);
             let answers =
                 join_all(round.iter().map(|part| self.reserve_part(part, deadline))).await;
             for (part, answer) in round.into_iter().zip(answers) {
                 match answer {
                     Err(RedisErrorKind::TryAgain) if part.charges.len() > 1 => {
-                        waiting.extend(part.split_by_counter());
+                        waiting.extend(part.split_by_charge());
                     }
                     answer => decided.push(DecidedPart { part, answer }),
                 }
@@ -132,7 +133,8 @@ impl ClusterRouter {
         let outcomes = collect_outcomes(&decided);
         let decision = merge_decisions(charge_count, &decided, &outcomes);
         let is_refused = decided.iter().any(DecidedPart::is_refused);
-        let is_forwarded = send_result(&decided, decision, result_sender).await;
+        let is_forwarded =
+            send_result_and_await_forwarding(&decided, decision, result_sender).await;
         let is_dropped = !is_forwarded && !is_refused;
         let corrections: Vec<Settlement<'_>> = outcomes
             .iter()
@@ -144,9 +146,9 @@ impl ClusterRouter {
     }
 
     /// Takes the parts that are asked next, at once. Parts of unreachable nodes come first: they
-    /// fail without a call. Then the parts that may refuse, one after the other, narrowest first.
-    /// All others come last.
-    fn take_round(&self, waiting: &mut Vec<HashSlotCharges>) -> Vec<HashSlotCharges> {
+    /// fail without a call. Then the parts that may refuse come one after the other, narrowest
+    /// first. All other parts come last, together.
+    fn take_parts_of_next_round(&self, waiting: &mut Vec<HashSlotCharges>) -> Vec<HashSlotCharges> {
         let slot_map = self.slot_map.get();
         let is_unreachable = |part: &HashSlotCharges| {
             let node = slot_map.node_for_hash_slot(part.hash_slot);
@@ -159,7 +161,8 @@ impl ClusterRouter {
             return round;
         }
         let may_refuse = |part: &HashSlotCharges| {
-            part.is_enforced() && !self.hints.expect_admission(&part.borrow_charges())
+            part.has_enforced_charges()
+                && !self.hints.expects_admission(&part.to_creditable_charges())
         };
         let doubtful = waiting
             .iter()
@@ -174,7 +177,7 @@ impl ClusterRouter {
             None => round.append(waiting),
         }
         for part in &round {
-            self.hints.deduct(&part.borrow_charges());
+            self.hints.deduct_charges(&part.to_creditable_charges());
         }
         round
     }
@@ -185,7 +188,7 @@ impl ClusterRouter {
         part: &HashSlotCharges,
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        let charges = part.borrow_charges();
+        let charges = part.to_creditable_charges();
         let decision = self
             .request_decision(part.hash_slot, &charges, deadline)
             .await?;
@@ -197,8 +200,9 @@ impl ClusterRouter {
     }
 }
 
-/// Sends the result to the caller. Returns whether the request is forwarded.
-async fn send_result(
+/// Sends the result to the caller, and waits for the confirmation of a partial decision. Returns
+/// whether the request is forwarded.
+async fn send_result_and_await_forwarding(
     decided: &[DecidedPart],
     decision: Option<Decision>,
     result_sender: oneshot::Sender<SplitResult>,
@@ -214,7 +218,7 @@ async fn send_result(
         (Some(decision), Some(failure)) => {
             let (partial, confirmed) = PartialDecision::new(decision);
             drop(result_sender.send(Err((failure, Some(Box::new(partial))))));
-            // Closed if the caller does not forward the request.
+            // The channel is closed if the caller does not forward the request.
             confirmed.await.is_ok()
         }
         (None, failure) => {
@@ -226,13 +230,16 @@ async fn send_result(
 }
 
 /// The outcomes of all charges whose parts answered.
-fn collect_outcomes(decided: &[DecidedPart]) -> Vec<ChargeOutcome<'_>> {
+fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
     let mut outcomes = Vec::new();
     for DecidedPart { part, answer } in decided {
         let Ok(answer) = answer else { continue };
-        let charges = part.borrow_charges().into_iter().zip(&part.positions);
+        let charges = part
+            .to_creditable_charges()
+            .into_iter()
+            .zip(&part.positions);
         for (nth, (charge, position)) in charges.enumerate() {
-            outcomes.push(ChargeOutcome {
+            outcomes.push(SplitChargeOutcome {
                 position: *position,
                 charge,
                 now_us: answer.now_us,
@@ -254,12 +261,12 @@ fn collect_outcomes(decided: &[DecidedPart]) -> Vec<ChargeOutcome<'_>> {
     outcomes
 }
 
-/// Merges the decisions of the parts, on the clock of the first that answered. In a refusal, the
-/// statuses of reserved charges are left out: they include units that are being returned.
+/// Merges the decisions of the parts, on the clock of the first part that answered. In a refusal,
+/// the statuses of reserved charges are left out: they include units that are being returned.
 fn merge_decisions(
     charge_count: usize,
     decided: &[DecidedPart],
-    outcomes: &[ChargeOutcome<'_>],
+    outcomes: &[SplitChargeOutcome<'_>],
 ) -> Option<Decision> {
     let answers = || decided.iter().filter_map(|part| part.answer.as_ref().ok());
     let admitted = answers().all(|answer| answer.admitted);
@@ -300,7 +307,7 @@ mod tests {
         per_us: 1_000_000,
         algorithm: Algorithm::SlidingLog,
     };
-    const BLOCK: Limit = Limit {
+    const BLOCK_LIMIT: Limit = Limit {
         requests: 1,
         per_us: 60_000_000,
         algorithm: Algorithm::Block,
@@ -310,7 +317,7 @@ mod tests {
         KeyBuilder::new(name).finish()
     }
 
-    fn admitted(now_us: u64) -> Decision {
+    fn admitted_decision(now_us: u64) -> Decision {
         let status = LimitStatus {
             remaining: 3,
             next_growth_us: Some(now_us + 500),
@@ -326,8 +333,8 @@ mod tests {
         }
     }
 
-    fn refused(now_us: u64, until_us: u64) -> Decision {
-        let mut decision = admitted(now_us);
+    fn refused_decision(now_us: u64, until_us: u64) -> Decision {
+        let mut decision = admitted_decision(now_us);
         decision.admitted = false;
         decision.statuses[0].as_mut().unwrap().refusal = Some(Refusal::Until(until_us));
         decision.charged_at_us[0] = None;
@@ -340,14 +347,14 @@ mod tests {
         answers: [Result<Decision, RedisErrorKind>; 2],
     ) -> Vec<DecidedPart> {
         let parts = group_by_hash_slot(&charges).into_iter();
-        let parts = parts.flat_map(HashSlotCharges::split_by_counter);
+        let parts = parts.flat_map(HashSlotCharges::split_by_charge);
         let decided = parts.zip(answers);
         decided
             .map(|(part, answer)| DecidedPart { part, answer })
             .collect()
     }
 
-    fn merge(decided: &[DecidedPart]) -> Decision {
+    fn merge_two_parts(decided: &[DecidedPart]) -> Decision {
         merge_decisions(2, decided, &collect_outcomes(decided)).unwrap()
     }
 
@@ -357,9 +364,12 @@ mod tests {
         let charges = [&one, &other].map(|key| Charge::new(&LIMIT, key, 1));
         let decided = decided_parts(
             charges,
-            [Ok(admitted(1_000_000)), Ok(refused(5_000, 7_000))],
+            [
+                Ok(admitted_decision(1_000_000)),
+                Ok(refused_decision(5_000, 7_000)),
+            ],
         );
-        let merged = merge(&decided);
+        let merged = merge_two_parts(&decided);
         assert_eq!((merged.now_us, merged.admitted), (1_000_000, false));
         let other = merged.statuses[1].unwrap();
         assert_eq!(other.refusal, Some(Refusal::Until(1_002_000)));
@@ -396,40 +406,50 @@ mod tests {
         for (charges, answers, is_dropped, returned) in [
             (
                 charges,
-                [Ok(admitted(10)), Ok(admitted(10))],
+                [Ok(admitted_decision(10)), Ok(admitted_decision(10))],
                 false,
                 [None, None],
             ),
             (
                 charges,
-                [Ok(admitted(10)), Ok(admitted(10))],
+                [Ok(admitted_decision(10)), Ok(admitted_decision(10))],
                 true,
                 [credit, credit],
             ),
             (
                 charges,
-                [Ok(admitted(10)), Ok(refused(10, 20))],
+                [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
                 false,
                 [credit, None],
             ),
-            (charges, [failed(), Ok(admitted(10))], true, [credit, None]),
-            (charges, [failed(), Ok(admitted(10))], false, [None, None]),
             (
-                shadow,
-                [Ok(admitted(10)), Ok(refused(10, 20))],
+                charges,
+                [failed(), Ok(admitted_decision(10))],
+                true,
+                [credit, None],
+            ),
+            (
+                charges,
+                [failed(), Ok(admitted_decision(10))],
                 false,
                 [None, None],
             ),
             (
                 shadow,
-                [Ok(refused(10, 20)), Ok(admitted(10))],
+                [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
+                false,
+                [None, None],
+            ),
+            (
+                shadow,
+                [Ok(refused_decision(10, 20)), Ok(admitted_decision(10))],
                 false,
                 [None, credit],
             ),
             // A shadow policy is charged on all its counters or on none.
             (
                 shadow_pair,
-                [Ok(admitted(10)), Ok(refused(10, 20))],
+                [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
                 false,
                 [credit, None],
             ),
@@ -449,21 +469,26 @@ mod tests {
     fn a_block_starts_when_its_limit_was_decided_apart_from_it() {
         let owner = key("owner");
         let charges = [
-            Charge::new(&BLOCK, &owner, 1),
+            Charge::new(&BLOCK_LIMIT, &owner, 1),
             Charge::new(&LIMIT, &owner, 1),
         ];
-        let mut inactive = admitted(10);
+        let mut inactive = admitted_decision(10);
         (
             inactive.charged_at_us[0],
             inactive.statuses[0].as_mut().unwrap().next_growth_us,
         ) = (None, None);
-        for (limit_answer, starts) in [(refused(10, 20), true), (admitted(10), false)] {
+        for (limit_answer, starts) in [
+            (refused_decision(10, 20), true),
+            (admitted_decision(10), false),
+        ] {
             let decided = decided_parts(charges, [Ok(inactive.clone()), Ok(limit_answer)]);
             let outcomes = collect_outcomes(&decided);
             let amendment = outcomes[0].correction(false).map(|made| made.amendment);
             assert_eq!(amendment, starts.then_some(Amendment::Charge(1)));
-            let ends_us = merge(&decided).statuses[0].unwrap().next_growth_us;
-            assert_eq!(ends_us, starts.then_some(10 + BLOCK.per_us));
+            let ends_us = merge_two_parts(&decided).statuses[0]
+                .unwrap()
+                .next_growth_us;
+            assert_eq!(ends_us, starts.then_some(10 + BLOCK_LIMIT.per_us));
         }
     }
 
@@ -482,7 +507,8 @@ mod tests {
             ];
             let decided = decided_parts(charges, answers);
             let (sender, receiver) = oneshot::channel();
-            let sending = send_result(&decided, Some(merge(&decided)), sender);
+            let sending =
+                send_result_and_await_forwarding(&decided, Some(merge_two_parts(&decided)), sender);
             // The caller drops a partial decision at once.
             let (is_forwarded, result) = tokio::join!(sending, async {
                 receiver
@@ -494,16 +520,16 @@ mod tests {
         };
         let failed = Err((RedisErrorKind::Timeout, true));
         assert_eq!(
-            send(false, [Ok(admitted(10)), timed_out()]).await,
+            send(false, [Ok(admitted_decision(10)), timed_out()]).await,
             (false, failed.clone())
         );
         assert_eq!(
-            send(true, [timed_out(), Ok(admitted(10))]).await,
+            send(true, [timed_out(), Ok(admitted_decision(10))]).await,
             (false, failed)
         );
-        let (is_forwarded, result) = send(false, [timed_out(), Ok(refused(10, 20))]).await;
+        let (is_forwarded, result) = send(false, [timed_out(), Ok(refused_decision(10, 20))]).await;
         assert!(!is_forwarded && result.is_ok_and(|decision| !decision.admitted));
-        let (is_forwarded, result) = send(true, [Ok(admitted(10)), timed_out()]).await;
+        let (is_forwarded, result) = send(true, [Ok(admitted_decision(10)), timed_out()]).await;
         assert!(is_forwarded && result.is_ok_and(|decision| decision.statuses[1].is_none()));
     }
 }

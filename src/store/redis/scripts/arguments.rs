@@ -14,8 +14,8 @@ pub(in crate::store::redis) fn push_time_argument(command: &mut Cmd, time_us: Op
     );
 }
 
-/// Appends the argument of a charge. `follows`: it belongs to the same request as the charge
-/// before.
+/// Appends the argument of a charge. `follows`: the charge belongs to the same request as the
+/// charge before it.
 pub(in crate::store::redis) fn push_charge_argument(
     text: &mut String,
     charge: &Charge<'_>,
@@ -109,17 +109,18 @@ fn algorithm_letter(limit: &Limit) -> &'static str {
     }
 }
 
-/// `rate`: units that a bucket pays back per period, unless its last charge used a higher rate.
+/// Appends the parameters of a limit's algorithm. `rate`: units that a bucket pays back per period,
+/// unless its last charge used a higher rate.
 fn push_algorithm_parameters(text: &mut String, limit: &Limit, rate: u64, slot: u128) {
     let mut number = itoa::Buffer::new();
     let parameter = match limit.algorithm {
         Algorithm::LeakyBucket { .. } => {
             text.push_str(number.format(rate));
             text.push('+');
-            limit.delay_remainder()
+            limit.max_delay_remainder()
         }
         Algorithm::Concurrency { .. } => return push_slot_id(text, slot),
-        Algorithm::SlidingWindow { .. } => limit.sub_window_us(),
+        Algorithm::SlidingWindow { .. } => limit.sub_window_width_us(),
         Algorithm::FixedWindow { offset_us } => offset_us,
         Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => {
             for leading_parameter in [rate, warm_up_us] {
@@ -134,7 +135,7 @@ fn push_algorithm_parameters(text: &mut String, limit: &Limit, rate: u64, slot: 
     text.push_str(number.format(parameter));
 }
 
-/// The colon distinguishes the id from a number.
+/// Appends a slot id. The colon distinguishes the id from a number.
 fn push_slot_id(text: &mut String, slot: u128) {
     push_hex_id(text, slot);
     text.push(':');

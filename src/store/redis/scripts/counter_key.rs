@@ -4,7 +4,7 @@ use super::ScriptLibrary;
 use crate::limiter::{Algorithm, Charge, MAX_UNITS};
 
 /// A readable part of a key longer than this many bytes is left out.
-const MAX_READABLE_BYTES: usize = 64;
+const MAX_READABLE_KEY_BYTES: usize = 64;
 
 impl ScriptLibrary {
     /// The Redis key of a charge's counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
@@ -17,7 +17,7 @@ impl ScriptLibrary {
 
     /// The name of the counter at a position, counted from 1 as in the script, without its readable
     /// part.
-    pub(in crate::store::redis) fn counter_name_at(
+    pub(in crate::store::redis) fn counter_name_by_position(
         &self,
         charges: &[Charge<'_>],
         position: usize,
@@ -36,8 +36,8 @@ impl ScriptLibrary {
         self.push_counter_name(key, charge);
         let end = key.len();
         key.push(':');
-        charge.key.push_readable(key);
-        if key.len() - end > 1 + MAX_READABLE_BYTES {
+        charge.key.append_readable_to(key);
+        if key.len() - end > 1 + MAX_READABLE_KEY_BYTES {
             key.truncate(end);
         }
     }
@@ -101,13 +101,14 @@ impl ScriptLibrary {
 
     /// The `SCAN` pattern for all counters, or for those of one policy with a readable key.
     pub(in crate::store::redis) fn scan_pattern(&self, policy: Option<&str>) -> String {
-        // A policy's name contains no glob characters, but the prefix may.
+        // The prefix may contain glob characters. Each is replaced by `?`, which matches any
+        // character, so the caller must check the prefix of each found key.
         let start = self
             .counter_key_prefix
             .replace(['\\', '*', '?', '[', ']'], "?");
         match policy {
             None => format!("{start}*"),
-            // A value or nothing follows the name.
+            // In a key, a value or nothing follows the name of the policy.
             Some(policy) => format!("{start}*}}:*:{policy}*"),
         }
     }

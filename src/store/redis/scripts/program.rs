@@ -20,8 +20,8 @@ const ALGORITHM_SOURCES: [&str; 7] = [
     include_str!("../../../limiter/block.lua"),
 ];
 
-/// Purposes of a program, beside the bits of its algorithms: it settles charges; it may count
-/// rejected requests; it grants leases.
+/// Flags for the purposes of a program, above the bits of its algorithms: `SETTLE_FLAG` settles
+/// charges, `COUNT_REJECTED_FLAG` counts rejected requests, `LEASE_FLAG` grants leases.
 pub(super) const SETTLE_FLAG: usize = 1 << ALGORITHM_SOURCES.len();
 
 const COUNT_REJECTED_FLAG: usize = SETTLE_FLAG << 1;
@@ -55,8 +55,8 @@ impl LuaProgram {
 }
 
 /// Removes comments, indentation, and the sections that the program does not need. Redis accepts
-/// arguments up to 16 KiB from an unauthenticated connection. Above that it closes the connection
-/// instead of reporting the missing login.
+/// arguments up to 16 KiB from an unauthenticated connection. After a larger argument, Redis closes
+/// the connection instead of reporting the missing login.
 fn strip_source(source: &str, flags: usize) -> String {
     let (mut text, mut is_included) = (String::with_capacity(source.len()), true);
     for line in source.lines().map(str::trim_start) {
@@ -75,7 +75,7 @@ fn strip_source(source: &str, flags: usize) -> String {
     text
 }
 
-pub(super) fn algorithm_flags(algorithm: Algorithm) -> usize {
+pub(super) fn program_flags_for_algorithm(algorithm: Algorithm) -> usize {
     match algorithm {
         Algorithm::SlidingLog => 1,
         Algorithm::SlidingWindow { .. } => 1 << 1,
@@ -87,22 +87,20 @@ pub(super) fn algorithm_flags(algorithm: Algorithm) -> usize {
     }
 }
 
-pub(super) fn charges_flags(charges: &[Charge<'_>]) -> usize {
+pub(super) fn program_flags_for_charges(charges: &[Charge<'_>]) -> usize {
     charges
         .iter()
-        .fold(0, |bits, charge| bits | charge_flags(charge))
+        .fold(0, |bits, charge| bits | program_flags_for_charge(charge))
 }
 
 /// The flags of the program that decides a charge.
-pub(in crate::store::redis) fn charge_flags(charge: &Charge<'_>) -> usize {
+pub(in crate::store::redis) fn program_flags_for_charge(charge: &Charge<'_>) -> usize {
     let options = [
         (charge.counts_rejected, COUNT_REJECTED_FLAG),
         (charge.requested_lease().is_some(), LEASE_FLAG),
     ];
-    options
-        .iter()
-        .filter(|(is_set, _)| *is_set)
-        .fold(algorithm_flags(charge.limit.algorithm), |bits, (_, bit)| {
-            bits | bit
-        })
+    options.iter().filter(|(is_set, _)| *is_set).fold(
+        program_flags_for_algorithm(charge.limit.algorithm),
+        |bits, (_, bit)| bits | bit,
+    )
 }

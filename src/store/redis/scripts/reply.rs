@@ -7,8 +7,8 @@ use crate::limiter::{
 use redis::Value;
 use smallvec::SmallVec;
 
-/// Later times are not exact in a double, so the scripts can't return them.
-const MAX_TIME_US: u64 = 1 << 53;
+/// Latest time that a script can return: later times are not exact in a double.
+const MAX_EXACT_TIME_US: u64 = 1 << 53;
 
 /// The position of a caller among those with the same request, from 0 in the order of arrival.
 #[derive(Clone, Copy, Debug)]
@@ -45,8 +45,12 @@ impl ScriptLibrary {
         let has_estimates = charges.iter().any(|charge| charge.is_estimate);
         let mut charged_at_us = SmallVec::new();
         for charge in charges {
-            let mut status =
-                parse_limit_status(charge.limit, charge.cost, now_us, numbers.next_three()?)?;
+            let mut status = parse_limit_status(
+                charge.limit,
+                charge.cost,
+                now_us,
+                numbers.next_three_numbers()?,
+            )?;
             if position.total > 1 {
                 status = derive_caller_status(position, status, charge, numbers.next_number()?)?;
             }
@@ -104,7 +108,7 @@ impl ScriptLibrary {
         let now_us = to_time_us(numbers.next_number()?).filter(|now_us| *now_us > 0)?;
         let statuses: Option<_> = counters
             .iter()
-            .map(|(_, limit)| parse_limit_status(limit, 0, now_us, numbers.next_three()?))
+            .map(|(_, limit)| parse_limit_status(limit, 0, now_us, numbers.next_three_numbers()?))
             .collect();
         Some((now_us, statuses?)).filter(|_| numbers.0.next().is_none())
     }
@@ -122,7 +126,7 @@ impl<'a> ReplyNumbers<'a> {
         Self(words)
     }
 
-    /// The last number of a reply. It is left out if it is 0.
+    /// Reads the delay, which is the last number of a reply. A reply without a delay leaves it out.
     fn read_delay_us(&mut self) -> Option<u64> {
         let Some(text) = self.0.next() else {
             return Some(0);
@@ -131,7 +135,7 @@ impl<'a> ReplyNumbers<'a> {
         delay_us.filter(|_| self.0.next().is_none())
     }
 
-    fn next_three(&mut self) -> Option<[i64; 3]> {
+    fn next_three_numbers(&mut self) -> Option<[i64; 3]> {
         Some([
             self.next_number()?,
             self.next_number()?,
@@ -248,5 +252,5 @@ fn parse_grant(
 fn to_time_us(number: i64) -> Option<u64> {
     u64::try_from(number)
         .ok()
-        .filter(|time_us| *time_us <= MAX_TIME_US)
+        .filter(|time_us| *time_us <= MAX_EXACT_TIME_US)
 }

@@ -1,9 +1,11 @@
-use super::program::{LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, algorithm_flags, charges_flags};
+use super::program::{
+    LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm, program_flags_for_charges,
+};
 use super::*;
 use crate::limiter::{Algorithm, Key, KeyBuilder, Limit, LimitStatus};
 use redis::Value;
 
-const LOG: Limit = Limit {
+const LOG_LIMIT: Limit = Limit {
     requests: 5,
     per_us: 1_000_000,
     algorithm: Algorithm::SlidingLog,
@@ -11,11 +13,11 @@ const LOG: Limit = Limit {
 
 fn key(policy: &str, value: &str) -> Key {
     let mut builder = KeyBuilder::new(policy);
-    builder.push_part(Some(value.as_bytes()));
+    builder.push_key_value(Some(value.as_bytes()));
     builder.finish()
 }
 
-fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
+fn one_unit_charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
     Charge::new(limit, key, 1)
 }
 
@@ -23,7 +25,7 @@ fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
 fn trap_5_decisions_use_the_clock_of_redis() {
     let (script, key) = (ScriptLibrary::new("p"), key("p", "x"));
     let args: Vec<Vec<u8>> = script
-        .decide_command(&[charge(&LOG, &key)], None)
+        .decide_command(&[one_unit_charge(&LOG_LIMIT, &key)], None)
         .args_iter()
         .map(|arg| match arg {
             redis::Arg::Simple(arg) => arg.to_vec(),
@@ -48,7 +50,7 @@ fn trap_5_decisions_use_the_clock_of_redis() {
 
 #[test]
 fn the_first_script_fits_the_limits_of_an_unauthenticated_connection() {
-    let first = LuaProgram::new(charges_flags(&[])).text;
+    let first = LuaProgram::new(program_flags_for_charges(&[])).text;
     assert!(first.len() < 16 * 1024, "{}", first.len());
     for bits in [SETTLE_FLAG - 1, PROGRAM_COUNT - 1] {
         assert!(
@@ -62,22 +64,22 @@ fn the_first_script_fits_the_limits_of_an_unauthenticated_connection() {
 fn keys_contain_prefix_hash_algorithm_and_period() {
     let daily = Limit {
         algorithm: Algorithm::FixedWindow { offset_us: 7 },
-        ..LOG
+        ..LOG_LIMIT
     };
     let (short, long) = (key("api", "ann"), key("api", &"x".repeat(62)));
     let script = ScriptLibrary::new("shop{a}");
     let hash = format!("{:032x}", short.id());
     assert_eq!(
-        script.counter_key(&charge(&LOG, &short)),
+        script.counter_key(&one_unit_charge(&LOG_LIMIT, &short)),
         format!("shop%7Ba%7D:v1:{{{hash}}}:sliding_log:1000000:api/ann")
     );
     assert_eq!(
-        script.counter_key(&charge(&daily, &short)),
+        script.counter_key(&one_unit_charge(&daily, &short)),
         format!("shop%7Ba%7D:v1:{{{hash}}}:fixed_window:1000000+7:api/ann")
     );
     let hash = format!("{:032x}", long.id());
     assert_eq!(
-        script.counter_key(&charge(&LOG, &long)),
+        script.counter_key(&one_unit_charge(&LOG_LIMIT, &long)),
         format!("shop%7Ba%7D:v1:{{{hash}}}:sliding_log:1000000")
     );
 }
@@ -89,10 +91,10 @@ fn the_decide_command_has_the_arguments_that_decide_lua_reads() {
         policy_number: 3,
         shadow: true,
         cost: 2,
-        ..charge(&LOG, &key)
+        ..one_unit_charge(&LOG_LIMIT, &key)
     };
     let script = ScriptLibrary::new("t");
-    let command = script.decide_command(&[charge(&LOG, &key), shadow], None);
+    let command = script.decide_command(&[one_unit_charge(&LOG_LIMIT, &key), shadow], None);
     let args: Vec<_> = command
         .args_iter()
         .map(|arg| match arg {
@@ -102,7 +104,7 @@ fn the_decide_command_has_the_arguments_that_decide_lua_reads() {
         .collect();
     let name = script.counter_key(&shadow);
     let sha = &script
-        .program(algorithm_flags(Algorithm::SlidingLog))
+        .program_for_flags(program_flags_for_algorithm(Algorithm::SlidingLog))
         .unwrap()
         .sha;
     let head = ["EVALSHA", sha, "2", &name, &name, ""];
@@ -116,10 +118,13 @@ fn accepts_a_delay_up_to_the_maximum_of_the_limit() {
         algorithm: Algorithm::LeakyBucket {
             max_delay_us: 400_000,
         },
-        ..LOG
+        ..LOG_LIMIT
     };
     let key = key("api", "ann");
-    let (leaky_bucket, log) = (charge(&limit, &key), charge(&LOG, &key));
+    let (leaky_bucket, log) = (
+        one_unit_charge(&limit, &key),
+        one_unit_charge(&LOG_LIMIT, &key),
+    );
     let read = |reply: &str, charges: &[Charge<'_>]| {
         ScriptLibrary::parse_decision_reply(&Value::BulkString(reply.into()), charges)
             .map(|decision| decision.delay_us)
@@ -153,7 +158,7 @@ fn accepts_a_delay_up_to_the_maximum_of_the_limit() {
 #[test]
 fn a_script_reply_of_impossible_form_is_rejected() {
     let key = key("api", "ann");
-    let charges = [charge(&LOG, &key)];
+    let charges = [one_unit_charge(&LOG_LIMIT, &key)];
     let read = |reply: &str| {
         ScriptLibrary::parse_decision_reply(&Value::BulkString(reply.into()), &charges)
     };

@@ -1,12 +1,13 @@
 //! Properties of the PROXY header parser for arbitrary bytes.
 
 use super::{
-    ProxyHeaderParseError, TLV_CRC32C, V2_MAX_BYTES, V2_SIGNATURE, crc32c, parse_proxy_header,
+    ProxyHeaderParseError, TLV_TYPE_CRC32C, V2_MAX_BYTES, V2_SIGNATURE, crc32c, parse_proxy_header,
 };
 use std::net::{IpAddr, SocketAddr};
 
-/// The first result is final however the bytes are split, and covers only bytes of the header.
-pub(in crate::proxy) fn check_incremental_parsing(bytes: &[u8]) {
+/// Checks that the parser's first result is final however the bytes are split, and that it covers
+/// only bytes of the header.
+pub(in crate::proxy) fn assert_incremental_parsing(bytes: &[u8]) {
     let mut result = None;
     for len in 0..=bytes.len() {
         let Some(begin) = bytes.get(..len) else {
@@ -30,12 +31,12 @@ pub(in crate::proxy) fn check_incremental_parsing(bytes: &[u8]) {
     );
 }
 
-/// A generated header parses to its source address, whatever follows. A header with a checksum and
-/// changed addresses is rejected.
+/// Checks that a generated header parses to its source address, whatever bytes follow, and that a
+/// checksum reveals changed addresses.
 ///
-/// The first bytes select version, address and port. The others become extensions and the client's
-/// own bytes.
-pub(in crate::proxy) fn check_generated_header(bytes: &[u8]) {
+/// The first bytes of `bytes` select version, address and port. The other bytes become the header's
+/// extensions and the client's own bytes.
+pub(in crate::proxy) fn assert_generated_header(bytes: &[u8]) {
     let Some(([choice, at, change], rest)) = bytes.split_first_chunk::<3>() else {
         return;
     };
@@ -52,9 +53,9 @@ pub(in crate::proxy) fn check_generated_header(bytes: &[u8]) {
     let source = SocketAddr::new(ip, u16::from_be_bytes([high, low]));
     let is_checked = choice & 4 != 0;
     let header = if choice & 2 == 0 {
-        build_version_1(source)
+        build_v1_header(source)
     } else {
-        build_version_2(source, rest, is_checked)
+        build_v2_header(source, rest, is_checked)
     };
     let parsed = parse_proxy_header(&[&header, rest].concat())
         .map(|header| header.map(|header| (header.source, header.len)));
@@ -65,8 +66,9 @@ pub(in crate::proxy) fn check_generated_header(bytes: &[u8]) {
         Ok(Some((Some(expected), header.len()))),
         "{header:?}"
     );
-    check_incremental_parsing(&header);
-    // Only address bytes are changed: another length could form a valid list without a checksum.
+    assert_incremental_parsing(&header);
+    // Only address bytes are changed: a changed extension length could form a valid list without a
+    // checksum.
     let addresses = if ip.is_ipv4() { 12 } else { 36 };
     let mut changed = header;
     if choice & 6 == 6
@@ -82,7 +84,7 @@ pub(in crate::proxy) fn check_generated_header(bytes: &[u8]) {
     }
 }
 
-fn build_version_1(source: SocketAddr) -> Vec<u8> {
+fn build_v1_header(source: SocketAddr) -> Vec<u8> {
     let (family, other) = if source.is_ipv4() {
         ("TCP4", "198.51.100.1")
     } else {
@@ -97,7 +99,7 @@ fn build_version_1(source: SocketAddr) -> Vec<u8> {
 }
 
 /// Each byte of `extensions` becomes the type of one extension, with a value of up to 15 bytes.
-fn build_version_2(source: SocketAddr, extensions: &[u8], is_checked: bool) -> Vec<u8> {
+fn build_v2_header(source: SocketAddr, extensions: &[u8], is_checked: bool) -> Vec<u8> {
     let mut block = match source.ip() {
         IpAddr::V4(ip) => [ip.octets(), [198, 51, 100, 1]].concat(),
         IpAddr::V6(ip) => [ip.octets(), [7; 16]].concat(),
@@ -107,13 +109,13 @@ fn build_version_2(source: SocketAddr, extensions: &[u8], is_checked: bool) -> V
     for byte in extensions
         .iter()
         .take(100)
-        .filter(|byte| **byte != TLV_CRC32C)
+        .filter(|byte| **byte != TLV_TYPE_CRC32C)
     {
         block.extend([*byte, 0, byte % 16]);
         block.extend(std::iter::repeat_n(*byte, usize::from(byte % 16)));
     }
     if is_checked {
-        block.extend([TLV_CRC32C, 0, 4, 0, 0, 0, 0]);
+        block.extend([TLV_TYPE_CRC32C, 0, 4, 0, 0, 0, 0]);
     }
     let [high, low] = u16::try_from(block.len()).unwrap_or(u16::MAX).to_be_bytes();
     let family = if source.is_ipv4() { 0x11 } else { 0x21 };

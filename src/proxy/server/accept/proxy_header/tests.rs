@@ -1,19 +1,19 @@
 use super::*;
 use proptest::prelude::*;
 
-fn parse_source(bytes: &[u8]) -> Result<Option<String>, ProxyHeaderParseError> {
+fn parse_source_of_complete_header(bytes: &[u8]) -> Result<Option<String>, ProxyHeaderParseError> {
     let header = parse_proxy_header(bytes)?.expect("the header is complete");
     assert_eq!(header.len, bytes.len());
     Ok(header.source.map(|source| source.to_string()))
 }
 
-/// `block` follows the length field.
-fn build_v2(command: u8, family: u8, block: &[u8]) -> Vec<u8> {
+/// Builds a version 2 header. `block` holds the bytes behind the length field.
+fn build_v2_header(command: u8, family: u8, block: &[u8]) -> Vec<u8> {
     let len = u16::try_from(block.len()).unwrap().to_be_bytes();
     [V2_SIGNATURE.as_slice(), &[command, family], &len, block].concat()
 }
 
-const INET: [u8; 12] = [192, 0, 2, 1, 198, 51, 100, 1, 0xdc, 0x04, 0x01, 0xbb];
+const INET_ADDRESSES: [u8; 12] = [192, 0, 2, 1, 198, 51, 100, 1, 0xdc, 0x04, 0x01, 0xbb];
 
 fn inet6_addresses(source: &str) -> Vec<u8> {
     let octets = |ip: &str| ip.parse::<Ipv6Addr>().unwrap().octets();
@@ -25,10 +25,11 @@ fn inet6_addresses(source: &str) -> Vec<u8> {
     .concat()
 }
 
-/// Appends a checksum, correct or off by `wrong`.
-fn build_v2_with_crc(mut block: Vec<u8>, wrong: u32) -> Vec<u8> {
-    block.extend([TLV_CRC32C, 0, 4, 0, 0, 0, 0]);
-    let mut header = build_v2(0x21, 0x11, &block);
+/// Builds a version 2 header with a checksum. The checksum is XORed with `wrong`; 0 leaves it
+/// correct.
+fn build_v2_header_with_crc(mut block: Vec<u8>, wrong: u32) -> Vec<u8> {
+    block.extend([TLV_TYPE_CRC32C, 0, 4, 0, 0, 0, 0]);
+    let mut header = build_v2_header(0x21, 0x11, &block);
     let crc = crc32c(header.iter().copied()) ^ wrong;
     let at = header.len() - 4;
     header[at..].copy_from_slice(&crc.to_be_bytes());
@@ -38,7 +39,7 @@ fn build_v2_with_crc(mut block: Vec<u8>, wrong: u32) -> Vec<u8> {
 #[test]
 #[allow(clippy::too_many_lines, reason = "a table of cases")]
 fn parses_version_1_strictly() {
-    let read = |line: &str| parse_source(line.as_bytes());
+    let read = |line: &str| parse_source_of_complete_header(line.as_bytes());
     let ok = |line| read(line).map(|source| source.unwrap_or_else(|| "the peer".into()));
     assert_eq!(
         ok("PROXY TCP4 192.0.2.1 198.51.100.1 56324 443\r\n").as_deref(),
@@ -127,8 +128,13 @@ fn parses_version_1_strictly() {
 
 #[test]
 fn parses_version_2_strictly() {
-    let read = |command, family, block: &[u8]| parse_source(&build_v2(command, family, block));
-    assert_eq!(read(0x21, 0x11, &INET), Ok(Some("192.0.2.1:56324".into())));
+    let read = |command, family, block: &[u8]| {
+        parse_source_of_complete_header(&build_v2_header(command, family, block))
+    };
+    assert_eq!(
+        read(0x21, 0x11, &INET_ADDRESSES),
+        Ok(Some("192.0.2.1:56324".into()))
+    );
     assert_eq!(
         read(0x21, 0x21, &inet6_addresses("2001:db8::1")),
         Ok(Some("[2001:db8::1]:56324".into()))
@@ -137,14 +143,14 @@ fn parses_version_2_strictly() {
         read(0x21, 0x21, &inet6_addresses("::ffff:192.0.2.1")),
         Ok(Some("192.0.2.1:56324".into()))
     );
-    // The peer itself is the client.
+    // Headers of these kinds make the peer itself the client.
     for (command, family, block) in [
         (0x20, 0x00, [].as_slice()),
-        (0x20, 0x11, &INET),
+        (0x20, 0x11, &INET_ADDRESSES),
         (0x20, 0xff, b"nonsense"),
         (0x21, 0x00, b"anything"),
-        (0x21, 0x12, &INET),
-        (0x21, 0x10, &INET),
+        (0x21, 0x12, &INET_ADDRESSES),
+        (0x21, 0x10, &INET_ADDRESSES),
         (0x21, 0x31, &[7; 216]),
     ] {
         assert_eq!(
@@ -154,39 +160,48 @@ fn parses_version_2_strictly() {
         );
     }
     for (command, family, block) in [
-        (0x11, 0x11, INET.as_slice()),
-        (0x22, 0x11, &INET),
-        (0x31, 0x11, &INET),
-        (0x21, 0x41, &INET),
-        (0x21, 0x13, &INET),
-        (0x21, 0x11, &INET[..11]),
+        (0x11, 0x11, INET_ADDRESSES.as_slice()),
+        (0x22, 0x11, &INET_ADDRESSES),
+        (0x31, 0x11, &INET_ADDRESSES),
+        (0x21, 0x41, &INET_ADDRESSES),
+        (0x21, 0x13, &INET_ADDRESSES),
+        (0x21, 0x11, &INET_ADDRESSES[..11]),
         (0x21, 0x21, &[0; 35]),
         (0x21, 0x31, &[0; 215]),
-        (0x21, 0x11, &[INET.as_slice(), &[4]].concat()),
-        (0x21, 0x11, &[INET.as_slice(), &[4, 0]].concat()),
-        (0x21, 0x11, &[INET.as_slice(), &[4, 0, 1]].concat()),
+        (0x21, 0x11, &[INET_ADDRESSES.as_slice(), &[4]].concat()),
+        (0x21, 0x11, &[INET_ADDRESSES.as_slice(), &[4, 0]].concat()),
         (
             0x21,
             0x11,
-            &[INET.as_slice(), &[TLV_CRC32C, 0, 3, 0, 0, 0]].concat(),
+            &[INET_ADDRESSES.as_slice(), &[4, 0, 1]].concat(),
+        ),
+        (
+            0x21,
+            0x11,
+            &[INET_ADDRESSES.as_slice(), &[TLV_TYPE_CRC32C, 0, 3, 0, 0, 0]].concat(),
         ),
     ] {
         assert_eq!(
-            parse_proxy_header(&build_v2(command, family, block)),
+            parse_proxy_header(&build_v2_header(command, family, block)),
             Err(ProxyHeaderParseError::Malformed),
             "{command:x} {family:x}"
         );
     }
     // A no-op extension of two bytes and an authority extension.
-    let extended = [INET.as_slice(), &[4, 0, 2, 0, 0], &[2, 0, 1, b'a']].concat();
+    let extended = [
+        INET_ADDRESSES.as_slice(),
+        &[4, 0, 2, 0, 0],
+        &[2, 0, 1, b'a'],
+    ]
+    .concat();
     assert_eq!(
         read(0x21, 0x11, &extended),
         Ok(Some("192.0.2.1:56324".into()))
     );
-    let longest = vec![0; V2_MAX_BYTES - V2_FIXED_BYTES];
+    let longest = vec![0; V2_MAX_BYTES - V2_FIXED_PART_BYTES];
     assert_eq!(read(0x20, 0, &longest), Ok(None));
     assert_eq!(
-        parse_proxy_header(&build_v2(0x20, 0, &[longest, vec![0]].concat())[..16]),
+        parse_proxy_header(&build_v2_header(0x20, 0, &[longest, vec![0]].concat())[..16]),
         Err(ProxyHeaderParseError::TooLong)
     );
 }
@@ -199,10 +214,13 @@ fn verifies_a_checksum_if_present() {
         "the check value of CRC-32C"
     );
     assert_eq!(crc32c([0; 32].into_iter()), 0x8a91_36aa, "RFC 3720, B.4");
-    let right = build_v2_with_crc(INET.to_vec(), 0);
-    assert_eq!(parse_source(&right), Ok(Some("192.0.2.1:56324".into())));
+    let right = build_v2_header_with_crc(INET_ADDRESSES.to_vec(), 0);
     assert_eq!(
-        parse_proxy_header(&build_v2_with_crc(INET.to_vec(), 1)),
+        parse_source_of_complete_header(&right),
+        Ok(Some("192.0.2.1:56324".into()))
+    );
+    assert_eq!(
+        parse_proxy_header(&build_v2_header_with_crc(INET_ADDRESSES.to_vec(), 1)),
         Err(ProxyHeaderParseError::Checksum)
     );
     for at in 16..28 {
@@ -214,11 +232,11 @@ fn verifies_a_checksum_if_present() {
             "byte {at}"
         );
     }
-    let twice = build_v2_with_crc([INET.as_slice(), &right[28..]].concat(), 0);
+    let twice = build_v2_header_with_crc([INET_ADDRESSES.as_slice(), &right[28..]].concat(), 0);
     assert!(parse_proxy_header(&twice).is_err());
 }
 
-/// Valid headers, almost valid headers, and arbitrary bytes.
+/// Generates valid PROXY headers, almost valid headers, and arbitrary bytes.
 fn header_like_bytes() -> impl Strategy<Value = Vec<u8>> {
     let lines = prop_oneof![
         Just(
@@ -227,24 +245,30 @@ fn header_like_bytes() -> impl Strategy<Value = Vec<u8>> {
                 .to_vec()
         ),
         Just(b"PROXY UNKNOWN\r\n\r\n".to_vec()),
-        Just([build_v2(0x21, 0x11, &INET), b"GET / HTTP/1.1".to_vec()].concat()),
         Just(
             [
-                build_v2_with_crc(INET.to_vec(), 0),
+                build_v2_header(0x21, 0x11, &INET_ADDRESSES),
+                b"GET / HTTP/1.1".to_vec()
+            ]
+            .concat()
+        ),
+        Just(
+            [
+                build_v2_header_with_crc(INET_ADDRESSES.to_vec(), 0),
                 b"\x16\x03\x01".to_vec()
             ]
             .concat()
         ),
-        Just(build_v2(0x21, 0x21, &inet6_addresses("2001:db8::1"))),
-        any::<[u8; 3]>().prop_map(|tail| build_v2(
+        Just(build_v2_header(0x21, 0x21, &inet6_addresses("2001:db8::1"))),
+        any::<[u8; 3]>().prop_map(|tail| build_v2_header(
             tail[0] % 4 + 0x1f,
             tail[1],
-            &[INET.as_slice(), &tail].concat()
+            &[INET_ADDRESSES.as_slice(), &tail].concat()
         )),
         "PROXY (TCP[456]|UNKNOWN) [0-9.: ]{0,99}\r?\n?".prop_map(String::into_bytes),
         proptest::collection::vec(any::<u8>(), 0..200),
     ];
-    // Optionally with one byte changed.
+    // One byte of the generated bytes may be changed.
     (lines, any::<prop::sample::Index>(), any::<Option<u8>>()).prop_map(
         |(mut bytes, at, change)| {
             if let (Some(change), false) = (change, bytes.is_empty()) {
@@ -259,11 +283,11 @@ fn header_like_bytes() -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     #[test]
     fn parsing_does_not_depend_on_how_bytes_are_split(bytes in header_like_bytes()) {
-        properties::check_incremental_parsing(&bytes);
+        properties::assert_incremental_parsing(&bytes);
     }
 
     #[test]
     fn parses_every_generated_header(bytes in prop::collection::vec(prop_oneof![0..8_u8, any::<u8>()], 21..60)) {
-        properties::check_generated_header(&bytes);
+        properties::assert_generated_header(&bytes);
     }
 }
