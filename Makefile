@@ -203,9 +203,9 @@ sim-coverage: ## Print the lines of src/store and src/enforcer that simulations 
 	@tools=$$(rustc --print sysroot)/lib/rustlib/$$(rustc -vV | sed -n 's/^host: //p')/bin; \
 	test -x "$$tools/llvm-cov" || { echo "make: rustup component add llvm-tools" >&2; exit 1; }; \
 	built=$${CARGO_TARGET_DIR:-target}; rm -rf "$$built/sim-coverage"; mkdir -p "$$built/sim-coverage"; \
-	export RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/tests/sim/coverage-rustc; \
+	export RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/tests/sim/coverage-rustc LLVM_PROFILE_FILE="$$built/sim-coverage/%p.profraw"; \
 	binary=$$(cargo test --locked --test sim --no-run 2>&1 | sed -n 's/.*Executable.*(\(.*\))/\1/p'); \
-	LLVM_PROFILE_FILE="$$built/sim-coverage/%p.profraw" SIM_SEEDS=$(or $(filter-out 0..100000,$(SEEDS)),0..100) SIM_CLASS=all SIM_REPORT=0 \
+	SIM_SEEDS=$(or $(filter-out 0..100000,$(SEEDS)),0..100) SIM_CLASS=all SIM_REPORT=0 \
 	  SIM_MINUTES=$(MINUTES) "$$binary" --ignored --nocapture run_selected_seeds; \
 	"$$tools/llvm-profdata" merge -sparse "$$built"/sim-coverage/*.profraw -o "$$built/sim-coverage/all.profdata"; \
 	"$$tools/llvm-cov" report "$$binary" -instr-profile="$$built/sim-coverage/all.profdata" \

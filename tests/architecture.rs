@@ -100,6 +100,7 @@ const LIBRARY_RULES: [LibraryRule; 8] = [
     },
     LibraryRule {
         name: "tokio|tokio_rustls",
+        // `clock` reads the runtime's time.
         is_allowed: |at| !["limiter", "policy"].contains(&at.module),
         advice: "this module never waits: wait in `store` or `proxy` and pass the result in",
     },

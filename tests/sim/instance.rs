@@ -3,6 +3,7 @@
 use crate::network::{InstanceNetwork, InstanceTime, SimulatedTransport};
 use crate::scenario::{RequestSpec, Scenario};
 use http::{HeaderMap, Method};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tidegate::clock::Clock;
@@ -73,6 +74,7 @@ impl Instance {
     pub(crate) fn start(
         scenario: &Scenario,
         (process, now_us): (u64, u64),
+        state_dir: Option<PathBuf>,
         requests: Vec<(usize, RequestSpec)>,
         log: RequestLog,
     ) -> Self {
@@ -84,7 +86,8 @@ impl Instance {
         let guard = runtime.enter();
         let time = InstanceTime::starting_at(now_us);
         let network = Arc::new(InstanceNetwork::new(time, process * IDS_PER_PROCESS));
-        let state = runtime.block_on(async { build_state(scenario, process, &network, log) });
+        let state =
+            runtime.block_on(async { build_state(scenario, (process, state_dir), &network, log) });
         let shared = Arc::new(state);
         runtime.spawn(serve_requests(
             Arc::clone(&shared),
@@ -154,6 +157,9 @@ impl Instance {
             runtime.spawn(async move {
                 let enforcers = shared.enforcers.lock().unwrap().clone();
                 futures_util::future::join_all(enforcers.iter().map(Enforcer::shut_down)).await;
+                if let Some(redis) = &shared.redis {
+                    redis.store_usage();
+                }
             });
         }
     }
@@ -176,7 +182,7 @@ impl Instance {
 
 fn build_state(
     scenario: &Scenario,
-    process: u64,
+    (process, state_dir): (u64, Option<PathBuf>),
     network: &Arc<InstanceNetwork>,
     log: RequestLog,
 ) -> InstanceState {
@@ -201,10 +207,10 @@ fn build_state(
             settings.dialer =
                 RedisDialer::Simulated(Arc::new(SimulatedTransport(Arc::clone(network))));
             let id = format!("{:032x}", u128::from(process) * 0x9e37_79b9_7f4a_7c15_f39c);
-            (
-                None,
-                Some(SharedRedisState::for_instance(*settings, clock, &id)),
-            )
+            settings.state_dir = state_dir;
+            let shared = SharedRedisState::for_instance(*settings, clock, &id);
+            shared.restore_usage();
+            (None, Some(shared))
         }
     };
     let enforcers = (0..scenario.workers).map(|worker| {

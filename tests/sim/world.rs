@@ -10,11 +10,13 @@ use crate::redis_server::cluster::ClusterState;
 use crate::redis_server::lua::ScriptEngine;
 use crate::redis_server::{Deployment, Role, Server, ServerClock};
 use crate::resp::take_commands;
-use crate::scenario::{FaultKind, RequestSpec, Scenario, Topology};
+use crate::scenario::{FaultKind, RequestSpec, Scenario, ScenarioClass, Topology};
 use crate::trace::Trace;
 use fastrand::Rng;
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
+use tempfile::TempDir;
 
 /// How long an instance has between SIGTERM and its end.
 pub(crate) const TERMINATION_US: u64 = 3_000_000;
@@ -93,6 +95,8 @@ pub(crate) struct World {
     engine: ScriptEngine,
     pub(crate) trace: Trace,
     processes: u64,
+    /// For `store.state_dir`, in scenarios that end processes in an outage.
+    state_dir: Option<TempDir>,
 }
 
 impl World {
@@ -131,6 +135,8 @@ impl World {
             engine: ScriptEngine::new(),
             trace: Trace::default(),
             processes: 0,
+            state_dir: (scenario.class == ScenarioClass::TerminationInOutage)
+                .then(|| TempDir::new().unwrap()),
             scenario,
         };
         for fault in world.scenario.faults.clone() {
@@ -154,9 +160,17 @@ impl World {
         Instance::start(
             &self.scenario,
             (process, now_us),
+            self.state_dir_of(instance),
             requests,
             Arc::clone(&self.log),
         )
+    }
+
+    /// The directory that keeps an instance's usage between two of its processes.
+    fn state_dir_of(&self, instance: usize) -> Option<PathBuf> {
+        let path = self.state_dir.as_ref()?.path().join(instance.to_string());
+        std::fs::create_dir_all(&path).unwrap();
+        Some(path)
     }
 
     pub(crate) fn schedule(&mut self, at_us: u64, event: Event) {
@@ -219,10 +233,9 @@ impl World {
             let Some(connection) = self.connections.get(&id) else {
                 continue;
             };
-            let sent_us = at_us.max(connection.last_arrival_us);
             let arrives_us = match action {
-                ClientAction::Close => sent_us.max(self.now_us) + CLOSE_US,
-                _ => self.arrival_us(index, connection.server, sent_us),
+                ClientAction::Close => at_us.max(self.now_us) + CLOSE_US,
+                _ => self.arrival_us(index, connection.server, at_us),
             };
             if let Some(connection) = self.connections.get_mut(&id) {
                 let arrives_us = arrives_us.max(connection.last_arrival_us);

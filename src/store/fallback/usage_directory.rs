@@ -31,6 +31,7 @@ pub(in crate::store) struct UsageDirectory {
     /// Common start of the names of this service's files.
     name_prefix: String,
     instance_id: Box<str>,
+    clock: Clock,
     /// The file that this process continues from.
     restored_file: Mutex<Option<UsageFile>>,
 }
@@ -44,13 +45,19 @@ pub(in crate::store) struct UsageFile {
 
 impl UsageDirectory {
     /// `service` separates the files of services that share the directory.
-    pub(in crate::store) fn new(path: &Path, service: &str, instance_id: &str) -> Self {
+    pub(in crate::store) fn new(
+        path: &Path,
+        service: &str,
+        instance_id: &str,
+        clock: Clock,
+    ) -> Self {
         let digest = Sha256::digest(service.as_bytes());
         let name_prefix = digest.iter().take(8).map(|byte| format!("{byte:02x}"));
         Self {
             path: path.to_owned(),
             name_prefix: name_prefix.chain(["-".to_owned()]).collect(),
             instance_id: instance_id.into(),
+            clock,
             restored_file: Mutex::default(),
         }
     }
@@ -60,7 +67,7 @@ impl UsageDirectory {
     pub(in crate::store) fn claim_file(&self) -> Option<(UsageFile, OutageUsage, u64)> {
         self.find_files(FILE_SUFFIX).into_iter().find_map(|path| {
             let mut file = lock_file(&path)?;
-            match read_usage(&mut file) {
+            match read_usage(&mut file, &self.clock.read_again()) {
                 Ok((usage, downtime_us)) => {
                     Some((UsageFile { path, _lock: file }, usage, downtime_us))
                 }
@@ -158,7 +165,7 @@ fn lock_file(path: &Path) -> Option<File> {
     (file.metadata().ok()?.nlink() > 0).then_some(file)
 }
 
-fn read_usage(file: &mut File) -> Result<(OutageUsage, u64), String> {
+fn read_usage(file: &mut File, clock: &Clock) -> Result<(OutageUsage, u64), String> {
     let mut bytes = Vec::new();
     let length = file
         .take(MAX_FILE_BYTES + 1)
@@ -169,7 +176,7 @@ fn read_usage(file: &mut File) -> Result<(OutageUsage, u64), String> {
     }
     let usage = OutageUsage::decode(&bytes).map_err(|error| error.to_string())?;
     // A clock that stepped back makes the usage look younger than it is: too strict, never too lax.
-    let downtime_us = Clock::system().now_us().saturating_sub(usage.saved_at_us);
+    let downtime_us = clock.now_us().saturating_sub(usage.saved_at_us);
     if u128::from(downtime_us) > MAX_FILE_AGE.as_micros() {
         return Err("it is older than 31 days".to_owned());
     }

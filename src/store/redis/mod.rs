@@ -108,7 +108,7 @@ impl SharedRedisState {
             usage_directory: settings.state_dir.as_ref().map(|path| {
                 let is_cluster = settings.topology == RedisTopology::Cluster;
                 let service = format!("{} {is_cluster}", settings.key_prefix);
-                UsageDirectory::new(path, &service, instance_id)
+                UsageDirectory::new(path, &service, instance_id, clock.clone())
             }),
             has_joined_membership: AtomicBool::new(false),
             clock,

@@ -1,7 +1,6 @@
 //! Usage of an outage across processes: restored at the start, stored at the stop.
 
 use super::SharedRedisState;
-use crate::clock::Clock;
 
 impl SharedRedisState {
     /// Continues the outage in which an earlier process stopped, if `store.state_dir` has its file.
@@ -26,7 +25,11 @@ impl SharedRedisState {
         let Some(directory) = &self.0.usage_directory else {
             return;
         };
-        if let Some(usage) = self.0.fallback.export_usage(Clock::system().now_us()) {
+        if let Some(usage) = self
+            .0
+            .fallback
+            .export_usage(self.0.clock.read_again().now_us())
+        {
             match directory.save(&usage) {
                 Ok(path) => tracing::info!(
                     file = %path.display(),

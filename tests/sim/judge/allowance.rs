@@ -11,8 +11,10 @@
 //! | clock forward | no | at that moment | yes | no |
 //! | clock backward | no | no | no | no |
 //! | crash | of the instance | in an outage, until it is over | in an outage | yes |
-//! | SIGTERM | of the instance | if the new process starts in an outage, until it is over | no | yes |
+//! | SIGTERM, with `store.state_dir` | of the instance | if the new process starts in an outage, until it is over | no | yes |
 //! | frozen instance | of the instance | in an outage | in an outage | yes |
+//!
+//! Outages with a short pause are one. Units that Redis admits in the pause may come on top.
 //!
 //! `open` limits nothing in an outage. Unknown charges: a request without a verdict, or with one
 //! that was made in an outage, may stay charged. A script that is not loaded yet costs up to six
@@ -44,6 +46,8 @@ pub(crate) struct Excuse {
     pub(crate) loses_charges: bool,
     /// A window that overlaps this interval may contain one more limit.
     pub(crate) extra_limit: Option<(u64, u64)>,
+    /// The pause of the outage that ends with this fault.
+    pub(crate) pause: Option<(u64, u64)>,
 }
 
 /// The excuses of all faults of a scenario.
@@ -89,6 +93,9 @@ fn add_outage_starts(excuses: &mut [Excuse]) {
         {
             excuse.extra_limit = Some((excuse.from_us, excuse.from_us + DETECTION_US));
         }
+        excuse.pause = ends_us
+            .filter(|ends_us| *ends_us <= excuse.from_us)
+            .map(|ends_us| (ends_us, excuse.from_us));
         ends_us = ends_us.max(Some(excuse.to_us));
     }
 }
@@ -102,6 +109,7 @@ fn excuse(scenario: &Scenario, at_us: u64, kind: &FaultKind) -> Excuse {
         is_outage: false,
         loses_charges: false,
         extra_limit: None,
+        pause: None,
     };
     let on_server = |server: usize| Excuse {
         server: Some(server),

@@ -40,6 +40,7 @@ impl KeySpace {
                 self.time_us / 1000 + number(&arguments[1]) as u64,
             )),
             b"PEXPIREAT" => Ok(self.expire(&arguments[0], number(&arguments[1]) as u64)),
+            b"PTTL" => Ok(self.time_to_live(&arguments[0])),
             b"EXISTS" => Ok(Reply::Int(i64::from(self.exists(&arguments[0])))),
             _ => self.run_on_sorted_set(&name, arguments),
         };
@@ -104,6 +105,17 @@ impl KeySpace {
         entry.expires_at_ms = Some(at_ms);
         self.put(key, (at_ms > now_ms).then_some(entry));
         Reply::Int(1)
+    }
+
+    /// In ms; -1 without an expiry, -2 without a key.
+    fn time_to_live(&self, key: &[u8]) -> Reply {
+        let now_ms = self.time_us / 1000;
+        Reply::Int(match self.dataset.get(key, now_ms) {
+            None => -2,
+            Some(entry) => entry
+                .expires_at_ms
+                .map_or(-1, |at_ms| (at_ms - now_ms) as i64),
+        })
     }
 
     fn sorted_set(&self, key: &[u8]) -> Result<Option<&SortedSet>, String> {
@@ -216,6 +228,7 @@ fn is_read(name: &[u8]) -> bool {
     matches!(
         name,
         b"TIME"
+            | b"PTTL"
             | b"GET"
             | b"EXISTS"
             | b"ZCARD"
