@@ -1,6 +1,6 @@
 //! Fleet test on one machine: network namespaces as nodes, each with a sidecar and an app; three
 //! Redis masters; clients behind a load balancer; and the faults of fleets. Every limit must hold
-//! as far as `docs/operations/redis.md` promises, and a fault must explain each failed request.
+//! as far as `docs/GUARANTEE.md` promises, and a fault must explain each failed request.
 //!
 //! Run by `make fleet`, which prints a Markdown report. `FLEET_SEED` repeats the choices of each
 //! client and the order of the faults, but not their timing. Requires redis-server, iproute2 and

@@ -1,4 +1,5 @@
-//! What each fault excuses. Everything else is a violation.
+//! What each fault excuses. Everything else is a violation. `docs/GUARANTEE.md` states the same to
+//! users.
 //!
 //! | fault | outage | windows may contain one more limit | lost charges | unknown charges |
 //! |---|---|---|---|---|
@@ -11,7 +12,7 @@
 //! | clock backward | no | no | no | no |
 //! | crash | of the instance | in an outage, until it is over | in an outage | yes |
 //! | SIGTERM, with `store.state_dir` | of the instance | if the new process starts in an outage, until it is over | no | yes |
-//! | frozen instance | of the instance | in an outage | no | yes |
+//! | frozen instance | of the instance | in an outage | in an outage | yes |
 //!
 //! Outages with a short pause are one. Units that Redis admits in the pause may come on top.
 //!
