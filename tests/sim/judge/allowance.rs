@@ -8,7 +8,7 @@
 //! | lost scripts, moving slots | no | no | no | no |
 //! | eviction | no | at that moment | yes | no |
 //! | clock forward | no | at that moment | yes | no |
-//! | clock backward | no | no | no | no |
+//! | clock backward | refuses until a period after the first refusal | no | no | no |
 //! | crash | of the instance | in an outage, until it is over | in an outage | yes |
 //! | SIGTERM, with `store.state_dir` | of the instance | if the new process starts in an outage, until it is over | no | yes |
 //! | frozen instance | of the instance | in an outage | no | yes |

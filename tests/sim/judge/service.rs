@@ -3,7 +3,7 @@
 
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
 use crate::instance::Outcome;
-use crate::scenario::{PolicySpec, Rule, SECOND, Topology};
+use crate::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, Topology};
 use crate::world::World;
 use std::collections::BTreeMap;
 
@@ -96,6 +96,9 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
     if had_outage && !matches!(run.scenario.topology, Topology::Memory { .. }) {
         return true;
     }
+    if is_behind_clock_step(run, history, refused) {
+        return true;
+    }
     let cost = policy.cost(&run.scenario.requests[refused.request]);
     match policy.rule {
         Rule::SlidingLog | Rule::FixedWindow | Rule::SlidingWindow => {
@@ -134,6 +137,43 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
             history.uses.iter().filter(is_held).count() as u64 + cost > policy.requests
         }
     }
+}
+
+/// Whether Redis' clock stepped back, and the key has been refused for less than a period since.
+fn is_behind_clock_step(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    refused: &CounterUse,
+) -> bool {
+    let is_step_back = |fault: &Fault| {
+        matches!(fault.kind, FaultKind::ClockStep { by_us, .. } if by_us < 0)
+            && fault.at_us <= refused.decided_us
+    };
+    let Some(step) = run
+        .scenario
+        .faults
+        .iter()
+        .rev()
+        .find(|fault| is_step_back(fault))
+    else {
+        return false;
+    };
+    let before = history
+        .uses
+        .iter()
+        .filter(|one| one.arrived_us <= refused.arrived_us);
+    let last_forwarded_us = before.clone().filter(|one| one.is_forwarded);
+    let since_us = last_forwarded_us
+        .map(|one| one.decided_us)
+        .max()
+        .unwrap_or(0)
+        .max(step.at_us);
+    let first_refused_us = before
+        .filter(|one| one.arrived_us >= since_us)
+        .map(|one| one.arrived_us)
+        .min();
+    let refused_for_us = refused.arrived_us - first_refused_us.unwrap_or(refused.arrived_us);
+    refused_for_us <= history.policy.per_us + SECOND
 }
 
 /// The units that may be charged by others at the decision about a request.
