@@ -15,6 +15,8 @@
 //!
 //! Outages with a short pause are one. Units that Redis admits in the pause may come on top.
 //!
+//! Slots may lapse in an outage that leaves less than a second until two thirds of their TTL.
+//!
 //! `open` limits nothing in an outage. Unknown charges: a request without a verdict, or with one
 //! that was made in an outage, may stay charged. A script that is not loaded yet costs up to six
 //! round trips; if that exceeds the timeout, a request may be decided without Redis.

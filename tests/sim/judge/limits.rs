@@ -1,7 +1,10 @@
 //! Never more than the limit, with the allowance of the faults so far.
 
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
-use crate::scenario::{Rule, ScenarioClass};
+use crate::scenario::{OnFailure, Rule, ScenarioClass};
+
+/// Instances are connected again this long after a server answers again.
+const RECONNECT_US: u64 = 1_000_000;
 
 pub(super) fn check_limits(
     run: &FinishedRun<'_>,
@@ -178,7 +181,12 @@ fn check_slots(
         // Slots that were not renewed have lapsed; those of requests from before a loss are unknown.
         let lapse_us = ttl_us + 5_000_000;
         let is_lapsing = run.excuses.iter().any(|excuse| {
+            let is_renewed_in_time = excuse.instance.is_none()
+                && !excuse.loses_charges
+                && history.policy.on_failure != OnFailure::Local
+                && excuse.to_us - excuse.from_us + RECONNECT_US < ttl_us * 2 / 3;
             (excuse.is_outage || excuse.loses_charges)
+                && !is_renewed_in_time
                 && excuse.from_us <= at_us
                 && at_us <= excuse.to_us + lapse_us
         });

@@ -1,6 +1,7 @@
 //! Still answering: healthy masters decide, free units are given, refusals are remembered, and
 //! everything recovers.
 
+use super::allowance::RECOVERY_US;
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
 use crate::instance::Outcome;
 use crate::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, Topology};
@@ -9,6 +10,9 @@ use std::collections::BTreeMap;
 
 /// Units of a request that was refused, or of a response that has ended, return within this time.
 const RETURN_US: u64 = 500_000;
+
+/// After an outage, slots that ended in it are released within this time.
+const RELEASED_US: u64 = 3 * SECOND;
 
 /// A refusal is remembered for at most this time.
 const REMEMBERED_US: u64 = SECOND;
@@ -84,14 +88,16 @@ fn is_near(run: &FinishedRun<'_>) -> bool {
 /// Whether a policy may have refused a request, at most.
 fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &CounterUse) -> bool {
     let policy = history.policy;
-    // The units of an outage count from a later time.
-    let past_us = 2 * policy
-        .per_us
-        .max(10 * policy.per_us * u64::from(policy.second_limit.is_some()));
+    // The units of an outage count from a later time; slots that ended in it are free again.
+    let past_us = match policy.rule {
+        Rule::Concurrency { .. } => RELEASED_US,
+        _ if policy.second_limit.is_some() => 20 * policy.per_us + RECOVERY_US,
+        _ => 2 * policy.per_us + RECOVERY_US,
+    };
     let had_outage = run.excuses.iter().any(|excuse| {
         excuse.is_outage
             && excuse.from_us <= refused.decided_us
-            && excuse.to_us + past_us + super::allowance::RECOVERY_US >= refused.arrived_us
+            && excuse.to_us + past_us >= refused.arrived_us
     });
     if had_outage && !matches!(run.scenario.topology, Topology::Memory { .. }) {
         return true;
@@ -128,7 +134,7 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
                         .ended_us
                         .map_or(run.scenario.end_us, |ended_us| ended_us + RETURN_US),
                 };
-                let is_left = record.decided_us.is_none() || !one.is_healthy;
+                let is_left = record.decided_us.is_none() || !one.is_healthy && has_late_calls(run);
                 let end_us = if is_left { end_us + ttl_us } else { end_us };
                 one.request != refused.request
                     && one.arrived_us <= refused.decided_us
@@ -169,11 +175,21 @@ fn is_behind_clock_step(
         .unwrap_or(0)
         .max(step.at_us);
     let first_refused_us = before
-        .filter(|one| one.arrived_us >= since_us)
+        .filter(|one| one.arrived_us >= since_us && run.records[one.request].is_from_redis)
         .map(|one| one.arrived_us)
         .min();
     let refused_for_us = refused.arrived_us - first_refused_us.unwrap_or(refused.arrived_us);
     refused_for_us <= history.policy.per_us + SECOND
+}
+
+/// Whether Redis may run calls after their callers gave up.
+fn has_late_calls(run: &FinishedRun<'_>) -> bool {
+    run.scenario.faults.iter().any(|fault| {
+        !matches!(
+            fault.kind,
+            FaultKind::Restart { .. } | FaultKind::Failover { .. }
+        )
+    })
 }
 
 /// The units that may be charged by others at the decision about a request.
