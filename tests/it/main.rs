@@ -74,6 +74,7 @@ mod redis_connections;
 mod redis_faults;
 mod redis_outage;
 mod redis_practice;
+mod redis_replies;
 mod redis_store;
 mod reload;
 mod replay;

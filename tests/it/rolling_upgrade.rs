@@ -1,9 +1,8 @@
 //! Instances of 767e699 and of today share one Redis, in a rolling upgrade and a rollback.
 //!
 //! The old version is its own scripts, keys and arguments (`previous_version`). If a change makes
-//! the formats incompatible, these tests fail. Then change the version in the keys (`v1`), state
-//! in `docs/GUARANTEE.md` that an upgrade admits at most one further limit, and start these
-//! tests from that version.
+//! the formats incompatible, these tests fail. Then change the version in the keys (`v1`), document
+//! that an upgrade admits at most one further limit, and start these tests from that version.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::ClientRequest;

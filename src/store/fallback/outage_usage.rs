@@ -76,7 +76,7 @@ impl OutageUsage {
             self.share.to_bits(),
             self.stale_partitions.clone(),
             self.counters.iter().map(OutageCounter::to_row).collect(),
-            self.statuses.iter().map(OutageStatus::to_row).collect(),
+            self.statuses.iter().map(|one| one.to_row()).collect(),
         );
         let body = serde_json::to_vec(&rows).unwrap_or_default();
         let mut bytes = format!("{MAGIC} {VERSION} {}\n", checksum(&body)).into_bytes();
@@ -93,14 +93,14 @@ impl OutageUsage {
             .ok_or(UsageFormatError::Foreign)?;
         let (header, body) = bytes.split_at(header_len);
         let body = body.get(1..).unwrap_or_default();
-        let header = str::from_utf8(header).map_err(|_| UsageFormatError::Foreign)?;
+        let header = str::from_utf8(header).or(Err(UsageFormatError::Foreign))?;
         match *header.split(' ').collect::<Vec<_>>() {
             [MAGIC, VERSION, sum] if sum == checksum(body) => {}
             [MAGIC, VERSION, _] => return Err(UsageFormatError::Checksum),
             [MAGIC, ..] => return Err(UsageFormatError::Version),
             _ => return Err(UsageFormatError::Foreign),
         }
-        let rows = serde_json::from_slice(body).map_err(|_| UsageFormatError::Contents)?;
+        let rows = serde_json::from_slice(body).or(Err(UsageFormatError::Contents))?;
         Self::from_rows(rows).ok_or(UsageFormatError::Contents)
     }
 
@@ -162,7 +162,7 @@ impl OutageCounter {
 }
 
 impl OutageStatus {
-    fn to_row(&self) -> StatusRow {
+    fn to_row(self) -> StatusRow {
         let (key_id, algorithm, per_us) = self.id;
         (
             u64::try_from(key_id >> 64).unwrap_or_default(),

@@ -27,6 +27,8 @@ pub enum RedisErrorKind {
     ClusterDown,
     /// The slot moves, and the keys of the call are on two nodes. Calls with one key work.
     TryAgain,
+    /// The server names another one: it is in a cluster, and the topology is not `cluster`.
+    Moved,
     /// The user or password is wrong, missing or lacks a permission.
     NoAuth,
     OutOfMemory,
@@ -85,7 +87,7 @@ impl From<RedisError> for RedisConnectionError {
 
 impl RedisErrorKind {
     /// Every [`RedisErrorKind::as_str`], in alphabetical order.
-    pub(super) const NAMES: [&str; 18] = [
+    pub(super) const NAMES: [&str; 19] = [
         "busy",
         "clusterdown",
         "connection",
@@ -93,6 +95,7 @@ impl RedisErrorKind {
         "loading",
         "masterdown",
         "misconf",
+        "moved",
         "noauth",
         "noscript",
         "oom",
@@ -119,6 +122,7 @@ impl RedisErrorKind {
             Self::MasterDown => "masterdown",
             Self::ClusterDown => "clusterdown",
             Self::TryAgain => "tryagain",
+            Self::Moved => "moved",
             Self::NoAuth => "noauth",
             Self::OutOfMemory => "oom",
             Self::Misconfigured => "misconf",
@@ -162,11 +166,14 @@ impl RedisErrorKind {
             "MASTERDOWN" => Self::MasterDown,
             "CLUSTERDOWN" => Self::ClusterDown,
             "TRYAGAIN" => Self::TryAgain,
-            "NOAUTH" | "WRONGPASS" | "NOPERM" => Self::NoAuth,
+            "MOVED" | "ASK" | "CROSSSLOT" => Self::Moved,
+            "NOAUTH" | "WRONGPASS" | "NOPERM" | "DENIED" => Self::NoAuth,
             "OOM" => Self::OutOfMemory,
             "MISCONF" | "NOREPLICAS" => Self::Misconfigured,
             "BUSY" => Self::Busy,
             "FOREIGN" => Self::WrongType(detail.parse().unwrap_or(0)),
+            // In the membership script.
+            "WRONGTYPE" => Self::WrongType(0),
             // Redis before 7.2 has no error code for this inside scripts.
             _ if text.contains("The user executing the script can't") => Self::NoAuth,
             _ => Self::Other,

@@ -1,7 +1,7 @@
 //! Faulty Redis servers: a relay that delays or drops replies, and servers with invalid replies.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
@@ -102,6 +102,99 @@ pub(crate) async fn start_faulty_redis(answer: &'static [u8]) -> u16 {
     port
 }
 
+/// A server that admits every request, until it is given a fault.
+pub(crate) struct ScriptedRedis {
+    pub(crate) port: u16,
+    fault: Arc<Mutex<Option<RedisFault>>>,
+    connection_count: Arc<AtomicU64>,
+}
+
+/// How a server answers scripts in place of a decision.
+#[derive(Clone)]
+pub(crate) struct RedisFault {
+    pub(crate) reply: Vec<u8>,
+    pub(crate) then: AfterReply,
+}
+
+/// What a server does with a connection after a faulty reply.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum AfterReply {
+    Serve,
+    Hang,
+    Close,
+}
+
+impl ScriptedRedis {
+    pub(crate) async fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let server = Self {
+            port: listener.local_addr().unwrap().port(),
+            fault: Arc::default(),
+            connection_count: Arc::default(),
+        };
+        let (fault, connection_count) = (
+            Arc::clone(&server.fault),
+            Arc::clone(&server.connection_count),
+        );
+        let port = server.port;
+        tokio::spawn(async move {
+            loop {
+                let (client, _) = listener.accept().await.unwrap();
+                connection_count.fetch_add(1, Ordering::Relaxed);
+                client.set_nodelay(true).unwrap();
+                tokio::spawn(serve_scripted_redis(client, port, Arc::clone(&fault)));
+            }
+        });
+        server
+    }
+
+    pub(crate) fn set_fault(&self, fault: Option<RedisFault>) {
+        *self.fault.lock().unwrap() = fault;
+    }
+
+    /// The number of connections so far.
+    pub(crate) fn connection_count(&self) -> u64 {
+        self.connection_count.load(Ordering::Relaxed)
+    }
+}
+
+async fn serve_scripted_redis(client: TcpStream, port: u16, fault: Arc<Mutex<Option<RedisFault>>>) {
+    let (from, mut to) = client.into_split();
+    let mut from = BufReader::new(from);
+    while let Some(words) = read_command_words(&mut from).await {
+        let fault = fault.lock().unwrap().clone();
+        let (reply, then) = match (words[0].as_str(), fault) {
+            ("EVALSHA", Some(RedisFault { reply, then })) => (reply, then),
+            ("EVALSHA", None) => (admitting_reply(&words).into_bytes(), AfterReply::Serve),
+            // One node holds all slots.
+            ("CLUSTER", _) => {
+                let slots =
+                    format!("*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:{port}\r\n");
+                (slots.into_bytes(), AfterReply::Serve)
+            }
+            _ => (b"+OK\r\n".to_vec(), AfterReply::Serve),
+        };
+        if to.write_all(&reply).await.is_err() || then == AfterReply::Close {
+            return;
+        }
+        if then == AfterReply::Hang {
+            while read_command_words(&mut from).await.is_some() {}
+            return;
+        }
+    }
+}
+
+/// The reply of `decide.lua` to at most one charge of one unit, on an unused counter.
+fn admitting_reply(words: &[String]) -> String {
+    const NOW_US: u64 = 1_700_000_000_000_000;
+    let mut text = NOW_US.to_string();
+    if words[2] == "1" {
+        let capacity: u64 = words[5].split(' ').nth(3).unwrap().parse().unwrap();
+        text.push_str(&format!(" 0 {} {}", capacity - 1, NOW_US + 1000));
+    }
+    format!("${}\r\n{text}\r\n", text.len())
+}
+
 /// Starts a server that answers each command with the same bytes. If there are none, it closes the
 /// connection. Returns its port.
 pub(crate) async fn start_fixed_reply_server(answer: &'static [u8]) -> u16 {
@@ -146,17 +239,21 @@ async fn serve_faulty_redis(client: TcpStream, answer: &'static [u8]) {
 
 /// Reads one command and returns its first word.
 async fn read_command(from: &mut BufReader<OwnedReadHalf>) -> Option<String> {
+    read_command_words(from).await?.into_iter().next()
+}
+
+async fn read_command_words(from: &mut BufReader<OwnedReadHalf>) -> Option<Vec<String>> {
     let mut line = String::new();
     from.read_line(&mut line).await.ok()?;
     let count: usize = line.trim_end().strip_prefix('*')?.parse().ok()?;
-    let mut first = None;
+    let mut words = Vec::new();
     for _ in 0..count {
         line.clear();
         from.read_line(&mut line).await.ok()?;
         let length: usize = line.trim_end().strip_prefix('$')?.parse().ok()?;
         let mut word = vec![0; length + 2];
         from.read_exact(&mut word).await.ok()?;
-        first.get_or_insert_with(|| String::from_utf8_lossy(&word[..length]).into_owned());
+        words.push(String::from_utf8_lossy(&word[..length]).into_owned());
     }
-    first
+    Some(words)
 }
