@@ -142,11 +142,18 @@ fn set_faults(scenario: &mut Scenario, rng: &mut Rng) {
         _ => rng.usize(1..=3),
     };
     for _ in 0..count {
-        let kind = draw_fault(scenario, rng);
-        scenario.faults.push(Fault {
+        let fault = Fault {
+            kind: draw_fault(scenario, rng),
             at_us: rng.u64(first_us..last_us),
-            kind,
-        });
+        };
+        // A process is stopped once at a time.
+        if !scenario
+            .faults
+            .iter()
+            .any(|other| is_same_process(&fault, other))
+        {
+            scenario.faults.push(fault);
+        }
     }
     match scenario.class {
         Class::Flapping => set_flapping(scenario, rng, first_us),
@@ -246,6 +253,16 @@ fn draw_fault(scenario: &Scenario, rng: &mut Rng) -> FaultKind {
             },
         },
     }
+}
+
+fn is_same_process(fault: &Fault, other: &Fault) -> bool {
+    let process = |fault: &Fault| match fault.kind {
+        FaultKind::Crash { instance, .. }
+        | FaultKind::Terminate { instance, .. }
+        | FaultKind::Freeze { instance, .. } => Some(instance),
+        _ => None,
+    };
+    process(fault).is_some() && process(fault) == process(other)
 }
 
 fn draw_network_fault(rng: &mut Rng, (instance, server): (usize, usize), for_us: u64) -> FaultKind {

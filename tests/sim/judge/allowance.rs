@@ -13,9 +13,12 @@
 //! | SIGTERM, with `store.state_dir` | of the instance | if the new process starts in an outage, until it is over | no | yes |
 //! | frozen instance | of the instance | in an outage | no | yes |
 //!
-//! Outages with a short pause are one. Units that Redis admits in the pause may come on top.
+//! Outages with a short pause are one. Units that Redis admits in the pause may come on
+//! top, and one share.
 //!
 //! Slots may lapse in an outage that leaves less than a second until two thirds of their TTL.
+//!
+//! A verdict of a frozen instance may come as late as it continues, for a charge from before.
 //!
 //! `open` limits nothing in an outage. Unknown charges: a request without a verdict, or with one
 //! that was made in an outage, may stay charged. A script that is not loaded yet costs up to six

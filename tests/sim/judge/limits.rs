@@ -68,8 +68,8 @@ fn extra_limits(
         .count() as u64
 }
 
-/// Units that Redis admitted in a pause of an outage. Instances without a reply about the key do not
-/// know them.
+/// Units that Redis admitted in a pause of an outage, and one share. Instances without a reply about
+/// the key do not know these units, and one with a reply has a new share of the rest.
 fn units_in_pauses(
     run: &FinishedRun<'_>,
     history: &CounterHistory<'_>,
@@ -77,7 +77,9 @@ fn units_in_pauses(
 ) -> u64 {
     let is_in_pause = |one: &&CounterUse| {
         let is_in = |(start_us, end_us)| {
-            (start_us..=end_us).contains(&one.decided_us) && from_us <= start_us && end_us <= to_us
+            (start_us..=end_us + run.scenario.timeout_us).contains(&one.decided_us)
+                && from_us <= end_us
+                && start_us <= to_us
         };
         !run.records[one.request].is_degraded
             && run
@@ -86,7 +88,16 @@ fn units_in_pauses(
                 .any(|excuse| excuse.pause.is_some_and(is_in))
     };
     let uses = history.uses.iter().filter(|one| one.is_forwarded);
-    uses.filter(is_in_pause).map(|one| one.least_units).sum()
+    match uses.filter(is_in_pause).map(|one| one.least_units).sum() {
+        0 => 0,
+        units => {
+            units
+                + history
+                    .policy
+                    .requests
+                    .div_ceil(run.scenario.instances as u64)
+        }
+    }
 }
 
 fn check_windows(

@@ -306,10 +306,7 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
                 &run.scenario.requests[one.request],
                 &run.records[one.request],
             );
-            let Outcome::Refused {
-                retry_after_us: Some(retry_us),
-            } = record.outcome
-            else {
+            let Outcome::Refused { retry_after_us } = record.outcome else {
                 continue;
             };
             let asker = (
@@ -321,10 +318,10 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
                 continue;
             }
             // A refusal of a higher cost replaces the remembered one, and says nothing about cost 1.
-            if request.cost != 1 {
+            let (1, Some(retry_us)) = (request.cost, retry_after_us) else {
                 refusals.remove(&asker);
                 continue;
-            }
+            };
             refused += 1;
             if refusals
                 .get(&asker)
