@@ -210,8 +210,12 @@ impl RedisDecisionPath<'_> {
                 if let Some(partial) = &failure.partial {
                     cache_statuses(&partial.decision);
                 }
+                let now = Instant::now();
+                if !self.redis.is_reachable_for(charges) {
+                    self.deny_cache.forget_outdated(charges, now);
+                }
                 self.deny_cache
-                    .find_refusal(charges, Instant::now(), DenyMatchScope::AnyLimit)
+                    .find_refusal(charges, now, DenyMatchScope::AnyLimit)
                     .map(|refusal| (refusal, DecisionSource::DenyCache))
                     .ok_or(failure)
             }

@@ -173,9 +173,19 @@ impl DenyCache {
         for charge in charges {
             let entry = generations.get_entry(charge);
             if entry.is_some_and(|entry| entry.cost <= charge.cost) {
-                let counter = DenyCacheKey::from_charge(charge);
-                generations.current.remove(&counter);
-                generations.previous.remove(&counter);
+                generations.remove_entry(charge);
+            }
+        }
+    }
+
+    /// Removes the refusals of `charges` that are older than their maximum age. Called when Redis is
+    /// unreachable: nothing can renew them.
+    pub fn forget_outdated(&self, charges: &[Charge<'_>], now: Instant) {
+        let mut generations = self.0.lock();
+        for charge in charges {
+            let entry = generations.get_entry(charge);
+            if entry.is_some_and(|entry| now >= entry.sent_at + max_age(charge)) {
+                generations.remove_entry(charge);
             }
         }
     }
@@ -273,6 +283,12 @@ impl DenyGenerations {
         if self.current.len() < MAX_GENERATION_ENTRIES || self.current.contains_key(&counter) {
             self.current.insert(counter, entry);
         }
+    }
+
+    fn remove_entry(&mut self, charge: &Charge<'_>) {
+        let counter = DenyCacheKey::from_charge(charge);
+        self.current.remove(&counter);
+        self.previous.remove(&counter);
     }
 
     fn rotate(&mut self, now: Instant) {

@@ -913,7 +913,7 @@ async fn a_server_that_is_not_redis_is_logged_once() {
         (b"-NOSCRIPT gone\r\n", &["noscript"]),
         (
             b"-DENIED Redis is running in protected mode\r\n",
-            &["other"],
+            &["noauth"],
         ),
         (b"\x00\xff\xfe\x16\x03\x01", &["reply"]),
         (b"", &["connection"]),
