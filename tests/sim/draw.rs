@@ -65,7 +65,7 @@ fn set_topology(scenario: &mut Scenario, rng: &mut Rng) {
         }
         Class::ClockRates => scenario.rates_ppm = vec![rng.i64(-500..=500)],
         Class::SettlementsBesideSlots => {
-            (scenario.delay_us, scenario.end_us) = (5_000, 16 * SECOND)
+            (scenario.delay_us, scenario.end_us) = (4_000, 32 * SECOND)
         }
         _ => {}
     }
@@ -89,7 +89,7 @@ fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
     let clients = rng.u32(1..6);
     let (rate, hot_share) = match scenario.class {
         Class::SplitRefusals => (60, 90),
-        Class::SettlementsBesideSlots => (250, 0),
+        Class::SettlementsBesideSlots => (rng.u64(100..200), 0),
         Class::MemoryEviction => (10, 50),
         Class::FrozenLeases => (60, 80),
         _ => (rng.u64(8..30), rng.u8(0..60)),
@@ -102,7 +102,11 @@ fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
             at_us: rng.u64(first_us..last_us),
             instance: rng.usize(0..scenario.instances),
             worker: rng.usize(0..scenario.workers),
-            route,
+            route: if scenario.class == Class::SettlementsBesideSlots {
+                usize::from(rng.u8(0..3) > 0)
+            } else {
+                route
+            },
             client: if is_hot { 0 } else { rng.u32(0..clients) },
             cost: if rng.u8(0..6) == 0 { rng.u64(2..4) } else { 1 },
             service_us: rng.u64(1..300) * 1_000,
@@ -112,7 +116,7 @@ fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
         };
         match scenario.class {
             Class::SettlementsBesideSlots if request.route == 0 => {
-                request.service_us = 5 * SECOND;
+                request.service_us = rng.u64(5..40) * 100_000;
                 request.leaves_after_us = None;
             }
             Class::SettlementsBesideSlots => request.service_us = 20_000,
@@ -131,18 +135,25 @@ fn set_faults(scenario: &mut Scenario, rng: &mut Rng) {
     let (first_us, last_us) = (3 * SECOND, scenario.end_us - 16 * SECOND);
     let count = match scenario.class {
         Class::Healthy | Class::Memory | Class::MemoryEviction | Class::Cluster => 0,
-        Class::SplitRefusals | Class::SettlementsBesideSlots | Class::ClockRates => 0,
+        Class::SplitRefusals | Class::ClockRates => 0,
         Class::Outage | Class::Sentinel | Class::ClusterFailover | Class::SplitFailover => 1,
         Class::OpenSlots | Class::ClusterReshard => rng.usize(1..=2),
         Class::Flapping | Class::TerminationInOutage => 0,
         _ => rng.usize(1..=3),
     };
     for _ in 0..count {
-        let kind = draw_fault(scenario, rng);
-        scenario.faults.push(Fault {
+        let fault = Fault {
+            kind: draw_fault(scenario, rng),
             at_us: rng.u64(first_us..last_us),
-            kind,
-        });
+        };
+        // A process is stopped once at a time.
+        if !scenario
+            .faults
+            .iter()
+            .any(|other| is_same_process(&fault, other))
+        {
+            scenario.faults.push(fault);
+        }
     }
     match scenario.class {
         Class::Flapping => set_flapping(scenario, rng, first_us),
@@ -217,6 +228,12 @@ fn draw_fault(scenario: &Scenario, rng: &mut Rng) -> FaultKind {
                 for_us,
             },
         },
+        // Renewals and releases are lost, and slots do not lapse.
+        Class::SettlementsBesideSlots => FaultKind::Restart {
+            server,
+            down_us: rng.u64(1_000..2_600) * 1_000,
+            lost_us: 0,
+        },
         Class::Sentinel | Class::ClusterFailover | Class::SplitFailover => FaultKind::Failover {
             server,
             after_us: rng.u64(5..60) * 100_000,
@@ -236,6 +253,16 @@ fn draw_fault(scenario: &Scenario, rng: &mut Rng) -> FaultKind {
             },
         },
     }
+}
+
+fn is_same_process(fault: &Fault, other: &Fault) -> bool {
+    let process = |fault: &Fault| match fault.kind {
+        FaultKind::Crash { instance, .. }
+        | FaultKind::Terminate { instance, .. }
+        | FaultKind::Freeze { instance, .. } => Some(instance),
+        _ => None,
+    };
+    process(fault).is_some() && process(fault) == process(other)
 }
 
 fn draw_network_fault(rng: &mut Rng, (instance, server): (usize, usize), for_us: u64) -> FaultKind {

@@ -86,14 +86,10 @@ impl Instance {
         let guard = runtime.enter();
         let time = InstanceTime::starting_at(now_us);
         let network = Arc::new(InstanceNetwork::new(time, process * IDS_PER_PROCESS));
-        let state =
+        let (state, stores) =
             runtime.block_on(async { build_state(scenario, (process, state_dir), &network, log) });
         let shared = Arc::new(state);
-        runtime.spawn(serve_requests(
-            Arc::clone(&shared),
-            scenario.workers,
-            requests,
-        ));
+        runtime.spawn(serve_requests(Arc::clone(&shared), stores, requests));
         drop(guard);
         Self {
             runtime: Some(runtime),
@@ -185,7 +181,7 @@ fn build_state(
     (process, state_dir): (u64, Option<PathBuf>),
     network: &Arc<InstanceNetwork>,
     log: RequestLog,
-) -> InstanceState {
+) -> (InstanceState, Vec<RedisStore>) {
     let source = FileSource::Text {
         name: "sim.toml".to_owned(),
         text: scenario.config_text(),
@@ -213,45 +209,51 @@ fn build_state(
             (None, Some(shared))
         }
     };
+    let mut stores = Vec::new();
     let enforcers = (0..scenario.workers).map(|worker| {
         let store = match (&memory, &redis) {
             (Some(memory), _) => Store::Memory(Arc::clone(memory)),
-            (None, Some(shared)) => Store::from_redis(RedisStore::start(shared).join_membership())
-                .with_shared_leases(&leases),
+            (None, Some(shared)) => {
+                let redis = RedisStore::start(shared).join_membership();
+                stores.push(redis.clone());
+                Store::from_redis(redis).with_shared_leases(&leases)
+            }
             (None, None) => unreachable!("a store is configured"),
         };
         Enforcer::new(policies.clone(), store, metrics.worker_metrics(worker))
     });
-    InstanceState {
-        enforcers: Mutex::new(enforcers.collect()),
+    let enforcers = Mutex::new(enforcers.collect());
+    let state = InstanceState {
+        enforcers,
         redis,
         log,
         network: Arc::clone(network),
         is_stopping: Mutex::new(false),
-    }
+    };
+    (state, stores)
 }
 
 /// Starts each request at its time; late after a pause.
 async fn serve_requests(
     state: Arc<InstanceState>,
-    workers: usize,
+    stores: Vec<RedisStore>,
     requests: Vec<(usize, RequestSpec)>,
 ) {
-    // As a proxy, which listens when its stores are connected.
-    sleep(Duration::from_millis(5)).await;
+    // As a proxy, which listens when its stores are connected, or after the timeout.
+    for store in stores {
+        store.wait_until_ready().await;
+    }
     for (index, request) in requests {
         sleep_until(state.network.time.instant_at(request.at_us)).await;
         if *state.is_stopping.lock().unwrap() {
             return;
         }
-        let Some(enforcer) = state
-            .enforcers
-            .lock()
-            .unwrap()
-            .get(request.worker % workers)
-            .cloned()
-        else {
-            return;
+        let enforcer = {
+            let enforcers = state.enforcers.lock().unwrap();
+            match enforcers.get(request.worker % enforcers.len().max(1)) {
+                Some(enforcer) => enforcer.clone(),
+                None => return,
+            }
         };
         let state = Arc::clone(&state);
         tokio::spawn(async move {

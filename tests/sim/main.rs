@@ -30,23 +30,18 @@ use draw::draw_scenario;
 use minimize::{report, run_scenario};
 use scenario::ScenarioClass;
 use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Classes in which the present code is known to violate a promise. The gate leaves them out.
 const KNOWN_FAILING: &[ScenarioClass] = &[
-    ScenarioClass::SplitRefusals,
-    ScenarioClass::SettlementsBesideSlots,
-    ScenarioClass::SplitFailover,
+    // Refusals of a question that was asked key by key are not remembered.
     ScenarioClass::OpenSlots,
-    ScenarioClass::Flapping,
-    ScenarioClass::TerminationInOutage,
-    ScenarioClass::MemoryEviction,
-    ScenarioClass::ClockSteps,
-    ScenarioClass::FrozenLeases,
 ];
 
 /// The seeds of the gate.
-const GATE_SEEDS: std::ops::Range<u64> = 0..200;
+const GATE_SEEDS: std::ops::Range<u64> = 0..190;
 
 fn gate_classes() -> Vec<ScenarioClass> {
     ScenarioClass::ALL
@@ -84,6 +79,19 @@ impl Summary {
         seeds.push(seed);
         (seeds.len() == 1 && std::env::var("SIM_REPORT").as_deref() != Ok("0"))
             .then(|| report(&scenario, &result.violations))
+    }
+
+    fn add(&mut self, other: Self) {
+        self.seeds += other.seeds;
+        self.simulated_us += other.simulated_us;
+        self.commands += other.commands;
+        self.requests += other.requests;
+        for (fault, count) in other.faults {
+            *self.faults.entry(fault).or_default() += count;
+        }
+        for (kind, seeds) in other.violations {
+            self.violations.entry(kind).or_default().extend(seeds);
+        }
     }
 
     fn print(&self) {
@@ -159,11 +167,29 @@ fn run_selected_seeds() {
             .collect(),
     };
     let ends_at = Instant::now() + Duration::from_secs_f64(minutes * 60.0);
-    let mut summary = Summary::default();
-    for seed in (from..to).take_while(|_| Instant::now() < ends_at) {
-        if let Some(report) = summary.add_seed(seed, &classes) {
-            println!("{report}");
+    let (next_seed, total) = (AtomicU64::new(from), Mutex::new(Summary::default()));
+    let run_seeds = || {
+        let mut summary = Summary::default();
+        while Instant::now() < ends_at {
+            let seed = next_seed.fetch_add(1, Ordering::Relaxed);
+            if seed >= to {
+                break;
+            }
+            if let Some(report) = summary.add_seed(seed, &classes) {
+                println!("{report}");
+            }
         }
-    }
+        total.lock().unwrap().add(summary);
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(run_seeds);
+        }
+    });
+    let summary = total.into_inner().unwrap();
     summary.print();
+    assert!(
+        summary.violations.is_empty(),
+        "some seeds violate a promise"
+    );
 }

@@ -121,7 +121,13 @@ fn set_class_policies(class: ScenarioClass, policies: &mut Vec<PolicySpec>) {
         }
         Class::SettlementsBesideSlots => {
             let slots = build_policy(|one| {
-                (one.rule, one.requests) = (Rule::Concurrency { ttl_us: SECOND }, 5);
+                (one.rule, one.requests) = (
+                    Rule::Concurrency {
+                        ttl_us: 20 * SECOND,
+                    },
+                    5,
+                );
+                one.on_failure = OnFailure::Closed;
             });
             let estimated = build_policy(|one| {
                 (one.route, one.requests, one.estimate) = (1, 1_000_000, Some(3));

@@ -9,12 +9,17 @@
 //! | lost scripts, moving slots | no | no | no | no |
 //! | eviction | no | at that moment | yes | no |
 //! | clock forward | no | at that moment | yes | no |
-//! | clock backward | no | no | no | no |
+//! | clock backward | refuses until a period after the first refusal | no | no | no |
 //! | crash | of the instance | in an outage, until it is over | in an outage | yes |
 //! | SIGTERM, with `store.state_dir` | of the instance | if the new process starts in an outage, until it is over | no | yes |
 //! | frozen instance | of the instance | in an outage | in an outage | yes |
 //!
-//! Outages with a short pause are one. Units that Redis admits in the pause may come on top.
+//! Outages with a short pause are one. Units that Redis admits in the pause may come on
+//! top, and one share.
+//!
+//! Slots may lapse in an outage that leaves less than a second until two thirds of their TTL.
+//!
+//! A verdict of a frozen instance may come as late as it continues, for a charge from before.
 //!
 //! `open` limits nothing in an outage. Unknown charges: a request without a verdict, or with one
 //! that was made in an outage, may stay charged. A script that is not loaded yet costs up to six

@@ -1,7 +1,10 @@
 //! Never more than the limit, with the allowance of the faults so far.
 
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
-use crate::scenario::{Rule, ScenarioClass};
+use crate::scenario::{OnFailure, Rule, ScenarioClass};
+
+/// Instances are connected again this long after a server answers again.
+const RECONNECT_US: u64 = 1_000_000;
 
 pub(super) fn check_limits(
     run: &FinishedRun<'_>,
@@ -29,7 +32,10 @@ pub(super) fn check_limits(
         Rule::FixedWindow => check_windows(run, history, &forwarded, (2 * limit, policy.per_us)),
         Rule::TokenBucket { burst } => check_bucket(run, history, &forwarded, burst),
         Rule::LeakyBucket { max_delay_us } => {
-            let capacity = max_delay_us * limit / policy.per_us + 1;
+            // Without Redis, each instance may release one request at the same moment.
+            let had_outage = run.excuses.iter().any(|excuse| excuse.is_outage);
+            let released = u64::from(had_outage) * run.scenario.instances as u64;
+            let capacity = max_delay_us * limit / policy.per_us + 1 + released;
             check_bucket(run, history, &forwarded, capacity)
         }
         Rule::Concurrency { ttl_us } => check_slots(run, history, ttl_us),
@@ -65,8 +71,8 @@ fn extra_limits(
         .count() as u64
 }
 
-/// Units that Redis admitted in a pause of an outage. Instances without a reply about the key do not
-/// know them.
+/// Units that Redis admitted in a pause of an outage, and one share. Instances without a reply about
+/// the key do not know these units, and one with a reply has a new share of the rest.
 fn units_in_pauses(
     run: &FinishedRun<'_>,
     history: &CounterHistory<'_>,
@@ -74,7 +80,9 @@ fn units_in_pauses(
 ) -> u64 {
     let is_in_pause = |one: &&CounterUse| {
         let is_in = |(start_us, end_us)| {
-            (start_us..=end_us).contains(&one.decided_us) && from_us <= start_us && end_us <= to_us
+            (start_us..=end_us + run.scenario.timeout_us).contains(&one.decided_us)
+                && from_us <= end_us
+                && start_us <= to_us
         };
         !run.records[one.request].is_degraded
             && run
@@ -83,7 +91,16 @@ fn units_in_pauses(
                 .any(|excuse| excuse.pause.is_some_and(is_in))
     };
     let uses = history.uses.iter().filter(|one| one.is_forwarded);
-    uses.filter(is_in_pause).map(|one| one.least_units).sum()
+    match uses.filter(is_in_pause).map(|one| one.least_units).sum() {
+        0 => 0,
+        units => {
+            units
+                + history
+                    .policy
+                    .requests
+                    .div_ceil(run.scenario.instances as u64)
+        }
+    }
 }
 
 fn check_windows(
@@ -178,7 +195,12 @@ fn check_slots(
         // Slots that were not renewed have lapsed; those of requests from before a loss are unknown.
         let lapse_us = ttl_us + 5_000_000;
         let is_lapsing = run.excuses.iter().any(|excuse| {
+            let is_renewed_in_time = excuse.instance.is_none()
+                && !excuse.loses_charges
+                && history.policy.on_failure != OnFailure::Local
+                && excuse.to_us - excuse.from_us + RECONNECT_US < ttl_us * 2 / 3;
             (excuse.is_outage || excuse.loses_charges)
+                && !is_renewed_in_time
                 && excuse.from_us <= at_us
                 && at_us <= excuse.to_us + lapse_us
         });

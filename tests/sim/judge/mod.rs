@@ -10,7 +10,7 @@ mod service;
 
 use crate::instance::{Outcome, RequestRecord};
 use crate::redis_server::cluster::{SLOTS, slot_of};
-use crate::scenario::{OnFailure, PolicySpec, RequestSpec, Scenario, Topology};
+use crate::scenario::{FaultKind, OnFailure, PolicySpec, RequestSpec, Scenario, Topology};
 use crate::world::World;
 use allowance::{Excuse, is_healthy, list_excuses};
 use std::collections::BTreeMap;
@@ -115,7 +115,23 @@ impl<'r> FinishedRun<'r> {
         policy: &PolicySpec,
         (arrived_us, server): (u64, Option<usize>),
     ) -> CounterUse {
-        let decided_us = record.decided_us.unwrap_or(self.scenario.end_us);
+        // The verdict of a frozen instance is late, but its charge is not.
+        let frozen_us = self
+            .scenario
+            .faults
+            .iter()
+            .find_map(|fault| match fault.kind {
+                FaultKind::Freeze { instance, for_us } if instance == request.instance => {
+                    let is_late = arrived_us <= fault.at_us
+                        && record.decided_us >= Some(fault.at_us + for_us)
+                        && !record.is_from_lease;
+                    is_late.then_some(fault.at_us)
+                }
+                _ => None,
+            });
+        let decided_us = frozen_us
+            .or(record.decided_us)
+            .unwrap_or(self.scenario.end_us);
         let until_us = record
             .decided_us
             .unwrap_or(arrived_us + self.scenario.timeout_us);

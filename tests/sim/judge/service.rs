@@ -1,14 +1,18 @@
 //! Still answering: healthy masters decide, free units are given, refusals are remembered, and
 //! everything recovers.
 
+use super::allowance::RECOVERY_US;
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
 use crate::instance::Outcome;
-use crate::scenario::{PolicySpec, Rule, SECOND, Topology};
+use crate::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, Topology};
 use crate::world::World;
 use std::collections::BTreeMap;
 
 /// Units of a request that was refused, or of a response that has ended, return within this time.
 const RETURN_US: u64 = 500_000;
+
+/// After an outage, slots that ended in it are released within this time.
+const RELEASED_US: u64 = 3 * SECOND;
 
 /// A refusal is remembered for at most this time.
 const REMEMBERED_US: u64 = SECOND;
@@ -84,16 +88,21 @@ fn is_near(run: &FinishedRun<'_>) -> bool {
 /// Whether a policy may have refused a request, at most.
 fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &CounterUse) -> bool {
     let policy = history.policy;
-    // The units of an outage count from a later time.
-    let past_us = 2 * policy
-        .per_us
-        .max(10 * policy.per_us * u64::from(policy.second_limit.is_some()));
+    // The units of an outage count from a later time; slots that ended in it are free again.
+    let past_us = match policy.rule {
+        Rule::Concurrency { .. } => RELEASED_US,
+        _ if policy.second_limit.is_some() => 20 * policy.per_us + RECOVERY_US,
+        _ => 2 * policy.per_us + RECOVERY_US,
+    };
     let had_outage = run.excuses.iter().any(|excuse| {
         excuse.is_outage
             && excuse.from_us <= refused.decided_us
-            && excuse.to_us + past_us + super::allowance::RECOVERY_US >= refused.arrived_us
+            && excuse.to_us + past_us >= refused.arrived_us
     });
     if had_outage && !matches!(run.scenario.topology, Topology::Memory { .. }) {
+        return true;
+    }
+    if is_behind_clock_step(run, history, refused) {
         return true;
     }
     let cost = policy.cost(&run.scenario.requests[refused.request]);
@@ -125,7 +134,7 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
                         .ended_us
                         .map_or(run.scenario.end_us, |ended_us| ended_us + RETURN_US),
                 };
-                let is_left = record.decided_us.is_none() || !one.is_healthy;
+                let is_left = record.decided_us.is_none() || !one.is_healthy && has_late_calls(run);
                 let end_us = if is_left { end_us + ttl_us } else { end_us };
                 one.request != refused.request
                     && one.arrived_us <= refused.decided_us
@@ -134,6 +143,53 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
             history.uses.iter().filter(is_held).count() as u64 + cost > policy.requests
         }
     }
+}
+
+/// Whether Redis' clock stepped back, and the key has been refused for less than a period since.
+fn is_behind_clock_step(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    refused: &CounterUse,
+) -> bool {
+    let is_step_back = |fault: &Fault| {
+        matches!(fault.kind, FaultKind::ClockStep { by_us, .. } if by_us < 0)
+            && fault.at_us <= refused.decided_us
+    };
+    let Some(step) = run
+        .scenario
+        .faults
+        .iter()
+        .rev()
+        .find(|fault| is_step_back(fault))
+    else {
+        return false;
+    };
+    let before = history
+        .uses
+        .iter()
+        .filter(|one| one.arrived_us <= refused.arrived_us);
+    let last_forwarded_us = before.clone().filter(|one| one.is_forwarded);
+    let since_us = last_forwarded_us
+        .map(|one| one.decided_us)
+        .max()
+        .unwrap_or(0)
+        .max(step.at_us);
+    let first_refused_us = before
+        .filter(|one| one.arrived_us >= since_us && run.records[one.request].is_from_redis)
+        .map(|one| one.arrived_us)
+        .min();
+    let refused_for_us = refused.arrived_us - first_refused_us.unwrap_or(refused.arrived_us);
+    refused_for_us <= history.policy.per_us + SECOND
+}
+
+/// Whether Redis may run calls after their callers gave up.
+fn has_late_calls(run: &FinishedRun<'_>) -> bool {
+    run.scenario.faults.iter().any(|fault| {
+        !matches!(
+            fault.kind,
+            FaultKind::Restart { .. } | FaultKind::Failover { .. }
+        )
+    })
 }
 
 /// The units that may be charged by others at the decision about a request.
@@ -250,10 +306,7 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
                 &run.scenario.requests[one.request],
                 &run.records[one.request],
             );
-            let Outcome::Refused {
-                retry_after_us: Some(retry_us),
-            } = record.outcome
-            else {
+            let Outcome::Refused { retry_after_us } = record.outcome else {
                 continue;
             };
             let asker = (
@@ -265,10 +318,10 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
                 continue;
             }
             // A refusal of a higher cost replaces the remembered one, and says nothing about cost 1.
-            if request.cost != 1 {
+            let (1, Some(retry_us)) = (request.cost, retry_after_us) else {
                 refusals.remove(&asker);
                 continue;
-            }
+            };
             refused += 1;
             if refusals
                 .get(&asker)
