@@ -105,9 +105,9 @@ impl ConfigInput {
             value.and_then(|value| self.override_label(value.tag())),
             self.documents.get(document),
         ) {
-            (Some(label), _) => Self::override_span(label),
+            (Some(label), _) => Self::span_for_override(label),
             (None, Some(document)) => document.value_span(path),
-            (None, None) => Self::override_span("configuration"),
+            (None, None) => Self::span_for_override("configuration"),
         }
     }
 
@@ -135,7 +135,7 @@ impl ConfigInput {
     }
 
     /// Span of an environment variable or a flag.
-    pub(super) fn override_span(label: &str) -> SourceSpan {
+    pub(super) fn span_for_override(label: &str) -> SourceSpan {
         SourceSpan::from_source(label, OVERRIDE_RANK)
     }
 

@@ -76,7 +76,7 @@ fn parse_env_override<'a>(
     let key = path.join(".");
     if path.first().is_some_and(|first| first == "policy") {
         input.report_error(
-            ConfigInput::override_span(name),
+            ConfigInput::span_for_override(name),
             key,
             "policies can't be set from the environment".to_owned(),
         );
@@ -88,7 +88,7 @@ fn parse_env_override<'a>(
             ..
         }) => {
             input.report_error(
-                ConfigInput::override_span(name),
+                ConfigInput::span_for_override(name),
                 key,
                 "is a table; set the keys in it".to_owned(),
             );
@@ -101,7 +101,7 @@ fn parse_env_override<'a>(
         }),
         None => {
             input.report_error(
-                ConfigInput::override_span(name),
+                ConfigInput::span_for_override(name),
                 key.clone(),
                 format!("unknown key{}", suggest_variable(&key)),
             );

@@ -60,7 +60,7 @@ pub fn determine_effect(
 
 /// Computes the grants for an admitted request, after its own units were charged. `grantable_units`
 /// is [`super::CounterView::grantable_units`] for a charge's counter.
-pub fn compute_grants(
+pub fn compute_lease_grants(
     charges: &[Charge<'_>],
     now_us: u64,
     grantable_units: impl Fn(&Charge<'_>, u64) -> Option<(u64, u64)>,

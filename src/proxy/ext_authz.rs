@@ -9,6 +9,8 @@
 use super::server::peer::ConnectionPeer;
 use super::service::ProxyService;
 use super::service::request_summary::{RequestSummary, classify_verdict};
+use crate::enforcer::Verdict;
+use crate::policy::RateLimitHeaderSettings;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::http::rate_limit_headers;
@@ -143,15 +145,7 @@ impl ProxyService {
             Some(denial) => {
                 self.translate_denial_status(denial.map(ResponseBody::Full), proxy_kind)
             }
-            None => {
-                let mut allowed = Response::new(ResponseBody::Empty);
-                rate_limit_headers::write_headers(
-                    &verdict,
-                    table.rate_limit_headers,
-                    allowed.headers_mut(),
-                );
-                allowed
-            }
+            None => build_allowed_reply(&verdict, table.rate_limit_headers),
         }
     }
 
@@ -175,6 +169,16 @@ impl ProxyService {
         *denial.status_mut() = client_status.unwrap_or(status);
         denial
     }
+}
+
+/// Response that lets the proxy in front forward the request, with the rate-limit fields.
+fn build_allowed_reply(
+    verdict: &Verdict<'_>,
+    settings: RateLimitHeaderSettings,
+) -> Response<ResponseBody> {
+    let mut allowed = Response::new(ResponseBody::Empty);
+    rate_limit_headers::write_headers(verdict, settings, allowed.headers_mut());
+    allowed
 }
 
 fn reject_invalid_auth_request(

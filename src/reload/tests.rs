@@ -113,8 +113,8 @@ impl ReloaderFixture {
         }
     }
 
-    /// Runs checks for `ms` milliseconds. Returns the names of the active policies.
-    async fn policies_after_checks(&mut self, ms: u64) -> Vec<String> {
+    /// Polls the configuration files for `ms` milliseconds. Returns the names of the active policies.
+    async fn policies_after_polling(&mut self, ms: u64) -> Vec<String> {
         let end = Instant::now() + Duration::from_millis(ms);
         while Instant::now() < end {
             let pause = self.reloader.check_files();
@@ -145,15 +145,15 @@ async fn edits_in_place_renames_and_includes_take_effect_within_two_seconds() {
     let file = folder.path().join("config.toml");
     fs::write(&file, config_with_deny_policies(&["a"])).unwrap();
     let mut running = ReloaderFixture::load(&file);
-    assert_eq!(running.policies_after_checks(2000).await, ["a"]);
+    assert_eq!(running.policies_after_polling(2000).await, ["a"]);
 
     fs::write(&file, config_with_deny_policies(&["a", "b"])).unwrap();
-    assert_eq!(running.policies_after_checks(2000).await, ["a", "b"]);
+    assert_eq!(running.policies_after_polling(2000).await, ["a", "b"]);
 
     let new = folder.path().join("new");
     fs::write(&new, config_with_deny_policies(&["c"])).unwrap();
     fs::rename(&new, &file).unwrap();
-    assert_eq!(running.policies_after_checks(2000).await, ["c"]);
+    assert_eq!(running.policies_after_polling(2000).await, ["c"]);
 
     fs::create_dir(folder.path().join("more")).unwrap();
     fs::write(
@@ -161,7 +161,7 @@ async fn edits_in_place_renames_and_includes_take_effect_within_two_seconds() {
         "[[policy]]\nname = \"x\"\naction = \"deny\"\n",
     )
     .unwrap();
-    assert_eq!(running.policies_after_checks(2000).await, ["c", "x"]);
+    assert_eq!(running.policies_after_polling(2000).await, ["c", "x"]);
     assert_eq!(running.generation_and_errors(), (4, Vec::new()));
 }
 
@@ -185,7 +185,7 @@ async fn every_config_map_swap_is_detected() {
     let mut running = ReloaderFixture::load(&file);
     for (version, name) in [("..2", "b"), ("..3", "c"), ("..4", "d")] {
         publish(version, &[name]);
-        assert_eq!(running.policies_after_checks(2000).await, [name]);
+        assert_eq!(running.policies_after_polling(2000).await, [name]);
     }
 }
 
@@ -197,7 +197,7 @@ async fn an_invalid_file_changes_nothing_and_is_reported_until_it_is_valid() {
     let mut running = ReloaderFixture::load(&file);
 
     fs::write(&file, config_with_deny_policies(&["not a name"])).unwrap();
-    assert_eq!(running.policies_after_checks(2000).await, ["a"]);
+    assert_eq!(running.policies_after_polling(2000).await, ["a"]);
     let status = running.status();
     assert_eq!((status.generation, status.last_error.len()), (1, 1));
     assert!(
@@ -206,15 +206,15 @@ async fn an_invalid_file_changes_nothing_and_is_reported_until_it_is_valid() {
     );
 
     fs::write(&file, "[[policy").unwrap();
-    assert_eq!(running.policies_after_checks(2000).await, ["a"]);
+    assert_eq!(running.policies_after_polling(2000).await, ["a"]);
     assert!(running.status().last_error[0].contains("not TOML"));
 
     fs::remove_file(&file).unwrap();
-    assert_eq!(running.policies_after_checks(2000).await, ["a"]);
+    assert_eq!(running.policies_after_polling(2000).await, ["a"]);
     assert!(running.status().last_error[0].contains("can't be read"));
 
     fs::write(&file, config_with_deny_policies(&["b"])).unwrap();
-    assert_eq!(running.policies_after_checks(2000).await, ["b"]);
+    assert_eq!(running.policies_after_polling(2000).await, ["b"]);
     assert_eq!(running.generation_and_errors(), (2, Vec::new()));
 }
 

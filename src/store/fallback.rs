@@ -188,7 +188,7 @@ impl FallbackStore {
         decision: &Decision,
         received_at: Instant,
     ) {
-        let statuses = exclude_leased_units(charges, decision, self.share());
+        let statuses = deduct_new_leases(charges, decision, self.share());
         for (charge, status) in charges.iter().zip(statuses.iter()) {
             let Some(status) = status.filter(|_| uses_fallback(charge)) else {
                 continue;
@@ -423,9 +423,10 @@ impl FallbackStore {
     }
 }
 
-/// The statuses of a decision without the units that this instance has just leased. Each instance
-/// uses only its share of the remaining units, so a lease is deducted once per instance.
-fn exclude_leased_units<'d>(
+/// The statuses of a decision, with `remaining` reduced by the units that this instance has just
+/// leased. Each instance uses only its share of the remaining units, so a lease is deducted once per
+/// instance.
+fn deduct_new_leases<'d>(
     charges: &[Charge<'_>],
     decision: &'d Decision,
     share: Share,

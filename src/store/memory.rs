@@ -18,7 +18,7 @@ use super::Settlement;
 use crate::clock::{Clock, monotonic_now};
 use crate::limiter::{
     Charge, ChargeEffect, CounterState, CounterView, Decision, GrantedUnits, Key, Limit, Refusal,
-    compute_grants, determine_effect,
+    compute_lease_grants, determine_effect,
 };
 use counter_shard::{CounterShard, MemoryUsage, counter_id_for_charge};
 use parking_lot::{Mutex, MutexGuard};
@@ -351,7 +351,7 @@ impl LockedShards<'_> {
                 view.grantable_units(now_us, until_us)
             })
         };
-        let grants = compute_grants(charges, now_us, available_units);
+        let grants = compute_lease_grants(charges, now_us, available_units);
         for grant in &grants {
             for charge in charges
                 .iter()

@@ -12,7 +12,7 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
     Algorithm, Amendment, Charge, ChargeEffect, CounterState, Decision, GrantedUnits, Key,
-    KeyBuilder, LeaseTerms, Limit, LimitStatus, MAX_UNITS, Refusal, compute_grants,
+    KeyBuilder, LeaseTerms, Limit, LimitStatus, MAX_UNITS, Refusal, compute_lease_grants,
     determine_effect,
 };
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
@@ -198,7 +198,7 @@ impl StateModel {
                 charge.limit.counter_identity().1,
             )
         };
-        let grants = compute_grants(charges, time_us, |charge, until_us| {
+        let grants = compute_lease_grants(charges, time_us, |charge, until_us| {
             self.states[&id(charge)]
                 .view_at(charge.limit, time_us)
                 .grantable_units(time_us, until_us)

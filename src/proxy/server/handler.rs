@@ -23,7 +23,7 @@ pub trait RequestHandler: 'static {
     ) -> impl Future<Output = Response<ResponseBody>> + 'static;
 
     /// Records a connection that failed before its first request.
-    fn record_handshake_error(&self, _error: HandshakeError) {}
+    fn record_connection_setup_error(&self, _error: HandshakeError) {}
 
     /// Records that the server answered an unreadable request head with `status`.
     fn record_unreadable_request(&self, _status: StatusCode, _peer: &ConnectionPeer) {}

@@ -198,7 +198,7 @@ async fn run_worker<H: RequestHandler>(
                         }
                         Err(failed) => {
                             if let Some(error) = failed.error {
-                                handler.record_handshake_error(error);
+                                handler.record_connection_setup_error(error);
                             }
                             Box::pin(failed.close()).await;
                         }

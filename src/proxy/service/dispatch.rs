@@ -33,7 +33,7 @@ impl RequestHandler for ProxyService {
         }
     }
 
-    fn record_handshake_error(&self, error: HandshakeError) {
+    fn record_connection_setup_error(&self, error: HandshakeError) {
         match error {
             HandshakeError::ProxyHeader(error) => {
                 self.metrics.record_proxy_header_error(error as usize)

@@ -113,11 +113,9 @@ where
             socket.put_back(&read_buf);
             drop(read_buf);
             match handover.take() {
-                // No tunnel starts while the write of the 101 head is blocked: the client would
-                // read the tunnel's bytes as a response.
+                // While the 101 head is unwritten, the client would read tunnel bytes as a response.
                 Some(upgraded) if driver.monitor.has_no_blocked_write() => {
-                    // Boxed, so that the connection's future does not reserve space for the
-                    // tunnel's future.
+                    // Boxed, so that the connection's future has no space for the tunnel's.
                     Box::pin(
                         upgraded.serve_http1_tunnel(socket, protocols.settings.body_idle_timeout),
                     )
