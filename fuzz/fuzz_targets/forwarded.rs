@@ -23,5 +23,5 @@ static POLICY_TABLE: LazyLock<Arc<PolicyTable>> = LazyLock::new(|| {
 });
 
 fuzz_target!(
-    |bytes: &[u8]| tidegate::proxy::properties::check_forwarded_request(bytes, &POLICY_TABLE)
+    |bytes: &[u8]| tidegate::proxy::properties::assert_forwarded_request(bytes, &POLICY_TABLE)
 );

@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    tidegate::policy::properties::check_path_interpretations(bytes)
+    tidegate::policy::properties::assert_path_interpretations(bytes)
 });

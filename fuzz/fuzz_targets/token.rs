@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(
-    |bytes: &[u8]| tidegate::policy::properties::check_token_verification(bytes)
+    |bytes: &[u8]| tidegate::policy::properties::assert_token_verification(bytes)
 );

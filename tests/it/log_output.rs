@@ -129,7 +129,7 @@ fn find_log_messages() -> BTreeSet<String> {
             // A call without a text of its own logs a complete configuration warning.
             let Some(message) = text.captures(call) else {
                 assert!(
-                    call.ends_with("warning.to_line()"),
+                    call.ends_with("warning.to_log_line()"),
                     "no message in {}: {call}",
                     path.display()
                 );
