@@ -146,7 +146,7 @@ impl RequestLedger {
     }
 
     /// Records a problem that no fault explains; prints the first of each kind immediately.
-    pub(crate) fn record_unexplained(&self, problem: String) {
+    pub(crate) fn record_unexplained_problem(&self, problem: String) {
         let mut problems = self.unexplained_events.lock().unwrap();
         let times = problems.entry(problem.clone()).or_default();
         *times += 1;

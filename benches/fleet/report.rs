@@ -129,7 +129,7 @@ pub(crate) fn print_report(seed: u32, context: &FleetContext, results: &[PhaseRe
         );
     }
     if still * 100 > (to - from) * MAX_STALL_PERCENT {
-        ledger.record_unexplained(format!(
+        ledger.record_unexplained_problem(format!(
             "this machine stalled for {still:?}: too long for a meaningful result"
         ));
     }
@@ -174,7 +174,7 @@ fn check_used_percent(
     };
     if percent < least as f64 {
         let (title, name) = (result.phase.title(), policy.name);
-        ledger.record_unexplained(format!(
+        ledger.record_unexplained_problem(format!(
             "{title}: {name} admitted {percent:.0} % of what it could, not {least} %"
         ));
     }

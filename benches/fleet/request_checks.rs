@@ -31,7 +31,7 @@ impl RequestLedger {
         drop(periods);
         match why {
             Some(why) => self.record_explained(format!("in a log: {message} ({why})")),
-            None => self.record_unexplained(format!("in the log of node {node}: {line}")),
+            None => self.record_unexplained_problem(format!("in the log of node {node}: {line}")),
         }
     }
 
@@ -68,7 +68,7 @@ impl RequestLedger {
                         record.node,
                         self.seconds_since_start(record.sent)
                     );
-                    self.record_unexplained(what);
+                    self.record_unexplained_problem(what);
                 }
             }
         }

@@ -174,11 +174,12 @@ impl FleetScenario {
         let degraded = after.iter().map(of).sum();
         let (ledger, ended) = (&self.context.ledger, Instant::now());
         match (phase.is_outage(), degraded) {
-            (true, 0) => {
-                ledger.record_unexplained(format!("{}: no node detected the fault", phase.title()))
-            }
+            (true, 0) => ledger.record_unexplained_problem(format!(
+                "{}: no node detected the fault",
+                phase.title()
+            )),
             (false, 1..) if ledger.total_stall_time(began, ended).is_zero() => {
-                ledger.record_unexplained(format!(
+                ledger.record_unexplained_problem(format!(
                     "{}: {degraded} decisions without Redis",
                     phase.title()
                 ));
@@ -214,7 +215,7 @@ impl FleetScenario {
             if !status.success() {
                 self.context
                     .ledger
-                    .record_unexplained(format!("a sidecar ended with {status}"));
+                    .record_unexplained_problem(format!("a sidecar ended with {status}"));
             }
         }
     }
@@ -227,7 +228,7 @@ impl FleetScenario {
             if !status.success() {
                 self.context
                     .ledger
-                    .record_unexplained(format!("a sidecar ended with {status}"));
+                    .record_unexplained_problem(format!("a sidecar ended with {status}"));
             }
             node.start_sidecar();
             let id = node.id;
@@ -368,7 +369,7 @@ impl FleetScenario {
                 return self
                     .context
                     .ledger
-                    .record_unexplained(format!("waited {WAIT_TIMEOUT:?} for {what}"));
+                    .record_unexplained_problem(format!("waited {WAIT_TIMEOUT:?} for {what}"));
             }
             sleep(Duration::from_millis(200)).await;
         }

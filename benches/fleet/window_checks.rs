@@ -63,7 +63,7 @@ impl RequestLedger {
                     eprintln!(
                         "{name}: {admitted} admitted in {LIMIT_PERIOD:?} from {at:.3} s, at most {allowed} may be"
                     );
-                    self.record_unexplained(format!(
+                    self.record_unexplained_problem(format!(
                         "{name}: more admitted in a window than may be"
                     ));
                 }

@@ -117,7 +117,8 @@ impl<'t> Verdict<'t> {
 }
 
 impl RequestOutcome<'_> {
-    /// Whether the client is rejected, as opposed to an unavailable store.
+    /// Whether a policy rejects the request: by a limit, `deny` or an invalid key. False if it is
+    /// rejected because the store is unavailable.
     pub fn rejects_client(&self) -> bool {
         matches!(
             self,

@@ -2,7 +2,7 @@
 //!
 //! 1. Lease ([`LeasePool::take_permits`]): units charged in advance admit without a call.
 //! 2. Deny cache ([`DenyCache::find_refusal`]): a refusal that still holds refuses without a call.
-//! 3. Local share ([`super::FallbackStore::check_share`]): while an outage ends, it may refuse.
+//! 3. Local share ([`super::FallbackStore::check_share_during_recovery`]): while an outage ends, it may refuse.
 //! 4. Circuit breaker ([`RedisStore::is_breaker_open`]): while it is open, the call fails at once.
 //! 5. Batcher ([`RedisStore::decide`]): charges of concurrent requests share a round trip.
 //! 6. Redis script (`redis/decide.lua`): decides and charges in one atomic step.
@@ -187,7 +187,7 @@ impl RedisDecisionPath<'_> {
             return None;
         }
         let share_decision = fallback
-            .check_share(charges, requested_at.into_std())
+            .check_share_during_recovery(charges, requested_at.into_std())
             .filter(|decision| !decision.admitted)?;
         Some((share_decision, DecisionSource::Degraded))
     }

@@ -261,7 +261,11 @@ impl FallbackStore {
 
     /// Checks the share in addition to Redis while an outage ends. Returns `None` if no charge is
     /// affected by the outage.
-    pub fn check_share(&self, charges: &[Charge<'_>], requested_at: Instant) -> Option<Decision> {
+    pub fn check_share_during_recovery(
+        &self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> Option<Decision> {
         let is_in_outage_charge =
             |charge: &Charge<'_>| uses_fallback(charge) && self.may_be_stale(charge);
         charges.iter().any(is_in_outage_charge).then(|| {

@@ -26,8 +26,8 @@ const DURATION_SAMPLE_INTERVAL_S: u64 = 10;
 /// Number of classes of status codes, from 1xx to 5xx.
 pub const STATUS_CLASS_COUNT: usize = 5;
 
-/// The decisions of a policy in one period, by `MetricLabels::policy_history`. Counts saturate at
-/// `u32::MAX`.
+/// Counts of a policy's decisions in one period, one per series of `MetricLabels::policy_history`,
+/// in its order. They saturate at `u32::MAX`.
 pub type DecisionCounts = [u32; POLICY_HISTORY_SERIES_COUNT];
 
 /// The traffic history of the process.

@@ -3,9 +3,9 @@
 //!
 //! hyper's parser has already rejected broken framing, obsolete line folding and control bytes. It
 //! accepts lowercase methods, a missing, repeated or malformed Host, unusual target forms and
-//! transfer codings other than one `chunked`. It also accepts header names that a CGI-like upstream
-//! maps to another name, and `Connection` lists that name protected headers. This module rejects
-//! all of these.
+//! transfer codings other than one `chunked`. hyper also accepts header names that a CGI-like
+//! upstream reads as another name, and `Connection` headers that list a protected header. This
+//! module rejects all of these.
 //!
 //! hyper writes the framing of the forwarded request from the `Content-Length` or
 //! `Transfer-Encoding: chunked` left in the header map. If a client's request has both, hyper drops

@@ -25,13 +25,15 @@ impl FallbackStore {
             stale_partitions: self.stale_partitions.to_vec(),
             counters: table
                 .iter()
-                .filter_map(|(limit, key, usage)| self.export_counter(limit, key, usage, now_us))
+                .filter_map(|(limit, key, usage)| {
+                    self.counter_for_later_process(limit, key, usage, now_us)
+                })
                 .collect(),
             statuses,
         })
     }
 
-    fn export_counter<'u>(
+    fn counter_for_later_process<'u>(
         &self,
         limit: &Limit,
         key: &Key,

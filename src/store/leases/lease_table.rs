@@ -367,7 +367,7 @@ mod tests {
     }
 
     /// The store's answer to a lease request.
-    fn store_answer(units: u64) -> Decision {
+    fn make_store_decision(units: u64) -> Decision {
         let status = LimitStatus {
             remaining: 999,
             next_growth_us: None,
@@ -394,7 +394,7 @@ mod tests {
         units: u64,
         now: ClockReading,
     ) {
-        let answer = store_answer(units);
+        let answer = make_store_decision(units);
         table.record_lease_answer(&[charge], &answer.statuses, &answer, (now, now.instant));
         table.finish_refill(charge.key.id());
     }
@@ -640,7 +640,7 @@ mod tests {
         };
         let both = [leased_charge, charge_with_lease(&window, &key, Some(8))];
         table.take_permit(&both, now, OnLeaseExhausted::RefillWithoutWaiting);
-        let answer = store_answer(8);
+        let answer = make_store_decision(8);
         table.record_lease_answer(&both, &answer.statuses, &answer, (now, now.instant));
         table.return_permit(&permit);
         let (credits, _) = table.take_due_credits(now);

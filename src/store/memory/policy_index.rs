@@ -69,7 +69,7 @@ impl CountersByPolicy {
         counters.get(position).map(|index| *index as usize)
     }
 
-    /// Changes the index under which a counter is listed.
+    /// Updates the entry at `at` after its counter moved to `counter_index` in the shard.
     pub(super) fn set_counter_index(&mut self, at: PolicyCounterPosition, counter_index: usize) {
         let policy = self.policies.get_mut(at.policy as usize);
         if let Some(index) = policy.and_then(|p| p.counters.get_mut(at.position as usize)) {
