@@ -206,7 +206,8 @@ impl World {
             .flat_map(|server| server.dataset.names())
         {
             let slot = slot_of(name);
-            if cluster.owners[usize::from(slot)] != to && !slots.contains(&slot) {
+            let is_open = cluster.migrating.contains_key(&slot);
+            if cluster.owners[usize::from(slot)] != to && !is_open && !slots.contains(&slot) {
                 slots.push(slot);
             }
         }

@@ -296,8 +296,8 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
         .iter()
         .filter(|history| is_remembered(history.policy))
     {
-        // By instance, worker and client: until when the last refusal holds.
-        let mut refusals: BTreeMap<(usize, usize, u32), u64> = BTreeMap::new();
+        // By instance, worker and client: when the last refusal was known, and until when it holds.
+        let mut refusals: BTreeMap<(usize, usize, u32), (u64, u64)> = BTreeMap::new();
         let (mut refused, mut repeated, mut last_us) = (0, 0, 0);
         let mut uses: Vec<&CounterUse> = history.uses.iter().filter(|one| one.is_healthy).collect();
         uses.sort_by_key(|one| one.decided_us);
@@ -323,16 +323,15 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
                 continue;
             };
             refused += 1;
-            if refusals
-                .get(&asker)
-                .is_some_and(|holds_us| one.arrived_us + 5_000 < *holds_us && one.arrived_us > 0)
-            {
+            // A question that was sent before the answer came does not count.
+            let is_repeated = refusals.get(&asker).is_some_and(|(known_us, holds_us)| {
+                *known_us < one.arrived_us && one.arrived_us + 5_000 < *holds_us
+            });
+            if is_repeated {
                 (repeated, last_us) = (repeated + 1, one.decided_us);
             }
             let holds_us = one.decided_us + retry_us.min(REMEMBERED_US);
-            // Questions that were sent before the answer came do not count.
-            let entry = refusals.entry(asker).or_insert(0);
-            *entry = (*entry).max(holds_us);
+            refusals.insert(asker, (one.decided_us, holds_us));
         }
         if repeated > refused / 20 + 3 {
             return Some(Violation {
