@@ -44,16 +44,16 @@ RUN mkdir -p src benches \
  && sed -n '/^\[\[bench\]\]$/,/^name/s/^name = "\(.*\)"$/\1/p' Cargo.toml | while read -r name; do touch "benches/$name.rs"; done \
  && touch src/lib.rs \
  && echo 'fn main() {}' > src/main.rs \
- && cargo build --release --locked \
+ && cargo build --profile dist --locked \
  && rm -r src
 
 # The sources must be newer than the build above, otherwise Cargo reuses the result of the empty sources.
 COPY build.rs config.toml ./
 COPY src ./src
 RUN find src -type f -exec touch {} + \
- && cargo build --release --locked \
+ && cargo build --profile dist --locked \
  && mkdir /image \
- && cp target/*-unknown-linux-musl/release/tidegate /image/tidegate \
+ && cp target/*-unknown-linux-musl/dist/tidegate /image/tidegate \
  && cp /etc/ssl/certs/ca-certificates.crt /image/
 
 

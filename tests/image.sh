@@ -3,12 +3,12 @@
 #
 #   tests/image.sh [PATH OF a static tidegate]
 #
-# That binary (built by make release) and the local root certificates replace the stage `build`, so no registry is
+# That binary (built by make dist) and the local root certificates replace the stage `build`, so no registry is
 # needed. Requires root and buildah.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-tidegate=$(realpath "${1:-${CARGO_TARGET_DIR:-target}/$(uname -m)-unknown-linux-musl/release/tidegate}")
+tidegate=$(realpath "${1:-${CARGO_TARGET_DIR:-target}/dist/tidegate}")
 max_bytes=$((15 * 1000 * 1000))
 
 dir=$(mktemp -d)

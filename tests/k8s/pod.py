@@ -85,15 +85,19 @@ class Volume:
 
 
 class Pod:
-    """The pod spec `pod` with the objects that it mounts, tidegate's `binary`, and an empty folder `root`."""
+    """The pod spec `pod` with the objects that it mounts, tidegate's `binary`, `root_certificates` (PEM), and an empty
+    folder `root`."""
 
-    def __init__(self, pod, objects, root, binary):
+    def __init__(self, pod, objects, root, binary, root_certificates):
         self.spec = pod
         self.root = pathlib.Path(root)
         self.binary = pathlib.Path(binary)
+        self.root_certificates = root_certificates
         self.volumes = {}
         for volume in pod.get("volumes", []):
             self.volumes[volume["name"]] = Volume(self.root / "volumes" / volume["name"], content(volume, objects))
+            if "emptyDir" in volume:
+                self.volumes[volume["name"]].path.chmod(0o777)
 
     def prepare(self, name):
         """Creates the root file system of a container, read-only if the spec requires it. Returns its path."""
@@ -112,6 +116,9 @@ class Pod:
         (root / "proc").mkdir()
         sh("mount", "-t", "proc", "proc", str(root / "proc"))
         (root / "etc").mkdir()
+        # Like the image, which has the root certificates of its build stage.
+        (root / "etc/ssl/certs").mkdir(parents=True)
+        (root / "etc/ssl/certs/ca-certificates.crt").write_bytes(self.root_certificates)
         (root / "etc/hosts").write_text("127.0.0.1 localhost redis redis-cluster\n")
         (root / "tidegate").touch()
         bind(self.binary, root / "tidegate")
@@ -136,7 +143,9 @@ class Pod:
 
 
 def content(volume, objects):
-    """The files of a ConfigMap or Secret."""
+    """The files of a ConfigMap, a Secret or an empty volume."""
+    if "emptyDir" in volume:
+        return {}
     if "configMap" in volume:
         return {name: text.encode() for name, text in named(objects, "ConfigMap", volume["configMap"]["name"])["data"].items()}
     secret = named(objects, "Secret", volume["secret"]["secretName"])

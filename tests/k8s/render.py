@@ -13,13 +13,15 @@ REPO = pathlib.Path(__file__).resolve().parents[2]
 K8S = REPO / "k8s"
 MONITORING = "overlays/monitoring"
 README = "README.md"
+# Calls another API through tidegate and has no clients of its own.
+CRONJOB = "overlays/cronjob"
+WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "Job", "CronJob")
 ALL = [README, "base", *sorted(str(path.relative_to(K8S)) for path in (K8S / "overlays").iterdir())]
 
 
 def kustomize(folder):
     """The objects of a kustomization."""
-    tool = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
-    made = subprocess.run([*tool, str(folder)], capture_output=True, text=True, timeout=60)
+    made = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
     if made.returncode != 0:
         raise AssertionError(f"{folder}: {made.stderr}")
     return [thing for thing in yaml.safe_load_all(made.stdout) if thing]
@@ -57,8 +59,21 @@ def of_kind(objects, *kinds):
 
 def pods(objects):
     """Name and pod spec of each workload."""
-    for thing in of_kind(objects, "Deployment", "StatefulSet", "DaemonSet", "Job"):
-        yield thing["metadata"]["name"], thing["spec"]["template"]["spec"]
+    for thing in of_kind(objects, *WORKLOADS):
+        yield thing["metadata"]["name"], with_claims(thing)
+
+
+def pod_template(workload):
+    job = workload["spec"].get("jobTemplate", workload)
+    return job["spec"]["template"]
+
+
+def with_claims(workload):
+    """The pod spec of a workload. An empty volume replaces each volume that a StatefulSet claims."""
+    pod = dict(pod_template(workload)["spec"])
+    claims = workload["spec"].get("volumeClaimTemplates", [])
+    pod["volumes"] = pod.get("volumes", []) + [{"name": claim["metadata"]["name"], "emptyDir": {}} for claim in claims]
+    return pod
 
 
 def containers(pod):
@@ -71,8 +86,8 @@ def container(pod, name):
 
 
 def fronted(objects):
-    """The pod spec of the Deployment that the component patched."""
-    [found] = [thing for thing in of_kind(objects, "Deployment") if thing["metadata"].get("labels", {}).get("tidegate")]
+    """The pod spec of the workload that the component patched."""
+    [found] = [thing for thing in of_kind(objects, "Deployment", "StatefulSet") if thing["metadata"].get("labels", {}).get("tidegate")]
     return found["spec"]["template"]["spec"]
 
 

@@ -12,8 +12,8 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-from render import (ALL, MONITORING, REPO, container, containers, fronted, kustomize, named, of_kind, pods,
-                    rendered, selects)
+from render import (ALL, CRONJOB, MONITORING, REPO, WORKLOADS, container, containers, fronted, kustomize, named,
+                    of_kind, pod_template, pods, rendered, selects)
 
 HERE = pathlib.Path(__file__).parent
 # The oldest version with native sidecars and the `sleep` hook, and a recent one.
@@ -28,6 +28,16 @@ def each(test):
         for name in ALL:
             with self.subTest(kustomization=name):
                 test(self, rendered(name))
+    return run
+
+
+def each_service(test):
+    """Runs a test for each kustomization whose workload has clients."""
+    def run(self):
+        for name in ALL:
+            if name != CRONJOB:
+                with self.subTest(kustomization=name):
+                    test(self, rendered(name))
     return run
 
 
@@ -75,10 +85,10 @@ class Objects(unittest.TestCase):
 
     @each
     def test_each_selector_matches_one_workload(self, objects):
-        labels = [thing["spec"]["template"]["metadata"]["labels"] for thing in of_kind(objects, "Deployment")]
+        labels = [pod_template(thing)["metadata"]["labels"] for thing in of_kind(objects, *WORKLOADS)]
         selectors = [(thing, thing["spec"]["selector"]) for thing in of_kind(objects, "Service")]
         selectors += [(thing, thing["spec"]["selector"]["matchLabels"])
-                      for thing in of_kind(objects, "PodDisruptionBudget", "Deployment")]
+                      for thing in of_kind(objects, "PodDisruptionBudget", "Deployment", "StatefulSet")]
         selectors += [(thing, thing["spec"]["podSelector"]["matchLabels"]) for thing in of_kind(objects, "NetworkPolicy")]
         for thing, selector in selectors:
             met = [pod for pod in labels if selects(selector, pod)]
@@ -88,7 +98,7 @@ class Objects(unittest.TestCase):
             wanted = monitor["spec"]["selector"]["matchLabels"]
             self.assertEqual(len([one for one in services if selects(wanted, one)]), 1)
 
-    @each
+    @each_service
     def test_clients_reach_the_proxy_and_never_the_app(self, objects):
         pod = fronted(objects)
         [tidegate] = pod["initContainers"]
@@ -100,7 +110,7 @@ class Objects(unittest.TestCase):
             if service["metadata"]["name"] != "redis":
                 self.assertLessEqual({port["targetPort"] for port in service["spec"]["ports"]}, ports)
 
-    @each
+    @each_service
     def test_shutdown_durations_are_ordered(self, objects):
         config = tomllib.loads(named(objects, "ConfigMap", "tidegate")["data"]["config.toml"])
         drained = sum(int(config["shutdown"][key].removesuffix("s")) for key in ("delay", "grace"))

@@ -15,7 +15,7 @@ import unittest
 
 import pod as pods
 from pod import Kubelet, Pod, eventually, fetch
-from render import ALL, MONITORING, fronted, named, rendered
+from render import ALL, CRONJOB, MONITORING, WORKLOADS, fronted, named, rendered, with_claims
 from test_manifests import dashboard, of_kind
 
 BINARY = os.environ["TIDEGATE"]
@@ -84,7 +84,9 @@ class Machine(unittest.TestCase):
         return (self.folder / "log").read_text()
 
     def pod(self, spec, objects, name="pod"):
-        return Pod(spec, with_secrets(objects, self.folder), self.folder / name, BINARY)
+        objects = with_secrets(objects, self.folder)
+        certificate = base64.b64decode(named(objects, "Secret", "orders-tls")["data"]["tls.crt"])
+        return Pod(spec, objects, self.folder / name, BINARY, certificate)
 
 
 class Configurations(Machine):
@@ -92,11 +94,12 @@ class Configurations(Machine):
         for name in ALL:
             with self.subTest(kustomization=name):
                 objects = rendered(name)
-                pod = self.pod(fronted(objects), objects, name.replace("/", "-"))
+                [workload] = [thing for thing in of_kind(objects, *WORKLOADS) if thing["metadata"]["name"] != "redis"]
+                pod = self.pod(with_claims(workload), objects, name.replace("/", "-"))
                 check = pod.start("tidegate", ["/tidegate", "check", "/etc/tidegate/config.toml"])
                 output, _ = check.communicate(timeout=30)
                 self.assertEqual(check.returncode, 0, output)
-                self.assertIn("per-client: ", output)
+                self.assertIn("partner: " if name == CRONJOB else "per-client: ", output)
                 self.assertNotIn("warning", output)
 
     def test_tls_clients_and_probes_are_served(self):
