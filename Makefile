@@ -141,13 +141,16 @@ FOLDERS := $(CURDIR)=/src $(abspath $(or $(CARGO_TARGET_DIR),target))=/src/targe
 # mimalloc embeds its build time.
 NO_TIME := -Wno-builtin-macro-redefined -D__DATE__="" -D__TIME__=""
 
+# A release uses `cargo auditable`, which embeds the list of dependencies.
+CARGO ?= cargo
+
 .PHONY: dist
 dist: ## Build the static binary to ship, reproducibly: target/dist/tidegate
 	$(call need,musl-gcc,on Debian: apt-get install musl-tools)
 	@rustc --print target-libdir --target $(STATIC) | xargs test -d || { echo "make: rustup target add $(STATIC)" >&2; exit 1; }
 	CFLAGS='$(addprefix -ffile-prefix-map=,$(FOLDERS)) $(NO_TIME)' \
 	RUSTFLAGS="$(addprefix --remap-path-prefix=,$(FOLDERS)) -Clink-arg=-Wl,-z,pack-relative-relocs" \
-	  cargo build --profile dist --locked --target $(STATIC)
+	  $(CARGO) build --profile dist --locked --target $(STATIC)
 	@built=$${CARGO_TARGET_DIR:-target}; install -D "$$built/$(STATIC)/dist/tidegate" "$$built/dist/tidegate"; \
 	sha256sum "$$built/dist/tidegate"
 
@@ -156,6 +159,12 @@ dist: ## Build the static binary to ship, reproducibly: target/dist/tidegate
 image: dist ## Build the image's last stage with buildah and test it; needs root, but no registry
 	$(call need,buildah,on Debian: apt-get install buildah)
 	tests/image.sh
+
+.PHONY: deb
+deb: ## Build the Debian package around the binary of `make dist`: target/debian
+	$(call need,cargo-deb,cargo install --locked cargo-deb)
+	@test -x "$${CARGO_TARGET_DIR:-target}/dist/tidegate" || $(MAKE) --no-print-directory dist
+	cargo deb --no-build --no-strip --profile dist
 
 .PHONY: sbom
 sbom: ## Write the software bill of materials (CycloneDX) to target/tidegate.cdx.json
