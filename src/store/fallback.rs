@@ -227,11 +227,15 @@ impl FallbackStore {
                 let limit = share.scale_limit(charge.limit);
                 let amendment =
                     answer.to_amendment(share, &limit, self.clock.instant_to_unix_us(requested_at));
-                self.memory.replace_counter(&Settlement {
+                self.memory.remove_counters(&[Charge {
+                    limit: &limit,
+                    ..*charge
+                }]);
+                self.memory.apply_settlements(&[Settlement {
                     limit: &limit,
                     key: charge.key,
                     amendment,
-                });
+                }]);
                 self.write_back.lock().record_counter_without_usage(charge);
             });
         }
