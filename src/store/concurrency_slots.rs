@@ -9,7 +9,7 @@
 //! One task sends renewals and releases, one batch at a time. A renewal that overtook the release
 //! of its slot would take the slot again.
 
-use super::{FLUSH_TIMEOUT, LimitAndKey, Settlement, Store};
+use super::{LimitAndKey, Settlement, Store, wait_until_drained};
 use crate::limiter::Amendment;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until};
 
 /// Maximum number of slots of one worker that wait for their release: about 4 MiB. Further slots
 /// are not released: they expire in the store.
@@ -141,18 +141,10 @@ impl ConcurrencySlots {
         queued.flat_map(|slot| slot.counters.clone()).collect()
     }
 
-    /// Waits until all queued releases are sent, for at most [`FLUSH_TIMEOUT`].
+    /// Waits until all queued releases are sent, for at most [`super::FLUSH_TIMEOUT`].
     pub async fn wait_until_releases_sent(&self) {
-        let all_sent = async {
-            loop {
-                let drained = self.0.drained.notified();
-                if self.0.state.lock().ended_count() == 0 {
-                    return;
-                }
-                drained.await;
-            }
-        };
-        drop(timeout(FLUSH_TIMEOUT, all_sent).await);
+        let is_drained = || self.0.state.lock().ended_count() == 0;
+        wait_until_drained(&self.0.drained, is_drained).await;
     }
 
     /// Releases a slot in the memory store at once, and in Redis soon.
