@@ -114,7 +114,7 @@ fn read_boot_clock_us(_start: Instant) -> u64 {
 
 /// Time since `start`. Systems other than Linux may not count suspended time.
 #[cfg(not(target_os = "linux"))]
-fn boot_time_us(start: Instant) -> u64 {
+fn read_boot_clock_us(start: Instant) -> u64 {
     saturating_micros(start.elapsed())
 }
 

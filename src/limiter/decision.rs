@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 /// The decision about one request. Either all enforced charges were made, or none.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Decision {
     /// The store's clock at the decision.
     pub now_us: u64,

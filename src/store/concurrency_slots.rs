@@ -9,18 +9,18 @@
 //! One task sends renewals and releases, one batch at a time. A renewal that overtook the release
 //! of its slot would take the slot again.
 
-use super::{FLUSH_TIMEOUT, LimitAndKey, Settlement, Store};
+use super::{LimitAndKey, Settlement, Store, wait_until_drained};
 use crate::limiter::Amendment;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::hash_map::RandomState;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::hash::BuildHasher;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until};
 
 /// Maximum number of slots of one worker that wait for their release: about 4 MiB. Further slots
 /// are not released: they expire in the store.
@@ -52,7 +52,7 @@ struct ConcurrencySlotsInner {
     store: Store,
     /// Random; makes slot ids unique in the fleet.
     instance_id: u64,
-    next_slot_serial: AtomicU64,
+    next_serial: AtomicU64,
     /// Locked by one worker only. It is a mutex because `Store` is `Send`.
     state: Mutex<ConcurrencySlotsState>,
     /// Wakes the task when a call is due earlier than the task expects.
@@ -63,15 +63,14 @@ struct ConcurrencySlotsInner {
 
 #[derive(Debug, Default)]
 struct ConcurrencySlotsState {
-    /// Slots by entry id, which is the slot id. A slot that the store may have taken at counters
-    /// that the decision did not grant has a separate entry with a new id.
-    slots: HashMap<u128, SlotEntry, foldhash::fast::RandomState>,
-    /// Held slots by the time of their next renewal.
+    /// The slots of requests in flight, by id.
+    held: HashMap<u128, SlotEntry, foldhash::fast::RandomState>,
+    /// Ids of held slots by the time of their next renewal, except those that are being renewed.
     renewals: BTreeSet<(Instant, u128)>,
-    /// Ended slots by the time of their next release.
-    releases: BTreeSet<(Instant, u128)>,
-    /// Slots whose request has ended.
-    ended_count: usize,
+    /// Ended slots by the time of their next release and a serial number.
+    releases: BTreeMap<(Instant, u64), SlotEntry>,
+    /// Number of slots that are being released.
+    sending_releases: usize,
     /// Whether a task is sending renewals and releases.
     is_task_running: bool,
 }
@@ -86,21 +85,19 @@ pub enum UntakenSlotAction {
 }
 
 /// One request's slot at each of its counters.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct SlotEntry {
     /// The slot's id in the store.
     slot_id: u128,
     counters: SmallVec<[LimitAndKey; 1]>,
-    /// Whether the request has ended. If so, the next call is a release, otherwise a renewal.
-    is_ended: bool,
-    /// Time since which the call is due. A failure of the call does not change it.
+    /// Time since which its renewal or release is due. A failed call does not change it.
     due_since: Instant,
-    /// Time of the scheduled call. `None` while the call is being sent.
-    call_at: Option<Instant>,
+    /// Time of its next call.
+    call_at: Instant,
 }
 
-/// A renewal or release at one counter, with the id of its entry.
-type SlotCall = (u128, (LimitAndKey, Amendment));
+/// The renewal or release of a slot at all its counters.
+type SlotCall = (SlotEntry, Amendment);
 
 impl ConcurrencySlots {
     pub fn new(store: Store) -> Self {
@@ -110,7 +107,7 @@ impl ConcurrencySlots {
                 Store::Redis { redis, .. } => redis.draw_worker_id(),
             },
             store,
-            next_slot_serial: AtomicU64::new(0),
+            next_serial: AtomicU64::new(0),
             state: Mutex::default(),
             changed: Notify::new(),
             drained: Notify::new(),
@@ -121,8 +118,12 @@ impl ConcurrencySlots {
     /// not taken yet: the caller charges the counters with the guard's slot id.
     pub fn create_slot_guard(&self, counters: SmallVec<[LimitAndKey; 1]>) -> ConcurrencySlotGuard {
         let slot_id = self.0.new_slot_id();
+        let renew_at = next_renewal_at(&counters, Instant::now());
+        let slot = SlotEntry::new(slot_id, counters, renew_at);
         let mut state = self.0.state.lock();
-        if state.insert_slot(slot_id, counters, Instant::now()) {
+        state.held.insert(slot_id, slot);
+        state.renewals.insert((renew_at, slot_id));
+        if state.renewals.first() == Some(&(renew_at, slot_id)) {
             self.wake_or_spawn_task(&mut state);
         }
         ConcurrencySlotGuard {
@@ -136,41 +137,45 @@ impl ConcurrencySlots {
     #[cfg(test)]
     pub fn counters_of_queued_releases(&self) -> Vec<LimitAndKey> {
         let state = self.0.state.lock();
-        let queued = state.releases.iter();
-        queued
-            .filter_map(|(_, entry_id)| state.slots.get(entry_id))
-            .flat_map(|slot| slot.counters.iter().cloned())
-            .collect()
+        let queued = state.releases.values();
+        queued.flat_map(|slot| slot.counters.clone()).collect()
     }
 
-    /// Waits until all queued releases are sent, for at most [`FLUSH_TIMEOUT`].
+    /// Waits until all queued releases are sent, for at most [`super::FLUSH_TIMEOUT`].
     pub async fn wait_until_releases_sent(&self) {
-        let all_sent = async {
-            loop {
-                let drained = self.0.drained.notified();
-                if self.0.state.lock().ended_count == 0 {
-                    return;
-                }
-                drained.await;
-            }
-        };
-        drop(timeout(FLUSH_TIMEOUT, all_sent).await);
+        let is_drained = || self.0.state.lock().ended_count() == 0;
+        wait_until_drained(&self.0.drained, is_drained).await;
     }
 
     /// Releases a slot in the memory store at once, and in Redis soon.
     fn release_slot(&self, slot_id: u128) {
         let mut state = self.0.state.lock();
-        if let Store::Memory(memory) = &self.0.store {
-            let counters = state.remove_slot(slot_id);
-            drop(state);
-            let amendment = Amendment::Release { slot: slot_id };
-            for counter in counters.into_iter().flatten() {
-                memory.apply_settlements(&[Settlement::from_pending(&(counter, amendment))]);
-            }
+        let Some(slot) = state.held.remove(&slot_id) else {
             return;
+        };
+        state.renewals.remove(&(slot.call_at, slot_id));
+        let Store::Memory(memory) = &self.0.store else {
+            return self.enqueue_release(&mut state, slot_id, slot.counters);
+        };
+        drop(state);
+        let amendment = Amendment::Release { slot: slot_id };
+        for counter in slot.counters {
+            memory.apply_settlements(&[Settlement::from_pending(&(counter, amendment))]);
         }
-        if state.schedule_release(slot_id, Instant::now()) {
-            self.wake_or_spawn_task(&mut state);
+    }
+
+    /// Queues the release of a slot at these counters. Does nothing if the queue is full.
+    fn enqueue_release(
+        &self,
+        state: &mut ConcurrencySlotsState,
+        slot_id: u128,
+        counters: SmallVec<[LimitAndKey; 1]>,
+    ) {
+        if !counters.is_empty() && state.ended_count() < MAX_ENDED_SLOTS {
+            let slot = SlotEntry::new(slot_id, counters, Instant::now());
+            let position = (slot.call_at, self.0.new_serial());
+            state.releases.insert(position, slot);
+            self.wake_or_spawn_task(state);
         }
     }
 
@@ -197,17 +202,14 @@ impl ConcurrencySlotGuard {
         untaken: UntakenSlotAction,
     ) -> Option<Self> {
         let mut state = self.slots.0.state.lock();
-        let slot = state.slots.get_mut(&self.slot_id)?;
+        let slot = state.held.get_mut(&self.slot_id)?;
         let (taken, rest) = std::mem::take(&mut slot.counters)
             .into_iter()
             .partition(is_taken);
         slot.counters = taken;
         let is_held = !slot.counters.is_empty();
         if let UntakenSlotAction::Release = untaken {
-            let entry_id = self.slots.0.new_slot_id();
-            if state.insert_ended_slot(entry_id, self.slot_id, rest, Instant::now()) {
-                self.slots.wake_or_spawn_task(&mut state);
-            }
+            self.slots.enqueue_release(&mut state, self.slot_id, rest);
         }
         drop(state);
         is_held.then_some(self)
@@ -231,157 +233,75 @@ impl Drop for ConcurrencySlotGuard {
 }
 
 impl ConcurrencySlotsState {
-    /// Inserts a slot and schedules its renewal. Returns whether it is the next slot to renew.
-    fn insert_slot(
-        &mut self,
-        slot_id: u128,
-        counters: SmallVec<[LimitAndKey; 1]>,
-        now: Instant,
-    ) -> bool {
-        let renew_at = next_renewal_at(&counters, now);
-        let slot = SlotEntry {
-            slot_id,
-            counters,
-            is_ended: false,
-            due_since: renew_at,
-            call_at: Some(renew_at),
-        };
-        self.slots.insert(slot_id, slot);
-        self.renewals.insert((renew_at, slot_id));
-        self.renewals.first() == Some(&(renew_at, slot_id))
-    }
-
-    /// Adds an entry that only releases a slot. Returns whether there is anything to release.
-    fn insert_ended_slot(
-        &mut self,
-        entry_id: u128,
-        slot_id: u128,
-        counters: SmallVec<[LimitAndKey; 1]>,
-        now: Instant,
-    ) -> bool {
-        let entry = SlotEntry {
-            slot_id,
-            counters,
-            is_ended: false,
-            due_since: now,
-            call_at: None,
-        };
-        self.slots.insert(entry_id, entry);
-        self.schedule_release(entry_id, now)
-    }
-
-    /// Schedules the release of a slot. Returns whether there is anything to release.
-    fn schedule_release(&mut self, slot_id: u128, now: Instant) -> bool {
-        let Some(slot) = self.slots.get_mut(&slot_id) else {
-            return false;
-        };
-        if slot.counters.is_empty() || self.ended_count >= MAX_ENDED_SLOTS {
-            self.remove_slot(slot_id);
-            return false;
-        }
-        if let Some(renew_at) = slot.call_at.replace(now) {
-            self.renewals.remove(&(renew_at, slot_id));
-        }
-        slot.is_ended = true;
-        slot.due_since = now;
-        self.releases.insert((now, slot_id));
-        self.ended_count += 1;
-        true
-    }
-
-    fn remove_slot(&mut self, slot_id: u128) -> Option<SmallVec<[LimitAndKey; 1]>> {
-        let slot = self.slots.remove(&slot_id)?;
-        if let Some(renew_at) = slot.call_at {
-            self.renewals.remove(&(renew_at, slot_id));
-        }
-        self.ended_count -= usize::from(slot.is_ended);
-        Some(slot.counters)
+    /// Number of slots whose request has ended.
+    fn ended_count(&self) -> usize {
+        self.releases.len() + self.sending_releases
     }
 
     /// Time of the next scheduled call, if any.
     fn next_call_at(&self) -> Option<Instant> {
-        let queues = [&self.releases, &self.renewals];
-        let firsts = queues.iter().filter_map(|queue| queue.first());
-        firsts.map(|(call_at, _)| *call_at).min()
+        let release = self.releases.keys().next().map(|(at, _)| *at);
+        let renewal = self.renewals.first().map(|(at, _)| *at);
+        release.into_iter().chain(renewal).min()
     }
 
-    /// Takes a batch of the calls that are due at `now`.
+    /// Takes the releases and renewals that are due at `now`, up to the size of a batch.
     fn take_due_calls(&mut self, now: Instant) -> Vec<SlotCall> {
         let mut batch = Vec::new();
-        for queue in [&mut self.releases, &mut self.renewals] {
-            for _ in 0..MAX_BATCH_SLOTS {
-                let Some(first) = queue.first().copied().filter(|(at, _)| *at <= now) else {
-                    break;
-                };
-                queue.remove(&first);
-                let (_, entry_id) = first;
-                let Some(slot) = self.slots.get_mut(&entry_id) else {
-                    continue;
-                };
-                slot.call_at = None;
-                let amendment = match slot.is_ended {
-                    true => Amendment::Release { slot: slot.slot_id },
-                    false => Amendment::Renew { slot: slot.slot_id },
-                };
-                let calls = slot.counters.iter().cloned();
-                batch.extend(calls.map(|counter| (entry_id, (counter, amendment))));
-            }
+        while let Some(first) = self.releases.first_entry()
+            && first.key().0 <= now
+            && batch.len() < MAX_BATCH_SLOTS
+        {
+            let slot = first.remove();
+            let slot_id = slot.slot_id;
+            batch.push((slot, Amendment::Release { slot: slot_id }));
+        }
+        self.sending_releases = batch.len();
+        for _ in 0..MAX_BATCH_SLOTS {
+            let due = self
+                .renewals
+                .first()
+                .filter(|(renew_at, _)| *renew_at <= now);
+            let Some((_, slot)) = due.copied() else {
+                break;
+            };
+            self.renewals.pop_first();
+            let held = self.held.get(&slot).cloned();
+            batch.extend(held.map(|held| (held, Amendment::Renew { slot })));
         }
         batch
     }
 
-    /// Schedules the next call of each slot in a batch that was sent at `sent_at`.
-    fn schedule_next_calls(
-        &mut self,
-        batch: &[SlotCall],
-        failed_indices: &[usize],
-        sent_at: Instant,
-    ) {
-        let now = Instant::now();
-        for (slot_id, _) in failed_indices.iter().filter_map(|index| batch.get(*index)) {
-            self.schedule_call_or_remove_slot(*slot_id, |slot| slot.retry_at(now));
+    /// Schedules the next renewal of a slot, unless its request has ended.
+    fn schedule_renewal(&mut self, slot_id: u128, due_since: Instant, call_at: Instant) {
+        if let Some(slot) = self.held.get_mut(&slot_id) {
+            (slot.due_since, slot.call_at) = (due_since, call_at);
+            self.renewals.insert((call_at, slot_id));
         }
-        for (slot_id, _) in batch {
-            self.schedule_call_or_remove_slot(*slot_id, |slot| {
-                slot.due_since = next_renewal_at(&slot.counters, sent_at);
-                (!slot.is_ended).then_some(slot.due_since)
-            });
-        }
-    }
-
-    /// Schedules the next call of a slot, or removes the slot if no call follows. Does nothing if a
-    /// call is already scheduled: after a failure at another counter, or if the request has ended
-    /// during a renewal.
-    fn schedule_call_or_remove_slot(
-        &mut self,
-        slot_id: u128,
-        next_call: impl FnOnce(&mut SlotEntry) -> Option<Instant>,
-    ) {
-        let slot = self.slots.get_mut(&slot_id);
-        let Some(slot) = slot.filter(|slot| slot.call_at.is_none()) else {
-            return;
-        };
-        slot.call_at = next_call(slot);
-        let Some(call_at) = slot.call_at else {
-            self.remove_slot(slot_id);
-            return;
-        };
-        match slot.is_ended {
-            true => self.releases.insert((call_at, slot_id)),
-            false => self.renewals.insert((call_at, slot_id)),
-        };
     }
 }
 
 impl SlotEntry {
-    /// Time at which a failed call is repeated. `None` for the release of a slot that has expired
-    /// in the store.
-    fn retry_at(&self, now: Instant) -> Option<Instant> {
+    fn new(slot_id: u128, counters: SmallVec<[LimitAndKey; 1]>, due_since: Instant) -> Self {
+        Self {
+            slot_id,
+            counters,
+            due_since,
+            call_at: due_since,
+        }
+    }
+
+    /// Time at which a failed call is repeated.
+    fn retry_at(&self, now: Instant) -> Instant {
         let overdue = now.saturating_duration_since(self.due_since);
+        now + overdue.clamp(MIN_RETRY_PAUSE, MAX_RETRY_PAUSE)
+    }
+
+    /// Whether an ended slot has expired in the store, which nothing renewed since.
+    fn is_expired(&self, now: Instant) -> bool {
         let longest_us = self.counters.iter().map(|(limit, _)| limit.per_us).max();
-        let is_expired = overdue > Duration::from_micros(longest_us.unwrap_or_default());
-        let pause = overdue.clamp(MIN_RETRY_PAUSE, MAX_RETRY_PAUSE);
-        (!self.is_ended || !is_expired).then_some(now + pause)
+        now.saturating_duration_since(self.due_since)
+            > Duration::from_micros(longest_us.unwrap_or_default())
     }
 }
 
@@ -407,7 +327,7 @@ async fn send_renewals_and_releases(slots: Arc<ConcurrencySlotsInner>) {
             (batch, next_call)
         };
         if !batch.is_empty() {
-            slots.send_batch(&batch, now).await;
+            slots.send_batch(batch, now).await;
         } else if let Some(next_call) = next_call {
             tokio::select! {
                 biased;
@@ -421,28 +341,65 @@ async fn send_renewals_and_releases(slots: Arc<ConcurrencySlotsInner>) {
 }
 
 impl ConcurrencySlotsInner {
-    fn new_slot_id(&self) -> u128 {
-        u128::from(self.instance_id) << 64
-            | u128::from(self.next_slot_serial.fetch_add(1, Ordering::Relaxed))
+    fn new_serial(&self) -> u64 {
+        self.next_serial.fetch_add(1, Ordering::Relaxed)
     }
 
-    async fn send_batch(&self, batch: &[SlotCall], now: Instant) {
-        let settlements: Vec<_> = batch
-            .iter()
-            .map(|(_, call)| Settlement::from_pending(call))
-            .collect();
-        let mut failed_indices = Vec::new();
-        if let Err(error) = self.store.apply_settlements(&settlements).await {
-            tracing::debug!(
-                why = %error,
-                "failed to send concurrency-slot renewals or releases to the store"
-            );
-            failed_indices = error.unconfirmed_indices;
+    fn new_slot_id(&self) -> u128 {
+        u128::from(self.instance_id) << 64 | u128::from(self.new_serial())
+    }
+
+    /// Sends a batch, and schedules the next calls of its slots.
+    async fn send_batch(&self, batch: Vec<SlotCall>, sent_at: Instant) {
+        let failed_calls = self.send_calls(&batch).await;
+        let (mut state, now) = (self.state.lock(), Instant::now());
+        for (index, (slot, amendment)) in batch.into_iter().enumerate() {
+            let has_failed = failed_calls.contains(&index);
+            let retry_at = slot.retry_at(now);
+            match amendment {
+                Amendment::Renew { .. } if has_failed => {
+                    state.schedule_renewal(slot.slot_id, slot.due_since, retry_at);
+                }
+                Amendment::Renew { .. } => {
+                    let renew_at = next_renewal_at(&slot.counters, sent_at);
+                    state.schedule_renewal(slot.slot_id, renew_at, renew_at);
+                }
+                _ if has_failed && !slot.is_expired(now) => {
+                    state.releases.insert((retry_at, self.new_serial()), slot);
+                }
+                _ => {}
+            }
         }
-        let mut state = self.state.lock();
-        state.schedule_next_calls(batch, &failed_indices, now);
-        if state.ended_count == 0 {
+        state.sending_releases = 0;
+        if state.releases.is_empty() {
             self.drained.notify_waiters();
         }
+    }
+
+    /// Sends a batch. Returns the indices of the calls that failed at any counter.
+    async fn send_calls(&self, batch: &[SlotCall]) -> HashSet<usize> {
+        let calls = batch
+            .iter()
+            .enumerate()
+            .flat_map(|(index, (slot, amendment))| {
+                let settlements = slot.counters.iter().map(|(limit, key)| Settlement {
+                    limit,
+                    key,
+                    amendment: *amendment,
+                });
+                settlements.map(move |settlement| (index, settlement))
+            });
+        let (call_indices, settlements): (Vec<usize>, Vec<Settlement<'_>>) = calls.unzip();
+        let Err(error) = self.store.apply_settlements(&settlements).await else {
+            return HashSet::new();
+        };
+        tracing::debug!(
+            why = %error,
+            "failed to send concurrency-slot renewals or releases to the store"
+        );
+        let failed_calls = error.unconfirmed_indices.iter();
+        failed_calls
+            .filter_map(|index| call_indices.get(*index).copied())
+            .collect()
     }
 }

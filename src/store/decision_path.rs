@@ -153,12 +153,12 @@ impl RedisDecisionPath<'_> {
         if unleased.is_empty() {
             return Ok((permits.into_decision(charges, None), DecisionSource::Lease));
         }
-        let mut unleased_charges: SmallVec<[Charge<'_>; 4]> =
+        let unleased_charges: SmallVec<[Charge<'_>; 4]> =
             unleased.iter().map(|(_, charge)| *charge).collect();
         let (decision, source) = match self.find_local_refusal(&unleased_charges, requested_at) {
             Some(refusal) => refusal,
             None => {
-                permits.start_refills(&mut unleased_charges);
+                permits.start_refills(charges);
                 let decided = self.decide_in_redis(&unleased_charges, requested_at).await;
                 decided.map_err(|failure| failure.expand_to_request(&unleased, charges.len()))?
             }

@@ -9,7 +9,7 @@
 //! Each worker has its own cache: its lock is uncontended. An entry's key includes the counter and
 //! the limit, so a reload that changes either needs no invalidation.
 
-use crate::limiter::{Algorithm, Charge, Decision, Key, Limit, LimitStatus, Refusal};
+use crate::limiter::{Algorithm, Charge, Decision, Limit, LimitStatus, Refusal};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::HashMap;
@@ -35,7 +35,7 @@ const REVALIDATION_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_GENERATION_ENTRIES: usize = 8192;
 
 /// Recent refusals of one worker. The lock is uncontended: only its worker uses it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct DenyCache(Mutex<DenyGenerations>);
 
 /// Which limits of a request need a cached entry for a refusal from the cache.
@@ -55,7 +55,7 @@ pub enum DenyMatchScope {
 
 /// Two generations of entries. After [`GENERATION_DURATION`] an entry is renewed or obsolete, so
 /// the older generation is dropped as a whole, without a sweep.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct DenyGenerations {
     current: DenyGeneration,
     previous: DenyGeneration,
@@ -82,17 +82,6 @@ struct DenyCacheEntry {
     expires_at: Instant,
 }
 
-impl Default for DenyCache {
-    fn default() -> Self {
-        let generations = DenyGenerations {
-            current: DenyGeneration::default(),
-            previous: DenyGeneration::default(),
-            rotated_at: None,
-        };
-        Self(Mutex::new(generations))
-    }
-}
-
 impl DenyCache {
     /// Returns the refusal of `charges` if it is cached at `now`. Limits without a valid entry have
     /// no status.
@@ -102,91 +91,70 @@ impl DenyCache {
         now: Instant,
         scope: DenyMatchScope,
     ) -> Option<Decision> {
-        let mut generations = self.0.lock();
-        if generations.current.is_empty() && generations.previous.is_empty() {
+        // Redis must see each rejected request of a policy with `count_rejected`.
+        let must_count = |charge: &Charge<'_>| charge.counts_rejected && !charge.shadow;
+        if scope != DenyMatchScope::AnyLimit && charges.iter().any(must_count) {
             return None;
         }
-        let entries: SmallVec<[Option<DenyCacheEntry>; 4]> = charges
-            .iter()
-            .map(|charge| match scope {
-                DenyMatchScope::AnyLimit => generations
-                    .get_entry(charge)
-                    .filter(|entry| now < entry.expires_at || entry.has_definite_refusal())
-                    .copied(),
-                _ => generations.get_entry_or_start_revalidation(charge, now),
-            })
-            .collect();
-        drop(generations);
+        let entries = self.0.lock().read_entries(charges, now, scope)?;
         let is_fresh = |(charge, entry): (&Charge<'_>, &Option<DenyCacheEntry>)| {
-            let is_same_cost = |entry: DenyCacheEntry| entry.cost == charge.cost;
-            !requires_cached_entry(charge) || entry.is_some_and(is_same_cost)
+            // A concurrency limit has no retry time, so its entry is not needed.
+            charge.shadow
+                || is_concurrency(charge)
+                || entry.is_some_and(|entry| entry.cost == charge.cost)
         };
-        let is_answered = match scope {
-            DenyMatchScope::AllLimits => charges.iter().zip(&entries).all(is_fresh),
-            // Redis must see each rejected request of a policy with `count_rejected`.
-            DenyMatchScope::OneKey => !charges
-                .iter()
-                .any(|charge| charge.counts_rejected && !charge.shadow),
-            DenyMatchScope::AnyLimit => true,
-        };
-        if !is_answered {
-            return None;
-        }
-        let is_key_fresh = |key: &Key| {
-            let mut own = charges.iter().zip(&entries);
-            scope != DenyMatchScope::OneKey
-                || own
-                    .all(|(charge, entry)| charge.key.id() != key.id() || is_fresh((charge, entry)))
-        };
-        let valid_entries: SmallVec<[Option<DenyCacheEntry>; 4]> = charges
-            .iter()
-            .zip(&entries)
-            .map(|(charge, entry)| {
-                entry.filter(|entry| {
-                    entry.is_valid_for(charge, now, scope) && is_key_fresh(charge.key)
+        // Whether all charges that are answered together with this one have a fresh entry.
+        let is_complete = |charge: &Charge<'_>| {
+            let mut together = charges.iter().zip(&entries);
+            scope == DenyMatchScope::AnyLimit
+                || together.all(|(other, entry)| {
+                    let is_other_key = other.key.id() != charge.key.id();
+                    is_other_key && scope == DenyMatchScope::OneKey || is_fresh((other, entry))
                 })
-            })
-            .collect();
-        let refused_entry = valid_entries
-            .iter()
-            .flatten()
-            .find(|entry| entry.status.refusal.is_some())?;
-        let statuses = valid_entries
-            .iter()
-            .map(|entry| entry.map(|entry| entry.status))
-            .collect();
+        };
+        let mut refused_at_us = None;
+        let read_status = |(charge, entry): (&Charge<'_>, &Option<DenyCacheEntry>)| {
+            let is_valid = |entry: &DenyCacheEntry| entry.is_valid_for(charge, now, scope);
+            let entry = entry.filter(|entry| is_valid(entry) && is_complete(charge))?;
+            if entry.status.refusal.is_some() {
+                refused_at_us.get_or_insert(entry.earliest_store_time_us(now));
+            }
+            Some(entry.status)
+        };
+        let statuses = charges.iter().zip(&entries).map(read_status).collect();
         Some(Decision {
-            now_us: refused_entry.earliest_store_time_us(now),
-            admitted: false,
+            now_us: refused_at_us?,
             statuses,
-            delay_us: 0,
-            grants: SmallVec::new(),
-            charged_at_us: SmallVec::new(),
+            ..Decision::default()
         })
     }
 
     /// An admission proves cached refusals of these counters obsolete, for example after `keys
     /// reset`.
     pub fn forget_refusals(&self, charges: &[Charge<'_>]) {
-        let mut generations = self.0.lock();
-        if generations.current.is_empty() && generations.previous.is_empty() {
-            return;
-        }
-        for charge in charges {
-            let entry = generations.get_entry(charge);
-            if entry.is_some_and(|entry| entry.cost <= charge.cost) {
-                generations.remove_entry(charge);
-            }
-        }
+        self.remove_entries(charges, |entry, charge| entry.cost <= charge.cost);
     }
 
     /// Removes the refusals of `charges` that are older than their maximum age. Called when Redis is
     /// unreachable: nothing can renew them.
     pub fn forget_outdated(&self, charges: &[Charge<'_>], now: Instant) {
+        self.remove_entries(charges, |entry, charge| {
+            now >= entry.sent_at + max_age(charge)
+        });
+    }
+
+    fn remove_entries(
+        &self,
+        charges: &[Charge<'_>],
+        is_obsolete: impl Fn(&DenyCacheEntry, &Charge<'_>) -> bool,
+    ) {
         let mut generations = self.0.lock();
+        if generations.is_empty() {
+            return;
+        }
         for charge in charges {
             let entry = generations.get_entry(charge);
-            if entry.is_some_and(|entry| now >= entry.sent_at + max_age(charge)) {
+            if entry.is_some_and(|entry| is_obsolete(entry, charge)) {
                 generations.remove_entry(charge);
             }
         }
@@ -240,8 +208,11 @@ impl DenyCache {
 /// Whether a refusal of this charge holds until its end time. Slots and estimates may be returned
 /// early, and `count_rejected` requires that Redis sees every rejected request.
 fn is_cacheable(charge: &Charge<'_>) -> bool {
-    let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
-    !(is_counted || charge.counts_rejected || charge.is_estimate)
+    !(is_concurrency(charge) || charge.counts_rejected || charge.is_estimate)
+}
+
+fn is_concurrency(charge: &Charge<'_>) -> bool {
+    matches!(charge.limit.algorithm, Algorithm::Concurrency { .. })
 }
 
 /// Maximum age of an entry for this charge.
@@ -251,14 +222,37 @@ fn max_age(charge: &Charge<'_>) -> Duration {
     })
 }
 
-/// Whether a refusal from the cache requires an entry of this charge. A concurrency limit has no
-/// retry time, so its entry is not needed.
-fn requires_cached_entry(charge: &Charge<'_>) -> bool {
-    let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
-    !charge.shadow && (!is_counted || charge.counts_rejected)
-}
-
 impl DenyGenerations {
+    fn is_empty(&self) -> bool {
+        self.current.is_empty() && self.previous.is_empty()
+    }
+
+    /// The entry of each charge that may be used in this scope. `None` if the cache is empty. The
+    /// first request after the expiry of an entry does not get it, so that it asks Redis; for all
+    /// other requests the entry is prolonged.
+    fn read_entries(
+        &mut self,
+        charges: &[Charge<'_>],
+        now: Instant,
+        scope: DenyMatchScope,
+    ) -> Option<SmallVec<[Option<DenyCacheEntry>; 4]>> {
+        if self.is_empty() {
+            return None;
+        }
+        let read_entry = |charge: &Charge<'_>| {
+            let entry = self.get_entry(charge)?;
+            let is_current = now < entry.expires_at;
+            if scope == DenyMatchScope::AnyLimit {
+                return (is_current || entry.has_definite_refusal()).then_some(*entry);
+            }
+            if !is_current {
+                entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age(charge));
+            }
+            is_current.then_some(*entry)
+        };
+        Some(charges.iter().map(read_entry).collect())
+    }
+
     fn get_entry(&mut self, charge: &Charge<'_>) -> Option<&mut DenyCacheEntry> {
         if charge.shadow || !is_cacheable(charge) {
             return None;
@@ -267,21 +261,6 @@ impl DenyGenerations {
         self.current
             .get_mut(&counter)
             .or_else(|| self.previous.get_mut(&counter))
-    }
-
-    /// Returns the entry of a charge if it has not expired. The first request after the expiry gets
-    /// `None`, so that it asks Redis; for all other requests the entry is prolonged.
-    fn get_entry_or_start_revalidation(
-        &mut self,
-        charge: &Charge<'_>,
-        now: Instant,
-    ) -> Option<DenyCacheEntry> {
-        let entry = self.get_entry(charge)?;
-        if now >= entry.expires_at {
-            entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age(charge));
-            return None;
-        }
-        Some(*entry)
     }
 
     fn insert_entry(&mut self, charge: &Charge<'_>, entry: DenyCacheEntry) {

@@ -36,7 +36,7 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Instant;
 use tokio::sync::Notify;
-use write_back::{UsageEntry, WriteBackTable};
+use write_back::WriteBackTable;
 
 /// Bounds of the counters of an outage; the least used counters are evicted first.
 const COUNTER_BOUNDS: MemorySettings = MemorySettings {
@@ -160,9 +160,19 @@ impl FallbackStore {
         self.confirm_write_back_batch();
     }
 
-    /// Begins the pending phase if Redis was up to date and charges wait for write-back. Returns
+    /// Records charges for write-back. Begins the pending phase if Redis was up to date, and returns
     /// whether the phase began.
-    fn start_pending_phase_if_needed(&self, table: &WriteBackTable) -> bool {
+    fn record_charges<'c>(
+        &self,
+        charges: impl IntoIterator<Item = &'c Charge<'c>>,
+        now_us: u64,
+    ) -> bool {
+        let mut table = self.write_back.lock();
+        for charge in charges {
+            let partition = self.partition(charge.key);
+            self.stale_partitions.insert(partition);
+            table.record_charge(charge, partition, now_us);
+        }
         !table.is_empty() && self.compare_exchange_phase(PHASE_UP_TO_DATE, PHASE_PENDING)
     }
 
@@ -196,24 +206,21 @@ impl FallbackStore {
             match charge.limit.algorithm {
                 // The slots in use are counted in this process; the number reported by Redis is not
                 // needed.
-                Algorithm::Concurrency { .. } if decision.admitted => {
+                Algorithm::Concurrency { .. } => {
                     let amendment = Amendment::Renew {
                         slot: charge.slot_id,
                     };
-                    self.memory.apply_settlements(&[Settlement {
-                        limit: charge.limit,
-                        key: charge.key,
-                        amendment,
-                    }]);
+                    if decision.admitted {
+                        self.amend_share(charge.limit, charge.key, amendment);
+                    }
                 }
-                Algorithm::Concurrency { .. } => {}
-                _ if !self.may_be_stale(charge) => self.status_cache.insert(
+                _ if self.may_be_stale(charge) => {}
+                _ => self.status_cache.insert(
                     charge,
                     status,
                     decision.now_us,
                     self.clock.instant_to_unix_us(received_at),
                 ),
-                _ => {}
             }
         }
     }
@@ -227,33 +234,25 @@ impl FallbackStore {
                 let limit = share.scale_limit(charge.limit);
                 let amendment =
                     answer.to_amendment(share, &limit, self.clock.instant_to_unix_us(requested_at));
-                self.memory.replace_counter(&Settlement {
+                self.memory.remove_counters(&[Charge {
                     limit: &limit,
-                    key: charge.key,
-                    amendment,
-                });
-                self.write_back.lock().record_counter_without_usage(charge);
+                    ..*charge
+                }]);
+                self.amend_share(&limit, charge.key, amendment);
+                self.record_counter(charge);
             });
         }
         let decision = self.decide_by_share(charges, share, requested_at, uses_fallback);
         if decision.admitted {
-            let mut write_back = self.write_back.lock();
-            for charge in charges
-                .iter()
-                .filter(|charge| uses_fallback(charge) && charge.cost > 0)
-            {
-                let partition = self.partition(charge.key);
-                self.stale_partitions.insert(partition);
-                write_back.record_charge(charge, partition, decision.now_us);
-            }
-            if self.start_pending_phase_if_needed(&write_back) {
+            let charged = |charge: &&Charge<'_>| uses_fallback(charge) && charge.cost > 0;
+            if self.record_charges(charges.iter().filter(charged), decision.now_us) {
                 self.changed.notify_one();
             }
         } else {
             // The refusal may have started a block.
             let is_block = |charge: &&Charge<'_>| charge.is_block() && uses_fallback(charge);
             for block in charges.iter().filter(is_block) {
-                self.write_back.lock().record_counter_without_usage(block);
+                self.record_counter(block);
             }
         }
         decision
@@ -269,17 +268,30 @@ impl FallbackStore {
         let is_in_outage_charge =
             |charge: &Charge<'_>| uses_fallback(charge) && self.may_be_stale(charge);
         charges.iter().any(is_in_outage_charge).then(|| {
-            let mut table = self.write_back.lock();
-            let stale_charges = charges.iter().filter(|charge| is_in_outage_charge(charge));
-            stale_charges.for_each(|charge| table.record_counter_without_usage(charge));
-            drop(table);
+            for charge in charges.iter().filter(|charge| is_in_outage_charge(charge)) {
+                self.record_counter(charge);
+            }
             self.decide_by_share(charges, self.share(), requested_at, is_in_outage_charge)
         })
+    }
+
+    /// Amends this process's counter of a limit.
+    fn amend_share(&self, limit: &Limit, key: &Key, amendment: Amendment) {
+        self.memory.apply_settlements(&[Settlement {
+            limit,
+            key,
+            amendment,
+        }]);
     }
 
     /// Whether the answer of Redis for a charge may lack charges that are not written back yet.
     fn may_be_stale(&self, charge: &Charge<'_>) -> bool {
         self.phase() != PHASE_UP_TO_DATE && self.is_stale(self.partition(charge.key))
+    }
+
+    fn record_counter(&self, charge: &Charge<'_>) {
+        let partition = self.partition(charge.key);
+        self.write_back.lock().record_counter(charge, partition);
     }
 
     fn decide_by_share(
@@ -289,56 +301,47 @@ impl FallbackStore {
         requested_at: Instant,
         is_included: impl Fn(&Charge<'_>) -> bool,
     ) -> Decision {
-        let included: SmallVec<[(&Charge<'_>, Limit); 4]> = charges
-            .iter()
-            .filter(|charge| is_included(charge))
-            .map(|charge| (charge, share.scale_limit(charge.limit)))
-            .collect();
+        let included = charges.iter().filter(|charge| is_included(charge));
+        let limits = included
+            .clone()
+            .map(|charge| share.scale_limit(charge.limit));
+        let limits: SmallVec<[Limit; 4]> = limits.collect();
         let share_charges: SmallVec<[Charge<'_>; 4]> = included
-            .iter()
-            .map(|(charge, limit)| Charge { limit, ..**charge })
+            .zip(&limits)
+            .map(|(charge, limit)| Charge { limit, ..*charge })
             .collect();
         let mut decision = self.memory.decide_at(&share_charges, requested_at);
         // Charge times of the local counter do not apply to Redis. Without them, settlements can
         // charge further units, but can't credit any.
         decision.charged_at_us.clear();
-        let mut remaining_statuses = std::mem::take(&mut decision.statuses).into_iter();
+        let mut share_statuses = std::mem::take(&mut decision.statuses).into_iter();
         let mut status = |charge: &Charge<'_>| {
-            if is_included(charge) {
-                remaining_statuses.next()?
-            } else {
-                None
-            }
+            let status = is_included(charge)
+                .then(|| share_statuses.next())
+                .flatten()?;
+            status.map(|status| correct_share_refusal(charge, status))
         };
-        decision.statuses = charges
-            .iter()
-            .map(|charge| status(charge).map(|status| correct_share_refusal(charge, status)))
-            .collect();
+        decision.statuses = charges.iter().map(&mut status).collect();
         decision
     }
 
     /// Applies settlements to local counters: of charges decided here, and of slots counted here.
     pub fn apply_settlements(&self, settlements: &[Settlement<'_>]) {
         for settlement in settlements {
-            match settlement.amendment {
+            let Settlement { limit, key, .. } = *settlement;
+            let applies = match settlement.amendment {
                 Amendment::Release { slot } => {
-                    self.memory.apply_settlement_if_present(settlement);
-                    self.write_back.lock().remove_released_slot(
-                        settlement.limit,
-                        settlement.key,
-                        slot,
-                    );
+                    let mut write_back = self.write_back.lock();
+                    write_back.remove_released_slot(limit, key, slot);
+                    true
                 }
-                Amendment::Renew { .. } => {
-                    self.memory.apply_settlement_if_present(settlement);
-                }
-                Amendment::Charge(_) if self.is_in_outage() => {
-                    self.memory.apply_settlement_if_present(settlement);
-                }
+                Amendment::Renew { .. } => true,
+                Amendment::Charge(_) => self.is_in_outage(),
                 // Ignored credits make the share too strict, but only for a short time.
-                Amendment::Charge(_)
-                | Amendment::Credit { .. }
-                | Amendment::BackdatedCharge { .. } => {}
+                Amendment::Credit { .. } | Amendment::BackdatedCharge { .. } => false,
+            };
+            if applies {
+                self.memory.apply_settlement_if_present(settlement);
             }
         }
     }
@@ -349,19 +352,10 @@ impl FallbackStore {
         let Amendment::Charge(units) = settlement.amendment else {
             return false;
         };
-        let is_counted_here = self
-            .memory
-            .contains_counter(settlement.limit, settlement.key);
+        let charge = Charge::new(settlement.limit, settlement.key, units);
+        let is_counted_here = self.memory.contains_counter(charge.limit, charge.key);
         if is_counted_here {
-            let partition = self.partition(settlement.key);
-            let mut write_back = self.write_back.lock();
-            self.stale_partitions.insert(partition);
-            write_back.record_charge(
-                &Charge::new(settlement.limit, settlement.key, units),
-                partition,
-                self.clock.now_us(),
-            );
-            self.start_pending_phase_if_needed(&write_back);
+            self.record_charges(&[charge], self.clock.now_us());
         }
         is_counted_here
     }
@@ -379,12 +373,9 @@ impl FallbackStore {
         &self,
         unreachable: impl IntoIterator<Item = u16>,
     ) -> Option<Vec<(Limit, Key, Amendment)>> {
-        let unreachable_set = PartitionSet::default();
-        unreachable
-            .into_iter()
-            .for_each(|partition| unreachable_set.insert(partition));
+        let unreachable: HashSet<u16> = unreachable.into_iter().collect();
         let mut table = self.write_back.lock();
-        let batch = table.take_batch(|partition| !unreachable_set.contains(partition));
+        let batch = table.take_batch(|partition| !unreachable.contains(&partition));
         let now_us = self.clock.now_us();
         let amendments = batch
             .iter()

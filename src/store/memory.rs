@@ -10,7 +10,6 @@
 //! 36](../../docs/decisions/0036-fair-eviction.md)).
 
 mod counter_shard;
-mod policy_index;
 
 pub(super) use counter_shard::{CounterId, counter_id};
 
@@ -20,9 +19,8 @@ use crate::limiter::{
     Charge, ChargeEffect, CounterState, CounterView, Decision, GrantedUnits, Key, Limit, Refusal,
     compute_lease_grants, determine_effect,
 };
-use counter_shard::{CounterShard, MemoryUsage, counter_id_for_charge};
+use counter_shard::{CounterShard, MemoryUsage, StoreBound, StoredCounter};
 use parking_lot::{Mutex, MutexGuard};
-use policy_index::StoreBound;
 use smallvec::SmallVec;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -134,9 +132,6 @@ impl MemoryStore {
         } else {
             SmallVec::new()
         };
-        for (_, shard) in &mut locked.shards {
-            shard.sweep_expired(&self.usage, now_us, MAX_SWEPT_PER_CALL);
-        }
         self.unlock_and_evict(locked, now_us);
         Decision {
             now_us,
@@ -151,94 +146,67 @@ impl MemoryStore {
     /// Charges a counter even above its limit, and returns the units in use afterwards. A charge of
     /// 0 units creates no counter.
     pub fn charge_unconditionally_at(&self, charge: &Charge<'_>, requested_at: Instant) -> u64 {
-        let shard_index = self.shard_index(charge);
-        let Some(shard) = self.shards.get(shard_index) else {
-            return 0;
-        };
-        let mut shard = shard.lock();
-        let now_us = self
-            .clock
-            .instant_to_unix_us(requested_at)
-            .max(shard.newest_us);
-        shard.newest_us = now_us;
+        let mut locked = self.lock_shards(&[*charge]);
+        let now_us = locked.advance_clock(requested_at);
+        let used = |view: CounterView<'_>| view.used_units();
         let used = match charge.cost {
-            0 => shard
-                .counters
-                .get(&counter_id_for_charge(charge))
-                .map_or(0, |counter| {
-                    counter.state.view_at(charge.limit, now_us).used_units()
-                }),
-            _ => shard
-                .change_counter(&self.usage, charge, now_us, |state| {
-                    state.charge(charge, now_us)
-                })
-                .used_units(),
+            0 => locked.view_counter(charge, now_us, used),
+            _ => locked
+                .change_counter(charge, now_us, |state| state.charge(charge, now_us), used)
+                .unwrap_or(0),
         };
-        shard.sweep_expired(&self.usage, now_us, MAX_SWEPT_PER_CALL);
-        drop(shard);
-        self.enforce_bounds(shard_index, now_us);
+        self.unlock_and_evict(locked, now_us);
         used
     }
 
     /// Applies settlements, as [`super::Store::apply_settlements`] describes.
     pub fn apply_settlements(&self, settlements: &[Settlement<'_>]) {
         for settlement in settlements {
-            self.apply_settlement(settlement, |_, _| true);
+            self.amend_counter(settlement, true);
         }
     }
 
-    /// Applies a settlement if its counter exists. Returns whether the counter exists.
-    pub(super) fn apply_settlement_if_present(&self, settlement: &Settlement<'_>) -> bool {
-        self.apply_settlement(settlement, |locked, charge| locked.contains_counter(charge))
+    /// Applies a settlement if its counter exists.
+    pub(super) fn apply_settlement_if_present(&self, settlement: &Settlement<'_>) {
+        self.amend_counter(settlement, false);
     }
 
     /// Whether a counter exists.
     pub(super) fn contains_counter(&self, limit: &Limit, key: &Key) -> bool {
         let charge = Charge::new(limit, key, 0);
-        self.lock_shards(&[charge]).contains_counter(&charge)
+        self.lock_shards(&[charge]).get_counter(&charge).is_some()
     }
 
     /// Removes the counters of charges. Returns the number of counters that existed.
     pub fn remove_counters(&self, charges: &[Charge<'_>]) -> u64 {
         let mut locked = self.lock_shards(charges);
         let removed = charges.iter().filter(|charge| {
-            let exists = locked.contains_counter(charge);
-            locked.remove_counter(charge);
-            exists
+            let shard = locked.shard_mut(charge);
+            shard.is_some_and(|shard| shard.remove_counter(&self.usage, charge))
         });
         removed.count() as u64
     }
 
-    /// Deletes a counter and applies the settlement to an empty one in its place.
-    pub(super) fn replace_counter(&self, settlement: &Settlement<'_>) {
-        self.apply_settlement(settlement, |locked, charge| {
-            locked.remove_counter(charge);
-            true
-        });
-    }
-
-    fn apply_settlement(
-        &self,
-        settlement: &Settlement<'_>,
-        prepare: impl FnOnce(&mut LockedShards<'_>, &Charge<'_>) -> bool,
-    ) -> bool {
+    fn amend_counter(&self, settlement: &Settlement<'_>, may_create: bool) {
         let charge = Charge::new(settlement.limit, settlement.key, 0);
         let mut locked = self.lock_shards(&[charge]);
         let now_us = locked.advance_clock(monotonic_now());
-        let is_applied = prepare(&mut locked, &charge);
-        if is_applied {
+        if may_create || locked.get_counter(&charge).is_some() {
             let amend = |state: &mut CounterState| {
                 state.amend(settlement.limit, settlement.amendment, now_us)
             };
             locked.change_counter(&charge, now_us, amend, |_| ());
         }
         self.unlock_and_evict(locked, now_us);
-        is_applied
     }
 
-    /// Unlocks shards that may have grown, and evicts counters until both bounds hold.
-    fn unlock_and_evict(&self, locked: LockedShards<'_>, now_us: u64) {
-        let first_shard_index = locked.shards.first().map_or(0, |(place, _)| *place);
+    /// Removes some expired counters, unlocks the shards, and evicts counters until both bounds
+    /// hold.
+    fn unlock_and_evict(&self, mut locked: LockedShards<'_>, now_us: u64) {
+        for (_, shard) in &mut locked.shards {
+            shard.sweep_expired(&self.usage, now_us, MAX_SWEPT_PER_CALL);
+        }
+        let first_shard_index = locked.shards.first().map_or(0, |(index, _)| *index);
         drop(locked);
         self.enforce_bounds(first_shard_index, now_us);
     }
@@ -336,9 +304,7 @@ impl LockedShards<'_> {
         now_us: u64,
         read_view: impl FnOnce(CounterView<'_>) -> T,
     ) -> T {
-        let shard_index = self.memory.shard_index(charge);
-        let shard = self.shards.iter().find(|(at, _)| *at == shard_index);
-        match shard.and_then(|(_, shard)| shard.counters.get(&counter_id_for_charge(charge))) {
+        match self.get_counter(charge) {
             Some(counter) => read_view(counter.state.view_at(charge.limit, now_us)),
             None => read_view(charge.limit.initial_state().view_at(charge.limit, now_us)),
         }
@@ -377,23 +343,17 @@ impl LockedShards<'_> {
         change: impl FnOnce(&mut CounterState),
         read_view: impl FnOnce(CounterView<'_>) -> T,
     ) -> Option<T> {
-        let memory = self.memory;
-        self.shard_mut(charge)
-            .map(|shard| read_view(shard.change_counter(&memory.usage, charge, now_us, change)))
+        let usage = &self.memory.usage;
+        let shard = self.shard_mut(charge)?;
+        shard
+            .change_counter(usage, charge, now_us, change)
+            .map(read_view)
     }
 
-    fn contains_counter(&mut self, charge: &Charge<'_>) -> bool {
-        self.shard_mut(charge)
-            .is_some_and(|shard| shard.counters.contains_key(&counter_id_for_charge(charge)))
-    }
-
-    fn remove_counter(&mut self, charge: &Charge<'_>) {
-        let memory = self.memory;
-        if let Some(shard) = self.shard_mut(charge)
-            && let Some(at) = shard.counters.get_index_of(&counter_id_for_charge(charge))
-        {
-            shard.remove_at_index(&memory.usage, at);
-        }
+    fn get_counter(&self, charge: &Charge<'_>) -> Option<&StoredCounter> {
+        let shard_index = self.memory.shard_index(charge);
+        let (_, shard) = self.shards.iter().find(|(at, _)| *at == shard_index)?;
+        shard.get_counter(charge)
     }
 
     fn shard_mut(&mut self, charge: &Charge<'_>) -> Option<&mut CounterShard> {

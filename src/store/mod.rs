@@ -26,6 +26,8 @@ use deny_cache::DenyCache;
 use redis::RedisStore;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::Notify;
+use tokio::time::timeout;
 
 /// Maximum time that shutdown waits until the queued messages of one kind are sent to the store.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
@@ -72,6 +74,21 @@ pub struct SettlementError {
     pub cause: StoreUnavailable,
     /// Indices of the unconfirmed settlements in the caller's list, ascending and unique.
     pub unconfirmed_indices: Vec<usize>,
+}
+
+/// Waits until all queued messages are sent, for at most [`FLUSH_TIMEOUT`]. `drained` is notified when
+/// `is_drained` becomes true.
+async fn wait_until_drained(drained: &Notify, is_drained: impl Fn() -> bool) {
+    let wait = async {
+        loop {
+            let notified = drained.notified();
+            if is_drained() {
+                return;
+            }
+            notified.await;
+        }
+    };
+    drop(timeout(FLUSH_TIMEOUT, wait).await);
 }
 
 impl<'a> Settlement<'a> {

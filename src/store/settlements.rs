@@ -5,13 +5,12 @@
 //! after the outage ([`Store::apply_settlements`]). All other settlements that failed are lost and
 //! counted.
 
-use super::{FLUSH_TIMEOUT, LimitAndKey, Settlement, Store};
+use super::{LimitAndKey, Settlement, Store, wait_until_drained};
 use crate::limiter::Amendment;
 use crate::telemetry::metrics::WorkerMetrics;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use tokio::sync::Notify;
-use tokio::time::timeout;
 
 /// Maximum number of queued settlements of one worker: about 4 MiB. Redis takes some thousands of
 /// settlements per second even at a distance of 5 ms. Credits may use only half of the queue,
@@ -74,18 +73,10 @@ impl SettlementQueue {
         }
     }
 
-    /// Waits until all queued settlements are sent, for at most [`FLUSH_TIMEOUT`].
+    /// Waits until all queued settlements are sent, for at most [`super::FLUSH_TIMEOUT`].
     pub async fn wait_until_all_sent(&self) {
-        let all_sent = async {
-            loop {
-                let drained = self.0.drained.notified();
-                if !self.0.state.lock().is_task_running {
-                    return;
-                }
-                drained.await;
-            }
-        };
-        drop(timeout(FLUSH_TIMEOUT, all_sent).await);
+        let is_idle = || !self.0.state.lock().is_task_running;
+        wait_until_drained(&self.0.drained, is_idle).await;
     }
 }
 

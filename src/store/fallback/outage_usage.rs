@@ -1,9 +1,10 @@
 //! The usage that a process stopped in an outage leaves to the next process, and its encoding.
 //!
-//! The encoding is a header line with a version and a checksum, and one JSON array. All times are
-//! ages at `saved_at_us`, so the monotonic clocks of the two processes are not compared.
+//! The encoding is a header line with a version and a checksum, and one JSON array. All times are of
+//! the local clock of the stopped process, which showed `now_us` when this was saved.
 
 use super::Share;
+use super::status_cache::CachedStatus;
 use super::write_back::UsageEntry;
 use crate::limiter::{Algorithm, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
 use crate::store::memory::CounterId;
@@ -14,15 +15,22 @@ use sha2::{Digest, Sha256};
 const FILE_MAGIC: &str = "tidegate-usage";
 const FORMAT_VERSION: &str = "1";
 
+const FOREIGN_FILE: &str = "it is not a file of tidegate";
+const WRONG_VERSION: &str = "it is of another version of tidegate";
+const WRONG_CHECKSUM: &str = "its checksum is wrong";
+const INVALID_CONTENTS: &str = "its contents are invalid";
+
 /// Usage of an outage that Redis may lack, and the state that keeps each share exact.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::store) struct OutageUsage {
     /// The wall clock (µs) when this was saved.
     pub(in crate::store) saved_at_us: u64,
+    pub(super) now_us: u64,
     pub(super) share: Share,
     pub(super) stale_partitions: Vec<u16>,
     pub(super) counters: Vec<OutageCounter>,
-    pub(super) statuses: Vec<OutageStatus>,
+    /// The last statuses that Redis reported, if no local decision followed.
+    pub(super) statuses: Vec<(CounterId, CachedStatus)>,
 }
 
 /// One counter that was decided without Redis.
@@ -30,40 +38,17 @@ pub(in crate::store) struct OutageUsage {
 pub(super) struct OutageCounter {
     pub(super) limit: Limit,
     pub(super) key: Key,
-    /// Used units of the share that `usage` does not contain. `other_age_us` is their age.
-    pub(super) other_units: u64,
-    pub(super) other_age_us: u64,
-    /// Units to write back, oldest first. `at_us` holds the age.
+    /// Used units of the share that `usage` does not contain, and the time of their charge.
+    pub(super) other_usage: UsageEntry,
+    /// Units to write back, oldest first.
     pub(super) usage: Vec<UsageEntry>,
 }
 
-/// The last status that Redis reported of a counter, if no local decision followed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct OutageStatus {
-    pub(super) id: CounterId,
-    pub(super) remaining: u64,
-    pub(super) age_us: u64,
-    /// Time (µs) until a block ends; `None` for all other limits.
-    pub(super) block_ends_in_us: Option<u64>,
-}
-
-/// Why a usage file is not used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(in crate::store) enum UsageFormatError {
-    #[error("it is not a file of tidegate")]
-    Foreign,
-    #[error("it is of another version of tidegate")]
-    Version,
-    #[error("its checksum is wrong")]
-    Checksum,
-    #[error("its contents are invalid")]
-    Contents,
-}
-
 type AlgorithmRow = (u8, u64, u64);
-type CounterRow = (u64, u64, AlgorithmRow, String, u64, u64, Vec<(u64, u64)>);
-type StatusRow = (u64, u64, AlgorithmRow, u64, u64, u64, Option<u64>);
-type UsageRows = (u64, u64, Vec<u16>, Vec<CounterRow>, Vec<StatusRow>);
+type UsageRow = (u64, u64);
+type CounterRow = (u64, u64, AlgorithmRow, String, UsageRow, Vec<UsageRow>);
+type StatusRow = (u128, AlgorithmRow, u64, u64, u64, Option<u64>);
+type FileRows = (u64, u64, u64, Vec<u16>, Vec<CounterRow>, Vec<StatusRow>);
 
 impl OutageUsage {
     pub(in crate::store) fn counter_count(&self) -> usize {
@@ -71,124 +56,106 @@ impl OutageUsage {
     }
 
     pub(in crate::store) fn encode(&self) -> Vec<u8> {
-        let rows: UsageRows = (
+        let rows: FileRows = (
             self.saved_at_us,
+            self.now_us,
             self.share.to_bits(),
             self.stale_partitions.clone(),
             self.counters.iter().map(OutageCounter::to_row).collect(),
-            self.statuses.iter().map(|one| one.to_row()).collect(),
+            self.statuses.iter().map(status_to_row).collect(),
         );
         let body = serde_json::to_vec(&rows).unwrap_or_default();
-        let mut bytes = format!(
-            "{FILE_MAGIC} {FORMAT_VERSION} {}\n",
-            compute_checksum(&body)
-        )
-        .into_bytes();
+        let checksum = compute_checksum(&body);
+        let mut bytes = format!("{FILE_MAGIC} {FORMAT_VERSION} {checksum}\n").into_bytes();
         bytes.extend(body);
         bytes
     }
 
     /// # Errors
-    /// [`UsageFormatError`] if the bytes are not exactly what [`OutageUsage::encode`] wrote.
-    pub(in crate::store) fn decode(bytes: &[u8]) -> Result<Self, UsageFormatError> {
-        let header_len = bytes
-            .iter()
-            .position(|byte| *byte == b'\n')
-            .ok_or(UsageFormatError::Foreign)?;
-        let (header, body) = bytes.split_at(header_len);
-        let body = body.get(1..).unwrap_or_default();
-        let header = str::from_utf8(header).or(Err(UsageFormatError::Foreign))?;
+    /// The reason if the bytes are not exactly what [`OutageUsage::encode`] wrote.
+    pub(in crate::store) fn decode(bytes: &[u8]) -> Result<Self, &'static str> {
+        let mut lines = bytes.splitn(2, |byte| *byte == b'\n');
+        let header = lines
+            .next()
+            .map(String::from_utf8_lossy)
+            .unwrap_or_default();
+        let body = lines.next().unwrap_or_default();
         match *header.split(' ').collect::<Vec<_>>() {
             [FILE_MAGIC, FORMAT_VERSION, sum] if sum == compute_checksum(body) => {}
-            [FILE_MAGIC, FORMAT_VERSION, _] => return Err(UsageFormatError::Checksum),
-            [FILE_MAGIC, ..] => return Err(UsageFormatError::Version),
-            _ => return Err(UsageFormatError::Foreign),
+            [FILE_MAGIC, FORMAT_VERSION, _] => return Err(WRONG_CHECKSUM),
+            [FILE_MAGIC, ..] => return Err(WRONG_VERSION),
+            _ => return Err(FOREIGN_FILE),
         }
-        let rows = serde_json::from_slice(body).or(Err(UsageFormatError::Contents))?;
-        Self::from_rows(rows).ok_or(UsageFormatError::Contents)
+        let rows = serde_json::from_slice(body).ok();
+        rows.and_then(Self::from_rows).ok_or(INVALID_CONTENTS)
     }
 
-    fn from_rows(rows: UsageRows) -> Option<Self> {
-        let (saved_at_us, share, stale_partitions, counters, statuses) = rows;
+    fn from_rows(rows: FileRows) -> Option<Self> {
+        let (saved_at_us, now_us, share, stale_partitions, counters, statuses) = rows;
+        let counters = counters.into_iter().map(OutageCounter::from_row);
+        let statuses = statuses.into_iter().map(status_from_row);
         Some(Self {
             saved_at_us,
+            now_us,
             share: Share::from_bits(share),
             stale_partitions,
-            counters: counters
-                .into_iter()
-                .map(OutageCounter::from_row)
-                .collect::<Option<_>>()?,
-            statuses: statuses
-                .into_iter()
-                .map(OutageStatus::from_row)
-                .collect::<Option<_>>()?,
+            counters: counters.collect::<Option<_>>()?,
+            statuses: statuses.collect::<Option<_>>()?,
         })
     }
 }
 
 impl OutageCounter {
     fn to_row(&self) -> CounterRow {
-        let usage = self.usage.iter().map(|entry| (entry.at_us, entry.units));
+        let to_row = |entry: &UsageEntry| (entry.at_us, entry.units);
         (
             self.limit.requests,
             self.limit.per_us,
             algorithm_to_row(self.limit.algorithm),
             STANDARD_NO_PAD.encode(self.key.encoded_values()),
-            self.other_units,
-            self.other_age_us,
-            usage.collect(),
+            to_row(&self.other_usage),
+            self.usage.iter().map(to_row).collect(),
         )
     }
 
     fn from_row(row: CounterRow) -> Option<Self> {
-        let (requests, per_us, algorithm, key, other_units, other_age_us, usage) = row;
+        let (requests, per_us, algorithm, key, other_usage, usage) = row;
         let limit = Limit {
             requests,
             per_us,
             algorithm: algorithm_from_row(algorithm)?,
         };
-        let are_units_valid = usage
-            .iter()
-            .map(|(_, units)| units)
-            .chain([&other_units])
-            .all(|units| *units <= MAX_UNITS);
-        (are_units_valid && is_valid_limit(&limit)).then_some(Self {
+        let from_row =
+            |(at_us, units): UsageRow| (units <= MAX_UNITS).then_some(UsageEntry { at_us, units });
+        is_valid_limit(&limit).then_some(Self {
             limit,
             key: Key::from_encoded_values(&STANDARD_NO_PAD.decode(key).ok()?),
-            other_units,
-            other_age_us,
-            usage: usage
-                .into_iter()
-                .map(|(at_us, units)| UsageEntry { at_us, units })
-                .collect(),
+            other_usage: from_row(other_usage)?,
+            usage: usage.into_iter().map(from_row).collect::<Option<_>>()?,
         })
     }
 }
 
-impl OutageStatus {
-    fn to_row(self) -> StatusRow {
-        let (key_id, algorithm, per_us) = self.id;
-        (
-            u64::try_from(key_id >> 64).unwrap_or_default(),
-            u64::try_from(key_id & u128::from(u64::MAX)).unwrap_or_default(),
-            algorithm_to_row(algorithm),
-            per_us,
-            self.remaining,
-            self.age_us,
-            self.block_ends_in_us,
-        )
-    }
+fn status_to_row(((key_id, algorithm, per_us), status): &(CounterId, CachedStatus)) -> StatusRow {
+    (
+        *key_id,
+        algorithm_to_row(*algorithm),
+        *per_us,
+        status.remaining,
+        status.received_at_us,
+        status.block_ends_us,
+    )
+}
 
-    fn from_row(row: StatusRow) -> Option<Self> {
-        let (high, low, algorithm, per_us, remaining, age_us, block_ends_in_us) = row;
-        let key_id = u128::from(high) << 64 | u128::from(low);
-        (remaining <= MAX_UNITS).then_some(Self {
-            id: (key_id, algorithm_from_row(algorithm)?, per_us),
-            remaining,
-            age_us,
-            block_ends_in_us,
-        })
-    }
+fn status_from_row(row: StatusRow) -> Option<(CounterId, CachedStatus)> {
+    let (key_id, algorithm, per_us, remaining, received_at_us, block_ends_us) = row;
+    let id = (key_id, algorithm_from_row(algorithm)?, per_us);
+    let status = CachedStatus {
+        remaining,
+        received_at_us,
+        block_ends_us,
+    };
+    (remaining <= MAX_UNITS).then_some((id, status))
 }
 
 fn compute_checksum(body: &[u8]) -> String {
@@ -268,8 +235,7 @@ mod tests {
                 algorithm,
             },
             key: KeyBuilder::new("p/\u{e4}").finish(),
-            other_units: 3,
-            other_age_us: 4,
+            other_usage: UsageEntry { at_us: 4, units: 3 },
             usage: vec![
                 UsageEntry { at_us: 9, units: 1 },
                 UsageEntry { at_us: 2, units: 5 },
@@ -277,15 +243,18 @@ mod tests {
         };
         OutageUsage {
             saved_at_us: 1_700_000_000_000_000,
+            now_us: 1_700_000_000_000_009,
             share: Share::with_rank(5, 3),
             stale_partitions: vec![0, 16_383],
             counters: limits.map(counter).into(),
-            statuses: vec![OutageStatus {
-                id: (u128::MAX - 7, Algorithm::SlidingLog, 10_000_000),
-                remaining: 4,
-                age_us: 8,
-                block_ends_in_us: Some(1),
-            }],
+            statuses: vec![(
+                (u128::MAX - 7, Algorithm::SlidingLog, 10_000_000),
+                CachedStatus {
+                    remaining: 4,
+                    received_at_us: 8,
+                    block_ends_us: Some(1),
+                },
+            )],
         }
     }
 
@@ -312,13 +281,10 @@ mod tests {
             let text = String::from_utf8(bytes.clone()).unwrap();
             OutageUsage::decode(text.replacen(from, to, 1).as_bytes())
         };
-        assert_eq!(
-            replace("usage 1", "usage 2"),
-            Err(UsageFormatError::Version)
-        );
-        assert_eq!(replace("tidegate", "other"), Err(UsageFormatError::Foreign));
+        assert_eq!(replace("usage 1", "usage 2"), Err(WRONG_VERSION));
+        assert_eq!(replace("tidegate", "other"), Err(FOREIGN_FILE));
         assert_eq!(replace("[", "["), Ok(sample_usage()));
-        assert_eq!(replace("[", " ["), Err(UsageFormatError::Checksum));
+        assert_eq!(replace("[", " ["), Err(WRONG_CHECKSUM));
     }
 
     /// A valid checksum does not make the numbers valid.
@@ -334,7 +300,7 @@ mod tests {
         let changes: [fn(&mut OutageCounter); 7] = [
             |counter| counter.limit.per_us = 0,
             |counter| counter.limit.requests = u64::MAX,
-            |counter| counter.other_units = u64::MAX,
+            |counter| counter.other_usage.units = u64::MAX,
             |counter| counter.usage[0].units = MAX_UNITS + 1,
             |counter| counter.limit.algorithm = Algorithm::SlidingWindow { buckets: 0 },
             |counter| {
@@ -345,7 +311,7 @@ mod tests {
             |counter| counter.limit.algorithm = Algorithm::Concurrency { max_duration_us: 0 },
         ];
         for change in changes {
-            assert_eq!(decode_with(change), Err(UsageFormatError::Contents));
+            assert_eq!(decode_with(change), Err(INVALID_CONTENTS));
         }
     }
 }

@@ -2,7 +2,6 @@
 //! In an outage, the counters of this process start from these statuses.
 
 use super::Share;
-use super::outage_usage::OutageStatus;
 use crate::limiter::{Algorithm, Amendment, Charge, Limit, LimitStatus};
 use crate::store::memory::{CounterId, counter_id};
 use parking_lot::Mutex;
@@ -30,10 +29,10 @@ type StatusGeneration = HashMap<CounterId, CachedStatus, foldhash::fast::RandomS
 /// The remaining units of a counter, with times on the local clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CachedStatus {
-    remaining: u64,
-    received_at_us: u64,
+    pub(super) remaining: u64,
+    pub(super) received_at_us: u64,
     /// End of the block, by the local clock (µs).
-    block_ends_us: Option<u64>,
+    pub(super) block_ends_us: Option<u64>,
 }
 
 impl StatusCache {
@@ -57,7 +56,7 @@ impl StatusCache {
             received_at_us,
             block_ends_us: ends_us,
         };
-        self.insert_entry(counter_id(charge.limit, charge.key), cached);
+        self.insert_status(counter_id(charge.limit, charge.key), cached);
     }
 
     /// Removes the entry of a charge and passes it to `apply`. The shard stays locked meanwhile: a
@@ -74,52 +73,23 @@ impl StatusCache {
         }
     }
 
-    /// All entries, with their ages at `now_us`.
-    pub(super) fn export_statuses(&self, now_us: u64) -> Vec<OutageStatus> {
+    pub(super) fn to_vec(&self) -> Vec<(CounterId, CachedStatus)> {
         let mut statuses = Vec::new();
         for shard in &self.0 {
             let generations = shard.lock();
             let entries = generations.current.iter().chain(&generations.previous);
-            statuses.extend(entries.map(|(id, cached)| {
-                OutageStatus {
-                    id: *id,
-                    remaining: cached.remaining,
-                    age_us: now_us.saturating_sub(cached.received_at_us),
-                    block_ends_in_us: cached
-                        .block_ends_us
-                        .map(|ends_us| ends_us.saturating_sub(now_us)),
-                }
-            }));
+            statuses.extend(entries.map(|(id, status)| (*id, *status)));
         }
         statuses
     }
 
-    /// Inserts entries that were exported `downtime_us` ago.
-    pub(super) fn restore_statuses(
-        &self,
-        statuses: &[OutageStatus],
-        now_us: u64,
-        downtime_us: u64,
-    ) {
-        for status in statuses {
-            let age_us = status.age_us.saturating_add(downtime_us);
-            let ends_us = |in_us: u64| now_us.saturating_add(in_us).saturating_sub(downtime_us);
-            let cached = CachedStatus {
-                remaining: status.remaining,
-                received_at_us: now_us.saturating_sub(age_us),
-                block_ends_us: status.block_ends_in_us.map(ends_us),
-            };
-            self.insert_entry(status.id, cached);
-        }
-    }
-
-    fn insert_entry(&self, id: CounterId, cached: CachedStatus) {
+    pub(super) fn insert_status(&self, id: CounterId, status: CachedStatus) {
         if let Some(shard) = self.shard_for_counter(id) {
             let mut generations = shard.lock();
             if generations.current.len() >= MAX_GENERATION_ENTRIES {
                 generations.previous = std::mem::take(&mut generations.current);
             }
-            generations.current.insert(id, cached);
+            generations.current.insert(id, status);
         }
     }
 

@@ -233,6 +233,26 @@ fn a_fleet_admits_the_remaining_units_and_an_exhausted_key_stays_exhausted() {
     }
 }
 
+/// A single lost call is decided by the share of what the last reply left. Redis may have admitted
+/// those units to other instances meanwhile.
+#[test]
+fn a_lost_call_admits_at_most_the_share_of_the_last_known_units() {
+    for remaining in 0..=20_usize {
+        let mut fleet = SimulatedFleet::new(3, Algorithm::SlidingLog);
+        assert!((remaining..20).all(|_| fleet.decide_in_redis(0)));
+        while fleet.decide_in_redis(1) {}
+        let extra = (0..100).filter(|_| fleet.decide_by_share(0)).count();
+        let share = if remaining == 20 {
+            7
+        } else {
+            remaining.div_ceil(3)
+        };
+        assert_eq!(extra, share, "{remaining} units were left");
+        fleet.write_back_and_end_outage();
+        assert!(!fleet.decide_in_redis(2));
+    }
+}
+
 /// All that a restarted instance admits is what it would have admitted without the restart.
 #[test]
 fn a_restart_in_an_outage_changes_no_remaining_units() {

@@ -176,7 +176,7 @@ fn read_usage(file: &mut File, clock: &Clock) -> Result<(OutageUsage, u64), Stri
     if length as u64 > MAX_FILE_BYTES {
         return Err("it is larger than 64 MiB".to_owned());
     }
-    let usage = OutageUsage::decode(&bytes).map_err(|error| error.to_string())?;
+    let usage = OutageUsage::decode(&bytes)?;
     // A clock that stepped back makes the usage look younger than it is: too strict, never too lax.
     let downtime_us = clock.now_us().saturating_sub(usage.saved_at_us);
     if u128::from(downtime_us) > MAX_FILE_AGE.as_micros() {

@@ -1,10 +1,10 @@
 //! Exports the usage of an outage for a later process, and restores it in that process.
 
 use super::outage_usage::{OutageCounter, OutageUsage};
-use super::write_back::{CounterWriteBack, is_bucket, may_be_in_use};
-use super::{FallbackStore, PHASE_UP_TO_DATE, UsageEntry};
-use crate::limiter::{Algorithm, Amendment, Charge, Key, Limit};
-use crate::store::Settlement;
+use super::status_cache::CachedStatus;
+use super::write_back::{CounterWriteBack, UsageEntry, is_bucket};
+use super::{FallbackStore, PHASE_UP_TO_DATE};
+use crate::limiter::{Algorithm, Amendment};
 
 impl FallbackStore {
     /// What a later process needs to continue this outage. `None` if Redis has all usage.
@@ -13,114 +13,95 @@ impl FallbackStore {
         if self.phase() == PHASE_UP_TO_DATE {
             return None;
         }
-        let now_us = self.clock.now_us();
         // The statuses are exported before the table is locked, because other callers lock the
         // table while they hold the lock of a status shard.
-        let statuses = self.status_cache.export_statuses(now_us);
+        let statuses = self.status_cache.to_vec();
         let mut table = self.write_back.lock();
         table.finish_batch(|_| false);
+        let now_us = self.clock.now_us();
+        let counters = table.iter();
         Some(OutageUsage {
             saved_at_us: wall_clock_us,
+            now_us,
             share: self.share(),
             stale_partitions: self.stale_partitions.to_vec(),
-            counters: table
-                .iter()
-                .filter_map(|(limit, key, usage)| {
-                    self.counter_for_later_process(limit, key, usage, now_us)
-                })
+            counters: counters
+                .filter_map(|counter| self.export_counter(counter, now_us))
                 .collect(),
             statuses,
         })
     }
 
-    fn counter_for_later_process<'u>(
-        &self,
-        limit: &Limit,
-        key: &Key,
-        usage: impl Iterator<Item = &'u UsageEntry>,
-        now_us: u64,
-    ) -> Option<OutageCounter> {
+    fn export_counter(&self, counter: &CounterWriteBack, now_us: u64) -> Option<OutageCounter> {
+        let limit = counter.limit;
         if let Algorithm::Concurrency { .. } = limit.algorithm {
             return None;
         }
-        let usage: Vec<UsageEntry> = usage
-            .filter(|entry| may_be_in_use(limit, entry.at_us, now_us))
-            .map(|entry| UsageEntry {
-                at_us: now_us.saturating_sub(entry.at_us),
-                ..*entry
-            })
-            .collect();
-        let (units_in_use, next_growth_us) = self.usage_of_share(limit, key);
+        let usage: Vec<UsageEntry> = counter.usage_in_use(now_us).copied().collect();
+        let (units_in_use, next_growth_us) = self.usage_of_share(&limit, &counter.key);
         // The entries of a bucket have no age: all its usage counts as one charge now.
-        let known_units = if is_bucket(limit) {
-            0
-        } else {
-            usage.iter().map(|entry| entry.units).sum()
+        let known_units = match is_bucket(&limit) {
+            true => 0,
+            false => usage.iter().map(|entry| entry.units).sum(),
         };
-        let other_age_us = match limit.algorithm {
-            Algorithm::Block => {
-                let ends_in_us = next_growth_us.unwrap_or(now_us).saturating_sub(now_us);
-                limit.per_us.saturating_sub(ends_in_us)
-            }
-            _ => 0,
+        let at_us = match limit.algorithm {
+            // A block lasts for `per_us` from its start.
+            Algorithm::Block => next_growth_us.map_or(0, |ends| ends.saturating_sub(limit.per_us)),
+            _ => now_us,
         };
         (units_in_use > 0 || !usage.is_empty()).then(|| OutageCounter {
-            limit: *limit,
-            key: key.clone(),
-            other_units: units_in_use.saturating_sub(known_units),
-            other_age_us,
+            limit,
+            key: counter.key.clone(),
+            other_usage: UsageEntry {
+                at_us,
+                units: units_in_use.saturating_sub(known_units),
+            },
             usage,
         })
     }
 
     /// Continues the outage of a process that stopped `downtime_us` ago.
     pub(in crate::store) fn restore_usage(&self, usage: OutageUsage, downtime_us: u64) {
+        let now_us = self.clock.now_us();
+        let to_local_time = |at_us: u64| {
+            (at_us.saturating_add(now_us)).saturating_sub(usage.now_us.saturating_add(downtime_us))
+        };
         self.set_share(usage.share);
-        self.status_cache
-            .restore_statuses(&usage.statuses, self.clock.now_us(), downtime_us);
+        for (id, status) in usage.statuses {
+            let status = CachedStatus {
+                remaining: status.remaining,
+                received_at_us: to_local_time(status.received_at_us),
+                block_ends_us: status.block_ends_us.map(to_local_time),
+            };
+            self.status_cache.insert_status(id, status);
+        }
         let mut partitions = usage.stale_partitions;
-        for counter in usage.counters {
-            let partition = self.partition(&counter.key);
-            partitions.push(partition);
-            self.restore_counter(counter, partition, downtime_us);
+        for mut counter in usage.counters {
+            partitions.push(self.partition(&counter.key));
+            for entry in counter.usage.iter_mut().chain([&mut counter.other_usage]) {
+                entry.at_us = to_local_time(entry.at_us);
+            }
+            self.restore_counter(counter, now_us);
         }
         self.mark_partitions_unreachable(partitions);
     }
 
-    fn restore_counter(&self, counter: OutageCounter, partition: u16, downtime_us: u64) {
-        let OutageCounter {
-            limit, key, usage, ..
-        } = counter;
-        let share_limit = self.share().scale_limit(&limit);
-        let charge_share = |units: u64, age_us: u64| {
+    fn restore_counter(&self, counter: OutageCounter, now_us: u64) {
+        let limit = self.share().scale_limit(&counter.limit);
+        let usage = counter.usage.iter().filter(|_| !is_bucket(&limit));
+        for entry in usage
+            .chain([&counter.other_usage])
+            .filter(|entry| entry.units > 0)
+        {
             let amendment = Amendment::BackdatedCharge {
-                units,
-                age_us: age_us.saturating_add(downtime_us),
+                units: entry.units,
+                age_us: now_us.saturating_sub(entry.at_us),
             };
-            self.memory.apply_settlements(&[Settlement {
-                limit: &share_limit,
-                key: &key,
-                amendment,
-            }]);
-        };
-        for entry in usage.iter().filter(|_| !is_bucket(&limit)) {
-            charge_share(entry.units, entry.at_us);
+            self.amend_share(&limit, &counter.key, amendment);
         }
-        if counter.other_units > 0 {
-            charge_share(counter.other_units, counter.other_age_us);
-        }
-        let now_us = self.clock.now_us();
-        let usage = usage.into_iter().map(|entry| UsageEntry {
-            at_us: now_us.saturating_sub(entry.at_us.saturating_add(downtime_us)),
-            ..entry
-        });
-        let mut table = self.write_back.lock();
-        table.record_counter_without_usage(&Charge::new(&limit, &key, 0));
-        table.merge_older_usage(CounterWriteBack::new(
-            limit,
-            key,
-            partition,
-            usage.collect(),
-        ));
+        let partition = self.partition(&counter.key);
+        let mut pending = CounterWriteBack::new(&counter.limit, &counter.key, partition);
+        pending.usage = counter.usage.into();
+        self.write_back.lock().merge_older_usage(pending);
     }
 }

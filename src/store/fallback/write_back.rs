@@ -22,24 +22,24 @@ const MIN_BATCH_AMENDMENTS: usize = 64;
 
 #[derive(Debug, Default)]
 pub(super) struct WriteBackTable {
+    /// Counters with usage to write back.
     by_counter: IndexMap<CounterId, CounterWriteBack, foldhash::fast::RandomState>,
     /// The batch that is being written. If the writing task is aborted, the batch stays here.
     sending: Vec<CounterWriteBack>,
-    /// Counters without usage to write back that were decided in this process since the outage
-    /// began.
-    counters_without_usage: HashMap<CounterId, (Limit, Key), foldhash::fast::RandomState>,
+    /// All other counters that were decided in this process since the outage began.
+    without_usage: HashMap<CounterId, CounterWriteBack, foldhash::fast::RandomState>,
     usage_entry_count: usize,
 }
 
 /// Pending write-back of one counter.
 #[derive(Clone, Debug)]
 pub(super) struct CounterWriteBack {
-    limit: Limit,
-    key: Key,
+    pub(super) limit: Limit,
+    pub(super) key: Key,
     /// Partition of the store that holds the counter.
     partition: u16,
     /// Oldest first. A bucket has one entry, because its debt has no age.
-    usage: VecDeque<UsageEntry>,
+    pub(super) usage: VecDeque<UsageEntry>,
     /// Ids of slots in use; for `concurrency` only.
     held_slots: Vec<u128>,
 }
@@ -67,12 +67,8 @@ impl WriteBackTable {
             return;
         }
         let pending = self.by_counter.entry(id).or_insert_with(|| {
-            CounterWriteBack::new(
-                *charge.limit,
-                charge.key.clone(),
-                partition,
-                VecDeque::new(),
-            )
+            let known = self.without_usage.remove(&id);
+            known.unwrap_or_else(|| CounterWriteBack::new(charge.limit, charge.key, partition))
         });
         pending.limit = *charge.limit;
         if let Algorithm::Concurrency { .. } = charge.limit.algorithm {
@@ -89,34 +85,19 @@ impl WriteBackTable {
         self.usage_entry_count += pending.usage.len();
     }
 
-    /// Records that a counter without units to write back was decided in this process.
-    pub(super) fn record_counter_without_usage(&mut self, charge: &Charge<'_>) {
-        let id = counter_id(charge.limit, charge.key);
-        if self.counters_without_usage.len() < MAX_COUNTERS
-            && !self.counters_without_usage.contains_key(&id)
-        {
-            let counter = (*charge.limit, charge.key.clone());
-            self.counters_without_usage.insert(id, counter);
-        }
+    /// Records that a counter was decided in this process, even if no units were charged.
+    pub(super) fn record_counter(&mut self, charge: &Charge<'_>, partition: u16) {
+        self.merge_older_usage(CounterWriteBack::new(charge.limit, charge.key, partition));
     }
 
     /// Forgets the counters without usage, because the outage has ended.
     pub(super) fn clear_counters_without_usage(&mut self) {
-        self.counters_without_usage = HashMap::default();
+        self.without_usage = HashMap::default();
     }
 
-    /// All counters that were decided in this process since the outage began, with the usage to
-    /// write back.
-    pub(super) fn iter(
-        &self,
-    ) -> impl Iterator<Item = (&Limit, &Key, impl Iterator<Item = &UsageEntry>)> {
-        let pending = self.by_counter.values();
-        let pending = pending.map(|one| (&one.limit, &one.key, Some(&one.usage)));
-        let without_usage = self.counters_without_usage.iter();
-        let without_usage = without_usage.filter(|(id, _)| !self.by_counter.contains_key(*id));
-        pending
-            .chain(without_usage.map(|(_, (limit, key))| (limit, key, None)))
-            .map(|(limit, key, usage)| (limit, key, usage.into_iter().flatten()))
+    /// All counters that were decided in this process since the outage began.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &CounterWriteBack> {
+        self.by_counter.values().chain(self.without_usage.values())
     }
 
     /// Removes a released slot, so that it is not written back.
@@ -151,42 +132,55 @@ impl WriteBackTable {
     /// Ends the batch. Puts back the counters that were not written.
     pub(super) fn finish_batch(&mut self, is_written: impl Fn(CounterId) -> bool) {
         for pending in std::mem::take(&mut self.sending) {
-            if is_written(counter_id(&pending.limit, &pending.key)) {
-                self.record_counter_without_usage(&Charge::new(&pending.limit, &pending.key, 0));
-            } else {
-                self.merge_older_usage(pending);
+            match is_written(counter_id(&pending.limit, &pending.key)) {
+                true => self.merge_older_usage(CounterWriteBack {
+                    usage: VecDeque::new(),
+                    held_slots: Vec::new(),
+                    ..pending
+                }),
+                false => self.merge_older_usage(pending),
             }
         }
     }
 
-    /// Adds usage that is older than the usage of its counter in the table.
+    /// Adds a counter with usage that is older than its usage in the table.
     pub(super) fn merge_older_usage(&mut self, mut pending: CounterWriteBack) {
-        if !pending.usage.is_empty() || !pending.held_slots.is_empty() {
-            let id = counter_id(&pending.limit, &pending.key);
-            if let Some(newer) = self.by_counter.swap_remove(&id) {
-                self.usage_entry_count -= newer.usage.len();
-                pending.limit = newer.limit;
-                pending.held_slots.extend(newer.held_slots);
-                newer
-                    .usage
-                    .into_iter()
-                    .for_each(|entry| pending.add_usage(entry, true));
+        let id = counter_id(&pending.limit, &pending.key);
+        if pending.usage.is_empty() && pending.held_slots.is_empty() {
+            if self.without_usage.len() < MAX_COUNTERS && !self.by_counter.contains_key(&id) {
+                self.without_usage.insert(id, pending);
             }
-            self.usage_entry_count += pending.usage.len();
-            self.by_counter.insert(id, pending);
+            return;
         }
+        if let Some(newer) = self.by_counter.swap_remove(&id) {
+            self.usage_entry_count -= newer.usage.len();
+            pending.limit = newer.limit;
+            pending.held_slots.extend(newer.held_slots);
+            for entry in newer.usage {
+                pending.add_usage(entry, true);
+            }
+        }
+        self.usage_entry_count += pending.usage.len();
+        self.without_usage.remove(&id);
+        self.by_counter.insert(id, pending);
     }
 }
 
 impl CounterWriteBack {
-    pub(super) fn new(limit: Limit, key: Key, partition: u16, usage: VecDeque<UsageEntry>) -> Self {
+    pub(super) fn new(limit: &Limit, key: &Key, partition: u16) -> Self {
         Self {
-            limit,
-            key,
+            limit: *limit,
+            key: key.clone(),
             partition,
-            usage,
+            usage: VecDeque::new(),
             held_slots: Vec::new(),
         }
+    }
+
+    /// The usage to write back that may still be in use at `now_us`.
+    pub(super) fn usage_in_use(&self, now_us: u64) -> impl Iterator<Item = &UsageEntry> {
+        let usage = self.usage.iter();
+        usage.filter(move |entry| may_be_in_use(&self.limit, entry.at_us, now_us))
     }
 
     /// The amendments to send to Redis at `now_us`. `units_in_use` returns the used units of this
@@ -197,30 +191,17 @@ impl CounterWriteBack {
         now_us: u64,
         units_in_use: impl Fn(&Limit, &Key) -> u64,
     ) -> impl Iterator<Item = (Limit, Key, Amendment)> {
-        let max_units = if is_bucket(&self.limit) {
-            units_in_use(&self.limit, &self.key)
-        } else {
-            u64::MAX
-        };
-        let to_amendment = move |entry: &UsageEntry| Amendment::BackdatedCharge {
-            units: entry.units.min(max_units),
-            age_us: if max_units == u64::MAX {
-                now_us.saturating_sub(entry.at_us)
-            } else {
-                0
-            },
-        };
-        let in_use = self
-            .usage
-            .iter()
-            .filter(move |entry| may_be_in_use(&self.limit, entry.at_us, now_us));
-        let slots = self
-            .held_slots
-            .iter()
-            .map(|slot| Amendment::Renew { slot: *slot });
-        in_use
-            .map(to_amendment)
-            .chain(slots)
+        let max_bucket_units = is_bucket(&self.limit).then(|| units_in_use(&self.limit, &self.key));
+        let usage = self.usage_in_use(now_us).map(move |entry| {
+            let (units, age_us) = match max_bucket_units {
+                Some(max_units) => (entry.units.min(max_units), 0),
+                None => (entry.units, now_us.saturating_sub(entry.at_us)),
+            };
+            Amendment::BackdatedCharge { units, age_us }
+        });
+        let slots = self.held_slots.iter();
+        usage
+            .chain(slots.map(|slot| Amendment::Renew { slot: *slot }))
             .map(|amendment| (self.limit, self.key.clone(), amendment))
     }
 
@@ -260,7 +241,7 @@ pub(super) fn is_bucket(limit: &Limit) -> bool {
 }
 
 /// Whether units charged at `at_us` may still be in use at `now_us`.
-pub(super) fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
+fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
     let per_us = limit.per_us.max(1);
     match limit.algorithm {
         Algorithm::FixedWindow { offset_us } => {

@@ -81,8 +81,4 @@ impl LeaseCredit {
             amendment,
         })
     }
-
-    pub(super) fn units(&self) -> u64 {
-        self.units
-    }
 }

@@ -7,7 +7,7 @@
 use super::clock_reading::ClockReading;
 use super::lease_credit::{LeaseCredit, LeaseCreditQueue, LeasedCounters};
 use super::lease_entry::{LastGrantAnswer, Lease, LeaseEntry, LeasePermit};
-use crate::limiter::{Charge, Decision, LimitStatus};
+use crate::limiter::{Charge, Decision};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ const CLOCK_DRIFT_DIVISOR: u32 = 256;
 pub(super) struct LeaseTable {
     shards: [Mutex<LeaseShard>; SHARD_COUNT],
     /// Unused units to be returned to the store.
-    credits: LeaseCreditQueue,
+    pub credits: LeaseCreditQueue,
     /// Wakes the credit task when a lease may end earlier than the task expects.
     changed: Notify,
 }
@@ -84,35 +84,27 @@ impl LeaseTable {
         now: ClockReading,
         on_exhausted: OnLeaseExhausted,
     ) -> LeaseAction {
+        let ask_store = LeaseAction::QueryStore {
+            units_to_request: 0,
+        };
         let Some((charge, terms)) = charges
             .first()
-            .and_then(|charge| Some((charge, charge.lease?)))
+            .and_then(|charge| Some((charge, charge.lease.filter(|_| charge.cost > 0)?)))
         else {
-            return LeaseAction::QueryStore {
-                units_to_request: 0,
-            };
+            return ask_store;
         };
         let mut shard = self.lock_shard(charge.key.id());
-        if charge.cost == 0 || shard.is_closed {
-            return LeaseAction::QueryStore {
-                units_to_request: 0,
-            };
-        }
         let Some(entry) = self.get_or_insert_entry(&mut shard, charges, charge, now.instant) else {
-            return LeaseAction::QueryStore {
-                units_to_request: 0,
-            };
+            return ask_store;
         };
         entry.demand.record_units(charge.cost, now.instant, &terms);
         entry.remove_expired_leases(now, &self.credits);
         let available_units = entry.leases.iter().map(|lease| lease.remaining_units).sum();
-        let units_to_request =
-            if entry.refill.is_some() || on_exhausted == OnLeaseExhausted::NeverRefill {
-                0
-            } else {
-                entry.units_to_request(&terms, available_units)
-            };
         let is_refill_pending = entry.refill.is_some();
+        let mut units_to_request = 0;
+        if !is_refill_pending && on_exhausted != OnLeaseExhausted::NeverRefill {
+            units_to_request = entry.units_to_request(&terms, available_units);
+        }
         if units_to_request > 0 {
             entry.refill = Some(Arc::default());
         }
@@ -122,12 +114,11 @@ impl LeaseTable {
                 units_to_request,
             };
         }
+        let may_wait = is_refill_pending
+            && on_exhausted == OnLeaseExhausted::Wait
+            && !entry.is_last_grant_empty;
         match &entry.refill {
-            Some(refill)
-                if is_refill_pending
-                    && on_exhausted == OnLeaseExhausted::Wait
-                    && !entry.is_last_grant_empty =>
-            {
+            Some(refill) if may_wait => {
                 LeaseAction::WaitForRefill(Arc::clone(refill).notified_owned())
             }
             _ => LeaseAction::QueryStore { units_to_request },
@@ -138,7 +129,6 @@ impl LeaseTable {
     pub(super) fn record_lease_answer(
         &self,
         charges: &[Charge<'_>],
-        statuses: &[Option<LimitStatus>],
         decision: &Decision,
         (sent_at, received_at): (ClockReading, Instant),
     ) {
@@ -178,7 +168,7 @@ impl LeaseTable {
                 .partition_point(|other| other.expires_at.instant <= lease.expires_at.instant);
             entry.leases.insert(at, lease);
             self.changed.notify_one();
-            let statuses = statuses.iter().copied().flatten().collect();
+            let statuses = decision.statuses.iter().copied().flatten().collect();
             entry.last_grant_answer = Some(LastGrantAnswer {
                 store_now_us: decision.now_us,
                 received_at,
@@ -206,36 +196,22 @@ impl LeaseTable {
         let mut shard = self.lock_shard(permit.counters.key.id());
         // An entry for other limits does not own this permit.
         let entry = shard.keys.get_mut(&permit.counters.key.id());
-        let mut entry = entry.filter(|entry| Arc::ptr_eq(&entry.counters, &permit.counters));
-        if let Some(answer) = entry
-            .as_mut()
-            .and_then(|entry| entry.last_grant_answer.as_mut())
-        {
-            answer.issued_units = answer.issued_units.saturating_sub(permit.units);
-        }
+        let entry = entry.filter(|entry| Arc::ptr_eq(&entry.counters, &permit.counters));
         let lease = entry.and_then(|entry| {
-            entry
-                .leases
-                .iter_mut()
-                .find(|lease| lease.store_end_us == permit.store_end_us)
+            if let Some(answer) = &mut entry.last_grant_answer {
+                answer.issued_units = answer.issued_units.saturating_sub(permit.units);
+            }
+            let mut leases = entry.leases.iter_mut();
+            leases.find(|lease| lease.store_end_us == permit.store_end_us)
         });
         match lease {
             Some(lease) => lease.remaining_units += permit.units,
             None => {
-                let LeasePermit {
-                    units,
-                    store_end_us,
-                    expires_at,
-                    ..
-                } = *permit;
-                self.credits.push(
-                    Lease {
-                        remaining_units: units,
-                        store_end_us,
-                        expires_at,
-                    }
-                    .into_credit(&permit.counters),
-                );
+                self.credits.push(LeaseCredit {
+                    counters: Arc::clone(&permit.counters),
+                    units: permit.units,
+                    store_end_us: permit.store_end_us,
+                });
                 self.changed.notify_one();
             }
         }
@@ -244,16 +220,6 @@ impl LeaseTable {
     /// Waits until [`LeaseTable::take_due_credits`] may have new results.
     pub(super) async fn wait_for_change(&self) {
         self.changed.notified().await;
-    }
-
-    /// Counts units that could not be returned.
-    pub(super) fn record_lost_units(&self, units: u64) {
-        self.credits.record_lost_units(units);
-    }
-
-    /// Units that could not be returned since the start.
-    pub(super) fn lost_units(&self) -> u64 {
-        self.credits.lost_units()
     }
 
     /// Returns the unused units of leases that have expired, and the time of the next expiry, if
@@ -298,7 +264,7 @@ impl LeaseTable {
     }
 
     /// Gets or creates the entry of a policy and key, and revokes its leases if the limits have
-    /// changed. Returns `None` if the shard is full.
+    /// changed. Returns `None` if the shard is full or closed.
     fn get_or_insert_entry<'s>(
         &self,
         shard: &'s mut LeaseShard,
@@ -307,6 +273,9 @@ impl LeaseTable {
         now: Instant,
     ) -> Option<&'s mut LeaseEntry> {
         let id = charge.key.id();
+        if shard.is_closed {
+            return None;
+        }
         if shard.keys.len() >= MAX_KEYS_PER_SHARD && !shard.keys.contains_key(&id) {
             let idle_time =
                 |entry: &LeaseEntry| now.saturating_duration_since(entry.demand.interval_start);
@@ -341,7 +310,9 @@ mod tests {
     use super::super::lease_entry::MIN_DEMAND_UNITS;
     use super::*;
     use crate::clock::Clock;
-    use crate::limiter::{Algorithm, Amendment, GrantedUnits, Key, KeyBuilder, LeaseTerms, Limit};
+    use crate::limiter::{
+        Algorithm, Amendment, GrantedUnits, Key, KeyBuilder, LeaseTerms, Limit, LimitStatus,
+    };
     use smallvec::SmallVec;
 
     const LIMIT: Limit = Limit {
@@ -395,7 +366,7 @@ mod tests {
         now: ClockReading,
     ) {
         let answer = make_store_decision(units);
-        table.record_lease_answer(&[charge], &answer.statuses, &answer, (now, now.instant));
+        table.record_lease_answer(&[charge], &answer, (now, now.instant));
         table.finish_refill(charge.key.id());
     }
 
@@ -607,7 +578,7 @@ mod tests {
         boot_clock.advance_us(40_000);
         assert!(matches!(take(), LeaseAction::QueryStore { .. }));
         let (returns, next) = table.take_due_credits(ClockReading::now(&clock));
-        assert_eq!(returns.iter().map(LeaseCredit::units).sum::<u64>(), 7);
+        assert_eq!(returns.iter().map(|credit| credit.units).sum::<u64>(), 7);
         assert_eq!(next, None, "no lease is left");
     }
 
@@ -641,7 +612,7 @@ mod tests {
         let both = [leased_charge, charge_with_lease(&window, &key, Some(8))];
         table.take_permit(&both, now, OnLeaseExhausted::RefillWithoutWaiting);
         let answer = make_store_decision(8);
-        table.record_lease_answer(&both, &answer.statuses, &answer, (now, now.instant));
+        table.record_lease_answer(&both, &answer, (now, now.instant));
         table.return_permit(&permit);
         let (credits, _) = table.take_due_credits(now);
         let limits = credits
@@ -672,6 +643,6 @@ mod tests {
             finish_refill_with_units(&table, leased_charge, 8, now);
         }
         assert_eq!(table.take_due_credits(now).0.len(), MAX_QUEUED_CREDITS);
-        assert_eq!(table.lost_units(), 3 * 8);
+        assert_eq!(table.credits.lost_units(), 3 * 8);
     }
 }

@@ -35,6 +35,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::futures::OwnedNotified;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
 /// Minimum interval between two searches for expired leases.
@@ -57,7 +58,8 @@ pub(super) struct LeasePermitGuard<'l> {
     redis: &'l RedisStore,
     /// Permits, each with the index of its policy's first charge.
     permits: SmallVec<[(usize, LeasePermit); 1]>,
-    refills: SmallVec<[LeaseRefillGuard; 1]>,
+    /// Refills to start, each with the index of its policy's first charge and the units to request.
+    refills: SmallVec<[(usize, u64, LeaseRefillGuard); 1]>,
 }
 
 /// Charges that the store has to decide, with their indices in the request.
@@ -142,7 +144,7 @@ impl LeasePool {
 
     /// Number of leased units that were not used and could not be returned.
     pub fn lost_units(&self) -> u64 {
-        self.table.lost_units()
+        self.table.credits.lost_units()
     }
 
     /// Sends credits to Redis. A failed credit is not retried: its units stay charged until they
@@ -174,8 +176,8 @@ impl LeasePool {
             .collect();
         // A credit that failed for several limits counts once.
         lost.dedup_by(|first, second| std::ptr::eq(*first, *second));
-        self.table
-            .record_lost_units(lost.iter().map(|unused| unused.units()).sum());
+        let lost_units = lost.iter().map(|unused| unused.units).sum();
+        self.table.credits.record_lost_units(lost_units);
     }
 
     /// Takes the due credits, as [`LeaseTable::take_due_credits`] does. Returns `None` if nothing
@@ -185,13 +187,6 @@ impl LeasePool {
         let (credits, next) = self.table.take_due_credits(ClockReading::now(&self.clock));
         *is_running = next.is_some() || !credits.is_empty();
         is_running.then_some((credits, next))
-    }
-
-    fn new_refill_guard(self: &Arc<Self>, key: u128) -> LeaseRefillGuard {
-        LeaseRefillGuard {
-            leases: Arc::clone(self),
-            key,
-        }
     }
 
     /// Starts a task that requests a lease of `units` for one policy.
@@ -227,12 +222,8 @@ impl LeasePool {
                 redis
                     .fallback()
                     .cache_statuses(&charges, &decision, sent_at.instant.into_std());
-                leases.table.record_lease_answer(
-                    &charges,
-                    &decision.statuses,
-                    &decision,
-                    (sent_at, Instant::now()),
-                );
+                let times = (sent_at, Instant::now());
+                leases.table.record_lease_answer(&charges, &decision, times);
                 leases.ensure_credit_task(&redis);
             }
         });
@@ -271,56 +262,38 @@ impl LeasePermitGuard<'_> {
         charges: &[Charge<'c>],
         deadline: Instant,
         on_exhausted: OnLeaseExhausted,
-    ) -> Result<SmallVec<[(usize, Charge<'c>); 4]>, tokio::sync::futures::OwnedNotified> {
+    ) -> Result<UnleasedCharges<'c>, OwnedNotified> {
         let (now, mut remaining) = (ClockReading::now(&self.leases.clock), SmallVec::new());
         let mut next = 0;
         for policy in charges.chunk_by(Charge::is_same_policy) {
             let first = next;
             next += policy.len();
-            let mut units_to_request = 0;
-            if let [
-                Charge {
-                    lease: Some(_),
-                    key,
-                    ..
-                },
-                ..,
-            ] = policy
-            {
-                match self.leases.table.take_permit(policy, now, on_exhausted) {
-                    LeaseAction::Permit {
-                        permit,
-                        units_to_request,
-                    } => {
-                        self.permits.push((first, permit));
-                        if units_to_request > 0 {
-                            LeasePool::spawn_refill(
-                                self.leases.new_refill_guard(key.id()),
-                                self.redis,
-                                policy,
-                                units_to_request,
-                            );
-                        }
-                        continue;
+            let Some(charge) = policy.first().filter(|charge| charge.lease.is_some()) else {
+                remaining.extend((first..).zip(policy.iter().copied()));
+                continue;
+            };
+            let new_guard = || LeaseRefillGuard {
+                leases: Arc::clone(self.leases),
+                key: charge.key.id(),
+            };
+            match self.leases.table.take_permit(policy, now, on_exhausted) {
+                LeaseAction::Permit {
+                    permit,
+                    units_to_request,
+                } => {
+                    self.permits.push((first, permit));
+                    if units_to_request > 0 {
+                        LeasePool::spawn_refill(new_guard(), self.redis, policy, units_to_request);
                     }
-                    LeaseAction::WaitForRefill(refill_done) => return Err(refill_done),
-                    LeaseAction::QueryStore {
-                        units_to_request: units,
-                    } => units_to_request = units,
                 }
-                if units_to_request > 0 {
-                    self.refills.push(self.leases.new_refill_guard(key.id()));
+                LeaseAction::WaitForRefill(refill_done) => return Err(refill_done),
+                LeaseAction::QueryStore { units_to_request } => {
+                    if units_to_request > 0 {
+                        self.refills.push((first, units_to_request, new_guard()));
+                    }
+                    remaining.extend((first..).zip(policy.iter().copied()));
                 }
             }
-            remaining.extend((first..).zip(policy).map(|(index, charge)| {
-                (
-                    index,
-                    Charge {
-                        requested_lease_units: units_to_request,
-                        ..*charge
-                    },
-                )
-            }));
         }
         if !remaining.is_empty() {
             // The store may take until the deadline, so permits that expire before it are returned,
@@ -332,14 +305,7 @@ impl LeasePermitGuard<'_> {
             self.permits = valid;
             for (first, permit) in expiring {
                 self.leases.table.return_permit(&permit);
-                let policy = charges
-                    .get(first..)
-                    .and_then(|rest| rest.chunk_by(Charge::is_same_policy).next());
-                remaining.extend(
-                    (first..)
-                        .zip(policy.unwrap_or_default())
-                        .map(|(index, charge)| (index, *charge)),
-                );
+                remaining.extend((first..).zip(policy_at(charges, first).iter().copied()));
             }
             remaining.sort_unstable_by_key(|(index, _)| *index);
         }
@@ -349,23 +315,9 @@ impl LeasePermitGuard<'_> {
     /// Requests leases in calls of their own, because a lease serves all callers, even if this
     /// caller disconnects or another policy refuses its request. On one connection, the charges and
     /// the lease request share a batch.
-    pub(super) fn start_refills(&mut self, charges: &mut [Charge<'_>]) {
-        for policy in charges.chunk_by_mut(Charge::is_same_policy) {
-            let units_to_request = policy
-                .first()
-                .map_or(0, |charge| charge.requested_lease_units);
-            policy
-                .iter_mut()
-                .for_each(|charge| charge.requested_lease_units = 0);
-            let key = policy.first().map(|charge| charge.key.id());
-            if let Some(at) = self.refills.iter().position(|guard| Some(guard.key) == key) {
-                LeasePool::spawn_refill(
-                    self.refills.remove(at),
-                    self.redis,
-                    policy,
-                    units_to_request,
-                );
-            }
+    pub(super) fn start_refills(&mut self, charges: &[Charge<'_>]) {
+        for (first, units, guard) in self.refills.drain(..) {
+            LeasePool::spawn_refill(guard, self.redis, policy_at(charges, first), units);
         }
     }
 
@@ -395,29 +347,23 @@ impl LeasePermitGuard<'_> {
             }
         }
         let Some((rest, decision)) = store_decision else {
-            let now_us = self
-                .permits
-                .first()
-                .map_or(0, |(_, permit)| permit.store_now_us);
+            let permit = self.permits.first();
+            let now_us = permit.map_or(0, |(_, permit)| permit.store_now_us);
             self.permits.clear();
             return Decision {
                 now_us,
                 admitted: true,
                 statuses,
-                delay_us: 0,
-                grants: SmallVec::new(),
-                charged_at_us: SmallVec::new(),
+                ..Decision::default()
             };
         };
-        for ((index, _), status) in rest.iter().zip(decision.statuses) {
-            if let Some(target) = statuses.get_mut(*index) {
-                *target = status;
-            }
-        }
         let mut charged_at_us = SmallVec::from_elem(None, charges.len());
-        for ((index, _), at_us) in rest.iter().zip(&decision.charged_at_us) {
+        for (nth, (index, _)) in rest.iter().enumerate() {
+            if let Some(target) = statuses.get_mut(*index) {
+                *target = decision.statuses.get(nth).copied().flatten();
+            }
             if let Some(target) = charged_at_us.get_mut(*index) {
-                *target = *at_us;
+                *target = decision.charged_at_us.get(nth).copied().flatten();
             }
         }
         if decision.admitted {
@@ -429,6 +375,14 @@ impl LeasePermitGuard<'_> {
             ..decision
         }
     }
+}
+
+/// The charges of the policy whose first charge has the index `first`.
+fn policy_at<'s, 'c>(charges: &'s [Charge<'c>], first: usize) -> &'s [Charge<'c>] {
+    let rest = charges.get(first..).unwrap_or_default();
+    rest.chunk_by(Charge::is_same_policy)
+        .next()
+        .unwrap_or_default()
 }
 
 impl Drop for LeasePermitGuard<'_> {

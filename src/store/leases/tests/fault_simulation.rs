@@ -558,12 +558,9 @@ impl FaultSimulation {
                 instance.lease,
                 units_to_request,
             );
-            instance.table.record_lease_answer(
-                &charges,
-                &decision.statuses,
-                &decision,
-                (sent_at, received.instant),
-            );
+            instance
+                .table
+                .record_lease_answer(&charges, &decision, (sent_at, received.instant));
         }
         instance.table.finish_refill(self.key.id());
         if !decision.grants.is_empty() {

@@ -592,7 +592,6 @@ impl ScaleSimulation {
         let table = &self.sidecars[sidecar_index].table;
         table.record_lease_answer(
             &charges,
-            &decision.statuses,
             decision,
             (reading_without_suspension(sent_at), received_at),
         );
@@ -621,7 +620,7 @@ impl ScaleSimulation {
         let (credits, next) = self.sidecars[sidecar_index]
             .table
             .take_due_credits(reading_without_suspension(now));
-        self.leased_units -= credits.iter().map(LeaseCredit::units).sum::<u64>();
+        self.leased_units -= credits.iter().map(|credit| credit.units).sum::<u64>();
         self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !credits.is_empty();
         if !credits.is_empty() {
             let delay_us = self.random.u64(ONE_WAY_LATENCY_US);
