@@ -3,9 +3,9 @@
 
 use super::allowance::RECOVERY_US;
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
-use crate::instance::Outcome;
-use crate::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, Topology};
-use crate::world::World;
+use crate::sim::instance::Outcome;
+use crate::sim::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, Topology};
+use crate::sim::world::World;
 use std::collections::BTreeMap;
 
 /// Units of a request that was refused, or of a response that has ended, return within this time.
@@ -284,6 +284,15 @@ fn was_refused_since(
     })
 }
 
+/// What an instance's worker knows of one client's counter.
+#[derive(Clone, Copy)]
+struct KnownRefusal {
+    cost: u64,
+    from_us: u64,
+    to_us: u64,
+    is_larger_asked: bool,
+}
+
 /// A refused key asks Redis at most once per worker and second, while the refusal holds.
 fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> Option<Violation> {
     let is_remembered = |policy: &PolicySpec| {
@@ -296,8 +305,7 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
         .iter()
         .filter(|history| is_remembered(history.policy))
     {
-        // By instance, worker and client: when the last refusal was known, and until when it holds.
-        let mut refusals: BTreeMap<(usize, usize, u32), (u64, u64)> = BTreeMap::new();
+        let mut refusals: BTreeMap<(usize, usize, u32), KnownRefusal> = BTreeMap::new();
         let (mut refused, mut repeated, mut last_us) = (0, 0, 0);
         let mut uses: Vec<&CounterUse> = history.uses.iter().filter(|one| one.is_healthy).collect();
         uses.sort_by_key(|one| one.decided_us);
@@ -306,32 +314,43 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
                 &run.scenario.requests[one.request],
                 &run.records[one.request],
             );
-            let Outcome::Refused { retry_after_us } = record.outcome else {
-                continue;
-            };
             let asker = (
                 request.instance,
                 request.worker % run.scenario.workers,
                 request.client,
             );
+            let Outcome::Refused { retry_after_us } = record.outcome else {
+                continue;
+            };
             if !record.is_from_redis {
                 continue;
             }
-            // A refusal of a higher cost replaces the remembered one, and says nothing about cost 1.
-            let (1, Some(retry_us)) = (request.cost, retry_after_us) else {
-                refusals.remove(&asker);
-                continue;
-            };
             refused += 1;
+            let known = refusals.get(&asker).copied();
             // A question that was sent before the answer came does not count.
-            let is_repeated = refusals.get(&asker).is_some_and(|(known_us, holds_us)| {
-                *known_us < one.arrived_us && one.arrived_us + 5_000 < *holds_us
+            let known = known.filter(|known| {
+                known.cost <= request.cost
+                    && known.from_us < one.arrived_us
+                    && one.arrived_us + 5_000 < known.to_us
             });
-            if is_repeated {
+            // A larger cost may ask for its own retry time once in that time.
+            let is_larger = known.is_some_and(|known| request.cost > known.cost);
+            if known.is_some_and(|known| !is_larger || known.is_larger_asked) {
                 (repeated, last_us) = (repeated + 1, one.decided_us);
             }
-            let holds_us = one.decided_us + retry_us.min(REMEMBERED_US);
-            refusals.insert(asker, (one.decided_us, holds_us));
+            // A cost above the capacity has no retry time.
+            let retry_us = retry_after_us.unwrap_or(REMEMBERED_US).min(REMEMBERED_US);
+            let new = KnownRefusal {
+                cost: request.cost,
+                from_us: one.decided_us,
+                to_us: one.decided_us + retry_us,
+                is_larger_asked: false,
+            };
+            let kept = known.filter(|_| is_larger).map(|known| KnownRefusal {
+                is_larger_asked: true,
+                ..known
+            });
+            refusals.insert(asker, kept.unwrap_or(new));
         }
         if repeated > refused / 20 + 3 {
             return Some(Violation {
