@@ -41,12 +41,12 @@ pub struct DenyCache(Mutex<DenyGenerations>);
 /// Which limits of a request need a cached entry for a refusal from the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DenyMatchScope {
-    /// Every enforced limit needs a fresh entry of the same cost, so the answer equals that of
-    /// Redis. An uncached limit might refuse for longer, and the client would retry
-    /// too early.
+    /// Every enforced limit needs a fresh entry, so the answer equals that of Redis. An uncached
+    /// limit might refuse for longer, and the client would retry too early.
     AllLimits,
-    /// All enforced limits of any one key need a fresh entry of the same cost. A cluster decides
-    /// each key separately, and after a refusal by one key no other key is asked.
+    /// One limit is enough, unless another limit of its key has an entry of another cost. A cluster
+    /// decides each key separately, in a slot that moves each limit, and asks no more after a
+    /// refusal.
     OneKey,
     /// One refusal of the same or a smaller cost is enough, even an expired entry whose refusal has
     /// not ended. The request is certainly refused, perhaps for longer than the answer states.
@@ -80,6 +80,8 @@ struct DenyCacheEntry {
     sent_at: Instant,
     received_at: Instant,
     expires_at: Instant,
+    /// When the next request of a larger cost asks Redis, for its own retry time.
+    larger_cost_asks_at: Instant,
 }
 
 impl Default for DenyCache {
@@ -118,8 +120,10 @@ impl DenyCache {
             .collect();
         drop(generations);
         let is_fresh = |(charge, entry): (&Charge<'_>, &Option<DenyCacheEntry>)| {
-            let is_same_cost = |entry: DenyCacheEntry| entry.cost == charge.cost;
-            !requires_cached_entry(charge) || entry.is_some_and(is_same_cost)
+            !requires_cached_entry(charge)
+                || entry.map_or(scope == DenyMatchScope::OneKey, |entry| {
+                    entry.applies_to_cost(charge)
+                })
         };
         let is_answered = match scope {
             DenyMatchScope::AllLimits => charges.iter().zip(&entries).all(is_fresh),
@@ -142,9 +146,7 @@ impl DenyCache {
             .iter()
             .zip(&entries)
             .map(|(charge, entry)| {
-                entry.filter(|entry| {
-                    entry.is_valid_for(charge, now, scope) && is_key_fresh(charge.key)
-                })
+                entry.filter(|entry| entry.is_valid_for(charge, now) && is_key_fresh(charge.key))
             })
             .collect();
         let refused_entry = valid_entries
@@ -220,7 +222,7 @@ impl DenyCache {
                 entry.status.refusal.is_some()
                     && entry.cost < charge.cost
                     && received_at < entry.expires_at
-                    && entry.is_valid_for(charge, received_at, DenyMatchScope::AnyLimit)
+                    && entry.is_valid_for(charge, received_at)
             });
             if !has_smaller_cost {
                 let entry = DenyCacheEntry {
@@ -230,6 +232,7 @@ impl DenyCache {
                     sent_at,
                     received_at,
                     expires_at: sent_at + max_age(charge),
+                    larger_cost_asks_at: sent_at,
                 };
                 generations.insert_entry(charge, entry);
             }
@@ -270,7 +273,8 @@ impl DenyGenerations {
     }
 
     /// Returns the entry of a charge if it has not expired. The first request after the expiry gets
-    /// `None`, so that it asks Redis; for all other requests the entry is prolonged.
+    /// `None`, so that it asks Redis; for all other requests the entry is prolonged. A request of a
+    /// larger cost gets `None` once per age.
     fn get_entry_or_start_revalidation(
         &mut self,
         charge: &Charge<'_>,
@@ -279,6 +283,10 @@ impl DenyGenerations {
         let entry = self.get_entry(charge)?;
         if now >= entry.expires_at {
             entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age(charge));
+            return None;
+        }
+        if charge.cost > entry.cost && now >= entry.larger_cost_asks_at {
+            entry.larger_cost_asks_at = now + max_age(charge);
             return None;
         }
         Some(*entry)
@@ -325,13 +333,17 @@ impl DenyCacheEntry {
         )
     }
 
+    /// A refusal holds for larger costs too, a limit with capacity for smaller ones.
+    fn applies_to_cost(&self, charge: &Charge<'_>) -> bool {
+        match self.status.refusal {
+            Some(_) => charge.cost >= self.cost,
+            None => charge.cost <= self.cost,
+        }
+    }
+
     /// Whether the entry still holds for this charge.
-    fn is_valid_for(&self, charge: &Charge<'_>, now: Instant, scope: DenyMatchScope) -> bool {
+    fn is_valid_for(&self, charge: &Charge<'_>, now: Instant) -> bool {
         let age = now.saturating_duration_since(self.sent_at);
-        let matches_cost = match scope {
-            DenyMatchScope::AnyLimit if self.status.refusal.is_some() => charge.cost >= self.cost,
-            _ => charge.cost == self.cost,
-        };
         let changes_at_us = match self.status.refusal {
             Some(Refusal::Never | Refusal::Unknown) => None,
             Some(Refusal::Until(until_us)) => Some(until_us),
@@ -342,7 +354,7 @@ impl DenyCacheEntry {
         let changed = changes_at_us.is_some_and(|at_us| {
             age >= Duration::from_micros(at_us.saturating_sub(self.store_now_us))
         });
-        matches_cost && !changed
+        self.applies_to_cost(charge) && !changed
     }
 
     /// Earliest time that the store's clock can show at `now`. Used only for the reported retry
@@ -483,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_request_is_refused_by_all_limits_of_one_key() {
+    fn a_split_request_is_refused_by_one_key() {
         let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
         let hourly = Limit {
             per_us: 3_600_000_000,
@@ -506,8 +518,8 @@ mod tests {
             sent,
         );
         assert!(
-            !is_refused(&charges),
-            "the other limit of the key is unknown"
+            is_refused(&charges),
+            "a slot that moves was not asked for the other limit"
         );
         let available = LimitStatus {
             refusal: None,
@@ -516,6 +528,8 @@ mod tests {
         let statuses = refused_decision(&[refused_status(500_000), available]);
         cache.record_refusal(&charges[..2], &statuses, sent, sent);
         assert!(is_refused(&charges) && !is_refused(&charges[2..]));
+        let cheaper = charges.map(|charge| Charge { cost: 1, ..charge });
+        assert!(!is_refused(&cheaper));
         let counting = Charge {
             counts_rejected: true,
             ..charges[2]
@@ -602,6 +616,10 @@ mod tests {
             "the time for a larger cost is unknown"
         );
         assert!(is_refused(larger, DenyMatchScope::AnyLimit));
+        assert!(
+            is_refused(larger, DenyMatchScope::AllLimits),
+            "one request of a larger cost asks Redis at a time"
+        );
     }
 
     #[test]
@@ -669,6 +687,30 @@ mod tests {
                 .is_some(),
             "shadow limits need no entry"
         );
+    }
+
+    #[test]
+    fn alternating_costs_ask_once_each() {
+        let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
+        let available = LimitStatus {
+            remaining: 3,
+            next_growth_us: Some(NOW_US + 900_000),
+            refusal: None,
+        };
+        let mut questions = 0;
+        for request in 0..20 {
+            let charges = [&a, &b].map(|key| Charge::new(&LIMIT, key, 1 + request % 2));
+            let now = sent + ms(10 * request);
+            if cache
+                .find_refusal(&charges, now, DenyMatchScope::AllLimits)
+                .is_none()
+            {
+                questions += 1;
+                let statuses = [refused_status(500_000), available];
+                cache.record_refusal(&charges, &refused_decision(&statuses), now, now);
+            }
+        }
+        assert_eq!(questions, 2);
     }
 
     #[test]
