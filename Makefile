@@ -198,14 +198,14 @@ fleet: ## Test limits on six nodes and three Redis masters under restarts, kills
 	$(call need,unshare,on Debian: apt-get install util-linux)
 	FLEET_SEED=$(FLEET_SEED) cargo bench --locked --profile dev --bench fleet
 
-# SEEDS=from..to and MINUTES select the runs; CLASS=all adds the classes that are known to fail, CLASS=Name selects one.
+# SEEDS=from..to and MINUTES select the runs; CLASS=Name selects one class.
 SEEDS ?= 0..100000
 MINUTES ?= 10
 
 .PHONY: sim
 sim: ## Simulate instances, network and Redis for SEEDS (from..to) or MINUTES (10); print faults and violations
 	SIM_SEEDS=$(SEEDS) SIM_MINUTES=$(MINUTES) SIM_CLASS=$(CLASS) \
-	  cargo test --locked --profile sim --test sim -- --ignored --nocapture run_selected_seeds
+	  cargo bench --locked --profile sim --bench sim
 
 # Instruments only this crate, so that dependencies are not built again.
 .PHONY: sim-coverage
@@ -214,9 +214,9 @@ sim-coverage: ## Print the lines of src/store and src/enforcer that simulations 
 	test -x "$$tools/llvm-cov" || { echo "make: rustup component add llvm-tools" >&2; exit 1; }; \
 	built=$${CARGO_TARGET_DIR:-target}; rm -rf "$$built/sim-coverage"; mkdir -p "$$built/sim-coverage"; \
 	export RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/tests/sim/coverage-rustc LLVM_PROFILE_FILE="$$built/sim-coverage/%p.profraw"; \
-	binary=$$(cargo test --locked --test sim --no-run 2>&1 | sed -n 's/.*Executable.*(\(.*\))/\1/p'); \
-	SIM_SEEDS=$(or $(filter-out 0..100000,$(SEEDS)),0..100) SIM_CLASS=all SIM_REPORT=0 \
-	  SIM_MINUTES=$(MINUTES) "$$binary" --ignored --nocapture run_selected_seeds || true; \
+	binary=$$(cargo bench --locked --profile dev --bench sim --no-run 2>&1 | sed -n 's/.*Executable.*(\(.*\))/\1/p'); \
+	SIM_SEEDS=$(or $(filter-out 0..100000,$(SEEDS)),0..100) SIM_REPORT=0 \
+	  SIM_MINUTES=$(MINUTES) "$$binary" || true; \
 	"$$tools/llvm-profdata" merge -sparse "$$built"/sim-coverage/*.profraw -o "$$built/sim-coverage/all.profdata"; \
 	"$$tools/llvm-cov" report "$$binary" -instr-profile="$$built/sim-coverage/all.profdata" \
 	  --show-functions=false --show-region-summary=false --show-branch-summary=false $$(find src/store src/enforcer src/enforcer.rs -name '*.rs' ! -path '*tests*')

@@ -14,4 +14,4 @@ if [ -z "${TIDEGATE_UPGRADE_FROM:-}" ]; then
 fi
 
 export TIDEGATE_UPGRADE_FROM
-cargo test --locked --test it -- --ignored --nocapture rolling_upgrade::four_proxies
+cargo bench --locked --profile dev --bench upgrade

@@ -42,11 +42,11 @@ pub struct DenyCache(Mutex<DenyGenerations>);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DenyMatchScope {
     /// Every enforced limit needs a fresh entry of the same cost, so the answer equals that of
-    /// Redis. An uncached limit might refuse for longer, and the client would retry
-    /// too early.
+    /// Redis. An uncached limit might refuse for longer, and the client would retry too early.
     AllLimits,
-    /// All enforced limits of any one key need a fresh entry of the same cost. A cluster decides
-    /// each key separately, and after a refusal by one key no other key is asked.
+    /// One limit is enough, unless another limit of its key has an entry of another cost. A cluster
+    /// decides each key separately, in a slot that moves each limit, and asks no more after a
+    /// refusal.
     OneKey,
     /// One refusal of the same or a smaller cost is enough, even an expired entry whose refusal has
     /// not ended. The request is certainly refused, perhaps for longer than the answer states.
@@ -101,7 +101,9 @@ impl DenyCache {
             // A concurrency limit has no retry time, so its entry is not needed.
             charge.shadow
                 || is_concurrency(charge)
-                || entry.is_some_and(|entry| entry.cost == charge.cost)
+                || entry.map_or(scope == DenyMatchScope::OneKey, |entry| {
+                    entry.cost == charge.cost
+                })
         };
         // Whether all charges that are answered together with this one have a fresh entry.
         let is_complete = |charge: &Charge<'_>| {
@@ -462,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_request_is_refused_by_all_limits_of_one_key() {
+    fn a_split_request_is_refused_by_one_key() {
         let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
         let hourly = Limit {
             per_us: 3_600_000_000,
@@ -485,8 +487,8 @@ mod tests {
             sent,
         );
         assert!(
-            !is_refused(&charges),
-            "the other limit of the key is unknown"
+            is_refused(&charges),
+            "a slot that moves was not asked for the other limit"
         );
         let available = LimitStatus {
             refusal: None,
@@ -495,6 +497,8 @@ mod tests {
         let statuses = refused_decision(&[refused_status(500_000), available]);
         cache.record_refusal(&charges[..2], &statuses, sent, sent);
         assert!(is_refused(&charges) && !is_refused(&charges[2..]));
+        let cheaper = charges.map(|charge| Charge { cost: 1, ..charge });
+        assert!(!is_refused(&cheaper));
         let counting = Charge {
             counts_rejected: true,
             ..charges[2]

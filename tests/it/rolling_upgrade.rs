@@ -5,20 +5,19 @@
 //! that an upgrade admits at most one further limit, and start these tests from that version.
 
 use crate::support::TEST_TIMEOUT;
-use crate::support::client::ClientRequest;
 use crate::support::previous_version::{self, PreviousVersion, status_numbers};
 use crate::support::proxy::Proxy;
 use crate::support::redis::RedisServer;
 use crate::support::store_harness::{
     EVERY_ALGORITHM, START_US, draw_duration_us, draw_limit_for, test_seed,
 };
-use crate::support::upstream::{Upstream, full_body};
+use crate::support::upgrade::{
+    INSTANCE_COUNT, PHASES, REQUESTS_PER_PHASE, TOTAL_UNITS, upgrade_config, user_request,
+};
+use crate::support::upstream::Upstream;
 use fastrand::Rng;
-use hyper::Response;
-use hyper::header::HeaderValue;
 use redis::Value;
 use redis::aio::MultiplexedConnection;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
     Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit,
@@ -31,18 +30,6 @@ use tokio::time::sleep;
 const PREFIX: &str = "t";
 const HOUR_US: u64 = 3_600_000_000;
 const MONTH_US: u64 = 30 * 24 * HOUR_US;
-
-/// Policies for both versions, one per kind of counter.
-const POLICIES: &str = include_str!("../fixtures/upgrade/policies.toml");
-
-/// How many of the four instances run today's version, in each phase of the upgrade and rollback.
-const PHASES: [usize; 9] = [0, 1, 2, 3, 4, 3, 2, 1, 0];
-const INSTANCE_COUNT: usize = 4;
-
-/// Requests that one instance sends per phase to a key that it must not exhaust early.
-const REQUESTS_PER_PHASE: u64 = 5;
-
-const TOTAL_UNITS: u64 = (PHASES.len() * INSTANCE_COUNT) as u64 * REQUESTS_PER_PHASE;
 
 fn make_key(name: &str) -> Key {
     KeyBuilder::new(name).finish()
@@ -612,14 +599,6 @@ fn fixture_users() -> [Option<String>; 4] {
     ]
 }
 
-fn user_request(proxy: &Proxy, path: &str, user: Option<&str>) -> ClientRequest {
-    let request = proxy.request("GET", path);
-    match user {
-        Some(user) => request.header("x-user-id", user),
-        None => request,
-    }
-}
-
 /// Today's binary names its counters as that of 767e699 did.
 #[tokio::test]
 async fn the_keys_in_redis_are_those_of_the_previous_version() {
@@ -656,109 +635,4 @@ async fn the_keys_in_redis_are_those_of_the_previous_version() {
         );
         sleep(Duration::from_millis(20)).await;
     }
-}
-
-fn upgrade_config(server: &RedisServer) -> String {
-    let port = server.port();
-    format!(
-        "store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{port}/0', timeout = '5s', key_prefix = 'shop' }} }}\n{POLICIES}"
-    )
-}
-
-/// `make upgrade` runs this test: it needs a binary of 767e699.
-#[tokio::test]
-#[ignore = "needs TIDEGATE_UPGRADE_FROM, a binary of 767e699: run `make upgrade`"]
-async fn four_proxies_are_replaced_one_by_one_under_load() {
-    let previous = PathBuf::from(
-        std::env::var_os("TIDEGATE_UPGRADE_FROM").expect("TIDEGATE_UPGRADE_FROM is a binary"),
-    );
-    let server = RedisServer::start();
-    let upstream = Upstream::with_handler(async |_| {
-        let mut response = Response::new(full_body(""));
-        let cost = HeaderValue::from_static("1");
-        response.headers_mut().insert("x-cost", cost);
-        response
-    })
-    .await;
-    let config = upgrade_config(&server);
-    let start = async |is_current: bool| {
-        let builder = Proxy::builder().config(&config).upstream(upstream.address);
-        let builder = if is_current {
-            builder
-        } else {
-            builder.program(&previous)
-        };
-        let proxy = builder.start().await;
-        proxy.wait_for_store().await;
-        proxy
-    };
-    let mut proxies = Vec::new();
-    for _ in 0..INSTANCE_COUNT {
-        proxies.push((start(false).await, false));
-    }
-    let paths = ["log", "window", "fixed", "bucket", "leased", "settled"];
-    let mut admitted = [0_u64; 6];
-    for current_count in PHASES {
-        let running = proxies.iter().filter(|(_, is_current)| *is_current).count();
-        if running != current_count {
-            let adds_current = current_count > running;
-            let at = proxies
-                .iter()
-                .position(|(_, is_current)| *is_current != adds_current);
-            let replacement = (start(adds_current).await, adds_current);
-            let (mut stopped, _) = std::mem::replace(&mut proxies[at.unwrap()], replacement);
-            stopped.send_sigterm();
-            let requests = send_to_all(&proxies, &paths, REQUESTS_PER_PHASE).await;
-            stopped.wait_for_exit(3 * TEST_TIMEOUT).await;
-            paths
-                .iter()
-                .enumerate()
-                .for_each(|(at, _)| admitted[at] += requests[at]);
-        }
-        let requests = send_to_all(&proxies, &paths, REQUESTS_PER_PHASE).await;
-        paths
-            .iter()
-            .enumerate()
-            .for_each(|(at, _)| admitted[at] += requests[at]);
-    }
-    // Uses up what remains, also in leases.
-    for _ in 0..4 {
-        sleep(Duration::from_millis(1_100)).await;
-        let requests = send_to_all(&proxies, &paths, 20).await;
-        paths
-            .iter()
-            .enumerate()
-            .for_each(|(at, _)| admitted[at] += requests[at]);
-    }
-    println!("{paths:?}: {admitted:?} of {TOTAL_UNITS} admitted");
-    for (path, admitted) in paths.iter().zip(admitted) {
-        let expected = match *path {
-            // An estimate of three is settled to the one unit that the response reports.
-            "settled" => TOTAL_UNITS - 2,
-            _ => TOTAL_UNITS,
-        };
-        assert_eq!(admitted, expected, "{path}");
-    }
-}
-
-/// Sends requests to every path of all proxies at once. Returns the 200 responses of each path.
-async fn send_to_all(proxies: &[(Proxy, bool)], paths: &[&str], requests_each: u64) -> Vec<u64> {
-    let send = async |proxy: &Proxy, path: &str| {
-        let mut admitted = 0;
-        for _ in 0..requests_each {
-            let request = user_request(proxy, &format!("/{path}"), Some("ann"));
-            match request.send().await.status {
-                200 => admitted += 1,
-                429 => {}
-                other => panic!("{other} from /{path}: {}", proxy.log_text()),
-            }
-        }
-        admitted
-    };
-    let mut counts = Vec::new();
-    for path in paths {
-        let calls = proxies.iter().map(|(proxy, _)| send(proxy, path));
-        counts.push(futures_util::future::join_all(calls).await.iter().sum());
-    }
-    counts
 }

@@ -2,8 +2,11 @@
 
 mod policies;
 
-use crate::scenario::{Fault, FaultKind, RequestSpec, SECOND, Scenario, ScenarioClass, Topology};
-use crate::world::TERMINATION_US;
+use crate::sim::scenario::{
+    Fault, FaultKind, OperatorAction, OperatorSpec, PolicySpec, RequestSpec, Rule, SECOND,
+    Scenario, ScenarioClass, Topology,
+};
+use crate::sim::world::TERMINATION_US;
 use fastrand::Rng;
 
 /// Requests start when instances are connected.
@@ -21,6 +24,8 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
         workers: rng.usize(1..=2),
         policies: Vec::new(),
         requests: Vec::new(),
+        is_rate_limit_service: false,
+        operations: Vec::new(),
         faults: Vec::new(),
         rates_ppm: Vec::new(),
         delay_us: [1_000, 1_000, 2_000][rng.usize(0..3)],
@@ -34,6 +39,7 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
     policies::set_policies(&mut scenario, &mut rng);
     set_requests(&mut scenario, &mut rng);
     set_faults(&mut scenario, &mut rng);
+    set_operations(&mut scenario, &mut rng);
     scenario.faults.sort_by_key(|fault| fault.at_us);
     scenario.requests.sort_by_key(|request| request.at_us);
     scenario
@@ -176,6 +182,30 @@ fn set_faults(scenario: &mut Scenario, rng: &mut Rng) {
         }
         _ => {}
     }
+}
+
+fn set_operations(scenario: &mut Scenario, rng: &mut Rng) {
+    let is_plain = |policy: &PolicySpec| {
+        policy.estimate.is_none() && !matches!(policy.rule, Rule::Concurrency { .. })
+    };
+    scenario.is_rate_limit_service = rng.u8(0..4) == 0 && scenario.policies.iter().all(is_plain);
+    for _ in 0..rng.u8(0..4) {
+        let Some(request) = rng.choice(&scenario.requests).cloned() else {
+            return;
+        };
+        let action = match rng.u8(0..4) {
+            0 => OperatorAction::Explain,
+            1 => OperatorAction::Query,
+            2 => OperatorAction::Inspect,
+            _ => OperatorAction::Replay,
+        };
+        scenario.operations.push(OperatorSpec {
+            at_us: rng.u64(FIRST_REQUEST_US..scenario.end_us),
+            action,
+            request,
+        });
+    }
+    scenario.operations.sort_by_key(|operation| operation.at_us);
 }
 
 fn draw_fault(scenario: &Scenario, rng: &mut Rng) -> FaultKind {

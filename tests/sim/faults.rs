@@ -1,9 +1,9 @@
 //! Applies faults to a world.
 
-use crate::redis_server::cluster::slot_of;
-use crate::redis_server::{Role, Server};
-use crate::scenario::{FaultKind, Topology};
-use crate::world::{Event, FaultStep, TERMINATION_US, World};
+use crate::sim::redis_server::cluster::slot_of;
+use crate::sim::redis_server::{Role, Server};
+use crate::sim::scenario::{FaultKind, Topology};
+use crate::sim::world::{Event, FaultStep, TERMINATION_US, World};
 use std::collections::BTreeSet;
 
 /// Until a half-open connection is reset by TCP.
@@ -155,7 +155,7 @@ impl World {
         for id in self.connections_to(server, Some(instance)) {
             // The reset comes late; most clients have given up by then.
             let inbox_us = self.now_us + HALF_OPEN_RESET_US;
-            self.deliver(id, inbox_us, crate::network::Delivery::Reset);
+            self.deliver(id, inbox_us, crate::sim::network::Delivery::Reset);
             if let Some(connection) = self.connections.get_mut(&id) {
                 connection.is_half_open = true;
             }

@@ -1,17 +1,16 @@
 //! One instance: the real enforcer and store on a runtime of its own, and its requests.
 
-use crate::network::{InstanceNetwork, InstanceTime, SimulatedTransport};
-use crate::scenario::{RequestSpec, Scenario};
-use http::{HeaderMap, Method};
+use crate::sim::network::{InstanceNetwork, InstanceTime, SimulatedTransport};
+use crate::sim::operator::{load_config, run_operators, with_facts};
+use crate::sim::scenario::{RequestSpec, Scenario};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tidegate::clock::Clock;
-use tidegate::config::{self, ConfigSources, FileSource, StoreSettings};
+use tidegate::config::StoreSettings;
 use tidegate::enforcer::DecisionSource;
 use tidegate::enforcer::{ActivePolicies, Enforcer, RequestOutcome, RetryHint, Verdict};
-use tidegate::policy::path::PathInterpretations;
-use tidegate::policy::{Facts, jwt::RequestToken};
+use tidegate::policy::Descriptor;
 use tidegate::store::redis::{RedisDialer, RedisStore, SharedRedisState};
 use tidegate::store::{LeasePool, MemoryStore, Store};
 use tidegate::telemetry::metrics::{MetricLabels, Metrics};
@@ -61,11 +60,12 @@ pub(crate) struct Instance {
     terminating_us: Option<u64>,
 }
 
-struct InstanceState {
+pub(crate) struct InstanceState {
     enforcers: Mutex<Vec<Enforcer>>,
     redis: Option<SharedRedisState>,
     log: RequestLog,
-    network: Arc<InstanceNetwork>,
+    pub(crate) network: Arc<InstanceNetwork>,
+    is_rate_limit_service: bool,
     is_stopping: Mutex<bool>,
 }
 
@@ -89,7 +89,31 @@ impl Instance {
         let (state, stores) =
             runtime.block_on(async { build_state(scenario, (process, state_dir), &network, log) });
         let shared = Arc::new(state);
-        runtime.spawn(serve_requests(Arc::clone(&shared), stores, requests));
+        let workers = stores
+            .first()
+            .cloned()
+            .zip(shared.enforcers.lock().unwrap().first().cloned());
+        let is_operated = process & 0xff == 0 && !scenario.operations.is_empty();
+        if let (Some((store, enforcer)), true) = (workers, is_operated) {
+            let mut scenario = scenario.clone();
+            scenario
+                .operations
+                .retain(|operation| operation.at_us >= now_us);
+            runtime.spawn(run_operators(
+                Arc::clone(&shared),
+                (enforcer, store),
+                scenario,
+            ));
+        }
+        let redis_stores = stores.into_iter().filter_map(|store| match store {
+            Store::Redis { redis, .. } => Some(redis),
+            Store::Memory(_) => None,
+        });
+        runtime.spawn(serve_requests(
+            Arc::clone(&shared),
+            redis_stores.collect(),
+            requests,
+        ));
         drop(guard);
         Self {
             runtime: Some(runtime),
@@ -181,17 +205,9 @@ fn build_state(
     (process, state_dir): (u64, Option<PathBuf>),
     network: &Arc<InstanceNetwork>,
     log: RequestLog,
-) -> (InstanceState, Vec<RedisStore>) {
-    let source = FileSource::Text {
-        name: "sim.toml".to_owned(),
-        text: scenario.config_text(),
-    };
-    let config = config::load(&ConfigSources {
-        file: source,
-        ..ConfigSources::default()
-    })
-    .unwrap_or_else(|errors| panic!("{errors}\n{}", scenario.config_text()));
-    let clock = Clock::simulated(crate::redis_server::EPOCH_US + network.time.now_us());
+) -> (InstanceState, Vec<Store>) {
+    let config = load_config(scenario);
+    let clock = Clock::simulated(crate::sim::redis_server::EPOCH_US + network.time.now_us());
     let metrics = Metrics::new(scenario.workers, MetricLabels::default());
     let policies = ActivePolicies::new(Arc::clone(&config.policy_table), Arc::clone(&metrics));
     let leases: Arc<LeasePool> = Arc::default();
@@ -215,11 +231,11 @@ fn build_state(
             (Some(memory), _) => Store::Memory(Arc::clone(memory)),
             (None, Some(shared)) => {
                 let redis = RedisStore::start(shared).join_membership();
-                stores.push(redis.clone());
                 Store::from_redis(redis).with_shared_leases(&leases)
             }
             (None, None) => unreachable!("a store is configured"),
         };
+        stores.push(store.clone());
         Enforcer::new(policies.clone(), store, metrics.worker_metrics(worker))
     });
     let enforcers = Mutex::new(enforcers.collect());
@@ -228,6 +244,7 @@ fn build_state(
         redis,
         log,
         network: Arc::clone(network),
+        is_rate_limit_service: scenario.is_rate_limit_service,
         is_stopping: Mutex::new(false),
     };
     (state, stores)
@@ -279,23 +296,18 @@ async fn serve_request(
         sleep(Duration::from_micros(request.pause_us)).await;
     }
     let policies = enforcer.policy_snapshot();
-    let mut headers = HeaderMap::new();
-    headers.insert("x-client", request.client.to_string().parse().unwrap());
-    headers.insert("x-cost", request.cost.to_string().parse().unwrap());
-    let paths =
-        PathInterpretations::parse(&format!("/r{}", request.route), &policies.table.path).unwrap();
-    let facts = Facts {
-        method: &Method::GET,
-        host: "sim",
-        paths: &paths,
-        query: None,
-        headers: &headers,
-        client_ip: [127, 0, 0, 1].into(),
-        token: RequestToken::without_token_reader(),
-        client_cert: None,
-        descriptor: None,
+    let (client, route) = (request.client.to_string(), request.route.to_string());
+    let entries = [("route", route.as_str()), ("client", client.as_str())];
+    let descriptors = [Descriptor::new("sim", &entries, request.cost, None)];
+    let mut verdict = if state.is_rate_limit_service {
+        let call = enforcer.decide_call(&policies, &descriptors, arrived).await;
+        call.verdict
+    } else {
+        with_facts(&policies.table, request, async |facts| {
+            enforcer.decide_request(&policies, facts, arrived).await
+        })
+        .await
     };
-    let mut verdict = enforcer.decide_request(&policies, &facts, arrived).await;
     state.record(index, |record, now_us| record.set_verdict(&verdict, now_us));
     if !matches!(verdict.outcome, RequestOutcome::Forward) {
         return;

@@ -1,9 +1,9 @@
 //! Runs scenarios, and reduces one that fails to the faults and requests that it needs.
 
-use crate::judge::{Violation, judge_run};
-use crate::scenario::Scenario;
-use crate::trace::Trace;
-use crate::world::World;
+use crate::sim::judge::{Violation, judge_run};
+use crate::sim::scenario::Scenario;
+use crate::sim::trace::Trace;
+use crate::sim::world::World;
 use std::time::{Duration, Instant};
 
 /// The most runs of one reduction, and its longest duration.

@@ -153,6 +153,23 @@ pub(crate) struct RequestSpec {
     pub(crate) pause_us: u64,
 }
 
+/// What an operator does at an instance.
+#[derive(Clone, Debug)]
+pub(crate) struct OperatorSpec {
+    pub(crate) at_us: u64,
+    pub(crate) action: OperatorAction,
+    pub(crate) request: RequestSpec,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OperatorAction {
+    Explain,
+    /// A call of the rate-limit service with no hits.
+    Query,
+    Inspect,
+    Replay,
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct Fault {
     pub(crate) at_us: u64,
@@ -255,6 +272,9 @@ pub(crate) struct Scenario {
     pub(crate) workers: usize,
     pub(crate) policies: Vec<PolicySpec>,
     pub(crate) requests: Vec<RequestSpec>,
+    /// Requests come as calls of the rate-limit service, each with one descriptor.
+    pub(crate) is_rate_limit_service: bool,
+    pub(crate) operations: Vec<OperatorSpec>,
     pub(crate) faults: Vec<Fault>,
     /// Clock rates of the servers, in parts per million.
     pub(crate) rates_ppm: Vec<i64>,
@@ -303,14 +323,14 @@ impl Scenario {
             .unwrap();
         }
         for (number, policy) in self.policies.iter().enumerate() {
-            text.push_str(&policy.config_text(number));
+            text.push_str(&policy.config_text(number, self.is_rate_limit_service));
         }
         text
     }
 }
 
 impl PolicySpec {
-    fn config_text(&self, number: usize) -> String {
+    fn config_text(&self, number: usize, is_rate_limit_service: bool) -> String {
         let limit = |requests: u64, per_us: u64| {
             let per = format!("per = \"{}ms\"", per_us / 1000);
             let rule = match self.rule {
@@ -335,12 +355,19 @@ impl PolicySpec {
             };
             format!("{{ requests = {requests}, {rule} }}")
         };
-        let mut text = format!(
-            "[[policy]]\nname = \"p{number}\"\nmatch = {{ path = \"/r{}\" }}\n",
-            self.route
-        );
+        let (conditions, key) = match is_rate_limit_service {
+            true => (
+                format!(
+                    "domain = \"sim\", descriptors = {{ route = \"{}\", client = \"*\" }}",
+                    self.route
+                ),
+                "descriptor:client",
+            ),
+            false => (format!("path = \"/r{}\"", self.route), "header:x-client"),
+        };
+        let mut text = format!("[[policy]]\nname = \"p{number}\"\nmatch = {{ {conditions} }}\n");
         if !self.is_global {
-            text.push_str("key = [\"header:x-client\"]\n");
+            writeln!(text, "key = [\"{key}\"]").unwrap();
         }
         let mut limits = vec![limit(self.requests, self.per_us)];
         limits.extend(
@@ -359,6 +386,8 @@ impl PolicySpec {
                 .unwrap();
             }
             (None, Rule::Concurrency { .. }) => {}
+            // Each hit is a unit.
+            (None, _) if is_rate_limit_service => {}
             (None, _) => writeln!(text, "cost = {{ header = \"x-cost\" }}").unwrap(),
         }
         if let Some((0, _)) = self.lease {

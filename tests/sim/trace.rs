@@ -1,8 +1,8 @@
 //! What happened in a run, for its hash and for the report of a violation.
 
-use crate::network::{ClientAction, ConnectionId};
-use crate::resp::Command;
-use crate::scenario::FaultKind;
+use crate::sim::network::{ClientAction, ConnectionId};
+use crate::sim::resp::Command;
+use crate::sim::scenario::FaultKind;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// The longest part of a command or reply in the text of a trace.

@@ -4,14 +4,14 @@
 //! instance, up to the next event, or the next event itself. An instance that sends something
 //! stops, so that the event of its arrival is known before anything later happens.
 
-use crate::instance::{Instance, RequestLog};
-use crate::network::{ClientAction, ConnectionId, Delivery, SharedInbox};
-use crate::redis_server::cluster::ClusterState;
-use crate::redis_server::lua::ScriptEngine;
-use crate::redis_server::{Deployment, Role, Server, ServerClock};
-use crate::resp::take_commands;
-use crate::scenario::{FaultKind, RequestSpec, Scenario, ScenarioClass, Topology};
-use crate::trace::Trace;
+use crate::sim::instance::{Instance, RequestLog};
+use crate::sim::network::{ClientAction, ConnectionId, Delivery, SharedInbox};
+use crate::sim::redis_server::cluster::ClusterState;
+use crate::sim::redis_server::lua::ScriptEngine;
+use crate::sim::redis_server::{Deployment, Role, Server, ServerClock};
+use crate::sim::resp::take_commands;
+use crate::sim::scenario::{FaultKind, RequestSpec, Scenario, ScenarioClass, Topology};
+use crate::sim::trace::Trace;
 use fastrand::Rng;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -380,8 +380,8 @@ impl World {
     pub(crate) fn inspect(
         &mut self,
         index: usize,
-        command: &crate::resp::Command,
-    ) -> crate::resp::Reply {
+        command: &crate::sim::resp::Command,
+    ) -> crate::sim::resp::Reply {
         let mut deployment = Deployment {
             engine: &mut self.engine,
             cluster: None,

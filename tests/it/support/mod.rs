@@ -21,6 +21,7 @@ pub mod rls_client;
 pub mod sentinel;
 pub mod store_harness;
 pub mod tls;
+pub mod upgrade;
 pub mod upstream;
 
 use std::fmt::Write as _;

@@ -13,8 +13,8 @@ macro_rules! fixture {
     };
 }
 
-static DECIDE: LazyLock<Script> = LazyLock::new(|| Script::new(fixture!("decide.lua")));
-static AMEND: LazyLock<Script> = LazyLock::new(|| Script::new(fixture!("amend.lua")));
+static DECIDE: LazyLock<Script> = LazyLock::new(|| script_with_rules(fixture!("decide.lua")));
+static AMEND: LazyLock<Script> = LazyLock::new(|| script_with_rules(fixture!("amend.lua")));
 static FLEET: LazyLock<Script> = LazyLock::new(|| Script::new(fixture!("fleet.lua")));
 
 /// The Redis keys that the binary of 767e699 wrote for `tests/fixtures/upgrade/policies.toml`.
@@ -191,6 +191,10 @@ pub fn status_numbers(decision: &tidegate::limiter::Decision) -> Vec<StatusNumbe
         ]
     });
     numbers.collect()
+}
+
+fn script_with_rules(text: &str) -> Script {
+    Script::new(&[fixture!("rules.lua"), text].concat())
 }
 
 fn format_time(time_us: Option<u64>) -> String {

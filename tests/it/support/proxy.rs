@@ -224,6 +224,7 @@ impl ProxyBuilder {
     }
 
     /// Runs another version's binary.
+    #[allow(dead_code, reason = "benches/upgrade.rs uses it")]
     pub fn program(mut self, path: &Path) -> Self {
         self.program = Some(path.to_owned());
         self

@@ -1,6 +1,6 @@
 //! Draws the policies of a scenario.
 
-use crate::scenario::{
+use crate::sim::scenario::{
     HOUR, OnFailure, PolicySpec, Rule, SECOND, Scenario, ScenarioClass, Topology,
 };
 use fastrand::Rng;

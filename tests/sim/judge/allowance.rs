@@ -25,7 +25,7 @@
 //! that was made in an outage, may stay charged. A script that is not loaded yet costs up to six
 //! round trips; if that exceeds the timeout, a request may be decided without Redis.
 
-use crate::scenario::{FaultKind, Scenario};
+use crate::sim::scenario::{FaultKind, Scenario};
 
 /// How long after a fault decisions may still be degraded: the breaker's probes, the connection's
 /// backoff, and the time in which all instances recover.
@@ -200,7 +200,11 @@ fn excuse_process(none: Excuse, kind: &FaultKind) -> Excuse {
         FaultKind::Terminate {
             instance,
             restart_us,
-        } => process(instance, restart_us + crate::world::TERMINATION_US, false),
+        } => process(
+            instance,
+            restart_us + crate::sim::world::TERMINATION_US,
+            false,
+        ),
         FaultKind::Freeze { instance, for_us } => process(instance, for_us, true),
         _ => none,
     }

@@ -2,9 +2,9 @@
 //! Redis at the end of the run.
 
 use super::{CounterHistory, FinishedRun, Violation, counter_key};
-use crate::resp::{Command, Reply};
-use crate::scenario::{HOUR, PolicySpec, Rule};
-use crate::world::World;
+use crate::sim::resp::{Command, Reply};
+use crate::sim::scenario::{HOUR, PolicySpec, Rule};
+use crate::sim::world::World;
 use tidegate::limiter::{Algorithm, Charge, Limit};
 use tidegate::store::redis::ScriptLibrary;
 
@@ -95,12 +95,12 @@ fn used_units(world: &mut World, history: &CounterHistory<'_>, limit: &Limit) ->
     let charges = [Charge::new(&limit, &key, 0)];
     let library = ScriptLibrary::new("sim");
     let mut packed = library.decide_command(&charges, None).get_packed_command();
-    let mut command: Command = crate::resp::take_commands(&mut packed).pop()?;
+    let mut command: Command = crate::sim::resp::take_commands(&mut packed).pop()?;
     command[0] = b"EVAL".to_vec();
     command[1] = library.script_text(&charges).as_bytes().to_vec();
     let mut used = 0;
     for index in 0..world.servers.len() {
-        if world.servers[index].role != crate::redis_server::Role::Master {
+        if world.servers[index].role != crate::sim::redis_server::Role::Master {
             continue;
         }
         let Reply::Bulk(text) = world.inspect(index, &command) else {

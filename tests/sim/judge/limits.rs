@@ -1,7 +1,7 @@
 //! Never more than the limit, with the allowance of the faults so far.
 
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
-use crate::scenario::{OnFailure, Rule, ScenarioClass};
+use crate::sim::scenario::{OnFailure, Rule, ScenarioClass};
 
 /// Instances are connected again this long after a server answers again.
 const RECONNECT_US: u64 = 1_000_000;

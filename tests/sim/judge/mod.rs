@@ -8,10 +8,10 @@ mod counters;
 mod limits;
 mod service;
 
-use crate::instance::{Outcome, RequestRecord};
-use crate::redis_server::cluster::{SLOTS, slot_of};
-use crate::scenario::{FaultKind, OnFailure, PolicySpec, RequestSpec, Scenario, Topology};
-use crate::world::World;
+use crate::sim::instance::{Outcome, RequestRecord};
+use crate::sim::redis_server::cluster::{SLOTS, slot_of};
+use crate::sim::scenario::{FaultKind, OnFailure, PolicySpec, RequestSpec, Scenario, Topology};
+use crate::sim::world::World;
 use allowance::{Excuse, is_healthy, list_excuses};
 use std::collections::BTreeMap;
 use tidegate::limiter::{Key, KeyBuilder};

@@ -3,9 +3,9 @@
 
 use super::allowance::RECOVERY_US;
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
-use crate::instance::Outcome;
-use crate::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, Topology};
-use crate::world::World;
+use crate::sim::instance::Outcome;
+use crate::sim::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, Topology};
+use crate::sim::world::World;
 use std::collections::BTreeMap;
 
 /// Units of a request that was refused, or of a response that has ended, return within this time.

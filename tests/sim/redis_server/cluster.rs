@@ -1,6 +1,6 @@
 //! The slots of a cluster: owners, and slots that are migrating.
 
-use crate::resp::Reply;
+use crate::sim::resp::Reply;
 use std::collections::BTreeMap;
 
 pub(crate) const SLOTS: u16 = 16_384;

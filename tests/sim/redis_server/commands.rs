@@ -1,7 +1,7 @@
 //! The commands on keys that tidegate's scripts use, and the few that it sends without a script.
 
 use super::dataset::{Dataset, Entry, SortedSet, Value};
-use crate::resp::Reply;
+use crate::sim::resp::Reply;
 
 const WRONG_TYPE: &str = "WRONGTYPE Operation against a key holding the wrong kind of value";
 
@@ -41,6 +41,7 @@ impl KeySpace {
             )),
             b"PEXPIREAT" => Ok(self.expire(&arguments[0], number(&arguments[1]) as u64)),
             b"PTTL" => Ok(self.time_to_live(&arguments[0])),
+            b"SCAN" => Ok(self.scan(arguments)),
             b"EXISTS" => Ok(Reply::Int(i64::from(self.exists(&arguments[0])))),
             _ => self.run_on_sorted_set(&name, arguments),
         };
@@ -116,6 +117,25 @@ impl KeySpace {
                 .expires_at_ms
                 .map_or(-1, |at_ms| (at_ms - now_ms) as i64),
         })
+    }
+
+    /// Returns all keys that match in one step. The pattern may contain `*`.
+    fn scan(&self, arguments: &[Vec<u8>]) -> Reply {
+        let pattern = String::from_utf8_lossy(&arguments[2]);
+        let parts: Vec<&str> = pattern.split('*').collect();
+        let is_match = |name: &str| {
+            let mut rest = name.strip_prefix(parts[0]);
+            for part in &parts[1..] {
+                rest = rest
+                    .and_then(|rest| rest.split_once(part))
+                    .map(|(_, rest)| rest);
+            }
+            rest.is_some()
+        };
+        let names = self.dataset.names().filter(|name| self.exists(name));
+        let names = names.filter(|name| is_match(&String::from_utf8_lossy(name)));
+        let names = names.map(|name| Reply::Bulk(name.clone())).collect();
+        Reply::Array(vec![Reply::text(0), Reply::Array(names)])
     }
 
     fn sorted_set(&self, key: &[u8]) -> Result<Option<&SortedSet>, String> {

@@ -1,7 +1,7 @@
 //! Runs the real scripts: `redis.call`, `redis.pcall` and `struct` over a [`KeySpace`].
 
 use super::commands::KeySpace;
-use crate::resp::Reply;
+use crate::sim::resp::Reply;
 use mlua::{Function, Lua, MultiValue, Table, Value, Variadic};
 use std::cell::RefCell;
 use std::collections::HashMap;

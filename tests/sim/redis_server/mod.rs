@@ -5,8 +5,8 @@ pub(crate) mod commands;
 pub(crate) mod dataset;
 pub(crate) mod lua;
 
-use crate::network::ConnectionId;
-use crate::resp::{Command, Reply};
+use crate::sim::network::ConnectionId;
+use crate::sim::resp::{Command, Reply};
 use commands::{KeySpace, number};
 use dataset::Dataset;
 use lua::ScriptEngine;
@@ -168,7 +168,7 @@ impl Server {
         let is_script = matches!(name, b"EVAL" | b"EVALSHA");
         let keys = match (is_script, name) {
             (true, _) => &command[3..3 + number(&command[2]) as usize],
-            (false, b"TIME") => &[],
+            (false, b"TIME" | b"SCAN") => &[],
             (false, _) => &command[1..2],
         };
         if let Some(cluster) = deployment.cluster {

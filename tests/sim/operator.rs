@@ -1,0 +1,134 @@
+//! What operators do beside the requests: they explain requests, list and reset counters, query a
+//! quota by a call with no hits, and replay requests on counters in memory.
+
+use super::instance::InstanceState;
+use super::network::{InstanceNetwork, SimulatedTransport};
+use super::redis_server::EPOCH_US;
+use super::scenario::{OperatorAction, RequestSpec, Scenario};
+use http::{HeaderMap, Method};
+use std::sync::Arc;
+use std::time::Instant as StdInstant;
+use tidegate::clock::Clock;
+use tidegate::config::{self, Config, ConfigSources, FileSource, StoreSettings};
+use tidegate::enforcer::{Enforcer, dry_run_request, explain_request};
+use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::policy::path::PathInterpretations;
+use tidegate::policy::{Descriptor, Facts, PolicyTable, jwt::RequestToken};
+use tidegate::store::redis::{CounterInspector, RedisDialer};
+use tidegate::store::{MemorySettings, MemoryStore, Store};
+use tokio::time::{Instant, sleep_until};
+
+/// The configuration of each instance.
+pub(crate) fn load_config(scenario: &Scenario) -> Config {
+    let text = scenario.config_text();
+    let source = FileSource::Text {
+        name: "sim.toml".to_owned(),
+        text: text.clone(),
+    };
+    let sources = ConfigSources {
+        file: source,
+        ..ConfigSources::default()
+    };
+    config::load(&sources).unwrap_or_else(|errors| panic!("{errors}\n{text}"))
+}
+
+/// Calls `use_facts` with the facts of a request.
+pub(crate) async fn with_facts<R>(
+    table: &PolicyTable,
+    request: &RequestSpec,
+    use_facts: impl AsyncFnOnce(&Facts<'_>) -> R,
+) -> R {
+    let mut headers = HeaderMap::new();
+    headers.insert("x-client", request.client.to_string().parse().unwrap());
+    headers.insert("x-cost", request.cost.to_string().parse().unwrap());
+    let path = format!("/r{}", request.route);
+    let paths = PathInterpretations::parse(&path, &table.path).unwrap();
+    let facts = Facts {
+        method: &Method::GET,
+        host: "sim",
+        paths: &paths,
+        query: None,
+        headers: &headers,
+        client_ip: [127, 0, 0, 1].into(),
+        token: RequestToken::without_token_reader(),
+        client_cert: None,
+        descriptor: None,
+    };
+    use_facts(&facts).await
+}
+
+/// Runs the operators' actions at one instance. They charge nothing.
+pub(crate) async fn run_operators(
+    state: Arc<InstanceState>,
+    (enforcer, store): (Enforcer, Store),
+    scenario: Scenario,
+) {
+    for operation in &scenario.operations {
+        sleep_until(state.network.time.instant_at(operation.at_us)).await;
+        let policies = enforcer.policy_snapshot();
+        let request = &operation.request;
+        match operation.action {
+            OperatorAction::Explain => {
+                with_facts(&policies.table, request, async |facts| {
+                    drop(explain_request(&store, &policies.table, facts).await);
+                })
+                .await;
+            }
+            OperatorAction::Query => {
+                let (route, client) = (request.route.to_string(), request.client.to_string());
+                let entries = [("route", route.as_str()), ("client", client.as_str())];
+                let descriptors = [Descriptor::new("sim", &entries, 0, None)];
+                drop(
+                    enforcer
+                        .decide_call(&policies, &descriptors, Instant::now())
+                        .await,
+                );
+            }
+            OperatorAction::Inspect => inspect_counters(&state.network, &scenario).await,
+            OperatorAction::Replay => replay_requests(&scenario, &policies.table).await,
+        }
+    }
+}
+
+/// Lists all counters and those of one policy, and resets a counter that no client uses.
+async fn inspect_counters(network: &Arc<InstanceNetwork>, scenario: &Scenario) {
+    let StoreSettings::Redis(mut settings) = load_config(scenario).store else {
+        return;
+    };
+    settings.dialer = RedisDialer::Simulated(Arc::new(SimulatedTransport(Arc::clone(network))));
+    let Ok(inspector) = CounterInspector::connect(*settings).await else {
+        return;
+    };
+    drop(inspector.list_counters(None, 1_000).await);
+    drop(inspector.list_counters(Some("p0"), 5).await);
+    let limit = Limit {
+        requests: 1,
+        per_us: 1_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let key = KeyBuilder::new("unused").finish();
+    drop(
+        inspector
+            .reset_counters(&[Charge::new(&limit, &key, 1)])
+            .await,
+    );
+}
+
+/// Decides the first requests of the run on counters in memory, at their times.
+async fn replay_requests(scenario: &Scenario, table: &PolicyTable) {
+    const REPLAYED: usize = 50;
+    let (clock, manual_clock) = Clock::manual(EPOCH_US);
+    let settings = MemorySettings {
+        max_keys: 10_000,
+        max_bytes: 1 << 24,
+    };
+    let memory = MemoryStore::new(settings, clock);
+    let now = StdInstant::now();
+    for (slot, request) in (1..).zip(scenario.requests.iter().take(REPLAYED)) {
+        manual_clock.set_us(EPOCH_US + request.at_us);
+        with_facts(table, request, async |facts| {
+            drop(dry_run_request(&memory, table, facts, (slot, now), |_| {}));
+        })
+        .await;
+    }
+}
