@@ -145,11 +145,7 @@ impl MonitoredSocket {
             timer: LazyTimer::default(),
         });
         loop {
-            let mut scratch = [0; 1];
-            let below_tls = Pin::new(self.transport.socket_below_tls());
-            if let Poll::Ready(Err(error)) =
-                below_tls.poll_read(cx, &mut ReadBuf::new(&mut scratch))
-            {
+            if let Some(error) = self.transport.socket_below_tls().take_error()? {
                 return Poll::Ready(Err(error));
             }
             let now = Instant::now();
