@@ -161,7 +161,7 @@ mod tests {
         let start = Instant::now();
         (0..lines).for_each(|_| queue.push_line(&line));
         assert!(start.elapsed() < Duration::from_secs(5));
-        let dropped = queue.dropped_lines.load(Ordering::Relaxed) as usize;
+        let dropped = usize::try_from(queue.dropped_lines.load(Ordering::Relaxed)).unwrap();
         assert!(dropped >= lines / 4, "{dropped} of {lines}");
         queue.wait_until_written(Duration::from_millis(10));
         assert!(queue.state.lock().is_writing, "the flush ends in time");
