@@ -14,7 +14,6 @@ use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
@@ -284,7 +283,8 @@ fn hash_files(files: &FileSet) -> FilesFingerprint {
     for path in files.expand_paths() {
         hash.update(path.as_os_str().as_encoded_bytes());
         // No contents hash to zeros, and a path contains no NUL.
-        let content = fs::read(&path).map_or([0; 32], |content| Sha256::digest(&content).into());
+        let content = config::read_config_file(&path)
+            .map_or([0; 32], |content| Sha256::digest(&content).into());
         hash.update([0]);
         hash.update(content);
     }

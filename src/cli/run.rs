@@ -4,6 +4,10 @@ use crate::app::{self, ListeningAddresses};
 use crate::config::{self, ConfigSources};
 use crate::telemetry;
 use std::process::ExitCode;
+use std::time::Duration;
+
+/// Most time at exit to write the last log lines.
+const LOG_FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Runs the proxy with the configuration of `sources` until shutdown. Calls `on_listening` with the
 /// bound addresses once clients can connect.
@@ -23,5 +27,7 @@ pub(super) fn run_proxy(
         }
     };
     telemetry::init_logging(&config.log);
-    app::main(config, sources, on_listening)
+    let code = app::main(config, sources, on_listening);
+    telemetry::flush_log(LOG_FLUSH_TIMEOUT);
+    code
 }

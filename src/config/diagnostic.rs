@@ -46,7 +46,8 @@ pub struct SourcePosition {
     pub line: usize,
     /// Column in characters, from 1.
     pub column: usize,
-    excerpt: SourceExcerpt,
+    /// Absent for a file whose name does not end in `.toml`: it may hold a secret.
+    excerpt: Option<SourceExcerpt>,
 }
 
 /// The source line without secrets and control characters, and its underlined part.
@@ -74,7 +75,9 @@ impl SourceSpan {
         source: &str,
         width: usize,
     ) -> Self {
-        let excerpt = SourceExcerpt::from_line(source, column, width);
+        let excerpt = name
+            .ends_with(".toml")
+            .then(|| SourceExcerpt::from_line(source, column, width));
         let position = SourcePosition {
             line: line + 1,
             column: column + 1,
@@ -150,7 +153,12 @@ impl fmt::Display for ConfigDiagnostic {
             write!(f, "{}: ", self.key)?;
         }
         writeln!(f, "{}", self.problem)?;
-        let Some(SourcePosition { line, excerpt, .. }) = &self.span.position else {
+        let Some(SourcePosition {
+            line,
+            excerpt: Some(excerpt),
+            ..
+        }) = &self.span.position
+        else {
             return Ok(());
         };
         writeln!(f, "{line:>5} | {}", excerpt.text)?;
@@ -192,10 +200,12 @@ impl std::error::Error for ConfigErrors {}
 /// Shortens text from the configuration for a message and removes secrets and control characters.
 pub(super) fn quote_source(text: &str) -> String {
     let line = text.lines().next().unwrap_or_default();
+    // Masked first: the characters that mark a secret may be beyond the limit.
+    let masked = mask_secrets(line);
     let is_truncated =
-        line.chars().count() > MAX_QUOTED_CHARS || line.len() < text.trim_end().len();
-    let short: String = line.chars().take(MAX_QUOTED_CHARS).collect();
-    let short = replace_control_characters(&mask_secrets(&short));
+        masked.chars().count() > MAX_QUOTED_CHARS || line.len() < text.trim_end().len();
+    let short: String = masked.chars().take(MAX_QUOTED_CHARS).collect();
+    let short = replace_control_characters(&short);
     if is_truncated {
         format!("{short}…")
     } else {
@@ -227,10 +237,24 @@ fn mask_secrets(line: &str) -> Cow<'_, str> {
         Some(shown) => Cow::Owned(format!("{shown} ***")),
         None => Cow::Borrowed(line),
     };
-    match LOGIN_URL_PATTERN.replace(&line, "$1$2//***$3") {
+    let line = match LOGIN_URL_PATTERN.replace(&line, "$1$2//***$3") {
         Cow::Owned(hidden) => Cow::Owned(hidden),
         Cow::Borrowed(_) => line,
+    };
+    mask_login_without_scheme(line)
+}
+
+/// Masks what precedes `@` in a value without `//`, which may be a URL whose scheme is missing.
+fn mask_login_without_scheme(line: Cow<'_, str>) -> Cow<'_, str> {
+    let Some((login, host)) = line.rsplit_once('@') else {
+        return line;
+    };
+    if login.ends_with("//***") {
+        return line;
     }
+    let key = login.split_inclusive('=').next().unwrap_or_default();
+    let key = if key.ends_with('=') { key } else { "" };
+    Cow::Owned(format!("{key} ***@{host}"))
 }
 
 #[cfg(test)]
@@ -249,6 +273,8 @@ mod tests {
             r#"url = "rediss://user:hunter2@host:port/""#,
             r#"url = "redis:hunter2""#,
             r#"url = "http://user:hunter2@h@host/""#,
+            r#"url = "user:hunter2@host:6379""#,
+            r#"'user:hunter2@host'"#,
         ] {
             let shown = mask_secrets(line);
             assert!(!shown.contains("hunter2"), "{shown}");
@@ -257,6 +283,7 @@ mod tests {
         for line in [
             r#"password_file = "/run/secrets/redis""#,
             r#"url = "http://host:3000""#,
+            r#"url = "http://***@host""#,
         ] {
             assert_eq!(mask_secrets(line), line);
         }

@@ -3,8 +3,8 @@
 use super::diagnostic::SourceSpan;
 use figment::value::{Dict, Empty, Tag, Value};
 use std::collections::BTreeMap;
-use std::fmt;
 use std::ops::Range;
+use std::{fmt, iter};
 use toml::Spanned;
 use toml::de::{DeInteger, DeTable, DeValue};
 
@@ -13,6 +13,8 @@ use toml::de::{DeInteger, DeTable, DeValue};
 pub(super) struct TomlDocument {
     name: String,
     text: String,
+    /// Byte offset of each line's start.
+    line_starts: Vec<usize>,
     rank: usize,
     values: Dict,
     spans: DocumentSpans,
@@ -47,8 +49,10 @@ impl TomlDocument {
         let (table, errors) = DeTable::parse_recoverable(&text);
         let mut spans = DocumentSpans::default();
         let values = convert_table(table.get_ref(), &mut spans);
+        let after_newlines = text.match_indices('\n').map(|(at, _)| at + 1);
         let document = Self {
             name,
+            line_starts: iter::once(0).chain(after_newlines).collect(),
             rank,
             values,
             spans,
@@ -57,14 +61,15 @@ impl TomlDocument {
         let document = Self { text, ..document };
         // Parser recovery may report follow-up errors on the same line. Only the first is useful.
         let mut syntax_errors: Vec<(SourceSpan, String)> = Vec::new();
+        let mut last_line = None;
         for error in errors {
-            let span = document.source_span(error.span().unwrap_or_default());
-            if syntax_errors
-                .last()
-                .is_none_or(|(last, _)| last.sort_key().1 != span.sort_key().1)
-            {
-                syntax_errors.push((span, error.message().replace('\n', " ")));
+            let span = error.span().unwrap_or_default();
+            let line = Some(document.line_index(span.start));
+            if last_line != line {
+                let message = error.message().replace('\n', " ");
+                syntax_errors.push((document.source_span(span), message));
             }
+            last_line = line;
         }
         (document, syntax_errors)
     }
@@ -110,21 +115,18 @@ impl TomlDocument {
         (at, true)
     }
 
+    /// Index of the line that contains this byte.
+    fn line_index(&self, offset: usize) -> usize {
+        let lines_up_to = self.line_starts.partition_point(|start| *start <= offset);
+        lines_up_to.saturating_sub(1)
+    }
+
     fn source_span(&self, span: Range<usize>) -> SourceSpan {
-        let before = self.text.get(..span.start).unwrap_or(&self.text);
-        let line = before.matches('\n').count();
-        let column = before
-            .rsplit('\n')
-            .next()
-            .unwrap_or_default()
-            .chars()
-            .count();
-        let source = self
-            .text
-            .split('\n')
-            .nth(line)
-            .unwrap_or_default()
-            .trim_end_matches('\r');
+        let line = self.line_index(span.start);
+        let start = self.line_starts.get(line).copied().unwrap_or_default();
+        let column = self.text.get(start..span.start).unwrap_or_default();
+        let rest = self.text.get(start..).unwrap_or_default();
+        let source = rest.split('\n').next().unwrap_or_default();
         let width = self
             .text
             .get(span)
@@ -134,8 +136,8 @@ impl TomlDocument {
             &self.name,
             self.rank,
             line,
-            column,
-            source,
+            column.chars().count(),
+            source.trim_end_matches('\r'),
             width.chars().count(),
         )
     }

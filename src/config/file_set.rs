@@ -1,6 +1,11 @@
 //! The files and globs of a configuration.
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+/// Maximum size of a file of the configuration.
+const MAX_FILE_BYTES: u64 = 16 * 1024 * 1024;
 
 /// Files and globs of a configuration. A reload reads them again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,4 +51,23 @@ pub(super) fn expand_glob(glob: &str) -> Result<Vec<PathBuf>, String> {
     paths
         .collect::<Result<_, _>>()
         .map_err(|error| error.to_string())
+}
+
+/// Reads a file of the configuration.
+///
+/// # Errors
+/// Returns an error for a device, pipe or socket, which could block or never end, and for a file
+/// above [`MAX_FILE_BYTES`].
+pub fn read_config_file(path: &Path) -> io::Result<Vec<u8>> {
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    File::open(path)?
+        .take(MAX_FILE_BYTES + 1)
+        .read_to_end(&mut bytes)?;
+    if u64::try_from(bytes.len()).is_ok_and(|length| length > MAX_FILE_BYTES) {
+        return Err(io::Error::other("larger than 16 MiB"));
+    }
+    Ok(bytes)
 }

@@ -2,7 +2,7 @@
 
 use super::diagnostic::{ConfigDiagnostic, ConfigErrors, DiagnosticSeverity, SourceSpan};
 use super::document::{KeyPath, TomlDocument};
-use super::file_set::FileSet;
+use super::file_set::{FileSet, read_config_file};
 use figment::Figment;
 use figment::value::{Dict, Tag, Value};
 use std::cell::RefCell;
@@ -50,13 +50,14 @@ impl ConfigInput {
     /// Reads a text file and adds it to the watched set.
     pub(super) fn read_file(&self, path: &Path) -> Result<String, String> {
         self.update_file_set(|files| files.insert_file(path.to_owned()));
-        std::fs::read_to_string(path).map_err(|error| format!("can't be read: {error}"))
+        let bytes = read_config_file(path).map_err(|error| format!("can't be read: {error}"))?;
+        String::from_utf8(bytes).map_err(|_invalid| "can't be read: not UTF-8".to_owned())
     }
 
     /// Reads a file that may contain bytes that are not UTF-8, and adds it to the watched set.
     pub(super) fn read_file_bytes(&self, path: &Path) -> Result<Vec<u8>, String> {
         self.update_file_set(|files| files.insert_file(path.to_owned()));
-        std::fs::read(path).map_err(|error| format!("can't be read: {error}"))
+        read_config_file(path).map_err(|error| format!("can't be read: {error}"))
     }
 
     pub(super) fn update_file_set(&self, update: impl FnOnce(&mut FileSet)) {

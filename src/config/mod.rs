@@ -35,7 +35,7 @@ pub use describe::PolicyDescription;
 pub use diagnostic::{
     ConfigDiagnostic, ConfigErrors, DiagnosticSeverity, SourcePosition, SourceSpan,
 };
-pub use file_set::FileSet;
+pub use file_set::{FileSet, read_config_file};
 pub use loaded_config::{Config, RestartOnlySettings, StoreSettings};
 pub use sources::{ConfigSources, FileSource, FlagOverrides};
 pub use values::format_duration;

@@ -7,7 +7,7 @@ use crate::proxy::http::hop_by_hop;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::response_cost::JsonPointerScanner;
 use crate::proxy::server::accept::proxy_header::properties as proxy_header;
-use crate::proxy::server::frame_limits::FrameScanner;
+use crate::proxy::server::frame_scanner::FrameScanner;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version, header};
 use std::net::IpAddr;
 
@@ -222,19 +222,28 @@ pub fn assert_proxy_protocol_header(bytes: &[u8]) {
     }
 }
 
-/// Checks that the number of costly frames does not depend on how the bytes are split.
+/// Checks that the number of costly frames and the bytes passed to h2 do not depend on how the
+/// bytes are split.
 pub fn check_frame_counting(bytes: &[u8]) {
     let Some((step, bytes)) = bytes.split_first() else {
         return;
     };
-    let mut whole = FrameScanner::default();
-    let expected = whole.count_costly_frames(bytes);
-    let mut parts = FrameScanner::default();
-    let found: u32 = bytes
-        .chunks(usize::from(*step).max(1))
-        .map(|part| parts.count_costly_frames(part))
-        .sum();
+    let expected = scan_in_steps(bytes, usize::MAX);
+    let found = scan_in_steps(bytes, usize::from(*step).max(1));
     assert_eq!(found, expected);
+}
+
+/// Returns the costly frames and the bytes passed on; `None` if the first frame is invalid.
+fn scan_in_steps(bytes: &[u8], step: usize) -> Option<(u32, Vec<u8>)> {
+    let (mut scanner, mut costly_frames, mut passed) = (FrameScanner::default(), 0, Vec::new());
+    for part in bytes.chunks(step) {
+        let scan = scanner.scan(part, &mut passed).ok()?;
+        costly_frames += scan.costly_frames;
+        if !scan.is_rewritten {
+            passed.extend_from_slice(part);
+        }
+    }
+    Some((costly_frames, passed))
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ pub(in crate::proxy) mod connection_load;
 pub(in crate::proxy) mod connection_timeouts;
 mod dispatch;
 pub(in crate::proxy) mod frame_limits;
+pub(in crate::proxy) mod frame_scanner;
 pub(in crate::proxy) mod handler;
 pub(in crate::proxy) mod handshake_error;
 pub(in crate::proxy) mod lazy_timer;

@@ -1,6 +1,7 @@
 use super::*;
 use crate::config::FileSource;
 use crate::telemetry::metrics::{MetricLabels, Metrics};
+use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
@@ -244,39 +245,33 @@ async fn a_check_request_triggers_an_immediate_check() {
 }
 
 #[tokio::test]
-async fn a_slow_disk_does_not_block_the_runtime() {
+async fn a_pipe_in_place_of_a_file_does_not_stop_reloading() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
     fs::write(&file, config_with_deny_policies(&["a"])).unwrap();
-    let ReloaderFixture { reloader, .. } = ReloaderFixture::load(&file);
+    let ReloaderFixture {
+        reloader,
+        active_policies,
+        ..
+    } = ReloaderFixture::load(&file);
+    let status = reloader.status();
     fs::remove_file(&file).unwrap();
-    assert!(
-        std::process::Command::new("mkfifo")
-            .arg(&file)
-            .status()
-            .unwrap()
-            .success()
-    );
-    let (opened_sender, opened_receiver) = tokio::sync::oneshot::channel();
-    let (release_sender, release_receiver) = std::sync::mpsc::sync_channel(1);
-    let disk = std::thread::spawn(move || {
-        // This call blocks until the reloader opens the pipe. The reloader's read then waits until
-        // the pipe is dropped.
-        let pipe = fs::OpenOptions::new().write(true).open(&file).unwrap();
-        opened_sender.send(()).unwrap();
-        let on_time = release_receiver
-            .recv_timeout(Duration::from_secs(5))
-            .is_ok();
-        drop(pipe);
-        on_time
-    });
+    let mkfifo = std::process::Command::new("mkfifo").arg(&file).status();
+    assert!(mkfifo.unwrap().success());
     let watch = tokio::spawn(reloader.watch_files(std::future::pending));
-    opened_receiver.await.unwrap();
-    release_sender.send(()).unwrap();
-    assert!(
-        disk.join().unwrap(),
-        "the runtime was blocked while a file was read"
-    );
+    let wait = async |is_done: &dyn Fn() -> bool| {
+        let done = async {
+            while !is_done() {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(Duration::from_secs(20), done).await.unwrap();
+    };
+    wait(&|| status.lock().rejected_count == 1).await;
+    assert!(status.lock().last_error[0].contains("not a regular file"));
+    fs::remove_file(&file).unwrap();
+    fs::write(&file, config_with_deny_policies(&["b"])).unwrap();
+    wait(&|| &*active_policies.load_snapshot().table.policies()[0].name == "b").await;
     watch.abort();
 }
 

@@ -1,6 +1,8 @@
 //! Logging to stderr. Commands print their data to stdout.
 
+use super::log_writer::{LogSink, start_log_writer};
 use parking_lot::Mutex;
+use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, Write};
 use std::sync::OnceLock;
@@ -92,6 +94,7 @@ impl LogLevelHandle {
 
 /// Initializes logging for the process. Only the first call has an effect.
 pub fn init_logging(settings: &LogSettings) {
+    start_log_writer();
     // Colours are off, so every escape sequence in the log comes from input and is escaped.
     // Internal errors are not logged, because a failed write to stderr would panic.
     let builder = tracing_subscriber::fmt()
@@ -99,7 +102,7 @@ pub fn init_logging(settings: &LogSettings) {
         .with_ansi(false)
         .log_internal_errors(false);
     let writer = EscapingMakeWriter {
-        inner: io::stderr,
+        inner: || LogSink,
         format: settings.format,
     };
     let (level_handle, result) = match settings.format {
@@ -148,6 +151,18 @@ pub fn set_log_level(level: LogLevel) -> bool {
         *current = level;
     }
     reloaded
+}
+
+/// Maximum bytes of a client's text in a log field.
+const MAX_CLIENT_TEXT_BYTES: usize = 512;
+
+/// Shortens text from a client for a log field. The mark states the bytes left out.
+pub fn shorten_client_text(text: &str) -> Cow<'_, str> {
+    if text.len() <= MAX_CLIENT_TEXT_BYTES {
+        return Cow::Borrowed(text);
+    }
+    let (shown, rest) = text.split_at(text.floor_char_boundary(MAX_CLIENT_TEXT_BYTES));
+    Cow::Owned(format!("{shown}…[{} bytes more]", rest.len()))
 }
 
 /// Makes writers that write each record as one line of printable characters, even if it contains
@@ -287,6 +302,18 @@ mod tests {
             serde_json::from_str(&format_hostile_record(LogFormat::Json)).unwrap();
         assert_eq!(record["field"], HOSTILE);
         assert_eq!(record["text"], HOSTILE);
+    }
+
+    #[test]
+    fn long_client_text_is_cut_and_marked() {
+        assert_eq!(shorten_client_text(&"a".repeat(512)), "a".repeat(512));
+        let cut = shorten_client_text(&"\u{e9}".repeat(300)).into_owned();
+        assert_eq!(cut, "\u{e9}".repeat(256) + "…[88 bytes more]");
+        let cut = shorten_client_text(&format!("a{}", "\u{e9}".repeat(300))).into_owned();
+        assert!(
+            cut.starts_with('a') && cut.ends_with("…[90 bytes more]"),
+            "{cut}"
+        );
     }
 
     #[test]

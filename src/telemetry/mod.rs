@@ -2,6 +2,7 @@
 
 pub mod history;
 mod log;
+mod log_writer;
 pub mod metrics;
 mod throttle;
 pub mod top_rejections;
@@ -9,5 +10,7 @@ pub mod trace;
 
 pub use log::{
     AccessLogFilter, LogFormat, LogLevel, LogSettings, init_logging, log_level, set_log_level,
+    shorten_client_text,
 };
+pub use log_writer::{dropped_log_lines, flush_log};
 pub use throttle::LogThrottle;

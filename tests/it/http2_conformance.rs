@@ -1,11 +1,17 @@
 //! HTTP/2 conformance (RFC 9113): a client error ends its stream or its connection, with the
 //! correct code.
 
+use crate::support::client::RawClient;
 use crate::support::h2_frames::*;
+use crate::support::h2_upstream::H2Upstream;
 use crate::support::proxy::Proxy;
 use crate::support::upstream::{Upstream, echo};
+use h2::server::Builder;
+use http::{HeaderMap, Request};
 use std::future::pending;
 use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+use tokio::net::TcpStream;
 
 /// How a stream or a connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,6 +91,58 @@ async fn assert_outcomes(cases: Vec<(&str, Vec<u8>, StreamOutcome)>) {
 /// RFC 9113 requires a more specific code here (FRAME_SIZE_ERROR, COMPRESSION_ERROR,
 /// STREAM_CLOSED), or only a stream error. h2 ends the connection with PROTOCOL_ERROR.
 const STRICTER_THAN_RFC: StreamOutcome = ConnectionClosed(PROTOCOL_ERROR);
+
+#[tokio::test]
+async fn a_first_frame_other_than_settings_ends_the_connection() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    for (name, frame) in [
+        ("PING", encode_frame(PING, 0, 0, [0; 8])),
+        ("HEADERS", get_frame(1, "/bad")),
+        ("WINDOW_UPDATE", window_update_frame(0, 1)),
+    ] {
+        let settings = encode_frame(SETTINGS, 0, 0, "");
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send([PREFACE, &frame, &settings].concat()).await;
+        let received = client.read_to_close().await;
+        let kinds = received.get(3).into_iter().collect::<Vec<_>>();
+        assert!(
+            kinds.is_empty() || kinds == [&SETTINGS],
+            "{name}: {received:?}"
+        );
+    }
+    assert_eq!(upstream.requests().len(), 0);
+}
+
+/// The proxy marks trailers for h2 with a `host` field, which must not reach the upstream.
+#[tokio::test]
+async fn trailers_reach_the_upstream_unchanged() {
+    let upstream = H2Upstream::with_handler(Builder::new(), |mut exchange| async move {
+        exchange.read_body().await.unwrap();
+        let trailers = exchange.request.body_mut().trailers().await.unwrap();
+        exchange.respond_with(200, format!("{trailers:?}"));
+    })
+    .await;
+    let proxy = Proxy::builder().upstream_url(&upstream.url()).start().await;
+    let (client, connection) =
+        h2::client::handshake(TcpStream::connect(proxy.address).await.unwrap())
+            .await
+            .unwrap();
+    tokio::spawn(connection);
+    let request = Request::post("http://a/").header("trailer", "x-sum");
+    let (response, mut body) = client
+        .ready()
+        .await
+        .unwrap()
+        .send_request(request.body(()).unwrap(), false)
+        .unwrap();
+    body.send_data("abc".into(), false).unwrap();
+    let mut trailers = HeaderMap::new();
+    trailers.insert("x-sum", "1".parse().unwrap());
+    body.send_trailers(trailers).unwrap();
+    let text = response.await.unwrap().into_body().data().await.unwrap();
+    assert_eq!(text.unwrap(), r#"Some({"x-sum": "1"})"#);
+}
 
 /// A POST that the upstream never answers.
 fn post_head_frame(fields: &[(&str, &str)]) -> Vec<u8> {
@@ -446,12 +504,57 @@ async fn malformed_header_blocks_and_bodies() {
             [post_head_frame(&[]), request_head_frame(1, &[("x", "1")])].concat(),
             wrong,
         ),
-        // h2 drops the pseudo-fields, so the upstream does not see them.
         (
             "trailers with pseudo-fields",
             [
                 request_head_frame(1, &GET_FIELDS),
                 request_frame(1, &[(":path", "/bad")]),
+            ]
+            .concat(),
+            wrong,
+        ),
+        (
+            "trailers with a pseudo-field of HPACK's static table",
+            [
+                request_head_frame(1, &GET_FIELDS),
+                encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x83]),
+            ]
+            .concat(),
+            wrong,
+        ),
+        (
+            "trailers with a pseudo-field of HPACK's dynamic table",
+            [
+                encode_frame(
+                    HEADERS,
+                    END_HEADERS,
+                    1,
+                    [
+                        encode_header_block(&GET_FIELDS[..3]),
+                        encode_indexed_literal(":path", "/never"),
+                    ]
+                    .concat(),
+                ),
+                encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x80 | 62]),
+            ]
+            .concat(),
+            wrong,
+        ),
+        (
+            "trailers without pseudo-fields",
+            [
+                request_head_frame(1, &GET_FIELDS),
+                request_frame(1, &[("x", "1")]),
+            ]
+            .concat(),
+            Answered,
+        ),
+        (
+            "trailers in two frames",
+            [
+                request_head_frame(1, &GET_FIELDS),
+                encode_frame(HEADERS, END_STREAM, 1, [0]),
+                encode_frame(CONTINUATION, END_HEADERS, 1, [1, b'x', 1, b'1']),
             ]
             .concat(),
             Answered,
@@ -478,4 +581,35 @@ async fn pings_and_settings_are_acknowledged() {
         })
         .await;
     assert_eq!(pong.payload, b"abcdefgh");
+}
+
+/// Stock clients such as curl 7.88 lose a response that arrives together with a reset.
+#[tokio::test]
+async fn an_early_response_is_not_followed_by_a_reset_at_once() {
+    let upstream = Upstream::echo().await;
+    let policy = "[[policy]]\nname = 'deny'\naction = 'deny'";
+    let proxy = Proxy::start(policy, upstream.address).await;
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    let put = |stream| {
+        let fields = [&GET_FIELDS[..], &[("content-length", "300000")]].concat();
+        request_head_frame(stream, &fields)
+    };
+    let is_end = |frame: &RawFrame| frame.flags & END_STREAM != 0 && frame.kind == DATA;
+    let is_reset = |frame: &RawFrame| frame.kind == RST_STREAM;
+    // The client sends its whole body after the response: the stream ends without a reset.
+    client.send(put(1)).await;
+    client.wait_for_frame("response", is_end).await;
+    for part in 0..30 {
+        let flags = if part == 29 { END_STREAM } else { 0 };
+        client.send(encode_frame(DATA, flags, 1, [0; 10_000])).await;
+    }
+    // The client sends no more: the stream is reset later.
+    client.send(put(3)).await;
+    client.wait_for_frame("response", is_end).await;
+    let answered_at = Instant::now();
+    let reset = client.wait_for_frame("reset", is_reset).await;
+    assert_eq!((reset.stream, reset.error_code()), (3, Some(0)));
+    let delay = answered_at.elapsed();
+    assert!(delay > Duration::from_millis(500), "{delay:?}");
+    assert!(delay < Duration::from_secs(5), "{delay:?}");
 }

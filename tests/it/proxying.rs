@@ -861,3 +861,18 @@ async fn preserve_host_false_sends_the_upstreams_own_name() {
         upstream.address.to_string()
     );
 }
+
+#[tokio::test]
+async fn a_304_keeps_its_content_length() {
+    let answer = "HTTP/1.1 304 Not Modified\r\nContent-Length: 1234\r\nETag: \"a\"\r\n\r\n";
+    let upstream = RawUpstream::with_response(answer).await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    for _ in 0..2 {
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let head = client.read_past(b"\r\n\r\n").await;
+        let head = String::from_utf8_lossy(&head).to_lowercase();
+        assert!(head.starts_with("http/1.1 304 "), "{head}");
+        assert!(head.contains("content-length: 1234\r\n"), "{head}");
+    }
+}

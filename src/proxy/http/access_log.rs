@@ -5,17 +5,34 @@
 
 use crate::enforcer::{DecisionSource, ReportedLimit, RequestDecision};
 use crate::telemetry::trace::TraceId;
-use crate::telemetry::{AccessLogFilter, LogSettings};
+use crate::telemetry::{AccessLogFilter, LogSettings, shorten_client_text};
 use http::StatusCode;
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::Duration;
+use tokio::time::Instant;
+
+/// Maximum lines per second, policy and worker if only rejected requests are logged. A client can
+/// cause many rejections.
+const MAX_REJECTION_LINES_PER_SECOND: u32 = 100;
 
 /// Writes access-log lines according to the log settings.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(in crate::proxy) struct AccessLog {
     mode: AccessLogFilter,
     /// Share of the lines that are written, 0.0..=1.0.
     sample_rate: f64,
+    /// Lines of the current second by policy; the empty name stands for malformed requests.
+    rejection_lines: RefCell<HashMap<String, RejectionLineCount>>,
+}
+
+/// Lines about one policy's rejections in one second.
+#[derive(Debug)]
+struct RejectionLineCount {
+    started_at: Instant,
+    written: u32,
+    omitted: u32,
 }
 
 /// Fields of one access-log line; all are known once the response head is.
@@ -71,7 +88,40 @@ impl AccessLog {
         Self {
             mode: settings.access,
             sample_rate: settings.access_sample,
+            rejection_lines: RefCell::default(),
         }
+    }
+
+    /// Whether a line about a rejection may be written. After a second with omitted lines, writes a
+    /// summary first.
+    fn take_rejection_line(&self, policy: &str, now: Instant) -> bool {
+        let mut rejection_lines = self.rejection_lines.borrow_mut();
+        let Some(count) = rejection_lines.get_mut(policy) else {
+            let count = RejectionLineCount {
+                started_at: now,
+                written: 1,
+                omitted: 0,
+            };
+            rejection_lines.insert(policy.to_owned(), count);
+            return true;
+        };
+        if now.saturating_duration_since(count.started_at) >= Duration::from_secs(1) {
+            if count.omitted > 0 {
+                tracing::info!(
+                    target: "access",
+                    policy,
+                    lines = count.omitted,
+                    "rejected requests not logged"
+                );
+            }
+            (count.started_at, count.written, count.omitted) = (now, 0, 0);
+        }
+        let is_allowed = count.written < MAX_REJECTION_LINES_PER_SECOND;
+        match is_allowed {
+            true => count.written += 1,
+            false => count.omitted += 1,
+        }
+        is_allowed
     }
 
     /// Whether the log settings allow a line for a request, before sampling. `is_rejected` says
@@ -94,12 +144,19 @@ impl AccessLog {
         {
             return;
         }
+        if self.mode == AccessLogFilter::Rejected {
+            let shadow_policy = entry.shadow_rejected.first().copied();
+            let policy = entry.policy.or(shadow_policy).unwrap_or_default();
+            if !self.take_rejection_line(policy, Instant::now()) {
+                return;
+            }
+        }
         let tightest = ReportedLimit::find_tightest_limit(entry.limits);
         tracing::info!(
             target: "access",
-            method = entry.method,
-            host = entry.host,
-            path = entry.path,
+            method = &*shorten_client_text(entry.method),
+            host = &*shorten_client_text(entry.host),
+            path = &*shorten_client_text(entry.path),
             client_ip = %entry.client_ip,
             status = entry.status.as_u16(),
             decision = entry.decision,

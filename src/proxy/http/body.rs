@@ -10,5 +10,5 @@ pub(in crate::proxy) mod response;
 
 pub use error::BodyError;
 pub use request::RequestBody;
-pub(in crate::proxy) use request::RequestBodyLimits;
+pub(in crate::proxy) use request::{RequestBodyLimits, RequestBodyProgress};
 pub use response::ResponseBody;

@@ -63,6 +63,10 @@ pub(in crate::proxy) struct ConnectionMonitor {
     /// Whether the connection holds buffers that it can release.
     has_buffers: Cell<bool>,
     has_unread_input: Cell<bool>,
+    /// Whether the rest of an HTTP/1 request body is still expected.
+    awaits_body: Cell<bool>,
+    /// Whether the response of the active HTTP/1 request has begun.
+    is_responding: Cell<bool>,
     /// Whether the client may take the end of the connection as the end of a response (HTTP/1.0).
     is_close_delimited: Cell<bool>,
     /// Whether progress was made since the last check: see [`ConnectionMonitor::mark_progress`].
@@ -104,6 +108,8 @@ impl ConnectionMonitor {
             is_http2: Cell::new(false),
             has_buffers: Cell::new(false),
             has_unread_input: Cell::new(false),
+            awaits_body: Cell::new(false),
+            is_responding: Cell::new(false),
             is_close_delimited: Cell::new(false),
             has_progressed: Cell::new(false),
             drain_requested: Cell::new(false),
@@ -120,6 +126,7 @@ impl ConnectionMonitor {
     pub(in crate::proxy) fn begin_request(self: &Rc<Self>) -> ActiveRequestGuard {
         if self.active_requests.get() == 0 {
             self.has_unread_input.set(false);
+            self.is_responding.set(false);
         }
         self.active_requests.set(self.active_requests.get() + 1);
         ActiveRequestGuard(Rc::clone(self))
@@ -158,6 +165,24 @@ impl ConnectionMonitor {
 
     pub(in crate::proxy) fn has_unread_input(&self) -> bool {
         self.has_unread_input.get()
+    }
+
+    /// Sets whether the rest of an HTTP/1 request body is still expected.
+    pub(in crate::proxy) fn set_awaits_body(&self, awaits_body: bool) {
+        self.awaits_body.set(awaits_body);
+    }
+
+    pub(super) fn awaits_body(&self) -> bool {
+        self.awaits_body.get()
+    }
+
+    /// Records that the response of the active HTTP/1 request has begun.
+    pub(in crate::proxy) fn set_responding(&self) {
+        self.is_responding.set(true);
+    }
+
+    pub(super) fn is_responding(&self) -> bool {
+        self.is_responding.get()
     }
 
     /// Records an HTTP/1.0 client: a response to it may end with the connection.

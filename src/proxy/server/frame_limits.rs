@@ -87,104 +87,10 @@ impl FrameBudget {
     }
 }
 
-/// Length of a frame header: length, type, flags and stream (RFC 9113, 4.1).
-const FRAME_HEAD_BYTES: usize = 9;
-/// First bytes of the client preface, parsed as a frame header. The other [`PREFACE_REST_BYTES`] of
-/// the preface follow.
-const PREFACE_AS_FRAME_HEAD: [u8; FRAME_HEAD_BYTES] = *b"PRI * HTT";
-const PREFACE_REST_BYTES: usize = 24 - FRAME_HEAD_BYTES;
-
-/// Counts the costly frames in a client's byte stream by their headers, without keeping payloads.
-#[derive(Debug, Default)]
-pub(in crate::proxy) struct FrameScanner {
-    head: [u8; FRAME_HEAD_BYTES],
-    /// Received bytes of `head`.
-    head_len: usize,
-    /// Payload bytes still to be skipped.
-    remaining_payload: usize,
-}
-
-impl FrameScanner {
-    /// Scans the next bytes. Returns the number of costly frames whose header ends in these bytes.
-    pub(in crate::proxy) fn count_costly_frames(&mut self, mut bytes: &[u8]) -> u32 {
-        let mut costly_frames = 0;
-        loop {
-            let skipped = self.remaining_payload.min(bytes.len());
-            self.remaining_payload -= skipped;
-            bytes = bytes.get(skipped..).unwrap_or_default();
-            if bytes.is_empty() {
-                return costly_frames;
-            }
-            for (into, byte) in self.head.iter_mut().skip(self.head_len).zip(bytes) {
-                *into = *byte;
-            }
-            let taken = (FRAME_HEAD_BYTES - self.head_len).min(bytes.len());
-            self.head_len += taken;
-            bytes = bytes.get(taken..).unwrap_or_default();
-            if self.head_len == FRAME_HEAD_BYTES {
-                self.head_len = 0;
-                if self.head == PREFACE_AS_FRAME_HEAD {
-                    self.remaining_payload = PREFACE_REST_BYTES;
-                    continue;
-                }
-                let [a, b, c, kind, ..] = self.head;
-                self.remaining_payload =
-                    usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
-                costly_frames += u32::from(is_costly_frame_type(kind));
-            }
-        }
-    }
-}
-
-/// Whether frames of this type spend credit. DATA, HEADERS and CONTINUATION do not: they belong to
-/// requests, which are limited as requests or by h2.
-fn is_costly_frame_type(kind: u8) -> bool {
-    const DATA: u8 = 0;
-    const HEADERS: u8 = 1;
-    const CONTINUATION: u8 = 9;
-    !matches!(kind, DATA | HEADERS | CONTINUATION)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use tokio::time::advance;
-
-    fn build_frame(kind: u8, payload: usize) -> Vec<u8> {
-        let [.., a, b, c] = u32::try_from(payload).unwrap().to_be_bytes();
-        [vec![a, b, c, kind, 0, 0, 0, 0, 1], vec![0xff; payload]].concat()
-    }
-
-    #[test]
-    fn counts_frames_however_the_bytes_are_split() {
-        let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-        let kinds = [
-            (4, 18),
-            (1, 300),
-            (9, 0),
-            (0, 70_000),
-            (6, 8),
-            (8, 4),
-            (0, 0),
-            (3, 4),
-            (200, 17),
-        ];
-        let frames: Vec<u8> = kinds
-            .into_iter()
-            .flat_map(|(kind, len)| build_frame(kind, len))
-            .collect();
-        for bytes in [[preface, frames.clone()].concat(), frames] {
-            for step in [1, 2, 3, 8, 9, 10, 1000, usize::MAX] {
-                let mut found = FrameScanner::default();
-                let wasted: u32 = bytes
-                    .chunks(step.min(bytes.len()))
-                    .map(|part| found.count_costly_frames(part))
-                    .sum();
-                assert_eq!(wasted, 5, "in steps of {step}: 4, 6, 8, 3 and 200");
-                assert_eq!((found.head_len, found.remaining_payload), (0, 0));
-            }
-        }
-    }
 
     #[tokio::test(start_paused = true)]
     async fn a_budget_is_spent_credited_and_refilled() {

@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
 use super::connection_timeouts::ConnectionMonitor;
-use super::frame_limits::FrameScanner;
+use super::frame_scanner::FrameScanner;
 use super::lazy_timer::LazyTimer;
 use super::transport::{ClientTransport, move_buffered_bytes};
 
@@ -19,6 +19,19 @@ const MAX_LINGER_BYTES: usize = 1024 * 1024;
 
 /// Maximum time to discard input after a close.
 const MAX_LINGER_TIME: Duration = Duration::from_secs(2);
+
+/// Time from the half-close of a client to the probe. A quick response needs no probe.
+const PROBE_DELAY: Duration = Duration::from_millis(200);
+
+/// Time without output after which a half-closed client that cannot be probed counts as gone.
+const HALF_CLOSE_GRACE: Duration = Duration::from_secs(1);
+
+/// Interval at which a half-closed connection is checked for a reset.
+const RESET_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Output without effect on an HTTP/1.1 client. The machine of a client that is gone answers with a
+/// reset.
+const PROBE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// Client byte stream that records its state in a [`ConnectionMonitor`]. Reads first return the
 /// bytes that were put back. Shutdown lingers: it discards input for a limited time.
@@ -34,6 +47,17 @@ pub(in crate::proxy) struct MonitoredSocket {
     /// another request, nor be read as if it came from TLS.
     is_closed: bool,
     linger: Option<LingerState>,
+    half_close: Option<HalfCloseState>,
+}
+
+/// State of a client that ended its sending direction during an HTTP/1 request. The client may read
+/// the response, or be gone: both look the same until output reaches it.
+#[derive(Debug)]
+struct HalfCloseState {
+    /// Time of the half-close, or of the last output since.
+    last_output_at: Instant,
+    is_probed: bool,
+    timer: LazyTimer,
 }
 
 /// Remaining limits of discarding input after a close.
@@ -57,6 +81,7 @@ impl MonitoredSocket {
             is_half_close: false,
             is_closed: false,
             linger: None,
+            half_close: None,
         }
     }
 
@@ -111,6 +136,41 @@ impl MonitoredSocket {
         Poll::Ready(Ok(()))
     }
 
+    /// Waits while a half-closed client may read the response. Ready with `Ok` if the client counts
+    /// as gone, and with an error if the connection was reset.
+    fn poll_half_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let half_close = self.half_close.get_or_insert_with(|| HalfCloseState {
+            last_output_at: Instant::now(),
+            is_probed: false,
+            timer: LazyTimer::default(),
+        });
+        loop {
+            if let Some(error) = self.transport.socket_below_tls().take_error()? {
+                return Poll::Ready(Err(error));
+            }
+            let now = Instant::now();
+            let silence = now.saturating_duration_since(half_close.last_output_at);
+            if silence >= PROBE_DELAY && self.monitor.awaits_body() {
+                return Poll::Ready(Ok(()));
+            }
+            let can_be_probed = !self.monitor.is_responding() && !self.monitor.is_close_delimited();
+            if silence >= PROBE_DELAY && can_be_probed && !half_close.is_probed {
+                half_close.is_probed = true;
+                self.monitor.queue_informational_head(PROBE);
+            }
+            if silence >= HALF_CLOSE_GRACE && !can_be_probed {
+                return Poll::Ready(Ok(()));
+            }
+            ready!(half_close.timer.poll(now + RESET_CHECK_INTERVAL, cx));
+        }
+    }
+
+    fn record_output(&mut self) {
+        if let Some(half_close) = &mut self.half_close {
+            half_close.last_output_at = Instant::now();
+        }
+    }
+
     /// Discards input until the client closes or a linger limit is reached. Waits only if unread
     /// input is expected.
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
@@ -153,20 +213,40 @@ impl AsyncRead for MonitoredSocket {
             move_buffered_bytes(&mut this.read_ahead, into);
             return Poll::Ready(Ok(()));
         }
-        let before = into.filled().len();
-        ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
-        let received = into.filled().get(before..).unwrap_or_default();
-        if !received.is_empty() {
+        loop {
+            let before = into.filled().len();
+            ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
+            let received = into.filled().get(before..).unwrap_or_default();
+            if received.is_empty() {
+                let may_read_response = this.monitor.has_active_requests()
+                    && !this.monitor.is_http2()
+                    && !this.is_half_close;
+                return if may_read_response && into.remaining() > 0 {
+                    this.poll_half_closed(cx)
+                } else {
+                    Poll::Ready(Ok(()))
+                };
+            }
             this.monitor.record_read();
-        }
-        if this.monitor.is_http2() {
-            let costly_frames = this.frame_scanner.count_costly_frames(received);
-            this.monitor.frame_budget().charge_frames(costly_frames);
+            if !this.monitor.is_http2() {
+                return Poll::Ready(Ok(()));
+            }
+            let scan = this.frame_scanner.scan(received, &mut this.read_ahead)?;
+            this.monitor
+                .frame_budget()
+                .charge_frames(scan.costly_frames);
             if this.monitor.frame_budget().is_exhausted() {
                 return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
             }
+            if !scan.is_rewritten {
+                return Poll::Ready(Ok(()));
+            }
+            into.set_filled(before);
+            if !this.read_ahead.is_empty() {
+                move_buffered_bytes(&mut this.read_ahead, into);
+                return Poll::Ready(Ok(()));
+            }
         }
-        Poll::Ready(Ok(()))
     }
 }
 
@@ -179,6 +259,7 @@ impl AsyncWrite for MonitoredSocket {
         let this = self.get_mut();
         ready!(this.poll_write_informational_heads(cx))?;
         this.monitor.set_flushed(false);
+        this.record_output();
         Pin::new(&mut this.transport).poll_write(cx, bytes)
     }
 
@@ -190,6 +271,7 @@ impl AsyncWrite for MonitoredSocket {
         let this = self.get_mut();
         ready!(this.poll_write_informational_heads(cx))?;
         this.monitor.set_flushed(false);
+        this.record_output();
         Pin::new(&mut this.transport).poll_write_vectored(cx, bytes)
     }
 

@@ -87,6 +87,15 @@ impl SocketBelowTls {
         Rc::clone(&self.monitor)
     }
 
+    /// Error of the connection, such as a reset by the client. After the client has ended its
+    /// sending direction, reads no longer report it.
+    pub(in crate::proxy) fn take_error(&self) -> io::Result<Option<io::Error>> {
+        match &self.stream {
+            ClientSocket::Tcp(socket) => socket.take_error(),
+            ClientSocket::Unix(socket) => socket.take_error(),
+        }
+    }
+
     /// Makes closing the socket send a reset. Unix sockets have no reset: their client reads an end
     /// of file.
     pub(in crate::proxy) fn set_reset_on_close(&self) -> io::Result<()> {

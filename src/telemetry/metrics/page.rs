@@ -6,6 +6,7 @@ use super::process::write_process_metrics;
 use super::registry::Metrics;
 use super::status::ProcessStatus;
 use super::store::write_store_metrics;
+use crate::telemetry::log_writer::dropped_log_lines;
 
 impl Metrics {
     /// Renders all metrics as a page for Prometheus.
@@ -141,6 +142,12 @@ impl Metrics {
             "Connections and HTTP/2 requests that ended in a panic. Each panic is a bug in tidegate.",
         )
         .write_sample(&[], status.panics);
+        page.begin_family(
+            MetricKind::Counter,
+            "tidegate_log_lines_dropped",
+            "Log lines dropped because stderr was read too slowly.",
+        )
+        .write_sample(&[], dropped_log_lines());
         let mut closed = page.begin_family(
             MetricKind::Counter,
             "tidegate_connections_closed",

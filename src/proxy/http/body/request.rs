@@ -9,7 +9,8 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
-use tokio::time::{Instant, timeout};
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep, timeout};
 
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
@@ -23,6 +24,14 @@ const MAX_DISCARD_BYTES: u64 = 256 * 1024;
 
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Maximum bytes of an unwanted HTTP/2 request body that are read and dropped before the stream is
+/// reset.
+const MAX_HTTP2_DISCARD_BYTES: u64 = 16 * 1024 * 1024;
+
+/// Time between the end of a response and the reset of its unwanted HTTP/2 request body. Common
+/// clients lose a response that arrives together with a reset, even with `NO_ERROR`.
+const HTTP2_RESET_DELAY: Duration = Duration::from_secs(1);
+
 /// Limits of request bodies.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::proxy) struct RequestBodyLimits {
@@ -35,7 +44,8 @@ pub(in crate::proxy) struct RequestBodyLimits {
 /// A request body, received from the client.
 ///
 /// If a body is dropped unread, an HTTP/1 connection closes after the response, which has
-/// `Connection: close`. See [`RequestBody::discard`].
+/// `Connection: close`. See [`RequestBody::discard`]. The rest of an HTTP/2 body is discarded for a
+/// limited time: see [`discard_http2_rest`].
 #[derive(Debug, Default)]
 pub struct RequestBody(Option<Rc<RefCell<RequestBodyStream>>>);
 
@@ -61,6 +71,7 @@ struct RequestBodyStream {
 pub(in crate::proxy) struct RequestBodyProgress {
     state: Cell<RequestBodyState>,
     last_progress_at: Cell<Instant>,
+    response_ended: Notify,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,16 +97,19 @@ impl RequestBody {
         if incoming.is_end_stream() {
             return Self(None);
         }
+        let multiplexed = request.version == http::Version::HTTP_2;
+        active.monitor().set_awaits_body(!multiplexed);
         let progress = RequestBodyProgress {
             state: Cell::new(RequestBodyState::Transferring),
             last_progress_at: Cell::new(Instant::now()),
+            response_ended: Notify::new(),
         };
         Self(Some(Rc::new(RefCell::new(RequestBodyStream {
             incoming,
             limits,
             received: 0,
             expects_continue: request.headers.contains_key(http::header::EXPECT),
-            multiplexed: request.version == http::Version::HTTP_2,
+            multiplexed,
             replay_buffer: ReplayBuffer::default(),
             is_complete: false,
             pending_since: None,
@@ -113,11 +127,10 @@ impl RequestBody {
     /// Discards the body of a request that is answered without it.
     ///
     /// On HTTP/1, a small rest of known length is read in the background, so that the connection
-    /// can be reused. Nothing is read if the client waits for `100 Continue`, or for an HTTP/2
-    /// stream.
-    pub fn discard(self) {
-        let Some(body) = self.0 else { return };
+    /// can be reused. Nothing is read if the client waits for `100 Continue`.
+    pub fn discard(mut self) {
         {
+            let Some(body) = &self.0 else { return };
             let body = body.borrow();
             let is_small = body
                 .size_hint()
@@ -127,6 +140,7 @@ impl RequestBody {
                 return;
             }
         }
+        let Some(body) = self.0.take() else { return };
         tokio::task::spawn_local(timeout(DISCARD_TIMEOUT, async move {
             while let Some(Ok(_)) = poll_fn(|cx| body.borrow_mut().poll_frame(cx)).await {}
         }));
@@ -185,6 +199,37 @@ impl RequestBodyProgress {
     pub(in crate::proxy) fn last_progress_at(&self) -> Instant {
         self.last_progress_at.get()
     }
+
+    /// Records that the response is complete or dropped.
+    pub(in crate::proxy) fn record_response_end(&self) {
+        self.response_ended.notify_one();
+    }
+}
+
+/// Reads and drops the rest of an HTTP/2 request body. Dropping `body` resets the stream if the
+/// client has not ended or reset it. The reset waits until [`HTTP2_RESET_DELAY`] after the response,
+/// or until [`MAX_HTTP2_DISCARD_BYTES`] are read.
+async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
+    let progress = Rc::clone(&body.borrow().progress);
+    let rest = async {
+        let mut discarded = 0;
+        while discarded <= MAX_HTTP2_DISCARD_BYTES {
+            let incoming = poll_fn(|cx| Pin::new(&mut body.borrow_mut().incoming).poll_frame(cx));
+            let Some(Ok(frame)) = incoming.await else {
+                return;
+            };
+            let bytes = frame.data_ref().map_or(0, Bytes::len);
+            discarded += u64::try_from(bytes).unwrap_or(u64::MAX);
+        }
+    };
+    let delay = async {
+        progress.response_ended.notified().await;
+        sleep(HTTP2_RESET_DELAY).await;
+    };
+    tokio::select! {
+        () = rest => {}
+        () = delay => {}
+    }
 }
 
 impl RequestBodyStream {
@@ -227,7 +272,7 @@ impl RequestBodyStream {
             }
             None => {
                 self.is_complete = true;
-                self.progress.state.set(RequestBodyState::Finished);
+                self.record_end();
                 None
             }
         })
@@ -279,10 +324,16 @@ impl RequestBodyStream {
         }
         self.is_complete |= frame.is_trailers();
         if self.is_complete || self.incoming.is_end_stream() {
-            self.progress.state.set(RequestBodyState::Finished);
+            self.record_end();
         }
         self.replay_buffer.record_frame(&frame);
         Ok(frame)
+    }
+
+    /// Records that the client has sent the whole body.
+    fn record_end(&self) {
+        self.progress.state.set(RequestBodyState::Finished);
+        self.active.monitor().set_awaits_body(false);
     }
 
     fn mark_rest_unread(&self) {
@@ -298,9 +349,31 @@ impl RequestBodyStream {
     }
 }
 
+impl Drop for RequestBody {
+    fn drop(&mut self) {
+        let last_handle = self.0.take().filter(|body| Rc::strong_count(body) == 1);
+        let unread = last_handle.filter(|body| {
+            let body = body.borrow();
+            body.multiplexed && !body.incoming.is_end_stream()
+        });
+        if let Some(body) = unread {
+            body.borrow().record_drop();
+            tokio::task::spawn_local(discard_http2_rest(body));
+        }
+    }
+}
+
 impl Drop for RequestBodyStream {
     fn drop(&mut self) {
+        self.record_drop();
+    }
+}
+
+impl RequestBodyStream {
+    /// Records that the rest of the body is not wanted.
+    fn record_drop(&self) {
         self.mark_rest_unread();
+        self.active.monitor().set_awaits_body(false);
         match self.progress.state() {
             RequestBodyState::AwaitingClient | RequestBodyState::Transferring => {
                 self.progress.state.set(RequestBodyState::Finished)

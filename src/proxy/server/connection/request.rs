@@ -14,7 +14,9 @@ use std::task::{Context, Poll, ready};
 use tokio::time::Instant;
 
 use super::upgrade_handover::{UpgradeHandover, UpgradedRequest};
-use crate::proxy::http::body::{BodyError, RequestBody, RequestBodyLimits, ResponseBody};
+use crate::proxy::http::body::{
+    BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress, ResponseBody,
+};
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::server::connection_timeouts::{ActiveRequestGuard, ConnectionMonitor};
 use crate::proxy::server::handler::RequestHandler;
@@ -57,6 +59,7 @@ pub(super) fn handle_request<H: RequestHandler>(
     let charges_early_reset = is_http2 && peer.listener_kind.is_public();
     let mut guard = RequestGuard {
         request: active,
+        body: body.progress(),
         arrived_at: charges_early_reset.then(Instant::now),
         is_complete: false,
     };
@@ -77,6 +80,7 @@ pub(super) fn handle_request<H: RequestHandler>(
         let mut response = response.await;
         let monitor = guard.request.monitor();
         monitor.frame_budget().credit_response();
+        monitor.set_responding();
         if !is_http2
             && (monitor.is_draining() || monitor.has_unread_input())
             && response.status() != StatusCode::SWITCHING_PROTOCOLS
@@ -91,10 +95,14 @@ pub(super) fn handle_request<H: RequestHandler>(
         if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
             handover.put(UpgradedRequest::new(tunnel, client, guard.request.clone()));
         }
+        let hides_end = !is_http2
+            && response.status() == StatusCode::NOT_MODIFIED
+            && response.headers().contains_key(header::CONTENT_LENGTH);
         Ok(response.map(|body| {
             guard.is_complete = body.is_end_stream();
             TrackedResponseBody {
                 body,
+                hides_end,
                 guard,
                 max_frame_bytes,
                 remainder: Bytes::new(),
@@ -107,6 +115,7 @@ pub(super) fn handle_request<H: RequestHandler>(
 /// listener cancels the request shortly after its arrival, the connection's frame budget is charged.
 struct RequestGuard {
     request: ActiveRequestGuard,
+    body: Option<Rc<RequestBodyProgress>>,
     /// Arrival time, set only for HTTP/2 clients of a public listener, which can cancel one request
     /// and continue with others. The operator's own proxies may cancel requests when their timeouts
     /// expire.
@@ -115,8 +124,12 @@ struct RequestGuard {
 }
 
 impl Drop for RequestGuard {
-    /// Charges the frame budget if the client cancelled the request early.
+    /// Records the end of the response, and charges the frame budget if the client cancelled the
+    /// request early.
     fn drop(&mut self) {
+        if let Some(body) = &self.body {
+            body.record_response_end();
+        }
         if let Some(arrived) = self.arrived_at.filter(|_| !self.is_complete) {
             self.request
                 .monitor()
@@ -129,6 +142,9 @@ impl Drop for RequestGuard {
 /// Response body that keeps its request active and records that the client reads the response.
 pub(super) struct TrackedResponseBody {
     body: ResponseBody,
+    /// Whether the body of a 304 looks unfinished. hyper removes `Content-Length` from a response
+    /// without a body, unless the request is a HEAD. It never sends the body of a 304.
+    hides_end: bool,
     guard: RequestGuard,
     /// Maximum bytes of a frame passed to hyper.
     max_frame_bytes: usize,
@@ -173,10 +189,13 @@ impl Body for TrackedResponseBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.remainder.is_empty() && self.body.is_end_stream()
+        !self.hides_end && self.remainder.is_empty() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
+        if self.hides_end {
+            return SizeHint::default();
+        }
         let (mut hint, rest) = (
             self.body.size_hint(),
             u64::try_from(self.remainder.len()).unwrap_or(u64::MAX),

@@ -1,0 +1,300 @@
+//! Scans a client's HTTP/2 byte stream by its frame headers, below hyper and h2.
+//!
+//! Counts the costly frames, and corrects two things that h2 accepts: a first frame other than
+//! SETTINGS (RFC 9113, 3.4), and pseudo-header fields in trailers (8.1). See
+//! `docs/decisions/0047-http2-corrections.md`.
+
+use std::collections::VecDeque;
+use std::io;
+
+/// Length of a frame header: length, type, flags and stream (RFC 9113, 4.1).
+const FRAME_HEADER_BYTES: usize = 9;
+
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const CONTINUATION: u8 = 9;
+
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+const PADDED: u8 = 8;
+const PRIORITY: u8 = 32;
+
+/// Field that [`FrameScanner`] puts in front of trailers: `host` with an empty value, entry 38 of
+/// HPACK's static table. Requests that declare `host` as a trailer are rejected, and undeclared
+/// trailers are not forwarded.
+const TRAILER_MARKER_FIELD: u8 = 0x80 | 38;
+
+/// Kind of the error for a first frame that is not SETTINGS.
+pub(in crate::proxy) const INVALID_FIRST_FRAME: io::ErrorKind = io::ErrorKind::InvalidData;
+
+/// Maximum streams whose trailers are recognized: those with the newest request heads.
+const MAX_OPEN_UPLOADS: usize = 256;
+
+/// State of the scan between two reads.
+#[derive(Debug, Default)]
+pub(in crate::proxy) struct FrameScanner {
+    splitter: FrameSplitter,
+    /// Whether the first frame has arrived.
+    has_started: bool,
+    /// Highest stream with a request head.
+    last_stream: u32,
+    /// Streams whose request body the client has not ended. HEADERS of such a stream are trailers.
+    open_uploads: VecDeque<u32>,
+}
+
+/// Splits a byte stream into frame headers and payloads.
+#[derive(Clone, Copy, Debug, Default)]
+struct FrameSplitter {
+    header: [u8; FRAME_HEADER_BYTES],
+    /// Received bytes of `header`. These bytes are not passed on yet.
+    header_len: usize,
+    /// Payload bytes still to be skipped.
+    remaining_payload: usize,
+}
+
+/// Result of scanning the bytes of one read.
+#[derive(Debug)]
+pub(in crate::proxy) struct FrameScan {
+    /// Number of costly frames whose header ends in these bytes.
+    pub(in crate::proxy) costly_frames: u32,
+    /// Whether other bytes replace the scanned ones.
+    pub(in crate::proxy) is_rewritten: bool,
+}
+
+/// A part of the byte stream.
+enum FramePart<'a> {
+    Header([u8; FRAME_HEADER_BYTES]),
+    Payload(&'a [u8]),
+}
+
+impl FrameScanner {
+    /// Scans the next bytes. If other bytes must be passed on in their place, appends those to
+    /// `replacement`. A frame header that is incomplete so far is withheld.
+    ///
+    /// # Errors
+    /// Returns [`INVALID_FIRST_FRAME`] if the first frame is not SETTINGS.
+    pub(in crate::proxy) fn scan(
+        &mut self,
+        bytes: &[u8],
+        replacement: &mut Vec<u8>,
+    ) -> io::Result<FrameScan> {
+        let mut splitter = self.splitter;
+        let (mut costly_frames, mut is_valid) = (0, true);
+        // Positions of the trailers among the frame headers of these bytes.
+        let (mut position, mut trailers) = (0, VecDeque::new());
+        splitter.split(bytes, |part| {
+            if let FramePart::Header(header) = part {
+                let kind = frame_type(&header);
+                is_valid &= self.has_started || kind == SETTINGS;
+                self.has_started = true;
+                costly_frames += u32::from(is_costly_frame_type(kind));
+                if self.is_markable_trailers(&header) {
+                    trailers.push_back(position);
+                }
+                position += 1;
+            }
+        });
+        if !is_valid {
+            return Err(INVALID_FIRST_FRAME.into());
+        }
+        let mut start = std::mem::replace(&mut self.splitter, splitter);
+        let is_rewritten =
+            !trailers.is_empty() || start.header_len > 0 || self.splitter.header_len > 0;
+        if is_rewritten {
+            let mut position = 0;
+            start.split(bytes, |part| match part {
+                FramePart::Payload(payload) => replacement.extend_from_slice(payload),
+                FramePart::Header(header) => {
+                    if trailers.pop_front_if(|next| *next == position).is_some() {
+                        push_marked_trailers_header(header, replacement);
+                    } else {
+                        replacement.extend_from_slice(&header);
+                    }
+                    position += 1;
+                }
+            });
+        }
+        Ok(FrameScan {
+            costly_frames,
+            is_rewritten,
+        })
+    }
+
+    /// Whether this is a HEADERS frame with trailers that can be marked. Follows the streams with
+    /// an open request body.
+    ///
+    /// Trailers with padding or a priority are not marked: their header block does not start right
+    /// after the frame header.
+    fn is_markable_trailers(&mut self, header: &[u8; FRAME_HEADER_BYTES]) -> bool {
+        let [_, _, _, kind, flags, stream @ ..] = *header;
+        let stream = u32::from_be_bytes(stream) & (u32::MAX >> 1);
+        let ends_stream = flags & END_STREAM != 0;
+        match kind {
+            HEADERS if stream > self.last_stream => {
+                self.last_stream = stream;
+                if !ends_stream {
+                    self.open_uploads.truncate(MAX_OPEN_UPLOADS - 1);
+                    self.open_uploads.push_front(stream);
+                }
+                false
+            }
+            HEADERS => self.end_upload(stream) && flags & (PADDED | PRIORITY) == 0,
+            DATA if ends_stream => {
+                self.end_upload(stream);
+                false
+            }
+            RST_STREAM => {
+                self.end_upload(stream);
+                false
+            }
+            _ => false,
+        }
+    }
+
+    /// Returns whether the stream had an open request body.
+    fn end_upload(&mut self, stream: u32) -> bool {
+        let found = self.open_uploads.iter().position(|open| *open == stream);
+        found.is_some_and(|at| self.open_uploads.remove(at).is_some())
+    }
+}
+
+impl FrameSplitter {
+    /// Splits the next bytes into complete frame headers and parts of payloads.
+    fn split(&mut self, mut bytes: &[u8], mut visit: impl FnMut(FramePart<'_>)) {
+        loop {
+            let skipped = self.remaining_payload.min(bytes.len());
+            self.remaining_payload -= skipped;
+            let (payload, rest) = bytes.split_at(skipped);
+            if !payload.is_empty() {
+                visit(FramePart::Payload(payload));
+            }
+            if rest.is_empty() {
+                return;
+            }
+            for (into, byte) in self.header.iter_mut().skip(self.header_len).zip(rest) {
+                *into = *byte;
+            }
+            let taken = (FRAME_HEADER_BYTES - self.header_len).min(rest.len());
+            self.header_len += taken;
+            bytes = rest.get(taken..).unwrap_or_default();
+            if self.header_len == FRAME_HEADER_BYTES {
+                self.header_len = 0;
+                let [a, b, c, ..] = self.header;
+                self.remaining_payload =
+                    usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
+                visit(FramePart::Header(self.header));
+            }
+        }
+    }
+}
+
+fn frame_type(header: &[u8; FRAME_HEADER_BYTES]) -> u8 {
+    let [_, _, _, kind, ..] = *header;
+    kind
+}
+
+/// Whether frames of this type spend credit. DATA, HEADERS and CONTINUATION do not: they belong to
+/// requests, which are limited as requests or by h2.
+fn is_costly_frame_type(kind: u8) -> bool {
+    !matches!(kind, DATA | HEADERS | CONTINUATION)
+}
+
+/// Replaces the header of a frame with trailers by a HEADERS frame with the marker and the header
+/// of a CONTINUATION frame. h2 rejects pseudo-header fields after a regular field, such as the
+/// marker, as a stream error.
+fn push_marked_trailers_header(header: [u8; FRAME_HEADER_BYTES], into: &mut Vec<u8>) {
+    let [a, b, c, _, flags, stream @ ..] = header;
+    into.extend_from_slice(&[0, 0, 1, HEADERS, flags & END_STREAM]);
+    into.extend_from_slice(&stream);
+    into.push(TRAILER_MARKER_FIELD);
+    into.extend_from_slice(&[a, b, c, CONTINUATION, flags & END_HEADERS]);
+    into.extend_from_slice(&stream);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn build_frame(kind: u8, flags: u8, stream: u8, payload: usize) -> Vec<u8> {
+        let [.., a, b, c] = u32::try_from(payload).unwrap().to_be_bytes();
+        [
+            vec![a, b, c, kind, flags, 0, 0, 0, stream],
+            vec![0xff; payload],
+        ]
+        .concat()
+    }
+
+    /// Returns the costly frames and the bytes passed on.
+    fn scan_in_steps(bytes: &[u8], step: usize) -> (u32, Vec<u8>) {
+        let (mut scanner, mut costly_frames, mut passed) = (FrameScanner::default(), 0, vec![]);
+        for part in bytes.chunks(step.min(bytes.len())) {
+            let scan = scanner.scan(part, &mut passed).unwrap();
+            costly_frames += scan.costly_frames;
+            if !scan.is_rewritten {
+                passed.extend_from_slice(part);
+            }
+        }
+        assert_eq!(
+            (
+                scanner.splitter.header_len,
+                scanner.splitter.remaining_payload
+            ),
+            (0, 0)
+        );
+        (costly_frames, passed)
+    }
+
+    #[test]
+    fn frames_are_counted_and_passed_on_however_the_bytes_are_split() {
+        let kinds = [
+            (SETTINGS, 18),
+            (HEADERS, 300),
+            (CONTINUATION, 0),
+            (DATA, 70_000),
+            (6, 8),
+            (8, 4),
+            (DATA, 0),
+            (3, 4),
+            (200, 17),
+        ];
+        let frames: Vec<u8> = kinds
+            .into_iter()
+            .flat_map(|(kind, len)| build_frame(kind, 0, 1, len))
+            .collect();
+        for step in [1, 2, 3, 8, 9, 10, 1000, usize::MAX] {
+            let (costly_frames, passed) = scan_in_steps(&frames, step);
+            assert_eq!(costly_frames, 5, "in steps of {step}: 4, 6, 8, 3 and 200");
+            assert!(passed == frames, "in steps of {step}");
+        }
+    }
+
+    #[test]
+    fn trailers_get_a_marker_in_front() {
+        let settings = build_frame(SETTINGS, 0, 0, 0);
+        let head = build_frame(HEADERS, END_HEADERS, 1, 3);
+        let trailers = build_frame(HEADERS, END_HEADERS | END_STREAM, 1, 20);
+        let next = build_frame(HEADERS, END_HEADERS | END_STREAM, 3, 5);
+        let marked = [
+            build_frame(HEADERS, END_STREAM, 1, 0),
+            build_frame(CONTINUATION, END_HEADERS, 1, 20),
+        ];
+        let [mut first, second] = marked;
+        first[2] = 1;
+        first.push(TRAILER_MARKER_FIELD);
+        let input = [&settings[..], &head, &trailers, &next].concat();
+        let expected = [&settings[..], &head, &first, &second, &next].concat();
+        for step in [1, 2, 3, 8, 9, 10, 11, 50, usize::MAX] {
+            assert_eq!(scan_in_steps(&input, step).1, expected, "steps of {step}");
+        }
+    }
+
+    #[test]
+    fn the_first_frame_must_be_settings() {
+        for (kind, is_valid) in [(SETTINGS, true), (HEADERS, false), (6, false)] {
+            let scan = FrameScanner::default().scan(&build_frame(kind, 0, 0, 8), &mut vec![]);
+            assert_eq!(scan.is_ok(), is_valid, "{kind}");
+        }
+    }
+}
