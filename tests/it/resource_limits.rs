@@ -2,6 +2,7 @@
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{RawClient, await_response, open_http2_connection};
+use crate::support::h2_frames::*;
 use crate::support::proxy::Proxy;
 use crate::support::upstream::{RawUpstream, Upstream};
 use http_body_util::{BodyExt, Full};
@@ -250,4 +251,62 @@ async fn upstream_connections_and_the_wait_for_one_are_bounded() {
             .contains("error=connection_limit_reached")
     );
     assert_eq!(upstream.connection_count(), 2);
+}
+
+/// Frames of an HTTP/2 request head that never ends, 60 KB in all.
+fn unfinished_h2_head() -> Vec<u8> {
+    let field = encode_header_block(&[("x-filler", &"a".repeat(15_000))]);
+    let mut frames = encode_frame(
+        HEADERS,
+        0,
+        1,
+        encode_header_block(&get_fields_with("a", "b")),
+    );
+    for _ in 0..4 {
+        frames.extend(encode_frame(CONTINUATION, 0, 1, &field));
+    }
+    frames
+}
+
+#[tokio::test]
+async fn an_unfinished_http2_head_is_closed_after_header_timeout() {
+    let upstream = Upstream::echo().await;
+    let config = "[listen]\nthreads = 1\n[listen.http]\nheader_timeout = '1s'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    let before = proxy.rss_kib();
+    let mut held = Vec::new();
+    for _ in 0..200 {
+        let mut client = FrameClient::connect(proxy.address, &[]).await;
+        client.send(unfinished_h2_head()).await;
+        held.push(client);
+    }
+    let last = held.last_mut().unwrap();
+    last.wait_for_frame("SETTINGS", |frame| frame.kind == SETTINGS)
+        .await;
+    println!(
+        "{} KiB for each unfinished head",
+        (proxy.rss_kib() - before) / 200
+    );
+    for client in &mut held {
+        assert!(client.wait_for_close(Duration::from_secs(5)).await.0);
+    }
+    let closed = "tidegate_connections_closed_total{reason=\"header_timeout\"}";
+    assert_eq!(proxy.read_metric(closed).await, 200.0);
+    // The same holds beside an active request, and for trailers.
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    client
+        .send(request_head_frame(
+            1,
+            &[
+                (":method", "POST"),
+                (":scheme", "http"),
+                (":path", "/"),
+                (":authority", "a"),
+            ],
+        ))
+        .await;
+    client.send(encode_frame(HEADERS, 1, 1, [])).await;
+    assert!(client.wait_for_close(Duration::from_secs(5)).await.0);
+    assert_eq!(proxy.get("/").await.status, 200);
 }

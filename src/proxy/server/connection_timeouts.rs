@@ -58,6 +58,8 @@ pub(in crate::proxy) struct ConnectionMonitor {
     /// Requests with an unfinished handler, request body or response body.
     active_requests: Cell<usize>,
     write_blocked_since: Cell<Option<Instant>>,
+    /// Start of an incomplete HTTP/2 field block: the head or the trailers of a request.
+    field_block_since: Cell<Option<Instant>>,
     closing_since: Cell<Option<Instant>>,
     is_http2: Cell<bool>,
     /// Whether the connection holds buffers that it can release.
@@ -100,6 +102,7 @@ impl ConnectionMonitor {
             phase: Cell::new(ConnectionPhase::Idle(now)),
             active_requests: Cell::new(0),
             write_blocked_since: Cell::new(None),
+            field_block_since: Cell::new(None),
             closing_since: Cell::new(None),
             is_http2: Cell::new(false),
             has_buffers: Cell::new(false),
@@ -269,9 +272,22 @@ impl ConnectionMonitor {
 
     /// Next deadline and the timeout that expires then.
     pub(in crate::proxy) fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
-        // A connection with a blocked write is not idle, whatever its requests do.
-        if let Some(since) = self.write_blocked_since.get() {
-            return Some((since + self.timeouts.write_stall, TimeoutKind::Stalled));
+        // A connection with a blocked write or an incomplete field block is not idle, whatever its
+        // requests do.
+        let stalled = self
+            .write_blocked_since
+            .get()
+            .map(|since| (since + self.timeouts.write_stall, TimeoutKind::Stalled));
+        let slow_block = self
+            .field_block_since
+            .get()
+            .map(|since| (since + self.timeouts.request_head, TimeoutKind::SlowHead));
+        if let Some(next) = stalled
+            .into_iter()
+            .chain(slow_block)
+            .min_by_key(|next| next.0)
+        {
+            return Some(next);
         }
         match (
             self.active_requests.get(),
@@ -306,6 +322,14 @@ impl ConnectionMonitor {
             && matches!(self.phase.get(), ConnectionPhase::Idle(_))
         {
             self.phase.set(ConnectionPhase::RequestHead(Instant::now()));
+        }
+    }
+
+    /// Records whether the received HTTP/2 frames end within a field block. More frames of the same
+    /// block do not extend its deadline.
+    pub(super) fn record_field_block(&self, is_incomplete: bool) {
+        if is_incomplete != self.field_block_since.get().is_some() {
+            self.field_block_since.set(is_incomplete.then(Instant::now));
         }
     }
 
@@ -464,6 +488,29 @@ mod tests {
             seconds_to_next_deadline(&monitor),
             Some((75, TimeoutKind::Idle))
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_incomplete_field_block_has_a_deadline_beside_active_requests() {
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        monitor.set_http2();
+        let _request = monitor.begin_request();
+        monitor.record_field_block(true);
+        advance(Duration::from_secs(4)).await;
+        monitor.record_field_block(true);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((6, TimeoutKind::SlowHead))
+        );
+        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((6, TimeoutKind::SlowHead)),
+            "a client that does not read gains no time"
+        );
+        monitor.record_write_result(&Poll::Ready(Ok(1)));
+        monitor.record_field_block(false);
+        assert_eq!(seconds_to_next_deadline(&monitor), None);
     }
 
     #[tokio::test(start_paused = true)]

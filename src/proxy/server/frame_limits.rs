@@ -102,6 +102,10 @@ pub(in crate::proxy) struct FrameScanner {
     head_len: usize,
     /// Payload bytes still to be skipped.
     remaining_payload: usize,
+    /// Whether the last frame head belongs to a field block that a later CONTINUATION ends.
+    is_block_open: bool,
+    /// Whether the remaining payload is part of a field block.
+    is_block_payload: bool,
 }
 
 impl FrameScanner {
@@ -127,21 +131,31 @@ impl FrameScanner {
                     self.remaining_payload = PREFACE_REST_BYTES;
                     continue;
                 }
-                let [a, b, c, kind, ..] = self.head;
+                let [a, b, c, kind, flags, ..] = self.head;
                 self.remaining_payload =
                     usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
+                self.is_block_payload = matches!(kind, HEADERS | CONTINUATION);
+                self.is_block_open = self.is_block_payload && flags & END_HEADERS == 0;
                 costly_frames += u32::from(is_costly_frame_type(kind));
             }
         }
     }
+
+    /// Whether the bytes so far end within a field block: the head or the trailers of a request.
+    pub(in crate::proxy) fn is_within_field_block(&self) -> bool {
+        self.is_block_open || self.is_block_payload && self.remaining_payload > 0
+    }
 }
+
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const CONTINUATION: u8 = 9;
+/// Flag of the last frame of a field block.
+const END_HEADERS: u8 = 4;
 
 /// Whether frames of this type spend credit. DATA, HEADERS and CONTINUATION do not: they belong to
 /// requests, which are limited as requests or by h2.
 fn is_costly_frame_type(kind: u8) -> bool {
-    const DATA: u8 = 0;
-    const HEADERS: u8 = 1;
-    const CONTINUATION: u8 = 9;
     !matches!(kind, DATA | HEADERS | CONTINUATION)
 }
 
@@ -185,6 +199,34 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn a_field_block_ends_with_the_payload_that_has_end_headers() {
+        let with_flags = |kind, flags, payload| {
+            let mut frame = build_frame(kind, payload);
+            frame[4] = flags;
+            frame
+        };
+        let steps = [
+            (with_flags(SETTINGS, 0, 6), false),
+            (with_flags(HEADERS, 0, 30), true),
+            (with_flags(CONTINUATION, 0, 0), true),
+            (with_flags(CONTINUATION, END_HEADERS, 5), false),
+            (with_flags(DATA, 0, 9), false),
+            (with_flags(HEADERS, END_HEADERS | 1, 4), false),
+        ];
+        let mut scanner = FrameScanner::default();
+        for (frame, is_within_at_end) in steps {
+            let (last, rest) = frame.split_last().unwrap();
+            scanner.count_costly_frames(rest);
+            let is_block = matches!(frame[3], HEADERS | CONTINUATION);
+            assert!(frame.len() == FRAME_HEAD_BYTES || scanner.is_within_field_block() == is_block);
+            scanner.count_costly_frames(&[*last]);
+            assert_eq!(scanner.is_within_field_block(), is_within_at_end);
+        }
+    }
+
+    const SETTINGS: u8 = 4;
 
     #[tokio::test(start_paused = true)]
     async fn a_budget_is_spent_credited_and_refilled() {

@@ -165,6 +165,8 @@ impl AsyncRead for MonitoredSocket {
             if this.monitor.frame_budget().is_exhausted() {
                 return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
             }
+            this.monitor
+                .record_field_block(this.frame_scanner.is_within_field_block());
         }
         Poll::Ready(Ok(()))
     }

@@ -15,7 +15,7 @@ use super::protocols::HttpServerSettings;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_timeouts::ConnectionMonitor;
+use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Serves HTTP/2 until the connection ends.
@@ -52,7 +52,10 @@ pub(super) async fn serve_http2<S, F>(
         }
         Err(overdue) => {
             tracing::debug!(?overdue, "client connection timed out");
-            driver.monitor.record_close(ConnectionCloseReason::SlowRead);
+            driver.monitor.record_close(match overdue {
+                TimeoutKind::SlowHead => ConnectionCloseReason::HeaderTimeout,
+                _ => ConnectionCloseReason::SlowRead,
+            });
         }
     }
 }
