@@ -9,6 +9,7 @@ pub(in crate::proxy) mod accept;
 mod allocator_trim;
 pub(in crate::proxy) mod close_reason;
 mod connection;
+mod connection_activity;
 pub(in crate::proxy) mod connection_load;
 pub(in crate::proxy) mod connection_timeouts;
 mod dispatch;

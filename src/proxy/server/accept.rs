@@ -17,6 +17,7 @@ use super::monitored_socket::MonitoredSocket;
 use super::peer::ConnectionPeer;
 use super::transport::{ClientTransport, SocketBelowTls};
 use crate::clock;
+use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::server::accept::proxy_header::ProxyHeaderParseError;
 use crate::proxy::settings::ListenSettings;
 use crate::tls::{self, CertificateSubject, ParsedCertificate, ServerTls};
@@ -41,6 +42,8 @@ pub(in crate::proxy) struct CompletedHandshake {
     pub(in crate::proxy) peer: ConnectionPeer,
     /// Whether ALPN negotiated HTTP/2 (`true`) or HTTP/1.1 (`false`); `None` without ALPN.
     pub(in crate::proxy) negotiated_http2: Option<bool>,
+    /// Counts the connection for its client, if the listener limits them.
+    pub(in crate::proxy) client_count: Option<ClientCountGuard>,
 }
 
 /// Connection that failed its handshake.
@@ -73,7 +76,8 @@ impl HandshakeAcceptor {
         }
     }
 
-    /// Runs the handshake of a connection from `addr`.
+    /// Runs the handshake of a connection from `addr`. `admit` counts it for its client, once a PROXY
+    /// header has named the client and before TLS.
     ///
     /// # Errors
     /// Returns a [`FailedHandshake`], which the caller records and closes.
@@ -81,6 +85,7 @@ impl HandshakeAcceptor {
         &self,
         mut socket: SocketBelowTls,
         addr: SocketAddr,
+        admit: impl FnOnce(SocketAddr) -> Result<Option<ClientCountGuard>, ()>,
     ) -> Result<CompletedHandshake, FailedHandshake> {
         let deadline = Instant::now() + self.handshake_timeout;
         let mut client = addr;
@@ -100,14 +105,23 @@ impl HandshakeAcceptor {
             };
             client = source.map_err(to_failure)?.unwrap_or(addr);
         }
+        let client_count = admit(client).map_err(|()| FailedHandshake {
+            error: None,
+            alert_socket: None,
+        })?;
         let Some(tls) = self.tls.load_full() else {
             return Ok(CompletedHandshake {
                 socket: ClientTransport::Plain(socket),
                 peer: ConnectionPeer::new(client),
                 negotiated_http2: None,
+                client_count,
             });
         };
-        Box::pin(run_tls_handshake(&tls, socket, client, deadline)).await
+        let handshake = Box::pin(run_tls_handshake(&tls, socket, client, deadline)).await?;
+        Ok(CompletedHandshake {
+            client_count,
+            ..handshake
+        })
     }
 }
 
@@ -189,6 +203,7 @@ async fn run_tls_handshake(
         socket: ClientTransport::Tls(Box::new(stream)),
         peer,
         negotiated_http2: http2,
+        client_count: None,
     })
 }
 

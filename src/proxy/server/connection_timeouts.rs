@@ -6,6 +6,7 @@
 //! touches a timer.
 
 use std::cell::{Cell, RefCell, RefMut};
+use std::future::poll_fn;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::close_reason::ConnectionCloseReason;
+use super::connection_activity::ConnectionActivity;
 use super::frame_limits::FrameBudget;
 use crate::telemetry::metrics::WorkerMetrics;
 
@@ -48,6 +50,8 @@ pub(in crate::proxy) enum TimeoutKind {
     SlowHead,
     /// The client does not read, or does not close its end.
     Stalled,
+    /// The connection was asked to close early and does not end by itself.
+    CloseRequested,
 }
 
 /// State of one connection, from which its next deadline follows.
@@ -81,6 +85,10 @@ pub(in crate::proxy) struct ConnectionMonitor {
     informational_heads: RefCell<Vec<u8>>,
     /// Whether hyper has written and flushed all its output.
     is_flushed: Cell<bool>,
+    /// Idle time, for the acceptor.
+    activity: Arc<ConnectionActivity>,
+    /// Why the connection is to be closed early.
+    close_request: Cell<Option<ConnectionCloseReason>>,
 }
 
 /// Phase of a connection without active requests.
@@ -95,6 +103,7 @@ impl ConnectionMonitor {
     pub(in crate::proxy) fn new(
         timeouts: ConnectionTimeouts,
         metrics: Option<Arc<WorkerMetrics>>,
+        activity: Arc<ConnectionActivity>,
     ) -> Rc<Self> {
         let now = Instant::now();
         Rc::new(Self {
@@ -116,6 +125,8 @@ impl ConnectionMonitor {
             driver_waker: RefCell::new(None),
             informational_heads: RefCell::default(),
             is_flushed: Cell::new(true),
+            activity,
+            close_request: Cell::new(None),
         })
     }
 
@@ -123,6 +134,7 @@ impl ConnectionMonitor {
     pub(in crate::proxy) fn begin_request(self: &Rc<Self>) -> ActiveRequestGuard {
         if self.active_requests.get() == 0 {
             self.has_unread_input.set(false);
+            self.activity.set_busy();
         }
         self.active_requests.set(self.active_requests.get() + 1);
         ActiveRequestGuard(Rc::clone(self))
@@ -215,6 +227,28 @@ impl ConnectionMonitor {
     /// Takes the drain request: returns `true` once after [`ConnectionMonitor::start_drain`].
     pub(in crate::proxy) fn take_drain_request(&self) -> bool {
         self.drain_requested.take()
+    }
+
+    /// Asks the connection to close at once, unless it has active requests.
+    pub(in crate::proxy) fn request_close(&self, reason: ConnectionCloseReason) {
+        self.close_request.set(Some(reason));
+        self.wake_driver();
+    }
+
+    /// Takes the request to close. A connection with active requests ignores the request.
+    pub(in crate::proxy) fn take_close_request(&self) -> Option<ConnectionCloseReason> {
+        self.close_request
+            .take()
+            .filter(|_| !self.has_active_requests())
+    }
+
+    /// Waits for a request to close, before the connection has a driver.
+    pub(in crate::proxy) async fn wait_for_close_request(&self) -> ConnectionCloseReason {
+        poll_fn(|cx| {
+            self.set_driver_waker(cx.waker());
+            self.take_close_request().map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
     }
 
     /// Records that the connection was asked to close.
@@ -368,7 +402,9 @@ impl Drop for ActiveRequestGuard {
             .active_requests
             .set(monitor.active_requests.get() - 1);
         if monitor.active_requests.get() == 0 {
-            monitor.phase.set(ConnectionPhase::Idle(Instant::now()));
+            let now = Instant::now();
+            monitor.phase.set(ConnectionPhase::Idle(now));
+            monitor.activity.set_idle(now);
             // HTTP/2 streams end in their own tasks, so the driving task must be woken to read the
             // deadline.
             if monitor.is_http2.get() {
@@ -381,6 +417,9 @@ impl Drop for ActiveRequestGuard {
 #[cfg(test)]
 mod tests {
     use super::{BUFFER_RELEASE_DELAY, ConnectionMonitor, ConnectionTimeouts, TimeoutKind};
+    use crate::proxy::server::connection_activity::ConnectionActivity;
+    use std::rc::Rc;
+    use std::sync::Arc;
     use std::task::Poll;
     use std::time::Duration;
     use tokio::time::{Instant, advance};
@@ -391,6 +430,11 @@ mod tests {
         write_stall: Duration::from_secs(30),
     };
 
+    fn new_monitor(timeouts: ConnectionTimeouts) -> Rc<ConnectionMonitor> {
+        let activity = ConnectionActivity::new(Instant::now());
+        ConnectionMonitor::new(timeouts, None, Arc::new(activity))
+    }
+
     fn seconds_to_next_deadline(monitor: &ConnectionMonitor) -> Option<(u64, TimeoutKind)> {
         monitor
             .next_deadline()
@@ -399,7 +443,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn each_phase_has_its_own_deadline() {
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let monitor = new_monitor(TIMEOUTS);
         assert_eq!(
             seconds_to_next_deadline(&monitor),
             Some((75, TimeoutKind::Idle))
@@ -435,7 +479,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_idle_connection_releases_its_buffers_before_its_timeout() {
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let monitor = new_monitor(TIMEOUTS);
         monitor.set_has_buffers(true);
         assert_eq!(
             monitor.next_deadline(),
@@ -453,13 +497,10 @@ mod tests {
             Some((2, TimeoutKind::Stalled)),
             "a closing connection does not release its buffers"
         );
-        let short_idle = ConnectionMonitor::new(
-            ConnectionTimeouts {
-                idle: BUFFER_RELEASE_DELAY,
-                ..TIMEOUTS
-            },
-            None,
-        );
+        let short_idle = new_monitor(ConnectionTimeouts {
+            idle: BUFFER_RELEASE_DELAY,
+            ..TIMEOUTS
+        });
         short_idle.set_has_buffers(true);
         assert_eq!(
             short_idle.next_deadline(),
@@ -469,7 +510,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_blocked_write_has_a_deadline_in_any_phase() {
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let monitor = new_monitor(TIMEOUTS);
         let request = monitor.begin_request();
         monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
         advance(Duration::from_secs(10)).await;
@@ -492,7 +533,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_incomplete_field_block_has_a_deadline_beside_active_requests() {
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let monitor = new_monitor(TIMEOUTS);
         monitor.set_http2();
         let _request = monitor.begin_request();
         monitor.record_field_block(true);
@@ -515,7 +556,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn http2_frames_start_no_head_timeout_and_closing_has_a_deadline() {
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let monitor = new_monitor(TIMEOUTS);
         monitor.set_http2();
         monitor.record_read();
         assert_eq!(

@@ -222,15 +222,18 @@ impl AsyncWrite for MonitoredSocket {
 #[cfg(test)]
 mod tests {
     use super::MonitoredSocket;
+    use crate::proxy::server::connection_activity::ConnectionActivity;
     use crate::proxy::server::connection_timeouts::{ConnectionMonitor, ConnectionTimeouts};
     use crate::proxy::server::transport::{ClientSocket, ClientTransport, SocketBelowTls};
     use std::future::poll_fn;
     use std::pin::Pin;
     use std::rc::Rc;
+    use std::sync::Arc;
     use std::task::Poll;
     use std::time::Duration;
     use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
     use tokio::net::UnixStream;
+    use tokio::time::Instant;
 
     const TIMEOUTS: ConnectionTimeouts = ConnectionTimeouts {
         idle: Duration::from_secs(75),
@@ -241,7 +244,11 @@ mod tests {
     #[tokio::test]
     async fn informational_heads_are_written_between_responses() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let monitor = ConnectionMonitor::new(
+            TIMEOUTS,
+            None,
+            Arc::new(ConnectionActivity::new(Instant::now())),
+        );
         let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
         let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
         monitor.queue_informational_head(b"<1>");
@@ -273,7 +280,11 @@ mod tests {
     #[tokio::test]
     async fn input_after_shutdown_is_not_read() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let monitor = ConnectionMonitor::new(
+            TIMEOUTS,
+            None,
+            Arc::new(ConnectionActivity::new(Instant::now())),
+        );
         let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
         let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
         socket.put_back(b"read too early");

@@ -52,10 +52,16 @@ pub(super) async fn serve_http2<S, F>(
         }
         Err(overdue) => {
             tracing::debug!(?overdue, "client connection timed out");
-            driver.monitor.record_close(match overdue {
-                TimeoutKind::SlowHead => ConnectionCloseReason::HeaderTimeout,
-                _ => ConnectionCloseReason::SlowRead,
-            });
+            match overdue {
+                TimeoutKind::SlowHead => driver
+                    .monitor
+                    .record_close(ConnectionCloseReason::HeaderTimeout),
+                // The reason was recorded when the close was requested.
+                TimeoutKind::CloseRequested => {}
+                TimeoutKind::Stalled | TimeoutKind::Idle | TimeoutKind::IdleBuffers => {
+                    driver.monitor.record_close(ConnectionCloseReason::SlowRead)
+                }
+            }
         }
     }
 }

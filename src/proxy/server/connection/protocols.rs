@@ -77,6 +77,11 @@ impl HttpServerSettings {
         }
     }
 
+    /// Maximum connections of one client. 0 for no limit.
+    pub(in crate::proxy) fn max_connections_per_client(&self) -> usize {
+        self.settings.max_connections_per_client
+    }
+
     pub(in crate::proxy) fn connection_timeouts(&self) -> ConnectionTimeouts {
         ConnectionTimeouts {
             idle: self.settings.idle_timeout,

@@ -117,7 +117,7 @@ impl UpstreamClient {
         drop(connection);
         let tunnel = Tunnel::new(
             TokioIo::new(upgraded),
-            self.pool.settings().body_idle_timeout,
+            self.pool.settings().tunnel_idle_limit(),
         );
         Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
     }

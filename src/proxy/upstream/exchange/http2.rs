@@ -125,7 +125,7 @@ impl UpstreamClient {
         if let (Some((key, send_stream)), true) = (websocket, response.status().is_success()) {
             head_conversion::convert_to_switching_protocols(&mut response, &key);
             let io = Http2TunnelIo::new(send_stream, recv_stream, connection);
-            let tunnel = Tunnel::new(io, self.pool.settings().body_idle_timeout);
+            let tunnel = Tunnel::new(io, self.pool.settings().tunnel_idle_limit());
             *response.body_mut() = ResponseBody::Tunnel(Box::new(tunnel));
             return response;
         }
