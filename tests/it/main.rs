@@ -31,6 +31,7 @@ mod admin_socket;
 mod algorithm_charts;
 mod algorithm_guarantees;
 mod cli_commands;
+mod client_crowds;
 mod client_identity;
 mod cluster;
 mod cluster_nodes;

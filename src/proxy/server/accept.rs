@@ -24,6 +24,8 @@ use crate::tls::{self, CertificateSubject, ParsedCertificate, ServerTls};
 
 /// Initial size of the buffer that receives a PROXY header. Most PROXY headers fit into the buffer.
 const TYPICAL_PROXY_HEADER_BYTES: usize = 256;
+/// Maximum encrypted bytes that wait for the socket: one full record and a part.
+const TLS_SEND_BUFFER_BYTES: usize = 32 * 1024;
 /// Time limit for delivering a TLS alert to the client.
 const TLS_ALERT_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -170,7 +172,7 @@ async fn run_tls_handshake(
     let handshake = TlsAcceptor::from(tls.config())
         .accept(socket)
         .into_fallible();
-    let stream = match timeout_at(deadline, handshake).await {
+    let mut stream = match timeout_at(deadline, handshake).await {
         Ok(Ok(stream)) => stream,
         Ok(Err((error, socket))) => {
             tracing::debug!(%error, peer = %client, "TLS handshake failed");
@@ -188,6 +190,11 @@ async fn run_tls_handshake(
             });
         }
     };
+    // Set after the handshake: rustls would cut its own messages.
+    stream
+        .get_mut()
+        .1
+        .set_buffer_limit(Some(TLS_SEND_BUFFER_BYTES));
     let (_, session) = stream.get_ref();
     let http2 = session.alpn_protocol().map(|protocol| protocol == b"h2");
     let certificate = checked_client_certificate_subject(session).map_err(|error| {

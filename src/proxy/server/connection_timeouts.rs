@@ -374,7 +374,9 @@ impl ConnectionMonitor {
                 self.write_blocked_since.set(Some(Instant::now()))
             }
             Poll::Pending => {}
-            Poll::Ready(_) => self.write_blocked_since.set(None),
+            // The driver asks the response body for more data.
+            Poll::Ready(_) if self.write_blocked_since.take().is_some() => self.wake_driver(),
+            Poll::Ready(_) => {}
         }
     }
 }

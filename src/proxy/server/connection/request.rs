@@ -48,11 +48,6 @@ pub(super) fn handle_request<H: RequestHandler>(
         monitor.set_close_delimited();
     }
     let is_http2 = head.version == Version::HTTP_2;
-    let max_frame_bytes = if is_http2 {
-        H2_MAX_CHUNK_BYTES
-    } else {
-        usize::MAX
-    };
     let body = RequestBody::new(&head, incoming, limits, &active);
     let charges_early_reset = is_http2 && peer.listener_kind.is_public();
     let mut guard = RequestGuard {
@@ -96,7 +91,7 @@ pub(super) fn handle_request<H: RequestHandler>(
             TrackedResponseBody {
                 body,
                 guard,
-                max_frame_bytes,
+                is_http2,
                 remainder: Bytes::new(),
             }
         }))
@@ -130,8 +125,7 @@ impl Drop for RequestGuard {
 pub(super) struct TrackedResponseBody {
     body: ResponseBody,
     guard: RequestGuard,
-    /// Maximum bytes of a frame passed to hyper.
-    max_frame_bytes: usize,
+    is_http2: bool,
     /// Rest of the last frame that was split, not yet passed to hyper.
     remainder: Bytes,
 }
@@ -145,7 +139,13 @@ impl Body for TrackedResponseBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         // A poll is progress: hyper polls for more data only when it can send more to the client.
-        self.guard.request.monitor().mark_progress();
+        let monitor = self.guard.request.monitor();
+        monitor.mark_progress();
+        // hyper buffers up to 64 KiB of an HTTP/1.1 response. While the socket accepts no bytes, more
+        // data stays with the upstream. The end of the blocked write wakes the connection.
+        if !self.is_http2 && !monitor.has_no_blocked_write() {
+            return Poll::Pending;
+        }
         if self.remainder.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
@@ -166,7 +166,12 @@ impl Body for TrackedResponseBody {
             .monitor()
             .frame_budget()
             .credit_response();
-        let frame_bytes = self.max_frame_bytes.min(self.remainder.len());
+        let max_frame_bytes = if self.is_http2 {
+            H2_MAX_CHUNK_BYTES
+        } else {
+            usize::MAX
+        };
+        let frame_bytes = max_frame_bytes.min(self.remainder.len());
         let frame = self.remainder.split_to(frame_bytes);
         self.guard.is_complete = self.is_end_stream();
         Poll::Ready(Some(Ok(Frame::data(frame))))
