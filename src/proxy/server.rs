@@ -18,6 +18,7 @@ pub(in crate::proxy) mod handler;
 pub(in crate::proxy) mod handshake_error;
 pub(in crate::proxy) mod lazy_timer;
 mod listener;
+mod memory_budget;
 mod monitored_socket;
 pub(in crate::proxy) mod peer;
 pub(in crate::proxy) mod shutdown;

@@ -61,6 +61,7 @@ mod listeners;
 mod local_fallback;
 mod log_output;
 mod lua;
+mod memory_budget;
 mod memory_store;
 mod migration;
 mod path_normalization;

@@ -2,7 +2,7 @@
 
 use super::key::*;
 
-pub(super) static LISTEN: [SchemaKey; 8] = [
+pub(super) static LISTEN: [SchemaKey; 9] = [
     key(
         "address",
         Text("an IP address and port such as \"0.0.0.0:8080\", or \"unix:/path\""),
@@ -32,6 +32,12 @@ pub(super) static LISTEN: [SchemaKey; 8] = [
         integer(0, 1_000_000),
         Default("0"),
         "Most connections of one client (by client.ipv6_prefix); further ones are closed. Peers in client.trusted_proxies are not counted. 0: no limit.",
+    ),
+    key(
+        "max_memory",
+        byte_size(0, u64::MAX),
+        Optional,
+        "Most memory of all client connections, by estimate; beyond it the largest are closed. Absent: 60 % of the container's limit. \"0\": no limit.",
     ),
     key(
         "threads",

@@ -21,6 +21,8 @@ pub enum ConnectionCloseReason {
     ConnectionLimit,
     /// The client had `max_connections_per_client` connections.
     ClientLimit,
+    /// The connection was among the largest when `listen.max_memory` was reached.
+    Memory,
 }
 
 impl ConnectionCloseReason {
@@ -35,6 +37,7 @@ impl ConnectionCloseReason {
         Self::TunnelIdle.name(),
         Self::ConnectionLimit.name(),
         Self::ClientLimit.name(),
+        Self::Memory.name(),
     ];
 
     /// Name of the reason in metric labels.
@@ -49,6 +52,7 @@ impl ConnectionCloseReason {
             Self::TunnelIdle => "tunnel_idle",
             Self::ConnectionLimit => "connection_limit",
             Self::ClientLimit => "client_limit",
+            Self::Memory => "memory",
         }
     }
 }
@@ -61,7 +65,7 @@ mod tests {
     fn names_match_discriminants() {
         assert_eq!(
             ConnectionCloseReason::NAMES.len(),
-            ConnectionCloseReason::ClientLimit as usize + 1
+            ConnectionCloseReason::Memory as usize + 1
         );
         for one in [
             ConnectionCloseReason::Idle,
@@ -73,6 +77,7 @@ mod tests {
             ConnectionCloseReason::TunnelIdle,
             ConnectionCloseReason::ConnectionLimit,
             ConnectionCloseReason::ClientLimit,
+            ConnectionCloseReason::Memory,
         ] {
             assert_eq!(ConnectionCloseReason::NAMES[one as usize], one.name());
         }

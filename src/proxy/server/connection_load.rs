@@ -20,6 +20,8 @@ struct LoadCounters {
     last_connection_id: AtomicU64,
     /// Connections of each client to the proxy listener.
     client_counts: ClientCounts,
+    /// Estimated memory of all client connections.
+    connection_bytes: AtomicUsize,
     panics: AtomicU64,
     connection_limit_hits: AtomicU64,
 }
@@ -33,6 +35,7 @@ impl ServerLoad {
             epoch: Instant::now(),
             last_connection_id: AtomicU64::new(0),
             client_counts: ClientCounts::default(),
+            connection_bytes: AtomicUsize::new(0),
             panics: AtomicU64::new(0),
             connection_limit_hits: AtomicU64::new(0),
         }))
@@ -63,6 +66,18 @@ impl ServerLoad {
             id: self.0.last_connection_id.fetch_add(1, Ordering::Relaxed),
             worker,
             activity: Arc::new(ConnectionActivity::new(self.0.epoch)),
+        }
+    }
+
+    /// Replaces the estimate of one connection and returns the sum of all.
+    pub(super) fn update_connection_bytes(&self, before: usize, after: usize) -> usize {
+        let sum = &self.0.connection_bytes;
+        match after.checked_sub(before) {
+            Some(more) => sum.fetch_add(more, Ordering::Relaxed) + more,
+            None => {
+                let less = before - after;
+                sum.fetch_sub(less, Ordering::Relaxed) - less
+            }
         }
     }
 

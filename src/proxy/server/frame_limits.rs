@@ -106,6 +106,8 @@ pub(in crate::proxy) struct FrameScanner {
     is_block_open: bool,
     /// Whether the remaining payload is part of a field block.
     is_block_payload: bool,
+    /// Bytes of DATA payloads since the last [`FrameScanner::take_data_bytes`].
+    data_bytes: usize,
 }
 
 impl FrameScanner {
@@ -115,6 +117,10 @@ impl FrameScanner {
         loop {
             let skipped = self.remaining_payload.min(bytes.len());
             self.remaining_payload -= skipped;
+            let [_, _, _, kind, ..] = self.head;
+            if kind == DATA {
+                self.data_bytes += skipped;
+            }
             bytes = bytes.get(skipped..).unwrap_or_default();
             if bytes.is_empty() {
                 return costly_frames;
@@ -139,6 +145,11 @@ impl FrameScanner {
                 costly_frames += u32::from(is_costly_frame_type(kind));
             }
         }
+    }
+
+    /// Returns the bytes of DATA payloads since the last call.
+    pub(in crate::proxy) fn take_data_bytes(&mut self) -> usize {
+        std::mem::take(&mut self.data_bytes)
     }
 
     /// Whether the bytes so far end within a field block: the head or the trailers of a request.

@@ -74,7 +74,7 @@ impl MonitoredSocket {
         self.put_back(into.filled());
         if !into.filled().is_empty() {
             // Recorded here because reading bytes that were put back earlier records nothing.
-            self.monitor.record_read();
+            self.monitor.record_read(0);
         }
         Poll::Ready(is_open && !into.filled().is_empty())
     }
@@ -157,7 +157,7 @@ impl AsyncRead for MonitoredSocket {
         ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
         let received = into.filled().get(before..).unwrap_or_default();
         if !received.is_empty() {
-            this.monitor.record_read();
+            this.monitor.record_read(received.len());
         }
         if this.monitor.is_http2() {
             let costly_frames = this.frame_scanner.count_costly_frames(received);
@@ -166,7 +166,9 @@ impl AsyncRead for MonitoredSocket {
                 return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
             }
             this.monitor
-                .record_field_block(this.frame_scanner.is_within_field_block());
+                .record_field_block(this.frame_scanner.is_within_field_block(), received.len());
+            this.monitor
+                .record_body_received(this.frame_scanner.take_data_bytes());
         }
         Poll::Ready(Ok(()))
     }

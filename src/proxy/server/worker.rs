@@ -1,7 +1,5 @@
 //! Worker threads: each serves its connections on a runtime of its own.
 
-use std::cell::RefCell;
-use std::collections::HashMap;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
@@ -22,6 +20,7 @@ use super::connection_load::{ConnectionCountGuard, ServerLoad};
 use super::connection_timeouts::ConnectionMonitor;
 use super::handler::RequestHandler;
 use super::listener::{AcceptedSocket, ServerListener};
+use super::memory_budget::{ConnectionMonitors, WorkerMemory};
 use super::transport::SocketBelowTls;
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 
@@ -182,7 +181,12 @@ async fn run_worker<H: RequestHandler>(
     load: &ServerLoad,
 ) -> usize {
     let mut connections = JoinSet::new();
-    let monitors: Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>> = Rc::default();
+    let monitors = ConnectionMonitors::default();
+    let max_memory = listeners
+        .first()
+        .and_then(|listener| listener.protocols.max_memory());
+    let memory = WorkerMemory::new(load.clone(), max_memory, Rc::clone(&monitors));
+    let memory = Rc::new(memory);
     loop {
         tokio::select! {
             next = queued.recv() => {
@@ -202,6 +206,7 @@ async fn run_worker<H: RequestHandler>(
                     handler.worker_metrics(),
                     Arc::clone(&next.open.activity),
                 );
+                monitor.set_memory_budget(Rc::clone(&memory));
                 let id = next.open.id;
                 monitors.borrow_mut().insert(id, Rc::clone(&monitor));
                 let registration = MonitorRegistration { monitors: Rc::clone(&monitors), id };
@@ -300,7 +305,7 @@ fn record_connection_panic(ended: Result<(), JoinError>, load: &ServerLoad) {
 
 /// Removes the monitor of a connection from the drain list when the connection ends.
 struct MonitorRegistration {
-    monitors: Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>>,
+    monitors: ConnectionMonitors,
     id: u64,
 }
 

@@ -169,6 +169,14 @@ impl UpstreamError {
         }
     }
 
+    pub(super) fn informational_flood() -> Self {
+        let detail = "too many informational (1xx) responses".to_owned();
+        Self {
+            kind: UpstreamErrorKind::Protocol,
+            detail,
+        }
+    }
+
     pub(super) fn tunnel_limit(limit: usize) -> Self {
         let detail = format!("the client has {limit} tunnels already");
         Self {

@@ -77,6 +77,7 @@ impl ConnectionDriver {
                     Poll::Pending => Err(TimeoutKind::CloseRequested),
                 });
             }
+            self.monitor.report_memory();
             while let Some((deadline, overdue)) = self.next_deadline() {
                 if self.timer.poll(deadline, cx).is_pending() {
                     return Poll::Pending;

@@ -141,11 +141,9 @@ impl Body for TrackedResponseBody {
         // A poll is progress: hyper polls for more data only when it can send more to the client.
         let monitor = self.guard.request.monitor();
         monitor.mark_progress();
-        // hyper buffers up to 64 KiB of an HTTP/1.1 response. While the socket accepts no bytes, more
-        // data stays with the upstream. The end of the blocked write wakes the connection.
-        if !self.is_http2 && !monitor.has_no_blocked_write() {
-            return Poll::Pending;
-        }
+        // hyper and h2 buffer tens of KiB of a response. While the socket accepts no bytes, more data
+        // stays with the upstream.
+        ready!(monitor.poll_write_progress(cx));
         if self.remainder.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
