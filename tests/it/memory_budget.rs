@@ -8,35 +8,30 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Sends requests on new connections until `stop`, and returns their times in order of length.
-async fn measure_good_client(address: SocketAddr, stop: Arc<AtomicBool>) -> Vec<Duration> {
-    let mut times = Vec::new();
+/// Sends requests on new connections until `stop`. All are answered with 200.
+async fn keep_requesting(address: SocketAddr, stop: Arc<AtomicBool>) {
     while !stop.load(Ordering::Relaxed) {
-        let start = Instant::now();
         let status = ClientRequest::new(address, "GET", "/")
             .send_for_status()
             .await;
         assert_eq!(status, 200);
-        times.push(start.elapsed());
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    times.sort();
-    times
 }
 
-/// The limit is 60 % of 256 MiB, as in a container of that size. Without a limit, the heads take
-/// 400 MiB.
+/// The limit is 60 % of 128 MiB, as in a container of that size. Without a limit, the heads take
+/// 200 MiB.
 #[tokio::test]
 async fn partial_heads_on_all_connections_stay_below_the_memory_limit() {
-    const CONNECTIONS: usize = 5_000;
+    const CONNECTIONS: usize = 2_500;
     let upstream = Upstream::echo().await;
     let config = format!(
-        "[listen]\nmax_memory = '153MiB'\nmax_connections = {CONNECTIONS}\n[listen.http]\nheader_timeout = '60s'"
+        "[listen]\nmax_memory = '76MiB'\nmax_connections = {CONNECTIONS}\n[listen.http]\nheader_timeout = '60s'"
     );
     let mut proxy = Proxy::start(&config, upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
     let stop = Arc::new(AtomicBool::new(false));
-    let good = tokio::spawn(measure_good_client(proxy.address, Arc::clone(&stop)));
+    let good = tokio::spawn(keep_requesting(proxy.address, Arc::clone(&stop)));
     let head = format!("GET / HTTP/1.1\r\nHost: a\r\nX: {}", "x".repeat(60_000));
     let (mut attackers, mut largest_kib) = (Vec::new(), 0);
     for n in 0..CONNECTIONS {
@@ -50,15 +45,21 @@ async fn partial_heads_on_all_connections_stay_below_the_memory_limit() {
     tokio::time::sleep(Duration::from_millis(500)).await;
     stop.store(true, Ordering::Relaxed);
     largest_kib = largest_kib.max(proxy.rss_kib());
-    let times = good.await.unwrap();
+    good.await.unwrap();
+    let mut times = Vec::new();
+    for _ in 0..100 {
+        let start = Instant::now();
+        assert_eq!(proxy.get("/").await.status, 200);
+        times.push(start.elapsed());
+    }
+    times.sort();
     println!(
         "{largest_kib} KiB, good clients: p50 {:?}, p99 {:?}",
-        times[times.len() / 2],
-        times[times.len() * 99 / 100]
+        times[50], times[98]
     );
     assert!(proxy.is_running());
-    assert!(largest_kib < 256 << 10, "{largest_kib} KiB");
-    assert!(times[times.len() * 99 / 100] < Duration::from_secs(1));
+    assert!(largest_kib < 128 << 10, "{largest_kib} KiB");
+    assert!(times[98] < Duration::from_secs(1), "{:?}", times[98]);
     let closed = "tidegate_connections_closed_total{reason=\"memory\"}";
-    assert!(proxy.read_metric(closed).await > 1_000.0);
+    assert!(proxy.read_metric(closed).await > 500.0);
 }
