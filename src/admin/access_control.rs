@@ -17,7 +17,7 @@ use tokio::time::timeout;
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Address of the connected peer.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AdminPeer(pub(super) IpAddr);
 
 /// Checks whether the caller may use a route.

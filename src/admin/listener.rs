@@ -13,10 +13,9 @@ use hyper_util::service::TowerToHyperService;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::pin::pin;
-use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 /// Listen backlog of the admin sockets.
@@ -26,7 +25,8 @@ const BACKLOG: i32 = 1024;
 const UNIX_SOCKET_MODE: u32 = 0o660;
 /// Peer address assumed for clients of a Unix socket.
 const LOCAL_PEER: AdminPeer = AdminPeer(IpAddr::V4(Ipv4Addr::LOCALHOST));
-/// Maximum number of connections per listening address: users, probes and scrapers are few.
+/// Maximum number of connections per listening address: users, probes and scrapers are few. At the
+/// limit a new connection replaces another one.
 const MAX_CONNECTIONS: usize = 64;
 /// Deadline of a request head, and of the idle time between requests.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -85,22 +85,19 @@ impl AdminListener {
 
     /// Accepts and serves connections forever. Errors of the admin endpoint never stop the process.
     pub async fn run(self) {
-        let connection_permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let mut connections = OpenConnections::default();
         loop {
-            let Ok(permit) = Arc::clone(&connection_permits).acquire_owned().await else {
-                return;
-            };
             let router = self.router.clone();
             let accepted = match &self.acceptor {
                 SocketListener::Tcp(listener) => listener.accept().await.map(|(socket, peer)| {
-                    spawn_connection(
-                        serve_connection(socket, AdminPeer(peer.ip()), router),
-                        permit,
-                    )
+                    connections.make_room();
+                    let peer = AdminPeer(peer.ip());
+                    connections.spawn(peer, serve_connection(socket, peer, router));
                 }),
                 SocketListener::Unix { listener, .. } => {
                     listener.accept().await.map(|(socket, _nameless)| {
-                        spawn_connection(serve_connection(socket, LOCAL_PEER, router), permit)
+                        connections.make_room();
+                        connections.spawn(LOCAL_PEER, serve_connection(socket, LOCAL_PEER, router));
                     })
                 }
             };
@@ -112,15 +109,32 @@ impl AdminListener {
     }
 }
 
-/// Serves one connection in its own task.
-fn spawn_connection(
-    serving: impl Future<Output = ()> + Send + 'static,
-    permit: OwnedSemaphorePermit,
-) {
-    tokio::spawn(async move {
-        let _permit = permit;
-        serving.await;
-    });
+/// Open connections of one listener, oldest first. A new connection is always served: at
+/// [`MAX_CONNECTIONS`] another one is closed for it, so that probes need no free slot.
+#[derive(Default)]
+struct OpenConnections(Vec<(AdminPeer, JoinHandle<()>)>);
+
+impl OpenConnections {
+    /// Closes the oldest connection of the peer with the most, if the limit is reached.
+    fn make_room(&mut self) {
+        self.0.retain(|(_, serving)| !serving.is_finished());
+        if self.0.len() < MAX_CONNECTIONS {
+            return;
+        }
+        let peers: Vec<_> = self.0.iter().map(|(peer, _)| *peer).collect();
+        let count_of = |peer: &AdminPeer| peers.iter().filter(|other| *other == peer).count();
+        // `max_by_key` returns the last maximum, here the oldest connection.
+        let victim = peers.iter().enumerate().rev();
+        if let Some((index, peer)) = victim.max_by_key(|(_, peer)| count_of(peer)) {
+            tracing::debug!(peer = %peer.0, "too many admin connections; oldest one closed");
+            self.0.remove(index).1.abort();
+        }
+    }
+
+    /// Serves a connection in its own task.
+    fn spawn(&mut self, peer: AdminPeer, serving: impl Future<Output = ()> + Send + 'static) {
+        self.0.push((peer, tokio::spawn(serving)));
+    }
 }
 
 async fn serve_connection(
@@ -151,5 +165,36 @@ async fn serve_connection(
     };
     if let Err(error) = ended {
         tracing::debug!(%error, "admin connection failed");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::future::pending;
+
+    #[tokio::test]
+    async fn the_peer_with_the_most_connections_loses_its_oldest() {
+        let mut connections = OpenConnections::default();
+        let peer = |last| AdminPeer(Ipv4Addr::new(10, 0, 0, last).into());
+        connections.spawn(peer(1), pending());
+        for _ in 2..MAX_CONNECTIONS {
+            connections.make_room();
+            connections.spawn(peer(2), pending());
+        }
+        connections.make_room();
+        connections.spawn(peer(1), pending());
+        assert_eq!(connections.0.len(), MAX_CONNECTIONS);
+        let oldest_of_most = connections.0[1].1.abort_handle();
+        connections.make_room();
+        assert_eq!(connections.0.len(), MAX_CONNECTIONS - 1);
+        tokio::task::yield_now().await;
+        assert!(oldest_of_most.is_finished());
+        assert!(
+            connections
+                .0
+                .iter()
+                .all(|(_, serving)| !serving.is_finished())
+        );
     }
 }

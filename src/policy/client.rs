@@ -29,8 +29,18 @@ pub struct ClientAddress {
 }
 
 impl Settings {
-    fn trusts_proxy(&self, ip: IpAddr) -> bool {
+    /// Whether the peer is a trusted proxy.
+    pub fn trusts_proxy(&self, ip: IpAddr) -> bool {
         self.trusted_proxies.iter().any(|net| net.contains(&ip))
+    }
+
+    /// First address of the network that identifies a client.
+    pub fn client_prefix(&self, ip: IpAddr) -> IpAddr {
+        let prefix = match ip {
+            IpAddr::V4(_) => self.ipv4_prefix,
+            IpAddr::V6(_) => self.ipv6_prefix,
+        };
+        IpNet::new(ip, prefix).map_or(ip, |net| net.network())
     }
 }
 

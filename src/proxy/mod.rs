@@ -1,5 +1,6 @@
 //! Data path between the client's socket and the upstream's.
 
+mod client_counts;
 mod ext_authz;
 mod http;
 #[cfg(any(test, fuzzing))]

@@ -16,8 +16,14 @@ pub struct ListenSettings {
     /// Networks of the load balancers that may connect. Each connection must start with a PROXY
     /// header. `None` if connections start without a PROXY header.
     pub proxy_protocol_from: Option<Vec<IpNet>>,
-    /// Maximum concurrent connections. Further connections wait in the kernel's backlog.
+    /// Maximum concurrent connections. At the limit, a new connection replaces the one that is idle
+    /// longest, or waits in the kernel's backlog if all have requests.
     pub max_connections: usize,
+    /// Maximum concurrent connections of one client, except trusted proxies. 0 for no limit.
+    pub max_connections_per_client: usize,
+    /// Maximum estimated memory of all client connections, taken from the first listener. `None` for
+    /// no limit.
+    pub max_memory: Option<usize>,
     /// Worker threads, at least 1.
     pub threads: usize,
     /// Time limit from the first byte of a request to the end of its head. The same limit applies
@@ -73,8 +79,8 @@ pub struct UpstreamSettings {
     /// Time limit for the response head, counted from the last request byte sent. `None` for no
     /// limit.
     pub response_timeout: Option<Duration>,
-    /// Time limit without progress on a response body, or in a tunnel in either direction. `None`
-    /// for no limit.
+    /// Time limit without progress on a response body, or in a tunnel in either direction if it is
+    /// shorter than `tunnel_idle_timeout`. `None` for no limit.
     pub body_idle_timeout: Option<Duration>,
     pub pool_idle_timeout: Duration,
     /// Maximum idle connections kept, over all workers.
@@ -83,6 +89,10 @@ pub struct UpstreamSettings {
     pub preserve_host: bool,
     /// Maximum concurrent connections, over all workers.
     pub max_connections: usize,
+    /// Maximum tunnels of one client. 0 for no limit.
+    pub max_tunnels_per_client: usize,
+    /// Time limit without traffic in a tunnel. `None` for no limit.
+    pub tunnel_idle_timeout: Option<Duration>,
     /// Maximum requests waiting for a connection, over all workers. Further requests are rejected
     /// at once.
     pub max_requests_waiting: usize,
@@ -94,6 +104,14 @@ pub struct UpstreamSettings {
     pub retry_idempotent: bool,
     /// TLS settings. Present if and only if the scheme is https.
     pub tls: Option<ClientTls>,
+}
+
+impl UpstreamSettings {
+    /// Time limit without traffic in a tunnel.
+    pub(super) fn tunnel_idle_limit(&self) -> Option<Duration> {
+        let limits = self.tunnel_idle_timeout.into_iter();
+        limits.chain(self.body_idle_timeout).min()
+    }
 }
 
 /// Location and protocol of an upstream, without a path.

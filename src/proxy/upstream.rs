@@ -16,12 +16,14 @@ mod shared_state;
 pub(in crate::proxy) mod tunnel_io;
 
 use http::{HeaderValue, Request, Response, Version, header};
+use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
 use super::UpstreamSettings;
+use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::body::request::RequestBody;
 use crate::proxy::http::body::response::ResponseBody;
 use crate::proxy::http::informational_responses::InformationalForwarder;
@@ -77,6 +79,23 @@ impl UpstreamClient {
         match occurrences {
             Some(requests) => tracing::warn!(%error, requests, "requests are not forwarded"),
             None => tracing::debug!(%error, "request not forwarded"),
+        }
+    }
+
+    /// Counts a tunnel for its client. Returns `None` without `max_tunnels_per_client`.
+    ///
+    /// # Errors
+    /// Fails if the client has as many tunnels already.
+    pub(super) fn count_tunnel(
+        &self,
+        client: IpAddr,
+    ) -> Result<Option<ClientCountGuard>, UpstreamError> {
+        match self.settings().max_tunnels_per_client {
+            0 => Ok(None),
+            limit => match self.pool.client_tunnels().try_acquire(client, limit) {
+                Some(counted) => Ok(Some(counted)),
+                None => Err(UpstreamError::tunnel_limit(limit)),
+            },
         }
     }
 

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::net::SocketAddr;
 use std::sync::Mutex;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// A metrics page, parsed strictly: anything that Prometheus would reject fails the test.
@@ -954,4 +954,35 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
         in_json(unreachable).await,
         (Some(1), false.into(), Value::Null, true)
     );
+}
+
+/// Clients that send nothing, and clients that request but do not read, beyond the limit of
+/// connections.
+#[tokio::test]
+async fn probes_are_answered_beside_idle_connections_and_slow_readers() {
+    let upstream = Upstream::echo().await;
+    let config = "admin.probes = '127.0.0.1:0'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    for address in [proxy.admin_address(), proxy.probe_address().unwrap()] {
+        let mut open = Vec::new();
+        for n in 0..200 {
+            let mut client = RawClient::connect(address).await;
+            if n % 2 == 0 {
+                let request = "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(50);
+                client.send(request).await;
+            }
+            open.push(client);
+        }
+        let start = Instant::now();
+        for _ in 0..20 {
+            let probe = ClientRequest::new(address, "GET", "/readyz").header("Host", "localhost");
+            assert_eq!(probe.send_for_status().await, 200);
+        }
+        println!("{:?} for a probe", start.elapsed() / 20);
+        assert!(
+            start.elapsed() < Duration::from_secs(4),
+            "{:?}",
+            start.elapsed()
+        );
+    }
 }

@@ -120,7 +120,9 @@ impl MountedFiles {
             );
         }
         if !text.contains("[upstream]") {
-            whole = format!("upstream.url = \"http://127.0.0.1:3000\"\n{whole}");
+            whole = format!(
+                "upstream.url = \"http://127.0.0.1:3000\"\nupstream.max_tunnels_per_client = 64\n{whole}"
+            );
         }
         let file = self.folder.path().join(name);
         fs::write(&file, whole).unwrap();

@@ -554,10 +554,10 @@ async fn slow_and_malformed_clients_are_counted_by_reason() {
 async fn reaching_the_connection_limit_is_counted() {
     let upstream = start_upstream().await;
     let proxy = Proxy::start("[listen]\nmax_connections = 2", upstream.address).await;
-    let held = [
-        RawClient::connect(proxy.address).await,
-        RawClient::connect(proxy.address).await,
-    ];
+    let mut held = Vec::new();
+    for _ in 0..3 {
+        held.push(RawClient::connect(proxy.address).await);
+    }
     let deadline = Instant::now() + TEST_TIMEOUT;
     loop {
         let page = fetch_metrics(&proxy).await;

@@ -199,3 +199,30 @@ async fn hints_are_never_sent_inside_a_response() {
     assert_eq!(body.len(), (8 << 20) + 8);
     assert!(body[..8 << 20].iter().all(|byte| *byte == b'x'));
 }
+
+/// The worker of the flood serves other requests meanwhile.
+#[tokio::test]
+async fn an_upstream_that_floods_informational_responses_is_a_502() {
+    let upstream = RawUpstream::with_script(|_, mut socket| async move {
+        while let Some(request) = socket.read_request().await {
+            if request.starts_with(b"GET /flood") {
+                let flood = "HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n".repeat(1_000);
+                while tokio::io::AsyncWriteExt::write_all(socket.stream(), flood.as_bytes())
+                    .await
+                    .is_ok()
+                {}
+                return;
+            }
+            socket.send(OK_RESPONSE.as_bytes()).await;
+        }
+    })
+    .await;
+    let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
+    let mut flooded = RawClient::connect(proxy.address).await;
+    flooded.send("GET /flood HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let start = std::time::Instant::now();
+    assert_eq!(proxy.get("/").await.status, 200);
+    println!("{:?} for another request", start.elapsed());
+    assert_eq!(flooded.read_response().await.status, 502);
+    assert_eq!(proxy.get("/").await.status, 200);
+}

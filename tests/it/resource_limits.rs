@@ -2,35 +2,13 @@
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{RawClient, await_response, open_http2_connection};
+use crate::support::h2_frames::*;
 use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawUpstream, Upstream};
+use crate::support::tls::{CertificateAuthority, TlsClient};
+use crate::support::upstream::{RawUpstream, Upstream, echo, full_body};
 use http_body_util::{BodyExt, Full};
 use hyper::Request;
 use std::time::{Duration, Instant};
-
-#[tokio::test]
-async fn connections_beyond_the_limit_wait_until_one_closes() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("[listen]\nmax_connections = 2", upstream.address).await;
-    let request = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
-    let mut first = RawClient::connect(proxy.address).await;
-    let mut second = RawClient::connect(proxy.address).await;
-    assert_eq!(first.send(request).await.read_response().await.status, 200);
-    assert_eq!(second.send(request).await.read_response().await.status, 200);
-    let mut third = RawClient::connect(proxy.address).await;
-    third.send(request).await;
-    assert!(
-        !third.closes_within(Duration::from_millis(300)).await,
-        "the third connection must wait, not be closed"
-    );
-    assert_eq!(
-        upstream.requests().len(),
-        2,
-        "the third connection must not be served yet"
-    );
-    drop(first);
-    assert_eq!(third.read_response().await.status, 200);
-}
 
 #[tokio::test]
 async fn a_body_above_the_limit_is_a_413() {
@@ -250,4 +228,149 @@ async fn upstream_connections_and_the_wait_for_one_are_bounded() {
             .contains("error=connection_limit_reached")
     );
     assert_eq!(upstream.connection_count(), 2);
+}
+
+/// Frames of an HTTP/2 request head that never ends, 60 KB in all.
+fn unfinished_h2_head() -> Vec<u8> {
+    let field = encode_header_block(&[("x-filler", &"a".repeat(15_000))]);
+    let mut frames = encode_frame(
+        HEADERS,
+        0,
+        1,
+        encode_header_block(&get_fields_with("a", "b")),
+    );
+    for _ in 0..4 {
+        frames.extend(encode_frame(CONTINUATION, 0, 1, &field));
+    }
+    frames
+}
+
+#[tokio::test]
+async fn an_unfinished_http2_head_is_closed_after_header_timeout() {
+    let upstream = Upstream::echo().await;
+    let config = "[listen]\nthreads = 1\n[listen.http]\nheader_timeout = '1s'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    let before = proxy.rss_kib();
+    let mut held = Vec::new();
+    for _ in 0..200 {
+        let mut client = FrameClient::connect(proxy.address, &[]).await;
+        client.send(unfinished_h2_head()).await;
+        held.push(client);
+    }
+    let last = held.last_mut().unwrap();
+    last.wait_for_frame("SETTINGS", |frame| frame.kind == SETTINGS)
+        .await;
+    println!(
+        "{} KiB for each unfinished head",
+        (proxy.rss_kib() - before) / 200
+    );
+    for client in &mut held {
+        assert!(client.wait_for_close(Duration::from_secs(5)).await.0);
+    }
+    let closed = "tidegate_connections_closed_total{reason=\"header_timeout\"}";
+    assert_eq!(proxy.read_metric(closed).await, 200.0);
+    // The same holds beside an active request, and for trailers.
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    client
+        .send(request_head_frame(
+            1,
+            &[
+                (":method", "POST"),
+                (":scheme", "http"),
+                (":path", "/"),
+                (":authority", "a"),
+            ],
+        ))
+        .await;
+    client.send(encode_frame(HEADERS, 1, 1, [])).await;
+    assert!(client.wait_for_close(Duration::from_secs(5)).await.0);
+    assert_eq!(proxy.get("/").await.status, 200);
+}
+
+/// Requests a large body on each connection and reads only its start.
+async fn open_slow_readers(
+    proxy: &Proxy,
+    count: usize,
+    tls: Option<&TlsClient>,
+    http2: bool,
+) -> Vec<RawClient> {
+    let mut readers = Vec::new();
+    for _ in 0..count {
+        let mut client = match tls {
+            Some(tls) => tls.connect_http1(proxy.address, "a.example").await,
+            None => RawClient::connect(proxy.address).await,
+        };
+        if http2 {
+            let settings = [encode_setting(4, 1 << 20)].concat();
+            let frames = [
+                PREFACE,
+                &encode_frame(SETTINGS, 0, 0, settings),
+                &window_update_frame(0, 64 << 20),
+                &get_frame(1, "/big"),
+            ];
+            client.send(frames.concat()).await;
+        } else {
+            client.send("GET /big HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        }
+        client.read_first_bytes().await;
+        readers.push(client);
+    }
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    readers
+}
+
+#[tokio::test]
+async fn a_slow_reader_of_a_large_answer_uses_little_memory() {
+    const READERS: usize = 100;
+    const MAX_KIB_EACH: u64 = 96;
+    let body = bytes::Bytes::from(vec![b'x'; 20 << 20]);
+    let upstream = Upstream::with_handler(move |request| {
+        let body = body.clone();
+        async move {
+            match request.uri().path() {
+                "/big" => hyper::Response::new(full_body(body)),
+                _ => echo(request).await,
+            }
+        }
+    })
+    .await;
+    let ca = CertificateAuthority::new();
+    ca.sign("a", "a.example");
+    let tls_config = format!(
+        "[listen.tls]\ncert = {:?}\nkey = {:?}\n",
+        ca.path_string("a.pem"),
+        ca.path_string("a.key")
+    );
+    let tls = TlsClient::new(&ca);
+    for (name, tls, http2) in [
+        ("HTTP/1.1", None, false),
+        ("HTTP/2", None, true),
+        ("HTTP/1.1 over TLS", Some(&tls), false),
+    ] {
+        let config = if tls.is_some() {
+            tls_config.as_str()
+        } else {
+            ""
+        };
+        let config = format!("[listen]\nthreads = 1\n{config}");
+        let proxy = Proxy::start(&config, upstream.address).await;
+        drop(open_slow_readers(&proxy, 5, tls, http2).await);
+        let before = proxy.anonymous_kib();
+        let kernel_before = kernel_tcp_kib();
+        let readers = open_slow_readers(&proxy, READERS, tls, http2).await;
+        let each = proxy.anonymous_kib().saturating_sub(before) / READERS as u64;
+        let kernel = kernel_tcp_kib().saturating_sub(kernel_before) / READERS as u64;
+        println!("{name}: {each} KiB for each slow reader, {kernel} KiB in kernel sockets");
+        assert!(each <= MAX_KIB_EACH, "{name}: {each} KiB");
+        drop(readers);
+    }
+}
+
+/// Memory of all TCP sockets of this machine.
+fn kernel_tcp_kib() -> u64 {
+    let text = std::fs::read_to_string("/proc/net/sockstat").unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with("TCP:"));
+    let pages = line.and_then(|line| line.split_whitespace().last()?.parse::<u64>().ok());
+    pages.unwrap_or_default() * 4
 }

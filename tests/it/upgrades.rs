@@ -735,3 +735,53 @@ async fn draining_keeps_websockets_on_http2_open() {
         Some(0)
     );
 }
+
+#[tokio::test]
+async fn the_tunnels_of_one_client_are_limited() {
+    let upstream = start_websocket_upstream().await;
+    let config = "client.trusted_proxies = ['127.0.0.1']\n[upstream]\nmax_connections = 8\nmax_tunnels_per_client = 3\nqueue_timeout = '100ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let open = async |client: &str| {
+        let mut connection = RawClient::connect(proxy.address).await;
+        let handshake = WEBSOCKET_HANDSHAKE.replacen(
+            "Host:",
+            &format!("X-Forwarded-For: {client}\r\nHost:"),
+            1,
+        );
+        let reply = connection
+            .send(handshake)
+            .await
+            .read_any_response(false)
+            .await;
+        (connection, reply.status)
+    };
+    let mut held = Vec::new();
+    for status in [101, 101, 101, 429, 429] {
+        // One client, by its /64.
+        let (connection, given) = open(&format!("2001:db8::{}", held.len())).await;
+        assert_eq!(given, status);
+        held.push(connection);
+    }
+    let (_other, status) = open("2001:db8:0:1::1").await;
+    assert_eq!(status, 101, "another client is not affected");
+    let counted = "tidegate_upstream_errors_total{kind=\"tunnel_limit\"}";
+    assert_eq!(proxy.read_metric(counted).await, 2.0);
+    drop(held.remove(0));
+    let deadline = tokio::time::Instant::now() + TEST_TIMEOUT;
+    while open("2001:db8::9").await.1 != 101 {
+        assert!(
+            tokio::time::Instant::now() < deadline,
+            "a closed tunnel counts no more"
+        );
+    }
+}
+
+#[tokio::test]
+async fn an_idle_tunnel_ends_after_its_own_timeout() {
+    let upstream = start_websocket_upstream().await;
+    let config = "[upstream]\ntunnel_idle_timeout = '300ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let (mut client, reply) = open_websocket(&proxy).await;
+    assert_eq!(reply.status, 101);
+    assert!(client.closes_within(TEST_TIMEOUT).await);
+}

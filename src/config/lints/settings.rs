@@ -12,6 +12,7 @@ pub(super) fn check_settings(policies: &[PolicyWithReader<'_>], context: &LintCo
     warn_if_upstream_is_own_listener(context);
     warn_if_socket_hides_client_ips(policies, context);
     warn_if_instances_is_unset(policies, context);
+    warn_if_tunnels_of_a_client_are_unlimited(context);
 }
 
 fn warn_if_all_proxies_are_trusted(context: &LintContext<'_>) {
@@ -80,6 +81,24 @@ fn warn_if_instances_is_unset(policies: &[PolicyWithReader<'_>], context: &LintC
         redis.report_warning(
             "instances",
             "not set: an instance that starts while Redis is unavailable uses the whole limit as its share (on_store_failure = \"local\"); expected the number of instances",
+        );
+    }
+}
+
+/// A listener with TLS or the PROXY protocol, and without trusted proxies, faces clients directly.
+fn warn_if_tunnels_of_a_client_are_unlimited(context: &LintContext<'_>) {
+    let listen = context.root.get_table("listen");
+    let faces_clients = match context.listen.address {
+        ListenAddress::Ip(address) => !address.ip().is_loopback(),
+        ListenAddress::Unix(_) => false,
+    } && (listen.contains_key("tls")
+        || context.listen.proxy_protocol_from.is_some())
+        && context.policy_context.client.trusted_proxies.is_empty();
+    if faces_clients && context.upstream.max_tunnels_per_client == 0 {
+        let connections = context.upstream.max_connections;
+        context.root.get_table("upstream").report_warning(
+            "max_tunnels_per_client",
+            &format!("not set, and clients connect directly: one client's WebSockets can take all {connections} upstream connections; expected for example max_tunnels_per_client = {}", (connections / 16).max(1)),
         );
     }
 }

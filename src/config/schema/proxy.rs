@@ -2,7 +2,7 @@
 
 use super::key::*;
 
-pub(super) static LISTEN: [SchemaKey; 7] = [
+pub(super) static LISTEN: [SchemaKey; 9] = [
     key(
         "address",
         Text("an IP address and port such as \"0.0.0.0:8080\", or \"unix:/path\""),
@@ -25,7 +25,19 @@ pub(super) static LISTEN: [SchemaKey; 7] = [
         "max_connections",
         integer(1, 1_000_000),
         Default("10000"),
-        "Most connections at a time; further ones wait in the kernel's backlog.",
+        "Most connections at a time. A new one closes the one idle longest; if all have requests, it waits in the kernel's backlog.",
+    ),
+    key(
+        "max_connections_per_client",
+        integer(0, 1_000_000),
+        Default("0"),
+        "Most connections of one client (by client.ipv6_prefix); further ones are closed. Peers in client.trusted_proxies are not counted. 0: no limit.",
+    ),
+    key(
+        "max_memory",
+        byte_size(0, u64::MAX),
+        Optional,
+        "Most memory of all client connections, by estimate; beyond it the largest are closed. Absent: 60 % of the container's limit. \"0\": no limit.",
     ),
     key(
         "threads",
@@ -192,7 +204,7 @@ pub(super) static CHECK: [SchemaKey; 4] = [
 const SERVICE_ADDRESS: ValueKind =
     Text("an IP address and port such as \"127.0.0.1:8081\", or \"unix:/path\"");
 
-pub(super) static UPSTREAM: [SchemaKey; 12] = [
+pub(super) static UPSTREAM: [SchemaKey; 14] = [
     key(
         "url",
         Text("\"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\""),
@@ -218,6 +230,12 @@ pub(super) static UPSTREAM: [SchemaKey; 12] = [
         "Timeout without progress on a response body or a tunnel (WebSocket). \"0\": no limit, for event streams and long polls.",
     ),
     key(
+        "tunnel_idle_timeout",
+        DURATION,
+        Default("1h"),
+        "Timeout of a tunnel (WebSocket) without traffic. \"0\": only body_idle_timeout.",
+    ),
+    key(
         "pool_idle_timeout",
         POSITIVE_DURATION,
         Default("90s"),
@@ -240,6 +258,12 @@ pub(super) static UPSTREAM: [SchemaKey; 12] = [
         integer(1, 1_000_000),
         Default("1024"),
         "Most upstream connections, over all workers, including WebSockets. An HTTP/2 connection carries up to 100 requests.",
+    ),
+    key(
+        "max_tunnels_per_client",
+        integer(0, 1_000_000),
+        Default("0"),
+        "Most tunnels (WebSockets) of one client (by client.ipv6_prefix); further ones get 429. 0: no limit.",
     ),
     key(
         "queue_timeout",

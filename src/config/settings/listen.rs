@@ -1,6 +1,6 @@
 //! `[listen]`, `[rls]` and `[check]`: the listeners.
 
-use super::listen_tls;
+use super::{container_memory, listen_tls};
 use crate::config::input::ConfigInput;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
@@ -17,6 +17,11 @@ pub(super) fn build_listen_settings(
         address: reader.get_parsed("address", values::parse_listen_address)?,
         proxy_protocol_from: read_proxy_protocol_networks(reader)?,
         max_connections: reader.get_integer("max_connections")?,
+        max_connections_per_client: reader.get_integer("max_connections_per_client")?,
+        max_memory: match reader.get_byte_size("max_memory") {
+            None => container_memory::default_connection_memory(),
+            Some(bytes) => Some(bytes).filter(|bytes| *bytes > 0),
+        },
         threads: match reader.get_integer("threads")? {
             // `available_parallelism` respects CPU affinity and the cgroup quota.
             0 => std::thread::available_parallelism().map_or(1, usize::from),
@@ -78,6 +83,7 @@ fn build_service_listener(
         address: address?,
         proxy_protocol_from: None,
         max_connections,
+        max_connections_per_client: 0,
         max_body_bytes: if is_rls {
             Some(MAX_MESSAGE_BYTES)
         } else {

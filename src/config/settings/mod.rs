@@ -2,6 +2,7 @@
 
 mod client;
 mod client_tls;
+mod container_memory;
 mod listen;
 mod listen_tls;
 mod operation;

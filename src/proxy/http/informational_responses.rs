@@ -12,6 +12,9 @@ use crate::proxy::server::connection_timeouts::ConnectionMonitor;
 
 /// Maximum number of informational responses forwarded per request; further ones are dropped.
 pub(in crate::proxy) const MAX_INFORMATIONAL_RESPONSES: usize = 16;
+/// Maximum number of informational responses received per request. An upstream that sends more
+/// floods its worker.
+const MAX_RECEIVED_RESPONSES: usize = 10_000;
 /// Maximum bytes of informational responses forwarded per request.
 const MAX_INFORMATIONAL_BYTES: usize = 16 * 1024;
 
@@ -21,6 +24,7 @@ pub struct InformationalForwarder {
     client: Option<Rc<ConnectionMonitor>>,
     remaining_responses: usize,
     remaining_bytes: usize,
+    received_responses: usize,
 }
 
 impl InformationalForwarder {
@@ -33,7 +37,14 @@ impl InformationalForwarder {
             client,
             remaining_responses: MAX_INFORMATIONAL_RESPONSES,
             remaining_bytes: MAX_INFORMATIONAL_BYTES,
+            received_responses: 0,
         }
+    }
+
+    /// Counts responses from the upstream, forwarded or not. Returns `false` if there are too many.
+    pub(in crate::proxy) fn count_received(&mut self, responses: usize) -> bool {
+        self.received_responses += responses;
+        self.received_responses <= MAX_RECEIVED_RESPONSES
     }
 
     /// Rewrites an informational response head and queues it to be sent to the client. `version` is

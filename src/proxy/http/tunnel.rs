@@ -15,6 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
 use crate::enforcer::ConcurrencySlotGuard;
+use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::tunnel_io::TunnelUpstream;
 use crate::telemetry::trace::RequestRecording;
@@ -29,6 +30,8 @@ pub struct Tunnel {
     /// Maximum time without traffic in either direction; `None` for no limit.
     idle_timeout: Option<Duration>,
     slot_guard: Option<ConcurrencySlotGuard>,
+    /// Counts the tunnel for its client, if the upstream limits them.
+    _client_count: Option<ClientCountGuard>,
     /// The trace recording, which ends when the tunnel is dropped.
     _recording: Option<Box<RequestRecording>>,
     client_to_upstream: TunnelDirection,
@@ -77,6 +80,7 @@ impl Tunnel {
             upstream: Box::new(upstream),
             idle_timeout,
             slot_guard: None,
+            _client_count: None,
             _recording: None,
             client_to_upstream: TunnelDirection::default(),
             upstream_to_client: TunnelDirection::default(),
@@ -91,6 +95,11 @@ impl Tunnel {
     /// `ends_at`.
     pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
         self.slot_guard = slot_guard;
+    }
+
+    /// Keeps the client's count until the tunnel ends.
+    pub(in crate::proxy) fn attach_client_count(&mut self, client_count: Option<ClientCountGuard>) {
+        self._client_count = client_count;
     }
 
     /// Attaches the trace recording, to end with the tunnel.

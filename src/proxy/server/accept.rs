@@ -17,12 +17,15 @@ use super::monitored_socket::MonitoredSocket;
 use super::peer::ConnectionPeer;
 use super::transport::{ClientTransport, SocketBelowTls};
 use crate::clock;
+use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::server::accept::proxy_header::ProxyHeaderParseError;
 use crate::proxy::settings::ListenSettings;
 use crate::tls::{self, CertificateSubject, ParsedCertificate, ServerTls};
 
 /// Initial size of the buffer that receives a PROXY header. Most PROXY headers fit into the buffer.
 const TYPICAL_PROXY_HEADER_BYTES: usize = 256;
+/// Maximum encrypted bytes that wait for the socket: one full record and a part.
+const TLS_SEND_BUFFER_BYTES: usize = 32 * 1024;
 /// Time limit for delivering a TLS alert to the client.
 const TLS_ALERT_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -41,6 +44,8 @@ pub(in crate::proxy) struct CompletedHandshake {
     pub(in crate::proxy) peer: ConnectionPeer,
     /// Whether ALPN negotiated HTTP/2 (`true`) or HTTP/1.1 (`false`); `None` without ALPN.
     pub(in crate::proxy) negotiated_http2: Option<bool>,
+    /// Counts the connection for its client, if the listener limits them.
+    pub(in crate::proxy) client_count: Option<ClientCountGuard>,
 }
 
 /// Connection that failed its handshake.
@@ -73,7 +78,8 @@ impl HandshakeAcceptor {
         }
     }
 
-    /// Runs the handshake of a connection from `addr`.
+    /// Runs the handshake of a connection from `addr`. `admit` counts it for its client, once a PROXY
+    /// header has named the client and before TLS.
     ///
     /// # Errors
     /// Returns a [`FailedHandshake`], which the caller records and closes.
@@ -81,6 +87,7 @@ impl HandshakeAcceptor {
         &self,
         mut socket: SocketBelowTls,
         addr: SocketAddr,
+        admit: impl FnOnce(SocketAddr) -> Result<Option<ClientCountGuard>, ()>,
     ) -> Result<CompletedHandshake, FailedHandshake> {
         let deadline = Instant::now() + self.handshake_timeout;
         let mut client = addr;
@@ -100,14 +107,23 @@ impl HandshakeAcceptor {
             };
             client = source.map_err(to_failure)?.unwrap_or(addr);
         }
+        let client_count = admit(client).map_err(|()| FailedHandshake {
+            error: None,
+            alert_socket: None,
+        })?;
         let Some(tls) = self.tls.load_full() else {
             return Ok(CompletedHandshake {
                 socket: ClientTransport::Plain(socket),
                 peer: ConnectionPeer::new(client),
                 negotiated_http2: None,
+                client_count,
             });
         };
-        Box::pin(run_tls_handshake(&tls, socket, client, deadline)).await
+        let handshake = Box::pin(run_tls_handshake(&tls, socket, client, deadline)).await?;
+        Ok(CompletedHandshake {
+            client_count,
+            ..handshake
+        })
     }
 }
 
@@ -156,7 +172,7 @@ async fn run_tls_handshake(
     let handshake = TlsAcceptor::from(tls.config())
         .accept(socket)
         .into_fallible();
-    let stream = match timeout_at(deadline, handshake).await {
+    let mut stream = match timeout_at(deadline, handshake).await {
         Ok(Ok(stream)) => stream,
         Ok(Err((error, socket))) => {
             tracing::debug!(%error, peer = %client, "TLS handshake failed");
@@ -174,6 +190,11 @@ async fn run_tls_handshake(
             });
         }
     };
+    // Set after the handshake: rustls would cut its own messages.
+    stream
+        .get_mut()
+        .1
+        .set_buffer_limit(Some(TLS_SEND_BUFFER_BYTES));
     let (_, session) = stream.get_ref();
     let http2 = session.alpn_protocol().map(|protocol| protocol == b"h2");
     let certificate = checked_client_certificate_subject(session).map_err(|error| {
@@ -189,6 +210,7 @@ async fn run_tls_handshake(
         socket: ClientTransport::Tls(Box::new(stream)),
         peer,
         negotiated_http2: http2,
+        client_count: None,
     })
 }
 

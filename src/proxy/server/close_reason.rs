@@ -15,8 +15,14 @@ pub enum ConnectionCloseReason {
     Flood,
     /// The client sent no valid HTTP.
     Protocol,
-    /// No data passed through a tunnel for `upstream.body_idle_timeout`.
+    /// No data passed through a tunnel for `upstream.tunnel_idle_timeout`.
     TunnelIdle,
+    /// The connection was idle longest when a new one arrived at `max_connections`.
+    ConnectionLimit,
+    /// The client had `max_connections_per_client` connections.
+    ClientLimit,
+    /// The connection was among the largest when `listen.max_memory` was reached.
+    Memory,
 }
 
 impl ConnectionCloseReason {
@@ -29,6 +35,9 @@ impl ConnectionCloseReason {
         Self::Flood.name(),
         Self::Protocol.name(),
         Self::TunnelIdle.name(),
+        Self::ConnectionLimit.name(),
+        Self::ClientLimit.name(),
+        Self::Memory.name(),
     ];
 
     /// Name of the reason in metric labels.
@@ -41,6 +50,9 @@ impl ConnectionCloseReason {
             Self::Flood => "flood",
             Self::Protocol => "protocol",
             Self::TunnelIdle => "tunnel_idle",
+            Self::ConnectionLimit => "connection_limit",
+            Self::ClientLimit => "client_limit",
+            Self::Memory => "memory",
         }
     }
 }
@@ -53,7 +65,7 @@ mod tests {
     fn names_match_discriminants() {
         assert_eq!(
             ConnectionCloseReason::NAMES.len(),
-            ConnectionCloseReason::TunnelIdle as usize + 1
+            ConnectionCloseReason::Memory as usize + 1
         );
         for one in [
             ConnectionCloseReason::Idle,
@@ -63,6 +75,9 @@ mod tests {
             ConnectionCloseReason::Flood,
             ConnectionCloseReason::Protocol,
             ConnectionCloseReason::TunnelIdle,
+            ConnectionCloseReason::ConnectionLimit,
+            ConnectionCloseReason::ClientLimit,
+            ConnectionCloseReason::Memory,
         ] {
             assert_eq!(ConnectionCloseReason::NAMES[one as usize], one.name());
         }

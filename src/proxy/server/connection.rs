@@ -40,6 +40,7 @@ pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
         socket,
         peer,
         negotiated_http2: http2,
+        client_count: _,
     } = connection;
     let peer = Arc::new(peer);
     monitor.record_handshake_end();

@@ -3,6 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+
+use super::connection_activity::{ConnectionActivity, OpenConnection};
+use crate::proxy::client_counts::ClientCounts;
 
 /// Live counters of the server, shared with metrics.
 #[derive(Clone, Debug)]
@@ -11,6 +15,13 @@ pub struct ServerLoad(Arc<LoadCounters>);
 #[derive(Debug)]
 struct LoadCounters {
     open_connections: Box<[AtomicUsize]>,
+    /// Start of the clock of [`ConnectionActivity`].
+    epoch: Instant,
+    last_connection_id: AtomicU64,
+    /// Connections of each client to the proxy listener.
+    client_counts: ClientCounts,
+    /// Estimated memory of all client connections.
+    connection_bytes: AtomicUsize,
     panics: AtomicU64,
     connection_limit_hits: AtomicU64,
 }
@@ -21,6 +32,10 @@ impl ServerLoad {
         let open_connections = (0..threads).map(|_| AtomicUsize::new(0)).collect();
         Self(Arc::new(LoadCounters {
             open_connections,
+            epoch: Instant::now(),
+            last_connection_id: AtomicU64::new(0),
+            client_counts: ClientCounts::default(),
+            connection_bytes: AtomicUsize::new(0),
             panics: AtomicU64::new(0),
             connection_limit_hits: AtomicU64::new(0),
         }))
@@ -40,9 +55,34 @@ impl ServerLoad {
         self.0.panics.load(Ordering::Relaxed)
     }
 
-    /// Number of times that accepting paused because `max_connections` were open.
+    /// Number of times that a new connection met `max_connections` open ones.
     pub fn connection_limit_hits(&self) -> u64 {
         self.0.connection_limit_hits.load(Ordering::Relaxed)
+    }
+
+    /// Creates the entry of a new connection of `worker`.
+    pub(super) fn open_connection(&self, worker: usize) -> OpenConnection {
+        OpenConnection {
+            id: self.0.last_connection_id.fetch_add(1, Ordering::Relaxed),
+            worker,
+            activity: Arc::new(ConnectionActivity::new(self.0.epoch)),
+        }
+    }
+
+    /// Replaces the estimate of one connection and returns the sum of all.
+    pub(super) fn update_connection_bytes(&self, before: usize, after: usize) -> usize {
+        let sum = &self.0.connection_bytes;
+        match after.checked_sub(before) {
+            Some(more) => sum.fetch_add(more, Ordering::Relaxed) + more,
+            None => {
+                let less = before - after;
+                sum.fetch_sub(less, Ordering::Relaxed) - less
+            }
+        }
+    }
+
+    pub(super) fn client_counts(&self) -> &ClientCounts {
+        &self.0.client_counts
     }
 
     pub(super) fn record_panic(&self) {

@@ -5,23 +5,33 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
+use super::connection_activity::{IdleConnections, OpenConnection};
 use super::connection_load::{ConnectionCountGuard, ServerLoad};
 use super::listener::{AcceptedSocket, ServerListener};
-use super::worker::{QueuedConnection, WorkerThread, worker_died_error};
+use super::worker::{QueuedConnection, WorkerMessage, WorkerThread, worker_died_error};
 use crate::listen::SocketListener;
+use crate::telemetry::LogThrottle;
 
 /// Delay before accepting again after an error such as running out of file descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
+/// Interval after which another connection is closed if the last one did not free its slot.
+const SLOT_RETRY_INTERVAL: Duration = Duration::from_millis(20);
+/// Minimum interval between warnings about the connection limit.
+const LIMIT_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Accepts the connections of one listener.
 pub(super) struct ListenerAcceptor {
     listener_index: usize,
     listener: SocketListener,
     connection_slots: Arc<Semaphore>,
-    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
+    worker_queues: Vec<mpsc::Sender<WorkerMessage>>,
+    idle_connections: IdleConnections,
+    limit_log: LogThrottle,
     is_failing: bool,
+    /// Accepted connection that waits for a connection slot.
+    without_slot: Option<(AcceptedSocket, SocketAddr)>,
     /// Accepted connection that no worker has taken yet.
     unassigned: Option<UnassignedConnection>,
 }
@@ -32,7 +42,7 @@ type UnassignedConnection = (AcceptedSocket, SocketAddr, OwnedSemaphorePermit);
 pub(super) struct PendingConnections {
     listener_index: usize,
     connections: Vec<UnassignedConnection>,
-    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
+    worker_queues: Vec<mpsc::Sender<WorkerMessage>>,
 }
 
 impl ListenerAcceptor {
@@ -51,7 +61,10 @@ impl ListenerAcceptor {
                     .clamp(1, Semaphore::MAX_PERMITS),
             )),
             worker_queues: workers.iter().map(WorkerThread::queue_sender).collect(),
+            idle_connections: IdleConnections::default(),
+            limit_log: LogThrottle::new(LIMIT_LOG_INTERVAL),
             is_failing: false,
+            without_slot: None,
             unassigned: None,
         })
     }
@@ -59,23 +72,27 @@ impl ListenerAcceptor {
     /// Accepts and dispatches connections. Returns only if a worker died.
     pub(super) async fn run(&mut self, load: &ServerLoad) -> io::Error {
         loop {
+            // The connection is stored in `self`, so that it is dispatched during the drain even if
+            // shutdown drops this future while it waits.
+            self.without_slot = Some(self.accept().await);
             let Some(permit) = self.acquire_connection_slot(load).await else {
                 return worker_died_error();
             };
-            let (socket, addr) = self.accept().await;
-            // The connection is stored in `self`, so that it is dispatched during the drain even if
-            // shutdown drops this future while the worker's queue is full.
-            self.unassigned = Some((socket, addr, permit));
-            if !dispatch_connection(
+            self.unassigned = self
+                .without_slot
+                .take()
+                .map(|(socket, addr)| (socket, addr, permit));
+            let Some(open) = dispatch_connection(
                 &self.worker_queues,
                 load,
                 self.listener_index,
                 &mut self.unassigned,
             )
             .await
-            {
+            else {
                 return worker_died_error();
-            }
+            };
+            self.idle_connections.add(open);
         }
     }
 
@@ -88,17 +105,20 @@ impl ListenerAcceptor {
             listener,
             connection_slots,
             worker_queues,
+            without_slot,
             unassigned,
             ..
         } = self;
         let mut connections = Vec::from_iter(unassigned);
-        listener.drain_backlog(|socket, addr| {
+        let mut add_connection = |socket, addr| {
             let Ok(permit) = Arc::clone(&connection_slots).try_acquire_owned() else {
                 return false;
             };
             connections.push((socket, addr, permit));
             true
-        });
+        };
+        let has_slots = without_slot.is_none_or(|(socket, addr)| add_connection(socket, addr));
+        listener.drain_backlog(|socket, addr| has_slots && add_connection(socket, addr));
         PendingConnections {
             listener_index,
             connections,
@@ -106,16 +126,31 @@ impl ListenerAcceptor {
         }
     }
 
-    /// Waits for a free connection slot. Connections above the limit stay in the kernel's backlog.
-    async fn acquire_connection_slot(&self, load: &ServerLoad) -> Option<OwnedSemaphorePermit> {
+    /// Returns a free connection slot. At the limit, closes the connection that is idle longest. If
+    /// all connections have requests, waits; further connections stay in the kernel's backlog.
+    async fn acquire_connection_slot(&mut self, load: &ServerLoad) -> Option<OwnedSemaphorePermit> {
         if let Ok(permit) = Arc::clone(&self.connection_slots).try_acquire_owned() {
             return Some(permit);
         }
         load.record_connection_limit_hit();
-        Arc::clone(&self.connection_slots)
-            .acquire_owned()
-            .await
-            .ok()
+        if let Some(new_connections) = self.limit_log.record_occurrence(std::time::Instant::now()) {
+            tracing::warn!(
+                new_connections,
+                "max_connections reached; idle connections are closed for new ones"
+            );
+        }
+        loop {
+            if let Some(idle) = self.idle_connections.take_longest_idle()
+                && let Some(queue) = self.worker_queues.get(idle.worker)
+            {
+                queue.send(WorkerMessage::CloseIdle(idle.id)).await.ok()?;
+            }
+            // The connection may get a request before it reads the message.
+            let slot = Arc::clone(&self.connection_slots).acquire_owned();
+            if let Ok(permit) = timeout(SLOT_RETRY_INTERVAL, slot).await {
+                return permit.ok();
+            }
+        }
     }
 
     /// Accepts the next connection. Errors are never fatal: either resources are exhausted or the
@@ -145,50 +180,47 @@ impl PendingConnections {
     /// Dispatches the connections. Stops if a worker has died.
     pub(super) async fn dispatch_all(self, load: &ServerLoad) {
         for connection in self.connections {
-            if !dispatch_connection(
+            let mut connection = Some(connection);
+            let dispatched = dispatch_connection(
                 &self.worker_queues,
                 load,
                 self.listener_index,
-                &mut Some(connection),
-            )
-            .await
-            {
+                &mut connection,
+            );
+            if dispatched.await.is_none() {
                 return;
             }
         }
     }
 }
 
-/// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `false`
-/// if that worker has ended.
+/// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `None` if
+/// that worker has ended.
 async fn dispatch_connection(
-    worker_queues: &[mpsc::Sender<QueuedConnection>],
+    worker_queues: &[mpsc::Sender<WorkerMessage>],
     load: &ServerLoad,
     listener_index: usize,
     unassigned: &mut Option<UnassignedConnection>,
-) -> bool {
-    let Some((worker, queue)) = select_least_loaded_worker(worker_queues, load) else {
-        return false;
-    };
-    let Ok(queue_slot) = queue.reserve().await else {
-        return false;
-    };
-    if let Some((socket, addr, permit)) = unassigned.take() {
-        queue_slot.send(QueuedConnection {
-            listener_index,
-            socket,
-            addr,
-            count_guard: ConnectionCountGuard::new(load, worker, permit),
-        });
-    }
-    true
+) -> Option<OpenConnection> {
+    let (worker, queue) = select_least_loaded_worker(worker_queues, load)?;
+    let queue_slot = queue.reserve().await.ok()?;
+    let (socket, addr, permit) = unassigned.take()?;
+    let open = load.open_connection(worker);
+    queue_slot.send(WorkerMessage::Connection(QueuedConnection {
+        listener_index,
+        socket,
+        addr,
+        open: open.clone(),
+        count_guard: ConnectionCountGuard::new(load, worker, permit),
+    }));
+    Some(open)
 }
 
 /// Finds the worker with the fewest connections.
 fn select_least_loaded_worker<'q>(
-    worker_queues: &'q [mpsc::Sender<QueuedConnection>],
+    worker_queues: &'q [mpsc::Sender<WorkerMessage>],
     load: &ServerLoad,
-) -> Option<(usize, &'q mpsc::Sender<QueuedConnection>)> {
+) -> Option<(usize, &'q mpsc::Sender<WorkerMessage>)> {
     worker_queues
         .iter()
         .enumerate()

@@ -42,6 +42,10 @@ pub(in crate::proxy) struct FrameScanner {
     last_stream: u32,
     /// Streams whose request body the client has not ended. HEADERS of such a stream are trailers.
     open_uploads: VecDeque<u32>,
+    /// Type of the last frame.
+    frame_type: u8,
+    /// Whether the last frame belongs to a field block that a later CONTINUATION ends.
+    is_block_open: bool,
 }
 
 /// Splits a byte stream into frame headers and payloads.
@@ -59,6 +63,8 @@ struct FrameSplitter {
 pub(in crate::proxy) struct FrameScan {
     /// Number of costly frames whose header ends in these bytes.
     pub(in crate::proxy) costly_frames: u32,
+    /// Bytes of DATA payloads among these bytes.
+    pub(in crate::proxy) data_bytes: usize,
     /// Whether other bytes replace the scanned ones.
     pub(in crate::proxy) is_rewritten: bool,
 }
@@ -81,14 +87,19 @@ impl FrameScanner {
         replacement: &mut Vec<u8>,
     ) -> io::Result<FrameScan> {
         let mut splitter = self.splitter;
-        let (mut costly_frames, mut is_valid) = (0, true);
+        let (mut costly_frames, mut data_bytes, mut is_valid) = (0, 0, true);
         // Positions of the trailers among the frame headers of these bytes.
         let (mut position, mut trailers) = (0, VecDeque::new());
-        splitter.split(bytes, |part| {
-            if let FramePart::Header(header) = part {
-                let kind = frame_type(&header);
+        splitter.split(bytes, |part| match part {
+            FramePart::Payload(payload) if self.frame_type == DATA => data_bytes += payload.len(),
+            FramePart::Payload(_) => {}
+            FramePart::Header(header) => {
+                let [_, _, _, kind, flags, ..] = header;
                 is_valid &= self.has_started || kind == SETTINGS;
                 self.has_started = true;
+                self.frame_type = kind;
+                self.is_block_open =
+                    matches!(kind, HEADERS | CONTINUATION) && flags & END_HEADERS == 0;
                 costly_frames += u32::from(is_costly_frame_type(kind));
                 if self.is_markable_trailers(&header) {
                     trailers.push_back(position);
@@ -118,8 +129,15 @@ impl FrameScanner {
         }
         Ok(FrameScan {
             costly_frames,
+            data_bytes,
             is_rewritten,
         })
+    }
+
+    /// Whether the bytes so far end within a field block: the head or the trailers of a request.
+    pub(in crate::proxy) fn is_within_field_block(&self) -> bool {
+        let is_block_payload = matches!(self.frame_type, HEADERS | CONTINUATION);
+        self.is_block_open || is_block_payload && self.splitter.remaining_payload > 0
     }
 
     /// Whether this is a HEADERS frame with trailers that can be marked. Follows the streams with
@@ -188,11 +206,6 @@ impl FrameSplitter {
             }
         }
     }
-}
-
-fn frame_type(header: &[u8; FRAME_HEADER_BYTES]) -> u8 {
-    let [_, _, _, kind, ..] = *header;
-    kind
 }
 
 /// Whether frames of this type spend credit. DATA, HEADERS and CONTINUATION do not: they belong to
@@ -267,6 +280,29 @@ mod tests {
             let (costly_frames, passed) = scan_in_steps(&frames, step);
             assert_eq!(costly_frames, 5, "in steps of {step}: 4, 6, 8, 3 and 200");
             assert!(passed == frames, "in steps of {step}");
+        }
+    }
+
+    #[test]
+    fn a_field_block_ends_with_the_payload_that_has_end_headers() {
+        let steps = [
+            (build_frame(SETTINGS, 0, 0, 6), false),
+            (build_frame(HEADERS, 0, 1, 30), true),
+            (build_frame(CONTINUATION, 0, 1, 0), true),
+            (build_frame(CONTINUATION, END_HEADERS, 1, 5), false),
+            (build_frame(DATA, 0, 1, 9), false),
+            (build_frame(HEADERS, END_HEADERS | END_STREAM, 3, 4), false),
+        ];
+        let mut scanner = FrameScanner::default();
+        for (frame, is_within_at_end) in steps {
+            let (last, rest) = frame.split_last().unwrap();
+            scanner.scan(rest, &mut vec![]).unwrap();
+            let is_block = matches!(frame[3], HEADERS | CONTINUATION);
+            assert!(
+                frame.len() == FRAME_HEADER_BYTES || scanner.is_within_field_block() == is_block
+            );
+            scanner.scan(&[*last], &mut vec![]).unwrap();
+            assert_eq!(scanner.is_within_field_block(), is_within_at_end);
         }
     }
 

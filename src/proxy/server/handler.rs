@@ -2,6 +2,7 @@
 
 use http::{Request, Response, StatusCode};
 use std::future::Future;
+use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -27,6 +28,12 @@ pub trait RequestHandler: 'static {
 
     /// Records that the server answered an unreadable request head with `status`.
     fn record_unreadable_request(&self, _status: StatusCode, _peer: &ConnectionPeer) {}
+
+    /// Address prefix by which the connections of this peer are counted. `None` for a trusted proxy,
+    /// which carries the requests of many clients.
+    fn counted_client(&self, peer: IpAddr) -> Option<IpAddr> {
+        Some(peer)
+    }
 
     /// Metrics shard of this worker.
     fn worker_metrics(&self) -> Option<Arc<WorkerMetrics>> {

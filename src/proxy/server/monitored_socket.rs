@@ -99,7 +99,7 @@ impl MonitoredSocket {
         self.put_back(into.filled());
         if !into.filled().is_empty() {
             // Recorded here because reading bytes that were put back earlier records nothing.
-            self.monitor.record_read();
+            self.monitor.record_read(0);
         }
         Poll::Ready(is_open && !into.filled().is_empty())
     }
@@ -227,7 +227,7 @@ impl AsyncRead for MonitoredSocket {
                     Poll::Ready(Ok(()))
                 };
             }
-            this.monitor.record_read();
+            this.monitor.record_read(received.len());
             if !this.monitor.is_http2() {
                 return Poll::Ready(Ok(()));
             }
@@ -238,6 +238,9 @@ impl AsyncRead for MonitoredSocket {
             if this.monitor.frame_budget().is_exhausted() {
                 return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
             }
+            this.monitor
+                .record_field_block(this.frame_scanner.is_within_field_block(), received.len());
+            this.monitor.record_body_received(scan.data_bytes);
             if !scan.is_rewritten {
                 return Poll::Ready(Ok(()));
             }
@@ -302,15 +305,18 @@ impl AsyncWrite for MonitoredSocket {
 #[cfg(test)]
 mod tests {
     use super::MonitoredSocket;
+    use crate::proxy::server::connection_activity::ConnectionActivity;
     use crate::proxy::server::connection_timeouts::{ConnectionMonitor, ConnectionTimeouts};
     use crate::proxy::server::transport::{ClientSocket, ClientTransport, SocketBelowTls};
     use std::future::poll_fn;
     use std::pin::Pin;
     use std::rc::Rc;
+    use std::sync::Arc;
     use std::task::Poll;
     use std::time::Duration;
     use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
     use tokio::net::UnixStream;
+    use tokio::time::Instant;
 
     const TIMEOUTS: ConnectionTimeouts = ConnectionTimeouts {
         idle: Duration::from_secs(75),
@@ -321,7 +327,11 @@ mod tests {
     #[tokio::test]
     async fn informational_heads_are_written_between_responses() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let monitor = ConnectionMonitor::new(
+            TIMEOUTS,
+            None,
+            Arc::new(ConnectionActivity::new(Instant::now())),
+        );
         let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
         let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
         monitor.queue_informational_head(b"<1>");
@@ -353,7 +363,11 @@ mod tests {
     #[tokio::test]
     async fn input_after_shutdown_is_not_read() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let monitor = ConnectionMonitor::new(
+            TIMEOUTS,
+            None,
+            Arc::new(ConnectionActivity::new(Instant::now())),
+        );
         let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
         let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
         socket.put_back(b"read too early");

@@ -1,11 +1,10 @@
 //! Worker threads: each serves its connections on a runtime of its own.
 
-use std::cell::RefCell;
-use std::collections::HashMap;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::{mpsc, oneshot, watch};
@@ -13,12 +12,15 @@ use tokio::task::{JoinError, JoinSet};
 
 use super::accept::HandshakeAcceptor;
 use super::allocator_trim::AllocatorTrim;
+use super::close_reason::ConnectionCloseReason;
 use super::connection::protocols::HttpServerSettings;
 use super::connection::serve_connection;
+use super::connection_activity::OpenConnection;
 use super::connection_load::{ConnectionCountGuard, ServerLoad};
 use super::connection_timeouts::ConnectionMonitor;
 use super::handler::RequestHandler;
 use super::listener::{AcceptedSocket, ServerListener};
+use super::memory_budget::{ConnectionMonitors, WorkerMemory};
 use super::transport::SocketBelowTls;
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 
@@ -34,13 +36,21 @@ pub(super) struct QueuedConnection {
     pub(super) listener_index: usize,
     pub(super) socket: AcceptedSocket,
     pub(super) addr: SocketAddr,
+    pub(super) open: OpenConnection,
     pub(super) count_guard: ConnectionCountGuard,
+}
+
+/// Message of an acceptor to a worker.
+pub(super) enum WorkerMessage {
+    Connection(QueuedConnection),
+    /// Close the connection with this id, unless it has a request meanwhile.
+    CloseIdle(u64),
 }
 
 /// Handle of a worker thread.
 pub(super) struct WorkerThread {
     thread: JoinHandle<usize>,
-    queue: mpsc::Sender<QueuedConnection>,
+    queue: mpsc::Sender<WorkerMessage>,
     ready: oneshot::Receiver<io::Result<()>>,
 }
 
@@ -109,7 +119,7 @@ impl WorkerThread {
         })
     }
 
-    pub(super) fn queue_sender(&self) -> mpsc::Sender<QueuedConnection> {
+    pub(super) fn queue_sender(&self) -> mpsc::Sender<WorkerMessage> {
         self.queue.clone()
     }
 
@@ -137,20 +147,20 @@ pub(super) fn worker_died_error() -> io::Error {
 /// Handshake and HTTP settings of one listener, on one worker.
 struct WorkerListenerSettings {
     kind: ListenerKind,
-    acceptor: Rc<HandshakeAcceptor>,
+    acceptor: HandshakeAcceptor,
     protocols: Rc<HttpServerSettings>,
 }
 
 fn build_worker_listener_settings(
     configs: Vec<(ListenerKind, HandshakeAcceptor, ListenSettings)>,
     load: &ServerLoad,
-) -> Vec<WorkerListenerSettings> {
+) -> Vec<Rc<WorkerListenerSettings>> {
     let allocator_trim = Rc::<AllocatorTrim>::default();
     let listeners = configs
         .into_iter()
         .map(|(kind, acceptor, settings)| WorkerListenerSettings {
             kind,
-            acceptor: acceptor.into(),
+            acceptor,
             protocols: Rc::new(HttpServerSettings::new(
                 &settings,
                 kind,
@@ -158,51 +168,52 @@ fn build_worker_listener_settings(
                 Rc::clone(&allocator_trim),
             )),
         });
-    listeners.collect()
+    listeners.map(Rc::new).collect()
 }
 
 /// Serves the worker's connections until its queue closes and they end. Returns the number of
 /// connections that were cut.
 async fn run_worker<H: RequestHandler>(
     handler: Rc<H>,
-    listeners: Vec<WorkerListenerSettings>,
-    mut queued: mpsc::Receiver<QueuedConnection>,
+    listeners: Vec<Rc<WorkerListenerSettings>>,
+    mut queued: mpsc::Receiver<WorkerMessage>,
     mut cut: watch::Receiver<bool>,
     load: &ServerLoad,
 ) -> usize {
     let mut connections = JoinSet::new();
-    let monitors: Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>> = Rc::default();
-    let mut last_id = 0;
+    let monitors = ConnectionMonitors::default();
+    let max_memory = listeners
+        .first()
+        .and_then(|listener| listener.protocols.max_memory());
+    let memory = WorkerMemory::new(load.clone(), max_memory, Rc::clone(&monitors));
+    let memory = Rc::new(memory);
     loop {
         tokio::select! {
             next = queued.recv() => {
-                let Some(next) = next else { break };
-                let Some(WorkerListenerSettings { kind, acceptor, protocols }) = listeners.get(next.listener_index) else { continue };
-                let monitor = ConnectionMonitor::new(protocols.connection_timeouts(), handler.worker_metrics());
-                last_id += 1;
-                monitors.borrow_mut().insert(last_id, Rc::clone(&monitor));
-                let registration = MonitorRegistration { monitors: Rc::clone(&monitors), id: last_id };
-                let (handler, protocols) = (Rc::clone(&handler), Rc::clone(protocols));
-                let (kind, acceptor) = (*kind, Rc::clone(acceptor));
+                let next = match next {
+                    Some(WorkerMessage::Connection(next)) => next,
+                    Some(WorkerMessage::CloseIdle(id)) => {
+                        if let Some(monitor) = monitors.borrow().get(&id) {
+                            monitor.request_close(ConnectionCloseReason::ConnectionLimit);
+                        }
+                        continue;
+                    }
+                    None => break,
+                };
+                let Some(listener) = listeners.get(next.listener_index) else { continue };
+                let monitor = ConnectionMonitor::new(
+                    listener.protocols.connection_timeouts(),
+                    handler.worker_metrics(),
+                    Arc::clone(&next.open.activity),
+                );
+                monitor.set_memory_budget(Rc::clone(&memory));
+                let id = next.open.id;
+                monitors.borrow_mut().insert(id, Rc::clone(&monitor));
+                let registration = MonitorRegistration { monitors: Rc::clone(&monitors), id };
+                let serving = serve_queued_connection(next, Rc::clone(listener), Rc::clone(&handler), monitor, load.clone());
                 connections.spawn_local(async move {
                     let _registration = registration;
-                    let QueuedConnection { socket, addr, count_guard: _counted, .. } = next;
-                    let socket = match socket.into_client_socket() {
-                        Ok(socket) => SocketBelowTls::new(socket, Rc::clone(&monitor)),
-                        Err(error) => return tracing::debug!(%error, "failed to register an accepted socket"),
-                    };
-                    match acceptor.run_handshake(socket, addr).await {
-                        Ok(mut connection) => {
-                            connection.peer.listener_kind = kind;
-                            serve_connection(connection, handler, protocols, monitor).await;
-                        }
-                        Err(failed) => {
-                            if let Some(error) = failed.error {
-                                handler.record_connection_setup_error(error);
-                            }
-                            Box::pin(failed.close()).await;
-                        }
-                    }
+                    serving.await;
                 });
             }
             Some(ended) = connections.join_next() => record_connection_panic(ended, load),
@@ -224,6 +235,60 @@ async fn run_worker<H: RequestHandler>(
     }
 }
 
+/// Runs the handshake of a connection and serves it until it ends.
+async fn serve_queued_connection<H: RequestHandler>(
+    queued: QueuedConnection,
+    listener: Rc<WorkerListenerSettings>,
+    handler: Rc<H>,
+    monitor: Rc<ConnectionMonitor>,
+    load: ServerLoad,
+) {
+    let QueuedConnection {
+        socket,
+        addr,
+        count_guard: _counted,
+        ..
+    } = queued;
+    let is_unix = matches!(socket, AcceptedSocket::Unix(_));
+    let socket = match socket.into_client_socket() {
+        Ok(socket) => SocketBelowTls::new(socket, Rc::clone(&monitor)),
+        Err(error) => return tracing::debug!(%error, "failed to register an accepted socket"),
+    };
+    let limit = listener.protocols.max_connections_per_client();
+    let admit = |client: SocketAddr| {
+        // Clients of a Unix socket have no address of their own.
+        let client = (limit > 0 && !(is_unix && client == addr))
+            .then(|| handler.counted_client(client.ip()))
+            .flatten();
+        let admitted = client.map_or(Ok(None), |client| {
+            load.client_counts()
+                .try_acquire(client, limit)
+                .map(Some)
+                .ok_or(())
+        });
+        admitted.inspect_err(|()| monitor.record_close(ConnectionCloseReason::ClientLimit))
+    };
+    let handshake = tokio::select! {
+        biased;
+        done = listener.acceptor.run_handshake(socket, addr, admit) => done,
+        reason = monitor.wait_for_close_request() => return monitor.record_close(reason),
+    };
+    match handshake {
+        Ok(mut connection) => {
+            connection.peer.listener_kind = listener.kind;
+            let _client_count = connection.client_count.take();
+            let protocols = Rc::clone(&listener.protocols);
+            serve_connection(connection, handler, protocols, monitor).await;
+        }
+        Err(failed) => {
+            if let Some(error) = failed.error {
+                handler.record_connection_setup_error(error);
+            }
+            Box::pin(failed.close()).await;
+        }
+    }
+}
+
 /// Cuts the unfinished connections and returns their number.
 fn cut_and_count_connections(mut connections: JoinSet<()>) -> usize {
     while connections.try_join_next().is_some() {}
@@ -240,7 +305,7 @@ fn record_connection_panic(ended: Result<(), JoinError>, load: &ServerLoad) {
 
 /// Removes the monitor of a connection from the drain list when the connection ends.
 struct MonitorRegistration {
-    monitors: Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>>,
+    monitors: ConnectionMonitors,
     id: u64,
 }
 

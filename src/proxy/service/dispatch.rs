@@ -11,6 +11,7 @@ use crate::proxy::settings::ListenerKind;
 use crate::proxy::{RequestBody, ResponseBody};
 use crate::telemetry::metrics::WorkerMetrics;
 use http::{Request, Response, StatusCode};
+use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -51,6 +52,13 @@ impl RequestHandler for ProxyService {
                 peer.addr.ip(),
                 status,
             ));
+    }
+
+    fn counted_client(&self, peer: IpAddr) -> Option<IpAddr> {
+        let policies = self.enforcer.policy_snapshot();
+        let clients = &policies.table.client;
+        let peer = peer.to_canonical();
+        (!clients.trusts_proxy(peer)).then(|| clients.client_prefix(peer))
     }
 
     fn worker_metrics(&self) -> Option<Arc<WorkerMetrics>> {

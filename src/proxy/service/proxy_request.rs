@@ -71,7 +71,7 @@ impl ProxyService {
 
         // 3. Wait.
         let ready_at = match self
-            .wait_for_leaky_bucket(&verdict, arrived_at, deadline)
+            .wait_for_turn(&verdict, &mut summary, table, deadline)
             .await
         {
             Ok(ready_at) => ready_at,
@@ -117,16 +117,22 @@ impl ProxyService {
         self.respond_without_upstream(body, reply, decided_at - summary.arrived_at)
     }
 
-    /// Waits as long as a `leaky_bucket` limit delays the request, at most until `deadline`. If the
-    /// client disconnects, the request is dropped but its place in the bucket's queue stays
+    /// Counts a tunnel for its client, and waits as long as a `leaky_bucket` limit delays the
+    /// request, at most until `deadline`. If the client disconnects, the request is dropped but its place in the bucket's queue stays
     /// consumed.
-    async fn wait_for_leaky_bucket(
+    async fn wait_for_turn(
         &self,
         verdict: &Verdict<'_>,
-        arrived_at: Instant,
+        summary: &mut RequestSummary,
+        table: &PolicyTable,
         deadline: Option<Instant>,
     ) -> Result<Instant, ForwardError> {
-        let decided_at = verdict.decided_at.unwrap_or(arrived_at);
+        if summary.target.upgrade_request.is_some() {
+            let client = table.client.client_prefix(summary.client.ip);
+            let counted = self.upstream.count_tunnel(client);
+            summary.tunnel_count = counted.map_err(ForwardError::Upstream)?;
+        }
+        let decided_at = verdict.decided_at.unwrap_or(summary.arrived_at);
         let turn = pin!(self.upstream.delay_request(verdict.delay, decided_at));
         await_until_deadline(deadline, turn).await
     }
@@ -234,6 +240,9 @@ impl ProxyService {
         verdict: &Verdict<'_>,
         table: &PolicyTable,
     ) -> Response<ResponseBody> {
+        if let ResponseBody::Tunnel(tunnel) = response.body_mut() {
+            tunnel.attach_client_count(summary.tunnel_count.take());
+        }
         rate_limit_headers::write_headers(
             verdict,
             table.rate_limit_headers,
@@ -302,6 +311,7 @@ fn build_upstream_error_response(
         Kind::Dns => ProxyErrorType::DnsError,
         Kind::Tls => ProxyErrorType::TlsError,
         Kind::QueueFull | Kind::QueueTimeout => ProxyErrorType::QueueFull,
+        Kind::TunnelLimit => ProxyErrorType::TunnelLimit,
         Kind::ResponseTimeout => ProxyErrorType::ResponseTimeout,
         Kind::ConnectionTerminated | Kind::StreamReset => ProxyErrorType::ConnectionTerminated,
         Kind::UpgradeUnsupported => ProxyErrorType::UpgradeFailed,

@@ -3,6 +3,7 @@
 use super::ProxyService;
 use crate::enforcer::{DecisionSource, ReportedLimit, RequestDecision, RequestOutcome, Verdict};
 use crate::policy::client::ClientAddress;
+use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::request_validation::RequestTarget;
@@ -19,6 +20,8 @@ pub(in crate::proxy) struct RequestSummary {
     pub(super) version: Version,
     pub(super) arrived_at: Instant,
     pub(super) recording: Option<Box<RequestRecording>>,
+    /// Counts the tunnel that the request asks for.
+    pub(super) tunnel_count: Option<ClientCountGuard>,
     method: Method,
     trace_id: Option<TraceId>,
 }
@@ -45,6 +48,7 @@ impl RequestSummary {
             version,
             arrived_at,
             recording,
+            tunnel_count: None,
             method: parts.method.clone(),
             trace_id,
         }

@@ -468,7 +468,8 @@ async fn an_http2_client_that_reads_slowly_is_not_cut() {
     })
     .await;
     let settings = ListenSettings {
-        body_idle_timeout: ms(150),
+        // A chunk may wait for two window updates, each after several DATA frames.
+        body_idle_timeout: ms(400),
         ..listen_settings()
     };
     let server = RunningServer::start_forwarding(&settings, upstream_settings(addr));

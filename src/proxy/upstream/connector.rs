@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, Take};
 use tokio::net::{TcpStream, UnixStream, lookup_host};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{sleep, timeout};
@@ -25,6 +25,9 @@ use crate::tls::ClientTls;
 
 /// Time after which the next address is tried while earlier attempts are pending (RFC 8305, 5).
 const HAPPY_EYEBALLS_DELAY: Duration = Duration::from_millis(250);
+/// Maximum bytes of one read. hyper doubles its read buffer, up to 256 KiB, as long as reads fill it;
+/// a slow client would keep several such buffers. Reads below 8 KiB leave the buffer at 8 KiB.
+const MAX_READ_BYTES: u64 = 8 * 1024 - 1;
 /// Idle time before TCP keep-alive probes start. Three unanswered probes, ten seconds apart, close
 /// the connection.
 const TCP_KEEPALIVE_IDLE_TIME: Duration = Duration::from_secs(60);
@@ -254,7 +257,8 @@ impl fmt::Debug for UpstreamConnector {
 /// cleanly, the write returns its error directly; only a tunnel writes then.
 #[derive(Debug)]
 pub(super) struct UpstreamSocket {
-    transport: SocketTransport,
+    /// Limited to [`MAX_READ_BYTES`] for each read.
+    transport: Take<SocketTransport>,
     is_http2: bool,
     /// Every read sets this flag; the PING monitor resets it.
     read_activity: Arc<AtomicBool>,
@@ -276,7 +280,7 @@ enum SocketTransport {
 impl UpstreamSocket {
     fn new(io: SocketTransport, is_http2: bool) -> Self {
         Self {
-            transport: io,
+            transport: io.take(MAX_READ_BYTES),
             is_http2,
             read_activity: Arc::default(),
             write_failed: false,
@@ -305,7 +309,7 @@ impl UpstreamSocket {
 
     /// The IP address of the peer; `None` for a Unix socket.
     pub(super) fn peer_ip(&self) -> Option<IpAddr> {
-        let socket = match &self.transport {
+        let socket = match self.transport.get_ref() {
             SocketTransport::Plain(socket) => socket,
             SocketTransport::Tls(stream) => stream.get_ref().0,
             SocketTransport::Unix(_) => return None,
@@ -314,7 +318,7 @@ impl UpstreamSocket {
     }
 
     fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
-        match &mut self.transport {
+        match self.transport.get_mut() {
             SocketTransport::Plain(socket) => Pin::new(socket),
             SocketTransport::Unix(socket) => Pin::new(socket),
             SocketTransport::Tls(stream) => Pin::new(stream.as_mut()),
@@ -343,6 +347,20 @@ impl UpstreamSocket {
     }
 }
 
+impl AsyncRead for SocketTransport {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_read(cx, into),
+            Self::Unix(socket) => Pin::new(socket).poll_read(cx, into),
+            Self::Tls(stream) => Pin::new(stream).poll_read(cx, into),
+        }
+    }
+}
+
 impl AsyncRead for UpstreamSocket {
     fn poll_read(
         self: Pin<&mut Self>,
@@ -351,11 +369,8 @@ impl AsyncRead for UpstreamSocket {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = into.filled().len();
-        ready!(match &mut this.transport {
-            SocketTransport::Plain(socket) => Pin::new(socket).poll_read(cx, into),
-            SocketTransport::Unix(socket) => Pin::new(socket).poll_read(cx, into),
-            SocketTransport::Tls(stream) => Pin::new(stream).poll_read(cx, into),
-        })?;
+        this.transport.set_limit(MAX_READ_BYTES);
+        ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
         if this.write_failed && into.filled().len() == before {
             // Returns an error instead of a clean end, because the failed write consumed the error
             // that this read would have returned.
@@ -389,7 +404,7 @@ impl AsyncWrite for UpstreamSocket {
     }
 
     fn is_write_vectored(&self) -> bool {
-        match &self.transport {
+        match self.transport.get_ref() {
             SocketTransport::Plain(socket) => socket.is_write_vectored(),
             SocketTransport::Unix(socket) => socket.is_write_vectored(),
             SocketTransport::Tls(stream) => stream.is_write_vectored(),

@@ -29,6 +29,8 @@ pub enum UpstreamErrorKind {
     QueueFull,
     /// Proxy limit: no connection became free within `queue_timeout`.
     QueueTimeout,
+    /// Client error: the client has `max_tunnels_per_client` tunnels.
+    TunnelLimit,
     /// No response head arrived within `response_timeout`.
     ResponseTimeout,
     /// The connection ended before a complete response head arrived.
@@ -60,9 +62,10 @@ impl UpstreamErrorKind {
     pub fn origin(self) -> UpstreamErrorOrigin {
         match self {
             Self::QueueFull | Self::QueueTimeout => UpstreamErrorOrigin::Proxy,
-            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientDisconnected => {
-                UpstreamErrorOrigin::Client
-            }
+            Self::TunnelLimit
+            | Self::RequestBodyTimeout
+            | Self::RequestBodyTooLarge
+            | Self::ClientDisconnected => UpstreamErrorOrigin::Client,
             _ => UpstreamErrorOrigin::Upstream,
         }
     }
@@ -76,7 +79,7 @@ impl UpstreamErrorKind {
             | Self::ConnectTimeout
             | Self::Dns
             | Self::Tls => true,
-            Self::QueueFull | Self::QueueTimeout => true,
+            Self::QueueFull | Self::QueueTimeout | Self::TunnelLimit => true,
             Self::UpgradeUnsupported => true,
             Self::ResponseTimeout
             | Self::ConnectionTerminated
@@ -109,6 +112,7 @@ impl UpstreamErrorKind {
         Self::Tls.name(),
         Self::QueueFull.name(),
         Self::QueueTimeout.name(),
+        Self::TunnelLimit.name(),
         Self::ResponseTimeout.name(),
         Self::ConnectionTerminated.name(),
         Self::Protocol.name(),
@@ -129,6 +133,7 @@ impl UpstreamErrorKind {
             Self::Tls => "tls",
             Self::QueueFull => "queue_full",
             Self::QueueTimeout => "queue_timeout",
+            Self::TunnelLimit => "tunnel_limit",
             Self::ResponseTimeout => "response_timeout",
             Self::ConnectionTerminated => "terminated",
             Self::Protocol => "protocol",
@@ -160,6 +165,22 @@ impl UpstreamError {
         let detail = format!("no upstream connection became free within {limit:?}");
         Self {
             kind: UpstreamErrorKind::QueueTimeout,
+            detail,
+        }
+    }
+
+    pub(super) fn informational_flood() -> Self {
+        let detail = "too many informational (1xx) responses".to_owned();
+        Self {
+            kind: UpstreamErrorKind::Protocol,
+            detail,
+        }
+    }
+
+    pub(super) fn tunnel_limit(limit: usize) -> Self {
+        let detail = format!("the client has {limit} tunnels already");
+        Self {
+            kind: UpstreamErrorKind::TunnelLimit,
             detail,
         }
     }

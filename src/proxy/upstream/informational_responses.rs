@@ -18,6 +18,8 @@ pub(super) struct InformationalResponseQueue(Mutex<InformationalQueueState>);
 #[derive(Debug, Default)]
 struct InformationalQueueState {
     heads: Vec<(StatusCode, HeaderMap)>,
+    /// Responses received since the last forwarding, also those beyond the capacity of `heads`.
+    received: usize,
     waker: Option<Waker>,
 }
 
@@ -27,6 +29,7 @@ impl InformationalResponseQueue {
         let queue = Arc::clone(self);
         hyper::ext::on_informational(request, move |head| {
             let mut state = queue.0.lock();
+            state.received += 1;
             if state.heads.len() < MAX_INFORMATIONAL_RESPONSES {
                 state.heads.push((head.status(), head.headers().clone()));
             }
@@ -37,17 +40,18 @@ impl InformationalResponseQueue {
     }
 
     /// Forwards the queued 1xx responses to the client and stores `waker`, which the next one
-    /// wakes.
+    /// wakes. Returns `false` if the upstream sent too many.
     pub(super) fn forward_responses(
         &self,
         interim: &mut InformationalForwarder,
         waker: Option<&Waker>,
-    ) {
+    ) -> bool {
         let mut state = self.0.lock();
         for (status, fields) in state.heads.drain(..) {
             interim.forward(status, &fields, Version::HTTP_11);
         }
         // `None` clears the waker after the request: a stored waker keeps its task's memory.
         state.waker = waker.cloned();
+        interim.count_received(std::mem::take(&mut state.received))
     }
 }

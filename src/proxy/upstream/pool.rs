@@ -27,6 +27,7 @@ use super::connector::AlpnOffer;
 use super::error::UpstreamError;
 use super::http2::{self, Http2Connection};
 use super::shared_state::{DelaySlotGuard, UpstreamSharedState};
+use crate::proxy::client_counts::ClientCounts;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
 use crate::telemetry::LogThrottle;
 use waiting::{AcquireOutcome, ConnectionWaiter};
@@ -93,6 +94,10 @@ impl UpstreamPool {
 
     pub(super) fn authority(&self) -> &HeaderValue {
         &self.shared.authority
+    }
+
+    pub(super) fn client_tunnels(&self) -> &ClientCounts {
+        &self.shared.client_tunnels
     }
 
     pub(super) fn error_log_throttle(&self) -> &LogThrottle {

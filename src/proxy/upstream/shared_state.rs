@@ -9,6 +9,7 @@ use tokio::sync::{Semaphore, watch};
 use super::connector::{UpstreamConnector, UpstreamUrlError};
 use super::error::UpstreamError;
 use crate::proxy::UpstreamSettings;
+use crate::proxy::client_counts::ClientCounts;
 use crate::telemetry::LogThrottle;
 use crate::tls::ClientTls;
 
@@ -29,6 +30,8 @@ pub struct UpstreamSharedState {
     pub(super) queued_requests: AtomicUsize,
     /// Number of requests delayed by a `leaky_bucket` limit.
     pub(super) delayed_requests: AtomicUsize,
+    /// Tunnels of each client.
+    pub(super) client_tunnels: ClientCounts,
     /// Notifies all workers when a request starts to wait for a connection.
     pub(super) queue_signal: watch::Sender<()>,
     /// Throttles the warnings about failed requests.
@@ -54,6 +57,7 @@ impl UpstreamSharedState {
             )),
             queued_requests: AtomicUsize::new(0),
             delayed_requests: AtomicUsize::new(0),
+            client_tunnels: ClientCounts::default(),
             queue_signal: watch::Sender::new(()),
             error_log_throttle: LogThrottle::new(ERROR_LOG_INTERVAL),
             settings,

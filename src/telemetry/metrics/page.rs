@@ -133,7 +133,7 @@ impl Metrics {
         page.begin_family(
             MetricKind::Counter,
             "tidegate_connections_full",
-            "Times that listen.max_connections was reached and new connections had to wait.",
+            "New connections that found listen.max_connections open: another one was closed, or they waited.",
         )
         .write_sample(&[], status.connection_limit_hits);
         page.begin_family(

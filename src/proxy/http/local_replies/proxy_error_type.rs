@@ -20,6 +20,8 @@ pub(in crate::proxy) enum ProxyErrorType {
     MaxDurationExceeded,
     /// No upstream connection became free in time, or too many requests are waiting for one.
     QueueFull,
+    /// The client has as many tunnels as one client may have.
+    TunnelLimit,
     /// The request body is larger than allowed.
     BodyTooLarge,
     /// The request body did not arrive in time.
@@ -84,6 +86,11 @@ impl ProxyErrorType {
                 S::SERVICE_UNAVAILABLE,
                 "connection_limit_reached",
                 "Too many requests are waiting, or no connection to the upstream became free in time.",
+            ),
+            Self::TunnelLimit => (
+                S::TOO_MANY_REQUESTS,
+                "connection_limit_reached",
+                "Too many tunnels (WebSockets) of this client are open. See upstream.max_tunnels_per_client.",
             ),
             Self::BodyTooLarge => (
                 S::PAYLOAD_TOO_LARGE,

@@ -31,7 +31,9 @@ pub(super) async fn close_timed_out_connection(
         }
         // Idle connections do not end here: they are closed gracefully or only release their
         // buffers.
-        TimeoutKind::Idle | TimeoutKind::IdleBuffers => return socket.abort(),
+        TimeoutKind::Idle | TimeoutKind::IdleBuffers | TimeoutKind::CloseRequested => {
+            return socket.abort();
+        }
     }
     record_unreadable(StatusCode::REQUEST_TIMEOUT);
     socket.record_unread_input();

@@ -70,6 +70,14 @@ impl ConnectionDriver {
             if let Poll::Ready(end) = self.request_close_if_active(cx, &mut work) {
                 return Poll::Ready(Ok(end));
             }
+            if let Some(reason) = self.monitor.take_close_request() {
+                self.monitor.record_close(reason);
+                return Poll::Ready(match self.request_close(cx, &mut work) {
+                    Poll::Ready(end) => Ok(end),
+                    Poll::Pending => Err(TimeoutKind::CloseRequested),
+                });
+            }
+            self.monitor.report_memory();
             while let Some((deadline, overdue)) = self.next_deadline() {
                 if self.timer.poll(deadline, cx).is_pending() {
                     return Poll::Pending;

@@ -15,7 +15,7 @@ use super::protocols::HttpServerSettings;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_timeouts::ConnectionMonitor;
+use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::frame_scanner::INVALID_FIRST_FRAME;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
@@ -53,7 +53,16 @@ pub(super) async fn serve_http2<S, F>(
         }
         Err(overdue) => {
             tracing::debug!(?overdue, "client connection timed out");
-            driver.monitor.record_close(ConnectionCloseReason::SlowRead);
+            match overdue {
+                TimeoutKind::SlowHead => driver
+                    .monitor
+                    .record_close(ConnectionCloseReason::HeaderTimeout),
+                // The reason was recorded when the close was requested.
+                TimeoutKind::CloseRequested => {}
+                TimeoutKind::Stalled | TimeoutKind::Idle | TimeoutKind::IdleBuffers => {
+                    driver.monitor.record_close(ConnectionCloseReason::SlowRead)
+                }
+            }
         }
     }
 }

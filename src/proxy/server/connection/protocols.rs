@@ -21,7 +21,7 @@ const HYPER_MAX_STACK_HEADERS: usize = 100;
 const MIN_HTTP1_BUFFER_LIMIT_BYTES: usize = 64 * 1024;
 
 /// Response bytes buffered per stream while the client's flow-control window is exhausted.
-const H2_STREAM_SEND_BUFFER_BYTES: usize = 64 * 1024;
+const H2_STREAM_SEND_BUFFER_BYTES: usize = 32 * 1024;
 
 /// Flow-control windows granted to the client, per stream and per connection.
 const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
@@ -75,6 +75,16 @@ impl HttpServerSettings {
             load,
             allocator_trim,
         }
+    }
+
+    /// Maximum connections of one client. 0 for no limit.
+    pub(in crate::proxy) fn max_connections_per_client(&self) -> usize {
+        self.settings.max_connections_per_client
+    }
+
+    /// Maximum memory of all client connections. `None` for no limit.
+    pub(in crate::proxy) fn max_memory(&self) -> Option<usize> {
+        self.settings.max_memory
     }
 
     pub(in crate::proxy) fn connection_timeouts(&self) -> ConnectionTimeouts {

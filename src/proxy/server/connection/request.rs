@@ -50,11 +50,6 @@ pub(super) fn handle_request<H: RequestHandler>(
         monitor.set_close_delimited();
     }
     let is_http2 = head.version == Version::HTTP_2;
-    let max_frame_bytes = if is_http2 {
-        H2_MAX_CHUNK_BYTES
-    } else {
-        usize::MAX
-    };
     let body = RequestBody::new(&head, incoming, limits, &active);
     let charges_early_reset = is_http2 && peer.listener_kind.is_public();
     let mut guard = RequestGuard {
@@ -104,7 +99,7 @@ pub(super) fn handle_request<H: RequestHandler>(
                 body,
                 hides_end,
                 guard,
-                max_frame_bytes,
+                is_http2,
                 remainder: Bytes::new(),
             }
         }))
@@ -146,8 +141,7 @@ pub(super) struct TrackedResponseBody {
     /// without a body, unless the request is a HEAD. It never sends the body of a 304.
     hides_end: bool,
     guard: RequestGuard,
-    /// Maximum bytes of a frame passed to hyper.
-    max_frame_bytes: usize,
+    is_http2: bool,
     /// Rest of the last frame that was split, not yet passed to hyper.
     remainder: Bytes,
 }
@@ -161,7 +155,11 @@ impl Body for TrackedResponseBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         // A poll is progress: hyper polls for more data only when it can send more to the client.
-        self.guard.request.monitor().mark_progress();
+        let monitor = self.guard.request.monitor();
+        monitor.mark_progress();
+        // hyper and h2 buffer tens of KiB of a response. While the socket accepts no bytes, more data
+        // stays with the upstream.
+        ready!(monitor.poll_write_progress(cx));
         if self.remainder.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
@@ -182,7 +180,12 @@ impl Body for TrackedResponseBody {
             .monitor()
             .frame_budget()
             .credit_response();
-        let frame_bytes = self.max_frame_bytes.min(self.remainder.len());
+        let max_frame_bytes = if self.is_http2 {
+            H2_MAX_CHUNK_BYTES
+        } else {
+            usize::MAX
+        };
+        let frame_bytes = max_frame_bytes.min(self.remainder.len());
         let frame = self.remainder.split_to(frame_bytes);
         self.guard.is_complete = self.is_end_stream();
         Poll::Ready(Some(Ok(Frame::data(frame))))

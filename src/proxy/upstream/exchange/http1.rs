@@ -8,6 +8,7 @@ use smallvec::SmallVec;
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use tokio::task::yield_now;
 use tokio::time::Instant;
 
@@ -54,8 +55,11 @@ impl UpstreamClient {
         let mut response_future = pin!(http1.sender.try_send_request(request));
         let response_future = poll_fn(|cx| {
             let answer = response_future.as_mut().poll(cx);
-            informational.forward_responses(interim, answer.is_pending().then(|| cx.waker()));
-            answer
+            match informational.forward_responses(interim, answer.is_pending().then(|| cx.waker()))
+            {
+                true => answer.map(Some),
+                false => Poll::Ready(None),
+            }
         });
         let response = match self
             .await_within_response_timeout(
@@ -66,8 +70,14 @@ impl UpstreamClient {
             )
             .await
         {
-            Some(Ok(response)) => response,
-            Some(Err(failed)) => {
+            Some(Some(Ok(response))) => response,
+            Some(None) => {
+                return Err((
+                    ExchangeFailure::MaybeProcessed,
+                    UpstreamError::informational_flood(),
+                ));
+            }
+            Some(Some(Err(failed))) => {
                 return Err(exchange_failure_from_hyper(failed, progress.as_deref()));
             }
             None => {
@@ -117,7 +127,7 @@ impl UpstreamClient {
         drop(connection);
         let tunnel = Tunnel::new(
             TokioIo::new(upgraded),
-            self.pool.settings().body_idle_timeout,
+            self.pool.settings().tunnel_idle_limit(),
         );
         Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
     }

@@ -55,13 +55,16 @@ impl UpstreamClient {
             while let Poll::Ready(Some(Ok(informational))) =
                 started.response.poll_informational_response(cx)
             {
+                if !interim.count_received(1) {
+                    return Poll::Ready(None);
+                }
                 interim.forward(
                     informational.status(),
                     informational.headers(),
                     Version::HTTP_2,
                 );
             }
-            Pin::new(&mut started.response).poll(cx)
+            Pin::new(&mut started.response).poll(cx).map(Some)
         });
         let response = match self
             .await_within_response_timeout(
@@ -72,8 +75,14 @@ impl UpstreamClient {
             )
             .await
         {
-            Some(Ok(response)) => response,
-            Some(Err(error)) => {
+            Some(Some(Ok(response))) => response,
+            Some(None) => {
+                return Err((
+                    ExchangeFailure::MaybeProcessed,
+                    UpstreamError::informational_flood(),
+                ));
+            }
+            Some(Some(Err(error))) => {
                 let failure = classify_failure(&error);
                 return Err((failure, upstream_error_from_h2(&error, progress.as_deref())));
             }
@@ -125,7 +134,7 @@ impl UpstreamClient {
         if let (Some((key, send_stream)), true) = (websocket, response.status().is_success()) {
             head_conversion::convert_to_switching_protocols(&mut response, &key);
             let io = Http2TunnelIo::new(send_stream, recv_stream, connection);
-            let tunnel = Tunnel::new(io, self.pool.settings().body_idle_timeout);
+            let tunnel = Tunnel::new(io, self.pool.settings().tunnel_idle_limit());
             *response.body_mut() = ResponseBody::Tunnel(Box::new(tunnel));
             return response;
         }

@@ -1,0 +1,89 @@
+//! Budget for the memory of client connections.
+//!
+//! The sizes are estimates from the state of a connection and from the bytes that its socket has
+//! read: see [`ConnectionMonitor::held_bytes`]. They change when a head takes several reads, when a
+//! client does not read, and when a connection becomes idle; other requests cost nothing here.
+
+use std::cell::RefCell;
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use super::close_reason::ConnectionCloseReason;
+use super::connection_load::ServerLoad;
+use super::connection_timeouts::ConnectionMonitor;
+use crate::telemetry::LogThrottle;
+
+/// Minimum interval between warnings about the budget.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Monitors of a worker's connections, by connection id.
+pub(super) type ConnectionMonitors = Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>>;
+
+/// One worker's access to the budget that all workers share.
+#[derive(Debug)]
+pub(in crate::proxy) struct WorkerMemory {
+    load: ServerLoad,
+    /// Maximum bytes of all connections. `None` for no limit.
+    limit: Option<usize>,
+    monitors: ConnectionMonitors,
+    log: LogThrottle,
+}
+
+impl WorkerMemory {
+    pub(super) fn new(
+        load: ServerLoad,
+        limit: Option<usize>,
+        monitors: ConnectionMonitors,
+    ) -> Self {
+        Self {
+            load,
+            limit,
+            monitors,
+            log: LogThrottle::new(LOG_INTERVAL),
+        }
+    }
+
+    /// Records that a connection holds `after` instead of `before` bytes. Above the limit, closes
+    /// the largest connections of this worker.
+    pub(super) fn update(&self, before: usize, after: usize) {
+        let used = self.load.update_connection_bytes(before, after);
+        if let Some(limit) = self.limit
+            && after > before
+            && used > limit
+        {
+            // A tenth more is freed, so that the next byte does not cause another scan.
+            self.close_largest(used - (limit - limit / 10));
+        }
+    }
+
+    /// Closes the largest connections until `excess` bytes are freed. Of equal ones, a connection
+    /// without a request is closed first.
+    fn close_largest(&self, mut excess: usize) {
+        let monitors = self.monitors.borrow();
+        let mut by_size: Vec<_> = monitors
+            .values()
+            .filter(|monitor| monitor.holds_buffers())
+            .collect();
+        by_size.sort_unstable_by_key(|monitor| {
+            Reverse((monitor.reported_bytes(), !monitor.has_active_requests()))
+        });
+        let mut closed = 0_u64;
+        for monitor in by_size {
+            if excess == 0 {
+                break;
+            }
+            excess = excess.saturating_sub(monitor.reported_bytes());
+            monitor.request_close(ConnectionCloseReason::Memory);
+            monitor.report_memory();
+            closed += 1;
+        }
+        if closed > 0 && self.log.record_occurrence(Instant::now()).is_some() {
+            tracing::warn!(
+                closed,
+                "listen.max_memory reached; the largest client connections are closed"
+            );
+        }
+    }
+}
