@@ -72,7 +72,7 @@ def exchange(port, request):
 
 
 def read_answer(kind, response):
-    """What the app read: a handler, or the user of a session or key; `None` if no handler ran."""
+    """What the app read: a handler; or for cookies and queries "alice" or "none". `None` if it read anything else."""
     body = re.search(rb'\{"(?:handler|api_key)".*\}', response, re.S)
     if not response.startswith(b"HTTP/1.") or not body:
         return None
@@ -82,8 +82,10 @@ def read_answer(kind, response):
         handler = "account alice" if body["user"] == "alice" else "account"
     if kind == "target":
         return handler
-    value = body["session" if kind == "cookie" else "api_key"] if handler == "search" else None
-    return "alice" if value == "alice" else None
+    name = "session" if kind == "cookie" else "api_key"
+    if handler != "search" or name not in body:
+        return None
+    return "alice" if body[name] == "alice" else "none" if body[name] is None else None
 
 
 def ask(pool, port, kind, spellings):
@@ -94,7 +96,7 @@ def ask(pool, port, kind, spellings):
         status = re.match(rb"HTTP/1\.. (\d{3})", response)
         return read_answer(kind, response), int(status.group(1)) if status else None
 
-    return dict(zip(spellings, pool.map(one, spellings)))
+    return dict(zip(spellings, pool.map(one, spellings), strict=True))
 
 
 def ask_apps(pool, apps, spellings):
@@ -248,12 +250,12 @@ def main():
             started = time.monotonic()
             results[title] = attack(pool, title, start, apps, readings, spellings, case)
             print(f"  {title}: {time.monotonic() - started:.0f} s", flush=True)
-    for line, text, name in sorted(results["tidegate"]):
+    for line, text, name in sorted(results.get("tidegate", [])):
         print(f"ESCAPED tidegate: {line} {text!r} in front of {name}")
     print(table(results))
     if path := os.environ.get("SPELLINGS_REPORT"):
         Path(path).write_text(json.dumps(results, indent=1), encoding="utf-8")
-    if failed or results["tidegate"]:
+    if failed or results.get("tidegate"):
         raise SystemExit(1)
 
 

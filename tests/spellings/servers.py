@@ -195,8 +195,8 @@ def start_nginx_app():
 
     server = "".join(
         [
-            'map $cookie_session $session { "~^alice$" alice; }\n',
-            'map $arg_api_key $api_key { "~^alice$" alice; }\n',
+            'map $cookie_session $session { "" null; "~^alice$" \'"alice"\'; default \'"other"\'; }\n',
+            'map $arg_api_key $api_key { "" null; "~^alice$" \'"alice"\'; default \'"other"\'; }\n',
             "server {\n",
             f"listen 127.0.0.1:{port};\n",
             handler("= /login", "login"),
@@ -204,7 +204,7 @@ def start_nginx_app():
             handler("/admin/", "admin"),
             handler("/public/", "public"),
             handler("= /healthz", "healthz"),
-            handler("= /search", "search", ', "session": "$session", "api_key": "$api_key"'),
+            handler("= /search", "search", ', "session": $session, "api_key": $api_key'),
             "location / { return 404; }\n",
             "}\n",
         ]

@@ -27,7 +27,10 @@ func account(request *http.Request) map[string]any {
 }
 
 func search(request *http.Request) map[string]any {
-	values := map[string]any{"api_key": request.URL.Query().Get("api_key"), "session": nil}
+	values := map[string]any{"api_key": nil, "session": nil}
+	if query := request.URL.Query(); query.Has("api_key") {
+		values["api_key"] = query.Get("api_key")
+	}
 	if cookie, err := request.Cookie("session"); err == nil {
 		values["session"] = cookie.Value
 	}

@@ -85,7 +85,7 @@ function nodeUrl(port) {
     if (first === 'admin' && second !== undefined) return found('admin')
     if (first === 'public' && second !== undefined) return found('public')
     if (first === 'healthz' && second === undefined) return found('healthz')
-    if (first === 'search' && second === undefined) return search(null, url.searchParams.get('api_key'))
+    if (first === 'search' && second === undefined) return found('search', { api_key: url.searchParams.get('api_key') })
     return null
   }
   const server = http.createServer((req, res) => {
