@@ -71,8 +71,8 @@ def exchange(port, request):
     return received
 
 
-def read_answer(kind, response):
-    """What the app read: a handler; or for cookies and queries "alice" or "none". `None` if it read anything else."""
+def read_answer(kind, spelling, response):
+    """What the app read: a handler, or the value "alice", or "none" of many parameters. `None` for anything else."""
     body = re.search(rb'\{"(?:handler|api_key)".*\}', response, re.S)
     if not response.startswith(b"HTTP/1.") or not body:
         return None
@@ -85,7 +85,9 @@ def read_answer(kind, response):
     name = "session" if kind == "cookie" else "api_key"
     if handler != "search" or name not in body:
         return None
-    return "alice" if body[name] == "alice" else "none" if body[name] is None else None
+    if body[name] is None and "*" in spelling:
+        return "none"
+    return "alice" if body[name] == "alice" else None
 
 
 def ask(pool, port, kind, spellings):
@@ -94,7 +96,7 @@ def ask(pool, port, kind, spellings):
     def one(spelling):
         response = exchange(port, request_of(kind, spelling))
         status = re.match(rb"HTTP/1\.. (\d{3})", response)
-        return read_answer(kind, response), int(status.group(1)) if status else None
+        return read_answer(kind, spelling, response), int(status.group(1)) if status else None
 
     return dict(zip(spellings, pool.map(one, spellings), strict=True))
 
