@@ -177,8 +177,37 @@ fn expand(spelling: &str) -> String {
     format!("{before}{repeated}{}", expand(after))
 }
 
+/// The readings of one spelling that `escapes` selects, of frameworks that do or do not ignore case.
+fn describe_escapes(
+    recorded: &RecordedReadings,
+    spelling: &str,
+    readings: &BTreeMap<String, Vec<String>>,
+    case_sensitive: bool,
+    escapes: fn(&str) -> bool,
+) -> Vec<String> {
+    let mut found = Vec::new();
+    for (reading, names) in readings.iter().filter(|(reading, _)| escapes(reading)) {
+        let names: Vec<_> = names
+            .iter()
+            .filter(|name| recorded.ignore_case.contains(name) != case_sensitive)
+            .collect();
+        if !names.is_empty() {
+            found.push(format!("{spelling:?} is {reading} for {names:?}"));
+        }
+    }
+    found
+}
+
+fn is_limited(reading: &str) -> bool {
+    ["login", "account alice", "admin"].contains(&reading)
+}
+
+fn is_not_exempt(reading: &str) -> bool {
+    !["public", "healthz"].contains(&reading)
+}
+
 /// Sends every target and lists those that a framework reads as `escapes` says although they pass.
-async fn list_escaped_targets(policies: &str, escapes: impl Fn(&str) -> bool) -> Vec<String> {
+async fn list_escaped_targets(policies: &str, escapes: fn(&str) -> bool) -> Vec<String> {
     let recorded = RecordedReadings::load();
     let mut found = Vec::new();
     for case_sensitive in [true, false] {
@@ -196,15 +225,13 @@ async fn list_escaped_targets(policies: &str, escapes: impl Fn(&str) -> bool) ->
                 ));
                 continue;
             };
-            for (reading, names) in readings.iter().filter(|(reading, _)| escapes(reading)) {
-                let names: Vec<_> = names
-                    .iter()
-                    .filter(|name| recorded.ignore_case.contains(name) != case_sensitive)
-                    .collect();
-                if !names.is_empty() {
-                    found.push(format!("{spelling:?} is {reading} for {names:?}"));
-                }
-            }
+            found.extend(describe_escapes(
+                &recorded,
+                spelling,
+                readings,
+                case_sensitive,
+                escapes,
+            ));
         }
     }
     found
@@ -221,15 +248,51 @@ fn assert_none_escapes(escaped: &[String]) {
 
 #[tokio::test]
 async fn no_spelling_of_a_path_escapes_a_limit_or_denial() {
-    let limited = |reading: &str| ["login", "account alice", "admin"].contains(&reading);
-    let escaped = list_escaped_targets(LIMITS, limited).await;
+    let escaped = list_escaped_targets(LIMITS, is_limited).await;
     assert_none_escapes(&escaped);
 }
 
 #[tokio::test]
 async fn no_spelling_of_a_path_wins_an_exemption() {
-    let not_exempt = |reading: &str| !["public", "healthz"].contains(&reading);
-    let escaped = list_escaped_targets(EXEMPTIONS, not_exempt).await;
+    let escaped = list_escaped_targets(EXEMPTIONS, is_not_exempt).await;
+    assert_none_escapes(&escaped);
+}
+
+#[tokio::test]
+async fn no_spelling_of_a_path_escapes_the_ext_authz_listener() {
+    let recorded = RecordedReadings::load();
+    let mut escaped = Vec::new();
+    for case_sensitive in [true, false] {
+        let config = format!(
+            "client.trusted_proxies = ['127.0.0.1']\n[check]\naddress = '127.0.0.1:0'\n\
+             [path]\ncase_sensitive = {case_sensitive}\n{LIMITS}"
+        );
+        let proxy = Proxy::builder().config(&config).start().await;
+        let address = proxy.logged_address("check listening").unwrap();
+        let check = async |target: &str| {
+            let head = format!(
+                "GET /check/traefik HTTP/1.1\r\nHost: tidegate\r\nX-Forwarded-Method: GET\r\n\
+                 X-Forwarded-Proto: http\r\nX-Forwarded-Host: app.test\r\n\
+                 X-Forwarded-Uri: {target}\r\nConnection: close\r\n\r\n"
+            );
+            let mut client = RawClient::connect(address).await;
+            client.send(to_latin1(&head)).await;
+            let response = client.read_response_or_close().await;
+            response.is_some_and(|response| response.status == 200)
+        };
+        assert!(check("/login").await && check("/login/alice").await && check("/other").await);
+        for (spelling, readings) in &recorded.target {
+            if check(spelling).await {
+                escaped.extend(describe_escapes(
+                    &recorded,
+                    spelling,
+                    readings,
+                    case_sensitive,
+                    is_limited,
+                ));
+            }
+        }
+    }
     assert_none_escapes(&escaped);
 }
 

@@ -19,6 +19,7 @@ DIR = Path(tempfile.mkdtemp(prefix="tidegate-spellings-"))
 START_S = 60
 TOMCAT = [Path(f"/usr/share/java/tomcat10-{name}.jar") for name in ("embed-core", "annotations-api")]
 children = []
+ports_in_use = set()
 
 
 def stop(child):
@@ -42,9 +43,14 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
 def free_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
+    """A port that no earlier call has returned."""
+    while True:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+        if port not in ports_in_use:
+            ports_in_use.add(port)
+            return port
 
 
 def start(name, ports, *command, **options):
