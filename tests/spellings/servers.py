@@ -141,7 +141,7 @@ def start_go():
 def start_java(name, source, jars, title):
     port = free_port()
     path = ":".join(str(jar) for jar in [DIR, *jars])
-    subprocess.run(["javac", "-nowarn", "-Xlint:none", "-cp", path, "-d", DIR, APPS / f"{source}.java"], check=True, stderr=subprocess.DEVNULL)
+    output("javac", "-nowarn", "-Xlint:none", "-cp", path, "-d", DIR, APPS / f"{source}.java")
     start(name, [port], "java", "-cp", path, source, port)
     return {name: (port, title)}
 
@@ -163,9 +163,10 @@ def start_php():
 
 def start_sinatra():
     port = free_port()
-    start("sinatra", [port], "puma", "-q", "-b", f"tcp://127.0.0.1:{port}", APPS / "sinatra.ru", env=os.environ | {"RACK_ENV": "production"})
-    versions = output("ruby", "-e", "require 'sinatra/version'; require 'puma/const'; print Sinatra::VERSION, ' ', Puma::Const::VERSION")
-    sinatra, puma = versions.split()
+    command = ["puma", "-q", "-b", f"tcp://127.0.0.1:{port}", APPS / "sinatra.ru"]
+    start("sinatra", [port], *command, env=os.environ | {"RACK_ENV": "production"})
+    script = "require 'sinatra/version'; require 'puma/const'; puts Sinatra::VERSION, Puma::Const::VERSION"
+    sinatra, puma = output("ruby", "-e", script).split()
     return {"sinatra": (port, f"Sinatra {sinatra}, puma {puma}")}
 
 
@@ -197,7 +198,8 @@ def start_nginx_app():
     port = free_port()
 
     def handler(location, name, rest=""):
-        return f"location {location} {{ default_type application/json; return 200 '{{\"handler\": \"{name}\"{rest}}}'; }}\n"
+        body = f'{{"handler": "{name}"{rest}}}'
+        return f"location {location} {{ default_type application/json; return 200 '{body}'; }}\n"
 
     server = "".join(
         [

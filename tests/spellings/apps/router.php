@@ -13,8 +13,10 @@ if ($path === '/login') {
 } elseif ($path === '/healthz') {
     $answer = ['handler' => 'healthz'];
 } elseif ($path === '/search') {
+    $session = $_COOKIE['session'] ?? null;
     $key = $_GET['api_key'] ?? null;
-    $answer = ['handler' => 'search', 'session' => $_COOKIE['session'] ?? null, 'api_key' => is_array($key) ? reset($key) : $key];
+    $key = is_array($key) ? reset($key) : $key;
+    $answer = ['handler' => 'search', 'session' => $session, 'api_key' => $key];
 }
 http_response_code($answer ? 200 : 404);
 echo json_encode($answer ?? new stdClass(), JSON_INVALID_UTF8_SUBSTITUTE);
