@@ -18,6 +18,7 @@ pub(in crate::proxy) mod handshake_error;
 pub(in crate::proxy) mod lazy_timer;
 mod listener;
 mod monitored_socket;
+mod parse_error_reply;
 pub(in crate::proxy) mod peer;
 pub(in crate::proxy) mod shutdown;
 mod transport;

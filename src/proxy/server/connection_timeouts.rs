@@ -79,6 +79,8 @@ pub(in crate::proxy) struct ConnectionMonitor {
     informational_heads: RefCell<Vec<u8>>,
     /// Whether hyper has written and flushed all its output.
     is_flushed: Cell<bool>,
+    /// Whether the next output begins a response: no request began since all output was flushed.
+    is_between_responses: Cell<bool>,
 }
 
 /// Phase of a connection without active requests.
@@ -113,6 +115,7 @@ impl ConnectionMonitor {
             driver_waker: RefCell::new(None),
             informational_heads: RefCell::default(),
             is_flushed: Cell::new(true),
+            is_between_responses: Cell::new(true),
         })
     }
 
@@ -121,6 +124,7 @@ impl ConnectionMonitor {
         if self.active_requests.get() == 0 {
             self.has_unread_input.set(false);
         }
+        self.is_between_responses.set(false);
         self.active_requests.set(self.active_requests.get() + 1);
         ActiveRequestGuard(Rc::clone(self))
     }
@@ -260,6 +264,14 @@ impl ConnectionMonitor {
     /// Sets whether hyper has written and flushed all its output.
     pub(super) fn set_flushed(&self, is_flushed: bool) {
         self.is_flushed.set(is_flushed);
+        if is_flushed && !self.has_active_requests() {
+            self.is_between_responses.set(true);
+        }
+    }
+
+    /// Whether the next output begins a response. May be `false` for a while after a response.
+    pub(super) fn is_between_responses(&self) -> bool {
+        self.is_between_responses.get()
     }
 
     /// Time limit for a blocked write.
