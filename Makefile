@@ -123,6 +123,16 @@ envoy: ## Test with real Envoy and Traefik in front, using the examples of docs/
 	cargo build --locked
 	tests/envoy.sh
 
+# Takes five minutes. The first run installs 200 packages from npm and PyPI. Without Go, JDK, PHP, puma or HAProxy, it
+# reports what it has not asked.
+.PHONY: spellings
+spellings: ## Ask real frameworks how they read targets, cookies and queries, and attack the proxy in front of them
+	$(call need,python3,on Debian: apt-get install python3-venv)
+	$(call need,node,on Debian: apt-get install nodejs)
+	$(call need,npm,on Debian: apt-get install npm)
+	cargo build --locked
+	tests/spellings.sh
+
 # Uses prost and a .proto compiler in Rust. Both are dependencies of a separate package that only this target builds.
 .PHONY: proto
 proto: ## Generate the Rust messages of proto/rls.proto, which are checked in

@@ -13,7 +13,7 @@
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use std::hint::black_box;
 use std::time::Instant;
-use tidegate::policy::path::{EscapedSlashes, PathInterpretations, Settings};
+use tidegate::policy::path::{PathInterpretations, Settings};
 use tidegate::policy::{
     Facts, HostPattern, Matcher, NamedCondition, OnStoreFailure, PathPattern, Policy, PolicyAction,
     PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
@@ -22,14 +22,7 @@ use tidegate::policy::{
 const TABLE_SIZES: [usize; 4] = [10, 100, 1_000, 10_000];
 const ROUNDS: usize = 5;
 const LOOKUPS_PER_ROUND: usize = 20_000;
-const PATH_SETTINGS: Settings = Settings {
-    normalize: true,
-    merge_slashes: true,
-    escaped_slashes: EscapedSlashes::Both,
-    ignore_trailing_slash: true,
-    strip_parameters: true,
-    case_sensitive: true,
-};
+const PATH_SETTINGS: Settings = Settings::DEFAULT;
 static TENANT_HEADER: HeaderName = HeaderName::from_static("x-tenant");
 
 /// The conditions of the n-th policy.
@@ -103,6 +96,8 @@ fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
         ip_header: HeaderName::from_static("x-forwarded-for"),
         ipv4_prefix: 32,
         ipv6_prefix: 64,
+        rejects_ambiguous_query: true,
+        rejects_ambiguous_cookie: true,
     };
     let fields = RateLimitHeaderSettings {
         standard: true,

@@ -58,12 +58,17 @@ pub(crate) async fn explain_request<'t>(
         san: text(&description.client_cert_san),
         cn: text(&description.client_cert_cn),
     };
-    let inbound = InboundRequest::validate_and_rewrite(&mut parts, description.peer_ip, table)
-        .map_err(|error| {
-            ExplainError::RequestRejected(format!(
-                "the request is rejected before policies apply: {error}"
-            ))
-        })?;
+    let inbound = InboundRequest::validate_and_rewrite(
+        &mut parts,
+        description.peer_ip,
+        table,
+        table.path.forward,
+    )
+    .map_err(|error| {
+        ExplainError::RequestRejected(format!(
+            "the request is rejected before policies apply: {error}"
+        ))
+    })?;
     let explanation =
         enforcer::explain_request(store, table, &inbound.facts(&parts, Some(&certificate))).await;
     Ok(ExplainedRequest {

@@ -13,7 +13,8 @@ pub(super) struct CheckOptions {
     pub(super) strict: bool,
 }
 
-/// Writes a description of each policy to `out`, and errors and warnings to `diagnostics_out`. With
+/// Writes a description of each policy to `out`, and errors, warnings and notes to
+/// `diagnostics_out`. With
 /// `options.json`, writes everything to `out` as JSON. Fails on errors, and on warnings if
 /// `options.strict` is set.
 pub(super) fn run(
@@ -37,10 +38,10 @@ pub(super) fn run(
                 .iter()
                 .map(|words| format!("{words}\n"))
                 .collect();
-            (
-                policies,
-                config.warnings.iter().map(ToString::to_string).collect(),
-            )
+            let notes = config.policy_table.spelling_notes();
+            let notes = notes.iter().map(|note| format!("note: {note}\n"));
+            let warnings = config.warnings.iter().map(ToString::to_string);
+            (policies, warnings.chain(notes).collect())
         }
         Err(report) => (String::new(), report.to_string()),
     };
@@ -64,6 +65,10 @@ fn check_result_to_json(loaded: &Result<Config, ConfigErrors>, is_valid: bool) -
         ),
         Err(report) => ([].as_slice(), [].as_slice(), report.diagnostics.as_slice()),
     };
+    let notes = loaded.as_ref().map_or_else(
+        |_| Vec::new(),
+        |config| config.policy_table.spelling_notes(),
+    );
     let policies = policies.iter().map(
         |words| json!({ "policy": words.policy, "off": words.is_off, "means": words.sentence }),
     );
@@ -72,6 +77,7 @@ fn check_result_to_json(loaded: &Result<Config, ConfigErrors>, is_valid: bool) -
         "policies": policies.collect::<Vec<_>>(),
         "errors": errors.iter().map(diagnostic_to_json).collect::<Vec<_>>(),
         "warnings": warnings.iter().map(diagnostic_to_json).collect::<Vec<_>>(),
+        "notes": notes,
     })
 }
 
@@ -136,6 +142,35 @@ mod tests {
                 .starts_with("warning: test.toml:10:22: policy[1].limit.requests: 0 rejects"),
             "{diagnostics}"
         );
+    }
+
+    #[test]
+    fn notes_name_the_spellings_that_remain() {
+        let policy = "upstream.url = \"http://app\"\n[[policy]]\nname = \"login\"\nlimit = { requests = 5, per = \"1m\" }\n";
+        let strict = CheckOptions {
+            json: false,
+            strict: true,
+        };
+        for (text, noted) in [
+            ("match = { path = \"/login\" }\n", Some("letter case")),
+            ("match = { path = [\"/login\", \"/**\"] }\n", None),
+            (
+                "match = { path = \"/login\" }\n[path]\ncase_sensitive = false\n",
+                None,
+            ),
+            ("key = [\"header:authorization\"]\n", Some("authorization")),
+            ("key = [\"header:authorization\", \"client_ip\"]\n", None),
+        ] {
+            let (code, _, diagnostics) = run_check_with_options(&format!("{policy}{text}"), strict);
+            assert_eq!(code, ExitCode::SUCCESS, "notes do not fail the check");
+            match noted {
+                Some(noted) => assert!(
+                    diagnostics.starts_with("note: ") && diagnostics.contains(noted),
+                    "{diagnostics}"
+                ),
+                None => assert_eq!(diagnostics, "", "{text}"),
+            }
+        }
     }
 
     #[test]

@@ -127,11 +127,12 @@ impl<'t> ChargePlan<'t> {
                     });
                 }
             };
+            let context = table.key_context(policy);
             let selected = match descriptor {
                 Some(descriptor) => {
-                    quota.key_and_limits_for_descriptor(&policy.name, descriptor, &table.client)
+                    quota.key_and_limits_for_descriptor(&policy.name, descriptor, &context)
                 }
-                None => quota.key_and_limits_for_request(&policy.name, facts, &table.client),
+                None => quota.key_and_limits_for_request(&policy.name, facts, &context),
             };
             match selected {
                 Ok(Some((key, limits))) => {

@@ -142,7 +142,7 @@ fn explain_policy<'t>(
         PolicyAction::Deny => return PolicyStep::Denies,
         PolicyAction::Limit(quota) => quota,
     };
-    match quota.key_and_limits_for_request(&policy.name, facts, &table.client) {
+    match quota.key_and_limits_for_request(&policy.name, facts, &table.key_context(policy)) {
         Ok(Some((key, limits))) => {
             let block = quota.block.as_ref().filter(|_| !policy.shadow);
             let cost = quota.cost.compute_units(facts);

@@ -95,6 +95,8 @@ impl EnforcerFixture {
             ip_header: "x-forwarded-for".parse().unwrap(),
             ipv4_prefix: 32,
             ipv6_prefix: 64,
+            rejects_ambiguous_query: true,
+            rejects_ambiguous_cookie: true,
         };
         let fields = RateLimitHeaderSettings {
             standard: true,

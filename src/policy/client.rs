@@ -18,6 +18,10 @@ pub struct Settings {
     /// Length of the prefix that identifies an IPv6 client, 0 to 128 bits. A client usually
     /// controls a whole /64.
     pub ipv6_prefix: u8,
+    /// Rejects requests with a query that lenient parsers read another key from.
+    pub rejects_ambiguous_query: bool,
+    /// Rejects requests with a cookie that lenient parsers read another key from.
+    pub rejects_ambiguous_cookie: bool,
 }
 
 /// The client that sent a request.
@@ -226,6 +230,8 @@ mod tests {
             ip_header: header.parse().unwrap(),
             ipv4_prefix: 32,
             ipv6_prefix: 64,
+            rejects_ambiguous_query: true,
+            rejects_ambiguous_cookie: true,
         }
     }
 

@@ -25,6 +25,8 @@ pub enum UnmetCondition<'a> {
     Method,
     Host,
     Path,
+    /// The path is escaped twice, so it gains no exemption.
+    NestedEscape,
     PathRegex,
     ClientIp,
     Header(&'a str),
@@ -61,6 +63,7 @@ impl fmt::Display for UnmetCondition<'_> {
             Self::Method => f.write_str("not for this method"),
             Self::Host => f.write_str("not for this host"),
             Self::Path => f.write_str("not for this path"),
+            Self::NestedEscape => f.write_str("no exemption for a path that is escaped twice"),
             Self::PathRegex => f.write_str("path_regex does not match"),
             Self::ClientIp => f.write_str("not for this client address"),
             Self::Header(name) => write!(f, "the condition on header {name} does not hold"),

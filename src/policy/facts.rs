@@ -116,7 +116,7 @@ fn decode_cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
     percent_encoding::percent_decode(unquoted).into()
 }
 
-fn decode_form_value(text: &str) -> Cow<'_, [u8]> {
+pub(super) fn decode_form_value(text: &str) -> Cow<'_, [u8]> {
     if text.contains('+') {
         let spaced = text.replace('+', " ");
         return Cow::Owned(percent_encoding::percent_decode_str(&spaced).collect());

@@ -1,9 +1,9 @@
 //! Key templates: the values of a request that form its rate-limit key.
 
 use super::jwt::ClaimName;
-use super::{Facts, PathPattern, client, facts, path};
+use super::{Facts, Matcher, PathPattern, client, facts, lenient_names, path};
 use http::HeaderName;
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
 use std::fmt;
 use std::net::IpAddr;
@@ -55,6 +55,23 @@ pub enum KeyError {
     Repeated(String),
     #[error("{0} is missing")]
     Missing(String),
+    #[error(
+        "the path can be read in several ways with different keys (setting path.ambiguous_key)"
+    )]
+    AmbiguousPath,
+    #[error("{0} can be read in several ways (setting client.ambiguous_query)")]
+    AmbiguousQuery(String),
+    #[error("{0} can be read in several ways (setting client.ambiguous_cookie)")]
+    AmbiguousCookie(String),
+}
+
+/// What a key depends on beside the request.
+#[derive(Clone, Copy, Debug)]
+pub struct KeyContext<'a> {
+    pub client: &'a client::Settings,
+    pub path: &'a path::Settings,
+    /// The conditions of the policy. Readings of the path that do not match give no key.
+    pub matcher: &'a Matcher,
 }
 
 /// The values of one request, one per position; `None` if the value is absent.
@@ -138,14 +155,28 @@ impl KeyPart {
     fn push_values<'a>(
         &'a self,
         facts: &Facts<'a>,
-        client: &client::Settings,
+        context: &KeyContext<'_>,
         values: &mut KeyValues<'a>,
     ) -> Result<(), KeyError> {
+        let client = context.client;
         let value = match self {
             Self::ClientIp => Some(Cow::Owned(
                 format_client_network(facts.client_ip, client).into_bytes(),
             )),
             Self::Header(name) => self.single_value(facts.header_values(name))?,
+            Self::Query(name)
+                if client.rejects_ambiguous_query
+                    && (facts.paths.may_contain_query()
+                        || lenient_names::is_query_ambiguous(facts.query, name)) =>
+            {
+                return Err(KeyError::AmbiguousQuery(self.to_string()));
+            }
+            Self::Cookie(name)
+                if client.rejects_ambiguous_cookie
+                    && lenient_names::is_cookie_ambiguous(facts.headers, name) =>
+            {
+                return Err(KeyError::AmbiguousCookie(self.to_string()));
+            }
             Self::Query(name) => self.single_value(facts::query_values(facts.query, name))?,
             Self::Cookie(name) => self.single_value(facts::cookie_values(facts.headers, name))?,
             Self::Claim(name) => facts
@@ -155,11 +186,9 @@ impl KeyPart {
                 .map(Cow::Borrowed),
             Self::Method => Some(Cow::Borrowed(facts.method.as_str().as_bytes())),
             Self::Host => Some(Cow::Borrowed(facts.host.as_bytes())),
-            Self::WholePath => facts
-                .paths
-                .iter()
-                .next()
-                .map(|path| Cow::Borrowed(path.as_bytes())),
+            Self::WholePath | Self::PathCaptures(_) => {
+                return self.push_path_values(facts, context, values);
+            }
             Self::Const(text) => Some(Cow::Borrowed(text.as_bytes())),
             Self::DescriptorEntry(name) => match facts.descriptor {
                 Some(descriptor) => self.single_value(descriptor.values(name))?,
@@ -174,26 +203,61 @@ impl KeyPart {
             Self::ClientCertCn => facts
                 .client_cert
                 .and_then(|cert| text_bytes(cert.cn.as_deref())),
-            Self::PathCaptures(pattern) => {
-                match facts
-                    .paths
-                    .iter()
-                    .find_map(|path| pattern.captured_segments(path))
-                {
-                    Some(found) => {
-                        values.extend(
-                            found
-                                .iter()
-                                .map(|value| Some(Cow::Borrowed(value.as_bytes()))),
-                        );
-                    }
-                    None => values.extend(std::iter::repeat_n(None, pattern.capture_count())),
-                }
-                return Ok(());
-            }
         };
         values.push(value.filter(|value| !value.is_empty()));
         Ok(())
+    }
+
+    /// Appends the values of a part that is read from the path.
+    ///
+    /// # Errors
+    /// Returns [`KeyError::AmbiguousPath`] if the readings of the path that the policy matches have
+    /// different values.
+    fn push_path_values<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+        context: &KeyContext<'_>,
+        values: &mut KeyValues<'a>,
+    ) -> Result<(), KeyError> {
+        let paths = facts.paths;
+        if paths.has_single_reading() || !context.path.rejects_ambiguous_keys {
+            let found = paths.iter().find_map(|path| self.path_values(path));
+            self.push_found_path_values(found, values);
+            return Ok(());
+        }
+        let mut matching_readings = paths
+            .iter()
+            .filter(|path| context.matcher.matches(facts, path))
+            .map(|path| self.path_values(path));
+        let first = matching_readings.next().flatten();
+        if matching_readings.any(|other| other != first) {
+            return Err(KeyError::AmbiguousPath);
+        }
+        self.push_found_path_values(first, values);
+        Ok(())
+    }
+
+    /// The values of a part that is read from the path, for one reading.
+    fn path_values<'p>(&self, path: &'p str) -> Option<SmallVec<[&'p str; 4]>> {
+        match self {
+            Self::PathCaptures(pattern) => pattern.captured_segments(path),
+            _ => Some(smallvec![path]),
+        }
+    }
+
+    fn push_found_path_values<'a>(
+        &self,
+        found: Option<SmallVec<[&'a str; 4]>>,
+        values: &mut KeyValues<'a>,
+    ) {
+        match found {
+            Some(found) => values.extend(
+                found
+                    .into_iter()
+                    .map(|value| Some(Cow::Borrowed(value.as_bytes()))),
+            ),
+            None => values.extend(std::iter::repeat_n(None, self.value_count())),
+        }
     }
 
     /// Rejects repeated values, because the upstream might read a different one.
@@ -266,18 +330,19 @@ impl KeyTemplate {
     /// Extracts the values of one request.
     ///
     /// # Errors
-    /// Returns [`KeyError::Repeated`] if a single-valued part occurs more than once. With
-    /// [`MissingKeyAction::Reject`], returns [`KeyError::Missing`] for the first absent value.
+    /// Returns [`KeyError::Repeated`] if a single-valued part occurs more than once, and an
+    /// ambiguity if upstreams may read another value. With [`MissingKeyAction::Reject`], returns
+    /// [`KeyError::Missing`] for the first absent value.
     pub fn extract_values<'a>(
         &'a self,
         facts: &Facts<'a>,
-        client: &client::Settings,
+        context: &KeyContext<'_>,
         missing: MissingKeyAction,
     ) -> Result<KeyValues<'a>, KeyError> {
         let mut values = KeyValues::new();
         for part in &self.0 {
             let part_start = values.len();
-            part.push_values(facts, client, &mut values)?;
+            part.push_values(facts, context, &mut values)?;
             let has_missing_value = || values.iter().skip(part_start).any(Option::is_none);
             if missing == MissingKeyAction::Reject && has_missing_value() {
                 return Err(KeyError::Missing(part.to_string()));
@@ -356,6 +421,8 @@ mod tests {
             ip_header: "x-forwarded-for".parse().unwrap(),
             ipv4_prefix: 24,
             ipv6_prefix: 64,
+            rejects_ambiguous_query: true,
+            rejects_ambiguous_cookie: true,
         };
         let parts = ["client_ip", "host", "path:/{tenant}/**", "path"];
         let parts = parts
@@ -377,8 +444,13 @@ mod tests {
             client_cert: None,
             descriptor: None,
         };
+        let context = KeyContext {
+            client: &client,
+            path: &PATH_SETTINGS,
+            matcher: &Matcher::default(),
+        };
         let values = key
-            .extract_values(&facts, &client, MissingKeyAction::Shared)
+            .extract_values(&facts, &context, MissingKeyAction::Shared)
             .unwrap();
         for (position, written) in ["10.1.2.9", "A.example.", "café", "/café//x"]
             .into_iter()

@@ -66,7 +66,7 @@ impl Matcher {
                 let exclusion = || {
                     self.not
                         .as_ref()
-                        .filter(|not| not.matches(facts, path))
+                        .filter(|not| not.excludes(facts, path))
                         .map(|_| UnmetCondition::Exclusion)
                 };
                 return conditions
@@ -129,8 +129,24 @@ impl Matcher {
         }
         self.not
             .as_ref()
-            .filter(|not| not.matches(facts, path))
+            .filter(|not| not.excludes(facts, path))
             .map(|_| UnmetCondition::Exclusion)
+    }
+
+    /// Whether these conditions, as a `not`, exclude a request. An exclusion is an exemption, so a
+    /// path that is escaped twice gains none.
+    fn excludes(&self, facts: &Facts<'_>, path: &str) -> bool {
+        self.matches(facts, path) && !(facts.paths.has_nested_escape() && self.has_path_condition())
+    }
+
+    /// Whether a condition depends on the path.
+    pub(super) fn has_path_condition(&self) -> bool {
+        !self.paths.is_empty()
+            || self.path_regex.is_some()
+            || self
+                .not
+                .as_ref()
+                .is_some_and(|not| not.has_path_condition())
     }
 
     /// Names of the headers that these conditions read.

@@ -13,6 +13,7 @@ mod facts;
 mod json_pointer;
 pub mod jwt;
 mod key_template;
+mod lenient_names;
 mod matcher;
 mod named_limit;
 pub mod path;
@@ -20,6 +21,7 @@ mod path_pattern;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
 mod quota;
+mod spelling_notes;
 mod table;
 mod whole_number;
 
@@ -29,7 +31,7 @@ pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
 pub use descriptor::{Descriptor, DescriptorConditions};
 pub use facts::Facts;
 pub use json_pointer::{JsonPointer, JsonPointerToken};
-pub use key_template::{KeyError, KeyPart, KeyTemplate, KeyValues, MissingKeyAction};
+pub use key_template::{KeyContext, KeyError, KeyPart, KeyTemplate, KeyValues, MissingKeyAction};
 pub use matcher::{HostPattern, Matcher, MethodSet};
 pub use named_limit::NamedLimit;
 pub use path_pattern::PathPattern;
@@ -91,6 +93,11 @@ impl Policy {
     /// interpretation matches. An exempting policy applies only if every interpretation matches, so
     /// that an ambiguous spelling gains no exemption.
     pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
+        let is_exemption = matches!(self.action, PolicyAction::Allow);
+        // An app that decodes twice would serve another path than the exempted one.
+        if is_exemption && facts.paths.has_nested_escape() && self.matcher.has_path_condition() {
+            return Some(UnmetCondition::NestedEscape);
+        }
         let mut unmet = facts
             .paths
             .iter()

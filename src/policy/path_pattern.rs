@@ -87,6 +87,14 @@ impl PathPattern {
                 .all(|(mine, others)| mine.covers(others))
     }
 
+    /// Whether a literal segment contains ASCII letters.
+    pub(super) fn has_letters(&self) -> bool {
+        self.segments.iter().any(|segment| match segment {
+            PatternSegment::Literal(word) => word.bytes().any(|byte| byte.is_ascii_alphabetic()),
+            PatternSegment::Wildcard { .. } => false,
+        })
+    }
+
     /// Whether the pattern is `/**`.
     pub fn matches_any_path(&self) -> bool {
         self.matches_any_suffix && self.segments.is_empty()

@@ -5,7 +5,7 @@ use super::client::{self, ClientAddress};
 use super::jwt::{
     self, ClaimName, RequestToken, SignatureVerification, TokenReader, VerificationKeys,
 };
-use super::path::{EscapedSlashes, PathError, PathInterpretations, Settings};
+use super::path::{EscapedDelimiters, EscapedSlashes, PathError, PathInterpretations, Settings};
 use crate::limiter::KeyBuilder;
 use http::{HeaderMap, HeaderValue};
 use std::net::IpAddr;
@@ -42,15 +42,35 @@ pub fn assert_path_interpretations(bytes: &[u8]) {
         ignore_trailing_slash: flag(0),
         strip_parameters: flag(1),
         case_sensitive: flag(2),
+        reads_authority: flag(3),
+        escaped_delimiters: match flag(4) {
+            true => EscapedDelimiters::Both,
+            false => EscapedDelimiters::Keep,
+        },
+        rejects_control_characters: flag(7),
+        rejects_invalid_utf8: flag(7),
+        max_readings_size: 1 << 20,
+        ..Settings::DEFAULT
     };
+    let decoded: Vec<u8> = percent_encoding::percent_decode_str(path).collect();
     let readings = match PathInterpretations::parse(path, &settings) {
         Ok(readings) => readings,
         Err(PathError::NotAbsolute) => return assert!(!path.starts_with('/')),
-        Err(PathError::Nul) => return assert!(path.contains("%00")),
+        Err(PathError::Nul) => return assert!(decoded.contains(&0)),
+        Err(PathError::ControlCharacter) => {
+            let is_control = |byte: &u8| byte.is_ascii_control();
+            return assert!(settings.rejects_control_characters && decoded.iter().any(is_control));
+        }
+        Err(PathError::InvalidUtf8) => {
+            let is_invalid = std::str::from_utf8(&decoded).is_err();
+            return assert!(settings.rejects_invalid_utf8 && is_invalid);
+        }
         Err(PathError::EscapedSlash) => {
             let lower = path.to_ascii_lowercase();
             return assert!(lower.contains("%2f") || lower.contains("%5c") || lower.contains('\\'));
         }
+        Err(PathError::EscapedDelimiter) => unreachable!("no setting rejects delimiters"),
+        Err(PathError::TooManyReadings) => return assert!(path.len() > 1000),
     };
     let separator_choices: &[bool] = match settings.escaped_slashes {
         EscapedSlashes::Both => &[true, false],
@@ -63,25 +83,26 @@ pub fn assert_path_interpretations(bytes: &[u8]) {
         &[false]
     };
     let mut expected = Vec::new();
-    for (dots, strip_parameters) in
-        (0..3).flat_map(|dots| strip_choices.iter().map(move |strips| (dots, *strips)))
-    {
-        for (slash, backslash) in separator_choices
-            .iter()
-            .flat_map(|one| separator_choices.iter().map(move |two| (*one, *two)))
+    for part in split_path_naively(path, &settings) {
+        for (dots, strip_parameters) in
+            (0..3).flat_map(|dots| strip_choices.iter().map(move |strips| (dots, *strips)))
         {
-            let reading = read_path_naively(
-                path,
-                &settings,
-                NaivePathReader {
+            let choices = || separator_choices.iter().copied();
+            for (slash, backslash, escaped_backslash) in choices()
+                .flat_map(|one| choices().map(move |two| (one, two)))
+                .flat_map(|(one, two)| choices().map(move |three| (one, two, three)))
+            {
+                let reader = NaivePathReader {
                     escaped_slash_separates: slash,
                     backslash_separates: backslash,
+                    escaped_backslash_separates: escaped_backslash,
                     strips_parameters: strip_parameters,
                     dot_resolution: dots,
-                },
-            );
-            if !expected.contains(&reading) {
-                expected.push(reading);
+                };
+                let reading = read_path_naively(part, &settings, reader);
+                if !expected.contains(&reading) {
+                    expected.push(reading);
+                }
             }
         }
     }
@@ -121,10 +142,44 @@ pub fn assert_path_interpretations(bytes: &[u8]) {
 struct NaivePathReader {
     escaped_slash_separates: bool,
     backslash_separates: bool,
+    escaped_backslash_separates: bool,
     strips_parameters: bool,
     /// When `.` and `..` segments are resolved: 0 after parameters and empty segments are removed, 1
     /// before that, 2 never.
     dot_resolution: u8,
+}
+
+/// The parts of a path that an upstream may take for the path, the whole path first: what follows
+/// a `//host`, and of both what precedes the first `%3F`, `%23` or semicolon.
+fn split_path_naively<'p>(path: &'p str, settings: &Settings) -> Vec<&'p str> {
+    let after = |text: &'p str, at: Option<usize>| at.map_or("", |at| text.split_at(at).1);
+    let mut parts = vec![path];
+    if settings.reads_authority {
+        let separators: &[char] = match settings.escaped_slashes {
+            EscapedSlashes::Keep => &['/'],
+            _ => &['/', '\\'],
+        };
+        let host = path.trim_start_matches(separators);
+        if path.len() - host.len() >= 2 {
+            parts.push(after(host, host.find(separators)));
+        }
+        if let Some(host) = path.strip_prefix("//") {
+            parts.push(after(host, host.find('/')));
+        }
+    }
+    let mut ends = Vec::new();
+    if settings.escaped_delimiters == EscapedDelimiters::Both {
+        ends.extend(["%3f", "%23"]);
+    }
+    if settings.strip_parameters {
+        ends.push(";");
+    }
+    for part in parts.clone() {
+        let lower = part.to_ascii_lowercase();
+        let cuts = ends.iter().filter_map(|end| lower.find(end));
+        parts.extend(cuts.map(|at| part.split_at(at).0));
+    }
+    parts
 }
 
 /// Reads a path byte by byte. Returns its segments, and whether it ends with a slash.
@@ -154,6 +209,7 @@ fn read_path_naively(
         let (byte, is_escaped) = (escaped.unwrap_or(*first), escaped.is_some());
         let ends_segment = match byte {
             b'/' => !is_escaped || reader.escaped_slash_separates,
+            b'\\' if is_escaped => reader.escaped_backslash_separates,
             b'\\' => reader.backslash_separates,
             _ => false,
         };
@@ -409,6 +465,8 @@ fn trusting_settings(is_forwarded: bool) -> client::Settings {
         },
         ipv4_prefix: 32,
         ipv6_prefix: 64,
+        rejects_ambiguous_query: true,
+        rejects_ambiguous_cookie: true,
     }
 }
 
@@ -508,7 +566,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn path_interpretations_hold_for_any_path(choice in any::<u8>(), path in "/([a-bA%.;/\\\\0-9fFcC\u{e9} -]|%2[fFeE]|%5[cC]|\\.\\.|//){0,20}") {
+        fn path_interpretations_hold_for_any_path(choice in any::<u8>(), path in "/([a-bA%.;/\\\\0-9fFcC\u{e9} -]|%2[fFeE]|%5[cC]|%3[fF]|%2[35]|%0[aA]|%C3%A9|\\.\\.|//){0,20}") {
             super::assert_path_interpretations(&[&[choice], path.as_bytes()].concat());
         }
 

@@ -1,8 +1,8 @@
 //! Selection of the key and the limits that a request is charged against.
 
 use super::{
-    CostSource, Descriptor, Facts, KeyError, KeyTemplate, KeyValues, MissingKeyAction, NamedLimit,
-    client, path,
+    CostSource, Descriptor, Facts, KeyContext, KeyError, KeyTemplate, KeyValues, MissingKeyAction,
+    NamedLimit, client, path,
 };
 use crate::limiter::{Key, KeyBuilder, LeaseTerms, Limit};
 use foldhash::HashMap;
@@ -62,9 +62,9 @@ impl Quota {
         &'t self,
         name: &str,
         facts: &Facts<'_>,
-        client: &client::Settings,
+        context: &KeyContext<'_>,
     ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyError> {
-        let values = self.key.extract_values(facts, client, self.missing_key)?;
+        let values = self.key.extract_values(facts, context, self.missing_key)?;
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
         }
@@ -81,13 +81,13 @@ impl Quota {
         &'t self,
         name: &str,
         descriptor: &'t Descriptor<'t>,
-        client: &client::Settings,
+        context: &KeyContext<'_>,
     ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyError> {
         let facts = Facts::from_descriptor(descriptor);
         let Some(limits) = descriptor.resolve_override_limit(name, &self.limits) else {
-            return self.key_and_limits_for_request(name, &facts, client);
+            return self.key_and_limits_for_request(name, &facts, context);
         };
-        let mut values = self.key.extract_values(&facts, client, self.missing_key)?;
+        let mut values = self.key.extract_values(&facts, context, self.missing_key)?;
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
         }

@@ -1,7 +1,7 @@
 //! The compiled, immutable table of policies. A reload replaces the table as a whole.
 
 use super::{
-    CorsOrigins, CostSource, Descriptor, Facts, HostPattern, KeyPart, Matcher, Policy,
+    CorsOrigins, CostSource, Descriptor, Facts, HostPattern, KeyContext, KeyPart, Matcher, Policy,
     PolicyAction, ValueCondition, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
@@ -90,6 +90,15 @@ impl PolicyTable {
     /// The token reader, if any policy reads a claim.
     pub fn token_reader(&self) -> Option<&Arc<jwt::TokenReader>> {
         self.token_reader.as_ref()
+    }
+
+    /// What the keys of a policy depend on beside the request.
+    pub fn key_context<'a>(&'a self, policy: &'a Policy) -> KeyContext<'a> {
+        KeyContext {
+            client: &self.client,
+            path: &self.path,
+            matcher: &policy.matcher,
+        }
     }
 
     /// The policies in the order of their application.
@@ -410,6 +419,8 @@ mod tests {
             ip_header: "x-forwarded-for".parse().unwrap(),
             ipv4_prefix: 32,
             ipv6_prefix: 64,
+            rejects_ambiguous_query: true,
+            rejects_ambiguous_cookie: true,
         };
         PolicyTable::new(
             policies,

@@ -11,6 +11,7 @@ use super::service::ProxyService;
 use super::service::request_summary::{RequestSummary, classify_verdict};
 use crate::enforcer::Verdict;
 use crate::policy::RateLimitHeaderSettings;
+use crate::policy::path::ForwardedPath;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::http::rate_limit_headers;
@@ -88,7 +89,10 @@ impl ProxyService {
             Err(error) => return reject_invalid_auth_request(error, peer),
         };
         let inbound = match restore_original_request(&mut parts, proxy_kind) {
-            Ok(()) => self.validate_request_head(&mut parts, peer, table, style),
+            // The proxy in front forwards the path, as the client sent it.
+            Ok(()) => {
+                self.validate_request_head(&mut parts, peer, table, ForwardedPath::Unchanged, style)
+            }
             Err(AuthRequestError::TargetInvalid) => {
                 Err(local_replies::build_invalid_request_reply(
                     RequestValidationError::Target.into(),

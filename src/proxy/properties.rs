@@ -37,7 +37,9 @@ pub fn assert_forwarded_request(bytes: &[u8], table: &PolicyTable) {
     } else {
         IpAddr::from([203, 0, 113, 7])
     };
-    let Ok(inbound) = InboundRequest::validate_and_rewrite(&mut parts, peer, table) else {
+    let Ok(inbound) =
+        InboundRequest::validate_and_rewrite(&mut parts, peer, table, table.path.forward)
+    else {
         return;
     };
     let wants_upgrade = inbound.target.upgrade_request.is_some();
@@ -258,6 +260,8 @@ mod tests {
             ip_header: HeaderName::from_static("x-forwarded-for"),
             ipv4_prefix: 32,
             ipv6_prefix: 64,
+            rejects_ambiguous_query: true,
+            rejects_ambiguous_cookie: true,
         };
         let fields = RateLimitHeaderSettings {
             standard: true,

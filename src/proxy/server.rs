@@ -21,6 +21,7 @@ pub(in crate::proxy) mod lazy_timer;
 mod listener;
 mod memory_budget;
 mod monitored_socket;
+mod parse_error_reply;
 pub(in crate::proxy) mod peer;
 pub(in crate::proxy) mod shutdown;
 mod transport;

@@ -1,5 +1,6 @@
 //! Limits end to end: admission, remaining units, refusals, and correct response fields.
 
+use crate::support::client::RawClient;
 use crate::support::proxy::Proxy;
 use crate::support::upstream::{Upstream, full_body};
 use hyper::Response;
@@ -545,6 +546,70 @@ limit = { requests = 1000, per = "1h" }
         200,
         "the parameter is not part of the key"
     );
+}
+
+#[tokio::test]
+async fn spellings_of_a_key_that_parsers_read_differently_are_bad_requests() {
+    let config = r#"
+[[policy]]
+name = "p"
+key = ["query:api_key", "cookie:sid"]
+limit = { requests = 1, per = "1h" }
+"#;
+    let (proxy, upstream) = start_proxy(config).await;
+    let many = format!("/?{}api_key=a", "x&".repeat(1000));
+    for target in [
+        "/?[api_key]=a",
+        "/?%5Bapi_key%5D=a",
+        "/?api_key[]=a",
+        "/?api.key=a",
+        "/?api%20key=a",
+        "/?api+key=a",
+        "/?API_KEY=a",
+        "/?x=1;api_key=a",
+        "/?api_key=a;x",
+        "/?api_key=%FF",
+        "/x%3Fapi_key=a?api_key=b",
+        "/x;api_key=a?api_key=b",
+        &many,
+    ] {
+        let reply = proxy.get(target).await;
+        assert_eq!(reply.status, 400, "{target:.40}");
+        assert!(reply.text().contains("client.ambiguous_query"));
+    }
+    for cookie in [
+        &b"sid=\"\\163x\""[..],
+        b"sid=a\\b",
+        b"sid=x\xa0",
+        b"sid=x\x85",
+        b"sid\xa0=x",
+    ] {
+        let mut client = RawClient::connect(proxy.address).await;
+        let head = b"GET / HTTP/1.1\r\nHost: a\r\nCookie: ";
+        client.send([head, cookie, b"\r\n\r\n"].concat()).await;
+        let reply = client.read_response().await;
+        assert_eq!(reply.status, 400, "{}", cookie.escape_ascii());
+        assert!(reply.text().contains("client.ambiguous_cookie"));
+    }
+    assert!(upstream.requests().is_empty());
+    let ask = |cookie: &'static str| {
+        proxy
+            .request("GET", "/?api_key=a%20b&x[y]=1")
+            .header("cookie", cookie)
+            .send_for_status()
+    };
+    assert_eq!(ask("sid=x").await, 200);
+    for spelling in ["sid=\"x\"", "sid = %78", "a=\\; sid=x"] {
+        assert_eq!(ask(spelling).await, 429, "{spelling}");
+    }
+    let (lenient, _upstream) = start_proxy(&format!(
+        "client.ambiguous_query = 'allow'\nclient.ambiguous_cookie = 'allow'\n{config}"
+    ))
+    .await;
+    let ambiguous = lenient
+        .request("GET", "/?[api_key]=a")
+        .header("cookie", "sid=a\\b");
+    assert_eq!(ambiguous.send_for_status().await, 200);
 }
 
 #[tokio::test]

@@ -92,6 +92,7 @@ mod retry_after;
 mod rolling_upgrade;
 mod settlements;
 mod shared_redis;
+mod spellings;
 mod top;
 mod tracing;
 mod traps;

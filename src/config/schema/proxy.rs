@@ -318,7 +318,7 @@ pub(super) static UPSTREAM_TLS: [SchemaKey; 4] = [
     ),
 ];
 
-pub(super) static CLIENT: [SchemaKey; 5] = [
+pub(super) static CLIENT: [SchemaKey; 7] = [
     key(
         "trusted_proxies",
         TextList("networks such as \"10.0.0.0/8\""),
@@ -342,6 +342,18 @@ pub(super) static CLIENT: [SchemaKey; 5] = [
         integer(0, 32),
         Default("32"),
         "Bits of an IPv4 address that identify a client.",
+    ),
+    key(
+        "ambiguous_query",
+        Keyword(&["reject", "allow"]),
+        Default("reject"),
+        "Requests that lenient parsers read another query key from, such as [id]= or ID= beside id=, a ; in the value, invalid UTF-8, more than 1000 parameters: 400, or only the exact name counts. \"allow\": if the app's parser is lenient, each spelling has its own quota.",
+    ),
+    key(
+        "ambiguous_cookie",
+        Keyword(&["reject", "allow"]),
+        Default("reject"),
+        "Cookies in keys with a backslash, a byte above 0x7F, or a name that lenient parsers fold: 400, or read as sent. \"allow\": if the app unescapes, each spelling has its own quota.",
     ),
     key(
         "jwt",
@@ -378,19 +390,49 @@ pub(super) static CLIENT_JWT: [SchemaKey; 4] = [
     ),
 ];
 
-pub(super) static PATH: [SchemaKey; 6] = [
+pub(super) static PATH: [SchemaKey; 13] = [
     key(
         "normalize",
         Bool,
         Default("true"),
         "Decode unneeded escapes and resolve . and .. segments. false: match the raw path, ignoring the keys below.",
     ),
+    key(
+        "forward",
+        Keyword(&["unchanged", "normalized"]),
+        Default("unchanged"),
+        "Path that the app receives: as sent, or normalized, so that it is the matched one: unneeded escapes decoded, dots resolved, // merged. Escaped slashes are separators with escaped_slashes = \"decode\" only; case, parameters and the final slash stay. [check] matches the path as sent.",
+    ),
     key("merge_slashes", Bool, Default("true"), "Treat // as /."),
+    key(
+        "authority",
+        Keyword(&["both", "ignore"]),
+        Default("both"),
+        "Whether //host/a is read also as /a. \"ignore\": an app that parses the target as a URL (Node new URL, JDK HttpServer) is open to //host/ before any limited path.",
+    ),
     key(
         "escaped_slashes",
         Keyword(&["both", "reject", "keep", "decode"]),
         Default("both"),
         "How %2F, %5C and \\ are read: as separator and as part of the segment (two readings); reject with 400; as part of the segment; as separator.",
+    ),
+    key(
+        "escaped_delimiters",
+        Keyword(&["both", "reject", "keep"]),
+        Default("both"),
+        "How %3F and %23 are read: as the end of the path and as part of it (two readings); reject with 400; as part of it. \"keep\": an app that decodes before it splits off the query is open to them.",
+    ),
+    key(
+        "control_characters",
+        Keyword(&["reject", "allow"]),
+        Default("reject"),
+        "Paths with %01 to %1F or %7F: 400, or part of the segment. \"allow\": an app that strips them has unlimited spellings of a limited path. %00 is always 400.",
+    ),
+    key(
+        "invalid_utf8",
+        Keyword(&["reject", "allow"]),
+        Default("reject"),
+        "Paths that do not decode to UTF-8: 400, or matched byte by byte. \"allow\", for Latin-1 paths: an app that drops or replaces such bytes has unlimited spellings of a limited path.",
     ),
     key(
         "trailing_slash",
@@ -409,5 +451,17 @@ pub(super) static PATH: [SchemaKey; 6] = [
         Bool,
         Default("true"),
         "Whether /A and /a differ. Set it as your app behaves.",
+    ),
+    key(
+        "ambiguous_key",
+        Keyword(&["reject", "first"]),
+        Default("reject"),
+        "Requests with a path or path:PATTERN in the key that differs between the matching readings: 400, or the first reading counts. \"first\": the app may serve another key than the one charged.",
+    ),
+    key(
+        "max_readings_size",
+        byte_size(0, 1 << 20),
+        Default("32KiB"),
+        "Most bytes of all readings of one path, 256 more for each; above: 400. A path with one reading is not bounded. Larger: more CPU time per hostile path.",
     ),
 ];

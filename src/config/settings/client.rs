@@ -5,9 +5,11 @@ use crate::config::key_files::{is_path_set, read_text_file};
 use crate::config::policies::context::ClaimTrust;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
-use crate::policy::path::EscapedSlashes;
+use crate::policy::path::{EscapedDelimiters, EscapedSlashes, ForwardedPath};
 use crate::policy::{client, jwt, path};
 use http::HeaderName;
+
+const REJECT_OR_ALLOW: [(&str, bool); 2] = [("reject", true), ("allow", false)];
 
 pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::Settings> {
     Some(client::Settings {
@@ -19,6 +21,8 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::
         })?,
         ipv4_prefix: reader.get_integer("ipv4_prefix")?,
         ipv6_prefix: reader.get_integer("ipv6_prefix")?,
+        rejects_ambiguous_query: reader.get_keyword("ambiguous_query", &REJECT_OR_ALLOW)?,
+        rejects_ambiguous_cookie: reader.get_keyword("ambiguous_cookie", &REJECT_OR_ALLOW)?,
     })
 }
 
@@ -97,10 +101,24 @@ pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<path::Sett
         ("keep", EscapedSlashes::Keep),
         ("decode", EscapedSlashes::Decode),
     ];
+    let escaped_delimiters = [
+        ("both", EscapedDelimiters::Both),
+        ("reject", EscapedDelimiters::Reject),
+        ("keep", EscapedDelimiters::Keep),
+    ];
+    let forward = [
+        ("unchanged", ForwardedPath::Unchanged),
+        ("normalized", ForwardedPath::Normalized),
+    ];
     Some(path::Settings {
         normalize: reader.get_bool("normalize")?,
+        forward: reader.get_keyword("forward", &forward)?,
         merge_slashes: reader.get_bool("merge_slashes")?,
+        reads_authority: reader.get_keyword("authority", &[("both", true), ("ignore", false)])?,
         escaped_slashes: reader.get_keyword("escaped_slashes", &escaped_slashes)?,
+        escaped_delimiters: reader.get_keyword("escaped_delimiters", &escaped_delimiters)?,
+        rejects_control_characters: reader.get_keyword("control_characters", &REJECT_OR_ALLOW)?,
+        rejects_invalid_utf8: reader.get_keyword("invalid_utf8", &REJECT_OR_ALLOW)?,
         ignore_trailing_slash: reader.get_keyword(
             "trailing_slash",
             &[("ignore", true), ("significant", false)],
@@ -108,5 +126,8 @@ pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<path::Sett
         strip_parameters: reader
             .get_keyword("path_parameters", &[("strip", true), ("keep", false)])?,
         case_sensitive: reader.get_bool("case_sensitive")?,
+        rejects_ambiguous_keys: reader
+            .get_keyword("ambiguous_key", &[("reject", true), ("first", false)])?,
+        max_readings_size: reader.get_byte_size("max_readings_size")?,
     })
 }

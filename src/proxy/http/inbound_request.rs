@@ -4,10 +4,10 @@ use super::request_validation::{self, RequestTarget, RequestValidationError};
 use crate::clock;
 use crate::policy::client::ClientAddress;
 use crate::policy::jwt::{RequestToken, TokenError};
-use crate::policy::path::{PathError, PathInterpretations};
+use crate::policy::path::{self, ForwardedPath, PathError, PathInterpretations};
 use crate::policy::{Facts, PolicyTable};
 use crate::tls::CertificateSubject;
-use http::request;
+use http::{Uri, request};
 use std::net::IpAddr;
 
 /// Request properties for policies, except the headers. The properties are owned, so that the
@@ -33,7 +33,7 @@ pub enum InboundRequestError {
 
 impl InboundRequest {
     /// Validates a request, rewrites its head for the upstream and reads the properties for
-    /// policies.
+    /// policies. `forward` is the path that the upstream will receive.
     ///
     /// # Errors
     /// Returns an [`InboundRequestError`] for a request that the proxy and the upstream could
@@ -42,12 +42,23 @@ impl InboundRequest {
         parts: &mut request::Parts,
         peer: IpAddr,
         table: &PolicyTable,
+        forward: ForwardedPath,
     ) -> Result<Self, InboundRequestError> {
-        let target = request_validation::validate_and_rewrite_request(parts, &|name| {
+        let mut target = request_validation::validate_and_rewrite_request(parts, &|name| {
             table.reads_header(name)
         })?;
         let client = ClientAddress::identify(peer, &parts.headers, &table.client);
-        let paths = PathInterpretations::parse(target.path(), &table.path)?;
+        let path_settings = path::Settings {
+            forward,
+            ..table.path
+        };
+        let paths = PathInterpretations::parse(target.path(), &path_settings)?;
+        if forward == ForwardedPath::Normalized
+            && let Some(path) = path::normalize_forwarded_path(target.path(), &path_settings)
+        {
+            target.replace_path(&path)?;
+            parts.uri = Uri::from(target.path_and_query().clone());
+        }
         let token = match table.token_reader() {
             // The policy could read one of two tokens and the upstream the other.
             Some(reader) if reader.has_duplicate_header(&parts.headers) => {

@@ -131,6 +131,23 @@ impl RequestTarget {
         }
     }
 
+    /// Replaces the path. The query stays.
+    pub(in crate::proxy) fn replace_path(
+        &mut self,
+        path: &str,
+    ) -> Result<(), RequestValidationError> {
+        let replaced = match self.query() {
+            Some(query) => PathAndQuery::try_from(format!("{path}?{query}")),
+            None => PathAndQuery::try_from(path),
+        };
+        self.path_and_query = replaced.map_err(|_invalid| RequestValidationError::Target)?;
+        Ok(())
+    }
+
+    pub(in crate::proxy) fn path_and_query(&self) -> &PathAndQuery {
+        &self.path_and_query
+    }
+
     /// The query without the question mark.
     pub(in crate::proxy) fn query(&self) -> Option<&str> {
         self.path_and_query.query()

@@ -111,6 +111,8 @@ pub(in crate::proxy) struct ConnectionMonitor {
     memory: OnceCell<Rc<WorkerMemory>>,
     /// Why the connection is to be closed early.
     close_request: Cell<Option<ConnectionCloseReason>>,
+    /// Whether the next output begins a response: no request began since all output was flushed.
+    is_between_responses: Cell<bool>,
 }
 
 /// Phase of a connection without active requests.
@@ -156,6 +158,7 @@ impl ConnectionMonitor {
             reported_bytes: Cell::new(0),
             memory: OnceCell::new(),
             close_request: Cell::new(None),
+            is_between_responses: Cell::new(true),
         })
     }
 
@@ -229,6 +232,7 @@ impl ConnectionMonitor {
             self.activity.set_busy();
             self.head_bytes.set(0);
         }
+        self.is_between_responses.set(false);
         self.active_requests.set(self.active_requests.get() + 1);
         ActiveRequestGuard(Rc::clone(self))
     }
@@ -420,6 +424,14 @@ impl ConnectionMonitor {
     /// Sets whether hyper has written and flushed all its output.
     pub(super) fn set_flushed(&self, is_flushed: bool) {
         self.is_flushed.set(is_flushed);
+        if is_flushed && !self.has_active_requests() {
+            self.is_between_responses.set(true);
+        }
+    }
+
+    /// Whether the next output begins a response. May be `false` for a while after a response.
+    pub(super) fn is_between_responses(&self) -> bool {
+        self.is_between_responses.get()
     }
 
     /// Time limit for a blocked write.

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use super::connection_timeouts::ConnectionMonitor;
 use super::frame_scanner::FrameScanner;
 use super::lazy_timer::LazyTimer;
+use super::parse_error_reply::describe_parse_error;
 use super::transport::{ClientTransport, move_buffered_bytes};
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
@@ -171,6 +172,19 @@ impl MonitoredSocket {
         }
     }
 
+    /// If hyper responds to input that is not a valid request, queues a response that says so
+    /// instead. The next flush writes it.
+    fn queue_parse_error_reply(&self, output: &[u8]) -> bool {
+        if self.monitor.is_http2() || !self.monitor.is_between_responses() {
+            return false;
+        }
+        let Some(reply) = describe_parse_error(output) else {
+            return false;
+        };
+        self.monitor.queue_informational_head(reply.as_bytes());
+        true
+    }
+
     /// Discards input until the client closes or a linger limit is reached. Waits only if unread
     /// input is expected.
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
@@ -261,6 +275,9 @@ impl AsyncWrite for MonitoredSocket {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         ready!(this.poll_write_informational_heads(cx))?;
+        if this.queue_parse_error_reply(bytes) {
+            return Poll::Ready(Ok(bytes.len()));
+        }
         this.monitor.set_flushed(false);
         this.record_output();
         Pin::new(&mut this.transport).poll_write(cx, bytes)
@@ -273,6 +290,11 @@ impl AsyncWrite for MonitoredSocket {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         ready!(this.poll_write_informational_heads(cx))?;
+        if let [head] = bytes
+            && this.queue_parse_error_reply(head)
+        {
+            return Poll::Ready(Ok(head.len()));
+        }
         this.monitor.set_flushed(false);
         this.record_output();
         Pin::new(&mut this.transport).poll_write_vectored(cx, bytes)

@@ -39,12 +39,13 @@ impl ProxyService {
         let style = ReplyStyle::from_request(&parts, &table.cors);
 
         // 1. Read and validate: only requests with one possible reading are accepted.
-        let inbound = match self.validate_request_head(&mut parts, peer, table, style) {
-            Ok(inbound) => inbound,
-            Err(reply) => {
-                return self.reject_invalid_request(&parts, body, peer, *reply, arrived_at);
-            }
-        };
+        let inbound =
+            match self.validate_request_head(&mut parts, peer, table, table.path.forward, style) {
+                Ok(inbound) => inbound,
+                Err(reply) => {
+                    return self.reject_invalid_request(&parts, body, peer, *reply, arrived_at);
+                }
+            };
         let trace = TraceContext::from_headers(&parts.headers);
         let recording = self.start_trace_recording(trace, &parts, &inbound, peer, arrived_at);
 

@@ -3,6 +3,7 @@
 use super::ProxyService;
 use crate::enforcer::RequestDecision;
 use crate::policy::PolicyTable;
+use crate::policy::path::ForwardedPath;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
@@ -22,6 +23,7 @@ impl ProxyService {
         parts: &mut request::Parts,
         peer: &ConnectionPeer,
         table: &PolicyTable,
+        forward: ForwardedPath,
         style: ReplyStyle<'_>,
     ) -> Result<InboundRequest, Box<Response<Bytes>>> {
         if exceeds_header_count(&parts.headers, self.max_headers) {
@@ -31,12 +33,11 @@ impl ProxyService {
             )
             .into());
         }
-        let inbound = InboundRequest::validate_and_rewrite(parts, peer.addr.ip(), table).map_err(
-            |error| {
-                tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
-                local_replies::build_invalid_request_reply(error, style)
-            },
-        )?;
+        let inbound = InboundRequest::validate_and_rewrite(parts, peer.addr.ip(), table, forward)
+            .map_err(|error| {
+            tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
+            local_replies::build_invalid_request_reply(error, style)
+        })?;
         if self
             .max_body_bytes
             .is_some_and(|most| inbound.target.content_length > Some(most))

@@ -1,0 +1,163 @@
+//! One pass over a path: the characters that upstreams read differently.
+
+use super::characters::decode_escape;
+use super::settings::{EscapedDelimiters, EscapedSlashes, PathError, Settings};
+use smallvec::SmallVec;
+
+/// Whether normalization would not change the path. For most paths this one pass is all.
+pub(super) fn is_already_normalized(path: &str, settings: &Settings) -> bool {
+    let mut previous = 0;
+    for byte in path.bytes() {
+        match byte {
+            b'%' | b'\\' | b';' => return false,
+            b'/' | b'.' if previous == b'/' => return false,
+            b'A'..=b'Z' if !settings.case_sensitive => return false,
+            0x21..=0x7e => previous = byte,
+            _ => return false,
+        }
+    }
+    previous != b'/' || path.len() == 1
+}
+
+/// The ambiguous characters of a path or of a part of it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct PathScan {
+    pub(super) has_escaped_slash: bool,
+    pub(super) has_backslash: bool,
+    pub(super) has_escaped_backslash: bool,
+    has_nul: bool,
+    has_control_character: bool,
+    has_non_ascii: bool,
+    /// Whether the decoded path contains an escaped `.`, `/`, `\` or `%`.
+    pub(super) has_nested_escape: bool,
+    /// Position of the first `;`.
+    pub(super) semicolon: Option<usize>,
+    /// Position of the first `%3F`.
+    pub(super) escaped_question_mark: Option<usize>,
+    /// Position of the first `%23`.
+    pub(super) escaped_number_sign: Option<usize>,
+}
+
+impl PathScan {
+    pub(super) fn new(path: &str) -> Self {
+        let mut scan = Self::default();
+        // The last three decoded bytes.
+        let mut window = [0; 3];
+        let mut rest = path.as_bytes();
+        while let [first, tail @ ..] = rest {
+            let position = path.len() - rest.len();
+            let escaped = decode_escape(rest);
+            let byte = escaped.unwrap_or(*first);
+            rest = match escaped {
+                Some(_) => tail.get(2..).unwrap_or_default(),
+                None => tail,
+            };
+            match (byte, escaped.is_some()) {
+                (b'a'..=b'z' | b'-' | b'_' | b'0'..=b'9', _) => {}
+                (b'/', true) => scan.has_escaped_slash = true,
+                (b'\\', true) => scan.has_escaped_backslash = true,
+                (b'\\', false) => scan.has_backslash = true,
+                (b';', false) => {
+                    scan.semicolon.get_or_insert(position);
+                }
+                (b'?', true) => {
+                    scan.escaped_question_mark.get_or_insert(position);
+                }
+                (b'#', true) => {
+                    scan.escaped_number_sign.get_or_insert(position);
+                }
+                (0, _) => scan.has_nul = true,
+                (0x01..=0x1f | 0x7f, _) => scan.has_control_character = true,
+                (0x80.., _) => scan.has_non_ascii = true,
+                _ => {}
+            }
+            let [_, second, third] = window;
+            window = [second, third, byte];
+            scan.has_nested_escape |= is_escape_of_path_character(window);
+        }
+        scan
+    }
+
+    /// Rejects paths that cannot be matched safely.
+    pub(super) fn check(&self, path: &str, settings: &Settings) -> Result<(), PathError> {
+        if self.has_nul {
+            return Err(PathError::Nul);
+        }
+        if self.has_control_character && settings.rejects_control_characters {
+            return Err(PathError::ControlCharacter);
+        }
+        if self.has_non_ascii
+            && settings.rejects_invalid_utf8
+            && percent_encoding::percent_decode_str(path)
+                .decode_utf8()
+                .is_err()
+        {
+            return Err(PathError::InvalidUtf8);
+        }
+        let has_backslash = self.has_backslash || self.has_escaped_backslash;
+        if settings.escaped_slashes == EscapedSlashes::Reject
+            && (self.has_escaped_slash || has_backslash)
+        {
+            return Err(PathError::EscapedSlash);
+        }
+        if settings.escaped_delimiters == EscapedDelimiters::Reject
+            && (self.escaped_question_mark.is_some() || self.escaped_number_sign.is_some())
+        {
+            return Err(PathError::EscapedDelimiter);
+        }
+        Ok(())
+    }
+
+    /// Whether an upstream may read what follows `%3F` or a semicolon as the query.
+    pub(super) fn may_contain_query(&self, settings: &Settings) -> bool {
+        let reads_delimiters = settings.escaped_delimiters == EscapedDelimiters::Both;
+        (self.escaped_question_mark.is_some() && reads_delimiters)
+            || (self.semicolon.is_some() && settings.strip_parameters)
+    }
+
+    /// Positions at which an upstream may take the path to end.
+    pub(super) fn possible_ends(&self, settings: &Settings) -> SmallVec<[usize; 3]> {
+        let reads_delimiters = settings.escaped_delimiters == EscapedDelimiters::Both;
+        let delimiters = [self.escaped_question_mark, self.escaped_number_sign]
+            .into_iter()
+            .flatten()
+            .filter(|_| reads_delimiters);
+        // Some routers start the query at a semicolon.
+        let semicolon = self.semicolon.filter(|_| settings.strip_parameters);
+        delimiters.chain(semicolon).collect()
+    }
+}
+
+/// Whether decoded bytes are the escape of a character that is special in paths.
+fn is_escape_of_path_character(window: [u8; 3]) -> bool {
+    matches!(
+        window,
+        [b'%', b'2', b'e' | b'E' | b'f' | b'F' | b'5'] | [b'%', b'5', b'c' | b'C']
+    )
+}
+
+/// Positions of the slash or backslash after a `//host`, as the upstreams read it that take the
+/// path for a URL without a scheme.
+pub(super) fn positions_after_authority(path: &str, settings: &Settings) -> SmallVec<[usize; 2]> {
+    let mut positions = SmallVec::new();
+    if !settings.reads_authority {
+        return positions;
+    }
+    // The WHATWG URL parser skips any number of slashes, and backslashes are slashes.
+    let backslash_separates = settings.escaped_slashes != EscapedSlashes::Keep;
+    let is_separator = |byte: u8| byte == b'/' || (byte == b'\\' && backslash_separates);
+    let separators = path.bytes().take_while(|byte| is_separator(*byte)).count();
+    if separators >= 2 {
+        let host = path.bytes().skip(separators);
+        let host_length = host.take_while(|byte| !is_separator(*byte)).count();
+        positions.push(separators + host_length);
+    }
+    // RFC 3986: the authority is between `//` and the next slash, and may be empty.
+    if let Some(rest) = path.strip_prefix("//") {
+        let position = 2 + rest.find('/').unwrap_or(rest.len());
+        if !positions.contains(&position) {
+            positions.push(position);
+        }
+    }
+    positions
+}

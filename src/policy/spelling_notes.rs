@@ -1,0 +1,49 @@
+//! Notes for `check` about spellings of a request that still escape a policy.
+
+use super::{KeyPart, Policy, PolicyAction, PolicyTable};
+
+impl PolicyTable {
+    /// Describes the spellings that only the operator can rule out, because they depend on the app.
+    pub fn spelling_notes(&self) -> Vec<String> {
+        let case = (self.path.normalize && self.path.case_sensitive)
+            .then(|| self.policies().iter().find(|one| is_evaded_by_case(one)))
+            .flatten()
+            .map(|policy| {
+                format!(
+                    "policy \"{}\" misses paths in another letter case: if your app routes them alike (Express and Koa do), set path.case_sensitive = false",
+                    policy.name
+                )
+            });
+        let limits_by_address = self
+            .policies()
+            .iter()
+            .any(|policy| !policy.shadow && key_parts(policy).contains(&KeyPart::ClientIp));
+        let authorization = (!limits_by_address)
+            .then(|| {
+                let authorization = KeyPart::Header(http::header::AUTHORIZATION);
+                let mut policies = self.policies().iter();
+                policies.find(|policy| key_parts(policy).contains(&authorization))
+            })
+            .flatten()
+            .map(|policy| {
+                format!(
+                    "policy \"{}\" has a quota for each spelling of the header authorization (\"bEaRer\", junk in base64): expected a jwt: key, or a policy with client_ip beside it",
+                    policy.name
+                )
+            });
+        case.into_iter().chain(authorization).collect()
+    }
+}
+
+fn is_evaded_by_case(policy: &Policy) -> bool {
+    let is_restriction = !matches!(policy.action, PolicyAction::Allow) && !policy.shadow;
+    let paths = &policy.matcher.paths;
+    is_restriction && !paths.is_empty() && paths.iter().all(|pattern| pattern.has_letters())
+}
+
+fn key_parts(policy: &Policy) -> &[KeyPart] {
+    match &policy.action {
+        PolicyAction::Limit(quota) => quota.key.parts(),
+        PolicyAction::Allow | PolicyAction::Deny => &[],
+    }
+}

@@ -1,0 +1,372 @@
+//! No spelling of a path or key escapes its policy, however a real framework reads it.
+//!
+//! `tests/fixtures/spellings.json` has the readings of real servers, recorded by `make spellings`.
+
+use crate::support::client::RawClient;
+use crate::support::proxy::Proxy;
+use crate::support::upstream::RawUpstream;
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+const FIXTURE: &str = include_str!("../fixtures/spellings.json");
+
+/// The quota of `alice` is one request; the other quotas are never used up.
+const LIMITS: &str = r#"
+[[policy]]
+name = "admin"
+match = { path = "/admin/**" }
+action = "deny"
+
+[[policy]]
+name = "login"
+match = { path = "/login" }
+limit = { requests = 1, per = "1d" }
+
+[[policy]]
+name = "account"
+match = { path = "/login/{user}/**" }
+key = ["path:/login/{user}/**"]
+limit = { requests = 1000000, per = "1d", algorithm = "fixed_window" }
+[[policy.override]]
+key = ["alice"]
+limit = { requests = 1, per = "1d", algorithm = "fixed_window" }
+
+[[policy]]
+name = "session"
+match = { path = "/search" }
+key = ["cookie:session"]
+missing_key = "skip"
+limit = { requests = 1000000, per = "1d", algorithm = "fixed_window" }
+[[policy.override]]
+key = ["alice"]
+limit = { requests = 1, per = "1d", algorithm = "fixed_window" }
+
+[[policy]]
+name = "api_key"
+match = { path = "/search" }
+key = ["query:api_key"]
+missing_key = "skip"
+limit = { requests = 1000000, per = "1d", algorithm = "fixed_window" }
+[[policy.override]]
+key = ["alice"]
+limit = { requests = 1, per = "1d", algorithm = "fixed_window" }
+"#;
+
+const EXEMPTIONS: &str = r#"
+[[policy]]
+name = "public"
+match = { path = ["/public/**", "/healthz"] }
+action = "allow"
+
+[[policy]]
+name = "everything"
+match = { path = "/**" }
+limit = { requests = 1, per = "1d" }
+"#;
+
+/// The names of frameworks by what they read. A character of a spelling stands for one byte.
+type Readings = BTreeMap<String, BTreeMap<String, Vec<String>>>;
+
+struct RecordedReadings {
+    framework_count: usize,
+    /// Frameworks that ignore case. In front of them, `path.case_sensitive` is `false`.
+    ignore_case: Vec<String>,
+    target: Readings,
+    cookie: Readings,
+    query: Readings,
+}
+
+impl RecordedReadings {
+    fn load() -> Self {
+        let fixture: Value = serde_json::from_str(FIXTURE).unwrap();
+        let names = fixture["ignore_case"].as_array().unwrap().iter();
+        Self {
+            framework_count: fixture["frameworks"].as_object().unwrap().len(),
+            ignore_case: names.map(|name| name.as_str().unwrap().into()).collect(),
+            target: parse_readings(&fixture["target"]),
+            cookie: parse_readings(&fixture["cookie"]),
+            query: parse_readings(&fixture["query"]),
+        }
+    }
+}
+
+fn parse_readings(recorded: &Value) -> Readings {
+    let spellings = recorded.as_object().unwrap().iter();
+    let parse_names = |names: &Value| {
+        names
+            .as_str()
+            .unwrap()
+            .split(' ')
+            .map(str::to_owned)
+            .collect()
+    };
+    spellings
+        .map(|(spelling, readings)| {
+            let readings = readings.as_object().unwrap().iter();
+            let readings = readings.map(|(reading, names)| (reading.clone(), parse_names(names)));
+            (spelling.clone(), readings.collect())
+        })
+        .collect()
+}
+
+/// A proxy in front of an upstream that answers with the request head it received.
+struct RecordingProxy {
+    proxy: Proxy,
+    _upstream: RawUpstream,
+}
+
+impl RecordingProxy {
+    async fn start(policies: &str, case_sensitive: bool) -> Self {
+        let upstream = RawUpstream::with_script(|_, mut socket| async move {
+            while let Some(request) = socket.read_request().await {
+                let head = format!(
+                    "HTTP/1.1 200 OK\r\nX-Reached: app\r\nContent-Length: {}\r\n\r\n",
+                    request.len()
+                );
+                socket.send(&[head.as_bytes(), &request].concat()).await;
+            }
+        })
+        .await;
+        let config = format!("[path]\ncase_sensitive = {case_sensitive}\n{policies}");
+        Self {
+            proxy: Proxy::start(&config, upstream.address).await,
+            _upstream: upstream,
+        }
+    }
+
+    /// Returns the request head that reaches the app, if the request is not refused.
+    async fn forward(&self, target: &str, cookie: Option<&str>) -> Option<String> {
+        let cookie = cookie.map_or_else(String::new, |cookie| format!("Cookie: {cookie}\r\n"));
+        let head =
+            format!("GET {target} HTTP/1.1\r\nHost: app.test\r\n{cookie}Connection: close\r\n\r\n");
+        let mut client = RawClient::connect(self.proxy.address).await;
+        client.send(to_latin1(&head)).await;
+        let response = client.read_response_or_close().await?;
+        response.header("x-reached")?;
+        Some(response.body.iter().map(|byte| char::from(*byte)).collect())
+    }
+
+    /// Returns the target that reaches the app, if the request is not refused.
+    async fn forward_target(&self, target: &str) -> Option<String> {
+        let head = self.forward(target, None).await?;
+        let line = head.lines().next().unwrap();
+        let (line, _version) = line.rsplit_once(' ').unwrap();
+        Some(line.split_once(' ').unwrap().1.to_owned())
+    }
+}
+
+fn to_latin1(text: &str) -> Vec<u8> {
+    text.chars()
+        .map(|character| u8::try_from(u32::from(character)).unwrap())
+        .collect()
+}
+
+/// `{x*3}` is `x&x&x`, and `{&*3}` is `&&&`.
+fn expand(spelling: &str) -> String {
+    let Some((before, rest)) = spelling.split_once('{') else {
+        return spelling.to_owned();
+    };
+    let Some((part, after)) = rest.split_once('}') else {
+        return spelling.to_owned();
+    };
+    let Some((text, times)) = part.split_once('*') else {
+        return spelling.to_owned();
+    };
+    let separator = if text == "&" { "" } else { "&" };
+    let repeated = vec![text; times.parse().unwrap()].join(separator);
+    format!("{before}{repeated}{}", expand(after))
+}
+
+/// The readings of one spelling that `escapes` selects, of frameworks that do or do not ignore case.
+fn describe_escapes(
+    recorded: &RecordedReadings,
+    spelling: &str,
+    readings: &BTreeMap<String, Vec<String>>,
+    case_sensitive: bool,
+    escapes: fn(&str) -> bool,
+) -> Vec<String> {
+    let mut found = Vec::new();
+    for (reading, names) in readings.iter().filter(|(reading, _)| escapes(reading)) {
+        let names: Vec<_> = names
+            .iter()
+            .filter(|name| recorded.ignore_case.contains(name) != case_sensitive)
+            .collect();
+        if !names.is_empty() {
+            found.push(format!("{spelling:?} is {reading} for {names:?}"));
+        }
+    }
+    found
+}
+
+fn is_limited(reading: &str) -> bool {
+    ["login", "account alice", "admin"].contains(&reading)
+}
+
+fn is_not_exempt(reading: &str) -> bool {
+    !["public", "healthz"].contains(&reading)
+}
+
+/// Sends every target and lists those that a framework reads as `escapes` says although they pass.
+async fn list_escaped_targets(policies: &str, escapes: fn(&str) -> bool) -> Vec<String> {
+    let recorded = RecordedReadings::load();
+    let mut found = Vec::new();
+    for case_sensitive in [true, false] {
+        let proxy = RecordingProxy::start(policies, case_sensitive).await;
+        for target in ["/login", "/login/alice", "/other"] {
+            proxy.forward(target, None).await;
+        }
+        for spelling in recorded.target.keys() {
+            let Some(forwarded) = proxy.forward_target(spelling).await else {
+                continue;
+            };
+            let Some(readings) = recorded.target.get(&forwarded) else {
+                found.push(format!(
+                    "{spelling:?} is forwarded as {forwarded:?}: add that to spellings.toml"
+                ));
+                continue;
+            };
+            found.extend(describe_escapes(
+                &recorded,
+                spelling,
+                readings,
+                case_sensitive,
+                escapes,
+            ));
+        }
+    }
+    found
+}
+
+fn assert_none_escapes(escaped: &[String]) {
+    assert!(
+        escaped.is_empty(),
+        "{} escaped:\n{}",
+        escaped.len(),
+        escaped.join("\n")
+    );
+}
+
+#[tokio::test]
+async fn no_spelling_of_a_path_escapes_a_limit_or_denial() {
+    let escaped = list_escaped_targets(LIMITS, is_limited).await;
+    assert_none_escapes(&escaped);
+}
+
+#[tokio::test]
+async fn no_spelling_of_a_path_wins_an_exemption() {
+    let escaped = list_escaped_targets(EXEMPTIONS, is_not_exempt).await;
+    assert_none_escapes(&escaped);
+}
+
+#[tokio::test]
+async fn no_spelling_of_a_path_escapes_the_ext_authz_listener() {
+    let recorded = RecordedReadings::load();
+    let mut escaped = Vec::new();
+    for case_sensitive in [true, false] {
+        let config = format!(
+            "client.trusted_proxies = ['127.0.0.1']\n[check]\naddress = '127.0.0.1:0'\n\
+             [path]\ncase_sensitive = {case_sensitive}\n{LIMITS}"
+        );
+        let proxy = Proxy::builder().config(&config).start().await;
+        let address = proxy.logged_address("check listening").unwrap();
+        let check = async |target: &str| {
+            let head = format!(
+                "GET /check/traefik HTTP/1.1\r\nHost: tidegate\r\nX-Forwarded-Method: GET\r\n\
+                 X-Forwarded-Proto: http\r\nX-Forwarded-Host: app.test\r\n\
+                 X-Forwarded-Uri: {target}\r\nConnection: close\r\n\r\n"
+            );
+            let mut client = RawClient::connect(address).await;
+            client.send(to_latin1(&head)).await;
+            let response = client.read_response_or_close().await;
+            response.is_some_and(|response| response.status == 200)
+        };
+        assert!(check("/login").await && check("/login/alice").await && check("/other").await);
+        for (spelling, readings) in &recorded.target {
+            if check(spelling).await {
+                escaped.extend(describe_escapes(
+                    &recorded,
+                    spelling,
+                    readings,
+                    case_sensitive,
+                    is_limited,
+                ));
+            }
+        }
+    }
+    assert_none_escapes(&escaped);
+}
+
+/// Sends every cookie and lists those that pass although a framework reads them so.
+async fn list_passing_cookies(policies: &str, used_up: &str, reading: &str) -> Vec<String> {
+    let proxy = RecordingProxy::start(policies, true).await;
+    proxy.forward("/search", Some(used_up)).await;
+    let mut passing = Vec::new();
+    for (spelling, readings) in RecordedReadings::load().cookie {
+        let forwarded = proxy.forward("/search", Some(&spelling)).await;
+        if let (Some(_), Some(names)) = (forwarded, readings.get(reading)) {
+            passing.push(format!("cookie {spelling:?} for {names:?}"));
+        }
+    }
+    passing
+}
+
+/// Sends every query and lists those that pass although a framework reads them so.
+async fn list_passing_queries(policies: &str, used_up: &str, reading: &str) -> Vec<String> {
+    let proxy = RecordingProxy::start(policies, true).await;
+    proxy.forward(&format!("/search?{used_up}"), None).await;
+    let mut passing = Vec::new();
+    for (spelling, readings) in RecordedReadings::load().query {
+        let target = format!("/search?{}", expand(&spelling));
+        let forwarded = proxy.forward(&target, None).await;
+        if let (Some(_), Some(names)) = (forwarded, readings.get(reading)) {
+            passing.push(format!("query {spelling:?} for {names:?}"));
+        }
+    }
+    passing
+}
+
+#[tokio::test]
+async fn no_spelling_of_a_key_has_a_quota_of_its_own() {
+    assert_none_escapes(&list_passing_cookies(LIMITS, "session=alice", "alice").await);
+    assert_none_escapes(&list_passing_queries(LIMITS, "api_key=alice", "alice").await);
+}
+
+/// Otherwise each value of a parameter that the app does not read has a quota of its own.
+#[tokio::test]
+async fn more_parameters_than_an_app_reads_are_refused() {
+    assert_none_escapes(&list_passing_queries(LIMITS, "other=x", "none").await);
+}
+
+#[tokio::test]
+async fn plain_spellings_are_served() {
+    let recorded = RecordedReadings::load();
+    assert!(recorded.framework_count >= 15);
+    assert!(recorded.target.len() >= 300);
+    for case_sensitive in [true, false] {
+        let proxy = RecordingProxy::start(LIMITS, case_sensitive).await;
+        for target in [
+            "/",
+            "/other",
+            "/login/bob",
+            "/login/bob/",
+            "/public/app.css",
+            "/public/a%20b.css",
+            "/caf%C3%A9",
+            "/search?api_key=bob&x=1",
+            "/search?filter[name]=x&filter.age=3",
+        ] {
+            assert!(proxy.forward(target, None).await.is_some(), "{target}");
+        }
+        for cookie in [
+            "session=bob",
+            "session=\"bob\"",
+            "session=b%20b",
+            "other=\"\\163\"; session=bob",
+        ] {
+            assert!(
+                proxy.forward("/search", Some(cookie)).await.is_some(),
+                "{cookie}"
+            );
+        }
+    }
+}

@@ -1,0 +1,120 @@
+// The Node frameworks. Arguments: NAME=PORT for each.
+//
+// Every app has the same handlers: login, account (/login/{user}), admin, public, healthz and search. Each answers with
+// its name and the values that it read.
+import http from 'node:http'
+import Koa from 'koa'
+import KoaRouter from '@koa/router'
+import cookieParser from 'cookie-parser'
+import express4 from 'express4'
+import express5 from 'express5'
+import fastify from 'fastify'
+import fastifyCookie from '@fastify/cookie'
+import * as h3 from 'h3'
+import * as h3v1 from 'h3v1'
+
+const text = (value) => (value === undefined || value === null ? null : String(value))
+const found = (handler, values = {}) => ({ handler, ...values })
+const search = (session, key) => found('search', { session: text(session), api_key: text(key) })
+
+function express(framework, wildcard) {
+  const app = framework()
+  app.use(cookieParser())
+  app.get('/login', (_req, res) => res.json(found('login')))
+  app.get('/login/:user', (req, res) => res.json(found('account', { user: text(req.params.user) })))
+  app.get(`/admin/${wildcard}`, (_req, res) => res.json(found('admin')))
+  app.get(`/public/${wildcard}`, (_req, res) => res.json(found('public')))
+  app.get('/healthz', (_req, res) => res.json(found('healthz')))
+  app.get('/search', (req, res) => res.json(search(req.cookies.session, req.query.api_key)))
+  return (port) => app.listen(port, '127.0.0.1')
+}
+
+function fastifyApp(port) {
+  const app = fastify()
+  app.register(fastifyCookie)
+  app.get('/login', () => found('login'))
+  app.get('/login/:user', (req) => found('account', { user: text(req.params.user) }))
+  app.get('/admin/*', () => found('admin'))
+  app.get('/public/*', () => found('public'))
+  app.get('/healthz', () => found('healthz'))
+  app.after(() => app.get('/search', (req) => search(req.cookies.session, req.query.api_key)))
+  app.listen({ port, host: '127.0.0.1' })
+}
+
+function koa(port) {
+  const router = new KoaRouter()
+  const route = (path, handler) => router.get(path, (ctx) => { ctx.body = handler(ctx) })
+  route('/login', () => found('login'))
+  route('/login/:user', (ctx) => found('account', { user: text(ctx.params.user) }))
+  route('/admin/*rest', () => found('admin'))
+  route('/public/*rest', () => found('public'))
+  route('/healthz', () => found('healthz'))
+  route('/search', (ctx) => search(ctx.cookies.get('session'), ctx.query.api_key))
+  new Koa().use(router.routes()).listen(port, '127.0.0.1')
+}
+
+function routesOfH3(router, library) {
+  const event = library.defineEventHandler
+  router.get('/login', event(() => found('login')))
+  router.get('/login/:user', event((it) => found('account', { user: text(library.getRouterParam(it, 'user')) })))
+  router.get('/admin/**', event(() => found('admin')))
+  router.get('/public/**', event(() => found('public')))
+  router.get('/healthz', event(() => found('healthz')))
+  const read = (it) => search(library.getCookie(it, 'session'), library.getQuery(it).api_key)
+  router.get('/search', event(read))
+  return router
+}
+
+function h3App(port) {
+  const app = routesOfH3(new h3.H3(), h3)
+  h3.serve(app, { port, hostname: '127.0.0.1', silent: true, gracefulShutdown: false })
+}
+
+function h3v1App(port) {
+  const app = h3v1.createApp().use(routesOfH3(h3v1.createRouter(), h3v1))
+  http.createServer(h3v1.toNodeListener(app)).listen(port, '127.0.0.1')
+}
+
+// Node without a framework, as its documentation reads targets.
+function nodeUrl(port) {
+  const read = (req) => {
+    const url = new URL(req.url, `http://${req.headers.host}`)
+    const [, first, second, ...rest] = decodeURIComponent(url.pathname).split('/')
+    if (first === 'login' && second === undefined) return found('login')
+    if (first === 'login' && second !== '' && rest.length === 0) return found('account', { user: second })
+    if (first === 'admin' && second !== undefined) return found('admin')
+    if (first === 'public' && second !== undefined) return found('public')
+    if (first === 'healthz' && second === undefined) return found('healthz')
+    if (first === 'search' && second === undefined) return found('search', { api_key: url.searchParams.get('api_key') })
+    return null
+  }
+  const server = http.createServer((req, res) => {
+    let answer = null
+    try {
+      answer = read(req)
+    } catch {
+      // A target that is no URL.
+    }
+    res.writeHead(answer ? 200 : 404, { 'content-type': 'application/json' }).end(JSON.stringify(answer ?? {}))
+  })
+  server.listen(port, '127.0.0.1')
+}
+
+const apps = {
+  express4: express(express4, '*'),
+  express5: express(express5, '*rest'),
+  fastify: fastifyApp,
+  h3: h3App,
+  'h3-v1': h3v1App,
+  koa,
+  node: nodeUrl,
+}
+
+// A handler that throws closes no other app.
+process.on('uncaughtException', () => {})
+process.on('unhandledRejection', () => {})
+console.error = () => {}
+for (const argument of process.argv.slice(2)) {
+  const [name, port] = argument.split('=')
+  apps[name](Number(port))
+}

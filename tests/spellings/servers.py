@@ -1,0 +1,242 @@
+"""The apps and the proxies as processes on loopback."""
+
+import atexit
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+APPS = HERE / "apps"
+DIR = Path(tempfile.mkdtemp(prefix="tidegate-spellings-"))
+START_S = 60
+TOMCAT = [Path(f"/usr/share/java/tomcat10-{name}.jar") for name in ("embed-core", "annotations-api")]
+children = []
+ports_in_use = set()
+
+
+def stop(child):
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+@atexit.register
+def stop_all():
+    for child in children:
+        stop(child)
+    shutil.rmtree(DIR, ignore_errors=True)
+
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
+def free_port():
+    """A port that no earlier call has returned."""
+    while True:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+        if port not in ports_in_use:
+            ports_in_use.add(port)
+            return port
+
+
+def start(name, ports, *command, **options):
+    """Starts a program and waits until it accepts connections on all ports."""
+    log = open(DIR / f"{name}.log", "wb")
+    child = subprocess.Popen(
+        [str(part) for part in command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, **options
+    )
+    children.append(child)
+    deadline = time.monotonic() + START_S
+    for port in ports:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                break
+            except OSError:
+                if child.poll() is not None or time.monotonic() > deadline:
+                    text = (DIR / f"{name}.log").read_text(errors="replace")
+                    raise SystemExit(f"{name} does not listen:\n{text[-4000:]}") from None
+                time.sleep(0.05)
+    return child
+
+
+def output(*command):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def version(pattern, *command):
+    return re.search(pattern, output(*command)).group(1)
+
+
+def node_version(package):
+    return json.loads((HERE / "node_modules" / package / "package.json").read_text())["version"]
+
+
+def start_node():
+    packages = {
+        "express4": ("Express", "express4"),
+        "express5": ("Express", "express5"),
+        "fastify": ("Fastify", "fastify"),
+        "h3": ("h3", "h3"),
+        "h3-v1": ("h3", "h3v1"),
+        "koa": ("Koa", "koa"),
+    }
+    apps = {name: (free_port(), f"{title} {node_version(package)}") for name, (title, package) in packages.items()}
+    apps["node"] = (free_port(), f"Node {version(r'v([0-9.]+)', 'node', '--version')}, new URL")
+    ports = [f"{name}={port}" for name, (port, _) in apps.items()]
+    start("node", [port for port, _ in apps.values()], "node", APPS / "node.mjs", *ports)
+    return apps
+
+
+def start_python(python):
+    found = dict(line.split("==") for line in output(python, "-m", "pip", "freeze").split() if "==" in line)
+    found = {name.lower(): number for name, number in found.items()}
+    titles = {
+        "aiohttp": ("aiohttp", None),
+        "bottle": ("Bottle", None),
+        "django-waitress": ("Django", "waitress"),
+        "fastapi": ("FastAPI", "uvicorn"),
+        "flask-werkzeug": ("Flask", "werkzeug"),
+        "starlette": ("Starlette", "uvicorn"),
+    }
+
+    def title(framework, server):
+        text = f"{framework} {found[framework.lower()]}"
+        return f"{text}, {server} {found[server]}" if server else text
+
+    apps = {name: (free_port(), title(*parts)) for name, parts in titles.items()}
+    ports = [f"{name}={port}" for name, (port, _) in apps.items()]
+    start("python", [port for port, _ in apps.values()], python, APPS / "python.py", *ports)
+    gunicorn = ["-m", "gunicorn", "--chdir", APPS, "--workers", "1", "--threads", "4", "--log-level", "critical"]
+    for name, framework, app in (("django", "Django", "DJANGO"), ("flask", "Flask", "FLASK")):
+        port = free_port()
+        command = [python, *gunicorn, "--no-control-socket", "--bind", f"127.0.0.1:{port}", f"python:{app}"]
+        start(name, [port], *command)
+        apps[name] = (port, title(framework, "gunicorn"))
+    return apps
+
+
+def start_go():
+    port = free_port()
+    subprocess.run(["go", "build", "-o", DIR / "go-app", APPS / "main.go"], check=True)
+    start("go", [port], DIR / "go-app", port)
+    return {"go": (port, f"Go {version(r'go([0-9.]+)', 'go', 'version')} net/http")}
+
+
+def start_java(name, source, jars, title):
+    port = free_port()
+    path = ":".join(str(jar) for jar in [DIR, *jars])
+    output("javac", "-nowarn", "-Xlint:none", "-cp", path, "-d", DIR, APPS / f"{source}.java")
+    start(name, [port], "java", "-cp", path, source, port)
+    return {name: (port, title)}
+
+
+def start_jdk():
+    return start_java("jdk", "Jdk", [], f"JDK {version(r'([0-9.]+)', 'javac', '-version')} HttpServer")
+
+
+def start_tomcat():
+    number = version(r"Apache Tomcat/([0-9.]+)", "java", "-cp", TOMCAT[0], "org.apache.catalina.util.ServerInfo")
+    return start_java("tomcat", "Servlets", TOMCAT, f"Tomcat {number}")
+
+
+def start_php():
+    port = free_port()
+    start("php", [port], "php", "-S", f"127.0.0.1:{port}", APPS / "router.php")
+    return {"php": (port, f"PHP {version(r'PHP ([0-9.]+)', 'php', '--version')}, parse_url")}
+
+
+def start_sinatra():
+    port = free_port()
+    command = ["puma", "-q", "-b", f"tcp://127.0.0.1:{port}", APPS / "sinatra.ru"]
+    start("sinatra", [port], *command, env=os.environ | {"RACK_ENV": "production"})
+    script = "require 'sinatra/version'; require 'puma/const'; puts Sinatra::VERSION, Puma::Const::VERSION"
+    sinatra, puma = output("ruby", "-e", script).split()
+    return {"sinatra": (port, f"Sinatra {sinatra}, puma {puma}")}
+
+
+def start_nginx(name, servers, ports):
+    paths = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    file = DIR / f"{name}.conf"
+    file.write_text(f"""
+      daemon off;
+      master_process off;
+      error_log {DIR}/{name}-errors.log crit;
+      pid {DIR}/{name}.pid;
+      events {{ worker_connections 4096; }}
+      http {{
+        access_log off;
+        large_client_header_buffers 4 32k;
+        {" ".join(f"{path}_temp_path {DIR}/{name}-{path};" for path in paths)}
+        {servers}
+      }}
+    """)
+    return start(name, ports, "nginx", "-p", DIR, "-e", DIR / f"{name}-errors.log", "-c", file)
+
+
+def nginx_version():
+    return version(r"nginx/([0-9.]+)", "nginx", "-v")
+
+
+def start_nginx_app():
+    """nginx as an app: each handler is a location."""
+    port = free_port()
+
+    def handler(location, name, rest=""):
+        body = f'{{"handler": "{name}"{rest}}}'
+        return f"location {location} {{ default_type application/json; return 200 '{body}'; }}\n"
+
+    server = "".join(
+        [
+            'map $cookie_session $session { "" null; "~^alice$" \'"alice"\'; default \'"other"\'; }\n',
+            'map $arg_api_key $api_key { "" null; "~^alice$" \'"alice"\'; default \'"other"\'; }\n',
+            "server {\n",
+            f"listen 127.0.0.1:{port};\n",
+            handler("= /login", "login"),
+            handler("~ ^/login/(?<user>[A-Za-z0-9]+)$", "account", ', "user": "$user"'),
+            handler("/admin/", "admin"),
+            handler("/public/", "public"),
+            handler("= /healthz", "healthz"),
+            handler("= /search", "search", ', "session": $session, "api_key": $api_key'),
+            "location / { return 404; }\n",
+            "}\n",
+        ]
+    )
+    start_nginx("nginx-app", server, [port])
+    return {"nginx": (port, f"nginx {nginx_version()}")}
+
+
+def start_apps(python):
+    """Starts all apps. Returns port and title by name, and what is missing on this machine."""
+    apps, missing = {}, []
+    optional = [
+        ("go", "go", start_go),
+        ("jdk", "javac", start_jdk),
+        ("tomcat", "javac", start_tomcat),
+        ("php", "php", start_php),
+        ("sinatra", "puma", start_sinatra),
+        ("nginx", "nginx", start_nginx_app),
+    ]
+    apps |= start_node()
+    apps |= start_python(python)
+    for name, program, starts in optional:
+        if shutil.which(program) and (name != "tomcat" or all(jar.exists() for jar in TOMCAT)):
+            apps |= starts()
+        else:
+            missing.append(name)
+    return dict(sorted(apps.items())), missing
