@@ -19,10 +19,14 @@ pub(super) fn is_query_ambiguous(query: Option<&str>, name: &str) -> bool {
         let has_semicolon = pair.contains(';');
         for parameter in pair.split(';') {
             parameters += 1;
-            let (found, value) = parameter.split_once('=').unwrap_or((parameter, ""));
+            // Koa and PHP skip a leading `?`, h3 a leading `=`.
+            let trimmed = parameter.trim_start_matches(['?', '=']);
+            let (found, value) = trimmed.split_once('=').unwrap_or((trimmed, ""));
             let found = decode_form_value(found);
             let is_ambiguous = if *found == *name.as_bytes() {
-                has_semicolon || std::str::from_utf8(&decode_form_value(value)).is_err()
+                has_semicolon
+                    || trimmed.len() < parameter.len()
+                    || std::str::from_utf8(&decode_form_value(value)).is_err()
             } else {
                 is_look_alike(&found, &folded)
             };
@@ -34,8 +38,8 @@ pub(super) fn is_query_ambiguous(query: Option<&str>, name: &str) -> bool {
     parameters > MAX_QUERY_PARAMETERS
 }
 
-/// Whether parsers disagree on the value of a cookie: a cookie has a look-alike name, the value has
-/// a backslash or a byte above 0x7F, or a quoted value may contain a semicolon.
+/// Whether parsers disagree on the value of a cookie: a cookie has a look-alike name, a value
+/// may contain the cookie, is JSON, or has a backslash or a byte above 0x7F.
 pub(super) fn is_cookie_ambiguous(headers: &HeaderMap, name: &str) -> bool {
     let folded = fold_name(name.as_bytes());
     headers
@@ -49,12 +53,34 @@ pub(super) fn is_cookie_ambiguous(headers: &HeaderMap, name: &str) -> bool {
             if value.starts_with(b"\"") && (value.len() == 1 || !value.ends_with(b"\"")) {
                 return true;
             }
+            // nginx separates cookies at commas, Python's `http.cookies` at spaces too.
+            let mut parts = value
+                .split(|byte| matches!(byte, b',' | b' ' | b'\t'))
+                .skip(1);
+            if parts.any(|part| starts_cookie(part, name)) {
+                return true;
+            }
             if found == name.as_bytes() {
-                return value.iter().any(|byte| matches!(byte, b'\\' | 0x80..));
+                return value.iter().any(|byte| matches!(byte, b'\\' | 0x80..))
+                    || is_json_cookie(value);
             }
             let decoded: SmallVec<[u8; 64]> = percent_encoding::percent_decode(found).collect();
             is_look_alike(&decoded, &folded)
         })
+}
+
+/// Whether text is `name` or starts with `name=`, in any letter case.
+fn starts_cookie(text: &[u8], name: &str) -> bool {
+    let found = text.split(|byte| *byte == b'=').next();
+    found.is_some_and(|found| found.eq_ignore_ascii_case(name.as_bytes()))
+}
+
+/// Express reads `j:"x"` as `x`.
+fn is_json_cookie(value: &[u8]) -> bool {
+    let value = value.strip_prefix(b"\"").unwrap_or(value);
+    percent_encoding::percent_decode(value)
+        .take(3)
+        .eq(b"j:\"".iter().copied())
 }
 
 /// Whether a lenient parser may take `found`, which is not the exact name, for the name.
@@ -120,6 +146,8 @@ mod tests {
             "a=1;api_key=2",
             "api_key=1;a=2",
             "api_key=%FF",
+            "?api_key=1",
+            "a=1&=api_key=1",
         ] {
             assert!(is_query_ambiguous(Some(query), "api_key"), "{query}");
         }
@@ -173,6 +201,12 @@ mod tests {
             b"SID=x",
             b"a=\"1; sid=2; b=\"",
             b"sid=\"",
+            b"a=1,sid=x",
+            b"a=1, sid=x",
+            b"a=1 sid=x",
+            b"sid=x, sid=y",
+            b"sid=j:\"x\"",
+            b"sid=j:%22x%22",
         ] {
             assert!(is_ambiguous(line), "{}", line.escape_ascii());
         }
@@ -181,6 +215,7 @@ mod tests {
             b"sid=\"x\"; a=\\b; b=\xa0",
             b"a=\"\"; sid = x%20y ;;",
             b"sids=1; xsid=2",
+            b"sid=j:{}; a=1,2 3; b=sid; c=sid=x",
         ] {
             assert!(!is_ambiguous(line), "{}", line.escape_ascii());
         }
