@@ -14,10 +14,11 @@ impl PolicyTable {
                     policy.name
                 )
             });
-        let limits_by_address = self
-            .policies()
-            .iter()
-            .any(|policy| !policy.shadow && key_parts(policy).contains(&KeyPart::ClientIp));
+        let limits_by_address = self.policies().iter().any(|policy| {
+            let parts = key_parts(policy);
+            let is_client_chosen = parts.iter().any(KeyPart::is_client_chosen);
+            !policy.shadow && parts.contains(&KeyPart::ClientIp) && !is_client_chosen
+        });
         let authorization = (!limits_by_address)
             .then(|| {
                 let authorization = KeyPart::Header(http::header::AUTHORIZATION);

@@ -108,7 +108,7 @@ async fn explain_says_why_each_policy_applies_or_not() {
         .run_successfully(&[
             "explain",
             "GET",
-            "http://shop.example//api/./pay/1?x",
+            "http://shop.example//api//p%61y/1?x",
             "-H",
             "x-user-id: acme",
         ])
