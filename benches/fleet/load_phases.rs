@@ -71,7 +71,8 @@ impl FleetScenario {
         let per_second = settled / began.elapsed().as_secs_f64();
         let ledger = &self.context.ledger;
         ledger.record_measurement(format!("Settlements: {per_second:.0} per second"));
-        if per_second < MIN_SETTLEMENTS_PER_SECOND {
+        let stalled = ledger.total_stall_time(began, Instant::now());
+        if per_second < MIN_SETTLEMENTS_PER_SECOND && stalled.is_zero() {
             ledger
                 .record_unexplained_problem(format!("only {per_second:.0} settlements per second"));
         }

@@ -65,10 +65,12 @@ impl RequestLedger {
                 Some(why) => self.record_explained(format!("{what} ({why})")),
                 None => {
                     eprintln!(
-                        "{what}: {:?} of node {} at {:.1} s",
+                        "{what}: {:?} of node {} at {:.3} s, after {:?}, key on master {}",
                         record.outcome,
                         record.node,
-                        self.seconds_since_start(record.sent)
+                        self.seconds_since_start(record.sent),
+                        record.answered - record.sent,
+                        key.master
                     );
                     self.record_unexplained_problem(what);
                 }

@@ -10,7 +10,7 @@ use fastrand::Rng;
 use hyper::Version;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
@@ -18,7 +18,7 @@ const FLOODING_CONNECTIONS: usize = 200;
 const METERING_CONNECTIONS: usize = 8;
 /// Together, the clients of both proxies send about 1,000 metered requests per second.
 const METERING_PAUSE_MS: u64 = 20;
-const FLOODING_PAUSE_MS: u64 = 3000;
+const FLOODING_PAUSE_MS: u64 = 2000;
 
 const METERED_ROUTE: RouteExpectation = RouteExpectation {
     without_redis: &[503],
@@ -42,11 +42,11 @@ pub(crate) fn spawn_accounted_clients(
             let (context, mut rng) = (Arc::clone(context), Rng::with_seed(seed));
             tokio::spawn(async move {
                 while !context.has_ended() {
+                    context.wait_while_paused().await;
+                    let began = Instant::now();
                     let lived = run_connection(&context, route, pause_ms, &mut rng).await;
                     if let Err(error) = lived {
-                        context
-                            .ledger
-                            .record_unexplained(format!("no connection to the proxy: {error}"));
+                        context.ledger.judge_failed_connection(began, &error);
                     }
                     sleep(Duration::from_millis(rng.u64(..pause_ms))).await;
                 }
@@ -63,8 +63,8 @@ async fn run_connection(
 ) -> io::Result<()> {
     let mut proxy = handshake_http1(connect_to_proxy(context, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..200) {
-        context.wait_while_paused().await;
-        if context.has_ended() || proxy.ready().await.is_err() {
+        // The proxy closes connections that are idle for long.
+        if context.is_paused() || context.has_ended() || proxy.ready().await.is_err() {
             break;
         }
         let number = rng.u32(..);

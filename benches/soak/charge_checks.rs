@@ -2,6 +2,7 @@
 
 use crate::SoakContext;
 use crate::proxy::FLOODED_LIMIT;
+use crate::support::client::MetricsPage;
 use crate::support::standalone_settings;
 use crate::upstream::AppCounters;
 use std::sync::atomic::Ordering;
@@ -12,8 +13,9 @@ use tokio::time::sleep;
 /// Timeout for settlements.
 const CHARGE_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_COUNTERS: usize = 10;
-/// The largest difference of one request without a known response: its estimate, or its cost.
-const UNITS_PER_FAILED_REQUEST: u64 = 4;
+/// The largest difference of one request without a known response or with a lost settlement: its
+/// estimate, or its cost.
+const UNITS_PER_UNKNOWN_REQUEST: u64 = 4;
 
 /// Units that the app received and Redis charged, when they were last compared.
 #[derive(Clone, Copy, Debug, Default)]
@@ -23,6 +25,7 @@ struct ChargeBalance {
     flooded: u64,
     flooded_charged: u64,
     failed: u64,
+    lost_settlements: u64,
 }
 
 /// Compares the charges of one proxy with what its app received.
@@ -65,10 +68,12 @@ impl ChargeChecker {
 
     fn find_problem(&self, now: &ChargeBalance) -> Option<String> {
         let last = &self.last;
-        let tolerance = (now.failed - last.failed) * UNITS_PER_FAILED_REQUEST;
+        let lost_settlements = now.lost_settlements - last.lost_settlements;
+        let unknown = now.failed - last.failed + lost_settlements;
+        let tolerance = unknown * UNITS_PER_UNKNOWN_REQUEST;
         let compare = |path: &str, forwarded: u64, charged: u64| {
             (forwarded.abs_diff(charged) > tolerance).then(|| {
-                format!("{path}: {forwarded} units forwarded, {charged} charged; failed requests permit {tolerance} more or fewer")
+                format!("{path}: {forwarded} units forwarded, {charged} charged; failed requests and lost settlements permit {tolerance} more or fewer")
             })
         };
         let metered_charged = now.metered_charged.saturating_sub(last.metered_charged);
@@ -83,18 +88,29 @@ impl ChargeChecker {
 }
 
 async fn read_balance(context: &SoakContext, app: &AppCounters, redis_port: u16) -> ChargeBalance {
-    let settings = standalone_settings(redis_port, context.name);
-    let inspector = CounterInspector::connect(settings).await.unwrap();
-    let charged_units = async |policy| {
-        let counters = inspector.list_counters(Some(policy), MAX_COUNTERS).await;
-        let (counters, _) = counters.unwrap();
-        counters.iter().map(|counter| counter.used_units).sum()
-    };
+    let metrics = MetricsPage::fetch(context.admin).await;
     ChargeBalance {
         metered: app.metered_units.load(Ordering::Relaxed),
-        metered_charged: charged_units("metered").await,
+        metered_charged: read_charged_units("metered", context, redis_port).await,
         flooded: app.flooded_requests.load(Ordering::Relaxed),
-        flooded_charged: charged_units("flooded_total").await,
+        flooded_charged: read_charged_units("flooded_total", context, redis_port).await,
         failed: context.ledger.accounted_failed(),
+        lost_settlements: metrics.value("tidegate_settlements_lost_total"),
+    }
+}
+
+async fn read_charged_units(policy: &str, context: &SoakContext, redis_port: u16) -> u64 {
+    let read = async || {
+        let settings = standalone_settings(redis_port, context.name);
+        let inspector = CounterInspector::connect(settings).await?;
+        inspector.list_counters(Some(policy), MAX_COUNTERS).await
+    };
+    let deadline = Instant::now() + CHARGE_TIMEOUT;
+    loop {
+        match read().await {
+            Ok((counters, _)) => return counters.iter().map(|counter| counter.used_units).sum(),
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
+        sleep(Duration::from_millis(200)).await;
     }
 }

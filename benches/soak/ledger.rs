@@ -149,6 +149,16 @@ impl SoakLedger {
         }
     }
 
+    /// Judges a connection that ended before its first request. A frozen proxy may have exceeded its
+    /// own timeout for the handshake.
+    pub(crate) fn judge_failed_connection(&self, began: Instant, error: &std::io::Error) {
+        if self.was_active_since(SoakFault::ProxyFrozen, began) {
+            self.record_explained("no connection to a frozen proxy".to_owned());
+        } else {
+            self.record_unexplained(format!("no connection to the proxy: {error}"));
+        }
+    }
+
     /// Records a stall of the machine from a given time until now.
     pub(crate) fn record_stall(&self, began: Instant) {
         let (fault, now) = (SoakFault::MachineStalled, Instant::now());

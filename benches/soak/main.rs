@@ -57,7 +57,7 @@ const MAX_EXTRA_FILES_AT_REST: u64 = 8;
 const PAUSE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// A quarter of the Redis timeout.
-const STALL_THRESHOLD: Duration = Duration::from_millis(125);
+const STALL_THRESHOLD: Duration = Duration::from_millis(375);
 
 /// State shared by the traffic and the faults of one proxy.
 struct SoakContext {
@@ -97,8 +97,12 @@ impl SoakContext {
         self.is_paused.store(false, Ordering::Relaxed);
     }
 
+    fn is_paused(&self) -> bool {
+        self.is_paused.load(Ordering::Relaxed)
+    }
+
     async fn wait_while_paused(&self) {
-        while self.is_paused.load(Ordering::Relaxed) && !self.has_ended() {
+        while self.is_paused() && !self.has_ended() {
             sleep(PAUSE_CHECK_INTERVAL).await;
         }
     }

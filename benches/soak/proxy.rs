@@ -61,7 +61,7 @@ listen = {{ address = '127.0.0.1:0', http = {{ header_timeout = '2s', idle_timeo
 admin.address = '127.0.0.1:0'
 log.access = 'off'
 # A long timeout, so that a busy machine does not cause an outage.
-store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{redis}/0', timeout = '500ms', key_prefix = '{name}', instances = 1 }} }}
+store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{redis}/0', timeout = '1500ms', key_prefix = '{name}', instances = 1 }} }}
 {policies}"
         );
         // Renamed into place, so that a reload never reads a partial file.

@@ -12,7 +12,7 @@ use hyper::{Request, Version};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
@@ -108,6 +108,7 @@ pub(crate) fn spawn_clients(context: &Arc<SoakContext>, seed: u64) -> Vec<JoinHa
 /// Runs one client: one connection after another.
 async fn run_client(client: ClientKind, context: Arc<SoakContext>, mut rng: Rng) {
     while !context.has_ended() {
+        let began = Instant::now();
         let lived = match client {
             ClientKind::KeepAlive => run_keep_alive_client(&context, &mut rng).await,
             ClientKind::Http2 => run_http2_client(&context, &mut rng).await,
@@ -119,9 +120,7 @@ async fn run_client(client: ClientKind, context: Arc<SoakContext>, mut rng: Rng)
         };
         // Each operation records its own result.
         if let Err(error) = lived {
-            context
-                .ledger
-                .record_unexplained(format!("no connection to the proxy: {error}"));
+            context.ledger.judge_failed_connection(began, &error);
         }
         sleep_randomly(&mut rng, 50).await;
     }
