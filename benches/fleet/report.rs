@@ -18,10 +18,10 @@ pub(crate) fn print_report(seed: u32, context: &FleetContext, results: &[PhaseRe
     let FleetContext { ledger, keys, .. } = context;
     ledger.judge_requests(keys);
     let windows = ledger.judge_windows(keys);
-    let build = if cfg!(debug_assertions) {
-        "debug"
+    let assertions = if cfg!(debug_assertions) {
+        "with"
     } else {
-        "release"
+        "without"
     };
     let redis = Command::new("redis-server")
         .arg("--version")
@@ -34,7 +34,7 @@ pub(crate) fn print_report(seed: u32, context: &FleetContext, results: &[PhaseRe
         .unwrap_or("?")
         .to_owned();
     println!(
-        "Seed {seed}: tidegate {} ({build} build), Redis {redis}, {MASTER_COUNT} masters, {} cores, {:.0} s.\n",
+        "Seed {seed}: tidegate {} ({assertions} debug assertions), Redis {redis}, {MASTER_COUNT} masters, {} cores, {:.0} s.\n",
         env!("CARGO_PKG_VERSION"),
         std::thread::available_parallelism().map_or(0, usize::from),
         results
