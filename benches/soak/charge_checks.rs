@@ -12,6 +12,7 @@ use tokio::time::sleep;
 
 /// Timeout for settlements.
 const CHARGE_TIMEOUT: Duration = Duration::from_secs(10);
+const SETTLEMENT_TIME: Duration = Duration::from_secs(2);
 const MAX_COUNTERS: usize = 10;
 /// The largest difference of one request without a known response or with a lost settlement: its
 /// estimate, or its cost.
@@ -47,6 +48,10 @@ impl ChargeChecker {
         is_data_lost: bool,
     ) {
         context.pause_accounted_clients().await;
+        if is_data_lost {
+            // Settlements of earlier requests must not count as charges of later ones.
+            sleep(SETTLEMENT_TIME).await;
+        }
         let deadline = Instant::now() + CHARGE_TIMEOUT;
         loop {
             let now = read_balance(context, app, redis_port).await;
