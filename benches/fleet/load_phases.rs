@@ -20,7 +20,7 @@ const SETTLEMENT_CONNECTIONS: usize = 64;
 const SETTLEMENT_PAUSE_MS: Range<u64> = 30..70;
 const SETTLEMENT_TIME: Duration = Duration::from_secs(8);
 /// Fewer are no load worth the name.
-const MIN_SETTLEMENTS_PER_SECOND: f64 = 300.0;
+const MIN_SETTLEMENTS_PER_SECOND: f64 = 100.0;
 
 impl FleetScenario {
     /// One client over its limit, on many connections: beside the ordinary clients, then alone, to

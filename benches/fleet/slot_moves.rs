@@ -39,12 +39,12 @@ impl FleetScenario {
                 ledger.record_unexplained_problem(format!("open slots caused no {reply}"));
             }
         }
-        self.masters.fix_slots().await;
+        self.masters.finish_slot_moves(from, to);
         let mut reshard = self.masters.start_reshard(from, to);
         self.sleep_randomly(300..1000).await;
         reshard.kill().await.unwrap();
         self.sleep_randomly(2000..4000).await;
-        self.masters.fix_slots().await;
+        self.masters.finish_slot_moves(from, to);
         let moved = self.masters.return_slots(to).await;
         let ledger = &self.context.ledger;
         ledger.record_measurement(format!("The killed reshard moved {moved} slots"));
@@ -104,23 +104,41 @@ impl RedisMasters {
             .into_iter()
             .filter(|slot| initial_master_of_slot(*slot) != from)
             .collect();
-        let mut connections: Vec<_> = (0..MASTER_COUNT).map(|it| self.connection(it)).collect();
         for slot in &moved {
             let to = initial_master_of_slot(*slot);
-            begin_slot_move(*slot, &mut source, &mut connections[to]);
-            for key in keys_in_slot(*slot, usize::from(u8::MAX), &mut source) {
-                self.migrate_key(&key, to, &mut source);
-            }
-            let id = node_id(&mut connections[to]);
-            set_slot(*slot, "NODE", &id, &mut connections[to]);
-            set_slot(*slot, "NODE", &id, &mut source);
-            for connection in &mut connections {
-                set_slot(*slot, "NODE", &id, connection);
-            }
+            begin_slot_move(*slot, &mut source, &mut self.connection(to));
+            self.finish_slot_move(*slot, from, to);
             // The clients run on the same thread.
             sleep(Duration::from_millis(1)).await;
         }
         moved.len()
+    }
+
+    /// Finishes all moves between two masters. `redis-cli --cluster fix` would leave slots without
+    /// an owner for a moment.
+    fn finish_slot_moves(&self, from: usize, to: usize) {
+        let mut slots = open_slots(&mut self.connection(from));
+        slots.extend(open_slots(&mut self.connection(to)));
+        for slot in slots {
+            self.finish_slot_move(slot, from, to);
+        }
+    }
+
+    fn finish_slot_move(&self, slot: u16, from: usize, to: usize) {
+        let (mut source, mut target) = (self.connection(from), self.connection(to));
+        let id = node_id(&mut target);
+        // The source of a killed reshard may not know of the move yet.
+        if owned_slots(&mut source).contains(&slot) {
+            set_slot(slot, "MIGRATING", &id, &mut source);
+        }
+        for key in keys_in_slot(slot, usize::from(u8::MAX), &mut source) {
+            self.migrate_key(&key, to, &mut source);
+        }
+        set_slot(slot, "NODE", &id, &mut target);
+        set_slot(slot, "NODE", &id, &mut source);
+        for master in 0..MASTER_COUNT {
+            set_slot(slot, "NODE", &id, &mut self.connection(master));
+        }
     }
 
     fn migrate_key(&self, key: &str, to: usize, source: &mut Connection) {
@@ -134,28 +152,15 @@ impl RedisMasters {
             .unwrap();
     }
 
-    /// Ends all moves, as an operator would.
-    async fn fix_slots(&self) {
-        let mut fix = self.redis_cli(&["--cluster", "fix"]);
-        let fixed = fix.stdout(Stdio::piped()).output().await.unwrap();
-        let text = String::from_utf8_lossy(&fixed.stdout);
-        assert!(fixed.status.success(), "{text}");
-    }
-
     fn start_reshard(&self, from: usize, to: usize) -> tokio::process::Child {
         let id = |master| node_id(&mut self.connection(master));
-        let mut reshard = self.redis_cli(&["--cluster", "reshard"]);
+        let mut reshard = Command::new("redis-cli");
+        reshard.args(["--cluster", "reshard"]);
+        reshard.arg(format!("{}:{REDIS_PORT}", self.0[from].address()));
         reshard.args(["--cluster-from", &id(from), "--cluster-to", &id(to)]);
         reshard.args(["--cluster-slots", RESHARDED_SLOTS, "--cluster-yes"]);
-        reshard.stdout(Stdio::null()).spawn().unwrap()
-    }
-
-    fn redis_cli(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new("redis-cli");
-        command.args(arguments);
-        command.arg(format!("{}:{REDIS_PORT}", self.0[0].address()));
-        command.stdin(Stdio::null()).kill_on_drop(true);
-        command
+        let reshard = reshard.stdin(Stdio::null()).stdout(Stdio::null());
+        reshard.kill_on_drop(true).spawn().unwrap()
     }
 }
 
@@ -185,19 +190,32 @@ fn keys_in_slot(slot: u16, count: usize, connection: &mut Connection) -> Vec<Str
     command.query(connection).unwrap()
 }
 
-/// Parses the slots of the master's own line of `CLUSTER NODES`.
+/// Returns the slots that the master owns.
 fn owned_slots(connection: &mut Connection) -> Vec<u16> {
-    let nodes: String = redis::cmd("CLUSTER")
-        .arg("NODES")
-        .query(connection)
-        .unwrap();
-    let own_line = nodes.lines().find(|line| line.contains("myself")).unwrap();
     let mut slots = Vec::new();
-    for range in own_line.split(' ').skip(8) {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
+    for range in slot_ranges(connection) {
+        let (first, last) = range.split_once('-').unwrap_or((&range, &range));
         if let (Ok(first), Ok(last)) = (first.parse(), last.parse::<u16>()) {
             slots.extend(first..=last);
         }
     }
     slots
+}
+
+/// Returns the slots that the master imports or migrates: `[slot-<-node]` or `[slot->-node]`.
+fn open_slots(connection: &mut Connection) -> BTreeSet<u16> {
+    let ranges = slot_ranges(connection).into_iter();
+    ranges
+        .filter_map(|range| range.strip_prefix('[')?.split('-').next()?.parse().ok())
+        .collect()
+}
+
+/// Returns the slots in the master's own line of `CLUSTER NODES`.
+fn slot_ranges(connection: &mut Connection) -> Vec<String> {
+    let nodes: String = redis::cmd("CLUSTER")
+        .arg("NODES")
+        .query(connection)
+        .unwrap();
+    let own_line = nodes.lines().find(|line| line.contains("myself")).unwrap();
+    own_line.split(' ').skip(8).map(str::to_owned).collect()
 }

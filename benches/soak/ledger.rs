@@ -287,7 +287,11 @@ impl PendingRequest<'_> {
                 Some("broken off without an upstream".to_owned())
             }
             // The time in which the proxy was stopped counts for its timeouts.
-            RequestOutcome::Answered(408) if frozen => Some("408 of a frozen proxy".to_owned()),
+            RequestOutcome::Answered(408)
+                if frozen || self.was_active(SoakFault::MachineStalled) =>
+            {
+                Some("408 of a proxy that could not read".to_owned())
+            }
             RequestOutcome::NoAnswer(_) if frozen => {
                 Some("connection closed by a frozen proxy".to_owned())
             }
