@@ -5,12 +5,12 @@ use crate::support::client::{RequestOutcome, handshake_http1, http_get};
 use bytes::Bytes;
 use fastrand::Rng;
 use http_body_util::Full;
-use hyper::Request;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
@@ -18,7 +18,18 @@ use tokio::time::{sleep, timeout};
 /// Timeout longer than any operation takes, even on a busy machine.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-const CLIENTS_PER_KEY: u64 = 4;
+/// Pause of an ordinary client between two requests.
+const PAUSE_MS: Range<u64> = 40..220;
+
+/// What one client does.
+#[derive(Clone, Debug)]
+pub(crate) struct ClientLoad {
+    /// Index of the quota that it uses.
+    pub(crate) key: usize,
+    pub(crate) pause_ms: Range<u64>,
+    /// An ordinary client waits while the test reads counters. Others end at the given time.
+    pub(crate) until: Option<Instant>,
+}
 
 /// The nodes that accept requests, and their addresses.
 #[derive(Debug, Default)]
@@ -62,33 +73,65 @@ impl FleetContext {
     }
 }
 
+impl ClientLoad {
+    fn has_ended(&self, context: &FleetContext) -> bool {
+        match self.until {
+            Some(until) => Instant::now() >= until,
+            None => context.has_ended(),
+        }
+    }
+
+    async fn wait_while_paused(&self, context: &FleetContext) {
+        if self.until.is_none() {
+            context.wait_while_paused().await;
+        }
+    }
+}
+
 /// Runs all clients until the time is over. The seed determines each client's choices.
 pub(crate) fn spawn_clients(context: &Arc<FleetContext>, seed: u64) -> Vec<JoinHandle<()>> {
-    let keys = (0..context.keys.len()).flat_map(|key| (0..CLIENTS_PER_KEY).map(move |_| key));
+    let clients_of = |key: usize| {
+        let policy = context.keys[key].policy;
+        policy.map_or(4, |policy| policy.clients_per_key)
+    };
+    let keys = (0..context.keys.len()).flat_map(|key| (0..clients_of(key)).map(move |_| key));
+    let load = |key| ClientLoad {
+        key,
+        pause_ms: PAUSE_MS,
+        until: None,
+    };
     (seed..)
         .zip(keys)
-        .map(|(seed, key)| tokio::spawn(run_client(Arc::clone(context), key, Rng::with_seed(seed))))
+        .map(|(seed, key)| spawn_client(context, load(key), Rng::with_seed(seed)))
         .collect()
 }
 
-/// Runs one client: one connection after another, each to a random node.
-async fn run_client(context: Arc<FleetContext>, key: usize, mut rng: Rng) {
-    while !context.has_ended() {
-        if let Some((node, address)) = context.balancer.choose_node(&mut rng) {
-            run_connection(&context, key, node, address, &mut rng).await;
+/// Spawns one client: one connection after another, each to a random node.
+pub(crate) fn spawn_client(
+    context: &Arc<FleetContext>,
+    load: ClientLoad,
+    mut rng: Rng,
+) -> JoinHandle<()> {
+    let context = Arc::clone(context);
+    tokio::spawn(async move {
+        while !load.has_ended(&context) {
+            if let Some((node, address)) = context.balancer.choose_node(&mut rng) {
+                run_connection(&context, &load, node, address, &mut rng).await;
+            }
+            sleep_randomly(&load, &mut rng).await;
         }
-        sleep_randomly(&mut rng).await;
-    }
+    })
 }
 
 async fn run_connection(
     context: &FleetContext,
-    key: usize,
+    load: &ClientLoad,
     node: u8,
     address: SocketAddr,
     rng: &mut Rng,
 ) {
-    let pending = context.ledger.begin_request(key, node);
+    load.wait_while_paused(context).await;
+    let pending = context.ledger.begin_request(load.key, node);
     let connected = timeout(RESPONSE_TIMEOUT, async {
         handshake_http1(TcpStream::connect(address).await?).await
     })
@@ -98,23 +141,23 @@ async fn run_connection(
         Ok(sidecar) => sidecar,
         Err(error) => return pending.finish(RequestOutcome::NoAnswer(error.to_string())),
     };
-    let (path, user) = context.keys[key].path_and_user();
+    drop(pending);
     for _ in 0..rng.u32(1..60) {
-        if context.has_ended()
+        load.wait_while_paused(context).await;
+        if load.has_ended(context)
             || !context.balancer.contains_node(node)
             || sidecar.ready().await.is_err()
         {
             break;
         }
         let number = rng.u32(..).to_string();
-        let request = Request::get(path)
-            .header("host", "fleet.test")
-            .header("x-user", user);
-        let request = request
+        let request = context.keys[load.key]
+            .request_builder()
+            .header("x-key", load.key)
             .header("x-number", &number)
             .body(Full::<Bytes>::default())
             .unwrap();
-        let pending = context.ledger.begin_request(key, node);
+        let pending = context.ledger.begin_request(load.key, node);
         let outcome =
             RequestOutcome::from_response(sidecar.send_request(request), &number, RESPONSE_TIMEOUT)
                 .await;
@@ -123,10 +166,10 @@ async fn run_connection(
         if !goes_on {
             break;
         }
-        sleep_randomly(rng).await;
+        sleep_randomly(load, rng).await;
     }
 }
 
-async fn sleep_randomly(rng: &mut Rng) {
-    sleep(Duration::from_millis(rng.u64(20..200))).await;
+async fn sleep_randomly(load: &ClientLoad, rng: &mut Rng) {
+    sleep(Duration::from_millis(rng.u64(load.pause_ms.clone()))).await;
 }

@@ -13,6 +13,11 @@ pub(crate) enum FleetFault {
     NodeLost(u8),
     /// A sidecar cannot reach Redis; its share is one in `live_nodes`.
     NodePartitioned { node: u8, live_nodes: u64 },
+    /// A sidecar's process is stopped for some seconds.
+    SidecarFrozen { node: u8, live_nodes: u64 },
+    /// A sidecar is restarted while a master is unreachable: the new process may not know how many
+    /// instances there are.
+    RestartedInOutage { master: usize },
     /// A Redis master is unreachable.
     MasterPartitioned(usize),
     /// A Redis master is unreachable and returns empty.
@@ -43,11 +48,34 @@ impl FaultPeriod {
     }
 }
 
+impl FleetFault {
+    /// Returns the only master that is at fault.
+    pub(crate) fn master(self) -> Option<usize> {
+        match self {
+            Self::MasterPartitioned(master) | Self::MasterLost(master) => Some(master),
+            _ => None,
+        }
+    }
+
+    /// Whether the fault can make the master's counters unreachable, or its replies late.
+    pub(crate) fn concerns_master(self, master: usize) -> bool {
+        match self {
+            Self::MasterPartitioned(other) | Self::MasterLost(other) => other == master,
+            Self::NodePartitioned { .. } | Self::SidecarFrozen { .. } | Self::MachineStalled => {
+                true
+            }
+            Self::NodeLost(_) | Self::RestartedInOutage { .. } => false,
+        }
+    }
+}
+
 impl std::fmt::Display for FleetFault {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::NodeLost(_) => "its node is lost",
             Self::NodePartitioned { .. } => "its node is cut off from Redis",
+            Self::SidecarFrozen { .. } => "its sidecar is frozen",
+            Self::RestartedInOutage { .. } => "sidecars are restarted while a master is cut off",
             Self::MasterPartitioned(_) => "a master is cut off",
             Self::MasterLost(_) => "a master is lost",
             Self::MachineStalled => "this machine stalled",

@@ -5,6 +5,7 @@ use crate::policies::FleetKey;
 use crate::support::client::RequestOutcome;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tidegate::clock::Clock;
 
@@ -35,6 +36,10 @@ pub(crate) struct RequestLedger {
     pub(crate) config_versions: Mutex<Vec<ConfigVersion>>,
     explained_events: Mutex<BTreeMap<String, u64>>,
     unexplained_events: Mutex<BTreeMap<String, u64>>,
+    measurements: Mutex<Vec<String>>,
+    in_flight: AtomicUsize,
+    /// Times in which the ordinary clients wait.
+    pauses: Mutex<Vec<(Instant, Option<Instant>)>>,
 }
 
 /// A request in flight.
@@ -66,11 +71,20 @@ impl RequestLedger {
             config_versions: Mutex::default(),
             explained_events: Mutex::default(),
             unexplained_events: Mutex::default(),
+            measurements: Mutex::default(),
+            in_flight: AtomicUsize::new(0),
+            pauses: Mutex::default(),
         }
+    }
+
+    /// Returns the number of requests without a result so far.
+    pub(crate) fn in_flight_count(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed)
     }
 
     /// The request is dropped from the ledger unless it is finished.
     pub(crate) fn begin_request(&self, key: usize, node: u8) -> PendingRequest<'_> {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
         PendingRequest {
             ledger: self,
             key,
@@ -129,6 +143,26 @@ impl RequestLedger {
             .sum()
     }
 
+    pub(crate) fn begin_pause(&self) {
+        self.pauses.lock().unwrap().push((Instant::now(), None));
+    }
+
+    pub(crate) fn end_pause(&self) {
+        if let Some((_, ended)) = self.pauses.lock().unwrap().last_mut() {
+            *ended = Some(Instant::now());
+        }
+    }
+
+    /// Returns the time between two times in which the ordinary clients did not wait.
+    pub(crate) fn active_time(&self, from: Instant, to: Instant) -> Duration {
+        let pauses = self.pauses.lock().unwrap();
+        let paused = pauses.iter().map(|(began, ended)| {
+            let ended = ended.unwrap_or(to).min(to);
+            ended.saturating_duration_since(*began.max(&from))
+        });
+        (to - from).saturating_sub(paused.sum())
+    }
+
     /// Records that the first node is about to load another configuration.
     pub(crate) fn begin_rollout(&self, lowered: bool) {
         self.config_versions.lock().unwrap().push(ConfigVersion {
@@ -143,6 +177,16 @@ impl RequestLedger {
         if let Some(version) = self.config_versions.lock().unwrap().last_mut() {
             version.rolled_out = Some(Instant::now());
         }
+    }
+
+    /// Records a line of the report.
+    pub(crate) fn record_measurement(&self, text: String) {
+        eprintln!("          {text}");
+        self.measurements.lock().unwrap().push(text);
+    }
+
+    pub(crate) fn measurements(&self) -> Vec<String> {
+        self.measurements.lock().unwrap().clone()
     }
 
     /// Records a problem that no fault explains; prints the first of each kind immediately.
@@ -198,6 +242,29 @@ impl RequestLedger {
         share
     }
 
+    /// Returns how many requests of a key had no decision, or none that the client knows.
+    pub(crate) fn failed_count(&self, key: usize, from: Instant) -> u64 {
+        let records = self.records.lock().unwrap();
+        let failed = records.iter().filter(|record| {
+            record.key == key
+                && record.sent >= from
+                && !matches!(record.outcome, RequestOutcome::Answered(200 | 429))
+        });
+        failed.map(|_| 1).sum()
+    }
+
+    /// Returns the requests of a key that were sent in a time span, and how many were admitted.
+    pub(crate) fn sent_and_admitted(&self, key: usize, from: Instant, to: Instant) -> (u64, u64) {
+        let records = self.records.lock().unwrap();
+        let (mut sent, mut admitted) = (0, 0);
+        for record in records.iter().filter(|one| one.key == key) {
+            sent += u64::from(record.sent >= from && record.sent < to);
+            let is_admitted = matches!(record.outcome, RequestOutcome::Answered(200));
+            admitted += u64::from(is_admitted && record.sent >= from && record.sent < to);
+        }
+        (sent, admitted)
+    }
+
     /// Returns latency quantiles, in 1/1000, of complete responses.
     pub(crate) fn latency_quantiles(&self, per_mille: &[usize]) -> Vec<Duration> {
         let records = self.records.lock().unwrap();
@@ -213,6 +280,11 @@ impl RequestLedger {
             .collect()
     }
 
+    /// Returns the time in microseconds since the epoch.
+    pub(crate) fn epoch_us(&self, moment: Instant) -> u64 {
+        self.start_us + u64::try_from((moment - self.start).as_micros()).unwrap()
+    }
+
     /// Seconds since the start.
     pub(crate) fn seconds_since_start(&self, moment: Instant) -> f64 {
         (moment - self.start).as_secs_f64()
@@ -221,19 +293,19 @@ impl RequestLedger {
 
 impl PendingRequest<'_> {
     pub(crate) fn finish(self, outcome: RequestOutcome) {
-        let Self {
-            ledger,
-            key,
-            node,
-            sent,
-        } = self;
         let record = RequestRecord {
-            key,
-            node,
-            sent,
+            key: self.key,
+            node: self.node,
+            sent: self.sent,
             answered: Instant::now(),
             outcome,
         };
-        ledger.records.lock().unwrap().push(record);
+        self.ledger.records.lock().unwrap().push(record);
+    }
+}
+
+impl Drop for PendingRequest<'_> {
+    fn drop(&mut self) {
+        self.ledger.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }

@@ -6,7 +6,9 @@
 //! client and the order of the faults, but not their timing. Requires redis-server, iproute2 and
 //! util-linux.
 //!
-//! [`scenario`] has the phases of the test, [`window_checks`] the permitted admissions, and
+//! [`phases`] lists the phases of the test, and [`fault_actions`] and [`load_phases`] run them. The
+//! checks: [`window_checks`] permitted admissions, [`charge_checks`] charges in Redis,
+//! [`concurrency_checks`] requests in flight, [`throughput_checks`] used quotas, and
 //! [`request_checks`] the faults that explain failures.
 
 #![allow(
@@ -17,23 +19,29 @@
     reason = "the report goes to stdout, and it stops at any error of its own"
 )]
 
+mod app;
+mod charge_checks;
 mod clients;
+mod concurrency_checks;
+mod fault_actions;
 mod faults;
 mod ledger;
+mod load_phases;
 mod masters;
 mod net;
 mod node;
+mod phases;
 mod policies;
 mod report;
 mod request_checks;
 mod scenario;
+mod slot_moves;
 #[path = "../support/mod.rs"]
 mod support;
-#[path = "../soak/upstream.rs"]
-#[allow(dead_code, reason = "the app is killed only with its node")]
-mod upstream;
+mod throughput_checks;
 mod window_checks;
 
+use app::ForwardedRequests;
 use clients::LoadBalancer;
 use ledger::RequestLedger;
 use masters::RedisMasters;
@@ -45,8 +53,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use support::client::read_env_number;
 use tokio::time::sleep;
-use upstream::{AppProtocol, AppServer};
 
+const PAUSE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// A quarter of the Redis timeout.
 const STALL_THRESHOLD: Duration = Duration::from_millis(500);
@@ -56,10 +64,35 @@ struct FleetContext {
     keys: Vec<FleetKey>,
     balancer: LoadBalancer,
     ledger: RequestLedger,
+    forwarded: ForwardedRequests,
+    /// The ordinary clients wait.
+    is_paused: AtomicBool,
     is_over: AtomicBool,
 }
 
 impl FleetContext {
+    /// Stops the ordinary clients until [`Self::resume_clients`]; waits for their requests.
+    async fn pause_clients(&self) {
+        self.is_paused.store(true, Ordering::Relaxed);
+        self.ledger.begin_pause();
+        // A client may be about to send its next request.
+        sleep(PAUSE_CHECK_INTERVAL).await;
+        while self.ledger.in_flight_count() > 0 {
+            sleep(PAUSE_CHECK_INTERVAL).await;
+        }
+    }
+
+    fn resume_clients(&self) {
+        self.ledger.end_pause();
+        self.is_paused.store(false, Ordering::Relaxed);
+    }
+
+    async fn wait_while_paused(&self) {
+        while self.is_paused.load(Ordering::Relaxed) {
+            sleep(PAUSE_CHECK_INTERVAL).await;
+        }
+    }
+
     fn has_ended(&self) -> bool {
         self.is_over.load(Ordering::Relaxed)
     }
@@ -70,26 +103,19 @@ impl FleetContext {
 }
 
 fn main() -> ExitCode {
-    if std::env::args().nth(1).as_deref() == Some("app") {
-        run_app();
-    }
-    if !net::is_isolated() {
+    let is_app = std::env::args().nth(1).as_deref() == Some("app");
+    if !is_app && !net::is_isolated() {
         return net::restart_in_namespaces();
     }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .unwrap();
-    runtime.block_on(run_fleet())
-}
-
-/// Runs the app of a node. It prints its URL and runs until the node ends.
-fn run_app() -> ! {
-    let app = AppServer::start(AppProtocol::Http1);
-    println!("{}", app.url());
-    loop {
-        std::thread::park();
+    if is_app {
+        runtime.block_on(app::run_app());
+        return ExitCode::SUCCESS;
     }
+    runtime.block_on(run_fleet())
 }
 
 async fn run_fleet() -> ExitCode {
@@ -103,6 +129,8 @@ async fn run_fleet() -> ExitCode {
         keys,
         balancer,
         ledger,
+        forwarded: ForwardedRequests::default(),
+        is_paused: AtomicBool::new(false),
         is_over: AtomicBool::new(false),
     });
     let watch = tokio::spawn(watch_for_stalls(Arc::clone(&context)));

@@ -1,16 +1,17 @@
 //! A Redis Cluster of three masters without replicas, each on its own machine.
 
 use crate::net::{BridgeNetwork, NetworkMachine};
+use crate::policies::PREFIX;
 use std::net::Ipv4Addr;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
+use tidegate::store::redis::{RedisAddress, RedisSettings, RedisTopology};
 use tokio::process::{Child, Command};
 use tokio::time::sleep;
 
 pub(crate) const MASTER_COUNT: usize = 3;
-const REDIS_PORT: u16 = 6379;
-const HASH_SLOTS: u16 = 16_384;
+pub(crate) const REDIS_PORT: u16 = 6379;
 const FIRST_MACHINE: u8 = 201;
 
 pub(crate) struct RedisMaster {
@@ -70,14 +71,15 @@ impl RedisMasters {
 
     /// Returns the master that owns a key.
     pub(crate) fn master_of_key(&self, key: &str) -> usize {
-        let mut command = redis::cmd("CLUSTER");
-        let slot: u16 = command
+        initial_master_of_slot(self.key_slot(key))
+    }
+
+    pub(crate) fn key_slot(&self, key: &str) -> u16 {
+        redis::cmd("CLUSTER")
             .arg("KEYSLOT")
             .arg(key)
             .query(&mut self.connection(0))
-            .unwrap();
-        // The slot ranges that redis-cli assigns.
-        (usize::from(slot) * MASTER_COUNT / usize::from(HASH_SLOTS)).min(MASTER_COUNT - 1)
+            .unwrap()
     }
 
     pub(crate) fn has_key(&self, master: usize, key: &str) -> bool {
@@ -87,7 +89,7 @@ impl RedisMasters {
             .unwrap_or(false)
     }
 
-    fn connection(&self, master: usize) -> redis::Connection {
+    pub(crate) fn connection(&self, master: usize) -> redis::Connection {
         let address = self.0[master].address().to_string();
         redis::Client::open((address, REDIS_PORT))
             .unwrap()
@@ -95,8 +97,35 @@ impl RedisMasters {
             .unwrap()
     }
 
+    /// Returns the settings of a client that reads counters.
+    pub(crate) fn client_settings(&self) -> RedisSettings {
+        let servers = self.0.iter().map(|master| RedisAddress::Tcp {
+            host: master.address().to_string(),
+            port: REDIS_PORT,
+        });
+        RedisSettings {
+            topology: RedisTopology::Cluster,
+            servers: servers.collect(),
+            ..crate::support::standalone_settings(REDIS_PORT, PREFIX)
+        }
+    }
+
+    /// Returns a number of `INFO`, added up over all masters.
+    pub(crate) fn sum_of_info(&self, section: &str, line_start: &str, field: &str) -> u64 {
+        (0..MASTER_COUNT)
+            .map(|master| {
+                let info: String = redis::cmd("INFO")
+                    .arg(section)
+                    .query(&mut self.connection(master))
+                    .unwrap();
+                let fields = info.lines().find_map(|line| line.strip_prefix(line_start));
+                fields.map_or(0, |fields| parse_field(fields, field))
+            })
+            .sum()
+    }
+
     /// Waits until every master reports the cluster as healthy.
-    async fn wait_for_cluster_ok(&self) {
+    pub(crate) async fn wait_for_cluster_ok(&self) {
         let deadline = Instant::now() + Duration::from_secs(30);
         let is_well = |master: usize| {
             let info: String = redis::cmd("CLUSTER")
@@ -112,8 +141,17 @@ impl RedisMasters {
     }
 }
 
+/// Returns the master that owns a slot, by the slot ranges that redis-cli assigns.
+pub(crate) fn initial_master_of_slot(slot: u16) -> usize {
+    match slot {
+        0..=5460 => 0,
+        5461..=10_922 => 1,
+        _ => 2,
+    }
+}
+
 impl RedisMaster {
-    fn address(&self) -> Ipv4Addr {
+    pub(crate) fn address(&self) -> Ipv4Addr {
         self.machine.address(BridgeNetwork::Back)
     }
 
@@ -126,6 +164,14 @@ impl RedisMaster {
     pub(crate) async fn restart(&mut self) {
         self.server = start_redis(&self.machine, &self.folder).await;
     }
+}
+
+/// Parses `field=number` in a list separated by commas.
+fn parse_field(fields: &str, name: &str) -> u64 {
+    fields
+        .split(',')
+        .find_map(|field| field.strip_prefix(name)?.strip_prefix('=')?.parse().ok())
+        .unwrap_or(0)
 }
 
 async fn start_redis(machine: &NetworkMachine, folder: &TempDir) -> Child {

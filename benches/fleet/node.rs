@@ -3,6 +3,7 @@
 
 use crate::FleetContext;
 use crate::net::{BridgeNetwork, NetworkMachine};
+use crate::policies::STATE_DIRECTORY;
 use crate::support::client::{MetricsPage, PROMPT_TIMEOUT};
 use serde_json::Value;
 use std::fs;
@@ -53,10 +54,13 @@ impl FleetNode {
             .expect("in time")
             .unwrap()
             .expect("its address");
+        let reading = Arc::clone(context);
+        tokio::spawn(async move { reading.forwarded.read_reports(said).await });
         let mut mount = ConfigMount {
             folder: TempDir::new().unwrap(),
             version: 0,
         };
+        fs::create_dir(mount.folder.path().join(STATE_DIRECTORY)).unwrap();
         mount.write_version(&format_node_config(&app_url, config));
         let sidecar = spawn_sidecar(id, &machine, &mount, context);
         let front = |port: u16| SocketAddr::from((machine.address(BridgeNetwork::Front), port));
@@ -95,6 +99,15 @@ impl FleetNode {
     /// Starts a new sidecar in place of the old one.
     pub(crate) fn start_sidecar(&mut self) {
         self.sidecar = spawn_sidecar(self.id, &self.machine, &self.mount, &self.context);
+    }
+
+    /// Stops the sidecar's process; its connections stay open.
+    pub(crate) fn freeze_sidecar(&self) {
+        crate::support::send_signal(self.sidecar.id().expect("it has not ended"), "STOP");
+    }
+
+    pub(crate) fn continue_sidecar(&self) {
+        crate::support::send_signal(self.sidecar.id().expect("it has not ended"), "CONT");
     }
 
     /// Kills all processes of the node at once.
@@ -149,6 +162,8 @@ fn spawn_sidecar(
         .command_in_namespace(env!("CARGO_BIN_EXE_tidegate"))
         .args(["run", "--config"])
         .arg(mount.folder.path().join("config.toml"))
+        // The directory for usage of an outage outlives the sidecar, as on a volume of the pod.
+        .current_dir(mount.folder.path())
         .stdin(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()

@@ -9,20 +9,22 @@ use std::time::Instant;
 impl RequestLedger {
     /// Records a warning or an error from a sidecar's log.
     pub(crate) fn record_log_line(&self, node: u8, message: &str, line: &str) {
-        // Correct and expected messages.
-        if message.contains("clients choose these values") {
+        // Correct and expected messages about the configuration.
+        let expected = ["clients choose these values", "keeps one entry per request"];
+        if expected.iter().any(|text| message.contains(text)) {
             return;
         }
         let now = Instant::now();
         let periods = self.fault_periods.lock().unwrap();
         let explains = |period: &&FaultPeriod| match period.fault {
-            FleetFault::NodePartitioned { node: cut, .. } => {
-                cut == node && period.overlaps(now, now)
+            FleetFault::NodePartitioned { node: faulty, .. }
+            | FleetFault::SidecarFrozen { node: faulty, .. } => {
+                faulty == node && period.overlaps(now, now)
             }
             FleetFault::MasterPartitioned(_)
             | FleetFault::MasterLost(_)
             | FleetFault::MachineStalled => period.overlaps(now, now),
-            FleetFault::NodeLost(_) => false,
+            FleetFault::NodeLost(_) | FleetFault::RestartedInOutage { .. } => false,
         };
         let why = periods
             .iter()
@@ -49,7 +51,7 @@ impl RequestLedger {
             if usual {
                 continue;
             }
-            let (path, _) = key.path_and_user();
+            let path = key.path();
             let what = match record.outcome {
                 RequestOutcome::Answered(status) => format!("{path}: {status}"),
                 RequestOutcome::Truncated(status) => format!("{path}: {status}, not whole"),
@@ -63,10 +65,12 @@ impl RequestLedger {
                 Some(why) => self.record_explained(format!("{what} ({why})")),
                 None => {
                     eprintln!(
-                        "{what}: {:?} of node {} at {:.1} s",
+                        "{what}: {:?} of node {} at {:.3} s, after {:?}, key on master {}",
                         record.outcome,
                         record.node,
-                        self.seconds_since_start(record.sent)
+                        self.seconds_since_start(record.sent),
+                        record.answered - record.sent,
+                        key.master
                     );
                     self.record_unexplained_problem(what);
                 }
@@ -94,11 +98,14 @@ impl RequestLedger {
         let found = all.find(|period| match period.fault {
             // The node is lost permanently, but clients stop using it soon.
             FleetFault::NodeLost(node) => is_broken && node == record.node,
-            FleetFault::NodePartitioned { node, .. } => is_refused && node == record.node,
+            FleetFault::NodePartitioned { node, .. } | FleetFault::SidecarFrozen { node, .. } => {
+                is_refused && node == record.node
+            }
             FleetFault::MasterPartitioned(master) | FleetFault::MasterLost(master) => {
-                is_refused && master == key.master
+                is_refused && key.uses_master(master)
             }
             FleetFault::MachineStalled => is_refused,
+            FleetFault::RestartedInOutage { .. } => false,
         });
         found.map(|period| period.fault)
     }

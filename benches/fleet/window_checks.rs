@@ -6,7 +6,7 @@
 
 use crate::faults::FleetFault;
 use crate::ledger::{RequestLedger, RequestRecord};
-use crate::policies::{FleetKey, FleetPolicy, LIMIT_PERIOD, StoreFailureMode};
+use crate::policies::{FleetKey, FleetPolicy, INITIAL_INSTANCES, LIMIT_PERIOD, StoreFailureMode};
 use crate::support::client::RequestOutcome;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -37,7 +37,9 @@ impl RequestLedger {
     pub(crate) fn judge_windows(&self, keys: &[FleetKey]) -> BTreeMap<&'static str, WindowReport> {
         let mut found: BTreeMap<&'static str, WindowReport> = BTreeMap::new();
         for (number, key) in keys.iter().enumerate() {
-            let Some(policy) = key.policy else { continue };
+            let Some(policy) = key.policy.filter(|policy| policy.is_window_limit()) else {
+                continue;
+            };
             let windows = found.entry(policy.name).or_default();
             for (from, admitted) in self.admitted_windows(number, policy) {
                 windows.count += 1;
@@ -138,7 +140,9 @@ impl RequestLedger {
             match (period.fault, policy.on_store_failure) {
                 (FleetFault::NodeLost(_), _) => {}
                 (
-                    FleetFault::NodePartitioned { .. } | FleetFault::MachineStalled,
+                    FleetFault::NodePartitioned { .. }
+                    | FleetFault::SidecarFrozen { .. }
+                    | FleetFault::MachineStalled,
                     StoreFailureMode::Open,
                 ) if overlaps => {
                     return (limit, None);
@@ -151,10 +155,20 @@ impl RequestLedger {
                 (
                     FleetFault::NodePartitioned {
                         live_nodes: live, ..
+                    }
+                    | FleetFault::SidecarFrozen {
+                        live_nodes: live, ..
                     },
                     StoreFailureMode::Local,
                 ) if overlaps => more += limit.div_ceil(live),
-                (FleetFault::NodePartitioned { .. }, _) => {}
+                (FleetFault::NodePartitioned { .. } | FleetFault::SidecarFrozen { .. }, _) => {}
+                // Each new process has the share of the instances that it assumes.
+                (FleetFault::RestartedInOutage { master }, StoreFailureMode::Local)
+                    if overlaps && key.master == master =>
+                {
+                    more += limit.div_ceil(INITIAL_INSTANCES);
+                }
+                (FleetFault::RestartedInOutage { .. }, _) => {}
                 (FleetFault::MasterPartitioned(master) | FleetFault::MasterLost(master), _)
                     if master != key.master => {}
                 (
@@ -219,6 +233,6 @@ impl RequestLedger {
             .find(|version| version.began < from)
             .is_some_and(|it| it.has_lowered_limits);
         let requests = policy.requests_per_period(is_lowered || was_lowered) * keys;
-        requests as f64 * (to - from).as_secs_f64() / LIMIT_PERIOD.as_secs_f64()
+        requests as f64 * self.active_time(from, to).as_secs_f64() / LIMIT_PERIOD.as_secs_f64()
     }
 }

@@ -1,6 +1,7 @@
 //! Injects faults around the proxy, one at a time, and waits until the proxy recovers from each.
 
 use crate::SoakContext;
+use crate::charge_checks::ChargeChecker;
 use crate::ledger::SoakFault;
 use crate::proxy::ProxyConfigFile;
 use crate::support::client::{MetricsPage, PROMPT_TIMEOUT};
@@ -15,14 +16,16 @@ enum FaultKind {
     RedisHangs,
     RedisKilled,
     UpstreamKilled,
+    ProxyFrozen,
     NewConfig,
     BadConfig,
 }
 
-const ALL_FAULTS: [FaultKind; 5] = [
+const ALL_FAULTS: [FaultKind; 6] = [
     FaultKind::RedisHangs,
     FaultKind::RedisKilled,
     FaultKind::UpstreamKilled,
+    FaultKind::ProxyFrozen,
     FaultKind::NewConfig,
     FaultKind::BadConfig,
 ];
@@ -31,7 +34,9 @@ const ALL_FAULTS: [FaultKind; 5] = [
 pub(crate) struct FaultTarget<'a> {
     pub(crate) context: &'a SoakContext,
     pub(crate) config: &'a ProxyConfigFile,
+    pub(crate) proxy_pid: u32,
     pub(crate) upstream: &'a mut AppServer,
+    pub(crate) charge_checker: ChargeChecker,
 }
 
 /// Injects all faults in random order, repeatedly, until the time is over. Each fault affects all
@@ -56,14 +61,14 @@ pub(crate) async fn run_faults(
                     send_signal(redis.pid(), "STOP");
                     sleep_randomly(&mut rng).await;
                     send_signal(redis.pid(), "CONT");
-                    end_redis_fault_after_recovery(targets).await;
+                    end_fault_after_recovery(targets, SoakFault::Redis).await;
                 }
                 FaultKind::RedisKilled => {
                     begin_fault(targets, SoakFault::Redis);
                     redis.kill();
                     sleep_randomly(&mut rng).await;
                     redis.restart();
-                    end_redis_fault_after_recovery(targets).await;
+                    end_fault_after_recovery(targets, SoakFault::Redis).await;
                 }
                 FaultKind::UpstreamKilled => {
                     begin_fault(targets, SoakFault::AppServer);
@@ -73,6 +78,17 @@ pub(crate) async fn run_faults(
                         .iter_mut()
                         .for_each(|target| target.upstream.restart());
                     end_fault(targets, SoakFault::AppServer);
+                }
+                FaultKind::ProxyFrozen => {
+                    begin_fault(targets, SoakFault::ProxyFrozen);
+                    for target in targets.iter() {
+                        send_signal(target.proxy_pid, "STOP");
+                    }
+                    sleep_randomly(&mut rng).await;
+                    for target in targets.iter() {
+                        send_signal(target.proxy_pid, "CONT");
+                    }
+                    end_fault_after_recovery(targets, SoakFault::ProxyFrozen).await;
                 }
                 FaultKind::NewConfig => {
                     version += 1;
@@ -86,12 +102,37 @@ pub(crate) async fn run_faults(
                     end_fault(targets, SoakFault::Config);
                 }
             }
+            let is_data_lost = matches!(trouble, FaultKind::RedisKilled);
+            check_charges(targets, redis, is_data_lost).await;
         }
     }
     println!(
         "{} new configurations, {} bad ones",
         reloads.good, reloads.bad
     );
+    for target in targets {
+        println!(
+            "{}: {} comparisons of charges, {} metered units; at most {} requests held",
+            target.context.name,
+            target.charge_checker.checks,
+            target.charge_checker.units,
+            target.context.ledger.most_held()
+        );
+    }
+}
+
+async fn check_charges(targets: &mut [FaultTarget<'_>], redis: &RedisServer, is_data_lost: bool) {
+    for target in targets {
+        target
+            .charge_checker
+            .check_charges(
+                target.context,
+                &target.upstream.counters,
+                redis.port(),
+                is_data_lost,
+            )
+            .await;
+    }
 }
 
 fn has_ended(targets: &[FaultTarget<'_>]) -> bool {
@@ -111,7 +152,7 @@ fn end_fault(targets: &[FaultTarget<'_>], fault: SoakFault) {
 }
 
 /// Ends the fault when the proxies use Redis again.
-async fn end_redis_fault_after_recovery(targets: &[FaultTarget<'_>]) {
+async fn end_fault_after_recovery(targets: &[FaultTarget<'_>], fault: SoakFault) {
     let is_used = |metrics: &MetricsPage| {
         metrics.value("tidegate_store_up") == 1 && metrics.value("tidegate_breaker_open") == 0
     };
@@ -121,7 +162,7 @@ async fn end_redis_fault_after_recovery(targets: &[FaultTarget<'_>]) {
                 "Redis is there again, and after {PROMPT_TIMEOUT:?} not used"
             ));
         }
-        context.ledger.end_fault(SoakFault::Redis);
+        context.ledger.end_fault(fault);
     }
 }
 

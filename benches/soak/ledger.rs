@@ -1,5 +1,6 @@
 //! Ledger of the soak test: requests, responses, faults, and problems that no fault explains.
 
+use crate::proxy::HELD_LIMIT;
 use crate::support::client::RequestOutcome;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -9,6 +10,8 @@ use std::time::{Duration, Instant};
 /// Time after its end in which a fault still explains a problem: connections are reestablished and
 /// the circuit breaker closes.
 const FAULT_AFTERMATH: Duration = Duration::from_secs(2);
+
+const LONGEST_HELD_REQUEST: Duration = Duration::from_millis(2500);
 
 /// A deliberate, temporary fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +23,10 @@ pub(crate) enum SoakFault {
     AppServer,
     /// The configuration file is invalid.
     Config,
+    /// The proxy's process is stopped.
+    ProxyFrozen,
+    /// The test machine itself stalled, so Redis responses are late.
+    MachineStalled,
 }
 
 /// A path of the upstream and the results that a client may see there.
@@ -38,6 +45,10 @@ pub(crate) struct RouteExpectation {
 pub(crate) struct SoakLedger {
     sent: AtomicU64,
     given_up: AtomicU64,
+    /// Requests of the accounted clients that have no result yet, and those without a decision.
+    accounted_in_flight: AtomicU64,
+    accounted_failed: AtomicU64,
+    most_held: AtomicU64,
     /// Response counts by status.
     answers_by_status: Mutex<BTreeMap<u16, u64>>,
     /// Faults with their start and, once they are over, their end.
@@ -75,6 +86,42 @@ impl SoakLedger {
         self.answers_by_status.lock().unwrap().clone()
     }
 
+    /// Requests of clients whose charges are compared with those in Redis.
+    pub(crate) fn begin_accounted_request(&self) {
+        self.accounted_in_flight.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn end_accounted_request(&self, has_failed: bool) {
+        let failed = u64::from(has_failed);
+        self.accounted_failed.fetch_add(failed, Ordering::Relaxed);
+        self.accounted_in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn accounted_in_flight(&self) -> u64 {
+        self.accounted_in_flight.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn accounted_failed(&self) -> u64 {
+        self.accounted_failed.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn most_held(&self) -> u64 {
+        self.most_held.load(Ordering::Relaxed)
+    }
+
+    /// Judges the requests in flight on `/held`. Slots may end during their requests if Redis was
+    /// away or the proxy frozen since the longest of these requests began.
+    pub(crate) fn judge_held_requests(&self, held: u64) {
+        let since = Instant::now() - LONGEST_HELD_REQUEST;
+        if self.is_redis_late_since(since) {
+            return;
+        }
+        self.most_held.fetch_max(held, Ordering::Relaxed);
+        if held > HELD_LIMIT {
+            self.record_unexplained(format!("/held: {held} requests in flight"));
+        }
+    }
+
     /// Problems that a fault explains, with their counts.
     pub(crate) fn explained_events(&self) -> BTreeMap<String, u64> {
         self.explained_events.lock().unwrap().clone()
@@ -102,6 +149,33 @@ impl SoakLedger {
         }
     }
 
+    /// Judges a connection that ended before its first request. A frozen proxy may have exceeded its
+    /// own timeout for the handshake.
+    pub(crate) fn judge_failed_connection(&self, began: Instant, error: &std::io::Error) {
+        if self.was_active_since(SoakFault::ProxyFrozen, began) {
+            self.record_explained("no connection to a frozen proxy".to_owned());
+        } else {
+            self.record_unexplained(format!("no connection to the proxy: {error}"));
+        }
+    }
+
+    /// Records a stall of the machine from a given time until now.
+    pub(crate) fn record_stall(&self, began: Instant) {
+        let (fault, now) = (SoakFault::MachineStalled, Instant::now());
+        self.faults.lock().unwrap().push((fault, began, Some(now)));
+    }
+
+    /// Returns whether Redis' replies were missing or late at any time since `began`.
+    fn is_redis_late_since(&self, began: Instant) -> bool {
+        [
+            SoakFault::Redis,
+            SoakFault::ProxyFrozen,
+            SoakFault::MachineStalled,
+        ]
+        .into_iter()
+        .any(|fault| self.was_active_since(fault, began))
+    }
+
     /// Returns whether the fault, or its aftermath, was active at any time since `began`.
     fn was_active_since(&self, fault: SoakFault, began: Instant) -> bool {
         let faults = self.faults.lock().unwrap();
@@ -126,11 +200,13 @@ impl SoakLedger {
         let is_explained = match message {
             "redis unavailable; applying on_store_failure"
             | "redis rejected the membership script; using the last known instance count" => {
-                self.was_active_since(SoakFault::Redis, now)
+                self.is_redis_late_since(now)
             }
             "new configuration rejected; the previous one stays in effect" => {
                 self.was_active_since(SoakFault::Config, now)
             }
+            // The largest limits are never reached.
+            _ if message.contains("keeps one entry per request") => return,
             // Some upstream paths always send broken responses.
             "requests are not forwarded" => true,
             // A configuration error names file, line and column.
@@ -189,8 +265,9 @@ impl PendingRequest<'_> {
         {
             self.count_status(*status);
         }
+        let frozen = self.was_active(SoakFault::ProxyFrozen);
         let (redis, upstream) = (
-            self.was_active(SoakFault::Redis),
+            self.ledger.is_redis_late_since(self.began),
             self.was_active(SoakFault::AppServer),
         );
         let path = route.path;
@@ -209,12 +286,23 @@ impl PendingRequest<'_> {
             RequestOutcome::Truncated(101 | 200) if upstream => {
                 Some("broken off without an upstream".to_owned())
             }
+            // The time in which the proxy was stopped counts for its timeouts.
+            RequestOutcome::Answered(408)
+                if frozen || self.was_active(SoakFault::MachineStalled) =>
+            {
+                Some("408 of a proxy that could not read".to_owned())
+            }
+            RequestOutcome::NoAnswer(_) if frozen => {
+                Some("connection closed by a frozen proxy".to_owned())
+            }
             _ => None,
         };
         match why {
             Some(why) => self.ledger.record_explained(why),
             None => {
-                let away = format!("Redis away: {redis}, upstream away: {upstream}");
+                let away = format!(
+                    "Redis away: {redis}, upstream away: {upstream}, proxy frozen: {frozen}"
+                );
                 self.ledger
                     .record_unexplained(format!("{path}: {outcome:?} ({away})"));
             }

@@ -1,7 +1,7 @@
 //! Soak test: half an hour of mixed traffic and faults around two proxies. One serves cleartext in
 //! front of an HTTP/1.1 upstream, the other TLS in front of an HTTP/2 upstream. Memory and file
-//! descriptors must stay stable, every failure must have a known cause, and each proxy's counters
-//! must match its clients' counts.
+//! descriptors must stay stable, every failure must have a known cause, each proxy's counters must
+//! match its clients' counts, and the charges in Redis must match what the app received.
 //!
 //! Run by `make soak`. `SOAK_MINUTES` (30) is the duration, and `SOAK_SEED` the random seed. The
 //! same seed repeats each client's choices and the order of the faults, but not their timing.
@@ -16,6 +16,8 @@
     reason = "what is measured goes to stdout, and it stops at any error of its own"
 )]
 
+mod accounted_clients;
+mod charge_checks;
 mod faults;
 mod ledger;
 mod proxy;
@@ -25,6 +27,8 @@ mod tls;
 mod traffic;
 mod upstream;
 
+use accounted_clients::spawn_accounted_clients;
+use charge_checks::ChargeChecker;
 use faults::FaultTarget;
 use ledger::SoakLedger;
 use proxy::ProxyProcess;
@@ -32,6 +36,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use support::RedisServer;
 use support::client::{MetricsPage, PROMPT_TIMEOUT, read_env_number};
@@ -49,6 +54,10 @@ const FILES_TOLERANCE: GrowthTolerance = GrowthTolerance {
     absolute: 16,
 };
 const MAX_EXTRA_FILES_AT_REST: u64 = 8;
+const PAUSE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
+const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
+/// A quarter of the Redis timeout.
+const STALL_THRESHOLD: Duration = Duration::from_millis(375);
 
 /// State shared by the traffic and the faults of one proxy.
 struct SoakContext {
@@ -58,6 +67,8 @@ struct SoakContext {
     admin: SocketAddr,
     deadline: Instant,
     ledger: Arc<SoakLedger>,
+    /// The accounted clients wait.
+    is_paused: AtomicBool,
 }
 
 /// One proxy, its environment, and its resource use at the start.
@@ -71,6 +82,29 @@ struct ProxyFixture {
 impl SoakContext {
     fn has_ended(&self) -> bool {
         Instant::now() >= self.deadline
+    }
+
+    async fn pause_accounted_clients(&self) {
+        self.is_paused.store(true, Ordering::Relaxed);
+        // A client may be about to send its next request.
+        sleep(PAUSE_CHECK_INTERVAL).await;
+        while self.ledger.accounted_in_flight() > 0 {
+            sleep(PAUSE_CHECK_INTERVAL).await;
+        }
+    }
+
+    fn resume_accounted_clients(&self) {
+        self.is_paused.store(false, Ordering::Relaxed);
+    }
+
+    fn is_paused(&self) -> bool {
+        self.is_paused.load(Ordering::Relaxed)
+    }
+
+    async fn wait_while_paused(&self) {
+        while self.is_paused() && !self.has_ended() {
+            sleep(PAUSE_CHECK_INTERVAL).await;
+        }
     }
 }
 
@@ -88,6 +122,11 @@ async fn main() -> ExitCode {
 
     let mut clients = traffic::spawn_clients(&clear.context, seed);
     clients.extend(traffic::spawn_clients(&tls.context, seed + 1000));
+    for (context, seed) in [(&clear.context, seed + 2000), (&tls.context, seed + 3000)] {
+        clients.extend(spawn_accounted_clients(context, seed));
+    }
+    let ledgers = [&clear.context, &tls.context].map(|context| Arc::clone(&context.ledger));
+    let stall_watch = tokio::spawn(watch_for_stalls(ledgers));
     let (around_clear, samples_clear) = clear.split_for_run();
     let (around_tls, samples_tls) = tls.split_for_run();
     let mut targets = [around_clear, around_tls];
@@ -96,6 +135,7 @@ async fn main() -> ExitCode {
     for client in clients {
         client.await.unwrap();
     }
+    stall_watch.abort();
     let mut verdicts = Vec::new();
     for (target, samples) in [(clear, samples_clear), (tls, samples_tls)] {
         verdicts.push(target.finish(&samples).await);
@@ -107,6 +147,19 @@ async fn main() -> ExitCode {
     }
 }
 
+/// Records stalls of this process: other processes may have stalled at the same time.
+async fn watch_for_stalls(ledgers: [Arc<SoakLedger>; 2]) {
+    loop {
+        let before = Instant::now();
+        sleep(STALL_CHECK_INTERVAL).await;
+        if before.elapsed() > STALL_CHECK_INTERVAL + STALL_THRESHOLD {
+            for ledger in &ledgers {
+                ledger.record_stall(before);
+            }
+        }
+    }
+}
+
 impl ProxyFixture {
     async fn start(
         name: &'static str,
@@ -115,7 +168,8 @@ impl ProxyFixture {
         redis: &RedisServer,
         ends: Instant,
     ) -> Self {
-        let (upstream, ledger) = (AppServer::start(speaks), Arc::<SoakLedger>::default());
+        let ledger = Arc::<SoakLedger>::default();
+        let upstream = AppServer::start(speaks, &ledger);
         let proxy = ProxyProcess::start(name, by_tls, &ledger, upstream.url(), redis.port()).await;
         // The first scrape ends before the open descriptors are counted.
         drop(MetricsPage::fetch(proxy.admin).await);
@@ -129,6 +183,7 @@ impl ProxyFixture {
             admin,
             deadline: ends,
             ledger,
+            is_paused: AtomicBool::new(false),
         });
         Self {
             context,
@@ -150,7 +205,9 @@ impl ProxyFixture {
             FaultTarget {
                 context,
                 config: &proxy.config,
+                proxy_pid: proxy.pid(),
                 upstream,
+                charge_checker: ChargeChecker::default(),
             },
             sample_resources(context, proxy),
         )

@@ -14,6 +14,12 @@ use tokio::process::{Child, ChildStderr, Command};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
+/// Requests of `/held` in flight, and of `/flooded` per hour.
+pub(crate) const HELD_LIMIT: u64 = 5;
+pub(crate) const FLOODED_LIMIT: u64 = 5;
+/// Counters of this limit show what was charged.
+const NEVER_REACHED: u64 = 100_000_000;
+
 /// A running proxy; killed on drop.
 pub(crate) struct ProxyProcess {
     child: Child,
@@ -47,6 +53,7 @@ impl ProxyConfigFile {
             redis_port: redis,
         } = self;
         let version = version.map_or("x".to_owned(), |version| version.to_string());
+        let policies = format_policies(&version);
         let text = format!(
             "
 upstream = {{ url = '{upstream}', pool_idle_timeout = '5s' }}
@@ -54,8 +61,19 @@ listen = {{ address = '127.0.0.1:0', http = {{ header_timeout = '2s', idle_timeo
 admin.address = '127.0.0.1:0'
 log.access = 'off'
 # A long timeout, so that a busy machine does not cause an outage.
-store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{redis}/0', timeout = '500ms', key_prefix = '{name}', instances = 1 }} }}
-[[policy]]
+store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{redis}/0', timeout = '1500ms', key_prefix = '{name}', instances = 1 }} }}
+{policies}"
+        );
+        // Renamed into place, so that a reload never reads a partial file.
+        let new = directory.path().join("new");
+        fs::write(&new, text).unwrap();
+        fs::rename(new, directory.path().join("soak.toml")).unwrap();
+    }
+}
+
+fn format_policies(version: &str) -> String {
+    format!(
+        "[[policy]]
 name = 'log'
 match.path = '/log'
 key = ['header:x-user']
@@ -97,6 +115,27 @@ key = ['header:x-user']
 cost = {{ estimate = 3, actual = 'response_header:x-cost' }}
 limit = {{ requests = 40, per = '2s', algorithm = 'sliding_window' }}
 [[policy]]
+name = 'held'
+match.path = '/held'
+limit = {{ requests = {HELD_LIMIT}, algorithm = 'concurrency', lease_ttl = '1s' }}
+on_store_failure = 'closed'
+[[policy]]
+name = 'metered'
+match.path = '/metered'
+cost = {{ estimate = 3, actual = 'response_header:x-cost' }}
+limit = {{ requests = {NEVER_REACHED}, per = '1h', algorithm = 'sliding_log' }}
+on_store_failure = 'closed'
+[[policy]]
+name = 'flooded'
+match.path = '/flooded'
+limit = {{ requests = {FLOODED_LIMIT}, per = '1h', algorithm = 'sliding_log' }}
+on_store_failure = 'closed'
+[[policy]]
+name = 'flooded_total'
+match.path = '/flooded'
+limit = {{ requests = {NEVER_REACHED}, per = '1h', algorithm = 'sliding_log' }}
+on_store_failure = 'closed'
+[[policy]]
 name = 'denied'
 match.path = '/denied'
 action = 'deny'
@@ -110,12 +149,7 @@ name = 'version'
 match.path = '/version'
 limit = {{ requests = {version}, per = '1s' }}
 "
-        );
-        // Renamed into place, so that a reload never reads a partial file.
-        let new = directory.path().join("new");
-        fs::write(&new, text).unwrap();
-        fs::rename(new, directory.path().join("soak.toml")).unwrap();
-    }
+    )
 }
 
 impl ProxyProcess {
@@ -165,7 +199,7 @@ impl ProxyProcess {
         }
     }
 
-    fn pid(&self) -> u32 {
+    pub(crate) fn pid(&self) -> u32 {
         self.child.id().expect("it has not ended")
     }
 

@@ -12,7 +12,7 @@ use hyper::{Request, Version};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
@@ -20,13 +20,13 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::rustls::pki_types::ServerName;
 
 /// Timeout longer than any operation that makes progress.
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
+pub(crate) const RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Users of a policy. There are few, so that some always exceed their limit and per-key state fills
 /// up soon.
 const USER_COUNT: u32 = 500;
 
 const OK_OR_LIMITED: &[u16] = &[200, 429];
-const ROUTES: [RouteExpectation; 11] = [
+const ROUTES: [RouteExpectation; 12] = [
     make_route("/free", &[200]),
     make_route("/log", OK_OR_LIMITED),
     make_route("/bucket", OK_OR_LIMITED),
@@ -38,6 +38,10 @@ const ROUTES: [RouteExpectation; 11] = [
     RouteExpectation {
         without_redis: &[503],
         ..make_route("/closed", OK_OR_LIMITED)
+    },
+    RouteExpectation {
+        without_redis: &[503],
+        ..make_route("/held", OK_OR_LIMITED)
     },
     make_route("/denied", &[403]),
     make_route("/reset", &[502]),
@@ -54,7 +58,7 @@ const SOCKET_ROUTE: RouteExpectation = make_route("/socket", &[101]);
 /// Statuses for an invalid request.
 const BAD_REQUEST_STATUSES: &[u16] = &[400, 408, 413, 414, 431, 501, 505];
 
-const fn make_route(path: &'static str, usual: &'static [u16]) -> RouteExpectation {
+pub(crate) const fn make_route(path: &'static str, usual: &'static [u16]) -> RouteExpectation {
     RouteExpectation {
         path,
         expected: usual,
@@ -104,6 +108,7 @@ pub(crate) fn spawn_clients(context: &Arc<SoakContext>, seed: u64) -> Vec<JoinHa
 /// Runs one client: one connection after another.
 async fn run_client(client: ClientKind, context: Arc<SoakContext>, mut rng: Rng) {
     while !context.has_ended() {
+        let began = Instant::now();
         let lived = match client {
             ClientKind::KeepAlive => run_keep_alive_client(&context, &mut rng).await,
             ClientKind::Http2 => run_http2_client(&context, &mut rng).await,
@@ -115,9 +120,7 @@ async fn run_client(client: ClientKind, context: Arc<SoakContext>, mut rng: Rng)
         };
         // Each operation records its own result.
         if let Err(error) = lived {
-            context
-                .ledger
-                .record_unexplained(format!("no connection to the proxy: {error}"));
+            context.ledger.judge_failed_connection(began, &error);
         }
         sleep_randomly(&mut rng, 50).await;
     }
@@ -398,7 +401,7 @@ fn choose_route(rng: &mut Rng) -> &'static RouteExpectation {
 }
 
 /// Builds a request for a random user, with a number that the response must repeat.
-fn make_request(
+pub(crate) fn make_request(
     origin: &str,
     route: &RouteExpectation,
     rng: &mut Rng,
@@ -465,10 +468,13 @@ async fn sleep_randomly(rng: &mut Rng, most_ms: u64) {
     sleep(Duration::from_millis(rng.u64(..most_ms))).await;
 }
 
-type ClientStream = Box<dyn ByteStream>;
+pub(crate) type ClientStream = Box<dyn ByteStream>;
 
 /// Connects to the proxy, with TLS if configured.
-async fn connect_to_proxy(context: &SoakContext, version: Version) -> io::Result<ClientStream> {
+pub(crate) async fn connect_to_proxy(
+    context: &SoakContext,
+    version: Version,
+) -> io::Result<ClientStream> {
     let stream = TcpStream::connect(context.proxy).await?;
     let Some(tls) = &context.tls else {
         return Ok(Box::new(stream));

@@ -83,24 +83,29 @@ impl RedisServer {
     }
 
     pub(crate) fn settings(&self) -> RedisSettings {
-        RedisSettings {
-            topology: RedisTopology::Standalone,
-            servers: vec![RedisAddress::Tcp {
-                host: "127.0.0.1".to_owned(),
-                port: self.port,
-            }],
-            database: 0,
-            credentials: RedisCredentials::default(),
-            tls: None,
-            key_prefix: KEY_PREFIX.to_owned(),
-            initial_instances: 1,
-            state_dir: None,
-            timeout: Duration::from_secs(1),
-            connect_timeout: Duration::from_secs(1),
-            breaker_failures: 5,
-            probe_interval: Duration::from_millis(500),
-            dialer: tidegate::store::redis::RedisDialer::Network,
-        }
+        standalone_settings(self.port, KEY_PREFIX)
+    }
+}
+
+/// Settings of one server on this machine.
+pub(crate) fn standalone_settings(port: u16, key_prefix: &str) -> RedisSettings {
+    RedisSettings {
+        topology: RedisTopology::Standalone,
+        servers: vec![RedisAddress::Tcp {
+            host: "127.0.0.1".to_owned(),
+            port,
+        }],
+        database: 0,
+        credentials: RedisCredentials::default(),
+        tls: None,
+        key_prefix: key_prefix.to_owned(),
+        initial_instances: 1,
+        state_dir: None,
+        timeout: Duration::from_secs(1),
+        connect_timeout: Duration::from_secs(1),
+        breaker_failures: 5,
+        probe_interval: Duration::from_millis(500),
+        dialer: tidegate::store::redis::RedisDialer::Network,
     }
 }
 
