@@ -495,14 +495,11 @@ async fn compare_batched_decisions(
             &batch.build_command(&SCRIPT, &times, Some(time_us)),
         )
         .await;
-        let answers = batch.parse_reply(reply, &times).unwrap();
+        let answers = DecisionBatch::parse_reply(reply, &times).unwrap();
         for (at, ((charges, (number, nth)), expected)) in
             questions.iter().zip(asked).zip(expected).enumerate()
         {
-            let answer = answers
-                .caller_reply(number, nth)
-                .unwrap()
-                .parse_decision(charges);
+            let answer = answers[number].for_caller(nth).parse_decision(charges);
             prop_assert_eq!(
                 answer,
                 Ok(expected),

@@ -6,12 +6,13 @@
 //! call counts as in flight only for [`IN_FLIGHT_TIMEOUT`], so on a slow network no request waits
 //! for the whole time of an earlier call.
 
-use super::connection::{RedisConnectionState, SupervisedConnection};
+use super::connection::SupervisedConnection;
 use super::context::RedisContext;
 use super::error::RedisErrorKind;
-use super::script_batch::{BatchReply, CallerReply, DecisionBatch};
+use super::script_batch::{CallerReply, DecisionBatch};
 use crate::limiter::{Charge, Decision};
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::Arc;
@@ -28,7 +29,7 @@ const IN_FLIGHT_TIMEOUT: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 pub(super) struct DecisionBatcher {
     context: Arc<RedisContext>,
-    connection: Arc<SupervisedConnection>,
+    pub(super) connection: SupervisedConnection,
     /// Locked by one worker only. It is a mutex because `Store` is `Send`.
     state: Mutex<BatcherState>,
 }
@@ -41,22 +42,21 @@ struct BatcherState {
     calls_in_flight: usize,
 }
 
-/// A batch and its callers.
+/// A batch, and the callers of each of its requests in the order of arrival.
 #[derive(Debug, Default)]
 struct PendingBatch {
     batch: DecisionBatch,
-    callers: Vec<BatchCaller>,
+    callers: Vec<SmallVec<[BatchCaller; 1]>>,
 }
 
 #[derive(Debug)]
 struct BatchCaller {
-    request_index: usize,
     deadline: Instant,
     reply_sender: oneshot::Sender<Result<CallerReply, RedisErrorKind>>,
 }
 
 impl DecisionBatcher {
-    pub(super) fn new(context: Arc<RedisContext>, connection: Arc<SupervisedConnection>) -> Self {
+    pub(super) fn new(context: Arc<RedisContext>, connection: SupervisedConnection) -> Self {
         Self {
             context,
             connection,
@@ -79,7 +79,7 @@ impl DecisionBatcher {
             .unwrap_or(Err(RedisErrorKind::Connection))?
             .parse_decision(charges);
         if let Err(failure) = &decision
-            && let RedisConnectionState::Up(live) = &*self.connection.state()
+            && let Ok(live) = self.connection.live()
         {
             live.record_failure(*failure);
         }
@@ -104,11 +104,15 @@ impl DecisionBatcher {
             let request_index = pending
                 .batch
                 .add_or_merge_request(&self.context.scripts, charges);
-            pending.callers.push(BatchCaller {
-                request_index,
-                deadline,
-                reply_sender,
-            });
+            pending
+                .callers
+                .resize_with(pending.batch.len(), SmallVec::new);
+            if let Some(callers) = pending.callers.get_mut(request_index) {
+                callers.push(BatchCaller {
+                    deadline,
+                    reply_sender,
+                });
+            }
         }
         self.spawn_call_if_allowed(&mut state);
         reply_receiver
@@ -134,13 +138,13 @@ impl DecisionBatcher {
 
     /// Sends a batch, and clears `in_flight` if the call takes long.
     async fn send_batch(&self, mut pending: PendingBatch, in_flight: &mut Option<InFlightGuard>) {
-        let state = self.connection.state();
-        let live = match &*state {
-            RedisConnectionState::Up(live) => live,
-            RedisConnectionState::Down(failure) => return pending.fail_callers(*failure),
+        let live = match self.connection.live() {
+            Ok(live) => live,
+            Err(failure) => return pending.fail_callers(failure),
         };
         let repeat_counts = pending.retain_and_count_waiting_callers();
-        let Some(deadline) = pending.callers.iter().map(|caller| caller.deadline).max() else {
+        let callers = pending.callers.iter().flatten();
+        let Some(deadline) = callers.map(|caller| caller.deadline).max() else {
             return;
         };
         let command = pending
@@ -156,18 +160,15 @@ impl DecisionBatcher {
                     .unwrap_or_else(|elapsed| Err(elapsed.into()))
             }
         };
-        match reply.and_then(|reply| {
-            pending
-                .batch
-                .parse_reply(reply, &repeat_counts)
-                .ok_or(RedisErrorKind::InvalidReply)
-        }) {
-            Ok(batch_reply) => pending.send_replies(&batch_reply),
+        let replies = reply.and_then(|reply| {
+            DecisionBatch::parse_reply(reply, &repeat_counts).ok_or(RedisErrorKind::InvalidReply)
+        });
+        match replies {
+            Ok(replies) => pending.send_replies(&replies),
             Err(failure) => {
-                pending
-                    .callers
-                    .iter()
-                    .for_each(|_| live.record_failure(failure));
+                for _ in pending.callers.iter().flatten() {
+                    live.record_failure(failure);
+                }
                 pending.fail_callers(failure);
             }
         }
@@ -187,35 +188,26 @@ impl Drop for InFlightGuard {
 }
 
 impl PendingBatch {
-    /// Counts the waiting callers of each request, and removes callers that have disconnected.
+    /// Removes callers that have disconnected, and counts the waiting ones of each request.
     fn retain_and_count_waiting_callers(&mut self) -> Vec<u32> {
-        let mut repeat_counts = vec![0; self.batch.len()];
-        self.callers.retain(|caller| {
-            let is_waiting = !caller.reply_sender.is_closed();
-            if let Some(repeat_count) = repeat_counts.get_mut(caller.request_index) {
-                *repeat_count += u32::from(is_waiting);
-            }
-            is_waiting
+        let counts = self.callers.iter_mut().map(|callers| {
+            callers.retain(|caller| !caller.reply_sender.is_closed());
+            u32::try_from(callers.len()).unwrap_or(u32::MAX)
         });
-        repeat_counts
+        counts.collect()
     }
 
-    /// Sends each caller its reply, in the order of arrival.
-    fn send_replies(self, batch_reply: &BatchReply) {
-        let mut notified = vec![0; self.batch.len()];
-        for caller in self.callers {
-            let Some(caller_index) = notified.get_mut(caller.request_index) else {
-                continue;
-            };
-            if let Some(answer) = batch_reply.caller_reply(caller.request_index, *caller_index) {
-                drop(caller.reply_sender.send(Ok(answer)));
+    /// Sends each caller its part of its request's reply.
+    fn send_replies(self, replies: &[CallerReply]) {
+        for (callers, reply) in self.callers.into_iter().zip(replies) {
+            for (index, caller) in (0..).zip(callers) {
+                drop(caller.reply_sender.send(Ok(reply.for_caller(index))));
             }
-            *caller_index += 1;
         }
     }
 
     fn fail_callers(self, failure: RedisErrorKind) {
-        for caller in self.callers {
+        for caller in self.callers.into_iter().flatten() {
             drop(caller.reply_sender.send(Err(failure)));
         }
     }

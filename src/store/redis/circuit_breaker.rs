@@ -24,7 +24,6 @@ pub(super) struct RedisCircuitBreaker {
 struct RedisAvailability {
     /// Connections that are lost and not yet replaced.
     connections_down: u32,
-    breaker_open: bool,
     down_since: Option<Instant>,
     /// Whether Redis was reached at least once.
     was_connected: bool,
@@ -82,8 +81,7 @@ impl RedisCircuitBreaker {
         // The breaker changes only under the lock, so that the log matches its state.
         let mut state = self.state.lock();
         if !self.is_open.swap(true, Ordering::Relaxed) {
-            state.breaker_open = true;
-            state.update_and_log_availability(&kind.into());
+            self.update_and_log_availability(&mut state, &kind.into());
         }
     }
 
@@ -111,8 +109,7 @@ impl RedisCircuitBreaker {
         let mut state = self.state.lock();
         state.was_connected = true;
         if self.is_open.swap(false, Ordering::Relaxed) {
-            state.breaker_open = false;
-            state.update_and_log_availability(&RedisErrorKind::Other.into());
+            self.update_and_log_availability(&mut state, &RedisErrorKind::Other.into());
         }
     }
 
@@ -131,27 +128,29 @@ impl RedisCircuitBreaker {
     pub(super) fn record_connection_down(&self, error: &RedisConnectionError) {
         let mut state = self.state.lock();
         state.connections_down += 1;
-        state.update_and_log_availability(error);
+        self.update_and_log_availability(&mut state, error);
     }
 
     pub(super) fn record_connection_restored(&self) {
         let mut state = self.state.lock();
         state.connections_down = state.connections_down.saturating_sub(1);
-        state.update_and_log_availability(&RedisErrorKind::Other.into());
+        self.update_and_log_availability(&mut state, &RedisErrorKind::Other.into());
     }
-}
 
-impl RedisAvailability {
-    fn update_and_log_availability(&mut self, error: &RedisConnectionError) {
-        let is_down = self.connections_down > 0 || self.breaker_open;
-        match (is_down, self.down_since) {
+    fn update_and_log_availability(
+        &self,
+        state: &mut RedisAvailability,
+        error: &RedisConnectionError,
+    ) {
+        let is_down = state.connections_down > 0 || self.is_open();
+        match (is_down, state.down_since) {
             (true, None) => {
-                self.down_since = Some(Instant::now());
+                state.down_since = Some(Instant::now());
                 let (kind, reason) = (error.kind.as_str(), &error.message);
                 tracing::warn!(kind, reason, "redis unavailable; applying on_store_failure");
             }
             (false, Some(since)) => {
-                self.down_since = None;
+                state.down_since = None;
                 let down_ms = u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX);
                 tracing::info!(down_ms, "redis available again");
             }

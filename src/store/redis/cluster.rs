@@ -15,18 +15,17 @@ mod slot_map;
 mod slot_map_refresh;
 mod split_decision;
 
-use super::connection::{RedisConnectionState, SupervisedConnection};
+use super::connection::LiveConnection;
 use super::connector::AbortOnDropTask;
 use super::context::RedisContext;
 use super::error::RedisErrorKind;
 use super::watched_value::WatchedValue;
 use crate::limiter::Charge;
-use crate::store::Settlement;
+use admission_hints::AdmissionHints;
 use futures_util::future::join_all;
-use redis::{Cmd, Value};
 use router::ClusterRouter;
-use slot_charges::{HashSlotCharges, group_by_hash_slot};
-use slot_map::{ClusterNode, ClusterSlotMap};
+use slot_charges::HashSlotCharges;
+use slot_map::ClusterNode;
 use slot_map_refresh::run_slot_map_refresh;
 use split_decision::SplitResult;
 use std::sync::Arc;
@@ -38,7 +37,7 @@ pub(super) use slot_map::{hash_slot_for_key, hash_slot_for_name};
 
 #[derive(Debug)]
 pub(super) struct ClusterClient {
-    router: ClusterRouter,
+    pub(super) router: Arc<ClusterRouter>,
     _refresh_task: AbortOnDropTask,
 }
 
@@ -58,21 +57,16 @@ impl ClusterClient {
     /// Fetches the slot map, connects to all masters, and stays connected as long as the value
     /// lives.
     pub(super) fn start(context: Arc<RedisContext>) -> Self {
-        let slot_map: WatchedValue<Arc<ClusterSlotMap>> = WatchedValue::default();
-        let refresh_requested = Arc::new(Notify::new());
-        let refresh_loop = run_slot_map_refresh(
-            Arc::clone(&context),
-            slot_map.clone(),
-            Arc::clone(&refresh_requested),
-        );
+        let router = Arc::new(ClusterRouter {
+            context,
+            slot_map: WatchedValue::default(),
+            refresh_requested: Notify::new(),
+            hints: AdmissionHints::default(),
+        });
+        let refresh_task = tokio::spawn(run_slot_map_refresh(Arc::clone(&router)));
         Self {
-            router: ClusterRouter {
-                context,
-                slot_map,
-                refresh_requested,
-                hints: Arc::default(),
-            },
-            _refresh_task: AbortOnDropTask(tokio::spawn(refresh_loop)),
+            router,
+            _refresh_task: AbortOnDropTask(refresh_task),
         }
     }
 
@@ -108,7 +102,7 @@ impl ClusterClient {
         deadline: Instant,
     ) -> (SplitResult, Option<JoinHandle<()>>) {
         let parts = match spans_several_hash_slots(charges) {
-            true => group_by_hash_slot(charges),
+            true => HashSlotCharges::from_request(charges),
             false => {
                 let hash_slot = charges
                     .first()
@@ -116,7 +110,7 @@ impl ClusterClient {
                 let decision = self.router.request_decision(hash_slot, charges, deadline);
                 match decision.await {
                     Err(RedisErrorKind::TryAgain) => {
-                        let parts = group_by_hash_slot(charges).into_iter();
+                        let parts = HashSlotCharges::from_request(charges).into_iter();
                         parts.flat_map(HashSlotCharges::split_by_charge).collect()
                     }
                     result => return (result.map_err(|failure| (failure, None)), None),
@@ -125,44 +119,11 @@ impl ClusterClient {
         };
         let (result_sender, result_receiver) = oneshot::channel();
         // A separate task, so that a client that disconnects does not leave reservations.
-        let task = self
-            .router
-            .clone()
-            .decide_parts(parts, deadline, result_sender);
-        let task = tokio::spawn(task);
+        let router = Arc::clone(&self.router);
+        let task = tokio::spawn(router.decide_parts(parts, deadline, result_sender));
         // The sender is dropped only when the runtime shuts down.
         let connection_lost = Err((RedisErrorKind::Connection, None));
         (result_receiver.await.unwrap_or(connection_lost), Some(task))
-    }
-
-    /// Settles charges, as [`ClusterRouter::apply_settlements`] does.
-    pub(super) async fn apply_settlements(
-        &self,
-        settlements: &[Settlement<'_>],
-    ) -> Vec<(Vec<usize>, RedisErrorKind)> {
-        self.router.apply_settlements(settlements).await
-    }
-
-    /// Runs one command on the node of a slot.
-    ///
-    /// # Errors
-    /// When the node of the slot gave no reply by the deadline. The failure is counted.
-    pub(super) async fn run_on_hash_slot(
-        &self,
-        hash_slot: u16,
-        command: &Cmd,
-        deadline: Instant,
-    ) -> Result<Value, RedisErrorKind> {
-        self.router
-            .run_on_hash_slot(hash_slot, command, deadline)
-            .await
-    }
-
-    /// Whether calls would be sent to any master.
-    pub(super) fn is_any_master_reachable(&self) -> bool {
-        self.master_connections()
-            .iter()
-            .any(|master| matches!(&*master.state(), RedisConnectionState::Up(_)))
     }
 
     /// Whether calls would be sent to all nodes of these charges; for a sharded key, to all nodes.
@@ -188,51 +149,30 @@ impl ClusterClient {
     /// The slots of masters that are connected but don't answer a PING; their connections are
     /// replaced. Without this check, only calls to a hung node detect that it hangs.
     pub(super) async fn find_unresponsive_hash_slots(&self) -> Vec<u16> {
-        let nodes = self.router.slot_map.get().nodes.clone();
+        let map = self.router.slot_map.get();
+        let ping = redis::cmd("PING");
         let call_timeout = self.router.context.settings.connect_timeout;
-        let find_unresponsive = async |node: &Arc<ClusterNode>| {
-            let state = node.connection.state();
-            let RedisConnectionState::Up(live) = &*state else {
-                return None;
-            };
-            let answer = timeout(
-                call_timeout,
-                live.send_with_script_reload(&redis::cmd("PING"), false),
-            )
-            .await;
-            let elapsed = answer.err()?;
+        let find_unresponsive = async |node: Arc<ClusterNode>| {
+            let live = node.connection.live().ok()?;
+            let elapsed = timeout(call_timeout, live.run_command(&ping)).await.err()?;
             live.request_replacement(self.router.count_failure(elapsed.into()));
-            Some(Arc::clone(node))
+            Some(node)
         };
-        let unresponsive: Vec<_> = join_all(nodes.iter().map(find_unresponsive))
-            .await
-            .into_iter()
-            .flatten()
-            .collect();
-        match unresponsive.is_empty() {
-            true => Vec::new(),
-            false => {
-                let is_responsive = |node: &ClusterNode| {
-                    unresponsive
-                        .iter()
-                        .all(|silent| silent.address != node.address)
-                };
-                self.router
-                    .slot_map
-                    .get()
-                    .hash_slots_not_served_by(is_responsive)
-            }
-        }
+        let unresponsive = join_all(map.nodes.iter().cloned().map(find_unresponsive)).await;
+        let is_unresponsive = |node: &ClusterNode| {
+            let mut silent_nodes = unresponsive.iter().flatten();
+            silent_nodes.any(|silent| silent.address == node.address)
+        };
+        let current_map = self.router.slot_map.get();
+        current_map.hash_slots_not_served_by(|node| !is_unresponsive(node))
     }
 
-    /// The connections to all masters in the slot map.
-    pub(super) fn master_connections(&self) -> Vec<Arc<SupervisedConnection>> {
-        self.router
-            .slot_map
-            .get()
-            .nodes
+    /// The connections to all masters in the slot map, or why one is missing.
+    pub(super) fn master_connections(&self) -> Vec<Result<Arc<LiveConnection>, RedisErrorKind>> {
+        let map = self.router.slot_map.get();
+        map.nodes
             .iter()
-            .map(|node| Arc::clone(&node.connection))
+            .map(|node| node.connection.live())
             .collect()
     }
 }

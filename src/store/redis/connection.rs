@@ -9,17 +9,18 @@ use super::connector::{self, AbortOnDropTask};
 use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::scripts::ScriptLibrary;
+use super::sentinel::SentinelGroup;
 use super::settings::{RedisAddress, RedisTopology};
 use super::watched_value::WatchedValue;
 use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
 use crate::store::fallback::SINGLE_PARTITION;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
-use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use redis::{Cmd, ErrorKind, RedisResult, ServerErrorKind, Value};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
-use tokio::sync::Notify;
+use tokio::sync::{OnceCell, mpsc};
 use tokio::time::{Instant, sleep, timeout};
 
 /// Bounds of the pause between connection attempts. The pause doubles up to the maximum, with
@@ -41,109 +42,115 @@ const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 /// A connection that is reopened when it is lost.
 #[derive(Debug)]
 pub(super) struct SupervisedConnection {
-    state: Arc<ArcSwap<RedisConnectionState>>,
-    ready: WatchedValue<bool>,
-    context: Arc<RedisContext>,
-    /// Whether the circuit breaker counts this connection as lost.
-    is_lost: Arc<AtomicBool>,
+    supervision: Arc<ConnectionSupervision>,
     supervisor: AbortOnDropTask,
 }
 
+/// What a connection shares with its supervisor.
 #[derive(Debug)]
-pub(super) enum RedisConnectionState {
-    Down(RedisErrorKind),
-    Up(LiveConnection),
+struct ConnectionSupervision {
+    context: Arc<RedisContext>,
+    target: RedisConnectionTarget,
+    /// The probed connection, or why there is none.
+    state: ArcSwap<Result<Arc<LiveConnection>, RedisErrorKind>>,
+    /// Whether there ever was a probed connection.
+    ready: WatchedValue<bool>,
+    /// Whether the circuit breaker counts this connection as lost.
+    is_lost: AtomicBool,
 }
 
 /// A connection to a server that ran a script and accepted its writes.
 #[derive(Debug)]
 pub(super) struct LiveConnection {
+    context: Arc<RedisContext>,
     connection: MultiplexedConnection,
-    call_count: Arc<AtomicU64>,
     /// Timeouts since the last reply.
     consecutive_timeouts: AtomicU32,
-    replacement_reason: OnceLock<RedisErrorKind>,
-    replacement_requested: Notify,
-    /// The number of script loads since the connection was opened. `requested_load` is the number
-    /// that callers wait for.
-    load_count: WatchedValue<u64>,
-    requested_load: WatchedValue<u64>,
+    /// Takes the reason of the first request to replace the connection.
+    replacement_sender: mpsc::Sender<RedisErrorKind>,
+    /// The next load of the scripts, which all callers that find a script missing wait for.
+    script_load: ArcSwap<OnceCell<()>>,
+}
+
+/// What the supervisor needs of a connection that it has opened.
+pub(super) struct OpenedConnection {
+    pub(super) live: LiveConnection,
+    pub(super) driver: AbortOnDropTask,
+    address: RedisAddress,
+    replacement_receiver: mpsc::Receiver<RedisErrorKind>,
 }
 
 impl SupervisedConnection {
     /// Connects, and reconnects as long as the value lives.
     pub(super) fn start(context: Arc<RedisContext>, target: RedisConnectionTarget) -> Self {
-        let state = Arc::new(ArcSwap::from_pointee(RedisConnectionState::Down(
-            RedisErrorKind::Connection,
-        )));
-        let ready = WatchedValue::new(false);
-        let is_lost = Arc::default();
-        let supervisor = supervise_connection(
-            Arc::clone(&context),
-            target,
-            Arc::clone(&state),
-            Arc::clone(&is_lost),
-            ready.clone(),
-        );
-        Self {
-            state,
-            ready,
+        let supervision = Arc::new(ConnectionSupervision {
             context,
-            is_lost,
-            supervisor: AbortOnDropTask(tokio::spawn(supervisor)),
+            target,
+            state: ArcSwap::from_pointee(Err(RedisErrorKind::Connection)),
+            ready: WatchedValue::default(),
+            is_lost: AtomicBool::new(false),
+        });
+        let supervisor = tokio::spawn(Arc::clone(&supervision).supervise());
+        Self {
+            supervision,
+            supervisor: AbortOnDropTask(supervisor),
         }
     }
 
     /// Whether there ever was a probed connection.
     pub(super) fn was_ready(&self) -> bool {
-        self.ready.get()
+        self.supervision.ready.get()
     }
 
     /// Stops the supervisor. If the connection was lost, the circuit breaker stops counting it as
     /// lost.
     pub(super) fn stop(&self) {
         self.supervisor.0.abort();
-        if self.is_lost.swap(false, Ordering::Relaxed) {
-            self.context.breaker.record_connection_restored();
-        }
+        self.supervision.record_restored();
     }
 
-    pub(super) fn state(&self) -> Arc<RedisConnectionState> {
-        self.state.load_full()
+    /// The connection that calls are sent on.
+    ///
+    /// # Errors
+    /// Why there is no connection.
+    pub(super) fn live(&self) -> Result<Arc<LiveConnection>, RedisErrorKind> {
+        Result::clone(&self.supervision.state.load())
     }
 
     /// Waits for the first probed connection.
     pub(super) async fn wait_until_ready(&self) {
-        self.ready.wait_for(|ready| *ready).await;
+        self.supervision.ready.wait_for(|ready| *ready).await;
     }
 }
 
 impl LiveConnection {
-    /// Runs a command. If Redis has not cached its script, all scripts are loaded again. The caller
-    /// sets the deadline.
+    /// Runs a command, as [`Self::send_command`] does. The caller sets the deadline.
     pub(super) async fn run_command(&self, command: &Cmd) -> Result<Value, RedisErrorKind> {
-        self.send_with_script_reload(command, false)
+        self.send_command(command, false)
             .await
             .map_err(|error| RedisErrorKind::from(&error))
     }
 
-    /// Like [`Self::run_command`], but returns the full error. `is_asking`: the command goes to a
-    /// node that is importing the key's slot.
-    pub(super) async fn send_with_script_reload(
-        &self,
-        command: &Cmd,
-        is_asking: bool,
-    ) -> RedisResult<Value> {
+    /// Runs a command, and returns the full error. If Redis has not cached its script, the scripts
+    /// are loaded first, once for all callers. `is_asking`: the command goes to a node that is
+    /// importing the key's slot.
+    pub(super) async fn send_command(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
         loop {
-            let load_count = self.load_count.get();
-            self.call_count.fetch_add(1, Ordering::Relaxed);
+            let script_load = self.script_load.load_full();
+            self.context.call_count.fetch_add(1, Ordering::Relaxed);
+            let mut connection = self.connection.clone();
             let answer = match is_asking {
-                false => self.send_command(command).await,
-                true => self.send_with_asking(command).await,
+                false => connection.send_packed_command(command).await,
+                true => {
+                    let mut pipeline = redis::pipe();
+                    pipeline.cmd("ASKING").add_command(command.clone());
+                    let replies = connection.send_packed_commands(&pipeline, 1, 1).await;
+                    replies.map(|mut replies| replies.pop().unwrap_or(Value::Nil))
+                }
             };
-            match answer {
+            match answer.and_then(Value::extract_error) {
                 Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
-                    self.request_reload_and_wait(load_count).await;
+                    script_load.get_or_try_init(|| self.load_scripts()).await?;
                 }
                 answer => {
                     if self.consecutive_timeouts.load(Ordering::Relaxed) != 0 {
@@ -155,29 +162,16 @@ impl LiveConnection {
         }
     }
 
-    async fn send_command(&self, command: &Cmd) -> RedisResult<Value> {
-        match self.connection.clone().send_packed_command(command).await? {
-            Value::ServerError(error) => Err(error.into()),
-            value => Ok(value),
+    /// Loads all scripts that were used. Later callers that find a script missing load them again.
+    async fn load_scripts(&self) -> RedisResult<()> {
+        let pipeline = self.context.scripts.load_commands_for_used_programs();
+        let mut connection = self.connection.clone();
+        let replies = connection.send_packed_commands(&pipeline, 0, pipeline.len());
+        for reply in replies.await? {
+            reply.extract_error()?;
         }
-    }
-
-    async fn send_with_asking(&self, command: &Cmd) -> RedisResult<Value> {
-        let mut pipeline = redis::pipe();
-        pipeline.cmd("ASKING").add_command(command.clone());
-        let replies = self
-            .connection
-            .clone()
-            .send_packed_commands(&pipeline, 1, 1)
-            .await?;
-        match replies.into_iter().next() {
-            Some(Value::ServerError(error)) => Err(error.into()),
-            Some(value) => Ok(value),
-            None => Err(RedisError::from((
-                ErrorKind::UnexpectedReturnType,
-                "no reply",
-            ))),
-        }
+        self.script_load.store(Arc::default());
+        Ok(())
     }
 
     /// Records a failed call. The connection is replaced if that may help.
@@ -195,210 +189,159 @@ impl LiveConnection {
 
     /// Asks the supervisor to replace the connection.
     pub(super) fn request_replacement(&self, kind: RedisErrorKind) {
-        self.replacement_reason.get_or_init(|| kind);
-        self.replacement_requested.notify_one();
-    }
-
-    /// Requests a script load after the `seen_load_count`-th load, and waits for it. The supervisor
-    /// loads the scripts once for all callers that found one missing since that load.
-    async fn request_reload_and_wait(&self, seen_load_count: u64) {
-        if self.requested_load.get() <= seen_load_count {
-            self.requested_load.set(seen_load_count + 1);
-        }
-        self.load_count.wait_for(|now| *now > seen_load_count).await;
-    }
-
-    /// Waits until a caller requests a script load. Returns the number of that load.
-    async fn wait_for_load_request(&self) -> u64 {
-        let load_count = self.load_count.get();
-        self.requested_load
-            .wait_for(|wanted| *wanted > load_count)
-            .await
+        // A full channel has an earlier request.
+        self.replacement_sender.try_send(kind).ok();
     }
 }
 
-async fn supervise_connection(
-    context: Arc<RedisContext>,
-    target: RedisConnectionTarget,
-    state: Arc<ArcSwap<RedisConnectionState>>,
-    is_lost: Arc<AtomicBool>,
-    ready: WatchedValue<bool>,
-) {
-    let breaker = &context.breaker;
-    let mut backoff = MIN_INITIAL_BACKOFF;
-    loop {
-        let started = Instant::now();
-        let connected = timeout(
-            context.settings.connect_timeout,
-            connect_and_probe(&context, &target),
-        )
-        .await;
-        let error = match connected.unwrap_or_else(|elapsed| Err(elapsed.into())) {
-            Ok((live, address, mut driver)) => {
-                let up_state = Arc::new(RedisConnectionState::Up(live));
-                state.store(Arc::clone(&up_state));
-                if is_lost.swap(false, Ordering::Relaxed) {
-                    breaker.record_connection_restored();
-                }
-                breaker.record_probe_success();
-                ready.set(true);
-                tokio::select! {
-                    biased;
-                    failure = serve_connection_until_replaced(&context, &target, &up_state, &mut driver) => failure.into(),
-                    () = target.wait_until_master_changes(&context.settings, &address) => {
-                        RedisConnectionError::new(RedisErrorKind::ReadOnly, format!("{address} is no longer the master"))
+impl ConnectionSupervision {
+    async fn supervise(self: Arc<Self>) {
+        let context = &self.context;
+        let mut backoff = MIN_INITIAL_BACKOFF;
+        loop {
+            let started = Instant::now();
+            let connected = connect_and_probe(context, &self.target);
+            let connected = timeout(context.settings.connect_timeout, connected).await;
+            let error = match connected.unwrap_or_else(|elapsed| Err(elapsed.into())) {
+                Ok(opened) => self.serve_until_replaced(opened).await,
+                Err(error) => {
+                    context.breaker.count_failure(error.kind);
+                    // Before the first connection there is no outage, and a connection that is
+                    // replaced at once is none either: servers close idle connections. For cluster
+                    // nodes the slot map shows which slots are affected.
+                    if self.ready.get() && context.settings.topology != RedisTopology::Cluster {
+                        context
+                            .fallback
+                            .mark_partitions_unreachable([SINGLE_PARTITION]);
                     }
+                    error
                 }
+            };
+            self.state.store(Arc::new(Err(error.kind)));
+            if !self.is_lost.swap(true, Ordering::Relaxed) {
+                context.breaker.record_connection_down(&error);
             }
-            Err(error) => {
-                breaker.count_failure(error.kind);
-                // Before the first connection there is no outage, and a connection that is replaced
-                // at once is none either: servers close idle connections. For cluster nodes the
-                // slot map shows which slots are affected.
-                if ready.get() && context.settings.topology != RedisTopology::Cluster {
-                    context
-                        .fallback
-                        .mark_partitions_unreachable([SINGLE_PARTITION]);
-                }
-                error
-            }
-        };
-        state.store(Arc::new(RedisConnectionState::Down(error.kind)));
-        if !is_lost.swap(true, Ordering::Relaxed) {
-            breaker.record_connection_down(&error);
+            let min_jitter;
+            (backoff, min_jitter) = if started.elapsed() >= STABLE_CONNECTION_AGE {
+                let backoff =
+                    INITIAL_BACKOFF_PER_INSTANCE * context.fallback.share().instance_count();
+                (backoff.clamp(MIN_INITIAL_BACKOFF, MAX_BACKOFF), 0.0)
+            } else {
+                ((backoff * 2).min(MAX_BACKOFF), 0.5)
+            };
+            sleep(backoff.mul_f64(min_jitter + (1.0 - min_jitter) * fastrand::f64())).await;
         }
-        let min_jitter;
-        (backoff, min_jitter) = if started.elapsed() >= STABLE_CONNECTION_AGE {
-            let backoff = INITIAL_BACKOFF_PER_INSTANCE * context.fallback.share().instance_count();
-            (backoff.clamp(MIN_INITIAL_BACKOFF, MAX_BACKOFF), 0.0)
-        } else {
-            ((backoff * 2).min(MAX_BACKOFF), 0.5)
-        };
-        sleep(backoff.mul_f64(min_jitter + (1.0 - min_jitter) * fastrand::f64())).await;
     }
-}
 
-/// Serves a live connection until it must be replaced, and returns the reason.
-async fn serve_connection_until_replaced(
-    context: &RedisContext,
-    target: &RedisConnectionTarget,
-    state: &RedisConnectionState,
-    driver: &mut AbortOnDropTask,
-) -> RedisErrorKind {
-    let RedisConnectionState::Up(live) = state else {
-        return RedisErrorKind::Connection;
-    };
-    loop {
+    /// Publishes a connection until it must be replaced, and returns the reason.
+    async fn serve_until_replaced(&self, opened: OpenedConnection) -> RedisConnectionError {
+        let OpenedConnection {
+            live,
+            mut driver,
+            address,
+            mut replacement_receiver,
+        } = opened;
+        let live = Arc::new(live);
+        self.state.store(Arc::new(Ok(Arc::clone(&live))));
+        self.record_restored();
+        self.context.breaker.record_probe_success();
+        self.ready.set(true);
         tokio::select! {
             biased;
-            _ = &mut driver.0 => return RedisErrorKind::Connection,
-            () = live.replacement_requested.notified() => {
-                return live.replacement_reason.get().copied().unwrap_or(RedisErrorKind::Connection);
+            _ = &mut driver.0 => RedisErrorKind::Connection.into(),
+            kind = replacement_receiver.recv() => kind.unwrap_or(RedisErrorKind::Connection).into(),
+            () = self.probe_while_breaker_is_open(&live) => RedisErrorKind::Connection.into(),
+            () = self.wait_until_master_changes(&address) => {
+                let message = format!("{address} is no longer the master");
+                RedisConnectionError::new(RedisErrorKind::ReadOnly, message)
             }
-            number = live.wait_for_load_request() => {
-                let loaded = timeout(context.settings.timeout, load_scripts(context, live)).await;
-                match loaded.map_err(RedisErrorKind::from).and_then(|done| done.map_err(|error| RedisErrorKind::from(&error))) {
-                    Ok(()) => live.load_count.set(number),
-                    Err(failure) => return failure,
+        }
+    }
+
+    async fn probe_while_breaker_is_open(&self, live: &LiveConnection) {
+        let context = &self.context;
+        loop {
+            sleep(context.settings.probe_interval).await;
+            if !context.breaker.is_open() {
+                continue;
+            }
+            match probe_writes(live, &self.target).await {
+                Ok(()) => context.breaker.record_probe_success(),
+                Err(error) => {
+                    context.breaker.count_failure(error.kind);
+                    live.record_failure(error.kind);
                 }
             }
-            () = sleep(context.settings.probe_interval) => {
-                if !context.breaker.is_open() {
-                    continue;
-                }
-                match probe_writes(context, target, live).await {
-                    Ok(()) => context.breaker.record_probe_success(),
-                    Err(error) => {
-                        context.breaker.count_failure(error.kind);
-                        live.record_failure(error.kind);
-                    }
-                }
-            }
+        }
+    }
+
+    /// Returns when the sentinels name another master than the server at an address.
+    async fn wait_until_master_changes(&self, current_address: &RedisAddress) {
+        match SentinelGroup::from_settings(&self.context.settings) {
+            Some(sentinels) => sentinels.wait_for_master_change(current_address).await,
+            None => std::future::pending().await,
+        }
+    }
+
+    fn record_restored(&self) {
+        if self.is_lost.swap(false, Ordering::Relaxed) {
+            self.context.breaker.record_connection_restored();
         }
     }
 }
 
 /// Connects to a target and probes it. The caller sets the deadline.
 pub(super) async fn connect_and_probe(
-    context: &RedisContext,
+    context: &Arc<RedisContext>,
     target: &RedisConnectionTarget,
-) -> Result<(LiveConnection, RedisAddress, AbortOnDropTask), RedisConnectionError> {
-    let address = target.resolve_address(&context.settings).await?;
+) -> Result<OpenedConnection, RedisConnectionError> {
+    let settings = &context.settings;
+    let address = target.resolve_address(settings).await?;
     let (connection, driver) =
-        connector::open_connection(&address, context.settings.connect_options()).await?;
+        connector::open_connection(&address, settings, &settings.credentials, settings.database)
+            .await?;
+    let (replacement_sender, replacement_receiver) = mpsc::channel(1);
     let live = LiveConnection {
+        context: Arc::clone(context),
         connection,
-        call_count: Arc::clone(&context.call_count),
         consecutive_timeouts: AtomicU32::new(0),
-        replacement_reason: OnceLock::new(),
-        replacement_requested: Notify::new(),
-        load_count: WatchedValue::new(0),
-        requested_load: WatchedValue::new(0),
+        replacement_sender,
+        script_load: ArcSwap::default(),
     };
     // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a
     // client without login, and reports more as a protocol error: the missing password would not be
     // reported.
     let empty_command = context.scripts.decide_command(&[], None);
-    run_command_loading_scripts(context, &live, &empty_command).await?;
-    probe_writes(context, target, &live).await?;
-    Ok((live, address, driver))
-}
-
-/// Runs a command and loads missing scripts itself: for the supervisor, or for a connection without
-/// a supervisor.
-pub(super) async fn run_command_loading_scripts(
-    context: &RedisContext,
-    live: &LiveConnection,
-    command: &Cmd,
-) -> RedisResult<Value> {
-    match live.send_command(command).await {
-        Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
-            load_scripts(context, live).await?;
-            live.send_command(command).await
-        }
-        answer => answer,
-    }
-}
-
-async fn load_scripts(context: &RedisContext, live: &LiveConnection) -> RedisResult<()> {
-    let pipeline = context.scripts.load_commands_for_used_programs();
-    for reply in live
-        .connection
-        .clone()
-        .send_packed_commands(&pipeline, 0, pipeline.len())
-        .await?
-    {
-        if let Value::ServerError(error) = reply {
-            return Err(error.into());
-        }
-    }
-    Ok(())
+    live.send_command(&empty_command, false).await?;
+    probe_writes(&live, target).await?;
+    Ok(OpenedConnection {
+        live,
+        driver,
+        address,
+        replacement_receiver,
+    })
 }
 
 /// Decides a charge of the probe counter, which expires after a millisecond, within the deadline of
 /// a request. A server that answers has the script, a clock and memory, and accepts writes.
 async fn probe_writes(
-    context: &RedisContext,
-    target: &RedisConnectionTarget,
     live: &LiveConnection,
+    target: &RedisConnectionTarget,
 ) -> Result<(), RedisConnectionError> {
+    let RedisContext {
+        settings, scripts, ..
+    } = &*live.context;
     let limit = Limit {
         requests: MAX_UNITS,
         per_us: 1000,
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
     };
     let charges = [Charge::new(&limit, &target.probe_key, 1)];
-    let command = context.scripts.decide_command(&charges, None);
-    let reply = match timeout(
-        context.settings.timeout,
-        run_command_loading_scripts(context, live, &command),
-    )
-    .await?
-    {
+    let command = scripts.decide_command(&charges, None);
+    let reply = match timeout(settings.timeout, live.send_command(&command, false)).await? {
         // The slot has moved: this node works, and the slot map is being refreshed.
         Err(error)
-            if context.settings.topology == RedisTopology::Cluster
-                && error.redirect_node().is_some() =>
+            if settings.topology == RedisTopology::Cluster && error.redirect_node().is_some() =>
         {
             return Ok(());
         }

@@ -12,6 +12,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 
 /// Maximum number of commands that can be queued for the socket.
 const PIPELINE_BUFFER_SIZE: usize = 1024;
@@ -23,52 +24,26 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
 /// within this time if it is longer.
 const MIN_TCP_USER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Connection options for all servers of a deployment.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct RedisConnectOptions<'a> {
-    pub(super) credentials: &'a RedisCredentials,
-    pub(super) database: i64,
-    pub(super) tls: Option<&'a ClientTls>,
-    /// Timeout of one attempt. The caller sets the overall deadline.
-    pub(super) connect_timeout: Duration,
-    pub(super) dialer: &'a RedisDialer,
-}
-
 /// A task that is aborted when its owner is dropped.
 #[derive(Debug)]
 pub(super) struct AbortOnDropTask(pub(super) JoinHandle<()>);
 
-impl RedisSettings {
-    /// The connection options for the servers that hold counters.
-    pub(super) fn connect_options(&self) -> RedisConnectOptions<'_> {
-        let Self {
-            credentials,
-            database,
-            tls,
-            connect_timeout,
-            dialer,
-            ..
-        } = self;
-        RedisConnectOptions {
-            credentials,
-            database: *database,
-            tls: tls.as_ref(),
-            connect_timeout: *connect_timeout,
-            dialer,
-        }
-    }
-}
-
 /// Opens a connection, logs in and selects the database. Returns it with the task that drives it.
+/// `connect_timeout` limits one attempt only in part: the caller sets the overall deadline.
 pub(super) async fn open_connection(
     address: &RedisAddress,
-    options: RedisConnectOptions<'_>,
+    settings: &RedisSettings,
+    credentials: &RedisCredentials,
+    database: i64,
 ) -> Result<(MultiplexedConnection, AbortOnDropTask), RedisConnectionError> {
-    if let RedisDialer::Simulated(transport) = options.dialer {
-        return start_session(transport.connect(address).await?, options).await;
+    if let RedisDialer::Simulated(transport) = &settings.dialer {
+        let stream = transport.connect(address).await?;
+        return start_session(stream, credentials, database).await;
     }
     match address {
-        RedisAddress::Unix(path) => start_session(UnixStream::connect(path).await?, options).await,
+        RedisAddress::Unix(path) => {
+            start_session(UnixStream::connect(path).await?, credentials, database).await
+        }
         RedisAddress::Tcp { host, port } => {
             let addresses = tokio::net::lookup_host((host.as_str(), *port)).await;
             let addresses: Vec<_> = addresses
@@ -77,45 +52,46 @@ pub(super) async fn open_connection(
                 })?
                 .collect();
             let socket = TcpStream::connect(addresses.as_slice()).await?;
-            set_socket_options(&socket, options.connect_timeout)?;
-            match options.tls {
-                None => start_session(socket, options).await,
+            set_socket_options(&socket, settings.connect_timeout)?;
+            match &settings.tls {
+                None => start_session(socket, credentials, database).await,
                 Some(tls) => {
-                    let connector = TlsConnector::from(Arc::clone(tls.config()));
-                    let name = tls.server_name_for(host).map_err(|_invalid| {
-                        let reason = format!(
-                            "{host:?} is not a name that a TLS certificate can be verified for"
-                        );
-                        RedisConnectionError::new(RedisErrorKind::Tls, reason)
-                    })?;
-                    let handshake = connector.connect(name, socket);
-                    // Half of the timeout, because a server without TLS may wait for more data
-                    // silently.
-                    let handshake_timed_out = |_| {
-                        RedisConnectionError::new(
-                            RedisErrorKind::Timeout,
-                            "no reply to the TLS handshake",
-                        )
-                    };
-                    start_session(
-                        timeout(options.connect_timeout / 2, handshake)
-                            .await
-                            .map_err(handshake_timed_out)??,
-                        options,
-                    )
-                    .await
+                    let stream = start_tls(tls, host, socket, settings.connect_timeout).await?;
+                    start_session(stream, credentials, database).await
                 }
             }
         }
     }
 }
 
+async fn start_tls(
+    tls: &ClientTls,
+    host: &str,
+    socket: TcpStream,
+    connect_timeout: Duration,
+) -> Result<TlsStream<TcpStream>, RedisConnectionError> {
+    let name = tls.server_name_for(host).map_err(|_invalid| {
+        let reason = format!("{host:?} is not a name that a TLS certificate can be verified for");
+        RedisConnectionError::new(RedisErrorKind::Tls, reason)
+    })?;
+    let handshake = TlsConnector::from(Arc::clone(tls.config())).connect(name, socket);
+    // Half of the timeout, because a server without TLS may wait for more data silently.
+    match timeout(connect_timeout / 2, handshake).await {
+        Ok(stream) => Ok(stream?),
+        Err(_) => Err(RedisConnectionError::new(
+            RedisErrorKind::Timeout,
+            "no reply to the TLS handshake",
+        )),
+    }
+}
+
 async fn start_session(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    options: RedisConnectOptions<'_>,
+    credentials: &RedisCredentials,
+    database: i64,
 ) -> Result<(MultiplexedConnection, AbortOnDropTask), RedisConnectionError> {
-    let mut connection_info = RedisConnectionInfo::default().set_db(options.database);
-    let RedisCredentials { username, password } = options.credentials;
+    let mut connection_info = RedisConnectionInfo::default().set_db(database);
+    let RedisCredentials { username, password } = credentials;
     if let Some(username) = username {
         // Without a password redis-rs would not log in, and would use the default user.
         connection_info = connection_info.set_username(username).set_password("");

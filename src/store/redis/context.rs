@@ -8,7 +8,6 @@ use crate::store::FallbackStore;
 use crate::store::fallback::usage_directory::UsageDirectory;
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 /// State that all connections of the process share.
@@ -18,7 +17,7 @@ pub(super) struct RedisContext {
     pub(super) scripts: ScriptLibrary,
     pub(super) breaker: RedisCircuitBreaker,
     /// Calls to Redis since the start.
-    pub(super) call_count: Arc<AtomicU64>,
+    pub(super) call_count: AtomicU64,
     /// Memory, eviction policy and clock of Redis, as last polled. Empty while no server answers.
     pub(super) server_info: Mutex<RedisServerMetrics>,
     pub(super) fallback: FallbackStore,

@@ -1,7 +1,7 @@
 //! Reads and resets counters for operators, outside of the request path.
 
 use super::cluster::{self, ClusterClient};
-use super::connection::{self, LiveConnection, RedisConnectionState};
+use super::connection::{self, LiveConnection};
 use super::connection_target::{PROBE_POLICY_NAME, RedisConnectionTarget};
 use super::connector;
 use super::context::RedisContext;
@@ -9,7 +9,7 @@ use super::error::{RedisConnectionError, RedisErrorKind};
 use super::scripts::ScriptLibrary;
 use super::{RedisSettings, RedisTopology, SharedRedisState};
 use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
-use redis::{Cmd, Value, from_redis_value};
+use redis::{Cmd, Value, cmd, from_redis_value};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
@@ -31,7 +31,7 @@ pub struct CounterInspector {
 #[derive(Debug)]
 enum InspectorBackend {
     SingleServer {
-        live: LiveConnection,
+        live: Arc<LiveConnection>,
         _driver: connector::AbortOnDropTask,
     },
     Cluster(ClusterClient),
@@ -70,16 +70,13 @@ impl CounterInspector {
             InspectorBackend::Cluster(cluster)
         } else {
             let target = RedisConnectionTarget::from_settings(&context.settings);
-            let connected = timeout(
-                connect_timeout,
-                connection::connect_and_probe(&context, &target),
-            )
-            .await
-            .map_err(RedisConnectionError::from)?;
-            let (live, _, driver) = connected?;
+            let connected = connection::connect_and_probe(&context, &target);
+            let opened = timeout(connect_timeout, connected)
+                .await
+                .map_err(RedisConnectionError::from)??;
             InspectorBackend::SingleServer {
-                live,
-                _driver: driver,
+                live: Arc::new(opened.live),
+                _driver: opened.driver,
             }
         };
         Ok(Self { context, backend })
@@ -96,25 +93,15 @@ impl CounterInspector {
         max_counters: usize,
     ) -> Result<(Vec<RedisCounter>, bool), InspectError> {
         let pattern = self.context.scripts.scan_pattern(policy);
+        let servers = match &self.backend {
+            InspectorBackend::SingleServer { live, .. } => vec![Ok(Arc::clone(live))],
+            InspectorBackend::Cluster(cluster) => cluster.master_connections(),
+        };
         let (mut keys, mut has_more) = (Vec::new(), false);
-        match &self.backend {
-            InspectorBackend::SingleServer { live, .. } => {
-                has_more = self
-                    .scan_server(live, &pattern, policy, max_counters, &mut keys)
-                    .await?
-            }
-            InspectorBackend::Cluster(cluster) => {
-                for master in cluster.master_connections() {
-                    match &*master.state() {
-                        RedisConnectionState::Up(live) => {
-                            has_more |= self
-                                .scan_server(live, &pattern, policy, max_counters, &mut keys)
-                                .await?
-                        }
-                        RedisConnectionState::Down(failure) => return Err((*failure).into()),
-                    }
-                }
-            }
+        for live in servers {
+            has_more |= self
+                .scan_server(&*live?, &pattern, policy, max_counters, &mut keys)
+                .await?;
         }
         // A scan may return a key twice.
         keys.sort_unstable();
@@ -140,9 +127,8 @@ impl CounterInspector {
     ) -> Result<bool, InspectError> {
         let mut cursor = 0_u64;
         loop {
-            let mut command = Cmd::new();
+            let mut command = cmd("SCAN");
             command
-                .arg("SCAN")
                 .arg(cursor)
                 .arg("MATCH")
                 .arg(pattern)
@@ -200,8 +186,8 @@ impl CounterInspector {
             .collect();
         let mut deleted = 0;
         for keys in self.split_into_batches(&mut keys) {
-            let mut command = Cmd::new();
-            command.arg("DEL").arg(keys);
+            let mut command = cmd("DEL");
+            command.arg(keys);
             let reply = self.run_command(keys, &command).await?;
             deleted +=
                 from_redis_value::<u64>(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
@@ -268,20 +254,15 @@ impl CounterInspector {
     /// Runs a command about keys of one slot.
     async fn run_command(&self, keys: &[String], command: &Cmd) -> Result<Value, RedisErrorKind> {
         match &self.backend {
-            // This connection has no supervisor, so missing scripts are loaded here.
             InspectorBackend::SingleServer { live, .. } => {
-                let reply = timeout(
-                    CALL_TIMEOUT,
-                    connection::run_command_loading_scripts(&self.context, live, command),
-                )
-                .await?;
-                reply.map_err(|error| RedisErrorKind::from(&error))
+                timeout(CALL_TIMEOUT, live.run_command(command)).await?
             }
             InspectorBackend::Cluster(cluster) => {
                 let slot = keys
                     .first()
                     .map_or(0, |key| cluster::hash_slot_for_name(key));
                 cluster
+                    .router
                     .run_on_hash_slot(slot, command, Instant::now() + CALL_TIMEOUT)
                     .await
             }

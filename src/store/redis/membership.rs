@@ -10,14 +10,13 @@
 //! In a cluster, only some slots may be unreachable. Usage of the other slots is written back and
 //! the process stays counted. The outage ends together for all slots that it affected.
 
-use super::connection::RedisConnectionState;
 use super::error::RedisErrorKind;
 use super::{RedisBackend, RedisStore, new_fallback};
 use crate::store::fallback::SINGLE_PARTITION;
 use crate::store::fallback::usage_directory::UsageFile;
 use crate::store::{FallbackStore, Settlement, Share};
 use crate::telemetry::LogThrottle;
-use redis::{Cmd, Value};
+use redis::{Cmd, Value, from_redis_value};
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::sync::LazyLock;
@@ -54,15 +53,6 @@ static INSTANCE_ID: LazyLock<String> = LazyLock::new(|| {
 /// The unique id of this process: 32 hexadecimal digits, new with every start.
 pub fn instance_id() -> &'static str {
     &INSTANCE_ID
-}
-
-/// The operations of `membership.lua`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum MembershipOperation {
-    Heartbeat,
-    /// A heartbeat of an instance that still has usage to write back.
-    HeartbeatPending,
-    Read,
 }
 
 /// The reply of `membership.lua`.
@@ -150,10 +140,9 @@ async fn run_heartbeat_round(
     let since_us = recovery.and_then(|recovery| recovery.started_us);
     // A worker without a connection still decides by its share, and will have usage to write back.
     let is_written_back = !fallback.has_pending_write_back() && redis.context.breaker.is_up();
-    let operation = if is_written_back {
-        MembershipOperation::Heartbeat
-    } else {
-        MembershipOperation::HeartbeatPending
+    let operation = match is_written_back {
+        true => "heartbeat",
+        false => "pending",
     };
     let call_timeout = redis.context.settings.connect_timeout;
     let reply = match run_membership_script(
@@ -260,8 +249,7 @@ async fn write_back(redis: &RedisStore, fallback: &FallbackStore) -> Result<(), 
     // that the server answers. A cluster node needs no check: it is disconnected after some
     // failures.
     if !redis.is_cluster()
-        && let Err(failure) =
-            run_membership_script(redis, MembershipOperation::Read, None, None).await
+        && let Err(failure) = run_membership_script(redis, "read", None, None).await
         && is_unresponsive(failure)
     {
         return Err(failure);
@@ -292,7 +280,7 @@ async fn write_back(redis: &RedisStore, fallback: &FallbackStore) -> Result<(), 
 /// waiting.
 async fn run_membership_script(
     redis: &RedisStore,
-    operation: MembershipOperation,
+    operation: &str,
     since_us: Option<u64>,
     deadline_us: Option<u64>,
 ) -> Result<MembershipReply, RedisErrorKind> {
@@ -302,37 +290,37 @@ async fn run_membership_script(
         .arg(MEMBERSHIP_SCRIPT)
         .arg(keys.len())
         .arg(&keys)
-        .arg(redis.context.instance_id.as_ref());
-    command.arg(match operation {
-        MembershipOperation::Heartbeat => "heartbeat",
-        MembershipOperation::HeartbeatPending => "pending",
-        MembershipOperation::Read => "read",
-    });
-    command.arg(u64::try_from(MEMBER_TTL.as_micros()).unwrap_or(u64::MAX));
+        .arg(redis.context.instance_id.as_ref())
+        .arg(operation)
+        .arg(u64::try_from(MEMBER_TTL.as_micros()).unwrap_or(u64::MAX));
     for time_us in [since_us, deadline_us] {
         command.arg(time_us.map_or_else(String::new, |time_us| time_us.to_string()));
     }
-    MembershipReply::parse(&run_command(redis, &command).await?).ok_or(RedisErrorKind::InvalidReply)
+    let reply = run_command(redis, &command).await?;
+    let (now_us, live_instances, rank, recovered_instances) =
+        from_redis_value(reply).map_err(|_invalid| RedisErrorKind::InvalidReply)?;
+    Ok(MembershipReply {
+        now_us,
+        live_instances,
+        rank,
+        recovered_instances,
+    })
 }
 
 async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisErrorKind> {
-    let connection = match &redis.backend {
-        RedisBackend::SingleServer(connection, _) => connection,
+    let call_timeout = redis.context.settings.connect_timeout;
+    let live = match &redis.backend {
+        RedisBackend::SingleServer(queue) => queue.connection.live(),
         RedisBackend::Cluster(cluster) => {
-            return cluster
-                .run_on_hash_slot(
-                    redis.membership_partition(),
-                    command,
-                    Instant::now() + redis.context.settings.connect_timeout,
-                )
-                .await;
+            let hash_slot = redis.membership_partition();
+            let answer =
+                cluster
+                    .router
+                    .run_on_hash_slot(hash_slot, command, Instant::now() + call_timeout);
+            return answer.await;
         }
     };
-    let state = connection.state();
-    let RedisConnectionState::Up(live) = &*state else {
-        return Err(RedisErrorKind::Connection);
-    };
-    let call_timeout = redis.context.settings.connect_timeout;
+    let live = live.map_err(|_| RedisErrorKind::Connection)?;
     let reply = timeout(call_timeout, live.run_command(command))
         .await
         .unwrap_or_else(|elapsed| Err(elapsed.into()));
@@ -403,31 +391,6 @@ impl MembershipTracker {
         }
         self.decrease_since = None;
         Share::with_rank(reply.live_instances, reply.rank)
-    }
-}
-
-impl MembershipReply {
-    /// Parses a reply. Returns `None` if it is invalid.
-    fn parse(reply: &Value) -> Option<Self> {
-        let Value::Array(numbers) = reply else {
-            return None;
-        };
-        let [
-            Value::Int(now_us),
-            Value::Int(live_instances),
-            Value::Int(rank),
-            Value::Int(recovered),
-        ] = numbers.as_slice()
-        else {
-            return None;
-        };
-        let to_u32 = |number: &i64| u32::try_from(*number).ok();
-        Some(Self {
-            now_us: u64::try_from(*now_us).ok()?,
-            live_instances: to_u32(live_instances)?,
-            rank: to_u32(rank)?,
-            recovered_instances: to_u32(recovered)?,
-        })
     }
 }
 

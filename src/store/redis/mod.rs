@@ -40,7 +40,7 @@ mod watched_value;
 pub use error::RedisErrorKind;
 pub use inspector::{CounterInspector, InspectError, RedisCounter};
 pub use membership::instance_id;
-pub use script_batch::{BatchReply, CallerReply, DecisionBatch};
+pub use script_batch::{CallerReply, DecisionBatch};
 pub use scripts::ScriptLibrary;
 pub use settings::{
     RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
@@ -53,17 +53,16 @@ use super::{DecisionFailure, FallbackStore, Settlement, SettlementError, StoreUn
 use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Key};
 use crate::telemetry::metrics::RedisServerMetrics;
-use ::redis::Cmd;
 use batcher::DecisionBatcher;
 use circuit_breaker::RedisCircuitBreaker;
 use cluster::ClusterClient;
-use connection::{RedisConnectionState, SupervisedConnection};
+use connection::{LiveConnection, SupervisedConnection};
 use connection_target::RedisConnectionTarget;
 use connector::AbortOnDropTask;
 use context::RedisContext;
 use futures_util::future::join_all;
 use parking_lot::Mutex;
-use settlement_calls::{MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls};
+use settlement_calls::{MAX_PIPELINED_CALLS, results_by_settlement, split_into_calls};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -87,8 +86,8 @@ pub struct RedisStore {
 /// How a worker reaches the server that holds a key.
 #[derive(Clone, Debug)]
 enum RedisBackend {
-    /// One connection, and the queue that all requests pass.
-    SingleServer(Arc<SupervisedConnection>, Arc<DecisionBatcher>),
+    /// One connection, with the queue that all requests pass.
+    SingleServer(Arc<DecisionBatcher>),
     Cluster(Arc<ClusterClient>),
 }
 
@@ -102,7 +101,7 @@ impl SharedRedisState {
         Self(Arc::new(RedisContext {
             scripts: ScriptLibrary::new(&settings.key_prefix),
             breaker: RedisCircuitBreaker::new(settings.breaker_failures),
-            call_count: Arc::default(),
+            call_count: AtomicU64::new(0),
             server_info: Mutex::default(),
             fallback: new_fallback(&settings, clock.clone()),
             usage_directory: settings.state_dir.as_ref().map(|path| {
@@ -183,10 +182,9 @@ impl RedisStore {
             }
             _ => {
                 let target = RedisConnectionTarget::from_settings(&context.settings);
-                let connection =
-                    Arc::new(SupervisedConnection::start(Arc::clone(&context), target));
-                let queue = DecisionBatcher::new(Arc::clone(&context), Arc::clone(&connection));
-                RedisBackend::SingleServer(connection, Arc::new(queue))
+                let connection = SupervisedConnection::start(Arc::clone(&context), target);
+                let queue = DecisionBatcher::new(Arc::clone(&context), connection);
+                RedisBackend::SingleServer(Arc::new(queue))
             }
         };
         Self {
@@ -242,13 +240,7 @@ impl RedisStore {
 
     /// Whether a request would be sent to any server.
     pub fn is_reachable(&self) -> bool {
-        !self.is_breaker_open()
-            && match &self.backend {
-                RedisBackend::SingleServer(connection, _) => {
-                    matches!(&*connection.state(), RedisConnectionState::Up(_))
-                }
-                RedisBackend::Cluster(cluster) => cluster.is_any_master_reachable(),
-            }
+        !self.is_breaker_open() && self.master_connections().iter().any(Result::is_ok)
     }
 
     /// Whether a request with these charges would be sent to all servers that hold their counters.
@@ -278,14 +270,10 @@ impl RedisStore {
     }
 
     /// The connections to all masters, or why one is missing.
-    fn master_connection_states(&self) -> Vec<Arc<RedisConnectionState>> {
+    fn master_connections(&self) -> Vec<Result<Arc<LiveConnection>, RedisErrorKind>> {
         match &self.backend {
-            RedisBackend::SingleServer(connection, _) => vec![connection.state()],
-            RedisBackend::Cluster(cluster) => cluster
-                .master_connections()
-                .iter()
-                .map(|master| master.state())
-                .collect(),
+            RedisBackend::SingleServer(queue) => vec![queue.connection.live()],
+            RedisBackend::Cluster(cluster) => cluster.master_connections(),
         }
     }
 
@@ -306,7 +294,7 @@ impl RedisStore {
     pub async fn wait_until_ready(&self) {
         let ready = async {
             match &self.backend {
-                RedisBackend::SingleServer(connection, _) => connection.wait_until_ready().await,
+                RedisBackend::SingleServer(queue) => queue.connection.wait_until_ready().await,
                 RedisBackend::Cluster(cluster) => cluster.wait_until_ready().await,
             }
         };
@@ -336,7 +324,7 @@ impl RedisStore {
     ) -> Result<Decision, DecisionFailure> {
         let deadline = requested_at + self.context.settings.timeout;
         let queue = match &self.backend {
-            RedisBackend::SingleServer(_, queue) => queue,
+            RedisBackend::SingleServer(queue) => queue,
             RedisBackend::Cluster(cluster) => {
                 // Boxed, because every request's future would include its size otherwise.
                 let answer = Box::pin(cluster.decide(charges, deadline)).await;
@@ -376,75 +364,59 @@ impl RedisStore {
         &self,
         settlements: &[Settlement<'_>],
     ) -> Result<(), SettlementError> {
-        let failed = match &self.backend {
-            RedisBackend::SingleServer(connection, _) => {
-                self.apply_on_single_server(connection, settlements).await
+        let results = match &self.backend {
+            RedisBackend::SingleServer(queue) => {
+                let mut results = Vec::with_capacity(settlements.len());
+                for calls in split_into_calls(settlements).chunks(MAX_PIPELINED_CALLS) {
+                    let call_results = self.send_settlements(queue, calls).await;
+                    results.extend(results_by_settlement(calls, call_results));
+                }
+                results
             }
-            RedisBackend::Cluster(cluster) => cluster.apply_settlements(settlements).await,
+            RedisBackend::Cluster(cluster) => cluster.router.apply_settlements(settlements).await,
         };
-        let Some((_, failure)) = failed.last() else {
-            return Ok(());
+        let failures = || {
+            let numbered = results.iter().enumerate();
+            numbered.filter_map(|(index, result)| Some((index, result.err()?)))
         };
-        let mut positions: Vec<usize> = failed
-            .iter()
-            .flat_map(|(positions, _)| positions.iter().copied())
-            .collect();
-        positions.sort_unstable();
-        Err(SettlementError {
-            cause: self.unavailable_error(failure.as_str()),
-            unconfirmed_indices: positions,
-        })
-    }
-
-    /// [`Self::apply_settlements`] on one server. Returns the indexes of the settlements in each
-    /// failed call.
-    async fn apply_on_single_server(
-        &self,
-        connection: &SupervisedConnection,
-        settlements: &[Settlement<'_>],
-    ) -> Vec<(Vec<usize>, RedisErrorKind)> {
-        let (calls, mut results) = (split_into_calls(settlements), Vec::new());
-        for calls in calls.chunks(MAX_PIPELINED_CALLS) {
-            let commands: Vec<Cmd> = calls
-                .iter()
-                .map(|call| self.context.scripts.settle_command(call, None))
-                .collect();
-            results.extend(self.send_settlements(connection, &commands).await);
+        match failures().last() {
+            None => Ok(()),
+            Some((_, failure)) => Err(SettlementError {
+                cause: self.unavailable_error(failure.as_str()),
+                unconfirmed_indices: failures().map(|(index, _)| index).collect(),
+            }),
         }
-        collect_failed_calls(&calls, results)
     }
 
     /// Runs settlement calls in order. A slow server answers one after the other, so each call also
     /// has the time of the calls before it.
     async fn send_settlements(
         &self,
-        connection: &SupervisedConnection,
-        commands: &[Cmd],
+        queue: &DecisionBatcher,
+        calls: &[&[Settlement<'_>]],
     ) -> Vec<Result<(), RedisErrorKind>> {
-        let state = connection.state();
-        let live = match &*state {
-            RedisConnectionState::Up(live) => live,
-            RedisConnectionState::Down(failure) => return vec![Err(*failure); commands.len()],
+        let live = match queue.connection.live() {
+            Ok(live) => live,
+            Err(failure) => return vec![Err(failure); calls.len()],
         };
-        let call_timeout = self.context.settings.timeout;
-        let answers = (1..)
-            .zip(commands)
-            .map(|(turn, command)| timeout(call_timeout * turn, live.run_command(command)));
-        let replies = join_all(answers).await;
-        let results: Vec<_> = replies
-            .into_iter()
-            .map(|reply| {
-                reply
-                    .unwrap_or_else(|elapsed| Err(elapsed.into()))
-                    .map(drop)
-            })
-            .collect();
+        let RedisContext {
+            settings,
+            scripts,
+            breaker,
+            ..
+        } = &*self.context;
+        let answers = (1..).zip(calls).map(|(turn, call)| {
+            let (command, live) = (scripts.settle_command(call, None), &live);
+            let call_timeout = settings.timeout * turn;
+            async move { timeout(call_timeout, live.run_command(&command)).await? }
+        });
+        let results: Vec<_> = join_all(answers).await;
         // Calls that fail together, because the server hangs, count as one failure.
-        if let Some(failure) = results.iter().find_map(|result| result.err()) {
-            self.context.breaker.record_failure(failure);
-            live.record_failure(failure);
+        if let Some(failure) = results.iter().find_map(|result| result.as_ref().err()) {
+            breaker.record_failure(*failure);
+            live.record_failure(*failure);
         }
-        results
+        results.into_iter().map(|result| result.map(drop)).collect()
     }
 
     /// The error when Redis gave no reply. The next attempt is useful after the next probe at the

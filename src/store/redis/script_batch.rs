@@ -25,14 +25,13 @@ pub struct DecisionBatch {
     /// The key and the argument of every charge, concatenated.
     encoded_text: String,
     encoded_charges: Vec<EncodedCharge>,
-    /// The key id of each charge, in the order of `encoded_charges`.
-    key_ids: Vec<u128>,
     requests: Vec<BatchedRequest>,
 }
 
 /// A charge as ranges of the encoded text.
 #[derive(Debug)]
 struct EncodedCharge {
+    key_id: u128,
     key_range: Range<usize>,
     argument_range: Range<usize>,
     request_index: usize,
@@ -45,26 +44,12 @@ struct BatchedRequest {
     mergeable_charge: Option<(Limit, u64)>,
 }
 
-/// The reply to a batch.
-#[derive(Debug)]
-pub struct BatchReply {
-    raw_reply: Arc<RawBatchReply>,
-    /// Per request: its part of the reply, and its number of callers.
-    request_parts: Vec<(Range<usize>, u32)>,
-}
-
-/// The part of a reply that belongs to one caller.
-#[derive(Debug)]
+/// The reply to one request of a batch, for one of its callers.
+#[derive(Clone, Debug)]
 pub struct CallerReply {
-    raw_reply: Arc<RawBatchReply>,
-    text_range: Range<usize>,
-    position: CallerPosition,
-}
-
-#[derive(Debug)]
-struct RawBatchReply {
-    text: String,
     now_us: u64,
+    text: Arc<str>,
+    position: CallerPosition,
 }
 
 impl DecisionBatch {
@@ -105,12 +90,12 @@ impl DecisionBatch {
             );
             self.script_flags |= scripts::program_flags_for_charge(charge);
             let encoded = EncodedCharge {
+                key_id: charge.key.id(),
                 key_range: start..key_end,
                 argument_range: key_end..self.encoded_text.len(),
                 request_index,
             };
             self.encoded_charges.push(encoded);
-            self.key_ids.push(charge.key.id());
         }
         let mergeable_charge = mergeable.map(|charge| (*charge.limit, charge.cost));
         self.requests.push(BatchedRequest {
@@ -122,8 +107,9 @@ impl DecisionBatch {
 
     /// The index of the last request for the charge's counter, if it is identical.
     fn find_identical_request(&self, charge: &Charge<'_>) -> Option<usize> {
-        let last_charge = self.key_ids.iter().rposition(|id| *id == charge.key.id())?;
-        let request_index = self.encoded_charges.get(last_charge)?.request_index;
+        let mut last_first = self.encoded_charges.iter().rev();
+        let last_charge = last_first.find(|encoded| encoded.key_id == charge.key.id())?;
+        let request_index = last_charge.request_index;
         let is_same = self.requests.get(request_index)?.mergeable_charge
             == Some((*charge.limit, charge.cost));
         is_same.then_some(request_index)
@@ -176,61 +162,49 @@ impl DecisionBatch {
         command
     }
 
-    /// Parses the reply. Returns `None` if it is invalid.
-    pub fn parse_reply(&self, reply: Value, repeat_counts: &[u32]) -> Option<BatchReply> {
+    /// Parses the reply: one part per request, for its first caller. Returns `None` if it is
+    /// invalid.
+    pub fn parse_reply(reply: Value, repeat_counts: &[u32]) -> Option<Vec<CallerReply>> {
         let Value::BulkString(text) = reply else {
             return None;
         };
         let text = String::from_utf8(text).ok()?;
         let (now, answers) = text.split_once(' ')?;
         let now_us = scripts::parse_now_us(now)?;
-        let (mut lines, mut start) = (answers.split('\n'), now.len() + 1);
-        let mut parts = Vec::with_capacity(repeat_counts.len());
-        for repeat_count in repeat_counts {
-            let line = if *repeat_count > 0 { lines.next()? } else { "" };
-            parts.push((start..start + line.len(), *repeat_count));
-            start += if *repeat_count > 0 { line.len() + 1 } else { 0 };
-        }
-        if lines.next().is_some() {
-            return None;
-        }
-        Some(BatchReply {
-            raw_reply: Arc::new(RawBatchReply { text, now_us }),
-            request_parts: parts,
-        })
-    }
-}
-
-impl BatchReply {
-    /// Returns the reply for one caller of a request. Returns `None` if there is no such caller.
-    pub fn caller_reply(&self, request_index: usize, caller_index: u32) -> Option<CallerReply> {
-        let (part, total) = self.request_parts.get(request_index)?.clone();
-        (caller_index < total).then(|| CallerReply {
-            raw_reply: Arc::clone(&self.raw_reply),
-            text_range: part,
-            position: CallerPosition {
-                index: caller_index,
-                total,
-            },
-        })
+        let mut lines = answers.split('\n');
+        let parts = repeat_counts.iter().map(|repeat_count| {
+            let text = if *repeat_count > 0 { lines.next()? } else { "" };
+            Some(CallerReply {
+                now_us,
+                text: text.into(),
+                position: CallerPosition {
+                    index: 0,
+                    total: *repeat_count,
+                },
+            })
+        });
+        let parts: Vec<CallerReply> = parts.collect::<Option<_>>()?;
+        lines.next().is_none().then_some(parts)
     }
 }
 
 impl CallerReply {
+    /// The reply to the same request for the caller with this index.
+    pub fn for_caller(&self, index: u32) -> Self {
+        let mut reply = self.clone();
+        reply.position.index = index;
+        reply
+    }
+
     /// Parses the decision for these charges.
     ///
     /// # Errors
     /// The error of one of their counters, or of the reply.
     pub fn parse_decision(&self, charges: &[Charge<'_>]) -> Result<Decision, RedisErrorKind> {
-        let text = self
-            .raw_reply
-            .text
-            .get(self.text_range.clone())
-            .unwrap_or_default();
-        if let Some(error) = text.strip_prefix('!') {
+        if let Some(error) = self.text.strip_prefix('!') {
             return Err(RedisErrorKind::from_error_text(error));
         }
-        ScriptLibrary::parse_request_decision(self.raw_reply.now_us, text, charges, self.position)
+        ScriptLibrary::parse_request_decision(self.now_us, &self.text, charges, self.position)
             .ok_or(RedisErrorKind::InvalidReply)
     }
 }
@@ -370,20 +344,14 @@ mod tests {
 
     #[test]
     fn admits_merged_callers_in_order_and_reports_an_error_to_its_request_only() {
-        let (script, keys) = (ScriptLibrary::new("t"), [key("a"), key("b"), key("c")]);
+        let keys = [key("a"), key("b"), key("c")];
         let charges = keys.each_ref().map(|key| Charge::new(&LIMIT, key, 2));
-        let mut batch = DecisionBatch::default();
-        for charge in &charges {
-            batch.add_or_merge_request(&script, &[*charge]);
-        }
         let reply = "1000 2000 1 2000 2\n!FOREIGN 1\n!@user_script: 9: -OOM command not allowed";
-        let answers = batch
-            .parse_reply(Value::BulkString(reply.into()), &[3, 2, 1])
-            .unwrap();
+        let answers =
+            DecisionBatch::parse_reply(Value::BulkString(reply.into()), &[3, 2, 1]).unwrap();
         let caller_decision = |request: usize, nth| {
-            answers
-                .caller_reply(request, nth)
-                .unwrap()
+            answers[request]
+                .for_caller(nth)
                 .parse_decision(&charges[request..=request])
         };
         let decisions: Vec<_> = (0..3).map(|nth| caller_decision(0, nth).unwrap()).collect();
@@ -411,15 +379,13 @@ mod tests {
             ]
         );
         assert_eq!(caller_decision(2, 0), Err(RedisErrorKind::OutOfMemory));
-        assert!(answers.caller_reply(0, 3).is_none() && answers.caller_reply(3, 0).is_none());
+        assert_eq!(answers.len(), 3);
     }
 
     #[test]
     fn a_batch_reply_of_impossible_form_is_rejected() {
-        let (script, key) = (ScriptLibrary::new("t"), key("a"));
+        let key = key("a");
         let charge = Charge::new(&LIMIT, &key, 2);
-        let mut batch = DecisionBatch::default();
-        batch.add_or_merge_request(&script, &[charge]);
         for invalid in [
             "",
             "1000",
@@ -428,9 +394,7 @@ mod tests {
             "1000 0 1 2000 3\n0 1 2000",
         ] {
             assert!(
-                batch
-                    .parse_reply(Value::BulkString(invalid.into()), &[3])
-                    .is_none(),
+                DecisionBatch::parse_reply(Value::BulkString(invalid.into()), &[3]).is_none(),
                 "{invalid}"
             );
         }
@@ -444,12 +408,8 @@ mod tests {
             "2000 1 2000 -1",
         ] {
             let reply = Value::BulkString(format!("1000 {invalid}").into());
-            let answer = batch
-                .parse_reply(reply, &[3])
-                .unwrap()
-                .caller_reply(0, 0)
-                .unwrap()
-                .parse_decision(&[charge]);
+            let answer =
+                DecisionBatch::parse_reply(reply, &[3]).unwrap()[0].parse_decision(&[charge]);
             assert_eq!(answer, Err(RedisErrorKind::InvalidReply), "{invalid}");
         }
     }

@@ -1,8 +1,8 @@
 //! Finds the present master by asking the sentinels.
 
-use super::connector::{self, RedisConnectOptions};
+use super::connector::{self, AbortOnDropTask};
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
+use super::settings::{RedisAddress, RedisCredentials, RedisSettings, RedisTopology};
 use redis::aio::MultiplexedConnection;
 use redis::cmd;
 use std::time::Duration;
@@ -17,24 +17,34 @@ const MASTER_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// The sentinels of one master.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SentinelGroup<'a> {
-    pub(super) settings: &'a RedisSettings,
+    settings: &'a RedisSettings,
     /// The master's name in the sentinels' configuration.
-    pub(super) master_name: &'a str,
-    pub(super) credentials: &'a RedisCredentials,
+    master_name: &'a str,
+    credentials: &'a RedisCredentials,
 }
 
-impl SentinelGroup<'_> {
-    /// Asks the sentinels in turn, from `first_sentinel` on, until one names the master.
-    pub(super) async fn resolve_master(
-        &self,
-        first_sentinel: usize,
-    ) -> Result<RedisAddress, RedisConnectionError> {
+impl<'a> SentinelGroup<'a> {
+    /// The configured sentinels. Returns `None` for other topologies.
+    pub(super) fn from_settings(settings: &'a RedisSettings) -> Option<Self> {
+        match &settings.topology {
+            RedisTopology::Sentinel {
+                master,
+                credentials,
+            } => Some(Self {
+                settings,
+                master_name: master,
+                credentials,
+            }),
+            RedisTopology::Standalone | RedisTopology::Cluster => None,
+        }
+    }
+
+    /// Asks the sentinels in turn until one names the master.
+    pub(super) async fn resolve_master(self) -> Result<RedisAddress, RedisConnectionError> {
         let mut last_error =
             RedisConnectionError::new(RedisErrorKind::Connection, "no sentinels are configured");
-        for sentinel in self
-            .cycle_sentinels_from(first_sentinel)
-            .take(self.settings.servers.len())
-        {
+        let sentinel_count = self.settings.servers.len();
+        for sentinel in self.cycle_sentinels().take(sentinel_count) {
             match self.connect_and_query(sentinel).await {
                 Ok((_, master)) => return Ok(master),
                 Err(error) => last_error = error,
@@ -44,12 +54,8 @@ impl SentinelGroup<'_> {
     }
 
     /// Returns when a sentinel names another master than `known_master`.
-    pub(super) async fn wait_for_master_change(
-        &self,
-        known_master: &RedisAddress,
-        first_sentinel: usize,
-    ) {
-        for sentinel in self.cycle_sentinels_from(first_sentinel) {
+    pub(super) async fn wait_for_master_change(self, known_master: &RedisAddress) {
+        for sentinel in self.cycle_sentinels() {
             sleep(draw_check_pause()).await;
             let Ok(((mut connection, _driver), mut master)) =
                 self.connect_and_query(sentinel).await
@@ -58,12 +64,8 @@ impl SentinelGroup<'_> {
             };
             while master == *known_master {
                 sleep(draw_check_pause()).await;
-                match timeout(
-                    self.timeout_per_sentinel(),
-                    self.query_master(&mut connection),
-                )
-                .await
-                {
+                let answer = self.query_master(&mut connection);
+                match timeout(self.timeout_per_sentinel(), answer).await {
                     Ok(Ok(current_master)) => master = current_master,
                     Ok(Err(_)) | Err(_) => break,
                 }
@@ -74,14 +76,11 @@ impl SentinelGroup<'_> {
         }
     }
 
-    /// Repeats all sentinels endlessly, starting with `first_sentinel`.
-    fn cycle_sentinels_from(&self, first_sentinel: usize) -> impl Iterator<Item = &RedisAddress> {
+    /// Repeats all sentinels endlessly, starting with a random one.
+    fn cycle_sentinels(self) -> impl Iterator<Item = &'a RedisAddress> {
         let sentinels = &self.settings.servers;
-        sentinels.iter().cycle().skip(
-            first_sentinel
-                .checked_rem(sentinels.len())
-                .unwrap_or_default(),
-        )
+        let first_sentinel = fastrand::usize(..sentinels.len().max(1));
+        sentinels.iter().cycle().skip(first_sentinel)
     }
 
     /// The timeout for one sentinel. All together have half of `connect_timeout`; the rest is for
@@ -95,20 +94,11 @@ impl SentinelGroup<'_> {
     async fn connect_and_query(
         &self,
         sentinel: &RedisAddress,
-    ) -> Result<
-        (
-            (MultiplexedConnection, connector::AbortOnDropTask),
-            RedisAddress,
-        ),
-        RedisConnectionError,
-    > {
-        let options = RedisConnectOptions {
-            credentials: self.credentials,
-            database: 0,
-            ..self.settings.connect_options()
-        };
+    ) -> Result<((MultiplexedConnection, AbortOnDropTask), RedisAddress), RedisConnectionError>
+    {
         let connected = async {
-            let (mut connection, driver) = connector::open_connection(sentinel, options).await?;
+            let (mut connection, driver) =
+                connector::open_connection(sentinel, self.settings, self.credentials, 0).await?;
             let master = self.query_master(&mut connection).await?;
             Ok(((connection, driver), master))
         };

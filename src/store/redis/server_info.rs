@@ -1,10 +1,10 @@
 //! Polls memory, eviction policy and clock of Redis. For operators only: no decision depends on it.
 
 use super::RedisStore;
-use super::connection::{LiveConnection, RedisConnectionState};
+use super::connection::LiveConnection;
 use crate::clock::Clock;
 use crate::telemetry::metrics::RedisServerMetrics;
-use redis::{Value, cmd, from_redis_value};
+use redis::{Cmd, Value, cmd, from_redis_value};
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
@@ -32,13 +32,13 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
     let mut warned_policy = None;
     loop {
         let mut server_infos = Vec::new();
-        for master in redis.master_connection_states() {
-            server_infos.push(match &*master {
-                RedisConnectionState::Up(live) => {
+        for master in redis.master_connections() {
+            server_infos.push(match master {
+                Ok(live) => {
                     let clock = redis.context.clock.reread_system_clock();
-                    query_server_info(live, clock, redis.context.settings.connect_timeout).await
+                    query_server_info(&live, clock, redis.context.settings.connect_timeout).await
                 }
-                RedisConnectionState::Down(_) => ServerInfoReply::default(),
+                Err(_) => ServerInfoReply::default(),
             });
         }
         warn_about_eviction(&server_infos, &mut warned_policy);
@@ -54,29 +54,21 @@ async fn query_server_info(
     clock: Clock,
     call_timeout: Duration,
 ) -> ServerInfoReply {
-    let mut info = cmd("INFO");
-    info.arg("memory");
-    let memory = timeout(call_timeout, live.send_with_script_reload(&info, false)).await;
+    let query = async |command: &Cmd| {
+        let reply = timeout(call_timeout, live.run_command(command)).await;
+        reply.ok()?.ok()
+    };
+    let memory = query(cmd("INFO").arg("memory")).await;
     let sent_at_us = clock.now_us();
-    let time = timeout(
-        call_timeout,
-        live.send_with_script_reload(&cmd("TIME"), false),
-    )
-    .await;
-    let received_at_us = clock.now_us();
+    let time = query(&cmd("TIME")).await;
+    // Redis read its clock at an unknown moment between: the midpoint assumes equal delays both
+    // ways.
+    let local_time_us = sent_at_us.midpoint(clock.now_us());
     ServerInfoReply {
-        memory: memory.ok().and_then(Result::ok).and_then(parse_memory_info),
+        memory: memory.and_then(parse_memory_info),
         clock_skew_us: time
-            .ok()
-            .and_then(Result::ok)
             .and_then(parse_time_reply)
-            .and_then(|server_time_us| {
-                // Redis read its clock at an unknown moment between: the midpoint assumes equal
-                // delays both ways.
-                sent_at_us
-                    .midpoint(received_at_us)
-                    .checked_signed_diff(server_time_us)
-            }),
+            .and_then(|server_time_us| local_time_us.checked_signed_diff(server_time_us)),
     }
 }
 

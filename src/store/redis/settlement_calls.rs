@@ -27,16 +27,11 @@ fn is_expensive(settlement: &Settlement<'_>) -> bool {
         && matches!(settlement.amendment, Amendment::Credit { .. })
 }
 
-/// The indexes of the settlements in each failed call.
-pub(super) fn collect_failed_calls(
+/// The result of each settlement: that of its call.
+pub(super) fn results_by_settlement(
     calls: &[&[Settlement<'_>]],
-    results: Vec<Result<(), RedisErrorKind>>,
-) -> Vec<(Vec<usize>, RedisErrorKind)> {
-    let (mut failed, mut next_position) = (Vec::new(), 0);
-    for (call, result) in calls.iter().zip(results) {
-        let positions = next_position..next_position + call.len();
-        next_position = positions.end;
-        failed.extend(result.err().map(|failure| (positions.collect(), failure)));
-    }
-    failed
+    call_results: Vec<Result<(), RedisErrorKind>>,
+) -> impl Iterator<Item = Result<(), RedisErrorKind>> {
+    let counted = calls.iter().zip(call_results);
+    counted.flat_map(|(call, result)| std::iter::repeat_n(result, call.len()))
 }

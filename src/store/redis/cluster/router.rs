@@ -1,21 +1,21 @@
 //! Sends calls to the node of a slot, and follows redirections.
 
 use super::admission_hints::AdmissionHints;
-use super::slot_map::{self, ClusterNode, ClusterSlotMap, hash_slot_for_key};
+use super::slot_charges::group_by_hash_slot;
+use super::slot_map::{self, ClusterNode, ClusterSlotMap};
 use crate::limiter::{Charge, Decision};
 use crate::store::Settlement;
-use crate::store::redis::connection::{LiveConnection, RedisConnectionState};
+use crate::store::redis::connection::LiveConnection;
 use crate::store::redis::context::RedisContext;
 use crate::store::redis::error::RedisErrorKind;
 use crate::store::redis::scripts::ScriptLibrary;
 use crate::store::redis::settings::RedisAddress;
 use crate::store::redis::settlement_calls::{
-    MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls,
+    MAX_PIPELINED_CALLS, results_by_settlement, split_into_calls,
 };
 use crate::store::redis::watched_value::WatchedValue;
 use futures_util::future::join_all;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
-use smallvec::SmallVec;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -29,27 +29,26 @@ const MAX_REDIRECTIONS: u32 = 8;
 const TRY_AGAIN_DELAY: Duration = Duration::from_millis(2);
 
 /// Finds the node of a slot and sends calls to it.
-#[derive(Clone, Debug)]
-pub(super) struct ClusterRouter {
+#[derive(Debug)]
+pub(in crate::store::redis) struct ClusterRouter {
     pub(super) context: Arc<RedisContext>,
     pub(super) slot_map: WatchedValue<Arc<ClusterSlotMap>>,
     /// Requests a refresh of the slot map after a call contradicted it.
-    pub(super) refresh_requested: Arc<Notify>,
-    pub(super) hints: Arc<AdmissionHints>,
+    pub(super) refresh_requested: Notify,
+    pub(super) hints: AdmissionHints,
 }
 
-/// A call without a useful reply. If the call was sent, `node_state` has the node and its
-/// connection.
+/// A call without a useful reply, and the node and the connection that it was sent on, if it was.
 struct FailedClusterCall {
     kind: RedisErrorKind,
-    node_state: Option<(Arc<ClusterNode>, Arc<RedisConnectionState>)>,
+    sent_on: Option<(Arc<ClusterNode>, Arc<LiveConnection>)>,
 }
 
 impl From<RedisErrorKind> for FailedClusterCall {
-    fn from(failure: RedisErrorKind) -> Self {
+    fn from(kind: RedisErrorKind) -> Self {
         Self {
-            kind: failure,
-            node_state: None,
+            kind,
+            sent_on: None,
         }
     }
 }
@@ -60,7 +59,7 @@ impl ClusterRouter {
     /// # Errors
     /// Returns an error at once if the node is disconnected, otherwise by the deadline at the
     /// latest. The failure is counted.
-    pub(super) async fn run_on_hash_slot(
+    pub(in crate::store::redis) async fn run_on_hash_slot(
         &self,
         hash_slot: u16,
         command: &Cmd,
@@ -84,20 +83,138 @@ impl ClusterRouter {
         }
     }
 
-    /// Runs settlement calls of one slot in order. Calls that fail together count as one failure.
+    /// Like [`Self::run_on_hash_slot`], without repeating the call and without counting the
+    /// failure.
+    async fn try_command_on_hash_slot(
+        &self,
+        hash_slot: u16,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Value, FailedClusterCall> {
+        let mut next_node = self.slot_map.get().node_for_hash_slot(hash_slot).cloned();
+        let mut is_asking = false;
+        for _ in 0..MAX_REDIRECTIONS {
+            let Some(node) = next_node else { break };
+            let live = self.wait_for_connection(&node, deadline).await?;
+            let answer = timeout_at(deadline, live.send_command(command, is_asking)).await;
+            let kind = match answer {
+                Ok(Ok(value)) => {
+                    node.reset_failures();
+                    return Ok(value);
+                }
+                Ok(Err(error)) => match parse_redirection(&error, &node.address) {
+                    Some((address, is_importing)) => {
+                        if !is_importing {
+                            self.refresh_requested.notify_one();
+                        }
+                        is_asking = is_importing;
+                        next_node = Some(self.wait_for_node(&address, deadline).await?);
+                        continue;
+                    }
+                    None => RedisErrorKind::from(&error),
+                },
+                Err(elapsed) => elapsed.into(),
+            };
+            return Err(FailedClusterCall {
+                kind,
+                sent_on: Some((node, live)),
+            });
+        }
+        self.refresh_requested.notify_one();
+        Err(RedisErrorKind::ClusterDown.into())
+    }
+
+    /// Returns the connection to a node. Waits for it while the node is new.
+    async fn wait_for_connection(
+        &self,
+        node: &ClusterNode,
+        deadline: Instant,
+    ) -> Result<Arc<LiveConnection>, RedisErrorKind> {
+        if node.is_connecting() {
+            // After the deadline, the state of the connection has the reason.
+            drop(timeout_at(deadline, node.connection.wait_until_ready()).await);
+        }
+        node.connection
+            .live()
+            .inspect_err(|_| self.refresh_requested.notify_one())
+    }
+
+    /// Returns the node at an address from a redirection. Waits for a node that is not in the slot
+    /// map yet.
+    async fn wait_for_node(
+        &self,
+        address: &RedisAddress,
+        deadline: Instant,
+    ) -> Result<Arc<ClusterNode>, RedisErrorKind> {
+        let find_node = |map: &Arc<ClusterSlotMap>| map.find_node_by_address(address).cloned();
+        if let Some(node) = find_node(&self.slot_map.get()) {
+            return Ok(node);
+        }
+        self.refresh_requested.notify_one();
+        let map = self.slot_map.wait_for(|map| find_node(map).is_some());
+        let map = timeout_at(deadline, map).await.ok();
+        map.and_then(|map| find_node(&map))
+            .ok_or(RedisErrorKind::ClusterDown)
+    }
+
+    /// Settles charges, and returns the result of each settlement. Settlements of one counter stay
+    /// in order.
+    pub(in crate::store::redis) async fn apply_settlements(
+        &self,
+        settlements: &[Settlement<'_>],
+    ) -> Vec<Result<(), RedisErrorKind>> {
+        let groups = group_by_hash_slot(settlements.iter().enumerate(), |(_, one)| one.key);
+        let group_results = groups.iter().map(|(hash_slot, group)| async move {
+            let settlements: Vec<Settlement<'_>> = group.iter().map(|(_, one)| **one).collect();
+            let mut results = Vec::with_capacity(settlements.len());
+            for calls in split_into_calls(&settlements).chunks(MAX_PIPELINED_CALLS) {
+                let call_results = self.send_settlements(*hash_slot, calls).await;
+                results.extend(results_by_settlement(calls, call_results));
+            }
+            results
+        });
+        let group_results = join_all(group_results).await;
+        let mut results = vec![Ok(()); settlements.len()];
+        for ((_, group), group_results) in groups.iter().zip(group_results) {
+            for ((position, _), result) in group.iter().zip(group_results) {
+                if let Some(target) = results.get_mut(*position) {
+                    *target = result;
+                }
+            }
+        }
+        results
+    }
+
+    /// Runs settlement calls of one slot in order, and repeats those that name several keys of a
+    /// slot that moves: it accepts only calls with one key.
     async fn send_settlements(
         &self,
         hash_slot: u16,
         calls: &[&[Settlement<'_>]],
     ) -> Vec<Result<(), RedisErrorKind>> {
+        let mut results = self.try_settlements(hash_slot, calls).await;
+        for (call, result) in calls.iter().zip(&mut results) {
+            if *result == Err(RedisErrorKind::TryAgain) {
+                let singles: Vec<&[Settlement<'_>]> = call.chunks(1).collect();
+                let each = self.try_settlements(hash_slot, &singles).await;
+                *result = each.into_iter().collect();
+            }
+        }
+        results
+    }
+
+    /// Runs settlement calls of one slot in order. Calls that fail together count as one failure.
+    async fn try_settlements(
+        &self,
+        hash_slot: u16,
+        calls: &[&[Settlement<'_>]],
+    ) -> Vec<Result<(), RedisErrorKind>> {
         let (start, call_timeout) = (Instant::now(), self.context.settings.timeout);
-        let script = &self.context.scripts;
-        let commands: Vec<Cmd> = calls
-            .iter()
-            .map(|call| script.settle_command(call, None))
-            .collect();
-        let answers = (1..).zip(&commands).map(|(turn, command)| {
-            self.try_command_on_hash_slot(hash_slot, command, start + call_timeout * turn)
+        let answers = (1..).zip(calls).map(|(turn, call)| async move {
+            let command = self.context.scripts.settle_command(call, None);
+            let deadline = start + call_timeout * turn;
+            self.try_command_on_hash_slot(hash_slot, &command, deadline)
+                .await
         });
         let results = join_all(answers).await;
         if let Some(failed_call) = results.iter().find_map(|result| result.as_ref().err()) {
@@ -107,126 +224,6 @@ impl ClusterRouter {
             .into_iter()
             .map(|result| result.map(drop).map_err(|failed_call| failed_call.kind))
             .collect()
-    }
-
-    /// Like [`Self::run_on_hash_slot`], without repeating the call and without counting the
-    /// failure.
-    async fn try_command_on_hash_slot(
-        &self,
-        hash_slot: u16,
-        command: &Cmd,
-        deadline: Instant,
-    ) -> Result<Value, FailedClusterCall> {
-        let mut redirected_to: Option<(RedisAddress, bool)> = None;
-        let mut redirections = 0;
-        while redirections < MAX_REDIRECTIONS {
-            let node = match &redirected_to {
-                None => self.slot_map.get().node_for_hash_slot(hash_slot).cloned(),
-                Some((address, _)) => Some(self.wait_for_node(address, deadline).await?),
-            };
-            let Some(node) = node else { break };
-            let state = node.connection.state();
-            let live = match &*state {
-                RedisConnectionState::Up(live) => live,
-                RedisConnectionState::Down(_)
-                    if node.is_connecting()
-                        && timeout_at(deadline, node.connection.wait_until_ready())
-                            .await
-                            .is_ok() =>
-                {
-                    continue;
-                }
-                RedisConnectionState::Down(failure) => {
-                    self.refresh_requested.notify_one();
-                    return Err((*failure).into());
-                }
-            };
-            let asking = redirected_to.as_ref().is_some_and(|(_, asking)| *asking);
-            let error =
-                match timeout_at(deadline, live.send_with_script_reload(command, asking)).await {
-                    Ok(Ok(value)) => {
-                        node.record_success();
-                        return Ok(value);
-                    }
-                    Ok(Err(error)) => error,
-                    Err(elapsed) => {
-                        return Err(FailedClusterCall {
-                            kind: elapsed.into(),
-                            node_state: Some((node, state)),
-                        });
-                    }
-                };
-            match parse_redirection(&error, &node.address) {
-                Some((address, asking)) => {
-                    if !asking {
-                        self.refresh_requested.notify_one();
-                    }
-                    redirected_to = Some((address, asking));
-                    redirections += 1;
-                }
-                None => {
-                    return Err(FailedClusterCall {
-                        kind: RedisErrorKind::from(&error),
-                        node_state: Some((node, state)),
-                    });
-                }
-            }
-        }
-        self.refresh_requested.notify_one();
-        Err(RedisErrorKind::ClusterDown.into())
-    }
-
-    /// Settles charges. Settlements of one counter stay in order. Returns the indexes of the
-    /// settlements in each failed call; all other settlements were made.
-    pub(super) async fn apply_settlements(
-        &self,
-        settlements: &[Settlement<'_>],
-    ) -> Vec<(Vec<usize>, RedisErrorKind)> {
-        let mut hash_slots: SmallVec<[(u16, Vec<usize>); 4]> = SmallVec::new();
-        for (position, settlement) in settlements.iter().enumerate() {
-            let hash_slot = hash_slot_for_key(settlement.key);
-            match hash_slots.iter_mut().find(|(other, _)| *other == hash_slot) {
-                Some((_, positions)) => positions.push(position),
-                None => hash_slots.push((hash_slot, vec![position])),
-            }
-        }
-        let hash_slots = hash_slots.iter().map(|(hash_slot, positions)| async move {
-            let slot_settlements: Vec<Settlement<'_>> = positions
-                .iter()
-                .filter_map(|position| settlements.get(*position))
-                .copied()
-                .collect();
-            let failed = self
-                .apply_settlements_on_hash_slot(*hash_slot, &slot_settlements)
-                .await
-                .into_iter();
-            let original_position = |nth: &usize| positions.get(*nth).copied();
-            failed
-                .map(|(nth, failure)| (nth.iter().filter_map(original_position).collect(), failure))
-                .collect::<Vec<(Vec<usize>, RedisErrorKind)>>()
-        });
-        join_all(hash_slots).await.into_iter().flatten().collect()
-    }
-
-    /// [`Self::apply_settlements`] for settlements of one slot.
-    async fn apply_settlements_on_hash_slot(
-        &self,
-        hash_slot: u16,
-        settlements: &[Settlement<'_>],
-    ) -> Vec<(Vec<usize>, RedisErrorKind)> {
-        let (calls, mut results) = (split_into_calls(settlements), Vec::new());
-        for calls in calls.chunks(MAX_PIPELINED_CALLS) {
-            results.extend(self.send_settlements(hash_slot, calls).await);
-        }
-        // A slot that moves accepts only calls with one key.
-        for (call, result) in calls.iter().zip(&mut results) {
-            if *result == Err(RedisErrorKind::TryAgain) {
-                let singles: Vec<&[Settlement<'_>]> = call.chunks(1).collect();
-                let each = self.send_settlements(hash_slot, &singles).await;
-                *result = each.into_iter().collect();
-            }
-        }
-        collect_failed_calls(&calls, results)
     }
 
     pub(super) async fn request_decision(
@@ -253,70 +250,27 @@ impl ClusterRouter {
         }
     }
 
-    /// Returns the node at an address from a redirection. Waits for a node that is not in the slot
-    /// map yet.
-    async fn wait_for_node(
-        &self,
-        address: &RedisAddress,
-        deadline: Instant,
-    ) -> Result<Arc<ClusterNode>, FailedClusterCall> {
-        if let Some(node) = self.slot_map.get().find_node_by_address(address) {
-            return Ok(Arc::clone(node));
-        }
-        self.refresh_requested.notify_one();
-        let known_node = async {
-            let map = self
-                .slot_map
-                .wait_for(|map| map.find_node_by_address(address).is_some());
-            let node = map.await.find_node_by_address(address).cloned()?;
-            node.connection.wait_until_ready().await;
-            Some(node)
-        };
-        match timeout_at(deadline, known_node).await {
-            Ok(Some(node)) => Ok(node),
-            Ok(None) | Err(_) => Err(RedisErrorKind::ClusterDown.into()),
-        }
-    }
-
-    /// Counts a failed call, also for its node if the node was connected. Returns the kind of
-    /// failure. A call that failed because its slot moves is not counted.
+    /// Counts a failed call, also for the node that it was sent to. Returns the kind of failure.
     fn record_failed_call(&self, call: &FailedClusterCall) -> RedisErrorKind {
-        if call.kind == RedisErrorKind::TryAgain {
-            return call.kind;
+        let kind = call.kind;
+        match (&call.sent_on, kind) {
+            // The slot moves, which is no failure. A foreign value affects only one key, and the
+            // caller counts it.
+            (_, RedisErrorKind::TryAgain) | (Some(_), RedisErrorKind::WrongType(_)) => kind,
+            (None, _) => self.count_failure(kind),
+            (Some((node, live)), _) => {
+                if kind == RedisErrorKind::ClusterDown || kind.requires_reconnect() {
+                    self.refresh_requested.notify_one();
+                }
+                live.record_failure(kind);
+                let failures = node.consecutive_failures.fetch_add(1, Ordering::Relaxed);
+                if failures.saturating_add(1) >= self.context.settings.breaker_failures {
+                    node.reset_failures();
+                    live.request_replacement(kind);
+                }
+                self.count_failure(kind)
+            }
         }
-        match &call.node_state {
-            Some((node, state)) => match &**state {
-                RedisConnectionState::Up(live) => self.record_node_failure(node, live, call.kind),
-                RedisConnectionState::Down(_) => self.count_failure(call.kind),
-            },
-            None => self.count_failure(call.kind),
-        }
-    }
-
-    /// Records a failed call of a node.
-    fn record_node_failure(
-        &self,
-        node: &ClusterNode,
-        live: &LiveConnection,
-        failure: RedisErrorKind,
-    ) -> RedisErrorKind {
-        if matches!(failure, RedisErrorKind::WrongType(_)) {
-            // Only one key is affected, and the caller counts the failure.
-            return failure;
-        }
-        if failure == RedisErrorKind::ClusterDown || failure.requires_reconnect() {
-            self.refresh_requested.notify_one();
-        }
-        live.record_failure(failure);
-        let failures = node
-            .consecutive_failures
-            .fetch_add(1, Ordering::Relaxed)
-            .saturating_add(1);
-        if failures >= self.context.settings.breaker_failures {
-            node.consecutive_failures.store(0, Ordering::Relaxed);
-            live.request_replacement(failure);
-        }
-        self.count_failure(failure)
     }
 
     pub(super) fn count_failure(&self, failure: RedisErrorKind) -> RedisErrorKind {

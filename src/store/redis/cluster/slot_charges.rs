@@ -7,13 +7,13 @@ use smallvec::SmallVec;
 /// The charges of one request that are in one slot.
 pub(super) struct HashSlotCharges {
     pub(super) hash_slot: u16,
-    pub(super) charges: SmallVec<[OwnedCharge; 2]>,
-    /// The indexes of the charges in the request.
-    pub(super) positions: SmallVec<[usize; 2]>,
+    pub(super) charges: Vec<OwnedCharge>,
 }
 
 /// An owned charge, which outlives its caller.
 pub(super) struct OwnedCharge {
+    /// The index of the charge in the request.
+    pub(super) position: usize,
     limit: Limit,
     key: Key,
     cost: u64,
@@ -25,6 +25,16 @@ pub(super) struct OwnedCharge {
 }
 
 impl HashSlotCharges {
+    /// Groups the charges of a request by slot.
+    pub(super) fn from_request(charges: &[Charge<'_>]) -> Vec<Self> {
+        let owned = charges.iter().enumerate();
+        let owned = owned.map(|(position, charge)| OwnedCharge::from_charge(position, charge));
+        group_by_hash_slot(owned, |charge| &charge.key)
+            .into_iter()
+            .map(|(hash_slot, charges)| Self { hash_slot, charges })
+            .collect()
+    }
+
     pub(super) fn to_creditable_charges(&self) -> SmallVec<[Charge<'_>; 4]> {
         self.charges
             .iter()
@@ -36,11 +46,9 @@ impl HashSlotCharges {
     /// slot moves.
     pub(super) fn split_by_charge(self) -> impl Iterator<Item = Self> {
         let hash_slot = self.hash_slot;
-        let pairs = self.charges.into_iter().zip(self.positions);
-        pairs.map(move |(charge, position)| Self {
+        self.charges.into_iter().map(move |charge| Self {
             hash_slot,
-            charges: SmallVec::from_iter([charge]),
-            positions: SmallVec::from_iter([position]),
+            charges: vec![charge],
         })
     }
 
@@ -75,33 +83,23 @@ impl HashSlotCharges {
 }
 
 impl OwnedCharge {
-    fn from_charge(charge: &Charge<'_>) -> Self {
-        let Charge {
-            limit,
-            key,
-            cost,
-            policy_number,
-            shadow,
-            counts_rejected,
-            fails_closed,
-            slot_id,
-            ..
-        } = *charge;
+    fn from_charge(position: usize, charge: &Charge<'_>) -> Self {
         Self {
-            limit: *limit,
-            key: key.clone(),
-            cost,
-            policy_number,
-            shadow,
-            counts_rejected,
-            fails_closed,
-            slot_id,
+            position,
+            limit: *charge.limit,
+            key: charge.key.clone(),
+            cost: charge.cost,
+            policy_number: charge.policy_number,
+            shadow: charge.shadow,
+            counts_rejected: charge.counts_rejected,
+            fails_closed: charge.fails_closed,
+            slot_id: charge.slot_id,
         }
     }
 
     /// Returns the charge marked as an estimate, so that it can be credited later, and without a
     /// lease, because units granted by one slot can't be revoked when another slot refuses.
-    fn to_creditable_charge(&self) -> Charge<'_> {
+    pub(super) fn to_creditable_charge(&self) -> Charge<'_> {
         Charge {
             policy_number: self.policy_number,
             shadow: self.shadow,
@@ -113,28 +111,18 @@ impl OwnedCharge {
     }
 }
 
-/// Groups the charges by slot.
-pub(super) fn group_by_hash_slot(charges: &[Charge<'_>]) -> Vec<HashSlotCharges> {
-    let mut hash_slots: Vec<HashSlotCharges> = Vec::new();
-    for (position, charge) in charges.iter().enumerate() {
-        let (hash_slot, charge) = (
-            hash_slot_for_key(charge.key),
-            OwnedCharge::from_charge(charge),
-        );
-        match hash_slots
-            .iter_mut()
-            .find(|part| part.hash_slot == hash_slot)
-        {
-            Some(part) => {
-                part.charges.push(charge);
-                part.positions.push(position);
-            }
-            None => hash_slots.push(HashSlotCharges {
-                hash_slot,
-                charges: SmallVec::from_iter([charge]),
-                positions: SmallVec::from_iter([position]),
-            }),
+/// Groups items by the slot of their key. Items of one slot stay in order.
+pub(super) fn group_by_hash_slot<T>(
+    items: impl Iterator<Item = T>,
+    key_of_item: impl Fn(&T) -> &Key,
+) -> Vec<(u16, Vec<T>)> {
+    let mut groups: Vec<(u16, Vec<T>)> = Vec::new();
+    for item in items {
+        let hash_slot = hash_slot_for_key(key_of_item(&item));
+        match groups.iter_mut().find(|(other, _)| *other == hash_slot) {
+            Some((_, group)) => group.push(item),
+            None => groups.push((hash_slot, vec![item])),
         }
     }
-    hash_slots
+    groups
 }

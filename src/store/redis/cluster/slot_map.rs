@@ -1,11 +1,11 @@
 //! The slot map: which node of a cluster holds which slot.
 
 use crate::limiter::{Key, KeyBuilder};
-use crate::store::redis::connection::{RedisConnectionState, SupervisedConnection};
+use crate::store::redis::connection::SupervisedConnection;
 use crate::store::redis::connection_target::PROBE_POLICY_NAME;
 use crate::store::redis::scripts::push_hex_id;
 use crate::store::redis::settings::RedisAddress;
-use redis::Value;
+use redis::{Value, from_redis_value_ref};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -29,7 +29,7 @@ const NEW_NODE_WAIT: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct ClusterNode {
     pub(super) address: RedisAddress,
-    pub(super) connection: Arc<SupervisedConnection>,
+    pub(super) connection: SupervisedConnection,
     /// Consecutive failures, after which the connection is replaced and probed: the circuit breaker
     /// of this node.
     pub(super) consecutive_failures: AtomicU32,
@@ -40,6 +40,7 @@ pub(super) struct ClusterNode {
 #[derive(Debug, Default)]
 pub(super) struct ClusterSlotMap {
     pub(super) nodes: Vec<Arc<ClusterNode>>,
+    pub(super) ranges: Vec<HashSlotRange>,
     /// The index of the node of each slot, if it has one.
     node_indexes: Vec<Option<u16>>,
 }
@@ -56,10 +57,10 @@ impl ClusterNode {
 
     /// Whether calls would be sent to the node, or wait for it.
     pub(super) fn is_available(&self) -> bool {
-        matches!(&*self.connection.state(), RedisConnectionState::Up(_)) || self.is_connecting()
+        self.connection.live().is_ok() || self.is_connecting()
     }
 
-    pub(super) fn record_success(&self) {
+    pub(super) fn reset_failures(&self) {
         if self.consecutive_failures.load(Ordering::Relaxed) != 0 {
             self.consecutive_failures.store(0, Ordering::Relaxed);
         }
@@ -67,9 +68,9 @@ impl ClusterNode {
 }
 
 impl ClusterSlotMap {
-    pub(super) fn new(nodes: Vec<Arc<ClusterNode>>, ranges: &[HashSlotRange]) -> Self {
+    pub(super) fn new(nodes: Vec<Arc<ClusterNode>>, ranges: Vec<HashSlotRange>) -> Self {
         let mut hash_slots = vec![None; usize::from(HASH_SLOT_COUNT)];
-        for (first, last, address) in ranges {
+        for (first, last, address) in &ranges {
             let node_index = nodes.iter().position(|node| node.address == *address);
             let node_index = node_index.and_then(|index| u16::try_from(index).ok());
             if let Some(hash_slots) = hash_slots.get_mut(usize::from(*first)..=usize::from(*last)) {
@@ -78,16 +79,13 @@ impl ClusterSlotMap {
         }
         Self {
             nodes,
+            ranges,
             node_indexes: hash_slots,
         }
     }
 
     pub(super) fn node_for_hash_slot(&self, hash_slot: u16) -> Option<&Arc<ClusterNode>> {
-        let node_index = self
-            .node_indexes
-            .get(usize::from(hash_slot))
-            .copied()
-            .flatten()?;
+        let node_index = (*self.node_indexes.get(usize::from(hash_slot))?)?;
         self.nodes.get(usize::from(node_index))
     }
 
@@ -97,22 +95,12 @@ impl ClusterSlotMap {
         is_serving: impl Fn(&ClusterNode) -> bool,
     ) -> Vec<u16> {
         let serving: Vec<bool> = self.nodes.iter().map(|node| is_serving(node)).collect();
-        if serving.iter().all(|is_serving| *is_serving)
-            && self.node_indexes.iter().all(Option::is_some)
-            && !serving.is_empty()
-        {
-            return Vec::new();
-        }
-        let node_index = |hash_slot: u16| {
-            self.node_indexes
-                .get(usize::from(hash_slot))
-                .copied()
-                .flatten()
+        let is_served = |node_index: Option<u16>| {
+            node_index.is_some_and(|index| serving.get(usize::from(index)) == Some(&true))
         };
-        let is_serving_index =
-            |index: u16| serving.get(usize::from(index)).copied().unwrap_or_default();
+        let node_index = |hash_slot: u16| *self.node_indexes.get(usize::from(hash_slot))?;
         (0..HASH_SLOT_COUNT)
-            .filter(|hash_slot| !node_index(*hash_slot).is_some_and(is_serving_index))
+            .filter(|hash_slot| !is_served(node_index(*hash_slot)))
             .collect()
     }
 
@@ -121,50 +109,34 @@ impl ClusterSlotMap {
     }
 }
 
-/// Parses the reply to `CLUSTER SLOTS`: the ranges of the masters. A node without a host has the
-/// host of the queried node. Returns `None` if the reply is invalid.
+/// Parses the reply to `CLUSTER SLOTS`: the ranges of the masters, in order. A node without a host
+/// has the host of the queried node. Returns `None` if the reply is invalid.
 pub(super) fn parse_cluster_slots(
     reply: &Value,
     queried_node: &RedisAddress,
 ) -> Option<Vec<HashSlotRange>> {
-    let Value::Array(entries) = reply else {
-        return None;
-    };
-    entries
-        .iter()
-        .map(|entry| parse_slot_range(entry, queried_node))
-        .collect()
+    let entries = reply.as_sequence()?.iter();
+    let ranges = entries.map(|entry| parse_slot_range(entry, queried_node));
+    let mut ranges: Vec<HashSlotRange> = ranges.collect::<Option<_>>()?;
+    ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
+    Some(ranges)
 }
 
 fn parse_slot_range(entry: &Value, queried_node: &RedisAddress) -> Option<HashSlotRange> {
-    let Value::Array(entry) = entry else {
+    let [first, last, master, ..] = entry.as_sequence()? else {
         return None;
     };
-    let [
-        Value::Int(first),
-        Value::Int(last),
-        Value::Array(master),
-        ..,
-    ] = entry.as_slice()
-    else {
+    let [host, port, ..] = master.as_sequence()? else {
         return None;
     };
-    let [host, Value::Int(port), ..] = master.as_slice() else {
-        return None;
-    };
-    let host = match host {
-        Value::BulkString(host) => String::from_utf8(host.clone()).ok()?,
-        Value::Nil => String::new(),
-        _ => return None,
-    };
-    let hash_slot = |number: i64| {
-        u16::try_from(number)
-            .ok()
-            .filter(|hash_slot| *hash_slot < HASH_SLOT_COUNT)
-    };
-    let (first, last) = (hash_slot(*first)?, hash_slot(*last)?);
-    let port = u16::try_from(*port).ok()?;
-    (first <= last).then(|| (first, last, resolve_node_address(host, port, queried_node)))
+    let first: u16 = from_redis_value_ref(first).ok()?;
+    let last: u16 = from_redis_value_ref(last).ok()?;
+    let host: Option<String> = from_redis_value_ref(host).ok()?;
+    let port: u16 = from_redis_value_ref(port).ok()?;
+    (first <= last && last < HASH_SLOT_COUNT).then(|| {
+        let address = resolve_node_address(host.unwrap_or_default(), port, queried_node);
+        (first, last, address)
+    })
 }
 
 /// Returns a node's address from a reply. Without a host, the node has the host of the queried

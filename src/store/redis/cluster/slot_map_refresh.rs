@@ -1,18 +1,17 @@
 //! The task that refreshes the slot map: periodically, and when a call contradicted it.
 
+use super::router::ClusterRouter;
 use super::slot_map::{self, ClusterNode, ClusterSlotMap, HashSlotRange};
-use crate::store::redis::connection::{RedisConnectionState, SupervisedConnection};
+use crate::store::redis::connection::SupervisedConnection;
 use crate::store::redis::connection_target::RedisConnectionTarget;
 use crate::store::redis::connector;
 use crate::store::redis::context::RedisContext;
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
 use crate::store::redis::settings::RedisAddress;
-use crate::store::redis::watched_value::WatchedValue;
-use redis::{Cmd, RedisError, Value};
+use redis::{Cmd, Value};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
-use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Interval of refreshes that no call has requested.
@@ -24,41 +23,35 @@ const INITIAL_BACKOFF: Duration = Duration::from_millis(10);
 const MAX_BACKOFF: Duration = Duration::from_millis(500);
 
 /// Refreshes the slot map periodically, and on request.
-pub(super) async fn run_slot_map_refresh(
-    context: Arc<RedisContext>,
-    slot_map: WatchedValue<Arc<ClusterSlotMap>>,
-    refresh_requested: Arc<Notify>,
-) {
-    let breaker = &context.breaker;
-    let (mut known_ranges, mut is_lost, mut backoff): (Vec<HashSlotRange>, _, _) =
-        (Vec::new(), false, INITIAL_BACKOFF);
+pub(super) async fn run_slot_map_refresh(router: Arc<ClusterRouter>) {
+    let breaker = &router.context.breaker;
+    let (mut is_lost, mut backoff) = (false, INITIAL_BACKOFF);
     loop {
-        let previous_map = slot_map.get();
-        match fetch_slot_ranges(&context, &previous_map).await {
+        let map = router.slot_map.get();
+        match fetch_slot_ranges(&router.context, &map).await {
             Ok(ranges) if ranges.is_empty() => breaker.count_failure(RedisErrorKind::ClusterDown),
             Ok(ranges) => {
                 if std::mem::take(&mut is_lost) {
                     breaker.record_connection_restored();
                 }
-                if ranges != known_ranges {
-                    slot_map.set(Arc::new(
-                        build_slot_map_with_connections(&context, &previous_map, &ranges).await,
-                    ));
-                    (known_ranges, backoff) = (ranges, INITIAL_BACKOFF);
+                if ranges != map.ranges {
+                    let map = build_slot_map_with_connections(&router.context, &map, ranges).await;
+                    router.slot_map.set(Arc::new(map));
+                    backoff = INITIAL_BACKOFF;
                 }
             }
             Err(error) => {
                 breaker.count_failure(error.kind);
                 // Once nodes are known, their connections report the loss of Redis.
-                if known_ranges.is_empty() && !std::mem::replace(&mut is_lost, true) {
+                if map.ranges.is_empty() && !std::mem::replace(&mut is_lost, true) {
                     breaker.record_connection_down(&error);
                 }
             }
         }
         sleep(backoff.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
         backoff = (backoff * 2).min(MAX_BACKOFF);
-        if !known_ranges.is_empty()
-            && timeout(REFRESH_INTERVAL, refresh_requested.notified())
+        if !router.slot_map.get().ranges.is_empty()
+            && timeout(REFRESH_INTERVAL, router.refresh_requested.notified())
                 .await
                 .is_err()
         {
@@ -72,10 +65,10 @@ pub(super) async fn run_slot_map_refresh(
 async fn build_slot_map_with_connections(
     context: &Arc<RedisContext>,
     previous_map: &ClusterSlotMap,
-    ranges: &[HashSlotRange],
+    ranges: Vec<HashSlotRange>,
 ) -> ClusterSlotMap {
     let mut nodes: Vec<Arc<ClusterNode>> = Vec::new();
-    for (_, _, address) in ranges {
+    for (_, _, address) in &ranges {
         if nodes.iter().any(|node| node.address == *address) {
             continue;
         }
@@ -83,25 +76,22 @@ async fn build_slot_map_with_connections(
             nodes.push(Arc::clone(known));
             continue;
         }
-        let target = RedisConnectionTarget::from_node(
-            address.clone(),
-            slot_map::find_probe_key(ranges, address).await,
-        );
-        let connection = Arc::new(SupervisedConnection::start(Arc::clone(context), target));
-        let failures = AtomicU32::new(0);
+        let target = RedisConnectionTarget {
+            address: Some(address.clone()),
+            probe_key: slot_map::find_probe_key(&ranges, address).await,
+        };
         nodes.push(Arc::new(ClusterNode {
             address: address.clone(),
-            connection,
-            consecutive_failures: failures,
+            connection: SupervisedConnection::start(Arc::clone(context), target),
+            consecutive_failures: AtomicU32::new(0),
             discovered_at: Instant::now(),
         }));
     }
-    for removed_node in previous_map
-        .nodes
-        .iter()
-        .filter(|node| !nodes.iter().any(|other| Arc::ptr_eq(other, node)))
-    {
-        let (removed_node, call_timeout) = (Arc::clone(removed_node), context.settings.timeout);
+    for known in &previous_map.nodes {
+        if nodes.iter().any(|node| Arc::ptr_eq(node, known)) {
+            continue;
+        }
+        let (removed_node, call_timeout) = (Arc::clone(known), context.settings.timeout);
         // Calls in flight are still answered, if only with a redirection.
         tokio::spawn(async move {
             sleep(call_timeout).await;
@@ -122,15 +112,11 @@ async fn fetch_slot_ranges(
     let mut nodes = slot_map.nodes.clone();
     fastrand::shuffle(&mut nodes);
     for node in nodes {
-        if let RedisConnectionState::Up(live) = &*node.connection.state()
-            && let Ok(Ok(reply)) = timeout(
-                settings.timeout,
-                live.send_with_script_reload(&command, false),
-            )
-            .await
+        if let Ok(live) = node.connection.live()
+            && let Ok(Ok(reply)) = timeout(settings.timeout, live.run_command(&command)).await
             && let Some(ranges) = slot_map::parse_cluster_slots(&reply, &node.address)
         {
-            return Ok(sort_ranges(ranges));
+            return Ok(ranges);
         }
     }
     let mut last_error = RedisConnectionError::new(RedisErrorKind::Dns, "no node address is known");
@@ -142,7 +128,7 @@ async fn fetch_slot_ranges(
         )
         .await;
         match fetched.unwrap_or_else(|elapsed| Err(elapsed.into())) {
-            Ok(ranges) => return Ok(sort_ranges(ranges)),
+            Ok(ranges) => return Ok(ranges),
             Err(error) => {
                 last_error =
                     RedisConnectionError::new(error.kind, format!("{address}: {}", error.message))
@@ -157,22 +143,15 @@ async fn query_configured_server(
     address: &RedisAddress,
     command: &Cmd,
 ) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
+    let settings = &context.settings;
     let (mut connection, _driver) =
-        connector::open_connection(address, context.settings.connect_options()).await?;
-    let reply = match connection.send_packed_command(command).await? {
-        Value::ServerError(error) => return Err(RedisError::from(error).into()),
-        reply => reply,
-    };
+        connector::open_connection(address, settings, &settings.credentials, settings.database)
+            .await?;
+    let reply: Value = command.query_async(&mut connection).await?;
     slot_map::parse_cluster_slots(&reply, address).ok_or_else(|| {
         RedisConnectionError::new(
             RedisErrorKind::InvalidReply,
             "the reply to CLUSTER SLOTS is invalid",
         )
     })
-}
-
-/// Sorts the ranges, so that equal slot maps compare as equal.
-fn sort_ranges(mut ranges: Vec<HashSlotRange>) -> Vec<HashSlotRange> {
-    ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
-    ranges
 }

@@ -14,6 +14,7 @@ use crate::store::redis::error::RedisErrorKind;
 use crate::store::{PartialDecision, Settlement};
 use futures_util::future::join_all;
 use smallvec::SmallVec;
+use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -105,7 +106,7 @@ impl ClusterRouter {
     /// forwarded are returned. The caller forwards an admitted request, and confirms a partial
     /// decision if it forwards the request.
     pub(super) async fn decide_parts(
-        self,
+        self: Arc<Self>,
         mut waiting: Vec<HashSlotCharges>,
         deadline: Instant,
         result_sender: oneshot::Sender<SplitResult>,
@@ -234,14 +235,10 @@ fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
     let mut outcomes = Vec::new();
     for DecidedPart { part, answer } in decided {
         let Ok(answer) = answer else { continue };
-        let charges = part
-            .to_creditable_charges()
-            .into_iter()
-            .zip(&part.positions);
-        for (nth, (charge, position)) in charges.enumerate() {
+        for (nth, charge) in part.charges.iter().enumerate() {
             outcomes.push(SplitChargeOutcome {
-                position: *position,
-                charge,
+                position: charge.position,
+                charge: charge.to_creditable_charge(),
                 now_us: answer.now_us,
                 status: answer.statuses.get(nth).copied().flatten(),
                 charged_at_us: answer.charged_at_us.get(nth).copied().flatten(),
@@ -298,7 +295,6 @@ fn merge_decisions(
 
 #[cfg(test)]
 mod tests {
-    use super::super::slot_charges::group_by_hash_slot;
     use super::*;
     use crate::limiter::{Key, KeyBuilder, Limit, Refusal};
 
@@ -346,7 +342,7 @@ mod tests {
         charges: [Charge<'_>; 2],
         answers: [Result<Decision, RedisErrorKind>; 2],
     ) -> Vec<DecidedPart> {
-        let parts = group_by_hash_slot(&charges).into_iter();
+        let parts = HashSlotCharges::from_request(&charges).into_iter();
         let parts = parts.flat_map(HashSlotCharges::split_by_charge);
         let decided = parts.zip(answers);
         decided
