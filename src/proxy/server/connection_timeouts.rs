@@ -5,7 +5,7 @@
 //! task reads the next deadline. The state consists of cells on one thread: the request path never
 //! touches a timer.
 
-use std::cell::{Cell, OnceCell, RefCell, RefMut};
+use std::cell::{Cell, RefCell, RefMut};
 use std::future::poll_fn;
 use std::io;
 use std::rc::Rc;
@@ -16,8 +16,8 @@ use tokio::time::Instant;
 
 use super::close_reason::ConnectionCloseReason;
 use super::connection_activity::ConnectionActivity;
+use super::connection_memory::{ConnectionBuffers, ConnectionMemory, MemoryBudget};
 use super::frame_limits::FrameBudget;
-use super::memory_budget::WorkerMemory;
 use crate::telemetry::metrics::WorkerMetrics;
 
 /// Time limit for a client without requests to close its end after the connection was asked to
@@ -27,14 +27,6 @@ const CLIENT_CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Idle time after which a connection releases its request buffers. Allocating the buffers again
 /// costs about 2 µs, little for a client with less than ten requests per second.
 const BUFFER_RELEASE_DELAY: Duration = Duration::from_millis(100);
-
-/// Estimated memory of a connection that is idle, that has buffers for a request and an upstream
-/// connection, and more for each HTTP/2 stream and for a client that does not read. Measured: 3, 20,
-/// 8 and at most 60 KiB.
-const IDLE_CONNECTION_BYTES: usize = 4 * 1024;
-const CONNECTION_BUFFER_BYTES: usize = 20 * 1024;
-const HTTP2_STREAM_BYTES: usize = 8 * 1024;
-const BLOCKED_WRITE_BYTES: usize = 64 * 1024;
 
 /// Timeouts of a client connection.
 #[derive(Clone, Copy, Debug)]
@@ -102,13 +94,7 @@ pub(in crate::proxy) struct ConnectionMonitor {
     is_flushed: Cell<bool>,
     /// Idle time, for the acceptor.
     activity: Arc<ConnectionActivity>,
-    /// Bytes of the incomplete request head.
-    head_bytes: Cell<usize>,
-    /// Bytes of HTTP/2 request bodies that were received and not read by the handler.
-    unread_body_bytes: Cell<usize>,
-    /// Memory as last reported to the budget.
-    reported_bytes: Cell<usize>,
-    memory: OnceCell<Rc<WorkerMemory>>,
+    memory: ConnectionMemory,
     /// Why the connection is to be closed early.
     close_request: Cell<Option<ConnectionCloseReason>>,
     /// Whether the next output begins a response: no request began since all output was flushed.
@@ -153,75 +139,35 @@ impl ConnectionMonitor {
             informational_heads: RefCell::default(),
             is_flushed: Cell::new(true),
             activity,
-            head_bytes: Cell::new(0),
-            unread_body_bytes: Cell::new(0),
-            reported_bytes: Cell::new(0),
-            memory: OnceCell::new(),
+            memory: ConnectionMemory::default(),
             close_request: Cell::new(None),
             is_between_responses: Cell::new(true),
         })
     }
 
     /// Sets the budget to which the connection reports its memory.
-    pub(super) fn set_memory_budget(&self, memory: Rc<WorkerMemory>) {
-        // A monitor is created once per connection, so the cell is empty.
-        drop(self.memory.set(memory));
+    pub(super) fn set_memory_budget(&self, budget: Rc<dyn MemoryBudget>) {
+        self.memory.set_budget(budget);
         self.report_memory();
-    }
-
-    /// Estimated memory of the connection. An HTTP/2 field block is held as received and decoded.
-    fn held_bytes(&self) -> usize {
-        if self.close_request.get().is_some() {
-            return 0;
-        }
-        let unsent = match self.write_blocked_since.get() {
-            Some(_) => BLOCKED_WRITE_BYTES,
-            None => 0,
-        };
-        unsent
-            + if self.is_http2.get() {
-                CONNECTION_BUFFER_BYTES
-                    + self.active_requests.get() * HTTP2_STREAM_BYTES
-                    + 2 * self.head_bytes.get()
-                    + self.unread_body_bytes.get()
-            } else if self.has_buffers.get() {
-                CONNECTION_BUFFER_BYTES + self.head_bytes.get()
-            } else {
-                IDLE_CONNECTION_BYTES
-            }
     }
 
     /// Reports the connection's memory to the budget, if it has changed.
     pub(in crate::proxy) fn report_memory(&self) {
-        let (held, reported) = (self.held_bytes(), self.reported_bytes.get());
-        if held != reported
-            && let Some(memory) = self.memory.get()
-        {
-            self.reported_bytes.set(held);
-            memory.update(reported, held);
-        }
+        let is_closing = self.close_request.get().is_some();
+        self.memory.report((!is_closing).then(|| ConnectionBuffers {
+            http2_streams: self.is_http2.get().then(|| self.active_requests.get()),
+            has_buffers: self.has_buffers.get(),
+            is_write_blocked: self.write_blocked_since.get().is_some(),
+        }));
     }
 
-    /// Memory as last reported.
-    pub(super) fn reported_bytes(&self) -> usize {
-        self.reported_bytes.get()
-    }
-
-    /// Whether closing the connection frees more than an idle connection holds.
-    pub(super) fn holds_buffers(&self) -> bool {
-        self.reported_bytes.get() > IDLE_CONNECTION_BYTES
-    }
-
-    /// Records received bytes of HTTP/2 request bodies.
-    pub(super) fn record_body_received(&self, bytes: usize) {
-        self.unread_body_bytes
-            .set(self.unread_body_bytes.get() + bytes);
+    pub(super) fn memory(&self) -> &ConnectionMemory {
+        &self.memory
     }
 
     /// Records that the handler read bytes of a request body.
     pub(in crate::proxy) fn record_body_read(&self, bytes: usize) {
-        self.unread_body_bytes
-            .set(self.unread_body_bytes.get().saturating_sub(bytes));
+        self.memory.remove_unread_body_bytes(bytes);
     }
 
     /// Registers a request as active until all clones of the returned guard are dropped.
@@ -230,7 +176,7 @@ impl ConnectionMonitor {
             self.has_unread_input.set(false);
             self.is_responding.set(false);
             self.activity.set_busy();
-            self.head_bytes.set(0);
+            self.memory.clear_head_bytes();
         }
         self.is_between_responses.set(false);
         self.active_requests.set(self.active_requests.get() + 1);
@@ -487,7 +433,7 @@ impl ConnectionMonitor {
     /// Records received bytes, which may belong to a request head.
     pub(super) fn record_read(&self, bytes: usize) {
         if self.active_requests.get() == 0 && !self.is_http2.get() {
-            self.head_bytes.set(self.head_bytes.get() + bytes);
+            self.memory.add_head_bytes(bytes);
             if matches!(self.phase.get(), ConnectionPhase::Idle(_)) {
                 self.phase.set(ConnectionPhase::RequestHead(Instant::now()));
             }
@@ -497,9 +443,10 @@ impl ConnectionMonitor {
     /// Records whether the received HTTP/2 frames end within a field block. More frames of the same
     /// block do not extend its deadline.
     pub(super) fn record_field_block(&self, is_incomplete: bool, received: usize) {
-        let head_bytes = self.head_bytes.get() + received;
-        self.head_bytes
-            .set(if is_incomplete { head_bytes } else { 0 });
+        match is_incomplete {
+            true => self.memory.add_head_bytes(received),
+            false => self.memory.clear_head_bytes(),
+        }
         if is_incomplete != self.field_block_since.get().is_some() {
             self.field_block_since.set(is_incomplete.then(Instant::now));
         }
@@ -517,14 +464,6 @@ impl ConnectionMonitor {
                     self.write_waiters.take().into_iter().for_each(Waker::wake);
                 }
             }
-        }
-    }
-}
-
-impl Drop for ConnectionMonitor {
-    fn drop(&mut self) {
-        if let Some(memory) = self.memory.get() {
-            memory.update(self.reported_bytes.get(), 0);
         }
     }
 }
@@ -555,7 +494,7 @@ impl Drop for ActiveRequestGuard {
             let now = Instant::now();
             monitor.phase.set(ConnectionPhase::Idle(now));
             monitor.activity.set_idle(now);
-            monitor.unread_body_bytes.set(0);
+            monitor.memory.clear_unread_body_bytes();
             // HTTP/2 streams end in their own tasks, so the driving task must be woken to read the
             // deadline.
             if monitor.is_http2.get() {

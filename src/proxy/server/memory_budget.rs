@@ -1,7 +1,6 @@
 //! Budget for the memory of client connections.
 //!
-//! The sizes are estimates from the state of a connection and from the bytes that its socket has
-//! read: see [`ConnectionMonitor::held_bytes`]. They change when a head takes several reads, when a
+//! The sizes are estimates: see [`super::connection_memory`]. They change when a head takes several reads, when a
 //! client does not read, and when a connection becomes idle; other requests cost nothing here.
 
 use std::cell::RefCell;
@@ -12,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::close_reason::ConnectionCloseReason;
 use super::connection_load::ServerLoad;
+use super::connection_memory::MemoryBudget;
 use super::connection_timeouts::ConnectionMonitor;
 use crate::telemetry::LogThrottle;
 
@@ -45,36 +45,26 @@ impl WorkerMemory {
         }
     }
 
-    /// Records that a connection holds `after` instead of `before` bytes. Above the limit, closes
-    /// the largest connections of this worker.
-    pub(super) fn update(&self, before: usize, after: usize) {
-        let used = self.load.update_connection_bytes(before, after);
-        if let Some(limit) = self.limit
-            && after > before
-            && used > limit
-        {
-            // A tenth more is freed, so that the next byte does not cause another scan.
-            self.close_largest(used - (limit - limit / 10));
-        }
-    }
-
     /// Closes the largest connections until `excess` bytes are freed. Of equal ones, a connection
     /// without a request is closed first.
     fn close_largest(&self, mut excess: usize) {
         let monitors = self.monitors.borrow();
         let mut by_size: Vec<_> = monitors
             .values()
-            .filter(|monitor| monitor.holds_buffers())
+            .filter(|monitor| monitor.memory().exceeds_idle_connection())
             .collect();
         by_size.sort_unstable_by_key(|monitor| {
-            Reverse((monitor.reported_bytes(), !monitor.has_active_requests()))
+            Reverse((
+                monitor.memory().reported_bytes(),
+                !monitor.has_active_requests(),
+            ))
         });
         let mut closed = 0_u64;
         for monitor in by_size {
             if excess == 0 {
                 break;
             }
-            excess = excess.saturating_sub(monitor.reported_bytes());
+            excess = excess.saturating_sub(monitor.memory().reported_bytes());
             monitor.request_close(ConnectionCloseReason::Memory);
             monitor.report_memory();
             closed += 1;
@@ -84,6 +74,20 @@ impl WorkerMemory {
                 closed,
                 "listen.max_memory reached; the largest client connections are closed"
             );
+        }
+    }
+}
+
+impl MemoryBudget for WorkerMemory {
+    /// Above the limit, closes the largest connections of this worker.
+    fn update(&self, before: usize, after: usize) {
+        let used = self.load.update_connection_bytes(before, after);
+        if let Some(limit) = self.limit
+            && after > before
+            && used > limit
+        {
+            // A tenth more is freed, so that the next byte does not cause another scan.
+            self.close_largest(used - (limit - limit / 10));
         }
     }
 }

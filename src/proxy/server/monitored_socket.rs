@@ -254,7 +254,7 @@ impl AsyncRead for MonitoredSocket {
             }
             this.monitor
                 .record_field_block(this.frame_scanner.is_within_field_block(), received.len());
-            this.monitor.record_body_received(scan.data_bytes);
+            this.monitor.memory().add_unread_body_bytes(scan.data_bytes);
             if !scan.is_rewritten {
                 return Poll::Ready(Ok(()));
             }

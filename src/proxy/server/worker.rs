@@ -206,7 +206,7 @@ async fn run_worker<H: RequestHandler>(
                     handler.worker_metrics(),
                     Arc::clone(&next.open.activity),
                 );
-                monitor.set_memory_budget(Rc::clone(&memory));
+                monitor.set_memory_budget(memory.clone());
                 let id = next.open.id;
                 monitors.borrow_mut().insert(id, Rc::clone(&monitor));
                 let registration = MonitorRegistration { monitors: Rc::clone(&monitors), id };

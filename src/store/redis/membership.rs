@@ -320,7 +320,7 @@ async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisEr
             return answer.await;
         }
     };
-    let live = live.map_err(|_| RedisErrorKind::Connection)?;
+    let live = live.map_err(|_why| RedisErrorKind::Connection)?;
     let reply = timeout(call_timeout, live.run_command(command))
         .await
         .unwrap_or_else(|elapsed| Err(elapsed.into()));
