@@ -297,13 +297,17 @@ async fn run_membership_script(
         command.arg(time_us.map_or_else(String::new, |time_us| time_us.to_string()));
     }
     let reply = run_command(redis, &command).await?;
-    let (now_us, live_instances, rank, recovered_instances) =
-        from_redis_value(reply).map_err(|_invalid| RedisErrorKind::InvalidReply)?;
-    Ok(MembershipReply {
-        now_us,
-        live_instances,
-        rank,
-        recovered_instances,
+    parse_membership_reply(reply).ok_or(RedisErrorKind::InvalidReply)
+}
+
+fn parse_membership_reply(reply: Value) -> Option<MembershipReply> {
+    let (now_us, live_instances, rank, recovered_instances): (i64, i64, i64, i64) =
+        from_redis_value(reply).ok()?;
+    Some(MembershipReply {
+        now_us: now_us.try_into().ok()?,
+        live_instances: live_instances.try_into().ok()?,
+        rank: rank.try_into().ok()?,
+        recovered_instances: recovered_instances.try_into().ok()?,
     })
 }
 
