@@ -324,7 +324,9 @@ async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisEr
             return answer.await;
         }
     };
-    let live = live.map_err(|_| RedisErrorKind::Connection)?;
+    let Ok(live) = live else {
+        return Err(RedisErrorKind::Connection);
+    };
     let reply = timeout(call_timeout, live.run_command(command))
         .await
         .unwrap_or_else(|elapsed| Err(elapsed.into()));

@@ -369,7 +369,7 @@ impl RedisStore {
             let numbered = results.iter().enumerate();
             numbered.filter_map(|(index, result)| Some((index, result.err()?)))
         };
-        match failures().last() {
+        match failures().next_back() {
             None => Ok(()),
             Some((_, failure)) => Err(SettlementError {
                 cause: self.unavailable_error(failure.as_str()),
