@@ -190,6 +190,8 @@ async fn a_client_that_disconnects_before_redis_replies_holds_no_slot() {
     }
     sleep(Duration::from_millis(50)).await;
     server.resume();
+    // The proxy probes whether the clients are gone.
+    sleep(Duration::from_millis(500)).await;
     wait_until_admitted(&proxy).await;
     let _both = (begin_request(&proxy).await, begin_request(&proxy).await);
 }

@@ -22,6 +22,8 @@ struct LoadCounters {
     client_counts: ClientCounts,
     /// Estimated memory of all client connections.
     connection_bytes: AtomicUsize,
+    /// The part of it whose connections are being closed to free memory.
+    closing_bytes: AtomicUsize,
     panics: AtomicU64,
     connection_limit_hits: AtomicU64,
 }
@@ -36,6 +38,7 @@ impl ServerLoad {
             last_connection_id: AtomicU64::new(0),
             client_counts: ClientCounts::default(),
             connection_bytes: AtomicUsize::new(0),
+            closing_bytes: AtomicUsize::new(0),
             panics: AtomicU64::new(0),
             connection_limit_hits: AtomicU64::new(0),
         }))
@@ -79,6 +82,25 @@ impl ServerLoad {
                 sum.fetch_sub(less, Ordering::Relaxed) - less
             }
         }
+    }
+
+    /// Estimated memory of all client connections, and the part that is being freed.
+    pub(super) fn connection_bytes(&self) -> (usize, usize) {
+        let closing_bytes = self.0.closing_bytes.load(Ordering::Relaxed);
+        (
+            self.0.connection_bytes.load(Ordering::Relaxed),
+            closing_bytes,
+        )
+    }
+
+    /// Records that a connection of this size is being closed to free its memory.
+    pub(super) fn begin_memory_close(&self, bytes: usize) {
+        self.0.closing_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Records that a connection of this size was closed.
+    pub(super) fn end_memory_close(&self, bytes: usize) {
+        self.0.closing_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     pub(super) fn client_counts(&self) -> &ClientCounts {

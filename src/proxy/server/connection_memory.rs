@@ -1,4 +1,4 @@
-//! Estimated memory of one client connection, from its state and the bytes that its socket has read.
+//! Estimated memory of one client connection, from its state and the bytes that its socket read.
 
 use std::cell::{Cell, OnceCell};
 use std::fmt::Debug;
@@ -16,6 +16,12 @@ const BLOCKED_WRITE_BYTES: usize = 64 * 1024;
 pub(in crate::proxy) trait MemoryBudget: Debug {
     /// Records that a connection holds `after` instead of `before` bytes.
     fn update(&self, before: usize, after: usize);
+
+    /// Whether the budget is exceeded while connections are being closed for it.
+    fn is_being_freed(&self) -> bool;
+
+    /// Records that a connection which was closed for the budget has freed its bytes.
+    fn record_freed(&self, bytes: usize);
 }
 
 /// State of a connection that determines its memory.
@@ -35,6 +41,10 @@ pub(super) struct ConnectionMemory {
     /// Bytes of HTTP/2 request bodies that were received and not read by the handler.
     unread_body_bytes: Cell<usize>,
     reported_bytes: Cell<usize>,
+    /// Whether the connection is being closed to free its memory.
+    is_closing: Cell<bool>,
+    /// Whether the connection is a tunnel, which cannot be closed for the budget.
+    is_tunnel: Cell<bool>,
     budget: OnceCell<Rc<dyn MemoryBudget>>,
 }
 
@@ -66,21 +76,41 @@ impl ConnectionMemory {
         self.unread_body_bytes.set(0);
     }
 
+    pub(super) fn set_tunnel(&self) {
+        self.is_tunnel.set(true);
+    }
+
+    /// Whether the budget is exceeded while connections are being closed for it.
+    pub(super) fn is_budget_being_freed(&self) -> bool {
+        self.budget
+            .get()
+            .is_some_and(|budget| budget.is_being_freed())
+    }
+
+    /// Records that the connection is to be closed. Its memory counts until it is dropped. Returns
+    /// its size.
+    pub(super) fn begin_close(&self) -> usize {
+        self.is_closing.set(true);
+        self.reported_bytes.get()
+    }
+
     /// Memory as last reported.
     pub(super) fn reported_bytes(&self) -> usize {
         self.reported_bytes.get()
     }
 
-    /// Whether closing the connection frees more than an idle connection holds.
-    pub(super) fn exceeds_idle_connection(&self) -> bool {
-        self.reported_bytes.get() > IDLE_CONNECTION_BYTES
+    /// Whether the connection can be closed, and holds more than an idle one.
+    pub(super) fn can_be_freed(&self) -> bool {
+        let is_closable = !self.is_closing.get() && !self.is_tunnel.get();
+        is_closable && self.reported_bytes.get() > IDLE_CONNECTION_BYTES
     }
 
-    /// Reports the memory to the budget, if it has changed. `None`: the connection is being closed.
-    pub(super) fn report(&self, buffers: Option<ConnectionBuffers>) {
-        let held = buffers.map_or(0, |buffers| self.held_bytes(&buffers));
+    /// Reports the memory to the budget, if it has changed and the connection stays open.
+    pub(super) fn report(&self, buffers: &ConnectionBuffers) {
+        let held = self.held_bytes(buffers);
         let reported = self.reported_bytes.get();
         if held != reported
+            && !self.is_closing.get()
             && let Some(budget) = self.budget.get()
         {
             self.reported_bytes.set(held);
@@ -111,6 +141,12 @@ impl ConnectionMemory {
 
 impl Drop for ConnectionMemory {
     fn drop(&mut self) {
-        self.report(None);
+        if let Some(budget) = self.budget.get() {
+            let bytes = self.reported_bytes.get();
+            budget.update(bytes, 0);
+            if self.is_closing.get() {
+                budget.record_freed(bytes);
+            }
+        }
     }
 }

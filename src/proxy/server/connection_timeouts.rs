@@ -153,12 +153,16 @@ impl ConnectionMonitor {
 
     /// Reports the connection's memory to the budget, if it has changed.
     pub(in crate::proxy) fn report_memory(&self) {
-        let is_closing = self.close_request.get().is_some();
-        self.memory.report((!is_closing).then(|| ConnectionBuffers {
+        self.memory.report(&ConnectionBuffers {
             http2_streams: self.is_http2.get().then(|| self.active_requests.get()),
             has_buffers: self.has_buffers.get(),
             is_write_blocked: self.write_blocked_since.get().is_some(),
-        }));
+        });
+    }
+
+    /// Records that the connection is a tunnel.
+    pub(in crate::proxy) fn set_tunnel(&self) {
+        self.memory.set_tunnel();
     }
 
     pub(super) fn memory(&self) -> &ConnectionMemory {

@@ -1,7 +1,8 @@
 //! Budget for the memory of client connections.
 //!
-//! The sizes are estimates: see [`super::connection_memory`]. They change when a head takes several reads, when a
-//! client does not read, and when a connection becomes idle; other requests cost nothing here.
+//! The sizes are estimates: see [`super::connection_memory`]. They change when a head takes several
+//! reads, when a client does not read, and when a connection becomes idle; other requests cost
+//! nothing here. While connections are being closed for the budget, no other connection reads.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -51,7 +52,7 @@ impl WorkerMemory {
         let monitors = self.monitors.borrow();
         let mut by_size: Vec<_> = monitors
             .values()
-            .filter(|monitor| monitor.memory().exceeds_idle_connection())
+            .filter(|monitor| monitor.memory().can_be_freed())
             .collect();
         by_size.sort_unstable_by_key(|monitor| {
             Reverse((
@@ -64,9 +65,10 @@ impl WorkerMemory {
             if excess == 0 {
                 break;
             }
-            excess = excess.saturating_sub(monitor.memory().reported_bytes());
+            let bytes = monitor.memory().begin_close();
+            self.load.begin_memory_close(bytes);
+            excess = excess.saturating_sub(bytes);
             monitor.request_close(ConnectionCloseReason::Memory);
-            monitor.report_memory();
             closed += 1;
         }
         if closed > 0 && self.log.record_occurrence(Instant::now()).is_some() {
@@ -82,12 +84,25 @@ impl MemoryBudget for WorkerMemory {
     /// Above the limit, closes the largest connections of this worker.
     fn update(&self, before: usize, after: usize) {
         let used = self.load.update_connection_bytes(before, after);
-        if let Some(limit) = self.limit
-            && after > before
-            && used > limit
-        {
+        let Some(limit) = self.limit.filter(|limit| after > before && used > *limit) else {
+            return;
+        };
+        let (used, closing) = self.load.connection_bytes();
+        let kept = used.saturating_sub(closing);
+        if kept > limit {
             // A tenth more is freed, so that the next byte does not cause another scan.
-            self.close_largest(used - (limit - limit / 10));
+            self.close_largest(kept - (limit - limit / 10));
         }
+    }
+
+    fn is_being_freed(&self) -> bool {
+        self.limit.is_some_and(|limit| {
+            let (used, closing) = self.load.connection_bytes();
+            used > limit && closing > 0
+        })
+    }
+
+    fn record_freed(&self, bytes: usize) {
+        self.load.end_memory_close(bytes);
     }
 }

@@ -25,10 +25,15 @@ const MAX_LINGER_TIME: Duration = Duration::from_secs(2);
 const PROBE_DELAY: Duration = Duration::from_millis(200);
 
 /// Time without output after which a half-closed client that cannot be probed counts as gone.
-const HALF_CLOSE_GRACE: Duration = Duration::from_secs(1);
+const HALF_CLOSE_GRACE: Duration = Duration::from_millis(500);
 
 /// Interval at which a half-closed connection is checked for a reset.
 const RESET_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Interval between checks whether a read may use memory again, and the maximum number of checks:
+/// a connection may be slow to close.
+const MEMORY_CHECK_INTERVAL: Duration = Duration::from_millis(10);
+const MAX_MEMORY_CHECKS: u8 = 10;
 
 /// Output without effect on an HTTP/1.1 client. The machine of a client that is gone answers with a
 /// reset.
@@ -49,6 +54,15 @@ pub(in crate::proxy) struct MonitoredSocket {
     is_closed: bool,
     linger: Option<LingerState>,
     half_close: Option<HalfCloseState>,
+    memory_wait: Option<Box<MemoryWait>>,
+}
+
+/// Progress of a read that waits until other connections have freed memory.
+#[derive(Debug)]
+struct MemoryWait {
+    check_at: Instant,
+    remaining_checks: u8,
+    timer: LazyTimer,
 }
 
 /// State of a client that ended its sending direction during an HTTP/1 request. The client may read
@@ -83,6 +97,7 @@ impl MonitoredSocket {
             is_closed: false,
             linger: None,
             half_close: None,
+            memory_wait: None,
         }
     }
 
@@ -135,6 +150,28 @@ impl MonitoredSocket {
             informational_heads.drain(..written);
         }
         Poll::Ready(Ok(()))
+    }
+
+    /// Waits while the memory budget is exceeded and other connections are being closed for it, for
+    /// a limited time.
+    fn poll_memory(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        while self.monitor.memory().is_budget_being_freed() {
+            let wait = self.memory_wait.get_or_insert_with(|| {
+                Box::new(MemoryWait {
+                    check_at: Instant::now() + MEMORY_CHECK_INTERVAL,
+                    remaining_checks: MAX_MEMORY_CHECKS,
+                    timer: LazyTimer::default(),
+                })
+            });
+            if wait.remaining_checks == 0 {
+                break;
+            }
+            ready!(wait.timer.poll(wait.check_at, cx));
+            wait.remaining_checks -= 1;
+            wait.check_at = Instant::now() + MEMORY_CHECK_INTERVAL;
+        }
+        self.memory_wait = None;
+        Poll::Ready(())
     }
 
     /// Waits while a half-closed client may read the response. Ready with `Ok` if the client counts
@@ -227,6 +264,7 @@ impl AsyncRead for MonitoredSocket {
             move_buffered_bytes(&mut this.read_ahead, into);
             return Poll::Ready(Ok(()));
         }
+        ready!(this.poll_memory(cx));
         loop {
             let before = into.filled().len();
             ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;

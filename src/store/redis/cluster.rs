@@ -41,10 +41,6 @@ pub(super) struct ClusterClient {
     _refresh_task: AbortOnDropTask,
 }
 
-fn has_sharded_charges(charges: &[Charge<'_>]) -> bool {
-    charges.iter().any(|charge| charge.shard_count > 1)
-}
-
 /// Whether charges are in several slots.
 fn spans_several_hash_slots(charges: &[Charge<'_>]) -> bool {
     let mut keys = charges.iter().map(|charge| charge.key);
@@ -88,7 +84,7 @@ impl ClusterClient {
     /// When a slot gave no reply, and no other slot refuses the request. The partial decision has
     /// the answers of the slots that replied.
     pub(super) async fn decide(&self, charges: &[Charge<'_>], deadline: Instant) -> SplitResult {
-        match has_sharded_charges(charges) {
+        match charges.iter().any(|charge| charge.shard_count > 1) {
             true => self.decide_across_shards(charges, deadline).await,
             false => self.decide_by_hash_slot(charges, deadline).await.0,
         }

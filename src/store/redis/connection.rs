@@ -148,7 +148,7 @@ impl LiveConnection {
                     replies.map(|mut replies| replies.pop().unwrap_or(Value::Nil))
                 }
             };
-            match answer.and_then(Value::extract_error) {
+            match answer.and_then(check_reply) {
                 Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
                     script_load.get_or_try_init(|| self.load_scripts()).await?;
                 }
@@ -168,7 +168,7 @@ impl LiveConnection {
         let mut connection = self.connection.clone();
         let replies = connection.send_packed_commands(&pipeline, 0, pipeline.len());
         for reply in replies.await? {
-            reply.extract_error()?;
+            check_reply(reply)?;
         }
         self.script_load.store(Arc::default());
         Ok(())
@@ -177,11 +177,8 @@ impl LiveConnection {
     /// Records a failed call. The connection is replaced if that may help.
     pub(super) fn record_failure(&self, kind: RedisErrorKind) {
         let is_hanging = kind == RedisErrorKind::Timeout
-            && self
-                .consecutive_timeouts
-                .fetch_add(1, Ordering::Relaxed)
-                .saturating_add(1)
-                >= MAX_CONSECUTIVE_TIMEOUTS;
+            && self.consecutive_timeouts.fetch_add(1, Ordering::Relaxed)
+                >= MAX_CONSECUTIVE_TIMEOUTS - 1;
         if is_hanging || kind.requires_reconnect() {
             self.request_replacement(kind);
         }
@@ -191,6 +188,14 @@ impl LiveConnection {
     pub(super) fn request_replacement(&self, kind: RedisErrorKind) {
         // A full channel has an earlier request.
         self.replacement_sender.try_send(kind).ok();
+    }
+}
+
+/// Returns the error that a reply consists of. An error inside an array is an invalid reply.
+fn check_reply(reply: Value) -> RedisResult<Value> {
+    match reply {
+        Value::ServerError(error) => Err(error.into()),
+        reply => Ok(reply),
     }
 }
 

@@ -4,6 +4,7 @@ use super::RedisSettings;
 use super::circuit_breaker::RedisCircuitBreaker;
 use super::scripts::ScriptLibrary;
 use crate::clock::Clock;
+use crate::limiter::Charge;
 use crate::store::FallbackStore;
 use crate::store::fallback::usage_directory::UsageDirectory;
 use crate::telemetry::metrics::RedisServerMetrics;
@@ -31,4 +32,12 @@ pub(super) struct RedisContext {
     pub(super) worker_count: AtomicU64,
     /// Whether a worker maintains the membership of the process.
     pub(super) has_joined_membership: AtomicBool,
+}
+
+impl RedisContext {
+    /// Records that the counter of a charge holds a foreign value. `position` counts from 1.
+    pub(super) fn record_foreign_value(&self, charges: &[Charge<'_>], position: usize) {
+        self.breaker
+            .record_foreign_value(|| self.scripts.counter_name_by_position(charges, position));
+    }
 }

@@ -188,12 +188,6 @@ impl From<tokio::time::error::Elapsed> for RedisErrorKind {
     }
 }
 
-impl From<std::io::Error> for RedisErrorKind {
-    fn from(error: std::io::Error) -> Self {
-        Self::from(&RedisError::from(error))
-    }
-}
-
 impl From<&RedisError> for RedisErrorKind {
     fn from(error: &RedisError) -> Self {
         if error.is_connection_refusal() {
@@ -220,14 +214,11 @@ impl From<&RedisError> for RedisErrorKind {
 fn is_tls_error(error: &RedisError) -> bool {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {
-        let inner = match error.downcast_ref::<io::Error>().or_else(|| {
-            error
-                .downcast_ref::<Arc<dyn Error + Send + Sync>>()
-                .and_then(|error| error.downcast_ref())
-        }) {
-            Some(error) => error.get_ref().map(|inner| inner as &(dyn Error + 'static)),
-            None => None,
-        };
+        let io_error: Option<&io::Error> = error.downcast_ref().or_else(|| {
+            let shared = error.downcast_ref::<Arc<dyn Error + Send + Sync>>()?;
+            shared.downcast_ref()
+        });
+        let inner = io_error.and_then(io::Error::get_ref);
         if inner.is_some_and(|inner| inner.is::<rustls::Error>()) {
             return true;
         }

@@ -8,7 +8,7 @@ use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::scripts::ScriptLibrary;
 use super::{RedisSettings, RedisTopology, SharedRedisState};
-use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
+use crate::limiter::{Algorithm, Charge, Limit};
 use redis::{Cmd, Value, cmd, from_redis_value};
 use std::sync::Arc;
 use std::time::Duration;
@@ -141,12 +141,10 @@ impl CounterInspector {
             (cursor, found_keys) =
                 from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
             keys.extend(found_keys.into_iter().filter(|key| {
-                let readable_key = self
-                    .context
-                    .scripts
-                    .parse_counter_key(key)
-                    .and_then(|(_, _, readable)| readable);
-                let readable_key = readable_key.unwrap_or_default();
+                let parsed = self.context.scripts.parse_counter_key(key);
+                let readable_key = parsed
+                    .and_then(|(_, readable)| readable)
+                    .unwrap_or_default();
                 let policy_name = readable_key.split('/').next().unwrap_or_default();
                 // The pattern also matches policies with a longer name.
                 policy_name != PROBE_POLICY_NAME
@@ -200,16 +198,8 @@ impl CounterInspector {
         let mut parsed_keys: Vec<(&String, Limit, Option<String>)> = keys
             .iter()
             .filter_map(|key| {
-                let (algorithm, per_us, readable) = self.context.scripts.parse_counter_key(key)?;
-                Some((
-                    key,
-                    Limit {
-                        requests: MAX_UNITS,
-                        per_us,
-                        algorithm,
-                    },
-                    readable,
-                ))
+                let (limit, readable) = self.context.scripts.parse_counter_key(key)?;
+                Some((key, limit, readable))
             })
             .collect();
         loop {

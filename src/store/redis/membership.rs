@@ -297,13 +297,17 @@ async fn run_membership_script(
         command.arg(time_us.map_or_else(String::new, |time_us| time_us.to_string()));
     }
     let reply = run_command(redis, &command).await?;
-    let (now_us, live_instances, rank, recovered_instances) =
-        from_redis_value(reply).map_err(|_invalid| RedisErrorKind::InvalidReply)?;
-    Ok(MembershipReply {
-        now_us,
-        live_instances,
-        rank,
-        recovered_instances,
+    parse_membership_reply(reply).ok_or(RedisErrorKind::InvalidReply)
+}
+
+fn parse_membership_reply(reply: Value) -> Option<MembershipReply> {
+    let (now_us, live_instances, rank, recovered_instances): (i64, i64, i64, i64) =
+        from_redis_value(reply).ok()?;
+    Some(MembershipReply {
+        now_us: now_us.try_into().ok()?,
+        live_instances: live_instances.try_into().ok()?,
+        rank: rank.try_into().ok()?,
+        recovered_instances: recovered_instances.try_into().ok()?,
     })
 }
 
@@ -320,7 +324,9 @@ async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisEr
             return answer.await;
         }
     };
-    let live = live.map_err(|_why| RedisErrorKind::Connection)?;
+    let Ok(live) = live else {
+        return Err(RedisErrorKind::Connection);
+    };
     let reply = timeout(call_timeout, live.run_command(command))
         .await
         .unwrap_or_else(|elapsed| Err(elapsed.into()));

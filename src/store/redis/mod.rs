@@ -334,25 +334,15 @@ impl RedisStore {
                 });
             }
         };
-        let breaker = &self.context.breaker;
-        let failure = match queue.request_decision(charges, deadline).await {
-            Ok(decision) => {
-                breaker.record_success();
-                return Ok(decision);
+        let result = queue.request_decision(charges, deadline).await;
+        match result {
+            Ok(_) => self.context.breaker.record_success(),
+            Err(RedisErrorKind::WrongType(position)) => {
+                self.context.record_foreign_value(charges, position);
             }
-            Err(failure) => failure,
-        };
-        match failure {
-            RedisErrorKind::WrongType(position) => {
-                breaker.record_foreign_value(|| {
-                    self.context
-                        .scripts
-                        .counter_name_by_position(charges, position)
-                });
-            }
-            failure => breaker.record_failure(failure),
+            Err(failure) => self.context.breaker.record_failure(failure),
         }
-        Err(self.unavailable_error(failure.as_str()).into())
+        result.map_err(|failure| self.unavailable_error(failure.as_str()).into())
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have

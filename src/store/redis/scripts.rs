@@ -70,11 +70,7 @@ impl ScriptLibrary {
             command.write_arg(key.as_bytes());
         }
         push_time_argument(&mut command, time_us);
-        for (nth, charge) in charges.iter().enumerate() {
-            key.clear();
-            push_charge_argument(&mut key, charge, charge.limit.requests, nth > 0);
-            command.write_arg(key.as_bytes());
-        }
+        write_charge_arguments(&mut command, charges, |charge| charge.limit.requests);
         command
     }
 
@@ -110,13 +106,8 @@ impl ScriptLibrary {
             command.write_arg(key.as_bytes());
         }
         push_time_argument(&mut command, None);
-        let mut argument = String::with_capacity(64);
-        for (nth, charge) in charges.iter().enumerate() {
-            argument.clear();
-            // With rate 0, a debt is paid back at the rate of its last charge.
-            push_charge_argument(&mut argument, charge, 0, nth > 0);
-            command.write_arg(argument.as_bytes());
-        }
+        // With rate 0, a debt is paid back at the rate of its last charge.
+        write_charge_arguments(&mut command, &charges, |_| 0);
         command
     }
 
@@ -136,6 +127,20 @@ impl ScriptLibrary {
         command.write_arg(sha.as_bytes());
         command.write_arg(itoa::Buffer::new().format(count).as_bytes());
         command
+    }
+}
+
+/// Writes the arguments of the charges of one request.
+fn write_charge_arguments(
+    command: &mut Cmd,
+    charges: &[Charge<'_>],
+    rate: impl Fn(&Charge<'_>) -> u64,
+) {
+    let mut argument = String::with_capacity(64);
+    for (nth, charge) in charges.iter().enumerate() {
+        argument.clear();
+        push_charge_argument(&mut argument, charge, rate(charge), nth > 0);
+        command.write_arg(argument.as_bytes());
     }
 }
 

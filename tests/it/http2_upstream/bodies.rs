@@ -333,14 +333,14 @@ async fn responses_without_a_body_have_none() {
     for (method, status, length) in [
         ("HEAD", 200, Some("12345")),
         ("GET", 204, None),
-        ("GET", 304, None),
+        ("GET", 304, Some("12345")),
         ("GET", 200, Some("0")),
     ] {
         client
             .send(format!("{method} /{status} HTTP/1.1\r\nHost: a\r\n\r\n"))
             .await;
         assert_eq!(client.read_any_response(false).await.status, 103);
-        let reply = client.read_any_response(method == "HEAD").await;
+        let reply = client.read_any_response(method == "HEAD" || status == 304).await;
         assert_eq!(
             (reply.status, reply.header("content-length")),
             (status, length),

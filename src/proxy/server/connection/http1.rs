@@ -115,6 +115,7 @@ where
             match handover.take() {
                 // While the 101 head is unwritten, the client would read tunnel bytes as a response.
                 Some(upgraded) if driver.monitor.has_no_blocked_write() => {
+                    driver.monitor.set_tunnel();
                     // Boxed, so that the connection's future has no space for the tunnel's.
                     Box::pin(
                         upgraded.serve_http1_tunnel(socket, protocols.settings.body_idle_timeout),

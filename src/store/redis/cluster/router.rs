@@ -232,21 +232,20 @@ impl ClusterRouter {
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        let script = &self.context.scripts;
-        let command = script.decide_command(charges, None);
+        let command = self.context.scripts.decide_command(charges, None);
         let reply = self
             .try_command_on_hash_slot(hash_slot, &command, deadline)
             .await;
-        match reply.map_err(|failed_call| self.record_failed_call(&failed_call)) {
+        match reply {
             Ok(reply) => ScriptLibrary::parse_decision_reply(&reply, charges)
                 .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply)),
-            Err(RedisErrorKind::WrongType(position)) => {
-                self.context
-                    .breaker
-                    .record_foreign_value(|| script.counter_name_by_position(charges, position));
-                Err(RedisErrorKind::WrongType(position))
+            Err(failed_call) => {
+                let kind = self.record_failed_call(&failed_call);
+                if let RedisErrorKind::WrongType(position) = kind {
+                    self.context.record_foreign_value(charges, position);
+                }
+                Err(kind)
             }
-            Err(failure) => Err(failure),
         }
     }
 

@@ -36,9 +36,9 @@ impl EarlierShardStatuses {
 }
 
 /// The progress of one policy's search.
-struct ShardSearch {
-    policy_group: (u32, bool),
-    shard_count: u16,
+struct ShardSearch<'c> {
+    /// The first sharded charge of the policy.
+    first_charge: &'c Charge<'c>,
     /// The shard that is tried now.
     current_shard: u16,
     /// Shards that were tried before.
@@ -60,10 +60,8 @@ impl ClusterClient {
         let mut earlier = EarlierShardStatuses::default();
         loop {
             let assigned_shard = |charge: &Charge<'_>| {
-                let search = searches
-                    .iter()
-                    .find(|search| search.policy_group == (charge.policy_number, charge.shadow));
-                search.map(|search| (search.current_shard, search.shard_count))
+                let search = find_search(&searches, charge)?;
+                Some((search.current_shard, search.first_charge.shard_count))
             };
             let shard_counters: SmallVec<[(Key, Limit); 4]> = charges
                 .iter()
@@ -80,35 +78,29 @@ impl ClusterClient {
                 .collect();
             let (result, return_task) = self.decide_by_hash_slot(&shard_charges, deadline).await;
             let mut decision = result?;
-            let has_refusal = |search: &ShardSearch| {
-                let mut own = charges.iter().zip(&decision.statuses);
-                own.any(|(charge, status)| {
-                    (charge.policy_number, charge.shadow) == search.policy_group
-                        && status.is_some_and(|status| status.refusal.is_some())
-                })
-            };
-            // Another shard may admit the request, but only if no other policy refuses.
-            let is_spread = |charge: &Charge<'_>| charge.shard_count > 1;
-            let others_refuse = charges
+            let refusing: SmallVec<[&Charge<'_>; 4]> = charges
                 .iter()
                 .zip(&decision.statuses)
-                .any(|(charge, status)| {
-                    !charge.shadow
-                        && !is_spread(charge)
-                        && status.is_some_and(|status| status.refusal.is_some())
-                });
-            let mut is_final = decision.admitted || others_refuse;
-            let mut next: SmallVec<[&mut ShardSearch; 2]> = searches
-                .iter_mut()
-                .filter(|search| !search.policy_group.1 && has_refusal(search))
+                .filter(|(_, status)| status.is_some_and(|status| status.refusal.is_some()))
+                .map(|(charge, _)| charge)
                 .collect();
-            is_final |= next.is_empty();
-            for search in &mut next {
+            // Another shard may admit the request, but only if no other policy refuses.
+            let mut enforced = refusing.iter().filter(|charge| !charge.shadow);
+            let others_refuse = enforced.any(|charge| charge.shard_count <= 1);
+            let (mut is_continued, mut is_exhausted) = (false, false);
+            for search in &mut searches {
+                let policy_charge = search.first_charge;
+                if policy_charge.shadow
+                    || !refusing.iter().any(|one| one.is_same_policy(policy_charge))
+                {
+                    continue;
+                }
+                is_continued = true;
                 search.shards_tried += 1;
-                search.current_shard = (search.current_shard + 1) % search.shard_count;
-                is_final |= search.shards_tried >= search.shard_count;
+                search.current_shard = (search.current_shard + 1) % policy_charge.shard_count;
+                is_exhausted |= search.shards_tried >= policy_charge.shard_count;
             }
-            drop(next);
+            let is_final = decision.admitted || others_refuse || is_exhausted || !is_continued;
             earlier.merge_into(&mut decision);
             if is_final {
                 hide_statuses_of_unfinished_searches(charges, &searches, &mut decision);
@@ -166,16 +158,13 @@ impl ClusterClient {
 }
 
 /// Starts a search for each sharded policy, from a random shard.
-fn start_searches(charges: &[Charge<'_>]) -> SmallVec<[ShardSearch; 2]> {
-    let mut searches: SmallVec<[ShardSearch; 2]> = SmallVec::new();
+fn start_searches<'c>(charges: &'c [Charge<'c>]) -> SmallVec<[ShardSearch<'c>; 2]> {
+    let mut searches: SmallVec<[ShardSearch<'_>; 2]> = SmallVec::new();
     for charge in charges.iter().filter(|charge| charge.shard_count > 1) {
-        let policy = (charge.policy_number, charge.shadow);
-        if !searches.iter().any(|search| search.policy_group == policy) {
-            let (shards, at) = (charge.shard_count, fastrand::u16(..charge.shard_count));
+        if find_search(&searches, charge).is_none() {
             searches.push(ShardSearch {
-                policy_group: policy,
-                shard_count: shards,
-                current_shard: at,
+                first_charge: charge,
+                current_shard: fastrand::u16(..charge.shard_count),
                 shards_tried: 0,
             });
         }
@@ -183,19 +172,26 @@ fn start_searches(charges: &[Charge<'_>]) -> SmallVec<[ShardSearch; 2]> {
     searches
 }
 
+/// The search of a charge's policy.
+fn find_search<'s, 'c>(
+    searches: &'s [ShardSearch<'c>],
+    charge: &Charge<'_>,
+) -> Option<&'s ShardSearch<'c>> {
+    let mut searches = searches.iter();
+    searches.find(|search| charge.is_same_policy(search.first_charge))
+}
+
 /// Removes the statuses of policies that did not ask all their shards from a refusal, because a
 /// shard that was not asked may admit the request.
 fn hide_statuses_of_unfinished_searches(
     charges: &[Charge<'_>],
-    searches: &[ShardSearch],
+    searches: &[ShardSearch<'_>],
     decision: &mut Decision,
 ) {
     for (charge, status) in charges.iter().zip(&mut decision.statuses) {
-        let is_unfinished = |search: &ShardSearch| {
-            search.policy_group == (charge.policy_number, charge.shadow)
-                && search.shards_tried < search.shard_count
-        };
-        if !decision.admitted && searches.iter().any(is_unfinished) {
+        let is_unfinished = find_search(searches, charge)
+            .is_some_and(|search| search.shards_tried < search.first_charge.shard_count);
+        if !decision.admitted && is_unfinished {
             *status = None;
         }
     }

@@ -115,8 +115,12 @@ pub(super) fn parse_cluster_slots(
     reply: &Value,
     queried_node: &RedisAddress,
 ) -> Option<Vec<HashSlotRange>> {
-    let entries = reply.as_sequence()?.iter();
-    let ranges = entries.map(|entry| parse_slot_range(entry, queried_node));
+    let Value::Array(entries) = reply else {
+        return None;
+    };
+    let ranges = entries
+        .iter()
+        .map(|entry| parse_slot_range(entry, queried_node));
     let mut ranges: Vec<HashSlotRange> = ranges.collect::<Option<_>>()?;
     ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
     Some(ranges)
@@ -129,10 +133,10 @@ fn parse_slot_range(entry: &Value, queried_node: &RedisAddress) -> Option<HashSl
     let [host, port, ..] = master.as_sequence()? else {
         return None;
     };
-    let first: u16 = from_redis_value_ref(first).ok()?;
-    let last: u16 = from_redis_value_ref(last).ok()?;
+    // redis-rs truncates a number that is too large for its type.
+    let number = |value| u16::try_from(from_redis_value_ref::<i64>(value).ok()?).ok();
+    let (first, last, port) = (number(first)?, number(last)?, number(port)?);
     let host: Option<String> = from_redis_value_ref(host).ok()?;
-    let port: u16 = from_redis_value_ref(port).ok()?;
     (first <= last && last < HASH_SLOT_COUNT).then(|| {
         let address = resolve_node_address(host.unwrap_or_default(), port, queried_node);
         (first, last, address)

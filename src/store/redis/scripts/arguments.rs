@@ -22,34 +22,19 @@ pub(in crate::store::redis) fn push_charge_argument(
     rate: u64,
     follows: bool,
 ) {
-    let options = [
-        (charge.shadow, 1),
-        (charge.counts_rejected, 2),
-        (charge.is_estimate, 4),
-        (follows, 8),
-    ];
-    let options: u64 = options
-        .iter()
-        .filter(|(is_set, _)| *is_set)
-        .map(|(_, bit)| bit)
-        .sum();
+    let options = u64::from(charge.shadow)
+        + 2 * u64::from(charge.counts_rejected)
+        + 4 * u64::from(charge.is_estimate)
+        + 8 * u64::from(follows);
     text.push_str(algorithm_letter(charge.limit));
     let mut number = itoa::Buffer::new();
-    let group_and_options = u64::from(charge.policy_number) * 16 + options;
-    for value in [group_and_options, charge.cost] {
+    for value in [u64::from(charge.policy_number) * 16 + options, charge.cost] {
         text.push(' ');
         text.push_str(number.format(value));
     }
     if let Some(LeaseTerms { size, ttl_us }) = charge.requested_lease() {
-        for value in [
-            charge.requested_lease_units,
-            ttl_us,
-            if size.is_none() {
-                AUTO_LEASE_DIVISOR
-            } else {
-                1
-            },
-        ] {
+        let divisor = size.map_or(AUTO_LEASE_DIVISOR, |_| 1);
+        for value in [charge.requested_lease_units, ttl_us, divisor] {
             text.push('+');
             text.push_str(number.format(value));
         }
@@ -78,23 +63,21 @@ pub(super) fn push_settlement_arguments(command: &mut Cmd, settlement: &Settleme
     ] {
         command.write_arg(text.as_bytes());
     }
-    let (operation, units, at_us) = match settlement.amendment {
-        Amendment::Charge(units) => ("charge", units, 0),
-        Amendment::BackdatedCharge { units, age_us } => ("charge", units, age_us),
-        Amendment::Credit { units, at_us } => ("credit", units, at_us),
-        Amendment::Renew { slot } | Amendment::Release { slot } => {
-            let renews = matches!(settlement.amendment, Amendment::Renew { .. });
-            command.write_arg(if renews { b"renew" } else { b"release" });
-            parameters.clear();
-            push_slot_id(&mut parameters, slot);
-            command.write_arg(parameters.as_bytes());
-            command.write_arg(b"0");
-            return;
-        }
+    let (operation, units, slot, at_us) = match settlement.amendment {
+        Amendment::Charge(units) => ("charge", units, None, 0),
+        Amendment::BackdatedCharge { units, age_us } => ("charge", units, None, age_us),
+        Amendment::Credit { units, at_us } => ("credit", units, None, at_us),
+        Amendment::Renew { slot } => ("renew", 0, Some(slot), 0),
+        Amendment::Release { slot } => ("release", 0, Some(slot), 0),
     };
-    command.write_arg(operation.as_bytes());
-    command.write_arg(number.format(units).as_bytes());
-    command.write_arg(number.format(at_us).as_bytes());
+    let mut subject = String::new();
+    match slot {
+        Some(slot) => push_slot_id(&mut subject, slot),
+        None => subject.push_str(number.format(units)),
+    }
+    for text in [operation, &subject, number.format(at_us)] {
+        command.write_arg(text.as_bytes());
+    }
 }
 
 fn algorithm_letter(limit: &Limit) -> &'static str {

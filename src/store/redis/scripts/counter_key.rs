@@ -1,7 +1,7 @@
 //! The keys of counters and of the membership sets in Redis.
 
 use super::ScriptLibrary;
-use crate::limiter::{Algorithm, Charge, MAX_UNITS};
+use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
 
 /// A readable part of a key longer than this many bytes is left out.
 const MAX_READABLE_KEY_BYTES: usize = 64;
@@ -66,12 +66,12 @@ impl ScriptLibrary {
         }
     }
 
-    /// Parses the key of a counter: algorithm, period and readable part. Returns `None` if it is
-    /// not the key of a counter.
+    /// Parses the key of a counter: its readable part, and a limit with its algorithm and period.
+    /// Returns `None` if it is not the key of a counter.
     pub(in crate::store::redis) fn parse_counter_key(
         &self,
         key: &str,
-    ) -> Option<(Algorithm, u64, Option<String>)> {
+    ) -> Option<(Limit, Option<String>)> {
         let rest = key
             .strip_prefix(&self.counter_key_prefix)?
             .split_once("}:")?
@@ -96,7 +96,12 @@ impl ScriptLibrary {
             "block" => Algorithm::Block,
             _ => return None,
         };
-        Some((algorithm, per_us.parse().ok()?, readable.map(str::to_owned)))
+        let limit = Limit {
+            requests: MAX_UNITS,
+            per_us: per_us.parse().ok()?,
+            algorithm,
+        };
+        Some((limit, readable.map(str::to_owned)))
     }
 
     /// The `SCAN` pattern for all counters, or for those of one policy with a readable key.

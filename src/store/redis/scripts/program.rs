@@ -95,12 +95,12 @@ pub(super) fn program_flags_for_charges(charges: &[Charge<'_>]) -> usize {
 
 /// The flags of the program that decides a charge.
 pub(in crate::store::redis) fn program_flags_for_charge(charge: &Charge<'_>) -> usize {
-    let options = [
-        (charge.counts_rejected, COUNT_REJECTED_FLAG),
-        (charge.requested_lease().is_some(), LEASE_FLAG),
-    ];
-    options.iter().filter(|(is_set, _)| *is_set).fold(
-        program_flags_for_algorithm(charge.limit.algorithm),
-        |bits, (_, bit)| bits | bit,
-    )
+    let mut flags = program_flags_for_algorithm(charge.limit.algorithm);
+    if charge.counts_rejected {
+        flags |= COUNT_REJECTED_FLAG;
+    }
+    if charge.requested_lease().is_some() {
+        flags |= LEASE_FLAG;
+    }
+    flags
 }

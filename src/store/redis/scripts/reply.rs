@@ -40,7 +40,8 @@ impl ScriptLibrary {
         charges: &[Charge<'_>],
         position: CallerPosition,
     ) -> Option<Decision> {
-        let mut numbers = ReplyNumbers::from_text(text);
+        let mut numbers = parse_numbers(text);
+        let mut next_number = || numbers.next().flatten();
         let (mut admitted, mut statuses, mut max_allowed_delay_us) = (true, SmallVec::new(), 0);
         let has_estimates = charges.iter().any(|charge| charge.is_estimate);
         let mut charged_at_us = SmallVec::new();
@@ -49,14 +50,14 @@ impl ScriptLibrary {
                 charge.limit,
                 charge.cost,
                 now_us,
-                numbers.next_three_numbers()?,
+                [next_number()?, next_number()?, next_number()?],
             )?;
             if position.total > 1 {
-                status = derive_caller_status(position, status, charge, numbers.next_number()?)?;
+                status = derive_caller_status(position, status, charge, next_number()?)?;
             }
             if has_estimates {
                 charged_at_us.push(if charge.is_estimate {
-                    parse_charged_at_us(now_us, numbers.next_number()?)?
+                    parse_charged_at_us(now_us, next_number()?)?
                 } else {
                     None
                 });
@@ -79,13 +80,17 @@ impl ScriptLibrary {
                     charge,
                     lease,
                     now_us,
-                    [numbers.next_number()?, numbers.next_number()?],
+                    [next_number()?, next_number()?],
                 )?);
             }
         }
-        let delay_us = numbers.read_delay_us()?;
+        // A reply without a delay leaves it out.
+        let delay_us = match numbers.next() {
+            None => 0,
+            Some(delay) => to_time_us(delay?).filter(|delay_us| *delay_us > 0)?,
+        };
         let is_valid_delay = delay_us == 0 || (admitted && delay_us <= max_allowed_delay_us);
-        is_valid_delay.then_some(Decision {
+        (is_valid_delay && numbers.next().is_none()).then_some(Decision {
             now_us,
             admitted,
             statuses,
@@ -104,48 +109,23 @@ impl ScriptLibrary {
         let Value::BulkString(text) = reply else {
             return None;
         };
-        let mut numbers = ReplyNumbers::from_text(std::str::from_utf8(text).ok()?);
-        let now_us = to_time_us(numbers.next_number()?).filter(|now_us| *now_us > 0)?;
-        let statuses: Option<_> = counters
-            .iter()
-            .map(|(_, limit)| parse_limit_status(limit, 0, now_us, numbers.next_three_numbers()?))
-            .collect();
-        Some((now_us, statuses?)).filter(|_| numbers.0.next().is_none())
+        let (now, text) = std::str::from_utf8(text).ok()?.split_once(' ')?;
+        let now_us = parse_now_us(now)?;
+        let mut numbers = parse_numbers(text);
+        let mut next_number = || numbers.next().flatten();
+        let statuses = counters.iter().map(|(_, limit)| {
+            let numbers = [next_number()?, next_number()?, next_number()?];
+            parse_limit_status(limit, 0, now_us, numbers)
+        });
+        let statuses = statuses.collect::<Option<_>>()?;
+        numbers.next().is_none().then_some((now_us, statuses))
     }
 }
 
-/// The integers of a reply, in order.
-struct ReplyNumbers<'a>(std::str::Split<'a, char>);
-
-impl<'a> ReplyNumbers<'a> {
-    fn from_text(text: &'a str) -> Self {
-        let mut words = text.split(' ');
-        if text.is_empty() {
-            words.next();
-        }
-        Self(words)
-    }
-
-    /// Reads the delay, which is the last number of a reply. A reply without a delay leaves it out.
-    fn read_delay_us(&mut self) -> Option<u64> {
-        let Some(text) = self.0.next() else {
-            return Some(0);
-        };
-        let delay_us = to_time_us(text.parse().ok()?).filter(|delay_us| *delay_us > 0);
-        delay_us.filter(|_| self.0.next().is_none())
-    }
-
-    fn next_three_numbers(&mut self) -> Option<[i64; 3]> {
-        Some([
-            self.next_number()?,
-            self.next_number()?,
-            self.next_number()?,
-        ])
-    }
-
-    fn next_number(&mut self) -> Option<i64> {
-        self.0.next()?.parse().ok()
-    }
+/// The integers of a reply, in order; `None` for a word that is no integer.
+fn parse_numbers(text: &str) -> impl Iterator<Item = Option<i64>> {
+    let words = text.split(' ').filter(|_| !text.is_empty());
+    words.map(|word| word.parse().ok())
 }
 
 /// Parses the server's time in a reply.
