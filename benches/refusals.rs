@@ -1,6 +1,6 @@
-//! Measures the CPU time of Redis per refusal that reaches it: each key is refused once, by a policy
-//! of its own, beside a global policy that has units left. Compares one server with a cluster, where
-//! the two policies are in different slots.
+//! Measures the CPU time of Redis per refusal that reaches it: each key is refused once, by a
+//! policy of its own, beside a global policy that has units left. Compares one server with a
+//! cluster, where the two policies are in different slots.
 //!
 //! Run by `make bench`, or `cargo bench --bench refusals`. Requires redis-server and redis-cli.
 

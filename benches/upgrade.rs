@@ -1,5 +1,5 @@
-//! Four proxies of 767e699 are replaced one by one under load, and back; see `make upgrade`. The limits
-//! hold, and every unit is used.
+//! Four proxies of 767e699 are replaced one by one under load, and back; see `make upgrade`. The
+//! limits hold, and every unit is used.
 //!
 //! `TIDEGATE_UPGRADE_FROM` is a binary of 767e699. Requires redis-server.
 

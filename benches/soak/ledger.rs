@@ -149,8 +149,8 @@ impl SoakLedger {
         }
     }
 
-    /// Judges a connection that ended before its first request. A frozen proxy may have exceeded its
-    /// own timeout for the handshake.
+    /// Judges a connection that ended before its first request. A frozen proxy may have exceeded
+    /// its own timeout for the handshake.
     pub(crate) fn judge_failed_connection(&self, began: Instant, error: &std::io::Error) {
         if self.was_active_since(SoakFault::ProxyFrozen, began) {
             self.record_explained("no connection to a frozen proxy".to_owned());

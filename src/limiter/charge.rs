@@ -9,7 +9,8 @@ pub struct Charge<'a> {
     pub key: &'a Key,
     /// Requested units, 0..=[`super::MAX_UNITS`].
     pub cost: u64,
-    /// Number of the policy within the request. Charges of one policy are adjacent within a request.
+    /// Number of the policy within the request. Charges of one policy are adjacent within a
+    /// request.
     pub policy_number: u32,
     /// A shadow policy is charged only if every enforced charge and all its own charges are
     /// admitted. It never affects other policies.

@@ -355,8 +355,8 @@ impl TokenBucketState {
         };
     }
 
-    /// The rate at which the debt is paid: the larger of the rate at the last charge and the current
-    /// rate, at least 1.
+    /// The rate at which the debt is paid: the larger of the rate at the last charge and the
+    /// current rate, at least 1.
     fn debt_payment_rate(&self, limit: &Limit) -> u64 {
         self.rate.max(limit.requests).max(1)
     }

@@ -144,8 +144,8 @@ struct NaivePathReader {
     backslash_separates: bool,
     escaped_backslash_separates: bool,
     strips_parameters: bool,
-    /// When `.` and `..` segments are resolved: 0 after parameters and empty segments are removed, 1
-    /// before that, 2 never.
+    /// When `.` and `..` segments are resolved: 0 after parameters and empty segments are removed,
+    /// 1 before that, 2 never.
     dot_resolution: u8,
 }
 

@@ -11,7 +11,7 @@ pub(in crate::proxy) mod close_reason;
 mod connection;
 mod connection_activity;
 pub(in crate::proxy) mod connection_load;
-mod connection_memory;
+pub(in crate::proxy) mod connection_memory;
 pub(in crate::proxy) mod connection_timeouts;
 mod dispatch;
 pub(in crate::proxy) mod frame_limits;

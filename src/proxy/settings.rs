@@ -21,8 +21,8 @@ pub struct ListenSettings {
     pub max_connections: usize,
     /// Maximum concurrent connections of one client, except trusted proxies. 0 for no limit.
     pub max_connections_per_client: usize,
-    /// Maximum estimated memory of all client connections, taken from the first listener. `None` for
-    /// no limit.
+    /// Maximum estimated memory of all client connections, taken from the first listener. `None`
+    /// for no limit.
     pub max_memory: Option<usize>,
     /// Worker threads, at least 1.
     pub threads: usize,

@@ -114,7 +114,8 @@ impl ReloaderFixture {
         }
     }
 
-    /// Polls the configuration files for `ms` milliseconds. Returns the names of the active policies.
+    /// Polls the configuration files for `ms` milliseconds. Returns the names of the active
+    /// policies.
     async fn policies_after_polling(&mut self, ms: u64) -> Vec<String> {
         let end = Instant::now() + Duration::from_millis(ms);
         while Instant::now() < end {

@@ -137,8 +137,8 @@ impl DenyCache {
         self.remove_entries(charges, |entry, charge| entry.cost <= charge.cost);
     }
 
-    /// Removes the refusals of `charges` that are older than their maximum age. Called when Redis is
-    /// unreachable: nothing can renew them.
+    /// Removes the refusals of `charges` that are older than their maximum age. Called when Redis
+    /// is unreachable: nothing can renew them.
     pub fn forget_outdated(&self, charges: &[Charge<'_>], now: Instant) {
         self.remove_entries(charges, |entry, charge| {
             now >= entry.sent_at + max_age(charge)

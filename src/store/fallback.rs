@@ -160,8 +160,8 @@ impl FallbackStore {
         self.confirm_write_back_batch();
     }
 
-    /// Records charges for write-back. Begins the pending phase if Redis was up to date, and returns
-    /// whether the phase began.
+    /// Records charges for write-back. Begins the pending phase if Redis was up to date, and
+    /// returns whether the phase began.
     fn record_charges<'c>(
         &self,
         charges: impl IntoIterator<Item = &'c Charge<'c>>,
@@ -419,8 +419,8 @@ impl FallbackStore {
 }
 
 /// The statuses of a decision, with `remaining` reduced by the units that this instance has just
-/// leased. Each instance uses only its share of the remaining units, so a lease is deducted once per
-/// instance.
+/// leased. Each instance uses only its share of the remaining units, so a lease is deducted once
+/// per instance.
 fn deduct_new_leases<'d>(
     charges: &[Charge<'_>],
     decision: &'d Decision,

@@ -76,8 +76,8 @@ pub struct SettlementError {
     pub unconfirmed_indices: Vec<usize>,
 }
 
-/// Waits until all queued messages are sent, for at most [`FLUSH_TIMEOUT`]. `drained` is notified when
-/// `is_drained` becomes true.
+/// Waits until all queued messages are sent, for at most [`FLUSH_TIMEOUT`]. `drained` is notified
+/// when `is_drained` becomes true.
 async fn wait_until_drained(drained: &Notify, is_drained: impl Fn() -> bool) {
     let wait = async {
         loop {

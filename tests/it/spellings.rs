@@ -177,7 +177,8 @@ fn expand(spelling: &str) -> String {
     format!("{before}{repeated}{}", expand(after))
 }
 
-/// The readings of one spelling that `escapes` selects, of frameworks that do or do not ignore case.
+/// The readings of one spelling that `escapes` selects, of frameworks that do or do not ignore
+/// case.
 fn describe_escapes(
     recorded: &RecordedReadings,
     spelling: &str,

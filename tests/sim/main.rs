@@ -1,4 +1,5 @@
-//! The seeds of the gate: `cargo nextest run --test sim`. `make sim` runs others (`benches/sim.rs`).
+//! The seeds of the gate: `cargo nextest run --test sim`. `make sim` runs others
+//! (`benches/sim.rs`).
 
 #![allow(
     clippy::unwrap_used,

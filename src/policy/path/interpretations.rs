@@ -68,8 +68,8 @@ impl PathInterpretations {
         self.readings.len() == 1
     }
 
-    /// Whether the path, decoded once, contains an escaped `.`, `/`, `\` or `%`. An app that decodes
-    /// twice reads another path.
+    /// Whether the path, decoded once, contains an escaped `.`, `/`, `\` or `%`. An app that
+    /// decodes twice reads another path.
     pub fn has_nested_escape(&self) -> bool {
         self.has_nested_escape
     }

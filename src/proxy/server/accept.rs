@@ -78,8 +78,8 @@ impl HandshakeAcceptor {
         }
     }
 
-    /// Runs the handshake of a connection from `addr`. `admit` counts it for its client, once a PROXY
-    /// header has named the client and before TLS.
+    /// Runs the handshake of a connection from `addr`. `admit` counts it for its client, once a
+    /// PROXY header has named the client and before TLS.
     ///
     /// # Errors
     /// Returns a [`FailedHandshake`], which the caller records and closes.

@@ -14,7 +14,8 @@ use tokio::time::sleep;
 /// Number of released connections, about 20 KiB each, from which a trim is worthwhile.
 const TRIM_THRESHOLD_CONNECTIONS: usize = 64;
 /// Interval of the checks whether the burst is over, and of the rounds of a trim. A worker that
-/// releases [`TRIM_THRESHOLD_CONNECTIONS`] connections per interval is busy and will soon reuse the memory.
+/// releases [`TRIM_THRESHOLD_CONNECTIONS`] connections per interval is busy and will soon reuse the
+/// memory.
 const CALM_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// Rounds of allocations in one trim. mimalloc returns freed memory after 10 ms, plus 1 ms for each
 /// piece freed meanwhile, including pieces that the trim itself frees.

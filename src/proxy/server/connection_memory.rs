@@ -35,7 +35,7 @@ pub(super) struct ConnectionBuffers {
 
 /// Received bytes that a connection holds, and its memory as last reported to the budget.
 #[derive(Debug, Default)]
-pub(super) struct ConnectionMemory {
+pub(in crate::proxy) struct ConnectionMemory {
     /// Bytes of the incomplete request head.
     head_bytes: Cell<usize>,
     /// Bytes of HTTP/2 request bodies that were received and not read by the handler.
@@ -67,7 +67,8 @@ impl ConnectionMemory {
             .set(self.unread_body_bytes.get() + bytes);
     }
 
-    pub(super) fn remove_unread_body_bytes(&self, bytes: usize) {
+    /// Records that the handler read bytes of a request body.
+    pub(in crate::proxy) fn remove_unread_body_bytes(&self, bytes: usize) {
         self.unread_body_bytes
             .set(self.unread_body_bytes.get().saturating_sub(bytes));
     }
@@ -76,7 +77,8 @@ impl ConnectionMemory {
         self.unread_body_bytes.set(0);
     }
 
-    pub(super) fn set_tunnel(&self) {
+    /// Records that the connection is a tunnel.
+    pub(in crate::proxy) fn set_tunnel(&self) {
         self.is_tunnel.set(true);
     }
 

@@ -160,18 +160,8 @@ impl ConnectionMonitor {
         });
     }
 
-    /// Records that the connection is a tunnel.
-    pub(in crate::proxy) fn set_tunnel(&self) {
-        self.memory.set_tunnel();
-    }
-
-    pub(super) fn memory(&self) -> &ConnectionMemory {
+    pub(in crate::proxy) fn memory(&self) -> &ConnectionMemory {
         &self.memory
-    }
-
-    /// Records that the handler read bytes of a request body.
-    pub(in crate::proxy) fn record_body_read(&self, bytes: usize) {
-        self.memory.remove_unread_body_bytes(bytes);
     }
 
     /// Registers a request as active until all clones of the returned guard are dropped.

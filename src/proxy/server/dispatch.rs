@@ -194,8 +194,8 @@ impl PendingConnections {
     }
 }
 
-/// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `None` if
-/// that worker has ended.
+/// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `None`
+/// if that worker has ended.
 async fn dispatch_connection(
     worker_queues: &[mpsc::Sender<WorkerMessage>],
     load: &ServerLoad,

@@ -119,8 +119,8 @@ impl ProxyService {
     }
 
     /// Counts a tunnel for its client, and waits as long as a `leaky_bucket` limit delays the
-    /// request, at most until `deadline`. If the client disconnects, the request is dropped but its place in the bucket's queue stays
-    /// consumed.
+    /// request, at most until `deadline`. If the client disconnects, the request is dropped but its
+    /// place in the bucket's queue stays consumed.
     async fn wait_for_turn(
         &self,
         verdict: &Verdict<'_>,

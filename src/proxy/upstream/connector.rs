@@ -25,8 +25,8 @@ use crate::tls::ClientTls;
 
 /// Time after which the next address is tried while earlier attempts are pending (RFC 8305, 5).
 const HAPPY_EYEBALLS_DELAY: Duration = Duration::from_millis(250);
-/// Maximum bytes of one read. hyper doubles its read buffer, up to 256 KiB, as long as reads fill it;
-/// a slow client would keep several such buffers. Reads below 8 KiB leave the buffer at 8 KiB.
+/// Maximum bytes of one read. hyper doubles its read buffer, up to 256 KiB, as long as reads fill
+/// it; a slow client would keep several such buffers. Reads below 8 KiB leave the buffer at 8 KiB.
 const MAX_READ_BYTES: u64 = 8 * 1024 - 1;
 /// Idle time before TCP keep-alive probes start. Three unanswered probes, ten seconds apart, close
 /// the connection.

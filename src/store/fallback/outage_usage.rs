@@ -1,7 +1,7 @@
 //! The usage that a process stopped in an outage leaves to the next process, and its encoding.
 //!
-//! The encoding is a header line with a version and a checksum, and one JSON array. All times are of
-//! the local clock of the stopped process, which showed `now_us` when this was saved.
+//! The encoding is a header line with a version and a checksum, and one JSON array. All times are
+//! of the local clock of the stopped process, which showed `now_us` when this was saved.
 
 use super::Share;
 use super::status_cache::CachedStatus;

@@ -59,8 +59,8 @@ impl RedisCircuitBreaker {
             .map(|(name, count)| (*name, count.load(Ordering::Relaxed)))
     }
 
-    /// Resets the count of consecutive failures after a useful reply. An open breaker stays open: only
-    /// a probe closes it.
+    /// Resets the count of consecutive failures after a useful reply. An open breaker stays open:
+    /// only a probe closes it.
     pub(super) fn record_success(&self) {
         // Reads first: without failures the cache line stays shared between the workers.
         if self.consecutive_failures.load(Ordering::Relaxed) != 0 {

@@ -340,7 +340,9 @@ async fn responses_without_a_body_have_none() {
             .send(format!("{method} /{status} HTTP/1.1\r\nHost: a\r\n\r\n"))
             .await;
         assert_eq!(client.read_any_response(false).await.status, 103);
-        let reply = client.read_any_response(method == "HEAD" || status == 304).await;
+        let reply = client
+            .read_any_response(method == "HEAD" || status == 304)
+            .await;
         assert_eq!(
             (reply.status, reply.header("content-length")),
             (status, length),

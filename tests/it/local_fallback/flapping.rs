@@ -11,7 +11,8 @@ const DOWN_TIME: Duration = Duration::from_secs(6);
 const UP_TIME: Duration = Duration::from_millis(350);
 
 /// Each return of Redis shows only the instances that have reconnected. Such counts must not add up
-/// to a smaller fleet. One instance never reconnects, so the outage does not end. A fleet that really is smaller gets its larger shares after 3 s of answers.
+/// to a smaller fleet. One instance never reconnects, so the outage does not end. A fleet that
+/// really is smaller gets its larger shares after 3 s of answers.
 #[tokio::test]
 async fn a_flapping_redis_does_not_reduce_the_instance_count() {
     let (mut server, upstream) = (start_persistent_redis(), Upstream::echo().await);

@@ -71,8 +71,8 @@ fn extra_limits(
         .count() as u64
 }
 
-/// Units that Redis admitted in a pause of an outage, and one share. Instances without a reply about
-/// the key do not know these units, and one with a reply has a new share of the rest.
+/// Units that Redis admitted in a pause of an outage, and one share. Instances without a reply
+/// about the key do not know these units, and one with a reply has a new share of the rest.
 fn units_in_pauses(
     run: &FinishedRun<'_>,
     history: &CounterHistory<'_>,
@@ -192,7 +192,8 @@ fn check_slots(
     let mut in_flight = 0;
     for (at_us, change) in changes {
         in_flight += change;
-        // Slots that were not renewed have lapsed; those of requests from before a loss are unknown.
+        // Slots that were not renewed have lapsed; those of requests from before a loss are
+        // unknown.
         let lapse_us = ttl_us + 5_000_000;
         let is_lapsing = run.excuses.iter().any(|excuse| {
             let is_renewed_in_time = excuse.instance.is_none()

@@ -317,7 +317,8 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
             if !record.is_from_redis {
                 continue;
             }
-            // A refusal of a higher cost replaces the remembered one, and says nothing about cost 1.
+            // A refusal of a higher cost replaces the remembered one, and says nothing about cost
+            // 1.
             let (1, Some(retry_us)) = (request.cost, retry_after_us) else {
                 refusals.remove(&asker);
                 continue;

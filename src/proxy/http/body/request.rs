@@ -207,8 +207,8 @@ impl RequestBodyProgress {
 }
 
 /// Reads and drops the rest of an HTTP/2 request body. Dropping `body` resets the stream if the
-/// client has not ended or reset it. The reset waits until [`HTTP2_RESET_DELAY`] after the response,
-/// or until [`MAX_HTTP2_DISCARD_BYTES`] are read.
+/// client has not ended or reset it. The reset waits until [`HTTP2_RESET_DELAY`] after the
+/// response, or until [`MAX_HTTP2_DISCARD_BYTES`] are read.
 async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
     let progress = Rc::clone(&body.borrow().progress);
     let rest = async {
@@ -315,7 +315,10 @@ impl RequestBodyStream {
 
     fn check_and_record_frame(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
         let bytes = frame.data_ref().map_or(0, Bytes::len);
-        self.active.monitor().record_body_read(bytes);
+        self.active
+            .monitor()
+            .memory()
+            .remove_unread_body_bytes(bytes);
         self.received = self
             .received
             .saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX));

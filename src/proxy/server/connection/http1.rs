@@ -113,9 +113,8 @@ where
             socket.put_back(&read_buf);
             drop(read_buf);
             match handover.take() {
-                // While the 101 head is unwritten, the client would read tunnel bytes as a response.
+                // Until the 101 head is written, the client cannot read tunnel bytes.
                 Some(upgraded) if driver.monitor.has_no_blocked_write() => {
-                    driver.monitor.set_tunnel();
                     // Boxed, so that the connection's future has no space for the tunnel's.
                     Box::pin(
                         upgraded.serve_http1_tunnel(socket, protocols.settings.body_idle_timeout),

@@ -107,7 +107,8 @@ pub(super) fn handle_request<H: RequestHandler>(
 }
 
 /// Guard of a request, from its arrival to the end of its response. If a client of a public HTTP/2
-/// listener cancels the request shortly after its arrival, the connection's frame budget is charged.
+/// listener cancels the request shortly after its arrival, the connection's frame budget is
+/// charged.
 struct RequestGuard {
     request: ActiveRequestGuard,
     body: Option<Rc<RequestBodyProgress>>,
@@ -157,8 +158,8 @@ impl Body for TrackedResponseBody {
         // A poll is progress: hyper polls for more data only when it can send more to the client.
         let monitor = self.guard.request.monitor();
         monitor.mark_progress();
-        // hyper and h2 buffer tens of KiB of a response. While the socket accepts no bytes, more data
-        // stays with the upstream.
+        // hyper and h2 buffer tens of KiB of a response. While the socket accepts no bytes, more
+        // data stays with the upstream.
         ready!(monitor.poll_write_progress(cx));
         if self.remainder.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {

@@ -71,6 +71,7 @@ impl UpgradedRequest {
         stall_timeout: Duration,
     ) {
         socket.set_half_close(true);
+        self.active.monitor().memory().set_tunnel();
         let end_reason = self.tunnel.run(&mut socket, stall_timeout, false).await;
         record_tunnel_end(&end_reason, self.active.monitor());
         match end_reason {

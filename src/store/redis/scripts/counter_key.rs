@@ -118,8 +118,8 @@ impl ScriptLibrary {
         }
     }
 
-    /// The keys of the two sorted sets of live instances: by heartbeat, and by id. Both are in one hash
-    /// slot.
+    /// The keys of the two sorted sets of live instances: by heartbeat, and by id. Both are in one
+    /// hash slot.
     pub(in crate::store::redis) fn membership_keys(&self) -> [String; 2] {
         let instances = format!("{}instances", self.counter_key_prefix.trim_end_matches('{'));
         let ids = format!("{instances}:{{{instances}}}");
