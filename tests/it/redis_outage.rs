@@ -136,15 +136,17 @@ impl OutageFixture {
             let up = store
                 .last()
                 .is_some_and(|line| line.message_starts_with("redis available again"));
-            (up && access.len() >= refused).then_some((access, store))
+            (up && count_logged_refusals(&access) >= refused).then_some((access, store))
         })
         .await;
+        let mut requests = access.iter().filter(|line| line.field("lines") == "");
         assert!(
-            access.iter().all(|line| line.field("status") == "503"),
+            requests.all(|line| line.field("status") == "503"),
             "{}",
             self.proxy.log_text()
         );
-        assert_eq!(access.len(), refused, "{}", self.proxy.log_text());
+        let logged = count_logged_refusals(&access);
+        assert_eq!(logged, refused, "{}", self.proxy.log_text());
         store
     }
 
@@ -959,4 +961,10 @@ async fn check_non_redis_server(
         "{text:?}: {}",
         proxy.log_text()
     );
+}
+
+/// Number of refusals in these lines of the access log, with those that a summary counts.
+fn count_logged_refusals(access: &[LogLine]) -> usize {
+    let count = |line: &LogLine| line.field("lines").parse().unwrap_or(1);
+    access.iter().map(count).sum()
 }

@@ -14,6 +14,7 @@ use tokio::time::timeout;
 const TIDEGATE_BINARY: &str = env!("CARGO_BIN_EXE_tidegate");
 
 const POLICIES: &str = r#"
+path.control_characters = "allow"
 [[policy]]
 name = "api"
 key = ["header:x-user"]

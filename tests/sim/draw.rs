@@ -185,10 +185,13 @@ fn set_faults(scenario: &mut Scenario, rng: &mut Rng) {
 }
 
 fn set_operations(scenario: &mut Scenario, rng: &mut Rng) {
-    let is_plain = |policy: &PolicySpec| {
-        policy.estimate.is_none() && !matches!(policy.rule, Rule::Concurrency { .. })
+    let allows_service_calls = |policy: &PolicySpec| {
+        policy.estimate.is_none()
+            && !matches!(policy.rule, Rule::Concurrency { .. })
+            && policy.on_failure == OnFailure::Local
     };
-    scenario.is_rate_limit_service = rng.u8(0..4) == 0 && scenario.policies.iter().all(is_plain);
+    scenario.is_rate_limit_service =
+        rng.u8(0..4) == 0 && scenario.policies.iter().all(allows_service_calls);
     for _ in 0..rng.u8(0..4) {
         let Some(request) = rng.choice(&scenario.requests).cloned() else {
             return;

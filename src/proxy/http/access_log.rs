@@ -10,12 +10,16 @@ use http::StatusCode;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::net::IpAddr;
+use std::rc::Rc;
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::task::spawn_local;
+use tokio::time::{Instant, sleep_until};
 
 /// Maximum lines per second, policy and worker if only rejected requests are logged. A client can
 /// cause many rejections.
 const MAX_REJECTION_LINES_PER_SECOND: u32 = 100;
+
+const SECOND: Duration = Duration::from_secs(1);
 
 /// Writes access-log lines according to the log settings.
 #[derive(Debug)]
@@ -23,9 +27,11 @@ pub(in crate::proxy) struct AccessLog {
     mode: AccessLogFilter,
     /// Share of the lines that are written, 0.0..=1.0.
     sample_rate: f64,
-    /// Lines of the current second by policy; the empty name stands for malformed requests.
-    rejection_lines: RefCell<HashMap<String, RejectionLineCount>>,
+    rejection_lines: Rc<RefCell<RejectionLines>>,
 }
+
+/// Lines of the current second by policy; the empty name stands for malformed requests.
+type RejectionLines = HashMap<String, RejectionLineCount>;
 
 /// Lines about one policy's rejections in one second.
 #[derive(Debug)]
@@ -33,6 +39,16 @@ struct RejectionLineCount {
     started_at: Instant,
     written: u32,
     omitted: u32,
+}
+
+impl RejectionLineCount {
+    /// Writes the number of omitted lines, if any, and resets it.
+    fn write_summary(&mut self, policy: &str) {
+        let lines = std::mem::take(&mut self.omitted);
+        if lines > 0 {
+            tracing::info!(target: "access", policy, lines, "rejected requests not logged");
+        }
+    }
 }
 
 /// Fields of one access-log line; all are known once the response head is.
@@ -88,12 +104,12 @@ impl AccessLog {
         Self {
             mode: settings.access,
             sample_rate: settings.access_sample,
-            rejection_lines: RefCell::default(),
+            rejection_lines: Rc::default(),
         }
     }
 
-    /// Whether a line about a rejection may be written. After a second with omitted lines, writes a
-    /// summary first.
+    /// Whether a line about a rejection may be written. After a second with omitted lines, a summary
+    /// is written.
     fn take_rejection_line(&self, policy: &str, now: Instant) -> bool {
         let mut rejection_lines = self.rejection_lines.borrow_mut();
         let Some(count) = rejection_lines.get_mut(policy) else {
@@ -105,23 +121,30 @@ impl AccessLog {
             rejection_lines.insert(policy.to_owned(), count);
             return true;
         };
-        if now.saturating_duration_since(count.started_at) >= Duration::from_secs(1) {
-            if count.omitted > 0 {
-                tracing::info!(
-                    target: "access",
-                    policy,
-                    lines = count.omitted,
-                    "rejected requests not logged"
-                );
+        if now.saturating_duration_since(count.started_at) >= SECOND {
+            count.write_summary(policy);
+            (count.started_at, count.written) = (now, 0);
+        }
+        if count.written < MAX_REJECTION_LINES_PER_SECOND {
+            count.written += 1;
+            return true;
+        }
+        if count.omitted == 0 {
+            self.schedule_summary(policy.to_owned(), count.started_at + SECOND);
+        }
+        count.omitted += 1;
+        false
+    }
+
+    /// Writes the summary at the end of the second, even if no further request is rejected.
+    fn schedule_summary(&self, policy: String, at: Instant) {
+        let rejection_lines = Rc::clone(&self.rejection_lines);
+        spawn_local(async move {
+            sleep_until(at).await;
+            if let Some(count) = rejection_lines.borrow_mut().get_mut(&policy) {
+                count.write_summary(&policy);
             }
-            (count.started_at, count.written, count.omitted) = (now, 0, 0);
-        }
-        let is_allowed = count.written < MAX_REJECTION_LINES_PER_SECOND;
-        match is_allowed {
-            true => count.written += 1,
-            false => count.omitted += 1,
-        }
-        is_allowed
+        });
     }
 
     /// Whether the log settings allow a line for a request, before sampling. `is_rejected` says
