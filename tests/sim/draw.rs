@@ -3,8 +3,8 @@
 mod policies;
 
 use crate::sim::scenario::{
-    Fault, FaultKind, OperatorAction, OperatorSpec, PolicySpec, RequestSpec, Rule, SECOND,
-    Scenario, ScenarioClass, Topology,
+    Fault, FaultKind, OnFailure, OperatorAction, OperatorSpec, PolicySpec, RequestSpec, Rule,
+    SECOND, Scenario, ScenarioClass, Topology,
 };
 use crate::sim::world::TERMINATION_US;
 use fastrand::Rng;
