@@ -187,7 +187,10 @@ fn set_faults(scenario: &mut Scenario, rng: &mut Rng) {
 fn set_operations(scenario: &mut Scenario, rng: &mut Rng) {
     let allows_service_calls = |policy: &PolicySpec| {
         policy.estimate.is_none()
-            && !matches!(policy.rule, Rule::Concurrency { .. })
+            && !matches!(
+                policy.rule,
+                Rule::Concurrency { .. } | Rule::LeakyBucket { .. }
+            )
             && policy.on_failure == OnFailure::Local
     };
     scenario.is_rate_limit_service =
