@@ -20,7 +20,7 @@ pub use dry_run::{DryRunOutcome, DryRunResult, PolicyOutcome, QuotaUsage, dry_ru
 pub use estimated_charge::EstimatedCharge;
 pub use explain::{PolicyExplanation, PolicyLimits, PolicyStep, explain_request};
 pub use rate_limit_call::{CallVerdict, DescriptorVerdict};
-pub use verdict::{LimitRejection, ReportedLimit, RequestOutcome, RetryHint, Verdict};
+pub use verdict::{LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
 
 use charge_plan::ChargePlan;
 

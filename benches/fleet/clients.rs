@@ -44,7 +44,8 @@ impl LoadBalancer {
         self.0.lock().unwrap().remove(&node);
     }
 
-    fn choose_node(&self, rng: &mut Rng) -> Option<(u8, SocketAddr)> {
+    /// A random ready node for a new connection.
+    fn choose_random_node(&self, rng: &mut Rng) -> Option<(u8, SocketAddr)> {
         let nodes = self.0.lock().unwrap();
         rng.choice(nodes.iter())
             .map(|(node, address)| (*node, *address))
@@ -115,7 +116,7 @@ pub(crate) fn spawn_client(
     let context = Arc::clone(context);
     tokio::spawn(async move {
         while !load.has_ended(&context) {
-            if let Some((node, address)) = context.balancer.choose_node(&mut rng) {
+            if let Some((node, address)) = context.balancer.choose_random_node(&mut rng) {
                 run_connection(&context, &load, node, address, &mut rng).await;
             }
             sleep_randomly(&load, &mut rng).await;

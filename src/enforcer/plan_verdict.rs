@@ -2,7 +2,7 @@
 
 use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
-use super::{LimitRejection, ReportedLimit, RequestOutcome, RetryHint, Verdict};
+use super::{LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Decision, Key, LimitStatus, Refusal};
 use crate::policy::{NamedLimit, OnStoreFailure, Policy};
 use crate::store::StoreUnavailable;
@@ -36,7 +36,7 @@ impl<'t> ChargePlan<'t> {
                     None => *status,
                 };
                 let Some(status) = status else { continue };
-                verdict.limits.push(ReportedLimit {
+                verdict.limits.push(LimitReport {
                     limit,
                     status,
                     key_id: planned_policy.key.id(),

@@ -3,7 +3,7 @@
 
 use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
-use super::{Enforcer, PolicySnapshot, ReportedLimit, Verdict};
+use super::{Enforcer, LimitReport, PolicySnapshot, Verdict};
 use crate::limiter::{Decision, Key, Refusal};
 use crate::policy::{Descriptor, Facts};
 use crate::store::DecisionSource;
@@ -26,7 +26,7 @@ pub struct DescriptorVerdict<'t> {
     pub is_matched: bool,
     pub is_over_limit: bool,
     /// The limit that refused, or the one with the fewest remaining units.
-    pub tightest_limit: Option<ReportedLimit<'t>>,
+    pub tightest_limit: Option<LimitReport<'t>>,
 }
 
 impl Enforcer {
@@ -102,9 +102,9 @@ impl Enforcer {
             false => self.decide_plan(&mut plan, record_decision, arrived).await,
         };
         for (status, keys) in statuses.iter_mut().zip(&key_ids_by_descriptor) {
-            let mut own: SmallVec<[ReportedLimit<'t>; 4]> = verdict.limits.clone();
+            let mut own: SmallVec<[LimitReport<'t>; 4]> = verdict.limits.clone();
             own.retain(|reported| keys.contains(&reported.key_id));
-            status.tightest_limit = ReportedLimit::find_tightest_limit(&own).copied();
+            status.tightest_limit = LimitReport::find_tightest_limit(&own).copied();
             status.is_over_limit = own.iter().any(|reported| reported.status.refusal.is_some());
         }
         CallVerdict { verdict, statuses }

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 pub struct Verdict<'t> {
     pub outcome: RequestOutcome<'t>,
     /// Every enforced limit that applied, in the order of the policies; empty if none was decided.
-    pub limits: SmallVec<[ReportedLimit<'t>; 4]>,
+    pub limits: SmallVec<[LimitReport<'t>; 4]>,
     /// The store's clock at the decision (µs since the epoch).
     pub now_us: u64,
     /// Time of the decision; `None` if the store was not asked.
@@ -82,14 +82,14 @@ pub enum RetryHint {
 
 /// One limit as reported in the rate-limit headers.
 #[derive(Clone, Copy, Debug)]
-pub struct ReportedLimit<'t> {
+pub struct LimitReport<'t> {
     pub limit: &'t NamedLimit,
     pub status: LimitStatus,
     /// Key of the quota: [`Key::id`](crate::limiter::Key::id).
     pub key_id: u128,
 }
 
-impl ReportedLimit<'_> {
+impl LimitReport<'_> {
     /// The limit that refused, or the one with the fewest remaining units.
     pub fn find_tightest_limit(limits: &[Self]) -> Option<&Self> {
         limits

@@ -52,7 +52,7 @@ pub struct LeaseTerms {
 /// granted, and the store decides each request exactly.
 pub const AUTO_LEASE_DIVISOR: u64 = 4;
 
-/// A correction of an earlier charge, known only after the decision.
+/// A change of a counter after the decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Amendment {
     /// The request cost more: charges further units now, even beyond the capacity.

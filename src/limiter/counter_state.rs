@@ -129,7 +129,7 @@ impl CounterState {
         }
     }
 
-    /// Applies a correction of an earlier charge.
+    /// Charges or returns units after the decision, or renews or releases a slot.
     pub fn amend(&mut self, limit: &Limit, amendment: Amendment, now_us: u64) {
         match amendment {
             Amendment::Charge(units) => self.take_units(limit, units, now_us, true),

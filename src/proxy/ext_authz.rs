@@ -16,7 +16,7 @@ use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::http::rate_limit_headers;
 use crate::proxy::http::request_validation::RequestValidationError;
-use crate::telemetry::trace::TraceContext;
+use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{
@@ -139,7 +139,7 @@ impl ProxyService {
                 }
             };
         let status = denial.as_ref().map_or(StatusCode::OK, Response::status);
-        let trace = TraceContext::from_headers(&parts.headers);
+        let trace = TraceParent::from_headers(&parts.headers);
         let mut summary =
             RequestSummary::new(&parts, parts.version, inbound, arrived_at, trace, None);
         self.log_and_trace_request(&mut summary, &verdict, status, Instant::now());

@@ -254,7 +254,7 @@ mod tests {
     use crate::policy::{RateLimitHeaderSettings, client, path};
     use proptest::prelude::*;
 
-    fn build_policy_table() -> PolicyTable {
+    fn build_empty_policy_table() -> PolicyTable {
         let client = client::Settings {
             trusted_proxies: vec!["10.0.0.0/8".parse().unwrap()],
             ip_header: HeaderName::from_static("x-forwarded-for"),
@@ -286,7 +286,7 @@ mod tests {
         ) {
             let fields: String = fields.iter().map(|(name, value)| format!("\n{name}: {value}")).collect();
             let host = if host { "\nhost: a" } else { "" };
-            assert_forwarded_request(&[&[choice], format!("{line}{host}{fields}").as_bytes()].concat(), &build_policy_table());
+            assert_forwarded_request(&[&[choice], format!("{line}{host}{fields}").as_bytes()].concat(), &build_empty_policy_table());
         }
 
         #[test]

@@ -17,7 +17,7 @@ mod messages;
 use super::server::peer::ConnectionPeer;
 use super::service::ProxyService;
 use super::service::request_summary::classify_verdict;
-use crate::enforcer::{CallVerdict, DescriptorVerdict, ReportedLimit, RequestOutcome, Verdict};
+use crate::enforcer::{CallVerdict, DescriptorVerdict, LimitReport, RequestOutcome, Verdict};
 use crate::policy::{Descriptor, RateLimitHeaderSettings, RejectResponse};
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
@@ -25,7 +25,7 @@ use crate::proxy::http::rate_limit_headers;
 use crate::proxy::rate_limit_service::call_result::RlsCallResult;
 use crate::proxy::rate_limit_service::grpc::{GrpcError, GrpcStatusCode};
 use crate::telemetry::metrics::WorkerMetrics;
-use crate::telemetry::trace::{TraceContext, TraceId};
+use crate::telemetry::trace::{TraceId, TraceParent};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
 use messages::rate_limit_response::{self as response, rate_limit::Unit};
@@ -72,7 +72,7 @@ impl ProxyService {
         }
         let answer = match parts.uri.path() {
             SHOULD_RATE_LIMIT_PATH => {
-                let trace = TraceContext::from_headers(&parts.headers).map(|context| context.trace);
+                let trace = TraceParent::from_headers(&parts.headers).map(|context| context.trace);
                 let mut count_guard = RateLimitCallCountGuard {
                     metrics: &self.metrics,
                     call: RlsCallResult::Cancelled,
@@ -350,7 +350,7 @@ fn build_descriptor_status(
     }
 }
 
-fn build_current_limit(reported: &ReportedLimit<'_>) -> response::RateLimit {
+fn build_current_limit(reported: &LimitReport<'_>) -> response::RateLimit {
     let limit = reported.limit.limit;
     // The largest unit that divides the period is used: older Envoy versions ignore the multiplier.
     let units = [Unit::Day, Unit::Hour, Unit::Minute, Unit::Second];

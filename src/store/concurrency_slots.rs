@@ -36,7 +36,7 @@ const MAX_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// Slots held by the requests of one worker. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct ConcurrencySlots(Arc<ConcurrencySlotsInner>);
+pub struct ConcurrencySlots(Arc<SharedConcurrencySlots>);
 
 /// The slots of one request; dropping it releases them.
 #[derive(Debug)]
@@ -48,7 +48,7 @@ pub struct ConcurrencySlotGuard {
 }
 
 #[derive(Debug)]
-struct ConcurrencySlotsInner {
+struct SharedConcurrencySlots {
     store: Store,
     /// Random; makes slot ids unique in the fleet.
     instance_id: u64,
@@ -101,7 +101,7 @@ type SlotCall = (SlotEntry, Amendment);
 
 impl ConcurrencySlots {
     pub fn new(store: Store) -> Self {
-        Self(Arc::new(ConcurrencySlotsInner {
+        Self(Arc::new(SharedConcurrencySlots {
             instance_id: match &store {
                 Store::Memory(_) => RandomState::new().hash_one(()),
                 Store::Redis { redis, .. } => redis.draw_worker_id(),
@@ -316,7 +316,7 @@ fn next_renewal_at(counters: &[LimitAndKey], now: Instant) -> Instant {
 }
 
 /// Renews and releases slots until there are none.
-async fn send_renewals_and_releases(slots: Arc<ConcurrencySlotsInner>) {
+async fn send_renewals_and_releases(slots: Arc<SharedConcurrencySlots>) {
     loop {
         let now = Instant::now();
         let (batch, next_call) = {
@@ -340,7 +340,7 @@ async fn send_renewals_and_releases(slots: Arc<ConcurrencySlotsInner>) {
     }
 }
 
-impl ConcurrencySlotsInner {
+impl SharedConcurrencySlots {
     fn new_serial(&self) -> u64 {
         self.next_serial.fetch_add(1, Ordering::Relaxed)
     }

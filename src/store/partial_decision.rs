@@ -71,8 +71,9 @@ impl PartialDecision {
 }
 
 impl DecisionFailure {
-    /// Converts the failure of some charges to a failure of the whole request. `included` has these
-    /// charges with their indexes in the request.
+    /// Moves the statuses of the partial decision to the indexes that their charges have in the
+    /// request; the request's other charges get none. `included` has the decided charges with these
+    /// indexes.
     pub(super) fn expand_to_request(
         mut self,
         included: &[(usize, Charge<'_>)],

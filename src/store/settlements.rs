@@ -19,10 +19,10 @@ const MAX_PENDING_SETTLEMENTS: usize = 1 << 14;
 
 /// Queue of one worker's settlements. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct SettlementQueue(Arc<SettlementQueueInner>);
+pub struct SettlementQueue(Arc<SharedSettlementQueue>);
 
 #[derive(Debug)]
-struct SettlementQueueInner {
+struct SharedSettlementQueue {
     store: Store,
     metrics: Arc<WorkerMetrics>,
     /// Locked by one worker only. It is a mutex because `Store` is `Send`.
@@ -41,7 +41,7 @@ struct SettlementQueueState {
 impl SettlementQueue {
     /// Creates an empty queue that counts lost settlements in the worker's own `metrics`.
     pub fn new(store: Store, metrics: Arc<WorkerMetrics>) -> Self {
-        Self(Arc::new(SettlementQueueInner {
+        Self(Arc::new(SharedSettlementQueue {
             store,
             metrics,
             state: Mutex::default(),
@@ -96,7 +96,7 @@ impl SettlementQueueState {
 }
 
 /// Sends settlements until the queue is empty.
-async fn send_settlements(queue: Arc<SettlementQueueInner>) {
+async fn send_settlements(queue: Arc<SharedSettlementQueue>) {
     loop {
         let batch = {
             let mut state = queue.state.lock();

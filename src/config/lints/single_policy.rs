@@ -239,7 +239,7 @@ fn check_overrides(
                 "key",
                 "never used: an earlier override matches all keys that this one matches",
             );
-        } else if let Some(position) = find_impossible_position(entry, matcher, quota) {
+        } else if let Some(position) = find_impossible_value_index(entry, matcher, quota) {
             table.report_warning(
                 "key",
                 &format!(
@@ -257,7 +257,7 @@ fn check_overrides(
 }
 
 /// Index of the first value that no matched request has.
-fn find_impossible_position(
+fn find_impossible_value_index(
     entry: &LimitOverride,
     matcher: &Matcher,
     quota: &Quota,

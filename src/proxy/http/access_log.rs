@@ -3,7 +3,7 @@
 //! Values from clients are log fields, never part of the message, so that the formatter escapes
 //! them.
 
-use crate::enforcer::{DecisionSource, ReportedLimit, RequestDecision};
+use crate::enforcer::{DecisionSource, LimitReport, RequestDecision};
 use crate::telemetry::trace::TraceId;
 use crate::telemetry::{AccessLogFilter, LogSettings, shorten_client_text};
 use http::StatusCode;
@@ -70,7 +70,7 @@ pub(in crate::proxy) struct AccessLogEntry<'a> {
     pub(in crate::proxy) policy: Option<&'a str>,
     pub(in crate::proxy) shadow_rejected: &'a [&'a str],
     /// The evaluated limits; the line reports the one with the least remaining.
-    pub(in crate::proxy) limits: &'a [ReportedLimit<'a>],
+    pub(in crate::proxy) limits: &'a [LimitReport<'a>],
     /// Source of the decision, such as Redis or a lease.
     pub(in crate::proxy) source: Option<DecisionSource>,
     /// Time from the request's arrival to the decision.
@@ -174,7 +174,7 @@ impl AccessLog {
                 return;
             }
         }
-        let tightest = ReportedLimit::find_tightest_limit(entry.limits);
+        let tightest = LimitReport::find_tightest_limit(entry.limits);
         tracing::info!(
             target: "access",
             method = &*shorten_client_text(entry.method),

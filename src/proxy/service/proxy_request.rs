@@ -11,7 +11,7 @@ use crate::proxy::http::rate_limit_headers;
 use crate::proxy::http::response_cost::CostMeter;
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
-use crate::telemetry::trace::TraceContext;
+use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::{Request, Response, request};
 use std::pin::{Pin, pin};
@@ -46,7 +46,7 @@ impl ProxyService {
                     return self.reject_invalid_request(&parts, body, peer, *reply, arrived_at);
                 }
             };
-        let trace = TraceContext::from_headers(&parts.headers);
+        let trace = TraceParent::from_headers(&parts.headers);
         let recording = self.start_trace_recording(trace, &parts, &inbound, peer, arrived_at);
 
         // 2. Decide.

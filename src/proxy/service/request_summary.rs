@@ -1,14 +1,14 @@
 //! What logs, metrics and traces record about a request.
 
 use super::ProxyService;
-use crate::enforcer::{DecisionSource, ReportedLimit, RequestDecision, RequestOutcome, Verdict};
+use crate::enforcer::{DecisionSource, LimitReport, RequestDecision, RequestOutcome, Verdict};
 use crate::policy::client::ClientAddress;
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::request_validation::RequestTarget;
 use crate::proxy::server::peer::ConnectionPeer;
-use crate::telemetry::trace::{self, RequestRecording, TraceContext, TraceId};
+use crate::telemetry::trace::{self, RequestRecording, TraceId, TraceParent};
 use http::{Method, StatusCode, Version, request};
 use tokio::time::Instant;
 
@@ -33,7 +33,7 @@ impl RequestSummary {
         version: Version,
         inbound: InboundRequest,
         arrived_at: Instant,
-        trace: Option<TraceContext>,
+        trace: Option<TraceParent>,
         recording: Option<Box<RequestRecording>>,
     ) -> Self {
         let trace_id = recording
@@ -59,7 +59,7 @@ impl ProxyService {
     /// Starts a trace recording if the request is sampled.
     pub(super) fn start_trace_recording(
         &self,
-        incoming_trace: Option<TraceContext>,
+        incoming_trace: Option<TraceParent>,
         parts: &request::Parts,
         inbound: &InboundRequest,
         peer: &ConnectionPeer,
@@ -132,7 +132,7 @@ impl ProxyService {
         };
         self.access_log.write(&entry);
         if let Some(recording) = &mut summary.recording {
-            let tightest = ReportedLimit::find_tightest_limit(&verdict.limits);
+            let tightest = LimitReport::find_tightest_limit(&verdict.limits);
             recording.set_response(&trace::TracedResponse {
                 status: status.as_u16(),
                 decision: entry.decision,

@@ -9,7 +9,7 @@ use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody};
-use crate::telemetry::trace::TraceContext;
+use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::{HeaderMap, Response, header, request};
 use ipnet::IpNet;
@@ -77,7 +77,7 @@ impl ProxyService {
                 .unwrap_or_default(),
             path: parts.uri.path(),
             time_to_head: elapsed,
-            trace_id: TraceContext::from_headers(&parts.headers).map(|context| context.trace),
+            trace_id: TraceParent::from_headers(&parts.headers).map(|context| context.trace),
             ..AccessLogEntry::for_unreadable_request(peer.addr.ip(), reply.status())
         });
         self.respond_without_upstream(body, reply, elapsed)

@@ -306,10 +306,10 @@ fn value_at<'v>(record: &'v Value, path: &str) -> Option<&'v Value> {
 
 /// Returns the string or number at a path as text; `None` if the value is absent, empty or `-`.
 fn text_at<'l>(record: &Value, path: &str) -> Option<Cow<'l, [u8]>> {
-    non_empty_text(value_at(record, path)?)
+    present_scalar_text(value_at(record, path)?)
 }
 
-fn non_empty_text<'l>(value: &Value) -> Option<Cow<'l, [u8]>> {
+fn present_scalar_text<'l>(value: &Value) -> Option<Cow<'l, [u8]>> {
     let text = match value {
         Value::String(text) => text.clone(),
         Value::Number(number) => number.to_string(),
@@ -323,8 +323,8 @@ fn non_empty_text<'l>(value: &Value) -> Option<Cow<'l, [u8]>> {
 /// Returns the values of a header: one text, or a list of texts.
 fn header_values<'l>(record: &Value, path: &str) -> Option<Vec<Cow<'l, [u8]>>> {
     let values: Vec<_> = match value_at(record, path)? {
-        Value::Array(lines) => lines.iter().filter_map(non_empty_text).collect(),
-        line => non_empty_text(line).into_iter().collect(),
+        Value::Array(lines) => lines.iter().filter_map(present_scalar_text).collect(),
+        line => present_scalar_text(line).into_iter().collect(),
     };
     (!values.is_empty()).then_some(values)
 }

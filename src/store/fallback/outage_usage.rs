@@ -44,10 +44,11 @@ pub(super) struct OutageCounter {
     pub(super) usage: Vec<UsageEntry>,
 }
 
-type AlgorithmRow = (u8, u64, u64);
+/// Rows of the usage file's JSON array.
+type EncodedAlgorithm = (u8, u64, u64);
 type UsageRow = (u64, u64);
-type CounterRow = (u64, u64, AlgorithmRow, String, UsageRow, Vec<UsageRow>);
-type StatusRow = (u128, AlgorithmRow, u64, u64, u64, Option<u64>);
+type CounterRow = (u64, u64, EncodedAlgorithm, String, UsageRow, Vec<UsageRow>);
+type StatusRow = (u128, EncodedAlgorithm, u64, u64, u64, Option<u64>);
 type FileRows = (u64, u64, u64, Vec<u16>, Vec<CounterRow>, Vec<StatusRow>);
 
 impl OutageUsage {
@@ -111,7 +112,7 @@ impl OutageCounter {
         (
             self.limit.requests,
             self.limit.per_us,
-            algorithm_to_row(self.limit.algorithm),
+            encode_algorithm(self.limit.algorithm),
             STANDARD_NO_PAD.encode(self.key.encoded_values()),
             to_row(&self.other_usage),
             self.usage.iter().map(to_row).collect(),
@@ -123,7 +124,7 @@ impl OutageCounter {
         let limit = Limit {
             requests,
             per_us,
-            algorithm: algorithm_from_row(algorithm)?,
+            algorithm: decode_algorithm(algorithm)?,
         };
         let from_row =
             |(at_us, units): UsageRow| (units <= MAX_UNITS).then_some(UsageEntry { at_us, units });
@@ -139,7 +140,7 @@ impl OutageCounter {
 fn status_to_row(((key_id, algorithm, per_us), status): &(CounterId, CachedStatus)) -> StatusRow {
     (
         *key_id,
-        algorithm_to_row(*algorithm),
+        encode_algorithm(*algorithm),
         *per_us,
         status.remaining,
         status.received_at_us,
@@ -149,7 +150,7 @@ fn status_to_row(((key_id, algorithm, per_us), status): &(CounterId, CachedStatu
 
 fn status_from_row(row: StatusRow) -> Option<(CounterId, CachedStatus)> {
     let (key_id, algorithm, per_us, remaining, received_at_us, block_ends_us) = row;
-    let id = (key_id, algorithm_from_row(algorithm)?, per_us);
+    let id = (key_id, decode_algorithm(algorithm)?, per_us);
     let status = CachedStatus {
         remaining,
         received_at_us,
@@ -162,7 +163,7 @@ fn compute_checksum(body: &[u8]) -> String {
     STANDARD_NO_PAD.encode(Sha256::digest(body))
 }
 
-fn algorithm_to_row(algorithm: Algorithm) -> AlgorithmRow {
+fn encode_algorithm(algorithm: Algorithm) -> EncodedAlgorithm {
     match algorithm {
         Algorithm::SlidingLog => (0, 0, 0),
         Algorithm::SlidingWindow { buckets } => (1, buckets, 0),
@@ -174,7 +175,7 @@ fn algorithm_to_row(algorithm: Algorithm) -> AlgorithmRow {
     }
 }
 
-fn algorithm_from_row(row: AlgorithmRow) -> Option<Algorithm> {
+fn decode_algorithm(row: EncodedAlgorithm) -> Option<Algorithm> {
     Some(match row {
         (0, 0, 0) => Algorithm::SlidingLog,
         (1, buckets, 0) => Algorithm::SlidingWindow { buckets },

@@ -90,7 +90,7 @@ impl ClusterClient {
         }
     }
 
-    /// Decides charges, each on the counter of its key. If the charges are refused, the returned
+    /// Decides charges without a search among shards: charges of one hash slot share a script call. If the charges are refused, the returned
     /// task ends when all reservations are returned.
     async fn decide_by_hash_slot(
         &self,

@@ -238,7 +238,7 @@ impl RedisStore {
         &self.context.fallback
     }
 
-    /// Whether a request would be sent to any server.
+    /// Whether requests are sent to Redis at all: the breaker is closed and a master is connected.
     pub fn is_reachable(&self) -> bool {
         !self.is_breaker_open() && self.master_connections().iter().any(Result::is_ok)
     }

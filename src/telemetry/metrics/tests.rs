@@ -4,20 +4,20 @@ use super::*;
 use std::net::IpAddr;
 use std::time::Duration;
 
-const ALLOWED: usize = 0;
-const REJECTED: usize = 1;
-const DEGRADED: usize = 2;
-const DEGRADED_CLOSED: usize = 3;
+const ALLOWED_INDEX: usize = 0;
+const REJECTED_INDEX: usize = 1;
+const DEGRADED_INDEX: usize = 2;
+const DEGRADED_CLOSED_INDEX: usize = 3;
 
 fn sample_labels() -> MetricLabels {
     MetricLabels {
         decision_sources: ["redis", "memory", "deny_cache", "lease", "degraded"],
         policy_decisions: &[
-            ("allowed", &[ALLOWED]),
-            ("rejected", &[REJECTED]),
-            ("degraded", &[DEGRADED, DEGRADED_CLOSED]),
+            ("allowed", &[ALLOWED_INDEX]),
+            ("rejected", &[REJECTED_INDEX]),
+            ("degraded", &[DEGRADED_INDEX, DEGRADED_CLOSED_INDEX]),
         ],
-        degraded_outcomes: &[("open", &[15]), ("closed", &[DEGRADED_CLOSED])],
+        degraded_outcomes: &[("open", &[15]), ("closed", &[DEGRADED_CLOSED_INDEX])],
         upstream_errors: &["dns", "tls"],
         tls_errors: &["closed", "invalid"],
         proxy_header_errors: &["absent"],
@@ -82,7 +82,7 @@ fn sums_counts_of_all_workers() {
     for worker in 0..3 {
         let worker_metrics = metrics.worker_metrics(worker);
         for _ in 0..=worker {
-            worker_metrics.record_policy_decision(&counters[0], ALLOWED);
+            worker_metrics.record_policy_decision(&counters[0], ALLOWED_INDEX);
             worker_metrics.record_upstream_error(1);
             worker_metrics.record_tls_error(0);
             worker_metrics.record_proxy_header_error(0);
@@ -91,8 +91,8 @@ fn sums_counts_of_all_workers() {
             worker_metrics.record_rejected_token();
             worker_metrics.record_lost_settlements(2);
         }
-        worker_metrics.record_policy_decision(&counters[1], DEGRADED_CLOSED);
-        worker_metrics.record_policy_decision(&counters[1], DEGRADED);
+        worker_metrics.record_policy_decision(&counters[1], DEGRADED_CLOSED_INDEX);
+        worker_metrics.record_policy_decision(&counters[1], DEGRADED_INDEX);
     }
     metrics
         .worker_metrics(3)
@@ -149,10 +149,10 @@ fn counters_survive_a_policy_reload() {
     let worker_metrics = metrics.worker_metrics(0);
     worker_metrics.record_policy_decision(
         &metrics.get_or_create_policy_counters(["a", "gone"].into_iter())[1],
-        REJECTED,
+        REJECTED_INDEX,
     );
     let reloaded = metrics.get_or_create_policy_counters(["new", "a"].into_iter());
-    worker_metrics.record_policy_decision(&reloaded[1], REJECTED);
+    worker_metrics.record_policy_decision(&reloaded[1], REJECTED_INDEX);
     let page = metrics.render_page(&sample_status(), ExpositionFormat::PrometheusText);
     for policy in ["a", "gone"] {
         assert_has_line(

@@ -28,14 +28,14 @@ pub struct SpanId(pub(super) u64);
 
 /// The content of a valid `traceparent` header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TraceContext {
+pub struct TraceParent {
     pub trace: TraceId,
     /// The span of the sender.
     pub span: SpanId,
     flags: u8,
 }
 
-impl TraceContext {
+impl TraceParent {
     /// Reads the context from a request's headers. `None` if the header is absent, repeated or
     /// invalid.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
@@ -143,8 +143,8 @@ mod tests {
 
     const VALID: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-    fn parse(text: &str) -> Option<TraceContext> {
-        TraceContext::parse(text.as_bytes())
+    fn parse(text: &str) -> Option<TraceParent> {
+        TraceParent::parse(text.as_bytes())
     }
 
     #[test]
@@ -209,10 +209,10 @@ mod tests {
         }
         let mut headers = HeaderMap::new();
         headers.append(TRACEPARENT, HeaderValue::from_static(VALID));
-        assert!(TraceContext::from_headers(&headers).is_some());
+        assert!(TraceParent::from_headers(&headers).is_some());
         headers.append(TRACEPARENT, HeaderValue::from_static(VALID));
         assert_eq!(
-            TraceContext::from_headers(&headers),
+            TraceParent::from_headers(&headers),
             None,
             "a repeated header is ignored"
         );
@@ -228,7 +228,7 @@ mod tests {
 
         #[test]
         fn parsing_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..70)) {
-            let _ = TraceContext::parse(&bytes);
+            let _ = TraceParent::parse(&bytes);
         }
     }
 }

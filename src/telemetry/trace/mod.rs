@@ -11,7 +11,7 @@ mod exporter;
 mod span;
 
 pub use collector::CollectorUrl;
-pub use context::{SpanId, TraceContext, TraceId};
+pub use context::{SpanId, TraceId, TraceParent};
 pub use exporter::SpanExporter;
 pub use span::{RequestRecording, TracedRequest, TracedResponse};
 
@@ -60,9 +60,9 @@ impl TraceSettings {
 
 /// Records requests for tracing. All workers share one tracer, which is cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Tracer(Arc<TracerInner>);
+pub struct Tracer(Arc<SharedTracer>);
 
-struct TracerInner {
+struct SharedTracer {
     sample_ratio: f64,
     clock: Clock,
     queue: mpsc::Sender<RequestSpans>,
@@ -88,7 +88,7 @@ impl Tracer {
         };
         let collector = CollectorClient::new(settings.clone());
         let exporter = SpanExporter::start(collector, resource, Arc::clone(&counters), recorded)?;
-        let inner = TracerInner {
+        let inner = SharedTracer {
             sample_ratio: settings.sample_ratio,
             clock: Clock::system(),
             queue,
@@ -101,7 +101,7 @@ impl Tracer {
     /// headers.
     pub fn start_recording_if_sampled(
         &self,
-        caller: Option<TraceContext>,
+        caller: Option<TraceParent>,
         headers: &HeaderMap,
         request: &TracedRequest<'_>,
         arrived: Instant,

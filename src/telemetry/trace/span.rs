@@ -1,7 +1,7 @@
 //! Recording of one request, and its conversion to spans.
 
-use super::context::{SpanId, TRACEPARENT, TRACESTATE, TraceContext};
-use super::{Tracer, TracerInner};
+use super::context::{SpanId, TRACEPARENT, TRACESTATE, TraceParent};
+use super::{SharedTracer, Tracer};
 use http::HeaderMap;
 use http::Method;
 use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue, any_value};
@@ -56,7 +56,7 @@ pub struct TracedResponse<'a> {
 /// Data for the spans of one request. Times are in nanoseconds since the Unix epoch.
 #[derive(Debug)]
 pub(super) struct RequestSpans {
-    context: TraceContext,
+    context: TraceParent,
     parent: Option<SpanId>,
     tracestate: String,
     name: String,
@@ -75,7 +75,7 @@ pub(super) struct RequestSpans {
 /// The forwarding of a request to the upstream.
 #[derive(Debug)]
 struct UpstreamSpan {
-    context: TraceContext,
+    context: TraceParent,
     server: String,
     started_ns: u64,
     ended_ns: Option<u64>,
@@ -87,12 +87,12 @@ impl RequestRecording {
     /// Starts a recording. `caller` is the trace context of a sampled caller.
     pub(super) fn new(
         tracer: &Tracer,
-        caller: Option<TraceContext>,
+        caller: Option<TraceParent>,
         headers: &HeaderMap,
         request: &TracedRequest<'_>,
         arrived: Instant,
     ) -> Self {
-        let context = caller.map_or_else(TraceContext::new_root, TraceContext::new_child);
+        let context = caller.map_or_else(TraceParent::new_root, TraceParent::new_child);
         let started_ns = tracer.to_unix_ns(arrived);
         // Without a valid `traceparent`, `tracestate` is ignored.
         let tracestate = caller
@@ -132,7 +132,7 @@ impl RequestRecording {
         }
     }
 
-    pub fn context(&self) -> Option<TraceContext> {
+    pub fn context(&self) -> Option<TraceParent> {
         self.spans.as_ref().map(|spans| spans.context)
     }
 
@@ -231,7 +231,7 @@ impl Drop for RequestRecording {
             return;
         };
         spans.ended_ns = self.tracer.to_unix_ns(Instant::now());
-        let TracerInner {
+        let SharedTracer {
             queue, counters, ..
         } = &*self.tracer.0;
         if let Err(full) = queue.try_send(spans) {
@@ -342,7 +342,7 @@ impl RequestSpans {
 
     fn new_span(
         &self,
-        context: TraceContext,
+        context: TraceParent,
         parent: Option<SpanId>,
         name: String,
         kind: SpanKind,
@@ -410,9 +410,9 @@ fn new_attribute(key: &str, value: any_value::Value) -> KeyValue {
     }
 }
 
-impl fmt::Debug for TracerInner {
+impl fmt::Debug for SharedTracer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TracerInner")
+        f.debug_struct("SharedTracer")
             .field("sample_ratio", &self.sample_ratio)
             .finish_non_exhaustive()
     }

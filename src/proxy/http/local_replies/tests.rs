@@ -126,7 +126,7 @@ fn rejections_carry_rate_limit_headers() {
         next_growth_us: Some(7),
         refusal: Some(Refusal::Until(42_000_000)),
     };
-    let reported = crate::enforcer::ReportedLimit {
+    let reported = crate::enforcer::LimitReport {
         limit: &limit,
         status,
         key_id: 7,

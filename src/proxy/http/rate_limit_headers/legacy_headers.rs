@@ -1,7 +1,7 @@
 //! `X-RateLimit-Limit`, `-Remaining` and `-Reset`, which describe the tightest limit.
 
 use super::retry_after::SECOND_US;
-use crate::enforcer::{ReportedLimit, Verdict};
+use crate::enforcer::{LimitReport, Verdict};
 use crate::limiter::Refusal;
 use crate::proxy::http::headers::integer_header_value;
 use http::{HeaderMap, HeaderName};
@@ -38,7 +38,7 @@ pub(super) fn write_legacy_headers(
 }
 
 /// Time (µs) at which the limit's remaining units next grow or, if the limit refused, will suffice.
-pub(in crate::proxy) fn reset_at_us(reported: &ReportedLimit<'_>, now_us: u64) -> u64 {
+pub(in crate::proxy) fn reset_at_us(reported: &LimitReport<'_>, now_us: u64) -> u64 {
     match reported.status.refusal {
         Some(Refusal::Until(at_us)) => at_us,
         // An unknown wait is reported as one second, consistent with `Retry-After: 1`.
@@ -49,7 +49,7 @@ pub(in crate::proxy) fn reset_at_us(reported: &ReportedLimit<'_>, now_us: u64) -
 
 /// Returns the refusing limit with the longest wait or, if no limit refuses, the limit with the
 /// lowest remaining share of its capacity. Of equal limits, the first is returned.
-fn find_tightest_limit<'a, 't>(limits: &'a [ReportedLimit<'t>]) -> Option<&'a ReportedLimit<'t>> {
+fn find_tightest_limit<'a, 't>(limits: &'a [LimitReport<'t>]) -> Option<&'a LimitReport<'t>> {
     limits.iter().reduce(|best, next| {
         if compare_tightness(next, best) == Ordering::Greater {
             next
@@ -59,9 +59,9 @@ fn find_tightest_limit<'a, 't>(limits: &'a [ReportedLimit<'t>]) -> Option<&'a Re
     })
 }
 
-fn compare_tightness(one: &ReportedLimit<'_>, two: &ReportedLimit<'_>) -> Ordering {
-    let refusal_of = |reported: &ReportedLimit<'_>| reported.status.refusal;
-    let scaled_remaining = |limit: &ReportedLimit<'_>, other: &ReportedLimit<'_>| {
+fn compare_tightness(one: &LimitReport<'_>, two: &LimitReport<'_>) -> Ordering {
+    let refusal_of = |reported: &LimitReport<'_>| reported.status.refusal;
+    let scaled_remaining = |limit: &LimitReport<'_>, other: &LimitReport<'_>| {
         u128::from(limit.status.remaining) * u128::from(other.limit.limit.capacity().max(1))
     };
     refusal_of(one)

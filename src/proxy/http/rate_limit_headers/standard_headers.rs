@@ -4,7 +4,7 @@
 //! line.
 
 use super::retry_after::SECOND_US;
-use crate::enforcer::{ReportedLimit, RequestOutcome, Verdict};
+use crate::enforcer::{LimitReport, RequestOutcome, Verdict};
 use crate::limiter::Algorithm;
 use crate::proxy::http::headers::append_to_list_header;
 use bytes::Bytes;
@@ -54,7 +54,7 @@ pub(super) fn is_structured_dictionary(value: &HeaderValue) -> bool {
 }
 
 /// Appends an item of `RateLimit-Policy`, such as `"login";q=5;w=60`.
-fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &ReportedLimit<'_>) {
+fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &LimitReport<'_>) {
     let named_limit = reported.limit;
     push_item_name(out, index, &named_limit.name);
     push_integer_parameter(out, b";q=", named_limit.limit.capacity());
@@ -74,7 +74,7 @@ fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &ReportedLimit<'_
 fn push_limit_status(
     out: &mut Vec<u8>,
     index: usize,
-    reported: &ReportedLimit<'_>,
+    reported: &LimitReport<'_>,
     now_us: u64,
     max_reset_s: Option<u64>,
 ) {

@@ -1,5 +1,5 @@
 use super::*;
-use crate::enforcer::{LimitRejection, ReportedLimit, RequestOutcome, RetryHint};
+use crate::enforcer::{LimitRejection, LimitReport, RequestOutcome, RetryHint};
 use crate::limiter::{Algorithm, Limit, LimitStatus, Refusal};
 use crate::policy::NamedLimit;
 use http::HeaderName;
@@ -31,9 +31,9 @@ fn build_reported_limit(
     limit: &NamedLimit,
     remaining: u64,
     grows_in_us: Option<u64>,
-) -> ReportedLimit<'_> {
+) -> LimitReport<'_> {
     let grows_at_us = grows_in_us.map(|us| NOW_US + us);
-    ReportedLimit {
+    LimitReport {
         limit,
         status: LimitStatus {
             remaining,
@@ -48,12 +48,12 @@ fn build_reported_refusing_limit(
     limit: &NamedLimit,
     remaining: u64,
     refusal: Refusal,
-) -> ReportedLimit<'_> {
+) -> LimitReport<'_> {
     let grows_at_us = match refusal {
         Refusal::Until(at_us) => Some(at_us),
         Refusal::Never | Refusal::Unknown => None,
     };
-    ReportedLimit {
+    LimitReport {
         limit,
         status: LimitStatus {
             remaining,
@@ -65,7 +65,7 @@ fn build_reported_refusing_limit(
 }
 
 fn write_headers_for_limits(
-    limits: &[ReportedLimit<'_>],
+    limits: &[LimitReport<'_>],
     fields: RateLimitHeaderSettings,
     headers: HeaderMap,
 ) -> HeaderMap {
@@ -74,7 +74,7 @@ fn write_headers_for_limits(
 
 fn write_headers_for_outcome<'t>(
     outcome: RequestOutcome<'t>,
-    limits: &[ReportedLimit<'t>],
+    limits: &[LimitReport<'t>],
     fields: RateLimitHeaderSettings,
     mut headers: HeaderMap,
 ) -> HeaderMap {
@@ -213,7 +213,7 @@ fn legacy_headers_show_the_tightest_limit() {
         named_limit("a", 10, 1_000_000),
         named_limit("b", 100, 1_000_000),
     );
-    let limit = |limits: &[ReportedLimit<'_>]| {
+    let limit = |limits: &[LimitReport<'_>]| {
         write_headers_for_limits(limits, STANDARD_AND_LEGACY, HeaderMap::new())["x-ratelimit-limit"]
             .to_str()
             .unwrap()

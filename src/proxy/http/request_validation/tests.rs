@@ -454,7 +454,7 @@ fn policies_that_read_upgrade_do_not_block_upgrades() {
 }
 
 #[test]
-fn removes_upgrade_where_it_is_not_allowed() {
+fn removes_upgrade_from_a_request_that_cannot_be_upgraded() {
     let upgrade = [("connection", "upgrade"), ("upgrade", "websocket")];
     for more in [
         ("content-length", "1"),

@@ -143,8 +143,8 @@ fn parse_slot_range(entry: &Value, queried_node: &RedisAddress) -> Option<HashSl
     })
 }
 
-/// Returns a node's address from a reply. Without a host, the node has the host of the queried
-/// node.
+/// Makes a node's address of the host and port in a reply or redirection. Without a host, the node
+/// has the host of the queried node.
 pub(super) fn resolve_node_address(
     host: String,
     port: u16,

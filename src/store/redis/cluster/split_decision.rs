@@ -298,7 +298,7 @@ mod tests {
     use super::*;
     use crate::limiter::{Key, KeyBuilder, Limit, Refusal};
 
-    const LIMIT: Limit = Limit {
+    const SLIDING_LOG_LIMIT: Limit = Limit {
         requests: 9,
         per_us: 1_000_000,
         algorithm: Algorithm::SlidingLog,
@@ -357,7 +357,7 @@ mod tests {
     #[test]
     fn converts_times_of_several_slots_to_one_clock() {
         let (one, other) = (key("one"), key("other"));
-        let charges = [&one, &other].map(|key| Charge::new(&LIMIT, key, 1));
+        let charges = [&one, &other].map(|key| Charge::new(&SLIDING_LOG_LIMIT, key, 1));
         let decided = decided_parts(
             charges,
             [
@@ -380,7 +380,7 @@ mod tests {
     #[test]
     fn returns_units_of_refused_and_dropped_requests_only() {
         let (one, other) = (key("one"), key("other"));
-        let charges = [&one, &other].map(|key| Charge::new(&LIMIT, key, 2));
+        let charges = [&one, &other].map(|key| Charge::new(&SLIDING_LOG_LIMIT, key, 2));
         let shadow = [
             charges[0],
             Charge {
@@ -466,7 +466,7 @@ mod tests {
         let owner = key("owner");
         let charges = [
             Charge::new(&BLOCK_LIMIT, &owner, 1),
-            Charge::new(&LIMIT, &owner, 1),
+            Charge::new(&SLIDING_LOG_LIMIT, &owner, 1),
         ];
         let mut inactive = admitted_decision(10);
         (
@@ -494,11 +494,11 @@ mod tests {
         let timed_out = || Err(RedisErrorKind::Timeout);
         let send = async |is_shadow, answers| {
             let charges = [
-                Charge::new(&LIMIT, &one, 1),
+                Charge::new(&SLIDING_LOG_LIMIT, &one, 1),
                 Charge {
                     policy_number: 1,
                     shadow: is_shadow,
-                    ..Charge::new(&LIMIT, &other, 1)
+                    ..Charge::new(&SLIDING_LOG_LIMIT, &other, 1)
                 },
             ];
             let decided = decided_parts(charges, answers);
