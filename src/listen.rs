@@ -69,8 +69,8 @@ impl BoundSocket {
     /// connecting.
     pub(crate) fn bind(address: &ListenAddress, mode: u32) -> io::Result<Self> {
         match address {
-            ListenAddress::Ip(address) => bind_ip(*address),
-            ListenAddress::Unix(path) => bind_unix(path, mode),
+            ListenAddress::Ip(address) => bind_tcp_socket(*address),
+            ListenAddress::Unix(path) => bind_unix_socket(path, mode),
         }
     }
 
@@ -107,7 +107,7 @@ impl BoundSocket {
     }
 }
 
-fn bind_ip(address: SocketAddr) -> io::Result<BoundSocket> {
+fn bind_tcp_socket(address: SocketAddr) -> io::Result<BoundSocket> {
     let socket = Socket::new(
         Domain::for_address(address),
         Type::STREAM,
@@ -123,7 +123,7 @@ fn bind_ip(address: SocketAddr) -> io::Result<BoundSocket> {
     Ok(BoundSocket { socket, file: None })
 }
 
-fn bind_unix(path: &Path, mode: u32) -> io::Result<BoundSocket> {
+fn bind_unix_socket(path: &Path, mode: u32) -> io::Result<BoundSocket> {
     remove_stale_socket_file(path)?;
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;

@@ -225,8 +225,8 @@ impl ReloadStatus {
 
 /// Lists the names of added, removed and changed policies.
 fn describe_changes(old: &[Policy], new: &[Policy]) -> String {
-    /// Longest list of names in a log line.
-    const MAX_NAMES: usize = 20;
+    /// Maximum names in each of the lists of added, removed and changed policies.
+    const MAX_LISTED_NAMES: usize = 20;
     // The `Debug` text of a policy contains all of its settings.
     let by_name = |policies: &[Policy]| -> BTreeMap<String, String> {
         policies
@@ -260,12 +260,14 @@ fn describe_changes(old: &[Policy], new: &[Policy]) -> String {
         .map(|(kind, names)| {
             let shown = names
                 .iter()
-                .take(MAX_NAMES)
+                .take(MAX_LISTED_NAMES)
                 .map(|name| name.as_str())
                 .collect::<Vec<_>>()
                 .join(", ");
             match names.len() {
-                n if n > MAX_NAMES => format!("{kind} {shown} and {} more", n - MAX_NAMES),
+                n if n > MAX_LISTED_NAMES => {
+                    format!("{kind} {shown} and {} more", n - MAX_LISTED_NAMES)
+                }
                 _ => format!("{kind} {shown}"),
             }
         });

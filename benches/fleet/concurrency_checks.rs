@@ -1,7 +1,7 @@
 //! Checks that no concurrency limit is exceeded at the apps.
 
 use crate::FleetContext;
-use crate::ledger::RequestLedger;
+use crate::ledger::FleetLedger;
 use crate::policies::{FleetKey, SLOT_TTL};
 use std::time::Duration;
 
@@ -60,7 +60,7 @@ impl FleetContext {
     }
 }
 
-impl RequestLedger {
+impl FleetLedger {
     /// Whether a fault kept sidecars from renewing slots, or Redis lost them.
     fn may_slots_end_early(&self, key: &FleetKey, at_us: u64) -> bool {
         let aftermath_us = u64::try_from((SLOT_TTL + SLOT_RECOVERY).as_micros()).unwrap();

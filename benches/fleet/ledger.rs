@@ -28,7 +28,7 @@ pub(crate) struct RequestRecord {
 }
 
 #[derive(Debug)]
-pub(crate) struct RequestLedger {
+pub(crate) struct FleetLedger {
     pub(crate) start: Instant,
     pub(crate) start_us: u64,
     pub(crate) records: Mutex<Vec<RequestRecord>>,
@@ -45,7 +45,7 @@ pub(crate) struct RequestLedger {
 /// A request in flight.
 #[derive(Debug)]
 pub(crate) struct PendingRequest<'a> {
-    ledger: &'a RequestLedger,
+    ledger: &'a FleetLedger,
     key: usize,
     node: u8,
     sent: Instant,
@@ -61,7 +61,7 @@ pub(crate) struct RequestTotals {
     pub(crate) admitted: BTreeMap<&'static str, u64>,
 }
 
-impl RequestLedger {
+impl FleetLedger {
     pub(crate) fn new() -> Self {
         Self {
             start: Instant::now(),

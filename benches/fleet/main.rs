@@ -43,7 +43,7 @@ mod window_checks;
 
 use app::ForwardedRequests;
 use clients::LoadBalancer;
-use ledger::RequestLedger;
+use ledger::FleetLedger;
 use masters::RedisMasters;
 use policies::FleetKey;
 use scenario::FleetScenario;
@@ -63,7 +63,7 @@ const STALL_THRESHOLD: Duration = Duration::from_millis(500);
 struct FleetContext {
     keys: Vec<FleetKey>,
     balancer: LoadBalancer,
-    ledger: RequestLedger,
+    ledger: FleetLedger,
     forwarded: ForwardedRequests,
     /// The ordinary clients wait.
     is_paused: AtomicBool,
@@ -124,7 +124,7 @@ async fn run_fleet() -> ExitCode {
     net::create_bridges();
     let masters = RedisMasters::start().await;
     let keys = policies::make_keys(&masters);
-    let (balancer, ledger) = (LoadBalancer::default(), RequestLedger::new());
+    let (balancer, ledger) = (LoadBalancer::default(), FleetLedger::new());
     let context = Arc::new(FleetContext {
         keys,
         balancer,

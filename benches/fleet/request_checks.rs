@@ -1,12 +1,12 @@
 //! Checks that a fault explains each unusual response and each log line.
 
 use crate::faults::{FaultPeriod, FleetFault};
-use crate::ledger::{RequestLedger, RequestRecord};
+use crate::ledger::{FleetLedger, RequestRecord};
 use crate::policies::{FleetKey, StoreFailureMode};
 use crate::support::client::RequestOutcome;
 use std::time::Instant;
 
-impl RequestLedger {
+impl FleetLedger {
     /// Records a warning or an error from a sidecar's log.
     pub(crate) fn record_log_line(&self, node: u8, message: &str, line: &str) {
         // Correct and expected messages about the configuration.

@@ -5,7 +5,7 @@
 //! the checks weaker, never wrong.
 
 use crate::faults::FleetFault;
-use crate::ledger::{RequestLedger, RequestRecord};
+use crate::ledger::{FleetLedger, RequestRecord};
 use crate::policies::{FleetKey, FleetPolicy, INITIAL_INSTANCES, LIMIT_PERIOD, StoreFailureMode};
 use crate::support::client::RequestOutcome;
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ pub(crate) struct WindowReport {
     pub(crate) unbounded: u64,
 }
 
-impl RequestLedger {
+impl FleetLedger {
     /// Checks every window of every key.
     pub(crate) fn judge_windows(&self, keys: &[FleetKey]) -> BTreeMap<&'static str, WindowReport> {
         let mut found: BTreeMap<&'static str, WindowReport> = BTreeMap::new();

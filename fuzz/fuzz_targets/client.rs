@@ -2,5 +2,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(
-    |bytes: &[u8]| tidegate::policy::properties::assert_client_identity(bytes)
+    |bytes: &[u8]| tidegate::policy::properties::assert_client_cannot_be_forged(bytes)
 );

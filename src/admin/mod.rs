@@ -140,7 +140,7 @@ pub enum AdminError {
     Unavailable(String),
 }
 
-/// Durations of the two phases of a drain.
+/// Duration of the first phase of a drain, and maximum duration of the second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DrainSchedule {
     /// First phase: readiness fails, and new requests are still served.

@@ -16,7 +16,7 @@ pub struct Decision {
     /// usually 0.
     pub delay_us: u64,
     /// Leased units granted with this decision.
-    pub grants: SmallVec<[GrantedUnits; 1]>,
+    pub grants: SmallVec<[LeaseGrant; 1]>,
     /// The times (µs) under which charges that will be settled are recorded, on the clock of their
     /// server. A later [`super::Amendment::Credit`] names them. Usually `now_us`; if the newest
     /// charge is a lease, the lease's end. One per charge, `None` where it was not made; empty if
@@ -47,9 +47,9 @@ pub enum Refusal {
     Never,
 }
 
-/// Units granted on all limits of a policy.
+/// Units leased on all limits of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GrantedUnits {
+pub struct LeaseGrant {
     pub policy_number: u32,
     /// At least 1.
     pub units: u64,

@@ -1,6 +1,6 @@
 //! The effects of a decision on the counters of its charges.
 
-use super::{AUTO_LEASE_DIVISOR, Charge, GrantedUnits, Refusal};
+use super::{AUTO_LEASE_DIVISOR, Charge, LeaseGrant, Refusal};
 use smallvec::SmallVec;
 
 /// The effect of a decision on the counter of a charge.
@@ -64,7 +64,7 @@ pub fn compute_lease_grants(
     charges: &[Charge<'_>],
     now_us: u64,
     grantable_units: impl Fn(&Charge<'_>, u64) -> Option<(u64, u64)>,
-) -> SmallVec<[GrantedUnits; 1]> {
+) -> SmallVec<[LeaseGrant; 1]> {
     let by_policy = charges.chunk_by(|one, other| one.is_same_policy(other));
     let grant = |charges: &[Charge<'_>]| {
         let (first, lease) = charges
@@ -83,7 +83,7 @@ pub fn compute_lease_grants(
             let (free, ends_us) = grantable_units(charge, until_us)?;
             (units, until_us) = (units.min(free / divisor), ends_us);
         }
-        (units > 0).then_some(GrantedUnits {
+        (units > 0).then_some(LeaseGrant {
             policy_number: first.policy_number,
             units,
             until_us,

@@ -24,7 +24,7 @@ impl LeakyBucketQueue {
     /// Units of the capacity that are not free at `now_us`.
     pub(super) fn used_units(&self, limit: &Limit, now_us: u64) -> u64 {
         self.0
-            .debt_at(limit, now_us)
+            .usage_debt_at(limit, now_us)
             .saturating_sub(limit.max_delay_remainder())
             .div_ceil(limit.per_us)
     }

@@ -24,7 +24,7 @@ mod token_bucket;
 
 pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, LeaseTerms};
 pub use counter_state::{CounterState, CounterView};
-pub use decision::{Decision, GrantedUnits, LimitStatus, Refusal};
+pub use decision::{Decision, LeaseGrant, LimitStatus, Refusal};
 pub use effects::{ChargeEffect, compute_lease_grants, determine_effect};
 pub use key::{Key, KeyBuilder};
 pub use limit::{Algorithm, Limit};

@@ -142,7 +142,7 @@ impl TokenBucketState {
 
     /// Reduces the debt by units charged at `at_us`. Returns `false` if there is no debt.
     fn reduce_debt(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) -> bool {
-        let debt = self.debt_at(limit, now_us);
+        let debt = self.usage_debt_at(limit, now_us);
         if debt == 0 {
             return false;
         }
@@ -217,7 +217,7 @@ impl TokenBucketState {
     /// The time at which the debt is at most `debt`, in units of 1 / per_us.
     pub(super) fn debt_drop_time_us(&self, limit: &Limit, now_us: u64, debt: u64) -> u64 {
         let wait_us = self
-            .debt_at(limit, now_us)
+            .usage_debt_at(limit, now_us)
             .saturating_sub(debt)
             .div_ceil(self.debt_payment_rate(limit));
         let at_us = match WarmUpRamp::from_limit(limit) {
@@ -299,8 +299,8 @@ impl TokenBucketState {
             .map_or(0, |leases| leases.0.iter().map(|(_, units)| units).sum())
     }
 
-    /// The debt at `now_us`, in units of 1 / per_us.
-    pub(super) fn debt_at(&self, limit: &Limit, now_us: u64) -> u64 {
+    /// The debt at `now_us`: used units that are not paid back yet, in units of 1 / per_us.
+    pub(super) fn usage_debt_at(&self, limit: &Limit, now_us: u64) -> u64 {
         let paying_us = match WarmUpRamp::from_limit(limit) {
             None => now_us.saturating_sub(self.charged_at_us),
             Some(ramp) => {
@@ -322,7 +322,7 @@ impl TokenBucketState {
                 true => ramp.missing_units_after(now_us - self.warm_up_start_us),
                 false => ramp.missing_units,
             });
-        self.debt_at(limit, now_us)
+        self.usage_debt_at(limit, now_us)
             .max(missing_units.saturating_mul(limit.per_us))
     }
 

@@ -274,7 +274,7 @@ fn decode_segments(reading: &str) -> Vec<Vec<u8>> {
 
 /// No header content can override the element that a trusted proxy appends: that element is the
 /// client. An untrusted peer is always the client itself.
-pub fn assert_client_identity(bytes: &[u8]) {
+pub fn assert_client_cannot_be_forged(bytes: &[u8]) {
     let Some((choice, rest)) = bytes.split_first() else {
         return;
     };
@@ -572,7 +572,7 @@ mod tests {
 
         #[test]
         fn client_identity_holds_for_any_header(choice in any::<u8>(), lines in r#"([a-f0-9:.,;=" \[\]\n]|for=|10\.0\.0\.[0-9]|1\.1\.1\.1){0,20}"#) {
-            super::assert_client_identity(&[&[choice], lines.as_bytes()].concat());
+            super::assert_client_cannot_be_forged(&[&[choice], lines.as_bytes()].concat());
         }
 
         #[test]

@@ -254,7 +254,7 @@ impl<'t> PolicySimulator<'t> {
     }
 }
 
-/// Host, path and query of a logged request target.
+/// Host, path and query of a logged request. The host of a target in absolute form takes precedence.
 struct LoggedTarget<'a> {
     host: &'a str,
     path: &'a str,

@@ -3,11 +3,12 @@
 //! 1. Lease ([`LeasePool::take_permits`]): units charged in advance admit without a call.
 //! 2. Deny cache ([`DenyCache::find_refusal`]): a refusal that still holds refuses without a call.
 //! 3. Local share ([`super::FallbackStore::check_share_during_recovery`]): while an outage ends, it
-//! may refuse. 4. Circuit breaker ([`RedisStore::is_breaker_open`]): while it is open, the call
-//! fails at once. 5. Batcher ([`RedisStore::decide`]): charges of concurrent requests share a round
-//! trip. 6. Redis script (`redis/decide.lua`): decides and charges in one atomic step. 7. Deny
-//! cache again, if the call failed: one cached refusal of any limit refuses the request. 8.
-//! Fallback ([`Store::decide_by_fallback`]): the enforcer calls it if the policies allow it.
+//!    may refuse.
+//! 4. Circuit breaker ([`RedisStore::is_breaker_open`]): while it is open, the call fails at once.
+//! 5. Batcher ([`RedisStore::decide`]): charges of concurrent requests share a round trip.
+//! 6. Redis script (`redis/decide.lua`): decides and charges in one atomic step.
+//! 7. Deny cache again, if the call failed: one cached refusal of any limit refuses the request.
+//! 8. Fallback ([`Store::decide_by_fallback`]): the enforcer calls it if the policies allow it.
 //!
 //! After a timeout it is unknown whether Redis made the charges: they stay until they expire, and a
 //! `local` policy also counts the request here and writes it back, so it may count twice.

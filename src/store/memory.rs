@@ -16,7 +16,7 @@ pub(super) use counter_shard::{CounterId, counter_id};
 use super::Settlement;
 use crate::clock::{Clock, monotonic_now};
 use crate::limiter::{
-    Charge, ChargeEffect, CounterState, CounterView, Decision, GrantedUnits, Key, Limit, Refusal,
+    Charge, ChargeEffect, CounterState, CounterView, Decision, Key, LeaseGrant, Limit, Refusal,
     compute_lease_grants, determine_effect,
 };
 use counter_shard::{CounterShard, MemoryUsage, StoreBound, StoredCounter};
@@ -311,7 +311,7 @@ impl LockedShards<'_> {
     }
 
     /// Grants the requested leases as far as units are available.
-    fn grant_leases(&mut self, charges: &[Charge<'_>], now_us: u64) -> SmallVec<[GrantedUnits; 1]> {
+    fn grant_leases(&mut self, charges: &[Charge<'_>], now_us: u64) -> SmallVec<[LeaseGrant; 1]> {
         let available_units = |charge: &Charge<'_>, until_us| {
             self.view_counter(charge, now_us, |view| {
                 view.grantable_units(now_us, until_us)
@@ -323,7 +323,7 @@ impl LockedShards<'_> {
                 .iter()
                 .filter(|charge| charge.policy_number == grant.policy_number)
             {
-                let GrantedUnits {
+                let LeaseGrant {
                     units, until_us, ..
                 } = *grant;
                 let grant_units = |state: &mut CounterState| {

@@ -139,7 +139,7 @@ impl OutageFixture {
             (up && count_logged_refusals(&access) >= refused).then_some((access, store))
         })
         .await;
-        let mut requests = access.iter().filter(|line| line.field("lines") == "");
+        let mut requests = access.iter().filter(|line| line.field("lines").is_empty());
         assert!(
             requests.all(|line| line.field("status") == "503"),
             "{}",

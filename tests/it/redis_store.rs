@@ -11,8 +11,8 @@ use std::collections::HashMap;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, ChargeEffect, CounterState, Decision, GrantedUnits, Key,
-    KeyBuilder, LeaseTerms, Limit, LimitStatus, MAX_UNITS, Refusal, compute_lease_grants,
+    Algorithm, Amendment, Charge, ChargeEffect, CounterState, Decision, Key, KeyBuilder,
+    LeaseGrant, LeaseTerms, Limit, LimitStatus, MAX_UNITS, Refusal, compute_lease_grants,
     determine_effect,
 };
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
@@ -190,7 +190,7 @@ impl StateModel {
         &mut self,
         charges: &[Charge<'_>],
         time_us: u64,
-    ) -> SmallVec<[GrantedUnits; 1]> {
+    ) -> SmallVec<[LeaseGrant; 1]> {
         let id = |charge: &Charge<'_>| {
             (
                 charge.key.id(),

@@ -140,7 +140,7 @@ fn shortest_elapsed_time_inverts_the_full_rate_equivalent() {
 struct ReferenceDebt(Vec<(u64, u64, u64)>);
 
 impl ReferenceDebt {
-    fn debt_at(&self, limit: &Limit, now_us: u64) -> u64 {
+    fn usage_debt_at(&self, limit: &Limit, now_us: u64) -> u64 {
         let paid = |debt: u64, from_us, to_us: u64| {
             debt.saturating_sub((to_us - from_us) * limit.requests)
         };
@@ -180,7 +180,7 @@ proptest! {
                     bucket.credit(&limit, less, *at_us, now_us);
                 }
             }
-            let (actual, exact) = (bucket.debt_at(&limit, now_us), reference.debt_at(&limit, now_us));
+            let (actual, exact) = (bucket.usage_debt_at(&limit, now_us), reference.usage_debt_at(&limit, now_us));
             prop_assert!(actual >= exact, "{} < {}", actual, exact);
             if !late {
                 prop_assert!(actual <= exact + requests * per_us.div_ceil(HISTORY_PART_COUNT), "{} > {}", actual, exact);
@@ -209,14 +209,14 @@ fn a_saturated_bucket_credits_nearly_all_unused_units() {
         {
             let at_us = in_flight.pop_front().unwrap();
             let before = (
-                bucket.debt_at(&limit, now_us),
-                reference.debt_at(&limit, now_us),
+                bucket.usage_debt_at(&limit, now_us),
+                reference.usage_debt_at(&limit, now_us),
             );
             bucket.credit(&limit, 3_500, at_us, now_us);
             reference.0[settled].2 = 500;
             settled += 1;
-            credited += before.0 - bucket.debt_at(&limit, now_us);
-            reference_credited += before.1 - reference.debt_at(&limit, now_us);
+            credited += before.0 - bucket.usage_debt_at(&limit, now_us);
+            reference_credited += before.1 - reference.usage_debt_at(&limit, now_us);
         }
         while bucket.used_units(&limit, now_us) + 4_000 <= 100_000 {
             bucket.charge(&limit, 4_000, now_us, true);
@@ -292,7 +292,7 @@ fn a_debt_saturates_at_the_largest_exact_number() {
     let mut bucket = TokenBucketState::default();
     for _ in 0..3 {
         bucket.charge(&limit, MAX_UNITS, START_US, true);
-        assert_eq!(bucket.debt_at(&limit, START_US), MAX_UNITS);
+        assert_eq!(bucket.usage_debt_at(&limit, START_US), MAX_UNITS);
         assert_eq!(
             bucket.usage_drop_time_us(&limit, START_US, 259),
             Some(START_US + MAX_UNITS - 259 * limit.per_us)
@@ -300,5 +300,5 @@ fn a_debt_saturates_at_the_largest_exact_number() {
         assert_eq!(bucket.expires_at_us(&limit), MAX_TIME_US);
     }
     bucket.credit(&limit, MAX_UNITS, START_US, START_US);
-    assert!(bucket.debt_at(&limit, START_US) <= MAX_UNITS);
+    assert!(bucket.usage_debt_at(&limit, START_US) <= MAX_UNITS);
 }

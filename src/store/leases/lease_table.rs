@@ -311,7 +311,7 @@ mod tests {
     use super::*;
     use crate::clock::Clock;
     use crate::limiter::{
-        Algorithm, Amendment, GrantedUnits, Key, KeyBuilder, LeaseTerms, Limit, LimitStatus,
+        Algorithm, Amendment, Key, KeyBuilder, LeaseGrant, LeaseTerms, Limit, LimitStatus,
     };
     use smallvec::SmallVec;
 
@@ -344,7 +344,7 @@ mod tests {
             next_growth_us: None,
             refusal: None,
         };
-        let grant = GrantedUnits {
+        let grant = LeaseGrant {
             policy_number: 0,
             units,
             until_us: 5_100_000,

@@ -2,7 +2,7 @@
 
 use super::ScriptLibrary;
 use crate::limiter::{
-    Algorithm, Charge, Decision, GrantedUnits, LeaseTerms, Limit, LimitStatus, Refusal,
+    Algorithm, Charge, Decision, LeaseGrant, LeaseTerms, Limit, LimitStatus, Refusal,
 };
 use redis::Value;
 use smallvec::SmallVec;
@@ -214,7 +214,7 @@ fn parse_grant(
     lease: LeaseTerms,
     now_us: u64,
     [units, until]: [i64; 2],
-) -> Option<Option<GrantedUnits>> {
+) -> Option<Option<LeaseGrant>> {
     let (units, until_us) = (u64::try_from(units).ok()?, to_time_us(until)?);
     if units == 0 {
         return Some(None);
@@ -222,7 +222,7 @@ fn parse_grant(
     let remaining_us = (until_us + 1).checked_sub(now_us)?;
     let is_valid =
         units <= charge.requested_lease_units && (1..=lease.ttl_us).contains(&remaining_us);
-    is_valid.then_some(Some(GrantedUnits {
+    is_valid.then_some(Some(LeaseGrant {
         policy_number: charge.policy_number,
         units,
         until_us,
