@@ -11,58 +11,9 @@ use std::collections::BTreeMap;
 const FIXTURE: &str = include_str!("../fixtures/spellings.json");
 
 /// The quota of `alice` is one request; the other quotas are never used up.
-const LIMITS: &str = r#"
-[[policy]]
-name = "admin"
-match = { path = "/admin/**" }
-action = "deny"
+const LIMITS: &str = include_str!("../spellings/limits.toml");
 
-[[policy]]
-name = "login"
-match = { path = "/login" }
-limit = { requests = 1, per = "1d" }
-
-[[policy]]
-name = "account"
-match = { path = "/login/{user}/**" }
-key = ["path:/login/{user}/**"]
-limit = { requests = 1000000, per = "1d", algorithm = "fixed_window" }
-[[policy.override]]
-key = ["alice"]
-limit = { requests = 1, per = "1d", algorithm = "fixed_window" }
-
-[[policy]]
-name = "session"
-match = { path = "/search" }
-key = ["cookie:session"]
-missing_key = "skip"
-limit = { requests = 1000000, per = "1d", algorithm = "fixed_window" }
-[[policy.override]]
-key = ["alice"]
-limit = { requests = 1, per = "1d", algorithm = "fixed_window" }
-
-[[policy]]
-name = "api_key"
-match = { path = "/search" }
-key = ["query:api_key"]
-missing_key = "skip"
-limit = { requests = 1000000, per = "1d", algorithm = "fixed_window" }
-[[policy.override]]
-key = ["alice"]
-limit = { requests = 1, per = "1d", algorithm = "fixed_window" }
-"#;
-
-const EXEMPTIONS: &str = r#"
-[[policy]]
-name = "public"
-match = { path = ["/public/**", "/healthz"] }
-action = "allow"
-
-[[policy]]
-name = "everything"
-match = { path = "/**" }
-limit = { requests = 1, per = "1d" }
-"#;
+const EXEMPTIONS: &str = include_str!("../spellings/exemptions.toml");
 
 /// The names of frameworks by what they read. A character of a spelling stands for one byte.
 type Readings = BTreeMap<String, BTreeMap<String, Vec<String>>>;

@@ -6,8 +6,11 @@ refuses everything but /public/ and /healthz. tidegate does so by limits without
 
 import shutil
 from collections import namedtuple
+from pathlib import Path
 
 import servers
+
+FOLDER = Path(__file__).parent
 
 # The ports of one app, and whether the app ignores case.
 Ports = namedtuple("Ports", "app limits exemptions ignores_case")
@@ -29,57 +32,9 @@ access = "off"
 [path]
 case_sensitive = {case_sensitive}
 """
-TIDEGATE_LIMITS = """
-[[policy]]
-name = "admin"
-match = { path = "/admin/**" }
-action = "deny"
-
-[[policy]]
-name = "login"
-match = { path = "/login" }
-limit = { requests = 1, per = "1d" }
-
-[[policy]]
-name = "account"
-match = { path = "/login/{user}/**" }
-key = ["path:/login/{user}/**"]
-limit = { requests = 1000000, per = "1d", algorithm = "fixed_window" }
-[[policy.override]]
-key = ["alice"]
-limit = { requests = 1, per = "1d", algorithm = "fixed_window" }
-
-[[policy]]
-name = "session"
-match = { path = "/search" }
-key = ["cookie:session"]
-missing_key = "skip"
-limit = { requests = 1000000, per = "1d", algorithm = "fixed_window" }
-[[policy.override]]
-key = ["alice"]
-limit = { requests = 1, per = "1d", algorithm = "fixed_window" }
-
-[[policy]]
-name = "api_key"
-match = { path = "/search" }
-key = ["query:api_key"]
-missing_key = "skip"
-limit = { requests = 1000000, per = "1d", algorithm = "fixed_window" }
-[[policy.override]]
-key = ["alice"]
-limit = { requests = 1, per = "1d", algorithm = "fixed_window" }
-"""
-TIDEGATE_EXEMPTIONS = """
-[[policy]]
-name = "public"
-match = { path = ["/public/**", "/healthz"] }
-action = "allow"
-
-[[policy]]
-name = "everything"
-match = { path = "/**" }
-limit = { requests = 1, per = "1d" }
-"""
+# The gate uses these policies too, in tests/it/spellings.rs.
+TIDEGATE_LIMITS = (FOLDER / "limits.toml").read_text()
+TIDEGATE_EXEMPTIONS = (FOLDER / "exemptions.toml").read_text()
 
 
 def start_tidegate(program):

@@ -76,7 +76,7 @@ impl IdleConnections {
         self.connections.push(connection);
     }
 
-    /// Removes connections whose worker holds no reference any more.
+    /// Removes connections that their worker has dropped.
     fn remove_ended(&mut self) {
         let is_open = |open: &OpenConnection| Arc::strong_count(&open.activity) > 1;
         self.candidates.clear();

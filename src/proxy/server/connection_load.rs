@@ -22,7 +22,7 @@ struct LoadCounters {
     client_counts: ClientCounts,
     /// Estimated memory of all client connections.
     connection_bytes: AtomicUsize,
-    /// The part of it whose connections are being closed to free memory.
+    /// The part of `connection_bytes` that belongs to connections being closed to free memory.
     closing_bytes: AtomicUsize,
     panics: AtomicU64,
     connection_limit_hits: AtomicU64,

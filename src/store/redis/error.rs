@@ -237,7 +237,7 @@ mod tests {
         assert!(RedisErrorKind::NAMES.is_sorted());
     }
 
-    /// Errors of commands in a script, as Redis 6.2 and 7 word them; errors of the call; errors of the script itself.
+    /// Errors of commands in a script, as Redis 6.2 and 7 word them; errors of the script call; and errors of the script itself.
     #[test]
     fn classifies_script_errors_with_and_without_a_source_location() {
         let classify = |text: &str| {
