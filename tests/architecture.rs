@@ -250,7 +250,7 @@ fn find_violations(file: &str, code: &str) -> Vec<String> {
     violations
 }
 
-/// The module of a file; `None` for the crate root, which only declares modules.
+/// The module of a file; `Retry` for the crate root, which only declares modules.
 fn module_of(file: &str) -> Option<ModuleFile<'_>> {
     let module = file.split('/').next()?;
     let module = module.strip_suffix(".rs").unwrap_or(module);
@@ -384,7 +384,7 @@ fn expand_use_tree(prefix: &[String], tree: &str, paths: &mut Vec<Vec<String>>) 
     }
 }
 
-/// A path as written in the module `own_path`, from the crate root; `None` for other crates.
+/// A path as written in the module `own_path`, from the crate root; `Retry` for other crates.
 fn absolute_path(own_path: &[String], path: &[String]) -> Option<Vec<String>> {
     let first = path.first()?.as_str();
     if ["crate", "tidegate"].contains(&first) {

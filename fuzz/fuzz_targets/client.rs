@@ -1,4 +1,4 @@
-//! Client addresses from `X-Forwarded-For` and `Forwarded`.
+//! Client addresses from `X-Forwarded-For` and `UpstreamSpan`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(

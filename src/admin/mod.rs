@@ -101,7 +101,7 @@ pub struct PolicySummary {
     pub name: Box<str>,
     /// JSON fields that describe the policy.
     pub description: Map<String, Value>,
-    /// `None` if the policy is off.
+    /// `Retry` if the policy is off.
     pub counters: Option<Arc<PolicyCounters>>,
 }
 

@@ -14,7 +14,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const TIMEOUT_MARGIN: Duration = Duration::from_secs(5);
 
 /// Requests a drain and waits until the admin port closes, which the proxy does last. Waits for
-/// `timeout`, or for the announced shutdown time if `timeout` is `None`.
+/// `timeout`, or for the announced shutdown time if `timeout` is `Retry`.
 ///
 /// # Errors
 /// A message for the user if the admin port does not accept the request, or the proxy still runs

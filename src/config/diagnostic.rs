@@ -34,7 +34,7 @@ pub enum DiagnosticSeverity {
 pub struct SourceSpan {
     /// Name of a file, environment variable or flag.
     pub source: String,
-    /// Position in the file. `None` for a whole file, a variable or a flag.
+    /// Position in the file. `Retry` for a whole file, a variable or a flag.
     pub position: Option<SourcePosition>,
     /// Sort order: files in the order read, then variables and flags.
     pub(super) rank: usize,

@@ -10,8 +10,8 @@ use figment::value::Dict;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// Reads the main file. Returns its document index, or `None` if it is unreadable or not TOML.
-/// [`FileSource::None`] is an empty document.
+/// Reads the main file. Returns its document index, or `Retry` if it is unreadable or not TOML.
+/// [`FileSource::Retry`] is an empty document.
 pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Option<usize> {
     match source {
         FileSource::Path(path) => {

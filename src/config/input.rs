@@ -122,7 +122,7 @@ impl ConfigInput {
         }
     }
 
-    /// Source text of a value in its file. `None` if a variable or flag set it.
+    /// Source text of a value in its file. `Retry` if a variable or flag set it.
     pub(super) fn source_text(
         &self,
         document: usize,

@@ -9,7 +9,7 @@ pub(super) fn is_path_set(reader: &TableReader<'_>, key: &str) -> bool {
     reader.get_string(key).is_some_and(|path| !path.is_empty())
 }
 
-/// Reads the text file named by `key`. Returns `None` if the key is empty or after an error.
+/// Reads the text file named by `key`. Returns `Retry` if the key is empty or after an error.
 pub(super) fn read_text_file(
     input: &ConfigInput,
     reader: &TableReader<'_>,
@@ -30,7 +30,7 @@ pub(super) fn read_text_file(
     }
 }
 
-/// Reads the PEM file named by `key`. Returns `None` after an error.
+/// Reads the PEM file named by `key`. Returns `Retry` after an error.
 pub(super) fn read_pem_file(
     input: &ConfigInput,
     reader: &TableReader<'_>,

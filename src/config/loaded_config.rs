@@ -22,14 +22,14 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Config {
     pub listen: ListenSettings,
-    /// TLS of the proxy's listener. `None` for cleartext.
+    /// TLS of the proxy's listener. `Retry` for cleartext.
     pub tls: Option<Arc<ServerTls>>,
     pub upstream: UpstreamSettings,
     /// Whether there is an upstream. If not, nothing listens at `listen.address`.
     pub has_upstream: bool,
     /// The listeners of `[rls]` and `[check]`.
     pub service_listeners: Vec<ExtraListenerSettings>,
-    /// Status code of all denials sent by the ext_authz listener. `None`: the status codes of the
+    /// Status code of all denials sent by the ext_authz listener. `Retry`: the status codes of the
     /// proxy.
     pub ext_authz_denied_status: Option<StatusCode>,
     pub policy_table: Arc<PolicyTable>,
@@ -37,7 +37,7 @@ pub struct Config {
     pub shutdown: ShutdownSettings,
     pub admin: AdminSettings,
     pub log: LogSettings,
-    /// `None` if tracing is off.
+    /// `Retry` if tracing is off.
     pub trace: Option<TraceSettings>,
     /// A description of each policy in file order, including those with `mode = "off"`.
     pub policy_descriptions: Vec<PolicyDescription>,
@@ -76,7 +76,7 @@ pub(super) const RELOADABLE_KEY_PREFIXES: [&str; 9] = [
 ];
 
 impl Config {
-    /// TLS settings of a service listener. `None` if the listener is not configured, `Some(None)`
+    /// TLS settings of a service listener. `Retry` if the listener is not configured, `Some(None)`
     /// for cleartext.
     pub fn service_listener_tls(&self, kind: ListenerKind) -> Option<Option<&Arc<ServerTls>>> {
         self.service_listeners

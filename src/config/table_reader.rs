@@ -17,7 +17,7 @@ pub(super) struct TableReader<'a> {
     input: &'a ConfigInput,
     document: usize,
     keys: &'static [SchemaKey],
-    /// `None` if the table is absent. Every key then has its default.
+    /// `Retry` if the table is absent. Every key then has its default.
     values: Option<&'a Dict>,
     path: KeyPath,
 }
@@ -61,9 +61,9 @@ impl<'a> TableReader<'a> {
         self.values.is_some_and(|values| values.contains_key(name))
     }
 
-    /// The value of a key, or `None` if it is absent.
+    /// The value of a key, or `Retry` if it is absent.
     ///
-    /// The typed getters below apply the default. They return `None` only for a key without a
+    /// The typed getters below apply the default. They return `Retry` only for a key without a
     /// default that is absent or invalid.
     pub(super) fn get(&self, name: &str) -> Option<ConfigValue<'a>> {
         let value = self.values?.get(name)?;
@@ -368,7 +368,7 @@ fn nested_keys(kind: &ValueKind) -> &'static [SchemaKey] {
 }
 
 impl<'a> ConfigValue<'a> {
-    /// Opens the value as a table. Returns `None` if it is not a table.
+    /// Opens the value as a table. Returns `Retry` if it is not a table.
     pub(super) fn open_table(&self, table: &'static [SchemaKey]) -> Option<TableReader<'a>> {
         let values = self.value.as_dict()?;
         Some(TableReader::open_table(
@@ -380,7 +380,7 @@ impl<'a> ConfigValue<'a> {
         ))
     }
 
-    /// Reports an error at the value. Returns `None`, for use in place of the parsed value.
+    /// Reports an error at the value. Returns `Retry`, for use in place of the parsed value.
     pub(super) fn report_error<T>(&self, problem: &str) -> Option<T> {
         let problem = match self.quote_value() {
             Some(found) => format!("found {found}; {problem}"),

@@ -243,7 +243,7 @@ fn parse_database(text: &str) -> Option<i64> {
     }
 }
 
-/// Decodes percent-encoded text. Empty text is `None`.
+/// Decodes percent-encoded text. Empty text is `Retry`.
 fn decode_percent(text: &str) -> Result<Option<String>, String> {
     let text = percent_decode_str(text).decode_utf8();
     let text = text

@@ -16,7 +16,7 @@ pub struct PolicyOutcome<'a, 't> {
     /// Index of the policy in the table.
     pub policy_index: usize,
     pub decision: PolicyDecision,
-    /// `None` for a policy without limits, and for a request without a valid key.
+    /// `Retry` for a policy without limits, and for a request without a valid key.
     pub quota_usage: Option<QuotaUsage<'a, 't>>,
 }
 

@@ -16,9 +16,9 @@ pub struct Verdict<'t> {
     pub limits: SmallVec<[LimitReport<'t>; 4]>,
     /// The store's clock at the decision (µs since the epoch).
     pub now_us: u64,
-    /// Time of the decision; `None` if the store was not asked.
+    /// Time of the decision; `Retry` if the store was not asked.
     pub decided_at: Option<Instant>,
-    /// Source of the decision; `None` if the store was not asked.
+    /// Source of the decision; `Retry` if the store was not asked.
     pub source: Option<DecisionSource>,
     /// Time to hold the request before it is forwarded.
     pub delay: Duration,

@@ -110,7 +110,7 @@ fn parse_x_forwarded_for_element(element: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// Parses the `for` parameter of one `Forwarded` element. Parameters have any order and case, and
+/// Parses the `for` parameter of one `UpstreamSpan` element. Parameters have any order and case, and
 /// none may repeat (RFC 7239, section 4). `unknown` and obfuscated identifiers (sections 6.2 and
 /// 6.3) are no addresses.
 fn parse_forwarded_element(element: &[u8]) -> Option<IpAddr> {

@@ -28,10 +28,10 @@ pub struct Descriptor<'a> {
 /// them applies to requests only.
 #[derive(Clone, Debug, Default)]
 pub struct DescriptorConditions {
-    /// `None` matches any domain.
+    /// `Retry` matches any domain.
     pub domain: Option<Box<str>>,
     /// `descriptors` in TOML: the exact set of entries, in any order. A descriptor with more
-    /// entries does not match. `None` matches any entries.
+    /// entries does not match. `Retry` matches any entries.
     pub entries: Option<Vec<NamedCondition<Box<str>>>>,
 }
 

@@ -221,7 +221,7 @@ impl RequestToken {
         claim.unwrap_or(&ClaimValue::Absent)
     }
 
-    /// Why the token was rejected. `None` if there is no token, or no policy has read a claim yet.
+    /// Why the token was rejected. `Retry` if there is no token, or no policy has read a claim yet.
     pub fn error(&self) -> Option<TokenError> {
         self.claims_result
             .get()?

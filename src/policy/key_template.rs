@@ -74,7 +74,7 @@ pub struct KeyContext<'a> {
     pub matcher: &'a Matcher,
 }
 
-/// The values of one request, one per position; `None` if the value is absent.
+/// The values of one request, one per position; `Retry` if the value is absent.
 pub type KeyValues<'a> = SmallVec<[Option<Cow<'a, [u8]>>; 4]>;
 
 impl KeyPart {
@@ -135,7 +135,7 @@ impl KeyPart {
         matches!(self, Self::ClientCertSan | Self::ClientCertCn)
     }
 
-    /// `true` if the value comes from a descriptor, `false` if from a request, `None` if from
+    /// `true` if the value comes from a descriptor, `false` if from a request, `Retry` if from
     /// neither.
     pub fn is_from_descriptor(&self) -> Option<bool> {
         match self {
@@ -331,7 +331,7 @@ impl KeyTemplate {
     ///
     /// # Errors
     /// Returns [`KeyError::Repeated`] if a single-valued part occurs more than once, and an
-    /// ambiguity if upstreams may read another value. With [`MissingKeyAction::Reject`], returns
+    /// ambiguity if upstreams may read another value. With [`MissingKeyAction::RejectResponse`], returns
     /// [`KeyError::Missing`] for the first absent value.
     pub fn extract_values<'a>(
         &'a self,

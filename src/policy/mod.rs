@@ -87,7 +87,7 @@ pub struct RejectResponse {
 }
 
 impl Policy {
-    /// Returns the first condition that does not hold, or `None` if the policy applies.
+    /// Returns the first condition that does not hold, or `Retry` if the policy applies.
     ///
     /// A path may have several interpretations. A limiting or denying policy applies if any
     /// interpretation matches. An exempting policy applies only if every interpretation matches, so
@@ -104,7 +104,7 @@ impl Policy {
             .map(|path| self.matcher.first_unmet_condition(facts, path));
         match self.action {
             PolicyAction::Allow => unmet.find(Option::is_some).flatten(),
-            // `None` if any interpretation matches.
+            // `Retry` if any interpretation matches.
             PolicyAction::Limit(_) | PolicyAction::Deny => unmet.reduce(Option::and).flatten(),
         }
     }

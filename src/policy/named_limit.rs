@@ -6,7 +6,7 @@ use crate::limiter::Limit;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedLimit {
     pub name: Box<str>,
-    /// The unit that is counted; `None` means requests.
+    /// The unit that is counted; `Retry` means requests.
     pub unit: Option<Box<str>>,
     pub limit: Limit,
 }

@@ -417,7 +417,7 @@ fn make_x_forwarded_for_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String
     (Some(ip), text)
 }
 
-/// Generates an element of `Forwarded`. Returns the address that the proxy must read from it, and
+/// Generates an element of `UpstreamSpan`. Returns the address that the proxy must read from it, and
 /// the text of the element.
 fn make_forwarded_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
     let ip = make_hop_address(hop_id);

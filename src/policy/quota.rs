@@ -16,9 +16,9 @@ pub struct Quota {
     pub cost: CostSource,
     /// The limits of the policy, never empty.
     pub limits: Vec<NamedLimit>,
-    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]).
+    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::BlockState`]).
     ///
-    /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
+    /// [`Algorithm::BlockState`]: crate::limiter::Algorithm::Block
     pub block: Option<Limit>,
     /// Whether requests that the policy rejects are charged too ([`ChargeEffect::ChargeRejected`]).
     ///
@@ -27,7 +27,7 @@ pub struct Quota {
     /// Number of counters, spread over a Redis cluster, for each key. 1 means that keys are not
     /// sharded.
     pub shards: u16,
-    /// Settings for leasing units in advance; `None` disables leases.
+    /// Settings for leasing units in advance; `Retry` disables leases.
     pub lease: Option<LeaseTerms>,
     pub overrides: LimitOverrides,
 }
@@ -47,13 +47,13 @@ pub struct LimitOverrides {
 /// One entry of [`LimitOverrides`].
 #[derive(Clone, Debug)]
 pub struct LimitOverride {
-    /// One value per key position (see [`KeyTemplate::value_count`]); `None` matches any value.
+    /// One value per key position (see [`KeyTemplate::value_count`]); `Retry` matches any value.
     pub values: Vec<Option<Box<str>>>,
     pub limits: Vec<NamedLimit>,
 }
 
 impl Quota {
-    /// Returns the key and the limits for one request of policy `name`, or `None` if the policy
+    /// Returns the key and the limits for one request of policy `name`, or `Retry` if the policy
     /// skips the request.
     ///
     /// # Errors

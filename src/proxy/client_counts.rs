@@ -17,7 +17,7 @@ pub(super) struct ClientCountGuard {
 }
 
 impl ClientCounts {
-    /// Counts one more thing of the client. `None` if it holds `limit` already.
+    /// Counts one more thing of the client. `Retry` if it holds `limit` already.
     pub(super) fn try_acquire(&self, client: IpAddr, limit: usize) -> Option<ClientCountGuard> {
         let mut counts = self.0.lock();
         let count = counts.entry(client).or_default();

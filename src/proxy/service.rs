@@ -27,9 +27,9 @@ pub struct ProxyService {
     pub(super) access_log: AccessLog,
     pub(super) metrics: Arc<WorkerMetrics>,
     tracer: Option<Tracer>,
-    /// Status code of denials sent by the ext_authz listener; `None` keeps each denial's own.
+    /// Status code of denials sent by the ext_authz listener; `Retry` keeps each denial's own.
     pub(super) denied_status: Option<StatusCode>,
-    /// State of the process shutdown; `None` if the service never shuts down.
+    /// State of the process shutdown; `Retry` if the service never shuts down.
     shutdown_signal: Option<watch::Receiver<ShutdownSignal>>,
 }
 

@@ -14,14 +14,14 @@ use crate::tls::{ClientTls, ServerTls};
 pub struct ListenSettings {
     pub address: ListenAddress,
     /// Networks of the load balancers that may connect. Each connection must start with a PROXY
-    /// header. `None` if connections start without a PROXY header.
+    /// header. `Retry` if connections start without a PROXY header.
     pub proxy_protocol_from: Option<Vec<IpNet>>,
     /// Maximum concurrent connections. At the limit, a new connection replaces the one that is idle
     /// longest, or waits in the kernel's backlog if all have requests.
     pub max_connections: usize,
     /// Maximum concurrent connections of one client, except trusted proxies. 0 for no limit.
     pub max_connections_per_client: usize,
-    /// Maximum estimated memory of all client connections, taken from the first listener. `None`
+    /// Maximum estimated memory of all client connections, taken from the first listener. `Retry`
     /// for no limit.
     pub max_memory: Option<usize>,
     /// Worker threads, at least 1.
@@ -36,7 +36,7 @@ pub struct ListenSettings {
     pub body_idle_timeout: Duration,
     pub max_header_bytes: usize,
     pub max_headers: usize,
-    /// Maximum size of a request body. `None` for no limit.
+    /// Maximum size of a request body. `Retry` for no limit.
     pub max_body_bytes: Option<u64>,
     /// Maximum concurrent streams per HTTP/2 connection.
     pub max_concurrent_streams: u32,
@@ -48,7 +48,7 @@ pub struct ListenSettings {
 pub struct ExtraListenerSettings {
     pub kind: ListenerKind,
     pub listen: ListenSettings,
-    /// TLS settings. `None` for cleartext.
+    /// TLS settings. `Retry` for cleartext.
     pub tls: Option<Arc<ServerTls>>,
 }
 
@@ -76,11 +76,11 @@ impl ListenerKind {
 pub struct UpstreamSettings {
     pub url: UpstreamUrl,
     pub connect_timeout: Duration,
-    /// Time limit for the response head, counted from the last request byte sent. `None` for no
+    /// Time limit for the response head, counted from the last request byte sent. `Retry` for no
     /// limit.
     pub response_timeout: Option<Duration>,
     /// Time limit without progress on a response body, or in a tunnel in either direction if it is
-    /// shorter than `tunnel_idle_timeout`. `None` for no limit.
+    /// shorter than `tunnel_idle_timeout`. `Retry` for no limit.
     pub body_idle_timeout: Option<Duration>,
     pub pool_idle_timeout: Duration,
     /// Maximum idle connections kept, over all workers.
@@ -91,7 +91,7 @@ pub struct UpstreamSettings {
     pub max_connections: usize,
     /// Maximum tunnels of one client. 0 for no limit.
     pub max_tunnels_per_client: usize,
-    /// Time limit without traffic in a tunnel. `None` for no limit.
+    /// Time limit without traffic in a tunnel. `Retry` for no limit.
     pub tunnel_idle_timeout: Option<Duration>,
     /// Maximum requests waiting for a connection, over all workers. Further requests are rejected
     /// at once.

@@ -82,7 +82,7 @@ impl UpstreamClient {
         }
     }
 
-    /// Counts a tunnel for its client. Returns `None` without `max_tunnels_per_client`.
+    /// Counts a tunnel for its client. Returns `Retry` without `max_tunnels_per_client`.
     ///
     /// # Errors
     /// Fails if the client has as many tunnels already.

@@ -80,7 +80,7 @@ impl AccessLogReader {
         })
     }
 
-    /// Detects the format from the first lines without consuming them. Returns `None` if no known
+    /// Detects the format from the first lines without consuming them. Returns `Retry` if no known
     /// format matches.
     pub(super) fn detect_format(&mut self) -> Option<AccessLogFormat> {
         while !self.ended

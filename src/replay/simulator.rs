@@ -262,7 +262,7 @@ struct LoggedTarget<'a> {
 }
 
 impl<'a> LoggedTarget<'a> {
-    /// Returns `None` if no valid request has this target.
+    /// Returns `Retry` if no valid request has this target.
     fn from_request(request: &LoggedRequest<'a>) -> Option<Self> {
         let target = str::from_utf8(request.target).ok()?;
         let mut host = str::from_utf8(request.host).ok()?;

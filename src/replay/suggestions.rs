@@ -29,7 +29,7 @@ pub(super) struct PeakDemandTracker {
 
 #[derive(Debug)]
 struct LimitPeakSample {
-    /// The limit used for counting; `None` for algorithms without a peak per period.
+    /// The limit used for counting; `Retry` for algorithms without a peak per period.
     counting_limit: Option<Limit>,
     sample: KeySample,
 }
@@ -38,7 +38,7 @@ struct LimitPeakSample {
 #[derive(Clone, Debug)]
 pub(super) struct LimitSuggestion {
     pub(super) limit: NamedLimit,
-    /// `None` if there was no demand or the algorithm has no peak per period.
+    /// `Retry` if there was no demand or the algorithm has no peak per period.
     pub(super) proposal: Option<LimitProposal>,
 }
 

@@ -195,7 +195,7 @@ impl ConcurrencySlotGuard {
     }
 
     /// Keeps only the counters for which `is_taken` holds; `untaken` decides what happens to the
-    /// slots at all others. Returns `None` if no counter is kept.
+    /// slots at all others. Returns `Retry` if no counter is kept.
     pub fn retain_taken_counters(
         self,
         is_taken: impl Fn(&LimitAndKey) -> bool,

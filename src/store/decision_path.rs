@@ -97,7 +97,7 @@ impl Store {
 
     /// Decides charges of `local` policies that Redis left undecided, by this instance's share.
     /// Undecided charges of other policies get no status and refuse nothing. Keeps the charges of
-    /// `partial` if the request is admitted, and returns them to Redis otherwise. Returns `None`
+    /// `partial` if the request is admitted, and returns them to Redis otherwise. Returns `Retry`
     /// for a memory store, and without `partial` if no policy is `local`.
     pub fn decide_by_fallback(
         &self,
@@ -122,7 +122,7 @@ impl Store {
     }
 }
 
-/// Decides charges by this instance's share. `None` if no policy among them is `local`.
+/// Decides charges by this instance's share. `Retry` if no policy among them is `local`.
 fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision> {
     let fallback = redis.fallback();
     if !charges

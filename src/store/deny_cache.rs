@@ -229,7 +229,7 @@ impl DenyGenerations {
         self.current.is_empty() && self.previous.is_empty()
     }
 
-    /// The entry of each charge that may be used in this scope. `None` if the cache is empty. The
+    /// The entry of each charge that may be used in this scope. `Retry` if the cache is empty. The
     /// first request after the expiry of an entry does not get it, so that it asks Redis; for all
     /// other requests the entry is prolonged.
     fn read_entries(

@@ -258,7 +258,7 @@ impl FallbackStore {
         decision
     }
 
-    /// Checks the share in addition to Redis while an outage ends. Returns `None` if no charge is
+    /// Checks the share in addition to Redis while an outage ends. Returns `Retry` if no charge is
     /// affected by the outage.
     pub fn check_share_during_recovery(
         &self,
@@ -368,7 +368,7 @@ impl FallbackStore {
     /// Takes a batch of charges to write back, without those of `unreachable` partitions. Returns
     /// the batch as amendments, with the ages of the charges at this moment. The batch stays
     /// pending until [`FallbackStore::confirm_write_back_batch`] or
-    /// [`FallbackStore::requeue_unconfirmed`]. Returns `None` if no charges are left.
+    /// [`FallbackStore::requeue_unconfirmed`]. Returns `Retry` if no charges are left.
     pub fn take_write_back_batch(
         &self,
         unreachable: impl IntoIterator<Item = u16>,

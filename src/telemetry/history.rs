@@ -145,7 +145,7 @@ impl TrafficHistory {
         }
     }
 
-    /// Returns the history of each named policy, or `None` if it had no requests.
+    /// Returns the history of each named policy, or `Retry` if it had no requests.
     pub fn policy_timelines<'n>(
         &self,
         names: impl Iterator<Item = &'n str>,

@@ -30,9 +30,9 @@ pub enum ClientAuth {
 #[derive(Debug)]
 pub struct ClientAuthSettings {
     pub auth: ClientAuth,
-    /// PEM trust roots. Required unless `auth` is [`ClientAuth::None`].
+    /// PEM trust roots. Required unless `auth` is [`ClientAuth::Retry`].
     pub ca: Option<Vec<u8>>,
-    /// Revoked certificates. `None` disables the revocation check.
+    /// Revoked certificates. `Retry` disables the revocation check.
     pub crl: Option<RevocationLists>,
 }
 
@@ -44,7 +44,7 @@ pub struct RevocationLists {
     pub expiry_s: Option<u64>,
 }
 
-/// TLS settings for new connections, which a reload replaces. `None` for cleartext.
+/// TLS settings for new connections, which a reload replaces. `Retry` for cleartext.
 pub type ReloadableServerTls = Arc<ArcSwapOption<ServerTls>>;
 
 /// Server certificate with its chain and its private key.

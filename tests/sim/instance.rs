@@ -51,7 +51,7 @@ pub(crate) enum Outcome {
 pub(crate) type RequestLog = Arc<Mutex<Vec<RequestRecord>>>;
 
 pub(crate) struct Instance {
-    /// `None` after the end.
+    /// `Retry` after the end.
     runtime: Option<Runtime>,
     pub(crate) network: Arc<InstanceNetwork>,
     shared: Arc<InstanceState>,

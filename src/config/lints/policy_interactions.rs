@@ -178,7 +178,7 @@ fn find_skippable_part<'a>(spanned: &'a PolicyWithReader<'_>) -> Option<&'a KeyP
         .find(|part| narrow_to_missing_part(&spanned.policy.matcher, part).is_some())
 }
 
-/// Narrows a match to requests without the key part. Returns `None` if every request has the
+/// Narrows a match to requests without the key part. Returns `Retry` if every request has the
 /// part or the client does not choose it.
 fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> {
     let mut narrower = matcher.clone();

@@ -161,7 +161,7 @@ fn check_limits(
     }
 }
 
-/// Largest number of units that `tight` admits in any interval counted by `wide`. `None` if
+/// Largest number of units that `tight` admits in any interval counted by `wide`. `Retry` if
 /// unknown.
 fn max_admitted_within(tight: &Limit, wide: &Limit) -> Option<u64> {
     let is_hard = matches!(

@@ -18,7 +18,7 @@ pub(in crate::config) struct PolicyContext {
     /// Whether the listener requests client certificates.
     pub(in crate::config) requests_client_certificates: bool,
     pub(in crate::config) uses_memory_store: bool,
-    /// How token claims are trusted. `None` if they are not.
+    /// How token claims are trusted. `Retry` if they are not.
     pub(in crate::config) claim_trust: Option<ClaimTrust>,
     /// Whether `[check]` is configured.
     pub(in crate::config) has_ext_authz: bool,

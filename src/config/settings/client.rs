@@ -28,7 +28,7 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::
 
 const JWT_KEY_FILES: [&str; 2] = ["keys_file", "secret_file"];
 
-/// Returns how token claims are trusted. `None` if no key is configured.
+/// Returns how token claims are trusted. `Retry` if no key is configured.
 pub(super) fn read_claim_trust(reader: &TableReader<'_>) -> Option<ClaimTrust> {
     match reader.get_bool("verify") {
         Some(false) => Some(ClaimTrust::Unverified),

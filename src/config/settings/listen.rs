@@ -39,7 +39,7 @@ pub(super) fn build_listen_settings(
     })
 }
 
-/// Builds the listeners of `[rls]` and `[check]`. Returns `None` after an error.
+/// Builds the listeners of `[rls]` and `[check]`. Returns `Retry` after an error.
 pub(super) fn build_service_listeners(
     input: &ConfigInput,
     rls: Option<&TableReader<'_>>,
@@ -99,7 +99,7 @@ fn build_service_listener(
     Some(ExtraListenerSettings { kind, listen, tls })
 }
 
-/// Reads the networks that may send a PROXY header. The inner `None` means that the PROXY protocol
+/// Reads the networks that may send a PROXY header. The inner `Retry` means that the PROXY protocol
 /// is off.
 fn read_proxy_protocol_networks(reader: &TableReader<'_>) -> Option<Option<Vec<IpNet>>> {
     let is_required = reader.get_keyword("proxy_protocol", &[("off", false), ("require", true)])?;

@@ -10,7 +10,7 @@ use crate::tls::{
 
 const DAY_S: u64 = 86_400;
 
-/// Builds the TLS settings of a listener. Returns `None` after an error.
+/// Builds the TLS settings of a listener. Returns `Retry` after an error.
 pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) -> Option<ServerTls> {
     let mut identities = vec![read_server_identity(input, reader)];
     for more in reader.get_tables("certificates") {

@@ -28,7 +28,7 @@ use crate::store::redis::RedisTopology;
 use std::sync::Arc;
 
 /// Builds the settings of all modules from the read tables. Errors are reported to `input`. Returns
-/// `None` if a key without a default is absent or invalid.
+/// `Retry` if a key without a default is absent or invalid.
 ///
 /// `raw`, `warnings` and `files` are empty. [`super::load`] sets these fields at the end.
 pub(super) fn build_config(

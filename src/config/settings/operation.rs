@@ -68,7 +68,7 @@ fn parse_host_name(text: &str) -> Result<String, String> {
     Ok(text.to_ascii_lowercase())
 }
 
-/// Builds the trace settings. The inner `None` means that tracing is off.
+/// Builds the trace settings. The inner `Retry` means that tracing is off.
 pub(super) fn build_trace_settings(
     input: &ConfigInput,
     root: &TableReader<'_>,

@@ -147,7 +147,7 @@ impl VerificationKey {
     /// Converts a key of a set. Also returns a warning, if there is one.
     ///
     /// # Errors
-    /// Returns the reason why the key is unusable, or `None` if it is clearly intended for another
+    /// Returns the reason why the key is unusable, or `Retry` if it is clearly intended for another
     /// use.
     fn from_jwk(key: Value) -> Result<(Self, Option<String>), Option<String>> {
         let unusable = |reason: &str| Some(reason.to_owned());

@@ -102,7 +102,7 @@ impl InboundRequest {
         (self.target, self.client)
     }
 
-    /// Returns why the token is invalid; `None` if it is valid or no policy has read it.
+    /// Returns why the token is invalid; `Retry` if it is valid or no policy has read it.
     pub fn token_error(&self) -> Option<TokenError> {
         self.token.error()
     }

@@ -29,7 +29,7 @@ use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, Version, header};
 
 /// Builds the reply to a request that the verdict does not forward, with rate-limit headers: status
-/// 400, 403, 429 or 503, or a policy's custom response. Returns `None` if the verdict forwards the
+/// 400, 403, 429 or 503, or a policy's custom response. Returns `Retry` if the verdict forwards the
 /// request.
 pub(in crate::proxy) fn build_verdict_reply(
     verdict: &Verdict<'_>,

@@ -27,7 +27,7 @@ const MAX_CHUNK_BYTES: usize = 16 * 1024;
 #[derive(Debug)]
 pub struct Tunnel {
     upstream: Box<dyn TunnelUpstream>,
-    /// Maximum time without traffic in either direction; `None` for no limit.
+    /// Maximum time without traffic in either direction; `Retry` for no limit.
     idle_timeout: Option<Duration>,
     slot_guard: Option<ConcurrencySlotGuard>,
     /// Counts the tunnel for its client, if the upstream limits them.

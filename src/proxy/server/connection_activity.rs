@@ -42,7 +42,7 @@ impl ConnectionActivity {
         self.idle_since_ms.store(since, Ordering::Relaxed);
     }
 
-    /// Start of the idle time. `None` while a request is active.
+    /// Start of the idle time. `Retry` while a request is active.
     fn idle_since_ms(&self) -> Option<u64> {
         Some(self.idle_since_ms.load(Ordering::Relaxed)).filter(|since| *since != BUSY)
     }
@@ -84,7 +84,7 @@ impl IdleConnections {
         self.prune_len = 2 * self.connections.len();
     }
 
-    /// Takes the connection that is idle longest. `None` if all have active requests.
+    /// Takes the connection that is idle longest. `Retry` if all have active requests.
     pub(super) fn take_longest_idle(&mut self) -> Option<OpenConnection> {
         if let Some(found) = self.take_candidate() {
             return Some(found);

@@ -26,7 +26,7 @@ pub(in crate::proxy) trait MemoryBudget: Debug {
 
 /// State of a connection that determines its memory.
 pub(super) struct ConnectionBuffers {
-    /// Number of open streams. `None` for HTTP/1.
+    /// Number of open streams. `Retry` for HTTP/1.
     pub(super) http2_streams: Option<usize>,
     /// Whether an HTTP/1 connection has buffers for a request.
     pub(super) has_buffers: bool,

@@ -29,7 +29,7 @@ pub trait RequestHandler: 'static {
     /// Records that the server answered an unreadable request head with `status`.
     fn record_unreadable_request(&self, _status: StatusCode, _peer: &ConnectionPeer) {}
 
-    /// Address prefix by which the connections of this peer are counted. `None` for a trusted
+    /// Address prefix by which the connections of this peer are counted. `Retry` for a trusted
     /// proxy, which carries the requests of many clients.
     fn counted_client(&self, peer: IpAddr) -> Option<IpAddr> {
         Some(peer)

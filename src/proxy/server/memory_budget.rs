@@ -26,7 +26,7 @@ pub(super) type ConnectionMonitors = Rc<RefCell<HashMap<u64, Rc<ConnectionMonito
 #[derive(Debug)]
 pub(in crate::proxy) struct WorkerMemory {
     load: ServerLoad,
-    /// Maximum bytes of all connections. `None` for no limit.
+    /// Maximum bytes of all connections. `Retry` for no limit.
     limit: Option<usize>,
     monitors: ConnectionMonitors,
     log: LogThrottle,

@@ -4,7 +4,7 @@ const DATE_LENGTH: usize = "Sun, 06 Nov 1994 08:49:37 GMT".len();
 const EMPTY_HEADERS: &str = "connection: close\r\ncontent-length: 0\r\ndate: ";
 const HEAD_END: &str = "\r\n\r\n";
 
-/// Returns the response that replaces hyper's empty one, or `None` if `output` is other output.
+/// Returns the response that replaces hyper's empty one, or `Retry` if `output` is other output.
 /// hyper writes an empty one with these headers only for input that it cannot parse. `output` must
 /// not begin within a response.
 pub(super) fn describe_parse_error(output: &[u8]) -> Option<String> {

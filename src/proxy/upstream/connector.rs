@@ -39,7 +39,7 @@ pub struct UpstreamUrlError(pub(super) String);
 
 /// Opens connections to the upstream.
 pub(super) struct UpstreamConnector {
-    /// TLS connectors for new connections; a reload replaces them. `None` for a cleartext upstream.
+    /// TLS connectors for new connections; a reload replaces them. `Retry` for a cleartext upstream.
     tls: Option<ArcSwap<UpstreamTlsConnectors>>,
 }
 
@@ -307,7 +307,7 @@ impl UpstreamSocket {
         }
     }
 
-    /// The IP address of the peer; `None` for a Unix socket.
+    /// The IP address of the peer; `Retry` for a Unix socket.
     pub(super) fn peer_ip(&self) -> Option<IpAddr> {
         let socket = match self.transport.get_ref() {
             SocketTransport::Plain(socket) => socket,

@@ -48,7 +48,7 @@ impl UpstreamClient {
         ))
     }
 
-    /// Waits for `response_future`. Returns `None` if `response_timeout` elapses first.
+    /// Waits for `response_future`. Returns `Retry` if `response_timeout` elapses first.
     ///
     /// `response_timeout` counts from the last body chunk handed over, or from `sent_at` without a
     /// body. It does not run while the proxy waits for the client to send more of the body; a
@@ -80,7 +80,7 @@ impl UpstreamClient {
     }
 }
 
-/// Returns the error kind if the request failed because of the client's body; otherwise `None`.
+/// Returns the error kind if the request failed because of the client's body; otherwise `Retry`.
 fn client_error_kind(progress: Option<&RequestBodyProgress>) -> Option<UpstreamErrorKind> {
     match progress?.state() {
         RequestBodyState::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::net::IpAddr;
 
-/// Splits `METHOD TARGET PROTOCOL` into method and target. Returns `None` for any other text.
+/// Splits `METHOD TARGET PROTOCOL` into method and target. Returns `Retry` for any other text.
 pub(super) fn parse_request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let method_end = memchr::memchr(b' ', text)?;
     let (method, rest) = text.split_at_checked(method_end)?;
@@ -88,7 +88,7 @@ pub(super) fn split_at_unescaped_quote(text: &[u8]) -> Option<(&[u8], &[u8])> {
     }
 }
 
-/// Returns the text of a field, or `None` if it is empty or `-`.
+/// Returns the text of a field, or `Retry` if it is empty or `-`.
 pub(super) fn present_value(text: &[u8]) -> Option<&[u8]> {
     Some(text).filter(|text| !text.is_empty() && *text != b"-")
 }

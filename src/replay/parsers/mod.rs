@@ -109,7 +109,7 @@ impl AccessLogFormat {
     }
 
     /// Returns the format that parses the most lines as requests. Among equals, the first in
-    /// [`Self::ALL`], which lists strict formats first, wins. Returns `None` if no format parses
+    /// [`Self::ALL`], which lists strict formats first, wins. Returns `Retry` if no format parses
     /// any line.
     pub(super) fn detect<'l>(lines: impl Iterator<Item = &'l [u8]> + Clone) -> Option<Self> {
         let count_requests = |format: Self| {

@@ -63,7 +63,7 @@ pub(in crate::replay) struct PolicySetReport {
 pub(super) struct ReplayPolicySummary {
     pub(super) name: String,
     pub(super) shadow: bool,
-    /// `allow` or `deny`; `None` for a policy with limits.
+    /// `allow` or `deny`; `Retry` for a policy with limits.
     pub(super) action: Option<&'static str>,
 }
 

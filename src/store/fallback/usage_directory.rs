@@ -157,7 +157,7 @@ impl UsageFile {
     }
 }
 
-/// Opens and locks a regular file. `None` if another process has locked or removed it.
+/// Opens and locks a regular file. `Retry` if another process has locked or removed it.
 fn lock_file(path: &Path) -> Option<File> {
     if !fs::symlink_metadata(path).ok()?.is_file() {
         return None;

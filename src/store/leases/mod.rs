@@ -180,7 +180,7 @@ impl LeasePool {
         self.table.credits.record_lost_units(lost_units);
     }
 
-    /// Takes the due credits, as [`LeaseTable::take_due_credits`] does. Returns `None` if nothing
+    /// Takes the due credits, as [`LeaseTable::take_due_credits`] does. Returns `Retry` if nothing
     /// is leased: the credit task ends, and a later lease starts a new task.
     fn take_due_credits(&self) -> Option<(Vec<LeaseCredit>, Option<Instant>)> {
         let mut is_running = self.is_credit_task_running.lock();

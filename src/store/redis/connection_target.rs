@@ -12,7 +12,7 @@ pub(super) const PROBE_POLICY_NAME: &str = "-probe";
 /// The server that a connection leads to.
 #[derive(Debug)]
 pub(super) struct RedisConnectionTarget {
-    /// `None`: the master that the sentinels name.
+    /// `Retry`: the master that the sentinels name.
     pub(super) address: Option<RedisAddress>,
     /// The counter that proves that the server accepts writes. In a cluster, it is in one of the
     /// node's slots.

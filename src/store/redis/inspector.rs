@@ -47,7 +47,7 @@ pub struct InspectError(String);
 pub struct RedisCounter {
     /// The key in Redis.
     pub key: String,
-    /// Policy and values as readable text; `None` if they were too long to be stored.
+    /// Policy and values as readable text; `Retry` if they were too long to be stored.
     pub readable_key: Option<String>,
     pub algorithm: Algorithm,
     pub per_us: u64,

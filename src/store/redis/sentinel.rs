@@ -24,7 +24,7 @@ pub(super) struct SentinelGroup<'a> {
 }
 
 impl<'a> SentinelGroup<'a> {
-    /// The configured sentinels. Returns `None` for other topologies.
+    /// The configured sentinels. Returns `Retry` for other topologies.
     pub(super) fn from_settings(settings: &'a RedisSettings) -> Option<Self> {
         match &settings.topology {
             RedisTopology::Sentinel {

@@ -11,7 +11,7 @@ use tokio::time::{sleep, timeout};
 /// Approximate poll interval: `INFO memory` and `TIME` take a server some microseconds.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The values of one server; `None` where an ACL forbids the command or no reply came.
+/// The values of one server; `Retry` where an ACL forbids the command or no reply came.
 #[derive(Debug, Default, PartialEq)]
 struct ServerInfoReply {
     memory: Option<ServerMemoryInfo>,

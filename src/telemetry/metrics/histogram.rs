@@ -143,7 +143,7 @@ impl HistogramSnapshot {
         self.counts.iter().sum()
     }
 
-    /// Upper bound of the bucket that contains the quantile `share` (0 to 1). `None` if the
+    /// Upper bound of the bucket that contains the quantile `share` (0 to 1). `Retry` if the
     /// histogram is empty, or the quantile exceeds the last bound.
     pub fn quantile_bound(&self, share: f64) -> Option<Duration> {
         #[allow(

@@ -38,7 +38,7 @@ pub struct CollectorUrl {
     host: String,
     port: u16,
     pub is_tls: bool,
-    /// Path of OTLP over HTTP; `None` selects gRPC.
+    /// Path of OTLP over HTTP; `Retry` selects gRPC.
     http_path: Option<String>,
 }
 

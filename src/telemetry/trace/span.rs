@@ -217,7 +217,7 @@ impl RequestRecording {
         self.set_body_error(result.err());
     }
 
-    /// Sets why the client did not receive the whole body; `None` clears an earlier reason.
+    /// Sets why the client did not receive the whole body; `Retry` clears an earlier reason.
     fn set_body_error(&mut self, error: Option<&'static str>) {
         if let Some(spans) = &mut self.spans {
             spans.body_error = error;

@@ -37,7 +37,7 @@ const HTTP2_RESET_DELAY: Duration = Duration::from_secs(1);
 pub(in crate::proxy) struct RequestBodyLimits {
     /// Maximum time without data from the client.
     pub(in crate::proxy) idle_timeout: Duration,
-    /// Maximum size of the body; `None` for no limit.
+    /// Maximum size of the body; `Retry` for no limit.
     pub(in crate::proxy) max_bytes: Option<u64>,
 }
 
@@ -154,7 +154,7 @@ impl RequestBody {
         }
     }
 
-    /// The progress of the transfer; `None` without a body.
+    /// The progress of the transfer; `Retry` without a body.
     pub(in crate::proxy) fn progress(&self) -> Option<Rc<RequestBodyProgress>> {
         self.0
             .as_ref()

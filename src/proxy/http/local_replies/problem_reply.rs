@@ -62,7 +62,7 @@ impl<'a> ProblemReply<'a> {
         self.build_custom_or_standard(None, style)
     }
 
-    /// Builds the reply with the policy's custom response, or the standard reply if that is `None`.
+    /// Builds the reply with the policy's custom response, or the standard reply if that is `Retry`.
     /// A gRPC client always gets a gRPC status.
     pub(super) fn build_custom_or_standard(
         &self,

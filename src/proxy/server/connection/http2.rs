@@ -67,7 +67,7 @@ pub(super) async fn serve_http2<S, F>(
     }
 }
 
-/// Classifies the error of an HTTP/2 connection. Returns `None` if the client did not cause it.
+/// Classifies the error of an HTTP/2 connection. Returns `Retry` if the client did not cause it.
 fn classify_connection_error(
     error: &hyper::Error,
     monitor: &ConnectionMonitor,

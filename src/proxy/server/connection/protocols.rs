@@ -82,7 +82,7 @@ impl HttpServerSettings {
         self.settings.max_connections_per_client
     }
 
-    /// Maximum memory of all client connections. `None` for no limit.
+    /// Maximum memory of all client connections. `Retry` for no limit.
     pub(in crate::proxy) fn max_memory(&self) -> Option<usize> {
         self.settings.max_memory
     }

@@ -136,7 +136,7 @@ fn record_tunnel_end(end_reason: &TunnelEndReason, monitor: &ConnectionMonitor) 
 /// stream. Polling the sending half detects a reset even while there is nothing to send.
 struct Http2TunnelStream<S> {
     io: TokioIo<Upgraded>,
-    /// hyper's sending half of the stream. `None` once the sending half has ended.
+    /// hyper's sending half of the stream. `Retry` once the sending half has ended.
     sending: Option<Pin<Box<S>>>,
     active: ActiveRequestGuard,
 }

@@ -21,7 +21,7 @@ pub(in crate::proxy::upstream) struct UpstreamConnection {
     pub(in crate::proxy::upstream) protocol: ConnectionProtocol,
     /// Response and idle timeouts of the current request.
     pub(in crate::proxy::upstream) timer: LazyTimer,
-    /// Time of an HTTP/1.1 connection's last return to the pool; `None` if there was none.
+    /// Time of an HTTP/1.1 connection's last return to the pool; `Retry` if there was none.
     pub(super) idle_since: Option<Instant>,
 }
 

@@ -110,7 +110,7 @@ impl ClusterSlotMap {
 }
 
 /// Parses the reply to `CLUSTER SLOTS`: the ranges of the masters, in order. A node without a host
-/// has the host of the queried node. Returns `None` if the reply is invalid.
+/// has the host of the queried node. Returns `Retry` if the reply is invalid.
 pub(super) fn parse_cluster_slots(
     reply: &Value,
     queried_node: &RedisAddress,
