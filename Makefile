@@ -21,39 +21,29 @@ help: ## List all targets
 demo: ## Run a sample upstream and the proxy in one process, and print curl commands to try
 	cargo run --release --locked -- demo
 
-.PHONY: test
-test: test-tools test-docs browser-if-there test-suite ## Run all tests: doc tests, dashboard, unit and integration tests
+# BROWSER=skip leaves out the dashboard's tests and their tools.
+export BROWSER
 
-.PHONY: test-tools
-test-tools:
+.PHONY: test
+test: ## Run all tests: unit, integration, doc tests, dashboard; install missing Debian packages first
+	@tests/install-tools.sh
+	@tests/all.sh
+
+# Tests are not retried: a flaky test is a bug.
+.PHONY: test-suite
+test-suite:
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	$(call need,nginx,on Debian: apt-get install nginx)
-	$(call need,prometheus,on Debian: apt-get install prometheus)
 	$(call need,promtool,on Debian: apt-get install prometheus)
-
-.PHONY: test-docs
-test-docs: test-tools
-	cargo test --locked --doc
-
-# Runs last so that its summary ends the output. Tests are not retried: a flaky test is a bug.
-.PHONY: test-suite
-test-suite: test-tools test-docs browser-if-there
 	@if cargo nextest --version >/dev/null 2>&1; then \
 		set -x; cargo nextest run --locked --no-fail-fast --retries 0; \
 	else \
 		set -x; cargo test --locked --no-fail-fast --lib --bins --tests; \
 	fi
 
-# The gate sets BROWSER=must: a missing browser is an error there.
-BROWSER ?= if-there
-
-.PHONY: browser-if-there
-browser-if-there: test-tools test-docs
-	@if [ "$(BROWSER)" = must ] || { command -v chromium && command -v node && command -v npm; } >/dev/null; then \
-		$(MAKE) --no-print-directory test-browser; \
-	else \
-		echo "NOT TESTED: the dashboard. It needs chromium, node and npm; on Debian: apt-get install chromium nodejs npm"; \
-	fi
+.PHONY: test-docs
+test-docs:
+	cargo test --locked --doc
 
 .PHONY: test-browser
 test-browser: tests/browser/node_modules/.package-lock.json ## Test the dashboard in Chromium; save screenshots in target/browser
