@@ -18,8 +18,15 @@ pub struct Clock(ClockSource);
 
 #[derive(Clone, Debug)]
 enum ClockSource {
-    System { start: Instant, start_us: u64 },
-    Simulated { start: Instant, start_us: u64 },
+    System {
+        start: Instant,
+        start_us: u64,
+    },
+    Simulated {
+        start: Instant,
+        start_us: u64,
+        suspended_us: Arc<AtomicU64>,
+    },
     Manual(Arc<AtomicU64>),
 }
 
@@ -46,10 +53,12 @@ impl Clock {
     }
 
     /// A clock that shows `start_us` now and advances with the runtime's time: for simulations.
-    pub fn simulated(start_us: u64) -> Self {
+    /// Its boot time also includes `suspended_us`, the time for which the machine was suspended.
+    pub fn simulated(start_us: u64, suspended_us: Arc<AtomicU64>) -> Self {
         Self(ClockSource::Simulated {
             start: monotonic_now(),
             start_us,
+            suspended_us,
         })
     }
 
@@ -77,9 +86,12 @@ impl Clock {
     pub fn boot_clock_us(&self) -> u64 {
         match &self.0 {
             ClockSource::System { start, .. } => read_boot_clock_us(*start),
-            ClockSource::Simulated { start, .. } => {
-                saturating_micros(monotonic_now().saturating_duration_since(*start))
-            }
+            ClockSource::Simulated {
+                start,
+                suspended_us,
+                ..
+            } => saturating_micros(monotonic_now().saturating_duration_since(*start))
+                .saturating_add(suspended_us.load(Ordering::Relaxed)),
             ClockSource::Manual(time) => time.load(Ordering::Relaxed),
         }
     }
@@ -94,7 +106,9 @@ impl Clock {
     pub fn instant_to_unix_us(&self, instant: Instant) -> u64 {
         match &self.0 {
             ClockSource::System { start, start_us }
-            | ClockSource::Simulated { start, start_us } => start_us
+            | ClockSource::Simulated {
+                start, start_us, ..
+            } => start_us
                 .saturating_add(saturating_micros(instant.saturating_duration_since(*start))),
             ClockSource::Manual(time) => time.load(Ordering::Relaxed),
         }

@@ -184,11 +184,13 @@ impl RedisDecisionPath<'_> {
             return Some((refusal, DecisionSource::DenyCache));
         }
         let fallback = self.redis.fallback();
-        if !fallback.is_in_outage() || !self.redis.is_reachable_for(charges) {
+        if !fallback.is_in_outage() {
             return None;
         }
+        let is_reachable =
+            |charge: &Charge<'_>| self.redis.is_reachable_for(std::slice::from_ref(charge));
         let share_decision = fallback
-            .check_share_during_recovery(charges, requested_at.into_std())
+            .check_share_during_recovery(charges, is_reachable, requested_at.into_std())
             .filter(|decision| !decision.admitted)?;
         Some((share_decision, DecisionSource::Degraded))
     }

@@ -258,15 +258,18 @@ impl FallbackStore {
         decision
     }
 
-    /// Checks the share in addition to Redis while an outage ends. Returns `Retry` if no charge is
-    /// affected by the outage.
+    /// Checks the share in addition to Redis while an outage ends. Returns `None` if Redis decides
+    /// no charge that is affected by the outage. Charges without `is_reachable` are left to
+    /// [`FallbackStore::decide`], which would count them in the share again.
     pub fn check_share_during_recovery(
         &self,
         charges: &[Charge<'_>],
+        is_reachable: impl Fn(&Charge<'_>) -> bool,
         requested_at: Instant,
     ) -> Option<Decision> {
-        let is_in_outage_charge =
-            |charge: &Charge<'_>| uses_fallback(charge) && self.may_be_stale(charge);
+        let is_in_outage_charge = |charge: &Charge<'_>| {
+            uses_fallback(charge) && self.may_be_stale(charge) && is_reachable(charge)
+        };
         charges.iter().any(is_in_outage_charge).then(|| {
             for charge in charges.iter().filter(|charge| is_in_outage_charge(charge)) {
                 self.record_counter(charge);

@@ -1,6 +1,7 @@
 //! `on_store_failure = "local"`: several proxies continue without their Redis, and return to it.
 
 mod flapping;
+mod partial_recovery;
 mod restart;
 
 use crate::support::client::RawClient;

@@ -246,11 +246,16 @@ fn draw_fault(scenario: &Scenario, rng: &mut Rng) -> FaultKind {
                 instance,
                 restart_us: for_us,
             },
-            _ => FaultKind::Freeze { instance, for_us },
+            _ => FaultKind::Freeze {
+                instance,
+                for_us,
+                is_suspended: false,
+            },
         },
         Class::FrozenLeases => FaultKind::Freeze {
             instance,
             for_us: 2 * SECOND + for_us,
+            is_suspended: rng.bool(),
         },
         Class::Outage => match rng.bool() {
             true => FaultKind::Restart {

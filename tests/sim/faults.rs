@@ -111,9 +111,17 @@ impl World {
                 };
                 self.continue_at(now_us + TERMINATION_US, step);
             }
-            FaultKind::Freeze { instance, for_us } => {
+            FaultKind::Freeze {
+                instance,
+                for_us,
+                is_suspended,
+            } => {
                 self.instances[instance].is_frozen = true;
-                self.continue_at(now_us + for_us, FaultStep::Thaw(instance));
+                let step = FaultStep::Thaw {
+                    instance,
+                    is_suspended,
+                };
+                self.continue_at(now_us + for_us, step);
             }
             other => panic!("{other:?} is no fault of an instance"),
         }
@@ -127,7 +135,10 @@ impl World {
         match step {
             FaultStep::StartServer(server) => self.servers[server].is_alive = true,
             FaultStep::Promote { server, lost_us } => self.promote(server, lost_us),
-            FaultStep::Thaw(instance) => self.instances[instance].thaw(self.now_us),
+            FaultStep::Thaw {
+                instance,
+                is_suspended,
+            } => self.instances[instance].thaw(self.now_us, is_suspended),
             FaultStep::EndInstance {
                 instance,
                 restart_us,

@@ -4,6 +4,7 @@ use crate::sim::network::{InstanceNetwork, InstanceTime, SimulatedTransport};
 use crate::sim::operator::{load_config, run_operators, with_facts};
 use crate::sim::scenario::{RequestSpec, Scenario};
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tidegate::clock::Clock;
@@ -153,10 +154,16 @@ impl Instance {
         });
     }
 
-    /// Continues after a pause of the whole process: all its timers are late.
-    pub(crate) fn thaw(&mut self, at_us: u64) {
+    /// Continues after a pause of the whole process: all its timers are late. The monotonic clock
+    /// does not include the pause of a suspended machine.
+    pub(crate) fn thaw(&mut self, at_us: u64, is_suspended: bool) {
         self.is_frozen = false;
         let late_us = at_us.saturating_sub(self.now_us());
+        if is_suspended && self.is_running() {
+            let suspended_us = &self.network.time.suspended_us;
+            suspended_us.fetch_add(late_us, Ordering::Relaxed);
+            return;
+        }
         if let (Some(runtime), true) = (&self.runtime, late_us > 0) {
             runtime.block_on(tokio::time::advance(Duration::from_micros(late_us)));
         }
@@ -207,10 +214,13 @@ fn build_state(
     log: RequestLog,
 ) -> (InstanceState, Vec<Store>) {
     let config = load_config(scenario);
-    let clock = Clock::simulated(crate::sim::redis_server::EPOCH_US + network.time.now_us());
+    let clock = Clock::simulated(
+        crate::sim::redis_server::EPOCH_US + network.time.now_us(),
+        Arc::clone(&network.time.suspended_us),
+    );
     let metrics = Metrics::new(scenario.workers, MetricLabels::default());
     let policies = ActivePolicies::new(Arc::clone(&config.policy_table), Arc::clone(&metrics));
-    let leases: Arc<LeasePool> = Arc::default();
+    let leases = Arc::new(LeasePool::new(clock.clone()));
     let (memory, redis) = match config.store {
         StoreSettings::Memory(settings) => {
             (Some(Arc::new(MemoryStore::new(settings, clock))), None)

@@ -55,10 +55,12 @@ impl Inbox {
 }
 
 /// The world's time in the runtime of one instance.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) struct InstanceTime {
     start: Instant,
     start_us: u64,
+    /// How long the machine was suspended: the runtime's time does not include it.
+    pub(crate) suspended_us: Arc<AtomicU64>,
 }
 
 impl InstanceTime {
@@ -67,15 +69,20 @@ impl InstanceTime {
         Self {
             start: Instant::now(),
             start_us,
+            suspended_us: Arc::default(),
         }
     }
 
     pub(crate) fn now_us(&self) -> u64 {
-        self.start_us + self.start.elapsed().as_micros() as u64
+        self.first_us() + self.start.elapsed().as_micros() as u64
     }
 
     pub(crate) fn instant_at(&self, at_us: u64) -> Instant {
-        self.start + Duration::from_micros(at_us.saturating_sub(self.start_us))
+        self.start + Duration::from_micros(at_us.saturating_sub(self.first_us()))
+    }
+
+    fn first_us(&self) -> u64 {
+        self.start_us + self.suspended_us.load(Ordering::Relaxed)
     }
 }
 
@@ -171,10 +178,10 @@ impl ClientStream {
                 let delivery = self.inbox.lock().unwrap().deliveries.pop_front();
                 return Poll::Ready(delivery.expect("the delivery that was seen").1);
             }
-            let time = self.network.time;
+            let arrives = self.network.time.instant_at(at_us);
             let sleep = self
                 .arrival
-                .get_or_insert_with(|| Box::pin(sleep_until(time.instant_at(at_us))));
+                .get_or_insert_with(|| Box::pin(sleep_until(arrives)));
             ready!(sleep.as_mut().poll(context));
             self.arrival = None;
         }

@@ -241,10 +241,11 @@ pub(crate) enum FaultKind {
         instance: usize,
         restart_us: u64,
     },
-    /// SIGSTOP and SIGCONT.
+    /// SIGSTOP and SIGCONT, or a suspended machine.
     Freeze {
         instance: usize,
         for_us: u64,
+        is_suspended: bool,
     },
     /// Slots of present keys move to another master, key by key. An interrupted reshard continues
     /// after a time.

@@ -42,7 +42,10 @@ pub(crate) enum FaultStep {
         server: usize,
         lost_us: u64,
     },
-    Thaw(usize),
+    Thaw {
+        instance: usize,
+        is_suspended: bool,
+    },
     StartInstance(usize),
     EndInstance {
         instance: usize,

@@ -173,6 +173,11 @@ impl Proxy {
         self.process.send_signal("TERM");
     }
 
+    /// Sends SIGSTOP: the process continues only when it is killed at the end of the test.
+    pub fn pause(&self) {
+        self.process.send_signal("STOP");
+    }
+
     pub fn send_sighup(&self) {
         self.process.send_signal("HUP");
     }

@@ -205,7 +205,9 @@ fn excuse_process(none: Excuse, kind: &FaultKind) -> Excuse {
             restart_us + crate::sim::world::TERMINATION_US,
             false,
         ),
-        FaultKind::Freeze { instance, for_us } => process(instance, for_us, true),
+        FaultKind::Freeze {
+            instance, for_us, ..
+        } => process(instance, for_us, true),
         _ => none,
     }
 }

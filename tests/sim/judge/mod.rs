@@ -121,7 +121,9 @@ impl<'r> FinishedRun<'r> {
             .faults
             .iter()
             .find_map(|fault| match fault.kind {
-                FaultKind::Freeze { instance, for_us } if instance == request.instance => {
+                FaultKind::Freeze {
+                    instance, for_us, ..
+                } if instance == request.instance => {
                     let is_late = arrived_us <= fault.at_us
                         && record.decided_us >= Some(fault.at_us + for_us)
                         && !record.is_from_lease;
