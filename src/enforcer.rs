@@ -9,6 +9,7 @@ mod decisions;
 mod dry_run;
 mod estimated_charge;
 mod explain;
+mod own_limits;
 mod plan_verdict;
 mod rate_limit_call;
 mod verdict;
@@ -19,10 +20,13 @@ pub use decisions::{PolicyDecision, RequestDecision};
 pub use dry_run::{DryRunOutcome, DryRunResult, PolicyOutcome, QuotaUsage, dry_run_request};
 pub use estimated_charge::EstimatedCharge;
 pub use explain::{PolicyExplanation, PolicyLimits, PolicyStep, explain_request};
+pub use own_limits::{OwnLimits, OwnPolicyLimits};
 pub use rate_limit_call::{CallVerdict, DescriptorVerdict};
-pub use verdict::{LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
+pub use verdict::{
+    LimitRejection, LimitReport, RequestOutcome, RetryHint, UnenforcedRejections, Verdict,
+};
 
-use charge_plan::ChargePlan;
+use charge_plan::{ChargePlan, untaken_slot_action};
 
 use crate::limiter::Key;
 use crate::policy::Facts;
@@ -74,10 +78,11 @@ impl Enforcer {
                 (key, facts.path_or_domain()),
             )
         };
-        let mut plan = match ChargePlan::from_facts(&policies.table, facts, record_decision) {
-            Ok(plan) => plan,
-            Err(outcome) => return Verdict::from_outcome(outcome),
-        };
+        let mut plan =
+            match ChargePlan::from_facts(&policies.table, facts, |_| true, record_decision) {
+                Ok(plan) => plan,
+                Err(outcome) => return Verdict::from_outcome(outcome),
+            };
         self.decide_plan(&mut plan, record_decision, arrived).await
     }
 
@@ -90,9 +95,9 @@ impl Enforcer {
         arrived: Instant,
     ) -> Verdict<'t> {
         if plan.planned_policies.is_empty() {
-            let shadow_rejected = take(&mut plan.shadow_rejections);
+            let unenforced_rejections = take(&mut plan.unenforced_rejections);
             return Verdict {
-                shadow_rejected,
+                unenforced_rejections,
                 ..Verdict::from_outcome(RequestOutcome::Forward)
             };
         }
@@ -116,7 +121,8 @@ impl Enforcer {
             }
             Ok((decision, source)) => {
                 let slot_guard = slot_guard.and_then(|guard| {
-                    plan.retain_taken_slots(guard, &charges, &decision, UntakenSlotAction::Forget)
+                    let untaken = untaken_slot_action(&decision, source);
+                    plan.retain_taken_slots(guard, &charges, &decision, untaken)
                 });
                 drop(charges);
                 plan.record_decisions(&decision, record_decision);

@@ -8,6 +8,7 @@ pub mod cli;
 pub mod clock;
 pub mod config;
 pub mod enforcer;
+pub mod jwks;
 pub mod limiter;
 pub mod listen;
 pub mod policy;

@@ -6,7 +6,8 @@
 
 use crate::clock;
 use crate::config::{
-    self, Config, ConfigDiagnostic, ConfigErrors, ConfigSources, FileSet, RestartOnlySettings,
+    self, Config, ConfigDiagnostic, ConfigErrors, ConfigSources, CredentialSource, Credentials,
+    FileSet, RestartOnlySettings,
 };
 use crate::enforcer::ActivePolicies;
 use crate::policy::Policy;
@@ -36,6 +37,10 @@ pub struct ReloadStatus {
     pub last_load_unix_s: u64,
     /// Errors of the newest files, one per line. Empty if they are in effect.
     pub last_error: Vec<String>,
+    /// Warnings of the configuration in effect, one line each.
+    pub warnings: Vec<String>,
+    /// Keys of settings that were changed since the start and take effect only after a restart.
+    pub pending_restart: Vec<String>,
     /// The effective configuration as JSON.
     pub effective_json: Arc<str>,
     /// Time when it was applied, in seconds since the Unix epoch.
@@ -47,6 +52,9 @@ pub struct ReloadStatus {
 /// Applies the reloadable settings beside the policies, such as certificates.
 pub type ConfigPublisher = Box<dyn Fn(&Config) + Send>;
 
+/// Applies credentials whose files have changed.
+pub type CredentialPublisher = Box<dyn Fn(&Credentials) + Send>;
+
 /// Polls the configuration files and applies new configurations.
 pub struct ConfigReloader {
     sources: ConfigSources,
@@ -54,6 +62,13 @@ pub struct ConfigReloader {
     restart_only: RestartOnlySettings,
     active_policies: ActivePolicies,
     publish: ConfigPublisher,
+    publish_credentials: CredentialPublisher,
+    credentials: Credentials,
+    /// Where the logins to the Redis servers in use come from, also while newer configurations are
+    /// invalid. `None` if these files have belonged to other servers since.
+    redis_source: Option<CredentialSource>,
+    /// Where the admin token comes from, also while newer configurations are invalid.
+    admin_source: CredentialSource,
     files: FileSet,
     debouncer: ChangeDebouncer<FilesFingerprint>,
     status: Arc<Mutex<ReloadStatus>>,
@@ -90,9 +105,22 @@ impl ConfigReloader {
             restart_only,
             active_policies,
             publish,
+            publish_credentials: Box::new(|_| ()),
+            credentials: config.credentials(),
+            redis_source: Some(config.credential_source()),
+            admin_source: config.credential_source(),
             files,
             debouncer,
             status: Arc::new(Mutex::new(status)),
+        }
+    }
+
+    /// Calls `publish` with new credentials.
+    #[must_use]
+    pub fn with_credential_publisher(self, publish: CredentialPublisher) -> Self {
+        Self {
+            publish_credentials: publish,
+            ..self
         }
     }
 
@@ -146,9 +174,14 @@ impl ConfigReloader {
         let files = loaded
             .as_ref()
             .map_or_else(|errors| &errors.files, |config| &config.files);
-        if *files != self.files {
+        let mut files = files.clone();
+        // An invalid configuration may not name them.
+        for source in self.redis_source.iter().chain([&self.admin_source]) {
+            files.extend(&source.files);
+        }
+        if files != self.files {
             // The configuration includes other files than those observed. They must settle first.
-            self.files = files.clone();
+            self.files = files;
             return Duration::ZERO;
         }
         if hash_files(&self.files) != content {
@@ -157,10 +190,52 @@ impl ConfigReloader {
         }
         self.debouncer.accept(content);
         match loaded {
-            Ok(config) => self.apply_config(config),
-            Err(errors) => self.record_rejection(&errors),
+            Ok(config) => {
+                self.update_credentials(Some(&config));
+                self.apply_config(config);
+            }
+            Err(errors) => {
+                self.record_rejection(&errors);
+                self.update_credentials(None);
+            }
         }
         POLL_INTERVAL
+    }
+
+    /// Publishes changed credentials: those of a valid configuration, else those that the last such
+    /// configuration names. Logins of other Redis servers than those in use wait for a restart.
+    fn update_credentials(&mut self, config: Option<&Config>) {
+        let mut newer = self.credentials.clone();
+        let mut is_redis_current = false;
+        if let Some(config) = config {
+            let configured = config.credentials();
+            self.admin_source = config.credential_source();
+            is_redis_current = self.credentials.is_for_same_servers(&configured);
+            if is_redis_current {
+                self.redis_source = Some(config.credential_source());
+                newer.redis = configured.redis;
+            } else {
+                // The files may contain the logins of the other servers already.
+                self.redis_source
+                    .take_if(|source| source.shares_login_files_with(config));
+            }
+            newer.admin_token = configured.admin_token;
+        } else {
+            match self.admin_source.load_admin_token() {
+                Ok(token) => newer.admin_token = token,
+                Err(errors) => tracing::debug!(%errors, "the admin token stays unchanged"),
+            }
+        }
+        if !is_redis_current && let Some(source) = &self.redis_source {
+            match source.load_redis() {
+                Ok(redis) => newer.redis = redis,
+                Err(errors) => tracing::debug!(%errors, "the logins to Redis stay unchanged"),
+            }
+        }
+        if newer != self.credentials {
+            (self.publish_credentials)(&newer);
+            self.credentials = newer;
+        }
     }
 
     fn apply_config(&self, config: Config) {
@@ -168,23 +243,24 @@ impl ConfigReloader {
             self.active_policies.load_snapshot().table.policies(),
             config.policy_table.policies(),
         );
+        // First, because the new table may read keys of tokens that were fetched before.
+        (self.publish)(&config);
         self.active_policies
             .activate_table(Arc::clone(&config.policy_table));
-        (self.publish)(&config);
-        let generation = {
+        let (generation, pending_restart) = {
             let mut status = self.status.lock();
             status.record_applied(&config, &self.restart_only);
-            status.generation
+            (status.generation, status.pending_restart.clone())
         };
         tracing::info!(
             generation,
             policies = config.policy_table.policies().len(),
             "configuration reloaded: {changes}"
         );
-        for warning in &config.warnings {
-            tracing::warn!("{}", warning.to_log_line());
+        for warning in config.warning_lines() {
+            tracing::warn!("{warning}");
         }
-        for setting in self.restart_only.changed_keys(&config) {
+        for setting in pending_restart {
             tracing::warn!(setting, "changed setting takes effect only after a restart");
         }
     }
@@ -216,6 +292,8 @@ impl ReloadStatus {
     fn record_applied(&mut self, config: &Config, restart_only: &RestartOnlySettings) {
         self.generation += 1;
         self.last_error.clear();
+        self.warnings = config.warning_lines();
+        self.pending_restart = restart_only.changed_keys(config);
         self.effective_json = config.effective_json(restart_only).into();
         self.applied_at_unix_s = clock::unix_time_s();
         self.last_load_unix_s = self.applied_at_unix_s;

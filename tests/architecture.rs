@@ -18,13 +18,14 @@ use std::path::Path;
 use walkdir::WalkDir;
 
 /// Lowest layer first: a module may use the modules before it.
-const MODULE_LAYERS: [&str; 16] = [
+const MODULE_LAYERS: [&str; 17] = [
     "clock",
     "listen",
     "tls",
     "telemetry",
     "limiter",
     "policy",
+    "jwks",
     "store",
     "enforcer",
     "proxy",
@@ -87,11 +88,11 @@ const LIBRARY_RULES: [LibraryRule; 8] = [
         name: r"hyper|hyper_util|h2",
         // `demo` contains a sample upstream server.
         is_allowed: |at| {
-            ["proxy", "admin"].contains(&at.module)
-                || at.file.starts_with("telemetry/trace/")
+            ["proxy", "admin", "jwks"].contains(&at.module)
+                || at.file.starts_with("telemetry/otlp/")
                 || at.file.starts_with("cli/demo")
         },
-        advice: "only proxy, admin and telemetry::trace use hyper: use the `http` types, or move this code into `proxy`",
+        advice: "only proxy, admin, jwks and telemetry::otlp use hyper: use the `http` types, or move this code into `proxy`",
     },
     LibraryRule {
         name: "axum",
@@ -250,7 +251,7 @@ fn find_violations(file: &str, code: &str) -> Vec<String> {
     violations
 }
 
-/// The module of a file; `Retry` for the crate root, which only declares modules.
+/// The module of a file; `None` for the crate root, which only declares modules.
 fn module_of(file: &str) -> Option<ModuleFile<'_>> {
     let module = file.split('/').next()?;
     let module = module.strip_suffix(".rs").unwrap_or(module);
@@ -384,7 +385,7 @@ fn expand_use_tree(prefix: &[String], tree: &str, paths: &mut Vec<Vec<String>>) 
     }
 }
 
-/// A path as written in the module `own_path`, from the crate root; `Retry` for other crates.
+/// A path as written in the module `own_path`, from the crate root; `None` for other crates.
 fn absolute_path(own_path: &[String], path: &[String]) -> Option<Vec<String>> {
     let first = path.first()?.as_str();
     if ["crate", "tidegate"].contains(&first) {
@@ -632,12 +633,12 @@ mod checker_tests {
         rejects(
             "enforcer.rs",
             "fn f(request: hyper::Request<()>) {}",
-            "only proxy, admin and telemetry::trace use hyper",
+            "only proxy, admin, jwks and telemetry::otlp use hyper",
         );
         rejects(
             "cli/explain.rs",
             "use hyper_util::rt::TokioIo;",
-            "only proxy, admin and telemetry::trace use hyper",
+            "only proxy, admin, jwks and telemetry::otlp use hyper",
         );
         rejects("telemetry/log.rs", "use hyper::Request;", "use hyper");
         rejects(
@@ -671,7 +672,7 @@ mod checker_tests {
             "proxy/http/headers.rs",
             "use hyper::body::Incoming;\nuse crate::enforcer::Enforcer;",
         );
-        accepts("telemetry/trace/collector.rs", "use hyper::Request;");
+        accepts("telemetry/otlp/collector.rs", "use hyper::Request;");
         accepts("cli/demo.rs", "use hyper::Response;");
         accepts(
             "policy/mod.rs",

@@ -1,10 +1,14 @@
-"""Tests the examples of docs/ENVOY.md with Envoy and Traefik. Called by tests/envoy.sh."""
+"""Tests the examples of docs/ENVOY.md, docs/RECIPES.md and docs/migration with Envoy and Traefik. Called by
+tests/envoy.sh."""
 
 import http.client
 import http.server
+import itertools
 import json
 import os
+import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -27,11 +31,17 @@ def free_port():
         return taken.getsockname()[1]
 
 
-def block(language, *words):
+def block(language, *words, page=PAGE):
     """The only code block of the page in this language that contains all words."""
-    found = [text for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.S) if all(word in text for word in words)]
+    found = [text for text in re.findall(rf"```{language}\n(.*?)```", page, re.S) if all(word in text for word in words)]
     assert len(found) == 1, (language, words, len(found))
     return found[0]
+
+
+def section(path, heading):
+    """The text of one section of a page."""
+    text = open(path, encoding="utf-8").read()
+    return re.search(rf"^## {re.escape(heading)}\n(.*?)(^## |\Z)", text, re.M | re.S)[1]
 
 
 def indented(text, by):
@@ -64,14 +74,22 @@ def answers(port):
         return False
 
 
-def ask(port, path="/", method="GET", **headers):
+def ask(port, path="/", method="GET", timeout=TIMEOUT_S, **headers):
     """Status, headers in lower case, body."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     response = connection.getresponse()
     body = response.read().decode()
     connection.close()
     return response.status, {name.lower(): value for name, value in response.getheaders()}, body
+
+
+def answers_ok(port, path):
+    """Whether the status is 200 within a second."""
+    try:
+        return ask(port, path, timeout=1)[0] == 200
+    except TimeoutError:
+        return False
 
 
 def file(name, text):
@@ -90,10 +108,11 @@ def logged_address(name, message):
     return int(last) if last.isdigit() else last
 
 
-def start_tidegate(name, text, message):
+def start_tidegate(name, text, message, *flags):
     text = re.sub(r"127\.0\.0\.1:808[12]", "127.0.0.1:0", text)
-    config = file(f"{name}.toml", 'admin.address = "127.0.0.1:0"\n' + text)
-    PROCESS[name] = start(name, TIDEGATE, "run", "--config", config)
+    config = file(f"{name}.toml", text)
+    os.environ["TIDEGATE_ADMIN__ADDRESS"] = "127.0.0.1:0"
+    PROCESS[name] = start(name, TIDEGATE, "run", "--config", config, *flags)
     until(f"{name} to listen", lambda: logged_address(name, message))
     return logged_address(name, message)
 
@@ -102,6 +121,8 @@ class App(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
+        if self.path == "/slow":
+            time.sleep(3)
         body = f"{self.path} {self.headers.get('host')}".encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
@@ -379,19 +400,12 @@ def checks(app, redis):
     toml = block("toml", "[check]").replace("refused_status = 403", "# refused_status = 403")
     port = start_tidegate("tidegate-check", toml, "check listening")
 
-    front = free_port()
-    static = file("traefik.yaml", f"""
-entryPoints: {{ web: {{ address: "127.0.0.1:{front}" }} }}
-providers: {{ file: {{ filename: "{DIR}/dynamic.yaml" }} }}
-""")
-    file("dynamic.yaml", block("yaml", "forwardAuth").replace("127.0.0.1:8082", f"127.0.0.1:{port}") + f"""
+    front = start_traefik("traefik", block("yaml", "forwardAuth").replace("127.0.0.1:8082", f"127.0.0.1:{port}") + f"""
   routers:
     all: {{ rule: "PathPrefix(`/`)", service: app, middlewares: [tidegate], entryPoints: [web] }}
   services:
     app: {{ loadBalancer: {{ servers: [{{ url: "http://127.0.0.1:{app}" }}] }} }}
 """)
-    start("traefik", TRAEFIK, f"--configFile={static}")
-    until("traefik to listen", lambda: answers(front))
     until("the routes of traefik", lambda: ask(front, "/free")[0] == 200)
     forged = {"x_original_uri": "/free", "x_forwarded_uri": "/free", "x_forwarded_method": "HEAD"}
     assert [ask(front, "/api/x", **forged)[0] for _ in range(11)] == [200] * 10 + [429], log_of("tidegate-check")
@@ -442,6 +456,239 @@ redis = {{ url = "redis://127.0.0.1:{redis}/0", key_prefix = "authz" }}
     redis_up(redis)
 
 
+def start_traefik(name, dynamic):
+    """Traefik with a dynamic configuration and the entry point `web`."""
+    front = free_port()
+    provider = file(f"{name}-dynamic.yaml", dynamic)
+    static = file(f"{name}-static.yaml", f"""
+entryPoints: {{ web: {{ address: "127.0.0.1:{front}" }} }}
+providers: {{ file: {{ filename: "{provider}" }} }}
+""")
+    start(name, TRAEFIK, f"--configFile={static}")
+    until(f"{name} to listen", lambda: answers(front))
+    return front
+
+
+def no_answer(app):
+    """The section "Traefik": forwardAuth fails while tidegate is stopped. Counters of Envoy's rate limit filter."""
+    toml = block("toml", "[check]").replace("refused_status = 403", "# refused_status = 403")
+    port = start_tidegate("tidegate-away", toml, "check listening")
+    dynamic = block("yaml", "forwardAuth").replace("127.0.0.1:8082", f"127.0.0.1:{port}") + f"""
+  routers:
+    all: {{ rule: "PathPrefix(`/`)", service: app, middlewares: [tidegate], entryPoints: [web] }}
+  services:
+    app: {{ loadBalancer: {{ servers: [{{ url: "http://127.0.0.1:{app}" }}] }} }}
+"""
+    front = start_traefik("traefik-away", dynamic)
+    until("the routes of traefik-away", lambda: ask(front, "/free")[0] == 200)
+    PROCESS["tidegate-away"].kill()
+    PROCESS["tidegate-away"].wait()
+    assert ask(front, "/free")[0] == 500
+    print("   traefik, forwardAuth without tidegate: 500, as the page says")
+
+    # Envoy gives up after 20 ms: the request passes, and only Envoy counts it.
+    rls = start_tidegate("tidegate-hung", block("toml", "[rls]", "override").split("[store]")[0] + """
+[[policy]]
+name = "client"
+match = { domain = "edge", descriptors = { remote_address = "*" } }
+key = ["descriptor:remote_address"]
+limit = { requests = 1, per = "1h" }
+""", "rate-limit service listening")
+    filters = rls_filter().replace("    timeout: 5s\n", "")
+    assert filters != rls_filter()
+    config = envoy_config(filters, rls_cluster(rls), app, block("yaml", "# Envoy: the route\n"))
+    admin = free_port()
+    config = config.replace("port_value: 0", f"port_value: {admin}", 1)
+    front = start_envoy("envoy-hung", config)
+    PROCESS["tidegate-hung"].send_signal(signal.SIGSTOP)
+    assert [ask(front)[0] for _ in range(5)] == [200] * 5
+    PROCESS["tidegate-hung"].send_signal(signal.SIGCONT)
+    stats = ask(admin, "/stats?filter=ratelimit")[2]
+    allowed = int(re.search(r"cluster\.app\.ratelimit\.failure_mode_allowed: ([0-9]+)", stats)[1])
+    assert allowed == 5, stats
+    print("   envoy, 20 ms: passed 5 requests, failure_mode_allowed", allowed)
+
+
+def recipes(app):
+    """Traefik and Envoy in front of tidegate, from docs/RECIPES.md."""
+    page = section("docs/RECIPES.md", "Behind Traefik")
+    upstream = f"http://127.0.0.1:{app}"
+    probes = free_port()
+    toml = block("toml", page=page).replace("127.0.0.1:9091", f"127.0.0.1:{probes}")
+    flags = ["--listen", "127.0.0.1:0", "--upstream", upstream]
+    port = start_tidegate("tidegate-behind", toml, "listening", *flags)
+    dynamic = block("yaml", page=page).replace("127.0.0.1:8080", f"127.0.0.1:{port}")
+    dynamic = dynamic.replace("127.0.0.1:3000", f"127.0.0.1:{app}").replace("9091", str(probes))
+    front = start_traefik("traefik-behind", dynamic)
+    until("the routes of traefik-behind", lambda: ask(front, "/free")[0] == 200)
+    until("tidegate's health", lambda: "ratelimit" in ask(front, "/api/x")[1])
+    forged = [ask(front, "/api/x", x_forwarded_for=f"198.51.100.{n}")[0] for n in range(10)]
+    assert forged[-1] == 429, forged
+    for number, how in [(signal.SIGSTOP, "hung"), (signal.SIGKILL, "stopped")]:
+        PROCESS["tidegate-behind"].send_signal(number)
+        until("the fallback to the app", lambda: answers_ok(front, "/api/x"))
+        assert [ask(front, "/api/x")[0] for _ in range(5)] == [200] * 5
+        print(f"   traefik, tidegate {how}: requests reach the app")
+        if number == signal.SIGSTOP:
+            PROCESS["tidegate-behind"].send_signal(signal.SIGCONT)
+            until("tidegate again", lambda: ask(front, "/api/x")[0] == 429)
+
+    page = section("docs/RECIPES.md", "Behind Envoy")
+    port = start_tidegate("tidegate-next", block("toml", page=page), "listening", *flags)
+    front = start_envoy("envoy-next", envoy_config("", "", port))
+    statuses = [ask(front, "/api/x", x_forwarded_for=f"198.51.100.{n}")[0] for n in range(11)]
+    assert statuses == [200] * 10 + [429], statuses
+    assert ask(front, "/free")[0] == 200
+    print("   envoy in front: forged addresses share the client's quota")
+
+
+def admitted_by_schedule(port, schedule):
+    """Sends one request at each time of the schedule. Returns which of them were admitted."""
+    admitted = [None] * len(schedule)
+    began = time.monotonic() + 0.2
+
+    def send(number, at):
+        time.sleep(max(0, began + at - time.monotonic()))
+        admitted[number] = ask(port)[0] == 200
+
+    threads = [threading.Thread(target=send, args=item) for item in enumerate(schedule)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return admitted
+
+
+def apart(one, other):
+    """The decisions that differ, and the largest difference of the numbers admitted up to any moment."""
+    sums = list(itertools.accumulate(a - b for a, b in zip(one, other)))
+    return sum(a != b for a, b in zip(one, other)), max(map(abs, sums))
+
+
+def side_by_side(name, original, translated, schedule, phase_differs=False):
+    """The translation may differ from the product as much as the product from itself: on a busy machine a request may
+    arrive some milliseconds late, and change the decision about the next ones. `phase_differs`: the page says that
+    single decisions differ, so only the numbers admitted up to any moment are compared."""
+    ports = [original(0), original(1), translated()]
+    results = [None] * 3
+
+    def run(number):
+        results[number] = admitted_by_schedule(ports[number], schedule)
+
+    runs = [threading.Thread(target=run, args=[number]) for number in range(3)]
+    for thread in runs:
+        thread.start()
+    for thread in runs:
+        thread.join()
+    first, again, ours = results
+    itself, differ = apart(first, again), min(apart(first, ours), apart(again, ours))
+    totals = [sum(result) for result in results]
+    print(f"   {name}: admitted {totals[0]}, again {totals[1]}, tidegate {totals[2]} of {len(schedule)};"
+          f" decisions that differ, largest lead: {itself} and {differ}")
+    assert 0 < totals[2] < len(schedule), totals
+    assert phase_differs or differ[0] <= 2 * itself[0] + len(schedule) // 20, (itself, differ)
+    assert differ[1] <= itself[1] + 3, (itself, differ)
+
+
+def at_once(port, times, path):
+    """How often each status occurs for requests at the same time."""
+    statuses = []
+    threads = [threading.Thread(target=lambda: statuses.append(ask(port, path)[0])) for _ in range(times)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {status: statuses.count(status) for status in sorted(set(statuses))}
+
+
+def migrations(app, redis):
+    """Examples of docs/migration beside the product, with seeded traffic."""
+    chosen = random.Random(18)
+    upstream = f"http://127.0.0.1:{app}"
+
+    def seeded(rate, seconds):
+        times, at = [], 0.0
+        while at < seconds:
+            times.append(at)
+            # Bursts and pauses.
+            at += chosen.expovariate(rate) if chosen.random() < 0.9 else chosen.uniform(0, 4 / rate)
+        return times
+
+    def tidegate(name, toml):
+        flags = ["--listen", "127.0.0.1:0", "--upstream", upstream]
+        return lambda: start_tidegate(name, toml, "listening", *flags)
+
+    def traefik(name, middleware):
+        dynamic = f"""
+http:
+  middlewares:
+    limit:
+{indented(middleware, 6)}
+  routers:
+    all: {{ rule: "PathPrefix(`/`)", service: app, middlewares: [limit], entryPoints: [web] }}
+  services:
+    app: {{ loadBalancer: {{ servers: [{{ url: "{upstream}" }}] }} }}
+"""
+
+        def run(number):
+            front = start_traefik(f"{name}-{number}", dynamic)
+            until("its routes", lambda: ask(front)[0] in (200, 429))
+            time.sleep(1)
+            return front
+
+        return run
+
+    page = section("docs/migration/traefik-ratelimit.md", "average, period, burst")
+    examples = re.findall(r"```yaml\n(.*?)```.*?```toml\n(.*?)```", page, re.S)
+    assert len(examples) == 2
+    # 100 per minute with a burst of 50: one token was used to wait for the routes.
+    (burst_yaml, burst_toml), (single_yaml, single_toml) = examples
+    burst_yaml = burst_yaml.replace("period: 1m", "period: 10s").replace("burst: 50", "burst: 20")
+    burst_toml = burst_toml.replace('per = "1m"', 'per = "10s"').replace("burst = 50", "burst = 20")
+    side_by_side("traefik, burst", traefik("traefik-burst", burst_yaml), tidegate("tidegate-burst", burst_toml), seeded(25, 8),
+                 phase_differs=True)
+    side_by_side("traefik, burst 1", traefik("traefik-single", single_yaml), tidegate("tidegate-single", single_toml),
+                 seeded(15, 10))
+
+    # Requests in flight, by host.
+    page = section("docs/migration/traefik-ratelimit.md", "InFlightReq")
+    ports = [traefik("traefik-slots", block("yaml", page=page))(0), tidegate("tidegate-slots", block("toml", page=page))()]
+    statuses = [at_once(port, 14, "/slow") for port in ports]
+    print("   traefik, in flight:", *statuses)
+    assert statuses == [{200: 10, 429: 4}] * 2, statuses
+
+    # Two instances of each share one quota in Redis.
+    page = section("docs/migration/traefik-ratelimit.md", "redis")
+    shared = re.sub(r"redis:6379", f"127.0.0.1:{redis}", block("yaml", page=page))
+    shared = re.sub(r" +(username|password|db|tls):.*\n", "", shared)
+    toml = re.sub(r"rediss://redis:6379", f"redis://127.0.0.1:{redis}", block("toml", page=page))
+    toml = re.sub(r"(username|password_file|ca) = .*\n", "", toml)
+    run = traefik("traefik-shared", shared)
+    for name, ports in [("traefik", [run(0), run(1)]),
+                        ("tidegate", [tidegate(f"tidegate-shared-{n}", toml)() for n in range(2)])]:
+        began = time.monotonic()
+        admitted = [sum(ask(port)[0] == 200 for _ in range(20)) for _ in range(2) for port in ports]
+        print(f"   {name}, two instances with redis: admitted {admitted} of 20 each")
+        # The check of the routes may have used some of the burst of 50.
+        assert 45 <= sum(admitted) <= 51 + (time.monotonic() - began) * 100 / 60, admitted
+
+    page = section("docs/migration/envoy-ratelimit.md", "The local filter")
+    bucket = re.search(r"`token_bucket: (\{.*?\})`", page)[1]
+    local = f"""- name: envoy.filters.http.local_ratelimit
+  typed_config:
+    "@type": type.googleapis.com/envoy.extensions.filters.http.local_ratelimit.v3.LocalRateLimit
+    stat_prefix: local
+    token_bucket: {bucket}
+    filter_enabled: {{ default_value: {{ numerator: 100, denominator: HUNDRED }} }}
+    filter_enforced: {{ default_value: {{ numerator: 100, denominator: HUNDRED }} }}
+"""
+    # A smaller bucket, so that it is empty soon.
+    local = local.replace("max_tokens: 100", "max_tokens: 20")
+    toml = block("toml", page=page).replace("burst = 100", "burst = 20")
+    side_by_side("envoy, local", lambda number: start_envoy(f"envoy-local-{number}", envoy_config(local, "", app)),
+                 tidegate("tidegate-local", toml), seeded(25, 8))
+
+
 def redis_cli(port, *command):
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as peer:
         words = b"".join(b"$%d\r\n%s\r\n" % (len(word.encode()), word.encode()) for word in command)
@@ -474,6 +721,9 @@ def main():
         ("envoy, tls and unix sockets", lambda: tls(app.server_port, redis)),
         ("envoy, without redis", lambda: alone(app.server_port, redis)),
         ("traefik and ext_authz", lambda: checks(app.server_port, redis)),
+        ("without an answer", lambda: no_answer(app.server_port)),
+        ("recipes", lambda: recipes(app.server_port)),
+        ("migration, side by side", lambda: migrations(app.server_port, redis)),
     ]:
         print(f"== {name}", flush=True)
         run()

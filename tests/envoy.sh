@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Tests the examples of docs/ENVOY.md with Envoy and Traefik: Envoy's rate limit filter with Redis, below and above
-# limits and without Redis in both failure modes, and external authorization by forwardAuth and ext_authz.
+# limits and without Redis in both failure modes, and external authorization by forwardAuth and ext_authz. Runs the
+# recipes for these products, and the examples of docs/migration beside them.
 #
 #   tests/envoy.sh [PATH OF tidegate]
 #

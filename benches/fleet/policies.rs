@@ -178,7 +178,7 @@ pub(crate) struct HourlyCounter {
 /// The quota that a client uses.
 #[derive(Debug)]
 pub(crate) struct FleetKey {
-    /// `Retry` for requests without a limit.
+    /// `None` for requests without a limit.
     pub(crate) policy: Option<&'static FleetPolicy>,
     /// Values of the policy's key, and of the key of its [`HourlyLimit::NextMaster`].
     user: String,

@@ -123,7 +123,7 @@ impl FleetLedger {
     }
 
     /// Returns the units that may be admitted between two times: by the limit, and additionally
-    /// through faults. `Retry` means no bound.
+    /// through faults. `None` means no bound.
     fn allowed_units(
         &self,
         key: &FleetKey,

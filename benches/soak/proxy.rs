@@ -42,7 +42,7 @@ pub(crate) struct ProxyConfigFile {
 }
 
 impl ProxyConfigFile {
-    /// Effective versions differ by a policy that no request matches. `Retry` writes an invalid
+    /// Effective versions differ by a policy that no request matches. `None` writes an invalid
     /// file.
     pub(crate) fn write_version(&self, version: Option<u64>) {
         let Self {

@@ -1,7 +1,8 @@
 //! Access control of the admin endpoint: bearer token, DNS rebinding, cross-site requests.
 
+use super::fleet::InstanceCredential;
 use super::responses::ProblemDetails;
-use super::{AdminSettings, AdminToken};
+use super::{AdminSettings, AdminToken, ReloadableAdminToken};
 use axum::extract::{Extension, Request, State};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -23,10 +24,12 @@ pub(super) struct AdminPeer(pub(super) IpAddr);
 /// Checks whether the caller may use a route.
 #[derive(Clone, Debug)]
 pub(super) struct AccessGuard {
-    token: Option<AdminToken>,
+    token: ReloadableAdminToken,
     /// Whether other machines can reach the endpoint. Reads of an exposed endpoint need the token
     /// too.
     is_exposed: bool,
+    /// Selects the credential that other instances with the same token send.
+    instance_id: &'static str,
 }
 
 /// The access that a route requires.
@@ -35,16 +38,23 @@ enum RequiredAccess {
     /// For routes that reveal no data: health checks, and the dashboard page without its data.
     Public,
     Read,
+    /// Read access to what other instances request: the summary.
+    InstanceSummary,
     /// To start a drain, as a `preStop` command inside the pod does.
     Drain,
     Write,
 }
 
 impl AccessGuard {
-    pub(super) fn new(settings: &AdminSettings) -> Self {
+    pub(super) fn new(
+        settings: &AdminSettings,
+        token: ReloadableAdminToken,
+        instance_id: &'static str,
+    ) -> Self {
         Self {
-            token: settings.token.clone(),
+            token,
             is_exposed: !settings.address.is_local(),
+            instance_id,
         }
     }
 
@@ -59,21 +69,28 @@ impl AccessGuard {
     ) -> Result<(), ProblemDetails> {
         let required = RequiredAccess::from_request(method, path);
         // Following a link from another site is allowed: the user sees the page, and that site
-        // learns nothing.
+        // cannot read it.
         let is_link = method.is_safe() && is_top_level_navigation(headers);
         if !is_link && is_cross_origin(headers) {
             return Err(forbidden_problem(
                 "cross-site request: a script or form of another page sent it",
             ));
         }
-        let has_token = self
-            .token
+        let token = self.token.load();
+        let has_token = token
             .as_ref()
-            .is_some_and(|token| has_expected_token(headers, token));
-        match (required, &self.token) {
+            .is_some_and(|token| has_expected_token(headers, token.expose()));
+        let has_credential = |token: &AdminToken| {
+            let expected = InstanceCredential::new(token, self.instance_id);
+            has_expected_token(headers, expected.expose())
+        };
+        match (required, token.as_ref()) {
             (RequiredAccess::Public, _) => Ok(()),
-            (RequiredAccess::Read, _) if !self.is_exposed => Ok(()),
+            (RequiredAccess::Read | RequiredAccess::InstanceSummary, _) if !self.is_exposed => {
+                Ok(())
+            }
             _ if has_token => Ok(()),
+            (RequiredAccess::InstanceSummary, Some(token)) if has_credential(token) => Ok(()),
             (_, Some(_)) => Err(ProblemDetails::new(
                 StatusCode::UNAUTHORIZED,
                 "a bearer token is needed: see admin.token_file",
@@ -100,6 +117,7 @@ impl RequiredAccess {
     fn from_request(method: &Method, path: &str) -> Self {
         match (method.as_str(), path) {
             ("GET" | "HEAD", "/" | "/livez" | "/readyz" | "/metrics") => Self::Public,
+            ("GET" | "HEAD", "/fleet/instance") => Self::InstanceSummary,
             ("GET" | "HEAD", _) | ("POST", "/explain") => Self::Read,
             ("POST", "/drain") => Self::Drain,
             _ => Self::Write,
@@ -219,14 +237,14 @@ fn is_known_host(headers: &HeaderMap, allowed: &[String]) -> bool {
 }
 
 /// Whether the request has the expected bearer token, compared in constant time.
-fn has_expected_token(headers: &HeaderMap, token: &AdminToken) -> bool {
+fn has_expected_token(headers: &HeaderMap, token: &str) -> bool {
     let mut given = headers.get_all(AUTHORIZATION).iter();
     let (Some(given), None) = (given.next(), given.next()) else {
         return false;
     };
     let given = given.as_bytes().split_at_checked("Bearer ".len());
     given.is_some_and(|(scheme, given)| {
-        scheme.eq_ignore_ascii_case(b"Bearer ") && given.ct_eq(token.0.as_bytes()).into()
+        scheme.eq_ignore_ascii_case(b"Bearer ") && given.ct_eq(token.as_bytes()).into()
     })
 }
 
@@ -317,12 +335,14 @@ mod tests {
             };
             let (without, with) = (
                 AccessGuard {
-                    token: None,
+                    token: ReloadableAdminToken::default(),
                     is_exposed: false,
+                    instance_id: "i",
                 },
                 AccessGuard {
-                    token: token.clone(),
+                    token: ReloadableAdminToken::new(token.clone()),
                     is_exposed: false,
+                    instance_id: "i",
                 },
             );
             assert_eq!(
@@ -335,8 +355,9 @@ mod tests {
                 "{method} {path}"
             );
             let everywhere = AccessGuard {
-                token: token.clone(),
+                token: ReloadableAdminToken::new(token.clone()),
                 is_exposed: true,
+                instance_id: "i",
             };
             assert_eq!(
                 [
@@ -352,8 +373,9 @@ mod tests {
     #[test]
     fn without_a_token_only_local_non_browser_clients_may_drain() {
         let guard = AccessGuard {
-            token: None,
+            token: ReloadableAdminToken::default(),
             is_exposed: false,
+            instance_id: "i",
         };
         let drain = |lines: &[(&'static str, &str)], peer| {
             authorization_status(&guard, Method::POST, "/drain", lines, peer)
@@ -377,8 +399,9 @@ mod tests {
     #[test]
     fn cross_origin_changes_are_rejected_even_with_a_token() {
         let guard = AccessGuard {
-            token: Some(AdminToken::new("t".to_owned())),
+            token: ReloadableAdminToken::new(Some(AdminToken::new("t".to_owned()))),
             is_exposed: false,
+            instance_id: "i",
         };
         let reset = |name, value| {
             let lines = [("authorization", "Bearer t"), (name, value)];
@@ -410,8 +433,9 @@ mod tests {
     #[test]
     fn cross_origin_reads_are_rejected_except_navigation() {
         let guard = AccessGuard {
-            token: None,
+            token: ReloadableAdminToken::default(),
             is_exposed: false,
+            instance_id: "i",
         };
         let get_status = |lines: &[(&'static str, &str)]| {
             authorization_status(&guard, Method::GET, "/keys", lines, LOOPBACK_PEER)
@@ -446,9 +470,29 @@ mod tests {
     }
 
     #[test]
+    fn an_instance_credential_reads_only_the_summary_of_its_instance() {
+        let token = AdminToken::new("t".to_owned());
+        let status = |id, path, method: Method| {
+            let guard = AccessGuard {
+                token: ReloadableAdminToken::new(Some(token.clone())),
+                is_exposed: true,
+                instance_id: "i",
+            };
+            let credential = InstanceCredential::new(&token, id);
+            let value = format!("Bearer {}", credential.expose());
+            let lines = [("authorization", value.as_str())];
+            authorization_status(&guard, method, path, &lines, LOOPBACK_PEER)
+        };
+        assert_eq!(status("i", "/fleet/instance", Method::GET), 200);
+        assert_eq!(status("j", "/fleet/instance", Method::GET), 401);
+        assert_eq!(status("i", "/fleet", Method::GET), 401);
+        assert_eq!(status("i", "/keys", Method::DELETE), 401);
+    }
+
+    #[test]
     fn only_the_exact_token_is_accepted() {
-        let token = AdminToken::new("s3cret".to_owned());
-        let has = |values: &[&str]| has_expected_token(&header_map(AUTHORIZATION, values), &token);
+        let has =
+            |values: &[&str]| has_expected_token(&header_map(AUTHORIZATION, values), "s3cret");
         assert!(has(&["Bearer s3cret"]) && has(&["bearer s3cret"]));
         for wrong in [
             "",

@@ -42,6 +42,14 @@ pub(super) async fn explain_request(
     ))
 }
 
+pub(super) async fn examine_store(
+    State(view): State<AdminBackend>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    QueryParameters::parse(query.as_deref(), &[])?;
+    Ok(JsonResponse(StatusCode::OK, (view.examine_store)().await?))
+}
+
 #[allow(clippy::unused_async, reason = "a handler is async")]
 pub(super) async fn start_drain(
     State(view): State<AdminBackend>,

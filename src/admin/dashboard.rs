@@ -26,12 +26,14 @@ const STYLES: [&str; 2] = [
 ];
 
 /// Scripts of the page, in dependency order.
-const SCRIPTS: [&str; 6] = [
+const SCRIPTS: [&str; 8] = [
     include_str!("dashboard/uplot.min.js"),
     include_str!("dashboard/page.js"),
     include_str!("dashboard/charts.js"),
     include_str!("dashboard/sections.js"),
     include_str!("dashboard/keys.js"),
+    include_str!("dashboard/fleet.js"),
+    include_str!("dashboard/doctor.js"),
     include_str!("dashboard/main.js"),
 ];
 

@@ -1,7 +1,7 @@
 //! Listeners of the admin endpoint, and limits on their connections.
 
 use super::access_control::AdminPeer;
-use super::{AdminBackend, AdminSettings, routes};
+use super::{AdminBackend, AdminSettings, ReloadableAdminToken, routes};
 use crate::listen::{BoundSocket, ListenAddress, SocketListener};
 use axum::Router;
 use http::Request;
@@ -50,13 +50,18 @@ pub struct AdminListener {
 }
 
 impl AdminListener {
-    /// Binds `admin.address`. Connections are served once [`AdminListener::run`] runs.
+    /// Binds `admin.address`. `token` replaces the one in `settings`. Connections
+    /// are served once [`AdminListener::run`] runs.
     ///
     /// # Errors
     /// If the address is in use, not local, or not permitted.
-    pub fn bind_admin(settings: AdminSettings, view: AdminBackend) -> io::Result<Self> {
+    pub fn bind_admin(
+        settings: AdminSettings,
+        token: ReloadableAdminToken,
+        view: AdminBackend,
+    ) -> io::Result<Self> {
         let address = settings.address.clone();
-        Self::bind(&address, routes::admin_router(settings, view))
+        Self::bind(&address, routes::admin_router(settings, token, view))
     }
 
     /// Binds `admin.probes`, which serves only health and metrics.

@@ -4,22 +4,28 @@
 //! responds whatever the state of the data path.
 
 mod access_control;
+mod advertised_address;
 mod commands;
 mod dashboard;
+mod fleet;
 mod health;
 mod listener;
 mod parameters;
+mod problems;
 mod queries;
 mod responses;
 mod routes;
 
+pub use advertised_address::AdvertisedAddress;
 pub use listener::AdminListener;
 pub(crate) use responses::escape_json_for_display;
 
 use crate::listen::ListenAddress;
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{Metrics, PolicyCounters, ProcessStatus};
+use arc_swap::ArcSwapOption;
 use serde_json::{Map, Value};
+use std::collections::HashMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
@@ -34,6 +40,8 @@ pub struct AdminSettings {
     /// Second listening address, which serves only health and metrics.
     pub probes: Option<SocketAddr>,
     pub token: Option<AdminToken>,
+    /// The address for other instances; `None` derives it from the bound address.
+    pub advertise: Option<AdvertisedAddress>,
     /// Lower-case names accepted in `Host`, besides localhost and IP addresses.
     pub allowed_hosts: Vec<String>,
 }
@@ -41,6 +49,10 @@ pub struct AdminSettings {
 /// The bearer token of the admin endpoint; its `Debug` text is masked.
 #[derive(Clone, PartialEq, Eq)]
 pub struct AdminToken(String);
+
+/// The token in use, which is replaced when its file changes.
+#[derive(Clone, Debug, Default)]
+pub struct ReloadableAdminToken(Arc<ArcSwapOption<AdminToken>>);
 
 /// Data and commands behind the admin endpoint. Its functions are called for every request;
 /// functions that use the store return a future that finishes within some seconds.
@@ -59,15 +71,24 @@ pub struct AdminBackend {
     pub reset_key: Arc<dyn Fn(KeyQuery) -> AdminFuture + Send + Sync>,
     /// Explains the decision about a request.
     pub explain_request: Arc<dyn Fn(ExplainRequest) -> AdminFuture + Send + Sync>,
+    /// Lists the instances that share the limits.
+    pub list_members: Arc<dyn Fn() -> AdminFuture<FleetMembers> + Send + Sync>,
+    /// Examines Redis. Called on demand, and at most once per [`DOCTOR_INTERVAL`].
+    pub examine_store: Arc<dyn Fn() -> AdminFuture + Send + Sync>,
     /// Starts the same drain as SIGTERM, unless one has begun.
     pub start_drain: Arc<dyn Fn() -> DrainSchedule + Send + Sync>,
 }
+
+/// Minimum time between two examinations of the store. Until then, the last report is returned.
+pub const DOCTOR_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Properties of the process that never change.
 #[derive(Clone, Debug)]
 pub struct InstanceDescription {
     /// Random instance id, new with every start.
     pub id: &'static str,
+    /// Host name; in Kubernetes, the name of the pod.
+    pub host: String,
     /// Seconds since the Unix epoch.
     pub started_s: u64,
     pub workers: usize,
@@ -82,6 +103,11 @@ pub struct InstanceDescription {
 pub struct PolicySelection {
     /// Names to select; empty selects all.
     pub names: Vec<String>,
+    /// Selects names that contain this text, ignoring case.
+    pub search: String,
+    /// Position of policies that come before all others. The others keep the order in which they
+    /// apply.
+    pub ranks: HashMap<Arc<str>, usize>,
     /// Number of policies to skip.
     pub offset: usize,
     /// Maximum number of policies to return.
@@ -101,7 +127,7 @@ pub struct PolicySummary {
     pub name: Box<str>,
     /// JSON fields that describe the policy.
     pub description: Map<String, Value>,
-    /// `Retry` if the policy is off.
+    /// `None` if the policy is off.
     pub counters: Option<Arc<PolicyCounters>>,
 }
 
@@ -126,8 +152,31 @@ pub struct ExplainRequest {
     pub client_cert_cn: Option<String>,
 }
 
-/// The future result of a store lookup, as JSON.
-pub type AdminFuture = Pin<Box<dyn Future<Output = Result<Value, AdminError>> + Send>>;
+/// An instance that shares the limits, as known by its heartbeat.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FleetInstance {
+    pub id: String,
+    /// Name of the pod or host; `None` for instances of older versions.
+    pub name: Option<String>,
+    pub version: Option<String>,
+    /// Host and port of its admin endpoint, if other instances can reach it.
+    pub admin_address: Option<String>,
+    /// `None` if the store has no heartbeat of this instance.
+    pub heartbeat_age: Option<Duration>,
+    /// Whether it has usage of an outage to write back.
+    pub is_pending: bool,
+}
+
+/// The instances that share the limits.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FleetMembers {
+    pub instances: Vec<FleetInstance>,
+    /// The number of instances, of which not all may be listed.
+    pub total: usize,
+}
+
+/// The future result of a store lookup, usually as JSON.
+pub type AdminFuture<T = Value> = Pin<Box<dyn Future<Output = Result<T, AdminError>> + Send>>;
 
 /// Why an admin request failed, with a message for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -149,6 +198,26 @@ pub struct DrainSchedule {
     pub grace: Duration,
 }
 
+impl FleetInstance {
+    /// The entry of this process if the store has no heartbeat of it.
+    fn without_heartbeat(instance: &InstanceDescription) -> Self {
+        Self {
+            id: instance.id.to_owned(),
+            name: Some(instance.host.clone()),
+            version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+            ..Self::default()
+        }
+    }
+}
+
+impl fmt::Display for AdminError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::InvalidRequest(message) | Self::NotFound(message) | Self::Unavailable(message)) =
+            self;
+        f.write_str(message)
+    }
+}
+
 impl AdminToken {
     pub fn new(text: String) -> Self {
         Self(text)
@@ -156,6 +225,24 @@ impl AdminToken {
 
     pub fn expose(&self) -> &str {
         &self.0
+    }
+}
+
+impl ReloadableAdminToken {
+    pub fn new(token: Option<AdminToken>) -> Self {
+        Self(Arc::new(ArcSwapOption::from_pointee(token)))
+    }
+
+    /// Accepts only `token` from now on.
+    pub fn replace(&self, token: Option<AdminToken>) {
+        let token = token.map(Arc::new);
+        if self.0.swap(token.clone()) != token {
+            tracing::info!("admin token changed");
+        }
+    }
+
+    fn load(&self) -> Option<Arc<AdminToken>> {
+        self.0.load_full()
     }
 }
 

@@ -3,8 +3,9 @@
 //! Rendering ten thousand policies takes milliseconds, so responses are rendered on another thread.
 //! The thread that runs the handlers must stay free to accept connections.
 
-use super::health::{collect_problem_hints, phase_label};
+use super::health::phase_label;
 use super::parameters::QueryParameters;
+use super::problems::{Problem, find_problems};
 use super::responses::{JsonResponse, ProblemDetails, escape_json_for_display, run_blocking};
 use super::{AdminBackend, PolicySelection};
 use crate::telemetry::history::{
@@ -18,6 +19,8 @@ use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::CONTENT_TYPE;
 use serde_json::{Map, Value, json};
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Default and maximum number of policies in one response.
@@ -30,6 +33,17 @@ const DEFAULT_RANKING_ENTRIES: usize = 20;
 const MAX_RANKING_ENTRIES: usize = 500;
 /// Seconds of history in an overview by default.
 const DEFAULT_HISTORY_SECONDS: usize = 120;
+
+/// Series of refused requests in the history of a policy. `degraded_refused` is a part of
+/// `degraded`.
+const REFUSED_SERIES: [&str; 6] = [
+    "rejected",
+    "blocked",
+    "denied",
+    "shadow_rejected",
+    "marked",
+    "degraded_refused",
+];
 
 pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
 
@@ -65,19 +79,23 @@ pub(super) async fn get_policies(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
-    let query =
-        QueryParameters::parse(query.as_deref(), &["policy", "limit", "offset", "history"])?;
+    let known = ["policy", "search", "sort", "limit", "offset", "history"];
+    let query = QueryParameters::parse(query.as_deref(), &known)?;
     let (limit, offset) = (
         query.get_number("limit", DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)?,
         query.get_number("offset", 0, MAX_OFFSET)?,
     );
     let with_history = query.get_bool("history", true)?;
-    let selection = PolicySelection {
+    let order = PolicyOrder::parse(query.get_one("sort")?)?;
+    let mut selection = PolicySelection {
+        search: query.get_one("search")?.unwrap_or_default().to_owned(),
         names: query.get_all("policy"),
+        ranks: HashMap::new(),
         offset,
         limit,
     };
     run_blocking(move || {
+        selection.ranks = order.rank_policies(&view);
         let selected = (view.select_policies)(&selection);
         let labels = view.metrics.labels();
         let names = selected.policies.iter().map(|policy| &*policy.name);
@@ -123,6 +141,52 @@ pub(super) async fn get_policies(
     .await
 }
 
+/// Order of the policies in a response.
+#[derive(Clone, Copy)]
+enum PolicyOrder {
+    /// The order in which they apply.
+    Applied,
+    /// By requests in the last hour, most first.
+    Requests,
+    /// By refusals in the last hour, most first. For a shadow policy, requests that it would
+    /// refuse.
+    Refused,
+}
+
+impl PolicyOrder {
+    fn parse(text: Option<&str>) -> Result<Self, ProblemDetails> {
+        match text {
+            None | Some("order") => Ok(Self::Applied),
+            Some("requests") => Ok(Self::Requests),
+            Some("refused") => Ok(Self::Refused),
+            Some(text) => Err(ProblemDetails::bad_request(format!(
+                "sort={text:?}: expected order, requests or refused"
+            ))),
+        }
+    }
+
+    /// Returns the position of each policy with counts: most in the last hour first, then most in
+    /// the last day.
+    fn rank_policies(self, view: &AdminBackend) -> HashMap<Arc<str>, usize> {
+        let labels = view.metrics.labels().policy_history;
+        let is_counted = |series: usize| {
+            let label = labels.get(series).map_or("", |(label, _)| *label);
+            match self {
+                Self::Applied => false,
+                Self::Requests => label != "degraded_refused",
+                Self::Refused => REFUSED_SERIES.contains(&label),
+            }
+        };
+        if matches!(self, Self::Applied) {
+            return HashMap::new();
+        }
+        let mut ranked = view.history.recent_sums(is_counted);
+        ranked.retain(|(_, sums)| *sums != [0, 0]);
+        ranked.sort_by(|(one, a), (other, b)| b.cmp(a).then_with(|| one.cmp(other)));
+        ranked.into_iter().map(|(name, _)| name).zip(0..).collect()
+    }
+}
+
 /// Returns one series of counts per decision that occurred. All policies of a response share one
 /// time axis.
 fn policy_history_json(
@@ -164,6 +228,7 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
     let (from_s, seconds) = view.history.last_seconds(max_seconds);
     let (window_s, times) = view.history.recent_durations();
     let untrusted = view.metrics.untrusted_forwarding_count();
+    let problems = find_problems(view, &observed);
     let labels = &view.metrics.labels().request_decisions;
     let totals = labels
         .iter()
@@ -172,6 +237,7 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
     json!({
         "instance": {
             "id": view.instance.id,
+            "host": view.instance.host,
             "version": env!("CARGO_PKG_VERSION"),
             "started_s": view.instance.started_s,
             "uptime_s": observed.uptime_s,
@@ -184,7 +250,9 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
             "at_s": observed.last_load_at_s,
             "refused": observed.rejected_reloads,
             "errors": observed.reload_errors,
+            "pending_restart": observed.pending_restart,
         },
+        "warnings": observed.config_warnings,
         "store": store_json(view, &observed),
         "connections": {
             "open": observed.open_connections,
@@ -206,7 +274,8 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
             .map(|(file, at)| json!({ "file": file, "ends_s": at })).collect::<Vec<_>>(),
         "untrusted_forwarding": untrusted,
         "untrusted_peers": view.metrics.last_untrusted_peers(),
-        "hints": collect_problem_hints(&observed, untrusted),
+        "hints": problems.iter().map(Problem::to_hint).collect::<Vec<_>>(),
+        "problems": problems.iter().map(Problem::to_json).collect::<Vec<_>>(),
     })
 }
 
@@ -300,7 +369,7 @@ pub(super) async fn get_top_rejections(
     .await
 }
 
-fn ranking_json(ranking: &RejectionRanking, dimension: RejectionDimension) -> Value {
+pub(super) fn ranking_json(ranking: &RejectionRanking, dimension: RejectionDimension) -> Value {
     let name = match dimension {
         RejectionDimension::Keys => "key",
         RejectionDimension::Paths => "path",

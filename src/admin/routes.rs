@@ -1,13 +1,16 @@
 //! Routes of the admin endpoint and the access that each one needs.
 
 use super::access_control::{AccessGuard, authorize_and_run_handler, require_known_host};
+use super::fleet::{self, FleetReader};
 use super::parameters::MAX_BODY_BYTES;
 use super::responses::add_default_body_and_headers;
-use super::{AdminBackend, AdminSettings, commands, dashboard, health, queries};
-use axum::Router;
+use super::{
+    AdminBackend, AdminSettings, ReloadableAdminToken, commands, dashboard, health, queries,
+};
 use axum::extract::DefaultBodyLimit;
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::routing::{MethodRouter, get, post};
+use axum::{Extension, Router};
 use std::sync::Arc;
 
 /// All routes of the admin endpoint, with their handlers. `openapi.json` documents them; a test
@@ -17,8 +20,11 @@ fn all_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
     routes.extend([
         ("/", get(dashboard::get_dashboard)),
         ("/config", get(queries::get_config)),
+        ("/doctor", get(commands::examine_store)),
         ("/drain", post(commands::start_drain)),
         ("/explain", post(commands::explain_request)),
+        ("/fleet", get(fleet::get_fleet)),
+        ("/fleet/instance", get(fleet::get_instance_summary)),
         (
             "/keys",
             get(commands::inspect_key).delete(commands::reset_key),
@@ -43,8 +49,13 @@ fn health_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
     ]
 }
 
-pub(super) fn admin_router(settings: AdminSettings, view: AdminBackend) -> Router {
-    let access_guard = AccessGuard::new(&settings);
+pub(super) fn admin_router(
+    settings: AdminSettings,
+    token: ReloadableAdminToken,
+    view: AdminBackend,
+) -> Router {
+    let fleet_reader = Arc::new(FleetReader::new(token.clone()));
+    let access_guard = AccessGuard::new(&settings, token, view.instance.id);
     // The access check is inside the method router, so an unsupported method gets 405 and not 403.
     let router = all_routes()
         .into_iter()
@@ -59,6 +70,7 @@ pub(super) fn admin_router(settings: AdminSettings, view: AdminBackend) -> Route
         });
     router
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .layer(Extension(fleet_reader))
         .layer(from_fn_with_state(Arc::new(settings), require_known_host))
         .layer(from_fn(add_default_body_and_headers))
         .with_state(view)

@@ -1,24 +1,28 @@
 //! Connects the admin endpoint to the other modules.
 
+use super::doctor::StoreExaminations;
 use super::explanation::{self, ExplainError};
+use super::instance_name::instance_name;
 use super::key_status::{self, KeyLookupError, ResolvedKey};
 use super::limit_json;
 use super::listener_set::ListenerSet;
 use super::shutdown::ShutdownHandle;
 use super::store_backend::StoreBackend;
 use crate::admin::{
-    AdminBackend, AdminError, AdminFuture, DrainSchedule, ExplainRequest, InstanceDescription,
-    KeyQuery, PolicyPage, PolicySelection, PolicySummary,
+    AdminBackend, AdminError, AdminFuture, DrainSchedule, ExplainRequest, FleetInstance,
+    FleetMembers, InstanceDescription, KeyQuery, PolicyPage, PolicySelection, PolicySummary,
 };
 use crate::clock;
 use crate::config::PolicyDescription;
 use crate::enforcer::ActivePolicies;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction};
-use crate::proxy::{ServerLoad, ShutdownSettings, ShutdownSignal};
+use crate::proxy::{ListenerKind, ServerLoad, ShutdownSettings, ShutdownSignal};
 use crate::reload;
-use crate::store::redis;
+use crate::store::redis::{self, MemberList};
 use crate::telemetry::history::TrafficHistory;
-use crate::telemetry::metrics::{MemoryStoreUsage, Metrics, ProcessPhase, ProcessStatus};
+use crate::telemetry::metrics::{
+    MemoryStoreUsage, Metrics, PolicyCounters, ProcessPhase, ProcessStatus,
+};
 use crate::telemetry::trace::Tracer;
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
@@ -51,6 +55,7 @@ pub(super) struct AdminViewState {
     pub(super) listeners: ListenerSet,
     pub(super) tracer: Option<Tracer>,
     pub(super) started_at: Instant,
+    pub(super) examinations: StoreExaminations,
 }
 
 impl AdminViewState {
@@ -66,6 +71,7 @@ impl AdminViewState {
         };
         let instance = InstanceDescription {
             id: redis::instance_id(),
+            host: instance_name(),
             started_s: clock::unix_time_s(),
             workers: self.workers,
             store,
@@ -77,7 +83,9 @@ impl AdminViewState {
         let observe_state = Arc::clone(&this);
         let config_state = Arc::clone(&this);
         let policies_state = Arc::clone(&this);
-        let (key_handles, reset_handles, explain_handles, drain_state) = (
+        let doctor_handles = (Arc::clone(&this), Arc::new(Semaphore::new(1)));
+        let (key_handles, reset_handles, explain_handles, member_handles, drain_state) = (
+            clone_handles(),
             clone_handles(),
             clone_handles(),
             clone_handles(),
@@ -105,6 +113,17 @@ impl AdminViewState {
             explain_request: Arc::new(move |description| {
                 spawn_store_lookup(&explain_handles, |this| async move {
                     this.explain_request(&description).await
+                })
+            }),
+            list_members: Arc::new(move || {
+                spawn_store_lookup(
+                    &member_handles,
+                    |this| async move { this.list_members().await },
+                )
+            }),
+            examine_store: Arc::new(move || {
+                spawn_store_lookup(&doctor_handles, |this| async move {
+                    Ok(this.examine_store().await)
                 })
             }),
             start_drain: Arc::new(move || drain_state.begin_drain()),
@@ -166,6 +185,8 @@ impl AdminViewState {
             config_applied_at_s: reload.applied_at_unix_s,
             config_hash: reload.config_hash,
             reload_errors: reload.last_error.clone(),
+            config_warnings: reload.warnings.clone(),
+            pending_restart: reload.pending_restart.clone(),
             certificates: self.listeners.certificate_expiries(),
         }
     }
@@ -194,8 +215,10 @@ impl AdminViewState {
             self.active_policies.load_snapshot(),
             self.policy_descriptions.load(),
         );
+        let search = selection.search.to_lowercase();
         let is_selected = |name: &str| {
-            selection.names.is_empty() || selection.names.iter().any(|selected| selected == name)
+            (selection.names.is_empty() || selection.names.iter().any(|selected| selected == name))
+                && (search.is_empty() || name.to_lowercase().contains(&search))
         };
         let sentences: HashMap<&str, &str> = descriptions
             .iter()
@@ -210,32 +233,36 @@ impl AdminViewState {
         let disabled = descriptions
             .iter()
             .filter(|described| described.is_off && is_selected(&described.policy));
-        let total = active.clone().count() + disabled.clone().count();
-        let active = active.map(|(policy, tally)| {
-            let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
-            let (name, description) = (policy.name.clone(), policy_to_json(policy, sentence));
-            PolicySummary {
-                name,
-                description,
-                counters: Some(Arc::clone(tally)),
-            }
-        });
-        let disabled = disabled.map(|described| {
-            let fields =
-                json!({ "name": described.policy, "mode": "off", "words": described.sentence });
-            let description = fields.as_object().cloned().unwrap_or_default();
-            PolicySummary {
-                name: described.policy.clone(),
-                description,
-                counters: None,
-            }
-        });
-        let policies = active
-            .chain(disabled)
-            .skip(selection.offset)
-            .take(selection.limit)
+        let mut selected: Vec<ListedPolicy<'_>> = active
+            .map(|(policy, counters)| ListedPolicy::Active(policy, counters))
+            .chain(disabled.map(ListedPolicy::Disabled))
             .collect();
-        PolicyPage { total, policies }
+        let last = usize::MAX;
+        selected.sort_by_key(|listed| selection.ranks.get(listed.name()).map_or(last, |at| *at));
+        let summarize = |listed: &ListedPolicy<'_>| match listed {
+            ListedPolicy::Active(policy, counters) => {
+                let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
+                PolicySummary {
+                    name: policy.name.clone(),
+                    description: policy_to_json(policy, sentence),
+                    counters: Some(Arc::clone(counters)),
+                }
+            }
+            ListedPolicy::Disabled(described) => {
+                let fields =
+                    json!({ "name": described.policy, "mode": "off", "words": described.sentence });
+                PolicySummary {
+                    name: described.policy.clone(),
+                    description: fields.as_object().cloned().unwrap_or_default(),
+                    counters: None,
+                }
+            }
+        };
+        let page = selected.iter().skip(selection.offset).take(selection.limit);
+        PolicyPage {
+            total: selected.len(),
+            policies: page.map(summarize).collect(),
+        }
     }
 
     async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
@@ -289,6 +316,12 @@ impl AdminViewState {
         )
     }
 
+    async fn list_members(&self) -> Result<FleetMembers, AdminError> {
+        let list = self.store_backend.list_members().await;
+        let list = list.map_err(|error| AdminError::Unavailable(error.to_string()))?;
+        Ok(list.map(to_fleet_members).unwrap_or_default())
+    }
+
     async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
         let snapshot = self.active_policies.load_snapshot();
         let store = self.store_backend.open_for_inspection().await;
@@ -299,6 +332,19 @@ impl AdminViewState {
                 Ok(explanation::rejected_request_to_json(&reason))
             }
         }
+    }
+
+    /// Examines Redis, or returns the report of the last examination if that was recent.
+    async fn examine_store(&self) -> Value {
+        let redis = match &self.store_backend {
+            StoreBackend::Memory(_) => None,
+            StoreBackend::Redis(shared, _) => Some(shared.settings_in_use()),
+        };
+        let table = &self.active_policies.load_snapshot().table;
+        let serves_rls = self.listeners.has_kind(ListenerKind::RateLimitService);
+        self.examinations
+            .examine(redis.as_ref(), table, serves_rls)
+            .await
     }
 
     /// Fails at once if the store is known to be unavailable.
@@ -312,11 +358,26 @@ impl AdminViewState {
     }
 }
 
+/// A policy in the list of policies, before it is described.
+enum ListedPolicy<'a> {
+    Active(&'a Policy, &'a Arc<PolicyCounters>),
+    Disabled(&'a PolicyDescription),
+}
+
+impl ListedPolicy<'_> {
+    fn name(&self) -> &str {
+        match self {
+            Self::Active(policy, _) => &policy.name,
+            Self::Disabled(described) => &described.policy,
+        }
+    }
+}
+
 /// Runs a store lookup on this thread, because stores are not `Send`.
-fn spawn_store_lookup<F: Future<Output = Result<Value, AdminError>> + 'static>(
+fn spawn_store_lookup<T: Send + 'static, F: Future<Output = Result<T, AdminError>> + 'static>(
     (this, permits): &(Arc<AdminViewState>, Arc<Semaphore>),
     work: impl FnOnce(Arc<AdminViewState>) -> F + 'static,
-) -> AdminFuture {
+) -> AdminFuture<T> {
     let (this, permits) = (Arc::clone(this), Arc::clone(permits));
     let task = spawn_local(async move {
         let _permit = permits.acquire_owned().await;
@@ -326,6 +387,24 @@ fn spawn_store_lookup<F: Future<Output = Result<Value, AdminError>> + 'static>(
         task.await
             .unwrap_or_else(|error| Err(AdminError::Unavailable(error.to_string())))
     })
+}
+
+fn to_fleet_members(list: MemberList) -> FleetMembers {
+    let instances = list.members.into_iter().map(|member| {
+        let description = member.description;
+        FleetInstance {
+            id: member.id,
+            name: description.as_ref().map(|one| one.name.clone()),
+            version: description.as_ref().map(|one| one.version.clone()),
+            admin_address: description.and_then(|one| one.admin_address),
+            heartbeat_age: Some(member.heartbeat_age),
+            is_pending: member.is_pending,
+        }
+    });
+    FleetMembers {
+        instances: instances.collect(),
+        total: list.total,
+    }
 }
 
 fn lookup_to_admin_error(error: KeyLookupError) -> AdminError {
@@ -339,10 +418,7 @@ fn policy_to_json(policy: &Policy, sentence: &str) -> Map<String, Value> {
     let mut fields = Map::new();
     let mut set_field = |name: &str, value: Value| fields.insert(name.to_owned(), value);
     set_field("name", json!(policy.name));
-    set_field(
-        "mode",
-        json!(if policy.shadow { "shadow" } else { "enforce" }),
-    );
+    set_field("mode", json!(policy.mode.name()));
     set_field("words", json!(sentence));
     set_field("priority", json!(policy.priority));
     let PolicyAction::Limit(quota) = &policy.action else {

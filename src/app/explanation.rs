@@ -3,7 +3,7 @@
 use super::limit_json;
 use crate::admin::ExplainRequest;
 use crate::enforcer::{self, PolicyExplanation, PolicyStep};
-use crate::policy::PolicyTable;
+use crate::policy::{PolicyMode, PolicyTable};
 use crate::proxy::InboundRequest;
 use crate::store::Store;
 use crate::tls::CertificateSubject;
@@ -120,7 +120,7 @@ pub(crate) fn predict_outcome<'t>(
     for (policy, step) in explanation
         .steps
         .iter()
-        .filter(|(policy, _)| !policy.shadow)
+        .filter(|(policy, _)| policy.is_enforced())
     {
         match step {
             PolicyStep::Denies => return ExpectedOutcome::Denied(&policy.name),
@@ -158,6 +158,7 @@ pub(crate) fn explanation_to_json(
         .as_ref()
         .ok()
         .copied()
+        .flatten()
         .filter(|_| is_limit_status_known);
     let policies = explanation.steps.iter().map(|(policy, step)| {
         let (result, why) = match step {
@@ -170,7 +171,7 @@ pub(crate) fn explanation_to_json(
             PolicyStep::Limits(_) => ("limits", None),
         };
         let mut policy_json =
-            json!({ "policy": policy.name, "shadow": policy.shadow, "result": result, "why": why });
+            json!({ "policy": policy.name, "mode": policy.mode.name(), "shadow": policy.mode == PolicyMode::Shadow, "result": result, "why": why });
         if let (PolicyStep::Limits(limited), Some(policy_json)) =
             (step, policy_json.as_object_mut())
         {
@@ -187,6 +188,8 @@ pub(crate) fn explanation_to_json(
                 Value::Object(limit_json)
             });
             policy_json.insert("key".to_owned(), json!(limited.key.to_readable_string()));
+            let hash = format!("{:032x}", limited.key.id());
+            policy_json.insert("key_hash".to_owned(), json!(hash));
             policy_json.insert("cost".to_owned(), json!(limited.cost));
             policy_json.insert("limits".to_owned(), limits.collect());
             let blocked_s = blocked

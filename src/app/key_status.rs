@@ -3,8 +3,8 @@
 use super::limit_json;
 use super::store_backend::StoreBackend;
 use crate::limiter::{Charge, Key, LimitStatus};
-use crate::policy::{NamedLimit, Policy, PolicyAction, PolicyTable, Quota};
-use crate::store::redis::{CounterInspector, InspectError};
+use crate::policy::{NamedLimit, Policy, PolicyAction, PolicyMode, PolicyTable, Quota};
+use crate::store::redis::{CounterInspector, RedisConnectionError};
 use crate::store::{Store, StoreUnavailable};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -140,8 +140,10 @@ impl ResolvedKey<'_> {
         json!({
             "policy": self.policy.name,
             "key": self.key.to_readable_string(),
+            "key_hash": format!("{:032x}", self.key.id()),
             "admitted": !self.is_exhausted(status),
-            "shadow": self.policy.shadow,
+            "mode": self.policy.mode.name(),
+            "shadow": self.policy.mode == PolicyMode::Shadow,
             "least_cost": self.quota.cost.min_units(),
             "blocked_s": status.blocked_until_us.map(left),
             "limits": limits.collect::<Vec<Value>>(),
@@ -149,11 +151,14 @@ impl ResolvedKey<'_> {
     }
 
     /// Deletes the counters of the key. Returns how many existed.
-    pub(crate) async fn reset_counters(&self, stores: &StoreBackend) -> Result<u64, InspectError> {
+    pub(crate) async fn reset_counters(
+        &self,
+        stores: &StoreBackend,
+    ) -> Result<u64, RedisConnectionError> {
         match stores {
             StoreBackend::Memory(memory) => Ok(memory.remove_counters(&self.zero_cost_charges())),
             StoreBackend::Redis(redis, _) => {
-                let inspector = CounterInspector::connect(redis.settings().clone()).await?;
+                let inspector = CounterInspector::connect_with(redis.for_inspection()).await?;
                 inspector.reset_counters(&self.zero_cost_charges()).await
             }
         }

@@ -43,6 +43,11 @@ impl ListenerSet {
         Ok(())
     }
 
+    /// Whether a listener of this kind is open.
+    pub(super) fn has_kind(&self, kind: ListenerKind) -> bool {
+        self.0.iter().any(|(known, ..)| *known == kind)
+    }
+
     /// Whether the first listener serves TLS.
     pub(super) fn first_listener_has_tls(&self) -> bool {
         self.0

@@ -2,7 +2,10 @@
 
 use crate::clock::Clock;
 use crate::config::StoreSettings;
-use crate::store::redis::{RedisStore, SharedRedisState};
+use crate::store::redis::{
+    CounterInspector, MemberDescription, MemberList, RedisConnectionError, RedisStore,
+    SharedRedisState,
+};
 use crate::store::{LeasePool, MemoryStore, Store};
 use crate::telemetry::metrics::RedisServerMetrics;
 use std::sync::Arc;
@@ -48,7 +51,7 @@ impl StoreBackend {
         match self {
             Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
             Self::Redis(shared, _) => {
-                let redis = RedisStore::start(&SharedRedisState::new(shared.settings().clone()));
+                let redis = RedisStore::start(&shared.for_inspection());
                 redis.wait_until_ready().await;
                 Store::from_redis(redis)
             }
@@ -64,6 +67,25 @@ impl StoreBackend {
                 let redis = RedisStore::start(shared).join_membership();
                 redis.wait_until_ready().await;
                 Store::from_redis(redis).with_shared_leases(leases)
+            }
+        }
+    }
+
+    /// Sets the description of this process in its heartbeats. Must be called before a worker opens
+    /// its store.
+    pub(super) fn describe_member(&self, description: MemberDescription) {
+        if let Self::Redis(shared, _) = self {
+            shared.describe_member(description);
+        }
+    }
+
+    /// Lists the instances that share the limits; `None` if no others can.
+    pub(super) async fn list_members(&self) -> Result<Option<MemberList>, RedisConnectionError> {
+        match self {
+            Self::Memory(_) => Ok(None),
+            Self::Redis(shared, _) => {
+                let inspector = CounterInspector::connect_with(shared.for_inspection()).await?;
+                inspector.list_members().await.map(Some)
             }
         }
     }

@@ -1,15 +1,18 @@
 //! HTTP client for the admin port of the proxy on this machine.
 
+use super::output::CommandError;
 use crate::admin::{AdminSettings, AdminToken};
+use crate::config::{self, ConfigSources};
 use crate::listen::ListenAddress;
+use serde_json::Value;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
-/// Timeout for connecting and for each read and write.
+/// Timeout for connecting, for each write, and for a response that needs no work.
 const IO_TIMEOUT: Duration = Duration::from_secs(2);
-/// Timeout for the whole response. The admin API limits a request to 10 s.
+/// Timeout for a response of the JSON API, which limits a request to 10 s.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(12);
 /// Maximum response size, larger than any response that a command reads.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
@@ -19,6 +22,74 @@ const MAX_RESPONSE_BYTES: usize = 8 << 20;
 pub(super) struct AdminClientResponse {
     pub(super) status: u16,
     pub(super) body: String,
+}
+
+/// Client for the JSON API of one proxy's admin port.
+#[derive(Clone, Debug)]
+pub(super) struct AdminClient {
+    address: ListenAddress,
+    token: Option<AdminToken>,
+}
+
+impl AdminClient {
+    /// Creates a client for the proxy with this configuration.
+    ///
+    /// # Errors
+    /// A message for the user if the admin settings are invalid or the configured port is 0.
+    pub(super) fn from_sources(sources: &ConfigSources) -> Result<Self, CommandError> {
+        let settings = config::load_admin_settings(sources)?;
+        Ok(Self {
+            address: admin_address(&settings)?,
+            token: settings.token,
+        })
+    }
+
+    pub(super) fn address(&self) -> &ListenAddress {
+        &self.address
+    }
+
+    /// Sends a request without a body and parses the response.
+    ///
+    /// # Errors
+    /// A message for the user if the admin port does not respond, or responds with another status
+    /// than 200.
+    pub(super) fn request_json(&self, method: &str, target: &str) -> Result<Value, String> {
+        let address = &self.address;
+        let AdminClientResponse { status, body } = send_request_within(
+            RESPONSE_TIMEOUT,
+            address,
+            method,
+            target,
+            self.token.as_ref(),
+        )
+        .map_err(|error| format!("error: {address}: {error}\n"))?;
+        let json: Option<Value> = serde_json::from_str(&body).ok();
+        match (status, json) {
+            (200, Some(json)) => Ok(json),
+            (_, json) => {
+                let detail = json
+                    .as_ref()
+                    .and_then(|problem| problem.get("detail")?.as_str())
+                    .unwrap_or_default();
+                Err(format!(
+                    "error: {address}: answered {status}: {}\n",
+                    escape_unprintable(detail)
+                ))
+            }
+        }
+    }
+}
+
+/// Escapes characters that a terminal would not show as themselves. Quotes stay.
+pub(super) fn escape_unprintable(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            '"' | '\'' => escaped.push(letter),
+            _ => escaped.extend(letter.escape_debug()),
+        }
+    }
+    escaped
 }
 
 /// Returns the address to connect to. Replaces an unspecified IP address by loopback.
@@ -51,7 +122,8 @@ pub(super) fn admin_address(settings: &AdminSettings) -> Result<ListenAddress, S
     reachable_address(&settings.address, "admin.address")
 }
 
-/// Sends one request without a body on a new connection and reads the response.
+/// Sends one request without a body on a new connection and reads the response, which the server
+/// must send at once.
 ///
 /// # Errors
 /// If the connection fails or times out, or the response is not HTTP.
@@ -61,8 +133,18 @@ pub(super) fn send_request(
     target: &str,
     token: Option<&AdminToken>,
 ) -> io::Result<AdminClientResponse> {
+    send_request_within(IO_TIMEOUT, address, method, target, token)
+}
+
+/// Like [`send_request`], with a timeout for the whole response.
+fn send_request_within(
+    response_timeout: Duration,
+    address: &ListenAddress,
+    method: &str,
+    target: &str,
+    token: Option<&AdminToken>,
+) -> io::Result<AdminClientResponse> {
     let mut socket = connect(address)?;
-    socket.set_read_timeout(Some(IO_TIMEOUT))?;
     socket.set_write_timeout(Some(IO_TIMEOUT))?;
     let token = token.map_or_else(String::new, |token| {
         format!("Authorization: Bearer {}\r\n", token.expose())
@@ -72,8 +154,13 @@ pub(super) fn send_request(
     );
     socket.write_all(head.as_bytes())?;
     let (mut bytes, mut chunk) = (Vec::new(), [0; 4096]);
-    let deadline = Instant::now() + RESPONSE_TIMEOUT;
-    while bytes.len() < MAX_RESPONSE_BYTES && Instant::now() < deadline {
+    let deadline = Instant::now() + response_timeout;
+    while bytes.len() < MAX_RESPONSE_BYTES {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
+            break;
+        }
+        socket.set_read_timeout(Some(remaining))?;
         match socket.read(&mut chunk)? {
             0 => break,
             read => bytes.extend(chunk.iter().take(read)),
@@ -112,6 +199,25 @@ fn parse_response(bytes: &[u8]) -> Option<AdminClientResponse> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The admin endpoint may ask other instances for some seconds before it answers.
+    #[test]
+    fn waits_for_an_answer_that_takes_longer_than_connecting() {
+        let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let address = ListenAddress::Ip(listener.local_addr().unwrap());
+        let server = std::thread::spawn(move || {
+            let (mut socket, _) = listener.accept().unwrap();
+            std::thread::sleep(IO_TIMEOUT + Duration::from_millis(200));
+            socket.write_all(b"HTTP/1.1 200 OK\r\n\r\nok").unwrap();
+            // Unread data would reset the connection.
+            socket.shutdown(std::net::Shutdown::Write).unwrap();
+            drop(io::copy(&mut socket, &mut io::sink()));
+        });
+        let response =
+            send_request_within(RESPONSE_TIMEOUT, &address, "GET", "/fleet", None).unwrap();
+        assert_eq!((response.status, &*response.body), (200, "ok"));
+        server.join().unwrap();
+    }
 
     #[test]
     fn rejects_malformed_http_responses() {

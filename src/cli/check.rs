@@ -1,8 +1,9 @@
 //! `tidegate check`: validates a configuration and describes its policies.
 
-use crate::config::{self, Config, ConfigDiagnostic, ConfigErrors, ConfigSources};
-use serde_json::{Value, json};
-use std::io::{self, Write};
+use super::output::diagnostic_to_json;
+use crate::config::{self, Config, ConfigErrors, ConfigSources};
+use serde_json::{Map, Value, json};
+use std::io::Write;
 use std::process::ExitCode;
 
 /// Options of `tidegate check`: output format and strictness.
@@ -14,41 +15,35 @@ pub(super) struct CheckOptions {
 }
 
 /// Writes a description of each policy to `out`, and errors, warnings and notes to
-/// `diagnostics_out`. With
-/// `options.json`, writes everything to `out` as JSON. Fails on errors, and on warnings if
-/// `options.strict` is set.
+/// `diagnostics_out`. With `options.json`, writes everything to `out` as JSON. Checks each of
+/// `files` on its own. Fails on errors, and on warnings if `options.strict` is set.
 pub(super) fn run(
-    sources: &ConfigSources,
+    files: &[ConfigSources],
     options: CheckOptions,
     out: &mut impl Write,
     diagnostics_out: &mut impl Write,
 ) -> ExitCode {
-    let loaded = config::load(sources);
-    let is_valid = loaded
-        .as_ref()
-        .is_ok_and(|config| !options.strict || config.warnings.is_empty());
-    let (text, findings) = match &loaded {
-        _ if options.json => (
-            format!("{:#}\n", check_result_to_json(&loaded, is_valid)),
-            String::new(),
-        ),
-        Ok(config) => {
-            let policies: String = config
-                .policy_descriptions
-                .iter()
-                .map(|words| format!("{words}\n"))
-                .collect();
-            let notes = config.policy_table.spelling_notes();
-            let notes = notes.iter().map(|note| format!("note: {note}\n"));
-            let warnings = config.warnings.iter().map(ToString::to_string);
-            (policies, warnings.chain(notes).collect())
+    let results: Vec<CheckResult> = files
+        .iter()
+        .map(|sources| CheckResult::new(sources, options))
+        .collect();
+    let is_valid = results.iter().all(|result| result.is_valid);
+    let printed = match results.as_slice() {
+        [result] if options.json => writeln!(out, "{:#}", result.to_json()),
+        all if options.json => {
+            let files: Vec<Value> = all.iter().map(CheckResult::to_json).collect();
+            writeln!(out, "{:#}", json!({ "ok": is_valid, "files": files }))
         }
-        Err(report) => (String::new(), report.to_string()),
+        all => all.iter().enumerate().try_for_each(|(index, result)| {
+            if files.len() > 1 {
+                let gap = if index == 0 { "" } else { "\n" };
+                writeln!(out, "{gap}{}:", result.file)?;
+            }
+            // If the output is a closed pipe, the command fails without a message.
+            diagnostics_out.write_all(result.format_diagnostics().as_bytes())?;
+            out.write_all(result.format_descriptions().as_bytes())
+        }),
     };
-    // If the output is a closed pipe, the command fails without a message.
-    let printed: io::Result<()> = diagnostics_out
-        .write_all(findings.as_bytes())
-        .and_then(|()| out.write_all(text.as_bytes()));
     if printed.is_ok() && is_valid {
         ExitCode::SUCCESS
     } else {
@@ -56,40 +51,88 @@ pub(super) fn run(
     }
 }
 
-fn check_result_to_json(loaded: &Result<Config, ConfigErrors>, is_valid: bool) -> Value {
-    let (policies, warnings, errors) = match loaded {
-        Ok(config) => (
-            config.policy_descriptions.as_slice(),
-            config.warnings.as_slice(),
-            [].as_slice(),
-        ),
-        Err(report) => ([].as_slice(), [].as_slice(), report.diagnostics.as_slice()),
-    };
-    let notes = loaded.as_ref().map_or_else(
-        |_| Vec::new(),
-        |config| config.policy_table.spelling_notes(),
-    );
-    let policies = policies.iter().map(
-        |words| json!({ "policy": words.policy, "off": words.is_off, "means": words.sentence }),
-    );
-    json!({
-        "ok": is_valid,
-        "policies": policies.collect::<Vec<_>>(),
-        "errors": errors.iter().map(diagnostic_to_json).collect::<Vec<_>>(),
-        "warnings": warnings.iter().map(diagnostic_to_json).collect::<Vec<_>>(),
-        "notes": notes,
-    })
+/// The result of loading one file.
+struct CheckResult {
+    file: String,
+    loaded: Result<Config, ConfigErrors>,
+    is_valid: bool,
+    skips_key_files: bool,
 }
 
-fn diagnostic_to_json(diagnostic: &ConfigDiagnostic) -> Value {
-    let position = diagnostic.span.position.as_ref();
-    json!({
-        "source": diagnostic.span.source,
-        "line": position.map(|at| at.line),
-        "column": position.map(|at| at.column),
-        "key": diagnostic.key,
-        "problem": diagnostic.problem,
-    })
+impl CheckResult {
+    fn new(sources: &ConfigSources, options: CheckOptions) -> Self {
+        let loaded = config::load(sources);
+        let is_valid = loaded
+            .as_ref()
+            .is_ok_and(|config| !options.strict || config.warnings.is_empty());
+        Self {
+            file: sources.file.to_string(),
+            loaded,
+            is_valid,
+            skips_key_files: sources.skips_key_files,
+        }
+    }
+
+    fn format_descriptions(&self) -> String {
+        let Ok(config) = &self.loaded else {
+            return String::new();
+        };
+        let addresses = config.summarize_addresses().into_iter();
+        let addresses = addresses.map(|(name, text)| format!("{name}: {text}\n"));
+        let policies = config.policy_descriptions.iter();
+        let policies = policies.map(|words| format!("{words}\n"));
+        let gap = std::iter::once("\n".to_owned());
+        addresses.chain(gap).chain(policies).collect()
+    }
+
+    fn format_diagnostics(&self) -> String {
+        match &self.loaded {
+            Ok(config) => {
+                let notes = config.notes();
+                let notes = notes.iter().map(|note| format!("note: {note}\n"));
+                let groups = config::group_diagnostics(&config.warnings);
+                let warnings = groups.iter().map(ToString::to_string);
+                let unread = self.skips_key_files.then_some(
+                    "note: secrets, certificates and key sets were not read (--no-files)\n",
+                );
+                let unread = unread.into_iter().map(str::to_owned);
+                warnings.chain(notes).chain(unread).collect()
+            }
+            Err(report) => report.to_string(),
+        }
+    }
+
+    fn to_json(&self) -> Value {
+        let (policies, warnings, errors) = match &self.loaded {
+            Ok(config) => (
+                config.policy_descriptions.as_slice(),
+                config.warnings.as_slice(),
+                [].as_slice(),
+            ),
+            Err(report) => ([].as_slice(), [].as_slice(), report.diagnostics.as_slice()),
+        };
+        let notes = self
+            .loaded
+            .as_ref()
+            .map_or_else(|_| Vec::new(), Config::notes);
+        let policies = policies.iter().map(
+            |words| json!({ "policy": words.policy, "off": words.is_off, "means": words.sentence }),
+        );
+        let addresses = self.loaded.iter().flat_map(Config::summarize_addresses);
+        let addresses: Map<String, Value> = addresses
+            .map(|(name, text)| (name.to_owned(), text.into()))
+            .collect();
+        json!({
+            "file": self.file,
+            "ok": self.is_valid,
+            "files_read": !self.skips_key_files,
+            "addresses": addresses,
+            "policies": policies.collect::<Vec<_>>(),
+            "errors": errors.iter().map(diagnostic_to_json).collect::<Vec<_>>(),
+            "warnings": warnings.iter().map(diagnostic_to_json).collect::<Vec<_>>(),
+            "notes": notes,
+        })
+    }
 }
 
 #[cfg(test)]
@@ -108,10 +151,10 @@ mod tests {
         };
         let (mut out, mut diagnostics) = (Vec::new(), Vec::new());
         let code = run(
-            &ConfigSources {
+            &[ConfigSources {
                 file,
                 ..ConfigSources::default()
-            },
+            }],
             options,
             &mut out,
             &mut diagnostics,
@@ -134,7 +177,9 @@ mod tests {
         assert_eq!(code, ExitCode::SUCCESS);
         assert_eq!(
             out,
-            "login: POST /api/login, per client IP: at most 5 requests in any 1m window; if the store fails: reject\n\
+            "listen: 0.0.0.0:8080, cleartext\nupstream: http://app\nstore: memory, of this process only\n\
+             admin: 127.0.0.1:9090\n\n\
+             login: POST /api/login, per client IP: at most 5 requests in any 1m window; if the store fails: reject\n\
              blocked: all requests, in total: at most 0 requests in any 1s window; if the store fails: allow\n"
         );
         assert!(
@@ -169,6 +214,17 @@ mod tests {
                 ),
                 None => assert!(!diagnostics.contains("note: "), "{diagnostics}"),
             }
+        }
+    }
+
+    #[test]
+    fn a_note_names_the_timeout_that_envoy_needs() {
+        let policy = "[[policy]]\nname = \"user\"\nmatch = { domain = \"edge\" }\nlimit = { requests = 5, per = \"1m\" }\n";
+        let store = "[store]\nkind = \"redis\"\nredis = { url = \"redis://r\", key_prefix = \"x\", timeout = \"70ms\" }\n";
+        let (code, _, diagnostics) = run_check(&format!("[rls]\n{store}{policy}"));
+        assert_eq!(code, ExitCode::SUCCESS, "{diagnostics}");
+        for noted in ["20 ms", "(70 ms)", "failure_mode_allowed", "given_up"] {
+            assert!(diagnostics.contains(noted), "{noted}: {diagnostics}");
         }
     }
 

@@ -1,5 +1,7 @@
 //! `tidegate demo`: a sample upstream, the proxy and the memory store in one process.
 
+use super::flags::{OverrideFlags, SharedFlags};
+use super::output::CommandError;
 use crate::app::ListeningAddresses;
 use crate::config::{ConfigSources, FileSource, FlagOverrides};
 use crate::listen::ListenAddress;
@@ -10,48 +12,76 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use std::convert::Infallible;
+use std::io::IsTerminal;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::ExitCode;
 
 /// The configuration at the root of the repository.
 const DEMO_CONFIG: &str = include_str!("../../config.toml");
 
-#[allow(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "the demo prints instructions and errors"
-)]
-/// Starts the sample upstream, then runs the proxy in front of it.
-pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
-    let upstream = match start_sample_upstream() {
-        Ok(address) => address,
-        Err(error) => {
-            eprintln!("error: the sample upstream cannot listen on 127.0.0.1: {error}");
-            return ExitCode::FAILURE;
-        }
-    };
-    let file = match file {
-        Some(path) => FileSource::Path(path),
-        None => FileSource::Text {
+/// Address that the commands for a running proxy use by default.
+const DEFAULT_ADMIN_ADDRESS: SocketAddr =
+    SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 9090);
+
+#[derive(clap::Args, Debug)]
+pub(super) struct DemoFlags {
+    /// Listen address of the proxy.
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8080")]
+    listen: String,
+    /// Address of the dashboard [default: 127.0.0.1:9090 if it is free, else a free port].
+    #[arg(long, value_name = "ADDRESS")]
+    admin: Option<String>,
+}
+
+#[allow(clippy::print_stdout, reason = "the demo prints instructions")]
+/// Starts the sample upstream, then runs the proxy in front of it. Uses the built-in configuration
+/// unless `--config` names another one.
+///
+/// # Errors
+/// A message if the sample upstream cannot listen, or the errors of the configuration.
+pub(super) fn run(flags: DemoFlags, shared: &SharedFlags) -> Result<ExitCode, CommandError> {
+    let upstream = start_sample_upstream().map_err(|error| {
+        format!("error: the sample upstream cannot listen on 127.0.0.1: {error}\n")
+    })?;
+    let file = if shared.config.is_empty() {
+        FileSource::Text {
             name: "config.toml".into(),
             text: DEMO_CONFIG.into(),
-        },
+        }
+    } else {
+        shared.to_sources(OverrideFlags::default())?.file
     };
-    // The environment is ignored, so that the demo behaves the same everywhere. The admin port is
-    // ephemeral because the default port may be in use.
-    let env = vec![(
+    // The environment is ignored, so that the demo behaves the same everywhere.
+    let mut env = vec![(
         "TIDEGATE_ADMIN__ADDRESS".to_owned(),
-        "127.0.0.1:0".to_owned(),
+        flags.admin.unwrap_or_else(free_admin_address),
     )];
-    let flags = FlagOverrides {
+    if std::io::stderr().is_terminal() {
+        env.push(("TIDEGATE_LOG__FORMAT".to_owned(), "text".to_owned()));
+    }
+    let overrides = FlagOverrides {
         upstream: Some(format!("http://{upstream}")),
-        listen: Some(listen),
+        listen: Some(flags.listen),
     };
-    let sources = ConfigSources { file, env, flags };
+    let sources = ConfigSources {
+        file,
+        env,
+        flags: overrides,
+        skips_key_files: false,
+    };
     super::run::run_proxy(sources, |addresses| {
         println!("{}", usage_text(addresses, upstream))
     })
+}
+
+/// Returns the default admin address, or port 0 if another process listens there.
+fn free_admin_address() -> String {
+    let address = match TcpListener::bind(DEFAULT_ADMIN_ADDRESS) {
+        Ok(_) => DEFAULT_ADMIN_ADDRESS,
+        Err(_) => SocketAddr::new(DEFAULT_ADMIN_ADDRESS.ip(), 0),
+    };
+    address.to_string()
 }
 
 fn usage_text(addresses: ListeningAddresses, upstream: SocketAddr) -> String {
@@ -60,27 +90,49 @@ fn usage_text(addresses: ListeningAddresses, upstream: SocketAddr) -> String {
         ListenAddress::Ip(address) => format!("http://{address}"),
         ListenAddress::Unix(path) => format!("--unix-socket {} http://localhost", path.display()),
     };
+    // `tidegate top` and `keys` need the address only if it is not the default one.
+    let setting = match &admin {
+        ListenAddress::Ip(address) if *address == DEFAULT_ADMIN_ADDRESS => String::new(),
+        address => format!("TIDEGATE_ADMIN__ADDRESS={address} "),
+    };
     format!(
         "tidegate demo: everything runs in this process.\n\
          \n  proxy            {proxy}\n  sample upstream  http://{upstream}\n\
          \x20 dashboard        http://{admin}/\n  store            memory\n\
-         \nTry, in another terminal:\n\
+         \nOpen http://{admin}/ in a browser, and try in another terminal:\n\
          \n  # 20 requests per client and 10 s: status 200, then 429\n\
          \x20 for i in $(seq 25); do curl -s -o /dev/null -w '%{{http_code}} ' {proxy}/hello; done; echo\n\
          \n  # the response to a rejected request\n\
          \x20 curl -i {proxy}/hello\n\
          \n  # 5 logins per client and minute\n\
          \x20 for i in $(seq 7); do curl -s -o /dev/null -w '%{{http_code}} ' -X POST {proxy}/api/login; done; echo\n\
-         \n  # each user has a separate quota; acme has a larger one\n\
+         \n  # each user has a separate quota; crawler has a smaller one\n\
          \x20 curl -i -H 'x-user-id: ann' {proxy}/api/orders\n\
-         \x20 curl -i -H 'x-user-id: acme' {proxy}/api/orders\n\
+         \x20 curl -i -H 'x-user-id: crawler' {proxy}/api/orders\n\
          \n  # a denied path, and an exempt path\n\
          \x20 curl -i {proxy}/internal/secret\n\
          \x20 curl -i {proxy}/health\n\
-         \n  # metrics\n\
+         \n  # metrics, live activity, and the most limited keys\n\
          \x20 curl -s http://{admin}/metrics\n\
-         \nPress Ctrl-C to stop."
+         \x20 {setting}{program} top\n\
+         \x20 {setting}{program} keys list\n\
+         \nPress Ctrl-C to stop.",
+        program = program_path(),
     )
+}
+
+/// Path of this program, as the user can run it from the current directory.
+fn program_path() -> String {
+    let path = std::env::current_exe().unwrap_or_else(|_| "tidegate".into());
+    let in_path = std::env::var_os("PATH")
+        .is_some_and(|list| std::env::split_paths(&list).any(|dir| dir.join("tidegate") == path));
+    if in_path {
+        return "tidegate".to_owned();
+    }
+    let shown = std::env::current_dir()
+        .ok()
+        .and_then(|dir| path.strip_prefix(dir).ok().map(Path::to_path_buf));
+    shown.unwrap_or_else(|| path.clone()).display().to_string()
 }
 
 /// Starts an upstream that describes each request in its response.

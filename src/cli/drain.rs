@@ -1,9 +1,10 @@
 //! `tidegate drain`: shuts the proxy on this machine down gracefully and waits for its exit.
 
-use super::admin_client::{AdminClientResponse, admin_address, send_request};
+use super::admin_client::{AdminClientResponse, admin_address, escape_unprintable, send_request};
+use super::output::CommandError;
 use crate::config::{self, ConfigSources};
 use crate::listen::ListenAddress;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::io;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -14,40 +15,47 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const TIMEOUT_MARGIN: Duration = Duration::from_secs(5);
 
 /// Requests a drain and waits until the admin port closes, which the proxy does last. Waits for
-/// `timeout`, or for the announced shutdown time if `timeout` is `Retry`.
+/// `timeout`, or for the announced shutdown time if `timeout` is `None`. With `as_json`, returns
+/// `{"drained", "seconds"}`.
 ///
 /// # Errors
 /// A message for the user if the admin port does not accept the request, or the proxy still runs
 /// after the timeout.
-pub(super) fn run(sources: &ConfigSources, timeout: Option<Duration>) -> Result<String, String> {
-    let settings = config::load_admin_settings(sources).map_err(|report| report.to_string())?;
+pub(super) fn run(
+    sources: &ConfigSources,
+    timeout: Option<Duration>,
+    as_json: bool,
+) -> Result<String, CommandError> {
+    let settings = config::load_admin_settings(sources)?;
     let address = admin_address(&settings)?;
     let requested_at = Instant::now();
     let response = send_request(&address, "POST", "/drain", settings.token.as_ref())
         .map_err(|error| format!("error: {address}: {error}\n"))?;
     if response.status != 202 {
-        return Err(format!(
+        return Err(CommandError::Message(format!(
             "error: {address}: answered {}{}\n",
             response.status,
             problem_detail_suffix(&response)
-        ));
+        )));
     }
     let timeout = timeout
         .or_else(|| announced_drain_time(&response))
         .unwrap_or(TIMEOUT_MARGIN);
     while requested_at.elapsed() < timeout {
         if is_process_gone(&address) {
-            return Ok(format!(
-                "drained in {:.1} s\n",
-                requested_at.elapsed().as_secs_f64()
-            ));
+            let seconds = requested_at.elapsed().as_secs_f64();
+            return Ok(if as_json {
+                format!("{}\n", json!({ "drained": true, "seconds": seconds }))
+            } else {
+                format!("drained in {seconds:.1} s\n")
+            });
         }
         sleep(POLL_INTERVAL);
     }
-    Err(format!(
+    Err(CommandError::Message(format!(
         "error: {address}: still running after {:.1} s\n",
         timeout.as_secs_f64()
-    ))
+    )))
 }
 
 /// Returns `: ` and the detail of a problem document (RFC 9457), or an empty string.
@@ -56,7 +64,9 @@ fn problem_detail_suffix(response: &AdminClientResponse) -> String {
     let detail = body
         .as_ref()
         .and_then(|problem| problem.get("detail")?.as_str());
-    detail.map_or_else(String::new, |detail| format!(": {}", detail.escape_debug()))
+    detail.map_or_else(String::new, |detail| {
+        format!(": {}", escape_unprintable(detail))
+    })
 }
 
 /// Returns the maximum shutdown time from the response, plus [`TIMEOUT_MARGIN`].

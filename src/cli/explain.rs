@@ -1,6 +1,7 @@
 //! `tidegate explain`: shows which policies apply to a request and what the outcome would be.
 
 use super::limit_status;
+use super::output::CommandError;
 use super::request::RequestArguments;
 use crate::admin::ExplainRequest;
 use crate::app::StoreBackend;
@@ -22,8 +23,8 @@ pub(super) fn explain_request(
     sources: &ConfigSources,
     arguments: &RequestArguments,
     as_json: bool,
-) -> Result<String, String> {
-    let config = config::load(sources).map_err(|report| report.to_string())?;
+) -> Result<String, CommandError> {
+    let config = config::load(sources)?;
     let (request, notes) = arguments
         .to_request()
         .map_err(|error| format!("error: {error}\n"))?;
@@ -40,7 +41,7 @@ pub(super) fn explain_request(
         .enable_all()
         .build()
         .map_err(|error| format!("error: {error}\n"))?;
-    runtime.block_on(async {
+    let printed: Result<String, String> = runtime.block_on(async {
         let store = StoreBackend::new(&config.store).open_for_inspection().await;
         match explanation::explain_request(&store, &config.policy_table, &request).await {
             Ok(explained) if as_json => Ok(explanation_to_json(&config, &request, &explained)),
@@ -60,7 +61,8 @@ pub(super) fn explain_request(
             )),
             Err(ExplainError::RequestRejected(why)) => Err(format!("{title}error: {why}\n")),
         }
-    })
+    });
+    Ok(printed?)
 }
 
 fn explanation_to_json(
@@ -99,10 +101,11 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
         .as_ref()
         .ok()
         .copied()
+        .flatten()
         .filter(|_| is_redis);
     let mut text = String::new();
     for (policy, step) in &explanation.steps {
-        let shadow = if policy.shadow { " (shadow)" } else { "" };
+        let mode = policy.mode.suffix();
         let result = match step {
             PolicyStep::NotMatched(unmet) => unmet.to_string(),
             PolicyStep::NotReached => "not reached".to_owned(),
@@ -114,8 +117,10 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
                 format!("matches: key {}, cost {}", limits.key, limits.cost)
             }
         };
-        text.push_str(&format!("  {:<16} {result}{shadow}\n", policy.name));
+        text.push_str(&format!("  {:<16} {result}{mode}\n", policy.name));
         if let PolicyStep::Limits(limits) = step {
+            let hash = limits.key.id();
+            text.push_str(&format!("  {:<16}   {hash:032x} in the log\n", ""));
             if let Some((until_us, now_us)) = limits.blocked_until_us.zip(now_us) {
                 let remaining = limit_status::format_wait(until_us.saturating_sub(now_us));
                 text.push_str(&format!("  {:<16}   blocked for {remaining}\n", ""));

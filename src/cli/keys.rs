@@ -1,6 +1,10 @@
-//! `tidegate keys`: lists, shows and resets counters in Redis.
+//! `tidegate keys`: lists, shows and resets counters. Reads Redis itself. With the memory store, it
+//! asks the admin port of the running proxy, which lists only keys with rejected requests.
 
-use super::limit_status::{self, format_wait};
+use super::admin_client::AdminClient;
+use super::limit_status::{format_key_status, format_wait};
+use super::output::CommandError;
+use crate::admin::escape_json_for_display;
 use crate::app::StoreBackend;
 use crate::app::key_status::{ResolvedKey, resolve_key};
 use crate::app::limit_json::{self, algorithm_name};
@@ -10,9 +14,12 @@ use crate::store::redis::{CounterInspector, RedisCounter, RedisSettings};
 use serde_json::{Value, json};
 use std::time::Duration;
 
+/// Most keys that the admin API ranks.
+const MAX_RANKED_KEYS: usize = 500;
+
 #[derive(clap::Subcommand, Debug)]
 pub(super) enum KeysCommand {
-    /// List counters, most used first.
+    /// List counters, most used first. With the memory store: keys with rejected requests.
     List {
         /// Only list counters of this policy.
         #[arg(long, value_name = "NAME")]
@@ -39,24 +46,25 @@ pub(super) struct KeySelector {
 /// Runs the command and returns the text to print.
 ///
 /// # Errors
-/// A message for the user if the store is not Redis, the key is unknown, or Redis fails.
+/// A message for the user if the key is unknown, or Redis or the admin port does not respond.
 pub(super) fn run(
     sources: &ConfigSources,
     command: &KeysCommand,
     as_json: bool,
-) -> Result<String, String> {
-    let config = config::load(sources).map_err(|report| report.to_string())?;
+) -> Result<String, CommandError> {
+    let config = config::load(sources)?;
     let StoreSettings::Redis(redis) = &config.store else {
-        return Err(
-            "error: store.kind is \"memory\": only the running proxy can read its counters\n"
-                .to_owned(),
-        );
+        return Ok(run_by_admin_port(
+            &AdminClient::from_sources(sources)?,
+            command,
+            as_json,
+        )?);
     };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .map_err(|error| format!("error: {error}\n"))?;
-    runtime.block_on(async {
+    let printed = runtime.block_on(async {
         match command {
             KeysCommand::List { policy, most } => {
                 list_counters(redis, policy.as_deref(), *most, as_json).await
@@ -64,7 +72,8 @@ pub(super) fn run(
             KeysCommand::Show(selector) => show_key(&config, selector, as_json).await,
             KeysCommand::Reset(selector) => reset_key(&config, selector, as_json).await,
         }
-    })
+    });
+    Ok(printed?)
 }
 
 async fn list_counters(
@@ -142,23 +151,7 @@ async fn show_key(
     if as_json {
         return Ok(format!("{:#}\n", found.status_to_json(&state)));
     }
-    let mut text = format!("{}\n", found.key);
-    if let Some(until_us) = state.blocked_until_us {
-        let remaining = limit_status::format_wait(until_us.saturating_sub(state.now_us));
-        text.push_str(&format!("  blocked for {remaining}\n"));
-    }
-    for (named, status) in found.limits.iter().zip(&state.limit_statuses) {
-        text.push_str(&format!(
-            "  {}\n",
-            limit_status::format_limit_line(named, Some((status, state.now_us)))
-        ));
-    }
-    text.push_str(match (found.is_exhausted(&state), found.policy.shadow) {
-        (true, false) => "Rejected now.\n",
-        (true, true) => "Would be rejected now (shadow).\n",
-        (false, _) => "Admitted now.\n",
-    });
-    Ok(text)
+    Ok(format_key_status(&found.status_to_json(&state)))
 }
 
 async fn reset_key(
@@ -182,6 +175,72 @@ async fn reset_key(
     ))
 }
 
+/// Runs the command by the admin API of the proxy whose memory holds the counters.
+fn run_by_admin_port(
+    client: &AdminClient,
+    command: &KeysCommand,
+    as_json: bool,
+) -> Result<String, String> {
+    let (response, text) = match command {
+        KeysCommand::List { policy, most } => {
+            let mut query = format!("/top?n={}", most.min(&MAX_RANKED_KEYS));
+            if let Some(policy) = policy {
+                query.push_str(&format!("&policy={}", encode_query_value(policy)));
+            }
+            let response = client.request_json("GET", &query)?;
+            let text = format_rejected_keys(&response);
+            (response, text)
+        }
+        KeysCommand::Show(selector) => {
+            let response = client.request_json("GET", &selector.query_target())?;
+            let text = format_key_status(&response);
+            (response, text)
+        }
+        KeysCommand::Reset(selector) => {
+            let response = client.request_json("DELETE", &selector.query_target())?;
+            let text = format!(
+                "{}: reset {} counters\n",
+                json_text(&response, "key").escape_debug(),
+                response
+                    .get("counters_forgotten")
+                    .unwrap_or(&Value::from(0))
+            );
+            (response, text)
+        }
+    };
+    match as_json {
+        true => Ok(escape_json_for_display(&format!("{response:#}\n"))),
+        false => Ok(text),
+    }
+}
+
+/// Formats the most rejected keys of a `GET /top` response.
+fn format_rejected_keys(response: &Value) -> String {
+    let entries = response
+        .pointer("/keys/entries")
+        .and_then(Value::as_array)
+        .map_or(&[][..], Vec::as_slice);
+    let mut text = format!("{:>10}  {:<24} KEY\n", "REJECTED", "POLICY");
+    for entry in entries {
+        text.push_str(&format!(
+            "{:>10}  {:<24} {}\n",
+            entry.get("count").and_then(Value::as_u64).unwrap_or(0),
+            json_text(entry, "policy").escape_debug().to_string(),
+            json_text(entry, "key").escape_debug(),
+        ));
+    }
+    text.push_str("The memory store lists only keys with rejected requests.\n");
+    text
+}
+
+fn json_text<'v>(value: &'v Value, field: &str) -> &'v str {
+    value.get(field).and_then(Value::as_str).unwrap_or_default()
+}
+
+fn encode_query_value(value: &str) -> String {
+    percent_encoding::utf8_percent_encode(value, percent_encoding::NON_ALPHANUMERIC).to_string()
+}
+
 async fn connect_inspector(redis: &RedisSettings) -> Result<CounterInspector, String> {
     CounterInspector::connect(redis.clone())
         .await
@@ -193,6 +252,15 @@ fn format_error(error: impl std::fmt::Display) -> String {
 }
 
 impl KeySelector {
+    /// Target of the admin API for this key.
+    fn query_target(&self) -> String {
+        let mut target = format!("/keys?policy={}", encode_query_value(&self.policy));
+        for value in &self.values {
+            target.push_str(&format!("&key={}", encode_query_value(value)));
+        }
+        target
+    }
+
     fn resolve_against_config<'c>(&self, config: &'c Config) -> Result<ResolvedKey<'c>, String> {
         resolve_key(&config.policy_table, &self.policy, &self.values).map_err(format_error)
     }

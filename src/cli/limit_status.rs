@@ -4,6 +4,7 @@ use crate::app::limit_json::algorithm_name;
 use crate::config::format_duration;
 use crate::limiter::{Algorithm, Limit, LimitStatus};
 use crate::policy::NamedLimit;
+use serde_json::Value;
 use std::time::Duration;
 
 /// Formats one limit: `login   5 per 1m, sliding_log   3 left, more in 12.5 s`. `status` is the
@@ -19,6 +20,68 @@ pub(super) fn format_limit_line(named: &NamedLimit, status: Option<(&LimitStatus
     )
     .trim_end()
     .to_owned()
+}
+
+/// Formats the status of a key as the admin API reports it: the key, its block, and its limits.
+pub(super) fn format_key_status(status: &Value) -> String {
+    let key = status.get("key").and_then(Value::as_str).unwrap_or("");
+    let mut text = format!("{}\n", key.escape_debug());
+    if let Some(blocked_s) = status.get("blocked_s").and_then(Value::as_f64) {
+        text.push_str(&format!(
+            "  blocked for {}\n",
+            format_wait(seconds_to_micros(blocked_s))
+        ));
+    }
+    let limits = status.get("limits").and_then(Value::as_array);
+    for limit in limits.into_iter().flatten() {
+        text.push_str(&format!("  {}\n", format_limit_status(limit)));
+    }
+    // Older proxies send no hash.
+    if let Some(hash) = status.get("key_hash").and_then(Value::as_str) {
+        text.push_str(&format!("  {} in the log\n", hash.escape_debug()));
+    }
+    let is_set = |field: &str| status.get(field).and_then(Value::as_bool).unwrap_or(false);
+    let is_mark = status.get("mode").and_then(Value::as_str) == Some("mark");
+    text.push_str(match (is_set("admitted"), is_set("shadow")) {
+        (false, _) if is_mark => "Over the limit: admitted now with a mark.\n",
+        (false, false) => "Rejected now.\n",
+        (false, true) => "Would be rejected now (shadow).\n",
+        (true, _) => "Admitted now.\n",
+    });
+    text
+}
+
+/// Formats one limit with its status, both from JSON, as [`format_limit_line`] does.
+fn format_limit_status(limit: &Value) -> String {
+    let field = |name: &str| match limit.get(name) {
+        Some(Value::String(text)) => text.escape_debug().to_string(),
+        Some(value) => value.to_string(),
+        None => String::new(),
+    };
+    let quota = match limit.get("per") {
+        Some(_) => format!(
+            "{} per {}, {}",
+            field("requests"),
+            field("per"),
+            field("algorithm")
+        ),
+        None => format!("{} at a time, {}", field("requests"), field("algorithm")),
+    };
+    let growth = match limit.get("grows_in_s").and_then(Value::as_f64) {
+        Some(seconds) => format!(", more in {}", format_wait(seconds_to_micros(seconds))),
+        None => String::new(),
+    };
+    format!(
+        "{:<16} {quota:<32} {} left{growth}",
+        field("name"),
+        field("remaining")
+    )
+}
+
+fn seconds_to_micros(seconds: f64) -> u64 {
+    Duration::try_from_secs_f64(seconds).map_or(0, |wait| {
+        u64::try_from(wait.as_micros()).unwrap_or(u64::MAX)
+    })
 }
 
 /// Formats a limit: `5 per 1m, sliding_log`.

@@ -4,20 +4,25 @@ mod admin_client;
 mod check;
 mod completions;
 mod demo;
+mod doctor;
 mod drain;
 mod explain;
+mod flags;
 mod health;
 mod keys;
 mod limit_status;
+mod output;
 mod replay;
 mod request;
 mod run;
 mod top;
+mod why;
 
-use crate::config::{ConfigSources, FileSource, FlagOverrides};
-use clap::{Args, Parser, Subcommand};
-use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use crate::config;
+use clap::{Parser, Subcommand};
+use flags::{OverrideFlags, SharedFlags};
+use output::{CommandError, print_error, print_result, print_usage};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -30,82 +35,80 @@ struct CommandLine {
     #[command(subcommand)]
     command: Option<CliCommand>,
     #[command(flatten)]
-    run: RunFlags,
+    shared: SharedFlags,
+    #[command(flatten)]
+    overrides: OverrideFlags,
 }
 
 #[derive(Subcommand, Debug)]
 enum CliCommand {
     /// Run the proxy.
     #[command(after_help = RUN_HELP_FOOTER)]
-    Run(RunFlags),
+    Run(OverrideFlags),
     /// Run a sample upstream, the proxy and the memory store in one process.
     ///
     /// Prints curl commands to try.
     #[command(after_help = DEMO_HELP_FOOTER)]
-    Demo {
-        /// Listen address of the proxy.
-        #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8080")]
-        listen: String,
-        /// Configuration to use instead of the built-in one.
-        #[arg(long, value_name = "FILE")]
-        config: Option<PathBuf>,
-    },
-    /// Validate a configuration and describe each policy in plain words.
+    Demo(demo::DemoFlags),
+    /// Validate configurations, and describe the store, the listeners and each policy in plain words.
     ///
     /// The descriptions go to stdout. Errors go to stderr, and so do warnings about settings that
     /// are valid but probably not intended. Reports all errors and exits with 1 if there are any.
     #[command(after_help = CHECK_HELP_FOOTER)]
     Check {
-        /// Configuration file to check.
-        #[arg(value_name = "FILE", default_value = DEFAULT_CONFIG)]
-        file: PathBuf,
-        /// Print one JSON object on stdout, including errors and warnings.
-        #[arg(long)]
-        json: bool,
+        /// Configuration files to check, each on its own; - is stdin.
+        #[arg(value_name = "FILE")]
+        files: Vec<PathBuf>,
         /// Treat warnings as errors: exit with 1.
         #[arg(long)]
         strict: bool,
+        /// Do not read secrets, certificates and key sets, which may exist only where the proxy runs.
+        #[arg(long)]
+        no_files: bool,
+        #[command(flatten)]
+        overrides: OverrideFlags,
     },
+    /// Print the JSON Schema of the configuration, for editors.
+    #[command(after_help = SCHEMA_HELP_FOOTER)]
+    Schema,
     /// Explain why a request is limited or not.
     ///
     /// Shows which policies match, which keys and limits the request uses, and their current state.
     #[command(after_help = EXPLAIN_HELP_FOOTER)]
     Explain {
         #[command(flatten)]
-        config: ConfigFlag,
-        /// Print the JSON object that POST /explain of the admin API returns.
-        #[arg(long)]
-        json: bool,
-        #[command(flatten)]
         request: Box<request::RequestArguments>,
+    },
+    /// Examine Redis for this use, and give advice.
+    ///
+    /// Connects as the proxy does, and reports version, topology, latency of decisions, eviction,
+    /// persistence, replicas, clocks, missing permissions, memory by policy, and counters without
+    /// an expiry. Charges no quota of a client.
+    ///
+    /// With --json, prints the object that GET /doctor of the admin API returns.
+    #[command(after_help = DOCTOR_HELP_FOOTER)]
+    Doctor {
+        /// Treat warnings as faults: exit with 1.
+        #[arg(long)]
+        strict: bool,
     },
     /// Check whether the proxy on this machine is alive.
     ///
     /// Exits with 0 if it is. For HEALTHCHECK and exec probes.
     #[command(after_help = HEALTH_HELP_FOOTER)]
-    Health {
-        #[command(flatten)]
-        config: ConfigFlag,
-        /// Print one JSON object on stdout: {"healthy", "address", "status", "error"}.
-        #[arg(long)]
-        json: bool,
-    },
+    Health,
     /// Shut down the proxy on this machine gracefully, as SIGTERM does, and wait for its exit.
     ///
     /// For preStop hooks. Exits with 0 when the proxy has exited, and with 1 if the admin port does
     /// not respond or the proxy still runs after the timeout.
     #[command(after_help = DRAIN_HELP_FOOTER)]
     Drain {
-        #[command(flatten)]
-        config: ConfigFlag,
         /// Seconds to wait [default: the maximum shutdown time that the proxy announces].
         #[arg(long, value_name = "SECONDS")]
         timeout: Option<u64>,
     },
     /// Replay an access log against policies: which keys would have been limited, when, how much.
     Replay {
-        #[command(flatten)]
-        config: ConfigFlag,
         #[command(flatten)]
         arguments: Box<replay::ReplayArguments>,
     },
@@ -116,20 +119,22 @@ enum CliCommand {
     #[command(after_help = TOP_HELP_FOOTER)]
     Top {
         #[command(flatten)]
-        config: ConfigFlag,
-        #[command(flatten)]
         flags: top::TopFlags,
     },
-    /// List, show and reset the counters in Redis.
+    /// List, show and reset counters, in Redis or in the memory of the proxy on this machine.
     #[command(after_help = KEYS_HELP_FOOTER)]
     Keys {
-        #[command(flatten)]
-        config: ConfigFlag,
-        /// Print one JSON object.
-        #[arg(long, global = true)]
-        json: bool,
         #[command(subcommand)]
         command: keys::KeysCommand,
+    },
+    /// Report when and why a client was limited, from the proxy's own log.
+    ///
+    /// Maps the client's key to its hash in the log. Shows how often which policy and limit refused
+    /// it, and how long it had to wait.
+    #[command(after_help = why::EXAMPLES_HELP_FOOTER)]
+    Why {
+        #[command(flatten)]
+        arguments: Box<why::WhyArguments>,
     },
     /// Print a shell completion script.
     #[command(after_help = COMPLETIONS_HELP_FOOTER)]
@@ -159,11 +164,18 @@ Examples:
   tidegate demo --listen 127.0.0.1:18080 --config my.toml";
 const CHECK_HELP_FOOTER: &str = "\
 Examples:
-  tidegate check                               check ./config.toml
-  tidegate check my.toml --strict              for CI: warnings are errors
+  tidegate check                               check $TIDEGATE_CONFIG or ./config.toml
+  tidegate check my.toml --strict --no-files   for CI: warnings are errors, secrets are not read
+  tidegate check base.toml canary.toml         check several, each on its own
+  envsubst < my.tmpl | tidegate check -        check stdin
   tidegate check my.toml --json | jq .warnings
 
 Exit codes: 0 valid; 1 errors, or warnings with --strict.";
+const SCHEMA_HELP_FOOTER: &str = "\
+Examples:
+  tidegate schema > config.schema.json
+
+The first line of a configuration names the file for editors: #:schema ./config.schema.json";
 const EXPLAIN_HELP_FOOTER: &str = "\
 Examples:
   tidegate explain POST /api/login --ip 203.0.113.9
@@ -174,6 +186,13 @@ Examples:
 
 No quota is consumed. The state of limits is shown if the configuration uses Redis.
 Exit codes: 0 explained, whatever the outcome; 1 failure, with the reason on stderr.";
+const DOCTOR_HELP_FOOTER: &str = "\
+Examples:
+  tidegate doctor
+  tidegate doctor --config /etc/tidegate/config.toml --strict
+  tidegate doctor --json | jq '.findings[] | select(.level != \"ok\")'
+
+Exit codes: 0 no fault; 1 a fault, or a warning with --strict, or an invalid configuration.";
 const HEALTH_HELP_FOOTER: &str = "\
 Examples:
   tidegate health
@@ -205,7 +224,9 @@ Examples:
   tidegate keys show api ann --json
   tidegate keys reset login 203.0.113.9
 
-Exit codes: 0 success; 1 unknown policy or key, or Redis is unavailable.";
+With the memory store, the proxy's admin port is asked: list shows keys with rejected requests,
+and reset needs admin.token_file.
+Exit codes: 0 success; 1 unknown policy or key, or Redis or the proxy does not respond.";
 const COMPLETIONS_HELP_FOOTER: &str = "\
 Examples:
   tidegate completions bash > /etc/bash_completion.d/tidegate
@@ -216,135 +237,72 @@ Examples:
   tidegate man | man -l -
   tidegate man > /usr/local/share/man/man1/tidegate.1";
 
-#[derive(Args, Debug)]
-struct ConfigFlag {
-    /// Configuration file of the proxy.
-    #[arg(long, value_name = "FILE", default_value = DEFAULT_CONFIG, global = true)]
-    config: PathBuf,
-}
-
-/// Flags override environment variables (`TIDEGATE_UPSTREAM__URL`), which override the file.
-#[derive(Args, Debug, Default)]
-struct RunFlags {
-    /// Configuration file [default: ./config.toml, if it exists].
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Upstream URL, e.g. http://127.0.0.1:3000.
-    #[arg(long, value_name = "URL")]
-    upstream: Option<String>,
-    /// Listen address, e.g. 0.0.0.0:8080.
-    #[arg(long, value_name = "ADDRESS")]
-    listen: Option<String>,
-}
-
-const DEFAULT_CONFIG: &str = "config.toml";
-
 /// Parses the arguments, runs the command and returns the process's exit code.
 pub fn main() -> ExitCode {
-    let cli = CommandLine::parse();
-    match cli.command.unwrap_or(CliCommand::Run(cli.run)) {
-        CliCommand::Run(flags) => run::run_proxy(flags.into_sources(), |_| {}),
-        CliCommand::Demo { listen, config } => demo::run(listen, config),
-        CliCommand::Explain {
-            config,
-            json,
-            request,
-        } => print_result(explain::explain_request(
-            &config.into_sources(),
-            &request,
-            json,
-        )),
-        CliCommand::Completions { shell } => {
-            print_result(Ok(completions::generate_completions(shell)))
+    match CommandLine::try_parse() {
+        Ok(command_line) => {
+            let as_json = command_line.shared.json;
+            run_command(command_line).unwrap_or_else(|error| print_error(&error, as_json))
         }
-        CliCommand::Man => print_result(completions::generate_manual()),
-        CliCommand::Health { config, json } => health::run(&config.into_sources(), json),
-        CliCommand::Drain { config, timeout } => print_result(drain::run(
-            &config.into_sources(),
-            timeout.map(Duration::from_secs),
-        )),
-        CliCommand::Replay { config, arguments } => {
-            print_result(replay::run_replay(config.config, &arguments))
-        }
-        CliCommand::Top { config, flags } => print_result(top::run(&config.into_sources(), &flags)),
-        CliCommand::Keys {
-            config,
-            json,
-            command,
-        } => print_result(keys::run(&config.into_sources(), &command, json)),
-        CliCommand::Check { file, json, strict } => check::run(
-            &sources_with_environment(FileSource::Path(file), FlagOverrides::default()),
-            check::CheckOptions { json, strict },
-            &mut std::io::stdout(),
-            &mut std::io::stderr(),
-        ),
+        Err(error) => print_usage(&error, std::env::args_os().any(|arg| arg == "--json")),
     }
 }
 
-impl ConfigFlag {
-    /// Returns the configuration sources with a placeholder upstream. Commands with this flag never
-    /// connect to the upstream, so its URL may be absent from the file.
-    fn into_sources(self) -> ConfigSources {
-        sources_with_placeholder_upstream(self.config)
-    }
-}
-
-fn sources_with_placeholder_upstream(config: PathBuf) -> ConfigSources {
-    let upstream = Some("http://127.0.0.1".to_owned());
-    sources_with_environment(
-        FileSource::Path(config),
-        FlagOverrides {
-            upstream,
-            listen: None,
-        },
-    )
-}
-
-/// Prints a result to stdout or an error to stderr, and returns the exit code.
-#[allow(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "commands print their results and errors"
-)]
-fn print_result(result: Result<String, String>) -> ExitCode {
-    match result {
-        Ok(text) => {
-            // A closed pipe fails without a message, as with other Unix tools.
-            match std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes()) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(_) => ExitCode::FAILURE,
+fn run_command(command_line: CommandLine) -> Result<ExitCode, CommandError> {
+    let CommandLine {
+        command,
+        shared,
+        overrides,
+    } = command_line;
+    let json = shared.json;
+    let printed = match command.unwrap_or(CliCommand::Run(overrides)) {
+        CliCommand::Run(overrides) => {
+            return run::run_proxy(shared.to_sources(overrides)?, |_| {});
+        }
+        CliCommand::Demo(flags) => return demo::run(flags, &shared),
+        CliCommand::Check {
+            files,
+            strict,
+            no_files,
+            overrides,
+        } => {
+            let mut sources = shared.to_all_sources(&files, &overrides)?;
+            for file in &mut sources {
+                file.skips_key_files = no_files;
             }
+            return Ok(check::run(
+                &sources,
+                check::CheckOptions { json, strict },
+                &mut std::io::stdout(),
+                &mut std::io::stderr(),
+            ));
         }
-        Err(text) => {
-            eprint!("{text}");
-            ExitCode::FAILURE
+        CliCommand::Schema => Ok(config::json_schema()),
+        CliCommand::Completions { shell } => Ok(completions::generate_completions(shell)),
+        CliCommand::Man => completions::generate_manual().map_err(CommandError::from),
+        CliCommand::Doctor { strict } => {
+            let options = doctor::DoctorOptions { json, strict };
+            return doctor::run(&shared.to_sources_without_upstream()?, options);
         }
-    }
-}
-
-impl RunFlags {
-    fn into_sources(self) -> ConfigSources {
-        let file = match self.config {
-            Some(path) => FileSource::Path(path),
-            None if Path::new(DEFAULT_CONFIG).exists() => FileSource::Path(DEFAULT_CONFIG.into()),
-            None => FileSource::None,
-        };
-        sources_with_environment(
-            file,
-            FlagOverrides {
-                upstream: self.upstream,
-                listen: self.listen,
-            },
-        )
-    }
-}
-
-fn sources_with_environment(file: FileSource, flags: FlagOverrides) -> ConfigSources {
-    // Invalid UTF-8 is replaced, because unrelated variables may hold it. In a TIDEGATE_ variable,
-    // the replacement characters lead to an ordinary configuration error.
-    let text = |text: OsString| text.to_string_lossy().into_owned();
-    let env = std::env::vars_os()
-        .map(|(name, value)| (text(name), text(value)))
-        .collect();
-    ConfigSources { file, env, flags }
+        CliCommand::Health => return health::run(&shared.to_sources_without_upstream()?, json),
+        CliCommand::Drain { timeout } => drain::run(
+            &shared.to_sources_without_upstream()?,
+            timeout.map(Duration::from_secs),
+            json,
+        ),
+        CliCommand::Explain { request } => {
+            explain::explain_request(&shared.to_sources_without_upstream()?, &request, json)
+        }
+        CliCommand::Replay { arguments } => {
+            replay::run_replay(&shared.to_sources_without_upstream()?, &arguments)
+        }
+        CliCommand::Why { arguments } => {
+            why::run(&shared.to_sources_without_upstream()?, &arguments)
+        }
+        CliCommand::Top { flags } => top::run(&shared.to_sources_without_upstream()?, &flags),
+        CliCommand::Keys { command } => {
+            keys::run(&shared.to_sources_without_upstream()?, &command, json)
+        }
+    };
+    Ok(print_result(printed, json))
 }

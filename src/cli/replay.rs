@@ -1,8 +1,10 @@
 //! `tidegate replay`: applies policies to the requests of a past access log.
 
-use crate::config::{self, Config};
+use super::flags::sources_without_upstream;
+use super::output::CommandError;
+use crate::config::{self, Config, ConfigSources, FileSource};
 use crate::policy::PolicyTable;
-use crate::replay::{self, AccessLogFormat, ReplayProgress, Settings};
+use crate::replay::{self, AccessLogFormat, LineTemplate, ReplayProgress, Settings};
 use console::Term;
 use http::HeaderName;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -12,8 +14,9 @@ use std::path::{Path, PathBuf};
 const EXAMPLES_HELP_FOOTER: &str = "\
 Replays in log time with the limiter of the proxy and counters in memory; a day of logs takes seconds.
 The format is detected from the first lines: combined and common of nginx and Apache (with optional extra fields),
-Envoy's text format, and JSON of Envoy, Traefik, Caddy, nginx or tidegate. Files may be gzip-compressed and may
-overlap. Unreadable lines are counted and shown.
+Envoy's text format, AWS Application Load Balancers, and JSON of Envoy, Traefik, Caddy, nginx or tidegate. Files may be
+gzip-compressed and may overlap. Unreadable lines are counted and shown. A policy whose key is not in the log is left
+out of the result.
 
 Examples:
   tidegate replay access.log
@@ -24,11 +27,14 @@ Examples:
       Compares two sets of policies and writes a self-contained HTML report with plots.
   kubectl logs deploy/shop -c tidegate | tidegate replay --format tidegate -
       Reads tidegate's access log, which contains all requests with log.access = \"all\".
+  tidegate replay --format '$remote_addr [$time_local] \"$request\" $status $http_x_user_id' access.log
+      Reads a format of your own, with the variables of nginx's log_format or the directives of Apache's LogFormat.
   tidegate replay --header-from x-forwarded-for=extra1 --header-from x-user-id=remote_user access.log
       Reads X-Forwarded-For from the first field after the user agent, and X-User-Id from the user name.
   tidegate replay --json access.log | jq '.sets[0].policies[] | {name, rejected, keys_touched}'
 
-Exit codes: 0 a report was made, whatever it says; 1 a file can't be opened or parsed.";
+Exit codes: 0 a report was made, whatever it says; 1 a file can't be opened or parsed, no line is a request, or
+no request has a field of --header-from.";
 
 /// Input and output of a replay.
 #[derive(clap::Args, Debug)]
@@ -37,18 +43,20 @@ pub(super) struct ReplayArguments {
     /// Access logs, in any order; `-` is stdin.
     #[arg(required = true, value_name = "ACCESS_LOG")]
     logs: Vec<PathBuf>,
-    /// Log format: combined, envoy, tidegate, traefik-json, caddy, envoy-json, json.
+    /// Log format: combined, envoy, alb, tidegate, traefik-json, caddy, envoy-json, json, or a
+    /// format with nginx variables ($remote_addr …) or Apache directives (%h …).
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<AccessLogFormat>,
     /// Log field that holds a request header. In text formats, extra1, extra2, … are the fields
-    /// after the user agent and remote_user is the user name. In JSON, a field path. Repeatable.
+    /// after the user agent and remote_user is the user name. In JSON, a field path; in a format of
+    /// your own, a variable without $. Repeatable.
     #[arg(long, value_name = "HEADER=FIELD", value_parser = parse_header_mapping)]
     header_from: Vec<(HeaderName, String)>,
     /// Second configuration to compare with.
     #[arg(long, value_name = "FILE")]
     compare: Option<PathBuf>,
-    /// Suggest limits that would have affected at most this percentage of the keys, with the data
-    /// behind each suggestion.
+    /// Suggest limits with headroom that would have affected at most this percentage of the keys,
+    /// with the data behind each suggestion. Needs 100 keys.
     #[arg(long, value_name = "PERCENT", num_args = 0..=1, require_equals = true, default_missing_value = "1", value_parser = parse_percent)]
     suggest: Option<f64>,
     /// Number of most limited keys to show.
@@ -69,24 +77,27 @@ pub(super) struct ReplayArguments {
 ///
 /// # Errors
 /// A message for the user if a configuration is invalid or a file can't be read or written.
-pub(super) fn run_replay(config: PathBuf, arguments: &ReplayArguments) -> Result<String, String> {
-    let paths: Vec<PathBuf> = [Some(config), arguments.compare.clone()]
-        .into_iter()
-        .flatten()
-        .collect();
-    let load = |path: &PathBuf| {
-        config::load(&super::sources_with_placeholder_upstream(path.clone()))
-            .map_err(|report| report.to_string())
-    };
-    let configs: Vec<Config> = paths.iter().map(load).collect::<Result<_, String>>()?;
-    let sets: Vec<(String, &PolicyTable)> = paths
+pub(super) fn run_replay(
+    sources: &ConfigSources,
+    arguments: &ReplayArguments,
+) -> Result<String, CommandError> {
+    if matches!(sources.file, FileSource::None) {
+        return Err(CommandError::Message(
+            "error: no policies: expected --config FILE, TIDEGATE_CONFIG or ./config.toml\n"
+                .to_owned(),
+        ));
+    }
+    let mut sets = vec![sources.clone()];
+    sets.extend(arguments.compare.as_deref().map(sources_without_upstream));
+    let configs: Vec<Config> = sets.iter().map(config::load).collect::<Result<_, _>>()?;
+    let sets: Vec<(String, &PolicyTable)> = sets
         .iter()
         .zip(&configs)
-        .map(|(path, config)| (path.display().to_string(), &*config.policy_table))
+        .map(|(sources, config)| (sources.file.to_string(), &*config.policy_table))
         .collect();
     let settings = Settings {
         logs: arguments.logs.clone(),
-        format: arguments.format,
+        format: arguments.format.clone(),
         header_fields: arguments.header_from.clone(),
         spread_within_second: !arguments.no_spread,
         suggest_percent: arguments.suggest,
@@ -125,7 +136,7 @@ const DEFAULT_WIDTH: usize = 100;
 
 /// Creates a progress bar that is drawn only if stderr is a terminal. The total is unknown for
 /// stdin and other non-regular files.
-fn new_progress_bar(logs: &[PathBuf]) -> ProgressBar {
+pub(super) fn new_progress_bar(logs: &[PathBuf]) -> ProgressBar {
     let size = |path: &PathBuf| Some(fs::metadata(path).ok().filter(fs::Metadata::is_file)?.len());
     let total: Option<u64> = logs.iter().map(size).sum();
     let is_stdin = logs.iter().any(|path| path == Path::new("-"));
@@ -147,15 +158,21 @@ fn new_progress_bar(logs: &[PathBuf]) -> ProgressBar {
 }
 
 fn parse_format(text: &str) -> Result<AccessLogFormat, String> {
+    if text.contains(['$', '%']) {
+        return LineTemplate::parse(text).map(|template| AccessLogFormat::Custom(template.into()));
+    }
     AccessLogFormat::ALL
         .into_iter()
         .find(|format| format.name() == text)
         .ok_or_else(|| {
             let names: Vec<&str> = AccessLogFormat::ALL
                 .iter()
-                .map(|format| format.name())
+                .map(AccessLogFormat::name)
                 .collect();
-            format!("expected one of {}", names.join(", "))
+            format!(
+                "expected one of {}, or a format with nginx variables or Apache directives",
+                names.join(", ")
+            )
         })
 }
 

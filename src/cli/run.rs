@@ -1,5 +1,6 @@
 //! `tidegate run`: runs the proxy.
 
+use super::output::CommandError;
 use crate::app::{self, ListeningAddresses};
 use crate::config::{self, ConfigSources};
 use crate::telemetry;
@@ -11,23 +12,16 @@ const LOG_FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Runs the proxy with the configuration of `sources` until shutdown. Calls `on_listening` with the
 /// bound addresses once clients can connect.
-#[allow(
-    clippy::print_stderr,
-    reason = "configuration errors occur before logging is set up"
-)]
+///
+/// # Errors
+/// The errors of the configuration.
 pub(super) fn run_proxy(
     sources: ConfigSources,
     on_listening: impl FnOnce(ListeningAddresses),
-) -> ExitCode {
-    let config = match config::load(&sources) {
-        Ok(config) => config,
-        Err(report) => {
-            eprint!("{report}");
-            return ExitCode::FAILURE;
-        }
-    };
+) -> Result<ExitCode, CommandError> {
+    let config = config::load(&sources)?;
     telemetry::init_logging(&config.log);
     let code = app::main(config, sources, on_listening);
     telemetry::flush_log(LOG_FLUSH_TIMEOUT);
-    code
+    Ok(code)
 }

@@ -4,7 +4,8 @@ use super::table_reader::TableReader;
 use super::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
-    CostSource, EstimateCost, HeaderCost, NamedLimit, OnStoreFailure, Policy, PolicyAction, Quota,
+    ActualCostSource, CostSource, EstimateCost, HeaderCost, Matcher, MissingKeyAction, NamedLimit,
+    OnStoreFailure, Policy, PolicyAction, Quota,
 };
 use figment::value::{Num, Value};
 use std::fmt;
@@ -32,10 +33,9 @@ pub(super) fn describe_policy(
     reader: &TableReader<'_>,
     is_off: bool,
 ) -> PolicyDescription {
-    let mode = match (is_off, policy.shadow) {
-        (true, _) => " (off)",
-        (_, true) => " (shadow)",
-        _ => "",
+    let mode = match is_off {
+        true => " (off)",
+        false => policy.mode.suffix(),
     };
     let requests = match policy.matcher.descriptor_conditions {
         None => describe_conditions(reader.get("match").map(|item| item.value)),
@@ -51,20 +51,27 @@ pub(super) fn describe_policy(
         PolicyAction::Limit(quota) => {
             format!(
                 ", {}{}",
-                describe_quota(quota),
+                describe_quota(quota, &policy.matcher),
                 describe_store_failure(policy.on_store_failure, matches_descriptors)
             )
         }
+    };
+    let report = match policy.is_reported {
+        true => "",
+        false => "; not reported to clients",
     };
     let priority = match policy.priority {
         0 => String::new(),
         priority => format!("; priority {priority}"),
     };
     // Values from the file may contain control characters.
-    let sentence = format!("{}{mode}: {requests}{action}{priority}", policy.name)
-        .chars()
-        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-        .collect();
+    let sentence = format!(
+        "{}{mode}: {requests}{action}{report}{priority}",
+        policy.name
+    )
+    .chars()
+    .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+    .collect();
     PolicyDescription {
         policy: policy.name.clone(),
         is_off,
@@ -81,8 +88,8 @@ fn describe_store_failure(mode: OnStoreFailure, matches_descriptors: bool) -> &'
     }
 }
 
-fn describe_quota(quota: &Quota) -> String {
-    let parts: Vec<String> = quota.key.parts().iter().map(ToString::to_string).collect();
+fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
+    let parts = quota.key.describe_parts();
     let per = match parts.is_empty() {
         true => "in total".to_owned(),
         false => format!("per {}", parts.join(" and ")),
@@ -104,17 +111,23 @@ fn describe_quota(quota: &Quota) -> String {
                 estimate,
                 actual_source: actual,
             } = &**cost;
-            format!(", cost from the response ({actual}; estimate {estimate})")
+            match actual {
+                ActualCostSource::Status(counted) => {
+                    format!(", cost {estimate} if the response has status {counted}, else 0")
+                }
+                _ => format!(", cost from the response ({actual}; estimate {estimate})"),
+            }
         }
     };
     let block = quota.block.map_or_else(String::new, |block| {
         format!("; {}", describe_limit(&block, None))
     });
     let overrides = quota.overrides.as_slice().iter().map(|entry| {
-        let values = entry
-            .values
-            .iter()
-            .map(|value| value.as_deref().unwrap_or("*"));
+        let values = entry.values.iter().enumerate();
+        let values = values.map(|(position, value)| match value {
+            Some(value) => quota.key.format_value(position, value),
+            None => "*".into(),
+        });
         format!(
             "; for {}: {}",
             values.collect::<Vec<_>>().join(", "),
@@ -135,10 +148,27 @@ fn describe_quota(quota: &Quota) -> String {
         format!("; {size} for {ttl}")
     });
     format!(
-        "{per}: {}{cost}{}{block}{rejected}{lease}",
+        "{per}: {}{cost}{}{block}{rejected}{lease}{}",
         describe_limits(&quota.limits),
-        overrides.collect::<String>()
+        overrides.collect::<String>(),
+        describe_missing_key(quota, matcher),
     )
+}
+
+/// What happens to requests without a part of the key.
+fn describe_missing_key(quota: &Quota, matcher: &Matcher) -> String {
+    let optional = quota.key.parts().iter();
+    let optional = optional.filter(|part| part.may_be_absent(matcher));
+    let optional: Vec<String> = optional.map(ToString::to_string).collect();
+    if optional.is_empty() {
+        return String::new();
+    }
+    let action = match quota.missing_key {
+        MissingKeyAction::Shared => "one quota for all such requests",
+        MissingKeyAction::Skip => "not limited by this policy",
+        MissingKeyAction::Reject => "rejected",
+    };
+    format!("; without {}: {action}", optional.join(" or "))
 }
 
 fn describe_limits(limits: &[NamedLimit]) -> String {

@@ -34,7 +34,7 @@ pub enum DiagnosticSeverity {
 pub struct SourceSpan {
     /// Name of a file, environment variable or flag.
     pub source: String,
-    /// Position in the file. `Retry` for a whole file, a variable or a flag.
+    /// Position in the file. `None` for a whole file, a variable or a flag.
     pub position: Option<SourcePosition>,
     /// Sort order: files in the order read, then variables and flags.
     pub(super) rank: usize,
@@ -46,7 +46,7 @@ pub struct SourcePosition {
     pub line: usize,
     /// Column in characters, from 1.
     pub column: usize,
-    /// Absent for a file whose name does not end in `.toml`: it may hold a secret.
+    /// Absent for a file whose name does not end in `.toml`, except stdin: it may hold a secret.
     excerpt: Option<SourceExcerpt>,
 }
 
@@ -66,18 +66,17 @@ pub struct ConfigErrors {
 }
 
 impl SourceSpan {
-    /// `line` and `column` count from 0; `column` and `width` are in characters.
+    /// `line` and `column` count from 0; `column` and `width` are in characters. Without `source`
+    /// the line is not quoted.
     pub(super) fn from_position(
         name: &str,
         rank: usize,
         line: usize,
         column: usize,
-        source: &str,
+        source: Option<&str>,
         width: usize,
     ) -> Self {
-        let excerpt = name
-            .ends_with(".toml")
-            .then(|| SourceExcerpt::from_line(source, column, width));
+        let excerpt = source.map(|line| SourceExcerpt::from_line(line, column, width));
         let position = SourcePosition {
             line: line + 1,
             column: column + 1,

@@ -1,10 +1,13 @@
 //! One TOML document: its values for merging, and the position of each value.
 
+use super::brackets::find_unclosed_bracket;
 use super::diagnostic::SourceSpan;
+use super::sources::FileSource;
 use figment::value::{Dict, Empty, Tag, Value};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::{fmt, iter};
+use std::path::Path;
+use std::{fmt, fs, iter};
 use toml::Spanned;
 use toml::de::{DeInteger, DeTable, DeValue};
 
@@ -16,6 +19,9 @@ pub(super) struct TomlDocument {
     /// Byte offset of each line's start.
     line_starts: Vec<usize>,
     rank: usize,
+    /// Whether errors quote lines: not those of a file that may hold something else, such as a
+    /// secret.
+    shows_source: bool,
     values: Dict,
     spans: DocumentSpans,
 }
@@ -39,18 +45,26 @@ struct DocumentSpans {
     items: Vec<DocumentSpans>,
 }
 
+/// Whether the name, and the file behind it if it is a link, end in `.toml`.
+fn is_toml_file(name: &str) -> bool {
+    let is_toml = |path: &Path| path.extension().is_some_and(|end| end == "toml");
+    is_toml(Path::new(name)) && fs::canonicalize(name).map_or(true, |path| is_toml(&path))
+}
+
 impl TomlDocument {
-    /// Parses TOML. Returns the document with all syntax errors as spans and messages.
+    /// Parses TOML. Returns the document with the first syntax error as a span and a message.
+    /// Others are often follow-up errors of the parser's recovery.
     pub(super) fn parse(
         name: String,
         text: String,
         rank: usize,
-    ) -> (Self, Vec<(SourceSpan, String)>) {
+    ) -> (Self, Option<(SourceSpan, String)>) {
         let (table, errors) = DeTable::parse_recoverable(&text);
         let mut spans = DocumentSpans::default();
         let values = convert_table(table.get_ref(), &mut spans);
         let after_newlines = text.match_indices('\n').map(|(at, _)| at + 1);
         let document = Self {
+            shows_source: name == FileSource::STDIN_NAME || is_toml_file(&name),
             name,
             line_starts: iter::once(0).chain(after_newlines).collect(),
             rank,
@@ -59,19 +73,24 @@ impl TomlDocument {
             text: String::new(),
         };
         let document = Self { text, ..document };
-        // Parser recovery may report follow-up errors on the same line. Only the first is useful.
-        let mut syntax_errors: Vec<(SourceSpan, String)> = Vec::new();
-        let mut last_line = None;
-        for error in errors {
-            let span = error.span().unwrap_or_default();
-            let line = Some(document.line_index(span.start));
-            if last_line != line {
-                let message = error.message().replace('\n', " ");
-                syntax_errors.push((document.source_span(span), message));
-            }
-            last_line = line;
-        }
-        (document, syntax_errors)
+        let start = |error: &toml::de::Error| error.span().unwrap_or_default().start;
+        let first = errors.iter().min_by_key(|error| start(error));
+        let syntax_error = first.map(|error| document.describe_syntax_error(error));
+        (document, syntax_error)
+    }
+
+    /// The position and message of a syntax error, and the position of a bracket that is not
+    /// closed.
+    fn describe_syntax_error(&self, error: &toml::de::Error) -> (SourceSpan, String) {
+        let span = error.span().unwrap_or_default();
+        let message = error.message().replace('\n', " ");
+        let unclosed = find_unclosed_bracket(&self.text, span.start).and_then(|offset| {
+            let bracket = self.text.get(offset..=offset)?;
+            let opened_at = self.source_span(offset..offset + 1);
+            Some(format!("; the \"{bracket}\" at {opened_at} is not closed"))
+        });
+        let message = message + &unclosed.unwrap_or_default();
+        (self.source_span(span), message)
     }
 
     pub(super) fn values(&self) -> &Dict {
@@ -127,6 +146,7 @@ impl TomlDocument {
         let column = self.text.get(start..span.start).unwrap_or_default();
         let rest = self.text.get(start..).unwrap_or_default();
         let source = rest.split('\n').next().unwrap_or_default();
+        let source = self.shows_source.then_some(source);
         let width = self
             .text
             .get(span)
@@ -137,7 +157,7 @@ impl TomlDocument {
             self.rank,
             line,
             column.chars().count(),
-            source.trim_end_matches('\r'),
+            source.map(|line| line.trim_end_matches('\r')),
             width.chars().count(),
         )
     }

@@ -2,12 +2,13 @@
 
 use super::loaded_config::{Config, RestartOnlySettings, is_reloadable_key};
 use super::schema::{self, ValueKind};
+use crate::policy::{KeyComponent, KeyTemplate};
 use figment::value::Value;
 use serde_json::{Map, Value as Json};
 use sha2::{Digest, Sha256};
 
 /// Tables in which instances may differ, such as pod addresses or a changed log level.
-const PER_INSTANCE_TABLES: [&str; 5] = ["listen", "admin", "log", "trace", "shutdown"];
+const PER_INSTANCE_TABLES: [&str; 6] = ["listen", "admin", "log", "trace", "metrics", "shutdown"];
 
 impl Config {
     /// The effective configuration as JSON: reloadable keys from `self`, all others from `running`.
@@ -39,14 +40,34 @@ impl Config {
             };
             insert_at_path(&mut top, &path, shown);
         }
-        top.insert(
-            "policy".into(),
-            self.raw
-                .0
-                .get("policy")
-                .map_or(Json::Array(Vec::new()), to_json),
-        );
+        let mut policies = self
+            .raw
+            .0
+            .get("policy")
+            .map_or(Json::Array(Vec::new()), to_json);
+        for policy in policies.as_array_mut().into_iter().flatten() {
+            self.mask_hashed_values(policy);
+        }
+        top.insert("policy".into(), policies);
         top
+    }
+
+    /// Replaces the values of hashed key parts in overrides by their digests.
+    fn mask_hashed_values(&self, policy: &mut Json) {
+        let parts = text_items(policy.get("key"));
+        let path = &self.policy_table.path;
+        let components = parts.filter_map(|text| KeyComponent::parse(text, path).ok());
+        let key = KeyTemplate::from_components(components.collect(), self.key_hasher.clone());
+        let overrides = policy.get_mut("override").and_then(Json::as_array_mut);
+        for entry in overrides.into_iter().flatten() {
+            let values = entry.get_mut("key").and_then(Json::as_array_mut);
+            for (position, value) in values.into_iter().flatten().enumerate() {
+                let text = value.as_str().filter(|text| *text != "*");
+                if let Some(text) = text.filter(|_| key.is_hashed_at(position)) {
+                    *value = key.format_value(position, text).into();
+                }
+            }
+        }
     }
 
     /// Hash of the effective settings that all instances of a service should share. Leaves out the
@@ -55,11 +76,21 @@ impl Config {
     pub fn shared_settings_hash(&self, running: &RestartOnlySettings) -> u64 {
         let mut top = self.effective_values(running);
         top.retain(|table, _| !PER_INSTANCE_TABLES.contains(&table.as_str()));
+        // Instances with different secrets have different counters.
+        if let Some(fingerprint) = self.key_hasher.fingerprint() {
+            top.insert("hash_secret".to_owned(), fingerprint.into());
+        }
         let hash = Sha256::digest(Json::Object(top).to_string());
         hash.iter()
             .take(6)
             .fold(0, |number, byte| number << 8 | u64::from(*byte))
     }
+}
+
+/// The texts of a list, or one text.
+fn text_items(value: Option<&Json>) -> impl Iterator<Item = &str> {
+    let list = value.and_then(Json::as_array).into_iter().flatten();
+    list.chain(value).filter_map(Json::as_str)
 }
 
 fn insert_at_path(top: &mut Map<String, Json>, path: &str, value: Json) {

@@ -23,6 +23,17 @@ impl FileSet {
         }
     }
 
+    pub(super) fn contains(&self, file: &Path) -> bool {
+        self.files.iter().any(|known| known == file)
+    }
+
+    /// Adds the files of another set.
+    pub fn extend(&mut self, other: &Self) {
+        for file in &other.files {
+            self.insert_file(file.clone());
+        }
+    }
+
     pub(super) fn insert_glob(&mut self, glob: String) {
         self.globs.push(glob);
     }

@@ -10,8 +10,8 @@ use figment::value::Dict;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// Reads the main file. Returns its document index, or `Retry` if it is unreadable or not TOML.
-/// [`FileSource::Retry`] is an empty document.
+/// Reads the main file. Returns its document index, or `None` if it is unreadable or not TOML.
+/// [`FileSource::None`] is an empty document.
 pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Option<usize> {
     match source {
         FileSource::Path(path) => {
@@ -25,7 +25,7 @@ pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Op
             }
         }
         FileSource::Text { name, text } => input.parse_document(name.clone(), text.clone()),
-        FileSource::None => input.parse_document("no configuration file".to_owned(), String::new()),
+        FileSource::None => input.parse_document(source.to_string(), String::new()),
     }
     .ok()
 }
@@ -88,6 +88,9 @@ fn expand_include(input: &ConfigInput, item: &ConfigValue<'_>, base: &Path) -> V
     };
     match expand_glob(&glob) {
         Ok(paths) => {
+            if paths.is_empty() {
+                item.report_warning(&format!("{text:?} matches no file"));
+            }
             input.update_file_set(|files| files.insert_glob(glob));
             paths
         }

@@ -19,6 +19,7 @@ pub(super) struct ConfigInput {
     layers: Figment,
     diagnostics: RefCell<Vec<ConfigDiagnostic>>,
     files: RefCell<FileSet>,
+    skips_key_files: bool,
 }
 
 /// The document has a syntax error, which has been reported.
@@ -26,24 +27,34 @@ pub(super) struct ConfigInput {
 pub(super) struct InvalidToml;
 
 impl ConfigInput {
+    pub(super) fn new(skips_key_files: bool) -> Self {
+        Self {
+            skips_key_files,
+            ..Self::default()
+        }
+    }
+
+    /// Whether the files that keys name are read: secrets, certificates and key sets.
+    pub(super) fn reads_key_files(&self) -> bool {
+        !self.skips_key_files
+    }
+
     /// Parses a document and stores it. Returns its index.
     ///
     /// # Errors
-    /// [`InvalidToml`] if the text is not TOML. All syntax errors have been reported.
+    /// [`InvalidToml`] if the text is not TOML. The first syntax error has been reported.
     pub(super) fn parse_document(
         &mut self,
         name: String,
         text: String,
     ) -> Result<usize, InvalidToml> {
         let number = self.documents.len();
-        let (document, syntax_errors) = TomlDocument::parse(name, text, number);
+        let (document, syntax_error) = TomlDocument::parse(name, text, number);
         self.documents.push(document);
-        if syntax_errors.is_empty() {
+        let Some((span, message)) = syntax_error else {
             return Ok(number);
-        }
-        for (span, message) in syntax_errors {
-            self.report_error(span, String::new(), format!("not TOML: {message}"));
-        }
+        };
+        self.report_error(span, String::new(), format!("not TOML: {message}"));
         Err(InvalidToml)
     }
 
@@ -122,7 +133,7 @@ impl ConfigInput {
         }
     }
 
-    /// Source text of a value in its file. `Retry` if a variable or flag set it.
+    /// Source text of a value in its file. `None` if a variable or flag set it.
     pub(super) fn source_text(
         &self,
         document: usize,
@@ -162,7 +173,8 @@ impl ConfigInput {
         }
     }
 
-    fn override_label(&self, tag: Tag) -> Option<&str> {
+    /// Name of the variable or flag that set a value. `None` for a file.
+    pub(super) fn override_label(&self, tag: Tag) -> Option<&str> {
         let metadata = self.layers.get_metadata(tag)?;
         if metadata.source.is_some() {
             None

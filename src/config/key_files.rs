@@ -9,7 +9,8 @@ pub(super) fn is_path_set(reader: &TableReader<'_>, key: &str) -> bool {
     reader.get_string(key).is_some_and(|path| !path.is_empty())
 }
 
-/// Reads the text file named by `key`. Returns `Retry` if the key is empty or after an error.
+/// Reads the text file named by `key`. Returns `None` if the key is empty, after an error, or if
+/// no such file is read.
 pub(super) fn read_text_file(
     input: &ConfigInput,
     reader: &TableReader<'_>,
@@ -17,6 +18,9 @@ pub(super) fn read_text_file(
     content: &str,
 ) -> Option<String> {
     let path = reader.get_string(key).filter(|path| !path.is_empty())?;
+    if !input.reads_key_files() {
+        return None;
+    }
     match input.read_file(Path::new(&path)) {
         Ok(text) if text.trim_end().is_empty() => {
             reader.report_error(key, &format!("the file is empty; expected a {content}"));
@@ -30,7 +34,7 @@ pub(super) fn read_text_file(
     }
 }
 
-/// Reads the PEM file named by `key`. Returns `Retry` after an error.
+/// Reads the PEM file named by `key`. Returns `None` after an error.
 pub(super) fn read_pem_file(
     input: &ConfigInput,
     reader: &TableReader<'_>,

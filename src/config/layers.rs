@@ -23,7 +23,8 @@ struct OverrideLayer<'a> {
 }
 
 /// Merges all layers and returns the values. `input` keeps the layers, which record the source of
-/// each value. A variable with a double underscore that names no key is left out and reported as an error.
+/// each value. A variable with a double underscore that names no key is left out and reported
+/// as an error.
 pub(super) fn merge_layers(
     input: &mut ConfigInput,
     file: &Dict,

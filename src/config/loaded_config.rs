@@ -2,49 +2,72 @@
 
 use super::describe::PolicyDescription;
 use super::diagnostic::ConfigDiagnostic;
+use super::diagnostic_groups::{DiagnosticGroup, group_diagnostics};
 use super::file_set::FileSet;
 use super::raw_config::RawConfig;
 use super::schema;
 use crate::admin::AdminSettings;
-use crate::policy::PolicyTable;
+use crate::policy::{KeyHasher, PolicyTable};
 use crate::proxy::{
-    ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings, UpstreamSettings,
+    ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings,
+    UpstreamSettings,
 };
 use crate::store::MemorySettings;
 use crate::store::redis::RedisSettings;
 use crate::telemetry::LogSettings;
+use crate::telemetry::metrics::MetricExportSettings;
 use crate::telemetry::trace::TraceSettings;
 use crate::tls::ServerTls;
-use http::StatusCode;
 use std::sync::Arc;
 
 /// A valid configuration.
 #[derive(Debug)]
 pub struct Config {
     pub listen: ListenSettings,
-    /// TLS of the proxy's listener. `Retry` for cleartext.
+    /// TLS of the proxy's listener. `None` for cleartext.
     pub tls: Option<Arc<ServerTls>>,
     pub upstream: UpstreamSettings,
     /// Whether there is an upstream. If not, nothing listens at `listen.address`.
     pub has_upstream: bool,
     /// The listeners of `[rls]` and `[check]`.
     pub service_listeners: Vec<ExtraListenerSettings>,
-    /// Status code of all denials sent by the ext_authz listener. `Retry`: the status codes of the
-    /// proxy.
-    pub ext_authz_denied_status: Option<StatusCode>,
+    pub ext_authz: ExtAuthzSettings,
     pub policy_table: Arc<PolicyTable>,
+    /// Hashes the values of key parts.
+    pub key_hasher: KeyHasher,
     pub store: StoreSettings,
     pub shutdown: ShutdownSettings,
     pub admin: AdminSettings,
     pub log: LogSettings,
-    /// `Retry` if tracing is off.
+    /// `None` if tracing is off.
     pub trace: Option<TraceSettings>,
+    /// `None` if metrics are not exported by OTLP.
+    pub metric_export: Option<MetricExportSettings>,
     /// A description of each policy in file order, including those with `mode = "off"`.
     pub policy_descriptions: Vec<PolicyDescription>,
     pub warnings: Vec<ConfigDiagnostic>,
     /// The files and globs that the configuration was read from.
     pub files: FileSet,
     pub(super) raw: RawConfig,
+}
+
+impl Config {
+    /// Facts that the owner should know and that are no mistakes, for `check`.
+    pub fn notes(&self) -> Vec<String> {
+        let mut notes = self.policy_table.spelling_notes();
+        let mut kinds = self.service_listeners.iter().map(|listener| listener.kind);
+        if kinds.any(|kind| kind == ListenerKind::RateLimitService) {
+            let store = match &self.store {
+                StoreSettings::Redis(redis) => format!(
+                    ", longer than store.redis.timeout ({} ms)",
+                    redis.timeout.as_millis()
+                ),
+                StoreSettings::Memory(_) => String::new(),
+            };
+            notes.push(format!("[rls]: Envoy waits 20 ms for an answer unless its filter sets timeout, then lets the request pass; expected for example timeout: 0.1s{store}. Envoy counts these requests in cluster.NAME.ratelimit.failure_mode_allowed; given_up in tidegate_rls_calls_total is less"));
+        }
+        notes
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,13 +80,12 @@ pub enum StoreSettings {
 #[derive(Clone, Debug)]
 pub struct RestartOnlySettings {
     pub(super) raw: RawConfig,
-    store: StoreSettings,
-    admin: AdminSettings,
     trace: Option<TraceSettings>,
+    metric_export: Option<MetricExportSettings>,
 }
 
 /// Key prefixes that a reload applies, beside the policies.
-pub(super) const RELOADABLE_KEY_PREFIXES: [&str; 9] = [
+pub(super) const RELOADABLE_KEY_PREFIXES: [&str; 10] = [
     "include",
     "listen.tls.",
     "rls.tls.",
@@ -72,11 +94,27 @@ pub(super) const RELOADABLE_KEY_PREFIXES: [&str; 9] = [
     "path.",
     "defaults.",
     "response.",
+    "self_service.",
     "upstream.tls.",
 ];
 
+/// Other keys that a reload applies: logins, TLS to Redis and the admin token.
+pub(super) const CREDENTIAL_KEYS: [&str; 11] = [
+    "store.redis.username",
+    "store.redis.username_file",
+    "store.redis.password_file",
+    "store.redis.sentinel_username",
+    "store.redis.sentinel_username_file",
+    "store.redis.sentinel_password_file",
+    "store.redis.ca",
+    "store.redis.cert",
+    "store.redis.key",
+    "store.redis.server_name",
+    "admin.token_file",
+];
+
 impl Config {
-    /// TLS settings of a service listener. `Retry` if the listener is not configured, `Some(None)`
+    /// TLS settings of a service listener. `None` if the listener is not configured, `Some(None)`
     /// for cleartext.
     pub fn service_listener_tls(&self, kind: ListenerKind) -> Option<Option<&Arc<ServerTls>>> {
         self.service_listeners
@@ -85,13 +123,18 @@ impl Config {
             .map(|settings| settings.tls.as_ref())
     }
 
+    /// The warnings as lines for the log and the dashboard. Equal ones are one line.
+    pub fn warning_lines(&self) -> Vec<String> {
+        let groups = group_diagnostics(&self.warnings);
+        groups.iter().map(DiagnosticGroup::to_log_line).collect()
+    }
+
     /// The settings that this process keeps until it ends.
     pub fn restart_only_settings(&self) -> RestartOnlySettings {
         RestartOnlySettings {
             raw: self.raw.clone(),
-            store: self.store.clone(),
-            admin: self.admin.clone(),
             trace: self.trace.clone(),
+            metric_export: self.metric_export.clone(),
         }
     }
 }
@@ -102,14 +145,13 @@ impl RestartOnlySettings {
         let mut keys = schema::key_paths();
         keys.retain(|path| !is_reloadable_key(path));
         keys.retain(|path| self.raw.value_or_default(path) != newer.raw.value_or_default(path));
-        if !keys.iter().any(|path| path.starts_with("store.")) && self.store != newer.store {
-            keys.push("store.redis (contents of a file)".to_owned());
-        }
-        if !keys.iter().any(|path| path.starts_with("admin.")) && self.admin != newer.admin {
-            keys.push("admin.token_file (contents)".to_owned());
-        }
         if !keys.iter().any(|path| path.starts_with("trace.")) && self.trace != newer.trace {
             keys.push("trace (contents of a file)".to_owned());
+        }
+        if !keys.iter().any(|path| path.starts_with("metrics."))
+            && self.metric_export != newer.metric_export
+        {
+            keys.push("metrics (contents of a file)".to_owned());
         }
         keys
     }
@@ -120,4 +162,5 @@ pub(super) fn is_reloadable_key(path: &str) -> bool {
     RELOADABLE_KEY_PREFIXES
         .iter()
         .any(|prefix| path.starts_with(prefix))
+        || CREDENTIAL_KEYS.contains(&path)
 }

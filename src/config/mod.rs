@@ -4,13 +4,17 @@
 //! `schema` lists the keys, `layers` merges the sources, `table_reader` reads values and
 //! collects every error with its position, `settings` and `policies` build the result.
 
+mod brackets;
+mod credentials;
 mod describe;
 mod diagnostic;
+mod diagnostic_groups;
 mod document;
 mod effective_config;
 mod file_set;
 mod files;
 mod input;
+mod json_schema;
 mod key_files;
 mod keywords;
 mod layers;
@@ -25,20 +29,27 @@ mod reference_page;
 mod schema;
 mod settings;
 mod sources;
+mod store_kind;
+mod suggestions;
+mod summary;
 mod table_reader;
 #[cfg(test)]
 mod tests;
 mod text_conversion;
 mod values;
 
+pub use credentials::{CredentialSource, Credentials};
 pub use describe::PolicyDescription;
 pub use diagnostic::{
     ConfigDiagnostic, ConfigErrors, DiagnosticSeverity, SourcePosition, SourceSpan,
 };
+pub use diagnostic_groups::{DiagnosticGroup, group_diagnostics};
 pub use file_set::{FileSet, read_config_file};
+pub use json_schema::json_schema;
 pub use loaded_config::{Config, RestartOnlySettings, StoreSettings};
 pub use sources::{ConfigSources, FileSource, FlagOverrides};
 pub use values::format_duration;
+pub(crate) use values::parse_duration;
 
 use crate::admin::AdminSettings;
 use input::ConfigInput;
@@ -51,13 +62,14 @@ use table_reader::TableReader;
 /// # Errors
 /// [`ConfigErrors`] with all errors.
 pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
-    let mut input = ConfigInput::default();
+    let mut input = ConfigInput::new(sources.skips_key_files);
     let Some(main) = files::read_main_file(&mut input, &sources.file) else {
         // Diagnostics of the readable part of a broken file would mislead.
         return input.into_load_result(None, |config: Config, _, _| config);
     };
     let main_values = input.document_values(main);
-    let merged = merge_layers(&mut input, &main_values, &sources.env, &sources.flags);
+    let mut merged = merge_layers(&mut input, &main_values, &sources.env, &sources.flags);
+    store_kind::resolve_store_kind(&input, main, &main_values, &mut merged);
     let included = files::read_included_files(&mut input, main, &merged, &sources.file);
     let built = {
         let top = TableReader::from_document(&input, main, &schema::ROOT, &merged);

@@ -51,6 +51,14 @@ pub fn assert_two_loads_are_equal(bytes: &[u8]) {
 /// # Errors
 /// [`ConfigErrors`] if the text is not a valid configuration.
 pub fn load_text(text: &str) -> Result<Config, ConfigErrors> {
+    load_with_environment(text, &[])
+}
+
+/// Loads a text as if it were the main file, with environment variables.
+///
+/// # Errors
+/// Same as [`load_text`].
+pub fn load_with_environment(text: &str, env: &[(&str, &str)]) -> Result<Config, ConfigErrors> {
     let file = FileSource::Text {
         name: "config.toml".to_owned(),
         text: text.to_owned(),
@@ -61,8 +69,12 @@ pub fn load_text(text: &str) -> Result<Config, ConfigErrors> {
     };
     load(&ConfigSources {
         file,
-        env: Vec::new(),
+        env: env
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect(),
         flags,
+        skips_key_files: false,
     })
 }
 

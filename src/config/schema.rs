@@ -3,22 +3,25 @@
 //! Unknown keys, defaults, ranges, the "expected …" part of messages and the tables of
 //! `docs/CONFIGURATION.md` all come from here, so they cannot differ.
 
+mod client;
 mod key;
 mod policy;
 mod proxy;
 mod store;
 
 pub(super) use key::{KeyRequirement, SchemaKey, ValueKind};
-pub(super) use policy::{MATCH, VALUE_CONDITION};
+pub(super) use policy::{COST, MATCH, VALUE_CONDITION};
 pub(super) use store::{DEFAULT_KEY_PREFIX, DEFAULT_REDIS_URL};
 
+use client::{CLIENT, SELF_SERVICE};
 use key::*;
 use policy::POLICY;
-use proxy::{CHECK, CLIENT, LISTEN, PATH, RLS, UPSTREAM, UPSTREAM_TLS};
+use proxy::{CHECK, LISTEN, PATH, RLS, UPSTREAM, UPSTREAM_TLS};
+use std::time::Duration;
 use store::STORE;
 
 /// Keys of the main file.
-pub(super) static ROOT: [SchemaKey; 15] = [
+pub(super) static ROOT: [SchemaKey; 17] = [
     key(
         "include",
         TextList("paths or globs such as \"policies/*.toml\""),
@@ -54,7 +57,7 @@ pub(super) static ROOT: [SchemaKey; 15] = [
         "path",
         Table(&PATH),
         Optional,
-        "How paths are normalized for matches and keys. The forwarded path is unchanged.",
+        "How paths are normalized for matches and keys.",
     ),
     key(
         "store",
@@ -88,14 +91,26 @@ pub(super) static ROOT: [SchemaKey; 15] = [
         Optional,
         "Export of spans by OTLP. Absent: tidegate only forwards the client's traceparent.",
     ),
+    key(
+        "metrics",
+        Table(&METRICS),
+        Optional,
+        "Export of metrics by OTLP, beside the Prometheus page.",
+    ),
     key("policy", TableList(&POLICY), Optional, "The policies."),
+    key(
+        "self_service",
+        Table(&SELF_SERVICE),
+        Optional,
+        "A path that answers a client with its own limits. Absent: off.",
+    ),
 ];
 
 /// Keys of an included file.
 pub(super) static INCLUDED_ROOT: [SchemaKey; 1] =
     [key("policy", TableList(&POLICY), Optional, "The policies.")];
 
-static DEFAULTS: [SchemaKey; 3] = [
+static DEFAULTS: [SchemaKey; 4] = [
     key(
         "on_store_failure",
         ON_STORE_FAILURE,
@@ -113,6 +128,12 @@ static DEFAULTS: [SchemaKey; 3] = [
         MISSING_KEY,
         Default("shared"),
         "If a key part is absent or empty: one quota for all such requests; the policy does not apply, so clients can avoid it; reject with 400.",
+    ),
+    key(
+        "mark_header",
+        Text("the name of a header that starts with \"x-\""),
+        Default("X-Tidegate-Over"),
+        "Request header to your app: the policies with mode \"mark\" whose limit the request exceeds. tidegate removes this header from the requests of clients.",
     ),
 ];
 
@@ -159,7 +180,7 @@ static SHUTDOWN: [SchemaKey; 2] = [
     ),
 ];
 
-static ADMIN: [SchemaKey; 4] = [
+static ADMIN: [SchemaKey; 5] = [
     key(
         "address",
         Text("an IP address and port such as \"127.0.0.1:9090\", or \"unix:/path\""),
@@ -177,6 +198,12 @@ static ADMIN: [SchemaKey; 4] = [
         Text("the path of a file that holds the token"),
         Default(""),
         "Bearer token for commands that change state; without it they are disabled. Outside loopback, everything but health and metrics needs it.",
+    ),
+    key(
+        "advertise",
+        Text("a host, and optionally a port, such as \"10.0.0.7\""),
+        Default(""),
+        "Address of this port for other instances, which query it for the fleet view. Empty: address; if that is 0.0.0.0 or [::], the environment variable POD_IP.",
     ),
     key(
         "allowed_hosts",
@@ -239,6 +266,36 @@ static TRACE: [SchemaKey; 4] = [
         Fraction,
         Default("0.01"),
         "Fraction of requests recorded. The sampled flag of a client's traceparent takes precedence.",
+    ),
+];
+
+static METRICS: [SchemaKey; 4] = [
+    key(
+        "otlp",
+        Text("a collector such as \"http://127.0.0.1:4317\""),
+        Required,
+        "Collector of metrics. Uses HTTP if the port is 4318 or the URL has a path, otherwise gRPC.",
+    ),
+    key(
+        "headers_file",
+        Text("the path of a file with a \"name: value\" per line"),
+        Optional,
+        "As in [trace].",
+    ),
+    key(
+        "tls",
+        Table(&UPSTREAM_TLS),
+        Optional,
+        "TLS to an https collector.",
+    ),
+    key(
+        "interval",
+        ValueKind::Duration {
+            min: Duration::from_secs(1),
+            max: Duration::from_secs(3600),
+        },
+        Default("60s"),
+        "Interval of exports.",
     ),
 ];
 

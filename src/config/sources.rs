@@ -11,6 +11,9 @@ pub struct ConfigSources {
     /// All environment variables. Only `TIDEGATE_` names with a double underscore are read.
     pub env: Vec<(String, String)>,
     pub flags: FlagOverrides,
+    /// Does not read the files that keys name: secrets, certificates and key sets. Only for
+    /// validation.
+    pub skips_key_files: bool,
 }
 
 /// The main configuration file.
@@ -43,13 +46,25 @@ impl fmt::Debug for ConfigSources {
     }
 }
 
+impl FileSource {
+    /// Name of a configuration that was read from stdin.
+    pub const STDIN_NAME: &'static str = "<stdin>";
+}
+
+/// Writes the name, for messages.
+impl fmt::Display for FileSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => path.display().fmt(f),
+            Self::Text { name, .. } => f.write_str(name),
+            Self::None => f.write_str("no configuration file"),
+        }
+    }
+}
+
 /// The text may hold passwords, so it is not printed.
 impl fmt::Debug for FileSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Path(path) => path.fmt(f),
-            Self::Text { name, .. } => name.fmt(f),
-            Self::None => f.write_str("None"),
-        }
+        fmt::Display::fmt(self, f)
     }
 }

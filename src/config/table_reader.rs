@@ -7,7 +7,7 @@ use super::diagnostic::{SourceSpan, quote_source};
 use super::document::KeyPath;
 use super::input::ConfigInput;
 use super::schema::{self, KeyRequirement, SchemaKey, ValueKind};
-use super::{text_conversion, values};
+use super::{suggestions, text_conversion, values};
 use figment::value::{Dict, Num, Value};
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ pub(super) struct TableReader<'a> {
     input: &'a ConfigInput,
     document: usize,
     keys: &'static [SchemaKey],
-    /// `Retry` if the table is absent. Every key then has its default.
+    /// `None` if the table is absent. Every key then has its default.
     values: Option<&'a Dict>,
     path: KeyPath,
 }
@@ -61,9 +61,19 @@ impl<'a> TableReader<'a> {
         self.values.is_some_and(|values| values.contains_key(name))
     }
 
-    /// The value of a key, or `Retry` if it is absent.
+    /// Whether the table or a table in it has a value.
+    pub(super) fn has_any_value(&self) -> bool {
+        fn has_value(values: &Dict) -> bool {
+            values
+                .values()
+                .any(|value| value.as_dict().is_none_or(has_value))
+        }
+        self.values.is_some_and(has_value)
+    }
+
+    /// The value of a key, or `None` if it is absent.
     ///
-    /// The typed getters below apply the default. They return `Retry` only for a key without a
+    /// The typed getters below apply the default. They return `None` only for a key without a
     /// default that is absent or invalid.
     pub(super) fn get(&self, name: &str) -> Option<ConfigValue<'a>> {
         let value = self.values?.get(name)?;
@@ -321,7 +331,8 @@ impl<'a> TableReader<'a> {
             (Some(item), _) => match parse(&key.kind, item.value) {
                 Ok(value) => return Some(value),
                 Err(ConfigValueError::SchemaMismatch) => {
-                    item.report_error(&self.expected_text(name))
+                    let suggestion = suggestions::suggest_value(&key.kind, item.value);
+                    item.report_error(&(self.expected_text(name) + &suggestion))
                 }
                 Err(ConfigValueError::Invalid(reason)) => item.report_error(&reason),
             },
@@ -368,7 +379,7 @@ fn nested_keys(kind: &ValueKind) -> &'static [SchemaKey] {
 }
 
 impl<'a> ConfigValue<'a> {
-    /// Opens the value as a table. Returns `Retry` if it is not a table.
+    /// Opens the value as a table. Returns `None` if it is not a table.
     pub(super) fn open_table(&self, table: &'static [SchemaKey]) -> Option<TableReader<'a>> {
         let values = self.value.as_dict()?;
         Some(TableReader::open_table(
@@ -380,7 +391,7 @@ impl<'a> ConfigValue<'a> {
         ))
     }
 
-    /// Reports an error at the value. Returns `Retry`, for use in place of the parsed value.
+    /// Reports an error at the value. Returns `None`, for use in place of the parsed value.
     pub(super) fn report_error<T>(&self, problem: &str) -> Option<T> {
         let problem = match self.quote_value() {
             Some(found) => format!("found {found}; {problem}"),

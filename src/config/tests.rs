@@ -36,6 +36,8 @@ fn make_file_sources(path: &Path) -> ConfigSources {
 }
 
 const UPSTREAM_LINE: &str = "upstream.url = \"http://127.0.0.1:3000\"\n";
+const POLICY: &str =
+    "[[policy]]\nname = 'a'\nkey = ['client_ip']\nlimit = { requests = 1, per = '1s' }\n";
 
 /// Compares the diagnostics and descriptions of each file in a folder with its `.expected` file.
 /// With `UPDATE_FIXTURES=1` the test rewrites the expected files: read the difference before you
@@ -116,7 +118,7 @@ fn doubtful_configurations_produce_warnings() {
 
 #[test]
 fn near_misses_produce_no_warnings() {
-    for name in ["near_misses", "minimal", "includes", "warm_up"] {
+    for name in ["near_misses", "includes", "warm_up", "trusted_headers"] {
         let config = load(&make_file_sources(Path::new(&format!(
             "{FIXTURES_PATH}valid/{name}.toml"
         ))))
@@ -149,7 +151,12 @@ fn defaults_match_the_documentation() {
             && config.policy_table.rate_limit_headers.legacy
     );
     assert_eq!(config.shutdown.grace, Duration::from_secs(25));
-    assert!(config.warnings.is_empty());
+    assert_eq!(config.warnings.len(), 1, "{:?}", config.warnings);
+    assert!(
+        config.warnings[0]
+            .problem
+            .contains("there is no [[policy]]")
+    );
 }
 
 #[test]
@@ -161,7 +168,8 @@ fn the_example_names_every_key_with_its_default() {
     // Uncommenting every key must change nothing.
     let written = fs::read_to_string(&example).unwrap();
     let (settings, _) = written.split_once("\n[[policy]]").unwrap();
-    // Keys without a default would read files and need an upstream with TLS.
+    // Keys without a default would read files and need an upstream with TLS. A Redis URL
+    // contradicts the store in memory.
     let is_for_tls =
         |line: &str| line.contains("\"/etc/tidegate/") || line.contains("orders.internal");
     let is_key = |line: &&str| {
@@ -169,6 +177,7 @@ fn the_example_names_every_key_with_its_default() {
             && !line.starts_with("# ")
             && line.contains(" = ")
             && !is_for_tls(line)
+            && !line.starts_with("#url = \"redis:")
     };
     let mut all = String::new();
     for line in settings.lines() {
@@ -338,11 +347,27 @@ fn a_password_comes_from_its_file() {
 }
 
 #[test]
+fn a_user_name_comes_from_its_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("username");
+    fs::write(&file, "ann\n").unwrap();
+    let settings = format!(
+        "{UPSTREAM_LINE}[store]\nkind = \"redis\"\n[store.redis]\nusername_file = {:?}\n",
+        file.display().to_string()
+    );
+    let config = load(&make_text_sources(&settings)).unwrap();
+    let redis = config.credentials().redis.unwrap();
+    assert_eq!(redis.credentials.username.as_deref(), Some("ann"));
+    let twice = format!("{settings}username = \"bob\"\n");
+    assert!(load_errors(&make_text_sources(&twice)).contains("username is set too"));
+}
+
+#[test]
 fn the_state_directory_exists_and_is_writable() {
     let directory = tempfile::tempdir().unwrap();
     let settings = |kind: &str, path: &Path| {
         make_text_sources(&format!(
-            "{UPSTREAM_LINE}\nstore = {{ kind = \"{kind}\", state_dir = \"{}\", redis = {{ key_prefix = \"shop\" }} }}",
+            "{UPSTREAM_LINE}\nstore = {{ kind = \"{kind}\", state_dir = \"{}\", redis = {{ key_prefix = \"shop\" }} }}\n{POLICY}",
             path.display()
         ))
     };
@@ -390,7 +415,7 @@ fn collector_headers_are_read_from_a_file() {
         "# a remark\n\nX-Api-Key: hunter2:3 \nx-team: a\n",
     ))
     .unwrap();
-    let headers = &running.trace.as_ref().unwrap().headers;
+    let headers = &running.trace.as_ref().unwrap().collector.headers;
     assert_eq!(
         (&headers["x-api-key"], &headers["x-team"], headers.len()),
         (&"hunter2:3".parse().unwrap(), &"a".parse().unwrap(), 2)
@@ -523,7 +548,7 @@ fn settings_that_need_a_restart_are_named() {
 }
 
 #[test]
-fn a_new_password_needs_a_restart_and_is_never_printed() {
+fn a_new_password_needs_no_restart_and_is_never_printed() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("password");
     let settings = format!(
@@ -531,20 +556,32 @@ fn a_new_password_needs_a_restart_and_is_never_printed() {
         file.display().to_string()
     );
     fs::write(&file, "hunter2").unwrap();
-    let running = load(&make_text_sources(&settings))
-        .unwrap()
-        .restart_only_settings();
+    let running = load(&make_text_sources(&settings)).unwrap();
     fs::write(&file, "hunter3").unwrap();
     let newer = load(&make_text_sources(&settings)).unwrap();
     assert_eq!(
-        running.changed_keys(&newer),
-        ["store.redis (contents of a file)"]
+        running.restart_only_settings().changed_keys(&newer),
+        [""; 0]
     );
+    let source = running.credential_source();
+    assert!(source.files.contains(&file));
+    let credentials = Credentials {
+        redis: source.load_redis().unwrap(),
+        admin_token: source.load_admin_token().unwrap(),
+    };
+    assert_eq!(credentials, newer.credentials());
+    assert!(credentials != running.credentials());
+    assert!(running.credentials().is_for_same_servers(&credentials));
+    let elsewhere = settings.replace("redis.pass", "redis.url = \"redis://other\"\nredis.pass");
+    let elsewhere = load(&make_text_sources(&elsewhere)).unwrap().credentials();
+    assert!(!running.credentials().is_for_same_servers(&elsewhere));
     let sources = with_env(
         make_text_sources("x = \"hunter2\""),
         &[("TIDEGATE_STORE__REDIS__URL", "redis://:hunter2@h")],
     );
-    assert!(!format!("{running:?}{newer:?}{sources:?}").contains("hunter"));
+    assert!(
+        !format!("{running:?}{newer:?}{sources:?}{source:?}{credentials:?}").contains("hunter")
+    );
 }
 
 #[test]

@@ -14,19 +14,33 @@ use std::time::Duration;
 /// Largest compiled size of a regular expression, in bytes. Ample for paths and headers.
 const MAX_REGEX_BYTES: usize = 1 << 20;
 
-/// Parses a duration such as `"250ms"`, `"1s"`, `"5m"`, `"1h"`, `"1d"` or `"0"`.
-pub(super) fn parse_duration(text: &str) -> Option<Duration> {
-    let (number, unit) = split_unit(text)?;
-    let ms: u64 = match unit {
-        "ms" => 1,
-        "s" => 1000,
-        "m" => 60_000,
-        "h" => 3_600_000,
-        "d" => 86_400_000,
-        "" if number == 0 => 0,
-        _ => return None,
-    };
-    number.checked_mul(ms).map(Duration::from_millis)
+/// Units of durations in milliseconds, in the order in which a duration may combine them.
+const DURATION_UNITS: [(&str, u64); 5] = [
+    ("d", 86_400_000),
+    ("h", 3_600_000),
+    ("m", 60_000),
+    ("s", 1000),
+    ("ms", 1),
+];
+
+/// Parses a duration such as `"250ms"`, `"1s"`, `"5m"`, `"1h30m"`, `"1d"` or `"0"`.
+pub(crate) fn parse_duration(text: &str) -> Option<Duration> {
+    if text == "0" {
+        return Some(Duration::ZERO);
+    }
+    let (mut rest, mut units, mut total_ms) = (text, DURATION_UNITS.as_slice(), 0_u64);
+    loop {
+        let (number, after) = split_unit(rest)?;
+        let unit_end = after.find(|c: char| !c.is_ascii_alphabetic());
+        let (unit, after) = after.split_at_checked(unit_end.unwrap_or(after.len()))?;
+        let position = units.iter().position(|(name, _)| *name == unit)?;
+        let (_, ms) = units.get(position)?;
+        total_ms = total_ms.checked_add(number.checked_mul(*ms)?)?;
+        (rest, units) = (after, units.get(position + 1..)?);
+        if rest.is_empty() {
+            return Some(Duration::from_millis(total_ms));
+        }
+    }
 }
 
 /// Parses a size such as `"512"`, `"64KiB"`, `"1MiB"` or `"2GiB"`. Returns bytes.
@@ -243,7 +257,7 @@ fn parse_database(text: &str) -> Option<i64> {
     }
 }
 
-/// Decodes percent-encoded text. Empty text is `Retry`.
+/// Decodes percent-encoded text. Empty text is `None`.
 fn decode_percent(text: &str) -> Result<Option<String>, String> {
     let text = percent_decode_str(text).decode_utf8();
     let text = text
@@ -322,14 +336,9 @@ pub(super) fn parse_header_name(text: &str) -> Result<HeaderName, String> {
 /// Formats a duration in the largest unit that represents it exactly.
 pub fn format_duration(duration: Duration) -> String {
     let ms = duration.as_millis();
-    let units = [
-        ("d", 86_400_000),
-        ("h", 3_600_000),
-        ("m", 60_000),
-        ("s", 1000),
-    ];
-    match units
+    match DURATION_UNITS
         .iter()
+        .map(|(unit, size)| (unit, u128::from(*size)))
         .find(|(_, size)| ms > 0 && ms.is_multiple_of(*size))
     {
         Some((unit, size)) => format!("{}{unit}", ms / size),
@@ -342,10 +351,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_have_one_number_and_one_unit() {
+    fn durations_combine_units_from_large_to_small() {
         assert_eq!(parse_duration("250ms"), Some(Duration::from_millis(250)));
         assert_eq!(parse_duration("1d"), Some(Duration::from_secs(86_400)));
         assert_eq!(parse_duration("0"), Some(Duration::ZERO));
+        assert_eq!(parse_duration("1h30m"), Some(Duration::from_secs(5400)));
+        assert_eq!(
+            parse_duration("1d2h3m4s5ms"),
+            Some(Duration::from_millis(93_784_005))
+        );
         for wrong in [
             "",
             "5",
@@ -353,8 +367,12 @@ mod tests {
             "1.5s",
             "-1s",
             "1 s",
-            "1m30s",
+            "30m1h",
+            "1m1m",
+            "1h30",
+            "1h 30m",
             "1S",
+            "00",
             "99999999999999999999s",
             "18446744073709551615d",
         ] {

@@ -1,13 +1,16 @@
 //! The charges of one request: which limits apply, by which key and at which cost.
 
 use super::decisions::PolicyDecision;
+use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
 use crate::limiter::{Algorithm, Charge, Decision, Key, LeaseTerms, Limit, LimitStatus, MAX_UNITS};
 use crate::policy::{
-    Descriptor, EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyAction, PolicyTable,
+    Descriptor, EstimateCost, Facts, KeyDigests, KeyError, NamedLimit, OnStoreFailure, Policy,
+    PolicyAction, PolicyTable,
 };
 use crate::store::{
-    ConcurrencySlotGuard, ConcurrencySlots, LimitAndKey, SettlementQueue, UntakenSlotAction,
+    ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
+    UntakenSlotAction,
 };
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -20,8 +23,8 @@ pub(super) struct ChargePlan<'t> {
     /// The inline capacity is small: the plan is moved with every request, and a planned policy is
     /// large.
     pub planned_policies: SmallVec<[PlannedPolicy<'t>; 2]>,
-    /// Shadow policies that would have denied the request.
-    pub shadow_rejections: SmallVec<[&'t str; 1]>,
+    /// Policies that would have rejected the request before any charge.
+    pub unenforced_rejections: UnenforcedRejections<'t>,
 }
 
 /// The limits of one matching policy, for the request's key.
@@ -82,14 +85,16 @@ impl<'t> PlannedPolicy<'t> {
 impl<'t> ChargePlan<'t> {
     /// Evaluates the matching policies in order until one allows or denies the request. Limits
     /// before an allowing policy apply; a denied request charges nothing. A shadow policy does not
-    /// end the evaluation. Decisions that need no counter are passed to `record_decision`.
+    /// end the evaluation. Policies for whose index `is_included` returns false do not apply.
+    /// Decisions that need no counter are passed to `record_decision`.
     pub(super) fn from_facts(
         table: &'t PolicyTable,
         facts: &Facts<'_>,
+        is_included: impl Fn(usize) -> bool,
         record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
     ) -> Result<Self, RequestOutcome<'t>> {
         let mut plan = Self::default();
-        plan.add_matching_policies(table, facts, None, record_decision)?;
+        plan.add_matching_policies(table, facts, None, is_included, record_decision)?;
         Ok(plan)
     }
 
@@ -100,74 +105,95 @@ impl<'t> ChargePlan<'t> {
         table: &'t PolicyTable,
         facts: &Facts<'_>,
         descriptor: Option<&'t Descriptor<'t>>,
+        is_included: impl Fn(usize) -> bool,
         mut record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
     ) -> Result<bool, RequestOutcome<'t>> {
         let matching = table.matching_policies(facts);
         let is_matched = !matching.is_empty();
-        for (index, policy) in matching {
+        let mut digests = KeyDigests::default();
+        for (index, policy) in matching
+            .into_iter()
+            .filter(|(index, _)| is_included(*index))
+        {
+            if let Some(error) = policy.find_ambiguity(facts, &table.client) {
+                self.record_invalid_key(index, policy, error, &mut record_decision)?;
+                continue;
+            }
             let quota = match &policy.action {
                 PolicyAction::Limit(quota) => quota,
                 PolicyAction::Allow => {
                     record_decision(index, None, PolicyDecision::Exempt);
-                    if policy.shadow {
+                    if !policy.is_enforced() {
                         continue;
                     }
                     break;
                 }
-                PolicyAction::Deny if policy.shadow => {
-                    record_decision(index, None, PolicyDecision::ShadowRejected);
-                    self.shadow_rejections.push(&*policy.name);
+                PolicyAction::Deny if !policy.is_enforced() => {
+                    record_decision(index, None, PolicyDecision::from_mode(policy.mode));
+                    self.unenforced_rejections.add_policy(policy);
                     continue;
                 }
                 PolicyAction::Deny => {
                     record_decision(index, None, PolicyDecision::Denied);
                     return Err(RequestOutcome::Denied {
                         policy: &policy.name,
+                        is_reported: policy.is_reported,
                         custom_response: policy.reject_response.as_ref(),
                     });
                 }
             };
             let context = table.key_context(policy);
+            let (name, seen) = (&*policy.name, &mut digests);
             let selected = match descriptor {
                 Some(descriptor) => {
-                    quota.key_and_limits_for_descriptor(&policy.name, descriptor, &context)
+                    quota.key_and_limits_for_descriptor(name, descriptor, &context, seen)
                 }
-                None => quota.key_and_limits_for_request(&policy.name, facts, &context),
+                None => quota.key_and_limits_for_request(name, facts, &context, seen),
             };
             match selected {
                 Ok(Some((key, limits))) => {
-                    let block = quota.block.as_ref().filter(|_| !policy.shadow);
-                    let (cost, estimate) =
-                        (quota.cost.compute_units(facts), quota.cost.as_estimate());
-                    let (counts_rejected, shards) = (quota.count_rejected, quota.shards);
-                    let lease = quota.lease;
                     self.add_planned_policy(PlannedPolicy {
                         policy_index: index,
                         policy,
                         key,
                         limits,
-                        block,
-                        cost,
-                        estimate,
-                        counts_rejected,
-                        shards,
-                        lease,
+                        block: quota.block.as_ref().filter(|_| policy.is_enforced()),
+                        cost: quota.cost.compute_units(facts),
+                        estimate: quota.cost.as_estimate(),
+                        counts_rejected: quota.count_rejected,
+                        shards: quota.shards,
+                        lease: quota.lease,
                     });
                 }
                 Ok(None) => {}
-                Err(_) if policy.shadow => {
-                    record_decision(index, None, PolicyDecision::ShadowRejected)
-                }
                 Err(error) => {
-                    record_decision(index, None, PolicyDecision::Denied);
-                    return Err(RequestOutcome::InvalidKey {
-                        policy: &policy.name,
-                        error,
-                    });
+                    self.record_invalid_key(index, policy, error, &mut record_decision)?
                 }
             }
         }
         Ok(is_matched)
+    }
+
+    /// Rejects the request because the policy cannot form its key, unless the policy is not
+    /// enforced.
+    fn record_invalid_key(
+        &mut self,
+        index: usize,
+        policy: &'t Policy,
+        error: KeyError,
+        record_decision: &mut impl FnMut(usize, Option<&Key>, PolicyDecision),
+    ) -> Result<(), RequestOutcome<'t>> {
+        if !policy.is_enforced() {
+            record_decision(index, None, PolicyDecision::from_mode(policy.mode));
+            self.unenforced_rejections.add_policy(policy);
+            return Ok(());
+        }
+        record_decision(index, None, PolicyDecision::Denied);
+        Err(RequestOutcome::InvalidKey {
+            policy: &policy.name,
+            is_reported: policy.is_reported,
+            error,
+        })
     }
 
     /// Adds a planned policy. Several descriptors of a call may use one counter, which must be
@@ -214,7 +240,7 @@ impl<'t> ChargePlan<'t> {
                     .chain(limits)
                     .map(move |(limit, cost)| Charge {
                         policy_number,
-                        shadow: planned_policy.policy.shadow,
+                        shadow: !planned_policy.policy.is_enforced(),
                         counts_rejected: planned_policy.counts_rejected,
                         is_estimate: planned_policy.estimate.is_some(),
                         slot_id: slot,
@@ -311,13 +337,25 @@ impl<'t> ChargePlan<'t> {
         self.planned_policies
             .iter()
             .map(|planned_policy| planned_policy.policy)
-            .filter(|policy| !policy.shadow)
+            .filter(|policy| policy.is_enforced())
     }
 
     /// The first enforced policy with `on_store_failure = "closed"`.
     pub(super) fn first_fail_closed_policy(&self) -> Option<&'t Policy> {
         self.enforced_policies()
             .find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
+    }
+}
+
+/// What to do with slots that a decision of the store has not granted. A split decision has no
+/// status for charges that are being returned, were not made, or gave no answer.
+pub(super) fn untaken_slot_action(
+    decision: &Decision,
+    source: DecisionSource,
+) -> UntakenSlotAction {
+    match source == DecisionSource::Redis && decision.statuses.iter().any(Option::is_none) {
+        true => UntakenSlotAction::Release,
+        false => UntakenSlotAction::Forget,
     }
 }
 

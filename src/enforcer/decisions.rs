@@ -1,5 +1,6 @@
 //! Decisions on requests, and how metrics and history label their counters.
 
+use crate::policy::PolicyMode;
 use crate::telemetry::metrics::LabelledCounterIndices;
 
 /// The decision of one policy on one request.
@@ -18,6 +19,8 @@ pub enum PolicyDecision {
     Exempt,
     /// A shadow policy would have rejected the request.
     ShadowRejected,
+    /// A policy with `mode = "mark"` is over its limit. The request is forwarded with a mark.
+    Marked,
     /// The policy did not decide, because the store was unavailable: it is a shadow policy, or
     /// another policy is `closed`.
     DegradedUndecided,
@@ -53,7 +56,7 @@ const DEGRADED_REFUSED_LABEL: &str = "degraded_refused";
 
 impl PolicyDecision {
     /// The values of the label `decision` of a policy's requests, with their counters.
-    pub const LABELS: [LabelledCounterIndices; 8] = [
+    pub const LABELS: [LabelledCounterIndices; 9] = [
         ("allowed", &[Self::Allowed as usize]),
         ("delayed", &[Self::Delayed as usize]),
         ("rejected", &[Self::Rejected as usize]),
@@ -61,6 +64,7 @@ impl PolicyDecision {
         ("denied", &[Self::Denied as usize]),
         ("exempt", &[Self::Exempt as usize]),
         ("shadow_rejected", &[Self::ShadowRejected as usize]),
+        ("marked", &[Self::Marked as usize]),
         (
             "degraded",
             &[
@@ -83,8 +87,8 @@ impl PolicyDecision {
     ];
 
     /// The series of the history: [`Self::LABELS`], and the rejected part of `degraded`.
-    pub const HISTORY_SERIES: [LabelledCounterIndices; 9] = {
-        let [a, b, c, d, e, f, g, h] = Self::LABELS;
+    pub const HISTORY_SERIES: [LabelledCounterIndices; 10] = {
+        let [a, b, c, d, e, f, g, h, i] = Self::LABELS;
         let refused: LabelledCounterIndices = (
             DEGRADED_REFUSED_LABEL,
             &[
@@ -92,8 +96,16 @@ impl PolicyDecision {
                 Self::DegradedLocalRejected as usize,
             ],
         );
-        [a, b, c, d, e, f, g, h, refused]
+        [a, b, c, d, e, f, g, h, i, refused]
     };
+
+    /// The decision of a policy in a mode without enforcement that would reject the request.
+    pub(super) fn from_mode(mode: PolicyMode) -> Self {
+        match mode {
+            PolicyMode::Mark => Self::Marked,
+            PolicyMode::Enforce | PolicyMode::Shadow => Self::ShadowRejected,
+        }
+    }
 
     /// Whether the policy rejected the request because of its client, or would have.
     pub fn is_client_rejection(self) -> bool {
@@ -103,6 +115,7 @@ impl PolicyDecision {
                 | Self::Blocked
                 | Self::Denied
                 | Self::ShadowRejected
+                | Self::Marked
                 | Self::DegradedLocalRejected
         )
     }
@@ -185,6 +198,7 @@ mod tests {
             P::Denied,
             P::Exempt,
             P::ShadowRejected,
+            P::Marked,
             P::DegradedUndecided,
             P::DegradedOpen,
             P::DegradedClosed,
@@ -209,18 +223,19 @@ mod tests {
             ("denied", 1 << 4),
             ("exempt", 1 << 5),
             ("shadow_rejected", 1 << 6),
-            ("degraded", 0b1_1111 << 7),
+            ("marked", 1 << 7),
+            ("degraded", 0b1_1111 << 8),
         ];
         assert_eq!(counts(&P::LABELS), decided);
         let outcomes = [
-            ("open", 1 << 8),
-            ("closed", 1 << 9),
-            ("local_allowed", 1 << 10),
-            ("local_rejected", 1 << 11),
+            ("open", 1 << 9),
+            ("closed", 1 << 10),
+            ("local_allowed", 1 << 11),
+            ("local_rejected", 1 << 12),
         ];
         assert_eq!(counts(&P::DEGRADED_OUTCOMES), outcomes);
         let history = counts(&P::HISTORY_SERIES);
-        assert_eq!(history[..8], decided);
-        assert_eq!(history[8], ("degraded_refused", (1 << 9) + (1 << 11)));
+        assert_eq!(history[..9], decided);
+        assert_eq!(history[9], ("degraded_refused", (1 << 10) + (1 << 12)));
     }
 }

@@ -16,7 +16,7 @@ pub struct PolicyOutcome<'a, 't> {
     /// Index of the policy in the table.
     pub policy_index: usize,
     pub decision: PolicyDecision,
-    /// `Retry` for a policy without limits, and for a request without a valid key.
+    /// `None` for a policy without limits, and for a request without a valid key.
     pub quota_usage: Option<QuotaUsage<'a, 't>>,
 }
 
@@ -54,12 +54,14 @@ pub struct DryRunResult {
 
 /// Decides a request at the time of `memory`'s clock. `slot` is unique among the slots of this
 /// memory. `requested_at` is any moment, because that clock is a manual one. The decision of each
-/// matching policy is passed to `report`.
+/// matching policy is passed to `report`. Policies for whose index `is_included` returns false do
+/// not apply.
 pub fn dry_run_request<'t>(
     memory: &MemoryStore,
     table: &'t PolicyTable,
     facts: &Facts<'_>,
     (slot, requested_at): (u128, Instant),
+    is_included: impl Fn(usize) -> bool,
     mut report: impl FnMut(PolicyOutcome<'_, 't>),
 ) -> DryRunResult {
     let result_without_charges = |outcome| DryRunResult {
@@ -68,7 +70,7 @@ pub fn dry_run_request<'t>(
         slot_counters: SmallVec::new(),
         max_duration_us: None,
     };
-    let plan = match ChargePlan::from_facts(table, facts, |at, _, decision| {
+    let plan = match ChargePlan::from_facts(table, facts, is_included, |at, _, decision| {
         report(PolicyOutcome {
             policy_index: at,
             decision,

@@ -3,6 +3,7 @@
 use crate::limiter::Amendment;
 use crate::policy::{ActualCostSource, EstimateCost};
 use crate::store::{LimitAndKey, SettlementQueue};
+use http::StatusCode;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
@@ -36,6 +37,18 @@ impl EstimatedCharge {
     /// Whether the actual cost is in the response body.
     pub fn is_settled_from_body(&self) -> bool {
         matches!(self.cost.actual_source, ActualCostSource::Json(_))
+    }
+
+    /// Whether the status of the response decides (`count_when`).
+    pub fn is_settled_by_status(&self) -> bool {
+        matches!(self.cost.actual_source, ActualCostSource::Status(_))
+    }
+
+    /// Settles a charge for which the status of the response decides. Any other charge stands.
+    pub fn settle_by_status(self, status: StatusCode) {
+        if let Some(units) = self.cost.units_of_status(status) {
+            self.settle(units);
+        }
     }
 
     /// The estimated units, which stand until the charge is settled.

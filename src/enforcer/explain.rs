@@ -1,12 +1,12 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
+use super::UnenforcedRejections;
 use super::charge_plan::{ChargePlan, PlannedPolicy};
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
-    Facts, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
+    Facts, KeyDigests, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
 };
 use crate::store::{Store, StoreUnavailable};
-use smallvec::SmallVec;
 
 /// The effect of one policy on a request.
 #[derive(Debug)]
@@ -41,8 +41,9 @@ pub struct PolicyLimits<'t> {
 #[derive(Debug)]
 pub struct PolicyExplanation<'t> {
     pub steps: Vec<(&'t Policy, PolicyStep<'t>)>,
-    /// The store's clock (µs since the epoch), or the error if the store is unavailable.
-    pub store: Result<u64, StoreUnavailable>,
+    /// The store's clock (µs since the epoch), or the error if the store is unavailable. `None` if
+    /// no policy limits the request: the store has nothing to answer.
+    pub store: Result<Option<u64>, StoreUnavailable>,
 }
 
 /// Explains how `table` decides a request. Reads the counters and changes none.
@@ -82,8 +83,14 @@ pub async fn explain_request<'t>(
             });
     let plan = ChargePlan {
         planned_policies: planned_policies.collect(),
-        shadow_rejections: SmallVec::new(),
+        unenforced_rejections: UnenforcedRejections::default(),
     };
+    if plan.planned_policies.is_empty() {
+        return PolicyExplanation {
+            steps,
+            store: Ok(None),
+        };
+    }
     let decision = match store.decide(&plan.build_charges(0, 0)).await {
         Ok(decision) => decision,
         Err(unavailable) => {
@@ -107,7 +114,7 @@ pub async fn explain_request<'t>(
     }
     PolicyExplanation {
         steps,
-        store: Ok(decision.now_us),
+        store: Ok(Some(decision.now_us)),
     }
 }
 
@@ -117,12 +124,15 @@ fn explain_policies<'t>(
 ) -> Vec<(&'t Policy, PolicyStep<'t>)> {
     let mut is_walk_ended = false;
     let steps = table.policies().iter().map(|policy| {
-        let step = match policy.first_unmet_condition(facts) {
+        let step = match policy.find_ambiguity(facts, &table.client) {
             _ if is_walk_ended => PolicyStep::NotReached,
-            Some(unmet) => PolicyStep::NotMatched(unmet),
-            None => explain_policy(policy, table, facts),
+            Some(error) => PolicyStep::InvalidKey(error),
+            None => match policy.first_unmet_condition(facts) {
+                Some(unmet) => PolicyStep::NotMatched(unmet),
+                None => explain_policy(policy, table, facts),
+            },
         };
-        is_walk_ended |= !policy.shadow
+        is_walk_ended |= policy.is_enforced()
             && matches!(
                 step,
                 PolicyStep::Exempts | PolicyStep::Denies | PolicyStep::InvalidKey(_)
@@ -142,9 +152,10 @@ fn explain_policy<'t>(
         PolicyAction::Deny => return PolicyStep::Denies,
         PolicyAction::Limit(quota) => quota,
     };
-    match quota.key_and_limits_for_request(&policy.name, facts, &table.key_context(policy)) {
+    let (context, mut digests) = (table.key_context(policy), KeyDigests::default());
+    match quota.key_and_limits_for_request(&policy.name, facts, &context, &mut digests) {
         Ok(Some((key, limits))) => {
-            let block = quota.block.as_ref().filter(|_| !policy.shadow);
+            let block = quota.block.as_ref().filter(|_| policy.is_enforced());
             let cost = quota.cost.compute_units(facts);
             PolicyStep::Limits(PolicyLimits {
                 key,

@@ -4,7 +4,7 @@ use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
 use super::{LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Decision, Key, LimitStatus, Refusal};
-use crate::policy::{NamedLimit, OnStoreFailure, Policy};
+use crate::policy::{NamedLimit, OnStoreFailure, Policy, PolicyMode};
 use crate::store::StoreUnavailable;
 use smallvec::SmallVec;
 use std::time::Duration;
@@ -15,7 +15,7 @@ impl<'t> ChargePlan<'t> {
         let mut verdict = Verdict::from_outcome(RequestOutcome::Forward);
         verdict.now_us = decision.now_us;
         verdict.delay = Duration::from_micros(decision.delay_us);
-        verdict.shadow_rejected = self.shadow_rejections;
+        verdict.unenforced_rejections = self.unenforced_rejections;
         let mut refusals = RefusalSummary::default();
         let mut statuses = decision.statuses.iter();
         for planned_policy in &self.planned_policies {
@@ -23,17 +23,16 @@ impl<'t> ChargePlan<'t> {
             refusals.is_blocked |= block.is_some_and(|block| block.refusal.is_some());
             let blocked_until_us = block.and_then(|block| block.next_growth_us);
             for (limit, status) in planned_policy.limits.iter().zip(&mut statuses) {
-                if planned_policy.policy.shadow {
-                    let name = &*planned_policy.policy.name;
-                    let refused = status.is_some_and(|status| status.refusal.is_some());
-                    if refused && verdict.shadow_rejected.last() != Some(&name) {
-                        verdict.shadow_rejected.push(name);
+                let policy = planned_policy.policy;
+                let status = match (*status, blocked_until_us) {
+                    (Some(status), _) if !policy.is_enforced() => {
+                        if status.refusal.is_some() {
+                            verdict.unenforced_rejections.add_policy(policy);
+                        }
+                        Some(marked_status(status)).filter(|_| policy.mode == PolicyMode::Mark)
                     }
-                    continue;
-                }
-                let status = match blocked_until_us {
-                    Some(until_us) => Some(blocked_status(*status, until_us)),
-                    None => *status,
+                    (status, Some(until_us)) => Some(blocked_status(status, until_us)),
+                    (status, None) => status,
                 };
                 let Some(status) = status else { continue };
                 verdict.limits.push(LimitReport {
@@ -63,11 +62,12 @@ impl<'t> ChargePlan<'t> {
         if let Some(policy) = self.first_fail_closed_policy() {
             let outcome = RequestOutcome::Unavailable {
                 policy: &policy.name,
+                is_reported: policy.is_reported,
                 retry_after_us: unavailable.retry_after_us,
             };
             return Verdict {
                 is_degraded,
-                shadow_rejected: self.shadow_rejections,
+                unenforced_rejections: self.unenforced_rejections,
                 ..Verdict::from_outcome(outcome)
             };
         }
@@ -78,7 +78,7 @@ impl<'t> ChargePlan<'t> {
             },
             None => Verdict {
                 is_degraded,
-                shadow_rejected: self.shadow_rejections,
+                unenforced_rejections: self.unenforced_rejections,
                 ..Verdict::from_outcome(RequestOutcome::Forward)
             },
         }
@@ -100,11 +100,14 @@ impl<'t> ChargePlan<'t> {
                 refused |= status.is_some_and(|status| status.refusal.is_some());
                 known &= status.is_some();
             }
-            let decision_label = match (refused, planned_policy.policy.shadow) {
+            let mode = planned_policy.policy.mode;
+            let decision_label = match (refused, mode) {
                 _ if blocked => PolicyDecision::Blocked,
-                (true, true) => PolicyDecision::ShadowRejected,
-                (true, false) => PolicyDecision::Rejected,
-                (false, false) if decision.delay_us > 0 && planned_policy.may_delay_requests() => {
+                (true, PolicyMode::Enforce) => PolicyDecision::Rejected,
+                (true, _) => PolicyDecision::from_mode(mode),
+                (false, PolicyMode::Enforce)
+                    if decision.delay_us > 0 && planned_policy.may_delay_requests() =>
+                {
                     PolicyDecision::Delayed
                 }
                 (false, _) if known => PolicyDecision::Allowed,
@@ -138,7 +141,7 @@ impl<'t> ChargePlan<'t> {
                 .count()
                 > 0;
             let decision_label = match planned_policy.policy.on_store_failure {
-                _ if planned_policy.policy.shadow => PolicyDecision::DegradedUndecided,
+                _ if !planned_policy.policy.is_enforced() => PolicyDecision::DegradedUndecided,
                 OnStoreFailure::Open => PolicyDecision::DegradedOpen,
                 OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
                 // Another policy is closed: nothing was decided.
@@ -154,6 +157,21 @@ impl<'t> ChargePlan<'t> {
                 decision_label,
             );
         }
+    }
+}
+
+/// The reported status of a limit that does not reject: without units if it would refuse.
+fn marked_status(status: LimitStatus) -> LimitStatus {
+    match status.refusal {
+        None => status,
+        Some(refusal) => LimitStatus {
+            remaining: 0,
+            next_growth_us: match refusal {
+                Refusal::Until(at_us) => Some(at_us),
+                Refusal::Never | Refusal::Unknown => None,
+            },
+            refusal: None,
+        },
     }
 }
 
@@ -182,7 +200,9 @@ struct RefusalSummary<'t> {
 
 impl<'t> RefusalSummary<'t> {
     fn add_refusal(&mut self, policy: &'t Policy, limit: &'t NamedLimit, refusal: Refusal) {
-        self.violated_limits.push(&limit.name);
+        if policy.is_reported {
+            self.violated_limits.push(&limit.name);
+        }
         if self
             .longest_refusal
             .is_none_or(|(_, longest)| refusal > longest)
@@ -202,6 +222,7 @@ impl<'t> RefusalSummary<'t> {
         };
         Some(LimitRejection {
             policy: &policy.name,
+            is_reported: policy.is_reported,
             violated_limits: self.violated_limits,
             retry,
             is_blocked: self.is_blocked,

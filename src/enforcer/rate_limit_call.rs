@@ -25,7 +25,7 @@ pub struct DescriptorVerdict<'t> {
     /// Whether any policy matches the descriptor.
     pub is_matched: bool,
     pub is_over_limit: bool,
-    /// The limit that refused, or the one with the fewest remaining units.
+    /// Of the reported limits: one that refused, or the one with the fewest remaining units.
     pub tightest_limit: Option<LimitReport<'t>>,
 }
 
@@ -54,6 +54,7 @@ impl Enforcer {
                 &policies.table,
                 &Facts::from_descriptor(descriptor),
                 Some(descriptor),
+                |_| true,
                 record_decision,
             ) {
                 Ok(is_matched) => statuses.push(DescriptorVerdict {
@@ -83,8 +84,8 @@ impl Enforcer {
                     .map(|planned_policy| planned_policy.key.id())
                     .collect(),
             );
-            plan.shadow_rejections
-                .extend(descriptor_plan.shadow_rejections);
+            plan.unenforced_rejections
+                .extend(descriptor_plan.unenforced_rejections);
             descriptor_plan
                 .planned_policies
                 .into_iter()
@@ -104,8 +105,9 @@ impl Enforcer {
         for (status, keys) in statuses.iter_mut().zip(&key_ids_by_descriptor) {
             let mut own: SmallVec<[LimitReport<'t>; 4]> = verdict.limits.clone();
             own.retain(|reported| keys.contains(&reported.key_id));
-            status.tightest_limit = LimitReport::find_tightest_limit(&own).copied();
             status.is_over_limit = own.iter().any(|reported| reported.status.refusal.is_some());
+            own.retain(|reported| reported.limit.is_reported);
+            status.tightest_limit = LimitReport::find_tightest_limit(&own).copied();
         }
         CallVerdict { verdict, statuses }
     }
@@ -182,7 +184,8 @@ impl ChargePlan<'_> {
                 }
                 is_exhausted |= status.refusal.is_some();
             }
-            is_refused |= is_exhausted && planned_policy.cost == 0 && !planned_policy.policy.shadow;
+            is_refused |=
+                is_exhausted && planned_policy.cost == 0 && planned_policy.policy.is_enforced();
         }
         decision.admitted &= !is_refused;
         is_refused

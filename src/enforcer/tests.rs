@@ -4,17 +4,16 @@ use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, KeyBuilder, Limit};
 use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
-    ActualCostSource, CostSource, EstimateCost, KeyError, KeyPart, KeyTemplate, LimitOverride,
-    LimitOverrides, Matcher, MissingKeyAction, NamedLimit, OnStoreFailure, Policy, PolicyAction,
-    PolicyTable, Quota, RateLimitHeaderSettings, client,
+    ActualCostSource, CostSource, CountedStatuses, EstimateCost, KeyError, KeyPart, KeyTemplate,
+    LimitOverride, LimitOverrides, Matcher, MissingKeyAction, NamedLimit, OnStoreFailure, Policy,
+    PolicyAction, PolicyMode, PolicyTable, Quota, RateLimitHeaderSettings, client,
 };
 use crate::store::redis::{
     RedisCredentials, RedisDialer, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
 use crate::store::{MemorySettings, MemoryStore, StoreUnavailable};
 use crate::telemetry::metrics::{MetricLabels, Metrics};
-use http::{HeaderMap, Method};
-use smallvec::SmallVec;
+use http::{HeaderMap, Method, StatusCode};
 use std::time::Duration;
 
 const PATH_SETTINGS: Settings = Settings::DEFAULT;
@@ -49,6 +48,7 @@ fn make_limit(name: &str, requests: u64) -> NamedLimit {
         name: name.into(),
         unit: None,
         limit,
+        is_reported: true,
     }
 }
 
@@ -68,7 +68,8 @@ fn make_policy_by_user(name: &str, requests: u64) -> Policy {
             block: None,
             overrides: LimitOverrides::default(),
         })),
-        shadow: false,
+        mode: PolicyMode::Enforce,
+        is_reported: true,
         on_store_failure: OnStoreFailure::Open,
         reject_response: None,
     }
@@ -145,6 +146,7 @@ impl EnforcerFixture {
             client_ip: [127, 0, 0, 1].into(),
             token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
+            has_joined_headers: false,
             descriptor: None,
         };
         let policies = self.enforcer.policy_snapshot();
@@ -224,14 +226,14 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
     assert!(fixture.is_forwarded("ann"));
 
     let shadow = EnforcerFixture::new(vec![Policy {
-        shadow: true,
+        mode: PolicyMode::Shadow,
         ..narrow
     }]);
     assert!(shadow.is_forwarded("ann") && shadow.is_forwarded("ann"));
     shadow.manual_clock.advance_us(10_000_000);
     shadow.decide_request_with_users(&["ann"], |verdict| {
         assert!(
-            verdict.shadow_rejected.is_empty(),
+            verdict.unenforced_rejections.is_empty(),
             "a shadow policy has no block"
         )
     });
@@ -255,7 +257,7 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
         };
         let plan = ChargePlan {
             planned_policies: policies.iter().map(planned_policy).collect(),
-            shadow_rejections: SmallVec::new(),
+            unenforced_rejections: UnenforcedRejections::default(),
         };
         let verdict = plan.into_degraded_verdict(
             &StoreUnavailable {
@@ -270,22 +272,23 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
             RequestOutcome::Unavailable {
                 policy,
                 retry_after_us: 7,
+                ..
             } => Some(policy.to_owned()),
             other => panic!("{other:?}"),
         }
     };
-    let closed = |shadow| Policy {
+    let closed = |mode| Policy {
         on_store_failure: OnStoreFailure::Closed,
-        shadow,
+        mode,
         ..make_policy_by_user("c", 1)
     };
     assert_eq!(outcome(&[make_policy_by_user("open", 1)]), None);
     assert_eq!(
-        outcome(&[make_policy_by_user("open", 1), closed(false)]).as_deref(),
+        outcome(&[make_policy_by_user("open", 1), closed(PolicyMode::Enforce)]).as_deref(),
         Some("c")
     );
     assert_eq!(
-        outcome(&[make_policy_by_user("open", 1), closed(true)]),
+        outcome(&[make_policy_by_user("open", 1), closed(PolicyMode::Shadow)]),
         None
     );
 }
@@ -337,8 +340,10 @@ fn the_first_matching_override_replaces_all_limits() {
         values: vec![value.map(Into::into)],
         limits: vec![make_limit("o", requests)],
     };
-    quota_mut(&mut policy).overrides = LimitOverrides::new(
+    let quota = quota_mut(&mut policy);
+    quota.overrides = LimitOverrides::new(
         "p",
+        &quota.key,
         vec![entry(Some("ann"), 3), entry(None, 2), entry(Some("bob"), 9)],
     );
     let fixture = EnforcerFixture::new(vec![policy]);
@@ -349,12 +354,18 @@ fn the_first_matching_override_replaces_all_limits() {
 #[test]
 fn shadow_policies_are_counted_and_never_reject() {
     let mut shadow = make_policy_by_user("shadow", 1);
-    shadow.shadow = true;
+    shadow.mode = PolicyMode::Shadow;
     let fixture = EnforcerFixture::new(vec![shadow, make_policy_by_user("live", 3)]);
     assert!(fixture.is_forwarded("ann"));
     fixture.decide_request_with_users(&["ann"], |verdict| {
         assert!(matches!(verdict.outcome, RequestOutcome::Forward));
-        assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
+        assert_eq!(
+            verdict
+                .unenforced_rejections
+                .names_in_mode(PolicyMode::Shadow)
+                .collect::<Vec<_>>(),
+            ["shadow"]
+        );
         assert_eq!(
             verdict.limits.len(),
             1,
@@ -369,14 +380,20 @@ fn shadow_policies_are_counted_and_never_reject() {
 fn shadow_policies_that_would_deny_are_reported() {
     let shadow = Policy {
         action: PolicyAction::Deny,
-        shadow: true,
+        mode: PolicyMode::Shadow,
         ..make_policy_by_user("shadow", 0)
     };
     for others in [vec![], vec![make_policy_by_user("live", 9)]] {
         let fixture = EnforcerFixture::new([vec![shadow.clone()], others].concat());
         fixture.decide_request_with_users(&["ann"], |verdict| {
             assert!(matches!(verdict.outcome, RequestOutcome::Forward));
-            assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
+            assert_eq!(
+                verdict
+                    .unenforced_rejections
+                    .names_in_mode(PolicyMode::Shadow)
+                    .collect::<Vec<_>>(),
+                ["shadow"]
+            );
         });
     }
 }
@@ -390,7 +407,11 @@ fn verdicts_without_the_store_are_marked_degraded() {
             .enumerate()
             .map(|(n, (on_store_failure, shadow))| Policy {
                 on_store_failure: *on_store_failure,
-                shadow: *shadow,
+                mode: if *shadow {
+                    PolicyMode::Shadow
+                } else {
+                    PolicyMode::Enforce
+                },
                 ..make_policy_by_user(&n.to_string(), 1)
             });
         let mut fixture = EnforcerFixture::new(policies.collect());
@@ -421,7 +442,11 @@ fn local_policies_reject_by_share_and_a_closed_policy_overrides_them() {
                 .enumerate()
                 .map(|(n, (on_store_failure, requests, shadow))| Policy {
                     on_store_failure: *on_store_failure,
-                    shadow: *shadow,
+                    mode: if *shadow {
+                        PolicyMode::Shadow
+                    } else {
+                        PolicyMode::Enforce
+                    },
                     ..make_policy_by_user(&n.to_string(), *requests)
                 });
         let fixture = EnforcerFixture {
@@ -571,7 +596,7 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
 #[test]
 fn a_verdict_lists_only_estimates_that_were_charged() {
     let shadow = |requests| Policy {
-        shadow: true,
+        mode: PolicyMode::Shadow,
         ..make_policy_by_estimate("shadow", requests)
     };
     let estimates = |policies: Vec<Policy>, away| {
@@ -620,7 +645,7 @@ fn a_verdict_lists_only_estimates_that_were_charged() {
 #[test]
 fn a_shadow_policy_settles_its_own_counter() {
     let fixture = EnforcerFixture::new(vec![Policy {
-        shadow: true,
+        mode: PolicyMode::Shadow,
         ..make_policy_by_estimate("p", 8)
     }]);
     let decide = |actual| {
@@ -629,11 +654,54 @@ fn a_shadow_policy_settles_its_own_counter() {
                 .estimated_charges
                 .drain(..)
                 .for_each(|estimate| estimate.settle(actual));
-            verdict.shadow_rejected.len()
+            verdict
+                .unenforced_rejections
+                .names_in_mode(PolicyMode::Shadow)
+                .count()
         })
     };
     assert_eq!(
         [decide(0), decide(0), decide(0), decide(5), decide(0)],
         [0, 0, 0, 0, 1]
     );
+}
+
+#[test]
+fn in_10_000_rounds_of_parallel_requests_no_sixth_counted_response_gets_through() {
+    let mut policy = make_policy_by_user("login", 5);
+    let mut counted = CountedStatuses::default();
+    counted.add_text("401").unwrap();
+    quota_mut(&mut policy).cost = CostSource::Estimate(Arc::new(EstimateCost {
+        estimate: 1,
+        actual_source: ActualCostSource::Status(counted),
+    }));
+    let fixture = EnforcerFixture::new(vec![policy]);
+    let mut random = fastrand::Rng::with_seed(20);
+    let decide = |user: &str| {
+        fixture.decide_request_with_users(&[user], |mut verdict| {
+            let is_forwarded = matches!(verdict.outcome, RequestOutcome::Forward);
+            (is_forwarded, std::mem::take(&mut verdict.estimated_charges))
+        })
+    };
+    for round in 0..10_000 {
+        let user = round.to_string();
+        let (mut failures, mut pending) = (0, Vec::new());
+        for _ in 0..12 {
+            let (is_forwarded, charges) = decide(&user);
+            // A refusal needs five failures or requests without a response.
+            assert_eq!(is_forwarded, failures + pending.len() < 5, "round {round}");
+            if is_forwarded {
+                pending.push(charges);
+            }
+            while !pending.is_empty() && random.bool() {
+                let is_wrong = random.bool();
+                failures += usize::from(is_wrong);
+                let status = if is_wrong { 401 } else { 200 };
+                for charge in pending.swap_remove(random.usize(..pending.len())) {
+                    charge.settle_by_status(StatusCode::from_u16(status).unwrap());
+                }
+            }
+            assert!(failures <= 5, "round {round}");
+        }
+    }
 }

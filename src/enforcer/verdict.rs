@@ -2,9 +2,10 @@
 
 use super::EstimatedCharge;
 use crate::limiter::LimitStatus;
-use crate::policy::{KeyError, NamedLimit, RejectResponse};
+use crate::policy::{KeyError, NamedLimit, Policy, PolicyMode, RejectResponse};
 use crate::store::{ConcurrencySlotGuard, DecisionSource};
 use smallvec::SmallVec;
+use std::cmp::Reverse;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -16,9 +17,9 @@ pub struct Verdict<'t> {
     pub limits: SmallVec<[LimitReport<'t>; 4]>,
     /// The store's clock at the decision (µs since the epoch).
     pub now_us: u64,
-    /// Time of the decision; `Retry` if the store was not asked.
+    /// Time of the decision; `None` if the store was not asked.
     pub decided_at: Option<Instant>,
-    /// Source of the decision; `Retry` if the store was not asked.
+    /// Source of the decision; `None` if the store was not asked.
     pub source: Option<DecisionSource>,
     /// Time to hold the request before it is forwarded.
     pub delay: Duration,
@@ -28,8 +29,37 @@ pub struct Verdict<'t> {
     pub slot_guard: Option<ConcurrencySlotGuard>,
     /// Estimated charges to settle from the response.
     pub estimated_charges: Vec<EstimatedCharge>,
-    /// Shadow policies that would have rejected the request.
-    pub shadow_rejected: SmallVec<[&'t str; 1]>,
+    /// Policies that would have rejected the request if they were enforced.
+    pub unenforced_rejections: UnenforcedRejections<'t>,
+}
+
+/// The policies that would have rejected a request, in their order.
+#[derive(Debug, Default)]
+pub struct UnenforcedRejections<'t>(Vec<&'t Policy>);
+
+impl<'t> UnenforcedRejections<'t> {
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The names of the policies in a mode.
+    pub fn names_in_mode(&self, mode: PolicyMode) -> impl Iterator<Item = &'t str> {
+        let in_mode = self.0.iter().filter(move |policy| policy.mode == mode);
+        in_mode.map(|policy| &*policy.name)
+    }
+
+    /// Adds a policy that is not enforced. One that was added just before is not added again.
+    pub(super) fn add_policy(&mut self, policy: &'t Policy) {
+        let is_last = |last: &&'t Policy| std::ptr::eq(*last, policy);
+        if !self.0.last().is_some_and(is_last) {
+            self.0.push(policy);
+        }
+    }
+
+    /// Adds the policies of `other`.
+    pub(super) fn extend(&mut self, other: Self) {
+        self.0.extend(other.0);
+    }
 }
 
 /// What happens to the request. In this project a limit *refuses*, a request is *rejected*, and
@@ -43,16 +73,22 @@ pub enum RequestOutcome<'t> {
     /// otherwise.
     Denied {
         policy: &'t str,
+        /// As [`LimitRejection::is_reported`].
+        is_reported: bool,
         custom_response: Option<&'t RejectResponse>,
     },
     /// A policy cannot form its key: 400.
     InvalidKey {
         policy: &'t str,
+        /// As [`LimitRejection::is_reported`].
+        is_reported: bool,
         error: KeyError,
     },
     /// The store is unavailable and a policy is `closed`: 503.
     Unavailable {
         policy: &'t str,
+        /// As [`LimitRejection::is_reported`].
+        is_reported: bool,
         retry_after_us: u64,
     },
 }
@@ -62,7 +98,9 @@ pub enum RequestOutcome<'t> {
 pub struct LimitRejection<'t> {
     /// The policy of the limit with the longest wait.
     pub policy: &'t str,
-    /// The names of all limits that refused, as in the rate-limit headers.
+    /// Whether the response may name the policy.
+    pub is_reported: bool,
+    /// The names of all reported limits that refused, as in the rate-limit headers.
     pub violated_limits: SmallVec<[&'t str; 2]>,
     pub retry: RetryHint,
     /// Whether a block was already in effect.
@@ -80,7 +118,7 @@ pub enum RetryHint {
     Unknown,
 }
 
-/// One limit as reported in the rate-limit headers.
+/// The status of one limit that applied to a request.
 #[derive(Clone, Copy, Debug)]
 pub struct LimitReport<'t> {
     pub limit: &'t NamedLimit,
@@ -90,15 +128,26 @@ pub struct LimitReport<'t> {
 }
 
 impl LimitReport<'_> {
-    /// The limit that refused, or the one with the fewest remaining units.
+    /// The limit with the longest refusal, whose policy rejects the request. Of equal refusals, the
+    /// first.
+    /// Without a refusal, the one with the fewest remaining units.
     pub fn find_tightest_limit(limits: &[Self]) -> Option<&Self> {
+        let remaining = |one: &Self| match one.status.refusal {
+            Some(_) => 0,
+            None => one.status.remaining,
+        };
         limits
             .iter()
-            .min_by_key(|one| (one.status.refusal.is_none(), one.status.remaining))
+            .min_by_key(|one| (Reverse(one.status.refusal), remaining(one)))
     }
 }
 
 impl<'t> Verdict<'t> {
+    /// The verdict about a request that was rejected before a decision.
+    pub fn undecided() -> Self {
+        Self::from_outcome(RequestOutcome::Forward)
+    }
+
     /// Creates a verdict without limits.
     pub(super) fn from_outcome(outcome: RequestOutcome<'t>) -> Self {
         Self {
@@ -111,7 +160,7 @@ impl<'t> Verdict<'t> {
             is_degraded: false,
             slot_guard: None,
             estimated_charges: Vec::new(),
-            shadow_rejected: SmallVec::new(),
+            unenforced_rejections: UnenforcedRejections::default(),
         }
     }
 }
@@ -124,5 +173,56 @@ impl RequestOutcome<'_> {
             self,
             Self::Limited(_) | Self::Denied { .. } | Self::InvalidKey { .. }
         )
+    }
+    /// The wait until the same request would be admitted, if it was rejected and the wait is known.
+    pub fn retry_after_us(&self) -> Option<u64> {
+        match self {
+            Self::Limited(LimitRejection {
+                retry: RetryHint::After(wait_us),
+                ..
+            }) => Some(*wait_us),
+            Self::Unavailable { retry_after_us, .. } => Some(*retry_after_us),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::{Algorithm, Limit, Refusal};
+
+    #[test]
+    fn of_equal_refusals_the_first_limit_is_the_tightest() {
+        let named = ["first", "second"].map(|name| NamedLimit {
+            name: name.into(),
+            is_reported: true,
+            unit: None,
+            limit: Limit {
+                requests: 10,
+                per_us: 1_000_000,
+                algorithm: Algorithm::SlidingLog,
+            },
+        });
+        let report = |limit, remaining, refusal| LimitReport {
+            limit,
+            status: LimitStatus {
+                remaining,
+                next_growth_us: None,
+                refusal,
+            },
+            key_id: 0,
+        };
+        let tightest = |refusals: [Option<Refusal>; 2]| {
+            let [first, second] = refusals;
+            let limits = [report(&named[0], 5, first), report(&named[1], 2, second)];
+            let tightest = LimitReport::find_tightest_limit(&limits).unwrap();
+            tightest.limit.name.to_string()
+        };
+        let until = |at_us| Some(Refusal::Until(at_us));
+        assert_eq!(tightest([until(7), until(7)]), "first");
+        assert_eq!(tightest([until(7), until(8)]), "second");
+        assert_eq!(tightest([until(7), None]), "first");
+        assert_eq!(tightest([None, None]), "second");
     }
 }

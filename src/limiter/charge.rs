@@ -40,7 +40,7 @@ pub struct Charge<'a> {
 /// lease. So no limit is exceeded, whenever the units are used during the lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LeaseTerms {
-    /// Maximum leased units that are not used yet, at least 1. `Retry`: by the rate of requests, and
+    /// Maximum leased units that are not used yet, at least 1. `None`: by the rate of requests, and
     /// at most one in [`AUTO_LEASE_DIVISOR`] of the free units.
     pub size: Option<u64>,
     /// How long the units may be used, in microseconds: at least 1 and at most half of the policy's
@@ -103,7 +103,7 @@ impl<'a> Charge<'a> {
         (self.policy_number, self.shadow) == (other.policy_number, other.shadow)
     }
 
-    /// The policy's number if it is shadow. All enforced charges share `Retry`.
+    /// The policy's number if it is shadow. All enforced charges share `None`.
     pub(super) fn shadow_policy_number(&self) -> Option<u32> {
         self.shadow.then_some(self.policy_number)
     }

@@ -232,7 +232,7 @@ impl CounterView<'_> {
         self.used
     }
 
-    /// Returns `Retry` if `cost` units fit, else the refusal.
+    /// Returns `None` if `cost` units fit, else the refusal.
     pub fn refusal(&self, cost: u64) -> Option<Refusal> {
         let capacity = self.limit.capacity();
         if cost > capacity || capacity == 0 {
@@ -245,7 +245,7 @@ impl CounterView<'_> {
         })
     }
 
-    /// Returns how many units can be leased and until when (at most `until_us`); `Retry` if none.
+    /// Returns how many units can be leased and until when (at most `until_us`); `None` if none.
     /// `now_us` is the store's clock. If the clock stepped back behind the state, nothing is
     /// granted.
     pub fn grantable_units(&self, now_us: u64, until_us: u64) -> Option<(u64, u64)> {
@@ -307,7 +307,7 @@ impl CounterView<'_> {
         }
     }
 
-    /// The time at which at most `units` are in use if nothing more is charged; `Retry` if unknown.
+    /// The time at which at most `units` are in use if nothing more is charged; `None` if unknown.
     fn usage_drop_time_us(&self, units: u64) -> Option<u64> {
         Some(match &self.state.0 {
             AlgorithmState::SlidingLog(log) => {

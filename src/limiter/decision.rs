@@ -9,7 +9,7 @@ pub struct Decision {
     pub now_us: u64,
     /// Whether all enforced charges were admitted, and so made.
     pub admitted: bool,
-    /// One per charge, in order. `Retry` if unknown because a cached refusal answered the request.
+    /// One per charge, in order. `None` if unknown because a cached refusal answered the request.
     /// At least one enforced charge of that request then has a status with the refusal.
     pub statuses: SmallVec<[Option<LimitStatus>; 4]>,
     /// How long an admitted request must be delayed: the longest delay of its enforced limits,
@@ -19,7 +19,7 @@ pub struct Decision {
     pub grants: SmallVec<[LeaseGrant; 1]>,
     /// The times (µs) under which charges that will be settled are recorded, on the clock of their
     /// server. A later [`super::Amendment::Credit`] names them. Usually `now_us`; if the newest
-    /// charge is a lease, the lease's end. One per charge, `Retry` where it was not made; empty if
+    /// charge is a lease, the lease's end. One per charge, `None` where it was not made; empty if
     /// none will be settled.
     pub charged_at_us: SmallVec<[Option<u64>; 1]>,
 }
@@ -29,9 +29,9 @@ pub struct Decision {
 pub struct LimitStatus {
     /// Units that a further request could take now.
     pub remaining: u64,
-    /// When `remaining` next grows (µs, store's clock); `Retry` if it is at its maximum.
+    /// When `remaining` next grows (µs, store's clock); `None` if it is at its maximum.
     pub next_growth_us: Option<u64>,
-    /// `Retry` if this limit admits the charge, regardless of other limits.
+    /// `None` if this limit admits the charge, regardless of other limits.
     pub refusal: Option<Refusal>,
 }
 
@@ -56,6 +56,30 @@ pub struct LeaseGrant {
     /// The last microsecond (store's clock) in which the units may be used. All of them count as
     /// used then.
     pub until_us: u64,
+}
+
+impl Decision {
+    /// Returns the decision for a request of `charge_count` charges, of which it decided those with
+    /// these indices. All other charges have no status.
+    #[must_use]
+    pub fn expand_to_request(
+        mut self,
+        indices: impl Iterator<Item = usize>,
+        charge_count: usize,
+    ) -> Self {
+        let mut statuses = SmallVec::from_elem(None, charge_count);
+        let mut charged_at_us = SmallVec::from_elem(None, charge_count);
+        for (nth, index) in indices.enumerate() {
+            if let (Some(status), Some(at_us)) =
+                (statuses.get_mut(index), charged_at_us.get_mut(index))
+            {
+                *status = self.statuses.get(nth).copied().flatten();
+                *at_us = self.charged_at_us.get(nth).copied().flatten();
+            }
+        }
+        (self.statuses, self.charged_at_us) = (statuses, charged_at_us);
+        self
+    }
 }
 
 impl LimitStatus {

@@ -11,6 +11,9 @@ use std::fmt;
 /// A key value longer than this many bytes is stored as its hash. No value is truncated.
 const MAX_VERBATIM_BYTES: usize = 64;
 
+/// Length of a SHA-256 or HMAC-SHA-256 digest.
+pub const DIGEST_BYTES: usize = 32;
+
 /// The policy name and key values that identify a quota.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
@@ -46,6 +49,12 @@ impl KeyBuilder {
         }
     }
 
+    /// Adds the digest of a value instead of the value. A digest differs from every value.
+    pub fn push_digest(&mut self, digest: &[u8; DIGEST_BYTES]) {
+        self.encoded_values.push(HASHED_TAG);
+        self.encoded_values.extend_from_slice(digest);
+    }
+
     pub fn finish(self) -> Key {
         Key::from_encoding(self.encoded_values)
     }
@@ -56,11 +65,7 @@ impl KeyBuilder {
                 self.encoded_values.extend_from_slice(&[VERBATIM_TAG, len]);
                 self.encoded_values.extend_from_slice(value);
             }
-            _ => {
-                self.encoded_values.push(HASHED_TAG);
-                self.encoded_values
-                    .extend_from_slice(&Sha256::digest(value));
-            }
+            _ => self.push_digest(&Sha256::digest(value).into()),
         }
     }
 }
@@ -102,7 +107,7 @@ impl Key {
     pub fn encoded_policy_name(&self) -> &[u8] {
         let len = match self.encoded_values.as_slice() {
             [VERBATIM_TAG, len, ..] => 2 + usize::from(*len),
-            _ => 33,
+            _ => 1 + DIGEST_BYTES,
         };
         self.encoded_values
             .get(..len)
@@ -135,11 +140,8 @@ impl Key {
                     tail
                 }
                 HASHED_TAG => {
-                    let (hash, tail) = tail.split_at_checked(32).unwrap_or((tail, &[]));
-                    text.push('#');
-                    for byte in hash.iter().take(8) {
-                        push_hex_byte(text, *byte);
-                    }
+                    let (hash, tail) = tail.split_at_checked(DIGEST_BYTES).unwrap_or((tail, &[]));
+                    push_digest_text(text, hash);
                     tail
                 }
                 SHARD_TAG => {
@@ -163,6 +165,20 @@ impl Key {
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.to_readable_string())
+    }
+}
+
+/// The digest of a value as readable keys show it: `#` and 64 bits in hex.
+pub fn format_digest(digest: &[u8; DIGEST_BYTES]) -> String {
+    let mut text = String::new();
+    push_digest_text(&mut text, digest);
+    text
+}
+
+fn push_digest_text(text: &mut String, digest: &[u8]) {
+    text.push('#');
+    for byte in digest.iter().take(8) {
+        push_hex_byte(text, *byte);
     }
 }
 

@@ -26,7 +26,7 @@ pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, LeaseTerms};
 pub use counter_state::{CounterState, CounterView};
 pub use decision::{Decision, LeaseGrant, LimitStatus, Refusal};
 pub use effects::{ChargeEffect, compute_lease_grants, determine_effect};
-pub use key::{Key, KeyBuilder};
+pub use key::{DIGEST_BYTES, Key, KeyBuilder, format_digest};
 pub use limit::{Algorithm, Limit};
 
 /// The largest `requests` and cost. Integers up to here are exact in a double, the number type of

@@ -338,7 +338,7 @@ local function log_credit(log, units, charged_at)
         log_format_member(sum, later_element.units, n == 1 and kept or nil, n == 1 and later_element.lead or 0))
     end
   end
-  -- Adds before it removes: an empty key would be gone, and a slot that migrates accepts no new key.
+  -- Adds before it removes: Redis deletes an empty key, and a migrating slot accepts no new key.
   local reply = try('ZADD', log.key, unpack(added))
   if type(reply) == 'table' then return reply end
   local is_added, obsolete = {}, {}

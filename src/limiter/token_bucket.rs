@@ -178,7 +178,7 @@ impl TokenBucketState {
             + self.leases.as_deref().map_or(0, lease_bytes)
     }
 
-    /// The time at which at most `units` are in use; `Retry` if only further charges can warm up the
+    /// The time at which at most `units` are in use; `None` if only further charges can warm up the
     /// bucket so far.
     pub(super) fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> Option<u64> {
         let (mut bucket, mut now_us) = (self.with_expired_leases_as_debt(limit, now_us), now_us);
@@ -197,7 +197,7 @@ impl TokenBucketState {
         bucket.owed_units_drop_time_us(limit, now_us, units)
     }
 
-    /// The time at which at most `units` are in use, apart from leases; `Retry` if only further
+    /// The time at which at most `units` are in use, apart from leases; `None` if only further
     /// charges can warm up the bucket so far.
     fn owed_units_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> Option<u64> {
         let paid_back_at_us =

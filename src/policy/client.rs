@@ -18,9 +18,9 @@ pub struct Settings {
     /// Length of the prefix that identifies an IPv6 client, 0 to 128 bits. A client usually
     /// controls a whole /64.
     pub ipv6_prefix: u8,
-    /// Rejects requests with a query that lenient parsers read another key from.
+    /// Rejects requests with a query that lenient parsers read differently in keys or conditions.
     pub rejects_ambiguous_query: bool,
-    /// Rejects requests with a cookie that lenient parsers read another key from.
+    /// Rejects requests with a cookie that lenient parsers read differently in keys or conditions.
     pub rejects_ambiguous_cookie: bool,
 }
 
@@ -110,7 +110,7 @@ fn parse_x_forwarded_for_element(element: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// Parses the `for` parameter of one `UpstreamSpan` element. Parameters have any order and case, and
+/// Parses the `for` parameter of one `Forwarded` element. Parameters have any order and case, and
 /// none may repeat (RFC 7239, section 4). `unknown` and obfuscated identifiers (sections 6.2 and
 /// 6.3) are no addresses.
 fn parse_forwarded_element(element: &[u8]) -> Option<IpAddr> {

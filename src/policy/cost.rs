@@ -1,10 +1,11 @@
 //! The cost of a request in units.
 
+use super::CountedStatuses;
 use super::Facts;
 use super::json_pointer::JsonPointer;
 use super::whole_number::parse_whole_number;
 use crate::limiter::MAX_UNITS;
-use http::HeaderName;
+use http::{HeaderName, StatusCode};
 use std::fmt;
 use std::sync::Arc;
 
@@ -46,6 +47,8 @@ pub enum ActualCostSource {
     /// A number in the body: in a JSON document, or in the last of several documents that has it
     /// (lines, or events of a stream).
     Json(JsonPointer),
+    /// The status (`count_when`): the estimate if the set contains it, else 0.
+    Status(CountedStatuses),
 }
 
 impl CostSource {
@@ -94,6 +97,17 @@ impl CostSource {
     }
 }
 
+impl EstimateCost {
+    /// The units that a response with this status costs, if the status decides.
+    pub fn units_of_status(&self, status: StatusCode) -> Option<u64> {
+        match &self.actual_source {
+            ActualCostSource::Status(counted) if counted.contains(status) => Some(self.estimate),
+            ActualCostSource::Status(_) => Some(0),
+            ActualCostSource::Header(_) | ActualCostSource::Json(_) => None,
+        }
+    }
+}
+
 impl ActualCostSource {
     /// Parses `response_header:NAME` or `response_json:/POINTER`.
     ///
@@ -118,6 +132,7 @@ impl fmt::Display for ActualCostSource {
         match self {
             Self::Header(name) => write!(f, "header {name}"),
             Self::Json(pointer) => write!(f, "JSON at {pointer}"),
+            Self::Status(counted) => write!(f, "status {counted}"),
         }
     }
 }
@@ -145,6 +160,7 @@ mod tests {
             client_ip: [127, 0, 0, 1].into(),
             token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
+            has_joined_headers: false,
             descriptor: None,
         };
         let cost = HeaderCost {

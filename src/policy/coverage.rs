@@ -67,6 +67,32 @@ impl Matcher {
             .is_some_and(covers_all_without_exclusion)
     }
 
+    /// Returns the conditions that both matchers have in common if they match different sets of
+    /// descriptors, but certainly some descriptor both. `None` also if one matches all descriptors
+    /// of its domain: a limit for a whole domain is meant to be an additional one.
+    pub fn descriptor_overlap(&self, other: &Self) -> Option<Vec<NamedCondition<Box<str>>>> {
+        let (mine, others) = (
+            self.descriptor_conditions.as_ref()?,
+            other.descriptor_conditions.as_ref()?,
+        );
+        let has_common_domain =
+            mine.domain.is_none() || others.domain.is_none() || mine.domain == others.domain;
+        let common = mine.common_entries(others)?;
+        if !has_common_domain || (self.covers(other) && other.covers(self)) {
+            return None;
+        }
+        let intersection = Self {
+            descriptor_conditions: Some(DescriptorConditions {
+                domain: mine.domain.clone().or_else(|| others.domain.clone()),
+                entries: Some(common.clone()),
+            }),
+            ..Self::default()
+        };
+        let is_excluded_by =
+            |not: &Option<Box<Self>>| not.as_ref().is_some_and(|not| not.covers(&intersection));
+        (!is_excluded_by(&self.not) && !is_excluded_by(&other.not)).then_some(common)
+    }
+
     fn covers_paths(&self, other: &Self) -> bool {
         match other.paths.is_empty() {
             true => self.paths.is_empty() || self.paths.iter().any(PathPattern::matches_any_path),
@@ -115,6 +141,25 @@ impl DescriptorConditions {
                     mine.len() == others.len() && are_conditions_implied(mine, others)
                 }
             }
+    }
+}
+
+impl DescriptorConditions {
+    /// The stricter condition on each entry, if both conditions list the same entries and no two
+    /// conditions on an entry contradict each other.
+    fn common_entries(&self, other: &Self) -> Option<Vec<NamedCondition<Box<str>>>> {
+        let (mine, others) = (self.entries.as_ref()?, other.entries.as_ref()?);
+        let stricter = |one: &NamedCondition<Box<str>>| {
+            let other = others.iter().find(|other| other.name == one.name)?;
+            match () {
+                () if one.condition.is_implied_by(&other.condition) => Some(other.clone()),
+                () if other.condition.is_implied_by(&one.condition) => Some(one.clone()),
+                () => None,
+            }
+        };
+        (mine.len() == others.len())
+            .then(|| mine.iter().map(stricter).collect())
+            .flatten()
     }
 }
 

@@ -28,10 +28,10 @@ pub struct Descriptor<'a> {
 /// them applies to requests only.
 #[derive(Clone, Debug, Default)]
 pub struct DescriptorConditions {
-    /// `Retry` matches any domain.
+    /// `None` matches any domain.
     pub domain: Option<Box<str>>,
     /// `descriptors` in TOML: the exact set of entries, in any order. A descriptor with more
-    /// entries does not match. `Retry` matches any entries.
+    /// entries does not match. `None` matches any entries.
     pub entries: Option<Vec<NamedCondition<Box<str>>>>,
 }
 
@@ -89,6 +89,7 @@ impl<'a> Descriptor<'a> {
             );
             let unit = usual.and_then(|named| named.unit.clone());
             NamedLimit {
+                is_reported: usual.is_none_or(|named| named.is_reported),
                 name: policy_name.into(),
                 unit,
                 limit: Limit {

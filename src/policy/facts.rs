@@ -1,10 +1,13 @@
 //! The properties of a request that policies can read.
 
 use super::Descriptor;
+use super::authorization::read_credentials;
 use super::jwt::RequestToken;
 use super::path::PathInterpretations;
 use crate::tls::CertificateSubject;
-use http::{HeaderMap, HeaderName, Method, header::COOKIE};
+use http::header::{AUTHORIZATION, COOKIE};
+use http::{HeaderMap, HeaderName, Method};
+use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::LazyLock;
@@ -22,6 +25,9 @@ pub struct Facts<'a> {
     /// The query without its question mark.
     pub query: Option<&'a str>,
     pub headers: &'a HeaderMap,
+    /// Whether the proxy in front may have joined repeated header lines with commas. Each part of
+    /// such a value then counts as a line too.
+    pub has_joined_headers: bool,
     pub client_ip: IpAddr,
     /// The request's token. It is verified only when a policy reads a claim.
     pub token: &'a RequestToken,
@@ -44,6 +50,7 @@ impl<'a> Facts<'a> {
             paths: &PATHS,
             query: None,
             headers: &HEADERS,
+            has_joined_headers: false,
             client_ip: Ipv4Addr::UNSPECIFIED.into(),
             token: RequestToken::without_token_reader(),
             client_cert: None,
@@ -64,15 +71,33 @@ impl<'a> Facts<'a> {
         self.descriptor.map_or(1, |descriptor| descriptor.hits)
     }
 
-    /// The values of a header, one per line.
+    /// The values of a header, one per line. A line that may be joined is followed by its parts.
     pub(super) fn header_values(
         &self,
         name: &HeaderName,
     ) -> impl Iterator<Item = Cow<'a, [u8]>> + use<'a> {
+        let splits_lines = self.has_joined_headers;
         self.headers
             .get_all(name)
             .into_iter()
-            .map(|value| Cow::Borrowed(value.as_bytes()))
+            .flat_map(move |line| {
+                let line = line.as_bytes();
+                let is_joined = splits_lines && line.contains(&b',');
+                let joined = is_joined.then_some(line).into_iter();
+                let parts = joined.flat_map(|line| line.split(|byte| *byte == b','));
+                std::iter::once(line)
+                    .chain(parts.map(<[u8]>::trim_ascii))
+                    .map(Cow::Borrowed)
+            })
+    }
+
+    /// The credentials in `Authorization`; several if parsers may take different ones.
+    pub(super) fn credentials(&self) -> impl Iterator<Item = Cow<'a, [u8]>> + use<'a> {
+        let fields = self.header_values(&AUTHORIZATION);
+        fields.flat_map(|field| match field {
+            Cow::Borrowed(field) => read_credentials(field),
+            Cow::Owned(_) => SmallVec::from_iter([field]),
+        })
     }
 }
 

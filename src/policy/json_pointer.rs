@@ -12,7 +12,7 @@ pub struct JsonPointer(Box<[JsonPointerToken]>);
 pub struct JsonPointerToken {
     /// The expected key, if the parent is an object.
     pub name: Box<str>,
-    /// The expected index from 0, if the parent is an array. `Retry` matches no array element.
+    /// The expected index from 0, if the parent is an array. `None` matches no array element.
     pub index: Option<u64>,
 }
 

@@ -2,23 +2,29 @@
 //!
 //! A token is verified when a policy first reads a claim, and only once per request. A request with
 //! an absent, invalid or expired token counts as a request without claims. Authentication stays
-//! with the upstream: a token never grants access here. Issuer and audience are therefore ordinary
-//! claims that policies may match.
+//! with the upstream: a token never grants access here.
 
+mod fetched_keys;
+mod issuers;
 mod keys;
+mod token_header;
 
+pub use fetched_keys::{FetchedKeys, KeyCell, KeySource, KeyUrl};
+pub use issuers::{IssuerKeys, TokenIssuer, TrustedIssuers};
 pub use keys::VerificationKeys;
 
 use super::json_pointer::JsonPointer;
 use foldhash::fast::RandomState;
 use http::{HeaderMap, HeaderName};
 use indexmap::IndexMap;
+use issuers::KeyGeneration;
 use parking_lot::Mutex;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
+use token_header::{TokenField, is_plain_token_field, read_token_field};
 
 /// Maximum token size. Few servers accept a header field of this size; larger tokens are rejected.
 pub const MAX_TOKEN_BYTES: usize = 16 << 10;
@@ -36,8 +42,8 @@ pub struct Settings {
 /// How token signatures are verified.
 #[derive(Debug)]
 pub enum SignatureVerification {
-    /// A token must be signed with one of these keys.
-    Keys(VerificationKeys),
+    /// A token must be signed with a key of a trusted issuer.
+    Keys(TrustedIssuers),
     /// Signatures are not checked: every token is accepted.
     Disabled,
 }
@@ -96,6 +102,12 @@ pub enum TokenError {
     Expired,
     #[error("the token is not valid yet")]
     NotYetValid,
+    #[error("the iss of the token is none of the configured issuers")]
+    UnknownIssuer,
+    #[error("the aud of the token is none of the configured audiences")]
+    WrongAudience,
+    #[error("the keys of the token's issuer have not been fetched")]
+    KeysUnavailable,
 }
 
 /// The claims of an accepted token.
@@ -221,7 +233,7 @@ impl RequestToken {
         claim.unwrap_or(&ClaimValue::Absent)
     }
 
-    /// Why the token was rejected. `Retry` if there is no token, or no policy has read a claim yet.
+    /// Why the token was rejected. `None` if there is no token, or no policy has read a claim yet.
     pub fn error(&self) -> Option<TokenError> {
         self.claims_result
             .get()?
@@ -246,6 +258,20 @@ impl TokenReader {
         &self.settings.header
     }
 
+    /// The keys that are fetched from URLs.
+    pub fn fetched_keys(&self) -> impl Iterator<Item = &FetchedKeys> {
+        let issuers = match &self.settings.verification {
+            SignatureVerification::Keys(issuers) => Some(issuers),
+            SignatureVerification::Disabled => None,
+        };
+        issuers.into_iter().flat_map(TrustedIssuers::fetched_keys)
+    }
+
+    /// Whether signatures are checked.
+    pub fn verifies_signatures(&self) -> bool {
+        matches!(self.settings.verification, SignatureVerification::Keys(_))
+    }
+
     /// Whether the header occurs more than once. If so, the upstream could read another token than
     /// tidegate.
     pub fn has_duplicate_header(&self, headers: &HeaderMap) -> bool {
@@ -256,10 +282,25 @@ impl TokenReader {
             .is_some()
     }
 
+    /// Whether the header occurs more than once, or has a token among several words or elements. If
+    /// so, the upstream could read another token than tidegate, or none.
+    pub fn has_ambiguous_token(&self, headers: &HeaderMap) -> bool {
+        let is_ambiguous = |field: &[u8]| {
+            !is_plain_token_field(field) && self.read_field(field) == TokenField::Ambiguous
+        };
+        let field = headers.get(&self.settings.header);
+        self.has_duplicate_header(headers)
+            || field.is_some_and(|field| is_ambiguous(field.as_bytes()))
+    }
+
+    fn read_field<'h>(&self, field: &'h [u8]) -> TokenField<'h> {
+        read_token_field(field, self.settings.header == http::header::AUTHORIZATION)
+    }
+
     fn read_claims(&self, headers: &HeaderMap, now_s: u64) -> Result<Arc<TokenClaims>, TokenError> {
         let token = self.extract_token(headers)?;
-        let keys = match &self.settings.verification {
-            SignatureVerification::Keys(keys) => keys,
+        let issuers = match &self.settings.verification {
+            SignatureVerification::Keys(issuers) => issuers,
             SignatureVerification::Disabled => {
                 let claims =
                     TokenClaims::new(&keys::decode_unverified_claims(token)?, &self.claim_names)?;
@@ -267,40 +308,32 @@ impl TokenReader {
             }
         };
         let id: [u8; 32] = Sha256::digest(token).into();
-        if let Some(claims) = self.cache.get(&id) {
-            return claims.check_dates(now_s).map(|()| claims);
+        if let Some(cached) = self.cache.get(&id)
+            && issuers.is_current(cached.generation)
+        {
+            return cached.claims.check_dates(now_s).map(|()| cached.claims);
         }
-        let claims = Arc::new(TokenClaims::new(
-            &keys.verify_token(token)?,
-            &self.claim_names,
-        )?);
+        let (claims, generation) = issuers.verify_token(token)?;
+        let claims = Arc::new(TokenClaims::new(&claims, &self.claim_names)?);
         claims.check_dates(now_s)?;
-        self.cache.insert(id, &claims);
+        self.cache.insert(id, &claims, generation);
         Ok(claims)
     }
 
-    /// Extracts the token from its header, without the authentication scheme.
+    /// Extracts the token from its header, whatever its authentication scheme.
     fn extract_token<'h>(&self, headers: &'h HeaderMap) -> Result<&'h str, TokenError> {
-        let value = headers
+        let field = headers
             .get(&self.settings.header)
             .ok_or(TokenError::Absent)?;
-        let value = value
-            .to_str()
-            .map_err(|_not_ascii| TokenError::Malformed)?
-            .trim();
-        let token = match value.split_once([' ', '\t']) {
-            Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim_start(),
-            // Credentials with another authentication scheme.
-            _ if self.settings.header == http::header::AUTHORIZATION => {
-                return Err(TokenError::Absent);
-            }
-            _ => value,
+        let token = match self.read_field(field.as_bytes()) {
+            TokenField::Token(token) => token,
+            TokenField::Absent => return Err(TokenError::Absent),
+            TokenField::Malformed | TokenField::Ambiguous => return Err(TokenError::Malformed),
         };
-        match token.len() {
-            0 => Err(TokenError::Absent),
-            len if len > MAX_TOKEN_BYTES => Err(TokenError::TooLarge),
-            _ => Ok(token),
+        if token.len() > MAX_TOKEN_BYTES {
+            return Err(TokenError::TooLarge);
         }
+        std::str::from_utf8(token).map_err(|_not_text| TokenError::Malformed)
     }
 }
 
@@ -365,12 +398,19 @@ fn parse_numeric_date(claims: &Value, name: &str) -> Result<Option<u64>, TokenEr
 /// Cache of verified tokens, by their hashes. A verification costs as much as the rest of a
 /// request's processing, and clients send the same token many times.
 ///
-/// The keys of a reader never change, so entries stay valid. The caller checks the dates of each
-/// cached token. The cache is process-wide, in shards with one lock each.
+/// The caller checks the dates of each cached token, and whether the keys that verified it are
+/// still in use. The cache is process-wide, in shards with one lock each.
 #[derive(Debug, Default)]
 struct VerifiedTokenCache([Mutex<TokenCacheShard>; CACHE_SHARD_COUNT]);
 
-type TokenCacheShard = IndexMap<[u8; 32], Arc<TokenClaims>, RandomState>;
+type TokenCacheShard = IndexMap<[u8; 32], VerifiedToken, RandomState>;
+
+/// The claims of a verified token, and the keys that verified it.
+#[derive(Clone, Debug)]
+struct VerifiedToken {
+    claims: Arc<TokenClaims>,
+    generation: KeyGeneration,
+}
 
 /// Number of cache shards: enough that workers rarely wait for each other.
 const CACHE_SHARD_COUNT: usize = 16;
@@ -384,11 +424,11 @@ impl VerifiedTokenCache {
         self.0.get(usize::from(id[0]) % CACHE_SHARD_COUNT)
     }
 
-    fn get(&self, id: &[u8; 32]) -> Option<Arc<TokenClaims>> {
+    fn get(&self, id: &[u8; 32]) -> Option<VerifiedToken> {
         self.shard(id)?.lock().get(id).cloned()
     }
 
-    fn insert(&self, id: [u8; 32], claims: &Arc<TokenClaims>) {
+    fn insert(&self, id: [u8; 32], claims: &Arc<TokenClaims>, generation: KeyGeneration) {
         if claims.total_text_bytes() > MAX_CACHED_CLAIM_BYTES {
             return;
         }
@@ -399,7 +439,8 @@ impl VerifiedTokenCache {
             let index = fastrand::usize(..shard.len());
             shard.swap_remove_index(index);
         }
-        shard.insert(id, Arc::clone(claims));
+        let claims = Arc::clone(claims);
+        shard.insert(id, VerifiedToken { claims, generation });
     }
 }
 

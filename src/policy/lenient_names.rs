@@ -1,13 +1,45 @@
 //! Queries and cookies that lenient parsers read differently than by their exact names.
 
-use super::facts::decode_form_value;
+use super::Facts;
+use super::facts::{decode_form_value, query_values};
 use http::{HeaderMap, header::COOKIE};
 use smallvec::SmallVec;
 
 /// Parameters that all common parsers read (`qs`, PHP and Tomcat ignore further ones).
 const MAX_QUERY_PARAMETERS: usize = 1000;
 
+/// Maximum number of parts of all cookies that are examined. PHP ignores further cookies than this.
+const MAX_COOKIE_PARTS: usize = 1000;
+
 type FoldedName = SmallVec<[u8; 64]>;
+
+/// Whether upstreams disagree on the value of a query parameter, in the query or because they read
+/// a part of the path as the query.
+pub(super) fn has_ambiguous_query(facts: &Facts<'_>, name: &str) -> bool {
+    let may_be_in_path = |rest| {
+        // Such an upstream does not read the parameter in the query.
+        let is_in_query = query_values(facts.query, name).next().is_some();
+        is_in_query || names_parameter(rest, name)
+    };
+    is_query_ambiguous(facts.query, name)
+        || facts.paths.possible_query().is_some_and(may_be_in_path)
+}
+
+/// Whether a part of a path, which upstreams decode before they split it, has a parameter with this
+/// name or a look-alike.
+fn names_parameter(rest: &str, name: &str) -> bool {
+    let folded = fold_name(name.as_bytes());
+    let decoded: Vec<u8> = percent_encoding::percent_decode_str(rest).collect();
+    decoded
+        .split(|byte| matches!(byte, b'&' | b';' | b'?'))
+        .any(|parameter| {
+            let found = parameter.trim_ascii_start();
+            let found = found.split(|byte| *byte == b'=').next();
+            let found = String::from_utf8_lossy(found.unwrap_or_default());
+            let found = decode_form_value(&found);
+            *found == *name.as_bytes() || is_look_alike(&found, &folded)
+        })
+}
 
 /// Whether parsers disagree on the value of a query parameter: a parameter has a look-alike name, a
 /// semicolon may start another parameter, the value is not UTF-8, or there are too many parameters.
@@ -19,12 +51,19 @@ pub(super) fn is_query_ambiguous(query: Option<&str>, name: &str) -> bool {
         let has_semicolon = pair.contains(';');
         for parameter in pair.split(';') {
             parameters += 1;
+            if parameters > MAX_QUERY_PARAMETERS {
+                return true;
+            }
             // Koa and PHP skip a leading `?`, h3 a leading `=`.
             let trimmed = parameter.trim_start_matches(['?', '=']);
             let (found, value) = trimmed.split_once('=').unwrap_or((trimmed, ""));
+            if has_unicode_escape(found) {
+                return true;
+            }
             let found = decode_form_value(found);
             let is_ambiguous = if *found == *name.as_bytes() {
                 has_semicolon
+                    || has_unicode_escape(value)
                     || trimmed.len() < parameter.len()
                     || std::str::from_utf8(&decode_form_value(value)).is_err()
             } else {
@@ -35,13 +74,23 @@ pub(super) fn is_query_ambiguous(query: Option<&str>, name: &str) -> bool {
             }
         }
     }
-    parameters > MAX_QUERY_PARAMETERS
+    false
 }
 
-/// Whether parsers disagree on the value of a cookie: a cookie has a look-alike name, a value
-/// may contain the cookie, is JSON, or has a backslash or a byte above 0x7F.
+/// ASP.NET reads `%u0061` as `a`.
+fn has_unicode_escape(text: &str) -> bool {
+    text.as_bytes().windows(6).any(|window| match window {
+        [b'%', b'u' | b'U', digits @ ..] => digits.iter().all(u8::is_ascii_hexdigit),
+        _ => false,
+    })
+}
+
+/// Whether parsers disagree on the value of a cookie: a cookie has a look-alike name, another
+/// cookie may contain the cookie, its value has a space, a backslash, a byte above 0x7F, or is
+/// JSON, or there are too many parts.
 pub(super) fn is_cookie_ambiguous(headers: &HeaderMap, name: &str) -> bool {
     let folded = fold_name(name.as_bytes());
+    let mut remaining_parts = MAX_COOKIE_PARTS;
     headers
         .get_all(COOKIE)
         .into_iter()
@@ -54,25 +103,34 @@ pub(super) fn is_cookie_ambiguous(headers: &HeaderMap, name: &str) -> bool {
                 return true;
             }
             // nginx separates cookies at commas, Python's `http.cookies` at spaces too.
-            let mut parts = value
-                .split(|byte| matches!(byte, b',' | b' ' | b'\t'))
-                .skip(1);
-            if parts.any(|part| starts_cookie(part, name)) {
-                return true;
+            for (index, part) in pair.trim_ascii().split(is_lenient_separator).enumerate() {
+                if remaining_parts == 0 || index > 0 && names_cookie(part, name, &folded) {
+                    return true;
+                }
+                remaining_parts -= 1;
             }
             if found == name.as_bytes() {
-                return value.iter().any(|byte| matches!(byte, b'\\' | 0x80..))
+                return value
+                    .iter()
+                    .any(|byte| matches!(byte, b' ' | b'\t' | b'\\' | 0x80..))
                     || is_json_cookie(value);
             }
-            let decoded: SmallVec<[u8; 64]> = percent_encoding::percent_decode(found).collect();
-            is_look_alike(&decoded, &folded)
+            is_look_alike(&decode_percent(found), &folded)
         })
 }
 
-/// Whether text is `name` or starts with `name=`, in any letter case.
-fn starts_cookie(text: &[u8], name: &str) -> bool {
-    let found = text.split(|byte| *byte == b'=').next();
-    found.is_some_and(|found| found.eq_ignore_ascii_case(name.as_bytes()))
+fn is_lenient_separator(byte: &u8) -> bool {
+    matches!(byte, b',' | b' ' | b'\t')
+}
+
+/// Whether text before its first `=`, or all of it, is the name of the cookie or a look-alike.
+fn names_cookie(text: &[u8], name: &str, folded_name: &[u8]) -> bool {
+    let found = text.split(|byte| *byte == b'=').next().unwrap_or_default();
+    found == name.as_bytes() || is_look_alike(&decode_percent(found), folded_name)
+}
+
+fn decode_percent(text: &[u8]) -> FoldedName {
+    percent_encoding::percent_decode(text).collect()
 }
 
 /// Express reads `j:"x"` as `x`.
@@ -148,6 +206,8 @@ mod tests {
             "api_key=%FF",
             "?api_key=1",
             "a=1&=api_key=1",
+            "%u0061pi_key=1",
+            "a=1&api_key=%U0061",
         ] {
             assert!(is_query_ambiguous(Some(query), "api_key"), "{query}");
         }
@@ -169,6 +229,7 @@ mod tests {
             "a;b=1&api_key=2",
             "api-key=1&x[api_key]=2&api_keys[]=3&filter[a.b]=4",
             "api_key=%C3%A9",
+            "api_key=%u00&b=%u0061&%u=1",
         ] {
             assert!(!is_query_ambiguous(Some(query), "api_key"), "{query}");
         }
@@ -205,6 +266,17 @@ mod tests {
             b"a=1, sid=x",
             b"a=1 sid=x",
             b"sid=x, sid=y",
+            b"sid=x y",
+            b"sid=x\ty",
+            b"sid=\"x y\"",
+            b"secure sid=x",
+            b"secure\tsid=x",
+            b"$x sid =x",
+            b"a=1; $x sid=x",
+            b",sid=x",
+            b", sid=x",
+            b"a,SID=x",
+            b"a %73id=x",
             b"sid=j:\"x\"",
             b"sid=j:%22x%22",
         ] {
@@ -218,6 +290,28 @@ mod tests {
             b"sid=j:{}; a=1,2 3; b=sid; c=sid=x",
         ] {
             assert!(!is_ambiguous(line), "{}", line.escape_ascii());
+        }
+        for (separator, most) in [("; ", 1000), (",", 1000)] {
+            let parts = |count| vec!["a"; count].join(separator);
+            assert!(!is_ambiguous(parts(most).as_bytes()));
+            assert!(is_ambiguous(parts(most + 1).as_bytes()));
+        }
+    }
+
+    #[test]
+    fn parameters_in_the_path_are_found_however_they_are_escaped() {
+        for rest in [
+            ";api_key=1",
+            "%3Fa=1&api_key=2",
+            "%3fa=1%26api%5fkey%3d2",
+            "%3Fapi%255Fkey=1",
+            ";a;API.KEY",
+            ";a=?api_key=1",
+        ] {
+            assert!(names_parameter(rest, "api_key"), "{rest}");
+        }
+        for rest in [";jsessionid=A1", ";a=api_key/x", "%3Fapi=1", ";"] {
+            assert!(!names_parameter(rest, "api_key"), "{rest}");
         }
     }
 }

@@ -2,7 +2,8 @@
 
 use super::jwt::{ClaimName, ClaimValue};
 use super::{
-    DescriptorConditions, Facts, NamedCondition, PathPattern, UnmetCondition, ValueCondition, facts,
+    DescriptorConditions, Facts, KeyError, NamedCondition, PathPattern, UnmetCondition,
+    ValueCondition, client, facts, lenient_names,
 };
 use http::{HeaderName, Method};
 use ipnet::IpNet;
@@ -75,6 +76,22 @@ impl Matcher {
             }
             _ => return Some(UnmetCondition::RequestKind),
         }
+        self.first_unmet_plain_condition(facts, path)
+            .or_else(|| self.first_unmet_query_or_cookie(facts))
+            .or_else(|| self.first_unmet_claim(facts))
+            .or_else(|| {
+                let not = self.not.as_ref();
+                not.filter(|not| not.excludes(facts, path))
+                    .map(|_| UnmetCondition::Exclusion)
+            })
+    }
+
+    /// Returns the first unmet condition of those that every upstream reads alike.
+    fn first_unmet_plain_condition(
+        &self,
+        facts: &Facts<'_>,
+        path: &str,
+    ) -> Option<UnmetCondition<'_>> {
         if !self.methods.contains(facts.method) {
             return Some(UnmetCondition::Method);
         }
@@ -102,35 +119,80 @@ impl Matcher {
                 return Some(UnmetCondition::Header(header.name.as_str()));
             }
         }
+        None
+    }
+
+    fn first_unmet_query_or_cookie(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         for parameter in &self.query {
-            if !parameter
-                .condition
-                .is_met_by(facts::query_values(facts.query, &parameter.name))
-            {
+            if !is_query_condition_met(parameter, facts) {
                 return Some(UnmetCondition::Query(&parameter.name));
             }
         }
         for cookie in &self.cookies {
-            if !cookie
-                .condition
-                .is_met_by(facts::cookie_values(facts.headers, &cookie.name))
-            {
+            if !is_cookie_condition_met(cookie, facts) {
                 return Some(UnmetCondition::Cookie(&cookie.name));
             }
         }
-        // Claims are evaluated last, because they may require a signature verification.
-        for claim in &self.claims {
-            if !claim
-                .condition
-                .is_met_by_claim(facts.token.claim(facts.headers, &claim.name))
-            {
-                return Some(UnmetCondition::Claim(claim.name.as_ref()));
+        None
+    }
+
+    /// Claims are evaluated last, because they may require a signature verification.
+    fn first_unmet_claim(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
+        let unmet = self.claims.iter().find(|claim| {
+            let value = facts.token.claim(facts.headers, &claim.name);
+            !claim.condition.is_met_by_claim(value)
+        });
+        unmet.map(|claim| UnmetCondition::Claim(claim.name.as_ref()))
+    }
+
+    /// Whether any condition reads the query or cookies.
+    fn reads_query_or_cookies(&self) -> bool {
+        !self.query.is_empty()
+            || !self.cookies.is_empty()
+            || self
+                .not
+                .as_ref()
+                .is_some_and(|not| not.reads_query_or_cookies())
+    }
+
+    /// Returns a query parameter or cookie that upstreams may read differently, if the result
+    /// depends on it: all other conditions hold.
+    pub(super) fn find_ambiguity(
+        &self,
+        facts: &Facts<'_>,
+        path: &str,
+        client: &client::Settings,
+    ) -> Option<KeyError> {
+        if !self.reads_query_or_cookies()
+            || self.first_unmet_plain_condition(facts, path).is_some()
+            || self.first_unmet_claim(facts).is_some()
+        {
+            return None;
+        }
+        let mut found = None;
+        for parameter in &self.query {
+            let name = &parameter.name;
+            if client.rejects_ambiguous_query && lenient_names::has_ambiguous_query(facts, name) {
+                found = Some(KeyError::AmbiguousQuery(format!("query parameter {name}")));
+            } else if !is_query_condition_met(parameter, facts) {
+                return None;
             }
         }
-        self.not
-            .as_ref()
-            .filter(|not| not.excludes(facts, path))
-            .map(|_| UnmetCondition::Exclusion)
+        for cookie in &self.cookies {
+            let name = &cookie.name;
+            if client.rejects_ambiguous_cookie
+                && lenient_names::is_cookie_ambiguous(facts.headers, name)
+            {
+                found = Some(KeyError::AmbiguousCookie(format!("cookie {name}")));
+            } else if !is_cookie_condition_met(cookie, facts) {
+                return None;
+            }
+        }
+        let Some(not) = &self.not else { return found };
+        match not.find_ambiguity(facts, path, client) {
+            None if not.excludes(facts, path) => None,
+            ambiguity => found.or(ambiguity),
+        }
     }
 
     /// Whether these conditions, as a `not`, exclude a request. An exclusion is an exemption, so a
@@ -191,13 +253,23 @@ impl Matcher {
     }
 }
 
+fn is_query_condition_met(parameter: &NamedCondition<Box<str>>, facts: &Facts<'_>) -> bool {
+    let values = facts::query_values(facts.query, &parameter.name);
+    parameter.condition.is_met_by(values)
+}
+
+fn is_cookie_condition_met(cookie: &NamedCondition<Box<str>>, facts: &Facts<'_>) -> bool {
+    let values = facts::cookie_values(facts.headers, &cookie.name);
+    cookie.condition.is_met_by(values)
+}
+
 fn is_empty_or_any<T>(alternatives: &[T], is_met: impl FnMut(&T) -> bool) -> bool {
     alternatives.is_empty() || alternatives.iter().any(is_met)
 }
 
 impl ValueCondition {
     /// A list claim meets the condition if any of its elements does.
-    fn is_met_by_claim(&self, claim: &ClaimValue) -> bool {
+    pub(super) fn is_met_by_claim(&self, claim: &ClaimValue) -> bool {
         match self {
             Self::Present(wanted) => claim.is_present() == *wanted,
             Self::Equals(_) | Self::Regex(_) => self.is_met_by(claim.texts()),

@@ -3,15 +3,21 @@
 //! This module uses HTTP types such as methods and header maps, but no sockets and no file formats.
 //! All functions work on borrowed [`Facts`], so `check`, tests and fuzz targets need no server.
 
+mod authorization;
 pub mod client;
 mod conditions;
 mod cors;
 mod cost;
+mod counted_statuses;
 mod coverage;
 mod descriptor;
 mod facts;
 mod json_pointer;
 pub mod jwt;
+mod key_component;
+mod key_error;
+mod key_hasher;
+mod key_part;
 mod key_template;
 mod lenient_names;
 mod matcher;
@@ -21,6 +27,8 @@ mod path_pattern;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
 mod quota;
+mod self_service;
+mod self_service_settings;
 mod spelling_notes;
 mod table;
 mod whole_number;
@@ -28,14 +36,21 @@ mod whole_number;
 pub use conditions::{NamedCondition, UnmetCondition, ValueCondition};
 pub use cors::CorsOrigins;
 pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
+pub use counted_statuses::CountedStatuses;
 pub use descriptor::{Descriptor, DescriptorConditions};
 pub use facts::Facts;
 pub use json_pointer::{JsonPointer, JsonPointerToken};
-pub use key_template::{KeyContext, KeyError, KeyPart, KeyTemplate, KeyValues, MissingKeyAction};
+pub use key_component::{KeyComponent, KeyDigests, is_credential_name};
+pub use key_error::KeyError;
+pub use key_hasher::KeyHasher;
+pub use key_part::{KeyContext, KeyPart, KeyValues};
+pub use key_template::{KeyTemplate, MissingKeyAction};
 pub use matcher::{HostPattern, Matcher, MethodSet};
 pub use named_limit::NamedLimit;
 pub use path_pattern::PathPattern;
 pub use quota::{LimitOverride, LimitOverrides, Quota};
+pub use self_service::{ClientQuota, ClientQuotas};
+pub use self_service_settings::SelfServiceSettings;
 pub use table::{PolicyTable, RateLimitHeaderSettings};
 pub use whole_number::parse_whole_number;
 
@@ -51,11 +66,23 @@ pub struct Policy {
     pub priority: i64,
     pub matcher: Matcher,
     pub action: PolicyAction,
-    /// A shadow policy decides and counts, but never rejects, exempts or denies.
-    pub shadow: bool,
+    pub mode: PolicyMode,
+    /// Whether responses to clients name the policy and its limits.
+    pub is_reported: bool,
     pub on_store_failure: OnStoreFailure,
     /// Response to requests that this policy rejects, instead of the standard response.
     pub reject_response: Option<RejectResponse>,
+}
+
+/// What a policy does with its decisions. In every mode it decides and counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PolicyMode {
+    Enforce,
+    /// Never rejects, exempts or denies: a request over the limit is forwarded with a header that
+    /// names the policy ([`PolicyTable::mark_header`]).
+    Mark,
+    /// Never rejects, exempts or denies, and is invisible to clients and the upstream.
+    Shadow,
 }
 
 /// The action of a policy on a matching request.
@@ -86,8 +113,33 @@ pub struct RejectResponse {
     pub headers: Vec<(HeaderName, HeaderValue)>,
 }
 
+impl PolicyMode {
+    /// The name in the configuration and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Enforce => "enforce",
+            Self::Mark => "mark",
+            Self::Shadow => "shadow",
+        }
+    }
+
+    /// ` (mark)` or ` (shadow)`, to follow the name of a policy that does not reject.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            Self::Enforce => "",
+            Self::Mark => " (mark)",
+            Self::Shadow => " (shadow)",
+        }
+    }
+}
+
 impl Policy {
-    /// Returns the first condition that does not hold, or `Retry` if the policy applies.
+    /// Whether the policy may reject, exempt or deny.
+    pub fn is_enforced(&self) -> bool {
+        self.mode == PolicyMode::Enforce
+    }
+
+    /// Returns the first condition that does not hold, or `None` if the policy applies.
     ///
     /// A path may have several interpretations. A limiting or denying policy applies if any
     /// interpretation matches. An exempting policy applies only if every interpretation matches, so
@@ -104,8 +156,16 @@ impl Policy {
             .map(|path| self.matcher.first_unmet_condition(facts, path));
         match self.action {
             PolicyAction::Allow => unmet.find(Option::is_some).flatten(),
-            // `Retry` if any interpretation matches.
+            // `None` if any interpretation matches.
             PolicyAction::Limit(_) | PolicyAction::Deny => unmet.reduce(Option::and).flatten(),
         }
+    }
+
+    /// Returns why it is unclear whether the policy applies: upstreams may read a query parameter
+    /// or cookie of its conditions differently, and all other conditions hold.
+    pub fn find_ambiguity(&self, facts: &Facts<'_>, client: &client::Settings) -> Option<KeyError> {
+        let matcher = &self.matcher;
+        let mut paths = facts.paths.iter();
+        paths.find_map(|path| matcher.find_ambiguity(facts, path, client))
     }
 }

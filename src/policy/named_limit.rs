@@ -6,7 +6,9 @@ use crate::limiter::Limit;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedLimit {
     pub name: Box<str>,
-    /// The unit that is counted; `Retry` means requests.
+    /// The unit that is counted; `None` means requests.
     pub unit: Option<Box<str>>,
     pub limit: Limit,
+    /// Whether responses may have the limit: `report` of its policy.
+    pub is_reported: bool,
 }

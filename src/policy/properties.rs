@@ -3,11 +3,16 @@
 
 use super::client::{self, ClientAddress};
 use super::jwt::{
-    self, ClaimName, RequestToken, SignatureVerification, TokenReader, VerificationKeys,
+    self, ClaimName, RequestToken, SignatureVerification, TokenReader, TrustedIssuers,
+    VerificationKeys,
 };
 use super::path::{EscapedDelimiters, EscapedSlashes, PathError, PathInterpretations, Settings};
-use crate::limiter::KeyBuilder;
-use http::{HeaderMap, HeaderValue};
+use super::{
+    Facts, KeyComponent, KeyContext, KeyDigests, KeyHasher, KeyTemplate, Matcher, MissingKeyAction,
+    path,
+};
+use crate::limiter::{Key, KeyBuilder};
+use http::{HeaderMap, HeaderValue, Method};
 use std::net::IpAddr;
 use std::sync::{Arc, LazyLock};
 
@@ -417,7 +422,7 @@ fn make_x_forwarded_for_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String
     (Some(ip), text)
 }
 
-/// Generates an element of `UpstreamSpan`. Returns the address that the proxy must read from it, and
+/// Generates an element of `Forwarded`. Returns the address that the proxy must read from it, and
 /// the text of the element.
 fn make_forwarded_element(hop_id: u8, form: u8) -> (Option<IpAddr>, String) {
     let ip = make_hop_address(hop_id);
@@ -482,7 +487,7 @@ pub fn assert_token_verification(bytes: &[u8]) {
         let (set, _) = VerificationKeys::from_jwks(&format!("{{\"keys\":[{key}]}}"))
             .expect("the key set is valid");
         [VerificationKeys::from_secret(SECRET).0, set].map(|keys| {
-            let verification = SignatureVerification::Keys(keys);
+            let verification = SignatureVerification::Keys(TrustedIssuers::from_keys(keys));
             let settings = jwt::Settings {
                 header: http::header::AUTHORIZATION,
                 verification,
@@ -560,6 +565,79 @@ pub fn assert_key_encoding(bytes: &[u8]) {
     );
 }
 
+/// Two hashed values of a header have equal keys exactly if they are equal, however the header's
+/// name is spelled in the configuration and in the requests. No key contains the value. The first
+/// byte chooses the spellings.
+pub fn assert_hashed_keys(bytes: &[u8]) {
+    const NAME: &str = "x-api-key";
+    static HASHERS: LazyLock<[KeyHasher; 2]> = LazyLock::new(|| {
+        let secret = KeyHasher::from_secret(SECRET).expect("the secret is long enough");
+        [KeyHasher::default(), secret]
+    });
+    let Some((spelling, rest)) = bytes.split_first() else {
+        return;
+    };
+    let spell = |bits: u8| -> String {
+        let letters = NAME.chars().enumerate();
+        let spell_letter = |(index, letter): (usize, char)| match bits >> (index % 8) & 1 {
+            1 => letter.to_ascii_uppercase(),
+            _ => letter,
+        };
+        letters.map(spell_letter).collect()
+    };
+    let mut values = rest.splitn(2, |byte| *byte == 0xff);
+    let (one, other) = (
+        values.next().unwrap_or_default(),
+        values.next().unwrap_or_default(),
+    );
+    let build_key = |hasher: &KeyHasher, bits: u8, value: &[u8]| -> Option<Key> {
+        let text = format!("header:{}", spell(bits));
+        let component = KeyComponent::parse(&text, &path::Settings::DEFAULT).ok()?;
+        assert!(component.is_hashed, "{text}");
+        let key = KeyTemplate::from_components(vec![component], hasher.clone());
+        let mut headers = HeaderMap::new();
+        let name: http::HeaderName = spell(!bits).parse().ok()?;
+        headers.insert(name, HeaderValue::from_bytes(value).ok()?);
+        let paths = PathInterpretations::default();
+        let facts = Facts {
+            method: &Method::GET,
+            host: "a.example",
+            paths: &paths,
+            query: None,
+            headers: &headers,
+            client_ip: [10, 1, 2, 3].into(),
+            token: RequestToken::without_token_reader(),
+            client_cert: None,
+            has_joined_headers: false,
+            descriptor: None,
+        };
+        let client = trusting_settings(false);
+        let context = KeyContext {
+            client: &client,
+            path: &path::Settings::DEFAULT,
+            matcher: &Matcher::default(),
+        };
+        let missing = MissingKeyAction::Shared;
+        let values = key.extract_values(&facts, &context, missing).ok()?;
+        Some(key.build_key("p", &values, &mut KeyDigests::default()))
+    };
+    for hasher in HASHERS.iter() {
+        let keys = (
+            build_key(hasher, *spelling, one),
+            build_key(hasher, !*spelling, other),
+        );
+        let (Some(first), Some(second)) = keys else {
+            return;
+        };
+        assert_eq!(first == second, one == other);
+        assert_eq!(first.id() == second.id(), one == other);
+        let encoded = first.encoded_values();
+        let holds_value = encoded.windows(one.len().max(1)).any(|part| part == one);
+        // A short value may occur in a digest by chance.
+        assert!(one.len() < 8 || !holds_value, "{encoded:?}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -585,6 +663,13 @@ mod tests {
             let edits: Vec<u8> = edits.into_iter().flat_map(|(at, kind, byte)| [at, kind, byte]).collect();
             super::assert_token_verification(&[&[0], &edits[..]].concat());
             super::assert_token_verification(&[&[1], junk.as_bytes()].concat());
+        }
+
+        #[test]
+        fn hashed_keys_hold_for_any_values(spelling in any::<u8>(), one in "[ -~\u{80}-\u{ff}]{0,90}", other in "[ -~]{0,3}") {
+            for bytes in [[one.as_bytes(), &[0xff], other.as_bytes()].concat(), [one.as_bytes(), &[0xff], one.as_bytes()].concat()] {
+                super::assert_hashed_keys(&[&[spelling], &bytes[..]].concat());
+            }
         }
 
         #[test]

@@ -1,10 +1,10 @@
 //! Selection of the key and the limits that a request is charged against.
 
 use super::{
-    CostSource, Descriptor, Facts, KeyContext, KeyError, KeyTemplate, KeyValues, MissingKeyAction,
-    NamedLimit, client, path,
+    CostSource, Descriptor, Facts, KeyContext, KeyDigests, KeyError, KeyTemplate, KeyValues,
+    MissingKeyAction, NamedLimit, client, path,
 };
-use crate::limiter::{Key, KeyBuilder, LeaseTerms, Limit};
+use crate::limiter::{Key, LeaseTerms, Limit};
 use foldhash::HashMap;
 use std::fmt;
 
@@ -16,9 +16,9 @@ pub struct Quota {
     pub cost: CostSource,
     /// The limits of the policy, never empty.
     pub limits: Vec<NamedLimit>,
-    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::BlockState`]).
+    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]).
     ///
-    /// [`Algorithm::BlockState`]: crate::limiter::Algorithm::Block
+    /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
     pub block: Option<Limit>,
     /// Whether requests that the policy rejects are charged too ([`ChargeEffect::ChargeRejected`]).
     ///
@@ -27,7 +27,7 @@ pub struct Quota {
     /// Number of counters, spread over a Redis cluster, for each key. 1 means that keys are not
     /// sharded.
     pub shards: u16,
-    /// Settings for leasing units in advance; `Retry` disables leases.
+    /// Settings for leasing units in advance; `None` disables leases.
     pub lease: Option<LeaseTerms>,
     pub overrides: LimitOverrides,
 }
@@ -47,13 +47,13 @@ pub struct LimitOverrides {
 /// One entry of [`LimitOverrides`].
 #[derive(Clone, Debug)]
 pub struct LimitOverride {
-    /// One value per key position (see [`KeyTemplate::value_count`]); `Retry` matches any value.
+    /// One value per key position (see [`KeyTemplate::value_count`]); `None` matches any value.
     pub values: Vec<Option<Box<str>>>,
     pub limits: Vec<NamedLimit>,
 }
 
 impl Quota {
-    /// Returns the key and the limits for one request of policy `name`, or `Retry` if the policy
+    /// Returns the key and the limits for one request of policy `name`, or `None` if the policy
     /// skips the request.
     ///
     /// # Errors
@@ -63,12 +63,13 @@ impl Quota {
         name: &str,
         facts: &Facts<'_>,
         context: &KeyContext<'_>,
+        digests: &mut KeyDigests<'t>,
     ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyError> {
         let values = self.key.extract_values(facts, context, self.missing_key)?;
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
         }
-        Ok(Some(self.key_and_limits(name, &values)))
+        Ok(Some(self.key_and_limits(name, &values, digests)))
     }
 
     /// Returns the key and the limits for one descriptor of a rate-limit call. A descriptor's own
@@ -82,10 +83,11 @@ impl Quota {
         name: &str,
         descriptor: &'t Descriptor<'t>,
         context: &KeyContext<'_>,
+        digests: &mut KeyDigests<'t>,
     ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyError> {
         let facts = Facts::from_descriptor(descriptor);
         let Some(limits) = descriptor.resolve_override_limit(name, &self.limits) else {
-            return self.key_and_limits_for_request(name, &facts, context);
+            return self.key_and_limits_for_request(name, &facts, context, digests);
         };
         let mut values = self.key.extract_values(&facts, context, self.missing_key)?;
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
@@ -94,7 +96,7 @@ impl Quota {
         // This key has one value more than the template has parts, so it cannot equal a key that is
         // built from the template alone.
         values.push(Some(descriptor.canonical_text().into_bytes().into()));
-        Ok(Some((build_key(name, &values), limits)))
+        Ok(Some((self.key.build_key(name, &values, digests), limits)))
     }
 
     /// Returns the key and the limits for explicit values, one per position. An empty text stands
@@ -133,11 +135,26 @@ impl Quota {
         let values = values
             .iter()
             .map(|text| Some(text.as_bytes().into()).filter(|_| !text.is_empty()));
-        Ok(self.key_and_limits(name, &values.collect()))
+        let mut digests = KeyDigests::default();
+        Ok(self.key_and_limits(name, &values.collect(), &mut digests))
     }
 
-    fn key_and_limits(&self, name: &str, values: &KeyValues<'_>) -> (Key, &[NamedLimit]) {
-        let key = build_key(name, values);
+    /// Keeps all limits out of responses to clients.
+    pub fn hide_limits(&mut self) {
+        let overridden = self.overrides.entries.iter_mut();
+        let overridden = overridden.flat_map(|entry| &mut entry.limits);
+        for named in self.limits.iter_mut().chain(overridden) {
+            named.is_reported = false;
+        }
+    }
+
+    pub(super) fn key_and_limits<'t>(
+        &'t self,
+        name: &str,
+        values: &KeyValues<'_>,
+        digests: &mut KeyDigests<'t>,
+    ) -> (Key, &'t [NamedLimit]) {
+        let key = self.key.build_key(name, values, digests);
         let limits = self
             .overrides
             .find_limits(&key, values)
@@ -147,8 +164,8 @@ impl Quota {
 }
 
 impl LimitOverrides {
-    /// Creates the overrides of policy `name`.
-    pub fn new(name: &str, entries: Vec<LimitOverride>) -> Self {
+    /// Creates the overrides of policy `name` with this key.
+    pub fn new(name: &str, key: &KeyTemplate, entries: Vec<LimitOverride>) -> Self {
         let mut overrides = Self {
             entries,
             exact_by_key_id: HashMap::default(),
@@ -162,11 +179,10 @@ impl LimitOverrides {
                 .collect::<Option<Vec<_>>>()
             {
                 Some(values) => {
-                    let id = build_key(
-                        name,
-                        &values.into_iter().map(|value| Some(value.into())).collect(),
-                    )
-                    .id();
+                    let values = values.into_iter().map(|value| Some(value.into())).collect();
+                    let id = key
+                        .build_key(name, &values, &mut KeyDigests::default())
+                        .id();
                     overrides.exact_by_key_id.entry(id).or_insert(index);
                 }
                 None => overrides.wildcard_indices.push(index),
@@ -218,12 +234,4 @@ impl LimitOverride {
                     (Some(wanted), None) => wanted.is_empty(),
                 })
     }
-}
-
-fn build_key(name: &str, values: &KeyValues<'_>) -> Key {
-    let mut builder = KeyBuilder::new(name);
-    for value in values {
-        builder.push_key_value(value.as_deref());
-    }
-    builder.finish()
 }

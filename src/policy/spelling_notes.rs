@@ -17,7 +17,7 @@ impl PolicyTable {
         let limits_by_address = self.policies().iter().any(|policy| {
             let parts = key_parts(policy);
             let is_client_chosen = parts.iter().any(KeyPart::is_client_chosen);
-            !policy.shadow && parts.contains(&KeyPart::ClientIp) && !is_client_chosen
+            policy.is_enforced() && parts.contains(&KeyPart::ClientIp) && !is_client_chosen
         });
         let authorization = (!limits_by_address)
             .then(|| {
@@ -28,7 +28,7 @@ impl PolicyTable {
             .flatten()
             .map(|policy| {
                 format!(
-                    "policy \"{}\" has a quota for each spelling of the header authorization (\"bEaRer\", junk in base64): expected a jwt: key, or a policy with client_ip beside it",
+                    "policy \"{}\" has a quota for each value of the header authorization, and clients choose it (\"Token a\", \"tOkEn a\"; Basic and Bearer have one spelling): expected a jwt: key, or a policy with client_ip beside it",
                     policy.name
                 )
             });
@@ -37,7 +37,7 @@ impl PolicyTable {
 }
 
 fn is_evaded_by_case(policy: &Policy) -> bool {
-    let is_restriction = !matches!(policy.action, PolicyAction::Allow) && !policy.shadow;
+    let is_restriction = !matches!(policy.action, PolicyAction::Allow) && policy.is_enforced();
     let paths = &policy.matcher.paths;
     is_restriction && !paths.is_empty() && paths.iter().all(|pattern| pattern.has_letters())
 }

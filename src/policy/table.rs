@@ -2,7 +2,7 @@
 
 use super::{
     CorsOrigins, CostSource, Descriptor, Facts, HostPattern, KeyContext, KeyPart, Matcher, Policy,
-    PolicyAction, ValueCondition, client, jwt, path, path_pattern::PathIndex,
+    PolicyAction, SelfServiceSettings, ValueCondition, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
@@ -15,6 +15,9 @@ pub struct PolicyTable {
     pub path: path::Settings,
     pub client: client::Settings,
     pub rate_limit_headers: RateLimitHeaderSettings,
+    /// Request header with the names of the policies in [mode `Mark`](super::PolicyMode::Mark)
+    /// whose limit a request exceeds. tidegate removes this header from the requests of clients.
+    pub mark_header: HeaderName,
     /// Origins with access to local replies; none by default.
     pub cors: CorsOrigins,
     /// In the order of their application.
@@ -23,7 +26,11 @@ pub struct PolicyTable {
     referenced_headers: HashSet<HeaderName>,
     depends_on_client_ip: bool,
     token_reader: Option<Arc<jwt::TokenReader>>,
+    self_service: Option<SelfServiceSettings>,
 }
+
+/// The default of [`PolicyTable::mark_header`].
+const DEFAULT_MARK_HEADER: HeaderName = HeaderName::from_static("x-tidegate-over");
 
 /// The rate-limit headers that responses carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,12 +61,14 @@ impl PolicyTable {
             path,
             client,
             rate_limit_headers,
+            mark_header: DEFAULT_MARK_HEADER,
             cors: CorsOrigins::default(),
             policies,
             policy_index,
             referenced_headers,
             depends_on_client_ip: distinguishes_clients,
             token_reader: None,
+            self_service: None,
         }
     }
 
@@ -79,12 +88,41 @@ impl PolicyTable {
         self
     }
 
+    /// Returns the table with another [`PolicyTable::mark_header`].
+    #[must_use]
+    pub fn with_mark_header(self, mark_header: HeaderName) -> Self {
+        Self {
+            mark_header,
+            ..self
+        }
+    }
+
     /// Returns the table with CORS: scripts of these origins may read the local replies of
     /// tidegate.
     #[must_use]
     pub fn with_cors(mut self, cors: CorsOrigins) -> Self {
         self.cors = cors;
         self
+    }
+
+    /// Returns the table with a path at which clients can query their quotas.
+    #[must_use]
+    pub fn with_self_service(self, settings: Option<SelfServiceSettings>) -> Self {
+        Self {
+            self_service: settings,
+            ..self
+        }
+    }
+
+    /// The settings of self-service, if it is on.
+    pub(super) fn self_service_settings(&self) -> Option<&SelfServiceSettings> {
+        self.self_service.as_ref()
+    }
+
+    /// The settings of self-service, if `path` is its path.
+    pub fn self_service_at(&self, path: &str) -> Option<&SelfServiceSettings> {
+        let settings = self.self_service.as_ref()?;
+        (*settings.path == *path).then_some(settings)
     }
 
     /// The token reader, if any policy reads a claim.
@@ -107,7 +145,7 @@ impl PolicyTable {
     }
 
     /// The matching policies in the order of their application, each with its index in
-    /// [`PolicyTable::policies`].
+    /// [`PolicyTable::policies`]. Includes policies for which [`Policy::find_ambiguity`] finds one.
     pub fn matching_policies(&self, facts: &Facts<'_>) -> SmallVec<[(usize, &Policy); 8]> {
         let positions = self
             .policy_index
@@ -116,7 +154,10 @@ impl PolicyTable {
             .filter_map(|index| usize::try_from(index).ok());
         positions
             .filter_map(|index| Some((index, self.policies.get(index)?)))
-            .filter(|(_, policy)| policy.first_unmet_condition(facts).is_none())
+            .filter(|(_, policy)| {
+                policy.first_unmet_condition(facts).is_none()
+                    || policy.find_ambiguity(facts, &self.client).is_some()
+            })
             .collect()
     }
 
@@ -292,10 +333,8 @@ impl PolicyIndex {
         }
         let by_header = self.by_header.iter().flat_map(|(name, by_value)| {
             facts
-                .headers
-                .get_all(name)
-                .into_iter()
-                .filter_map(|value| by_value.get(value.as_bytes()))
+                .header_values(name)
+                .filter_map(|value| by_value.get(&*value))
         });
         let by_host = self.by_host.get(facts.host);
         for candidates in by_host
@@ -388,7 +427,7 @@ impl CandidatePolicies {
 #[cfg(test)]
 mod tests {
     use super::super::path::PathInterpretations;
-    use super::super::{MethodSet, NamedCondition, OnStoreFailure, PathPattern};
+    use super::super::{MethodSet, NamedCondition, OnStoreFailure, PathPattern, PolicyMode};
     use super::*;
     use http::{HeaderMap, Method};
 
@@ -407,7 +446,8 @@ mod tests {
                 ..Matcher::default()
             },
             action,
-            shadow: false,
+            mode: PolicyMode::Enforce,
+            is_reported: true,
             on_store_failure: OnStoreFailure::Open,
             reject_response: None,
         }
@@ -451,6 +491,7 @@ mod tests {
             client_ip,
             token,
             client_cert,
+            has_joined_headers: false,
             descriptor: None,
         }
     }

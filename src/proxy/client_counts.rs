@@ -5,11 +5,12 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-/// Number of things that each client holds, shared by all workers. A client is an address prefix.
+/// Number of connections or tunnels of each client, shared by all workers. A client is an address
+/// prefix.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ClientCounts(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
-/// One counted thing of a client, until it is dropped.
+/// One counted connection or tunnel of a client, until it is dropped.
 #[derive(Debug)]
 pub(super) struct ClientCountGuard {
     counts: ClientCounts,
@@ -17,7 +18,7 @@ pub(super) struct ClientCountGuard {
 }
 
 impl ClientCounts {
-    /// Counts one more thing of the client. `Retry` if it holds `limit` already.
+    /// Counts one more connection or tunnel of the client. `None` if it has `limit` already.
     pub(super) fn try_acquire(&self, client: IpAddr, limit: usize) -> Option<ClientCountGuard> {
         let mut counts = self.0.lock();
         let count = counts.entry(client).or_default();

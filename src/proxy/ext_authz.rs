@@ -10,10 +10,11 @@ use super::server::peer::ConnectionPeer;
 use super::service::ProxyService;
 use super::service::request_summary::{RequestSummary, classify_verdict};
 use crate::enforcer::Verdict;
-use crate::policy::RateLimitHeaderSettings;
+use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
+use crate::proxy::http::mark_header::add_mark_header;
 use crate::proxy::http::rate_limit_headers;
 use crate::proxy::http::request_validation::RequestValidationError;
 use crate::telemetry::trace::TraceParent;
@@ -116,7 +117,8 @@ impl ProxyService {
             }
         };
         // No client certificate: the peer's certificate identifies the proxy in front.
-        let facts = inbound.facts(&parts, None);
+        let mut facts = inbound.facts(&parts, None);
+        facts.has_joined_headers = self.ext_authz.rejects_joined_headers;
         let verdict = self
             .enforcer
             .decide_request(&snapshot, &facts, arrived_at)
@@ -149,7 +151,7 @@ impl ProxyService {
             Some(denial) => {
                 self.translate_denial_status(denial.map(ResponseBody::Full), proxy_kind)
             }
-            None => build_allowed_reply(&verdict, table.rate_limit_headers),
+            None => build_allowed_reply(&verdict, table),
         }
     }
 
@@ -164,7 +166,7 @@ impl ProxyService {
         denial
             .headers_mut()
             .insert(&ORIGINAL_STATUS_HEADER, HeaderValue::from(status.as_u16()));
-        let client_status = self.denied_status.or(match proxy_kind {
+        let client_status = self.ext_authz.denied_status.or(match proxy_kind {
             // Envoy treats 5xx as a failed check, so `failure_mode_allow` would let the rejected
             // request pass. 429 rejects it, and also permits a retry.
             AuthProxyKind::Envoy if status.is_server_error() => Some(StatusCode::TOO_MANY_REQUESTS),
@@ -175,13 +177,12 @@ impl ProxyService {
     }
 }
 
-/// Response that lets the proxy in front forward the request, with the rate-limit fields.
-fn build_allowed_reply(
-    verdict: &Verdict<'_>,
-    settings: RateLimitHeaderSettings,
-) -> Response<ResponseBody> {
+/// Response that lets the proxy in front forward the request, with the rate-limit fields and the
+/// mark, which the proxy in front may copy into the request.
+fn build_allowed_reply(verdict: &Verdict<'_>, table: &PolicyTable) -> Response<ResponseBody> {
     let mut allowed = Response::new(ResponseBody::Empty);
-    rate_limit_headers::write_headers(verdict, settings, allowed.headers_mut());
+    rate_limit_headers::write_headers(verdict, table.rate_limit_headers, allowed.headers_mut());
+    add_mark_header(allowed.headers_mut(), table, verdict);
     allowed
 }
 

@@ -30,8 +30,8 @@ pub use server::peer::ConnectionPeer;
 pub use server::shutdown::ShutdownSignal;
 pub use service::ProxyService;
 pub use settings::{
-    ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings, UpstreamScheme,
-    UpstreamSettings, UpstreamUrl,
+    ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings,
+    UpstreamScheme, UpstreamSettings, UpstreamUrl,
 };
 pub use upstream::response_body::UpstreamBody;
 pub use upstream::{

@@ -18,16 +18,17 @@ use super::server::peer::ConnectionPeer;
 use super::service::ProxyService;
 use super::service::request_summary::classify_verdict;
 use crate::enforcer::{CallVerdict, DescriptorVerdict, LimitReport, RequestOutcome, Verdict};
-use crate::policy::{Descriptor, RateLimitHeaderSettings, RejectResponse};
+use crate::policy::{Descriptor, PolicyTable, RateLimitHeaderSettings, RejectResponse};
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
+use crate::proxy::http::mark_header::build_mark_value;
 use crate::proxy::http::rate_limit_headers;
 use crate::proxy::rate_limit_service::call_result::RlsCallResult;
 use crate::proxy::rate_limit_service::grpc::{GrpcError, GrpcStatusCode};
 use crate::telemetry::metrics::WorkerMetrics;
 use crate::telemetry::trace::{TraceId, TraceParent};
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, header};
 use messages::rate_limit_response::{self as response, rate_limit::Unit};
 use messages::{
     Duration, HealthCheckRequest, HealthCheckResponse, RateLimitDescriptor, RateLimitRequest,
@@ -47,8 +48,8 @@ const HEALTH_CHECKED_SERVICES: [&str; 3] = [
 
 /// Maximum size of a call, in bytes. Envoy's calls have a few hundred bytes.
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
-/// Maximum descriptors per call and entries per descriptor. They bound the number of keys in one
-/// store call.
+/// Maximum decided descriptors per call and entries per descriptor. They bound the number of keys
+/// in one store call.
 const MAX_DESCRIPTORS_PER_CALL: usize = 64;
 const MAX_ENTRIES_PER_DESCRIPTOR: usize = 64;
 
@@ -128,25 +129,19 @@ impl ProxyService {
             .iter()
             .map(borrow_descriptor_entries)
             .collect::<Vec<_>>();
-        let descriptors = call.descriptors.iter().zip(&entries);
-        let descriptors = descriptors
-            .map(|(message, entries)| build_descriptor(&call, message, entries))
-            .collect::<Result<Vec<_>, _>>()?;
+        let (positions, descriptors) = build_descriptors(&call, &entries)?;
         let snapshot = self.enforcer.policy_snapshot();
-        let call_verdict = self
+        let mut call_verdict = self
             .enforcer
             .decide_call(&snapshot, &descriptors, arrived_at)
             .await;
         self.metrics
             .record_request_decision(classify_verdict(&call_verdict.verdict) as usize);
-        self.metrics.record_unmatched_descriptors(
-            call_verdict
-                .statuses
-                .iter()
-                .filter(|status| !status.is_matched)
-                .count(),
-        );
         self.log_rate_limit_call(&call_verdict, &descriptors, peer, arrived_at, trace);
+        call_verdict.statuses =
+            restore_positions(call_verdict.statuses, &positions, call.descriptors.len());
+        let unmatched = call_verdict.statuses.iter().filter(|one| !one.is_matched);
+        self.metrics.record_unmatched_descriptors(unmatched.count());
         if let RequestOutcome::Unavailable { .. } = call_verdict.verdict.outcome {
             return Err(GrpcError(
                 GrpcStatusCode::Unavailable,
@@ -161,10 +156,7 @@ impl ProxyService {
         };
         Ok((
             call,
-            grpc::encode_framed_message(&build_rate_limit_response(
-                &call_verdict,
-                snapshot.table.rate_limit_headers,
-            )),
+            grpc::encode_framed_message(&build_rate_limit_response(&call_verdict, &snapshot.table)),
         ))
     }
 
@@ -205,7 +197,8 @@ impl ProxyService {
             time_to_head: arrived_at.elapsed(),
             decision: classify_verdict(verdict).label(),
             policy,
-            shadow_rejected: &verdict.shadow_rejected,
+            unenforced_rejections: Some(&verdict.unenforced_rejections),
+            retry_after_us: verdict.outcome.retry_after_us(),
             limits: &verdict.limits,
             source: verdict.source,
             time_to_decision: verdict.decided_at.map(|at| at - arrived_at),
@@ -227,33 +220,82 @@ impl Drop for RateLimitCallCountGuard<'_> {
     }
 }
 
-/// Checks the required fields and maximum sizes of a rate-limit call.
+/// Checks the required fields of a rate-limit call.
 fn validate_rate_limit_request(call: &RateLimitRequest) -> Result<(), GrpcError> {
-    let invalid = |why| Err(GrpcError(GrpcStatusCode::InvalidArgument, why));
+    let invalid = |why| Err(invalid_argument(why));
     if call.domain.is_empty() {
         return invalid("the domain is missing");
     }
     if call.descriptors.is_empty() {
         return invalid("the call has no descriptors");
     }
-    if call.descriptors.len() > MAX_DESCRIPTORS_PER_CALL {
-        return invalid("the call has more than 64 descriptors");
-    }
-    if call
-        .descriptors
-        .iter()
-        .any(|descriptor| descriptor.entries.len() > MAX_ENTRIES_PER_DESCRIPTOR)
-    {
-        return invalid("a descriptor has more than 64 entries");
-    }
-    if call
-        .descriptors
-        .iter()
-        .any(|descriptor| descriptor.is_negative_hits)
-    {
-        return invalid("negative hits are not supported");
-    }
     Ok(())
+}
+
+/// Builds the descriptors to decide, with their positions in the call. A descriptor that cannot be
+/// decided leaves the other ones of the call limited: an error would let Envoy pass all of them.
+///
+/// # Errors
+/// Returns the first error if no descriptor can be decided.
+fn build_descriptors<'a>(
+    call: &'a RateLimitRequest,
+    entries: &'a [Vec<(&'a str, &'a str)>],
+) -> Result<(Vec<usize>, Vec<Descriptor<'a>>), GrpcError> {
+    /// Limits the warning to one per process: each call of a wrong configuration has this error.
+    static WARNED_OF_UNDECIDABLE_DESCRIPTORS: std::sync::Once = std::sync::Once::new();
+    let (mut positions, mut descriptors) = (Vec::new(), Vec::new());
+    let mut first_error = None;
+    for (position, (message, entries)) in call.descriptors.iter().zip(entries).enumerate() {
+        let built = match descriptors.len() < MAX_DESCRIPTORS_PER_CALL {
+            true => build_descriptor(call, message, entries),
+            false => Err(invalid_argument("the call has more than 64 descriptors")),
+        };
+        match built {
+            Ok(descriptor) => {
+                positions.push(position);
+                descriptors.push(descriptor);
+            }
+            Err(error) => {
+                first_error.get_or_insert(error);
+            }
+        }
+    }
+    match first_error {
+        Some(error) if descriptors.is_empty() => return Err(error),
+        Some(GrpcError(_, why)) => WARNED_OF_UNDECIDABLE_DESCRIPTORS.call_once(|| {
+            tracing::warn!(
+                why,
+                domain = call.domain,
+                "descriptors without a decision in a rate limit call; they are not limited"
+            );
+        }),
+        None => {}
+    }
+    Ok((positions, descriptors))
+}
+
+/// Puts the verdicts at the positions of their descriptors. The other descriptors are not limited.
+fn restore_positions<'t>(
+    verdicts: Vec<DescriptorVerdict<'t>>,
+    positions: &[usize],
+    count: usize,
+) -> Vec<DescriptorVerdict<'t>> {
+    if verdicts.len() == count {
+        return verdicts;
+    }
+    let mut verdicts = positions.iter().zip(verdicts).peekable();
+    (0..count)
+        .map(
+            |position| match verdicts.next_if(|(at, _)| **at == position) {
+                Some((_, verdict)) => verdict,
+                None => DescriptorVerdict::default(),
+            },
+        )
+        .collect()
+}
+
+fn invalid_argument(why: &'static str) -> GrpcError {
+    GrpcError(GrpcStatusCode::InvalidArgument, why)
 }
 
 fn borrow_descriptor_entries(message: &RateLimitDescriptor) -> Vec<(&str, &str)> {
@@ -269,6 +311,12 @@ fn build_descriptor<'a>(
     message: &RateLimitDescriptor,
     entries: &'a [(&'a str, &'a str)],
 ) -> Result<Descriptor<'a>, GrpcError> {
+    if message.is_negative_hits {
+        return Err(invalid_argument("negative hits are not supported"));
+    }
+    if entries.len() > MAX_ENTRIES_PER_DESCRIPTOR {
+        return Err(invalid_argument("a descriptor has more than 64 entries"));
+    }
     // `hits_addend` 0 means "not set" in a call, but is a value in a descriptor.
     let hits = message
         .hits_addend
@@ -277,10 +325,8 @@ fn build_descriptor<'a>(
     let limit_override = match &message.limit {
         None => None,
         Some(limit) => {
-            let per_s = unit_period_s(limit.unit()).ok_or(GrpcError(
-                GrpcStatusCode::InvalidArgument,
-                "the limit has no unit of time",
-            ))?;
+            let per_s = unit_period_s(limit.unit())
+                .ok_or(invalid_argument("the limit has no unit of time"))?;
             Some((limit.requests_per_unit, per_s * SECOND_US))
         }
     };
@@ -304,7 +350,7 @@ fn unit_period_s(unit: Unit) -> Option<u64> {
 
 fn build_rate_limit_response(
     CallVerdict { verdict, statuses }: &CallVerdict<'_>,
-    fields: RateLimitHeaderSettings,
+    table: &PolicyTable,
 ) -> RateLimitResponse {
     let code = |over| {
         if over {
@@ -313,7 +359,8 @@ fn build_rate_limit_response(
             response::Code::Ok
         }
     };
-    let (headers, body) = headers_and_body_for_client(verdict, fields);
+    let (headers, body) = headers_and_body_for_client(verdict, table.rate_limit_headers);
+    let mark = build_mark_value(verdict).map(|value| (&table.mark_header, value));
     RateLimitResponse {
         overall_code: code(verdict.outcome.rejects_client()).into(),
         statuses: statuses
@@ -323,6 +370,10 @@ fn build_rate_limit_response(
             })
             .collect(),
         response_headers_to_add: headers,
+        request_headers_to_add: mark
+            .iter()
+            .filter_map(|(name, value)| to_header_message(name, value))
+            .collect(),
         raw_body: body,
     }
 }
@@ -405,16 +456,21 @@ fn headers_and_body_for_client(
             headers.append(name, value.clone());
         });
     }
-    let added = headers.iter().filter_map(|(name, value)| {
-        Some(messages::HeaderValue {
-            key: name.to_string(),
-            value: value.to_str().ok()?.to_owned(),
-        })
-    });
     (
-        added.collect(),
+        headers
+            .iter()
+            .filter_map(|(name, value)| to_header_message(name, value))
+            .collect(),
         custom_response
             .map(|custom| custom.body.clone())
             .unwrap_or_default(),
     )
+}
+
+/// Returns `None` for a value that is not visible ASCII.
+fn to_header_message(name: &HeaderName, value: &HeaderValue) -> Option<messages::HeaderValue> {
+    Some(messages::HeaderValue {
+        key: name.to_string(),
+        value: value.to_str().ok()?.to_owned(),
+    })
 }

@@ -12,6 +12,7 @@ mod connection;
 mod connection_activity;
 pub(in crate::proxy) mod connection_load;
 pub(in crate::proxy) mod connection_memory;
+mod connection_registry;
 pub(in crate::proxy) mod connection_timeouts;
 mod dispatch;
 pub(in crate::proxy) mod frame_limits;
@@ -26,6 +27,7 @@ mod parse_error_reply;
 pub(in crate::proxy) mod peer;
 pub(in crate::proxy) mod shutdown;
 mod transport;
+mod unsent_responses;
 mod worker;
 
 use futures_util::future::select_all;

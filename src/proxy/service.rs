@@ -3,17 +3,17 @@
 mod dispatch;
 mod proxy_request;
 pub(super) mod request_summary;
+mod self_service;
 mod validation;
 
 use super::server::shutdown::ShutdownSignal;
-use super::settings::ListenSettings;
+use super::settings::{ExtAuthzSettings, ListenSettings};
 use super::upstream::UpstreamClient;
 use crate::enforcer::Enforcer;
 use crate::proxy::http::access_log::AccessLog;
 use crate::telemetry::LogSettings;
 use crate::telemetry::metrics::WorkerMetrics;
 use crate::telemetry::trace::Tracer;
-use http::StatusCode;
 use std::sync::Arc;
 use tokio::sync::watch;
 
@@ -27,9 +27,8 @@ pub struct ProxyService {
     pub(super) access_log: AccessLog,
     pub(super) metrics: Arc<WorkerMetrics>,
     tracer: Option<Tracer>,
-    /// Status code of denials sent by the ext_authz listener; `Retry` keeps each denial's own.
-    pub(super) denied_status: Option<StatusCode>,
-    /// State of the process shutdown; `Retry` if the service never shuts down.
+    pub(super) ext_authz: ExtAuthzSettings,
+    /// State of the process shutdown; `None` if the service never shuts down.
     shutdown_signal: Option<watch::Receiver<ShutdownSignal>>,
 }
 
@@ -49,17 +48,14 @@ impl ProxyService {
             access_log: AccessLog::new(log),
             metrics,
             tracer: None,
-            denied_status: None,
+            ext_authz: ExtAuthzSettings::default(),
             shutdown_signal: None,
         }
     }
 
-    /// Sets the status code of denials sent by the ext_authz listener.
-    pub fn with_ext_authz_denied_status(self, status: Option<StatusCode>) -> Self {
-        Self {
-            denied_status: status,
-            ..self
-        }
+    /// Sets the settings of the ext_authz listener.
+    pub fn with_ext_authz(self, ext_authz: ExtAuthzSettings) -> Self {
+        Self { ext_authz, ..self }
     }
 
     /// Sets the signal that makes health checks report the coming shutdown.

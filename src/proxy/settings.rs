@@ -1,5 +1,6 @@
 //! Settings of the proxy's listeners, upstream and shutdown. `config` builds them.
 
+use http::StatusCode;
 use ipnet::IpNet;
 use std::fmt;
 use std::path::PathBuf;
@@ -14,14 +15,14 @@ use crate::tls::{ClientTls, ServerTls};
 pub struct ListenSettings {
     pub address: ListenAddress,
     /// Networks of the load balancers that may connect. Each connection must start with a PROXY
-    /// header. `Retry` if connections start without a PROXY header.
+    /// header. `None` if connections start without a PROXY header.
     pub proxy_protocol_from: Option<Vec<IpNet>>,
     /// Maximum concurrent connections. At the limit, a new connection replaces the one that is idle
     /// longest, or waits in the kernel's backlog if all have requests.
     pub max_connections: usize,
     /// Maximum concurrent connections of one client, except trusted proxies. 0 for no limit.
     pub max_connections_per_client: usize,
-    /// Maximum estimated memory of all client connections, taken from the first listener. `Retry`
+    /// Maximum estimated memory of all client connections, taken from the first listener. `None`
     /// for no limit.
     pub max_memory: Option<usize>,
     /// Worker threads, at least 1.
@@ -36,7 +37,7 @@ pub struct ListenSettings {
     pub body_idle_timeout: Duration,
     pub max_header_bytes: usize,
     pub max_headers: usize,
-    /// Maximum size of a request body. `Retry` for no limit.
+    /// Maximum size of a request body. `None` for no limit.
     pub max_body_bytes: Option<u64>,
     /// Maximum concurrent streams per HTTP/2 connection.
     pub max_concurrent_streams: u32,
@@ -48,8 +49,26 @@ pub struct ListenSettings {
 pub struct ExtraListenerSettings {
     pub kind: ListenerKind,
     pub listen: ListenSettings,
-    /// TLS settings. `Retry` for cleartext.
+    /// TLS settings. `None` for cleartext.
     pub tls: Option<Arc<ServerTls>>,
+}
+
+/// Settings of the ext_authz listener, `[check]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExtAuthzSettings {
+    /// Status code of all denials. `None` keeps each denial's own.
+    pub denied_status: Option<StatusCode>,
+    /// Whether a key header with a comma is rejected: the proxy in front may have joined two lines.
+    pub rejects_joined_headers: bool,
+}
+
+impl Default for ExtAuthzSettings {
+    fn default() -> Self {
+        Self {
+            denied_status: None,
+            rejects_joined_headers: true,
+        }
+    }
 }
 
 /// Protocol that a listener serves.
@@ -76,11 +95,11 @@ impl ListenerKind {
 pub struct UpstreamSettings {
     pub url: UpstreamUrl,
     pub connect_timeout: Duration,
-    /// Time limit for the response head, counted from the last request byte sent. `Retry` for no
+    /// Time limit for the response head, counted from the last request byte sent. `None` for no
     /// limit.
     pub response_timeout: Option<Duration>,
     /// Time limit without progress on a response body, or in a tunnel in either direction if it is
-    /// shorter than `tunnel_idle_timeout`. `Retry` for no limit.
+    /// shorter than `tunnel_idle_timeout`. `None` for no limit.
     pub body_idle_timeout: Option<Duration>,
     pub pool_idle_timeout: Duration,
     /// Maximum idle connections kept, over all workers.
@@ -91,7 +110,7 @@ pub struct UpstreamSettings {
     pub max_connections: usize,
     /// Maximum tunnels of one client. 0 for no limit.
     pub max_tunnels_per_client: usize,
-    /// Time limit without traffic in a tunnel. `Retry` for no limit.
+    /// Time limit without traffic in a tunnel. `None` for no limit.
     pub tunnel_idle_timeout: Option<Duration>,
     /// Maximum requests waiting for a connection, over all workers. Further requests are rejected
     /// at once.

@@ -10,6 +10,7 @@ mod exchange;
 mod http2;
 mod informational_responses;
 mod pool;
+mod read_limit;
 pub(in crate::proxy) mod response_body;
 mod retry;
 mod shared_state;
@@ -82,7 +83,7 @@ impl UpstreamClient {
         }
     }
 
-    /// Counts a tunnel for its client. Returns `Retry` without `max_tunnels_per_client`.
+    /// Counts a tunnel for its client. Returns `None` without `max_tunnels_per_client`.
     ///
     /// # Errors
     /// Fails if the client has as many tunnels already.

@@ -276,6 +276,108 @@ async fn a_pipe_in_place_of_a_file_does_not_stop_reloading() {
     watch.abort();
 }
 
+/// A configuration with Redis and an admin token, whose credentials are recorded.
+struct CredentialFixture {
+    folder: tempfile::TempDir,
+    running: ReloaderFixture,
+    published: Arc<Mutex<Vec<Credentials>>>,
+}
+
+impl CredentialFixture {
+    /// Starts with the port 1 of Redis, the password `p0` and the admin token `t0`.
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("password"), "p0").unwrap();
+        fs::write(folder.path().join("token"), "t0").unwrap();
+        write_redis_config(folder.path(), 1, "password");
+        let mut running = ReloaderFixture::load(&folder.path().join("config.toml"));
+        let published = Arc::<Mutex<Vec<Credentials>>>::default();
+        let sink = Arc::clone(&published);
+        running.reloader.publish_credentials =
+            Box::new(move |credentials| sink.lock().push(credentials.clone()));
+        Self {
+            folder,
+            running,
+            published,
+        }
+    }
+
+    fn write(&self, name: &str, content: &str) {
+        fs::write(self.folder.path().join(name), content).unwrap();
+    }
+
+    fn write_config(&self, port: u16, password_file: &str) {
+        write_redis_config(self.folder.path(), port, password_file);
+    }
+
+    /// Polls the files, and returns the last published port, password and token.
+    async fn poll(&mut self) -> Option<(String, String, String)> {
+        self.running.policies_after_polling(2000).await;
+        let published = self.published.lock();
+        let credentials = published.last()?;
+        let redis = credentials.redis.as_ref().unwrap();
+        let password = redis.credentials.password.as_ref().unwrap();
+        let token = credentials.admin_token.as_ref().unwrap();
+        Some((
+            redis.servers[0].to_string(),
+            password.expose().to_owned(),
+            token.expose().to_owned(),
+        ))
+    }
+}
+
+fn write_redis_config(folder: &Path, port: u16, password_file: &str) {
+    let config = format!(
+        "upstream.url = \"http://127.0.0.1:1\"\nadmin.token_file = {:?}\n[store]\nkind = \"redis\"\n\
+         [store.redis]\nurl = \"redis://127.0.0.1:{port}\"\npassword_file = {:?}\n",
+        folder.join("token"),
+        folder.join(password_file),
+    );
+    fs::write(folder.join("config.toml"), config).unwrap();
+}
+
+fn published(address: &str, password: &str, token: &str) -> Option<(String, String, String)> {
+    Some((address.to_owned(), password.to_owned(), token.to_owned()))
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_admin_token_is_in_use_while_another_redis_server_waits_for_a_restart() {
+    let mut fixture = CredentialFixture::start();
+    fixture.write("other", "secret of another server");
+    fixture.write_config(2, "other");
+    assert_eq!(fixture.poll().await, None);
+    fixture.write("token", "t1");
+    let expected = published("127.0.0.1:1", "p0", "t1");
+    assert_eq!(fixture.poll().await, expected);
+    // The server in use has its own file.
+    fixture.write("password", "p1");
+    let expected = published("127.0.0.1:1", "p1", "t1");
+    assert_eq!(fixture.poll().await, expected);
+    fixture.write("config.toml", "not TOML");
+    fixture.write("token", "t2");
+    let expected = published("127.0.0.1:1", "p1", "t2");
+    assert_eq!(fixture.poll().await, expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_password_of_another_server_in_the_same_file_is_not_used() {
+    let mut fixture = CredentialFixture::start();
+    fixture.write("password", "secret of another server");
+    fixture.write_config(2, "password");
+    assert_eq!(fixture.poll().await, None);
+    fixture.write("token", "t1");
+    let expected = published("127.0.0.1:1", "p0", "t1");
+    assert_eq!(fixture.poll().await, expected);
+    fixture.write("config.toml", "not TOML");
+    fixture.write("password", "newer secret of another server");
+    assert_eq!(fixture.poll().await, expected);
+    // The configuration names the server in use again.
+    fixture.write("password", "p1");
+    fixture.write_config(1, "password");
+    let expected = published("127.0.0.1:1", "p1", "t1");
+    assert_eq!(fixture.poll().await, expected);
+}
+
 #[test]
 fn describes_added_removed_and_changed_policies() {
     let load = |text: &str| {

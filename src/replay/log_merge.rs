@@ -110,7 +110,7 @@ impl LogSource {
         }
     }
 
-    /// Returns the time of the next request, or `Retry` at the end of the log.
+    /// Returns the time of the next request, or `None` at the end of the log.
     fn peek_arrival_us(&mut self) -> Option<u64> {
         while self.emitted_count == self.ready_count {
             if self.ended && self.buffered_requests.len() == self.ready_count {

@@ -19,9 +19,9 @@ const BUFFER_BYTES: usize = 256 << 10;
 const DETECTION_LINES: usize = 50;
 
 /// Buffered line reader of one access log.
-pub(super) struct AccessLogReader {
+pub(crate) struct AccessLogReader {
     /// Name for messages: the path, or `stdin`.
-    pub(super) name: String,
+    pub(crate) name: String,
     reader: Box<dyn Read>,
     buffer: Box<[u8]>,
     start: usize,
@@ -29,11 +29,11 @@ pub(super) struct AccessLogReader {
     /// Whether the input has no more bytes.
     ended: bool,
     /// Error that ended the log early.
-    pub(super) read_error: Option<io::Error>,
+    pub(crate) read_error: Option<io::Error>,
 }
 
 /// Result of reading the next line.
-pub(super) enum RawLogLine<'i> {
+pub(crate) enum RawLogLine<'i> {
     Line(&'i [u8]),
     /// The beginning of a line longer than [`MAX_LINE_BYTES`].
     TooLong(&'i [u8]),
@@ -45,7 +45,7 @@ impl AccessLogReader {
     ///
     /// # Errors
     /// Returns an error if the log cannot be opened or its first bytes cannot be read.
-    pub(super) fn open(path: &Path, bytes_read: Rc<Cell<u64>>) -> io::Result<Self> {
+    pub(crate) fn open(path: &Path, bytes_read: Rc<Cell<u64>>) -> io::Result<Self> {
         let (name, raw): (_, Box<dyn Read>) = if path.as_os_str() == "-" {
             ("stdin".to_owned(), Box::new(io::stdin().lock()))
         } else {
@@ -80,7 +80,7 @@ impl AccessLogReader {
         })
     }
 
-    /// Detects the format from the first lines without consuming them. Returns `Retry` if no known
+    /// Detects the format from the first lines without consuming them. Returns `None` if no known
     /// format matches.
     pub(super) fn detect_format(&mut self) -> Option<AccessLogFormat> {
         while !self.ended
@@ -100,7 +100,7 @@ impl AccessLogReader {
     }
 
     /// Returns the next non-empty line, without its line ending.
-    pub(super) fn next_line(&mut self) -> RawLogLine<'_> {
+    pub(crate) fn next_line(&mut self) -> RawLogLine<'_> {
         loop {
             let rest = self.buffer.get(self.start..self.end).unwrap_or_default();
             if let Some(length) = memchr::memchr(b'\n', rest) {

@@ -1,9 +1,10 @@
 //! Describes the fields that a log lacks and the policies that they affect.
 
+use super::log_merge::LoggedRequest;
 use super::parsers::RequiredHeaders;
 use crate::limiter::Algorithm;
 use crate::policy::{
-    CostSource, KeyPart, Matcher, MissingKeyAction, Policy, PolicyAction, PolicyTable, Quota,
+    ActualCostSource, CostSource, KeyPart, Matcher, Policy, PolicyAction, PolicyTable, Quota,
 };
 use http::HeaderName;
 use http::header::COOKIE;
@@ -26,6 +27,29 @@ pub(super) struct FieldCoverage {
     pub(super) hidden_clients: u64,
 }
 
+impl FieldCoverage {
+    /// Counts a request and the fields that it has.
+    pub(super) fn record_request(
+        &mut self,
+        request: &LoggedRequest<'_>,
+        log_has_query: bool,
+        is_client_hidden: bool,
+    ) {
+        self.requests += 1;
+        self.with_peer += u64::from(request.peer.is_some());
+        self.with_host += u64::from(!request.host.is_empty());
+        self.with_duration += u64::from(request.duration_us.is_some());
+        self.answered_429 += u64::from(request.status == 429);
+        self.without_query += u64::from(!log_has_query);
+        self.hidden_clients += u64::from(is_client_hidden);
+        for (header_index, _) in request.headers() {
+            if let Some(count) = self.with_header.get_mut(header_index) {
+                *count += 1;
+            }
+        }
+    }
+}
+
 /// Returns one sentence for each gap in the log that affects the results.
 pub(super) fn describe_missing_fields(
     table: &PolicyTable,
@@ -35,20 +59,7 @@ pub(super) fn describe_missing_fields(
     if coverage.requests == 0 {
         return Vec::new();
     }
-    let has_header = |name: &HeaderName| {
-        let header_index = required_headers
-            .names()
-            .iter()
-            .position(|required| required == name);
-        header_index
-            .and_then(|place| coverage.with_header.get(place))
-            .is_some_and(|count| *count > 0)
-    };
-    let check = MissingFieldCheck {
-        coverage,
-        has_header: &has_header,
-        token_header: table.token_reader().map(|reader| reader.header_name()),
-    };
+    let check = MissingFieldCheck::new(table, coverage, required_headers);
     let mut sentences: Vec<String> = table
         .policies()
         .iter()
@@ -73,15 +84,72 @@ pub(super) fn describe_missing_fields(
     sentences
 }
 
-struct MissingFieldCheck<'a> {
+/// Checks which fields the log has had so far.
+pub(super) struct MissingFieldCheck<'a> {
+    table: &'a PolicyTable,
     coverage: &'a FieldCoverage,
-    has_header: &'a dyn Fn(&HeaderName) -> bool,
+    required_headers: &'a RequiredHeaders,
     /// The header that carries the token.
     token_header: Option<&'a HeaderName>,
 }
 
-impl MissingFieldCheck<'_> {
+impl<'a> MissingFieldCheck<'a> {
+    pub(super) fn new(
+        table: &'a PolicyTable,
+        coverage: &'a FieldCoverage,
+        required_headers: &'a RequiredHeaders,
+    ) -> Self {
+        Self {
+            table,
+            coverage,
+            required_headers,
+            token_header: table.token_reader().map(|reader| reader.header_name()),
+        }
+    }
+
+    /// Returns whether a policy has a key with a part that no request in the log has.
+    pub(super) fn lacks_key(&self, policy_index: usize) -> bool {
+        match self
+            .table
+            .policies()
+            .get(policy_index)
+            .map(|policy| &policy.action)
+        {
+            Some(PolicyAction::Limit(quota)) => !self.missing_key_parts(quota).is_empty(),
+            _ => false,
+        }
+    }
+
+    fn missing_key_parts<'q>(&self, quota: &'q Quota) -> Vec<&'q KeyPart> {
+        let parts = quota.key.parts().iter();
+        parts.filter(|part| !self.log_has_key_part(part)).collect()
+    }
+
+    fn has_header(&self, name: &HeaderName) -> bool {
+        let mut names = self.required_headers.names().iter();
+        names
+            .position(|required| required == name)
+            .and_then(|place| self.coverage.with_header.get(place))
+            .is_some_and(|count| *count > 0)
+    }
+
     fn describe_missing_policy_fields(&self, policy: &Policy) -> Option<String> {
+        if let PolicyAction::Limit(quota) = &policy.action
+            && let missing @ [_, ..] = self.missing_key_parts(quota).as_slice()
+        {
+            let names: Vec<String> = missing.iter().map(ToString::to_string).collect();
+            let mut sentence = format!(
+                "policy {}: left out of the result, because {} of its key is not in the log",
+                policy.name,
+                names.join(", ")
+            );
+            for part in missing {
+                if let KeyPart::Header(name) = part {
+                    sentence.push_str(&format!("; --header-from {name}=FIELD names the field"));
+                }
+            }
+            return Some(sentence);
+        }
         let mut missing_conditions = BTreeSet::new();
         self.collect_missing_conditions(&policy.matcher, &mut missing_conditions);
         let mut texts = Vec::new();
@@ -105,30 +173,19 @@ impl MissingFieldCheck<'_> {
     }
 
     fn describe_missing_quota_fields(&self, quota: &Quota, texts: &mut Vec<String>) {
-        let missing = quota
-            .key
-            .parts()
-            .iter()
-            .filter(|part| !self.log_has_key_part(part));
-        let missing: Vec<String> = missing.map(ToString::to_string).collect();
-        if !missing.is_empty() {
-            let consequence = match quota.missing_key {
-                MissingKeyAction::Shared => {
-                    "all requests share that key part (missing_key = \"shared\")"
-                }
-                MissingKeyAction::Skip => "it applied to no request (missing_key = \"skip\")",
-                MissingKeyAction::Reject => "it refused every request (missing_key = \"reject\")",
-            };
-            texts.push(format!(
-                "{} of its key is missing, so {consequence}",
-                missing.join(", ")
-            ));
-        }
         match &quota.cost {
-            CostSource::Header(cost) if !(self.has_header)(&cost.name) => {
+            CostSource::Header(cost) if !self.has_header(&cost.name) => {
                 texts.push(format!(
                     "every request cost {}, because {} is missing",
                     cost.default, cost.name
+                ));
+            }
+            CostSource::Estimate(cost)
+                if matches!(cost.actual_source, ActualCostSource::Status(_)) =>
+            {
+                texts.push(format!(
+                    "every request counted, as if it had the status {}: the log's responses are those of other limits",
+                    cost.actual_source
                 ));
             }
             CostSource::Estimate(cost) => {
@@ -159,14 +216,14 @@ impl MissingFieldCheck<'_> {
 
     fn log_has_key_part(&self, part: &KeyPart) -> bool {
         match part {
-            KeyPart::Header(name) => (self.has_header)(name),
-            KeyPart::Cookie(_) => (self.has_header)(&COOKIE),
+            KeyPart::Header(name) => self.has_header(name),
+            KeyPart::Cookie(_) => self.has_header(&COOKIE),
             KeyPart::Query(_) => self.log_has_query(),
             KeyPart::Host => self.coverage.with_host > 0,
             KeyPart::Claim(_) => self.log_has_token(),
             KeyPart::ClientCertSan | KeyPart::ClientCertCn => false,
-            KeyPart::ClientIp
-            | KeyPart::PathCaptures(_)
+            KeyPart::ClientIp => self.coverage.with_peer > 0,
+            KeyPart::PathCaptures(_)
             | KeyPart::Method
             | KeyPart::WholePath
             | KeyPart::Const(_)
@@ -182,7 +239,7 @@ impl MissingFieldCheck<'_> {
     }
 
     fn log_has_token(&self) -> bool {
-        self.token_header.is_some_and(self.has_header)
+        self.token_header.is_some_and(|name| self.has_header(name))
     }
 
     fn collect_missing_conditions(&self, matcher: &Matcher, missing: &mut BTreeSet<String>) {
@@ -203,9 +260,9 @@ impl MissingFieldCheck<'_> {
         } = matcher;
         let headers = headers
             .iter()
-            .filter(|header| !(self.has_header)(&header.name));
+            .filter(|header| !self.has_header(&header.name));
         missing.extend(headers.map(|header| format!("header {}", header.name)));
-        if !(self.has_header)(&COOKIE) {
+        if !self.has_header(&COOKIE) {
             missing.extend(
                 cookies
                     .iter()

@@ -14,13 +14,15 @@ mod simulator;
 mod statistics;
 mod suggestions;
 
-pub use parsers::AccessLogFormat;
+pub(crate) use log_reader::{AccessLogReader, RawLogLine};
+pub(crate) use parsers::parse_rfc3339;
+pub use parsers::{AccessLogFormat, LineTemplate};
 pub use report::ReplayReport;
+pub(crate) use report::{format_count, format_time};
 pub use settings::Settings;
 
 use crate::policy::PolicyTable;
 use log_merge::LogSource;
-use log_reader::AccessLogReader;
 use parsers::{LineParser, RequiredHeaders};
 use report::{LogSummary, PolicySetReport, SetDifferences};
 use simulator::PolicySimulator;
@@ -39,7 +41,8 @@ pub struct ReplayProgress {
 /// requests.
 ///
 /// # Errors
-/// Returns a message for the terminal if a log cannot be opened or its format is unknown.
+/// Returns a message for the terminal if a log cannot be opened or its format is unknown, if the
+/// logs have no request, or if no request has a mapped field.
 pub fn replay_logs(
     settings: &Settings,
     sets: &[(String, &PolicyTable)],
@@ -85,6 +88,7 @@ pub fn replay_logs(
             })
         },
     );
+    check_requests_and_mapped_fields(settings, &sources, &simulators, &required_headers)?;
     let logs = sources
         .into_iter()
         .zip(formats)
@@ -101,6 +105,51 @@ pub fn replay_logs(
     ))
 }
 
+/// Fails if a report would only look like a result.
+fn check_requests_and_mapped_fields(
+    settings: &Settings,
+    sources: &[LogSource],
+    simulators: &[PolicySimulator<'_>],
+    required_headers: &RequiredHeaders,
+) -> Result<(), String> {
+    if sources.iter().all(|source| source.counts.requests == 0) {
+        let errors = sources.iter().map(|source| {
+            let (name, counts) = (source.reader.name.escape_debug(), &source.counts);
+            let broken = match counts.broken_examples.first() {
+                Some((line, text)) => format!(
+                    ", e.g. line {line}: {}",
+                    String::from_utf8_lossy(text).escape_debug()
+                ),
+                None => String::new(),
+            };
+            format!(
+                "error: {name}: no request in {} lines: {} are not in the format{broken}; {} are other records\n",
+                counts.lines, counts.broken_lines, counts.other_records
+            )
+        });
+        return Err(errors.collect());
+    }
+    let coverage = simulators.first().map(|one| &one.stats.field_coverage);
+    let errors = settings.header_fields.iter().filter_map(|(name, field)| {
+        let place = required_headers.names().iter().position(|known| known == name)?;
+        let count = coverage?.with_header.get(place)?;
+        (*count == 0).then(|| {
+            format!(
+                "error: --header-from {name}={}: no request in the log has this field; text formats have remote_user, \
+                 referer, user_agent and extra1, extra2, … after them, JSON the fields of its lines, and custom formats \
+                 their variables\n",
+                field.escape_debug()
+            )
+        })
+    });
+    let errors: String = errors.collect();
+    if errors.is_empty() {
+        Ok(())
+    } else {
+        Err(errors)
+    }
+}
+
 fn open_log(
     path: &std::path::Path,
     settings: &Settings,
@@ -111,7 +160,7 @@ fn open_log(
     let escaped_path = path_text.escape_debug();
     let mut input = AccessLogReader::open(path, bytes_read)
         .map_err(|error| format!("error: {escaped_path}: {error}\n"))?;
-    let format = settings.format.or_else(|| input.detect_format()).ok_or_else(|| {
+    let format = settings.format.clone().or_else(|| input.detect_format()).ok_or_else(|| {
         let names: Vec<&str> = AccessLogFormat::ALL.iter().map(|format| format.name()).collect();
         let detail = input.read_error.as_ref().map_or_else(String::new, |detail| format!(" ({detail})"));
         format!(
@@ -119,7 +168,7 @@ fn open_log(
             names.join(", ")
         )
     })?;
-    let parser = LineParser::new(format, required_headers);
+    let parser = LineParser::new(format.clone(), required_headers);
     Ok((
         LogSource::new(
             input,

@@ -9,13 +9,13 @@ use std::path::PathBuf;
 pub struct Settings {
     /// Paths of the access logs; `-` is stdin.
     pub logs: Vec<PathBuf>,
-    /// Log format; `Retry` detects the format of each log.
+    /// Log format; `None` detects the format of each log.
     pub format: Option<AccessLogFormat>,
     /// Headers, each with the log field that holds its value.
     pub header_fields: Vec<(HeaderName, String)>,
     /// Spreads requests whose times are whole seconds evenly over their second.
     pub spread_within_second: bool,
-    /// Maximum share of keys, in percent, that a suggested limit may affect. `Retry` disables
+    /// Maximum share of keys, in percent, that a suggested limit may affect. `None` disables
     /// suggestions.
     pub suggest_percent: Option<f64>,
     /// Maximum number of keys in the list of most limited keys.

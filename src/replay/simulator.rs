@@ -1,7 +1,7 @@
 //! Applies one policy set to logged requests and counts the outcomes.
 
 use super::log_merge::LoggedRequest;
-use super::missing_fields::FieldCoverage;
+use super::missing_fields::{FieldCoverage, MissingFieldCheck};
 use super::parsers::RequiredHeaders;
 use super::statistics::{ReplayKeyTable, RequestSeries};
 use super::suggestions::PeakDemandTracker;
@@ -48,6 +48,8 @@ pub(super) struct PolicySimulator<'t> {
     /// Constant time argument for store calls, because the manual clock supplies the log time.
     fixed_instant: Instant,
     in_flight: InFlightRequests,
+    /// Indices of the policies that do not apply: no request so far had a part of their key.
+    pub(super) left_out: Vec<usize>,
     pub(super) stats: SimulationStats,
     pub(super) peaks: Option<PeakDemandTracker>,
 }
@@ -84,6 +86,7 @@ pub(super) struct ReplayPolicyStats {
     pub(super) denied: u64,
     pub(super) exempt: u64,
     pub(super) shadow_rejected: u64,
+    pub(super) marked: u64,
     pub(super) first_refused_us: u64,
     pub(super) last_refused_us: u64,
     pub(super) series: RequestSeries,
@@ -108,6 +111,7 @@ impl<'t> PolicySimulator<'t> {
             clock_control,
             fixed_instant: Instant::now(),
             in_flight: InFlightRequests::default(),
+            left_out: (0..policy_count).collect(),
             stats: SimulationStats::new(policy_count, max_keys, required_headers.names().len()),
         }
     }
@@ -152,6 +156,14 @@ impl<'t> PolicySimulator<'t> {
         self.stats
             .field_coverage
             .record_request(request, log_has_query, is_client_hidden);
+        if !self.left_out.is_empty() {
+            let check = MissingFieldCheck::new(
+                self.table,
+                &self.stats.field_coverage,
+                self.required_headers,
+            );
+            self.left_out.retain(|policy| check.lacks_key(*policy));
+        }
         let Some(target) = LoggedTarget::from_request(request) else {
             return self.count_malformed_request(now_us);
         };
@@ -167,7 +179,7 @@ impl<'t> PolicySimulator<'t> {
             return self.count_malformed_request(now_us);
         };
         let token = match self.table.token_reader() {
-            Some(reader) if reader.has_duplicate_header(&headers) => {
+            Some(reader) if reader.has_ambiguous_token(&headers) => {
                 return self.count_malformed_request(now_us);
             }
             Some(reader) => RequestToken::new(Some(reader), now_us / 1_000_000),
@@ -182,6 +194,7 @@ impl<'t> PolicySimulator<'t> {
             client_ip: client.ip,
             token: &token,
             client_cert: None,
+            has_joined_headers: false,
             descriptor: None,
         };
         self.apply_policies(&facts, now_us, request.duration_us)
@@ -191,21 +204,31 @@ impl<'t> PolicySimulator<'t> {
         let (stats, peaks, table) = (&mut self.stats, &mut self.peaks, self.table);
         let slot = self.in_flight.allocate_slot_id();
         let instant = self.fixed_instant;
-        let result = dry_run_request(&self.memory, table, facts, (slot, instant), |outcome| {
-            stats.record_policy_outcome(&outcome, now_us);
-            let quota = table
-                .policies()
-                .get(outcome.policy_index)
-                .and_then(|policy| match &policy.action {
-                    PolicyAction::Limit(quota) => Some(quota),
-                    PolicyAction::Allow | PolicyAction::Deny => None,
-                });
-            if let (Some(peaks), Some(claim), Some(quota)) =
-                (peaks.as_mut(), &outcome.quota_usage, quota)
-            {
-                peaks.record_demand(outcome.policy_index, &quota.limits, claim, instant);
-            }
-        });
+        let left_out = &self.left_out;
+        let is_included = |at: usize| left_out.binary_search(&at).is_err();
+        let slot_and_time = (slot, instant);
+        let result = dry_run_request(
+            &self.memory,
+            table,
+            facts,
+            slot_and_time,
+            is_included,
+            |outcome| {
+                stats.record_policy_outcome(&outcome, now_us);
+                let quota = table
+                    .policies()
+                    .get(outcome.policy_index)
+                    .and_then(|policy| match &policy.action {
+                        PolicyAction::Limit(quota) => Some(quota),
+                        PolicyAction::Allow | PolicyAction::Deny => None,
+                    });
+                if let (Some(peaks), Some(claim), Some(quota)) =
+                    (peaks.as_mut(), &outcome.quota_usage, quota)
+                {
+                    peaks.record_demand(outcome.policy_index, &quota.limits, claim, instant);
+                }
+            },
+        );
         stats.record_request_outcome(result.outcome, result.delay_us, now_us);
         if !result.slot_counters.is_empty() {
             // The delay is added, because a delayed request holds its slot while it waits.
@@ -254,7 +277,8 @@ impl<'t> PolicySimulator<'t> {
     }
 }
 
-/// Host, path and query of a logged request. The host of a target in absolute form takes precedence.
+/// Host, path and query of a logged request. The host of a target in absolute form takes
+/// precedence.
 struct LoggedTarget<'a> {
     host: &'a str,
     path: &'a str,
@@ -262,7 +286,7 @@ struct LoggedTarget<'a> {
 }
 
 impl<'a> LoggedTarget<'a> {
-    /// Returns `Retry` if no valid request has this target.
+    /// Returns `None` if no valid request has this target.
     fn from_request(request: &LoggedRequest<'a>) -> Option<Self> {
         let target = str::from_utf8(request.target).ok()?;
         let mut host = str::from_utf8(request.host).ok()?;
@@ -295,6 +319,7 @@ impl SimulationStats {
             denied: 0,
             exempt: 0,
             shadow_rejected: 0,
+            marked: 0,
             first_refused_us: 0,
             last_refused_us: 0,
             series: RequestSeries::new(),
@@ -332,6 +357,7 @@ impl SimulationStats {
             PolicyDecision::Blocked => (&mut policy.blocked, true),
             PolicyDecision::Denied => (&mut policy.denied, true),
             PolicyDecision::ShadowRejected => (&mut policy.shadow_rejected, true),
+            PolicyDecision::Marked => (&mut policy.marked, true),
             // Degraded decisions do not occur, because the memory store is always available.
             PolicyDecision::DegradedUndecided
             | PolicyDecision::DegradedOpen
@@ -369,33 +395,11 @@ impl SimulationStats {
 
 impl ReplayPolicyStats {
     pub(super) fn refused_count(&self) -> u64 {
-        self.rejected + self.blocked + self.denied + self.shadow_rejected
+        self.rejected + self.blocked + self.denied + self.shadow_rejected + self.marked
     }
 
     pub(super) fn matched_count(&self) -> u64 {
         self.allowed + self.delayed + self.exempt + self.refused_count()
-    }
-}
-
-impl FieldCoverage {
-    fn record_request(
-        &mut self,
-        request: &LoggedRequest<'_>,
-        log_has_query: bool,
-        is_client_hidden: bool,
-    ) {
-        self.requests += 1;
-        self.with_peer += u64::from(request.peer.is_some());
-        self.with_host += u64::from(!request.host.is_empty());
-        self.with_duration += u64::from(request.duration_us.is_some());
-        self.answered_429 += u64::from(request.status == 429);
-        self.without_query += u64::from(!log_has_query);
-        self.hidden_clients += u64::from(is_client_hidden);
-        for (header_index, _) in request.headers() {
-            if let Some(count) = self.with_header.get_mut(header_index) {
-                *count += 1;
-            }
-        }
     }
 }
 

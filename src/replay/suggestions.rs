@@ -29,24 +29,32 @@ pub(super) struct PeakDemandTracker {
 
 #[derive(Debug)]
 struct LimitPeakSample {
-    /// The limit used for counting; `Retry` for algorithms without a peak per period.
+    /// The limit used for counting; `None` for algorithms without a peak per period.
     counting_limit: Option<Limit>,
     sample: KeySample,
 }
+
+/// Number of keys from which a limit is suggested: fewer say little about the next ones.
+const MIN_KEYS: usize = 100;
+
+/// Smallest suggested limit. A client that retries or opens two pages must not meet it.
+const MIN_REQUESTS: u64 = 5;
 
 /// Suggestion for one limit.
 #[derive(Clone, Debug)]
 pub(super) struct LimitSuggestion {
     pub(super) limit: NamedLimit,
-    /// `Retry` if there was no demand or the algorithm has no peak per period.
-    pub(super) proposal: Option<LimitProposal>,
+    /// The error says why there is no proposal.
+    pub(super) proposal: Result<LimitProposal, String>,
 }
 
 /// A proposed limit, and the distribution of peaks behind it.
 #[derive(Clone, Debug)]
 pub(super) struct LimitProposal {
-    /// The proposed value of `requests`.
+    /// The proposed value of `requests`: `peak` and half as much again, in a round number.
     pub(super) requests: u64,
+    /// The highest peak of the keys, without those that the limit may affect.
+    pub(super) peak: u64,
     /// Sampled keys that the proposed limit affects, and those that the current limit affects.
     pub(super) touched_keys: u64,
     pub(super) touched_keys_now: u64,
@@ -122,9 +130,10 @@ impl PeakDemandTracker {
             .zip(peaks)
             .map(|(limit, peak)| LimitSuggestion {
                 limit: limit.clone(),
-                proposal: peak
-                    .counting_limit
-                    .and_then(|_| propose_limit(&peak.sample, limit.limit.requests, percent)),
+                proposal: match peak.counting_limit {
+                    Some(_) => propose_limit(&peak.sample, limit.limit.requests, percent),
+                    None => Err("this algorithm has no peak per period".to_owned()),
+                },
             });
         suggestions.collect()
     }
@@ -164,9 +173,18 @@ impl LimitPeakSample {
     }
 }
 
-fn propose_limit(sample: &KeySample, current_requests: u64, percent: f64) -> Option<LimitProposal> {
+fn propose_limit(
+    sample: &KeySample,
+    current_requests: u64,
+    percent: f64,
+) -> Result<LimitProposal, String> {
     let sorted = sample.sorted_values();
     let count = sorted.len();
+    if count < MIN_KEYS {
+        return Err(format!(
+            "the log has {count} keys, and at least {MIN_KEYS} are needed"
+        ));
+    }
     let keys_above =
         |requests: u64| (count - sorted.partition_point(|peak| *peak <= requests)) as u64;
     #[allow(
@@ -176,14 +194,16 @@ fn propose_limit(sample: &KeySample, current_requests: u64, percent: f64) -> Opt
         reason = "a share of a count, rounded down"
     )]
     let may_touch = (count as f64 * percent / 100.0) as usize;
-    let at = count.checked_sub(may_touch.min(count.saturating_sub(1)) + 1)?;
-    let requests = (*sorted.get(at)?).max(1);
+    let at = count.saturating_sub(may_touch.min(count - 1) + 1);
+    let peak = sorted.get(at).copied().unwrap_or_default();
+    let requests = add_headroom(peak);
     let quantile = |share: u16| {
         let index = (usize::from(share) * count).div_ceil(1000).max(1) - 1;
         Some((share, *sorted.get(index)?))
     };
-    Some(LimitProposal {
+    Ok(LimitProposal {
         requests,
+        peak,
         touched_keys: keys_above(requests),
         touched_keys_now: keys_above(current_requests),
         sampled_keys: count as u64,
@@ -194,6 +214,16 @@ fn propose_limit(sample: &KeySample, current_requests: u64, percent: f64) -> Opt
             .collect(),
         histogram: count_keys_by_peak(&sorted),
     })
+}
+
+/// Returns one and a half times the peak, rounded up to two significant digits.
+fn add_headroom(peak: u64) -> u64 {
+    let requests = peak.saturating_add(peak.div_ceil(2)).max(MIN_REQUESTS);
+    let mut step = 1;
+    while requests / step >= 100 {
+        step *= 10;
+    }
+    requests.div_ceil(step).saturating_mul(step)
 }
 
 /// Counts the keys in ranges of the peak that double in width.
@@ -216,27 +246,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proposes_the_smallest_limit_that_touches_few_enough_keys() {
+    fn proposes_a_limit_above_the_peak_of_enough_keys() {
         let mut sample = KeySample::new(MAX_SAMPLED_KEYS);
         (1..=200u64).for_each(|peak| sample.record_max(u128::from(peak), peak));
         let proposal = |percent| propose_limit(&sample, 150, percent).unwrap();
+        let peak_and_requests = |percent| (proposal(percent).peak, proposal(percent).requests);
+        assert_eq!(peak_and_requests(1.0), (198, 300));
+        assert_eq!(peak_and_requests(0.0), (200, 300));
+        assert_eq!(peak_and_requests(0.6), (199, 300));
+        assert_eq!(peak_and_requests(50.0), (100, 150));
+        assert_eq!(peak_and_requests(100.0), (1, 5));
         assert_eq!(
-            (
-                proposal(1.0).requests,
-                proposal(1.0).touched_keys,
-                proposal(1.0).touched_keys_now
-            ),
-            (198, 2, 50)
+            (proposal(50.0).touched_keys, proposal(50.0).touched_keys_now),
+            (50, 50)
         );
-        assert_eq!(
-            (proposal(0.0).requests, proposal(0.0).touched_keys),
-            (200, 0)
-        );
-        assert_eq!(
-            (proposal(0.6).requests, proposal(0.6).touched_keys),
-            (199, 1)
-        );
-        assert_eq!(proposal(100.0).requests, 1);
         assert_eq!(
             proposal(1.0).quantiles,
             [(500, 100), (900, 180), (990, 198), (999, 200), (1000, 200)]
@@ -250,6 +273,19 @@ mod tests {
             200
         );
         assert_eq!(proposal(1.0).histogram.first(), Some(&(1, 1)));
-        assert!(propose_limit(&KeySample::new(MAX_SAMPLED_KEYS), 1, 1.0).is_none());
+        let mut few = KeySample::new(MAX_SAMPLED_KEYS);
+        (1..=30u64).for_each(|key| few.record_max(u128::from(key), 1));
+        assert_eq!(
+            propose_limit(&few, 1, 1.0).unwrap_err(),
+            "the log has 30 keys, and at least 100 are needed"
+        );
+    }
+
+    #[test]
+    fn headroom_is_half_of_the_peak_in_a_round_number() {
+        for (peak, requests) in [(0, 5), (1, 5), (4, 6), (60, 90), (95, 150), (1234, 1900)] {
+            assert_eq!(add_headroom(peak), requests, "{peak}");
+        }
+        assert_eq!(add_headroom(u64::MAX), u64::MAX);
     }
 }

@@ -26,6 +26,7 @@ impl ReplayFixture {
             file,
             env: Vec::new(),
             flags,
+            skips_key_files: false,
         })
         .unwrap();
         let settings = Settings {
@@ -284,7 +285,7 @@ fn warns_about_fields_missing_from_the_log() {
         .collect::<Vec<_>>()
         .join(" ");
     for sentence in [
-        "policy users: fields are missing from the log: header x-user-id of its key is missing, so all requests share that key part",
+        "policy users: left out of the result, because header x-user-id of its key is not in the log; --header-from x-user-id=FIELD",
         "policy host: fields are missing from the log: its conditions on header x-beta, the host were evaluated as if",
         "every request cost 2, because x-cost is missing",
         "2 of 2 requests came from a trusted proxy",
@@ -416,14 +417,32 @@ fn a_suggested_limit_touches_as_many_keys_as_it_predicts() {
     let drawn = &json["sets"][0]["policies"][0]["suggested"][0]["drawn"];
     assert_eq!(
         (&drawn["requests"], &drawn["touched"], &drawn["touched_now"]),
-        (&95.into(), &5.into(), &97.into())
+        (&150.into(), &0.into(), &97.into())
     );
+    assert_eq!(drawn["peak"], 95);
     assert_eq!(json["sets"][0]["policies"][0]["keys_touched"], 97);
-    // The suggested limit must affect as many keys as it predicts.
+    // A limit at the peak must affect as many keys as the percentage.
     let tried = ReplayFixture::new(&ONE_LIMIT.replace("requests = 3", "requests = 95"))
         .with_log("a", &log)
         .run_replay_as_json();
     assert_eq!(tried["sets"][0]["policies"][0]["keys_touched"], 5);
+}
+
+#[test]
+fn thirty_keys_get_no_suggestion() {
+    let log: String = (1..=30)
+        .map(|client| repeated_log_line(0, &format!("1.1.1.{client}"), "GET /", 1))
+        .collect();
+    let mut fixture = ReplayFixture::new(ONE_LIMIT).with_log("a", &log);
+    fixture.settings.suggest_percent = Some(1.0);
+    let suggested = &fixture.run_replay_as_json()["sets"][0]["policies"][0]["suggested"][0];
+    assert_eq!(suggested["drawn"], Value::Null);
+    let reason = "the log has 30 keys, and at least 100 are needed";
+    assert_eq!(suggested["reason"], reason);
+    let report = fixture.run_replay();
+    assert!(
+        report.render_text(80, false).contains(reason) && report.render_html().contains(reason)
+    );
 }
 
 #[test]
@@ -450,4 +469,67 @@ fn rejects_files_that_are_not_logs() {
     assert!(
         fails(ReplayFixture::new(ONE_LIMIT).with_log("a", "")).contains("none of the first lines")
     );
+    let mut without_requests = ReplayFixture::new(ONE_LIMIT).with_log("a", "hello\nworld\n");
+    without_requests.settings.format = Some(AccessLogFormat::Combined);
+    let error = fails(without_requests);
+    assert!(
+        error.contains("no request in 2 lines: 2 are not in the format, e.g. line 1: hello"),
+        "{error}"
+    );
+    let mut unmatched =
+        ReplayFixture::new(ONE_LIMIT).with_log("a", repeated_log_line(0, "1.1.1.1", "GET /", 2));
+    unmatched.settings.header_fields =
+        vec![(http::HeaderName::from_static("x-user"), "extra3".to_owned())];
+    let error = fails(unmatched);
+    assert!(
+        error.contains("--header-from x-user=extra3: no request"),
+        "{error}"
+    );
+}
+
+const USER_AND_CLIENT: &str = "[[policy]]\nname = 'users'\nkey = ['header:x-user']\nlimit = { requests = 1, per = '1h' }\n\
+     [[policy]]\nname = 'all'\nkey = ['client_ip']\nlimit = { requests = 4, per = '1h' }\n";
+
+#[test]
+fn a_policy_whose_key_is_not_in_the_log_stays_out_of_the_result() {
+    let fixture = ReplayFixture::new(USER_AND_CLIENT)
+        .with_log("a", repeated_log_line(0, "1.1.1.1", "GET /", 6));
+    let set = &fixture.run_replay_as_json()["sets"][0];
+    assert_eq!((&set["forwarded"], &set["limited"]), (&4.into(), &2.into()));
+    let users = &set["policies"][0];
+    assert_eq!(
+        (&users["left_out"], &users["matched"]),
+        (&true.into(), &0.into())
+    );
+    assert_eq!(set["policies"][1]["left_out"], false);
+    let report = fixture.run_replay();
+    let text = report.render_text(100, false);
+    let at = |words: &str| {
+        text.find(words)
+            .unwrap_or_else(|| panic!("{words}: {text}"))
+    };
+    assert!(
+        at("policy users: left out of the result") < at("4 forwarded"),
+        "{text}"
+    );
+    assert!(text.contains("Without users."), "{text}");
+    let html = report.render_html();
+    assert!(html.find("left out of the result").unwrap() < html.find("forwarded").unwrap());
+}
+
+#[test]
+fn a_policy_applies_as_soon_as_the_log_has_its_key() {
+    let line = |user: &str| {
+        format!(
+            "{{\"msec\":1795000000.5,\"request_method\":\"GET\",\"request_uri\":\"/\",\"remote_addr\":\"1.1.1.1\",\"http_x_user\":\"{user}\"}}\n"
+        )
+    };
+    // The third request is the first one with a user; the requests without one then share a key.
+    let log: String = ["-", "-", "ann", "ann", "-", "-"].map(line).concat();
+    let set = &ReplayFixture::new(&USER_AND_CLIENT.replace("requests = 4", "requests = 40"))
+        .with_log("a", log)
+        .run_replay_as_json()["sets"][0];
+    assert_eq!((&set["forwarded"], &set["limited"]), (&4.into(), &2.into()));
+    assert_eq!(set["policies"][0]["left_out"], false);
+    assert_eq!(set["lacks"], serde_json::json!([]));
 }

@@ -69,10 +69,16 @@ struct ConcurrencySlotsState {
     renewals: BTreeSet<(Instant, u128)>,
     /// Ended slots by the time of their next release and a serial number.
     releases: BTreeMap<(Instant, u64), SlotEntry>,
-    /// Number of slots that are being released.
-    sending_releases: usize,
-    /// Whether a task is sending renewals and releases.
-    is_task_running: bool,
+    task: SlotTask,
+}
+
+/// The task that sends renewals and releases.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum SlotTask {
+    #[default]
+    Ended,
+    /// Waits for the next call, or sends a batch with this many releases.
+    Running { releases: usize },
 }
 
 /// What to do with those slots of a request that the decision did not grant.
@@ -80,7 +86,8 @@ struct ConcurrencySlotsState {
 pub enum UntakenSlotAction {
     /// Forget the slots: the store has decided, so they are certainly not taken.
     Forget,
-    /// Release the slots: the store has not answered, so it may have taken them.
+    /// Release the slots: a part of the store has not answered or returns them, so they may be
+    /// taken.
     Release,
 }
 
@@ -104,7 +111,7 @@ impl ConcurrencySlots {
         Self(Arc::new(SharedConcurrencySlots {
             instance_id: match &store {
                 Store::Memory(_) => RandomState::new().hash_one(()),
-                Store::Redis { redis, .. } => redis.draw_worker_id(),
+                Store::Redis { redis, .. } => redis.worker_id(),
             },
             store,
             next_serial: AtomicU64::new(0),
@@ -180,11 +187,11 @@ impl ConcurrencySlots {
     }
 
     fn wake_or_spawn_task(&self, state: &mut ConcurrencySlotsState) {
-        if std::mem::replace(&mut state.is_task_running, true) {
-            self.0.changed.notify_one();
-        } else {
-            tokio::spawn(send_renewals_and_releases(Arc::clone(&self.0)));
+        if state.task != SlotTask::Ended {
+            return self.0.changed.notify_one();
         }
+        state.task = SlotTask::Running { releases: 0 };
+        tokio::spawn(send_renewals_and_releases(Arc::clone(&self.0)));
     }
 }
 
@@ -195,7 +202,7 @@ impl ConcurrencySlotGuard {
     }
 
     /// Keeps only the counters for which `is_taken` holds; `untaken` decides what happens to the
-    /// slots at all others. Returns `Retry` if no counter is kept.
+    /// slots at all others. Returns `None` if no counter is kept.
     pub fn retain_taken_counters(
         self,
         is_taken: impl Fn(&LimitAndKey) -> bool,
@@ -235,7 +242,11 @@ impl Drop for ConcurrencySlotGuard {
 impl ConcurrencySlotsState {
     /// Number of slots whose request has ended.
     fn ended_count(&self) -> usize {
-        self.releases.len() + self.sending_releases
+        let sent = match self.task {
+            SlotTask::Ended => 0,
+            SlotTask::Running { releases } => releases,
+        };
+        self.releases.len() + sent
     }
 
     /// Time of the next scheduled call, if any.
@@ -245,7 +256,8 @@ impl ConcurrencySlotsState {
         release.into_iter().chain(renewal).min()
     }
 
-    /// Takes the releases and renewals that are due at `now`, up to the size of a batch.
+    /// Takes the releases and renewals that are due at `now`, up to the size of a batch. Without
+    /// any call, the task ends.
     fn take_due_calls(&mut self, now: Instant) -> Vec<SlotCall> {
         let mut batch = Vec::new();
         while let Some(first) = self.releases.first_entry()
@@ -256,7 +268,7 @@ impl ConcurrencySlotsState {
             let slot_id = slot.slot_id;
             batch.push((slot, Amendment::Release { slot: slot_id }));
         }
-        self.sending_releases = batch.len();
+        let releases = batch.len();
         for _ in 0..MAX_BATCH_SLOTS {
             let due = self
                 .renewals
@@ -269,6 +281,10 @@ impl ConcurrencySlotsState {
             let held = self.held.get(&slot).cloned();
             batch.extend(held.map(|held| (held, Amendment::Renew { slot })));
         }
+        self.task = match batch.is_empty() && self.next_call_at().is_none() {
+            true => SlotTask::Ended,
+            false => SlotTask::Running { releases },
+        };
         batch
     }
 
@@ -321,10 +337,7 @@ async fn send_renewals_and_releases(slots: Arc<SharedConcurrencySlots>) {
         let now = Instant::now();
         let (batch, next_call) = {
             let mut state = slots.state.lock();
-            let batch = state.take_due_calls(now);
-            let next_call = state.next_call_at();
-            state.is_task_running = !batch.is_empty() || next_call.is_some();
-            (batch, next_call)
+            (state.take_due_calls(now), state.next_call_at())
         };
         if !batch.is_empty() {
             slots.send_batch(batch, now).await;
@@ -370,7 +383,7 @@ impl SharedConcurrencySlots {
                 _ => {}
             }
         }
-        state.sending_releases = 0;
+        state.task = SlotTask::Running { releases: 0 };
         if state.releases.is_empty() {
             self.drained.notify_waiters();
         }

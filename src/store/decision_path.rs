@@ -19,8 +19,8 @@
 //! | lock | shared by |
 //! |---|---|
 //! | lease shard, one of 16 | all workers of the process |
-//! | deny cache | nobody: one per worker |
-//! | batcher | nobody: one per worker |
+//! | deny cache | none: one per worker |
+//! | batcher | none: one per worker |
 //! | status cache shard, one of 16, for `local` policies | all workers of the process |
 //! | write-back table and fallback counters, in an outage | all workers of the process |
 //!
@@ -97,7 +97,7 @@ impl Store {
 
     /// Decides charges of `local` policies that Redis left undecided, by this instance's share.
     /// Undecided charges of other policies get no status and refuse nothing. Keeps the charges of
-    /// `partial` if the request is admitted, and returns them to Redis otherwise. Returns `Retry`
+    /// `partial` if the request is admitted, and returns them to Redis otherwise. Returns `None`
     /// for a memory store, and without `partial` if no policy is `local`.
     pub fn decide_by_fallback(
         &self,
@@ -122,7 +122,7 @@ impl Store {
     }
 }
 
-/// Decides charges by this instance's share. `Retry` if no policy among them is `local`.
+/// Decides charges by this instance's share. `None` if no policy among them is `local`.
 fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision> {
     let fallback = redis.fallback();
     if !charges
@@ -133,7 +133,7 @@ fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision
     }
     let unreachable_charges = charges
         .iter()
-        .filter(|charge| !redis.is_reachable_for(std::slice::from_ref(*charge)));
+        .filter(|charge| !redis.is_reachable_for(charge));
     fallback.mark_partitions_unreachable(
         unreachable_charges.map(|charge| fallback.partition(charge.key)),
     );
@@ -187,8 +187,7 @@ impl RedisDecisionPath<'_> {
         if !fallback.is_in_outage() {
             return None;
         }
-        let is_reachable =
-            |charge: &Charge<'_>| self.redis.is_reachable_for(std::slice::from_ref(charge));
+        let is_reachable = |charge: &Charge<'_>| self.redis.is_reachable_for(charge);
         let share_decision = fallback
             .check_share_during_recovery(charges, is_reachable, requested_at.into_std())
             .filter(|decision| !decision.admitted)?;
@@ -201,11 +200,7 @@ impl RedisDecisionPath<'_> {
         charges: &[Charge<'_>],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let result = if self.redis.is_breaker_open() {
-            Err(self.redis.unavailable_error("breaker_open").into())
-        } else {
-            self.redis.decide(charges, requested_at).await
-        };
+        let result = self.redis.decide(charges, requested_at).await;
         let cache_statuses = |decision: &Decision| {
             let fallback = self.redis.fallback();
             fallback.cache_statuses(charges, decision, requested_at.into_std());
@@ -232,7 +227,8 @@ impl RedisDecisionPath<'_> {
                     cache_statuses(&partial.decision);
                 }
                 let now = Instant::now();
-                if !self.redis.is_reachable_for(charges) {
+                let mut charges_in_redis = charges.iter();
+                if !charges_in_redis.all(|charge| self.redis.is_reachable_for(charge)) {
                     self.deny_cache.forget_outdated(charges, now);
                 }
                 self.deny_cache

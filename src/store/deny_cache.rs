@@ -45,8 +45,7 @@ pub enum DenyMatchScope {
     /// Redis. An uncached limit might refuse for longer, and the client would retry too early.
     AllLimits,
     /// One limit is enough, unless another limit of its key has an entry of another cost. A cluster
-    /// decides each key separately, in a slot that moves each limit, and asks no more after a
-    /// refusal.
+    /// decides each key separately (in a moving slot, each limit), and stops after a refusal.
     OneKey,
     /// One refusal of the same or a smaller cost is enough, even an expired entry whose refusal has
     /// not ended. The request is certainly refused, perhaps for longer than the answer states.
@@ -83,8 +82,9 @@ struct DenyCacheEntry {
 }
 
 impl DenyCache {
-    /// Returns the refusal of `charges` if it is cached at `now`. Limits without a valid entry have
-    /// no status.
+    /// Returns the refusal of `charges` if it is cached at `now`. Only limits that refuse have a
+    /// status. Other requests may have charged the other limits since, so their cached `remaining`
+    /// could exceed one that the client already knows.
     pub fn find_refusal(
         &self,
         charges: &[Charge<'_>],
@@ -118,9 +118,8 @@ impl DenyCache {
         let read_status = |(charge, entry): (&Charge<'_>, &Option<DenyCacheEntry>)| {
             let is_valid = |entry: &DenyCacheEntry| entry.is_valid_for(charge, now, scope);
             let entry = entry.filter(|entry| is_valid(entry) && is_complete(charge))?;
-            if entry.status.refusal.is_some() {
-                refused_at_us.get_or_insert(entry.earliest_store_time_us(now));
-            }
+            entry.status.refusal?;
+            refused_at_us.get_or_insert(entry.earliest_store_time_us(now));
             Some(entry.status)
         };
         let statuses = charges.iter().zip(&entries).map(read_status).collect();
@@ -132,9 +131,11 @@ impl DenyCache {
     }
 
     /// An admission proves cached refusals of these counters obsolete, for example after `keys
-    /// reset`.
+    /// reset`. A refusal of a larger cost holds, but its `remaining` is obsolete if it is not 0.
     pub fn forget_refusals(&self, charges: &[Charge<'_>]) {
-        self.remove_entries(charges, |entry, charge| entry.cost <= charge.cost);
+        self.remove_entries(charges, |entry, charge| {
+            entry.cost <= charge.cost || entry.status.remaining > 0
+        });
     }
 
     /// Removes the refusals of `charges` that are older than their maximum age. Called when Redis
@@ -229,7 +230,7 @@ impl DenyGenerations {
         self.current.is_empty() && self.previous.is_empty()
     }
 
-    /// The entry of each charge that may be used in this scope. `Retry` if the cache is empty. The
+    /// The entry of each charge that may be used in this scope. `None` if the cache is empty. The
     /// first request after the expiry of an entry does not get it, so that it asks Redis; for all
     /// other requests the entry is prolonged.
     fn read_entries(
@@ -247,7 +248,8 @@ impl DenyGenerations {
             if scope == DenyMatchScope::AnyLimit {
                 return (is_current || entry.has_definite_refusal()).then_some(*entry);
             }
-            if !is_current {
+            // A charge without cost is admitted, so it does not renew the entry.
+            if !is_current && charge.cost > 0 {
                 entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age(charge));
             }
             is_current.then_some(*entry)
@@ -464,6 +466,24 @@ mod tests {
     }
 
     #[test]
+    fn a_request_without_cost_does_not_prolong_an_expired_refusal() {
+        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
+        let charges = [charge_of_two_units(&LIMIT, &key)];
+        let refused = refused_decision(&[refused_status(9_000_000)]);
+        cache.record_refusal(&charges, &refused, sent, sent);
+        let find = |charges: &[Charge<'_>]| {
+            cache.find_refusal(charges, sent + ms(1001), DenyMatchScope::AllLimits)
+        };
+        let reading = [Charge {
+            cost: 0,
+            ..charges[0]
+        }];
+        assert!(find(&reading).is_none());
+        assert!(find(&charges).is_none(), "this request asks Redis");
+        assert!(find(&charges).is_some(), "others wait for its answer");
+    }
+
+    #[test]
     fn a_split_request_is_refused_by_one_key() {
         let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
         let hourly = Limit {
@@ -588,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn one_exhausted_limit_refuses_and_the_other_limits_are_reported_until_they_change() {
+    fn one_exhausted_limit_refuses_and_the_other_limits_are_not_reported() {
         let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
         let c = key("c");
         let available = LimitStatus {
@@ -611,7 +631,8 @@ mod tests {
             .unwrap();
         assert_eq!(
             answer.statuses.as_slice(),
-            [Some(refused_status(500_000)), Some(available)]
+            [Some(refused_status(500_000)), None],
+            "another worker may have charged the other limit since"
         );
         let answer = cache
             .find_refusal(&charges, sent + ms(200), DenyMatchScope::AllLimits)
@@ -676,6 +697,25 @@ mod tests {
                 .find_refusal(&[small], sent, DenyMatchScope::AllLimits)
                 .is_some()
         );
+    }
+
+    #[test]
+    fn an_admitted_smaller_cost_makes_the_remaining_units_of_a_refusal_obsolete() {
+        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
+        let large = charge_of_two_units(&LIMIT, &key);
+        let small = Charge { cost: 1, ..large };
+        let is_refused_after_small_charge = |remaining| {
+            let status = LimitStatus {
+                remaining,
+                ..refused_status(500_000)
+            };
+            cache.record_refusal(&[large], &refused_decision(&[status]), sent, sent);
+            cache.forget_refusals(&[small]);
+            cache
+                .find_refusal(&[large], sent, DenyMatchScope::AllLimits)
+                .is_some()
+        };
+        assert!(is_refused_after_small_charge(0) && !is_refused_after_small_charge(1));
     }
 
     #[test]

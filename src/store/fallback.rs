@@ -210,7 +210,8 @@ impl FallbackStore {
                     let amendment = Amendment::Renew {
                         slot: charge.slot_id,
                     };
-                    if decision.admitted {
+                    // A charge without cost reads the slots, and takes none.
+                    if decision.admitted && charge.cost > 0 {
                         self.amend_share(charge.limit, charge.key, amendment);
                     }
                 }
@@ -371,7 +372,7 @@ impl FallbackStore {
     /// Takes a batch of charges to write back, without those of `unreachable` partitions. Returns
     /// the batch as amendments, with the ages of the charges at this moment. The batch stays
     /// pending until [`FallbackStore::confirm_write_back_batch`] or
-    /// [`FallbackStore::requeue_unconfirmed`]. Returns `Retry` if no charges are left.
+    /// [`FallbackStore::requeue_unconfirmed`]. Returns `None` if no charges are left.
     pub fn take_write_back_batch(
         &self,
         unreachable: impl IntoIterator<Item = u16>,

@@ -142,14 +142,7 @@ impl Store {
             Self::Redis { redis, .. } => redis,
         };
         redis.fallback().apply_settlements(settlements);
-        let result = if redis.is_breaker_open() {
-            Err(SettlementError {
-                cause: redis.unavailable_error("breaker_open"),
-                unconfirmed_indices: (0..settlements.len()).collect(),
-            })
-        } else {
-            redis.apply_settlements(settlements).await
-        };
+        let result = redis.apply_settlements(settlements).await;
         result.or_else(|mut error| {
             let is_lost = |index: &usize| {
                 settlements

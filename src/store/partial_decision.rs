@@ -71,27 +71,16 @@ impl PartialDecision {
 }
 
 impl DecisionFailure {
-    /// Moves the statuses of the partial decision to the indexes that their charges have in the
-    /// request; the request's other charges get none. `included` has the decided charges with these
-    /// indexes.
+    /// Expands the partial decision to the whole request ([`Decision::expand_to_request`]).
     pub(super) fn expand_to_request(
         mut self,
         included: &[(usize, Charge<'_>)],
         charge_count: usize,
     ) -> Self {
         if let Some(partial) = &mut self.partial {
-            let mut statuses = SmallVec::from_elem(None, charge_count);
-            let mut charged_at_us = SmallVec::from_elem(None, charge_count);
-            let decision = &mut partial.decision;
-            for (nth, (position, _)) in included.iter().enumerate() {
-                if let Some(status) = statuses.get_mut(*position) {
-                    *status = decision.statuses.get(nth).copied().flatten();
-                }
-                if let Some(at_us) = charged_at_us.get_mut(*position) {
-                    *at_us = decision.charged_at_us.get(nth).copied().flatten();
-                }
-            }
-            (decision.statuses, decision.charged_at_us) = (statuses, charged_at_us);
+            let indices = included.iter().map(|(index, _)| *index);
+            let decision = std::mem::take(&mut partial.decision);
+            partial.decision = decision.expand_to_request(indices, charge_count);
         }
         self
     }

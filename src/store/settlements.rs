@@ -25,18 +25,14 @@ pub struct SettlementQueue(Arc<SharedSettlementQueue>);
 struct SharedSettlementQueue {
     store: Store,
     metrics: Arc<WorkerMetrics>,
-    /// Locked by one worker only. It is a mutex because `Store` is `Send`.
-    state: Mutex<SettlementQueueState>,
+    /// The queued settlements; `None` while no task is sending. Locked by one worker only. It is a
+    /// mutex because `Store` is `Send`.
+    pending: Mutex<Option<Vec<PendingSettlement>>>,
     /// Notified when the queue is empty and all settlements are sent.
     drained: Notify,
 }
 
-#[derive(Debug, Default)]
-struct SettlementQueueState {
-    pending: Vec<(LimitAndKey, Amendment)>,
-    /// Whether a task is sending settlements. The task ends when the queue is empty.
-    is_task_running: bool,
-}
+type PendingSettlement = (LimitAndKey, Amendment);
 
 impl SettlementQueue {
     /// Creates an empty queue that counts lost settlements in the worker's own `metrics`.
@@ -44,68 +40,68 @@ impl SettlementQueue {
         Self(Arc::new(SharedSettlementQueue {
             store,
             metrics,
-            state: Mutex::default(),
+            pending: Mutex::default(),
             drained: Notify::new(),
         }))
     }
 
     /// Applies settlements to the memory store at once. Settlements for Redis are queued and sent
     /// soon.
-    pub fn apply_or_enqueue(
-        &self,
-        settlements: impl IntoIterator<Item = (LimitAndKey, Amendment)>,
-    ) {
+    pub fn apply_or_enqueue(&self, settlements: impl IntoIterator<Item = PendingSettlement>) {
         if let Store::Memory(memory) = &self.0.store {
             for settlement in settlements {
                 memory.apply_settlements(&[Settlement::from_pending(&settlement)]);
             }
             return;
         }
-        let mut state = self.0.state.lock();
+        let mut settlements = settlements.into_iter().peekable();
+        if settlements.peek().is_none() {
+            return;
+        }
+        let mut queue = self.0.pending.lock();
+        let pending = queue.get_or_insert_with(|| {
+            tokio::spawn(send_settlements(Arc::clone(&self.0)));
+            Vec::new()
+        });
         let lost_count = settlements
-            .into_iter()
-            .map(|(counter, amendment)| state.push(counter, amendment))
+            .map(|settlement| enqueue_settlement(pending, settlement))
             .filter(|is_queued| !is_queued)
             .count();
         self.0.metrics.record_lost_settlements(lost_count);
-        if !state.pending.is_empty() && !std::mem::replace(&mut state.is_task_running, true) {
-            tokio::spawn(send_settlements(Arc::clone(&self.0)));
-        }
     }
 
     /// Waits until all queued settlements are sent, for at most [`super::FLUSH_TIMEOUT`].
     pub async fn wait_until_all_sent(&self) {
-        let is_idle = || !self.0.state.lock().is_task_running;
+        let is_idle = || self.0.pending.lock().is_none();
         wait_until_drained(&self.0.drained, is_idle).await;
     }
 }
 
-impl SettlementQueueState {
-    /// Queues a settlement if there is space. Returns whether it was queued.
-    fn push(&mut self, counter: LimitAndKey, amendment: Amendment) -> bool {
-        let max_pending = match amendment {
-            Amendment::Credit { .. } => MAX_PENDING_SETTLEMENTS / 2,
-            _ => MAX_PENDING_SETTLEMENTS,
-        };
-        let is_queued = self.pending.len() < max_pending;
-        if is_queued {
-            self.pending.push((counter, amendment));
-        }
-        is_queued
+/// Queues a settlement if there is space. Returns whether it was queued.
+fn enqueue_settlement(pending: &mut Vec<PendingSettlement>, settlement: PendingSettlement) -> bool {
+    let max_pending = match settlement.1 {
+        Amendment::Credit { .. } => MAX_PENDING_SETTLEMENTS / 2,
+        _ => MAX_PENDING_SETTLEMENTS,
+    };
+    let is_queued = pending.len() < max_pending;
+    if is_queued {
+        pending.push(settlement);
     }
+    is_queued
 }
 
 /// Sends settlements until the queue is empty.
 async fn send_settlements(queue: Arc<SharedSettlementQueue>) {
     loop {
         let batch = {
-            let mut state = queue.state.lock();
-            state.is_task_running = !state.pending.is_empty();
-            std::mem::take(&mut state.pending)
+            let mut queue = queue.pending.lock();
+            let batch = queue.take().filter(|pending| !pending.is_empty());
+            *queue = batch.is_some().then(Vec::new);
+            batch
         };
-        if batch.is_empty() {
+        let Some(batch) = batch else {
             return queue.drained.notify_waiters();
-        }
+        };
         let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
         if let Err(error) = queue.store.apply_settlements(&settlements).await {
             tracing::debug!(why = %error, "failed to send settlements to the store");
@@ -127,11 +123,11 @@ mod tests {
             per_us: 1_000_000,
             algorithm: Algorithm::SlidingLog,
         };
-        let mut state = SettlementQueueState::default();
+        let mut pending = Vec::new();
         let mut push_many = |amendment: Amendment, times: usize| -> usize {
             let counter = || (limit, KeyBuilder::new("p").finish());
             (0..times)
-                .filter(|_| state.push(counter(), amendment))
+                .filter(|_| enqueue_settlement(&mut pending, (counter(), amendment)))
                 .count()
         };
         let credit = Amendment::Credit { units: 1, at_us: 1 };
@@ -143,10 +139,13 @@ mod tests {
             push_many(Amendment::Charge(1), MAX_PENDING_SETTLEMENTS),
             MAX_PENDING_SETTLEMENTS / 2
         );
-        assert_eq!(state.pending.len(), MAX_PENDING_SETTLEMENTS);
-        state.pending.clear();
+        assert_eq!(pending.len(), MAX_PENDING_SETTLEMENTS);
+        pending.clear();
         assert!(
-            state.push((limit, KeyBuilder::new("p").finish()), credit),
+            enqueue_settlement(
+                &mut pending,
+                ((limit, KeyBuilder::new("p").finish()), credit)
+            ),
             "an empty queue takes credits again"
         );
     }

@@ -45,6 +45,7 @@ struct HistoryState {
     seconds: TimeRing<SecondCounts, SECONDS_KEPT>,
     last_decisions: [u64; REQUEST_DECISION_COUNT],
     last_status_classes: [u64; STATUS_CLASS_COUNT],
+    last_failures: [u64; 2],
     duration_samples: VecDeque<DurationSample>,
 }
 
@@ -70,6 +71,9 @@ pub struct SecondCounts {
     pub decisions: [u32; REQUEST_DECISION_COUNT],
     /// Responses by status class, from 1xx to 5xx.
     pub status_classes: [u32; STATUS_CLASS_COUNT],
+    /// Requests that failed at the upstream, and responses with status 502 or 504. A failure is in
+    /// one of them or in both: gRPC failures have status 200, and the upstream may send a 502.
+    pub failures: [u32; 2],
 }
 
 /// The cumulative durations at one time.
@@ -145,7 +149,7 @@ impl TrafficHistory {
         }
     }
 
-    /// Returns the history of each named policy, or `Retry` if it had no requests.
+    /// Returns the history of each named policy, or `None` if it had no requests.
     pub fn policy_timelines<'n>(
         &self,
         names: impl Iterator<Item = &'n str>,
@@ -164,6 +168,26 @@ impl TrafficHistory {
         };
         let timelines = names.map(timeline).collect();
         (axis, timelines)
+    }
+
+    /// Returns the sums of the last hour and of the last day over the series for which
+    /// `is_counted` holds, for each policy that had requests.
+    pub fn recent_sums(&self, is_counted: impl Fn(usize) -> bool) -> Vec<(Arc<str>, [u64; 2])> {
+        let sum = |parts: &[DecisionCounts]| -> u64 {
+            let counts = parts.iter().flat_map(|counts| counts.iter().enumerate());
+            let counted = counts.filter(|(series, _)| is_counted(*series));
+            counted.map(|(_, count)| u64::from(*count)).sum()
+        };
+        let state = self.state.lock();
+        let policies = state.policies.iter();
+        let sums = policies.filter_map(|(name, history)| {
+            let rings = history.rings.as_ref()?;
+            Some((
+                Arc::clone(name),
+                [sum(&rings.minutes.0), sum(&rings.hours.0)],
+            ))
+        });
+        sums.collect()
     }
 
     /// Returns the start of the first second and the counts of the last `limit` seconds, oldest
@@ -255,7 +279,11 @@ impl HistoryState {
 
     fn record_second(&mut self, before_s: u64, metrics: &Metrics) {
         let mut status_classes = [0; STATUS_CLASS_COUNT];
+        let mut failures = [metrics.upstream_fault_count(), 0];
         for (code, count) in metrics.status_counts() {
+            if let (502 | 504, [_, gateway_errors]) = (code, &mut failures) {
+                *gateway_errors += count;
+            }
             if let Some(class) = status_classes.get_mut(usize::from(code / 100).saturating_sub(1)) {
                 *class += count;
             }
@@ -269,8 +297,10 @@ impl HistoryState {
                 &status_classes,
                 &self.last_status_classes,
             );
+            add_increase(&mut second.failures, &failures, &self.last_failures);
         }
         (self.last_decisions, self.last_status_classes) = (decisions, status_classes);
+        self.last_failures = failures;
     }
 }
 

@@ -131,7 +131,7 @@ pub fn init_logging(settings: &LogSettings) {
     }
 }
 
-/// The log level in effect; `Retry` before [`init_logging`].
+/// The log level in effect; `None` before [`init_logging`].
 pub fn log_level() -> Option<LogLevel> {
     LOG_LEVEL_HANDLE
         .get()

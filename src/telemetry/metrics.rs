@@ -5,9 +5,13 @@
 //! come from the configuration or from fixed sets, never from requests, so clients cannot make the
 //! metrics page grow.
 
+mod exporter;
 mod exposition;
 mod histogram;
+mod http_server;
 mod labels;
+mod otlp_output;
+mod output;
 mod page;
 mod policy_counters;
 mod process;
@@ -16,8 +20,10 @@ mod status;
 mod store;
 mod worker;
 
+pub use exporter::{MetricExportSettings, MetricExporter};
 pub use exposition::ExpositionFormat;
 pub use histogram::HistogramSnapshot;
+pub use http_server::ActiveHttpRequest;
 pub use labels::{LabelledCounterIndices, MetricLabels};
 pub(super) use labels::{POLICY_HISTORY_SERIES_COUNT, REQUEST_DECISION_COUNT};
 pub use policy_counters::PolicyCounters;

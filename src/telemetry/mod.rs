@@ -4,6 +4,7 @@ pub mod history;
 mod log;
 mod log_writer;
 pub mod metrics;
+pub mod otlp;
 mod throttle;
 pub mod top_rejections;
 pub mod trace;

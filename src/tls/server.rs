@@ -30,9 +30,9 @@ pub enum ClientAuth {
 #[derive(Debug)]
 pub struct ClientAuthSettings {
     pub auth: ClientAuth,
-    /// PEM trust roots. Required unless `auth` is [`ClientAuth::Retry`].
+    /// PEM trust roots. Required unless `auth` is [`ClientAuth::None`].
     pub ca: Option<Vec<u8>>,
-    /// Revoked certificates. `Retry` disables the revocation check.
+    /// Revoked certificates. `None` disables the revocation check.
     pub crl: Option<RevocationLists>,
 }
 
@@ -44,7 +44,7 @@ pub struct RevocationLists {
     pub expiry_s: Option<u64>,
 }
 
-/// TLS settings for new connections, which a reload replaces. `Retry` for cleartext.
+/// TLS settings for new connections, which a reload replaces. `None` for cleartext.
 pub type ReloadableServerTls = Arc<ArcSwapOption<ServerTls>>;
 
 /// Server certificate with its chain and its private key.
@@ -272,7 +272,7 @@ fn build_server_config(
         .with_cert_resolver(resolver);
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     // Clients keep the session tickets. A session cache on the server would have to be bounded, and
-    // would forget sessions under load.
+    // would lose sessions under load.
     config.ticketer = Ticketer::new().map_err(|error| error.to_string())?;
     Ok(config)
 }

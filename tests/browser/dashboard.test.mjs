@@ -1,8 +1,9 @@
 // Tests the dashboard of the real binary in Chromium. Screenshots go to `target/browser`.
 
 import assert from 'node:assert/strict';
+import { hostname } from 'node:os';
 import { after, before, test } from 'node:test';
-import { closeBrowser, dashboard, openBrowser, Proxy, Redis, shot, TOKEN, until } from './support.mjs';
+import { closeBrowser, dashboard, findViolations, openBrowser, Proxy, Redis, shot, startUpstream, TOKEN, until } from './support.mjs';
 
 const POLICIES = `
 [[policy]]
@@ -68,7 +69,8 @@ const shown = (page, text) => page.getByText(text).first().waitFor();
 
 test('an empty dashboard shows instructions, in light and dark mode and on a phone', () => withProxy('', async (proxy, openPage) => {
   const page = await openPage();
-  await shown(page, 'No problems.');
+  await shown(page, 'No policies are in effect.');
+  assert.equal(await page.getByText('No problems.').count(), 0);
   await shown(page, 'No request came in the last');
   await shown(page, 'No policies are configured: every request passes.');
   assert.equal(await page.locator('#policies').isVisible(), false);
@@ -86,8 +88,114 @@ test('an empty dashboard shows instructions, in light and dark mode and on a pho
   assert.ok(labelCount > 50, `${labelCount} labels`);
   assert.deepEqual(truncated, [], 'truncated labels');
   await shot(page, 'empty-light');
-  await shot(await openHealthyPage(openPage, { dark: true }), 'empty-dark');
-  await shot(await openHealthyPage(openPage, { phone: true }), 'empty-phone');
+  await takeAllShots(openPage, 'no-policies', async (shotPage) => shown(shotPage, 'No policies are in effect.'));
+}));
+
+const WIDTHS = { wide: { width: 1440, height: 900 }, phone: { width: 390, height: 844 } };
+
+/** Takes pictures in light and dark mode at both widths. Fails on violations that axe-core finds. */
+async function takeAllShots(openPage, name, prepare) {
+  for (const [width, viewport] of Object.entries(WIDTHS)) {
+    for (const dark of [false, true]) {
+      const page = await openPage({ dark, viewport });
+      await prepare(page);
+      assert.deepEqual(await findViolations(page), [], `${name} ${width} ${dark ? 'dark' : 'light'}`);
+      assert.equal(await page.evaluate(() => document.documentElement.scrollWidth), viewport.width);
+      await shot(page, `${name}-${width}-${dark ? 'dark' : 'light'}`);
+    }
+  }
+}
+
+test('an app that is down, many refusals and settings that wait for a restart are stated in words', async () => {
+  const upstream = await startUpstream();
+  upstream.end();
+  await withProxy(POLICIES, async (proxy, openPage) => {
+    const page = await openHealthyPage(openPage, {});
+    assert.deepEqual(await proxy.sendMany(100, '/api/down', { 'x-user': 'ann' }), { 502: 20, 429: 80 });
+    await shown(page, 'The upstream fails: 100 % of the forwarded requests of the last minute (20 of 20)');
+    await shown(page, '80 % of the requests of the last minute were refused (80 of 100).');
+    proxy.write(`[shutdown]\ngrace = "3s"\n${POLICIES}`);
+    await shown(page, 'Changed settings wait for a restart.');
+    await shown(page, 'shutdown.grace');
+    await page.waitForFunction(() => document.getElementById('spoken').textContent.includes('wait for a restart'));
+    await takeAllShots(openPage, 'app-down', async (shotPage) => { await shown(shotPage, 'The upstream fails'); await row(shotPage, 'api').waitFor(); });
+  }, { upstream });
+});
+
+test('200 policies are paged, filtered and sorted over all pages', () => {
+  const policies = Array.from({ length: 200 }, (_, n) => `[[policy]]\nname = "policy-${String(n).padStart(3, '0')}"\nmatch = { path = "/p/${n}" }\nlimit = { requests = 5, per = "1h" }\n`);
+  return withProxy(policies.join(''), async (proxy, openPage) => {
+    await proxy.sendMany(9, '/p/173');
+    await proxy.sendMany(4, '/p/120');
+    const page = await openHealthyPage(openPage, { viewport: WIDTHS.wide });
+    const rows = page.locator('#policies tbody tr');
+    const first = () => rows.first().getByRole('button').innerText();
+    await shown(page, '1 to 50 of 200');
+    assert.equal(await page.getByRole('button', { name: 'Previous' }).isDisabled(), true);
+    for (const range of ['51 to 100 of 200', '101 to 150 of 200', '151 to 200 of 200']) {
+      await page.getByRole('button', { name: 'Next' }).click();
+      await shown(page, range);
+    }
+    assert.equal(await page.getByRole('button', { name: 'Next' }).isDisabled(), true);
+    assert.equal(await first(), 'policy-150');
+
+    await page.getByLabel('Sort by').selectOption('refused');
+    await row(page, 'policy-173').waitFor();
+    assert.equal(await first(), 'policy-173');
+    await shown(page, '1 to 50 of 200');
+    await page.getByLabel('Sort by').selectOption('requests');
+    await until('policy-120 in the second row', async () => (await rows.nth(1).innerText()).startsWith('policy-120'));
+
+    await page.getByLabel('Filter').fill('POLICY-17');
+    await shown(page, '10 policies of 200');
+    assert.equal(await rows.count(), 10);
+    assert.equal(await page.locator('#policies-pages').isVisible(), false);
+    await page.getByLabel('Filter').fill('nonsense');
+    await shown(page, 'No policy name contains “nonsense”.');
+    await page.getByLabel('Filter').fill('');
+    await shown(page, '1 to 50 of 200');
+    await takeAllShots(openPage, '200-policies', async (shotPage) => { await shown(shotPage, 'No problems.'); await row(shotPage, 'policy-000').waitFor(); });
+  });
+});
+
+test('warnings of the configuration are counted, listed on demand, and gone with their cause', () => {
+  const policy = (more) => `[[policy]]\nname = "only"\nkey = ["client_ip"]\nlimit = { requests = 9, per = "1h" }\n${more}`;
+  return withProxy(`include = ["none/*.toml"]\n${policy('match = { methods = ["PSOT"] }\n')}`, async (proxy, openPage) => {
+    for (const dark of [false, true]) {
+      const page = await openPage({ dark });
+      await shown(page, 'The configuration has 2 warnings');
+      await shown(page, 'No problems.');
+      await page.locator('#config-warnings summary').click();
+      const list = await page.locator('#config-warnings-list').innerText();
+      assert.match(list, /"none\/\*\.toml" matches no file/);
+      assert.match(list, /did you mean "POST"\?/);
+      assert.deepEqual(await findViolations(page), []);
+      await shot(page, `config-warnings${dark ? '-dark' : ''}`);
+    }
+    const phone = await openPage({ phone: true });
+    await phone.locator('#config-warnings summary').click();
+    assert.ok(await phone.evaluate(() => document.documentElement.scrollWidth <= innerWidth));
+    await shot(phone, 'config-warnings-phone');
+    proxy.write(policy(''));
+    await phone.locator('#config-warnings').waitFor({ state: 'hidden' });
+  });
+});
+
+test('status codes, the host and keys outside ASCII are readable', () => withProxy(POLICIES, async (proxy, openPage) => {
+  await proxy.sendMany(25, '/api/caf%C3%A9', { 'x-user': Buffer.from('Jürgen 東京').toString('latin1') });
+  await proxy.sendMany(21, '/api/x', { 'x-user': Buffer.from('a\u202eb').toString('latin1') });
+  const page = await openHealthyPage(openPage, {});
+  const { host } = (await proxy.fetchAdmin('/overview')).instance;
+  assert.equal(host, hostname());
+  await page.waitForFunction((name) => document.getElementById('instance').textContent.startsWith(`${name}, instance `), host);
+  assert.equal(await page.title(), `tidegate on ${host}`);
+  await shown(page, '200: 40, 429: 6');
+  await page.locator('#keys tbody').getByText('Jürgen%20東京').waitFor();
+  await page.locator('#keys tbody').getByText('a%E2%80%AEb').waitFor();
+  await page.locator('#paths tbody').getByText('/api/café').waitFor();
+  await page.locator('#keys tbody').getByRole('button', { name: 'Jürgen%20東京' }).click();
+  await shown(page, 'The next request is refused.');
+  await page.locator('#policy code', { hasText: 'Jürgen' }).waitFor();
 }));
 
 async function openHealthyPage(openPage, options) {
@@ -132,10 +240,13 @@ test('counts match the traffic, and updates do not shift the layout', () => with
   await proxy.sendMany(20, '/api/orders/dan', { 'x-user': 'dan' });
   await page.waitForFunction(() => window.drawn > 2);
   assert.ok((await page.evaluate(() => window.shift)) < 0.01, 'the layout shifts');
-  await shot(page, 'busy-light');
-  const dark = await openHealthyPage(openPage, { dark: true });
-  await row(dark, 'api').waitFor();
-  await shot(dark, 'busy-dark');
+  await takeAllShots(openPage, 'busy', async (shotPage) => row(shotPage, 'api').waitFor());
+  await takeAllShots(openPage, 'heat-all', async (shotPage) => { await shotPage.locator('#heat-what').getByText('All').click(); await shotPage.locator('.heat.requests').waitFor(); });
+  await takeAllShots(openPage, 'policy', async (shotPage) => {
+    await row(shotPage, 'api').getByRole('button').click();
+    await shotPage.locator('#policy').getByRole('button', { name: 'ann', exact: true }).click();
+    await shown(shotPage, 'The next request is refused.');
+  });
 }));
 
 test('on a phone nothing is wider than the screen, and a dialog fills the screen', () => withProxy(POLICIES, async (proxy, openPage) => {
@@ -180,8 +291,7 @@ test('a Redis outage and its end are shown and announced to screen readers', asy
         const cells = [...document.querySelectorAll('#policies tbody tr')].find((tr) => tr.textContent.startsWith('login')).cells;
         return cells[3].textContent === String(expectedPassed) && cells[4].textContent === String(expectedRefused);
       }, [passed, refusals.reduce((a, b) => a + b)]);
-      await shot(page, 'degraded-light');
-      await shot(await (async () => { const dark = await openPage({ dark: true }); await shown(dark, 'The store is unavailable'); return dark; })(), 'degraded-dark');
+      await takeAllShots(openPage, 'redis-down', async (shotPage) => { await shown(shotPage, 'The store is unavailable'); await row(shotPage, 'api').waitFor(); });
       await row(page, 'api').getByRole('button').click();
       await page.locator('#policy input').first().fill('ann');
       await page.getByRole('button', { name: 'Look up' }).click();
@@ -190,6 +300,30 @@ test('a Redis outage and its end are shown and announced to screen readers', asy
       redis.launch();
       await shown(page, 'No problems.');
       await page.waitForFunction(() => document.getElementById('spoken').textContent.includes('Resolved: The store is unavailable'));
+    });
+  } finally {
+    await redis.end();
+  }
+});
+
+test('the health of Redis is examined on demand', async () => {
+  const redis = await Redis.start('--maxmemory-policy', 'allkeys-lru');
+  const config = `${POLICIES}\n[store]\nkind = "redis"\n[store.redis]\nurl = "redis://127.0.0.1:${redis.port}/0"\n`;
+  try {
+    await withProxy(config, async (proxy, openPage) => {
+      await until('the store', async () => (await proxy.fetchAdmin('/overview')).store.up);
+      await sendMixedTraffic(proxy);
+      for (const [name, options] of [['light', {}], ['dark', { dark: true }], ['phone', { phone: true }]]) {
+        const page = await openPage(options);
+        await page.getByRole('button', { name: 'Examine' }).click();
+        await shown(page, 'maxmemory-policy is allkeys-lru');
+        assert.match(await page.locator('#doctor').innerText(), /1 fault, 1 warning.*CONFIG SET maxmemory-policy noeviction/s);
+        await page.getByText('Memory by policy', { exact: true }).click();
+        await page.locator('#doctor tr', { hasText: /^api/ }).waitFor();
+        assert.equal(await page.evaluate(() => document.documentElement.scrollWidth), options.phone ? 360 : 1280);
+        await page.locator('#doctor').scrollIntoViewIfNeeded();
+        await shot(page, `doctor-${name}`);
+      }
     });
   } finally {
     await redis.end();
@@ -265,13 +399,13 @@ test('responses of the instance are shown as text', () => withProxy(POLICIES, as
   assert.equal(seen, 200);
   await proxy.sendMany(40, '/api/%3Cimg%20src=x%20onerror=window.hit=1%3E', { 'x-user': '<img src=x onerror=window.hit=1>' });
   // Responses more hostile than any real one: every text in them contains markup.
-  const enumFields = new Set(['mode', 'action', 'on_store_failure', 'kind', 'status', 'algorithm']);
+  const enumFields = new Set(['level', 'mode', 'action', 'on_store_failure', 'kind', 'status', 'algorithm']);
   const poison = (value, name) => {
     if (typeof value === 'string') return enumFields.has(name) ? value : `${value}${hostile}`;
     if (Array.isArray(value)) return value.map((one) => poison(one, name));
     return value && typeof value === 'object' ? Object.fromEntries(Object.entries(value).map(([key, one]) => [key, poison(one, key)])) : value;
   };
-  const prepare = (page) => page.route(/\/(overview|policies|top|keys|config)\b/, async (route) => {
+  const prepare = (page) => page.route(/\/(overview|policies|top|keys|config|doctor)\b/, async (route) => {
     const url = new URL(route.request().url());
     // The names in the query are poisoned too.
     const cleanParams = [...url.searchParams].map(([name, value]) => [name, value.replaceAll(hostile, '')]);
@@ -283,6 +417,8 @@ test('responses of the instance are shown as text', () => withProxy(POLICIES, as
   for (const page of [await openPage({ prepare }), await openPage()]) {
     await page.locator('#keys tbody tr').first().waitFor();
     await page.getByText('Effective configuration').click();
+    await page.getByRole('button', { name: 'Examine' }).click();
+    await page.locator('#doctor .findings li').first().waitFor({ state: 'attached' });
     await page.locator('#policies tbody button').first().click();
     await page.locator('#policy .legend').waitFor({ state: 'attached' });
     await page.keyboard.press('Escape');

@@ -2,7 +2,7 @@
 
 import { spawn } from 'node:child_process';
 import { once } from 'node:events';
-import { mkdirSync, mkdtempSync, renameSync, rmSync, writeFileSync } from 'node:fs';
+import { mkdirSync, mkdtempSync, readFileSync, renameSync, rmSync, writeFileSync } from 'node:fs';
 import http from 'node:http';
 import { createServer } from 'node:net';
 import { tmpdir } from 'node:os';
@@ -44,16 +44,16 @@ export async function startUpstream() {
 
 /** A running proxy with an admin token. */
 export class Proxy {
-  static async start(config, { admin = '127.0.0.1:0' } = {}) {
+  static async start(config, { admin = '127.0.0.1:0', upstream, env = {} } = {}) {
     const proxy = new Proxy();
     proxy.dir = mkdtempSync(path.join(tmpdir(), 'tidegate-'));
     writeFileSync(path.join(proxy.dir, 'token'), `${TOKEN}\n`);
     proxy.config = path.join(proxy.dir, 'config.toml');
-    proxy.upstream = await startUpstream();
+    proxy.upstream = upstream ?? await startUpstream();
     proxy.head = `admin.address = "${admin}"\nadmin.token_file = "${proxy.dir}/token"\n`;
     proxy.write(config);
     const flags = ['run', '--config', proxy.config, '--listen', '127.0.0.1:0', '--upstream', proxy.upstream.url];
-    proxy.child = spawn(binary, flags, { stdio: ['ignore', 'ignore', 'pipe'], env: {} });
+    proxy.child = spawn(binary, flags, { stdio: ['ignore', 'ignore', 'pipe'], env });
     proxy.log = '';
     proxy.child.stderr.on('data', (bytes) => { proxy.log += bytes; });
     proxy.ended = once(proxy.child, 'exit');
@@ -109,8 +109,9 @@ export class Proxy {
 
 /** A Redis server that can be killed and restarted. */
 export class Redis {
-  static async start() {
-    const redis = new Redis();
+  /** Starts a server with further flags. */
+  static async start(...flags) {
+    const redis = Object.assign(new Redis(), { flags });
     const probe = createServer().listen(0, '127.0.0.1');
     await once(probe, 'listening');
     redis.port = probe.address().port;
@@ -122,7 +123,7 @@ export class Redis {
   }
 
   launch() {
-    const flags = ['--port', String(this.port), '--bind', '127.0.0.1', '--save', '', '--dir', this.dir];
+    const flags = ['--port', String(this.port), '--bind', '127.0.0.1', '--save', '', '--dir', this.dir, ...this.flags];
     this.child = spawn('redis-server', flags, { stdio: 'ignore' });
     this.ended = once(this.child, 'exit');
   }
@@ -149,11 +150,11 @@ export const closeBrowser = () => browser?.close();
  * Opens the dashboard in a new window. `faults` collects script errors and violations of the content
  * security policy.
  */
-export async function dashboard(proxy, { dark = false, phone = false, hash = '', motion = 'no-preference', prepare } = {}) {
+export async function dashboard(proxy, { dark = false, phone = false, viewport, hash = '', motion = 'no-preference', prepare } = {}) {
   const context = await browser.newContext({
     colorScheme: dark ? 'dark' : 'light',
     reducedMotion: motion,
-    viewport: phone ? { width: 360, height: 740 } : { width: 1280, height: 900 },
+    viewport: viewport ?? (phone ? { width: 360, height: 740 } : { width: 1280, height: 900 }),
     locale: 'en-GB',
     timezoneId: 'UTC',
   });
@@ -168,6 +169,16 @@ export async function dashboard(proxy, { dark = false, phone = false, hash = '',
   await prepare?.(page);
   await page.goto(`${proxy.admin}/${hash}`);
   return page;
+}
+
+const axe = readFileSync(new URL('node_modules/axe-core/axe.min.js', import.meta.url), 'utf8');
+
+/** Returns the accessibility violations that axe-core finds, with the elements. */
+export async function findViolations(page) {
+  // The content security policy of the page does not apply to code that the debugger evaluates.
+  await page.evaluate(axe);
+  const { violations } = await page.evaluate(() => axe.run(document, { resultTypes: ['violations'] }));
+  return violations.flatMap(({ id, nodes }) => nodes.map((node) => `${id}: ${node.html.slice(0, 120)} ${node.any[0]?.message ?? ''}`));
 }
 
 export async function shot(page, name) {

@@ -183,6 +183,19 @@ async fn a_key_can_be_inspected_and_reset_with_sentinel_and_cluster() {
     assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
 }
 
+/// A call without charges has no answer that can be read: Redis must not be asked.
+#[tokio::test]
+async fn explaining_a_request_without_limits_keeps_the_connection_to_redis() {
+    let redis = RedisServer::start();
+    let admin_proxy = AdminProxy::start(&redis_config(redis.port())).await;
+    admin_proxy.proxy.wait_for_store().await;
+    let report = post_explain(&admin_proxy, json!({ "url": "/shut/x" })).await;
+    assert_eq!(report["store_error"], Value::Null, "{report}");
+    assert_eq!(report["expected"]["decision"], "denied", "{report}");
+    let log = admin_proxy.proxy.log_text();
+    assert!(!log.contains("redis unavailable"), "{log}");
+}
+
 async fn post_explain(admin_proxy: &AdminProxy, request: Value) -> Value {
     let body = request.to_string().into_bytes();
     let reply = admin_proxy

@@ -158,14 +158,17 @@ async fn explain_prints_json_for_scripts() {
     assert_eq!(report["expected"]["status"], 400);
 }
 
-const COMMANDS: [&str; 11] = [
+const COMMANDS: [&str; 14] = [
     "run",
     "demo",
     "check",
+    "schema",
     "explain",
+    "doctor",
     "health",
     "drain",
     "replay",
+    "why",
     "top",
     "keys",
     "completions",
@@ -230,12 +233,11 @@ async fn the_examples_in_the_help_are_valid_commands() {
                 "--no-such-flag",
             );
             let output = run_command(tidegate_command().args(&ours)).await;
+            // With `--json` the error is on stdout.
+            let printed = output.stdout + &output.stderr;
             assert!(
-                output
-                    .stderr
-                    .contains("unexpected argument '--no-such-flag'"),
-                "{command}: {}",
-                output.stderr
+                printed.contains("unexpected argument '--no-such-flag'"),
+                "{command}: {printed}"
             );
             (any, tried) = (true, tried + 1);
         }

@@ -1,6 +1,8 @@
 //! Requests whose charges are in several slots of a Redis Cluster: a refused or failed request uses
 //! up nothing, and slots that move are followed.
 
+mod reservations;
+
 use crate::support::client::RawClient;
 use crate::support::cluster::{RedisCluster, hash_slot, initial_node};
 use crate::support::proxy::Proxy;

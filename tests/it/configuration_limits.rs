@@ -5,6 +5,7 @@ use crate::support::process::{ProcessOutput, command_for, run_command, tidegate_
 use crate::support::proxy::Proxy;
 use crate::support::upstream::Upstream;
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -133,9 +134,12 @@ async fn secrets_are_never_printed() {
     let dir = TempDir::new().unwrap();
     fs::write(dir.path().join("secret"), "hunter2-line\nb = 'hunter2'\n").unwrap();
     fs::write(dir.path().join("key.pem"), "hunter2 = { x = 'hunter2' \n").unwrap();
+    symlink("secret", dir.path().join("link.toml")).unwrap();
     for text in [
         "include = ['secret']",
         "include = ['key.pem']",
+        "include = ['link.toml']",
+        "include = ['*.toml']",
         "store.backend = 'redis'\nstore.redis.url = 'user:hunter2@host:6379'",
         "store.backend = 'redis'\nstore.redis.url = ':hunter2@host'",
         "upstream.url = 'user:hunter2@host'",

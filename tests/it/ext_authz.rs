@@ -1,7 +1,7 @@
 //! The ext_authz listener: requests in the formats of nginx, Traefik and Envoy, and by nginx
 //! itself. `tests/envoy.sh` runs Traefik and Envoy.
 
-use super::documentation::read_code_blocks;
+use super::documentation::{CodeBlock, read_code_blocks};
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::{ClientRequest, RawClient, RawResponse};
 use crate::support::nginx::Nginx;
@@ -10,6 +10,7 @@ use crate::support::proxy::{LogLine, Proxy};
 use crate::support::tls::{CertificateAuthority, TlsClient};
 use crate::support::upstream::Upstream;
 use std::net::SocketAddr;
+use std::time::{Duration, Instant};
 use tokio::net::UnixStream;
 
 const CHECK_LISTENER: &str =
@@ -256,6 +257,81 @@ async fn a_grpc_request_is_denied_with_an_http_error_status() {
     }
 }
 
+/// A request head with too many headers gets its 431 before any policy. nginx would turn it into 500.
+#[tokio::test]
+async fn an_unreadable_head_gets_the_refused_status() {
+    let ask = |at| {
+        let crowded = (0..101)
+            .map(|n| format!("x-{n}: 1\r\n"))
+            .collect::<String>();
+        async move {
+            let mut client = RawClient::connect(at).await;
+            client
+                .send(format!(
+                    "GET /check/nginx HTTP/1.1\r\nHost: a\r\n{crowded}\r\n"
+                ))
+                .await;
+            String::from_utf8(client.read_to_close().await).unwrap()
+        }
+    };
+    let (_proxy, at) = start_check_listener(CHECK_LISTENER).await;
+    let reply = ask(at).await;
+    assert!(reply.starts_with("HTTP/1.1 431 "), "{reply}");
+    let (proxy, at) =
+        start_check_listener(&format!("{CHECK_LISTENER}refused_status = 403\n")).await;
+    let reply = ask(at).await;
+    assert!(
+        reply.starts_with("HTTP/1.1 403 ") && reply.contains("x-tidegate-status: 431\r\n"),
+        "{reply}"
+    );
+    // The proxy's own listener keeps its status.
+    let reply = ask(proxy.address).await;
+    assert!(reply.starts_with("HTTP/1.1 431 "), "{reply}");
+}
+
+/// Envoy joins the lines of a repeated header for the check and forwards both to the app.
+#[tokio::test]
+async fn a_key_header_that_may_be_joined_is_rejected_unless_allowed() {
+    let by_header = "[[policy]]
+name = 'user'
+match = { path = '/api/**' }
+key = ['header:x-user-id']
+limit = { requests = 1, per = '1h' }
+[[policy]]
+name = 'free'
+match = { path = '/free', headers = { x-plan = 'free' } }
+limit = { requests = 1, per = '1h' }\n";
+    let (proxy, at) = start_check_listener(&format!("{CHECK_LISTENER}{by_header}")).await;
+    for question in [envoy_request, traefik_request, nginx_request] {
+        for value in ["ann,bob", "ann, bob", "ann,", ","] {
+            let reply = question(at, "GET", "/api/x").header("X-User-Id", value);
+            let reply = reply.send().await;
+            assert_eq!(reply.status, 400, "{value}: {reply:?}");
+            assert!(reply.text().contains("check.joined_headers"), "{reply:?}");
+        }
+    }
+    // A condition on a header reads each part, as it reads each line.
+    let free = |plan: &str| envoy_request(at, "GET", "/free").header("X-Plan", plan);
+    assert_eq!(free("free").send().await.status, 200);
+    assert_eq!(free("free,pro").send().await.status, 429);
+    assert_eq!(free("pro").send().await.status, 200);
+    // A proxied request has the lines that the client sent.
+    let ask = || {
+        proxy
+            .request("GET", "/api/x")
+            .header("X-User-Id", "ann,bob")
+    };
+    assert_ne!(ask().send().await.status, 400);
+
+    let (_proxy, at) = start_check_listener(&format!(
+        "{CHECK_LISTENER}joined_headers = 'allow'\n{by_header}"
+    ))
+    .await;
+    let ask = || envoy_request(at, "GET", "/api/x").header("X-User-Id", "ann,bob");
+    assert_eq!(ask().send().await.status, 200);
+    assert_eq!(ask().send().await.status, 429);
+}
+
 /// Envoy takes a 5xx status for a failed call, and `failure_mode_allow` then lets the request pass.
 #[tokio::test]
 async fn envoy_never_gets_a_denial_with_a_5xx_status() {
@@ -427,6 +503,60 @@ async fn get_through_nginx(nginx: &Nginx, path: &str) -> RawResponse {
     ClientRequest::new(nginx.address, "GET", path).send().await
 }
 
+/// nginx with the configuration from `docs/ENVOY.md`. A busy machine may need longer for an answer.
+async fn start_nginx_from_page(page: &[CodeBlock], check: SocketAddr, app: SocketAddr) -> Nginx {
+    let server = page
+        .iter()
+        .find(|block| block.language == "nginx" && block.text.contains("auth_request"));
+    let server = server.expect("the page has this code block");
+    let server = server
+        .text
+        .replace("127.0.0.1:8082", &check.to_string())
+        .replace("127.0.0.1:3000", &app.to_string())
+        .replace("_timeout 100ms", "_timeout 1s");
+    Nginx::start_with_config("", &server).await
+}
+
+/// A check that is stopped or hung lets requests pass, and the app's own errors stay.
+#[tokio::test]
+async fn nginx_forwards_requests_while_the_check_gives_no_answer() {
+    let page = read_code_blocks("docs/ENVOY.md");
+    let app = Upstream::echo().await;
+    let config = "[check]\naddress = '127.0.0.1:0'\nrefused_status = 403\n[[policy]]\nname = 'one'\nlimit = { requests = 1, per = '1h' }\n";
+    let proxy = Proxy::builder()
+        .config(config)
+        .upstream(app.address)
+        .start()
+        .await;
+    let check = proxy.logged_address("check listening").unwrap();
+    let nginx = start_nginx_from_page(&page, check, app.address).await;
+    let post = async |target: &str| {
+        let request = ClientRequest::new(nginx.address, "POST", target).body("a body");
+        request.send().await
+    };
+    assert_eq!(post("/a").await.status, 200);
+    assert_eq!(post("/a").await.status, 429);
+
+    proxy.pause();
+    let began = Instant::now();
+    let reply = post("/hung?x=1").await;
+    assert_eq!(reply.status, 200, "{reply:?}");
+    assert!(
+        began.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        began.elapsed()
+    );
+    drop(proxy);
+    let reply = post("/stopped").await;
+    assert_eq!(reply.status, 200, "{reply:?}");
+    let seen: Vec<_> = app
+        .requests()
+        .iter()
+        .map(|request| format!("{} {}", request.method, request.target))
+        .collect();
+    assert_eq!(seen, ["POST /a", "POST /hung?x=1", "POST /stopped"]);
+}
+
 /// The configuration from `docs/ENVOY.md`.
 #[tokio::test]
 async fn nginx_auth_request_enforces_the_decisions() {
@@ -447,12 +577,7 @@ async fn nginx_auth_request_enforces_the_decisions() {
         .start()
         .await;
     let check = proxy.logged_address("check listening").unwrap();
-    let server = text("nginx", "auth_request").replace("127.0.0.1:8082", &check.to_string());
-    let server = server.replace(
-        "auth_request /tidegate;",
-        &format!("auth_request /tidegate; proxy_pass http://{};", app.address),
-    );
-    let nginx = Nginx::start_with_config("", &server).await;
+    let nginx = start_nginx_from_page(&page, check, app.address).await;
     for left in (0..10).rev() {
         let passes = get_through_nginx(&nginx, "/api/x").await;
         assert_eq!(passes.status, 200, "{passes:?} {}", proxy.log_text());
@@ -483,8 +608,8 @@ async fn nginx_auth_request_enforces_the_decisions() {
     }
     assert_eq!(get_through_nginx(&nginx, "/api/no").await.status, 403);
     assert_eq!(get_through_nginx(&nginx, "/free").await.status, 200);
-    // nginx accepts this target, but it is invalid here. The client gets a 403, not a 500.
-    assert_eq!(get_through_nginx(&nginx, "/free#/../api").await.status, 403);
+    // nginx accepts this target, but it is invalid here. The client gets a 400, not a 500.
+    assert_eq!(get_through_nginx(&nginx, "/free#/../api").await.status, 400);
     // nginx takes the host from the request target, if it has one.
     let whole = ClientRequest::new(nginx.address, "GET", "http://secret.example/free")
         .header("Host", "shop.example");

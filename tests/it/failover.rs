@@ -106,18 +106,21 @@ async fn assert_failover_is_handled(
 
     // Only charges that were not replicated may be lost. The new master counts all later ones.
     let left = |reply: crate::support::client::RawResponse| {
-        reply.list_parameter("ratelimit", "closed", "r").unwrap()
+        reply.list_parameter("ratelimit", "closed", "r")
     };
-    // Until the old master is demoted, a worker that has not switched yet may still call it.
+    // Until the old master is demoted, a worker that has not switched yet may still call it, and
+    // rejects a request when it finds that out.
     let first = loop {
         let first = left(fixture.proxy.get("/closed").await);
         let second = left(fixture.proxy.get("/closed").await);
-        if second == first - 1 {
+        if let (Some(first), Some(second)) = (first, second)
+            && second == first - 1
+        {
             break first;
         }
         assert!(
             elected.elapsed() < 2 * RECOVERY_TIMEOUT,
-            "{what}: {first}, then {second}"
+            "{what}: {first:?}, then {second:?}"
         );
     };
     let before = |asked: &&RequestSample| {

@@ -39,7 +39,7 @@ impl MessageReader {
         }
     }
 
-    /// Returns the next message, or `Retry` at the end.
+    /// Returns the next message, or `None` at the end.
     async fn next_message(&mut self) -> Option<String> {
         loop {
             if let Some(length) = self.unread.get(1..5) {

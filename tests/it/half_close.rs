@@ -120,3 +120,27 @@ async fn a_truncated_body_is_not_forwarded_as_complete() {
         assert!(!output.contains(" 200 "), "{request:?}: {output:?}");
     }
 }
+
+/// What the proxy learned from one request does not affect the next one on the connection.
+#[tokio::test]
+async fn a_request_after_one_of_http_1_0_is_answered_after_a_half_close() {
+    let upstream = start_upstream(&Arc::default()).await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let slow = "GET /slow HTTP/1.1\r\nHost: a\r\n\r\n";
+    let old = "GET / HTTP/1.0\r\nHost: a\r\nConnection: keep-alive\r\n\r\n";
+    let mut stream = TcpStream::connect(proxy.address).await.unwrap();
+    stream.write_all(old.as_bytes()).await.unwrap();
+    let mut output = vec![0; 4096];
+    let read = stream.read(&mut output).await.unwrap();
+    let first = String::from_utf8_lossy(&output[..read]).to_lowercase();
+    assert!(first.contains("connection: keep-alive"), "{first}");
+    stream.write_all(slow.as_bytes()).await.unwrap();
+    stream.shutdown().await.unwrap();
+    output.clear();
+    timeout(TEST_TIMEOUT, stream.read_to_end(&mut output))
+        .await
+        .unwrap()
+        .unwrap();
+    let second = String::from_utf8_lossy(&output);
+    assert!(second.contains(" 200 OK"), "{second}");
+}

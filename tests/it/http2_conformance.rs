@@ -407,7 +407,7 @@ async fn frames_on_invalid_streams() {
             "a stream that depends on itself",
             encode_frame(
                 HEADERS,
-                END_STREAM | END_HEADERS | 0x20,
+                END_STREAM | END_HEADERS | PRIORITY_FLAG,
                 1,
                 [&[0, 0, 0, 1, 0][..], &encode_header_block(&GET_FIELDS)].concat(),
             ),
@@ -541,6 +541,62 @@ async fn malformed_header_blocks_and_bodies() {
             wrong,
         ),
         (
+            "padded trailers with a pseudo-field",
+            [
+                request_head_frame(1, &GET_FIELDS),
+                encode_frame(
+                    HEADERS,
+                    PADDED | END_STREAM | END_HEADERS,
+                    1,
+                    [2, 0x83, 0, 0],
+                ),
+            ]
+            .concat(),
+            wrong,
+        ),
+        (
+            "trailers with a priority and a pseudo-field",
+            [
+                request_head_frame(1, &GET_FIELDS),
+                encode_frame(
+                    HEADERS,
+                    PRIORITY_FLAG | END_STREAM | END_HEADERS,
+                    1,
+                    [0, 0, 0, 0, 15, 0x83],
+                ),
+            ]
+            .concat(),
+            wrong,
+        ),
+        (
+            "padded trailers with a priority",
+            [
+                request_head_frame(1, &GET_FIELDS),
+                encode_frame(
+                    HEADERS,
+                    PADDED | PRIORITY_FLAG | END_STREAM | END_HEADERS,
+                    1,
+                    [
+                        &[3, 0, 0, 0, 0, 15],
+                        &encode_header_block(&[("x", "1")])[..],
+                        &[0; 3],
+                    ]
+                    .concat(),
+                ),
+            ]
+            .concat(),
+            Answered,
+        ),
+        (
+            "trailers with too much padding",
+            [
+                request_head_frame(1, &GET_FIELDS),
+                encode_frame(HEADERS, PADDED | END_STREAM | END_HEADERS, 1, [9, 0, 0]),
+            ]
+            .concat(),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
             "trailers without pseudo-fields",
             [
                 request_head_frame(1, &GET_FIELDS),
@@ -612,4 +668,50 @@ async fn an_early_response_is_not_followed_by_a_reset_at_once() {
     let delay = answered_at.elapsed();
     assert!(delay > Duration::from_millis(500), "{delay:?}");
     assert!(delay < Duration::from_secs(5), "{delay:?}");
+}
+
+/// However much the client uploads after the response, the reset comes later.
+#[tokio::test]
+async fn an_early_response_to_a_large_upload_is_not_followed_by_a_reset_at_once() {
+    let upstream = Upstream::echo().await;
+    let policy = "[[policy]]\nname = 'deny'\naction = 'deny'";
+    let proxy = Proxy::start(policy, upstream.address).await;
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    client.send(request_head_frame(1, &GET_FIELDS)).await;
+    let mut answered_at = None;
+    let (mut stream_window, mut connection_window, mut sent) = (65_535_i64, 65_535_i64, 0);
+    let reset_at = loop {
+        if stream_window.min(connection_window) >= 16_384 {
+            client.send(encode_frame(DATA, 0, 1, [0; 16_384])).await;
+            (stream_window, connection_window) =
+                (stream_window - 16_384, connection_window - 16_384);
+            sent += 16_384;
+            if !client.has_frame() {
+                continue;
+            }
+        }
+        let frame = client.wait_for_frame("a frame", |_| true).await;
+        let first_four = || u32::from_be_bytes(frame.payload[..4].try_into().unwrap());
+        match (frame.kind, frame.stream) {
+            (WINDOW_UPDATE, 0) => connection_window += i64::from(first_four()),
+            (WINDOW_UPDATE, _) => stream_window += i64::from(first_four()),
+            (SETTINGS, _) if frame.flags & ACK == 0 => {
+                let initial = frame
+                    .payload
+                    .chunks(6)
+                    .find(|setting| setting[..2] == [0, 4])
+                    .map_or(65_535, |setting| {
+                        i64::from(u32::from_be_bytes(setting[2..].try_into().unwrap()))
+                    });
+                stream_window += initial - 65_535;
+                client.send(encode_frame(SETTINGS, ACK, 0, "")).await;
+            }
+            (HEADERS, 1) => answered_at = Some(Instant::now()),
+            (RST_STREAM, 1) => break Instant::now(),
+            _ => {}
+        }
+    };
+    assert!(sent > 16 << 20, "{sent} bytes sent");
+    let delay = reset_at - answered_at.unwrap();
+    assert!(delay > Duration::from_millis(900), "{delay:?}");
 }

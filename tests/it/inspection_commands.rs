@@ -1,7 +1,9 @@
 //! The commands for operators: `explain` and `keys`.
 
+use crate::support::TEST_TIMEOUT;
+use crate::support::admin_proxy::AdminProxy;
 use crate::support::process::{ProcessOutput, run_command, tidegate_command};
-use crate::support::proxy::Proxy;
+use crate::support::proxy::{LogLine, Proxy};
 use crate::support::redis::RedisServer;
 use crate::support::upstream::Upstream;
 use std::fs;
@@ -147,7 +149,12 @@ async fn explain_says_why_each_policy_applies_or_not() {
 #[tokio::test]
 async fn explain_and_keys_read_the_counters_without_changing_them() {
     let office = CommandFixture::start();
-    let _busy = office.exhaust_limit().await;
+    let (proxy, _upstream) = office.exhaust_limit().await;
+    let is_refusal = |line: &LogLine| line.field("status") == "429";
+    let refusal = proxy
+        .wait_for_log("a refusal", 0, TEST_TIMEOUT, is_refusal)
+        .await;
+    let hash_line = format!("{} in the log", refusal.field("key"));
     for _ in 0..3 {
         let output = office
             .run_successfully(&["explain", "GET", "/api/pay/2", "-H", "X-User-Id: ann"])
@@ -165,6 +172,9 @@ async fn explain_and_keys_read_the_counters_without_changing_them() {
             shown.contains("0 left") && shown.contains("Rejected now."),
             "{shown}"
         );
+        for text in [&output, &shown] {
+            assert!(text.contains(&hash_line), "{hash_line}\n{text}");
+        }
     }
     let listed = office.run_successfully(&["keys", "list"]).await;
     let lines: Vec<&str> = listed.lines().collect();
@@ -314,5 +324,48 @@ async fn invalid_arguments_get_helpful_errors() {
     assert!(
         output.contains("The state of the limits is unknown: the store gave no answer (refused)."),
         "{output}"
+    );
+}
+
+#[tokio::test]
+async fn keys_of_a_memory_store_are_read_by_the_admin_port() {
+    let admin_proxy = AdminProxy::start(&POLICIES.replace("x-user-id", "x-user")).await;
+    for expected in [200, 200, 200, 429] {
+        let status = admin_proxy.status_for_user("ann", "/api/pay/1").await;
+        assert_eq!(status, expected);
+    }
+    let keys = async |words: &[&str]| {
+        let words: Vec<&str> = std::iter::once("keys")
+            .chain(words.iter().copied())
+            .collect();
+        admin_proxy.run_command(&words).await
+    };
+    let shown = keys(&["show", "api", "ann", "pay"]).await;
+    assert_eq!(shown.status.code(), Some(0), "{}", shown.stderr);
+    let lines: Vec<&str> = shown.stdout.lines().collect();
+    assert_eq!(lines[0], "api/ann/pay");
+    assert!(lines[1].contains("3 per 10m, sliding_log"), "{lines:?}");
+    assert!(lines[1].contains("0 left, more in "), "{lines:?}");
+    assert_eq!(lines.last(), Some(&"Rejected now."));
+
+    let listed = keys(&["list", "--policy", "api"]).await.stdout;
+    let row: Vec<&str> = listed.lines().nth(1).unwrap().split_whitespace().collect();
+    assert_eq!(row, ["1", "api", "api/ann/pay"]);
+
+    let reset = keys(&["reset", "api", "ann", "pay"]).await;
+    assert_eq!(reset.stdout, "api/ann/pay: reset 2 counters\n");
+    let shown = keys(&["show", "api", "ann", "pay"]).await;
+    assert!(
+        shown.stdout.ends_with("Admitted now.\n"),
+        "{}",
+        shown.stdout
+    );
+
+    let unknown = keys(&["show", "apy"]).await;
+    assert_eq!(unknown.status.code(), Some(1));
+    assert!(
+        unknown.stderr.contains("unknown policy \"apy\""),
+        "{}",
+        unknown.stderr
     );
 }

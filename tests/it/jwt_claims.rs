@@ -292,3 +292,30 @@ async fn unverified_tokens_cause_a_warning_and_secrets_are_never_logged() {
         "{log}"
     );
 }
+
+/// Apps that split the header leniently read a token there.
+#[tokio::test]
+async fn a_token_among_several_credentials_is_a_400() {
+    let upstream = Upstream::echo().await;
+    let issuer = TokenIssuer::new("k1", Algorithm::EdDSA);
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("jwks.json");
+    write_jwks(&file, &[&issuer]);
+    let config = config_with_keys_file(&file) + "missing_key = 'skip'\n";
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let ann = issuer.bearer_for_subject("ann");
+    let token = ann.trim_start_matches("Bearer ");
+    for (credentials, status) in [
+        (ann.clone(), 200),
+        (ann.clone(), 429),
+        (format!("x {token}"), 429),
+        (token.to_owned(), 429),
+        (format!("Basic x, {ann}"), 400),
+        (format!("Bearer x {token}"), 400),
+        ("Basic YTpi".to_owned(), 200),
+    ] {
+        let request = proxy.request("GET", "/");
+        let request = request.header("Authorization", &credentials);
+        assert_eq!(request.send_for_status().await, status, "{credentials}");
+    }
+}

@@ -367,7 +367,7 @@ async fn an_address_in_use_is_reported_with_the_address() {
 async fn the_demo_prints_curl_commands_that_reach_the_limit() {
     let mut command = tidegate_command();
     command
-        .args(["demo", "--listen", "127.0.0.1:0"])
+        .args(["demo", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"])
         .current_dir(env!("CARGO_MANIFEST_DIR"));
     let mut demo = ChildProcess::start(&mut command).unwrap();
     demo.wait_for("a curl line", 0, TEST_TIMEOUT, |line| {

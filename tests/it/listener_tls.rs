@@ -656,7 +656,8 @@ async fn certificate_errors_are_reported_by_check() {
     let check = async |cert: &str, key: &str, more: &str| {
         let (cert, key) = (ca.path_string(cert), ca.path_string(key));
         let text = format!(
-            "upstream.url = 'http://a'\nupstream.max_tunnels_per_client = 64\n[listen.tls]\ncert = {cert:?}\nkey = {key:?}\n{more}"
+            "upstream.url = 'http://a'\nupstream.max_tunnels_per_client = 64\n[listen.tls]\ncert = {cert:?}\nkey = {key:?}\n{more}\
+             [[policy]]\nname = 'all'\nkey = []\nlimit = {{ requests = 5, per = '1s' }}\n"
         );
         fs::write(ca.path("config.toml"), text).unwrap();
         let ended = crate::support::process::run_command(

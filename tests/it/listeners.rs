@@ -262,7 +262,10 @@ async fn requiring_the_proxy_protocol_without_allowed_networks_is_an_error() {
     let check = async |listen: &str| {
         fs::write(
             &file,
-            format!("upstream.url = 'http://a'\nupstream.max_tunnels_per_client = 64\n[listen]\n{listen}\n"),
+            format!(
+                "upstream.url = 'http://a'\nupstream.max_tunnels_per_client = 64\n[listen]\n{listen}\n\
+                 [[policy]]\nname = 'all'\nkey = []\nlimit = {{ requests = 5, per = '1s' }}\n"
+            ),
         )
         .unwrap();
         let ended = run_command(tidegate_command().arg("check").arg(&file)).await;

@@ -441,7 +441,7 @@ proptest! {
     }
 }
 
-/// The time at which the whole request would be admitted. `Retry` if it was admitted or never fits.
+/// The time at which the whole request would be admitted. `None` if it was admitted or never fits.
 fn retry_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
     let refusals = charges
         .iter()

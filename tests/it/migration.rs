@@ -141,6 +141,32 @@ async fn nginx_with_burst_equals_a_leaky_bucket() {
     }
 }
 
+/// Seeded requests to locations that share a zone, and to others. Both decide each one equally.
+#[tokio::test]
+async fn nginx_locations_that_share_a_zone_have_one_quota() {
+    let pair = ProxyPair::from_page_section("Location prefixes and shared zones").await;
+    let limited = ["/api/a", "/api/b/c", "/login", "/img", "/imgs/x"];
+    let free = ["/apix", "/login/x", "/images/x", "/x"];
+    let mut decisions = Vec::new();
+    for (_, address) in pair.targets() {
+        let (mut seed, mut refused) = (7_u32, Vec::new());
+        for _ in 0..60 {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let targets: &[&str] = if seed >> 31 == 0 { &limited } else { &free };
+            let target = targets[(seed >> 16) as usize % targets.len()];
+            let status = ClientRequest::new(address, "GET", target)
+                .send()
+                .await
+                .status;
+            refused.push((target, [429, 503].contains(&status)));
+        }
+        decisions.push(refused);
+    }
+    assert_eq!(decisions[0], decisions[1]);
+    let admitted = |(target, refused): &&(&str, bool)| limited.contains(target) && !refused;
+    assert_eq!(decisions[0].iter().filter(admitted).count(), 5);
+}
+
 #[tokio::test]
 async fn clients_exempt_in_nginx_are_exempt_and_others_get_status_503() {
     let pair = ProxyPair::from_page_section("Exemptions, overrides and status 503").await;

@@ -466,7 +466,6 @@ async fn invalid_calls_are_rejected() {
         },
         make_request(&[]),
         make_request(&[negative]),
-        make_request(&vec![ann.clone(); 65]),
         make_request(&[make_descriptor(&[("user", "ann"); 65])]),
     ] {
         assert_eq!(
@@ -499,6 +498,65 @@ async fn invalid_calls_are_rejected() {
             .proxy
             .read_metric("tidegate_rls_calls_total{result=\"invalid\"}")
             .await,
-        7.0
+        6.0
     );
+}
+
+/// An error for the whole call would let Envoy pass all of its descriptors.
+#[tokio::test]
+async fn descriptors_that_cannot_be_decided_leave_the_others_limited() {
+    let mut service = ServiceClient::start(&format!("{RLS_LISTENER}{USER_POLICY}")).await;
+    let negative = RateLimitDescriptor {
+        is_negative_hits: true,
+        ..make_descriptor(&[("user", "refunded")])
+    };
+    let long = make_descriptor(&[("user", "long"); 65]);
+    let calls = [
+        (
+            "negative",
+            vec![negative, make_descriptor(&[("user", "a")])],
+        ),
+        ("long", vec![long, make_descriptor(&[("user", "b")])]),
+        (
+            "many",
+            [
+                vec![make_descriptor(&[("other", "x")]); 63],
+                vec![make_descriptor(&[("user", "c")]); 3],
+            ]
+            .concat(),
+        ),
+    ];
+    for (what, descriptors) in calls {
+        let limited = if what == "many" { 63 } else { 1 };
+        for (round, expected) in [LimitCode::Ok, LimitCode::Ok, LimitCode::OverLimit]
+            .into_iter()
+            .enumerate()
+        {
+            let answer = service
+                .should_rate_limit(make_request(&descriptors))
+                .await
+                .unwrap_or_else(|status| panic!("{what}: {status}"));
+            assert_eq!(answer.statuses.len(), descriptors.len(), "{what}");
+            assert_eq!(answer.overall_code(), expected, "{what} {round}");
+            for (position, status) in answer.statuses.iter().enumerate() {
+                let is_limited = position == limited;
+                assert_eq!(
+                    (status.code(), status.current_limit.is_some()),
+                    (
+                        if is_limited { expected } else { LimitCode::Ok },
+                        is_limited
+                    ),
+                    "{what} {round} {position}"
+                );
+            }
+        }
+    }
+    let unmet = service
+        .proxy
+        .read_metric("tidegate_rls_descriptors_unmet_total")
+        .await;
+    assert_eq!(unmet, f64::from(3 * (1 + 1 + 65)));
+    let warnings = service.proxy.log_text();
+    let count = warnings.matches("descriptors without a decision").count();
+    assert_eq!(count, 1, "{warnings}");
 }

@@ -468,7 +468,7 @@ async fn the_documented_acl_rule_grants_what_is_needed_and_no_more() {
     }
 
     fs::write(&password, "wrong").unwrap();
-    assert_connection_rejected(&login, "noauth", "Password authentication failed").await;
+    assert_connection_rejected(&login, "noauth", "WRONGPASS").await;
     assert_connection_rejected(
         &format!("url = 'redis://tidegate@127.0.0.1:{}'", server.port()),
         "noauth",

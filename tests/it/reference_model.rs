@@ -1,7 +1,7 @@
-//! Naive reference model: `docs/SEMANTICS.md` as plain Rust, slow and easy to verify.
+//! Naive reference model: the rules of `docs/ALGORITHMS.md` as plain Rust, slow and easy to verify.
 //!
-//! It never discards and never trims. Each counter keeps every unit ever charged with its time, and
-//! each query looks at all of them. The stores are compared with it.
+//! It discards nothing. Each counter keeps every unit ever charged with its time, and each query
+//! looks at all of them. The stores are compared with it.
 
 use std::collections::HashMap;
 use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Limit, LimitStatus, Refusal};

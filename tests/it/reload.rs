@@ -3,11 +3,10 @@
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawClient;
 use crate::support::proxy::{LogLine, Proxy};
+use crate::support::secret_volume::SecretVolume;
 use crate::support::upstream::{Upstream, channel_body};
 use hyper::Response;
 use std::fs;
-use std::os::unix::fs::symlink;
-use std::path::Path;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -87,53 +86,17 @@ async fn an_edited_include_takes_effect() {
     wait_for_limit(&proxy, 3_000, "another include in its place").await;
 }
 
-/// A volume as the kubelet writes it. A timestamped directory holds the file, and `..data` points
-/// to it. An update renames a new `..data` link over the old one and removes the old directory.
-struct ConfigMapVolume {
-    dir: TempDir,
-}
-
-impl ConfigMapVolume {
-    fn mount(content: &str) -> Self {
-        let map = Self {
-            dir: TempDir::new().unwrap(),
-        };
-        map.swap("..2026_11_20_10_00_00.1", content);
-        symlink("..data/config.toml", map.dir.path().join("config.toml")).unwrap();
-        map
-    }
-
-    fn swap(&self, stamp: &str, content: &str) {
-        let path = |name: &str| self.dir.path().join(name);
-        let old = fs::read_link(path("..data"));
-        fs::create_dir(path(stamp)).unwrap();
-        fs::write(path(stamp).join("config.toml"), content).unwrap();
-        symlink(stamp, path("..data_tmp")).unwrap();
-        fs::rename(path("..data_tmp"), path("..data")).unwrap();
-        if let Ok(old) = old {
-            fs::remove_dir_all(self.dir.path().join(old)).unwrap();
-        }
-    }
-
-    fn config_path(&self) -> impl AsRef<Path> {
-        self.dir.path().join("config.toml")
-    }
-}
-
 #[tokio::test]
 async fn a_config_map_takes_effect_at_every_one_of_three_swaps() {
-    let map = ConfigMapVolume::mount(&make_policy(1_000));
+    let map = SecretVolume::mount(&[("config.toml", &make_policy(1_000))]);
     let upstream = Upstream::echo().await;
     let builder = Proxy::builder()
-        .config_file(map.config_path().as_ref())
+        .config_file(&map.path("config.toml"))
         .upstream(upstream.address);
     let proxy = builder.start().await;
     assert_eq!(get_limit(&proxy).await, Some(1_000));
     for swap in 2..=4 {
-        map.swap(
-            &format!("..2026_11_20_10_00_0{swap}.{swap}"),
-            &make_policy(swap * 1_000),
-        );
+        map.swap(&[("config.toml", &make_policy(swap * 1_000))]);
         wait_for_limit(&proxy, swap * 1_000, &format!("swap {}", swap - 1)).await;
     }
 }

@@ -173,6 +173,15 @@ async fn invalid_arguments_and_files_are_reported() {
         (&["--format=xml", "access.log"], "expected one of combined"),
         (&["--header-from=x", "access.log"], "expected HEADER=FIELD"),
         (&["--suggest=101", "access.log"], "expected a percentage"),
+        (
+            &["--format=$request", "access.log"],
+            "the format has no time",
+        ),
+        (&["--format=alb", "access.log"], "no request in 1"),
+        (
+            &["--header-from=x-user=extra9", "access.log"],
+            "--header-from x-user=extra9: no request in the log has this field",
+        ),
         (&[], "ACCESS_LOG"),
     ] {
         let ended = run_replay(dir.path(), args).await;

@@ -191,6 +191,20 @@ async fn memory_is_released_after_a_burst_of_connections() {
     }
 }
 
+/// The rest of the body arrives after the response: only then the connection is idle.
+#[tokio::test]
+async fn a_connection_is_idle_after_a_discarded_body() {
+    let upstream = Upstream::echo().await;
+    let config = "[listen.http]\nidle_timeout = '300ms'\n\
+        [[policy]]\nname = 'deny'\nmatch = { path = '/deny' }\naction = 'deny'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    let head = "POST /deny HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n";
+    assert_eq!(client.send(head).await.read_response().await.status, 403);
+    client.send("0123456789").await;
+    assert!(client.closes_within(Duration::from_secs(5)).await);
+}
+
 #[tokio::test]
 async fn a_short_head_timeout_does_not_cut_idle_connections() {
     let upstream = Upstream::echo().await;

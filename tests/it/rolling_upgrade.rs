@@ -589,7 +589,7 @@ async fn both_versions_count_each_others_instances() {
     assert_eq!(previous.heartbeat("x", "look", None).await[0], 2);
 }
 
-/// The users of the fixture `keys.txt`; `Retry`: no header.
+/// The users of the fixture `keys.txt`; `None`: no header.
 fn fixture_users() -> [Option<String>; 4] {
     [
         Some("ann".to_owned()),

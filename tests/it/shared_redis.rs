@@ -314,3 +314,28 @@ impl MonitorRecorder {
             .unwrap()
     }
 }
+
+/// Another instance has charged the second limit since the refusal was cached.
+#[tokio::test]
+async fn a_cached_refusal_reports_no_more_remaining_units_than_an_earlier_answer() {
+    let (redis, upstream) = (RedisServer::start(), Upstream::echo().await);
+    let config = format!(
+        "{}\nlisten.threads = 1\n[[policy]]\nname = 'narrow'\nmatch = {{ path = '/narrow' }}\nlimit = {{ requests = 1, per = '1h' }}\n[[policy]]\nname = 'wide'\nlimit = {{ requests = 1000, per = '1h' }}\n",
+        redis.store_config()
+    );
+    let here = Proxy::start(&config, upstream.address).await;
+    let elsewhere = Proxy::start(&config, upstream.address).await;
+    here.wait_for_store().await;
+    elsewhere.wait_for_store().await;
+    assert_eq!(here.get_statuses("/narrow", 2).await, [200, 429]);
+    assert_eq!(elsewhere.get_statuses("/", 5).await, [200; 5]);
+    let refused = here.get("/narrow").await;
+    assert_eq!(refused.status, 429);
+    let series = "tidegate_decision_seconds_count{source=\"deny_cache\"}";
+    assert_eq!(here.read_metric(series).await, 1.0, "{}", here.log_text());
+    let fields = refused.header("ratelimit").unwrap();
+    assert!(
+        fields.contains("\"narrow\";r=0") && !fields.contains("\"wide\";r=999"),
+        "{fields}"
+    );
+}

@@ -739,7 +739,8 @@ async fn draining_keeps_websockets_on_http2_open() {
 #[tokio::test]
 async fn the_tunnels_of_one_client_are_limited() {
     let upstream = start_websocket_upstream().await;
-    let config = "client.trusted_proxies = ['127.0.0.1']\n[upstream]\nmax_connections = 8\nmax_tunnels_per_client = 3\nqueue_timeout = '100ms'";
+    let config = "client.trusted_proxies = ['127.0.0.1']\n[upstream]\nmax_connections = 8\nmax_tunnels_per_client = 3\nqueue_timeout = '100ms'\n\
+        [[policy]]\nname = 'all'\nlimit = { requests = 100, per = '1d', algorithm = 'fixed_window' }";
     let proxy = Proxy::start(config, upstream.address).await;
     let open = async |client: &str| {
         let mut connection = RawClient::connect(proxy.address).await;
@@ -762,6 +763,9 @@ async fn the_tunnels_of_one_client_are_limited() {
         assert_eq!(given, status);
         held.push(connection);
     }
+    let reply = proxy.get("/").await;
+    let remaining = reply.list_parameter("ratelimit", "all", "r");
+    assert_eq!(remaining, Some(96), "a rejected request leaves no charge");
     let (_other, status) = open("2001:db8:0:1::1").await;
     assert_eq!(status, 101, "another client is not affected");
     let counted = "tidegate_upstream_errors_total{kind=\"tunnel_limit\"}";

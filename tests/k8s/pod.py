@@ -134,7 +134,9 @@ class Pod:
         root = self.prepare(name)
         secure = {**self.spec.get("securityContext", {}), **one["securityContext"]}
         command = command or (one.get("command") or ENTRYPOINT) + one.get("args", [])
-        environment = {variable["name"]: variable["value"] for variable in one.get("env", [])}
+        # The downward API's values are the paths of their fields.
+        environment = {variable["name"]: variable.get("value") or variable["valueFrom"]["fieldRef"]["fieldPath"]
+                       for variable in one.get("env", [])}
         user = ["--reuid", str(secure["runAsUser"]), "--regid", str(secure["runAsGroup"]), "--clear-groups"]
         # Separate root, no privileges, no inherited environment.
         wrapped = ["chroot", str(root), "/usr/bin/setpriv", "--no-new-privs", "--bounding-set=-all", *user, *command]

@@ -12,11 +12,11 @@ import yaml
 REPO = pathlib.Path(__file__).resolve().parents[2]
 K8S = REPO / "k8s"
 MONITORING = "overlays/monitoring"
-README = "README.md"
+PAGE = "docs/operations/kubernetes.md"
 # Calls another API through tidegate and has no clients of its own.
 CRONJOB = "overlays/cronjob"
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "Job", "CronJob")
-ALL = [README, "base", *sorted(str(path.relative_to(K8S)) for path in (K8S / "overlays").iterdir())]
+ALL = [PAGE, "base", *sorted(str(path.relative_to(K8S)) for path in (K8S / "overlays").iterdir())]
 
 
 def kustomize(folder):
@@ -29,14 +29,14 @@ def kustomize(folder):
 
 @functools.cache
 def rendered(name):
-    """The objects of `base`, of an overlay, or of the README."""
-    return readme() if name == README else kustomize(K8S / name)
+    """The objects of `base`, of an overlay, or of the page."""
+    return page() if name == PAGE else kustomize(K8S / name)
 
 
 @functools.cache
-def readme():
-    """The objects of the files in the README's section on Kubernetes."""
-    section = re.search(r"^## In Kubernetes\n(.*?)^## ", (REPO / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+def page():
+    """The objects of the files in the page's section on one's own Deployment."""
+    section = re.search(r"^## Your own Deployment\n(.*?)^## ", (REPO / PAGE).read_text(), re.MULTILINE | re.DOTALL)[1]
     files = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", section, re.DOTALL))
     assert sorted(files) == ["config.toml", "deployment.yaml", "kustomization.yaml", "service.yaml"], sorted(files)
     with tempfile.TemporaryDirectory() as folder:

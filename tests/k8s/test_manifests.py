@@ -233,6 +233,18 @@ class Monitoring(unittest.TestCase):
             path.write_text(yaml.dump({"groups": [{"name": "panels", "rules": rules}]}))
             promtool("check", "rules", str(path))
 
+    def test_the_dashboard_needs_no_labels_of_kubernetes(self):
+        """Prometheus outside Kubernetes sets only `job` and `instance`: `namespace=~".*"` matches the missing label."""
+        board = dashboard()
+        for variable in board["templating"]["list"]:
+            if variable["type"] == "query":
+                self.assertEqual((variable["allValue"], variable["current"]["value"]), (".*", "$__all"), variable["name"])
+        for panel in board["panels"]:
+            for target in panel["targets"]:
+                self.assertNotIn('namespace="', target["expr"])
+                self.assertNotRegex(target["expr"], r"by \(pod\)", panel["title"])
+                self.assertNotEqual(target["legendFormat"], "{{pod}}")
+
     def test_panels_do_not_overlap(self):
         taken = set()
         for panel in dashboard()["panels"]:

@@ -71,7 +71,16 @@ fn set_topology(scenario: &mut Scenario, rng: &mut Rng) {
         }
         Class::ClockRates => scenario.rates_ppm = vec![rng.i64(-500..=500)],
         Class::SettlementsBesideSlots => {
-            (scenario.delay_us, scenario.end_us) = (4_000, 32 * SECOND)
+            (scenario.delay_us, scenario.end_us) = (4_000, 32 * SECOND);
+            if rng.bool() {
+                (scenario.instances, scenario.workers) = (1, 1);
+            }
+            if scenario.has_settlement_backlog() {
+                scenario.end_us = 18 * SECOND;
+            }
+        }
+        Class::FrozenLeases => {
+            (scenario.instances, scenario.timeout_us) = (rng.usize(2..=4), 100_000)
         }
         _ => {}
     }
@@ -92,12 +101,14 @@ fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
         .max()
         .unwrap_or(0)
         + 1;
+    let is_backlog = scenario.has_settlement_backlog();
     let clients = rng.u32(1..6);
     let (rate, hot_share) = match scenario.class {
         Class::SplitRefusals => (60, 90),
+        Class::SettlementsBesideSlots if is_backlog => (300, 0),
         Class::SettlementsBesideSlots => (rng.u64(100..200), 0),
         Class::MemoryEviction => (10, 50),
-        Class::FrozenLeases => (60, 80),
+        Class::FrozenLeases => (100, 80),
         _ => (rng.u64(8..30), rng.u8(0..60)),
     };
     let seconds = (last_us - first_us) / SECOND;
@@ -108,10 +119,10 @@ fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
             at_us: rng.u64(first_us..last_us),
             instance: rng.usize(0..scenario.instances),
             worker: rng.usize(0..scenario.workers),
-            route: if scenario.class == Class::SettlementsBesideSlots {
-                usize::from(rng.u8(0..3) > 0)
-            } else {
-                route
+            route: match scenario.class {
+                Class::SettlementsBesideSlots if is_backlog => usize::from(rng.u8(0..10) > 0),
+                Class::SettlementsBesideSlots => usize::from(rng.u8(0..3) > 0),
+                _ => route,
             },
             client: if is_hot { 0 } else { rng.u32(0..clients) },
             cost: if rng.u8(0..6) == 0 { rng.u64(2..4) } else { 1 },
@@ -126,7 +137,7 @@ fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
                 request.leaves_after_us = None;
             }
             Class::SettlementsBesideSlots => request.service_us = 20_000,
-            Class::FrozenLeases => request.pause_us = rng.u64(0..30) * 1_000,
+            Class::FrozenLeases => request.pause_us = rng.u64(0..60) * 1_000,
             Class::MemoryEviction if request.route == 1 => request.client = rng.u32(10..100_000),
             Class::SplitRefusals | Class::SplitFailover | Class::OpenSlots => request.cost = 1,
             _ => {}
@@ -142,6 +153,7 @@ fn set_faults(scenario: &mut Scenario, rng: &mut Rng) {
     let count = match scenario.class {
         Class::Healthy | Class::Memory | Class::MemoryEviction | Class::Cluster => 0,
         Class::SplitRefusals | Class::ClockRates => 0,
+        Class::SettlementsBesideSlots if scenario.has_settlement_backlog() => 0,
         Class::Outage | Class::Sentinel | Class::ClusterFailover | Class::SplitFailover => 1,
         Class::OpenSlots | Class::ClusterReshard => rng.usize(1..=2),
         Class::Flapping | Class::TerminationInOutage => 0,

@@ -52,7 +52,7 @@ pub(crate) enum Outcome {
 pub(crate) type RequestLog = Arc<Mutex<Vec<RequestRecord>>>;
 
 pub(crate) struct Instance {
-    /// `Retry` after the end.
+    /// `None` after the end.
     runtime: Option<Runtime>,
     pub(crate) network: Arc<InstanceNetwork>,
     shared: Arc<InstanceState>,
@@ -173,6 +173,7 @@ impl Instance {
     pub(crate) fn kill(&mut self) {
         self.runtime = None;
         self.shared.enforcers.lock().unwrap().clear();
+        self.network.sort_actions();
     }
 
     /// SIGTERM: accepts no further requests, and ends.

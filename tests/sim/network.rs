@@ -109,6 +109,12 @@ impl InstanceNetwork {
         std::mem::take(&mut self.actions.lock().unwrap())
     }
 
+    /// Sorts the closed connections of a runtime that ended. It drops its tasks in an order that
+    /// depends on the tasks of other threads' runs.
+    pub(crate) fn sort_actions(&self) {
+        self.actions.lock().unwrap().sort_by_key(|(_, id, _)| *id);
+    }
+
     fn act(&self, at_us: u64, id: ConnectionId, action: ClientAction) {
         self.actions.lock().unwrap().push((at_us, id, action));
         self.acted.notify_one();

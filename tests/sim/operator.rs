@@ -52,6 +52,7 @@ pub(crate) async fn with_facts<R>(
         client_ip: [127, 0, 0, 1].into(),
         token: RequestToken::without_token_reader(),
         client_cert: None,
+        has_joined_headers: false,
         descriptor: None,
     };
     use_facts(&facts).await
@@ -127,7 +128,14 @@ async fn replay_requests(scenario: &Scenario, table: &PolicyTable) {
     for (slot, request) in (1..).zip(scenario.requests.iter().take(REPLAYED)) {
         manual_clock.set_us(EPOCH_US + request.at_us);
         with_facts(table, request, async |facts| {
-            drop(dry_run_request(&memory, table, facts, (slot, now), |_| {}));
+            drop(dry_run_request(
+                &memory,
+                table,
+                facts,
+                (slot, now),
+                |_| true,
+                |_| {},
+            ));
         })
         .await;
     }

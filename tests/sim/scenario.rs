@@ -286,6 +286,12 @@ pub(crate) struct Scenario {
 }
 
 impl Scenario {
+    /// A2: more settlements than round trips, beside slots that have to be renewed.
+    pub(crate) fn has_settlement_backlog(&self) -> bool {
+        let is_one_worker = self.instances == 1 && self.workers == 1;
+        self.class == ScenarioClass::SettlementsBesideSlots && is_one_worker
+    }
+
     pub(crate) fn server_address(index: usize) -> String {
         format!("redis-{index}:6379")
     }

@@ -15,6 +15,8 @@ pub(crate) struct Trace {
     pub(crate) is_verbose: bool,
     pub(crate) lines: Vec<(u64, String)>,
     pub(crate) commands: u64,
+    /// Credits of charges that Redis was asked to return.
+    pub(crate) credits: u64,
 }
 
 impl Trace {
@@ -45,6 +47,8 @@ impl Trace {
         reply: &[u8],
     ) {
         self.commands += 1;
+        let is_credit = |word: &&Vec<u8>| word.as_slice() == b"credit";
+        self.credits += command.iter().filter(is_credit).count() as u64;
         (at_us, server, reply).hash(&mut self.hasher);
         if self.is_verbose {
             let shown = |bytes: &[u8]| {

@@ -158,7 +158,7 @@ impl World {
         self.pending[instance].retain(|(_, request)| request.at_us >= now_us);
         self.processes += 1;
         let requests = self.pending[instance].clone();
-        // A process number also names its instance, see `instance_of`.
+        // The lowest 8 bits of a process number are its instance.
         let process = self.processes << 8 | instance as u64;
         Instance::start(
             &self.scenario,

@@ -31,18 +31,20 @@ address = "127.0.0.1:0"
 access = "off"
 [path]
 case_sensitive = {case_sensitive}
+forward = "{forward}"
 """
 # The gate uses these policies too, in tests/it/spellings.rs.
 TIDEGATE_LIMITS = (FOLDER / "limits.toml").read_text()
 TIDEGATE_EXEMPTIONS = (FOLDER / "exemptions.toml").read_text()
 
 
-def start_tidegate(program):
+def start_tidegate(program, forward):
     def start(apps):
         running = []
         for index, ports in enumerate(apps):
             for port, policies in ((ports.limits, TIDEGATE_LIMITS), (ports.exemptions, TIDEGATE_EXEMPTIONS)):
-                text = TIDEGATE.format(port=port, app=ports.app, case_sensitive=str(not ports.ignores_case).lower())
+                case_sensitive = str(not ports.ignores_case).lower()
+                text = TIDEGATE.format(port=port, app=ports.app, case_sensitive=case_sensitive, forward=forward)
                 file = servers.DIR / f"tidegate-{index}-{port}.toml"
                 file.write_text(text + policies)
                 running.append(servers.start(file.stem, [port], program, "run", "--config", file))
@@ -70,6 +72,8 @@ def start_nginx(apps):
           location {equals.format('/search')} {{
             if ($cookie_session = alice) {{ return 429; }}
             if ($arg_api_key = alice) {{ return 429; }}
+            if ($http_authorization = "Bearer alice") {{ return 429; }}
+            if ($http_authorization = "Basic YWxpY2U6c2VjcmV0") {{ return 429; }}
             {forward}
           }}
           location / {{ {forward} }}
@@ -118,6 +122,8 @@ frontend limits-{index}
   http-request deny deny_status 403 if {{ path_beg {case} /admin/ }}
   http-request deny deny_status 429 if {{ path {case} /search }} {{ req.cook(session) -m str alice }}
   http-request deny deny_status 429 if {{ path {case} /search }} {{ url_param(api_key),url_dec -m str alice }}
+  acl credentials req.hdr(authorization) -m str "Bearer alice" "Basic YWxpY2U6c2VjcmV0"
+  http-request deny deny_status 429 if {{ path {case} /search }} credentials
   default_backend app-{index}
 frontend exemptions-{index}
   bind 127.0.0.1:{ports.exemptions}
@@ -190,6 +196,13 @@ def start_envoy(program, normalization):
                 refuse(path("prefix", "/admin/"), 403),
                 refuse(path("path", "/search") + f", query_parameters: [{{ name: api_key, {alice} }}]"),
                 refuse(path("path", "/search") + f", cookies: [{{ name: session, {alice} }}]"),
+                *(
+                    refuse(
+                        path("path", "/search")
+                        + f', headers: [{{ name: authorization, string_match: {{ exact: "{credentials}" }} }}]'
+                    )
+                    for credentials in ("Bearer alice", "Basic YWxpY2U6c2VjcmV0")
+                ),
                 forward('prefix: "/"'),
             ]
             exemptions = [
@@ -220,7 +233,9 @@ def start_envoy(program, normalization):
 
 def all_proxies(tidegate, envoy):
     """Starters by title, and what is missing on this machine."""
-    found, missing = {"tidegate": start_tidegate(tidegate)}, []
+    found, missing = {}, []
+    found["tidegate"] = start_tidegate(tidegate, "unchanged")
+    found["tidegate, normalizing"] = start_tidegate(tidegate, "normalized")
     if shutil.which("nginx"):
         found[f"nginx {servers.nginx_version()}"] = start_nginx
     else:

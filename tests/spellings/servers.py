@@ -212,7 +212,7 @@ def start_nginx_app():
             handler("/admin/", "admin"),
             handler("/public/", "public"),
             handler("= /healthz", "healthz"),
-            handler("= /search", "search", ', "session": $session, "api_key": $api_key'),
+            handler("= /search", "search", ', "session": $session, "api_key": $api_key, "authorization": "$remote_user"'),
             "location / { return 404; }\n",
             "}\n",
         ]
@@ -235,7 +235,12 @@ def start_apps(python):
     apps |= start_node()
     apps |= start_python(python)
     for name, program, starts in optional:
-        if shutil.which(program) and (name != "tomcat" or all(jar.exists() for jar in TOMCAT)):
+        is_installed = shutil.which(program) is not None
+        if name == "tomcat":
+            is_installed &= all(jar.exists() for jar in TOMCAT)
+        if name == "sinatra" and is_installed:
+            is_installed = subprocess.run(["ruby", "-e", "require 'sinatra/base'"], capture_output=True).returncode == 0
+        if is_installed:
             apps |= starts()
         else:
             missing.append(name)

@@ -7,10 +7,14 @@ const REQUEST_TIMEOUT_MS = 5000;
 const MAX_POLL_INTERVAL_MS = 10000;
 /** Length of the per-second history of an instance, in seconds. */
 const MAX_HISTORY_S = 600;
+/** Poll interval of the fleet: every request for it also asks the other instances. */
+const FLEET_INTERVAL_MS = 6000;
 /** Number of policies to fetch at once. */
-const POLICIES_PER_PAGE = 100;
+const POLICIES_PER_PAGE = 50;
+/** Number of policies in the heat map. */
+const HEATMAP_POLICIES = 12;
 
-const state = { overview: null, policies: null, top: null, connectionError: null, offset_s: 0, from: 0, paused: false, failures: 0, seen_s: 0 };
+const state = { overview: null, policies: null, busiest: null, top: null, fleet: null, fleetAt: 0, connectionError: null, offset_s: 0, from: 0, paused: false, failures: 0, seen_s: 0 };
 const TOKEN_STORAGE_KEY = 'tidegate.token';
 let token = sessionStorage.getItem(TOKEN_STORAGE_KEY) ?? '';
 
@@ -19,7 +23,7 @@ async function fetchJson(target, method = 'GET') {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   let response;
   try {
-    response = await fetch(target, { method, headers, cache: 'no-store', credentials: 'omit', redirect: 'error', signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS * (method === 'GET' ? 1 : 2)) });
+    response = await fetch(target, { method, headers, cache: 'no-store', credentials: 'omit', redirect: 'error', signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS * (method === 'GET' && target !== '/doctor' ? 1 : 2)) });
   } catch (error) {
     throw Object.assign(new Error(error.name === 'TimeoutError' ? 'No response within 5 s' : 'The connection failed'), { status: 0 });
   }
@@ -29,37 +33,53 @@ async function fetchJson(target, method = 'GET') {
 }
 
 const selectedSpan = () => Number(document.querySelector('input[name=span]:checked').value);
+const selectedSearch = () => $('policies-search').value.trim();
 const selectedHeatmap = () => document.querySelector('input[name=heat]:checked').value;
 const policyDialog = new PolicyDialog(fetchJson, askForToken);
+setUpDoctor(fetchJson);
 const openPolicy = (name, key) => policyDialog.open(name, key);
 
-/** Names of all shadow policies on the pages fetched so far. */
-const shadowPolicies = new Set();
+/** The mode of each policy that refuses no requests, on the pages fetched so far. */
+const unenforcedModes = new Map();
 
 function render() {
   drawAlerts(state);
   $('main').hidden = !state.overview && !state.connectionError;
   $('main').classList.toggle('stale', Boolean(state.connectionError));
   if (!state.overview) return;
+  drawConfigWarnings(state);
   drawTiles(state);
   drawTraffic(state, selectedSpan());
   drawLatency(state);
   drawDetails(state);
   if (state.policies) {
-    drawPolicies(state, $('policies-sort').value, openPolicy);
+    drawPolicies(state, selectedSearch(), openPolicy);
     drawHeatmap(state, selectedHeatmap());
     const { total, policies, offset } = state.policies;
-    policies.forEach(({ name, mode }) => shadowPolicies[mode === 'shadow' ? 'add' : 'delete'](name));
+    policies.forEach(({ name, mode }) => (['shadow', 'mark'].includes(mode) ? unenforcedModes.set(name, mode) : unenforcedModes.delete(name)));
     $('policies-pages').hidden = total <= POLICIES_PER_PAGE;
     setText($('policies-page'), `${offset + 1} to ${offset + policies.length} of ${integerFormat.format(total)}`);
     $('policies-back').disabled = offset === 0;
     $('policies-on').disabled = offset + policies.length >= total;
+    // A reload may have removed the policies of this page.
+    if (policies.length === 0 && offset > 0) selectPolicies();
   }
   if (state.top) {
-    drawRanking($('keys'), state.top.keys, 'key', 'No key was refused recently.', shadowPolicies, openPolicy);
-    drawRanking($('paths'), state.top.paths, 'path', 'No path was refused recently.', shadowPolicies);
+    drawRanking($('keys'), state.top.keys, 'key', 'No key was refused recently.', unenforcedModes, openPolicy);
+    drawRanking($('paths'), state.top.paths, 'path', 'No path was refused recently.', unenforcedModes);
   }
 }
+
+/** Fetches and renders the fleet at its own interval. A failure does not affect the rest of the page. */
+async function refreshFleet() {
+  if (state.overview.store.kind === 'memory' || Date.now() - state.fleetAt < FLEET_INTERVAL_MS) return;
+  state.fleetAt = Date.now();
+  const failure = (error) => ({ ...(state.fleet ?? EMPTY_FLEET), problem: error.message });
+  state.fleet = await fetchJson('/fleet?n=10').catch(failure);
+  drawFleet(state, unenforcedModes, openPolicy);
+}
+const EMPTY_RANKING = { since_s: 0, refused: 0, unseen_at_most: 0, entries: [] };
+const EMPTY_FLEET = { shared: true, total: 0, decisions_per_s: 0, instances: [], keys: EMPTY_RANKING, paths: EMPTY_RANKING };
 
 /** Shows the connection state in the header. */
 function updateConnectionState() {
@@ -69,14 +89,17 @@ function updateConnectionState() {
 }
 setInterval(updateConnectionState, 1000);
 
-async function refresh() {
-  const [overview, policies, top] = await Promise.all([fetchJson(`/overview?seconds=${Math.min(MAX_HISTORY_S, selectedSpan() + 1)}`), fetchJson(`/policies?limit=${POLICIES_PER_PAGE}&offset=${state.from}`), fetchJson('/top?n=10')]);
+/** Fetches and shows the current data, unless a newer round has begun. */
+async function refresh(round) {
+  const [overview, policies, busiest, top] = await Promise.all([fetchJson(`/overview?seconds=${Math.min(MAX_HISTORY_S, selectedSpan() + 1)}`), fetchJson(`/policies?${new URLSearchParams({ limit: POLICIES_PER_PAGE, offset: state.from, sort: $('policies-sort').value, search: selectedSearch() })}`), fetchJson(`/policies?limit=${HEATMAP_POLICIES}&sort=${selectedHeatmap()}`), fetchJson('/top?n=10')]);
+  if (round !== currentRound) return;
   const known = state.overview?.instance.id;
   const seconds = overview.requests.seconds.at;
-  Object.assign(state, { overview, policies, top, connectionError: null, failures: 0, seen_s: Date.now() / 1000, offset_s: seconds.length ? seconds[seconds.length - 1] - Date.now() / 1000 : 0 });
+  Object.assign(state, { overview, policies, busiest, top, connectionError: null, failures: 0, seen_s: Date.now() / 1000, offset_s: seconds.length ? seconds[seconds.length - 1] - Date.now() / 1000 : 0 });
   $('locked').hidden = true;
   render();
   if (known && known !== overview.instance.id) setText($('spoken'), 'This instance has restarted; its counters start at zero.');
+  refreshFleet();
   await policyDialog.refresh();
 }
 
@@ -87,7 +110,7 @@ async function poll() {
   clearTimeout(timer);
   const thisRound = ++currentRound;
   try {
-    await refresh();
+    await refresh(thisRound);
   } catch (error) {
     if (thisRound !== currentRound) return;
     if (error.status === 401) { showTokenPrompt(error); return; }
@@ -151,7 +174,12 @@ $('pause').addEventListener('click', () => {
   updateConnectionState();
 });
 document.addEventListener('visibilitychange', () => { if (!document.hidden && !state.paused) poll(); });
-for (const id of ['span', 'heat-what', 'policies-sort']) $(id).addEventListener('change', () => (id === 'span' ? poll() : state.overview && render()));
+$('span').addEventListener('change', poll);
+$('heat-what').addEventListener('change', poll);
+/** Shows the first page of the policies that are now selected. */
+const selectPolicies = () => { state.from = 0; poll(); };
+$('policies-sort').addEventListener('change', selectPolicies);
+$('policies-search').addEventListener('input', selectPolicies);
 $('traffic-table').closest('details').addEventListener('toggle', () => state.overview && render());
 $('policies-back').addEventListener('click', () => { state.from = Math.max(0, state.from - POLICIES_PER_PAGE); poll(); });
 $('policies-on').addEventListener('click', () => { state.from += POLICIES_PER_PAGE; poll(); });

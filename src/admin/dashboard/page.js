@@ -113,6 +113,21 @@ function updateRelativeTime(node) {
 }
 setInterval(() => document.querySelectorAll('time[data-at]').forEach(updateRelativeTime), 1000);
 
+/**
+ * Decodes percent-encoded letters outside ASCII, such as %C3%BC. Other bytes stay encoded: separators, control and
+ * format characters, spaces and invalid UTF-8.
+ */
+function decodeNonAscii(text) {
+  return text.replace(/(?:%[89A-F][0-9A-F])+/gi, (encoded) => {
+    try {
+      const decoded = decodeURIComponent(encoded);
+      return /[\p{C}\p{Z}]/u.test(decoded) ? encoded : decoded;
+    } catch {
+      return encoded; // not valid UTF-8
+    }
+  });
+}
+
 // Decisions with their names and patterns.
 
 /** All decisions, in stacking order from the bottom. `line` is the pattern, as in style.css. */
@@ -121,6 +136,7 @@ const DECISIONS = [
   { id: 'exempt', label: 'exempt', line: '.' },
   { id: 'delayed', label: 'delayed', line: '.' },
   { id: 'shadow_rejected', label: 'shadow-rejected', line: '/' },
+  { id: 'marked', label: 'marked', line: '-' },
   { id: 'degraded', label: 'degraded', line: '-' },
   { id: 'rejected', label: 'rejected', line: '/' },
   { id: 'blocked', label: 'blocked', line: '\\' },

@@ -4,6 +4,10 @@
 const ICONS = { good: 'M4 11l4 4 8-9', warn: 'M10 3l8 14H2zM10 8v4M10 14.5v.1', bad: 'M7 2h6l5 5v6l-5 5H7l-5-5V7zM7.5 7.5l5 5M12.5 7.5l-5 5' };
 const LEVELS = { good: 'Good', warn: 'Warning', bad: 'Error' };
 
+/** Problems of the overview for which this page has texts of its own. */
+const OWN_TEXTS = new Set(['store', 'breaker', 'reload', 'untrusted_forwarding']);
+const toSentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
+
 /** Returns the current problems. `id` identifies a problem; `more` are nodes below the text. */
 function collectAlerts({ overview, policies, connectionError }) {
   const alerts = [];
@@ -21,7 +25,7 @@ function collectAlerts({ overview, policies, connectionError }) {
     const modes = [['open', 'allow requests'], ['local', 'enforce the share of this instance'], ['closed', 'refuse requests']];
     const summary = modes.filter(([mode]) => countByMode(mode)).map(([mode, text]) => `${countByMode(mode)} ${text}`).join(', ');
     const breaker = store.breaker_open ? ' The circuit breaker is open: requests skip the store, and a background probe detects its recovery.' : '';
-    const errors = Object.entries(store.errors).filter(([, n]) => n > 0).map(([kind, n]) => `${kind} ${formatCount(n)}`).join(', ');
+    const errors = Object.entries(store.errors).filter(([, n]) => n > 0).map(([kind, n]) => `${kind}: ${formatCount(n)}`).join(', ');
     add('store', 'bad', `The store is unavailable (${store.address || store.kind}).`, `${summary ? `Policies by failure mode: ${summary}.` : 'Policies decide by on_store_failure.'}${breaker}${errors ? ` Errors so far: ${errors}.` : ''}`);
   } else if (store.breaker_open) {
     add('store', 'bad', 'The circuit breaker is open.', 'The store responds. Requests use it again once its probes succeed.');
@@ -36,12 +40,22 @@ function collectAlerts({ overview, policies, connectionError }) {
       `${pluralize(overview.untrusted_forwarding, 'request')} came with a forwarding header from ${peers.join(', ') || 'a peer'}, outside client.trusted_proxies: the header is ignored. If the peer is your ingress, all clients behind it share one quota until you list its address or network:`,
       createElement('pre', {}, `[client]\ntrusted_proxies = [${nets}]`));
   }
+  for (const { id, level, title, remedy } of overview.problems) {
+    if (!OWN_TEXTS.has(id)) add(id, level === 'error' ? 'bad' : 'warn', toSentence(title), toSentence(remedy));
+  }
   const now = overview.last_reload.at_s && Date.now() / 1000;
   for (const { file, ends_s } of overview.certificates) {
     if (ends_s < now + 14 * 86400) add(`cert ${file}`, ends_s < now ? 'bad' : 'warn', ends_s < now ? 'A certificate has expired.' : 'A certificate expires soon.', `${file}: ${dateTimeFormat.format(ends_s * 1000)}.`);
   }
   if (overview.connections.open >= overview.connections.max) add('full', 'warn', 'The connection limit is reached.', `All ${integerFormat.format(overview.connections.max)} are in use: new connections wait. See listen.max_connections.`);
   return alerts;
+}
+
+/** Shows the warnings of the configuration in effect. They are no problem of this moment. */
+function drawConfigWarnings({ overview: { warnings } }) {
+  $('config-warnings').hidden = warnings.length === 0;
+  setText($('config-warnings-title'), `The configuration has ${pluralize(warnings.length, 'warning')}`);
+  setText($('config-warnings-list'), warnings.join('\n'));
 }
 
 function drawAlerts(state) {
@@ -124,34 +138,37 @@ function drawTraffic({ overview }, span_s) {
 
 function policyBadges(policy) {
   const badge = (word, level) => createElement('span', { class: `badge ${level ?? ''}` }, word);
-  return [policy.mode === 'shadow' && badge('shadow'), policy.mode === 'off' && badge('off'), policy.action === 'deny' && badge('deny'), policy.action === 'allow' && badge('exempt')].filter(Boolean);
+  return [policy.mode !== 'enforce' && badge(policy.mode), policy.action === 'deny' && badge('deny'), policy.action === 'allow' && badge('exempt')].filter(Boolean);
 }
 
 /** Sums a policy's series by decision. */
 const sumSeries = (series) => Object.fromEntries(Object.entries(series ?? {}).map(([id, column]) => [id, sum(column)]));
 
-/** Counts the requests that a policy refused, or would have refused in shadow mode. */
-const countRefused = (counts) => sumRefused(counts) + (counts.shadow_rejected ?? 0);
+/** Series of requests that a policy would have refused if it were enforced. */
+const UNENFORCED = ['shadow_rejected', 'marked'];
+/** Counts the requests that a policy refused, or would have refused in mode shadow or mark. */
+const countRefused = (counts) => UNENFORCED.reduce((total, id) => total + (counts[id] ?? 0), sumRefused(counts));
 
 /** Returns all and refused requests of a policy by minute. */
 function minuteSeries(policy, minutes) {
   const series = policy.last_hour ?? {};
   const total = (ids) => minutes.map((_, n) => ids.reduce((all, id) => all + (series[id]?.[n] ?? 0), 0));
-  return [total(DECISIONS.map(({ id }) => id)), total([...REFUSED, 'shadow_rejected'])];
+  return [total(DECISIONS.map(({ id }) => id)), total([...REFUSED, ...UNENFORCED])];
 }
 
-function drawPolicies({ policies }, sort, open) {
+function drawPolicies({ overview, policies }, search, open) {
   const rows = policies.policies.map((policy) => ({ policy, counts: sumSeries(policy.last_hour) }));
-  const orders = { refused: (a, b) => countRefused(b.counts) - countRefused(a.counts), requests: (a, b) => sumAll(b.counts) - sumAll(a.counts), name: (a, b) => a.policy.name.localeCompare(b.policy.name) };
-  if (orders[sort]) rows.sort(orders[sort]);
   const none = policies.total === 0;
   $('policies').hidden = none;
   $('policies-empty').hidden = !none;
-  if (none && !$('policies-empty').firstChild) {
+  $('policies-tools').hidden = none && !search;
+  if (none && search) {
+    replaceChildren($('policies-empty'), createElement('p', {}, `No policy name contains “${search}”.`));
+  } else if (none && !$('policies-empty').querySelector('pre')) {
     replaceChildren($('policies-empty'), createElement('p', {}, 'No policies are configured: every request passes. An example for config.toml:'),
       createElement('pre', {}, '[[policy]]\nname = "per-client"\nkey = ["client_ip"]\nlimit = { requests = 100, per = "1m" }\nmode = "shadow"  # only counts; remove to enforce'));
   }
-  setText($('policies-count'), none ? '' : pluralize(policies.total, 'policy', 'policies'));
+  setText($('policies-count'), none ? '' : search ? `${pluralize(policies.total, 'policy', 'policies')} of ${formatCount(Math.max(overview.policies, policies.total))}` : pluralize(policies.total, 'policy', 'policies'));
   reconcileChildren($('policies').tBodies[0], rows, ({ policy }) => policy.name, ({ policy }) => {
     const name = createElement('button', { type: 'button', class: 'name', onclick: () => open(policy.name) }, policy.name);
     const bar = createElement('div', { class: 'bar', role: 'img' });
@@ -166,16 +183,16 @@ function drawPolicies({ policies }, sort, open) {
     setText(passed, formatCount(sumAll(counts) - refusedCount));
     setText(refused, formatCount(refusedCount));
     setText(part, formatPercent(refusedCount, sumAll(counts)));
-    refused.title = policy.mode === 'shadow' ? 'would have been refused' : '';
+    refused.title = policy.mode === 'enforce' ? '' : 'would have been refused';
     for (const cell of [refused, part]) cell.classList.toggle('zero', refusedCount === 0);
   });
 }
 
 /**
  * Renders a ranking with its error bounds: a count is exact, or too high by at most its error.
- * `shadows` are the names of the policies in shadow mode.
+ * `modes` has the mode of each policy that refuses no requests.
  */
-function drawRanking(host, ranking, field, empty, shadows, open) {
+function drawRanking(host, ranking, field, empty, modes, open) {
   if (ranking.entries.length === 0) {
     replaceChildren(host, createElement('p', { class: 'empty' }, empty));
     host.table = undefined;
@@ -188,13 +205,15 @@ function drawRanking(host, ranking, field, empty, shadows, open) {
   }
   const most = ranking.entries[0].count;
   reconcileChildren(host.table.tBodies[0], ranking.entries, (entry) => `${entry.policy}\n${entry[field]}`, (entry) => {
-    const shown = field === 'key' ? keyWithoutPolicy(entry.key) : entry.path;
+    const shown = decodeNonAscii(field === 'key' ? keyWithoutPolicy(entry.key) : entry.path);
     const cell = field === 'key' ? createElement('button', { type: 'button', class: 'name mono', onclick: () => open(entry.policy, entry.key) }, shown) : createElement('span', { class: 'mono wrap' }, shown);
-    return createElement('tr', {}, createElement('th', { scope: 'row', class: 'wrap' }, cell), createElement('td', { class: 'wrap' }, entry.policy, ' ', createElement('span', { class: 'badge', hidden: true }, 'shadow')), createElement('td', { class: 'num' }, createElement('span', { class: 'n' }, createElement('i', {}), createElement('b', {}))));
+    return createElement('tr', {}, createElement('th', { scope: 'row', class: 'wrap', title: shown === entry[field] ? undefined : entry[field] }, cell), createElement('td', { class: 'wrap' }, entry.policy, ' ', createElement('span', { class: 'badge', hidden: true })), createElement('td', { class: 'num' }, createElement('span', { class: 'n' }, createElement('i', {}), createElement('b', {}))));
   }, (row, entry) => {
     const [bar, n] = row.lastChild.firstChild.children;
     bar.style.width = `${(100 * entry.count) / most}%`;
-    row.children[1].lastChild.hidden = !shadows.has(entry.policy);
+    const mode = modes.get(entry.policy);
+    row.children[1].lastChild.hidden = !mode;
+    setText(row.children[1].lastChild, mode ?? '');
     setText(n, entry.error ? `${formatCount(entry.count - entry.error)}–${formatCount(entry.count)}` : formatCount(entry.count));
     row.lastChild.title = entry.error ? `between ${integerFormat.format(entry.count - entry.error)} and ${integerFormat.format(entry.count)}` : `exactly ${integerFormat.format(entry.count)}`;
   });
@@ -202,15 +221,15 @@ function drawRanking(host, ranking, field, empty, shadows, open) {
   setText(host.lastChild, `${pluralize(ranking.refused, 'refusal')} of all policies since ${ranking.since_s ? hourFormat.format(ranking.since_s * 1000) : 'the start'}.${rest}`);
 }
 
-/** Renders the heat map of policies by hour. Each cell also shows its number. */
-function drawHeatmap({ policies }, metric) {
+/** Renders the heat map of the busiest policies of the last hour, by hour. Each cell also shows its number. */
+function drawHeatmap({ busiest: policies }, metric) {
   const { hours } = policies;
-  const ids = metric === 'requests' ? DECISIONS.map(({ id }) => id) : [...REFUSED, 'shadow_rejected'];
+  const ids = metric === 'requests' ? DECISIONS.map(({ id }) => id) : [...REFUSED, ...UNENFORCED];
   const of = (policy, n) => ids.reduce((all, id) => all + (policy.last_day?.[id]?.[n] ?? 0), 0);
   const rows = policies.policies.map((policy) => ({ policy, cells: hours.map((_, n) => of(policy, n)) })).filter(({ cells }) => sum(cells) > 0);
   rows.sort((a, b) => sum(b.cells) - sum(a.cells));
   const host = $('heat');
-  const drawn = JSON.stringify([metric, hours, rows.slice(0, 12).map(({ policy, cells }) => [policy.name, cells])]);
+  const drawn = JSON.stringify([metric, hours, rows.map(({ policy, cells }) => [policy.name, cells])]);
   if (host.drawn === drawn) return;
   host.drawn = drawn;
   if (rows.length === 0) {
@@ -226,8 +245,8 @@ function drawHeatmap({ policies }, metric) {
   const head = (s, n) => createElement('th', { scope: 'col' }, n % 3 === 0 ? hourFormat.format(s * 1000) : createElement('span', { class: 'unseen' }, hourFormat.format(s * 1000)));
   replaceChildren(host, createElement('table', { class: `heat ${metric}` }, createElement('caption', { class: 'unseen' }, metric === 'requests' ? 'Decisions by policy and hour' : 'Refusals by policy and hour'),
     createElement('thead', {}, createElement('tr', {}, createElement('th', { scope: 'col' }, createElement('span', { class: 'unseen' }, 'Policy')), hours.map(head))),
-    createElement('tbody', {}, rows.slice(0, 12).map(({ policy, cells }) => createElement('tr', {}, createElement('th', { scope: 'row' }, policy.name), cells.map(cell))))),
-    rows.length > 12 ? createElement('p', { class: 'foot' }, `${rows.length - 12} policies with lower counts are not shown.`) : null);
+    createElement('tbody', {}, rows.map(({ policy, cells }) => createElement('tr', {}, createElement('th', { scope: 'row' }, policy.name), cells.map(cell))))),
+    policies.total > rows.length ? createElement('p', { class: 'foot' }, `The ${rows.length === 1 ? 'policy' : `${rows.length} policies`} with the highest recent counts.`) : null);
   host.scrollLeft = host.scrollWidth; // shows the latest hours first on a narrow screen
 }
 
@@ -256,7 +275,7 @@ function drawLatency({ overview }) {
 function drawDetails({ overview, offset_s }) {
   const { store, instance, http, last_reload } = overview;
   const line = (term, ...values) => [createElement('dt', {}, term), createElement('dd', {}, values)];
-  const list = (counts) => Object.entries(counts).filter(([, n]) => n > 0).map(([kind, n]) => `${kind} ${formatCount(n)}`).join(', ') || 'none';
+  const list = (counts) => Object.entries(counts).filter(([, n]) => n > 0).map(([kind, n]) => `${kind}: ${formatCount(n)}`).join(', ') || 'none';
   replaceChildren($('store'), line('Kind', store.kind === 'redis' ? `Redis, ${store.address}` : 'memory: counters of this process only'),
     line('State', store.up ? '✓ up' : '✕ down', store.breaker_open ? ', breaker open' : ', breaker closed'),
     line('Store errors', list(store.errors)),
@@ -264,7 +283,8 @@ function drawDetails({ overview, offset_s }) {
     store.instances !== null && line('Fleet', store.instances > 1 ? `${store.instances} instances share these limits; this page shows one of them` : 'only this instance'),
     store.lease_units_lost ? line('Leases', `${pluralize(store.lease_units_lost, 'unit')} not returned`) : null,
     line('Workers', String(instance.workers)), line('Upstream errors', list(http.upstream_errors)), line('Responses', list(http.codes)));
-  replaceChildren($('config'), line('Generation', String(overview.generation)), line('Last read', createRelativeTime(last_reload.at_s, offset_s), last_reload.errors.length ? ', rejected' : ', in effect'), line('Rejected', pluralize(last_reload.refused, 'time')), line('Started', createRelativeTime(instance.started_s, offset_s)), line('Version', instance.version));
-  setText($('instance'), `instance ${instance.id.slice(0, 8)}, up ${formatDuration(instance.uptime_s)}`);
+  replaceChildren($('config'), line('Generation', String(overview.generation)), line('Last read', createRelativeTime(last_reload.at_s, offset_s), last_reload.errors.length ? ', rejected' : ', in effect'), line('Rejected', pluralize(last_reload.refused, 'time')), line('Restart needed for', last_reload.pending_restart.join(', ') || 'nothing'), line('Started', createRelativeTime(instance.started_s, offset_s)), line('Version', instance.version));
+  setText($('instance'), `${instance.host}, instance ${instance.id.slice(0, 8)}, up ${formatDuration(instance.uptime_s)}`);
+  document.title = `tidegate on ${instance.host}`;
   $('instance').title = instance.id;
 }

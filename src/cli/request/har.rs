@@ -9,7 +9,7 @@ use std::path::Path;
 /// Maximum file size. A recorded browser session with all bodies is smaller.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
-/// Reads entry `number` of a file, starting at 1. Reads the first entry if `number` is `Retry`.
+/// Reads entry `number` of a file, starting at 1. Reads the first entry if `number` is `None`.
 ///
 /// # Errors
 /// A message if the file is invalid or has no such entry.

@@ -1,34 +1,19 @@
 //! Renders a snapshot as lines of text, for a terminal of any size and for a pipe.
 
 use super::format::{
-    format_latency, format_rate, format_share, format_short_duration, truncate_text,
+    format_latency, format_rate, format_share, format_short_duration, truncate_text, wrap_text,
 };
-use super::snapshot::{AdminApiSnapshot, TopLatencyEntry, TopPolicyEntry, TopRankedEntry};
+use super::help::HELP;
+use super::screen_line::{LineStyle, ScreenLine};
+use super::snapshot::{
+    AdminApiSnapshot, TopAlert, TopLatencyEntry, TopPolicyEntry, TopRankedEntry,
+};
 use super::sparkline::{SparklineGlyphs, render_sparkline};
 use std::cmp::Reverse;
 use std::fmt::Write as _;
 
 /// Minimum screen width and height.
 pub(super) const MIN_SCREEN_SIZE: (usize, usize) = (48, 10);
-
-/// Style of a line. The text of a line has the same meaning without the style, for terminals
-/// without colours.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum LineStyle {
-    #[default]
-    Plain,
-    Title,
-    TableHeader,
-    Alert,
-    Dim,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct ScreenLine {
-    pub(super) style: LineStyle,
-    /// Printable text; each character is one column wide.
-    pub(super) text: String,
-}
 
 /// Sort order of the policy table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,6 +38,8 @@ pub(super) struct ViewState {
     pub(super) address: String,
     /// Error of the latest fetch, if it failed; the displayed data is older than that fetch.
     pub(super) last_error: Option<String>,
+    /// Whether the list of keys and columns is shown instead of the data.
+    pub(super) shows_help: bool,
 }
 
 impl PolicySortOrder {
@@ -75,13 +62,19 @@ impl PolicySortOrder {
     }
 }
 
+/// Maximum number of lines of a problem on a screen.
+const MAX_ALERT_LINES: usize = 2;
+
+/// Number of characters of a policy's name that a long key leaves visible.
+const MIN_POLICY_WIDTH: usize = 8;
+
 /// Renders all data as text for a pipe.
 pub(super) fn render_plain_text(
     snapshot: &AdminApiSnapshot,
     view: &ViewState,
     width: usize,
 ) -> String {
-    let mut lines = header_lines(snapshot, view);
+    let mut lines = header_lines(snapshot, view, None);
     lines.extend(policy_lines(snapshot, view, usize::MAX, width));
     for (title, ranking) in titled_rankings(snapshot) {
         lines.push(ScreenLine::plain(String::new()));
@@ -109,11 +102,17 @@ pub(super) fn render_screen(
         return fit_to_screen(vec![ScreenLine::alert(text)], width, height);
     }
     let keys = format!(
-        "q quit  p {}  s sort: {}  up/down scroll",
+        "q quit  ? help  p {}  s sort: {}  up/down scroll",
         if view.is_paused { "resume" } else { "pause" },
         view.sort_order.label()
     );
-    let mut lines = header_lines(snapshot, view);
+    if view.shows_help {
+        let help = HELP.lines().map(|line| ScreenLine::plain(line.to_owned()));
+        let mut lines = fit_to_screen(help.collect(), width, height - 1);
+        lines.push(ScreenLine::dim(truncate_text(&keys, width)));
+        return lines;
+    }
+    let mut lines = header_lines(snapshot, view, Some(width));
     // The header is cut so that a policy and the last line, which lists the keys, stay visible.
     lines.truncate(height.saturating_sub(4));
     let available_lines = height.saturating_sub(lines.len() + 1);
@@ -161,7 +160,12 @@ pub(super) fn render_screen(
     lines
 }
 
-fn header_lines(snapshot: &AdminApiSnapshot, view: &ViewState) -> Vec<ScreenLine> {
+/// The lines above the policies. `width` is that of a screen, on which problems are wrapped.
+fn header_lines(
+    snapshot: &AdminApiSnapshot,
+    view: &ViewState,
+    width: Option<usize>,
+) -> Vec<ScreenLine> {
     let state = match (&view.last_error, view.is_paused) {
         (Some(_), _) => "[NO ANSWER] ",
         (None, true) => "[paused] ",
@@ -172,10 +176,14 @@ fn header_lines(snapshot: &AdminApiSnapshot, view: &ViewState) -> Vec<ScreenLine
     } else {
         format!("  at {}", view.address)
     };
+    let host = match snapshot.host.as_str() {
+        "" => String::new(),
+        host => format!("  on {host}"),
+    };
     let mut lines = vec![ScreenLine {
         style: LineStyle::Title,
         text: format!(
-            "tidegate {}  {state}{}  instance {}  up {}  generation {}{from}",
+            "tidegate {}  {state}{}  instance {}{host}  up {}  generation {}{from}",
             snapshot.version,
             snapshot.status,
             // The first 8 characters are enough to distinguish instances.
@@ -189,12 +197,18 @@ fn header_lines(snapshot: &AdminApiSnapshot, view: &ViewState) -> Vec<ScreenLine
             .iter()
             .map(|error| ScreenLine::alert(format!("! {error}"))),
     );
-    lines.extend(
-        snapshot
-            .alerts
-            .iter()
-            .map(|alert| ScreenLine::alert(format!("! {alert}"))),
-    );
+    for TopAlert { is_error, text } in &snapshot.alerts {
+        let style = if *is_error {
+            LineStyle::Alert
+        } else {
+            LineStyle::Warning
+        };
+        let wrapped = match width {
+            Some(width) => wrap_text(&format!("! {text}"), width, MAX_ALERT_LINES),
+            None => vec![format!("! {text}")],
+        };
+        lines.extend(wrapped.into_iter().map(|text| ScreenLine { style, text }));
+    }
     let instances = snapshot.instances.map_or(String::new(), |instances| {
         format!("  instances {instances}")
     });
@@ -209,7 +223,7 @@ fn header_lines(snapshot: &AdminApiSnapshot, view: &ViewState) -> Vec<ScreenLine
         snapshot.connections.1
     )));
     let style = if snapshot.store_up {
-        LineStyle::Plain
+        LineStyle::Good
     } else {
         LineStyle::Alert
     };
@@ -245,6 +259,9 @@ fn latency_line(latency: &[TopLatencyEntry]) -> String {
     text
 }
 
+/// Width of the last column of the policy table.
+const SPARKLINE_WIDTH: usize = 23;
+
 /// Column layout of the policy table.
 struct PolicyColumns {
     name_width: usize,
@@ -268,7 +285,7 @@ fn policy_lines(
     let columns = PolicyColumns::new(&sorted, width);
     let mut lines = vec![ScreenLine {
         style: LineStyle::TableHeader,
-        text: truncate_text(&columns.header(), width),
+        text: truncate_text(columns.header().trim_end(), width),
     }];
     // The header of the table takes one line.
     let max_rows = max_lines.saturating_sub(1);
@@ -283,7 +300,16 @@ fn policy_lines(
     };
     for policy in sorted.iter().skip(first_row).take(rows) {
         let text = columns.row(policy, view.glyphs);
-        lines.push(ScreenLine::plain(truncate_text(&text, width)));
+        let is_refusing = policy.minutes.iter().rev().take(2).any(|(_, n)| *n > 0);
+        let style = if is_refusing {
+            LineStyle::Warning
+        } else {
+            LineStyle::Plain
+        };
+        lines.push(ScreenLine {
+            style,
+            text: truncate_text(text.trim_end(), width),
+        });
     }
     let hidden = (remaining - rows) as u64 + snapshot.omitted_policies;
     if hidden > 0 {
@@ -310,13 +336,15 @@ fn sort_policies(policies: &[TopPolicyEntry], order: PolicySortOrder) -> Vec<&To
 impl PolicyColumns {
     fn new(policies: &[&TopPolicyEntry], width: usize) -> Self {
         let has_rates = policies.iter().any(|policy| policy.rates_per_s.is_some());
-        let has_sparkline = width >= 76;
-        let fixed_width = 34 + if has_rates { 19 } else { 0 } + if has_sparkline { 23 } else { 0 };
         let longest_name = policies
             .iter()
             .map(|policy| policy.name.len())
             .max()
             .unwrap_or(6);
+        let numbers_width = 35 + if has_rates { 19 } else { 0 };
+        // Names are more important than the sparkline.
+        let has_sparkline = width >= numbers_width + SPARKLINE_WIDTH + longest_name.clamp(6, 24);
+        let fixed_width = numbers_width + if has_sparkline { SPARKLINE_WIDTH } else { 0 };
         Self {
             name_width: longest_name.clamp(6, width.saturating_sub(fixed_width).max(8)),
             has_rates,
@@ -376,7 +404,7 @@ fn titled_rankings(snapshot: &AdminApiSnapshot) -> [(&'static str, &[TopRankedEn
 }
 
 /// A ranking with its header and at most `max_entries` entries.
-fn ranking_lines(
+pub(super) fn ranking_lines(
     title: &str,
     ranking: &[TopRankedEntry],
     max_entries: usize,
@@ -400,6 +428,9 @@ fn ranking_lines(
             0 => count.to_string(),
             _ => format!("{}-{count}", count.saturating_sub(*error)),
         };
+        // A policy is recognizable by its beginning, a key is not.
+        let width_for_policy = width.saturating_sub(16 + text.len()).max(MIN_POLICY_WIDTH);
+        let policy = truncate_text(policy, width_for_policy);
         lines.push(ScreenLine::plain(truncate_text(
             &format!("{count:>13} {policy}  {text}"),
             width,
@@ -427,35 +458,16 @@ fn join_side_by_side(left: Vec<ScreenLine>, right: Vec<ScreenLine>, at: usize) -
     .collect()
 }
 
-fn fit_to_screen(mut lines: Vec<ScreenLine>, width: usize, height: usize) -> Vec<ScreenLine> {
+pub(super) fn fit_to_screen(
+    mut lines: Vec<ScreenLine>,
+    width: usize,
+    height: usize,
+) -> Vec<ScreenLine> {
     lines.resize(height, ScreenLine::plain(String::new()));
     for line in &mut lines {
         line.text = truncate_text(&line.text, width);
     }
     lines
-}
-
-impl ScreenLine {
-    fn plain(text: String) -> Self {
-        Self {
-            style: LineStyle::Plain,
-            text,
-        }
-    }
-
-    fn dim(text: String) -> Self {
-        Self {
-            style: LineStyle::Dim,
-            text,
-        }
-    }
-
-    fn alert(text: String) -> Self {
-        Self {
-            style: LineStyle::Alert,
-            text,
-        }
-    }
 }
 
 #[cfg(test)]

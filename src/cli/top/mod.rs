@@ -1,16 +1,20 @@
 //! `tidegate top`: shows the activity of the proxy on this machine, live in a terminal, or once as
 //! a table or JSON.
 
+mod fleet;
 mod format;
 mod frame;
+mod help;
 mod screen;
+mod screen_line;
 mod snapshot;
 mod sparkline;
 
-use super::admin_client::{AdminClientResponse, admin_address, send_request};
-use crate::admin::{AdminSettings, escape_json_for_display};
-use crate::config::{self, ConfigSources};
-use crate::listen::ListenAddress;
+use super::admin_client::AdminClient;
+use super::output::CommandError;
+use crate::admin::escape_json_for_display;
+use crate::config::ConfigSources;
+use fleet::FleetSnapshot;
 use frame::{PolicySortOrder, ViewState};
 use serde_json::{Value, json};
 use snapshot::AdminApiSnapshot;
@@ -30,7 +34,11 @@ pub(super) struct TopFlags {
     /// Print a table once and exit. This is the default if stdout is not a terminal.
     #[arg(long)]
     once: bool,
-    /// Print the responses of the admin API once, as JSON: {"overview", "policies", "top"}.
+    /// Show all instances that share the limits, and their most refused keys and paths together.
+    #[arg(long)]
+    fleet: bool,
+    /// Print the responses of the admin API once, as JSON: {"overview", "policies", "top"}, or with
+    /// --fleet that of GET /fleet.
     #[arg(long, conflicts_with = "once")]
     json: bool,
     /// Seconds between refreshes.
@@ -38,33 +46,35 @@ pub(super) struct TopFlags {
     every: u64,
 }
 
-/// Client for the admin API of one proxy.
-#[derive(Clone, Debug)]
-struct AdminClient {
-    address: ListenAddress,
-    settings: AdminSettings,
-}
-
 /// Runs the live view until the user quits, or returns the text to print.
 ///
 /// # Errors
 /// A message for the user if the admin port does not respond or the terminal can't be used.
-pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, String> {
-    let settings = config::load_admin_settings(sources).map_err(|report| report.to_string())?;
-    let client = AdminClient {
-        address: admin_address(&settings)?,
-        settings,
-    };
+pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, CommandError> {
+    let client = AdminClient::from_sources(sources)?;
     if flags.json {
-        return Ok(escape_json_for_display(&format!(
-            "{}\n",
-            client.fetch_responses()?
-        )));
+        let responses = match flags.fleet {
+            true => fetch_fleet(&client)?,
+            false => fetch_responses(&client)?,
+        };
+        return Ok(escape_json_for_display(&format!("{responses}\n")));
     }
-    let snapshot = AdminApiSnapshot::from_json(&client.fetch_responses()?, None);
-    let glyphs = SparklineGlyphs::from_locale();
     let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
-    if flags.once || is_dumb || !std::io::stdout().is_terminal() {
+    let prints_once = flags.once || is_dumb || !std::io::stdout().is_terminal();
+    let interval = Duration::from_secs(flags.every);
+    let to_message = |error| format!("error: the terminal can't be used: {error}\n");
+    if flags.fleet {
+        let snapshot = FleetSnapshot::from_json(&fetch_fleet(&client)?);
+        if prints_once {
+            return Ok(snapshot.render_plain_text(MAX_PIPE_WIDTH));
+        }
+        return screen::run_fleet_screen(move || fetch_fleet(&client), snapshot, interval)
+            .map(|()| String::new())
+            .map_err(|error| CommandError::from(to_message(error)));
+    }
+    let snapshot = AdminApiSnapshot::from_json(&fetch_responses(&client)?, None);
+    let glyphs = SparklineGlyphs::from_locale();
+    if prints_once {
         let view = ViewState {
             sort_order: PolicySortOrder::Refused,
             glyphs,
@@ -72,46 +82,28 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, S
         };
         return Ok(frame::render_plain_text(&snapshot, &view, MAX_PIPE_WIDTH));
     }
-    let address = client.address.to_string();
-    screen::run_screen(
-        move || client.fetch_responses(),
+    let address = client.address().to_string();
+    let ended = screen::run_screen(
+        move || fetch_responses(&client),
         snapshot,
         &address,
-        Duration::from_secs(flags.every),
+        interval,
         glyphs,
-    )
-    .map(|()| String::new())
-    .map_err(|error| format!("error: the terminal can't be used: {error}\n"))
+    );
+    ended.map_err(to_message)?;
+    Ok(String::new())
 }
 
-impl AdminClient {
-    /// Fetches all displayed data by three requests, one immediately after the other.
-    fn fetch_responses(&self) -> Result<Value, String> {
-        Ok(json!({
-            "overview": self.fetch_json("/overview?seconds=61")?,
-            "policies": self.fetch_json(&format!("/policies?limit={MAX_POLICIES}"))?,
-            "top": self.fetch_json(&format!("/top?n={MAX_RANKED_ENTRIES}"))?,
-        }))
-    }
+/// Fetches all displayed data by three requests, one immediately after the other.
+fn fetch_responses(client: &AdminClient) -> Result<Value, String> {
+    let fetch = |target: &str| client.request_json("GET", target);
+    Ok(json!({
+        "overview": fetch("/overview?seconds=61")?,
+        "policies": fetch(&format!("/policies?limit={MAX_POLICIES}"))?,
+        "top": fetch(&format!("/top?n={MAX_RANKED_ENTRIES}"))?,
+    }))
+}
 
-    fn fetch_json(&self, target: &str) -> Result<Value, String> {
-        let address = &self.address;
-        let AdminClientResponse { status, body } =
-            send_request(address, "GET", target, self.settings.token.as_ref())
-                .map_err(|error| format!("error: {address}: {error}\n"))?;
-        let json: Option<Value> = serde_json::from_str(&body).ok();
-        match (status, json) {
-            (200, Some(json)) => Ok(json),
-            (_, json) => {
-                let detail = json
-                    .as_ref()
-                    .and_then(|problem| problem.get("detail")?.as_str())
-                    .unwrap_or_default();
-                Err(format!(
-                    "error: {address}: answered {status}: {}\n",
-                    detail.escape_debug()
-                ))
-            }
-        }
-    }
+fn fetch_fleet(client: &AdminClient) -> Result<Value, String> {
+    client.request_json("GET", &format!("/fleet?n={MAX_RANKED_ENTRIES}"))
 }

@@ -1,6 +1,8 @@
 //! The live terminal view. It restores the terminal on exit, on a signal and on a panic.
 
-use super::frame::{self, LineStyle, ScreenLine, ViewState};
+use super::fleet::FleetSnapshot;
+use super::frame::{self, ViewState};
+use super::screen_line::{LineStyle, ScreenLine};
 use super::snapshot::AdminApiSnapshot;
 use super::sparkline::SparklineGlyphs;
 use crossterm::cursor::{Hide, MoveTo, Show};
@@ -76,6 +78,47 @@ pub(super) fn run_screen(
     Ok(())
 }
 
+/// Fetches and draws the fleet every `interval` until the user quits or a signal arrives.
+///
+/// # Errors
+/// If the terminal can't be used.
+pub(super) fn run_fleet_screen(
+    fetch: impl Fn() -> Result<Value, String> + Send + 'static,
+    mut snapshot: FleetSnapshot,
+    interval: Duration,
+) -> io::Result<()> {
+    let stop_requested = Arc::new(AtomicBool::new(false));
+    watch_signals_and_terminal(&stop_requested)?;
+    let mut screen = TerminalScreen::open()?;
+    let responses = spawn_poller(fetch, interval);
+    let (mut last_error, mut needs_redraw) = (None::<String>, true);
+    while !stop_requested.load(Ordering::Relaxed) {
+        if let Ok(response) = responses.try_recv() {
+            match response {
+                Ok(response) => {
+                    (snapshot, last_error) = (FleetSnapshot::from_json(&response), None);
+                }
+                Err(error) => last_error = Some(error.trim_end().to_owned()),
+            }
+            needs_redraw = true;
+        }
+        if needs_redraw {
+            let (width, height) = terminal::size()?;
+            let error = last_error.as_deref();
+            screen.draw_lines(&snapshot.render_screen(error, width.into(), height.into()))?;
+            needs_redraw = false;
+        }
+        if event::poll(POLL_INTERVAL)? {
+            match handle_event(&event::read()?, &mut ViewState::default(), 0) {
+                InputReaction::Quit => break,
+                InputReaction::Draw => needs_redraw = true,
+                InputReaction::Nothing => {}
+            }
+        }
+    }
+    Ok(())
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum InputReaction {
     Quit,
@@ -94,6 +137,8 @@ fn handle_event(event: &Event, view: &mut ViewState, policy_count: usize) -> Inp
         KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => {
             return InputReaction::Quit;
         }
+        KeyCode::Char('?' | 'h') => view.shows_help = !view.shows_help,
+        KeyCode::Esc if view.shows_help => view.shows_help = false,
         KeyCode::Char('q') | KeyCode::Esc => return InputReaction::Quit,
         KeyCode::Char('p' | ' ') => view.is_paused = !view.is_paused,
         KeyCode::Char('s') => (view.sort_order, view.scroll_offset) = (view.sort_order.next(), 0),
@@ -183,7 +228,8 @@ impl TerminalScreen {
         // From here on, dropping `screen` restores the terminal.
         let mut screen = Self {
             out: io::stdout(),
-            has_colours: std::env::var_os("NO_COLOR").is_none(),
+            // https://no-color.org: any value but an empty one.
+            has_colours: std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
         };
         execute!(
             screen.out,
@@ -196,9 +242,17 @@ impl TerminalScreen {
 
     fn draw(&mut self, snapshot: &AdminApiSnapshot, view: &ViewState) -> io::Result<()> {
         let (width, height) = terminal::size()?;
-        let lines = frame::render_screen(snapshot, view, width.into(), height.into());
+        self.draw_lines(&frame::render_screen(
+            snapshot,
+            view,
+            width.into(),
+            height.into(),
+        ))
+    }
+
+    fn draw_lines(&mut self, lines: &[ScreenLine]) -> io::Result<()> {
         queue!(self.out, BeginSynchronizedUpdate)?;
-        for (row, ScreenLine { style, text }) in (0..height).zip(&lines) {
+        for (row, ScreenLine { style, text }) in (0..).zip(lines) {
             queue!(self.out, MoveTo(0, row))?;
             self.set_style(*style)?;
             queue!(
@@ -214,18 +268,21 @@ impl TerminalScreen {
     }
 
     fn set_style(&mut self, style: LineStyle) -> io::Result<()> {
-        match style {
-            LineStyle::Plain => Ok(()),
-            LineStyle::Title => queue!(self.out, SetAttribute(Attribute::Bold)),
-            LineStyle::TableHeader => queue!(self.out, SetAttribute(Attribute::Underlined)),
-            LineStyle::Dim => queue!(self.out, SetAttribute(Attribute::Dim)),
-            LineStyle::Alert => {
-                queue!(self.out, SetAttribute(Attribute::Bold))?;
-                match self.has_colours {
-                    true => queue!(self.out, SetForegroundColor(Color::Red)),
-                    false => Ok(()),
-                }
-            }
+        let (attribute, colour) = match style {
+            LineStyle::Plain => (None, None),
+            LineStyle::Title => (Some(Attribute::Bold), Some(Color::Cyan)),
+            LineStyle::TableHeader => (Some(Attribute::Underlined), Some(Color::Cyan)),
+            LineStyle::Dim => (Some(Attribute::Dim), None),
+            LineStyle::Alert => (Some(Attribute::Bold), Some(Color::Red)),
+            LineStyle::Warning => (None, Some(Color::Yellow)),
+            LineStyle::Good => (None, Some(Color::Green)),
+        };
+        if let Some(attribute) = attribute {
+            queue!(self.out, SetAttribute(attribute))?;
+        }
+        match colour.filter(|_| self.has_colours) {
+            Some(colour) => queue!(self.out, SetForegroundColor(colour)),
+            None => Ok(()),
         }
     }
 }
@@ -293,6 +350,21 @@ mod tests {
             (view.is_paused, view.sort_order, view.scroll_offset),
             (true, PolicySortOrder::Requests, 2)
         );
+        let press_with = |code, view: &mut ViewState| {
+            handle_event(
+                &Event::Key(KeyEvent::new(code, KeyModifiers::NONE)),
+                view,
+                3,
+            )
+        };
+        assert_eq!(
+            press_with(KeyCode::Char('?'), &mut view),
+            InputReaction::Draw
+        );
+        assert!(view.shows_help);
+        assert_eq!(press_with(KeyCode::Esc, &mut view), InputReaction::Draw);
+        assert!(!view.shows_help);
+        assert_eq!(press_with(KeyCode::Esc, &mut view), InputReaction::Quit);
         let control_c = Event::Key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL));
         assert_eq!(handle_event(&control_c, &mut view, 3), InputReaction::Quit);
         assert_eq!(

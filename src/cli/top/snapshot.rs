@@ -10,15 +10,16 @@ use serde_json::Value;
 pub(super) const HISTORY_MINUTES: usize = 60;
 
 /// Counters of refused requests. `degraded_refused` is a part of `degraded`.
-const REFUSED_COUNTERS: [&str; 5] = [
+const REFUSED_COUNTERS: [&str; 6] = [
     "rejected",
     "blocked",
     "denied",
     "shadow_rejected",
+    "marked",
     "degraded_refused",
 ];
 /// Counters that add up to all decisions of a policy.
-const ALL_COUNTERS: [&str; 8] = [
+const ALL_COUNTERS: [&str; 9] = [
     "allowed",
     "exempt",
     "delayed",
@@ -27,6 +28,7 @@ const ALL_COUNTERS: [&str; 8] = [
     "blocked",
     "denied",
     "shadow_rejected",
+    "marked",
 ];
 
 /// The displayed data of the admin API at one time.
@@ -34,11 +36,13 @@ const ALL_COUNTERS: [&str; 8] = [
 pub(super) struct AdminApiSnapshot {
     pub(super) version: String,
     pub(super) instance: String,
+    /// Host name, or an empty text.
+    pub(super) host: String,
     pub(super) uptime_s: u64,
     pub(super) status: String,
     pub(super) generation: u64,
     /// Problems that need attention.
-    pub(super) alerts: Vec<String>,
+    pub(super) alerts: Vec<TopAlert>,
     /// Length of the window of `requests`, `refused` and `degraded`: a minute, or less soon after
     /// the start.
     pub(super) window_s: u64,
@@ -59,6 +63,12 @@ pub(super) struct AdminApiSnapshot {
     pub(super) paths: Vec<TopRankedEntry>,
 }
 
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct TopAlert {
+    pub(super) is_error: bool,
+    pub(super) text: String,
+}
+
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct TopLatencyEntry {
     pub(super) source: String,
@@ -70,7 +80,7 @@ pub(super) struct TopLatencyEntry {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct TopPolicyEntry {
     pub(super) name: String,
-    /// `shadow`, `off`, `deny`, `exempt`, or empty.
+    /// `shadow`, `mark`, `off`, `deny`, `exempt`, or empty.
     pub(super) kind: &'static str,
     /// Number of passed requests since the start of the process.
     pub(super) passed: u64,
@@ -140,6 +150,7 @@ impl AdminApiSnapshot {
             .flatten();
         Self {
             version: escaped_text_or_empty(value_or_null(overview, "/instance/version")),
+            host: escaped_text_or_empty(value_or_null(overview, "/instance/host")),
             status: escaped_text_or_empty(value_or_null(overview, "/status")),
             generation: number_or_zero(value_or_null(overview, "/generation")),
             alerts: collect_alerts(overview),
@@ -226,6 +237,7 @@ fn parse_policy(
     ) {
         (Some("off"), _) => "off",
         (Some("shadow"), _) => "shadow",
+        (Some("mark"), _) => "mark",
         (_, Some("deny")) => "deny",
         (_, Some("allow")) => "exempt",
         _ => "",
@@ -242,6 +254,14 @@ fn parse_policy(
     }
 }
 
+/// Parses the entries of a ranking, of policies whose kind is unknown.
+pub(super) fn parse_ranking(entries: &Value, text_key: &str) -> Vec<TopRankedEntry> {
+    let entries = entries.as_array().into_iter().flatten();
+    entries
+        .map(|entry| parse_ranked_entry(entry, text_key, &[]))
+        .collect()
+}
+
 fn parse_ranked_entry(
     entry: &Value,
     text_key: &str,
@@ -251,12 +271,10 @@ fn parse_ranked_entry(
         escaped_text_or_empty(value_or_null(entry, "/policy")),
         escaped_text_or_empty(&entry[text_key]),
     );
-    // An entry of a shadow policy is marked, because a shadow policy refuses no requests.
-    if policies
-        .iter()
-        .any(|seen| seen.name == policy && seen.kind == "shadow")
-    {
-        policy.push_str(" (shadow)");
+    // The entry shows the mode of a policy that refuses no requests.
+    let seen = policies.iter().find(|seen| seen.name == policy);
+    if let Some(mode @ ("shadow" | "mark")) = seen.map(|seen| seen.kind) {
+        policy.push_str(&format!(" ({mode})"));
     }
     // The policy's name at the start of a key is removed, because it has its own column.
     let entry_text = match (text_key, entry_text.split_once('/')) {
@@ -272,7 +290,7 @@ fn parse_ranked_entry(
     }
 }
 
-fn collect_alerts(overview: &Value) -> Vec<String> {
+fn collect_alerts(overview: &Value) -> Vec<TopAlert> {
     let texts = |value: &Value| -> Vec<String> {
         value
             .as_array()
@@ -288,15 +306,28 @@ fn collect_alerts(overview: &Value) -> Vec<String> {
             peers.join(", ")
         )
     });
-    let breaker = (value_or_null(overview, "/store/breaker_open") == true)
-        .then(|| "the circuit breaker is open: requests skip the store".to_owned());
     let errors = texts(value_or_null(overview, "/last_reload/errors"));
-    texts(value_or_null(overview, "/hints"))
+    // The problems are the hints with their levels, which older versions do not send.
+    let is_error: Vec<bool> = value_or_null(overview, "/problems")
+        .as_array()
         .into_iter()
-        .chain(breaker)
-        .chain(errors)
-        .chain(peers)
-        .collect()
+        .flatten()
+        .map(|problem| value_or_null(problem, "/level") != "warning")
+        .collect();
+    let hints = texts(value_or_null(overview, "/hints")).into_iter();
+    let hints = hints.enumerate().map(|(at, text)| TopAlert {
+        is_error: is_error.get(at).copied().unwrap_or(true),
+        text,
+    });
+    let errors = errors.into_iter().map(|text| TopAlert {
+        is_error: true,
+        text,
+    });
+    let peers = peers.map(|text| TopAlert {
+        is_error: false,
+        text,
+    });
+    hints.chain(errors).chain(peers).collect()
 }
 
 fn describe_store(store: &Value) -> String {
@@ -343,15 +374,15 @@ fn sum_last_complete_values(
 }
 
 /// Returns the value at a JSON pointer, or null.
-fn value_or_null<'v>(value: &'v Value, path: &str) -> &'v Value {
+pub(super) fn value_or_null<'v>(value: &'v Value, path: &str) -> &'v Value {
     value.pointer(path).unwrap_or(&Value::Null)
 }
 
-fn number_or_zero(value: &Value) -> u64 {
+pub(super) fn number_or_zero(value: &Value) -> u64 {
     value.as_u64().unwrap_or_default()
 }
 
-fn escaped_text_or_empty(value: &Value) -> String {
+pub(super) fn escaped_text_or_empty(value: &Value) -> String {
     escape_text(value.as_str().unwrap_or_default())
 }
 

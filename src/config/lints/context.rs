@@ -20,7 +20,7 @@ pub(in crate::config) struct LintContext<'a> {
 }
 
 impl LintContext<'_> {
-    /// Largest number of requests in flight to the upstreams of all instances. `Retry` if unknown.
+    /// Largest number of requests in flight to the upstreams of all instances. `None` if unknown.
     pub(super) fn max_upstream_concurrency(&self) -> Option<u64> {
         let instances = match self.store {
             StoreSettings::Memory(_) => 1,

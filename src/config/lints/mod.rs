@@ -5,6 +5,7 @@
 //! running proxy warns of problems that only traffic shows, such as an unlisted ingress.
 
 pub(super) mod context;
+mod forged_headers;
 mod path_regex;
 mod policy_interactions;
 mod settings;
@@ -12,6 +13,7 @@ mod single_policy;
 
 use super::policies::context::PolicyWithReader;
 use context::LintContext;
+use policy_interactions::{ComparisonBudget, check_policy_interactions};
 
 /// Runs all lints over the valid policies in file order. Policies with `mode = "off"` are left out.
 pub(super) fn run_lints(policies: &[PolicyWithReader<'_>], context: &LintContext<'_>) {
@@ -19,5 +21,7 @@ pub(super) fn run_lints(policies: &[PolicyWithReader<'_>], context: &LintContext
     for spanned in policies {
         single_policy::check_policy(spanned, context);
     }
-    policy_interactions::check_policy_interactions(policies, context.policy_context);
+    let mut budget = ComparisonBudget::default();
+    check_policy_interactions(policies, context.policy_context, &mut budget);
+    forged_headers::check_forged_headers(policies, context, &mut budget);
 }

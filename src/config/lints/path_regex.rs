@@ -1,6 +1,6 @@
 //! Finds regular expressions that a path pattern can replace.
 
-/// Returns the path pattern equivalent to `regex`, or `Retry`. `^/api/.*` becomes `/api/**`, which
+/// Returns the path pattern equivalent to `regex`, or `None`. `^/api/.*` becomes `/api/**`, which
 /// also matches `/api`.
 ///
 /// Supports only expressions anchored at the root that consist of literal segments, `[^/]+` as a

@@ -2,7 +2,7 @@
 
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::policy::{
-    KeyPart, Matcher, MissingKeyAction, NamedCondition, PolicyAction, ValueCondition,
+    KeyPart, Matcher, MissingKeyAction, NamedCondition, PolicyAction, PolicyMode, ValueCondition,
 };
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -11,34 +11,52 @@ use std::collections::HashMap;
 /// are skipped: a missed warning does less harm than a reload that takes seconds.
 const MAX_COMPARISONS: usize = 200_000;
 
+/// The comparisons of two policies that are left in a load.
+pub(super) struct ComparisonBudget(usize);
+
 pub(super) fn check_policy_interactions(
     policies: &[PolicyWithReader<'_>],
     context: &PolicyContext,
+    budget: &mut ComparisonBudget,
 ) {
-    let mut comparisons_left = MAX_COMPARISONS;
-    warn_unreachable_policies(policies, &mut comparisons_left);
+    warn_unreachable_policies(policies, budget);
     warn_duplicate_policies(policies);
-    warn_duplicate_limit_names(policies, &mut comparisons_left);
-    warn_skippable_keys(policies, &mut comparisons_left);
+    warn_duplicate_limit_names(policies, budget);
+    warn_skippable_keys(policies, budget);
+    warn_overlapping_descriptors(policies, budget);
     warn_client_chosen_keys(policies, context);
 }
 
-/// Takes one comparison from the budget. Returns `false` if none is left.
-fn take_from_comparison_budget(comparisons_left: &mut usize) -> bool {
-    let is_allowed = *comparisons_left > 0;
-    *comparisons_left = comparisons_left.saturating_sub(1);
-    is_allowed
+impl Default for ComparisonBudget {
+    fn default() -> Self {
+        Self(MAX_COMPARISONS)
+    }
 }
 
-fn warn_unreachable_policies(policies: &[PolicyWithReader<'_>], comparisons_left: &mut usize) {
+impl ComparisonBudget {
+    /// Whether comparisons were left out, so that an absence of findings proves nothing.
+    pub(super) fn is_exhausted(&self) -> bool {
+        self.0 == 0
+    }
+
+    /// Takes one comparison. Returns `false` if none is left.
+    pub(super) fn take(&mut self) -> bool {
+        let is_allowed = self.0 > 0;
+        self.0 = self.0.saturating_sub(1);
+        is_allowed
+    }
+}
+
+fn warn_unreachable_policies(policies: &[PolicyWithReader<'_>], budget: &mut ComparisonBudget) {
     let mut in_order: Vec<&PolicyWithReader<'_>> = policies.iter().collect();
     in_order.sort_by_key(|one| Reverse(one.policy.priority));
     let mut terminal_policies: Vec<&PolicyWithReader<'_>> = Vec::new();
     for spanned in in_order {
         let matcher = &spanned.policy.matcher;
-        match terminal_policies.iter().find(|end| {
-            take_from_comparison_budget(comparisons_left) && end.policy.matcher.covers(matcher)
-        }) {
+        match terminal_policies
+            .iter()
+            .find(|end| budget.take() && end.policy.matcher.covers(matcher))
+        {
             Some(end) => {
                 let does = if matches!(end.policy.action, PolicyAction::Allow) {
                     "exempts"
@@ -53,7 +71,7 @@ fn warn_unreachable_policies(policies: &[PolicyWithReader<'_>], comparisons_left
                     ),
                 );
             }
-            None if spanned.quota().is_none() && !spanned.policy.shadow => {
+            None if spanned.quota().is_none() && spanned.policy.is_enforced() => {
                 terminal_policies.push(spanned)
             }
             None => {}
@@ -78,7 +96,7 @@ fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
             "{:?}",
             (
                 &spanned.policy.matcher,
-                spanned.policy.shadow,
+                spanned.policy.mode,
                 &quota.key,
                 &quota.cost,
                 limits,
@@ -101,15 +119,17 @@ fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
 }
 
 /// Clients cannot use a rate-limit field that has the same name twice.
-fn warn_duplicate_limit_names(policies: &[PolicyWithReader<'_>], comparisons_left: &mut usize) {
+fn warn_duplicate_limit_names(policies: &[PolicyWithReader<'_>], budget: &mut ComparisonBudget) {
     let mut known: HashMap<&str, Vec<&PolicyWithReader<'_>>> = HashMap::new();
-    for spanned in policies.iter().filter(|one| !one.policy.shadow) {
+    let is_reported = |one: &&PolicyWithReader<'_>| {
+        one.policy.is_reported && one.policy.mode != PolicyMode::Shadow
+    };
+    for spanned in policies.iter().filter(is_reported) {
         for named in spanned.quota().iter().flat_map(|quota| &quota.limits) {
             let others = known.entry(&named.name).or_default();
             let overlaps = |other: &&&PolicyWithReader<'_>| {
                 let (mine, others) = (&spanned.policy.matcher, &other.policy.matcher);
-                take_from_comparison_budget(comparisons_left)
-                    && (mine.covers(others) || others.covers(mine))
+                budget.take() && (mine.covers(others) || others.covers(mine))
             };
             if let Some(other) = others.iter().find(overlaps) {
                 spanned.reader.report_warning(
@@ -126,11 +146,11 @@ fn warn_duplicate_limit_names(policies: &[PolicyWithReader<'_>], comparisons_lef
     }
 }
 
-fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], comparisons_left: &mut usize) {
+fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], budget: &mut ComparisonBudget) {
     for (index, spanned) in policies
         .iter()
         .enumerate()
-        .filter(|(_, one)| !one.policy.shadow)
+        .filter(|(_, one)| one.policy.is_enforced())
     {
         let Some(part) = find_skippable_part(spanned) else {
             continue;
@@ -145,12 +165,12 @@ fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], comparisons_left: &mut
                 PolicyAction::Allow => false,
             };
             other_index != index
-                && !other.policy.shadow
+                && other.policy.is_enforced()
                 && limits
-                && take_from_comparison_budget(comparisons_left)
+                && budget.take()
                 && other.policy.matcher.covers(&without)
         });
-        if !is_caught && *comparisons_left > 0 {
+        if !is_caught && !budget.is_exhausted() {
             let key = if spanned.reader.contains_key("missing_key") {
                 "missing_key"
             } else {
@@ -178,7 +198,7 @@ fn find_skippable_part<'a>(spanned: &'a PolicyWithReader<'_>) -> Option<&'a KeyP
         .find(|part| narrow_to_missing_part(&spanned.policy.matcher, part).is_some())
 }
 
-/// Narrows a match to requests without the key part. Returns `Retry` if every request has the
+/// Narrows a match to requests without the key part. Returns `None` if every request has the
 /// part or the client does not choose it.
 fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> {
     let mut narrower = matcher.clone();
@@ -210,6 +230,45 @@ fn require_absent<N: PartialEq + Clone>(
     Some(())
 }
 
+/// Envoy's own rate limit service charges one entry per descriptor, the most specific one.
+fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut ComparisonBudget) {
+    let mut known: Vec<&PolicyWithReader<'_>> = Vec::new();
+    let limits = |one: &&PolicyWithReader<'_>| {
+        let is_for_descriptors = one.policy.matcher.descriptor_conditions.is_some();
+        is_for_descriptors && one.policy.is_enforced() && one.quota().is_some()
+    };
+    for spanned in policies.iter().filter(limits) {
+        let overlap = known.iter().find_map(|other| {
+            let is_allowed = budget.take();
+            let matcher = &spanned.policy.matcher;
+            let common =
+                is_allowed.then(|| matcher.descriptor_overlap(&other.policy.matcher))??;
+            Some((other, common))
+        });
+        if let Some((other, common)) = overlap {
+            let entries: Vec<_> = common.iter().map(describe_entry).collect();
+            spanned.reader.report_warning(
+                "match",
+                &format!(
+                    "{} charges a descriptor {{ {} }} too; expected an override there for a value's own limit, or not = {{ descriptors = … }} in one of them",
+                    other.quote_name_and_position(),
+                    entries.join(", ")
+                ),
+            );
+        }
+        known.push(spanned);
+    }
+}
+
+fn describe_entry(entry: &NamedCondition<Box<str>>) -> String {
+    let value = match &entry.condition {
+        ValueCondition::Equals(text) => format!("{text:?}"),
+        ValueCondition::Regex(regex) => format!("{{ regex = {:?} }}", regex.as_str()),
+        ValueCondition::Present(_) => "\"*\"".to_owned(),
+    };
+    format!("{} = {value}", entry.name)
+}
+
 fn warn_client_chosen_keys(policies: &[PolicyWithReader<'_>], context: &PolicyContext) {
     let has_client_chosen_key = |one: &PolicyWithReader<'_>| {
         one.key_parts()
@@ -218,7 +277,7 @@ fn warn_client_chosen_keys(policies: &[PolicyWithReader<'_>], context: &PolicyCo
     };
     // Whether the policy limits a client that invents key values.
     let limits_by_client_ip = |one: &PolicyWithReader<'_>| {
-        !one.policy.shadow
+        one.policy.is_enforced()
             && one.key_parts().contains(&KeyPart::ClientIp)
             && !has_client_chosen_key(one)
     };

@@ -1,6 +1,7 @@
 //! Lints about settings that conflict with the policies or with each other.
 
 use super::context::LintContext;
+use crate::config::key_files::is_path_set;
 use crate::config::loaded_config::StoreSettings;
 use crate::config::policies::context::PolicyWithReader;
 use crate::listen::ListenAddress;
@@ -8,11 +9,56 @@ use crate::policy::{KeyPart, OnStoreFailure};
 use crate::proxy::UpstreamUrl;
 
 pub(super) fn check_settings(policies: &[PolicyWithReader<'_>], context: &LintContext<'_>) {
+    warn_if_no_policy_applies(policies, context);
+    warn_if_redis_is_unused(context);
     warn_if_all_proxies_are_trusted(context);
     warn_if_upstream_is_own_listener(context);
     warn_if_socket_hides_client_ips(policies, context);
     warn_if_instances_is_unset(policies, context);
     warn_if_tunnels_of_a_client_are_unlimited(context);
+    warn_if_hash_secret_is_unused(policies, context);
+}
+
+fn warn_if_no_policy_applies(policies: &[PolicyWithReader<'_>], context: &LintContext<'_>) {
+    if policies.is_empty() {
+        let reason = if context.root.contains_key("policy") {
+            "no [[policy]] is in effect (mode = \"off\")"
+        } else {
+            "there is no [[policy]]"
+        };
+        context.root.report_warning(
+            "policy",
+            &format!("{reason}, so every request is forwarded without a limit"),
+        );
+    }
+}
+
+fn warn_if_hash_secret_is_unused(policies: &[PolicyWithReader<'_>], context: &LintContext<'_>) {
+    let client = context.root.get_table("client");
+    let has_hashed_part = |one: &PolicyWithReader<'_>| {
+        let quota = one.quota();
+        quota.is_some_and(|quota| quota.key.has_hashed_part())
+    };
+    if is_path_set(&client, "hash_secret_file") && !policies.iter().any(has_hashed_part) {
+        client.report_warning(
+            "hash_secret_file",
+            "without effect: no key has a hashed part; expected one such as \"header:x-api-key;hash\"",
+        );
+    }
+}
+
+/// A Redis URL without a kind means Redis, so only other keys can be without effect.
+fn warn_if_redis_is_unused(context: &LintContext<'_>) {
+    let store = context.root.get_table("store");
+    if matches!(context.store, StoreSettings::Memory(_))
+        && !store.contains_key("kind")
+        && store.get_table("redis").has_any_value()
+    {
+        store.report_warning(
+            "redis",
+            "not used: the store is \"memory\"; expected store.kind = \"redis\", or store.redis.url",
+        );
+    }
 }
 
 fn warn_if_all_proxies_are_trusted(context: &LintContext<'_>) {
@@ -69,7 +115,7 @@ fn warn_if_socket_hides_client_ips(policies: &[PolicyWithReader<'_>], context: &
 
 fn warn_if_instances_is_unset(policies: &[PolicyWithReader<'_>], context: &LintContext<'_>) {
     let is_limited_locally = |one: &PolicyWithReader<'_>| {
-        !one.policy.shadow
+        one.policy.is_enforced()
             && one.quota().is_some()
             && one.policy.on_store_failure == OnStoreFailure::Local
     };

@@ -7,9 +7,9 @@ use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
-    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, Quota,
+    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, PolicyAction,
+    PolicyMode, Quota,
 };
-use crate::proxy::is_stripped_before_policies;
 use http::HeaderName;
 use ipnet::IpNet;
 use std::collections::HashSet;
@@ -36,17 +36,25 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
         );
     }
     if let Some(table) = reader.get_optional_table("match") {
-        check_conditions(&table, &spanned.policy.matcher);
+        check_conditions(&table, &spanned.policy.matcher, context);
     }
-    if spanned.policy.shadow {
+    if !spanned.policy.is_enforced() {
+        let mode = spanned.policy.mode.name();
         for (key, effect) in [
             ("reject", "rejects no request"),
             ("on_store_failure", "admits every request"),
         ] {
             if reader.contains_key(key) {
-                reader.report_warning(key, &format!("without effect: a shadow policy {effect}"));
+                reader.report_warning(
+                    key,
+                    &format!("without effect: a policy in mode \"{mode}\" {effect}"),
+                );
             }
         }
+    }
+    let is_exemption = matches!(spanned.policy.action, PolicyAction::Allow);
+    if !spanned.policy.is_reported && (is_exemption || spanned.policy.mode == PolicyMode::Shadow) {
+        reader.report_warning("report", "without effect: no response has this policy");
     }
     let Some(quota) = spanned.quota() else { return };
     check_key(reader, quota, context);
@@ -57,7 +65,7 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
     }
 }
 
-fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher) {
+fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintContext<'_>) {
     if let Some(pattern) = matcher
         .path_regex
         .as_ref()
@@ -68,24 +76,94 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher) {
             &format!("path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request"),
         );
     }
+    for item in reader.get_items("methods") {
+        let method = item.value.as_str().unwrap_or_default();
+        if let Some(meant) = find_misspelled_method(method) {
+            item.report_warning(&format!(
+                "\"{method}\" is no standard method; did you mean \"{meant}\"?"
+            ));
+        }
+    }
+    for item in reader.get_items("path") {
+        if let Some(meant) = item.value.as_str().and_then(braced_path_pattern) {
+            item.report_warning(&format!(
+                "matches only this text; did you mean \"{meant}\"?"
+            ));
+        }
+    }
     for (name, item) in reader.get_entries("headers") {
         if name
             .parse()
-            .is_ok_and(|name| is_stripped_before_policies(&name))
+            .is_ok_and(|name| context.policy_context.is_removed_header(&name))
         {
             item.report_warning(STRIPPED_HEADER_WARNING);
         }
     }
     if let (Some(table), Some(not)) = (reader.get_optional_table("not"), &matcher.not) {
-        check_conditions(&table, not);
+        check_conditions(&table, not, context);
     }
 }
 
+/// Methods of HTTP and of common extensions.
+const KNOWN_METHODS: [&str; 20] = [
+    "GET",
+    "HEAD",
+    "POST",
+    "PUT",
+    "DELETE",
+    "CONNECT",
+    "OPTIONS",
+    "TRACE",
+    "PATCH",
+    "PROPFIND",
+    "PROPPATCH",
+    "MKCOL",
+    "COPY",
+    "MOVE",
+    "LOCK",
+    "UNLOCK",
+    "SEARCH",
+    "REPORT",
+    "PURGE",
+    "QUERY",
+];
+
+/// The known method that an unknown one probably means. Other methods are extensions.
+fn find_misspelled_method(method: &str) -> Option<&'static str> {
+    if KNOWN_METHODS.contains(&method) {
+        return None;
+    }
+    let distance = |known: &str| strsim::osa_distance(known, method);
+    let max_distance = if method.len() > 5 { 2 } else { 1 };
+    KNOWN_METHODS
+        .into_iter()
+        .min_by_key(|known| distance(known))
+        .filter(|known| distance(known) <= max_distance)
+}
+
+/// Rewrites segments such as `:id` and `<id>` of other routers as `{id}`. `None` if there is none.
+fn braced_path_pattern(path: &str) -> Option<String> {
+    let is_name = |name: &str| {
+        name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
+            && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+    };
+    let braced = |segment: &str| {
+        let angled = || segment.strip_prefix('<')?.strip_suffix('>');
+        let name = segment.strip_prefix(':').or_else(angled)?;
+        is_name(name).then(|| format!("{{{name}}}"))
+    };
+    let segments = path
+        .split('/')
+        .map(|segment| braced(segment).unwrap_or_else(|| segment.to_owned()));
+    let pattern = segments.collect::<Vec<_>>().join("/");
+    (pattern != path).then_some(pattern)
+}
+
 const STRIPPED_HEADER_WARNING: &str =
-    "never present: tidegate removes this connection header before policies see it";
+    "never present: tidegate removes this header before policies see it";
 
 fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>) {
-    let is_stripped = |name: &HeaderName| is_stripped_before_policies(name);
+    let is_stripped = |name: &HeaderName| context.policy_context.is_removed_header(name);
     if quota
         .key
         .parts()
@@ -161,7 +239,7 @@ fn check_limits(
     }
 }
 
-/// Largest number of units that `tight` admits in any interval counted by `wide`. `Retry` if
+/// Largest number of units that `tight` admits in any interval counted by `wide`. `None` if
 /// unknown.
 fn max_admitted_within(tight: &Limit, wide: &Limit) -> Option<u64> {
     let is_hard = matches!(

@@ -3,8 +3,10 @@
 use crate::config::table_reader::TableReader;
 use crate::limiter::Algorithm;
 use crate::policy::{
-    KeyPart, MissingKeyAction, OnStoreFailure, Policy, PolicyAction, Quota, client, path,
+    KeyHasher, KeyPart, MissingKeyAction, OnStoreFailure, Policy, PolicyAction, Quota, client, path,
 };
+use crate::proxy::is_stripped_before_policies;
+use http::HeaderName;
 
 /// Settings that apply to all policies.
 pub(in crate::config) struct PolicyContext {
@@ -12,14 +14,21 @@ pub(in crate::config) struct PolicyContext {
     pub(in crate::config) uses_redis_cluster: bool,
     pub(in crate::config) client: client::Settings,
     pub(in crate::config) path: path::Settings,
+    pub(in crate::config) key_hasher: KeyHasher,
+    /// Headers that the gateway in front always sets or removes.
+    pub(in crate::config) trusted_headers: Vec<HeaderName>,
     pub(in crate::config) on_store_failure: OnStoreFailure,
     pub(in crate::config) algorithm: Algorithm,
     pub(in crate::config) missing_key: MissingKeyAction,
     /// Whether the listener requests client certificates.
     pub(in crate::config) requests_client_certificates: bool,
     pub(in crate::config) uses_memory_store: bool,
-    /// How token claims are trusted. `Retry` if they are not.
+    /// How token claims are trusted. `None` if they are not.
     pub(in crate::config) claim_trust: Option<ClaimTrust>,
+    /// Request header that is removed before policies see it ([`PolicyTable::mark_header`]).
+    ///
+    /// [`PolicyTable::mark_header`]: crate::policy::PolicyTable::mark_header
+    pub(in crate::config) mark_header: HeaderName,
     /// Whether `[check]` is configured.
     pub(in crate::config) has_ext_authz: bool,
 }
@@ -38,8 +47,16 @@ pub(in crate::config) struct PolicyWithReader<'a> {
 }
 
 impl PolicyContext {
+    /// Whether tidegate removes the header before policies see it.
+    pub(in crate::config) fn is_removed_header(&self, name: &HeaderName) -> bool {
+        *name == self.mark_header || is_stripped_before_policies(name)
+    }
+
     pub(in crate::config) fn is_client_chosen(&self, part: &KeyPart) -> bool {
         let is_claim = matches!(part, KeyPart::Claim(_));
+        if matches!(part, KeyPart::Header(name) if self.trusted_headers.contains(name)) {
+            return false;
+        }
         part.is_client_chosen() || (is_claim && self.claim_trust == Some(ClaimTrust::Unverified))
     }
 }

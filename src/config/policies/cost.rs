@@ -4,11 +4,52 @@ use super::limits::is_concurrency_limit;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::limiter::Limit;
-use crate::policy::{ActualCostSource, CostSource, EstimateCost, HeaderCost, NamedLimit};
+use crate::policy::{
+    ActualCostSource, CostSource, CountedStatuses, EstimateCost, HeaderCost, NamedLimit,
+};
 use std::sync::Arc;
 
-/// Builds the cost: a number, a request header, or an estimate settled by the response.
+/// Builds the cost: a number, a request header, or an estimate settled by the response. With
+/// `count_when`, a number that is given back unless the status is one of those counted.
 pub(super) fn build_cost(reader: &TableReader<'_>) -> Option<CostSource> {
+    let cost = build_plain_cost(reader);
+    let Some(table) = reader.get_optional_table("count_when") else {
+        return cost;
+    };
+    let counted = read_counted_statuses(&table);
+    match cost? {
+        CostSource::Fixed(estimate @ 1..) => Some(CostSource::Estimate(Arc::new(EstimateCost {
+            estimate,
+            actual_source: ActualCostSource::Status(counted?),
+        }))),
+        _ => {
+            let problem = "not with this cost; expected a number from 1 as cost";
+            reader.report_error("count_when", problem);
+            None
+        }
+    }
+}
+
+/// Reads the statuses of `count_when`: numbers, or classes in quotes.
+fn read_counted_statuses(table: &TableReader<'_>) -> Option<CountedStatuses> {
+    let mut counted = CountedStatuses::default();
+    for item in table.get_items("status") {
+        let text = match item.value.as_str() {
+            Some(text) => text.to_owned(),
+            None => item.value.to_i128().unwrap_or(0).to_string(),
+        };
+        if let Err(reason) = counted.add_text(&text) {
+            item.report_error::<()>(&reason);
+        }
+    }
+    if counted.is_empty() {
+        table.report_error("status", "expected at least one status, such as 401");
+        return None;
+    }
+    Some(counted)
+}
+
+fn build_plain_cost(reader: &TableReader<'_>) -> Option<CostSource> {
     if reader
         .get("cost")
         .is_none_or(|item| item.value.as_dict().is_none())

@@ -4,7 +4,7 @@ use super::limits::limits_with_overrides;
 use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, LeaseTerms};
-use crate::policy::{CostSource, Quota};
+use crate::policy::{CostSource, PolicyMode, Quota};
 use std::time::Duration;
 
 /// Default lease TTL, unless half of the policy's shortest period is less.
@@ -14,7 +14,7 @@ const DEFAULT_TTL_US: u64 = 100_000;
 pub(super) fn build_lease(
     reader: &TableReader<'_>,
     quota: &Quota,
-    is_shadow: bool,
+    mode: PolicyMode,
     uses_memory_store: bool,
 ) -> Option<LeaseTerms> {
     let item = reader.get("lease")?;
@@ -51,10 +51,13 @@ pub(super) fn build_lease(
             ttl_us: DEFAULT_TTL_US.min(shortest_us / 2).max(1),
         }
     };
-    match (is_shadow, uses_memory_store) {
-        (true, _) => reader.report_warning(
+    match (mode, uses_memory_store) {
+        (PolicyMode::Mark | PolicyMode::Shadow, _) => reader.report_warning(
             "lease",
-            "without effect: a shadow policy counts each request in the store",
+            &format!(
+                "without effect: a policy in mode \"{}\" counts each request in the store",
+                mode.name()
+            ),
         ),
         (_, true) => reader.report_warning(
             "lease",
@@ -93,7 +96,7 @@ fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
         .or_else(|| {
             let is_estimate = matches!(quota.cost, CostSource::Estimate(_));
             is_estimate.then_some(
-                "an estimate as cost: a settlement needs a charge at a time known to the store",
+                "an estimate as cost or count_when: a settlement needs a charge at a time known to the store",
             )
         });
     if let Some(incompatible) = incompatible {

@@ -82,6 +82,7 @@ pub(super) fn build_limits(
             name: name.into(),
             unit: table.get_parsed("unit", parse_unit),
             limit,
+            is_reported: true,
         });
     }
     (limits.len() == tables.len() && !limits.is_empty()).then_some(limits)

@@ -77,7 +77,7 @@ pub(super) fn build_matcher(
                 parse_conditions(
                     reader,
                     "descriptors",
-                    parse_nonempty_name,
+                    parse_entry_name,
                     parse_descriptor_condition,
                 )
             }),
@@ -94,7 +94,16 @@ pub(super) const NO_TRUSTED_TOKENS_ERROR: &str =
 fn parse_method(text: &str) -> Result<Method, String> {
     match Method::from_bytes(text.as_bytes()) {
         Ok(method) if !text.bytes().any(|byte| byte.is_ascii_lowercase()) => Ok(method),
-        _ => Err("expected a method in capitals such as \"GET\"".to_owned()),
+        _ => {
+            let capitals = text.to_ascii_uppercase();
+            let meant = match Method::from_bytes(capitals.as_bytes()) {
+                Ok(method) if capitals != text => format!("; did you mean \"{method}\"?"),
+                _ => String::new(),
+            };
+            Err(format!(
+                "expected a method in capitals such as \"GET\"{meant}"
+            ))
+        }
     }
 }
 
@@ -103,6 +112,14 @@ fn parse_nonempty_name(text: &str) -> Result<Box<str>, String> {
         Err("the name is empty".to_owned())
     } else {
         Ok(text.into())
+    }
+}
+
+/// Parses the name of a descriptor entry. Rejects `*`: a name is literal.
+fn parse_entry_name(text: &str) -> Result<Box<str>, String> {
+    match text {
+        "*" => Err("\"*\" is no name: descriptors lists each entry by its name; expected for example descriptors = { user = \"*\" }, or only domain for all descriptors of a domain".to_owned()),
+        text => parse_nonempty_name(text),
     }
 }
 

@@ -16,7 +16,7 @@ use super::diagnostic::SourceSpan;
 use super::keywords::ON_STORE_FAILURE_MODES;
 use super::table_reader::TableReader;
 use super::values;
-use crate::policy::{OnStoreFailure, Policy, PolicyAction};
+use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode};
 use context::{PolicyContext, PolicyWithReader};
 use http::StatusCode;
 use quota::build_quota;
@@ -27,17 +27,12 @@ use restrictions::{
 };
 use std::collections::BTreeMap;
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum PolicyMode {
-    Enforce,
-    Shadow,
-    Off,
-}
-
-const POLICY_MODES: [(&str, PolicyMode); 3] = [
-    ("enforce", PolicyMode::Enforce),
-    ("shadow", PolicyMode::Shadow),
-    ("off", PolicyMode::Off),
+/// The modes of a policy; `None`: the policy is only validated.
+const POLICY_MODES: [(&str, Option<PolicyMode>); 4] = [
+    (PolicyMode::Enforce.name(), Some(PolicyMode::Enforce)),
+    (PolicyMode::Mark.name(), Some(PolicyMode::Mark)),
+    (PolicyMode::Shadow.name(), Some(PolicyMode::Shadow)),
+    ("off", None),
 ];
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -58,10 +53,11 @@ pub(super) fn build_policies<'a>(
     for reader in tables {
         reject_duplicate_name(&reader, &mut names);
         let mode = reader.get_keyword("mode", &POLICY_MODES);
-        let Some(policy) = build_policy(&reader, context, mode == Some(PolicyMode::Shadow)) else {
+        let is_off = mode == Some(None);
+        let mode = mode.flatten().unwrap_or(PolicyMode::Enforce);
+        let Some(policy) = build_policy(&reader, context, mode) else {
             continue;
         };
-        let is_off = mode == Some(PolicyMode::Off);
         descriptions.push(describe::describe_policy(&policy, &reader, is_off));
         if !is_off {
             spanned_policies.push(PolicyWithReader { policy, reader });
@@ -93,7 +89,7 @@ fn reject_duplicate_name(reader: &TableReader<'_>, names: &mut BTreeMap<String, 
 fn build_policy(
     reader: &TableReader<'_>,
     context: &PolicyContext,
-    is_shadow: bool,
+    mode: PolicyMode,
 ) -> Option<Policy> {
     let name = reader.get_parsed("name", values::parse_name);
     let action_kind = reader.get_keyword(
@@ -110,14 +106,17 @@ fn build_policy(
     let matches_descriptors = conditions
         .as_ref()
         .is_some_and(|matcher| matcher.descriptor_conditions.is_some());
-    let action = match action_kind {
-        PolicyActionKind::Limit => build_quota(
-            reader,
-            context,
-            name.as_deref().unwrap_or("policy"),
-            is_shadow,
-        )
-        .map(|quota| PolicyAction::Limit(Box::new(quota))),
+    if mode == PolicyMode::Mark && action_kind == PolicyActionKind::Allow {
+        reader.report_error(
+            "mode",
+            "a policy with action = \"allow\" has no limit to mark; expected \"enforce\", \"shadow\" or \"off\"",
+        );
+    }
+    let mut action = match action_kind {
+        PolicyActionKind::Limit => {
+            build_quota(reader, context, name.as_deref().unwrap_or("policy"), mode)
+                .map(|quota| PolicyAction::Limit(Box::new(quota)))
+        }
         PolicyActionKind::Allow => reject_quota_keys(reader, "allow").map(|()| PolicyAction::Allow),
         PolicyActionKind::Deny => reject_quota_keys(reader, "deny").map(|()| PolicyAction::Deny),
     };
@@ -140,6 +139,10 @@ fn build_policy(
             },
         )
     });
+    let is_reported = reader.get_bool("report");
+    if let (Some(PolicyAction::Limit(quota)), Some(false)) = (&mut action, is_reported) {
+        quota.hide_limits();
+    }
     if let Some(PolicyAction::Limit(quota)) = &action {
         match matches_descriptors {
             true => reject_request_only_settings(reader, quota),
@@ -152,7 +155,8 @@ fn build_policy(
     Some(Policy {
         priority: reader.get_integer("priority")?,
         matcher: conditions.unwrap_or_default(),
-        shadow: is_shadow,
+        mode,
+        is_reported: is_reported?,
         on_store_failure: read_store_failure_mode(reader, context, matches_descriptors),
         reject_response: reject,
         // Unwrapped last, so that all errors of the policy are reported before it is dropped.

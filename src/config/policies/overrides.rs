@@ -5,7 +5,7 @@ use super::limits::build_limits;
 use crate::config::table_reader::TableReader;
 use crate::policy::{KeyTemplate, LimitOverride};
 
-/// Builds an override. `key` is the policy's key, or `Retry` if it is invalid.
+/// Builds an override. `key` is the policy's key, or `None` if it is invalid.
 pub(super) fn build_override(
     reader: &TableReader<'_>,
     context: &PolicyContext,

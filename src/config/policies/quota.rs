@@ -6,29 +6,28 @@ use super::lease;
 use super::limits::{build_limits, is_concurrency_limit, to_micros};
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use super::overrides::build_override;
+use super::restrictions::reject_settings_without_response;
 use super::shards::check_shards;
 use crate::config::keywords::MISSING_KEY_MODES;
 use crate::config::table_reader::TableReader;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{CostSource, KeyPart, KeyTemplate, LimitOverrides, Quota};
+use crate::policy::{
+    CostSource, KeyComponent, KeyPart, KeyTemplate, LimitOverrides, PolicyMode, Quota,
+};
 
 /// Builds the quota of a policy with action `limit`.
 pub(super) fn build_quota(
     reader: &TableReader<'_>,
     context: &PolicyContext,
     name: &str,
-    is_shadow: bool,
+    mode: PolicyMode,
 ) -> Option<Quota> {
-    let parts = reader.get_list("key", |text| match KeyPart::parse(text, &context.path)? {
-        KeyPart::Claim(_) if context.claim_trust.is_none() => {
-            Err(NO_TRUSTED_TOKENS_ERROR.to_owned())
-        }
-        part => Ok(part),
-    });
+    let parts = reader.get_list("key", |text| parse_key_component(text, context));
     // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
-    let key = KeyTemplate::new(parts);
+    let key = KeyTemplate::from_components(parts, context.key_hasher.clone());
     let cost = build_cost(reader);
+    reject_settings_without_response(reader);
     let limits = build_limits(reader, context, name);
     if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) {
         reader.report_warning("cost", "requests with cost 0 are never limited");
@@ -42,7 +41,7 @@ pub(super) fn build_quota(
     let overrides = overrides
         .iter()
         .filter_map(|table| build_override(table, context, name, all_parts_valid.then_some(&key)));
-    let overrides = LimitOverrides::new(name, overrides.collect());
+    let overrides = LimitOverrides::new(name, &key, overrides.collect());
     if let (Some(cost), Some(limits)) = (&cost, &limits) {
         warn_if_cost_exceeds_capacity(reader, cost.min_units(), limits);
     }
@@ -64,19 +63,12 @@ pub(super) fn build_quota(
     }
     let shards = reader.get_integer("shards").unwrap_or(1);
     if shards > 1 {
-        check_shards(
-            reader,
-            context,
-            is_shadow,
-            shards,
-            cost.as_ref(),
-            all_limits(),
-        );
+        check_shards(reader, context, mode, shards, cost.as_ref(), all_limits());
     }
     let quota = Quota {
         key,
         lease: None,
-        block: build_block(reader, is_shadow),
+        block: build_block(reader, mode),
         missing_key: reader
             .get_keyword("missing_key", &MISSING_KEY_MODES)
             .unwrap_or(context.missing_key),
@@ -87,16 +79,32 @@ pub(super) fn build_quota(
         overrides,
     };
     Some(Quota {
-        lease: lease::build_lease(reader, &quota, is_shadow, context.uses_memory_store),
+        lease: lease::build_lease(reader, &quota, mode, context.uses_memory_store),
         ..quota
     })
 }
 
+fn parse_key_component(text: &str, context: &PolicyContext) -> Result<KeyComponent, String> {
+    let component = KeyComponent::parse(text, &context.path)?;
+    match component.part {
+        KeyPart::Claim(_) if context.claim_trust.is_none() => {
+            Err(NO_TRUSTED_TOKENS_ERROR.to_owned())
+        }
+        _ => Ok(component),
+    }
+}
+
 /// Builds the block of `block_for`.
-fn build_block(reader: &TableReader<'_>, is_shadow: bool) -> Option<Limit> {
+fn build_block(reader: &TableReader<'_>, mode: PolicyMode) -> Option<Limit> {
     let duration = reader.get_duration("block_for")?;
-    if is_shadow {
-        reader.report_warning("block_for", "without effect: a shadow policy blocks no key");
+    if mode != PolicyMode::Enforce {
+        reader.report_warning(
+            "block_for",
+            &format!(
+                "without effect: a policy in mode \"{}\" blocks no key",
+                mode.name()
+            ),
+        );
     }
     Some(Limit {
         requests: 1,

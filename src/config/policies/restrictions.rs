@@ -26,7 +26,7 @@ pub(super) fn reject_request_only_settings(reader: &TableReader<'_>, quota: &Quo
             reader.report_error("cost", "a call of the rate-limit service has no header; expected a number, which is multiplied by hits_addend");
         }
         CostSource::Estimate(_) => {
-            reader.report_error("cost", "a call of the rate-limit service has no response; expected a number, which is multiplied by hits_addend");
+            reader.report_error(name_estimate_key(reader), "a call of the rate-limit service has no response; expected a number as cost, which is multiplied by hits_addend");
         }
     }
     let key = if reader.contains_key("limits") {
@@ -63,7 +63,7 @@ pub(super) fn reject_descriptor_key_parts(reader: &TableReader<'_>, quota: &Quot
 pub(super) fn reject_response_dependent_settings(reader: &TableReader<'_>, quota: &Quota) {
     if quota.cost.as_estimate().is_some() {
         reader.report_error(
-            "cost",
+            name_estimate_key(reader),
             "calls at check.address carry no response; expected no estimate, or no [check]",
         );
     }
@@ -77,6 +77,30 @@ pub(super) fn reject_response_dependent_settings(reader: &TableReader<'_>, quota
     }
 }
 
+/// Reports settings that count requests before their response, beside `count_when`.
+pub(super) fn reject_settings_without_response(reader: &TableReader<'_>) {
+    if !reader.contains_key("count_when") {
+        return;
+    }
+    if reader.contains_key("block_for") {
+        reader.report_error("block_for", "not with count_when: a refusal may be caused by requests whose response is still unknown; expected a longer per");
+    }
+    if reader.get_bool("count_rejected") == Some(true) {
+        reader.report_error(
+            "count_rejected",
+            "not with count_when: a rejected request has no response of the app; expected false",
+        );
+    }
+}
+
+/// The key that makes the response decide the cost.
+fn name_estimate_key(reader: &TableReader<'_>) -> &'static str {
+    match reader.contains_key("count_when") {
+        true => "count_when",
+        false => "cost",
+    }
+}
+
 /// Reports quota keys in a policy with action `allow` or `deny`.
 pub(super) fn reject_quota_keys(reader: &TableReader<'_>, action: &str) -> Option<()> {
     for key in [
@@ -84,6 +108,7 @@ pub(super) fn reject_quota_keys(reader: &TableReader<'_>, action: &str) -> Optio
         "limit",
         "limits",
         "cost",
+        "count_when",
         "block_for",
         "count_rejected",
         "lease",

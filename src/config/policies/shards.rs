@@ -5,14 +5,14 @@ use super::limits::is_concurrency_limit;
 use crate::config::keywords::ON_STORE_FAILURE_MODES;
 use crate::config::table_reader::TableReader;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{CostSource, NamedLimit, OnStoreFailure};
+use crate::policy::{CostSource, NamedLimit, OnStoreFailure, PolicyMode};
 
 /// Checks the settings of a sharded policy. One shard decides each request, so settings that need
 /// all counters of a key are errors.
 pub(super) fn check_shards<'a>(
     reader: &TableReader<'_>,
     context: &PolicyContext,
-    is_shadow: bool,
+    mode: PolicyMode,
     shards: u16,
     cost: Option<&CostSource>,
     limits: impl Iterator<Item = &'a NamedLimit> + Clone,
@@ -20,10 +20,13 @@ pub(super) fn check_shards<'a>(
     if !context.uses_redis_cluster {
         reader.report_warning("shards", "without effect: sharding needs a Redis Cluster");
     }
-    if is_shadow {
+    if mode != PolicyMode::Enforce {
         reader.report_warning(
             "shards",
-            "a shadow policy asks only one shard, so it reports more rejections than enforcement would cause",
+            &format!(
+                "in mode \"{}\" a policy asks only one shard, so it reports more rejections than enforcement would cause",
+                mode.name()
+            ),
         );
     }
     let store_failure_mode = reader
@@ -76,7 +79,7 @@ pub(super) fn check_shards<'a>(
     if cost.is_some_and(|cost| cost.as_estimate().is_some()) {
         reader.report_error(
             "shards",
-            "an estimate is settled on one counter; expected no shards",
+            "an estimate (also of count_when) is settled on one counter; expected no shards",
         );
     }
 }

@@ -60,6 +60,8 @@ pub(in crate::config) enum ValueKind {
     Secret(&'static str),
     /// A list of strings, or one string.
     TextList(&'static str),
+    /// A list of statuses: integers, or classes such as `"4xx"`.
+    StatusList,
     /// A list of strings that no message quotes.
     SecretList(&'static str),
     Table(&'static [SchemaKey]),
@@ -178,6 +180,7 @@ impl fmt::Display for ValueKind {
             Keyword(words) => f.write_str(&join_alternatives(words)),
             Text(description) | Secret(description) | Map(description) => f.write_str(description),
             TextList(description) | SecretList(description) => write!(f, "a list of {description}"),
+            ValueKind::StatusList => f.write_str("a list of statuses such as 401 or \"4xx\""),
             Table(_) => f.write_str("a table"),
             TableList(_) => f.write_str("a list of tables"),
         }

@@ -3,7 +3,7 @@
 use super::key::*;
 use std::time::Duration;
 
-pub(super) static POLICY: [SchemaKey; 17] = [
+pub(super) static POLICY: [SchemaKey; 19] = [
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
@@ -26,7 +26,7 @@ pub(super) static POLICY: [SchemaKey; 17] = [
         "key",
         TextList("key parts such as \"client_ip\" or \"header:x-user-id\""),
         Default(""),
-        "Key parts: each combination of values has its own quota. Empty: one quota for all.",
+        "Key parts: each combination of values has its own quota. Empty: one quota for all. `;hash` after header, query, cookie, jwt or descriptor stores only a hash of the value. It is the default for names such as authorization, api-key, token and session; `;plain` stores the value.",
     ),
     key(
         "limit",
@@ -43,9 +43,15 @@ pub(super) static POLICY: [SchemaKey; 17] = [
     ),
     key(
         "mode",
-        Keyword(&["enforce", "shadow", "off"]),
+        Keyword(&["enforce", "mark", "shadow", "off"]),
         Default("enforce"),
-        "\"shadow\": counts in separate counters and rejects nothing. \"off\": only validated.",
+        "\"mark\" forwards requests over the limit with X-Tidegate-Over: POLICY (defaults.mark_header). \"shadow\" counts in separate counters and rejects nothing. \"off\": only validated.",
+    ),
+    key(
+        "report",
+        Bool,
+        Default("true"),
+        "false: no response has the policy's limits or its name. Logs and metrics have both.",
     ),
     key(
         "cost",
@@ -58,13 +64,19 @@ pub(super) static POLICY: [SchemaKey; 17] = [
         "Units that a request takes from each limit. A table reads them from a header or the response.",
     ),
     key(
+        "count_when",
+        Table(&COUNT_WHEN),
+        Optional,
+        "Counts a request only if its response has one of these statuses. Units are reserved at arrival and returned otherwise. Not with lease, shards, block_for, count_rejected, [check], descriptors or a cost that is not a number.",
+    ),
+    key(
         "block_for",
         ValueKind::Duration {
             min: Duration::from_millis(1),
             max: MAX_PERIOD,
         },
         Optional,
-        "After a rejection, reject the same key for this long. Not in shadow mode.",
+        "After a rejection, reject the same key for this long. Only in mode \"enforce\".",
     ),
     key(
         "count_rejected",
@@ -108,7 +120,14 @@ pub(super) static POLICY: [SchemaKey; 17] = [
     ),
 ];
 
-pub(super) static COST: [SchemaKey; 6] = [
+pub(super) static COUNT_WHEN: [SchemaKey; 1] = [key(
+    "status",
+    ValueKind::StatusList,
+    Required,
+    "Statuses that count. Those of tidegate's own 502 and 504 count only if listed; a client that leaves early always counts.",
+)];
+
+pub(in crate::config) static COST: [SchemaKey; 6] = [
     key(
         "header",
         Text("the name of a header"),

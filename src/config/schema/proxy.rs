@@ -1,4 +1,4 @@
-//! Keys of `[listen]`, `[rls]`, `[check]`, `[upstream]`, `[client]` and `[path]`.
+//! Keys of `[listen]`, `[rls]`, `[check]`, `[upstream]` and `[path]`.
 
 use super::key::*;
 
@@ -179,7 +179,7 @@ pub(super) static RLS: [SchemaKey; 4] = [
     key("tls", Table(&LISTEN_TLS), Optional, "TLS with callers."),
 ];
 
-pub(super) static CHECK: [SchemaKey; 4] = [
+pub(super) static CHECK: [SchemaKey; 5] = [
     key(
         "address",
         SERVICE_ADDRESS,
@@ -197,6 +197,12 @@ pub(super) static CHECK: [SchemaKey; 4] = [
         integer(401, 403),
         Optional,
         "Status of all denials, for nginx; X-Tidegate-Status has the original one. Absent: the proxy's status, but to Envoy 429 instead of 503.",
+    ),
+    key(
+        "joined_headers",
+        Keyword(&["reject", "allow"]),
+        Default("reject"),
+        "Key headers with a comma: 400, because Envoy joins repeated lines with commas and forwards both lines; or read as sent. Conditions on headers read each part too. \"allow\": only if the proxy in front rejects or replaces repeated lines.",
     ),
     key("tls", Table(&LISTEN_TLS), Optional, "TLS with callers."),
 ];
@@ -315,78 +321,6 @@ pub(super) static UPSTREAM_TLS: [SchemaKey; 4] = [
         Text("a host name"),
         Optional,
         "Name to verify. Absent: the host of the URL.",
-    ),
-];
-
-pub(super) static CLIENT: [SchemaKey; 7] = [
-    key(
-        "trusted_proxies",
-        TextList("networks such as \"10.0.0.0/8\""),
-        Default(""),
-        "Proxies in front of tidegate, such as an ingress. Their ip_header is trusted.",
-    ),
-    key(
-        "ip_header",
-        Text("the name of a header"),
-        Default("x-forwarded-for"),
-        "Header with the client address: x-forwarded-for, forwarded, or another with one address, such as x-real-ip.",
-    ),
-    key(
-        "ipv6_prefix",
-        integer(0, 128),
-        Default("64"),
-        "Bits of an IPv6 address that identify a client.",
-    ),
-    key(
-        "ipv4_prefix",
-        integer(0, 32),
-        Default("32"),
-        "Bits of an IPv4 address that identify a client.",
-    ),
-    key(
-        "ambiguous_query",
-        Keyword(&["reject", "allow"]),
-        Default("reject"),
-        "Requests that lenient parsers read another query key from, such as [id]= or ID= beside id=, a ; in the value, invalid UTF-8, more than 1000 parameters: 400, or only the exact name counts. \"allow\": if the app's parser is lenient, each spelling has its own quota.",
-    ),
-    key(
-        "ambiguous_cookie",
-        Keyword(&["reject", "allow"]),
-        Default("reject"),
-        "Cookies in keys with a backslash, a byte above 0x7F, or a name that lenient parsers fold: 400, or read as sent. \"allow\": if the app unescapes, each spelling has its own quota.",
-    ),
-    key(
-        "jwt",
-        Table(&CLIENT_JWT),
-        Optional,
-        "Token verification, for jwt in keys and matches.",
-    ),
-];
-
-pub(super) static CLIENT_JWT: [SchemaKey; 4] = [
-    key(
-        "keys_file",
-        Text("the path of a JWK set"),
-        Default(""),
-        "Keys that verify tokens, as JSON (RFC 7517).",
-    ),
-    key(
-        "secret_file",
-        Text("the path of a file that holds the secret"),
-        Default(""),
-        "Instead of keys_file: the secret of HS256, HS384 and HS512. Trailing white space is ignored.",
-    ),
-    key(
-        "header",
-        Text("the name of a header"),
-        Default("authorization"),
-        "Header with the token. In authorization it follows \"Bearer\"; in others that is optional.",
-    ),
-    key(
-        "verify",
-        Bool,
-        Default("true"),
-        "false: trust claims without a signature check. Only if a proxy in front verifies tokens.",
     ),
 ];
 

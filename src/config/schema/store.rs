@@ -7,7 +7,7 @@ pub(super) static STORE: [SchemaKey; 4] = [
         "kind",
         Keyword(&["memory", "redis"]),
         Default("memory"),
-        "Counters in this process, lost when it ends; or in Redis, shared by all replicas.",
+        "Counters in this process, lost when it ends; or in Redis, shared by all replicas. Absent beside redis.url or redis.urls: \"redis\".",
     ),
     key(
         "state_dir",
@@ -44,7 +44,7 @@ pub(super) static STORE_MEMORY: [SchemaKey; 2] = [
     ),
 ];
 
-pub(super) static STORE_REDIS: [SchemaKey; 17] = [
+pub(super) static STORE_REDIS: [SchemaKey; 19] = [
     key(
         "topology",
         Keyword(&["standalone", "sentinel", "cluster"]),
@@ -76,6 +76,12 @@ pub(super) static STORE_REDIS: [SchemaKey; 17] = [
         "ACL user for the sentinels. Empty: the default user.",
     ),
     key(
+        "sentinel_username_file",
+        Text("the path of a file that holds the name"),
+        Default(""),
+        "Instead of sentinel_username: file with the name.",
+    ),
+    key(
         "sentinel_password_file",
         Text("the path of a file that holds the password"),
         Default(""),
@@ -86,6 +92,12 @@ pub(super) static STORE_REDIS: [SchemaKey; 17] = [
         Text("the name of an ACL user"),
         Default(""),
         "ACL user. Empty: the default user.",
+    ),
+    key(
+        "username_file",
+        Text("the path of a file that holds the name"),
+        Default(""),
+        "Instead of username: file with the name.",
     ),
     key(
         "password_file",

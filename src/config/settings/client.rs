@@ -1,13 +1,73 @@
-//! `[client]`, `[client.jwt]` and `[path]`: the client address, tokens and paths.
+//! `[client]` and `[path]`: the client address and paths.
 
 use crate::config::input::ConfigInput;
 use crate::config::key_files::{is_path_set, read_text_file};
-use crate::config::policies::context::ClaimTrust;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
+use crate::limiter::{Algorithm, Limit};
 use crate::policy::path::{EscapedDelimiters, EscapedSlashes, ForwardedPath};
-use crate::policy::{client, jwt, path};
+use crate::policy::{KeyHasher, NamedLimit, SelfServiceSettings, client, path};
 use http::HeaderName;
+use http::uri::PathAndQuery;
+
+/// Builds the settings of self-service. The inner `None` means that it is off.
+pub(super) fn build_self_service_settings(
+    root: &TableReader<'_>,
+    has_upstream: bool,
+) -> Option<Option<SelfServiceSettings>> {
+    /// The window moves in tenths of its period.
+    const SUB_WINDOWS: u64 = 10;
+    let Some(reader) = root.get_optional_table("self_service") else {
+        return Some(None);
+    };
+    if !has_upstream {
+        reader.report_warning("path", "without effect: nothing listens at listen.address");
+    }
+    let path = reader.get_parsed("path", parse_self_service_path)?;
+    let limit = reader.get_table("limit");
+    let limit = Limit {
+        requests: limit.get_integer("requests")?,
+        per_us: u64::try_from(limit.get_duration("per")?.as_micros()).unwrap_or(u64::MAX),
+        algorithm: Algorithm::SlidingWindow {
+            buckets: SUB_WINDOWS,
+        },
+    };
+    Some(Some(SelfServiceSettings {
+        path: path.into(),
+        limit: NamedLimit {
+            is_reported: true,
+            name: "self_service".into(),
+            unit: None,
+            limit,
+        },
+        trusted_headers: read_trusted_headers(&root.get_table("client")),
+    }))
+}
+
+fn parse_self_service_path(text: &str) -> Result<String, String> {
+    let is_path =
+        text.starts_with('/') && !text.contains(['?', '#']) && text.parse::<PathAndQuery>().is_ok();
+    is_path
+        .then(|| text.to_owned())
+        .ok_or_else(|| "expected a path such as \"/.well-known/ratelimit\"".to_owned())
+}
+
+/// Builds the hasher of key values. Returns `None` after an error.
+pub(super) fn build_key_hasher(input: &ConfigInput, reader: &TableReader<'_>) -> Option<KeyHasher> {
+    const KEY: &str = "hash_secret_file";
+    if !is_path_set(reader, KEY) || !input.reads_key_files() {
+        return Some(KeyHasher::default());
+    }
+    let secret = read_text_file(input, reader, KEY, "secret")?;
+    KeyHasher::from_secret(secret.as_bytes())
+        .map_err(|reason| reader.report_error(KEY, &reason))
+        .ok()
+}
+
+/// The headers that the gateway in front always sets or removes.
+pub(super) fn read_trusted_headers(reader: &TableReader<'_>) -> Vec<HeaderName> {
+    reader.get_list("trusted_headers", values::parse_header_name)
+}
 
 const REJECT_OR_ALLOW: [(&str, bool); 2] = [("reject", true), ("allow", false)];
 
@@ -23,74 +83,6 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::
         ipv6_prefix: reader.get_integer("ipv6_prefix")?,
         rejects_ambiguous_query: reader.get_keyword("ambiguous_query", &REJECT_OR_ALLOW)?,
         rejects_ambiguous_cookie: reader.get_keyword("ambiguous_cookie", &REJECT_OR_ALLOW)?,
-    })
-}
-
-const JWT_KEY_FILES: [&str; 2] = ["keys_file", "secret_file"];
-
-/// Returns how token claims are trusted. `Retry` if no key is configured.
-pub(super) fn read_claim_trust(reader: &TableReader<'_>) -> Option<ClaimTrust> {
-    match reader.get_bool("verify") {
-        Some(false) => Some(ClaimTrust::Unverified),
-        _ if JWT_KEY_FILES.iter().any(|key| is_path_set(reader, key)) => Some(ClaimTrust::Signed),
-        _ => None,
-    }
-}
-
-/// Builds the token settings. Reports warnings about the keys.
-pub(super) fn build_jwt_settings(
-    input: &ConfigInput,
-    reader: &TableReader<'_>,
-    claims: ClaimTrust,
-) -> Option<jwt::Settings> {
-    let header = reader.get_parsed("header", values::parse_header_name)?;
-    if claims == ClaimTrust::Unverified {
-        reader.report_warning(
-            "verify",
-            "unverified JWT: claims are trusted without a signature check",
-        );
-        for key in JWT_KEY_FILES
-            .into_iter()
-            .filter(|key| is_path_set(reader, key))
-        {
-            reader.report_warning(key, "without effect: verify is false");
-        }
-        return Some(jwt::Settings {
-            header,
-            verification: jwt::SignatureVerification::Disabled,
-        });
-    }
-    let (key, (keys, warnings)) = match JWT_KEY_FILES.map(|key| is_path_set(reader, key)) {
-        [true, true] => {
-            reader.report_error(
-                "secret_file",
-                "both keys_file and secret_file are set; expected one of them",
-            );
-            return None;
-        }
-        [true, false] => {
-            let text = read_text_file(input, reader, "keys_file", "JWK set")?;
-            match jwt::VerificationKeys::from_jwks(&text) {
-                Ok(read) => ("keys_file", read),
-                Err(reason) => {
-                    reader.report_error("keys_file", &reason);
-                    return None;
-                }
-            }
-        }
-        [false, _] => (
-            "secret_file",
-            jwt::VerificationKeys::from_secret(
-                read_text_file(input, reader, "secret_file", "secret")?.as_bytes(),
-            ),
-        ),
-    };
-    for warning in warnings {
-        reader.report_warning(key, &warning);
-    }
-    Some(jwt::Settings {
-        header,
-        verification: jwt::SignatureVerification::Keys(keys),
     })
 }
 

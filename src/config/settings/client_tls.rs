@@ -65,7 +65,10 @@ pub(super) fn build_client_tls(
     };
     let (ca, cert, key) = (pem("ca"), pem("cert"), pem("key"));
     digest.update(text("server_name").unwrap_or_default());
-    let roots = select_root_certificates(reader, ca.as_deref());
+    let roots = match input.reads_key_files() {
+        true => select_root_certificates(reader, ca.as_deref()),
+        false => Some(RootCertStore::empty()),
+    };
     let wrong = |key: &'static str| {
         move |reason: String| reader.report_error(key, &format!("in the file: {reason}"))
     };

@@ -8,7 +8,7 @@ const CONNECTION_SHARE_PERCENT: u64 = 60;
 /// cgroup v1 reports this limit or a larger one if there is none.
 const MIN_UNLIMITED_BYTES: u64 = 1 << 60;
 
-/// Default of `listen.max_memory`. `Retry` if the container has no memory limit.
+/// Default of `listen.max_memory`. `None` if the container has no memory limit.
 pub(super) fn default_connection_memory() -> Option<usize> {
     let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     limit_files(&own)

@@ -4,7 +4,9 @@ use super::{container_memory, listen_tls};
 use crate::config::input::ConfigInput;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
-use crate::proxy::{ExtraListenerSettings, ListenSettings, ListenerKind, MAX_MESSAGE_BYTES};
+use crate::proxy::{
+    ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, MAX_MESSAGE_BYTES,
+};
 use http::StatusCode;
 use ipnet::IpNet;
 use std::sync::Arc;
@@ -39,7 +41,7 @@ pub(super) fn build_listen_settings(
     })
 }
 
-/// Builds the listeners of `[rls]` and `[check]`. Returns `Retry` after an error.
+/// Builds the listeners of `[rls]` and `[check]`. Returns `None` after an error.
 pub(super) fn build_service_listeners(
     input: &ConfigInput,
     rls: Option<&TableReader<'_>>,
@@ -56,9 +58,15 @@ pub(super) fn build_service_listeners(
     listeners.into_iter().collect()
 }
 
-/// Reads the status code of all denials sent by the ext_authz listener.
-pub(super) fn read_denied_status(check: &TableReader<'_>) -> Option<StatusCode> {
-    StatusCode::from_u16(check.get_integer("refused_status")?).ok()
+pub(super) fn read_ext_authz_settings(check: &TableReader<'_>) -> ExtAuthzSettings {
+    let status = check.get_integer("refused_status");
+    ExtAuthzSettings {
+        denied_status: status.and_then(|status| StatusCode::from_u16(status).ok()),
+        // `None` after an error, which `check` has reported.
+        rejects_joined_headers: check
+            .get_keyword("joined_headers", &[("reject", true), ("allow", false)])
+            .unwrap_or(true),
+    }
 }
 
 /// Builds the listener of `[rls]` or `[check]`. `[listen.http]` sets its timeouts and head limits.
@@ -99,7 +107,7 @@ fn build_service_listener(
     Some(ExtraListenerSettings { kind, listen, tls })
 }
 
-/// Reads the networks that may send a PROXY header. The inner `Retry` means that the PROXY protocol
+/// Reads the networks that may send a PROXY header. The inner `None` means that the PROXY protocol
 /// is off.
 fn read_proxy_protocol_networks(reader: &TableReader<'_>) -> Option<Option<Vec<IpNet>>> {
     let is_required = reader.get_keyword("proxy_protocol", &[("off", false), ("require", true)])?;

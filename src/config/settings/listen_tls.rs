@@ -2,7 +2,7 @@
 
 use crate::clock;
 use crate::config::input::ConfigInput;
-use crate::config::key_files::read_pem_file;
+use crate::config::key_files::{is_path_set, read_pem_file};
 use crate::config::table_reader::TableReader;
 use crate::tls::{
     ClientAuth, ClientAuthSettings, IdentityError, RevocationLists, ServerIdentity, ServerTls,
@@ -10,8 +10,11 @@ use crate::tls::{
 
 const DAY_S: u64 = 86_400;
 
-/// Builds the TLS settings of a listener. Returns `Retry` after an error.
+/// Builds the TLS settings of a listener. Returns `None` after an error.
 pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) -> Option<ServerTls> {
+    if !input.reads_key_files() {
+        return check_keys_without_files(reader);
+    }
     let mut identities = vec![read_server_identity(input, reader)];
     for more in reader.get_tables("certificates") {
         let identity = read_server_identity(input, &more);
@@ -27,35 +30,16 @@ pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) ->
         identities.push(identity);
     }
     let auth = reader.get_keyword("client_auth", &CLIENT_AUTH_MODES)?;
-    let client_ca = reader
-        .get_string("client_ca")
-        .filter(|path| !path.is_empty());
-    match (auth, &client_ca) {
-        (ClientAuth::None, Some(_)) => reader.report_warning(
-            "client_ca",
-            "without effect: client_auth is \"none\"; expected client_auth = \"optional\" or \"require\"",
-        ),
-        (ClientAuth::Optional | ClientAuth::Require, None) => {
-            reader.report_error("client_auth", "no CA to verify client certificates; expected client_ca too");
-        }
-        _ => {}
-    }
-    let client_ca = client_ca.and_then(|_| read_pem_file(input, reader, "client_ca"));
-    let client_crl = reader
-        .get_string("client_crl")
-        .filter(|path| !path.is_empty());
-    if client_crl.is_some() && auth == ClientAuth::None {
-        reader.report_warning(
-            "client_crl",
-            "without effect: client_auth is \"none\"; expected client_auth = \"optional\" or \"require\"",
-        );
-    }
-    let client_crl = match client_crl {
-        Some(_) => Some(parse_revocation_lists(
+    check_client_auth(reader, auth);
+    let client_ca = is_path_set(reader, "client_ca")
+        .then(|| read_pem_file(input, reader, "client_ca"))
+        .flatten();
+    let client_crl = match is_path_set(reader, "client_crl") {
+        true => Some(parse_revocation_lists(
             reader,
             &read_pem_file(input, reader, "client_crl")?,
         )?),
-        None => None,
+        false => None,
     };
     // All identities have been read, and their errors reported.
     let identities = identities.into_iter().collect::<Option<Vec<_>>>()?;
@@ -71,6 +55,51 @@ pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) ->
     server
         .map_err(|reason| reader.report_error("client_ca", &format!("in the file: {reason}")))
         .ok()
+}
+
+/// Checks the keys of the table, and returns settings without a certificate.
+fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
+    check_client_auth(
+        reader,
+        reader.get_keyword("client_auth", &CLIENT_AUTH_MODES)?,
+    );
+    let certificates = reader.get_tables("certificates");
+    let are_set = std::iter::once(reader).chain(&certificates).all(|table| {
+        ["cert", "key"].iter().all(|key| {
+            let is_set = is_path_set(table, key);
+            if !is_set && table.contains_key(key) {
+                table.report_error(key, "expected the path of a PEM file");
+            }
+            is_set
+        })
+    });
+    let clients = ClientAuthSettings {
+        auth: ClientAuth::None,
+        ca: None,
+        crl: None,
+    };
+    are_set.then(|| ServerTls::new(Vec::new(), &clients).ok())?
+}
+
+/// Checks that the keys about client certificates fit `client_auth`.
+fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
+    if auth != ClientAuth::None {
+        if !is_path_set(reader, "client_ca") {
+            reader.report_error(
+                "client_auth",
+                "no CA to verify client certificates; expected client_ca too",
+            );
+        }
+        return;
+    }
+    for key in ["client_ca", "client_crl"] {
+        if is_path_set(reader, key) {
+            reader.report_warning(
+                key,
+                "without effect: client_auth is \"none\"; expected client_auth = \"optional\" or \"require\"",
+            );
+        }
+    }
 }
 
 const CLIENT_AUTH_MODES: [(&str, ClientAuth); 3] = [

@@ -3,15 +3,18 @@
 mod client;
 mod client_tls;
 mod container_memory;
+mod jwt;
 mod listen;
 mod listen_tls;
 mod operation;
 mod redis;
 mod response;
 mod store;
+mod telemetry;
 mod upstream;
 
 pub(super) use operation::build_admin_settings;
+pub(super) use redis::build_redis_settings;
 
 use super::file_set::FileSet;
 use super::input::ConfigInput;
@@ -23,12 +26,14 @@ use super::policies::build_policies;
 use super::policies::context::{ClaimTrust, PolicyContext, PolicyWithReader};
 use super::raw_config::RawConfig;
 use super::table_reader::TableReader;
-use crate::policy::{self, PolicyTable, RateLimitHeaderSettings};
+use super::values;
+use crate::policy::{self, KeyHasher, PolicyTable, RateLimitHeaderSettings};
 use crate::store::redis::RedisTopology;
+use http::HeaderName;
 use std::sync::Arc;
 
 /// Builds the settings of all modules from the read tables. Errors are reported to `input`. Returns
-/// `Retry` if a key without a default is absent or invalid.
+/// `None` if a key without a default is absent or invalid.
 ///
 /// `raw`, `warnings` and `files` are empty. [`super::load`] sets these fields at the end.
 pub(super) fn build_config(
@@ -50,33 +55,28 @@ pub(super) fn build_config(
     let upstream = upstream::build_upstream_settings(input, &upstream_reader, &http, has_upstream);
     let service_listeners =
         listen::build_service_listeners(input, rls.as_ref(), check.as_ref(), listen.as_ref());
-    let ext_authz_denied_status = check.as_ref().and_then(listen::read_denied_status);
+    let ext_authz = check.as_ref().map(listen::read_ext_authz_settings);
     let store = store::build_store_settings(input, &root.get_table("store"));
     let shutdown = operation::build_shutdown_settings(&root.get_table("shutdown"));
     let admin = build_admin_settings(input, &root.get_table("admin"));
     let log = operation::build_log_settings(&root.get_table("log"));
-    let trace = operation::build_trace_settings(input, root);
-    let response_reader = root.get_table("response");
-    let headers = response::build_rate_limit_header_settings(&response_reader);
-    let cors = response::build_cors_origins(&response_reader.get_table("cors"));
+    let trace = telemetry::build_trace_settings(input, root);
+    let metric_export = telemetry::build_metric_export_settings(input, root);
+    let (headers, cors) = response::build_response_settings(&root.get_table("response"));
     let client_reader = root.get_table("client");
-    let jwt_reader = client_reader.get_table("jwt");
-    let claim_trust = client::read_claim_trust(&jwt_reader);
-    let tokens =
-        claim_trust.and_then(|trust| client::build_jwt_settings(input, &jwt_reader, trust));
+    let (claim_trust, tokens) = read_token_settings(input, &client_reader.get_table("jwt"));
+    let key_hasher = client::build_key_hasher(input, &client_reader);
     let context = build_policy_context(
         root,
-        client::build_client_settings(&client_reader)?,
+        key_hasher.clone().unwrap_or_default(),
         store.as_ref(),
         tls_reader.as_ref(),
         claim_trust,
         check.is_some(),
     )?;
     let tables = std::iter::once(root).chain(included);
-    let (policies, policy_descriptions) = build_policies(
-        tables.flat_map(|reader| reader.get_tables("policy")),
-        &context,
-    );
+    let policy_tables = tables.flat_map(|reader| reader.get_tables("policy"));
+    let (policies, policy_descriptions) = build_policies(policy_tables, &context);
     // Lints assume valid settings.
     if !input.has_errors()
         && let (Some(listen), Some(upstream), Some(store)) = (&listen, &upstream, &store)
@@ -91,25 +91,39 @@ pub(super) fn build_config(
         };
         lints::run_lints(&policies, &lint_context);
     }
-    let table = assemble_policy_table(policies, context, headers?, tokens).with_cors(cors);
+    let self_service = client::build_self_service_settings(root, has_upstream);
+    let table = assemble_policy_table(policies, context, headers?, tokens)
+        .with_cors(cors)
+        .with_self_service(self_service?);
     Some(Config {
         listen: listen?,
         tls: tls.map_or(Some(None), |tls| tls.map(Arc::new).map(Some))?,
         upstream: upstream?,
         has_upstream,
         service_listeners: service_listeners?,
-        ext_authz_denied_status,
+        ext_authz: ext_authz.unwrap_or_default(),
         policy_table: Arc::new(table),
+        key_hasher: key_hasher?,
         store: store?,
         shutdown: shutdown?,
         admin: admin?,
         log: log?,
         trace: trace?,
+        metric_export: metric_export?,
         policy_descriptions,
         warnings: Vec::new(),
         files: FileSet::default(),
         raw: RawConfig::default(),
     })
+}
+
+fn read_token_settings(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+) -> (Option<ClaimTrust>, Option<policy::jwt::Settings>) {
+    let trust = jwt::read_claim_trust(reader);
+    let tokens = trust.and_then(|trust| jwt::build_jwt_settings(input, reader, trust));
+    (trust, tokens)
 }
 
 fn assemble_policy_table(
@@ -119,16 +133,34 @@ fn assemble_policy_table(
     tokens: Option<policy::jwt::Settings>,
 ) -> PolicyTable {
     let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
-    let table = PolicyTable::new(policies, context.path, context.client, headers);
+    let table = PolicyTable::new(policies, context.path, context.client, headers)
+        .with_mark_header(context.mark_header);
     match tokens {
         Some(tokens) => table.with_token_settings(tokens),
         None => table,
     }
 }
 
+/// Reads `defaults.mark_header`. tidegate removes this header from each request.
+fn read_mark_header(
+    defaults: &TableReader<'_>,
+    client: &policy::client::Settings,
+) -> Option<HeaderName> {
+    defaults.get_parsed("mark_header", |text| {
+        let name = values::parse_header_name(text)?;
+        let is_used = name == client.ip_header
+            || name == "x-real-ip"
+            || name.as_str().starts_with("x-forwarded-");
+        match name.as_str().starts_with("x-") && !is_used {
+            true => Ok(name),
+            false => Err("expected a name of its own that starts with \"x-\"".to_owned()),
+        }
+    })
+}
+
 fn build_policy_context(
     root: &TableReader<'_>,
-    client_settings: policy::client::Settings,
+    key_hasher: KeyHasher,
     store: Option<&StoreSettings>,
     tls_reader: Option<&TableReader<'_>>,
     claim_trust: Option<ClaimTrust>,
@@ -139,12 +171,16 @@ fn build_policy_context(
         StoreSettings::Redis(redis) => redis.topology == RedisTopology::Cluster,
         StoreSettings::Memory(_) => false,
     };
+    let client = client::build_client_settings(&root.get_table("client"))?;
     Some(PolicyContext {
+        mark_header: read_mark_header(&defaults, &client)?,
         // Without valid store settings, a cluster is assumed, so that no follow-up warning is
         // reported.
         uses_redis_cluster: store.is_none_or(is_cluster),
-        client: client_settings,
+        client,
         path: client::build_path_settings(&root.get_table("path"))?,
+        key_hasher,
+        trusted_headers: client::read_trusted_headers(&root.get_table("client")),
         on_store_failure: defaults.get_keyword("on_store_failure", &ON_STORE_FAILURE_MODES)?,
         algorithm: defaults.get_keyword("algorithm", &ALGORITHMS)?,
         missing_key: defaults.get_keyword("missing_key", &MISSING_KEY_MODES)?,

@@ -2,7 +2,7 @@
 
 use super::client_tls;
 use crate::config::input::ConfigInput;
-use crate::config::key_files::read_text_file;
+use crate::config::key_files::{is_path_set, read_text_file};
 use crate::config::schema;
 use crate::config::table_reader::TableReader;
 use crate::config::values::{self, RedisUrl};
@@ -11,7 +11,7 @@ use crate::store::redis::{
 };
 
 /// Builds the Redis settings. Reads files only if `is_used`.
-pub(super) fn build_redis_settings(
+pub(in crate::config) fn build_redis_settings(
     input: &ConfigInput,
     reader: &TableReader<'_>,
     is_used: bool,
@@ -45,6 +45,7 @@ pub(super) fn build_redis_settings(
     let sentinel_keys = [
         ("sentinel_master", "mymaster"),
         ("sentinel_username", ""),
+        ("sentinel_username_file", ""),
         ("sentinel_password_file", ""),
     ];
     for (key, default) in sentinel_keys {
@@ -164,14 +165,35 @@ fn read_node_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<Redi
     urls
 }
 
+/// Reads the name of an ACL user from `key`, or from the file named by `key` with `_file`.
+fn read_username(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    is_used: bool,
+    key: &str,
+) -> Option<String> {
+    let file_key = format!("{key}_file");
+    let username = reader.get_string(key).filter(|name| !name.is_empty());
+    if !is_path_set(reader, &file_key) {
+        return username;
+    }
+    if username.is_some() {
+        reader.report_error(
+            &file_key,
+            &format!("{key} is set too; expected one of them"),
+        );
+    }
+    is_used
+        .then(|| read_text_file(input, reader, &file_key, "name"))
+        .flatten()
+}
+
 fn build_sentinel_login(
     input: &ConfigInput,
     reader: &TableReader<'_>,
     is_used: bool,
 ) -> RedisCredentials {
-    let username = reader
-        .get_string("sentinel_username")
-        .filter(|name| !name.is_empty());
+    let username = read_username(input, reader, is_used, "sentinel_username");
     let password = is_used
         .then(|| read_text_file(input, reader, "sentinel_password_file", "password"))
         .flatten();
@@ -187,9 +209,7 @@ fn build_redis_login(
     url: &RedisUrl,
     is_used: bool,
 ) -> RedisCredentials {
-    let username = reader
-        .get_string("username")
-        .filter(|name| !name.is_empty());
+    let username = read_username(input, reader, is_used, "username");
     if username.is_some() && url.login.username.is_some() {
         reader.report_error("username", "the URL holds a user too; expected one of them");
     }

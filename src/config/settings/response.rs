@@ -3,9 +3,16 @@
 use crate::config::table_reader::TableReader;
 use crate::policy::{CorsOrigins, RateLimitHeaderSettings};
 
-pub(super) fn build_rate_limit_header_settings(
+pub(super) fn build_response_settings(
     reader: &TableReader<'_>,
-) -> Option<RateLimitHeaderSettings> {
+) -> (Option<RateLimitHeaderSettings>, CorsOrigins) {
+    (
+        build_rate_limit_header_settings(reader),
+        build_cors_origins(&reader.get_table("cors")),
+    )
+}
+
+fn build_rate_limit_header_settings(reader: &TableReader<'_>) -> Option<RateLimitHeaderSettings> {
     let kinds = [
         ("standard", (true, false)),
         ("legacy", (false, true)),
@@ -22,7 +29,7 @@ pub(super) fn build_rate_limit_header_settings(
     })
 }
 
-pub(super) fn build_cors_origins(reader: &TableReader<'_>) -> CorsOrigins {
+fn build_cors_origins(reader: &TableReader<'_>) -> CorsOrigins {
     let cors = CorsOrigins::new(reader.get_list("allow_origins", CorsOrigins::parse_origin));
     if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 {
         reader.report_error(

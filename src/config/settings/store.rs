@@ -23,7 +23,7 @@ pub(super) fn build_store_settings(
     let redis = redis::build_redis_settings(input, &reader.get_table("redis"), use_redis)?;
     let state_dir = reader.get_parsed("state_dir", |path| match path {
         "" => Ok(None),
-        path if use_redis => check_state_directory(path).map(Some),
+        path if use_redis && input.reads_key_files() => check_state_directory(path).map(Some),
         path => Ok(Some(path.into())),
     })?;
     if state_dir.is_some() && !use_redis {

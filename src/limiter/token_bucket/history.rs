@@ -53,7 +53,7 @@ impl ChargeHistory {
         }
     }
 
-    /// Removes `units` from the charge at `at_us` and returns the debt at `now_us`; `Retry` if the
+    /// Removes `units` from the charge at `at_us` and returns the debt at `now_us`; `None` if the
     /// charge is too old.
     pub(super) fn credit_and_recompute_debt(
         &mut self,

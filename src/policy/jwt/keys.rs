@@ -51,6 +51,19 @@ impl VerificationKeys {
     /// # Errors
     /// Returns a message that reveals nothing of the text's content.
     pub fn from_jwks(text: &str) -> Result<(Self, Vec<String>), String> {
+        Self::parse_jwks(text, false)
+    }
+
+    /// Parses a JWK set that everyone can read, as [`Self::from_jwks`] does. Skips secrets: with a
+    /// public secret, everyone can sign tokens.
+    ///
+    /// # Errors
+    /// As [`Self::from_jwks`].
+    pub fn from_public_jwks(text: &str) -> Result<(Self, Vec<String>), String> {
+        Self::parse_jwks(text, true)
+    }
+
+    fn parse_jwks(text: &str, is_public: bool) -> Result<(Self, Vec<String>), String> {
         const EXPECTED: &str = "expected a JWK set such as {\"keys\": [{\"kty\": \"RSA\", …}]}";
         let mut set: Value = serde_json::from_str(text).map_err(|error| {
             format!(
@@ -65,6 +78,10 @@ impl VerificationKeys {
         let (mut trusted, mut warnings) = (Vec::new(), Vec::new());
         for (number, key) in (1..).zip(keys) {
             let is_private = key.get("d").is_some();
+            if is_public && key.get("kty").and_then(Value::as_str) == Some("oct") {
+                warnings.push(format!("key {number} is skipped: it is a secret"));
+                continue;
+            }
             match VerificationKey::from_jwk(key) {
                 Ok((key, warning)) => {
                     warnings.extend(warning.map(|warning| format!("key {number} {warning}")));
@@ -147,7 +164,7 @@ impl VerificationKey {
     /// Converts a key of a set. Also returns a warning, if there is one.
     ///
     /// # Errors
-    /// Returns the reason why the key is unusable, or `Retry` if it is clearly intended for another
+    /// Returns the reason why the key is unusable, or `None` if it is clearly intended for another
     /// use.
     fn from_jwk(key: Value) -> Result<(Self, Option<String>), Option<String>> {
         let unusable = |reason: &str| Some(reason.to_owned());

@@ -8,7 +8,7 @@ use super::settings::{EscapedSlashes, Settings};
 /// Normalizes a path for the upstream (RFC 3986, 6.2.2): unreserved characters are decoded, escapes
 /// are in upper case, `.` and `..` segments are resolved, and `merge_slashes` applies. Escaped
 /// slashes and backslashes separate segments with [`EscapedSlashes::Decode`] only. Parameters, case
-/// and the final slash stay. Returns `Retry` if nothing changes.
+/// and the final slash stay. Returns `None` if nothing changes.
 pub fn normalize_forwarded_path(path: &str, settings: &Settings) -> Option<String> {
     if !settings.normalize || !path.starts_with('/') {
         return None;

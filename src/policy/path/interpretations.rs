@@ -24,7 +24,7 @@ const CANDIDATE_OVERHEAD: usize = 256;
 pub struct PathInterpretations {
     readings: SmallVec<[Box<str>; 2]>,
     has_nested_escape: bool,
-    may_contain_query: bool,
+    possible_query: Option<Box<str>>,
 }
 
 /// Returns the interpretation of the root path.
@@ -74,16 +74,16 @@ impl PathInterpretations {
         self.has_nested_escape
     }
 
-    /// Whether an upstream may read a part of the path as the query.
-    pub fn may_contain_query(&self) -> bool {
-        self.may_contain_query
+    /// The part of the path that an upstream may read as the query, from its delimiter on.
+    pub(in crate::policy) fn possible_query(&self) -> Option<&str> {
+        self.possible_query.as_deref()
     }
 
     fn from_single_reading(path: &str) -> Self {
         Self {
             readings: smallvec![path.into()],
             has_nested_escape: false,
-            may_contain_query: false,
+            possible_query: None,
         }
     }
 
@@ -107,7 +107,7 @@ impl PathInterpretations {
         Ok(Self {
             readings: collector.readings,
             has_nested_escape: scan.has_nested_escape,
-            may_contain_query: scan.may_contain_query(settings),
+            possible_query: scan.possible_query(path, settings).map(Into::into),
         })
     }
 }

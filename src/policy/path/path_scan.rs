@@ -108,11 +108,12 @@ impl PathScan {
         Ok(())
     }
 
-    /// Whether an upstream may read what follows `%3F` or a semicolon as the query.
-    pub(super) fn may_contain_query(&self, settings: &Settings) -> bool {
+    /// What follows the first `%3F` or semicolon, if an upstream may read it as the query.
+    pub(super) fn possible_query<'p>(&self, path: &'p str, settings: &Settings) -> Option<&'p str> {
         let reads_delimiters = settings.escaped_delimiters == EscapedDelimiters::Both;
-        (self.escaped_question_mark.is_some() && reads_delimiters)
-            || (self.semicolon.is_some() && settings.strip_parameters)
+        let question_mark = self.escaped_question_mark.filter(|_| reads_delimiters);
+        let semicolon = self.semicolon.filter(|_| settings.strip_parameters);
+        path.get(question_mark.into_iter().chain(semicolon).min()?..)
     }
 
     /// Positions at which an upstream may take the path to end.

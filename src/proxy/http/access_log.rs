@@ -3,7 +3,8 @@
 //! Values from clients are log fields, never part of the message, so that the formatter escapes
 //! them.
 
-use crate::enforcer::{DecisionSource, LimitReport, RequestDecision};
+use crate::enforcer::{DecisionSource, LimitReport, RequestDecision, UnenforcedRejections};
+use crate::policy::PolicyMode;
 use crate::telemetry::trace::TraceId;
 use crate::telemetry::{AccessLogFilter, LogSettings, shorten_client_text};
 use http::StatusCode;
@@ -68,7 +69,9 @@ pub(in crate::proxy) struct AccessLogEntry<'a> {
     pub(in crate::proxy) decision: &'static str,
     /// The policy that rejected the request, if any.
     pub(in crate::proxy) policy: Option<&'a str>,
-    pub(in crate::proxy) shadow_rejected: &'a [&'a str],
+    pub(in crate::proxy) unenforced_rejections: Option<&'a UnenforcedRejections<'a>>,
+    /// The wait after which a rejected request would be admitted, if it is known.
+    pub(in crate::proxy) retry_after_us: Option<u64>,
     /// The evaluated limits; the line reports the one with the least remaining.
     pub(in crate::proxy) limits: &'a [LimitReport<'a>],
     /// Source of the decision, such as Redis or a lease.
@@ -90,7 +93,8 @@ impl AccessLogEntry<'_> {
             time_to_head: Duration::ZERO,
             decision: RequestDecision::Malformed.label(),
             policy: None,
-            shadow_rejected: &[],
+            unenforced_rejections: None,
+            retry_after_us: None,
             limits: &[],
             source: None,
             time_to_decision: None,
@@ -108,8 +112,8 @@ impl AccessLog {
         }
     }
 
-    /// Whether a line about a rejection may be written. After a second with omitted lines, a summary
-    /// is written.
+    /// Whether a line about a rejection may be written. After a second with omitted lines, a
+    /// summary is written.
     fn take_rejection_line(&self, policy: &str, now: Instant) -> bool {
         let mut rejection_lines = self.rejection_lines.borrow_mut();
         let Some(count) = rejection_lines.get_mut(policy) else {
@@ -161,15 +165,26 @@ impl AccessLog {
         // Tests for a rejecting policy, not for the decision: otherwise each request forwarded as
         // `degraded` during an outage would write a line.
         let is_rejected = entry.policy.is_some() || entry.decision == "malformed";
-        let is_logged_as_rejected = is_rejected || !entry.shadow_rejected.is_empty();
+        let unenforced_in = |mode| {
+            let all = entry.unenforced_rejections.into_iter();
+            all.flat_map(move |all| all.names_in_mode(mode))
+        };
+        let is_logged_as_rejected = is_rejected
+            || entry
+                .unenforced_rejections
+                .is_some_and(|all| !all.is_empty());
         if !self.filter_allows_request(is_logged_as_rejected)
             || (self.sample_rate < 1.0 && fastrand::f64() >= self.sample_rate)
         {
             return;
         }
         if self.mode == AccessLogFilter::Rejected {
-            let shadow_policy = entry.shadow_rejected.first().copied();
-            let policy = entry.policy.or(shadow_policy).unwrap_or_default();
+            let mut unenforced =
+                unenforced_in(PolicyMode::Mark).chain(unenforced_in(PolicyMode::Shadow));
+            let policy = entry
+                .policy
+                .or_else(|| unenforced.next())
+                .unwrap_or_default();
             if !self.take_rejection_line(policy, Instant::now()) {
                 return;
             }
@@ -184,10 +199,12 @@ impl AccessLog {
             status = entry.status.as_u16(),
             decision = entry.decision,
             policy = entry.policy,
-            shadow_rejected = join_policy_names(entry.shadow_rejected),
+            shadow_rejected = join_policy_names(unenforced_in(PolicyMode::Shadow)),
+            marked = join_policy_names(unenforced_in(PolicyMode::Mark)),
             limit = tightest.map(|limit| &*limit.limit.name),
             key = tightest.map(|limit| format!("{:032x}", limit.key_id)),
             remaining = tightest.map(|limit| limit.status.remaining),
+            retry_after_ms = entry.retry_after_us.map(|wait_us| wait_us.div_ceil(1000)),
             source = entry.source.map(DecisionSource::label),
             trace_id = entry.trace_id.map(|trace| trace.to_string()),
             decision_ms = entry.time_to_decision.map(to_millis),
@@ -197,7 +214,8 @@ impl AccessLog {
     }
 }
 
-fn join_policy_names(names: &[&str]) -> Option<String> {
+fn join_policy_names<'a>(names: impl Iterator<Item = &'a str>) -> Option<String> {
+    let names: Vec<&str> = names.collect();
     (!names.is_empty()).then(|| names.join(","))
 }
 

@@ -37,7 +37,7 @@ pub(in crate::proxy) struct ForwardingContext<'a> {
 pub(in crate::proxy) struct AddressText {
     ip: IpAddr,
     header_value: HeaderValue,
-    /// The address as the `for` parameter of a `UpstreamSpan` element.
+    /// The address as the `for` parameter of a `Forwarded` element.
     forwarded_element: Box<str>,
 }
 
@@ -418,7 +418,7 @@ fn format_ip_header_value(ip: IpAddr) -> HeaderValue {
     HeaderValue::try_from(ip.to_string()).expect("addresses are printed in visible ASCII")
 }
 
-/// Formats an address as the `for` parameter of a `UpstreamSpan` element (RFC 7239, 6).
+/// Formats an address as the `for` parameter of a `Forwarded` element (RFC 7239, 6).
 fn format_forwarded_for_parameter(ip: IpAddr) -> String {
     match ip {
         IpAddr::V4(ip) => format!("for={ip}"),

@@ -29,6 +29,8 @@ pub enum InboundRequestError {
     Path(#[from] PathError),
     #[error("the request has more than one header with a token; expected one")]
     RepeatedTokenHeader,
+    #[error("the header with the token has several words or elements; expected one token")]
+    AmbiguousToken,
 }
 
 impl InboundRequest {
@@ -45,8 +47,10 @@ impl InboundRequest {
         forward: ForwardedPath,
     ) -> Result<Self, InboundRequestError> {
         let mut target = request_validation::validate_and_rewrite_request(parts, &|name| {
-            table.reads_header(name)
+            *name == table.mark_header || table.reads_header(name)
         })?;
+        // Only tidegate marks requests: policies and the upstream never see a client's own mark.
+        parts.headers.remove(&table.mark_header);
         let client = ClientAddress::identify(peer, &parts.headers, &table.client);
         let path_settings = path::Settings {
             forward,
@@ -63,6 +67,9 @@ impl InboundRequest {
             // The policy could read one of two tokens and the upstream the other.
             Some(reader) if reader.has_duplicate_header(&parts.headers) => {
                 return Err(InboundRequestError::RepeatedTokenHeader);
+            }
+            Some(reader) if reader.has_ambiguous_token(&parts.headers) => {
+                return Err(InboundRequestError::AmbiguousToken);
             }
             Some(reader) => RequestToken::new(Some(reader), clock::unix_time_s()),
             None => RequestToken::default(),
@@ -92,6 +99,7 @@ impl InboundRequest {
             client_ip: self.client.ip,
             token: &self.token,
             client_cert,
+            has_joined_headers: false,
             descriptor: None,
         }
     }
@@ -102,7 +110,7 @@ impl InboundRequest {
         (self.target, self.client)
     }
 
-    /// Returns why the token is invalid; `Retry` if it is valid or no policy has read it.
+    /// Returns why the token is invalid; `None` if it is valid or no policy has read it.
     pub fn token_error(&self) -> Option<TokenError> {
         self.token.error()
     }

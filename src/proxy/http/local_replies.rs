@@ -5,6 +5,7 @@
 //! request data.
 
 mod cors_headers;
+mod own_limits_reply;
 mod problem_reply;
 mod proxy_error_type;
 mod reply_style;
@@ -12,6 +13,9 @@ mod reply_style;
 mod tests;
 mod text_encoding;
 
+pub(in crate::proxy) use own_limits_reply::{
+    build_method_not_allowed_reply, build_own_limits_reply, build_unidentified_client_reply,
+};
 pub(in crate::proxy) use proxy_error_type::ProxyErrorType;
 pub(in crate::proxy) use reply_style::ReplyStyle;
 
@@ -27,9 +31,10 @@ use crate::enforcer::{LimitRejection, RequestOutcome, RetryHint, Verdict};
 use crate::policy::RateLimitHeaderSettings;
 use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, Version, header};
+use std::borrow::Cow;
 
 /// Builds the reply to a request that the verdict does not forward, with rate-limit headers: status
-/// 400, 403, 429 or 503, or a policy's custom response. Returns `Retry` if the verdict forwards the
+/// 400, 403, 429 or 503, or a policy's custom response. Returns `None` if the verdict forwards the
 /// request.
 pub(in crate::proxy) fn build_verdict_reply(
     verdict: &Verdict<'_>,
@@ -41,37 +46,51 @@ pub(in crate::proxy) fn build_verdict_reply(
         RequestOutcome::Limited(limited) => build_limit_rejection(limited, style),
         RequestOutcome::Denied {
             policy,
+            is_reported,
             custom_response,
         } => {
             let problem = ProblemReply {
                 grpc_status: GRPC_PERMISSION_DENIED,
-                policy: Some(policy),
+                policy: is_reported.then_some(policy),
                 ..ProblemReply::new(
                     StatusCode::FORBIDDEN,
                     "http_request_denied",
-                    format!("Policy \"{policy}\" denies this request."),
+                    format!(
+                        "{} denies this request.",
+                        describe_policy(policy, *is_reported)
+                    ),
                 )
             };
             problem.build_custom_or_standard(*custom_response, style)
         }
-        RequestOutcome::InvalidKey { policy, error } => {
-            let detail =
-                format!("Policy \"{policy}\" cannot determine the quota of this request: {error}.");
+        RequestOutcome::InvalidKey {
+            policy,
+            is_reported,
+            error,
+        } => {
+            let detail = format!(
+                "{} cannot determine the quota of this request: {error}.",
+                describe_policy(policy, *is_reported)
+            );
             let problem = ProblemReply::new(StatusCode::BAD_REQUEST, "http_request_error", detail);
             ProblemReply {
-                policy: Some(policy),
+                policy: is_reported.then_some(policy),
                 ..problem
             }
             .build_standard(style)
         }
         RequestOutcome::Unavailable {
             policy,
+            is_reported,
             retry_after_us,
         } => {
-            let detail = format!("Policy \"{policy}\" cannot be evaluated at the moment.");
+            let detail = format!(
+                "{} cannot be evaluated at the moment.",
+                describe_policy(policy, *is_reported)
+            );
             ProblemReply {
                 type_uri: REDUCED_CAPACITY_TYPE,
-                policy: Some(policy),
+                policy: is_reported.then_some(policy),
                 retry: Some(RetryHint::After(*retry_after_us)),
                 ..ProblemReply::new(
                     StatusCode::SERVICE_UNAVAILABLE,
@@ -86,34 +105,42 @@ pub(in crate::proxy) fn build_verdict_reply(
     Some(response)
 }
 
+/// The subject of a sentence about the policy, with its name if the response may contain it.
+fn describe_policy(policy: &str, is_reported: bool) -> Cow<'static, str> {
+    match is_reported {
+        true => format!("Policy \"{policy}\"").into(),
+        false => "A policy".into(),
+    }
+}
+
 fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) -> Response<Bytes> {
-    let policy = limited.policy;
+    let reported_name = limited.is_reported.then_some(limited.policy);
+    let policy = || describe_policy(limited.policy, limited.is_reported);
     let detail = match (limited.retry, limited.retry.retry_after_s()) {
         (RetryHint::Unknown, _) => {
             format!(
-                "Policy \"{policy}\" has no free slot for this request. It is not known when one becomes free."
+                "{} has no free slot for this request. It is not known when one becomes free.",
+                policy()
             )
         }
         (_, Some(seconds)) => {
             let mut buffer = itoa::Buffer::new();
-            [
-                "Over the limit of policy \"",
-                policy,
-                "\". Try again in ",
-                buffer.format(seconds),
-                " s.",
-            ]
-            .concat()
+            let [before, name, after] = match reported_name {
+                Some(name) => ["Over the limit of policy \"", name, "\". Try again in "],
+                None => ["Over the limit. Try again in ", "", ""],
+            };
+            [before, name, after, buffer.format(seconds), " s."].concat()
         }
         (_, None) => format!(
-            "Policy \"{policy}\" never allows this request: its cost is more than the limit. Retrying will not help."
+            "{} never allows this request: its cost is more than the limit. Retrying will not help.",
+            policy()
         ),
     };
     ProblemReply {
         type_uri: QUOTA_EXCEEDED_TYPE,
         title: "Quota Exceeded",
         grpc_status: GRPC_RESOURCE_EXHAUSTED,
-        policy: Some(policy),
+        policy: reported_name,
         violated_limits: &limited.violated_limits,
         retry: Some(limited.retry),
         ..ProblemReply::new(StatusCode::TOO_MANY_REQUESTS, "http_request_error", detail)
@@ -129,9 +156,9 @@ pub(in crate::proxy) fn build_invalid_request_reply(
 ) -> Response<Bytes> {
     let status = match error {
         InboundRequestError::Validation(error) => error.status(),
-        InboundRequestError::Path(_) | InboundRequestError::RepeatedTokenHeader => {
-            StatusCode::BAD_REQUEST
-        }
+        InboundRequestError::Path(_)
+        | InboundRequestError::RepeatedTokenHeader
+        | InboundRequestError::AmbiguousToken => StatusCode::BAD_REQUEST,
     };
     let problem = ProblemReply::new(
         status,

@@ -8,6 +8,7 @@ pub(in crate::proxy) mod hop_by_hop;
 pub(in crate::proxy) mod inbound_request;
 pub(in crate::proxy) mod informational_responses;
 pub(in crate::proxy) mod local_replies;
+pub(in crate::proxy) mod mark_header;
 pub(in crate::proxy) mod rate_limit_headers;
 pub(in crate::proxy) mod request_validation;
 pub(in crate::proxy) mod response_cost;

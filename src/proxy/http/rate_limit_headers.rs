@@ -17,13 +17,13 @@ use crate::enforcer::Verdict;
 use crate::policy::RateLimitHeaderSettings;
 use http::HeaderMap;
 
-/// Adds the configured rate-limit headers to a response head, if the verdict reports any limits.
+/// Adds the configured rate-limit headers to a response head, if any limit may be reported.
 pub(in crate::proxy) fn write_headers(
     verdict: &Verdict<'_>,
     settings: RateLimitHeaderSettings,
     headers: &mut HeaderMap,
 ) {
-    if verdict.limits.is_empty() {
+    if !verdict.limits.iter().any(|limit| limit.limit.is_reported) {
         return;
     }
     // Upstreams rarely send rate-limit headers. One scan of all names is cheaper than five lookups.

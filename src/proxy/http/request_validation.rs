@@ -34,7 +34,7 @@ pub(in crate::proxy) struct RequestTarget {
     authority: Option<HeaderValue>,
     host: NormalizedHost,
     path_and_query: PathAndQuery,
-    /// Declared length of the body in bytes; `Retry` without `Content-Length` (chunked, HTTP/2 or no
+    /// Declared length of the body in bytes; `None` without `Content-Length` (chunked, HTTP/2 or no
     /// body).
     pub(in crate::proxy) content_length: Option<u64>,
     /// The protocol switch that the request asks for and the upstream may accept with a `101`.

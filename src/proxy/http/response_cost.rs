@@ -23,7 +23,7 @@ pub(in crate::proxy) struct CostMeter(Vec<(ResponseCostReader, EstimatedCharge)>
 
 impl CostMeter {
     /// Settles the charges that the response head determines and creates a meter for the others.
-    /// Returns `Retry` if no charge depends on the body or the trailers.
+    /// Returns `None` if no charge depends on the body or the trailers.
     pub(in crate::proxy) fn settle_head_and_create(
         estimates: Vec<EstimatedCharge>,
         response: &response::Parts,
@@ -85,7 +85,7 @@ struct ResponseCostReader {
 
 #[derive(Debug)]
 enum ResponseCostState {
-    /// The final cost; `Retry` if the response has no cost or the cost is not a valid whole number.
+    /// The final cost; `None` if the response has no cost or the cost is not a valid whole number.
     Known(Option<u64>),
     /// The response head does not have the cost header; the trailers may have it.
     AwaitingTrailers,
@@ -100,6 +100,9 @@ impl ResponseCostReader {
                 ResponseCostState::Known(parse_units_header(&response.headers, name))
             }
             ActualCostSource::Header(_) => ResponseCostState::AwaitingTrailers,
+            ActualCostSource::Status(_) => {
+                ResponseCostState::Known(cost.units_of_status(response.status))
+            }
             ActualCostSource::Json(_) => JsonBodyReader::from_response(response)
                 .map_or(ResponseCostState::Known(None), |reader| {
                     ResponseCostState::ReadingBody(Box::new(reader))
@@ -135,7 +138,7 @@ impl ResponseCostReader {
         }
     }
 
-    /// Returns the actual cost after the complete body, or `Retry` if the estimate stands.
+    /// Returns the actual cost after the complete body, or `None` if the estimate stands.
     fn finish(self) -> Option<u64> {
         match self.state {
             ResponseCostState::Known(units) => units,
@@ -145,7 +148,7 @@ impl ResponseCostReader {
     }
 }
 
-/// Parses the cost header. Returns `Retry` if it is repeated or not a valid whole number.
+/// Parses the cost header. Returns `None` if it is repeated or not a valid whole number.
 fn parse_units_header(headers: &HeaderMap, name: &HeaderName) -> Option<u64> {
     let mut values = headers.get_all(name).iter();
     let value = values.next().filter(|_| values.next().is_none())?;
@@ -179,7 +182,7 @@ enum JsonBodyFormat {
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 impl JsonBodyReader {
-    /// Creates the reader for a JSON, NDJSON or event-stream body. Returns `Retry` for another media
+    /// Creates the reader for a JSON, NDJSON or event-stream body. Returns `None` for another media
     /// type, a content coding or a partial response.
     fn from_response(response: &response::Parts) -> Option<Self> {
         let headers = &response.headers;

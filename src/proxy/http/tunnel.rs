@@ -18,6 +18,7 @@ use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::tunnel_io::TunnelUpstream;
+use crate::telemetry::metrics::ActiveHttpRequest;
 use crate::telemetry::trace::RequestRecording;
 
 /// Maximum bytes buffered per direction of a tunnel.
@@ -27,13 +28,15 @@ const MAX_CHUNK_BYTES: usize = 16 * 1024;
 #[derive(Debug)]
 pub struct Tunnel {
     upstream: Box<dyn TunnelUpstream>,
-    /// Maximum time without traffic in either direction; `Retry` for no limit.
+    /// Maximum time without traffic in either direction; `None` for no limit.
     idle_timeout: Option<Duration>,
     slot_guard: Option<ConcurrencySlotGuard>,
     /// Counts the tunnel for its client, if the upstream limits them.
-    _client_count: Option<ClientCountGuard>,
+    _client_count: Option<Box<ClientCountGuard>>,
     /// The trace recording, which ends when the tunnel is dropped.
     _recording: Option<Box<RequestRecording>>,
+    /// The request's metrics, which end when the tunnel is dropped.
+    _active_request: Option<Box<ActiveHttpRequest>>,
     client_to_upstream: TunnelDirection,
     upstream_to_client: TunnelDirection,
     last_activity_at: Instant,
@@ -82,6 +85,7 @@ impl Tunnel {
             slot_guard: None,
             _client_count: None,
             _recording: None,
+            _active_request: None,
             client_to_upstream: TunnelDirection::default(),
             upstream_to_client: TunnelDirection::default(),
             last_activity_at: Instant::now(),
@@ -98,13 +102,21 @@ impl Tunnel {
     }
 
     /// Keeps the client's count until the tunnel ends.
-    pub(in crate::proxy) fn attach_client_count(&mut self, client_count: Option<ClientCountGuard>) {
+    pub(in crate::proxy) fn attach_client_count(
+        &mut self,
+        client_count: Option<Box<ClientCountGuard>>,
+    ) {
         self._client_count = client_count;
     }
 
     /// Attaches the trace recording, to end with the tunnel.
     pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self._recording = recording;
+    }
+
+    /// Attaches the request's metrics, to end with the tunnel.
+    pub(in crate::proxy) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
+        self._active_request = Some(active);
     }
 
     /// Copies bytes until the tunnel ends. A side that closes its sending direction still receives

@@ -38,7 +38,7 @@ pub(in crate::proxy) enum GrpcStatusCode {
     Unavailable = 14,
 }
 
-/// Returns the response to a request that is not a gRPC call; `Retry` for a gRPC call.
+/// Returns the response to a request that is not a gRPC call; `None` for a gRPC call.
 pub(in crate::proxy) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<ResponseBody>> {
     let content_type = parts
         .headers

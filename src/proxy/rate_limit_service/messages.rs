@@ -49,6 +49,8 @@ pub struct RateLimitResponse {
     pub statuses: ::prost::alloc::vec::Vec<rate_limit_response::DescriptorStatus>,
     #[prost(message, repeated, tag = "3")]
     pub response_headers_to_add: ::prost::alloc::vec::Vec<HeaderValue>,
+    #[prost(message, repeated, tag = "4")]
+    pub request_headers_to_add: ::prost::alloc::vec::Vec<HeaderValue>,
     #[prost(bytes = "bytes", tag = "5")]
     pub raw_body: ::prost::bytes::Bytes,
 }

@@ -42,7 +42,7 @@ pub(in crate::proxy) struct HandshakeAcceptor {
 pub(in crate::proxy) struct CompletedHandshake {
     pub(in crate::proxy) socket: ClientTransport,
     pub(in crate::proxy) peer: ConnectionPeer,
-    /// Whether ALPN negotiated HTTP/2 (`true`) or HTTP/1.1 (`false`); `Retry` without ALPN.
+    /// Whether ALPN negotiated HTTP/2 (`true`) or HTTP/1.1 (`false`); `None` without ALPN.
     pub(in crate::proxy) negotiated_http2: Option<bool>,
     /// Counts the connection for its client, if the listener limits them.
     pub(in crate::proxy) client_count: Option<ClientCountGuard>,
@@ -50,7 +50,7 @@ pub(in crate::proxy) struct CompletedHandshake {
 
 /// Connection that failed its handshake.
 pub(in crate::proxy) struct FailedHandshake {
-    /// Failure to record; `Retry` for a port probe that sent nothing.
+    /// Failure to record; `None` for a port probe that sent nothing.
     pub(in crate::proxy) error: Option<HandshakeError>,
     /// Socket that delivers a TLS alert to the client before it closes.
     alert_socket: Option<SocketBelowTls>,
@@ -165,10 +165,11 @@ async fn read_client_from_proxy_header(
 
 async fn run_tls_handshake(
     tls: &ServerTls,
-    socket: SocketBelowTls,
+    mut socket: SocketBelowTls,
     client: SocketAddr,
     deadline: Instant,
 ) -> Result<CompletedHandshake, FailedHandshake> {
+    socket.set_below_tls();
     let handshake = TlsAcceptor::from(tls.config())
         .accept(socket)
         .into_fallible();
@@ -214,7 +215,7 @@ async fn run_tls_handshake(
     })
 }
 
-/// Classifies a handshake error. Returns `Retry` if the client sent nothing, as a port probe does.
+/// Classifies a handshake error. Returns `None` if the client sent nothing, as a port probe does.
 fn classify_tls_error(error: &io::Error, socket: &SocketBelowTls) -> Option<TlsHandshakeError> {
     let Some(error) = error
         .get_ref()

@@ -45,7 +45,9 @@ pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
     let peer = Arc::new(peer);
     monitor.record_handshake_end();
     let mut driver = ConnectionDriver::new(Rc::clone(&monitor));
-    let mut socket = MonitoredSocket::new(socket, Rc::clone(&monitor));
+    let parse_error_status = handler.unreadable_request_status(&peer);
+    let mut socket = MonitoredSocket::new(socket, Rc::clone(&monitor))
+        .with_parse_error_status(parse_error_status);
     let mut first_bytes = Vec::with_capacity(HTTP2_PREFACE.len());
     let detected = driver
         .drive(|cx, close| poll_detect_protocol(&mut socket, &mut first_bytes, cx, close))

@@ -1,7 +1,7 @@
-//! When each open connection last had a request, and the choice of the one that is idle longest.
+//! Idle time and memory of each open connection, and the choice of the one that is idle longest.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use tokio::time::Instant;
 
 /// Value of [`ConnectionActivity::idle_since_ms`] while a request is active.
@@ -12,13 +12,22 @@ const CANDIDATES_PER_SCAN: usize = 256;
 /// Number of entries from which ended connections are removed.
 const MIN_PRUNE_LEN: usize = 1024;
 
-/// Idle time of one connection. Its worker writes it, and its acceptor reads it.
+/// Idle time and memory of one connection. Its worker writes them; the acceptor and the other
+/// workers read them.
 #[derive(Debug)]
 pub(in crate::proxy) struct ConnectionActivity {
     /// Start of the clock.
     epoch: Instant,
     /// End of the last request, or the time of the accept. [`BUSY`] while a request is active.
     idle_since_ms: AtomicU64,
+    /// Estimated memory.
+    memory_bytes: AtomicUsize,
+    /// Part of the memory that is being freed by closing the connection. 0 while it stays open.
+    closing_bytes: AtomicUsize,
+    /// Whether the connection must not be closed to free its memory.
+    is_unclosable: AtomicBool,
+    /// Whether the peer is a trusted proxy, whose connection carries requests of many clients.
+    is_from_trusted_proxy: AtomicBool,
 }
 
 impl ConnectionActivity {
@@ -27,6 +36,10 @@ impl ConnectionActivity {
         let activity = Self {
             epoch,
             idle_since_ms: AtomicU64::new(BUSY),
+            memory_bytes: AtomicUsize::new(0),
+            closing_bytes: AtomicUsize::new(0),
+            is_unclosable: AtomicBool::new(false),
+            is_from_trusted_proxy: AtomicBool::new(false),
         };
         activity.set_idle(Instant::now());
         activity
@@ -42,9 +55,55 @@ impl ConnectionActivity {
         self.idle_since_ms.store(since, Ordering::Relaxed);
     }
 
-    /// Start of the idle time. `Retry` while a request is active.
-    fn idle_since_ms(&self) -> Option<u64> {
+    /// Start of the idle time. `None` while a request is active.
+    pub(super) fn idle_since_ms(&self) -> Option<u64> {
         Some(self.idle_since_ms.load(Ordering::Relaxed)).filter(|since| *since != BUSY)
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.memory_bytes.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_memory_bytes(&self, bytes: usize) {
+        self.memory_bytes.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Part of the memory that is being freed by closing the connection.
+    pub(super) fn closing_bytes(&self) -> usize {
+        self.closing_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Records that the connection must not be closed to free its memory.
+    pub(super) fn set_unclosable(&self) {
+        self.is_unclosable.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_unclosable(&self) -> bool {
+        self.is_unclosable.load(Ordering::Relaxed)
+    }
+
+    /// Records that the peer is a trusted proxy.
+    pub(super) fn set_from_trusted_proxy(&self) {
+        self.is_from_trusted_proxy.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_from_trusted_proxy(&self) -> bool {
+        self.is_from_trusted_proxy.load(Ordering::Relaxed)
+    }
+
+    /// Memory that closing the connection frees. `None` if it must not be closed or is being
+    /// closed.
+    pub(super) fn closable_bytes(&self) -> Option<usize> {
+        let is_closable = self.closing_bytes() == 0 && !self.is_unclosable();
+        is_closable.then(|| self.memory_bytes())
+    }
+
+    /// Records that the connection is to be closed to free this memory. Returns `false` if it is
+    /// being closed already.
+    pub(super) fn begin_memory_close(&self, bytes: usize) -> bool {
+        let closing = &self.closing_bytes;
+        let claim = closing.compare_exchange(0, bytes, Ordering::Relaxed, Ordering::Relaxed);
+        claim.is_ok() && bytes > 0
     }
 }
 
@@ -84,7 +143,7 @@ impl IdleConnections {
         self.prune_len = 2 * self.connections.len();
     }
 
-    /// Takes the connection that is idle longest. `Retry` if all have active requests.
+    /// Takes the connection that is idle longest. `None` if all have active requests.
     pub(super) fn take_longest_idle(&mut self) -> Option<OpenConnection> {
         if let Some(found) = self.take_candidate() {
             return Some(found);
@@ -94,10 +153,13 @@ impl IdleConnections {
         self.candidates = idle
             .filter_map(|open| Some((open.activity.idle_since_ms()?, open.clone())))
             .collect();
-        self.candidates
-            .sort_unstable_by_key(|(since, open)| std::cmp::Reverse((*since, open.id)));
+        let order = |(since, open): &(u64, OpenConnection)| std::cmp::Reverse((*since, open.id));
         let surplus = self.candidates.len().saturating_sub(CANDIDATES_PER_SCAN);
-        self.candidates.drain(..surplus);
+        if surplus > 0 {
+            self.candidates.select_nth_unstable_by_key(surplus, order);
+            self.candidates.drain(..surplus);
+        }
+        self.candidates.sort_unstable_by_key(order);
         self.take_candidate()
     }
 

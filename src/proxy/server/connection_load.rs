@@ -1,11 +1,13 @@
 //! Counters of open connections, panics and connection limit hits.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::connection_activity::{ConnectionActivity, OpenConnection};
+use super::connection_registry::ConnectionRegistry;
 use crate::proxy::client_counts::ClientCounts;
 
 /// Live counters of the server, shared with metrics.
@@ -18,14 +20,29 @@ struct LoadCounters {
     /// Start of the clock of [`ConnectionActivity`].
     epoch: Instant,
     last_connection_id: AtomicU64,
+    registry: ConnectionRegistry,
+    /// Held by the worker that chooses connections to close for memory.
+    memory_choice: Mutex<()>,
     /// Connections of each client to the proxy listener.
     client_counts: ClientCounts,
     /// Estimated memory of all client connections.
     connection_bytes: AtomicUsize,
     /// The part of `connection_bytes` that belongs to connections being closed to free memory.
     closing_bytes: AtomicUsize,
+    /// The part of `connection_bytes` that belongs to connections which are not closed to free it.
+    unclosable_bytes: AtomicUsize,
     panics: AtomicU64,
     connection_limit_hits: AtomicU64,
+}
+
+/// Estimated memory of the client connections.
+pub(super) struct ConnectionBytes {
+    /// Memory of all connections.
+    pub(super) used: usize,
+    /// The part that is being freed.
+    pub(super) closing: usize,
+    /// The part that cannot be freed by closing connections.
+    pub(super) unclosable: usize,
 }
 
 impl ServerLoad {
@@ -36,9 +53,12 @@ impl ServerLoad {
             open_connections,
             epoch: Instant::now(),
             last_connection_id: AtomicU64::new(0),
+            registry: ConnectionRegistry::new(threads),
+            memory_choice: Mutex::default(),
             client_counts: ClientCounts::default(),
             connection_bytes: AtomicUsize::new(0),
             closing_bytes: AtomicUsize::new(0),
+            unclosable_bytes: AtomicUsize::new(0),
             panics: AtomicU64::new(0),
             connection_limit_hits: AtomicU64::new(0),
         }))
@@ -74,23 +94,31 @@ impl ServerLoad {
 
     /// Replaces the estimate of one connection and returns the sum of all.
     pub(super) fn update_connection_bytes(&self, before: usize, after: usize) -> usize {
-        let sum = &self.0.connection_bytes;
-        match after.checked_sub(before) {
-            Some(more) => sum.fetch_add(more, Ordering::Relaxed) + more,
-            None => {
-                let less = before - after;
-                sum.fetch_sub(less, Ordering::Relaxed) - less
-            }
+        update_sum(&self.0.connection_bytes, before, after)
+    }
+
+    /// Replaces the estimate of one connection that is not closed to free its memory.
+    pub(super) fn update_unclosable_bytes(&self, before: usize, after: usize) {
+        update_sum(&self.0.unclosable_bytes, before, after);
+    }
+
+    /// Estimated memory of the client connections.
+    pub(super) fn connection_bytes(&self) -> ConnectionBytes {
+        let load = |sum: &AtomicUsize| sum.load(Ordering::Relaxed);
+        ConnectionBytes {
+            closing: load(&self.0.closing_bytes),
+            unclosable: load(&self.0.unclosable_bytes),
+            used: load(&self.0.connection_bytes),
         }
     }
 
-    /// Estimated memory of all client connections, and the part that is being freed.
-    pub(super) fn connection_bytes(&self) -> (usize, usize) {
-        let closing_bytes = self.0.closing_bytes.load(Ordering::Relaxed);
-        (
-            self.0.connection_bytes.load(Ordering::Relaxed),
-            closing_bytes,
-        )
+    pub(super) fn connection_registry(&self) -> &ConnectionRegistry {
+        &self.0.registry
+    }
+
+    /// Lets this worker choose connections to close, one worker at a time.
+    pub(super) fn lock_memory_choice(&self) -> MutexGuard<'_, ()> {
+        self.0.memory_choice.lock()
     }
 
     /// Records that a connection of this size is being closed to free its memory.
@@ -121,6 +149,17 @@ impl ServerLoad {
             .open_connections
             .get(worker)
             .map_or(usize::MAX, |counter| counter.load(Ordering::Relaxed))
+    }
+}
+
+/// Replaces a part of a sum and returns the sum.
+fn update_sum(sum: &AtomicUsize, before: usize, after: usize) -> usize {
+    match after.checked_sub(before) {
+        Some(more) => sum.fetch_add(more, Ordering::Relaxed) + more,
+        None => {
+            let less = before - after;
+            sum.fetch_sub(less, Ordering::Relaxed) - less
+        }
     }
 }
 

@@ -3,6 +3,9 @@
 use std::cell::{Cell, OnceCell};
 use std::fmt::Debug;
 use std::rc::Rc;
+use std::sync::Arc;
+
+use super::connection_activity::ConnectionActivity;
 
 /// Measured memory of a connection that is idle, that has buffers for a request and an upstream
 /// connection, and more for each HTTP/2 stream and for a client that does not read: 3, 20, 8 and at
@@ -12,6 +15,17 @@ const CONNECTION_BUFFER_BYTES: usize = 20 * 1024;
 const HTTP2_STREAM_BYTES: usize = 8 * 1024;
 const BLOCKED_WRITE_BYTES: usize = 64 * 1024;
 
+/// Maximum input that TLS keeps: a partial message of the handshake. A partial record is smaller.
+const MAX_TLS_INPUT_BYTES: usize = 64 * 1024;
+
+/// Unit in which the heads of active requests are counted.
+const HEAD_STEP_BYTES: usize = 4 * 1024;
+
+/// Flow-control windows granted to an HTTP/2 client, per stream and per connection: the bytes of
+/// request bodies that it may send before a handler reads them.
+pub(super) const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
+pub(super) const H2_CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
+
 /// Adds up the memory of connections.
 pub(in crate::proxy) trait MemoryBudget: Debug {
     /// Records that a connection holds `after` instead of `before` bytes.
@@ -20,13 +34,17 @@ pub(in crate::proxy) trait MemoryBudget: Debug {
     /// Whether the budget is exceeded while connections are being closed for it.
     fn is_being_freed(&self) -> bool;
 
+    /// Records that a connection that is not closed for the budget holds `after` instead of
+    /// `before` bytes. Called before [`MemoryBudget::update`].
+    fn update_unclosable(&self, before: usize, after: usize);
+
     /// Records that a connection which was closed for the budget has freed its bytes.
     fn record_freed(&self, bytes: usize);
 }
 
 /// State of a connection that determines its memory.
 pub(super) struct ConnectionBuffers {
-    /// Number of open streams. `Retry` for HTTP/1.
+    /// Number of open streams. `None` for HTTP/1.
     pub(super) http2_streams: Option<usize>,
     /// Whether an HTTP/1 connection has buffers for a request.
     pub(super) has_buffers: bool,
@@ -34,21 +52,42 @@ pub(super) struct ConnectionBuffers {
 }
 
 /// Received bytes that a connection holds, and its memory as last reported to the budget.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(in crate::proxy) struct ConnectionMemory {
     /// Bytes of the incomplete request head.
     head_bytes: Cell<usize>,
+    /// Bytes of complete HTTP/2 heads whose requests have not begun.
+    complete_head_bytes: Cell<usize>,
+    /// Bytes of the heads of active requests.
+    active_head_bytes: Cell<usize>,
+    /// Active requests and HTTP/2 tunnels.
+    streams: Cell<usize>,
     /// Bytes of HTTP/2 request bodies that were received and not read by the handler.
     unread_body_bytes: Cell<usize>,
-    reported_bytes: Cell<usize>,
-    /// Whether the connection is being closed to free its memory.
-    is_closing: Cell<bool>,
-    /// Whether the connection is a tunnel, which cannot be closed for the budget.
-    is_tunnel: Cell<bool>,
+    /// Open HTTP/2 request bodies.
+    http2_bodies: Cell<usize>,
+    /// Bytes that TLS received since it last returned plaintext or ended its handshake.
+    tls_input_bytes: Cell<usize>,
+    /// Holds the memory as last reported.
+    activity: Arc<ConnectionActivity>,
     budget: OnceCell<Rc<dyn MemoryBudget>>,
 }
 
 impl ConnectionMemory {
+    pub(super) fn new(activity: Arc<ConnectionActivity>) -> Self {
+        Self {
+            head_bytes: Cell::new(0),
+            complete_head_bytes: Cell::new(0),
+            active_head_bytes: Cell::new(0),
+            streams: Cell::new(0),
+            unread_body_bytes: Cell::new(0),
+            http2_bodies: Cell::new(0),
+            tls_input_bytes: Cell::new(0),
+            activity,
+            budget: OnceCell::new(),
+        }
+    }
+
     pub(super) fn set_budget(&self, budget: Rc<dyn MemoryBudget>) {
         // Set once per connection, so the cell is empty.
         drop(self.budget.set(budget));
@@ -58,13 +97,53 @@ impl ConnectionMemory {
         self.head_bytes.set(self.head_bytes.get() + bytes);
     }
 
-    pub(super) fn clear_head_bytes(&self) {
-        self.head_bytes.set(0);
+    /// Records that an HTTP/2 head is complete.
+    pub(super) fn complete_http2_head(&self) {
+        let complete = self.complete_head_bytes.get() + self.head_bytes.take();
+        self.complete_head_bytes.set(complete);
     }
 
+    /// Records that the request of a complete head begins. Returns the size of the head, which is
+    /// to be passed to [`ConnectionMemory::end_head`]. An HTTP/2 head that arrived in one read
+    /// counts as part of its stream.
+    pub(in crate::proxy) fn begin_head(&self, is_http2: bool) -> usize {
+        self.begin_stream();
+        let bytes = match is_http2 {
+            true => self.complete_head_bytes.take(),
+            false => self.head_bytes.take(),
+        };
+        self.active_head_bytes
+            .set(self.active_head_bytes.get() + bytes);
+        bytes
+    }
+
+    /// Records that the request with this size of its head has ended.
+    pub(in crate::proxy) fn end_head(&self, bytes: usize) {
+        self.end_stream();
+        self.active_head_bytes
+            .set(self.active_head_bytes.get() - bytes);
+    }
+
+    /// Records a request, or an HTTP/2 tunnel that has replaced it.
+    pub(in crate::proxy) fn begin_stream(&self) {
+        self.streams.set(self.streams.get() + 1);
+    }
+
+    pub(in crate::proxy) fn end_stream(&self) {
+        self.streams.set(self.streams.get() - 1);
+    }
+
+    /// Number of active requests and HTTP/2 tunnels.
+    pub(super) fn stream_count(&self) -> usize {
+        self.streams.get()
+    }
+
+    /// Records received bytes of HTTP/2 request bodies. Bytes that no handler reads, such as those
+    /// of a stream that was reset, stay counted until no body is open.
     pub(super) fn add_unread_body_bytes(&self, bytes: usize) {
+        let unread = self.unread_body_bytes.get() + bytes;
         self.unread_body_bytes
-            .set(self.unread_body_bytes.get() + bytes);
+            .set(unread.min(H2_CONNECTION_WINDOW_BYTES as usize));
     }
 
     /// Records that the handler read bytes of a request body.
@@ -73,49 +152,76 @@ impl ConnectionMemory {
             .set(self.unread_body_bytes.get().saturating_sub(bytes));
     }
 
-    pub(super) fn clear_unread_body_bytes(&self) {
-        self.unread_body_bytes.set(0);
+    /// Records a new HTTP/2 request body.
+    pub(in crate::proxy) fn begin_http2_body(&self) {
+        self.http2_bodies.set(self.http2_bodies.get() + 1);
     }
 
-    /// Records that the connection is a tunnel.
-    pub(in crate::proxy) fn set_tunnel(&self) {
-        self.is_tunnel.set(true);
+    /// Records that an HTTP/2 request body was dropped.
+    pub(in crate::proxy) fn end_http2_body(&self) {
+        self.http2_bodies.set(self.http2_bodies.get() - 1);
+        if self.http2_bodies.get() == 0 {
+            self.unread_body_bytes.set(0);
+        }
     }
 
-    /// Whether the budget is exceeded while connections are being closed for it.
+    /// Bytes of open HTTP/2 request bodies: at most what flow control lets the client send.
+    fn unread_body_bytes(&self) -> usize {
+        let window = self
+            .http2_bodies
+            .get()
+            .saturating_mul(H2_STREAM_WINDOW_BYTES as usize);
+        self.unread_body_bytes.get().min(window)
+    }
+
+    /// Records bytes that TLS received and may keep.
+    pub(super) fn add_tls_input(&self, bytes: usize) {
+        let kept = self.tls_input_bytes.get() + bytes;
+        self.tls_input_bytes.set(kept.min(MAX_TLS_INPUT_BYTES));
+    }
+
+    /// Records that TLS has read its input, up to a part of a record.
+    pub(super) fn end_tls_input(&self) {
+        self.tls_input_bytes.set(0);
+    }
+
+    /// Records that the connection is not closed for the budget, and does not wait for it: a
+    /// tunnel, or a connection of the operator's own proxy.
+    pub(in crate::proxy) fn set_unclosable(&self) {
+        if !self.activity.is_unclosable() {
+            self.activity.set_unclosable();
+            if let Some(budget) = self.budget.get() {
+                budget.update_unclosable(0, self.activity.memory_bytes());
+            }
+        }
+    }
+
+    /// Records that the peer is a trusted proxy. Its connection is closed last for the budget.
+    pub(super) fn set_from_trusted_proxy(&self) {
+        self.activity.set_from_trusted_proxy();
+    }
+
+    /// Whether the budget is exceeded while connections are being closed for it, and the connection
+    /// has to wait.
     pub(super) fn is_budget_being_freed(&self) -> bool {
         self.budget
             .get()
             .is_some_and(|budget| budget.is_being_freed())
-    }
-
-    /// Records that the connection is to be closed. Its memory counts until it is dropped. Returns
-    /// its size.
-    pub(super) fn begin_close(&self) -> usize {
-        self.is_closing.set(true);
-        self.reported_bytes.get()
-    }
-
-    /// Memory as last reported.
-    pub(super) fn reported_bytes(&self) -> usize {
-        self.reported_bytes.get()
-    }
-
-    /// Whether the connection can be closed, and holds more than an idle one.
-    pub(super) fn can_be_freed(&self) -> bool {
-        let is_closable = !self.is_closing.get() && !self.is_tunnel.get();
-        is_closable && self.reported_bytes.get() > IDLE_CONNECTION_BYTES
+            && !self.activity.is_unclosable()
     }
 
     /// Reports the memory to the budget, if it has changed and the connection stays open.
     pub(super) fn report(&self, buffers: &ConnectionBuffers) {
         let held = self.held_bytes(buffers);
-        let reported = self.reported_bytes.get();
+        let reported = self.activity.memory_bytes();
         if held != reported
-            && !self.is_closing.get()
+            && self.activity.closing_bytes() == 0
             && let Some(budget) = self.budget.get()
         {
-            self.reported_bytes.set(held);
+            self.activity.set_memory_bytes(held);
+            if self.activity.is_unclosable() {
+                budget.update_unclosable(reported, held);
+            }
             budget.update(reported, held);
         }
     }
@@ -123,6 +229,9 @@ impl ConnectionMemory {
     /// An HTTP/2 field block is held twice: as received and decoded.
     fn held_bytes(&self, buffers: &ConnectionBuffers) -> usize {
         let head_bytes = self.head_bytes.get();
+        // Small heads and TLS records are part of the buffers: ordinary requests report nothing.
+        let active_head_bytes = self.active_head_bytes.get() & !(HEAD_STEP_BYTES - 1);
+        let tls_input_bytes = self.tls_input_bytes.get() & !(HEAD_STEP_BYTES - 1);
         let unsent = match buffers.is_write_blocked {
             true => BLOCKED_WRITE_BYTES,
             false => 0,
@@ -132,22 +241,27 @@ impl ConnectionMemory {
                 CONNECTION_BUFFER_BYTES
                     + streams * HTTP2_STREAM_BYTES
                     + 2 * head_bytes
-                    + self.unread_body_bytes.get()
+                    + active_head_bytes
+                    + self.unread_body_bytes()
             }
-            None if buffers.has_buffers => CONNECTION_BUFFER_BYTES + head_bytes,
+            None if buffers.has_buffers => CONNECTION_BUFFER_BYTES + head_bytes + active_head_bytes,
             None => IDLE_CONNECTION_BYTES,
         };
-        received + unsent
+        received + unsent + tls_input_bytes
     }
 }
 
 impl Drop for ConnectionMemory {
     fn drop(&mut self) {
         if let Some(budget) = self.budget.get() {
-            let bytes = self.reported_bytes.get();
-            budget.update(bytes, 0);
-            if self.is_closing.get() {
-                budget.record_freed(bytes);
+            let reported = self.activity.memory_bytes();
+            if self.activity.is_unclosable() {
+                budget.update_unclosable(reported, 0);
+            }
+            budget.update(reported, 0);
+            let closing_bytes = self.activity.closing_bytes();
+            if closing_bytes > 0 {
+                budget.record_freed(closing_bytes);
             }
         }
     }

@@ -5,6 +5,8 @@
 //! task reads the next deadline. The state consists of cells on one thread: the request path never
 //! touches a timer.
 
+mod deadlines;
+
 use std::cell::{Cell, RefCell, RefMut};
 use std::future::poll_fn;
 use std::io;
@@ -18,15 +20,9 @@ use super::close_reason::ConnectionCloseReason;
 use super::connection_activity::ConnectionActivity;
 use super::connection_memory::{ConnectionBuffers, ConnectionMemory, MemoryBudget};
 use super::frame_limits::FrameBudget;
+use super::frame_scanner::FrameScan;
+use super::unsent_responses::UnsentResponses;
 use crate::telemetry::metrics::WorkerMetrics;
-
-/// Time limit for a client without requests to close its end after the connection was asked to
-/// close.
-const CLIENT_CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// Idle time after which a connection releases its request buffers. Allocating the buffers again
-/// costs about 2 µs, little for a client with less than ten requests per second.
-const BUFFER_RELEASE_DELAY: Duration = Duration::from_millis(100);
 
 /// Timeouts of a client connection.
 #[derive(Clone, Copy, Debug)]
@@ -51,8 +47,20 @@ pub(in crate::proxy) enum TimeoutKind {
     SlowHead,
     /// The client does not read, or does not close its end.
     Stalled,
+    /// The client grants no window for the rest of a complete HTTP/2 response: the connection
+    /// closes gracefully, and after the same time by force.
+    UnsentResponse,
     /// The connection was asked to close early and does not end by itself.
     CloseRequested,
+}
+
+/// What a stream of a response waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::proxy) enum StreamProgress {
+    /// The next part of the response is not available yet.
+    AwaitsUpstream,
+    /// A part was passed to hyper.
+    AwaitsClient,
 }
 
 /// State of one connection, from which its next deadline follows.
@@ -78,8 +86,9 @@ pub(in crate::proxy) struct ConnectionMonitor {
     is_responding: Cell<bool>,
     /// Whether the client may take the end of the connection as the end of a response (HTTP/1.0).
     is_close_delimited: Cell<bool>,
-    /// Whether progress was made since the last check: see [`ConnectionMonitor::mark_progress`].
-    has_progressed: Cell<bool>,
+    /// Last progress of a stream since [`ConnectionMonitor::take_stream_progress`].
+    stream_progress: Cell<Option<StreamProgress>>,
+    unsent_responses: Rc<UnsentResponses>,
     drain_requested: Cell<bool>,
     /// Whether the connection was asked to drain.
     is_draining: Cell<bool>,
@@ -130,7 +139,8 @@ impl ConnectionMonitor {
             awaits_body: Cell::new(false),
             is_responding: Cell::new(false),
             is_close_delimited: Cell::new(false),
-            has_progressed: Cell::new(false),
+            stream_progress: Cell::new(None),
+            unsent_responses: Rc::default(),
             drain_requested: Cell::new(false),
             is_draining: Cell::new(false),
             frame_budget: FrameBudget::new(now),
@@ -138,8 +148,8 @@ impl ConnectionMonitor {
             driver_waker: RefCell::new(None),
             informational_heads: RefCell::default(),
             is_flushed: Cell::new(true),
+            memory: ConnectionMemory::new(Arc::clone(&activity)),
             activity,
-            memory: ConnectionMemory::default(),
             close_request: Cell::new(None),
             is_between_responses: Cell::new(true),
         })
@@ -154,7 +164,7 @@ impl ConnectionMonitor {
     /// Reports the connection's memory to the budget, if it has changed.
     pub(in crate::proxy) fn report_memory(&self) {
         self.memory.report(&ConnectionBuffers {
-            http2_streams: self.is_http2.get().then(|| self.active_requests.get()),
+            http2_streams: self.is_http2.get().then(|| self.memory.stream_count()),
             has_buffers: self.has_buffers.get(),
             is_write_blocked: self.write_blocked_since.get().is_some(),
         });
@@ -166,11 +176,12 @@ impl ConnectionMonitor {
 
     /// Registers a request as active until all clones of the returned guard are dropped.
     pub(in crate::proxy) fn begin_request(self: &Rc<Self>) -> ActiveRequestGuard {
-        if self.active_requests.get() == 0 {
+        if self.active_requests.get() == 0 || !self.is_http2.get() {
             self.has_unread_input.set(false);
             self.is_responding.set(false);
+            self.is_close_delimited.set(false);
+            self.awaits_body.set(false);
             self.activity.set_busy();
-            self.memory.clear_head_bytes();
         }
         self.is_between_responses.set(false);
         self.active_requests.set(self.active_requests.get() + 1);
@@ -184,6 +195,7 @@ impl ConnectionMonitor {
 
     /// Records the end of the handshake, which starts the idle timeout.
     pub(in crate::proxy) fn record_handshake_end(&self) {
+        self.memory.end_tls_input();
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
     }
 
@@ -239,15 +251,23 @@ impl ConnectionMonitor {
         self.is_close_delimited.get()
     }
 
-    /// Records that the client does not delay its response: the next part is not available yet, or
-    /// the client just took the last part.
-    pub(in crate::proxy) fn mark_progress(&self) {
-        self.has_progressed.set(true);
+    /// Records that the client does not delay its response: see [`StreamProgress`].
+    pub(in crate::proxy) fn record_stream_progress(&self, progress: StreamProgress) {
+        self.stream_progress.set(Some(progress));
     }
 
-    /// Returns whether [`ConnectionMonitor::mark_progress`] was called since the last check.
-    pub(in crate::proxy) fn take_progress(&self) -> bool {
-        self.has_progressed.take()
+    /// Takes the last progress since the last call.
+    pub(in crate::proxy) fn take_stream_progress(&self) -> Option<StreamProgress> {
+        self.stream_progress.take()
+    }
+
+    /// Restarts the timeout for reading HTTP/2 responses.
+    pub(super) fn restart_unsent_timeout(&self) {
+        self.unsent_responses.restart_timeout();
+    }
+
+    pub(super) fn unsent_responses(&self) -> &Rc<UnsentResponses> {
+        &self.unsent_responses
     }
 
     /// Credit of an HTTP/2 client for costly frames.
@@ -269,7 +289,7 @@ impl ConnectionMonitor {
         self.wake_driver();
     }
 
-    /// Whether [`ConnectionMonitor::start_drain`] was called: the next response is the last one.
+    /// Whether [`ConnectionMonitor::request_drain`] was called: the next response is the last one.
     pub(in crate::proxy) fn is_draining(&self) -> bool {
         self.is_draining.get()
     }
@@ -279,22 +299,44 @@ impl ConnectionMonitor {
         self.drain_requested.get()
     }
 
-    /// Takes the drain request: returns `true` once after [`ConnectionMonitor::start_drain`].
+    /// Takes the drain request: returns `true` once after [`ConnectionMonitor::request_drain`].
     pub(in crate::proxy) fn take_drain_request(&self) -> bool {
         self.drain_requested.take()
     }
 
     /// Asks the connection to close at once. See [`ConnectionMonitor::take_close_request`].
     pub(in crate::proxy) fn request_close(&self, reason: ConnectionCloseReason) {
-        self.close_request.set(Some(reason));
+        // A connection is closed for memory also with active requests, so this reason stays.
+        if self.close_request.get() != Some(ConnectionCloseReason::Memory) {
+            self.close_request.set(Some(reason));
+        }
         self.wake_driver();
     }
 
-    /// Takes the request to close. A connection with active requests closes only to free memory.
+    /// Takes the request to close. A connection with requests, or with responses that the client
+    /// has not read, closes only to free memory.
     pub(in crate::proxy) fn take_close_request(&self) -> Option<ConnectionCloseReason> {
-        self.close_request.take().filter(|reason| {
-            *reason == ConnectionCloseReason::Memory || !self.has_active_requests()
-        })
+        self.close_request
+            .take()
+            .filter(|reason| *reason == ConnectionCloseReason::Memory || self.is_idle())
+    }
+
+    /// Whether the connection has neither requests nor responses that the client has not read.
+    fn is_idle(&self) -> bool {
+        !self.has_active_requests()
+            && self.has_no_blocked_write()
+            && self.unsent_responses.is_empty()
+    }
+
+    /// Updates what the acceptor knows: it closes a connection that is idle for a new one.
+    pub(in crate::proxy) fn update_activity(&self) {
+        let is_idle = self.is_idle();
+        if is_idle != self.activity.idle_since_ms().is_some() {
+            match is_idle {
+                true => self.activity.set_idle(Instant::now()),
+                false => self.activity.set_busy(),
+            }
+        }
     }
 
     /// Waits for a request to close, before the connection has a driver.
@@ -320,7 +362,7 @@ impl ConnectionMonitor {
         }
     }
 
-    fn wake_driver(&self) {
+    pub(in crate::proxy) fn wake_driver(&self) {
         if let Some(driver) = &*self.driver_waker.borrow() {
             driver.wake_by_ref();
         }
@@ -379,51 +421,6 @@ impl ConnectionMonitor {
         self.timeouts.write_stall
     }
 
-    /// Next deadline and the timeout that expires then.
-    pub(in crate::proxy) fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
-        // A connection with a blocked write or an incomplete field block is not idle, whatever its
-        // requests do.
-        let stalled = self
-            .write_blocked_since
-            .get()
-            .map(|since| (since + self.timeouts.write_stall, TimeoutKind::Stalled));
-        let slow_block = self
-            .field_block_since
-            .get()
-            .map(|since| (since + self.timeouts.request_head, TimeoutKind::SlowHead));
-        if let Some(next) = stalled
-            .into_iter()
-            .chain(slow_block)
-            .min_by_key(|next| next.0)
-        {
-            return Some(next);
-        }
-        match (
-            self.active_requests.get(),
-            self.phase.get(),
-            self.closing_since.get(),
-        ) {
-            (0, ConnectionPhase::RequestHead(since), _) => {
-                Some((since + self.timeouts.request_head, TimeoutKind::SlowHead))
-            }
-            (0, ConnectionPhase::Idle(since), None)
-                if self.has_buffers.get() && self.timeouts.idle > BUFFER_RELEASE_DELAY =>
-            {
-                Some((since + BUFFER_RELEASE_DELAY, TimeoutKind::IdleBuffers))
-            }
-            (0, ConnectionPhase::Idle(since), None) => {
-                Some((since + self.timeouts.idle, TimeoutKind::Idle))
-            }
-            // A connection that was asked to close and has no requests gives the client a short
-            // time to close.
-            (0, ConnectionPhase::Idle(since), Some(closing_since)) => Some((
-                closing_since.max(since) + CLIENT_CLOSE_TIMEOUT,
-                TimeoutKind::Stalled,
-            )),
-            _ => None,
-        }
-    }
-
     /// Records received bytes, which may belong to a request head.
     pub(super) fn record_read(&self, bytes: usize) {
         if self.active_requests.get() == 0 && !self.is_http2.get() {
@@ -436,10 +433,12 @@ impl ConnectionMonitor {
 
     /// Records whether the received HTTP/2 frames end within a field block. More frames of the same
     /// block do not extend its deadline.
-    pub(super) fn record_field_block(&self, is_incomplete: bool, received: usize) {
-        match is_incomplete {
-            true => self.memory.add_head_bytes(received),
-            false => self.memory.clear_head_bytes(),
+    pub(super) fn record_field_block(&self, is_incomplete: bool, scan: &FrameScan) {
+        if !is_incomplete || scan.ends_field_block {
+            self.memory.complete_http2_head();
+        }
+        if is_incomplete {
+            self.memory.add_head_bytes(scan.field_block_bytes);
         }
         if is_incomplete != self.field_block_since.get().is_some() {
             self.field_block_since.set(is_incomplete.then(Instant::now));
@@ -467,28 +466,27 @@ impl ConnectionMonitor {
 pub(in crate::proxy) struct ActiveRequestGuard(Rc<ConnectionMonitor>);
 
 impl ActiveRequestGuard {
-    pub(in crate::proxy) fn monitor(&self) -> &ConnectionMonitor {
+    pub(in crate::proxy) fn monitor(&self) -> &Rc<ConnectionMonitor> {
         &self.0
     }
 }
 
 impl Clone for ActiveRequestGuard {
     fn clone(&self) -> Self {
-        self.0.begin_request()
+        self.0.active_requests.set(self.0.active_requests.get() + 1);
+        Self(Rc::clone(&self.0))
     }
 }
 
 impl Drop for ActiveRequestGuard {
     fn drop(&mut self) {
         let monitor = &self.0;
-        monitor
-            .active_requests
-            .set(monitor.active_requests.get() - 1);
-        if monitor.active_requests.get() == 0 {
+        let active_requests = &monitor.active_requests;
+        active_requests.set(active_requests.get() - 1);
+        if active_requests.get() == 0 {
             let now = Instant::now();
             monitor.phase.set(ConnectionPhase::Idle(now));
             monitor.activity.set_idle(now);
-            monitor.memory.clear_unread_body_bytes();
             // HTTP/2 streams end in their own tasks, so the driving task must be woken to read the
             // deadline.
             if monitor.is_http2.get() {
@@ -500,8 +498,13 @@ impl Drop for ActiveRequestGuard {
 
 #[cfg(test)]
 mod tests {
-    use super::{BUFFER_RELEASE_DELAY, ConnectionMonitor, ConnectionTimeouts, TimeoutKind};
+    use super::deadlines::BUFFER_RELEASE_DELAY;
+    use super::{
+        ConnectionCloseReason, ConnectionMonitor, ConnectionTimeouts, FrameScan, MemoryBudget,
+        TimeoutKind,
+    };
     use crate::proxy::server::connection_activity::ConnectionActivity;
+    use crate::proxy::server::unsent_responses::StreamOutput;
     use std::rc::Rc;
     use std::sync::Arc;
     use std::task::Poll;
@@ -517,6 +520,17 @@ mod tests {
     fn new_monitor(timeouts: ConnectionTimeouts) -> Rc<ConnectionMonitor> {
         let activity = ConnectionActivity::new(Instant::now());
         ConnectionMonitor::new(timeouts, None, Arc::new(activity))
+    }
+
+    /// Frames that end within a field block, of which these bytes have arrived.
+    fn scan_of(field_block_bytes: usize) -> FrameScan {
+        FrameScan {
+            costly_frames: 0,
+            data_bytes: 0,
+            field_block_bytes,
+            ends_field_block: false,
+            is_rewritten: false,
+        }
     }
 
     fn seconds_to_next_deadline(monitor: &ConnectionMonitor) -> Option<(u64, TimeoutKind)> {
@@ -615,14 +629,32 @@ mod tests {
         );
     }
 
+    /// In HTTP/1, guards of the previous request may still live when a request begins.
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_begins_before_the_last_guard_is_dropped_starts_anew() {
+        let monitor = new_monitor(TIMEOUTS);
+        let first = monitor.begin_request();
+        monitor.set_responding();
+        let body = first.clone();
+        drop(first);
+        assert!(monitor.is_responding.get());
+        let second = monitor.begin_request();
+        assert!(!monitor.is_responding.get());
+        monitor.set_responding();
+        drop(body);
+        assert!(monitor.has_active_requests());
+        drop(second.clone());
+        assert!(monitor.is_responding.get());
+    }
+
     #[tokio::test(start_paused = true)]
     async fn an_incomplete_field_block_has_a_deadline_beside_active_requests() {
         let monitor = new_monitor(TIMEOUTS);
         monitor.set_http2();
         let _request = monitor.begin_request();
-        monitor.record_field_block(true, 9);
+        monitor.record_field_block(true, &scan_of(9));
         advance(Duration::from_secs(4)).await;
-        monitor.record_field_block(true, 9);
+        monitor.record_field_block(true, &scan_of(9));
         assert_eq!(
             seconds_to_next_deadline(&monitor),
             Some((6, TimeoutKind::SlowHead))
@@ -634,8 +666,74 @@ mod tests {
             "a client that does not read gains no time"
         );
         monitor.record_write_result(&Poll::Ready(Ok(1)));
-        monitor.record_field_block(false, 9);
+        monitor.record_field_block(false, &scan_of(0));
         assert_eq!(seconds_to_next_deadline(&monitor), None);
+    }
+
+    #[tokio::test]
+    async fn a_close_for_memory_is_not_replaced() {
+        let monitor = new_monitor(TIMEOUTS);
+        let _request = monitor.begin_request();
+        monitor.request_close(ConnectionCloseReason::ConnectionLimit);
+        assert_eq!(monitor.take_close_request(), None);
+        for reason in [
+            ConnectionCloseReason::Memory,
+            ConnectionCloseReason::ConnectionLimit,
+        ] {
+            monitor.request_close(reason);
+        }
+        let closed = Some(ConnectionCloseReason::Memory);
+        assert_eq!(monitor.take_close_request(), closed);
+    }
+
+    #[tokio::test]
+    async fn heads_and_unread_bodies_count_until_their_requests_end() {
+        let activity = Arc::new(ConnectionActivity::new(Instant::now()));
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None, Arc::clone(&activity));
+        monitor.set_memory_budget(Rc::new(UnlimitedBudget));
+        monitor.set_has_buffers(true);
+        let kib = || {
+            monitor.report_memory();
+            activity.memory_bytes() / 1024
+        };
+        monitor.record_read(60 * 1024);
+        assert_eq!(kib(), 80);
+        let request = monitor.begin_request();
+        let head = monitor.memory().begin_head(false);
+        assert_eq!(kib(), 80, "the request holds its head");
+        monitor.memory().end_head(head);
+        drop(request);
+        assert_eq!(kib(), 20);
+        monitor.set_http2();
+        monitor.record_field_block(true, &scan_of(40 * 1024));
+        assert_eq!(kib(), 100);
+        monitor.record_field_block(false, &scan_of(0));
+        let request = monitor.begin_request();
+        let _body = request.clone();
+        let head = monitor.memory().begin_head(true);
+        assert_eq!(kib(), 68, "a request with a body is one stream");
+        monitor.memory().end_head(head);
+        let _stream = monitor.memory().begin_head(true);
+        monitor.memory().begin_http2_body();
+        for _ in 0..100 {
+            monitor.memory().add_unread_body_bytes(100 * 1024);
+        }
+        assert_eq!(kib(), 28 + 256, "one stream holds no more than its window");
+        monitor.memory().end_http2_body();
+        monitor.memory().begin_http2_body();
+        assert_eq!(kib(), 28);
+    }
+
+    #[derive(Debug)]
+    struct UnlimitedBudget;
+
+    impl MemoryBudget for UnlimitedBudget {
+        fn update(&self, _before: usize, _after: usize) {}
+        fn update_unclosable(&self, _before: usize, _after: usize) {}
+        fn is_being_freed(&self) -> bool {
+            false
+        }
+        fn record_freed(&self, _bytes: usize) {}
     }
 
     #[tokio::test(start_paused = true)]
@@ -652,5 +750,52 @@ mod tests {
             seconds_to_next_deadline(&monitor),
             Some((2, TimeoutKind::Stalled))
         );
+    }
+
+    /// A client that reads slowly may read the rest of its response.
+    #[tokio::test(start_paused = true)]
+    async fn a_closing_connection_waits_for_unsent_responses() {
+        let monitor = new_monitor(TIMEOUTS);
+        monitor.set_http2();
+        let unsent = StreamOutput::new(monitor.unsent_responses()).begin_chunk();
+        monitor.set_closing();
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((30, TimeoutKind::Stalled))
+        );
+        advance(Duration::from_secs(20)).await;
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((10, TimeoutKind::Stalled))
+        );
+        drop(unsent);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((2, TimeoutKind::Stalled))
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_reader_is_not_closed_for_a_new_connection() {
+        let activity = Arc::new(ConnectionActivity::new(Instant::now()));
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None, Arc::clone(&activity));
+        let is_kept = || {
+            monitor.update_activity();
+            monitor.request_close(ConnectionCloseReason::ConnectionLimit);
+            let is_kept = monitor.take_close_request().is_none();
+            assert_eq!(activity.idle_since_ms().is_none(), is_kept);
+            is_kept
+        };
+        assert!(!is_kept());
+        let unsent = StreamOutput::new(monitor.unsent_responses()).begin_chunk();
+        assert!(is_kept());
+        drop(unsent);
+        assert!(!is_kept());
+        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        assert!(is_kept());
+        monitor.request_close(ConnectionCloseReason::Memory);
+        assert!(monitor.take_close_request().is_some());
+        monitor.record_write_result(&Poll::Ready(Ok(1)));
+        assert!(!is_kept());
     }
 }

@@ -194,7 +194,7 @@ impl PendingConnections {
     }
 }
 
-/// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `Retry`
+/// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `None`
 /// if that worker has ended.
 async fn dispatch_connection(
     worker_queues: &[mpsc::Sender<WorkerMessage>],

@@ -1,6 +1,6 @@
 //! Scans a client's HTTP/2 byte stream by its frame headers, below hyper and h2.
 //!
-//! Counts the costly frames, and corrects two things that h2 accepts: a first frame other than
+//! Counts the costly frames, and rejects two errors that h2 accepts: a first frame other than
 //! SETTINGS (RFC 9113, 3.4), and pseudo-header fields in trailers (8.1). See
 //! `docs/decisions/0047-http2-corrections.md`.
 
@@ -9,6 +9,10 @@ use std::io;
 
 /// Length of a frame header: length, type, flags and stream (RFC 9113, 4.1).
 const FRAME_HEADER_BYTES: usize = 9;
+
+/// Maximum length of the fields between the header of a HEADERS frame and its field block: padding
+/// length and priority (RFC 9113, 6.2).
+const MAX_PREFIX_BYTES: usize = 6;
 
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
@@ -46,16 +50,21 @@ pub(in crate::proxy) struct FrameScanner {
     frame_type: u8,
     /// Whether the last frame belongs to a field block that a later CONTINUATION ends.
     is_block_open: bool,
+    /// Whether the last frame is marked trailers, which lose their padding.
+    drops_padding: bool,
 }
 
-/// Splits a byte stream into frame headers and payloads.
+/// Splits a byte stream into frame headers, payloads and the padding of HEADERS frames.
 #[derive(Clone, Copy, Debug, Default)]
 struct FrameSplitter {
-    header: [u8; FRAME_HEADER_BYTES],
+    /// Frame header, and padding length and priority of a HEADERS frame.
+    header: [u8; FRAME_HEADER_BYTES + MAX_PREFIX_BYTES],
     /// Received bytes of `header`. These bytes are not passed on yet.
     header_len: usize,
     /// Payload bytes still to be skipped.
     remaining_payload: usize,
+    /// Padding bytes behind the payload.
+    remaining_padding: usize,
 }
 
 /// Result of scanning the bytes of one read.
@@ -65,14 +74,31 @@ pub(in crate::proxy) struct FrameScan {
     pub(in crate::proxy) costly_frames: u32,
     /// Bytes of DATA payloads among these bytes.
     pub(in crate::proxy) data_bytes: usize,
+    /// Bytes of the last field block among these bytes, if they end within it.
+    pub(in crate::proxy) field_block_bytes: usize,
+    /// Whether a frame follows that ends an earlier field block.
+    pub(in crate::proxy) ends_field_block: bool,
     /// Whether other bytes replace the scanned ones.
     pub(in crate::proxy) is_rewritten: bool,
 }
 
 /// A part of the byte stream.
 enum FramePart<'a> {
-    Header([u8; FRAME_HEADER_BYTES]),
+    Header(FrameHeader<'a>),
     Payload(&'a [u8]),
+    Padding(&'a [u8]),
+}
+
+/// Header of one frame.
+#[derive(Clone, Copy)]
+struct FrameHeader<'a> {
+    fixed: &'a [u8; FRAME_HEADER_BYTES],
+    /// Padding length and priority of a HEADERS frame. Empty if the frame is too short for them.
+    prefix: &'a [u8],
+    /// Bytes of the payload without prefix and padding.
+    block_len: usize,
+    /// Whether the frame is HEADERS with a payload too short for its prefix and padding.
+    is_too_short: bool,
 }
 
 impl FrameScanner {
@@ -88,20 +114,28 @@ impl FrameScanner {
     ) -> io::Result<FrameScan> {
         let mut splitter = self.splitter;
         let (mut costly_frames, mut data_bytes, mut is_valid) = (0, 0, true);
+        let (mut field_block_bytes, mut ends_field_block) = (0, false);
         // Positions of the trailers among the frame headers of these bytes.
         let (mut position, mut trailers) = (0, VecDeque::new());
         splitter.split(bytes, |part| match part {
             FramePart::Payload(payload) if self.frame_type == DATA => data_bytes += payload.len(),
-            FramePart::Payload(_) => {}
+            FramePart::Payload(bytes) | FramePart::Padding(bytes) => {
+                field_block_bytes += bytes.len();
+            }
             FramePart::Header(header) => {
-                let [_, _, _, kind, flags, ..] = header;
+                let [_, _, _, kind, flags, ..] = *header.fixed;
+                if kind != CONTINUATION {
+                    ends_field_block = true;
+                    field_block_bytes = 0;
+                }
+                field_block_bytes += FRAME_HEADER_BYTES;
                 is_valid &= self.has_started || kind == SETTINGS;
                 self.has_started = true;
                 self.frame_type = kind;
                 self.is_block_open =
                     matches!(kind, HEADERS | CONTINUATION) && flags & END_HEADERS == 0;
                 costly_frames += u32::from(is_costly_frame_type(kind));
-                if self.is_markable_trailers(&header) {
+                if self.is_trailers(header.fixed) && !header.is_too_short {
                     trailers.push_back(position);
                 }
                 position += 1;
@@ -111,17 +145,23 @@ impl FrameScanner {
             return Err(INVALID_FIRST_FRAME.into());
         }
         let mut start = std::mem::replace(&mut self.splitter, splitter);
-        let is_rewritten =
-            !trailers.is_empty() || start.header_len > 0 || self.splitter.header_len > 0;
+        let is_rewritten = !trailers.is_empty()
+            || start.header_len > 0
+            || self.splitter.header_len > 0
+            || self.drops_padding;
         if is_rewritten {
             let mut position = 0;
             start.split(bytes, |part| match part {
                 FramePart::Payload(payload) => replacement.extend_from_slice(payload),
+                FramePart::Padding(_) if self.drops_padding => {}
+                FramePart::Padding(padding) => replacement.extend_from_slice(padding),
                 FramePart::Header(header) => {
-                    if trailers.pop_front_if(|next| *next == position).is_some() {
+                    self.drops_padding = trailers.pop_front_if(|next| *next == position).is_some();
+                    if self.drops_padding {
                         push_marked_trailers_header(header, replacement);
                     } else {
-                        replacement.extend_from_slice(&header);
+                        replacement.extend_from_slice(header.fixed);
+                        replacement.extend_from_slice(header.prefix);
                     }
                     position += 1;
                 }
@@ -130,6 +170,11 @@ impl FrameScanner {
         Ok(FrameScan {
             costly_frames,
             data_bytes,
+            field_block_bytes: match self.is_within_field_block() {
+                true => field_block_bytes,
+                false => 0,
+            },
+            ends_field_block,
             is_rewritten,
         })
     }
@@ -137,15 +182,13 @@ impl FrameScanner {
     /// Whether the bytes so far end within a field block: the head or the trailers of a request.
     pub(in crate::proxy) fn is_within_field_block(&self) -> bool {
         let is_block_payload = matches!(self.frame_type, HEADERS | CONTINUATION);
-        self.is_block_open || is_block_payload && self.splitter.remaining_payload > 0
+        let rest = self.splitter.remaining_payload + self.splitter.remaining_padding;
+        self.is_block_open || is_block_payload && rest > 0
     }
 
-    /// Whether this is a HEADERS frame with trailers that can be marked. Follows the streams with
-    /// an open request body.
-    ///
-    /// Trailers with padding or a priority are not marked: their header block does not start right
-    /// after the frame header.
-    fn is_markable_trailers(&mut self, header: &[u8; FRAME_HEADER_BYTES]) -> bool {
+    /// Whether this is a HEADERS frame with trailers. Follows the streams with an open request
+    /// body.
+    fn is_trailers(&mut self, header: &[u8; FRAME_HEADER_BYTES]) -> bool {
         let [_, _, _, kind, flags, stream @ ..] = *header;
         let stream = u32::from_be_bytes(stream) & (u32::MAX >> 1);
         let ends_stream = flags & END_STREAM != 0;
@@ -158,7 +201,7 @@ impl FrameScanner {
                 }
                 false
             }
-            HEADERS => self.end_upload(stream) && flags & (PADDED | PRIORITY) == 0,
+            HEADERS => self.end_upload(stream),
             DATA if ends_stream => {
                 self.end_upload(stream);
                 false
@@ -179,33 +222,86 @@ impl FrameScanner {
 }
 
 impl FrameSplitter {
-    /// Splits the next bytes into complete frame headers and parts of payloads.
+    /// Splits the next bytes into complete frame headers and parts of payloads and padding.
     fn split(&mut self, mut bytes: &[u8], mut visit: impl FnMut(FramePart<'_>)) {
         loop {
-            let skipped = self.remaining_payload.min(bytes.len());
-            self.remaining_payload -= skipped;
-            let (payload, rest) = bytes.split_at(skipped);
+            let payload = take_front(&mut bytes, &mut self.remaining_payload);
             if !payload.is_empty() {
                 visit(FramePart::Payload(payload));
             }
-            if rest.is_empty() {
+            let padding = take_front(&mut bytes, &mut self.remaining_padding);
+            if !padding.is_empty() {
+                visit(FramePart::Padding(padding));
+            }
+            if bytes.is_empty() {
                 return;
             }
-            for (into, byte) in self.header.iter_mut().skip(self.header_len).zip(rest) {
+            let wanted = FRAME_HEADER_BYTES + self.prefix_len();
+            let mut missing = wanted.saturating_sub(self.header_len);
+            let taken = take_front(&mut bytes, &mut missing);
+            for (into, byte) in self.header.iter_mut().skip(self.header_len).zip(taken) {
                 *into = *byte;
             }
-            let taken = (FRAME_HEADER_BYTES - self.header_len).min(rest.len());
-            self.header_len += taken;
-            bytes = rest.get(taken..).unwrap_or_default();
-            if self.header_len == FRAME_HEADER_BYTES {
-                self.header_len = 0;
-                let [a, b, c, ..] = self.header;
-                self.remaining_payload =
-                    usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
-                visit(FramePart::Header(self.header));
+            self.header_len += taken.len();
+            let wanted = FRAME_HEADER_BYTES + self.prefix_len();
+            if self.header_len == wanted {
+                self.visit_header(&mut visit);
             }
         }
     }
+
+    /// Length of the prefix, once the frame header is complete. 0 before, and for a frame that is
+    /// too short for it.
+    fn prefix_len(&self) -> usize {
+        let [a, b, c, kind, flags, ..] = self.header;
+        if self.header_len < FRAME_HEADER_BYTES || kind != HEADERS {
+            return 0;
+        }
+        let padding = usize::from(flags & PADDED != 0);
+        let prefix_len = padding + 5 * usize::from(flags & PRIORITY != 0);
+        if payload_len([a, b, c]) < prefix_len {
+            return 0;
+        }
+        prefix_len
+    }
+
+    fn visit_header(&mut self, visit: &mut impl FnMut(FramePart<'_>)) {
+        let prefix_len = self.prefix_len();
+        self.header_len = 0;
+        let header = self.header;
+        let Some((fixed, prefix)) = header.split_first_chunk::<FRAME_HEADER_BYTES>() else {
+            return;
+        };
+        let prefix = prefix.get(..prefix_len).unwrap_or_default();
+        let [a, b, c, kind, flags, ..] = *fixed;
+        let rest = payload_len([a, b, c]) - prefix_len;
+        let has_prefix = kind == HEADERS && flags & (PADDED | PRIORITY) != 0;
+        let padding = match prefix {
+            [padding, ..] if flags & PADDED != 0 => usize::from(*padding),
+            _ => 0,
+        };
+        let is_too_short = has_prefix && prefix.is_empty() || padding > rest;
+        self.remaining_padding = if is_too_short { 0 } else { padding };
+        self.remaining_payload = rest - self.remaining_padding;
+        visit(FramePart::Header(FrameHeader {
+            fixed,
+            prefix,
+            block_len: self.remaining_payload,
+            is_too_short,
+        }));
+    }
+}
+
+/// Takes at most `count` bytes from the front, and reduces `count` by their number.
+fn take_front<'b>(bytes: &mut &'b [u8], count: &mut usize) -> &'b [u8] {
+    let (front, rest) = bytes.split_at((*count).min(bytes.len()));
+    *count -= front.len();
+    *bytes = rest;
+    front
+}
+
+fn payload_len([a, b, c]: [u8; 3]) -> usize {
+    usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c)
 }
 
 /// Whether frames of this type spend credit. DATA, HEADERS and CONTINUATION do not: they belong to
@@ -215,13 +311,18 @@ fn is_costly_frame_type(kind: u8) -> bool {
 }
 
 /// Replaces the header of a frame with trailers by a HEADERS frame with the marker and the header
-/// of a CONTINUATION frame. h2 rejects pseudo-header fields after a regular field, such as the
-/// marker, as a stream error.
-fn push_marked_trailers_header(header: [u8; FRAME_HEADER_BYTES], into: &mut Vec<u8>) {
-    let [a, b, c, _, flags, stream @ ..] = header;
-    into.extend_from_slice(&[0, 0, 1, HEADERS, flags & END_STREAM]);
+/// of a CONTINUATION frame, which has no padding. h2 rejects pseudo-header fields after a regular
+/// field, such as the marker, as a stream error.
+fn push_marked_trailers_header(header: FrameHeader<'_>, into: &mut Vec<u8>) {
+    let [_, _, _, _, flags, stream @ ..] = *header.fixed;
+    let priority = header.prefix.get(usize::from(flags & PADDED != 0)..);
+    let priority = priority.unwrap_or_default();
+    let marker_len = if priority.is_empty() { 1 } else { 6 };
+    into.extend_from_slice(&[0, 0, marker_len, HEADERS, flags & (END_STREAM | PRIORITY)]);
     into.extend_from_slice(&stream);
+    into.extend_from_slice(priority);
     into.push(TRAILER_MARKER_FIELD);
+    let [.., a, b, c] = header.block_len.to_be_bytes();
     into.extend_from_slice(&[a, b, c, CONTINUATION, flags & END_HEADERS]);
     into.extend_from_slice(&stream);
 }
@@ -307,6 +408,25 @@ mod tests {
     }
 
     #[test]
+    fn only_bytes_of_the_unfinished_field_block_are_counted() {
+        let mut scanner = FrameScanner::default();
+        let mut scan = |bytes: &[u8]| {
+            let scan = scanner.scan(bytes, &mut vec![]).unwrap();
+            (scan.field_block_bytes, scan.ends_field_block)
+        };
+        let settings = build_frame(SETTINGS, 0, 0, 0);
+        let data = build_frame(DATA, 0, 1, 5_000);
+        let head = build_frame(HEADERS, 0, 3, 100);
+        let end = build_frame(CONTINUATION, END_HEADERS, 3, 50);
+        assert_eq!(scan(&[settings, data, head].concat()), (109, true));
+        assert_eq!(scan(&end[..30]), (30, false));
+        let next = build_frame(HEADERS, 0, 5, 20);
+        assert_eq!(scan(&[&end[30..], &next].concat()), (29, true));
+        let end = build_frame(CONTINUATION, END_HEADERS, 5, 10);
+        assert_eq!(scan(&end), (0, false));
+    }
+
+    #[test]
     fn trailers_get_a_marker_in_front() {
         let settings = build_frame(SETTINGS, 0, 0, 0);
         let head = build_frame(HEADERS, END_HEADERS, 1, 3);
@@ -323,6 +443,43 @@ mod tests {
         let expected = [&settings[..], &head, &first, &second, &next].concat();
         for step in [1, 2, 3, 8, 9, 10, 11, 50, usize::MAX] {
             assert_eq!(scan_in_steps(&input, step).1, expected, "steps of {step}");
+        }
+    }
+
+    #[test]
+    fn marked_trailers_lose_their_padding_and_keep_their_priority() {
+        let frame = |kind, flags, payload: &[u8]| {
+            let mut frame = build_frame(kind, flags, 1, payload.len());
+            frame.splice(FRAME_HEADER_BYTES.., payload.iter().copied());
+            frame
+        };
+        let ends = END_HEADERS | END_STREAM;
+        let settings = build_frame(SETTINGS, 0, 0, 0);
+        let head = frame(HEADERS, END_HEADERS | PADDED, b"\x02abc\0\0");
+        let trailers = frame(
+            HEADERS,
+            ends | PADDED | PRIORITY,
+            &[3, 0, 0, 0, 0, 9, b'x', b'y', 0, 0, 0],
+        );
+        let marked = [
+            frame(
+                HEADERS,
+                END_STREAM | PRIORITY,
+                &[0, 0, 0, 0, 9, TRAILER_MARKER_FIELD],
+            ),
+            frame(CONTINUATION, END_HEADERS, b"xy"),
+        ]
+        .concat();
+        let next = build_frame(6, 0, 0, 8);
+        // Too short for its padding: passed on for h2 to reject.
+        let short = frame(HEADERS, ends | PADDED, &[9, 0]);
+        let empty = frame(HEADERS, ends | PADDED | PRIORITY, &[]);
+        for (trailers, expected) in [(&trailers, &marked), (&short, &short), (&empty, &empty)] {
+            let input = [&settings[..], &head, trailers, &next].concat();
+            let expected = [&settings[..], &head, expected, &next].concat();
+            for step in [1, 2, 3, 8, 9, 10, 11, 50, usize::MAX] {
+                assert_eq!(scan_in_steps(&input, step).1, expected, "steps of {step}");
+            }
         }
     }
 

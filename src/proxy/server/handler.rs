@@ -29,7 +29,12 @@ pub trait RequestHandler: 'static {
     /// Records that the server answered an unreadable request head with `status`.
     fn record_unreadable_request(&self, _status: StatusCode, _peer: &ConnectionPeer) {}
 
-    /// Address prefix by which the connections of this peer are counted. `Retry` for a trusted
+    /// Status that replaces that of responses to unreadable request heads from this peer.
+    fn unreadable_request_status(&self, _peer: &ConnectionPeer) -> Option<StatusCode> {
+        None
+    }
+
+    /// Address prefix by which the connections of this peer are counted. `None` for a trusted
     /// proxy, which carries the requests of many clients.
     fn counted_client(&self, peer: IpAddr) -> Option<IpAddr> {
         Some(peer)

@@ -1,5 +1,6 @@
 //! Client socket that reports to the connection's monitor and lingers on shutdown.
 
+use http::StatusCode;
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -24,18 +25,22 @@ const MAX_LINGER_TIME: Duration = Duration::from_secs(2);
 /// Time from the half-close of a client to the probe. A quick response needs no probe.
 const PROBE_DELAY: Duration = Duration::from_millis(200);
 
-/// Time without output after which a half-closed client that cannot be probed counts as gone.
+/// Time without output after which a half-closed client that cannot be probed counts as
+/// disconnected.
 const HALF_CLOSE_GRACE: Duration = Duration::from_millis(500);
 
-/// Interval at which a half-closed connection is checked for a reset.
+/// Minimum and maximum interval between checks of a half-closed connection for a reset. In between
+/// it is half of the time without output: the machine of a disconnected client answers the probe at
+/// once.
 const RESET_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+const MAX_RESET_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Interval between checks whether a read may use memory again, and the maximum number of checks:
 /// a connection may be slow to close.
 const MEMORY_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 const MAX_MEMORY_CHECKS: u8 = 10;
 
-/// Output without effect on an HTTP/1.1 client. The machine of a client that is gone answers with a
+/// Output without effect on an HTTP/1.1 client. The machine of a disconnected client answers with a
 /// reset.
 const PROBE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
@@ -55,6 +60,8 @@ pub(in crate::proxy) struct MonitoredSocket {
     linger: Option<LingerState>,
     half_close: Option<HalfCloseState>,
     memory_wait: Option<Box<MemoryWait>>,
+    /// Status of the response to input that is not a valid request. `None`: hyper's.
+    parse_error_status: Option<StatusCode>,
 }
 
 /// Progress of a read that waits until other connections have freed memory.
@@ -66,7 +73,7 @@ struct MemoryWait {
 }
 
 /// State of a client that ended its sending direction during an HTTP/1 request. The client may read
-/// the response, or be gone: both look the same until output reaches it.
+/// the response or have disconnected: the proxy cannot distinguish the two before it sends output.
 #[derive(Debug)]
 struct HalfCloseState {
     /// Time of the half-close, or of the last output since.
@@ -98,6 +105,15 @@ impl MonitoredSocket {
             linger: None,
             half_close: None,
             memory_wait: None,
+            parse_error_status: None,
+        }
+    }
+
+    /// Sets the status of the response to input that is not a valid request.
+    pub(in crate::proxy) fn with_parse_error_status(self, status: Option<StatusCode>) -> Self {
+        Self {
+            parse_error_status: status,
+            ..self
         }
     }
 
@@ -175,7 +191,7 @@ impl MonitoredSocket {
     }
 
     /// Waits while a half-closed client may read the response. Ready with `Ok` if the client counts
-    /// as gone, and with an error if the connection was reset.
+    /// as disconnected, and with an error if the connection was reset.
     fn poll_half_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let half_close = self.half_close.get_or_insert_with(|| HalfCloseState {
             last_output_at: Instant::now(),
@@ -199,7 +215,8 @@ impl MonitoredSocket {
             if silence >= HALF_CLOSE_GRACE && !can_be_probed {
                 return Poll::Ready(Ok(()));
             }
-            ready!(half_close.timer.poll(now + RESET_CHECK_INTERVAL, cx));
+            let wait = (silence / 2).clamp(RESET_CHECK_INTERVAL, MAX_RESET_CHECK_INTERVAL);
+            ready!(half_close.timer.poll(now + wait, cx));
         }
     }
 
@@ -215,7 +232,7 @@ impl MonitoredSocket {
         if self.monitor.is_http2() || !self.monitor.is_between_responses() {
             return false;
         }
-        let Some(reply) = describe_parse_error(output) else {
+        let Some(reply) = describe_parse_error(output, self.parse_error_status) else {
             return false;
         };
         self.monitor.queue_informational_head(reply.as_bytes());
@@ -291,7 +308,7 @@ impl AsyncRead for MonitoredSocket {
                 return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
             }
             this.monitor
-                .record_field_block(this.frame_scanner.is_within_field_block(), received.len());
+                .record_field_block(this.frame_scanner.is_within_field_block(), &scan);
             this.monitor.memory().add_unread_body_bytes(scan.data_bytes);
             if !scan.is_rewritten {
                 return Poll::Ready(Ok(()));

@@ -29,6 +29,8 @@ pub(in crate::proxy) struct SocketBelowTls {
     read_ahead: Vec<u8>,
     /// Whether the client has sent a byte, apart from the PROXY header.
     has_received: bool,
+    /// Whether TLS reads from this socket and may keep what it receives.
+    is_below_tls: bool,
 }
 
 /// The client's byte stream after TLS, if any; the HTTP layer reads and writes it.
@@ -69,6 +71,7 @@ impl SocketBelowTls {
             monitor,
             read_ahead: Vec::new(),
             has_received: false,
+            is_below_tls: false,
         }
     }
 
@@ -81,6 +84,11 @@ impl SocketBelowTls {
     /// Whether the client has sent a byte, apart from the PROXY header.
     pub(in crate::proxy) fn has_received_bytes(&self) -> bool {
         self.has_received
+    }
+
+    /// Records that TLS reads from this socket.
+    pub(in crate::proxy) fn set_below_tls(&mut self) {
+        self.is_below_tls = true;
     }
 
     pub(in crate::proxy) fn monitor(&self) -> Rc<ConnectionMonitor> {
@@ -115,13 +123,6 @@ impl ClientTransport {
         }
     }
 
-    fn reader(&mut self) -> Pin<&mut (dyn AsyncRead + Unpin)> {
-        match self {
-            Self::Plain(socket) => Pin::new(socket),
-            Self::Tls(stream) => Pin::new(stream),
-        }
-    }
-
     fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
         match self {
             Self::Plain(socket) => Pin::new(socket),
@@ -153,7 +154,11 @@ impl AsyncRead for SocketBelowTls {
         }
         let before = into.filled().len();
         let read = this.stream.reader().poll_read(cx, into);
-        this.has_received |= into.filled().len() > before;
+        let received = into.filled().len() - before;
+        this.has_received |= received > 0;
+        if this.is_below_tls {
+            this.monitor.memory().add_tls_input(received);
+        }
         read
     }
 }
@@ -200,7 +205,17 @@ impl AsyncRead for ClientTransport {
         cx: &mut Context<'_>,
         into: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.get_mut().reader().poll_read(cx, into)
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_read(cx, into),
+            Self::Tls(stream) => {
+                let before = into.filled().len();
+                let read = Pin::new(&mut **stream).poll_read(cx, into);
+                if into.filled().len() > before {
+                    stream.get_ref().0.monitor.memory().end_tls_input();
+                }
+                read
+            }
+        }
     }
 }
 

@@ -1,8 +1,11 @@
 //! Worker threads: each serves its connections on a runtime of its own.
 
-use std::future::Future;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -20,7 +23,7 @@ use super::connection_load::{ConnectionCountGuard, ServerLoad};
 use super::connection_timeouts::ConnectionMonitor;
 use super::handler::RequestHandler;
 use super::listener::{AcceptedSocket, ServerListener};
-use super::memory_budget::{ConnectionMonitors, WorkerMemory};
+use super::memory_budget::WorkerMemory;
 use super::transport::SocketBelowTls;
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 
@@ -100,7 +103,8 @@ impl WorkerThread {
                     let handler = make_handler(index).await;
                     drop(ready_tx.send(Ok(())));
                     let listeners = build_worker_listener_settings(listener_configs, &load);
-                    let cut = run_worker(Rc::clone(&handler), listeners, queued, cut, &load).await;
+                    let cut =
+                        run_worker(index, Rc::clone(&handler), listeners, queued, cut, &load).await;
                     // Lets the runtime drop the aborted connection tasks, which releases their
                     // requests.
                     tokio::task::yield_now().await;
@@ -174,6 +178,7 @@ fn build_worker_listener_settings(
 /// Serves the worker's connections until its queue closes and they end. Returns the number of
 /// connections that were cut.
 async fn run_worker<H: RequestHandler>(
+    index: usize,
     handler: Rc<H>,
     listeners: Vec<Rc<WorkerListenerSettings>>,
     mut queued: mpsc::Receiver<WorkerMessage>,
@@ -185,8 +190,7 @@ async fn run_worker<H: RequestHandler>(
     let max_memory = listeners
         .first()
         .and_then(|listener| listener.protocols.max_memory());
-    let memory = WorkerMemory::new(load.clone(), max_memory, Rc::clone(&monitors));
-    let memory = Rc::new(memory);
+    let memory = Rc::new(WorkerMemory::new(load.clone(), max_memory));
     loop {
         tokio::select! {
             next = queued.recv() => {
@@ -206,10 +210,11 @@ async fn run_worker<H: RequestHandler>(
                     handler.worker_metrics(),
                     Arc::clone(&next.open.activity),
                 );
+                let registration = MonitorRegistration::new(&monitors, &monitor, &next.open, load);
                 monitor.set_memory_budget(memory.clone());
-                let id = next.open.id;
-                monitors.borrow_mut().insert(id, Rc::clone(&monitor));
-                let registration = MonitorRegistration { monitors: Rc::clone(&monitors), id };
+                if !listener.kind.is_public() {
+                    monitor.memory().set_unclosable();
+                }
                 let serving = serve_queued_connection(next, Rc::clone(listener), Rc::clone(&handler), monitor, load.clone());
                 connections.spawn_local(async move {
                     let _registration = registration;
@@ -217,6 +222,7 @@ async fn run_worker<H: RequestHandler>(
                 });
             }
             Some(ended) = connections.join_next() => record_connection_panic(ended, load),
+            ids = load.connection_registry().next_memory_closes(index) => close_for_memory(&monitors, &ids),
             _ = cut.wait_for(|cut| *cut) => return cut_and_count_connections(connections),
         }
     }
@@ -230,6 +236,7 @@ async fn run_worker<H: RequestHandler>(
                 Some(ended) => record_connection_panic(ended, load),
                 None => return 0,
             },
+            ids = load.connection_registry().next_memory_closes(index) => close_for_memory(&monitors, &ids),
             _ = cut.wait_for(|cut| *cut) => return cut_and_count_connections(connections),
         }
     }
@@ -257,21 +264,35 @@ async fn serve_queued_connection<H: RequestHandler>(
     let limit = listener.protocols.max_connections_per_client();
     let admit = |client: SocketAddr| {
         // Clients of a Unix socket have no address of their own.
-        let client = (limit > 0 && !(is_unix && client == addr))
-            .then(|| handler.counted_client(client.ip()))
-            .flatten();
-        let admitted = client.map_or(Ok(None), |client| {
-            load.client_counts()
-                .try_acquire(client, limit)
-                .map(Some)
-                .ok_or(())
-        });
-        admitted.inspect_err(|()| monitor.record_close(ConnectionCloseReason::ClientLimit))
+        if is_unix && client == addr {
+            return Ok(None);
+        }
+        let Some(client) = handler.counted_client(client.ip()) else {
+            monitor.memory().set_from_trusted_proxy();
+            return Ok(None);
+        };
+        if limit == 0 {
+            return Ok(None);
+        }
+        let admitted = load.client_counts().try_acquire(client, limit);
+        admitted
+            .map(Some)
+            .ok_or_else(|| monitor.record_close(ConnectionCloseReason::ClientLimit))
     };
-    let handshake = tokio::select! {
-        biased;
-        done = listener.acceptor.run_handshake(socket, addr, admit) => done,
-        reason = monitor.wait_for_close_request() => return monitor.record_close(reason),
+    let handshake = {
+        let mut handshake = pin!(listener.acceptor.run_handshake(socket, addr, admit));
+        let handshake = poll_fn(|cx| {
+            let polled = handshake.as_mut().poll(cx);
+            if polled.is_pending() {
+                monitor.report_memory();
+            }
+            polled
+        });
+        tokio::select! {
+            biased;
+            done = handshake => done,
+            reason = monitor.wait_for_close_request() => return monitor.record_close(reason),
+        }
     };
     match handshake {
         Ok(mut connection) => {
@@ -303,14 +324,47 @@ fn record_connection_panic(ended: Result<(), JoinError>, load: &ServerLoad) {
     }
 }
 
-/// Removes the monitor of a connection from the drain list when the connection ends.
+fn close_for_memory(monitors: &ConnectionMonitors, ids: &[u64]) {
+    let monitors = monitors.borrow();
+    for monitor in ids.iter().filter_map(|id| monitors.get(id)) {
+        monitor.request_close(ConnectionCloseReason::Memory);
+    }
+}
+
+/// Monitors of a worker's connections, by connection id.
+type ConnectionMonitors = Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>>;
+
+/// Entry of a connection in the worker's monitors and in the registry of all workers, removed on
+/// drop.
 struct MonitorRegistration {
     monitors: ConnectionMonitors,
+    load: ServerLoad,
+    worker: usize,
     id: u64,
+}
+
+impl MonitorRegistration {
+    fn new(
+        monitors: &ConnectionMonitors,
+        monitor: &Rc<ConnectionMonitor>,
+        open: &OpenConnection,
+        load: &ServerLoad,
+    ) -> Self {
+        monitors.borrow_mut().insert(open.id, Rc::clone(monitor));
+        load.connection_registry().insert(open);
+        Self {
+            monitors: Rc::clone(monitors),
+            load: load.clone(),
+            worker: open.worker,
+            id: open.id,
+        }
+    }
 }
 
 impl Drop for MonitorRegistration {
     fn drop(&mut self) {
+        // First, so that no worker chooses the connection after its memory was subtracted.
+        self.load.connection_registry().remove(self.worker, self.id);
         self.monitors.borrow_mut().remove(&self.id);
     }
 }

@@ -22,7 +22,10 @@ impl RequestHandler for ProxyService {
         peer: Arc<ConnectionPeer>,
         mut interim: InformationalForwarder,
     ) -> Response<ResponseBody> {
-        match peer.listener_kind {
+        let active = self
+            .metrics
+            .begin_http_request(request.method(), peer.is_tls);
+        let mut response = match peer.listener_kind {
             ListenerKind::Proxy => {
                 self.handle_proxy_request(request, &peer, &mut interim)
                     .await
@@ -31,7 +34,12 @@ impl RequestHandler for ProxyService {
             // of every request.
             ListenerKind::RateLimitService => Box::pin(self.answer_grpc_call(request, &peer)).await,
             ListenerKind::ExtAuthz => Box::pin(self.answer_auth_request(request, &peer)).await,
+        };
+        if let Some(mut active) = active {
+            active.set_status(response.status().as_u16());
+            response.body_mut().attach_active_request(active);
         }
+        response
     }
 
     fn record_connection_setup_error(&self, error: HandshakeError) {
@@ -52,6 +60,11 @@ impl RequestHandler for ProxyService {
                 peer.addr.ip(),
                 status,
             ));
+    }
+
+    fn unreadable_request_status(&self, peer: &ConnectionPeer) -> Option<StatusCode> {
+        let status = self.ext_authz.denied_status;
+        status.filter(|_| peer.listener_kind == ListenerKind::ExtAuthz)
     }
 
     fn counted_client(&self, peer: IpAddr) -> Option<IpAddr> {
@@ -82,7 +95,7 @@ mod tests {
         }
         let bytes = future_size(<ProxyService as RequestHandler>::handle);
         assert!(
-            bytes <= 4_608,
+            bytes <= 4_640,
             "{bytes} bytes: is a rare future awaited without a box?"
         );
     }

@@ -2,16 +2,20 @@
 
 use super::ProxyService;
 use super::request_summary::RequestSummary;
+use super::self_service::OwnLimitsRequest;
 use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
 use crate::policy::PolicyTable;
+use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::headers::{self, ForwardingContext};
+use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
+use crate::proxy::http::mark_header::add_mark_header;
 use crate::proxy::http::rate_limit_headers;
 use crate::proxy::http::response_cost::CostMeter;
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
-use crate::telemetry::trace::TraceParent;
+use crate::telemetry::trace::{RequestRecording, TraceParent};
 use bytes::Bytes;
 use http::{Request, Response, request};
 use std::pin::{Pin, pin};
@@ -46,15 +50,24 @@ impl ProxyService {
                     return self.reject_invalid_request(&parts, body, peer, *reply, arrived_at);
                 }
             };
+        if let Some(settings) = table.self_service_at(inbound.target.path()) {
+            let request = OwnLimitsRequest::new((&parts, version), inbound, body, peer, arrived_at);
+            return Box::pin(self.answer_own_limits(settings, table, request, style)).await;
+        }
         let trace = TraceParent::from_headers(&parts.headers);
         let recording = self.start_trace_recording(trace, &parts, &inbound, peer, arrived_at);
 
-        // 2. Decide.
-        let certificate = peer.certificate_subject.as_ref();
-        let mut verdict = self
-            .enforcer
-            .decide_request(&policies, &inbound.facts(&parts, certificate), arrived_at)
-            .await;
+        // 2. Decide. A tunnel is counted first: nothing is charged for one too many.
+        let tunnel_count = self.count_tunnel(&inbound, table);
+        let mut verdict = match &tunnel_count {
+            Ok(_) => {
+                let facts = inbound.facts(&parts, peer.certificate_subject.as_ref());
+                self.enforcer
+                    .decide_request(&policies, &facts, arrived_at)
+                    .await
+            }
+            Err(_) => Verdict::undecided(),
+        };
         self.record_decision(&verdict, &inbound, peer);
         let mut summary =
             RequestSummary::new(&parts, version, inbound, arrived_at, trace, recording);
@@ -72,37 +85,29 @@ impl ProxyService {
 
         // 3. Wait.
         let ready_at = match self
-            .wait_for_turn(&verdict, &mut summary, table, deadline)
+            .wait_for_turn(&verdict, &mut summary, tunnel_count, deadline)
             .await
         {
             Ok(ready_at) => ready_at,
             Err(error) => {
-                body.discard();
-                let response = self.respond_to_forward_error(&error, estimates, style);
+                let response = self.respond_to_unsent_request(body, &error, estimates, style);
                 return self.complete_response(response, &mut summary, &verdict, table);
             }
         };
 
         // 4. Forward.
         self.prepare_upstream_request(&mut parts, &mut summary, peer, table, &estimates, &body);
+        add_mark_header(&mut parts.headers, table, &verdict);
         let body_handle = body.clone_handle();
         let upstream_request = Request::from_parts(parts, body);
         let send = pin!(self.upstream.send(upstream_request, ready_at, interim));
         let result = await_until_deadline(deadline, send).await;
 
         // 5. Finish.
-        finish_upstream_span(&mut summary, &result);
         release_request_body(body_handle, result.as_ref().err());
-        let response = match result {
-            Ok(response) => self.prepare_client_response(response, estimates, &summary, style),
-            Err(error) => self.respond_to_forward_error(&error, estimates, style),
-        };
-        let mut response = self.complete_response(response, &mut summary, &verdict, table);
-        let recording = summary.recording.take();
-        response
-            .body_mut()
-            .attach_slot_and_recording(slot_guard, recording);
-        response
+        let response = self.respond_to_result(result, estimates, &mut summary, style);
+        let response = self.complete_response(response, &mut summary, &verdict, table);
+        attach_slot_and_recording(response, slot_guard, summary.recording.take())
     }
 
     /// Responds to a request that a policy rejected.
@@ -118,21 +123,32 @@ impl ProxyService {
         self.respond_without_upstream(body, reply, decided_at - summary.arrived_at)
     }
 
-    /// Counts a tunnel for its client, and waits as long as a `leaky_bucket` limit delays the
-    /// request, at most until `deadline`. If the client disconnects, the request is dropped but its
-    /// place in the bucket's queue stays consumed.
+    /// Counts the tunnel that the request asks for, if any. The result is boxed, because tunnels are
+    /// rare and every request's future includes its size.
+    fn count_tunnel(
+        &self,
+        inbound: &InboundRequest,
+        table: &PolicyTable,
+    ) -> Result<Option<Box<ClientCountGuard>>, Box<UpstreamError>> {
+        if inbound.target.upgrade_request.is_none() {
+            return Ok(None);
+        }
+        let client = table.client.client_prefix(inbound.client.ip);
+        let counted = self.upstream.count_tunnel(client).map_err(Box::new)?;
+        Ok(counted.map(Box::new))
+    }
+
+    /// Waits as long as a `leaky_bucket` limit delays the request, at most until `deadline`. If the
+    /// client disconnects, the request is dropped but its place in the bucket's queue stays
+    /// consumed.
     async fn wait_for_turn(
         &self,
         verdict: &Verdict<'_>,
         summary: &mut RequestSummary,
-        table: &PolicyTable,
+        tunnel_count: Result<Option<Box<ClientCountGuard>>, Box<UpstreamError>>,
         deadline: Option<Instant>,
     ) -> Result<Instant, ForwardError> {
-        if summary.target.upgrade_request.is_some() {
-            let client = table.client.client_prefix(summary.client.ip);
-            let counted = self.upstream.count_tunnel(client);
-            summary.tunnel_count = counted.map_err(ForwardError::Upstream)?;
-        }
+        summary.tunnel_count = tunnel_count.map_err(|error| ForwardError::Upstream(*error))?;
         let decided_at = verdict.decided_at.unwrap_or(summary.arrived_at);
         let turn = pin!(self.upstream.delay_request(verdict.delay, decided_at));
         await_until_deadline(deadline, turn).await
@@ -170,6 +186,21 @@ impl ProxyService {
         }
     }
 
+    /// Responds with the upstream's response, or to the failure.
+    fn respond_to_result(
+        &self,
+        result: Result<Response<ResponseBody>, ForwardError>,
+        estimates: Vec<EstimatedCharge>,
+        summary: &mut RequestSummary,
+        style: ReplyStyle<'_>,
+    ) -> Response<ResponseBody> {
+        finish_upstream_span(summary, &result);
+        match result {
+            Ok(response) => self.prepare_client_response(response, estimates, summary, style),
+            Err(error) => self.respond_to_forward_error(&error, estimates, style),
+        }
+    }
+
     /// Rewrites the response head for the client, and attaches the meter of the response cost.
     fn prepare_client_response(
         &self,
@@ -192,10 +223,24 @@ impl ProxyService {
                 self.metrics
                     .record_upstream_error(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(fault = %error, "upstream response rejected");
+                settle_estimates_by_status(estimates, ProxyErrorType::ProtocolError);
                 local_replies::build_proxy_error_reply(ProxyErrorType::ProtocolError, style)
                     .map(ResponseBody::Full)
             }
         }
+    }
+
+    /// Responds to a request that ended before it was sent. Its estimates are returned.
+    fn respond_to_unsent_request(
+        &self,
+        body: RequestBody,
+        error: &ForwardError,
+        estimates: Vec<EstimatedCharge>,
+        style: ReplyStyle<'_>,
+    ) -> Response<ResponseBody> {
+        body.discard();
+        return_estimates(estimates);
+        self.respond_to_forward_error(error, Vec::new(), style)
     }
 
     fn respond_to_forward_error(
@@ -209,6 +254,7 @@ impl ProxyService {
                 self.respond_to_upstream_error(error, estimates, style)
             }
             ForwardError::MaxDurationExceeded => {
+                settle_estimates_by_status(estimates, ProxyErrorType::MaxDurationExceeded);
                 local_replies::build_proxy_error_reply(ProxyErrorType::MaxDurationExceeded, style)
                     .map(ResponseBody::Full)
             }
@@ -223,14 +269,21 @@ impl ProxyService {
         estimates: Vec<EstimatedCharge>,
         style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
+        let (by_status, by_cost): (Vec<_>, Vec<_>) = estimates
+            .into_iter()
+            .partition(EstimatedCharge::is_settled_by_status);
         if error.kind.is_unsent() {
-            estimates
-                .into_iter()
-                .for_each(|estimate| estimate.settle(0));
+            return_estimates(by_cost);
+        }
+        // If the client ended the request, the charge stays. Otherwise clients could leave early to
+        // avoid it.
+        if !error.kind.is_caused_by_client() {
+            settle_estimates_by_status(by_status, select_error_type(error.kind));
         }
         self.metrics.record_upstream_error(error.kind as usize);
         self.upstream.log_error(error);
-        build_upstream_error_response(error, style)
+        let reply = select_error_type(error.kind);
+        local_replies::build_proxy_error_reply(reply, style).map(ResponseBody::Full)
     }
 
     /// Adds the rate-limit headers, and logs and counts an admitted request.
@@ -257,6 +310,25 @@ impl ProxyService {
         );
         response
     }
+}
+
+/// Returns the estimated charges of a request that was not sent.
+fn return_estimates(estimates: Vec<EstimatedCharge>) {
+    for estimate in estimates {
+        estimate.settle(0);
+    }
+}
+
+/// Attaches what ends with the response body.
+fn attach_slot_and_recording(
+    mut response: Response<ResponseBody>,
+    slot_guard: Option<ConcurrencySlotGuard>,
+    recording: Option<Box<RequestRecording>>,
+) -> Response<ResponseBody> {
+    response
+        .body_mut()
+        .attach_slot_and_recording(slot_guard, recording);
+    response
 }
 
 /// Awaits `future` until `deadline` at most.
@@ -300,13 +372,17 @@ fn release_request_body(body: RequestBody, error: Option<&ForwardError>) {
     }
 }
 
-/// Builds the response to a request that failed at the upstream.
-fn build_upstream_error_response(
-    error: &UpstreamError,
-    style: ReplyStyle<'_>,
-) -> Response<ResponseBody> {
+/// Settles the charges for which the status decides by that of tidegate's own response.
+fn settle_estimates_by_status(estimates: Vec<EstimatedCharge>, response: ProxyErrorType) {
+    for estimate in estimates {
+        estimate.settle_by_status(response.status());
+    }
+}
+
+/// Selects the response to a request that failed at the upstream.
+fn select_error_type(kind: UpstreamErrorKind) -> ProxyErrorType {
     use UpstreamErrorKind as Kind;
-    let reply = match error.kind {
+    match kind {
         Kind::ConnectRefused | Kind::ConnectFailed => ProxyErrorType::ConnectRefused,
         Kind::ConnectTimeout => ProxyErrorType::ConnectTimeout,
         Kind::Dns => ProxyErrorType::DnsError,
@@ -322,6 +398,5 @@ fn build_upstream_error_response(
         // Only a client that sent an invalid body reads this response; a disconnected client does
         // not.
         Kind::ClientDisconnected => ProxyErrorType::BodyInvalid,
-    };
-    local_replies::build_proxy_error_reply(reply, style).map(ResponseBody::Full)
+    }
 }

@@ -21,7 +21,7 @@ pub(in crate::proxy) struct RequestSummary {
     pub(super) arrived_at: Instant,
     pub(super) recording: Option<Box<RequestRecording>>,
     /// Counts the tunnel that the request asks for.
-    pub(super) tunnel_count: Option<ClientCountGuard>,
+    pub(super) tunnel_count: Option<Box<ClientCountGuard>>,
     method: Method,
     trace_id: Option<TraceId>,
 }
@@ -111,7 +111,7 @@ impl ProxyService {
             | RequestOutcome::InvalidKey { policy, .. }
             | RequestOutcome::Unavailable { policy, .. } => Some(*policy),
         };
-        let is_rejected = policy.is_some() || !verdict.shadow_rejected.is_empty();
+        let is_rejected = policy.is_some() || !verdict.unenforced_rejections.is_empty();
         if summary.recording.is_none() && !self.access_log.filter_allows_request(is_rejected) {
             return;
         }
@@ -124,7 +124,8 @@ impl ProxyService {
             time_to_head: responded_at - summary.arrived_at,
             decision: classify_verdict(verdict).label(),
             policy,
-            shadow_rejected: &verdict.shadow_rejected,
+            unenforced_rejections: Some(&verdict.unenforced_rejections),
+            retry_after_us: verdict.outcome.retry_after_us(),
             limits: &verdict.limits,
             source: verdict.source,
             time_to_decision: verdict.decided_at.map(|at| at - summary.arrived_at),

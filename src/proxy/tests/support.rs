@@ -273,7 +273,7 @@ where
 }
 
 impl RawTestClient {
-    /// As an upstream: reads one request head. Returns `Retry` at the end of the connection.
+    /// As an upstream: reads one request head. Returns `None` at the end of the connection.
     pub(super) async fn read_head(&mut self) -> Option<String> {
         let mut got = Vec::new();
         while !got.ends_with(b"\r\n\r\n") {

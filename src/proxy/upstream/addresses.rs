@@ -23,7 +23,7 @@ impl ResolvedAddresses {
     }
 
     /// Whether neither of the last two DNS lookups returned the address. `false` before two
-    /// lookups, or for `Retry` (a Unix socket).
+    /// lookups, or for `None` (a Unix socket).
     pub(super) fn is_stale(&self, address: Option<IpAddr>) -> bool {
         let Some(address) = address else { return false };
         [&self.previous, &self.latest]
@@ -38,7 +38,7 @@ pub(super) fn has_dns_name(url: &UpstreamUrl) -> bool {
     matches!(url, UpstreamUrl::Net { host, .. } if host.parse::<IpAddr>().is_err())
 }
 
-/// Resolves the upstream's host name. Returns `Retry` if the lookup fails or finds no address.
+/// Resolves the upstream's host name. Returns `None` if the lookup fails or finds no address.
 pub(super) async fn resolve_addresses(url: &UpstreamUrl) -> Option<Vec<IpAddr>> {
     let UpstreamUrl::Net { host, port, .. } = url else {
         return None;

@@ -20,14 +20,12 @@ use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::ClientConfig;
 
 use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use super::read_limit::ReadLimit;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
 use crate::tls::ClientTls;
 
 /// Time after which the next address is tried while earlier attempts are pending (RFC 8305, 5).
 const HAPPY_EYEBALLS_DELAY: Duration = Duration::from_millis(250);
-/// Maximum bytes of one read. hyper doubles its read buffer, up to 256 KiB, as long as reads fill
-/// it; a slow client would keep several such buffers. Reads below 8 KiB leave the buffer at 8 KiB.
-const MAX_READ_BYTES: u64 = 8 * 1024 - 1;
 /// Idle time before TCP keep-alive probes start. Three unanswered probes, ten seconds apart, close
 /// the connection.
 const TCP_KEEPALIVE_IDLE_TIME: Duration = Duration::from_secs(60);
@@ -39,7 +37,7 @@ pub struct UpstreamUrlError(pub(super) String);
 
 /// Opens connections to the upstream.
 pub(super) struct UpstreamConnector {
-    /// TLS connectors for new connections; a reload replaces them. `Retry` for a cleartext upstream.
+    /// TLS connectors for new connections; a reload replaces them. `None` for a cleartext upstream.
     tls: Option<ArcSwap<UpstreamTlsConnectors>>,
 }
 
@@ -257,8 +255,9 @@ impl fmt::Debug for UpstreamConnector {
 /// cleanly, the write returns its error directly; only a tunnel writes then.
 #[derive(Debug)]
 pub(super) struct UpstreamSocket {
-    /// Limited to [`MAX_READ_BYTES`] for each read.
+    /// Limited to `read_limit` for each read.
     transport: Take<SocketTransport>,
+    read_limit: ReadLimit,
     is_http2: bool,
     /// Every read sets this flag; the PING monitor resets it.
     read_activity: Arc<AtomicBool>,
@@ -280,7 +279,8 @@ enum SocketTransport {
 impl UpstreamSocket {
     fn new(io: SocketTransport, is_http2: bool) -> Self {
         Self {
-            transport: io.take(MAX_READ_BYTES),
+            transport: io.take(0),
+            read_limit: ReadLimit::default(),
             is_http2,
             read_activity: Arc::default(),
             write_failed: false,
@@ -299,6 +299,11 @@ impl UpstreamSocket {
         Arc::clone(&self.read_activity)
     }
 
+    /// Limit of each read, which the responses of the connection adjust.
+    pub(super) fn read_limit(&self) -> ReadLimit {
+        self.read_limit.clone()
+    }
+
     /// Keeps `permit` until the socket is closed.
     pub(super) fn with_permit(self, permit: OwnedSemaphorePermit) -> Self {
         Self {
@@ -307,7 +312,7 @@ impl UpstreamSocket {
         }
     }
 
-    /// The IP address of the peer; `Retry` for a Unix socket.
+    /// The IP address of the peer; `None` for a Unix socket.
     pub(super) fn peer_ip(&self) -> Option<IpAddr> {
         let socket = match self.transport.get_ref() {
             SocketTransport::Plain(socket) => socket,
@@ -369,7 +374,7 @@ impl AsyncRead for UpstreamSocket {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = into.filled().len();
-        this.transport.set_limit(MAX_READ_BYTES);
+        this.transport.set_limit(this.read_limit.bytes());
         ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
         if this.write_failed && into.filled().len() == before {
             // Returns an error instead of a clean end, because the failed write consumed the error

@@ -91,6 +91,14 @@ impl UpstreamErrorKind {
         }
     }
 
+    /// Whether the client ended or spoiled the request while it was sent.
+    pub fn is_caused_by_client(self) -> bool {
+        matches!(
+            self,
+            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientDisconnected
+        )
+    }
+
     /// Returns the kind of an error of the h2 library.
     pub(super) fn from_h2(error: &h2::Error) -> Self {
         match error.is_remote() {
@@ -102,6 +110,22 @@ impl UpstreamErrorKind {
             false => Self::ConnectionTerminated,
         }
     }
+
+    /// The error kinds that the client did not cause.
+    pub const FAULTS: &[usize] = &[
+        Self::ConnectRefused as usize,
+        Self::ConnectFailed as usize,
+        Self::ConnectTimeout as usize,
+        Self::Dns as usize,
+        Self::Tls as usize,
+        Self::QueueFull as usize,
+        Self::QueueTimeout as usize,
+        Self::ResponseTimeout as usize,
+        Self::ConnectionTerminated as usize,
+        Self::Protocol as usize,
+        Self::StreamReset as usize,
+        Self::UpgradeUnsupported as usize,
+    ];
 
     /// The names of all error kinds, in declaration order.
     pub const NAMES: &[&str] = &[

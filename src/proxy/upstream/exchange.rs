@@ -21,7 +21,7 @@ use crate::proxy::http::body::response::ResponseBody;
 /// How far a request without a response got; decides whether it may be retried.
 pub(super) enum ExchangeFailure {
     /// Nothing of the request was written, so a retry is safe. Contains the request for HTTP/1.1;
-    /// for HTTP/2 the retry uses a [`RetryRequest`].
+    /// for HTTP/2 the retry uses a `RetryRequest`.
     NotSent(Option<Box<Request<RequestBody>>>),
     /// The upstream refused the stream without processing it (REFUSED_STREAM).
     RefusedStream,
@@ -48,7 +48,7 @@ impl UpstreamClient {
         ))
     }
 
-    /// Waits for `response_future`. Returns `Retry` if `response_timeout` elapses first.
+    /// Waits for `response_future`. Returns `None` if `response_timeout` elapses first.
     ///
     /// `response_timeout` counts from the last body chunk handed over, or from `sent_at` without a
     /// body. It does not run while the proxy waits for the client to send more of the body; a
@@ -80,7 +80,7 @@ impl UpstreamClient {
     }
 }
 
-/// Returns the error kind if the request failed because of the client's body; otherwise `Retry`.
+/// Returns the error kind if the request failed because of the client's body; otherwise `None`.
 fn client_error_kind(progress: Option<&RequestBodyProgress>) -> Option<UpstreamErrorKind> {
     match progress?.state() {
         RequestBodyState::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),

@@ -50,7 +50,7 @@ impl InformationalResponseQueue {
         for (status, fields) in state.heads.drain(..) {
             interim.forward(status, &fields, Version::HTTP_11);
         }
-        // `Retry` clears the waker after the request: a stored waker keeps its task's memory.
+        // `None` clears the waker after the request: a stored waker keeps its task's memory.
         state.waker = waker.cloned();
         interim.count_received(std::mem::take(&mut state.received))
     }

@@ -43,7 +43,7 @@ pub(super) struct UpstreamPool {
     /// Open HTTP/2 connections.
     http2_connections: RefCell<Vec<Rc<Http2Connection>>>,
     /// Whether the upstream uses HTTP/2: fixed without TLS, otherwise as in the last handshake.
-    /// `Retry` before the first.
+    /// `None` before the first.
     negotiated_http2: Cell<Option<bool>>,
     /// Number of HTTP/2 connections being opened, and the number of streams expected on each.
     opening_http2_connections: Cell<usize>,

@@ -11,9 +11,11 @@ use tokio::time::Instant;
 use super::error::format_error_chain;
 use super::http2::response_body::Http2ResponseBody;
 use super::pool::PooledConnection;
+use super::read_limit::ResponseRate;
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::http::body::error::BodyError;
 use crate::proxy::http::response_cost::CostMeter;
+use crate::telemetry::metrics::ActiveHttpRequest;
 use crate::telemetry::trace::RequestRecording;
 
 /// HTTP-version-specific part of a streamed response body.
@@ -60,7 +62,9 @@ pub struct UpstreamBody {
     pending_since: Option<Instant>,
     slot_guard: Option<Box<ConcurrencySlotGuard>>,
     recording: Option<Box<RequestRecording>>,
+    active_request: Option<Box<ActiveHttpRequest>>,
     cost_meter: Option<Box<CostMeter>>,
+    rate: ResponseRate,
 }
 
 impl UpstreamBody {
@@ -85,7 +89,9 @@ impl UpstreamBody {
             pending_since,
             slot_guard: None,
             recording: None,
+            active_request: None,
             cost_meter: None,
+            rate: ResponseRate::default(),
         }
     }
 
@@ -99,6 +105,11 @@ impl UpstreamBody {
         self.recording = recording
             .filter(|_| !self.is_fully_received())
             .map(RequestRecording::mark_streaming);
+    }
+
+    /// Attaches the request's metrics, to end with the body.
+    pub(in crate::proxy) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
+        self.active_request = Some(active).filter(|_| !self.is_fully_received());
     }
 
     /// Whether all data has arrived, so that hyper may not poll again. An HTTP/2 stream may still
@@ -135,10 +146,15 @@ impl UpstreamBody {
                 if let Some(meter) = &mut self.cost_meter {
                     meter.read_frame(&frame);
                 }
+                let bytes = frame.data_ref().map_or(0, Bytes::len);
+                let read_limit = self.lease.as_ref().and_then(PooledConnection::read_limit);
+                self.rate.record(bytes, read_limit);
                 // hyper does not poll again after trailers or the end of the stream.
                 if frame.is_trailers() || self.source.is_end_stream() {
                     self.finish();
-                } else if self.recording.is_some() && self.is_fully_received() {
+                } else if (self.recording.is_some() || self.active_request.is_some())
+                    && self.is_fully_received()
+                {
                     self.finish_recording(Ok(()));
                 }
                 Some(Ok(frame))
@@ -185,6 +201,7 @@ impl UpstreamBody {
     }
 
     fn finish_recording(&mut self, result: Result<(), &'static str>) {
+        self.active_request = None;
         if let Some(recording) = self.recording.take() {
             recording.finish_body(result);
         }
@@ -197,6 +214,7 @@ impl UpstreamBody {
         self.slot_guard = None;
         self.finish_recording(Ok(()));
         if let Some(lease) = self.lease.take() {
+            self.rate.finish(lease.read_limit());
             lease.return_to_pool();
         }
     }

@@ -7,7 +7,7 @@
 
 use super::fields::{
     parse_address, parse_number, parse_request_line, present_value, split_at_unescaped_quote,
-    unescape_field,
+    split_field, split_word, unescape_field,
 };
 use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
 use super::required_headers::RequiredHeaders;
@@ -159,22 +159,4 @@ fn split_client_fields(head: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     };
     let (_ident, user) = split_word(rest);
     (!peer.is_empty()).then_some((host, peer, user.trim_ascii_end()))
-}
-
-/// Splits at the next space.
-fn split_word(text: &[u8]) -> (&[u8], &[u8]) {
-    match memchr::memchr(b' ', text).and_then(|at| text.split_at_checked(at)) {
-        Some((word, rest)) => (word, rest.get(1..).unwrap_or_default()),
-        None => (text, &[]),
-    }
-}
-
-/// Splits off the next field, quoted or not.
-fn split_field(text: &[u8]) -> Option<(&[u8], &[u8])> {
-    let text = text.trim_ascii_start();
-    match text.strip_prefix(b"\"") {
-        Some(quoted) => split_at_unescaped_quote(quoted),
-        None if text.is_empty() => None,
-        None => Some(split_word(text)),
-    }
 }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::net::IpAddr;
 
-/// Splits `METHOD TARGET PROTOCOL` into method and target. Returns `Retry` for any other text.
+/// Splits `METHOD TARGET PROTOCOL` into method and target. Returns `None` for any other text.
 pub(super) fn parse_request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let method_end = memchr::memchr(b' ', text)?;
     let (method, rest) = text.split_at_checked(method_end)?;
@@ -88,11 +88,29 @@ pub(super) fn split_at_unescaped_quote(text: &[u8]) -> Option<(&[u8], &[u8])> {
     }
 }
 
-/// Returns the text of a field, or `Retry` if it is empty or `-`.
+/// Returns the text of a field, or `None` if it is empty or `-`.
 pub(super) fn present_value(text: &[u8]) -> Option<&[u8]> {
     Some(text).filter(|text| !text.is_empty() && *text != b"-")
 }
 
 pub(super) fn parse_number(text: &[u8]) -> Option<u64> {
     str::from_utf8(text).ok()?.parse().ok()
+}
+
+/// Splits at the next space.
+pub(super) fn split_word(text: &[u8]) -> (&[u8], &[u8]) {
+    match memchr::memchr(b' ', text).and_then(|at| text.split_at_checked(at)) {
+        Some((word, rest)) => (word, rest.get(1..).unwrap_or_default()),
+        None => (text, &[]),
+    }
+}
+
+/// Splits off the next field, quoted or not.
+pub(super) fn split_field(text: &[u8]) -> Option<(&[u8], &[u8])> {
+    let text = text.trim_ascii_start();
+    match text.strip_prefix(b"\"") {
+        Some(quoted) => split_at_unescaped_quote(quoted),
+        None if text.is_empty() => None,
+        None => Some(split_word(text)),
+    }
 }

@@ -304,7 +304,7 @@ fn value_at<'v>(record: &'v Value, path: &str) -> Option<&'v Value> {
     })
 }
 
-/// Returns the string or number at a path as text; `Retry` if the value is absent, empty or `-`.
+/// Returns the string or number at a path as text; `None` if the value is absent, empty or `-`.
 fn text_at<'l>(record: &Value, path: &str) -> Option<Cow<'l, [u8]>> {
     present_scalar_text(value_at(record, path)?)
 }

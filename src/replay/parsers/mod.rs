@@ -3,27 +3,35 @@
 //! A [`LineParser`] is created once per log for the headers that the policies need, and borrows
 //! from the line where possible.
 
+mod alb;
 mod clf;
 mod envoy;
 mod fields;
 mod json;
 mod parsed_line;
 mod required_headers;
+mod template;
 mod timestamps;
 
 pub(super) use parsed_line::{ParsedLine, ParsedRequest};
 pub(super) use required_headers::RequiredHeaders;
+pub(crate) use timestamps::parse_rfc3339;
+
+pub use template::LineTemplate;
 
 use std::fmt;
+use std::sync::Arc;
 
 /// Access log format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AccessLogFormat {
     /// `combined`, `common` and `vhost_combined` of nginx and Apache, and the text format of
     /// Traefik. Lines may end with more quoted fields.
     Combined,
     /// Envoy's default text format.
     Envoy,
+    /// AWS Application Load Balancer.
+    Alb,
     EnvoyJson,
     TraefikJson,
     Caddy,
@@ -31,6 +39,8 @@ pub enum AccessLogFormat {
     /// Any other JSON with one object per line. Field names are those of nginx variables, or common
     /// alternatives.
     Json,
+    /// A format that the user describes.
+    Custom(Arc<LineTemplate>),
 }
 
 /// Parses the lines of one log.
@@ -38,6 +48,8 @@ pub enum AccessLogFormat {
 pub(super) enum LineParser {
     Combined(clf::ClfLineParser),
     Envoy(envoy::EnvoyLineParser),
+    Alb(alb::AlbLineParser),
+    Template(template::TemplateLineParser),
     Json(json::JsonLineParser),
 }
 
@@ -46,6 +58,11 @@ impl LineParser {
         match format {
             AccessLogFormat::Combined => Self::Combined(clf::ClfLineParser::new(required_headers)),
             AccessLogFormat::Envoy => Self::Envoy(envoy::EnvoyLineParser::new(required_headers)),
+            AccessLogFormat::Alb => Self::Alb(alb::AlbLineParser::new(required_headers)),
+            AccessLogFormat::Custom(template) => Self::Template(template::TemplateLineParser::new(
+                &template,
+                required_headers,
+            )),
             AccessLogFormat::EnvoyJson => Self::Json(json::JsonLineParser::new(
                 &json::ENVOY_SCHEMA,
                 required_headers,
@@ -74,15 +91,19 @@ impl LineParser {
         match self {
             Self::Combined(parser) => parser.parse_line(line),
             Self::Envoy(parser) => parser.parse_line(line),
+            Self::Alb(parser) => parser.parse_line(line),
+            Self::Template(parser) => parser.parse_line(line),
             Self::Json(parser) => parser.parse_line(line),
         }
     }
 }
 
 impl AccessLogFormat {
-    pub const ALL: [Self; 7] = [
+    /// All formats that have a name.
+    pub const ALL: [Self; 8] = [
         Self::Combined,
         Self::Envoy,
+        Self::Alb,
         Self::Tidegate,
         Self::TraefikJson,
         Self::Caddy,
@@ -91,29 +112,35 @@ impl AccessLogFormat {
     ];
 
     /// Returns the name used by `--format`.
-    pub fn name(self) -> &'static str {
+    pub fn name(&self) -> &'static str {
         match self {
             Self::Combined => "combined",
             Self::Envoy => "envoy",
+            Self::Alb => "alb",
             Self::EnvoyJson => "envoy-json",
             Self::TraefikJson => "traefik-json",
             Self::Caddy => "caddy",
             Self::Tidegate => "tidegate",
             Self::Json => "json",
+            Self::Custom(_) => "custom",
         }
     }
 
     /// Returns whether the format records the query string.
-    pub fn records_query(self) -> bool {
-        self != Self::Tidegate
+    pub fn records_query(&self) -> bool {
+        match self {
+            Self::Tidegate => false,
+            Self::Custom(template) => template.records_query(),
+            _ => true,
+        }
     }
 
     /// Returns the format that parses the most lines as requests. Among equals, the first in
-    /// [`Self::ALL`], which lists strict formats first, wins. Returns `Retry` if no format parses
+    /// [`Self::ALL`], which lists strict formats first, wins. Returns `None` if no format parses
     /// any line.
     pub(super) fn detect<'l>(lines: impl Iterator<Item = &'l [u8]> + Clone) -> Option<Self> {
-        let count_requests = |format: Self| {
-            let mut parser = LineParser::new(format, &RequiredHeaders::default());
+        let count_requests = |format: &Self| {
+            let mut parser = LineParser::new(format.clone(), &RequiredHeaders::default());
             lines
                 .clone()
                 .filter(|line| matches!(parser.parse_line(line), ParsedLine::Request(_)))
@@ -121,7 +148,7 @@ impl AccessLogFormat {
         };
         let counted = Self::ALL
             .into_iter()
-            .map(|format| (count_requests(format), format));
+            .map(|format| (count_requests(&format), format));
         // The order is reversed, because `max_by_key` returns the last of equal elements.
         let (count, format) = counted.rev().max_by_key(|(count, _)| *count)?;
         (count > 0).then_some(format)

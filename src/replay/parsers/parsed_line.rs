@@ -31,7 +31,7 @@ pub(in super::super) struct ParsedRequest<'l> {
     pub(in super::super) target: Cow<'l, [u8]>,
     /// Host as logged, possibly with a port; empty if the log has none.
     pub(in super::super) host: Cow<'l, [u8]>,
-    /// The required headers that the line contains, by index in [`RequiredHeaders`].
+    /// The required headers that the line contains, by index in `RequiredHeaders`.
     pub(in super::super) headers: ParsedHeaders<'l>,
 }
 

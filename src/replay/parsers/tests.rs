@@ -65,6 +65,104 @@ fn assert_parses(format: AccessLogFormat, names: &[&'static str], line: &str, ex
 
 const COMBINED: &str = r#"10.0.0.1 - ann [18/Nov/2026:12:06:40 +0100] "GET /a?b=1 HTTP/1.1" 200 512 "https://a/" "curl/8""#;
 
+/// The example of the AWS documentation, and a client that sent no request.
+const ALB: &str = r#"https 2026-11-18T11:06:40.186641Z app/lb/50dc6c495c0c9188 192.168.131.39:2817 10.0.0.1:80 0.086 0.048 0.037 200 200 0 57 "GET https://www.example.com:443/a?b=1 HTTP/1.1" "curl/7.46.0" ECDHE-RSA-AES128-GCM-SHA256 TLSv1.2 arn:aws:elasticloadbalancing:us-east-2:123456789012:targetgroup/t/73e2d6bc24d8a067 "Root=1-58337281-1d84f3d73c47ec4e58577259" "www.example.com" "arn:aws:acm:us-east-2:123456789012:certificate/12345678" 1 2026-11-18T11:06:40.000000Z "authenticate,forward" "-" "-" "10.0.0.1:80" "200" "-" "-" TID_123456"#;
+
+#[test]
+fn parses_lines_of_aws_load_balancers() {
+    let names = ["user-agent", "x-amzn-trace-id"];
+    assert_parses(
+        AccessLogFormat::Alb,
+        &names,
+        ALB,
+        r#"1795000000000000 171000 192.168.131.39 200 GET /a?b=1 www.example.com:443 ["user-agent=curl/7.46.0", "x-amzn-trace-id=Root=1-58337281-1d84f3d73c47ec4e58577259"]"#,
+    );
+    // Without the time of the creation, the durations are subtracted from the time of the end.
+    let old = ALB.split(" 1 2026-").next().unwrap();
+    assert_parses(
+        AccessLogFormat::Alb,
+        &[],
+        old,
+        "1795000000015641 171000 192.168.131.39 200 GET /a?b=1 www.example.com:443 []",
+    );
+    let no_request = ALB.replace(
+        "GET https://www.example.com:443/a?b=1 HTTP/1.1",
+        "- http://lb:80- ",
+    );
+    assert_parses(AccessLogFormat::Alb, &[], &no_request, "other");
+    assert_parses(AccessLogFormat::Alb, &[], ALB.split_at(300).0, "broken");
+    assert_eq!(
+        AccessLogFormat::detect(std::iter::once(ALB.as_bytes())),
+        Some(AccessLogFormat::Alb)
+    );
+}
+
+fn custom_format(text: &str) -> AccessLogFormat {
+    AccessLogFormat::Custom(LineTemplate::parse(text).unwrap().into())
+}
+
+#[test]
+fn parses_formats_with_nginx_variables() {
+    let format = r#"$host $remote_addr [$time_local] "$request" $status ${request_time}s "$http_x_user_id" $upstream_addr"#;
+    let line = r#"shop.example 10.0.0.1 [18/Nov/2026:12:06:40 +0100] "GET /a?b=\x22 HTTP/1.1" 200 0.250s "ann \"a\"" 10.0.0.9:80"#;
+    assert_parses(
+        custom_format(format),
+        &["x-user-id"],
+        line,
+        r#"1795000000000000 250000 10.0.0.1 200 GET /a?b=" shop.example ["x-user-id=ann \"a\""]"#,
+    );
+    let mapped = required_headers(&[], &[("x-upstream", "upstream_addr")]);
+    let summary = summarize_line(custom_format(format), &mapped, line);
+    assert!(
+        summary.ends_with(r#"["x-upstream=10.0.0.9:80"]"#),
+        "{summary}"
+    );
+    assert_parses(
+        custom_format("$msec\t$request_method $uri ?$args $request_time $cookie_sid"),
+        &["cookie"],
+        "1795000000.750\tPOST /a ?b=1 0.250 s3",
+        r#"1795000000500000 250000 - 0 POST /a?b=1  ["cookie=sid=s3"]"#,
+    );
+    assert_parses(custom_format(format), &[], "shop.example - [x]", "broken");
+}
+
+#[test]
+fn parses_formats_with_apache_directives() {
+    let format = r#"%v %h %l %u %t \"%r\" %>s %b %D \"%{X-User-Id}i\" %{session}C"#;
+    let line = r#"shop.example 10.0.0.1 - ann [18/Nov/2026:12:06:40 +0100] "GET /a HTTP/1.1" 200 5 250000 "u1" c9"#;
+    assert_parses(
+        custom_format(format),
+        &["x-user-id", "cookie"],
+        line,
+        r#"1795000000000000 250000 10.0.0.1 200 GET /a shop.example ["x-user-id=u1", "cookie=session=c9"]"#,
+    );
+    assert_parses(
+        custom_format("%{usec}t %m %U%% %q|%{ms}T"),
+        &[],
+        "1795000000500000 GET /a% ?b=1|250",
+        "1795000000500000 250000 - 0 GET /a?b=1  []",
+    );
+}
+
+#[test]
+fn incomplete_formats_are_rejected_with_reasons() {
+    for (format, reason) in [
+        ("$request", "the format has no time"),
+        ("$time_local $status", "the format has no request"),
+        ("%t", "the format has no request"),
+        (
+            "$msec$request",
+            "needs text between it and the field before it",
+        ),
+        ("$msec ${request", "has no closing brace"),
+        ("%t %r %", "does not begin with a directive"),
+        ("$msec $ $request", "does not begin with a variable"),
+    ] {
+        let error = LineTemplate::parse(format).unwrap_err();
+        assert!(error.contains(reason), "{format}: {error}");
+    }
+}
+
 #[test]
 fn parses_nginx_and_apache_text() {
     let names = ["user-agent", "referer"];
@@ -261,7 +359,7 @@ fn parses_json_of_each_format() {
         (AccessLogFormat::Json, "{", "broken"),
         (AccessLogFormat::Tidegate, "7", "broken"),
     ] {
-        assert_parses(format, &names, line, expected);
+        assert_parses(format.clone(), &names, line, expected);
         if !["broken", "other"].contains(&expected) {
             assert_eq!(
                 AccessLogFormat::detect([line.as_bytes(), b"{}"].into_iter()),

@@ -98,7 +98,7 @@ fn parse_digit(byte: u8) -> Option<u8> {
 
 /// Parses a time such as `2026-11-19T13:55:36.123Z`, with `T` or a space. Also returns whether the
 /// time has no fraction.
-pub(super) fn parse_rfc3339(text: &[u8]) -> Option<(u64, bool)> {
+pub(crate) fn parse_rfc3339(text: &[u8]) -> Option<(u64, bool)> {
     let text = str::from_utf8(text).ok()?;
     let at = OffsetDateTime::parse(text, &Rfc3339).ok().or_else(|| {
         let (date, time) = text.split_once(' ')?;

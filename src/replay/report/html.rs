@@ -13,6 +13,7 @@ use super::number_format::{
 };
 use super::results::{PolicySetReport, ReplayPolicySummary, ReplayReport, merged_policy_names};
 use crate::config::format_duration;
+use crate::policy::PolicyMode;
 use std::fmt::{self, Write};
 use std::time::Duration;
 
@@ -60,7 +61,7 @@ fn write_page(page: &mut String, report: &ReplayReport) -> fmt::Result {
         page.push_str("</article>");
     }
     page.push_str("</div>");
-    write_warnings(page, report)?;
+    write_list(page, "Warnings", &report.warnings())?;
     page.push_str("</main></body></html>\n");
     Ok(())
 }
@@ -90,7 +91,7 @@ fn write_header(page: &mut String, report: &ReplayReport) -> fmt::Result {
         write!(page, ", {from} to {to} UTC")?;
     }
     page.push_str(".</p></header>");
-    Ok(())
+    write_list(page, "Caveats", &report.caveats())
 }
 
 fn write_comparison(
@@ -154,7 +155,10 @@ fn write_outcome_tiles(page: &mut String, set: &PolicySetReport) -> fmt::Result 
         }
     }
     page.push_str("</dl>");
-    Ok(())
+    match set.describe_left_out() {
+        Some(sentence) => write!(page, "<p>{}</p>", EscapedText(&sentence)),
+        None => Ok(()),
+    }
 }
 
 fn write_policy_table(
@@ -190,8 +194,9 @@ fn write_policy_row(
         Some(_) => ("–".to_owned(), "–".to_owned()),
     };
     write!(page, "<tr><th scope=\"row\">{}", EscapedText(&summary.name))?;
-    if summary.shadow {
-        page.push_str("<small>shadow: not enforced</small>");
+    if summary.mode != PolicyMode::Enforce {
+        let mode = summary.mode.name();
+        page.push_str(&format!("<small>{mode}: not enforced</small>"));
     }
     if let Some(action) = summary.action {
         write!(page, "<small>{action}</small>")?;
@@ -243,10 +248,10 @@ fn write_most_refused_keys(page: &mut String, set: &PolicySetReport) -> fmt::Res
             page,
             "<tr><td>{}{}</td><td><code>{}</code></td><td class=\"n\">{}{error}</td><td class=\"n\">{}</td><td class=\"when\">{}</td></tr>",
             EscapedText(&key.policy),
-            if key.shadow {
-                " <small>shadow</small>"
-            } else {
-                ""
+            match key.mode {
+                PolicyMode::Enforce => "",
+                PolicyMode::Mark => " <small>mark</small>",
+                PolicyMode::Shadow => " <small>shadow</small>",
             },
             EscapedText(&key.key),
             format_count(key.refused),
@@ -293,12 +298,15 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
         write!(page, " / {}", EscapedText(&limit.name))?;
     }
     page.push_str("</h4>");
-    let Some(proposal) = &suggestion.proposal else {
-        page.push_str("<p>No data for a suggestion.</p>");
-        return Ok(());
+    let proposal = match &suggestion.proposal {
+        Ok(proposal) => proposal,
+        Err(reason) => {
+            return write!(page, "<p>No suggestion: {}.</p>", EscapedText(reason));
+        }
     };
     let LimitProposal {
         requests,
+        peak,
         touched_keys: touched,
         touched_keys_now: touched_now,
         sampled_keys: keys,
@@ -306,7 +314,8 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
     } = proposal;
     write!(
         page,
-        "<p><code>requests = {requests}, per = \"{per}\"</code> touches {} of {} keys ({}). The current limit is {}, which touches at most {} ({}).</p>",
+        "<p><code>requests = {requests}, per = \"{per}\"</code> (a peak of {} and headroom) touches {} of {} keys ({}). The current limit is {}, which touches at most {} ({}).</p>",
+        format_count(*peak),
         format_count(*touched),
         format_count(*keys),
         format_share(*touched, *keys),
@@ -339,14 +348,13 @@ fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestio
     Ok(())
 }
 
-fn write_warnings(page: &mut String, report: &ReplayReport) -> fmt::Result {
-    let warnings = report.warnings();
-    if warnings.is_empty() {
+fn write_list(page: &mut String, title: &str, sentences: &[String]) -> fmt::Result {
+    if sentences.is_empty() {
         return Ok(());
     }
-    page.push_str("<section><h2>Warnings</h2><ul>");
-    for warning in &warnings {
-        write!(page, "<li>{}</li>", EscapedText(warning))?;
+    write!(page, "<section><h2>{title}</h2><ul>")?;
+    for sentence in sentences {
+        write!(page, "<li>{}</li>", EscapedText(sentence))?;
     }
     page.push_str("</ul></section>");
     Ok(())

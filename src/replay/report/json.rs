@@ -6,6 +6,7 @@ use super::super::suggestions::LimitSuggestion;
 use super::results::{
     LogSummary, MostRefusedKey, PolicySetReport, ReplayPolicySummary, ReplayReport,
 };
+use crate::policy::PolicyMode;
 use serde_json::{Value, json};
 
 /// Maximum number of bins in a time series.
@@ -20,6 +21,7 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
         .collect();
     // Differences exist only between two policy sets.
     let differences = (report.sets.len() > 1).then_some(report.differences);
+    let warnings = [report.caveats(), report.warnings()].concat();
     let value = json!({
         "requests": report.request_count(),
         "lines": report.line_count(),
@@ -29,7 +31,7 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
         "sets": sets,
         "refused_by_second_only": differences.map(|counts| counts.rejected_by_second_only),
         "refused_by_first_only": differences.map(|counts| counts.rejected_by_first_only),
-        "warnings": report.warnings(),
+        "warnings": warnings,
     });
     format!("{value:#}\n")
 }
@@ -89,7 +91,9 @@ fn policy_to_json(
     let refused_at = |at_us: u64| (stats.refused_count() > 0).then(|| micros_to_seconds(at_us));
     json!({
         "name": summary.name,
-        "shadow": summary.shadow,
+        "mode": summary.mode.name(),
+        "shadow": summary.mode == PolicyMode::Shadow,
+        "left_out": summary.is_left_out,
         "action": summary.action.unwrap_or("limit"),
         "matched": stats.matched_count(),
         "allowed": stats.allowed,
@@ -99,6 +103,7 @@ fn policy_to_json(
         "denied": stats.denied,
         "exempt": stats.exempt,
         "shadow_rejected": stats.shadow_rejected,
+        "marked": stats.marked,
         "keys": keys,
         "keys_exact": exact,
         "keys_touched": stats.keys.refused_key_count(),
@@ -111,9 +116,10 @@ fn policy_to_json(
 
 fn suggestion_to_json(suggestion: &LimitSuggestion) -> Value {
     let limit = &suggestion.limit;
-    let proposal = suggestion.proposal.as_ref().map(|proposal| {
+    let proposal = suggestion.proposal.as_ref().ok().map(|proposal| {
         json!({
             "requests": proposal.requests,
+            "peak": proposal.peak,
             "touched": proposal.touched_keys,
             "touched_now": proposal.touched_keys_now,
             "keys": proposal.sampled_keys,
@@ -128,6 +134,7 @@ fn suggestion_to_json(suggestion: &LimitSuggestion) -> Value {
         "now": limit.limit.requests,
         "per_seconds": micros_to_seconds(limit.limit.per_us),
         "drawn": proposal,
+        "reason": suggestion.proposal.as_ref().err(),
     })
 }
 
@@ -143,7 +150,7 @@ fn series_to_json(report: &ReplayReport, series: &RequestSeries) -> Value {
 fn most_refused_key_to_json(top: &MostRefusedKey) -> Value {
     json!({
         "policy": top.policy,
-        "shadow": top.shadow,
+        "shadow": top.mode == PolicyMode::Shadow,
         "key": top.key,
         "requests": top.requests,
         "refused": top.refused,

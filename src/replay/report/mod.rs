@@ -8,6 +8,7 @@ mod number_format;
 mod results;
 mod text;
 
+pub(crate) use number_format::{format_count, format_time};
 pub use results::ReplayReport;
 pub(super) use results::{LogSummary, PolicySetReport, SetDifferences};
 

@@ -5,7 +5,7 @@ use time::OffsetDateTime;
 use time::macros::format_description;
 
 /// Formats a number as `1,234,567`.
-pub(super) fn format_count(number: u64) -> String {
+pub(crate) fn format_count(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
     for (at, digit) in digits.chars().enumerate() {
@@ -18,7 +18,7 @@ pub(super) fn format_count(number: u64) -> String {
 }
 
 /// Formats a time as `2026-11-19 13:55:36` in UTC.
-pub(super) fn format_time(at_us: u64) -> String {
+pub(crate) fn format_time(at_us: u64) -> String {
     let format = format_description!("[year]-[month]-[day] [hour]:[minute]:[second]");
     let at = i64::try_from(at_us / 1_000_000)
         .ok()

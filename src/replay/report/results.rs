@@ -8,7 +8,7 @@ use super::super::simulator::{PolicySimulator, ReplayPolicyStats, SimulationStat
 use super::super::statistics::{RequestSeries, SeriesBin};
 use super::super::suggestions::{LimitSuggestion, PeakDemandTracker};
 use super::number_format::format_count;
-use crate::policy::PolicyAction;
+use crate::policy::{PolicyAction, PolicyMode};
 
 /// All results of one replay.
 #[derive(Debug)]
@@ -62,16 +62,18 @@ pub(in crate::replay) struct PolicySetReport {
 #[derive(Debug)]
 pub(super) struct ReplayPolicySummary {
     pub(super) name: String,
-    pub(super) shadow: bool,
-    /// `allow` or `deny`; `Retry` for a policy with limits.
+    pub(super) mode: PolicyMode,
+    /// `allow` or `deny`; `None` for a policy with limits.
     pub(super) action: Option<&'static str>,
+    /// Whether the policy did not apply, because the log lacks its key.
+    pub(super) is_left_out: bool,
 }
 
 /// One of the most refused keys.
 #[derive(Debug)]
 pub(super) struct MostRefusedKey {
     pub(super) policy: String,
-    pub(super) shadow: bool,
+    pub(super) mode: PolicyMode,
     pub(super) key: String,
     pub(super) requests: u64,
     pub(super) refused: u64,
@@ -145,7 +147,25 @@ impl ReplayReport {
         series.resample(self.from_s, width_s, count)
     }
 
-    /// Returns warnings about the logs and about the accuracy of the results.
+    /// Returns what must be known before the results are read: fields that the logs lack.
+    pub(super) fn caveats(&self) -> Vec<String> {
+        let sentences = self.sets.iter().flat_map(|set| {
+            let prefix = self.set_prefix(set);
+            let missing = set.missing_fields.iter();
+            missing.map(move |sentence| format!("{prefix}{sentence}"))
+        });
+        sentences.collect()
+    }
+
+    /// Returns the name of a set before a sentence about it, if there are several sets.
+    fn set_prefix(&self, set: &PolicySetReport) -> String {
+        match self.sets.len() {
+            0 | 1 => String::new(),
+            _ => format!("{}: ", set.name.escape_debug()),
+        }
+    }
+
+    /// Returns warnings about the logs and about the accuracy of the results, beside the caveats.
     pub(super) fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         for log in &self.logs {
@@ -175,19 +195,10 @@ impl ReplayReport {
             }
         }
         for set in &self.sets {
-            let prefix = if self.sets.len() > 1 {
-                format!("{}: ", set.name.escape_debug())
-            } else {
-                String::new()
-            };
-            warnings.extend(
-                set.missing_fields
-                    .iter()
-                    .map(|sentence| format!("{prefix}{sentence}")),
-            );
             if set.evicted_counters > 0 {
                 warnings.push(format!(
-                    "{prefix}{} counters were evicted at the memory limit; the numbers may be too low",
+                    "{}{} counters were evicted at the memory limit; the numbers may be too low",
+                    self.set_prefix(set),
                     format_count(set.evicted_counters)
                 ));
             }
@@ -266,7 +277,7 @@ impl PolicySetReport {
                     .map(|key| {
                         MostRefusedKey {
                             policy: policy.name.to_string(),
-                            shadow: policy.shadow,
+                            mode: policy.mode,
                             // The key is shown without the policy name, which has its own column.
                             key: key
                                 .readable_key
@@ -293,15 +304,20 @@ impl PolicySetReport {
         }
         most_refused_keys.sort_by_key(|top| std::cmp::Reverse(top.refused));
         most_refused_keys.truncate(settings.top_keys);
-        let summaries = policies.iter().map(|policy| ReplayPolicySummary {
-            name: policy.name.to_string(),
-            shadow: policy.shadow,
-            action: match policy.action {
-                PolicyAction::Limit(_) => None,
-                PolicyAction::Allow => Some("allow"),
-                PolicyAction::Deny => Some("deny"),
-            },
-        });
+        let left_out = &simulator.left_out;
+        let summaries = policies
+            .iter()
+            .zip(0..)
+            .map(|(policy, index)| ReplayPolicySummary {
+                name: policy.name.to_string(),
+                mode: policy.mode,
+                is_left_out: left_out.contains(&index),
+                action: match policy.action {
+                    PolicyAction::Limit(_) => None,
+                    PolicyAction::Allow => Some("allow"),
+                    PolicyAction::Deny => Some("deny"),
+                },
+            });
         Self {
             name,
             policies: summaries.collect(),
@@ -330,6 +346,13 @@ impl PolicySetReport {
             ("without a key (400)", stats.bad_key),
             ("malformed (400)", stats.malformed),
         ]
+    }
+
+    /// Returns a sentence that names the policies that did not apply, if there are any.
+    pub(super) fn describe_left_out(&self) -> Option<String> {
+        let left_out = self.policies.iter().filter(|policy| policy.is_left_out);
+        let names: Vec<&str> = left_out.map(|policy| policy.name.as_str()).collect();
+        (!names.is_empty()).then(|| format!("Without {}.", names.join(", ")))
     }
 
     /// Returns the statistics of the named policy, if the set has it.

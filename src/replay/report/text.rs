@@ -7,6 +7,7 @@ use super::number_format::{
 };
 use super::results::{PolicySetReport, ReplayReport, merged_policy_names};
 use crate::config::format_duration;
+use crate::policy::PolicyMode;
 use std::fmt::Write;
 use std::time::Duration;
 
@@ -20,6 +21,7 @@ pub(super) fn render_text(report: &ReplayReport, width: usize, is_bold: bool) ->
         is_bold,
     };
     page.push_header(report);
+    page.push_list("CAVEATS", &report.caveats());
     if report.sets.len() > 1 {
         page.push_comparison(report);
     }
@@ -33,7 +35,7 @@ pub(super) fn render_text(report: &ReplayReport, width: usize, is_bold: bool) ->
         page.push_most_refused_keys(set);
         page.push_suggestions(set, report.suggest_percent);
     }
-    page.push_warnings(report);
+    page.push_list("WARNINGS", &report.warnings());
     page.text
 }
 
@@ -137,6 +139,9 @@ impl TextReportPage {
             .collect();
         self.text.push('\n');
         self.push_wrapped("", &parts.join(", "));
+        if let Some(sentence) = set.describe_left_out() {
+            self.push_wrapped("", &sentence);
+        }
     }
 
     fn push_policy_table(&mut self, set: &PolicySetReport) {
@@ -167,8 +172,11 @@ impl TextReportPage {
                 format_share(refused, matched),
             ));
             let mut notes = Vec::new();
-            if summary.shadow {
-                notes.push("shadow: not enforced".to_owned());
+            if summary.is_left_out {
+                notes.push("left out: its key is not in the log".to_owned());
+            }
+            if summary.mode != PolicyMode::Enforce {
+                notes.push(format!("{}: not enforced", summary.mode.name()));
             }
             notes.extend(
                 summary
@@ -306,19 +314,21 @@ impl TextReportPage {
         } else {
             format!("{policy} / {}", suggestion.limit.name)
         };
-        let Some(proposal) = &suggestion.proposal else {
-            self.push_line(&format!("{name}: no data for a suggestion"));
-            return;
+        let proposal = match &suggestion.proposal {
+            Ok(proposal) => proposal,
+            Err(reason) => return self.push_line(&format!("{name}: no suggestion: {reason}")),
         };
         let LimitProposal {
             requests,
+            peak,
             touched_keys: touched,
             touched_keys_now: touched_now,
             sampled_keys: keys,
             ..
         } = proposal;
         self.push_line(&format!(
-            "{name}: requests = {requests}, per = \"{per}\" touches {} of {} keys ({})",
+            "{name}: requests = {requests}, per = \"{per}\" (a peak of {} and headroom) touches {} of {} keys ({})",
+            format_count(*peak),
             format_count(*touched),
             format_count(*keys),
             format_share(*touched, *keys),
@@ -360,14 +370,13 @@ impl TextReportPage {
         }
     }
 
-    fn push_warnings(&mut self, report: &ReplayReport) {
-        let warnings = report.warnings();
-        if warnings.is_empty() {
+    fn push_list(&mut self, title: &str, sentences: &[String]) {
+        if sentences.is_empty() {
             return;
         }
-        self.push_title("WARNINGS");
-        for warning in warnings {
-            self.push_wrapped("- ", &warning);
+        self.push_title(title);
+        for sentence in sentences {
+            self.push_wrapped("- ", sentence);
         }
     }
 

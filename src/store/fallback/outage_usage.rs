@@ -13,7 +13,7 @@ use base64::engine::general_purpose::STANDARD_NO_PAD;
 use sha2::{Digest, Sha256};
 
 const FILE_MAGIC: &str = "tidegate-usage";
-const FORMAT_VERSION: &str = "1";
+const FORMAT_VERSION: &str = "2";
 
 const FOREIGN_FILE: &str = "it is not a file of tidegate";
 const WRONG_VERSION: &str = "it is of another version of tidegate";
@@ -282,7 +282,7 @@ mod tests {
             let text = String::from_utf8(bytes.clone()).unwrap();
             OutageUsage::decode(text.replacen(from, to, 1).as_bytes())
         };
-        assert_eq!(replace("usage 1", "usage 2"), Err(WRONG_VERSION));
+        assert_eq!(replace("usage 2", "usage 1"), Err(WRONG_VERSION));
         assert_eq!(replace("tidegate", "other"), Err(FOREIGN_FILE));
         assert_eq!(replace("[", "["), Ok(sample_usage()));
         assert_eq!(replace("[", " ["), Err(WRONG_CHECKSUM));

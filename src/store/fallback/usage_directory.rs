@@ -102,7 +102,8 @@ impl UsageDirectory {
     /// The error of the file system.
     pub(in crate::store) fn save_usage(&self, usage: &OutageUsage) -> io::Result<PathBuf> {
         for abandoned in self.find_files(TEMPORARY_SUFFIX) {
-            if lock_file(&abandoned).is_some() {
+            // Locked until the file is removed: its process may be about to lock it.
+            if let Some(_lock) = lock_file(&abandoned) {
                 drop(fs::remove_file(abandoned));
             }
         }
@@ -110,12 +111,7 @@ impl UsageDirectory {
         let temporary = self.path.join(format!("{name}{TEMPORARY_SUFFIX}"));
         let path = self.path.join(format!("{name}{FILE_SUFFIX}"));
         let write = || {
-            let mut file = OpenOptions::new()
-                .write(true)
-                .create_new(true)
-                .mode(0o600)
-                .open(&temporary)?;
-            file.lock()?;
+            let mut file = create_locked_file(&temporary)?;
             file.write_all(&usage.encode())?;
             file.sync_all()?;
             fs::rename(&temporary, &path)?;
@@ -157,7 +153,7 @@ impl UsageFile {
     }
 }
 
-/// Opens and locks a regular file. `Retry` if another process has locked or removed it.
+/// Opens and locks a regular file. `None` if another process has locked or removed it.
 fn lock_file(path: &Path) -> Option<File> {
     if !fs::symlink_metadata(path).ok()?.is_file() {
         return None;
@@ -165,6 +161,20 @@ fn lock_file(path: &Path) -> Option<File> {
     let file = File::open(path).ok()?;
     file.try_lock().ok()?;
     (file.metadata().ok()?.nlink() > 0).then_some(file)
+}
+
+/// Creates and locks a file. Another process that took it for an abandoned one may remove it before
+/// it is locked; then it is created again.
+fn create_locked_file(path: &Path) -> io::Result<File> {
+    loop {
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true).mode(0o600);
+        let file = options.open(path)?;
+        file.lock()?;
+        if file.metadata()?.nlink() > 0 {
+            return Ok(file);
+        }
+    }
 }
 
 fn read_usage(file: &mut File, clock: &Clock) -> Result<(OutageUsage, u64), String> {
@@ -183,4 +193,37 @@ fn read_usage(file: &mut File, clock: &Clock) -> Result<(OutageUsage, u64), Stri
         return Err("it is older than 31 days".to_owned());
     }
     Ok((usage, downtime_us))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    /// Each process takes the other's temporary file for an abandoned one.
+    #[test]
+    fn processes_that_save_at_once_do_not_remove_each_others_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let (clock, _) = Clock::manual(1);
+        let usage = OutageUsage {
+            saved_at_us: 1,
+            now_us: 1,
+            share: crate::store::Share::with_unknown_rank(1),
+            stale_partitions: Vec::new(),
+            counters: Vec::new(),
+            statuses: Vec::new(),
+        };
+        thread::scope(|scope| {
+            for instance in ["one", "two", "three"] {
+                let directory = UsageDirectory::new(folder.path(), "shop", instance, clock.clone());
+                let usage = &usage;
+                scope.spawn(move || {
+                    for _ in 0..300 {
+                        let saved = directory.save_usage(usage).unwrap();
+                        assert!(saved.exists());
+                    }
+                });
+            }
+        });
+    }
 }

@@ -7,7 +7,7 @@ use super::{FallbackStore, PHASE_UP_TO_DATE};
 use crate::limiter::{Algorithm, Amendment};
 
 impl FallbackStore {
-    /// What a later process needs to continue this outage. `Retry` if Redis has all usage.
+    /// What a later process needs to continue this outage. `None` if Redis has all usage.
     /// `wall_clock_us`: the current wall clock.
     pub(in crate::store) fn export_usage(&self, wall_clock_us: u64) -> Option<OutageUsage> {
         if self.phase() == PHASE_UP_TO_DATE {

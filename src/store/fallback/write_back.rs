@@ -40,8 +40,9 @@ pub(super) struct CounterWriteBack {
     partition: u16,
     /// Oldest first. A bucket has one entry, because its debt has no age.
     pub(super) usage: VecDeque<UsageEntry>,
-    /// Ids of slots in use; for `concurrency` only.
-    held_slots: Vec<u128>,
+    /// Renewals of slots in use, and releases of slots that an earlier batch may take again; for
+    /// `concurrency` only.
+    slot_calls: Vec<Amendment>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +73,8 @@ impl WriteBackTable {
         });
         pending.limit = *charge.limit;
         if let Algorithm::Concurrency { .. } = charge.limit.algorithm {
-            return pending.held_slots.push(charge.slot_id);
+            let slot = charge.slot_id;
+            return pending.slot_calls.push(Amendment::Renew { slot });
         }
         self.usage_entry_count -= pending.usage.len();
         pending.add_usage(
@@ -90,7 +92,7 @@ impl WriteBackTable {
         self.merge_older_usage(CounterWriteBack::new(charge.limit, charge.key, partition));
     }
 
-    /// Forgets the counters without usage, because the outage has ended.
+    /// Removes the counters without usage, because the outage has ended.
     pub(super) fn clear_counters_without_usage(&mut self) {
         self.without_usage = HashMap::default();
     }
@@ -100,10 +102,23 @@ impl WriteBackTable {
         self.by_counter.values().chain(self.without_usage.values())
     }
 
-    /// Removes a released slot, so that it is not written back.
+    /// Removes a released slot, so that it is not written back. If its batch is being sent, Redis
+    /// may take the slot after the release, so the next batch releases it again.
     pub(super) fn remove_released_slot(&mut self, limit: &Limit, key: &Key, slot: u128) {
-        if let Some(pending) = self.by_counter.get_mut(&counter_id(limit, key)) {
-            pending.held_slots.retain(|held| *held != slot);
+        let id = counter_id(limit, key);
+        if let Some(pending) = self.by_counter.get_mut(&id) {
+            pending.remove_slot(slot);
+        }
+        let mut sending = self.sending.iter_mut();
+        let sent = sending.find(|sent| counter_id(&sent.limit, &sent.key) == id);
+        let release = sent.and_then(|sent| {
+            sent.remove_slot(slot).then(|| CounterWriteBack {
+                slot_calls: vec![Amendment::Release { slot }],
+                ..CounterWriteBack::new(limit, key, sent.partition)
+            })
+        });
+        if let Some(release) = release {
+            self.merge_older_usage(release);
         }
     }
 
@@ -121,7 +136,7 @@ impl WriteBackTable {
                 .is_some_and(|(_, pending)| is_reachable(pending.partition));
             // `swap_remove` moves the last entry to this index; that entry was already visited.
             if is_wanted && let Some((_, pending)) = self.by_counter.swap_remove_index(at) {
-                amendment_count += pending.usage.len() + pending.held_slots.len();
+                amendment_count += pending.usage.len() + pending.slot_calls.len();
                 self.usage_entry_count -= pending.usage.len();
                 self.sending.push(pending);
             }
@@ -135,7 +150,7 @@ impl WriteBackTable {
             match is_written(counter_id(&pending.limit, &pending.key)) {
                 true => self.merge_older_usage(CounterWriteBack {
                     usage: VecDeque::new(),
-                    held_slots: Vec::new(),
+                    slot_calls: Vec::new(),
                     ..pending
                 }),
                 false => self.merge_older_usage(pending),
@@ -146,7 +161,7 @@ impl WriteBackTable {
     /// Adds a counter with usage that is older than its usage in the table.
     pub(super) fn merge_older_usage(&mut self, mut pending: CounterWriteBack) {
         let id = counter_id(&pending.limit, &pending.key);
-        if pending.usage.is_empty() && pending.held_slots.is_empty() {
+        if pending.usage.is_empty() && pending.slot_calls.is_empty() {
             if self.without_usage.len() < MAX_COUNTERS && !self.by_counter.contains_key(&id) {
                 self.without_usage.insert(id, pending);
             }
@@ -155,7 +170,7 @@ impl WriteBackTable {
         if let Some(newer) = self.by_counter.swap_remove(&id) {
             self.usage_entry_count -= newer.usage.len();
             pending.limit = newer.limit;
-            pending.held_slots.extend(newer.held_slots);
+            pending.slot_calls.extend(newer.slot_calls);
             for entry in newer.usage {
                 pending.add_usage(entry, true);
             }
@@ -173,7 +188,7 @@ impl CounterWriteBack {
             key: key.clone(),
             partition,
             usage: VecDeque::new(),
-            held_slots: Vec::new(),
+            slot_calls: Vec::new(),
         }
     }
 
@@ -199,10 +214,17 @@ impl CounterWriteBack {
             };
             Amendment::BackdatedCharge { units, age_us }
         });
-        let slots = self.held_slots.iter();
         usage
-            .chain(slots.map(|slot| Amendment::Renew { slot: *slot }))
+            .chain(self.slot_calls.iter().copied())
             .map(|amendment| (self.limit, self.key.clone(), amendment))
+    }
+
+    /// Removes the renewals of a slot. Returns whether there were any.
+    fn remove_slot(&mut self, slot: u128) -> bool {
+        let count = self.slot_calls.len();
+        self.slot_calls
+            .retain(|call| *call != Amendment::Renew { slot });
+        self.slot_calls.len() < count
     }
 
     fn add_usage(&mut self, entry: UsageEntry, may_grow: bool) {

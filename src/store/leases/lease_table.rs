@@ -264,7 +264,7 @@ impl LeaseTable {
     }
 
     /// Gets or creates the entry of a policy and key, and revokes its leases if the limits have
-    /// changed. Returns `Retry` if the shard is full or closed.
+    /// changed. Returns `None` if the shard is full or closed.
     fn get_or_insert_entry<'s>(
         &self,
         shard: &'s mut LeaseShard,

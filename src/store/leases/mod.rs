@@ -26,7 +26,7 @@ mod lease_table;
 use super::redis::RedisStore;
 use super::{FLUSH_TIMEOUT, Settlement, StoreUnavailable};
 use crate::clock::Clock;
-use crate::limiter::{Charge, Decision, Limit, LimitStatus};
+use crate::limiter::{Charge, Decision, Limit};
 use clock_reading::ClockReading;
 use lease_credit::LeaseCredit;
 use lease_entry::LeasePermit;
@@ -161,18 +161,11 @@ impl LeasePool {
         if settlements.is_empty() {
             return;
         }
-        let unconfirmed_indices = match redis.is_breaker_open() {
-            true => (0..settlements.len()).collect(),
-            false => redis
-                .apply_settlements(&settlements)
-                .await
-                .err()
-                .map(|error| error.unconfirmed_indices)
-                .unwrap_or_default(),
-        };
-        let mut lost: Vec<&LeaseCredit> = unconfirmed_indices
-            .iter()
-            .filter_map(|index| returned.get(*index).copied())
+        let result = redis.apply_settlements(&settlements).await;
+        let unconfirmed_indices = result.err().map(|error| error.unconfirmed_indices);
+        let unconfirmed = unconfirmed_indices.into_iter().flatten();
+        let mut lost: Vec<&LeaseCredit> = unconfirmed
+            .filter_map(|index| returned.get(index).copied())
             .collect();
         // A credit that failed for several limits counts once.
         lost.dedup_by(|first, second| std::ptr::eq(*first, *second));
@@ -180,7 +173,7 @@ impl LeasePool {
         self.table.credits.record_lost_units(lost_units);
     }
 
-    /// Takes the due credits, as [`LeaseTable::take_due_credits`] does. Returns `Retry` if nothing
+    /// Takes the due credits, as [`LeaseTable::take_due_credits`] does. Returns `None` if nothing
     /// is leased: the credit task ends, and a later lease starts a new task.
     fn take_due_credits(&self) -> Option<(Vec<LeaseCredit>, Option<Instant>)> {
         let mut is_running = self.is_credit_task_running.lock();
@@ -339,41 +332,28 @@ impl LeasePermitGuard<'_> {
         charges: &[Charge<'_>],
         store_decision: Option<(&[(usize, Charge<'_>)], Decision)>,
     ) -> Decision {
-        let mut statuses: SmallVec<[Option<LimitStatus>; 4]> =
-            SmallVec::from_elem(None, charges.len());
-        for (first, permit) in &self.permits {
-            for (target, status) in statuses.iter_mut().skip(*first).zip(&permit.statuses) {
-                *target = Some(*status);
+        let mut decision = match store_decision {
+            Some((rest, decision)) => {
+                let indices = rest.iter().map(|(index, _)| *index);
+                decision.expand_to_request(indices, charges.len())
             }
-        }
-        let Some((rest, decision)) = store_decision else {
-            let permit = self.permits.first();
-            let now_us = permit.map_or(0, |(_, permit)| permit.store_now_us);
-            self.permits.clear();
-            return Decision {
-                now_us,
+            None => Decision {
+                now_us: (self.permits.first()).map_or(0, |(_, permit)| permit.store_now_us),
                 admitted: true,
-                statuses,
+                statuses: SmallVec::from_elem(None, charges.len()),
                 ..Decision::default()
-            };
+            },
         };
-        let mut charged_at_us = SmallVec::from_elem(None, charges.len());
-        for (nth, (index, _)) in rest.iter().enumerate() {
-            if let Some(target) = statuses.get_mut(*index) {
-                *target = decision.statuses.get(nth).copied().flatten();
-            }
-            if let Some(target) = charged_at_us.get_mut(*index) {
-                *target = decision.charged_at_us.get(nth).copied().flatten();
+        for (first, permit) in &self.permits {
+            let targets = decision.statuses.iter_mut().skip(*first);
+            for (target, status) in targets.zip(&permit.statuses) {
+                *target = Some(*status);
             }
         }
         if decision.admitted {
             self.permits.clear();
         }
-        Decision {
-            statuses,
-            charged_at_us,
-            ..decision
-        }
+        decision
     }
 }
 

@@ -6,9 +6,9 @@
 //! call counts as in flight only for [`IN_FLIGHT_TIMEOUT`], so on a slow network no request waits
 //! for the whole time of an earlier call.
 
-use super::connection::SupervisedConnection;
 use super::context::RedisContext;
 use super::error::RedisErrorKind;
+use super::node::RedisNode;
 use super::script_batch::{CallerReply, DecisionBatch};
 use crate::limiter::{Charge, Decision};
 use parking_lot::Mutex;
@@ -29,7 +29,7 @@ const IN_FLIGHT_TIMEOUT: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 pub(super) struct DecisionBatcher {
     context: Arc<RedisContext>,
-    pub(super) connection: SupervisedConnection,
+    node: Arc<RedisNode>,
     /// Locked by one worker only. It is a mutex because `Store` is `Send`.
     state: Mutex<BatcherState>,
 }
@@ -56,10 +56,10 @@ struct BatchCaller {
 }
 
 impl DecisionBatcher {
-    pub(super) fn new(context: Arc<RedisContext>, connection: SupervisedConnection) -> Self {
+    pub(super) fn new(context: Arc<RedisContext>, node: Arc<RedisNode>) -> Self {
         Self {
             context,
-            connection,
+            node,
             state: Mutex::default(),
         }
     }
@@ -79,7 +79,7 @@ impl DecisionBatcher {
             .unwrap_or(Err(RedisErrorKind::Connection))?
             .parse_decision(charges);
         if let Err(failure) = &decision
-            && let Ok(live) = self.connection.live()
+            && let Ok(live) = self.node.connection.live()
         {
             live.record_failure(*failure);
         }
@@ -138,7 +138,7 @@ impl DecisionBatcher {
 
     /// Sends a batch, and clears `in_flight` if the call takes long.
     async fn send_batch(&self, mut pending: PendingBatch, in_flight: &mut Option<InFlightGuard>) {
-        let live = match self.connection.live() {
+        let live = match self.node.connection.live() {
             Ok(live) => live,
             Err(failure) => return pending.fail_callers(failure),
         };

@@ -1,33 +1,50 @@
 //! The circuit breaker of Redis, the failure counters, and one log line per change of availability.
 
 use super::error::{RedisConnectionError, RedisErrorKind};
+use crate::clock::monotonic_now;
+use crate::telemetry::LogThrottle;
 use parking_lot::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use redis::RedisError;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A foreign value is logged at most this often: it affects one key and lasts.
-const FOREIGN_VALUE_LOG_INTERVAL: Duration = Duration::from_secs(60);
+/// Interval of log lines about what lasts until an operator corrects it: a foreign value, a rejected
+/// login.
+pub(super) const PROBLEM_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The circuit breaker of a process, shared by its workers.
 #[derive(Debug)]
 pub(super) struct RedisCircuitBreaker {
     /// Consecutive failures that open the breaker.
     failure_threshold: u32,
+    /// Failures since the last success. From the threshold on the breaker is open, and only a probe
+    /// resets them.
     consecutive_failures: AtomicU32,
-    is_open: AtomicBool,
     failure_counts: [AtomicU64; RedisErrorKind::NAMES.len()],
     state: Mutex<RedisAvailability>,
+    foreign_value_log: LogThrottle,
+    login_rejection_log: LogThrottle,
 }
 
 #[derive(Debug, Default)]
 struct RedisAvailability {
     /// Connections that are lost and not yet replaced.
     connections_down: u32,
-    down_since: Option<Instant>,
-    /// Whether Redis was reached at least once.
-    was_connected: bool,
-    foreign_value_logged_at: Option<Instant>,
+    phase: AvailabilityPhase,
+    /// The last error text that Redis sent for a command.
+    last_command_error: Option<RedisConnectionError>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+enum AvailabilityPhase {
+    /// Neither a probe nor a connection attempt has ended.
+    #[default]
+    Starting,
+    Up,
+    Down {
+        since: Instant,
+    },
 }
 
 impl RedisCircuitBreaker {
@@ -35,20 +52,20 @@ impl RedisCircuitBreaker {
         Self {
             failure_threshold: threshold.max(1),
             consecutive_failures: AtomicU32::new(0),
-            is_open: AtomicBool::new(false),
             failure_counts: [const { AtomicU64::new(0) }; RedisErrorKind::NAMES.len()],
             state: Mutex::default(),
+            foreign_value_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
+            login_rejection_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
         }
     }
 
     /// Whether requests must not be sent to Redis.
     pub(super) fn is_open(&self) -> bool {
-        self.is_open.load(Ordering::Relaxed)
+        self.consecutive_failures.load(Ordering::Relaxed) >= self.failure_threshold
     }
 
     pub(super) fn is_up(&self) -> bool {
-        let state = self.state.lock();
-        state.was_connected && state.down_since.is_none()
+        self.state.lock().phase == AvailabilityPhase::Up
     }
 
     /// Failures since the start, by the name of their kind.
@@ -63,25 +80,23 @@ impl RedisCircuitBreaker {
     /// only a probe closes it.
     pub(super) fn record_success(&self) {
         // Reads first: without failures the cache line stays shared between the workers.
-        if self.consecutive_failures.load(Ordering::Relaxed) != 0 {
-            self.consecutive_failures.store(0, Ordering::Relaxed);
+        let failures = self.consecutive_failures.load(Ordering::Relaxed);
+        if (1..self.failure_threshold).contains(&failures) {
+            // Changes nothing after a concurrent failure or success.
+            let (order, count) = (Ordering::Relaxed, &self.consecutive_failures);
+            count.compare_exchange(failures, 0, order, order).ok();
         }
     }
 
     /// Records a request without a useful reply.
     pub(super) fn record_failure(&self, kind: RedisErrorKind) {
         self.count_failure(kind);
-        let consecutive_failures = self
-            .consecutive_failures
-            .fetch_add(1, Ordering::Relaxed)
-            .saturating_add(1);
-        if consecutive_failures < self.failure_threshold || self.is_open() {
+        if self.is_open() {
             return;
         }
-        // The breaker changes only under the lock, so that the log matches its state.
-        let mut state = self.state.lock();
-        if !self.is_open.swap(true, Ordering::Relaxed) {
-            self.update_and_log_availability(&mut state, &kind.into());
+        self.consecutive_failures.fetch_add(1, Ordering::Relaxed);
+        if self.is_open() {
+            self.update_and_log_availability(&mut self.state.lock(), &kind.into());
         }
     }
 
@@ -89,12 +104,8 @@ impl RedisCircuitBreaker {
     pub(super) fn record_foreign_value(&self, key: impl FnOnce() -> String) {
         self.record_success();
         self.count_failure(RedisErrorKind::WrongType(0));
-        let mut state = self.state.lock();
-        if state
-            .foreign_value_logged_at
-            .is_none_or(|at| at.elapsed() >= FOREIGN_VALUE_LOG_INTERVAL)
-        {
-            state.foreign_value_logged_at = Some(Instant::now());
+        let is_due = self.foreign_value_log.record_occurrence(monotonic_now());
+        if is_due.is_some() {
             tracing::warn!(
                 key = key(),
                 kind = "wrongtype",
@@ -105,12 +116,9 @@ impl RedisCircuitBreaker {
 
     /// Records a probe that was answered by a writable server: requests may be sent again.
     pub(super) fn record_probe_success(&self) {
-        self.consecutive_failures.store(0, Ordering::Relaxed);
         let mut state = self.state.lock();
-        state.was_connected = true;
-        if self.is_open.swap(false, Ordering::Relaxed) {
-            self.update_and_log_availability(&mut state, &RedisErrorKind::Other.into());
-        }
+        self.consecutive_failures.store(0, Ordering::Relaxed);
+        self.update_and_log_availability(&mut state, &RedisErrorKind::Other.into());
     }
 
     /// Counts a failure without an effect on the breaker, for example of a probe or of a connection
@@ -137,24 +145,54 @@ impl RedisCircuitBreaker {
         self.update_and_log_availability(&mut state, &RedisErrorKind::Other.into());
     }
 
+    /// Records a failed attempt to replace a lost connection. A rejected login is logged, because it
+    /// needs an operator, whatever the first failure was.
+    pub(super) fn record_connection_still_down(&self, error: &RedisConnectionError) {
+        let log = &self.login_rejection_log;
+        let is_rejected = error.kind == RedisErrorKind::NoAuth;
+        if is_rejected && log.record_occurrence(monotonic_now()).is_some() {
+            tracing::warn!(
+                kind = error.kind.as_str(),
+                reason = error.message,
+                "redis rejects the login"
+            );
+        }
+    }
+
+    /// Keeps the message of a command's error, for the log line about its consequence.
+    pub(super) fn record_error_message(&self, error: &RedisError) {
+        self.state.lock().last_command_error = Some(error.into());
+    }
+
     fn update_and_log_availability(
         &self,
         state: &mut RedisAvailability,
         error: &RedisConnectionError,
     ) {
         let is_down = state.connections_down > 0 || self.is_open();
-        match (is_down, state.down_since) {
-            (true, None) => {
-                state.down_since = Some(Instant::now());
-                let (kind, reason) = (error.kind.as_str(), &error.message);
+        match (is_down, state.phase) {
+            (true, AvailabilityPhase::Starting | AvailabilityPhase::Up) => {
+                let since = Instant::now();
+                state.phase = AvailabilityPhase::Down { since };
+                let kind = error.kind.as_str();
+                // An error without a message of its own is the consequence of a command's error.
+                let cause = state
+                    .last_command_error
+                    .as_ref()
+                    .filter(|cause| error.message == kind && cause.kind.as_str() == kind);
+                let reason = cause.map_or(&error.message, |cause| &cause.message);
                 tracing::warn!(kind, reason, "redis unavailable; applying on_store_failure");
+                if error.kind == RedisErrorKind::NoAuth {
+                    self.login_rejection_log.record_occurrence(monotonic_now());
+                }
             }
-            (false, Some(since)) => {
-                state.down_since = None;
+            (false, AvailabilityPhase::Starting) => state.phase = AvailabilityPhase::Up,
+            (false, AvailabilityPhase::Down { since }) => {
+                state.phase = AvailabilityPhase::Up;
                 let down_ms = u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX);
                 tracing::info!(down_ms, "redis available again");
             }
-            _ => {}
+            (true, AvailabilityPhase::Down { .. }) | (false, AvailabilityPhase::Up) => {}
         }
     }
 }

@@ -4,13 +4,14 @@
 //! none. redis-rs' own `ConnectionManager` is not used: it makes callers wait through its retries,
 //! and it keeps connections to a hung server or a demoted master.
 
+use super::access::RedisAccess;
 use super::connection_target::RedisConnectionTarget;
 use super::connector::{self, AbortOnDropTask};
 use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::scripts::ScriptLibrary;
 use super::sentinel::SentinelGroup;
-use super::settings::{RedisAddress, RedisTopology};
+use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
 use super::watched_value::WatchedValue;
 use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
 use crate::store::fallback::SINGLE_PARTITION;
@@ -18,7 +19,7 @@ use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, ErrorKind, RedisResult, ServerErrorKind, Value};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use tokio::sync::{OnceCell, mpsc};
 use tokio::time::{Instant, sleep, timeout};
@@ -39,6 +40,9 @@ const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(1);
 /// may lead to another server. Each caller of a call that times out counts.
 const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 
+/// Pause between two trials of credentials that Redis rejects.
+const RELOGIN_INTERVAL: Duration = Duration::from_secs(1);
+
 /// A connection that is reopened when it is lost.
 #[derive(Debug)]
 pub(super) struct SupervisedConnection {
@@ -51,12 +55,32 @@ pub(super) struct SupervisedConnection {
 struct ConnectionSupervision {
     context: Arc<RedisContext>,
     target: RedisConnectionTarget,
-    /// The probed connection, or why there is none.
-    state: ArcSwap<Result<Arc<LiveConnection>, RedisErrorKind>>,
+    state: WatchedValue<ConnectionState>,
+}
+
+/// The probed connection, or why there is none.
+#[derive(Clone, Debug, Default)]
+enum ConnectionState {
+    /// The first attempt has not ended.
+    #[default]
+    Connecting,
+    /// No attempt has succeeded. The circuit breaker counts the connection as lost.
+    NeverConnected(Arc<RedisConnectionError>),
+    Live(Arc<LiveConnection>),
+    /// A probed connection was lost, and the circuit breaker counts it as such.
+    Lost(Arc<RedisConnectionError>),
+}
+
+impl ConnectionState {
     /// Whether there ever was a probed connection.
-    ready: WatchedValue<bool>,
+    fn was_ready(&self) -> bool {
+        matches!(self, Self::Live(_) | Self::Lost(_))
+    }
+
     /// Whether the circuit breaker counts this connection as lost.
-    is_lost: AtomicBool,
+    fn is_lost(&self) -> bool {
+        matches!(self, Self::NeverConnected(_) | Self::Lost(_))
+    }
 }
 
 /// A connection to a server that ran a script and accepted its writes.
@@ -77,6 +101,8 @@ pub(super) struct OpenedConnection {
     pub(super) live: LiveConnection,
     pub(super) driver: AbortOnDropTask,
     address: RedisAddress,
+    /// The credentials that the probe succeeded with.
+    login: RedisCredentials,
     replacement_receiver: mpsc::Receiver<RedisErrorKind>,
 }
 
@@ -86,9 +112,7 @@ impl SupervisedConnection {
         let supervision = Arc::new(ConnectionSupervision {
             context,
             target,
-            state: ArcSwap::from_pointee(Err(RedisErrorKind::Connection)),
-            ready: WatchedValue::default(),
-            is_lost: AtomicBool::new(false),
+            state: WatchedValue::default(),
         });
         let supervisor = tokio::spawn(Arc::clone(&supervision).supervise());
         Self {
@@ -99,14 +123,19 @@ impl SupervisedConnection {
 
     /// Whether there ever was a probed connection.
     pub(super) fn was_ready(&self) -> bool {
-        self.supervision.ready.get()
+        self.supervision.state.get().was_ready()
     }
 
     /// Stops the supervisor. If the connection was lost, the circuit breaker stops counting it as
     /// lost.
     pub(super) fn stop(&self) {
         self.supervisor.0.abort();
-        self.supervision.record_restored();
+        if self.supervision.state.get().is_lost() {
+            self.supervision
+                .context
+                .breaker
+                .record_connection_restored();
+        }
     }
 
     /// The connection that calls are sent on.
@@ -114,12 +143,36 @@ impl SupervisedConnection {
     /// # Errors
     /// Why there is no connection.
     pub(super) fn live(&self) -> Result<Arc<LiveConnection>, RedisErrorKind> {
-        Result::clone(&self.supervision.state.load())
+        match self.supervision.state.get() {
+            ConnectionState::Live(live) => Ok(live),
+            ConnectionState::Connecting => Err(RedisErrorKind::Connection),
+            ConnectionState::NeverConnected(error) | ConnectionState::Lost(error) => {
+                Err(error.kind)
+            }
+        }
+    }
+
+    /// Waits until the first attempt to connect has ended.
+    ///
+    /// # Errors
+    /// Why there is no connection.
+    pub(super) async fn wait_for_first_attempt(&self) -> Result<(), Arc<RedisConnectionError>> {
+        let has_ended = |state: &ConnectionState| !matches!(state, ConnectionState::Connecting);
+        match self.supervision.state.wait_for(has_ended).await {
+            ConnectionState::NeverConnected(error) | ConnectionState::Lost(error) => Err(error),
+            ConnectionState::Live(_) | ConnectionState::Connecting => Ok(()),
+        }
+    }
+
+    /// The configured address; `None` if sentinels name the server.
+    pub(super) fn address(&self) -> Option<&RedisAddress> {
+        self.supervision.target.address.as_ref()
     }
 
     /// Waits for the first probed connection.
     pub(super) async fn wait_until_ready(&self) {
-        self.supervision.ready.wait_for(|ready| *ready).await;
+        let state = &self.supervision.state;
+        state.wait_for(ConnectionState::was_ready).await;
     }
 }
 
@@ -153,6 +206,9 @@ impl LiveConnection {
                     script_load.get_or_try_init(|| self.load_scripts()).await?;
                 }
                 answer => {
+                    if let Err(error) = &answer {
+                        self.context.breaker.record_error_message(error);
+                    }
                     if self.consecutive_timeouts.load(Ordering::Relaxed) != 0 {
                         self.consecutive_timeouts.store(0, Ordering::Relaxed);
                     }
@@ -160,6 +216,11 @@ impl LiveConnection {
                 }
             }
         }
+    }
+
+    /// Logs in with other credentials. If Redis rejects them, the connection keeps its user.
+    async fn log_in(&self, login: &RedisCredentials) -> Result<(), RedisConnectionError> {
+        connector::log_in(&mut self.connection.clone(), login).await
     }
 
     /// Loads all scripts that were used. Later callers that find a script missing load them again.
@@ -214,7 +275,7 @@ impl ConnectionSupervision {
                     // Before the first connection there is no outage, and a connection that is
                     // replaced at once is none either: servers close idle connections. For cluster
                     // nodes the slot map shows which slots are affected.
-                    if self.ready.get() && context.settings.topology != RedisTopology::Cluster {
+                    if self.state.get().was_ready() && !context.is_cluster() {
                         context
                             .fallback
                             .mark_partitions_unreachable([SINGLE_PARTITION]);
@@ -222,9 +283,14 @@ impl ConnectionSupervision {
                     error
                 }
             };
-            self.state.store(Arc::new(Err(error.kind)));
-            if !self.is_lost.swap(true, Ordering::Relaxed) {
-                context.breaker.record_connection_down(&error);
+            let error = Arc::new(error);
+            let previous = self.state.set(match self.state.get().was_ready() {
+                true => ConnectionState::Lost(Arc::clone(&error)),
+                false => ConnectionState::NeverConnected(Arc::clone(&error)),
+            });
+            match previous.is_lost() {
+                false => context.breaker.record_connection_down(&error),
+                true => context.breaker.record_connection_still_down(&error),
             }
             let min_jitter;
             (backoff, min_jitter) = if started.elapsed() >= STABLE_CONNECTION_AGE {
@@ -244,18 +310,21 @@ impl ConnectionSupervision {
             live,
             mut driver,
             address,
+            login,
             mut replacement_receiver,
         } = opened;
         let live = Arc::new(live);
-        self.state.store(Arc::new(Ok(Arc::clone(&live))));
-        self.record_restored();
         self.context.breaker.record_probe_success();
-        self.ready.set(true);
+        let state = ConnectionState::Live(Arc::clone(&live));
+        if self.state.set(state).is_lost() {
+            self.context.breaker.record_connection_restored();
+        }
         tokio::select! {
             biased;
             _ = &mut driver.0 => RedisErrorKind::Connection.into(),
             kind = replacement_receiver.recv() => kind.unwrap_or(RedisErrorKind::Connection).into(),
             () = self.probe_while_breaker_is_open(&live) => RedisErrorKind::Connection.into(),
+            () = self.renew_logins(&live, &address, login) => RedisErrorKind::NoAuth.into(),
             () = self.wait_until_master_changes(&address) => {
                 let message = format!("{address} is no longer the master");
                 RedisConnectionError::new(RedisErrorKind::ReadOnly, message)
@@ -280,31 +349,85 @@ impl ConnectionSupervision {
         }
     }
 
-    /// Returns when the sentinels name another master than the server at an address.
-    async fn wait_until_master_changes(&self, current_address: &RedisAddress) {
-        match SentinelGroup::from_settings(&self.context.settings) {
-            Some(sentinels) => sentinels.wait_for_master_change(current_address).await,
-            None => std::future::pending().await,
+    /// Logs in again on a live connection whenever the credentials change. A new connection tries
+    /// them first: a user that lacks a permission would fail the requests of the live one. Until
+    /// they work, the connection keeps those that it was authenticated with. Never returns.
+    async fn renew_logins(
+        &self,
+        live: &LiveConnection,
+        address: &RedisAddress,
+        mut login_in_use: RedisCredentials,
+    ) {
+        let context = &self.context;
+        loop {
+            let is_newer = |access: &Arc<RedisAccess>| access.settings.credentials != login_in_use;
+            let access = context.access.wait_for(is_newer).await;
+            // An error means that the semaphore is closed, which never happens.
+            let _permit = access.trial_permit.acquire().await;
+            if !Arc::ptr_eq(&access, &context.access.get()) {
+                continue;
+            }
+            let login = &access.settings.credentials;
+            let renewal = async {
+                open_and_probe(context, &self.target, &access.settings, address, login).await?;
+                live.log_in(login).await
+            };
+            let renewal = timeout(context.settings.connect_timeout, renewal).await;
+            match renewal.unwrap_or_else(|elapsed| Err(elapsed.into())) {
+                Ok(()) => {
+                    login_in_use = login.clone();
+                    access.server_login.record_accepted(login);
+                }
+                Err(error) => {
+                    if error.kind == RedisErrorKind::NoAuth {
+                        access.server_login.log_rejection(&error);
+                    }
+                    sleep(RELOGIN_INTERVAL).await;
+                }
+            }
         }
     }
 
-    fn record_restored(&self) {
-        if self.is_lost.swap(false, Ordering::Relaxed) {
-            self.context.breaker.record_connection_restored();
+    /// Returns when the sentinels name another master than the server at an address.
+    async fn wait_until_master_changes(&self, current_address: &RedisAddress) {
+        loop {
+            let access = self.context.access.get();
+            let Some(sentinels) = SentinelGroup::from_access(&access) else {
+                return std::future::pending().await;
+            };
+            let is_newer = |newer: &Arc<RedisAccess>| !Arc::ptr_eq(newer, &access);
+            tokio::select! {
+                () = sentinels.wait_for_master_change(current_address) => return,
+                _newer = self.context.access.wait_for(is_newer) => {}
+            }
         }
     }
 }
 
-/// Connects to a target and probes it. The caller sets the deadline.
+/// Connects to a target and probes it: with the newest login, or while that does not work with the
+/// previous one. The caller sets the deadline.
 pub(super) async fn connect_and_probe(
     context: &Arc<RedisContext>,
     target: &RedisConnectionTarget,
 ) -> Result<OpenedConnection, RedisConnectionError> {
-    let settings = &context.settings;
-    let address = target.resolve_address(settings).await?;
+    let access = context.access.get();
+    let address = target.resolve_address(&access).await?;
+    let attempt = |login| open_and_probe(context, target, &access.settings, &address, login);
+    let (opened, login) = access.server_login.try_logins(attempt).await?;
+    access.server_login.record_accepted(login);
+    Ok(opened)
+}
+
+/// Connects to an address with a login and probes the connection.
+async fn open_and_probe(
+    context: &Arc<RedisContext>,
+    target: &RedisConnectionTarget,
+    settings: &RedisSettings,
+    address: &RedisAddress,
+    login: &RedisCredentials,
+) -> Result<OpenedConnection, RedisConnectionError> {
     let (connection, driver) =
-        connector::open_connection(&address, settings, &settings.credentials, settings.database)
-            .await?;
+        connector::open_connection(address, settings, login, settings.database).await?;
     let (replacement_sender, replacement_receiver) = mpsc::channel(1);
     let live = LiveConnection {
         context: Arc::clone(context),
@@ -322,7 +445,8 @@ pub(super) async fn connect_and_probe(
     Ok(OpenedConnection {
         live,
         driver,
-        address,
+        address: address.clone(),
+        login: login.clone(),
         replacement_receiver,
     })
 }
@@ -345,9 +469,7 @@ async fn probe_writes(
     let command = scripts.decide_command(&charges, None);
     let reply = match timeout(settings.timeout, live.send_command(&command, false)).await? {
         // The slot has moved: this node works, and the slot map is being refreshed.
-        Err(error)
-            if settings.topology == RedisTopology::Cluster && error.redirect_node().is_some() =>
-        {
+        Err(error) if live.context.is_cluster() && error.redirect_node().is_some() => {
             return Ok(());
         }
         reply => reply?,

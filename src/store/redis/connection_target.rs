@@ -1,5 +1,6 @@
 //! The server that a connection leads to.
 
+use super::access::RedisAccess;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::sentinel::SentinelGroup;
 use super::settings::{RedisAddress, RedisSettings, RedisTopology};
@@ -12,7 +13,7 @@ pub(super) const PROBE_POLICY_NAME: &str = "-probe";
 /// The server that a connection leads to.
 #[derive(Debug)]
 pub(super) struct RedisConnectionTarget {
-    /// `Retry`: the master that the sentinels name.
+    /// `None`: the master that the sentinels name.
     pub(super) address: Option<RedisAddress>,
     /// The counter that proves that the server accepts writes. In a cluster, it is in one of the
     /// node's slots.
@@ -32,9 +33,9 @@ impl RedisConnectionTarget {
     /// The address to connect to now.
     pub(super) async fn resolve_address(
         &self,
-        settings: &RedisSettings,
+        access: &RedisAccess,
     ) -> Result<RedisAddress, RedisConnectionError> {
-        match (&self.address, SentinelGroup::from_settings(settings)) {
+        match (&self.address, SentinelGroup::from_access(access)) {
             (Some(address), _) => Ok(address.clone()),
             (None, Some(sentinels)) => sentinels.resolve_master().await,
             (None, None) => Err(RedisConnectionError::new(

@@ -1,10 +1,10 @@
 //! Opens one connection to one server: name resolution, socket, TLS, login.
 
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::settings::{RedisAddress, RedisCredentials, RedisDialer, RedisSettings};
+use super::settings::{RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings};
 use crate::tls::ClientTls;
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, RedisConnectionInfo};
+use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisError};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -90,22 +90,48 @@ async fn start_session(
     credentials: &RedisCredentials,
     database: i64,
 ) -> Result<(MultiplexedConnection, AbortOnDropTask), RedisConnectionError> {
-    let mut connection_info = RedisConnectionInfo::default().set_db(database);
-    let RedisCredentials { username, password } = credentials;
-    if let Some(username) = username {
-        // Without a password redis-rs would not log in, and would use the default user.
-        connection_info = connection_info.set_username(username).set_password("");
-    }
-    if let Some(password) = password {
-        connection_info = connection_info.set_password(password.expose());
-    }
+    // redis-rs would replace the reply to a failed login by words of its own.
+    let connection_info = RedisConnectionInfo::default().set_skip_set_lib_name();
     // No response timeout is set here, because the callers set a deadline per call.
     let config = AsyncConnectionConfig::new()
         .set_response_timeout(None)
         .set_pipeline_buffer_size(PIPELINE_BUFFER_SIZE);
-    let (connection, driver) =
+    let (mut connection, driver) =
         MultiplexedConnection::new_with_config(&connection_info, stream, config).await?;
-    Ok((connection, AbortOnDropTask(tokio::spawn(driver))))
+    let driver = AbortOnDropTask(tokio::spawn(driver));
+    log_in(&mut connection, credentials).await?;
+    if database != 0 {
+        let _: () = redis::cmd("SELECT")
+            .arg(database)
+            .query_async(&mut connection)
+            .await?;
+    }
+    Ok((connection, driver))
+}
+
+/// Logs in. If Redis rejects the credentials, a live connection keeps its user.
+pub(super) async fn log_in(
+    connection: &mut MultiplexedConnection,
+    credentials: &RedisCredentials,
+) -> Result<(), RedisConnectionError> {
+    let RedisCredentials { username, password } = credentials;
+    if username.is_none() && password.is_none() {
+        return Ok(());
+    }
+    let mut command = redis::cmd("AUTH");
+    command.arg(username.as_deref());
+    command.arg(password.as_ref().map_or("", RedisPassword::expose));
+    let reply: Result<(), RedisError> = command.query_async(connection).await;
+    let error: RedisConnectionError = match reply {
+        Ok(()) => return Ok(()),
+        Err(error) => error.into(),
+    };
+    // A server without any password calls the login an ordinary error.
+    let kind = match error.kind {
+        RedisErrorKind::Other => RedisErrorKind::NoAuth,
+        kind => kind,
+    };
+    Err(RedisConnectionError { kind, ..error })
 }
 
 fn set_socket_options(socket: &TcpStream, connect_timeout: Duration) -> std::io::Result<()> {

@@ -1,20 +1,29 @@
 //! State that all workers of the process share.
 
-use super::RedisSettings;
+use super::access::RedisAccess;
 use super::circuit_breaker::RedisCircuitBreaker;
+use super::hash_slot::hash_slot_for_name;
+use super::member_list::MemberDescription;
 use super::scripts::ScriptLibrary;
+use super::settings::{RedisSettings, RedisTopology};
+use super::watched_value::WatchedValue;
 use crate::clock::Clock;
-use crate::limiter::Charge;
+use crate::limiter::{Charge, Key};
 use crate::store::FallbackStore;
+use crate::store::fallback::SINGLE_PARTITION;
 use crate::store::fallback::usage_directory::UsageDirectory;
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
 
 /// State that all connections of the process share.
 #[derive(Debug)]
 pub(super) struct RedisContext {
+    /// The settings at the start. Their logins and TLS may be outdated: connections use `access`.
     pub(super) settings: RedisSettings,
+    /// The logins and TLS in use.
+    pub(super) access: WatchedValue<Arc<RedisAccess>>,
     pub(super) scripts: ScriptLibrary,
     pub(super) breaker: RedisCircuitBreaker,
     /// Calls to Redis since the start.
@@ -28,13 +37,38 @@ pub(super) struct RedisContext {
     pub(super) clock: Clock,
     /// The unique id of the process.
     pub(super) instance_id: Box<str>,
-    /// How many workers have drawn an id.
+    /// The description of the process in its heartbeats, if it is set before the process joins.
+    pub(super) member_description: OnceLock<MemberDescription>,
+    /// Workers started so far.
     pub(super) worker_count: AtomicU64,
-    /// Whether a worker maintains the membership of the process.
-    pub(super) has_joined_membership: AtomicBool,
 }
 
 impl RedisContext {
+    pub(super) fn is_cluster(&self) -> bool {
+        self.settings.topology == RedisTopology::Cluster
+    }
+
+    /// The slot of all counters of a key, which is also their partition in the fallback store.
+    pub(super) fn hash_slot_for_key(&self, key: &Key) -> u16 {
+        self.fallback.partition(key)
+    }
+
+    /// The slot of a Redis key.
+    pub(super) fn hash_slot_for_name(&self, name: &str) -> u16 {
+        match self.is_cluster() {
+            true => hash_slot_for_name(name),
+            false => SINGLE_PARTITION,
+        }
+    }
+
+    /// The entry of the process in the membership sets. It never changes while the process is a
+    /// member.
+    pub(super) fn member_entry(&self) -> String {
+        let id = &*self.instance_id;
+        let description = self.member_description.get();
+        description.map_or_else(|| id.to_owned(), |description| description.entry_for(id))
+    }
+
     /// Records that the counter of a charge holds a foreign value. `position` counts from 1.
     pub(super) fn record_foreign_value(&self, charges: &[Charge<'_>], position: usize) {
         self.breaker

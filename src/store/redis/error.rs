@@ -46,11 +46,13 @@ pub enum RedisErrorKind {
     Other,
 }
 
-/// Why there is no connection: the kind, and the message of the peer or the operating system.
-#[derive(Debug)]
-pub(super) struct RedisConnectionError {
-    pub(super) kind: RedisErrorKind,
-    pub(super) message: String,
+/// Why a server gave no useful reply: the kind, and the message of the server or the operating
+/// system.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("Redis gave no answer ({}){}", kind.as_str(), self.text_after_kind())]
+pub struct RedisConnectionError {
+    pub kind: RedisErrorKind,
+    pub message: String,
 }
 
 impl RedisConnectionError {
@@ -58,6 +60,13 @@ impl RedisConnectionError {
         Self {
             kind,
             message: message.into(),
+        }
+    }
+
+    fn text_after_kind(&self) -> String {
+        match self.message == self.kind.as_str() {
+            true => String::new(),
+            false => format!(": {}", self.message),
         }
     }
 }
@@ -80,9 +89,15 @@ impl From<io::Error> for RedisConnectionError {
     }
 }
 
+impl From<&RedisError> for RedisConnectionError {
+    fn from(error: &RedisError) -> Self {
+        Self::new(RedisErrorKind::from(error), error.to_string())
+    }
+}
+
 impl From<RedisError> for RedisConnectionError {
     fn from(error: RedisError) -> Self {
-        Self::new(RedisErrorKind::from(&error), error.to_string())
+        Self::from(&error)
     }
 }
 
@@ -111,7 +126,7 @@ impl RedisErrorKind {
     ];
 
     /// The name in logs and metrics.
-    pub(super) fn as_str(self) -> &'static str {
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::Timeout => "timeout",
             Self::Connection => "connection",
@@ -237,7 +252,8 @@ mod tests {
         assert!(RedisErrorKind::NAMES.is_sorted());
     }
 
-    /// Errors of commands in a script, as Redis 6.2 and 7 word them; errors of the script call; and errors of the script itself.
+    /// Errors of commands in a script, as Redis 6.2 and 7 word them; errors of the script call;
+    /// and errors of the script itself.
     #[test]
     fn classifies_script_errors_with_and_without_a_source_location() {
         let classify = |text: &str| {

@@ -1,13 +1,12 @@
 //! Reads and resets counters for operators, outside of the request path.
 
-use super::cluster::{self, ClusterClient};
-use super::connection::{self, LiveConnection};
-use super::connection_target::{PROBE_POLICY_NAME, RedisConnectionTarget};
-use super::connector;
-use super::context::RedisContext;
+use super::connection::LiveConnection;
+use super::connection_target::PROBE_POLICY_NAME;
 use super::error::{RedisConnectionError, RedisErrorKind};
+use super::member_list::{MAX_LISTED_MEMBERS, MEMBER_LIST_SCRIPT, MemberList};
+use super::membership::MEMBER_TTL;
 use super::scripts::ScriptLibrary;
-use super::{RedisSettings, RedisTopology, SharedRedisState};
+use super::{RedisSettings, RedisStore, SharedRedisState};
 use crate::limiter::{Algorithm, Charge, Limit};
 use redis::{Cmd, Value, cmd, from_redis_value};
 use std::sync::Arc;
@@ -23,31 +22,14 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reads and resets counters over its own connection.
 #[derive(Debug)]
-pub struct CounterInspector {
-    context: Arc<RedisContext>,
-    backend: InspectorBackend,
-}
-
-#[derive(Debug)]
-enum InspectorBackend {
-    SingleServer {
-        live: Arc<LiveConnection>,
-        _driver: connector::AbortOnDropTask,
-    },
-    Cluster(ClusterClient),
-}
-
-/// Why Redis gave no useful reply.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("Redis gave no answer {0}")]
-pub struct InspectError(String);
+pub struct CounterInspector(RedisStore);
 
 /// One counter as stored in Redis.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RedisCounter {
     /// The key in Redis.
     pub key: String,
-    /// Policy and values as readable text; `Retry` if they were too long to be stored.
+    /// Policy and values as readable text; `None` if they were too long to be stored.
     pub readable_key: Option<String>,
     pub algorithm: Algorithm,
     pub per_us: u64,
@@ -59,27 +41,22 @@ pub struct RedisCounter {
 impl CounterInspector {
     /// # Errors
     /// When Redis can't be reached within `connect_timeout`, or rejects the login.
-    pub async fn connect(settings: RedisSettings) -> Result<Self, InspectError> {
-        let connect_timeout = settings.connect_timeout;
-        let SharedRedisState(context) = SharedRedisState::new(settings);
-        let backend = if context.settings.topology == RedisTopology::Cluster {
-            let cluster = ClusterClient::start(Arc::clone(&context));
-            timeout(connect_timeout, cluster.wait_until_ready())
-                .await
-                .map_err(RedisConnectionError::from)?;
-            InspectorBackend::Cluster(cluster)
-        } else {
-            let target = RedisConnectionTarget::from_settings(&context.settings);
-            let connected = connection::connect_and_probe(&context, &target);
-            let opened = timeout(connect_timeout, connected)
-                .await
-                .map_err(RedisConnectionError::from)??;
-            InspectorBackend::SingleServer {
-                live: Arc::new(opened.live),
-                _driver: opened.driver,
-            }
-        };
-        Ok(Self { context, backend })
+    pub async fn connect(settings: RedisSettings) -> Result<Self, RedisConnectionError> {
+        Self::connect_with(SharedRedisState::new(settings)).await
+    }
+
+    /// [`Self::connect`] with the logins of a running store.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    pub async fn connect_with(shared: SharedRedisState) -> Result<Self, RedisConnectionError> {
+        let connect_timeout = shared.settings().connect_timeout;
+        let redis = RedisStore::start(&shared);
+        match timeout(connect_timeout, redis.connect_to_all_masters()).await {
+            Ok(Ok(())) => Ok(Self(redis)),
+            Ok(Err(error)) => Err((*error).clone()),
+            Err(elapsed) => Err(elapsed.into()),
+        }
     }
 
     /// Lists up to `max_counters` counters with the key prefix, in no order. With `policy`, only
@@ -91,14 +68,10 @@ impl CounterInspector {
         &self,
         policy: Option<&str>,
         max_counters: usize,
-    ) -> Result<(Vec<RedisCounter>, bool), InspectError> {
-        let pattern = self.context.scripts.scan_pattern(policy);
-        let servers = match &self.backend {
-            InspectorBackend::SingleServer { live, .. } => vec![Ok(Arc::clone(live))],
-            InspectorBackend::Cluster(cluster) => cluster.master_connections(),
-        };
+    ) -> Result<(Vec<RedisCounter>, bool), RedisConnectionError> {
+        let pattern = self.0.context.scripts.scan_pattern(policy);
         let (mut keys, mut has_more) = (Vec::new(), false);
-        for live in servers {
+        for live in self.0.master_connections() {
             has_more |= self
                 .scan_server(&*live?, &pattern, policy, max_counters, &mut keys)
                 .await?;
@@ -115,6 +88,25 @@ impl CounterInspector {
         Ok((counters, has_more))
     }
 
+    /// Lists the instances that share the limits.
+    ///
+    /// # Errors
+    /// When Redis does not answer.
+    pub async fn list_members(&self) -> Result<MemberList, RedisConnectionError> {
+        let [heartbeats, _] = self.0.context.scripts.membership_keys();
+        let keys = [heartbeats];
+        let mut command = cmd("EVAL");
+        command
+            .arg(MEMBER_LIST_SCRIPT)
+            .arg(keys.len())
+            .arg(&keys)
+            .arg(MEMBER_TTL.as_micros().to_string())
+            .arg(MAX_LISTED_MEMBERS);
+        let reply = self.run_command(&keys, &command).await?;
+        let list = MemberList::from_reply(reply, MEMBER_TTL);
+        Ok(list.ok_or(RedisErrorKind::InvalidReply)?)
+    }
+
     /// Adds one server's keys until there are more than `max_counters`. Returns whether the scan
     /// was incomplete.
     async fn scan_server(
@@ -124,7 +116,7 @@ impl CounterInspector {
         policy: Option<&str>,
         max_counters: usize,
         keys: &mut Vec<String>,
-    ) -> Result<bool, InspectError> {
+    ) -> Result<bool, RedisConnectionError> {
         let mut cursor = 0_u64;
         loop {
             let mut command = cmd("SCAN");
@@ -141,7 +133,7 @@ impl CounterInspector {
             (cursor, found_keys) =
                 from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
             keys.extend(found_keys.into_iter().filter(|key| {
-                let parsed = self.context.scripts.parse_counter_key(key);
+                let parsed = self.0.context.scripts.parse_counter_key(key);
                 let readable_key = parsed
                     .and_then(|(_, readable)| readable)
                     .unwrap_or_default();
@@ -156,28 +148,24 @@ impl CounterInspector {
         }
     }
 
-    /// Groups keys into calls. In a cluster, all keys of a call are in one slot.
+    /// Groups keys into calls. All keys of a call are in one slot.
     fn split_into_batches<'k>(&self, keys: &'k mut [String]) -> Vec<&'k [String]> {
-        match self.backend {
-            InspectorBackend::SingleServer { .. } => keys.chunks(MAX_COUNTERS_PER_CALL).collect(),
-            InspectorBackend::Cluster(_) => {
-                keys.sort_by_cached_key(|key| cluster::hash_slot_for_name(key));
-                let keys_by_slot = keys.chunk_by(|a, b| {
-                    cluster::hash_slot_for_name(a) == cluster::hash_slot_for_name(b)
-                });
-                keys_by_slot
-                    .flat_map(|keys| keys.chunks(MAX_COUNTERS_PER_CALL))
-                    .collect()
-            }
-        }
+        let hash_slot = |key: &String| self.0.context.hash_slot_for_name(key);
+        keys.sort_by_cached_key(hash_slot);
+        keys.chunk_by(|one, next| hash_slot(one) == hash_slot(next))
+            .flat_map(|keys| keys.chunks(MAX_COUNTERS_PER_CALL))
+            .collect()
     }
 
     /// Deletes the counters of charges. Returns how many existed.
     ///
     /// # Errors
     /// When Redis does not answer.
-    pub async fn reset_counters(&self, charges: &[Charge<'_>]) -> Result<u64, InspectError> {
-        let shared = SharedRedisState(Arc::clone(&self.context));
+    pub async fn reset_counters(
+        &self,
+        charges: &[Charge<'_>],
+    ) -> Result<u64, RedisConnectionError> {
+        let shared = SharedRedisState(Arc::clone(&self.0.context));
         let mut keys: Vec<String> = charges
             .iter()
             .flat_map(|charge| shared.counter_keys(charge))
@@ -194,11 +182,14 @@ impl CounterInspector {
     }
 
     /// Reads the usage of counters. Leaves out keys and values that are not counters.
-    async fn read_counters(&self, keys: &[String]) -> Result<Vec<RedisCounter>, InspectError> {
+    async fn read_counters(
+        &self,
+        keys: &[String],
+    ) -> Result<Vec<RedisCounter>, RedisConnectionError> {
         let mut parsed_keys: Vec<(&String, Limit, Option<String>)> = keys
             .iter()
             .filter_map(|key| {
-                let (limit, readable) = self.context.scripts.parse_counter_key(key)?;
+                let (limit, readable) = self.0.context.scripts.parse_counter_key(key)?;
                 Some((key, limit, readable))
             })
             .collect();
@@ -208,7 +199,10 @@ impl CounterInspector {
                 .map(|(key, limit, _)| (key.as_str(), limit))
                 .collect();
             let reply = match self
-                .run_command(keys, &self.context.scripts.read_command(&queried_counters))
+                .run_command(
+                    keys,
+                    &self.0.context.scripts.read_command(&queried_counters),
+                )
                 .await
             {
                 Ok(reply) => reply,
@@ -243,31 +237,10 @@ impl CounterInspector {
 
     /// Runs a command about keys of one slot.
     async fn run_command(&self, keys: &[String], command: &Cmd) -> Result<Value, RedisErrorKind> {
-        match &self.backend {
-            InspectorBackend::SingleServer { live, .. } => {
-                timeout(CALL_TIMEOUT, live.run_command(command)).await?
-            }
-            InspectorBackend::Cluster(cluster) => {
-                let slot = keys
-                    .first()
-                    .map_or(0, |key| cluster::hash_slot_for_name(key));
-                cluster
-                    .router
-                    .run_on_hash_slot(slot, command, Instant::now() + CALL_TIMEOUT)
-                    .await
-            }
-        }
-    }
-}
-
-impl From<RedisErrorKind> for InspectError {
-    fn from(failure: RedisErrorKind) -> Self {
-        Self(format!("({})", failure.as_str()))
-    }
-}
-
-impl From<RedisConnectionError> for InspectError {
-    fn from(error: RedisConnectionError) -> Self {
-        Self(format!("({}): {}", error.kind.as_str(), error.message))
+        let first = keys.first().map_or("", String::as_str);
+        let hash_slot = self.0.context.hash_slot_for_name(first);
+        let deadline = Instant::now() + CALL_TIMEOUT;
+        let router = &self.0.router;
+        router.run_on_hash_slot(hash_slot, command, deadline).await
     }
 }

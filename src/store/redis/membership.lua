@@ -4,7 +4,7 @@
 -- count.
 --
 -- KEYS     the two sets
--- ARGV[1]  the id of the instance
+-- ARGV[1]  the entry of the instance: its id, and for newer versions a space and its description
 -- ARGV[2]  the operation: `heartbeat` (alive, nothing left to write back), `pending` (alive, with
 --          usage to write back: its score is 2^52 higher) or `read`
 -- ARGV[3]  how long an instance stays in the sets after its last heartbeat, in us

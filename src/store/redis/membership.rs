@@ -10,17 +10,19 @@
 //! In a cluster, only some slots may be unreachable. Usage of the other slots is written back and
 //! the process stays counted. The outage ends together for all slots that it affected.
 
+use super::context::RedisContext;
 use super::error::RedisErrorKind;
-use super::{RedisBackend, RedisStore, new_fallback};
-use crate::store::fallback::SINGLE_PARTITION;
+use super::node::RedisNode;
+use super::{RedisDialer, RedisStore, new_fallback};
 use crate::store::fallback::usage_directory::UsageFile;
 use crate::store::{FallbackStore, Settlement, Share};
 use crate::telemetry::LogThrottle;
 use redis::{Cmd, Value, from_redis_value};
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Interval of heartbeats.
@@ -30,7 +32,7 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 const RECOVERY_HEARTBEAT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// An instance that has sent no heartbeat for this long is not counted.
-const MEMBER_TTL: Duration = Duration::from_secs(5);
+pub(super) const MEMBER_TTL: Duration = Duration::from_secs(5);
 
 /// How long to wait for instances that are missing in the count. Right after an outage or a loss of
 /// data, no instance has sent a heartbeat yet.
@@ -127,15 +129,17 @@ async fn run_heartbeat_round(
     // Other workers may still have no connection.
     let is_up = redis.context.breaker.is_up();
     let recovery = recovery.filter(|_| !has_failed && is_up);
-    fallback.mark_partitions_unreachable(redis.unreachable_partitions());
-    fallback.mark_partitions_unreachable(redis.find_unresponsive_partitions().await);
+    fallback.mark_partitions_unreachable(redis.unreachable_partitions(&[]));
+    let silent = redis.find_silent_nodes().await;
+    let unreachable = redis.unreachable_partitions(&silent);
+    fallback.mark_partitions_unreachable(unreachable.iter().copied());
     if !redis.is_reachable() {
         return Ok(None);
     }
-    match write_back_with_files(redis, tracker).await {
-        // Other nodes of a cluster may be reachable.
-        Err(_) if redis.is_cluster() => {}
-        result => result?,
+    // A failure concerns only some nodes of a cluster; the heartbeat reports what is left to write.
+    write_back_with_files(redis, tracker, &silent).await.ok();
+    if unreachable.contains(&redis.membership_partition()) {
+        return Err(RedisErrorKind::Timeout);
     }
     let since_us = recovery.and_then(|recovery| recovery.started_us);
     // A worker without a connection still decides by its share, and will have usage to write back.
@@ -160,9 +164,7 @@ async fn run_heartbeat_round(
             Some(reply)
         }
         Err(failure) if is_unresponsive(failure) => {
-            if !redis.is_cluster() {
-                fallback.mark_partitions_unreachable([SINGLE_PARTITION]);
-            }
+            fallback.mark_partitions_unreachable([redis.membership_partition()]);
             return Err(failure);
         }
         // Redis rejects the script, so missing instances can't be waited for.
@@ -190,10 +192,10 @@ async fn run_heartbeat_round(
 
 /// Writes back usage and removes the process from the membership sets.
 pub(super) async fn write_back_and_remove_member(redis: &RedisStore) {
-    let write_back_result = timeout(
-        SHUTDOWN_WRITE_BACK_TIMEOUT,
-        write_back(redis, redis.fallback()),
-    )
+    let write_back_result = timeout(SHUTDOWN_WRITE_BACK_TIMEOUT, async {
+        let silent = redis.find_silent_nodes().await;
+        write_back(redis, redis.fallback(), &silent).await
+    })
     .await;
     if let Err(failure) = write_back_result.unwrap_or_else(|elapsed| Err(elapsed.into())) {
         tracing::warn!(
@@ -203,7 +205,7 @@ pub(super) async fn write_back_and_remove_member(redis: &RedisStore) {
     }
     for key in redis.context.scripts.membership_keys() {
         let mut command = redis::cmd("ZREM");
-        command.arg(key).arg(redis.context.instance_id.as_ref());
+        command.arg(key).arg(redis.context.member_entry());
         drop(run_command(redis, &command).await);
     }
 }
@@ -213,50 +215,74 @@ pub(super) async fn write_back_and_remove_member(redis: &RedisStore) {
 async fn write_back_with_files(
     redis: &RedisStore,
     tracker: &mut MembershipTracker,
+    silent: &[Arc<RedisNode>],
 ) -> Result<(), RedisErrorKind> {
-    write_back(redis, redis.fallback()).await?;
-    let directory = redis.context.usage_directory.as_ref();
-    let Some(directory) = directory.filter(|_| redis.fallback().is_in_outage()) else {
+    write_back(redis, redis.fallback(), silent).await?;
+    if redis.context.usage_directory.is_none() || !redis.fallback().is_in_outage() {
         return Ok(());
-    };
-    directory.remove_restored_file();
-    let claim_leftover_usage = || {
-        let (file, usage, downtime_us) = directory.lock_and_read_newest_file()?;
-        let stopped_process = new_fallback(&redis.context.settings, redis.context.clock.clone());
-        stopped_process.restore_usage(usage, downtime_us);
-        Some((file, stopped_process))
-    };
+    }
+    let context = Arc::clone(&redis.context);
+    run_blocking(redis, move || {
+        let directory = context.usage_directory.as_ref()?;
+        directory.remove_restored_file();
+        Some(())
+    })
+    .await;
     loop {
-        let leftover_usage = tracker.leftover_usage.take().or_else(claim_leftover_usage);
+        let leftover_usage = match tracker.leftover_usage.take() {
+            None => {
+                let context = Arc::clone(&redis.context);
+                run_blocking(redis, move || claim_leftover_usage(&context)).await
+            }
+            leftover_usage => leftover_usage,
+        };
         let Some((file, stopped_process)) = leftover_usage else {
             return Ok(());
         };
-        if let Err(failure) = write_back(redis, &stopped_process).await {
+        if let Err(failure) = write_back(redis, &stopped_process, silent).await {
             tracker.leftover_usage = Some((file, stopped_process));
             return Err(failure);
         }
-        file.remove();
+        run_blocking(redis, move || {
+            file.remove();
+            Some(())
+        })
+        .await;
     }
 }
 
-/// Writes all usage that was admitted without Redis. A failed write is repeated: usage may count
-/// twice, but is never lost.
-async fn write_back(redis: &RedisStore, fallback: &FallbackStore) -> Result<(), RedisErrorKind> {
-    if !fallback.has_pending_write_back() {
-        return Ok(());
+/// Locks and reads the newest file that a stopped process left, if there is one.
+fn claim_leftover_usage(context: &RedisContext) -> Option<(UsageFile, FallbackStore)> {
+    let directory = context.usage_directory.as_ref()?;
+    let (file, usage, downtime_us) = directory.lock_and_read_newest_file()?;
+    let stopped_process = new_fallback(&context.settings, context.clock.clone());
+    stopped_process.restore_usage(usage, downtime_us);
+    Some((file, stopped_process))
+}
+
+/// Runs file access on a blocking thread: this thread serves requests, and a file may be large. A
+/// simulation runs it on its own thread: it could not repeat a run whose order a second thread
+/// determines.
+async fn run_blocking<T: Send + 'static>(
+    redis: &RedisStore,
+    work: impl FnOnce() -> Option<T> + Send + 'static,
+) -> Option<T> {
+    match redis.context.settings.dialer {
+        RedisDialer::Simulated(_) => work(),
+        RedisDialer::Network => spawn_blocking(work).await.ok().flatten(),
     }
-    // A hung server executes every command later, also repeated ones. Therefore a read first checks
-    // that the server answers. A cluster node needs no check: it is disconnected after some
-    // failures.
-    if !redis.is_cluster()
-        && let Err(failure) = run_membership_script(redis, "read", None, None).await
-        && is_unresponsive(failure)
-    {
-        return Err(failure);
-    }
+}
+
+/// Writes all usage that was admitted without Redis, except to `silent` nodes. A failed write is
+/// repeated: usage may count twice, but is never lost.
+async fn write_back(
+    redis: &RedisStore,
+    fallback: &FallbackStore,
+    silent: &[Arc<RedisNode>],
+) -> Result<(), RedisErrorKind> {
     while fallback.has_pending_write_back() {
         let amendments = fallback
-            .take_write_back_batch(redis.unreachable_partitions())
+            .take_write_back_batch(redis.unreachable_partitions(silent))
             .ok_or(RedisErrorKind::Connection)?;
         let settlements: Vec<_> = amendments
             .iter()
@@ -290,7 +316,7 @@ async fn run_membership_script(
         .arg(MEMBERSHIP_SCRIPT)
         .arg(keys.len())
         .arg(&keys)
-        .arg(redis.context.instance_id.as_ref())
+        .arg(redis.context.member_entry())
         .arg(operation)
         .arg(u64::try_from(MEMBER_TTL.as_micros()).unwrap_or(u64::MAX));
     for time_us in [since_us, deadline_us] {
@@ -312,32 +338,9 @@ fn parse_membership_reply(reply: Value) -> Option<MembershipReply> {
 }
 
 async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisErrorKind> {
-    let call_timeout = redis.context.settings.connect_timeout;
-    let live = match &redis.backend {
-        RedisBackend::SingleServer(queue) => queue.connection.live(),
-        RedisBackend::Cluster(cluster) => {
-            let hash_slot = redis.membership_partition();
-            let answer =
-                cluster
-                    .router
-                    .run_on_hash_slot(hash_slot, command, Instant::now() + call_timeout);
-            return answer.await;
-        }
-    };
-    let Ok(live) = live else {
-        return Err(RedisErrorKind::Connection);
-    };
-    let reply = timeout(call_timeout, live.run_command(command))
-        .await
-        .unwrap_or_else(|elapsed| Err(elapsed.into()));
-    if let Err(failure) = reply {
-        redis.context.breaker.count_failure(failure);
-        // An instance without permission to count may still be allowed to decide.
-        if is_unresponsive(failure) {
-            live.record_failure(failure);
-        }
-    }
-    reply
+    let (router, hash_slot) = (&redis.router, redis.membership_partition());
+    let deadline = Instant::now() + redis.context.settings.connect_timeout;
+    router.run_on_hash_slot(hash_slot, command, deadline).await
 }
 
 /// Whether Redis did not answer at all.

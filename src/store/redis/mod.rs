@@ -3,7 +3,7 @@
 //! One script decides all limits of a request in one round trip, on the server's clock (`scripts`,
 //! `decide.lua`). The script needs Redis 6.2 (SET with PXAT). Each worker has a connection and a
 //! task that supervises it (`connection`). The server is configured directly, named by the
-//! sentinels (`sentinel`), or found in a cluster's slot map (`cluster`). The circuit breaker
+//! sentinels (`sentinel`), or found in a cluster's slot map (`routing`). The circuit breaker
 //! belongs to the process (`circuit_breaker`). One worker counts the instances, and writes back
 //! usage that was admitted while Redis was unreachable (`membership`).
 //!
@@ -18,16 +18,21 @@
 //!
 //! In a cluster the breaker never opens: failures of its nodes are only counted.
 
+mod access;
 mod batcher;
 mod circuit_breaker;
-mod cluster;
 mod connection;
 mod connection_target;
 mod connector;
 mod context;
+mod diagnostics;
 mod error;
+mod hash_slot;
 mod inspector;
+mod member_list;
 mod membership;
+mod node;
+mod routing;
 mod script_batch;
 mod scripts;
 mod sentinel;
@@ -37,8 +42,13 @@ mod settlement_calls;
 mod stored_usage;
 mod watched_value;
 
-pub use error::RedisErrorKind;
-pub use inspector::{CounterInspector, InspectError, RedisCounter};
+pub use diagnostics::{
+    ClockReading, DenialReason, DeniedCommand, InfoFields, KeySample, PolicyKeySample,
+    RedisDiagnosis, ScriptLatency, SentinelAnswer, ServerDiagnosis, ServerFacts, diagnose_redis,
+};
+pub use error::{RedisConnectionError, RedisErrorKind};
+pub use inspector::{CounterInspector, RedisCounter};
+pub use member_list::{FleetMember, MemberDescription, MemberList};
 pub use membership::instance_id;
 pub use script_batch::{CallerReply, DecisionBatch};
 pub use scripts::ScriptLibrary;
@@ -53,21 +63,22 @@ use super::{DecisionFailure, FallbackStore, Settlement, SettlementError, StoreUn
 use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Key};
 use crate::telemetry::metrics::RedisServerMetrics;
-use batcher::DecisionBatcher;
+use access::RedisAccess;
 use circuit_breaker::RedisCircuitBreaker;
-use cluster::ClusterClient;
-use connection::{LiveConnection, SupervisedConnection};
-use connection_target::RedisConnectionTarget;
+use connection::LiveConnection;
 use connector::AbortOnDropTask;
 use context::RedisContext;
 use futures_util::future::join_all;
+use hash_slot::hash_slot_for_key;
+use node::RedisNode;
 use parking_lot::Mutex;
-use settlement_calls::{MAX_PIPELINED_CALLS, results_by_settlement, split_into_calls};
+use routing::{ClusterSlotMap, RedisRouter};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
+use watched_value::WatchedValue;
 
 /// State that the workers of one process share: settings, circuit breaker, counters.
 #[derive(Clone, Debug)]
@@ -77,18 +88,14 @@ pub struct SharedRedisState(Arc<RedisContext>);
 #[derive(Clone, Debug)]
 pub struct RedisStore {
     context: Arc<RedisContext>,
-    backend: RedisBackend,
+    router: Arc<RedisRouter>,
+    /// The task that refreshes the slot map of a cluster.
+    _refresh_task: Option<Arc<AbortOnDropTask>>,
+    /// The number of the worker in its process, from 0.
+    worker_number: u64,
     /// The tasks that maintain the membership and poll the server info, in the worker that runs
     /// them for the process.
     membership_tasks: Option<Arc<[AbortOnDropTask; 2]>>,
-}
-
-/// How a worker reaches the server that holds a key.
-#[derive(Clone, Debug)]
-enum RedisBackend {
-    /// One connection, with the queue that all requests pass.
-    SingleServer(Arc<DecisionBatcher>),
-    Cluster(Arc<ClusterClient>),
 }
 
 impl SharedRedisState {
@@ -109,16 +116,46 @@ impl SharedRedisState {
                 let service = format!("{} {is_cluster}", settings.key_prefix);
                 UsageDirectory::new(path, &service, instance_id, clock.clone())
             }),
-            has_joined_membership: AtomicBool::new(false),
             clock,
             instance_id: instance_id.into(),
+            member_description: OnceLock::new(),
             worker_count: AtomicU64::new(0),
+            access: WatchedValue::new(Arc::new(RedisAccess::new(settings.clone()))),
             settings,
         }))
     }
 
+    /// Sets the description of the process in its heartbeats. Call it before any worker joins the
+    /// membership; later calls have no effect.
+    pub fn describe_member(&self, description: MemberDescription) {
+        self.0.member_description.get_or_init(|| description);
+    }
+
     pub fn settings(&self) -> &RedisSettings {
         &self.0.settings
+    }
+
+    /// The settings with the logins and TLS in use.
+    pub fn settings_in_use(&self) -> RedisSettings {
+        self.0.access.get().settings.clone()
+    }
+
+    /// State of its own for inspections, with the logins and TLS in use.
+    #[must_use]
+    pub fn for_inspection(&self) -> Self {
+        let access = self.0.access.get();
+        let shared = Self::new(access.settings.clone());
+        shared.0.access.set(access);
+        shared
+    }
+
+    /// Uses the logins and TLS of `newer` from now on. New connections use both, and live
+    /// connections log in again.
+    pub fn update_logins(&self, newer: &RedisSettings) {
+        if let Some(access) = self.0.access.get().with_logins_of(newer) {
+            tracing::info!("redis logins or TLS settings changed");
+            drop(self.0.access.set(Arc::new(access)));
+        }
     }
 
     /// The keys of the counters of a charge: several keys if the charge is spread over shards.
@@ -166,7 +203,7 @@ impl SharedRedisState {
 fn new_fallback(settings: &RedisSettings, clock: Clock) -> FallbackStore {
     let fallback = FallbackStore::new(settings.initial_instances, clock);
     fallback.with_partitions(match settings.topology {
-        RedisTopology::Cluster => cluster::hash_slot_for_key,
+        RedisTopology::Cluster => hash_slot_for_key,
         _ => |_| SINGLE_PARTITION,
     })
 }
@@ -176,33 +213,21 @@ impl RedisStore {
     /// worker's runtime.
     pub fn start(shared: &SharedRedisState) -> Self {
         let context = Arc::clone(&shared.0);
-        let backend = match context.settings.topology {
-            RedisTopology::Cluster => {
-                RedisBackend::Cluster(Arc::new(ClusterClient::start(Arc::clone(&context))))
-            }
-            _ => {
-                let target = RedisConnectionTarget::from_settings(&context.settings);
-                let connection = SupervisedConnection::start(Arc::clone(&context), target);
-                let queue = DecisionBatcher::new(Arc::clone(&context), connection);
-                RedisBackend::SingleServer(Arc::new(queue))
-            }
-        };
+        let (router, refresh_task) = RedisRouter::start(Arc::clone(&context));
         Self {
-            backend,
+            router,
+            _refresh_task: refresh_task.map(Arc::new),
+            worker_number: context.worker_count.fetch_add(1, Ordering::Relaxed),
             context,
             membership_tasks: None,
         }
     }
 
     /// Registers the process with the instances that share its limits, until
-    /// [`RedisStore::leave_membership`]. Only the first handle of the process does this.
+    /// [`RedisStore::leave_membership`]. Only the first worker of the process does this.
     #[must_use]
     pub fn join_membership(self) -> Self {
-        let is_first = !self
-            .context
-            .has_joined_membership
-            .swap(true, Ordering::Relaxed);
-        let membership_tasks = is_first.then(|| {
+        let membership_tasks = (self.worker_number == 0).then(|| {
             let tasks = [
                 tokio::spawn(membership::run_membership(self.clone())),
                 tokio::spawn(server_info::run_server_info_poller(self.clone())),
@@ -224,12 +249,11 @@ impl RedisStore {
         }
     }
 
-    /// Draws an id for a worker, unique among the workers of all processes.
-    pub fn draw_worker_id(&self) -> u64 {
+    /// An id of the worker, unique among the workers of all processes.
+    pub fn worker_id(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.context.instance_id.hash(&mut hasher);
-        let nth = self.context.worker_count.fetch_add(1, Ordering::Relaxed);
-        nth.hash(&mut hasher);
+        self.worker_number.hash(&mut hasher);
         hasher.finish()
     }
 
@@ -243,62 +267,89 @@ impl RedisStore {
         !self.is_breaker_open() && self.master_connections().iter().any(Result::is_ok)
     }
 
-    /// Whether a request with these charges would be sent to all servers that hold their counters.
-    pub fn is_reachable_for(&self, charges: &[Charge<'_>]) -> bool {
-        match &self.backend {
-            RedisBackend::SingleServer(..) => self.is_reachable(),
-            RedisBackend::Cluster(cluster) => cluster.is_reachable_for(charges),
-        }
+    /// Whether a request with this charge would be sent to the server that holds the counter; for a
+    /// sharded key, to all servers.
+    pub fn is_reachable_for(&self, charge: &Charge<'_>) -> bool {
+        let map = self.router.slot_map.get();
+        let hash_slot = self.context.hash_slot_for_key(charge.key);
+        !self.is_breaker_open()
+            && match charge.shard_count {
+                0 | 1 => map
+                    .node_for_hash_slot(hash_slot)
+                    .is_some_and(|node| node.is_available()),
+                _ => map.nodes.iter().all(|node| node.is_available()),
+            }
     }
 
-    /// The partitions, as [`FallbackStore`] counts them, that requests are not sent to.
-    fn unreachable_partitions(&self) -> Vec<u16> {
-        match &self.backend {
-            RedisBackend::SingleServer(..) if self.is_reachable() => Vec::new(),
-            RedisBackend::SingleServer(..) => vec![SINGLE_PARTITION],
-            RedisBackend::Cluster(cluster) => cluster.unreachable_hash_slots(),
-        }
+    /// The partitions, as [`FallbackStore`] counts them, that requests are not sent to, and those
+    /// of the `silent` nodes.
+    fn unreachable_partitions(&self, silent: &[Arc<RedisNode>]) -> Vec<u16> {
+        let is_open = self.is_breaker_open();
+        self.router.slot_map.get().hash_slots_not_served_by(|node| {
+            let is_silent = silent.iter().any(|silent| Arc::ptr_eq(silent, node));
+            !is_open && !is_silent && node.is_available()
+        })
     }
 
-    /// The partitions that requests are sent to and that don't answer.
-    async fn find_unresponsive_partitions(&self) -> Vec<u16> {
-        match &self.backend {
-            // The membership task detects a single server that does not answer.
-            RedisBackend::SingleServer(..) => Vec::new(),
-            RedisBackend::Cluster(cluster) => cluster.find_unresponsive_hash_slots().await,
-        }
+    /// The masters that are connected but don't answer a PING. Without this check, only calls to a
+    /// hung server detect that it hangs, and it would run each of them later.
+    async fn find_silent_nodes(&self) -> Vec<Arc<RedisNode>> {
+        let map = self.router.slot_map.get();
+        let (ping, call_timeout) = (redis::cmd("PING"), self.context.settings.connect_timeout);
+        let check = async |node: &Arc<RedisNode>| {
+            let live = node.connection.live().ok()?;
+            let elapsed = timeout(call_timeout, live.run_command(&ping)).await.err()?;
+            let kind = RedisErrorKind::from(elapsed);
+            self.context.breaker.count_failure(kind);
+            live.record_failure(kind);
+            Some(Arc::clone(node))
+        };
+        let silent = join_all(map.nodes.iter().map(check)).await;
+        silent.into_iter().flatten().collect()
     }
 
     /// The connections to all masters, or why one is missing.
     fn master_connections(&self) -> Vec<Result<Arc<LiveConnection>, RedisErrorKind>> {
-        match &self.backend {
-            RedisBackend::SingleServer(queue) => vec![queue.connection.live()],
-            RedisBackend::Cluster(cluster) => cluster.master_connections(),
-        }
+        let map = self.router.slot_map.get();
+        let nodes = map.nodes.iter();
+        nodes.map(|node| node.connection.live()).collect()
     }
 
     /// The partition that holds the sets of the membership.
     fn membership_partition(&self) -> u16 {
         let [instances, _] = self.context.scripts.membership_keys();
-        match self.backend {
-            RedisBackend::SingleServer(..) => SINGLE_PARTITION,
-            RedisBackend::Cluster(_) => cluster::hash_slot_for_name(&instances),
-        }
+        self.context.hash_slot_for_name(&instances)
     }
 
     pub fn is_cluster(&self) -> bool {
-        matches!(self.backend, RedisBackend::Cluster(_))
+        self.context.is_cluster()
     }
 
-    /// Returns when this worker's first connection is ready, or `connect_timeout` has passed.
+    /// Returns when this worker's first connection to each master is ready, or `connect_timeout`
+    /// has passed.
     pub async fn wait_until_ready(&self) {
         let ready = async {
-            match &self.backend {
-                RedisBackend::SingleServer(queue) => queue.connection.wait_until_ready().await,
-                RedisBackend::Cluster(cluster) => cluster.wait_until_ready().await,
+            for node in &self.wait_for_slot_map().await.nodes {
+                node.connection.wait_until_ready().await;
             }
         };
         drop(timeout(self.context.settings.connect_timeout, ready).await);
+    }
+
+    /// Waits for the first attempt to connect to each master.
+    ///
+    /// # Errors
+    /// Why one of them is not connected.
+    async fn connect_to_all_masters(&self) -> Result<(), Arc<RedisConnectionError>> {
+        for node in &self.wait_for_slot_map().await.nodes {
+            node.connection.wait_for_first_attempt().await?;
+        }
+        Ok(())
+    }
+
+    async fn wait_for_slot_map(&self) -> Arc<ClusterSlotMap> {
+        let slot_map = &self.router.slot_map;
+        slot_map.wait_for(|map| !map.nodes.is_empty()).await
     }
 
     /// Whether the circuit breaker is open: requests are not sent to Redis.
@@ -323,26 +374,22 @@ impl RedisStore {
         requested_at: Instant,
     ) -> Result<Decision, DecisionFailure> {
         let deadline = requested_at + self.context.settings.timeout;
-        let queue = match &self.backend {
-            RedisBackend::SingleServer(queue) => queue,
-            RedisBackend::Cluster(cluster) => {
-                // Boxed, because every request's future would include its size otherwise.
-                let answer = Box::pin(cluster.decide(charges, deadline)).await;
-                return answer.map_err(|(failure, partial)| DecisionFailure {
-                    unavailable: self.unavailable_error(failure.as_str()),
-                    partial,
-                });
-            }
-        };
-        let result = queue.request_decision(charges, deadline).await;
-        match result {
-            Ok(_) => self.context.breaker.record_success(),
-            Err(RedisErrorKind::WrongType(position)) => {
-                self.context.record_foreign_value(charges, position);
-            }
-            Err(failure) => self.context.breaker.record_failure(failure),
+        if self.is_breaker_open() {
+            return Err(self.unavailable_error("breaker_open").into());
         }
-        result.map_err(|failure| self.unavailable_error(failure.as_str()).into())
+        let result = if self.is_cluster() {
+            // Boxed, because every request's future would include its size otherwise.
+            Box::pin(self.router.decide(charges, deadline)).await
+        } else {
+            let decision = self
+                .router
+                .request_decision(SINGLE_PARTITION, charges, deadline);
+            decision.await.map_err(|failure| (failure, None))
+        };
+        result.map_err(|(failure, partial)| DecisionFailure {
+            unavailable: self.unavailable_error(failure.as_str()),
+            partial,
+        })
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have
@@ -354,17 +401,13 @@ impl RedisStore {
         &self,
         settlements: &[Settlement<'_>],
     ) -> Result<(), SettlementError> {
-        let results = match &self.backend {
-            RedisBackend::SingleServer(queue) => {
-                let mut results = Vec::with_capacity(settlements.len());
-                for calls in split_into_calls(settlements).chunks(MAX_PIPELINED_CALLS) {
-                    let call_results = self.send_settlements(queue, calls).await;
-                    results.extend(results_by_settlement(calls, call_results));
-                }
-                results
-            }
-            RedisBackend::Cluster(cluster) => cluster.router.apply_settlements(settlements).await,
-        };
+        if self.is_breaker_open() {
+            return Err(SettlementError {
+                cause: self.unavailable_error("breaker_open"),
+                unconfirmed_indices: (0..settlements.len()).collect(),
+            });
+        }
+        let results = self.router.apply_settlements(settlements).await;
         let failures = || {
             let numbered = results.iter().enumerate();
             numbered.filter_map(|(index, result)| Some((index, result.err()?)))
@@ -376,37 +419,6 @@ impl RedisStore {
                 unconfirmed_indices: failures().map(|(index, _)| index).collect(),
             }),
         }
-    }
-
-    /// Runs settlement calls in order. A slow server answers one after the other, so each call also
-    /// has the time of the calls before it.
-    async fn send_settlements(
-        &self,
-        queue: &DecisionBatcher,
-        calls: &[&[Settlement<'_>]],
-    ) -> Vec<Result<(), RedisErrorKind>> {
-        let live = match queue.connection.live() {
-            Ok(live) => live,
-            Err(failure) => return vec![Err(failure); calls.len()],
-        };
-        let RedisContext {
-            settings,
-            scripts,
-            breaker,
-            ..
-        } = &*self.context;
-        let answers = (1..).zip(calls).map(|(turn, call)| {
-            let (command, live) = (scripts.settle_command(call, None), &live);
-            let call_timeout = settings.timeout * turn;
-            async move { timeout(call_timeout, live.run_command(&command)).await? }
-        });
-        let results: Vec<_> = join_all(answers).await;
-        // Calls that fail together, because the server hangs, count as one failure.
-        if let Some(failure) = results.iter().find_map(|result| result.as_ref().err()) {
-            breaker.record_failure(*failure);
-            live.record_failure(*failure);
-        }
-        results.into_iter().map(|result| result.map(drop)).collect()
     }
 
     /// The error when Redis gave no reply. The next attempt is useful after the next probe at the

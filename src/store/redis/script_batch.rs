@@ -162,7 +162,7 @@ impl DecisionBatch {
         command
     }
 
-    /// Parses the reply: one part per request, for its first caller. Returns `Retry` if it is
+    /// Parses the reply: one part per request, for its first caller. Returns `None` if it is
     /// invalid.
     pub fn parse_reply(reply: Value, repeat_counts: &[u32]) -> Option<Vec<CallerReply>> {
         let Value::BulkString(text) = reply else {

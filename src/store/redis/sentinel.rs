@@ -1,8 +1,9 @@
 //! Finds the present master by asking the sentinels.
 
+use super::access::{LoginRotation, RedisAccess};
 use super::connector::{self, AbortOnDropTask};
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::settings::{RedisAddress, RedisCredentials, RedisSettings, RedisTopology};
+use super::settings::{RedisAddress, RedisSettings, RedisTopology};
 use redis::aio::MultiplexedConnection;
 use redis::cmd;
 use std::time::Duration;
@@ -20,20 +21,17 @@ pub(super) struct SentinelGroup<'a> {
     settings: &'a RedisSettings,
     /// The master's name in the sentinels' configuration.
     master_name: &'a str,
-    credentials: &'a RedisCredentials,
+    login: &'a LoginRotation,
 }
 
 impl<'a> SentinelGroup<'a> {
-    /// The configured sentinels. Returns `Retry` for other topologies.
-    pub(super) fn from_settings(settings: &'a RedisSettings) -> Option<Self> {
-        match &settings.topology {
-            RedisTopology::Sentinel {
-                master,
-                credentials,
-            } => Some(Self {
-                settings,
+    /// The configured sentinels. Returns `None` for other topologies.
+    pub(super) fn from_access(access: &'a RedisAccess) -> Option<Self> {
+        match &access.settings.topology {
+            RedisTopology::Sentinel { master, .. } => Some(Self {
+                settings: &access.settings,
                 master_name: master,
-                credentials,
+                login: &access.sentinel_login,
             }),
             RedisTopology::Standalone | RedisTopology::Cluster => None,
         }
@@ -90,27 +88,40 @@ impl<'a> SentinelGroup<'a> {
         self.settings.connect_timeout / 2 / count.max(1)
     }
 
-    /// Connects to a sentinel and asks it for the master.
+    /// Asks one sentinel for the master.
+    pub(super) async fn query_sentinel(
+        self,
+        sentinel: &RedisAddress,
+    ) -> Result<RedisAddress, RedisConnectionError> {
+        let (_, master) = self.connect_and_query(sentinel).await?;
+        Ok(master)
+    }
+
+    /// Connects to a sentinel and asks it for the master: with the newest login, or while the
+    /// sentinel rejects that with the previous one.
     async fn connect_and_query(
         &self,
         sentinel: &RedisAddress,
     ) -> Result<((MultiplexedConnection, AbortOnDropTask), RedisAddress), RedisConnectionError>
     {
-        let connected = async {
-            let (mut connection, driver) =
-                connector::open_connection(sentinel, self.settings, self.credentials, 0).await?;
-            let master = self.query_master(&mut connection).await?;
-            Ok(((connection, driver), master))
+        let attempt = |login| async move {
+            let connected = async {
+                let (mut connection, driver) =
+                    connector::open_connection(sentinel, self.settings, login, 0).await?;
+                let master = self.query_master(&mut connection).await?;
+                Ok(((connection, driver), master))
+            };
+            let connected = timeout(self.timeout_per_sentinel(), connected).await;
+            connected
+                .unwrap_or_else(|elapsed| Err(elapsed.into()))
+                .map_err(|error: RedisConnectionError| {
+                    let message = format!("sentinel {sentinel}: {}", error.message);
+                    RedisConnectionError::new(error.kind, message)
+                })
         };
-        let connected = timeout(self.timeout_per_sentinel(), connected).await;
-        connected
-            .unwrap_or_else(|elapsed| Err(elapsed.into()))
-            .map_err(|error: RedisConnectionError| {
-                RedisConnectionError::new(
-                    error.kind,
-                    format!("sentinel {sentinel}: {}", error.message),
-                )
-            })
+        let (connected, login) = self.login.try_logins(attempt).await?;
+        self.login.record_accepted(login);
+        Ok(connected)
     }
 
     async fn query_master(

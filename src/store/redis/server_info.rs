@@ -2,6 +2,7 @@
 
 use super::RedisStore;
 use super::connection::LiveConnection;
+use super::diagnostics::InfoFields;
 use crate::clock::Clock;
 use crate::telemetry::metrics::RedisServerMetrics;
 use redis::{Cmd, Value, cmd, from_redis_value};
@@ -11,7 +12,7 @@ use tokio::time::{sleep, timeout};
 /// Approximate poll interval: `INFO memory` and `TIME` take a server some microseconds.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The values of one server; `Retry` where an ACL forbids the command or no reply came.
+/// The values of one server; `None` where an ACL forbids the command or no reply came.
 #[derive(Debug, Default, PartialEq)]
 struct ServerInfoReply {
     memory: Option<ServerMemoryInfo>,
@@ -73,16 +74,11 @@ async fn query_server_info(
 }
 
 fn parse_memory_info(info: Value) -> Option<ServerMemoryInfo> {
-    let info: String = from_redis_value(info).ok()?;
-    let field = |name: &str| {
-        info.lines()
-            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
-    };
-    let eviction_policy = field("maxmemory_policy")?.to_owned();
+    let info = InfoFields::parse(&from_redis_value::<String>(info).ok()?);
     Some(ServerMemoryInfo {
-        used_bytes: field("used_memory")?.parse().ok()?,
-        max_bytes: field("maxmemory")?.parse().ok()?,
-        eviction_policy,
+        used_bytes: info.number("used_memory")?,
+        max_bytes: info.number("maxmemory")?,
+        eviction_policy: info.text("maxmemory_policy")?.to_owned(),
     })
 }
 

@@ -18,7 +18,7 @@ pub struct RedisSettings {
     pub database: i64,
     /// Login for the servers that hold counters.
     pub credentials: RedisCredentials,
-    /// `Retry`: without TLS.
+    /// `None`: without TLS.
     pub tls: Option<ClientTls>,
     /// Separates the counters of services that share a Redis.
     pub key_prefix: String,

@@ -14,13 +14,22 @@ pub(super) struct WatchedValue<T> {
 }
 
 impl<T: Clone> WatchedValue<T> {
+    pub(super) fn new(value: T) -> Self {
+        Self {
+            value: Mutex::new(value),
+            changed: Notify::new(),
+        }
+    }
+
     pub(super) fn get(&self) -> T {
         self.value.lock().clone()
     }
 
-    pub(super) fn set(&self, value: T) {
-        *self.value.lock() = value;
+    /// Returns the previous value.
+    pub(super) fn set(&self, value: T) -> T {
+        let previous = std::mem::replace(&mut *self.value.lock(), value);
         self.changed.notify_waiters();
+        previous
     }
 
     /// Waits for a value that meets a condition, and returns it.

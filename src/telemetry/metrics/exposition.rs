@@ -1,6 +1,7 @@
 //! The text formats that Prometheus reads.
 
-use super::histogram::CumulativeBuckets;
+use super::histogram::HistogramSnapshot;
+use super::output::{MetricKind, MetricOutput, SampleValue};
 use std::fmt::Write as _;
 
 /// The format of the metrics page.
@@ -12,24 +13,12 @@ pub enum ExpositionFormat {
     OpenMetrics,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum MetricKind {
-    Counter,
-    Gauge,
-    Histogram,
-}
-
 /// Writes a metrics page.
 pub(super) struct ExpositionWriter {
     format: ExpositionFormat,
     text: String,
-}
-
-/// Writes the samples of one metric, which must be consecutive on the page.
-pub(super) struct MetricFamily<'p> {
-    text: &'p mut String,
-    name: &'static str,
-    kind: MetricKind,
+    /// Name and kind of the metric that was begun last.
+    family: (&'static str, MetricKind),
 }
 
 impl ExpositionFormat {
@@ -56,16 +45,62 @@ impl ExpositionWriter {
         Self {
             format,
             text: String::with_capacity(16 << 10),
+            family: ("", MetricKind::Gauge),
         }
     }
 
-    /// Begins a metric. The name of a counter is given without `_total`, and `help` is not escaped.
-    pub(super) fn begin_family(
+    pub(super) fn finish(mut self) -> String {
+        if self.format == ExpositionFormat::OpenMetrics {
+            self.text.push_str("# EOF\n");
+        }
+        self.text
+    }
+
+    fn write_histogram(&mut self, labels: &[(&str, &str)], histogram: &HistogramSnapshot) {
+        let buckets = histogram.cumulative_buckets();
+        for (end, count) in buckets.chain([("+Inf", histogram.count())]) {
+            let labels: Vec<(&str, &str)> = labels.iter().copied().chain([("le", end)]).collect();
+            self.write_line("_bucket", &labels, format_args!("{count}"));
+        }
+        let sum_s = histogram.sum().as_secs_f64();
+        self.write_line("_sum", labels, format_args!("{sum_s}"));
+        self.write_line("_count", labels, format_args!("{}", histogram.count()));
+    }
+
+    fn write_line(
         &mut self,
-        kind: MetricKind,
-        name: &'static str,
-        help: &str,
-    ) -> MetricFamily<'_> {
+        name_suffix: &str,
+        labels: &[(&str, &str)],
+        value: std::fmt::Arguments<'_>,
+    ) {
+        append_fmt(
+            &mut self.text,
+            format_args!("{}{name_suffix}", self.family.0),
+        );
+        for (index, (label, text)) in labels.iter().enumerate() {
+            append_fmt(
+                &mut self.text,
+                format_args!("{}{label}=\"", if index == 0 { '{' } else { ',' }),
+            );
+            for character in text.chars() {
+                match character {
+                    '\\' => self.text.push_str("\\\\"),
+                    '"' => self.text.push_str("\\\""),
+                    '\n' => self.text.push_str("\\n"),
+                    character => self.text.push(character),
+                }
+            }
+            self.text.push('"');
+        }
+        append_fmt(
+            &mut self.text,
+            format_args!("{} {value}\n", if labels.is_empty() { "" } else { "}" }),
+        );
+    }
+}
+
+impl MetricOutput for ExpositionWriter {
+    fn write_family(&mut self, kind: MetricKind, name: &'static str, help: &str) {
         let (kind_word, name_suffix) = match kind {
             // The Prometheus format includes the suffix in the family name; OpenMetrics does not.
             MetricKind::Counter if self.format == ExpositionFormat::PrometheusText => {
@@ -81,89 +116,26 @@ impl ExpositionWriter {
                 "# HELP {name}{name_suffix} {help}\n# TYPE {name}{name_suffix} {kind_word}\n"
             ),
         );
-        MetricFamily {
-            text: &mut self.text,
-            name,
-            kind,
-        }
+        self.family = (name, kind);
     }
 
-    pub(super) fn finish(mut self) -> String {
-        if self.format == ExpositionFormat::OpenMetrics {
-            self.text.push_str("# EOF\n");
-        }
-        self.text
-    }
-}
-
-impl MetricFamily<'_> {
-    pub(super) fn write_sample(&mut self, labels: &[(&str, &str)], value: u64) {
-        let name_suffix = if self.kind == MetricKind::Counter {
-            "_total"
-        } else {
-            ""
-        };
-        self.write_line(name_suffix, labels, format_args!("{value}"));
-    }
-
-    /// Writes one sample, given in microseconds, as seconds.
-    pub(super) fn write_micros_as_seconds(&mut self, value_us: i64) {
-        let (sign, micros) = (if value_us < 0 { "-" } else { "" }, value_us.unsigned_abs());
-        self.write_line(
-            "",
-            &[],
-            format_args!("{sign}{}.{:06}", micros / 1_000_000, micros % 1_000_000),
-        );
-    }
-
-    pub(super) fn write_histogram(
-        &mut self,
-        labels: &[(&str, &str)],
-        cumulative: &CumulativeBuckets,
-    ) {
-        let buckets = cumulative
-            .buckets
-            .iter()
-            .copied()
-            .chain([("+Inf", cumulative.count)]);
-        for (end, count) in buckets {
-            let labels: Vec<(&str, &str)> = labels.iter().copied().chain([("le", end)]).collect();
-            self.write_line("_bucket", &labels, format_args!("{count}"));
-        }
-        self.write_line(
-            "_sum",
-            labels,
-            format_args!("{}", cumulative.sum.as_secs_f64()),
-        );
-        self.write_line("_count", labels, format_args!("{}", cumulative.count));
-    }
-
-    fn write_line(
-        &mut self,
-        name_suffix: &str,
-        labels: &[(&str, &str)],
-        value: std::fmt::Arguments<'_>,
-    ) {
-        append_fmt(self.text, format_args!("{}{name_suffix}", self.name));
-        for (index, (label, text)) in labels.iter().enumerate() {
-            append_fmt(
-                self.text,
-                format_args!("{}{label}=\"", if index == 0 { '{' } else { ',' }),
-            );
-            for character in text.chars() {
-                match character {
-                    '\\' => self.text.push_str("\\\\"),
-                    '"' => self.text.push_str("\\\""),
-                    '\n' => self.text.push_str("\\n"),
-                    character => self.text.push(character),
-                }
+    fn write_sample(&mut self, labels: &[(&str, &str)], value: SampleValue<'_>) {
+        match value {
+            SampleValue::Number(value) => {
+                let is_counter = self.family.1 == MetricKind::Counter;
+                let name_suffix = if is_counter { "_total" } else { "" };
+                self.write_line(name_suffix, labels, format_args!("{value}"));
             }
-            self.text.push('"');
+            SampleValue::Micros(value_us) => {
+                let (sign, micros) = (if value_us < 0 { "-" } else { "" }, value_us.unsigned_abs());
+                self.write_line(
+                    "",
+                    labels,
+                    format_args!("{sign}{}.{:06}", micros / 1_000_000, micros % 1_000_000),
+                );
+            }
+            SampleValue::Histogram(histogram) => self.write_histogram(labels, histogram),
         }
-        append_fmt(
-            self.text,
-            format_args!("{} {value}\n", if labels.is_empty() { "" } else { "}" }),
-        );
     }
 }
 

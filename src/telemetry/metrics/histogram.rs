@@ -21,9 +21,9 @@ pub(super) struct DurationHistogram {
 /// The upper bound of a bucket, and its label.
 pub(super) type BucketBound = (Duration, &'static str);
 
-/// Number of bucket bounds, the same for all histograms. Usual objectives and timeouts, which are
-/// round numbers, each have a bound. No bound exceeds three times the previous one, which keeps
-/// quantiles accurate.
+/// Maximum number of bucket bounds, the same for all histograms of Prometheus. Usual
+/// objectives and timeouts, which are round numbers, each have a bound. No bound exceeds three
+/// times the previous one, which keeps quantiles accurate.
 pub(super) const BOUND_COUNT: usize = 18;
 
 /// Bounds for decision times: from a memory access to the longest plausible timeout of a round
@@ -71,6 +71,24 @@ pub(super) static RESPONSE_TIME_BOUNDS: [BucketBound; BOUND_COUNT] = [
     (Duration::from_secs(60), "60"),
 ];
 
+/// Bounds of `http.server.request.duration`, which OpenTelemetry's semantic conventions recommend.
+pub(super) static HTTP_SERVER_TIME_BOUNDS: [BucketBound; 14] = [
+    (Duration::from_millis(5), "0.005"),
+    (Duration::from_millis(10), "0.01"),
+    (Duration::from_millis(25), "0.025"),
+    (Duration::from_millis(50), "0.05"),
+    (Duration::from_millis(75), "0.075"),
+    (Duration::from_millis(100), "0.1"),
+    (Duration::from_millis(250), "0.25"),
+    (Duration::from_millis(500), "0.5"),
+    (Duration::from_millis(750), "0.75"),
+    (Duration::from_secs(1), "1"),
+    (Duration::from_millis(2_500), "2.5"),
+    (Duration::from_secs(5), "5"),
+    (Duration::from_millis(7_500), "7.5"),
+    (Duration::from_secs(10), "10"),
+];
+
 impl SingleWriterCounter {
     pub(super) fn add(&self, amount: u64) {
         self.0
@@ -83,7 +101,8 @@ impl SingleWriterCounter {
 }
 
 impl DurationHistogram {
-    pub(super) fn new(bounds: &'static [BucketBound; BOUND_COUNT]) -> Self {
+    /// `bounds` has at most [`BOUND_COUNT`] bounds.
+    pub(super) fn new(bounds: &'static [BucketBound]) -> Self {
         Self {
             bounds,
             counts: std::array::from_fn(|_| SingleWriterCounter::default()),
@@ -104,7 +123,7 @@ impl DurationHistogram {
 /// The sum of histograms with equal bounds at one time.
 #[derive(Clone, Debug)]
 pub struct HistogramSnapshot {
-    bounds: &'static [BucketBound; BOUND_COUNT],
+    bounds: &'static [BucketBound],
     /// Number of values in each bucket, not cumulative.
     counts: [u64; BOUND_COUNT + 1],
     sum_ns: u64,
@@ -112,7 +131,7 @@ pub struct HistogramSnapshot {
 
 impl HistogramSnapshot {
     pub(super) fn from_histograms<'a>(
-        bounds: &'static [BucketBound; BOUND_COUNT],
+        bounds: &'static [BucketBound],
         histograms: impl Iterator<Item = &'a DurationHistogram>,
     ) -> Self {
         let (mut counts, mut sum_ns) = ([0; BOUND_COUNT + 1], 0_u64);
@@ -143,7 +162,38 @@ impl HistogramSnapshot {
         self.counts.iter().sum()
     }
 
-    /// Upper bound of the bucket that contains the quantile `share` (0 to 1). `Retry` if the
+    pub(super) fn sum(&self) -> Duration {
+        Duration::from_nanos(self.sum_ns)
+    }
+
+    /// The label of each bound, and the number of values up to it.
+    pub(super) fn cumulative_buckets(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let mut cumulative = 0;
+        self.counts
+            .iter()
+            .zip(self.bounds)
+            .map(move |(count, (_, label))| {
+                cumulative += count;
+                (*label, cumulative)
+            })
+    }
+
+    /// The bounds in seconds.
+    pub(super) fn bounds_s(&self) -> Vec<f64> {
+        let bounds = self.bounds.iter();
+        bounds.map(|(bound, _)| bound.as_secs_f64()).collect()
+    }
+
+    /// The number of values in each bucket, one more than bounds.
+    pub(super) fn bucket_counts(&self) -> Vec<u64> {
+        self.counts
+            .iter()
+            .take(self.bounds.len() + 1)
+            .copied()
+            .collect()
+    }
+
+    /// Upper bound of the bucket that contains the quantile `share` (0 to 1). `None` if the
     /// histogram is empty, or the quantile exceeds the last bound.
     pub fn quantile_bound(&self, share: f64) -> Option<Duration> {
         #[allow(
@@ -159,36 +209,5 @@ impl HistogramSnapshot {
             cumulative >= rank
         });
         self.bounds.get(reached?).map(|(bound, _)| *bound)
-    }
-}
-
-/// The sum of histograms with the cumulative buckets of Prometheus.
-pub(super) struct CumulativeBuckets {
-    /// The upper bound of each bucket, and the number of values up to it.
-    pub(super) buckets: Vec<(&'static str, u64)>,
-    /// The number of all values, which is also the count of the unbounded last bucket.
-    pub(super) count: u64,
-    pub(super) sum: Duration,
-}
-
-impl CumulativeBuckets {
-    pub(super) fn from_histograms<'a>(
-        bounds: &'static [BucketBound; BOUND_COUNT],
-        histograms: impl Iterator<Item = &'a DurationHistogram>,
-    ) -> Self {
-        let HistogramSnapshot { counts, sum_ns, .. } =
-            HistogramSnapshot::from_histograms(bounds, histograms);
-        let mut count = 0;
-        let mut accumulate = |(own, (_, text)): (&u64, &BucketBound)| {
-            count += own;
-            (*text, count)
-        };
-        let buckets = counts.iter().zip(bounds).map(&mut accumulate).collect();
-        let count = counts.iter().sum();
-        Self {
-            buckets,
-            count,
-            sum: Duration::from_nanos(sum_ns),
-        }
     }
 }

@@ -6,7 +6,7 @@ pub(in crate::telemetry) const DECISION_SOURCE_COUNT: usize = 5;
 /// Number of request decisions, both as counters and as labels.
 pub(in crate::telemetry) const REQUEST_DECISION_COUNT: usize = 8;
 pub(in crate::telemetry) const RLS_CALL_RESULT_COUNT: usize = 5;
-pub(in crate::telemetry) const POLICY_HISTORY_SERIES_COUNT: usize = 9;
+pub(in crate::telemetry) const POLICY_HISTORY_SERIES_COUNT: usize = 10;
 
 /// A label value, and the indices of the counters that it sums.
 pub type LabelledCounterIndices = (&'static str, &'static [usize]);
@@ -27,6 +27,8 @@ pub struct MetricLabels {
     pub policy_history: [LabelledCounterIndices; POLICY_HISTORY_SERIES_COUNT],
     /// Labels for [`record_upstream_error`](super::WorkerMetrics::record_upstream_error).
     pub upstream_errors: &'static [&'static str],
+    /// Indices of the upstream errors that the client did not cause.
+    pub upstream_faults: &'static [usize],
     /// Labels for [`record_tls_error`](super::WorkerMetrics::record_tls_error).
     pub tls_errors: &'static [&'static str],
     /// Labels for [`record_proxy_header_error`](super::WorkerMetrics::record_proxy_header_error).

@@ -1,34 +1,60 @@
 //! The metrics page for Prometheus.
 
-use super::exposition::{ExpositionFormat, ExpositionWriter, MetricKind};
-use super::histogram::{CumulativeBuckets, DECISION_TIME_BOUNDS, RESPONSE_TIME_BOUNDS};
+use super::exposition::{ExpositionFormat, ExpositionWriter};
+use super::histogram::{DECISION_TIME_BOUNDS, HistogramSnapshot, RESPONSE_TIME_BOUNDS};
+use super::output::{MetricKind, MetricOutput};
 use super::process::write_process_metrics;
 use super::registry::Metrics;
 use super::status::ProcessStatus;
 use super::store::write_store_metrics;
 use crate::telemetry::log_writer::dropped_log_lines;
+use std::sync::atomic::Ordering;
 
 impl Metrics {
     /// Renders all metrics as a page for Prometheus.
     pub fn render_page(&self, status: &ProcessStatus, format: ExpositionFormat) -> String {
         let mut page = ExpositionWriter::new(format);
-        self.write_policy_metrics(&mut page);
-        self.write_request_metrics(&mut page);
-        self.write_connection_metrics(&mut page, status);
-        self.write_client_trust_metrics(&mut page);
-        self.write_rate_limit_service_metrics(&mut page);
-        write_store_metrics(&mut page, status);
+        self.write_metrics(&mut page, status);
+        page.finish()
+    }
+
+    /// Writes all metrics that tidegate defines itself.
+    pub(super) fn write_metrics(&self, page: &mut dyn MetricOutput, status: &ProcessStatus) {
+        self.write_policy_metrics(page);
+        self.write_request_metrics(page);
+        self.write_connection_metrics(page, status);
+        self.write_client_trust_metrics(page);
+        self.write_rate_limit_service_metrics(page);
+        write_store_metrics(page, status);
         page.begin_family(
             MetricKind::Counter,
             "tidegate_settlements_lost",
             "Settlements of actual costs that could not be sent to the store. The estimate stands.",
         )
         .write_sample(&[], self.sum_counter(|worker| &worker.lost_settlements));
-        write_process_metrics(&mut page, status);
-        page.finish()
+        self.write_export_metrics(page);
+        write_process_metrics(page, status);
     }
 
-    fn write_policy_metrics(&self, page: &mut ExpositionWriter) {
+    fn write_export_metrics(&self, page: &mut dyn MetricOutput) {
+        let Some(counts) = &self.export_counts else {
+            return;
+        };
+        let mut exports = page.begin_family(
+            MetricKind::Counter,
+            "tidegate_metric_exports",
+            "Exports of metrics by OTLP, by result.",
+        );
+        let results = [
+            ("success", &counts.successes),
+            ("failure", &counts.failures),
+        ];
+        for (result, count) in results {
+            exports.write_sample(&[("result", result)], count.load(Ordering::Relaxed));
+        }
+    }
+
+    fn write_policy_metrics(&self, page: &mut dyn MetricOutput) {
         let counters = self.policy_counters.lock();
         let mut requests = page.begin_family(
             MetricKind::Counter,
@@ -65,12 +91,12 @@ impl Metrics {
                 .filter_map(|worker| worker.decisions.get(at));
             seconds.write_histogram(
                 &[("source", source)],
-                &CumulativeBuckets::from_histograms(&DECISION_TIME_BOUNDS, parts),
+                &HistogramSnapshot::from_histograms(&DECISION_TIME_BOUNDS, parts),
             );
         }
     }
 
-    fn write_request_metrics(&self, page: &mut ExpositionWriter) {
+    fn write_request_metrics(&self, page: &mut dyn MetricOutput) {
         let mut requests = page.begin_family(
             MetricKind::Counter,
             "tidegate_http_requests",
@@ -87,7 +113,7 @@ impl Metrics {
         let histograms = self.workers.iter().map(|worker| &worker.requests);
         seconds.write_histogram(
             &[],
-            &CumulativeBuckets::from_histograms(&RESPONSE_TIME_BOUNDS, histograms),
+            &HistogramSnapshot::from_histograms(&RESPONSE_TIME_BOUNDS, histograms),
         );
         let mut errors = page.begin_family(
             MetricKind::Counter,
@@ -99,7 +125,7 @@ impl Metrics {
         }
     }
 
-    fn write_connection_metrics(&self, page: &mut ExpositionWriter, status: &ProcessStatus) {
+    fn write_connection_metrics(&self, page: &mut dyn MetricOutput, status: &ProcessStatus) {
         page.begin_family(
             MetricKind::Gauge,
             "tidegate_connections_active",
@@ -159,7 +185,7 @@ impl Metrics {
         }
     }
 
-    fn write_client_trust_metrics(&self, page: &mut ExpositionWriter) {
+    fn write_client_trust_metrics(&self, page: &mut dyn MetricOutput) {
         page.begin_family(
             MetricKind::Counter,
             "tidegate_untrusted_forwarding",
@@ -174,11 +200,11 @@ impl Metrics {
         .write_sample(&[], self.sum_counter(|worker| &worker.rejected_tokens));
     }
 
-    fn write_rate_limit_service_metrics(&self, page: &mut ExpositionWriter) {
+    fn write_rate_limit_service_metrics(&self, page: &mut dyn MetricOutput) {
         let mut calls = page.begin_family(
             MetricKind::Counter,
             "tidegate_rls_calls",
-            "Calls of the rate-limit service by result.",
+            "Calls of the rate-limit service by result. given_up: cancelled before the answer. It is less than the calls that Envoy let pass: Envoy counts those in cluster.NAME.ratelimit.failure_mode_allowed.",
         );
         for (index, result) in self.labels.rls_call_results.iter().enumerate() {
             let count = self.sum_optional_counter(|worker| worker.rls_calls.get(index));
@@ -187,7 +213,7 @@ impl Metrics {
         page.begin_family(
             MetricKind::Counter,
             "tidegate_rls_descriptors_unmet",
-            "Descriptors in calls of the rate-limit service that no policy matches. They are not limited.",
+            "Descriptors in calls of the rate-limit service that no policy matches, or that cannot be decided: negative hits, more than 64 entries, or beyond the first 64 of a call. They are not limited.",
         )
         .write_sample(
             &[],

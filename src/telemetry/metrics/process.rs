@@ -1,9 +1,9 @@
 //! Metrics of the process and its configuration.
 
-use super::exposition::{ExpositionWriter, MetricKind};
+use super::output::{MetricKind, MetricOutput};
 use super::status::{ProcessStatus, SpanExportCounts};
 
-pub(super) fn write_process_metrics(page: &mut ExpositionWriter, status: &ProcessStatus) {
+pub(super) fn write_process_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
     let mut expiry = page.begin_family(
         MetricKind::Gauge,
         "tidegate_certificate_expiry_seconds",
@@ -62,7 +62,7 @@ pub(super) fn write_process_metrics(page: &mut ExpositionWriter, status: &Proces
     page.begin_family(
         MetricKind::Gauge,
         "tidegate_config_hash",
-        "Hash of the configuration in effect, without listen, admin, log, trace and shutdown. Equal configurations have equal hashes.",
+        "Hash of the configuration in effect, without listen, admin, log, trace, metrics and shutdown. Equal configurations have equal hashes.",
     )
     .write_sample(&[], status.config_hash);
     page.begin_family(

@@ -3,6 +3,7 @@
 use super::histogram::{
     DECISION_TIME_BOUNDS, HistogramSnapshot, RESPONSE_TIME_BOUNDS, SingleWriterCounter,
 };
+use super::http_server::HttpServerMetrics;
 use super::labels::{MetricLabels, REQUEST_DECISION_COUNT, sum_at_indices};
 use super::policy_counters::PolicyCounters;
 use super::worker::{FIRST_STATUS_CODE, STATUS_CODE_COUNT, WorkerMetrics};
@@ -11,6 +12,7 @@ use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 /// The metrics of the process.
 #[derive(Debug)]
@@ -21,14 +23,36 @@ pub struct Metrics {
     /// policies are added.
     pub(super) policy_counters: Mutex<BTreeMap<Arc<str>, Arc<PolicyCounters>>>,
     pub(super) labels: MetricLabels,
+    /// Present if metrics are exported by OTLP.
+    pub(super) export_counts: Option<MetricExportCounts>,
     top_rejections: TopRejections,
+}
+
+/// Exports by OTLP since the start, by result.
+#[derive(Debug, Default)]
+pub(super) struct MetricExportCounts {
+    pub(super) successes: AtomicU64,
+    pub(super) failures: AtomicU64,
 }
 
 impl Metrics {
     /// Creates the counters of `workers` workers.
     pub fn new(workers: usize, labels: MetricLabels) -> Arc<Self> {
+        Self::build(workers, labels, false)
+    }
+
+    /// Creates the counters of `workers` workers, including those that only an export by OTLP has.
+    pub fn new_for_export(workers: usize, labels: MetricLabels) -> Arc<Self> {
+        Self::build(workers, labels, true)
+    }
+
+    fn build(workers: usize, labels: MetricLabels, is_exported: bool) -> Arc<Self> {
+        let new_worker = |index| match is_exported {
+            true => WorkerMetrics::new(index, &labels).with_http_server(),
+            false => WorkerMetrics::new(index, &labels),
+        };
         let worker_metrics: Box<[Arc<WorkerMetrics>]> = (0..workers)
-            .map(|index| Arc::new(WorkerMetrics::new(index, &labels)))
+            .map(|index| Arc::new(new_worker(index)))
             .collect();
         let top_rejections = TopRejections::from_workers(
             worker_metrics
@@ -40,6 +64,7 @@ impl Metrics {
             workers: worker_metrics,
             policy_counters: Mutex::default(),
             labels,
+            export_counts: is_exported.then(MetricExportCounts::default),
             top_rejections,
         })
     }
@@ -116,6 +141,14 @@ impl Metrics {
             .collect()
     }
 
+    /// Number of requests since the start that failed at the upstream by no fault of the client.
+    pub fn upstream_fault_count(&self) -> u64 {
+        let faults = self.labels.upstream_faults.iter();
+        faults
+            .map(|at| self.sum_optional_counter(|worker| worker.upstream_errors.get(*at)))
+            .sum()
+    }
+
     /// Histograms of the time to a decision since the process started, by decision source.
     pub fn decision_durations(&self) -> Vec<(&'static str, HistogramSnapshot)> {
         let sources = self.labels.decision_sources.iter().enumerate();
@@ -151,6 +184,14 @@ impl Metrics {
         self.workers
             .iter()
             .filter_map(|worker| *worker.last_untrusted_peer.lock())
+            .collect()
+    }
+
+    /// The HTTP metrics of all workers; empty if metrics are not exported.
+    pub(super) fn http_server_metrics(&self) -> Vec<&HttpServerMetrics> {
+        let workers = self.workers.iter();
+        workers
+            .filter_map(|worker| worker.http_server.as_deref())
             .collect()
     }
 

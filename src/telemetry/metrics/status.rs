@@ -18,17 +18,17 @@ pub struct ProcessStatus {
     pub breaker_open: bool,
     /// Number of store errors since the start, by kind.
     pub store_errors: Vec<(&'static str, u64)>,
-    /// Number of instances that share the limits; `Retry` without Redis.
+    /// Number of instances that share the limits; `None` without Redis.
     pub instance_count: Option<u32>,
-    /// Leased units that could not be returned; `Retry` without Redis.
+    /// Leased units that could not be returned; `None` without Redis.
     pub lease_units_lost: Option<u64>,
-    /// State of the Redis server; `Retry` without Redis.
+    /// State of the Redis server; `None` without Redis.
     pub redis: Option<RedisServerMetrics>,
-    /// Usage of the memory store; `Retry` with another store.
+    /// Usage of the memory store; `None` with another store.
     pub memory: Option<MemoryStoreUsage>,
     /// Number of the configuration in effect, starting at 1.
     pub config_generation: u64,
-    /// Spans by export result; `Retry` if no spans are exported.
+    /// Spans by export result; `None` if no spans are exported.
     pub spans: Option<SpanExportCounts>,
     /// Number of configurations that were rejected.
     pub rejected_reloads: u64,
@@ -40,6 +40,10 @@ pub struct ProcessStatus {
     pub config_hash: u64,
     /// Errors in the newest configuration files; empty if these files are in effect.
     pub reload_errors: Vec<String>,
+    /// Warnings of the configuration in effect, one line each.
+    pub config_warnings: Vec<String>,
+    /// Settings that were changed since the start and take effect only after a restart.
+    pub pending_restart: Vec<String>,
     /// The source of each server certificate, and its expiry in seconds since the Unix epoch.
     pub certificates: Vec<(String, u64)>,
 }
@@ -73,13 +77,13 @@ pub struct MemoryStoreUsage {
     pub evictions: u64,
 }
 
-/// State of the Redis server. A field is `Retry` if Redis does not report its value.
+/// State of the Redis server. A field is `None` if Redis does not report its value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RedisServerMetrics {
     /// Calls of this instance to Redis since the start.
     pub calls: u64,
     pub memory_bytes: Option<u64>,
-    /// `maxmemory`; also `Retry` if it is unlimited.
+    /// `maxmemory`; also `None` if it is unlimited.
     pub memory_max_bytes: Option<u64>,
     /// Whether the eviction policy may evict counters when memory is full.
     pub may_evict: Option<bool>,

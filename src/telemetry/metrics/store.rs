@@ -1,9 +1,9 @@
 //! Metrics of the store.
 
-use super::exposition::{ExpositionWriter, MetricKind};
+use super::output::{MetricKind, MetricOutput};
 use super::status::{ProcessStatus, RedisServerMetrics};
 
-pub(super) fn write_store_metrics(page: &mut ExpositionWriter, status: &ProcessStatus) {
+pub(super) fn write_store_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
     page.begin_family(
         MetricKind::Gauge,
         "tidegate_store_up",
@@ -66,7 +66,7 @@ pub(super) fn write_store_metrics(page: &mut ExpositionWriter, status: &ProcessS
     .write_sample(&[], memory.evictions);
 }
 
-fn write_redis_metrics(page: &mut ExpositionWriter, redis: &RedisServerMetrics) {
+fn write_redis_metrics(page: &mut dyn MetricOutput, redis: &RedisServerMetrics) {
     page.begin_family(
         MetricKind::Counter,
         "tidegate_redis_calls",

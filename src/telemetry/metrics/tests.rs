@@ -1,5 +1,6 @@
-use super::exposition::{ExpositionWriter, MetricKind};
+use super::exposition::ExpositionWriter;
 use super::histogram::{DECISION_TIME_BOUNDS, RESPONSE_TIME_BOUNDS};
+use super::output::{MetricKind, MetricOutput};
 use super::*;
 use std::net::IpAddr;
 use std::time::Duration;
@@ -62,7 +63,9 @@ fn sample_status() -> ProcessStatus {
         last_load_at_s: 1_700_000_000,
         config_applied_at_s: 1_700_000_000,
         config_hash: 77,
+        pending_restart: Vec::new(),
         reload_errors: Vec::new(),
+        config_warnings: Vec::new(),
         certificates: vec![("a.crt".to_owned(), 1_800_000_000)],
     }
 }
@@ -248,7 +251,8 @@ fn only_observed_status_codes_have_a_line() {
 #[test]
 fn escapes_label_values() {
     let mut page = ExpositionWriter::new(ExpositionFormat::OpenMetrics);
-    page.begin_family(MetricKind::Gauge, "x", "Help.")
+    (&mut page as &mut dyn MetricOutput)
+        .begin_family(MetricKind::Gauge, "x", "Help.")
         .write_sample(&[("l", "a\"} 9\n\\")], 1);
     assert_eq!(
         page.finish(),

@@ -3,11 +3,13 @@
 use super::histogram::{
     DECISION_TIME_BOUNDS, DurationHistogram, RESPONSE_TIME_BOUNDS, SingleWriterCounter,
 };
+use super::http_server::{ActiveHttpRequest, HttpServerMetrics};
 use super::labels::{
     DECISION_SOURCE_COUNT, MetricLabels, REQUEST_DECISION_COUNT, RLS_CALL_RESULT_COUNT,
 };
 use super::policy_counters::PolicyCounters;
 use crate::telemetry::top_rejections::WorkerRejections;
+use http::Method;
 use parking_lot::Mutex;
 use std::fmt;
 use std::net::IpAddr;
@@ -38,6 +40,8 @@ pub struct WorkerMetrics {
     pub(super) rls_calls: [SingleWriterCounter; RLS_CALL_RESULT_COUNT],
     pub(super) unmatched_descriptors: SingleWriterCounter,
     pub(super) lost_settlements: SingleWriterCounter,
+    /// Present if metrics are exported by OTLP.
+    pub(super) http_server: Option<Arc<HttpServerMetrics>>,
 }
 
 pub(super) const FIRST_STATUS_CODE: u16 = 100;
@@ -69,6 +73,14 @@ impl WorkerMetrics {
             rls_calls: Default::default(),
             unmatched_descriptors: SingleWriterCounter::default(),
             lost_settlements: SingleWriterCounter::default(),
+            http_server: None,
+        }
+    }
+
+    pub(super) fn with_http_server(self) -> Self {
+        Self {
+            http_server: Some(Arc::default()),
+            ..self
         }
     }
 
@@ -95,6 +107,16 @@ impl WorkerMetrics {
         if let Some(histogram) = self.decisions.get(source) {
             histogram.observe(time);
         }
+    }
+
+    /// Begins a request, if its metrics are exported.
+    pub fn begin_http_request(
+        &self,
+        method: &Method,
+        is_tls: bool,
+    ) -> Option<Box<ActiveHttpRequest>> {
+        let metrics = self.http_server.as_ref()?;
+        Some(Box::new(ActiveHttpRequest::begin(metrics, method, is_tls)))
     }
 
     /// Records a response and the time until its head was ready.

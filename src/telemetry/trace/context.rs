@@ -36,7 +36,7 @@ pub struct TraceParent {
 }
 
 impl TraceParent {
-    /// Reads the context from a request's headers. `Retry` if the header is absent, repeated or
+    /// Reads the context from a request's headers. `None` if the header is absent, repeated or
     /// invalid.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
         let mut values = headers.get_all(TRACEPARENT).iter();

@@ -3,12 +3,13 @@
 //! Request processing never waits for the export. Spans that do not fit into the queue are dropped
 //! and counted.
 
-use super::collector::{CollectorClient, SpanExportError};
 use super::span::RequestSpans;
+use crate::telemetry::otlp::{CollectorClient, ExportError};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans};
+use prost::Message;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,8 +25,6 @@ pub(super) const QUEUE_CAPACITY: usize = 2048;
 const MAX_BATCH_REQUESTS: usize = 256;
 /// Maximum time that the first request of a batch waits for others.
 const MAX_BATCH_DELAY: Duration = Duration::from_secs(1);
-/// Timeout of one batch, including the connection setup.
-const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time that the process waits for the export at shutdown.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -154,8 +153,7 @@ impl SpanExportWorker {
             ..ResourceSpans::default()
         }];
         let request = ExportTraceServiceRequest { resource_spans };
-        let result = timeout(EXPORT_TIMEOUT, self.collector.export(&request)).await;
-        match result.unwrap_or_else(|_| Err("export timed out".to_owned())) {
+        match self.collector.export(request.encode_to_vec().into()).await {
             Ok(rejected) => {
                 let rejected = rejected.min(span_count);
                 self.counters.failed.fetch_add(rejected, Ordering::Relaxed);
@@ -170,7 +168,7 @@ impl SpanExportWorker {
         }
     }
 
-    fn record_failure(&mut self, span_count: u64, error: &SpanExportError) {
+    fn record_failure(&mut self, span_count: u64, error: &ExportError) {
         self.counters
             .failed
             .fetch_add(span_count, Ordering::Relaxed);

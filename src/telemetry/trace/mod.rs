@@ -5,24 +5,20 @@
 //! unchanged. Recording never blocks: a finished request enters a queue, and a separate thread
 //! exports its spans.
 
-mod collector;
 mod context;
 mod exporter;
 mod span;
 
-pub use collector::CollectorUrl;
 pub use context::{SpanId, TraceId, TraceParent};
 pub use exporter::SpanExporter;
 pub use span::{RequestRecording, TracedRequest, TracedResponse};
 
 use crate::clock::Clock;
 use crate::telemetry::metrics::SpanExportCounts;
-use crate::tls::ClientTls;
-use collector::CollectorClient;
+use crate::telemetry::otlp::{CollectorClient, CollectorSettings, OtlpSignal, ResourceAttributes};
 use exporter::{QUEUE_CAPACITY, SpanExportCounters};
 use http::HeaderMap;
-use opentelemetry_proto::tonic::resource::v1::Resource;
-use span::{RequestSpans, string_attribute};
+use span::RequestSpans;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,30 +28,9 @@ use tokio::time::Instant;
 /// Settings of tracing: the collector, and the sampling of requests.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TraceSettings {
-    pub collector: CollectorUrl,
-    /// Headers that are added to every export.
-    pub headers: HeaderMap,
-    /// TLS settings; present exactly if the URL's scheme is https.
-    pub tls: Option<ClientTls>,
+    pub collector: CollectorSettings,
     /// The recorded share of requests without a trace context, 0 to 1.
     pub sample_ratio: f64,
-}
-
-impl TraceSettings {
-    /// Headers that configuration must not set: the message framing sets them, or HTTP/2 does not
-    /// allow them.
-    pub const RESERVED_HEADERS: [&str; 10] = [
-        "connection",
-        "content-encoding",
-        "content-length",
-        "content-type",
-        "host",
-        "keep-alive",
-        "te",
-        "transfer-encoding",
-        "upgrade",
-        "user-agent",
-    ];
 }
 
 /// Records requests for tracing. All workers share one tracer, which is cheap to clone.
@@ -70,23 +45,18 @@ struct SharedTracer {
 }
 
 impl Tracer {
-    /// Starts the export thread. `instance` identifies this process in its traces.
+    /// Starts the export thread. `resource` identifies this process in its traces.
     ///
     /// # Errors
     /// Fails if the thread or its runtime cannot be created.
-    pub fn start(settings: &TraceSettings, instance: &str) -> io::Result<(Self, SpanExporter)> {
+    pub fn start(
+        settings: &TraceSettings,
+        resource: &ResourceAttributes,
+    ) -> io::Result<(Self, SpanExporter)> {
         let (queue, recorded) = mpsc::channel(QUEUE_CAPACITY);
         let counters = Arc::<SpanExportCounters>::default();
-        let attributes = vec![
-            string_attribute("service.name", "tidegate"),
-            string_attribute("service.version", env!("CARGO_PKG_VERSION")),
-            string_attribute("service.instance.id", instance),
-        ];
-        let resource = Resource {
-            attributes,
-            ..Resource::default()
-        };
-        let collector = CollectorClient::new(settings.clone());
+        let collector = CollectorClient::new(OtlpSignal::Traces, settings.collector.clone());
+        let resource = resource.to_resource();
         let exporter = SpanExporter::start(collector, resource, Arc::clone(&counters), recorded)?;
         let inner = SharedTracer {
             sample_ratio: settings.sample_ratio,

@@ -2,9 +2,10 @@
 
 use super::context::{SpanId, TRACEPARENT, TRACESTATE, TraceParent};
 use super::{SharedTracer, Tracer};
+use crate::telemetry::otlp::{int_attribute, standard_method_name, string_attribute};
 use http::HeaderMap;
 use http::Method;
-use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue, any_value};
+use opentelemetry_proto::tonic::common::v1::KeyValue;
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
 use opentelemetry_proto::tonic::trace::v1::{Span, Status};
@@ -13,8 +14,6 @@ use std::net::IpAddr;
 use std::sync::atomic::Ordering;
 use tokio::time::Instant;
 
-/// Maximum length of a text attribute. A request head may contain more than a trace should store.
-const MAX_ATTRIBUTE_BYTES: usize = 256;
 /// Maximum length of `tracestate`, which is recorded completely or not at all.
 const MAX_TRACESTATE_BYTES: usize = 512;
 /// Span name of requests with a method that the semantic conventions do not list.
@@ -217,7 +216,7 @@ impl RequestRecording {
         self.set_body_error(result.err());
     }
 
-    /// Sets why the client did not receive the whole body; `Retry` clears an earlier reason.
+    /// Sets why the client did not receive the whole body; `None` clears an earlier reason.
     fn set_body_error(&mut self, error: Option<&'static str>) {
         if let Some(spans) = &mut self.spans {
             spans.body_error = error;
@@ -381,33 +380,6 @@ fn read_tracestate(headers: &HeaderMap) -> Option<String> {
     members
         .map(|members| members.join(","))
         .filter(|state| state.len() <= MAX_TRACESTATE_BYTES)
-}
-
-/// Returns the name of a method that the semantic conventions list. Clients can invent any number
-/// of other methods.
-fn standard_method_name(method: &Method) -> Option<&'static str> {
-    const KNOWN: [&str; 9] = [
-        "GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE",
-    ];
-    KNOWN.into_iter().find(|known| method.as_str() == *known)
-}
-
-pub(super) fn string_attribute(key: &str, value: &str) -> KeyValue {
-    let end = value.floor_char_boundary(MAX_ATTRIBUTE_BYTES);
-    let value = value.get(..end).unwrap_or_default().to_owned();
-    new_attribute(key, any_value::Value::StringValue(value))
-}
-
-fn int_attribute(key: &str, value: i64) -> KeyValue {
-    new_attribute(key, any_value::Value::IntValue(value))
-}
-
-fn new_attribute(key: &str, value: any_value::Value) -> KeyValue {
-    KeyValue {
-        key: key.to_owned(),
-        value: Some(AnyValue { value: Some(value) }),
-        ..KeyValue::default()
-    }
 }
 
 impl fmt::Debug for SharedTracer {

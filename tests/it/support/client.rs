@@ -107,7 +107,7 @@ impl RawClient {
         })
     }
 
-    /// Returns a response, or `Retry` if the connection closes without one.
+    /// Returns a response, or `None` if the connection closes without one.
     pub async fn read_response_or_close(&mut self) -> Option<RawResponse> {
         let got = timeout(TEST_TIMEOUT, self.try_read_response(false)).await;
         got.unwrap_or_else(|_| {

@@ -30,6 +30,12 @@ impl RedisCluster {
         .await
     }
 
+    /// As [`Self::start`], with clocks that the test sets.
+    pub async fn with_clocks() -> Self {
+        let start = |_| RedisServer::start_with_clock_and(&cluster_args());
+        Self::form_cluster((0..3).map(start).collect(), false).await
+    }
+
     /// As [`Self::start`], with TLS ports that require a client certificate.
     pub async fn with_tls(authority: &CertificateAuthority) -> Self {
         authority.sign("server", "127.0.0.1");

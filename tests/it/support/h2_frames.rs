@@ -26,6 +26,7 @@ pub const ACK: u8 = 1;
 pub const END_STREAM: u8 = 1;
 pub const END_HEADERS: u8 = 4;
 pub const PADDED: u8 = 8;
+pub const PRIORITY_FLAG: u8 = 32;
 
 pub const PROTOCOL_ERROR: u32 = 1;
 pub const FLOW_CONTROL_ERROR: u32 = 3;
@@ -48,7 +49,7 @@ pub fn encode_frame(kind: u8, flags: u8, stream: u32, payload: impl AsRef<[u8]>)
 }
 
 /// A complete request without a body.
-pub fn request_frame(stream: u32, fields: &[(&str, &str)]) -> Vec<u8> {
+pub fn request_frame<V: AsRef<[u8]>>(stream: u32, fields: &[(&str, V)]) -> Vec<u8> {
     encode_frame(
         HEADERS,
         END_STREAM | END_HEADERS,
@@ -78,10 +79,9 @@ pub fn get_fields_with<'a>(name: &'a str, value: &'a str) -> Vec<(&'a str, &'a s
 }
 
 /// Encodes fields as HPACK literals, neither indexed nor compressed.
-pub fn encode_header_block(fields: &[(&str, &str)]) -> Vec<u8> {
-    let literal = |(name, value): &(&str, &str)| {
-        [vec![0], encode_string(name), encode_string(value)].concat()
-    };
+pub fn encode_header_block<V: AsRef<[u8]>>(fields: &[(&str, V)]) -> Vec<u8> {
+    let literal =
+        |(name, value): &(&str, V)| [vec![0], encode_string(name), encode_string(value)].concat();
     fields.iter().flat_map(literal).collect()
 }
 
@@ -90,7 +90,8 @@ pub fn encode_indexed_literal(name: &str, value: &str) -> Vec<u8> {
     [vec![0x40], encode_string(name), encode_string(value)].concat()
 }
 
-fn encode_string(text: &str) -> Vec<u8> {
+fn encode_string(text: impl AsRef<[u8]>) -> Vec<u8> {
+    let text = text.as_ref();
     let mut bytes = Vec::new();
     match text.len() {
         len @ ..127 => bytes.push(len as u8),
@@ -104,7 +105,7 @@ fn encode_string(text: &str) -> Vec<u8> {
             bytes.push(len as u8);
         }
     }
-    [&bytes, text.as_bytes()].concat()
+    [&bytes, text].concat()
 }
 
 pub fn encode_setting(id: u16, value: u32) -> Vec<u8> {
@@ -211,6 +212,23 @@ impl FrameClient {
         found.await.unwrap_or_else(|_| panic!("no {what} in time"))
     }
 
+    /// Returns the body of the response to the first stream, if its status is 200.
+    pub async fn read_body(&mut self) -> Option<Vec<u8>> {
+        let mut body = None;
+        while let Ok(Some(frame)) = timeout(TEST_TIMEOUT, self.frames.recv()).await {
+            match (frame.kind, frame.status()) {
+                (HEADERS, Some(200)) => body = Some(Vec::new()),
+                (DATA, _) => body.as_mut()?.extend(frame.payload),
+                (HEADERS | RST_STREAM | GOAWAY, _) => return None,
+                _ => continue,
+            }
+            if frame.flags & END_STREAM > 0 {
+                return body;
+            }
+        }
+        None
+    }
+
     /// Returns whether the peer closes within this time, and the code of its last GOAWAY.
     pub async fn wait_for_close(&mut self, within: Duration) -> (bool, Option<u32>) {
         let mut code = None;
@@ -222,6 +240,16 @@ impl FrameClient {
             }
         });
         (closed.await.is_ok(), code)
+    }
+
+    /// Whether a frame that `wanted` accepts has arrived. Drops the frames before it.
+    pub fn take_frame(&mut self, wanted: impl Fn(&RawFrame) -> bool) -> bool {
+        std::iter::from_fn(|| self.frames.try_recv().ok()).any(|frame| wanted(&frame))
+    }
+
+    /// Whether a frame has arrived that was not taken.
+    pub fn has_frame(&self) -> bool {
+        !self.frames.is_empty()
     }
 
     /// Whether the peer has closed.

@@ -70,11 +70,16 @@ impl TokenIssuer {
 
 /// Writes the public keys of issuers.
 pub fn write_jwks(path: &Path, issuers: &[&TokenIssuer]) {
+    fs::write(path, jwks_text(issuers)).unwrap();
+}
+
+/// The public keys of issuers as a JWK set.
+pub fn jwks_text(issuers: &[&TokenIssuer]) -> String {
     let key = |issuer: &&TokenIssuer| {
         let mut jwk = Jwk::from_encoding_key(&issuer.key, issuer.alg).unwrap();
         jwk.common.key_id = Some(issuer.kid.clone());
         serde_json::to_value(jwk).unwrap()
     };
     let keys: Vec<Value> = issuers.iter().map(key).collect();
-    fs::write(path, json!({ "keys": keys }).to_string()).unwrap();
+    json!({ "keys": keys }).to_string()
 }

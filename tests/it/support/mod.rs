@@ -18,6 +18,7 @@ pub mod process;
 pub mod proxy;
 pub mod redis;
 pub mod rls_client;
+pub mod secret_volume;
 pub mod sentinel;
 pub mod store_harness;
 pub mod tls;

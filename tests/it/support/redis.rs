@@ -37,6 +37,11 @@ impl RedisServer {
         Self::start_process::<&str>(&[], Some(ClockOffset::new()))
     }
 
+    /// As [`Self::start_with_clock`], with further arguments.
+    pub(crate) fn start_with_clock_and<S: AsRef<str>>(args: &[S]) -> Self {
+        Self::start_process(args, Some(ClockOffset::new()))
+    }
+
     /// Sets how many seconds the server's clock is ahead.
     pub(crate) fn set_clock_offset(&self, secs: u64) {
         self.clock.as_ref().unwrap().set_secs(secs);

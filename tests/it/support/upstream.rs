@@ -320,7 +320,7 @@ impl Drop for RawUpstream {
 }
 
 impl RawSocket {
-    /// Returns the next complete request, head and body as received, or `Retry` if the peer closes.
+    /// Returns the next complete request, head and body as received, or `None` if the peer closes.
     pub async fn read_request(&mut self) -> Option<Vec<u8>> {
         loop {
             let pending =

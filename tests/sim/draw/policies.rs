@@ -72,7 +72,7 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
             draw_policy(rng, number, failure)
         })
         .collect();
-    set_class_policies(scenario.class, &mut policies);
+    set_class_policies(scenario, &mut policies);
     for policy in &mut policies {
         let is_plain =
             policy.estimate.is_none() && policy.lease.is_none() && policy.block_for_us.is_none();
@@ -92,16 +92,20 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
 }
 
 /// Replaces the drawn policies in classes that need certain ones.
-fn set_class_policies(class: ScenarioClass, policies: &mut Vec<PolicySpec>) {
+fn set_class_policies(scenario: &Scenario, policies: &mut Vec<PolicySpec>) {
     use ScenarioClass as Class;
-    *policies = match class {
+    *policies = match scenario.class {
         Class::SplitRefusals => {
             let global = build_policy(|one| (one.is_global, one.requests) = (true, 2_000));
             vec![global, build_policy(|one| one.requests = 5)]
         }
         Class::SplitFailover => {
-            let closed =
-                build_policy(|one| (one.on_failure, one.requests) = (OnFailure::Closed, 300));
+            // Half of the runs charge without Redis what the dead master does not answer.
+            let failure = match policies.len() {
+                1 => OnFailure::Local,
+                _ => OnFailure::Closed,
+            };
+            let closed = build_policy(|one| (one.on_failure, one.requests) = (failure, 300));
             let global = PolicySpec {
                 is_global: true,
                 ..closed.clone()
@@ -120,13 +124,12 @@ fn set_class_policies(class: ScenarioClass, policies: &mut Vec<PolicySpec>) {
             return;
         }
         Class::SettlementsBesideSlots => {
+            let ttl_us = match scenario.has_settlement_backlog() {
+                true => 3 * SECOND,
+                false => 20 * SECOND,
+            };
             let slots = build_policy(|one| {
-                (one.rule, one.requests) = (
-                    Rule::Concurrency {
-                        ttl_us: 20 * SECOND,
-                    },
-                    5,
-                );
+                (one.rule, one.requests) = (Rule::Concurrency { ttl_us }, 5);
                 one.on_failure = OnFailure::Closed;
             });
             let estimated = build_policy(|one| {
@@ -149,7 +152,8 @@ fn set_class_policies(class: ScenarioClass, policies: &mut Vec<PolicySpec>) {
             (one.requests, one.per_us) = (10, 10 * SECOND);
         })],
         Class::FrozenLeases => vec![build_policy(|one| {
-            (one.per_us, one.lease) = (2 * SECOND, Some((5, 300_000)));
+            (one.requests, one.per_us) = (80, 2 * SECOND);
+            one.lease = Some((10, 300_000));
         })],
         _ => return,
     };

@@ -43,9 +43,9 @@ pub(crate) struct Excuse {
     pub(crate) from_us: u64,
     /// The end of the fault itself.
     pub(crate) to_us: u64,
-    /// `Retry`: all servers.
+    /// `None`: all servers.
     pub(crate) server: Option<usize>,
-    /// `Retry`: all instances.
+    /// `None`: all instances.
     pub(crate) instance: Option<usize>,
     pub(crate) is_outage: bool,
     pub(crate) loses_charges: bool,

@@ -28,7 +28,7 @@ pub(super) fn check_counter(
         if one.is_forwarded {
             least += settled.unwrap_or(cost).min(cost);
             // A late settlement beside an outage, or a repeated write-back.
-            let is_twice = record.is_degraded || !one.is_healthy;
+            let is_twice = !one.is_healthy;
             most += settled.map_or(cost, |actual| {
                 if one.is_healthy {
                     actual

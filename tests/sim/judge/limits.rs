@@ -1,7 +1,7 @@
 //! Never more than the limit, with the allowance of the faults so far.
 
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
-use crate::sim::scenario::{OnFailure, Rule, ScenarioClass};
+use crate::sim::scenario::{Fault, FaultKind, OnFailure, Rule, ScenarioClass};
 
 /// Instances are connected again this long after a server answers again.
 const RECONNECT_US: u64 = 1_000_000;
@@ -169,6 +169,38 @@ fn check_bucket(
         }
     }
     None
+}
+
+/// A lease ends when it says: an instance that ran nothing for longer than a lease lasts has no
+/// leased units until Redis has answered again.
+pub(super) fn check_lease_ends(run: &FinishedRun<'_>) -> Option<Violation> {
+    let lease_ends = |fault: &Fault| match fault.kind {
+        FaultKind::Freeze {
+            instance, for_us, ..
+        } => Some((instance, for_us, fault.at_us + for_us)),
+        _ => None,
+    };
+    let pauses: Vec<_> = run.scenario.faults.iter().filter_map(lease_ends).collect();
+    let mut uses = run.scenario.requests.iter().zip(run.records);
+    uses.find_map(|(request, record)| {
+        let decided_us = record.decided_us.filter(|_| record.is_from_lease)?;
+        let leases = run.policies_of(request).filter_map(|(_, one)| one.lease);
+        let ttl_us = leases.map(|(_, ttl_us)| ttl_us).max()?;
+        let round_trip_us = 2 * run.scenario.delay_us;
+        let is_too_late = pauses.iter().any(|(instance, for_us, until_us)| {
+            *instance == request.instance
+                && *for_us > ttl_us
+                && (*until_us..*until_us + round_trip_us).contains(&decided_us)
+        });
+        is_too_late.then(|| Violation {
+            rule: "a lease outlives its end",
+            at_us: decided_us,
+            text: format!(
+                "instance {} has leased units after a pause",
+                request.instance
+            ),
+        })
+    })
 }
 
 /// Requests at the app at a time.

@@ -70,7 +70,9 @@ pub(crate) fn judge_run(world: &mut World) -> Vec<Violation> {
         violations.extend(limits::check_limits(&run, history));
         violations.extend(counters::check_counter(&run, history, world));
     }
+    violations.extend(limits::check_lease_ends(&run));
     violations.extend(service::check_service(&run, &histories));
+    violations.extend(service::check_returns(&run, &histories, world));
     violations.extend(service::check_recovery(&run, world));
     violations.sort_by_key(|violation| violation.at_us);
     violations
@@ -124,7 +126,7 @@ impl<'r> FinishedRun<'r> {
                 FaultKind::Freeze {
                     instance, for_us, ..
                 } if instance == request.instance => {
-                    let is_late = arrived_us <= fault.at_us
+                    let is_late = arrived_us + request.pause_us <= fault.at_us
                         && record.decided_us >= Some(fault.at_us + for_us)
                         && !record.is_from_lease;
                     is_late.then_some(fault.at_us)

@@ -4,7 +4,7 @@
 use super::allowance::RECOVERY_US;
 use super::{CounterHistory, CounterUse, FinishedRun, Violation};
 use crate::sim::instance::Outcome;
-use crate::sim::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, Topology};
+use crate::sim::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, ScenarioClass, Topology};
 use crate::sim::world::World;
 use std::collections::BTreeMap;
 
@@ -249,7 +249,17 @@ fn is_bucket_full(
 ) -> bool {
     let policy = history.policy;
     let rate = policy.requests as f64 / policy.per_us as f64;
-    let (mut level, mut at_us) = (0.0_f64, 0);
+    // An outage may leave a full bucket: late and repeated charges have no age in a bucket. Under
+    // load, it stays fuller than the requests explain until it was empty once.
+    let recoveries_us = run.excuses.iter().filter(|excuse| excuse.is_outage);
+    let recovered_us = recoveries_us
+        .map(|excuse| excuse.to_us + RECOVERY_US)
+        .filter(|recovered_us| *recovered_us <= refused.arrived_us)
+        .max();
+    let (mut level, mut at_us) = match recovered_us {
+        Some(recovered_us) => (capacity as f64, recovered_us),
+        None => (0.0, 0),
+    };
     for one in history
         .uses
         .iter()
@@ -259,6 +269,9 @@ fn is_bucket_full(
             break;
         }
         let until_us = one.decided_us.min(one.arrived_us + run.scenario.timeout_us);
+        if recovered_us.is_some_and(|recovered_us| until_us < recovered_us) {
+            continue;
+        }
         level = (level - rate * until_us.saturating_sub(at_us) as f64).max(0.0);
         level += possible_units(run, policy, one, refused) as f64;
         at_us = until_us.max(at_us);
@@ -346,6 +359,28 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
         }
     }
     None
+}
+
+/// A refused request reserves units that have to be returned only if other requests took the rest
+/// since the last reply: once or twice per worker and key.
+pub(super) fn check_returns(
+    run: &FinishedRun<'_>,
+    histories: &[CounterHistory<'_>],
+    world: &World,
+) -> Option<Violation> {
+    if run.scenario.class != ScenarioClass::SplitRefusals {
+        return None;
+    }
+    let records = run.records.iter();
+    let unknown = records.filter(|record| record.outcome == Outcome::Unknown);
+    let askers = histories.len() * run.scenario.instances * run.scenario.workers;
+    let allowed = (10 + 2 * unknown.count() + 3 * askers) as u64;
+    let credits = world.trace.credits;
+    (credits > allowed).then(|| Violation {
+        rule: "refused requests take units and return them",
+        at_us: run.scenario.end_us,
+        text: format!("{credits} credits, allowed {allowed}"),
+    })
 }
 
 /// At the end, every instance counts all, and has its connections.

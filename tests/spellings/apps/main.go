@@ -31,6 +31,11 @@ func search(request *http.Request) map[string]any {
 	if query := request.URL.Query(); query.Has("api_key") {
 		values["api_key"] = query.Get("api_key")
 	}
+	if user, _, ok := request.BasicAuth(); ok {
+		values["authorization"] = user
+	} else if header := request.Header.Get("Authorization"); len(header) > 7 && strings.EqualFold(header[:7], "Bearer ") {
+		values["authorization"] = strings.TrimSpace(header[7:])
+	}
 	if cookie, err := request.Cookie("session"); err == nil {
 		values["session"] = cookie.Value
 	}

@@ -15,9 +15,20 @@ import * as h3v1 from 'h3v1'
 
 const text = (value) => (value === undefined || value === null ? null : String(value))
 const found = (handler, values = {}) => ({ handler, ...values })
-const search = (session, key) => found('search', { session: text(session), api_key: text(key) })
+const search = (session, key, auth) =>
+  found('search', { session: text(session), api_key: text(key), authorization: text(auth) })
 
-function express(framework, wildcard) {
+// The token or user of Authorization. Node has no reader of its own, so each app has one that is common in handlers.
+function readCredentials(header, readToken) {
+  const credentials = readToken(header ?? '')
+  if (/^\s*basic\s/i.test(header ?? '')) return Buffer.from(credentials, 'base64').toString().split(':')[0]
+  return /^\s*bearer\s/i.test(header ?? '') ? credentials : null
+}
+const secondWord = (header) => header.split(' ')[1] ?? ''
+const lastWord = (header) => header.trim().split(/\s+/).pop()
+const afterScheme = (header) => header.replace(/^\s*\S+\s+/, '')
+
+function express(framework, wildcard, readToken) {
   const app = framework()
   app.use(cookieParser())
   app.get('/login', (_req, res) => res.json(found('login')))
@@ -25,7 +36,10 @@ function express(framework, wildcard) {
   app.get(`/admin/${wildcard}`, (_req, res) => res.json(found('admin')))
   app.get(`/public/${wildcard}`, (_req, res) => res.json(found('public')))
   app.get('/healthz', (_req, res) => res.json(found('healthz')))
-  app.get('/search', (req, res) => res.json(search(req.cookies.session, req.query.api_key)))
+  app.get('/search', (req, res) => {
+    const credentials = readCredentials(req.get('authorization'), readToken)
+    res.json(search(req.cookies.session, req.query.api_key, credentials))
+  })
   return (port) => app.listen(port, '127.0.0.1')
 }
 
@@ -37,7 +51,9 @@ function fastifyApp(port) {
   app.get('/admin/*', () => found('admin'))
   app.get('/public/*', () => found('public'))
   app.get('/healthz', () => found('healthz'))
-  app.after(() => app.get('/search', (req) => search(req.cookies.session, req.query.api_key)))
+  const read = (req) =>
+    search(req.cookies.session, req.query.api_key, readCredentials(req.headers.authorization, afterScheme))
+  app.after(() => app.get('/search', read))
   app.listen({ port, host: '127.0.0.1' })
 }
 
@@ -101,8 +117,8 @@ function nodeUrl(port) {
 }
 
 const apps = {
-  express4: express(express4, '*'),
-  express5: express(express5, '*rest'),
+  express4: express(express4, '*', secondWord),
+  express5: express(express5, '*rest', lastWord),
   fastify: fastifyApp,
   h3: h3App,
   'h3-v1': h3v1App,

@@ -4,6 +4,7 @@ Every app has the same handlers: login, account (/login/{user}), admin, public, 
 its name and the values that it read.
 """
 
+import base64
 import json
 import sys
 import threading
@@ -11,14 +12,31 @@ import threading
 import bottle
 import django
 import flask
-from aiohttp import web
+from aiohttp import BasicAuth, web
 from django.conf import settings
 from django.http import HttpResponse
 from django.urls import path
-from fastapi import Cookie, FastAPI
+from fastapi import Cookie, Depends, FastAPI, HTTPException, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBasic, HTTPBearer
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+
+
+def decode_user(credentials):
+    """The user of Basic credentials, as most handlers read it."""
+    try:
+        return base64.b64decode(credentials).decode().partition(":")[0]
+    except ValueError:
+        return None
+
+
+def read_credentials(header):
+    """The token or user of Authorization, as Django REST framework and Starlette's example read it."""
+    words = (header or "").split()
+    if len(words) == 2 and words[0].lower() in ("basic", "bearer"):
+        return decode_user(words[1]) if words[0].lower() == "basic" else words[1]
+    return None
 
 
 def answer(handler, **values):
@@ -33,7 +51,9 @@ def starlette():
         return Route(url, endpoint)
 
     def search(request):
-        return {"session": request.cookies.get("session"), "api_key": request.query_params.get("api_key")}
+        session, api_key = request.cookies.get("session"), request.query_params.get("api_key")
+        authorization = read_credentials(request.headers.get("authorization"))
+        return {"session": session, "api_key": api_key, "authorization": authorization}
 
     return Starlette(
         routes=[
@@ -71,8 +91,20 @@ def fastapi():
         return {"handler": "healthz"}
 
     @app.get("/search")
-    async def search(api_key: str | None = None, session: str | None = Cookie(default=None)):
-        return {"handler": "search", "session": session, "api_key": api_key}
+    async def search(
+        request: Request,
+        api_key: str | None = None,
+        session: str | None = Cookie(default=None),
+        bearer: HTTPAuthorizationCredentials | None = Depends(HTTPBearer(auto_error=False)),
+    ):
+        authorization = bearer and bearer.credentials
+        if not bearer:
+            try:
+                basic = await HTTPBasic(auto_error=False)(request)
+            except HTTPException:
+                basic = None
+            authorization = basic and basic.username
+        return {"handler": "search", "session": session, "api_key": api_key, "authorization": authorization}
 
     return app
 
@@ -88,14 +120,19 @@ def flask_app():
     @app.get("/search")
     def search():
         request = flask.request
-        return answer("search", session=request.cookies.get("session"), api_key=request.args.get("api_key"))
+        credentials = request.authorization
+        is_known = credentials and credentials.type in ("basic", "bearer")
+        authorization = (credentials.token or credentials.username) if is_known else None
+        values = {"session": request.cookies.get("session"), "api_key": request.args.get("api_key")}
+        return answer("search", authorization=authorization, **values)
 
     return app
 
 
 def search_in_django(request):
     session, api_key = request.COOKIES.get("session"), request.GET.get("api_key")
-    return HttpResponse(answer("search", session=session, api_key=api_key))
+    authorization = read_credentials(request.headers.get("authorization"))
+    return HttpResponse(answer("search", session=session, api_key=api_key, authorization=authorization))
 
 
 def django_app():
@@ -135,7 +172,9 @@ def bottle_app():
     @app.route("/search")
     def search():
         request = bottle.request
-        return answer("search", session=request.get_cookie("session"), api_key=request.query.get("api_key"))
+        user = request.auth and request.auth[0]
+        values = {"session": request.get_cookie("session"), "api_key": request.query.get("api_key")}
+        return answer("search", authorization=user, **values)
 
     return app
 
@@ -148,7 +187,12 @@ def aiohttp_app():
         return web.get(url, endpoint)
 
     def search(request):
-        return {"session": request.cookies.get("session"), "api_key": request.query.get("api_key")}
+        try:
+            user = BasicAuth.decode(request.headers.get("authorization", "")).login
+        except ValueError:
+            user = None
+        session, api_key = request.cookies.get("session"), request.query.get("api_key")
+        return {"session": session, "api_key": api_key, "authorization": user}
 
     app = web.Application()
     app.add_routes(

@@ -16,7 +16,12 @@ if ($path === '/login') {
     $session = $_COOKIE['session'] ?? null;
     $key = $_GET['api_key'] ?? null;
     $key = is_array($key) ? reset($key) : $key;
-    $answer = ['handler' => 'search', 'session' => $session, 'api_key' => $key];
+    $header = $_SERVER['HTTP_AUTHORIZATION'] ?? '';
+    $token = preg_match('/^Bearer\s+(\S+)/i', $header, $match) ? $match[1] : null;
+    if (preg_match('/^Basic\s+(.*)$/i', $header, $match)) {
+        $token = explode(':', base64_decode($match[1]))[0];
+    }
+    $answer = ['handler' => 'search', 'session' => $session, 'api_key' => $key, 'authorization' => $token];
 }
 http_response_code($answer ? 200 : 404);
 echo json_encode($answer ?? new stdClass(), JSON_INVALID_UTF8_SUBSTITUTE);

@@ -1,5 +1,6 @@
 # Sinatra. Run by puma.
 require 'json'
+require 'rack/auth/basic'
 require 'sinatra/base'
 
 class App < Sinatra::Base
@@ -14,7 +15,10 @@ class App < Sinatra::Base
     session = request.cookies['session']
     key = params['api_key']
     key = key.first if key.is_a?(Array)
-    JSON.dump(handler: 'search', session: session && session.to_s.scrub, api_key: key && key.to_s.scrub)
+    credentials = Rack::Auth::Basic::Request.new(env)
+    user = credentials.username if credentials.provided? && credentials.basic?
+    values = { session: session, api_key: key, authorization: user }
+    JSON.dump(handler: 'search', **values.transform_values { |value| value && value.to_s.scrub })
   end
 end
 

@@ -83,8 +83,13 @@ a.very.long.name                0         0       -           .
 #[test]
 fn fills_every_screen_size_exactly() {
     let mut snapshot = sample_snapshot();
-    snapshot.alerts =
-        vec!["the store is unavailable: policies decide by on_store_failure".to_owned(); 3];
+    snapshot.alerts = vec![
+        TopAlert {
+            is_error: true,
+            text: "the store is unavailable: policies decide by on_store_failure".to_owned()
+        };
+        3
+    ];
     snapshot
         .policies
         .extend((0..40).map(|n| sample_policy(&format!("p{n}"), n, n)));
@@ -159,6 +164,84 @@ fn policies_are_sorted_and_scrolled() {
         lines.last().unwrap().text.starts_with("a.very"),
         "the last policy is visible: {lines:?}"
     );
+}
+
+/// Renders a screen of 80 columns and 24 lines, the size of a terminal by default.
+fn default_screen(snapshot: &AdminApiSnapshot, view: &ViewState) -> String {
+    let lines = render_screen(snapshot, view, 80, 24);
+    let lines = lines.iter().map(|line| line.text.trim_end());
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn a_screen_of_80_columns_shows_names_keys_and_problems() {
+    let mut snapshot = sample_snapshot();
+    snapshot.host = "orders-7d4f9c-x2k".to_owned();
+    snapshot.alerts = vec![TopAlert {
+        is_error: false,
+        text: "81 % of the requests of the last minute were refused (81 of 100): unless this is an attack, a limit is too low"
+            .to_owned(),
+    }];
+    for policy in &mut snapshot.policies {
+        policy.rates_per_s = Some((1.5, 0.5));
+    }
+    snapshot.policies[2].name = "a-policy-with-a-long-name-of-40-letters!".to_owned();
+    snapshot.keys[0].policy = "a-policy-with-a-long-name-of-40-letters!".to_owned();
+    snapshot.keys[0].text = "tenant-of-many-letters/user-of-many-letters/203.0.113.7".to_owned();
+    let expected = "\
+tidegate 1.2.3  ready  instance abc  on orders-7d4f9c-x2k  up 1h2m  generation 2
+! 81 % of the requests of the last minute were refused (81 of 100): unless this
+  is an attack, a limit is too low
+requests 17/s  refused 5.5%  degraded 0%  (of 1000 in 1m0s)  connections 4/1000
+store redis r:6379 up  instances 3
+decisions in the last minute:  redis 9, 50% in 400us, 99% in 12.5ms
+
+POLICY                             passed/s refused/s   passed   refused   share
+";
+    let screen = default_screen(&snapshot, &ViewState::default());
+    for line in expected.lines() {
+        assert!(
+            screen.lines().any(|drawn| drawn == line),
+            "{line}\n{screen}"
+        );
+    }
+    assert!(screen.contains("a-policy-with-a-long-name~"), "{screen}");
+    assert!(
+        screen.contains(" a-policy~  tenant-of-many-letters/user-of-many-letters/203.0.113.7"),
+        "{screen}"
+    );
+    assert!(screen.ends_with("q quit  ? help  p pause  s sort: refused  up/down scroll"));
+}
+
+#[test]
+fn the_help_names_every_key_and_fits_80_columns() {
+    let view = ViewState {
+        shows_help: true,
+        ..ViewState::default()
+    };
+    let screen = default_screen(&sample_snapshot(), &view);
+    for line in HELP.lines() {
+        assert!(
+            line.len() <= 80 && screen.contains(line),
+            "{line}\n{screen}"
+        );
+    }
+}
+
+#[test]
+fn lines_are_styled_by_their_state() {
+    let mut snapshot = sample_snapshot();
+    snapshot.policies[1].minutes[59] = (5, 5);
+    let style = |snapshot: &AdminApiSnapshot, start: &str| {
+        let lines = render_screen(snapshot, &ViewState::default(), 80, 24);
+        let line = lines.iter().find(|line| line.text.starts_with(start));
+        line.unwrap().style
+    };
+    assert_eq!(style(&snapshot, "api "), LineStyle::Warning);
+    assert_eq!(style(&snapshot, "login "), LineStyle::Plain);
+    assert_eq!(style(&snapshot, "store "), LineStyle::Good);
+    snapshot.store_up = false;
+    assert_eq!(style(&snapshot, "store "), LineStyle::Alert);
 }
 
 #[test]

@@ -80,7 +80,7 @@ impl ReplayBuffer {
         self.position = self.parts.len();
     }
 
-    /// Returns the next recorded frame to be replayed; `Retry` if none remains.
+    /// Returns the next recorded frame to be replayed; `None` if none remains.
     pub(super) fn next_replay_frame(&mut self) -> Option<Frame<Bytes>> {
         let part = self.parts.get(self.position)?;
         let frame = match part {

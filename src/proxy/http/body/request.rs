@@ -4,7 +4,7 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use std::cell::{Cell, RefCell};
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -24,8 +24,8 @@ const MAX_DISCARD_BYTES: u64 = 256 * 1024;
 
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Maximum bytes of an unwanted HTTP/2 request body that are read and dropped before the stream is
-/// reset.
+/// Maximum bytes of an unwanted HTTP/2 request body that are read and dropped. After these bytes
+/// the client has to wait for the end of the response.
 const MAX_HTTP2_DISCARD_BYTES: u64 = 16 * 1024 * 1024;
 
 /// Time between the end of a response and the reset of its unwanted HTTP/2 request body. Common
@@ -37,7 +37,7 @@ const HTTP2_RESET_DELAY: Duration = Duration::from_secs(1);
 pub(in crate::proxy) struct RequestBodyLimits {
     /// Maximum time without data from the client.
     pub(in crate::proxy) idle_timeout: Duration,
-    /// Maximum size of the body; `Retry` for no limit.
+    /// Maximum size of the body; `None` for no limit.
     pub(in crate::proxy) max_bytes: Option<u64>,
 }
 
@@ -99,6 +99,9 @@ impl RequestBody {
         }
         let multiplexed = request.version == http::Version::HTTP_2;
         active.monitor().set_awaits_body(!multiplexed);
+        if multiplexed {
+            active.monitor().memory().begin_http2_body();
+        }
         let progress = RequestBodyProgress {
             state: Cell::new(RequestBodyState::Transferring),
             last_progress_at: Cell::new(Instant::now()),
@@ -141,9 +144,15 @@ impl RequestBody {
             }
         }
         let Some(body) = self.0.take() else { return };
-        tokio::task::spawn_local(timeout(DISCARD_TIMEOUT, async move {
+        let monitor = Rc::clone(body.borrow().active.monitor());
+        let rest = timeout(DISCARD_TIMEOUT, async move {
             while let Some(Ok(_)) = poll_fn(|cx| body.borrow_mut().poll_frame(cx)).await {}
-        }));
+        });
+        tokio::task::spawn_local(async move {
+            drop(rest.await);
+            // The body may have kept the request active. Now the idle timeout begins.
+            monitor.wake_driver();
+        });
     }
 
     /// Marks the rest of an HTTP/1 body as unread, so that the client connection closes after the
@@ -154,7 +163,7 @@ impl RequestBody {
         }
     }
 
-    /// The progress of the transfer; `Retry` without a body.
+    /// The progress of the transfer; `None` without a body.
     pub(in crate::proxy) fn progress(&self) -> Option<Rc<RequestBodyProgress>> {
         self.0
             .as_ref()
@@ -208,7 +217,7 @@ impl RequestBodyProgress {
 
 /// Reads and drops the rest of an HTTP/2 request body. Dropping `body` resets the stream if the
 /// client has not ended or reset it. The reset waits until [`HTTP2_RESET_DELAY`] after the
-/// response, or until [`MAX_HTTP2_DISCARD_BYTES`] are read.
+/// response. No more than [`MAX_HTTP2_DISCARD_BYTES`] are read.
 async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
     let progress = Rc::clone(&body.borrow().progress);
     let rest = async {
@@ -219,8 +228,15 @@ async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
                 return;
             };
             let bytes = frame.data_ref().map_or(0, Bytes::len);
+            let stream = body.borrow();
+            stream
+                .active
+                .monitor()
+                .memory()
+                .remove_unread_body_bytes(bytes);
             discarded += u64::try_from(bytes).unwrap_or(u64::MAX);
         }
+        pending().await
     };
     let delay = async {
         progress.response_ended.notified().await;
@@ -370,6 +386,9 @@ impl Drop for RequestBody {
 impl Drop for RequestBodyStream {
     fn drop(&mut self) {
         self.record_drop();
+        if self.multiplexed {
+            self.active.monitor().memory().end_http2_body();
+        }
     }
 }
 

@@ -10,6 +10,7 @@ use super::error::BodyError;
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::http::tunnel::Tunnel;
 use crate::proxy::upstream::response_body::UpstreamBody;
+use crate::telemetry::metrics::ActiveHttpRequest;
 use crate::telemetry::trace::RequestRecording;
 
 /// A response body, sent to the client.
@@ -44,6 +45,16 @@ impl ResponseBody {
                 tunnel.attach_slot_guard(slot_guard);
                 tunnel.attach_recording(recording);
             }
+            Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
+        }
+    }
+
+    /// Attaches the request's metrics to the body, to end with it. For a local body, they end
+    /// immediately.
+    pub(in crate::proxy) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
+        match self {
+            Self::Upstream(body) => body.attach_active_request(active),
+            Self::Tunnel(tunnel) => tunnel.attach_active_request(active),
             Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
         }
     }

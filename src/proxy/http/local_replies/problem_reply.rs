@@ -62,7 +62,7 @@ impl<'a> ProblemReply<'a> {
         self.build_custom_or_standard(None, style)
     }
 
-    /// Builds the reply with the policy's custom response, or the standard reply if that is `Retry`.
+    /// Builds the reply with the policy's custom response, or the standard reply if that is `None`.
     /// A gRPC client always gets a gRPC status.
     pub(super) fn build_custom_or_standard(
         &self,
@@ -169,7 +169,7 @@ impl<'a> ProblemReply<'a> {
     }
 }
 
-fn build_response_with_optional_body(
+pub(super) fn build_response_with_optional_body(
     status: StatusCode,
     content_type: HeaderValue,
     body: Bytes,

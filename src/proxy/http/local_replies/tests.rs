@@ -1,6 +1,7 @@
 use super::cors_headers::CorsDecision;
 use super::reply_style::ReplyFormat;
 use super::*;
+use crate::enforcer::UnenforcedRejections;
 use crate::policy::path::PathError;
 use crate::policy::{KeyError, RejectResponse};
 use http::HeaderName;
@@ -39,7 +40,7 @@ fn build_outcome_reply(outcome: RequestOutcome<'_>, style: ReplyStyle<'_>) -> Re
         source: None,
         delay: Duration::ZERO,
         is_degraded: false,
-        shadow_rejected: SmallVec::new(),
+        unenforced_rejections: UnenforcedRejections::default(),
     };
     build_verdict_reply(&verdict, STANDARD_AND_LEGACY, style).unwrap()
 }
@@ -50,6 +51,7 @@ fn limited_outcome(
 ) -> RequestOutcome<'_> {
     RequestOutcome::Limited(LimitRejection {
         policy: "login",
+        is_reported: true,
         violated_limits: smallvec!["login", "login-2"],
         retry,
         is_blocked: false,
@@ -117,6 +119,7 @@ fn rejections_carry_rate_limit_headers() {
         algorithm: Algorithm::SlidingLog,
     };
     let limit = crate::policy::NamedLimit {
+        is_reported: true,
         name: "login".into(),
         unit: None,
         limit,
@@ -141,7 +144,7 @@ fn rejections_carry_rate_limit_headers() {
         decided_at: None,
         source: None,
         delay: Duration::ZERO,
-        shadow_rejected: SmallVec::new(),
+        unenforced_rejections: UnenforcedRejections::default(),
     };
     let response = build_verdict_reply(&verdict, STANDARD_AND_LEGACY, JSON_STYLE).unwrap();
     assert_eq!(header_or_empty(&response, "ratelimit"), "\"login\";r=0;t=1");
@@ -158,6 +161,7 @@ fn denied_invalid_key_and_unavailable_are_403_400_and_503() {
     let denied = build_outcome_reply(
         RequestOutcome::Denied {
             policy: "blocked",
+            is_reported: true,
             custom_response: None,
         },
         JSON_STYLE,
@@ -172,7 +176,11 @@ fn denied_invalid_key_and_unavailable_are_403_400_and_503() {
     );
     let error = KeyError::Repeated("header x".into());
     let bad = build_outcome_reply(
-        RequestOutcome::InvalidKey { policy: "p", error },
+        RequestOutcome::InvalidKey {
+            policy: "p",
+            is_reported: true,
+            error,
+        },
         JSON_STYLE,
     );
     assert_eq!(bad.status(), StatusCode::BAD_REQUEST);
@@ -185,6 +193,7 @@ fn denied_invalid_key_and_unavailable_are_403_400_and_503() {
     let unavailable = build_outcome_reply(
         RequestOutcome::Unavailable {
             policy: "p",
+            is_reported: true,
             retry_after_us: 500_000,
         },
         JSON_STYLE,
@@ -233,6 +242,7 @@ fn a_custom_reject_response_keeps_retry_and_cache_headers() {
     let denied = build_outcome_reply(
         RequestOutcome::Denied {
             policy: "p",
+            is_reported: true,
             custom_response: Some(&reject),
         },
         JSON_STYLE,
@@ -245,6 +255,7 @@ fn a_custom_reject_response_keeps_retry_and_cache_headers() {
     let response = build_outcome_reply(
         RequestOutcome::Denied {
             policy: "p",
+            is_reported: true,
             custom_response: Some(&empty),
         },
         JSON_STYLE,
@@ -411,6 +422,7 @@ fn grpc_rejections_are_headers_only() {
     assert_eq!(
         code(RequestOutcome::Denied {
             policy: "p",
+            is_reported: true,
             custom_response: None
         }),
         "7"
@@ -418,6 +430,7 @@ fn grpc_rejections_are_headers_only() {
     assert_eq!(
         code(RequestOutcome::Unavailable {
             policy: "p",
+            is_reported: true,
             retry_after_us: 1
         }),
         "14"
@@ -425,6 +438,7 @@ fn grpc_rejections_are_headers_only() {
     assert_eq!(
         code(RequestOutcome::InvalidKey {
             policy: "p",
+            is_reported: true,
             error: KeyError::Missing("x".into())
         }),
         "3"

@@ -47,10 +47,11 @@ pub(in crate::proxy) fn reset_at_us(reported: &LimitReport<'_>, now_us: u64) -> 
     }
 }
 
-/// Returns the refusing limit with the longest wait or, if no limit refuses, the limit with the
-/// lowest remaining share of its capacity. Of equal limits, the first is returned.
+/// Returns the reported limit that refuses for longest or, if none refuses, the one with the lowest
+/// remaining share of its capacity. Of equal limits, the first is returned.
 fn find_tightest_limit<'a, 't>(limits: &'a [LimitReport<'t>]) -> Option<&'a LimitReport<'t>> {
-    limits.iter().reduce(|best, next| {
+    let reported = limits.iter().filter(|limit| limit.limit.is_reported);
+    reported.reduce(|best, next| {
         if compare_tightness(next, best) == Ordering::Greater {
             next
         } else {

@@ -22,13 +22,19 @@ pub(super) fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut Header
         RequestOutcome::Limited(limited) => limited.retry.retry_after_s(),
         _ => None,
     };
+    let reported_limits = || {
+        verdict
+            .limits
+            .iter()
+            .filter(|limit| limit.limit.is_reported)
+    };
     // Both headers share one buffer, which saves two of four allocations.
     let mut text = Vec::with_capacity(96 * verdict.limits.len());
-    for (index, reported) in verdict.limits.iter().enumerate() {
+    for (index, reported) in reported_limits().enumerate() {
         push_policy_item(&mut text, index, reported);
     }
     let policies_length = text.len();
-    for (index, reported) in verdict.limits.iter().enumerate() {
+    for (index, reported) in reported_limits().enumerate() {
         push_limit_status(&mut text, index, reported, verdict.now_us, max_reset_s);
     }
     let mut statuses = Bytes::from(text);

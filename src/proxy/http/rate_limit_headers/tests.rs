@@ -1,10 +1,12 @@
 use super::*;
-use crate::enforcer::{LimitRejection, LimitReport, RequestOutcome, RetryHint};
+use crate::enforcer::{
+    LimitRejection, LimitReport, RequestOutcome, RetryHint, UnenforcedRejections,
+};
 use crate::limiter::{Algorithm, Limit, LimitStatus, Refusal};
 use crate::policy::NamedLimit;
 use http::HeaderName;
 use proptest::prelude::*;
-use smallvec::{SmallVec, smallvec};
+use smallvec::smallvec;
 use std::time::Duration;
 
 const NOW_US: u64 = 1_700_000_000_500_000;
@@ -24,6 +26,7 @@ fn named_limit(name: &str, requests: u64, per_us: u64) -> NamedLimit {
         name: name.into(),
         unit: None,
         limit,
+        is_reported: true,
     }
 }
 
@@ -89,7 +92,7 @@ fn write_headers_for_outcome<'t>(
         source: None,
         delay: Duration::ZERO,
         is_degraded: false,
-        shadow_rejected: SmallVec::new(),
+        unenforced_rejections: UnenforcedRejections::default(),
     };
     write_headers(&verdict, fields, &mut headers);
     headers
@@ -188,6 +191,7 @@ fn reset_parameter_never_exceeds_retry_after() {
     );
     let limited = LimitRejection {
         policy: "fast",
+        is_reported: true,
         violated_limits: smallvec!["fast"],
         retry: RetryHint::After(300_000),
         is_blocked: false,

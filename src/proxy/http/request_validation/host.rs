@@ -15,7 +15,7 @@ pub(super) enum NormalizedHost {
     OwnedText(Box<str>),
 }
 
-/// Returns the host that policies see for a `Host` value, or `Retry` if the value is rejected.
+/// Returns the host that policies see for a `Host` value, or `None` if the value is rejected.
 pub fn normalize_host(value: &str) -> Option<Cow<'_, str>> {
     match AuthorityParts::parse(value)?.normalize_host() {
         NormalizedHost::AuthorityRange(range) => value.get(range).map(Cow::Borrowed),

@@ -256,7 +256,7 @@ impl JsonPointerScanner {
         self.path_depth == self.depth
     }
 
-    /// Returns the pointer token to match inside the innermost container, or `Retry` if that
+    /// Returns the pointer token to match inside the innermost container, or `None` if that
     /// container is not on the path.
     fn expected_token<'p>(&self, pointer: &'p JsonPointer) -> Option<&'p JsonPointerToken> {
         let index = self

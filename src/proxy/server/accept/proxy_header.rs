@@ -23,7 +23,7 @@ const TLV_TYPE_CRC32C: u8 = 0x03;
 /// Parsed PROXY header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ProxyHeader {
-    /// Client address. `Retry` if the peer itself is the client (LOCAL, UNKNOWN, or a family other
+    /// Client address. `None` if the peer itself is the client (LOCAL, UNKNOWN, or a family other
     /// than IP).
     pub(super) source: Option<SocketAddr>,
     /// Length of the header in bytes. The client's own bytes follow the header.
@@ -43,7 +43,7 @@ pub(super) enum ProxyHeaderParseError {
     Checksum,
 }
 
-/// Parses a header from the first bytes of a connection. Returns `Retry` if more bytes are needed.
+/// Parses a header from the first bytes of a connection. Returns `None` if more bytes are needed.
 ///
 /// # Errors
 /// Returns a [`ProxyHeaderParseError`] as soon as no further byte could complete a header. More

@@ -31,7 +31,10 @@ pub(super) async fn close_timed_out_connection(
         }
         // Idle connections do not end here: they are closed gracefully or only release their
         // buffers.
-        TimeoutKind::Idle | TimeoutKind::IdleBuffers | TimeoutKind::CloseRequested => {
+        TimeoutKind::Idle
+        | TimeoutKind::IdleBuffers
+        | TimeoutKind::UnsentResponse
+        | TimeoutKind::CloseRequested => {
             return socket.abort();
         }
     }

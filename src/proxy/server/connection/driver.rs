@@ -78,15 +78,20 @@ impl ConnectionDriver {
                 });
             }
             self.monitor.report_memory();
+            self.monitor.update_activity();
             while let Some((deadline, overdue)) = self.next_deadline() {
                 if self.timer.poll(deadline, cx).is_pending() {
                     return Poll::Pending;
                 }
-                if overdue != TimeoutKind::Idle || self.is_closing {
-                    return Poll::Ready(Err(overdue));
-                }
-                if self.close_at.is_none() {
-                    self.monitor.record_close(ConnectionCloseReason::Idle);
+                match overdue {
+                    TimeoutKind::Idle if !self.is_closing => {
+                        if self.close_at.is_none() {
+                            self.monitor.record_close(ConnectionCloseReason::Idle);
+                        }
+                    }
+                    // Counted if the client does not read then either.
+                    TimeoutKind::UnsentResponse => self.monitor.restart_unsent_timeout(),
+                    _ => return Poll::Ready(Err(overdue)),
                 }
                 if let Poll::Ready(end) = self.request_close(cx, &mut work) {
                     return Poll::Ready(Ok(end));

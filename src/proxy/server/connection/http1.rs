@@ -161,7 +161,7 @@ where
     None
 }
 
-/// Status that hyper sent for input that is not a valid HTTP/1 request. `Retry` if hyper sent no
+/// Status that hyper sent for input that is not a valid HTTP/1 request. `None` if hyper sent no
 /// response.
 fn status_of_parse_error(error: &hyper::Error) -> Option<StatusCode> {
     match () {

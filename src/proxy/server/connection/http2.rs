@@ -59,7 +59,10 @@ pub(super) async fn serve_http2<S, F>(
                     .record_close(ConnectionCloseReason::HeaderTimeout),
                 // The reason was recorded when the close was requested.
                 TimeoutKind::CloseRequested => {}
-                TimeoutKind::Stalled | TimeoutKind::Idle | TimeoutKind::IdleBuffers => {
+                TimeoutKind::Stalled
+                | TimeoutKind::Idle
+                | TimeoutKind::IdleBuffers
+                | TimeoutKind::UnsentResponse => {
                     driver.monitor.record_close(ConnectionCloseReason::SlowRead)
                 }
             }
@@ -67,7 +70,7 @@ pub(super) async fn serve_http2<S, F>(
     }
 }
 
-/// Classifies the error of an HTTP/2 connection. Returns `Retry` if the client did not cause it.
+/// Classifies the error of an HTTP/2 connection. Returns `None` if the client did not cause it.
 fn classify_connection_error(
     error: &hyper::Error,
     monitor: &ConnectionMonitor,

@@ -10,6 +10,7 @@ use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::http::body::RequestBodyLimits;
 use crate::proxy::server::allocator_trim::AllocatorTrim;
 use crate::proxy::server::connection_load::ServerLoad;
+use crate::proxy::server::connection_memory::{H2_CONNECTION_WINDOW_BYTES, H2_STREAM_WINDOW_BYTES};
 use crate::proxy::server::connection_timeouts::{ConnectionMonitor, ConnectionTimeouts};
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 
@@ -22,10 +23,6 @@ const MIN_HTTP1_BUFFER_LIMIT_BYTES: usize = 64 * 1024;
 
 /// Response bytes buffered per stream while the client's flow-control window is exhausted.
 const H2_STREAM_SEND_BUFFER_BYTES: usize = 32 * 1024;
-
-/// Flow-control windows granted to the client, per stream and per connection.
-const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
-const H2_CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
 
 /// Maximum streams that a client has reset before the server accepted them ("rapid reset").
 const H2_MAX_PENDING_RESETS: usize = 20;
@@ -82,7 +79,7 @@ impl HttpServerSettings {
         self.settings.max_connections_per_client
     }
 
-    /// Maximum memory of all client connections. `Retry` for no limit.
+    /// Maximum memory of all client connections. `None` for no limit.
     pub(in crate::proxy) fn max_memory(&self) -> Option<usize> {
         self.settings.max_memory
     }

@@ -1,6 +1,6 @@
 //! A request of a client connection, from its arrival to the end of its response.
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes};
 use http::{HeaderValue, Request, Response, StatusCode, Version, header};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -18,12 +18,15 @@ use crate::proxy::http::body::{
     BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress, ResponseBody,
 };
 use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::server::connection_timeouts::{ActiveRequestGuard, ConnectionMonitor};
+use crate::proxy::server::connection_timeouts::{
+    ActiveRequestGuard, ConnectionMonitor, StreamProgress,
+};
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::server::unsent_responses::{StreamOutput, UnsentChunkGuard};
 
-/// Maximum size of a response chunk passed to HTTP/2. When hyper asks for the next chunk, the
-/// client reads, even if slowly.
+/// Maximum size of a response chunk passed to HTTP/2. Once h2 has taken a chunk, the client reads,
+/// even if slowly.
 const H2_MAX_CHUNK_BYTES: usize = 16 * 1024;
 
 /// Passes one request to the handler. The request stays active until the bodies of request and
@@ -51,9 +54,11 @@ pub(super) fn handle_request<H: RequestHandler>(
     }
     let is_http2 = head.version == Version::HTTP_2;
     let body = RequestBody::new(&head, incoming, limits, &active);
+    let head_bytes = monitor.memory().begin_head(is_http2);
     let charges_early_reset = is_http2 && peer.listener_kind.is_public();
     let mut guard = RequestGuard {
         request: active,
+        head_bytes,
         body: body.progress(),
         arrived_at: charges_early_reset.then(Instant::now),
         is_complete: false,
@@ -68,7 +73,8 @@ pub(super) fn handle_request<H: RequestHandler>(
         let response = poll_fn(|cx| {
             let polled = handling.as_mut().poll(cx);
             if polled.is_pending() {
-                guard.request.monitor().mark_progress();
+                let monitor = guard.request.monitor();
+                monitor.record_stream_progress(StreamProgress::AwaitsUpstream);
             }
             polled
         });
@@ -100,6 +106,7 @@ pub(super) fn handle_request<H: RequestHandler>(
                 hides_end,
                 guard,
                 is_http2,
+                output: None,
                 remainder: Bytes::new(),
             }
         }))
@@ -111,6 +118,8 @@ pub(super) fn handle_request<H: RequestHandler>(
 /// charged.
 struct RequestGuard {
     request: ActiveRequestGuard,
+    /// Size of the request head, as far as it counts for the memory budget.
+    head_bytes: usize,
     body: Option<Rc<RequestBodyProgress>>,
     /// Arrival time, set only for HTTP/2 clients of a public listener, which can cancel one request
     /// and continue with others. The operator's own proxies may cancel requests when their timeouts
@@ -126,6 +135,7 @@ impl Drop for RequestGuard {
         if let Some(body) = &self.body {
             body.record_response_end();
         }
+        self.request.monitor().memory().end_head(self.head_bytes);
         if let Some(arrived) = self.arrived_at.filter(|_| !self.is_complete) {
             self.request
                 .monitor()
@@ -143,21 +153,44 @@ pub(super) struct TrackedResponseBody {
     hides_end: bool,
     guard: RequestGuard,
     is_http2: bool,
+    /// Set with the first chunk of an HTTP/2 response.
+    output: Option<StreamOutput>,
     /// Rest of the last frame that was split, not yet passed to hyper.
     remainder: Bytes,
 }
 
+/// A chunk of a response body.
+pub(super) struct ResponseChunk {
+    bytes: Bytes,
+    /// `None` for HTTP/1.
+    _unsent: Option<UnsentChunkGuard>,
+}
+
+impl Buf for ResponseChunk {
+    fn remaining(&self) -> usize {
+        self.bytes.remaining()
+    }
+
+    fn chunk(&self) -> &[u8] {
+        self.bytes.chunk()
+    }
+
+    fn advance(&mut self, count: usize) {
+        self.bytes.advance(count);
+    }
+}
+
 impl Body for TrackedResponseBody {
-    type Data = Bytes;
+    type Data = ResponseChunk;
     type Error = BodyError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        // A poll is progress: hyper polls for more data only when it can send more to the client.
+    ) -> Poll<Option<Result<Frame<ResponseChunk>, BodyError>>> {
+        // hyper polls for more data once h2 has taken the last chunk.
         let monitor = self.guard.request.monitor();
-        monitor.mark_progress();
+        monitor.record_stream_progress(StreamProgress::AwaitsUpstream);
         // hyper and h2 buffer tens of KiB of a response. While the socket accepts no bytes, more
         // data stays with the upstream.
         ready!(monitor.poll_write_progress(cx));
@@ -167,29 +200,36 @@ impl Body for TrackedResponseBody {
                     Ok(data) => self.remainder = data,
                     Err(trailers) => {
                         self.guard.is_complete = true;
-                        return Poll::Ready(Some(Ok(trailers)));
+                        let trailers = trailers.into_trailers();
+                        return Poll::Ready(trailers.ok().map(|all| Ok(Frame::trailers(all))));
                     }
                 },
                 end => {
                     self.guard.is_complete = true;
-                    return Poll::Ready(end);
+                    return Poll::Ready(end.and_then(Result::err).map(Err));
                 }
             }
         }
-        self.guard
-            .request
-            .monitor()
-            .frame_budget()
-            .credit_response();
-        let max_frame_bytes = if self.is_http2 {
-            H2_MAX_CHUNK_BYTES
-        } else {
-            usize::MAX
+        let monitor = self.guard.request.monitor();
+        monitor.frame_budget().credit_response();
+        monitor.record_stream_progress(StreamProgress::AwaitsClient);
+        let (max_bytes, unsent) = match self.is_http2 {
+            true => {
+                let responses = Rc::clone(monitor.unsent_responses());
+                let output = self
+                    .output
+                    .get_or_insert_with(|| StreamOutput::new(&responses));
+                (H2_MAX_CHUNK_BYTES, Some(output.begin_chunk()))
+            }
+            false => (usize::MAX, None),
         };
-        let frame_bytes = max_frame_bytes.min(self.remainder.len());
-        let frame = self.remainder.split_to(frame_bytes);
+        let chunk_bytes = max_bytes.min(self.remainder.len());
+        let chunk = ResponseChunk {
+            bytes: self.remainder.split_to(chunk_bytes),
+            _unsent: unsent,
+        };
         self.guard.is_complete = self.is_end_stream();
-        Poll::Ready(Some(Ok(Frame::data(frame))))
+        Poll::Ready(Some(Ok(Frame::data(chunk))))
     }
 
     fn is_end_stream(&self) -> bool {

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_load::ServerLoad;
-use crate::proxy::server::connection_timeouts::ConnectionMonitor;
+use crate::proxy::server::connection_timeouts::{ConnectionMonitor, StreamProgress};
 use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// Runs each stream of an HTTP/2 connection in its own task and resets streams that make no
@@ -68,7 +68,7 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTaskExec
             let (mut stream, mut timer) = (Box::pin(stream), LazyTimer::default());
             let mut stalled_since = None;
             poll_fn(|cx| {
-                monitor.take_progress();
+                monitor.take_stream_progress();
                 let done = stream.as_mut().poll(cx);
                 // A request still in the handover is dropped: its client disconnected before the
                 // upgrade.
@@ -76,9 +76,14 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTaskExec
                 if done.is_ready() {
                     return Poll::Ready(());
                 }
-                if monitor.take_progress() {
-                    stalled_since = None;
-                    return Poll::Pending;
+                match monitor.take_stream_progress() {
+                    // The upstream wakes the task. Only later can the client delay the stream.
+                    Some(StreamProgress::AwaitsUpstream) => {
+                        stalled_since = None;
+                        return Poll::Pending;
+                    }
+                    Some(StreamProgress::AwaitsClient) => stalled_since = None,
+                    None => {}
                 }
                 let since = *stalled_since.get_or_insert_with(Instant::now);
                 timer

@@ -71,7 +71,10 @@ impl UpgradedRequest {
         stall_timeout: Duration,
     ) {
         socket.set_half_close(true);
-        self.active.monitor().memory().set_tunnel();
+        // hyper and its buffers have ended.
+        self.active.monitor().set_has_buffers(false);
+        self.active.monitor().memory().set_unclosable();
+        self.active.monitor().report_memory();
         let end_reason = self.tunnel.run(&mut socket, stall_timeout, false).await;
         record_tunnel_end(&end_reason, self.active.monitor());
         match end_reason {
@@ -100,6 +103,7 @@ impl UpgradedRequest {
                 return tracing::debug!(%error, "http/2 stream ended before its tunnel started");
             }
         };
+        self.active.monitor().memory().begin_stream();
         let mut stream = Http2TunnelStream {
             io,
             sending: Some(Box::pin(sending)),
@@ -136,9 +140,15 @@ fn record_tunnel_end(end_reason: &TunnelEndReason, monitor: &ConnectionMonitor) 
 /// stream. Polling the sending half detects a reset even while there is nothing to send.
 struct Http2TunnelStream<S> {
     io: TokioIo<Upgraded>,
-    /// hyper's sending half of the stream. `Retry` once the sending half has ended.
+    /// hyper's sending half of the stream. `None` once the sending half has ended.
     sending: Option<Pin<Box<S>>>,
     active: ActiveRequestGuard,
+}
+
+impl<S> Drop for Http2TunnelStream<S> {
+    fn drop(&mut self) {
+        self.active.monitor().memory().end_stream();
+    }
 }
 
 impl<S: Future<Output = ()>> Http2TunnelStream<S> {

@@ -29,7 +29,7 @@ type ExchangeError = (ExchangeFailure, UpstreamError);
 /// A request whose head was sent and whose body is being uploaded.
 struct StartedRequest {
     response: Http2ResponseFuture,
-    /// The sending half of a WebSocket request's stream; `Retry` for other requests.
+    /// The sending half of a WebSocket request's stream; `None` for other requests.
     tunnel: Option<SendStream<Bytes>>,
 }
 

@@ -19,7 +19,7 @@ pub(in crate::proxy::upstream) struct BodyUpload(AbortHandle);
 
 impl BodyUpload {
     /// Sends as much of `body` as the upstream's window allows, then spawns a task for the rest.
-    /// Returns `Retry` if no rest remains. Removes trailers that are not named in
+    /// Returns `None` if no rest remains. Removes trailers that are not named in
     /// `declared_trailers`, the validated `Trailer` values.
     pub(in crate::proxy::upstream) async fn start(
         body: RequestBody,

@@ -236,7 +236,7 @@ impl Http2Connection {
         }
     }
 
-    /// Start of the connection's idle time; `Retry` while it has requests.
+    /// Start of the connection's idle time; `None` while it has requests.
     pub(in crate::proxy::upstream) fn idle_since(&self) -> Option<Instant> {
         (self.active_streams.get() == 0).then(|| self.idle_since.get())
     }

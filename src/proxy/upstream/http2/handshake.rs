@@ -16,7 +16,7 @@ use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_err
 
 /// Receive windows per stream and per connection. The connection window holds one full stream
 /// window per possible stream, so a slow client delays only its own response.
-const STREAM_WINDOW_BYTES: u32 = 64 * 1024;
+const STREAM_WINDOW_BYTES: u32 = 56 * 1024;
 const CONNECTION_WINDOW_BYTES: u32 = 100 * STREAM_WINDOW_BYTES;
 /// Maximum bytes that h2 buffers per stream for sending.
 const SEND_BUFFER_BYTES: usize = 64 * 1024;

@@ -8,7 +8,7 @@ use crate::proxy::http::upgrade;
 /// Converts an HTTP/1.1 request head to HTTP/2 (RFC 9113, 8.2.2 and 8.3.1). The target becomes an
 /// absolute URI, and the connection headers except `te` are removed.
 ///
-/// Returns `Retry`, with a partly changed head, if `Host` is missing or not an authority. This does
+/// Returns `None`, with a partly changed head, if `Host` is missing or not an authority. This does
 /// not occur after request validation.
 pub(in crate::proxy::upstream) fn convert_request_head_to_http2(
     head: &mut request::Parts,

@@ -27,7 +27,7 @@ pub(super) struct PingMonitor {
     pings_since_read: usize,
     /// Start of the current quiet period: the last PONG or the last other data.
     quiet_since: Instant,
-    /// Deadline for the PONG that answers the current PING; `Retry` if no PING is pending.
+    /// Deadline for the PONG that answers the current PING; `None` if no PING is pending.
     pong_deadline: Option<Instant>,
     timer: LazyTimer,
 }

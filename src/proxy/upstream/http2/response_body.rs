@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 #[derive(Debug)]
 pub(in crate::proxy::upstream) struct Http2ResponseBody {
     stream: RecvStream,
-    /// Unreceived bytes of the declared `Content-Length`; `Retry` without a length.
+    /// Unreceived bytes of the declared `Content-Length`; `None` without a length.
     remaining_bytes: Option<u64>,
     data_ended: bool,
 }

@@ -13,6 +13,7 @@ use super::stream_slot::StreamSlot;
 use crate::proxy::http::body::request::RequestBody;
 use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::informational_responses::InformationalResponseQueue;
+use crate::proxy::upstream::read_limit::ReadLimit;
 
 /// An HTTP/1.1 connection or a stream of an HTTP/2 connection, for one request at a time. Dropping
 /// it closes the HTTP/1.1 connection or ends the HTTP/2 stream.
@@ -21,7 +22,7 @@ pub(in crate::proxy::upstream) struct UpstreamConnection {
     pub(in crate::proxy::upstream) protocol: ConnectionProtocol,
     /// Response and idle timeouts of the current request.
     pub(in crate::proxy::upstream) timer: LazyTimer,
-    /// Time of an HTTP/1.1 connection's last return to the pool; `Retry` if there was none.
+    /// Time of an HTTP/1.1 connection's last return to the pool; `None` if there was none.
     pub(super) idle_since: Option<Instant>,
 }
 
@@ -36,6 +37,7 @@ pub(in crate::proxy::upstream) enum ConnectionProtocol {
 pub(in crate::proxy::upstream) struct Http1Connection {
     pub(in crate::proxy::upstream) sender: SendRequest<RequestBody>,
     pub(in crate::proxy::upstream) informational: Arc<InformationalResponseQueue>,
+    pub(super) read_limit: ReadLimit,
     pub(super) peer: Option<IpAddr>,
     pub(super) task: AbortHandle,
 }
@@ -92,6 +94,14 @@ impl PooledConnection {
 
     pub(in crate::proxy::upstream) fn timer(&mut self) -> &mut LazyTimer {
         &mut self.connection.timer
+    }
+
+    /// Limit of each read from an HTTP/1.1 connection.
+    pub(in crate::proxy::upstream) fn read_limit(&self) -> Option<&ReadLimit> {
+        match &self.connection.protocol {
+            ConnectionProtocol::Http1(http1) => Some(&http1.read_limit),
+            ConnectionProtocol::Http2(_) => None,
+        }
     }
 
     /// Returns the connection to the pool. The response must have been read to its end.

@@ -127,7 +127,7 @@ impl UpstreamPool {
                     detail: "the upstream allows no concurrent streams".to_owned(),
                 });
         }
-        let peer = stream.peer_ip();
+        let (peer, read_limit) = (stream.peer_ip(), stream.read_limit());
         let handshake = http1::Builder::new()
             .max_buf_size(MAX_RESPONSE_HEAD_BYTES as usize)
             .max_headers(MAX_RESPONSE_HEADERS)
@@ -145,6 +145,7 @@ impl UpstreamPool {
         Ok(ConnectionProtocol::Http1(Http1Connection {
             sender,
             informational: Arc::default(),
+            read_limit,
             peer,
             task: task.abort_handle(),
         }))

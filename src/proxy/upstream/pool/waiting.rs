@@ -89,7 +89,7 @@ impl UpstreamPool {
         }
     }
 
-    /// Waits for a stream of an HTTP/2 connection, and opens connections if needed. Returns `Retry`
+    /// Waits for a stream of an HTTP/2 connection, and opens connections if needed. Returns `None`
     /// if the caller must try again.
     ///
     /// The wait for the worker's first HTTP/2 connection lasts until it opens or fails. With HTTP/2

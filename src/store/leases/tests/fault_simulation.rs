@@ -252,7 +252,7 @@ impl FaultSimulation {
         self.events.push(Some(event));
     }
 
-    /// Arrival time of a message; `Retry` if it is lost.
+    /// Arrival time of a message; `None` if it is lost.
     fn draw_arrival_us(&mut self) -> Option<u64> {
         let is_lost = self.random.u64(..100) < self.fault_rates.message_loss_percent;
         let slowest_us = if self.random.u8(..10) == 0 {

@@ -67,7 +67,7 @@ impl ScriptLibrary {
     }
 
     /// Parses the key of a counter: its readable part, and a limit with its algorithm and period.
-    /// Returns `Retry` if it is not the key of a counter.
+    /// Returns `None` if it is not the key of a counter.
     pub(in crate::store::redis) fn parse_counter_key(
         &self,
         key: &str,

@@ -18,7 +18,7 @@ pub(in crate::store::redis) struct CallerPosition {
 }
 
 impl ScriptLibrary {
-    /// Parses the reply to [`ScriptLibrary::decide_command`]. Returns `Retry` if it is invalid.
+    /// Parses the reply to [`ScriptLibrary::decide_command`]. Returns `None` if it is invalid.
     pub fn parse_decision_reply(reply: &Value, charges: &[Charge<'_>]) -> Option<Decision> {
         let Value::BulkString(text) = reply else {
             return None;
@@ -33,7 +33,7 @@ impl ScriptLibrary {
         )
     }
 
-    /// Parses the part of a reply that belongs to one request. Returns `Retry` if it is invalid.
+    /// Parses the part of a reply that belongs to one request. Returns `None` if it is invalid.
     pub(in crate::store::redis) fn parse_request_decision(
         now_us: u64,
         text: &str,
@@ -101,7 +101,7 @@ impl ScriptLibrary {
     }
 
     /// Parses the reply to [`ScriptLibrary::read_command`]: the time and the status of each
-    /// counter. Returns `Retry` if the reply is invalid.
+    /// counter. Returns `None` if the reply is invalid.
     pub(in crate::store::redis) fn parse_read_reply(
         reply: &Value,
         counters: &[(&str, &Limit)],
@@ -122,7 +122,7 @@ impl ScriptLibrary {
     }
 }
 
-/// The integers of a reply, in order; `Retry` for a word that is no integer.
+/// The integers of a reply, in order; `None` for a word that is no integer.
 fn parse_numbers(text: &str) -> impl Iterator<Item = Option<i64>> {
     let words = text.split(' ').filter(|_| !text.is_empty());
     words.map(|word| word.parse().ok())
@@ -133,7 +133,7 @@ pub(in crate::store::redis) fn parse_now_us(text: &str) -> Option<u64> {
     to_time_us(text.parse().ok()?).filter(|now_us| *now_us > 0)
 }
 
-/// Parses the numbers of one charge. Returns `Retry` for impossible values, which must not take
+/// Parses the numbers of one charge. Returns `None` for impossible values, which must not take
 /// effect.
 fn parse_limit_status(
     limit: &Limit,
@@ -169,7 +169,7 @@ fn parse_limit_status(
     })
 }
 
-/// Parses the time of a charge; `Some(None)` if it was not made. Returns `Retry` for an impossible
+/// Parses the time of a charge; `Some(None)` if it was not made. Returns `None` for an impossible
 /// value.
 fn parse_charged_at_us(now_us: u64, number: i64) -> Option<Option<u64>> {
     if number == 0 {
@@ -208,7 +208,7 @@ fn derive_caller_status(
     })
 }
 
-/// Parses a grant; `Some(None)` without one. Returns `Retry` for an impossible value.
+/// Parses a grant; `Some(None)` without one. Returns `None` for an impossible value.
 fn parse_grant(
     charge: &Charge<'_>,
     lease: LeaseTerms,

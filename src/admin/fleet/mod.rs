@@ -1,0 +1,254 @@
+//! One view of all instances that share the limits.
+//!
+//! The store names the instances by their heartbeats. The admin endpoint of each one is queried for
+//! a summary: in parallel, within a deadline, and at most [`MAX_ASKED_INSTANCES`]. An instance that
+//! cannot be queried is listed with the reason.
+
+mod credential;
+mod merge;
+mod peer_client;
+mod summary;
+
+pub(super) use credential::InstanceCredential;
+
+use super::parameters::QueryParameters;
+use super::responses::{JsonResponse, ProblemDetails, run_blocking};
+use super::{AdminBackend, FleetInstance, FleetMembers, ReloadableAdminToken};
+use axum::Extension;
+use axum::body::Bytes;
+use axum::extract::{RawQuery, State};
+use futures_util::future::join_all;
+use http::StatusCode;
+use merge::{AskedInstance, FleetAnswers, build_fleet_view};
+use parking_lot::Mutex;
+use peer_client::PeerClient;
+use serde_json::Value;
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+use summary::{MAX_SUMMARY_ENTRIES, build_summary};
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, timeout, timeout_at};
+
+/// Maximum number of instances that are queried for one view.
+const MAX_ASKED_INSTANCES: usize = 100;
+/// Maximum number of concurrent requests to other instances.
+const MAX_CONCURRENT_REQUESTS: usize = 32;
+/// Timeout for the list of the instances and all their answers, shorter than the timeout of the
+/// dashboard (5 s).
+const VIEW_TIMEOUT: Duration = Duration::from_secs(4);
+/// Timeout for the list; the rest of [`VIEW_TIMEOUT`] is for the answers.
+const LIST_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a view is returned to further callers, so that many dashboards cost no more than one.
+const VIEW_LIFETIME: Duration = Duration::from_secs(1);
+/// Default number of entries in a ranking.
+const DEFAULT_RANKING_ENTRIES: usize = 20;
+
+/// Reads the view of the fleet. All callers share one reader.
+#[derive(Debug)]
+pub(super) struct FleetReader {
+    token: ReloadableAdminToken,
+    /// Only one view is built at a time.
+    building: Arc<Semaphore>,
+    peers: PeerClient,
+    /// The last view, and when it was built.
+    last_view: Mutex<Option<(Instant, Arc<Value>)>>,
+    /// The members of the last successful read, for an outage of the store.
+    last_members: Mutex<Option<FleetMembers>>,
+}
+
+impl FleetReader {
+    pub(super) fn new(token: ReloadableAdminToken) -> Self {
+        Self {
+            token,
+            building: Arc::new(Semaphore::new(1)),
+            peers: PeerClient::new(),
+            last_view: Mutex::default(),
+            last_members: Mutex::default(),
+        }
+    }
+
+    /// Returns the view with rankings of [`MAX_SUMMARY_ENTRIES`], at most [`VIEW_LIFETIME`] old.
+    async fn read_view(
+        self: &Arc<Self>,
+        view: &AdminBackend,
+    ) -> Result<Arc<Value>, ProblemDetails> {
+        // An error means that the semaphore is closed, which never happens.
+        let permit = Arc::clone(&self.building).acquire_owned().await;
+        let last_view = self.last_view.lock().clone();
+        if let Some((built_at, last_view)) = last_view
+            && built_at.elapsed() < VIEW_LIFETIME
+        {
+            return Ok(last_view);
+        }
+        let (reader, backend) = (Arc::clone(self), view.clone());
+        // A task of its own, so that the other callers get the view if this one gives up.
+        let building = tokio::spawn(async move {
+            let _permit = permit;
+            let answers = reader.ask_instances(&backend).await?;
+            let built =
+                run_blocking(move || Arc::new(build_fleet_view(&backend, &answers))).await?;
+            *reader.last_view.lock() = Some((Instant::now(), Arc::clone(&built)));
+            Ok(built)
+        });
+        building.await.unwrap_or_else(|error| {
+            let status = StatusCode::INTERNAL_SERVER_ERROR;
+            Err(ProblemDetails::new(
+                status,
+                format!("this is a bug: {error}"),
+            ))
+        })
+    }
+
+    /// Lists the instances; while the store does not answer, those of the last list.
+    async fn list_members(&self, view: &AdminBackend) -> (FleetMembers, Option<String>) {
+        let problem = match timeout(LIST_TIMEOUT, (view.list_members)()).await {
+            Ok(Ok(members)) => {
+                *self.last_members.lock() = Some(members.clone());
+                return (members, None);
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(_elapsed) => "the store did not list the instances within 2 s".to_owned(),
+        };
+        let last_members = self.last_members.lock().clone();
+        (last_members.unwrap_or_default(), Some(problem))
+    }
+
+    async fn ask_instances(&self, view: &AdminBackend) -> Result<FleetAnswers, ProblemDetails> {
+        let deadline = Instant::now() + VIEW_TIMEOUT;
+        let (mut members, problem) = self.list_members(view).await;
+        let own_id = view.instance.id;
+        // The own heartbeat may be missing while the store is unavailable.
+        if !members.instances.iter().any(|one| one.id == own_id) {
+            members
+                .instances
+                .insert(0, FleetInstance::without_heartbeat(&view.instance));
+            members.total += 1;
+        }
+        let backend = view.clone();
+        let own_summary =
+            run_blocking(move || build_summary(&backend, MAX_SUMMARY_ENTRIES)).await?;
+        let repeated_ids = find_repeated_ids(&members.instances);
+        let permits = Semaphore::new(MAX_CONCURRENT_REQUESTS);
+        let instances = members.instances.into_iter().enumerate();
+        let answers = instances.map(|(at, instance)| {
+            let is_repeated = repeated_ids.contains(&instance.id);
+            let (permits, own_summary) = (&permits, &own_summary);
+            async move {
+                if instance.id == own_id {
+                    return AskedInstance::from_own_summary(instance, own_summary.clone());
+                }
+                let answer = match find_address(&instance, at, is_repeated) {
+                    Ok(address) => {
+                        self.ask_instance(&instance.id, address, permits, deadline)
+                            .await
+                    }
+                    Err(reason) => Err(reason),
+                };
+                AskedInstance::from_answer(instance, answer)
+            }
+        });
+        Ok(FleetAnswers {
+            instances: join_all(answers).await,
+            total: members.total,
+            problem,
+        })
+    }
+
+    async fn ask_instance(
+        &self,
+        id: &str,
+        address: &str,
+        permits: &Semaphore,
+        deadline: Instant,
+    ) -> Result<Bytes, String> {
+        let token = self.token.load();
+        let credential = token
+            .as_ref()
+            .map(|token| InstanceCredential::new(token, id));
+        let answer = async {
+            let _permit = permits.acquire().await;
+            self.peers.fetch_summary(address, credential.as_ref()).await
+        };
+        timeout_at(deadline, answer)
+            .await
+            .unwrap_or_else(|_elapsed| Err("it did not answer in time".to_owned()))
+    }
+}
+
+/// The ids of several entries. The credential is derived from the id, so one of them is forged.
+fn find_repeated_ids(instances: &[FleetInstance]) -> HashSet<String> {
+    let mut ids = HashSet::new();
+    let repeated = instances.iter().filter(|one| !ids.insert(&one.id));
+    repeated.map(|one| one.id.clone()).collect()
+}
+
+/// Returns the address to query, or why an instance cannot be queried.
+fn find_address(
+    instance: &FleetInstance,
+    position: usize,
+    is_repeated: bool,
+) -> Result<&str, String> {
+    let reason = match &instance.admin_address {
+        None if instance.name.is_none() => "its version does not report its admin address",
+        None => "other instances cannot reach its admin port: see admin.advertise",
+        Some(_) if is_repeated => "several heartbeats have its id",
+        Some(_) if position >= MAX_ASKED_INSTANCES => {
+            "too many instances: only the first 100 are asked"
+        }
+        Some(address) => return Ok(address),
+    };
+    Err(reason.to_owned())
+}
+
+/// Returns the instances that share the limits, and their most rejected keys and paths together.
+pub(super) async fn get_fleet(
+    State(view): State<AdminBackend>,
+    Extension(reader): Extension<Arc<FleetReader>>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    let query = QueryParameters::parse(query.as_deref(), &["n"])?;
+    let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_SUMMARY_ENTRIES)?;
+    let fleet = reader.read_view(&view).await?;
+    run_blocking(move || {
+        let mut fleet = (*fleet).clone();
+        for ranking in ["keys", "paths"] {
+            let entries = fleet.pointer_mut(&format!("/{ranking}/entries"));
+            if let Some(entries) = entries.and_then(Value::as_array_mut) {
+                entries.truncate(limit);
+            }
+        }
+        JsonResponse(StatusCode::OK, fleet)
+    })
+    .await
+}
+
+/// Returns the summary of this instance to another instance.
+pub(super) async fn get_instance_summary(
+    State(view): State<AdminBackend>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    let query = QueryParameters::parse(query.as_deref(), &["n"])?;
+    let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_SUMMARY_ENTRIES)?;
+    run_blocking(move || JsonResponse(StatusCode::OK, build_summary(&view, limit))).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_of_several_entries_is_found_wherever_they_are() {
+        let instance = |id: &str| FleetInstance {
+            id: id.to_owned(),
+            name: None,
+            version: None,
+            admin_address: None,
+            heartbeat_age: None,
+            is_pending: false,
+        };
+        let instances = ["a", "b", "c", "a", "c", "a"].map(instance);
+        let expected = ["a", "c"].map(str::to_owned);
+        assert_eq!(find_repeated_ids(&instances), HashSet::from(expected));
+    }
+}

@@ -1,0 +1,129 @@
+//! HTTP client for the summaries of other instances.
+
+use super::credential::InstanceCredential;
+use super::summary::MAX_SUMMARY_ENTRIES;
+use http::header::{AUTHORIZATION, HOST};
+use http::{Request, StatusCode};
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{TcpStream, lookup_host};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+/// Timeout of one request, including the connection setup.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum size of a summary.
+const MAX_SUMMARY_BYTES: usize = 256 << 10;
+
+/// Maximum number of name lookups at a time. A lookup uses a blocking thread until the resolver
+/// gives up, after the request has timed out. Reloads and `/metrics` need these threads, too.
+const MAX_CONCURRENT_LOOKUPS: usize = 4;
+
+/// Sends requests to other instances.
+#[derive(Debug)]
+pub(super) struct PeerClient {
+    lookup_permits: Arc<Semaphore>,
+}
+
+impl PeerClient {
+    pub(super) fn new() -> Self {
+        Self {
+            lookup_permits: Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS)),
+        }
+    }
+
+    /// Fetches the summary of the instance at `address`, a host and a port.
+    ///
+    /// # Errors
+    /// Returns the reason, as a sentence about the instance.
+    pub(super) async fn fetch_summary(
+        &self,
+        address: &str,
+        credential: Option<&InstanceCredential>,
+    ) -> Result<Bytes, String> {
+        let answer = async {
+            let addresses = self.look_up(address).await?;
+            send_request(&addresses, credential).await
+        };
+        timeout(REQUEST_TIMEOUT, answer)
+            .await
+            .unwrap_or_else(|_elapsed| Err("it did not answer within 1 s".to_owned()))
+    }
+
+    /// Returns the socket addresses of a host and a port.
+    async fn look_up(&self, address: &str) -> Result<Vec<SocketAddr>, String> {
+        if let Ok(address) = address.parse() {
+            return Ok(vec![address]);
+        }
+        let permit = Arc::clone(&self.lookup_permits).acquire_owned().await;
+        let name = address.to_owned();
+        // The lookup keeps its permit when the request has timed out.
+        let lookup = tokio::spawn(async move {
+            let _permit = permit;
+            let found = lookup_host(name).await;
+            found.map(|addresses| addresses.collect::<Vec<_>>())
+        });
+        lookup.await.map_err(to_reason)?.map_err(to_reason)
+    }
+}
+
+async fn send_request(
+    addresses: &[SocketAddr],
+    credential: Option<&InstanceCredential>,
+) -> Result<Bytes, String> {
+    let socket = TcpStream::connect(addresses).await.map_err(to_reason)?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(socket))
+        .await
+        .map_err(to_reason)?;
+    // Dropping the set closes the connection.
+    let mut connections = JoinSet::new();
+    connections.spawn(connection);
+    let mut request = Request::get(format!("/fleet/instance?n={MAX_SUMMARY_ENTRIES}"))
+        // The endpoint accepts this name whatever its configuration.
+        .header(HOST, "localhost");
+    if let Some(credential) = credential {
+        request = request.header(AUTHORIZATION, format!("Bearer {}", credential.expose()));
+    }
+    let request = request.body(Empty::<Bytes>::new()).map_err(to_reason)?;
+    let response = sender.send_request(request).await.map_err(to_reason)?;
+    match response.status() {
+        StatusCode::OK => {}
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+            return Err("it refused the credential: its admin token differs".to_owned());
+        }
+        status => return Err(format!("it answered {status}")),
+    }
+    let body = Limited::new(response.into_body(), MAX_SUMMARY_BYTES)
+        .collect()
+        .await;
+    Ok(body.map_err(to_reason)?.to_bytes())
+}
+
+fn to_reason(error: impl fmt::Display) -> String {
+    format!("its admin port failed: {error}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn lookups_are_bounded_and_addresses_need_none() {
+        let peers = PeerClient::new();
+        let permits = u32::try_from(MAX_CONCURRENT_LOOKUPS).unwrap();
+        let _hanging = peers.lookup_permits.acquire_many(permits).await.unwrap();
+        assert_eq!(
+            peers.fetch_summary("localhost:1", None).await,
+            Err("it did not answer within 1 s".to_owned())
+        );
+        let addresses = peers.look_up("127.0.0.1:1").await;
+        assert_eq!(addresses, Ok(vec!["127.0.0.1:1".parse().unwrap()]));
+    }
+}

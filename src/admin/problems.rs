@@ -1,0 +1,308 @@
+//! Problems that need attention: one rule each, for `/readyz`, the overview, the dashboard and
+//! `tidegate top`. docs/operations/observe.md lists the rules.
+
+use super::AdminBackend;
+use crate::telemetry::metrics::{ProcessStatus, RedisServerMetrics};
+use serde_json::{Value, json};
+use std::borrow::Cow;
+
+/// Number of seconds that the rules about traffic cover. The current, incomplete second is added.
+const TRAFFIC_WINDOW_S: usize = 60;
+/// Smallest number of forwarded requests, and smallest percentage of failures among them, that are
+/// reported.
+const UPSTREAM_ERRORS_MIN_REQUESTS: u64 = 5;
+const UPSTREAM_ERRORS_MIN_PERCENT: u64 = 50;
+/// Smallest number of requests, and smallest percentage of refusals among them, that are reported.
+const REFUSALS_MIN_REQUESTS: u64 = 20;
+const REFUSALS_MIN_PERCENT: u64 = 60;
+/// Percentage of `maxmemory` from which the memory of Redis is reported.
+const REDIS_MEMORY_PERCENT: u64 = 90;
+/// Largest difference to the clock of Redis that is not reported.
+const MAX_CLOCK_SKEW_US: u64 = 5_000_000;
+
+/// A problem and its remedy, in words.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Problem {
+    /// Names the rule; the dashboard has its own texts for some rules.
+    id: &'static str,
+    is_error: bool,
+    title: Cow<'static, str>,
+    remedy: Cow<'static, str>,
+}
+
+/// Counts of the requests in the last minute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct RecentTraffic {
+    requests: u64,
+    refused: u64,
+    /// Requests that were forwarded to the upstream, or should have been.
+    forwarded: u64,
+    /// Forwarded requests without a response, or with a response 502 or 504.
+    failed: u64,
+}
+
+impl Problem {
+    fn error(
+        id: &'static str,
+        title: impl Into<Cow<'static, str>>,
+        remedy: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        Self {
+            id,
+            is_error: true,
+            title: title.into(),
+            remedy: remedy.into(),
+        }
+    }
+
+    fn warning(
+        id: &'static str,
+        title: impl Into<Cow<'static, str>>,
+        remedy: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        Self {
+            is_error: false,
+            ..Self::error(id, title, remedy)
+        }
+    }
+
+    /// Problem and remedy as one sentence.
+    pub(super) fn to_hint(&self) -> String {
+        format!("{}: {}", self.title, self.remedy)
+    }
+
+    pub(super) fn to_json(&self) -> Value {
+        let level = if self.is_error { "error" } else { "warning" };
+        json!({ "id": self.id, "level": level, "title": self.title, "remedy": self.remedy })
+    }
+}
+
+/// Returns the problems of this instance, those that affect most requests first.
+pub(super) fn find_problems(view: &AdminBackend, status: &ProcessStatus) -> Vec<Problem> {
+    let mut problems = find_store_problems(status);
+    problems.extend(find_traffic_problems(RecentTraffic::read(view)));
+    problems.extend(find_configuration_problems(status));
+    if view.metrics.untrusted_forwarding_count() > 0 {
+        problems.push(Problem::warning(
+            "untrusted_forwarding",
+            "a peer that is not in client.trusted_proxies sends forwarding headers",
+            "if it is your ingress, all clients behind it share one quota until you list it, e.g. [client] \
+             trusted_proxies = [\"10.0.0.0/8\"]; the log and the dashboard say which peer",
+        ));
+    }
+    problems.extend(status.redis.iter().flat_map(find_redis_problems));
+    problems
+}
+
+fn find_store_problems(status: &ProcessStatus) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if !status.store_up {
+        problems.push(Problem::error(
+            "store",
+            "the store is unavailable",
+            "policies decide by on_store_failure",
+        ));
+    }
+    if status.breaker_open {
+        problems.push(Problem::error(
+            "breaker",
+            "the circuit breaker is open",
+            "requests skip the store until a background probe succeeds",
+        ));
+    }
+    problems
+}
+
+fn find_traffic_problems(recent: RecentTraffic) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    let RecentTraffic {
+        requests,
+        refused,
+        forwarded,
+        failed,
+    } = recent;
+    if forwarded >= UPSTREAM_ERRORS_MIN_REQUESTS
+        && percent(failed, forwarded) >= UPSTREAM_ERRORS_MIN_PERCENT
+    {
+        problems.push(Problem::error(
+            "upstream_errors",
+            format!(
+                "the upstream fails: {} % of the forwarded requests of the last minute ({failed} of {forwarded}) got no \
+                 response, or 502 or 504",
+                percent(failed, forwarded)
+            ),
+            "check the app and upstream.url; the log (\"requests are not forwarded\") and \
+             tidegate_upstream_errors_total name the cause",
+        ));
+    }
+    if requests >= REFUSALS_MIN_REQUESTS && percent(refused, requests) >= REFUSALS_MIN_PERCENT {
+        problems.push(Problem::warning(
+            "refusals",
+            format!(
+                "{} % of the requests of the last minute were refused ({refused} of {requests})",
+                percent(refused, requests)
+            ),
+            "unless this is an attack, a limit is too low or many clients share one key; the list of the keys \
+             refused most says which",
+        ));
+    }
+    problems
+}
+
+fn find_configuration_problems(status: &ProcessStatus) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if !status.reload_errors.is_empty() {
+        problems.push(Problem::error(
+            "reload",
+            "the newest configuration is invalid",
+            "the last valid one is in effect",
+        ));
+    }
+    if !status.pending_restart.is_empty() {
+        problems.push(Problem::warning(
+            "restart",
+            "changed settings wait for a restart",
+            format!(
+                "the running values stay in effect until then: {}",
+                status.pending_restart.join(", ")
+            ),
+        ));
+    }
+    if status.policy_count == 0 {
+        problems.push(Problem::warning(
+            "no_policies",
+            "no policies are in effect",
+            "every request passes; add a [[policy]], or correct include if your policies are in other files",
+        ));
+    }
+    problems
+}
+
+fn find_redis_problems(redis: &RedisServerMetrics) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if let (Some(used), Some(max)) = (redis.memory_bytes, redis.memory_max_bytes)
+        && percent(used, max) >= REDIS_MEMORY_PERCENT
+    {
+        problems.push(Problem::warning(
+            "redis_memory",
+            format!("Redis uses {} % of its maxmemory", percent(used, max)),
+            "a full Redis refuses new counters (oom) or evicts them; raise maxmemory, or find what fills it",
+        ));
+    }
+    if redis.may_evict == Some(true) {
+        problems.push(Problem::warning(
+            "redis_eviction",
+            "Redis may evict counters",
+            "each eviction admits more than the limits; set maxmemory-policy noeviction",
+        ));
+    }
+    if let Some(skew_us) = redis
+        .clock_skew_us
+        .filter(|skew_us| skew_us.unsigned_abs() > MAX_CLOCK_SKEW_US)
+    {
+        problems.push(Problem::warning(
+            "clock_skew",
+            format!(
+                "the clocks of this machine and of Redis differ by {} s",
+                skew_us.unsigned_abs() / 1_000_000
+            ),
+            "without Redis, fixed windows follow the clock of this machine; synchronize both clocks",
+        ));
+    }
+    problems
+}
+
+impl RecentTraffic {
+    fn read(view: &AdminBackend) -> Self {
+        let (_, seconds) = view.history.last_seconds(TRAFFIC_WINDOW_S + 1);
+        let labels = view.metrics.labels().request_decisions;
+        let sum = |names: &[&str]| -> u64 {
+            let columns = labels
+                .iter()
+                .enumerate()
+                .filter(|(_, (label, _))| names.contains(label));
+            columns
+                .flat_map(|(at, _)| seconds.iter().filter_map(move |s| s.decisions.get(at)))
+                .map(|count| u64::from(*count))
+                .sum()
+        };
+        let refused = sum(&["rejected", "blocked", "denied", "degraded_refused"]);
+        let admitted = sum(&["allowed", "delayed", "degraded"]);
+        let forwarded = admitted.saturating_sub(sum(&["degraded_refused"]));
+        let [faults, gateway_errors] = seconds.iter().fold([0u64; 2], |[a, b], second| {
+            let [faults, gateway_errors] = second.failures;
+            [a + u64::from(faults), b + u64::from(gateway_errors)]
+        });
+        Self {
+            requests: forwarded + refused + sum(&["malformed"]),
+            refused,
+            forwarded,
+            failed: faults.max(gateway_errors).min(forwarded),
+        }
+    }
+}
+
+/// A share in percent, rounded down.
+fn percent(part: u64, all: u64) -> u64 {
+    part.saturating_mul(100) / all.max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ids(problems: &[Problem]) -> Vec<&'static str> {
+        problems.iter().map(|problem| problem.id).collect()
+    }
+
+    fn traffic(requests: u64, refused: u64, failed: u64) -> Vec<Problem> {
+        find_traffic_problems(RecentTraffic {
+            requests,
+            refused,
+            forwarded: requests - refused,
+            failed,
+        })
+    }
+
+    #[test]
+    fn traffic_is_judged_by_share_and_only_from_a_minimum_of_requests() {
+        assert_eq!(ids(&traffic(10, 0, 5)), ["upstream_errors"]);
+        assert_eq!(ids(&traffic(10, 0, 4)), [""; 0]);
+        assert_eq!(ids(&traffic(4, 0, 4)), [""; 0]);
+        assert_eq!(ids(&traffic(100, 81, 0)), ["refusals"]);
+        assert_eq!(ids(&traffic(100, 59, 0)), [""; 0]);
+        assert_eq!(ids(&traffic(19, 19, 0)), [""; 0]);
+        assert_eq!(ids(&traffic(100, 81, 19)), ["upstream_errors", "refusals"]);
+        assert!(
+            traffic(100, 81, 0)[0]
+                .to_hint()
+                .starts_with("81 % of the requests of the last minute were refused (81 of 100): ")
+        );
+    }
+
+    #[test]
+    fn redis_is_judged_by_memory_eviction_policy_and_clock() {
+        let healthy = RedisServerMetrics {
+            calls: 0,
+            memory_bytes: Some(89),
+            memory_max_bytes: Some(100),
+            may_evict: Some(false),
+            clock_skew_us: Some(-5_000_000),
+        };
+        assert_eq!(ids(&find_redis_problems(&healthy)), [""; 0]);
+        assert_eq!(
+            ids(&find_redis_problems(&RedisServerMetrics::default())),
+            [""; 0]
+        );
+        let unhealthy = RedisServerMetrics {
+            memory_bytes: Some(90),
+            may_evict: Some(true),
+            clock_skew_us: Some(-5_000_001),
+            ..healthy
+        };
+        assert_eq!(
+            ids(&find_redis_problems(&unhealthy)),
+            ["redis_memory", "redis_eviction", "clock_skew"]
+        );
+    }
+}

@@ -1,0 +1,299 @@
+//! The health of Redis for this use, for `tidegate doctor` and `GET /doctor`.
+//!
+//! `store::redis` collects the facts. This module judges them and gives advice.
+
+mod report_json;
+mod server_findings;
+mod store_findings;
+
+pub(crate) use server_findings::format_bytes;
+
+use crate::admin::DOCTOR_INTERVAL;
+use crate::clock;
+use crate::limiter::Algorithm;
+use crate::policy::{PolicyAction, PolicyTable};
+use crate::store::redis::{
+    PolicyKeySample, RedisConnectionError, RedisDiagnosis, RedisSettings, ServerFacts,
+    diagnose_redis,
+};
+use parking_lot::Mutex;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
+
+/// What was examined and found.
+#[derive(Debug)]
+pub(crate) struct DoctorReport {
+    /// `None` for the memory store.
+    pub(crate) store: Option<ExaminedStore>,
+    /// By server, in the order of the checks.
+    pub(crate) findings: Vec<DoctorFinding>,
+    pub(crate) servers: Vec<ServerSummary>,
+    /// The counters of each policy, over all servers.
+    pub(crate) policies: Vec<PolicyMemory>,
+}
+
+/// The store of the configuration.
+#[derive(Debug)]
+pub(crate) struct ExaminedStore {
+    pub(crate) address: String,
+    pub(crate) key_prefix: String,
+}
+
+/// The result of one check.
+#[derive(Clone, Debug)]
+pub(crate) struct DoctorFinding {
+    pub(crate) level: FindingLevel,
+    /// A stable name, such as `eviction`.
+    pub(crate) check: &'static str,
+    /// `None` if the finding is about the configuration or all servers.
+    pub(crate) server: Option<String>,
+    pub(crate) found: String,
+    pub(crate) advice: Option<String>,
+}
+
+/// How serious a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum FindingLevel {
+    Ok,
+    /// Works now, and may fail or lose usage in some event.
+    Warning,
+    /// Decisions fail, or limits are not kept.
+    Fault,
+}
+
+/// Figures of one server.
+#[derive(Debug)]
+pub(crate) struct ServerSummary {
+    pub(crate) address: String,
+    pub(crate) facts: Box<ServerFacts>,
+}
+
+/// Counters and memory of one policy, estimated from a sample.
+#[derive(Debug)]
+pub(crate) struct PolicyMemory {
+    /// `None` for counters whose names are too long to contain the policy.
+    pub(crate) policy: Option<String>,
+    pub(crate) counters: u64,
+    pub(crate) bytes: u64,
+    pub(crate) unexpiring: u64,
+}
+
+/// Examines the servers of `redis`, or reports that the store is memory.
+pub(crate) async fn examine_store(
+    redis: Option<&RedisSettings>,
+    table: &PolicyTable,
+    serves_rate_limit_service: bool,
+) -> DoctorReport {
+    let mut findings = FindingList::default();
+    let Some(settings) = redis else {
+        findings.add_ok(
+            "store",
+            "store.kind is \"memory\": each instance counts by itself, and there is no Redis to examine",
+        );
+        return DoctorReport {
+            store: None,
+            findings: findings.0,
+            servers: Vec::new(),
+            policies: Vec::new(),
+        };
+    };
+    let diagnosis = Box::pin(diagnose_redis(settings, &configured_algorithms(table))).await;
+    store_findings::judge_configuration(&mut findings, settings, serves_rate_limit_service);
+    store_findings::judge_topology(&mut findings, settings, &diagnosis);
+    let policies = estimate_policy_memory(&diagnosis);
+    let mut servers = Vec::new();
+    for server in diagnosis.servers {
+        let mut server_findings = FindingList::default();
+        match server.result {
+            Ok(facts) => {
+                server_findings::judge_server(&mut server_findings, settings, &facts);
+                let address = server.address.clone();
+                servers.push(ServerSummary { address, facts });
+            }
+            Err(error) => server_findings.add_error("connection", "no connection", &error),
+        }
+        findings.extend_for_server(&server.address, server_findings);
+    }
+    store_findings::judge_clocks_between_servers(&mut findings, &servers);
+    DoctorReport {
+        store: Some(ExaminedStore {
+            address: settings.to_string(),
+            key_prefix: settings.key_prefix.clone(),
+        }),
+        findings: findings.0,
+        servers,
+        policies,
+    }
+}
+
+/// The examinations of a running process: at most one per interval.
+#[derive(Debug, Default)]
+pub(crate) struct StoreExaminations {
+    last: Mutex<Option<(Instant, Value)>>,
+}
+
+impl StoreExaminations {
+    /// Examines the store and returns the report as JSON, or returns the last report if it is
+    /// recent. The caller runs one examination at a time.
+    pub(crate) async fn examine(
+        &self,
+        redis: Option<&RedisSettings>,
+        table: &PolicyTable,
+        serves_rate_limit_service: bool,
+    ) -> Value {
+        let last = self.last.lock().clone();
+        if let Some((examined_at, report)) = last
+            && examined_at.elapsed() < DOCTOR_INTERVAL
+        {
+            return report;
+        }
+        let report = examine_store(redis, table, serves_rate_limit_service).await;
+        let report = report.to_json(clock::unix_time_s());
+        *self.last.lock() = Some((Instant::now(), report.clone()));
+        report
+    }
+}
+
+impl DoctorReport {
+    pub(crate) fn count(&self, level: FindingLevel) -> usize {
+        let findings = self.findings.iter();
+        findings.filter(|finding| finding.level == level).count()
+    }
+}
+
+impl FindingLevel {
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Fault => "fault",
+        }
+    }
+}
+
+/// Collects findings.
+#[derive(Debug, Default)]
+struct FindingList(Vec<DoctorFinding>);
+
+impl FindingList {
+    fn add_ok(&mut self, check: &'static str, found: impl Into<String>) {
+        self.add(FindingLevel::Ok, check, found.into(), None);
+    }
+
+    fn add_warning(&mut self, check: &'static str, found: String, advice: &str) {
+        self.add(FindingLevel::Warning, check, found, Some(advice.to_owned()));
+    }
+
+    fn add_fault(&mut self, check: &'static str, found: String, advice: &str) {
+        self.add(FindingLevel::Fault, check, found, Some(advice.to_owned()));
+    }
+
+    /// Adds a fault that quotes the error of the server or the system, with advice for its kind.
+    fn add_error(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
+        let found = format!("{what} ({}): {}", error.kind.as_str(), error.message);
+        self.add_fault(
+            check,
+            found,
+            store_findings::advice_for_error(error.kind.as_str()),
+        );
+    }
+
+    fn add(
+        &mut self,
+        level: FindingLevel,
+        check: &'static str,
+        found: String,
+        advice: Option<String>,
+    ) {
+        self.0.push(DoctorFinding {
+            level,
+            check,
+            server: None,
+            found,
+            advice,
+        });
+    }
+
+    fn extend_for_server(&mut self, address: &str, findings: Self) {
+        self.0
+            .extend(findings.0.into_iter().map(|finding| DoctorFinding {
+                server: Some(address.to_owned()),
+                ..finding
+            }));
+    }
+}
+
+/// One algorithm of each kind that the policies use.
+fn configured_algorithms(table: &PolicyTable) -> Vec<Algorithm> {
+    let mut algorithms: Vec<Algorithm> = Vec::new();
+    for policy in table.policies() {
+        let PolicyAction::Limit(quota) = &policy.action else {
+            continue;
+        };
+        for named in &quota.limits {
+            let algorithm = named.limit.algorithm;
+            let is_same = |known: &Algorithm| {
+                std::mem::discriminant(known) == std::mem::discriminant(&algorithm)
+            };
+            if !algorithms.iter().any(is_same) {
+                algorithms.push(algorithm);
+            }
+        }
+    }
+    algorithms
+}
+
+/// Adds up the samples of all servers, and extrapolates them to the keys that were not scanned.
+#[allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "the results are estimates, far below 2^53"
+)]
+fn estimate_policy_memory(diagnosis: &RedisDiagnosis) -> Vec<PolicyMemory> {
+    let mut estimates: BTreeMap<Option<String>, (f64, f64, u64)> = BTreeMap::new();
+    let facts = diagnosis
+        .servers
+        .iter()
+        .filter_map(|server| server.result.as_ref().ok());
+    for sample in facts.filter_map(|facts| facts.keys.as_ref().ok()) {
+        let share = sample.scanned_share.max(1e-6);
+        let mut all = PolicyKeySample::default();
+        sample
+            .policies
+            .values()
+            .for_each(|policy| all.merge(policy));
+        for (policy, counts) in &sample.policies {
+            // A policy without a measured counter has the average of the server.
+            let measured = if counts.measured_keys > 0 {
+                counts
+            } else {
+                &all
+            };
+            let mean = measured.measured_bytes as f64 / measured.measured_keys.max(1) as f64;
+            let counters = counts.keys as f64 / share;
+            let sums = estimates.entry(policy.clone()).or_default();
+            sums.0 += counters;
+            sums.1 += counters * mean;
+            sums.2 += counts.unexpiring_keys;
+        }
+    }
+    let mut policies: Vec<PolicyMemory> = estimates
+        .into_iter()
+        .map(|(policy, (counters, bytes, unexpiring))| PolicyMemory {
+            policy,
+            counters: counters.round() as u64,
+            bytes: bytes.round() as u64,
+            unexpiring,
+        })
+        .collect();
+    policies.sort_by_key(|policy| std::cmp::Reverse(policy.bytes));
+    policies
+}
+
+/// Names as `a, b`, each once.
+fn join_names<'n>(names: impl Iterator<Item = &'n str>) -> String {
+    let names: BTreeSet<&str> = names.collect();
+    names.into_iter().collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,163 @@
+//! `tidegate doctor`: examines Redis for this use, and gives advice.
+
+use super::output::CommandError;
+use crate::admin::escape_json_for_display;
+use crate::app::doctor::{
+    self, DoctorFinding, DoctorReport, FindingLevel, PolicyMemory, format_bytes,
+};
+use crate::clock;
+use crate::config::{self, Config, ConfigSources, StoreSettings};
+use crate::proxy::ListenerKind;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+/// Width of the texts of findings.
+const TEXT_WIDTH: usize = 84;
+
+/// Options of `tidegate doctor`: output format and strictness.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DoctorOptions {
+    pub(super) json: bool,
+    /// Warnings fail the command.
+    pub(super) strict: bool,
+}
+
+/// Examines the store of a configuration and prints the report. Fails on faults, and on warnings if
+/// `options.strict` is set.
+///
+/// # Errors
+/// A message for the user if the configuration is invalid.
+pub(super) fn run(
+    sources: &ConfigSources,
+    options: DoctorOptions,
+) -> Result<ExitCode, CommandError> {
+    let config = config::load(sources)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| format!("error: {error}\n"))?;
+    let report = runtime.block_on(examine_configured_store(&config));
+    let text = if options.json {
+        let report = report.to_json(clock::unix_time_s());
+        escape_json_for_display(&format!("{report:#}\n"))
+    } else {
+        render_text(&report)
+    };
+    let has_failed = report.count(FindingLevel::Fault) > 0
+        || options.strict && report.count(FindingLevel::Warning) > 0;
+    // If the output is a closed pipe, the command fails without a message.
+    let printed = io::stdout().write_all(text.as_bytes());
+    Ok(match printed {
+        Ok(()) if !has_failed => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    })
+}
+
+async fn examine_configured_store(config: &Config) -> DoctorReport {
+    let redis = match &config.store {
+        StoreSettings::Memory(_) => None,
+        StoreSettings::Redis(settings) => Some(&**settings),
+    };
+    let serves_rate_limit_service = config
+        .service_listeners
+        .iter()
+        .any(|settings| settings.kind == ListenerKind::RateLimitService);
+    doctor::examine_store(redis, &config.policy_table, serves_rate_limit_service).await
+}
+
+fn render_text(report: &DoctorReport) -> String {
+    let mut text = match &report.store {
+        None => String::new(),
+        Some(store) => format!("{}, keys {}:*\n", store.address, store.key_prefix),
+    };
+    let mut server = None;
+    for finding in &report.findings {
+        if finding.server != server {
+            server.clone_from(&finding.server);
+            text.push_str(&format!(
+                "\n{}\n",
+                server.as_deref().unwrap_or("All servers")
+            ));
+        }
+        push_finding(&mut text, finding);
+    }
+    if !report.policies.is_empty() {
+        text.push_str(&format!(
+            "\n{:<24} {:>12} {:>12}\n",
+            "POLICY", "COUNTERS", "MEMORY"
+        ));
+        for memory in &report.policies {
+            push_policy(&mut text, memory);
+        }
+    }
+    let (faults, warnings) = (
+        report.count(FindingLevel::Fault),
+        report.count(FindingLevel::Warning),
+    );
+    text.push_str(&match (faults, warnings) {
+        (0, 0) => "\nNo problem was found.\n".to_owned(),
+        _ => format!(
+            "\n{}, {}.\n",
+            pluralize(faults, "fault"),
+            pluralize(warnings, "warning")
+        ),
+    });
+    text
+}
+
+fn pluralize(count: usize, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
+fn push_finding(text: &mut String, finding: &DoctorFinding) {
+    let found = finding
+        .found
+        .escape_debug()
+        .to_string()
+        .replace("\\\"", "\"")
+        .replace("\\'", "'");
+    push_wrapped(
+        text,
+        &format!("  {:<8} {:<12} ", finding.level.label(), finding.check),
+        &found,
+    );
+    if let Some(advice) = &finding.advice {
+        push_wrapped(text, &format!("  {:<8} {:<12} -> ", "", ""), advice);
+    }
+}
+
+/// Appends words in lines of limited width. The first line starts with `start`, the others with
+/// spaces.
+fn push_wrapped(text: &mut String, start: &str, words: &str) {
+    let mut line = start.to_owned();
+    let mut width = 0;
+    for word in words.split(' ') {
+        let word_width = word.chars().count();
+        if width > 0 && width + 1 + word_width > TEXT_WIDTH {
+            text.push_str(line.trim_end());
+            text.push('\n');
+            line = " ".repeat(start.chars().count());
+            width = 0;
+        }
+        if width > 0 {
+            line.push(' ');
+            width += 1;
+        }
+        line.push_str(word);
+        width += word_width;
+    }
+    text.push_str(line.trim_end());
+    text.push('\n');
+}
+
+fn push_policy(text: &mut String, memory: &PolicyMemory) {
+    let name = memory.policy.as_deref().map_or_else(
+        || "(long keys)".to_owned(),
+        |name| name.escape_debug().to_string(),
+    );
+    text.push_str(&format!(
+        "{name:<24} {:>12} {:>12}\n",
+        memory.counters,
+        format_bytes(memory.bytes)
+    ));
+}

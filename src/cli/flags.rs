@@ -1,0 +1,143 @@
+//! The flags of all commands, and the configuration sources that they select.
+
+use super::output::CommandError;
+use crate::config::{ConfigSources, FileSource, FlagOverrides};
+use clap::Args;
+use std::ffi::OsString;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// Configuration file of a command without `--config`, if the file exists.
+const DEFAULT_CONFIG: &str = "config.toml";
+/// Environment variable that names the configuration file of a command without `--config`.
+const CONFIG_VARIABLE: &str = "TIDEGATE_CONFIG";
+/// Maximum size of a configuration on stdin, the same as of a file.
+const MAX_STDIN_BYTES: u64 = 16 * 1024 * 1024;
+
+/// Flags that every command accepts.
+#[derive(Args, Debug, Default)]
+pub(super) struct SharedFlags {
+    /// Configuration file, or - for stdin. `check` accepts several
+    /// [default: $TIDEGATE_CONFIG, or ./config.toml if it exists].
+    #[arg(long, value_name = "FILE", global = true)]
+    pub(super) config: Vec<PathBuf>,
+    /// Print one JSON object on stdout, also for errors: {"ok": false, "errors": […]}.
+    #[arg(long, global = true)]
+    pub(super) json: bool,
+}
+
+/// Flags override environment variables (`TIDEGATE_UPSTREAM__URL`), which override the file.
+#[derive(Args, Clone, Debug, Default)]
+pub(super) struct OverrideFlags {
+    /// Upstream URL, e.g. http://127.0.0.1:3000.
+    #[arg(long, value_name = "URL")]
+    pub(super) upstream: Option<String>,
+    /// Listen address, e.g. 0.0.0.0:8080.
+    #[arg(long, value_name = "ADDRESS")]
+    pub(super) listen: Option<String>,
+}
+
+impl SharedFlags {
+    /// The sources of a command that reads one configuration.
+    ///
+    /// # Errors
+    /// A message if several files are given or stdin cannot be read.
+    pub(super) fn to_sources(
+        &self,
+        overrides: OverrideFlags,
+    ) -> Result<ConfigSources, CommandError> {
+        if self.config.len() > 1 {
+            let message =
+                "error: --config is given several times; only check reads several files\n";
+            return Err(CommandError::Message(message.to_owned()));
+        }
+        let file = match self.config.first() {
+            Some(path) => read_file_source(path)?,
+            None => default_file_source()?,
+        };
+        Ok(sources_with_environment(file, overrides))
+    }
+
+    /// The sources of a command that never connects to the upstream: its URL may be absent.
+    ///
+    /// # Errors
+    /// Same as [`SharedFlags::to_sources`].
+    pub(super) fn to_sources_without_upstream(&self) -> Result<ConfigSources, CommandError> {
+        self.to_sources(placeholder_upstream())
+    }
+
+    /// The sources of each file of `--config` and `files`, or of the default.
+    ///
+    /// # Errors
+    /// A message if stdin cannot be read.
+    pub(super) fn to_all_sources(
+        &self,
+        files: &[PathBuf],
+        overrides: &OverrideFlags,
+    ) -> Result<Vec<ConfigSources>, CommandError> {
+        let paths: Vec<&PathBuf> = self.config.iter().chain(files).collect();
+        if paths.is_empty() {
+            let file = default_file_source()?;
+            return Ok(vec![sources_with_environment(file, overrides.clone())]);
+        }
+        let load = |path: &PathBuf| {
+            let file = read_file_source(path)?;
+            Ok(sources_with_environment(file, overrides.clone()))
+        };
+        paths.into_iter().map(load).collect()
+    }
+}
+
+/// The sources of one file for a command that never connects to the upstream.
+pub(super) fn sources_without_upstream(path: &Path) -> ConfigSources {
+    sources_with_environment(FileSource::Path(path.to_owned()), placeholder_upstream())
+}
+
+fn placeholder_upstream() -> OverrideFlags {
+    OverrideFlags {
+        upstream: Some("http://127.0.0.1".to_owned()),
+        listen: None,
+    }
+}
+
+fn default_file_source() -> Result<FileSource, CommandError> {
+    match std::env::var_os(CONFIG_VARIABLE).filter(|path| !path.is_empty()) {
+        Some(path) => read_file_source(Path::new(&path)),
+        None if Path::new(DEFAULT_CONFIG).exists() => Ok(FileSource::Path(DEFAULT_CONFIG.into())),
+        None => Ok(FileSource::None),
+    }
+}
+
+fn read_file_source(path: &Path) -> Result<FileSource, CommandError> {
+    if path != Path::new("-") {
+        return Ok(FileSource::Path(path.to_owned()));
+    }
+    let mut text = String::new();
+    let read = std::io::stdin()
+        .take(MAX_STDIN_BYTES)
+        .read_to_string(&mut text);
+    read.map_err(|error| CommandError::Message(format!("error: stdin: can't be read: {error}\n")))?;
+    Ok(FileSource::Text {
+        name: FileSource::STDIN_NAME.to_owned(),
+        text,
+    })
+}
+
+fn sources_with_environment(file: FileSource, overrides: OverrideFlags) -> ConfigSources {
+    // Invalid UTF-8 is replaced, because unrelated variables may hold it. In a TIDEGATE_ variable,
+    // the replacement characters lead to an ordinary configuration error.
+    let text = |text: OsString| text.to_string_lossy().into_owned();
+    let env = std::env::vars_os()
+        .map(|(name, value)| (text(name), text(value)))
+        .collect();
+    let flags = FlagOverrides {
+        upstream: overrides.upstream,
+        listen: overrides.listen,
+    };
+    ConfigSources {
+        file,
+        env,
+        flags,
+        skips_key_files: false,
+    }
+}

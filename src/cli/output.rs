@@ -1,0 +1,109 @@
+//! Results and errors of commands: text, or one JSON object on stdout with `--json`.
+
+use crate::config::{ConfigDiagnostic, ConfigErrors};
+use serde_json::{Value, json};
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+/// Why a command fails.
+#[derive(Debug)]
+pub(super) enum CommandError {
+    /// The configuration is invalid.
+    Config(ConfigErrors),
+    /// A message for the user: `error: …` with a newline.
+    Message(String),
+}
+
+impl From<String> for CommandError {
+    fn from(message: String) -> Self {
+        Self::Message(message)
+    }
+}
+
+impl From<ConfigErrors> for CommandError {
+    fn from(errors: ConfigErrors) -> Self {
+        Self::Config(errors)
+    }
+}
+
+impl CommandError {
+    fn to_text(&self) -> String {
+        match self {
+            Self::Config(errors) => errors.to_string(),
+            Self::Message(message) => message.clone(),
+        }
+    }
+
+    fn to_json(&self) -> Value {
+        let errors: Vec<Value> = match self {
+            Self::Config(errors) => errors.diagnostics.iter().map(diagnostic_to_json).collect(),
+            Self::Message(message) => vec![message_to_json(message)],
+        };
+        json!({ "ok": false, "errors": errors })
+    }
+}
+
+/// Prints a result to stdout and returns the exit code. An error goes to stderr, or with `as_json`
+/// to stdout as `{"ok": false, "errors": […]}`.
+pub(super) fn print_result<E: Into<CommandError>>(
+    result: Result<String, E>,
+    as_json: bool,
+) -> ExitCode {
+    match result.map_err(Into::into) {
+        // A closed pipe fails without a message, as with other Unix tools.
+        Ok(text) => match io::stdout().write_all(text.as_bytes()) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(_) => ExitCode::FAILURE,
+        },
+        Err(error) => print_error(&error, as_json),
+    }
+}
+
+/// Prints an error and returns the exit code 1.
+#[allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "commands print their errors"
+)]
+pub(super) fn print_error(error: &CommandError, as_json: bool) -> ExitCode {
+    if as_json {
+        println!("{:#}", error.to_json());
+    } else {
+        eprint!("{}", error.to_text());
+    }
+    ExitCode::FAILURE
+}
+
+/// Prints help, the version, or an error in the command line, and returns the exit code.
+#[allow(clippy::print_stdout, reason = "commands print their errors")]
+pub(super) fn print_usage(error: &clap::Error, as_json: bool) -> ExitCode {
+    if as_json && error.use_stderr() {
+        let text = error.to_string();
+        let errors = [message_to_json(text.lines().next().unwrap_or_default())];
+        println!("{:#}", json!({ "ok": false, "errors": errors }));
+    } else if error.print().is_err() {
+        return ExitCode::FAILURE;
+    }
+    u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+/// The JSON of one error or warning of a configuration.
+pub(super) fn diagnostic_to_json(diagnostic: &ConfigDiagnostic) -> Value {
+    let position = diagnostic.span.position.as_ref();
+    json!({
+        "source": diagnostic.span.source,
+        "line": position.map(|at| at.line),
+        "column": position.map(|at| at.column),
+        "key": diagnostic.key,
+        "problem": diagnostic.problem,
+    })
+}
+
+/// An error that is not about a configuration has the fields of [`diagnostic_to_json`] too.
+fn message_to_json(message: &str) -> Value {
+    let problem = message
+        .strip_prefix("error: ")
+        .unwrap_or(message)
+        .trim_end();
+    json!({ "source": null, "line": null, "column": null, "key": "", "problem": problem })
+}

@@ -1,0 +1,262 @@
+//! The report as text: a table of episodes, or a plot by minute.
+
+use super::WhyReport;
+use super::refusal_history::{RefusalPeriod, SeriesName};
+use crate::cli::limit_status::{format_limit, format_wait};
+use crate::config::format_duration;
+use crate::replay::{format_count, format_time};
+use std::fmt::Write as _;
+use std::time::Duration;
+
+/// Maximum number of rows in the table and in the plot; the newest are printed.
+const MAX_ROWS: usize = 200;
+
+/// Maximum number of listed policies whose key the values do not fit.
+const MAX_SKIPPED_POLICIES: usize = 10;
+
+/// Length of the longest bar.
+const BAR_WIDTH: u64 = 40;
+
+/// Renders the keys, the episodes and what the log left out.
+pub(super) fn render_table(report: &WhyReport<'_>) -> String {
+    let mut text = render_heading(report);
+    let episodes = report.history.episodes();
+    if !episodes.is_empty() {
+        text.push_str(&format!(
+            "\n{:<31}  {:>8}  {:<40}  {:<20}  LAST REQUEST\n",
+            "WHEN (UTC)", "REFUSED", "BY", "WAIT"
+        ));
+    }
+    push_omitted_rows(&mut text, episodes.len());
+    let first_row = episodes.len().saturating_sub(MAX_ROWS);
+    for (name, episode) in episodes.iter().skip(first_row) {
+        text.push_str(&format!(
+            "{:<31}  {:>8}  {:<40}  {:<20}  {}\n",
+            format_range(episode.first_us, episode.last_us),
+            format_count(episode.refused),
+            describe_series(report, name),
+            describe_wait(name, episode),
+            episode.last_request.escape_debug()
+        ));
+    }
+    text + &render_coverage(report)
+}
+
+/// Renders a bar of refusals for each minute with refusals.
+pub(super) fn render_plot(report: &WhyReport<'_>) -> String {
+    let mut text = render_heading(report);
+    let periods = report.history.periods();
+    let sum = |series: &[(&SeriesName, &RefusalPeriod)]| -> u64 {
+        series.iter().map(|(_, period)| period.refused).sum()
+    };
+    let highest = periods.values().map(|series| sum(series)).max();
+    let period_s = report.history.period_s;
+    if highest.is_some() {
+        let width = format_duration(Duration::from_secs(period_s));
+        text.push_str(&format!("\nRefused requests per {width} (UTC)\n"));
+    }
+    push_omitted_rows(&mut text, periods.len());
+    let mut next_s = None;
+    let first_row = periods.len().saturating_sub(MAX_ROWS);
+    for (start_s, series) in periods.iter().skip(first_row) {
+        let pause_s = next_s.map_or(0, |next_s| start_s.saturating_sub(next_s));
+        if pause_s > 0 {
+            let pause = format_wait(pause_s.saturating_mul(1_000_000));
+            text.push_str(&format!("{:<16}  none for {pause}\n", "…"));
+        }
+        next_s = Some(start_s + period_s);
+        let refused = sum(series);
+        let bar = (refused * BAR_WIDTH).div_ceil(highest.unwrap_or(1).max(1));
+        let names: Vec<String> = series
+            .iter()
+            .map(|(name, period)| format!("{} {}", name_series(name), period.refused))
+            .collect();
+        let time = format_time(start_s.saturating_mul(1_000_000));
+        text.push_str(&format!(
+            "{:<16}  {:<40}  {:>8}  {}\n",
+            time.get(..16).unwrap_or(&time),
+            "█".repeat(usize::try_from(bar).unwrap_or(0)),
+            format_count(refused),
+            names.join(", ")
+        ));
+    }
+    text + &render_coverage(report)
+}
+
+fn render_heading(report: &WhyReport<'_>) -> String {
+    let values: Vec<String> = report
+        .values
+        .iter()
+        .map(|value| format!("{value:?}"))
+        .collect();
+    let (refused, unenforced) = (
+        report.history.total_refused(true),
+        report.history.total_refused(false),
+    );
+    let mut text = format!("Key {}: ", values.join(" "));
+    text.push_str(&match refused {
+        0 => "no refusal is in the log".to_owned(),
+        1 => "refused once".to_owned(),
+        many => format!("refused {} times", format_count(many)),
+    });
+    if unenforced > 0 {
+        let times = format_count(unenforced);
+        write_to(
+            &mut text,
+            format_args!("; {times} times by a policy in mode shadow or mark only"),
+        );
+    }
+    if report.admitted > 0 {
+        let admitted = format_count(report.admitted);
+        write_to(
+            &mut text,
+            format_args!("; {admitted} logged requests were admitted"),
+        );
+    }
+    text.push_str(".\n");
+    for searched in &report.searched {
+        let key = searched.key.as_ref().map_or_else(
+            || "the key depends on each request".to_owned(),
+            |key| format!("key {key}, in the log {:032x}", key.id()),
+        );
+        let mode = searched.policy.mode.suffix();
+        write_to(
+            &mut text,
+            format_args!("  {:<16} {key}{mode}\n", searched.policy.name),
+        );
+    }
+    for skipped in report.skipped.iter().take(MAX_SKIPPED_POLICIES) {
+        let (name, reason) = (&skipped.policy.name, &skipped.reason);
+        write_to(
+            &mut text,
+            format_args!("  {name:<16} not searched: {reason}\n"),
+        );
+    }
+    if let Some(more @ 1..) = report.skipped.len().checked_sub(MAX_SKIPPED_POLICIES) {
+        write_to(
+            &mut text,
+            format_args!("  {more} more policies are not searched\n"),
+        );
+    }
+    text
+}
+
+fn render_coverage(report: &WhyReport<'_>) -> String {
+    let lines = &report.lines;
+    let mut text = format!(
+        "\nRead {} lines, {} of them about requests",
+        format_count(lines.total),
+        format_count(lines.requests)
+    );
+    match lines.range_us {
+        Some((first_us, last_us)) => {
+            let range = format_range(first_us, last_us);
+            write_to(&mut text, format_args!(", {range} UTC"));
+        }
+        None => text.push_str(", none of them after --since"),
+    }
+    text.push_str(".\n");
+    if lines.too_old > 0 {
+        let too_old = format_count(lines.too_old);
+        write_to(
+            &mut text,
+            format_args!("{too_old} lines are older than --since.\n"),
+        );
+    }
+    if let Some((log, number, quoted)) = &lines.first_unreadable {
+        let unreadable = format_count(lines.unreadable);
+        write_to(
+            &mut text,
+            format_args!(
+                "{unreadable} lines could not be read; the first is {log}:{number}: {quoted}\n"
+            ),
+        );
+    }
+    for error in &lines.read_errors {
+        write_to(
+            &mut text,
+            format_args!("The rest of a log could not be read: {error}.\n"),
+        );
+    }
+    for gap in report.describe_gaps() {
+        write_to(&mut text, format_args!("Left out: {gap}.\n"));
+    }
+    text
+}
+
+fn push_omitted_rows(text: &mut String, rows: usize) {
+    if let Some(omitted @ 1..) = rows.checked_sub(MAX_ROWS) {
+        write_to(
+            text,
+            format_args!("({omitted} earlier rows; --json has all)\n"),
+        );
+    }
+}
+
+/// Policy and limit: `api/api-2, 1000 per 1h, fixed_window`.
+fn describe_series(report: &WhyReport<'_>, name: &SeriesName) -> String {
+    let limit = name.limit.as_deref();
+    let searched = report.find_searched(&name.policy);
+    let found = limit.and_then(|limit| searched?.find_limit(limit));
+    match found {
+        Some(limit) => format!("{}, {}", name_series(name), format_limit(&limit.limit)),
+        None => name_series(name),
+    }
+}
+
+/// `POLICY`, or `POLICY/LIMIT` if the names differ, and the decision unless a limit refused.
+fn name_series(name: &SeriesName) -> String {
+    let mut text = name.policy.to_string();
+    if let Some(limit) = name
+        .limit
+        .as_deref()
+        .filter(|limit| **limit != *name.policy)
+    {
+        write_to(&mut text, format_args!("/{}", limit.escape_debug()));
+    }
+    match name.decision.as_str() {
+        "rejected" => {}
+        "shadow_rejected" => text.push_str(" (shadow)"),
+        "marked" => text.push_str(" (mark)"),
+        "degraded" => text.push_str(" (store unavailable)"),
+        other => write_to(&mut text, format_args!(" ({})", other.escape_debug())),
+    }
+    text
+}
+
+fn describe_wait(name: &SeriesName, episode: &RefusalPeriod) -> String {
+    match episode.wait_ms {
+        Some((shortest, longest)) => {
+            let (shortest, longest) = (
+                format_wait(shortest.saturating_mul(1000)),
+                format_wait(longest.saturating_mul(1000)),
+            );
+            if shortest == longest {
+                longest
+            } else {
+                format!("{shortest} to {longest}")
+            }
+        }
+        None if !name.is_enforced() => "none".to_owned(),
+        None => "unknown".to_owned(),
+    }
+}
+
+/// `2026-11-22 09:14:03 – 09:16:59`, with one date if both times have the same.
+fn format_range(first_us: u64, last_us: u64) -> String {
+    let (first, last) = (format_time(first_us), format_time(last_us));
+    if first == last {
+        return first;
+    }
+    match (first.split_once(' '), last.split_once(' ')) {
+        (Some((first_day, _)), Some((last_day, time))) if first_day == last_day => {
+            format!("{first} – {time}")
+        }
+        _ => format!("{first} – {last}"),
+    }
+}
+
+fn write_to(text: &mut String, arguments: std::fmt::Arguments<'_>) {
+    text.write_fmt(arguments)
+        .expect("a String takes everything");
+}

@@ -1,0 +1,135 @@
+//! Credentials in files: they are read again even while the rest of the configuration is invalid.
+
+use super::diagnostic::ConfigErrors;
+use super::file_set::FileSet;
+use super::files;
+use super::input::ConfigInput;
+use super::loaded_config::{CREDENTIAL_KEYS, Config, StoreSettings};
+use super::raw_config::RawConfig;
+use super::schema;
+use super::settings;
+use super::sources::FileSource;
+use super::table_reader::TableReader;
+use crate::admin::AdminToken;
+use crate::store::redis::{RedisSettings, RedisTopology};
+use std::path::PathBuf;
+
+/// The keys of files with logins to Redis.
+const LOGIN_FILE_KEYS: [&str; 4] = [
+    "store.redis.username_file",
+    "store.redis.password_file",
+    "store.redis.sentinel_username_file",
+    "store.redis.sentinel_password_file",
+];
+
+/// Logins and TLS of Redis, and the admin token.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Credentials {
+    /// The settings that contain the logins and TLS. `None` without Redis.
+    pub redis: Option<RedisSettings>,
+    pub admin_token: Option<AdminToken>,
+}
+
+/// The keys of a valid configuration that name credentials, and their files.
+#[derive(Clone, Debug)]
+pub struct CredentialSource {
+    raw: RawConfig,
+    pub files: FileSet,
+}
+
+impl Config {
+    /// The credentials of this configuration.
+    pub fn credentials(&self) -> Credentials {
+        Credentials {
+            redis: match &self.store {
+                StoreSettings::Redis(redis) => Some((**redis).clone()),
+                StoreSettings::Memory(_) => None,
+            },
+            admin_token: self.admin.token.clone(),
+        }
+    }
+
+    /// Where the credentials of this configuration come from.
+    pub fn credential_source(&self) -> CredentialSource {
+        let mut files = FileSet::default();
+        for key in CREDENTIAL_KEYS {
+            if let Some(value) = self.raw.value_or_default(key)
+                && let Some(path) = value.as_str()
+                && self.files.contains(path.as_ref())
+            {
+                files.insert_file(path.into());
+            }
+        }
+        CredentialSource {
+            raw: self.raw.clone(),
+            files,
+        }
+    }
+}
+
+impl Credentials {
+    /// Whether `newer` has credentials for the same Redis servers.
+    pub fn is_for_same_servers(&self, newer: &Self) -> bool {
+        let master = |redis: &RedisSettings| match &redis.topology {
+            RedisTopology::Sentinel { master, .. } => Some(master.clone()),
+            RedisTopology::Standalone | RedisTopology::Cluster => None,
+        };
+        match (&self.redis, &newer.redis) {
+            (Some(running), Some(newer)) => {
+                running.servers == newer.servers
+                    && master(running) == master(newer)
+                    && running.tls.is_some() == newer.tls.is_some()
+            }
+            (running, newer) => running.is_none() && newer.is_none(),
+        }
+    }
+}
+
+impl CredentialSource {
+    /// Whether a login to Redis comes from a file that `config` names, too.
+    pub fn shares_login_files_with(&self, config: &Config) -> bool {
+        let paths = LOGIN_FILE_KEYS.iter().filter_map(|key| {
+            let value = self.raw.value_or_default(key)?;
+            value.as_str().map(PathBuf::from)
+        });
+        let mut paths = paths.filter(|path| self.files.contains(path));
+        paths.any(|path| config.files.contains(&path))
+    }
+
+    /// Reads the files of Redis again. Returns `None` if Redis is not the store.
+    ///
+    /// # Errors
+    /// [`ConfigErrors`] if a file is unreadable or invalid.
+    pub fn load_redis(&self) -> Result<Option<RedisSettings>, ConfigErrors> {
+        self.load_with(|input, root| {
+            let store = root.get_table("store");
+            let uses_redis = store.get_keyword("kind", &[("memory", false), ("redis", true)])?;
+            let redis =
+                settings::build_redis_settings(input, &store.get_table("redis"), uses_redis)?;
+            Some(uses_redis.then_some(redis))
+        })
+    }
+
+    /// Reads the file of the admin token again.
+    ///
+    /// # Errors
+    /// [`ConfigErrors`] if the file is unreadable or invalid.
+    pub fn load_admin_token(&self) -> Result<Option<AdminToken>, ConfigErrors> {
+        self.load_with(|input, root| {
+            let admin = settings::build_admin_settings(input, &root.get_table("admin"))?;
+            Some(admin.token)
+        })
+    }
+
+    fn load_with<T>(
+        &self,
+        build: impl FnOnce(&ConfigInput, &TableReader<'_>) -> Option<T>,
+    ) -> Result<T, ConfigErrors> {
+        let mut input = ConfigInput::default();
+        // The values come from `raw`; a reader needs a document for its positions.
+        let document = files::read_main_file(&mut input, &FileSource::None).unwrap_or_default();
+        let root = TableReader::from_document(&input, document, &schema::ROOT, &self.raw.0);
+        let built = build(&input, &root);
+        input.into_load_result(built, |built, _, _| built)
+    }
+}

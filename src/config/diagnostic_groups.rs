@@ -1,0 +1,143 @@
+//! Groups warnings that differ only in their position, so that 200 policies give one warning.
+
+use super::diagnostic::ConfigDiagnostic;
+use std::collections::HashMap;
+use std::fmt;
+
+/// Positions that a group lists after the first.
+const MAX_LISTED_POSITIONS: usize = 3;
+
+/// Diagnostics with the same problem in different places.
+#[derive(Clone, Debug)]
+pub struct DiagnosticGroup<'a> {
+    first: &'a ConfigDiagnostic,
+    others: Vec<&'a ConfigDiagnostic>,
+}
+
+/// Groups diagnostics in the order of their first position.
+pub fn group_diagnostics(diagnostics: &[ConfigDiagnostic]) -> Vec<DiagnosticGroup<'_>> {
+    let mut groups: Vec<DiagnosticGroup<'_>> = Vec::new();
+    let mut positions: HashMap<(String, &str), usize> = HashMap::new();
+    for diagnostic in diagnostics {
+        let kind = (
+            key_without_indexes(&diagnostic.key),
+            diagnostic.problem.as_str(),
+        );
+        let known = positions.get(&kind).and_then(|at| groups.get_mut(*at));
+        match known {
+            Some(group) => group.others.push(diagnostic),
+            None => {
+                positions.insert(kind, groups.len());
+                groups.push(DiagnosticGroup {
+                    first: diagnostic,
+                    others: Vec::new(),
+                });
+            }
+        }
+    }
+    groups
+}
+
+impl DiagnosticGroup<'_> {
+    /// Formats the group as one line for the log.
+    pub fn to_log_line(&self) -> String {
+        let mut line = self.first.to_log_line();
+        if !self.others.is_empty() {
+            line.push_str(&format!(" ({})", self.format_others()));
+        }
+        line
+    }
+
+    /// Formats the other positions: `and 2 more: config.toml:14:7, config.toml:23:7`.
+    fn format_others(&self) -> String {
+        let mut text = format!("and {} more: ", self.others.len());
+        let listed: Vec<String> = self
+            .others
+            .iter()
+            .take(MAX_LISTED_POSITIONS)
+            .map(|diagnostic| diagnostic.span.to_string())
+            .collect();
+        text.push_str(&listed.join(", "));
+        if self.others.len() > MAX_LISTED_POSITIONS {
+            text.push_str(", …");
+        }
+        text
+    }
+}
+
+/// Writes the first diagnostic, and a line with the other positions.
+impl fmt::Display for DiagnosticGroup<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.first.fmt(f)?;
+        if self.others.is_empty() {
+            return Ok(());
+        }
+        writeln!(f, "      = {}", self.format_others())
+    }
+}
+
+/// The key with `[*]` for each index: `policy[*].key`.
+fn key_without_indexes(key: &str) -> String {
+    let mut text = String::with_capacity(key.len());
+    let mut is_index = false;
+    for c in key.chars() {
+        match c {
+            '[' => {
+                is_index = true;
+                text.push_str("[*]");
+            }
+            ']' => is_index = false,
+            c if !is_index => text.push(c),
+            _ => {}
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::properties::load_text;
+    use std::fmt::Write;
+
+    #[test]
+    fn two_hundred_policies_with_one_mistake_give_one_warning() {
+        let mut text = String::new();
+        for number in 0..200 {
+            writeln!(
+                text,
+                "[[policy]]\nname = \"p{number}\"\nkey = [\"header:x-user-id\"]\nmatch = {{ path = \"/p{number}\" }}\nlimit = {{ requests = 1, per = \"1s\" }}"
+            )
+            .unwrap();
+        }
+        let config = load_text(&text).unwrap();
+        assert_eq!(config.warnings.len(), 200);
+        let groups = group_diagnostics(&config.warnings);
+        assert_eq!(groups.len(), 1);
+        let shown = groups[0].to_string();
+        assert_eq!(shown.lines().count(), 4, "{shown}");
+        assert!(
+            shown.starts_with("warning: config.toml:3:7: policy[0].key: ")
+                && shown.ends_with(
+                    "      = and 199 more: config.toml:8:7, config.toml:13:7, config.toml:18:7, …\n"
+                ),
+            "{shown}"
+        );
+        assert!(groups[0].to_log_line().ends_with("config.toml:18:7, …)"));
+    }
+
+    #[test]
+    fn different_keys_and_problems_are_not_grouped() {
+        let text = "[[policy]]\nname = 'a'\nlimit = { requests = 0, per = '1s' }\n[[policy]]\nname = 'b'\ncost = 0\nlimit = { requests = 0, per = '1s' }\n";
+        let config = load_text(text).unwrap();
+        let lines: Vec<String> = group_diagnostics(&config.warnings)
+            .iter()
+            .map(DiagnosticGroup::to_log_line)
+            .collect();
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        assert!(
+            lines[0].contains("0 rejects") && lines[0].ends_with("(and 1 more: config.toml:7:22)"),
+            "{lines:?}"
+        );
+    }
+}

@@ -1,0 +1,237 @@
+//! `[client.jwt]`: tokens, their issuers and keys.
+
+use super::client_tls;
+use crate::config::input::ConfigInput;
+use crate::config::key_files::{is_path_set, read_text_file};
+use crate::config::policies::context::ClaimTrust;
+use crate::config::table_reader::TableReader;
+use crate::config::values;
+use crate::policy::jwt::{
+    self, FetchedKeys, IssuerKeys, KeySource, KeyUrl, TokenIssuer, TrustedIssuers, VerificationKeys,
+};
+use crate::tls::ClientTls;
+use std::path::{Path, PathBuf};
+
+/// The keys that name the keys of an issuer. Exactly one of them is set.
+const KEY_SOURCES: [&str; 3] = ["keys_file", "keys_url", "secret_file"];
+
+/// Returns how token claims are trusted. `None` if no key is configured.
+pub(super) fn read_claim_trust(reader: &TableReader<'_>) -> Option<ClaimTrust> {
+    match reader.get_bool("verify") {
+        Some(false) => Some(ClaimTrust::Unverified),
+        _ if KEY_SOURCES.iter().any(|key| is_path_set(reader, key))
+            || reader.contains_key("issuers") =>
+        {
+            Some(ClaimTrust::Signed)
+        }
+        _ => None,
+    }
+}
+
+/// Builds the token settings. Reports warnings about the keys.
+pub(super) fn build_jwt_settings(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    claims: ClaimTrust,
+) -> Option<jwt::Settings> {
+    let header = reader.get_parsed("header", values::parse_header_name)?;
+    if claims == ClaimTrust::Unverified {
+        reader.report_warning(
+            "verify",
+            "unverified JWT: claims are trusted without a signature check",
+        );
+        for key in KEY_SOURCES
+            .into_iter()
+            .filter(|key| is_path_set(reader, key))
+        {
+            reader.report_warning(key, "without effect: verify is false");
+        }
+        return Some(jwt::Settings {
+            header,
+            verification: jwt::SignatureVerification::Disabled,
+        });
+    }
+    let issuers = read_issuers(input, reader)?;
+    Some(jwt::Settings {
+        header,
+        verification: jwt::SignatureVerification::Keys(TrustedIssuers::new(issuers)),
+    })
+}
+
+fn read_issuers(input: &ConfigInput, reader: &TableReader<'_>) -> Option<Vec<TokenIssuer>> {
+    let tables = reader.get_tables("issuers");
+    let fetching = read_fetch_settings(input, reader, &tables);
+    if tables.is_empty() {
+        let name = reader
+            .get_string("issuer")
+            .filter(|name| !name.is_empty())
+            .map(String::into_boxed_str);
+        let keys = read_issuer_keys(input, reader, fetching.as_ref())?;
+        return Some(vec![TokenIssuer {
+            name,
+            audiences: read_audiences(reader),
+            keys,
+        }]);
+    }
+    for key in KEY_SOURCES.into_iter().chain(["issuer", "audience"]) {
+        if reader.contains_key(key) {
+            reader.report_error(key, "issuers are set too; expected one of them");
+        }
+    }
+    let mut names = Vec::new();
+    let issuers = tables.iter().map(|table| {
+        let name = table.get_string("issuer").filter(|name| !name.is_empty());
+        if name.is_none() && table.contains_key("issuer") {
+            table.report_error("issuer", "expected the iss of the tokens");
+        } else if name.is_some() && names.contains(&name) {
+            table.report_error("issuer", "another entry has the same issuer");
+        }
+        names.push(name.clone());
+        Some(TokenIssuer {
+            name: Some(name?.into()),
+            audiences: read_audiences(table),
+            keys: read_issuer_keys(input, table, fetching.as_ref())?,
+        })
+    });
+    // All issuers are read first, so that all errors are reported.
+    let issuers: Vec<_> = issuers.collect();
+    issuers.into_iter().collect()
+}
+
+fn read_audiences(reader: &TableReader<'_>) -> Vec<String> {
+    reader.get_list("audience", |text| match text {
+        "" => Err("expected an aud of the tokens".to_owned()),
+        text => Ok(text.to_owned()),
+    })
+}
+
+fn read_issuer_keys(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    fetching: Option<&KeyFetchSettings>,
+) -> Option<IssuerKeys> {
+    let mut sources = KEY_SOURCES
+        .into_iter()
+        .filter(|key| is_path_set(reader, key));
+    let Some(key) = sources.next() else {
+        reader.report_error("keys_url", "missing; expected keys_url or keys_file");
+        return None;
+    };
+    if let Some(second) = sources.next() {
+        reader.report_error(
+            second,
+            &format!("both {key} and {second} are set; expected one of them"),
+        );
+        return None;
+    }
+    let (keys, warnings) = match key {
+        "keys_file" | "secret_file" if !input.reads_key_files() => {
+            return Some(IssuerKeys::Fixed(VerificationKeys::from_secret(b"").0));
+        }
+        "keys_url" => {
+            let fetching = fetching?;
+            let url = reader.get_parsed(key, |text| fetching.parse_url(text))?;
+            let keys = FetchedKeys::new(fetching.source(url));
+            return Some(IssuerKeys::Fetched(keys.into()));
+        }
+        "keys_file" => {
+            let text = read_text_file(input, reader, key, "JWK set")?;
+            VerificationKeys::from_jwks(&text)
+                .map_err(|reason| reader.report_error(key, &reason))
+                .ok()?
+        }
+        _ => {
+            VerificationKeys::from_secret(read_text_file(input, reader, key, "secret")?.as_bytes())
+        }
+    };
+    for warning in warnings {
+        reader.report_warning(key, &warning);
+    }
+    Some(IssuerKeys::Fixed(keys))
+}
+
+/// What all URLs of keys share.
+struct KeyFetchSettings {
+    /// A source, whose URL is replaced.
+    template: KeySource,
+    tls: Option<ClientTls>,
+    allows_http: bool,
+}
+
+impl KeyFetchSettings {
+    fn parse_url(&self, text: &str) -> Result<KeyUrl, String> {
+        let url = KeyUrl::parse(text)?;
+        if !url.is_tls && !url.is_loopback() && !self.allows_http {
+            return Err(
+                "keys over http can be replaced on the way; expected https, or keys_allow_http = true"
+                    .to_owned(),
+            );
+        }
+        if url.is_tls
+            && let Some(tls) = &self.tls
+            && tls.server_name_for(&url.host).is_err()
+        {
+            return Err(
+                "the host is not a name that a certificate can be verified against; expected such a \
+                 name, or the certificate's name in client.jwt.tls.server_name"
+                    .to_owned(),
+            );
+        }
+        Ok(url)
+    }
+
+    fn source(&self, url: KeyUrl) -> KeySource {
+        KeySource {
+            tls: self.tls.clone().filter(|_| url.is_tls),
+            url,
+            ..self.template.clone()
+        }
+    }
+}
+
+/// Reads the settings of fetches. Returns `None` if no URL is set, or after an error.
+fn read_fetch_settings(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    issuers: &[TableReader<'_>],
+) -> Option<KeyFetchSettings> {
+    let urls: Vec<String> = std::iter::once(reader)
+        .chain(issuers)
+        .filter_map(|table| table.get_string("keys_url"))
+        .filter(|url| !url.is_empty())
+        .collect();
+    let is_tls = urls.iter().any(|url| url.starts_with("https://"));
+    let requirement = client_tls::TlsRequirement {
+        is_tls,
+        is_used: true,
+        enabled_by: "https:// in keys_url",
+    };
+    let tls = client_tls::build_client_tls(input, &reader.get_table("tls"), requirement);
+    let url = KeyUrl::parse(urls.first()?).ok();
+    let template = KeySource {
+        // An invalid URL is reported where it is read.
+        url: url.or_else(|| KeyUrl::parse("https://invalid/").ok())?,
+        tls: None,
+        cache_dir: match input.reads_key_files() {
+            true => reader.get_parsed("keys_cache_dir", parse_cache_directory)?,
+            false => None,
+        },
+        refresh_interval: reader.get_duration("keys_refresh")?,
+        cooldown: reader.get_duration("keys_cooldown")?,
+        max_stale: reader.get_duration("keys_max_stale")?,
+    };
+    Some(KeyFetchSettings {
+        template,
+        // The error of an unusable TLS table has been reported.
+        tls: if is_tls { Some(tls?) } else { None },
+        allows_http: reader.get_bool("keys_allow_http")?,
+    })
+}
+
+fn parse_cache_directory(path: &str) -> Result<Option<PathBuf>, String> {
+    match path {
+        "" => Ok(None),
+        path if Path::new(path).is_dir() => Ok(Some(path.into())),
+        _ => Err("not a directory; expected an existing directory".to_owned()),
+    }
+}

@@ -1,0 +1,188 @@
+//! The kind of the store, if a Redis URL implies it.
+//!
+//! A URL without a kind means Redis. The kind of a higher layer (the environment) wins.
+
+use super::document::KeyPath;
+use super::input::ConfigInput;
+use figment::value::{Dict, Value};
+
+const URL_KEYS: [&str; 2] = ["url", "urls"];
+
+/// Sets `store.kind` to `"redis"` in the merged `values` if a Redis URL is given without a kind in
+/// the same or a higher layer. Reports a kind and a URL that contradict each other. `file` has the
+/// values of the main file, without overrides.
+pub(super) fn resolve_store_kind(input: &ConfigInput, main: usize, file: &Dict, values: &mut Dict) {
+    let Some(store) = values.get("store").and_then(Value::as_dict) else {
+        return;
+    };
+    let kind = store.get("kind");
+    let Some((url_key, url)) = find_url(store) else {
+        return;
+    };
+    let path = |keys: &[&str]| {
+        let start = KeyPath::default();
+        keys.iter().fold(start, |path, key| path.with_key(key))
+    };
+    let (kind_path, url_path) = (path(&["store", "kind"]), path(&["store", "redis", url_key]));
+    let url_label = input.override_label(url.tag());
+    let kind_label = kind.and_then(|kind| input.override_label(kind.tag()));
+    let report_contradiction = |value: &Value| {
+        input.report_error(
+            input.value_span(main, &kind_path, Some(value)),
+            kind_path.to_string(),
+            format!(
+                "\"memory\" beside {url_path} contradicts it; expected \"redis\", or no {url_path}"
+            ),
+        );
+    };
+    match kind {
+        None => {}
+        Some(kind) if kind.as_str() != Some("memory") => return,
+        Some(kind) => match (kind_label, url_label) {
+            (Some(_), Some(_)) | (None, None) => return report_contradiction(kind),
+            (Some(label), None) => {
+                let span = input.value_span(main, &url_path, Some(url));
+                let problem = format!("without effect: {label} is \"memory\"");
+                return input.report_warning(span, url_path.to_string(), problem);
+            }
+            (None, Some(label)) => {
+                let file_store = file.get("store").and_then(Value::as_dict);
+                if file_store.is_some_and(|store| find_url(store).is_some()) {
+                    return report_contradiction(kind);
+                }
+                let span = input.value_span(main, &kind_path, Some(kind));
+                let problem = format!("without effect: {label} is set, so the store is Redis");
+                input.report_warning(span, kind_path.to_string(), problem);
+            }
+        },
+    }
+    let implied = Value::String(url.tag(), "redis".to_owned());
+    if let Some(Value::Dict(_, store)) = values.get_mut("store") {
+        store.insert("kind".to_owned(), implied);
+    }
+}
+
+/// Finds a Redis URL that is set and not empty.
+fn find_url(store: &Dict) -> Option<(&'static str, &Value)> {
+    let redis = store.get("redis")?.as_dict()?;
+    URL_KEYS.into_iter().find_map(|key| {
+        let value = redis.get(key)?;
+        let is_empty = match value {
+            Value::String(_, text) => text.is_empty(),
+            Value::Array(_, items) => items.is_empty(),
+            _ => false,
+        };
+        (!is_empty).then_some((key, value))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::properties::load_with_environment;
+    use crate::config::{Config, StoreSettings};
+
+    const POLICY: &str =
+        "[[policy]]\nname = 'a'\nkey = ['client_ip']\nlimit = { requests = 1, per = '1s' }\n";
+    const URL: (&str, &str) = ("TIDEGATE_STORE__REDIS__URL", "redis://env:6379/1");
+    const PREFIX: (&str, &str) = ("TIDEGATE_STORE__REDIS__KEY_PREFIX", "shop");
+
+    fn store_kind(config: &Config) -> &'static str {
+        match config.store {
+            StoreSettings::Memory(_) => "memory",
+            StoreSettings::Redis(_) => "redis",
+        }
+    }
+
+    #[test]
+    fn a_redis_url_means_redis_unless_a_higher_layer_says_otherwise() {
+        let file_url = "[store.redis]\nurl = 'redis://file'\n";
+        let file_urls = "[store.redis]\ntopology = 'cluster'\nurls = ['redis://file']\n";
+        let memory = "[store]\nkind = 'memory'\n";
+        let kind = |kind| ("TIDEGATE_STORE__KIND", kind);
+        for (file, env, expected, warning) in [
+            ("", vec![], "memory", ""),
+            (file_url, vec![], "redis", ""),
+            (file_urls, vec![], "redis", ""),
+            ("", vec![URL], "redis", ""),
+            (memory, vec![], "memory", ""),
+            (
+                memory,
+                vec![URL],
+                "redis",
+                "TIDEGATE_STORE__REDIS__URL is set, so the store is Redis",
+            ),
+            (
+                file_url,
+                vec![kind("memory")],
+                "memory",
+                "TIDEGATE_STORE__KIND is \"memory\"",
+            ),
+            (file_url, vec![kind("redis")], "redis", ""),
+            ("[store]\nkind = 'redis'\n", vec![], "redis", ""),
+            (
+                "[store.redis]\nurl = ''\n[store.redis.breaker]\nfailures = 3\n",
+                vec![URL],
+                "redis",
+                "",
+            ),
+            (
+                "[store.redis]\ntimeout = '20ms'\n",
+                vec![],
+                "memory",
+                "not used",
+            ),
+            (
+                "[store]\nkind = 'memory'\n[store.redis]\ntimeout = '20ms'\n",
+                vec![],
+                "memory",
+                "",
+            ),
+        ] {
+            let env: Vec<(&str, &str)> = env.into_iter().chain([PREFIX]).collect();
+            let env = if expected == "redis" || file.contains("url") {
+                env
+            } else {
+                Vec::new()
+            };
+            let config = load_with_environment(&format!("{file}{POLICY}"), &env).unwrap();
+            assert_eq!(store_kind(&config), expected, "{file} {env:?}");
+            let warnings: Vec<String> = config.warnings.iter().map(ToString::to_string).collect();
+            let warnings = warnings.concat();
+            assert_eq!(
+                warnings.is_empty(),
+                warning.is_empty(),
+                "{file} {env:?}: {warnings}"
+            );
+            assert!(warnings.contains(warning), "{file} {env:?}: {warnings}");
+            // The dashboard and the hash of the settings show the kind in effect.
+            let json = config.effective_json(&config.restart_only_settings());
+            assert!(json.contains(&format!("\"kind\":\"{expected}\"")), "{json}");
+        }
+    }
+
+    #[test]
+    fn memory_beside_a_url_in_one_layer_is_an_error() {
+        for (file, env) in [
+            (
+                "[store]\nkind = 'memory'\n[store.redis]\nurl = 'redis://:hunter2@file'\n",
+                vec![],
+            ),
+            (
+                "[store]\nkind = 'memory'\n[store.redis]\nurl = 'redis://:hunter2@file'\n",
+                vec![URL],
+            ),
+            ("", vec![URL, ("TIDEGATE_STORE__KIND", "memory")]),
+        ] {
+            let errors = load_with_environment(&format!("{file}{POLICY}"), &env).unwrap_err();
+            let text = errors.to_string();
+            assert!(
+                text.contains("store.kind: \"memory\" beside store.redis.url contradicts it"),
+                "{text}"
+            );
+            assert!(
+                !text.contains("hunter2") && text.ends_with("1 error\n"),
+                "{text}"
+            );
+        }
+    }
+}

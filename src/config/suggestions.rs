@@ -1,0 +1,258 @@
+//! Suggests the value that an invalid value probably means.
+
+use super::schema::ValueKind;
+use super::values::format_duration;
+use figment::value::{Num, Value};
+use std::time::Duration;
+
+/// Least similarity of a word to the suggested one.
+const MIN_LIKENESS: f64 = 0.8;
+
+/// Words of other products, and the keyword of tidegate.
+const KEYWORD_SYNONYMS: [(&str, &str); 12] = [
+    ("gcra", "token_bucket"),
+    ("generic_cell_rate", "token_bucket"),
+    ("moving_window", "sliding_log"),
+    ("rolling_window", "sliding_log"),
+    ("sliding", "sliding_log"),
+    ("connections", "concurrency"),
+    ("deny", "reject"),
+    ("block", "deny"),
+    ("fail_open", "open"),
+    ("fail_closed", "closed"),
+    ("valkey", "redis"),
+    ("disabled", "off"),
+];
+
+/// Formats the valid value of `kind` that `value` probably means: `; did you mean "1m"?`. Returns
+/// an empty string if there is none.
+pub(super) fn suggest_value(kind: &ValueKind, value: &Value) -> String {
+    let suggestion = match kind {
+        ValueKind::Keyword(words) => value.as_str().and_then(|text| suggest_keyword(words, text)),
+        ValueKind::KeywordOrTable { keyword, .. } => value
+            .as_str()
+            .and_then(|text| suggest_keyword(&[*keyword], text)),
+        ValueKind::Duration { min, max } => suggest_duration(value)
+            .filter(|duration| (*min..=*max).contains(duration))
+            .map(|duration| match value {
+                Value::Num(_, Num::I64(seconds)) => format!("\"{seconds}s\""),
+                _ => format!("\"{}\"", format_duration(duration)),
+            }),
+        ValueKind::ByteSize { min, max } => suggest_size(value)
+            .filter(|(bytes, _)| (*min..=*max).contains(bytes))
+            .map(|(_, text)| format!("\"{text}\"")),
+        ValueKind::Bool => suggest_bool(value).map(str::to_owned),
+        ValueKind::Integer { min, max } | ValueKind::IntegerOrTable { min, max, .. } => {
+            suggest_integer(value)
+                .filter(|number| (*min..=*max).contains(number))
+                .map(|number| number.to_string())
+        }
+        _ => None,
+    };
+    suggestion.map_or_else(String::new, |found| format!("; did you mean {found}?"))
+}
+
+fn find_similar_word<'w>(words: &[&'w str], text: &str) -> Option<&'w str> {
+    let likeness = |word: &str| strsim::jaro_winkler(word, text);
+    words
+        .iter()
+        .copied()
+        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)))
+        .filter(|word| likeness(word) > MIN_LIKENESS)
+}
+
+fn suggest_keyword(words: &[&str], text: &str) -> Option<String> {
+    let plain = text.trim().to_ascii_lowercase().replace(['-', ' '], "_");
+    let synonym = || {
+        let is_known = |(other, word): &&(&str, &str)| *other == plain && words.contains(word);
+        KEYWORD_SYNONYMS
+            .iter()
+            .find(is_known)
+            .map(|(_, word)| *word)
+    };
+    let exact = words.iter().copied().find(|word| *word == plain);
+    exact
+        .or_else(synonym)
+        .or_else(|| find_similar_word(words, &plain))
+        .map(|word| format!("\"{word}\""))
+}
+
+/// Reads a number as seconds, and text with other units, spaces or fractions.
+fn suggest_duration(value: &Value) -> Option<Duration> {
+    let text = match value {
+        Value::Num(_, Num::I64(seconds)) => {
+            return u64::try_from(*seconds).ok().map(Duration::from_secs);
+        }
+        Value::Num(_, Num::F64(seconds)) => return duration_from_ms(seconds * 1000.0),
+        Value::String(_, text) => text.to_ascii_lowercase(),
+        _ => return None,
+    };
+    let mut rest = text.trim();
+    let mut total_ms = 0.0;
+    while !rest.is_empty() {
+        let (number, unit, after) = split_quantity(rest)?;
+        total_ms += number * milliseconds_per_unit(unit)?;
+        rest = after;
+    }
+    duration_from_ms(total_ms)
+}
+
+/// Splits `1.5 min 30s` into the number, its unit, and the rest.
+fn split_quantity(text: &str) -> Option<(f64, &str, &str)> {
+    let is_number = |c: char| c.is_ascii_digit() || c == '.';
+    let unit_start = text.find(|c: char| !is_number(c)).unwrap_or(text.len());
+    let (number, rest) = text.split_at_checked(unit_start)?;
+    let rest = rest.trim_start();
+    let unit_end = rest
+        .find(|c: char| !c.is_ascii_alphabetic())
+        .unwrap_or(rest.len());
+    let (unit, after) = rest.split_at_checked(unit_end)?;
+    Some((number.parse().ok()?, unit, after.trim_start()))
+}
+
+fn milliseconds_per_unit(unit: &str) -> Option<f64> {
+    let unit = unit
+        .strip_suffix('s')
+        .filter(|unit| unit.len() > 1)
+        .unwrap_or(unit);
+    Some(match unit {
+        "ms" | "msec" | "milli" | "milli_second" | "millisecond" => 1.0,
+        "" | "s" | "sec" | "second" => 1000.0,
+        "m" | "min" | "minute" => 60_000.0,
+        "h" | "hr" | "hour" => 3_600_000.0,
+        "d" | "day" => 86_400_000.0,
+        "w" | "week" => 604_800_000.0,
+        _ => return None,
+    })
+}
+
+fn duration_from_ms(ms: f64) -> Option<Duration> {
+    let duration = Duration::try_from_secs_f64(ms / 1000.0).ok()?;
+    // Durations have whole milliseconds.
+    let rounded = Duration::from_millis(u64::try_from(duration.as_millis()).ok()?);
+    (duration.abs_diff(rounded) < Duration::from_micros(1)).then_some(rounded)
+}
+
+/// Reads `64KB`, `10 MiB` or a number of bytes. Returns the bytes and the valid text.
+fn suggest_size(value: &Value) -> Option<(u64, String)> {
+    let text = match value {
+        Value::Num(_, Num::I64(bytes)) => {
+            return u64::try_from(*bytes)
+                .ok()
+                .map(|bytes| (bytes, bytes.to_string()));
+        }
+        Value::String(_, text) => text.to_ascii_lowercase(),
+        _ => return None,
+    };
+    let (number, unit, rest) = split_quantity(text.trim())?;
+    let (shift, unit) = match unit {
+        "" | "b" | "byte" | "bytes" => (0, ""),
+        "k" | "kb" | "ki" | "kib" => (10, "KiB"),
+        "m" | "mb" | "mi" | "mib" => (20, "MiB"),
+        "g" | "gb" | "gi" | "gib" => (30, "GiB"),
+        _ => return None,
+    };
+    let text = format!("{number}{unit}");
+    let number: u64 = number.to_string().parse().ok()?;
+    (rest.is_empty()).then_some((number.checked_mul(1 << shift)?, text))
+}
+
+fn suggest_bool(value: &Value) -> Option<&'static str> {
+    match value {
+        Value::Num(_, Num::I64(0)) => Some("false"),
+        Value::Num(_, Num::I64(1)) => Some("true"),
+        Value::String(_, text) => match text.trim().to_ascii_lowercase().as_str() {
+            "true" | "yes" | "on" | "1" | "enabled" => Some("true"),
+            "false" | "no" | "off" | "0" | "disabled" => Some("false"),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+fn suggest_integer(value: &Value) -> Option<i64> {
+    match value {
+        Value::String(_, text) => text.trim().replace(['_', ','], "").parse().ok(),
+        Value::Num(_, Num::F64(number)) => number.to_string().parse().ok(),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn suggest(kind: &ValueKind, value: impl Into<Value>) -> String {
+        let text = suggest_value(kind, &value.into());
+        text.trim_start_matches("; did you mean ")
+            .trim_end_matches('?')
+            .to_owned()
+    }
+
+    #[test]
+    fn suggests_durations() {
+        let kind = ValueKind::Duration {
+            min: Duration::from_millis(1),
+            max: Duration::from_secs(86_400 * 400),
+        };
+        for (text, meant) in [
+            ("1min", "\"1m\""),
+            ("5 minutes", "\"5m\""),
+            ("1 s", "\"1s\""),
+            ("1S", "\"1s\""),
+            ("60", "\"1m\""),
+            ("1.5s", "\"1500ms\""),
+            ("1hr", "\"1h\""),
+            ("1w", "\"7d\""),
+            ("30m1h", "\"90m\""),
+            ("1us", ""),
+            ("soon", ""),
+            ("", ""),
+            ("500d", ""),
+        ] {
+            assert_eq!(suggest(&kind, text), meant, "{text}");
+        }
+        assert_eq!(suggest(&kind, 60_i64), "\"60s\"");
+        assert_eq!(suggest(&kind, 0.5), "\"500ms\"");
+        assert_eq!(suggest(&kind, -1_i64), "");
+    }
+
+    #[test]
+    fn suggests_keywords_numbers_and_sizes() {
+        let algorithms = ValueKind::Keyword(&["sliding_log", "sliding_window", "token_bucket"]);
+        for (text, meant) in [
+            ("sliding-window", "\"sliding_window\""),
+            ("Sliding Log", "\"sliding_log\""),
+            ("gcra", "\"token_bucket\""),
+            ("GCRA", "\"token_bucket\""),
+            ("tokenbucket", "\"token_bucket\""),
+            ("xyz", ""),
+        ] {
+            assert_eq!(suggest(&algorithms, text), meant, "{text}");
+        }
+        let actions = ValueKind::Keyword(&["limit", "allow", "deny"]);
+        assert_eq!(suggest(&actions, "block"), "\"deny\"");
+        let size = ValueKind::ByteSize {
+            min: 1024,
+            max: u64::MAX,
+        };
+        for (text, meant) in [
+            ("64KB", "\"64KiB\""),
+            ("10 mb", "\"10MiB\""),
+            ("1.5GiB", ""),
+            ("64KBit", ""),
+            ("1b", ""),
+        ] {
+            assert_eq!(suggest(&size, text), meant, "{text}");
+        }
+        let number = ValueKind::Integer {
+            min: 0,
+            max: 10_000,
+        };
+        assert_eq!(suggest(&number, "1_000"), "1000");
+        assert_eq!(suggest(&number, "many"), "");
+        assert_eq!(suggest(&number, "20000"), "");
+        assert_eq!(suggest(&ValueKind::Bool, "yes"), "true");
+        assert_eq!(suggest(&ValueKind::Bool, "maybe"), "");
+    }
+}

@@ -1,0 +1,156 @@
+//! The limits of one client, read for the client itself.
+
+use super::charge_plan::{ChargePlan, PlannedPolicy};
+use super::{
+    Enforcer, LimitRejection, LimitReport, RequestOutcome, RetryHint, UnenforcedRejections, Verdict,
+};
+use crate::limiter::{Charge, Refusal};
+use crate::policy::{ClientQuotas, Policy, SelfServiceSettings};
+use smallvec::smallvec;
+use tokio::time::Instant;
+
+/// The name of the limit on queries in rate-limit fields and problem details.
+const SELF_SERVICE_NAME: &str = "self_service";
+
+/// The answer to a client that asks for its limits.
+#[derive(Debug)]
+pub struct OwnLimits<'t> {
+    /// Reports all limits, or rejects the query.
+    pub verdict: Verdict<'t>,
+    /// The limits by policy; empty if the query is rejected.
+    pub policies: Vec<OwnPolicyLimits<'t>>,
+}
+
+/// The limits that one policy sets for the client.
+#[derive(Debug)]
+pub struct OwnPolicyLimits<'t> {
+    pub policy: &'t Policy,
+    /// End of the current block (µs, store's clock), if any.
+    pub blocked_until_us: Option<u64>,
+    pub limits: Vec<LimitReport<'t>>,
+}
+
+impl Enforcer {
+    /// Reads the limits of a client without charging them. The query is charged to the limit of
+    /// `settings`.
+    pub async fn read_own_limits<'t>(
+        &self,
+        settings: &'t SelfServiceSettings,
+        client: &ClientQuotas<'t>,
+        arrived: Instant,
+    ) -> OwnLimits<'t> {
+        let ask = Charge::new(&settings.limit.limit, &client.client_key, 1);
+        let asked = match self.store.decide_with_source(&[ask], arrived).await {
+            Ok((decision, _)) if decision.admitted => Ok(()),
+            Ok((decision, _)) => Err(reject_question(settings, client, &decision)),
+            Err(failure) => Err(unavailable_verdict(failure.unavailable.retry_after_us)),
+        };
+        if let Err(verdict) = asked {
+            return OwnLimits {
+                verdict,
+                policies: Vec::new(),
+            };
+        }
+        let plan = plan_without_cost(client);
+        let decision = match self.store.decide(&plan.build_charges(0, 0)).await {
+            Ok(decision) => decision,
+            Err(unavailable) => {
+                return OwnLimits {
+                    verdict: unavailable_verdict(unavailable.retry_after_us),
+                    policies: Vec::new(),
+                };
+            }
+        };
+        let mut statuses = decision.statuses.iter().copied();
+        let policies: Vec<OwnPolicyLimits<'t>> = plan
+            .planned_policies
+            .iter()
+            .map(|planned| OwnPolicyLimits {
+                policy: planned.policy,
+                blocked_until_us: planned
+                    .block
+                    .and_then(|_| statuses.next().flatten()?.next_growth_us),
+                limits: planned
+                    .limits
+                    .iter()
+                    .filter_map(|limit| {
+                        let status = statuses.next().flatten()?;
+                        let key_id = planned.key.id();
+                        Some(LimitReport {
+                            limit,
+                            status,
+                            key_id,
+                        })
+                    })
+                    .collect(),
+            })
+            .collect();
+        let verdict = Verdict {
+            limits: policies
+                .iter()
+                .flat_map(|policy| policy.limits.clone())
+                .collect(),
+            now_us: decision.now_us,
+            ..Verdict::from_outcome(RequestOutcome::Forward)
+        };
+        OwnLimits { verdict, policies }
+    }
+}
+
+/// Plans charges that read the counters and change nothing.
+fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> ChargePlan<'t> {
+    let planned_policies = client.quotas.iter().map(|own| PlannedPolicy {
+        policy_index: own.policy_index,
+        policy: own.policy,
+        key: own.key.clone(),
+        limits: own.limits,
+        block: own.quota.block.as_ref(),
+        cost: 0,
+        estimate: None,
+        counts_rejected: false,
+        shards: own.quota.shards,
+        lease: None,
+    });
+    ChargePlan {
+        planned_policies: planned_policies.collect(),
+        unenforced_rejections: UnenforcedRejections::default(),
+    }
+}
+
+fn reject_question<'t>(
+    settings: &'t SelfServiceSettings,
+    client: &ClientQuotas<'t>,
+    decision: &crate::limiter::Decision,
+) -> Verdict<'t> {
+    let status = decision.statuses.first().copied().flatten();
+    let retry = match status.and_then(|status| status.refusal) {
+        Some(Refusal::Until(at_us)) => RetryHint::After(at_us.saturating_sub(decision.now_us)),
+        _ => RetryHint::Unknown,
+    };
+    let rejection = LimitRejection {
+        policy: SELF_SERVICE_NAME,
+        is_reported: true,
+        violated_limits: smallvec![&*settings.limit.name],
+        retry,
+        is_blocked: false,
+        custom_response: None,
+    };
+    let report = status.map(|status| LimitReport {
+        limit: &settings.limit,
+        status,
+        key_id: client.client_key.id(),
+    });
+    Verdict {
+        limits: report.into_iter().collect(),
+        now_us: decision.now_us,
+        ..Verdict::from_outcome(RequestOutcome::Limited(rejection))
+    }
+}
+
+fn unavailable_verdict<'t>(retry_after_us: u64) -> Verdict<'t> {
+    Verdict::from_outcome(RequestOutcome::Unavailable {
+        policy: SELF_SERVICE_NAME,
+        is_reported: true,
+        retry_after_us,
+    })
+}

@@ -1,0 +1,98 @@
+//! The hash of key values that are stored as digests, so that no API key is readable in the store,
+//! in the log or on the dashboard.
+
+use crate::limiter::{DIGEST_BYTES, format_digest};
+use aws_lc_rs::hmac;
+use sha2::{Digest, Sha256};
+use std::fmt;
+use std::sync::Arc;
+
+/// Shortest secret. A digest with a secret that can be guessed protects no value.
+const MIN_SECRET_BYTES: usize = 16;
+
+/// The SHA-256 or HMAC-SHA-256 of a value.
+pub(super) type ValueDigest = [u8; DIGEST_BYTES];
+
+/// Computes the digests of key values.
+#[derive(Clone, Default)]
+pub enum KeyHasher {
+    /// Anyone can compute the digest of a guessed value.
+    #[default]
+    Sha256,
+    /// Only the owner of the secret can.
+    HmacSha256(Arc<hmac::Key>),
+}
+
+impl KeyHasher {
+    /// A hasher with a secret.
+    ///
+    /// # Errors
+    /// Returns a message without the secret if it is too short.
+    pub fn from_secret(secret: &[u8]) -> Result<Self, String> {
+        if secret.len() < MIN_SECRET_BYTES {
+            return Err(format!(
+                "the secret has {} bytes; expected at least {MIN_SECRET_BYTES}, such as the output of openssl rand -hex 32",
+                secret.len()
+            ));
+        }
+        let key = hmac::Key::new(hmac::HMAC_SHA256, secret);
+        Ok(Self::HmacSha256(Arc::new(key)))
+    }
+
+    /// The digest of a value.
+    pub fn digest(&self, value: &[u8]) -> ValueDigest {
+        match self {
+            Self::Sha256 => Sha256::digest(value).into(),
+            Self::HmacSha256(key) => {
+                let tag = hmac::sign(key, value);
+                let mut digest = [0; DIGEST_BYTES];
+                digest
+                    .iter_mut()
+                    .zip(tag.as_ref())
+                    .for_each(|(to, from)| *to = *from);
+                digest
+            }
+        }
+    }
+
+    /// Differs between secrets and reveals none. `None` without a secret.
+    pub fn fingerprint(&self) -> Option<String> {
+        matches!(self, Self::HmacSha256(_)).then(|| self.format_value(b"tidegate hash_secret_file"))
+    }
+
+    /// The digest of a value as keys show it.
+    pub fn format_value(&self, value: &[u8]) -> String {
+        format_digest(&self.digest(value))
+    }
+}
+
+/// The debug output omits the secret. Equal hashers print equally.
+impl fmt::Debug for KeyHasher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sha256 => "Sha256",
+            Self::HmacSha256(_) => "HmacSha256",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Test case 1 of RFC 4231, and the SHA-256 of "abc" (FIPS 180-4).
+    #[test]
+    fn digests_are_those_of_the_standards() {
+        let hex = |digest: ValueDigest| digest.map(|byte| format!("{byte:02x}")).concat();
+        assert_eq!(
+            hex(KeyHasher::Sha256.digest(b"abc")),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+        );
+        let hasher = KeyHasher::from_secret(&[0x0b; 20]).unwrap();
+        assert_eq!(
+            hex(hasher.digest(b"Hi There")),
+            "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"
+        );
+        assert!(KeyHasher::from_secret(b"short").is_err());
+    }
+}

@@ -1,0 +1,365 @@
+//! Key parts: where a request has the values of its rate-limit key.
+
+use super::jwt::ClaimName;
+use super::key_error::KeyError;
+use super::{
+    Facts, Matcher, NamedCondition, PathPattern, ValueCondition, client, facts, lenient_names, path,
+};
+use http::HeaderName;
+use smallvec::{SmallVec, smallvec};
+use std::borrow::Cow;
+use std::fmt;
+use std::net::IpAddr;
+
+/// The source of one or more values of a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KeyPart {
+    ClientIp,
+    Header(HeaderName),
+    Query(Box<str>),
+    Cookie(Box<str>),
+    /// A claim of the request's token (see [`super::jwt`]).
+    Claim(ClaimName),
+    /// The captures of a pattern, one value each.
+    PathCaptures(PathPattern),
+    Method,
+    Host,
+    WholePath,
+    Const(Box<str>),
+    /// An entry of a descriptor.
+    DescriptorEntry(Box<str>),
+    /// All entries of a descriptor, with their names.
+    WholeDescriptor,
+    /// The subject alternative name of the client certificate.
+    ClientCertSan,
+    /// The common name of the client certificate.
+    ClientCertCn,
+}
+
+/// What a key depends on beside the request.
+#[derive(Clone, Copy, Debug)]
+pub struct KeyContext<'a> {
+    pub client: &'a client::Settings,
+    pub path: &'a path::Settings,
+    /// The conditions of the policy. Readings of the path that do not match give no key.
+    pub matcher: &'a Matcher,
+}
+
+/// The values of one request, one per position; `None` if the value is absent.
+pub type KeyValues<'a> = SmallVec<[Option<Cow<'a, [u8]>>; 4]>;
+
+impl KeyPart {
+    /// Parses a part, such as `header:x-user-id`.
+    ///
+    /// # Errors
+    /// Returns a message that states what is wrong.
+    pub fn parse(text: &str, settings: &path::Settings) -> Result<Self, String> {
+        let (kind, name) = text.split_once(':').unwrap_or((text, ""));
+        match (kind, name) {
+            ("client_ip", "") => Ok(Self::ClientIp),
+            ("method", "") => Ok(Self::Method),
+            ("host", "") => Ok(Self::Host),
+            ("path", "") => Ok(Self::WholePath),
+            ("client_cert", "san") => Ok(Self::ClientCertSan),
+            ("client_cert", "cn") => Ok(Self::ClientCertCn),
+            ("descriptor", "") => Ok(Self::WholeDescriptor),
+            ("descriptor", name) => Ok(Self::DescriptorEntry(name.into())),
+            ("header" | "query" | "cookie" | "jwt" | "const", "") => {
+                Err(format!("{kind} needs a name, as in \"{kind}:NAME\""))
+            }
+            ("header", name) => HeaderName::from_bytes(name.as_bytes())
+                .map(Self::Header)
+                .map_err(|error| format!("{name:?}: {error}")),
+            ("query", name) => Ok(Self::Query(name.into())),
+            ("cookie", name) => Ok(Self::Cookie(name.into())),
+            ("jwt", name) => ClaimName::parse(name).map(Self::Claim),
+            ("const", text) => Ok(Self::Const(text.into())),
+            ("path", pattern) => match PathPattern::parse(pattern, settings)? {
+                pattern if pattern.capture_count() == 0 => {
+                    Err(format!("{name:?} captures nothing: write {{name}} for a segment to key by"))
+                }
+                pattern => Ok(Self::PathCaptures(pattern)),
+            },
+            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, path:PATTERN, method, host, path, client_cert:san, client_cert:cn, const:TEXT, or in policies for the rate-limit service descriptor:NAME or descriptor".to_owned() + &suggest_part(text)),
+        }
+    }
+
+    /// Whether the client can choose the value freely. A claim counts as chosen by the token's
+    /// issuer.
+    pub fn is_client_chosen(&self) -> bool {
+        !matches!(
+            self,
+            Self::ClientIp
+                | Self::Method
+                | Self::Const(_)
+                | Self::Claim(_)
+                // The caller of the rate-limit service sets descriptor entries.
+                | Self::DescriptorEntry(_)
+                | Self::WholeDescriptor
+                | Self::ClientCertSan
+                | Self::ClientCertCn
+        )
+    }
+
+    /// Whether requests that the conditions match may lack the value.
+    pub fn may_be_absent(&self, matcher: &Matcher) -> bool {
+        match self {
+            Self::Header(name) => !requires_value(&matcher.headers, name),
+            Self::Query(name) => !requires_value(&matcher.query, name),
+            Self::Cookie(name) => !requires_value(&matcher.cookies, name),
+            Self::Claim(name) => !requires_value(&matcher.claims, name),
+            Self::DescriptorEntry(name) => {
+                let conditions = matcher.descriptor_conditions.as_ref();
+                let entries = conditions.and_then(|conditions| conditions.entries.as_ref());
+                !entries.is_some_and(|entries| requires_value(entries, name))
+            }
+            Self::PathCaptures(_) | Self::ClientCertSan | Self::ClientCertCn => true,
+            Self::ClientIp
+            | Self::Method
+            | Self::Host
+            | Self::WholePath
+            | Self::Const(_)
+            | Self::WholeDescriptor => false,
+        }
+    }
+
+    /// Whether the value comes from the client's certificate.
+    pub fn is_from_client_certificate(&self) -> bool {
+        matches!(self, Self::ClientCertSan | Self::ClientCertCn)
+    }
+
+    /// `true` if the value comes from a descriptor, `false` if from a request, `None` if from
+    /// neither.
+    pub fn is_from_descriptor(&self) -> Option<bool> {
+        match self {
+            Self::DescriptorEntry(_) | Self::WholeDescriptor => Some(true),
+            Self::Const(_) => None,
+            _ => Some(false),
+        }
+    }
+
+    /// The number of values: one, or one per capture of a pattern.
+    pub fn value_count(&self) -> usize {
+        match self {
+            Self::PathCaptures(pattern) => pattern.capture_count(),
+            _ => 1,
+        }
+    }
+
+    pub(super) fn push_values<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+        context: &KeyContext<'_>,
+        values: &mut KeyValues<'a>,
+    ) -> Result<(), KeyError> {
+        let client = context.client;
+        let value = match self {
+            Self::ClientIp => Some(Cow::Owned(
+                format_client_network(facts.client_ip, client).into_bytes(),
+            )),
+            Self::Header(name) => {
+                let value = match *name == http::header::AUTHORIZATION {
+                    true => self.single_value(facts.credentials()),
+                    false => self.single_value(facts.header_values(name)),
+                };
+                value.map_err(|error| match error {
+                    KeyError::Repeated(part) if facts.has_joined_headers => KeyError::Joined(part),
+                    error => error,
+                })?
+            }
+            Self::Query(name)
+                if client.rejects_ambiguous_query
+                    && lenient_names::has_ambiguous_query(facts, name) =>
+            {
+                return Err(KeyError::AmbiguousQuery(self.to_string()));
+            }
+            Self::Cookie(name)
+                if client.rejects_ambiguous_cookie
+                    && lenient_names::is_cookie_ambiguous(facts.headers, name) =>
+            {
+                return Err(KeyError::AmbiguousCookie(self.to_string()));
+            }
+            Self::Query(name) => self.single_value(facts::query_values(facts.query, name))?,
+            Self::Cookie(name) => self.single_value(facts::cookie_values(facts.headers, name))?,
+            Self::Claim(name) => facts
+                .token
+                .claim(facts.headers, name)
+                .single_text()
+                .map(Cow::Borrowed),
+            Self::Method => Some(Cow::Borrowed(facts.method.as_str().as_bytes())),
+            Self::Host => Some(Cow::Borrowed(facts.host.as_bytes())),
+            Self::WholePath | Self::PathCaptures(_) => {
+                return self.push_path_values(facts, context, values);
+            }
+            Self::Const(text) => Some(Cow::Borrowed(text.as_bytes())),
+            Self::DescriptorEntry(name) => match facts.descriptor {
+                Some(descriptor) => self.single_value(descriptor.values(name))?,
+                None => None,
+            },
+            Self::WholeDescriptor => facts
+                .descriptor
+                .map(|descriptor| descriptor.canonical_text().into_bytes().into()),
+            Self::ClientCertSan => facts
+                .client_cert
+                .and_then(|cert| text_bytes(cert.san.as_deref())),
+            Self::ClientCertCn => facts
+                .client_cert
+                .and_then(|cert| text_bytes(cert.cn.as_deref())),
+        };
+        values.push(value.filter(|value| !value.is_empty()));
+        Ok(())
+    }
+
+    /// Appends the values of a part that is read from the path.
+    ///
+    /// # Errors
+    /// Returns [`KeyError::AmbiguousPath`] if the readings of the path that the policy matches have
+    /// different values.
+    fn push_path_values<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+        context: &KeyContext<'_>,
+        values: &mut KeyValues<'a>,
+    ) -> Result<(), KeyError> {
+        let paths = facts.paths;
+        if paths.has_single_reading() || !context.path.rejects_ambiguous_keys {
+            let found = paths.iter().find_map(|path| self.path_values(path));
+            self.push_found_path_values(found, values);
+            return Ok(());
+        }
+        let mut matching_readings = paths
+            .iter()
+            .filter(|path| context.matcher.matches(facts, path))
+            .map(|path| self.path_values(path));
+        let first = matching_readings.next().flatten();
+        if matching_readings.any(|other| other != first) {
+            return Err(KeyError::AmbiguousPath);
+        }
+        self.push_found_path_values(first, values);
+        Ok(())
+    }
+
+    /// The values of a part that is read from the path, for one reading.
+    fn path_values<'p>(&self, path: &'p str) -> Option<SmallVec<[&'p str; 4]>> {
+        match self {
+            Self::PathCaptures(pattern) => pattern.captured_segments(path),
+            _ => Some(smallvec![path]),
+        }
+    }
+
+    fn push_found_path_values<'a>(
+        &self,
+        found: Option<SmallVec<[&'a str; 4]>>,
+        values: &mut KeyValues<'a>,
+    ) {
+        match found {
+            Some(found) => values.extend(
+                found
+                    .into_iter()
+                    .map(|value| Some(Cow::Borrowed(value.as_bytes()))),
+            ),
+            None => values.extend(std::iter::repeat_n(None, self.value_count())),
+        }
+    }
+
+    /// Rejects repeated values, because the upstream might read a different one.
+    fn single_value<'a>(
+        &self,
+        mut values: impl Iterator<Item = Cow<'a, [u8]>>,
+    ) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
+        let first = values.next();
+        if values.next().is_some() {
+            return Err(KeyError::Repeated(self.to_string()));
+        }
+        Ok(first)
+    }
+}
+
+/// Whether one of the conditions holds only if the name is present.
+fn requires_value<N: PartialEq>(conditions: &[NamedCondition<N>], name: &N) -> bool {
+    let mut conditions = conditions.iter().filter(|named| named.name == *name);
+    conditions.any(|named| !matches!(named.condition, ValueCondition::Present(false)))
+}
+
+/// Suggests the part that an unknown part probably means.
+fn suggest_part(text: &str) -> String {
+    const SYNONYMS: [(&str, &str); 7] = [
+        ("ip", "client_ip"),
+        ("remote_addr", "client_ip"),
+        ("remote_address", "client_ip"),
+        ("binary_remote_addr", "client_ip"),
+        ("address", "client_ip"),
+        ("claim", "jwt"),
+        ("param", "query"),
+    ];
+    const KINDS: [&str; 10] = [
+        "client_ip",
+        "header",
+        "query",
+        "cookie",
+        "jwt",
+        "path",
+        "method",
+        "host",
+        "client_cert",
+        "const",
+    ];
+    let (kind, name) = text.split_once([':', '=', '.']).unwrap_or((text, ""));
+    let kind = kind
+        .trim_start_matches('$')
+        .to_ascii_lowercase()
+        .replace('-', "_");
+    let synonym = SYNONYMS.iter().find(|(other, _)| *other == kind);
+    let likeness = |known: &str| strsim::jaro_winkler(known, &kind);
+    let similar = || {
+        let best = KINDS
+            .into_iter()
+            .max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+        best.filter(|known| likeness(known) > 0.8)
+    };
+    match synonym.map(|(_, known)| *known).or_else(similar) {
+        Some(known) if name.is_empty() => format!("; did you mean \"{known}\"?"),
+        Some(known) => format!("; did you mean \"{known}:{name}\"?"),
+        None => String::new(),
+    }
+}
+
+fn text_bytes(text: Option<&str>) -> Option<Cow<'_, [u8]>> {
+    text.map(|text| Cow::Borrowed(text.as_bytes()))
+}
+
+/// Text for messages, such as `header x-user-id`.
+impl fmt::Display for KeyPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ClientIp => f.write_str("client IP"),
+            Self::Header(name) => write!(f, "header {name}"),
+            Self::Query(name) => write!(f, "query parameter {name}"),
+            Self::Cookie(name) => write!(f, "cookie {name}"),
+            Self::Claim(name) => write!(f, "claim {name}"),
+            Self::PathCaptures(_) => f.write_str("path segment"),
+            Self::Method => f.write_str("method"),
+            Self::Host => f.write_str("host"),
+            Self::WholePath => f.write_str("path"),
+            Self::Const(text) => write!(f, "constant {text}"),
+            Self::DescriptorEntry(name) => write!(f, "descriptor entry {name}"),
+            Self::WholeDescriptor => f.write_str("whole descriptor"),
+            Self::ClientCertSan => f.write_str("client certificate's name"),
+            Self::ClientCertCn => f.write_str("client certificate's CN"),
+        }
+    }
+}
+
+/// The client's network as text. A prefix of full length gives the address alone.
+pub(super) fn format_client_network(ip: IpAddr, settings: &client::Settings) -> String {
+    match ip {
+        IpAddr::V4(ip) if settings.ipv4_prefix >= 32 => ip.to_string(),
+        IpAddr::V6(ip) if settings.ipv6_prefix >= 128 => ip.to_string(),
+        IpAddr::V4(_) => format_network(ip, settings.ipv4_prefix),
+        IpAddr::V6(_) => format_network(ip, settings.ipv6_prefix),
+    }
+}
+
+fn format_network(ip: IpAddr, prefix: u8) -> String {
+    ipnet::IpNet::new(ip, prefix).map_or_else(|_| ip.to_string(), |net| net.trunc().to_string())
+}

@@ -1,0 +1,205 @@
+//! The quotas of one client, for a query by that client.
+//!
+//! A client is identified only by what it cannot choose: its address, its certificate, the claims
+//! of its verified token, and the headers of `client.trusted_headers` if a trusted proxy sent the
+//! request. A policy whose key has any other part is left out.
+
+use super::key_part::KeyPart;
+use super::{
+    Facts, KeyDigests, Matcher, NamedLimit, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
+    SelfServiceSettings,
+};
+use crate::limiter::{Key, KeyBuilder};
+use http::HeaderName;
+
+/// The policy name of the counters that limit queries of quotas. No policy can have this name.
+const SELF_SERVICE_POLICY_NAME: &str = "-self-service";
+
+/// Maximum number of policies in an answer.
+const MAX_REPORTED_POLICIES: usize = 32;
+
+/// The quotas of one client.
+#[derive(Debug)]
+pub struct ClientQuotas<'t> {
+    /// Identifies the client.
+    pub client_key: Key,
+    pub quotas: Vec<ClientQuota<'t>>,
+}
+
+/// The quota that one policy gives a client.
+#[derive(Debug)]
+pub struct ClientQuota<'t> {
+    /// Index of the policy in the table.
+    pub policy_index: usize,
+    pub policy: &'t Policy,
+    pub quota: &'t Quota,
+    pub key: Key,
+    pub limits: &'t [NamedLimit],
+}
+
+impl PolicyTable {
+    /// The quotas of the client that sent a request, in the order of the policies: of each policy
+    /// that may apply to its requests. Returns `None` if no such policy identifies the client.
+    pub fn client_quotas(
+        &self,
+        facts: &Facts<'_>,
+        is_peer_trusted: bool,
+    ) -> Option<ClientQuotas<'_>> {
+        let mut identities: Vec<(&KeyPart, Vec<u8>)> = Vec::new();
+        let (mut quotas, mut digests) = (Vec::new(), KeyDigests::default());
+        for (policy_index, policy) in self.policies().iter().enumerate() {
+            if policy.mode == PolicyMode::Shadow
+                || !policy.is_reported
+                || !policy.matcher.may_match_client(facts)
+            {
+                continue;
+            }
+            let PolicyAction::Limit(quota) = &policy.action else {
+                // It ends the evaluation of all requests, unless it depends on the request.
+                if policy.matcher.depends_only_on_client() {
+                    break;
+                }
+                continue;
+            };
+            let parts = quota.key.parts();
+            let are_verified = parts
+                .iter()
+                .all(|part| self.is_verified_part(part, is_peer_trusted));
+            if !are_verified || parts.iter().all(|part| matches!(part, KeyPart::Const(_))) {
+                continue;
+            }
+            let context = self.key_context(policy);
+            let Ok(values) = quota.key.extract_values(facts, &context, quota.missing_key) else {
+                continue;
+            };
+            // Without one of its values, the client has no quota of its own.
+            if values.iter().any(Option::is_none) {
+                continue;
+            }
+            // A verified part has one value, so its index is its position.
+            for (position, (part, value)) in parts.iter().zip(values.iter().flatten()).enumerate() {
+                if !identities.iter().any(|(known, _)| *known == part) {
+                    let stored = quota.key.stored_value(position, value, &mut digests);
+                    identities.push((part, stored));
+                }
+            }
+            let (key, limits) = quota.key_and_limits(&policy.name, &values, &mut digests);
+            quotas.push(ClientQuota {
+                policy_index,
+                policy,
+                quota,
+                key,
+                limits,
+            });
+            if quotas.len() == MAX_REPORTED_POLICIES {
+                break;
+            }
+        }
+        (!quotas.is_empty()).then(|| ClientQuotas {
+            client_key: build_client_key(&identities),
+            quotas,
+        })
+    }
+
+    /// Whether a client cannot choose the value of a part.
+    fn is_verified_part(&self, part: &KeyPart, is_peer_trusted: bool) -> bool {
+        match part {
+            KeyPart::ClientIp
+            | KeyPart::ClientCertSan
+            | KeyPart::ClientCertCn
+            | KeyPart::Const(_) => true,
+            KeyPart::Header(name) => {
+                let trusts_header =
+                    |settings: &SelfServiceSettings| settings.trusted_headers.contains(name);
+                is_peer_trusted && self.self_service_settings().is_some_and(trusts_header)
+            }
+            // Without a signature check, only the proxy in front has verified the token.
+            KeyPart::Claim(_) => {
+                is_peer_trusted
+                    || self
+                        .token_reader()
+                        .is_some_and(|reader| reader.verifies_signatures())
+            }
+            KeyPart::Query(_)
+            | KeyPart::Cookie(_)
+            | KeyPart::PathCaptures(_)
+            | KeyPart::Method
+            | KeyPart::Host
+            | KeyPart::WholePath
+            | KeyPart::DescriptorEntry(_)
+            | KeyPart::WholeDescriptor => false,
+        }
+    }
+}
+
+/// The key of a client: certificate, claims and trusted headers if there are any, else its address.
+/// A client with several addresses therefore has one quota of queries.
+fn build_client_key(identities: &[(&KeyPart, Vec<u8>)]) -> Key {
+    let is_name = |part: &&KeyPart| !matches!(part, KeyPart::ClientIp | KeyPart::Const(_));
+    let has_name = identities.iter().any(|(part, _)| is_name(part));
+    let mut builder = KeyBuilder::new(SELF_SERVICE_POLICY_NAME);
+    for (part, value) in identities {
+        if is_name(part) == has_name {
+            builder.push_key_value(Some(part.to_string().as_bytes()));
+            builder.push_key_value(Some(value.as_slice()));
+        }
+    }
+    builder.finish()
+}
+
+impl Matcher {
+    /// Whether the conditions on the client hold. Conditions on what a client requests are ignored,
+    /// also on headers that the present request lacks.
+    fn may_match_client(&self, facts: &Facts<'_>) -> bool {
+        let is_excluded = || {
+            let not = self.not.as_deref();
+            not.is_some_and(|not| not.depends_only_on_client() && not.matches_client(facts))
+        };
+        self.descriptor_conditions.is_none() && self.matches_client(facts) && !is_excluded()
+    }
+
+    fn matches_client(&self, facts: &Facts<'_>) -> bool {
+        let has_header = |name: &HeaderName| facts.headers.contains_key(name);
+        (self.client_ips.is_empty()
+            || self
+                .client_ips
+                .iter()
+                .any(|net| net.contains(&facts.client_ip)))
+            && (self.hosts.is_empty() || self.hosts.iter().any(|host| host.matches(facts.host)))
+            && self.claims.iter().all(|claim| {
+                let value = facts.token.claim(facts.headers, &claim.name);
+                claim.condition.is_met_by_claim(value)
+            })
+            && self.headers.iter().all(|header| {
+                !has_header(&header.name)
+                    || header
+                        .condition
+                        .is_met_by(facts.header_values(&header.name))
+            })
+    }
+
+    /// Whether all conditions are on the client and none on what it requests.
+    fn depends_only_on_client(&self) -> bool {
+        let Self {
+            methods,
+            hosts: _,
+            paths,
+            path_regex,
+            headers,
+            query,
+            cookies,
+            client_ips: _,
+            claims: _,
+            descriptor_conditions,
+            not,
+        } = self;
+        methods.is_any()
+            && paths.is_empty()
+            && path_regex.is_none()
+            && headers.is_empty()
+            && query.is_empty()
+            && cookies.is_empty()
+            && descriptor_conditions.is_none()
+            && not.as_ref().is_none_or(|not| not.depends_only_on_client())
+    }
+}

@@ -1,0 +1,98 @@
+//! The reply to a client that asks for its own limits.
+
+use super::problem_reply::{ProblemReply, build_response_with_optional_body};
+use super::reply_style::ReplyStyle;
+use crate::enforcer::{LimitReport, OwnLimits};
+use crate::limiter::Algorithm;
+use crate::policy::RateLimitHeaderSettings;
+use crate::proxy::http::rate_limit_headers;
+use bytes::Bytes;
+use http::{HeaderValue, Response, StatusCode, header};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// The reply has the standard fields, whatever fields other responses have.
+const HEADER_SETTINGS: RateLimitHeaderSettings = RateLimitHeaderSettings {
+    standard: true,
+    legacy: false,
+    legacy_reset_epoch: false,
+};
+
+/// Builds the reply with the limits: the rate-limit fields, and JSON.
+pub(in crate::proxy) fn build_own_limits_reply(
+    own: &OwnLimits<'_>,
+    style: ReplyStyle<'_>,
+) -> Response<Bytes> {
+    if let Some(rejection) = super::build_verdict_reply(&own.verdict, HEADER_SETTINGS, style) {
+        return rejection;
+    }
+    let now_us = own.verdict.now_us;
+    let policies: Vec<Value> = own
+        .policies
+        .iter()
+        .map(|policy| {
+            let limits = policy.limits.iter();
+            let limits: Vec<Value> = limits.map(|limit| limit_to_json(limit, now_us)).collect();
+            json!({
+                "policy": policy.policy.name,
+                "blocked_s": policy.blocked_until_us.map(|until_us| seconds_until(until_us, now_us)),
+                "limits": limits,
+            })
+        })
+        .collect();
+    let mut response = build_response_with_optional_body(
+        StatusCode::OK,
+        HeaderValue::from_static("application/json"),
+        json!({ "policies": policies }).to_string().into(),
+        style,
+    );
+    let headers = response.headers_mut();
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    rate_limit_headers::write_headers(&own.verdict, HEADER_SETTINGS, headers);
+    style.cors.write_headers(headers);
+    response
+}
+
+/// Builds the reply to a client without a verified key.
+pub(in crate::proxy) fn build_unidentified_client_reply(style: ReplyStyle<'_>) -> Response<Bytes> {
+    let detail = "No policy has a key that identifies the client of this request. Expected a valid \
+                  token or client certificate.";
+    let problem = ProblemReply::new(
+        StatusCode::UNAUTHORIZED,
+        "http_request_error",
+        detail.to_owned(),
+    );
+    let mut response = problem.build_standard(style);
+    let headers = response.headers_mut();
+    headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    response
+}
+
+/// Builds the reply to a method other than GET and HEAD.
+pub(in crate::proxy) fn build_method_not_allowed_reply(style: ReplyStyle<'_>) -> Response<Bytes> {
+    let detail = "Limits can only be read.".to_owned();
+    let problem = ProblemReply::new(StatusCode::METHOD_NOT_ALLOWED, "http_request_error", detail);
+    let mut response = problem.build_standard(style);
+    let headers = response.headers_mut();
+    headers.insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
+    response
+}
+
+fn limit_to_json(reported: &LimitReport<'_>, now_us: u64) -> Value {
+    let named = reported.limit;
+    let has_window = !matches!(named.limit.algorithm, Algorithm::Concurrency { .. });
+    let window = Duration::from_micros(named.limit.per_us);
+    let reset_us = reported.status.next_growth_us;
+    json!({
+        "name": named.name,
+        "quota": named.limit.capacity(),
+        "window_s": has_window.then_some(window.as_secs_f64()),
+        "unit": named.unit,
+        "remaining": reported.status.remaining,
+        "reset_s": reset_us.map(|at_us| seconds_until(at_us, now_us)),
+    })
+}
+
+fn seconds_until(at_us: u64, now_us: u64) -> f64 {
+    Duration::from_micros(at_us.saturating_sub(now_us)).as_secs_f64()
+}

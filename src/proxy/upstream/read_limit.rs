@@ -1,0 +1,102 @@
+//! Size of the reads from an HTTP/1.1 upstream: small, so that a slow client holds little memory,
+//! and large for a client that takes a large response quickly.
+//!
+//! hyper doubles its read buffer, up to 256 KiB, as long as reads fill it. A limit of one byte less
+//! than a power of two keeps the buffer at that size.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// Maximum bytes of one read.
+const SMALL_READ_BYTES: u64 = 16 * 1024 - 1;
+
+/// Maximum bytes of one read for a fast client. Larger reads take no less CPU time.
+const LARGE_READ_BYTES: u64 = 32 * 1024 - 1;
+
+/// A client is fast while it takes this many bytes of a response in this time: 5 MB/s.
+const SAMPLE_BYTES: usize = 512 * 1024;
+const FAST_SAMPLE_TIME: Duration = Duration::from_millis(100);
+
+/// Maximum bytes of the next read from one connection.
+#[derive(Clone, Debug)]
+pub(super) struct ReadLimit(Arc<AtomicU64>);
+
+/// Rate at which the client takes one response.
+#[derive(Debug, Default)]
+pub(super) struct ResponseRate {
+    /// Bytes since the last sample.
+    bytes: usize,
+    sampled_at: Option<Instant>,
+}
+
+impl Default for ReadLimit {
+    fn default() -> Self {
+        Self(Arc::new(AtomicU64::new(SMALL_READ_BYTES)))
+    }
+}
+
+impl ReadLimit {
+    pub(super) fn bytes(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn set_large(&self, is_large: bool) {
+        let bytes = match is_large {
+            true => LARGE_READ_BYTES,
+            false => SMALL_READ_BYTES,
+        };
+        self.0.store(bytes, Ordering::Relaxed);
+    }
+}
+
+impl ResponseRate {
+    /// Records bytes that the client is about to take, after it took all bytes before them. Adjusts
+    /// the limit after each sample.
+    pub(super) fn record(&mut self, bytes: usize, limit: Option<&ReadLimit>) {
+        self.bytes += bytes;
+        if self.bytes < SAMPLE_BYTES {
+            return;
+        }
+        let now = Instant::now();
+        let sampled_at = self.sampled_at.replace(now);
+        let is_fast = sampled_at.is_some_and(|at| now.duration_since(at) <= FAST_SAMPLE_TIME);
+        self.bytes = 0;
+        if let Some(limit) = limit {
+            limit.set_large(is_fast);
+        }
+    }
+
+    /// Resets the limit for the next response, if this one changed it.
+    pub(super) fn finish(&self, limit: Option<&ReadLimit>) {
+        if self.sampled_at.is_some()
+            && let Some(limit) = limit
+        {
+            limit.set_large(false);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::time::advance;
+
+    #[tokio::test(start_paused = true)]
+    async fn only_a_fast_client_of_a_large_response_gets_large_reads() {
+        let (limit, mut rate) = (ReadLimit::default(), ResponseRate::default());
+        let mut limits = Vec::new();
+        for part_ms in [0, 3, 4, 2, 1] {
+            for _ in 0..SAMPLE_BYTES / 16_384 {
+                advance(Duration::from_millis(part_ms)).await;
+                rate.record(16_384, Some(&limit));
+            }
+            limits.push(limit.bytes());
+        }
+        let (small, large) = (SMALL_READ_BYTES, LARGE_READ_BYTES);
+        assert_eq!(limits, [small, large, small, large, large]);
+        rate.finish(Some(&limit));
+        assert_eq!(limit.bytes(), small);
+    }
+}

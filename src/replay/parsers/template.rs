@@ -1,0 +1,396 @@
+//! A log format of the user's own, written as nginx (`log_format`) or Apache (`LogFormat`) writes
+//! it.
+//!
+//! A template is literal text with fields between. A field ends where the next literal text begins;
+//! between quotes, escaped quotes are part of the field. Apache's directives are translated to the
+//! names of nginx variables.
+
+use super::fields::{
+    parse_address, parse_number, parse_request_line, present_value, split_at_unescaped_quote,
+    unescape_field,
+};
+use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
+use super::required_headers::RequiredHeaders;
+use super::timestamps::{ClfTimeParser, epoch_seconds_to_micros, parse_rfc3339};
+use smallvec::SmallVec;
+use std::borrow::Cow;
+use std::time::Duration;
+
+/// A parsed log format.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LineTemplate {
+    fields: Vec<TemplateField>,
+    /// Text after the last field.
+    end: Vec<u8>,
+    /// Whether times are those of the arrival, as in Apache, or of the end of the response.
+    has_arrival_time: bool,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct TemplateField {
+    /// Literal text before the field.
+    before: Vec<u8>,
+    /// Name of an nginx variable, or an unknown Apache directive.
+    name: String,
+}
+
+/// What a field holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FieldKind {
+    ClfTime,
+    IsoTime,
+    /// Time since the Unix epoch, in this many parts of a second.
+    EpochTime(u32),
+    RequestLine,
+    Method,
+    Target,
+    /// Query with or without its question mark.
+    Query,
+    Peer,
+    Host,
+    Status,
+    /// Duration in this many parts of a second.
+    Duration(u32),
+    /// A cookie with the name after `cookie_`.
+    Cookie,
+    /// A header, or nothing that the replay needs.
+    Other,
+}
+
+impl LineTemplate {
+    /// Parses a format with nginx variables (`$remote_addr`) or Apache directives (`%h`).
+    ///
+    /// # Errors
+    /// Returns what is wrong with the format.
+    pub fn parse(format: &str) -> Result<Self, String> {
+        // Apache's configuration file escapes quotes.
+        let format = format.replace("\\\"", "\"").replace("\\t", "\t");
+        let is_nginx = format.contains('$');
+        let mut template = Self {
+            fields: Vec::new(),
+            end: Vec::new(),
+            has_arrival_time: !is_nginx,
+        };
+        let mut rest = format.as_str();
+        while let Some(letter) = rest.chars().next() {
+            let (name, after) = match (is_nginx, letter) {
+                (true, '$') => split_nginx_variable(rest)?,
+                (false, '%') => split_apache_directive(rest)?,
+                _ => {
+                    let (text, after) = rest.split_at(letter.len_utf8());
+                    template.end.extend_from_slice(text.as_bytes());
+                    rest = after;
+                    continue;
+                }
+            };
+            rest = after;
+            match name.as_str() {
+                "%" => template.end.push(b'%'),
+                // Apache writes the brackets itself.
+                "[time_local]" => {
+                    template.end.push(b'[');
+                    template.push_field("time_local".to_owned())?;
+                    template.end.push(b']');
+                }
+                _ => template.push_field(name)?,
+            }
+        }
+        template.check_completeness()?;
+        Ok(template)
+    }
+
+    fn push_field(&mut self, name: String) -> Result<(), String> {
+        let before = std::mem::take(&mut self.end);
+        if before.is_empty() && !self.fields.is_empty() {
+            return Err(format!(
+                "the field {name:?} needs text between it and the field before it"
+            ));
+        }
+        self.fields.push(TemplateField { before, name });
+        Ok(())
+    }
+
+    /// Returns whether the format has the query string.
+    pub(super) fn records_query(&self) -> bool {
+        self.fields.iter().any(|field| {
+            matches!(field.kind(), FieldKind::RequestLine | FieldKind::Query)
+                || field.name == "request_uri"
+        })
+    }
+
+    fn check_completeness(&self) -> Result<(), String> {
+        use FieldKind::{ClfTime, EpochTime, IsoTime, Method, RequestLine, Target};
+        let has = |wanted: &[FieldKind]| {
+            let mut fields = self.fields.iter();
+            fields.any(|field| wanted.contains(&field.kind()))
+        };
+        let epochs = [1, 1000, 1_000_000].map(EpochTime);
+        if !has(&[ClfTime, IsoTime]) && !has(&epochs) {
+            return Err("the format has no time: $time_local, $time_iso8601, $msec or %t".into());
+        }
+        let has_request = has(&[RequestLine]) || has(&[Method]) && has(&[Target]);
+        if !has_request {
+            return Err(
+                "the format has no request: $request or %r, or $request_method and $request_uri"
+                    .into(),
+            );
+        }
+        Ok(())
+    }
+}
+
+impl TemplateField {
+    fn kind(&self) -> FieldKind {
+        match self.name.as_str() {
+            "time_local" => FieldKind::ClfTime,
+            "time_iso8601" => FieldKind::IsoTime,
+            "msec" | "{sec}t" => FieldKind::EpochTime(1),
+            "{msec}t" => FieldKind::EpochTime(1000),
+            "{usec}t" => FieldKind::EpochTime(1_000_000),
+            "request" => FieldKind::RequestLine,
+            "request_method" => FieldKind::Method,
+            "request_uri" | "uri" => FieldKind::Target,
+            "args" | "query_string" => FieldKind::Query,
+            "remote_addr" => FieldKind::Peer,
+            "host" | "http_host" | "server_name" => FieldKind::Host,
+            "status" => FieldKind::Status,
+            "request_time" => FieldKind::Duration(1),
+            "{ms}T" => FieldKind::Duration(1000),
+            "D" | "{us}T" => FieldKind::Duration(1_000_000),
+            name if name.starts_with("cookie_") => FieldKind::Cookie,
+            _ => FieldKind::Other,
+        }
+    }
+
+    /// The header that the field holds, if it is one of `required_headers`.
+    fn default_header<'r>(&self, required_headers: &'r RequiredHeaders) -> Option<&'r str> {
+        let suffix = self.name.strip_prefix("http_")?;
+        let mut names = required_headers.names.iter().map(|name| name.as_str());
+        names.find(|name| name.replace('-', "_") == suffix)
+    }
+}
+
+/// Splits `$name` or `${name}` off the text.
+fn split_nginx_variable(text: &str) -> Result<(String, &str), String> {
+    let rest = text.get(1..).unwrap_or_default();
+    let (name, after) = match rest.strip_prefix('{') {
+        Some(braced) => braced
+            .split_once('}')
+            .ok_or_else(|| format!("{text:?} has no closing brace"))?,
+        None => {
+            let is_name = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';
+            let end = rest.find(|letter| !is_name(letter)).unwrap_or(rest.len());
+            rest.split_at(end)
+        }
+    };
+    match name {
+        "" => Err(format!("{text:?} does not begin with a variable")),
+        _ => Ok((name.to_owned(), after)),
+    }
+}
+
+/// Splits an Apache directive off the text. Returns the nginx variable with the same meaning, or
+/// the directive without `%` and modifiers.
+fn split_apache_directive(text: &str) -> Result<(String, &str), String> {
+    let is_modifier = |letter: char| letter.is_ascii_digit() || "!,<>".contains(letter);
+    let rest = text.get(1..).unwrap_or_default();
+    let rest = rest.trim_start_matches(is_modifier);
+    let (argument, rest) = match rest.strip_prefix('{') {
+        Some(braced) => {
+            let (argument, after) = braced
+                .split_once('}')
+                .ok_or_else(|| format!("{text:?} has no closing brace"))?;
+            (Some(argument), after.trim_start_matches(is_modifier))
+        }
+        None => (None, rest),
+    };
+    // `^ti` and `^to` are the only directives of more than one letter.
+    let length = if rest.starts_with('^') { 3 } else { 1 };
+    let (letter, after) = rest
+        .split_at_checked(length)
+        .ok_or_else(|| format!("{text:?} does not begin with a directive"))?;
+    let name = match (argument, letter) {
+        (None, "h" | "a") | (Some("c"), "a") => "remote_addr".to_owned(),
+        (None, "u") => "remote_user".to_owned(),
+        (None, "t") => "[time_local]".to_owned(),
+        (None, "r") => "request".to_owned(),
+        (None, "m") => "request_method".to_owned(),
+        (None, "U") => "uri".to_owned(),
+        (None, "q") => "args".to_owned(),
+        (None, "s") => "status".to_owned(),
+        (None, "v" | "V") => "host".to_owned(),
+        (None, "T") | (Some("s"), "T") => "request_time".to_owned(),
+        (Some(header), "i") => format!("http_{}", header.to_ascii_lowercase().replace('-', "_")),
+        (Some(cookie), "C") => format!("cookie_{cookie}"),
+        (Some(argument), letter) => format!("{{{argument}}}{letter}"),
+        (None, letter) => letter.to_owned(),
+    };
+    Ok((name, after))
+}
+
+/// Parses lines by a [`LineTemplate`].
+#[derive(Debug)]
+pub(in super::super) struct TemplateLineParser {
+    fields: Vec<BoundField>,
+    end: Vec<u8>,
+    has_arrival_time: bool,
+    clf_time_parser: ClfTimeParser,
+}
+
+/// A field with the headers that it holds.
+#[derive(Debug)]
+struct BoundField {
+    before: Vec<u8>,
+    kind: FieldKind,
+    name: String,
+    headers: SmallVec<[u16; 1]>,
+}
+
+/// The fields of one line, before they become a request.
+#[derive(Default)]
+struct FoundFields<'l> {
+    time: Option<(u64, bool)>,
+    duration_us: Option<u64>,
+    request_line: Option<&'l [u8]>,
+    method: Option<&'l [u8]>,
+    target: Option<&'l [u8]>,
+    query: Option<&'l [u8]>,
+    peer: Option<&'l [u8]>,
+    host: Option<&'l [u8]>,
+    status: Option<u16>,
+    headers: ParsedHeaders<'l>,
+}
+
+impl TemplateLineParser {
+    pub(super) fn new(template: &LineTemplate, required_headers: &RequiredHeaders) -> Self {
+        let bind = |field: &TemplateField| {
+            let kind = field.kind();
+            let default_header = match kind {
+                FieldKind::Cookie => Some("cookie"),
+                _ => field.default_header(required_headers),
+            };
+            BoundField {
+                before: field.before.clone(),
+                kind,
+                name: field.name.clone(),
+                headers: required_headers.indices_for_field(&field.name, default_header),
+            }
+        };
+        Self {
+            fields: template.fields.iter().map(bind).collect(),
+            end: template.end.clone(),
+            has_arrival_time: template.has_arrival_time,
+            clf_time_parser: ClfTimeParser::new(),
+        }
+    }
+
+    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
+        match self.find_fields(line) {
+            Some(found) => found
+                .into_request(self.has_arrival_time)
+                .unwrap_or(ParsedLine::Broken),
+            None => ParsedLine::Broken,
+        }
+    }
+
+    fn find_fields<'l>(&mut self, line: &'l [u8]) -> Option<FoundFields<'l>> {
+        let mut found = FoundFields::default();
+        let mut rest = line;
+        let ends = self.fields.iter().skip(1).map(|field| &field.before);
+        for (field, end) in self.fields.iter().zip(ends.chain([&self.end])) {
+            rest = rest.strip_prefix(field.before.as_slice())?;
+            let is_quoted = field.before.ends_with(b"\"") && end.starts_with(b"\"");
+            let length = match end.as_slice() {
+                [] => rest.len(),
+                _ if is_quoted => split_at_unescaped_quote(rest)?.0.len(),
+                end => memchr::memmem::find(rest, end)?,
+            };
+            let (text, after) = rest.split_at_checked(length)?;
+            rest = after;
+            if let Some(text) = present_value(text) {
+                found.set_field(field, text, &mut self.clf_time_parser)?;
+            }
+        }
+        Some(found)
+    }
+}
+
+impl<'l> FoundFields<'l> {
+    /// Sets one field. Returns `None` if a time or status is invalid.
+    fn set_field(
+        &mut self,
+        field: &BoundField,
+        text: &'l [u8],
+        clf_time_parser: &mut ClfTimeParser,
+    ) -> Option<()> {
+        match field.kind {
+            FieldKind::ClfTime => self.time = Some((clf_time_parser.parse(text)?, true)),
+            FieldKind::IsoTime => self.time = Some(parse_rfc3339(text)?),
+            FieldKind::EpochTime(parts) => {
+                let seconds = parse_float(text)? / f64::from(parts);
+                let (at_us, is_whole) = epoch_seconds_to_micros(seconds)?;
+                self.time = Some((at_us, is_whole && parts == 1));
+            }
+            FieldKind::Duration(parts) => {
+                let seconds = parse_float(text).unwrap_or_default() / f64::from(parts);
+                let duration = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+                self.duration_us = u64::try_from(duration.as_micros()).ok();
+            }
+            FieldKind::RequestLine => self.request_line = Some(text),
+            FieldKind::Method => self.method = Some(text),
+            FieldKind::Target => self.target = Some(text),
+            FieldKind::Query => self.query = Some(text.strip_prefix(b"?").unwrap_or(text)),
+            FieldKind::Peer => self.peer = Some(text),
+            FieldKind::Host => self.host = self.host.or(Some(text)),
+            FieldKind::Status => {
+                self.status = Some(u16::try_from(parse_number(text)?).ok()?);
+            }
+            FieldKind::Cookie | FieldKind::Other => {}
+        }
+        for place in &field.headers {
+            let value = match field.name.strip_prefix("cookie_") {
+                Some(cookie) => [cookie.as_bytes(), b"=", text].concat().into(),
+                None => unescape_field(text),
+            };
+            self.headers.push((*place, value));
+        }
+        Some(())
+    }
+
+    fn into_request(self, has_arrival_time: bool) -> Option<ParsedLine<'l>> {
+        let (time_us, has_whole_second_time) = self.time?;
+        let (method, mut target): (Cow<'l, [u8]>, Cow<'l, [u8]>) = match (self.method, self.target)
+        {
+            (Some(method), Some(target)) => (method.into(), unescape_field(target)),
+            _ => {
+                let unescaped = unescape_field(self.request_line?);
+                match parse_request_line(&unescaped) {
+                    Some((method, target)) => (method.to_vec().into(), target.to_vec().into()),
+                    None => return Some(ParsedLine::Other),
+                }
+            }
+        };
+        if let Some(query) = self.query.filter(|_| !target.contains(&b'?')) {
+            target.to_mut().push(b'?');
+            target.to_mut().extend_from_slice(query);
+        }
+        // nginx writes the time of the end. A time in whole seconds is used unchanged.
+        let is_end = !has_arrival_time && !has_whole_second_time;
+        let elapsed_us = self.duration_us.filter(|_| is_end).unwrap_or_default();
+        Some(ParsedLine::Request(ParsedRequest {
+            arrival_us: time_us.saturating_sub(elapsed_us),
+            has_whole_second_time,
+            duration_us: self.duration_us,
+            peer: self.peer.and_then(parse_address),
+            status: self.status.unwrap_or_default(),
+            method,
+            target,
+            host: self.host.unwrap_or_default().into(),
+            headers: self.headers,
+        }))
+    }
+}
+
+fn parse_float(text: &[u8]) -> Option<f64> {
+    str::from_utf8(text).ok()?.parse().ok()
+}

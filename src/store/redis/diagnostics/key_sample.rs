@@ -1,0 +1,167 @@
+//! A bounded sample of the counters: how many each policy has, their memory, and their expiry.
+
+use crate::store::redis::connection_target::PROBE_POLICY_NAME;
+use crate::store::redis::error::RedisConnectionError;
+use crate::store::redis::scripts::ScriptLibrary;
+use redis::aio::MultiplexedConnection;
+use redis::{RedisResult, Value, cmd, from_redis_value};
+use std::collections::BTreeMap;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// Keys per step of the scan: few enough that Redis serves requests between two steps.
+const KEYS_PER_STEP: u64 = 256;
+
+/// Maximum number of steps, and maximum time of all.
+const MAX_STEPS: u64 = 200;
+const MAX_SCAN_TIME: Duration = Duration::from_secs(1);
+
+/// Counters per step whose memory is measured.
+const MEASURED_PER_STEP: usize = 16;
+
+/// Maximum number of policies with separate counts. Keys of further policies count for the last
+/// one.
+const MAX_POLICIES: usize = 1000;
+
+/// Maximum number of names of counters without an expiry.
+const MAX_EXAMPLES: usize = 3;
+
+/// The counters of one server, as far as they were scanned.
+#[derive(Debug, Default)]
+pub struct KeySample {
+    /// Share of the keyspace that was scanned, 0.0 to 1.0.
+    pub scanned_share: f64,
+    /// By policy; `None` for counters without a readable key.
+    pub policies: BTreeMap<Option<String>, PolicyKeySample>,
+    /// Names of some counters without an expiry.
+    pub unexpiring: Vec<String>,
+}
+
+/// The scanned counters of one policy.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PolicyKeySample {
+    pub keys: u64,
+    /// Counters without an expiry.
+    pub unexpiring_keys: u64,
+    /// Counters whose memory was measured, and its sum.
+    pub measured_keys: u64,
+    pub measured_bytes: u64,
+}
+
+impl PolicyKeySample {
+    pub fn merge(&mut self, other: &Self) {
+        self.keys += other.keys;
+        self.unexpiring_keys += other.unexpiring_keys;
+        self.measured_keys += other.measured_keys;
+        self.measured_bytes += other.measured_bytes;
+    }
+}
+
+/// Scans the counters with the prefix.
+pub(super) async fn sample_keys(
+    connection: &mut MultiplexedConnection,
+    scripts: &ScriptLibrary,
+) -> Result<KeySample, RedisConnectionError> {
+    scan_counters(connection, scripts)
+        .await
+        .map_err(RedisConnectionError::from)
+}
+
+async fn scan_counters(
+    connection: &mut MultiplexedConnection,
+    scripts: &ScriptLibrary,
+) -> RedisResult<KeySample> {
+    let pattern = scripts.scan_pattern(None);
+    let mut sample = KeySample::default();
+    let (mut cursor, mut steps) = (0_u64, 0);
+    let started_at = Instant::now();
+    loop {
+        let mut scan = cmd("SCAN");
+        scan.arg(cursor).arg("MATCH").arg(&pattern);
+        scan.arg("COUNT").arg(KEYS_PER_STEP);
+        let keys: Vec<Vec<u8>>;
+        (cursor, keys) = scan.query_async(connection).await?;
+        steps += 1;
+        let counters: Vec<(String, Option<String>)> = keys
+            .into_iter()
+            .filter_map(|key| parse_counter(scripts, key))
+            .collect();
+        sample.add_counters(connection, &counters).await?;
+        if cursor == 0 {
+            sample.scanned_share = 1.0;
+            return Ok(sample);
+        }
+        if steps >= MAX_STEPS || started_at.elapsed() >= MAX_SCAN_TIME {
+            break;
+        }
+    }
+    let size: u64 = cmd("DBSIZE").query_async(connection).await.unwrap_or(0);
+    #[allow(clippy::cast_precision_loss, reason = "the share is an estimate")]
+    let share = (steps * KEYS_PER_STEP) as f64 / size.max(1) as f64;
+    sample.scanned_share = share.min(1.0);
+    Ok(sample)
+}
+
+/// The name of a counter and of its policy. `None` for a foreign key or a probe.
+fn parse_counter(scripts: &ScriptLibrary, key: Vec<u8>) -> Option<(String, Option<String>)> {
+    let key = String::from_utf8(key).ok()?;
+    let (_, readable) = scripts.parse_counter_key(&key)?;
+    let policy = readable.and_then(|text| text.split('/').next().map(str::to_owned));
+    (policy.as_deref() != Some(PROBE_POLICY_NAME)).then_some((key, policy))
+}
+
+impl KeySample {
+    /// Reads the expiry of all counters of a step, and the memory of some.
+    async fn add_counters(
+        &mut self,
+        connection: &mut MultiplexedConnection,
+        counters: &[(String, Option<String>)],
+    ) -> RedisResult<()> {
+        if counters.is_empty() {
+            return Ok(());
+        }
+        let mut pipeline = redis::pipe();
+        for (key, _) in counters {
+            pipeline.cmd("PTTL").arg(key);
+        }
+        let measured = counters.iter().take(MEASURED_PER_STEP);
+        for (key, _) in measured.clone() {
+            pipeline.cmd("MEMORY").arg("USAGE").arg(key);
+        }
+        // A reply may be an error: a key that has moved, or a missing permission.
+        let replies = connection
+            .send_packed_commands(&pipeline, 0, pipeline.len())
+            .await?;
+        let mut numbers = replies.into_iter().map(|reply| match reply {
+            Value::ServerError(_) => None,
+            reply => from_redis_value::<Option<i64>>(reply).ok().flatten(),
+        });
+        for (key, policy) in counters {
+            let is_unexpiring = numbers.next().flatten() == Some(-1);
+            let counts = self.counts_of(policy);
+            counts.keys += 1;
+            counts.unexpiring_keys += u64::from(is_unexpiring);
+            if is_unexpiring && self.unexpiring.len() < MAX_EXAMPLES {
+                self.unexpiring.push(key.clone());
+            }
+        }
+        for (_, policy) in measured {
+            if let Some(bytes) = numbers
+                .next()
+                .flatten()
+                .and_then(|bytes| u64::try_from(bytes).ok())
+            {
+                let counts = self.counts_of(policy);
+                counts.measured_keys += 1;
+                counts.measured_bytes += bytes;
+            }
+        }
+        Ok(())
+    }
+
+    fn counts_of(&mut self, policy: &Option<String>) -> &mut PolicyKeySample {
+        let is_known = self.policies.contains_key(policy) || self.policies.len() < MAX_POLICIES;
+        let policy = if is_known { policy.clone() } else { None };
+        self.policies.entry(policy).or_default()
+    }
+}

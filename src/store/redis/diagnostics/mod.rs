@@ -1,0 +1,205 @@
+//! Examines the servers for `tidegate doctor`: facts without a judgement.
+//!
+//! Unlike the other connections, these need no probe to succeed: a server that lacks a permission
+//! or is a replica is examined as far as it answers. All commands are bounded in number and time.
+
+mod key_sample;
+mod permission_trial;
+mod server_facts;
+
+pub use key_sample::{KeySample, PolicyKeySample};
+pub use permission_trial::{DenialReason, DeniedCommand};
+pub use server_facts::{ClockReading, InfoFields, ScriptLatency, ServerFacts};
+
+use super::access::RedisAccess;
+use super::connection_target::PROBE_POLICY_NAME;
+use super::connector;
+use super::error::RedisConnectionError;
+use super::hash_slot::HASH_SLOT_COUNT;
+use super::routing::{self, HashSlotRange};
+use super::scripts::ScriptLibrary;
+use super::sentinel::SentinelGroup;
+use super::{RedisAddress, RedisSettings, RedisTopology};
+use crate::limiter::{Algorithm, Key, KeyBuilder};
+use futures_util::future::join_all;
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// Maximum time for connecting to one server, even if `connect_timeout` is longer.
+const MAX_CONNECT_TIME: Duration = Duration::from_secs(2);
+
+/// Maximum time for the checks of one server. With the search for the servers, all checks end
+/// before the admin API's limit of 10 s per request.
+const MAX_CHECK_TIME: Duration = Duration::from_secs(5);
+
+/// Maximum number of masters that are examined.
+const MAX_SERVERS: usize = 64;
+
+/// What the servers of a store reported.
+#[derive(Debug, Default)]
+pub struct RedisDiagnosis {
+    /// The answers of the configured sentinels.
+    pub sentinels: Vec<SentinelAnswer>,
+    /// Why no server is known, if so.
+    pub discovery_error: Option<RedisConnectionError>,
+    /// Hash slots of the cluster without a master; `None` for other topologies.
+    pub unassigned_slots: Option<usize>,
+    /// Masters that were not examined, because there are too many.
+    pub omitted_servers: usize,
+    pub servers: Vec<ServerDiagnosis>,
+}
+
+/// The master that one sentinel names.
+#[derive(Debug)]
+pub struct SentinelAnswer {
+    pub sentinel: String,
+    pub master: Result<String, RedisConnectionError>,
+}
+
+/// What one server reported.
+#[derive(Debug)]
+pub struct ServerDiagnosis {
+    pub address: String,
+    pub result: Result<Box<ServerFacts>, RedisConnectionError>,
+}
+
+/// Examines all masters. `algorithms` are those of the configured limits; the latency is that of a
+/// decision with one limit of each.
+pub async fn diagnose_redis(settings: &RedisSettings, algorithms: &[Algorithm]) -> RedisDiagnosis {
+    let mut diagnosis = RedisDiagnosis::default();
+    let mut targets = match settings.topology {
+        RedisTopology::Standalone => {
+            let key = KeyBuilder::new(PROBE_POLICY_NAME).finish();
+            let server = settings.servers.first().cloned();
+            server.map(|address| (address, key)).into_iter().collect()
+        }
+        RedisTopology::Sentinel { .. } => find_master(settings, &mut diagnosis).await,
+        RedisTopology::Cluster => find_cluster_masters(settings, &mut diagnosis).await,
+    };
+    diagnosis.omitted_servers = targets.len().saturating_sub(MAX_SERVERS);
+    targets.truncate(MAX_SERVERS);
+    let scripts = ScriptLibrary::new(&settings.key_prefix);
+    let checks = targets.into_iter().map(|(address, probe_key)| {
+        let scripts = &scripts;
+        async move {
+            let checks = diagnose_server(settings, scripts, &address, &probe_key, algorithms);
+            let result = timeout(MAX_CHECK_TIME, checks).await;
+            let result = result.unwrap_or_else(|elapsed| Err(elapsed.into()));
+            ServerDiagnosis {
+                address: address.to_string(),
+                result,
+            }
+        }
+    });
+    diagnosis.servers = join_all(checks).await;
+    diagnosis
+}
+
+/// Asks every sentinel for the master. The first answer decides.
+async fn find_master(
+    settings: &RedisSettings,
+    diagnosis: &mut RedisDiagnosis,
+) -> Vec<(RedisAddress, Key)> {
+    let access = RedisAccess::new(settings.clone());
+    let Some(group) = SentinelGroup::from_access(&access) else {
+        return Vec::new();
+    };
+    let answers = settings.servers.iter().map(|sentinel| async move {
+        let master = timeout(connect_time(settings), group.query_sentinel(sentinel)).await;
+        (
+            sentinel,
+            master.unwrap_or_else(|elapsed| Err(elapsed.into())),
+        )
+    });
+    let mut named_master = None;
+    for (sentinel, master) in join_all(answers).await {
+        if let Ok(master) = &master {
+            named_master.get_or_insert_with(|| master.clone());
+        }
+        diagnosis.sentinels.push(SentinelAnswer {
+            sentinel: sentinel.to_string(),
+            master: master.map(|master| master.to_string()),
+        });
+    }
+    let key = KeyBuilder::new(PROBE_POLICY_NAME).finish();
+    named_master
+        .map(|master| (master, key))
+        .into_iter()
+        .collect()
+}
+
+/// Asks all configured servers for the slot map. The first one in their order that has it decides.
+async fn find_cluster_masters(
+    settings: &RedisSettings,
+    diagnosis: &mut RedisDiagnosis,
+) -> Vec<(RedisAddress, Key)> {
+    let queries = settings.servers.iter().take(MAX_SERVERS);
+    let queries = queries.map(|server| async move {
+        let ranges = timeout(connect_time(settings), fetch_slot_ranges(settings, server)).await;
+        (server, ranges.unwrap_or_else(|elapsed| Err(elapsed.into())))
+    });
+    let mut slot_ranges = None;
+    for (server, ranges) in join_all(queries).await {
+        match ranges {
+            Ok(ranges) => {
+                slot_ranges = Some(ranges);
+                diagnosis.discovery_error = None;
+                break;
+            }
+            Err(mut error) => {
+                error.message = format!("{server}: {}", error.message);
+                diagnosis.discovery_error = Some(error);
+            }
+        }
+    }
+    let Some(ranges) = slot_ranges else {
+        return Vec::new();
+    };
+    let assigned: usize = ranges
+        .iter()
+        .map(|(first, last, _)| usize::from(last - first) + 1)
+        .sum();
+    diagnosis.unassigned_slots = Some(usize::from(HASH_SLOT_COUNT).saturating_sub(assigned));
+    let mut masters: Vec<(RedisAddress, Key)> = Vec::new();
+    for (_, _, address) in &ranges {
+        if masters.iter().all(|(known, _)| known != address) {
+            let key = routing::find_probe_key(&ranges, address).await;
+            masters.push((address.clone(), key));
+        }
+    }
+    masters
+}
+
+async fn fetch_slot_ranges(
+    settings: &RedisSettings,
+    server: &RedisAddress,
+) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
+    let (mut connection, _driver) =
+        connector::open_connection(server, settings, &settings.credentials, settings.database)
+            .await?;
+    routing::query_slot_ranges(&mut connection, server).await
+}
+
+async fn diagnose_server(
+    settings: &RedisSettings,
+    scripts: &ScriptLibrary,
+    address: &RedisAddress,
+    probe_key: &Key,
+    algorithms: &[Algorithm],
+) -> Result<Box<ServerFacts>, RedisConnectionError> {
+    let opened =
+        connector::open_connection(address, settings, &settings.credentials, settings.database);
+    let (mut connection, _driver) = timeout(connect_time(settings), opened).await??;
+    let mut facts = server_facts::read_facts(&mut connection).await;
+    let is_cluster = settings.topology == RedisTopology::Cluster;
+    facts.denied_commands =
+        permission_trial::try_commands(&mut connection, scripts, probe_key, is_cluster).await;
+    facts.latency =
+        server_facts::measure_latency(&mut connection, scripts, probe_key, algorithms).await;
+    facts.keys = key_sample::sample_keys(&mut connection, scripts).await;
+    Ok(Box::new(facts))
+}
+
+fn connect_time(settings: &RedisSettings) -> Duration {
+    settings.connect_timeout.min(MAX_CONNECT_TIME)
+}

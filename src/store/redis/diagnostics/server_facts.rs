@@ -1,0 +1,273 @@
+//! Facts about one server: INFO, its clock, and the latency of decisions.
+
+use super::key_sample::KeySample;
+use super::permission_trial::DeniedCommand;
+use crate::clock::Clock;
+use crate::limiter::{Algorithm, Charge, Key, Limit, MAX_UNITS};
+use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
+use crate::store::redis::scripts::ScriptLibrary;
+use redis::aio::MultiplexedConnection;
+use redis::{RedisResult, Value, cmd};
+use std::collections::HashMap;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// Number of decisions whose latency is measured, and the maximum time for all.
+const LATENCY_SAMPLES: usize = 200;
+const MAX_MEASURING_TIME: Duration = Duration::from_millis(1500);
+
+/// Number of clock readings. The one with the shortest round trip counts.
+const CLOCK_READINGS: usize = 5;
+
+/// Period of the limits that the measured decisions charge. The counters are deleted afterwards,
+/// and expire after about this time if the connection breaks before.
+const PROBE_PERIOD_US: u64 = 10_000_000;
+
+/// What one server reported.
+#[derive(Debug)]
+pub struct ServerFacts {
+    pub info: Result<InfoFields, RedisConnectionError>,
+    pub clock: Option<ClockReading>,
+    pub denied_commands: Vec<DeniedCommand>,
+    pub latency: Result<ScriptLatency, RedisConnectionError>,
+    pub keys: Result<KeySample, RedisConnectionError>,
+}
+
+/// The fields of INFO.
+#[derive(Debug, Default)]
+pub struct InfoFields(HashMap<String, String>);
+
+/// The server's clock, compared with the clock of this machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClockReading {
+    /// How far the server's clock is ahead.
+    pub ahead_us: i64,
+    /// Maximum error: half of the round trip.
+    pub error_us: u64,
+}
+
+/// Latency of decisions, one after the other on one connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScriptLatency {
+    pub samples: usize,
+    pub p50_us: u64,
+    pub p99_us: u64,
+}
+
+impl InfoFields {
+    pub(in crate::store::redis) fn parse(text: &str) -> Self {
+        let fields = text.lines().filter_map(|line| line.split_once(':'));
+        Self(
+            fields
+                .map(|(name, value)| (name.to_owned(), value.trim_end().to_owned()))
+                .collect(),
+        )
+    }
+
+    pub fn text(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+
+    pub fn number(&self, name: &str) -> Option<u64> {
+        self.text(name)?.parse().ok()
+    }
+
+    /// The replicas of this master: address, state, bytes behind the master, and seconds since the
+    /// last acknowledgement.
+    pub fn replicas(&self) -> impl Iterator<Item = ReplicaFacts<'_>> {
+        let master_offset = self.number("master_repl_offset").unwrap_or(0);
+        (0..).map_while(move |at: u32| {
+            let text = self.text(&format!("slave{at}"))?;
+            let field = |name: &str| {
+                text.split(',')
+                    .find_map(|part| part.strip_prefix(name)?.strip_prefix('='))
+            };
+            let offset: u64 = field("offset")
+                .and_then(|text| text.parse().ok())
+                .unwrap_or(0);
+            Some(ReplicaFacts {
+                address: format!(
+                    "{}:{}",
+                    field("ip").unwrap_or("?"),
+                    field("port").unwrap_or("?")
+                ),
+                state: field("state").unwrap_or("unknown"),
+                behind_bytes: master_offset.saturating_sub(offset),
+                lag_s: field("lag").and_then(|text| text.parse().ok()),
+            })
+        })
+    }
+}
+
+/// One replica, as its master reports it.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ReplicaFacts<'i> {
+    pub address: String,
+    pub state: &'i str,
+    pub behind_bytes: u64,
+    /// Seconds since the last acknowledgement.
+    pub lag_s: Option<u64>,
+}
+
+/// Reads INFO and the clock. The other facts are filled in by the caller.
+pub(super) async fn read_facts(connection: &mut MultiplexedConnection) -> ServerFacts {
+    let info: RedisResult<String> = cmd("INFO").query_async(connection).await;
+    let unknown = || RedisConnectionError::new(RedisErrorKind::Other, "not examined");
+    ServerFacts {
+        info: info
+            .map(|text| InfoFields::parse(&text))
+            .map_err(RedisConnectionError::from),
+        clock: read_clock(connection).await,
+        denied_commands: Vec::new(),
+        latency: Err(unknown()),
+        keys: Err(unknown()),
+    }
+}
+
+async fn read_clock(connection: &mut MultiplexedConnection) -> Option<ClockReading> {
+    let clock = Clock::system();
+    let mut best: Option<ClockReading> = None;
+    for _ in 0..CLOCK_READINGS {
+        let sent_at_us = clock.now_us();
+        let (seconds, micros): (u64, u64) = cmd("TIME").query_async(connection).await.ok()?;
+        let received_at_us = clock.now_us();
+        let server_us = seconds.checked_mul(1_000_000)?.checked_add(micros)?;
+        // Redis read its clock at an unknown moment between: the midpoint assumes equal delays.
+        let local_us = sent_at_us.midpoint(received_at_us);
+        let reading = ClockReading {
+            ahead_us: server_us.checked_signed_diff(local_us)?,
+            error_us: received_at_us.saturating_sub(sent_at_us).div_ceil(2),
+        };
+        if best.is_none_or(|best| reading.error_us < best.error_us) {
+            best = Some(reading);
+        }
+    }
+    best
+}
+
+/// Runs decisions about the probe key, and deletes its counters.
+pub(super) async fn measure_latency(
+    connection: &mut MultiplexedConnection,
+    scripts: &ScriptLibrary,
+    probe_key: &Key,
+    algorithms: &[Algorithm],
+) -> Result<ScriptLatency, RedisConnectionError> {
+    let limits: Vec<Limit> = algorithms
+        .iter()
+        .filter_map(|one| probe_limit(*one))
+        .collect();
+    let default_limit = [Limit {
+        requests: MAX_UNITS,
+        per_us: PROBE_PERIOD_US,
+        algorithm: Algorithm::SlidingLog,
+    }];
+    let limits = if limits.is_empty() {
+        &default_limit[..]
+    } else {
+        &limits
+    };
+    let charges: Vec<Charge<'_>> = limits
+        .iter()
+        .map(|limit| Charge::new(limit, probe_key, 1))
+        .collect();
+    let result = run_decisions(connection, scripts, &charges).await;
+    let mut delete = cmd("DEL");
+    delete.arg(
+        charges
+            .iter()
+            .map(|charge| scripts.counter_key(charge))
+            .collect::<Vec<_>>(),
+    );
+    // Without the permission, the counters expire.
+    drop(delete.exec_async(connection).await);
+    result.map_err(RedisConnectionError::from)
+}
+
+async fn run_decisions(
+    connection: &mut MultiplexedConnection,
+    scripts: &ScriptLibrary,
+    charges: &[Charge<'_>],
+) -> RedisResult<ScriptLatency> {
+    let load = cmd("SCRIPT")
+        .arg("LOAD")
+        .arg(scripts.script_text(charges))
+        .to_owned();
+    load.exec_async(connection).await?;
+    let decide = scripts.decide_command(charges, None);
+    let started_at = Instant::now();
+    let mut durations_us = Vec::with_capacity(LATENCY_SAMPLES);
+    while durations_us.len() < LATENCY_SAMPLES && started_at.elapsed() < MAX_MEASURING_TIME {
+        let sent_at = Instant::now();
+        let _reply: Value = decide.query_async(connection).await?;
+        durations_us.push(u64::try_from(sent_at.elapsed().as_micros()).unwrap_or(u64::MAX));
+    }
+    durations_us.sort_unstable();
+    let percentile = |percent: usize| {
+        let position = (durations_us.len() * percent)
+            .div_ceil(100)
+            .saturating_sub(1);
+        durations_us.get(position).copied().unwrap_or(0)
+    };
+    Ok(ScriptLatency {
+        samples: durations_us.len(),
+        p50_us: percentile(50),
+        p99_us: percentile(99),
+    })
+}
+
+/// A limit of the algorithm that admits all measured decisions. A concurrency slot and a block are
+/// no limits that a decision can take alone.
+fn probe_limit(algorithm: Algorithm) -> Option<Limit> {
+    let algorithm = match algorithm {
+        Algorithm::Concurrency { .. } | Algorithm::Block => return None,
+        Algorithm::SlidingWindow { .. } => Algorithm::SlidingWindow { buckets: 10 },
+        Algorithm::FixedWindow { .. } => Algorithm::FixedWindow { offset_us: 0 },
+        Algorithm::TokenBucket { .. } => Algorithm::TokenBucket {
+            burst: 1_000_000,
+            warm_up_us: 0,
+        },
+        Algorithm::LeakyBucket { .. } => Algorithm::LeakyBucket {
+            max_delay_us: PROBE_PERIOD_US,
+        },
+        Algorithm::SlidingLog => Algorithm::SlidingLog,
+    };
+    Some(Limit {
+        requests: 1_000_000,
+        per_us: PROBE_PERIOD_US,
+        algorithm,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parses_the_replicas_of_info() {
+        let info = InfoFields::parse(
+            "# Replication\r\nrole:master\r\nconnected_slaves:2\r\n\
+             slave0:ip=10.0.0.1,port=6379,state=online,offset=900,lag=1\r\n\
+             slave1:ip=10.0.0.2,port=6379,state=wait_bgsave,offset=0,lag=0\r\n\
+             master_repl_offset:1000\r\n",
+        );
+        assert_eq!(info.text("role"), Some("master"));
+        let replicas: Vec<_> = info.replicas().collect();
+        assert_eq!(
+            replicas,
+            [
+                ReplicaFacts {
+                    address: "10.0.0.1:6379".to_owned(),
+                    state: "online",
+                    behind_bytes: 100,
+                    lag_s: Some(1),
+                },
+                ReplicaFacts {
+                    address: "10.0.0.2:6379".to_owned(),
+                    state: "wait_bgsave",
+                    behind_bytes: 1000,
+                    lag_s: Some(0),
+                },
+            ]
+        );
+    }
+}

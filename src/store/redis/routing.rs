@@ -1,0 +1,128 @@
+//! Finds the server that holds a key: one worker's connections to all masters, and the slot map.
+//!
+//! A single server, also one that sentinels name, is a map of one node and one slot. It never
+//! redirects, and the map is never refreshed.
+//!
+//! redis-rs' own `ClusterConnection` is not used: it retries and waits by its own rules although a
+//! request has a deadline, it does not probe connections, and it has its own TLS setup. Only the
+//! slot map, two redirections and one refresh task are needed beside [`SupervisedConnection`].
+//!
+//! Charges of several slots are reserved by one call per slot (`split_decision`). A refused request
+//! returns its reservations. Until then, a limit is too strict, never too lax.
+
+mod admission_hints;
+mod router;
+mod shard_search;
+mod slot_charges;
+mod slot_map;
+mod slot_map_refresh;
+mod split_decision;
+
+use super::batcher::DecisionBatcher;
+use super::connection::SupervisedConnection;
+use super::connection_target::RedisConnectionTarget;
+use super::connector::AbortOnDropTask;
+use super::context::RedisContext;
+use super::error::RedisErrorKind;
+use super::hash_slot::hash_slot_for_key;
+use super::node::RedisNode;
+use super::watched_value::WatchedValue;
+use crate::limiter::Charge;
+use admission_hints::AdmissionHints;
+use slot_charges::HashSlotCharges;
+use slot_map_refresh::run_slot_map_refresh;
+use split_decision::SplitResult;
+use std::sync::Arc;
+use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+pub(super) use router::RedisRouter;
+pub(super) use slot_map::{ClusterSlotMap, HashSlotRange, find_probe_key, query_slot_ranges};
+
+/// Whether charges are in several slots.
+fn spans_several_hash_slots(charges: &[Charge<'_>]) -> bool {
+    let mut keys = charges.iter().map(|charge| charge.key);
+    keys.next().is_some_and(|first| {
+        keys.any(|key| key.id() != first.id() && hash_slot_for_key(key) != hash_slot_for_key(first))
+    })
+}
+
+impl RedisRouter {
+    /// Connects to all masters, and stays connected as long as the router lives. Also returns the
+    /// task that refreshes the slot map of a cluster.
+    pub(super) fn start(context: Arc<RedisContext>) -> (Arc<Self>, Option<AbortOnDropTask>) {
+        let is_cluster = context.is_cluster();
+        let (mut slot_map, mut batcher) = (ClusterSlotMap::default(), None);
+        if !is_cluster {
+            let target = RedisConnectionTarget::from_settings(&context.settings);
+            let connection = SupervisedConnection::start(Arc::clone(&context), target);
+            let node = Arc::new(RedisNode::new(connection, Instant::now()));
+            batcher = Some(DecisionBatcher::new(
+                Arc::clone(&context),
+                Arc::clone(&node),
+            ));
+            slot_map = ClusterSlotMap::from_single_node(node);
+        }
+        let router = Arc::new(Self {
+            context,
+            slot_map: WatchedValue::new(Arc::new(slot_map)),
+            batcher: batcher.map(Arc::new),
+            refresh_requested: Notify::new(),
+            hints: AdmissionHints::default(),
+        });
+        let refresh_task = is_cluster.then(|| {
+            let task = tokio::spawn(run_slot_map_refresh(Arc::clone(&router)));
+            AbortOnDropTask(task)
+        });
+        (router, refresh_task)
+    }
+
+    /// Decides charges in any slots.
+    ///
+    /// # Errors
+    /// When a slot gave no reply, and no other slot refuses the request. The partial decision has
+    /// the answers of the slots that replied.
+    pub(super) async fn decide(
+        self: &Arc<Self>,
+        charges: &[Charge<'_>],
+        deadline: Instant,
+    ) -> SplitResult {
+        match charges.iter().any(|charge| charge.shard_count > 1) {
+            true => self.decide_across_shards(charges, deadline).await,
+            false => self.decide_by_hash_slot(charges, deadline).await.0,
+        }
+    }
+
+    /// Decides charges without a search among shards: charges of one hash slot share a script
+    /// call. If the charges are refused, the returned task ends when all reservations are returned.
+    async fn decide_by_hash_slot(
+        self: &Arc<Self>,
+        charges: &[Charge<'_>],
+        deadline: Instant,
+    ) -> (SplitResult, Option<JoinHandle<()>>) {
+        let parts = match spans_several_hash_slots(charges) {
+            true => HashSlotCharges::from_request(charges),
+            false => {
+                let hash_slot = charges
+                    .first()
+                    .map_or(0, |charge| hash_slot_for_key(charge.key));
+                let decision = self.request_decision(hash_slot, charges, deadline);
+                match decision.await {
+                    Err(RedisErrorKind::TryAgain) => {
+                        let parts = HashSlotCharges::from_request(charges).into_iter();
+                        parts.flat_map(HashSlotCharges::split_by_charge).collect()
+                    }
+                    result => return (result.map_err(|failure| (failure, None)), None),
+                }
+            }
+        };
+        let (result_sender, result_receiver) = oneshot::channel();
+        // A separate task, so that a client that disconnects does not leave reservations.
+        let router = Arc::clone(self);
+        let task = tokio::spawn(router.decide_parts(parts, deadline, result_sender));
+        // The sender is dropped only when the runtime shuts down.
+        let connection_lost = Err((RedisErrorKind::Connection, None));
+        (result_receiver.await.unwrap_or(connection_lost), Some(task))
+    }
+}

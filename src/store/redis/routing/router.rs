@@ -1,0 +1,332 @@
+//! Sends calls to the server of a slot, and follows redirections.
+
+use super::admission_hints::AdmissionHints;
+use super::slot_charges::group_by_hash_slot;
+use super::slot_map::{self, ClusterSlotMap};
+use crate::limiter::{Charge, Decision};
+use crate::store::Settlement;
+use crate::store::redis::batcher::DecisionBatcher;
+use crate::store::redis::connection::LiveConnection;
+use crate::store::redis::context::RedisContext;
+use crate::store::redis::error::RedisErrorKind;
+use crate::store::redis::node::RedisNode;
+use crate::store::redis::scripts::ScriptLibrary;
+use crate::store::redis::settings::RedisAddress;
+use crate::store::redis::settlement_calls::{
+    MAX_PIPELINED_CALLS, results_by_settlement, split_into_calls,
+};
+use crate::store::redis::watched_value::WatchedValue;
+use futures_util::future::join_all;
+use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep, timeout_at};
+
+/// Maximum redirections of one call. More redirections mean that the nodes disagree.
+const MAX_REDIRECTIONS: u32 = 8;
+
+/// Pause before a call is repeated because its keys are being migrated.
+const TRY_AGAIN_DELAY: Duration = Duration::from_millis(2);
+
+/// Finds the node of a slot and sends calls to it.
+#[derive(Debug)]
+pub(in crate::store::redis) struct RedisRouter {
+    pub(super) context: Arc<RedisContext>,
+    pub(in crate::store::redis) slot_map: WatchedValue<Arc<ClusterSlotMap>>,
+    /// Sends the decisions of a single server. A cluster decides each request by calls of its own,
+    /// because the keys of a call must be in one slot.
+    pub(super) batcher: Option<Arc<DecisionBatcher>>,
+    /// Requests a refresh of the slot map after a call contradicted it.
+    pub(super) refresh_requested: Notify,
+    pub(super) hints: AdmissionHints,
+}
+
+/// A call without a useful reply, and the node and the connection that it was sent on, if it was.
+struct FailedRedisCall {
+    kind: RedisErrorKind,
+    sent_on: Option<(Arc<RedisNode>, Arc<LiveConnection>)>,
+}
+
+impl From<RedisErrorKind> for FailedRedisCall {
+    fn from(kind: RedisErrorKind) -> Self {
+        Self {
+            kind,
+            sent_on: None,
+        }
+    }
+}
+
+impl RedisRouter {
+    /// Runs one command on the node of a slot, outside of the request path. Repeats a call whose
+    /// keys are being migrated.
+    ///
+    /// # Errors
+    /// Returns an error at once if the node is disconnected, otherwise by the deadline at the
+    /// latest. The failure is counted, without an effect on the circuit breaker.
+    pub(in crate::store::redis) async fn run_on_hash_slot(
+        &self,
+        hash_slot: u16,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Value, RedisErrorKind> {
+        loop {
+            let failed_call = match self.try_command(hash_slot, command, deadline).await {
+                Ok(reply) => return Ok(reply),
+                Err(failed_call) => failed_call,
+            };
+            let kind = failed_call.kind;
+            if kind == RedisErrorKind::TryAgain && Instant::now() + TRY_AGAIN_DELAY < deadline {
+                sleep(TRY_AGAIN_DELAY).await;
+                continue;
+            }
+            // An instance without the permission for this command may still be allowed to decide.
+            if let Some((_, live)) = &failed_call.sent_on
+                && kind != RedisErrorKind::NoAuth
+            {
+                self.record_connection_failure(live, kind);
+            }
+            return Err(self.count_failure(kind));
+        }
+    }
+
+    /// Runs one command on the node of a slot. The caller records a failure.
+    async fn try_command(
+        &self,
+        hash_slot: u16,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Value, FailedRedisCall> {
+        let mut next_node = self.slot_map.get().node_for_hash_slot(hash_slot).cloned();
+        let mut is_asking = false;
+        for _ in 0..MAX_REDIRECTIONS {
+            let Some(node) = next_node else { break };
+            let live = self.wait_for_connection(&node, deadline).await?;
+            let answer = timeout_at(deadline, live.send_command(command, is_asking)).await;
+            let kind = match answer {
+                Ok(Ok(value)) => {
+                    node.reset_failures();
+                    return Ok(value);
+                }
+                Ok(Err(error)) => match self.parse_redirection(&error, &node) {
+                    Some((address, is_importing)) => {
+                        if !is_importing {
+                            self.refresh_requested.notify_one();
+                        }
+                        is_asking = is_importing;
+                        next_node = Some(self.wait_for_node(&address, deadline).await?);
+                        continue;
+                    }
+                    None => RedisErrorKind::from(&error),
+                },
+                Err(elapsed) => elapsed.into(),
+            };
+            return Err(FailedRedisCall {
+                kind,
+                sent_on: Some((node, live)),
+            });
+        }
+        self.refresh_requested.notify_one();
+        Err(RedisErrorKind::ClusterDown.into())
+    }
+
+    /// Returns the connection to a node. Waits for it while the node is new.
+    async fn wait_for_connection(
+        &self,
+        node: &RedisNode,
+        deadline: Instant,
+    ) -> Result<Arc<LiveConnection>, RedisErrorKind> {
+        if node.is_connecting() {
+            // After the deadline, the state of the connection has the reason.
+            drop(timeout_at(deadline, node.connection.wait_until_ready()).await);
+        }
+        node.connection
+            .live()
+            .inspect_err(|_| self.refresh_requested.notify_one())
+    }
+
+    /// Returns the node at an address from a redirection. Waits for a node that is not in the slot
+    /// map yet.
+    async fn wait_for_node(
+        &self,
+        address: &RedisAddress,
+        deadline: Instant,
+    ) -> Result<Arc<RedisNode>, RedisErrorKind> {
+        let find_node = |map: &Arc<ClusterSlotMap>| map.find_node_by_address(address).cloned();
+        if let Some(node) = find_node(&self.slot_map.get()) {
+            return Ok(node);
+        }
+        self.refresh_requested.notify_one();
+        let map = self.slot_map.wait_for(|map| find_node(map).is_some());
+        let map = timeout_at(deadline, map).await.ok();
+        map.and_then(|map| find_node(&map))
+            .ok_or(RedisErrorKind::ClusterDown)
+    }
+
+    /// Settles charges, and returns the result of each settlement. Settlements of one counter stay
+    /// in order.
+    pub(in crate::store::redis) async fn apply_settlements(
+        &self,
+        settlements: &[Settlement<'_>],
+    ) -> Vec<Result<(), RedisErrorKind>> {
+        let hash_slot_of =
+            |(_, one): &(usize, &Settlement<'_>)| self.context.hash_slot_for_key(one.key);
+        let groups = group_by_hash_slot(settlements.iter().enumerate(), hash_slot_of);
+        let group_results = groups.iter().map(|(hash_slot, group)| async move {
+            let settlements: Vec<Settlement<'_>> = group.iter().map(|(_, one)| **one).collect();
+            let mut results = Vec::with_capacity(settlements.len());
+            for calls in split_into_calls(&settlements).chunks(MAX_PIPELINED_CALLS) {
+                let call_results = self.send_settlements(*hash_slot, calls).await;
+                results.extend(results_by_settlement(calls, call_results));
+            }
+            results
+        });
+        let group_results = join_all(group_results).await;
+        let mut results = vec![Ok(()); settlements.len()];
+        for ((_, group), group_results) in groups.iter().zip(group_results) {
+            for ((position, _), result) in group.iter().zip(group_results) {
+                if let Some(target) = results.get_mut(*position) {
+                    *target = result;
+                }
+            }
+        }
+        results
+    }
+
+    /// Runs settlement calls of one slot in order, and repeats those that name several keys of a
+    /// slot that moves: it accepts only calls with one key. A repeated call comes after the later
+    /// calls. That is safe: a list never has a renewal and a release of the same slot, and units
+    /// that are charged late are at worst too strict.
+    async fn send_settlements(
+        &self,
+        hash_slot: u16,
+        calls: &[&[Settlement<'_>]],
+    ) -> Vec<Result<(), RedisErrorKind>> {
+        let mut results = self.try_settlements(hash_slot, calls).await;
+        for (call, result) in calls.iter().zip(&mut results) {
+            if *result == Err(RedisErrorKind::TryAgain) {
+                let singles: Vec<&[Settlement<'_>]> = call.chunks(1).collect();
+                let each = self.try_settlements(hash_slot, &singles).await;
+                *result = each.into_iter().collect();
+            }
+        }
+        results
+    }
+
+    /// Runs settlement calls of one slot in order. Calls that fail together count as one failure.
+    async fn try_settlements(
+        &self,
+        hash_slot: u16,
+        calls: &[&[Settlement<'_>]],
+    ) -> Vec<Result<(), RedisErrorKind>> {
+        let (start, call_timeout) = (Instant::now(), self.context.settings.timeout);
+        let answers = (1..).zip(calls).map(|(turn, call)| async move {
+            let command = self.context.scripts.settle_command(call, None);
+            let deadline = start + call_timeout * turn;
+            self.try_command(hash_slot, &command, deadline).await
+        });
+        let results = join_all(answers).await;
+        if let Some(failed_call) = results.iter().find_map(|result| result.as_ref().err()) {
+            self.record_failed_call(failed_call);
+        }
+        results
+            .into_iter()
+            .map(|result| result.map(drop).map_err(|failed_call| failed_call.kind))
+            .collect()
+    }
+
+    /// Decides charges of one slot in one script call. A failure is recorded.
+    pub(in crate::store::redis) async fn request_decision(
+        &self,
+        hash_slot: u16,
+        charges: &[Charge<'_>],
+        deadline: Instant,
+    ) -> Result<Decision, RedisErrorKind> {
+        let RedisContext {
+            breaker, scripts, ..
+        } = &*self.context;
+        let result = match &self.batcher {
+            Some(batcher) => {
+                let result = batcher.request_decision(charges, deadline).await;
+                match result {
+                    Ok(_) => breaker.record_success(),
+                    Err(RedisErrorKind::WrongType(_)) => {}
+                    Err(kind) => breaker.record_failure(kind),
+                }
+                result
+            }
+            None => {
+                let command = scripts.decide_command(charges, None);
+                // Boxed, because the future of every request would include its size otherwise.
+                let reply = Box::pin(self.try_command(hash_slot, &command, deadline)).await;
+                reply
+                    .map_err(|failed_call| self.record_failed_call(&failed_call))
+                    .and_then(|reply| {
+                        ScriptLibrary::parse_decision_reply(&reply, charges)
+                            .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply))
+                    })
+            }
+        };
+        if let Err(RedisErrorKind::WrongType(position)) = result {
+            self.context.record_foreign_value(charges, position);
+        }
+        result
+    }
+
+    /// Counts a failed call, also for the node that it was sent to. Returns the kind of failure.
+    fn record_failed_call(&self, call: &FailedRedisCall) -> RedisErrorKind {
+        let kind = call.kind;
+        let Some((node, live)) = &call.sent_on else {
+            return self.count_failure(kind);
+        };
+        // A slot that moves is no failure. A foreign value affects only one key, and the caller
+        // counts it.
+        if let RedisErrorKind::TryAgain | RedisErrorKind::WrongType(_) = kind {
+            return kind;
+        }
+        self.record_connection_failure(live, kind);
+        if !self.context.is_cluster() {
+            self.context.breaker.record_failure(kind);
+            return kind;
+        }
+        if node.record_failure() >= self.context.settings.breaker_failures {
+            node.reset_failures();
+            live.request_replacement(kind);
+        }
+        self.count_failure(kind)
+    }
+
+    /// Replaces the connection or refreshes the slot map if that may help after a failure.
+    fn record_connection_failure(&self, live: &LiveConnection, kind: RedisErrorKind) {
+        if kind == RedisErrorKind::ClusterDown || kind.requires_reconnect() {
+            self.refresh_requested.notify_one();
+        }
+        live.record_failure(kind);
+    }
+
+    fn count_failure(&self, failure: RedisErrorKind) -> RedisErrorKind {
+        self.context.breaker.count_failure(failure);
+        failure
+    }
+    /// The node of the cluster to which an error redirects a call, and whether that node is
+    /// importing the slot.
+    fn parse_redirection(
+        &self,
+        error: &RedisError,
+        source: &RedisNode,
+    ) -> Option<(RedisAddress, bool)> {
+        let is_asking = match error.kind() {
+            ErrorKind::Server(ServerErrorKind::Moved) => false,
+            ErrorKind::Server(ServerErrorKind::Ask) => true,
+            _ => return None,
+        };
+        let source_address = source.address().filter(|_| self.context.is_cluster())?;
+        match RedisAddress::parse(error.redirect_node()?.0)? {
+            RedisAddress::Tcp { host, port } => {
+                let address = slot_map::resolve_node_address(host, port, source_address);
+                Some((address, is_asking))
+            }
+            RedisAddress::Unix(_) => None,
+        }
+    }
+}

@@ -1,0 +1,533 @@
+//! Decides a request that no single script call can decide: its charges are in several slots, or in
+//! a slot that moves.
+//!
+//! Each part reserves its charges. A part that may refuse is asked before all others, so a refusal
+//! usually reserves nothing elsewhere. Reservations of a request that is not forwarded are
+//! returned.
+
+use super::router::RedisRouter;
+use super::slot_charges::HashSlotCharges;
+use crate::limiter::{
+    Algorithm, Amendment, Charge, ChargeEffect, Decision, LimitStatus, determine_effect,
+};
+use crate::store::redis::error::RedisErrorKind;
+use crate::store::{PartialDecision, Settlement};
+use futures_util::future::join_all;
+use smallvec::SmallVec;
+use std::sync::Arc;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+/// A decision, or the failure of a part with a partial decision of the parts that answered.
+pub(super) type SplitResult = Result<Decision, (RedisErrorKind, Option<Box<PartialDecision>>)>;
+
+/// A part of a request, and its decision.
+struct DecidedPart {
+    part: HashSlotCharges,
+    answer: Result<Decision, RedisErrorKind>,
+}
+
+/// What a part's decision did to one counter.
+struct SplitChargeOutcome<'a> {
+    /// The index of the charge in the request.
+    position: usize,
+    charge: Charge<'a>,
+    /// The clock of the part's server.
+    now_us: u64,
+    status: Option<LimitStatus>,
+    charged_at_us: Option<u64>,
+    /// The effect that one decision of all parts would have had.
+    effect: ChargeEffect,
+}
+
+impl DecidedPart {
+    fn is_refused(&self) -> bool {
+        self.answer.as_ref().is_ok_and(|answer| !answer.admitted)
+    }
+
+    /// Why the part was not decided, unless it only affects shadow policies.
+    fn failure(&self) -> Option<RedisErrorKind> {
+        let failure = self.answer.as_ref().err().copied();
+        failure.filter(|_| self.part.has_enforced_charges())
+    }
+}
+
+impl SplitChargeOutcome<'_> {
+    /// Whether units were charged that a refusal of the request returns.
+    fn is_reserved(&self) -> bool {
+        self.charged_at_us.is_some() && !self.charge.is_block()
+    }
+
+    /// Whether a block starts that was decided apart from its limit.
+    fn starts_block(&self) -> bool {
+        let is_start = self.charge.is_block() && self.effect == ChargeEffect::Charge;
+        is_start && self.charged_at_us.is_none()
+    }
+
+    fn final_status(&self) -> Option<LimitStatus> {
+        let ends_us = self.now_us.saturating_add(self.charge.limit.per_us);
+        self.status.map(|status| match self.starts_block() {
+            true => LimitStatus {
+                remaining: 0,
+                next_growth_us: Some(ends_us),
+                ..status
+            },
+            false => status,
+        })
+    }
+
+    /// The amendment that gives the counter the effect that one decision of all parts would have
+    /// had. `is_dropped`: the request is not forwarded although no limit refuses it.
+    fn correction(&self, is_dropped: bool) -> Option<Settlement<'_>> {
+        let is_kept = self.effect != ChargeEffect::NoChange && !is_dropped;
+        let amendment = match self.charged_at_us {
+            Some(at_us) if self.is_reserved() && !is_kept => match self.charge.limit.algorithm {
+                Algorithm::Concurrency { .. } => Amendment::Release {
+                    slot: self.charge.slot_id,
+                },
+                _ => Amendment::Credit {
+                    units: self.charge.cost,
+                    at_us,
+                },
+            },
+            _ if self.starts_block() => Amendment::Charge(1),
+            _ => return None,
+        };
+        Some(Settlement {
+            limit: self.charge.limit,
+            key: self.charge.key,
+            amendment,
+        })
+    }
+}
+
+impl RedisRouter {
+    /// Decides all parts and sends the result. Returns when the charges of a request that is not
+    /// forwarded are returned. The caller forwards an admitted request, and confirms a partial
+    /// decision if it forwards the request.
+    pub(super) async fn decide_parts(
+        self: Arc<Self>,
+        mut waiting: Vec<HashSlotCharges>,
+        deadline: Instant,
+        result_sender: oneshot::Sender<SplitResult>,
+    ) {
+        let charge_count = waiting.iter().map(|part| part.charges.len()).sum();
+        let fails_closed = waiting.iter().any(HashSlotCharges::fails_closed);
+        let mut decided: Vec<DecidedPart> = Vec::with_capacity(waiting.len());
+        while !waiting.is_empty() {
+            let round = self.take_parts_of_next_round(&mut waiting);
+            let answers =
+                join_all(round.iter().map(|part| self.reserve_part(part, deadline))).await;
+            for (part, answer) in round.into_iter().zip(answers) {
+                match answer {
+                    Err(RedisErrorKind::TryAgain) if part.charges.len() > 1 => {
+                        waiting.extend(part.split_by_charge());
+                    }
+                    answer => decided.push(DecidedPart { part, answer }),
+                }
+            }
+            let is_failed = decided.iter().any(|part| part.failure().is_some());
+            let is_refused = decided.iter().any(DecidedPart::is_refused);
+            // The channel is closed if the client has disconnected.
+            if is_refused || (fails_closed && is_failed) || result_sender.is_closed() {
+                break;
+            }
+        }
+        let outcomes = collect_outcomes(&decided);
+        let decision = merge_decisions(charge_count, &decided, &outcomes);
+        let is_refused = decided.iter().any(DecidedPart::is_refused);
+        let is_forwarded =
+            send_result_and_await_forwarding(&decided, decision, result_sender).await;
+        let is_dropped = !is_forwarded && !is_refused;
+        let corrections: Vec<Settlement<'_>> = outcomes
+            .iter()
+            .filter_map(|outcome| outcome.correction(is_dropped))
+            .collect();
+        if !corrections.is_empty() {
+            drop(self.apply_settlements(&corrections).await);
+        }
+    }
+
+    /// Takes the parts that are asked next, at once. Parts of unreachable nodes come first: they
+    /// fail without a call. Then the parts that may refuse come one after the other, narrowest
+    /// first. All other parts come last, together.
+    fn take_parts_of_next_round(&self, waiting: &mut Vec<HashSlotCharges>) -> Vec<HashSlotCharges> {
+        let slot_map = self.slot_map.get();
+        let is_unreachable = |part: &HashSlotCharges| {
+            let node = slot_map.node_for_hash_slot(part.hash_slot);
+            node.is_none_or(|node| !node.is_available())
+        };
+        let mut round: Vec<HashSlotCharges> = waiting
+            .extract_if(.., |part| is_unreachable(part))
+            .collect();
+        if !round.is_empty() {
+            return round;
+        }
+        let may_refuse = |part: &HashSlotCharges| {
+            part.has_enforced_charges()
+                && !self.hints.expects_admission(&part.to_creditable_charges())
+        };
+        let doubtful = waiting
+            .iter()
+            .enumerate()
+            .filter(|(_, part)| may_refuse(part));
+        let narrowest = doubtful.min_by_key(|(_, part)| part.min_capacity());
+        match narrowest.map(|(index, _)| index) {
+            Some(index) => {
+                round.push(waiting.swap_remove(index));
+                round.extend(waiting.extract_if(.., |part| part.counts_refused_requests()));
+            }
+            None => round.append(waiting),
+        }
+        for part in &round {
+            self.hints.deduct_charges(&part.to_creditable_charges());
+        }
+        round
+    }
+
+    /// Decides one part, and remembers its remaining units.
+    async fn reserve_part(
+        &self,
+        part: &HashSlotCharges,
+        deadline: Instant,
+    ) -> Result<Decision, RedisErrorKind> {
+        let charges = part.to_creditable_charges();
+        let decision = self
+            .request_decision(part.hash_slot, &charges, deadline)
+            .await?;
+        for (charge, status) in charges.iter().zip(&decision.statuses) {
+            let remaining = status.map_or(0, |status| status.remaining);
+            self.hints.record_remaining(charge, remaining);
+        }
+        Ok(decision)
+    }
+}
+
+/// Sends the result to the caller, and waits for the confirmation of a partial decision. Returns
+/// whether the request is forwarded.
+async fn send_result_and_await_forwarding(
+    decided: &[DecidedPart],
+    decision: Option<Decision>,
+    result_sender: oneshot::Sender<SplitResult>,
+) -> bool {
+    let failure = decided.iter().find_map(DecidedPart::failure);
+    match (decision, failure) {
+        // A refusal is final, whatever the failed parts would have decided.
+        (Some(decision), _) if !decision.admitted => {
+            drop(result_sender.send(Ok(decision)));
+            false
+        }
+        (Some(decision), None) => result_sender.send(Ok(decision)).is_ok(),
+        (Some(decision), Some(failure)) => {
+            let (partial, confirmed) = PartialDecision::new(decision);
+            drop(result_sender.send(Err((failure, Some(Box::new(partial))))));
+            // The channel is closed if the caller does not forward the request.
+            confirmed.await.is_ok()
+        }
+        (None, failure) => {
+            let failure = failure.unwrap_or(RedisErrorKind::ClusterDown);
+            drop(result_sender.send(Err((failure, None))));
+            false
+        }
+    }
+}
+
+/// The outcomes of all charges whose parts answered.
+fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
+    let mut outcomes = Vec::new();
+    for DecidedPart { part, answer } in decided {
+        let Ok(answer) = answer else { continue };
+        for (nth, charge) in part.charges.iter().enumerate() {
+            outcomes.push(SplitChargeOutcome {
+                position: charge.position,
+                charge: charge.to_creditable_charge(),
+                now_us: answer.now_us,
+                status: answer.statuses.get(nth).copied().flatten(),
+                charged_at_us: answer.charged_at_us.get(nth).copied().flatten(),
+                effect: ChargeEffect::NoChange,
+            });
+        }
+    }
+    let charges: SmallVec<[Charge<'_>; 4]> =
+        outcomes.iter().map(|outcome| outcome.charge).collect();
+    let refusals: SmallVec<[_; 4]> = outcomes
+        .iter()
+        .map(|outcome| outcome.status.and_then(|status| status.refusal))
+        .collect();
+    for (at, outcome) in outcomes.iter_mut().enumerate() {
+        outcome.effect = determine_effect(&charges, &refusals, at);
+    }
+    outcomes
+}
+
+/// Merges the decisions of the parts, on the clock of the first part that answered. In a refusal,
+/// the statuses of reserved charges are left out: they include units that are being returned.
+fn merge_decisions(
+    charge_count: usize,
+    decided: &[DecidedPart],
+    outcomes: &[SplitChargeOutcome<'_>],
+) -> Option<Decision> {
+    let answers = || decided.iter().filter_map(|part| part.answer.as_ref().ok());
+    let admitted = answers().all(|answer| answer.admitted);
+    let now_us = answers().next()?.now_us;
+    let delay_us = answers().map(|answer| answer.delay_us).max();
+    let mut merged = Decision {
+        now_us,
+        admitted,
+        statuses: SmallVec::from_elem(None, charge_count),
+        delay_us: delay_us.filter(|_| admitted).unwrap_or(0),
+        grants: SmallVec::new(),
+        charged_at_us: SmallVec::from_elem(None, charge_count),
+    };
+    for outcome in outcomes
+        .iter()
+        .filter(|outcome| admitted || !outcome.is_reserved())
+    {
+        if let Some(status) = merged.statuses.get_mut(outcome.position) {
+            *status = outcome
+                .final_status()
+                .map(|status| status.convert_clock(outcome.now_us, now_us));
+        }
+        if let Some(charged_at_us) = merged.charged_at_us.get_mut(outcome.position) {
+            *charged_at_us = outcome.charged_at_us;
+        }
+    }
+    Some(merged)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::{Key, KeyBuilder, Limit, Refusal};
+
+    const SLIDING_LOG_LIMIT: Limit = Limit {
+        requests: 9,
+        per_us: 1_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    const BLOCK_LIMIT: Limit = Limit {
+        requests: 1,
+        per_us: 60_000_000,
+        algorithm: Algorithm::Block,
+    };
+
+    fn key(name: &str) -> Key {
+        KeyBuilder::new(name).finish()
+    }
+
+    fn admitted_decision(now_us: u64) -> Decision {
+        let status = LimitStatus {
+            remaining: 3,
+            next_growth_us: Some(now_us + 500),
+            refusal: None,
+        };
+        Decision {
+            now_us,
+            admitted: true,
+            statuses: SmallVec::from_iter([Some(status)]),
+            delay_us: 0,
+            grants: SmallVec::new(),
+            charged_at_us: SmallVec::from_iter([Some(now_us)]),
+        }
+    }
+
+    fn refused_decision(now_us: u64, until_us: u64) -> Decision {
+        let mut decision = admitted_decision(now_us);
+        decision.admitted = false;
+        decision.statuses[0].as_mut().unwrap().refusal = Some(Refusal::Until(until_us));
+        decision.charged_at_us[0] = None;
+        decision
+    }
+
+    /// Two charges of different keys, which are in different slots, or of one slot that moves.
+    fn decided_parts(
+        charges: [Charge<'_>; 2],
+        answers: [Result<Decision, RedisErrorKind>; 2],
+    ) -> Vec<DecidedPart> {
+        let parts = HashSlotCharges::from_request(&charges).into_iter();
+        let parts = parts.flat_map(HashSlotCharges::split_by_charge);
+        let decided = parts.zip(answers);
+        decided
+            .map(|(part, answer)| DecidedPart { part, answer })
+            .collect()
+    }
+
+    fn merge_two_parts(decided: &[DecidedPart]) -> Decision {
+        merge_decisions(2, decided, &collect_outcomes(decided)).unwrap()
+    }
+
+    #[test]
+    fn converts_times_of_several_slots_to_one_clock() {
+        let (one, other) = (key("one"), key("other"));
+        let charges = [&one, &other].map(|key| Charge::new(&SLIDING_LOG_LIMIT, key, 1));
+        let decided = decided_parts(
+            charges,
+            [
+                Ok(admitted_decision(1_000_000)),
+                Ok(refused_decision(5_000, 7_000)),
+            ],
+        );
+        let merged = merge_two_parts(&decided);
+        assert_eq!((merged.now_us, merged.admitted), (1_000_000, false));
+        let other = merged.statuses[1].unwrap();
+        assert_eq!(other.refusal, Some(Refusal::Until(1_002_000)));
+        assert_eq!(other.next_growth_us, Some(1_000_500));
+        assert_eq!(
+            (merged.statuses[0], merged.charged_at_us[0]),
+            (None, None),
+            "its units are being returned"
+        );
+    }
+
+    #[test]
+    fn returns_units_of_refused_and_dropped_requests_only() {
+        let (one, other) = (key("one"), key("other"));
+        let charges = [&one, &other].map(|key| Charge::new(&SLIDING_LOG_LIMIT, key, 2));
+        let shadow = [
+            charges[0],
+            Charge {
+                policy_number: 1,
+                shadow: true,
+                ..charges[1]
+            },
+        ];
+        let shadow_pair = shadow.map(|charge| Charge {
+            policy_number: 1,
+            shadow: true,
+            ..charge
+        });
+        let failed = || Err(RedisErrorKind::Timeout);
+        let credit = Some(Amendment::Credit {
+            units: 2,
+            at_us: 10,
+        });
+        for (charges, answers, is_dropped, returned) in [
+            (
+                charges,
+                [Ok(admitted_decision(10)), Ok(admitted_decision(10))],
+                false,
+                [None, None],
+            ),
+            (
+                charges,
+                [Ok(admitted_decision(10)), Ok(admitted_decision(10))],
+                true,
+                [credit, credit],
+            ),
+            (
+                charges,
+                [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
+                false,
+                [credit, None],
+            ),
+            (
+                charges,
+                [failed(), Ok(admitted_decision(10))],
+                true,
+                [credit, None],
+            ),
+            (
+                charges,
+                [failed(), Ok(admitted_decision(10))],
+                false,
+                [None, None],
+            ),
+            (
+                shadow,
+                [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
+                false,
+                [None, None],
+            ),
+            (
+                shadow,
+                [Ok(refused_decision(10, 20)), Ok(admitted_decision(10))],
+                false,
+                [None, credit],
+            ),
+            // A shadow policy is charged on all its counters or on none.
+            (
+                shadow_pair,
+                [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
+                false,
+                [credit, None],
+            ),
+        ] {
+            let decided = decided_parts(charges, answers);
+            let outcomes = collect_outcomes(&decided);
+            let mut corrections: Vec<_> = outcomes
+                .iter()
+                .map(|outcome| outcome.correction(is_dropped).map(|made| made.amendment))
+                .collect();
+            corrections.resize(2, None);
+            assert_eq!(corrections, returned, "{charges:?}");
+        }
+    }
+
+    #[test]
+    fn a_block_starts_when_its_limit_was_decided_apart_from_it() {
+        let owner = key("owner");
+        let charges = [
+            Charge::new(&BLOCK_LIMIT, &owner, 1),
+            Charge::new(&SLIDING_LOG_LIMIT, &owner, 1),
+        ];
+        let mut inactive = admitted_decision(10);
+        (
+            inactive.charged_at_us[0],
+            inactive.statuses[0].as_mut().unwrap().next_growth_us,
+        ) = (None, None);
+        for (limit_answer, starts) in [
+            (refused_decision(10, 20), true),
+            (admitted_decision(10), false),
+        ] {
+            let decided = decided_parts(charges, [Ok(inactive.clone()), Ok(limit_answer)]);
+            let outcomes = collect_outcomes(&decided);
+            let amendment = outcomes[0].correction(false).map(|made| made.amendment);
+            assert_eq!(amendment, starts.then_some(Amendment::Charge(1)));
+            let ends_us = merge_two_parts(&decided).statuses[0]
+                .unwrap()
+                .next_growth_us;
+            assert_eq!(ends_us, starts.then_some(10 + BLOCK_LIMIT.per_us));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_failed_slot_fails_the_decision_unless_another_refuses_or_its_policy_is_shadow() {
+        let (one, other) = (key("one"), key("other"));
+        let timed_out = || Err(RedisErrorKind::Timeout);
+        let send = async |is_shadow, answers| {
+            let charges = [
+                Charge::new(&SLIDING_LOG_LIMIT, &one, 1),
+                Charge {
+                    policy_number: 1,
+                    shadow: is_shadow,
+                    ..Charge::new(&SLIDING_LOG_LIMIT, &other, 1)
+                },
+            ];
+            let decided = decided_parts(charges, answers);
+            let (sender, receiver) = oneshot::channel();
+            let sending =
+                send_result_and_await_forwarding(&decided, Some(merge_two_parts(&decided)), sender);
+            // The caller drops a partial decision at once.
+            let (is_forwarded, result) = tokio::join!(sending, async {
+                receiver
+                    .await
+                    .unwrap()
+                    .map_err(|(failure, partial)| (failure, partial.is_some()))
+            });
+            (is_forwarded, result)
+        };
+        let failed = Err((RedisErrorKind::Timeout, true));
+        assert_eq!(
+            send(false, [Ok(admitted_decision(10)), timed_out()]).await,
+            (false, failed.clone())
+        );
+        assert_eq!(
+            send(true, [timed_out(), Ok(admitted_decision(10))]).await,
+            (false, failed)
+        );
+        let (is_forwarded, result) = send(false, [timed_out(), Ok(refused_decision(10, 20))]).await;
+        assert!(!is_forwarded && result.is_ok_and(|decision| !decision.admitted));
+        let (is_forwarded, result) = send(true, [Ok(admitted_decision(10)), timed_out()]).await;
+        assert!(is_forwarded && result.is_ok_and(|decision| decision.statuses[1].is_none()));
+    }
+}

@@ -1,0 +1,133 @@
+//! Export of metrics: a task sends all metrics to a collector at an interval.
+
+use super::registry::Metrics;
+use super::status::ProcessStatus;
+use crate::clock::Clock;
+use crate::telemetry::otlp::{
+    CollectorClient, CollectorSettings, ExportError, OtlpSignal, ResourceAttributes,
+};
+use opentelemetry_proto::tonic::resource::v1::Resource;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use tokio::sync::oneshot;
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+/// Maximum time that the process waits for the last export at shutdown.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Settings of the export of metrics.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MetricExportSettings {
+    pub collector: CollectorSettings,
+    pub interval: Duration,
+}
+
+/// Reads the state of the process for an export.
+type ReadProcessStatus = Arc<dyn Fn() -> ProcessStatus + Send + Sync>;
+
+/// Handle that stops the export at shutdown.
+#[derive(Debug)]
+pub struct MetricExporter {
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<()>,
+}
+
+/// State of the export task.
+struct MetricExportWorker {
+    collector: CollectorClient,
+    resource: Arc<Resource>,
+    metrics: Arc<Metrics>,
+    read_status: ReadProcessStatus,
+    clock: Clock,
+    started_ns: u64,
+    has_failed: bool,
+}
+
+impl MetricExporter {
+    /// Starts the export on the current runtime.
+    pub fn start(
+        settings: MetricExportSettings,
+        resource: &ResourceAttributes,
+        metrics: Arc<Metrics>,
+        read_status: ReadProcessStatus,
+    ) -> Self {
+        let clock = Clock::system();
+        let worker = MetricExportWorker {
+            collector: CollectorClient::new(OtlpSignal::Metrics, settings.collector),
+            resource: Arc::new(resource.to_resource()),
+            metrics,
+            read_status,
+            started_ns: clock.now_us().saturating_mul(1000),
+            clock,
+            has_failed: false,
+        };
+        let (stop, stopped) = oneshot::channel();
+        let task = tokio::spawn(worker.run(settings.interval, stopped));
+        Self { stop, task }
+    }
+
+    /// Exports the metrics a last time, and waits up to two seconds for that.
+    pub async fn finish(self) {
+        let Self { stop, task } = self;
+        drop(stop);
+        if timeout(SHUTDOWN_TIMEOUT, task).await.is_err() {
+            tracing::warn!("last metric export incomplete at shutdown");
+        }
+    }
+}
+
+impl MetricExportWorker {
+    async fn run(mut self, export_interval: Duration, mut stopped: oneshot::Receiver<()>) {
+        let mut ticks = interval(export_interval);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // The first tick is due at once.
+        ticks.tick().await;
+        loop {
+            let is_ending = tokio::select! {
+                _ = ticks.tick() => false,
+                _ = &mut stopped => true,
+            };
+            let result = self.export().await;
+            self.record_result(result);
+            if is_ending {
+                return;
+            }
+        }
+    }
+
+    async fn export(&mut self) -> Result<(), ExportError> {
+        let (metrics, read_status) = (Arc::clone(&self.metrics), Arc::clone(&self.read_status));
+        let (started_ns, now_ns) = (self.started_ns, self.clock.now_us().saturating_mul(1000));
+        let resource = Arc::clone(&self.resource);
+        // Encoding takes milliseconds with many policies, and this thread accepts connections.
+        let messages = spawn_blocking(move || {
+            metrics.to_otlp_messages(&read_status(), &resource, (started_ns, now_ns))
+        });
+        let messages = messages.await.map_err(|error| error.to_string())?;
+        for message in messages {
+            let rejected = self.collector.export(message).await?;
+            if rejected > 0 {
+                return Err(format!("the collector rejected {rejected} data points"));
+            }
+        }
+        Ok(())
+    }
+
+    fn record_result(&mut self, result: Result<(), ExportError>) {
+        let had_failed = std::mem::replace(&mut self.has_failed, result.is_err());
+        if let Some(counts) = &self.metrics.export_counts {
+            let count = match result {
+                Ok(()) => &counts.successes,
+                Err(_) => &counts.failures,
+            };
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        match result {
+            Ok(()) if had_failed => tracing::info!("metric export recovered"),
+            Err(error) if !had_failed => tracing::warn!(error, "metric export failed"),
+            _ => {}
+        }
+    }
+}

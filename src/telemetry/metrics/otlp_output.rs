@@ -1,0 +1,348 @@
+//! Metrics as OTLP messages, with cumulative temporality.
+//!
+//! The name of a metric is that of Prometheus with dots, and its unit is a field instead of a
+//! suffix. Prometheus translates both back, so that dashboards and alerts fit either way of
+//! collection.
+
+use super::histogram::HistogramSnapshot;
+use super::http_server::{HttpRequestAttributes, merge_request_durations, sum_active_requests};
+use super::output::{MetricKind, MetricOutput, SampleValue};
+use super::registry::Metrics;
+use super::status::ProcessStatus;
+use crate::telemetry::otlp::{int_attribute, string_attribute};
+use bytes::Bytes;
+use opentelemetry_proto::tonic::collector::metrics::v1::ExportMetricsServiceRequest;
+use opentelemetry_proto::tonic::common::v1::{AnyValue, InstrumentationScope, KeyValue, any_value};
+use opentelemetry_proto::tonic::metrics::v1::metric::Data;
+use opentelemetry_proto::tonic::metrics::v1::{
+    AggregationTemporality, Gauge, Histogram, HistogramDataPoint, Metric, NumberDataPoint,
+    ResourceMetrics, ScopeMetrics, Sum, number_data_point,
+};
+use opentelemetry_proto::tonic::resource::v1::Resource;
+use prost::Message;
+
+/// Maximum number of data points in one message, so that it stays below the 4 MiB that gRPC servers
+/// accept by default.
+const MAX_POINTS_PER_MESSAGE: usize = 4_000;
+
+/// Suffixes of Prometheus names, and the units that they stand for (UCUM).
+const UNIT_SUFFIXES: [(&str, &str); 2] = [("_seconds", "s"), ("_bytes", "By")];
+
+/// Collects metrics for messages. Each full message is encoded at once: as structures, the points
+/// of 10,000 policies would take some ten times as much memory.
+struct OtlpOutput<'r> {
+    /// Times in nanoseconds since the Unix epoch.
+    started_ns: u64,
+    now_ns: u64,
+    resource: &'r Resource,
+    /// The encoded messages.
+    messages: Vec<Bytes>,
+    /// The metrics of the next message.
+    metrics: Vec<Metric>,
+    /// Number of data points in `metrics`.
+    point_count: usize,
+}
+
+impl Metrics {
+    /// Returns all metrics at the time `now_ns`, encoded and split into export requests. Times are
+    /// in nanoseconds since the Unix epoch.
+    pub(super) fn to_otlp_messages(
+        &self,
+        status: &ProcessStatus,
+        resource: &Resource,
+        (started_ns, now_ns): (u64, u64),
+    ) -> Vec<Bytes> {
+        let mut output = OtlpOutput::new(resource, started_ns, now_ns);
+        self.write_http_server_metrics(&mut output);
+        self.write_metrics(&mut output, status);
+        output.encode_message();
+        output.messages
+    }
+
+    fn write_http_server_metrics(&self, output: &mut OtlpOutput<'_>) {
+        output.begin_metric(
+            "http.server.request.duration",
+            "s",
+            "Duration of HTTP server requests.",
+            new_histogram(),
+        );
+        for (key, durations) in merge_request_durations(&self.http_server_metrics()) {
+            let attributes = match key {
+                Some((request, status)) => duration_attributes(request, status),
+                None => vec![bool_attribute("otel.metric.overflow")],
+            };
+            output.push_histogram(attributes, &durations);
+        }
+        output.begin_metric(
+            "http.server.active_requests",
+            "{request}",
+            "Number of active HTTP server requests.",
+            new_sum(false),
+        );
+        for (request, count) in sum_active_requests(&self.http_server_metrics()) {
+            let value = number_data_point::Value::AsInt(count);
+            output.push_number(request_attributes(request), value);
+        }
+    }
+}
+
+fn request_attributes(request: HttpRequestAttributes) -> Vec<KeyValue> {
+    vec![
+        string_attribute("http.request.method", request.method),
+        string_attribute("url.scheme", if request.is_tls { "https" } else { "http" }),
+    ]
+}
+
+fn duration_attributes(request: HttpRequestAttributes, status: Option<u16>) -> Vec<KeyValue> {
+    let mut attributes = request_attributes(request);
+    attributes
+        .extend(status.map(|status| int_attribute("http.response.status_code", status.into())));
+    let error = match status {
+        None => Some("cancelled".to_owned()),
+        Some(status) if status >= 500 => Some(status.to_string()),
+        Some(_) => None,
+    };
+    attributes.extend(error.map(|error| string_attribute("error.type", &error)));
+    attributes
+}
+
+fn bool_attribute(key: &str) -> KeyValue {
+    KeyValue {
+        key: key.to_owned(),
+        value: Some(AnyValue {
+            value: Some(any_value::Value::BoolValue(true)),
+        }),
+        ..KeyValue::default()
+    }
+}
+
+fn new_histogram() -> Data {
+    Data::Histogram(Histogram {
+        aggregation_temporality: AggregationTemporality::Cumulative.into(),
+        ..Histogram::default()
+    })
+}
+
+fn new_sum(is_monotonic: bool) -> Data {
+    Data::Sum(Sum {
+        aggregation_temporality: AggregationTemporality::Cumulative.into(),
+        is_monotonic,
+        ..Sum::default()
+    })
+}
+
+fn has_points(data: &Data) -> bool {
+    match data {
+        Data::Sum(sum) => !sum.data_points.is_empty(),
+        Data::Gauge(gauge) => !gauge.data_points.is_empty(),
+        Data::Histogram(histogram) => !histogram.data_points.is_empty(),
+        Data::ExponentialHistogram(_) | Data::Summary(_) => false,
+    }
+}
+
+/// Returns the metric without its data points.
+fn copy_without_points(metric: &Metric) -> Metric {
+    let data = metric.data.as_ref().map(|data| match data {
+        Data::Sum(sum) => new_sum(sum.is_monotonic),
+        Data::Histogram(_) => new_histogram(),
+        _ => Data::Gauge(Gauge::default()),
+    });
+    Metric {
+        name: metric.name.clone(),
+        description: metric.description.clone(),
+        unit: metric.unit.clone(),
+        data,
+        ..Metric::default()
+    }
+}
+
+/// Translates the name of a metric of Prometheus. The first two underscores become dots, as the
+/// ends of its namespaces.
+fn split_prometheus_name(name: &str) -> (String, &'static str) {
+    let suffix = UNIT_SUFFIXES
+        .iter()
+        .find_map(|(suffix, unit)| Some((name.strip_suffix(suffix)?, *unit)));
+    let (name, unit) = suffix.unwrap_or((name, ""));
+    (name.replacen('_', ".", 2), unit)
+}
+
+impl<'r> OtlpOutput<'r> {
+    fn new(resource: &'r Resource, started_ns: u64, now_ns: u64) -> Self {
+        Self {
+            started_ns,
+            now_ns,
+            resource,
+            messages: Vec::new(),
+            metrics: Vec::new(),
+            point_count: 0,
+        }
+    }
+
+    /// Encodes the metrics that have points as one message.
+    fn encode_message(&mut self) {
+        let mut metrics = std::mem::take(&mut self.metrics);
+        metrics.retain(|metric| metric.data.as_ref().is_some_and(has_points));
+        let scope = InstrumentationScope {
+            name: "tidegate".to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            ..InstrumentationScope::default()
+        };
+        let scope_metrics = ScopeMetrics {
+            scope: Some(scope),
+            metrics,
+            ..ScopeMetrics::default()
+        };
+        let request = ExportMetricsServiceRequest {
+            resource_metrics: vec![ResourceMetrics {
+                resource: Some(self.resource.clone()),
+                scope_metrics: vec![scope_metrics],
+                ..ResourceMetrics::default()
+            }],
+        };
+        self.messages.push(request.encode_to_vec().into());
+        self.point_count = 0;
+    }
+
+    fn begin_metric(&mut self, name: &str, unit: &str, help: &str, data: Data) {
+        let metric = Metric {
+            name: name.to_owned(),
+            description: help.to_owned(),
+            unit: unit.to_owned(),
+            data: Some(data),
+            ..Metric::default()
+        };
+        self.metrics.push(metric);
+    }
+
+    /// Returns the metric that was begun last, in a message that has room for one more point.
+    fn metric_for_next_point(&mut self) -> Option<&mut Data> {
+        if self.point_count == MAX_POINTS_PER_MESSAGE {
+            let metric = self.metrics.last().map(copy_without_points)?;
+            self.encode_message();
+            self.metrics.push(metric);
+        }
+        self.point_count += 1;
+        self.metrics.last_mut()?.data.as_mut()
+    }
+
+    fn push_number(&mut self, attributes: Vec<KeyValue>, value: number_data_point::Value) {
+        let point = NumberDataPoint {
+            attributes,
+            start_time_unix_nano: self.started_ns,
+            time_unix_nano: self.now_ns,
+            value: Some(value),
+            ..NumberDataPoint::default()
+        };
+        match self.metric_for_next_point() {
+            Some(Data::Sum(sum)) => sum.data_points.push(point),
+            Some(Data::Gauge(gauge)) => gauge.data_points.push(point),
+            _ => {}
+        }
+    }
+
+    fn push_histogram(&mut self, attributes: Vec<KeyValue>, histogram: &HistogramSnapshot) {
+        let point = HistogramDataPoint {
+            attributes,
+            start_time_unix_nano: self.started_ns,
+            time_unix_nano: self.now_ns,
+            count: histogram.count(),
+            sum: Some(histogram.sum().as_secs_f64()),
+            bucket_counts: histogram.bucket_counts(),
+            explicit_bounds: histogram.bounds_s(),
+            ..HistogramDataPoint::default()
+        };
+        if let Some(Data::Histogram(metric)) = self.metric_for_next_point() {
+            metric.data_points.push(point);
+        }
+    }
+}
+
+impl MetricOutput for OtlpOutput<'_> {
+    fn write_family(&mut self, kind: MetricKind, name: &'static str, help: &str) {
+        let (name, unit) = split_prometheus_name(name);
+        let data = match kind {
+            MetricKind::Counter => new_sum(true),
+            MetricKind::Gauge => Data::Gauge(Gauge::default()),
+            MetricKind::Histogram => new_histogram(),
+        };
+        self.begin_metric(&name, unit, help, data);
+    }
+
+    fn write_sample(&mut self, labels: &[(&str, &str)], value: SampleValue<'_>) {
+        let attributes = labels
+            .iter()
+            .map(|(name, value)| string_attribute(name, value))
+            .collect();
+        let number = match value {
+            SampleValue::Number(value) => {
+                number_data_point::Value::AsInt(i64::try_from(value).unwrap_or(i64::MAX))
+            }
+            #[allow(
+                clippy::cast_precision_loss,
+                reason = "clocks differ by less than 2^53 us"
+            )]
+            SampleValue::Micros(value_us) => {
+                number_data_point::Value::AsDouble(value_us as f64 / 1e6)
+            }
+            SampleValue::Histogram(histogram) => return self.push_histogram(attributes, histogram),
+        };
+        self.push_number(attributes, number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_have_namespaces_and_units_are_separate() {
+        for (prometheus, name, unit) in [
+            ("tidegate_requests", "tidegate.requests", ""),
+            ("tidegate_decision_seconds", "tidegate.decision", "s"),
+            (
+                "tidegate_redis_memory_max_bytes",
+                "tidegate.redis.memory_max",
+                "By",
+            ),
+            (
+                "tidegate_config_last_reload_successful",
+                "tidegate.config.last_reload_successful",
+                "",
+            ),
+        ] {
+            assert_eq!(split_prometheus_name(prometheus), (name.to_owned(), unit));
+        }
+    }
+
+    #[test]
+    fn a_metric_with_many_points_continues_in_the_next_message() {
+        let resource = Resource::default();
+        let mut output = OtlpOutput::new(&resource, 1, 2);
+        let writer: &mut dyn MetricOutput = &mut output;
+        let mut family = writer.begin_family(MetricKind::Counter, "tidegate_requests", "Help.");
+        for count in 0..=MAX_POINTS_PER_MESSAGE as u64 {
+            family.write_sample(&[("policy", "p")], count);
+        }
+        // A full message is encoded before the next point is added.
+        assert_eq!((output.messages.len(), output.point_count), (1, 1));
+        output.encode_message();
+        let metrics: Vec<(String, usize)> = output
+            .messages
+            .iter()
+            .map(|message| {
+                let request = ExportMetricsServiceRequest::decode(message.clone()).unwrap();
+                let [metric] = &*request.resource_metrics[0].scope_metrics[0].metrics else {
+                    panic!("{request:?}");
+                };
+                match metric.data.as_ref().unwrap() {
+                    Data::Sum(sum) if sum.is_monotonic => {
+                        (metric.name.clone(), sum.data_points.len())
+                    }
+                    other => panic!("{other:?}"),
+                }
+            })
+            .collect();
+        let name = "tidegate.requests".to_owned();
+        assert_eq!(metrics, [(name.clone(), MAX_POINTS_PER_MESSAGE), (name, 1)]);
+    }
+}

@@ -1,0 +1,10 @@
+//! OTLP: the client for collectors, shared by traces and metrics.
+
+mod attributes;
+mod collector;
+mod resource;
+
+pub(super) use attributes::{int_attribute, standard_method_name, string_attribute};
+pub(super) use collector::{CollectorClient, ExportError};
+pub use collector::{CollectorSettings, CollectorUrl, OtlpSignal};
+pub use resource::ResourceAttributes;

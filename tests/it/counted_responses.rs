@@ -1,0 +1,162 @@
+//! `count_when`: a request counts only if its response has one of the listed statuses.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::RawClient;
+use crate::support::process::tidegate_command;
+use crate::support::proxy::Proxy;
+use crate::support::redis::RedisServer;
+use crate::support::upstream::{RawUpstream, Upstream, UpstreamResponse, full_body};
+use futures_util::future::join_all;
+use hyper::body::Incoming;
+use hyper::{Request, Response};
+use std::time::Duration;
+use tokio::time::{sleep, timeout};
+
+/// The period is so long that no unit returns by itself.
+const LOGIN_POLICY: &str = "[[policy]]
+name = 'login'
+key = ['header:x-user']
+limit = { requests = 5, per = '100d' }
+count_when = { status = [401, 403] }\n";
+
+/// 200 for the password `right`, else 401.
+pub(crate) async fn check_password(request: Request<Incoming>) -> UpstreamResponse {
+    let password = request.headers().get("x-password");
+    let is_right = password.is_some_and(|password| password == "right");
+    let response = Response::builder().status(if is_right { 200 } else { 401 });
+    response.body(full_body("")).unwrap()
+}
+
+async fn log_in(proxy: &Proxy, user: &str, password: &str) -> (u16, Option<u64>) {
+    let request = proxy.request("POST", "/").header("X-User", user);
+    let reply = request.header("X-Password", password).send().await;
+    (
+        reply.status,
+        reply.list_parameter("ratelimit", "login", "r"),
+    )
+}
+
+#[tokio::test]
+async fn of_64_parallel_wrong_passwords_exactly_5_reach_the_app_and_right_ones_cost_nothing() {
+    let algorithms = [
+        "sliding_log",
+        "sliding_window",
+        "fixed_window",
+        "token_bucket",
+    ];
+    for (algorithm, in_redis) in algorithms
+        .into_iter()
+        .flat_map(|algorithm| [(algorithm, false), (algorithm, true)])
+    {
+        let redis = in_redis.then(RedisServer::start);
+        let store = redis
+            .as_ref()
+            .map(RedisServer::store_config)
+            .unwrap_or_default();
+        let config = format!("{store}\ndefaults.algorithm = '{algorithm}'\n{LOGIN_POLICY}");
+        let app = Upstream::with_handler(check_password).await;
+        let proxy = Proxy::start(&config, app.address).await;
+        // Credits reach Redis soon: more right passwords than the limit has units.
+        timeout(TEST_TIMEOUT, async {
+            for _ in 0..12 {
+                while log_in(&proxy, "ann", "right").await != (200, Some(4)) {
+                    sleep(Duration::from_millis(5)).await;
+                }
+            }
+            // The last credit, too.
+            while log_in(&proxy, "ann", "right").await != (200, Some(4)) {}
+        })
+        .await
+        .unwrap();
+        let before = app.requests().len();
+        let replies = join_all((0..64).map(|_| log_in(&proxy, "bob", "wrong"))).await;
+        let failed = replies.iter().filter(|(status, _)| *status == 401).count();
+        let refused = replies.iter().filter(|(status, _)| *status == 429).count();
+        assert_eq!((failed, refused), (5, 59), "{algorithm} {in_redis}");
+        assert_eq!(app.requests().len() - before, 5);
+        assert_eq!(log_in(&proxy, "bob", "right").await.0, 429);
+    }
+}
+
+#[tokio::test]
+async fn our_own_502_gives_the_unit_back_unless_it_is_listed() {
+    let closed = RawUpstream::with_script(|_, _| async {}).await;
+    let address = closed.address;
+    drop(closed);
+    for (counted, expected) in [
+        ("401, '4xx'", [502; 8].to_vec()),
+        ("'5xx'", [vec![502; 5], vec![429; 3]].concat()),
+    ] {
+        let config = LOGIN_POLICY.replace("401, 403", counted);
+        let proxy = Proxy::start(&config, address).await;
+        assert_eq!(proxy.get_statuses("/", 8).await, expected, "{counted}");
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_before_the_response_is_counted() {
+    let silent = RawUpstream::with_script(|_, mut socket| async move {
+        socket.read_request().await;
+        socket.read_to_close().await;
+    })
+    .await;
+    let config = LOGIN_POLICY.replace("requests = 5", "requests = 1");
+    let proxy = Proxy::start(&config, silent.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    while silent.connection_count() == 0 {
+        sleep(Duration::from_millis(5)).await;
+    }
+    drop(client);
+    assert_eq!(proxy.get("/").await.status, 429);
+}
+
+#[tokio::test]
+async fn check_names_what_does_not_go_with_it() {
+    for (wrong, expected) in [
+        ("block_for = '1m'", "not with count_when"),
+        ("count_rejected = true", "not with count_when"),
+        (
+            "lease = 'auto'",
+            "not with an estimate as cost or count_when",
+        ),
+        (
+            "cost = { header = 'x-cost' }",
+            "expected a number from 1 as cost",
+        ),
+        ("cost = 0", "expected a number from 1 as cost"),
+        ("shards = 2", "also of count_when"),
+        ("match = { domain = 'a' }", "has no response"),
+    ] {
+        let output = run_check(&format!("{LOGIN_POLICY}{wrong}\n")).await;
+        assert!(output.contains(expected), "{wrong}: {output}");
+    }
+    let with_check = format!("check.address = '127.0.0.1:0'\n{LOGIN_POLICY}");
+    assert!(run_check(&with_check).await.contains("carry no response"));
+    for status in ["[]", "[99]", "['6xx']", "[401.5]", "[-1]"] {
+        let config = LOGIN_POLICY.replace("[401, 403]", status);
+        assert!(run_check(&config).await.contains("expected"), "{status}");
+    }
+    let described = run_check(LOGIN_POLICY).await;
+    assert!(
+        described.contains("if the response has status 401, 403, else 0"),
+        "{described}"
+    );
+}
+
+async fn run_check(config: &str) -> String {
+    let dir = tempfile::TempDir::new().unwrap();
+    let path = dir.path().join("c.toml");
+    std::fs::write(
+        &path,
+        format!("upstream.url = 'http://127.0.0.1:1'\n{config}"),
+    )
+    .unwrap();
+    let output = tidegate_command()
+        .arg("check")
+        .arg(&path)
+        .output()
+        .await
+        .unwrap();
+    String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+}

@@ -1,0 +1,672 @@
+//! `tidegate doctor` and `GET /doctor`: each fault of Redis, with real servers.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::admin_proxy::AdminProxy;
+use crate::support::cluster::RedisCluster;
+use crate::support::process::{ProcessOutput, run_command, tidegate_command};
+use crate::support::proxy::Proxy;
+use crate::support::redis::{RedisServer, free_port};
+use crate::support::sentinel::SentinelDeployment;
+use crate::support::tls::CertificateAuthority;
+use crate::support::upstream::Upstream;
+
+use serde_json::Value;
+use std::fs;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, copy};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::sleep;
+
+const POLICIES: &str = "
+[[policy]]
+name = \"api\"
+key = [\"header:x-user-id\"]
+limits = [{ requests = 50, per = \"1m\" }, { requests = 90, per = \"1d\", algorithm = \"fixed_window\", name = \"daily\" }]
+";
+
+/// Settings of the store that a busy machine can meet.
+fn store_config(lines: &str) -> String {
+    format!(
+        "[store]\nkind = \"redis\"\n[store.redis]\ntimeout = \"5s\"\nkey_prefix = \"shop\"\n{lines}\n{POLICIES}"
+    )
+}
+
+fn url_line(server: &RedisServer) -> String {
+    format!("url = \"redis://127.0.0.1:{}\"", server.port())
+}
+
+async fn run_doctor(config: &str, args: &[&str]) -> ProcessOutput {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("config.toml");
+    fs::write(&path, config).unwrap();
+    let mut command = tidegate_command();
+    run_command(command.arg("doctor").args(args).arg("--config").arg(&path)).await
+}
+
+/// The report, and the exit code.
+async fn examine(lines: &str) -> (Value, i32) {
+    let ended = run_doctor(&store_config(lines), &["--json"]).await;
+    let report = serde_json::from_str(&ended.stdout);
+    let report = report.unwrap_or_else(|error| panic!("{error}: {}", ended.stderr));
+    (report, ended.status.code().unwrap())
+}
+
+/// The findings of a check that are not `ok`, as `level: found`.
+fn problems(report: &Value, check: &str) -> Vec<String> {
+    let findings = report["findings"].as_array().unwrap();
+    findings
+        .iter()
+        .filter(|finding| finding["check"] == check && finding["level"] != "ok")
+        .map(|finding| {
+            assert!(finding["advice"].is_string(), "{finding}");
+            format!(
+                "{}: {}",
+                finding["level"].as_str().unwrap(),
+                finding["found"].as_str().unwrap()
+            )
+        })
+        .collect()
+}
+
+/// Asserts the only problem of a check, by its beginning and a part.
+fn assert_problem(report: &Value, check: &str, start: &str, part: &str) {
+    let problems = problems(report, check);
+    assert!(
+        problems
+            .iter()
+            .any(|problem| problem.starts_with(start) && problem.contains(part)),
+        "{check}: {start} … {part}: {report:#}"
+    );
+}
+
+#[tokio::test]
+async fn a_healthy_server_has_no_problems_and_keeps_no_traces() {
+    let server = RedisServer::start_with(&["--appendonly", "yes"]);
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&store_config(&url_line(&server)), upstream.address).await;
+    proxy.wait_for_store().await;
+    for user in 0..30 {
+        let request = proxy
+            .request("GET", "/")
+            .header("x-user-id", &user.to_string());
+        assert_eq!(request.send_for_status().await, 200);
+    }
+    let (report, code) = examine(&url_line(&server)).await;
+    assert_eq!(
+        (code, &report["ok"], &report["warnings"]),
+        (0, &true.into(), &0.into()),
+        "{report:#}"
+    );
+    for check in [
+        "topology",
+        "version",
+        "role",
+        "memory",
+        "eviction",
+        "persistence",
+        "replication",
+        "clients",
+        "permissions",
+        "latency",
+        "clock",
+        "expiry",
+    ] {
+        let findings = report["findings"].as_array().unwrap();
+        assert!(
+            findings.iter().any(|finding| finding["check"] == check),
+            "{check}"
+        );
+    }
+    let server_facts = &report["servers"][0];
+    assert_eq!(
+        (&server_facts["role"], &server_facts["append_only_file"]),
+        (&"master".into(), &true.into())
+    );
+    assert!(server_facts["latency_p99_ms"].as_f64() >= server_facts["latency_p50_ms"].as_f64());
+    let memory = &report["policies"][0];
+    assert_eq!(
+        (&memory["policy"], &memory["counters"]),
+        (&"api".into(), &60.into())
+    );
+    assert!(memory["bytes"].as_u64().unwrap() > 60 * 50, "{memory}");
+    let keys: Vec<String> = server.command("KEYS *").await;
+    assert!(keys.iter().all(|key| !key.contains("probe")), "{keys:?}");
+
+    let text = run_doctor(&store_config(&url_line(&server)), &["--strict"]).await;
+    assert_eq!(text.status.code(), Some(0), "{}", text.stdout);
+    assert!(
+        text.stdout.ends_with("No problem was found.\n"),
+        "{}",
+        text.stdout
+    );
+    assert!(text.stdout.contains("\napi "), "{}", text.stdout);
+}
+
+#[tokio::test]
+async fn settings_that_lose_usage_are_reported() {
+    let server = RedisServer::start();
+    let _: () = server
+        .command("CONFIG SET maxmemory-policy allkeys-lru")
+        .await;
+    let (report, code) = examine(&url_line(&server)).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "eviction",
+        "fault: maxmemory-policy is allkeys-lru",
+        "fresh quota",
+    );
+    assert_problem(
+        &report,
+        "persistence",
+        "warning: no append-only file",
+        "no replica",
+    );
+
+    // A warning fails only with --strict.
+    let _: () = server
+        .command("CONFIG SET maxmemory-policy noeviction")
+        .await;
+    let config = store_config(&url_line(&server));
+    assert_eq!(run_doctor(&config, &[]).await.status.code(), Some(0));
+    let strict = run_doctor(&config, &["--strict"]).await;
+    assert_eq!(strict.status.code(), Some(1));
+    assert!(
+        strict.stdout.ends_with("0 faults, 1 warning.\n"),
+        "{}",
+        strict.stdout
+    );
+
+    let (_, directory): (String, String) = server.command("CONFIG GET dir").await;
+    fs::remove_dir_all(&directory).unwrap();
+    let _: () = server.command("BGSAVE").await;
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while !server
+        .command::<String>("INFO persistence")
+        .await
+        .contains("rdb_last_bgsave_status:err")
+    {
+        assert!(Instant::now() < deadline);
+        sleep(Duration::from_millis(10)).await;
+    }
+    let (report, code) = examine(&url_line(&server)).await;
+    assert_eq!(code, 1);
+    assert_problem(&report, "persistence", "fault: ", "rdb_last_bgsave_status");
+    fs::create_dir_all(&directory).unwrap();
+}
+
+#[tokio::test]
+async fn a_full_server_is_reported() {
+    let server = RedisServer::start_with(&["--appendonly", "yes"]);
+    let _: () = server.command("CONFIG SET maxmemory 1").await;
+    let (report, code) = examine(&url_line(&server)).await;
+    assert_eq!(code, 1);
+    assert_problem(&report, "memory", "fault: ", "of 1 B used");
+    assert_problem(
+        &report,
+        "decision",
+        "fault: a decision fails (oom)",
+        "maxmemory",
+    );
+}
+
+#[tokio::test]
+async fn replicas_that_lag_and_a_replica_as_master_are_reported() {
+    let master =
+        RedisServer::start_with(&["--appendonly", "yes", "--repl-diskless-sync-delay", "0"]);
+    let port = master.port().to_string();
+    let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &port]);
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while !master
+        .command::<String>("INFO replication")
+        .await
+        .contains("state=online")
+    {
+        assert!(Instant::now() < deadline);
+        sleep(Duration::from_millis(10)).await;
+    }
+    let (report, code) = examine(&url_line(&master)).await;
+    assert_eq!(code, 0, "{report:#}");
+    assert_eq!(report["servers"][0]["replicas"][0]["state"], "online");
+
+    let (report, code) = examine(&url_line(&replica)).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "role",
+        "fault: the server is a replica of 127.0.0.1",
+        &port,
+    );
+    assert_problem(
+        &report,
+        "decision",
+        "fault: a decision fails (readonly)",
+        "replica",
+    );
+
+    replica.pause();
+    sleep(Duration::from_millis(4_100)).await;
+    let (report, _) = examine(&url_line(&master)).await;
+    assert_problem(
+        &report,
+        "replication",
+        "warning: replica 127.0.0.1",
+        "last acknowledgement",
+    );
+    replica.resume();
+}
+
+#[tokio::test]
+async fn missing_permissions_are_named() {
+    let server = RedisServer::start_with(&["--appendonly", "yes"]);
+    let documented = "resetchannels ~shop:* -@all +@read +@write +@scripting +@connection -@dangerous +time +info";
+    let login = format!("url = \"redis://tg:s3cret@127.0.0.1:{}\"", server.port());
+    let mut words = format!("ACL SETUSER tg on >s3cret {documented}");
+    let _: () = server.command(&words).await;
+    let (report, code) = examine(&login).await;
+    assert_eq!(
+        (code, &report["warnings"]),
+        (0, &0.into()),
+        "the documented user: {report:#}"
+    );
+
+    words = format!("ACL SETUSER tg reset on >s3cret {documented} -evalsha -zadd");
+    let _: () = server.command(&words).await;
+    let (report, code) = examine(&login).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "permissions",
+        "fault: decisions need commands",
+        "EVALSHA, ZADD",
+    );
+    assert_eq!(
+        report["servers"][0]["denied_commands"],
+        serde_json::json!(["ZADD", "EVALSHA"])
+    );
+    assert!(
+        report.to_string().contains("ACL SETUSER tg +zadd +evalsha"),
+        "{report:#}"
+    );
+    assert_problem(
+        &report,
+        "decision",
+        "fault: a decision fails (noauth)",
+        "evalsha",
+    );
+
+    words = format!("ACL SETUSER tg reset on >s3cret {documented} resetkeys ~other:*");
+    let _: () = server.command(&words).await;
+    let (report, code) = examine(&login).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "permissions",
+        "fault: the user may not access keys that start with shop",
+        "ZADD",
+    );
+
+    words = format!("ACL SETUSER tg reset on >s3cret {documented} -info -memory -scan");
+    let _: () = server.command(&words).await;
+    let (report, code) = examine(&login).await;
+    assert_eq!(code, 0, "{report:#}");
+    assert_problem(
+        &report,
+        "permissions",
+        "warning: without these commands",
+        "INFO, MEMORY, SCAN",
+    );
+    assert_problem(
+        &report,
+        "info",
+        "warning: INFO is refused",
+        "no permissions",
+    );
+
+    let wrong = login.replace("s3cret", "wrong");
+    let (report, code) = examine(&wrong).await;
+    assert_eq!(code, 1);
+    assert_problem(&report, "connection", "fault: no connection (noauth)", "");
+    let output = run_doctor(&store_config(&wrong), &[]).await;
+    assert!(
+        !output.stdout.contains("wrong@") && !output.stdout.contains(":wrong"),
+        "{}",
+        output.stdout
+    );
+}
+
+#[tokio::test]
+async fn a_wrong_clock_is_reported() {
+    let server = RedisServer::start_with_clock();
+    server.set_clock_offset(3_600);
+    let (report, code) = examine(&url_line(&server)).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "clock",
+        "fault: the server's clock is 3600.",
+        "ahead of",
+    );
+    server.set_clock_offset(4);
+    let (report, code) = examine(&url_line(&server)).await;
+    assert_eq!(code, 0, "{report:#}");
+    assert_problem(
+        &report,
+        "clock",
+        "warning: the server's clock is ",
+        "ahead of",
+    );
+}
+
+#[tokio::test]
+async fn counters_without_expiry_are_named() {
+    let server = RedisServer::start_with(&["--appendonly", "yes"]);
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&store_config(&url_line(&server)), upstream.address).await;
+    proxy.wait_for_store().await;
+    let request = proxy.request("GET", "/").header("x-user-id", "acme");
+    assert_eq!(request.send_for_status().await, 200);
+    let keys: Vec<String> = server.command("KEYS *sliding_log*").await;
+    let _: i32 = server.command(&format!("PERSIST {}", keys[0])).await;
+    // A foreign key with the prefix is no counter.
+    let _: () = server.command("SET shop:v1:other 1").await;
+    let (report, code) = examine(&url_line(&server)).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "expiry",
+        "fault: 1 of 2 counters have no expiry",
+        &keys[0],
+    );
+    assert_eq!(report["policies"][0]["without_expiry"], 1);
+}
+
+#[tokio::test]
+async fn the_masters_of_a_cluster_are_examined() {
+    let mut cluster = RedisCluster::with_clocks().await;
+    cluster.nodes[1].set_clock_offset(100);
+    let lines = cluster.config_lines();
+    let (report, code) = examine(&lines).await;
+    assert_eq!(code, 1);
+    assert_eq!(report["servers"].as_array().unwrap().len(), 3, "{report:#}");
+    assert_problem(
+        &report,
+        "clock",
+        "fault: the clocks of the masters differ by 100.",
+        &cluster.nodes[1].port().to_string(),
+    );
+    assert_problem(&report, "replication", "warning: no replica", "takes over");
+    assert_eq!(problems(&report, "topology"), Vec::<String>::new());
+    for node in &cluster.nodes {
+        let keys: Vec<String> = node.command("KEYS *").await;
+        assert_eq!(keys, Vec::<String>::new());
+    }
+
+    // The other topology in each case.
+    let (report, code) = examine(&url_line(&cluster.nodes[0])).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "topology",
+        "fault: the server is a node of a cluster",
+        "standalone",
+    );
+    let single = RedisServer::start();
+    let lines_of_single = format!(
+        "topology = \"cluster\"\nurls = [\"redis://127.0.0.1:{}\"]",
+        single.port()
+    );
+    let (report, code) = examine(&lines_of_single).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "topology",
+        "fault: topology is \"cluster\"",
+        "not in a cluster",
+    );
+
+    cluster.nodes[2].kill();
+    let (report, code) = examine(&lines).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "connection",
+        "fault: no connection (refused)",
+        "refused",
+    );
+    let _: () = cluster.nodes[0].command("CLUSTER DELSLOTS 0 1").await;
+    let (report, _) = examine(&lines).await;
+    assert_problem(&report, "topology", "fault: 2 hash slots", "no master");
+}
+
+#[tokio::test]
+async fn sentinels_and_the_master_that_they_name_are_examined() {
+    let mut deployment = SentinelDeployment::start(1).await;
+    let lines = deployment.config_lines();
+    let (report, code) = examine(&lines).await;
+    assert_eq!(code, 0, "{report:#}");
+    let findings = report["findings"].to_string();
+    assert!(
+        findings.contains("3 sentinels name the master 127.0.0.1:"),
+        "{findings}"
+    );
+
+    deployment.sentinels[1].kill();
+    let (report, code) = examine(&lines).await;
+    assert_eq!(code, 0, "{report:#}");
+    assert_problem(
+        &report,
+        "topology",
+        "warning: sentinel 127.0.0.1",
+        "refused",
+    );
+
+    let unknown = lines.replace("sentinel_master = \"shop\"", "sentinel_master = \"other\"");
+    let (report, code) = examine(&unknown).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "topology",
+        "fault: sentinel 127.0.0.1",
+        "unknown master name",
+    );
+
+    let url = format!(
+        "url = \"redis://127.0.0.1:{}\"",
+        deployment.sentinels[0].port
+    );
+    let (report, code) = examine(&url).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "topology",
+        "fault: the server is a sentinel",
+        "no counters",
+    );
+}
+
+#[tokio::test]
+async fn an_unreachable_or_hung_server_is_reported_in_time() {
+    let (report, code) = examine(&format!("url = \"redis://127.0.0.1:{}\"", free_port())).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "connection",
+        "fault: no connection (refused)",
+        "refused",
+    );
+    let (report, code) = examine("url = \"redis://redis.invalid:6379\"").await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "connection",
+        "fault: no connection (dns)",
+        "redis.invalid",
+    );
+
+    let server = RedisServer::start();
+    server.pause();
+    let started = Instant::now();
+    let (report, code) = examine(&url_line(&server)).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "connection",
+        "fault: no connection (timeout)",
+        "timeout",
+    );
+    assert!(
+        started.elapsed() < Duration::from_secs(8),
+        "{:?}",
+        started.elapsed()
+    );
+    server.resume();
+}
+
+#[tokio::test]
+async fn certificates_that_do_not_fit_are_reported() {
+    let (authority, stranger) = (CertificateAuthority::new(), CertificateAuthority::new());
+    authority.sign("server", "127.0.0.1");
+    let server = RedisServer::start_with_tls(
+        &authority,
+        &["--tls-auth-clients", "no", "--appendonly", "yes"],
+    );
+    let lines = |ca: &CertificateAuthority| {
+        format!(
+            "url = \"rediss://127.0.0.1:{}\"\nca = {:?}",
+            server.tls_port(),
+            ca.path_string("ca.pem")
+        )
+    };
+    let (report, code) = examine(&lines(&authority)).await;
+    assert_eq!(code, 0, "{report:#}");
+    let (report, code) = examine(&lines(&stranger)).await;
+    assert_eq!(code, 1);
+    assert_problem(
+        &report,
+        "connection",
+        "fault: no connection (tls)",
+        "certificate",
+    );
+}
+
+/// Forwards bytes, and replaces the major version in the replies.
+async fn start_version_relay(port: u16, major: u8) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let relay_port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let server = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+            let (mut from_client, mut to_client) = client.into_split();
+            let (mut from_server, mut to_server) = server.into_split();
+            tokio::spawn(async move { copy(&mut from_client, &mut to_server).await });
+            tokio::spawn(async move {
+                let mut bytes = vec![0; 65_536];
+                while let Ok(count @ 1..) = from_server.read(&mut bytes).await {
+                    let reply = &mut bytes[..count];
+                    let name = b"redis_version:";
+                    if let Some(at) = reply.windows(name.len()).position(|window| window == name) {
+                        reply[at + name.len()] = b'0' + major;
+                    }
+                    if to_client.write_all(reply).await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    relay_port
+}
+
+#[tokio::test]
+async fn an_old_version_is_reported() {
+    let server = RedisServer::start();
+    let port = start_version_relay(server.port(), 5).await;
+    let (report, code) = examine(&format!("url = \"redis://127.0.0.1:{port}\"")).await;
+    assert_eq!(code, 1);
+    assert_problem(&report, "version", "fault: Redis 5.", "too old");
+}
+
+#[tokio::test]
+async fn latency_is_compared_with_the_timeout() {
+    let server = RedisServer::start();
+    let relay = crate::support::fake_redis::TcpRelay::start(server.port()).await;
+    relay.delay_replies(Duration::from_millis(30));
+    let config = store_config(&format!("url = \"redis://127.0.0.1:{}\"", relay.port))
+        .replace("\"5s\"", "\"20ms\"");
+    let ended = run_doctor(&config, &["--json"]).await;
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+    assert_problem(
+        &report,
+        "latency",
+        "fault: a decision takes ",
+        "store.redis.timeout is 20ms",
+    );
+}
+
+#[tokio::test]
+async fn envoys_default_timeout_and_the_memory_store_are_mentioned() {
+    let server = RedisServer::start();
+    let rls = format!(
+        "{}\n[rls]\naddress = \"127.0.0.1:0\"\n",
+        store_config(&url_line(&server))
+    );
+    let ended = run_doctor(&rls, &["--json"]).await;
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+    assert_problem(
+        &report,
+        "rls",
+        "warning: store.redis.timeout is 5s",
+        "20 ms",
+    );
+    let fast = rls.replace("timeout = \"5s\"", "timeout = \"15ms\"");
+    let ended = run_doctor(&fast, &["--json"]).await;
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+    assert_eq!(problems(&report, "rls"), Vec::<String>::new());
+
+    let ended = run_doctor(POLICIES, &[]).await;
+    assert_eq!(ended.status.code(), Some(0));
+    assert!(
+        ended.stdout.contains("store.kind is \"memory\""),
+        "{}",
+        ended.stdout
+    );
+    let ended = run_doctor("[store]\nkind = \"rediss\"\n", &[]).await;
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(ended.stderr.contains("store.kind"), "{}", ended.stderr);
+}
+
+#[tokio::test]
+async fn the_admin_endpoint_examines_redis_at_most_once_per_interval() {
+    let server = RedisServer::start();
+    let admin = AdminProxy::start(&store_config(&url_line(&server))).await;
+    admin.proxy.wait_for_store().await;
+    let (one, other) = tokio::join!(admin.get_json("/doctor"), admin.get_json("/doctor"));
+    assert_eq!(one, other);
+    assert_eq!(
+        (&one["store"]["kind"], &one["faults"]),
+        (&"redis".into(), &0.into()),
+        "{one:#}"
+    );
+    // One more examination would find this.
+    let _: () = server
+        .command("CONFIG SET maxmemory-policy allkeys-lru")
+        .await;
+    assert_eq!(admin.get_json("/doctor").await, one);
+    let calls = |info: String| {
+        let line = info
+            .lines()
+            .find_map(|line| line.strip_prefix("cmdstat_dbsize:calls="));
+        line.map(|line| line.split(',').next().unwrap().to_owned())
+    };
+    let info: String = server.command("INFO commandstats").await;
+    assert_eq!(calls(info).as_deref(), Some("1"));
+    assert_eq!(
+        admin
+            .admin_request("GET", "/doctor?x=1")
+            .send()
+            .await
+            .status,
+        400
+    );
+}

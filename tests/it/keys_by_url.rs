@@ -1,0 +1,419 @@
+//! Token keys from a URL: an issuer that rotates, misbehaves and disappears.
+
+use crate::support::jwt_issuer::{TokenIssuer, jwks_text};
+use crate::support::proxy::{LogLine, Proxy};
+use crate::support::tls::CertificateAuthority;
+use crate::support::upstream::{Upstream, UpstreamResponse, channel_body, full_body};
+use crate::support::{TEST_TIMEOUT, eventually, unix_s};
+use futures_util::future::join_all;
+use hyper::Response;
+use jsonwebtoken::Algorithm;
+use serde_json::json;
+use std::fs;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::sleep;
+
+/// Requests without a verified user get 400.
+const PER_USER_POLICY: &str = "[[policy]]\nname = \"per-user\"\nkey = [\"jwt:sub\"]\nmissing_key = \"reject\"\nlimit = { requests = 1000000, per = \"1h\", algorithm = \"token_bucket\" }\n";
+
+/// How an issuer answers.
+#[derive(Clone, Debug)]
+enum KeyResponse {
+    /// The keys, and a value of `Cache-Control`.
+    Keys(String, Option<&'static str>),
+    Status(u16),
+    Body(String),
+    /// A part of the keys, then an error.
+    Truncated(String),
+    Hanging,
+}
+
+/// A server of keys.
+struct KeyServer {
+    upstream: Upstream,
+    response: Arc<Mutex<KeyResponse>>,
+}
+
+impl KeyServer {
+    async fn start(response: KeyResponse) -> Self {
+        let response = Arc::new(Mutex::new(response));
+        let present = Arc::clone(&response);
+        let upstream = Upstream::with_handler(move |_request| {
+            let response = present.lock().unwrap().clone();
+            async move { build_response(response).await }
+        })
+        .await;
+        Self { upstream, response }
+    }
+
+    /// Serves the keys of issuers.
+    async fn with_keys(issuers: &[&TokenIssuer]) -> Self {
+        Self::start(KeyResponse::Keys(jwks_text(issuers), None)).await
+    }
+
+    fn set(&self, response: KeyResponse) {
+        *self.response.lock().unwrap() = response;
+    }
+
+    fn url(&self) -> String {
+        format!("http://{}/keys", self.upstream.address)
+    }
+
+    fn fetch_count(&self) -> usize {
+        self.upstream.requests().len()
+    }
+}
+
+async fn build_response(response: KeyResponse) -> UpstreamResponse {
+    match response {
+        KeyResponse::Keys(text, cache_control) => {
+            let mut response = Response::builder();
+            if let Some(value) = cache_control {
+                response = response.header("Cache-Control", value);
+            }
+            response.body(full_body(text)).unwrap()
+        }
+        KeyResponse::Status(status) => Response::builder()
+            .status(status)
+            .header("Location", "/elsewhere")
+            .body(full_body(""))
+            .unwrap(),
+        KeyResponse::Body(text) => Response::new(full_body(text)),
+        KeyResponse::Truncated(text) => {
+            let (feeder, body) = channel_body();
+            tokio::spawn(async move {
+                feeder.send(text).await;
+                feeder.send_error().await;
+            });
+            Response::new(body)
+        }
+        KeyResponse::Hanging => std::future::pending().await,
+    }
+}
+
+async fn start_proxy(jwt: &str) -> (Proxy, Upstream) {
+    let upstream = Upstream::echo().await;
+    let config = format!("[client.jwt]\n{jwt}\n{PER_USER_POLICY}");
+    (Proxy::start(&config, upstream.address).await, upstream)
+}
+
+async fn get_status(proxy: &Proxy, bearer: &str) -> u16 {
+    proxy
+        .request("GET", "/")
+        .header("Authorization", bearer)
+        .send_for_status()
+        .await
+}
+
+async fn wait_for_status(proxy: &Proxy, bearer: &str, wanted: u16, within: Duration) {
+    let started = Instant::now();
+    while get_status(proxy, bearer).await != wanted {
+        assert!(
+            started.elapsed() < within,
+            "not {wanted}: {}",
+            proxy.log_text()
+        );
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+fn new_issuer(kid: &str) -> TokenIssuer {
+    TokenIssuer::new(kid, Algorithm::EdDSA)
+}
+
+#[tokio::test]
+async fn a_thousand_bogus_key_ids_cause_one_fetch() {
+    let issuer = new_issuer("k1");
+    let server = KeyServer::with_keys(&[&issuer]).await;
+    let (proxy, _upstream) = start_proxy(&format!("keys_url = {:?}", server.url())).await;
+    assert_eq!(
+        get_status(&proxy, &issuer.bearer_for_subject("ann")).await,
+        200
+    );
+    assert_eq!(server.fetch_count(), 1);
+    for number in 0..1_000 {
+        let bogus = new_issuer(&format!("bogus-{number}")).bearer_for_subject("eve");
+        assert_eq!(get_status(&proxy, &bogus).await, 400);
+    }
+    eventually("the fetch", TEST_TIMEOUT, || {
+        (server.fetch_count() == 2).then_some(())
+    })
+    .await;
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(server.fetch_count(), 2);
+    assert_eq!(
+        get_status(&proxy, &issuer.bearer_for_subject("ann")).await,
+        200
+    );
+}
+
+#[tokio::test]
+async fn a_rotated_key_is_used_with_its_first_token_and_the_removed_one_is_not() {
+    let (old, new) = (new_issuer("k1"), new_issuer("k2"));
+    let server = KeyServer::with_keys(&[&old]).await;
+    let (proxy, _upstream) = start_proxy(&format!(
+        "keys_url = {:?}\nkeys_refresh = '1h'",
+        server.url()
+    ))
+    .await;
+    let old_token = old.bearer_for_subject("ann");
+    assert_eq!(get_status(&proxy, &old_token).await, 200);
+    server.set(KeyResponse::Keys(jwks_text(&[&new]), None));
+    wait_for_status(&proxy, &new.bearer_for_subject("ann"), 200, TEST_TIMEOUT).await;
+    assert_eq!(
+        get_status(&proxy, &old_token).await,
+        400,
+        "a verified token is verified again after its key was removed"
+    );
+}
+
+#[tokio::test]
+async fn cache_control_sets_the_interval_within_bounds() {
+    let issuer = new_issuer("k1");
+    let text = jwks_text(&[&issuer]);
+    let short = KeyServer::start(KeyResponse::Keys(text.clone(), Some("max-age=1"))).await;
+    let long = KeyServer::start(KeyResponse::Keys(text, Some("max-age=600"))).await;
+    let settings =
+        |server: &KeyServer| format!("keys_url = {:?}\nkeys_refresh = '1s'", server.url());
+    let (_short_proxy, _one) = start_proxy(&settings(&short)).await;
+    let (_long_proxy, _two) = start_proxy(&settings(&long)).await;
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!(short.fetch_count(), 1, "at most one fetch in 5 s");
+    eventually("the second fetch", TEST_TIMEOUT, || {
+        (short.fetch_count() == 2).then_some(())
+    })
+    .await;
+    assert_eq!(long.fetch_count(), 1);
+}
+
+#[tokio::test]
+async fn keys_stay_in_use_while_the_issuer_misbehaves() {
+    let faults = [
+        (KeyResponse::Status(500), "status 500"),
+        (KeyResponse::Status(302), "redirections are not followed"),
+        (KeyResponse::Body("<html>".to_owned()), "invalid JSON"),
+        (
+            KeyResponse::Body("{\"keys\":[]}".to_owned()),
+            "none of its keys",
+        ),
+        (
+            KeyResponse::Body(r#"{"keys":[{"kty":"oct","k":"c2VjcmV0","kid":"k1"}]}"#.to_owned()),
+            "it is a secret",
+        ),
+        (
+            KeyResponse::Body("x".repeat(3 << 20)),
+            "length limit exceeded",
+        ),
+        (KeyResponse::Truncated("{\"keys\":[".to_owned()), "body: "),
+        (KeyResponse::Hanging, "no complete response within 5 s"),
+    ];
+    let checks = faults.into_iter().map(async |(fault, message)| {
+        let (old, new) = (new_issuer("k1"), new_issuer("k2"));
+        let server = KeyServer::with_keys(&[&old]).await;
+        let settings = format!("keys_url = {:?}\nkeys_refresh = '1s'", server.url());
+        let (proxy, _upstream) = start_proxy(&settings).await;
+        server.set(fault);
+        let is_logged = |line: &LogLine| {
+            line.message_starts_with("failed to fetch token keys")
+                && line.field("error").contains(message)
+        };
+        proxy
+            .wait_for_log(message, 0, 2 * TEST_TIMEOUT, is_logged)
+            .await;
+        assert_eq!(
+            get_status(&proxy, &old.bearer_for_subject("ann")).await,
+            200
+        );
+        server.set(KeyResponse::Keys(jwks_text(&[&new]), None));
+        let token = new.bearer_for_subject("ann");
+        wait_for_status(&proxy, &token, 200, 2 * TEST_TIMEOUT).await;
+    });
+    join_all(checks).await;
+}
+
+#[tokio::test]
+async fn keys_that_are_too_old_are_dropped() {
+    let issuer = new_issuer("k1");
+    let server = KeyServer::with_keys(&[&issuer]).await;
+    let settings = format!(
+        "keys_url = {:?}\nkeys_refresh = '1s'\nkeys_max_stale = '3s'",
+        server.url()
+    );
+    let (proxy, _upstream) = start_proxy(&settings).await;
+    let token = issuer.bearer_for_subject("ann");
+    server.set(KeyResponse::Status(503));
+    let is_failure = |line: &LogLine| line.message_starts_with("failed to fetch token keys");
+    proxy
+        .wait_for_log("the failure", 0, TEST_TIMEOUT, is_failure)
+        .await;
+    assert_eq!(get_status(&proxy, &token).await, 200);
+    wait_for_status(&proxy, &token, 400, TEST_TIMEOUT).await;
+    server.set(KeyResponse::Keys(jwks_text(&[&issuer]), None));
+    wait_for_status(&proxy, &token, 200, 2 * TEST_TIMEOUT).await;
+}
+
+#[tokio::test]
+async fn a_hanging_issuer_delays_no_request_and_cached_keys_survive_a_restart() {
+    let issuer = new_issuer("k1");
+    let token = issuer.bearer_for_subject("ann");
+    let server = KeyServer::with_keys(&[&issuer]).await;
+    let dir = TempDir::new().unwrap();
+    let settings = format!(
+        "keys_url = {:?}\nkeys_cache_dir = {:?}",
+        server.url(),
+        dir.path()
+    );
+    let (proxy, _upstream) = start_proxy(&settings).await;
+    assert_eq!(get_status(&proxy, &token).await, 200);
+    eventually("the cached keys", TEST_TIMEOUT, || {
+        let mut files = fs::read_dir(dir.path()).unwrap().flatten();
+        files
+            .any(|file| file.path().extension().is_some_and(|kind| kind == "json"))
+            .then_some(())
+    })
+    .await;
+    drop(proxy);
+
+    server.set(KeyResponse::Hanging);
+    let (cached, _upstream) = start_proxy(&settings).await;
+    assert_eq!(get_status(&cached, &token).await, 200);
+    let (without_cache, _upstream) = start_proxy(&format!("keys_url = {:?}", server.url())).await;
+    let sent = Instant::now();
+    assert_eq!(get_status(&without_cache, &token).await, 400);
+    assert!(
+        sent.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        sent.elapsed()
+    );
+}
+
+#[tokio::test]
+async fn a_reload_keeps_fetched_keys() {
+    let issuer = new_issuer("k1");
+    let token = issuer.bearer_for_subject("ann");
+    let server = KeyServer::with_keys(&[&issuer]).await;
+    let jwt = format!("[client.jwt]\nkeys_url = {:?}\n", server.url());
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&format!("{jwt}{PER_USER_POLICY}"), upstream.address).await;
+    assert_eq!(get_status(&proxy, &token).await, 200);
+    server.set(KeyResponse::Status(500));
+    let mark = proxy.log_mark();
+    proxy.write_config(&format!(
+        "{jwt}{}",
+        PER_USER_POLICY.replace("1000000", "1000")
+    ));
+    proxy.send_sighup();
+    let is_reload = |line: &LogLine| line.message_starts_with("configuration reloaded");
+    proxy
+        .wait_for_log("the reload", mark, TEST_TIMEOUT, is_reload)
+        .await;
+    assert_eq!(get_status(&proxy, &token).await, 200);
+    assert_eq!(server.fetch_count(), 1, "the reload caused no fetch");
+}
+
+#[tokio::test]
+async fn issuers_have_their_own_keys_and_audiences() {
+    let (one, two) = (new_issuer("k1"), new_issuer("k2"));
+    let server = KeyServer::with_keys(&[&one]).await;
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("jwks.json");
+    fs::write(&file, jwks_text(&[&two])).unwrap();
+    let settings = format!(
+        "[[client.jwt.issuers]]\nissuer = 'https://one'\naudience = ['orders', 'billing']\nkeys_url = {:?}\n\
+         [[client.jwt.issuers]]\nissuer = 'https://two'\nkeys_file = {file:?}",
+        server.url()
+    );
+    let (proxy, _upstream) = start_proxy(&settings).await;
+    let claims = |iss: &str, aud: serde_json::Value| json!({ "sub": "ann", "exp": unix_s() + 60, "iss": iss, "aud": aud });
+    for (what, bearer, status) in [
+        (
+            "aud",
+            one.bearer(&claims("https://one", json!("orders"))),
+            200,
+        ),
+        (
+            "one of aud",
+            one.bearer(&claims("https://one", json!(["x", "billing"]))),
+            200,
+        ),
+        (
+            "any aud",
+            two.bearer(&claims("https://two", json!("x"))),
+            200,
+        ),
+        (
+            "another aud",
+            one.bearer(&claims("https://one", json!("x"))),
+            400,
+        ),
+        (
+            "no aud",
+            one.bearer(&json!({ "sub": "ann", "iss": "https://one" })),
+            400,
+        ),
+        ("no iss", one.bearer_for_subject("ann"), 400),
+        (
+            "another iss",
+            one.bearer(&claims("https://three", json!("orders"))),
+            400,
+        ),
+        (
+            "the other's iss",
+            one.bearer(&claims("https://two", json!("orders"))),
+            400,
+        ),
+    ] {
+        assert_eq!(get_status(&proxy, &bearer).await, status, "{what}");
+    }
+}
+
+/// Accepts TLS and forwards to a server.
+async fn start_tls_front(authority: &CertificateAuthority, server: SocketAddr) -> SocketAddr {
+    let acceptor = authority.tls_acceptor("issuer", &["http/1.1"], None);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((socket, _)) = listener.accept().await {
+            let acceptor = acceptor.clone();
+            tokio::spawn(async move {
+                let Ok(mut client) = acceptor.accept(socket).await else {
+                    return;
+                };
+                let mut server = TcpStream::connect(server).await.unwrap();
+                tokio::io::copy_bidirectional(&mut client, &mut server)
+                    .await
+                    .ok();
+            });
+        }
+    });
+    address
+}
+
+#[tokio::test]
+async fn the_certificate_of_an_https_issuer_is_verified() {
+    let issuer = new_issuer("k1");
+    let token = issuer.bearer_for_subject("ann");
+    let server = KeyServer::with_keys(&[&issuer]).await;
+    let authority = CertificateAuthority::new();
+    authority.sign("issuer", "localhost");
+    let address = start_tls_front(&authority, server.upstream.address).await;
+    let settings = |ca: &CertificateAuthority| {
+        format!(
+            "keys_url = 'https://localhost:{}/keys'\ntls = {{ ca = {:?} }}",
+            address.port(),
+            ca.path("ca.pem")
+        )
+    };
+    let (proxy, _upstream) = start_proxy(&settings(&authority)).await;
+    assert_eq!(get_status(&proxy, &token).await, 200);
+    let (proxy, _upstream) = start_proxy(&settings(&CertificateAuthority::new())).await;
+    let is_tls_error = |line: &LogLine| line.field("error").starts_with("TLS failed");
+    proxy
+        .wait_for_log("the TLS error", 0, TEST_TIMEOUT, is_tls_error)
+        .await;
+    assert_eq!(get_status(&proxy, &token).await, 400);
+}

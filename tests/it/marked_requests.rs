@@ -1,0 +1,306 @@
+//! `mode = "mark"` forwards requests over a limit with a header for the app, and `report = false`
+//! keeps a policy out of the responses.
+
+use super::limits::start_proxy;
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{ClientRequest, RawResponse};
+use crate::support::process::tidegate_command;
+use crate::support::proxy::Proxy;
+use crate::support::redis::RedisServer;
+use crate::support::rls_client::{
+    ServiceClient, make_descriptor, response_header, single_descriptor_request, single_status,
+};
+use crate::support::upstream::Upstream;
+
+const MARK_POLICIES: &str = r#"
+[[policy]]
+name = "soft"
+mode = "mark"
+key = ["header:x-user"]
+limit = { requests = 2, per = "1h" }
+[[policy]]
+name = "hard"
+key = ["header:x-user"]
+limit = { requests = 4, per = "1h" }
+"#;
+
+const OVER: &str = "x-tidegate-over";
+
+async fn ask(proxy: &Proxy, user: &str) -> RawResponse {
+    proxy
+        .request("GET", "/")
+        .header("X-User", user)
+        .send()
+        .await
+}
+
+#[tokio::test]
+async fn a_request_over_the_limit_reaches_the_app_with_the_name_of_the_policy() {
+    for redis in [None, Some(RedisServer::start())] {
+        let store = redis
+            .as_ref()
+            .map(RedisServer::store_config)
+            .unwrap_or_default();
+        let upstream = Upstream::echo().await;
+        let log_all = format!("{store}\nadmin.address = '127.0.0.1:0'\n{MARK_POLICIES}");
+        let proxy = Proxy::start(&log_all, upstream.address).await;
+        for (left, marks) in [(1, &[][..]), (0, &[]), (0, &["soft"]), (0, &["soft"])] {
+            // The client's own mark never reaches the app.
+            let request = proxy.request("GET", "/").header("X-User", "ann");
+            let reply = request
+                .header("X-Tidegate-Over", "forged")
+                .header("x-tidegate-over", "soft")
+                .send()
+                .await;
+            assert_eq!(reply.status, 200);
+            assert_eq!(upstream.last_request().header_values(OVER), marks);
+            assert_eq!(reply.list_parameter("ratelimit", "soft", "r"), Some(left));
+            assert_eq!(reply.header(OVER), None);
+            assert_eq!(reply.header("retry-after"), None);
+        }
+        assert_eq!(
+            ask(&proxy, "ann").await.status,
+            429,
+            "the other policy enforces"
+        );
+        assert_eq!(ask(&proxy, "bob").await.status, 200);
+        assert!(upstream.last_request().header_values(OVER).is_empty());
+        let count = async |decision: &str| {
+            let labels = format!("{{policy=\"soft\",decision=\"{decision}\"}}");
+            proxy
+                .read_metric(&format!("tidegate_requests_total{labels}"))
+                .await
+        };
+        // The request that "hard" rejected is over the limit of "soft" too, and charged by neither.
+        assert_eq!((count("allowed").await, count("marked").await), (3.0, 3.0));
+        let line = proxy
+            .wait_for_log("the access log", 0, TEST_TIMEOUT, |line| {
+                line.field("marked") == "soft"
+            })
+            .await;
+        assert_eq!(line.field("decision"), "allowed");
+    }
+}
+
+#[tokio::test]
+async fn a_cost_that_does_not_fit_is_marked_and_costs_nothing() {
+    let (proxy, upstream) = start_proxy(
+        "[[policy]]\nname = 'big'\nmode = 'mark'\nlimit = { requests = 5, per = '1h' }\ncost = { header = 'x-cost', max = 9 }\n
+         [[policy]]\nname = 'never'\nmode = 'mark'\naction = 'deny'\nmatch = { path = '/old/**' }\n
+         [[policy]]\nname = 'keyed'\nmode = 'mark'\nmatch = { path = '/keyed' }\nkey = ['header:x-user']\nmissing_key = 'reject'\nlimit = { requests = 9, per = '1h' }\n",
+    )
+    .await;
+    let send = async |target: &str, cost: &str| {
+        let reply = proxy
+            .request("GET", target)
+            .header("X-Cost", cost)
+            .send()
+            .await;
+        let marks = upstream.last_request().header_values(OVER).join("|");
+        (
+            reply.status,
+            reply.list_parameter("ratelimit", "big", "r"),
+            marks,
+        )
+    };
+    assert_eq!(send("/", "3").await, (200, Some(2), String::new()));
+    assert_eq!(send("/", "3").await, (200, Some(0), "big".to_owned()));
+    assert_eq!(
+        send("/old/x", "9").await,
+        (200, Some(0), "never, big".to_owned())
+    );
+    assert_eq!(
+        send("/keyed", "2").await,
+        (200, Some(0), "keyed".to_owned())
+    );
+}
+
+#[tokio::test]
+async fn the_header_has_a_configurable_name_and_no_lookalike_passes() {
+    let (proxy, upstream) = start_proxy(
+        "defaults.mark_header = 'X-Quota-Over'\n[[policy]]\nname = 'soft'\nmode = 'mark'\nlimit = { requests = 1, per = '1h' }\n",
+    )
+    .await;
+    for marks in [&[][..], &["soft"]] {
+        let request = proxy.request("GET", "/").header("x-quota-over", "soft");
+        assert_eq!(
+            request.header("X-Tidegate-Over", "app").send().await.status,
+            200
+        );
+        let received = upstream.last_request();
+        assert_eq!(received.header_values("x-quota-over"), marks);
+        assert_eq!(
+            received.header_values(OVER),
+            ["app"],
+            "an ordinary header now"
+        );
+    }
+    // A CGI-like app reads this as the same name.
+    let lookalike = proxy.request("GET", "/").header("X_Quota_Over", "soft");
+    assert_eq!(lookalike.send().await.status, 400);
+    let hidden = proxy
+        .request("GET", "/")
+        .header("Connection", "x-quota-over");
+    assert_eq!(hidden.send().await.status, 400);
+}
+
+#[tokio::test]
+async fn proxies_in_front_get_the_mark_from_both_services() {
+    let config = "client.trusted_proxies = ['127.0.0.1']\n[check]\naddress = '127.0.0.1:0'\n
+        [[policy]]\nname = 'soft'\nmode = 'mark'\nlimit = { requests = 1, per = '1h' }\n";
+    let proxy = Proxy::builder().config(config).start().await;
+    let check = proxy.logged_address("check listening").unwrap();
+    for mark in [None, Some("soft")] {
+        let reply = ClientRequest::new(check, "GET", "/check/nginx")
+            .header("Host", "shop.example")
+            .header("X-Original-Method", "GET")
+            .header("X-Original-URI", "/")
+            .send()
+            .await;
+        assert_eq!((reply.status, reply.header(OVER)), (200, mark));
+    }
+    let config = "[rls]\naddress = '127.0.0.1:0'\n[[policy]]\nname = 'soft'\nmode = 'mark'\nmatch = { domain = 'edge' }\nkey = ['descriptor:user']\nlimit = { requests = 1, per = '1h' }\n";
+    let mut service = ServiceClient::start(config).await;
+    for mark in [None, Some("soft")] {
+        let reply = service.ask_one_descriptor(&[("user", "ann")]).await;
+        assert_eq!(reply.overall_code, single_status(&reply).code);
+        assert_eq!(
+            (reply.overall_code, single_status(&reply).limit_remaining),
+            (1, 0)
+        );
+        let added = reply.request_headers_to_add.first();
+        assert_eq!(
+            added.map(|header| (&*header.key, &*header.value)),
+            mark.map(|mark| (OVER, mark))
+        );
+        assert_eq!(response_header(&reply, OVER), None);
+    }
+}
+
+#[tokio::test]
+async fn a_policy_that_is_not_reported_is_in_no_response() {
+    let (proxy, _upstream) = start_proxy(
+        r#"
+admin.address = "127.0.0.1:0"
+[self_service]
+path = "/limits"
+[[policy]]
+name = "cryptic"
+report = false
+key = ["client_ip"]
+match = { path = "/api/**" }
+limit = { requests = 2, per = "1h" }
+[[policy]]
+name = "seen"
+key = ["client_ip"]
+limit = { requests = 9, per = "1h" }
+[[policy]]
+name = "cryptic-ban"
+report = false
+action = "deny"
+match = { path = "/ban" }
+[[policy]]
+name = "cryptic-key"
+report = false
+match = { path = "/keyed" }
+key = ["header:x-user"]
+missing_key = "reject"
+limit = { requests = 9, per = "1h" }
+"#,
+    )
+    .await;
+    let check_reply = |reply: &RawResponse| {
+        let everything = format!("{:?} {}", reply.headers, reply.text());
+        assert!(!everything.contains("cryptic"), "{everything}");
+    };
+    for target in ["/api/a", "/api/a", "/limits", "/api/a", "/ban", "/keyed"] {
+        for accept in ["application/json", "text/plain", "application/grpc"] {
+            let mut request = proxy.request("GET", target).header("Accept", accept);
+            if accept == "application/grpc" {
+                request = request.header("Content-Type", accept);
+            }
+            check_reply(&request.send().await);
+        }
+    }
+    let refused = proxy.get("/api/a").await;
+    assert_eq!(refused.status, 429);
+    assert_eq!(refused.json()["policy"], serde_json::Value::Null);
+    assert_eq!(refused.json()["violated-policies"], serde_json::Value::Null);
+    // A retry time is the truth that every refused client gets.
+    assert!(refused.retry_after_us() > 3_000_000_000);
+    assert_eq!(refused.list_parameter("ratelimit", "seen", "r"), Some(7));
+    assert_eq!(refused.header("x-ratelimit-limit"), Some("9"));
+    let line = proxy
+        .wait_for_log("the log names the policy", 0, TEST_TIMEOUT, |line| {
+            line.field("policy") == "cryptic"
+        })
+        .await;
+    assert_eq!(line.field("limit"), "cryptic");
+    let refusals = "tidegate_requests_total{policy=\"cryptic\",decision=\"rejected\"}";
+    assert!(proxy.read_metric(refusals).await >= 1.0);
+}
+
+#[tokio::test]
+async fn a_rate_limit_call_reports_no_hidden_limit() {
+    let config = "[rls]\naddress = '127.0.0.1:0'\n[[policy]]\nname = 'cryptic'\nreport = false\nmatch = { domain = 'edge' }\nlimit = { requests = 1, per = '1h' }\n";
+    let mut service = ServiceClient::start(config).await;
+    let ann = make_descriptor(&[("user", "ann")]);
+    for code in [1, 2] {
+        let reply = service
+            .should_rate_limit(single_descriptor_request(&ann))
+            .await
+            .unwrap();
+        assert_eq!(
+            (reply.overall_code, single_status(&reply).code),
+            (code, code)
+        );
+        assert!(!format!("{reply:?}").contains("cryptic"), "{reply:?}");
+    }
+}
+
+#[tokio::test]
+async fn check_says_what_a_mark_does_and_refuses_what_it_cannot_do() {
+    for (policy, expected) in [
+        ("mode = 'mark'\naction = 'allow'\n", "has no limit to mark"),
+        (
+            "mode = 'mark'\nblock_for = '1m'\nlimit = { requests = 1, per = '1h' }\n",
+            "a policy in mode \"mark\" blocks no key",
+        ),
+        (
+            "mode = 'mark'\nlimit = { requests = 1, per = '1h' }\n",
+            "p (mark): ",
+        ),
+        (
+            "report = false\nlimit = { requests = 1, per = '1h' }\n",
+            "; not reported to clients",
+        ),
+        (
+            "report = false\naction = 'allow'\n",
+            "no response has this policy",
+        ),
+        (
+            "match = { headers = { x-tidegate-over = 'p' } }\nlimit = { requests = 1, per = '1h' }\n",
+            "tidegate removes this header before policies see it",
+        ),
+    ] {
+        let output = tokio::time::timeout(TEST_TIMEOUT, async {
+            let dir = tempfile::TempDir::new().unwrap();
+            let path = dir.path().join("c.toml");
+            std::fs::write(
+                &path,
+                format!("upstream.url = 'http://127.0.0.1:1'\n[[policy]]\nname = 'p'\n{policy}"),
+            )
+            .unwrap();
+            let output = tidegate_command()
+                .arg("check")
+                .arg(&path)
+                .output()
+                .await
+                .unwrap();
+            String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+        })
+        .await
+        .unwrap();
+        assert!(output.contains(expected), "{policy}: {output}");
+    }
+}

@@ -1,0 +1,135 @@
+//! The problems that `/readyz` states in words. Readiness itself does not depend on them.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::admin_proxy::AdminProxy;
+use crate::support::client::{ClientRequest, RawResponse};
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{RawUpstream, Upstream};
+use serde_json::json;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+const ONE_POLICY: &str = "[[policy]]\nname = \"p\"\nlimit = { requests = 19, per = \"1h\" }\n";
+
+async fn get_readiness(proxy: &Proxy, accept: &str) -> RawResponse {
+    ClientRequest::new(proxy.admin_address(), "GET", "/readyz")
+        .header("Host", "localhost")
+        .header("Accept", accept)
+        .send()
+        .await
+}
+
+/// Waits until `/readyz` has a hint that contains `words`. It always answers 200.
+async fn wait_for_hint(proxy: &Proxy, words: &str) -> String {
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    loop {
+        let reply = get_readiness(proxy, "*/*").await;
+        assert_eq!(reply.status, 200, "{}", reply.text());
+        let hints: Vec<String> = serde_json::from_value(reply.json()["hints"].clone()).unwrap();
+        if let Some(hint) = hints.iter().find(|hint| hint.contains(words)) {
+            return hint.clone();
+        }
+        assert!(Instant::now() < deadline, "{words:?} is not in {hints:?}");
+        // The history is sampled once a second.
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// An address that refuses connections.
+async fn closed_address() -> SocketAddr {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    listener.local_addr().unwrap()
+}
+
+#[tokio::test]
+async fn an_upstream_that_is_down_and_many_refusals_are_stated() {
+    let proxy = Proxy::start(ONE_POLICY, closed_address().await).await;
+    let statuses = proxy.get_statuses("/", 100).await;
+    assert_eq!(statuses.iter().filter(|status| **status == 502).count(), 19);
+    let hint = wait_for_hint(&proxy, "upstream fails").await;
+    assert!(
+        hint.contains("100 %") && hint.contains("(19 of 19)"),
+        "{hint}"
+    );
+    let hint = wait_for_hint(&proxy, "were refused").await;
+    assert!(hint.starts_with("81 % of the requests"), "{hint}");
+    let text = get_readiness(&proxy, "text/plain").await;
+    assert_eq!(
+        text.header("content-type"),
+        Some("text/plain; charset=utf-8")
+    );
+    let text = text.text();
+    assert!(
+        text.starts_with("ready; store up\n- the upstream fails: 100 %")
+            && text.contains("\n- 81 % of the requests"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn gateway_errors_of_the_upstream_itself_are_stated() {
+    let answer = "HTTP/1.1 504 Gateway Timeout\r\nContent-Length: 0\r\n\r\n";
+    let upstream = RawUpstream::with_response(answer).await;
+    let proxy = Proxy::start(ONE_POLICY, upstream.address).await;
+    assert_eq!(proxy.get_statuses("/", 6).await, [504; 6]);
+    wait_for_hint(&proxy, "upstream fails").await;
+}
+
+#[tokio::test]
+async fn missing_policies_and_settings_that_wait_for_a_restart_are_stated() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    wait_for_hint(&proxy, "no policies are in effect").await;
+    proxy.write_config("shutdown.grace = \"3s\"\nlisten.max_connections = 77\n");
+    let hint = wait_for_hint(&proxy, "wait for a restart").await;
+    assert!(
+        hint.contains("listen.max_connections") && hint.contains("shutdown.grace"),
+        "{hint}"
+    );
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    proxy.write_config(ONE_POLICY);
+    while get_readiness(&proxy, "application/json").await.json()["hints"] != json!([]) {
+        assert!(Instant::now() < deadline, "the hints remain");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn policies_are_searched_and_sorted_before_they_are_paged() {
+    let policies: String = (0..30)
+        .map(|n| {
+            format!("[[policy]]\nname = \"p{n:02}\"\nmatch = {{ path = \"/{n}\" }}\nlimit = {{ requests = 2, per = \"1h\" }}\n")
+        })
+        .collect();
+    let proxy = AdminProxy::start(&policies).await;
+    for (path, count) in [("/21", 3), ("/07", 1), ("/9", 5), ("/12", 2)] {
+        for _ in 0..count {
+            proxy.status_for_user("u", path).await;
+        }
+    }
+    proxy
+        .wait_for_policy("p12", |policy| policy["last_hour"]["allowed"].is_array())
+        .await;
+    let names = async |query: &str| -> Vec<String> {
+        let json = proxy.get_json(&format!("/policies?{query}")).await;
+        let policies = json["policies"].as_array().unwrap().iter();
+        policies
+            .map(|policy| policy["name"].as_str().unwrap().to_owned())
+            .collect()
+    };
+    assert_eq!(names("sort=refused&limit=3").await, ["p09", "p21", "p00"]);
+    assert_eq!(
+        names("sort=requests&limit=4").await,
+        ["p09", "p21", "p12", "p00"]
+    );
+    assert_eq!(
+        names("sort=requests&limit=2&offset=2").await,
+        ["p12", "p00"]
+    );
+    assert_eq!(names("search=P1&limit=2&offset=9").await, ["p19"]);
+    assert_eq!(names("limit=1").await, ["p00"]);
+    assert_eq!(
+        proxy.get_json("/policies?search=p1").await["total"],
+        json!(10)
+    );
+}

@@ -1,0 +1,545 @@
+//! `docs/RECIPES.md`: each recipe runs with the traffic that its text names. `tests/envoy.sh` runs
+//! the recipes for Traefik and Envoy with these programs.
+
+use super::documentation::read_code_blocks;
+use crate::support::client::{ClientRequest, RawClient, RawResponse};
+use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
+use crate::support::nginx::Nginx;
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{RawUpstream, Upstream, full_body};
+use crate::support::{TEST_TIMEOUT, unix_s};
+use futures_util::future::join_all;
+use hyper::Response;
+use jsonwebtoken::Algorithm;
+use serde_json::json;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use tokio::net::TcpSocket;
+
+const PAGE: &str = "docs/RECIPES.md";
+
+/// The recipes that a test in this file runs.
+const TESTED_RECIPES: [&str; 19] = [
+    "Per API key",
+    "Per user of a JWT",
+    "Log-in protection",
+    "Failed log-ins only",
+    "Introduce a limit softly",
+    "A limit that clients do not see",
+    "Plans: free, pro, partner",
+    "Plans from a gateway's header",
+    "Exempt health checks and partners",
+    "Express",
+    "FastAPI",
+    "gRPC",
+    "WebSocket",
+    "Tokens of a language model",
+    "Webhooks",
+    "Behind nginx",
+    "Behind Traefik",
+    "Behind Envoy",
+    "Behind an AWS load balancer",
+];
+
+/// A proxy with the configuration of one recipe. Requests come from a trusted proxy.
+struct RecipeRun {
+    proxy: Proxy,
+    upstream: Upstream,
+    issuer: TokenIssuer,
+    _dir: TempDir,
+}
+
+impl RecipeRun {
+    async fn start(heading: &str) -> Self {
+        let upstream = Upstream::echo().await;
+        let url = format!("http://{}", upstream.address);
+        let (dir, issuer) = (
+            TempDir::new().unwrap(),
+            TokenIssuer::new("k", Algorithm::ES256),
+        );
+        let proxy = start_proxy(heading, &url, &dir, &issuer).await;
+        Self {
+            proxy,
+            upstream,
+            issuer,
+            _dir: dir,
+        }
+    }
+
+    /// A request of the client with this address.
+    fn request(&self, client: &str, method: &str, target: &str) -> ClientRequest {
+        self.proxy
+            .request(method, target)
+            .header("X-Forwarded-For", client)
+    }
+
+    async fn statuses(&self, times: usize, client: &str, method: &str, target: &str) -> Vec<u16> {
+        let mut statuses = Vec::new();
+        for _ in 0..times {
+            statuses.push(self.request(client, method, target).send().await.status);
+        }
+        statuses
+    }
+
+    fn bearer(&self, sub: &str, plan: &str) -> String {
+        self.issuer
+            .bearer(&json!({ "sub": sub, "plan": plan, "exp": unix_s() + 3600 }))
+    }
+}
+
+fn recipe_text(heading: &str, language: &str) -> String {
+    let blocks = read_code_blocks(PAGE);
+    let found: Vec<_> = blocks
+        .iter()
+        .filter(|block| block.heading == heading && block.language == language)
+        .collect();
+    assert_eq!(found.len(), 1, "{language} below {heading:?}");
+    found[0].text.clone()
+}
+
+async fn start_proxy(heading: &str, url: &str, dir: &TempDir, issuer: &TokenIssuer) -> Proxy {
+    let keys = dir.path().join("jwks.json");
+    write_jwks(&keys, &[issuer]);
+    let config = recipe_text(heading, "toml")
+        .replace("/etc/tidegate/jwks.json", &keys.display().to_string())
+        .replace("127.0.0.1:9091", "127.0.0.1:0")
+        // Addresses of the load balancer, which is this process.
+        .replace("10.0.0.0/16", "127.0.0.0/8");
+    let mut builder = Proxy::builder().config(&config).upstream_url(url);
+    if !config.contains("trusted_proxies") {
+        builder = builder.env("TIDEGATE_CLIENT__TRUSTED_PROXIES", "127.0.0.1");
+    }
+    builder.start().await
+}
+
+/// `admitted` times 200 and then `refused` times 429.
+fn expected(admitted: usize, refused: usize) -> Vec<u16> {
+    [vec![200; admitted], vec![429; refused]].concat()
+}
+
+#[test]
+fn every_recipe_is_tested() {
+    let blocks = read_code_blocks(PAGE);
+    let mut headings: Vec<_> = blocks.iter().map(|block| &*block.heading).collect();
+    headings.dedup();
+    assert_eq!(headings, TESTED_RECIPES);
+}
+
+#[tokio::test]
+async fn per_api_key() {
+    let run = RecipeRun::start("Per API key").await;
+    let ask = async |key: &str, times: usize| {
+        let mut statuses = Vec::new();
+        for _ in 0..times {
+            let request = run.request("192.0.2.1", "GET", "/api/x");
+            statuses.push(request.header("X-Api-Key", key).send().await.status);
+        }
+        statuses
+    };
+    let began = Instant::now();
+    let statuses = ask("key-of-ann", 30).await;
+    let refilled = (began.elapsed().as_secs_f64() * 10.0).ceil() as usize;
+    let admitted = statuses.iter().filter(|status| **status == 200).count();
+    assert!((10..=10 + refilled).contains(&admitted), "{statuses:?}");
+    assert_eq!(ask("key-of-bob", 5).await, [200; 5]);
+    assert_eq!(ask("key-of-acme", 30).await, [200; 30]);
+    let without = run.statuses(1, "192.0.2.1", "GET", "/api/x").await;
+    assert_eq!(without, [400]);
+}
+
+#[tokio::test]
+async fn per_user_of_a_token() {
+    let run = RecipeRun::start("Per user of a JWT").await;
+    let ask = async |bearer: &str, times: usize| {
+        let mut statuses = Vec::new();
+        for _ in 0..times {
+            let request = run.request("192.0.2.1", "GET", "/api/x");
+            let request = request.header("Authorization", bearer);
+            statuses.push(request.send().await.status);
+        }
+        statuses
+    };
+    // Each with a token of its own.
+    let mut statuses = Vec::new();
+    for n in 0..101 {
+        statuses.extend(ask(&run.bearer("ann", &n.to_string()), 1).await);
+    }
+    assert_eq!(statuses, expected(100, 1));
+    assert_eq!(ask(&run.bearer("bob", "free"), 1).await, [200]);
+    assert_eq!(ask("Bearer nonsense", 21).await, expected(20, 1));
+    let elsewhere = run.statuses(1, "192.0.2.2", "GET", "/api/x").await;
+    assert_eq!(elsewhere, [200]);
+}
+
+#[tokio::test]
+async fn log_in_protection() {
+    let run = RecipeRun::start("Log-in protection").await;
+    let statuses = run.statuses(6, "192.0.2.1", "POST", "/login").await;
+    assert_eq!(statuses, expected(5, 1));
+    let refused = run.request("192.0.2.1", "POST", "/login").send().await;
+    let retry_after: u64 = refused.header("retry-after").unwrap().parse().unwrap();
+    assert!((890..=900).contains(&retry_after), "{refused:?}");
+    let form = run.statuses(1, "192.0.2.1", "GET", "/login").await;
+    assert_eq!(form, [200]);
+    // 295 of 300 log-ins remain for all other clients.
+    let mut admitted = 0;
+    for n in 0..75 {
+        let client = format!("198.51.100.{n}");
+        let statuses = run.statuses(4, &client, "POST", "/login").await;
+        admitted += statuses.iter().filter(|status| **status == 200).count();
+    }
+    assert_eq!(admitted, 295);
+}
+
+#[tokio::test]
+async fn failed_log_ins() {
+    let (dir, issuer) = (
+        TempDir::new().unwrap(),
+        TokenIssuer::new("k", Algorithm::ES256),
+    );
+    let app = Upstream::with_handler(super::counted_responses::check_password).await;
+    let url = format!("http://{}", app.address);
+    let proxy = start_proxy("Failed log-ins only", &url, &dir, &issuer).await;
+    let log_in = async |password: &str| {
+        let request = proxy.request("POST", "/login");
+        let request = request.header("X-Forwarded-For", "192.0.2.1");
+        request.header("X-Password", password).send().await.status
+    };
+    for _ in 0..10 {
+        assert_eq!(log_in("right").await, 200);
+    }
+    let statuses = join_all((0..64).map(|_| log_in("wrong"))).await;
+    let failed = statuses.iter().filter(|status| **status == 401).count();
+    assert_eq!(failed, 5);
+    assert_eq!(log_in("right").await, 429);
+}
+
+#[tokio::test]
+async fn a_soft_limit() {
+    let run = RecipeRun::start("Introduce a limit softly").await;
+    let statuses = run.statuses(21, "192.0.2.1", "GET", "/search").await;
+    assert_eq!(statuses, [200; 21]);
+    let marked = run.upstream.requests();
+    let marks = |at: usize| marked[at].header_values("x-tidegate-over");
+    assert_eq!((marks(19), marks(20)), (vec![], vec!["search"]));
+}
+
+#[tokio::test]
+async fn a_hidden_limit() {
+    let run = RecipeRun::start("A limit that clients do not see").await;
+    let statuses = run.statuses(31, "192.0.2.1", "GET", "/catalog/1").await;
+    assert_eq!(statuses, expected(30, 1));
+    let refused = run.request("192.0.2.1", "GET", "/catalog/1").send().await;
+    let everything = format!("{:?} {}", refused.headers, refused.text());
+    assert!(!everything.contains("scrapers"), "{everything}");
+    assert!(refused.header("retry-after").is_some());
+    assert_eq!(refused.list_parameter("ratelimit", "client", "r"), Some(70));
+}
+
+#[tokio::test]
+async fn plans() {
+    let run = RecipeRun::start("Plans: free, pro, partner").await;
+    let ask = async |bearer: &str, times: usize| {
+        let mut statuses = Vec::new();
+        for _ in 0..times {
+            let request = run.request("192.0.2.1", "GET", "/api/x");
+            let request = request
+                .header("Authorization", bearer)
+                .header("X-Plan", "pro");
+            statuses.push(request.send().await.status);
+        }
+        statuses
+    };
+    assert_eq!(ask(&run.bearer("ann", "free"), 11).await, expected(10, 1));
+    assert_eq!(
+        ask(&run.bearer("bob", "nonsense"), 11).await,
+        expected(10, 1)
+    );
+    assert_eq!(ask(&run.bearer("cid", "pro"), 101).await, expected(100, 1));
+    assert_eq!(ask(&run.bearer("dan", "partner"), 150).await, [200; 150]);
+    assert_eq!(ask("", 11).await, expected(10, 1));
+    let forged = TokenIssuer::new("k", Algorithm::ES256);
+    let forged = forged.bearer(&json!({ "sub": "eve", "plan": "pro", "exp": unix_s() + 60 }));
+    assert_eq!(ask(&forged, 1).await, [429], "the quota of no token");
+}
+
+/// The client of the test is the gateway.
+#[tokio::test]
+async fn plans_from_a_header() {
+    let run = RecipeRun::start("Plans from a gateway's header").await;
+    let ask = async |user: &str, plan: &str, times: usize| {
+        let mut statuses = Vec::new();
+        for _ in 0..times {
+            let request = run.request("192.0.2.1", "GET", "/api/x");
+            let request = request.header("X-User", user).header("X-Plan", plan);
+            statuses.push(request.send().await.status);
+        }
+        statuses
+    };
+    assert_eq!(ask("ann", "free", 11).await, expected(10, 1));
+    assert_eq!(ask("bob", "pro", 101).await, expected(100, 1));
+    let none = run.statuses(11, "192.0.2.1", "GET", "/api/x").await;
+    assert_eq!(none, expected(10, 1));
+}
+
+#[tokio::test]
+async fn exemptions() {
+    let run = RecipeRun::start("Exempt health checks and partners").await;
+    for path in ["/healthz", "/readyz"] {
+        assert_eq!(
+            run.statuses(110, "203.0.113.9", "GET", path).await,
+            [200; 110]
+        );
+    }
+    for partner in ["192.0.2.77", "2001:db8:7:1::5"] {
+        assert_eq!(run.statuses(110, partner, "GET", "/x").await, [200; 110]);
+    }
+    let statuses = run.statuses(101, "203.0.113.9", "POST", "/healthz").await;
+    assert_eq!(statuses, expected(100, 1));
+}
+
+#[tokio::test]
+async fn express() {
+    let run = RecipeRun::start("Express").await;
+    let files = run
+        .statuses(110, "192.0.2.1", "GET", "/static/app.js")
+        .await;
+    assert_eq!(files, [200; 110]);
+    let writes = run.statuses(21, "192.0.2.1", "POST", "/orders").await;
+    assert_eq!(writes, expected(20, 1));
+    let reads = run.statuses(81, "192.0.2.1", "GET", "/orders").await;
+    assert_eq!(reads, expected(80, 1));
+    // What `trust proxy` reads.
+    let request = run.upstream.last_request();
+    assert_eq!(
+        request.single_header("x-forwarded-for"),
+        "192.0.2.1, 127.0.0.1"
+    );
+}
+
+#[tokio::test]
+async fn fast_api() {
+    let dir = TempDir::new().unwrap();
+    let issuer = TokenIssuer::new("k", Algorithm::ES256);
+    let silent = RawUpstream::with_script(|_, mut socket| async move {
+        socket.read_request().await;
+        socket.read_to_close().await;
+    })
+    .await;
+    let url = format!("http://{}", silent.address);
+    let proxy = start_proxy("FastAPI", &url, &dir, &issuer).await;
+    let mut reports = Vec::new();
+    for n in 1..=2 {
+        let mut client = RawClient::connect(proxy.address).await;
+        client
+            .send("GET /reports/7 HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.1\r\n\r\n")
+            .await;
+        reports.push(client);
+        while silent.connection_count() < n {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+    let ask = |client: &str| {
+        proxy
+            .request("GET", "/reports/8")
+            .header("X-Forwarded-For", client)
+    };
+    assert_eq!(ask("192.0.2.1").send().await.status, 429);
+    drop(reports);
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    // A report has ended when the next one reaches the app, which never answers.
+    let wait = Duration::from_millis(200);
+    while tokio::time::timeout(wait, ask("192.0.2.1").send())
+        .await
+        .is_ok()
+    {
+        assert!(Instant::now() < deadline, "ended reports keep their slots");
+    }
+}
+
+#[tokio::test]
+async fn grpc() {
+    let (dir, issuer) = (
+        TempDir::new().unwrap(),
+        TokenIssuer::new("k", Algorithm::ES256),
+    );
+    let app = Nginx::start_http2().await;
+    let proxy = start_proxy("gRPC", &format!("h2c://{}", app.address), &dir, &issuer).await;
+    let call = async |method: &str| -> RawResponse {
+        let target = format!("/shop.v1.Catalog/{method}");
+        let request = proxy.request("POST", &target);
+        request
+            .header("Content-Type", "application/grpc")
+            .send()
+            .await
+    };
+    let began = Instant::now();
+    let mut refused = Vec::new();
+    for _ in 0..20 {
+        let reply = call("Search").await;
+        if reply.header("grpc-status") == Some("8") {
+            assert!(reply.header("retry-after").is_some(), "{reply:?}");
+            refused.push(reply);
+        }
+    }
+    let most = 5 * (1 + began.elapsed().as_secs() as usize);
+    let least = 20_usize.saturating_sub(most);
+    assert!((least..=15).contains(&refused.len()), "{}", refused.len());
+    assert_ne!(call("Get").await.header("grpc-status"), Some("8"));
+}
+
+#[tokio::test]
+async fn web_sockets() {
+    let (dir, issuer) = (
+        TempDir::new().unwrap(),
+        TokenIssuer::new("k", Algorithm::ES256),
+    );
+    let app = RawUpstream::with_script(|_, mut socket| async move {
+        if socket.read_request().await.is_some() {
+            let switching = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
+            socket.send(switching.as_bytes()).await;
+            socket.read_to_close().await;
+        }
+    })
+    .await;
+    let url = format!("http://{}", app.address);
+    let proxy = start_proxy("WebSocket", &url, &dir, &issuer).await;
+    let open = async || {
+        let mut client = RawClient::connect(proxy.address).await;
+        client
+            .send("GET /ws HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n")
+            .await;
+        let reply = client.read_any_response(false).await;
+        (client, reply.status)
+    };
+    let mut sockets = Vec::new();
+    for _ in 0..5 {
+        let (socket, status) = open().await;
+        assert_eq!(status, 101);
+        sockets.push(socket);
+    }
+    assert_eq!(open().await.1, 429);
+    drop(sockets);
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while open().await.1 != 101 {
+        assert!(Instant::now() < deadline, "closed sockets keep their slots");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
+async fn tokens_of_a_language_model() {
+    let (dir, issuer) = (
+        TempDir::new().unwrap(),
+        TokenIssuer::new("k", Algorithm::ES256),
+    );
+    let app = Upstream::with_handler(|_request| async {
+        let body = r#"{"choices":[],"usage":{"total_tokens":60000}}"#;
+        let reply = Response::builder().header("content-type", "application/json");
+        reply.body(full_body(body)).unwrap()
+    })
+    .await;
+    let url = format!("http://{}", app.address);
+    let proxy = start_proxy("Tokens of a language model", &url, &dir, &issuer).await;
+    let ask = async |key: &str| {
+        let request = proxy.request("POST", "/v1/chat/completions").body("{}");
+        request.header("X-Api-Key", key).send().await.status
+    };
+    // 60,000 of 100,000 tokens, then 20,000 too many. A charge may follow the response's end.
+    let mut admitted = 0;
+    while ask("a").await == 200 {
+        admitted += 1;
+    }
+    assert!((2..=3).contains(&admitted), "{admitted}");
+    assert_eq!(ask("b").await, 200);
+    let without = proxy.request("POST", "/v1/chat/completions").body("{}");
+    assert_eq!(without.send().await.status, 400);
+}
+
+#[tokio::test]
+async fn webhooks() {
+    let run = RecipeRun::start("Webhooks").await;
+    let began = Instant::now();
+    let deliveries = (0..15).map(|_| {
+        run.request("192.0.2.1", "POST", "/webhooks/payments")
+            .body("{}")
+            .send_for_status()
+    });
+    assert_eq!(join_all(deliveries).await, [200; 15]);
+    assert!(
+        began.elapsed() >= Duration::from_millis(1350),
+        "{:?}",
+        began.elapsed()
+    );
+    let flood = (0..80).map(|_| {
+        run.request("192.0.2.1", "POST", "/webhooks/shipping")
+            .send_for_status()
+    });
+    let statuses = join_all(flood).await;
+    assert!(
+        statuses.contains(&429) && statuses.contains(&200),
+        "{statuses:?}"
+    );
+}
+
+#[tokio::test]
+async fn behind_nginx() {
+    let run = RecipeRun::start("Behind nginx").await;
+    let server = recipe_text("Behind nginx", "nginx")
+        .replace("127.0.0.1:8080", &run.proxy.address.to_string());
+    let nginx = Nginx::start_with_config("", &server).await;
+    let ask = async |from: &str, forged: &str| {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(format!("{from}:0").parse().unwrap()).unwrap();
+        let stream = socket.connect(nginx.address).await.unwrap();
+        let mut client = RawClient::from_stream(stream);
+        let head = format!("GET / HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: {forged}\r\n\r\n");
+        client.send(head).await;
+        client.read_response().await.status
+    };
+    let mut statuses = Vec::new();
+    for n in 0..11 {
+        statuses.push(ask("127.0.0.1", &format!("198.51.100.{n}")).await);
+    }
+    assert_eq!(statuses, expected(10, 1));
+    assert_eq!(ask("127.0.0.2", "198.51.100.1").await, 200);
+}
+
+/// Traefik and Envoy append the client's address to the forwarding header.
+#[tokio::test]
+async fn behind_traefik_and_envoy() {
+    for heading in ["Behind Traefik", "Behind Envoy"] {
+        let run = RecipeRun::start(heading).await;
+        let mut statuses = Vec::new();
+        for n in 0..11 {
+            let client = format!("198.51.100.{n}, 203.0.113.5");
+            statuses.extend(run.statuses(1, &client, "GET", "/api/x").await);
+        }
+        assert_eq!(statuses, expected(10, 1), "{heading}");
+        let other = run.statuses(1, "203.0.113.6", "GET", "/api/x").await;
+        assert_eq!(other, [200], "{heading}");
+        let free = run.statuses(1, "203.0.113.5", "GET", "/free").await;
+        assert_eq!(free, [200], "{heading}");
+    }
+}
+
+#[tokio::test]
+async fn behind_an_aws_load_balancer() {
+    let run = RecipeRun::start("Behind an AWS load balancer").await;
+    let mut statuses = Vec::new();
+    for n in 0..101 {
+        let client = format!("198.51.100.{n}, 203.0.113.5");
+        statuses.extend(run.statuses(1, &client, "GET", "/healthz").await);
+    }
+    assert_eq!(statuses, expected(100, 1), "clients have no exemption");
+    let health = async |address: SocketAddr| {
+        ClientRequest::new(address, "GET", "/healthz")
+            .send()
+            .await
+            .status
+    };
+    for _ in 0..110 {
+        assert_eq!(health(run.proxy.address).await, 200);
+    }
+}
