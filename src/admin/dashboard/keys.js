@@ -88,7 +88,7 @@ class PolicyDialog {
     const [response, top] = await Promise.all([this.request(`/policies?policy=${encodedName}`), this.request(`/top?n=8&policy=${encodedName}`)]);
     if (this.name !== name || !this.chart || response.policies.length === 0) return;
     this.draw(response);
-    drawRanking(this.keys, top.keys, 'key', 'No refusals in the last half hour.', new Set(), (_, key) => this.lookUpText(key));
+    drawRanking(this.keys, top.keys, 'key', 'No refusals in the last half hour.', new Map(), (_, key) => this.lookUpText(key));
   }
 
   createLookUpForm(policy) {
