@@ -28,6 +28,7 @@
 
 use super::decision_source::DecisionSource;
 use super::deny_cache::{DenyCache, DenyMatchScope};
+use super::fallback::find_positions;
 use super::leases::LeasePool;
 use super::redis::RedisStore;
 use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
@@ -43,6 +44,21 @@ struct RedisDecisionPath<'s> {
     leases: &'s Arc<LeasePool>,
     deny_cache: &'s DenyCache,
     redis: &'s RedisStore,
+}
+
+/// The result of the checks before a call of Redis.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "lives for one call; a box would cost each refusal an allocation"
+)]
+enum LocalCheck {
+    Refused((Decision, DecisionSource)),
+    Passed {
+        /// The positions of charges that Redis must not decide: while the local share was checked,
+        /// their server was unreachable, so the share is not charged. Redis may lack charges of
+        /// these keys even if the server becomes reachable now. The fallback decides them.
+        held_back: SmallVec<[usize; 4]>,
+    },
 }
 
 impl Store {
@@ -89,9 +105,12 @@ impl Store {
             // Boxed so that requests without leases need no space for this future.
             return Box::pin(path.decide_with_leases(charges, requested_at)).await;
         }
-        match path.find_local_refusal(charges, requested_at) {
-            Some(refusal) => Ok(refusal),
-            None => path.decide_in_redis(charges, requested_at).await,
+        match path.check_locally(charges, requested_at) {
+            LocalCheck::Refused(refusal) => Ok(refusal),
+            LocalCheck::Passed { held_back } => {
+                path.decide_in_redis(charges, &held_back, requested_at)
+                    .await
+            }
         }
     }
 
@@ -156,11 +175,12 @@ impl RedisDecisionPath<'_> {
         }
         let unleased_charges: SmallVec<[Charge<'_>; 4]> =
             unleased.iter().map(|(_, charge)| *charge).collect();
-        let (decision, source) = match self.find_local_refusal(&unleased_charges, requested_at) {
-            Some(refusal) => refusal,
-            None => {
+        let (decision, source) = match self.check_locally(&unleased_charges, requested_at) {
+            LocalCheck::Refused(refusal) => refusal,
+            LocalCheck::Passed { held_back } => {
                 permits.start_refills(charges);
-                let decided = self.decide_in_redis(&unleased_charges, requested_at).await;
+                let decided = self.decide_in_redis(&unleased_charges, &held_back, requested_at);
+                let decided = decided.await;
                 decided.map_err(|failure| failure.expand_to_request(&unleased, charges.len()))?
             }
         };
@@ -169,38 +189,44 @@ impl RedisDecisionPath<'_> {
         Ok((decision, source))
     }
 
-    /// Steps 2 and 3: a refusal by the deny cache, or by the local share while an outage ends.
-    fn find_local_refusal(
-        self,
-        charges: &[Charge<'_>],
-        requested_at: Instant,
-    ) -> Option<(Decision, DecisionSource)> {
+    /// Steps 2 and 3: the deny cache, and the local share while an outage ends.
+    fn check_locally(self, charges: &[Charge<'_>], requested_at: Instant) -> LocalCheck {
         // In a cluster, the refusal of one key suffices: the slots of other keys were not asked.
         let scope = match self.redis.is_cluster() {
             true => DenyMatchScope::OneKey,
             false => DenyMatchScope::AllLimits,
         };
         if let Some(refusal) = self.deny_cache.find_refusal(charges, requested_at, scope) {
-            return Some((refusal, DecisionSource::DenyCache));
+            return LocalCheck::Refused((refusal, DecisionSource::DenyCache));
         }
         let fallback = self.redis.fallback();
         if !fallback.is_in_outage() {
-            return None;
+            return LocalCheck::Passed {
+                held_back: SmallVec::new(),
+            };
         }
-        let is_reachable = |charge: &Charge<'_>| self.redis.is_reachable_for(charge);
-        let share_decision = fallback
-            .check_share_during_recovery(charges, is_reachable, requested_at.into_std())
-            .filter(|decision| !decision.admitted)?;
-        Some((share_decision, DecisionSource::Degraded))
+        let held_back = find_positions(charges, |charge| {
+            fallback.uses_share_for(charge) && !self.redis.is_reachable_for(charge)
+        });
+        let checked =
+            fallback.check_share_during_recovery(charges, &held_back, requested_at.into_std());
+        match checked.filter(|decision| !decision.admitted) {
+            Some(refusal) => LocalCheck::Refused((refusal, DecisionSource::Degraded)),
+            None => LocalCheck::Passed { held_back },
+        }
     }
 
     /// Steps 4 to 7: Redis decides, unless its circuit breaker is open.
     async fn decide_in_redis(
         self,
         charges: &[Charge<'_>],
+        held_back: &[usize],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let result = self.redis.decide(charges, requested_at).await;
+        let result = self
+            .redis
+            .decide_with_held_back(charges, held_back, requested_at)
+            .await;
         let cache_statuses = |decision: &Decision| {
             let fallback = self.redis.fallback();
             fallback.cache_statuses(charges, decision, requested_at.into_std());

@@ -243,7 +243,8 @@ impl FallbackStore {
                 self.record_counter(charge);
             });
         }
-        let decision = self.decide_by_share(charges, share, requested_at, uses_fallback);
+        let positions = find_positions(charges, uses_fallback);
+        let decision = self.decide_by_share(charges, share, requested_at, &positions);
         if decision.admitted {
             let charged = |charge: &&Charge<'_>| uses_fallback(charge) && charge.cost > 0;
             if self.record_charges(charges.iter().filter(charged), decision.now_us) {
@@ -260,23 +261,27 @@ impl FallbackStore {
     }
 
     /// Checks the share in addition to Redis while an outage ends. Returns `None` if Redis decides
-    /// no charge that is affected by the outage. Charges without `is_reachable` are left to
-    /// [`FallbackStore::decide`], which would count them in the share again.
+    /// no charge that is affected by the outage. The charges at the positions of `held_back` are
+    /// left to [`FallbackStore::decide`], which would count them in the share again.
     pub fn check_share_during_recovery(
         &self,
         charges: &[Charge<'_>],
-        is_reachable: impl Fn(&Charge<'_>) -> bool,
+        held_back: &[usize],
         requested_at: Instant,
     ) -> Option<Decision> {
-        let is_in_outage_charge = |charge: &Charge<'_>| {
-            uses_fallback(charge) && self.may_be_stale(charge) && is_reachable(charge)
-        };
-        charges.iter().any(is_in_outage_charge).then(|| {
-            for charge in charges.iter().filter(|charge| is_in_outage_charge(charge)) {
-                self.record_counter(charge);
-            }
-            self.decide_by_share(charges, self.share(), requested_at, is_in_outage_charge)
-        })
+        let mut positions = find_positions(charges, |charge| self.uses_share_for(charge));
+        positions.retain(|position| !held_back.contains(position));
+        for charge in positions.iter().filter_map(|at| charges.get(*at)) {
+            self.record_counter(charge);
+        }
+        (!positions.is_empty())
+            .then(|| self.decide_by_share(charges, self.share(), requested_at, &positions))
+    }
+
+    /// Whether this process decides the charge in an outage, and the outage of its counter has not
+    /// ended.
+    pub fn uses_share_for(&self, charge: &Charge<'_>) -> bool {
+        uses_fallback(charge) && self.may_be_stale(charge)
     }
 
     /// Amends this process's counter of a limit.
@@ -298,14 +303,15 @@ impl FallbackStore {
         self.write_back.lock().record_counter(charge, partition);
     }
 
+    /// Decides the charges at these positions, in ascending order. The others have no status.
     fn decide_by_share(
         &self,
         charges: &[Charge<'_>],
         share: Share,
         requested_at: Instant,
-        is_included: impl Fn(&Charge<'_>) -> bool,
+        positions: &[usize],
     ) -> Decision {
-        let included = charges.iter().filter(|charge| is_included(charge));
+        let included = positions.iter().filter_map(|at| charges.get(*at));
         let limits = included
             .clone()
             .map(|charge| share.scale_limit(charge.limit));
@@ -318,14 +324,15 @@ impl FallbackStore {
         // Charge times of the local counter do not apply to Redis. Without them, settlements can
         // charge further units, but can't credit any.
         decision.charged_at_us.clear();
-        let mut share_statuses = std::mem::take(&mut decision.statuses).into_iter();
-        let mut status = |charge: &Charge<'_>| {
-            let status = is_included(charge)
-                .then(|| share_statuses.next())
-                .flatten()?;
-            status.map(|status| correct_share_refusal(charge, status))
-        };
-        decision.statuses = charges.iter().map(&mut status).collect();
+        let share_statuses = std::mem::take(&mut decision.statuses);
+        decision.statuses = SmallVec::from_elem(None, charges.len());
+        for (position, status) in positions.iter().zip(share_statuses) {
+            if let (Some(charge), Some(target)) =
+                (charges.get(*position), decision.statuses.get_mut(*position))
+            {
+                *target = status.map(|status| correct_share_refusal(charge, status));
+            }
+        }
         decision
     }
 
@@ -442,6 +449,16 @@ fn deduct_new_leases<'d>(
         }
     }
     statuses
+}
+
+/// The positions of the charges that meet a condition.
+pub(super) fn find_positions(
+    charges: &[Charge<'_>],
+    is_met: impl Fn(&Charge<'_>) -> bool,
+) -> SmallVec<[usize; 4]> {
+    let numbered = charges.iter().enumerate();
+    let matching = numbered.filter(|(_, charge)| is_met(charge));
+    matching.map(|(position, _)| position).collect()
 }
 
 /// Whether this process decides the charge in an outage.

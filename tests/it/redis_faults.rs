@@ -5,12 +5,16 @@ use crate::support::fake_redis::{TcpRelay, start_faulty_redis};
 use crate::support::redis::{
     RedisServer, connect_redis, free_port, list_counter_keys, redis_settings,
 };
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit};
 use tidegate::store::redis::{
-    RedisCredentials, RedisPassword, RedisStore, ScriptLibrary, SharedRedisState,
+    RedisCredentials, RedisPassword, RedisSettings, RedisStore, ScriptLibrary, SharedRedisState,
 };
 use tidegate::store::{Settlement, Store, StoreUnavailable};
+use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 const LIMIT: Limit = Limit {
@@ -746,5 +750,72 @@ async fn dropped_handles_close_their_connections() {
     {
         assert!(dropped.elapsed() < MAX_RECOVERY);
         sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Lets other ready tasks run once. `yield_now` would also wait for sockets.
+async fn wait_one_turn() {
+    let mut is_ready = false;
+    std::future::poll_fn(|context| {
+        context.waker().wake_by_ref();
+        match std::mem::replace(&mut is_ready, true) {
+            true => Poll::Ready(()),
+            false => Poll::Pending,
+        }
+    })
+    .await;
+}
+
+/// Requests of which the server was unreachable when they were checked must not be sent when it has
+/// reconnected: their shares are not charged. Several callers make requests at each step of
+/// reconnections.
+#[tokio::test]
+async fn requests_checked_without_redis_are_not_sent_after_a_reconnection() {
+    let server = RedisServer::start();
+    let settings = RedisSettings {
+        // An open breaker would refuse most of the calls.
+        breaker_failures: u32::MAX,
+        ..redis_settings(server.port())
+    };
+    let (shared, redis) = connect_redis(settings).await;
+    let store = Arc::new(Store::from_redis(redis));
+    for round in 0..12 {
+        let _: u64 = server.command("CLIENT KILL TYPE normal").await;
+        let was_unreachable = Arc::new(AtomicBool::new(false));
+        let mut callers = JoinSet::new();
+        for turns in 0..8 {
+            let (store, shared) = (Arc::clone(&store), shared.clone());
+            let was_unreachable = Arc::clone(&was_unreachable);
+            callers.spawn(async move {
+                let limit = Limit {
+                    requests: 1,
+                    ..LIMIT
+                };
+                let key = make_key(&format!("round {round}"));
+                let charge = Charge {
+                    has_fallback: true,
+                    ..Charge::new(&limit, &key, 1)
+                };
+                let started = Instant::now();
+                let mut admitted = 0;
+                while !(was_unreachable.load(Ordering::Relaxed) && shared.is_up()) {
+                    assert!(started.elapsed() < MAX_RECOVERY, "no reconnection");
+                    let decision = match store.decide(&[charge]).await {
+                        Ok(decision) => decision,
+                        Err(_) => {
+                            was_unreachable.store(true, Ordering::Relaxed);
+                            store.decide_by_fallback(&[charge], None).unwrap()
+                        }
+                    };
+                    admitted += u32::from(decision.admitted);
+                    for _ in 0..=turns % 4 {
+                        wait_one_turn().await;
+                    }
+                }
+                admitted
+            });
+        }
+        let admitted: u32 = callers.join_all().await.into_iter().sum();
+        assert_eq!(admitted, 1, "round {round}");
     }
 }

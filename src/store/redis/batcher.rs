@@ -6,6 +6,7 @@
 //! call counts as in flight only for [`IN_FLIGHT_TIMEOUT`], so on a slow network no request waits
 //! for the whole time of an earlier call.
 
+use super::connection::LiveConnection;
 use super::context::RedisContext;
 use super::error::RedisErrorKind;
 use super::node::RedisNode;
@@ -43,8 +44,11 @@ struct BatcherState {
 }
 
 /// A batch, and the callers of each of its requests in the order of arrival.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct PendingBatch {
+    /// The connection at the arrival of the first request. A later connection is not used: an outage
+    /// between them may have changed what the request must be checked against.
+    live: Arc<LiveConnection>,
     batch: DecisionBatch,
     callers: Vec<SmallVec<[BatchCaller; 1]>>,
 }
@@ -73,7 +77,7 @@ impl DecisionBatcher {
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        let reply = timeout_at(deadline, self.enqueue_request(charges, deadline)).await?;
+        let reply = timeout_at(deadline, self.enqueue_request(charges, deadline)?).await?;
         // The sender of the reply is dropped only when the runtime shuts down.
         let decision = reply
             .unwrap_or(Err(RedisErrorKind::Connection))?
@@ -90,7 +94,7 @@ impl DecisionBatcher {
         self: &Arc<Self>,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> oneshot::Receiver<Result<CallerReply, RedisErrorKind>> {
+    ) -> Result<oneshot::Receiver<Result<CallerReply, RedisErrorKind>>, RedisErrorKind> {
         let (reply_sender, reply_receiver) = oneshot::channel();
         let mut state = self.state.lock();
         if state
@@ -98,7 +102,11 @@ impl DecisionBatcher {
             .back()
             .is_none_or(|pending| pending.batch.is_full())
         {
-            state.pending.push_back(PendingBatch::default());
+            state.pending.push_back(PendingBatch {
+                live: self.node.connection.live()?,
+                batch: DecisionBatch::default(),
+                callers: Vec::new(),
+            });
         }
         if let Some(pending) = state.pending.back_mut() {
             let request_index = pending
@@ -115,7 +123,7 @@ impl DecisionBatcher {
             }
         }
         self.spawn_call_if_allowed(&mut state);
-        reply_receiver
+        Ok(reply_receiver)
     }
 
     /// Spawns a task that sends waiting batches, oldest first, if another call may be in flight.
@@ -138,10 +146,6 @@ impl DecisionBatcher {
 
     /// Sends a batch, and clears `in_flight` if the call takes long.
     async fn send_batch(&self, mut pending: PendingBatch, in_flight: &mut Option<InFlightGuard>) {
-        let live = match self.node.connection.live() {
-            Ok(live) => live,
-            Err(failure) => return pending.fail_callers(failure),
-        };
         let repeat_counts = pending.retain_and_count_waiting_callers();
         let callers = pending.callers.iter().flatten();
         let Some(deadline) = callers.map(|caller| caller.deadline).max() else {
@@ -150,6 +154,7 @@ impl DecisionBatcher {
         let command = pending
             .batch
             .build_command(&self.context.scripts, &repeat_counts, None);
+        let live = Arc::clone(&pending.live);
         let mut call = pin!(live.run_command(&command));
         let reply = match timeout(IN_FLIGHT_TIMEOUT, &mut call).await {
             Ok(reply) => reply,

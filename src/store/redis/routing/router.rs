@@ -273,6 +273,22 @@ impl RedisRouter {
         result
     }
 
+    /// Counts a decision that is not sent to its slot, and returns why the slot was unreachable.
+    pub(in crate::store::redis) fn refuse_held_back(&self, hash_slot: u16) -> RedisErrorKind {
+        let map = self.slot_map.get();
+        let connection = map
+            .node_for_hash_slot(hash_slot)
+            .map(|node| &node.connection);
+        let failure = connection.and_then(|connection| connection.live().err());
+        let kind = failure.unwrap_or(RedisErrorKind::Connection);
+        if self.context.is_cluster() {
+            self.refresh_requested.notify_one();
+            return self.count_failure(kind);
+        }
+        self.context.breaker.record_failure(kind);
+        kind
+    }
+
     /// Counts a failed call, also for the node that it was sent to. Returns the kind of failure.
     fn record_failed_call(&self, call: &FailedRedisCall) -> RedisErrorKind {
         let kind = call.kind;

@@ -52,6 +52,7 @@ impl RedisRouter {
     pub(super) async fn decide_across_shards(
         self: &Arc<Self>,
         charges: &[Charge<'_>],
+        held_back: &[usize],
         deadline: Instant,
     ) -> SplitResult {
         if charges.iter().all(|charge| charge.cost == 0) {
@@ -77,7 +78,8 @@ impl RedisRouter {
                     ..*charge
                 })
                 .collect();
-            let (result, return_task) = self.decide_by_hash_slot(&shard_charges, deadline).await;
+            let decided = self.decide_by_hash_slot(&shard_charges, held_back, deadline);
+            let (result, return_task) = decided.await;
             let mut decision = result?;
             let refusing: SmallVec<[&Charge<'_>; 4]> = charges
                 .iter()
@@ -141,7 +143,9 @@ impl RedisRouter {
                 })
             });
         let shard_charges: Vec<Charge<'_>> = shard_charges.collect();
-        let (result, _) = self.decide_by_hash_slot(&shard_charges, deadline).await;
+        let (result, _) = self
+            .decide_by_hash_slot(&shard_charges, &[], deadline)
+            .await;
         // A partial decision is dropped: it has the statuses of shards, and charged nothing.
         let shard_decision = result.map_err(|(failure, _)| (failure, None))?;
         let mut merged = Decision {

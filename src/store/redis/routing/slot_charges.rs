@@ -8,6 +8,8 @@ use smallvec::SmallVec;
 pub(super) struct HashSlotCharges {
     pub(super) hash_slot: u16,
     pub(super) charges: Vec<OwnedCharge>,
+    /// Whether the slot counts as unreachable for this request.
+    pub(super) is_held_back: bool,
 }
 
 /// An owned charge, which outlives its caller.
@@ -25,13 +27,19 @@ pub(super) struct OwnedCharge {
 }
 
 impl HashSlotCharges {
-    /// Groups the charges of a request by slot.
-    pub(super) fn from_request(charges: &[Charge<'_>]) -> Vec<Self> {
+    /// Groups the charges of a request by slot. `held_back` has positions of charges.
+    pub(super) fn from_request(charges: &[Charge<'_>], held_back: &[usize]) -> Vec<Self> {
         let owned = charges.iter().enumerate();
         let owned = owned.map(|(position, charge)| OwnedCharge::from_charge(position, charge));
         group_by_hash_slot(owned, |charge| hash_slot_for_key(&charge.key))
             .into_iter()
-            .map(|(hash_slot, charges)| Self { hash_slot, charges })
+            .map(|(hash_slot, charges)| Self {
+                hash_slot,
+                is_held_back: charges
+                    .iter()
+                    .any(|charge| held_back.contains(&charge.position)),
+                charges,
+            })
             .collect()
     }
 
@@ -45,10 +53,15 @@ impl HashSlotCharges {
     /// Divides the charges into calls with one key each: the only ones that Redis accepts while the
     /// slot moves.
     pub(super) fn split_by_charge(self) -> impl Iterator<Item = Self> {
-        let hash_slot = self.hash_slot;
-        self.charges.into_iter().map(move |charge| Self {
+        let Self {
+            hash_slot,
+            charges,
+            is_held_back,
+        } = self;
+        charges.into_iter().map(move |charge| Self {
             hash_slot,
             charges: vec![charge],
+            is_held_back,
         })
     }
 

@@ -155,7 +155,7 @@ impl RedisRouter {
         let slot_map = self.slot_map.get();
         let is_unreachable = |part: &HashSlotCharges| {
             let node = slot_map.node_for_hash_slot(part.hash_slot);
-            node.is_none_or(|node| !node.is_available())
+            part.is_held_back || node.is_none_or(|node| !node.is_available())
         };
         let mut round: Vec<HashSlotCharges> = waiting
             .extract_if(.., |part| is_unreachable(part))
@@ -191,6 +191,9 @@ impl RedisRouter {
         part: &HashSlotCharges,
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
+        if part.is_held_back {
+            return Err(self.refuse_held_back(part.hash_slot));
+        }
         let charges = part.to_creditable_charges();
         let decision = self
             .request_decision(part.hash_slot, &charges, deadline)
@@ -344,7 +347,7 @@ mod tests {
         charges: [Charge<'_>; 2],
         answers: [Result<Decision, RedisErrorKind>; 2],
     ) -> Vec<DecidedPart> {
-        let parts = HashSlotCharges::from_request(&charges).into_iter();
+        let parts = HashSlotCharges::from_request(&charges, &[]).into_iter();
         let parts = parts.flat_map(HashSlotCharges::split_by_charge);
         let decided = parts.zip(answers);
         decided
