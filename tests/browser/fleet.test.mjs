@@ -29,7 +29,7 @@ limit = { requests = 5, per = "1h" }
       await proxy.sendMany(8, `/api/items/${index}`, { 'x-user': 'bob' });
     }
     await until('all answers', async () => (await proxies[0].fetchAdmin('/fleet')).keys.refused === 59);
-    for (const options of [{}, { dark: true, phone: true }]) {
+    for (const options of [{}, { dark: true }, { phone: true }, { dark: true, phone: true }]) {
       const page = await dashboard(proxies[0], { ...options, prepare: (page) => page.addInitScript((token) => sessionStorage.setItem('tidegate.token', token), 's3cret') });
       pages.push(page);
       await page.getByText('3 instances').first().waitFor();
@@ -38,7 +38,7 @@ limit = { requests = 5, per = "1h" }
       await page.locator('#fleet-keys tbody tr', { hasText: 'ann' }).getByText('40', { exact: true }).waitFor();
       await page.locator('#fleet-keys tbody tr', { hasText: 'bob' }).getByText('19', { exact: true }).waitFor();
       assert.equal(await page.evaluate(() => document.documentElement.scrollWidth > document.documentElement.clientWidth), false, 'the page scrolls sideways');
-      await shot(page, options.dark ? 'fleet-dark-phone' : 'fleet');
+      await shot(page, ['fleet', options.dark && 'dark', options.phone && 'phone'].filter(Boolean).join('-'));
     }
     await proxies[2].end();
     // The page asks every 5 s, the answer may be 1 s old, and the list drops an instance 4 s after its last heartbeat.
