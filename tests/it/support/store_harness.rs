@@ -110,10 +110,22 @@ impl StoreUnderTest {
         }
     }
 
-    /// Bytes taken by the only counter in the store, including its share of the table.
+    /// Bytes taken by a counter, including its share of the table. Removes it from the memory store.
     pub fn counter_bytes(&mut self, charge: &Charge<'_>) -> u64 {
         match self {
-            Self::Memory { store, .. } => store.byte_count() as u64,
+            Self::Memory { store, hands } => {
+                // A second counter of the policy, so that the policy itself does not count.
+                let limit = Limit {
+                    requests: 1,
+                    per_us: DAY_US + 1,
+                    algorithm: Algorithm::SlidingLog,
+                };
+                let second = Charge::new(&limit, charge.key, 1);
+                store.decide(&[second]);
+                let bytes = store.byte_count();
+                assert_eq!(store.remove_counters(&[*charge]), 1, "{hands:?}");
+                (bytes - store.byte_count()) as u64
+            }
             Self::Redis(there) => {
                 let key = there.script.counter_key(charge);
                 self.command(
