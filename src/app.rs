@@ -139,6 +139,7 @@ async fn run_proxy(
         policy_descriptions,
         listeners: listeners.clone(),
         tracer: shared.tracer.clone(),
+        key_fetcher: shared.key_fetcher.clone(),
         started_at,
         examinations: doctor::StoreExaminations::default(),
     };

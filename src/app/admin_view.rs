@@ -15,6 +15,7 @@ use crate::admin::{
 use crate::clock;
 use crate::config::PolicyDescription;
 use crate::enforcer::ActivePolicies;
+use crate::jwks::KeyFetcher;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction};
 use crate::proxy::{ListenerKind, ServerLoad, ShutdownSettings, ShutdownSignal};
 use crate::reload;
@@ -54,6 +55,7 @@ pub(super) struct AdminViewState {
     pub(super) policy_descriptions: Arc<ArcSwap<Vec<PolicyDescription>>>,
     pub(super) listeners: ListenerSet,
     pub(super) tracer: Option<Tracer>,
+    pub(super) key_fetcher: KeyFetcher,
     pub(super) started_at: Instant,
     pub(super) examinations: StoreExaminations,
 }
@@ -176,6 +178,7 @@ impl AdminViewState {
             store_errors,
             instance_count: instances,
             lease_units_lost,
+            key_fetches: self.key_fetcher.fetch_counts(),
             spans: self.tracer.as_ref().map(Tracer::span_counts),
             redis: self.store_backend.redis_server_info(),
             memory,

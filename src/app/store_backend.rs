@@ -84,6 +84,7 @@ impl StoreBackend {
         match self {
             Self::Memory(_) => Ok(None),
             Self::Redis(shared, _) => {
+                // A new connection: each worker owns its connections, on a runtime of its own.
                 let inspector = CounterInspector::connect_with(shared.for_inspection()).await?;
                 inspector.list_members().await.map(Some)
             }

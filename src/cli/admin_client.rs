@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Timeout for connecting, for each write, and for a response that needs no work.
 const IO_TIMEOUT: Duration = Duration::from_secs(2);
-/// Timeout for a response of the JSON API, which limits a request to 10 s.
+/// Timeout for a response that needs work: the JSON API limits a request to 10 s.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(12);
 /// Maximum response size, larger than any response that a command reads.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
@@ -54,15 +54,28 @@ impl AdminClient {
     /// A message for the user if the admin port does not respond, or responds with another status
     /// than 200.
     pub(super) fn request_json(&self, method: &str, target: &str) -> Result<Value, String> {
+        self.request_json_within(RESPONSE_TIMEOUT, method, target)
+    }
+
+    /// Like [`Self::request_json`], for a response that the server sends at once.
+    ///
+    /// # Errors
+    /// As [`Self::request_json`], also if there is no response within 2 s.
+    pub(super) fn request_json_at_once(&self, method: &str, target: &str) -> Result<Value, String> {
+        self.request_json_within(IO_TIMEOUT, method, target)
+    }
+
+    fn request_json_within(
+        &self,
+        response_timeout: Duration,
+        method: &str,
+        target: &str,
+    ) -> Result<Value, String> {
         let address = &self.address;
-        let AdminClientResponse { status, body } = send_request_within(
-            RESPONSE_TIMEOUT,
-            address,
-            method,
-            target,
-            self.token.as_ref(),
-        )
-        .map_err(|error| format!("error: {address}: {error}\n"))?;
+        let token = self.token.as_ref();
+        let AdminClientResponse { status, body } =
+            send_request_within(response_timeout, address, method, target, token)
+                .map_err(|error| format!("error: {address}: {error}\n"))?;
         let json: Option<Value> = serde_json::from_str(&body).ok();
         match (status, json) {
             (200, Some(json)) => Ok(json),
@@ -158,12 +171,22 @@ fn send_request_within(
     while bytes.len() < MAX_RESPONSE_BYTES {
         let remaining = deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
-            break;
+            return Err(late_response_error(response_timeout));
         }
         socket.set_read_timeout(Some(remaining))?;
-        match socket.read(&mut chunk)? {
-            0 => break,
-            read => bytes.extend(chunk.iter().take(read)),
+        match socket.read(&mut chunk) {
+            Ok(0) => break,
+            Ok(read) => bytes.extend(chunk.iter().take(read)),
+            // The system reports a read timeout as either of these.
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+                ) =>
+            {
+                return Err(late_response_error(response_timeout));
+            }
+            Err(error) => return Err(error),
         }
     }
     parse_response(&bytes).ok_or_else(|| {
@@ -173,6 +196,11 @@ fn send_request_within(
             format!("answered {:?}", start.lines().next().unwrap_or("")),
         )
     })
+}
+
+fn late_response_error(response_timeout: Duration) -> io::Error {
+    let message = format!("no answer within {} s", response_timeout.as_secs());
+    io::Error::new(io::ErrorKind::TimedOut, message)
 }
 
 fn connect(address: &ListenAddress) -> io::Result<Socket> {

@@ -14,6 +14,9 @@ use std::process::ExitCode;
 /// Width of the texts of findings.
 const TEXT_WIDTH: usize = 84;
 
+/// Exit code if no fault was found, but some checks have no result.
+const INCOMPLETE_EXIT_CODE: u8 = 3;
+
 /// Options of `tidegate doctor`: output format and strictness.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DoctorOptions {
@@ -23,7 +26,7 @@ pub(super) struct DoctorOptions {
 }
 
 /// Examines the store of a configuration and prints the report. Fails on faults, and on warnings if
-/// `options.strict` is set.
+/// `options.strict` is set. Checks without a result have an exit code of their own.
 ///
 /// # Errors
 /// A message for the user if the configuration is invalid.
@@ -48,6 +51,9 @@ pub(super) fn run(
     // If the output is a closed pipe, the command fails without a message.
     let printed = io::stdout().write_all(text.as_bytes());
     Ok(match printed {
+        Ok(()) if !has_failed && report.count(FindingLevel::Unknown) > 0 => {
+            ExitCode::from(INCOMPLETE_EXIT_CODE)
+        }
         Ok(()) if !has_failed => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
     })
@@ -90,19 +96,32 @@ fn render_text(report: &DoctorReport) -> String {
             push_policy(&mut text, memory);
         }
     }
-    let (faults, warnings) = (
-        report.count(FindingLevel::Fault),
-        report.count(FindingLevel::Warning),
-    );
-    text.push_str(&match (faults, warnings) {
-        (0, 0) => "\nNo problem was found.\n".to_owned(),
+    text.push_str(&summarize(report));
+    text
+}
+
+fn summarize(report: &DoctorReport) -> String {
+    let [faults, warnings, unknown] = [
+        FindingLevel::Fault,
+        FindingLevel::Warning,
+        FindingLevel::Unknown,
+    ]
+    .map(|level| report.count(level));
+    let problems = match (faults, warnings) {
+        (0, 0) => "No problem was found".to_owned(),
         _ => format!(
-            "\n{}, {}.\n",
+            "{}, {}",
             pluralize(faults, "fault"),
             pluralize(warnings, "warning")
         ),
-    });
-    text
+    };
+    match unknown {
+        0 => format!("\n{problems}.\n"),
+        _ => format!(
+            "\n{problems}. Incomplete: {} without a result.\n",
+            pluralize(unknown, "check")
+        ),
+    }
 }
 
 fn pluralize(count: usize, noun: &str) -> String {

@@ -192,7 +192,8 @@ Examples:
   tidegate doctor --config /etc/tidegate/config.toml --strict
   tidegate doctor --json | jq '.findings[] | select(.level != \"ok\")'
 
-Exit codes: 0 no fault; 1 a fault, or a warning with --strict, or an invalid configuration.";
+Exit codes: 0 no fault; 1 a fault, or a warning with --strict, or an invalid configuration;
+3 no fault, but some checks have no result, because Redis answered too late.";
 const HEALTH_HELP_FOOTER: &str = "\
 Examples:
   tidegate health

@@ -9,8 +9,10 @@ mod refresh;
 
 use crate::policy::PolicyTable;
 use crate::policy::jwt::{KeyCell, KeySource};
+use crate::telemetry::metrics::KeyFetchCounts;
 use parking_lot::Mutex;
 use refresh::KeyRefresher;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -29,10 +31,12 @@ pub struct KeyFetcher {
     /// The runtime of the tasks.
     runtime: Handle,
     sources: Arc<Mutex<Vec<FetchedSource>>>,
-    counters: Arc<FetchCounters>,
+    /// Counters by URL. A URL that the configuration no longer has keeps its counters: if they
+    /// returned with lower values, Prometheus would assume a restart.
+    counters: Arc<Mutex<BTreeMap<String, Arc<FetchCounters>>>>,
 }
 
-/// Fetches since the start, by result.
+/// Fetches of one URL since the start, by result.
 #[derive(Debug, Default)]
 struct FetchCounters {
     succeeded: AtomicU64,
@@ -92,11 +96,11 @@ impl KeyFetcher {
 
     fn start_source(&self, source: &KeySource) -> FetchedSource {
         let cell = Arc::<KeyCell>::default();
-        let refresher = KeyRefresher::new(
-            source.clone(),
-            Arc::clone(&cell),
-            Arc::clone(&self.counters),
-        );
+        let counters = {
+            let mut counters = self.counters.lock();
+            Arc::clone(counters.entry(source.url.to_string()).or_default())
+        };
+        let refresher = KeyRefresher::new(source.clone(), Arc::clone(&cell), counters);
         FetchedSource {
             source: source.clone(),
             cell,
@@ -118,13 +122,15 @@ impl KeyFetcher {
         }
     }
 
-    /// Successful and failed fetches since the start.
-    pub fn fetch_counts(&self) -> (u64, u64) {
-        let FetchCounters { succeeded, failed } = &*self.counters;
-        (
-            succeeded.load(Ordering::Relaxed),
-            failed.load(Ordering::Relaxed),
-        )
+    /// The fetches since the start, by URL.
+    pub fn fetch_counts(&self) -> Vec<KeyFetchCounts> {
+        let counters = self.counters.lock();
+        let counts = counters.iter().map(|(url, counters)| KeyFetchCounts {
+            url: url.clone(),
+            succeeded: counters.succeeded.load(Ordering::Relaxed),
+            failed: counters.failed.load(Ordering::Relaxed),
+        });
+        counts.collect()
     }
 }
 

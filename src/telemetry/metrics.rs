@@ -29,7 +29,8 @@ pub(super) use labels::{POLICY_HISTORY_SERIES_COUNT, REQUEST_DECISION_COUNT};
 pub use policy_counters::PolicyCounters;
 pub use registry::Metrics;
 pub use status::{
-    MemoryStoreUsage, ProcessPhase, ProcessStatus, RedisServerMetrics, SpanExportCounts,
+    KeyFetchCounts, MemoryStoreUsage, ProcessPhase, ProcessStatus, RedisServerMetrics,
+    SpanExportCounts,
 };
 pub use worker::WorkerMetrics;
 

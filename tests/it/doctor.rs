@@ -523,6 +523,73 @@ async fn an_unreachable_or_hung_server_is_reported_in_time() {
     server.resume();
 }
 
+/// Forwards bytes, until a client sends a command with this part. From then on, it forwards nothing
+/// of this connection.
+async fn start_stalling_relay(port: u16, part: &'static str) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let relay_port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let server = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+            let (mut from_client, mut to_client) = client.into_split();
+            let (mut from_server, mut to_server) = server.into_split();
+            tokio::spawn(async move { copy(&mut from_server, &mut to_client).await });
+            tokio::spawn(async move {
+                let mut bytes = vec![0; 65_536];
+                while let Ok(count @ 1..) = from_client.read(&mut bytes).await {
+                    if String::from_utf8_lossy(&bytes[..count]).contains(part) {
+                        std::future::pending::<()>().await;
+                    }
+                    to_server.write_all(&bytes[..count]).await.unwrap();
+                }
+            });
+        }
+    });
+    relay_port
+}
+
+#[tokio::test]
+async fn a_server_that_stops_answering_keeps_the_facts_that_are_known() {
+    let server = RedisServer::start_with(&["--appendonly", "yes"]);
+    let lines = async |part| {
+        let port = start_stalling_relay(server.port(), part).await;
+        format!("url = \"redis://127.0.0.1:{port}\"")
+    };
+    let (at_clock, at_scan) = (lines("$4\r\nTIME").await, lines("MATCH").await);
+    let scan_config = store_config(&at_scan);
+    let ((early, early_code), (late, late_code), text) = tokio::join!(
+        examine(&at_clock),
+        examine(&at_scan),
+        run_doctor(&scan_config, &[]),
+    );
+    assert_eq!((early_code, late_code), (3, 3), "{early:#}");
+    for (report, missing) in [
+        (&early, &["permissions", "latency", "clock", "expiry"][..]),
+        (&late, &["expiry"]),
+    ] {
+        assert_eq!(
+            (&report["ok"], &report["faults"], &report["unknown"]),
+            (&false.into(), &0.into(), &missing.len().into()),
+            "{report:#}"
+        );
+        assert_eq!(report["servers"][0]["role"], "master");
+        for check in missing {
+            assert_problem(report, check, "unknown: ", "no reply within 5 s");
+        }
+    }
+    assert!(late["servers"][0]["latency_p99_ms"].is_number(), "{late:#}");
+    assert!(late["servers"][0]["clock_ahead_ms"].is_number(), "{late:#}");
+
+    assert_eq!(text.status.code(), Some(3), "{}", text.stdout);
+    assert!(text.stdout.contains("Redis "), "{}", text.stdout);
+    assert!(
+        text.stdout
+            .ends_with("No problem was found. Incomplete: 1 check without a result.\n"),
+        "{}",
+        text.stdout
+    );
+}
+
 #[tokio::test]
 async fn certificates_that_do_not_fit_are_reported() {
     let (authority, stranger) = (CertificateAuthority::new(), CertificateAuthority::new());

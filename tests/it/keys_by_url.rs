@@ -231,6 +231,14 @@ async fn keys_stay_in_use_while_the_issuer_misbehaves() {
         server.set(KeyResponse::Keys(jwks_text(&[&new]), None));
         let token = new.bearer_for_subject("ann");
         wait_for_status(&proxy, &token, 200, 2 * TEST_TIMEOUT).await;
+        for (result, least) in [("success", 2.0), ("failure", 1.0)] {
+            let series = format!(
+                "tidegate_jwks_fetches_total{{url={:?},result={result:?}}}",
+                server.url()
+            );
+            let count = proxy.read_metric(&series).await;
+            assert!(count >= least, "{series} {count}");
+        }
     });
     join_all(checks).await;
 }

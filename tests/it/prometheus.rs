@@ -271,7 +271,11 @@ async fn the_operations_page_lists_exactly_the_exported_metrics() {
     let redis = RedisServer::start_with(&["--maxmemory", "64mb"]);
     let (upstream, authority) = (Upstream::echo().await, CertificateAuthority::new());
     let in_redis = start_full_proxy(&redis, &authority, &upstream).await;
-    let in_memory = Proxy::start(EXPORTS, upstream.address).await;
+    let config = format!(
+        "[client.jwt]\nkeys_url = 'http://127.0.0.1:9/keys'\n{EXPORTS}
+        [[policy]]\nname = 'users'\nkey = ['jwt:sub']\nlimit = {{ requests = 1, per = '1h' }}\n"
+    );
+    let in_memory = Proxy::start(&config, upstream.address).await;
     assert_eq!(in_memory.get("/").await.status, 200);
     let pages = [get_metrics(&in_redis).await, get_metrics(&in_memory).await];
     let mut exported: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();

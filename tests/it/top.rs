@@ -7,6 +7,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
@@ -291,6 +292,49 @@ async fn an_unreachable_instance_is_shown_and_the_last_data_stays() {
     fixture.proxy.send_sigterm();
     terminal.output.clear();
     terminal.wait_for_output("[NO ANSWER]").await;
+    terminal.wait_for_output("60.0%").await;
+    terminal.type_keys("q").await;
+    terminal.assert_restored().await;
+}
+
+/// The system accepts the connection, and nothing answers.
+#[tokio::test]
+async fn an_admin_port_that_does_not_answer_is_an_error_within_seconds() {
+    let fixture = start_fixture().await;
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let run = async |words: &[&str]| {
+        let mut command = tidegate_command();
+        command.arg("top").args(words).arg("--config");
+        command.arg(fixture.proxy.config_path());
+        let started_at = Instant::now();
+        let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", &address)).await;
+        assert!(started_at.elapsed() < Duration::from_secs(6), "{words:?}");
+        assert_eq!(ended.status.code(), Some(1));
+        let expected = format!("{address}: no answer within 2 s");
+        // With --json, errors are JSON on stdout.
+        let text = ended.stdout + &ended.stderr;
+        assert!(text.contains(&expected), "{words:?}: {text}");
+    };
+    tokio::join!(
+        run(&["--once"]),
+        run(&["--json"]),
+        run(&["--fleet", "--once"])
+    );
+}
+
+#[tokio::test]
+async fn the_live_view_says_that_it_tries_again() {
+    let fixture = start_fixture().await;
+    let mut terminal = Terminal::open(&fixture);
+    terminal.wait_for_output("60.0%").await;
+    fixture.proxy.pause();
+    terminal.output.clear();
+    let address = fixture.proxy.admin_address();
+    let expected = format!("{address}: no answer within 2 s; trying again every 1 s");
+    terminal.wait_for_output(&expected).await;
+    fixture.proxy.resume();
+    terminal.output.clear();
     terminal.wait_for_output("60.0%").await;
     terminal.type_keys("q").await;
     terminal.assert_restored().await;

@@ -1,7 +1,7 @@
 'use strict';
 // The examination of the store (GET /doctor), on demand.
 
-const FINDING_LEVELS = { fault: '✕ Fault', warning: '! Warning', ok: '✓ OK' };
+const FINDING_LEVELS = { fault: '✕ Fault', warning: '! Warning', unknown: '? No result', ok: '✓ OK' };
 
 /** Examines the store when the button is pressed. `request` calls the admin API. */
 function setUpDoctor(request) {
@@ -20,8 +20,8 @@ function setUpDoctor(request) {
 
 function renderDoctorReport(report) {
   const ofLevel = (...levels) => report.findings.filter(({ level }) => levels.includes(level));
-  const [problems, fine] = [[...ofLevel('fault'), ...ofLevel('warning')], ofLevel('ok')];
-  const summary = problems.length === 0 ? '✓ No problem was found' : `${pluralize(report.faults, 'fault')}, ${pluralize(report.warnings, 'warning')}`;
+  const [problems, fine] = [[...ofLevel('fault'), ...ofLevel('warning'), ...ofLevel('unknown')], ofLevel('ok')];
+  const summary = problems.length === 0 ? '✓ No problem was found' : [pluralize(report.faults, 'fault'), pluralize(report.warnings, 'warning'), report.unknown > 0 && `${pluralize(report.unknown, 'check')} without a result`].filter(Boolean).join(', ');
   return [
     createElement('p', {}, createElement('strong', {}, summary), ', ', createRelativeTime(report.checked_at_s)),
     problems.length > 0 && createFindingList('Problems', problems),

@@ -56,6 +56,8 @@ pub(crate) struct DoctorFinding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum FindingLevel {
     Ok,
+    /// The check has no result: Redis did not answer in time.
+    Unknown,
     /// Works now, and may fail or lose usage in some event.
     Warning,
     /// Decisions fail, or limits are not kept.
@@ -166,6 +168,7 @@ impl FindingLevel {
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Ok => "ok",
+            Self::Unknown => "unknown",
             Self::Warning => "warning",
             Self::Fault => "fault",
         }
@@ -179,6 +182,13 @@ struct FindingList(Vec<DoctorFinding>);
 impl FindingList {
     fn add_ok(&mut self, check: &'static str, found: impl Into<String>) {
         self.add(FindingLevel::Ok, check, found.into(), None);
+    }
+
+    /// Adds that a check has no result, and why.
+    fn add_unknown(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
+        let found = format!("{what} ({}): {}", error.kind.as_str(), error.message);
+        let advice = "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)";
+        self.add(FindingLevel::Unknown, check, found, Some(advice.to_owned()));
     }
 
     fn add_warning(&mut self, check: &'static str, found: String, advice: &str) {

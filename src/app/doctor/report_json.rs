@@ -5,9 +5,10 @@ use serde_json::{Value, json};
 
 impl DoctorReport {
     pub(crate) fn to_json(&self, checked_at_s: u64) -> Value {
-        let (faults, warnings) = (
+        let (faults, warnings, unknown) = (
             self.count(FindingLevel::Fault),
             self.count(FindingLevel::Warning),
+            self.count(FindingLevel::Unknown),
         );
         let store = match &self.store {
             None => json!({ "kind": "memory" }),
@@ -26,9 +27,10 @@ impl DoctorReport {
             })
         });
         json!({
-            "ok": faults == 0,
+            "ok": faults == 0 && unknown == 0,
             "faults": faults,
             "warnings": warnings,
+            "unknown": unknown,
             "checked_at_s": checked_at_s,
             "store": store,
             "findings": self.findings.iter().map(finding_to_json).collect::<Vec<_>>(),
@@ -69,6 +71,9 @@ fn server_to_json(server: &ServerSummary) -> Value {
         replicas.collect::<Vec<_>>()
     });
     let latency = facts.latency.as_ref().ok();
+    let clock = facts.clock.as_ref().ok();
+    let denied = facts.denied_commands.as_ref().ok();
+    let denied = denied.map(|denied| denied.iter().map(|one| one.command).collect::<Vec<_>>());
     let to_ms = |us: u64| us as f64 / 1000.0;
     json!({
         "address": server.address,
@@ -82,11 +87,11 @@ fn server_to_json(server: &ServerSummary) -> Value {
         "maxmemory_policy": text("maxmemory_policy"),
         "append_only_file": text("aof_enabled").map(|enabled| enabled == "1"),
         "replicas": replicas,
-        "clock_ahead_ms": facts.clock.map(|clock| clock.ahead_us as f64 / 1000.0),
-        "clock_error_ms": facts.clock.map(|clock| to_ms(clock.error_us)),
+        "clock_ahead_ms": clock.map(|clock| clock.ahead_us as f64 / 1000.0),
+        "clock_error_ms": clock.map(|clock| to_ms(clock.error_us)),
         "latency_p50_ms": latency.map(|latency| to_ms(latency.p50_us)),
         "latency_p99_ms": latency.map(|latency| to_ms(latency.p99_us)),
-        "denied_commands": facts.denied_commands.iter().map(|denied| denied.command).collect::<Vec<_>>(),
+        "denied_commands": denied,
         "scanned_share": facts.keys.as_ref().ok().map(|keys| keys.scanned_share),
     })
 }

@@ -4,8 +4,8 @@ use super::store_findings::{add_clock_finding, format_seconds};
 use super::{FindingList, join_names};
 use crate::config::format_duration;
 use crate::store::redis::{
-    DenialReason, DeniedCommand, InfoFields, RedisSettings, RedisTopology, ScriptLatency,
-    ServerFacts,
+    ClockReading, DenialReason, DeniedCommand, InfoFields, RedisConnectionError, RedisErrorKind,
+    RedisSettings, RedisTopology, ScriptLatency, ServerFacts,
 };
 
 /// The oldest version with all commands that the scripts use.
@@ -43,33 +43,52 @@ pub(super) fn judge_server(
             "grant +info",
         ),
     }
-    judge_permissions(findings, settings, &facts.denied_commands);
+    match &facts.denied_commands {
+        Ok(denied) => judge_permissions(findings, settings, denied),
+        Err(error) => findings.add_unknown("permissions", "they are not known", error),
+    }
     match &facts.latency {
         Ok(latency) => judge_latency(findings, settings, *latency),
+        Err(error) if is_missing_reply(error) => {
+            findings.add_unknown("latency", "it was not measured", error);
+        }
         Err(error) => findings.add_error("decision", "a decision fails", error),
     }
-    if let Some(clock) = facts.clock {
-        let difference_us = clock.ahead_us.unsigned_abs();
-        let direction = if clock.ahead_us < 0 {
-            "behind"
-        } else {
-            "ahead of"
-        };
-        let found = format!(
-            "the server's clock is {} {direction} this machine's (± {})",
-            format_seconds(difference_us),
-            format_seconds(clock.error_us)
-        );
-        // The part that the measurement cannot explain.
-        let certain_us = difference_us.saturating_sub(clock.error_us);
-        add_clock_finding(
-            findings,
-            certain_us,
-            found,
-            "synchronize both clocks (NTP): limits follow the server's clock; logs, tokens and reset times in responses follow this machine's",
-        );
+    match &facts.clock {
+        Ok(clock) => judge_clock(findings, *clock),
+        Err(error) => findings.add_unknown("clock", "the server's clock is not known", error),
     }
     judge_counters(findings, facts);
+}
+
+/// Whether a fact is missing because the server sent no reply.
+fn is_missing_reply(error: &RedisConnectionError) -> bool {
+    matches!(
+        error.kind,
+        RedisErrorKind::Timeout | RedisErrorKind::Connection
+    )
+}
+
+fn judge_clock(findings: &mut FindingList, clock: ClockReading) {
+    let difference_us = clock.ahead_us.unsigned_abs();
+    let direction = if clock.ahead_us < 0 {
+        "behind"
+    } else {
+        "ahead of"
+    };
+    let found = format!(
+        "the server's clock is {} {direction} this machine's (± {})",
+        format_seconds(difference_us),
+        format_seconds(clock.error_us)
+    );
+    // The part that the measurement cannot explain.
+    let certain_us = difference_us.saturating_sub(clock.error_us);
+    add_clock_finding(
+        findings,
+        certain_us,
+        found,
+        "synchronize both clocks (NTP): limits follow the server's clock; logs, tokens and reset times in responses follow this machine's",
+    );
 }
 
 fn judge_version(findings: &mut FindingList, info: &InfoFields) {
@@ -357,6 +376,11 @@ fn judge_latency(findings: &mut FindingList, settings: &RedisSettings, latency: 
 fn judge_counters(findings: &mut FindingList, facts: &ServerFacts) {
     let sample = match &facts.keys {
         Ok(sample) => sample,
+        Err(error) if is_missing_reply(error) => {
+            let what = "the counters were not scanned: expiry and memory per policy are not known";
+            findings.add_unknown("expiry", what, error);
+            return;
+        }
         Err(error) => {
             findings.add_warning(
                 "expiry",
@@ -395,7 +419,14 @@ fn judge_counters(findings: &mut FindingList, facts: &ServerFacts) {
     } else {
         String::new()
     };
-    findings.add_ok("expiry", format!("all {keys} counters expire{coverage}"));
+    let found = format!("all {keys} counters expire{coverage}");
+    match &sample.interruption {
+        None => findings.add_ok("expiry", found),
+        Some(error) => {
+            let what = format!("the scan ended early, and until then {found}");
+            findings.add_unknown("expiry", &what, error);
+        }
+    }
 }
 
 #[allow(clippy::cast_precision_loss, reason = "a size is shown to people")]

@@ -136,7 +136,7 @@ pub(super) fn judge_clocks_between_servers(findings: &mut FindingList, servers: 
     let ahead = || {
         let clocks = servers
             .iter()
-            .filter_map(|server| Some((server.facts.clock?, &server.address)));
+            .filter_map(|server| Some((server.facts.clock.as_ref().ok()?, &server.address)));
         clocks.map(|(clock, address)| (clock.ahead_us, address))
     };
     if let (Some((low_us, slowest)), Some((high_us, fastest))) = (ahead().min(), ahead().max())

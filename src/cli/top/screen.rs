@@ -59,7 +59,7 @@ pub(super) fn run_screen(
                     snapshot = AdminApiSnapshot::from_json(&response, Some(&snapshot));
                     view.last_error = None;
                 }
-                Err(error) => view.last_error = Some(error.trim_end().to_owned()),
+                Err(error) => view.last_error = Some(error),
             }
             needs_redraw = true;
         }
@@ -98,7 +98,7 @@ pub(super) fn run_fleet_screen(
                 Ok(response) => {
                     (snapshot, last_error) = (FleetSnapshot::from_json(&response), None);
                 }
-                Err(error) => last_error = Some(error.trim_end().to_owned()),
+                Err(error) => last_error = Some(error),
             }
             needs_redraw = true;
         }
@@ -157,8 +157,8 @@ fn handle_event(event: &Event, view: &mut ViewState, policy_count: usize) -> Inp
     InputReaction::Draw
 }
 
-/// Starts a thread that fetches a snapshot every `interval`. The channel holds at most one
-/// response. The thread ends when the receiver is dropped or the process exits.
+/// Starts a thread that fetches a snapshot every `interval`, also after an error. The channel holds
+/// at most one response. The thread ends when the receiver is dropped or the process exits.
 fn spawn_poller(
     fetch: impl Fn() -> Result<Value, String> + Send + 'static,
     interval: Duration,
@@ -167,7 +167,11 @@ fn spawn_poller(
     thread::spawn(move || {
         loop {
             thread::sleep(interval);
-            if sender.send(fetch()).is_err() {
+            let response = fetch().map_err(|error| {
+                let retry_s = interval.as_secs();
+                format!("{}; trying again every {retry_s} s", error.trim_end())
+            });
+            if sender.send(response).is_err() {
                 return;
             }
         }

@@ -6,11 +6,12 @@ use crate::clock::Clock;
 use crate::telemetry::otlp::{
     CollectorClient, CollectorSettings, ExportError, OtlpSignal, ResourceAttributes,
 };
+use bytes::Bytes;
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
@@ -32,6 +33,13 @@ type ReadProcessStatus = Arc<dyn Fn() -> ProcessStatus + Send + Sync>;
 pub struct MetricExporter {
     stop: oneshot::Sender<()>,
     task: JoinHandle<()>,
+}
+
+/// A message of an export. The next one is encoded once `sent` has a value, so that there is one
+/// message in memory at a time.
+struct MessageToSend {
+    message: Bytes,
+    sent: oneshot::Sender<()>,
 }
 
 /// State of the export task.
@@ -101,18 +109,26 @@ impl MetricExportWorker {
         let (metrics, read_status) = (Arc::clone(&self.metrics), Arc::clone(&self.read_status));
         let (started_ns, now_ns) = (self.started_ns, self.clock.now_us().saturating_mul(1000));
         let resource = Arc::clone(&self.resource);
+        let (sender, mut messages) = mpsc::channel::<MessageToSend>(1);
         // Encoding takes milliseconds with many policies, and this thread accepts connections.
-        let messages = spawn_blocking(move || {
-            metrics.to_otlp_messages(&read_status(), &resource, (started_ns, now_ns))
+        let encoder = spawn_blocking(move || {
+            let send_message = |message| {
+                let (sent, is_sent) = oneshot::channel();
+                let message = MessageToSend { message, sent };
+                sender.blocking_send(message).is_ok() && is_sent.blocking_recv().is_ok()
+            };
+            let times = (started_ns, now_ns);
+            metrics.send_otlp_messages(&read_status(), &resource, times, send_message);
         });
-        let messages = messages.await.map_err(|error| error.to_string())?;
-        for message in messages {
+        while let Some(MessageToSend { message, sent }) = messages.recv().await {
+            // An error drops `sent` and the channel, which ends the encoding.
             let rejected = self.collector.export(message).await?;
             if rejected > 0 {
                 return Err(format!("the collector rejected {rejected} data points"));
             }
+            sent.send(()).ok();
         }
-        Ok(())
+        encoder.await.map_err(|error| error.to_string())
     }
 
     fn record_result(&mut self, result: Result<(), ExportError>) {

@@ -28,15 +28,16 @@ const MAX_POINTS_PER_MESSAGE: usize = 4_000;
 /// Suffixes of Prometheus names, and the units that they stand for (UCUM).
 const UNIT_SUFFIXES: [(&str, &str); 2] = [("_seconds", "s"), ("_bytes", "By")];
 
-/// Collects metrics for messages. Each full message is encoded at once: as structures, the points
-/// of 10,000 policies would take some ten times as much memory.
-struct OtlpOutput<'r> {
+/// Collects metrics for messages. Each full message is encoded and sent before the next one is
+/// begun: the points of 10,000 policies take one message of memory at a time.
+struct OtlpOutput<'r, S> {
     /// Times in nanoseconds since the Unix epoch.
     started_ns: u64,
     now_ns: u64,
     resource: &'r Resource,
-    /// The encoded messages.
-    messages: Vec<Bytes>,
+    /// Sends an encoded message. Returns false if no further message is needed.
+    send_message: S,
+    is_stopped: bool,
     /// The metrics of the next message.
     metrics: Vec<Metric>,
     /// Number of data points in `metrics`.
@@ -44,22 +45,23 @@ struct OtlpOutput<'r> {
 }
 
 impl Metrics {
-    /// Returns all metrics at the time `now_ns`, encoded and split into export requests. Times are
-    /// in nanoseconds since the Unix epoch.
-    pub(super) fn to_otlp_messages(
+    /// Encodes all metrics at the time `now_ns` as export requests, and passes each to
+    /// `send_message` before it encodes the next one. Ends early if that returns false. Times are in
+    /// nanoseconds since the Unix epoch.
+    pub(super) fn send_otlp_messages(
         &self,
         status: &ProcessStatus,
         resource: &Resource,
         (started_ns, now_ns): (u64, u64),
-    ) -> Vec<Bytes> {
-        let mut output = OtlpOutput::new(resource, started_ns, now_ns);
+        send_message: impl FnMut(Bytes) -> bool,
+    ) {
+        let mut output = OtlpOutput::new(resource, (started_ns, now_ns), send_message);
         self.write_http_server_metrics(&mut output);
         self.write_metrics(&mut output, status);
-        output.encode_message();
-        output.messages
+        output.finish_message();
     }
 
-    fn write_http_server_metrics(&self, output: &mut OtlpOutput<'_>) {
+    fn write_http_server_metrics(&self, output: &mut OtlpOutput<'_, impl FnMut(Bytes) -> bool>) {
         output.begin_metric(
             "http.server.request.duration",
             "s",
@@ -166,21 +168,26 @@ fn split_prometheus_name(name: &str) -> (String, &'static str) {
     (name.replacen('_', ".", 2), unit)
 }
 
-impl<'r> OtlpOutput<'r> {
-    fn new(resource: &'r Resource, started_ns: u64, now_ns: u64) -> Self {
+impl<'r, S: FnMut(Bytes) -> bool> OtlpOutput<'r, S> {
+    fn new(resource: &'r Resource, (started_ns, now_ns): (u64, u64), send_message: S) -> Self {
         Self {
             started_ns,
             now_ns,
             resource,
-            messages: Vec::new(),
+            send_message,
+            is_stopped: false,
             metrics: Vec::new(),
             point_count: 0,
         }
     }
 
-    /// Encodes the metrics that have points as one message.
-    fn encode_message(&mut self) {
+    /// Encodes the metrics that have points as one message, and sends it.
+    fn finish_message(&mut self) {
+        self.point_count = 0;
         let mut metrics = std::mem::take(&mut self.metrics);
+        if self.is_stopped {
+            return;
+        }
         metrics.retain(|metric| metric.data.as_ref().is_some_and(has_points));
         let scope = InstrumentationScope {
             name: "tidegate".to_owned(),
@@ -199,8 +206,9 @@ impl<'r> OtlpOutput<'r> {
                 ..ResourceMetrics::default()
             }],
         };
-        self.messages.push(request.encode_to_vec().into());
-        self.point_count = 0;
+        let message = request.encode_to_vec().into();
+        drop(request);
+        self.is_stopped = !(self.send_message)(message);
     }
 
     fn begin_metric(&mut self, name: &str, unit: &str, help: &str, data: Data) {
@@ -218,7 +226,7 @@ impl<'r> OtlpOutput<'r> {
     fn metric_for_next_point(&mut self) -> Option<&mut Data> {
         if self.point_count == MAX_POINTS_PER_MESSAGE {
             let metric = self.metrics.last().map(copy_without_points)?;
-            self.encode_message();
+            self.finish_message();
             self.metrics.push(metric);
         }
         self.point_count += 1;
@@ -257,7 +265,7 @@ impl<'r> OtlpOutput<'r> {
     }
 }
 
-impl MetricOutput for OtlpOutput<'_> {
+impl<S: FnMut(Bytes) -> bool> MetricOutput for OtlpOutput<'_, S> {
     fn write_family(&mut self, kind: MetricKind, name: &'static str, help: &str) {
         let (name, unit) = split_prometheus_name(name);
         let data = match kind {
@@ -293,6 +301,7 @@ impl MetricOutput for OtlpOutput<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::Cell;
 
     #[test]
     fn names_have_namespaces_and_units_are_separate() {
@@ -314,35 +323,56 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_metric_with_many_points_continues_in_the_next_message() {
-        let resource = Resource::default();
-        let mut output = OtlpOutput::new(&resource, 1, 2);
+    /// Writes a metric with so many points. Returns the messages that were sent, each with its
+    /// number of points and the number of points that were written by then.
+    fn send_points(count: usize, max_messages: usize) -> Vec<(Bytes, usize)> {
+        let (resource, written) = (Resource::default(), Cell::new(0));
+        let mut messages = Vec::new();
+        let mut output = OtlpOutput::new(&resource, (1, 2), |message| {
+            messages.push((message, written.get()));
+            messages.len() < max_messages
+        });
         let writer: &mut dyn MetricOutput = &mut output;
         let mut family = writer.begin_family(MetricKind::Counter, "tidegate_requests", "Help.");
-        for count in 0..=MAX_POINTS_PER_MESSAGE as u64 {
-            family.write_sample(&[("policy", "p")], count);
+        for value in 0..count as u64 {
+            family.write_sample(&[("policy", "p")], value);
+            written.set(written.get() + 1);
         }
-        // A full message is encoded before the next point is added.
-        assert_eq!((output.messages.len(), output.point_count), (1, 1));
-        output.encode_message();
-        let metrics: Vec<(String, usize)> = output
-            .messages
-            .iter()
-            .map(|message| {
-                let request = ExportMetricsServiceRequest::decode(message.clone()).unwrap();
+        output.finish_message();
+        assert!(output.metrics.is_empty());
+        messages
+    }
+
+    #[test]
+    fn a_metric_with_many_points_continues_in_the_next_message() {
+        let metrics: Vec<(String, usize, usize)> = send_points(MAX_POINTS_PER_MESSAGE + 1, 9)
+            .into_iter()
+            .map(|(message, written)| {
+                let request = ExportMetricsServiceRequest::decode(message).unwrap();
                 let [metric] = &*request.resource_metrics[0].scope_metrics[0].metrics else {
                     panic!("{request:?}");
                 };
                 match metric.data.as_ref().unwrap() {
                     Data::Sum(sum) if sum.is_monotonic => {
-                        (metric.name.clone(), sum.data_points.len())
+                        (metric.name.clone(), sum.data_points.len(), written)
                     }
                     other => panic!("{other:?}"),
                 }
             })
             .collect();
         let name = "tidegate.requests".to_owned();
-        assert_eq!(metrics, [(name.clone(), MAX_POINTS_PER_MESSAGE), (name, 1)]);
+        // A full message is sent before the next point is added.
+        assert_eq!(
+            metrics,
+            [
+                (name.clone(), MAX_POINTS_PER_MESSAGE, MAX_POINTS_PER_MESSAGE),
+                (name, 1, MAX_POINTS_PER_MESSAGE + 1)
+            ]
+        );
+    }
+
+    #[test]
+    fn after_a_failed_message_no_other_is_encoded() {
+        assert_eq!(send_points(3 * MAX_POINTS_PER_MESSAGE, 1).len(), 1);
     }
 }

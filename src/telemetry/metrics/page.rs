@@ -55,7 +55,8 @@ impl Metrics {
     }
 
     fn write_policy_metrics(&self, page: &mut dyn MetricOutput) {
-        let counters = self.policy_counters.lock();
+        // A copy: the lock is not held while an export waits for its collector.
+        let counters = self.policy_counters.lock().clone();
         let mut requests = page.begin_family(
             MetricKind::Counter,
             "tidegate_requests",

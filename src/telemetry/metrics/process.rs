@@ -1,7 +1,7 @@
 //! Metrics of the process and its configuration.
 
 use super::output::{MetricKind, MetricOutput};
-use super::status::{ProcessStatus, SpanExportCounts};
+use super::status::{KeyFetchCounts, ProcessStatus, SpanExportCounts};
 
 pub(super) fn write_process_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
     let mut expiry = page.begin_family(
@@ -31,6 +31,7 @@ pub(super) fn write_process_metrics(page: &mut dyn MetricOutput, status: &Proces
             spans.write_sample(&[("result", result)], count);
         }
     }
+    write_key_fetches(page, &status.key_fetches);
     let mut reloads = page.begin_family(
         MetricKind::Counter,
         "tidegate_config_reloads",
@@ -71,4 +72,24 @@ pub(super) fn write_process_metrics(page: &mut dyn MetricOutput, status: &Proces
         "Always 1; the labels identify the build.",
     )
     .write_sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
+}
+
+fn write_key_fetches(page: &mut dyn MetricOutput, fetches: &[KeyFetchCounts]) {
+    if fetches.is_empty() {
+        return;
+    }
+    let mut family = page.begin_family(
+        MetricKind::Counter,
+        "tidegate_jwks_fetches",
+        "Fetches of the keys of token issuers, by configured URL and result.",
+    );
+    for KeyFetchCounts {
+        url,
+        succeeded,
+        failed,
+    } in fetches
+    {
+        family.write_sample(&[("url", url), ("result", "success")], *succeeded);
+        family.write_sample(&[("url", url), ("result", "failure")], *failed);
+    }
 }

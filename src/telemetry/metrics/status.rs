@@ -30,6 +30,8 @@ pub struct ProcessStatus {
     pub config_generation: u64,
     /// Spans by export result; `None` if no spans are exported.
     pub spans: Option<SpanExportCounts>,
+    /// Fetches of token keys; empty if no keys are fetched.
+    pub key_fetches: Vec<KeyFetchCounts>,
     /// Number of configurations that were rejected.
     pub rejected_reloads: u64,
     /// Time of the last load, successful or not, in seconds since the Unix epoch.
@@ -65,6 +67,15 @@ pub struct SpanExportCounts {
     /// Spans that were dropped because the queue was full.
     pub dropped: u64,
     /// Spans that were not exported because the collector was unavailable or rejected them.
+    pub failed: u64,
+}
+
+/// Fetches of the keys of a token issuer since the start, by result.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyFetchCounts {
+    /// The configured URL without its query.
+    pub url: String,
+    pub succeeded: u64,
     pub failed: u64,
 }
 

@@ -59,6 +59,11 @@ fn sample_status() -> ProcessStatus {
             dropped: 1,
             failed: 2,
         }),
+        key_fetches: vec![KeyFetchCounts {
+            url: "https://issuer/keys".to_owned(),
+            succeeded: 7,
+            failed: 1,
+        }],
         rejected_reloads: 2,
         last_load_at_s: 1_700_000_000,
         config_applied_at_s: 1_700_000_000,

@@ -173,9 +173,14 @@ impl Proxy {
         self.process.send_signal("TERM");
     }
 
-    /// Sends SIGSTOP: the process continues only when it is killed at the end of the test.
+    /// Sends SIGSTOP.
     pub fn pause(&self) {
         self.process.send_signal("STOP");
+    }
+
+    /// Sends SIGCONT.
+    pub fn resume(&self) {
+        self.process.send_signal("CONT");
     }
 
     pub fn send_sighup(&self) {

@@ -1,5 +1,6 @@
 //! A bounded sample of the counters: how many each policy has, their memory, and their expiry.
 
+use super::finish_check;
 use crate::store::redis::connection_target::PROBE_POLICY_NAME;
 use crate::store::redis::error::RedisConnectionError;
 use crate::store::redis::scripts::ScriptLibrary;
@@ -35,6 +36,8 @@ pub struct KeySample {
     pub policies: BTreeMap<Option<String>, PolicyKeySample>,
     /// Names of some counters without an expiry.
     pub unexpiring: Vec<String>,
+    /// Why the scan ended early, if it did not end at its own bounds.
+    pub interruption: Option<RedisConnectionError>,
 }
 
 /// The scanned counters of one policy.
@@ -57,49 +60,65 @@ impl PolicyKeySample {
     }
 }
 
-/// Scans the counters with the prefix.
+/// Scans the counters with the prefix. If a later step fails, the sample has the counters of the
+/// earlier ones.
 pub(super) async fn sample_keys(
     connection: &mut MultiplexedConnection,
     scripts: &ScriptLibrary,
+    deadline: Instant,
 ) -> Result<KeySample, RedisConnectionError> {
-    scan_counters(connection, scripts)
-        .await
-        .map_err(RedisConnectionError::from)
-}
-
-async fn scan_counters(
-    connection: &mut MultiplexedConnection,
-    scripts: &ScriptLibrary,
-) -> RedisResult<KeySample> {
     let pattern = scripts.scan_pattern(None);
     let mut sample = KeySample::default();
-    let (mut cursor, mut steps) = (0_u64, 0);
+    let mut size = None;
     let started_at = Instant::now();
-    loop {
-        let mut scan = cmd("SCAN");
-        scan.arg(cursor).arg("MATCH").arg(&pattern);
-        scan.arg("COUNT").arg(KEYS_PER_STEP);
-        let keys: Vec<Vec<u8>>;
-        (cursor, keys) = scan.query_async(connection).await?;
-        steps += 1;
-        let counters: Vec<(String, Option<String>)> = keys
-            .into_iter()
-            .filter_map(|key| parse_counter(scripts, key))
-            .collect();
-        sample.add_counters(connection, &counters).await?;
+    let mut cursor = 0;
+    for step in 1..=MAX_STEPS {
+        let scanned = scan_step(connection, scripts, &pattern, cursor, &mut sample);
+        match finish_check(deadline, scanned).await {
+            Ok(next) => cursor = next,
+            Err(error) if step == 1 => return Err(error),
+            Err(error) => {
+                sample.interruption = Some(error);
+                break;
+            }
+        }
         if cursor == 0 {
             sample.scanned_share = 1.0;
-            return Ok(sample);
+            break;
         }
-        if steps >= MAX_STEPS || started_at.elapsed() >= MAX_SCAN_TIME {
+        if size.is_none() {
+            let counted = cmd("DBSIZE");
+            let counted = counted.query_async::<u64>(connection);
+            size = Some(finish_check(deadline, counted).await.unwrap_or(0));
+        }
+        #[allow(clippy::cast_precision_loss, reason = "the share is an estimate")]
+        let share = (step * KEYS_PER_STEP) as f64 / size.unwrap_or(0).max(1) as f64;
+        sample.scanned_share = share.min(1.0);
+        if started_at.elapsed() >= MAX_SCAN_TIME {
             break;
         }
     }
-    let size: u64 = cmd("DBSIZE").query_async(connection).await.unwrap_or(0);
-    #[allow(clippy::cast_precision_loss, reason = "the share is an estimate")]
-    let share = (steps * KEYS_PER_STEP) as f64 / size.max(1) as f64;
-    sample.scanned_share = share.min(1.0);
     Ok(sample)
+}
+
+/// Reads the keys at a cursor, and returns the next cursor.
+async fn scan_step(
+    connection: &mut MultiplexedConnection,
+    scripts: &ScriptLibrary,
+    pattern: &str,
+    cursor: u64,
+    sample: &mut KeySample,
+) -> RedisResult<u64> {
+    let mut scan = cmd("SCAN");
+    scan.arg(cursor).arg("MATCH").arg(pattern);
+    scan.arg("COUNT").arg(KEYS_PER_STEP);
+    let (cursor, keys): (u64, Vec<Vec<u8>>) = scan.query_async(connection).await?;
+    let counters: Vec<(String, Option<String>)> = keys
+        .into_iter()
+        .filter_map(|key| parse_counter(scripts, key))
+        .collect();
+    sample.add_counters(connection, &counters).await?;
+    Ok(cursor)
 }
 
 /// The name of a counter and of its policy. `None` for a foreign key or a probe.

@@ -14,7 +14,7 @@ pub use server_facts::{ClockReading, InfoFields, ScriptLatency, ServerFacts};
 use super::access::RedisAccess;
 use super::connection_target::PROBE_POLICY_NAME;
 use super::connector;
-use super::error::RedisConnectionError;
+use super::error::{RedisConnectionError, RedisErrorKind};
 use super::hash_slot::HASH_SLOT_COUNT;
 use super::routing::{self, HashSlotRange};
 use super::scripts::ScriptLibrary;
@@ -23,7 +23,7 @@ use super::{RedisAddress, RedisSettings, RedisTopology};
 use crate::limiter::{Algorithm, Key, KeyBuilder};
 use futures_util::future::join_all;
 use std::time::Duration;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 /// Maximum time for connecting to one server, even if `connect_timeout` is longer.
 const MAX_CONNECT_TIME: Duration = Duration::from_secs(2);
@@ -82,9 +82,7 @@ pub async fn diagnose_redis(settings: &RedisSettings, algorithms: &[Algorithm]) 
     let checks = targets.into_iter().map(|(address, probe_key)| {
         let scripts = &scripts;
         async move {
-            let checks = diagnose_server(settings, scripts, &address, &probe_key, algorithms);
-            let result = timeout(MAX_CHECK_TIME, checks).await;
-            let result = result.unwrap_or_else(|elapsed| Err(elapsed.into()));
+            let result = diagnose_server(settings, scripts, &address, &probe_key, algorithms).await;
             ServerDiagnosis {
                 address: address.to_string(),
                 result,
@@ -180,6 +178,8 @@ async fn fetch_slot_ranges(
     routing::query_slot_ranges(&mut connection, server).await
 }
 
+/// Runs all checks of a server. After [`MAX_CHECK_TIME`], the facts that are still missing are
+/// errors, and the others stay.
 async fn diagnose_server(
     settings: &RedisSettings,
     scripts: &ScriptLibrary,
@@ -187,17 +187,61 @@ async fn diagnose_server(
     probe_key: &Key,
     algorithms: &[Algorithm],
 ) -> Result<Box<ServerFacts>, RedisConnectionError> {
+    let deadline = Instant::now() + MAX_CHECK_TIME;
     let opened =
         connector::open_connection(address, settings, &settings.credentials, settings.database);
     let (mut connection, _driver) = timeout(connect_time(settings), opened).await??;
-    let mut facts = server_facts::read_facts(&mut connection).await;
     let is_cluster = settings.topology == RedisTopology::Cluster;
-    facts.denied_commands =
-        permission_trial::try_commands(&mut connection, scripts, probe_key, is_cluster).await;
-    facts.latency =
-        server_facts::measure_latency(&mut connection, scripts, probe_key, algorithms).await;
-    facts.keys = key_sample::sample_keys(&mut connection, scripts).await;
-    Ok(Box::new(facts))
+    let info = server_facts::read_info(&mut connection);
+    let info = match finish_check(deadline, info).await {
+        // Without a reply to the first command, there are no facts.
+        Err(error)
+            if matches!(
+                error.kind,
+                RedisErrorKind::Timeout | RedisErrorKind::Connection
+            ) =>
+        {
+            return Err(error);
+        }
+        info => info,
+    };
+    let clock = server_facts::read_clock(&mut connection, deadline).await;
+    let trials = permission_trial::try_commands(&mut connection, scripts, probe_key, is_cluster);
+    let denied_commands = finish_check(deadline, trials).await;
+    let latency =
+        server_facts::measure_latency(&mut connection, scripts, probe_key, algorithms, deadline)
+            .await;
+    let keys = key_sample::sample_keys(&mut connection, scripts, deadline).await;
+    Ok(Box::new(ServerFacts {
+        info,
+        clock,
+        denied_commands,
+        latency,
+        keys,
+    }))
+}
+
+/// Runs a check, or a step of one, until the deadline. After the deadline, it sends nothing.
+async fn finish_check<T, E: Into<RedisConnectionError>>(
+    deadline: Instant,
+    check: impl Future<Output = Result<T, E>>,
+) -> Result<T, RedisConnectionError> {
+    let result = match Instant::now() < deadline {
+        true => timeout_at(deadline, check).await.ok(),
+        false => None,
+    };
+    result.map_or_else(
+        || Err(deadline_error()),
+        |result| result.map_err(Into::into),
+    )
+}
+
+fn deadline_error() -> RedisConnectionError {
+    let message = format!(
+        "no reply within {} s, the limit for all checks of a server",
+        MAX_CHECK_TIME.as_secs()
+    );
+    RedisConnectionError::new(RedisErrorKind::Timeout, message)
 }
 
 fn connect_time(settings: &RedisSettings) -> Duration {

@@ -6,7 +6,7 @@ use crate::limiter::{Algorithm, Charge, Key, Limit};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
 use crate::store::redis::scripts::ScriptLibrary;
 use redis::aio::MultiplexedConnection;
-use redis::{RedisError, Value};
+use redis::{RedisError, RedisResult, Value};
 
 /// A command that the server refused to run for this user, or does not have.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,7 +129,7 @@ pub(super) async fn try_commands(
     scripts: &ScriptLibrary,
     probe_key: &Key,
     is_cluster: bool,
-) -> Vec<DeniedCommand> {
+) -> RedisResult<Vec<DeniedCommand>> {
     let counter = |algorithm| {
         let limit = Limit {
             requests: 1,
@@ -159,9 +159,11 @@ pub(super) async fn try_commands(
         command.arg(trial.before).arg(key).arg(trial.after);
         pipeline.add_command(command);
     }
-    let replies = connection.send_packed_commands(&pipeline, 0, pipeline.len());
+    let replies = connection
+        .send_packed_commands(&pipeline, 0, pipeline.len())
+        .await?;
     let mut denied = Vec::new();
-    for (trial, reply) in trials.zip(replies.await.unwrap_or_default()) {
+    for (trial, reply) in trials.zip(replies) {
         let Value::ServerError(error) = reply else {
             continue;
         };
@@ -183,7 +185,7 @@ pub(super) async fn try_commands(
             message: error.message,
         });
     }
-    denied
+    Ok(denied)
 }
 
 #[cfg(test)]

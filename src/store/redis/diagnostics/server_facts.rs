@@ -1,5 +1,6 @@
 //! Facts about one server: INFO, its clock, and the latency of decisions.
 
+use super::finish_check;
 use super::key_sample::KeySample;
 use super::permission_trial::DeniedCommand;
 use crate::clock::Clock;
@@ -16,19 +17,21 @@ use tokio::time::Instant;
 const LATENCY_SAMPLES: usize = 200;
 const MAX_MEASURING_TIME: Duration = Duration::from_millis(1500);
 
-/// Number of clock readings. The one with the shortest round trip counts.
+/// Maximum number of clock readings, and maximum time for all. The one with the shortest round trip
+/// counts.
 const CLOCK_READINGS: usize = 5;
+const MAX_CLOCK_TIME: Duration = Duration::from_millis(500);
 
 /// Period of the limits that the measured decisions charge. The counters are deleted afterwards,
 /// and expire after about this time if the connection breaks before.
 const PROBE_PERIOD_US: u64 = 10_000_000;
 
-/// What one server reported.
+/// What one server reported. An error is the reason why a fact is missing.
 #[derive(Debug)]
 pub struct ServerFacts {
     pub info: Result<InfoFields, RedisConnectionError>,
-    pub clock: Option<ClockReading>,
-    pub denied_commands: Vec<DeniedCommand>,
+    pub clock: Result<ClockReading, RedisConnectionError>,
+    pub denied_commands: Result<Vec<DeniedCommand>, RedisConnectionError>,
     pub latency: Result<ScriptLatency, RedisConnectionError>,
     pub keys: Result<KeySample, RedisConnectionError>,
 }
@@ -109,40 +112,52 @@ pub struct ReplicaFacts<'i> {
     pub lag_s: Option<u64>,
 }
 
-/// Reads INFO and the clock. The other facts are filled in by the caller.
-pub(super) async fn read_facts(connection: &mut MultiplexedConnection) -> ServerFacts {
-    let info: RedisResult<String> = cmd("INFO").query_async(connection).await;
-    let unknown = || RedisConnectionError::new(RedisErrorKind::Other, "not examined");
-    ServerFacts {
-        info: info
-            .map(|text| InfoFields::parse(&text))
-            .map_err(RedisConnectionError::from),
-        clock: read_clock(connection).await,
-        denied_commands: Vec::new(),
-        latency: Err(unknown()),
-        keys: Err(unknown()),
-    }
+pub(super) async fn read_info(connection: &mut MultiplexedConnection) -> RedisResult<InfoFields> {
+    let text: String = cmd("INFO").query_async(connection).await?;
+    Ok(InfoFields::parse(&text))
 }
 
-async fn read_clock(connection: &mut MultiplexedConnection) -> Option<ClockReading> {
+/// Reads the clock at least once.
+pub(super) async fn read_clock(
+    connection: &mut MultiplexedConnection,
+    deadline: Instant,
+) -> Result<ClockReading, RedisConnectionError> {
     let clock = Clock::system();
-    let mut best: Option<ClockReading> = None;
-    for _ in 0..CLOCK_READINGS {
-        let sent_at_us = clock.now_us();
-        let (seconds, micros): (u64, u64) = cmd("TIME").query_async(connection).await.ok()?;
-        let received_at_us = clock.now_us();
-        let server_us = seconds.checked_mul(1_000_000)?.checked_add(micros)?;
-        // Redis read its clock at an unknown moment between: the midpoint assumes equal delays.
-        let local_us = sent_at_us.midpoint(received_at_us);
-        let reading = ClockReading {
-            ahead_us: server_us.checked_signed_diff(local_us)?,
-            error_us: received_at_us.saturating_sub(sent_at_us).div_ceil(2),
-        };
-        if best.is_none_or(|best| reading.error_us < best.error_us) {
-            best = Some(reading);
+    let started_at = Instant::now();
+    let mut best = read_clock_once(connection, &clock, deadline).await?;
+    for _ in 1..CLOCK_READINGS {
+        if started_at.elapsed() >= MAX_CLOCK_TIME {
+            break;
+        }
+        match read_clock_once(connection, &clock, deadline).await {
+            Ok(reading) if reading.error_us < best.error_us => best = reading,
+            Ok(_) => {}
+            Err(_) => break,
         }
     }
-    best
+    Ok(best)
+}
+
+async fn read_clock_once(
+    connection: &mut MultiplexedConnection,
+    clock: &Clock,
+    deadline: Instant,
+) -> Result<ClockReading, RedisConnectionError> {
+    let sent_at_us = clock.now_us();
+    let time = cmd("TIME");
+    let (seconds, micros): (u64, u64) =
+        finish_check(deadline, time.query_async(connection)).await?;
+    let received_at_us = clock.now_us();
+    // Redis read its clock at an unknown moment between: the midpoint assumes equal delays.
+    let local_us = sent_at_us.midpoint(received_at_us);
+    let server_us = seconds
+        .checked_mul(1_000_000)
+        .and_then(|us| us.checked_add(micros));
+    let ahead_us = server_us.and_then(|server_us| server_us.checked_signed_diff(local_us));
+    Ok(ClockReading {
+        ahead_us: ahead_us.ok_or(RedisErrorKind::InvalidReply)?,
+        error_us: received_at_us.saturating_sub(sent_at_us).div_ceil(2),
+    })
 }
 
 /// Runs decisions about the probe key, and deletes its counters.
@@ -151,6 +166,7 @@ pub(super) async fn measure_latency(
     scripts: &ScriptLibrary,
     probe_key: &Key,
     algorithms: &[Algorithm],
+    deadline: Instant,
 ) -> Result<ScriptLatency, RedisConnectionError> {
     let limits: Vec<Limit> = algorithms
         .iter()
@@ -170,7 +186,7 @@ pub(super) async fn measure_latency(
         .iter()
         .map(|limit| Charge::new(limit, probe_key, 1))
         .collect();
-    let result = run_decisions(connection, scripts, &charges).await;
+    let result = run_decisions(connection, scripts, &charges, deadline).await;
     let mut delete = cmd("DEL");
     delete.arg(
         charges
@@ -178,28 +194,39 @@ pub(super) async fn measure_latency(
             .map(|charge| scripts.counter_key(charge))
             .collect::<Vec<_>>(),
     );
-    // Without the permission, the counters expire.
-    drop(delete.exec_async(connection).await);
-    result.map_err(RedisConnectionError::from)
+    // Without the permission or the time, the counters expire.
+    drop(finish_check(deadline, delete.exec_async(connection)).await);
+    result
 }
 
 async fn run_decisions(
     connection: &mut MultiplexedConnection,
     scripts: &ScriptLibrary,
     charges: &[Charge<'_>],
-) -> RedisResult<ScriptLatency> {
+    deadline: Instant,
+) -> Result<ScriptLatency, RedisConnectionError> {
     let load = cmd("SCRIPT")
         .arg("LOAD")
         .arg(scripts.script_text(charges))
         .to_owned();
-    load.exec_async(connection).await?;
+    finish_check(deadline, load.exec_async(connection)).await?;
     let decide = scripts.decide_command(charges, None);
     let started_at = Instant::now();
     let mut durations_us = Vec::with_capacity(LATENCY_SAMPLES);
     while durations_us.len() < LATENCY_SAMPLES && started_at.elapsed() < MAX_MEASURING_TIME {
         let sent_at = Instant::now();
-        let _reply: Value = decide.query_async(connection).await?;
+        let reply = finish_check(deadline, decide.query_async::<Value>(connection)).await;
+        let is_late = reply
+            .as_ref()
+            .is_err_and(|error| error.kind == RedisErrorKind::Timeout);
+        if durations_us.is_empty() || !is_late {
+            reply?;
+        }
+        // A call without a reply counts with the time that it has taken so far.
         durations_us.push(u64::try_from(sent_at.elapsed().as_micros()).unwrap_or(u64::MAX));
+        if is_late {
+            break;
+        }
     }
     durations_us.sort_unstable();
     let percentile = |percent: usize| {
