@@ -161,6 +161,36 @@ async fn hints_are_bounded_and_precede_the_final_response() {
     }
 }
 
+/// Hints that arrive one by one count too.
+#[tokio::test]
+async fn at_most_16_hints_of_a_request_are_forwarded() {
+    let release = Arc::new(Semaphore::new(0));
+    let waiting = Arc::clone(&release);
+    let upstream = RawUpstream::with_script(move |_, mut socket| {
+        let release = Arc::clone(&waiting);
+        async move {
+            socket.read_request().await;
+            for _ in 0..40 {
+                release.acquire().await.unwrap().forget();
+                socket
+                    .send(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
+                    .await;
+            }
+            socket.send(OK_RESPONSE.as_bytes()).await;
+        }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send(GET_REQUEST).await;
+    for _ in 0..16 {
+        release.add_permits(1);
+        assert_eq!(read_response_head(&mut client).await.status, 103);
+    }
+    release.add_permits(24);
+    assert_eq!(read_response_head(&mut client).await.status, 200);
+}
+
 #[tokio::test]
 async fn hints_are_never_sent_inside_a_response() {
     let release = Arc::new(Semaphore::new(0));

@@ -45,6 +45,7 @@ mod credential_rotation;
 mod doctor;
 mod documentation;
 mod drain;
+mod early_answers;
 mod ext_authz;
 mod extreme_inputs;
 mod failover;

@@ -16,8 +16,9 @@ use super::parse_error_reply::describe_parse_error;
 use super::transport::{ClientTransport, move_buffered_bytes};
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
-/// can destroy the last response before the client reads it.
-const MAX_LINGER_BYTES: usize = 1024 * 1024;
+/// can destroy the last response before the client reads it. After these bytes the client has to
+/// wait for the close.
+const MAX_LINGER_BYTES: usize = 16 * 1024 * 1024;
 
 /// Maximum time to discard input after a close.
 const MAX_LINGER_TIME: Duration = Duration::from_secs(2);
@@ -239,8 +240,8 @@ impl MonitoredSocket {
         true
     }
 
-    /// Discards input until the client closes or a linger limit is reached. Waits only if unread
-    /// input is expected.
+    /// Discards input until the client closes or [`MAX_LINGER_TIME`] has passed, but no more than
+    /// [`MAX_LINGER_BYTES`]. Waits only if unread input is expected.
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let linger = self.linger.get_or_insert_with(|| LingerState {
             remaining_bytes: MAX_LINGER_BYTES,
@@ -248,22 +249,20 @@ impl MonitoredSocket {
             timer: LazyTimer::default(),
         });
         let mut scratch = [0; 8192];
-        loop {
+        while linger.remaining_bytes > 0 {
             let mut into = ReadBuf::new(&mut scratch);
             match Pin::new(self.transport.socket_below_tls()).poll_read(cx, &mut into) {
                 Poll::Ready(Ok(())) if !into.filled().is_empty() => {
                     self.monitor.set_unread_input();
                     linger.remaining_bytes =
                         linger.remaining_bytes.saturating_sub(into.filled().len());
-                    if linger.remaining_bytes == 0 {
-                        return Poll::Ready(());
-                    }
                 }
                 Poll::Ready(_) => return Poll::Ready(()),
                 Poll::Pending if !self.monitor.has_unread_input() => return Poll::Ready(()),
-                Poll::Pending => return linger.timer.poll(linger.deadline, cx),
+                Poll::Pending => break,
             }
         }
+        linger.timer.poll(linger.deadline, cx)
     }
 }
 
