@@ -225,6 +225,25 @@ async fn partial_tls_records_count() {
     wait_for_closes(&proxy, 30.0).await;
 }
 
+/// The input of TLS counts only until the proxy reads it.
+#[tokio::test]
+async fn uploads_over_tls_hold_no_memory() {
+    let authority = CertificateAuthority::new();
+    let (proxy, _upstream) = start_tls_proxy(&authority, "1MiB").await;
+    let client = TlsClient::new(&authority);
+    let upload = format!(
+        "PUT / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{}",
+        "x".repeat(100_000)
+    );
+    let mut idle = Vec::new();
+    for _ in 0..25 {
+        let mut client = client.connect_http1(proxy.address, "localhost").await;
+        assert_eq!(client.send(&upload).await.read_response().await.status, 200);
+        idle.push(client);
+    }
+    assert_eq!(proxy.read_metric(CLOSED_FOR_MEMORY).await, 0.0);
+}
+
 /// The proxies in front of `[check]` would let requests pass without an answer.
 #[tokio::test]
 async fn connections_of_the_operators_proxies_stay_open() {

@@ -198,6 +198,11 @@ async fn without_a_verified_key_the_answer_is_401() {
         "the proxy may pass the client's own header on"
     );
 
+    let direct = format!("client.trusted_headers = ['x-user']\n[self_service]\n{policy}");
+    let proxy = Proxy::start(&direct, upstream.address).await;
+    let victim = proxy.request("GET", PATH).header("X-User", "ann");
+    assert_eq!(victim.send_for_status().await, 401, "no proxy in front");
+
     let proxy = Proxy::start(
         &format!("client.trusted_headers = ['x-user']\n{trusting}"),
         upstream.address,
