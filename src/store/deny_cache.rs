@@ -22,7 +22,7 @@ const MAX_AGE: Duration = Duration::from_secs(1);
 /// Time after which the current generation of entries becomes the previous one.
 const GENERATION_DURATION: Duration = MAX_AGE.saturating_add(REVALIDATION_INTERVAL);
 
-/// Maximum age of an entry for a policy with leases, unless the lease TTL is shorter. The age is
+/// Maximum age of a refusal by a policy with leases, unless the lease TTL is shorter. The age is
 /// short because other instances may return unused units at any time. The age is long enough that
 /// not every request for an exhausted key asks Redis.
 const LEASED_MAX_AGE: Duration = Duration::from_millis(20);
@@ -142,7 +142,7 @@ impl DenyCache {
     /// is unreachable: nothing can renew them.
     pub fn forget_outdated(&self, charges: &[Charge<'_>], now: Instant) {
         self.remove_entries(charges, |entry, charge| {
-            now >= entry.sent_at + max_age(charge)
+            now >= entry.sent_at + max_age(charge, &entry.status)
         });
     }
 
@@ -200,7 +200,7 @@ impl DenyCache {
                     store_now_us: decision.now_us,
                     sent_at,
                     received_at,
-                    expires_at: sent_at + max_age(charge),
+                    expires_at: sent_at + max_age(charge, &status),
                 };
                 generations.insert_entry(charge, entry);
             }
@@ -218,11 +218,14 @@ fn is_concurrency(charge: &Charge<'_>) -> bool {
     matches!(charge.limit.algorithm, Algorithm::Concurrency { .. })
 }
 
-/// Maximum age of an entry for this charge.
-fn max_age(charge: &Charge<'_>) -> Duration {
-    charge.lease.map_or(MAX_AGE, |lease| {
-        LEASED_MAX_AGE.min(Duration::from_micros(lease.ttl_us))
-    })
+/// Maximum age of an entry with this status.
+fn max_age(charge: &Charge<'_>, status: &LimitStatus) -> Duration {
+    match charge.lease {
+        Some(lease) if status.refusal.is_some() => {
+            LEASED_MAX_AGE.min(Duration::from_micros(lease.ttl_us))
+        }
+        _ => MAX_AGE,
+    }
 }
 
 impl DenyGenerations {
@@ -250,7 +253,8 @@ impl DenyGenerations {
             }
             // A charge without cost is admitted, so it does not renew the entry.
             if !is_current && charge.cost > 0 {
-                entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age(charge));
+                let max_age = max_age(charge, &entry.status);
+                entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age);
             }
             is_current.then_some(*entry)
         };
@@ -427,6 +431,36 @@ mod tests {
             cache.find_refusal(&charges, sent + ms(1000), DenyMatchScope::AllLimits),
             None
         );
+    }
+
+    #[test]
+    fn a_leased_limit_shortens_only_its_own_refusals() {
+        let (cache, sent) = (DenyCache::default(), Instant::now());
+        let (refusing, leased) = (key("refusing"), key("leased"));
+        let terms = LeaseTerms {
+            size: None,
+            ttl_us: 100_000,
+        };
+        let charges = [
+            charge_of_two_units(&LIMIT, &refusing),
+            Charge {
+                lease: Some(terms),
+                ..charge_of_two_units(&LIMIT, &leased)
+            },
+        ];
+        let admitted = LimitStatus {
+            refusal: None,
+            ..refused_status(9_000_000)
+        };
+        for (leased_status, holds_for_ms) in [(admitted, 999), (refused_status(9_000_000), 19)] {
+            let statuses = [refused_status(9_000_000), leased_status];
+            cache.record_refusal(&charges, &refused_decision(&statuses), sent, sent);
+            let find = |after_ms| {
+                cache.find_refusal(&charges, sent + ms(after_ms), DenyMatchScope::AllLimits)
+            };
+            assert!(find(holds_for_ms).is_some(), "{leased_status:?}");
+            assert_eq!(find(holds_for_ms + 1), None, "{leased_status:?}");
+        }
     }
 
     #[test]

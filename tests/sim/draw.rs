@@ -23,6 +23,7 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
         instances: rng.usize(1..=4),
         workers: rng.usize(1..=2),
         policies: Vec::new(),
+        has_shadow_policies: false,
         requests: Vec::new(),
         is_rate_limit_service: false,
         operations: Vec::new(),
@@ -211,10 +212,12 @@ fn set_operations(scenario: &mut Scenario, rng: &mut Rng) {
         let Some(request) = rng.choice(&scenario.requests).cloned() else {
             return;
         };
-        let action = match rng.u8(0..4) {
+        let action = match rng.u8(0..6) {
             0 => OperatorAction::Explain,
             1 => OperatorAction::Query,
             2 => OperatorAction::Inspect,
+            3 => OperatorAction::OwnLimits,
+            4 => OperatorAction::Examine,
             _ => OperatorAction::Replay,
         };
         scenario.operations.push(OperatorSpec {

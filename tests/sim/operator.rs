@@ -1,5 +1,6 @@
 //! What operators do beside the requests: they explain requests, list and reset counters, query a
-//! quota by a call with no hits, and replay requests on counters in memory.
+//! quota by a call with no hits, examine the servers, and replay requests on counters in memory.
+//! Clients ask for their own limits.
 
 use super::instance::InstanceState;
 use super::network::{InstanceNetwork, SimulatedTransport};
@@ -14,7 +15,7 @@ use tidegate::enforcer::{Enforcer, dry_run_request, explain_request};
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
 use tidegate::policy::path::PathInterpretations;
 use tidegate::policy::{Descriptor, Facts, PolicyTable, jwt::RequestToken};
-use tidegate::store::redis::{CounterInspector, RedisDialer};
+use tidegate::store::redis::{CounterInspector, RedisDialer, RedisSettings, diagnose_redis};
 use tidegate::store::{MemorySettings, MemoryStore, Store};
 use tokio::time::{Instant, sleep_until};
 
@@ -86,18 +87,58 @@ pub(crate) async fn run_operators(
                 );
             }
             OperatorAction::Inspect => inspect_counters(&state.network, &scenario).await,
+            OperatorAction::OwnLimits => read_own_limits(&enforcer, &policies.table, request).await,
+            OperatorAction::Examine => examine_servers(&state.network, &scenario).await,
             OperatorAction::Replay => replay_requests(&scenario, &policies.table).await,
         }
     }
 }
 
-/// Lists all counters and those of one policy, and resets a counter that no client uses.
-async fn inspect_counters(network: &Arc<InstanceNetwork>, scenario: &Scenario) {
+/// The settings of the simulated servers; `None` for counters in memory.
+fn redis_settings(network: &Arc<InstanceNetwork>, scenario: &Scenario) -> Option<RedisSettings> {
     let StoreSettings::Redis(mut settings) = load_config(scenario).store else {
-        return;
+        return None;
     };
     settings.dialer = RedisDialer::Simulated(Arc::new(SimulatedTransport(Arc::clone(network))));
-    let Ok(inspector) = CounterInspector::connect(*settings).await else {
+    Some(*settings)
+}
+
+/// Reads the limits of the client, charged only to the limit of such questions.
+async fn read_own_limits(enforcer: &Enforcer, table: &PolicyTable, request: &RequestSpec) {
+    let settings = table.self_service_at("/limits").unwrap();
+    with_facts(table, request, async |facts| {
+        if let Some(client) = table.client_quotas(facts, true) {
+            drop(
+                enforcer
+                    .read_own_limits(settings, &client, Instant::now())
+                    .await,
+            );
+        }
+    })
+    .await;
+}
+
+/// Examines all servers, and lists the instances.
+async fn examine_servers(network: &Arc<InstanceNetwork>, scenario: &Scenario) {
+    let Some(settings) = redis_settings(network, scenario) else {
+        return;
+    };
+    let algorithms = [
+        Algorithm::SlidingLog,
+        Algorithm::FixedWindow { offset_us: 0 },
+    ];
+    drop(diagnose_redis(&settings, &algorithms).await);
+    if let Ok(inspector) = CounterInspector::connect(settings).await {
+        drop(inspector.list_members().await);
+    }
+}
+
+/// Lists all counters and those of one policy, and resets a counter that no client uses.
+async fn inspect_counters(network: &Arc<InstanceNetwork>, scenario: &Scenario) {
+    let Some(settings) = redis_settings(network, scenario) else {
+        return;
+    };
+    let Ok(inspector) = CounterInspector::connect(settings).await else {
         return;
     };
     drop(inspector.list_counters(None, 1_000).await);

@@ -5,6 +5,38 @@ use std::fmt::Write;
 pub(crate) const SECOND: u64 = 1_000_000;
 pub(crate) const HOUR: u64 = 3600 * SECOND;
 
+/// Policies that must not affect any request.
+const SHADOW_POLICIES: &str = r#"
+[[policy]]
+name = "observed"
+mode = "shadow"
+match = { path = "/**" }
+key = ["header:x-client"]
+limit = { requests = 2, per = "1s" }
+[[policy]]
+name = "observed-too"
+mode = "shadow"
+match = { path = "/r0" }
+key = ["header:x-client"]
+limits = [{ requests = 5, per = "10s", algorithm = "token_bucket" }]
+[[policy]]
+name = "observed-ban"
+mode = "shadow"
+action = "deny"
+match = { path = "/r0" }
+[[policy]]
+name = "without-a-key"
+mode = "shadow"
+match = { path = "/**" }
+key = ["header:x-absent"]
+missing_key = "reject"
+limit = { requests = 1, per = "1h" }
+[[policy]]
+name = "elsewhere"
+action = "deny"
+match = { path = "/elsewhere" }
+"#;
+
 /// Kinds of runs. Each draws its details from the seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum ScenarioClass {
@@ -168,6 +200,10 @@ pub(crate) enum OperatorAction {
     Query,
     Inspect,
     Replay,
+    /// A client asks for its own limits.
+    OwnLimits,
+    /// `tidegate doctor` and the list of all instances.
+    Examine,
 }
 
 #[derive(Clone, Debug)]
@@ -272,6 +308,8 @@ pub(crate) struct Scenario {
     pub(crate) instances: usize,
     pub(crate) workers: usize,
     pub(crate) policies: Vec<PolicySpec>,
+    /// Whether policies without effect come first: they are in mode "shadow", or match no request.
+    pub(crate) has_shadow_policies: bool,
     pub(crate) requests: Vec<RequestSpec>,
     /// Requests come as calls of the rate-limit service, each with one descriptor.
     pub(crate) is_rate_limit_service: bool,
@@ -328,6 +366,12 @@ impl Scenario {
                 self.timeout_us / 1000
             )
             .unwrap();
+        }
+        text.push_str(
+            "[client]\ntrusted_headers = [\"x-client\"]\n[self_service]\npath = \"/limits\"\n",
+        );
+        if self.has_shadow_policies {
+            text.push_str(SHADOW_POLICIES);
         }
         for (number, policy) in self.policies.iter().enumerate() {
             text.push_str(&policy.config_text(number, self.is_rate_limit_service));

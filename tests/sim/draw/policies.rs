@@ -88,6 +88,22 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
     if matches!(scenario.topology, Topology::Memory { .. }) {
         policies.iter_mut().for_each(|policy| policy.lease = None);
     }
+    if matches!(scenario.class, Class::Healthy | Class::Network) {
+        scenario.has_shadow_policies = rng.bool();
+        // Half of the requests must pass two policies.
+        // Refusals of other policies are cached for a moment at most.
+        let is_remembered = |one: &PolicySpec| {
+            let is_slot = matches!(one.rule, Rule::Concurrency { .. });
+            one.estimate.is_none() && one.lease.is_none() && !is_slot
+        };
+        if let [first, second, ..] = &mut policies[..]
+            && is_remembered(first)
+            && is_remembered(second)
+            && rng.bool()
+        {
+            second.route = 0;
+        }
+    }
     scenario.policies = policies;
 }
 

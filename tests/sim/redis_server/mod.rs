@@ -123,6 +123,12 @@ impl Server {
             b"INFO" => Reply::text(
                 "# Memory\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\n",
             ),
+            b"DBSIZE" => Reply::Int(1_000),
+            b"MEMORY" => Reply::Int(120),
+            b"CONFIG" => Reply::Array(vec![
+                Reply::text("maxmemory-policy"),
+                Reply::text("noeviction"),
+            ]),
             b"SCRIPT" => self.load_script(command),
             b"SENTINEL" => {
                 let (host, port) = deployment
