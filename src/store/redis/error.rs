@@ -192,6 +192,8 @@ impl RedisErrorKind {
             "WRONGTYPE" => Self::WrongType(0),
             // Redis before 7.2 has no error code for this inside scripts.
             _ if text.contains("The user executing the script can't") => Self::NoAuth,
+            // The server closes the connection then, so the reply is not always read.
+            _ if detail.starts_with("max number of clients") => Self::Connection,
             _ => Self::Other,
         }
     }
@@ -246,6 +248,12 @@ fn is_tls_error(error: &RedisError) -> bool {
 mod tests {
     use super::*;
     use redis::Value;
+
+    #[test]
+    fn a_server_at_its_client_limit_closes_the_connection() {
+        let kind = RedisErrorKind::from_error_text("ERR max number of clients reached");
+        assert_eq!(kind, RedisErrorKind::Connection);
+    }
 
     #[test]
     fn error_kind_names_are_sorted_for_binary_search() {
