@@ -104,8 +104,8 @@ fn fetch_responses(client: &AdminClient) -> Result<Value, String> {
     }))
 }
 
-/// Fetches the view of all instances. The proxy asks the other instances before it answers, so a
-/// request that needs no work shows before whether it answers at all.
+/// Fetches the view of all instances. The proxy asks the other instances first, which may take
+/// seconds. The quick request before it finds out whether the proxy answers at all.
 fn fetch_fleet(client: &AdminClient) -> Result<Value, String> {
     client.request_json_at_once("GET", "/overview?seconds=1")?;
     client.request_json("GET", &format!("/fleet?n={MAX_RANKED_ENTRIES}"))

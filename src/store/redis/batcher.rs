@@ -46,8 +46,8 @@ struct BatcherState {
 /// A batch, and the callers of each of its requests in the order of arrival.
 #[derive(Debug)]
 struct PendingBatch {
-    /// The connection at the arrival of the first request. A later connection is not used: an outage
-    /// between them may have changed what the request must be checked against.
+    /// The connection when the first request arrived. The batch is not sent on a later one: the
+    /// requests were checked before the outage between the two, and the share was not charged.
     live: Arc<LiveConnection>,
     batch: DecisionBatch,
     callers: Vec<SmallVec<[BatchCaller; 1]>>,

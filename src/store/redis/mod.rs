@@ -377,7 +377,7 @@ impl RedisStore {
     }
 
     /// Like [`RedisStore::decide`]. The servers of the charges at the positions of `held_back` count
-    /// as unreachable, whatever they are now.
+    /// as unreachable, even if they can be reached by now.
     ///
     /// # Errors
     /// [`DecisionFailure`] as for [`RedisStore::decide`].
