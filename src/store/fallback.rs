@@ -30,7 +30,7 @@ use crate::limiter::{Algorithm, Amendment, Charge, Decision, Key, Limit, LimitSt
 use parking_lot::Mutex;
 use partition_set::PartitionSet;
 use smallvec::SmallVec;
-use status_cache::StatusCache;
+use status_cache::{CachedStatus, StatusCache};
 use std::borrow::Cow;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -43,6 +43,9 @@ const COUNTER_BOUNDS: MemorySettings = MemorySettings {
     max_keys: 1 << 17,
     max_bytes: 64 << 20,
 };
+
+/// Within this time after an outage, other instances may have no status of a key yet (µs).
+const STATUS_EXCHANGE_US: u64 = 5_000_000;
 
 /// The only partition of a store without slots.
 pub(super) const SINGLE_PARTITION: u16 = 0;
@@ -70,6 +73,8 @@ pub struct FallbackStore {
     /// [`PHASE_UP_TO_DATE`], [`PHASE_PENDING`], [`PHASE_FAILING`] or [`PHASE_RECOVERING`]. The
     /// phase [`PHASE_UP_TO_DATE`] begins and ends only under the lock of `write_back`.
     phase: AtomicU8,
+    /// End of the last outage, by the local clock (µs).
+    outage_ended_us: AtomicU64,
     /// Partitions for which Redis may lack charges. Empty in the phase [`PHASE_UP_TO_DATE`].
     stale_partitions: PartitionSet,
     /// Function that finds the partition of a key.
@@ -88,6 +93,7 @@ impl FallbackStore {
             status_cache: StatusCache::default(),
             write_back: Mutex::default(),
             phase: AtomicU8::new(PHASE_UP_TO_DATE),
+            outage_ended_us: AtomicU64::new(0),
             stale_partitions: PartitionSet::default(),
             partition_of: |_| SINGLE_PARTITION,
             changed: Notify::new(),
@@ -156,7 +162,10 @@ impl FallbackStore {
     /// Ends the outage after all charges were written back: Redis decides alone again. The outage
     /// goes on if Redis was unreachable since [`FallbackStore::take_new_failure_flag`].
     pub fn end_outage(&self) {
-        self.compare_exchange_phase(PHASE_RECOVERING, PHASE_PENDING);
+        if self.compare_exchange_phase(PHASE_RECOVERING, PHASE_PENDING) {
+            let now_us = self.clock.now_us();
+            self.outage_ended_us.store(now_us, Ordering::Relaxed);
+        }
         self.confirm_write_back_batch();
     }
 
@@ -231,16 +240,8 @@ impl FallbackStore {
     pub fn decide(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let share = self.share();
         for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
-            self.status_cache.remove_and_apply(charge, |answer| {
-                let limit = share.scale_limit(charge.limit);
-                let amendment =
-                    answer.to_amendment(share, &limit, self.clock.instant_to_unix_us(requested_at));
-                self.memory.remove_counters(&[Charge {
-                    limit: &limit,
-                    ..*charge
-                }]);
-                self.amend_share(&limit, charge.key, amendment);
-                self.record_counter(charge);
+            self.status_cache.remove_and_apply(charge, |status| {
+                self.apply_status(charge, status, requested_at);
             });
         }
         let positions = find_positions(charges, uses_fallback);
@@ -258,6 +259,32 @@ impl FallbackStore {
             }
         }
         decision
+    }
+
+    /// Starts the local counter from a status of Redis.
+    ///
+    /// A status from soon after an outage can only reduce the remaining units. Instances without a
+    /// status still use the rest of their shares, so a new share of all remaining units would
+    /// exceed the limit.
+    fn apply_status(&self, charge: &Charge<'_>, status: CachedStatus, requested_at: Instant) {
+        let share = self.share();
+        let limit = share.scale_limit(charge.limit);
+        let ended_us = self.outage_ended_us.load(Ordering::Relaxed);
+        let is_soon = status.received_at_us.saturating_sub(ended_us) < STATUS_EXCHANGE_US;
+        let used_units = || self.usage_of_share(charge.limit, charge.key).0;
+        if !is_soon || status.used_units(share, &limit) >= used_units() {
+            let now_us = self.clock.instant_to_unix_us(requested_at);
+            self.memory.remove_counters(&[Charge {
+                limit: &limit,
+                ..*charge
+            }]);
+            self.amend_share(
+                &limit,
+                charge.key,
+                status.to_amendment(share, &limit, now_us),
+            );
+        }
+        self.record_counter(charge);
     }
 
     /// Checks the share in addition to Redis while an outage ends. Returns `None` if Redis decides

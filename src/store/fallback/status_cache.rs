@@ -100,6 +100,13 @@ impl StatusCache {
 }
 
 impl CachedStatus {
+    /// Used units of this instance's share, where `limit` is its share of the limit.
+    pub(super) fn used_units(self, share: Share, limit: &Limit) -> u64 {
+        limit
+            .capacity()
+            .saturating_sub(share.scale_units(self.remaining))
+    }
+
     /// The amendment after which this instance may use its share of the units that remained, where
     /// `limit` is its share of the limit.
     ///
@@ -116,9 +123,8 @@ impl CachedStatus {
                 age_us: now_us.saturating_sub(block_start_us),
             };
         }
-        let capacity = limit.capacity();
         Amendment::BackdatedCharge {
-            units: capacity - share.scale_units(self.remaining).min(capacity),
+            units: self.used_units(share, limit),
             age_us,
         }
     }
