@@ -386,8 +386,9 @@ fn exact_conditions(matcher: &Matcher) -> Vec<Vec<ExactCondition<'_>>> {
                 .iter()
                 .flatten()
                 .filter_map(|entry| match &entry.condition {
-                    ValueCondition::Equals(value) => {
-                        Some(vec![ExactCondition::Entry(&entry.name, value)])
+                    ValueCondition::OneOf(values) => {
+                        let exact = |value| ExactCondition::Entry(&entry.name, value);
+                        Some(values.iter().map(|value| exact(&**value)).collect())
                     }
                     ValueCondition::Regex(_) | ValueCondition::Present(_) => None,
                 });
@@ -406,8 +407,9 @@ fn exact_conditions(matcher: &Matcher) -> Vec<Vec<ExactCondition<'_>>> {
         .headers
         .iter()
         .filter_map(|header| match &header.condition {
-            ValueCondition::Equals(value) => {
-                Some(vec![ExactCondition::Header(&header.name, value)])
+            ValueCondition::OneOf(values) => {
+                let exact = |value| ExactCondition::Header(&header.name, value);
+                Some(values.iter().map(|value| exact(&**value)).collect())
             }
             ValueCondition::Regex(_) | ValueCondition::Present(_) => None,
         });
@@ -516,7 +518,7 @@ mod tests {
     fn make_header_condition(name: &'static str, value: &str) -> NamedCondition<HeaderName> {
         NamedCondition {
             name: HeaderName::from_static(name),
-            condition: ValueCondition::Equals(value.into()),
+            condition: ValueCondition::equals(value),
         }
     }
 
