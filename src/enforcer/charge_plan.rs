@@ -7,8 +7,8 @@ use crate::limiter::{
     Algorithm, Charge, Decision, DynamicLimitName, Key, LeaseTerms, Limit, LimitStatus, MAX_UNITS,
 };
 use crate::policy::{
-    Descriptor, EstimateCost, Facts, KeyDigests, KeyError, NamedLimit, OnStoreFailure, Policy,
-    PolicyAction, PolicyTable,
+    Descriptor, EstimateCost, Facts, KeyDigests, KeyError, MatchingPolicies, NamedLimit,
+    OnStoreFailure, Policy, PolicyAction, PolicyTable,
 };
 use crate::store::{
     ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
@@ -92,33 +92,32 @@ impl<'t> PlannedPolicy<'t> {
 }
 
 impl<'t> ChargePlan<'t> {
-    /// Evaluates the matching policies in order until one allows or denies the request. Limits
+    /// Evaluates the policies that match `facts`, in order, until one allows or denies the request. Limits
     /// before an allowing policy apply; a denied request charges nothing. A shadow policy does not
     /// end the evaluation. Policies for whose index `is_included` returns false do not apply.
     /// Decisions that need no counter are passed to `record_decision`.
     pub(super) fn from_facts(
         table: &'t PolicyTable,
+        matching: MatchingPolicies<'t>,
         facts: &Facts<'_>,
         is_included: impl Fn(usize) -> bool,
         record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
     ) -> Result<Self, RequestOutcome<'t>> {
         let mut plan = Self::default();
-        plan.add_matching_policies(table, facts, None, is_included, record_decision)?;
+        plan.add_policies(table, matching, facts, None, is_included, record_decision)?;
         Ok(plan)
     }
 
-    /// Adds the matching policies of `facts` to the plan. `descriptor` is that of `facts`, if any.
-    /// Returns whether any policy matches.
-    pub(super) fn add_matching_policies(
+    /// Adds the policies that match `facts` to the plan. `descriptor` is that of `facts`, if any.
+    pub(super) fn add_policies(
         &mut self,
         table: &'t PolicyTable,
+        matching: MatchingPolicies<'t>,
         facts: &Facts<'_>,
         descriptor: Option<&'t Descriptor<'t>>,
         is_included: impl Fn(usize) -> bool,
         mut record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
-    ) -> Result<bool, RequestOutcome<'t>> {
-        let matching = table.matching_policies(facts);
-        let is_matched = !matching.is_empty();
+    ) -> Result<(), RequestOutcome<'t>> {
         let mut digests = KeyDigests::default();
         for (index, policy) in matching
             .into_iter()
@@ -182,7 +181,7 @@ impl<'t> ChargePlan<'t> {
                 }
             }
         }
-        Ok(is_matched)
+        Ok(())
     }
 
     /// Rejects the request because the policy cannot form its key, unless the policy is not

@@ -14,7 +14,8 @@ use tokio::time::Instant;
 pub struct Verdict<'t> {
     pub outcome: RequestOutcome<'t>,
     /// Every enforced limit that applied, in the order of the policies; empty if none was decided.
-    pub limits: SmallVec<[LimitReport<'t>; 4]>,
+    /// The inline capacity is small: the verdict is moved with every request.
+    pub limits: SmallVec<[LimitReport<'t>; 2]>,
     /// The store's clock at the decision (µs since the epoch).
     pub now_us: u64,
     /// Time of the decision; `None` if the store was not asked.

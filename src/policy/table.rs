@@ -9,6 +9,9 @@ use http::HeaderName;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
+/// The policies that match a request or a descriptor, with their indices, in their order.
+pub type MatchingPolicies<'t> = SmallVec<[(usize, &'t Policy); 8]>;
+
 /// The compiled policies, and the settings needed to read a request for them.
 #[derive(Debug)]
 pub struct PolicyTable {
@@ -146,7 +149,7 @@ impl PolicyTable {
 
     /// The matching policies in the order of their application, each with its index in
     /// [`PolicyTable::policies`]. Includes policies for which [`Policy::find_ambiguity`] finds one.
-    pub fn matching_policies(&self, facts: &Facts<'_>) -> SmallVec<[(usize, &Policy); 8]> {
+    pub fn matching_policies(&self, facts: &Facts<'_>) -> MatchingPolicies<'_> {
         let positions = self
             .policy_index
             .find_candidates(facts)
