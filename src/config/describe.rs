@@ -134,6 +134,10 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
             describe_limits(&entry.limits)
         )
     });
+    let dynamic = match quota.is_dynamic {
+        true => "; overrides of single keys in the store",
+        false => "",
+    };
     let rejected = if quota.count_rejected {
         "; rejected requests count"
     } else {
@@ -148,7 +152,7 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
         format!("; {size} for {ttl}")
     });
     format!(
-        "{per}: {}{cost}{}{block}{rejected}{lease}{}",
+        "{per}: {}{cost}{}{dynamic}{block}{rejected}{lease}{}",
         describe_limits(&quota.limits),
         overrides.collect::<String>(),
         describe_missing_key(quota, matcher),

@@ -3,7 +3,9 @@
 use super::decisions::PolicyDecision;
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
-use crate::limiter::{Algorithm, Charge, Decision, Key, LeaseTerms, Limit, LimitStatus, MAX_UNITS};
+use crate::limiter::{
+    Algorithm, Charge, Decision, DynamicLimitName, Key, LeaseTerms, Limit, LimitStatus, MAX_UNITS,
+};
 use crate::policy::{
     Descriptor, EstimateCost, Facts, KeyDigests, KeyError, MatchingPolicies, NamedLimit,
     OnStoreFailure, Policy, PolicyAction, PolicyTable,
@@ -43,6 +45,8 @@ pub(super) struct PlannedPolicy<'t> {
     pub counts_rejected: bool,
     pub shards: u16,
     pub lease: Option<LeaseTerms>,
+    /// Whether overrides of the key in the store apply.
+    pub is_dynamic: bool,
 }
 
 impl<'t> PlannedPolicy<'t> {
@@ -72,6 +76,11 @@ impl<'t> PlannedPolicy<'t> {
         if min_requests(other) < min_requests(self) {
             self.limits = other.limits;
         }
+    }
+
+    /// The name of a limit if overrides in the store apply to it.
+    fn dynamic_name<'n>(&self, named: &'n NamedLimit) -> Option<&'n DynamicLimitName> {
+        self.is_dynamic.then_some(&named.name)
     }
 
     /// Whether the policy may delay requests.
@@ -162,6 +171,8 @@ impl<'t> ChargePlan<'t> {
                         counts_rejected: quota.count_rejected,
                         shards: quota.shards,
                         lease: quota.lease,
+                        is_dynamic: quota.is_dynamic
+                            && !descriptor.is_some_and(Descriptor::has_own_limit),
                     });
                 }
                 Ok(None) => {}
@@ -219,9 +230,11 @@ impl<'t> ChargePlan<'t> {
         (0..)
             .zip(&self.planned_policies)
             .flat_map(|(policy_number, planned_policy)| {
-                let block = planned_policy
-                    .block
-                    .map(|block| (block, cost_of_blocks_and_slots));
+                let block = planned_policy.block.map(|block| {
+                    let name = planned_policy.limits.first();
+                    let name = name.and_then(|named| planned_policy.dynamic_name(named));
+                    (block, cost_of_blocks_and_slots, name)
+                });
                 // A request takes one slot, whatever its cost.
                 let cost = |limit| {
                     if is_concurrency_limit(limit) {
@@ -230,14 +243,17 @@ impl<'t> ChargePlan<'t> {
                         planned_policy.cost
                     }
                 };
-                let limits = planned_policy
-                    .limits
-                    .iter()
-                    .map(move |named| (&named.limit, cost(&named.limit)));
+                let limits = planned_policy.limits.iter().map(move |named| {
+                    (
+                        &named.limit,
+                        cost(&named.limit),
+                        planned_policy.dynamic_name(named),
+                    )
+                });
                 block
                     .into_iter()
                     .chain(limits)
-                    .map(move |(limit, cost)| Charge {
+                    .map(move |(limit, cost, dynamic)| Charge {
                         policy_number,
                         shadow: !planned_policy.policy.is_enforced(),
                         counts_rejected: planned_policy.counts_rejected,
@@ -249,6 +265,7 @@ impl<'t> ChargePlan<'t> {
                             == OnStoreFailure::Closed,
                         shard_count: planned_policy.shards,
                         lease: planned_policy.lease,
+                        dynamic,
                         ..Charge::new(limit, &planned_policy.key, cost)
                     })
             })
@@ -300,7 +317,7 @@ impl<'t> ChargePlan<'t> {
             let own = next..first + planned_policy.limits.len();
             next = own.end;
             let passes = |status: &Option<LimitStatus>| {
-                status.is_some_and(|status| status.refusal.is_none())
+                status.is_some_and(|status| status.refusal.is_none() && !status.is_unlimited())
             };
             let is_charged = decision
                 .statuses
@@ -319,7 +336,12 @@ impl<'t> ChargePlan<'t> {
                 let limits = (first..).zip(planned_policy.limits.iter());
                 let counters = limits
                     .filter(|(_, named)| !is_concurrency_limit(&named.limit))
-                    .map(|(index, named)| ((named.limit, planned_policy.key.clone()), at_us(index)))
+                    .map(|(index, named)| {
+                        let status = decision.statuses.get(index).copied().flatten();
+                        let limit = status
+                            .map_or(named.limit, |status| status.limit_in_effect(&named.limit));
+                        ((limit, planned_policy.key.clone()), at_us(index))
+                    })
                     .collect();
                 estimates.push(EstimatedCharge::new(
                     Arc::clone(cost),
@@ -363,8 +385,10 @@ pub(super) fn taken_slots<'c, 'k>(
     charges: &'c [Charge<'k>],
     decision: &Decision,
 ) -> (SmallVec<[&'c Charge<'k>; 1]>, Option<u64>) {
-    let is_refused =
-        |status: &Option<LimitStatus>| status.is_none_or(|status| status.refusal.is_some());
+    // A key without limits takes no slot.
+    let is_refused = |status: &Option<LimitStatus>| {
+        status.is_none_or(|status| status.refusal.is_some() || status.is_unlimited())
+    };
     let is_policy_refused = |taken_charge: &Charge<'_>| {
         let mut policy_statuses = charges
             .iter()

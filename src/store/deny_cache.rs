@@ -367,6 +367,7 @@ mod tests {
             remaining: 1,
             next_growth_us: Some(until_us),
             refusal: Some(Refusal::Until(until_us)),
+            in_effect: None,
         }
     }
 
@@ -649,6 +650,7 @@ mod tests {
             remaining: 3,
             next_growth_us: Some(NOW_US + 200_000),
             refusal: None,
+            in_effect: None,
         };
         let charges = [
             charge_of_two_units(&LIMIT, &a),
@@ -763,6 +765,7 @@ mod tests {
             remaining: 5,
             next_growth_us: None,
             refusal: Some(Refusal::Never),
+            in_effect: None,
         };
         cache.record_refusal(
             &[charge_above_limit],

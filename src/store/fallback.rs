@@ -14,6 +14,8 @@
 //! Each process has one fallback store, shared by its workers.
 
 pub(super) mod outage_usage;
+mod overridden_charges;
+mod override_cache;
 mod partition_set;
 mod share;
 mod status_cache;
@@ -27,6 +29,7 @@ use super::Settlement;
 use super::memory::{CounterId, MemorySettings, MemoryStore, counter_id};
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision, Key, Limit, LimitStatus, Refusal};
+use override_cache::OverrideCache;
 use parking_lot::Mutex;
 use partition_set::PartitionSet;
 use smallvec::SmallVec;
@@ -64,6 +67,7 @@ pub struct FallbackStore {
     memory: MemoryStore,
     packed_share: AtomicU64,
     status_cache: StatusCache,
+    override_cache: OverrideCache,
     /// Process-wide. Requests lock it in an outage; slot releases and heartbeats lock it at any
     /// time.
     write_back: Mutex<WriteBackTable>,
@@ -86,6 +90,7 @@ impl FallbackStore {
             clock,
             packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
             status_cache: StatusCache::default(),
+            override_cache: OverrideCache::default(),
             write_back: Mutex::default(),
             phase: AtomicU8::new(PHASE_UP_TO_DATE),
             stale_partitions: PartitionSet::default(),
@@ -203,7 +208,12 @@ impl FallbackStore {
             let Some(status) = status.filter(|_| uses_fallback(charge)) else {
                 continue;
             };
+            if charge.dynamic.is_some() {
+                let id = counter_id(charge.limit, charge.key);
+                self.override_cache.record(id, status.in_effect);
+            }
             match charge.limit.algorithm {
+                _ if status.is_unlimited() => {}
                 // The slots in use are counted in this process; the number reported by Redis is not
                 // needed.
                 Algorithm::Concurrency { .. } => {
@@ -226,9 +236,8 @@ impl FallbackStore {
         }
     }
 
-    /// Decides the charges of `local` policies without Redis, all or nothing; other charges have no
-    /// status. Admitted charges will be written back.
-    pub fn decide(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
+    /// Decides charges by this instance's share of their limits.
+    fn decide_by_limits(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let share = self.share();
         for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
             self.status_cache.remove_and_apply(charge, |answer| {
@@ -260,10 +269,8 @@ impl FallbackStore {
         decision
     }
 
-    /// Checks the share in addition to Redis while an outage ends. Returns `None` if Redis decides
-    /// no charge that is affected by the outage. The charges at the positions of `held_back` are
-    /// left to [`FallbackStore::decide`], which would count them in the share again.
-    pub fn check_share_during_recovery(
+    /// [`Self::check_share_during_recovery`] for charges with their limits in effect.
+    fn check_share(
         &self,
         charges: &[Charge<'_>],
         held_back: &[usize],

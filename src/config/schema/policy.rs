@@ -3,7 +3,7 @@
 use super::key::*;
 use std::time::Duration;
 
-pub(super) static POLICY: [SchemaKey; 19] = [
+pub(super) static POLICY: [SchemaKey; 20] = [
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
@@ -117,6 +117,12 @@ pub(super) static POLICY: [SchemaKey; 19] = [
         TableList(&OVERRIDE),
         Optional,
         "Limits for specific keys. The first match replaces all limits of the policy.",
+    ),
+    key(
+        "dynamic",
+        Bool,
+        Default("false"),
+        "true: `tidegate overrides` and the admin port set limits for single keys, or block them, in the store. A change holds from the next decision and wins over [[policy.override]]. Not with shards.",
     ),
 ];
 
