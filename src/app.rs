@@ -8,6 +8,7 @@ mod instance_name;
 pub(crate) mod key_status;
 pub(crate) mod limit_json;
 mod listener_set;
+pub(crate) mod overrides;
 mod shutdown;
 mod store_backend;
 

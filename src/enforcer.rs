@@ -78,8 +78,14 @@ impl Enforcer {
                 (key, facts.path_or_domain()),
             )
         };
+        let table = &policies.table;
+        let matching = table.matching_policies(facts);
+        // Most requests of a busy proxy match no policy: they need neither a plan nor a future.
+        if matching.is_empty() {
+            return Verdict::undecided();
+        }
         let mut plan =
-            match ChargePlan::from_facts(&policies.table, facts, |_| true, record_decision) {
+            match ChargePlan::from_facts(table, matching, facts, |_| true, record_decision) {
                 Ok(plan) => plan,
                 Err(outcome) => return Verdict::from_outcome(outcome),
             };

@@ -177,15 +177,13 @@ pub(crate) fn explanation_to_json(
         {
             let blocked = limited.blocked_until_us.zip(now_us);
             let limits = limited.limits.iter().enumerate().map(|(index, named)| {
-                let mut limit_json = limit_json::limit_to_json(named);
-                if let Some((status, now_us)) = limited.statuses.get(index).zip(now_us) {
-                    limit_json.extend(limit_json::limit_status_to_json(
-                        &named.limit,
-                        status,
-                        now_us,
-                    ));
-                }
-                Value::Object(limit_json)
+                let status = limited.statuses.get(index).zip(now_us);
+                Value::Object(match status {
+                    Some((status, now_us)) => {
+                        limit_json::limit_with_status_to_json(named, status, now_us)
+                    }
+                    None => limit_json::limit_to_json(named),
+                })
             });
             policy_json.insert("key".to_owned(), json!(limited.key.to_readable_string()));
             let hash = format!("{:032x}", limited.key.id());

@@ -49,6 +49,26 @@ pub(crate) fn resolve_key<'t>(
     policy: &str,
     values: &[String],
 ) -> Result<ResolvedKey<'t>, KeyLookupError> {
+    let (policy, quota) = find_limiting_policy(table, policy)?;
+    let (key, limits) = quota
+        .key_and_limits_for_values(&policy.name, values, &table.client, &table.path)
+        .map_err(KeyLookupError::InvalidValues)?;
+    Ok(ResolvedKey {
+        policy,
+        quota,
+        key,
+        limits,
+    })
+}
+
+/// Finds a policy with limits.
+///
+/// # Errors
+/// If the policy does not exist or has no limits.
+pub(crate) fn find_limiting_policy<'t>(
+    table: &'t PolicyTable,
+    policy: &str,
+) -> Result<(&'t Policy, &'t Quota), KeyLookupError> {
     let policies = table.policies();
     let Some(policy) = policies.iter().find(|known| *known.name == *policy) else {
         let names: BTreeSet<&str> = policies.iter().map(|policy| &*policy.name).collect();
@@ -69,26 +89,22 @@ pub(crate) fn resolve_key<'t>(
             policy.name
         )));
     };
-    let (key, limits) = quota
-        .key_and_limits_for_values(&policy.name, values, &table.client, &table.path)
-        .map_err(KeyLookupError::InvalidValues)?;
-    Ok(ResolvedKey {
-        policy,
-        quota,
-        key,
-        limits,
-    })
+    Ok((policy, quota))
 }
 
 impl ResolvedKey<'_> {
     /// Returns charges of cost 0 on all counters of the key, the block first. They serve to read or
     /// delete the counters.
     pub(crate) fn zero_cost_charges(&self) -> Vec<Charge<'_>> {
-        let limits = self.limits.iter().map(|named| &named.limit);
-        let stored_limits = self.quota.block.iter().chain(limits);
-        stored_limits
-            .map(|limit| Charge {
+        let name_of_block = self.limits.first().map(|named| &named.name);
+        let block = self.quota.block.iter().map(|block| (block, name_of_block));
+        let limits = self.limits.iter();
+        let limits = limits.map(|named| (&named.limit, Some(&named.name)));
+        block
+            .chain(limits)
+            .map(|(limit, name)| Charge {
                 shard_count: self.quota.shards,
+                dynamic: name.filter(|_| self.quota.is_dynamic),
                 ..Charge::new(limit, &self.key, 0)
             })
             .collect()
@@ -126,13 +142,11 @@ impl ResolvedKey<'_> {
             .iter()
             .zip(&status.limit_statuses)
             .map(|(named, limit_status)| {
-                let mut fields = limit_json::limit_to_json(named);
-                fields.extend(limit_json::limit_status_to_json(
-                    &named.limit,
+                Value::Object(limit_json::limit_with_status_to_json(
+                    named,
                     limit_status,
                     status.now_us,
-                ));
-                Value::Object(fields)
+                ))
             });
         let left = |until_us: u64| {
             limit_json::micros_to_seconds_json(until_us.saturating_sub(status.now_us))

@@ -1,7 +1,7 @@
 //! Limits and their status as JSON.
 
 use crate::config::format_duration;
-use crate::limiter::{Algorithm, Limit, LimitStatus};
+use crate::limiter::{Algorithm, Limit, LimitStatus, OverrideInEffect};
 use crate::policy::NamedLimit;
 use serde_json::{Map, Value, json};
 use std::time::Duration;
@@ -25,7 +25,7 @@ pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
     } = named.limit;
     let mut fields = Map::new();
     let mut set_field = |name: &str, value: Value| fields.insert(name.to_owned(), value);
-    set_field("name", json!(named.name));
+    set_field("name", json!(&*named.name));
     set_field("algorithm", json!(algorithm_name(named.limit.algorithm)));
     set_field("requests", json!(requests));
     if !matches!(named.limit.algorithm, Algorithm::Concurrency { .. }) {
@@ -53,6 +53,36 @@ pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
         Algorithm::SlidingLog | Algorithm::Block => {}
     }
     fields
+}
+
+/// Returns a limit with its status at `now_us`. A limit of a key with an override has the amounts
+/// in effect, and the override's kind.
+pub(crate) fn limit_with_status_to_json(
+    named: &NamedLimit,
+    status: &LimitStatus,
+    now_us: u64,
+) -> Map<String, Value> {
+    let in_effect = NamedLimit {
+        limit: status.limit_in_effect(&named.limit),
+        ..named.clone()
+    };
+    let mut fields = limit_to_json(&in_effect);
+    if let Some(kind) = status.in_effect {
+        fields.insert("override".to_owned(), json!(override_kind(kind)));
+    }
+    if !status.is_unlimited() {
+        fields.extend(limit_status_to_json(&in_effect.limit, status, now_us));
+    }
+    fields
+}
+
+/// The kind of an override in JSON.
+fn override_kind(in_effect: OverrideInEffect) -> &'static str {
+    match in_effect {
+        OverrideInEffect::Unlimited => "unlimited",
+        OverrideInEffect::Blocked => "blocked",
+        OverrideInEffect::Amounts { .. } => "limits",
+    }
 }
 
 /// Returns the status of a limit at `now_us`: units used and remaining, and seconds until more

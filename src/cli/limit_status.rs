@@ -2,7 +2,7 @@
 
 use crate::app::limit_json::algorithm_name;
 use crate::config::format_duration;
-use crate::limiter::{Algorithm, Limit, LimitStatus};
+use crate::limiter::{Algorithm, Limit, LimitStatus, OverrideInEffect};
 use crate::policy::NamedLimit;
 use serde_json::Value;
 use std::time::Duration;
@@ -10,13 +10,22 @@ use std::time::Duration;
 /// Formats one limit: `login   5 per 1m, sliding_log   3 left, more in 12.5 s`. `status` is the
 /// limit's state and the current time in microseconds.
 pub(super) fn format_limit_line(named: &NamedLimit, status: Option<(&LimitStatus, u64)>) -> String {
+    let in_effect = status.map_or(named.limit, |(status, _)| {
+        status.limit_in_effect(&named.limit)
+    });
     let status_text = status.map_or(String::new(), |(status, now_us)| {
-        format_status(status, now_us)
+        let status_text = format_status(status, now_us);
+        match status.in_effect {
+            None => status_text,
+            Some(OverrideInEffect::Unlimited) => "unlimited by an override".to_owned(),
+            Some(OverrideInEffect::Blocked) => format!("{status_text}, blocked by an override"),
+            Some(OverrideInEffect::Amounts { .. }) => format!("{status_text}, by an override"),
+        }
     });
     format!(
         "{:<16} {:<32} {status_text}",
         named.name,
-        format_limit(&named.limit)
+        format_limit(&in_effect)
     )
     .trim_end()
     .to_owned()
@@ -67,14 +76,22 @@ fn format_limit_status(limit: &Value) -> String {
         ),
         None => format!("{} at a time, {}", field("requests"), field("algorithm")),
     };
+    if let Some("unlimited") = limit.get("override").and_then(Value::as_str) {
+        return format!("{:<16} unlimited by an override", field("name"));
+    }
     let growth = match limit.get("grows_in_s").and_then(Value::as_f64) {
         Some(seconds) => format!(", more in {}", format_wait(seconds_to_micros(seconds))),
         None => String::new(),
     };
     format!(
-        "{:<16} {quota:<32} {} left{growth}",
+        "{:<16} {quota:<32} {} left{growth}{}",
         field("name"),
-        field("remaining")
+        field("remaining"),
+        match limit.get("override").and_then(Value::as_str) {
+            Some("blocked") => ", blocked by an override",
+            Some(_) => ", by an override",
+            None => "",
+        }
     )
 }
 

@@ -12,6 +12,7 @@ mod health;
 mod keys;
 mod limit_status;
 mod output;
+mod overrides;
 mod replay;
 mod request;
 mod run;
@@ -127,6 +128,15 @@ enum CliCommand {
         #[command(subcommand)]
         command: keys::KeysCommand,
     },
+    /// Set, remove and list limits and blocks of single keys, in the store.
+    ///
+    /// Only for policies with dynamic = true. A change holds on every instance from the next
+    /// decision that reaches the store: after 1 s at the latest, or the lease's ttl.
+    #[command(after_help = OVERRIDES_HELP_FOOTER)]
+    Overrides {
+        #[command(subcommand)]
+        command: overrides::OverridesCommand,
+    },
     /// Report when and why a client was limited, from the proxy's own log.
     ///
     /// Maps the client's key to its hash in the log. Shows how often which policy and limit refused
@@ -228,6 +238,16 @@ Examples:
 With the memory store, the proxy's admin port is asked: list shows keys with rejected requests,
 and reset needs admin.token_file.
 Exit codes: 0 success; 1 unknown policy or key, or Redis or the proxy does not respond.";
+const OVERRIDES_HELP_FOOTER: &str = "\
+Examples:
+  tidegate overrides set api ann --requests 5000 --expires 30d --note 'contract 17'
+  tidegate overrides set api bot-7 --block --author ops@example.com
+  tidegate overrides set api internal --unlimited
+  tidegate overrides show api ann
+  tidegate overrides list api --json
+  tidegate overrides remove api ann
+
+Exit codes: 0 success; 1 unknown policy or key, an invalid override, or the store does not respond.";
 const COMPLETIONS_HELP_FOOTER: &str = "\
 Examples:
   tidegate completions bash > /etc/bash_completion.d/tidegate
@@ -303,6 +323,9 @@ fn run_command(command_line: CommandLine) -> Result<ExitCode, CommandError> {
         CliCommand::Top { flags } => top::run(&shared.to_sources_without_upstream()?, &flags),
         CliCommand::Keys { command } => {
             keys::run(&shared.to_sources_without_upstream()?, &command, json)
+        }
+        CliCommand::Overrides { command } => {
+            overrides::run(&shared.to_sources_without_upstream()?, &command, json)
         }
     };
     Ok(print_result(printed, json))

@@ -134,6 +134,10 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
             describe_limits(&entry.limits)
         )
     });
+    let dynamic = match quota.is_dynamic {
+        true => "; overrides of single keys in the store",
+        false => "",
+    };
     let rejected = if quota.count_rejected {
         "; rejected requests count"
     } else {
@@ -148,7 +152,7 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
         format!("; {size} for {ttl}")
     });
     format!(
-        "{per}: {}{cost}{}{block}{rejected}{lease}{}",
+        "{per}: {}{cost}{}{dynamic}{block}{rejected}{lease}{}",
         describe_limits(&quota.limits),
         overrides.collect::<String>(),
         describe_missing_key(quota, matcher),
@@ -290,10 +294,14 @@ fn describe_descriptors(value: Option<&Value>) -> String {
                     Some("*") => name.clone(),
                     _ => format!("{name}{}", describe_value_condition(condition)),
                 });
-            format!(
-                " with {} and nothing else",
-                entries.collect::<Vec<_>>().join(", ")
-            )
+            let accepts_more =
+                table.get("descriptors_match").and_then(Value::as_str) == Some("subset");
+            let rest = if accepts_more {
+                ""
+            } else {
+                " and nothing else"
+            };
+            format!(" with {}{rest}", entries.collect::<Vec<_>>().join(", "))
         }
     };
     let not = table.get("not").map_or_else(String::new, |not| {

@@ -7,7 +7,7 @@ use super::file_set::FileSet;
 use super::raw_config::RawConfig;
 use super::schema;
 use crate::admin::AdminSettings;
-use crate::policy::{KeyHasher, PolicyTable};
+use crate::policy::{KeyHasher, PolicyAction, PolicyTable};
 use crate::proxy::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings,
     UpstreamSettings,
@@ -65,6 +65,25 @@ impl Config {
                 StoreSettings::Memory(_) => String::new(),
             };
             notes.push(format!("[rls]: Envoy waits 20 ms for an answer unless its filter sets timeout, then lets the request pass; expected for example timeout: 0.1s{store}. Envoy counts these requests in cluster.NAME.ratelimit.failure_mode_allowed; given_up in tidegate_rls_calls_total is less"));
+        }
+        let policies = self.policy_table.policies().iter();
+        let dynamic: Vec<&str> = policies
+            .filter(
+                |policy| matches!(&policy.action, PolicyAction::Limit(quota) if quota.is_dynamic),
+            )
+            .map(|policy| &*policy.name)
+            .collect();
+        if !dynamic.is_empty() {
+            let risk = match self.store {
+                StoreSettings::Redis(_) => {
+                    "are data in Redis: data loss, or eviction by maxmemory-policy allkeys-*, lifts blocks; expected persistence, and a copy of tidegate overrides list --json"
+                }
+                StoreSettings::Memory(_) => "are in the store; expected store.kind = \"redis\"",
+            };
+            let names = dynamic.join(", ");
+            notes.push(format!(
+                "dynamic = true ({names}): overrides of keys {risk}"
+            ));
         }
         notes
     }

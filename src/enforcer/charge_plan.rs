@@ -3,10 +3,12 @@
 use super::decisions::PolicyDecision;
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
-use crate::limiter::{Algorithm, Charge, Decision, Key, LeaseTerms, Limit, LimitStatus, MAX_UNITS};
+use crate::limiter::{
+    Algorithm, Charge, Decision, DynamicLimitName, Key, LeaseTerms, Limit, LimitStatus, MAX_UNITS,
+};
 use crate::policy::{
-    Descriptor, EstimateCost, Facts, KeyDigests, KeyError, NamedLimit, OnStoreFailure, Policy,
-    PolicyAction, PolicyTable,
+    Descriptor, EstimateCost, Facts, KeyDigests, KeyError, MatchingPolicies, NamedLimit,
+    OnStoreFailure, Policy, PolicyAction, PolicyTable,
 };
 use crate::store::{
     ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
@@ -43,6 +45,8 @@ pub(super) struct PlannedPolicy<'t> {
     pub counts_rejected: bool,
     pub shards: u16,
     pub lease: Option<LeaseTerms>,
+    /// Whether overrides of the key in the store apply.
+    pub is_dynamic: bool,
 }
 
 impl<'t> PlannedPolicy<'t> {
@@ -74,6 +78,11 @@ impl<'t> PlannedPolicy<'t> {
         }
     }
 
+    /// The name of a limit if overrides in the store apply to it.
+    fn dynamic_name<'n>(&self, named: &'n NamedLimit) -> Option<&'n DynamicLimitName> {
+        self.is_dynamic.then_some(&named.name)
+    }
+
     /// Whether the policy may delay requests.
     pub(super) fn may_delay_requests(&self) -> bool {
         let is_leaky_bucket =
@@ -83,33 +92,32 @@ impl<'t> PlannedPolicy<'t> {
 }
 
 impl<'t> ChargePlan<'t> {
-    /// Evaluates the matching policies in order until one allows or denies the request. Limits
+    /// Evaluates the policies that match `facts`, in order, until one allows or denies the request. Limits
     /// before an allowing policy apply; a denied request charges nothing. A shadow policy does not
     /// end the evaluation. Policies for whose index `is_included` returns false do not apply.
     /// Decisions that need no counter are passed to `record_decision`.
     pub(super) fn from_facts(
         table: &'t PolicyTable,
+        matching: MatchingPolicies<'t>,
         facts: &Facts<'_>,
         is_included: impl Fn(usize) -> bool,
         record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
     ) -> Result<Self, RequestOutcome<'t>> {
         let mut plan = Self::default();
-        plan.add_matching_policies(table, facts, None, is_included, record_decision)?;
+        plan.add_policies(table, matching, facts, None, is_included, record_decision)?;
         Ok(plan)
     }
 
-    /// Adds the matching policies of `facts` to the plan. `descriptor` is that of `facts`, if any.
-    /// Returns whether any policy matches.
-    pub(super) fn add_matching_policies(
+    /// Adds the policies that match `facts` to the plan. `descriptor` is that of `facts`, if any.
+    pub(super) fn add_policies(
         &mut self,
         table: &'t PolicyTable,
+        matching: MatchingPolicies<'t>,
         facts: &Facts<'_>,
         descriptor: Option<&'t Descriptor<'t>>,
         is_included: impl Fn(usize) -> bool,
         mut record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
-    ) -> Result<bool, RequestOutcome<'t>> {
-        let matching = table.matching_policies(facts);
-        let is_matched = !matching.is_empty();
+    ) -> Result<(), RequestOutcome<'t>> {
         let mut digests = KeyDigests::default();
         for (index, policy) in matching
             .into_iter()
@@ -163,6 +171,8 @@ impl<'t> ChargePlan<'t> {
                         counts_rejected: quota.count_rejected,
                         shards: quota.shards,
                         lease: quota.lease,
+                        is_dynamic: quota.is_dynamic
+                            && !descriptor.is_some_and(Descriptor::has_own_limit),
                     });
                 }
                 Ok(None) => {}
@@ -171,7 +181,7 @@ impl<'t> ChargePlan<'t> {
                 }
             }
         }
-        Ok(is_matched)
+        Ok(())
     }
 
     /// Rejects the request because the policy cannot form its key, unless the policy is not
@@ -220,9 +230,11 @@ impl<'t> ChargePlan<'t> {
         (0..)
             .zip(&self.planned_policies)
             .flat_map(|(policy_number, planned_policy)| {
-                let block = planned_policy
-                    .block
-                    .map(|block| (block, cost_of_blocks_and_slots));
+                let block = planned_policy.block.map(|block| {
+                    let name = planned_policy.limits.first();
+                    let name = name.and_then(|named| planned_policy.dynamic_name(named));
+                    (block, cost_of_blocks_and_slots, name)
+                });
                 // A request takes one slot, whatever its cost.
                 let cost = |limit| {
                     if is_concurrency_limit(limit) {
@@ -231,14 +243,17 @@ impl<'t> ChargePlan<'t> {
                         planned_policy.cost
                     }
                 };
-                let limits = planned_policy
-                    .limits
-                    .iter()
-                    .map(move |named| (&named.limit, cost(&named.limit)));
+                let limits = planned_policy.limits.iter().map(move |named| {
+                    (
+                        &named.limit,
+                        cost(&named.limit),
+                        planned_policy.dynamic_name(named),
+                    )
+                });
                 block
                     .into_iter()
                     .chain(limits)
-                    .map(move |(limit, cost)| Charge {
+                    .map(move |(limit, cost, dynamic)| Charge {
                         policy_number,
                         shadow: !planned_policy.policy.is_enforced(),
                         counts_rejected: planned_policy.counts_rejected,
@@ -250,6 +265,7 @@ impl<'t> ChargePlan<'t> {
                             == OnStoreFailure::Closed,
                         shard_count: planned_policy.shards,
                         lease: planned_policy.lease,
+                        dynamic,
                         ..Charge::new(limit, &planned_policy.key, cost)
                     })
             })
@@ -301,7 +317,7 @@ impl<'t> ChargePlan<'t> {
             let own = next..first + planned_policy.limits.len();
             next = own.end;
             let passes = |status: &Option<LimitStatus>| {
-                status.is_some_and(|status| status.refusal.is_none())
+                status.is_some_and(|status| status.refusal.is_none() && !status.is_unlimited())
             };
             let is_charged = decision
                 .statuses
@@ -320,7 +336,12 @@ impl<'t> ChargePlan<'t> {
                 let limits = (first..).zip(planned_policy.limits.iter());
                 let counters = limits
                     .filter(|(_, named)| !is_concurrency_limit(&named.limit))
-                    .map(|(index, named)| ((named.limit, planned_policy.key.clone()), at_us(index)))
+                    .map(|(index, named)| {
+                        let status = decision.statuses.get(index).copied().flatten();
+                        let limit = status
+                            .map_or(named.limit, |status| status.limit_in_effect(&named.limit));
+                        ((limit, planned_policy.key.clone()), at_us(index))
+                    })
                     .collect();
                 estimates.push(EstimatedCharge::new(
                     Arc::clone(cost),
@@ -364,8 +385,10 @@ pub(super) fn taken_slots<'c, 'k>(
     charges: &'c [Charge<'k>],
     decision: &Decision,
 ) -> (SmallVec<[&'c Charge<'k>; 1]>, Option<u64>) {
-    let is_refused =
-        |status: &Option<LimitStatus>| status.is_none_or(|status| status.refusal.is_some());
+    // A key without limits takes no slot.
+    let is_refused = |status: &Option<LimitStatus>| {
+        status.is_none_or(|status| status.refusal.is_some() || status.is_unlimited())
+    };
     let is_policy_refused = |taken_charge: &Charge<'_>| {
         let mut policy_statuses = charges
             .iter()

@@ -70,22 +70,24 @@ pub fn dry_run_request<'t>(
         slot_counters: SmallVec::new(),
         max_duration_us: None,
     };
-    let plan = match ChargePlan::from_facts(table, facts, is_included, |at, _, decision| {
-        report(PolicyOutcome {
-            policy_index: at,
-            decision,
-            quota_usage: None,
-        })
-    }) {
-        Ok(plan) if plan.planned_policies.is_empty() => {
-            return result_without_charges(DryRunOutcome::Forwarded);
-        }
-        Ok(plan) => plan,
-        Err(RequestOutcome::InvalidKey { .. }) => {
-            return result_without_charges(DryRunOutcome::InvalidKey);
-        }
-        Err(_) => return result_without_charges(DryRunOutcome::Denied),
-    };
+    let matching = table.matching_policies(facts);
+    let plan =
+        match ChargePlan::from_facts(table, matching, facts, is_included, |at, _, decision| {
+            report(PolicyOutcome {
+                policy_index: at,
+                decision,
+                quota_usage: None,
+            })
+        }) {
+            Ok(plan) if plan.planned_policies.is_empty() => {
+                return result_without_charges(DryRunOutcome::Forwarded);
+            }
+            Ok(plan) => plan,
+            Err(RequestOutcome::InvalidKey { .. }) => {
+                return result_without_charges(DryRunOutcome::InvalidKey);
+            }
+            Err(_) => return result_without_charges(DryRunOutcome::Denied),
+        };
     let charges = plan.build_charges(1, slot);
     let decision = memory.decide_at(&charges, requested_at);
     plan.record_decisions(&decision, |at, _, decision| {

@@ -75,6 +75,9 @@ impl Enforcer {
                     .iter()
                     .filter_map(|limit| {
                         let status = statuses.next().flatten()?;
+                        if status.is_unlimited() {
+                            return None;
+                        }
                         let key_id = planned.key.id();
                         Some(LimitReport {
                             limit,
@@ -110,6 +113,7 @@ fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> ChargePlan<'t> {
         counts_rejected: false,
         shards: own.quota.shards,
         lease: None,
+        is_dynamic: own.quota.is_dynamic,
     });
     ChargePlan {
         planned_policies: planned_policies.collect(),

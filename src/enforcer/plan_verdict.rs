@@ -34,7 +34,9 @@ impl<'t> ChargePlan<'t> {
                     (status, Some(until_us)) => Some(blocked_status(status, until_us)),
                     (status, None) => status,
                 };
-                let Some(status) = status else { continue };
+                let Some(status) = status.filter(|status| !status.is_unlimited()) else {
+                    continue;
+                };
                 verdict.limits.push(LimitReport {
                     limit,
                     status,
@@ -171,6 +173,7 @@ fn marked_status(status: LimitStatus) -> LimitStatus {
                 Refusal::Never | Refusal::Unknown => None,
             },
             refusal: None,
+            in_effect: status.in_effect,
         },
     }
 }
@@ -187,6 +190,7 @@ fn blocked_status(status: Option<LimitStatus>, until_us: u64) -> LimitStatus {
         remaining: 0,
         next_growth_us: Some(grows_at_us.max(until_us)),
         refusal: Some(refusal),
+        in_effect: status.and_then(|status| status.in_effect),
     }
 }
 

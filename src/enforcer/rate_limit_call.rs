@@ -50,14 +50,18 @@ impl Enforcer {
         };
         for descriptor in descriptors {
             let mut descriptor_plan = ChargePlan::default();
-            match descriptor_plan.add_matching_policies(
+            let facts = Facts::from_descriptor(descriptor);
+            let matching = policies.table.matching_policies(&facts);
+            let is_matched = !matching.is_empty();
+            match descriptor_plan.add_policies(
                 &policies.table,
-                &Facts::from_descriptor(descriptor),
+                matching,
+                &facts,
                 Some(descriptor),
                 |_| true,
                 record_decision,
             ) {
-                Ok(is_matched) => statuses.push(DescriptorVerdict {
+                Ok(()) => statuses.push(DescriptorVerdict {
                     is_matched,
                     ..DescriptorVerdict::default()
                 }),
@@ -103,7 +107,7 @@ impl Enforcer {
             false => self.decide_plan(&mut plan, record_decision, arrived).await,
         };
         for (status, keys) in statuses.iter_mut().zip(&key_ids_by_descriptor) {
-            let mut own: SmallVec<[LimitReport<'t>; 4]> = verdict.limits.clone();
+            let mut own = verdict.limits.clone();
             own.retain(|reported| keys.contains(&reported.key_id));
             status.is_over_limit = own.iter().any(|reported| reported.status.refusal.is_some());
             own.retain(|reported| reported.limit.is_reported);

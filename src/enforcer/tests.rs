@@ -67,6 +67,7 @@ fn make_policy_by_user(name: &str, requests: u64) -> Policy {
             limits: vec![make_limit(name, requests)],
             block: None,
             overrides: LimitOverrides::default(),
+            is_dynamic: false,
         })),
         mode: PolicyMode::Enforce,
         is_reported: true,
@@ -254,6 +255,7 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
             counts_rejected: false,
             shards: 1,
             lease: None,
+            is_dynamic: false,
         };
         let plan = ChargePlan {
             planned_policies: policies.iter().map(planned_policy).collect(),

@@ -1,7 +1,7 @@
 //! The verdict about one request.
 
 use super::EstimatedCharge;
-use crate::limiter::LimitStatus;
+use crate::limiter::{Limit, LimitStatus};
 use crate::policy::{KeyError, NamedLimit, Policy, PolicyMode, RejectResponse};
 use crate::store::{ConcurrencySlotGuard, DecisionSource};
 use smallvec::SmallVec;
@@ -14,7 +14,8 @@ use tokio::time::Instant;
 pub struct Verdict<'t> {
     pub outcome: RequestOutcome<'t>,
     /// Every enforced limit that applied, in the order of the policies; empty if none was decided.
-    pub limits: SmallVec<[LimitReport<'t>; 4]>,
+    /// The inline capacity is small: the verdict is moved with every request.
+    pub limits: SmallVec<[LimitReport<'t>; 2]>,
     /// The store's clock at the decision (µs since the epoch).
     pub now_us: u64,
     /// Time of the decision; `None` if the store was not asked.
@@ -128,6 +129,11 @@ pub struct LimitReport<'t> {
 }
 
 impl LimitReport<'_> {
+    /// The limit that was decided: that of the policy, or with the amounts of the key's override.
+    pub fn limit_in_effect(&self) -> Limit {
+        self.status.limit_in_effect(&self.limit.limit)
+    }
+
     /// The limit with the longest refusal, whose policy rejects the request. Of equal refusals, the
     /// first.
     /// Without a refusal, the one with the fewest remaining units.
@@ -190,7 +196,7 @@ impl RequestOutcome<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Algorithm, Limit, Refusal};
+    use crate::limiter::{Algorithm, Refusal};
 
     #[test]
     fn of_equal_refusals_the_first_limit_is_the_tightest() {
@@ -210,6 +216,7 @@ mod tests {
                 remaining,
                 next_growth_us: None,
                 refusal,
+                in_effect: None,
             },
             key_id: 0,
         };

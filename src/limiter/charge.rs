@@ -1,6 +1,6 @@
 //! The cost of one request against one limit, and later corrections of it.
 
-use super::{Algorithm, Key, Limit};
+use super::{Algorithm, DynamicLimitName, Key, Limit};
 
 /// A request's cost against one limit and one key.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +32,9 @@ pub struct Charge<'a> {
     pub lease: Option<LeaseTerms>,
     /// Units to lease if the request is admitted; 0: none. The same for all charges of a policy.
     pub requested_lease_units: u64,
+    /// The name of the limit if overrides in the store apply to the key (`dynamic`). A block has
+    /// any name of its policy.
+    pub dynamic: Option<&'a DynamicLimitName>,
 }
 
 /// How an instance takes units in advance, to admit requests without a call to the store.
@@ -86,6 +89,7 @@ impl<'a> Charge<'a> {
             shard_count: 1,
             lease: None,
             requested_lease_units: 0,
+            dynamic: None,
         }
     }
 

@@ -283,6 +283,7 @@ impl CounterView<'_> {
             remaining: capacity.saturating_sub(self.used),
             next_growth_us,
             refusal,
+            in_effect: None,
         }
     }
 

@@ -1,5 +1,6 @@
 //! The result of a decision: admitted or refused, and the status of each limit.
 
+use super::{Limit, OverrideInEffect};
 use smallvec::SmallVec;
 
 /// The decision about one request. Either all enforced charges were made, or none.
@@ -33,6 +34,8 @@ pub struct LimitStatus {
     pub next_growth_us: Option<u64>,
     /// `None` if this limit admits the charge, regardless of other limits.
     pub refusal: Option<Refusal>,
+    /// The override of the key by which the limit was decided.
+    pub in_effect: Option<OverrideInEffect>,
 }
 
 /// Why a limit refuses, and until when. Ordered by how long the refusal certainly lasts.
@@ -83,6 +86,11 @@ impl Decision {
 }
 
 impl LimitStatus {
+    /// The limit that was decided: `limit`, or with the amounts of the key's override.
+    pub fn limit_in_effect(&self, limit: &Limit) -> Limit {
+        limit.with_override(self.in_effect)
+    }
+
     /// Converts the times to another clock, which showed `to_us` when this one showed `from_us`.
     pub fn convert_clock(self, from_us: u64, to_us: u64) -> Self {
         let convert = |at_us: u64| to_us.saturating_add(at_us.saturating_sub(from_us));

@@ -4,6 +4,8 @@
 //! different lists of values never have the same encoding. A long value is hashed, so the key stays
 //! small.
 
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
 use std::fmt;
@@ -123,8 +125,56 @@ impl Key {
         text
     }
 
+    /// Appends [`Key::to_readable_string`] with whole digests, from which [`Key::from_full_text`]
+    /// makes the key again.
+    pub fn append_full_text_to(&self, text: &mut String) {
+        self.append_text_to(text, |text, digest| text.push_str(&encode_digest(digest)));
+    }
+
+    /// The key with this text of [`Key::append_full_text_to`]. `None` if it is no such text.
+    pub fn from_full_text(text: &str) -> Option<Self> {
+        let mut parts = text.split('/');
+        let mut builder = KeyBuilder {
+            encoded_values: SmallVec::new(),
+        };
+        match read_full_text_value(parts.next()?)? {
+            KeyValueText::Plain(name) if !name.is_empty() => builder.push_encoded_value(&name),
+            _ => return None,
+        }
+        for part in parts {
+            match read_full_text_value(part)? {
+                KeyValueText::Plain(value) => builder.push_key_value(Some(&value)),
+                KeyValueText::Digest(digest) => builder.push_digest(&digest),
+            }
+        }
+        Some(builder.finish())
+    }
+
+    /// The values in order, as texts that operators enter: empty if absent, and for a digest
+    /// what [`decode_digest`] reads.
+    pub fn value_texts(&self) -> Vec<String> {
+        let mut text = String::new();
+        self.append_full_text_to(&mut text);
+        let values = text.split('/').skip(1);
+        let values = values.map(|part| match read_full_text_value(part) {
+            Some(KeyValueText::Plain(value)) => String::from_utf8_lossy(&value).into_owned(),
+            Some(KeyValueText::Digest(_)) | None => part.to_owned(),
+        });
+        values.collect()
+    }
+
+    /// The policy's name.
+    pub fn policy_name(&self) -> &str {
+        let name = self.encoded_policy_name().get(2..).unwrap_or_default();
+        std::str::from_utf8(name).unwrap_or_default()
+    }
+
     /// Appends [`Key::to_readable_string`] to a text.
     pub fn append_readable_to(&self, text: &mut String) {
+        self.append_text_to(text, push_digest_text);
+    }
+
+    fn append_text_to(&self, text: &mut String, push_digest: impl Fn(&mut String, &[u8])) {
         let (start, mut rest) = (text.len(), self.encoded_values.as_slice());
         while let Some((kind, tail)) = rest.split_first() {
             if text.len() > start {
@@ -141,7 +191,7 @@ impl Key {
                 }
                 HASHED_TAG => {
                     let (hash, tail) = tail.split_at_checked(DIGEST_BYTES).unwrap_or((tail, &[]));
-                    push_digest_text(text, hash);
+                    push_digest(text, hash);
                     tail
                 }
                 SHARD_TAG => {
@@ -166,6 +216,40 @@ impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.to_readable_string())
     }
+}
+
+/// A value of [`Key::append_full_text_to`].
+enum KeyValueText {
+    /// Empty if absent.
+    Plain(Vec<u8>),
+    Digest([u8; DIGEST_BYTES]),
+}
+
+fn read_full_text_value(text: &str) -> Option<KeyValueText> {
+    if text.starts_with('#') {
+        return decode_digest(text).map(KeyValueText::Digest);
+    }
+    if text == "-" {
+        return Some(KeyValueText::Plain(Vec::new()));
+    }
+    let is_escape_valid = |escape: &str| {
+        escape
+            .get(..2)
+            .is_some_and(|hex| u8::from_str_radix(hex, 16).is_ok())
+    };
+    let is_valid = !text.is_empty() && text.split('%').skip(1).all(is_escape_valid);
+    is_valid.then(|| KeyValueText::Plain(percent_encoding::percent_decode_str(text).collect()))
+}
+
+/// A digest as operators and exports write it: `#` and all of it in base64url.
+fn encode_digest(digest: &[u8]) -> String {
+    format!("#{}", URL_SAFE_NO_PAD.encode(digest))
+}
+
+/// The digest that an operator or an export has written, if the text is one.
+pub fn decode_digest(text: &str) -> Option<[u8; DIGEST_BYTES]> {
+    let digest = URL_SAFE_NO_PAD.decode(text.strip_prefix('#')?).ok()?;
+    digest.try_into().ok()
 }
 
 /// The digest of a value as readable keys show it: `#` and 64 bits in hex.

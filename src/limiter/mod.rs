@@ -15,6 +15,7 @@ mod decision;
 mod effects;
 mod fixed_window;
 mod key;
+mod key_override;
 mod leaky_bucket;
 mod limit;
 mod shards;
@@ -26,7 +27,10 @@ pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, LeaseTerms};
 pub use counter_state::{CounterState, CounterView};
 pub use decision::{Decision, LeaseGrant, LimitStatus, Refusal};
 pub use effects::{ChargeEffect, compute_lease_grants, determine_effect};
-pub use key::{DIGEST_BYTES, Key, KeyBuilder, format_digest};
+pub use key::{DIGEST_BYTES, Key, KeyBuilder, decode_digest, format_digest};
+pub use key_override::{
+    DynamicLimitName, KeyOverride, LimitAmounts, OverriddenCharges, OverrideInEffect,
+};
 pub use limit::{Algorithm, Limit};
 
 /// The largest `requests` and cost. Integers up to here are exact in a double, the number type of

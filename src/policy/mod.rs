@@ -51,7 +51,7 @@ pub use path_pattern::PathPattern;
 pub use quota::{LimitOverride, LimitOverrides, Quota};
 pub use self_service::{ClientQuota, ClientQuotas};
 pub use self_service_settings::SelfServiceSettings;
-pub use table::{PolicyTable, RateLimitHeaderSettings};
+pub use table::{MatchingPolicies, PolicyTable, RateLimitHeaderSettings};
 pub use whole_number::parse_whole_number;
 
 use bytes::Bytes;

@@ -1,11 +1,11 @@
 //! Limits with names.
 
-use crate::limiter::Limit;
+use crate::limiter::{DynamicLimitName, Limit};
 
 /// A limit and its name in the rate-limit headers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedLimit {
-    pub name: Box<str>,
+    pub name: DynamicLimitName,
     /// The unit that is counted; `None` means requests.
     pub unit: Option<Box<str>>,
     pub limit: Limit,

@@ -4,7 +4,7 @@ use super::{
     CostSource, Descriptor, Facts, KeyContext, KeyDigests, KeyError, KeyTemplate, KeyValues,
     MissingKeyAction, NamedLimit, client, path,
 };
-use crate::limiter::{Key, LeaseTerms, Limit};
+use crate::limiter::{Key, KeyBuilder, LeaseTerms, Limit, decode_digest};
 use foldhash::HashMap;
 use std::fmt;
 
@@ -30,6 +30,8 @@ pub struct Quota {
     /// Settings for leasing units in advance; `None` disables leases.
     pub lease: Option<LeaseTerms>,
     pub overrides: LimitOverrides,
+    /// Whether overrides of single keys in the store apply (`dynamic`).
+    pub is_dynamic: bool,
 }
 
 /// Overrides of the limits for certain keys. The first matching entry replaces all limits of the
@@ -137,6 +139,53 @@ impl Quota {
             .map(|text| Some(text.as_bytes().into()).filter(|_| !text.is_empty()));
         let mut digests = KeyDigests::default();
         Ok(self.key_and_limits(name, &values.collect(), &mut digests))
+    }
+
+    /// [`Self::key_and_limits_for_values`], where a value may also be a digest as lists of
+    /// overrides show it.
+    ///
+    /// # Errors
+    /// As [`Self::key_and_limits_for_values`].
+    pub fn key_and_limits_for_listed_values<'t>(
+        &'t self,
+        name: &str,
+        values: &[String],
+        client: &client::Settings,
+        path: &path::Settings,
+    ) -> Result<(Key, &'t [NamedLimit]), String> {
+        let has_digest = values.iter().any(|text| decode_digest(text).is_some());
+        if !has_digest || values.len() != self.key.value_count() {
+            return self.key_and_limits_for_values(name, values, client, path);
+        }
+        let mut builder = KeyBuilder::new(name);
+        let (mut extracted, mut digests) = (KeyValues::new(), KeyDigests::default());
+        for (position, text) in values.iter().enumerate() {
+            if let Some(digest) = decode_digest(text) {
+                builder.push_digest(&digest);
+                extracted.push(Some(text.as_bytes().into()));
+                continue;
+            }
+            let value = match text.as_str() {
+                "" => Box::default(),
+                text => self.key.canonicalize_value(position, text, client, path)?,
+            };
+            match self.key.is_hashed_at(position) && !value.is_empty() {
+                true => {
+                    let stored = self
+                        .key
+                        .stored_value(position, value.as_bytes(), &mut digests);
+                    let stored = stored.try_into().map_err(|_other| "no digest".to_owned())?;
+                    builder.push_digest(&stored);
+                }
+                false => builder.push_key_value(Some(value.as_bytes())),
+            }
+            extracted
+                .push(Some(value.into_string().into_bytes().into()).filter(|_| !text.is_empty()));
+        }
+        let key = builder.finish();
+        let limits = self.overrides.find_limits(&key, &extracted);
+        let limits = limits.unwrap_or(&self.limits);
+        Ok((key, limits))
     }
 
     /// Keeps all limits out of responses to clients.

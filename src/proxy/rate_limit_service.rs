@@ -402,7 +402,7 @@ fn build_descriptor_status(
 }
 
 fn build_current_limit(reported: &LimitReport<'_>) -> response::RateLimit {
-    let limit = reported.limit.limit;
+    let limit = reported.limit_in_effect();
     // The largest unit that divides the period is used: older Envoy versions ignore the multiplier.
     let units = [Unit::Day, Unit::Hour, Unit::Minute, Unit::Second];
     let fitting = units.into_iter().find_map(|unit| {

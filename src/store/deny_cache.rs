@@ -378,6 +378,7 @@ mod tests {
             remaining: 1,
             next_growth_us: Some(until_us),
             refusal: Some(Refusal::Until(until_us)),
+            in_effect: None,
         }
     }
 
@@ -660,6 +661,7 @@ mod tests {
             remaining: 3,
             next_growth_us: Some(NOW_US + 200_000),
             refusal: None,
+            in_effect: None,
         };
         let charges = [
             charge_of_two_units(&LIMIT, &a),
@@ -794,6 +796,7 @@ mod tests {
             remaining: 5,
             next_growth_us: None,
             refusal: Some(Refusal::Never),
+            in_effect: None,
         };
         cache.record_refusal(
             &[charge_above_limit],

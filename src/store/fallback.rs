@@ -14,6 +14,8 @@
 //! Each process has one fallback store, shared by its workers.
 
 pub(super) mod outage_usage;
+mod overridden_charges;
+mod override_cache;
 mod partition_set;
 mod share;
 mod status_cache;
@@ -27,10 +29,11 @@ use super::Settlement;
 use super::memory::{CounterId, MemorySettings, MemoryStore, counter_id};
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision, Key, Limit, LimitStatus, Refusal};
+use override_cache::OverrideCache;
 use parking_lot::Mutex;
 use partition_set::PartitionSet;
 use smallvec::SmallVec;
-use status_cache::{CachedStatus, StatusCache};
+use status_cache::StatusCache;
 use std::borrow::Cow;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -43,9 +46,6 @@ const COUNTER_BOUNDS: MemorySettings = MemorySettings {
     max_keys: 1 << 17,
     max_bytes: 64 << 20,
 };
-
-/// Within this time after an outage, other instances may have no status of a key yet (µs).
-const STATUS_EXCHANGE_US: u64 = 5_000_000;
 
 /// The only partition of a store without slots.
 pub(super) const SINGLE_PARTITION: u16 = 0;
@@ -67,6 +67,7 @@ pub struct FallbackStore {
     memory: MemoryStore,
     packed_share: AtomicU64,
     status_cache: StatusCache,
+    override_cache: OverrideCache,
     /// Process-wide. Requests lock it in an outage; slot releases and heartbeats lock it at any
     /// time.
     write_back: Mutex<WriteBackTable>,
@@ -91,6 +92,7 @@ impl FallbackStore {
             clock,
             packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
             status_cache: StatusCache::default(),
+            override_cache: OverrideCache::default(),
             write_back: Mutex::default(),
             phase: AtomicU8::new(PHASE_UP_TO_DATE),
             outage_ended_us: AtomicU64::new(0),
@@ -212,7 +214,12 @@ impl FallbackStore {
             let Some(status) = status.filter(|_| uses_fallback(charge)) else {
                 continue;
             };
+            if charge.dynamic.is_some() {
+                let id = counter_id(charge.limit, charge.key);
+                self.override_cache.record(id, status.in_effect);
+            }
             match charge.limit.algorithm {
+                _ if status.is_unlimited() => {}
                 // The slots in use are counted in this process; the number reported by Redis is not
                 // needed.
                 Algorithm::Concurrency { .. } => {
@@ -235,9 +242,8 @@ impl FallbackStore {
         }
     }
 
-    /// Decides the charges of `local` policies without Redis, all or nothing; other charges have no
-    /// status. Admitted charges will be written back.
-    pub fn decide(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
+    /// Decides charges by this instance's share of their limits.
+    fn decide_by_limits(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let share = self.share();
         for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
             self.status_cache.remove_and_apply(charge, |status| {
@@ -261,36 +267,8 @@ impl FallbackStore {
         decision
     }
 
-    /// Starts the local counter from a status of Redis.
-    ///
-    /// A status from soon after an outage can only reduce the remaining units. Instances without a
-    /// status still use the rest of their shares, so a new share of all remaining units would
-    /// exceed the limit.
-    fn apply_status(&self, charge: &Charge<'_>, status: CachedStatus, requested_at: Instant) {
-        let share = self.share();
-        let limit = share.scale_limit(charge.limit);
-        let ended_us = self.outage_ended_us.load(Ordering::Relaxed);
-        let is_soon = status.received_at_us.saturating_sub(ended_us) < STATUS_EXCHANGE_US;
-        let used_units = || self.usage_of_share(charge.limit, charge.key).0;
-        if !is_soon || status.used_units(share, &limit) >= used_units() {
-            let now_us = self.clock.instant_to_unix_us(requested_at);
-            self.memory.remove_counters(&[Charge {
-                limit: &limit,
-                ..*charge
-            }]);
-            self.amend_share(
-                &limit,
-                charge.key,
-                status.to_amendment(share, &limit, now_us),
-            );
-        }
-        self.record_counter(charge);
-    }
-
-    /// Checks the share in addition to Redis while an outage ends. Returns `None` if Redis decides
-    /// no charge that is affected by the outage. The charges at the positions of `held_back` are
-    /// left to [`FallbackStore::decide`], which would count them in the share again.
-    pub fn check_share_during_recovery(
+    /// [`Self::check_share_during_recovery`] for charges with their limits in effect.
+    fn check_share(
         &self,
         charges: &[Charge<'_>],
         held_back: &[usize],

@@ -10,16 +10,18 @@
 //! 36](../../docs/decisions/0036-fair-eviction.md)).
 
 mod counter_shard;
+mod override_table;
 
 pub(super) use counter_shard::{CounterId, counter_id};
 
-use super::Settlement;
+use super::{Settlement, StoredOverride};
 use crate::clock::{Clock, monotonic_now};
 use crate::limiter::{
-    Charge, ChargeEffect, CounterState, CounterView, Decision, Key, LeaseGrant, Limit, Refusal,
-    compute_lease_grants, determine_effect,
+    Charge, ChargeEffect, CounterState, CounterView, Decision, Key, LeaseGrant, Limit,
+    OverriddenCharges, Refusal, compute_lease_grants, determine_effect,
 };
 use counter_shard::{CounterShard, MemoryUsage, StoreBound, StoredCounter};
+use override_table::OverrideTable;
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 use std::sync::atomic::Ordering;
@@ -42,6 +44,7 @@ pub struct MemoryStore {
     /// Process-wide. A decision locks the shards of its charges, in ascending order.
     shards: Box<[Mutex<CounterShard>]>,
     usage: MemoryUsage,
+    overrides: OverrideTable,
 }
 
 /// Up to this number of keys there is one shard.
@@ -63,6 +66,7 @@ impl MemoryStore {
             settings,
             shards: (0..shards).map(|_| Mutex::default()).collect(),
             usage: MemoryUsage::default(),
+            overrides: OverrideTable::default(),
         }
     }
 
@@ -73,6 +77,60 @@ impl MemoryStore {
 
     /// Like [`MemoryStore::decide`], for a caller that has just read the clock.
     pub fn decide_at(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
+        let is_dynamic = charges.iter().any(|charge| charge.dynamic.is_some());
+        if is_dynamic && let Some(overridden) = self.find_overrides(charges, requested_at) {
+            let limited = overridden.limited_charges(charges);
+            let (positions, limited): (SmallVec<[_; 4]>, SmallVec<[_; 4]>) =
+                limited.into_iter().unzip();
+            let decision = self.decide_by_limits(&limited, requested_at);
+            return overridden.complete_decision(&positions, decision);
+        }
+        self.decide_by_limits(charges, requested_at)
+    }
+
+    /// The overrides of the keys of charges. All charges of a key get the same one.
+    fn find_overrides(
+        &self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> Option<OverriddenCharges> {
+        let now_us = self.clock.instant_to_unix_us(requested_at);
+        let overrides = self.overrides.read();
+        OverriddenCharges::resolve(charges, |charge| {
+            let stored = overrides.get(&charge.key.id())?;
+            let is_current = !stored.is_expired(now_us);
+            is_current.then(|| stored.rule.for_charge(charge)).flatten()
+        })
+    }
+
+    /// Sets the override of a key. Returns whether there was room for it.
+    pub fn set_override(&self, stored: StoredOverride) -> bool {
+        self.overrides.insert(stored, self.clock.now_us())
+    }
+
+    /// Removes the override of a key. Returns the removed one.
+    pub fn remove_override(&self, key: &Key) -> Option<StoredOverride> {
+        self.overrides.remove(key.id(), self.clock.now_us())
+    }
+
+    /// The override of a key.
+    pub fn find_override(&self, key: &Key) -> Option<StoredOverride> {
+        let overrides = self.overrides.read();
+        let stored = overrides.get(&key.id())?;
+        (!stored.is_expired(self.clock.now_us())).then(|| stored.clone())
+    }
+
+    /// All overrides, in no order.
+    pub fn list_overrides(&self) -> Vec<StoredOverride> {
+        let now_us = self.clock.now_us();
+        let overrides = self.overrides.read();
+        let current = overrides
+            .values()
+            .filter(|stored| !stored.is_expired(now_us));
+        current.cloned().collect()
+    }
+
+    fn decide_by_limits(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let mut locked = self.lock_shards(charges);
         let now_us = locked.advance_clock(requested_at);
 

@@ -12,6 +12,7 @@ mod memory;
 mod partial_decision;
 pub mod redis;
 mod settlements;
+mod stored_override;
 
 pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlotAction};
 pub use decision_source::DecisionSource;
@@ -20,6 +21,7 @@ pub use leases::LeasePool;
 pub use memory::{MemorySettings, MemoryStore};
 pub use partial_decision::{DecisionFailure, PartialDecision};
 pub use settlements::SettlementQueue;
+pub use stored_override::{MAX_REMARK_BYTES, StoredOverride};
 
 use crate::limiter::{Amendment, Key, Limit};
 use deny_cache::DenyCache;

@@ -79,6 +79,8 @@ mod memory_store;
 mod migration;
 mod migration_products;
 mod otlp_metrics;
+mod overrides;
+mod overrides_model;
 mod path_normalization;
 mod problems;
 mod prometheus;

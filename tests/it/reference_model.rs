@@ -81,6 +81,7 @@ impl NaiveModel {
                 remaining: self.remaining_at(charge, self.now_us(clock_us, charge)),
                 next_growth_us: self.next_growth_us(clock_us, charge),
                 refusal,
+                in_effect: None,
             });
         Decision {
             now_us: clock_us,
@@ -599,7 +600,8 @@ mod hand_computed {
             LimitStatus {
                 remaining: 2,
                 next_growth_us: Some(BASE_US + 100),
-                refusal: None
+                refusal: None,
+                in_effect: None
             }
         );
         assert_eq!(fixture.decide(BASE_US + 10, 2).remaining, 0);
@@ -717,6 +719,7 @@ mod hand_computed {
             remaining: 0,
             next_growth_us: Some(BASE_US + 510),
             refusal,
+            in_effect: None,
         };
         assert_eq!(first_rejection.statuses[0], Some(blocked(None)));
         let until = Some(Refusal::Until(BASE_US + 510));
@@ -809,6 +812,7 @@ mod hand_computed {
             remaining: 0,
             next_growth_us: None,
             refusal: Some(Refusal::Never),
+            in_effect: None,
         };
         assert_eq!(fixture.decide(BASE_US, 1), never);
         assert_eq!(fixture.decide(BASE_US, 0), never);

@@ -77,6 +77,7 @@ pub(super) fn build_quota(
         cost: cost?,
         limits: limits?,
         overrides,
+        is_dynamic: reader.get_bool("dynamic").unwrap_or(false),
     };
     Some(Quota {
         lease: lease::build_lease(reader, &quota, mode, context.uses_memory_store),

@@ -115,6 +115,7 @@ pub(super) fn reject_quota_keys(reader: &TableReader<'_>, action: &str) -> Optio
         "missing_key",
         "on_store_failure",
         "override",
+        "dynamic",
     ] {
         if reader.contains_key(key) {
             reader.report_error(

@@ -70,6 +70,12 @@ pub(super) fn check_shards<'a>(
             );
         }
     }
+    if reader.get_bool("dynamic") == Some(true) {
+        reader.report_error(
+            "dynamic",
+            "an override stands beside one counter, and the shards are in other slots; expected false, or no shards",
+        );
+    }
     if reader.contains_key("lease") {
         reader.report_error(
             "lease",

@@ -334,7 +334,8 @@ fn join_header_lines<'v>(
 /// Joins the lines of `Cookie` into one: HTTP/2 allows several, HTTP/1.1 only one (RFC 9113,
 /// 8.2.3).
 fn join_cookie_lines(headers: &mut HeaderMap) {
-    if headers.get_all(header::COOKIE).iter().nth(1).is_some() {
+    let has_repeated_header = headers.len() > headers.keys_len();
+    if has_repeated_header && headers.get_all(header::COOKIE).iter().nth(1).is_some() {
         let joined = join_header_lines(headers.get_all(header::COOKIE).iter(), b"; ");
         headers.insert(header::COOKIE, joined);
     }
@@ -345,20 +346,21 @@ fn join_cookie_lines(headers: &mut HeaderMap) {
 /// `X-Real-IP` and the configured address header, if present, are set to the peer's address,
 /// because upstreams may read them.
 fn remove_or_overwrite_untrusted_headers(headers: &mut HeaderMap, hop: &ForwardingContext<'_>) {
-    let forwarding_headers: SmallVec<[HeaderName; 4]> = headers
-        .keys()
-        .filter(|name| **name == header::FORWARDED || name.as_str().starts_with("x-forwarded-"))
-        .cloned()
-        .collect();
-    for name in &forwarding_headers {
+    let mut removed: SmallVec<[HeaderName; 4]> = SmallVec::new();
+    let mut overwritten: SmallVec<[HeaderName; 2]> = SmallVec::new();
+    // One pass instead of a lookup of each name: all of them are usually absent.
+    for name in headers.keys() {
+        if *name == header::FORWARDED || name.as_str().starts_with("x-forwarded-") {
+            removed.push(name.clone());
+        } else if *name == X_REAL_IP || name == hop.ip_header {
+            overwritten.push(name.clone());
+        }
+    }
+    for name in &removed {
         headers.remove(name);
     }
-    for name in [&X_REAL_IP, hop.ip_header] {
-        // Looked up first because the header is usually absent; the entry API would reserve
-        // capacity.
-        if headers.contains_key(name) {
-            headers.insert(name, hop.peer.header_value.clone());
-        }
+    for name in overwritten {
+        headers.insert(name, hop.peer.header_value.clone());
     }
 }
 

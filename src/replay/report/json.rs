@@ -130,7 +130,7 @@ fn suggestion_to_json(suggestion: &LimitSuggestion) -> Value {
         })
     });
     json!({
-        "limit": limit.name,
+        "limit": &*limit.name,
         "now": limit.limit.requests,
         "per_seconds": micros_to_seconds(limit.limit.per_us),
         "drawn": proposal,

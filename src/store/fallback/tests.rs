@@ -479,6 +479,7 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
         remaining: 2,
         next_growth_us: None,
         refusal: None,
+        in_effect: None,
     };
     let admitted = Decision {
         now_us: START_US,
@@ -783,6 +784,7 @@ fn workers_that_enter_an_outage_at_once_never_exceed_the_share() {
         remaining: 2,
         next_growth_us: Some(START_US + PER_US),
         refusal: None,
+        in_effect: None,
     };
     let answer = Decision {
         now_us: START_US,

@@ -25,6 +25,8 @@ pub(super) struct LeaseCreditQueue {
 pub(super) struct LeasedCounters {
     pub key: Key,
     pub limits: SmallVec<[Limit; 2]>,
+    /// The limits in a credit.
+    credited_limits: SmallVec<[Limit; 2]>,
 }
 
 /// Unused units of a lease, to be credited to its counters.
@@ -61,10 +63,19 @@ impl LeaseCreditQueue {
 
 impl LeasedCounters {
     pub(super) fn from_charges(charges: &[Charge<'_>], key: &Key) -> Arc<Self> {
-        let limits = charges.iter().map(|charge| *charge.limit).collect();
+        // An override may have other amounts, also later ones. With a rate of 0, the debt of a bucket
+        // is paid back at the rate of its last charge.
+        let credited_limits = charges.iter().map(|charge| match charge.dynamic {
+            Some(_) => Limit {
+                requests: 0,
+                ..*charge.limit
+            },
+            None => *charge.limit,
+        });
         Arc::new(Self {
             key: key.clone(),
-            limits,
+            limits: charges.iter().map(|charge| *charge.limit).collect(),
+            credited_limits: credited_limits.collect(),
         })
     }
 }
@@ -75,7 +86,8 @@ impl LeaseCredit {
             units: self.units,
             at_us: self.store_end_us,
         };
-        self.counters.limits.iter().map(move |limit| Settlement {
+        let limits = self.counters.credited_limits.iter();
+        limits.map(move |limit| Settlement {
             limit,
             key: &self.counters.key,
             amendment,

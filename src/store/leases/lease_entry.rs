@@ -135,6 +135,7 @@ impl LeaseEntry {
             remaining: status.remaining.saturating_sub(answer.issued_units),
             next_growth_us: status.next_growth_us.map(|at_us| at_us.max(now_us)),
             refusal: None,
+            in_effect: status.in_effect,
         };
         Some(LeasePermit {
             counters: Arc::clone(&self.counters),

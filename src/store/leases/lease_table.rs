@@ -343,6 +343,7 @@ mod tests {
             remaining: 999,
             next_growth_us: None,
             refusal: None,
+            in_effect: None,
         };
         let grant = LeaseGrant {
             policy_number: 0,

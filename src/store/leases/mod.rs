@@ -26,7 +26,7 @@ mod lease_table;
 use super::redis::RedisStore;
 use super::{FLUSH_TIMEOUT, Settlement, StoreUnavailable};
 use crate::clock::Clock;
-use crate::limiter::{Charge, Decision, Limit};
+use crate::limiter::{Charge, Decision, DynamicLimitName, Limit};
 use clock_reading::ClockReading;
 use lease_credit::LeaseCredit;
 use lease_entry::LeasePermit;
@@ -200,10 +200,14 @@ impl LeasePool {
         };
         let (key, redis) = ((*key).clone(), redis.clone());
         let (lease, has_fallback) = (*lease, *has_fallback);
-        let limits: SmallVec<[Limit; 2]> = policy.iter().map(|charge| *charge.limit).collect();
+        let limits: SmallVec<[(Limit, Option<DynamicLimitName>); 2]> = policy
+            .iter()
+            .map(|charge| (*charge.limit, charge.dynamic.cloned()))
+            .collect();
         tokio::spawn(async move {
             let leases = &guard.leases;
-            let charges = limits.iter().map(|limit| Charge {
+            let charges = limits.iter().map(|(limit, dynamic)| Charge {
+                dynamic: dynamic.as_ref(),
                 lease,
                 requested_lease_units: units,
                 has_fallback,

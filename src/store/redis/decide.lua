@@ -1,8 +1,8 @@
 -- Decides requests one after the other, each as if it had come alone. Either all enforced charges
--- of a request are made, or none. Follows the files of the algorithms of its charges.
 -- of a request are made, or none. In a program, this file follows those of the algorithms.
 --
--- KEYS     one per charge, all different within a request
+-- KEYS     one per charge, all different within a request. In a program with overrides, then one
+--          more per charge: the key of its override; of a charge without overrides, its own key
 -- ARGV[1]  the time in us, for tests; empty: the server's TIME
 -- ARGV     then one text per charge, with fields separated by spaces:
 --            the letter of the algorithm
@@ -13,10 +13,13 @@
 --            of a policy: at most 1/divisor of the free units is granted
 --            capacity
 --            the period in us
---            the parameters of the algorithm
+--            the parameters of the algorithm; if overrides apply to the charge,
+--            `parameters|largest amount|max_delay in us|name of the limit`
 --            optional, for a request with one mergeable charge: how often it is repeated, above 1
 -- Reply    integers in one string, which costs half as much as an array: the time in us, then the
 --          first request on the same line, and each other request on its own line. Per charge:
+--            only if overrides apply to it: requests and burst of its override (-1 0: none, -2 0:
+--            unlimited, so nothing is charged, -3 0: blocked)
 --            refused until (us; 0: admitted, -1: never admitted, -2: unknown)
 --            remaining units
 --            when they next grow (us; 0: never or unknown)
@@ -30,7 +33,6 @@
 --          A request with an error wrote nothing: it reads everything before its first write, and
 --          Redis accepts all writes of a script after the first.
 
--- When the remaining units grow, or 0. Returns nil if the value is foreign.
 -- Returns when the remaining units next grow (us). 0: never or unknown; nil: the value is foreign.
 local function next_growth_time(release_time, state, capacity)
   if state.used_units == 0 or capacity == 0 then return 0 end
@@ -63,7 +65,6 @@ local function raise_foreign_key(n, err)
   error({ err = 'FOREIGN ' .. n })
 end
 
--- Charges by their text. Many charges of a batch have the same text.
 -- Parsed charges by their text. Many charges of a batch have the same text.
 local parsed_charges = {}
 local function parse_charge(text)
@@ -81,6 +82,14 @@ local function parse_charge(text)
     charge.cost, charge.requested_units, charge.ttl, charge.divisor =
       tonumber(units), tonumber(requested), tonumber(ttl), tonumber(divisor)
   end
+  -- section: overrides
+  local plain, max_amount, max_delay, limit_name = match(parameters, '^([^|]+)|(%d+)|(%d+)|(.+)$')
+  if plain then
+    charge.parameters, charge.limit_name = tonumber(plain) or plain, limit_name
+    charge.max_amount, charge.max_delay = tonumber(max_amount), tonumber(max_delay)
+    charge.letter, charge.override_words, charge.variants = letter, '-1 0 ', {}
+  end
+  -- end section
   -- A charge with a lease is not mergeable.
   charge.is_mergeable = rule.is_additive and options == 0 and charge.cost > 0 and not charge.requested_units
     and type(charge.parameters) == 'number'
@@ -88,8 +97,79 @@ local function parse_charge(text)
   return charge
 end
 
+-- section: overrides
+-- Overrides by their key, as far as this call has read them; false: none.
+local override_rules = {}
+
+-- Sets the capacity and the parameters of a charge to those of other amounts.
+local function set_amounts(charge, requests, burst)
+  charge.capacity = requests
+  if charge.letter == 't' then
+    charge.capacity = requests > 0 and burst or 0
+    local warm_up = type(charge.parameters) == 'string' and match(charge.parameters, '^%d+%+(%d+)%+')
+    charge.parameters = not warm_up and requests
+      or format('%d+%s+%d', requests, warm_up, burst - min(burst, max(1, math.floor(burst / 3))))
+  elseif charge.letter == 'd' then
+    local queue = charge.max_delay * requests
+    local rest = math.fmod(queue, charge.per)
+    charge.capacity = requests > 0 and (queue - rest) / charge.per + 1 or 0
+    charge.parameters = format('%d+%d', requests, rest)
+  end
+  charge.override_words = format('%d %d ', requests, burst)
+end
+
+-- The charge under the rule of an override: `*` unlimited, `!` blocked, else
+-- `name=requests[+burst],..`.
+local function make_variant(charge, rule)
+  local variant = {}
+  for name, value in pairs(charge) do variant[name] = value end
+  if rule == '*' then
+    variant.is_unlimited, variant.cost, variant.capacity, variant.override_words = true, 0, 0, '-2 0 '
+    variant.requested_units = charge.requested_units and 0
+  elseif not charge.rule.is_block and rule == '!' then
+    variant.capacity, variant.override_words = 0, '-3 0 '
+  elseif not charge.rule.is_block then
+    local _, last = string.find(',' .. rule, ',' .. charge.limit_name .. '=', 1, true)
+    local requests, burst = match(rule, '^(%d+)%+?(%d*)', last)
+    if requests then
+      set_amounts(variant, min(tonumber(requests), charge.max_amount),
+        min(tonumber(burst) or tonumber(requests), charge.max_amount))
+    end
+  end
+  return variant
+end
+
+-- The n-th charge under the override of its key, if it has one. Each decision reads the override,
+-- so a change holds from the next one.
+local function apply_override(n, first, charge)
+  if not charge.limit_name then return charge end
+  local key = KEYS[#ARGV - 1 + n]
+  local rule = override_rules[key]
+  if rule == nil then
+    local value = try('GET', key)
+    if type(value) == 'table' then raise_foreign_key(n - first + 1, value) end
+    rule = value and match(value, '^[^ @]+')
+    if rule == nil then raise_foreign_key(n - first + 1) end
+    override_rules[key] = rule
+  end
+  if not rule then return charge end
+  local variant = charge.variants[rule]
+  if not variant then
+    variant = make_variant(charge, rule)
+    charge.variants[rule] = variant
+  end
+  return variant
+end
+-- end section
+
 -- Decides a request with one mergeable charge, for all its repetitions.
 local function decide_mergeable(n, charge)
+  -- section: overrides
+  charge = apply_override(n, n, charge)
+  if charge.is_unlimited then
+    return '-2 0 0 0 0' .. (charge.repeat_count > 1 and ' ' .. charge.repeat_count or '')
+  end
+  -- end section
   local rule, cost, capacity, repeat_count = charge.rule, charge.cost, charge.capacity, charge.repeat_count
   local state, err = rule.read(KEYS[n], time, charge.per, charge.parameters)
   if not state then raise_foreign_key(1, err) end
@@ -107,6 +187,9 @@ local function decide_mergeable(n, charge)
   end
   if not (growth_us and until_us) then raise_foreign_key(1) end
   local answer = format('%d %d %d', until_us, max(0, capacity - state.used_units), growth_us)
+  -- section: overrides
+  answer = (charge.override_words or '') .. answer
+  -- end section
   return repeat_count == 1 and answer or answer .. ' ' .. admitted_count
 end
 
@@ -116,6 +199,7 @@ end
 local function grant_lease(entries, n, admitted)
   local first, next_n = entries[n].charge, n
   local units, last = admitted and first.requested_units or 0, time + first.ttl - 1
+  if units < 1 then return 0, 0 end
   while entries[next_n] and entries[next_n].charge.policy == first.policy do
     local charge, state = entries[next_n].charge, entries[next_n].state
     -- If the clock stepped back behind a state, the time until `last` is unknown.
@@ -143,13 +227,22 @@ local function decide_request(n, last)
   for index = n, last do
     local charge = parsed_charges[ARGV[index + 1]]
     local rule, policy = charge.rule, charge.policy
-    -- The state of a key may have a later time than `time`, from a clock that ran ahead. That later
-    -- time does not apply to the other keys.
-    local state, err = rule.read(KEYS[index], time, charge.per, charge.parameters)
-    if not state then raise_foreign_key(index - n + 1, err) end
-    local until_us = refused_until(rule.release_time, state, charge.cost, charge.capacity)
-    local growth_us = next_growth_time(rule.release_time, state, charge.capacity)
-    if not (until_us and growth_us) then raise_foreign_key(index - n + 1) end
+    local state, until_us, growth_us, err
+    -- section: overrides
+    charge = apply_override(index, n, charge)
+    if charge.is_unlimited then
+      state, until_us, growth_us = { used_units = 0, now = time }, 0, 0
+    end
+    -- end section
+    if not state then
+      -- The state of a key may have a later time than `time`, from a clock that ran ahead. That
+      -- later time does not apply to the other keys.
+      state, err = rule.read(KEYS[index], time, charge.per, charge.parameters)
+      if not state then raise_foreign_key(index - n + 1, err) end
+      until_us = refused_until(rule.release_time, state, charge.cost, charge.capacity)
+      growth_us = next_growth_time(rule.release_time, state, charge.capacity)
+      if not (until_us and growth_us) then raise_foreign_key(index - n + 1) end
+    end
     if until_us ~= 0 then
       is_refusing[policy] = true
       admitted = admitted and charge.is_shadow
@@ -192,13 +285,16 @@ local function decide_request(n, last)
       entry.growth_us = next_growth_time(charge.rule.release_time, state, charge.capacity)
       if state.delay and not charge.is_shadow then delay = max(delay, state.delay) end
     end
-    if has_clock_stepped_back and charge.rule.is_block and not is_changed then
+    if has_clock_stepped_back and charge.rule.is_block and not is_changed and not charge.is_unlimited then
       -- Alone, a block from a later time looks like one that began before a reload shortened it.
       state.now = state.ends_at - state.per
       entry.until_us = refused_until(charge.rule.release_time, state, charge.cost, charge.capacity)
       entry.growth_us = next_growth_time(charge.rule.release_time, state, charge.capacity)
     end
     words[index] = format('%d %d %d', entry.until_us, max(0, charge.capacity - state.used_units), entry.growth_us)
+    -- section: overrides
+    words[index] = (charge.override_words or '') .. words[index]
+    -- end section
     if charge.settles then
       words[index] = words[index] .. ' ' .. integer(entry.is_charged and (state.charged_at or state.now) or 0)
     end
@@ -216,7 +312,7 @@ local function decide_request(n, last)
   return table.concat(words, ' ')
 end
 
-local answers, n, count = {}, 1, #KEYS
+local answers, n, count = {}, 1, #ARGV - 1
 while n <= count do
   local text, last = ARGV[n + 1], n
   local charge = parsed_charges[text] or parse_charge(text)

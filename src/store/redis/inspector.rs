@@ -18,7 +18,7 @@ const KEYS_PER_SCAN_STEP: u64 = 256;
 /// Maximum number of counters read per call.
 const MAX_COUNTERS_PER_CALL: usize = 64;
 /// Timeout of a call: an operator can wait longer than a request.
-const CALL_TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reads and resets counters over its own connection.
 #[derive(Debug)]
@@ -235,8 +235,20 @@ impl CounterInspector {
         }
     }
 
+    pub(super) fn scripts(&self) -> &ScriptLibrary {
+        &self.0.context.scripts
+    }
+
+    pub(super) fn master_connections(&self) -> Vec<Result<Arc<LiveConnection>, RedisErrorKind>> {
+        self.0.master_connections()
+    }
+
     /// Runs a command about keys of one slot.
-    async fn run_command(&self, keys: &[String], command: &Cmd) -> Result<Value, RedisErrorKind> {
+    pub(super) async fn run_command(
+        &self,
+        keys: &[String],
+        command: &Cmd,
+    ) -> Result<Value, RedisErrorKind> {
         let first = keys.first().map_or("", String::as_str);
         let hash_slot = self.0.context.hash_slot_for_name(first);
         let deadline = Instant::now() + CALL_TIMEOUT;

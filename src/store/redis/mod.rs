@@ -32,6 +32,7 @@ mod inspector;
 mod member_list;
 mod membership;
 mod node;
+mod override_access;
 mod routing;
 mod script_batch;
 mod scripts;

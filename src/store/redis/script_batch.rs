@@ -35,6 +35,7 @@ struct EncodedCharge {
     key_range: Range<usize>,
     argument_range: Range<usize>,
     request_index: usize,
+    is_dynamic: bool,
 }
 
 #[derive(Debug)]
@@ -94,6 +95,7 @@ impl DecisionBatch {
                 key_range: start..key_end,
                 argument_range: key_end..self.encoded_text.len(),
                 request_index,
+                is_dynamic: charge.dynamic.is_some(),
             };
             self.encoded_charges.push(encoded);
         }
@@ -147,6 +149,18 @@ impl DecisionBatch {
             script.start_evalsha_command(self.script_flags, repeated_charges().count());
         for (charge, _) in repeated_charges() {
             command.write_arg(text(&charge.key_range));
+        }
+        if scripts::has_overrides(self.script_flags) {
+            let mut override_key = String::with_capacity(96);
+            for (charge, _) in repeated_charges() {
+                if charge.is_dynamic {
+                    override_key.clear();
+                    script.push_override_key(&mut override_key, charge.key_id);
+                    command.write_arg(override_key.as_bytes());
+                } else {
+                    command.write_arg(text(&charge.key_range));
+                }
+            }
         }
         scripts::push_time_argument(&mut command, time_us);
         let mut argument = Vec::with_capacity(64);

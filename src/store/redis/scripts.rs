@@ -9,7 +9,8 @@ use crate::limiter::{Charge, KeyBuilder, Limit};
 use crate::store::Settlement;
 use arguments::push_settlement_arguments;
 use program::{
-    LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm, program_flags_for_charges,
+    LuaProgram, OVERRIDE_FLAG, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm,
+    program_flags_for_charges,
 };
 use redis::{Cmd, RedisWrite};
 use std::sync::OnceLock;
@@ -69,6 +70,16 @@ impl ScriptLibrary {
             self.push_counter_key(&mut key, charge);
             command.write_arg(key.as_bytes());
         }
+        if charges.iter().any(|charge| charge.dynamic.is_some()) {
+            for charge in charges {
+                key.clear();
+                match charge.dynamic {
+                    Some(_) => self.push_override_key(&mut key, charge.key.id()),
+                    None => self.push_counter_key(&mut key, charge),
+                }
+                command.write_arg(key.as_bytes());
+            }
+        }
         push_time_argument(&mut command, time_us);
         write_charge_arguments(&mut command, charges, |charge| charge.limit.requests);
         command
@@ -120,14 +131,24 @@ impl ScriptLibrary {
     pub(super) fn start_evalsha_command(&self, flags: usize, count: usize) -> Cmd {
         let mut command =
             Cmd::with_capacity(4 + count * (1 + MAX_ARGS_PER_CHARGE), 64 + count * 224);
+        // A program with overrides has two keys per charge.
+        let key_count = match flags & OVERRIDE_FLAG {
+            0 => count,
+            _ => 2 * count,
+        };
         command.write_arg(b"EVALSHA");
         let sha = self
             .program_for_flags(flags)
             .map_or("", |program| &program.sha);
         command.write_arg(sha.as_bytes());
-        command.write_arg(itoa::Buffer::new().format(count).as_bytes());
+        command.write_arg(itoa::Buffer::new().format(key_count).as_bytes());
         command
     }
+}
+
+/// Whether the program with these flags applies overrides of keys.
+pub(super) fn has_overrides(flags: usize) -> bool {
+    flags & OVERRIDE_FLAG != 0
 }
 
 /// Writes the arguments of the charges of one request.

@@ -10,7 +10,7 @@ use tidegate::limiter::{
     Algorithm, Amendment, Charge, Decision, Key, Limit, MAX_UNITS, MAX_WARM_UP_US, Refusal,
 };
 use tidegate::store::redis::ScriptLibrary;
-use tidegate::store::{MemorySettings, MemoryStore, Settlement};
+use tidegate::store::{MemorySettings, MemoryStore, Settlement, StoredOverride};
 use tokio::runtime::{Builder, Runtime};
 
 /// In the year 2100, so far ahead that no key of Redis expires while a test advances the clock.
@@ -87,6 +87,23 @@ impl StoreUnderTest {
                 let reply = there.run_script(|script| script.decide_command(charges, Some(at_us)));
                 ScriptLibrary::parse_decision_reply(&reply, charges)
                     .unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
+            }
+        }
+    }
+
+    /// Sets or removes the override of a key.
+    pub fn change_override(&mut self, key: &Key, stored: Option<&StoredOverride>) {
+        match self {
+            Self::Memory { store, .. } => match stored {
+                Some(stored) => assert!(store.set_override(stored.clone())),
+                None => drop(store.remove_override(key)),
+            },
+            Self::Redis(there) => {
+                let name = there.script.override_key(key);
+                self.command::<()>(match stored {
+                    Some(stored) => redis::cmd("SET").arg(name).arg(stored.to_text()).clone(),
+                    None => redis::cmd("DEL").arg(name).clone(),
+                });
             }
         }
     }

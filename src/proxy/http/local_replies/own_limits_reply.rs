@@ -84,8 +84,8 @@ fn limit_to_json(reported: &LimitReport<'_>, now_us: u64) -> Value {
     let window = Duration::from_micros(named.limit.per_us);
     let reset_us = reported.status.next_growth_us;
     json!({
-        "name": named.name,
-        "quota": named.limit.capacity(),
+        "name": &*named.name,
+        "quota": reported.limit_in_effect().capacity(),
         "window_s": has_window.then_some(window.as_secs_f64()),
         "unit": named.unit,
         "remaining": reported.status.remaining,

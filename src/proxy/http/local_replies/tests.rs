@@ -128,6 +128,7 @@ fn rejections_carry_rate_limit_headers() {
         remaining: 0,
         next_growth_us: Some(7),
         refusal: Some(Refusal::Until(42_000_000)),
+        in_effect: None,
     };
     let reported = crate::enforcer::LimitReport {
         limit: &limit,

@@ -28,7 +28,7 @@ pub(super) fn write_legacy_headers(
     let reset_s = reset_us.saturating_sub(from_us).div_ceil(SECOND_US);
     headers.insert(
         &LEGACY_LIMIT,
-        integer_header_value(tightest.limit.limit.capacity()),
+        integer_header_value(tightest.limit_in_effect().capacity()),
     );
     headers.insert(
         &LEGACY_REMAINING,
@@ -63,7 +63,7 @@ fn find_tightest_limit<'a, 't>(limits: &'a [LimitReport<'t>]) -> Option<&'a Limi
 fn compare_tightness(one: &LimitReport<'_>, two: &LimitReport<'_>) -> Ordering {
     let refusal_of = |reported: &LimitReport<'_>| reported.status.refusal;
     let scaled_remaining = |limit: &LimitReport<'_>, other: &LimitReport<'_>| {
-        u128::from(limit.status.remaining) * u128::from(other.limit.limit.capacity().max(1))
+        u128::from(limit.status.remaining) * u128::from(other.limit_in_effect().capacity().max(1))
     };
     refusal_of(one)
         .cmp(&refusal_of(two))

@@ -63,7 +63,7 @@ pub(super) fn is_structured_dictionary(value: &HeaderValue) -> bool {
 fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &LimitReport<'_>) {
     let named_limit = reported.limit;
     push_item_name(out, index, &named_limit.name);
-    push_integer_parameter(out, b";q=", named_limit.limit.capacity());
+    push_integer_parameter(out, b";q=", reported.limit_in_effect().capacity());
     // `w` is the window in whole seconds: omitted below one second, otherwise rounded up, so that
     // the header never promises more quota.
     let has_window = !matches!(named_limit.limit.algorithm, Algorithm::Concurrency { .. });

@@ -42,6 +42,7 @@ fn build_reported_limit(
             remaining,
             next_growth_us: grows_at_us,
             refusal: None,
+            in_effect: None,
         },
         key_id: 7,
     }
@@ -62,6 +63,7 @@ fn build_reported_refusing_limit(
             remaining,
             next_growth_us: grows_at_us,
             refusal: Some(refusal),
+            in_effect: None,
         },
         key_id: 7,
     }

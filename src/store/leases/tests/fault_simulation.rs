@@ -116,6 +116,7 @@ struct SimulatedInstance {
     cost: u64,
 }
 
+#[allow(clippy::large_enum_variant, reason = "few events at a time")]
 enum FaultSimulationEvent {
     Request {
         instance: usize,

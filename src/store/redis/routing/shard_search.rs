@@ -236,6 +236,7 @@ fn merge_shard_statuses(
         remaining: one.remaining.max(other.remaining),
         next_growth_us: earlier(one.next_growth_us, other.next_growth_us),
         refusal,
+        in_effect: one.in_effect,
     })
 }
 
@@ -249,6 +250,7 @@ mod tests {
             remaining: 1,
             next_growth_us: Some(at_us),
             refusal: Some(Refusal::Until(at_us)),
+            in_effect: None,
         };
         Decision {
             now_us,

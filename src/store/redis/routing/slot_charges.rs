@@ -1,6 +1,6 @@
 //! Divides a request with charges in several slots.
 
-use crate::limiter::{Charge, Key, Limit};
+use crate::limiter::{Charge, DynamicLimitName, Key, Limit};
 use crate::store::redis::hash_slot::hash_slot_for_key;
 use smallvec::SmallVec;
 
@@ -24,6 +24,7 @@ pub(super) struct OwnedCharge {
     counts_rejected: bool,
     fails_closed: bool,
     slot_id: u128,
+    dynamic: Option<DynamicLimitName>,
 }
 
 impl HashSlotCharges {
@@ -107,6 +108,7 @@ impl OwnedCharge {
             counts_rejected: charge.counts_rejected,
             fails_closed: charge.fails_closed,
             slot_id: charge.slot_id,
+            dynamic: charge.dynamic.cloned(),
         }
     }
 
@@ -119,6 +121,7 @@ impl OwnedCharge {
             counts_rejected: self.counts_rejected,
             is_estimate: true,
             slot_id: self.slot_id,
+            dynamic: self.dynamic.as_ref(),
             ..Charge::new(&self.limit, &self.key, self.cost)
         }
     }

@@ -8,7 +8,7 @@
 use super::router::RedisRouter;
 use super::slot_charges::HashSlotCharges;
 use crate::limiter::{
-    Algorithm, Amendment, Charge, ChargeEffect, Decision, LimitStatus, determine_effect,
+    Algorithm, Amendment, Charge, ChargeEffect, Decision, Limit, LimitStatus, determine_effect,
 };
 use crate::store::redis::error::RedisErrorKind;
 use crate::store::{PartialDecision, Settlement};
@@ -32,6 +32,8 @@ struct SplitChargeOutcome<'a> {
     /// The index of the charge in the request.
     position: usize,
     charge: Charge<'a>,
+    /// The limit that the part has decided.
+    limit: Limit,
     /// The clock of the part's server.
     now_us: u64,
     status: Option<LimitStatus>,
@@ -94,7 +96,7 @@ impl SplitChargeOutcome<'_> {
             _ => return None,
         };
         Some(Settlement {
-            limit: self.charge.limit,
+            limit: &self.limit,
             key: self.charge.key,
             amendment,
         })
@@ -241,11 +243,15 @@ fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
     for DecidedPart { part, answer } in decided {
         let Ok(answer) = answer else { continue };
         for (nth, charge) in part.charges.iter().enumerate() {
+            let status = answer.statuses.get(nth).copied().flatten();
+            let position = charge.position;
+            let charge = charge.to_creditable_charge();
             outcomes.push(SplitChargeOutcome {
-                position: charge.position,
-                charge: charge.to_creditable_charge(),
+                position,
+                limit: status.map_or(*charge.limit, |status| status.limit_in_effect(charge.limit)),
+                charge,
                 now_us: answer.now_us,
-                status: answer.statuses.get(nth).copied().flatten(),
+                status,
                 charged_at_us: answer.charged_at_us.get(nth).copied().flatten(),
                 effect: ChargeEffect::NoChange,
             });
@@ -301,7 +307,7 @@ fn merge_decisions(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Key, KeyBuilder, Limit, Refusal};
+    use crate::limiter::{Key, KeyBuilder, Refusal};
 
     const SLIDING_LOG_LIMIT: Limit = Limit {
         requests: 9,
@@ -323,6 +329,7 @@ mod tests {
             remaining: 3,
             next_growth_us: Some(now_us + 500),
             refusal: None,
+            in_effect: None,
         };
         Decision {
             now_us,

@@ -45,6 +45,18 @@ pub(in crate::store::redis) fn push_charge_argument(
     }
     text.push(' ');
     push_algorithm_parameters(text, charge.limit, rate, charge.slot_id);
+    if let Some(limit_name) = charge.dynamic {
+        let max_delay_us = match charge.limit.algorithm {
+            Algorithm::LeakyBucket { max_delay_us } => max_delay_us,
+            _ => 0,
+        };
+        for value in [charge.limit.max_amount(), max_delay_us] {
+            text.push('|');
+            text.push_str(number.format(value));
+        }
+        text.push('|');
+        text.push_str(limit_name);
+    }
 }
 
 pub(super) fn push_settlement_arguments(command: &mut Cmd, settlement: &Settlement<'_>) {

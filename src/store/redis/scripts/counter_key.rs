@@ -1,10 +1,13 @@
 //! The keys of counters and of the membership sets in Redis.
 
 use super::ScriptLibrary;
-use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
+use crate::limiter::{Algorithm, Charge, Key, Limit, MAX_UNITS};
 
 /// A readable part of a key longer than this many bytes is left out.
 const MAX_READABLE_KEY_BYTES: usize = 64;
+
+/// The end of the key of an override, after the id of the key that it is for.
+const OVERRIDE_KEY_END: &str = "}:override";
 
 impl ScriptLibrary {
     /// The Redis key of a charge's counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
@@ -64,6 +67,35 @@ impl ScriptLibrary {
             key.push('+');
             key.push_str(number.format(variant));
         }
+    }
+
+    /// The Redis key of the override of a key.
+    pub fn override_key(&self, key: &Key) -> String {
+        let mut text = String::new();
+        self.push_override_key(&mut text, key.id());
+        text
+    }
+
+    /// Appends the Redis key of the override of a key: `<prefix>:v1:{<hash>}:override`, in the slot
+    /// of the key's counters.
+    pub(in crate::store::redis) fn push_override_key(&self, text: &mut String, key_id: u128) {
+        text.push_str(&self.counter_key_prefix);
+        push_hex_id(text, key_id);
+        text.push_str(OVERRIDE_KEY_END);
+    }
+
+    /// Parses the Redis key of an override: the id of its key.
+    pub(in crate::store::redis) fn parse_override_key(&self, key: &str) -> Option<u128> {
+        let id = key
+            .strip_prefix(&self.counter_key_prefix)?
+            .strip_suffix(OVERRIDE_KEY_END)?;
+        u128::from_str_radix(id, 16).ok().filter(|_| id.len() == 32)
+    }
+
+    /// The `SCAN` pattern for all overrides.
+    pub(in crate::store::redis) fn override_scan_pattern(&self) -> String {
+        let all = self.scan_pattern(None);
+        format!("{all}{OVERRIDE_KEY_END}")
     }
 
     /// Parses the key of a counter: its readable part, and a limit with its algorithm and period.

@@ -21,14 +21,17 @@ const ALGORITHM_SOURCES: [&str; 7] = [
 ];
 
 /// Flags for the purposes of a program, above the bits of its algorithms: `SETTLE_FLAG` settles
-/// charges, `COUNT_REJECTED_FLAG` counts rejected requests, `LEASE_FLAG` grants leases.
+/// charges, `COUNT_REJECTED_FLAG` counts rejected requests, `LEASE_FLAG` grants leases,
+/// `OVERRIDE_FLAG` applies overrides of keys.
 pub(super) const SETTLE_FLAG: usize = 1 << ALGORITHM_SOURCES.len();
 
 const COUNT_REJECTED_FLAG: usize = SETTLE_FLAG << 1;
 
 const LEASE_FLAG: usize = COUNT_REJECTED_FLAG << 1;
 
-pub(super) const PROGRAM_COUNT: usize = LEASE_FLAG << 1;
+pub(in crate::store::redis) const OVERRIDE_FLAG: usize = LEASE_FLAG << 1;
+
+pub(super) const PROGRAM_COUNT: usize = OVERRIDE_FLAG << 1;
 
 impl LuaProgram {
     pub(super) fn new(flags: usize) -> Self {
@@ -64,6 +67,7 @@ fn strip_source(source: &str, flags: usize) -> String {
             "-- section: settlements" => is_included = flags & SETTLE_FLAG != 0,
             "-- section: rejected charges" => is_included = flags & COUNT_REJECTED_FLAG != 0,
             "-- section: leases" => is_included = flags & LEASE_FLAG != 0,
+            "-- section: overrides" => is_included = flags & OVERRIDE_FLAG != 0,
             "-- end section" => is_included = true,
             line if is_included && !line.is_empty() && !line.starts_with("--") => {
                 text.push_str(line);
@@ -101,6 +105,9 @@ pub(in crate::store::redis) fn program_flags_for_charge(charge: &Charge<'_>) -> 
     }
     if charge.requested_lease().is_some() {
         flags |= LEASE_FLAG;
+    }
+    if charge.dynamic.is_some() {
+        flags |= OVERRIDE_FLAG;
     }
     flags
 }

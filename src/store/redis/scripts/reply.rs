@@ -2,7 +2,8 @@
 
 use super::ScriptLibrary;
 use crate::limiter::{
-    Algorithm, Charge, Decision, LeaseGrant, LeaseTerms, Limit, LimitStatus, Refusal,
+    Algorithm, Charge, Decision, LeaseGrant, LeaseTerms, Limit, LimitStatus, OverrideInEffect,
+    Refusal,
 };
 use redis::Value;
 use smallvec::SmallVec;
@@ -46,15 +47,7 @@ impl ScriptLibrary {
         let has_estimates = charges.iter().any(|charge| charge.is_estimate);
         let mut charged_at_us = SmallVec::new();
         for charge in charges {
-            let mut status = parse_limit_status(
-                charge.limit,
-                charge.cost,
-                now_us,
-                [next_number()?, next_number()?, next_number()?],
-            )?;
-            if position.total > 1 {
-                status = derive_caller_status(position, status, charge, next_number()?)?;
-            }
+            let status = parse_charge_status(charge, now_us, position, &mut next_number)?;
             if has_estimates {
                 charged_at_us.push(if charge.is_estimate {
                     parse_charged_at_us(now_us, next_number()?)?
@@ -133,6 +126,49 @@ pub(in crate::store::redis) fn parse_now_us(text: &str) -> Option<u64> {
     to_time_us(text.parse().ok()?).filter(|now_us| *now_us > 0)
 }
 
+/// Parses the status of one charge for one of its callers.
+fn parse_charge_status(
+    charge: &Charge<'_>,
+    now_us: u64,
+    position: CallerPosition,
+    mut next_number: impl FnMut() -> Option<i64>,
+) -> Option<LimitStatus> {
+    let in_effect = match charge.dynamic {
+        Some(_) => parse_override([next_number()?, next_number()?])?,
+        None => None,
+    };
+    let limit = charge.limit.with_override(in_effect);
+    let numbers = [next_number()?, next_number()?, next_number()?];
+    let admitted = match position.total > 1 {
+        true => Some(next_number()?),
+        false => None,
+    };
+    if in_effect == Some(OverrideInEffect::Unlimited) {
+        return Some(LimitStatus::UNLIMITED);
+    }
+    let mut status = parse_limit_status(&limit, charge.cost, now_us, numbers)?;
+    if let Some(admitted) = admitted {
+        status = derive_caller_status(position, status, (&limit, charge.cost), admitted)?;
+    }
+    Some(LimitStatus {
+        in_effect,
+        ..status
+    })
+}
+
+/// Parses the override of a charge; `Some(None)` without one. Returns `None` for impossible values.
+fn parse_override([requests, burst]: [i64; 2]) -> Option<Option<OverrideInEffect>> {
+    Some(match (requests, burst) {
+        (-1, 0) => None,
+        (-2, 0) => Some(OverrideInEffect::Unlimited),
+        (-3, 0) => Some(OverrideInEffect::Blocked),
+        _ => Some(OverrideInEffect::Amounts {
+            requests: u64::try_from(requests).ok()?,
+            burst: u64::try_from(burst).ok()?,
+        }),
+    })
+}
+
 /// Parses the numbers of one charge. Returns `None` for impossible values, which must not take
 /// effect.
 fn parse_limit_status(
@@ -166,6 +202,7 @@ fn parse_limit_status(
         remaining,
         next_growth_us,
         refusal,
+        in_effect: None,
     })
 }
 
@@ -185,7 +222,7 @@ fn parse_charged_at_us(now_us: u64, number: i64) -> Option<Option<u64>> {
 fn derive_caller_status(
     position: CallerPosition,
     last_status: LimitStatus,
-    charge: &Charge<'_>,
+    (limit, cost): (&Limit, u64),
     admitted: i64,
 ) -> Option<LimitStatus> {
     let admitted = u32::try_from(admitted)
@@ -199,8 +236,8 @@ fn derive_caller_status(
     };
     let remaining = last_status
         .remaining
-        .checked_add(charge.cost.checked_mul(callers_after.into())?)?;
-    let is_possible = remaining <= charge.limit.capacity();
+        .checked_add(cost.checked_mul(callers_after.into())?)?;
+    let is_possible = remaining <= limit.capacity();
     is_possible.then_some(LimitStatus {
         remaining,
         refusal: None,

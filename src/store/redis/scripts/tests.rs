@@ -169,7 +169,8 @@ fn a_script_reply_of_impossible_form_is_rejected() {
         [Some(LimitStatus {
             remaining: 4,
             next_growth_us: Some(2000),
-            refusal: None
+            refusal: None,
+            in_effect: None
         })]
     );
     assert!(!read("1000 1500 0 1500").unwrap().admitted);

@@ -1,0 +1,260 @@
+//! Overrides of keys as operators enter and read them: checks against the policies, and JSON.
+
+use super::key_status::{KeyLookupError, find_limiting_policy};
+use crate::config::parse_duration;
+use crate::limiter::{Algorithm, KeyOverride, LimitAmounts};
+use crate::policy::{NamedLimit, PolicyTable};
+use crate::replay::parse_rfc3339;
+use crate::store::{MAX_REMARK_BYTES, StoredOverride};
+use serde_json::{Map, Value, json};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+
+/// An override as it was entered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct OverrideInput {
+    pub(crate) policy: String,
+    /// The values of the key in order; empty for an absent one.
+    pub(crate) values: Vec<String>,
+    pub(crate) limits: Vec<LimitInput>,
+    pub(crate) is_unlimited: bool,
+    pub(crate) is_blocked: bool,
+    pub(crate) expires_at_ms: Option<u64>,
+    pub(crate) note: Option<String>,
+    pub(crate) author: Option<String>,
+}
+
+/// The amounts of one limit as they were entered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct LimitInput {
+    /// `None`: the only limit of the key.
+    pub(crate) name: Option<String>,
+    pub(crate) requests: u64,
+    pub(crate) burst: Option<u64>,
+}
+
+/// Checks an override against the policies, and converts it to the form of the store.
+///
+/// # Errors
+/// If the policy is not dynamic, or the values do not fit its key, or the amounts its limits.
+pub(crate) fn resolve_override(
+    table: &PolicyTable,
+    input: &OverrideInput,
+    now_us: u64,
+) -> Result<StoredOverride, KeyLookupError> {
+    let (policy, quota) = find_limiting_policy(table, &input.policy)?;
+    let name = &policy.name;
+    let invalid = KeyLookupError::InvalidValues;
+    if !quota.is_dynamic {
+        return Err(invalid(format!(
+            "policy {name} has no overrides in the store; expected dynamic = true in its table"
+        )));
+    }
+    let (key, limits) = quota
+        .key_and_limits_for_listed_values(name, &input.values, &table.client, &table.path)
+        .map_err(invalid)?;
+    let kinds = [
+        input.is_unlimited,
+        input.is_blocked,
+        !input.limits.is_empty(),
+    ];
+    let rule = match kinds {
+        [true, false, false] => KeyOverride::Unlimited,
+        [false, true, false] => KeyOverride::Blocked,
+        [false, false, true] => resolve_limits(name, limits, &input.limits).map_err(invalid)?,
+        _ => {
+            return Err(invalid(
+                "expected exactly one of requests, unlimited and blocked".to_owned(),
+            ));
+        }
+    };
+    if input
+        .expires_at_ms
+        .is_some_and(|at_ms| at_ms <= now_us / 1000)
+    {
+        return Err(invalid("the expiry is in the past".to_owned()));
+    }
+    Ok(StoredOverride {
+        key,
+        rule,
+        expires_at_ms: input.expires_at_ms,
+        author: check_remark("author", input.author.as_deref()).map_err(invalid)?,
+        note: check_remark("note", input.note.as_deref()).map_err(invalid)?,
+    })
+}
+
+fn resolve_limits(
+    policy: &str,
+    limits: &[NamedLimit],
+    entered: &[LimitInput],
+) -> Result<KeyOverride, String> {
+    let names = || {
+        limits
+            .iter()
+            .map(|named| &*named.name)
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    let mut amounts: Vec<LimitAmounts> = Vec::new();
+    for LimitInput {
+        name,
+        requests,
+        burst,
+    } in entered
+    {
+        let named = match (name, limits) {
+            (None, [only]) => only,
+            (None, _) => {
+                return Err(format!(
+                    "the limits of {policy} are {}; expected the name of one of them",
+                    names()
+                ));
+            }
+            (Some(name), _) => limits
+                .iter()
+                .find(|named| *named.name == **name)
+                .ok_or_else(|| format!("unknown limit {name:?}; expected one of {}", names()))?,
+        };
+        let is_bucket = matches!(named.limit.algorithm, Algorithm::TokenBucket { .. });
+        if burst.is_some() && !is_bucket {
+            return Err(format!(
+                "burst: the limit {} is no token_bucket; expected no burst",
+                named.name
+            ));
+        }
+        if *burst == Some(0) {
+            return Err("burst: 0; expected at least 1".to_owned());
+        }
+        let max_amount = named.limit.max_amount();
+        if (*requests).max(burst.unwrap_or(0)) > max_amount {
+            return Err(format!(
+                "the limit {} counts exactly up to {max_amount}; expected at most that",
+                named.name
+            ));
+        }
+        if amounts.iter().any(|other| *other.limit == *named.name) {
+            return Err(format!("the limit {} is given twice", named.name));
+        }
+        amounts.push(LimitAmounts {
+            limit: (*named.name).into(),
+            requests: *requests,
+            burst: *burst,
+        });
+    }
+    Ok(KeyOverride::Limits(amounts))
+}
+
+fn check_remark(field: &str, text: Option<&str>) -> Result<Option<Box<str>>, String> {
+    let text = text.map(str::trim).filter(|text| !text.is_empty());
+    if text.is_some_and(|text| text.chars().any(char::is_control)) {
+        return Err(format!(
+            "{field}: expected one line without control characters"
+        ));
+    }
+    if text.is_some_and(|text| text.len() > MAX_REMARK_BYTES) {
+        return Err(format!(
+            "{field}: expected at most {MAX_REMARK_BYTES} bytes"
+        ));
+    }
+    Ok(text.map(Into::into))
+}
+
+/// The amounts that one command sets, with the other amounts that the key already has.
+pub(crate) fn merge_amounts(previous: Option<&StoredOverride>, stored: &mut StoredOverride) {
+    let previous = previous.map(|previous| &previous.rule);
+    let (KeyOverride::Limits(limits), Some(KeyOverride::Limits(before))) =
+        (&mut stored.rule, previous)
+    else {
+        return;
+    };
+    for amounts in before {
+        if !limits.iter().any(|other| other.limit == amounts.limit) {
+            limits.push(amounts.clone());
+        }
+    }
+}
+
+/// Reads when an override ends: after a duration such as `30d`, or at a time.
+///
+/// # Errors
+/// What is wrong.
+pub(crate) fn parse_expiry(
+    duration: Option<&str>,
+    at: Option<&str>,
+    now_us: u64,
+) -> Result<Option<u64>, String> {
+    match (duration, at) {
+        (None, None) => Ok(None),
+        (Some(text), None) => {
+            let duration = parse_duration(text).ok_or_else(|| {
+                format!("expires: {text:?} is no duration; expected one such as 30d or 12h")
+            })?;
+            let duration_s = duration.as_secs().max(1);
+            Ok(Some(
+                (now_us / 1_000_000)
+                    .saturating_add(duration_s)
+                    .saturating_mul(1000),
+            ))
+        }
+        (None, Some(text)) => match parse_rfc3339(text.as_bytes()) {
+            Some((at_us, _)) => Ok(Some(at_us / 1000)),
+            None => Err(format!(
+                "expires_at: {text:?} is no time; expected one such as 2027-01-31T00:00:00Z"
+            )),
+        },
+        (Some(_), Some(_)) => Err("expected expires or expires_at, not both".to_owned()),
+    }
+}
+
+/// Returns an override as JSON.
+pub(crate) fn override_to_json(stored: &StoredOverride) -> Value {
+    let mut fields = Map::new();
+    fields.insert("policy".to_owned(), json!(stored.key.policy_name()));
+    fields.insert("key".to_owned(), json!(stored.key.value_texts()));
+    match &stored.rule {
+        KeyOverride::Unlimited => _ = fields.insert("unlimited".to_owned(), json!(true)),
+        KeyOverride::Blocked => _ = fields.insert("blocked".to_owned(), json!(true)),
+        KeyOverride::Limits(limits) => {
+            let limits = limits.iter().map(|amounts| {
+                let mut fields = Map::new();
+                fields.insert("requests".to_owned(), json!(amounts.requests));
+                if let Some(burst) = amounts.burst {
+                    fields.insert("burst".to_owned(), json!(burst));
+                }
+                ((*amounts.limit).to_owned(), Value::Object(fields))
+            });
+            fields.insert("limits".to_owned(), Value::Object(limits.collect()));
+        }
+    }
+    if let Some(expires_at) = stored.expires_at_ms.and_then(format_time_ms) {
+        fields.insert("expires_at".to_owned(), json!(expires_at));
+    }
+    for (name, remark) in [("note", &stored.note), ("author", &stored.author)] {
+        if let Some(remark) = remark {
+            fields.insert(name.to_owned(), json!(remark));
+        }
+    }
+    Value::Object(fields)
+}
+
+/// Describes the override for people: `5000 requests (api)`, `unlimited`, `blocked`.
+pub(crate) fn describe_rule(rule: &KeyOverride) -> String {
+    let limits = match rule {
+        KeyOverride::Unlimited => return "unlimited".to_owned(),
+        KeyOverride::Blocked => return "blocked".to_owned(),
+        KeyOverride::Limits(limits) => limits,
+    };
+    let limits = limits.iter().map(|amounts| {
+        let burst = amounts
+            .burst
+            .map_or_else(String::new, |burst| format!(", burst {burst}"));
+        format!("{} {}{burst}", amounts.limit, amounts.requests)
+    });
+    limits.collect::<Vec<_>>().join("; ")
+}
+
+/// A time such as `2027-01-31T00:00:00Z`.
+pub(crate) fn format_time_ms(at_ms: u64) -> Option<String> {
+    let at = OffsetDateTime::from_unix_timestamp_nanos(i128::from(at_ms) * 1_000_000).ok()?;
+    at.format(&Rfc3339).ok()
+}

@@ -1,0 +1,272 @@
+//! `tidegate overrides`: limits and blocks of single keys, in the store. Changes Redis itself. With
+//! the memory store, it asks the admin port of the running proxy.
+
+use super::output::CommandError;
+use crate::app::key_status::KeyLookupError;
+use crate::app::overrides::{
+    LimitInput, OverrideInput, describe_rule, format_time_ms, merge_amounts, override_to_json,
+    parse_expiry, resolve_override,
+};
+use crate::clock::Clock;
+use crate::config::{self, Config, ConfigSources, StoreSettings};
+use crate::limiter::Key;
+use crate::store::StoredOverride;
+use crate::store::redis::CounterInspector;
+use serde_json::{Value, json};
+
+/// Attempts to change an override that other commands change at the same time.
+const MAX_ATTEMPTS: usize = 10;
+
+#[derive(clap::Subcommand, Debug)]
+pub(super) enum OverridesCommand {
+    /// Set the override of one key. Other limits of its override stay.
+    Set(Box<SetArguments>),
+    /// Remove the override of one key: the limits of the configuration apply again.
+    Remove(OverrideKey),
+    /// Show the override of one key.
+    Show(OverrideKey),
+    /// List the overrides, of all policies or of one.
+    List {
+        /// Only list overrides of this policy.
+        policy: Option<String>,
+        /// Maximum number of overrides to list.
+        #[arg(long, value_name = "N", default_value_t = 1000)]
+        most: usize,
+    },
+}
+
+/// Selects a key by its policy and values.
+#[derive(clap::Args, Debug)]
+pub(super) struct OverrideKey {
+    /// Name of a policy with dynamic = true.
+    policy: String,
+    /// Values of the key in order, e.g. a client address; "" for an absent value.
+    #[arg(value_name = "KEY")]
+    values: Vec<String>,
+}
+
+#[derive(clap::Args, Debug)]
+pub(super) struct SetArguments {
+    #[command(flatten)]
+    key: OverrideKey,
+    /// Requests per period of the limit.
+    #[arg(long, value_name = "N", conflicts_with_all = ["unlimited", "block"])]
+    requests: Option<u64>,
+    /// Name of the limit, if the policy has several.
+    #[arg(long, value_name = "NAME", requires = "requests")]
+    limit: Option<String>,
+    /// Burst of a token bucket [default: as --requests].
+    #[arg(long, value_name = "N", requires = "requests")]
+    burst: Option<u64>,
+    /// Admit every request of the key, and charge nothing.
+    #[arg(long, conflicts_with = "block")]
+    unlimited: bool,
+    /// Reject every request of the key.
+    #[arg(long)]
+    block: bool,
+    /// When the override ends, e.g. 30d [default: never].
+    #[arg(long, value_name = "DURATION")]
+    expires: Option<String>,
+    /// Why, in one line.
+    #[arg(long, value_name = "TEXT")]
+    note: Option<String>,
+    /// Who sets it.
+    #[arg(long, value_name = "TEXT")]
+    author: Option<String>,
+}
+
+/// Runs the command and returns the text to print.
+///
+/// # Errors
+/// A message for the user if the key or the override is invalid, or the store does not respond.
+pub(super) fn run(
+    sources: &ConfigSources,
+    command: &OverridesCommand,
+    as_json: bool,
+) -> Result<String, CommandError> {
+    let config = config::load(sources)?;
+    let StoreSettings::Redis(redis) = &config.store else {
+        return Err(
+            "error: store.kind is \"memory\"; overrides need store.kind = \"redis\"\n"
+                .to_owned()
+                .into(),
+        );
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| format!("error: {error}\n"))?;
+    let printed = runtime.block_on(async {
+        let inspector = CounterInspector::connect((**redis).clone())
+            .await
+            .map_err(|error| error.to_string())?;
+        match command {
+            OverridesCommand::Set(arguments) => {
+                set_override(&inspector, &config, arguments, as_json).await
+            }
+            OverridesCommand::Remove(key) => {
+                remove_override(&inspector, &config, key, as_json).await
+            }
+            OverridesCommand::Show(key) => show_override(&inspector, &config, key, as_json).await,
+            OverridesCommand::List { policy, most } => {
+                list_overrides(&inspector, policy.as_deref(), *most, as_json).await
+            }
+        }
+    });
+    Ok(printed.map_err(|why| format!("error: {why}\n"))?)
+}
+
+async fn set_override(
+    inspector: &CounterInspector,
+    config: &Config,
+    arguments: &SetArguments,
+    as_json: bool,
+) -> Result<String, String> {
+    let now_us = Clock::system().now_us();
+    let input = arguments.to_input(now_us)?;
+    let entered = resolve_override(&config.policy_table, &input, now_us)
+        .map_err(|error: KeyLookupError| error.to_string())?;
+    for _ in 0..MAX_ATTEMPTS {
+        let previous = inspector.find_override(&entered.key).await;
+        let previous = previous.map_err(|error| error.to_string())?;
+        let mut stored = entered.clone();
+        merge_amounts(previous.as_ref(), &mut stored);
+        let is_replaced = inspector.replace_override(previous.as_ref(), &stored).await;
+        if is_replaced.map_err(|error| error.to_string())? {
+            return Ok(format_override(&stored, as_json));
+        }
+    }
+    Err("other commands change this override at the same time; try again".to_owned())
+}
+
+async fn remove_override(
+    inspector: &CounterInspector,
+    config: &Config,
+    key: &OverrideKey,
+    as_json: bool,
+) -> Result<String, String> {
+    let key = key.resolve(config)?;
+    let is_removed = inspector.remove_override(&key).await;
+    let is_removed = is_removed.map_err(|error| error.to_string())?;
+    if as_json {
+        let result =
+            json!({ "policy": key.policy_name(), "key": key.value_texts(), "removed": is_removed });
+        return Ok(format!("{result:#}\n"));
+    }
+    Ok(match is_removed {
+        true => format!("{key}: override removed\n"),
+        false => format!("{key}: had no override\n"),
+    })
+}
+
+async fn show_override(
+    inspector: &CounterInspector,
+    config: &Config,
+    key: &OverrideKey,
+    as_json: bool,
+) -> Result<String, String> {
+    let key = key.resolve(config)?;
+    let found = inspector.find_override(&key).await;
+    match found.map_err(|error| error.to_string())? {
+        Some(stored) => Ok(format_override(&stored, as_json)),
+        None if as_json => Ok("null\n".to_owned()),
+        None => Ok(format!("{key}: no override\n")),
+    }
+}
+
+async fn list_overrides(
+    inspector: &CounterInspector,
+    policy: Option<&str>,
+    max_listed: usize,
+    as_json: bool,
+) -> Result<String, String> {
+    let (mut listed, mut has_more) = (Vec::new(), false);
+    let visited = inspector.visit_overrides(|stored| {
+        if policy.is_none_or(|policy| stored.key.policy_name() == policy) {
+            has_more = listed.len() >= max_listed;
+            if !has_more {
+                listed.push(stored);
+            }
+        }
+        !has_more
+    });
+    visited.await.map_err(|error| error.to_string())?;
+    listed.sort_by_cached_key(|stored| stored.key.to_readable_string());
+    if as_json {
+        let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
+        return Ok(format!(
+            "{:#}\n",
+            json!({ "overrides": listed, "more": has_more })
+        ));
+    }
+    let mut text = String::new();
+    for stored in &listed {
+        text.push_str(&format_override(stored, false));
+    }
+    if has_more {
+        text.push_str(&format!(
+            "There are more overrides; listed {} (--most).\n",
+            listed.len()
+        ));
+    }
+    Ok(text)
+}
+
+/// One line: the key, the rule, and what else is known.
+fn format_override(stored: &StoredOverride, as_json: bool) -> String {
+    if as_json {
+        return format!("{:#}\n", override_to_json(stored));
+    }
+    let mut text = format!(
+        "{:<40} {}",
+        stored.key.to_readable_string(),
+        describe_rule(&stored.rule)
+    );
+    if let Some(expires_at) = stored.expires_at_ms.and_then(format_time_ms) {
+        text.push_str(&format!(", until {expires_at}"));
+    }
+    if let Some(author) = &stored.author {
+        text.push_str(&format!(", by {}", author.escape_debug()));
+    }
+    if let Some(note) = &stored.note {
+        text.push_str(&format!(": {}", note.escape_debug()));
+    }
+    text.push('\n');
+    text
+}
+
+impl OverrideKey {
+    /// The key. Its policy may have lost `dynamic`, so that old overrides can be removed.
+    fn resolve(&self, config: &Config) -> Result<Key, String> {
+        let table = &config.policy_table;
+        let (policy, quota) = crate::app::key_status::find_limiting_policy(table, &self.policy)
+            .map_err(|error| error.to_string())?;
+        let (key, _) = quota.key_and_limits_for_listed_values(
+            &policy.name,
+            &self.values,
+            &table.client,
+            &table.path,
+        )?;
+        Ok(key)
+    }
+}
+
+impl SetArguments {
+    fn to_input(&self, now_us: u64) -> Result<OverrideInput, String> {
+        let limits = self.requests.map(|requests| LimitInput {
+            name: self.limit.clone(),
+            requests,
+            burst: self.burst,
+        });
+        Ok(OverrideInput {
+            policy: self.key.policy.clone(),
+            values: self.key.values.clone(),
+            limits: limits.into_iter().collect(),
+            is_unlimited: self.unlimited,
+            is_blocked: self.block,
+            expires_at_ms: parse_expiry(self.expires.as_deref(), None, now_us)?,
+            note: self.note.clone(),
+            author: self.author.clone(),
+        })
+    }
+}

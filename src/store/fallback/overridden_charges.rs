@@ -1,0 +1,60 @@
+//! Decisions of the fallback store with the last known overrides of keys.
+
+use super::{FallbackStore, uses_fallback};
+use crate::limiter::{Charge, Decision, OverriddenCharges};
+use crate::store::memory::counter_id;
+use smallvec::SmallVec;
+use std::time::Instant;
+
+impl FallbackStore {
+    /// Decides the charges of `local` policies without Redis, all or nothing; other charges have no
+    /// status. Admitted charges will be written back.
+    pub fn decide(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
+        match self.find_overrides(charges) {
+            Some(overridden) => {
+                let limited = overridden.limited_charges(charges);
+                let (positions, limited): (SmallVec<[_; 4]>, SmallVec<[_; 4]>) =
+                    limited.into_iter().unzip();
+                let decision = self.decide_by_limits(&limited, requested_at);
+                overridden.complete_decision(&positions, decision)
+            }
+            None => self.decide_by_limits(charges, requested_at),
+        }
+    }
+
+    /// The last known overrides of the keys of charges that this process decides in an outage.
+    fn find_overrides(&self, charges: &[Charge<'_>]) -> Option<OverriddenCharges> {
+        OverriddenCharges::resolve(charges, |charge| {
+            if !uses_fallback(charge) {
+                return None;
+            }
+            let id = counter_id(charge.limit, charge.key);
+            let in_effect = self.override_cache.find(id)?;
+            Some(in_effect.clamp_to(charge.limit))
+        })
+    }
+
+    /// Checks the share in addition to Redis while an outage ends. Returns `None` if Redis decides
+    /// no charge that is affected by the outage. The charges at the positions of `held_back` are
+    /// left to [`FallbackStore::decide`], which would count them in the share again.
+    pub fn check_share_during_recovery(
+        &self,
+        charges: &[Charge<'_>],
+        held_back: &[usize],
+        requested_at: Instant,
+    ) -> Option<Decision> {
+        let Some(overridden) = self.find_overrides(charges) else {
+            return self.check_share(charges, held_back, requested_at);
+        };
+        let limited = overridden.limited_charges(charges);
+        let (positions, limited): (SmallVec<[usize; 4]>, SmallVec<[_; 4]>) =
+            limited.into_iter().unzip();
+        let numbered = positions.iter().enumerate();
+        let held_back: SmallVec<[usize; 4]> = numbered
+            .filter(|(_, position)| held_back.contains(position))
+            .map(|(index, _)| index)
+            .collect();
+        let checked = self.check_share(&limited, &held_back, requested_at)?;
+        Some(overridden.complete_decision(&positions, checked))
+    }
+}

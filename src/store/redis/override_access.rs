@@ -1,0 +1,166 @@
+//! Reads and changes the overrides of keys, outside of the request path.
+
+use super::error::{RedisConnectionError, RedisErrorKind};
+use super::inspector::{CALL_TIMEOUT, CounterInspector};
+use crate::limiter::Key;
+use crate::store::StoredOverride;
+use futures_util::future::join_all;
+use redis::{Cmd, Value, cmd, from_redis_value};
+use std::collections::HashSet;
+use tokio::time::timeout;
+
+/// Number of keys per step of a scan: few enough that Redis can serve requests between two steps.
+const KEYS_PER_SCAN_STEP: u64 = 512;
+
+/// Replaces the override only if it is still the one that the caller has read.
+const REPLACE_SCRIPT: &str = "\
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+if ARGV[3] == '' then redis.call('SET', KEYS[1], ARGV[2])
+else redis.call('SET', KEYS[1], ARGV[2], 'PXAT', ARGV[3]) end
+return 1";
+
+impl CounterInspector {
+    /// The override of a key.
+    ///
+    /// # Errors
+    /// When Redis does not answer, or the value is foreign.
+    pub async fn find_override(
+        &self,
+        key: &Key,
+    ) -> Result<Option<StoredOverride>, RedisConnectionError> {
+        let name = self.scripts().override_key(key);
+        Ok(self.read_override(&name).await?)
+    }
+
+    /// Sets the override of a key, whatever it was before.
+    ///
+    /// # Errors
+    /// When Redis does not answer.
+    pub async fn set_override(&self, stored: &StoredOverride) -> Result<(), RedisConnectionError> {
+        let name = self.scripts().override_key(&stored.key);
+        let mut command = cmd("SET");
+        command.arg(&name).arg(stored.to_text());
+        if let Some(expires_at_ms) = stored.expires_at_ms {
+            command.arg("PXAT").arg(expires_at_ms);
+        }
+        self.run_command(&[name], &command).await?;
+        Ok(())
+    }
+
+    /// Sets the override of a key if it still is `previous`. Returns whether it was.
+    ///
+    /// # Errors
+    /// When Redis does not answer.
+    pub async fn replace_override(
+        &self,
+        previous: Option<&StoredOverride>,
+        stored: &StoredOverride,
+    ) -> Result<bool, RedisConnectionError> {
+        let name = self.scripts().override_key(&stored.key);
+        let expires_at = stored.expires_at_ms.map(|at_ms| at_ms.to_string());
+        let mut command = cmd("EVAL");
+        command
+            .arg(REPLACE_SCRIPT)
+            .arg(1)
+            .arg(&name)
+            .arg(previous.map(StoredOverride::to_text).unwrap_or_default())
+            .arg(stored.to_text())
+            .arg(expires_at.unwrap_or_default());
+        let reply = self.run_command(&[name], &command).await?;
+        Ok(reply == Value::Int(1))
+    }
+
+    /// Sets many overrides at once. Returns the result of each.
+    pub async fn set_overrides(
+        &self,
+        overrides: &[StoredOverride],
+    ) -> Vec<Result<(), RedisConnectionError>> {
+        join_all(overrides.iter().map(|stored| self.set_override(stored))).await
+    }
+
+    /// Removes the override of a key. Returns whether there was one.
+    ///
+    /// # Errors
+    /// When Redis does not answer.
+    pub async fn remove_override(&self, key: &Key) -> Result<bool, RedisConnectionError> {
+        let name = self.scripts().override_key(key);
+        let mut command = cmd("DEL");
+        command.arg(&name);
+        let reply = self.run_command(&[name], &command).await?;
+        Ok(reply == Value::Int(1))
+    }
+
+    /// Passes all overrides to `visit`, in no order, until it returns false. Each one is visited
+    /// once. Foreign values are left out.
+    ///
+    /// # Errors
+    /// When Redis does not answer.
+    pub async fn visit_overrides(
+        &self,
+        mut visit: impl FnMut(StoredOverride) -> bool,
+    ) -> Result<(), RedisConnectionError> {
+        let pattern = self.scripts().override_scan_pattern();
+        let mut visited = HashSet::new();
+        for live in self.master_connections() {
+            let live = live?;
+            let mut cursor = 0_u64;
+            loop {
+                let command = scan_command(cursor, &pattern);
+                let reply = timeout(CALL_TIMEOUT, live.run_command(&command))
+                    .await
+                    .map_err(RedisErrorKind::from)??;
+                let mut names: Vec<String>;
+                (cursor, names) =
+                    from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
+                // A scan may return a key twice.
+                names.retain(|name| {
+                    let id = self.scripts().parse_override_key(name);
+                    id.is_some_and(|id| visited.insert(id))
+                });
+                let found = join_all(names.iter().map(|name| self.read_override(name))).await;
+                for stored in found {
+                    match stored {
+                        Ok(Some(stored)) => {
+                            if !visit(stored) {
+                                return Ok(());
+                            }
+                        }
+                        Ok(None) | Err(RedisErrorKind::InvalidReply) => {}
+                        Err(failure) => return Err(failure.into()),
+                    }
+                }
+                if cursor == 0 {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn read_override(&self, name: &str) -> Result<Option<StoredOverride>, RedisErrorKind> {
+        let mut command = cmd("GET");
+        command.arg(name);
+        let text = match self.run_command(&[name.to_owned()], &command).await? {
+            Value::Nil => return Ok(None),
+            Value::BulkString(text) => text,
+            _ => return Err(RedisErrorKind::InvalidReply),
+        };
+        let stored = std::str::from_utf8(&text)
+            .ok()
+            .and_then(StoredOverride::from_text);
+        // The name has the hash of the key, so a text about another key is foreign.
+        let stored = stored.filter(|stored| self.scripts().override_key(&stored.key) == name);
+        stored.map(Some).ok_or(RedisErrorKind::InvalidReply)
+    }
+}
+
+fn scan_command(cursor: u64, pattern: &str) -> Cmd {
+    let mut command = cmd("SCAN");
+    command
+        .arg(cursor)
+        .arg("MATCH")
+        .arg(pattern)
+        .arg("COUNT")
+        .arg(KEYS_PER_SCAN_STEP);
+    command
+}

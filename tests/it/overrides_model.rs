@@ -1,0 +1,303 @@
+//! Overrides of keys: both stores decide as the naive model does with the limits in effect.
+
+use crate::reference_model::NaiveModel;
+use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
+use fastrand::Rng;
+use std::collections::HashMap;
+use std::sync::Arc;
+use tidegate::limiter::{
+    Algorithm, Charge, Decision, DynamicLimitName, Key, KeyBuilder, KeyOverride, Limit,
+    LimitAmounts, LimitStatus, MAX_UNITS, OverrideInEffect,
+};
+use tidegate::store::StoredOverride;
+
+const ROUNDS: usize = 60;
+const DECISIONS_PER_ROUND: usize = 30;
+
+const NAMES: [&str; 3] = ["api", "api.day", "api-2"];
+
+/// Overrides by the id of their key.
+type Rules = HashMap<u128, KeyOverride>;
+
+struct DynamicPolicy {
+    key: Key,
+    limits: Vec<(DynamicLimitName, Limit)>,
+    block: Option<Limit>,
+    shadow: bool,
+    counts_rejected: bool,
+    is_estimate: bool,
+    is_dynamic: bool,
+}
+
+/// The model has no buckets whose rate changes often: [`both_stores_agree_for_every_algorithm`].
+const MODELLED_ALGORITHMS: usize = 3;
+
+fn draw_policy(rng: &mut Rng, number: usize, algorithm_count: usize) -> DynamicPolicy {
+    let mut limits: Vec<(DynamicLimitName, Limit)> = Vec::new();
+    for name in NAMES.iter().take(rng.usize(1..=NAMES.len())) {
+        let limit = EVERY_ALGORITHM[rng.usize(..algorithm_count)].1(rng);
+        let is_new = |(_, other): &(_, Limit)| other.counter_identity() != limit.counter_identity();
+        if limits.iter().all(is_new) {
+            limits.push((Arc::from(*name), limit));
+        }
+    }
+    // The model counts rejected requests only for logs and windows.
+    let has_bucket = limits.iter().any(|(_, limit)| {
+        matches!(
+            limit.algorithm,
+            Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. }
+        )
+    });
+    let mut key = KeyBuilder::new("api");
+    key.push_key_value(Some(format!("customer {number}").as_bytes()));
+    DynamicPolicy {
+        key: key.finish(),
+        limits,
+        // In the model, a refusal by a cold bucket starts no block.
+        block: (!has_bucket && rng.u8(..3) == 0).then_some(Limit {
+            requests: 1,
+            per_us: 5_000_000,
+            algorithm: Algorithm::Block,
+        }),
+        shadow: rng.u8(..4) == 0,
+        counts_rejected: !has_bucket && rng.u8(..4) == 0,
+        is_estimate: rng.u8(..4) == 0,
+        is_dynamic: rng.u8(..4) != 0,
+    }
+}
+
+fn draw_override(rng: &mut Rng, max_amount: u64) -> KeyOverride {
+    let amount = |rng: &mut Rng| match rng.u8(..10) {
+        0 => 0,
+        1 => max_amount,
+        _ => rng.u64(1..30),
+    };
+    match rng.u8(..6) {
+        0 => KeyOverride::Unlimited,
+        1 => KeyOverride::Blocked,
+        _ => KeyOverride::Limits(
+            (0..rng.usize(1..=2))
+                .map(|n| LimitAmounts {
+                    limit: NAMES[(n + rng.usize(..2)) % 3].into(),
+                    requests: amount(rng),
+                    burst: rng.bool().then(|| amount(rng)),
+                })
+                .collect(),
+        ),
+    }
+}
+
+/// The limit in effect, by the words of the documentation. `None`: unlimited.
+fn limit_in_effect(
+    limit: &Limit,
+    name: &str,
+    rule: Option<&KeyOverride>,
+) -> Option<(Limit, Option<OverrideInEffect>)> {
+    let unchanged = Some((*limit, None));
+    let is_block = limit.algorithm == Algorithm::Block;
+    match rule {
+        Some(KeyOverride::Unlimited) => None,
+        Some(KeyOverride::Blocked) if !is_block => Some((
+            Limit {
+                requests: 0,
+                ..*limit
+            },
+            Some(OverrideInEffect::Blocked),
+        )),
+        Some(KeyOverride::Limits(limits)) if !is_block => {
+            let Some(amounts) = limits.iter().find(|amounts| *amounts.limit == *name) else {
+                return unchanged;
+            };
+            let max_amount = match limit.algorithm {
+                Algorithm::TokenBucket { .. } => MAX_UNITS / limit.per_us,
+                Algorithm::LeakyBucket { max_delay_us } if max_delay_us > 0 => {
+                    (MAX_UNITS - limit.per_us) / max_delay_us
+                }
+                _ => MAX_UNITS,
+            };
+            let requests = amounts.requests.min(max_amount);
+            let burst = amounts.burst.unwrap_or(amounts.requests).min(max_amount);
+            let algorithm = match limit.algorithm {
+                Algorithm::TokenBucket { warm_up_us, .. } => {
+                    Algorithm::TokenBucket { burst, warm_up_us }
+                }
+                other => other,
+            };
+            Some((
+                Limit {
+                    requests,
+                    algorithm,
+                    ..*limit
+                },
+                Some(OverrideInEffect::Amounts { requests, burst }),
+            ))
+        }
+        _ => unchanged,
+    }
+}
+
+fn charges_of(policies: &[DynamicPolicy], cost: u64) -> Vec<Charge<'_>> {
+    let mut charges = Vec::new();
+    for (number, policy) in (0..).zip(policies) {
+        let block = policy
+            .block
+            .iter()
+            .map(|block| (&policy.limits[0].0, block));
+        let limits = policy.limits.iter().map(|(name, limit)| (name, limit));
+        for (name, limit) in block.chain(limits) {
+            charges.push(Charge {
+                policy_number: number,
+                shadow: policy.shadow,
+                counts_rejected: policy.counts_rejected && policy.block.is_none(),
+                is_estimate: policy.is_estimate,
+                dynamic: policy.is_dynamic.then_some(name),
+                ..Charge::new(limit, &policy.key, cost)
+            });
+        }
+    }
+    charges
+}
+
+fn decide_by_model(
+    model: &mut NaiveModel,
+    at_us: u64,
+    charges: &[Charge<'_>],
+    rules: &Rules,
+) -> Decision {
+    let effective: Vec<_> = charges
+        .iter()
+        .map(|charge| {
+            let name = charge.dynamic.map_or("", |name| name);
+            let rule = charge.dynamic.and_then(|_| rules.get(&charge.key.id()));
+            limit_in_effect(charge.limit, name, rule)
+        })
+        .collect();
+    let limited: Vec<Charge<'_>> = charges
+        .iter()
+        .zip(&effective)
+        .filter_map(|(charge, effective)| {
+            let (limit, _) = effective.as_ref()?;
+            Some(Charge { limit, ..*charge })
+        })
+        .collect();
+    let decided = model.decide(at_us, &limited);
+    let mut statuses = decided.statuses.iter();
+    let mut charged_at = decided.charged_at_us.iter();
+    let has_estimates = charges.iter().any(|charge| charge.is_estimate);
+    let mut decision = Decision {
+        statuses: <_>::default(),
+        charged_at_us: <_>::default(),
+        ..decided.clone()
+    };
+    for effective in &effective {
+        decision.statuses.push(match effective {
+            None => Some(LimitStatus::UNLIMITED),
+            Some((_, in_effect)) => Some(LimitStatus {
+                in_effect: *in_effect,
+                ..statuses.next().unwrap().unwrap()
+            }),
+        });
+        if has_estimates {
+            decision.charged_at_us.push(match effective {
+                None => None,
+                Some(_) => charged_at.next().copied().flatten(),
+            });
+        }
+    }
+    decision
+}
+
+fn describe_charge(charge: &Charge<'_>) -> String {
+    let Charge {
+        limit,
+        key,
+        cost,
+        policy_number,
+        shadow,
+        counts_rejected,
+        is_estimate,
+        dynamic,
+        ..
+    } = charge;
+    format!(
+        "{policy_number} {key} {dynamic:?} {limit:?} cost {cost}, shadow {shadow}, counts rejected {counts_rejected}, estimate {is_estimate}"
+    )
+}
+
+/// Decides random requests in both stores while overrides change at random, and passes what they
+/// decided to `check`.
+fn run_rounds(
+    algorithm_count: usize,
+    max_amount: u64,
+    mut check: impl FnMut(&mut NaiveModel, u64, &[Charge<'_>], &Rules, [Decision; 2], &str),
+) {
+    let seed = test_seed();
+    let mut rng = Rng::with_seed(seed);
+    let mut stores = StoreUnderTest::both_stores();
+    for round in 0..ROUNDS {
+        stores.iter_mut().for_each(StoreUnderTest::reset);
+        let mut model = NaiveModel::default();
+        let policies: Vec<DynamicPolicy> = (0..rng.usize(1..=2))
+            .map(|number| draw_policy(&mut rng, number, algorithm_count))
+            .collect();
+        let mut rules = Rules::new();
+        let mut at_us = START_US;
+        for _ in 0..DECISIONS_PER_ROUND {
+            at_us += match rng.u8(..3) {
+                0 => 0,
+                1 => rng.u64(..1_000_000),
+                _ => rng.u64(..policies[0].limits[0].1.per_us),
+            };
+            if rng.u8(..4) == 0 {
+                let key = &policies[rng.usize(..policies.len())].key;
+                let rule = (rng.u8(..4) != 0).then(|| draw_override(&mut rng, max_amount));
+                let stored = rule.clone().map(|rule| StoredOverride {
+                    key: key.clone(),
+                    rule,
+                    expires_at_ms: None,
+                    author: None,
+                    note: Some("as agreed".into()),
+                });
+                for store in &mut stores {
+                    store.change_override(key, stored.as_ref());
+                }
+                match rule {
+                    Some(rule) => drop(rules.insert(key.id(), rule)),
+                    None => drop(rules.remove(&key.id())),
+                }
+            }
+            let charges = charges_of(&policies, rng.u64(0..4));
+            let decisions = stores.each_mut().map(|store| store.decide(&charges, at_us));
+            let described: Vec<String> = charges.iter().map(describe_charge).collect();
+            let context = format!(
+                "seed {seed}, round {round}, {rules:?}\n{}",
+                described.join("\n")
+            );
+            check(&mut model, at_us, &charges, &rules, decisions, &context);
+        }
+    }
+}
+
+#[test]
+fn both_stores_decide_as_the_model_with_the_limits_in_effect() {
+    run_rounds(
+        MODELLED_ALGORITHMS,
+        10_000,
+        |model, at_us, charges, rules, [memory, redis], context| {
+            let expected = decide_by_model(model, at_us, charges, rules);
+            assert_eq!(memory, expected, "memory, {context}");
+            assert_eq!(redis, expected, "redis, {context}");
+        },
+    );
+}
+
+#[test]
+fn both_stores_agree_for_every_algorithm() {
+    run_rounds(
+        EVERY_ALGORITHM.len(),
+        MAX_UNITS,
+        |_, _, _, _, [memory, redis], context| {
+            assert_eq!(memory, redis, "{context}");
+        },
+    );
+}
