@@ -124,7 +124,7 @@ fn make_host_matcher(n: usize) -> Matcher {
 }
 
 fn make_tenant_matcher(n: usize) -> Matcher {
-    let condition = ValueCondition::Equals(format!("tenant-{n}").into());
+    let condition = ValueCondition::equals(&format!("tenant-{n}"));
     Matcher {
         headers: vec![NamedCondition {
             name: TENANT_HEADER.clone(),

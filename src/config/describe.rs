@@ -294,10 +294,14 @@ fn describe_descriptors(value: Option<&Value>) -> String {
                     Some("*") => name.clone(),
                     _ => format!("{name}{}", describe_value_condition(condition)),
                 });
-            format!(
-                " with {} and nothing else",
-                entries.collect::<Vec<_>>().join(", ")
-            )
+            let accepts_more =
+                table.get("descriptors_match").and_then(Value::as_str) == Some("subset");
+            let rest = if accepts_more {
+                ""
+            } else {
+                " and nothing else"
+            };
+            format!(" with {}{rest}", entries.collect::<Vec<_>>().join(", "))
         }
     };
     let not = table.get("not").map_or_else(String::new, |not| {

@@ -121,7 +121,8 @@ impl SchemaTables {
                 } else {
                     json!({ "type": "string" })
                 };
-                json!({ "type": "object", "additionalProperties": { "anyOf": [plain, condition] } })
+                let list = json!({ "type": "array", "items": plain, "minItems": 1 });
+                json!({ "type": "object", "additionalProperties": { "anyOf": [plain, list, condition] } })
             }
         }
     }

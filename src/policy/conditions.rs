@@ -13,7 +13,7 @@ pub struct NamedCondition<N> {
 /// A condition on the values of a name. One matching value suffices.
 #[derive(Clone, Debug)]
 pub enum ValueCondition {
-    Equals(Box<str>),
+    OneOf(Box<[Box<str>]>),
     Regex(Regex),
     /// The name must be present (`true`) or absent (`false`).
     Present(bool),
@@ -45,9 +45,17 @@ pub enum UnmetCondition<'a> {
 }
 
 impl ValueCondition {
+    /// A condition that one value meets.
+    pub fn equals(value: &str) -> Self {
+        Self::OneOf(Box::new([value.into()]))
+    }
+
     pub(super) fn is_met_by<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
         match self {
-            Self::Equals(wanted) => values.any(|value| value.as_ref() == wanted.as_bytes()),
+            Self::OneOf(wanted) => values.any(|value| {
+                let value = value.as_ref();
+                wanted.iter().any(|wanted| wanted.as_bytes() == value)
+            }),
             Self::Regex(regex) => {
                 values.any(|value| regex.is_match(&String::from_utf8_lossy(value.as_ref())))
             }

@@ -85,6 +85,7 @@ impl Matcher {
             descriptor_conditions: Some(DescriptorConditions {
                 domain: mine.domain.clone().or_else(|| others.domain.clone()),
                 entries: Some(common.clone()),
+                accepts_more_entries: false,
             }),
             ..Self::default()
         };
@@ -138,7 +139,9 @@ impl DescriptorConditions {
                 (None, _) => true,
                 (Some(_), None) => false,
                 (Some(mine), Some(others)) => {
-                    mine.len() == others.len() && are_conditions_implied(mine, others)
+                    let has_same_names = mine.len() == others.len() && !other.accepts_more_entries;
+                    (self.accepts_more_entries || has_same_names)
+                        && are_conditions_implied(mine, others)
                 }
             }
     }
@@ -146,8 +149,12 @@ impl DescriptorConditions {
 
 impl DescriptorConditions {
     /// The stricter condition on each entry, if both conditions list the same entries and no two
-    /// conditions on an entry contradict each other.
+    /// conditions on an entry contradict each other. `None` if one accepts more entries: such
+    /// limits are meant to apply together.
     fn common_entries(&self, other: &Self) -> Option<Vec<NamedCondition<Box<str>>>> {
+        if self.accepts_more_entries || other.accepts_more_entries {
+            return None;
+        }
         let (mine, others) = (self.entries.as_ref()?, other.entries.as_ref()?);
         let stricter = |one: &NamedCondition<Box<str>>| {
             let other = others.iter().find(|other| other.name == one.name)?;
@@ -178,11 +185,13 @@ fn are_conditions_implied<N: PartialEq>(
 impl ValueCondition {
     fn is_implied_by(&self, other: &Self) -> bool {
         match (self, other) {
-            (Self::Present(true), Self::Equals(_) | Self::Regex(_)) => true,
+            (Self::Present(true), Self::OneOf(_) | Self::Regex(_)) => true,
             (Self::Present(mine), Self::Present(others)) => mine == others,
-            (Self::Equals(mine), Self::Equals(others)) => mine == others,
+            (Self::OneOf(mine), Self::OneOf(others)) => {
+                others.iter().all(|value| mine.contains(value))
+            }
             (Self::Regex(mine), Self::Regex(others)) => mine.as_str() == others.as_str(),
-            (Self::Regex(mine), Self::Equals(text)) => mine.is_match(text),
+            (Self::Regex(mine), Self::OneOf(texts)) => texts.iter().all(|text| mine.is_match(text)),
             _ => false,
         }
     }
@@ -293,11 +302,17 @@ mod tests {
             ..Matcher::default()
         };
         let regex = |text: &str| ValueCondition::Regex(Regex::new(text).unwrap());
+        assert!(header(ValueCondition::Present(true)).covers(&header(ValueCondition::equals("1"))));
+        assert!(header(regex("^a")).covers(&header(ValueCondition::equals("abc"))));
+        let list = |values: &[&str]| {
+            let values = values.iter().map(|value| Box::from(*value));
+            header(ValueCondition::OneOf(values.collect()))
+        };
         assert!(
-            header(ValueCondition::Present(true))
-                .covers(&header(ValueCondition::Equals("1".into())))
+            list(&["1", "2"]).covers(&list(&["2"])) && !list(&["2"]).covers(&list(&["1", "2"]))
         );
-        assert!(header(regex("^a")).covers(&header(ValueCondition::Equals("abc".into()))));
+        assert!(header(regex("^a")).covers(&list(&["a", "ab"])));
+        assert!(!header(regex("^a")).covers(&list(&["a", "b"])));
         assert!(!header(regex("^a")).covers(&header(regex("^ab"))));
         assert!(!header(ValueCondition::Present(false)).covers(&all));
 
@@ -317,12 +332,13 @@ mod tests {
         let entry = |(name, value): &(&str, Option<&str>)| NamedCondition {
             name: (*name).into(),
             condition: value.map_or(ValueCondition::Present(true), |value| {
-                ValueCondition::Equals(value.into())
+                ValueCondition::equals(value)
             }),
         };
         DescriptorConditions {
             domain: domain.map(Into::into),
             entries: entries.map(|entries| entries.iter().map(entry).collect()),
+            accepts_more_entries: false,
         }
     }
 
@@ -337,6 +353,18 @@ mod tests {
         }
         let two = make_descriptor_conditions(Some("edge"), Some(&[("a", None), ("b", None)]));
         assert!(!any.covers(&two) && !two.covers(&any));
+        let subset = |conditions: &DescriptorConditions| DescriptorConditions {
+            accepts_more_entries: true,
+            ..conditions.clone()
+        };
+        for (wide, narrow) in [
+            (&subset(&any), &any),
+            (&subset(&any), &two),
+            (&subset(&any), &subset(&one)),
+            (&subset(&any), &subset(&two)),
+        ] {
+            assert!(wide.covers(narrow) && !narrow.covers(wide));
+        }
     }
 
     proptest::proptest! {

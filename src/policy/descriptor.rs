@@ -30,9 +30,10 @@ pub struct Descriptor<'a> {
 pub struct DescriptorConditions {
     /// `None` matches any domain.
     pub domain: Option<Box<str>>,
-    /// `descriptors` in TOML: the exact set of entries, in any order. A descriptor with more
-    /// entries does not match. `None` matches any entries.
+    /// `descriptors` in TOML: the entries, in any order. `None` matches any entries.
     pub entries: Option<Vec<NamedCondition<Box<str>>>>,
+    /// `descriptors_match = "subset"` in TOML: whether a descriptor with further entries matches.
+    pub accepts_more_entries: bool,
 }
 
 impl<'a> Descriptor<'a> {
@@ -162,6 +163,7 @@ impl DescriptorConditions {
             .find(|entry| !entry.condition.is_met_by(descriptor.values(&entry.name)));
         match unmet {
             Some(entry) => Some(UnmetCondition::Entry(&entry.name)),
+            None if self.accepts_more_entries => None,
             // The expected names are distinct and all present, so a different length means
             // additional or repeated entries.
             None => {
@@ -183,12 +185,13 @@ mod tests {
         let entry = |(name, value): &(&str, Option<&str>)| NamedCondition {
             name: (*name).into(),
             condition: value.map_or(ValueCondition::Present(true), |value| {
-                ValueCondition::Equals(value.into())
+                ValueCondition::equals(value)
             }),
         };
         DescriptorConditions {
             domain: domain.map(Into::into),
             entries: entries.map(|entries| entries.iter().map(entry).collect()),
+            accepts_more_entries: false,
         }
     }
 
@@ -226,6 +229,31 @@ mod tests {
             &[("a", "b"), ("a", "c")]
         ));
         assert!(matches_entries(&make_conditions(None, Some(&[])), &[]));
+    }
+
+    #[test]
+    fn a_descriptor_may_have_more_entries_if_the_policy_says_so() {
+        let subset = DescriptorConditions {
+            accepts_more_entries: true,
+            ..make_conditions(
+                Some("edge"),
+                Some(&[("tenant", Some("acme")), ("path", None)]),
+            )
+        };
+        for matching in [
+            &[("tenant", "acme"), ("path", "/")][..],
+            &[("user", "1"), ("tenant", "acme"), ("path", "/")],
+            &[("tenant", "acme"), ("path", "/"), ("path", "/a")],
+        ] {
+            assert!(matches_entries(&subset, matching), "{matching:?}");
+        }
+        for other in [
+            &[("tenant", "acme")][..],
+            &[("tenant", "other"), ("path", "/"), ("user", "1")],
+            &[],
+        ] {
+            assert!(!matches_entries(&subset, other), "{other:?}");
+        }
     }
 
     #[test]

@@ -272,7 +272,7 @@ impl ValueCondition {
     pub(super) fn is_met_by_claim(&self, claim: &ClaimValue) -> bool {
         match self {
             Self::Present(wanted) => claim.is_present() == *wanted,
-            Self::Equals(_) | Self::Regex(_) => self.is_met_by(claim.texts()),
+            Self::OneOf(_) | Self::Regex(_) => self.is_met_by(claim.texts()),
         }
     }
 }

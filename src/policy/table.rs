@@ -171,11 +171,13 @@ impl PolicyTable {
         client: &client::ClientAddress,
         headers: &http::HeaderMap,
     ) -> bool {
-        let has_header = |name: &HeaderName| headers.contains_key(name);
+        // One pass instead of three lookups: these headers are usually absent.
         let has_forwarding_header = || {
-            has_header(&self.client.ip_header)
-                || has_header(&http::header::FORWARDED)
-                || headers.contains_key("x-forwarded-for")
+            headers.keys().any(|name| {
+                *name == self.client.ip_header
+                    || *name == http::header::FORWARDED
+                    || name.as_str() == "x-forwarded-for"
+            })
         };
         self.depends_on_client_ip && !client.is_peer_trusted && has_forwarding_header()
     }
@@ -384,8 +386,9 @@ fn exact_conditions(matcher: &Matcher) -> Vec<Vec<ExactCondition<'_>>> {
                 .iter()
                 .flatten()
                 .filter_map(|entry| match &entry.condition {
-                    ValueCondition::Equals(value) => {
-                        Some(vec![ExactCondition::Entry(&entry.name, value)])
+                    ValueCondition::OneOf(values) => {
+                        let exact = |value| ExactCondition::Entry(&entry.name, value);
+                        Some(values.iter().map(|value| exact(&**value)).collect())
                     }
                     ValueCondition::Regex(_) | ValueCondition::Present(_) => None,
                 });
@@ -404,8 +407,9 @@ fn exact_conditions(matcher: &Matcher) -> Vec<Vec<ExactCondition<'_>>> {
         .headers
         .iter()
         .filter_map(|header| match &header.condition {
-            ValueCondition::Equals(value) => {
-                Some(vec![ExactCondition::Header(&header.name, value)])
+            ValueCondition::OneOf(values) => {
+                let exact = |value| ExactCondition::Header(&header.name, value);
+                Some(values.iter().map(|value| exact(&**value)).collect())
             }
             ValueCondition::Regex(_) | ValueCondition::Present(_) => None,
         });
@@ -514,7 +518,7 @@ mod tests {
     fn make_header_condition(name: &'static str, value: &str) -> NamedCondition<HeaderName> {
         NamedCondition {
             name: HeaderName::from_static(name),
-            condition: ValueCondition::Equals(value.into()),
+            condition: ValueCondition::equals(value),
         }
     }
 

@@ -284,6 +284,35 @@ limit = { requests = 2, per = "1h" }
 }
 
 #[tokio::test]
+async fn a_condition_with_a_list_holds_for_each_of_its_values() {
+    let (proxy, _upstream) = start_proxy(
+        r#"
+[[policy]]
+name = "p"
+match = { headers = { x-plan = ["free", "trial"] }, query = { v = ["1", "2"] }, cookies = { s = ["a", "b"] } }
+limit = { requests = 1000, per = "1h" }
+"#,
+    )
+    .await;
+    for (plan, target, cookie, is_limited) in [
+        ("free", "/?v=1", "s=a", true),
+        ("trial", "/?v=2", "s=b", true),
+        ("paid", "/?v=1", "s=a", false),
+        ("free", "/?v=3", "s=a", false),
+        ("free", "/?v=1", "s=ab", false),
+        ("free, trial", "/?v=1", "s=a", false),
+    ] {
+        let request = proxy
+            .request("GET", target)
+            .header("x-plan", plan)
+            .header("cookie", cookie);
+        let response = request.send().await;
+        let has_limit = response.header("x-ratelimit-limit").is_some();
+        assert_eq!(has_limit, is_limited, "{plan} {target} {cookie}");
+    }
+}
+
+#[tokio::test]
 async fn a_shadow_policy_never_refuses_and_sends_no_headers() {
     let (proxy, _upstream) = start_proxy(
         r#"

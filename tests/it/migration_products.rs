@@ -155,7 +155,22 @@ async fn limitador_limits_are_translated() {
             calls.push(vec![vec![("req.method", method), ("req.path", path)]]);
         }
     }
+    calls.push(vec![vec![
+        ("req.method", "GET"),
+        ("region", "eu"),
+        ("req.path", "/get"),
+    ]]);
+    calls.push(vec![vec![
+        ("req.path", "/json"),
+        ("req.method", "POST"),
+        ("region", "eu"),
+    ]]);
     for value in ["a", "b", "c", "d"] {
+        calls.push(vec![vec![
+            ("keyA", "valueA"),
+            ("region", "eu"),
+            ("varA", value),
+        ]]);
         calls.push(vec![vec![("keyA", "valueA"), ("varA", value)]]);
         calls.push(vec![vec![("keyA", "valueB"), ("varA", value)]]);
     }

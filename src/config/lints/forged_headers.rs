@@ -204,7 +204,9 @@ fn misses_header(matcher: &Matcher, named: &NamedCondition<HeaderName>) -> bool 
     let differs = |one: &NamedCondition<HeaderName>| {
         let is_other_value = match (&one.condition, &named.condition) {
             (ValueCondition::Present(false), _) => true,
-            (ValueCondition::Equals(one), ValueCondition::Equals(other)) => one != other,
+            (ValueCondition::OneOf(one), ValueCondition::OneOf(other)) => {
+                !one.iter().any(|value| other.contains(value))
+            }
             _ => false,
         };
         one.name == named.name && is_other_value

@@ -262,7 +262,10 @@ fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut 
 
 fn describe_entry(entry: &NamedCondition<Box<str>>) -> String {
     let value = match &entry.condition {
-        ValueCondition::Equals(text) => format!("{text:?}"),
+        ValueCondition::OneOf(values) => match &**values {
+            [value] => format!("{value:?}"),
+            values => format!("{values:?}"),
+        },
         ValueCondition::Regex(regex) => format!("{{ regex = {:?} }}", regex.as_str()),
         ValueCondition::Present(_) => "\"*\"".to_owned(),
     };

@@ -12,7 +12,7 @@ use figment::value::{Num, Value};
 use http::Method;
 
 /// Keys that make a policy apply to descriptors of the rate-limit service.
-const DESCRIPTOR_KEYS: [&str; 2] = ["domain", "descriptors"];
+const DESCRIPTOR_KEYS: [&str; 3] = ["domain", "descriptors", "descriptors_match"];
 
 /// Builds the conditions of a policy. `accepts_tokens`: `[client.jwt]` is configured.
 pub(super) fn build_matcher(
@@ -71,18 +71,31 @@ pub(super) fn build_matcher(
         ),
         client_ips: reader.get_list("client_ips", values::parse_network),
         claims: parse_conditions(reader, "jwt", ClaimName::parse, parse_claim_condition),
-        descriptor_conditions: matches_descriptors.then(|| DescriptorConditions {
-            domain: reader.get_parsed("domain", parse_nonempty_name),
-            entries: reader.contains_key("descriptors").then(|| {
-                parse_conditions(
-                    reader,
-                    "descriptors",
-                    parse_entry_name,
-                    parse_descriptor_condition,
-                )
-            }),
-        }),
+        descriptor_conditions: matches_descriptors.then(|| parse_descriptor_conditions(reader)),
         not: not.map(|not| Box::new(build_matcher(&not, path, accepts_tokens))),
+    }
+}
+
+fn parse_descriptor_conditions(reader: &TableReader<'_>) -> DescriptorConditions {
+    let has_entries = reader.contains_key("descriptors");
+    if reader.contains_key("descriptors_match") && !has_entries {
+        reader.report_error(
+            "descriptors_match",
+            "no entries to match; expected descriptors beside it",
+        );
+    }
+    let accepts_more_entries = reader
+        .get_keyword("descriptors_match", &[("all", false), ("subset", true)])
+        .unwrap_or_default();
+    let entries = has_entries.then(|| {
+        parse_conditions(reader, "descriptors", parse_entry_name, |item| {
+            parse_descriptor_condition(item, accepts_more_entries)
+        })
+    });
+    DescriptorConditions {
+        domain: reader.get_parsed("domain", parse_nonempty_name),
+        entries,
+        accepts_more_entries,
     }
 }
 
@@ -127,7 +140,7 @@ fn parse_conditions<N>(
     reader: &TableReader<'_>,
     key: &str,
     parse_name: impl Fn(&str) -> Result<N, String>,
-    parse_condition: fn(&ConfigValue<'_>) -> Option<ValueCondition>,
+    parse_condition: impl Fn(&ConfigValue<'_>) -> Option<ValueCondition>,
 ) -> Vec<NamedCondition<N>> {
     let named_condition = |(name, item): (&str, ConfigValue<'_>)| {
         let condition = parse_condition(&item);
@@ -146,31 +159,58 @@ fn parse_conditions<N>(
         .collect()
 }
 
-/// Parses a condition on a claim, which may also be a boolean or an integer.
+/// Parses a condition on a claim, whose values may also be booleans and integers.
 fn parse_claim_condition(item: &ConfigValue<'_>) -> Option<ValueCondition> {
-    match item.value {
-        Value::Bool(_, flag) => Some(ValueCondition::Equals(flag.to_string().into())),
-        Value::Num(_, Num::I64(number)) => Some(ValueCondition::Equals(number.to_string().into())),
-        _ => parse_value_condition(item),
-    }
+    let text = |value: &Value| match value {
+        Value::Bool(_, flag) => Some(flag.to_string().into()),
+        Value::Num(_, Num::I64(number)) => Some(number.to_string().into()),
+        value => value.as_str().map(Into::into),
+    };
+    parse_condition(item, text)
 }
 
-/// Parses a condition on a descriptor entry. A match lists all entries of a descriptor, so
-/// `present = false` is an error.
-fn parse_descriptor_condition(item: &ConfigValue<'_>) -> Option<ValueCondition> {
+/// Parses a condition on a descriptor entry. `"*"` is any value.
+fn parse_descriptor_condition(
+    item: &ConfigValue<'_>,
+    accepts_more_entries: bool,
+) -> Option<ValueCondition> {
     match parse_value_condition(item)? {
-        ValueCondition::Equals(text) if *text == *"*" => Some(ValueCondition::Present(true)),
-        ValueCondition::Present(false) => item.report_error(
-            "a descriptor with other entries never matches; expected no such condition",
+        ValueCondition::OneOf(values) if values.iter().any(|value| **value == *"*") => {
+            match values.len() {
+                1 => Some(ValueCondition::Present(true)),
+                _ => item.report_error("\"*\" is any value; expected it alone, without a list"),
+            }
+        }
+        ValueCondition::Present(false) if !accepts_more_entries => item.report_error(
+            "a descriptor with other entries never matches; expected no such condition, or descriptors_match = \"subset\"",
         ),
         condition => Some(condition),
     }
 }
 
 fn parse_value_condition(item: &ConfigValue<'_>) -> Option<ValueCondition> {
-    const EXPECTED: &str = "expected a text, { regex = \"…\" } or { present = true }";
-    if let Some(text) = item.value.as_str() {
-        return Some(ValueCondition::Equals(text.into()));
+    parse_condition(item, |value| value.as_str().map(Into::into))
+}
+
+/// Parses a condition on a value. `parse_text` reads one value to compare with.
+fn parse_condition(
+    item: &ConfigValue<'_>,
+    parse_text: impl Fn(&Value) -> Option<Box<str>>,
+) -> Option<ValueCondition> {
+    const EXPECTED: &str =
+        "expected a text, a list of texts, { regex = \"…\" } or { present = true }";
+    if let Some(text) = parse_text(item.value) {
+        return Some(ValueCondition::equals(&text));
+    }
+    if let Some(values) = item.value.as_array() {
+        let texts: Option<Box<[_]>> = values.iter().map(parse_text).collect();
+        return match texts {
+            Some(texts) if texts.is_empty() => {
+                item.report_error("no value meets an empty list; expected at least one value")
+            }
+            Some(texts) => Some(ValueCondition::OneOf(texts)),
+            None => item.report_error(EXPECTED),
+        };
     }
     let Some(table) = item.open_table(&schema::VALUE_CONDITION) else {
         return item.report_error(EXPECTED);

@@ -190,7 +190,7 @@ pub(super) static LEASE: [SchemaKey; 2] = [
     ),
 ];
 
-pub(in crate::config) static MATCH: [SchemaKey; 12] = [
+pub(in crate::config) static MATCH: [SchemaKey; 13] = [
     key(
         "methods",
         TextList("methods such as \"GET\""),
@@ -255,7 +255,13 @@ pub(in crate::config) static MATCH: [SchemaKey; 12] = [
         "descriptors",
         Map(DESCRIPTOR_ENTRY_FORMAT),
         Optional,
-        "Entries of a descriptor: exactly these, in any order; \"*\" matches any value. Absent with domain: any.",
+        "Entries of a descriptor, in any order; \"*\" matches any value. Absent with domain: any.",
+    ),
+    key(
+        "descriptors_match",
+        ValueKind::Keyword(&["all", "subset"]),
+        Default("all"),
+        "\"all\": a descriptor has exactly the entries in descriptors. \"subset\": it may have more.",
     ),
     key(
         "not",
@@ -265,7 +271,7 @@ pub(in crate::config) static MATCH: [SchemaKey; 12] = [
     ),
 ];
 
-const VALUE_CONDITION_FORMAT: &str = "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
+const VALUE_CONDITION_FORMAT: &str = "a table such as { name = \"value\" }, { name = [\"one\", \"other\"] }, { name = { regex = \"…\" } } or { name = { present = true } }";
 
 const DESCRIPTOR_ENTRY_FORMAT: &str = "a table such as { generic_key = \"api\", remote_address = \"*\" }, where \"*\" matches any value, or { name = { regex = \"…\" } }";
 
