@@ -346,10 +346,7 @@ not = { headers = { x-internal = "1" } }
     ] {
         let request = proxy.request(method, target).header("x-internal", internal);
         let response = request.send().await;
-        let found = match (
-            response.status,
-            response.header("x-ratelimit-limit"),
-        ) {
+        let found = match (response.status, response.header("x-ratelimit-limit")) {
             (400, _) => "ambiguous",
             (_, Some(_)) => "limited",
             (_, None) => "free",
