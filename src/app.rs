@@ -1,6 +1,7 @@
 //! Assembles the proxy: this is the only module that knows all others. It starts and stops them in
 //! order.
 
+mod admin_overrides;
 mod admin_view;
 pub(crate) mod doctor;
 pub(crate) mod explanation;
@@ -8,6 +9,7 @@ mod instance_name;
 pub(crate) mod key_status;
 pub(crate) mod limit_json;
 mod listener_set;
+pub(crate) mod override_store;
 pub(crate) mod overrides;
 mod shutdown;
 mod store_backend;

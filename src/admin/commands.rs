@@ -2,11 +2,11 @@
 
 use super::parameters::{self, QueryParameters};
 use super::responses::{JsonResponse, ProblemDetails};
-use super::{AdminBackend, DrainSchedule};
+use super::{AdminBackend, DrainSchedule, OverrideRequest};
 use crate::telemetry::{self, LogLevel};
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
-use axum::extract::{RawQuery, State};
+use axum::extract::{Path, RawQuery, State};
 use http::{HeaderMap, StatusCode};
 use serde_json::json;
 
@@ -27,6 +27,51 @@ pub(super) async fn reset_key(
 ) -> Result<JsonResponse, ProblemDetails> {
     let query = parameters::parse_key_query(query.as_deref())?;
     Ok(JsonResponse(StatusCode::OK, (view.reset_key)(query).await?))
+}
+
+/// Maximum number of overrides in a list.
+const MAX_LISTED_OVERRIDES: usize = 10_000;
+
+/// Without `key`, lists the overrides of the policy.
+pub(super) async fn read_overrides(
+    State(view): State<AdminBackend>,
+    Path(policy): Path<String>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    let query = QueryParameters::parse(query.as_deref(), &["key", "n"])?;
+    let limit = query.get_number("n", 1000, MAX_LISTED_OVERRIDES)?;
+    let values = query.get_all("key");
+    let request = match values.is_empty() {
+        true => OverrideRequest::List { policy, limit },
+        false => OverrideRequest::Find { policy, values },
+    };
+    let answer = (view.handle_override_request)(request).await?;
+    Ok(JsonResponse(StatusCode::OK, answer))
+}
+
+/// Expects the override as JSON, with its key.
+pub(super) async fn set_override(
+    State(view): State<AdminBackend>,
+    Path(policy): Path<String>,
+    headers: HeaderMap,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<JsonResponse, ProblemDetails> {
+    let fields = parameters::parse_json_object(&headers, body)?;
+    let request = OverrideRequest::Set { policy, fields };
+    let answer = (view.handle_override_request)(request).await?;
+    Ok(JsonResponse(StatusCode::OK, answer))
+}
+
+pub(super) async fn remove_override(
+    State(view): State<AdminBackend>,
+    Path(policy): Path<String>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    let query = QueryParameters::parse(query.as_deref(), &["key"])?;
+    let values = query.get_all("key");
+    let request = OverrideRequest::Remove { policy, values };
+    let answer = (view.handle_override_request)(request).await?;
+    Ok(JsonResponse(StatusCode::OK, answer))
 }
 
 pub(super) async fn explain_request(

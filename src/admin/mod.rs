@@ -69,6 +69,8 @@ pub struct AdminBackend {
     pub inspect_key: Arc<dyn Fn(KeyQuery) -> AdminFuture + Send + Sync>,
     /// Deletes the counters of a key.
     pub reset_key: Arc<dyn Fn(KeyQuery) -> AdminFuture + Send + Sync>,
+    /// Reads or changes overrides of keys.
+    pub handle_override_request: Arc<dyn Fn(OverrideRequest) -> AdminFuture + Send + Sync>,
     /// Explains the decision about a request.
     pub explain_request: Arc<dyn Fn(ExplainRequest) -> AdminFuture + Send + Sync>,
     /// Lists the instances that share the limits.
@@ -136,6 +138,29 @@ pub struct PolicySummary {
 pub struct KeyQuery {
     pub policy: String,
     pub values: Vec<String>,
+}
+
+/// A request about the overrides of the keys of one policy.
+#[derive(Clone, Debug)]
+pub enum OverrideRequest {
+    /// Up to `limit` overrides.
+    List {
+        policy: String,
+        limit: usize,
+    },
+    Find {
+        policy: String,
+        values: Vec<String>,
+    },
+    /// `fields` is the override as JSON, with its key.
+    Set {
+        policy: String,
+        fields: Map<String, Value>,
+    },
+    Remove {
+        policy: String,
+        values: Vec<String>,
+    },
 }
 
 /// A request that an operator describes, to have its decision explained.

@@ -35,6 +35,12 @@ fn all_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
         ),
         ("/openapi.json", get(queries::get_openapi)),
         ("/overview", get(queries::get_overview)),
+        (
+            "/overrides/{policy}",
+            get(commands::read_overrides)
+                .put(commands::set_override)
+                .delete(commands::remove_override),
+        ),
         ("/policies", get(queries::get_policies)),
         ("/top", get(queries::get_top_rejections)),
     ]);

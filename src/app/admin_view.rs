@@ -85,6 +85,7 @@ impl AdminViewState {
         let observe_state = Arc::clone(&this);
         let config_state = Arc::clone(&this);
         let policies_state = Arc::clone(&this);
+        let override_handles = clone_handles();
         let doctor_handles = (Arc::clone(&this), Arc::new(Semaphore::new(1)));
         let (key_handles, reset_handles, explain_handles, member_handles, drain_state) = (
             clone_handles(),
@@ -110,6 +111,11 @@ impl AdminViewState {
             reset_key: Arc::new(move |query| {
                 spawn_store_lookup(&reset_handles, |this| async move {
                     this.reset_key(&query).await
+                })
+            }),
+            handle_override_request: Arc::new(move |request| {
+                spawn_store_lookup(&override_handles, |this| async move {
+                    this.handle_override_request(&request).await
                 })
             }),
             explain_request: Arc::new(move |description| {
@@ -351,7 +357,7 @@ impl AdminViewState {
     }
 
     /// Fails at once if the store is known to be unavailable.
-    fn check_store_available(&self) -> Result<(), AdminError> {
+    pub(super) fn check_store_available(&self) -> Result<(), AdminError> {
         match &self.store_backend {
             StoreBackend::Redis(redis, _) if !redis.is_up() => Err(AdminError::Unavailable(
                 "the store is unavailable: the counters cannot be read".to_owned(),
@@ -410,7 +416,7 @@ fn to_fleet_members(list: MemberList) -> FleetMembers {
     }
 }
 
-fn lookup_to_admin_error(error: KeyLookupError) -> AdminError {
+pub(super) fn lookup_to_admin_error(error: KeyLookupError) -> AdminError {
     match error {
         KeyLookupError::UnknownPolicy(reason) => AdminError::NotFound(reason),
         KeyLookupError::InvalidValues(reason) => AdminError::InvalidRequest(reason),

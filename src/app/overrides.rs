@@ -2,13 +2,29 @@
 
 use super::key_status::{KeyLookupError, find_limiting_policy};
 use crate::config::parse_duration;
-use crate::limiter::{Algorithm, KeyOverride, LimitAmounts};
+use crate::limiter::{Algorithm, KeyOverride, LimitAmounts, MAX_UNITS};
 use crate::policy::{NamedLimit, PolicyTable};
 use crate::replay::parse_rfc3339;
 use crate::store::{MAX_REMARK_BYTES, StoredOverride};
 use serde_json::{Map, Value, json};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
+
+/// The fields of an override in JSON and in CSV.
+pub(crate) const FIELD_NAMES: [&str; 12] = [
+    "policy",
+    "key",
+    "requests",
+    "limit",
+    "burst",
+    "limits",
+    "unlimited",
+    "blocked",
+    "expires",
+    "expires_at",
+    "note",
+    "author",
+];
 
 /// An override as it was entered.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -174,6 +190,108 @@ pub(crate) fn merge_amounts(previous: Option<&StoredOverride>, stored: &mut Stor
     }
 }
 
+/// Reads an override from JSON. `policy` is its policy if the address names it.
+///
+/// # Errors
+/// Which field is wrong.
+pub(crate) fn override_from_json(
+    object: &Map<String, Value>,
+    now_us: u64,
+) -> Result<OverrideInput, String> {
+    if let Some(unknown) = object
+        .keys()
+        .find(|name| !FIELD_NAMES.contains(&name.as_str()))
+    {
+        return Err(format!(
+            "unknown field {unknown:?}; expected {}",
+            FIELD_NAMES.join(", ")
+        ));
+    }
+    let text = |name: &str| match object.get(name) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(_) => Err(format!("{name}: expected a string")),
+    };
+    let flag = |name: &str| match object.get(name) {
+        None | Some(Value::Null) => Ok(false),
+        Some(Value::Bool(flag)) => Ok(*flag),
+        Some(_) => Err(format!("{name}: expected true or false")),
+    };
+    let mut limits = Vec::new();
+    match (object.get("requests"), object.get("limits")) {
+        (None | Some(Value::Null), None | Some(Value::Null)) => {
+            if let Some(field) = ["burst", "limit"]
+                .iter()
+                .find(|name| object.contains_key(**name))
+            {
+                return Err(format!("{field}: expected requests beside it"));
+            }
+        }
+        (_, None | Some(Value::Null)) => limits.push(LimitInput {
+            name: text("limit")?,
+            ..amounts_from_json(object)?
+        }),
+        (None | Some(Value::Null), Some(Value::Object(by_name))) => {
+            for (name, amounts) in by_name {
+                let amounts = amounts
+                    .as_object()
+                    .ok_or_else(|| format!("limits.{name}: expected an object with requests"))?;
+                limits.push(LimitInput {
+                    name: Some(name.clone()),
+                    ..amounts_from_json(amounts)?
+                });
+            }
+        }
+        (None | Some(Value::Null), Some(_)) => {
+            return Err("limits: expected an object with the name of each limit".to_owned());
+        }
+        _ => return Err("expected requests or limits, not both".to_owned()),
+    }
+    Ok(OverrideInput {
+        policy: text("policy")?.unwrap_or_default(),
+        values: key_values_from_json(object.get("key"))?,
+        limits,
+        is_unlimited: flag("unlimited")?,
+        is_blocked: flag("blocked")?,
+        expires_at_ms: parse_expiry(
+            text("expires")?.as_deref(),
+            text("expires_at")?.as_deref(),
+            now_us,
+        )?,
+        note: text("note")?,
+        author: text("author")?,
+    })
+}
+
+fn amounts_from_json(object: &Map<String, Value>) -> Result<LimitInput, String> {
+    let amount = |name: &str| match object.get(name) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => value
+            .as_u64()
+            .filter(|amount| *amount <= MAX_UNITS)
+            .map(Some)
+            .ok_or_else(|| format!("{name}: expected an integer from 0 to {MAX_UNITS}")),
+    };
+    Ok(LimitInput {
+        name: None,
+        requests: amount("requests")?.ok_or("requests: missing")?,
+        burst: amount("burst")?,
+    })
+}
+
+fn key_values_from_json(value: Option<&Value>) -> Result<Vec<String>, String> {
+    let expected = || "key: expected a string, or an array of strings".to_owned();
+    match value {
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(Value::String(text)) => Ok(vec![text.clone()]),
+        Some(Value::Array(values)) => values
+            .iter()
+            .map(|value| value.as_str().map(str::to_owned).ok_or_else(expected))
+            .collect(),
+        Some(_) => Err(expected()),
+    }
+}
+
 /// Reads when an override ends: after a duration such as `30d`, or at a time.
 ///
 /// # Errors
@@ -206,7 +324,7 @@ pub(crate) fn parse_expiry(
     }
 }
 
-/// Returns an override as JSON.
+/// Returns an override as JSON, which [`override_from_json`] reads.
 pub(crate) fn override_to_json(stored: &StoredOverride) -> Value {
     let mut fields = Map::new();
     fields.insert("policy".to_owned(), json!(stored.key.policy_name()));

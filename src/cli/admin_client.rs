@@ -65,16 +65,34 @@ impl AdminClient {
         self.request_json_within(IO_TIMEOUT, method, target)
     }
 
+    /// Sends a JSON body and parses the response.
+    ///
+    /// # Errors
+    /// As [`Self::request_json`].
+    pub(super) fn put_json(&self, target: &str, body: &Value) -> Result<Value, String> {
+        self.send_and_parse(RESPONSE_TIMEOUT, "PUT", target, &body.to_string())
+    }
+
     fn request_json_within(
         &self,
         response_timeout: Duration,
         method: &str,
         target: &str,
     ) -> Result<Value, String> {
+        self.send_and_parse(response_timeout, method, target, "")
+    }
+
+    fn send_and_parse(
+        &self,
+        response_timeout: Duration,
+        method: &str,
+        target: &str,
+        body: &str,
+    ) -> Result<Value, String> {
         let address = &self.address;
         let token = self.token.as_ref();
         let AdminClientResponse { status, body } =
-            send_request_within(response_timeout, address, method, target, token)
+            send_request_within(response_timeout, address, (method, target), body, token)
                 .map_err(|error| format!("error: {address}: {error}\n"))?;
         let json: Option<Value> = serde_json::from_str(&body).ok();
         match (status, json) {
@@ -146,15 +164,15 @@ pub(super) fn send_request(
     target: &str,
     token: Option<&AdminToken>,
 ) -> io::Result<AdminClientResponse> {
-    send_request_within(IO_TIMEOUT, address, method, target, token)
+    send_request_within(IO_TIMEOUT, address, (method, target), "", token)
 }
 
 /// Like [`send_request`], with a timeout for the whole response.
 fn send_request_within(
     response_timeout: Duration,
     address: &ListenAddress,
-    method: &str,
-    target: &str,
+    (method, target): (&str, &str),
+    body: &str,
     token: Option<&AdminToken>,
 ) -> io::Result<AdminClientResponse> {
     let mut socket = connect(address)?;
@@ -163,7 +181,8 @@ fn send_request_within(
         format!("Authorization: Bearer {}\r\n", token.expose())
     });
     let head = format!(
-        "{method} {target} HTTP/1.1\r\nHost: localhost\r\n{token}Content-Length: 0\r\nConnection: close\r\n\r\n"
+        "{method} {target} HTTP/1.1\r\nHost: localhost\r\n{token}Content-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
     );
     socket.write_all(head.as_bytes())?;
     let (mut bytes, mut chunk) = (Vec::new(), [0; 4096]);
@@ -242,7 +261,7 @@ mod tests {
             drop(io::copy(&mut socket, &mut io::sink()));
         });
         let response =
-            send_request_within(RESPONSE_TIMEOUT, &address, "GET", "/fleet", None).unwrap();
+            send_request_within(RESPONSE_TIMEOUT, &address, ("GET", "/fleet"), "", None).unwrap();
         assert_eq!((response.status, &*response.body), (200, "ok"));
         server.join().unwrap();
     }

@@ -27,7 +27,7 @@ impl From<ConfigErrors> for CommandError {
 }
 
 impl CommandError {
-    fn to_text(&self) -> String {
+    pub(super) fn to_text(&self) -> String {
         match self {
             Self::Config(errors) => errors.to_string(),
             Self::Message(message) => message.clone(),

@@ -1,21 +1,27 @@
 //! `tidegate overrides`: limits and blocks of single keys, in the store. Changes Redis itself. With
 //! the memory store, it asks the admin port of the running proxy.
 
+mod export;
+mod import;
+mod store_client;
+
+use super::admin_client::{AdminClient, escape_unprintable};
 use super::output::CommandError;
-use crate::app::key_status::KeyLookupError;
+use crate::app::key_status::find_limiting_policy;
 use crate::app::overrides::{
-    LimitInput, OverrideInput, describe_rule, format_time_ms, merge_amounts, override_to_json,
-    parse_expiry, resolve_override,
+    LimitInput, OverrideInput, describe_rule, format_time_ms, override_to_json, parse_expiry,
+    resolve_override,
 };
 use crate::clock::Clock;
 use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::limiter::Key;
 use crate::store::StoredOverride;
 use crate::store::redis::CounterInspector;
+use export::{ExportArguments, export_overrides};
+use import::{ImportArguments, ImportReport, import_file};
 use serde_json::{Value, json};
-
-/// Attempts to change an override that other commands change at the same time.
-const MAX_ATTEMPTS: usize = 10;
+use std::sync::Arc;
+use store_client::StoreClient;
 
 #[derive(clap::Subcommand, Debug)]
 pub(super) enum OverridesCommand {
@@ -33,6 +39,11 @@ pub(super) enum OverridesCommand {
         #[arg(long, value_name = "N", default_value_t = 1000)]
         most: usize,
     },
+    /// Set the overrides of a CSV or JSON Lines file, one per line. Wrong lines are reported and
+    /// left out.
+    Import(ImportArguments),
+    /// Write all overrides to stdout, in a form that import reads: the backup.
+    Export(ExportArguments),
 }
 
 /// Selects a key by its policy and values.
@@ -85,69 +96,75 @@ pub(super) fn run(
     as_json: bool,
 ) -> Result<String, CommandError> {
     let config = config::load(sources)?;
-    let StoreSettings::Redis(redis) = &config.store else {
-        return Err(
-            "error: store.kind is \"memory\"; overrides need store.kind = \"redis\"\n"
-                .to_owned()
-                .into(),
-        );
-    };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .map_err(|error| format!("error: {error}\n"))?;
     let printed = runtime.block_on(async {
-        let inspector = CounterInspector::connect((**redis).clone())
-            .await
-            .map_err(|error| error.to_string())?;
+        let store = open_store(sources, &config).await?;
         match command {
             OverridesCommand::Set(arguments) => {
-                set_override(&inspector, &config, arguments, as_json).await
+                set_override(&store, &config, arguments, as_json).await
             }
-            OverridesCommand::Remove(key) => {
-                remove_override(&inspector, &config, key, as_json).await
-            }
-            OverridesCommand::Show(key) => show_override(&inspector, &config, key, as_json).await,
+            OverridesCommand::Remove(key) => remove_override(&store, &config, key, as_json).await,
+            OverridesCommand::Show(key) => show_override(&store, &config, key, as_json).await,
             OverridesCommand::List { policy, most } => {
-                list_overrides(&inspector, policy.as_deref(), *most, as_json).await
+                list_overrides(&store, policy.as_deref(), *most, as_json).await
+            }
+            OverridesCommand::Import(arguments) => {
+                import_overrides(&store, &config, arguments, as_json).await
+            }
+            OverridesCommand::Export(arguments) => {
+                let exported = export_overrides(&store, &config, arguments).await;
+                exported.map(|()| String::new())
             }
         }
     });
-    Ok(printed.map_err(|why| format!("error: {why}\n"))?)
+    Ok(printed.map_err(|why| match why.starts_with("error: ") {
+        true => why,
+        false => format!("error: {why}\n"),
+    })?)
+}
+
+async fn open_store(sources: &ConfigSources, config: &Config) -> Result<StoreClient, String> {
+    match &config.store {
+        StoreSettings::Redis(redis) => {
+            let inspector = CounterInspector::connect((**redis).clone()).await;
+            let inspector = inspector.map_err(|error| error.to_string())?;
+            Ok(StoreClient::Redis(Box::new(inspector)))
+        }
+        StoreSettings::Memory(_) => {
+            let client = AdminClient::from_sources(sources).map_err(|error| error.to_text())?;
+            Ok(StoreClient::AdminPort(
+                client,
+                Arc::clone(&config.policy_table),
+            ))
+        }
+    }
 }
 
 async fn set_override(
-    inspector: &CounterInspector,
+    store: &StoreClient,
     config: &Config,
     arguments: &SetArguments,
     as_json: bool,
 ) -> Result<String, String> {
     let now_us = Clock::system().now_us();
     let input = arguments.to_input(now_us)?;
-    let entered = resolve_override(&config.policy_table, &input, now_us)
-        .map_err(|error: KeyLookupError| error.to_string())?;
-    for _ in 0..MAX_ATTEMPTS {
-        let previous = inspector.find_override(&entered.key).await;
-        let previous = previous.map_err(|error| error.to_string())?;
-        let mut stored = entered.clone();
-        merge_amounts(previous.as_ref(), &mut stored);
-        let is_replaced = inspector.replace_override(previous.as_ref(), &stored).await;
-        if is_replaced.map_err(|error| error.to_string())? {
-            return Ok(format_override(&stored, as_json));
-        }
-    }
-    Err("other commands change this override at the same time; try again".to_owned())
+    let entered = resolve_override(&config.policy_table, &input, now_us);
+    let entered = entered.map_err(|error| error.to_string())?;
+    let stored = store.set_and_merge(&entered).await?;
+    Ok(format_override(&stored, as_json))
 }
 
 async fn remove_override(
-    inspector: &CounterInspector,
+    store: &StoreClient,
     config: &Config,
     key: &OverrideKey,
     as_json: bool,
 ) -> Result<String, String> {
     let key = key.resolve(config)?;
-    let is_removed = inspector.remove_override(&key).await;
-    let is_removed = is_removed.map_err(|error| error.to_string())?;
+    let is_removed = store.remove(&key).await?;
     if as_json {
         let result =
             json!({ "policy": key.policy_name(), "key": key.value_texts(), "removed": is_removed });
@@ -160,14 +177,13 @@ async fn remove_override(
 }
 
 async fn show_override(
-    inspector: &CounterInspector,
+    store: &StoreClient,
     config: &Config,
     key: &OverrideKey,
     as_json: bool,
 ) -> Result<String, String> {
     let key = key.resolve(config)?;
-    let found = inspector.find_override(&key).await;
-    match found.map_err(|error| error.to_string())? {
+    match store.find(&key).await? {
         Some(stored) => Ok(format_override(&stored, as_json)),
         None if as_json => Ok("null\n".to_owned()),
         None => Ok(format!("{key}: no override\n")),
@@ -175,13 +191,13 @@ async fn show_override(
 }
 
 async fn list_overrides(
-    inspector: &CounterInspector,
+    store: &StoreClient,
     policy: Option<&str>,
     max_listed: usize,
     as_json: bool,
 ) -> Result<String, String> {
     let (mut listed, mut has_more) = (Vec::new(), false);
-    let visited = inspector.visit_overrides(|stored| {
+    let visited = store.visit(|stored| {
         if policy.is_none_or(|policy| stored.key.policy_name() == policy) {
             has_more = listed.len() >= max_listed;
             if !has_more {
@@ -190,7 +206,7 @@ async fn list_overrides(
         }
         !has_more
     });
-    visited.await.map_err(|error| error.to_string())?;
+    visited.await?;
     listed.sort_by_cached_key(|stored| stored.key.to_readable_string());
     if as_json {
         let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
@@ -210,6 +226,31 @@ async fn list_overrides(
         ));
     }
     Ok(text)
+}
+
+/// Imports a file. Each wrong line is an error on stderr, and the command fails after all lines.
+#[allow(clippy::print_stderr, reason = "errors appear while the import runs")]
+async fn import_overrides(
+    store: &StoreClient,
+    config: &Config,
+    arguments: &ImportArguments,
+    as_json: bool,
+) -> Result<String, String> {
+    let report_error = |line: u64, why: &str| eprintln!("line {line}: {}", escape_unprintable(why));
+    let report = import_file(store, config, arguments, report_error).await?;
+    let ImportReport {
+        set_count,
+        error_count,
+    } = report;
+    if error_count > 0 {
+        return Err(format!(
+            "{error_count} lines are wrong and were not set; {set_count} overrides were set"
+        ));
+    }
+    if as_json {
+        return Ok(format!("{:#}\n", json!({ "set": set_count })));
+    }
+    Ok(format!("{set_count} overrides set\n"))
 }
 
 /// One line: the key, the rule, and what else is known.
@@ -239,8 +280,8 @@ impl OverrideKey {
     /// The key. Its policy may have lost `dynamic`, so that old overrides can be removed.
     fn resolve(&self, config: &Config) -> Result<Key, String> {
         let table = &config.policy_table;
-        let (policy, quota) = crate::app::key_status::find_limiting_policy(table, &self.policy)
-            .map_err(|error| error.to_string())?;
+        let (policy, quota) =
+            find_limiting_policy(table, &self.policy).map_err(|error| error.to_string())?;
         let (key, _) = quota.key_and_limits_for_listed_values(
             &policy.name,
             &self.values,

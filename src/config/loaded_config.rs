@@ -76,9 +76,11 @@ impl Config {
         if !dynamic.is_empty() {
             let risk = match self.store {
                 StoreSettings::Redis(_) => {
-                    "are data in Redis: data loss, or eviction by maxmemory-policy allkeys-*, lifts blocks; expected persistence, and a copy of tidegate overrides list --json"
+                    "are data in Redis: data loss, or eviction by maxmemory-policy allkeys-*, lifts blocks; expected persistence, and a copy of tidegate overrides export"
                 }
-                StoreSettings::Memory(_) => "are in the store; expected store.kind = \"redis\"",
+                StoreSettings::Memory(_) => {
+                    "are set at admin.address, hold for this process and end with it; expected store.kind = \"redis\" to keep them"
+                }
             };
             let names = dynamic.join(", ");
             notes.push(format!(

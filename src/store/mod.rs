@@ -21,7 +21,7 @@ pub use leases::LeasePool;
 pub use memory::{MemorySettings, MemoryStore};
 pub use partial_decision::{DecisionFailure, PartialDecision};
 pub use settlements::SettlementQueue;
-pub use stored_override::{MAX_REMARK_BYTES, StoredOverride};
+pub use stored_override::{MAX_REMARK_BYTES, StoredOverride, parse_override_rule};
 
 use crate::limiter::{Amendment, Key, Limit};
 use deny_cache::DenyCache;

@@ -53,7 +53,7 @@ impl StoredOverride {
         let mut next_remark = || lines.next().filter(|line| !line.is_empty()).map(Into::into);
         Some(Self {
             key: Key::from_full_text(key)?,
-            rule: parse_rule(rule)?,
+            rule: parse_override_rule(rule)?,
             expires_at_ms: match expires_at {
                 Some(expires_at) => Some(expires_at.parse().ok()?),
                 None => None,
@@ -61,6 +61,11 @@ impl StoredOverride {
             author: next_remark(),
             note: next_remark(),
         })
+    }
+
+    /// The rule as [`parse_override_rule`] reads it.
+    pub fn format_rule(&self) -> String {
+        format_rule(&self.rule)
     }
 
     pub fn is_expired(&self, now_us: u64) -> bool {
@@ -84,7 +89,8 @@ fn format_rule(rule: &KeyOverride) -> String {
     limits.collect::<Vec<_>>().join(",")
 }
 
-fn parse_rule(text: &str) -> Option<KeyOverride> {
+/// Parses the rule of an override.
+pub fn parse_override_rule(text: &str) -> Option<KeyOverride> {
     match text {
         "*" => return Some(KeyOverride::Unlimited),
         "!" => return Some(KeyOverride::Blocked),

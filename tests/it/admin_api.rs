@@ -481,7 +481,8 @@ async fn each_route_accepts_exactly_the_methods_in_the_openapi_document() {
         if documented.contains(&"GET".to_owned()) {
             documented.push("HEAD".to_owned());
         }
-        let other = admin_proxy.admin_request("TRACE", path).send().await;
+        let target = path.replace("{policy}", "api");
+        let other = admin_proxy.admin_request("TRACE", &target).send().await;
         assert_problem(&other, 405);
         let mut allowed: Vec<&str> = other.header("allow").unwrap().split(',').collect();
         documented.sort();

@@ -1,6 +1,7 @@
 //! Overrides of single keys in the store, end to end: commands, proxies and a Redis server.
 
 use crate::support::TEST_TIMEOUT;
+use crate::support::admin_proxy::AdminProxy;
 use crate::support::client::{RawClient, RawResponse};
 use crate::support::process::{ProcessOutput, run_command, tidegate_command};
 use crate::support::proxy::Proxy;
@@ -178,7 +179,7 @@ async fn an_override_in_the_store_wins_over_the_file_and_ends_by_itself() {
         "--requests",
         "9",
         "--expires",
-        "1s",
+        "5s",
     ];
     fixture.run_successfully(&words).await;
     assert_eq!(quota().await, Some(9));
@@ -304,6 +305,161 @@ async fn wrong_overrides_are_refused_with_a_reason() {
         assert!(error.contains(reason), "{words:?}: {error}");
     }
     assert_eq!(fixture.run_successfully(&["list"]).await, "");
+}
+
+#[tokio::test]
+async fn a_file_is_imported_line_by_line_and_an_export_is_its_backup() {
+    let fixture = OverrideFixture::start(POLICIES).await;
+    let path = fixture.dir.path().join("overrides.csv");
+    let text = "policy,key,key2,requests,limit,burst,limits,unlimited,blocked,expires_at,note\r\n\
+        api,\"o'hara, \"\"bob\"\"\",,7,,,,,,2099-01-31T00:00:00Z,\"a, b\"\r\n\
+        api,scraper,,,,,,,true,,\r\n\
+        static,ann,,7,,,,,,,\r\n\
+        api,x,y,7,,,,,,,\r\n\
+        several,ann,sk_live_1,,,,\"minute=7+20,day=30\",,,,\r\n\
+        api,negative,,-7,,,,,,,\r\n\
+        api,short,7\r\n\
+        several,ann,sk_live_2,,,,,true,,,\r\n";
+    fs::write(&path, text).unwrap();
+    let path = path.to_str().unwrap();
+    let error = fixture.error_of(&["import", path]).await;
+    for expected in [
+        "line 4: policy static has no overrides in the store",
+        "line 5: the key of api has 1 values",
+        "line 7: requests: \"-7\"; expected an integer",
+        "line 8: 3 columns; expected 11",
+        "4 lines are wrong and were not set; 4 overrides were set",
+    ] {
+        assert!(error.contains(expected), "{expected}: {error}");
+    }
+    let shown = fixture
+        .run_successfully(&["show", "api", "o'hara, \"bob\"", "--json"])
+        .await;
+    let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+    assert_eq!(shown["limits"]["api"]["requests"], 7);
+    assert_eq!(
+        (&shown["note"], &shown["expires_at"]),
+        (&"a, b".into(), &"2099-01-31T00:00:00Z".into())
+    );
+
+    let listed = fixture.run_successfully(&["list", "--json"]).await;
+    for format in ["csv", "jsonl"] {
+        let exported = fixture
+            .run_successfully(&["export", "--format", format])
+            .await;
+        assert!(!exported.contains("sk_live"), "{exported}");
+        fixture.redis.command::<()>("FLUSHALL").await;
+        assert_eq!(fixture.run_successfully(&["list"]).await, "");
+        let backup = fixture.dir.path().join(format!("backup.{format}"));
+        fs::write(&backup, exported).unwrap();
+        let printed = fixture
+            .run_successfully(&["import", backup.to_str().unwrap()])
+            .await;
+        assert_eq!(printed, "4 overrides set\n");
+        assert_eq!(fixture.run_successfully(&["list", "--json"]).await, listed);
+    }
+    let proxy = fixture.start_proxy().await;
+    let response = get(&proxy, "/several", "ann").await;
+    assert_eq!(
+        response.list_parameter("ratelimit-policy", "day", "q"),
+        Some(30)
+    );
+    assert_eq!(status(&proxy, "scraper").await, 403);
+}
+
+/// The same commands with the memory store, by the admin port.
+#[tokio::test]
+async fn the_admin_port_changes_overrides_of_both_stores() {
+    let redis = RedisServer::start();
+    for store in [String::new(), redis.store_config()] {
+        let proxy = AdminProxy::start(&format!("{store}\n{POLICIES}")).await;
+        let put = async |path: &str, body: &str| {
+            let request = proxy.authorized_request("PUT", path);
+            let request = request.header("content-type", "application/json");
+            request.body(body).send().await
+        };
+        let quota = async || {
+            let response = get(&proxy.proxy, "/api", "ann").await;
+            response.list_parameter("ratelimit-policy", "api", "q")
+        };
+        let response = put("/overrides/api", r#"{"key": "ann", "requests": 9}"#).await;
+        assert_eq!(response.status, 200, "{}", response.text());
+        assert_eq!(quota().await, Some(9));
+        let listed = proxy.get_json("/overrides/api").await;
+        assert_eq!(listed["overrides"][0]["limits"]["api"]["requests"], 9);
+        let one = proxy.get_json("/overrides/api?key=ann").await;
+        assert_eq!(one["overrides"], listed["overrides"]);
+        let none = proxy.get_json("/overrides/api?key=bob").await;
+        assert_eq!(none["overrides"].as_array().unwrap().len(), 0);
+
+        let without_token = proxy.admin_request("PUT", "/overrides/api").send().await;
+        assert_eq!(without_token.status, 401);
+        for (path, body, status, reason) in [
+            ("/overrides/absent", "{}", 404, "unknown policy"),
+            (
+                "/overrides/static",
+                r#"{"key": "a", "blocked": true}"#,
+                400,
+                "dynamic = true",
+            ),
+            (
+                "/overrides/api",
+                r#"{"key": "a", "request": 1}"#,
+                400,
+                "unknown field",
+            ),
+            (
+                "/overrides/api",
+                r#"{"policy": "several", "key": "a"}"#,
+                400,
+                "as in the path",
+            ),
+            (
+                "/overrides/api",
+                r#"{"key": ["a", "b"], "blocked": true}"#,
+                400,
+                "has 1 values",
+            ),
+        ] {
+            let response = put(path, body).await;
+            assert_eq!(response.status, status, "{}", response.text());
+            assert!(response.text().contains(reason), "{}", response.text());
+        }
+        let removed = proxy.authorized_request("DELETE", "/overrides/api?key=ann");
+        assert_eq!(removed.send().await.json()["removed"], true);
+        assert_eq!(quota().await, Some(2));
+
+        let words = ["overrides", "set", "several", "ann", "k", "--limit", "day"];
+        let set = [&words[..], &["--requests", "3"]].concat();
+        let ended = proxy.run_command(&set).await;
+        assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+        let words = [
+            "overrides",
+            "set",
+            "several",
+            "ann",
+            "k",
+            "--limit",
+            "minute",
+        ];
+        let set = [&words[..], &["--requests", "4"]].concat();
+        proxy.run_command(&set).await;
+        let shown = proxy
+            .run_command(&["overrides", "show", "several", "ann", "k"])
+            .await;
+        assert!(shown.stdout.contains("day 3"), "{}", shown.stdout);
+        assert!(shown.stdout.contains("minute 4"), "{}", shown.stdout);
+        let exported = proxy.run_command(&["overrides", "export"]).await;
+        assert_eq!(exported.stdout.lines().count(), 1, "{}", exported.stderr);
+        let removed = proxy
+            .run_command(&["overrides", "remove", "several", "ann", "k"])
+            .await;
+        assert!(
+            removed.stdout.contains("override removed"),
+            "{}",
+            removed.stderr
+        );
+    }
 }
 
 const ORACLE_POLICY: &str = r#"

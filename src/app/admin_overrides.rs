@@ -1,0 +1,75 @@
+//! Reads and changes overrides of keys for the admin endpoint.
+
+use super::admin_view::{AdminViewState, lookup_to_admin_error};
+use super::key_status::find_limiting_policy;
+use super::override_store::OverrideStore;
+use super::overrides::{override_from_json, override_to_json, resolve_override};
+use crate::admin::{AdminError, OverrideRequest};
+use crate::clock::Clock;
+use crate::limiter::Key;
+use crate::policy::PolicyTable;
+use serde_json::{Value, json};
+
+impl AdminViewState {
+    pub(super) async fn handle_override_request(
+        &self,
+        request: &OverrideRequest,
+    ) -> Result<Value, AdminError> {
+        self.check_store_available()?;
+        let snapshot = self.active_policies.load_snapshot();
+        let table = &snapshot.table;
+        let store = OverrideStore::open(&self.store_backend).await;
+        let store = store.map_err(AdminError::Unavailable)?;
+        match request {
+            OverrideRequest::List { policy, limit } => {
+                find_limiting_policy(table, policy).map_err(lookup_to_admin_error)?;
+                let listed = store.list(Some(policy), *limit).await;
+                let (listed, has_more) = listed.map_err(AdminError::Unavailable)?;
+                let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
+                Ok(json!({ "overrides": listed, "more": has_more }))
+            }
+            OverrideRequest::Find { policy, values } => {
+                let key = resolve_key(table, policy, values)?;
+                let found = store.find(&key).await.map_err(AdminError::Unavailable)?;
+                let listed: Vec<Value> = found.iter().map(override_to_json).collect();
+                Ok(json!({ "overrides": listed, "more": false }))
+            }
+            OverrideRequest::Set { policy, fields } => {
+                let now_us = Clock::system().now_us();
+                let mut input =
+                    override_from_json(fields, now_us).map_err(AdminError::InvalidRequest)?;
+                if !input.policy.is_empty() && input.policy != *policy {
+                    return Err(AdminError::InvalidRequest(format!(
+                        "policy: {:?}; expected {policy:?}, as in the path",
+                        input.policy
+                    )));
+                }
+                input.policy.clone_from(policy);
+                let stored =
+                    resolve_override(table, &input, now_us).map_err(lookup_to_admin_error)?;
+                store.set(&stored).await.map_err(AdminError::Unavailable)?;
+                log_change("override set by an operator", &stored.key);
+                Ok(override_to_json(&stored))
+            }
+            OverrideRequest::Remove { policy, values } => {
+                let key = resolve_key(table, policy, values)?;
+                let is_removed = store.remove(&key).await.map_err(AdminError::Unavailable)?;
+                log_change("override removed by an operator", &key);
+                Ok(json!({ "policy": policy, "key": key.value_texts(), "removed": is_removed }))
+            }
+        }
+    }
+}
+
+/// The log line has the hash of the key, because clients choose its values.
+fn log_change(message: &str, key: &Key) {
+    let key_hash = format!("{:032x}", key.id());
+    tracing::info!(policy = key.policy_name(), key = key_hash, "{message}");
+}
+
+fn resolve_key(table: &PolicyTable, policy: &str, values: &[String]) -> Result<Key, AdminError> {
+    let (policy, quota) = find_limiting_policy(table, policy).map_err(lookup_to_admin_error)?;
+    let (client, path) = (&table.client, &table.path);
+    let key = quota.key_and_limits_for_listed_values(&policy.name, values, client, path);
+    key.map(|(key, _)| key).map_err(AdminError::InvalidRequest)
+}

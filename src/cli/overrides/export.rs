@@ -1,0 +1,128 @@
+//! `tidegate overrides export`: writes all overrides in a form that `import` reads.
+
+use super::store_client::StoreClient;
+use crate::app::overrides::{format_time_ms, override_to_json};
+use crate::config::Config;
+use crate::limiter::KeyOverride;
+use crate::policy::PolicyAction;
+use crate::store::StoredOverride;
+use std::io::{self, Write};
+
+#[derive(clap::Args, Debug)]
+pub(in crate::cli) struct ExportArguments {
+    /// Only export overrides of this policy.
+    policy: Option<String>,
+    /// Format of the lines.
+    #[arg(long, value_name = "FORMAT", value_enum, default_value_t = ExportFormat::Jsonl)]
+    format: ExportFormat,
+}
+
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+enum ExportFormat {
+    Csv,
+    Jsonl,
+}
+
+/// Writes overrides to stdout, one per line, in no order.
+///
+/// # Errors
+/// A message for the user if the store fails, or stdout is closed.
+pub(super) async fn export_overrides(
+    store: &StoreClient,
+    config: &Config,
+    arguments: &ExportArguments,
+) -> Result<(), String> {
+    let mut output = io::BufWriter::new(io::stdout().lock());
+    let mut written: io::Result<()> = Ok(());
+    let is_included = |stored: &StoredOverride| {
+        let policy = arguments.policy.as_deref();
+        policy.is_none_or(|policy| stored.key.policy_name() == policy)
+    };
+    match arguments.format {
+        ExportFormat::Jsonl => {
+            let visited = store.visit(|stored| {
+                if is_included(&stored) {
+                    written = writeln!(output, "{}", override_to_json(&stored));
+                }
+                written.is_ok()
+            });
+            visited.await?;
+        }
+        ExportFormat::Csv => {
+            let width = max_value_count(config);
+            let mut writer = csv::WriterBuilder::new()
+                .flexible(true)
+                .from_writer(&mut output);
+            let mut result = writer.write_record(csv_header(width));
+            let visited = store.visit(|stored| {
+                if is_included(&stored) && result.is_ok() {
+                    result = writer.write_record(csv_record(&stored, width));
+                }
+                result.is_ok()
+            });
+            visited.await?;
+            written = result
+                .map_err(io::Error::other)
+                .and_then(|()| writer.flush());
+        }
+    }
+    let flushed = written.and_then(|()| output.flush());
+    flushed.map_err(|error| format!("stdout: {error}"))
+}
+
+/// The most values of a key of a policy with overrides.
+fn max_value_count(config: &Config) -> usize {
+    let policies = config.policy_table.policies().iter();
+    let counts = policies.map(|policy| match &policy.action {
+        PolicyAction::Limit(quota) if quota.is_dynamic => quota.key.value_count(),
+        _ => 1,
+    });
+    counts.max().unwrap_or(1).max(1)
+}
+
+fn csv_header(width: usize) -> Vec<String> {
+    let keys = (1..=width).map(|position| match position {
+        1 => "key".to_owned(),
+        position => format!("key{position}"),
+    });
+    let fields = [
+        "limits",
+        "unlimited",
+        "blocked",
+        "expires_at",
+        "note",
+        "author",
+    ];
+    let fields = fields.map(str::to_owned);
+    std::iter::once("policy".to_owned())
+        .chain(keys)
+        .chain(fields)
+        .collect()
+}
+
+fn csv_record(stored: &StoredOverride, width: usize) -> Vec<String> {
+    let mut record = vec![stored.key.policy_name().to_owned()];
+    let mut values = stored.key.value_texts();
+    values.resize(width.max(values.len()), String::new());
+    record.extend(values);
+    let flag = |rule: &KeyOverride| match stored.rule == *rule {
+        true => "true".to_owned(),
+        false => String::new(),
+    };
+    record.push(match &stored.rule {
+        KeyOverride::Limits(_) => stored.format_rule(),
+        _ => String::new(),
+    });
+    record.push(flag(&KeyOverride::Unlimited));
+    record.push(flag(&KeyOverride::Blocked));
+    record.push(
+        stored
+            .expires_at_ms
+            .and_then(format_time_ms)
+            .unwrap_or_default(),
+    );
+    for remark in [&stored.note, &stored.author] {
+        record.push(remark.as_deref().unwrap_or_default().to_owned());
+    }
+    record
+}

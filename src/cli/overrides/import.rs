@@ -1,0 +1,380 @@
+//! `tidegate overrides import`: sets many overrides from a CSV or JSON Lines file.
+//!
+//! Each line is one whole override: it is set, or it is reported with its number and nothing of it
+//! is set. A run that a store failure stops tells the line to continue from; setting an override
+//! twice changes nothing.
+
+use super::store_client::StoreClient;
+use crate::app::key_status::find_limiting_policy;
+use crate::app::overrides::{
+    FIELD_NAMES, LimitInput, OverrideInput, override_from_json, parse_expiry, resolve_override,
+};
+use crate::clock::Clock;
+use crate::config::Config;
+use crate::limiter::{KeyOverride, MAX_UNITS};
+use crate::policy::PolicyTable;
+use crate::store::{StoredOverride, parse_override_rule};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::Value;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+/// Overrides that are set at once.
+const CHUNK_LEN: usize = 1024;
+
+/// Maximum length of a line, in bytes.
+const MAX_LINE_BYTES: u64 = 64 << 10;
+
+#[derive(clap::Args, Debug)]
+pub(in crate::cli) struct ImportArguments {
+    /// A file with one override per line: JSON Lines if it ends in .jsonl, else CSV with a header.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Start at this line, after a run that stopped there.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    from_line: u64,
+    /// Only check the file.
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// What an import did.
+#[derive(Debug, Default)]
+pub(super) struct ImportReport {
+    pub(super) set_count: u64,
+    pub(super) error_count: u64,
+}
+
+/// An override as read from a line, or why it can't be.
+type ReadLine = (u64, Result<OverrideInput, String>);
+
+/// Sets the overrides of a file. Errors in lines are passed to `report_error` with their number.
+///
+/// # Errors
+/// A message for the user if the file can't be read, or the store fails.
+pub(super) async fn import_file(
+    store: &StoreClient,
+    config: &Config,
+    arguments: &ImportArguments,
+    mut report_error: impl FnMut(u64, &str),
+) -> Result<ImportReport, String> {
+    let now_us = Clock::system().now_us();
+    let lines = open_lines(&arguments.file, now_us)?;
+    let progress = new_progress_bar();
+    let mut report = ImportReport::default();
+    let mut chunk: Vec<(u64, StoredOverride)> = Vec::with_capacity(CHUNK_LEN);
+    for line in lines {
+        let (number, input) = line?;
+        if number < arguments.from_line {
+            continue;
+        }
+        let resolved = input.and_then(|mut input| {
+            drop_unused_columns(&config.policy_table, &mut input);
+            resolve_override(&config.policy_table, &input, now_us)
+                .map_err(|error| error.to_string())
+        });
+        match resolved {
+            Ok(stored) => chunk.push((number, stored)),
+            Err(why) => {
+                report.error_count += 1;
+                progress.suspend(|| report_error(number, &why));
+            }
+        }
+        if chunk.len() == CHUNK_LEN {
+            report.set_count += set_chunk(store, arguments, &mut chunk).await?;
+            progress.set_position(report.set_count);
+        }
+    }
+    report.set_count += set_chunk(store, arguments, &mut chunk).await?;
+    progress.finish_and_clear();
+    Ok(report)
+}
+
+/// Drops empty values beyond the key of the policy: their columns belong to other policies.
+fn drop_unused_columns(table: &PolicyTable, input: &mut OverrideInput) {
+    if let Ok((_, quota)) = find_limiting_policy(table, &input.policy) {
+        let width = quota.key.value_count();
+        while input.values.len() > width && input.values.last().is_some_and(String::is_empty) {
+            input.values.pop();
+        }
+    }
+}
+
+async fn set_chunk(
+    store: &StoreClient,
+    arguments: &ImportArguments,
+    chunk: &mut Vec<(u64, StoredOverride)>,
+) -> Result<u64, String> {
+    let (numbers, overrides): (Vec<u64>, Vec<StoredOverride>) = chunk.drain(..).unzip();
+    if !arguments.dry_run {
+        let results = store.set_many(&overrides).await;
+        for (number, result) in numbers.iter().zip(results) {
+            result.map_err(|why| {
+                format!(
+                    "{}: stopped at line {number}: {why}; continue with --from-line {number}",
+                    arguments.file.display()
+                )
+            })?;
+        }
+    }
+    Ok(overrides.len() as u64)
+}
+
+fn new_progress_bar() -> ProgressBar {
+    let bar = ProgressBar::no_length();
+    bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(4));
+    if let Ok(style) =
+        ProgressStyle::with_template("{spinner} {human_pos} set, {per_sec}, {elapsed}")
+    {
+        bar.set_style(style);
+    }
+    bar
+}
+
+fn open_lines(
+    path: &Path,
+    now_us: u64,
+) -> Result<Box<dyn Iterator<Item = Result<ReadLine, String>>>, String> {
+    let describe = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
+    let file = File::open(path).map_err(|error| describe(&error))?;
+    let is_json = path
+        .extension()
+        .is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl"));
+    match is_json {
+        true => Ok(Box::new(read_json_lines(BufReader::new(file), now_us))),
+        false => read_csv(file, now_us).map_err(|error| describe(&error)),
+    }
+}
+
+fn read_json_lines(
+    mut file: impl BufRead,
+    now_us: u64,
+) -> impl Iterator<Item = Result<ReadLine, String>> {
+    let mut number = 0;
+    std::iter::from_fn(move || {
+        loop {
+            let mut line = Vec::new();
+            let read = file
+                .by_ref()
+                .take(MAX_LINE_BYTES)
+                .read_until(b'\n', &mut line);
+            match read {
+                Ok(0) => return None,
+                Ok(_) => number += 1,
+                Err(error) => return Some(Err(format!("line {}: {error}", number + 1))),
+            }
+            let is_cut = line.len() as u64 == MAX_LINE_BYTES && !line.ends_with(b"\n");
+            if is_cut && let Err(error) = skip_line(&mut file) {
+                return Some(Err(format!("line {number}: {error}")));
+            }
+            if line.trim_ascii().is_empty() {
+                continue;
+            }
+            let input = match is_cut {
+                true => Err(format!("longer than {MAX_LINE_BYTES} bytes")),
+                false => parse_json_line(&line, now_us),
+            };
+            return Some(Ok((number, input)));
+        }
+    })
+}
+
+/// Skips the rest of a line.
+fn skip_line(file: &mut impl BufRead) -> std::io::Result<()> {
+    loop {
+        let buffer = file.fill_buf()?;
+        if buffer.is_empty() {
+            return Ok(());
+        }
+        let end = buffer.iter().position(|byte| *byte == b'\n');
+        let len = end.map_or(buffer.len(), |end| end + 1);
+        file.consume(len);
+        if end.is_some() {
+            return Ok(());
+        }
+    }
+}
+
+fn parse_json_line(line: &[u8], now_us: u64) -> Result<OverrideInput, String> {
+    match serde_json::from_slice(line) {
+        Ok(Value::Object(object)) => override_from_json(&object, now_us),
+        Ok(_) => Err("expected a JSON object".to_owned()),
+        Err(error) => Err(format!("no JSON: {error}")),
+    }
+}
+
+/// The meaning of a CSV column.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum CsvColumn {
+    /// A field of [`FIELD_NAMES`].
+    Field(&'static str),
+    /// The value of the key at a position.
+    Key(usize),
+}
+
+fn read_csv(
+    file: File,
+    now_us: u64,
+) -> Result<Box<dyn Iterator<Item = Result<ReadLine, String>>>, String> {
+    let mut reader = csv::ReaderBuilder::new()
+        .flexible(true)
+        // With CRLF as the terminator, the reader's line numbers are one too low. So a carriage
+        // return belongs to the last column, which does without it.
+        .terminator(csv::Terminator::Any(b'\n'))
+        .from_reader(file);
+    let header = reader.headers().map_err(|error| error.to_string())?;
+    let columns = parse_header(header)?;
+    let mut record = csv::StringRecord::new();
+    Ok(Box::new(std::iter::from_fn(move || {
+        let line = reader.position().line();
+        let read = loop {
+            let read = reader.read_record(&mut record);
+            let is_blank =
+                record.len() == 1 && record.get(0).is_some_and(|text| text.trim().is_empty());
+            if !(matches!(read, Ok(true)) && is_blank) {
+                break read;
+            }
+        };
+        match read {
+            Ok(false) => None,
+            Ok(true) => {
+                let number = record.position().map_or(line, csv::Position::line);
+                Some(Ok((number, read_record(&record, &columns, now_us))))
+            }
+            Err(error) if matches!(error.kind(), csv::ErrorKind::Utf8 { .. }) => {
+                let number = error.position().map_or(line, csv::Position::line);
+                Some(Ok((number, Err("no UTF-8".to_owned()))))
+            }
+            Err(error) => Some(Err(error.to_string())),
+        }
+    })))
+}
+
+/// `key` is the first value of the key, `key2` the second one.
+fn parse_header(header: &csv::StringRecord) -> Result<Vec<CsvColumn>, String> {
+    let mut columns = Vec::new();
+    for name in header {
+        let name = name.trim().trim_start_matches('\u{feff}');
+        let known = FIELD_NAMES.iter().find(|field| **field == name);
+        let position = match name.strip_prefix("key") {
+            Some("") => Some(0),
+            Some(number) => number
+                .parse::<usize>()
+                .ok()
+                .filter(|n| (1..=64).contains(n))
+                .map(|n| n - 1),
+            None => None,
+        };
+        let column = match (position, known) {
+            (Some(position), _) => CsvColumn::Key(position),
+            (None, Some(field)) => CsvColumn::Field(field),
+            (None, None) => {
+                return Err(format!(
+                    "line 1: unknown column {name:?}; expected {}, and key2 to key64",
+                    FIELD_NAMES.join(", ")
+                ));
+            }
+        };
+        if columns.contains(&column) {
+            return Err(format!("line 1: the column {name:?} occurs twice"));
+        }
+        columns.push(column);
+    }
+    for needed in [CsvColumn::Field("policy"), CsvColumn::Key(0)] {
+        if !columns.contains(&needed) {
+            return Err("line 1: expected a header with at least policy and key".to_owned());
+        }
+    }
+    Ok(columns)
+}
+
+fn read_record(
+    record: &csv::StringRecord,
+    columns: &[CsvColumn],
+    now_us: u64,
+) -> Result<OverrideInput, String> {
+    if record.len() != columns.len() {
+        return Err(format!(
+            "{} columns; expected {}, as in the header",
+            record.len(),
+            columns.len()
+        ));
+    }
+    let field = |name: &str| {
+        let position = columns
+            .iter()
+            .position(|column| matches!(column, CsvColumn::Field(field) if *field == name))?;
+        record
+            .get(position)
+            .map(str::trim)
+            .filter(|text| !text.is_empty())
+    };
+    let flag = |name: &str| match field(name) {
+        None | Some("false" | "0" | "no") => Ok(false),
+        Some("true" | "1" | "yes") => Ok(true),
+        Some(other) => Err(format!("{name}: {other:?}; expected true or false")),
+    };
+    let amount = |name: &str| match field(name) {
+        None => Ok(None),
+        Some(text) => match text.parse::<u64>() {
+            Ok(amount) if amount <= MAX_UNITS => Ok(Some(amount)),
+            _ => Err(format!(
+                "{name}: {text:?}; expected an integer from 0 to {MAX_UNITS}"
+            )),
+        },
+    };
+    let mut limits = Vec::new();
+    match (amount("requests")?, field("limits")) {
+        (Some(requests), None) => limits.push(LimitInput {
+            name: field("limit").map(str::to_owned),
+            requests,
+            burst: amount("burst")?,
+        }),
+        (None, Some(text)) => match parse_override_rule(text) {
+            Some(KeyOverride::Limits(amounts)) => {
+                limits.extend(amounts.into_iter().map(|amounts| LimitInput {
+                    name: Some(amounts.limit.into()),
+                    requests: amounts.requests,
+                    burst: amounts.burst,
+                }))
+            }
+            _ => {
+                return Err(format!(
+                    "limits: {text:?}; expected NAME=REQUESTS[+BURST],.."
+                ));
+            }
+        },
+        (Some(_), Some(_)) => return Err("expected requests or limits, not both".to_owned()),
+        (None, None) if field("burst").is_some() || field("limit").is_some() => {
+            return Err("burst and limit need requests beside them".to_owned());
+        }
+        (None, None) => {}
+    }
+    Ok(OverrideInput {
+        policy: field("policy").unwrap_or_default().to_owned(),
+        values: read_key_values(record, columns),
+        limits,
+        is_unlimited: flag("unlimited")?,
+        is_blocked: flag("blocked")?,
+        expires_at_ms: parse_expiry(field("expires"), field("expires_at"), now_us)?,
+        note: field("note").map(str::to_owned),
+        author: field("author").map(str::to_owned),
+    })
+}
+
+/// The key values of a record. Empty columns at the end belong to policies with more values.
+fn read_key_values(record: &csv::StringRecord, columns: &[CsvColumn]) -> Vec<String> {
+    let mut values: Vec<String> = Vec::new();
+    for (column, text) in columns.iter().zip(record) {
+        if let CsvColumn::Key(position) = column {
+            if values.len() <= *position {
+                values.resize(position + 1, String::new());
+            }
+            if let Some(value) = values.get_mut(*position) {
+                text.trim_end_matches('\r').clone_into(value);
+            }
+        }
+    }
+    values
+}
