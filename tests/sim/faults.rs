@@ -1,7 +1,8 @@
 //! Applies faults to a world.
 
+use crate::sim::instance::Instance;
 use crate::sim::redis_server::cluster::slot_of;
-use crate::sim::redis_server::{Role, Server};
+use crate::sim::redis_server::{NEW_PASSWORD, Role, Server};
 use crate::sim::scenario::{FaultKind, Topology};
 use crate::sim::world::{Event, FaultStep, TERMINATION_US, World};
 use std::collections::BTreeSet;
@@ -76,6 +77,17 @@ impl World {
             }
             FaultKind::Crash { .. } | FaultKind::Terminate { .. } | FaultKind::Freeze { .. } => {
                 self.apply_instance_fault(kind);
+            }
+            FaultKind::RotateLogin {
+                is_loaded_first,
+                between_us,
+            } => {
+                let (first, second) = match is_loaded_first {
+                    true => (FaultStep::LoadLogin, FaultStep::ChangeLogin),
+                    false => (FaultStep::ChangeLogin, FaultStep::LoadLogin),
+                };
+                self.continue_fault(first);
+                self.continue_at(now_us + between_us, second);
             }
             FaultKind::Migrate {
                 to,
@@ -152,6 +164,11 @@ impl World {
             }
             FaultStep::MoveKey { slots, to, key_us } => self.move_key(slots, to, key_us),
             FaultStep::FinishSlots { slots, to } => self.finish_slots(&slots, to),
+            FaultStep::LoadLogin => self.instances.iter().for_each(Instance::load_new_login),
+            FaultStep::ChangeLogin => {
+                let servers = self.servers.iter_mut();
+                servers.for_each(|server| server.password = Some(NEW_PASSWORD));
+            }
         }
     }
 
