@@ -257,6 +257,11 @@ fn describe_conditions(value: Option<&Value>) -> String {
         parts.push(match (key.as_str(), value) {
             ("path_regex", value) => format!("path matching {}", format_value(value)),
             ("client_ips", value) => format!("from {}", format_value(value)),
+            ("any", Value::Array(_, alternatives)) => {
+                let alternatives = alternatives.iter();
+                let alternatives = alternatives.map(|one| describe_conditions(Some(one)));
+                format!("({})", alternatives.collect::<Vec<_>>().join(") or ("))
+            }
             ("not", value) => format!("but not ({})", describe_conditions(Some(value))),
             (key, Value::Dict(_, entries)) => {
                 let kind = match key {
@@ -304,10 +309,17 @@ fn describe_descriptors(value: Option<&Value>) -> String {
             format!(" with {}{rest}", entries.collect::<Vec<_>>().join(", "))
         }
     };
+    let any = table.get("any").and_then(Value::as_array);
+    let any = any.map_or_else(String::new, |alternatives| {
+        let alternatives = alternatives.iter();
+        let alternatives =
+            alternatives.map(|one| format!("({})", describe_descriptors(Some(one)).trim_start()));
+        format!(" {}", alternatives.collect::<Vec<_>>().join(" or "))
+    });
     let not = table.get("not").map_or_else(String::new, |not| {
         format!(" but not descriptors{}", describe_descriptors(Some(not)))
     });
-    format!("{domain}{entries}{not}")
+    format!("{domain}{entries}{any}{not}")
 }
 
 fn describe_value_condition(condition: &Value) -> String {

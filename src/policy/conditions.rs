@@ -40,6 +40,8 @@ pub enum UnmetCondition<'a> {
     Entry(&'a str),
     /// The descriptor has entries that the policy does not list.
     ExtraEntries,
+    /// No matcher in `any` holds.
+    Alternatives,
     /// All conditions in `not` hold.
     Exclusion,
 }
@@ -84,6 +86,7 @@ impl fmt::Display for UnmetCondition<'_> {
                 write!(f, "the condition on descriptor entry {name} does not hold")
             }
             Self::ExtraEntries => f.write_str("the descriptor has additional entries"),
+            Self::Alternatives => f.write_str("nothing in its `any` matches"),
             Self::Exclusion => f.write_str("excluded by its `not`"),
         }
     }

@@ -23,8 +23,12 @@ impl Matcher {
             client_ips,
             claims,
             descriptor_conditions,
+            any,
             not: _,
         } = self;
+        if !covers_alternatives(any, &other.any, Self::covers) {
+            return false;
+        }
         match (descriptor_conditions, &other.descriptor_conditions) {
             (None, None) => {}
             (Some(mine), Some(others)) => {
@@ -78,7 +82,8 @@ impl Matcher {
         let has_common_domain =
             mine.domain.is_none() || others.domain.is_none() || mine.domain == others.domain;
         let common = mine.common_entries(others)?;
-        if !has_common_domain || (self.covers(other) && other.covers(self)) {
+        let has_alternatives = !self.any.is_empty() || !other.any.is_empty();
+        if !has_common_domain || has_alternatives || (self.covers(other) && other.covers(self)) {
             return None;
         }
         let intersection = Self {
@@ -304,6 +309,15 @@ mod tests {
         let regex = |text: &str| ValueCondition::Regex(Regex::new(text).unwrap());
         assert!(header(ValueCondition::Present(true)).covers(&header(ValueCondition::equals("1"))));
         assert!(header(regex("^a")).covers(&header(ValueCondition::equals("abc"))));
+        let either = |alternatives: &[&Matcher]| Matcher {
+            any: alternatives.iter().map(|one| (*one).clone()).collect(),
+            ..Matcher::default()
+        };
+        let get = methods(&[Method::GET]);
+        let get_or_host = either(&[&get, &hosts(&["example.com"])]);
+        assert!(get_or_host.covers(&either(&[&hosts(&["example.com"])])));
+        assert!(!either(&[&get]).covers(&get_or_host) && !get_or_host.covers(&all));
+        assert!(all.covers(&get_or_host));
         let list = |values: &[&str]| {
             let values = values.iter().map(|value| Box::from(*value));
             header(ValueCondition::OneOf(values.collect()))

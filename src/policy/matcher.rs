@@ -33,6 +33,8 @@ pub struct Matcher {
     /// `domain` and `descriptors` in TOML. Set only in policies for descriptors, in which all
     /// request conditions are empty, also those in `not`.
     pub descriptor_conditions: Option<DescriptorConditions>,
+    /// One of these must match. Empty: no condition.
+    pub any: Vec<Matcher>,
     /// The policy does not apply to a request that meets all conditions of `not`.
     pub not: Option<Box<Matcher>>,
 }
@@ -72,6 +74,7 @@ impl Matcher {
                 };
                 return conditions
                     .first_unmet_condition(descriptor)
+                    .or_else(|| self.find_unmet_alternatives(facts, path))
                     .or_else(exclusion);
             }
             _ => return Some(UnmetCondition::RequestKind),
@@ -79,6 +82,7 @@ impl Matcher {
         self.first_unmet_plain_condition(facts, path)
             .or_else(|| self.first_unmet_query_or_cookie(facts))
             .or_else(|| self.first_unmet_claim(facts))
+            .or_else(|| self.find_unmet_alternatives(facts, path))
             .or_else(|| {
                 let not = self.not.as_ref();
                 not.filter(|not| not.excludes(facts, path))
@@ -145,14 +149,21 @@ impl Matcher {
         unmet.map(|claim| UnmetCondition::Claim(claim.name.as_ref()))
     }
 
+    fn find_unmet_alternatives(&self, facts: &Facts<'_>, path: &str) -> Option<UnmetCondition<'_>> {
+        let is_met = is_empty_or_any(&self.any, |one| one.matches(facts, path));
+        (!is_met).then_some(UnmetCondition::Alternatives)
+    }
+
+    /// The matchers in `any` and `not`.
+    fn nested_matchers(&self) -> impl Iterator<Item = &Self> {
+        self.any.iter().chain(self.not.as_deref())
+    }
+
     /// Whether any condition reads the query or cookies.
     fn reads_query_or_cookies(&self) -> bool {
         !self.query.is_empty()
             || !self.cookies.is_empty()
-            || self
-                .not
-                .as_ref()
-                .is_some_and(|not| not.reads_query_or_cookies())
+            || self.nested_matchers().any(Self::reads_query_or_cookies)
     }
 
     /// Returns a query parameter or cookie that upstreams may read differently, if the result
@@ -188,11 +199,32 @@ impl Matcher {
                 return None;
             }
         }
+        match self.find_ambiguous_alternative(facts, path, client) {
+            None if self.find_unmet_alternatives(facts, path).is_some() => return None,
+            ambiguity => found = found.or(ambiguity),
+        }
         let Some(not) = &self.not else { return found };
         match not.find_ambiguity(facts, path, client) {
             None if not.excludes(facts, path) => None,
             ambiguity => found.or(ambiguity),
         }
+    }
+
+    /// Returns an ambiguity in `any`, unless one of its alternatives matches without any.
+    fn find_ambiguous_alternative(
+        &self,
+        facts: &Facts<'_>,
+        path: &str,
+        client: &client::Settings,
+    ) -> Option<KeyError> {
+        let mut found = None;
+        for one in &self.any {
+            match one.find_ambiguity(facts, path, client) {
+                None if one.matches(facts, path) => return None,
+                ambiguity => found = found.or(ambiguity),
+            }
+        }
+        found
     }
 
     /// Whether these conditions, as a `not`, exclude a request. An exclusion is an exemption, so a
@@ -205,10 +237,7 @@ impl Matcher {
     pub(super) fn has_path_condition(&self) -> bool {
         !self.paths.is_empty()
             || self.path_regex.is_some()
-            || self
-                .not
-                .as_ref()
-                .is_some_and(|not| not.has_path_condition())
+            || self.nested_matchers().any(Self::has_path_condition)
     }
 
     /// Names of the headers that these conditions read.
@@ -218,7 +247,8 @@ impl Matcher {
         let Self {
             headers,
             cookies,
-            not,
+            any: _,
+            not: _,
             methods: _,
             hosts: _,
             paths: _,
@@ -232,23 +262,22 @@ impl Matcher {
         if !cookies.is_empty() {
             names.push(http::header::COOKIE);
         }
-        names.extend(not.iter().flat_map(|not| not.referenced_header_names()));
+        names.extend(
+            self.nested_matchers()
+                .flat_map(Self::referenced_header_names),
+        );
         names
     }
 
     /// Whether a condition depends on the client's address.
     pub(super) fn has_client_ip_condition(&self) -> bool {
-        !self.client_ips.is_empty()
-            || self
-                .not
-                .as_ref()
-                .is_some_and(|not| not.has_client_ip_condition())
+        !self.client_ips.is_empty() || self.nested_matchers().any(Self::has_client_ip_condition)
     }
 
     /// The claims that these conditions read.
     pub(super) fn claim_names(&self) -> Vec<ClaimName> {
         let mut names: Vec<_> = self.claims.iter().map(|claim| claim.name.clone()).collect();
-        names.extend(self.not.iter().flat_map(|not| not.claim_names()));
+        names.extend(self.nested_matchers().flat_map(Self::claim_names));
         names
     }
 }

@@ -155,7 +155,11 @@ impl Matcher {
             let not = self.not.as_deref();
             not.is_some_and(|not| not.depends_only_on_client() && not.matches_client(facts))
         };
-        self.descriptor_conditions.is_none() && self.matches_client(facts) && !is_excluded()
+        let may_match = |one: &Self| one.may_match_client(facts);
+        self.descriptor_conditions.is_none()
+            && self.matches_client(facts)
+            && (self.any.is_empty() || self.any.iter().any(may_match))
+            && !is_excluded()
     }
 
     fn matches_client(&self, facts: &Facts<'_>) -> bool {
@@ -191,6 +195,7 @@ impl Matcher {
             client_ips: _,
             claims: _,
             descriptor_conditions,
+            any,
             not,
         } = self;
         methods.is_any()
@@ -200,6 +205,7 @@ impl Matcher {
             && query.is_empty()
             && cookies.is_empty()
             && descriptor_conditions.is_none()
+            && any.iter().all(Self::depends_only_on_client)
             && not.as_ref().is_none_or(|not| not.depends_only_on_client())
     }
 }

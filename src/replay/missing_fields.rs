@@ -251,6 +251,7 @@ impl<'a> MissingFieldCheck<'a> {
             cookies,
             claims,
             hosts,
+            any,
             not,
             methods: _,
             paths: _,
@@ -286,8 +287,8 @@ impl<'a> MissingFieldCheck<'a> {
         if !hosts.is_empty() && self.coverage.with_host == 0 {
             missing.insert("the host".to_owned());
         }
-        if let Some(not) = not {
-            self.collect_missing_conditions(not, missing);
+        for nested in any.iter().chain(not.as_deref()) {
+            self.collect_missing_conditions(nested, missing);
         }
     }
 }

@@ -313,6 +313,49 @@ limit = { requests = 1000, per = "1h" }
 }
 
 #[tokio::test]
+async fn one_of_several_matches_suffices_beside_the_other_conditions() {
+    let (proxy, _upstream) = start_proxy(
+        r#"
+[[policy]]
+name = "p"
+limit = { requests = 1000, per = "1h" }
+
+[policy.match]
+methods = ["POST"]
+any = [{ path = "/login" }, { path = "/token", query = { grant = "password" } }]
+not = { headers = { x-internal = "1" } }
+"#,
+    )
+    .await;
+    for (method, target, internal, outcome) in [
+        ("POST", "/login", "0", "limited"),
+        ("POST", "/token?grant=password", "0", "limited"),
+        ("POST", "/token?grant=code", "0", "free"),
+        ("POST", "/other", "0", "free"),
+        ("GET", "/login", "0", "free"),
+        ("POST", "/login", "1", "free"),
+        // Ambiguous only where the result depends on the parameter.
+        (
+            "POST",
+            "/token?grant=code&[grant]=password",
+            "0",
+            "ambiguous",
+        ),
+        ("POST", "/login?grant=code&[grant]=password", "0", "limited"),
+        ("POST", "/other?grant=code&[grant]=password", "0", "free"),
+    ] {
+        let request = proxy.request(method, target).header("x-internal", internal);
+        let response = request.send().await;
+        let found = match (response.status, response.header("x-ratelimit-limit")) {
+            (400, _) => "ambiguous",
+            (_, Some(_)) => "limited",
+            (_, None) => "free",
+        };
+        assert_eq!(found, outcome, "{method} {target} {internal}");
+    }
+}
+
+#[tokio::test]
 async fn a_shadow_policy_never_refuses_and_sends_no_headers() {
     let (proxy, _upstream) = start_proxy(
         r#"

@@ -177,8 +177,17 @@ fn forgeable_headers<'m>(
     let is_forgeable = |one: &&NamedCondition<HeaderName>| {
         requires_value(&one.condition) && !context.trusted_headers.contains(&one.name)
     };
-    let headers = matcher.headers.iter().filter(|_| !is_guarded);
-    headers.filter(is_forgeable).collect()
+    if is_guarded {
+        return Vec::new();
+    }
+    let alternatives = matcher.any.iter();
+    let alternatives = alternatives.flat_map(|one| forgeable_headers(one, context));
+    matcher
+        .headers
+        .iter()
+        .filter(is_forgeable)
+        .chain(alternatives)
+        .collect()
 }
 
 /// The headers that end the application of a policy if a client sends them.

@@ -102,6 +102,9 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
     if let (Some(table), Some(not)) = (reader.get_optional_table("not"), &matcher.not) {
         check_conditions(&table, not, context);
     }
+    for (table, one) in reader.get_tables("any").iter().zip(&matcher.any) {
+        check_conditions(table, one, context);
+    }
 }
 
 /// Methods of HTTP and of common extensions.

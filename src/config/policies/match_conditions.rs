@@ -22,7 +22,8 @@ pub(super) fn build_matcher(
 ) -> Matcher {
     let matches_descriptors = DESCRIPTOR_KEYS.iter().any(|key| reader.contains_key(key));
     if matches_descriptors {
-        let is_request_key = |key: &&str| *key != "not" && !DESCRIPTOR_KEYS.contains(key);
+        let is_request_key =
+            |key: &&str| !matches!(*key, "any" | "not") && !DESCRIPTOR_KEYS.contains(key);
         for key in schema::MATCH
             .iter()
             .map(|key| key.name)
@@ -32,21 +33,25 @@ pub(super) fn build_matcher(
             reader.report_error(key, "not with domain or descriptors: a call of the rate-limit service has descriptors and no request; expected one or the other");
         }
     }
-    let not = reader.get_optional_table("not");
-    if let Some(not) = &not {
-        let negates_descriptors = DESCRIPTOR_KEYS.iter().any(|key| not.contains_key(key));
+    let (any, not) = (reader.get_tables("any"), reader.get_optional_table("not"));
+    let nested = any.iter().map(|table| ("any", table));
+    for (key, table) in nested.chain(not.iter().map(|table| ("not", table))) {
+        let has_descriptor_key = DESCRIPTOR_KEYS.iter().any(|key| table.contains_key(key));
         match matches_descriptors {
-            true if !negates_descriptors => {
-                reader.report_error("not", "expected domain or descriptors in it too");
+            true if !has_descriptor_key => {
+                reader.report_error(key, "expected domain or descriptors in it too");
             }
-            false if negates_descriptors => {
+            false if has_descriptor_key => {
                 reader.report_error(
-                    "not",
+                    key,
                     "a request has no descriptors; expected domain or descriptors in match too",
                 );
             }
             _ => {}
         }
+    }
+    if reader.contains_key("any") && any.is_empty() {
+        reader.report_error("any", "nothing matches; expected at least one table");
     }
     if reader.contains_key("jwt") && !accepts_tokens {
         reader.report_error("jwt", NO_TRUSTED_TOKENS_ERROR);
@@ -72,6 +77,10 @@ pub(super) fn build_matcher(
         client_ips: reader.get_list("client_ips", values::parse_network),
         claims: parse_conditions(reader, "jwt", ClaimName::parse, parse_claim_condition),
         descriptor_conditions: matches_descriptors.then(|| parse_descriptor_conditions(reader)),
+        any: any
+            .iter()
+            .map(|one| build_matcher(one, path, accepts_tokens))
+            .collect(),
         not: not.map(|not| Box::new(build_matcher(&not, path, accepts_tokens))),
     }
 }

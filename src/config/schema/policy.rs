@@ -190,7 +190,7 @@ pub(super) static LEASE: [SchemaKey; 2] = [
     ),
 ];
 
-pub(in crate::config) static MATCH: [SchemaKey; 13] = [
+pub(in crate::config) static MATCH: [SchemaKey; 14] = [
     key(
         "methods",
         TextList("methods such as \"GET\""),
@@ -262,6 +262,12 @@ pub(in crate::config) static MATCH: [SchemaKey; 13] = [
         ValueKind::Keyword(&["all", "subset"]),
         Default("all"),
         "\"all\": a descriptor has exactly the entries in descriptors. \"subset\": it may have more.",
+    ),
+    key(
+        "any",
+        TableList(&MATCH),
+        Optional,
+        "Matches of which one must hold, beside the other conditions.",
     ),
     key(
         "not",
