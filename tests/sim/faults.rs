@@ -81,14 +81,7 @@ impl World {
             FaultKind::RotateLogin {
                 is_loaded_first,
                 between_us,
-            } => {
-                let (first, second) = match is_loaded_first {
-                    true => (FaultStep::LoadLogin, FaultStep::ChangeLogin),
-                    false => (FaultStep::ChangeLogin, FaultStep::LoadLogin),
-                };
-                self.continue_fault(first);
-                self.continue_at(now_us + between_us, second);
-            }
+            } => self.rotate_login(is_loaded_first, between_us),
             FaultKind::Migrate {
                 to,
                 slots,
@@ -98,6 +91,15 @@ impl World {
                 self.open_slots(to, slots, key_us, interrupted_us);
             }
         }
+    }
+
+    fn rotate_login(&mut self, is_loaded_first: bool, between_us: u64) {
+        let (first, second) = match is_loaded_first {
+            true => (FaultStep::LoadLogin, FaultStep::ChangeLogin),
+            false => (FaultStep::ChangeLogin, FaultStep::LoadLogin),
+        };
+        self.continue_fault(first);
+        self.continue_at(self.now_us + between_us, second);
     }
 
     fn apply_instance_fault(&mut self, kind: FaultKind) {
