@@ -130,8 +130,8 @@ enum CliCommand {
     },
     /// Set, remove and list limits and blocks of single keys, in the store.
     ///
-    /// Only for policies with dynamic = true. A change holds on every instance from the next
-    /// decision that reaches the store: after 1 s at the latest, or the lease's ttl.
+    /// Only for policies with dynamic = true. Applies from the next decision in Redis. Remembered
+    /// refusals last up to 1 s, leases up to their ttl.
     #[command(after_help = OVERRIDES_HELP_FOOTER)]
     Overrides {
         #[command(subcommand)]

@@ -1,4 +1,4 @@
-//! Overrides of single keys, which stand in the store and change without a reload (`dynamic`).
+//! Overrides of single keys, stored beside the counters, which change without a reload (`dynamic`).
 
 use super::{Algorithm, Charge, Decision, Limit, LimitStatus, MAX_UNITS};
 use smallvec::SmallVec;

@@ -72,13 +72,13 @@ impl<'a> Descriptor<'a> {
         text
     }
 
-    /// Returns the descriptor's own limit, if it has one. The first policy that calls this
-    /// determines the algorithm of the limit.
     /// Whether the descriptor has a limit of its own, which no override in the store replaces.
     pub(crate) fn has_own_limit(&self) -> bool {
         self.limit_override.is_some()
     }
 
+    /// Returns the descriptor's own limit, if it has one. The first policy that calls this
+    /// determines the algorithm of the limit.
     pub(super) fn resolve_override_limit(
         &self,
         policy_name: &str,

@@ -73,7 +73,7 @@ pub(super) fn check_shards<'a>(
     if reader.get_bool("dynamic") == Some(true) {
         reader.report_error(
             "dynamic",
-            "an override stands beside one counter, and the shards are in other slots; expected false, or no shards",
+            "an override is stored in the slot of one counter; shards are in several slots; expected false, or no shards",
         );
     }
     if reader.contains_key("lease") {
