@@ -2,7 +2,7 @@
 
 use super::key_status::{KeyLookupError, find_limiting_policy};
 use crate::config::parse_duration;
-use crate::limiter::{Algorithm, KeyOverride, LimitAmounts, MAX_UNITS};
+use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, LimitAmounts, MAX_UNITS, decode_digest};
 use crate::policy::{NamedLimit, PolicyTable};
 use crate::replay::parse_rfc3339;
 use crate::store::{MAX_REMARK_BYTES, StoredOverride};
@@ -25,6 +25,9 @@ pub(crate) const FIELD_NAMES: [&str; 12] = [
     "note",
     "author",
 ];
+
+/// The end of the year 9999 (ms since the epoch). Redis rejects expiries far beyond it.
+const MAX_EXPIRY_MS: u64 = 253_402_300_799_999;
 
 /// An override as it was entered.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -52,7 +55,8 @@ pub(crate) struct LimitInput {
 /// Checks an override against the policies, and converts it to the form of the store.
 ///
 /// # Errors
-/// If the policy is not dynamic, or the values do not fit its key, or the amounts its limits.
+/// If the policy is not dynamic, or the values do not fit its key, or the amounts its limits, or if
+/// the override ends in the past or after the year 9999.
 pub(crate) fn resolve_override(
     table: &PolicyTable,
     input: &OverrideInput,
@@ -89,6 +93,14 @@ pub(crate) fn resolve_override(
         .is_some_and(|at_ms| at_ms <= now_us / 1000)
     {
         return Err(invalid("the expiry is in the past".to_owned()));
+    }
+    if input
+        .expires_at_ms
+        .is_some_and(|at_ms| at_ms > MAX_EXPIRY_MS)
+    {
+        return Err(invalid(
+            "the expiry is after the year 9999; expected an earlier one, or none".to_owned(),
+        ));
     }
     Ok(StoredOverride {
         key,
@@ -134,7 +146,7 @@ fn resolve_limits(
         let is_bucket = matches!(named.limit.algorithm, Algorithm::TokenBucket { .. });
         if burst.is_some() && !is_bucket {
             return Err(format!(
-                "burst: the limit {} is no token_bucket; expected no burst",
+                "burst: the limit {} is not a token_bucket; expected no burst",
                 named.name
             ));
         }
@@ -175,19 +187,45 @@ fn check_remark(field: &str, text: Option<&str>) -> Result<Option<Box<str>>, Str
     Ok(text.map(Into::into))
 }
 
-/// The amounts that one command sets, with the other amounts that the key already has.
-pub(crate) fn merge_amounts(previous: Option<&StoredOverride>, stored: &mut StoredOverride) {
-    let previous = previous.map(|previous| &previous.rule);
-    let (KeyOverride::Limits(limits), Some(KeyOverride::Limits(before))) =
-        (&mut stored.rule, previous)
+/// Adds the amounts of other limits that the key already has to the amounts that one command sets.
+/// The note and the author stay if the command has none.
+///
+/// # Errors
+/// If that would change when the other amounts end.
+pub(crate) fn merge_amounts(
+    previous: &StoredOverride,
+    stored: &mut StoredOverride,
+) -> Result<(), String> {
+    let (KeyOverride::Limits(limits), KeyOverride::Limits(before)) =
+        (&mut stored.rule, &previous.rule)
     else {
-        return;
+        return Ok(());
     };
-    for amounts in before {
-        if !limits.iter().any(|other| other.limit == amounts.limit) {
-            limits.push(amounts.clone());
-        }
+    let is_kept = |amounts: &&LimitAmounts| !limits.iter().any(|set| set.limit == amounts.limit);
+    let kept: Vec<LimitAmounts> = before.iter().filter(is_kept).cloned().collect();
+    if !kept.is_empty() && previous.expires_at_ms != stored.expires_at_ms {
+        let names: Vec<&str> = kept.iter().map(|amounts| &*amounts.limit).collect();
+        let at = |expires_at_ms: Option<u64>| expires_at_ms.and_then(format_time_ms);
+        let (old, new) = (at(previous.expires_at_ms), at(stored.expires_at_ms));
+        let describe = |at: &Option<String>| match at {
+            Some(at) => format!("end at {at}"),
+            None => "never end".to_owned(),
+        };
+        let expected = old
+            .as_ref()
+            .map_or_else(|| "no --expires".to_owned(), |at| format!("--expires {at}"));
+        return Err(format!(
+            "the override of this key has other limits ({}), which {}; the new amounts would {}; \
+             expected {expected}, or remove the override first",
+            names.join(", "),
+            describe(&old),
+            describe(&new),
+        ));
     }
+    limits.extend(kept);
+    stored.note = stored.note.take().or_else(|| previous.note.clone());
+    stored.author = stored.author.take().or_else(|| previous.author.clone());
+    Ok(())
 }
 
 /// Reads an override from JSON. `policy` is its policy if the address names it.
@@ -207,50 +245,16 @@ pub(crate) fn override_from_json(
             FIELD_NAMES.join(", ")
         ));
     }
-    let text = |name: &str| match object.get(name) {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(_) => Err(format!("{name}: expected a string")),
-    };
+    let text = |name: &str| text_from_json(object, name);
     let flag = |name: &str| match object.get(name) {
         None | Some(Value::Null) => Ok(false),
         Some(Value::Bool(flag)) => Ok(*flag),
         Some(_) => Err(format!("{name}: expected true or false")),
     };
-    let mut limits = Vec::new();
-    match (object.get("requests"), object.get("limits")) {
-        (None | Some(Value::Null), None | Some(Value::Null)) => {
-            if let Some(field) = ["burst", "limit"]
-                .iter()
-                .find(|name| object.contains_key(**name))
-            {
-                return Err(format!("{field}: expected requests beside it"));
-            }
-        }
-        (_, None | Some(Value::Null)) => limits.push(LimitInput {
-            name: text("limit")?,
-            ..amounts_from_json(object)?
-        }),
-        (None | Some(Value::Null), Some(Value::Object(by_name))) => {
-            for (name, amounts) in by_name {
-                let amounts = amounts
-                    .as_object()
-                    .ok_or_else(|| format!("limits.{name}: expected an object with requests"))?;
-                limits.push(LimitInput {
-                    name: Some(name.clone()),
-                    ..amounts_from_json(amounts)?
-                });
-            }
-        }
-        (None | Some(Value::Null), Some(_)) => {
-            return Err("limits: expected an object with the name of each limit".to_owned());
-        }
-        _ => return Err("expected requests or limits, not both".to_owned()),
-    }
     Ok(OverrideInput {
         policy: text("policy")?.unwrap_or_default(),
         values: key_values_from_json(object.get("key"))?,
-        limits,
+        limits: limits_from_json(object)?,
         is_unlimited: flag("unlimited")?,
         is_blocked: flag("blocked")?,
         expires_at_ms: parse_expiry(
@@ -260,6 +264,57 @@ pub(crate) fn override_from_json(
         )?,
         note: text("note")?,
         author: text("author")?,
+    })
+}
+
+fn text_from_json(object: &Map<String, Value>, name: &str) -> Result<Option<String>, String> {
+    match object.get(name) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(_) => Err(format!("{name}: expected a string")),
+    }
+}
+
+/// Reads the amounts: those of one limit in the object itself, or of several in its `limits`.
+fn limits_from_json(object: &Map<String, Value>) -> Result<Vec<LimitInput>, String> {
+    let given = |name: &str| object.get(name).filter(|value| !value.is_null());
+    let of_one = ["burst", "limit"]
+        .into_iter()
+        .find(|name| given(name).is_some());
+    match (given("requests"), given("limits"), of_one) {
+        (None, None, None) => Ok(Vec::new()),
+        (None, None, Some(field)) => Err(format!("{field}: expected requests beside it")),
+        (Some(_), None, _) => Ok(vec![LimitInput {
+            name: text_from_json(object, "limit")?,
+            ..amounts_from_json(object)?
+        }]),
+        (None, Some(_), Some(field)) => Err(format!("{field}: expected it inside limits")),
+        (None, Some(Value::Object(by_name)), None) => by_name
+            .iter()
+            .map(|(name, amounts)| named_amounts_from_json(name, amounts))
+            .collect(),
+        (None, Some(_), None) => {
+            Err("limits: expected an object with the name of each limit".to_owned())
+        }
+        (Some(_), Some(_), _) => Err("expected requests or limits, not both".to_owned()),
+    }
+}
+
+fn named_amounts_from_json(name: &str, amounts: &Value) -> Result<LimitInput, String> {
+    let amounts = amounts
+        .as_object()
+        .ok_or_else(|| format!("limits.{name}: expected an object with requests"))?;
+    let fields = ["requests", "burst"];
+    if let Some(unknown) = amounts.keys().find(|field| !fields.contains(&&***field)) {
+        return Err(format!(
+            "limits.{name}: unknown field {unknown:?}; expected {}",
+            fields.join(", ")
+        ));
+    }
+    let amounts = amounts_from_json(amounts).map_err(|why| format!("limits.{name}: {why}"))?;
+    Ok(LimitInput {
+        name: Some(name.to_owned()),
+        ..amounts
     })
 }
 
@@ -276,6 +331,46 @@ fn amounts_from_json(object: &Map<String, Value>) -> Result<LimitInput, String> 
         name: None,
         requests: amount("requests")?.ok_or("requests: missing")?,
         burst: amount("burst")?,
+    })
+}
+
+/// Reads an override that [`override_to_json`] wrote. It may have expired, and name a limit or a
+/// policy that the configuration does not have.
+///
+/// # Errors
+/// Which field is wrong.
+pub(crate) fn listed_override_from_json(
+    object: &Map<String, Value>,
+    now_us: u64,
+) -> Result<StoredOverride, String> {
+    let input = override_from_json(object, now_us)?;
+    let mut key = KeyBuilder::new(&input.policy);
+    for text in &input.values {
+        match decode_digest(text) {
+            Some(digest) => key.push_digest(&digest),
+            None => key.push_key_value(Some(text.as_bytes()).filter(|text| !text.is_empty())),
+        }
+    }
+    let rule = match (input.is_unlimited, input.is_blocked) {
+        (true, _) => KeyOverride::Unlimited,
+        (false, true) => KeyOverride::Blocked,
+        (false, false) => {
+            let limits = input.limits.into_iter().map(|amounts| {
+                Ok(LimitAmounts {
+                    limit: amounts.name.ok_or("limit: missing")?.into(),
+                    requests: amounts.requests,
+                    burst: amounts.burst,
+                })
+            });
+            KeyOverride::Limits(limits.collect::<Result<_, String>>()?)
+        }
+    };
+    Ok(StoredOverride {
+        key: key.finish(),
+        rule,
+        expires_at_ms: input.expires_at_ms,
+        author: input.author.map(Into::into),
+        note: input.note.map(Into::into),
     })
 }
 

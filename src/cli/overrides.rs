@@ -1,6 +1,7 @@
 //! `tidegate overrides`: limits and blocks of single keys, in the store. Changes Redis itself. With
 //! the memory store, it asks the admin port of the running proxy.
 
+mod csv_records;
 mod export;
 mod import;
 mod store_client;
@@ -17,6 +18,7 @@ use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::limiter::Key;
 use crate::store::StoredOverride;
 use crate::store::redis::CounterInspector;
+use csv_records::LineRange;
 use export::{ExportArguments, export_overrides};
 use import::{ImportArguments, ImportReport, import_file};
 use serde_json::{Value, json};
@@ -25,7 +27,7 @@ use store_client::StoreClient;
 
 #[derive(clap::Subcommand, Debug)]
 pub(super) enum OverridesCommand {
-    /// Set the override of one key. Other limits of its override stay.
+    /// Set the override of one key. Other limits of its override stay, which needs the same expiry.
     Set(Box<SetArguments>),
     /// Remove the override of one key: the limits of the configuration apply again.
     Remove(OverrideKey),
@@ -75,13 +77,14 @@ pub(super) struct SetArguments {
     /// Reject every request of the key.
     #[arg(long)]
     block: bool,
-    /// When the override ends, e.g. 30d [default: never].
-    #[arg(long, value_name = "DURATION")]
+    /// When the override ends: after a duration, or at a time such as 2027-01-31T00:00:00Z
+    /// [default: never].
+    #[arg(long, value_name = "WHEN")]
     expires: Option<String>,
     /// Why, in one line.
     #[arg(long, value_name = "TEXT")]
     note: Option<String>,
-    /// Who sets it.
+    /// Author of the override.
     #[arg(long, value_name = "TEXT")]
     author: Option<String>,
 }
@@ -153,7 +156,7 @@ async fn set_override(
     let input = arguments.to_input(now_us)?;
     let entered = resolve_override(&config.policy_table, &input, now_us);
     let entered = entered.map_err(|error| error.to_string())?;
-    let stored = store.set_and_merge(&entered).await?;
+    let stored = store.set_and_merge(&entered, now_us).await?;
     Ok(format_override(&stored, as_json))
 }
 
@@ -228,7 +231,7 @@ async fn list_overrides(
     Ok(text)
 }
 
-/// Imports a file. Each wrong line is an error on stderr, and the command fails after all lines.
+/// Imports a file. Each wrong record is an error on stderr, and the command fails after all records.
 #[allow(clippy::print_stderr, reason = "errors appear while the import runs")]
 async fn import_overrides(
     store: &StoreClient,
@@ -236,7 +239,8 @@ async fn import_overrides(
     arguments: &ImportArguments,
     as_json: bool,
 ) -> Result<String, String> {
-    let report_error = |line: u64, why: &str| eprintln!("line {line}: {}", escape_unprintable(why));
+    let report_error =
+        |lines: LineRange, why: &str| eprintln!("{lines}: {}", escape_unprintable(why));
     let report = import_file(store, config, arguments, report_error).await?;
     let ImportReport {
         set_count,
@@ -299,13 +303,18 @@ impl SetArguments {
             requests,
             burst: self.burst,
         });
+        let expires = self.expires.as_deref();
+        let (duration, at) = match expires.is_some_and(|text| text.contains('T')) {
+            true => (None, expires),
+            false => (expires, None),
+        };
         Ok(OverrideInput {
             policy: self.key.policy.clone(),
             values: self.key.values.clone(),
             limits: limits.into_iter().collect(),
             is_unlimited: self.unlimited,
             is_blocked: self.block,
-            expires_at_ms: parse_expiry(self.expires.as_deref(), None, now_us)?,
+            expires_at_ms: parse_expiry(duration, at, now_us)?,
             note: self.note.clone(),
             author: self.author.clone(),
         })

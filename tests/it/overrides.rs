@@ -1,5 +1,7 @@
 //! Overrides of single keys in the store, end to end: commands, proxies and a Redis server.
 
+mod input;
+
 use crate::support::TEST_TIMEOUT;
 use crate::support::admin_proxy::AdminProxy;
 use crate::support::client::{RawClient, RawResponse};
@@ -260,7 +262,7 @@ async fn wrong_overrides_are_refused_with_a_reason() {
         ),
         (
             &["set", "api", "a", "--requests", "5", "--burst", "9"],
-            "is no token_bucket",
+            "is not a token_bucket",
         ),
         (
             &["set", "several", "a", "b", "--requests", "5"],
@@ -295,6 +297,10 @@ async fn wrong_overrides_are_refused_with_a_reason() {
         (
             &["set", "api", "a", "--block", "--expires", "soon"],
             "is no duration",
+        ),
+        (
+            &["set", "api", "a", "--block", "--expires", "200000000000d"],
+            "the expiry is after the year 9999",
         ),
         (
             &["set", "api", "a", "--block", "--note", "a\nb"],
@@ -419,6 +425,24 @@ async fn the_admin_port_changes_overrides_of_both_stores() {
                 r#"{"key": ["a", "b"], "blocked": true}"#,
                 400,
                 "has 1 values",
+            ),
+            (
+                "/overrides/api",
+                r#"{"key": "a", "limits": {"api": {"requests": 5, "brust": 50}}}"#,
+                400,
+                "limits.api: unknown field",
+            ),
+            (
+                "/overrides/api",
+                r#"{"key": "a", "limits": {"api": {"requests": 5}}, "burst": 50}"#,
+                400,
+                "burst: expected it inside limits",
+            ),
+            (
+                "/overrides/api",
+                r#"{"key": "a", "blocked": true, "expires": "200000000000d"}"#,
+                400,
+                "the expiry is after the year 9999",
             ),
         ] {
             let response = put(path, body).await;

@@ -1,9 +1,10 @@
 //! `tidegate overrides import`: sets many overrides from a CSV or JSON Lines file.
 //!
-//! Each line is one whole override: it is set, or it is reported with its number and nothing of it
+//! Each record is one whole override: it is set, or it is reported with its lines and nothing of it
 //! is set. A run that a store failure stops tells the line to continue from; setting an override
 //! twice changes nothing.
 
+use super::csv_records::{CsvRecordReader, LineRange};
 use super::store_client::StoreClient;
 use crate::app::key_status::find_limiting_policy;
 use crate::app::overrides::{
@@ -23,8 +24,8 @@ use std::path::{Path, PathBuf};
 /// Overrides that are set at once.
 const CHUNK_LEN: usize = 1024;
 
-/// Maximum length of a line, in bytes.
-const MAX_LINE_BYTES: u64 = 64 << 10;
+/// Maximum length of a record, in bytes.
+pub(super) const MAX_RECORD_BYTES: usize = 64 << 10;
 
 #[derive(clap::Args, Debug)]
 pub(in crate::cli) struct ImportArguments {
@@ -46,10 +47,10 @@ pub(super) struct ImportReport {
     pub(super) error_count: u64,
 }
 
-/// An override as read from a line, or why it can't be.
-type ReadLine = (u64, Result<OverrideInput, String>);
+/// An override as read from a record, or why it can't be.
+type ReadLine = (LineRange, Result<OverrideInput, String>);
 
-/// Sets the overrides of a file. Errors in lines are passed to `report_error` with their number.
+/// Sets the overrides of a file. Errors in records are passed to `report_error` with their lines.
 ///
 /// # Errors
 /// A message for the user if the file can't be read, or the store fails.
@@ -57,7 +58,7 @@ pub(super) async fn import_file(
     store: &StoreClient,
     config: &Config,
     arguments: &ImportArguments,
-    mut report_error: impl FnMut(u64, &str),
+    mut report_error: impl FnMut(LineRange, &str),
 ) -> Result<ImportReport, String> {
     let now_us = Clock::system().now_us();
     let lines = open_lines(&arguments.file, now_us)?;
@@ -65,8 +66,8 @@ pub(super) async fn import_file(
     let mut report = ImportReport::default();
     let mut chunk: Vec<(u64, StoredOverride)> = Vec::with_capacity(CHUNK_LEN);
     for line in lines {
-        let (number, input) = line?;
-        if number < arguments.from_line {
+        let (lines, input) = line?;
+        if lines.first < arguments.from_line {
             continue;
         }
         let resolved = input.and_then(|mut input| {
@@ -75,10 +76,10 @@ pub(super) async fn import_file(
                 .map_err(|error| error.to_string())
         });
         match resolved {
-            Ok(stored) => chunk.push((number, stored)),
+            Ok(stored) => chunk.push((lines.first, stored)),
             Err(why) => {
                 report.error_count += 1;
-                progress.suspend(|| report_error(number, &why));
+                progress.suspend(|| report_error(lines, &why));
             }
         }
         if chunk.len() == CHUNK_LEN {
@@ -143,7 +144,10 @@ fn open_lines(
         .is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl"));
     match is_json {
         true => Ok(Box::new(read_json_lines(BufReader::new(file), now_us))),
-        false => read_csv(file, now_us).map_err(|error| describe(&error)),
+        false => match read_csv(BufReader::new(file), now_us) {
+            Ok(records) => Ok(Box::new(records)),
+            Err(error) => Err(describe(&error)),
+        },
     }
 }
 
@@ -157,14 +161,14 @@ fn read_json_lines(
             let mut line = Vec::new();
             let read = file
                 .by_ref()
-                .take(MAX_LINE_BYTES)
+                .take(MAX_RECORD_BYTES as u64)
                 .read_until(b'\n', &mut line);
             match read {
                 Ok(0) => return None,
                 Ok(_) => number += 1,
                 Err(error) => return Some(Err(format!("line {}: {error}", number + 1))),
             }
-            let is_cut = line.len() as u64 == MAX_LINE_BYTES && !line.ends_with(b"\n");
+            let is_cut = line.len() == MAX_RECORD_BYTES && !line.ends_with(b"\n");
             if is_cut && let Err(error) = skip_line(&mut file) {
                 return Some(Err(format!("line {number}: {error}")));
             }
@@ -172,10 +176,14 @@ fn read_json_lines(
                 continue;
             }
             let input = match is_cut {
-                true => Err(format!("longer than {MAX_LINE_BYTES} bytes")),
+                true => Err(format!("longer than {MAX_RECORD_BYTES} bytes")),
                 false => parse_json_line(&line, now_us),
             };
-            return Some(Ok((number, input)));
+            let lines = LineRange {
+                first: number,
+                last: number,
+            };
+            return Some(Ok((lines, input)));
         }
     })
 }
@@ -200,7 +208,7 @@ fn parse_json_line(line: &[u8], now_us: u64) -> Result<OverrideInput, String> {
     match serde_json::from_slice(line) {
         Ok(Value::Object(object)) => override_from_json(&object, now_us),
         Ok(_) => Err("expected a JSON object".to_owned()),
-        Err(error) => Err(format!("no JSON: {error}")),
+        Err(error) => Err(format!("invalid JSON: {error}")),
     }
 }
 
@@ -214,48 +222,36 @@ enum CsvColumn {
 }
 
 fn read_csv(
-    file: File,
+    mut file: impl BufRead,
     now_us: u64,
-) -> Result<Box<dyn Iterator<Item = Result<ReadLine, String>>>, String> {
-    let mut reader = csv::ReaderBuilder::new()
-        .flexible(true)
-        // With CRLF as the terminator, the reader's line numbers are one too low. So a carriage
-        // return belongs to the last column, which does without it.
-        .terminator(csv::Terminator::Any(b'\n'))
-        .from_reader(file);
-    let header = reader.headers().map_err(|error| error.to_string())?;
-    let columns = parse_header(header)?;
-    let mut record = csv::StringRecord::new();
-    Ok(Box::new(std::iter::from_fn(move || {
-        let line = reader.position().line();
-        let read = loop {
-            let read = reader.read_record(&mut record);
-            let is_blank =
-                record.len() == 1 && record.get(0).is_some_and(|text| text.trim().is_empty());
-            if !(matches!(read, Ok(true)) && is_blank) {
-                break read;
-            }
-        };
-        match read {
-            Ok(false) => None,
-            Ok(true) => {
-                let number = record.position().map_or(line, csv::Position::line);
-                Some(Ok((number, read_record(&record, &columns, now_us))))
-            }
-            Err(error) if matches!(error.kind(), csv::ErrorKind::Utf8 { .. }) => {
-                let number = error.position().map_or(line, csv::Position::line);
-                Some(Ok((number, Err("no UTF-8".to_owned()))))
-            }
-            Err(error) => Some(Err(error.to_string())),
-        }
-    })))
+) -> Result<impl Iterator<Item = Result<ReadLine, String>>, String> {
+    let byte_order_mark = "\u{feff}".as_bytes();
+    let start = file.fill_buf().map_err(|error| error.to_string())?;
+    if start.starts_with(byte_order_mark) {
+        file.consume(byte_order_mark.len());
+    }
+    let mut reader = CsvRecordReader::new(file);
+    let header = reader.read_record().map_err(|error| error.to_string())?;
+    let header = match header {
+        Some((lines, values)) => values.map_err(|why| format!("{lines}: {why}"))?,
+        None => Vec::new(),
+    };
+    let columns = parse_header(&header)?;
+    Ok(std::iter::from_fn(move || match reader.read_record() {
+        Ok(None) => None,
+        Ok(Some((lines, values))) => Some(Ok((
+            lines,
+            values.and_then(|values| read_record(&values, &columns, now_us)),
+        ))),
+        Err(error) => Some(Err(error.to_string())),
+    }))
 }
 
 /// `key` is the first value of the key, `key2` the second one.
-fn parse_header(header: &csv::StringRecord) -> Result<Vec<CsvColumn>, String> {
+fn parse_header(header: &[String]) -> Result<Vec<CsvColumn>, String> {
     let mut columns = Vec::new();
     for name in header {
-        let name = name.trim().trim_start_matches('\u{feff}');
+        let name = name.trim();
         let known = FIELD_NAMES.iter().find(|field| **field == name);
         let position = match name.strip_prefix("key") {
             Some("") => Some(0),
@@ -290,7 +286,7 @@ fn parse_header(header: &csv::StringRecord) -> Result<Vec<CsvColumn>, String> {
 }
 
 fn read_record(
-    record: &csv::StringRecord,
+    record: &[String],
     columns: &[CsvColumn],
     now_us: u64,
 ) -> Result<OverrideInput, String> {
@@ -307,7 +303,7 @@ fn read_record(
             .position(|column| matches!(column, CsvColumn::Field(field) if *field == name))?;
         record
             .get(position)
-            .map(str::trim)
+            .map(|text| text.trim())
             .filter(|text| !text.is_empty())
     };
     let flag = |name: &str| match field(name) {
@@ -331,6 +327,13 @@ fn read_record(
             requests,
             burst: amount("burst")?,
         }),
+        (None, Some(_))
+            if let Some(name) = ["burst", "limit"]
+                .into_iter()
+                .find(|name| field(name).is_some()) =>
+        {
+            return Err(format!("{name}: expected it inside limits"));
+        }
         (None, Some(text)) => match parse_override_rule(text) {
             Some(KeyOverride::Limits(amounts)) => {
                 limits.extend(amounts.into_iter().map(|amounts| LimitInput {
@@ -364,7 +367,7 @@ fn read_record(
 }
 
 /// The key values of a record. Empty columns at the end belong to policies with more values.
-fn read_key_values(record: &csv::StringRecord, columns: &[CsvColumn]) -> Vec<String> {
+fn read_key_values(record: &[String], columns: &[CsvColumn]) -> Vec<String> {
     let mut values: Vec<String> = Vec::new();
     for (column, text) in columns.iter().zip(record) {
         if let CsvColumn::Key(position) = column {
@@ -372,7 +375,7 @@ fn read_key_values(record: &csv::StringRecord, columns: &[CsvColumn]) -> Vec<Str
                 values.resize(position + 1, String::new());
             }
             if let Some(value) = values.get_mut(*position) {
-                text.trim_end_matches('\r').clone_into(value);
+                value.clone_from(text);
             }
         }
     }

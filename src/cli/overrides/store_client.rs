@@ -1,9 +1,7 @@
 //! The overrides of the configured store: in Redis, or in the memory of the proxy on this machine,
 //! by its admin port.
 
-use crate::app::overrides::{
-    OverrideInput, merge_amounts, override_from_json, override_to_json, resolve_override,
-};
+use crate::app::overrides::{listed_override_from_json, merge_amounts, override_to_json};
 use crate::cli::admin_client::AdminClient;
 use crate::clock::Clock;
 use crate::limiter::Key;
@@ -32,22 +30,26 @@ impl StoreClient {
                 let found = inspector.find_override(key).await;
                 found.map_err(|error| error.to_string())
             }
-            Self::AdminPort(client, table) => {
+            Self::AdminPort(client, _) => {
                 let response = client.request_json("GET", &key_target(key))?;
-                Ok(parse_list(&response, table)?.0.pop())
+                Ok(parse_list(&response)?.0.pop())
             }
         }
     }
 
-    /// Sets an override. Other limits of the key's override stay.
+    /// Sets an override. Other limits of the key's override stay. If that would change when they
+    /// end, nothing is set and the result is an error.
     pub(super) async fn set_and_merge(
         &self,
         entered: &StoredOverride,
+        now_us: u64,
     ) -> Result<StoredOverride, String> {
         for _ in 0..MAX_ATTEMPTS {
             let previous = self.find(&entered.key).await?;
             let mut stored = entered.clone();
-            merge_amounts(previous.as_ref(), &mut stored);
+            if let Some(previous) = previous.as_ref().filter(|last| !last.is_expired(now_us)) {
+                merge_amounts(previous, &mut stored)?;
+            }
             let is_set = match self {
                 Self::Redis(inspector) => {
                     let replaced = inspector.replace_override(previous.as_ref(), &stored);
@@ -115,8 +117,7 @@ impl StoreClient {
                         continue;
                     }
                     let target = format!("/overrides/{}?n={MAX_LISTED_BY_ADMIN_PORT}", policy.name);
-                    let (listed, has_more) =
-                        parse_list(&client.request_json("GET", &target)?, table)?;
+                    let (listed, has_more) = parse_list(&client.request_json("GET", &target)?)?;
                     if has_more {
                         return Err(format!(
                             "{} has more than {MAX_LISTED_BY_ADMIN_PORT} overrides in memory, the most that the admin port lists",
@@ -153,17 +154,11 @@ fn key_target(key: &Key) -> String {
 }
 
 /// Parses the overrides of a response, and whether there are more.
-fn parse_list(
-    response: &Value,
-    table: &PolicyTable,
-) -> Result<(Vec<StoredOverride>, bool), String> {
+fn parse_list(response: &Value) -> Result<(Vec<StoredOverride>, bool), String> {
     let now_us = Clock::system().now_us();
     let listed = response.get("overrides").and_then(Value::as_array);
     let listed = listed.into_iter().flatten().filter_map(Value::as_object);
-    let parse = |fields| {
-        let input: OverrideInput = override_from_json(fields, now_us)?;
-        resolve_override(table, &input, now_us).map_err(|error| error.to_string())
-    };
-    let listed = listed.map(parse).collect::<Result<Vec<_>, String>>()?;
+    let listed = listed.map(|fields| listed_override_from_json(fields, now_us));
+    let listed = listed.collect::<Result<Vec<_>, String>>()?;
     Ok((listed, response.get("more") == Some(&Value::Bool(true))))
 }
