@@ -174,6 +174,8 @@ pub(crate) struct PolicySpec {
     pub(crate) shards: u16,
     /// A second limit of so many requests per ten periods.
     pub(crate) second_limit: Option<u64>,
+    /// Overrides in the store apply.
+    pub(crate) is_dynamic: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -209,6 +211,8 @@ pub(crate) enum OperatorAction {
     Query,
     Inspect,
     Replay,
+    /// Overrides a key by the amounts that it has, and blocks an unused key.
+    Override,
     /// A client asks for its own limits.
     OwnLimits,
     /// `tidegate doctor` and the list of all instances.
@@ -476,6 +480,9 @@ impl PolicySpec {
         }
         if self.shards > 1 {
             writeln!(text, "shards = {}", self.shards).unwrap();
+        }
+        if self.is_dynamic {
+            text.push_str("dynamic = true\n");
         }
         text
     }
