@@ -6,42 +6,7 @@ pub(crate) const SECOND: u64 = 1_000_000;
 pub(crate) const HOUR: u64 = 3600 * SECOND;
 
 /// Policies that must not affect any request.
-const SHADOW_POLICIES: &str = r#"
-[[policy]]
-name = "observed"
-mode = "shadow"
-match = { path = "/**" }
-key = ["header:x-client"]
-limit = { requests = 2, per = "1s" }
-[[policy]]
-name = "observed-too"
-mode = "shadow"
-match = { path = "/r0" }
-key = ["header:x-client"]
-limits = [{ requests = 5, per = "10s", algorithm = "token_bucket" }]
-[[policy]]
-name = "observed-ban"
-mode = "shadow"
-action = "deny"
-match = { path = "/r0" }
-[[policy]]
-name = "without-a-key"
-mode = "shadow"
-match = { path = "/**" }
-key = ["header:x-absent"]
-missing_key = "reject"
-limit = { requests = 1, per = "1h" }
-[[policy]]
-name = "closed"
-action = "deny"
-match = { path = "/r98" }
-[[policy]]
-name = "keyed"
-match = { path = "/r99" }
-key = ["header:x-absent"]
-missing_key = "reject"
-limit = { requests = 1, per = "1h" }
-"#;
+const SHADOW_POLICIES: &str = include_str!("shadow_policies.toml");
 
 /// Routes that policies reject without a counter.
 pub(crate) const CLOSED_ROUTES: [usize; 2] = [98, 99];
