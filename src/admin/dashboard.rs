@@ -26,11 +26,12 @@ const STYLES: [&str; 2] = [
 ];
 
 /// Scripts of the page, in dependency order.
-const SCRIPTS: [&str; 8] = [
+const SCRIPTS: [&str; 9] = [
     include_str!("dashboard/uplot.min.js"),
     include_str!("dashboard/page.js"),
     include_str!("dashboard/charts.js"),
     include_str!("dashboard/sections.js"),
+    include_str!("dashboard/overrides.js"),
     include_str!("dashboard/keys.js"),
     include_str!("dashboard/fleet.js"),
     include_str!("dashboard/doctor.js"),

@@ -452,6 +452,7 @@ fn policy_to_json(policy: &Policy, sentence: &str) -> Map<String, Value> {
             .collect(),
     );
     set_field("overrides", json!(quota.overrides.as_slice().len()));
+    set_field("dynamic", json!(quota.is_dynamic));
     set_field(
         "on_store_failure",
         json!(match policy.on_store_failure {

@@ -187,13 +187,13 @@ impl DenyCache {
                 // A block that has just begun refuses from now on.
                 status.refusal = status.next_growth_us.map(Refusal::Until);
             }
-            let has_smaller_cost = generations.get_entry(charge).is_some_and(|entry| {
+            let is_outranked = generations.get_entry(charge).is_some_and(|entry| {
                 entry.status.refusal.is_some()
-                    && entry.cost < charge.cost
+                    && rank_cost(entry.cost) < rank_cost(charge.cost)
                     && received_at < entry.expires_at
-                    && entry.is_valid_for(charge, received_at, DenyMatchScope::AnyLimit)
+                    && entry.holds_at(received_at)
             });
-            if !has_smaller_cost {
+            if !is_outranked {
                 let entry = DenyCacheEntry {
                     cost: charge.cost,
                     status,
@@ -206,6 +206,13 @@ impl DenyCache {
             }
         }
     }
+}
+
+/// Which refusal of a counter is kept: the one of the lowest rank. A refusal of a smaller cost
+/// matches more requests. A query, without cost, comes last: its refusal states no retry time of a
+/// request.
+fn rank_cost(cost: u64) -> u64 {
+    cost.wrapping_sub(1)
 }
 
 /// Whether a refusal of this charge holds until its end time. Slots and estimates may be returned
@@ -314,11 +321,16 @@ impl DenyCacheEntry {
 
     /// Whether the entry still holds for this charge.
     fn is_valid_for(&self, charge: &Charge<'_>, now: Instant, scope: DenyMatchScope) -> bool {
-        let age = now.saturating_duration_since(self.sent_at);
         let matches_cost = match scope {
             DenyMatchScope::AnyLimit if self.status.refusal.is_some() => charge.cost >= self.cost,
             _ => charge.cost == self.cost,
         };
+        matches_cost && self.holds_at(now)
+    }
+
+    /// Whether the status of the store has certainly not changed with time.
+    fn holds_at(&self, now: Instant) -> bool {
+        let age = now.saturating_duration_since(self.sent_at);
         let changes_at_us = match self.status.refusal {
             Some(Refusal::Never | Refusal::Unknown) => None,
             Some(Refusal::Until(until_us)) => Some(until_us),
@@ -326,10 +338,9 @@ impl DenyCacheEntry {
         };
         // The age counts from sending: at that moment the store's clock had not passed
         // `store_now_us`.
-        let changed = changes_at_us.is_some_and(|at_us| {
-            age >= Duration::from_micros(at_us.saturating_sub(self.store_now_us))
-        });
-        matches_cost && !changed
+        changes_at_us.is_none_or(|at_us| {
+            age < Duration::from_micros(at_us.saturating_sub(self.store_now_us))
+        })
     }
 
     /// Earliest time that the store's clock can show at `now`. Used only for the reported retry
@@ -733,6 +744,26 @@ mod tests {
                 .find_refusal(&[small], sent, DenyMatchScope::AllLimits)
                 .is_some()
         );
+    }
+
+    /// Charges of an outage can fill a counter beyond its capacity. Then even a query without cost
+    /// is refused, for another time than requests.
+    #[test]
+    fn a_refused_query_does_not_displace_the_refusal_of_a_request() {
+        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
+        let request = charge_of_two_units(&LIMIT, &key);
+        let query = Charge { cost: 0, ..request };
+        let refused = refused_decision(&[refused_status(9_000_000)]);
+        let is_refused = |charge| {
+            let scope = DenyMatchScope::AllLimits;
+            cache.find_refusal(&[charge], sent, scope).is_some()
+        };
+        cache.record_refusal(&[query], &refused, sent, sent);
+        assert!(is_refused(query) && !is_refused(request));
+        for charge in [request, query] {
+            cache.record_refusal(&[charge], &refused, sent, sent);
+            assert!(is_refused(request), "after cost {}", charge.cost);
+        }
     }
 
     #[test]

@@ -74,6 +74,8 @@ pub struct FallbackStore {
     /// [`PHASE_UP_TO_DATE`], [`PHASE_PENDING`], [`PHASE_FAILING`] or [`PHASE_RECOVERING`]. The
     /// phase [`PHASE_UP_TO_DATE`] begins and ends only under the lock of `write_back`.
     phase: AtomicU8,
+    /// End of the last outage, by the local clock (µs).
+    outage_ended_us: AtomicU64,
     /// Partitions for which Redis may lack charges. Empty in the phase [`PHASE_UP_TO_DATE`].
     stale_partitions: PartitionSet,
     /// Function that finds the partition of a key.
@@ -93,6 +95,7 @@ impl FallbackStore {
             override_cache: OverrideCache::default(),
             write_back: Mutex::default(),
             phase: AtomicU8::new(PHASE_UP_TO_DATE),
+            outage_ended_us: AtomicU64::new(0),
             stale_partitions: PartitionSet::default(),
             partition_of: |_| SINGLE_PARTITION,
             changed: Notify::new(),
@@ -161,7 +164,10 @@ impl FallbackStore {
     /// Ends the outage after all charges were written back: Redis decides alone again. The outage
     /// goes on if Redis was unreachable since [`FallbackStore::take_new_failure_flag`].
     pub fn end_outage(&self) {
-        self.compare_exchange_phase(PHASE_RECOVERING, PHASE_PENDING);
+        if self.compare_exchange_phase(PHASE_RECOVERING, PHASE_PENDING) {
+            let now_us = self.clock.now_us();
+            self.outage_ended_us.store(now_us, Ordering::Relaxed);
+        }
         self.confirm_write_back_batch();
     }
 
@@ -240,16 +246,8 @@ impl FallbackStore {
     fn decide_by_limits(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let share = self.share();
         for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
-            self.status_cache.remove_and_apply(charge, |answer| {
-                let limit = share.scale_limit(charge.limit);
-                let amendment =
-                    answer.to_amendment(share, &limit, self.clock.instant_to_unix_us(requested_at));
-                self.memory.remove_counters(&[Charge {
-                    limit: &limit,
-                    ..*charge
-                }]);
-                self.amend_share(&limit, charge.key, amendment);
-                self.record_counter(charge);
+            self.status_cache.remove_and_apply(charge, |status| {
+                self.apply_status(charge, status, requested_at);
             });
         }
         let positions = find_positions(charges, uses_fallback);

@@ -20,7 +20,7 @@ use tokio::net::TcpSocket;
 const PAGE: &str = "docs/RECIPES.md";
 
 /// The recipes that a test in this file runs.
-const TESTED_RECIPES: [&str; 19] = [
+const TESTED_RECIPES: [&str; 20] = [
     "Per API key",
     "Per user of a JWT",
     "Log-in protection",
@@ -28,6 +28,7 @@ const TESTED_RECIPES: [&str; 19] = [
     "Introduce a limit softly",
     "A limit that clients do not see",
     "Plans: free, pro, partner",
+    "Limits for single customers",
     "Plans from a gateway's header",
     "Exempt health checks and partners",
     "Express",
@@ -262,6 +263,20 @@ async fn plans() {
     let forged = TokenIssuer::new("k", Algorithm::ES256);
     let forged = forged.bearer(&json!({ "sub": "eve", "plan": "pro", "exp": unix_s() + 60 }));
     assert_eq!(ask(&forged, 1).await, [429], "the quota of no token");
+}
+
+/// `tests/it/overrides.rs` changes the overrides.
+#[tokio::test]
+async fn limits_for_single_customers() {
+    let run = RecipeRun::start("Limits for single customers").await;
+    let bearer = run.bearer("acme", "free");
+    let mut statuses = Vec::new();
+    for _ in 0..101 {
+        let request = run.request("192.0.2.1", "GET", "/api/x");
+        let request = request.header("Authorization", &bearer);
+        statuses.push(request.send().await.status);
+    }
+    assert_eq!(statuses, expected(100, 1));
 }
 
 /// The client of the test is the gateway.

@@ -67,7 +67,8 @@ class PolicyDialog {
       createElement('dl', {}, fact('Key', policy.key && (policy.key.join(', ') || 'none: one quota for all requests')), fact('On store failure', failureModes[policy.on_store_failure]), fact('Priority', policy.priority !== undefined && String(policy.priority)),
         fact('Overrides', policy.overrides ? pluralize(policy.overrides, 'key') : null), fact('Blocks for', policy.block_s && formatDuration(policy.block_s)), fact('Lease', policy.lease && `${policy.lease.size} units, ${formatDuration(policy.lease.ttl_s)}`)),
       createElement('h3', {}, 'The last hour, by minute'), this.legend, chart, this.details,
-      policy.action === 'limit' && [createElement('h3', {}, 'Keys refused most'), this.keys, createElement('h3', {}, 'State of a key'), this.createLookUpForm(policy)]);
+      policy.action === 'limit' && [createElement('h3', {}, 'Keys refused most'), this.keys, createElement('h3', {}, 'State of a key'), this.createLookUpForm(policy)],
+      policy.dynamic && [createElement('h3', {}, 'Overrides of single keys'), new OverridePanel(this.request, this.requestToken, policy).element]);
     this.chart = new StackedBarChart(chart, (shown, columns) => `Decisions by minute. ${shown.map(({ id, label }) => `${label} ${formatCount(sum(columns[id]))}`).join(', ') || 'None'} in the last hour.`, formatCount);
   }
 
@@ -129,6 +130,7 @@ class PolicyDialog {
   renderLimitStatus(key) {
     const verdict = key.blocked_s !== null ? `✕ Blocked for ${formatDuration(key.blocked_s)} more.` : key.admitted ? '✓ The next request passes.' : '✕ The next request is refused.';
     const row = (limit) => {
+      if (limit.override === 'unlimited') return createElement('tr', {}, createElement('th', { scope: 'row' }, limit.name), createElement('td', { colspan: '4' }, 'unlimited by an override'));
       const all = limit.used + limit.remaining;
       const full = createElement('i', {});
       full.style.width = `${all ? (100 * limit.used) / all : 0}%`;

@@ -19,11 +19,12 @@ const TOKEN_STORAGE_KEY = 'tidegate.token';
 let token = sessionStorage.getItem(TOKEN_STORAGE_KEY) ?? '';
 
 /** Calls the admin API. Errors have the HTTP status, or status 0 if there was no response. */
-async function fetchJson(target, method = 'GET') {
+async function fetchJson(target, method = 'GET', body = undefined) {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  if (body) headers['Content-Type'] = 'application/json';
   let response;
   try {
-    response = await fetch(target, { method, headers, cache: 'no-store', credentials: 'omit', redirect: 'error', signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS * (method === 'GET' && target !== '/doctor' ? 1 : 2)) });
+    response = await fetch(target, { method, headers, body: body && JSON.stringify(body), cache: 'no-store', credentials: 'omit', redirect: 'error', signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS * (method === 'GET' && target !== '/doctor' ? 1 : 2)) });
   } catch (error) {
     throw Object.assign(new Error(error.name === 'TimeoutError' ? 'No response within 5 s' : 'The connection failed'), { status: 0 });
   }

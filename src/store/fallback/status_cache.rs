@@ -1,16 +1,21 @@
 //! The last status that Redis reported for each key of a policy with `on_store_failure = "local"`.
 //! In an outage, the counters of this process start from these statuses.
 
-use super::Share;
+use super::{FallbackStore, Share};
 use crate::limiter::{Algorithm, Amendment, Charge, Limit, LimitStatus};
 use crate::store::memory::{CounterId, counter_id};
 use parking_lot::Mutex;
 use std::collections::HashMap;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 /// Maximum number of entries in each generation of a shard, about 100 bytes each: 16 MiB in all.
 /// The oldest entries are dropped first.
 const MAX_GENERATION_ENTRIES: usize = 1 << 12;
 const SHARD_COUNT: usize = 16;
+
+/// Within this time after an outage, other instances may have no status of a key yet (µs).
+const STATUS_EXCHANGE_US: u64 = 5_000_000;
 
 /// The last status of each limit and key. Process-wide, in shards with a lock each.
 #[derive(Debug, Default)]
@@ -99,7 +104,47 @@ impl StatusCache {
     }
 }
 
+impl FallbackStore {
+    /// Starts the local counter from a status of Redis.
+    ///
+    /// A status from soon after an outage can only reduce the remaining units. Instances without a
+    /// status still use the rest of their shares, so a new share of all remaining units would
+    /// exceed the limit.
+    pub(super) fn apply_status(
+        &self,
+        charge: &Charge<'_>,
+        status: CachedStatus,
+        requested_at: Instant,
+    ) {
+        let share = self.share();
+        let limit = share.scale_limit(charge.limit);
+        let ended_us = self.outage_ended_us.load(Ordering::Relaxed);
+        let is_soon = status.received_at_us.saturating_sub(ended_us) < STATUS_EXCHANGE_US;
+        let used_units = || self.usage_of_share(charge.limit, charge.key).0;
+        if !is_soon || status.used_units(share, &limit) >= used_units() {
+            let now_us = self.clock.instant_to_unix_us(requested_at);
+            self.memory.remove_counters(&[Charge {
+                limit: &limit,
+                ..*charge
+            }]);
+            self.amend_share(
+                &limit,
+                charge.key,
+                status.to_amendment(share, &limit, now_us),
+            );
+        }
+        self.record_counter(charge);
+    }
+}
+
 impl CachedStatus {
+    /// Used units of this instance's share, where `limit` is its share of the limit.
+    pub(super) fn used_units(self, share: Share, limit: &Limit) -> u64 {
+        limit
+            .capacity()
+            .saturating_sub(share.scale_units(self.remaining))
+    }
+
     /// The amendment after which this instance may use its share of the units that remained, where
     /// `limit` is its share of the limit.
     ///
@@ -116,9 +161,8 @@ impl CachedStatus {
                 age_us: now_us.saturating_sub(block_start_us),
             };
         }
-        let capacity = limit.capacity();
         Amendment::BackdatedCharge {
-            units: capacity - share.scale_units(self.remaining).min(capacity),
+            units: self.used_units(share, limit),
             age_us,
         }
     }

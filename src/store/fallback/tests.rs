@@ -730,6 +730,43 @@ fn redis_answers_without_pending_write_back_are_not_cached() {
     );
 }
 
+/// Redis is available for a short time between two outages. Only one instance receives a status of
+/// the key in it.
+#[test]
+fn a_status_after_an_outage_gives_no_units_that_other_shares_still_have() {
+    let mut fleet = SimulatedFleet::new(3, Algorithm::SlidingLog);
+    fleet.begin_outage();
+    for (instance, units) in [(0, 7), (1, 6), (2, 6)] {
+        assert!((0..units).all(|_| fleet.decide_by_share(instance)));
+    }
+    fleet.write_back_and_end_outage();
+    fleet.advance_clock_us(500_000);
+    let charges = [Charge {
+        cost: 3,
+        ..fleet.one_unit_charge()
+    }];
+    let refused = fleet.redis.decide(&charges);
+    assert!(!refused.admitted);
+    fleet.instances[0].cache_statuses(&charges, &refused, Instant::now());
+    fleet.begin_outage();
+    assert_eq!(fleet.exhaust_shares(), 1, "19 of 20 units were used");
+}
+
+/// Other instances have received statuses too, so an uneven use of the first outage no longer
+/// counts.
+#[test]
+fn a_status_long_after_an_outage_replaces_the_usage_of_the_share() {
+    let mut fleet = SimulatedFleet::new(3, Algorithm::SlidingLog);
+    fleet.begin_outage();
+    assert_eq!((0..20).filter(|_| fleet.decide_by_share(0)).count(), 7);
+    fleet.write_back_and_end_outage();
+    fleet.advance_clock_us(5_000_000);
+    assert!(fleet.decide_in_redis(0));
+    fleet.begin_outage();
+    let admitted = (0..20).filter(|_| fleet.decide_by_share(0)).count();
+    assert_eq!(admitted, 4, "the share of 12 units");
+}
+
 #[test]
 fn workers_that_enter_an_outage_at_once_never_exceed_the_share() {
     let algorithm = Algorithm::FixedWindow { offset_us: 0 };

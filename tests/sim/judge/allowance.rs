@@ -14,8 +14,7 @@
 //! | SIGTERM, with `store.state_dir` | of the instance | if the new process starts in an outage, until it is over | no | yes |
 //! | frozen instance | of the instance | in an outage | in an outage | yes |
 //!
-//! Outages with a short pause are one. Units that Redis admits in the pause may come on
-//! top, and one share.
+//! Outages with a short pause are one. Units that Redis admits in the pause may come on top.
 //!
 //! Slots may lapse in an outage that leaves less than a second until two thirds of their TTL.
 //!

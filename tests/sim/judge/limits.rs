@@ -71,8 +71,8 @@ fn extra_limits(
         .count() as u64
 }
 
-/// Units that Redis admitted in a pause of an outage, and one share. Instances without a reply
-/// about the key do not know these units, and one with a reply has a new share of the rest.
+/// Units that Redis admitted in a pause of an outage. Instances without a reply about the key do
+/// not know these units.
 fn units_in_pauses(
     run: &FinishedRun<'_>,
     history: &CounterHistory<'_>,
@@ -91,16 +91,7 @@ fn units_in_pauses(
                 .any(|excuse| excuse.pause.is_some_and(is_in))
     };
     let uses = history.uses.iter().filter(|one| one.is_forwarded);
-    match uses.filter(is_in_pause).map(|one| one.least_units).sum() {
-        0 => 0,
-        units => {
-            units
-                + history
-                    .policy
-                    .requests
-                    .div_ceil(run.scenario.instances as u64)
-        }
-    }
+    uses.filter(is_in_pause).map(|one| one.least_units).sum()
 }
 
 fn check_windows(

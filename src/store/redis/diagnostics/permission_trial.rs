@@ -76,7 +76,7 @@ const fn optional(
 }
 
 /// The commands that the scripts use.
-const SCRIPT_COMMANDS: [CommandTrial; 16] = [
+const SCRIPT_COMMANDS: [CommandTrial; 17] = [
     required("ZADD", TrialKey::SortedSet, &["0", "probe"]),
     required("PEXPIRE", TrialKey::SortedSet, &["10000"]),
     required("PEXPIREAT", TrialKey::SortedSet, &["1"]),
@@ -91,6 +91,7 @@ const SCRIPT_COMMANDS: [CommandTrial; 16] = [
     required("ZREMRANGEBYRANK", TrialKey::SortedSet, &["0", "0"]),
     required("ZREMRANGEBYSCORE", TrialKey::SortedSet, &["0", "0"]),
     required("GET", TrialKey::Text, &[]),
+    required("MGET", TrialKey::Text, &[]),
     required("SET", TrialKey::Text, &["0", "PX", "1"]),
     required("TIME", TrialKey::None, &[]),
 ];
