@@ -41,6 +41,7 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
     set_requests(&mut scenario, &mut rng);
     set_faults(&mut scenario, &mut rng);
     set_operations(&mut scenario, &mut rng);
+    add_login_rotation(&mut scenario, &mut rng);
     scenario.faults.sort_by_key(|fault| fault.at_us);
     scenario.requests.sort_by_key(|request| request.at_us);
     scenario
@@ -227,6 +228,40 @@ fn set_operations(scenario: &mut Scenario, rng: &mut Rng) {
         });
     }
     scenario.operations.sort_by_key(|operation| operation.at_us);
+}
+
+/// A new password changes nothing. In these classes no process starts while Redis lacks it.
+fn add_login_rotation(scenario: &mut Scenario, rng: &mut Rng) {
+    use ScenarioClass as Class;
+    let is_drawn = matches!(
+        scenario.class,
+        Class::Healthy | Class::Network | Class::Sentinel | Class::Cluster | Class::ClusterFailover
+    );
+    if !is_drawn || rng.bool() {
+        return;
+    }
+    let is_loaded_first = rng.bool();
+    // The files are compared twice a second.
+    let max_between_us = if is_loaded_first {
+        15 * SECOND
+    } else {
+        SECOND / 2
+    };
+    let at_us = rng.u64(2 * SECOND..scenario.end_us - 20 * SECOND);
+    scenario.faults.push(Fault {
+        at_us,
+        kind: FaultKind::RotateLogin {
+            is_loaded_first,
+            between_us: rng.u64(0..max_between_us),
+        },
+    });
+    // New connections need the previous login for longer than a recovery takes.
+    if scenario.class == Class::Network && is_loaded_first {
+        scenario.faults.push(Fault {
+            at_us: at_us + SECOND,
+            kind: FaultKind::Reset { server: 0 },
+        });
+    }
 }
 
 fn draw_fault(scenario: &Scenario, rng: &mut Rng) -> FaultKind {

@@ -1,7 +1,8 @@
 //! Applies faults to a world.
 
+use crate::sim::instance::Instance;
 use crate::sim::redis_server::cluster::slot_of;
-use crate::sim::redis_server::{Role, Server};
+use crate::sim::redis_server::{NEW_PASSWORD, Role, Server};
 use crate::sim::scenario::{FaultKind, Topology};
 use crate::sim::world::{Event, FaultStep, TERMINATION_US, World};
 use std::collections::BTreeSet;
@@ -77,6 +78,10 @@ impl World {
             FaultKind::Crash { .. } | FaultKind::Terminate { .. } | FaultKind::Freeze { .. } => {
                 self.apply_instance_fault(kind);
             }
+            FaultKind::RotateLogin {
+                is_loaded_first,
+                between_us,
+            } => self.rotate_login(is_loaded_first, between_us),
             FaultKind::Migrate {
                 to,
                 slots,
@@ -86,6 +91,15 @@ impl World {
                 self.open_slots(to, slots, key_us, interrupted_us);
             }
         }
+    }
+
+    fn rotate_login(&mut self, is_loaded_first: bool, between_us: u64) {
+        let (first, second) = match is_loaded_first {
+            true => (FaultStep::LoadLogin, FaultStep::ChangeLogin),
+            false => (FaultStep::ChangeLogin, FaultStep::LoadLogin),
+        };
+        self.continue_fault(first);
+        self.continue_at(self.now_us + between_us, second);
     }
 
     fn apply_instance_fault(&mut self, kind: FaultKind) {
@@ -152,6 +166,11 @@ impl World {
             }
             FaultStep::MoveKey { slots, to, key_us } => self.move_key(slots, to, key_us),
             FaultStep::FinishSlots { slots, to } => self.finish_slots(&slots, to),
+            FaultStep::LoadLogin => self.instances.iter().for_each(Instance::load_new_login),
+            FaultStep::ChangeLogin => {
+                let servers = self.servers.iter_mut();
+                servers.for_each(|server| server.password = Some(NEW_PASSWORD));
+            }
         }
     }
 

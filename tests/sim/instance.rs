@@ -2,6 +2,7 @@
 
 use crate::sim::network::{InstanceNetwork, InstanceTime, SimulatedTransport};
 use crate::sim::operator::{load_config, run_operators, with_facts};
+use crate::sim::redis_server::{NEW_PASSWORD, PASSWORD};
 use crate::sim::scenario::{RequestSpec, Scenario};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
@@ -12,7 +13,9 @@ use tidegate::config::StoreSettings;
 use tidegate::enforcer::DecisionSource;
 use tidegate::enforcer::{ActivePolicies, Enforcer, RequestOutcome, RetryHint, Verdict};
 use tidegate::policy::Descriptor;
-use tidegate::store::redis::{RedisDialer, RedisStore, SharedRedisState};
+use tidegate::store::redis::{
+    RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStore, SharedRedisState,
+};
 use tidegate::store::{LeasePool, MemoryStore, Store};
 use tidegate::telemetry::metrics::{MetricLabels, Metrics};
 use tokio::runtime::{Builder, Runtime};
@@ -63,7 +66,7 @@ pub(crate) struct Instance {
 
 pub(crate) struct InstanceState {
     enforcers: Mutex<Vec<Enforcer>>,
-    redis: Option<SharedRedisState>,
+    pub(crate) redis: Option<SharedRedisState>,
     log: RequestLog,
     pub(crate) network: Arc<InstanceNetwork>,
     is_rate_limit_service: bool,
@@ -192,6 +195,17 @@ impl Instance {
         }
     }
 
+    /// As after a change of the file with the password.
+    pub(crate) fn load_new_login(&self) {
+        if let (Some(runtime), Some(redis)) = (&self.runtime, &self.shared.redis) {
+            let _guard = runtime.enter();
+            redis.update_logins(&RedisSettings {
+                credentials: build_login(NEW_PASSWORD),
+                ..redis.settings_in_use()
+            });
+        }
+    }
+
     /// The instances that share the limits, as this one has counted them.
     pub(crate) fn instance_count(&self) -> Option<u32> {
         self.shared
@@ -231,6 +245,9 @@ fn build_state(
                 RedisDialer::Simulated(Arc::new(SimulatedTransport(Arc::clone(network))));
             let id = format!("{:032x}", u128::from(process) * 0x9e37_79b9_7f4a_7c15_f39c);
             settings.state_dir = state_dir;
+            if scenario.has_login() {
+                settings.credentials = build_login(PASSWORD);
+            }
             let shared = SharedRedisState::for_instance(*settings, clock, &id);
             shared.restore_usage();
             (None, Some(shared))
@@ -259,6 +276,13 @@ fn build_state(
         is_stopping: Mutex::new(false),
     };
     (state, stores)
+}
+
+fn build_login(password: &str) -> RedisCredentials {
+    RedisCredentials {
+        username: None,
+        password: Some(RedisPassword::new(password.to_owned())),
+    }
 }
 
 /// Starts each request at its time; late after a pause.

@@ -3,19 +3,18 @@
 //! Clients ask for their own limits.
 
 use super::instance::InstanceState;
-use super::network::{InstanceNetwork, SimulatedTransport};
 use super::redis_server::EPOCH_US;
-use super::scenario::{OperatorAction, RequestSpec, Scenario};
+use super::scenario::{CLOSED_ROUTES, OperatorAction, RequestSpec, Scenario};
 use http::{HeaderMap, Method};
 use std::sync::Arc;
 use std::time::Instant as StdInstant;
 use tidegate::clock::Clock;
-use tidegate::config::{self, Config, ConfigSources, FileSource, StoreSettings};
-use tidegate::enforcer::{Enforcer, dry_run_request, explain_request};
+use tidegate::config::{self, Config, ConfigSources, FileSource};
+use tidegate::enforcer::{Enforcer, PolicySnapshot, dry_run_request, explain_request};
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
 use tidegate::policy::path::PathInterpretations;
 use tidegate::policy::{Descriptor, Facts, PolicyTable, jwt::RequestToken};
-use tidegate::store::redis::{CounterInspector, RedisDialer, RedisSettings, diagnose_redis};
+use tidegate::store::redis::{CounterInspector, RedisSettings, SharedRedisState, diagnose_redis};
 use tidegate::store::{MemorySettings, MemoryStore, Store};
 use tokio::time::{Instant, sleep_until};
 
@@ -75,32 +74,49 @@ pub(crate) async fn run_operators(
                     drop(explain_request(&store, &policies.table, facts).await);
                 })
                 .await;
+                send_to_closed_routes(&enforcer, &policies, request).await;
             }
             OperatorAction::Query => {
                 let (route, client) = (request.route.to_string(), request.client.to_string());
                 let entries = [("route", route.as_str()), ("client", client.as_str())];
-                let descriptors = [Descriptor::new("sim", &entries, 0, None)];
+                // Equal descriptors use one counter.
+                let descriptors = [(); 2].map(|()| Descriptor::new("sim", &entries, 0, None));
                 drop(
                     enforcer
                         .decide_call(&policies, &descriptors, Instant::now())
                         .await,
                 );
             }
-            OperatorAction::Inspect => inspect_counters(&state.network, &scenario).await,
+            OperatorAction::Inspect => inspect_counters(&state).await,
             OperatorAction::OwnLimits => read_own_limits(&enforcer, &policies.table, request).await,
-            OperatorAction::Examine => examine_servers(&state.network, &scenario).await,
+            OperatorAction::Examine => examine_servers(&state).await,
             OperatorAction::Replay => replay_requests(&scenario, &policies.table).await,
         }
     }
 }
 
+/// Sends requests that policies reject without a counter.
+async fn send_to_closed_routes(
+    enforcer: &Enforcer,
+    policies: &Arc<PolicySnapshot>,
+    request: &RequestSpec,
+) {
+    for route in CLOSED_ROUTES {
+        let request = RequestSpec {
+            route,
+            ..request.clone()
+        };
+        with_facts(&policies.table, &request, async |facts| {
+            let verdict = enforcer.decide_request(policies, facts, Instant::now());
+            drop(verdict.await);
+        })
+        .await;
+    }
+}
+
 /// The settings of the simulated servers; `None` for counters in memory.
-fn redis_settings(network: &Arc<InstanceNetwork>, scenario: &Scenario) -> Option<RedisSettings> {
-    let StoreSettings::Redis(mut settings) = load_config(scenario).store else {
-        return None;
-    };
-    settings.dialer = RedisDialer::Simulated(Arc::new(SimulatedTransport(Arc::clone(network))));
-    Some(*settings)
+fn redis_settings(state: &InstanceState) -> Option<RedisSettings> {
+    state.redis.as_ref().map(SharedRedisState::settings_in_use)
 }
 
 /// Reads the limits of the client, charged only to the limit of such questions.
@@ -119,8 +135,8 @@ async fn read_own_limits(enforcer: &Enforcer, table: &PolicyTable, request: &Req
 }
 
 /// Examines all servers, and lists the instances.
-async fn examine_servers(network: &Arc<InstanceNetwork>, scenario: &Scenario) {
-    let Some(settings) = redis_settings(network, scenario) else {
+async fn examine_servers(state: &InstanceState) {
+    let Some(settings) = redis_settings(state) else {
         return;
     };
     let algorithms = [
@@ -134,8 +150,8 @@ async fn examine_servers(network: &Arc<InstanceNetwork>, scenario: &Scenario) {
 }
 
 /// Lists all counters and those of one policy, and resets a counter that no client uses.
-async fn inspect_counters(network: &Arc<InstanceNetwork>, scenario: &Scenario) {
-    let Some(settings) = redis_settings(network, scenario) else {
+async fn inspect_counters(state: &InstanceState) {
+    let Some(settings) = redis_settings(state) else {
         return;
     };
     let Ok(inspector) = CounterInspector::connect(settings).await else {

@@ -32,10 +32,19 @@ key = ["header:x-absent"]
 missing_key = "reject"
 limit = { requests = 1, per = "1h" }
 [[policy]]
-name = "elsewhere"
+name = "closed"
 action = "deny"
-match = { path = "/elsewhere" }
+match = { path = "/r98" }
+[[policy]]
+name = "keyed"
+match = { path = "/r99" }
+key = ["header:x-absent"]
+missing_key = "reject"
+limit = { requests = 1, per = "1h" }
 "#;
+
+/// Routes that policies reject without a counter.
+pub(crate) const CLOSED_ROUTES: [usize; 2] = [98, 99];
 
 /// Kinds of runs. Each draws its details from the seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -283,6 +292,11 @@ pub(crate) enum FaultKind {
         for_us: u64,
         is_suspended: bool,
     },
+    /// Redis gets a new password. The instances load it from their files before or after that.
+    RotateLogin {
+        is_loaded_first: bool,
+        between_us: u64,
+    },
     /// Slots of present keys move to another master, key by key. An interrupted reshard continues
     /// after a time.
     Migrate {
@@ -324,6 +338,12 @@ pub(crate) struct Scenario {
 }
 
 impl Scenario {
+    /// Whether the servers need a login.
+    pub(crate) fn has_login(&self) -> bool {
+        let is_rotation = |fault: &Fault| matches!(fault.kind, FaultKind::RotateLogin { .. });
+        self.faults.iter().any(is_rotation)
+    }
+
     /// A2: more settlements than round trips, beside slots that have to be renewed.
     pub(crate) fn has_settlement_backlog(&self) -> bool {
         let is_one_worker = self.instances == 1 && self.workers == 1;

@@ -8,7 +8,7 @@ use crate::sim::instance::{Instance, RequestLog};
 use crate::sim::network::{ClientAction, ConnectionId, Delivery, SharedInbox};
 use crate::sim::redis_server::cluster::ClusterState;
 use crate::sim::redis_server::lua::ScriptEngine;
-use crate::sim::redis_server::{Deployment, Role, Server, ServerClock};
+use crate::sim::redis_server::{Deployment, PASSWORD, Role, Server, ServerClock};
 use crate::sim::resp::take_commands;
 use crate::sim::scenario::{FaultKind, RequestSpec, Scenario, ScenarioClass, Topology};
 use crate::sim::trace::Trace;
@@ -60,6 +60,10 @@ pub(crate) enum FaultStep {
         slots: Vec<u16>,
         to: usize,
     },
+    /// The instances load the new password.
+    LoadLogin,
+    /// The servers accept only the new password.
+    ChangeLogin,
 }
 
 #[derive(Debug)]
@@ -391,7 +395,7 @@ impl World {
             sentinel_master: "",
             world_us: self.now_us,
         };
-        self.servers[index].error = None;
+        (self.servers[index].error, self.servers[index].password) = (None, None);
         self.servers[index]
             .run(index, u64::MAX, command, &mut deployment)
             .0
@@ -424,7 +428,9 @@ fn build_servers(scenario: &Scenario) -> Vec<Server> {
                 offset_us: 0,
                 rate_ppm,
             };
-            Server::new(Scenario::server_address(index), role, clock)
+            let mut server = Server::new(Scenario::server_address(index), role, clock);
+            server.password = scenario.has_login().then_some(PASSWORD);
+            server
         })
         .collect()
 }

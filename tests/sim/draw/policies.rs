@@ -72,7 +72,7 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
             draw_policy(rng, number, failure)
         })
         .collect();
-    set_class_policies(scenario, &mut policies);
+    set_class_policies(scenario, &mut policies, rng);
     for policy in &mut policies {
         let is_plain =
             policy.estimate.is_none() && policy.lease.is_none() && policy.block_for_us.is_none();
@@ -108,7 +108,7 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
 }
 
 /// Replaces the drawn policies in classes that need certain ones.
-fn set_class_policies(scenario: &Scenario, policies: &mut Vec<PolicySpec>) {
+fn set_class_policies(scenario: &Scenario, policies: &mut Vec<PolicySpec>, rng: &mut Rng) {
     use ScenarioClass as Class;
     *policies = match scenario.class {
         Class::SplitRefusals => {
@@ -156,9 +156,8 @@ fn set_class_policies(scenario: &Scenario, policies: &mut Vec<PolicySpec>) {
         Class::Flapping => vec![build_policy(|one| {
             (one.on_failure, one.requests, one.per_us) = (OnFailure::Local, 50, 60 * SECOND);
         })],
-        Class::TerminationInOutage => vec![build_policy(|one| {
-            (one.on_failure, one.requests, one.per_us) = (OnFailure::Local, 20, 30 * SECOND);
-        })],
+        Class::TerminationInOutage => vec![draw_policy_of_stored_usage(rng)],
+        Class::Healthy if rng.u8(0..4) == 0 => build_leases_beside_slots(),
         Class::MemoryEviction => {
             let many =
                 build_policy(|one| (one.route, one.requests, one.per_us) = (1, 1, 24 * HOUR));
@@ -173,6 +172,33 @@ fn set_class_policies(scenario: &Scenario, policies: &mut Vec<PolicySpec>) {
         })],
         _ => return,
     };
+}
+
+/// A policy whose usage is stored between two processes: of any algorithm.
+fn draw_policy_of_stored_usage(rng: &mut Rng) -> PolicySpec {
+    let max_delay_us = 3 * SECOND;
+    build_policy(|one| {
+        (one.on_failure, one.requests, one.per_us) = (OnFailure::Local, 20, 30 * SECOND);
+        (one.rule, one.block_for_us) = match rng.u8(0..8) {
+            0..3 => (Rule::SlidingLog, None),
+            3 => (Rule::SlidingLog, Some(2 * SECOND)),
+            4 => (Rule::SlidingWindow, None),
+            5 => (Rule::FixedWindow, None),
+            6 => (Rule::TokenBucket { burst: 20 }, None),
+            _ => (Rule::LeakyBucket { max_delay_us }, None),
+        };
+    })
+}
+
+/// Leased units are returned if no slot is free, or if the client leaves.
+fn build_leases_beside_slots() -> Vec<PolicySpec> {
+    let ttl_us = 5 * SECOND;
+    let leased = build_policy(|one| {
+        (one.requests, one.per_us) = (80, 2 * SECOND);
+        one.lease = Some((10, 300_000));
+    });
+    let slots = build_policy(|one| (one.rule, one.requests) = (Rule::Concurrency { ttl_us }, 1));
+    vec![leased, slots]
 }
 
 /// A sliding log of 20 units per client and hour, with changes.

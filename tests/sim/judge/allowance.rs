@@ -6,7 +6,7 @@
 //! | restart, failover | while down | if writes were lost; `local`: across its start | if writes were lost | yes |
 //! | hang, error replies, partition, slow | while it lasts | `local`: across its start; from start to end if one instance is isolated | no | yes |
 //! | reset, half-open connections | until replaced | `local`: across its start | no | yes |
-//! | lost scripts, moving slots | no | no | no | no |
+//! | lost scripts, moving slots, a new password | no | no | no | no |
 //! | eviction | no | at that moment | yes | no |
 //! | clock forward | no | at that moment | yes | no |
 //! | clock backward | refuses until a period after the first refusal | no | no | no |
@@ -172,7 +172,9 @@ fn excuse(scenario: &Scenario, at_us: u64, kind: &FaultKind) -> Excuse {
             extra_limit: Some((at_us, at_us + RECOVERY_US)),
             ..outage(server, 0)
         },
-        FaultKind::ScriptFlush { .. } | FaultKind::Migrate { .. } => none,
+        FaultKind::ScriptFlush { .. }
+        | FaultKind::Migrate { .. }
+        | FaultKind::RotateLogin { .. } => none,
         FaultKind::Evict { server, .. } => with_loss(on_server(server), true),
         FaultKind::ClockStep { server, by_us } => with_loss(on_server(server), by_us > 0),
         FaultKind::Crash { .. } | FaultKind::Terminate { .. } | FaultKind::Freeze { .. } => {

@@ -20,6 +20,10 @@ const COMMAND_US: u64 = 10;
 const SCRIPT_US: u64 = 60;
 const ELEMENT_US: u64 = 2;
 
+/// The passwords before and after a rotation.
+pub(crate) const PASSWORD: &str = "first";
+pub(crate) const NEW_PASSWORD: &str = "second";
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
     Master,
@@ -58,6 +62,10 @@ pub(crate) struct Server {
     pub(crate) error: Option<(&'static str, u64)>,
     /// Connections that sent ASKING before their next command.
     asking: BTreeSet<ConnectionId>,
+    /// `None`: no login is needed.
+    pub(crate) password: Option<&'static str>,
+    /// Connections that have logged in. They stay so when the password changes.
+    logged_in: BTreeSet<ConnectionId>,
     pub(crate) script_calls: u64,
 }
 
@@ -84,6 +92,8 @@ impl Server {
             is_run_scheduled: false,
             error: None,
             asking: BTreeSet::new(),
+            password: None,
+            logged_in: BTreeSet::new(),
             script_calls: 0,
         }
     }
@@ -113,9 +123,14 @@ impl Server {
         if let Some(error) = self.current_error(deployment.world_us, &name) {
             return (Reply::error(error), COMMAND_US);
         }
+        let needs_login = self.password.is_some() && self.role != Role::Sentinel;
+        if needs_login && name != b"AUTH" && !self.logged_in.contains(&connection) {
+            return (Reply::error("NOAUTH Authentication required."), COMMAND_US);
+        }
         let reply = match name.as_slice() {
             b"PING" => Reply::Status("PONG"),
-            b"CLIENT" | b"AUTH" | b"SELECT" | b"READONLY" => Reply::OK,
+            b"AUTH" => self.log_in(connection, command),
+            b"CLIENT" | b"SELECT" | b"READONLY" => Reply::OK,
             b"ASKING" => {
                 self.asking.insert(connection);
                 Reply::OK
@@ -153,6 +168,15 @@ impl Server {
             b"CLIENT" | b"AUTH" | b"SELECT" | b"ASKING" | b"CLUSTER"
         );
         (world_us < until_us && is_affected).then_some(error)
+    }
+
+    fn log_in(&mut self, connection: ConnectionId, command: &Command) -> Reply {
+        let password = command.last().map(Vec::as_slice);
+        if password != self.password.map(str::as_bytes) {
+            return Reply::error("WRONGPASS invalid username-password pair or user is disabled.");
+        }
+        self.logged_in.insert(connection);
+        Reply::OK
     }
 
     fn load_script(&mut self, command: &Command) -> Reply {
