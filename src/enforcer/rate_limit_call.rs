@@ -3,7 +3,7 @@
 
 use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
-use super::{Enforcer, LimitReport, PolicySnapshot, Verdict};
+use super::{Enforcer, LimitReport, PolicySnapshot, RequestOutcome, Verdict};
 use crate::limiter::{Decision, Key, Refusal};
 use crate::policy::{Descriptor, Facts};
 use crate::store::DecisionSource;
@@ -27,6 +27,30 @@ pub struct DescriptorVerdict<'t> {
     pub is_over_limit: bool,
     /// Of the reported limits: one that refused, or the one with the fewest remaining units.
     pub tightest_limit: Option<LimitReport<'t>>,
+}
+
+impl<'t> CallVerdict<'t> {
+    /// The verdict about a call that a policy rejects because of one descriptor, without a charge.
+    /// `statuses` has the verdicts on the descriptors before it; the call has `descriptor_count`.
+    fn from_outcome(
+        outcome: RequestOutcome<'t>,
+        mut statuses: Vec<DescriptorVerdict<'t>>,
+        descriptor_count: usize,
+    ) -> Self {
+        statuses.push(DescriptorVerdict {
+            is_matched: true,
+            is_over_limit: true,
+            tightest_limit: None,
+        });
+        statuses.resize_with(descriptor_count, || DescriptorVerdict {
+            is_matched: true,
+            ..DescriptorVerdict::default()
+        });
+        Self {
+            verdict: Verdict::from_outcome(outcome),
+            statuses,
+        }
+    }
 }
 
 impl Enforcer {
@@ -66,19 +90,7 @@ impl Enforcer {
                     ..DescriptorVerdict::default()
                 }),
                 Err(outcome) => {
-                    statuses.push(DescriptorVerdict {
-                        is_matched: true,
-                        is_over_limit: true,
-                        tightest_limit: None,
-                    });
-                    statuses.resize_with(descriptors.len(), || DescriptorVerdict {
-                        is_matched: true,
-                        ..DescriptorVerdict::default()
-                    });
-                    return CallVerdict {
-                        verdict: Verdict::from_outcome(outcome),
-                        statuses,
-                    };
+                    return CallVerdict::from_outcome(outcome, statuses, descriptors.len());
                 }
             }
             key_ids_by_descriptor.push(

@@ -256,7 +256,12 @@ impl DenyGenerations {
             let entry = self.get_entry(charge)?;
             let is_current = now < entry.expires_at;
             if scope == DenyMatchScope::AnyLimit {
-                return (is_current || entry.has_definite_refusal()).then_some(*entry);
+                let holds = match charge.dynamic {
+                    // An override can lift any refusal.
+                    Some(_) => now.saturating_duration_since(entry.sent_at) < MAX_AGE,
+                    None => is_current || entry.has_definite_refusal(),
+                };
+                return holds.then_some(*entry);
             }
             // A charge without cost is admitted, so it does not renew the entry.
             if !is_current && charge.cost > 0 {
@@ -356,6 +361,7 @@ impl DenyCacheEntry {
 mod tests {
     use super::*;
     use crate::limiter::{Algorithm, Key, KeyBuilder, LeaseTerms};
+    use std::sync::Arc;
 
     const LIMIT: Limit = Limit {
         requests: 5,
@@ -473,6 +479,28 @@ mod tests {
             assert!(find(holds_for_ms).is_some(), "{leased_status:?}");
             assert_eq!(find(holds_for_ms + 1), None, "{leased_status:?}");
         }
+    }
+
+    #[test]
+    fn an_old_refusal_of_a_dynamic_policy_does_not_replace_a_failed_call() {
+        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
+        let name: Arc<str> = Arc::from("api");
+        let charges = [Charge {
+            dynamic: Some(&name),
+            ..charge_of_two_units(&LIMIT, &key)
+        }];
+        let blocked = LimitStatus {
+            refusal: Some(Refusal::Never),
+            ..refused_status(2_000_000)
+        };
+        cache.record_refusal(&charges, &refused_decision(&[blocked]), sent, sent);
+        let is_refused = |after_ms, scope| {
+            let at = sent + ms(after_ms);
+            cache.find_refusal(&charges, at, scope).is_some()
+        };
+        assert!(is_refused(999, DenyMatchScope::AnyLimit));
+        assert!(!is_refused(1000, DenyMatchScope::AllLimits));
+        assert!(!is_refused(1000, DenyMatchScope::AnyLimit));
     }
 
     #[test]

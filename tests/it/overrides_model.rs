@@ -14,7 +14,8 @@ use tidegate::store::StoredOverride;
 const ROUNDS: usize = 60;
 const DECISIONS_PER_ROUND: usize = 30;
 
-const NAMES: [&str; 3] = ["api", "api.day", "api-2"];
+/// Names that begin with digits look like amounts.
+const NAMES: [&str; 3] = ["2fa", "10.day", "2fa-2"];
 
 /// Overrides by the id of their key.
 type Rules = HashMap<u128, KeyOverride>;

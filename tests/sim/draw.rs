@@ -213,12 +213,13 @@ fn set_operations(scenario: &mut Scenario, rng: &mut Rng) {
         let Some(request) = rng.choice(&scenario.requests).cloned() else {
             return;
         };
-        let action = match rng.u8(0..6) {
+        let action = match rng.u8(0..8) {
             0 => OperatorAction::Explain,
             1 => OperatorAction::Query,
             2 => OperatorAction::Inspect,
             3 => OperatorAction::OwnLimits,
             4 => OperatorAction::Examine,
+            5 | 6 => OperatorAction::Override,
             _ => OperatorAction::Replay,
         };
         scenario.operations.push(OperatorSpec {

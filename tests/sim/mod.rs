@@ -9,6 +9,7 @@ mod judge;
 mod minimize;
 mod network;
 mod operator;
+mod overrides;
 mod redis_server;
 mod resp;
 mod scenario;

@@ -1,8 +1,9 @@
 //! What operators do beside the requests: they explain requests, list and reset counters, query a
-//! quota by a call with no hits, examine the servers, and replay requests on counters in memory.
+//! quota by a call with no hits, examine the servers, override keys, and replay requests in memory.
 //! Clients ask for their own limits.
 
 use super::instance::InstanceState;
+use super::overrides::change_overrides;
 use super::redis_server::EPOCH_US;
 use super::scenario::{CLOSED_ROUTES, OperatorAction, RequestSpec, Scenario};
 use http::{HeaderMap, Method};
@@ -90,6 +91,9 @@ pub(crate) async fn run_operators(
             OperatorAction::Inspect => inspect_counters(&state).await,
             OperatorAction::OwnLimits => read_own_limits(&enforcer, &policies.table, request).await,
             OperatorAction::Examine => examine_servers(&state).await,
+            OperatorAction::Override => {
+                change_overrides(&state, &store, &scenario, request).await;
+            }
             OperatorAction::Replay => replay_requests(&scenario, &policies.table).await,
         }
     }

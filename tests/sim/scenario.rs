@@ -6,42 +6,7 @@ pub(crate) const SECOND: u64 = 1_000_000;
 pub(crate) const HOUR: u64 = 3600 * SECOND;
 
 /// Policies that must not affect any request.
-const SHADOW_POLICIES: &str = r#"
-[[policy]]
-name = "observed"
-mode = "shadow"
-match = { path = "/**" }
-key = ["header:x-client"]
-limit = { requests = 2, per = "1s" }
-[[policy]]
-name = "observed-too"
-mode = "shadow"
-match = { path = "/r0" }
-key = ["header:x-client"]
-limits = [{ requests = 5, per = "10s", algorithm = "token_bucket" }]
-[[policy]]
-name = "observed-ban"
-mode = "shadow"
-action = "deny"
-match = { path = "/r0" }
-[[policy]]
-name = "without-a-key"
-mode = "shadow"
-match = { path = "/**" }
-key = ["header:x-absent"]
-missing_key = "reject"
-limit = { requests = 1, per = "1h" }
-[[policy]]
-name = "closed"
-action = "deny"
-match = { path = "/r98" }
-[[policy]]
-name = "keyed"
-match = { path = "/r99" }
-key = ["header:x-absent"]
-missing_key = "reject"
-limit = { requests = 1, per = "1h" }
-"#;
+const SHADOW_POLICIES: &str = include_str!("shadow_policies.toml");
 
 /// Routes that policies reject without a counter.
 pub(crate) const CLOSED_ROUTES: [usize; 2] = [98, 99];
@@ -174,6 +139,8 @@ pub(crate) struct PolicySpec {
     pub(crate) shards: u16,
     /// A second limit of so many requests per ten periods.
     pub(crate) second_limit: Option<u64>,
+    /// Overrides in the store apply.
+    pub(crate) is_dynamic: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -209,6 +176,8 @@ pub(crate) enum OperatorAction {
     Query,
     Inspect,
     Replay,
+    /// Overrides a key by the amounts that it has, and blocks an unused key.
+    Override,
     /// A client asks for its own limits.
     OwnLimits,
     /// `tidegate doctor` and the list of all instances.
@@ -476,6 +445,9 @@ impl PolicySpec {
         }
         if self.shards > 1 {
             writeln!(text, "shards = {}", self.shards).unwrap();
+        }
+        if self.is_dynamic {
+            text.push_str("dynamic = true\n");
         }
         text
     }

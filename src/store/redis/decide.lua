@@ -130,7 +130,8 @@ local function make_variant(charge, rule)
     variant.capacity, variant.override_words = 0, '-3 0 '
   elseif not charge.rule.is_block then
     local _, last = string.find(',' .. rule, ',' .. charge.limit_name .. '=', 1, true)
-    local requests, burst = match(rule, '^(%d+)%+?(%d*)', last)
+    local requests, burst
+    if last then requests, burst = match(rule, '^(%d+)%+?(%d*)', last) end
     if requests then
       set_amounts(variant, min(tonumber(requests), charge.max_amount),
         min(tonumber(burst) or tonumber(requests), charge.max_amount))

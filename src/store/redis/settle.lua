@@ -1,4 +1,3 @@
--- Settles earlier charges. Follows the files of their algorithms.
 -- Settles earlier charges. In a program, this file follows those of the algorithms.
 --
 -- KEYS     one per settlement; a key may occur several times

@@ -54,6 +54,7 @@ fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec
         shards: 1,
         second_limit: (is_window && per_us < HOUR && rng.u8(0..4) == 0)
             .then(|| requests * rng.u64(2..8)),
+        is_dynamic: false,
     }
 }
 
@@ -103,6 +104,14 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
         {
             second.route = 0;
         }
+    }
+    // In a slot that moves, an override and its counter may be in two places.
+    let is_overridden = matches!(
+        scenario.class,
+        Class::Healthy | Class::Network | Class::Outage | Class::Memory | Class::ClusterFailover
+    );
+    for policy in &mut policies {
+        policy.is_dynamic = is_overridden && policy.shards == 1 && rng.bool();
     }
     scenario.policies = policies;
 }
@@ -215,6 +224,7 @@ fn build_policy(change: impl FnOnce(&mut PolicySpec)) -> PolicySpec {
         block_for_us: None,
         shards: 1,
         second_limit: None,
+        is_dynamic: false,
     };
     change(&mut policy);
     policy

@@ -33,6 +33,7 @@ impl KeySpace {
         let result = match name.as_slice() {
             b"TIME" => Ok(self.time_reply()),
             b"GET" => self.get_text(arguments),
+            b"MGET" => Ok(self.get_texts(arguments)),
             b"SET" => self.set_text(arguments),
             b"DEL" => Ok(self.delete(arguments)),
             b"PEXPIRE" => Ok(self.expire(
@@ -70,6 +71,15 @@ impl KeySpace {
             }) => Ok(Reply::Bulk(text.clone())),
             Some(_) => Err(WRONG_TYPE.to_owned()),
         }
+    }
+
+    fn get_texts(&self, keys: &[Vec<u8>]) -> Reply {
+        let text = |key: &Vec<u8>| self.get_text(std::slice::from_ref(key));
+        Reply::Array(
+            keys.iter()
+                .map(|key| text(key).unwrap_or(Reply::Nil))
+                .collect(),
+        )
     }
 
     fn set_text(&mut self, arguments: &[Vec<u8>]) -> CommandResult {
@@ -250,6 +260,7 @@ fn is_read(name: &[u8]) -> bool {
         b"TIME"
             | b"PTTL"
             | b"GET"
+            | b"MGET"
             | b"EXISTS"
             | b"ZCARD"
             | b"ZCOUNT"
