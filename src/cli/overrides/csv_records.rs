@@ -1,8 +1,10 @@
 //! Reads the records of a CSV file, with the lines that each of them covers.
 
-use super::import::MAX_RECORD_BYTES;
 use std::fmt;
 use std::io::{self, BufRead};
+
+/// Maximum length of a record, in bytes.
+pub(super) const MAX_RECORD_BYTES: usize = 64 << 10;
 
 /// The lines of a file that one record covers. Numbers start at 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,7 +4,7 @@
 //! is set. A run that a store failure stops tells the line to continue from; setting an override
 //! twice changes nothing.
 
-use super::csv_records::{CsvRecordReader, LineRange};
+use super::csv_records::{CsvRecordReader, LineRange, MAX_RECORD_BYTES};
 use super::store_client::StoreClient;
 use crate::app::key_status::find_limiting_policy;
 use crate::app::overrides::{
@@ -23,9 +23,6 @@ use std::path::{Path, PathBuf};
 
 /// Overrides that are set at once.
 const CHUNK_LEN: usize = 1024;
-
-/// Maximum length of a record, in bytes.
-pub(super) const MAX_RECORD_BYTES: usize = 64 << 10;
 
 #[derive(clap::Args, Debug)]
 pub(in crate::cli) struct ImportArguments {
