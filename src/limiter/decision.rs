@@ -1,6 +1,6 @@
 //! The result of a decision: admitted or refused, and the status of each limit.
 
-use super::{Limit, OverrideInEffect};
+use super::{Limit, MAX_UNITS, OverrideInEffect};
 use smallvec::SmallVec;
 
 /// The decision about one request. Either all enforced charges were made, or none.
@@ -103,5 +103,19 @@ impl LimitStatus {
             refusal,
             ..self
         }
+    }
+}
+
+impl LimitStatus {
+    /// The status of a charge that was not made because its key is unlimited.
+    pub const UNLIMITED: Self = Self {
+        remaining: MAX_UNITS,
+        next_growth_us: None,
+        refusal: None,
+        in_effect: Some(OverrideInEffect::Unlimited),
+    };
+
+    pub fn is_unlimited(&self) -> bool {
+        self.in_effect.is_some_and(OverrideInEffect::is_unlimited)
     }
 }

@@ -18,6 +18,7 @@ mod key;
 mod key_override;
 mod leaky_bucket;
 mod limit;
+mod overridden_charges;
 mod shards;
 mod sliding_log;
 mod sliding_window;
@@ -28,10 +29,9 @@ pub use counter_state::{CounterState, CounterView};
 pub use decision::{Decision, LeaseGrant, LimitStatus, Refusal};
 pub use effects::{ChargeEffect, compute_lease_grants, determine_effect};
 pub use key::{DIGEST_BYTES, Key, KeyBuilder, decode_digest, format_digest};
-pub use key_override::{
-    DynamicLimitName, KeyOverride, LimitAmounts, OverriddenCharges, OverrideInEffect,
-};
+pub use key_override::{DynamicLimitName, KeyOverride, LimitAmounts, OverrideInEffect};
 pub use limit::{Algorithm, Limit};
+pub use overridden_charges::OverriddenCharges;
 
 /// The largest `requests` and cost. Integers up to here are exact in a double, the number type of
 /// Lua.
