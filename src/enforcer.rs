@@ -80,7 +80,7 @@ impl Enforcer {
         };
         let table = &policies.table;
         let matching = table.matching_policies(facts);
-        // Most requests of a busy proxy match no policy: they need neither a plan nor a future.
+        // Returns before the plan and its future are built: a request without a policy needs neither.
         if matching.is_empty() {
             return Verdict::undecided();
         }

@@ -4,7 +4,7 @@ use super::decisions::PolicyDecision;
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
 use crate::limiter::{
-    Algorithm, Charge, Decision, DynamicLimitName, Key, LeaseTerms, Limit, LimitStatus, MAX_UNITS,
+    Algorithm, Charge, Decision, Key, LeaseTerms, Limit, LimitName, LimitStatus, MAX_UNITS,
 };
 use crate::policy::{
     Descriptor, EstimateCost, Facts, KeyDigests, KeyError, MatchingPolicies, NamedLimit,
@@ -79,7 +79,7 @@ impl<'t> PlannedPolicy<'t> {
     }
 
     /// The name of a limit if overrides in the store apply to it.
-    fn dynamic_name<'n>(&self, named: &'n NamedLimit) -> Option<&'n DynamicLimitName> {
+    fn dynamic_name<'n>(&self, named: &'n NamedLimit) -> Option<&'n LimitName> {
         self.is_dynamic.then_some(&named.name)
     }
 
@@ -92,9 +92,9 @@ impl<'t> PlannedPolicy<'t> {
 }
 
 impl<'t> ChargePlan<'t> {
-    /// Evaluates the policies that match `facts`, in order, until one allows or denies the request. Limits
-    /// before an allowing policy apply; a denied request charges nothing. A shadow policy does not
-    /// end the evaluation. Policies for whose index `is_included` returns false do not apply.
+    /// Evaluates the policies that match `facts`, in order, until one allows or denies the request.
+    /// Limits before an allowing policy apply; a denied request charges nothing. A shadow policy
+    /// does not end the evaluation. Policies for whose index `is_included` returns false do not apply.
     /// Decisions that need no counter are passed to `record_decision`.
     pub(super) fn from_facts(
         table: &'t PolicyTable,

@@ -1,6 +1,6 @@
 //! The cost of one request against one limit, and later corrections of it.
 
-use super::{Algorithm, DynamicLimitName, Key, Limit};
+use super::{Algorithm, Key, Limit, LimitName};
 
 /// A request's cost against one limit and one key.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +34,7 @@ pub struct Charge<'a> {
     pub requested_lease_units: u64,
     /// The name of the limit if overrides in the store apply to the key (`dynamic`). A block has
     /// any name of its policy.
-    pub dynamic: Option<&'a DynamicLimitName>,
+    pub dynamic: Option<&'a LimitName>,
 }
 
 /// How an instance takes units in advance, to admit requests without a call to the store.

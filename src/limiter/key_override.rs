@@ -117,5 +117,5 @@ impl Limit {
     }
 }
 
-/// The name of a limit whose overrides apply to a charge.
-pub type DynamicLimitName = Arc<str>;
+/// The name of a limit, by which overrides find it.
+pub type LimitName = Arc<str>;

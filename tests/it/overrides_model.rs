@@ -6,8 +6,8 @@ use fastrand::Rng;
 use std::collections::HashMap;
 use std::sync::Arc;
 use tidegate::limiter::{
-    Algorithm, Charge, Decision, DynamicLimitName, Key, KeyBuilder, KeyOverride, Limit,
-    LimitAmounts, LimitStatus, MAX_UNITS, OverrideInEffect,
+    Algorithm, Charge, Decision, Key, KeyBuilder, KeyOverride, Limit, LimitAmounts, LimitName,
+    LimitStatus, MAX_UNITS, OverrideInEffect,
 };
 use tidegate::store::StoredOverride;
 
@@ -22,7 +22,7 @@ type Rules = HashMap<u128, KeyOverride>;
 
 struct DynamicPolicy {
     key: Key,
-    limits: Vec<(DynamicLimitName, Limit)>,
+    limits: Vec<(LimitName, Limit)>,
     block: Option<Limit>,
     shadow: bool,
     counts_rejected: bool,
@@ -34,7 +34,7 @@ struct DynamicPolicy {
 const MODELLED_ALGORITHMS: usize = 3;
 
 fn draw_policy(rng: &mut Rng, number: usize, algorithm_count: usize) -> DynamicPolicy {
-    let mut limits: Vec<(DynamicLimitName, Limit)> = Vec::new();
+    let mut limits: Vec<(LimitName, Limit)> = Vec::new();
     for name in NAMES.iter().take(rng.usize(1..=NAMES.len())) {
         let limit = EVERY_ALGORITHM[rng.usize(..algorithm_count)].1(rng);
         let is_new = |(_, other): &(_, Limit)| other.counter_identity() != limit.counter_identity();

@@ -1,7 +1,7 @@
 //! `tidegate overrides import`: sets many overrides from a CSV or JSON Lines file.
 //!
 //! Each record is one whole override: it is set, or it is reported with its lines and nothing of it
-//! is set. A run that a store failure stops tells the line to continue from; setting an override
+//! is set. A run that a store failure stops prints the line to continue from; setting an override
 //! twice changes nothing.
 
 use super::csv_records::{CsvRecordReader, LineRange, MAX_RECORD_BYTES};
@@ -45,7 +45,7 @@ pub(super) struct ImportReport {
 }
 
 /// An override as read from a record, or why it can't be.
-type ReadLine = (LineRange, Result<OverrideInput, String>);
+type ParsedRecord = (LineRange, Result<OverrideInput, String>);
 
 /// Sets the overrides of a file. Errors in records are passed to `report_error` with their lines.
 ///
@@ -58,12 +58,12 @@ pub(super) async fn import_file(
     mut report_error: impl FnMut(LineRange, &str),
 ) -> Result<ImportReport, String> {
     let now_us = Clock::system().now_us();
-    let lines = open_lines(&arguments.file, now_us)?;
+    let records = open_records(&arguments.file, now_us)?;
     let progress = new_progress_bar();
     let mut report = ImportReport::default();
     let mut chunk: Vec<(u64, StoredOverride)> = Vec::with_capacity(CHUNK_LEN);
-    for line in lines {
-        let (lines, input) = line?;
+    for record in records {
+        let (lines, input) = record?;
         if lines.first < arguments.from_line {
             continue;
         }
@@ -130,10 +130,10 @@ fn new_progress_bar() -> ProgressBar {
     bar
 }
 
-fn open_lines(
+fn open_records(
     path: &Path,
     now_us: u64,
-) -> Result<Box<dyn Iterator<Item = Result<ReadLine, String>>>, String> {
+) -> Result<Box<dyn Iterator<Item = Result<ParsedRecord, String>>>, String> {
     let describe = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
     let file = File::open(path).map_err(|error| describe(&error))?;
     let is_json = path
@@ -151,7 +151,7 @@ fn open_lines(
 fn read_json_lines(
     mut file: impl BufRead,
     now_us: u64,
-) -> impl Iterator<Item = Result<ReadLine, String>> {
+) -> impl Iterator<Item = Result<ParsedRecord, String>> {
     let mut number = 0;
     std::iter::from_fn(move || {
         loop {
@@ -165,14 +165,14 @@ fn read_json_lines(
                 Ok(_) => number += 1,
                 Err(error) => return Some(Err(format!("line {}: {error}", number + 1))),
             }
-            let is_cut = line.len() == MAX_RECORD_BYTES && !line.ends_with(b"\n");
-            if is_cut && let Err(error) = skip_line(&mut file) {
+            let is_too_long = line.len() == MAX_RECORD_BYTES && !line.ends_with(b"\n");
+            if is_too_long && let Err(error) = skip_line(&mut file) {
                 return Some(Err(format!("line {number}: {error}")));
             }
             if line.trim_ascii().is_empty() {
                 continue;
             }
-            let input = match is_cut {
+            let input = match is_too_long {
                 true => Err(format!("longer than {MAX_RECORD_BYTES} bytes")),
                 false => parse_json_line(&line, now_us),
             };
@@ -221,7 +221,7 @@ enum CsvColumn {
 fn read_csv(
     mut file: impl BufRead,
     now_us: u64,
-) -> Result<impl Iterator<Item = Result<ReadLine, String>>, String> {
+) -> Result<impl Iterator<Item = Result<ParsedRecord, String>>, String> {
     let byte_order_mark = "\u{feff}".as_bytes();
     let start = file.fill_buf().map_err(|error| error.to_string())?;
     if start.starts_with(byte_order_mark) {

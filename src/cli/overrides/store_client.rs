@@ -1,6 +1,7 @@
 //! The overrides of the configured store: in Redis, or in the memory of the proxy on this machine,
 //! by its admin port.
 
+use crate::app::key_status::find_limiting_policy;
 use crate::app::overrides::{listed_override_from_json, merge_amounts, override_to_json};
 use crate::cli::admin_client::AdminClient;
 use crate::clock::Clock;
@@ -8,7 +9,6 @@ use crate::limiter::Key;
 use crate::policy::PolicyTable;
 use crate::store::StoredOverride;
 use crate::store::redis::CounterInspector;
-use futures_util::future::join_all;
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -68,11 +68,9 @@ impl StoreClient {
     pub(super) async fn set_many(&self, overrides: &[StoredOverride]) -> Vec<Result<(), String>> {
         match self {
             Self::Redis(inspector) => {
-                let calls = overrides
-                    .iter()
-                    .map(|stored| inspector.set_override(stored));
-                let results = join_all(calls).await.into_iter();
+                let results = inspector.set_overrides(overrides).await;
                 results
+                    .into_iter()
                     .map(|result| result.map_err(|error| error.to_string()))
                     .collect()
             }
@@ -108,9 +106,7 @@ impl StoreClient {
             }
             Self::AdminPort(client, table) => {
                 for policy in table.policies() {
-                    let Ok((_, quota)) =
-                        crate::app::key_status::find_limiting_policy(table, &policy.name)
-                    else {
+                    let Ok((_, quota)) = find_limiting_policy(table, &policy.name) else {
                         continue;
                     };
                     if !quota.is_dynamic {

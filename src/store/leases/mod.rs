@@ -26,7 +26,7 @@ mod lease_table;
 use super::redis::RedisStore;
 use super::{FLUSH_TIMEOUT, Settlement, StoreUnavailable};
 use crate::clock::Clock;
-use crate::limiter::{Charge, Decision, DynamicLimitName, Limit};
+use crate::limiter::{Charge, Decision, Limit, LimitName};
 use clock_reading::ClockReading;
 use lease_credit::LeaseCredit;
 use lease_entry::LeasePermit;
@@ -200,7 +200,7 @@ impl LeasePool {
         };
         let (key, redis) = ((*key).clone(), redis.clone());
         let (lease, has_fallback) = (*lease, *has_fallback);
-        let limits: SmallVec<[(Limit, Option<DynamicLimitName>); 2]> = policy
+        let limits: SmallVec<[(Limit, Option<LimitName>); 2]> = policy
             .iter()
             .map(|charge| (*charge.limit, charge.dynamic.cloned()))
             .collect();

@@ -1,6 +1,6 @@
 //! Divides a request with charges in several slots.
 
-use crate::limiter::{Charge, DynamicLimitName, Key, Limit};
+use crate::limiter::{Charge, Key, Limit, LimitName};
 use crate::store::redis::hash_slot::hash_slot_for_key;
 use smallvec::SmallVec;
 
@@ -24,7 +24,7 @@ pub(super) struct OwnedCharge {
     counts_rejected: bool,
     fails_closed: bool,
     slot_id: u128,
-    dynamic: Option<DynamicLimitName>,
+    dynamic: Option<LimitName>,
 }
 
 impl HashSlotCharges {
