@@ -24,6 +24,7 @@ mod usage_transfer;
 mod write_back;
 
 pub use share::Share;
+pub use status_cache::STATUS_EXCHANGE_US;
 
 use super::Settlement;
 use super::memory::{CounterId, MemorySettings, MemoryStore, counter_id};
@@ -418,7 +419,7 @@ impl FallbackStore {
         table.finish_batch(|id| !unsent_ids.contains(&id));
         if table.is_empty() && self.compare_exchange_phase(PHASE_PENDING, PHASE_UP_TO_DATE) {
             self.stale_partitions.clear();
-            table.clear_counters_without_usage();
+            table.retain_counters_in_use(|limit, key| self.usage_of_share(limit, key).0 > 0);
         }
     }
 

@@ -16,7 +16,7 @@ mod stored_override;
 
 pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlotAction};
 pub use decision_source::DecisionSource;
-pub use fallback::{FallbackStore, Share};
+pub use fallback::{FallbackStore, STATUS_EXCHANGE_US, Share};
 pub use leases::LeasePool;
 pub use memory::{MemorySettings, MemoryStore};
 pub use partial_decision::{DecisionFailure, PartialDecision};

@@ -14,8 +14,9 @@ use std::time::Instant;
 const MAX_GENERATION_ENTRIES: usize = 1 << 12;
 const SHARD_COUNT: usize = 16;
 
-/// Within this time after an outage, other instances may have no status of a key yet (µs).
-const STATUS_EXCHANGE_US: u64 = 5_000_000;
+/// Within this time after an outage, other instances may have no status of a key yet (µs). Outages
+/// with a shorter pause count as one.
+pub const STATUS_EXCHANGE_US: u64 = 5_000_000;
 
 /// The last status of each limit and key. Process-wide, in shards with a lock each.
 #[derive(Debug, Default)]
