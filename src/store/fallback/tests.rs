@@ -96,13 +96,9 @@ impl SimulatedFleet {
     fn write_back_and_end_outage(&mut self) {
         for fallback in &self.instances {
             while fallback.has_pending_write_back() {
-                for (limit, key, amendment) in &fallback.take_write_back_batch([]).unwrap() {
-                    self.redis.apply_settlements(&[Settlement {
-                        limit,
-                        key,
-                        amendment: *amendment,
-                    }]);
-                }
+                let batch = fallback.take_write_back_batch([]).unwrap();
+                let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
+                self.redis.apply_settlements(&settlements);
                 fallback.confirm_write_back_batch();
             }
             fallback.take_new_failure_flag();
@@ -515,7 +511,7 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
     release(2);
     let take_batch = || {
         let batch = fallback.take_write_back_batch([]).unwrap_or_default();
-        let amendments = batch.into_iter().map(|(.., amendment)| amendment);
+        let amendments = batch.into_iter().map(|(_, amendment)| amendment);
         amendments.collect::<Vec<_>>()
     };
     let [renewal_of_3, renewal_of_5] = [3, 5].map(|slot| Amendment::Renew { slot });
@@ -675,37 +671,26 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
         manual_clock.set_us(START_US + n * 499);
         assert!(fallback.decide(&charges, Instant::now()).admitted);
     }
-    let amendments = fallback.take_write_back_batch([]).unwrap();
-    let units: u64 = amendments
+    let batch = fallback.take_write_back_batch([]).unwrap();
+    let units: u64 = batch
         .iter()
-        .map(|(.., amendment)| match amendment {
+        .map(|(_, amendment)| match amendment {
             Amendment::BackdatedCharge { units, .. } => *units,
             other => panic!("{other:?}"),
         })
         .sum();
     assert_eq!(units, 20_000);
-    assert!(
-        amendments.len() <= 66,
-        "{} entries for one period",
-        amendments.len()
-    );
+    assert!(batch.len() <= 66, "{} entries for one period", batch.len());
     assert!(
         fallback.has_pending_write_back(),
         "until the batch is finished"
     );
-    let settlements: Vec<_> = amendments
-        .iter()
-        .map(|(limit, key, amendment)| Settlement {
-            limit,
-            key,
-            amendment: *amendment,
-        })
-        .collect();
+    let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
     fallback.requeue_unconfirmed(&settlements);
     for reason in ["unconfirmed charges", "charges of an aborted write-back"] {
         assert_eq!(
             fallback.take_write_back_batch([]).as_ref(),
-            Some(&amendments),
+            Some(&batch),
             "{reason} are pending again"
         );
     }

@@ -1,6 +1,7 @@
 //! Charges admitted without Redis, until they are written back.
 
 use crate::limiter::{Algorithm, Amendment, Charge, Key, Limit};
+use crate::store::PendingSettlement;
 use crate::store::memory::{CounterId, counter_id};
 use indexmap::IndexMap;
 use std::collections::{HashMap, VecDeque};
@@ -208,7 +209,7 @@ impl CounterWriteBack {
         &self,
         now_us: u64,
         units_in_use: impl Fn(&Limit, &Key) -> u64,
-    ) -> impl Iterator<Item = (Limit, Key, Amendment)> {
+    ) -> impl Iterator<Item = PendingSettlement> {
         let max_bucket_units = is_bucket(&self.limit).then(|| units_in_use(&self.limit, &self.key));
         let usage = self.usage_in_use(now_us).map(move |entry| {
             let (units, age_us) = match max_bucket_units {
@@ -219,7 +220,7 @@ impl CounterWriteBack {
         });
         usage
             .chain(self.slot_calls.iter().copied())
-            .map(|amendment| (self.limit, self.key.clone(), amendment))
+            .map(|amendment| ((self.limit, self.key.clone()), amendment))
     }
 
     /// Removes the renewals of a slot. Returns whether there were any.
