@@ -298,7 +298,7 @@ impl AdminViewState {
         match &self.store_backend {
             StoreBackend::Memory(_) => Vec::new(),
             StoreBackend::Redis(shared, _) => resolved_key
-                .zero_cost_charges()
+                .all_counters()
                 .iter()
                 .flat_map(|charge| shared.counter_keys(charge))
                 .collect(),

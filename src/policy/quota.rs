@@ -16,7 +16,8 @@ pub struct Quota {
     pub cost: CostSource,
     /// The limits of the policy, never empty.
     pub limits: Vec<NamedLimit>,
-    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]).
+    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]). With
+    /// `count_when`: if counted responses alone fill it.
     ///
     /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
     pub block: Option<Limit>,
@@ -55,6 +56,12 @@ pub struct LimitOverride {
 }
 
 impl Quota {
+    /// Whether only counted responses start the block (`count_when` with `block_for`): they have
+    /// counters of their own.
+    pub fn counts_responses(&self) -> bool {
+        self.block.is_some() && self.cost.depends_on_status()
+    }
+
     /// Returns the key and the limits for one request of policy `name`, or `None` if the policy
     /// skips the request.
     ///

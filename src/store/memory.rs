@@ -97,7 +97,7 @@ impl MemoryStore {
         let now_us = self.clock.instant_to_unix_us(requested_at);
         let overrides = self.overrides.read();
         OverriddenCharges::resolve(charges, |charge| {
-            let stored = overrides.get(&charge.key.id())?;
+            let stored = overrides.get(&charge.key.quota_id())?;
             let is_current = !stored.is_expired(now_us);
             is_current.then(|| stored.rule.for_charge(charge)).flatten()
         })
@@ -141,7 +141,7 @@ impl MemoryStore {
         let admitted = charges
             .iter()
             .zip(&refusals)
-            .all(|(charge, refusal)| charge.shadow || refusal.is_none());
+            .all(|(charge, refusal)| !charge.is_enforced() || refusal.is_none());
 
         let has_estimates = charges.iter().any(|charge| charge.is_estimate);
         let (mut delay_us, mut charged_at_us) = (0, SmallVec::new());

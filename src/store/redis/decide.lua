@@ -6,9 +6,10 @@
 -- ARGV[1]  the time in us, for tests; empty: the server's TIME
 -- ARGV     then one text per charge, with fields separated by spaces:
 --            the letter of the algorithm
---            16 x the number of the policy, plus options: 1 the policy is shadow, 2 it counts
+--            32 x the number of the policy, plus options: 1 the policy is shadow, 2 it counts
 --            rejected requests, 4 the charge will be settled, 8 the charge belongs to the same
---            request as the charge before
+--            request as the charge before, 16 the counter of counted responses: only read; while
+--            it is full, a refusal starts the block of its policy
 --            cost; with a lease `cost+requested units+ttl in us+divisor`, the same for all charges
 --            of a policy: at most 1/divisor of the free units is granted
 --            capacity
@@ -70,12 +71,12 @@ local parsed_charges = {}
 local function parse_charge(text)
   local letter, group, cost, capacity, per, parameters, repeat_count =
     match(text, '^(%a) (%d+) ([%d+]+) (%d+) (%d+) (%S+) ?(%d*)$')
-  local rule, options = rules[letter], group % 16
+  local rule, options = rules[letter], group % 32
   local charge = {
     rule = rule, cost = tonumber(cost), capacity = tonumber(capacity), per = tonumber(per),
     parameters = tonumber(parameters) or parameters, repeat_count = tonumber(repeat_count) or 1,
     policy = group - options + options % 2, is_shadow = options % 2 == 1, counts_rejected = options % 4 >= 2,
-    settles = options % 8 >= 4, follows = options >= 8,
+    settles = options % 8 >= 4, follows = options % 16 >= 8, is_counted = options >= 16,
   }
   if not charge.cost then
     local units, requested, ttl, divisor = match(cost, '^(%d+)%+(%d+)%+(%d+)%+(%d+)$')
@@ -219,6 +220,8 @@ local function decide_request(n, last)
   local entries, admitted = {}, true
   -- By policy: whether it refuses the request, and whether one of its limits is full.
   local is_refusing, is_full, has_clock_stepped_back = {}, {}, false
+  -- By policy that counts responses: whether those counted fill a limit.
+  local is_counted_full = {}
   for index = n, last do
     local charge = parsed_charges[ARGV[index + 1]]
     local rule, policy = charge.rule, charge.policy
@@ -238,7 +241,9 @@ local function decide_request(n, last)
       growth_us = next_growth_time(rule.release_time, state, charge.capacity)
       if not (until_us and growth_us) then raise_foreign_key(index - n + 1) end
     end
-    if until_us ~= 0 then
+    if charge.is_counted then
+      is_counted_full[policy] = is_counted_full[policy] or until_us ~= 0 and until_us ~= -1
+    elseif until_us ~= 0 then
       is_refusing[policy] = true
       admitted = admitted and charge.is_shadow
       if until_us ~= -1 and not rule.is_block then is_full[policy] = true end
@@ -252,10 +257,11 @@ local function decide_request(n, last)
   local function apply_charge(entry)
     local charge, state = entry.charge, entry.state
     local rule, policy = charge.rule, charge.policy
-    if charge.cost == 0 then return false end
+    if charge.cost == 0 or charge.is_counted then return false end
     if rule.is_block then
-      -- A block starts when a limit of its policy is full. An active block is not prolonged.
-      local starts = entry.until_us == 0 and is_full[policy]
+      -- A block starts when a limit of its policy is full, and not only of reservations. An active
+      -- block is not prolonged.
+      local starts = entry.until_us == 0 and is_full[policy] and is_counted_full[policy] ~= false
       entry.is_charged = starts
       return starts, starts and rule.charge(state, 1)
     end
