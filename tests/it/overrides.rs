@@ -1,5 +1,6 @@
 //! Overrides of single keys in the store, end to end: commands, proxies and a Redis server.
 
+mod combinations;
 mod input;
 
 use crate::support::TEST_TIMEOUT;
