@@ -201,14 +201,19 @@ impl Key {
         Some(builder.finish())
     }
 
-    /// The values in order, as texts that operators enter: empty if absent, and for a digest
-    /// what [`decode_digest`] reads.
+    /// The values in order, as [`ListedValue::parse`] reads them.
     pub fn value_texts(&self) -> Vec<String> {
         let mut text = String::new();
         self.append_full_text_to(&mut text);
         let values = text.split('/').skip(1);
         let values = values.map(|part| match read_full_text_value(part) {
-            Some(KeyValueText::Plain(value)) => String::from_utf8_lossy(&value).into_owned(),
+            Some(KeyValueText::Plain(value)) => {
+                let value = String::from_utf8_lossy(&value);
+                match is_like_digest(&value) {
+                    true => format!("#{value}"),
+                    false => value.into_owned(),
+                }
+            }
             Some(KeyValueText::Digest(_)) | None => part.to_owned(),
         });
         values.collect()
@@ -297,10 +302,36 @@ fn encode_digest(digest: &[u8]) -> String {
     format!("#{}", URL_SAFE_NO_PAD.encode(digest))
 }
 
-/// The digest that an operator or an export has written, if the text is one.
-pub fn decode_digest(text: &str) -> Option<[u8; DIGEST_BYTES]> {
+fn decode_digest(text: &str) -> Option<[u8; DIGEST_BYTES]> {
     let digest = URL_SAFE_NO_PAD.decode(text.strip_prefix('#')?).ok()?;
     digest.try_into().ok()
+}
+
+/// A value of a key as operators and lists write it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ListedValue<'t> {
+    /// Empty if absent.
+    Plain(&'t str),
+    Digest([u8; DIGEST_BYTES]),
+}
+
+impl<'t> ListedValue<'t> {
+    /// Reads a value: `#` and 43 characters of base64url are a digest. A plain value of that form has
+    /// a further `#` in front.
+    pub fn parse(text: &'t str) -> Self {
+        match (decode_digest(text), text.strip_prefix('#')) {
+            (Some(digest), _) => Self::Digest(digest),
+            (None, Some(plain)) if is_like_digest(plain) => Self::Plain(plain),
+            (None, _) => Self::Plain(text),
+        }
+    }
+}
+
+/// Whether a text is a digest behind any number of further `#`.
+fn is_like_digest(text: &str) -> bool {
+    let start = text.bytes().take_while(|byte| *byte == b'#').count();
+    let digest = start.checked_sub(1).and_then(|start| text.get(start..));
+    digest.is_some_and(|digest| decode_digest(digest).is_some())
 }
 
 /// The digest of a value as readable keys show it: `#` and 64 bits in hex.
@@ -432,5 +463,32 @@ mod tests {
         let restored = Key::from_encoded_values(counted.encoded_values());
         assert_eq!(restored, counted);
         assert!(counted.is_counted_key() && !key.is_counted_key());
+    }
+
+    #[test]
+    fn a_listed_value_is_read_as_it_was_written() {
+        let digest = encode_digest(&[7; DIGEST_BYTES]);
+        for value in [
+            "ann",
+            "#ann",
+            "##",
+            "-",
+            &digest,
+            &format!("#{digest}"),
+            &format!("##{digest}"),
+        ] {
+            let mut builder = KeyBuilder::new("api");
+            builder.push_key_value(Some(value.as_bytes()));
+            let texts = builder.finish().value_texts();
+            assert_eq!(ListedValue::parse(&texts[0]), ListedValue::Plain(value));
+        }
+        let mut builder = KeyBuilder::new("api");
+        builder.push_digest(&[7; DIGEST_BYTES]);
+        let texts = builder.finish().value_texts();
+        assert_eq!(texts, [digest]);
+        assert_eq!(
+            ListedValue::parse(&texts[0]),
+            ListedValue::Digest([7; DIGEST_BYTES])
+        );
     }
 }

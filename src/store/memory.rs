@@ -108,6 +108,17 @@ impl MemoryStore {
         self.overrides.insert(stored, self.clock.now_us())
     }
 
+    /// Sets the override of a key if it still is `previous`. Returns whether it was, or `None` if
+    /// there is no room for it.
+    pub fn replace_override(
+        &self,
+        previous: Option<&StoredOverride>,
+        stored: StoredOverride,
+    ) -> Option<bool> {
+        self.overrides
+            .replace(previous, stored, self.clock.now_us())
+    }
+
     /// Removes the override of a key. Returns the removed one.
     pub fn remove_override(&self, key: &Key) -> Option<StoredOverride> {
         self.overrides.remove(key.id(), self.clock.now_us())
