@@ -62,7 +62,7 @@ end
 
 -- Raises the error for the n-th key of a request, which can't be read.
 local function raise_foreign_key(n, err)
-  if err and not string.find(err.err, 'WRONGTYPE', 1, true) then error(err) end
+  if err and not find(err.err, 'WRONGTYPE', 1, true) then error(err) end
   error({ err = 'FOREIGN ' .. n })
 end
 
@@ -84,11 +84,11 @@ local function parse_charge(text)
       tonumber(units), tonumber(requested), tonumber(ttl), tonumber(divisor)
   end
   -- section: overrides
-  local plain, max_amount, max_delay, limit_name = match(parameters, '^([^|]+)|(%d+)|(%d+)|(.+)$')
-  if plain then
-    charge.parameters, charge.limit_name = tonumber(plain) or plain, limit_name
-    charge.max_amount, charge.max_delay = tonumber(max_amount), tonumber(max_delay)
-    charge.letter, charge.override_words, charge.variants = letter, '-1 0 ', {}
+  local bar = find(parameters, '|', 1, true)
+  if bar then
+    local plain = string.sub(parameters, 1, bar - 1)
+    charge.parameters, charge.letter = tonumber(plain) or plain, letter
+    charge.override_parameters, charge.override_words = string.sub(parameters, bar + 1), '-1 0 '
   end
   -- end section
   -- A charge with a lease is not mergeable.
@@ -100,55 +100,54 @@ end
 
 -- section: overrides
 -- The overrides of all charges, read at once, because each call from Lua costs more than the reading.
-local override_values = #ARGV > 1 and call('MGET', unpack(KEYS, #ARGV)) or {}
-
--- Sets the capacity and the parameters of a charge to those of other amounts.
-local function set_amounts(charge, requests, burst)
-  charge.capacity = requests
-  if charge.letter == 't' then
-    charge.capacity = requests > 0 and burst or 0
-    local warm_up = type(charge.parameters) == 'string' and match(charge.parameters, '^%d+%+(%d+)%+')
-    charge.parameters = not warm_up and requests
-      or format('%d+%s+%d', requests, warm_up, burst - min(burst, max(1, math.floor(burst / 3))))
-  elseif charge.letter == 'd' then
-    local queue = charge.max_delay * requests
-    local rest = math.fmod(queue, charge.per)
-    charge.capacity = requests > 0 and (queue - rest) / charge.per + 1 or 0
-    charge.parameters = format('%d+%d', requests, rest)
-  end
-  charge.override_words = format('%d %d ', requests, burst)
-end
+local override_values = #ARGV == 2 and { call('GET', KEYS[2]) } or #ARGV > 2 and call('MGET', unpack(KEYS, #ARGV)) or {}
 
 -- The charge under the rule of an override: `*` unlimited, `!` blocked, else
--- `name=requests[+burst],..`.
+-- `name=requests[+burst],..`. It has only what differs from the charge.
 local function make_variant(charge, rule)
-  local variant = {}
-  for name, value in pairs(charge) do variant[name] = value end
+  local variant = setmetatable({}, charge.metatable)
   if rule == '*' then
     variant.is_unlimited, variant.cost, variant.capacity, variant.override_words = true, 0, 0, '-2 0 '
     variant.requested_units = charge.requested_units and 0
-  elseif not charge.rule.is_block and rule == '!' then
-    variant.capacity, variant.override_words = 0, '-3 0 '
-  elseif not charge.rule.is_block then
-    local _, last = string.find(',' .. rule, ',' .. charge.limit_name .. '=', 1, true)
-    local requests, burst
-    if last then requests, burst = match(rule, '^(%d+)%+?(%d*)', last) end
-    if requests then
-      set_amounts(variant, min(tonumber(requests), charge.max_amount),
-        min(tonumber(burst) or tonumber(requests), charge.max_amount))
-    end
+    return variant
   end
+  if charge.rule.is_block then return charge end
+  if rule == '!' then
+    variant.capacity, variant.override_words = 0, '-3 0 '
+    return variant
+  end
+  local max_amount, max_delay, limit_name = match(charge.override_parameters, '^(%d+)|(%d+)|(.+)$')
+  local _, last = find(',' .. rule, ',' .. limit_name .. '=', 1, true)
+  local requests, burst
+  if last then requests, burst = match(rule, '^(%d+)%+?(%d*)', last) end
+  if not requests then return charge end
+  max_amount = tonumber(max_amount)
+  burst = min(tonumber(burst) or tonumber(requests), max_amount)
+  requests = min(tonumber(requests), max_amount)
+  variant.capacity = requests
+  if charge.letter == 't' then
+    variant.capacity = requests > 0 and burst or 0
+    local warm_up = type(charge.parameters) == 'string' and match(charge.parameters, '^%d+%+(%d+)%+')
+    variant.parameters = not warm_up and requests
+      or format('%d+%s+%d', requests, warm_up, burst - min(burst, max(1, math.floor(burst / 3))))
+  elseif charge.letter == 'd' then
+    local queue = tonumber(max_delay) * requests
+    local rest = math.fmod(queue, charge.per)
+    variant.capacity = requests > 0 and (queue - rest) / charge.per + 1 or 0
+    variant.parameters = format('%d+%d', requests, rest)
+  end
+  variant.override_words = format('%d %d ', requests, burst)
   return variant
 end
 
 -- The n-th charge under the override of its key, if it has one. Every call reads the overrides, so
 -- a change holds from the next decision.
 local function apply_override(n, first, charge)
-  if not charge.limit_name then return charge end
-  local value = override_values[n]
+  local value = charge.override_words and override_values[n]
   if not value then return charge end
   local rule = match(value, '^[^ @]+')
   if not rule then raise_foreign_key(n - first + 1) end
+  if not charge.variants then charge.variants, charge.metatable = {}, { __index = charge } end
   local variant = charge.variants[rule]
   if not variant then
     variant = make_variant(charge, rule)
