@@ -99,6 +99,11 @@ fn parse_unit(text: &str) -> Result<Box<str>, String> {
 
 fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limit> {
     let requests = reader.get_integer::<u64>("requests");
+    let calendar_unit = read_calendar_unit(reader);
+    let per = match calendar_unit {
+        None => reader.get_duration("per"),
+        Some(_) => None,
+    };
     let slot_ttl = reader.get_duration("lease_ttl");
     let configured_algorithm = reader.get_keyword("algorithm", &ALGORITHMS);
     let offset = reader.get_duration("offset");
@@ -113,11 +118,10 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
         offset,
     );
     reject_keys_of_other_algorithms(reader, algorithm);
-    if let Some(unit) = read_calendar_unit(reader) {
+    if let Some(unit) = calendar_unit {
         return build_calendar_limit(reader, unit, algorithm, requests);
     }
     reject_time_zone(reader);
-    let per = reader.get_duration("per");
     let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
     let per = match (counts_slots, reader.contains_key("per")) {
         (true, is_written) => {
