@@ -8,6 +8,7 @@
 //! the caller subtracts its own reading of the store's clock.
 
 mod block;
+mod calendar;
 mod charge;
 mod concurrency;
 mod counter_state;
@@ -24,13 +25,14 @@ mod sliding_log;
 mod sliding_window;
 mod token_bucket;
 
+pub use calendar::{Calendar, CalendarUnit, time_zone_names};
 pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, LeaseTerms};
 pub use counter_state::{CounterState, CounterView};
 pub use decision::{Decision, LeaseGrant, LimitStatus, Refusal};
 pub use effects::{ChargeEffect, compute_lease_grants, determine_effect};
 pub use key::{DIGEST_BYTES, Key, KeyBuilder, ListedValue, format_digest};
 pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
-pub use limit::{Algorithm, Limit};
+pub use limit::{Algorithm, Limit, TimeWindow};
 pub use overridden_charges::OverriddenCharges;
 
 /// The largest `requests` and cost. Integers up to here are exact in a double, the number type of

@@ -6,7 +6,7 @@
 use super::Share;
 use super::status_cache::CachedStatus;
 use super::write_back::UsageEntry;
-use crate::limiter::{Algorithm, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
+use crate::limiter::{Algorithm, Calendar, CalendarUnit, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
 use crate::store::memory::CounterId;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
@@ -185,6 +185,11 @@ fn encode_algorithm(algorithm: Algorithm) -> EncodedAlgorithm {
         Algorithm::LeakyBucket { max_delay_us } => (4, max_delay_us, 0),
         Algorithm::Concurrency { max_duration_us } => (5, max_duration_us, 0),
         Algorithm::Block => (6, 0, 0),
+        Algorithm::CalendarWindow { calendar } => {
+            let units = CalendarUnit::ALL.into_iter();
+            let unit = units.take_while(|unit| *unit != calendar.unit()).count();
+            (7, unit as u64, calendar.zone_id())
+        }
     }
 }
 
@@ -197,6 +202,12 @@ fn decode_algorithm(row: EncodedAlgorithm) -> Option<Algorithm> {
         (4, max_delay_us, 0) => Algorithm::LeakyBucket { max_delay_us },
         (5, max_duration_us, 0) => Algorithm::Concurrency { max_duration_us },
         (6, 0, 0) => Algorithm::Block,
+        (7, unit, zone_id) => {
+            let unit = CalendarUnit::ALL.get(usize::try_from(unit).ok()?)?;
+            Algorithm::CalendarWindow {
+                calendar: Calendar::from_zone_id(*unit, zone_id)?,
+            }
+        }
         _ => return None,
     })
 }
@@ -213,6 +224,7 @@ fn is_valid_limit(limit: &Limit) -> bool {
             Algorithm::SlidingLog => true,
             Algorithm::SlidingWindow { buckets } => (2..=100).contains(&buckets),
             Algorithm::FixedWindow { offset_us } => offset_us < per_us,
+            Algorithm::CalendarWindow { calendar } => per_us == calendar.unit().nominal_us(),
             Algorithm::TokenBucket { burst, warm_up_us } => {
                 burst >= 1
                     && warm_up_us <= MAX_WARM_UP_US
