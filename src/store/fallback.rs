@@ -211,13 +211,14 @@ impl FallbackStore {
         received_at: Instant,
     ) {
         let statuses = deduct_new_leases(charges, decision, self.share());
-        for (charge, status) in charges.iter().zip(statuses.iter()) {
+        for (index, (charge, status)) in charges.iter().zip(statuses.iter()).enumerate() {
             let Some(status) = status.filter(|_| uses_fallback(charge)) else {
                 continue;
             };
             if charge.dynamic.is_some() {
                 let id = counter_id(charge.limit, charge.key);
-                self.override_cache.record(id, status.in_effect);
+                let ends_us = self.override_end_us(decision, index, received_at);
+                self.override_cache.record(id, status.in_effect, ends_us);
             }
             match charge.limit.algorithm {
                 _ if status.is_unlimited() => {}

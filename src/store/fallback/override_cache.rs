@@ -22,11 +22,24 @@ struct OverrideGenerations {
     previous: OverrideGeneration,
 }
 
-type OverrideGeneration = HashMap<CounterId, OverrideInEffect, foldhash::fast::RandomState>;
+type OverrideGeneration = HashMap<CounterId, CachedOverride, foldhash::fast::RandomState>;
+
+#[derive(Clone, Copy, Debug)]
+struct CachedOverride {
+    in_effect: OverrideInEffect,
+    /// When it ends by itself, by the local clock (µs).
+    ends_us: Option<u64>,
+}
 
 impl OverrideCache {
-    /// Remembers what Redis reported for a counter: its override, or that it has none.
-    pub(super) fn record(&self, id: CounterId, in_effect: Option<OverrideInEffect>) {
+    /// Remembers what Redis reported for a counter: its override and when that ends by itself, or
+    /// that it has none.
+    pub(super) fn record(
+        &self,
+        id: CounterId,
+        in_effect: Option<OverrideInEffect>,
+        ends_us: Option<u64>,
+    ) {
         let Some(shard) = self.shard_for_counter(id) else {
             return;
         };
@@ -40,13 +53,16 @@ impl OverrideCache {
         if generations.current.len() >= MAX_GENERATION_ENTRIES && !is_known {
             generations.previous = std::mem::take(&mut generations.current);
         }
-        generations.current.insert(id, in_effect);
+        let cached = CachedOverride { in_effect, ends_us };
+        generations.current.insert(id, cached);
     }
 
-    pub(super) fn find(&self, id: CounterId) -> Option<OverrideInEffect> {
+    pub(super) fn find(&self, id: CounterId, now_us: u64) -> Option<OverrideInEffect> {
         let generations = self.shard_for_counter(id)?.lock();
         let current = generations.current.get(&id);
-        current.or_else(|| generations.previous.get(&id)).copied()
+        let cached = current.or_else(|| generations.previous.get(&id))?;
+        let is_current = cached.ends_us.is_none_or(|ends_us| now_us < ends_us);
+        is_current.then_some(cached.in_effect)
     }
 
     fn shard_for_counter(&self, id: CounterId) -> Option<&Mutex<OverrideGenerations>> {
@@ -66,12 +82,20 @@ mod tests {
         let id = |n: usize| ((n * SHARD_COUNT) as u128, Algorithm::SlidingLog, 1);
         let blocked = Some(OverrideInEffect::Blocked);
         for n in 0..=2 * MAX_GENERATION_ENTRIES {
-            cache.record(id(n), blocked);
+            cache.record(id(n), blocked, None);
         }
-        assert_eq!(cache.find(id(0)), None);
-        assert_eq!(cache.find(id(MAX_GENERATION_ENTRIES)), blocked);
-        assert_eq!(cache.find(id(2 * MAX_GENERATION_ENTRIES)), blocked);
-        cache.record(id(MAX_GENERATION_ENTRIES), None);
-        assert_eq!(cache.find(id(MAX_GENERATION_ENTRIES)), None);
+        assert_eq!(cache.find(id(0), 0), None);
+        assert_eq!(cache.find(id(MAX_GENERATION_ENTRIES), 0), blocked);
+        assert_eq!(cache.find(id(2 * MAX_GENERATION_ENTRIES), 0), blocked);
+        cache.record(id(MAX_GENERATION_ENTRIES), None, None);
+        assert_eq!(cache.find(id(MAX_GENERATION_ENTRIES), 0), None);
+    }
+    #[test]
+    fn an_override_that_has_expired_is_not_found() {
+        let (cache, id) = (OverrideCache::default(), (0, Algorithm::SlidingLog, 1));
+        let blocked = Some(OverrideInEffect::Blocked);
+        cache.record(id, blocked, Some(100));
+        assert_eq!(cache.find(id, 99), blocked);
+        assert_eq!(cache.find(id, 100), None);
     }
 }
