@@ -17,6 +17,7 @@ mod counter_cache;
 pub(super) mod outage_usage;
 mod overridden_charges;
 mod partition_set;
+mod settlements;
 mod share;
 mod status_cache;
 pub(super) mod usage_directory;
@@ -264,7 +265,9 @@ impl FallbackStore {
         let positions = find_positions(charges, uses_fallback);
         let decision = self.decide_by_share(charges, share, requested_at, &positions);
         if decision.admitted {
-            let charged = |charge: &&Charge<'_>| uses_fallback(charge) && charge.cost > 0;
+            let charged = |charge: &&Charge<'_>| {
+                uses_fallback(charge) && charge.cost > 0 && !charge.is_counted
+            };
             if self.record_charges(charges.iter().filter(charged), decision.now_us) {
                 self.changed.notify_one();
             }
@@ -350,41 +353,6 @@ impl FallbackStore {
             }
         }
         decision
-    }
-
-    /// Applies settlements to local counters: of charges decided here, and of slots counted here.
-    pub fn apply_settlements(&self, settlements: &[Settlement<'_>]) {
-        for settlement in settlements {
-            let Settlement { limit, key, .. } = *settlement;
-            let applies = match settlement.amendment {
-                Amendment::Release { slot } => {
-                    let mut write_back = self.write_back.lock();
-                    write_back.remove_released_slot(limit, key, slot);
-                    true
-                }
-                Amendment::Renew { .. } => true,
-                Amendment::Charge(_) => self.is_in_outage(),
-                // Ignored credits make the share too strict, but only for a short time.
-                Amendment::Credit { .. } | Amendment::BackdatedCharge { .. } => false,
-            };
-            if applies {
-                self.memory.apply_settlement_if_present(settlement);
-            }
-        }
-    }
-
-    /// Records a settlement that could not be sent to Redis, for write-back. Applies only to
-    /// further units of a counter that this process has; returns whether it was recorded.
-    pub fn defer_settlement(&self, settlement: &Settlement<'_>) -> bool {
-        let Amendment::Charge(units) = settlement.amendment else {
-            return false;
-        };
-        let charge = Charge::new(settlement.limit, settlement.key, units);
-        let is_counted_here = self.memory.contains_counter(charge.limit, charge.key);
-        if is_counted_here {
-            self.record_charges(&[charge], self.clock.now_us());
-        }
-        is_counted_here
     }
 
     /// Whether charges wait for write-back or are being written back.

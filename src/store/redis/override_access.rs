@@ -66,14 +66,6 @@ impl CounterInspector {
         Ok(reply == Value::Int(1))
     }
 
-    /// Sets many overrides at once. Returns the result of each.
-    pub async fn set_overrides(
-        &self,
-        overrides: &[StoredOverride],
-    ) -> Vec<Result<(), RedisConnectionError>> {
-        join_all(overrides.iter().map(|stored| self.set_override(stored))).await
-    }
-
     /// Removes the override of a key. Returns whether there was one.
     ///
     /// # Errors
