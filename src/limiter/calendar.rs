@@ -5,7 +5,7 @@
 //! 8601). Moments are Unix times, so leap seconds play no role. The time zone data is part of the
 //! program: all instances of one version agree.
 
-use super::limit::TimeWindow;
+use super::time_window::TimeWindow;
 use jiff::civil::Date;
 use jiff::tz::{TimeZone, TimeZoneDatabase};
 use jiff::{Span, Timestamp};

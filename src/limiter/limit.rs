@@ -1,6 +1,7 @@
 //! A limit: an amount per period, and the algorithm that enforces it.
 
 use super::calendar::Calendar;
+use super::time_window::TimeWindow;
 
 /// An amount per period, with the algorithm that enforces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -51,23 +52,6 @@ pub enum Algorithm {
     /// Not a limit: the policy stays closed for `per_us` after one of its limits refused.
     /// `requests` is 1.
     Block,
-}
-
-/// A window in time: from `start_us` until just before `end_us`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TimeWindow {
-    pub start_us: u64,
-    pub end_us: u64,
-}
-
-impl TimeWindow {
-    pub fn contains(self, at_us: u64) -> bool {
-        (self.start_us..self.end_us).contains(&at_us)
-    }
-
-    pub fn length_us(self) -> u64 {
-        self.end_us.saturating_sub(self.start_us)
-    }
 }
 
 impl Limit {

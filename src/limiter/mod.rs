@@ -23,6 +23,7 @@ mod overridden_charges;
 mod shards;
 mod sliding_log;
 mod sliding_window;
+mod time_window;
 mod token_bucket;
 
 pub use calendar::{Calendar, CalendarUnit, time_zone_names};
@@ -32,8 +33,9 @@ pub use decision::{Decision, LeaseGrant, LimitStatus, Refusal};
 pub use effects::{ChargeEffect, compute_lease_grants, determine_effect};
 pub use key::{DIGEST_BYTES, Key, KeyBuilder, ListedValue, format_digest};
 pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
-pub use limit::{Algorithm, Limit, TimeWindow};
+pub use limit::{Algorithm, Limit};
 pub use overridden_charges::OverriddenCharges;
+pub use time_window::TimeWindow;
 
 /// The largest `requests` and cost. Integers up to here are exact in a double, the number type of
 /// Lua.

@@ -254,6 +254,8 @@ mod tests {
             Algorithm::LeakyBucket { max_delay_us: 9 },
             Algorithm::Block,
         ];
+        let month = Calendar::new(CalendarUnit::Month, "Europe/Berlin").unwrap();
+        let per_month = Limit::per_calendar_period(100, month);
         let counter = |algorithm| OutageCounter {
             limit: Limit {
                 requests: 1,
@@ -267,13 +269,18 @@ mod tests {
                 UsageEntry { at_us: 2, units: 5 },
             ],
         };
+        let mut counters: Vec<OutageCounter> = limits.map(counter).into();
+        counters.push(OutageCounter {
+            limit: per_month,
+            ..counter(per_month.algorithm)
+        });
         OutageUsage {
             saved_at_us: 1_700_000_000_000_000,
             now_us: 1_700_000_000_000_009,
             outage_ended_us: 1_700_000_000_000_001,
             share: Share::with_rank(5, 3),
             stale_partitions: vec![0, 16_383],
-            counters: limits.map(counter).into(),
+            counters,
             statuses: vec![(
                 (u128::MAX - 7, Algorithm::SlidingLog, 10_000_000),
                 CachedStatus {
@@ -324,7 +331,11 @@ mod tests {
             OutageUsage::decode(&usage.encode()).map(drop)
         };
         assert_eq!(decode_with(|_| {}), Ok(()));
-        let changes: [fn(&mut OutageCounter); 7] = [
+        let changes: [fn(&mut OutageCounter); 8] = [
+            |counter| {
+                let day = Calendar::new(CalendarUnit::Day, "UTC").unwrap();
+                counter.limit.algorithm = Algorithm::CalendarWindow { calendar: day };
+            },
             |counter| counter.limit.per_us = 0,
             |counter| counter.limit.requests = u64::MAX,
             |counter| counter.other_usage.units = u64::MAX,
