@@ -52,7 +52,10 @@ pub(super) fn describe_policy(
             format!(
                 ", {}{}",
                 describe_quota(quota, &policy.matcher),
-                describe_store_failure(policy.on_store_failure, matches_descriptors)
+                match quota.is_instance_scoped() {
+                    true => "; counted by each instance for itself",
+                    false => describe_store_failure(policy.on_store_failure, matches_descriptors),
+                }
             )
         }
     };

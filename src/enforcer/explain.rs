@@ -4,8 +4,7 @@ use super::UnenforcedRejections;
 use super::charge_plan::{ChargePlan, PlannedPolicy};
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
-    Facts, KeyDigests, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, Quota,
-    UnmetCondition,
+    Facts, KeyDigests, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
 };
 use crate::store::{Store, StoreUnavailable};
 
@@ -72,9 +71,9 @@ pub async fn explain_request<'t>(
                         cost: 0,
                         estimate: None,
                         counts_rejected: false,
-                        shards: quota_of(policy).map_or(1, |quota| quota.shards),
+                        shards: policy.quota().map_or(1, |quota| quota.shards),
                         lease: None,
-                        is_dynamic: quota_of(policy).is_some_and(|quota| quota.is_dynamic),
+                        is_dynamic: policy.quota().is_some_and(|quota| quota.is_dynamic),
                     })
                 }
                 _ => None,
@@ -113,13 +112,6 @@ pub async fn explain_request<'t>(
     PolicyExplanation {
         steps,
         store: Ok(Some(decision.now_us)),
-    }
-}
-
-fn quota_of(policy: &Policy) -> Option<&Quota> {
-    match &policy.action {
-        PolicyAction::Limit(quota) => Some(quota),
-        PolicyAction::Allow | PolicyAction::Deny => None,
     }
 }
 

@@ -6,7 +6,7 @@ use super::key_error::KeyError;
 use super::key_hasher::KeyHasher;
 use super::key_part::{KeyContext, KeyPart, KeyValues, format_client_network};
 use super::{Facts, client, path};
-use crate::limiter::{Key, KeyBuilder};
+use crate::limiter::{CounterScope, Key, KeyBuilder};
 use std::borrow::Cow;
 use std::net::IpAddr;
 
@@ -17,6 +17,7 @@ pub struct KeyTemplate {
     /// For each part, whether its value is stored as a digest. Empty if none is.
     hashed: Vec<bool>,
     hasher: KeyHasher,
+    scope: CounterScope,
 }
 
 /// The action if a part is absent or empty.
@@ -49,7 +50,24 @@ impl KeyTemplate {
             parts,
             hashed,
             hasher,
+            scope: CounterScope::Shared,
         }
+    }
+
+    /// Sets where the counters of the keys are.
+    #[must_use]
+    pub fn with_scope(self, scope: CounterScope) -> Self {
+        Self { scope, ..self }
+    }
+
+    /// Where the counters of the keys are.
+    pub fn scope(&self) -> CounterScope {
+        self.scope
+    }
+
+    /// A builder of a key of policy `name`, without values.
+    pub(super) fn new_key(&self, name: &str) -> KeyBuilder {
+        KeyBuilder::with_scope(name, self.scope)
     }
 
     /// Whether the value at a position is stored as a digest.
@@ -71,7 +89,7 @@ impl KeyTemplate {
         values: &KeyValues<'_>,
         digests: &mut KeyDigests<'t>,
     ) -> Key {
-        let mut builder = KeyBuilder::new(name);
+        let mut builder = self.new_key(name);
         if !self.has_hashed_part() {
             for value in values {
                 builder.push_key_value(value.as_deref());

@@ -4,7 +4,7 @@ use super::{
     CostSource, Descriptor, Facts, KeyContext, KeyDigests, KeyError, KeyTemplate, KeyValues,
     MissingKeyAction, NamedLimit, client, path,
 };
-use crate::limiter::{Key, KeyBuilder, LeaseTerms, Limit, decode_digest};
+use crate::limiter::{CounterScope, Key, LeaseTerms, Limit, decode_digest};
 use foldhash::HashMap;
 use std::fmt;
 
@@ -55,6 +55,11 @@ pub struct LimitOverride {
 }
 
 impl Quota {
+    /// Whether each instance counts for itself, in its memory.
+    pub fn is_instance_scoped(&self) -> bool {
+        self.key.scope() == CounterScope::Instance
+    }
+
     /// Returns the key and the limits for one request of policy `name`, or `None` if the policy
     /// skips the request.
     ///
@@ -157,7 +162,7 @@ impl Quota {
         if !has_digest || values.len() != self.key.value_count() {
             return self.key_and_limits_for_values(name, values, client, path);
         }
-        let mut builder = KeyBuilder::new(name);
+        let mut builder = self.key.new_key(name);
         let (mut extracted, mut digests) = (KeyValues::new(), KeyDigests::default());
         for (position, text) in values.iter().enumerate() {
             if let Some(digest) = decode_digest(text) {

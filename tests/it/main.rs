@@ -61,6 +61,7 @@ mod http2_slow_readers;
 mod http2_upstream;
 mod informational_responses;
 mod inspection_commands;
+mod instance_scope;
 mod jwt_claims;
 mod keys_by_url;
 mod leaky_bucket_queue;

@@ -9,6 +9,7 @@ mod overrides;
 mod quota;
 mod reject_response;
 mod restrictions;
+mod scope;
 mod shards;
 
 use super::describe::{self, PolicyDescription};
@@ -157,7 +158,11 @@ fn build_policy(
         matcher: conditions.unwrap_or_default(),
         mode,
         is_reported: is_reported?,
-        on_store_failure: read_store_failure_mode(reader, context, matches_descriptors),
+        on_store_failure: match &action {
+            // Redis does not decide this policy.
+            Some(PolicyAction::Limit(quota)) if quota.is_instance_scoped() => OnStoreFailure::Open,
+            _ => read_store_failure_mode(reader, context, matches_descriptors),
+        },
         reject_response: reject,
         // Unwrapped last, so that all errors of the policy are reported before it is dropped.
         action: action?,

@@ -7,6 +7,7 @@ use super::limits::{build_limits, is_concurrency_limit, to_micros};
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use super::overrides::build_override;
 use super::restrictions::reject_settings_without_response;
+use super::scope::build_scope;
 use super::shards::check_shards;
 use crate::config::keywords::MISSING_KEY_MODES;
 use crate::config::table_reader::TableReader;
@@ -25,7 +26,8 @@ pub(super) fn build_quota(
     let parts = reader.get_list("key", |text| parse_key_component(text, context));
     // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
-    let key = KeyTemplate::from_components(parts, context.key_hasher.clone());
+    let key = KeyTemplate::from_components(parts, context.key_hasher.clone())
+        .with_scope(build_scope(reader, mode));
     let cost = build_cost(reader);
     reject_settings_without_response(reader);
     let limits = build_limits(reader, context, name);

@@ -116,6 +116,7 @@ pub(super) fn reject_quota_keys(reader: &TableReader<'_>, action: &str) -> Optio
         "on_store_failure",
         "override",
         "dynamic",
+        "scope",
     ] {
         if reader.contains_key(key) {
             reader.report_error(
