@@ -461,6 +461,7 @@ fn policy_to_json(policy: &Policy, sentence: &str) -> Map<String, Value> {
     set_field("overrides", json!(quota.overrides.as_slice().len()));
     set_field("dynamic", json!(quota.is_dynamic));
     set_field("scope", json!(quota.key.scope().name()));
+    set_field("counter", json!(quota.key.counter_name()));
     set_field(
         "on_store_failure",
         json!(match policy.on_store_failure {

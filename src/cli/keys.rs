@@ -81,6 +81,14 @@ pub(super) fn run(
     Ok(printed?)
 }
 
+/// What the keys of a policy begin with: its name, or the counter that it shares.
+fn key_owner<'c>(config: &'c Config, policy: &'c str) -> &'c str {
+    let mut policies = config.policy_table.policies().iter();
+    let quota = policies.find(|known| *known.name == *policy);
+    let quota = quota.and_then(Policy::quota);
+    quota.map_or(policy, |quota| quota.key.key_owner(policy))
+}
+
 /// The policies whose counters are in the memory of each instance.
 fn instance_policy_names(config: &Config) -> Vec<&str> {
     let policies = config.policy_table.policies().iter();
@@ -96,8 +104,9 @@ async fn list_counters(
     as_json: bool,
 ) -> Result<String, String> {
     let inspector = connect_inspector(redis).await?;
+    let owner = policy.map(|name| key_owner(config, name));
     let (mut counters, has_more) = inspector
-        .list_counters(policy, max_counters)
+        .list_counters(owner, max_counters)
         .await
         .map_err(format_error)?;
     counters.sort_by(|a, b| {

@@ -137,6 +137,10 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
             describe_limits(&entry.limits)
         )
     });
+    let counter = quota.key.counter_name();
+    let counter = counter.map_or_else(String::new, |counter| {
+        format!("; one quota for all policies with the counter {counter}")
+    });
     let dynamic = match quota.is_dynamic {
         true => "; overrides of single keys in the store",
         false => "",
@@ -155,7 +159,7 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
         format!("; {size} for {ttl}")
     });
     format!(
-        "{per}: {}{cost}{}{dynamic}{block}{rejected}{lease}{}",
+        "{per}: {}{cost}{}{counter}{dynamic}{block}{rejected}{lease}{}",
         describe_limits(&quota.limits),
         overrides.collect::<String>(),
         describe_missing_key(quota, matcher),

@@ -7,6 +7,7 @@ use crate::policy::{
     Facts, KeyDigests, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
 };
 use crate::store::{Store, StoreUnavailable};
+use smallvec::smallvec;
 
 /// The effect of one policy on a request.
 #[derive(Debug)]
@@ -78,41 +79,56 @@ pub async fn explain_request<'t>(
                 }
                 _ => None,
             });
-    let plan = ChargePlan {
-        planned_policies: planned_policies.collect(),
-        unenforced_rejections: UnenforcedRejections::default(),
-    };
-    if plan.planned_policies.is_empty() {
-        return PolicyExplanation {
-            steps,
-            store: Ok(None),
+    let mut now_us = None;
+    for plan in separate_shared_counters(planned_policies.collect()) {
+        let decision = match store.decide(&plan.build_charges(0, 0)).await {
+            Ok(decision) => decision,
+            Err(unavailable) => {
+                return PolicyExplanation {
+                    steps,
+                    store: Err(unavailable),
+                };
+            }
         };
-    }
-    let decision = match store.decide(&plan.build_charges(0, 0)).await {
-        Ok(decision) => decision,
-        Err(unavailable) => {
-            return PolicyExplanation {
-                steps,
-                store: Err(unavailable),
-            };
+        let mut statuses = decision.statuses.into_iter();
+        for planned_policy in &plan.planned_policies {
+            let step = steps.get_mut(planned_policy.policy_index);
+            if let Some((_, PolicyStep::Limits(limits))) = step {
+                let block = limits.block.and_then(|_| statuses.next().flatten());
+                limits.blocked_until_us = block.and_then(|block| block.next_growth_us);
+                limits.statuses = statuses
+                    .by_ref()
+                    .take(limits.limits.len())
+                    .flatten()
+                    .collect();
+            }
         }
-    };
-    let mut statuses = decision.statuses.into_iter();
-    for (_, step) in &mut steps {
-        if let PolicyStep::Limits(limits) = step {
-            let block = limits.block.and_then(|_| statuses.next().flatten());
-            limits.blocked_until_us = block.and_then(|block| block.next_growth_us);
-            limits.statuses = statuses
-                .by_ref()
-                .take(limits.limits.len())
-                .flatten()
-                .collect();
-        }
+        now_us = now_us.or(Some(decision.now_us));
     }
     PolicyExplanation {
         steps,
-        store: Ok(Some(decision.now_us)),
+        store: Ok(now_us),
     }
+}
+
+/// Divides planned policies so that no plan has a key twice: policies with one `counter` read it
+/// one after the other, each by its own limits.
+fn separate_shared_counters(planned_policies: Vec<PlannedPolicy<'_>>) -> Vec<ChargePlan<'_>> {
+    let mut plans: Vec<ChargePlan<'_>> = Vec::new();
+    for planned_policy in planned_policies {
+        let lacks_key = |plan: &&mut ChargePlan<'_>| {
+            let mut planned = plan.planned_policies.iter();
+            planned.all(|other| other.key.id() != planned_policy.key.id())
+        };
+        match plans.iter_mut().find(lacks_key) {
+            Some(plan) => plan.planned_policies.push(planned_policy),
+            None => plans.push(ChargePlan {
+                planned_policies: smallvec![planned_policy],
+                unenforced_rejections: UnenforcedRejections::default(),
+            }),
+        }
+    }
+    plans
 }
 
 fn explain_policies<'t>(

@@ -18,7 +18,12 @@ pub struct KeyTemplate {
     hashed: Vec<bool>,
     hasher: KeyHasher,
     scope: CounterScope,
+    /// What stands for the policy's name in keys, if the policy shares its counters.
+    counter: Option<Box<str>>,
 }
+
+/// Precedes the name of a shared counter in keys. No name of a policy begins with it.
+const SHARED_COUNTER_MARK: &str = "@";
 
 /// The action if a part is absent or empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +56,25 @@ impl KeyTemplate {
             hashed,
             hasher,
             scope: CounterScope::Shared,
+            counter: None,
         }
+    }
+
+    /// Sets the name of the counter that the policy shares with others.
+    #[must_use]
+    pub fn with_counter(self, name: Option<String>) -> Self {
+        let counter = name.map(|name| format!("{SHARED_COUNTER_MARK}{name}").into());
+        Self { counter, ..self }
+    }
+
+    /// The name of the counter that the policy shares with others.
+    pub fn counter_name(&self) -> Option<&str> {
+        self.counter.as_deref()?.strip_prefix(SHARED_COUNTER_MARK)
+    }
+
+    /// The first part of the keys of policy `name`: that name, or its shared counter.
+    pub fn key_owner<'n>(&'n self, name: &'n str) -> &'n str {
+        self.counter.as_deref().unwrap_or(name)
     }
 
     /// Sets where the counters of the keys are.
@@ -67,7 +90,7 @@ impl KeyTemplate {
 
     /// A builder of a key of policy `name`, without values.
     pub(super) fn new_key(&self, name: &str) -> KeyBuilder {
-        KeyBuilder::with_scope(name, self.scope)
+        KeyBuilder::with_scope(self.key_owner(name), self.scope)
     }
 
     /// Whether the value at a position is stored as a digest.

@@ -110,8 +110,11 @@ impl Store {
         let has_own_step =
             |charge: &Charge<'_>| charge.lease.is_some() || charge.is_instance_scoped();
         if charges.iter().any(has_own_step) {
-            // Boxed so that other requests need no space for this future.
-            return Box::pin(path.decide_by_scope(charges, requested_at)).await;
+            // Boxed so that other requests need no space for these futures.
+            return match charges.iter().any(Charge::is_instance_scoped) {
+                true => Box::pin(path.decide_by_scope(charges, requested_at)).await,
+                false => Box::pin(path.decide_with_leases(charges, requested_at)).await,
+            };
         }
         path.decide_without_leases(charges, requested_at).await
     }
@@ -179,9 +182,6 @@ impl RedisDecisionPath<'_> {
             .enumerate()
             .partition(|(_, charge)| charge.is_instance_scoped());
         let own_charges = without_indices(&own);
-        if own.is_empty() {
-            return self.decide_shared(charges, requested_at).await;
-        }
         let memory = self.redis.instance_counters();
         if shared.is_empty() {
             let decision = memory.decide_at(&own_charges, requested_at.into_std());

@@ -109,6 +109,7 @@ mod retry_after;
 mod rolling_upgrade;
 mod self_service;
 mod settlements;
+mod shared_counters;
 mod shared_redis;
 mod spellings;
 mod top;

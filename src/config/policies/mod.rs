@@ -2,6 +2,7 @@
 
 pub(super) mod context;
 mod cost;
+mod counters;
 mod lease;
 mod limits;
 mod match_conditions;
@@ -64,6 +65,7 @@ pub(super) fn build_policies<'a>(
             spanned_policies.push(PolicyWithReader { policy, reader });
         }
     }
+    counters::check_shared_counters(&spanned_policies);
     (spanned_policies, descriptions)
 }
 

@@ -117,6 +117,7 @@ pub(super) fn reject_quota_keys(reader: &TableReader<'_>, action: &str) -> Optio
         "override",
         "dynamic",
         "scope",
+        "counter",
     ] {
         if reader.contains_key(key) {
             reader.report_error(
