@@ -47,6 +47,7 @@ impl<'t> ChargePlan<'t> {
                     refusals.add_refusal(planned_policy.policy, limit, refusal);
                 }
             }
+            planned_policy.skip_counted_statuses(&mut statuses);
         }
         if let Some(limited) = refusals.into_rejection(decision.now_us) {
             verdict.outcome = RequestOutcome::Limited(limited);
@@ -152,6 +153,7 @@ impl PlannedPolicy<'_> {
             refused |= status.is_some_and(|status| status.refusal.is_some());
             known &= status.is_some();
         }
+        self.skip_counted_statuses(statuses);
         let mode = self.policy.mode;
         match (refused, mode) {
             _ if blocked => Some(PolicyDecision::Blocked),
@@ -168,18 +170,21 @@ impl PlannedPolicy<'_> {
     /// if `is_decided`: a decision was made without the store.
     fn read_degraded_decision(
         &self,
-        statuses: Option<&mut Iter<'_, Option<LimitStatus>>>,
+        mut statuses: Option<&mut Iter<'_, Option<LimitStatus>>>,
         is_decided: bool,
     ) -> PolicyDecision {
         let charges = self.limits.len() + usize::from(self.block.is_some());
         // Counted, not searched: the iterator has to pass all statuses of this policy.
         let refused = statuses
-            .into_iter()
+            .iter_mut()
             .flat_map(|statuses| statuses.by_ref().take(charges))
             .flatten()
             .filter(|status| status.refusal.is_some())
             .count()
             > 0;
+        if let Some(statuses) = statuses {
+            self.skip_counted_statuses(statuses);
+        }
         match self.policy.on_store_failure {
             _ if !self.policy.is_enforced() => PolicyDecision::DegradedUndecided,
             OnStoreFailure::Open => PolicyDecision::DegradedOpen,

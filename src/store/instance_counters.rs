@@ -32,7 +32,7 @@ impl InstanceReservation {
         let returnable: SmallVec<[Charge<'_>; 4]> = charges
             .iter()
             .map(|charge| Charge {
-                is_estimate: true,
+                is_estimate: !charge.is_block() && !charge.is_counted,
                 ..*charge
             })
             .collect();

@@ -307,7 +307,7 @@ pub(crate) struct Scenario {
 }
 
 /// Slots outlive all pauses of a run, and units return only by hand.
-const POD_POLICY: &str = "[[policy]]\nname = \"pod\"\nscope = \"instance\"\nlimits = [\n\
+const POD_POLICY: &str = "[[policy]]\nname = \"pod\"\nscope = \"instance\"\nmatch = { path = [\"/r0\", \"/r1\", \"/r2\"] }\nlimits = [\n\
     { requests = 1000000, algorithm = \"concurrency\", lease_ttl = \"1h\" },\n\
     { requests = 1000000, algorithm = \"fixed_window\", per = \"300d\" },\n]\n";
 
@@ -328,6 +328,11 @@ impl Scenario {
     /// other counter.
     pub(crate) fn has_pod_policy(&self) -> bool {
         self.seed.is_multiple_of(3) && !self.is_rate_limit_service
+    }
+
+    /// A6: each instance has a `store.state_dir`.
+    pub(crate) fn stores_usage(&self) -> bool {
+        self.class == ScenarioClass::TerminationInOutage
     }
 
     pub(crate) fn server_address(index: usize) -> String {
