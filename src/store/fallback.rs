@@ -13,9 +13,9 @@
 //!
 //! Each process has one fallback store, shared by its workers.
 
+mod counter_cache;
 pub(super) mod outage_usage;
 mod overridden_charges;
-mod override_cache;
 mod partition_set;
 mod settlements;
 mod share;
@@ -25,12 +25,15 @@ mod usage_transfer;
 mod write_back;
 
 pub use share::Share;
+pub use status_cache::STATUS_EXCHANGE_US;
 
-use super::Settlement;
 use super::memory::{CounterId, MemorySettings, MemoryStore, counter_id};
+use super::{PendingSettlement, Settlement};
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Amendment, Charge, Decision, Key, Limit, LimitStatus, Refusal};
-use override_cache::OverrideCache;
+use crate::limiter::{
+    Algorithm, Amendment, Charge, Decision, Key, Limit, LimitStatus, OverrideInEffect, Refusal,
+};
+use counter_cache::CounterCache;
 use parking_lot::Mutex;
 use partition_set::PartitionSet;
 use smallvec::SmallVec;
@@ -68,7 +71,10 @@ pub struct FallbackStore {
     memory: MemoryStore,
     packed_share: AtomicU64,
     status_cache: StatusCache,
-    override_cache: OverrideCache,
+    /// The last override that Redis reported for each counter of a `dynamic` policy: 2 × 2048
+    /// entries in each of 16 shards, of about 100 bytes each, so 6 MiB at most. Keys whose override
+    /// is dropped get the limits of the file.
+    override_cache: CounterCache<CachedOverride, 2048>,
     /// Process-wide. Requests lock it in an outage; slot releases and heartbeats lock it at any
     /// time.
     write_back: Mutex<WriteBackTable>,
@@ -85,6 +91,14 @@ pub struct FallbackStore {
     changed: Notify,
 }
 
+/// The last override that Redis reported for a counter.
+#[derive(Clone, Copy, Debug)]
+struct CachedOverride {
+    in_effect: OverrideInEffect,
+    /// When it ends by itself, by the local clock (µs).
+    ends_us: Option<u64>,
+}
+
 impl FallbackStore {
     /// Creates a store that assumes `instances` instances until the instances are counted.
     pub fn new(instances: u32, clock: Clock) -> Self {
@@ -93,7 +107,7 @@ impl FallbackStore {
             clock,
             packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
             status_cache: StatusCache::default(),
-            override_cache: OverrideCache::default(),
+            override_cache: CounterCache::default(),
             write_back: Mutex::default(),
             phase: AtomicU8::new(PHASE_UP_TO_DATE),
             outage_ended_us: AtomicU64::new(0),
@@ -217,8 +231,14 @@ impl FallbackStore {
             };
             if charge.dynamic.is_some() {
                 let id = counter_id(charge.limit, charge.key);
-                let ends_us = self.override_end_us(decision, index, received_at);
-                self.override_cache.record(id, status.in_effect, ends_us);
+                match status.in_effect {
+                    Some(in_effect) => {
+                        let ends_us = self.override_end_us(decision, index, received_at);
+                        let cached = CachedOverride { in_effect, ends_us };
+                        self.override_cache.insert(id, cached);
+                    }
+                    None => self.override_cache.remove_and_apply(id, drop),
+                }
             }
             match charge.limit.algorithm {
                 _ if status.is_unlimited() => {}
@@ -234,7 +254,7 @@ impl FallbackStore {
                     }
                 }
                 _ if self.may_be_stale(charge) => {}
-                _ => self.status_cache.insert(
+                _ => self.cache_status(
                     charge,
                     status,
                     decision.now_us,
@@ -248,7 +268,9 @@ impl FallbackStore {
     fn decide_by_limits(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let share = self.share();
         for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
-            self.status_cache.remove_and_apply(charge, |status| {
+            // A concurrent charge must not be overwritten by the counter that this creates.
+            let id = counter_id(charge.limit, charge.key);
+            self.status_cache.remove_and_apply(id, |status| {
                 self.apply_status(charge, status, requested_at);
             });
         }
@@ -357,7 +379,7 @@ impl FallbackStore {
     pub fn take_write_back_batch(
         &self,
         unreachable: impl IntoIterator<Item = u16>,
-    ) -> Option<Vec<(Limit, Key, Amendment)>> {
+    ) -> Option<Vec<PendingSettlement>> {
         let unreachable: HashSet<u16> = unreachable.into_iter().collect();
         let mut table = self.write_back.lock();
         let batch = table.take_batch(|partition| !unreachable.contains(&partition));
@@ -387,7 +409,7 @@ impl FallbackStore {
         table.finish_batch(|id| !unsent_ids.contains(&id));
         if table.is_empty() && self.compare_exchange_phase(PHASE_PENDING, PHASE_UP_TO_DATE) {
             self.stale_partitions.clear();
-            table.clear_counters_without_usage();
+            table.retain_counters_in_use(|limit, key| self.usage_of_share(limit, key).0 > 0);
         }
     }
 

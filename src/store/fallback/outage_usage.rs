@@ -6,14 +6,14 @@
 use super::Share;
 use super::status_cache::CachedStatus;
 use super::write_back::UsageEntry;
-use crate::limiter::{Algorithm, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
+use crate::limiter::{Algorithm, Calendar, CalendarUnit, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
 use crate::store::memory::CounterId;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
 use sha2::{Digest, Sha256};
 
 const FILE_MAGIC: &str = "tidegate-usage";
-const FORMAT_VERSION: &str = "2";
+const FORMAT_VERSION: &str = "3";
 
 const FOREIGN_FILE: &str = "it is not a file of tidegate";
 const WRONG_VERSION: &str = "it is of another version of tidegate";
@@ -26,6 +26,8 @@ pub(in crate::store) struct OutageUsage {
     /// The wall clock (µs) when this was saved.
     pub(in crate::store) saved_at_us: u64,
     pub(super) now_us: u64,
+    /// End of the outage before this one.
+    pub(super) outage_ended_us: u64,
     pub(super) share: Share,
     pub(super) stale_partitions: Vec<u16>,
     pub(super) counters: Vec<OutageCounter>,
@@ -49,7 +51,15 @@ type EncodedAlgorithm = (u8, u64, u64);
 type UsageRow = (u64, u64);
 type CounterRow = (u64, u64, EncodedAlgorithm, String, UsageRow, Vec<UsageRow>);
 type StatusRow = (u128, EncodedAlgorithm, u64, u64, u64, Option<u64>);
-type FileRows = (u64, u64, u64, Vec<u16>, Vec<CounterRow>, Vec<StatusRow>);
+type FileRows = (
+    u64,
+    u64,
+    u64,
+    u64,
+    Vec<u16>,
+    Vec<CounterRow>,
+    Vec<StatusRow>,
+);
 
 impl OutageUsage {
     pub(in crate::store) fn counter_count(&self) -> usize {
@@ -60,6 +70,7 @@ impl OutageUsage {
         let rows: FileRows = (
             self.saved_at_us,
             self.now_us,
+            self.outage_ended_us,
             self.share.to_bits(),
             self.stale_partitions.clone(),
             self.counters.iter().map(OutageCounter::to_row).collect(),
@@ -92,12 +103,14 @@ impl OutageUsage {
     }
 
     fn from_rows(rows: FileRows) -> Option<Self> {
-        let (saved_at_us, now_us, share, stale_partitions, counters, statuses) = rows;
+        let (saved_at_us, now_us, outage_ended_us, share, stale_partitions, counters, statuses) =
+            rows;
         let counters = counters.into_iter().map(OutageCounter::from_row);
         let statuses = statuses.into_iter().map(status_from_row);
         Some(Self {
             saved_at_us,
             now_us,
+            outage_ended_us,
             share: Share::from_bits(share),
             stale_partitions,
             counters: counters.collect::<Option<_>>()?,
@@ -172,6 +185,11 @@ fn encode_algorithm(algorithm: Algorithm) -> EncodedAlgorithm {
         Algorithm::LeakyBucket { max_delay_us } => (4, max_delay_us, 0),
         Algorithm::Concurrency { max_duration_us } => (5, max_duration_us, 0),
         Algorithm::Block => (6, 0, 0),
+        Algorithm::CalendarWindow { calendar } => {
+            let units = CalendarUnit::ALL.into_iter();
+            let unit = units.take_while(|unit| *unit != calendar.unit()).count();
+            (7, unit as u64, calendar.zone_id())
+        }
     }
 }
 
@@ -184,6 +202,12 @@ fn decode_algorithm(row: EncodedAlgorithm) -> Option<Algorithm> {
         (4, max_delay_us, 0) => Algorithm::LeakyBucket { max_delay_us },
         (5, max_duration_us, 0) => Algorithm::Concurrency { max_duration_us },
         (6, 0, 0) => Algorithm::Block,
+        (7, unit, zone_id) => {
+            let unit = CalendarUnit::ALL.get(usize::try_from(unit).ok()?)?;
+            Algorithm::CalendarWindow {
+                calendar: Calendar::from_zone_id(*unit, zone_id)?,
+            }
+        }
         _ => return None,
     })
 }
@@ -200,6 +224,7 @@ fn is_valid_limit(limit: &Limit) -> bool {
             Algorithm::SlidingLog => true,
             Algorithm::SlidingWindow { buckets } => (2..=100).contains(&buckets),
             Algorithm::FixedWindow { offset_us } => offset_us < per_us,
+            Algorithm::CalendarWindow { calendar } => per_us == calendar.unit().nominal_us(),
             Algorithm::TokenBucket { burst, warm_up_us } => {
                 burst >= 1
                     && warm_up_us <= MAX_WARM_UP_US
@@ -229,6 +254,8 @@ mod tests {
             Algorithm::LeakyBucket { max_delay_us: 9 },
             Algorithm::Block,
         ];
+        let month = Calendar::new(CalendarUnit::Month, "Europe/Berlin").unwrap();
+        let per_month = Limit::per_calendar_period(100, month);
         let counter = |algorithm| OutageCounter {
             limit: Limit {
                 requests: 1,
@@ -242,12 +269,18 @@ mod tests {
                 UsageEntry { at_us: 2, units: 5 },
             ],
         };
+        let mut counters: Vec<OutageCounter> = limits.map(counter).into();
+        counters.push(OutageCounter {
+            limit: per_month,
+            ..counter(per_month.algorithm)
+        });
         OutageUsage {
             saved_at_us: 1_700_000_000_000_000,
             now_us: 1_700_000_000_000_009,
+            outage_ended_us: 1_700_000_000_000_001,
             share: Share::with_rank(5, 3),
             stale_partitions: vec![0, 16_383],
-            counters: limits.map(counter).into(),
+            counters,
             statuses: vec![(
                 (u128::MAX - 7, Algorithm::SlidingLog, 10_000_000),
                 CachedStatus {
@@ -282,7 +315,7 @@ mod tests {
             let text = String::from_utf8(bytes.clone()).unwrap();
             OutageUsage::decode(text.replacen(from, to, 1).as_bytes())
         };
-        assert_eq!(replace("usage 2", "usage 1"), Err(WRONG_VERSION));
+        assert_eq!(replace("usage 3", "usage 2"), Err(WRONG_VERSION));
         assert_eq!(replace("tidegate", "other"), Err(FOREIGN_FILE));
         assert_eq!(replace("[", "["), Ok(sample_usage()));
         assert_eq!(replace("[", " ["), Err(WRONG_CHECKSUM));
@@ -298,7 +331,11 @@ mod tests {
             OutageUsage::decode(&usage.encode()).map(drop)
         };
         assert_eq!(decode_with(|_| {}), Ok(()));
-        let changes: [fn(&mut OutageCounter); 7] = [
+        let changes: [fn(&mut OutageCounter); 8] = [
+            |counter| {
+                let day = Calendar::new(CalendarUnit::Day, "UTC").unwrap();
+                counter.limit.algorithm = Algorithm::CalendarWindow { calendar: day };
+            },
             |counter| counter.limit.per_us = 0,
             |counter| counter.limit.requests = u64::MAX,
             |counter| counter.other_usage.units = u64::MAX,

@@ -34,8 +34,9 @@ impl FallbackStore {
                 return None;
             }
             let id = counter_id(charge.limit, charge.key);
-            let in_effect = self.override_cache.find(id, now_us)?;
-            Some(in_effect.clamp_to(charge.limit))
+            let cached = self.override_cache.find(id)?;
+            let is_current = cached.ends_us.is_none_or(|ends_us| now_us < ends_us);
+            is_current.then(|| cached.in_effect.clamp_to(charge.limit))
         })
     }
 

@@ -1,6 +1,7 @@
 //! Charges admitted without Redis, until they are written back.
 
 use crate::limiter::{Algorithm, Amendment, Charge, Key, Limit};
+use crate::store::PendingSettlement;
 use crate::store::memory::{CounterId, counter_id};
 use indexmap::IndexMap;
 use std::collections::{HashMap, VecDeque};
@@ -26,7 +27,8 @@ pub(super) struct WriteBackTable {
     by_counter: IndexMap<CounterId, CounterWriteBack, foldhash::fast::RandomState>,
     /// The batch that is being written. If the writing task is aborted, the batch stays here.
     sending: Vec<CounterWriteBack>,
-    /// All other counters that were decided in this process since the outage began.
+    /// All other counters that were decided in this process in an outage. They stay while their
+    /// units are in use: a later outage continues from them.
     without_usage: HashMap<CounterId, CounterWriteBack, foldhash::fast::RandomState>,
     usage_entry_count: usize,
 }
@@ -92,12 +94,14 @@ impl WriteBackTable {
         self.merge_older_usage(CounterWriteBack::new(charge.limit, charge.key, partition));
     }
 
-    /// Removes the counters without usage, because the outage has ended.
-    pub(super) fn clear_counters_without_usage(&mut self) {
-        self.without_usage = HashMap::default();
+    /// Removes the counters whose usage is written back and whose units are free again.
+    pub(super) fn retain_counters_in_use(&mut self, is_in_use: impl Fn(&Limit, &Key) -> bool) {
+        self.without_usage
+            .retain(|_, counter| is_in_use(&counter.limit, &counter.key));
+        self.without_usage.shrink_to_fit();
     }
 
-    /// All counters that were decided in this process since the outage began.
+    /// All counters of this process's share whose units may be in use.
     pub(super) fn iter(&self) -> impl Iterator<Item = &CounterWriteBack> {
         self.by_counter.values().chain(self.without_usage.values())
     }
@@ -205,7 +209,7 @@ impl CounterWriteBack {
         &self,
         now_us: u64,
         units_in_use: impl Fn(&Limit, &Key) -> u64,
-    ) -> impl Iterator<Item = (Limit, Key, Amendment)> {
+    ) -> impl Iterator<Item = PendingSettlement> {
         let max_bucket_units = is_bucket(&self.limit).then(|| units_in_use(&self.limit, &self.key));
         let usage = self.usage_in_use(now_us).map(move |entry| {
             let (units, age_us) = match max_bucket_units {
@@ -216,7 +220,7 @@ impl CounterWriteBack {
         });
         usage
             .chain(self.slot_calls.iter().copied())
-            .map(|amendment| (self.limit, self.key.clone(), amendment))
+            .map(|amendment| ((self.limit, self.key.clone()), amendment))
     }
 
     /// Removes the renewals of a slot. Returns whether there were any.
@@ -228,10 +232,14 @@ impl CounterWriteBack {
     }
 
     fn add_usage(&mut self, entry: UsageEntry, may_grow: bool) {
-        let subperiod = |at_us: u64| match self.limit.algorithm {
-            Algorithm::FixedWindow { offset_us } => at_us.saturating_sub(offset_us),
-            _ => at_us,
-        } / (self.limit.per_us / SUBPERIODS_PER_PERIOD).max(1);
+        let subperiod = |at_us: u64| {
+            let start_us = match is_fixed_window(&self.limit) {
+                true => self.limit.window_at(at_us).start_us,
+                false => 0,
+            };
+            let width_us = (self.limit.per_us / SUBPERIODS_PER_PERIOD).max(1);
+            (start_us, (at_us - start_us) / width_us)
+        };
         match self.usage.back_mut() {
             Some(last)
                 if is_bucket(&self.limit)
@@ -262,13 +270,19 @@ pub(super) fn is_bucket(limit: &Limit) -> bool {
     )
 }
 
+fn is_fixed_window(limit: &Limit) -> bool {
+    matches!(
+        limit.algorithm,
+        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. }
+    )
+}
+
 /// Whether units charged at `at_us` may still be in use at `now_us`.
 fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
     let per_us = limit.per_us.max(1);
     match limit.algorithm {
-        Algorithm::FixedWindow { offset_us } => {
-            let window = |at_us: u64| at_us.checked_sub(offset_us).map(|since| since / per_us);
-            window(at_us) == window(now_us)
+        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => {
+            limit.window_at(at_us) == limit.window_at(now_us)
         }
         Algorithm::SlidingWindow { .. } => {
             now_us.saturating_sub(at_us) < per_us + limit.sub_window_width_us()

@@ -95,6 +95,11 @@ local function parse_charge(text)
   -- A charge with a lease is not mergeable.
   charge.is_mergeable = rule.is_additive and options == 0 and charge.cost > 0 and not charge.requested_units
     and type(charge.parameters) == 'number'
+  -- section: calendars
+  if letter == 'p' then
+    charge.is_mergeable = options == 0 and charge.cost > 0 and not charge.requested_units
+  end
+  -- end section
   parsed_charges[text] = charge
   return charge
 end

@@ -7,7 +7,7 @@ use super::member_list::{MAX_LISTED_MEMBERS, MEMBER_LIST_SCRIPT, MemberList};
 use super::membership::MEMBER_TTL;
 use super::scripts::ScriptLibrary;
 use super::{RedisSettings, RedisStore, SharedRedisState};
-use crate::limiter::{Algorithm, Charge, Limit};
+use crate::limiter::{Charge, Limit};
 use redis::{Cmd, Value, cmd, from_redis_value};
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ const KEYS_PER_SCAN_STEP: u64 = 256;
 /// Maximum number of counters read per call.
 const MAX_COUNTERS_PER_CALL: usize = 64;
 /// Timeout of a call: an operator can wait longer than a request.
-pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(2);
+const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reads and resets counters over its own connection.
 #[derive(Debug)]
@@ -31,8 +31,8 @@ pub struct RedisCounter {
     pub key: String,
     /// Policy and values as readable text; `None` if they were too long to be stored.
     pub readable_key: Option<String>,
-    pub algorithm: Algorithm,
-    pub per_us: u64,
+    /// Algorithm and period as in the key. Its amount is the largest possible one.
+    pub limit: Limit,
     pub used_units: u64,
     /// Time until some units are free again (µs from now); 0 if none are in use.
     pub next_release_in_us: u64,
@@ -119,19 +119,8 @@ impl CounterInspector {
     ) -> Result<bool, RedisConnectionError> {
         let mut cursor = 0_u64;
         loop {
-            let mut command = cmd("SCAN");
-            command
-                .arg(cursor)
-                .arg("MATCH")
-                .arg(pattern)
-                .arg("COUNT")
-                .arg(KEYS_PER_SCAN_STEP);
-            let reply = timeout(CALL_TIMEOUT, live.run_command(&command))
-                .await
-                .map_err(RedisErrorKind::from)??;
-            let found_keys: Vec<String>;
-            (cursor, found_keys) =
-                from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
+            let found_keys;
+            (cursor, found_keys) = run_scan_step(live, cursor, pattern).await?;
             keys.extend(found_keys.into_iter().filter(|key| {
                 let parsed = self.0.context.scripts.parse_counter_key(key);
                 let readable_key = parsed
@@ -224,9 +213,8 @@ impl CounterInspector {
                     .map(|((key, limit, readable), status)| RedisCounter {
                         key: key.clone(),
                         readable_key: readable,
-                        algorithm: limit.algorithm,
-                        per_us: limit.per_us,
                         used_units: limit.requests - status.remaining,
+                        limit,
                         next_release_in_us: status
                             .next_growth_us
                             .map_or(0, |at_us| at_us.saturating_sub(now_us)),
@@ -255,4 +243,21 @@ impl CounterInspector {
         let router = &self.0.router;
         router.run_on_hash_slot(hash_slot, command, deadline).await
     }
+}
+
+/// Runs one step of a scan. Returns the next cursor, 0 at the end, and keys that match `pattern`.
+pub(super) async fn run_scan_step(
+    live: &LiveConnection,
+    cursor: u64,
+    pattern: &str,
+) -> Result<(u64, Vec<String>), RedisErrorKind> {
+    let mut command = cmd("SCAN");
+    command
+        .arg(cursor)
+        .arg("MATCH")
+        .arg(pattern)
+        .arg("COUNT")
+        .arg(KEYS_PER_SCAN_STEP);
+    let reply = timeout(CALL_TIMEOUT, live.run_command(&command)).await??;
+    from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)
 }
