@@ -84,8 +84,7 @@ impl AdminViewState {
         let this = Arc::new(self);
         let lookup_permits = Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS));
         let clone_handles = || (Arc::clone(&this), Arc::clone(&lookup_permits));
-        let observe_state = Arc::clone(&this);
-        let config_state = Arc::clone(&this);
+        let (observe_state, config_state) = (Arc::clone(&this), Arc::clone(&this));
         let policies_state = Arc::clone(&this);
         let override_handles = clone_handles();
         // A listing takes long. It must not delay a change.

@@ -162,9 +162,10 @@ fn charges_of(policies: &[DynamicPolicy], cost: u64) -> Vec<Charge<'_>> {
             });
         }
         if policy.counts_responses {
-            let limits = charges[first_charge..].to_vec().into_iter();
-            let limits = limits.filter(|charge| !charge.is_block());
-            charges.extend(limits.map(|charge| Charge {
+            let own = charges.iter().skip(first_charge);
+            let limits: Vec<Charge<'_>> =
+                own.filter(|charge| !charge.is_block()).copied().collect();
+            charges.extend(limits.into_iter().map(|charge| Charge {
                 key: &policy.counted_key,
                 is_estimate: false,
                 is_counted: true,

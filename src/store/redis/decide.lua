@@ -89,7 +89,7 @@ local function parse_charge(text)
   if bar then
     local plain = string.sub(parameters, 1, bar - 1)
     charge.parameters, charge.letter = tonumber(plain) or plain, letter
-    charge.override_parameters, charge.override_words = string.sub(parameters, bar + 1), '-1 0 '
+    charge.override_parameters, charge.override_words = parameters, '-1 0 '
   end
   -- end section
   -- A charge with a lease is not mergeable.
@@ -112,9 +112,12 @@ local override_values = #ARGV == 2 and { call('GET', KEYS[2]) } or #ARGV > 2 and
 -- `name=requests[+burst],..`. It has only what differs from the charge.
 local function make_variant(charge, rule)
   local variant = setmetatable({}, charge.metatable)
-  local expiry = match(rule, '@(%d+)$')
-  rule, expiry = match(rule, '^[^@]+'), expiry and '-4 ' .. expiry .. ' ' or ''
-  if not rule then return end
+  local at, expiry = find(rule, '@', 1, true), ''
+  if at then
+    expiry = format('-4 %d ', tonumber(string.sub(rule, at + 1)) or 0)
+    rule = string.sub(rule, 1, at - 1)
+  end
+  if rule == '' then return end
   if rule == '*' then
     variant.is_unlimited, variant.cost, variant.capacity = true, 0, 0
     variant.override_words = expiry .. '-2 0 '
@@ -126,7 +129,7 @@ local function make_variant(charge, rule)
     variant.capacity, variant.override_words = 0, expiry .. '-3 0 '
     return variant
   end
-  local max_amount, max_delay, limit_name = match(charge.override_parameters, '^(%d+)|(%d+)|(.+)$')
+  local max_amount, max_delay, limit_name = match(charge.override_parameters, '|(%d+)|(%d+)|(.+)$')
   local _, last = find(',' .. rule, ',' .. limit_name .. '=', 1, true)
   local requests, burst
   if last then requests, burst = match(rule, '^(%d+)%+?(%d*)', last) end
