@@ -7,6 +7,7 @@ pub(crate) mod client;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
+use tidegate::store::MemorySettings;
 use tidegate::store::redis::{RedisAddress, RedisCredentials, RedisSettings, RedisTopology};
 
 pub(crate) const KEY_PREFIX: &str = "bench";
@@ -100,6 +101,10 @@ pub(crate) fn standalone_settings(port: u16, key_prefix: &str) -> RedisSettings 
         tls: None,
         key_prefix: key_prefix.to_owned(),
         initial_instances: 1,
+        instance_counter_bounds: MemorySettings {
+            max_keys: 1_000_000,
+            max_bytes: 256 << 20,
+        },
         state_dir: None,
         timeout: Duration::from_secs(1),
         connect_timeout: Duration::from_secs(1),

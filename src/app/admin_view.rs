@@ -20,6 +20,7 @@ use crate::jwks::KeyFetcher;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction};
 use crate::proxy::{ListenerKind, ServerLoad, ShutdownSettings, ShutdownSignal};
 use crate::reload;
+use crate::store::MemoryStore;
 use crate::store::redis::{self, MemberList};
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{
@@ -147,29 +148,18 @@ impl AdminViewState {
 
     fn collect_process_status(&self) -> ProcessStatus {
         let (store_up, breaker_open, store_errors, memory) = match &self.store_backend {
-            StoreBackend::Memory(memory) => {
-                let (keys, bytes, evictions) = (
-                    memory.key_count(),
-                    memory.byte_count(),
-                    memory.eviction_count(),
-                );
+            StoreBackend::Memory(memory) => (true, false, Vec::new(), Some(memory_usage(memory))),
+            StoreBackend::Redis(redis, _) => {
+                let policies = self.active_policies.load_snapshot();
+                let mut policies = policies.table.policies().iter();
+                let has_instance_counters = policies.any(Policy::is_instance_scoped);
                 (
-                    true,
-                    false,
-                    Vec::new(),
-                    Some(MemoryStoreUsage {
-                        keys,
-                        bytes,
-                        evictions,
-                    }),
+                    redis.is_up(),
+                    redis.is_breaker_open(),
+                    redis.error_counts().collect(),
+                    has_instance_counters.then(|| memory_usage(redis.instance_counters())),
                 )
             }
-            StoreBackend::Redis(redis, _) => (
-                redis.is_up(),
-                redis.is_breaker_open(),
-                redis.error_counts().collect(),
-                None,
-            ),
         };
         let (instances, lease_units_lost) = match &self.store_backend {
             StoreBackend::Memory(_) => (None, None),
@@ -282,12 +272,12 @@ impl AdminViewState {
     }
 
     async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
-        self.check_store_available()?;
         let snapshot = self.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)
             .map_err(lookup_to_admin_error)?;
+        self.check_counters_available(&resolved_key)?;
         let status = resolved_key
-            .read_status(&self.store_backend.open_for_inspection().await)
+            .read_status(&self.store_backend.open_for_key(&resolved_key.key).await)
             .await
             .map_err(|error| AdminError::Unavailable(error.to_string()))?;
         let mut response = resolved_key.status_to_json(&status);
@@ -300,10 +290,19 @@ impl AdminViewState {
         Ok(response)
     }
 
-    /// Returns the Redis keys of a key's counters; empty for the memory store.
+    /// Fails at once if the counters of a key are in a store that is known to be unavailable.
+    fn check_counters_available(&self, resolved_key: &ResolvedKey<'_>) -> Result<(), AdminError> {
+        match resolved_key.key.is_instance_scoped() {
+            true => Ok(()),
+            false => self.check_store_available(),
+        }
+    }
+
+    /// Returns the Redis keys of a key's counters; empty if they are in memory.
     fn redis_counter_keys(&self, resolved_key: &ResolvedKey<'_>) -> Vec<String> {
         match &self.store_backend {
             StoreBackend::Memory(_) => Vec::new(),
+            StoreBackend::Redis(..) if resolved_key.key.is_instance_scoped() => Vec::new(),
             StoreBackend::Redis(shared, _) => resolved_key
                 .all_counters()
                 .iter()
@@ -313,10 +312,10 @@ impl AdminViewState {
     }
 
     async fn reset_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
-        self.check_store_available()?;
         let snapshot = self.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)
             .map_err(lookup_to_admin_error)?;
+        self.check_counters_available(&resolved_key)?;
         let count = resolved_key
             .reset_counters(&self.store_backend)
             .await
@@ -386,6 +385,14 @@ impl ListedPolicy<'_> {
             Self::Active(policy, _) => &policy.name,
             Self::Disabled(described) => &described.policy,
         }
+    }
+}
+
+fn memory_usage(memory: &MemoryStore) -> MemoryStoreUsage {
+    MemoryStoreUsage {
+        keys: memory.key_count(),
+        bytes: memory.byte_count(),
+        evictions: memory.eviction_count(),
     }
 }
 
@@ -460,12 +467,15 @@ fn policy_to_json(policy: &Policy, sentence: &str) -> Map<String, Value> {
     );
     set_field("overrides", json!(quota.overrides.as_slice().len()));
     set_field("dynamic", json!(quota.is_dynamic));
+    set_field("scope", json!(quota.key.scope().name()));
+    set_field("counter", json!(quota.key.counter_name()));
     set_field(
         "on_store_failure",
         json!(match policy.on_store_failure {
-            OnStoreFailure::Open => "open",
-            OnStoreFailure::Closed => "closed",
-            OnStoreFailure::Local => "local",
+            _ if quota.is_instance_scoped() => None,
+            OnStoreFailure::Open => Some("open"),
+            OnStoreFailure::Closed => Some("closed"),
+            OnStoreFailure::Local => Some("local"),
         }),
     );
     set_field(

@@ -116,7 +116,7 @@ pub(crate) fn predict_outcome<'t>(
     explanation: &PolicyExplanation<'t>,
     is_limit_status_known: bool,
 ) -> ExpectedOutcome<'t> {
-    let (mut exhausted, mut has_limits) = (Vec::new(), false);
+    let (mut exhausted, mut has_limits, mut has_unknown_status) = (Vec::new(), false, false);
     for (policy, step) in explanation
         .steps
         .iter()
@@ -127,6 +127,7 @@ pub(crate) fn predict_outcome<'t>(
             PolicyStep::InvalidKey(_) => return ExpectedOutcome::CannotKey(&policy.name),
             PolicyStep::Limits(limits) => {
                 has_limits = true;
+                has_unknown_status |= limits.statuses.is_empty();
                 let is_exhausted = limits
                     .statuses
                     .iter()
@@ -141,6 +142,7 @@ pub(crate) fn predict_outcome<'t>(
     match (has_limits, is_limit_status_known, exhausted.is_empty()) {
         (false, ..) => ExpectedOutcome::Unlimited,
         (true, false, _) => ExpectedOutcome::Unknown,
+        (true, true, true) if has_unknown_status => ExpectedOutcome::Unknown,
         (true, true, true) => ExpectedOutcome::Admitted,
         (true, true, false) => ExpectedOutcome::Rejected(exhausted),
     }
@@ -188,6 +190,7 @@ pub(crate) fn explanation_to_json(
             policy_json.insert("key".to_owned(), json!(limited.key.to_readable_string()));
             let hash = format!("{:032x}", limited.key.id());
             policy_json.insert("key_hash".to_owned(), json!(hash));
+            policy_json.insert("scope".to_owned(), json!(limited.key.scope().name()));
             policy_json.insert("cost".to_owned(), json!(limited.cost));
             policy_json.insert("limits".to_owned(), limits.collect());
             let blocked_s = blocked

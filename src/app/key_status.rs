@@ -171,6 +171,7 @@ impl ResolvedKey<'_> {
             "key_hash": format!("{:032x}", self.key.id()),
             "admitted": !self.is_exhausted(status),
             "mode": self.policy.mode.name(),
+            "scope": self.key.scope().name(),
             "shadow": self.policy.mode == PolicyMode::Shadow,
             "least_cost": self.quota.cost.min_units(),
             "blocked_s": status.blocked_until_us.map(left),
@@ -185,6 +186,10 @@ impl ResolvedKey<'_> {
     ) -> Result<u64, RedisConnectionError> {
         match stores {
             StoreBackend::Memory(memory) => Ok(memory.remove_counters(&self.all_counters())),
+            StoreBackend::Redis(redis, _) if self.key.is_instance_scoped() => {
+                let counters = redis.instance_counters();
+                Ok(counters.remove_counters(&self.all_counters()))
+            }
             StoreBackend::Redis(redis, _) => {
                 let inspector = CounterInspector::connect_with(redis.for_inspection()).await?;
                 inspector.reset_counters(&self.all_counters()).await

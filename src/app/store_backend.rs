@@ -2,6 +2,7 @@
 
 use crate::clock::Clock;
 use crate::config::StoreSettings;
+use crate::limiter::Key;
 use crate::store::redis::{
     CounterInspector, MemberDescription, MemberList, RedisConnectionError, RedisStore,
     SharedRedisState,
@@ -55,6 +56,16 @@ impl StoreBackend {
                 redis.wait_until_ready().await;
                 Store::from_redis(redis)
             }
+        }
+    }
+
+    /// Opens a store for reading the counters of one key by hand.
+    pub(crate) async fn open_for_key(&self, key: &Key) -> Store {
+        match self {
+            Self::Redis(shared, _) if key.is_instance_scoped() => {
+                Store::Memory(Arc::clone(shared.instance_counters()))
+            }
+            _ => self.open_for_inspection().await,
         }
     }
 

@@ -43,7 +43,12 @@ pub(super) fn explain_request(
         .map_err(|error| format!("error: {error}\n"))?;
     let printed: Result<String, String> = runtime.block_on(async {
         let store = StoreBackend::new(&config.store).open_for_inspection().await;
-        match explanation::explain_request(&store, &config.policy_table, &request).await {
+        let mut explained =
+            explanation::explain_request(&store, &config.policy_table, &request).await;
+        if let Ok(explained) = &mut explained {
+            clear_instance_statuses(&mut explained.explanation);
+        }
+        match explained {
             Ok(explained) if as_json => Ok(explanation_to_json(&config, &request, &explained)),
             Ok(explained) => {
                 let token = explained
@@ -63,6 +68,18 @@ pub(super) fn explain_request(
         }
     });
     Ok(printed?)
+}
+
+/// Removes the statuses of counters that only the instances know.
+fn clear_instance_statuses(explanation: &mut PolicyExplanation<'_>) {
+    for (_, step) in &mut explanation.steps {
+        if let PolicyStep::Limits(limits) = step
+            && limits.key.is_instance_scoped()
+        {
+            limits.statuses.clear();
+            limits.blocked_until_us = None;
+        }
+    }
 }
 
 fn explanation_to_json(
@@ -114,7 +131,11 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
             PolicyStep::Skipped => "matches, but a part of its key is missing: skipped".to_owned(),
             PolicyStep::InvalidKey(error) => format!("matches, but {error}"),
             PolicyStep::Limits(limits) => {
-                format!("matches: key {}, cost {}", limits.key, limits.cost)
+                let scope = match limits.key.is_instance_scoped() {
+                    true => ", counted by each instance",
+                    false => "",
+                };
+                format!("matches: key {}, cost {}{scope}", limits.key, limits.cost)
             }
         };
         text.push_str(&format!("  {:<16} {result}{mode}\n", policy.name));
@@ -145,6 +166,13 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
         text.push_str(&format!(
             "The state of the limits is unknown: {unavailable}.\n"
         ));
+    }
+    let mut matching = explanation.steps.iter();
+    let is_counted_by_instances = matching.any(
+        |(_, step)| matches!(step, PolicyStep::Limits(limits) if limits.key.is_instance_scoped()),
+    );
+    if is_redis && is_counted_by_instances {
+        text.push_str("Limits with scope = \"instance\" are known only to each proxy; POST /explain at its admin.address shows them.\n");
     }
     text
 }

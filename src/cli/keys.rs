@@ -1,5 +1,6 @@
-//! `tidegate keys`: lists, shows and resets counters. Reads Redis itself. With the memory store, it
-//! asks the admin port of the running proxy, which lists only keys with rejected requests.
+//! `tidegate keys`: lists, shows and resets counters. Reads Redis itself. For counters in memory
+//! (the memory store, and `scope = "instance"`), it asks the admin port of the running proxy, which
+//! lists only keys with rejected requests.
 
 use super::admin_client::AdminClient;
 use super::limit_status::{format_key_status, format_wait};
@@ -10,6 +11,7 @@ use crate::app::key_status::{ResolvedKey, resolve_key};
 use crate::app::limit_json::{self, algorithm_name};
 use crate::config::{self, Config, ConfigSources, StoreSettings, format_period};
 use crate::limiter::Algorithm;
+use crate::policy::Policy;
 use crate::store::redis::{CounterInspector, RedisCounter, RedisSettings};
 use serde_json::{Value, json};
 
@@ -52,12 +54,15 @@ pub(super) fn run(
     as_json: bool,
 ) -> Result<String, CommandError> {
     let config = config::load(sources)?;
-    let StoreSettings::Redis(redis) = &config.store else {
-        return Ok(run_by_admin_port(
-            &AdminClient::from_sources(sources)?,
-            command,
-            as_json,
-        )?);
+    let redis = match &config.store {
+        StoreSettings::Redis(redis) if !command.reads_instance_counters(&config) => redis,
+        _ => {
+            return Ok(run_by_admin_port(
+                &AdminClient::from_sources(sources)?,
+                command,
+                as_json,
+            )?);
+        }
     };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -66,7 +71,7 @@ pub(super) fn run(
     let printed = runtime.block_on(async {
         match command {
             KeysCommand::List { policy, most } => {
-                list_counters(redis, policy.as_deref(), *most, as_json).await
+                list_counters(&config, redis, policy.as_deref(), *most, as_json).await
             }
             KeysCommand::Show(selector) => show_key(&config, selector, as_json).await,
             KeysCommand::Reset(selector) => reset_key(&config, selector, as_json).await,
@@ -75,15 +80,32 @@ pub(super) fn run(
     Ok(printed?)
 }
 
+/// What the keys of a policy begin with: its name, or the counter that it shares.
+fn key_owner<'c>(config: &'c Config, policy: &'c str) -> &'c str {
+    let mut policies = config.policy_table.policies().iter();
+    let quota = policies.find(|known| *known.name == *policy);
+    let quota = quota.and_then(Policy::quota);
+    quota.map_or(policy, |quota| quota.key.key_owner(policy))
+}
+
+/// The policies whose counters are in the memory of each instance.
+fn instance_policy_names(config: &Config) -> Vec<&str> {
+    let policies = config.policy_table.policies().iter();
+    let in_memory = policies.filter(|policy| policy.is_instance_scoped());
+    in_memory.map(|policy| &*policy.name).collect()
+}
+
 async fn list_counters(
+    config: &Config,
     redis: &RedisSettings,
     policy: Option<&str>,
     max_counters: usize,
     as_json: bool,
 ) -> Result<String, String> {
     let inspector = connect_inspector(redis).await?;
+    let owner = policy.map(|name| key_owner(config, name));
     let (mut counters, has_more) = inspector
-        .list_counters(policy, max_counters)
+        .list_counters(owner, max_counters)
         .await
         .map_err(format_error)?;
     counters.sort_by(|a, b| {
@@ -117,6 +139,13 @@ async fn list_counters(
                 .as_deref()
                 .unwrap_or(&counter.key)
                 .escape_debug(),
+        ));
+    }
+    let instance_policies = instance_policy_names(config);
+    if policy.is_none() && !instance_policies.is_empty() {
+        text.push_str(&format!(
+            "Not listed: {}, counted by each instance; --policy NAME asks the proxy at admin.address.\n",
+            instance_policies.join(", ")
         ));
     }
     if has_more {
@@ -235,7 +264,7 @@ fn format_rejected_keys(response: &Value) -> String {
             json_text(entry, "key").escape_debug(),
         ));
     }
-    text.push_str("The memory store lists only keys with rejected requests.\n");
+    text.push_str("Of counters in memory, only keys with rejected requests are listed.\n");
     text
 }
 
@@ -255,6 +284,21 @@ async fn connect_inspector(redis: &RedisSettings) -> Result<CounterInspector, St
 
 fn format_error(error: impl std::fmt::Display) -> String {
     format!("error: {error}\n")
+}
+
+impl KeysCommand {
+    /// Whether the command is about a policy whose counters are in the memory of each instance.
+    fn reads_instance_counters(&self, config: &Config) -> bool {
+        let policy = match self {
+            Self::List { policy, .. } => policy.as_deref(),
+            Self::Show(selector) | Self::Reset(selector) => Some(&*selector.policy),
+        };
+        policy.is_some_and(|name| {
+            let policies = config.policy_table.policies();
+            let named = policies.iter().find(|known| *known.name == *name);
+            named.is_some_and(Policy::is_instance_scoped)
+        })
+    }
 }
 
 impl KeySelector {

@@ -41,6 +41,9 @@ pub(super) fn format_key_status(status: &Value) -> String {
             format_wait(seconds_to_micros(blocked_s))
         ));
     }
+    if status.get("scope").and_then(Value::as_str) == Some("instance") {
+        text.push_str("  counted by this instance for itself\n");
+    }
     let limits = status.get("limits").and_then(Value::as_array);
     for limit in limits.into_iter().flatten() {
         text.push_str(&format!("  {}\n", format_limit_status(limit)));

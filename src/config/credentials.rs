@@ -104,8 +104,9 @@ impl CredentialSource {
         self.load_with(|input, root| {
             let store = root.get_table("store");
             let uses_redis = store.get_keyword("kind", &[("memory", false), ("redis", true)])?;
-            let redis =
-                settings::build_redis_settings(input, &store.get_table("redis"), uses_redis)?;
+            let memory = settings::build_memory_settings(&store.get_table("memory"))?;
+            let redis = store.get_table("redis");
+            let redis = settings::build_redis_settings(input, &redis, uses_redis, memory)?;
             Some(uses_redis.then_some(redis))
         })
     }

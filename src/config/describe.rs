@@ -52,7 +52,10 @@ pub(super) fn describe_policy(
             format!(
                 ", {}{}",
                 describe_quota(quota, &policy.matcher),
-                describe_store_failure(policy.on_store_failure, matches_descriptors)
+                match quota.is_instance_scoped() {
+                    true => "; counted by each instance for itself",
+                    false => describe_store_failure(policy.on_store_failure, matches_descriptors),
+                }
             )
         }
     };
@@ -138,6 +141,10 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
             describe_limits(&entry.limits)
         )
     });
+    let counter = quota.key.counter_name();
+    let counter = counter.map_or_else(String::new, |counter| {
+        format!("; one quota for all policies with the counter {counter}")
+    });
     let dynamic = match quota.is_dynamic {
         true => "; overrides of single keys in the store",
         false => "",
@@ -156,7 +163,7 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
         format!("; {size} for {ttl}")
     });
     format!(
-        "{per}: {}{cost}{}{dynamic}{block}{rejected}{lease}{}",
+        "{per}: {}{cost}{}{counter}{dynamic}{block}{rejected}{lease}{}",
         describe_limits(&quota.limits),
         overrides.collect::<String>(),
         describe_missing_key(quota, matcher),

@@ -60,7 +60,8 @@ pub(super) fn suggest_value(kind: &ValueKind, value: &Value) -> String {
     suggestion.map_or_else(String::new, |found| format!("; did you mean {found}?"))
 }
 
-fn find_similar_word<'w>(words: &[&'w str], text: &str) -> Option<&'w str> {
+/// The word that is most like `text`, if any is like it.
+pub(super) fn find_similar_word<'w>(words: &[&'w str], text: &str) -> Option<&'w str> {
     let likeness = |word: &str| strsim::jaro_winkler(word, text);
     words
         .iter()

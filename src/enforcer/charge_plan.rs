@@ -52,6 +52,8 @@ pub(super) struct PlannedPolicy<'t> {
 }
 
 impl<'t> PlannedPolicy<'t> {
+    /// Whether both charge the same counters: the same policy by several descriptors, or policies
+    /// with the same `counter`.
     fn shares_counters_with(&self, other: &Self) -> bool {
         let identities = |planned_policy: &Self| {
             planned_policy
@@ -59,25 +61,17 @@ impl<'t> PlannedPolicy<'t> {
                 .iter()
                 .map(|named| named.limit.counter_identity())
         };
-        self.policy_index == other.policy_index
-            && self.key.id() == other.key.id()
-            && identities(self).eq(identities(other))
+        self.key.id() == other.key.id() && identities(self).eq(identities(other))
     }
 
-    /// Adds another charge of the same counters. If equal descriptors carry different limits, the
-    /// tighter ones apply.
-    fn merge(&mut self, other: &PlannedPolicy<'t>) {
-        self.cost = self.cost.saturating_add(other.cost).min(MAX_UNITS);
-        let min_requests = |planned_policy: &PlannedPolicy<'t>| {
-            planned_policy
-                .limits
-                .iter()
-                .map(|named| named.limit.requests)
-                .min()
-        };
-        if min_requests(other) < min_requests(self) {
-            self.limits = other.limits;
+    /// Replaces two charges of the same counters by one of `cost`. The policy with the tighter
+    /// limits decides. (Equal descriptors can carry different limits, too.)
+    fn merge(&mut self, other: PlannedPolicy<'t>, cost: u64) {
+        let mut pairs = self.limits.iter().zip(other.limits);
+        if pairs.any(|(own, others)| others.limit.is_tighter_than(&own.limit)) {
+            *self = other;
         }
+        self.cost = cost;
     }
 
     /// The name of a limit if overrides in the store apply to it.
@@ -176,7 +170,7 @@ impl<'t> ChargePlan<'t> {
                 Ok(Some((key, limits))) => {
                     let block = quota.block.as_ref().filter(|_| policy.is_enforced());
                     let counts_responses = block.is_some() && quota.counts_responses();
-                    self.add_planned_policy(PlannedPolicy {
+                    let planned_policy = PlannedPolicy {
                         policy_index: index,
                         policy,
                         counted_key: counts_responses.then(|| Box::new(key.to_counted_key())),
@@ -190,7 +184,9 @@ impl<'t> ChargePlan<'t> {
                         lease: quota.lease,
                         is_dynamic: quota.is_dynamic
                             && !descriptor.is_some_and(Descriptor::has_own_limit),
-                    });
+                    };
+                    // A request is charged once by the policies of one `counter`.
+                    self.add_planned_policy(planned_policy, u64::max);
                 }
                 Ok(None) => {}
                 Err(error) => {
@@ -223,15 +219,22 @@ impl<'t> ChargePlan<'t> {
         })
     }
 
-    /// Adds a planned policy. Several descriptors of a call may use one counter, which must be
-    /// charged only once.
-    pub(super) fn add_planned_policy(&mut self, planned_policy: PlannedPolicy<'t>) {
+    /// Adds a planned policy. A counter must be charged only once, so the costs of policies with the
+    /// same counter are combined.
+    pub(super) fn add_planned_policy(
+        &mut self,
+        planned_policy: PlannedPolicy<'t>,
+        combine_costs: impl Fn(u64, u64) -> u64,
+    ) {
         let existing = self
             .planned_policies
             .iter_mut()
             .find(|other| other.shares_counters_with(&planned_policy));
         match existing {
-            Some(same) => same.merge(&planned_policy),
+            Some(same) => {
+                let cost = combine_costs(same.cost, planned_policy.cost);
+                same.merge(planned_policy, cost.min(MAX_UNITS));
+            }
             None => self.planned_policies.push(planned_policy),
         }
     }

@@ -4,10 +4,10 @@ use super::UnenforcedRejections;
 use super::charge_plan::{ChargePlan, PlannedPolicy};
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
-    Facts, KeyDigests, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, Quota,
-    UnmetCondition,
+    Facts, KeyDigests, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
 };
 use crate::store::{Store, StoreUnavailable};
+use smallvec::smallvec;
 
 /// The effect of one policy on a request.
 #[derive(Debug)]
@@ -73,55 +73,63 @@ pub async fn explain_request<'t>(
                         estimate: None,
                         counted_key: None,
                         counts_rejected: false,
-                        shards: quota_of(policy).map_or(1, |quota| quota.shards),
+                        shards: policy.quota().map_or(1, |quota| quota.shards),
                         lease: None,
-                        is_dynamic: quota_of(policy).is_some_and(|quota| quota.is_dynamic),
+                        is_dynamic: policy.quota().is_some_and(|quota| quota.is_dynamic),
                     })
                 }
                 _ => None,
             });
-    let plan = ChargePlan {
-        planned_policies: planned_policies.collect(),
-        unenforced_rejections: UnenforcedRejections::default(),
-    };
-    if plan.planned_policies.is_empty() {
-        return PolicyExplanation {
-            steps,
-            store: Ok(None),
+    let mut now_us = None;
+    for plan in separate_shared_counters(planned_policies.collect()) {
+        let decision = match store.decide(&plan.build_charges(0, 0)).await {
+            Ok(decision) => decision,
+            Err(unavailable) => {
+                return PolicyExplanation {
+                    steps,
+                    store: Err(unavailable),
+                };
+            }
         };
-    }
-    let decision = match store.decide(&plan.build_charges(0, 0)).await {
-        Ok(decision) => decision,
-        Err(unavailable) => {
-            return PolicyExplanation {
-                steps,
-                store: Err(unavailable),
-            };
+        let mut statuses = decision.statuses.into_iter();
+        for planned_policy in &plan.planned_policies {
+            let step = steps.get_mut(planned_policy.policy_index);
+            if let Some((_, PolicyStep::Limits(limits))) = step {
+                let block = limits.block.and_then(|_| statuses.next().flatten());
+                limits.blocked_until_us = block.and_then(|block| block.next_growth_us);
+                limits.statuses = statuses
+                    .by_ref()
+                    .take(limits.limits.len())
+                    .flatten()
+                    .collect();
+            }
         }
-    };
-    let mut statuses = decision.statuses.into_iter();
-    for (_, step) in &mut steps {
-        if let PolicyStep::Limits(limits) = step {
-            let block = limits.block.and_then(|_| statuses.next().flatten());
-            limits.blocked_until_us = block.and_then(|block| block.next_growth_us);
-            limits.statuses = statuses
-                .by_ref()
-                .take(limits.limits.len())
-                .flatten()
-                .collect();
-        }
+        now_us = now_us.or(Some(decision.now_us));
     }
     PolicyExplanation {
         steps,
-        store: Ok(Some(decision.now_us)),
+        store: Ok(now_us),
     }
 }
 
-fn quota_of(policy: &Policy) -> Option<&Quota> {
-    match &policy.action {
-        PolicyAction::Limit(quota) => Some(quota),
-        PolicyAction::Allow | PolicyAction::Deny => None,
+/// Divides planned policies so that no plan has a key twice: policies with one `counter` read it
+/// one after the other, each by its own limits.
+fn separate_shared_counters(planned_policies: Vec<PlannedPolicy<'_>>) -> Vec<ChargePlan<'_>> {
+    let mut plans: Vec<ChargePlan<'_>> = Vec::new();
+    for planned_policy in planned_policies {
+        let lacks_key = |plan: &&mut ChargePlan<'_>| {
+            let mut planned = plan.planned_policies.iter();
+            planned.all(|other| other.key.id() != planned_policy.key.id())
+        };
+        match plans.iter_mut().find(lacks_key) {
+            Some(plan) => plan.planned_policies.push(planned_policy),
+            None => plans.push(ChargePlan {
+                planned_policies: smallvec![planned_policy],
+                unenforced_rejections: UnenforcedRejections::default(),
+            }),
+        }
     }
+    plans
 }
 
 fn explain_policies<'t>(

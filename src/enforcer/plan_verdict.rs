@@ -1,12 +1,13 @@
 //! From the store's decision about a plan to a verdict, and to the decision of each policy.
 
-use super::charge_plan::ChargePlan;
+use super::charge_plan::{ChargePlan, PlannedPolicy};
 use super::decisions::PolicyDecision;
 use super::{LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Decision, Key, LimitStatus, Refusal};
 use crate::policy::{NamedLimit, OnStoreFailure, Policy, PolicyMode};
 use crate::store::StoreUnavailable;
 use smallvec::SmallVec;
+use std::slice::Iter;
 use std::time::Duration;
 
 impl<'t> ChargePlan<'t> {
@@ -61,7 +62,9 @@ impl<'t> ChargePlan<'t> {
         unavailable: &StoreUnavailable,
         fallback_decision: Option<&Decision>,
     ) -> Verdict<'t> {
-        let is_degraded = self.enforced_policies().next().is_some();
+        let is_degraded = self
+            .enforced_policies()
+            .any(|policy| !policy.is_instance_scoped());
         if let Some(policy) = self.first_fail_closed_policy() {
             let outcome = RequestOutcome::Unavailable {
                 policy: &policy.name,
@@ -96,32 +99,14 @@ impl<'t> ChargePlan<'t> {
     ) {
         let mut statuses = decision.statuses.iter();
         for planned_policy in &self.planned_policies {
-            let block = planned_policy.block.and_then(|_| *statuses.next()?);
-            let blocked = block.is_some_and(|block| block.refusal.is_some());
-            let (mut refused, mut known) = (false, true);
-            for status in statuses.by_ref().take(planned_policy.limits.len()) {
-                refused |= status.is_some_and(|status| status.refusal.is_some());
-                known &= status.is_some();
+            let is_delayed = decision.delay_us > 0;
+            if let Some(decision_label) = planned_policy.read_decision(&mut statuses, is_delayed) {
+                count(
+                    planned_policy.policy_index,
+                    Some(&planned_policy.key),
+                    decision_label,
+                );
             }
-            planned_policy.skip_counted_statuses(&mut statuses);
-            let mode = planned_policy.policy.mode;
-            let decision_label = match (refused, mode) {
-                _ if blocked => PolicyDecision::Blocked,
-                (true, PolicyMode::Enforce) => PolicyDecision::Rejected,
-                (true, _) => PolicyDecision::from_mode(mode),
-                (false, PolicyMode::Enforce)
-                    if decision.delay_us > 0 && planned_policy.may_delay_requests() =>
-                {
-                    PolicyDecision::Delayed
-                }
-                (false, _) if known => PolicyDecision::Allowed,
-                (false, _) => continue,
-            };
-            count(
-                planned_policy.policy_index,
-                Some(&planned_policy.key),
-                decision_label,
-            );
         }
     }
 
@@ -133,36 +118,81 @@ impl<'t> ChargePlan<'t> {
         record_decision: impl Fn(usize, Option<&Key>, PolicyDecision),
     ) {
         let mut statuses = fallback_decision.map(|decision| decision.statuses.iter());
+        let is_delayed = fallback_decision.is_some_and(|decision| decision.delay_us > 0);
         for planned_policy in &self.planned_policies {
-            let charges = planned_policy.limits.len() + usize::from(planned_policy.block.is_some());
-            let own = statuses
-                .iter_mut()
-                .flat_map(|statuses| statuses.by_ref().take(charges));
-            // Counted, not searched: the iterator has to pass all statuses of this policy.
-            let refused = own
-                .flatten()
-                .filter(|status| status.refusal.is_some())
-                .count()
-                > 0;
-            if let Some(statuses) = &mut statuses {
-                planned_policy.skip_counted_statuses(statuses);
-            }
-            let decision_label = match planned_policy.policy.on_store_failure {
-                _ if !planned_policy.policy.is_enforced() => PolicyDecision::DegradedUndecided,
-                OnStoreFailure::Open => PolicyDecision::DegradedOpen,
-                OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
-                // Another policy is closed: nothing was decided.
-                OnStoreFailure::Local if fallback_decision.is_none() => {
-                    PolicyDecision::DegradedUndecided
-                }
-                OnStoreFailure::Local if refused => PolicyDecision::DegradedLocalRejected,
-                OnStoreFailure::Local => PolicyDecision::DegradedLocalAllowed,
+            let decision_label = if planned_policy.key.is_instance_scoped() {
+                let read = |statuses| planned_policy.read_decision(statuses, is_delayed);
+                statuses.as_mut().and_then(read)
+            } else {
+                let is_decided = fallback_decision.is_some();
+                Some(planned_policy.read_degraded_decision(statuses.as_mut(), is_decided))
             };
-            record_decision(
-                planned_policy.policy_index,
-                Some(&planned_policy.key),
-                decision_label,
-            );
+            if let Some(decision_label) = decision_label {
+                record_decision(
+                    planned_policy.policy_index,
+                    Some(&planned_policy.key),
+                    decision_label,
+                );
+            }
+        }
+    }
+}
+
+impl PlannedPolicy<'_> {
+    /// The decision of the policy, from the next statuses, which are its own. `None` if a status is
+    /// unknown.
+    fn read_decision(
+        &self,
+        statuses: &mut Iter<'_, Option<LimitStatus>>,
+        is_delayed: bool,
+    ) -> Option<PolicyDecision> {
+        let block = self.block.and_then(|_| *statuses.next()?);
+        let blocked = block.is_some_and(|block| block.refusal.is_some());
+        let (mut refused, mut known) = (false, true);
+        for status in statuses.by_ref().take(self.limits.len()) {
+            refused |= status.is_some_and(|status| status.refusal.is_some());
+            known &= status.is_some();
+        }
+        self.skip_counted_statuses(statuses);
+        let mode = self.policy.mode;
+        match (refused, mode) {
+            _ if blocked => Some(PolicyDecision::Blocked),
+            (true, PolicyMode::Enforce) => Some(PolicyDecision::Rejected),
+            (true, _) => Some(PolicyDecision::from_mode(mode)),
+            (false, PolicyMode::Enforce) if is_delayed && self.may_delay_requests() => {
+                Some(PolicyDecision::Delayed)
+            }
+            (false, _) => known.then_some(PolicyDecision::Allowed),
+        }
+    }
+
+    /// The decision of the policy while the store is unavailable. `statuses` starts with its own,
+    /// if `is_decided`: a decision was made without the store.
+    fn read_degraded_decision(
+        &self,
+        mut statuses: Option<&mut Iter<'_, Option<LimitStatus>>>,
+        is_decided: bool,
+    ) -> PolicyDecision {
+        let charges = self.limits.len() + usize::from(self.block.is_some());
+        // Counted, not searched: the iterator has to pass all statuses of this policy.
+        let refused = statuses
+            .iter_mut()
+            .flat_map(|statuses| statuses.by_ref().take(charges))
+            .flatten()
+            .filter(|status| status.refusal.is_some())
+            .count()
+            > 0;
+        if let Some(statuses) = statuses {
+            self.skip_counted_statuses(statuses);
+        }
+        match self.policy.on_store_failure {
+            _ if !self.policy.is_enforced() => PolicyDecision::DegradedUndecided,
+            OnStoreFailure::Open => PolicyDecision::DegradedOpen,
+            OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
+            // Another policy is closed: nothing was decided.
+            OnStoreFailure::Local if !is_decided => PolicyDecision::DegradedUndecided,
+            OnStoreFailure::Local if refused => PolicyDecision::DegradedLocalRejected,
+            OnStoreFailure::Local => PolicyDecision::DegradedLocalAllowed,
         }
     }
 }

@@ -105,7 +105,10 @@ impl Enforcer {
             descriptor_plan
                 .planned_policies
                 .into_iter()
-                .for_each(|planned_policy| plan.add_planned_policy(planned_policy));
+                .for_each(|planned_policy| {
+                    // Each descriptor of a call is a hit.
+                    plan.add_planned_policy(planned_policy, u64::saturating_add);
+                });
         }
         let has_zero_cost = plan
             .planned_policies

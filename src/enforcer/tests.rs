@@ -30,6 +30,10 @@ const UNREACHABLE_REDIS: RedisSettings = RedisSettings {
     tls: None,
     key_prefix: String::new(),
     initial_instances: 1,
+    instance_counter_bounds: MemorySettings {
+        max_keys: 100,
+        max_bytes: 1 << 20,
+    },
     state_dir: None,
     timeout: Duration::from_millis(50),
     connect_timeout: Duration::from_secs(1),

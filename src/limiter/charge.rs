@@ -102,6 +102,11 @@ impl<'a> Charge<'a> {
         self.lease.filter(|_| self.requested_lease_units > 0)
     }
 
+    /// Whether the counter is in the memory of this process, whatever the store is.
+    pub fn is_instance_scoped(&self) -> bool {
+        self.key.is_instance_scoped()
+    }
+
     pub fn is_block(&self) -> bool {
         self.limit.algorithm == Algorithm::Block
     }

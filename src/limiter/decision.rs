@@ -87,6 +87,26 @@ impl Decision {
         self.override_expiries = Box::default();
         self
     }
+
+    /// Adds the decision of another part of the store about charges of the same request that have
+    /// no status here. Both have been expanded to the request. Statuses get the clock of `self`;
+    /// the times of charges keep the clock of their part.
+    #[must_use]
+    pub fn merge(mut self, other: Self) -> Self {
+        for (status, added) in self.statuses.iter_mut().zip(other.statuses) {
+            let added = added.map(|added| added.convert_clock(other.now_us, self.now_us));
+            *status = status.or(added);
+        }
+        for (at_us, added) in self.charged_at_us.iter_mut().zip(other.charged_at_us) {
+            *at_us = at_us.or(added);
+        }
+        self.admitted &= other.admitted;
+        self.delay_us = match self.admitted {
+            true => self.delay_us.max(other.delay_us),
+            false => 0,
+        };
+        self
+    }
 }
 
 impl LimitStatus {

@@ -23,6 +23,26 @@ pub struct Key {
     encoded_values: SmallVec<[u8; 96]>,
 }
 
+/// Where the counters of a policy are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CounterScope {
+    /// In the store, shared by all instances.
+    #[default]
+    Shared,
+    /// In the memory of this process, also if the store is Redis.
+    Instance,
+}
+
+impl CounterScope {
+    /// The name in the configuration and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Shared => "shared",
+            Self::Instance => "instance",
+        }
+    }
+}
+
 /// Collects the values of a [`Key`] in order.
 #[derive(Debug)]
 pub struct KeyBuilder {
@@ -40,11 +60,21 @@ const COUNTED_TAG: u8 = 4;
 /// The bit that distinguishes the ids of a key and of its counter of counted responses.
 const COUNTED_ID_BIT: u128 = 1 << 127;
 
+/// Precedes the policy name of a key of [`CounterScope::Instance`].
+const INSTANCE_TAG: u8 = 5;
+
 impl KeyBuilder {
     pub fn new(policy: &str) -> Self {
+        Self::with_scope(policy, CounterScope::Shared)
+    }
+
+    pub fn with_scope(policy: &str, scope: CounterScope) -> Self {
         let mut builder = Self {
             encoded_values: SmallVec::new(),
         };
+        if scope == CounterScope::Instance {
+            builder.encoded_values.push(INSTANCE_TAG);
+        }
         builder.push_encoded_value(policy.as_bytes());
         builder
     }
@@ -157,11 +187,28 @@ impl Key {
         self.id
     }
 
-    /// The policy's name, framed.
+    /// Where the counters are.
+    pub fn scope(&self) -> CounterScope {
+        match self.is_instance_scoped() {
+            true => CounterScope::Instance,
+            false => CounterScope::Shared,
+        }
+    }
+
+    /// Whether the counters are in the memory of this process, whatever the store is.
+    pub fn is_instance_scoped(&self) -> bool {
+        matches!(
+            *self.encoded_values,
+            [INSTANCE_TAG, ..] | [COUNTED_TAG, INSTANCE_TAG, ..]
+        )
+    }
+
+    /// The policy's name, framed, with its scope.
     pub fn encoded_policy_name(&self) -> &[u8] {
         let values = self.quota_values();
         let len = match values {
             [VERBATIM_TAG, len, ..] => 2 + usize::from(*len),
+            [INSTANCE_TAG, VERBATIM_TAG, len, ..] => 3 + usize::from(*len),
             _ => 1 + DIGEST_BYTES,
         };
         values.get(..len).unwrap_or(values)
@@ -221,7 +268,10 @@ impl Key {
 
     /// The policy's name.
     pub fn policy_name(&self) -> &str {
-        let name = self.encoded_policy_name().get(2..).unwrap_or_default();
+        let name = match self.encoded_policy_name() {
+            [INSTANCE_TAG, _, _, name @ ..] | [_, _, name @ ..] => name,
+            _ => &[],
+        };
         std::str::from_utf8(name).unwrap_or_default()
     }
 
@@ -237,6 +287,7 @@ impl Key {
                 text.push('/');
             }
             rest = match *kind {
+                INSTANCE_TAG => tail,
                 VERBATIM_TAG => {
                     let (len, tail) = tail.split_first().unwrap_or((&0, &[]));
                     let (value, tail) = tail
@@ -439,6 +490,27 @@ mod tests {
         );
         assert_ne!(a.id(), b.id());
         assert!(a.to_readable_string().len() < 64, "{a}");
+    }
+
+    #[test]
+    fn keys_of_different_scopes_differ_and_read_the_same() {
+        let make = |scope| {
+            let mut builder = KeyBuilder::with_scope("p", scope);
+            builder.push_key_value(Some(b"x"));
+            builder.finish()
+        };
+        let (shared, instance) = (make(CounterScope::Shared), make(CounterScope::Instance));
+        assert_ne!(shared.id(), instance.id());
+        assert_eq!(
+            (shared.is_instance_scoped(), instance.is_instance_scoped()),
+            (false, true)
+        );
+        for key in [shared, instance] {
+            assert_eq!((key.policy_name(), &*key.to_string()), ("p", "p/x"));
+            let counted = key.to_counted_key();
+            assert_eq!(counted.is_instance_scoped(), key.is_instance_scoped());
+            assert_eq!(counted.to_string(), key.to_string());
+        }
     }
 
     #[test]

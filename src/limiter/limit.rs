@@ -147,6 +147,11 @@ impl Limit {
         }
     }
 
+    /// Whether this limit refuses earlier than another one of the same counter.
+    pub fn is_tighter_than(&self, other: &Self) -> bool {
+        self.requests < other.requests || self.capacity() < other.capacity()
+    }
+
     /// The largest cost that is admitted when no units are in use: the capacity, or less for a
     /// bucket with a warm-up.
     pub fn cold_capacity(&self) -> u64 {

@@ -6,7 +6,7 @@ use super::key_error::KeyError;
 use super::key_hasher::KeyHasher;
 use super::key_part::{KeyContext, KeyPart, KeyValues, format_client_network};
 use super::{Facts, client, path};
-use crate::limiter::{Key, KeyBuilder};
+use crate::limiter::{CounterScope, Key, KeyBuilder};
 use std::borrow::Cow;
 use std::net::IpAddr;
 
@@ -17,7 +17,13 @@ pub struct KeyTemplate {
     /// For each part, whether its value is stored as a digest. Empty if none is.
     hashed: Vec<bool>,
     hasher: KeyHasher,
+    scope: CounterScope,
+    /// What stands for the policy's name in keys, if the policy shares its counters.
+    counter: Option<Box<str>>,
 }
+
+/// Precedes the name of a shared counter in keys. No name of a policy begins with it.
+const SHARED_COUNTER_MARK: &str = "@";
 
 /// The action if a part is absent or empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +55,42 @@ impl KeyTemplate {
             parts,
             hashed,
             hasher,
+            scope: CounterScope::Shared,
+            counter: None,
         }
+    }
+
+    /// Sets the name of the counter that the policy shares with others.
+    #[must_use]
+    pub fn with_counter(self, name: Option<String>) -> Self {
+        let counter = name.map(|name| format!("{SHARED_COUNTER_MARK}{name}").into());
+        Self { counter, ..self }
+    }
+
+    /// The name of the counter that the policy shares with others.
+    pub fn counter_name(&self) -> Option<&str> {
+        self.counter.as_deref()?.strip_prefix(SHARED_COUNTER_MARK)
+    }
+
+    /// The first part of the keys of policy `name`: that name, or its shared counter.
+    pub fn key_owner<'n>(&'n self, name: &'n str) -> &'n str {
+        self.counter.as_deref().unwrap_or(name)
+    }
+
+    /// Sets where the counters of the keys are.
+    #[must_use]
+    pub fn with_scope(self, scope: CounterScope) -> Self {
+        Self { scope, ..self }
+    }
+
+    /// Where the counters of the keys are.
+    pub fn scope(&self) -> CounterScope {
+        self.scope
+    }
+
+    /// A builder of a key of policy `name`, without values.
+    pub(super) fn new_key(&self, name: &str) -> KeyBuilder {
+        KeyBuilder::with_scope(self.key_owner(name), self.scope)
     }
 
     /// Whether the value at a position is stored as a digest.
@@ -71,7 +112,7 @@ impl KeyTemplate {
         values: &KeyValues<'_>,
         digests: &mut KeyDigests<'t>,
     ) -> Key {
-        let mut builder = KeyBuilder::new(name);
+        let mut builder = self.new_key(name);
         if !self.has_hashed_part() {
             for value in values {
                 builder.push_key_value(value.as_deref());

@@ -139,6 +139,19 @@ impl Policy {
         self.mode == PolicyMode::Enforce
     }
 
+    /// The quota, if the policy limits requests.
+    pub fn quota(&self) -> Option<&Quota> {
+        match &self.action {
+            PolicyAction::Limit(quota) => Some(quota),
+            PolicyAction::Allow | PolicyAction::Deny => None,
+        }
+    }
+
+    /// Whether each instance counts for itself, so that the store's availability is irrelevant.
+    pub fn is_instance_scoped(&self) -> bool {
+        self.quota().is_some_and(Quota::is_instance_scoped)
+    }
+
     /// Returns the first condition that does not hold, or `None` if the policy applies.
     ///
     /// A path may have several interpretations. A limiting or denying policy applies if any

@@ -4,7 +4,7 @@ use super::{
     CostSource, Descriptor, Facts, KeyContext, KeyDigests, KeyError, KeyTemplate, KeyValues,
     MissingKeyAction, NamedLimit, client, path,
 };
-use crate::limiter::{Key, KeyBuilder, LeaseTerms, Limit, ListedValue};
+use crate::limiter::{CounterScope, Key, LeaseTerms, Limit, ListedValue};
 use foldhash::HashMap;
 use std::fmt;
 
@@ -56,6 +56,11 @@ pub struct LimitOverride {
 }
 
 impl Quota {
+    /// Whether each instance counts for itself, in its memory.
+    pub fn is_instance_scoped(&self) -> bool {
+        self.key.scope() == CounterScope::Instance
+    }
+
     /// Whether only counted responses start the block (`count_when` with `block_for`): they have
     /// counters of their own.
     pub fn counts_responses(&self) -> bool {
@@ -161,7 +166,7 @@ impl Quota {
                 values.len()
             ));
         }
-        let (mut builder, mut digests) = (KeyBuilder::new(name), KeyDigests::default());
+        let (mut builder, mut digests) = (self.key.new_key(name), KeyDigests::default());
         let mut compared = KeyValues::new();
         for (position, text) in values.iter().enumerate() {
             let value: Option<Box<str>> = match parse(text) {

@@ -84,6 +84,13 @@ impl PolicyTable {
                 }
             }
             let (key, limits) = quota.key_and_limits(&policy.name, &values, &mut digests);
+            // Policies with one `counter` have one quota of the client.
+            if quotas
+                .iter()
+                .any(|one: &ClientQuota<'_>| one.key.id() == key.id())
+            {
+                continue;
+            }
             quotas.push(ClientQuota {
                 policy_index,
                 policy,

@@ -65,6 +65,16 @@ pub(super) fn describe_missing_fields(
         .iter()
         .filter_map(|policy| check.describe_missing_policy_fields(policy))
         .collect();
+    let policies = table.policies().iter();
+    let by_instances = policies.filter(|policy| policy.is_instance_scoped());
+    let by_instances: Vec<&str> = by_instances.map(|policy| &*policy.name).collect();
+    if !by_instances.is_empty() {
+        sentences.push(format!(
+            "each instance counts {} for itself (scope = \"instance\"), and the log does not say which instance \
+             received a request; the replay counts like one instance",
+            by_instances.join(", ")
+        ));
+    }
     if table.depends_on_client_ip() {
         if coverage.with_peer < coverage.requests {
             let missing = coverage.requests - coverage.with_peer;

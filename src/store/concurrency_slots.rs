@@ -154,21 +154,21 @@ impl ConcurrencySlots {
         wait_until_drained(&self.0.drained, is_drained).await;
     }
 
-    /// Releases a slot in the memory store at once, and in Redis soon.
+    /// Releases a slot of counters in memory at once, and of those in Redis soon.
     fn release_slot(&self, slot_id: u128) {
         let mut state = self.0.state.lock();
         let Some(slot) = state.held.remove(&slot_id) else {
             return;
         };
         state.renewals.remove(&(slot.call_at, slot_id));
-        let Store::Memory(memory) = &self.0.store else {
-            return self.enqueue_release(&mut state, slot_id, slot.counters);
-        };
-        drop(state);
-        let amendment = Amendment::Release { slot: slot_id };
+        let mut in_redis = SmallVec::new();
         for counter in slot.counters {
-            memory.apply_settlements(&[Settlement::from_pending(&(counter, amendment))]);
+            let release = (counter, Amendment::Release { slot: slot_id });
+            if !self.0.store.apply_in_memory(&release) {
+                in_redis.push(release.0);
+            }
         }
+        self.enqueue_release(&mut state, slot_id, in_redis);
     }
 
     /// Queues the release of a slot at these counters. Does nothing if the queue is full.

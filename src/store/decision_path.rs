@@ -1,5 +1,7 @@
 //! The steps from the charges of one request to a decision, in order:
 //!
+//! 0. Instance ([`InstanceReservation`]): this process decides charges of `scope = "instance"`. If
+//!    it refuses, the request is decided; otherwise the steps below decide all other charges.
 //! 1. Lease ([`LeasePool::take_permits`]): units charged in advance admit without a call.
 //! 2. Deny cache ([`DenyCache::find_refusal`]): a refusal that still holds refuses without a call.
 //! 3. Local share ([`super::FallbackStore::check_share_during_recovery`]): while an outage ends, it
@@ -29,6 +31,7 @@
 use super::decision_source::DecisionSource;
 use super::deny_cache::{DenyCache, DenyMatchScope};
 use super::fallback::find_positions;
+use super::instance_counters::InstanceReservation;
 use super::leases::LeasePool;
 use super::redis::RedisStore;
 use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
@@ -45,6 +48,9 @@ struct RedisDecisionPath<'s> {
     deny_cache: &'s DenyCache,
     redis: &'s RedisStore,
 }
+
+/// The charges that one part of the store decides, each with its index in the request.
+type IndexedCharges<'c> = SmallVec<[(usize, Charge<'c>); 4]>;
 
 /// The result of the checks before a call of Redis.
 #[expect(
@@ -101,17 +107,16 @@ impl Store {
                 redis,
             },
         };
-        if charges.iter().any(|charge| charge.lease.is_some()) {
-            // Boxed so that requests without leases need no space for this future.
-            return Box::pin(path.decide_with_leases(charges, requested_at)).await;
+        let has_own_step =
+            |charge: &Charge<'_>| charge.lease.is_some() || charge.is_instance_scoped();
+        if charges.iter().any(has_own_step) {
+            // Boxed so that other requests need no space for these futures.
+            return match charges.iter().any(Charge::is_instance_scoped) {
+                true => Box::pin(path.decide_by_scope(charges, requested_at)).await,
+                false => Box::pin(path.decide_with_leases(charges, requested_at)).await,
+            };
         }
-        match path.check_locally(charges, requested_at) {
-            LocalCheck::Refused(refusal) => Ok(refusal),
-            LocalCheck::Passed { held_back } => {
-                path.decide_in_redis(charges, &held_back, requested_at)
-                    .await
-            }
-        }
+        path.decide_without_leases(charges, requested_at).await
     }
 
     /// Decides charges of `local` policies that Redis left undecided, by this instance's share.
@@ -159,7 +164,97 @@ fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision
     Some(fallback.decide(charges, monotonic_now()))
 }
 
+fn without_indices<'c>(charges: &IndexedCharges<'c>) -> SmallVec<[Charge<'c>; 4]> {
+    charges.iter().map(|(_, charge)| *charge).collect()
+}
+
 impl RedisDecisionPath<'_> {
+    /// Step 0: decides charges of `scope = "instance"` in this process, then all others. Charges of
+    /// both are made, or none.
+    async fn decide_by_scope(
+        self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> Result<(Decision, DecisionSource), DecisionFailure> {
+        let (own, shared): (IndexedCharges<'_>, IndexedCharges<'_>) = charges
+            .iter()
+            .copied()
+            .enumerate()
+            .partition(|(_, charge)| charge.is_instance_scoped());
+        let own_charges = without_indices(&own);
+        let memory = self.redis.instance_counters();
+        if shared.is_empty() {
+            let decision = memory.decide_at(&own_charges, requested_at.into_std());
+            return Ok((decision, DecisionSource::Memory));
+        }
+        let expand = |decision: Decision, part: &IndexedCharges<'_>| {
+            decision.expand_to_request(part.iter().map(|(index, _)| *index), charges.len())
+        };
+        let (own_decision, reservation) =
+            InstanceReservation::decide(memory, &own_charges, requested_at.into_std());
+        // Reads of counters, which charge nothing, need the statuses of all.
+        let is_read = charges.iter().all(|charge| charge.cost == 0);
+        if !own_decision.admitted && !is_read {
+            return Ok((expand(own_decision, &own), DecisionSource::Memory));
+        }
+        let shared_charges = without_indices(&shared);
+        match self.decide_shared(&shared_charges, requested_at).await {
+            Ok((decision, source)) => {
+                let own_decision = match decision.admitted {
+                    true => {
+                        reservation.keep_charges();
+                        own_decision
+                    }
+                    false => reservation.return_charges(&own_charges, own_decision),
+                };
+                let decision = expand(decision, &shared).merge(expand(own_decision, &own));
+                Ok((decision, source))
+            }
+            Err(failure) => {
+                let DecisionFailure {
+                    unavailable,
+                    partial,
+                } = failure.expand_to_request(&shared, charges.len());
+                let partial = PartialDecision::with_instance_charges(
+                    partial.map(|partial| *partial),
+                    expand(own_decision, &own),
+                    reservation,
+                );
+                Err(DecisionFailure {
+                    unavailable,
+                    partial: Some(Box::new(partial)),
+                })
+            }
+        }
+    }
+
+    /// Steps 1 to 7: decides charges whose counters are in Redis.
+    async fn decide_shared(
+        self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> Result<(Decision, DecisionSource), DecisionFailure> {
+        match charges.iter().any(|charge| charge.lease.is_some()) {
+            true => self.decide_with_leases(charges, requested_at).await,
+            false => self.decide_without_leases(charges, requested_at).await,
+        }
+    }
+
+    /// Steps 2 to 7.
+    async fn decide_without_leases(
+        self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> Result<(Decision, DecisionSource), DecisionFailure> {
+        match self.check_locally(charges, requested_at) {
+            LocalCheck::Refused(refusal) => Ok(refusal),
+            LocalCheck::Passed { held_back } => {
+                self.decide_in_redis(charges, &held_back, requested_at)
+                    .await
+            }
+        }
+    }
+
     /// Step 1: issues leased units. Charges without leased units take the further steps.
     async fn decide_with_leases(
         self,

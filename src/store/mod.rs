@@ -7,6 +7,7 @@ mod decision_path;
 mod decision_source;
 mod deny_cache;
 mod fallback;
+mod instance_counters;
 mod leases;
 mod memory;
 mod partial_decision;
@@ -106,6 +107,28 @@ impl<'a> Settlement<'a> {
     }
 }
 
+/// Applies settlements in Redis. Keeps those of `local` policies for write-back if that fails.
+async fn apply_settlements_in_redis(
+    redis: &RedisStore,
+    settlements: &[Settlement<'_>],
+) -> Result<(), SettlementError> {
+    redis.fallback().apply_settlements(settlements);
+    let result = redis.apply_settlements(settlements).await;
+    result.or_else(|mut error| {
+        let is_lost = |index: &usize| {
+            settlements
+                .get(*index)
+                .is_some_and(|settlement| !redis.fallback().defer_settlement(settlement))
+        };
+        error.unconfirmed_indices.retain(is_lost);
+        if error.unconfirmed_indices.is_empty() {
+            Ok(())
+        } else {
+            Err(error)
+        }
+    })
+}
+
 impl Store {
     /// Creates a worker's store in Redis, with a deny cache and leases of its own.
     pub fn from_redis(redis: RedisStore) -> Self {
@@ -146,21 +169,42 @@ impl Store {
             }
             Self::Redis { redis, .. } => redis,
         };
-        redis.fallback().apply_settlements(settlements);
-        let result = redis.apply_settlements(settlements).await;
-        result.or_else(|mut error| {
-            let is_lost = |index: &usize| {
-                settlements
-                    .get(*index)
-                    .is_some_and(|settlement| !redis.fallback().defer_settlement(settlement))
-            };
-            error.unconfirmed_indices.retain(is_lost);
-            if error.unconfirmed_indices.is_empty() {
-                Ok(())
-            } else {
-                Err(error)
+        let is_in_memory = |settlement: &Settlement<'_>| {
+            self.memory_of(settlement.key).is_some_and(|memory| {
+                memory.apply_settlements(&[*settlement]);
+                true
+            })
+        };
+        let (indices, in_redis): (Vec<usize>, Vec<Settlement<'_>>) = (0..)
+            .zip(settlements.iter().copied())
+            .filter(|(_, settlement)| !is_in_memory(settlement))
+            .unzip();
+        let result = apply_settlements_in_redis(redis, &in_redis).await;
+        result.map_err(|mut error| {
+            for index in &mut error.unconfirmed_indices {
+                *index = indices.get(*index).copied().unwrap_or(*index);
             }
+            error
         })
+    }
+
+    /// The memory that has the counters of a key. `None` if they are in Redis.
+    fn memory_of(&self, key: &Key) -> Option<&MemoryStore> {
+        match self {
+            Self::Memory(memory) => Some(memory),
+            Self::Redis { redis, .. } => key
+                .is_instance_scoped()
+                .then(|| &**redis.instance_counters()),
+        }
+    }
+
+    /// Applies a settlement at once if its counter is in memory. Returns whether it is.
+    fn apply_in_memory(&self, settlement: &(LimitAndKey, Amendment)) -> bool {
+        let memory = self.memory_of(&settlement.0.1);
+        if let Some(memory) = memory {
+            memory.apply_settlements(&[Settlement::from_pending(settlement)]);
+        }
+        memory.is_some()
     }
 
     /// Returns all leases to Redis and removes the process from the membership, each within a time

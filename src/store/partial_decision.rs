@@ -1,6 +1,7 @@
 //! The decision on a request if a part of the store gave no answer.
 
 use super::StoreUnavailable;
+use super::instance_counters::InstanceReservation;
 use crate::limiter::{Charge, Decision};
 use smallvec::SmallVec;
 use tokio::sync::oneshot;
@@ -17,7 +18,10 @@ pub struct DecisionFailure {
 #[derive(Debug)]
 pub struct PartialDecision {
     pub decision: Decision,
-    confirmation: oneshot::Sender<()>,
+    /// Confirms the charges that a part of Redis has made, if any has.
+    confirmation: Option<oneshot::Sender<()>>,
+    /// The charges that this process has made, if there are any of its scope.
+    instance_charges: Option<InstanceReservation>,
 }
 
 impl PartialDecision {
@@ -27,9 +31,27 @@ impl PartialDecision {
         let (confirmation, confirmed) = oneshot::channel();
         let partial = Self {
             decision,
-            confirmation,
+            confirmation: Some(confirmation),
+            instance_charges: None,
         };
         (partial, confirmed)
+    }
+
+    /// Adds the decision of this process. `other` is what a part of Redis decided, if any.
+    pub(super) fn with_instance_charges(
+        other: Option<Self>,
+        decision: Decision,
+        instance_charges: InstanceReservation,
+    ) -> Self {
+        let (decision, confirmation) = match other {
+            Some(other) => (other.decision.merge(decision), other.confirmation),
+            None => (decision, None),
+        };
+        Self {
+            decision,
+            confirmation,
+            instance_charges: Some(instance_charges),
+        }
     }
 
     /// The indexes of the charges whose counter gave no answer.
@@ -64,8 +86,13 @@ impl PartialDecision {
 
     /// Keeps the charges, because the request is forwarded.
     pub(super) fn confirm_charges(self) -> Decision {
-        // Sending fails only if the runtime shuts down.
-        self.confirmation.send(()).ok();
+        if let Some(confirmation) = self.confirmation {
+            // Sending fails only if the runtime shuts down.
+            confirmation.send(()).ok();
+        }
+        if let Some(instance_charges) = self.instance_charges {
+            instance_charges.keep_charges();
+        }
         self.decision
     }
 }

@@ -1,6 +1,6 @@
 //! Settlements of costs that become known after the decision, on their way to the store.
 //!
-//! The memory store applies settlements at once. For Redis, settlements are queued and sent in the
+//! Settlements of counters in memory are applied at once. For Redis, settlements are queued and sent in the
 //! background. If sending fails, further charges of `local` policies are kept and written back
 //! after the outage ([`Store::apply_settlements`]). All other settlements that failed are lost and
 //! counted.
@@ -43,16 +43,12 @@ impl SettlementQueue {
         }))
     }
 
-    /// Applies settlements to the memory store at once. Settlements for Redis are queued and sent
+    /// Applies settlements of counters in memory at once. Settlements for Redis are queued and sent
     /// soon.
     pub fn apply_or_enqueue(&self, settlements: impl IntoIterator<Item = PendingSettlement>) {
-        if let Store::Memory(memory) = &self.0.store {
-            for settlement in settlements {
-                memory.apply_settlements(&[Settlement::from_pending(&settlement)]);
-            }
-            return;
-        }
-        let mut settlements = settlements.into_iter().peekable();
+        let is_in_redis =
+            |settlement: &PendingSettlement| !self.0.store.apply_in_memory(settlement);
+        let mut settlements = settlements.into_iter().filter(is_in_redis).peekable();
         if settlements.peek().is_none() {
             return;
         }

@@ -168,6 +168,28 @@ async fn nginx_locations_that_share_a_zone_have_one_quota() {
 }
 
 #[tokio::test]
+async fn nginx_locations_with_several_bursts_of_one_zone_share_a_counter() {
+    let pair = ProxyPair::from_page_section("One zone with several bursts").await;
+    let mut decisions = Vec::new();
+    for (_, address) in pair.targets() {
+        let mut refused = Vec::new();
+        for target in [
+            "/login", "/api/a", "/login", "/api/b", "/login", "/login", "/api/a",
+        ]
+        .into_iter()
+        .chain(["/login", "/api/b", "/api/c", "/login", "/api/a", "/api/a"])
+        {
+            let request = ClientRequest::new(address, "GET", target);
+            refused.push((target, [429, 503].contains(&request.send().await.status)));
+        }
+        decisions.push(refused);
+    }
+    assert_eq!(decisions[0], decisions[1]);
+    let admitted = decisions[0].iter().filter(|(_, refused)| !refused).count();
+    assert_eq!(admitted, 9);
+}
+
+#[tokio::test]
 async fn clients_exempt_in_nginx_are_exempt_and_others_get_status_503() {
     let pair = ProxyPair::from_page_section("Exemptions, overrides and status 503").await;
     for (target, address) in pair.targets() {

@@ -307,6 +307,38 @@ async fn plans() {
     assert_eq!(ask(&forged, 1).await, [429], "the quota of no token");
 }
 
+/// `tests/it/instance_scope.rs` has the slots and Redis.
+#[tokio::test]
+async fn slots_of_one_pod() {
+    let run = RecipeRun::start("Slots of one pod beside a limit for all").await;
+    let mut statuses = Vec::new();
+    for _ in 0..1001 {
+        let request = run.request("192.0.2.1", "GET", "/api/x");
+        let request = request.header("X-Api-Key", "k");
+        statuses.push(request.send().await.status);
+    }
+    assert_eq!(statuses, expected(1000, 1));
+    let without_key = run.statuses(1, "192.0.2.1", "GET", "/api/x").await;
+    assert_eq!(without_key, [400]);
+}
+
+#[tokio::test]
+async fn one_quota_for_several_policies() {
+    let run = RecipeRun::start("One quota for several policies").await;
+    let ask = async |path: &str, times: usize| {
+        let mut statuses = Vec::new();
+        for _ in 0..times {
+            let request = run.request("192.0.2.1", "GET", path);
+            let request = request.header("X-Api-Key", "k");
+            statuses.push(request.send().await.status);
+        }
+        statuses
+    };
+    assert_eq!(ask("/search", 40).await, [200; 40]);
+    assert_eq!(ask("/export", 3).await, expected(2, 1));
+    assert_eq!(ask("/search", 41).await, expected(40, 1));
+}
+
 /// `tests/it/overrides.rs` changes the overrides.
 #[tokio::test]
 async fn limits_for_single_customers() {

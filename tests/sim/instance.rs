@@ -3,7 +3,7 @@
 use crate::sim::network::{InstanceNetwork, InstanceTime, SimulatedTransport};
 use crate::sim::operator::{load_config, run_operators, with_facts};
 use crate::sim::redis_server::{NEW_PASSWORD, PASSWORD};
-use crate::sim::scenario::{RequestSpec, Scenario};
+use crate::sim::scenario::{HOUR, RequestSpec, Scenario};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -12,6 +12,7 @@ use tidegate::clock::Clock;
 use tidegate::config::StoreSettings;
 use tidegate::enforcer::DecisionSource;
 use tidegate::enforcer::{ActivePolicies, Enforcer, RequestOutcome, RetryHint, Verdict};
+use tidegate::limiter::{Algorithm, Charge, CounterScope, KeyBuilder, Limit};
 use tidegate::policy::Descriptor;
 use tidegate::store::redis::{
     RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStore, SharedRedisState,
@@ -70,6 +71,7 @@ pub(crate) struct InstanceState {
     log: RequestLog,
     pub(crate) network: Arc<InstanceNetwork>,
     is_rate_limit_service: bool,
+    has_pod_policy: bool,
     is_stopping: Mutex<bool>,
 }
 
@@ -206,6 +208,28 @@ impl Instance {
         }
     }
 
+    /// The slots and units in use of the policy `pod`. `None` without that policy or a process.
+    pub(crate) fn pod_usage(&self) -> Option<(u64, u64)> {
+        let counters = self.shared.redis.as_ref()?.instance_counters();
+        let _guard = self.runtime.as_ref()?.enter();
+        if !self.shared.has_pod_policy {
+            return None;
+        }
+        let key = KeyBuilder::with_scope("pod", CounterScope::Instance).finish();
+        let used = |per_us: u64, algorithm: Algorithm| {
+            let limit = Limit {
+                requests: 1 << 40,
+                per_us,
+                algorithm,
+            };
+            let decision = counters.decide(&[Charge::new(&limit, &key, 0)]);
+            decision.statuses[0].map(|status| limit.requests - status.remaining)
+        };
+        let slots = used(HOUR, Algorithm::Concurrency { max_duration_us: 0 })?;
+        let units = used(300 * 24 * HOUR, Algorithm::FixedWindow { offset_us: 0 })?;
+        Some((slots, units))
+    }
+
     /// The instances that share the limits, as this one has counted them.
     pub(crate) fn instance_count(&self) -> Option<u32> {
         self.shared
@@ -273,6 +297,7 @@ fn build_state(
         log,
         network: Arc::clone(network),
         is_rate_limit_service: scenario.is_rate_limit_service,
+        has_pod_policy: scenario.has_pod_policy(),
         is_stopping: Mutex::new(false),
     };
     (state, stores)

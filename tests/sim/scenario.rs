@@ -317,6 +317,11 @@ pub(crate) struct Scenario {
     pub(crate) end_us: u64,
 }
 
+/// Slots outlive all pauses of a run, and units return only by hand.
+const POD_POLICY: &str = "[[policy]]\nname = \"pod\"\nscope = \"instance\"\nmatch = { path = [\"/r0\", \"/r1\", \"/r2\"] }\nlimits = [\n\
+    { requests = 1000000, algorithm = \"concurrency\", lease_ttl = \"1h\" },\n\
+    { requests = 1000000, algorithm = \"fixed_window\", per = \"300d\" },\n]\n";
+
 impl Scenario {
     /// Whether the servers need a login.
     pub(crate) fn has_login(&self) -> bool {
@@ -328,6 +333,12 @@ impl Scenario {
     pub(crate) fn has_settlement_backlog(&self) -> bool {
         let is_one_worker = self.instances == 1 && self.workers == 1;
         self.class == ScenarioClass::SettlementsBesideSlots && is_one_worker
+    }
+
+    /// Whether a policy of the instance applies to all requests. It never refuses, so it changes no
+    /// other counter.
+    pub(crate) fn has_pod_policy(&self) -> bool {
+        self.seed.is_multiple_of(3) && !self.is_rate_limit_service
     }
 
     /// A6: each instance has a `store.state_dir`.
@@ -377,6 +388,9 @@ impl Scenario {
         );
         if self.has_shadow_policies {
             text.push_str(SHADOW_POLICIES);
+        }
+        if self.has_pod_policy() {
+            text.push_str(POD_POLICY);
         }
         for (number, policy) in self.policies.iter().enumerate() {
             text.push_str(&policy.config_text(number, self.is_rate_limit_service));

@@ -127,7 +127,14 @@ fn warn_duplicate_limit_names(policies: &[PolicyWithReader<'_>], budget: &mut Co
     for spanned in policies.iter().filter(is_reported) {
         for named in spanned.quota().iter().flat_map(|quota| &quota.limits) {
             let others = known.entry(&named.name).or_default();
+            let counter_of =
+                |one: &PolicyWithReader<'_>| Some(one.quota()?.key.counter_name()?.to_owned());
+            let counter = counter_of(spanned);
             let overlaps = |other: &&&PolicyWithReader<'_>| {
+                // A request is charged, and reported, by one policy of a shared counter.
+                if counter.is_some() && counter_of(other) == counter {
+                    return false;
+                }
                 let (mine, others) = (&spanned.policy.matcher, &other.policy.matcher);
                 budget.take() && (mine.covers(others) || others.covers(mine))
             };

@@ -61,7 +61,7 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
     check_limits(reader, &quota.limits, quota, context);
     check_overrides(reader, &spanned.policy.matcher, quota, context);
     if let Some(block) = quota.block {
-        check_memory_period(reader, "block_for", &block, context);
+        check_memory_period(reader, "block_for", &block, quota, context);
     }
 }
 
@@ -203,7 +203,7 @@ fn check_limits(
     let mut unreachable_limits: Vec<&NamedLimit> = Vec::new();
     for (table, named) in tables.iter().zip(limits) {
         let limit = &named.limit;
-        check_memory_period(table, "per", limit, context);
+        check_memory_period(table, "per", limit, quota, context);
         match limit.algorithm {
             Algorithm::Concurrency { .. } => {
                 if let Some(most) = context
@@ -293,11 +293,16 @@ fn check_memory_period(
     reader: &TableReader<'_>,
     key: &str,
     limit: &Limit,
+    quota: &Quota,
     context: &LintContext<'_>,
 ) {
-    let per = Duration::from_micros(limit.per_us);
-    if context.policy_context.uses_memory_store && per > LONG_MEMORY_PERIOD {
-        reader.report_warning(key, "counters in memory are lost when the process ends, and few processes run this long; expected store.kind = \"redis\"");
+    let expected = match quota.is_instance_scoped() {
+        true => "scope = \"shared\"",
+        false if context.policy_context.uses_memory_store => "store.kind = \"redis\"",
+        false => return,
+    };
+    if Duration::from_micros(limit.per_us) > LONG_MEMORY_PERIOD {
+        reader.report_warning(key, &format!("counters in memory are lost when the process ends, and few processes run this long; expected {expected}"));
     }
 }
 

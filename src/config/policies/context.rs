@@ -3,7 +3,7 @@
 use crate::config::table_reader::TableReader;
 use crate::limiter::Algorithm;
 use crate::policy::{
-    KeyHasher, KeyPart, MissingKeyAction, OnStoreFailure, Policy, PolicyAction, Quota, client, path,
+    KeyHasher, KeyPart, MissingKeyAction, OnStoreFailure, Policy, Quota, client, path,
 };
 use crate::proxy::is_stripped_before_policies;
 use http::HeaderName;
@@ -63,10 +63,7 @@ impl PolicyContext {
 
 impl PolicyWithReader<'_> {
     pub(in crate::config) fn quota(&self) -> Option<&Quota> {
-        match &self.policy.action {
-            PolicyAction::Limit(quota) => Some(quota),
-            PolicyAction::Allow | PolicyAction::Deny => None,
-        }
+        self.policy.quota()
     }
 
     pub(in crate::config) fn key_parts(&self) -> &[KeyPart] {

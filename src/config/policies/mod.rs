@@ -3,6 +3,7 @@
 mod calendar;
 pub(super) mod context;
 mod cost;
+mod counters;
 mod lease;
 mod limits;
 mod match_conditions;
@@ -10,6 +11,7 @@ mod overrides;
 mod quota;
 mod reject_response;
 mod restrictions;
+mod scope;
 mod shards;
 
 use super::describe::{self, PolicyDescription};
@@ -17,7 +19,7 @@ use super::diagnostic::SourceSpan;
 use super::keywords::ON_STORE_FAILURE_MODES;
 use super::table_reader::TableReader;
 use super::values;
-use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode};
+use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota};
 use context::{PolicyContext, PolicyWithReader};
 use http::StatusCode;
 use quota::build_quota;
@@ -64,6 +66,7 @@ pub(super) fn build_policies<'a>(
             spanned_policies.push(PolicyWithReader { policy, reader });
         }
     }
+    counters::check_shared_counters(&spanned_policies);
     (spanned_policies, descriptions)
 }
 
@@ -144,26 +147,45 @@ fn build_policy(
     if let (Some(PolicyAction::Limit(quota)), Some(false)) = (&mut action, is_reported) {
         quota.hide_limits();
     }
-    if let Some(PolicyAction::Limit(quota)) = &action {
-        match matches_descriptors {
-            true => reject_request_only_settings(reader, quota),
-            false => reject_descriptor_key_parts(reader, quota),
-        }
-        if context.has_ext_authz && !matches_descriptors {
-            reject_response_dependent_settings(reader, quota);
-        }
+    let quota = match &action {
+        Some(PolicyAction::Limit(quota)) => Some(&**quota),
+        _ => None,
+    };
+    if let Some(quota) = quota {
+        check_listener(reader, context, quota, matches_descriptors);
     }
+    let is_instance_scoped = quota.is_some_and(Quota::is_instance_scoped);
     Some(Policy {
         priority: reader.get_integer("priority")?,
         matcher: conditions.unwrap_or_default(),
         mode,
         is_reported: is_reported?,
-        on_store_failure: read_store_failure_mode(reader, context, matches_descriptors),
+        on_store_failure: match is_instance_scoped {
+            // Redis does not decide this policy.
+            true => OnStoreFailure::Open,
+            false => read_store_failure_mode(reader, context, matches_descriptors),
+        },
         reject_response: reject,
         // Unwrapped last, so that all errors of the policy are reported before it is dropped.
         action: action?,
         name: name?.into(),
     })
+}
+
+/// Reports settings that the listener of the policy's requests does not support.
+fn check_listener(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    quota: &Quota,
+    matches_descriptors: bool,
+) {
+    match matches_descriptors {
+        true => reject_request_only_settings(reader, quota),
+        false => reject_descriptor_key_parts(reader, quota),
+    }
+    if context.has_ext_authz && !matches_descriptors {
+        reject_response_dependent_settings(reader, quota);
+    }
 }
 
 /// Reads `on_store_failure`. Envoy has its own failure mode (`failure_mode_deny`), so a descriptor

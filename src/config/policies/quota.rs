@@ -7,9 +7,11 @@ use super::limits::{build_limits, is_concurrency_limit, to_micros};
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use super::overrides::build_override;
 use super::restrictions::reject_settings_without_response;
+use super::scope::build_scope;
 use super::shards::check_shards;
 use crate::config::keywords::MISSING_KEY_MODES;
 use crate::config::table_reader::TableReader;
+use crate::config::values::parse_name;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
     CostSource, KeyComponent, KeyPart, KeyTemplate, LimitOverrides, PolicyMode, Quota,
@@ -25,10 +27,14 @@ pub(super) fn build_quota(
     let parts = reader.get_list("key", |text| parse_key_component(text, context));
     // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
-    let key = KeyTemplate::from_components(parts, context.key_hasher.clone());
+    let key = KeyTemplate::from_components(parts, context.key_hasher.clone())
+        .with_scope(build_scope(reader, mode))
+        .with_counter(read_counter(reader));
+    // Policies that share a counter have the same names for its limits.
+    let limit_name = key.counter_name().unwrap_or(name).to_owned();
     let cost = build_cost(reader);
     reject_settings_without_response(reader);
-    let limits = build_limits(reader, context, name);
+    let limits = build_limits(reader, context, &limit_name);
     if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) {
         reader.report_warning("cost", "requests with cost 0 are never limited");
     }
@@ -38,9 +44,9 @@ pub(super) fn build_quota(
         reader.report_error("cost", "never settled: a request takes one concurrency slot, whatever its cost; expected another limit too");
     }
     let overrides = reader.get_tables("override");
-    let overrides = overrides
-        .iter()
-        .filter_map(|table| build_override(table, context, name, all_parts_valid.then_some(&key)));
+    let overrides = overrides.iter().filter_map(|table| {
+        build_override(table, context, &limit_name, all_parts_valid.then_some(&key))
+    });
     let overrides = LimitOverrides::new(name, &key, overrides.collect());
     if let (Some(cost), Some(limits)) = (&cost, &limits) {
         warn_if_cost_exceeds_capacity(reader, cost.min_units(), limits);
@@ -83,6 +89,18 @@ pub(super) fn build_quota(
         lease: lease::build_lease(reader, &quota, mode, context.uses_memory_store),
         ..quota
     })
+}
+
+/// Reads the name of the counter that the policy shares with others.
+fn read_counter(reader: &TableReader<'_>) -> Option<String> {
+    let counter = reader.get_parsed("counter", parse_name)?;
+    if reader.get_bool("dynamic") == Some(true) {
+        reader.report_error(
+            "dynamic",
+            "not with counter: an override has the name of one policy, and a key of this counter belongs to several; expected false, or [[policy.override]] in all of them",
+        );
+    }
+    Some(counter)
 }
 
 fn parse_key_component(text: &str, context: &PolicyContext) -> Result<KeyComponent, String> {

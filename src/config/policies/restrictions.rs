@@ -113,6 +113,8 @@ pub(super) fn reject_quota_keys(reader: &TableReader<'_>, action: &str) -> Optio
         "on_store_failure",
         "override",
         "dynamic",
+        "scope",
+        "counter",
     ] {
         if reader.contains_key(key) {
             reader.report_error(

@@ -3,7 +3,7 @@
 use super::key::*;
 use std::time::Duration;
 
-pub(super) static POLICY: [SchemaKey; 20] = [
+pub(super) static POLICY: [SchemaKey; 22] = [
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
@@ -98,6 +98,18 @@ pub(super) static POLICY: [SchemaKey; 20] = [
         },
         Optional,
         "Leases units from Redis, to decide without a round trip. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
+    ),
+    key(
+        "scope",
+        Keyword(&["shared", "instance"]),
+        Default("shared"),
+        "\"instance\": each instance counts for itself, in memory (bounded by store.memory), beside policies in Redis. A request is charged by all or none. Not with lease, shards or dynamic; on_store_failure has no effect.",
+    ),
+    key(
+        "counter",
+        Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
+        Optional,
+        "Policies with the same counter share one quota per key. Their keys, limits and modes must be alike; requests, burst and max_delay may differ: each policy judges the common usage by its own. A request is charged once, by the strictest of them that matches. Not with dynamic.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key(

@@ -6,6 +6,7 @@ use crate::config::key_files::{is_path_set, read_text_file};
 use crate::config::schema;
 use crate::config::table_reader::TableReader;
 use crate::config::values::{self, RedisUrl};
+use crate::store::MemorySettings;
 use crate::store::redis::{
     RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisTopology,
 };
@@ -15,6 +16,7 @@ pub(in crate::config) fn build_redis_settings(
     input: &ConfigInput,
     reader: &TableReader<'_>,
     is_used: bool,
+    instance_counter_bounds: MemorySettings,
 ) -> Option<RedisSettings> {
     let breaker = reader.get_table("breaker");
     let kind = reader.get_keyword(
@@ -85,6 +87,7 @@ pub(in crate::config) fn build_redis_settings(
         connect_timeout: reader.get_duration("connect_timeout")?,
         breaker_failures: breaker.get_integer("failures")?,
         probe_interval: breaker.get_duration("probe_interval")?,
+        instance_counter_bounds,
         state_dir: None,
         dialer: RedisDialer::Network,
     })

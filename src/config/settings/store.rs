@@ -14,13 +14,9 @@ pub(super) fn build_store_settings(
     reader: &TableReader<'_>,
 ) -> Option<StoreSettings> {
     let use_redis = reader.get_keyword("kind", &[("memory", false), ("redis", true)])?;
-    let memory_reader = reader.get_table("memory");
-    let memory = MemorySettings {
-        max_keys: memory_reader.get_integer("max_keys")?,
-        max_bytes: memory_reader.get_byte_size("max_bytes")?,
-    };
+    let memory = build_memory_settings(&reader.get_table("memory"))?;
     // `[store.redis]` is validated even if it is not used.
-    let redis = redis::build_redis_settings(input, &reader.get_table("redis"), use_redis)?;
+    let redis = redis::build_redis_settings(input, &reader.get_table("redis"), use_redis, memory)?;
     let state_dir = reader.get_parsed("state_dir", |path| match path {
         "" => Ok(None),
         path if use_redis && input.reads_key_files() => check_state_directory(path).map(Some),
@@ -36,6 +32,14 @@ pub(super) fn build_store_settings(
         StoreSettings::Redis(Box::new(RedisSettings { state_dir, ..redis }))
     } else {
         StoreSettings::Memory(memory)
+    })
+}
+
+/// Builds the bounds of counters in memory: of the memory store, and of `scope = "instance"`.
+pub(in crate::config) fn build_memory_settings(reader: &TableReader<'_>) -> Option<MemorySettings> {
+    Some(MemorySettings {
+        max_keys: reader.get_integer("max_keys")?,
+        max_bytes: reader.get_byte_size("max_bytes")?,
     })
 }
 

@@ -152,6 +152,7 @@ impl LoginRotation {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::MemorySettings;
     use crate::store::redis::{RedisDialer, RedisPassword};
     use std::time::Duration;
 
@@ -167,6 +168,10 @@ mod tests {
             tls: None,
             key_prefix: "t".to_owned(),
             initial_instances: 1,
+            instance_counter_bounds: MemorySettings {
+                max_keys: 1,
+                max_bytes: 1,
+            },
             state_dir: None,
             timeout: Duration::from_millis(50),
             connect_timeout: Duration::from_secs(1),

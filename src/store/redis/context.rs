@@ -9,9 +9,9 @@ use super::settings::{RedisSettings, RedisTopology};
 use super::watched_value::WatchedValue;
 use crate::clock::Clock;
 use crate::limiter::{Charge, Key};
-use crate::store::FallbackStore;
 use crate::store::fallback::SINGLE_PARTITION;
 use crate::store::fallback::usage_directory::UsageDirectory;
+use crate::store::{FallbackStore, MemoryStore};
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
 use std::sync::atomic::AtomicU64;
@@ -31,6 +31,8 @@ pub(super) struct RedisContext {
     /// Memory, eviction policy and clock of Redis, as last polled. Empty while no server answers.
     pub(super) server_info: Mutex<RedisServerMetrics>,
     pub(super) fallback: FallbackStore,
+    /// The counters of `scope = "instance"`, shared by all workers.
+    pub(super) instance_counters: Arc<MemoryStore>,
     /// `store.state_dir`, if it is set.
     pub(super) usage_directory: Option<UsageDirectory>,
     /// The process' own clock.

@@ -60,7 +60,9 @@ pub use settings::{
 
 use super::fallback::SINGLE_PARTITION;
 use super::fallback::usage_directory::UsageDirectory;
-use super::{DecisionFailure, FallbackStore, Settlement, SettlementError, StoreUnavailable};
+use super::{
+    DecisionFailure, FallbackStore, MemoryStore, Settlement, SettlementError, StoreUnavailable,
+};
 use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Key};
 use crate::telemetry::metrics::RedisServerMetrics;
@@ -106,7 +108,18 @@ impl SharedRedisState {
 
     /// [`Self::new`] with a chosen clock and a chosen id of the process: for simulations.
     pub fn for_instance(settings: RedisSettings, clock: Clock, instance_id: &str) -> Self {
+        let counters = MemoryStore::new(settings.instance_counter_bounds, clock.clone());
+        Self::with_instance_counters(settings, clock, instance_id, Arc::new(counters))
+    }
+
+    fn with_instance_counters(
+        settings: RedisSettings,
+        clock: Clock,
+        instance_id: &str,
+        instance_counters: Arc<MemoryStore>,
+    ) -> Self {
         Self(Arc::new(RedisContext {
+            instance_counters,
             scripts: ScriptLibrary::with_clock(&settings.key_prefix, clock.clone()),
             breaker: RedisCircuitBreaker::new(settings.breaker_failures),
             call_count: AtomicU64::new(0),
@@ -141,11 +154,17 @@ impl SharedRedisState {
         self.0.access.get().settings.clone()
     }
 
-    /// State of its own for inspections, with the logins and TLS in use.
+    /// State of its own for inspections, with the logins and TLS in use, and the same counters of
+    /// this process.
     #[must_use]
     pub fn for_inspection(&self) -> Self {
         let access = self.0.access.get();
-        let shared = Self::new(access.settings.clone());
+        let shared = Self::with_instance_counters(
+            access.settings.clone(),
+            Clock::system(),
+            instance_id(),
+            Arc::clone(&self.0.instance_counters),
+        );
         shared.0.access.set(access);
         shared
     }
@@ -168,6 +187,11 @@ impl SharedRedisState {
                 .collect(),
             _ => vec![counter_name(charge.key)],
         }
+    }
+
+    /// The counters of `scope = "instance"`.
+    pub fn instance_counters(&self) -> &Arc<MemoryStore> {
+        &self.0.instance_counters
     }
 
     /// Whether Redis was reached, no worker has lost its connection, and the circuit breaker is
@@ -261,6 +285,11 @@ impl RedisStore {
     /// The store that decides while Redis is unreachable.
     pub fn fallback(&self) -> &FallbackStore {
         &self.context.fallback
+    }
+
+    /// The counters of `scope = "instance"`, in the memory of this process.
+    pub fn instance_counters(&self) -> &Arc<MemoryStore> {
+        &self.context.instance_counters
     }
 
     /// Whether requests are sent to Redis at all: the breaker is closed and a master is connected.

@@ -1,5 +1,6 @@
 //! The settings of the Redis store: topology, addresses, login and timeouts.
 
+use crate::store::MemorySettings;
 use crate::tls::ClientTls;
 use std::fmt;
 use std::io;
@@ -31,6 +32,8 @@ pub struct RedisSettings {
     pub breaker_failures: u32,
     /// Interval of the background probes while the circuit breaker is open.
     pub probe_interval: Duration,
+    /// Bounds of the counters of `scope = "instance"`.
+    pub instance_counter_bounds: MemorySettings,
     /// Directory for usage admitted without Redis, which a later process continues from.
     pub state_dir: Option<PathBuf>,
     /// How connections are opened.

@@ -8,6 +8,7 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
+use tidegate::store::MemorySettings;
 use tidegate::store::redis::{
     RedisAddress, RedisCredentials, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
@@ -242,6 +243,10 @@ pub(crate) fn redis_settings(port: u16) -> RedisSettings {
         tls: None,
         key_prefix: "t".to_owned(),
         initial_instances: 1,
+        instance_counter_bounds: MemorySettings {
+            max_keys: 10_000,
+            max_bytes: 16 << 20,
+        },
         state_dir: None,
         timeout: Duration::from_millis(200),
         connect_timeout: Duration::from_secs(1),

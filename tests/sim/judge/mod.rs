@@ -6,6 +6,7 @@
 pub(crate) mod allowance;
 mod counters;
 mod limits;
+mod pods;
 mod service;
 
 use crate::sim::instance::{Outcome, RequestRecord};
@@ -71,6 +72,7 @@ pub(crate) fn judge_run(world: &mut World) -> Vec<Violation> {
         violations.extend(counters::check_counter(&run, history, world));
     }
     violations.extend(limits::check_lease_ends(&run));
+    violations.extend(pods::check_pods(&run, world));
     violations.extend(service::check_service(&run, &histories));
     violations.extend(service::check_returns(&run, &histories, world));
     violations.extend(service::check_recovery(&run, world));

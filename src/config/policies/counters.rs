@@ -1,0 +1,182 @@
+//! The key `counter`: policies that share counters, and the shapes that can be shared.
+
+use super::context::PolicyWithReader;
+use crate::config::suggestions;
+use crate::limiter::{Algorithm, Limit};
+use crate::policy::{KeyPart, NamedLimit, OnStoreFailure, Quota};
+use std::collections::BTreeMap;
+use std::mem::discriminant;
+
+/// Reports policies of one counter that cannot share it, and counters of one policy only.
+pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
+    let mut by_counter: BTreeMap<&str, Vec<(&PolicyWithReader<'_>, &Quota)>> = BTreeMap::new();
+    for spanned in policies {
+        let quota = spanned.quota();
+        if let Some((quota, counter)) = quota.and_then(|one| Some((one, one.key.counter_name()?))) {
+            by_counter
+                .entry(counter)
+                .or_default()
+                .push((spanned, quota));
+        }
+    }
+    for (counter, sharing) in &by_counter {
+        if let [(single, _)] = sharing.as_slice() {
+            let others = by_counter.keys().copied().filter(|other| other != counter);
+            let others: Vec<&str> = others.collect();
+            let meant = suggestions::find_similar_word(&others, counter).map_or_else(
+                || "expected another policy with this counter, or no such key".to_owned(),
+                |meant| format!("did you mean \"{meant}\"?"),
+            );
+            let problem = format!("no other policy has this counter, so it is not shared; {meant}");
+            single.reader.report_warning("counter", &problem);
+        }
+        for (index, (spanned, quota)) in sharing.iter().enumerate() {
+            // The first difference suffices: each of the policies has to be like the first.
+            let before = sharing.iter().take(index);
+            let difference = before.into_iter().find_map(|(other, other_quota)| {
+                let problem = find_difference((spanned, quota), (other, other_quota))?;
+                Some((other, problem))
+            });
+            if let Some((other, problem)) = difference {
+                let other = other.quote_name_and_position();
+                spanned.reader.report_error(
+                    "counter",
+                    &format!("{other} has this counter too: {problem}"),
+                );
+            }
+        }
+    }
+}
+
+/// Why two policies cannot have one counter.
+fn find_difference(
+    (one, quota): (&PolicyWithReader<'_>, &Quota),
+    (other, other_quota): (&PolicyWithReader<'_>, &Quota),
+) -> Option<String> {
+    let expected_same = |what: &str| Some(format!("expected the same {what}"));
+    if !have_same_parts(quota, other_quota) {
+        return expected_same("key (header names and ;hash included)");
+    }
+    if one.policy.mode != other.policy.mode {
+        return expected_same("mode; policies that do not reject count separately");
+    }
+    if quota.key.scope() != other_quota.key.scope() {
+        return expected_same("scope");
+    }
+    if one.policy.on_store_failure != other.policy.on_store_failure {
+        return expected_same("on_store_failure");
+    }
+    if quota.shards != other_quota.shards {
+        return expected_same("shards");
+    }
+    if quota.lease != other_quota.lease {
+        return expected_same("lease");
+    }
+    if quota.count_rejected != other_quota.count_rejected {
+        return expected_same("count_rejected");
+    }
+    if quota.block != other_quota.block {
+        return expected_same("block_for; a block holds for all of them");
+    }
+    if quota.cost.as_estimate() != other_quota.cost.as_estimate() {
+        return expected_same("cost or count_when; the response settles it");
+    }
+    let needs_same_amounts = if quota.lease.is_some() {
+        Some("lease: leased units are of one amount")
+    } else if one.policy.on_store_failure == OnStoreFailure::Local {
+        Some("on_store_failure = \"local\": a share is of one amount")
+    } else {
+        None
+    };
+    let (keys, other_keys) = (quota.overrides.as_slice(), other_quota.overrides.as_slice());
+    let has_same_overrides = keys.len() == other_keys.len()
+        && keys
+            .iter()
+            .zip(other_keys)
+            .all(|(one, other)| one.values == other.values);
+    if !has_same_overrides {
+        return expected_same("[[policy.override]] keys, in the same order");
+    }
+    let overrides = keys.iter().zip(other_keys);
+    let overrides = overrides.map(|(one, other)| (&*one.limits, &*other.limits));
+    std::iter::once((&*quota.limits, &*other_quota.limits))
+        .chain(overrides)
+        .find_map(|(limits, others)| find_limit_difference(limits, others, needs_same_amounts))
+}
+
+/// Whether keys with the same values mean the same. The patterns of `path:` parts may differ.
+fn have_same_parts(one: &Quota, other: &Quota) -> bool {
+    let (parts, others) = (one.key.parts(), other.key.parts());
+    let positions = one.key.value_count();
+    parts.len() == others.len()
+        && parts.iter().zip(others).all(|pair| match pair {
+            (KeyPart::PathCaptures(one), KeyPart::PathCaptures(other)) => {
+                one.capture_count() == other.capture_count()
+            }
+            (one, other) => one == other,
+        })
+        && (0..positions).all(|at| one.key.is_hashed_at(at) == other.key.is_hashed_at(at))
+}
+
+fn find_limit_difference(
+    limits: &[NamedLimit],
+    others: &[NamedLimit],
+    needs_same_amounts: Option<&str>,
+) -> Option<String> {
+    if limits.len() != others.len() {
+        return Some("expected the same number of limits".to_owned());
+    }
+    let pairs = || limits.iter().zip(others);
+    let differing = pairs().find_map(|(one, other)| {
+        let what = find_shape_difference(one, other)?;
+        Some(format!(
+            "its limit \"{}\" differs; expected the same {what}",
+            other.name
+        ))
+    });
+    if differing.is_some() {
+        return differing;
+    }
+    let amounts = |limit: &Limit| (limit.requests, limit.capacity());
+    let has_same_amounts = pairs().all(|(one, other)| amounts(&one.limit) == amounts(&other.limit));
+    if let Some(setting) = needs_same_amounts.filter(|_| !has_same_amounts) {
+        return Some(format!(
+            "expected the same requests and burst, or no {setting}"
+        ));
+    }
+    let is_crossed = pairs().any(|(one, other)| one.limit.is_tighter_than(&other.limit))
+        && pairs().any(|(one, other)| other.limit.is_tighter_than(&one.limit));
+    is_crossed.then(|| {
+        "one limit is lower here and another is lower there, so neither policy is the stricter one; expected the lower ones in one policy".to_owned()
+    })
+}
+
+fn find_shape_difference(one: &NamedLimit, other: &NamedLimit) -> Option<&'static str> {
+    let (limit, other_limit) = (&one.limit, &other.limit);
+    if discriminant(&limit.algorithm) != discriminant(&other_limit.algorithm) {
+        return Some("algorithm");
+    }
+    if limit.per_us != other_limit.per_us {
+        return Some(match limit.algorithm {
+            Algorithm::Concurrency { .. } => "lease_ttl",
+            _ => "per",
+        });
+    }
+    if limit.counter_identity() != other_limit.counter_identity() {
+        return Some("buckets or offset");
+    }
+    let warm_up = |limit: &Limit| match limit.algorithm {
+        Algorithm::TokenBucket { warm_up_us, .. } => Some((limit.requests, warm_up_us)),
+        Algorithm::LeakyBucket { .. } => Some((limit.requests, 0)),
+        _ => None,
+    };
+    if warm_up(limit) != warm_up(other_limit) {
+        return Some(
+            "requests and warm_up; a bucket has one rate (burst and max_delay may differ)",
+        );
+    }
+    if one.name != other.name {
+        return Some("name");
+    }
+    (one.unit != other.unit).then_some("unit")
+}

@@ -1,0 +1,184 @@
+//! Charges split between this process and Redis against one memory store that has all of them.
+
+use crate::support::redis::RedisServer;
+use crate::support::store_harness::test_seed;
+use fastrand::Rng;
+use std::sync::Arc;
+use tidegate::clock::Clock;
+use tidegate::limiter::{Algorithm, Amendment, Charge, CounterScope, Key, KeyBuilder, Limit};
+use tidegate::store::{MemorySettings, MemoryStore, Settlement, Store};
+
+/// So long that no unit returns during the test.
+const LONG_US: u64 = 100 * 86_400_000_000;
+
+struct ModelPolicy {
+    scope: CounterScope,
+    shadow: bool,
+    counts_rejected: bool,
+    block: Option<Limit>,
+    limits: Vec<Limit>,
+}
+
+fn draw_limit(rng: &mut Rng) -> Limit {
+    let requests = rng.u64(2..12);
+    let algorithm = match rng.u8(0..5) {
+        0 => Algorithm::SlidingLog,
+        1 => Algorithm::SlidingWindow { buckets: 10 },
+        2 => Algorithm::FixedWindow { offset_us: 0 },
+        3 => Algorithm::TokenBucket {
+            burst: requests,
+            warm_up_us: 0,
+        },
+        _ => Algorithm::Concurrency { max_duration_us: 0 },
+    };
+    Limit {
+        requests,
+        // Slots do not expire during the test either.
+        per_us: if matches!(algorithm, Algorithm::TokenBucket { .. }) {
+            LONG_US / 100
+        } else {
+            LONG_US
+        },
+        algorithm,
+    }
+}
+
+fn draw_policy(rng: &mut Rng, scope: CounterScope) -> ModelPolicy {
+    let mut limits = vec![draw_limit(rng)];
+    if rng.bool() {
+        let second = draw_limit(rng);
+        if second.counter_identity() != limits[0].counter_identity() {
+            limits.push(second);
+        }
+    }
+    let shadow = rng.u8(0..4) == 0;
+    // A refusal by the instance keeps Redis from counting it, so only the instance's own count.
+    let counts = scope == CounterScope::Instance && !shadow;
+    let has_slots = limits
+        .iter()
+        .any(|limit| matches!(limit.algorithm, Algorithm::Concurrency { .. }));
+    ModelPolicy {
+        scope,
+        shadow,
+        counts_rejected: counts && !has_slots && rng.bool(),
+        block: (counts && rng.u8(0..4) == 0).then_some(Limit {
+            requests: 1,
+            per_us: LONG_US,
+            algorithm: Algorithm::Block,
+        }),
+        limits,
+    }
+}
+
+fn build_charges<'c>(
+    policies: &'c [ModelPolicy],
+    included: &[(usize, u64)],
+    keys: &'c [Key],
+    slot_id: u128,
+) -> Vec<Charge<'c>> {
+    let mut charges = Vec::new();
+    for (number, cost) in included {
+        let policy = &policies[*number];
+        for limit in policy.block.iter().chain(&policy.limits) {
+            let is_unit = matches!(
+                limit.algorithm,
+                Algorithm::Block | Algorithm::Concurrency { .. }
+            );
+            charges.push(Charge {
+                policy_number: u32::try_from(*number).unwrap(),
+                shadow: policy.shadow,
+                counts_rejected: policy.counts_rejected,
+                slot_id,
+                ..Charge::new(limit, &keys[*number], if is_unit { 1 } else { *cost })
+            });
+        }
+    }
+    charges
+}
+
+/// Decisions in sequence are those of one store, and so is what is left afterwards.
+#[tokio::test]
+async fn split_decisions_are_those_of_one_store() {
+    let seed = test_seed();
+    let mut rng = Rng::with_seed(seed);
+    let server = RedisServer::start();
+    for round in 0..30 {
+        server.command::<()>("FLUSHALL").await;
+        let (_shared, redis) = server.connect().await;
+        let split = Store::from_redis(redis);
+        let bounds = MemorySettings {
+            max_keys: 1 << 20,
+            max_bytes: 1 << 30,
+        };
+        let model = Store::Memory(Arc::new(MemoryStore::new(bounds, Clock::system())));
+        let policies: Vec<ModelPolicy> = (0..4)
+            .map(|number| match number % 2 {
+                0 => draw_policy(&mut rng, CounterScope::Instance),
+                _ => draw_policy(&mut rng, CounterScope::Shared),
+            })
+            .collect();
+        let mut held: Vec<(u128, Vec<(Limit, Key)>)> = Vec::new();
+        for step in 0..60_u128 {
+            let customer = rng.u8(0..2);
+            let keys: Vec<Key> = (0..)
+                .zip(&policies)
+                .map(|(number, policy)| {
+                    let mut key = KeyBuilder::with_scope(&format!("p{number}"), policy.scope);
+                    key.push_key_value(Some(&[b'a' + customer]));
+                    key.finish()
+                })
+                .collect();
+            let mut included: Vec<(usize, u64)> = (0..policies.len())
+                .map(|number| (number, rng.u64(0..3)))
+                .collect();
+            included.retain(|_| rng.u8(0..4) > 0);
+            rng.shuffle(&mut included);
+            let slot = u128::from(round as u64) << 64 | step;
+            let charges = build_charges(&policies, &included, &keys, slot);
+            if charges.is_empty() {
+                continue;
+            }
+            let expected = model.decide(&charges).await.unwrap();
+            let decided = split.decide(&charges).await.unwrap();
+            let context = || format!("seed {seed}, round {round}, step {step}: {charges:#?}");
+            assert_eq!(decided.admitted, expected.admitted, "{}", context());
+            for (one, other) in decided.statuses.iter().zip(&expected.statuses) {
+                let (Some(one), Some(other)) = (one, other) else {
+                    assert!(!expected.admitted, "{}", context());
+                    continue;
+                };
+                assert_eq!(one.remaining, other.remaining, "{}", context());
+                assert_eq!(
+                    one.refusal.is_some(),
+                    other.refusal.is_some(),
+                    "{}",
+                    context()
+                );
+            }
+            if decided.admitted {
+                let slots = charges.iter().filter(|charge| {
+                    matches!(charge.limit.algorithm, Algorithm::Concurrency { .. })
+                });
+                held.push((
+                    slot,
+                    slots.map(|one| (*one.limit, one.key.clone())).collect(),
+                ));
+            }
+            while rng.bool() && !held.is_empty() {
+                let (slot, counters) = held.swap_remove(rng.usize(..held.len()));
+                let amendment = Amendment::Release { slot };
+                let releases: Vec<Settlement<'_>> = counters
+                    .iter()
+                    .map(|(limit, key)| Settlement {
+                        limit,
+                        key,
+                        amendment,
+                    })
+                    .collect();
+                for store in [&model, &split] {
+                    store.apply_settlements(&releases).await.unwrap();
+                }
+            }
+        }
+    }
+}
