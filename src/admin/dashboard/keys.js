@@ -62,7 +62,7 @@ class PolicyDialog {
     replaceChildren($('policy-body'), createElement('p', {}, policy.words),
       limits.length > 0 && createElement('table', {}, createElement('caption', { class: 'unseen' }, 'Limits'),
         createElement('thead', {}, createElement('tr', {}, ['Limit', 'Maximum', 'Algorithm'].map((word) => createElement('th', { scope: 'col' }, word)))),
-        createElement('tbody', {}, limits.map((limit) => createElement('tr', {}, createElement('th', { scope: 'row' }, limit.name), createElement('td', {}, `${integerFormat.format(limit.requests)} ${limit.unit ?? ''} ${limit.per ? `per ${limit.per}` : 'at a time'}${limit.burst ? `, bursts of ${integerFormat.format(limit.burst)}` : ''}`), createElement('td', {}, limit.algorithm))))),
+        createElement('tbody', {}, limits.map((limit) => createElement('tr', {}, createElement('th', { scope: 'row' }, limit.name), createElement('td', {}, `${integerFormat.format(limit.requests)} ${limit.unit ?? ''} ${limit.per ? `per ${limit.per}${limit.tz ? ` (${limit.tz})` : ''}` : 'at a time'}${limit.burst ? `, bursts of ${integerFormat.format(limit.burst)}` : ''}`), createElement('td', {}, limit.algorithm))))),
       createElement('h3', {}, 'Settings'),
       createElement('dl', {}, fact('Key', policy.key && (policy.key.join(', ') || 'none: one quota for all requests')), fact('On store failure', failureModes[policy.on_store_failure]), fact('Priority', policy.priority !== undefined && String(policy.priority)),
         fact('Overrides', policy.overrides ? pluralize(policy.overrides, 'key') : null), fact('Blocks for', policy.block_s && formatDuration(policy.block_s)), fact('Lease', policy.lease && `${policy.lease.size} units, ${formatDuration(policy.lease.ttl_s)}`)),

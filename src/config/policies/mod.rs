@@ -1,5 +1,6 @@
 //! Builds policies from `[[policy]]` tables.
 
+mod calendar;
 pub(super) mod context;
 mod cost;
 mod counters;

@@ -309,7 +309,7 @@ pub(in crate::config) static VALUE_CONDITION: [SchemaKey; 2] = [
     ),
 ];
 
-pub(super) static LIMIT: [SchemaKey; 12] = [
+pub(super) static LIMIT: [SchemaKey; 13] = [
     key(
         "requests",
         integer(0, MAX_UNITS),
@@ -318,12 +318,19 @@ pub(super) static LIMIT: [SchemaKey; 12] = [
     ),
     key(
         "per",
-        ValueKind::Duration {
+        ValueKind::DurationOrKeyword {
             min: Duration::from_millis(1),
             max: MAX_PERIOD,
+            keywords: &["day", "week", "month"],
         },
         Optional,
-        "The period. Required, except with concurrency.",
+        "The period. With fixed_window also a day, week (from Monday) or month of the calendar. Required, except with concurrency.",
+    ),
+    key(
+        "tz",
+        Text("the IANA name of a time zone such as \"Europe/Berlin\""),
+        Optional,
+        "Time zone of a day, week or month. Absent: UTC.",
     ),
     key("algorithm", ALGORITHM, Optional, "As in [defaults]."),
     key(

@@ -120,7 +120,7 @@ impl SharedRedisState {
     ) -> Self {
         Self(Arc::new(RedisContext {
             instance_counters,
-            scripts: ScriptLibrary::new(&settings.key_prefix),
+            scripts: ScriptLibrary::with_clock(&settings.key_prefix, clock.clone()),
             breaker: RedisCircuitBreaker::new(settings.breaker_failures),
             call_count: AtomicU64::new(0),
             server_info: Mutex::default(),
