@@ -163,7 +163,7 @@ fn find_shape_difference(one: &NamedLimit, other: &NamedLimit) -> Option<&'stati
         });
     }
     if limit.counter_identity() != other_limit.counter_identity() {
-        return Some("buckets or offset");
+        return Some("buckets, offset or tz");
     }
     let warm_up = |limit: &Limit| match limit.algorithm {
         Algorithm::TokenBucket { warm_up_us, .. } => Some((limit.requests, warm_up_us)),
