@@ -91,6 +91,22 @@ impl KeyTemplate {
         builder.finish()
     }
 
+    /// Adds a value to a key, in the form in which keys store the value at its position.
+    pub(super) fn push_value<'t>(
+        &'t self,
+        builder: &mut KeyBuilder,
+        position: usize,
+        value: &[u8],
+        digests: &mut KeyDigests<'t>,
+    ) {
+        match self.positions().nth(position) {
+            Some((part, true)) if !value.is_empty() => {
+                builder.push_digest(&digests.digest(&self.hasher, part, value));
+            }
+            _ => builder.push_key_value(Some(value)),
+        }
+    }
+
     /// Each position with its part, and whether the value is hashed.
     fn positions(&self) -> impl Iterator<Item = (&KeyPart, bool)> {
         let hashed = self.hashed.iter().copied().chain(std::iter::repeat(false));

@@ -4,7 +4,7 @@ use super::{
     CostSource, Descriptor, Facts, KeyContext, KeyDigests, KeyError, KeyTemplate, KeyValues,
     MissingKeyAction, NamedLimit, client, path,
 };
-use crate::limiter::{Key, KeyBuilder, LeaseTerms, Limit, decode_digest};
+use crate::limiter::{Key, KeyBuilder, LeaseTerms, Limit, ListedValue};
 use foldhash::HashMap;
 use std::fmt;
 
@@ -16,7 +16,8 @@ pub struct Quota {
     pub cost: CostSource,
     /// The limits of the policy, never empty.
     pub limits: Vec<NamedLimit>,
-    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]).
+    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]). With
+    /// `count_when`: if counted responses alone fill it.
     ///
     /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
     pub block: Option<Limit>,
@@ -55,6 +56,12 @@ pub struct LimitOverride {
 }
 
 impl Quota {
+    /// Whether only counted responses start the block (`count_when` with `block_for`): they have
+    /// counters of their own.
+    pub fn counts_responses(&self) -> bool {
+        self.block.is_some() && self.cost.depends_on_status()
+    }
+
     /// Returns the key and the limits for one request of policy `name`, or `None` if the policy
     /// skips the request.
     ///
@@ -113,6 +120,34 @@ impl Quota {
         client: &client::Settings,
         path: &path::Settings,
     ) -> Result<(Key, &'t [NamedLimit]), String> {
+        self.key_and_limits_for_texts(name, values, (client, path), |text| {
+            ListedValue::Plain(text)
+        })
+    }
+
+    /// [`Self::key_and_limits_for_values`] for values as lists of overrides show them, also digests.
+    ///
+    /// # Errors
+    /// As [`Self::key_and_limits_for_values`].
+    pub fn key_and_limits_for_listed_values<'t>(
+        &'t self,
+        name: &str,
+        values: &[String],
+        client: &client::Settings,
+        path: &path::Settings,
+    ) -> Result<(Key, &'t [NamedLimit]), String> {
+        self.key_and_limits_for_texts(name, values, (client, path), |text| {
+            ListedValue::parse(text)
+        })
+    }
+
+    fn key_and_limits_for_texts<'t>(
+        &'t self,
+        name: &str,
+        values: &[String],
+        (client, path): (&client::Settings, &path::Settings),
+        parse: impl Fn(&str) -> ListedValue<'_>,
+    ) -> Result<(Key, &'t [NamedLimit]), String> {
         let width = self.key.value_count();
         if values.len() != width {
             let parts: Vec<String> = self.key.parts().iter().map(ToString::to_string).collect();
@@ -126,66 +161,30 @@ impl Quota {
                 values.len()
             ));
         }
-        let values: Vec<Box<str>> = values
-            .iter()
-            .enumerate()
-            .map(|(position, text)| match text.as_str() {
-                "" => Ok("".into()),
-                text => self.key.canonicalize_value(position, text, client, path),
-            })
-            .collect::<Result<_, _>>()?;
-        let values = values
-            .iter()
-            .map(|text| Some(text.as_bytes().into()).filter(|_| !text.is_empty()));
-        let mut digests = KeyDigests::default();
-        Ok(self.key_and_limits(name, &values.collect(), &mut digests))
-    }
-
-    /// [`Self::key_and_limits_for_values`], where a value may also be a digest as lists of
-    /// overrides show it.
-    ///
-    /// # Errors
-    /// As [`Self::key_and_limits_for_values`].
-    pub fn key_and_limits_for_listed_values<'t>(
-        &'t self,
-        name: &str,
-        values: &[String],
-        client: &client::Settings,
-        path: &path::Settings,
-    ) -> Result<(Key, &'t [NamedLimit]), String> {
-        let has_digest = values.iter().any(|text| decode_digest(text).is_some());
-        if !has_digest || values.len() != self.key.value_count() {
-            return self.key_and_limits_for_values(name, values, client, path);
-        }
-        let mut builder = KeyBuilder::new(name);
-        let (mut extracted, mut digests) = (KeyValues::new(), KeyDigests::default());
+        let (mut builder, mut digests) = (KeyBuilder::new(name), KeyDigests::default());
+        let mut compared = KeyValues::new();
         for (position, text) in values.iter().enumerate() {
-            if let Some(digest) = decode_digest(text) {
-                builder.push_digest(&digest);
-                extracted.push(Some(text.as_bytes().into()));
-                continue;
-            }
-            let value = match text.as_str() {
-                "" => Box::default(),
-                text => self.key.canonicalize_value(position, text, client, path)?,
-            };
-            match self.key.is_hashed_at(position) && !value.is_empty() {
-                true => {
-                    let stored = self
-                        .key
-                        .stored_value(position, value.as_bytes(), &mut digests);
-                    let stored = stored.try_into().map_err(|_other| "no digest".to_owned())?;
-                    builder.push_digest(&stored);
+            let value: Option<Box<str>> = match parse(text) {
+                // Only entries for any value match a digest.
+                ListedValue::Digest(digest) => {
+                    builder.push_digest(&digest);
+                    compared.push(Some(text.as_bytes().into()));
+                    continue;
                 }
-                false => builder.push_key_value(Some(value.as_bytes())),
-            }
-            extracted
-                .push(Some(value.into_string().into_bytes().into()).filter(|_| !text.is_empty()));
+                ListedValue::Plain("") => None,
+                ListedValue::Plain(text) => {
+                    Some(self.key.canonicalize_value(position, text, client, path)?)
+                }
+            };
+            let value = value.filter(|value| !value.is_empty());
+            let bytes = value.as_deref().unwrap_or_default().as_bytes();
+            self.key
+                .push_value(&mut builder, position, bytes, &mut digests);
+            compared.push(value.map(|value| value.into_string().into_bytes().into()));
         }
         let key = builder.finish();
-        let limits = self.overrides.find_limits(&key, &extracted);
-        let limits = limits.unwrap_or(&self.limits);
-        Ok((key, limits))
+        let limits = self.overrides.find_limits(&key, &compared);
+        Ok((key, limits.unwrap_or(&self.limits)))
     }
 
     /// Keeps all limits out of responses to clients.

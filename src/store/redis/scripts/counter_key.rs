@@ -12,7 +12,8 @@ const OVERRIDE_KEY_END: &str = "}:override";
 impl ScriptLibrary {
     /// The Redis key of a charge's counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
     /// or buckets>][:<readable key>]`. For a period of a calendar, `<per>+<offset>` is
-    /// `<unit>+<time zone>`.
+    /// `<unit>+<time zone>`. A counter of counted responses has `counted:` before the algorithm, and
+    /// is not parsed as a counter.
     pub fn counter_key(&self, charge: &Charge<'_>) -> String {
         let mut key = String::new();
         self.push_counter_key(&mut key, charge);
@@ -50,25 +51,26 @@ impl ScriptLibrary {
     /// client.
     fn push_counter_name(&self, key: &mut String, charge: &Charge<'_>) {
         key.push_str(&self.counter_key_prefix);
-        push_hex_id(key, charge.key.id());
+        push_hex_id(key, charge.key.quota_id());
         let (algorithm, per_us) = charge.limit.counter_identity();
         let (algorithm_name, variant) = match algorithm {
             Algorithm::SlidingLog => ("}:sliding_log:", 0),
             Algorithm::SlidingWindow { buckets } => ("}:sliding_window:", buckets),
             Algorithm::FixedWindow { offset_us } => ("}:fixed_window:", offset_us),
-            Algorithm::CalendarWindow { calendar } => {
-                for text in ["}:fixed_window:", calendar.unit().as_str(), "+"] {
-                    key.push_str(text);
-                }
-                return key.push_str(calendar.zone_name());
-            }
+            Algorithm::CalendarWindow { .. } => ("}:fixed_window:", 0),
             Algorithm::TokenBucket { .. } => ("}:token_bucket:", 0),
             Algorithm::LeakyBucket { .. } => ("}:leaky_bucket:", 0),
             Algorithm::Concurrency { .. } => ("}:concurrency:", 0),
             Algorithm::Block => ("}:block:", 0),
         };
         let mut number = itoa::Buffer::new();
-        key.push_str(algorithm_name);
+        match algorithm_name.strip_prefix("}:") {
+            Some(name) if charge.key.is_counted_key() => key.extend(["}:counted:", name]),
+            _ => key.push_str(algorithm_name),
+        }
+        if let Algorithm::CalendarWindow { calendar } = algorithm {
+            return key.extend([calendar.unit().as_str(), "+", calendar.zone_name()]);
+        }
         key.push_str(number.format(per_us));
         if variant > 0 {
             key.push('+');
@@ -79,7 +81,7 @@ impl ScriptLibrary {
     /// The Redis key of the override of a key.
     pub fn override_key(&self, key: &Key) -> String {
         let mut text = String::new();
-        self.push_override_key(&mut text, key.id());
+        self.push_override_key(&mut text, key.quota_id());
         text
     }
 
