@@ -184,6 +184,7 @@ impl StateModel {
             <_>::default()
         };
         Decision {
+            override_expiries: Box::default(),
             now_us: time_us,
             admitted,
             statuses: statuses.into(),

@@ -97,6 +97,7 @@ impl NaiveModel {
                 in_effect: None,
             });
         Decision {
+            override_expiries: Box::default(),
             now_us: clock_us,
             admitted,
             statuses: statuses.map(Some).collect(),
