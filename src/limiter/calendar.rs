@@ -238,7 +238,8 @@ fn compute_zone_id(zone_name: &str) -> u64 {
 
 fn pack_period(period: TimeWindow) -> Option<u64> {
     let (start_s, length_s) = (period.start_us / SECOND_US, period.length_us() / SECOND_US);
-    let is_exact = period.start_us % SECOND_US == 0 && period.end_us % SECOND_US == 0;
+    let is_exact =
+        period.start_us.is_multiple_of(SECOND_US) && period.end_us.is_multiple_of(SECOND_US);
     let fits = start_s < 1 << (u64::BITS - LENGTH_BITS) && length_s < 1 << LENGTH_BITS;
     (is_exact && fits).then_some(start_s << LENGTH_BITS | length_s)
 }

@@ -106,7 +106,7 @@ fn make_limit(counter: usize, requests: u64) -> Limit {
         13 => sliding_log(requests, PERIOD_US),
         14 => concurrency(requests, PERIOD_US),
         15 => concurrency(requests, 7),
-        1 => fixed_window(requests, PERIOD_US, if requests % 2 == 0 { 333 } else { 0 }),
+        1 => fixed_window(requests, PERIOD_US, 333 * (1 - requests % 2)),
         2 => sliding_log(requests, 7),
         3 => calendar_day(requests),
         4 => sliding_log(requests, 86_400_000_000),

@@ -108,6 +108,9 @@ impl Topology {
 /// The clocks of a run begin at 08:00 UTC in January.
 pub(crate) const CALENDAR_ZONE: &str = "America/Los_Angeles";
 
+const CALENDAR_DAY: &str =
+    "algorithm = \"fixed_window\", per = \"day\", tz = \"America/Los_Angeles\"";
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rule {
     SlidingLog,
@@ -407,9 +410,7 @@ impl PolicySpec {
                 Rule::SlidingLog => format!("algorithm = \"sliding_log\", {per}"),
                 Rule::SlidingWindow => format!("algorithm = \"sliding_window\", {per}"),
                 Rule::FixedWindow => format!("algorithm = \"fixed_window\", {per}"),
-                Rule::CalendarDay => {
-                    format!("algorithm = \"fixed_window\", per = \"day\", tz = \"{CALENDAR_ZONE}\"")
-                }
+                Rule::CalendarDay => CALENDAR_DAY.to_owned(),
                 Rule::TokenBucket { burst } => {
                     format!("algorithm = \"token_bucket\", burst = {burst}, {per}")
                 }

@@ -57,12 +57,7 @@ impl ScriptLibrary {
             Algorithm::SlidingLog => ("}:sliding_log:", 0),
             Algorithm::SlidingWindow { buckets } => ("}:sliding_window:", buckets),
             Algorithm::FixedWindow { offset_us } => ("}:fixed_window:", offset_us),
-            Algorithm::CalendarWindow { calendar } => {
-                for text in ["}:fixed_window:", calendar.unit().as_str(), "+"] {
-                    key.push_str(text);
-                }
-                return key.push_str(calendar.zone_name());
-            }
+            Algorithm::CalendarWindow { .. } => ("}:fixed_window:", 0),
             Algorithm::TokenBucket { .. } => ("}:token_bucket:", 0),
             Algorithm::LeakyBucket { .. } => ("}:leaky_bucket:", 0),
             Algorithm::Concurrency { .. } => ("}:concurrency:", 0),
@@ -72,6 +67,9 @@ impl ScriptLibrary {
         match algorithm_name.strip_prefix("}:") {
             Some(name) if charge.key.is_counted_key() => key.extend(["}:counted:", name]),
             _ => key.push_str(algorithm_name),
+        }
+        if let Algorithm::CalendarWindow { calendar } = algorithm {
+            return key.extend([calendar.unit().as_str(), "+", calendar.zone_name()]);
         }
         key.push_str(number.format(per_us));
         if variant > 0 {
