@@ -63,7 +63,7 @@ impl Config {
             let values = entry.get_mut("key").and_then(Json::as_array_mut);
             for (position, value) in values.into_iter().flatten().enumerate() {
                 let text = value.as_str().filter(|text| *text != "*");
-                if let Some(text) = text.filter(|_| key.is_hashed_at(position)) {
+                if let Some(text) = text {
                     *value = key.format_value(position, text).into();
                 }
             }

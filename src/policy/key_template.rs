@@ -6,7 +6,8 @@ use super::key_error::KeyError;
 use super::key_hasher::KeyHasher;
 use super::key_part::{KeyContext, KeyPart, KeyValues, format_client_network};
 use super::{Facts, client, path};
-use crate::limiter::{Key, KeyBuilder};
+use crate::limiter::{Key, KeyBuilder, SOURCES_BYTES, decode_digest};
+use sha2::{Digest, Sha256};
 use std::borrow::Cow;
 use std::net::IpAddr;
 
@@ -16,7 +17,20 @@ pub struct KeyTemplate {
     parts: Vec<KeyPart>,
     /// For each part, whether its value is stored as a digest. Empty if none is.
     hashed: Vec<bool>,
+    has_alternatives: bool,
     hasher: KeyHasher,
+    /// Digest of where the values come from, so that values from another source have other keys.
+    /// Addresses of clients have none: their keys are as old as the product. Alternatives have a
+    /// label per value instead.
+    sources: Option<[u8; SOURCES_BYTES]>,
+}
+
+/// One value of a key: its source, whether it is stored as a digest, and the value itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyValueSource<'v, 't> {
+    pub part: &'t KeyPart,
+    pub is_hashed: bool,
+    pub value: &'v [u8],
 }
 
 /// The action if a part is absent or empty.
@@ -33,10 +47,11 @@ pub enum MissingKeyAction {
 impl KeyTemplate {
     /// A template without hashed parts.
     pub fn new(parts: Vec<KeyPart>) -> Self {
-        Self {
-            parts,
-            ..Self::default()
-        }
+        let components = parts.into_iter().map(|part| KeyComponent {
+            part,
+            is_hashed: false,
+        });
+        Self::from_components(components.collect(), KeyHasher::default())
     }
 
     pub fn from_components(components: Vec<KeyComponent>, hasher: KeyHasher) -> Self {
@@ -44,23 +59,34 @@ impl KeyTemplate {
         if !hashed.contains(&true) {
             hashed.clear();
         }
-        let parts = components.into_iter().map(|one| one.part).collect();
+        let parts: Vec<KeyPart> = components.into_iter().map(|one| one.part).collect();
         Self {
+            sources: digest_sources(&parts),
+            has_alternatives: parts
+                .iter()
+                .any(|part| matches!(part, KeyPart::Alternatives(_))),
             parts,
             hashed,
             hasher,
         }
     }
 
-    /// Whether the value at a position is stored as a digest.
-    pub fn is_hashed_at(&self, position: usize) -> bool {
-        self.positions()
-            .nth(position)
-            .is_some_and(|(_, is_hashed)| is_hashed)
+    pub fn has_hashed_part(&self) -> bool {
+        let is_hashed = |part: &KeyPart| match part {
+            KeyPart::Alternatives(alternatives) => alternatives.iter().any(|one| one.is_hashed),
+            _ => false,
+        };
+        !self.hashed.is_empty() || self.parts.iter().any(is_hashed)
     }
 
-    pub fn has_hashed_part(&self) -> bool {
-        !self.hashed.is_empty()
+    /// The source of a value at a position. A value of a part with alternatives is split.
+    pub fn value_source<'v>(
+        &self,
+        position: usize,
+        value: &'v [u8],
+    ) -> Option<KeyValueSource<'v, '_>> {
+        let (part, is_hashed) = self.positions().nth(position)?;
+        resolve_source(part, is_hashed, value)
     }
 
     /// Builds the key of policy `name` with these values, one per position. A value beyond the last
@@ -71,8 +97,8 @@ impl KeyTemplate {
         values: &KeyValues<'_>,
         digests: &mut KeyDigests<'t>,
     ) -> Key {
-        let mut builder = KeyBuilder::new(name);
-        if !self.has_hashed_part() {
+        let mut builder = self.start_key(name);
+        if self.hashed.is_empty() && !self.has_alternatives {
             for value in values {
                 builder.push_key_value(value.as_deref());
             }
@@ -80,15 +106,83 @@ impl KeyTemplate {
         }
         let mut positions = self.positions();
         for value in values {
-            match (positions.next(), value) {
-                (Some((part, true)), Some(value)) if !value.is_empty() => {
-                    builder.push_digest(&digests.digest(&self.hasher, part, value));
+            let Some(value) = value.as_deref().filter(|value| !value.is_empty()) else {
+                positions.next();
+                builder.push_key_value(None);
+                continue;
+            };
+            match positions.next() {
+                Some((part, is_hashed)) => {
+                    self.push_value(&mut builder, (part, is_hashed), value, digests);
                 }
-                (None, Some(value)) => builder.push_digest(&self.hasher.digest(value)),
-                (_, value) => builder.push_key_value(value.as_deref()),
+                None if self.has_hashed_part() => builder.push_digest(&self.hasher.digest(value)),
+                None => builder.push_key_value(Some(value)),
             }
         }
         builder.finish()
+    }
+
+    /// Starts a key of policy `name`, before its first value.
+    pub fn start_key(&self, name: &str) -> KeyBuilder {
+        let mut builder = KeyBuilder::new(name);
+        if let Some(sources) = self.sources {
+            builder.push_sources(sources);
+        }
+        builder
+    }
+
+    fn push_value<'t>(
+        &'t self,
+        builder: &mut KeyBuilder,
+        (part, is_hashed): (&'t KeyPart, bool),
+        value: &[u8],
+        digests: &mut KeyDigests<'t>,
+    ) {
+        let Some(source) = resolve_source(part, is_hashed, value) else {
+            return builder.push_key_value(Some(value));
+        };
+        if matches!(part, KeyPart::Alternatives(_)) {
+            builder.push_label(source.part.label().as_bytes());
+        }
+        match source.is_hashed {
+            true => builder.push_digest(&digests.digest(&self.hasher, source.part, source.value)),
+            false => builder.push_key_value(Some(source.value)),
+        }
+    }
+
+    /// Adds a value at a position as operators enter it: empty if absent, or a digest after the
+    /// label, if any. Returns the value in the form that requests have.
+    ///
+    /// # Errors
+    /// As [`Self::canonicalize_value`].
+    pub(super) fn push_listed_value(
+        &self,
+        builder: &mut KeyBuilder,
+        position: usize,
+        text: &str,
+        client: &client::Settings,
+        path: &path::Settings,
+    ) -> Result<Box<str>, String> {
+        let Some(positioned) = self.positions().nth(position).filter(|_| !text.is_empty()) else {
+            builder.push_key_value(Some(text.as_bytes()));
+            return Ok(text.into());
+        };
+        let source = resolve_source(positioned.0, positioned.1, text.as_bytes());
+        let digest = source.and_then(|source| {
+            let text = std::str::from_utf8(source.value).ok()?;
+            decode_digest(text).map(|digest| (source, digest))
+        });
+        if let Some((source, digest)) = digest {
+            if matches!(positioned.0, KeyPart::Alternatives(_)) {
+                builder.push_label(source.part.label().as_bytes());
+            }
+            builder.push_digest(&digest);
+            return Ok(text.into());
+        }
+        let value = self.canonicalize_value(position, text, client, path)?;
+        let mut digests = KeyDigests::default();
+        self.push_value(builder, positioned, value.as_bytes(), &mut digests);
+        Ok(value)
     }
 
     /// Each position with its part, and whether the value is hashed.
@@ -107,18 +201,28 @@ impl KeyTemplate {
         digests: &mut KeyDigests<'t>,
     ) -> Vec<u8> {
         match self.positions().nth(position) {
-            Some((part, true)) => digests.digest(&self.hasher, part, value).to_vec(),
-            _ => value.to_vec(),
+            Some((part, is_hashed)) => match resolve_source(part, is_hashed, value) {
+                Some(source) if source.is_hashed => {
+                    let digest = digests.digest(&self.hasher, source.part, source.value);
+                    [source.part.label().as_bytes(), &digest].concat()
+                }
+                _ => value.to_vec(),
+            },
+            None => value.to_vec(),
         }
     }
 
     /// The value at a position for people: a hashed one as keys show it.
     pub fn format_value<'v>(&self, position: usize, value: &'v str) -> Cow<'v, str> {
-        match self.positions().nth(position) {
-            Some((_, true)) if !value.is_empty() => {
-                self.hasher.format_value(value.as_bytes()).into()
-            }
-            _ => value.into(),
+        let source = self.value_source(position, value.as_bytes());
+        let hashed = source.filter(|source| source.is_hashed && !source.value.is_empty());
+        let Some(source) = hashed else {
+            return value.into();
+        };
+        let digest = self.hasher.format_value(source.value);
+        match self.part_at(position) {
+            Some(KeyPart::Alternatives(_)) => format!("{}={digest}", source.part.label()).into(),
+            _ => digest.into(),
         }
     }
 
@@ -140,6 +244,11 @@ impl KeyTemplate {
 
     pub fn parts(&self) -> &[KeyPart] {
         &self.parts
+    }
+
+    /// All parts, and instead of those with alternatives each alternative.
+    pub fn sources(&self) -> impl Iterator<Item = &KeyPart> {
+        self.parts.iter().flat_map(KeyPart::alternatives)
     }
 
     /// The number of values: one per part, and one per capture of a `path:` part.
@@ -188,40 +297,110 @@ impl KeyTemplate {
         path: &path::Settings,
     ) -> Result<Box<str>, String> {
         match self.part_at(position) {
-            Some(KeyPart::ClientIp) => {
-                let address = text.split_once('/').map_or(text, |(address, _)| address);
-                let ip: IpAddr = address.parse().map_err(|error| {
-                    format!("the key requires a client address here, but {text:?} is none: {error}")
-                })?;
-                let canonical = format_client_network(ip.to_canonical(), client);
-                if text.contains('/') && text != canonical {
+            Some(part @ KeyPart::Alternatives(alternatives)) => {
+                let source = resolve_source(part, false, text.as_bytes());
+                let Some(source) = source.filter(|source| !source.value.is_empty()) else {
+                    let labels = alternatives.iter();
+                    let labels: Vec<String> = labels
+                        .map(|one| format!("{}=VALUE", one.part.label()))
+                        .collect();
                     return Err(format!(
-                        "clients are keyed as {canonical} (client.ipv4_prefix, client.ipv6_prefix)"
+                        "{text:?} does not name its source; expected {}",
+                        labels.join(" or ")
                     ));
-                }
-                Ok(canonical.into())
+                };
+                let label = source.part.label();
+                let value = String::from_utf8_lossy(source.value);
+                let value = canonicalize_part_value(source.part, &value, client, path)?;
+                Ok(format!("{label}={value}").into())
             }
-            Some(KeyPart::Host) => Ok(text
-                .strip_suffix('.')
-                .unwrap_or(text)
-                .to_ascii_lowercase()
-                .into()),
-            Some(KeyPart::Header(name)) if *name == http::header::AUTHORIZATION => {
-                match read_credentials(text.as_bytes()).as_slice() {
+            Some(part) => canonicalize_part_value(part, text, client, path),
+            None => Ok(text.into()),
+        }
+    }
+}
+
+/// Converts a value of a part without alternatives to the form that requests have.
+fn canonicalize_part_value(
+    part: &KeyPart,
+    text: &str,
+    client: &client::Settings,
+    path: &path::Settings,
+) -> Result<Box<str>, String> {
+    match part {
+        KeyPart::ClientIp => {
+            let address = text.split_once('/').map_or(text, |(address, _)| address);
+            let ip: IpAddr = address.parse().map_err(|error| {
+                format!("the key requires a client address here, but {text:?} is none: {error}")
+            })?;
+            let canonical = format_client_network(ip.to_canonical(), client);
+            if text.contains('/') && text != canonical {
+                return Err(format!(
+                    "clients are keyed as {canonical} (client.ipv4_prefix, client.ipv6_prefix)"
+                ));
+            }
+            Ok(canonical.into())
+        }
+        KeyPart::Host => Ok(text
+            .strip_suffix('.')
+            .unwrap_or(text)
+            .to_ascii_lowercase()
+            .into()),
+        KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
+            match read_credentials(text.as_bytes()).as_slice() {
                     [one] => Ok(String::from_utf8_lossy(one).into()),
                     _ => Err(
                         "these credentials can be read in several ways; expected one scheme and one credential"
                             .to_owned(),
                     ),
                 }
-            }
-            Some(KeyPart::PathCaptures(_)) => Ok(path::canonicalize_segment(text, path)),
-            Some(KeyPart::WholePath) => path::PathInterpretations::parse(text, path)
-                .map_err(|error| error.to_string())
-                .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
-            _ => Ok(text.into()),
         }
+        KeyPart::PathCaptures(_) => Ok(path::canonicalize_segment(text, path)),
+        KeyPart::WholePath => path::PathInterpretations::parse(text, path)
+            .map_err(|error| error.to_string())
+            .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
+        _ => Ok(text.into()),
     }
+}
+
+/// Splits a value of a part with alternatives into the alternative and its own value. `None` if it
+/// has no label of the part.
+fn resolve_source<'v, 't>(
+    part: &'t KeyPart,
+    is_hashed: bool,
+    value: &'v [u8],
+) -> Option<KeyValueSource<'v, 't>> {
+    let KeyPart::Alternatives(alternatives) = part else {
+        return Some(KeyValueSource {
+            part,
+            is_hashed,
+            value,
+        });
+    };
+    let end = value.iter().position(|byte| *byte == b'=')?;
+    let (label, value) = (value.get(..end)?, value.get(end + 1..)?);
+    let mut alternatives = alternatives.iter();
+    let found = alternatives.find(|one| one.part.label().as_bytes() == label)?;
+    Some(KeyValueSource {
+        part: &found.part,
+        is_hashed: found.is_hashed,
+        value,
+    })
+}
+
+fn digest_sources(parts: &[KeyPart]) -> Option<[u8; SOURCES_BYTES]> {
+    let has_own_label =
+        |part: &KeyPart| matches!(part, KeyPart::ClientIp | KeyPart::Alternatives(_));
+    if parts.iter().all(has_own_label) {
+        return None;
+    }
+    let mut hash = Sha256::new();
+    for part in parts {
+        let label = part.label();
+        hash.update(label.len().to_be_bytes());
+        hash.update(label.as_bytes());
+    }
+    hash.finalize().first_chunk().copied()
 }
 
 #[cfg(test)]

@@ -43,7 +43,7 @@ pub use json_pointer::{JsonPointer, JsonPointerToken};
 pub use key_component::{KeyComponent, KeyDigests, is_credential_name};
 pub use key_error::KeyError;
 pub use key_hasher::KeyHasher;
-pub use key_part::{KeyContext, KeyPart, KeyValues};
+pub use key_part::{KeyAlternative, KeyContext, KeyPart, KeyValues};
 pub use key_template::{KeyTemplate, MissingKeyAction};
 pub use matcher::{HostPattern, Matcher, MethodSet};
 pub use named_limit::NamedLimit;

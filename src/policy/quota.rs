@@ -4,7 +4,7 @@ use super::{
     CostSource, Descriptor, Facts, KeyContext, KeyDigests, KeyError, KeyTemplate, KeyValues,
     MissingKeyAction, NamedLimit, client, path,
 };
-use crate::limiter::{Key, KeyBuilder, LeaseTerms, Limit, decode_digest};
+use crate::limiter::{Key, LeaseTerms, Limit};
 use foldhash::HashMap;
 use std::fmt;
 
@@ -153,32 +153,15 @@ impl Quota {
         client: &client::Settings,
         path: &path::Settings,
     ) -> Result<(Key, &'t [NamedLimit]), String> {
-        let has_digest = values.iter().any(|text| decode_digest(text).is_some());
-        if !has_digest || values.len() != self.key.value_count() {
+        if values.len() != self.key.value_count() {
             return self.key_and_limits_for_values(name, values, client, path);
         }
-        let mut builder = KeyBuilder::new(name);
-        let (mut extracted, mut digests) = (KeyValues::new(), KeyDigests::default());
+        let mut builder = self.key.start_key(name);
+        let mut extracted = KeyValues::new();
         for (position, text) in values.iter().enumerate() {
-            if let Some(digest) = decode_digest(text) {
-                builder.push_digest(&digest);
-                extracted.push(Some(text.as_bytes().into()));
-                continue;
-            }
-            let value = match text.as_str() {
-                "" => Box::default(),
-                text => self.key.canonicalize_value(position, text, client, path)?,
-            };
-            match self.key.is_hashed_at(position) && !value.is_empty() {
-                true => {
-                    let stored = self
-                        .key
-                        .stored_value(position, value.as_bytes(), &mut digests);
-                    let stored = stored.try_into().map_err(|_other| "no digest".to_owned())?;
-                    builder.push_digest(&stored);
-                }
-                false => builder.push_key_value(Some(value.as_bytes())),
-            }
+            let value = self
+                .key
+                .push_listed_value(&mut builder, position, text, client, path)?;
             extracted
                 .push(Some(value.into_string().into_bytes().into()).filter(|_| !text.is_empty()));
         }

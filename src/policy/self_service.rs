@@ -128,6 +128,9 @@ impl PolicyTable {
             | KeyPart::WholePath
             | KeyPart::DescriptorEntry(_)
             | KeyPart::WholeDescriptor => false,
+            KeyPart::Alternatives(_) => part
+                .alternatives()
+                .all(|one| self.is_verified_part(one, is_peer_trusted)),
         }
     }
 }

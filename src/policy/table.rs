@@ -200,7 +200,7 @@ impl PolicyTable {
 }
 
 fn policy_depends_on_client_ip(policy: &Policy) -> bool {
-    matches!(&policy.action, PolicyAction::Limit(quota) if quota.key.parts().contains(&KeyPart::ClientIp))
+    matches!(&policy.action, PolicyAction::Limit(quota) if quota.key.sources().any(|part| *part == KeyPart::ClientIp))
         || policy.matcher.has_client_ip_condition()
 }
 
@@ -210,7 +210,7 @@ fn headers_referenced_by(policy: &Policy) -> Vec<HeaderName> {
         if let CostSource::Header(cost) = &quota.cost {
             names.push(cost.name.clone());
         }
-        names.extend(quota.key.parts().iter().filter_map(|part| match part {
+        names.extend(quota.key.sources().filter_map(|part| match part {
             KeyPart::Header(name) => Some(name.clone()),
             KeyPart::Cookie(_) => Some(http::header::COOKIE),
             _ => None,
@@ -222,7 +222,7 @@ fn headers_referenced_by(policy: &Policy) -> Vec<HeaderName> {
 fn claims_referenced_by(policy: &Policy) -> Vec<jwt::ClaimName> {
     let mut names = policy.matcher.claim_names();
     if let PolicyAction::Limit(quota) = &policy.action {
-        names.extend(quota.key.parts().iter().filter_map(|part| match part {
+        names.extend(quota.key.sources().filter_map(|part| match part {
             KeyPart::Claim(name) => Some(name.clone()),
             _ => None,
         }));

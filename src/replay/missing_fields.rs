@@ -144,7 +144,11 @@ impl<'a> MissingFieldCheck<'a> {
                 names.join(", ")
             );
             for part in missing {
-                if let KeyPart::Header(name) = part {
+                let headers = part.alternatives().filter_map(|one| match one {
+                    KeyPart::Header(name) => Some(name),
+                    _ => None,
+                });
+                for name in headers {
                     sentence.push_str(&format!("; --header-from {name}=FIELD names the field"));
                 }
             }
@@ -173,6 +177,17 @@ impl<'a> MissingFieldCheck<'a> {
     }
 
     fn describe_missing_quota_fields(&self, quota: &Quota, texts: &mut Vec<String>) {
+        let absent = quota
+            .key
+            .sources()
+            .filter(|part| !self.log_has_key_part(part));
+        let absent: Vec<String> = absent.map(ToString::to_string).collect();
+        if !absent.is_empty() {
+            texts.push(format!(
+                "every request was keyed as if it had no {}",
+                absent.join(" and no ")
+            ));
+        }
         match &quota.cost {
             CostSource::Header(cost) if !self.has_header(&cost.name) => {
                 texts.push(format!(
@@ -231,6 +246,7 @@ impl<'a> MissingFieldCheck<'a> {
             // request.
             | KeyPart::DescriptorEntry(_)
             | KeyPart::WholeDescriptor => true,
+            KeyPart::Alternatives(_) => part.alternatives().any(|one| self.log_has_key_part(one)),
         }
     }
 

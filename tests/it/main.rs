@@ -62,6 +62,7 @@ mod http2_upstream;
 mod informational_responses;
 mod inspection_commands;
 mod jwt_claims;
+mod key_alternatives;
 mod keys_by_url;
 mod leaky_bucket_queue;
 mod leases;

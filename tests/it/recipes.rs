@@ -20,9 +20,10 @@ use tokio::net::TcpSocket;
 const PAGE: &str = "docs/RECIPES.md";
 
 /// The recipes that a test in this file runs.
-const TESTED_RECIPES: [&str; 20] = [
+const TESTED_RECIPES: [&str; 21] = [
     "Per API key",
     "Per user of a JWT",
+    "A key with a fallback",
     "Log-in protection",
     "Failed log-ins only",
     "Introduce a limit softly",
@@ -171,6 +172,28 @@ async fn per_user_of_a_token() {
     assert_eq!(ask("Bearer nonsense", 21).await, expected(20, 1));
     let elsewhere = run.statuses(1, "192.0.2.2", "GET", "/api/x").await;
     assert_eq!(elsewhere, [200]);
+}
+
+#[tokio::test]
+async fn a_key_with_a_fallback() {
+    let run = RecipeRun::start("A key with a fallback").await;
+    let send = async |name: &str, value: &str, times: usize| {
+        let mut statuses = Vec::new();
+        for nth in 0..times {
+            // Several addresses, so that only the policy "api" refuses.
+            let client = format!("192.0.2.{}", 10 + nth % 2);
+            let request = run.request(&client, "GET", "/api/x").header(name, value);
+            statuses.push(request.send().await.status);
+        }
+        statuses
+    };
+    assert_eq!(send("X-Api-Key", "ann", 62).await, expected(60, 2));
+    let alice = run.bearer("alice", "free");
+    assert_eq!(send("Authorization", &alice, 91).await, expected(90, 1));
+    let by_address = run.statuses(61, "192.0.2.77", "GET", "/api/x").await;
+    assert_eq!(by_address, expected(60, 1));
+    let pretender = run.statuses(1, "192.0.2.78", "GET", "/api/x").await;
+    assert_eq!(pretender, [200]);
 }
 
 #[tokio::test]

@@ -67,9 +67,13 @@ fn find_forgeable_value<'q>(
 ) -> Option<&'q HeaderName> {
     let mut forgeable = None;
     let values = entry.values.iter().enumerate();
-    for (position, _) in values.filter(|(_, value)| value.as_ref().is_some_and(|v| !v.is_empty())) {
-        match quota.key.part_at(position)? {
-            part if quota.key.is_hashed_at(position) || part.is_credential() => return None,
+    for (position, value) in values.filter_map(|(at, value)| Some((at, value.as_deref()?))) {
+        if value.is_empty() {
+            continue;
+        }
+        let source = quota.key.value_source(position, value.as_bytes())?;
+        match source.part {
+            part if source.is_hashed || part.is_credential() => return None,
             KeyPart::Const(_) | KeyPart::Method => {}
             part if !context.is_client_chosen(part) => return None,
             KeyPart::Header(name) => forgeable = Some(name),

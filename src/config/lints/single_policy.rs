@@ -169,8 +169,7 @@ fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>)
     let is_stripped = |name: &HeaderName| context.policy_context.is_removed_header(name);
     if quota
         .key
-        .parts()
-        .iter()
+        .sources()
         .any(|part| matches!(part, KeyPart::Header(name) if is_stripped(name)))
     {
         reader.report_warning("key", STRIPPED_HEADER_WARNING);
@@ -179,11 +178,7 @@ fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>)
         reader.report_warning("cost", STRIPPED_HEADER_WARNING);
     }
     if !context.policy_context.requests_client_certificates
-        && quota
-            .key
-            .parts()
-            .iter()
-            .any(KeyPart::is_from_client_certificate)
+        && quota.key.sources().any(KeyPart::is_from_client_certificate)
     {
         reader.report_warning("key", "the listener requests no client certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"");
     }
@@ -348,10 +343,12 @@ fn find_impossible_value_index(
         .iter()
         .enumerate()
         .position(|(position, value)| {
-            let (Some(value), Some(part)) = (value, quota.key.part_at(position)) else {
-                return false;
-            };
-            is_impossible_value(value, part, matcher, quota.missing_key)
+            let Some(value) = value else { return false };
+            let source = quota.key.value_source(position, value.as_bytes());
+            source.is_some_and(|source| {
+                let value = String::from_utf8_lossy(source.value);
+                is_impossible_value(&value, source.part, matcher, quota.missing_key)
+            })
         })
 }
 

@@ -87,11 +87,11 @@ pub(super) fn build_quota(
 
 fn parse_key_component(text: &str, context: &PolicyContext) -> Result<KeyComponent, String> {
     let component = KeyComponent::parse(text, &context.path)?;
-    match component.part {
-        KeyPart::Claim(_) if context.claim_trust.is_none() => {
-            Err(NO_TRUSTED_TOKENS_ERROR.to_owned())
-        }
-        _ => Ok(component),
+    let is_claim = |part: &KeyPart| matches!(part, KeyPart::Claim(_));
+    let reads_claim = component.part.alternatives().any(is_claim);
+    match reads_claim && context.claim_trust.is_none() {
+        true => Err(NO_TRUSTED_TOKENS_ERROR.to_owned()),
+        false => Ok(component),
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) static POLICY: [SchemaKey; 20] = [
         "key",
         TextList("key parts such as \"client_ip\" or \"header:x-user-id\""),
         Default(""),
-        "Key parts: each combination of values has its own quota. Empty: one quota for all. `;hash` after header, query, cookie, jwt or descriptor stores only a hash of the value. It is the default for names such as authorization, api-key, token and session; `;plain` stores the value.",
+        "Key parts: each combination of values has its own quota. Empty: one quota for all. `;hash` after header, query, cookie, jwt or descriptor stores only a hash of the value. It is the default for names such as authorization, api-key, token and session; `;plain` stores the value. Of a part with alternatives, \"header:x-api-key | jwt:sub | client_ip\", the first that a request has counts.",
     ),
     key(
         "limit",
