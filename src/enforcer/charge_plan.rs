@@ -8,7 +8,8 @@ use crate::limiter::{
 };
 use crate::policy::{
     Descriptor, EstimateCost, Facts, KeyDigests, KeyError, MatchingPolicies, NamedLimit,
-    OnStoreFailure, Policy, PolicyAction, PolicyTable,
+    OnStoreFailure, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, RequestAmounts,
+    read_request_amounts,
 };
 use crate::store::{
     ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
@@ -34,8 +35,12 @@ pub(super) struct PlannedPolicy<'t> {
     /// Index of the policy in the table.
     pub policy_index: usize,
     pub policy: &'t Policy,
+    /// The mode of the policy, or of an override for the key.
+    pub mode: PolicyMode,
     pub key: Key,
     pub limits: &'t [NamedLimit],
+    /// The limits with the amounts that the request states, if any does.
+    pub amounts: Option<Box<RequestAmounts>>,
     /// The block of the policy, charged before the limits. A shadow policy has none, because it
     /// never blocks a request.
     pub block: Option<&'t Limit>,
@@ -76,6 +81,14 @@ impl<'t> PlannedPolicy<'t> {
         if min_requests(other) < min_requests(self) {
             self.limits = other.limits;
         }
+    }
+
+    /// A limit of the policy, with the amount that the request states, if any.
+    fn limit_at<'l>(&'l self, index: usize, named: &'l NamedLimit) -> &'l Limit {
+        let amounts = self.amounts.as_ref();
+        amounts
+            .and_then(|amounts| amounts.get(index))
+            .unwrap_or(&named.limit)
     }
 
     /// The name of a limit if overrides in the store apply to it.
@@ -136,18 +149,9 @@ impl<'t> ChargePlan<'t> {
                     }
                     break;
                 }
-                PolicyAction::Deny if !policy.is_enforced() => {
-                    record_decision(index, None, PolicyDecision::from_mode(policy.mode));
-                    self.unenforced_rejections.add_policy(policy);
-                    continue;
-                }
                 PolicyAction::Deny => {
-                    record_decision(index, None, PolicyDecision::Denied);
-                    return Err(RequestOutcome::Denied {
-                        policy: &policy.name,
-                        is_reported: policy.is_reported,
-                        custom_response: policy.reject_response.as_ref(),
-                    });
+                    self.deny(index, policy, None, &mut record_decision)?;
+                    continue;
                 }
             };
             let context = table.key_context(policy);
@@ -159,18 +163,33 @@ impl<'t> ChargePlan<'t> {
                 None => quota.key_and_limits_for_request(name, facts, &context, seen),
             };
             match selected {
-                Ok(Some((key, limits))) => {
+                Ok(Some((key, selected))) => {
+                    match selected.rule {
+                        OverrideRule::Limit(_) => {}
+                        OverrideRule::Skip => continue,
+                        OverrideRule::Allow => {
+                            record_decision(index, Some(&key), PolicyDecision::Exempt);
+                            continue;
+                        }
+                        OverrideRule::Deny => {
+                            self.deny(index, policy, Some(&key), &mut record_decision)?;
+                            continue;
+                        }
+                    }
+                    let mode = selected.mode(policy.mode);
                     self.add_planned_policy(PlannedPolicy {
                         policy_index: index,
                         policy,
+                        mode,
                         key,
-                        limits,
-                        block: quota.block.as_ref().filter(|_| policy.is_enforced()),
+                        limits: selected.limits,
+                        amounts: read_request_amounts(selected.limits, facts),
+                        block: quota.block.as_ref().filter(|_| mode.is_enforced()),
                         cost: quota.cost.compute_units(facts),
                         estimate: quota.cost.as_estimate(),
                         counts_rejected: quota.count_rejected,
                         shards: quota.shards,
-                        lease: quota.lease,
+                        lease: quota.lease.filter(|_| mode.is_enforced()),
                         is_dynamic: quota.is_dynamic
                             && !descriptor.is_some_and(Descriptor::has_own_limit),
                     });
@@ -184,6 +203,27 @@ impl<'t> ChargePlan<'t> {
         Ok(())
     }
 
+    /// Rejects the request, unless the policy is not enforced.
+    fn deny(
+        &mut self,
+        index: usize,
+        policy: &'t Policy,
+        key: Option<&Key>,
+        record_decision: &mut impl FnMut(usize, Option<&Key>, PolicyDecision),
+    ) -> Result<(), RequestOutcome<'t>> {
+        if !policy.is_enforced() {
+            record_decision(index, key, PolicyDecision::from_mode(policy.mode));
+            self.unenforced_rejections.add_policy(policy, policy.mode);
+            return Ok(());
+        }
+        record_decision(index, key, PolicyDecision::Denied);
+        Err(RequestOutcome::Denied {
+            policy: &policy.name,
+            is_reported: policy.is_reported,
+            custom_response: policy.reject_response.as_ref(),
+        })
+    }
+
     /// Rejects the request because the policy cannot form its key, unless the policy is not
     /// enforced.
     fn record_invalid_key(
@@ -195,7 +235,7 @@ impl<'t> ChargePlan<'t> {
     ) -> Result<(), RequestOutcome<'t>> {
         if !policy.is_enforced() {
             record_decision(index, None, PolicyDecision::from_mode(policy.mode));
-            self.unenforced_rejections.add_policy(policy);
+            self.unenforced_rejections.add_policy(policy, policy.mode);
             return Ok(());
         }
         record_decision(index, None, PolicyDecision::Denied);
@@ -243,19 +283,17 @@ impl<'t> ChargePlan<'t> {
                         planned_policy.cost
                     }
                 };
-                let limits = planned_policy.limits.iter().map(move |named| {
-                    (
-                        &named.limit,
-                        cost(&named.limit),
-                        planned_policy.dynamic_name(named),
-                    )
+                let limits = planned_policy.limits.iter().enumerate();
+                let limits = limits.map(move |(index, named)| {
+                    let limit = planned_policy.limit_at(index, named);
+                    (limit, cost(limit), planned_policy.dynamic_name(named))
                 });
                 block
                     .into_iter()
                     .chain(limits)
                     .map(move |(limit, cost, dynamic)| Charge {
                         policy_number,
-                        shadow: !planned_policy.policy.is_enforced(),
+                        shadow: !planned_policy.mode.is_enforced(),
                         counts_rejected: planned_policy.counts_rejected,
                         is_estimate: planned_policy.estimate.is_some(),
                         slot_id: slot,
@@ -270,6 +308,27 @@ impl<'t> ChargePlan<'t> {
                     })
             })
             .collect()
+    }
+
+    /// Enters the amounts that the request states into the statuses of its charges, so that
+    /// responses and settlements use them. An override in the store wins.
+    pub(super) fn report_amounts(&self, decision: &mut Decision) {
+        let mut first = 0;
+        for planned_policy in &self.planned_policies {
+            first += usize::from(planned_policy.block.is_some());
+            let next = first + planned_policy.limits.len();
+            if let Some(amounts) = &planned_policy.amounts {
+                let own = decision.statuses.get_mut(first..next);
+                for (index, status) in own.into_iter().flatten().enumerate() {
+                    if let Some(status) = status
+                        && status.in_effect.is_none()
+                    {
+                        status.in_effect = amounts.in_effect(index);
+                    }
+                }
+            }
+            first = next;
+        }
     }
 
     /// Reserves a slot for each concurrency limit.
@@ -357,8 +416,8 @@ impl<'t> ChargePlan<'t> {
     pub(super) fn enforced_policies(&self) -> impl Iterator<Item = &'t Policy> {
         self.planned_policies
             .iter()
+            .filter(|planned_policy| planned_policy.mode.is_enforced())
             .map(|planned_policy| planned_policy.policy)
-            .filter(|policy| policy.is_enforced())
     }
 
     /// The first enforced policy with `on_store_failure = "closed"`.

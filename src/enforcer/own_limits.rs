@@ -53,7 +53,10 @@ impl Enforcer {
         }
         let plan = plan_without_cost(client);
         let decision = match self.store.decide(&plan.build_charges(0, 0)).await {
-            Ok(decision) => decision,
+            Ok(mut decision) => {
+                plan.report_amounts(&mut decision);
+                decision
+            }
             Err(unavailable) => {
                 return OwnLimits {
                     verdict: unavailable_verdict(unavailable.retry_after_us),
@@ -105,8 +108,10 @@ fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> ChargePlan<'t> {
     let planned_policies = client.quotas.iter().map(|own| PlannedPolicy {
         policy_index: own.policy_index,
         policy: own.policy,
+        mode: own.mode,
         key: own.key.clone(),
         limits: own.limits,
+        amounts: own.amounts.clone(),
         block: own.quota.block.as_ref(),
         cost: 0,
         estimate: None,

@@ -23,13 +23,13 @@ impl<'t> ChargePlan<'t> {
             refusals.is_blocked |= block.is_some_and(|block| block.refusal.is_some());
             let blocked_until_us = block.and_then(|block| block.next_growth_us);
             for (limit, status) in planned_policy.limits.iter().zip(&mut statuses) {
-                let policy = planned_policy.policy;
+                let (policy, mode) = (planned_policy.policy, planned_policy.mode);
                 let status = match (*status, blocked_until_us) {
-                    (Some(status), _) if !policy.is_enforced() => {
+                    (Some(status), _) if !mode.is_enforced() => {
                         if status.refusal.is_some() {
-                            verdict.unenforced_rejections.add_policy(policy);
+                            verdict.unenforced_rejections.add_policy(policy, mode);
                         }
-                        Some(marked_status(status)).filter(|_| policy.mode == PolicyMode::Mark)
+                        Some(marked_status(status)).filter(|_| mode == PolicyMode::Mark)
                     }
                     (status, Some(until_us)) => Some(blocked_status(status, until_us)),
                     (status, None) => status,
@@ -102,7 +102,7 @@ impl<'t> ChargePlan<'t> {
                 refused |= status.is_some_and(|status| status.refusal.is_some());
                 known &= status.is_some();
             }
-            let mode = planned_policy.policy.mode;
+            let mode = planned_policy.mode;
             let decision_label = match (refused, mode) {
                 _ if blocked => PolicyDecision::Blocked,
                 (true, PolicyMode::Enforce) => PolicyDecision::Rejected,
@@ -143,7 +143,7 @@ impl<'t> ChargePlan<'t> {
                 .count()
                 > 0;
             let decision_label = match planned_policy.policy.on_store_failure {
-                _ if !planned_policy.policy.is_enforced() => PolicyDecision::DegradedUndecided,
+                _ if !planned_policy.mode.is_enforced() => PolicyDecision::DegradedUndecided,
                 OnStoreFailure::Open => PolicyDecision::DegradedOpen,
                 OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
                 // Another policy is closed: nothing was decided.

@@ -5,6 +5,7 @@ use super::key_component::{KeyComponent, KeyDigests};
 use super::key_error::KeyError;
 use super::key_hasher::KeyHasher;
 use super::key_part::{KeyContext, KeyPart, KeyValues, format_client_network};
+use super::value_pattern::{ValuePattern, split_at_wildcards};
 use super::{Facts, client, path};
 use crate::limiter::{Key, KeyBuilder, SOURCES_BYTES, decode_digest};
 use sha2::{Digest, Sha256};
@@ -285,6 +286,62 @@ impl KeyTemplate {
         Ok(values)
     }
 
+    /// Parses what an override accepts at this position.
+    ///
+    /// # Errors
+    /// Returns a message that states what is wrong.
+    pub fn parse_value_pattern(
+        &self,
+        position: usize,
+        text: &str,
+        client: &client::Settings,
+        path: &path::Settings,
+    ) -> Result<ValuePattern, String> {
+        let mut pieces = split_at_wildcards(text);
+        if let [literal] = pieces.as_slice() {
+            let value = match literal.as_str() {
+                "" => Box::default(),
+                literal => self.canonicalize_value(position, literal, client, path)?,
+            };
+            return Ok(ValuePattern::Exact(value));
+        }
+        let Some(part) = self.part_at(position).filter(|_| text != "*") else {
+            return Ok(ValuePattern::Any);
+        };
+        let mut start = String::new();
+        let part = match (part, pieces.first_mut()) {
+            (KeyPart::Alternatives(_), Some(first)) => {
+                let Some(source) = resolve_source(part, false, first.as_bytes()) else {
+                    return Err(unnamed_source_error(part, text));
+                };
+                start = format!("{}=", source.part.label());
+                let (part, rest) = (
+                    source.part,
+                    String::from_utf8_lossy(source.value).into_owned(),
+                );
+                *first = rest;
+                part
+            }
+            (part, _) => part,
+        };
+        let pieces = pieces
+            .iter()
+            .map(|piece| canonicalize_piece(part, piece, path));
+        let mut pieces = pieces.collect::<Result<Vec<String>, String>>()?;
+        if let Some(first) = pieces.first_mut() {
+            first.insert_str(0, &start);
+        }
+        Ok(ValuePattern::from_pieces(pieces))
+    }
+
+    /// What an override accepts at a position, for people: a hashed value as keys show it.
+    pub fn format_pattern(&self, position: usize, pattern: &ValuePattern) -> String {
+        match pattern.as_exact() {
+            Some(value) => self.format_value(position, value).into_owned(),
+            None => pattern.to_text(),
+        }
+    }
+
     /// Converts an override's value to the form that requests have at this position.
     ///
     /// # Errors
@@ -297,17 +354,10 @@ impl KeyTemplate {
         path: &path::Settings,
     ) -> Result<Box<str>, String> {
         match self.part_at(position) {
-            Some(part @ KeyPart::Alternatives(alternatives)) => {
+            Some(part @ KeyPart::Alternatives(_)) => {
                 let source = resolve_source(part, false, text.as_bytes());
                 let Some(source) = source.filter(|source| !source.value.is_empty()) else {
-                    let labels = alternatives.iter();
-                    let labels: Vec<String> = labels
-                        .map(|one| format!("{}=VALUE", one.part.label()))
-                        .collect();
-                    return Err(format!(
-                        "{text:?} does not name its source; expected {}",
-                        labels.join(" or ")
-                    ));
+                    return Err(unnamed_source_error(part, text));
                 };
                 let label = source.part.label();
                 let value = String::from_utf8_lossy(source.value);
@@ -317,6 +367,30 @@ impl KeyTemplate {
             Some(part) => canonicalize_part_value(part, text, client, path),
             None => Ok(text.into()),
         }
+    }
+}
+
+/// Converts a literal text of a pattern to the form that requests have.
+fn canonicalize_piece(
+    part: &KeyPart,
+    piece: &str,
+    path: &path::Settings,
+) -> Result<String, String> {
+    let unsupported =
+        |expected: &str| Err(format!("no pattern matches a {part}; expected {expected}"));
+    match part {
+        KeyPart::ClientIp => {
+            unsupported("an address, or policies with client_ips in match for networks")
+        }
+        KeyPart::WholePath => unsupported("a whole path, or path in match"),
+        KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
+            unsupported("whole credentials")
+        }
+        KeyPart::Host => Ok(piece.to_ascii_lowercase()),
+        KeyPart::PathCaptures(_) if !piece.is_empty() => {
+            Ok(path::canonicalize_segment(piece, path).into())
+        }
+        _ => Ok(piece.to_owned()),
     }
 }
 
@@ -361,6 +435,15 @@ fn canonicalize_part_value(
             .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
         _ => Ok(text.into()),
     }
+}
+
+fn unnamed_source_error(part: &KeyPart, text: &str) -> String {
+    let labels = part.alternatives();
+    let labels: Vec<String> = labels.map(|one| format!("{}=VALUE", one.label())).collect();
+    format!(
+        "{text:?} does not name its source; expected {}",
+        labels.join(" or ")
+    )
 }
 
 /// Splits a value of a part with alternatives into the alternative and its own value. `None` if it
@@ -451,6 +534,7 @@ mod tests {
             token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             has_joined_headers: false,
+            is_peer_trusted: false,
             descriptor: None,
         };
         let context = KeyContext {
@@ -482,6 +566,101 @@ mod tests {
             key.canonicalize_value(4, "Bearer alice bob", &client, &PATH_SETTINGS)
                 .is_err()
         );
+    }
+
+    proptest::proptest! {
+        /// The definition: the first alternative with a value; a repeated one before it is an error.
+        #[test]
+        fn the_first_present_alternative_has_the_value(
+            tenants in proptest::collection::vec("[ab]?", 0..3),
+            users in proptest::collection::vec("[ab]?", 0..3),
+        ) {
+            let part = KeyComponent::parse("header:x-tenant | query:user|client_ip", &PATH_SETTINGS);
+            let key = KeyTemplate::from_components(vec![part.unwrap()], KeyHasher::default());
+            let mut headers = HeaderMap::new();
+            for tenant in &tenants {
+                headers.append("x-tenant", tenant.parse().unwrap());
+            }
+            let query: Vec<String> = users.iter().map(|user| format!("user={user}")).collect();
+            let (query, paths) = (
+                query.join("&"),
+                path::PathInterpretations::parse("/", &PATH_SETTINGS).unwrap(),
+            );
+            let client = client::Settings {
+                trusted_proxies: Vec::new(),
+                ip_header: "x-forwarded-for".parse().unwrap(),
+                ipv4_prefix: 32,
+                ipv6_prefix: 64,
+                rejects_ambiguous_query: true,
+                rejects_ambiguous_cookie: true,
+            };
+            let facts = Facts {
+                method: &Method::GET,
+                host: "a.example",
+                paths: &paths,
+                query: Some(&query),
+                headers: &headers,
+                client_ip: [10, 1, 2, 3].into(),
+                is_peer_trusted: false,
+                token: crate::policy::jwt::RequestToken::without_token_reader(),
+                client_cert: None,
+                has_joined_headers: false,
+                descriptor: None,
+            };
+            let context = KeyContext {
+                client: &client,
+                path: &PATH_SETTINGS,
+                matcher: &Matcher::default(),
+            };
+            let found = key.extract_values(&facts, &context, MissingKeyAction::Reject);
+            let expected = match (tenants.as_slice(), users.as_slice()) {
+                ([_, _, ..], _) => None,
+                ([tenant], _) if !tenant.is_empty() => Some(format!("header:x-tenant={tenant}")),
+                (_, [_, _, ..]) => None,
+                (_, [user]) if !user.is_empty() => Some(format!("query:user={user}")),
+                _ => Some("client_ip=10.1.2.3".to_owned()),
+            };
+            let found = found.ok().and_then(|values| values[0].as_deref().map(<[u8]>::to_vec));
+            proptest::prop_assert_eq!(found, expected.map(String::into_bytes));
+        }
+    }
+
+    /// Only addresses keep the keys of the first versions: all other values name their source.
+    #[test]
+    fn values_of_other_sources_have_other_keys() {
+        let build_key = |parts: &[&str], value: &[u8]| {
+            let parts = parts.iter();
+            let parts = parts.map(|text| KeyComponent::parse(text, &PATH_SETTINGS).unwrap());
+            let key = KeyTemplate::from_components(parts.collect(), KeyHasher::default());
+            let values = [Some(Cow::Borrowed(value))].into_iter().collect();
+            key.build_key("p", &values, &mut KeyDigests::default())
+        };
+        let mut plain = KeyBuilder::new("p");
+        plain.push_key_value(Some(b"10.0.0.1"));
+        let address = build_key(&["client_ip"], b"10.0.0.1");
+        assert_eq!(address, plain.finish());
+        let keys = [
+            address,
+            build_key(&["header:a"], b"10.0.0.1"),
+            build_key(&["header:b"], b"10.0.0.1"),
+            build_key(&["query:a"], b"10.0.0.1"),
+            build_key(&["jwt:a"], b"10.0.0.1"),
+            build_key(&["header:a | client_ip"], b"client_ip=10.0.0.1"),
+            build_key(&["header:a | client_ip"], b"header:a=10.0.0.1"),
+            build_key(&["header:a;hash"], b"10.0.0.1"),
+            build_key(&["header:a;hash | client_ip"], b"header:a=10.0.0.1"),
+        ];
+        for (at, key) in keys.iter().enumerate() {
+            assert!(
+                !keys[..at].iter().any(|other| other.id() == key.id()),
+                "{key} {at}"
+            );
+        }
+        let reordered = build_key(
+            &["client_cert:cn | header:a | client_ip"],
+            b"header:a=10.0.0.1",
+        );
+        assert_eq!(reordered, keys[6], "the order is not part of the key");
     }
 
     /// The whole descriptor, which a key with the descriptor's own limit contains, has the value

@@ -4,7 +4,8 @@ use super::log_merge::LoggedRequest;
 use super::parsers::RequiredHeaders;
 use crate::limiter::Algorithm;
 use crate::policy::{
-    ActualCostSource, CostSource, KeyPart, Matcher, Policy, PolicyAction, PolicyTable, Quota,
+    ActualCostSource, AmountField, CostSource, KeyPart, Matcher, Policy, PolicyAction, PolicyTable,
+    Quota,
 };
 use http::HeaderName;
 use http::header::COOKIE;
@@ -218,6 +219,22 @@ impl<'a> MissingFieldCheck<'a> {
                 .iter()
                 .flat_map(|entry| &entry.limits),
         );
+        let default_amounts = limits.clone().filter_map(|named| {
+            let source = named.amount.as_ref()?;
+            let is_logged = match &source.field {
+                AmountField::Claim(_) => self.log_has_token(),
+                AmountField::Header(name) => self.has_header(name),
+                AmountField::ClientCertSan | AmountField::ClientCertCn => false,
+            };
+            let default = named.limit.requests;
+            (!is_logged).then(|| {
+                format!(
+                    "every request had the default amount {default}, because {} is missing",
+                    source.field
+                )
+            })
+        });
+        texts.extend(default_amounts);
         let is_concurrency =
             limits.any(|named| matches!(named.limit.algorithm, Algorithm::Concurrency { .. }));
         if is_concurrency && self.coverage.with_duration < self.coverage.requests {

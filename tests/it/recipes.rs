@@ -20,7 +20,7 @@ use tokio::net::TcpSocket;
 const PAGE: &str = "docs/RECIPES.md";
 
 /// The recipes that a test in this file runs.
-const TESTED_RECIPES: [&str; 21] = [
+const TESTED_RECIPES: [&str; 23] = [
     "Per API key",
     "Per user of a JWT",
     "A key with a fallback",
@@ -30,6 +30,8 @@ const TESTED_RECIPES: [&str; 21] = [
     "A limit that clients do not see",
     "Plans: free, pro, partner",
     "Limits for single customers",
+    "The amount from a token",
+    "Limits by pattern",
     "Plans from a gateway's header",
     "Exempt health checks and partners",
     "Express",
@@ -303,6 +305,48 @@ async fn limits_for_single_customers() {
 }
 
 /// The client of the test is the gateway.
+#[tokio::test]
+async fn the_amount_from_a_token() {
+    let run = RecipeRun::start("The amount from a token").await;
+    let send = async |sub: &str, plan: serde_json::Value, times: usize| {
+        let claims = json!({ "sub": sub, "plan": plan, "exp": unix_s() + 3600 });
+        let bearer = run.issuer.bearer(&claims);
+        let mut statuses = Vec::new();
+        for _ in 0..times {
+            let request = run.request("192.0.2.1", "GET", "/api/x");
+            statuses.push(request.header("Authorization", &bearer).send().await.status);
+        }
+        statuses
+    };
+    assert_eq!(send("ann", json!({ "rpm": 30 }), 31).await, expected(30, 1));
+    assert_eq!(send("bob", json!({}), 21).await, expected(20, 1));
+    assert_eq!(
+        send("cid", json!({ "rpm": "gold" }), 21).await,
+        expected(20, 1)
+    );
+    assert_eq!(send("dan", json!({ "rpm": 0 }), 1).await, expected(0, 1));
+}
+
+#[tokio::test]
+async fn limits_by_pattern() {
+    let run = RecipeRun::start("Limits by pattern").await;
+    let send = async |tenant: &str, times: usize| {
+        let (mut statuses, mut marks) = (Vec::new(), 0);
+        for _ in 0..times {
+            let request = run.request("192.0.2.1", "GET", "/api/x");
+            statuses.push(request.header("X-Tenant", tenant).send().await.status);
+            let seen = run.upstream.last_request();
+            marks += usize::from(!seen.header_values("x-tidegate-over").is_empty());
+        }
+        (statuses, marks)
+    };
+    assert_eq!(send("acme-eu", 31).await, (expected(31, 0), 1));
+    assert_eq!(send("acme-lab", 6).await.0, expected(5, 1));
+    assert_eq!(send("beta-1", 11).await.0, expected(10, 1));
+    assert_eq!(send("other", 12).await, (expected(12, 0), 2));
+    assert_eq!(send("monitoring", 50).await, (expected(50, 0), 0));
+}
+
 #[tokio::test]
 async fn plans_from_a_header() {
     let run = RecipeRun::start("Plans from a gateway's header").await;

@@ -90,7 +90,7 @@ fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
             .overrides
             .as_slice()
             .iter()
-            .map(|entry| &entry.values)
+            .map(|entry| (&entry.values, entry.rule))
             .collect();
         let fingerprint = format!(
             "{:?}",

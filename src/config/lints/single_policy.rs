@@ -7,12 +7,11 @@ use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
-    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, PolicyAction,
-    PolicyMode, Quota,
+    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, OverrideRule,
+    PolicyAction, PolicyMode, Quota,
 };
 use http::HeaderName;
 use ipnet::IpNet;
-use std::collections::HashSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -38,7 +37,11 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
     if let Some(table) = reader.get_optional_table("match") {
         check_conditions(&table, &spanned.policy.matcher, context);
     }
-    if !spanned.policy.is_enforced() {
+    let enforces_override = spanned.quota().is_some_and(|quota| {
+        let mut overrides = quota.overrides.as_slice().iter();
+        overrides.any(|entry| entry.rule == OverrideRule::Limit(Some(PolicyMode::Enforce)))
+    });
+    if !spanned.policy.is_enforced() && !enforces_override {
         let mode = spanned.policy.mode.name();
         for (key, effect) in [
             ("reject", "rejects no request"),
@@ -216,6 +219,8 @@ fn check_limits(
         // A settlement may exceed a limit, so with estimates no order of limits is certain.
         let is_stricter = |other: &&NamedLimit| {
             !std::ptr::eq(*other, named)
+                && other.amount.is_none()
+                && named.amount.is_none()
                 && !unreachable_limits
                     .iter()
                     .any(|one| std::ptr::eq(*one, *other))
@@ -300,22 +305,13 @@ fn check_overrides(
     quota: &Quota,
     context: &LintContext<'_>,
 ) {
-    let mut exact_keys: HashSet<&[Option<Box<str>>]> = HashSet::new();
-    let mut wildcard_overrides: Vec<&LimitOverride> = Vec::new();
     for (table, entry) in reader
         .get_tables("override")
         .iter()
         .zip(quota.overrides.as_slice())
     {
         check_limits(table, &entry.limits, quota, context);
-        if exact_keys.contains(&*entry.values)
-            || wildcard_overrides.iter().any(|before| before.covers(entry))
-        {
-            table.report_warning(
-                "key",
-                "never used: an earlier override matches all keys that this one matches",
-            );
-        } else if let Some(position) = find_impossible_value_index(entry, matcher, quota) {
+        if let Some(position) = find_impossible_value_index(entry, matcher, quota) {
             table.report_warning(
                 "key",
                 &format!(
@@ -323,11 +319,6 @@ fn check_overrides(
                     position + 1
                 ),
             );
-        }
-        if entry.values.contains(&None) {
-            wildcard_overrides.push(entry);
-        } else {
-            exact_keys.insert(&entry.values);
         }
     }
 }
@@ -343,7 +334,9 @@ fn find_impossible_value_index(
         .iter()
         .enumerate()
         .position(|(position, value)| {
-            let Some(value) = value else { return false };
+            let Some(value) = value.as_exact() else {
+                return false;
+            };
             let source = quota.key.value_source(position, value.as_bytes());
             source.is_some_and(|source| {
                 let value = String::from_utf8_lossy(source.value);

@@ -1,11 +1,12 @@
 //! The keys `limit` and `limits` of a policy or of an override.
 
+use super::amounts::{LimitAmount, read_amount};
 use super::context::PolicyContext;
 use crate::config::keywords::ALGORITHMS;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
-use crate::policy::{NamedLimit, Quota};
+use crate::policy::{AmountSource, NamedLimit, Quota};
 use std::time::Duration;
 
 /// A `sliding_log` with more `requests` needs much memory, because it keeps one entry per request.
@@ -61,7 +62,7 @@ pub(super) fn build_limits(
                     format!("{policy}-{unnamed}")
                 }
             });
-        let Some(limit) = build_limit(table, context) else {
+        let Some((limit, amount)) = build_limit(table, context) else {
             continue;
         };
         if limits.iter().any(|other| *other.name == *name) {
@@ -82,6 +83,7 @@ pub(super) fn build_limits(
             name: name.into(),
             unit: table.get_parsed("unit", parse_unit),
             limit,
+            amount,
             is_reported: true,
         });
     }
@@ -96,8 +98,12 @@ fn parse_unit(text: &str) -> Result<Box<str>, String> {
     Err("expected 1 to 32 letters, digits, \"_\" or \"-\"".to_owned())
 }
 
-fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limit> {
-    let requests = reader.get_integer::<u64>("requests");
+fn build_limit(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+) -> Option<(Limit, Option<Box<AmountSource>>)> {
+    let amount = read_amount(reader, context);
+    let requests = amount.as_ref().map(|amount| amount.requests);
     let (per, slot_ttl) = (reader.get_duration("per"), reader.get_duration("lease_ttl"));
     let configured_algorithm = reader.get_keyword("algorithm", &ALGORITHMS);
     let offset = reader.get_duration("offset");
@@ -134,10 +140,19 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
     {
         reader.report_error("offset", "expected less than per");
     }
-    if let (Some(requests), Some(per)) = (requests, per) {
-        reject_inexact_limit(reader, algorithm, requests, to_micros(per));
+    if let (Some(amount), Some(per)) = (&amount, per) {
+        reject_inexact_limit(reader, algorithm, amount, to_micros(per));
     }
-    match requests {
+    let is_stated = amount
+        .as_ref()
+        .is_some_and(|amount| amount.source.is_some());
+    if is_stated && counts_slots {
+        reader.report_error("requests_from", "not for algorithm = \"concurrency\": slots are renewed under one amount; expected requests");
+    }
+    if is_stated && reader.contains_key("warm_up") {
+        reader.report_error("warm_up", "not with requests_from: a third of a small amount may be less than the cost of a request; expected no warm_up");
+    }
+    match amount.as_ref().map(LimitAmount::max) {
         Some(0) => reader.report_warning("requests", "0 rejects every request"),
         Some(requests) if requests > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog => reader.report_warning(
             "requests",
@@ -145,11 +160,12 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
         ),
         _ => {}
     }
-    Some(Limit {
+    let limit = Limit {
         requests: requests?,
         per_us: to_micros(per?),
         algorithm,
-    })
+    };
+    Some((limit, amount?.source))
 }
 
 /// Reads the keys of `algorithm`. The values in `algorithm` are the defaults.
@@ -220,16 +236,21 @@ fn reject_keys_of_other_algorithms(reader: &TableReader<'_>, algorithm: Algorith
 fn reject_inexact_limit(
     reader: &TableReader<'_>,
     algorithm: Algorithm,
-    requests: u64,
+    amount: &LimitAmount,
     per_us: u64,
 ) {
+    let requests = amount.max();
+    let requests_key = match amount.source {
+        Some(_) => "max",
+        None => "requests",
+    };
     let (key, most) = match algorithm {
         Algorithm::TokenBucket { burst, .. } if burst > requests => {
             ("burst", MAX_UNITS / per_us.max(1))
         }
-        Algorithm::TokenBucket { .. } => ("requests", MAX_UNITS / per_us.max(1)),
+        Algorithm::TokenBucket { .. } => (requests_key, MAX_UNITS / per_us.max(1)),
         Algorithm::LeakyBucket { max_delay_us } => (
-            "requests",
+            requests_key,
             (MAX_UNITS - per_us.min(MAX_UNITS)) / max_delay_us.max(1),
         ),
         _ => return,
