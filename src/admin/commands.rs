@@ -7,7 +7,7 @@ use crate::telemetry::{self, LogLevel};
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
 use axum::extract::{Path, RawQuery, State};
-use http::{HeaderMap, StatusCode};
+use http::{HeaderMap, Method, StatusCode};
 use serde_json::json;
 
 pub(super) async fn inspect_key(
@@ -49,15 +49,20 @@ pub(super) async fn read_overrides(
     Ok(JsonResponse(StatusCode::OK, answer))
 }
 
-/// Expects the override as JSON, with its key.
+/// Expects the override as JSON, with its key. `PATCH` keeps other limits of the key's override.
 pub(super) async fn set_override(
     State(view): State<AdminBackend>,
     Path(policy): Path<String>,
+    method: Method,
     headers: HeaderMap,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<JsonResponse, ProblemDetails> {
     let fields = parameters::parse_json_object(&headers, body)?;
-    let request = OverrideRequest::Set { policy, fields };
+    let request = OverrideRequest::Set {
+        policy,
+        fields,
+        keeps_other_limits: method == Method::PATCH,
+    };
     let answer = (view.handle_override_request)(request).await?;
     Ok(JsonResponse(StatusCode::OK, answer))
 }

@@ -156,6 +156,8 @@ pub enum OverrideRequest {
     Set {
         policy: String,
         fields: Map<String, Value>,
+        /// Whether other limits of the key's override stay.
+        keeps_other_limits: bool,
     },
     Remove {
         policy: String,

@@ -39,6 +39,7 @@ fn all_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
             "/overrides/{policy}",
             get(commands::read_overrides)
                 .put(commands::set_override)
+                .patch(commands::set_override)
                 .delete(commands::remove_override),
         ),
         ("/policies", get(queries::get_policies)),

@@ -2,13 +2,20 @@
 
 use super::admin_view::{AdminViewState, lookup_to_admin_error};
 use super::key_status::find_limiting_policy;
-use super::override_store::OverrideStore;
+use super::override_store::{OverrideListing, OverrideMergeError, OverrideStore};
 use super::overrides::{override_from_json, override_to_json, resolve_override};
 use crate::admin::{AdminError, OverrideRequest};
 use crate::clock::Clock;
 use crate::limiter::Key;
 use crate::policy::PolicyTable;
 use serde_json::{Value, json};
+use std::time::Duration;
+use tokio::time::error::Elapsed;
+use tokio::time::timeout;
+
+/// Maximum duration of a listing, which scans all keys of Redis: less than the deadline of a
+/// response, so that the reason reaches the caller.
+const LISTING_TIMEOUT: Duration = Duration::from_secs(8);
 
 impl AdminViewState {
     pub(super) async fn handle_override_request(
@@ -23,8 +30,13 @@ impl AdminViewState {
         match request {
             OverrideRequest::List { policy, limit } => {
                 find_limiting_policy(table, policy).map_err(lookup_to_admin_error)?;
-                let listed = store.list(Some(policy), *limit).await;
-                let (listed, has_more) = listed.map_err(AdminError::Unavailable)?;
+                let mut listing = OverrideListing::new(Some(policy), *limit);
+                let visited = store.visit(|stored| listing.push(stored));
+                let visited = timeout(LISTING_TIMEOUT, visited).await;
+                visited
+                    .map_err(late_listing)?
+                    .map_err(AdminError::Unavailable)?;
+                let (listed, has_more) = listing.finish();
                 let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
                 Ok(json!({ "overrides": listed, "more": has_more }))
             }
@@ -34,7 +46,11 @@ impl AdminViewState {
                 let listed: Vec<Value> = found.iter().map(override_to_json).collect();
                 Ok(json!({ "overrides": listed, "more": false }))
             }
-            OverrideRequest::Set { policy, fields } => {
+            OverrideRequest::Set {
+                policy,
+                fields,
+                keeps_other_limits,
+            } => {
                 let now_us = Clock::system().now_us();
                 let mut input =
                     override_from_json(fields, now_us).map_err(AdminError::InvalidRequest)?;
@@ -45,9 +61,14 @@ impl AdminViewState {
                     )));
                 }
                 input.policy.clone_from(policy);
-                let stored =
+                let mut stored =
                     resolve_override(table, &input, now_us).map_err(lookup_to_admin_error)?;
-                store.set(&stored).await.map_err(AdminError::Unavailable)?;
+                if *keeps_other_limits {
+                    let merged = store.merge(&stored, now_us).await;
+                    stored = merged.map_err(merge_to_admin_error)?;
+                } else {
+                    store.set(&stored).await.map_err(AdminError::Unavailable)?;
+                }
                 log_change("override set by an operator", &stored.key);
                 Ok(override_to_json(&stored))
             }
@@ -59,6 +80,21 @@ impl AdminViewState {
             }
         }
     }
+}
+
+fn merge_to_admin_error(error: OverrideMergeError) -> AdminError {
+    match error {
+        OverrideMergeError::Invalid(why) => AdminError::InvalidRequest(why),
+        OverrideMergeError::Unavailable(why) => AdminError::Unavailable(why),
+    }
+}
+
+fn late_listing(_elapsed: Elapsed) -> AdminError {
+    AdminError::Unavailable(format!(
+        "Redis has too many keys to find all overrides within {} s; \
+         expected the key of one, or the command `tidegate overrides list`, which has no limit",
+        LISTING_TIMEOUT.as_secs()
+    ))
 }
 
 /// The log line has the hash of the key, because clients choose its values.

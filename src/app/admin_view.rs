@@ -10,7 +10,8 @@ use super::shutdown::ShutdownHandle;
 use super::store_backend::StoreBackend;
 use crate::admin::{
     AdminBackend, AdminError, AdminFuture, DrainSchedule, ExplainRequest, FleetInstance,
-    FleetMembers, InstanceDescription, KeyQuery, PolicyPage, PolicySelection, PolicySummary,
+    FleetMembers, InstanceDescription, KeyQuery, OverrideRequest, PolicyPage, PolicySelection,
+    PolicySummary,
 };
 use crate::clock;
 use crate::config::PolicyDescription;
@@ -86,6 +87,8 @@ impl AdminViewState {
         let config_state = Arc::clone(&this);
         let policies_state = Arc::clone(&this);
         let override_handles = clone_handles();
+        // A listing takes long. It must not delay a change.
+        let listing_handles = (Arc::clone(&this), Arc::new(Semaphore::new(1)));
         let doctor_handles = (Arc::clone(&this), Arc::new(Semaphore::new(1)));
         let (key_handles, reset_handles, explain_handles, member_handles, drain_state) = (
             clone_handles(),
@@ -114,7 +117,11 @@ impl AdminViewState {
                 })
             }),
             handle_override_request: Arc::new(move |request| {
-                spawn_store_lookup(&override_handles, |this| async move {
+                let handles = match request {
+                    OverrideRequest::List { .. } => &listing_handles,
+                    _ => &override_handles,
+                };
+                spawn_store_lookup(handles, |this| async move {
                     this.handle_override_request(&request).await
                 })
             }),
@@ -298,7 +305,7 @@ impl AdminViewState {
         match &self.store_backend {
             StoreBackend::Memory(_) => Vec::new(),
             StoreBackend::Redis(shared, _) => resolved_key
-                .zero_cost_charges()
+                .all_counters()
                 .iter()
                 .flat_map(|charge| shared.counter_keys(charge))
                 .collect(),

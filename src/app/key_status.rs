@@ -20,6 +20,8 @@ pub(crate) struct ResolvedKey<'t> {
     pub(crate) policy: &'t Policy,
     pub(crate) quota: &'t Quota,
     pub(crate) key: Key,
+    /// The key of the counters of counted responses, if the policy has them.
+    pub(crate) counted_key: Option<Key>,
     pub(crate) limits: &'t [NamedLimit],
     /// What an override does with the key.
     pub(crate) rule: OverrideRule,
@@ -61,6 +63,7 @@ pub(crate) fn resolve_key<'t>(
     Ok(ResolvedKey {
         policy,
         quota,
+        counted_key: quota.counts_responses().then(|| key.to_counted_key()),
         key,
         limits: selected.limits,
         rule: selected.rule,
@@ -115,6 +118,17 @@ impl ResolvedKey<'_> {
                 ..Charge::new(limit, &self.key, 0)
             })
             .collect()
+    }
+
+    /// The charges of all counters of the key, also of counted responses.
+    pub(crate) fn all_counters(&self) -> Vec<Charge<'_>> {
+        let mut charges = self.zero_cost_charges();
+        let counted = self.counted_key.iter().flat_map(|key| {
+            let limits = self.limits.iter();
+            limits.map(move |named| Charge::new(&named.limit, key, 0))
+        });
+        charges.extend(counted);
+        charges
     }
 
     /// Reads the status of all limits at one moment, without changing a counter.
@@ -191,10 +205,10 @@ impl ResolvedKey<'_> {
         stores: &StoreBackend,
     ) -> Result<u64, RedisConnectionError> {
         match stores {
-            StoreBackend::Memory(memory) => Ok(memory.remove_counters(&self.zero_cost_charges())),
+            StoreBackend::Memory(memory) => Ok(memory.remove_counters(&self.all_counters())),
             StoreBackend::Redis(redis, _) => {
                 let inspector = CounterInspector::connect_with(redis.for_inspection()).await?;
-                inspector.reset_counters(&self.zero_cost_charges()).await
+                inspector.reset_counters(&self.all_counters()).await
             }
         }
     }

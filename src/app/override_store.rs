@@ -1,10 +1,25 @@
 //! The overrides of the store that a configuration names.
 
+use super::overrides::merge_amounts;
 use super::store_backend::StoreBackend;
 use crate::limiter::Key;
 use crate::store::redis::CounterInspector;
 use crate::store::{MemoryStore, StoredOverride};
 use std::sync::Arc;
+
+/// Attempts to change an override that other commands change at the same time.
+const MAX_ATTEMPTS: usize = 10;
+
+const NO_ROOM: &str = "the memory store has no room for more overrides";
+
+/// Why amounts were not added to an override, with a message for people.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum OverrideMergeError {
+    #[error("{0}")]
+    Invalid(String),
+    #[error("{0}")]
+    Unavailable(String),
+}
 
 /// The overrides of a memory store of this process, or in Redis.
 pub(crate) enum OverrideStore {
@@ -49,7 +64,7 @@ impl OverrideStore {
         match self {
             Self::Memory(memory) => match memory.set_override(stored.clone()) {
                 true => Ok(()),
-                false => Err("the memory store has no room for more overrides".to_owned()),
+                false => Err(NO_ROOM.to_owned()),
             },
             Self::Redis(inspector) => {
                 let set = inspector.set_override(stored).await;
@@ -72,34 +87,107 @@ impl OverrideStore {
         }
     }
 
-    /// Lists up to `max_listed` overrides, of all policies or of one, by key. The second value is
-    /// true if there are more.
+    /// Sets the amounts that an operator entered. Other limits of the key's override stay. Another
+    /// change at the same time is not lost: the override is replaced only as it was read.
+    ///
+    /// # Errors
+    /// If that would change when the other limits end, or the store does not answer.
+    pub(crate) async fn merge(
+        &self,
+        entered: &StoredOverride,
+        now_us: u64,
+    ) -> Result<StoredOverride, OverrideMergeError> {
+        for _ in 0..MAX_ATTEMPTS {
+            let previous = self.find(&entered.key).await;
+            let previous = previous.map_err(OverrideMergeError::Unavailable)?;
+            let mut stored = entered.clone();
+            if let Some(previous) = previous.as_ref().filter(|last| !last.is_expired(now_us)) {
+                merge_amounts(previous, &mut stored).map_err(OverrideMergeError::Invalid)?;
+            }
+            let replaced = self.replace(previous.as_ref(), &stored).await;
+            if replaced.map_err(OverrideMergeError::Unavailable)? {
+                return Ok(stored);
+            }
+        }
+        Err(OverrideMergeError::Unavailable(
+            "other commands change this override at the same time; try again".to_owned(),
+        ))
+    }
+
+    async fn replace(
+        &self,
+        previous: Option<&StoredOverride>,
+        stored: &StoredOverride,
+    ) -> Result<bool, String> {
+        match self {
+            Self::Memory(memory) => {
+                let replaced = memory.replace_override(previous, stored.clone());
+                replaced.ok_or_else(|| NO_ROOM.to_owned())
+            }
+            Self::Redis(inspector) => {
+                let replaced = inspector.replace_override(previous, stored).await;
+                replaced.map_err(|error| error.to_string())
+            }
+        }
+    }
+
+    /// Passes all overrides to `visit`, in no order, until it returns false.
     ///
     /// # Errors
     /// If Redis does not answer.
-    pub(crate) async fn list(
+    pub(crate) async fn visit(
         &self,
-        policy: Option<&str>,
-        max_listed: usize,
-    ) -> Result<(Vec<StoredOverride>, bool), String> {
-        let (mut listed, mut has_more) = (Vec::new(), false);
-        let mut visit = |stored: StoredOverride| {
-            if policy.is_none_or(|policy| stored.key.policy_name() == policy) {
-                has_more = listed.len() >= max_listed;
-                if !has_more {
-                    listed.push(stored);
-                }
-            }
-            !has_more
-        };
+        mut visit: impl FnMut(StoredOverride) -> bool,
+    ) -> Result<(), String> {
         match self {
-            Self::Memory(memory) => _ = memory.list_overrides().into_iter().all(visit),
+            Self::Memory(memory) => {
+                memory.list_overrides().into_iter().all(visit);
+                Ok(())
+            }
             Self::Redis(inspector) => {
                 let visited = inspector.visit_overrides(&mut visit).await;
-                visited.map_err(|error| error.to_string())?;
+                visited.map_err(|error| error.to_string())
             }
         }
-        listed.sort_by_cached_key(|stored| stored.key.to_readable_string());
-        Ok((listed, has_more))
+    }
+}
+
+/// Collects the overrides of all policies, or of one, up to a maximum.
+pub(crate) struct OverrideListing<'p> {
+    policy: Option<&'p str>,
+    max_listed: usize,
+    listed: Vec<StoredOverride>,
+    has_more: bool,
+}
+
+impl<'p> OverrideListing<'p> {
+    pub(crate) fn new(policy: Option<&'p str>, max_listed: usize) -> Self {
+        Self {
+            policy,
+            max_listed,
+            listed: Vec::new(),
+            has_more: false,
+        }
+    }
+
+    /// Adds an override. Returns false if there are more than can be listed.
+    pub(crate) fn push(&mut self, stored: StoredOverride) -> bool {
+        if self
+            .policy
+            .is_none_or(|policy| stored.key.policy_name() == policy)
+        {
+            self.has_more = self.listed.len() >= self.max_listed;
+            if !self.has_more {
+                self.listed.push(stored);
+            }
+        }
+        !self.has_more
+    }
+
+    /// The overrides by key, and whether there are more.
+    pub(crate) fn finish(mut self) -> (Vec<StoredOverride>, bool) {
+        self.listed
+            .sort_by_cached_key(|stored| stored.key.to_readable_string());
+        (self.listed, self.has_more)
     }
 }

@@ -2,7 +2,7 @@
 
 use super::key_status::{KeyLookupError, find_limiting_policy};
 use crate::config::parse_duration;
-use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, LimitAmounts, MAX_UNITS, decode_digest};
+use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, LimitAmounts, ListedValue, MAX_UNITS};
 use crate::policy::{NamedLimit, PolicyTable};
 use crate::replay::parse_rfc3339;
 use crate::store::{MAX_REMARK_BYTES, StoredOverride};
@@ -348,9 +348,9 @@ pub(crate) fn listed_override_from_json(
     let input = override_from_json(object, now_us)?;
     let mut key = KeyBuilder::new(&input.policy);
     for text in &input.values {
-        match decode_digest(text) {
-            Some(digest) => key.push_digest(&digest),
-            None => key.push_key_value(Some(text.as_bytes()).filter(|text| !text.is_empty())),
+        match ListedValue::parse(text) {
+            ListedValue::Digest(digest) => key.push_digest(&digest),
+            ListedValue::Plain(text) => key.push_key_value(Some(text.as_bytes())),
         }
     }
     let rule = match (input.is_unlimited, input.is_blocked) {

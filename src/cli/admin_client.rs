@@ -69,8 +69,13 @@ impl AdminClient {
     ///
     /// # Errors
     /// As [`Self::request_json`].
-    pub(super) fn put_json(&self, target: &str, body: &Value) -> Result<Value, String> {
-        self.send_and_parse(RESPONSE_TIMEOUT, "PUT", target, &body.to_string())
+    pub(super) fn send_json(
+        &self,
+        method: &str,
+        target: &str,
+        body: &Value,
+    ) -> Result<Value, String> {
+        self.send_and_parse(RESPONSE_TIMEOUT, method, target, &body.to_string())
     }
 
     fn request_json_within(

@@ -9,6 +9,7 @@ mod store_client;
 use super::admin_client::{AdminClient, escape_unprintable};
 use super::output::CommandError;
 use crate::app::key_status::find_limiting_policy;
+use crate::app::override_store::{OverrideListing, OverrideStore};
 use crate::app::overrides::{
     LimitInput, OverrideInput, describe_rule, format_time_ms, override_to_json, parse_expiry,
     resolve_override,
@@ -134,7 +135,8 @@ async fn open_store(sources: &ConfigSources, config: &Config) -> Result<StoreCli
         StoreSettings::Redis(redis) => {
             let inspector = CounterInspector::connect((**redis).clone()).await;
             let inspector = inspector.map_err(|error| error.to_string())?;
-            Ok(StoreClient::Redis(Box::new(inspector)))
+            let store = OverrideStore::Redis(Box::new(inspector));
+            Ok(StoreClient::Redis(store))
         }
         StoreSettings::Memory(_) => {
             let client = AdminClient::from_sources(sources).map_err(|error| error.to_text())?;
@@ -199,18 +201,9 @@ async fn list_overrides(
     max_listed: usize,
     as_json: bool,
 ) -> Result<String, String> {
-    let (mut listed, mut has_more) = (Vec::new(), false);
-    let visited = store.visit(|stored| {
-        if policy.is_none_or(|policy| stored.key.policy_name() == policy) {
-            has_more = listed.len() >= max_listed;
-            if !has_more {
-                listed.push(stored);
-            }
-        }
-        !has_more
-    });
-    visited.await?;
-    listed.sort_by_cached_key(|stored| stored.key.to_readable_string());
+    let mut listing = OverrideListing::new(policy, max_listed);
+    store.visit(|stored| listing.push(stored)).await?;
+    let (listed, has_more) = listing.finish();
     if as_json {
         let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
         return Ok(format!(

@@ -120,7 +120,11 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
         }
     };
     let block = quota.block.map_or_else(String::new, |block| {
-        format!("; {}", describe_limit(&block, None))
+        let text = describe_limit(&block, None);
+        match quota.counts_responses() {
+            true => format!("; {text} if responses with such a status fill the limit"),
+            false => format!("; {text}"),
+        }
     });
     let overrides = quota.overrides.as_slice().iter().map(|entry| {
         let values = entry.values.iter().enumerate();

@@ -47,6 +47,8 @@ pub(super) struct PlannedPolicy<'t> {
     pub cost: u64,
     /// The cost is an estimate until the response reports the actual one.
     pub estimate: Option<&'t Arc<EstimateCost>>,
+    /// The key of the counters of counted responses, if only those start the block.
+    pub counted_key: Option<Box<Key>>,
     pub counts_rejected: bool,
     pub shards: u16,
     pub lease: Option<LeaseTerms>,
@@ -94,6 +96,18 @@ impl<'t> PlannedPolicy<'t> {
     /// The name of a limit if overrides in the store apply to it.
     fn dynamic_name<'n>(&self, named: &'n NamedLimit) -> Option<&'n LimitName> {
         self.is_dynamic.then_some(&named.name)
+    }
+
+    /// The limits with counters of counted responses. Their charges follow those of the limits.
+    fn counted_limits(&self) -> impl Iterator<Item = &'t NamedLimit> {
+        let has_counters = self.counted_key.is_some();
+        let limits = self.limits.iter().filter(move |_| has_counters);
+        limits.filter(|named| !is_concurrency_limit(&named.limit))
+    }
+
+    /// Skips the statuses of [`Self::counted_limits`].
+    pub(super) fn skip_counted_statuses(&self, statuses: &mut impl Iterator) {
+        self.counted_limits().for_each(|_| drop(statuses.next()));
     }
 
     /// Whether the policy may delay requests.
@@ -177,14 +191,17 @@ impl<'t> ChargePlan<'t> {
                         }
                     }
                     let mode = selected.mode(policy.mode);
+                    let block = quota.block.as_ref().filter(|_| mode.is_enforced());
+                    let counts_responses = block.is_some() && quota.counts_responses();
                     self.add_planned_policy(PlannedPolicy {
                         policy_index: index,
                         policy,
                         mode,
+                        counted_key: counts_responses.then(|| Box::new(key.to_counted_key())),
                         key,
                         limits: selected.limits,
                         amounts: read_request_amounts(selected.limits, facts),
-                        block: quota.block.as_ref().filter(|_| mode.is_enforced()),
+                        block,
                         cost: quota.cost.compute_units(facts),
                         estimate: quota.cost.as_estimate(),
                         counts_rejected: quota.count_rejected,
@@ -288,14 +305,30 @@ impl<'t> ChargePlan<'t> {
                     let limit = planned_policy.limit_at(index, named);
                     (limit, cost(limit), planned_policy.dynamic_name(named))
                 });
+                let (key, counted_key) = (&planned_policy.key, &planned_policy.counted_key);
+                let counted = counted_key.iter().flat_map(move |key| {
+                    let limits = planned_policy.limits.iter().enumerate();
+                    let limits = limits.filter(|(_, named)| !is_concurrency_limit(&named.limit));
+                    let name = |named| planned_policy.dynamic_name(named);
+                    limits.map(move |(index, named)| {
+                        let limit = planned_policy.limit_at(index, named);
+                        ((limit, planned_policy.cost, name(named)), &**key, true)
+                    })
+                });
                 block
                     .into_iter()
                     .chain(limits)
-                    .map(move |(limit, cost, dynamic)| Charge {
+                    .map(move |charge| (charge, key, false))
+                    .chain(counted)
+                    .map(move |((limit, cost, dynamic), key, is_counted)| Charge {
                         policy_number,
                         shadow: !planned_policy.mode.is_enforced(),
                         counts_rejected: planned_policy.counts_rejected,
-                        is_estimate: planned_policy.estimate.is_some(),
+                        // A block is not settled.
+                        is_estimate: planned_policy.estimate.is_some()
+                            && limit.algorithm != Algorithm::Block
+                            && !is_counted,
+                        is_counted,
                         slot_id: slot,
                         has_fallback: planned_policy.policy.on_store_failure
                             == OnStoreFailure::Local,
@@ -304,7 +337,7 @@ impl<'t> ChargePlan<'t> {
                         shard_count: planned_policy.shards,
                         lease: planned_policy.lease,
                         dynamic,
-                        ..Charge::new(limit, &planned_policy.key, cost)
+                        ..Charge::new(limit, key, cost)
                     })
             })
             .collect()
@@ -327,7 +360,7 @@ impl<'t> ChargePlan<'t> {
                     }
                 }
             }
-            first = next;
+            first = next + planned_policy.counted_limits().count();
         }
     }
 
@@ -374,7 +407,7 @@ impl<'t> ChargePlan<'t> {
         for planned_policy in self.planned_policies.iter().filter(|_| decision.admitted) {
             let first = next + usize::from(planned_policy.block.is_some());
             let own = next..first + planned_policy.limits.len();
-            next = own.end;
+            next = own.end + planned_policy.counted_limits().count();
             let passes = |status: &Option<LimitStatus>| {
                 status.is_some_and(|status| status.refusal.is_none() && !status.is_unlimited())
             };
@@ -402,9 +435,19 @@ impl<'t> ChargePlan<'t> {
                         ((limit, planned_policy.key.clone()), at_us(index))
                     })
                     .collect();
+                let counted = planned_policy.counted_key.iter().flat_map(|key| {
+                    let limits = planned_policy.counted_limits().zip(next..);
+                    limits.map(|(named, index)| {
+                        let status = decision.statuses.get(index).copied().flatten();
+                        let limit = status
+                            .map_or(named.limit, |status| status.limit_in_effect(&named.limit));
+                        (limit, Key::clone(key))
+                    })
+                });
                 estimates.push(EstimatedCharge::new(
                     Arc::clone(cost),
                     counters,
+                    counted.collect(),
                     settlements.clone(),
                 ));
             }
@@ -452,7 +495,7 @@ pub(super) fn taken_slots<'c, 'k>(
         let mut policy_statuses = charges
             .iter()
             .zip(&decision.statuses)
-            .filter(|(charge, _)| taken_charge.is_same_policy(charge));
+            .filter(|(charge, _)| taken_charge.is_same_policy(charge) && !charge.is_counted);
         policy_statuses.any(|(_, status)| is_refused(status))
     };
     let mut max_duration_us = None;

@@ -90,6 +90,11 @@ pub fn dry_run_request<'t>(
         };
     let charges = plan.build_charges(1, slot);
     let decision = memory.decide_at(&charges, requested_at);
+    // Every request counts: the statuses in a log are those under other limits.
+    let counted = charges.iter().filter(|charge| charge.is_counted);
+    for charge in counted.filter(|_| decision.admitted) {
+        memory.charge_unconditionally_at(charge, requested_at);
+    }
     plan.record_decisions(&decision, |at, _, decision| {
         let planned_policy = plan
             .planned_policies

@@ -7,12 +7,15 @@ use http::StatusCode;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// The estimated charge of one policy. If dropped, the estimate stands.
+/// The estimated charge of one policy. If dropped, the estimate stands, and a response that decides
+/// by its status counts: the client has left before it.
 #[derive(Debug)]
 pub struct EstimatedCharge {
     cost: Arc<EstimateCost>,
     /// The charged counters, each with the time at which the charge counts (µs, store's clock).
     counters: SmallVec<[(LimitAndKey, u64); 1]>,
+    /// The counters of counted responses, if only those start the block of the policy.
+    counted: Vec<LimitAndKey>,
     settlements: SettlementQueue,
 }
 
@@ -20,11 +23,13 @@ impl EstimatedCharge {
     pub(super) fn new(
         cost: Arc<EstimateCost>,
         counters: SmallVec<[(LimitAndKey, u64); 1]>,
+        counted: Vec<LimitAndKey>,
         settlements: SettlementQueue,
     ) -> Self {
         Self {
             cost,
             counters,
+            counted,
             settlements,
         }
     }
@@ -58,11 +63,13 @@ impl EstimatedCharge {
 
     /// Settles the charge by the actual units: charges the missing ones or credits the excess. The
     /// settlement is queued, and not yet sent to Redis when this returns.
-    pub fn settle(self, actual_units: u64) {
+    pub fn settle(mut self, actual_units: u64) {
         let estimate = self.cost.estimate;
         if actual_units == estimate {
             return;
         }
+        // A response that costs less than its reservation does not count.
+        self.counted.clear();
         let amendment = |at_us| match actual_units.checked_sub(estimate) {
             Some(units) => Amendment::Charge(units),
             None => Amendment::Credit {
@@ -71,9 +78,18 @@ impl EstimatedCharge {
             },
         };
         self.settlements.apply_or_enqueue(
-            self.counters
+            std::mem::take(&mut self.counters)
                 .into_iter()
                 .map(|(place, at_us)| (place, amendment(at_us))),
         );
+    }
+}
+
+impl Drop for EstimatedCharge {
+    fn drop(&mut self) {
+        let amendment = Amendment::Charge(self.cost.estimate);
+        let counted = self.counted.drain(..);
+        self.settlements
+            .apply_or_enqueue(counted.map(|counter| (counter, amendment)));
     }
 }

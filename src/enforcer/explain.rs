@@ -79,6 +79,7 @@ pub async fn explain_request<'t>(
                         block: *block,
                         cost: 0,
                         estimate: None,
+                        counted_key: None,
                         counts_rejected: false,
                         shards: quota_of(policy).map_or(1, |quota| quota.shards),
                         lease: None,

@@ -115,6 +115,7 @@ fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> ChargePlan<'t> {
         block: own.quota.block.as_ref(),
         cost: 0,
         estimate: None,
+        counted_key: None,
         counts_rejected: false,
         shards: own.quota.shards,
         lease: None,

@@ -46,6 +46,7 @@ impl<'t> ChargePlan<'t> {
                     refusals.add_refusal(planned_policy.policy, limit, refusal);
                 }
             }
+            planned_policy.skip_counted_statuses(&mut statuses);
         }
         if let Some(limited) = refusals.into_rejection(decision.now_us) {
             verdict.outcome = RequestOutcome::Limited(limited);
@@ -102,6 +103,7 @@ impl<'t> ChargePlan<'t> {
                 refused |= status.is_some_and(|status| status.refusal.is_some());
                 known &= status.is_some();
             }
+            planned_policy.skip_counted_statuses(&mut statuses);
             let mode = planned_policy.mode;
             let decision_label = match (refused, mode) {
                 _ if blocked => PolicyDecision::Blocked,
@@ -142,6 +144,9 @@ impl<'t> ChargePlan<'t> {
                 .filter(|status| status.refusal.is_some())
                 .count()
                 > 0;
+            if let Some(statuses) = &mut statuses {
+                planned_policy.skip_counted_statuses(statuses);
+            }
             let decision_label = match planned_policy.policy.on_store_failure {
                 _ if !planned_policy.mode.is_enforced() => PolicyDecision::DegradedUndecided,
                 OnStoreFailure::Open => PolicyDecision::DegradedOpen,

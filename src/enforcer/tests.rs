@@ -248,6 +248,7 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
         let planned_policy = policies.iter().map(|policy| PlannedPolicy {
+            counted_key: None,
             policy_index: 0,
             policy,
             mode: policy.mode,

@@ -19,6 +19,9 @@ pub struct Charge<'a> {
     pub counts_rejected: bool,
     /// The final cost is settled later: [`Amendment::Credit`].
     pub is_estimate: bool,
+    /// The counter of counted responses (`count_when`): settlements charge it, a decision only reads
+    /// it. While it is full, a refusal by a limit of its policy starts the block.
+    pub is_counted: bool,
     /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all instances.
     pub slot_id: u128,
     /// While the store is unreachable, the policy is decided by this process.
@@ -83,6 +86,7 @@ impl<'a> Charge<'a> {
             shadow: false,
             counts_rejected: false,
             is_estimate: false,
+            is_counted: false,
             slot_id: 0,
             has_fallback: false,
             fails_closed: false,
@@ -100,6 +104,11 @@ impl<'a> Charge<'a> {
 
     pub fn is_block(&self) -> bool {
         self.limit.algorithm == Algorithm::Block
+    }
+
+    /// Whether this charge, if refused, refuses the request.
+    pub fn is_enforced(&self) -> bool {
+        !self.shadow && !self.is_counted
     }
 
     /// Whether both charges belong to the same policy.

@@ -21,25 +21,22 @@ pub fn determine_effect(
     refusals: &[Option<Refusal>],
     index: usize,
 ) -> ChargeEffect {
-    let Some(charge) = charges.get(index).filter(|charge| charge.cost > 0) else {
+    let changes = |charge: &&Charge<'_>| charge.cost > 0 && !charge.is_counted;
+    let Some(charge) = charges.get(index).filter(changes) else {
         return ChargeEffect::NoChange;
     };
     let refuses = |policy_number: Option<u32>| {
-        charges.iter().zip(refusals).any(|(other, refusal)| {
+        let limits = charges.iter().zip(refusals);
+        let mut limits = limits.filter(|(other, _)| !other.is_counted);
+        limits.any(|(other, refusal)| {
             refusal.is_some() && other.shadow_policy_number() == policy_number
         })
     };
     if charge.is_block() {
-        // A block starts when a limit of its policy is full and the block is not active.
         let is_inactive = refusals.get(index).is_some_and(Option::is_none);
-        let is_full = charges.iter().zip(refusals).any(|(other, refusal)| {
-            let is_limit = charge.is_same_policy(other) && !other.is_block();
-            is_limit && matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown))
-        });
-        return if is_inactive && is_full {
-            ChargeEffect::Charge
-        } else {
-            ChargeEffect::NoChange
+        return match is_inactive && has_reason_to_block(charge, charges, refusals) {
+            true => ChargeEffect::Charge,
+            false => ChargeEffect::NoChange,
         };
     }
     let admitted = !refuses(None);
@@ -49,13 +46,36 @@ pub fn determine_effect(
     let mut policy_refusals = charges
         .iter()
         .zip(refusals)
-        .filter(|(other, _)| charge.is_same_policy(other));
+        .filter(|(other, _)| charge.is_same_policy(other) && !other.is_counted);
     let counts = charge.counts_rejected && (admitted || !charge.shadow);
     if counts && policy_refusals.any(|(_, refusal)| refusal.is_some()) {
         ChargeEffect::ChargeRejected
     } else {
         ChargeEffect::NoChange
     }
+}
+
+/// Whether a block starts unless it is active: a limit of its policy is full. If the policy counts
+/// responses, those counted must also fill a limit, because a limit may be full of reservations.
+fn has_reason_to_block(
+    block: &Charge<'_>,
+    charges: &[Charge<'_>],
+    refusals: &[Option<Refusal>],
+) -> bool {
+    let is_full =
+        |refusal: &Option<Refusal>| matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown));
+    let own = charges.iter().zip(refusals);
+    let own = own.filter(|(other, _)| block.is_same_policy(other) && !other.is_block());
+    let (mut is_limit_full, mut is_counted_full) = (false, None);
+    for (other, refusal) in own {
+        match other.is_counted {
+            true => {
+                is_counted_full = Some(is_counted_full.unwrap_or(false) || is_full(refusal));
+            }
+            false => is_limit_full |= is_full(refusal),
+        }
+    }
+    is_limit_full && is_counted_full.unwrap_or(true)
 }
 
 /// Computes the grants for an admitted request, after its own units were charged. `grantable_units`

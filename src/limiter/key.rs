@@ -33,8 +33,15 @@ const ABSENT_TAG: u8 = 0;
 const VERBATIM_TAG: u8 = 1;
 const HASHED_TAG: u8 = 2;
 const SHARD_TAG: u8 = 3;
-const SOURCES_TAG: u8 = 4;
-const LABEL_TAG: u8 = 5;
+/// The first byte of the key of a counter of counted responses. Every other key starts with its
+/// policy's name, so with another tag.
+const COUNTED_TAG: u8 = 4;
+
+/// The bit that distinguishes the ids of a key and of its counter of counted responses.
+const COUNTED_ID_BIT: u128 = 1 << 127;
+
+const SOURCES_TAG: u8 = 5;
+const LABEL_TAG: u8 = 6;
 
 /// Length of a [`KeyBuilder::push_sources`] digest.
 pub const SOURCES_BYTES: usize = 4;
@@ -105,12 +112,58 @@ impl Key {
     }
 
     fn from_encoding(encoded_values: SmallVec<[u8; 96]>) -> Self {
-        let digest = Sha256::digest(&encoded_values);
+        let (is_counted, values) = match encoded_values.split_first() {
+            Some((&COUNTED_TAG, values)) => (true, values),
+            _ => (false, encoded_values.as_slice()),
+        };
+        let digest = Sha256::digest(values);
         let id = digest
             .iter()
             .take(16)
             .fold(0u128, |id, byte| id << 8 | u128::from(*byte));
+        let id = if is_counted { id ^ COUNTED_ID_BIT } else { id };
         Self { id, encoded_values }
+    }
+
+    /// The key of the counter of counted responses (`count_when` with `block_for`), in the same slot.
+    #[must_use]
+    pub fn to_counted_key(&self) -> Self {
+        let mut encoded_values = self.encoded_values.clone();
+        encoded_values.insert(0, COUNTED_TAG);
+        Self {
+            id: self.id ^ COUNTED_ID_BIT,
+            encoded_values,
+        }
+    }
+
+    /// Whether this is the key of a counter of counted responses.
+    pub fn is_counted_key(&self) -> bool {
+        self.encoded_values.first() == Some(&COUNTED_TAG)
+    }
+
+    /// The id of the quota: the same for the key of a counter of counted responses.
+    pub fn quota_id(&self) -> u128 {
+        match self.is_counted_key() {
+            true => self.id ^ COUNTED_ID_BIT,
+            false => self.id,
+        }
+    }
+
+    /// The key of the requests, for the key of a counter of counted responses.
+    #[must_use]
+    pub fn to_quota_key(&self) -> Self {
+        Self {
+            id: self.quota_id(),
+            encoded_values: self.quota_values().into(),
+        }
+    }
+
+    /// The framed name and values without the tag of a counter of counted responses.
+    fn quota_values(&self) -> &[u8] {
+        match self.encoded_values.split_first() {
+            Some((&COUNTED_TAG, values)) => values,
+            _ => &self.encoded_values,
+        }
     }
 
     /// The key of one of the shards over which a quota is spread.
@@ -128,13 +181,12 @@ impl Key {
 
     /// The policy's name, framed.
     pub fn encoded_policy_name(&self) -> &[u8] {
-        let len = match self.encoded_values.as_slice() {
+        let values = self.quota_values();
+        let len = match values {
             [VERBATIM_TAG, len, ..] => 2 + usize::from(*len),
             _ => 1 + DIGEST_BYTES,
         };
-        self.encoded_values
-            .get(..len)
-            .unwrap_or(&self.encoded_values)
+        values.get(..len).unwrap_or(values)
     }
 
     /// The policy's name and the values as readable text: `policy/value/value`. Bytes that could be
@@ -191,15 +243,20 @@ impl Key {
         Some(builder.finish())
     }
 
-    /// The values in order, as texts that operators enter: empty if absent, and for a digest
-    /// what [`decode_digest`] reads.
+    /// The values in order, as [`ListedValue::parse`] reads them.
     pub fn value_texts(&self) -> Vec<String> {
         let mut text = String::new();
         self.append_full_text_to(&mut text);
         let values = text.split('/').skip(1);
         let values = values.filter(|part| !part.starts_with('='));
         let read_value = |text: &str| match read_full_text_value(text) {
-            Some(KeyValueText::Plain(value)) => String::from_utf8_lossy(&value).into_owned(),
+            Some(KeyValueText::Plain(value)) => {
+                let value = String::from_utf8_lossy(&value);
+                match is_like_digest(&value) {
+                    true => format!("#{value}"),
+                    false => value.into_owned(),
+                }
+            }
             Some(KeyValueText::Digest(_)) | None => text.to_owned(),
         };
         let values = values.map(|part| match part.split_once('=') {
@@ -229,7 +286,7 @@ impl Key {
         push_digest: impl Fn(&mut String, &[u8]),
         push_sources: impl Fn(&mut String, &[u8]),
     ) {
-        let (start, mut rest) = (text.len(), self.encoded_values.as_slice());
+        let (start, mut rest) = (text.len(), self.quota_values());
         let mut is_labeled = false;
         while let Some((kind, tail)) = rest.split_first() {
             if *kind == SOURCES_TAG {
@@ -316,10 +373,36 @@ fn encode_digest(digest: &[u8]) -> String {
     format!("#{}", URL_SAFE_NO_PAD.encode(digest))
 }
 
-/// The digest that an operator or an export has written, if the text is one.
-pub fn decode_digest(text: &str) -> Option<[u8; DIGEST_BYTES]> {
+fn decode_digest(text: &str) -> Option<[u8; DIGEST_BYTES]> {
     let digest = URL_SAFE_NO_PAD.decode(text.strip_prefix('#')?).ok()?;
     digest.try_into().ok()
+}
+
+/// A value of a key as operators and lists write it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ListedValue<'t> {
+    /// Empty if absent.
+    Plain(&'t str),
+    Digest([u8; DIGEST_BYTES]),
+}
+
+impl<'t> ListedValue<'t> {
+    /// Reads a value: `#` and 43 characters of base64url are a digest. A plain value of that form has
+    /// a further `#` in front.
+    pub fn parse(text: &'t str) -> Self {
+        match (decode_digest(text), text.strip_prefix('#')) {
+            (Some(digest), _) => Self::Digest(digest),
+            (None, Some(plain)) if is_like_digest(plain) => Self::Plain(plain),
+            (None, _) => Self::Plain(text),
+        }
+    }
+}
+
+/// Whether a text is a digest behind any number of further `#`.
+fn is_like_digest(text: &str) -> bool {
+    let start = text.bytes().take_while(|byte| *byte == b'#').count();
+    let digest = start.checked_sub(1).and_then(|start| text.get(start..));
+    digest.is_some_and(|digest| decode_digest(digest).is_some())
 }
 
 /// The digest of a value as readable keys show it: `#` and 64 bits in hex.
@@ -472,5 +555,50 @@ mod tests {
     fn readable_string_escapes_control_characters_and_braces() {
         let text = make_key("p", &[Some("{x}\u{1b}[31m\n")]).to_readable_string();
         assert_eq!(text, "p/%7Bx%7D%1B%5B31m%0A");
+    }
+
+    #[test]
+    fn the_key_of_counted_responses_belongs_to_the_quota_of_the_requests() {
+        let mut builder = KeyBuilder::new("login");
+        builder.push_key_value(Some(b"\x04ann"));
+        let key = builder.finish();
+        let counted = key.to_counted_key();
+        assert_ne!(counted.id(), key.id());
+        assert_eq!(
+            (counted.quota_id(), counted.encoded_policy_name()),
+            (key.id(), key.encoded_policy_name())
+        );
+        assert_eq!(counted.to_readable_string(), key.to_readable_string());
+        assert_eq!(counted.to_quota_key(), key);
+        let restored = Key::from_encoded_values(counted.encoded_values());
+        assert_eq!(restored, counted);
+        assert!(counted.is_counted_key() && !key.is_counted_key());
+    }
+
+    #[test]
+    fn a_listed_value_is_read_as_it_was_written() {
+        let digest = encode_digest(&[7; DIGEST_BYTES]);
+        for value in [
+            "ann",
+            "#ann",
+            "##",
+            "-",
+            &digest,
+            &format!("#{digest}"),
+            &format!("##{digest}"),
+        ] {
+            let mut builder = KeyBuilder::new("api");
+            builder.push_key_value(Some(value.as_bytes()));
+            let texts = builder.finish().value_texts();
+            assert_eq!(ListedValue::parse(&texts[0]), ListedValue::Plain(value));
+        }
+        let mut builder = KeyBuilder::new("api");
+        builder.push_digest(&[7; DIGEST_BYTES]);
+        let texts = builder.finish().value_texts();
+        assert_eq!(texts, [digest]);
+        assert_eq!(
+            ListedValue::parse(&texts[0]),
+            ListedValue::Digest([7; DIGEST_BYTES])
+        );
     }
 }

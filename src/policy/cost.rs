@@ -78,6 +78,12 @@ impl CostSource {
         }
     }
 
+    /// Whether the status of the response decides the cost (`count_when`).
+    pub fn depends_on_status(&self) -> bool {
+        let estimate = self.as_estimate().map(|cost| &cost.actual_source);
+        matches!(estimate, Some(ActualCostSource::Status(_)))
+    }
+
     /// The highest cost of a request, or of a descriptor with one hit.
     pub fn max_units(&self) -> u64 {
         match self {

@@ -7,7 +7,7 @@ use super::key_hasher::KeyHasher;
 use super::key_part::{KeyContext, KeyPart, KeyValues, format_client_network};
 use super::value_pattern::{ValuePattern, split_at_wildcards};
 use super::{Facts, client, path};
-use crate::limiter::{Key, KeyBuilder, SOURCES_BYTES, decode_digest};
+use crate::limiter::{Key, KeyBuilder, ListedValue, SOURCES_BYTES};
 use sha2::{Digest, Sha256};
 use std::borrow::Cow;
 use std::net::IpAddr;
@@ -151,39 +151,51 @@ impl KeyTemplate {
         }
     }
 
-    /// Adds a value at a position as operators enter it: empty if absent, or a digest after the
-    /// label, if any. Returns the value in the form that requests have.
+    /// Adds a value at a position as operators enter it: empty if absent. After the label, if any,
+    /// `parse` reads it. Returns the value in the form that requests have; `None` if it is absent.
     ///
     /// # Errors
     /// As [`Self::canonicalize_value`].
     pub(super) fn push_listed_value(
         &self,
         builder: &mut KeyBuilder,
-        position: usize,
-        text: &str,
-        client: &client::Settings,
-        path: &path::Settings,
-    ) -> Result<Box<str>, String> {
+        (position, text): (usize, &str),
+        (client, path): (&client::Settings, &path::Settings),
+        parse: impl Fn(&str) -> ListedValue<'_>,
+    ) -> Result<Option<Box<str>>, String> {
         let Some(positioned) = self.positions().nth(position).filter(|_| !text.is_empty()) else {
             builder.push_key_value(Some(text.as_bytes()));
-            return Ok(text.into());
+            return Ok(None);
         };
         let source = resolve_source(positioned.0, positioned.1, text.as_bytes());
-        let digest = source.and_then(|source| {
-            let text = std::str::from_utf8(source.value).ok()?;
-            decode_digest(text).map(|digest| (source, digest))
+        let listed = source.and_then(|source| {
+            let value = std::str::from_utf8(source.value).ok()?;
+            Some((source.part.label(), parse(value)))
         });
-        if let Some((source, digest)) = digest {
-            if matches!(positioned.0, KeyPart::Alternatives(_)) {
-                builder.push_label(source.part.label().as_bytes());
+        let has_label = matches!(positioned.0, KeyPart::Alternatives(_));
+        let plain = match &listed {
+            Some((label, ListedValue::Digest(digest))) => {
+                if has_label {
+                    builder.push_label(label.as_bytes());
+                }
+                builder.push_digest(digest);
+                // Only patterns for any value match a digest.
+                return Ok(Some(text.into()));
             }
-            builder.push_digest(&digest);
-            return Ok(text.into());
+            Some((label, ListedValue::Plain(value))) if has_label => {
+                Cow::Owned(format!("{label}={value}"))
+            }
+            Some((_, ListedValue::Plain(value))) => Cow::Borrowed(*value),
+            None => Cow::Borrowed(text),
+        };
+        let value = self.canonicalize_value(position, &plain, client, path)?;
+        if value.is_empty() {
+            builder.push_key_value(None);
+            return Ok(None);
         }
-        let value = self.canonicalize_value(position, text, client, path)?;
         let mut digests = KeyDigests::default();
         self.push_value(builder, positioned, value.as_bytes(), &mut digests);
-        Ok(value)
+        Ok(Some(value))
     }
 
     /// Each position with its part, and whether the value is hashed.

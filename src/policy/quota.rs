@@ -4,7 +4,7 @@ use super::{
     CostSource, Descriptor, Facts, KeyContext, KeyDigests, KeyError, KeyTemplate, KeyValues,
     LimitOverrides, MissingKeyAction, NamedLimit, SelectedLimits, client, path,
 };
-use crate::limiter::{Key, LeaseTerms, Limit};
+use crate::limiter::{Key, LeaseTerms, Limit, ListedValue};
 
 /// The key, cost and limits of a policy.
 #[derive(Clone, Debug)]
@@ -14,7 +14,8 @@ pub struct Quota {
     pub cost: CostSource,
     /// The limits of the policy, never empty.
     pub limits: Vec<NamedLimit>,
-    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]).
+    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]). With
+    /// `count_when`: if counted responses alone fill it.
     ///
     /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
     pub block: Option<Limit>,
@@ -33,6 +34,12 @@ pub struct Quota {
 }
 
 impl Quota {
+    /// Whether only counted responses start the block (`count_when` with `block_for`): they have
+    /// counters of their own.
+    pub fn counts_responses(&self) -> bool {
+        self.block.is_some() && self.cost.depends_on_status()
+    }
+
     /// Returns the key and the limits for one request of policy `name`, or `None` if the policy
     /// skips the request.
     ///
@@ -92,6 +99,34 @@ impl Quota {
         client: &client::Settings,
         path: &path::Settings,
     ) -> Result<(Key, SelectedLimits<'t>), String> {
+        self.key_and_limits_for_texts(name, values, (client, path), |text| {
+            ListedValue::Plain(text)
+        })
+    }
+
+    /// [`Self::key_and_limits_for_values`] for values as lists of overrides show them, also digests.
+    ///
+    /// # Errors
+    /// As [`Self::key_and_limits_for_values`].
+    pub fn key_and_limits_for_listed_values<'t>(
+        &'t self,
+        name: &str,
+        values: &[String],
+        client: &client::Settings,
+        path: &path::Settings,
+    ) -> Result<(Key, SelectedLimits<'t>), String> {
+        self.key_and_limits_for_texts(name, values, (client, path), |text| {
+            ListedValue::parse(text)
+        })
+    }
+
+    fn key_and_limits_for_texts<'t>(
+        &'t self,
+        name: &str,
+        values: &[String],
+        (client, path): (&client::Settings, &path::Settings),
+        parse: impl Fn(&str) -> ListedValue<'_>,
+    ) -> Result<(Key, SelectedLimits<'t>), String> {
         let width = self.key.value_count();
         if values.len() != width {
             let parts: Vec<String> = self.key.parts().iter().map(ToString::to_string).collect();
@@ -105,47 +140,19 @@ impl Quota {
                 values.len()
             ));
         }
-        let values: Vec<Box<str>> = values
-            .iter()
-            .enumerate()
-            .map(|(position, text)| match text.as_str() {
-                "" => Ok("".into()),
-                text => self.key.canonicalize_value(position, text, client, path),
-            })
-            .collect::<Result<_, _>>()?;
-        let values = values
-            .iter()
-            .map(|text| Some(text.as_bytes().into()).filter(|_| !text.is_empty()));
-        let mut digests = KeyDigests::default();
-        Ok(self.key_and_limits(name, &values.collect(), &mut digests))
-    }
-
-    /// [`Self::key_and_limits_for_values`], where a value may also be a digest as lists of
-    /// overrides show it.
-    ///
-    /// # Errors
-    /// As [`Self::key_and_limits_for_values`].
-    pub fn key_and_limits_for_listed_values<'t>(
-        &'t self,
-        name: &str,
-        values: &[String],
-        client: &client::Settings,
-        path: &path::Settings,
-    ) -> Result<(Key, SelectedLimits<'t>), String> {
-        if values.len() != self.key.value_count() {
-            return self.key_and_limits_for_values(name, values, client, path);
-        }
         let mut builder = self.key.start_key(name);
-        let mut extracted = KeyValues::new();
+        let mut compared = KeyValues::new();
         for (position, text) in values.iter().enumerate() {
-            let value = self
-                .key
-                .push_listed_value(&mut builder, position, text, client, path)?;
-            extracted
-                .push(Some(value.into_string().into_bytes().into()).filter(|_| !text.is_empty()));
+            let value = self.key.push_listed_value(
+                &mut builder,
+                (position, text),
+                (client, path),
+                &parse,
+            )?;
+            compared.push(value.map(|value| value.into_string().into_bytes().into()));
         }
         let key = builder.finish();
-        let selected = self.select_limits(&key, &extracted);
+        let selected = self.select_limits(&key, &compared);
         Ok((key, selected))
     }
 

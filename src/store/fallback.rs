@@ -13,10 +13,11 @@
 //!
 //! Each process has one fallback store, shared by its workers.
 
+mod counter_cache;
 pub(super) mod outage_usage;
 mod overridden_charges;
-mod override_cache;
 mod partition_set;
+mod settlements;
 mod share;
 mod status_cache;
 pub(super) mod usage_directory;
@@ -24,12 +25,15 @@ mod usage_transfer;
 mod write_back;
 
 pub use share::Share;
+pub use status_cache::STATUS_EXCHANGE_US;
 
-use super::Settlement;
 use super::memory::{CounterId, MemorySettings, MemoryStore, counter_id};
+use super::{PendingSettlement, Settlement};
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Amendment, Charge, Decision, Key, Limit, LimitStatus, Refusal};
-use override_cache::OverrideCache;
+use crate::limiter::{
+    Algorithm, Amendment, Charge, Decision, Key, Limit, LimitStatus, OverrideInEffect, Refusal,
+};
+use counter_cache::CounterCache;
 use parking_lot::Mutex;
 use partition_set::PartitionSet;
 use smallvec::SmallVec;
@@ -67,7 +71,10 @@ pub struct FallbackStore {
     memory: MemoryStore,
     packed_share: AtomicU64,
     status_cache: StatusCache,
-    override_cache: OverrideCache,
+    /// The last override that Redis reported for each counter of a `dynamic` policy: 2 × 2048
+    /// entries in each of 16 shards, of about 80 bytes each, so 5 MiB at most. Keys whose override
+    /// is dropped get the limits of the file.
+    override_cache: CounterCache<OverrideInEffect, 2048>,
     /// Process-wide. Requests lock it in an outage; slot releases and heartbeats lock it at any
     /// time.
     write_back: Mutex<WriteBackTable>,
@@ -92,7 +99,7 @@ impl FallbackStore {
             clock,
             packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
             status_cache: StatusCache::default(),
-            override_cache: OverrideCache::default(),
+            override_cache: CounterCache::default(),
             write_back: Mutex::default(),
             phase: AtomicU8::new(PHASE_UP_TO_DATE),
             outage_ended_us: AtomicU64::new(0),
@@ -216,7 +223,10 @@ impl FallbackStore {
             };
             if charge.dynamic.is_some() {
                 let id = counter_id(charge.limit, charge.key);
-                self.override_cache.record(id, status.in_effect);
+                match status.in_effect {
+                    Some(in_effect) => self.override_cache.insert(id, in_effect),
+                    None => self.override_cache.remove_and_apply(id, drop),
+                }
             }
             match charge.limit.algorithm {
                 _ if status.is_unlimited() => {}
@@ -232,7 +242,7 @@ impl FallbackStore {
                     }
                 }
                 _ if self.may_be_stale(charge) => {}
-                _ => self.status_cache.insert(
+                _ => self.cache_status(
                     charge,
                     status,
                     decision.now_us,
@@ -246,14 +256,18 @@ impl FallbackStore {
     fn decide_by_limits(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let share = self.share();
         for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
-            self.status_cache.remove_and_apply(charge, |status| {
+            // A concurrent charge must not be overwritten by the counter that this creates.
+            let id = counter_id(charge.limit, charge.key);
+            self.status_cache.remove_and_apply(id, |status| {
                 self.apply_status(charge, status, requested_at);
             });
         }
         let positions = find_positions(charges, uses_fallback);
         let decision = self.decide_by_share(charges, share, requested_at, &positions);
         if decision.admitted {
-            let charged = |charge: &&Charge<'_>| uses_fallback(charge) && charge.cost > 0;
+            let charged = |charge: &&Charge<'_>| {
+                uses_fallback(charge) && charge.cost > 0 && !charge.is_counted
+            };
             if self.record_charges(charges.iter().filter(charged), decision.now_us) {
                 self.changed.notify_one();
             }
@@ -341,41 +355,6 @@ impl FallbackStore {
         decision
     }
 
-    /// Applies settlements to local counters: of charges decided here, and of slots counted here.
-    pub fn apply_settlements(&self, settlements: &[Settlement<'_>]) {
-        for settlement in settlements {
-            let Settlement { limit, key, .. } = *settlement;
-            let applies = match settlement.amendment {
-                Amendment::Release { slot } => {
-                    let mut write_back = self.write_back.lock();
-                    write_back.remove_released_slot(limit, key, slot);
-                    true
-                }
-                Amendment::Renew { .. } => true,
-                Amendment::Charge(_) => self.is_in_outage(),
-                // Ignored credits make the share too strict, but only for a short time.
-                Amendment::Credit { .. } | Amendment::BackdatedCharge { .. } => false,
-            };
-            if applies {
-                self.memory.apply_settlement_if_present(settlement);
-            }
-        }
-    }
-
-    /// Records a settlement that could not be sent to Redis, for write-back. Applies only to
-    /// further units of a counter that this process has; returns whether it was recorded.
-    pub fn defer_settlement(&self, settlement: &Settlement<'_>) -> bool {
-        let Amendment::Charge(units) = settlement.amendment else {
-            return false;
-        };
-        let charge = Charge::new(settlement.limit, settlement.key, units);
-        let is_counted_here = self.memory.contains_counter(charge.limit, charge.key);
-        if is_counted_here {
-            self.record_charges(&[charge], self.clock.now_us());
-        }
-        is_counted_here
-    }
-
     /// Whether charges wait for write-back or are being written back.
     pub fn has_pending_write_back(&self) -> bool {
         !self.write_back.lock().is_empty()
@@ -388,7 +367,7 @@ impl FallbackStore {
     pub fn take_write_back_batch(
         &self,
         unreachable: impl IntoIterator<Item = u16>,
-    ) -> Option<Vec<(Limit, Key, Amendment)>> {
+    ) -> Option<Vec<PendingSettlement>> {
         let unreachable: HashSet<u16> = unreachable.into_iter().collect();
         let mut table = self.write_back.lock();
         let batch = table.take_batch(|partition| !unreachable.contains(&partition));
@@ -418,7 +397,7 @@ impl FallbackStore {
         table.finish_batch(|id| !unsent_ids.contains(&id));
         if table.is_empty() && self.compare_exchange_phase(PHASE_PENDING, PHASE_UP_TO_DATE) {
             self.stale_partitions.clear();
-            table.clear_counters_without_usage();
+            table.retain_counters_in_use(|limit, key| self.usage_of_share(limit, key).0 > 0);
         }
     }
 

@@ -97,7 +97,7 @@ impl MemoryStore {
         let now_us = self.clock.instant_to_unix_us(requested_at);
         let overrides = self.overrides.read();
         OverriddenCharges::resolve(charges, |charge| {
-            let stored = overrides.get(&charge.key.id())?;
+            let stored = overrides.get(&charge.key.quota_id())?;
             let is_current = !stored.is_expired(now_us);
             is_current.then(|| stored.rule.for_charge(charge)).flatten()
         })
@@ -106,6 +106,17 @@ impl MemoryStore {
     /// Sets the override of a key. Returns whether there was room for it.
     pub fn set_override(&self, stored: StoredOverride) -> bool {
         self.overrides.insert(stored, self.clock.now_us())
+    }
+
+    /// Sets the override of a key if it still is `previous`. Returns whether it was, or `None` if
+    /// there is no room for it.
+    pub fn replace_override(
+        &self,
+        previous: Option<&StoredOverride>,
+        stored: StoredOverride,
+    ) -> Option<bool> {
+        self.overrides
+            .replace(previous, stored, self.clock.now_us())
     }
 
     /// Removes the override of a key. Returns the removed one.
@@ -141,7 +152,7 @@ impl MemoryStore {
         let admitted = charges
             .iter()
             .zip(&refusals)
-            .all(|(charge, refusal)| charge.shadow || refusal.is_none());
+            .all(|(charge, refusal)| !charge.is_enforced() || refusal.is_none());
 
         let has_estimates = charges.iter().any(|charge| charge.is_estimate);
         let (mut delay_us, mut charged_at_us) = (0, SmallVec::new());

@@ -16,7 +16,7 @@ mod stored_override;
 
 pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlotAction};
 pub use decision_source::DecisionSource;
-pub use fallback::{FallbackStore, Share};
+pub use fallback::{FallbackStore, STATUS_EXCHANGE_US, Share};
 pub use leases::LeasePool;
 pub use memory::{MemorySettings, MemoryStore};
 pub use partial_decision::{DecisionFailure, PartialDecision};
@@ -48,6 +48,9 @@ pub enum Store {
 
 /// A counter: the limit and the key that identify it.
 pub type LimitAndKey = (Limit, Key);
+
+/// A settlement that owns its counter.
+pub type PendingSettlement = (LimitAndKey, Amendment);
 
 /// A change to one counter after the decision: further units, a credit, or a slot's renewal or
 /// release.
@@ -94,7 +97,7 @@ async fn wait_until_drained(drained: &Notify, is_drained: impl Fn() -> bool) {
 }
 
 impl<'a> Settlement<'a> {
-    fn from_pending(((limit, key), amendment): &'a (LimitAndKey, Amendment)) -> Self {
+    fn from_pending(((limit, key), amendment): &'a PendingSettlement) -> Self {
         Self {
             limit,
             key,

@@ -5,7 +5,7 @@
 //! after the outage ([`Store::apply_settlements`]). All other settlements that failed are lost and
 //! counted.
 
-use super::{LimitAndKey, Settlement, Store, wait_until_drained};
+use super::{PendingSettlement, Settlement, Store, wait_until_drained};
 use crate::limiter::Amendment;
 use crate::telemetry::metrics::WorkerMetrics;
 use parking_lot::Mutex;
@@ -31,8 +31,6 @@ struct SharedSettlementQueue {
     /// Notified when the queue is empty and all settlements are sent.
     drained: Notify,
 }
-
-type PendingSettlement = (LimitAndKey, Amendment);
 
 impl SettlementQueue {
     /// Creates an empty queue that counts lost settlements in the worker's own `metrics`.

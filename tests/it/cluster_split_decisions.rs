@@ -381,6 +381,10 @@ async fn an_open_slot_decides_two_keys_without_an_error() {
     for (name, policies) in [
         ("two limits", two_limits("closed")),
         ("block_for", blocking("open")),
+        (
+            "block_for",
+            format!("{}count_when = {{ status = [200] }}\n", blocking("open")),
+        ),
     ] {
         for (used_before, moved) in [(0, 0), (2, 0), (2, 1)] {
             let fixture = SplitFixture::start("500ms", &policies).await;

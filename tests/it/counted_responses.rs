@@ -114,7 +114,6 @@ async fn a_client_that_leaves_before_the_response_is_counted() {
 #[tokio::test]
 async fn check_names_what_does_not_go_with_it() {
     for (wrong, expected) in [
-        ("block_for = '1m'", "not with count_when"),
         ("count_rejected = true", "not with count_when"),
         (
             "lease = 'auto'",

@@ -40,6 +40,7 @@ mod concurrency;
 mod configuration_limits;
 mod configuration_sources;
 mod cors;
+mod counted_lockouts;
 mod counted_responses;
 mod credential_rotation;
 mod doctor;

@@ -1,5 +1,7 @@
 //! Overrides of single keys in the store, end to end: commands, proxies and a Redis server.
 
+mod admin_port;
+mod combinations;
 mod input;
 
 use crate::support::TEST_TIMEOUT;

@@ -28,6 +28,8 @@ struct DynamicPolicy {
     counts_rejected: bool,
     is_estimate: bool,
     is_dynamic: bool,
+    counts_responses: bool,
+    counted_key: Key,
 }
 
 /// The model has no buckets whose rate changes often: [`both_stores_agree_for_every_algorithm`].
@@ -51,8 +53,11 @@ fn draw_policy(rng: &mut Rng, number: usize, algorithm_count: usize) -> DynamicP
     });
     let mut key = KeyBuilder::new("api");
     key.push_key_value(Some(format!("customer {number}").as_bytes()));
+    let key = key.finish();
     DynamicPolicy {
-        key: key.finish(),
+        counts_responses: rng.u8(..4) == 0,
+        counted_key: key.to_counted_key(),
+        key,
         limits,
         // In the model, a refusal by a cold bucket starts no block.
         block: (!has_bucket && rng.u8(..3) == 0).then_some(Limit {
@@ -140,6 +145,7 @@ fn limit_in_effect(
 fn charges_of(policies: &[DynamicPolicy], cost: u64) -> Vec<Charge<'_>> {
     let mut charges = Vec::new();
     for (number, policy) in (0..).zip(policies) {
+        let first_charge = charges.len();
         let block = policy
             .block
             .iter()
@@ -155,6 +161,16 @@ fn charges_of(policies: &[DynamicPolicy], cost: u64) -> Vec<Charge<'_>> {
                 ..Charge::new(limit, &policy.key, cost)
             });
         }
+        if policy.counts_responses {
+            let limits = charges[first_charge..].to_vec().into_iter();
+            let limits = limits.filter(|charge| !charge.is_block());
+            charges.extend(limits.map(|charge| Charge {
+                key: &policy.counted_key,
+                is_estimate: false,
+                is_counted: true,
+                ..charge
+            }));
+        }
     }
     charges
 }
@@ -169,7 +185,9 @@ fn decide_by_model(
         .iter()
         .map(|charge| {
             let name = charge.dynamic.map_or("", |name| name);
-            let rule = charge.dynamic.and_then(|_| rules.get(&charge.key.id()));
+            let rule = charge
+                .dynamic
+                .and_then(|_| rules.get(&charge.key.quota_id()));
             limit_in_effect(charge.limit, name, rule)
         })
         .collect();
@@ -217,11 +235,12 @@ fn describe_charge(charge: &Charge<'_>) -> String {
         shadow,
         counts_rejected,
         is_estimate,
+        is_counted,
         dynamic,
         ..
     } = charge;
     format!(
-        "{policy_number} {key} {dynamic:?} {limit:?} cost {cost}, shadow {shadow}, counts rejected {counts_rejected}, estimate {is_estimate}"
+        "{policy_number} {key} {dynamic:?} {limit:?} cost {cost}, shadow {shadow}, counts rejected {counts_rejected}, estimate {is_estimate}, counted {is_counted}"
     )
 }
 

@@ -239,6 +239,13 @@ async fn failed_log_ins() {
     let failed = statuses.iter().filter(|status| **status == 401).count();
     assert_eq!(failed, 5);
     assert_eq!(log_in("right").await, 429);
+    // Once the app's responses are counted, a rejection lasts for 15 minutes.
+    let is_locked_out = async || {
+        let request = proxy.request("POST", "/login");
+        let reply = request.header("X-Forwarded-For", "192.0.2.1").send().await;
+        reply.retry_after_us() > 60_000_000
+    };
+    while !is_locked_out().await {}
 }
 
 #[tokio::test]

@@ -130,7 +130,7 @@ impl StateModel {
         let admitted = charges
             .iter()
             .zip(&refusals)
-            .all(|(charge, refusal)| charge.shadow || refusal.is_none());
+            .all(|(charge, refusal)| !charge.is_enforced() || refusal.is_none());
         // A longer step back than the period of a key: the keys of the request expire earlier.
         let has_clock_stepped_back = charges
             .iter()

@@ -38,16 +38,22 @@ impl NaiveModel {
                 .zip(&refusals)
                 .all(|(charge, refusal)| !wanted(charge) || refusal.is_none())
         };
-        let admitted = admits(&|charge| !charge.shadow);
+        let admitted = admits(&|charge| !charge.shadow && !charge.is_counted);
         let mut delay_us = 0;
         // A block starts when another limit of its policy rejects the request. A cost that never
-        // fits starts no block.
-        let is_over = |block: &Charge<'_>| {
+        // fits starts no block. If the policy counts responses, those must fill a limit, too.
+        let is_full = |block: &Charge<'_>, is_counted: bool| {
             charges.iter().zip(&refusals).any(|(charge, refusal)| {
                 charge.policy_number == block.policy_number
                     && charge.limit.algorithm != Algorithm::Block
+                    && charge.is_counted == is_counted
                     && matches!(refusal, Some(Refusal::Until(_)))
             })
+        };
+        let is_over = |block: &Charge<'_>| {
+            let mut own = charges.iter();
+            let counts = own.any(|one| one.is_counted && one.policy_number == block.policy_number);
+            is_full(block, false) && (!counts || is_full(block, true))
         };
         let mut final_refusals = refusals.clone();
         let settles = charges.iter().any(|charge| charge.is_estimate);
@@ -55,7 +61,13 @@ impl NaiveModel {
         for (n, (charge, refusal)) in charges.iter().zip(&refusals).enumerate() {
             let charged = match charge.limit.algorithm {
                 Algorithm::Block => refusal.is_none() && is_over(charge),
-                _ => admitted && admits(&|other| other.policy_number == charge.policy_number),
+                _ if charge.is_counted => false,
+                _ => {
+                    admitted
+                        && admits(&|other| {
+                            other.policy_number == charge.policy_number && !other.is_counted
+                        })
+                }
             };
             if charge.is_estimate && charged && charge.cost > 0 {
                 charged_at_us[n] = Some(self.now_us(clock_us, charge));
@@ -67,7 +79,8 @@ impl NaiveModel {
                 }
             } else if charge.counts_rejected
                 && (admitted || !charge.shadow)
-                && !admits(&|other| other.is_same_policy(charge))
+                && !charge.is_counted
+                && !admits(&|other| other.is_same_policy(charge) && !other.is_counted)
             {
                 // The rejected request delays the next one.
                 self.charge_rejected(clock_us, charge);

@@ -410,20 +410,37 @@ fn set_flapping(scenario: &mut Scenario, rng: &mut Rng, first_us: u64) {
     }
 }
 
-/// All instances end in an outage, and new ones start after it.
-fn set_termination(scenario: &mut Scenario, rng: &mut Rng, first_us: u64) {
+/// All instances end in an outage. New ones start in it or after it. Half of the runs have another
+/// outage shortly before it, in which most shares are used.
+fn set_termination(scenario: &mut Scenario, rng: &mut Rng, mut first_us: u64) {
+    let mut restart_server = |at_us, down_us| {
+        scenario.faults.push(Fault {
+            at_us,
+            kind: FaultKind::Restart {
+                server: 0,
+                down_us,
+                lost_us: 0,
+            },
+        });
+    };
+    let is_second_outage = rng.bool();
+    if is_second_outage {
+        let down_us = rng.u64(60..90) * 100_000;
+        restart_server(first_us, down_us);
+        first_us += down_us + rng.u64(5..20) * 100_000;
+    }
     let down_us = rng.u64(110..130) * 100_000;
-    scenario.faults.push(Fault {
-        at_us: first_us,
-        kind: FaultKind::Restart {
-            server: 0,
-            down_us,
-            lost_us: 0,
-        },
-    });
+    restart_server(first_us, down_us);
+    let starts_in_outage = is_second_outage && rng.bool();
     for instance in 0..scenario.instances {
-        let after_us = rng.u64(50..75) * 100_000;
-        let restart_us = down_us - after_us - TERMINATION_US + rng.u64(5..20) * 100_000;
+        let after_us = match starts_in_outage {
+            true => rng.u64(35..50) * 100_000,
+            false => rng.u64(50..75) * 100_000,
+        };
+        let restart_us = match starts_in_outage {
+            true => rng.u64(1..20) * 100_000,
+            false => down_us - after_us - TERMINATION_US + rng.u64(5..20) * 100_000,
+        };
         let kind = FaultKind::Terminate {
             instance,
             restart_us,

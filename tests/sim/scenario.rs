@@ -323,6 +323,11 @@ impl Scenario {
         self.class == ScenarioClass::SettlementsBesideSlots && is_one_worker
     }
 
+    /// A6: each instance has a `store.state_dir`.
+    pub(crate) fn stores_usage(&self) -> bool {
+        self.class == ScenarioClass::TerminationInOutage
+    }
+
     pub(crate) fn server_address(index: usize) -> String {
         format!("redis-{index}:6379")
     }

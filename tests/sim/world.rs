@@ -10,7 +10,7 @@ use crate::sim::redis_server::cluster::ClusterState;
 use crate::sim::redis_server::lua::ScriptEngine;
 use crate::sim::redis_server::{Deployment, PASSWORD, Role, Server, ServerClock};
 use crate::sim::resp::take_commands;
-use crate::sim::scenario::{FaultKind, RequestSpec, Scenario, ScenarioClass, Topology};
+use crate::sim::scenario::{FaultKind, RequestSpec, Scenario, Topology};
 use crate::sim::trace::Trace;
 use fastrand::Rng;
 use std::collections::{BTreeMap, BTreeSet};
@@ -142,8 +142,7 @@ impl World {
             engine: ScriptEngine::new(),
             trace: Trace::default(),
             processes: 0,
-            state_dir: (scenario.class == ScenarioClass::TerminationInOutage)
-                .then(|| TempDir::new().unwrap()),
+            state_dir: scenario.stores_usage().then(|| TempDir::new().unwrap()),
             scenario,
         };
         for fault in world.scenario.faults.clone() {

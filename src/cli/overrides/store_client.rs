@@ -2,34 +2,29 @@
 //! by its admin port.
 
 use crate::app::key_status::find_limiting_policy;
-use crate::app::overrides::{listed_override_from_json, merge_amounts, override_to_json};
+use crate::app::override_store::OverrideStore;
+use crate::app::overrides::{listed_override_from_json, override_to_json};
 use crate::cli::admin_client::AdminClient;
 use crate::clock::Clock;
 use crate::limiter::Key;
 use crate::policy::PolicyTable;
 use crate::store::StoredOverride;
-use crate::store::redis::CounterInspector;
+use futures_util::future::join_all;
 use serde_json::Value;
 use std::sync::Arc;
-
-/// Attempts to change an override that other commands change at the same time.
-const MAX_ATTEMPTS: usize = 10;
 
 /// Most overrides that the admin port lists.
 const MAX_LISTED_BY_ADMIN_PORT: usize = 10_000;
 
 pub(super) enum StoreClient {
-    Redis(Box<CounterInspector>),
+    Redis(OverrideStore),
     AdminPort(AdminClient, Arc<PolicyTable>),
 }
 
 impl StoreClient {
     pub(super) async fn find(&self, key: &Key) -> Result<Option<StoredOverride>, String> {
         match self {
-            Self::Redis(inspector) => {
-                let found = inspector.find_override(key).await;
-                found.map_err(|error| error.to_string())
-            }
+            Self::Redis(store) => store.find(key).await,
             Self::AdminPort(client, _) => {
                 let response = client.request_json("GET", &key_target(key))?;
                 Ok(parse_list(&response)?.0.pop())
@@ -44,49 +39,35 @@ impl StoreClient {
         entered: &StoredOverride,
         now_us: u64,
     ) -> Result<StoredOverride, String> {
-        for _ in 0..MAX_ATTEMPTS {
-            let previous = self.find(&entered.key).await?;
-            let mut stored = entered.clone();
-            if let Some(previous) = previous.as_ref().filter(|last| !last.is_expired(now_us)) {
-                merge_amounts(previous, &mut stored)?;
+        match self {
+            Self::Redis(store) => {
+                let merged = store.merge(entered, now_us).await;
+                merged.map_err(|error| error.to_string())
             }
-            let is_set = match self {
-                Self::Redis(inspector) => {
-                    let replaced = inspector.replace_override(previous.as_ref(), &stored);
-                    replaced.await.map_err(|error| error.to_string())?
-                }
-                Self::AdminPort(client, _) => put_override(client, &stored).map(|()| true)?,
-            };
-            if is_set {
-                return Ok(stored);
+            Self::AdminPort(client, _) => {
+                let response = send_override(client, "PATCH", entered)?;
+                let fields = response
+                    .as_object()
+                    .ok_or("the admin port sent no override")?;
+                listed_override_from_json(fields, now_us)
             }
         }
-        Err("other commands change this override at the same time; try again".to_owned())
     }
 
     /// Sets many overrides. Returns the result of each.
     pub(super) async fn set_many(&self, overrides: &[StoredOverride]) -> Vec<Result<(), String>> {
         match self {
-            Self::Redis(inspector) => {
-                let results = inspector.set_overrides(overrides).await;
-                results
-                    .into_iter()
-                    .map(|result| result.map_err(|error| error.to_string()))
-                    .collect()
-            }
+            Self::Redis(store) => join_all(overrides.iter().map(|stored| store.set(stored))).await,
             Self::AdminPort(client, _) => overrides
                 .iter()
-                .map(|stored| put_override(client, stored))
+                .map(|stored| send_override(client, "PUT", stored).map(drop))
                 .collect(),
         }
     }
 
     pub(super) async fn remove(&self, key: &Key) -> Result<bool, String> {
         match self {
-            Self::Redis(inspector) => {
-                let removed = inspector.remove_override(key).await;
-                removed.map_err(|error| error.to_string())
-            }
+            Self::Redis(store) => store.remove(key).await,
             Self::AdminPort(client, _) => {
                 let response = client.request_json("DELETE", &key_target(key))?;
                 Ok(response.get("removed") == Some(&Value::Bool(true)))
@@ -100,10 +81,7 @@ impl StoreClient {
         mut visit: impl FnMut(StoredOverride) -> bool,
     ) -> Result<(), String> {
         match self {
-            Self::Redis(inspector) => {
-                let visited = inspector.visit_overrides(visit).await;
-                visited.map_err(|error| error.to_string())
-            }
+            Self::Redis(store) => store.visit(visit).await,
             Self::AdminPort(client, table) => {
                 for policy in table.policies() {
                     let Ok((_, quota)) = find_limiting_policy(table, &policy.name) else {
@@ -130,11 +108,13 @@ impl StoreClient {
     }
 }
 
-fn put_override(client: &AdminClient, stored: &StoredOverride) -> Result<(), String> {
+fn send_override(
+    client: &AdminClient,
+    method: &str,
+    stored: &StoredOverride,
+) -> Result<Value, String> {
     let target = format!("/overrides/{}", stored.key.policy_name());
-    client
-        .put_json(&target, &override_to_json(stored))
-        .map(drop)
+    client.send_json(method, &target, &override_to_json(stored))
 }
 
 /// The target of one key at the admin port.

@@ -149,6 +149,9 @@ pub(super) fn reject_settings_with_one_amount<'q>(
             "not with requests_from: each shard has a fixed part of one amount; expected no shards",
         );
     }
+    if quota.counts_responses() {
+        reader.report_error("block_for", "not with requests_from and count_when: a response starts the block by one amount; expected no block_for");
+    }
     if on_store_failure == OnStoreFailure::Local {
         reader.report_error("on_store_failure", "\"local\" not with requests_from: a share starts from the units that the last reply left, perhaps of another amount; expected \"open\" or \"closed\"");
     }

@@ -82,9 +82,6 @@ pub(super) fn reject_settings_without_response(reader: &TableReader<'_>) {
     if !reader.contains_key("count_when") {
         return;
     }
-    if reader.contains_key("block_for") {
-        reader.report_error("block_for", "not with count_when: a refusal may be caused by requests whose response is still unknown; expected a longer per");
-    }
     if reader.get_bool("count_rejected") == Some(true) {
         reader.report_error(
             "count_rejected",

@@ -67,7 +67,7 @@ pub(super) static POLICY: [SchemaKey; 20] = [
         "count_when",
         Table(&COUNT_WHEN),
         Optional,
-        "Counts a request only if its response has one of these statuses. Units are reserved at arrival and returned otherwise. Not with lease, shards, block_for, count_rejected, [check], descriptors or a cost that is not a number.",
+        "Counts a request only if its response has one of these statuses. Units are reserved at arrival and returned otherwise. Not with lease, shards, count_rejected, [check], descriptors or a cost that is not a number.",
     ),
     key(
         "block_for",

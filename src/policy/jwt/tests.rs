@@ -626,6 +626,23 @@ fn finds_the_token_in_every_header_form() {
 }
 
 #[test]
+fn a_token_is_ambiguous_if_its_header_repeats_or_has_several_words() {
+    let reader = make_reader("authorization", keys_only(all_keys()));
+    let is_ambiguous = |values: &[&'static str]| {
+        let values = values.iter().map(|value| {
+            let value = HeaderValue::from_static(value);
+            (http::header::AUTHORIZATION, value)
+        });
+        reader.has_ambiguous_token(&values.collect())
+    };
+    assert!(!is_ambiguous(&[]));
+    assert!(!is_ambiguous(&["Bearer a.b.c"]));
+    assert!(is_ambiguous(&["Bearer a.b.c", "Bearer a.b.c"]));
+    assert!(is_ambiguous(&["Basic YTpi", "Bearer a.b.c"]));
+    assert!(is_ambiguous(&["Bearer a.b.c, Basic YTpi"]));
+}
+
+#[test]
 fn claims_are_converted_to_texts() {
     let claims = json!({
         "sub": ["alone"], "plan": ["a", 7, true, null, {}, []], "realm_access": { "roles": ["x", "y"] },

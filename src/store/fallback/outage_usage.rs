@@ -13,7 +13,7 @@ use base64::engine::general_purpose::STANDARD_NO_PAD;
 use sha2::{Digest, Sha256};
 
 const FILE_MAGIC: &str = "tidegate-usage";
-const FORMAT_VERSION: &str = "2";
+const FORMAT_VERSION: &str = "3";
 
 const FOREIGN_FILE: &str = "it is not a file of tidegate";
 const WRONG_VERSION: &str = "it is of another version of tidegate";
@@ -26,6 +26,8 @@ pub(in crate::store) struct OutageUsage {
     /// The wall clock (µs) when this was saved.
     pub(in crate::store) saved_at_us: u64,
     pub(super) now_us: u64,
+    /// End of the outage before this one.
+    pub(super) outage_ended_us: u64,
     pub(super) share: Share,
     pub(super) stale_partitions: Vec<u16>,
     pub(super) counters: Vec<OutageCounter>,
@@ -49,7 +51,15 @@ type EncodedAlgorithm = (u8, u64, u64);
 type UsageRow = (u64, u64);
 type CounterRow = (u64, u64, EncodedAlgorithm, String, UsageRow, Vec<UsageRow>);
 type StatusRow = (u128, EncodedAlgorithm, u64, u64, u64, Option<u64>);
-type FileRows = (u64, u64, u64, Vec<u16>, Vec<CounterRow>, Vec<StatusRow>);
+type FileRows = (
+    u64,
+    u64,
+    u64,
+    u64,
+    Vec<u16>,
+    Vec<CounterRow>,
+    Vec<StatusRow>,
+);
 
 impl OutageUsage {
     pub(in crate::store) fn counter_count(&self) -> usize {
@@ -60,6 +70,7 @@ impl OutageUsage {
         let rows: FileRows = (
             self.saved_at_us,
             self.now_us,
+            self.outage_ended_us,
             self.share.to_bits(),
             self.stale_partitions.clone(),
             self.counters.iter().map(OutageCounter::to_row).collect(),
@@ -92,12 +103,14 @@ impl OutageUsage {
     }
 
     fn from_rows(rows: FileRows) -> Option<Self> {
-        let (saved_at_us, now_us, share, stale_partitions, counters, statuses) = rows;
+        let (saved_at_us, now_us, outage_ended_us, share, stale_partitions, counters, statuses) =
+            rows;
         let counters = counters.into_iter().map(OutageCounter::from_row);
         let statuses = statuses.into_iter().map(status_from_row);
         Some(Self {
             saved_at_us,
             now_us,
+            outage_ended_us,
             share: Share::from_bits(share),
             stale_partitions,
             counters: counters.collect::<Option<_>>()?,
@@ -245,6 +258,7 @@ mod tests {
         OutageUsage {
             saved_at_us: 1_700_000_000_000_000,
             now_us: 1_700_000_000_000_009,
+            outage_ended_us: 1_700_000_000_000_001,
             share: Share::with_rank(5, 3),
             stale_partitions: vec![0, 16_383],
             counters: limits.map(counter).into(),
@@ -282,7 +296,7 @@ mod tests {
             let text = String::from_utf8(bytes.clone()).unwrap();
             OutageUsage::decode(text.replacen(from, to, 1).as_bytes())
         };
-        assert_eq!(replace("usage 2", "usage 1"), Err(WRONG_VERSION));
+        assert_eq!(replace("usage 3", "usage 2"), Err(WRONG_VERSION));
         assert_eq!(replace("tidegate", "other"), Err(FOREIGN_FILE));
         assert_eq!(replace("[", "["), Ok(sample_usage()));
         assert_eq!(replace("[", " ["), Err(WRONG_CHECKSUM));

@@ -1,35 +1,20 @@
 //! The last status that Redis reported for each key of a policy with `on_store_failure = "local"`.
 //! In an outage, the counters of this process start from these statuses.
 
+use super::counter_cache::CounterCache;
 use super::{FallbackStore, Share};
 use crate::limiter::{Algorithm, Amendment, Charge, Limit, LimitStatus};
-use crate::store::memory::{CounterId, counter_id};
-use parking_lot::Mutex;
-use std::collections::HashMap;
+use crate::store::memory::counter_id;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-/// Maximum number of entries in each generation of a shard, about 100 bytes each: 16 MiB in all.
-/// The oldest entries are dropped first.
-const MAX_GENERATION_ENTRIES: usize = 1 << 12;
-const SHARD_COUNT: usize = 16;
+/// Within this time after an outage, other instances may have no status of a key yet (µs). Outages
+/// with a shorter pause count as one.
+pub const STATUS_EXCHANGE_US: u64 = 5_000_000;
 
-/// Within this time after an outage, other instances may have no status of a key yet (µs).
-const STATUS_EXCHANGE_US: u64 = 5_000_000;
-
-/// The last status of each limit and key. Process-wide, in shards with a lock each.
-#[derive(Debug, Default)]
-pub(super) struct StatusCache([Mutex<StatusGenerations>; SHARD_COUNT]);
-
-/// Two generations of entries. When the current generation is full, it replaces the previous one,
-/// which is dropped.
-#[derive(Debug, Default)]
-struct StatusGenerations {
-    current: StatusGeneration,
-    previous: StatusGeneration,
-}
-
-type StatusGeneration = HashMap<CounterId, CachedStatus, foldhash::fast::RandomState>;
+/// The last status of each counter: 2 × 4096 entries in each of 16 shards, of about 100 bytes each,
+/// so 16 MiB at most.
+pub(super) type StatusCache = CounterCache<CachedStatus, 4096>;
 
 /// The remaining units of a counter, with times on the local clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,9 +25,9 @@ pub(super) struct CachedStatus {
     pub(super) block_ends_us: Option<u64>,
 }
 
-impl StatusCache {
+impl FallbackStore {
     /// Stores the status received at `received_at_us`, when the clock of Redis showed `now_us`.
-    pub(super) fn insert(
+    pub(super) fn cache_status(
         &self,
         charge: &Charge<'_>,
         status: LimitStatus,
@@ -61,50 +46,10 @@ impl StatusCache {
             received_at_us,
             block_ends_us: ends_us,
         };
-        self.insert_status(counter_id(charge.limit, charge.key), cached);
-    }
-
-    /// Removes the entry of a charge and passes it to `apply`. The shard stays locked meanwhile: a
-    /// concurrent charge must not be overwritten by the counter that `apply` creates.
-    pub(super) fn remove_and_apply(&self, charge: &Charge<'_>, apply: impl FnOnce(CachedStatus)) {
         let id = counter_id(charge.limit, charge.key);
-        let Some(shard) = self.shard_for_counter(id) else {
-            return;
-        };
-        let mut generations = shard.lock();
-        let previous = generations.previous.remove(&id);
-        if let Some(cached) = generations.current.remove(&id).or(previous) {
-            apply(cached);
-        }
+        self.status_cache.insert(id, cached);
     }
 
-    pub(super) fn to_vec(&self) -> Vec<(CounterId, CachedStatus)> {
-        let mut statuses = Vec::new();
-        for shard in &self.0 {
-            let generations = shard.lock();
-            let entries = generations.current.iter().chain(&generations.previous);
-            statuses.extend(entries.map(|(id, status)| (*id, *status)));
-        }
-        statuses
-    }
-
-    pub(super) fn insert_status(&self, id: CounterId, status: CachedStatus) {
-        if let Some(shard) = self.shard_for_counter(id) {
-            let mut generations = shard.lock();
-            if generations.current.len() >= MAX_GENERATION_ENTRIES {
-                generations.previous = std::mem::take(&mut generations.current);
-            }
-            generations.current.insert(id, status);
-        }
-    }
-
-    fn shard_for_counter(&self, id: CounterId) -> Option<&Mutex<StatusGenerations>> {
-        self.0
-            .get(usize::try_from(id.0 % SHARD_COUNT as u128).ok()?)
-    }
-}
-
-impl FallbackStore {
     /// Starts the local counter from a status of Redis.
     ///
     /// A status from soon after an outage can only reduce the remaining units. Instances without a

@@ -66,6 +66,16 @@ impl SimulatedFleet {
         self.record_admission(decision.admitted)
     }
 
+    /// The instance receives the current status.
+    fn decide_zero_cost_in_redis(&mut self, instance: usize) {
+        let charges = [Charge {
+            cost: 0,
+            ..self.one_unit_charge()
+        }];
+        let decision = self.redis.decide(&charges);
+        self.instances[instance].cache_statuses(&charges, &decision, Instant::now());
+    }
+
     fn decide_by_share(&mut self, instance: usize) -> bool {
         let decision = self.instances[instance].decide(&[self.one_unit_charge()], Instant::now());
         self.record_admission(decision.admitted)
@@ -86,13 +96,9 @@ impl SimulatedFleet {
     fn write_back_and_end_outage(&mut self) {
         for fallback in &self.instances {
             while fallback.has_pending_write_back() {
-                for (limit, key, amendment) in &fallback.take_write_back_batch([]).unwrap() {
-                    self.redis.apply_settlements(&[Settlement {
-                        limit,
-                        key,
-                        amendment: *amendment,
-                    }]);
-                }
+                let batch = fallback.take_write_back_batch([]).unwrap();
+                let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
+                self.redis.apply_settlements(&settlements);
                 fallback.confirm_write_back_batch();
             }
             fallback.take_new_failure_flag();
@@ -214,13 +220,7 @@ fn a_fleet_admits_the_remaining_units_and_an_exhausted_key_stays_exhausted() {
         let mut fleet = SimulatedFleet::new(3, Algorithm::SlidingLog);
         assert_eq!((0..used).filter(|_| fleet.decide_in_redis(0)).count(), used);
         // All instances have just received the current status.
-        for fallback in &fleet.instances {
-            let zero_cost = [Charge {
-                cost: 0,
-                ..fleet.one_unit_charge()
-            }];
-            fallback.cache_statuses(&zero_cost, &fleet.redis.decide(&zero_cost), Instant::now());
-        }
+        (0..3).for_each(|instance| fleet.decide_zero_cost_in_redis(instance));
         fleet.advance_clock_us(1_000_000);
         assert_eq!(fleet.exhaust_shares(), 20 - used, "{used} were used");
         fleet.advance_clock_us(PER_US - 1_000_000);
@@ -511,7 +511,7 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
     release(2);
     let take_batch = || {
         let batch = fallback.take_write_back_batch([]).unwrap_or_default();
-        let amendments = batch.into_iter().map(|(.., amendment)| amendment);
+        let amendments = batch.into_iter().map(|(_, amendment)| amendment);
         amendments.collect::<Vec<_>>()
     };
     let [renewal_of_3, renewal_of_5] = [3, 5].map(|slot| Amendment::Renew { slot });
@@ -671,37 +671,26 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
         manual_clock.set_us(START_US + n * 499);
         assert!(fallback.decide(&charges, Instant::now()).admitted);
     }
-    let amendments = fallback.take_write_back_batch([]).unwrap();
-    let units: u64 = amendments
+    let batch = fallback.take_write_back_batch([]).unwrap();
+    let units: u64 = batch
         .iter()
-        .map(|(.., amendment)| match amendment {
+        .map(|(_, amendment)| match amendment {
             Amendment::BackdatedCharge { units, .. } => *units,
             other => panic!("{other:?}"),
         })
         .sum();
     assert_eq!(units, 20_000);
-    assert!(
-        amendments.len() <= 66,
-        "{} entries for one period",
-        amendments.len()
-    );
+    assert!(batch.len() <= 66, "{} entries for one period", batch.len());
     assert!(
         fallback.has_pending_write_back(),
         "until the batch is finished"
     );
-    let settlements: Vec<_> = amendments
-        .iter()
-        .map(|(limit, key, amendment)| Settlement {
-            limit,
-            key,
-            amendment: *amendment,
-        })
-        .collect();
+    let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
     fallback.requeue_unconfirmed(&settlements);
     for reason in ["unconfirmed charges", "charges of an aborted write-back"] {
         assert_eq!(
             fallback.take_write_back_batch([]).as_ref(),
-            Some(&amendments),
+            Some(&batch),
             "{reason} are pending again"
         );
     }
@@ -734,22 +723,71 @@ fn redis_answers_without_pending_write_back_are_not_cached() {
 /// the key in it.
 #[test]
 fn a_status_after_an_outage_gives_no_units_that_other_shares_still_have() {
-    let mut fleet = SimulatedFleet::new(3, Algorithm::SlidingLog);
-    fleet.begin_outage();
-    for (instance, units) in [(0, 7), (1, 6), (2, 6)] {
-        assert!((0..units).all(|_| fleet.decide_by_share(instance)));
+    for is_restarted in [false, true] {
+        let mut fleet = SimulatedFleet::new(3, Algorithm::SlidingLog);
+        fleet.begin_outage();
+        for (instance, units) in [(0, 7), (1, 6), (2, 6)] {
+            assert!((0..units).all(|_| fleet.decide_by_share(instance)));
+        }
+        fleet.write_back_and_end_outage();
+        fleet.advance_clock_us(500_000);
+        let charges = [Charge {
+            cost: 3,
+            ..fleet.one_unit_charge()
+        }];
+        let refused = fleet.redis.decide(&charges);
+        assert!(!refused.admitted);
+        fleet.instances[0].cache_statuses(&charges, &refused, Instant::now());
+        fleet.begin_outage();
+        if is_restarted {
+            (0..3).for_each(|instance| fleet.restart_instance(instance, 500_000));
+        }
+        assert_eq!(fleet.exhaust_shares(), 1, "19 of 20 units were used");
     }
-    fleet.write_back_and_end_outage();
-    fleet.advance_clock_us(500_000);
-    let charges = [Charge {
-        cost: 3,
-        ..fleet.one_unit_charge()
-    }];
-    let refused = fleet.redis.decide(&charges);
-    assert!(!refused.admitted);
-    fleet.instances[0].cache_statuses(&charges, &refused, Instant::now());
-    fleet.begin_outage();
-    assert_eq!(fleet.exhaust_shares(), 1, "19 of 20 units were used");
+}
+
+/// In the second outage, the key has no request that is admitted before the restart.
+#[test]
+fn a_restart_in_a_second_outage_keeps_the_usage_from_before() {
+    for (used_in_redis, is_refused) in [(0, false), (0, true), (20, false), (20, true)] {
+        let mut fleet = SimulatedFleet::new(3, Algorithm::SlidingLog);
+        (0..used_in_redis).for_each(|_| assert!(fleet.decide_in_redis(0)));
+        (0..3).for_each(|instance| fleet.decide_zero_cost_in_redis(instance));
+        fleet.begin_outage();
+        assert_eq!(fleet.exhaust_shares(), 20 - used_in_redis);
+        for _ in 0..2 {
+            fleet.write_back_and_end_outage();
+            fleet.advance_clock_us(1_000_000);
+            fleet.begin_outage();
+        }
+        if is_refused {
+            assert_eq!(fleet.exhaust_shares(), 0);
+        }
+        (0..3).for_each(|instance| fleet.restart_instance(instance, 1_000_000));
+        assert_eq!(
+            fleet.exhaust_shares(),
+            0,
+            "{used_in_redis} used in Redis, refused: {is_refused}"
+        );
+        fleet.advance_clock_us(PER_US);
+        assert_eq!(fleet.exhaust_shares(), 20);
+    }
+}
+
+/// Counters of earlier outages are kept only as long as their units are in use.
+#[test]
+fn usage_that_has_expired_is_not_exported_in_a_later_outage() {
+    let mut fleet = SimulatedFleet::new(1, Algorithm::SlidingLog);
+    for (wait_us, counters) in [(0, 1), (PER_US, 0)] {
+        assert_eq!(fleet.exhaust_shares(), 20);
+        fleet.write_back_and_end_outage();
+        fleet.advance_clock_us(wait_us);
+        fleet.begin_outage();
+        let usage = fleet.instances[0].export_usage(0).unwrap();
+        assert_eq!(usage.counter_count(), counters, "after {wait_us}");
+        fleet.write_back_and_end_outage();
+        fleet.advance_clock_us(PER_US);
+    }
 }
 
 /// Other instances have received statuses too, so an uneven use of the first outage no longer

@@ -208,6 +208,7 @@ mod tests {
         let usage = OutageUsage {
             saved_at_us: 1,
             now_us: 1,
+            outage_ended_us: 0,
             share: crate::store::Share::with_unknown_rank(1),
             stale_partitions: Vec::new(),
             counters: Vec::new(),

@@ -5,6 +5,7 @@ use super::status_cache::CachedStatus;
 use super::write_back::{CounterWriteBack, UsageEntry, is_bucket};
 use super::{FallbackStore, PHASE_UP_TO_DATE};
 use crate::limiter::{Algorithm, Amendment};
+use std::sync::atomic::Ordering;
 
 impl FallbackStore {
     /// What a later process needs to continue this outage. `None` if Redis has all usage.
@@ -23,6 +24,7 @@ impl FallbackStore {
         Some(OutageUsage {
             saved_at_us: wall_clock_us,
             now_us,
+            outage_ended_us: self.outage_ended_us.load(Ordering::Relaxed),
             share: self.share(),
             stale_partitions: self.stale_partitions.to_vec(),
             counters: counters
@@ -67,13 +69,15 @@ impl FallbackStore {
             (at_us.saturating_add(now_us)).saturating_sub(usage.now_us.saturating_add(downtime_us))
         };
         self.set_share(usage.share);
+        let ended_us = to_local_time(usage.outage_ended_us);
+        self.outage_ended_us.store(ended_us, Ordering::Relaxed);
         for (id, status) in usage.statuses {
             let status = CachedStatus {
                 remaining: status.remaining,
                 received_at_us: to_local_time(status.received_at_us),
                 block_ends_us: status.block_ends_us.map(to_local_time),
             };
-            self.status_cache.insert_status(id, status);
+            self.status_cache.insert(id, status);
         }
         let mut partitions = usage.stale_partitions;
         for mut counter in usage.counters {

@@ -1,6 +1,7 @@
 //! Charges admitted without Redis, until they are written back.
 
 use crate::limiter::{Algorithm, Amendment, Charge, Key, Limit};
+use crate::store::PendingSettlement;
 use crate::store::memory::{CounterId, counter_id};
 use indexmap::IndexMap;
 use std::collections::{HashMap, VecDeque};
@@ -26,7 +27,8 @@ pub(super) struct WriteBackTable {
     by_counter: IndexMap<CounterId, CounterWriteBack, foldhash::fast::RandomState>,
     /// The batch that is being written. If the writing task is aborted, the batch stays here.
     sending: Vec<CounterWriteBack>,
-    /// All other counters that were decided in this process since the outage began.
+    /// All other counters that were decided in this process in an outage. They stay while their
+    /// units are in use: a later outage continues from them.
     without_usage: HashMap<CounterId, CounterWriteBack, foldhash::fast::RandomState>,
     usage_entry_count: usize,
 }
@@ -92,12 +94,14 @@ impl WriteBackTable {
         self.merge_older_usage(CounterWriteBack::new(charge.limit, charge.key, partition));
     }
 
-    /// Removes the counters without usage, because the outage has ended.
-    pub(super) fn clear_counters_without_usage(&mut self) {
-        self.without_usage = HashMap::default();
+    /// Removes the counters whose usage is written back and whose units are free again.
+    pub(super) fn retain_counters_in_use(&mut self, is_in_use: impl Fn(&Limit, &Key) -> bool) {
+        self.without_usage
+            .retain(|_, counter| is_in_use(&counter.limit, &counter.key));
+        self.without_usage.shrink_to_fit();
     }
 
-    /// All counters that were decided in this process since the outage began.
+    /// All counters of this process's share whose units may be in use.
     pub(super) fn iter(&self) -> impl Iterator<Item = &CounterWriteBack> {
         self.by_counter.values().chain(self.without_usage.values())
     }
@@ -205,7 +209,7 @@ impl CounterWriteBack {
         &self,
         now_us: u64,
         units_in_use: impl Fn(&Limit, &Key) -> u64,
-    ) -> impl Iterator<Item = (Limit, Key, Amendment)> {
+    ) -> impl Iterator<Item = PendingSettlement> {
         let max_bucket_units = is_bucket(&self.limit).then(|| units_in_use(&self.limit, &self.key));
         let usage = self.usage_in_use(now_us).map(move |entry| {
             let (units, age_us) = match max_bucket_units {
@@ -216,7 +220,7 @@ impl CounterWriteBack {
         });
         usage
             .chain(self.slot_calls.iter().copied())
-            .map(|amendment| (self.limit, self.key.clone(), amendment))
+            .map(|amendment| ((self.limit, self.key.clone()), amendment))
     }
 
     /// Removes the renewals of a slot. Returns whether there were any.

@@ -18,15 +18,23 @@ impl OverrideTable {
 
     /// Inserts or replaces an override. Returns false if the table is full.
     pub(super) fn insert(&self, stored: StoredOverride, now_us: u64) -> bool {
+        insert_into(&mut self.0.write(), stored, now_us)
+    }
+
+    /// Replaces an override if it still is `previous`. Returns whether it was, or `None` if the table
+    /// is full.
+    pub(super) fn replace(
+        &self,
+        previous: Option<&StoredOverride>,
+        stored: StoredOverride,
+        now_us: u64,
+    ) -> Option<bool> {
         let mut overrides = self.0.write();
-        if overrides.len() >= MAX_OVERRIDES && !overrides.contains_key(&stored.key.id()) {
-            overrides.retain(|_, stored| !stored.is_expired(now_us));
-            if overrides.len() >= MAX_OVERRIDES {
-                return false;
-            }
+        let current = overrides.get(&stored.key.id());
+        if current.filter(|stored| !stored.is_expired(now_us)) != previous {
+            return Some(false);
         }
-        overrides.insert(stored.key.id(), stored);
-        true
+        insert_into(&mut overrides, stored, now_us).then_some(true)
     }
 
     /// Removes an override, and returns it unless it has expired.
@@ -34,4 +42,19 @@ impl OverrideTable {
         let removed = self.0.write().remove(&key_id)?;
         (!removed.is_expired(now_us)).then_some(removed)
     }
+}
+
+fn insert_into(
+    overrides: &mut HashMap<u128, StoredOverride>,
+    stored: StoredOverride,
+    now_us: u64,
+) -> bool {
+    if overrides.len() >= MAX_OVERRIDES && !overrides.contains_key(&stored.key.id()) {
+        overrides.retain(|_, stored| !stored.is_expired(now_us));
+        if overrides.len() >= MAX_OVERRIDES {
+            return false;
+        }
+    }
+    overrides.insert(stored.key.id(), stored);
+    true
 }

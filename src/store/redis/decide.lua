@@ -6,9 +6,10 @@
 -- ARGV[1]  the time in us, for tests; empty: the server's TIME
 -- ARGV     then one text per charge, with fields separated by spaces:
 --            the letter of the algorithm
---            16 x the number of the policy, plus options: 1 the policy is shadow, 2 it counts
+--            32 x the number of the policy, plus options: 1 the policy is shadow, 2 it counts
 --            rejected requests, 4 the charge will be settled, 8 the charge belongs to the same
---            request as the charge before
+--            request as the charge before, 16 the counter of counted responses: only read; while
+--            it is full, a refusal starts the block of its policy
 --            cost; with a lease `cost+requested units+ttl in us+divisor`, the same for all charges
 --            of a policy: at most 1/divisor of the free units is granted
 --            capacity
@@ -61,7 +62,7 @@ end
 
 -- Raises the error for the n-th key of a request, which can't be read.
 local function raise_foreign_key(n, err)
-  if err and not string.find(err.err, 'WRONGTYPE', 1, true) then error(err) end
+  if err and not find(err.err, 'WRONGTYPE', 1, true) then error(err) end
   error({ err = 'FOREIGN ' .. n })
 end
 
@@ -70,12 +71,12 @@ local parsed_charges = {}
 local function parse_charge(text)
   local letter, group, cost, capacity, per, parameters, repeat_count =
     match(text, '^(%a) (%d+) ([%d+]+) (%d+) (%d+) (%S+) ?(%d*)$')
-  local rule, options = rules[letter], group % 16
+  local rule, options = rules[letter], group % 32
   local charge = {
     rule = rule, cost = tonumber(cost), capacity = tonumber(capacity), per = tonumber(per),
     parameters = tonumber(parameters) or parameters, repeat_count = tonumber(repeat_count) or 1,
     policy = group - options + options % 2, is_shadow = options % 2 == 1, counts_rejected = options % 4 >= 2,
-    settles = options % 8 >= 4, follows = options >= 8,
+    settles = options % 8 >= 4, follows = options % 16 >= 8, is_counted = options >= 16,
   }
   if not charge.cost then
     local units, requested, ttl, divisor = match(cost, '^(%d+)%+(%d+)%+(%d+)%+(%d+)$')
@@ -83,11 +84,11 @@ local function parse_charge(text)
       tonumber(units), tonumber(requested), tonumber(ttl), tonumber(divisor)
   end
   -- section: overrides
-  local plain, max_amount, max_delay, limit_name = match(parameters, '^([^|]+)|(%d+)|(%d+)|(.+)$')
-  if plain then
-    charge.parameters, charge.limit_name = tonumber(plain) or plain, limit_name
-    charge.max_amount, charge.max_delay = tonumber(max_amount), tonumber(max_delay)
-    charge.letter, charge.override_words, charge.variants = letter, '-1 0 ', {}
+  local bar = find(parameters, '|', 1, true)
+  if bar then
+    local plain = string.sub(parameters, 1, bar - 1)
+    charge.parameters, charge.letter = tonumber(plain) or plain, letter
+    charge.override_parameters, charge.override_words = string.sub(parameters, bar + 1), '-1 0 '
   end
   -- end section
   -- A charge with a lease is not mergeable.
@@ -99,55 +100,54 @@ end
 
 -- section: overrides
 -- The overrides of all charges, read at once, because each call from Lua costs more than the reading.
-local override_values = #ARGV > 1 and call('MGET', unpack(KEYS, #ARGV)) or {}
-
--- Sets the capacity and the parameters of a charge to those of other amounts.
-local function set_amounts(charge, requests, burst)
-  charge.capacity = requests
-  if charge.letter == 't' then
-    charge.capacity = requests > 0 and burst or 0
-    local warm_up = type(charge.parameters) == 'string' and match(charge.parameters, '^%d+%+(%d+)%+')
-    charge.parameters = not warm_up and requests
-      or format('%d+%s+%d', requests, warm_up, burst - min(burst, max(1, math.floor(burst / 3))))
-  elseif charge.letter == 'd' then
-    local queue = charge.max_delay * requests
-    local rest = math.fmod(queue, charge.per)
-    charge.capacity = requests > 0 and (queue - rest) / charge.per + 1 or 0
-    charge.parameters = format('%d+%d', requests, rest)
-  end
-  charge.override_words = format('%d %d ', requests, burst)
-end
+local override_values = #ARGV == 2 and { call('GET', KEYS[2]) } or #ARGV > 2 and call('MGET', unpack(KEYS, #ARGV)) or {}
 
 -- The charge under the rule of an override: `*` unlimited, `!` blocked, else
--- `name=requests[+burst],..`.
+-- `name=requests[+burst],..`. It has only what differs from the charge.
 local function make_variant(charge, rule)
-  local variant = {}
-  for name, value in pairs(charge) do variant[name] = value end
+  local variant = setmetatable({}, charge.metatable)
   if rule == '*' then
     variant.is_unlimited, variant.cost, variant.capacity, variant.override_words = true, 0, 0, '-2 0 '
     variant.requested_units = charge.requested_units and 0
-  elseif not charge.rule.is_block and rule == '!' then
-    variant.capacity, variant.override_words = 0, '-3 0 '
-  elseif not charge.rule.is_block then
-    local _, last = string.find(',' .. rule, ',' .. charge.limit_name .. '=', 1, true)
-    local requests, burst
-    if last then requests, burst = match(rule, '^(%d+)%+?(%d*)', last) end
-    if requests then
-      set_amounts(variant, min(tonumber(requests), charge.max_amount),
-        min(tonumber(burst) or tonumber(requests), charge.max_amount))
-    end
+    return variant
   end
+  if charge.rule.is_block then return charge end
+  if rule == '!' then
+    variant.capacity, variant.override_words = 0, '-3 0 '
+    return variant
+  end
+  local max_amount, max_delay, limit_name = match(charge.override_parameters, '^(%d+)|(%d+)|(.+)$')
+  local _, last = find(',' .. rule, ',' .. limit_name .. '=', 1, true)
+  local requests, burst
+  if last then requests, burst = match(rule, '^(%d+)%+?(%d*)', last) end
+  if not requests then return charge end
+  max_amount = tonumber(max_amount)
+  burst = min(tonumber(burst) or tonumber(requests), max_amount)
+  requests = min(tonumber(requests), max_amount)
+  variant.capacity = requests
+  if charge.letter == 't' then
+    variant.capacity = requests > 0 and burst or 0
+    local warm_up = type(charge.parameters) == 'string' and match(charge.parameters, '^%d+%+(%d+)%+')
+    variant.parameters = not warm_up and requests
+      or format('%d+%s+%d', requests, warm_up, burst - min(burst, max(1, math.floor(burst / 3))))
+  elseif charge.letter == 'd' then
+    local queue = tonumber(max_delay) * requests
+    local rest = math.fmod(queue, charge.per)
+    variant.capacity = requests > 0 and (queue - rest) / charge.per + 1 or 0
+    variant.parameters = format('%d+%d', requests, rest)
+  end
+  variant.override_words = format('%d %d ', requests, burst)
   return variant
 end
 
 -- The n-th charge under the override of its key, if it has one. Every call reads the overrides, so
 -- a change holds from the next decision.
 local function apply_override(n, first, charge)
-  if not charge.limit_name then return charge end
-  local value = override_values[n]
+  local value = charge.override_words and override_values[n]
   if not value then return charge end
   local rule = match(value, '^[^ @]+')
   if not rule then raise_foreign_key(n - first + 1) end
+  if not charge.variants then charge.variants, charge.metatable = {}, { __index = charge } end
   local variant = charge.variants[rule]
   if not variant then
     variant = make_variant(charge, rule)
@@ -219,6 +219,8 @@ local function decide_request(n, last)
   local entries, admitted = {}, true
   -- By policy: whether it refuses the request, and whether one of its limits is full.
   local is_refusing, is_full, has_clock_stepped_back = {}, {}, false
+  -- By policy that counts responses: whether those counted fill a limit.
+  local is_counted_full = {}
   for index = n, last do
     local charge = parsed_charges[ARGV[index + 1]]
     local rule, policy = charge.rule, charge.policy
@@ -238,7 +240,9 @@ local function decide_request(n, last)
       growth_us = next_growth_time(rule.release_time, state, charge.capacity)
       if not (until_us and growth_us) then raise_foreign_key(index - n + 1) end
     end
-    if until_us ~= 0 then
+    if charge.is_counted then
+      is_counted_full[policy] = is_counted_full[policy] or until_us ~= 0 and until_us ~= -1
+    elseif until_us ~= 0 then
       is_refusing[policy] = true
       admitted = admitted and charge.is_shadow
       if until_us ~= -1 and not rule.is_block then is_full[policy] = true end
@@ -252,10 +256,11 @@ local function decide_request(n, last)
   local function apply_charge(entry)
     local charge, state = entry.charge, entry.state
     local rule, policy = charge.rule, charge.policy
-    if charge.cost == 0 then return false end
+    if charge.cost == 0 or charge.is_counted then return false end
     if rule.is_block then
-      -- A block starts when a limit of its policy is full. An active block is not prolonged.
-      local starts = entry.until_us == 0 and is_full[policy]
+      -- A block starts when a limit of its policy is full, and not only of reservations. An active
+      -- block is not prolonged.
+      local starts = entry.until_us == 0 and is_full[policy] and is_counted_full[policy] ~= false
       entry.is_charged = starts
       return starts, starts and rule.charge(state, 1)
     end

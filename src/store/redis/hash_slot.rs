@@ -9,7 +9,7 @@ pub(super) const HASH_SLOT_COUNT: u16 = 16_384;
 /// The slot of all counters of a key.
 pub(super) fn hash_slot_for_key(key: &Key) -> u16 {
     let mut tag = String::with_capacity(32);
-    push_hex_id(&mut tag, key.id());
+    push_hex_id(&mut tag, key.quota_id());
     crc16(tag.as_bytes()) % HASH_SLOT_COUNT
 }
 

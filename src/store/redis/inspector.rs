@@ -18,7 +18,7 @@ const KEYS_PER_SCAN_STEP: u64 = 256;
 /// Maximum number of counters read per call.
 const MAX_COUNTERS_PER_CALL: usize = 64;
 /// Timeout of a call: an operator can wait longer than a request.
-pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(2);
+const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reads and resets counters over its own connection.
 #[derive(Debug)]
@@ -119,19 +119,8 @@ impl CounterInspector {
     ) -> Result<bool, RedisConnectionError> {
         let mut cursor = 0_u64;
         loop {
-            let mut command = cmd("SCAN");
-            command
-                .arg(cursor)
-                .arg("MATCH")
-                .arg(pattern)
-                .arg("COUNT")
-                .arg(KEYS_PER_SCAN_STEP);
-            let reply = timeout(CALL_TIMEOUT, live.run_command(&command))
-                .await
-                .map_err(RedisErrorKind::from)??;
-            let found_keys: Vec<String>;
-            (cursor, found_keys) =
-                from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
+            let found_keys;
+            (cursor, found_keys) = run_scan_step(live, cursor, pattern).await?;
             keys.extend(found_keys.into_iter().filter(|key| {
                 let parsed = self.0.context.scripts.parse_counter_key(key);
                 let readable_key = parsed
@@ -255,4 +244,21 @@ impl CounterInspector {
         let router = &self.0.router;
         router.run_on_hash_slot(hash_slot, command, deadline).await
     }
+}
+
+/// Runs one step of a scan. Returns the next cursor, 0 at the end, and keys that match `pattern`.
+pub(super) async fn run_scan_step(
+    live: &LiveConnection,
+    cursor: u64,
+    pattern: &str,
+) -> Result<(u64, Vec<String>), RedisErrorKind> {
+    let mut command = cmd("SCAN");
+    command
+        .arg(cursor)
+        .arg("MATCH")
+        .arg(pattern)
+        .arg("COUNT")
+        .arg(KEYS_PER_SCAN_STEP);
+    let reply = timeout(CALL_TIMEOUT, live.run_command(&command)).await??;
+    from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)
 }

@@ -281,17 +281,10 @@ async fn write_back(
     silent: &[Arc<RedisNode>],
 ) -> Result<(), RedisErrorKind> {
     while fallback.has_pending_write_back() {
-        let amendments = fallback
+        let batch = fallback
             .take_write_back_batch(redis.unreachable_partitions(silent))
             .ok_or(RedisErrorKind::Connection)?;
-        let settlements: Vec<_> = amendments
-            .iter()
-            .map(|(limit, key, amendment)| Settlement {
-                limit,
-                key,
-                amendment: *amendment,
-            })
-            .collect();
+        let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
         if let Err(error) = redis.apply_settlements(&settlements).await {
             let unconfirmed = error.unconfirmed_indices.iter();
             fallback.requeue_unconfirmed(unconfirmed.filter_map(|index| settlements.get(*index)));

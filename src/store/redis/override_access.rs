@@ -1,16 +1,12 @@
 //! Reads and changes the overrides of keys, outside of the request path.
 
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::inspector::{CALL_TIMEOUT, CounterInspector};
+use super::inspector::{CounterInspector, run_scan_step};
 use crate::limiter::Key;
 use crate::store::StoredOverride;
 use futures_util::future::join_all;
-use redis::{Cmd, Value, cmd, from_redis_value};
+use redis::{Value, cmd};
 use std::collections::HashSet;
-use tokio::time::timeout;
-
-/// Number of keys per step of a scan: few enough that Redis can serve requests between two steps.
-const KEYS_PER_SCAN_STEP: u64 = 512;
 
 /// Replaces the override only if it is still the one that the caller has read.
 const REPLACE_SCRIPT: &str = "\
@@ -70,14 +66,6 @@ impl CounterInspector {
         Ok(reply == Value::Int(1))
     }
 
-    /// Sets many overrides at once. Returns the result of each.
-    pub async fn set_overrides(
-        &self,
-        overrides: &[StoredOverride],
-    ) -> Vec<Result<(), RedisConnectionError>> {
-        join_all(overrides.iter().map(|stored| self.set_override(stored))).await
-    }
-
     /// Removes the override of a key. Returns whether there was one.
     ///
     /// # Errors
@@ -105,13 +93,8 @@ impl CounterInspector {
             let live = live?;
             let mut cursor = 0_u64;
             loop {
-                let command = scan_command(cursor, &pattern);
-                let reply = timeout(CALL_TIMEOUT, live.run_command(&command))
-                    .await
-                    .map_err(RedisErrorKind::from)??;
-                let mut names: Vec<String>;
-                (cursor, names) =
-                    from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
+                let mut names;
+                (cursor, names) = run_scan_step(&live, cursor, &pattern).await?;
                 // A scan may return a key twice.
                 names.retain(|name| {
                     let id = self.scripts().parse_override_key(name);
@@ -152,15 +135,4 @@ impl CounterInspector {
         let stored = stored.filter(|stored| self.scripts().override_key(&stored.key) == name);
         stored.map(Some).ok_or(RedisErrorKind::InvalidReply)
     }
-}
-
-fn scan_command(cursor: u64, pattern: &str) -> Cmd {
-    let mut command = cmd("SCAN");
-    command
-        .arg(cursor)
-        .arg("MATCH")
-        .arg(pattern)
-        .arg("COUNT")
-        .arg(KEYS_PER_SCAN_STEP);
-    command
 }

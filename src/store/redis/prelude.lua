@@ -25,7 +25,7 @@
 
 local rules = {}
 local call, try = redis.call, redis.pcall
-local format, match, max, min = string.format, string.match, math.max, math.min
+local format, find, match, max, min = string.format, string.find, string.match, math.max, math.min
 
 -- Formats a number for Redis: exact to 2^53, and faster than the conversion in redis.call.
 local function integer(value)

@@ -11,6 +11,7 @@
 //! returns its reservations. Until then, a limit is too strict, never too lax.
 
 mod admission_hints;
+mod moving_override;
 mod router;
 mod shard_search;
 mod slot_charges;

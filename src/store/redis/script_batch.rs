@@ -91,7 +91,7 @@ impl DecisionBatch {
             );
             self.script_flags |= scripts::program_flags_for_charge(charge);
             let encoded = EncodedCharge {
-                key_id: charge.key.id(),
+                key_id: charge.key.quota_id(),
                 key_range: start..key_end,
                 argument_range: key_end..self.encoded_text.len(),
                 request_index,
@@ -110,7 +110,7 @@ impl DecisionBatch {
     /// The index of the last request for the charge's counter, if it is identical.
     fn find_identical_request(&self, charge: &Charge<'_>) -> Option<usize> {
         let mut last_first = self.encoded_charges.iter().rev();
-        let last_charge = last_first.find(|encoded| encoded.key_id == charge.key.id())?;
+        let last_charge = last_first.find(|encoded| encoded.key_id == charge.key.quota_id())?;
         let request_index = last_charge.request_index;
         let is_same = self.requests.get(request_index)?.mergeable_charge
             == Some((*charge.limit, charge.cost));
@@ -240,6 +240,7 @@ fn find_mergeable_charge<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge
     let has_options = charge.shadow
         || charge.counts_rejected
         || charge.is_estimate
+        || charge.is_counted
         || charge.requested_lease().is_some();
     (is_additive && !has_options && charge.cost > 0).then_some(charge)
 }

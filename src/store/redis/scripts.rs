@@ -74,7 +74,7 @@ impl ScriptLibrary {
             for charge in charges {
                 key.clear();
                 match charge.dynamic {
-                    Some(_) => self.push_override_key(&mut key, charge.key.id()),
+                    Some(_) => self.push_override_key(&mut key, charge.key.quota_id()),
                     None => self.push_counter_key(&mut key, charge),
                 }
                 command.write_arg(key.as_bytes());

@@ -17,7 +17,7 @@ for n = 1, #KEYS do
   local rule, parameters, operation = rules[ARGV[arg]], ARGV[arg + 2], ARGV[arg + 3]
   local effective_time = operation == 'charge' and math.max(0, time - tonumber(ARGV[arg + 5])) or time
   local state, err = rule.read(KEYS[n], effective_time, tonumber(ARGV[arg + 1]), tonumber(parameters) or parameters)
-  if err and string.find(err.err, 'WRONGTYPE', 1, true) then err = nil end
+  if err and find(err.err, 'WRONGTYPE', 1, true) then err = nil end
   if state and rule[operation] then
     state.settles = true
     err = rule[operation](state, tonumber(ARGV[arg + 4]) or ARGV[arg + 4], tonumber(ARGV[arg + 5]))

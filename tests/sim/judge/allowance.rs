@@ -11,10 +11,10 @@
 //! | clock forward | no | at that moment | yes | no |
 //! | clock backward | refuses until a period after the first refusal | no | no | no |
 //! | crash | of the instance | in an outage, until it is over | in an outage | yes |
-//! | SIGTERM, with `store.state_dir` | of the instance | if the new process starts in an outage, until it is over | no | yes |
+//! | SIGTERM, with `store.state_dir` | of the instance | if the new process starts in another outage than the old one ended in, until it is over | no | yes |
 //! | frozen instance | of the instance | in an outage | in an outage | yes |
 //!
-//! Outages with a short pause are one. Units that Redis admits in the pause may come on top.
+//! Outages with a pause of less than [`STATUS_EXCHANGE_US`] are one. Units that Redis admits in the pause may come on top.
 //!
 //! Slots may lapse in an outage that leaves less than a second until two thirds of their TTL.
 //!
@@ -25,6 +25,7 @@
 //! round trips; if that exceeds the timeout, a request may be decided without Redis.
 
 use crate::sim::scenario::{FaultKind, Scenario};
+use tidegate::store::STATUS_EXCHANGE_US;
 
 /// How long after a fault decisions may still be degraded: the breaker's probes, the connection's
 /// backoff, and the time in which all instances recover.
@@ -32,9 +33,6 @@ pub(crate) const RECOVERY_US: u64 = 8_000_000;
 
 /// Instances notice an outage within this time.
 const DETECTION_US: u64 = 3_000_000;
-
-/// Outages with a shorter pause are one: the count of instances must not change between them.
-const PAUSE_US: u64 = 5_000_000;
 
 /// What one fault excuses.
 #[derive(Clone, Debug)]
@@ -72,9 +70,14 @@ pub(crate) fn list_excuses(scenario: &Scenario) -> Vec<Excuse> {
         let overlap = outages
             .iter()
             .any(|(from_us, to_us)| *from_us < excuse.to_us && excuse.from_us < *to_us);
-        let starts_in_outage = outages
-            .iter()
-            .any(|(from_us, to_us)| (*from_us..*to_us - RECOVERY_US).contains(&excuse.to_us));
+        // The new process continues with the stored usage if the old one had noticed the outage.
+        let is_continued = |from_us: u64| {
+            let stores_usage = scenario.stores_usage() && !excuse.loses_charges;
+            stores_usage && from_us + DETECTION_US <= excuse.from_us
+        };
+        let starts_in_outage = outages.iter().any(|(from_us, to_us)| {
+            (*from_us..*to_us - RECOVERY_US).contains(&excuse.to_us) && !is_continued(*from_us)
+        });
         if is_process && (overlap && excuse.loses_charges || starts_in_outage) {
             excuse.extra_limit = Some((excuse.from_us, excuse.to_us + RECOVERY_US));
         } else if is_process {
@@ -92,7 +95,7 @@ fn add_outage_starts(excuses: &mut [Excuse]) {
         .iter_mut()
         .filter(|one| one.is_outage && one.server.is_some())
     {
-        if ends_us.is_none_or(|ends_us| excuse.from_us > ends_us + PAUSE_US)
+        if ends_us.is_none_or(|ends_us| excuse.from_us > ends_us + STATUS_EXCHANGE_US)
             && excuse.extra_limit.is_none()
         {
             excuse.extra_limit = Some((excuse.from_us, excuse.from_us + DETECTION_US));

@@ -1,6 +1,7 @@
 //! The units that Redis last reported as left: which charges of a split request it probably admits.
 
-use crate::limiter::{Algorithm, Charge};
+use crate::limiter::Charge;
+use crate::store::memory::{CounterId, counter_id};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 
@@ -10,17 +11,14 @@ const MAX_ENTRIES: usize = 4096;
 
 /// Remaining units by counter. Each worker has its own table.
 #[derive(Debug, Default)]
-pub(super) struct AdmissionHints(Mutex<HashMap<HintCounterId, u64, foldhash::fast::RandomState>>);
-
-/// The key's id, and the algorithm and period of the limit.
-type HintCounterId = (u128, (Algorithm, u64));
+pub(super) struct AdmissionHints(Mutex<HashMap<CounterId, u64, foldhash::fast::RandomState>>);
 
 impl AdmissionHints {
     /// Whether all charges are within the units that Redis last reported as left.
     pub(super) fn expects_admission(&self, charges: &[Charge<'_>]) -> bool {
         let entries = self.0.lock();
         charges.iter().all(|charge| {
-            let remaining = entries.get(&hint_counter_id(charge));
+            let remaining = entries.get(&counter_id(charge.limit, charge.key));
             charge.cost == 0 || remaining.is_some_and(|units| *units >= charge.cost)
         })
     }
@@ -31,7 +29,7 @@ impl AdmissionHints {
         let mut entries = self.0.lock();
         // A block has no units that a request would use up.
         for charge in charges.iter().filter(|charge| !charge.is_block()) {
-            if let Some(remaining) = entries.get_mut(&hint_counter_id(charge)) {
+            if let Some(remaining) = entries.get_mut(&counter_id(charge.limit, charge.key)) {
                 *remaining = remaining.saturating_sub(charge.cost);
             }
         }
@@ -42,10 +40,6 @@ impl AdmissionHints {
         if entries.len() >= MAX_ENTRIES {
             entries.clear();
         }
-        entries.insert(hint_counter_id(charge), remaining);
+        entries.insert(counter_id(charge.limit, charge.key), remaining);
     }
-}
-
-fn hint_counter_id(charge: &Charge<'_>) -> HintCounterId {
-    (charge.key.id(), charge.limit.counter_identity())
 }

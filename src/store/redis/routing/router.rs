@@ -273,6 +273,17 @@ impl RedisRouter {
         result
     }
 
+    /// Runs one command of the request path on the node of a slot. A failure is recorded.
+    pub(super) async fn request_reply(
+        &self,
+        hash_slot: u16,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Value, RedisErrorKind> {
+        let reply = self.try_command(hash_slot, command, deadline).await;
+        reply.map_err(|failed_call| self.record_failed_call(&failed_call))
+    }
+
     /// Counts a decision that is not sent to its slot, and returns why the slot was unreachable.
     pub(in crate::store::redis) fn refuse_held_back(&self, hash_slot: u16) -> RedisErrorKind {
         let map = self.slot_map.get();

@@ -22,6 +22,7 @@ pub(super) struct OwnedCharge {
     policy_number: u32,
     shadow: bool,
     counts_rejected: bool,
+    is_counted: bool,
     fails_closed: bool,
     slot_id: u128,
     dynamic: Option<LimitName>,
@@ -83,8 +84,9 @@ impl HashSlotCharges {
     /// Whether Redis must see the request although other charges may refuse it: to count a rejected
     /// request, or to start a block.
     pub(super) fn counts_refused_requests(&self) -> bool {
-        let mut enforced = self.enforced_charges();
-        enforced.any(|charge| charge.counts_rejected || charge.to_creditable_charge().is_block())
+        self.enforced_charges().any(|charge| {
+            charge.counts_rejected || charge.is_counted || charge.to_creditable_charge().is_block()
+        })
     }
 
     /// The smallest capacity of the enforced limits.
@@ -106,6 +108,7 @@ impl OwnedCharge {
             policy_number: charge.policy_number,
             shadow: charge.shadow,
             counts_rejected: charge.counts_rejected,
+            is_counted: charge.is_counted,
             fails_closed: charge.fails_closed,
             slot_id: charge.slot_id,
             dynamic: charge.dynamic.cloned(),
@@ -120,6 +123,7 @@ impl OwnedCharge {
             shadow: self.shadow,
             counts_rejected: self.counts_rejected,
             is_estimate: true,
+            is_counted: self.is_counted,
             slot_id: self.slot_id,
             dynamic: self.dynamic.as_ref(),
             ..Charge::new(&self.limit, &self.key, self.cost)

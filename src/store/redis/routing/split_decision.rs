@@ -197,9 +197,16 @@ impl RedisRouter {
             return Err(self.refuse_held_back(part.hash_slot));
         }
         let charges = part.to_creditable_charges();
-        let decision = self
+        let answer = self
             .request_decision(part.hash_slot, &charges, deadline)
-            .await?;
+            .await;
+        let decision = match (answer, charges.as_slice()) {
+            (Err(RedisErrorKind::TryAgain), [charge]) if charge.dynamic.is_some() => {
+                self.decide_in_moving_slot(part.hash_slot, *charge, deadline)
+                    .await?
+            }
+            (answer, _) => answer?,
+        };
         for (charge, status) in charges.iter().zip(&decision.statuses) {
             let remaining = status.map_or(0, |status| status.remaining);
             self.hints.record_remaining(charge, remaining);

@@ -25,10 +25,11 @@ pub(in crate::store::redis) fn push_charge_argument(
     let options = u64::from(charge.shadow)
         + 2 * u64::from(charge.counts_rejected)
         + 4 * u64::from(charge.is_estimate)
-        + 8 * u64::from(follows);
+        + 8 * u64::from(follows)
+        + 16 * u64::from(charge.is_counted);
     text.push_str(algorithm_letter(charge.limit));
     let mut number = itoa::Buffer::new();
-    for value in [u64::from(charge.policy_number) * 16 + options, charge.cost] {
+    for value in [u64::from(charge.policy_number) * 32 + options, charge.cost] {
         text.push(' ');
         text.push_str(number.format(value));
     }

@@ -11,7 +11,8 @@ const OVERRIDE_KEY_END: &str = "}:override";
 
 impl ScriptLibrary {
     /// The Redis key of a charge's counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
-    /// or buckets>][:<readable key>]`.
+    /// or buckets>][:<readable key>]`. A counter of counted responses has `counted:` before the
+    /// algorithm, and is not parsed as a counter.
     pub fn counter_key(&self, charge: &Charge<'_>) -> String {
         let mut key = String::new();
         self.push_counter_key(&mut key, charge);
@@ -49,7 +50,7 @@ impl ScriptLibrary {
     /// client.
     fn push_counter_name(&self, key: &mut String, charge: &Charge<'_>) {
         key.push_str(&self.counter_key_prefix);
-        push_hex_id(key, charge.key.id());
+        push_hex_id(key, charge.key.quota_id());
         let (algorithm, per_us) = charge.limit.counter_identity();
         let (algorithm_name, variant) = match algorithm {
             Algorithm::SlidingLog => ("}:sliding_log:", 0),
@@ -61,7 +62,10 @@ impl ScriptLibrary {
             Algorithm::Block => ("}:block:", 0),
         };
         let mut number = itoa::Buffer::new();
-        key.push_str(algorithm_name);
+        match algorithm_name.strip_prefix("}:") {
+            Some(name) if charge.key.is_counted_key() => key.extend(["}:counted:", name]),
+            _ => key.push_str(algorithm_name),
+        }
         key.push_str(number.format(per_us));
         if variant > 0 {
             key.push('+');
@@ -72,7 +76,7 @@ impl ScriptLibrary {
     /// The Redis key of the override of a key.
     pub fn override_key(&self, key: &Key) -> String {
         let mut text = String::new();
-        self.push_override_key(&mut text, key.id());
+        self.push_override_key(&mut text, key.quota_id());
         text
     }
 

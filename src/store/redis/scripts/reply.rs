@@ -55,7 +55,7 @@ impl ScriptLibrary {
                     None
                 });
             }
-            admitted &= charge.shadow || status.refusal.is_none();
+            admitted &= !charge.is_enforced() || status.refusal.is_none();
             statuses.push(Some(status));
             if let (Algorithm::LeakyBucket { max_delay_us }, false) =
                 (charge.limit.algorithm, charge.shadow)

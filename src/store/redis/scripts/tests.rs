@@ -77,6 +77,12 @@ fn keys_contain_prefix_hash_algorithm_and_period() {
         script.counter_key(&one_unit_charge(&daily, &short)),
         format!("shop%7Ba%7D:v1:{{{hash}}}:fixed_window:1000000+7:api/ann")
     );
+    let counted = short.to_counted_key();
+    assert_eq!(
+        script.counter_key(&one_unit_charge(&LOG_LIMIT, &counted)),
+        format!("shop%7Ba%7D:v1:{{{hash}}}:counted:sliding_log:1000000:api/ann")
+    );
+    assert_eq!(script.override_key(&counted), script.override_key(&short));
     let hash = format!("{:032x}", long.id());
     assert_eq!(
         script.counter_key(&one_unit_charge(&LOG_LIMIT, &long)),
@@ -108,7 +114,7 @@ fn the_decide_command_has_the_arguments_that_decide_lua_reads() {
         .unwrap()
         .sha;
     let head = ["EVALSHA", sha, "2", &name, &name, ""];
-    let rest = ["l 0 1 5 1000000 0", "l 57 2 5 1000000 0"];
+    let rest = ["l 0 1 5 1000000 0", "l 105 2 5 1000000 0"];
     assert_eq!(args, [head.as_slice(), &rest].concat());
 }
 

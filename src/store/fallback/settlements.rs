@@ -1,0 +1,54 @@
+//! Settlements of charges that this process decided without Redis.
+
+use super::FallbackStore;
+use crate::limiter::{Amendment, Charge, Key, Limit};
+use crate::store::Settlement;
+
+impl FallbackStore {
+    /// Applies settlements to local counters: of charges decided here, and of slots counted here.
+    pub fn apply_settlements(&self, settlements: &[Settlement<'_>]) {
+        for settlement in settlements {
+            let Settlement { limit, key, .. } = *settlement;
+            let applies = match settlement.amendment {
+                Amendment::Release { slot } => {
+                    let mut write_back = self.write_back.lock();
+                    write_back.remove_released_slot(limit, key, slot);
+                    true
+                }
+                Amendment::Renew { .. } => true,
+                Amendment::Charge(_) => self.is_in_outage(),
+                // Ignored credits make the share too strict, but only for a short time.
+                Amendment::Credit { .. } | Amendment::BackdatedCharge { .. } => false,
+            };
+            if applies && key.is_counted_key() && self.has_quota_of(limit, key) {
+                // A decision only reads this counter, so the first response creates it.
+                self.amend_share(limit, key, settlement.amendment);
+            } else if applies {
+                self.memory.apply_settlement_if_present(settlement);
+            }
+        }
+    }
+
+    /// Records a settlement that could not be sent to Redis, for write-back. Applies only to
+    /// further units of a counter that this process has; returns whether it was recorded.
+    pub fn defer_settlement(&self, settlement: &Settlement<'_>) -> bool {
+        let Amendment::Charge(units) = settlement.amendment else {
+            return false;
+        };
+        let charge = Charge::new(settlement.limit, settlement.key, units);
+        let is_counted_here = self.has_quota_of(charge.limit, charge.key);
+        if is_counted_here {
+            self.record_charges(&[charge], self.clock.now_us());
+        }
+        is_counted_here
+    }
+
+    /// Whether this process has the counter of a limit, or, for the key of counted responses, that
+    /// of the requests.
+    fn has_quota_of(&self, limit: &Limit, key: &Key) -> bool {
+        match key.is_counted_key() {
+            true => self.memory.contains_counter(limit, &key.to_quota_key()),
+            false => self.memory.contains_counter(limit, key),
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! Decides a charge with an override while its slot moves.
+//!
+//! Redis then accepts only calls with one key, but such a charge has two: the counter and the
+//! override. So the override is read first, and the charge is decided with the amounts in effect.
+
+use super::router::RedisRouter;
+use crate::limiter::{Charge, Decision, OverriddenCharges, OverrideInEffect};
+use crate::store::parse_override_rule;
+use crate::store::redis::error::RedisErrorKind;
+use redis::{Value, cmd, from_redis_value};
+use tokio::time::Instant;
+
+impl RedisRouter {
+    /// Decides one charge by a call about its override and one about its counter.
+    pub(super) async fn decide_in_moving_slot(
+        &self,
+        hash_slot: u16,
+        charge: Charge<'_>,
+        deadline: Instant,
+    ) -> Result<Decision, RedisErrorKind> {
+        let in_effect = self.read_override(hash_slot, &charge, deadline).await?;
+        let without_override = |charge| Charge {
+            dynamic: None,
+            ..charge
+        };
+        let Some(overridden) = OverriddenCharges::resolve(&[charge], |_| in_effect) else {
+            let charge = without_override(charge);
+            return self.request_decision(hash_slot, &[charge], deadline).await;
+        };
+        let limited = overridden.limited_charges(&[charge]);
+        let Some((position, charge)) = limited.first().copied() else {
+            // An unlimited key is not charged. A call without a cost tells the time.
+            let charge = without_override(Charge { cost: 0, ..charge });
+            let read = self
+                .request_decision(hash_slot, &[charge], deadline)
+                .await?;
+            let decision = Decision {
+                now_us: read.now_us,
+                admitted: true,
+                ..Decision::default()
+            };
+            return Ok(overridden.complete_decision(&[], decision));
+        };
+        let charge = without_override(charge);
+        let decision = self
+            .request_decision(hash_slot, &[charge], deadline)
+            .await?;
+        Ok(overridden.complete_decision(&[position], decision))
+    }
+
+    /// Reads the override of a charge's key, as the script does: a value of another type is none.
+    async fn read_override(
+        &self,
+        hash_slot: u16,
+        charge: &Charge<'_>,
+        deadline: Instant,
+    ) -> Result<Option<OverrideInEffect>, RedisErrorKind> {
+        let mut command = cmd("MGET");
+        command.arg(self.context.scripts.override_key(charge.key));
+        let reply = self.request_reply(hash_slot, &command, deadline).await?;
+        let values: Vec<Value> =
+            from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
+        let Some(Value::BulkString(text)) = values.into_iter().next() else {
+            return Ok(None);
+        };
+        let text = String::from_utf8_lossy(&text);
+        let rule = text.split([' ', '@']).next().unwrap_or_default();
+        if rule.is_empty() {
+            return Err(RedisErrorKind::WrongType(1));
+        }
+        Ok(parse_override_rule(rule).and_then(|rule| rule.for_charge(charge)))
+    }
+}

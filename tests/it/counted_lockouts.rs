@@ -1,0 +1,332 @@
+//! `count_when` with `block_for`: only counted responses lock a key out.
+
+use crate::counted_responses::check_password;
+use crate::reference_model::NaiveModel;
+use crate::support::TEST_TIMEOUT;
+use crate::support::admin_proxy::AdminProxy;
+use crate::support::client::{RawClient, RawResponse};
+use crate::support::process::tidegate_command;
+use crate::support::proxy::Proxy;
+use crate::support::redis::RedisServer;
+use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
+use crate::support::upstream::{RawUpstream, Upstream, full_body};
+use fastrand::Rng;
+use futures_util::future::join_all;
+use hyper::Response;
+use std::sync::Arc;
+use std::time::Duration;
+use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
+
+/// A refusal with a longer wait than the period is a block.
+const LOCKOUT_POLICY: &str = "[[policy]]
+name = 'login'
+key = ['header:x-user']
+limit = { requests = 5, per = '1d' }
+count_when = { status = [401, 403] }
+block_for = '30d'\n";
+
+const DAY_SECONDS: u64 = 86_400;
+
+async fn log_in(proxy: &Proxy, user: &str, password: &str) -> RawResponse {
+    let request = proxy.request("POST", "/").header("X-User", user);
+    request.header("X-Password", password).send().await
+}
+
+fn is_block(reply: &RawResponse) -> bool {
+    let wait = reply
+        .header("retry-after")
+        .map(|text| text.parse().unwrap());
+    reply.status == 429 && wait.is_some_and(|seconds: u64| seconds > DAY_SECONDS)
+}
+
+/// Sends wrong passwords until the key is locked out. Returns how many reached the app.
+async fn fail_until_locked_out(proxy: &Proxy, user: &str) -> usize {
+    let mut failures = 0;
+    timeout(TEST_TIMEOUT, async {
+        loop {
+            let reply = log_in(proxy, user, "wrong").await;
+            if is_block(&reply) {
+                return failures;
+            }
+            failures += usize::from(reply.status == 401);
+        }
+    })
+    .await
+    .unwrap()
+}
+
+fn store_config(redis: Option<&RedisServer>) -> String {
+    redis.map(RedisServer::store_config).unwrap_or_default()
+}
+
+#[tokio::test]
+async fn five_wrong_passwords_lock_out_and_a_reset_unlocks() {
+    for in_redis in [false, true] {
+        let redis = in_redis.then(RedisServer::start);
+        let config = format!("{}\n{LOCKOUT_POLICY}", store_config(redis.as_ref()));
+        let app = Upstream::with_handler(check_password).await;
+        let admin_proxy = AdminProxy::start_with_upstream(app, &config).await;
+        let proxy = &admin_proxy.proxy;
+        for _ in 0..2 {
+            assert_eq!(fail_until_locked_out(proxy, "ann").await, 5, "{in_redis}");
+            assert!(is_block(&log_in(proxy, "ann", "right").await));
+            assert_eq!(log_in(proxy, "bob", "right").await.status, 200);
+            let target = "/keys?policy=login&key=ann";
+            let reset = admin_proxy.authorized_request("DELETE", target);
+            let reset = reset.send().await;
+            assert_eq!(reset.json()["counters_forgotten"], 3, "{}", reset.text());
+            // A worker remembers a block for a second.
+            timeout(TEST_TIMEOUT, async {
+                while log_in(proxy, "ann", "right").await.status != 200 {
+                    sleep(Duration::from_millis(20)).await;
+                }
+            })
+            .await
+            .unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn right_passwords_in_parallel_start_no_block() {
+    for in_redis in [false, true] {
+        let redis = in_redis.then(RedisServer::start);
+        let config = format!("{}\n{LOCKOUT_POLICY}", store_config(redis.as_ref()));
+        let gate = Arc::new(Semaphore::new(0));
+        let app = Upstream::with_handler({
+            let gate = Arc::clone(&gate);
+            move |_| {
+                let gate = Arc::clone(&gate);
+                async move {
+                    gate.acquire().await.unwrap().forget();
+                    Response::new(full_body(""))
+                }
+            }
+        })
+        .await;
+        let proxy = Proxy::start(&config, app.address).await;
+        let release = async {
+            while app.requests().len() < 5 {
+                sleep(Duration::from_millis(5)).await;
+            }
+            // Refused because of the five reservations alone.
+            for _ in 0..20 {
+                let reply = log_in(&proxy, "ann", "right").await;
+                assert!(reply.status == 429 && !is_block(&reply), "{reply:?}");
+            }
+            gate.add_permits(1_000);
+        };
+        let held = join_all((0..5).map(|_| log_in(&proxy, "ann", "right")));
+        let (held, ()) = timeout(TEST_TIMEOUT, async { tokio::join!(held, release) })
+            .await
+            .unwrap();
+        assert!(held.iter().all(|reply| reply.status == 200));
+        // The last reservations are returned soon.
+        timeout(TEST_TIMEOUT, async {
+            for _ in 0..20 {
+                while log_in(&proxy, "ann", "right").await.status != 200 {}
+            }
+        })
+        .await
+        .unwrap();
+    }
+}
+
+#[tokio::test]
+async fn clients_that_leave_before_the_response_are_locked_out() {
+    for in_redis in [false, true] {
+        let redis = in_redis.then(RedisServer::start);
+        let silent = RawUpstream::with_script(|_, mut socket| async move {
+            socket.read_request().await;
+            socket.read_to_close().await;
+        })
+        .await;
+        let policy = LOCKOUT_POLICY.replace("requests = 5", "requests = 1");
+        let config = format!("{}\n{policy}", store_config(redis.as_ref()));
+        let proxy = Proxy::start(&config, silent.address).await;
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        while silent.connection_count() == 0 {
+            sleep(Duration::from_millis(5)).await;
+        }
+        assert!(!is_block(&proxy.get("/").await));
+        drop(client);
+        timeout(TEST_TIMEOUT, async {
+            while !is_block(&proxy.get("/").await) {}
+        })
+        .await
+        .unwrap();
+    }
+}
+
+#[tokio::test]
+async fn our_own_502_never_locks_out_unless_it_is_listed() {
+    let closed = RawUpstream::with_script(|_, _| async {}).await;
+    let address = closed.address;
+    drop(closed);
+    let proxy = Proxy::start(LOCKOUT_POLICY, address).await;
+    assert_eq!(proxy.get_statuses("/", 8).await, [502; 8]);
+    let proxy = Proxy::start(&LOCKOUT_POLICY.replace("401, 403", "'5xx'"), address).await;
+    assert_eq!(proxy.get_statuses("/", 5).await, [502; 5]);
+    assert!(is_block(&proxy.get("/").await));
+}
+
+/// Without Redis, an instance locks out by its share; Redis knows of it afterwards.
+#[tokio::test]
+async fn an_instance_without_redis_locks_out_by_itself() {
+    let mut redis = RedisServer::start();
+    let config = format!(
+        "{}\n{LOCKOUT_POLICY}on_store_failure = 'local'\n",
+        redis.store_config()
+    );
+    let app = Upstream::with_handler(check_password).await;
+    let proxy = Proxy::start(&config, app.address).await;
+    proxy.wait_for_store().await;
+    redis.kill();
+    assert_eq!(fail_until_locked_out(&proxy, "ann").await, 5);
+    assert_eq!(log_in(&proxy, "bob", "right").await.status, 200);
+}
+
+/// Rounds of parallel log-ins, half of them wrong: never a sixth failure. `TIDEGATE_TEST_ROUNDS`
+/// sets the number of rounds.
+#[tokio::test]
+async fn no_round_of_parallel_log_ins_lets_a_sixth_failure_through() {
+    let rounds = std::env::var("TIDEGATE_TEST_ROUNDS").map_or(60, |count| count.parse().unwrap());
+    let seed = test_seed();
+    let mut rng = Rng::with_seed(seed);
+    let redis = RedisServer::start();
+    let config = format!("{}\n{LOCKOUT_POLICY}", redis.store_config());
+    let app = Upstream::with_handler(check_password).await;
+    let proxies = [
+        Proxy::start(&config, app.address).await,
+        Proxy::start(&config, app.address).await,
+    ];
+    for round in 0..rounds {
+        let user = format!("user{round}");
+        let attempts = (0..16).map(|_| {
+            let password = if rng.bool() { "wrong" } else { "right" };
+            log_in(&proxies[rng.usize(..2)], &user, password)
+        });
+        let attempts: Vec<_> = attempts.collect();
+        let replies = join_all(attempts).await;
+        let parallel = replies.iter().filter(|reply| reply.status == 401).count();
+        // With all responses known, the rest of the five fails, and then the key is locked out.
+        let later = fail_until_locked_out(&proxies[0], &user).await;
+        assert_eq!(parallel + later, 5, "seed {seed}, round {round}");
+        let reply = log_in(&proxies[1], &user, "right").await;
+        assert!(is_block(&reply), "seed {seed}, round {round}: {reply:?}");
+    }
+}
+
+/// The request of a policy with the counter of counted responses, as the enforcer builds it.
+struct CountingPolicy {
+    limit: Limit,
+    block: Limit,
+    key: Key,
+    counted_key: Key,
+}
+
+impl CountingPolicy {
+    fn draw(rng: &mut Rng, algorithm_count: usize) -> Self {
+        let mut key = KeyBuilder::new("login");
+        key.push_key_value(Some(b"ann"));
+        let key = key.finish();
+        let limit = EVERY_ALGORITHM[rng.usize(..algorithm_count)].1(rng);
+        let block = Limit {
+            requests: 1,
+            per_us: 1 + rng.u64(..4) * limit.per_us / 2,
+            algorithm: Algorithm::Block,
+        };
+        Self {
+            limit: Limit {
+                requests: rng.u64(1..6),
+                ..limit
+            },
+            block,
+            counted_key: key.to_counted_key(),
+            key,
+        }
+    }
+
+    fn charges(&self, cost: u64) -> [Charge<'_>; 3] {
+        [
+            Charge::new(&self.block, &self.key, 1),
+            Charge {
+                is_estimate: true,
+                ..Charge::new(&self.limit, &self.key, cost)
+            },
+            Charge {
+                is_counted: true,
+                ..Charge::new(&self.limit, &self.counted_key, cost)
+            },
+        ]
+    }
+}
+
+/// Requests whose responses come late, in any order or never: both stores decide alike, and as the
+/// model does where it has the algorithm. A block starts only if the responses fill the limit.
+#[test]
+fn both_stores_block_as_the_model_does() {
+    const MODELLED_ALGORITHMS: usize = 3;
+    let seed = test_seed();
+    let mut rng = Rng::with_seed(seed);
+    let mut stores = StoreUnderTest::both_stores();
+    for round in 0..80 {
+        stores.iter_mut().for_each(StoreUnderTest::reset);
+        let algorithms = [MODELLED_ALGORITHMS, EVERY_ALGORITHM.len() - 1][round % 2];
+        let policy = CountingPolicy::draw(&mut rng, algorithms);
+        let (mut model, mut at_us, mut pending) = (NaiveModel::default(), START_US, Vec::new());
+        for step in 0..40 {
+            at_us += match rng.u8(..4) {
+                0 => rng.u64(..=policy.limit.per_us / 3),
+                1 => rng.u64(..1_000),
+                _ => 0,
+            };
+            if rng.bool() && !pending.is_empty() {
+                let (units, charged_at_us) = pending.swap_remove(rng.usize(..pending.len()));
+                let (key, amendment) = match rng.bool() {
+                    true => (&policy.counted_key, Amendment::Charge(units)),
+                    false => {
+                        let at_us = charged_at_us;
+                        (&policy.key, Amendment::Credit { units, at_us })
+                    }
+                };
+                for store in &mut stores {
+                    store.apply_amendment(&policy.limit, key, amendment, at_us);
+                }
+                if algorithms == MODELLED_ALGORITHMS {
+                    let charge = Charge::new(&policy.limit, key, 0);
+                    model.apply_amendment(at_us, &charge, amendment);
+                }
+            }
+            let charges = policy.charges(rng.u64(1..3));
+            let [memory, redis] = stores.each_mut().map(|store| store.decide(&charges, at_us));
+            let context = format!("seed {seed}, round {round}, step {step}: {charges:?}");
+            assert_eq!(memory, redis, "{context}");
+            if algorithms == MODELLED_ALGORITHMS {
+                assert_eq!(memory, model.decide(at_us, &charges), "{context}");
+            }
+            if let Some(charged_at_us) = memory.charged_at_us[1] {
+                pending.push((charges[1].cost, charged_at_us));
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn check_describes_the_lockout() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let path = dir.path().join("c.toml");
+    let config = format!("upstream.url = 'http://127.0.0.1:1'\n{LOCKOUT_POLICY}");
+    std::fs::write(&path, config).unwrap();
+    let output = tidegate_command().arg("check").arg(&path).output();
+    let output = output.await.unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}");
+    assert!(
+        text.contains("if responses with such a status fill the limit"),
+        "{text}"
+    );
+}

@@ -1,0 +1,282 @@
+//! `dynamic` together with leases, concurrency, the rate limit service and clusters, end to end.
+
+use super::{OverrideFixture, await_status, get, status};
+use crate::cluster::{connect_store, error_count};
+use crate::support::TEST_TIMEOUT;
+use crate::support::cluster::{RedisCluster, hash_slot, initial_node};
+use crate::support::proxy::Proxy;
+use crate::support::rls_client::{RLS_LISTENER, ServiceClient, make_descriptor};
+use crate::support::upstream::{Upstream, full_body};
+use futures_util::future::join_all;
+use hyper::Response;
+use std::sync::Arc;
+use std::time::Duration;
+use tidegate::limiter::{
+    Algorithm, Charge, Decision, Key, KeyBuilder, KeyOverride, Limit, LimitAmounts, LimitName,
+    OverrideInEffect,
+};
+use tidegate::store::StoredOverride;
+use tidegate::store::redis::CounterInspector;
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
+
+#[tokio::test]
+async fn leased_units_never_exceed_the_override() {
+    let fixture = OverrideFixture::start(
+        "[[policy]]\nname = 'api'\ndynamic = true\nkey = ['header:x-user-id']\n\
+         limit = { requests = 1000, per = '1h' }\nlease = { size = 20, ttl = '100ms' }\n",
+    )
+    .await;
+    let set = ["set", "api", "ann", "--requests", "30"];
+    fixture.run_successfully(&set).await;
+    let proxies = [fixture.start_proxy().await, fixture.start_proxy().await];
+    let asks = (0..120).map(|n| status(&proxies[n % 2], "ann"));
+    let statuses = join_all(asks).await;
+    let admitted = statuses.iter().filter(|status| **status == 200).count();
+    assert!(admitted <= 30, "{admitted}");
+    // Units of leases that nobody used come back: in the end exactly all are used.
+    let mut total = admitted;
+    timeout(TEST_TIMEOUT, async {
+        while total < 30 {
+            total += usize::from(status(&proxies[0], "ann").await == 200);
+        }
+    })
+    .await
+    .unwrap();
+    assert_eq!(status(&proxies[1], "ann").await, 429);
+    fixture
+        .run_successfully(&["set", "api", "ann", "--unlimited"])
+        .await;
+    await_status(&proxies[0], "ann", 200).await;
+    for _ in 0..60 {
+        assert_eq!(status(&proxies[0], "ann").await, 200);
+    }
+    fixture
+        .run_successfully(&["set", "api", "ann", "--block"])
+        .await;
+    await_status(&proxies[0], "ann", 429).await;
+    assert_eq!(status(&proxies[0], "bob").await, 200);
+}
+
+#[tokio::test]
+async fn an_override_sets_how_many_requests_are_in_flight() {
+    let fixture = OverrideFixture::start(
+        "[[policy]]\nname = 'api'\ndynamic = true\nkey = ['header:x-user-id']\n\
+         limit = { requests = 1, algorithm = 'concurrency' }\n",
+    )
+    .await;
+    let gate = Arc::new(Semaphore::new(0));
+    let app = Upstream::with_handler({
+        let gate = Arc::clone(&gate);
+        move |_| {
+            let gate = Arc::clone(&gate);
+            async move {
+                gate.acquire().await.unwrap().forget();
+                Response::new(full_body(""))
+            }
+        }
+    })
+    .await;
+    let text = std::fs::read_to_string(fixture.config_path()).unwrap();
+    let proxy = Proxy::start(&text, app.address).await;
+    let set = ["set", "api", "ann", "--requests", "3"];
+    fixture.run_successfully(&set).await;
+    let refuse_then_release = async {
+        timeout(TEST_TIMEOUT, async {
+            while app.requests().len() < 3 {
+                sleep(Duration::from_millis(5)).await;
+            }
+        })
+        .await
+        .unwrap();
+        assert_eq!(status(&proxy, "ann").await, 429);
+        gate.add_permits(100);
+    };
+    let held = join_all((0..3).map(|_| status(&proxy, "ann")));
+    let (held, ()) = tokio::join!(held, refuse_then_release);
+    assert_eq!(held, [200; 3]);
+    // An unlimited key takes no slot, so it leaves none behind for the next rule.
+    fixture
+        .run_successfully(&["set", "api", "ann", "--unlimited"])
+        .await;
+    assert_eq!(
+        join_all((0..10).map(|_| status(&proxy, "ann"))).await,
+        [200; 10]
+    );
+    fixture.run_successfully(&["remove", "api", "ann"]).await;
+    await_status(&proxy, "ann", 200).await;
+}
+
+#[tokio::test]
+async fn the_rate_limit_service_applies_overrides() {
+    let policy = "[[policy]]\nname = 'user'\ndynamic = true\n\
+                  match = { domain = 'edge', descriptors = { user = '*' } }\n\
+                  key = ['descriptor:user']\nlimit = { requests = 2, per = '1h' }\n";
+    let fixture = OverrideFixture::start(&format!("{RLS_LISTENER}{policy}")).await;
+    let mut service = ServiceClient::from_proxy(fixture.start_proxy().await).await;
+    let ann = make_descriptor(&[("user", "ann")]);
+    let mut admitted = async |count: usize| {
+        let codes = service.repeat_for_codes(&ann, count).await;
+        let ok = codes.iter().filter(|code| format!("{code:?}") == "Ok");
+        ok.count()
+    };
+    assert_eq!(admitted(2).await, 2);
+    fixture
+        .run_successfully(&["set", "user", "ann", "--requests", "5"])
+        .await;
+    assert_eq!(admitted(3).await, 3);
+    assert_eq!(admitted(3).await, 0);
+    fixture
+        .run_successfully(&["set", "user", "ann", "--unlimited"])
+        .await;
+    timeout(TEST_TIMEOUT, async {
+        while admitted(1).await == 0 {
+            sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await
+    .unwrap();
+    assert_eq!(admitted(20).await, 20);
+}
+
+const LIMIT: Limit = Limit {
+    requests: 4,
+    per_us: 3_600_000_000,
+    algorithm: Algorithm::SlidingLog,
+};
+const DAILY: Limit = Limit {
+    requests: 50,
+    per_us: 86_400_000_000,
+    algorithm: Algorithm::FixedWindow { offset_us: 0 },
+};
+
+fn user_on(node: usize) -> (String, Key) {
+    let user = |number: u32| {
+        let (user, mut key) = (format!("u{number}"), KeyBuilder::new("api"));
+        key.push_key_value(Some(user.as_bytes()));
+        let key = key.finish();
+        (initial_node(&key) == node).then_some((user, key))
+    };
+    (0..).find_map(user).unwrap()
+}
+
+fn stored(key: &Key, rule: KeyOverride) -> StoredOverride {
+    StoredOverride {
+        key: key.clone(),
+        rule,
+        expires_at_ms: None,
+        author: None,
+        note: None,
+    }
+}
+
+fn amounts(requests: u64) -> KeyOverride {
+    KeyOverride::Limits(vec![LimitAmounts {
+        limit: "api".into(),
+        requests,
+        burst: None,
+    }])
+}
+
+/// A slot that moves, with its keys on either node: every request is decided by the override.
+#[tokio::test]
+async fn a_slot_that_moves_applies_overrides_without_an_error() {
+    for moved in [0, 1, 2] {
+        let cluster = RedisCluster::start().await;
+        let (shared, store) = connect_store(&cluster).await;
+        let inspector = CounterInspector::connect(cluster.settings()).await.unwrap();
+        let (_, key) = user_on(0);
+        let names: [LimitName; 2] = ["api".into(), "day".into()];
+        let decide = async |limits: &[Limit]| -> Decision {
+            let charges = limits.iter().zip(&names).map(|(limit, name)| Charge {
+                dynamic: Some(name),
+                ..Charge::new(limit, &key, 1)
+            });
+            let charges: Vec<Charge<'_>> = charges.collect();
+            store.decide(&charges).await.unwrap()
+        };
+        // A refusal is remembered for a second.
+        let decide_until = async |admitted: bool, limits: &[Limit]| -> Decision {
+            let decided = async {
+                loop {
+                    let decision = decide(limits).await;
+                    if decision.admitted == admitted {
+                        return decision;
+                    }
+                }
+            };
+            timeout(TEST_TIMEOUT, decided).await.unwrap()
+        };
+        assert!(decide(&[LIMIT]).await.admitted);
+        if moved > 0 {
+            let set = inspector.set_override(&stored(&key, amounts(6))).await;
+            set.unwrap();
+        }
+        cluster.open_slot(hash_slot(&key), 0, 1, moved).await;
+        if moved == 0 {
+            // The file's limit without an override: three more.
+            for n in 1..6 {
+                assert_eq!(decide(&[LIMIT]).await.admitted, n < 4, "{n}");
+            }
+            let set = inspector.set_override(&stored(&key, amounts(6))).await;
+            set.unwrap();
+        }
+        let used = if moved == 0 { 4 } else { 1 };
+        for n in used..8 {
+            let decision = decide_until(n < 6, &[LIMIT, DAILY]).await;
+            let status = decision.statuses[0].unwrap();
+            let in_effect = OverrideInEffect::Amounts {
+                requests: 6,
+                burst: 6,
+            };
+            assert_eq!(status.in_effect, Some(in_effect));
+        }
+        for (rule, admitted) in [
+            (KeyOverride::Unlimited, true),
+            (KeyOverride::Blocked, false),
+            (amounts(100), true),
+        ] {
+            inspector.set_override(&stored(&key, rule)).await.unwrap();
+            decide_until(admitted, &[LIMIT, DAILY]).await;
+        }
+        assert_eq!(error_count(&shared), 0);
+    }
+}
+
+#[tokio::test]
+async fn overrides_hold_on_every_node_of_a_cluster() {
+    let cluster = RedisCluster::start().await;
+    let upstream = Upstream::echo().await;
+    let config = format!(
+        "[store]\nkind = 'redis'\n[store.redis]\n{}\n[[policy]]\nname = 'api'\ndynamic = true\n\
+         key = ['header:x-user-id']\nlimit = {{ requests = 2, per = '1h' }}\n",
+        cluster.config_lines()
+    );
+    let proxies = [
+        Proxy::start(&config, upstream.address).await,
+        Proxy::start(&config, upstream.address).await,
+    ];
+    let mut settings = cluster.settings();
+    settings.key_prefix = "tidegate".to_owned();
+    let inspector = CounterInspector::connect(settings).await.unwrap();
+    for node in 0..3 {
+        let (user, key) = user_on(node);
+        let set = inspector.set_override(&stored(&key, amounts(5))).await;
+        set.unwrap();
+        for n in 0..7 {
+            let expected = if n < 5 { 200 } else { 429 };
+            let reply = get(&proxies[n % 2], "/", &user).await;
+            assert_eq!(reply.status, expected, "node {node}, {n}");
+        }
+        let unlimited = stored(&key, KeyOverride::Unlimited);
+        inspector.set_override(&unlimited).await.unwrap();
+        await_status(&proxies[0], &user, 200).await;
+    }
+    let mut listed = 0;
+    let visited = inspector.visit_overrides(|_| {
+        listed += 1;
+        true
+    });
+    visited.await.unwrap();
+    assert_eq!(listed, 3);
+}
