@@ -1,7 +1,8 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
 use super::UnenforcedRejections;
-use super::charge_plan::{ChargePlan, PlannedPolicy};
+use super::charge_plan::ChargePlan;
+use super::planned_policy::PlannedPolicy;
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
     Facts, KeyDigests, KeyError, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode,

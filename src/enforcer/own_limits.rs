@@ -1,6 +1,7 @@
 //! The limits of one client, read for the client itself.
 
-use super::charge_plan::{ChargePlan, PlannedPolicy};
+use super::charge_plan::ChargePlan;
+use super::planned_policy::PlannedPolicy;
 use super::{
     Enforcer, LimitRejection, LimitReport, RequestOutcome, RetryHint, UnenforcedRejections, Verdict,
 };
