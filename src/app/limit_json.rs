@@ -1,6 +1,6 @@
 //! Limits and their status as JSON.
 
-use crate::config::format_duration;
+use crate::config::format_period;
 use crate::limiter::{Algorithm, Limit, LimitStatus, OverrideInEffect};
 use crate::policy::NamedLimit;
 use serde_json::{Map, Value, json};
@@ -10,7 +10,7 @@ pub(crate) fn algorithm_name(algorithm: Algorithm) -> &'static str {
     match algorithm {
         Algorithm::SlidingLog => "sliding_log",
         Algorithm::SlidingWindow { .. } => "sliding_window",
-        Algorithm::FixedWindow { .. } => "fixed_window",
+        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => "fixed_window",
         Algorithm::TokenBucket { .. } => "token_bucket",
         Algorithm::LeakyBucket { .. } => "leaky_bucket",
         Algorithm::Concurrency { .. } => "concurrency",
@@ -33,7 +33,7 @@ pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
         set_field("max", json!(source.max));
     }
     if !matches!(named.limit.algorithm, Algorithm::Concurrency { .. }) {
-        set_field("per", json!(format_duration(Duration::from_micros(per_us))));
+        set_field("per", json!(format_period(&named.limit)));
         set_field("per_s", micros_to_seconds_json(per_us));
     }
     if let Some(unit) = &named.unit {
@@ -53,6 +53,10 @@ pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
         }
         Algorithm::Concurrency { max_duration_us } => {
             _ = set_field("max_duration_s", micros_to_seconds_json(max_duration_us));
+        }
+        Algorithm::CalendarWindow { calendar } => {
+            set_field("per", json!(calendar.unit().as_str()));
+            set_field("tz", json!(calendar.zone_name()));
         }
         Algorithm::SlidingLog | Algorithm::Block => {}
     }

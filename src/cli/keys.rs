@@ -8,11 +8,10 @@ use crate::admin::escape_json_for_display;
 use crate::app::StoreBackend;
 use crate::app::key_status::{ResolvedKey, resolve_key};
 use crate::app::limit_json::{self, algorithm_name};
-use crate::config::{self, Config, ConfigSources, StoreSettings, format_duration};
+use crate::config::{self, Config, ConfigSources, StoreSettings, format_period};
 use crate::limiter::Algorithm;
 use crate::store::redis::{CounterInspector, RedisCounter, RedisSettings};
 use serde_json::{Value, json};
-use std::time::Duration;
 
 /// Most keys that the admin API ranks.
 const MAX_RANKED_KEYS: usize = 500;
@@ -130,14 +129,21 @@ async fn list_counters(
 }
 
 fn counter_to_json(counter: &RedisCounter) -> Value {
-    json!({
+    let mut fields = json!({
         "key": counter.key,
         "readable": counter.readable_key,
-        "algorithm": algorithm_name(counter.algorithm),
-        "per_s": limit_json::micros_to_seconds_json(counter.per_us),
+        "algorithm": algorithm_name(counter.limit.algorithm),
+        "per_s": limit_json::micros_to_seconds_json(counter.limit.per_us),
         "used": counter.used_units,
         "frees_in_s": if counter.used_units == 0 { Value::Null } else { limit_json::micros_to_seconds_json(counter.next_release_in_us) },
-    })
+    });
+    if let (Algorithm::CalendarWindow { calendar }, Some(fields)) =
+        (counter.limit.algorithm, fields.as_object_mut())
+    {
+        fields.insert("per".to_owned(), json!(calendar.unit().as_str()));
+        fields.insert("tz".to_owned(), json!(calendar.zone_name()));
+    }
+    fields
 }
 
 async fn show_key(
@@ -267,9 +273,9 @@ impl KeySelector {
 }
 
 fn describe_algorithm_and_period(counter: &RedisCounter) -> String {
-    if counter.algorithm == Algorithm::Block {
-        return algorithm_name(counter.algorithm).to_owned();
+    let name = algorithm_name(counter.limit.algorithm);
+    match counter.limit.algorithm {
+        Algorithm::Block => name.to_owned(),
+        _ => format!("{name} per {}", format_period(&counter.limit)),
     }
-    let per = format_duration(Duration::from_micros(counter.per_us));
-    format!("{} per {per}", algorithm_name(counter.algorithm))
 }

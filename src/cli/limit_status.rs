@@ -1,7 +1,7 @@
 //! Formats the state of limits as text.
 
 use crate::app::limit_json::algorithm_name;
-use crate::config::format_duration;
+use crate::config::format_period;
 use crate::limiter::{Algorithm, Limit, LimitStatus, OverrideInEffect};
 use crate::policy::NamedLimit;
 use serde_json::Value;
@@ -80,7 +80,7 @@ fn format_limit_status(limit: &Value) -> String {
         Some(_) => format!(
             "{} per {}, {}",
             field("requests"),
-            field("per"),
+            [field("per"), field("tz")].join(" ").trim_end(),
             field("algorithm")
         ),
         None => format!("{} at a time, {}", field("requests"), field("algorithm")),
@@ -122,10 +122,10 @@ pub(super) fn format_limit(limit: &Limit) -> String {
     if let Algorithm::Concurrency { .. } = limit.algorithm {
         return format!("{} at a time, concurrency", limit.requests);
     }
-    let per = format_duration(Duration::from_micros(limit.per_us));
     format!(
-        "{} per {per}, {}",
+        "{} per {}, {}",
         limit.requests,
+        format_period(limit),
         algorithm_name(limit.algorithm)
     )
 }

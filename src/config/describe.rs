@@ -245,6 +245,11 @@ fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
         Algorithm::FixedWindow { offset_us: 0 } => {
             format!("at most {requests} {unit} in each fixed {per} window")
         }
+        Algorithm::CalendarWindow { calendar } => format!(
+            "at most {requests} {unit} in each calendar {} ({})",
+            calendar.unit().as_str(),
+            calendar.zone_name()
+        ),
         Algorithm::FixedWindow { offset_us } => {
             let offset = format_duration(Duration::from_micros(offset_us));
             format!("at most {requests} {unit} in each fixed {per} window, offset {offset}")

@@ -101,6 +101,9 @@ impl SchemaTables {
             }
             ValueKind::Fraction => json!({ "type": "number", "minimum": 0, "maximum": 1 }),
             ValueKind::Duration { .. } => json!({ "type": "string", "pattern": DURATION_PATTERN }),
+            ValueKind::DurationOrKeyword { keywords, .. } => json!({
+                "anyOf": [{ "type": "string", "pattern": DURATION_PATTERN }, { "enum": keywords }]
+            }),
             ValueKind::ByteSize { .. } => json!({ "type": "string", "pattern": SIZE_PATTERN }),
             ValueKind::Keyword(words) => json!({ "enum": words }),
             ValueKind::Text(_) | ValueKind::Secret(_) => json!({ "type": "string" }),

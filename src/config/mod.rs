@@ -48,8 +48,8 @@ pub use file_set::{FileSet, read_config_file};
 pub use json_schema::json_schema;
 pub use loaded_config::{Config, RestartOnlySettings, StoreSettings};
 pub use sources::{ConfigSources, FileSource, FlagOverrides};
-pub use values::format_duration;
 pub(crate) use values::parse_duration;
+pub use values::{format_duration, format_period};
 
 use crate::admin::AdminSettings;
 use input::ConfigInput;

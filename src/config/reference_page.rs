@@ -7,6 +7,7 @@ use super::loaded_config::RELOADABLE_KEY_PREFIXES;
 use super::schema::{KeyRequirement, ROOT, SchemaKey, ValueKind};
 use super::values::format_duration;
 use std::fs;
+use std::time::Duration;
 
 const PAGE_PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/CONFIGURATION.md");
 
@@ -124,30 +125,36 @@ fn format_kind(kind: &ValueKind) -> String {
         ValueKind::KeywordOrTable { keyword, .. } => format!("`\"{keyword}\"`, or a table"),
         ValueKind::Bool => "a boolean".to_owned(),
         ValueKind::Fraction => "0.0 to 1.0".to_owned(),
-        ValueKind::Duration { min, max } => {
+        ValueKind::Duration { min, max } => format_duration_range(*min, *max),
+        ValueKind::DurationOrKeyword { min, max, keywords } => {
             format!(
-                "{} to {}",
-                if min.is_zero() {
-                    "0".into()
-                } else {
-                    format_duration(*min)
-                },
-                format_duration(*max)
+                "{}, {}",
+                format_duration_range(*min, *max),
+                format_keywords(keywords)
             )
         }
         ValueKind::ByteSize { min, max: u64::MAX } => format!("{} or more", format_size(*min)),
         ValueKind::ByteSize { min, max } => {
             format!("{} to {}", format_size(*min), format_size(*max))
         }
-        ValueKind::Keyword(words) => words
-            .iter()
-            .map(|word| format!("`\"{word}\"`"))
-            .collect::<Vec<_>>()
-            .join(", "),
+        ValueKind::Keyword(words) => format_keywords(words),
         // The page describes user-defined entries elsewhere.
         ValueKind::Map(_) => "a table".to_owned(),
         other => other.to_string().trim_start_matches("the ").to_owned(),
     }
+}
+
+fn format_duration_range(min: Duration, max: Duration) -> String {
+    let min = match min.is_zero() {
+        true => "0".into(),
+        false => format_duration(min),
+    };
+    format!("{min} to {}", format_duration(max))
+}
+
+fn format_keywords(words: &[&str]) -> String {
+    let words = words.iter().map(|word| format!("`\"{word}\"`"));
+    words.collect::<Vec<_>>().join(", ")
 }
 
 /// Formats a number. Large powers of two are written with their exponent.

@@ -2,11 +2,15 @@
 
 use super::schema::ValueKind;
 use super::values::format_duration;
+use crate::limiter::time_zone_names;
 use figment::value::{Num, Value};
 use std::time::Duration;
 
 /// Least similarity of a word to the suggested one.
 const MIN_LIKENESS: f64 = 0.8;
+
+/// Names of time zones share their beginnings, so they must be more similar.
+const MIN_ZONE_LIKENESS: f64 = 0.9;
 
 /// Words of other products, and the keyword of tidegate.
 const KEYWORD_SYNONYMS: [(&str, &str); 12] = [
@@ -32,12 +36,16 @@ pub(super) fn suggest_value(kind: &ValueKind, value: &Value) -> String {
         ValueKind::KeywordOrTable { keyword, .. } => value
             .as_str()
             .and_then(|text| suggest_keyword(&[*keyword], text)),
-        ValueKind::Duration { min, max } => suggest_duration(value)
-            .filter(|duration| (*min..=*max).contains(duration))
-            .map(|duration| match value {
-                Value::Num(_, Num::I64(seconds)) => format!("\"{seconds}s\""),
-                _ => format!("\"{}\"", format_duration(duration)),
-            }),
+        ValueKind::Duration { min, max } => suggest_duration_text(value, *min, *max),
+        ValueKind::DurationOrKeyword { min, max, keywords } => {
+            suggest_duration_text(value, *min, *max).or_else(|| {
+                let text = value.as_str()?;
+                suggest_keyword(
+                    keywords,
+                    text.trim_start_matches(|c: char| !c.is_alphabetic()),
+                )
+            })
+        }
         ValueKind::ByteSize { min, max } => suggest_size(value)
             .filter(|(bytes, _)| (*min..=*max).contains(bytes))
             .map(|(_, text)| format!("\"{text}\"")),
@@ -75,6 +83,37 @@ fn suggest_keyword(words: &[&str], text: &str) -> Option<String> {
         .or_else(synonym)
         .or_else(|| find_similar_word(words, &plain))
         .map(|word| format!("\"{word}\""))
+}
+
+/// Formats the time zone that `name` probably means, as [`suggest_value`] does: another case, a
+/// city alone, or a misspelled name.
+pub(super) fn suggest_time_zone(name: &str) -> String {
+    let plain = |name: &str| name.trim().to_ascii_lowercase().replace([' ', '-'], "_");
+    let (names, meant): (Vec<String>, String) = (time_zone_names().collect(), plain(name));
+    let is_city = |name: &&String| {
+        let city = name.rsplit('/').next();
+        city.is_some_and(|city| plain(city) == meant)
+    };
+    let likeness = |name: &str| strsim::jaro_winkler(&plain(name), &meant);
+    let similar = || {
+        let most = names
+            .iter()
+            .max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+        most.filter(|name| likeness(name) > MIN_ZONE_LIKENESS)
+    };
+    let exact = names.iter().find(|name| plain(name) == meant);
+    let found = exact
+        .or_else(|| names.iter().find(is_city))
+        .or_else(similar);
+    found.map_or_else(String::new, |found| format!("; did you mean \"{found}\"?"))
+}
+
+fn suggest_duration_text(value: &Value, min: Duration, max: Duration) -> Option<String> {
+    let duration = suggest_duration(value).filter(|duration| (min..=max).contains(duration))?;
+    Some(match value {
+        Value::Num(_, Num::I64(seconds)) => format!("\"{seconds}s\""),
+        _ => format!("\"{}\"", format_duration(duration)),
+    })
 }
 
 /// Reads a number as seconds, and text with other units, spaces or fractions.

@@ -120,11 +120,11 @@ impl<'a> TableReader<'a> {
     pub(super) fn get_duration(&self, name: &str) -> Option<Duration> {
         self.read_value(name, |kind, value| {
             match (kind, value.as_str().and_then(values::parse_duration)) {
-                (ValueKind::Duration { min, max }, Some(duration))
-                    if (*min..=*max).contains(&duration) =>
-                {
-                    Ok(duration)
-                }
+                (
+                    ValueKind::Duration { min, max }
+                    | ValueKind::DurationOrKeyword { min, max, .. },
+                    Some(duration),
+                ) if (*min..=*max).contains(&duration) => Ok(duration),
                 _ => Err(ConfigValueError::SchemaMismatch),
             }
         })

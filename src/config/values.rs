@@ -1,5 +1,6 @@
 //! Parsers for values in strings: durations, sizes, addresses, URLs.
 
+use crate::limiter::{Algorithm, Limit};
 use crate::listen::ListenAddress;
 use crate::proxy::{UpstreamScheme, UpstreamUrl};
 use crate::store::redis::{RedisAddress, RedisCredentials, RedisPassword};
@@ -343,6 +344,14 @@ pub fn format_duration(duration: Duration) -> String {
     {
         Some((unit, size)) => format!("{}{unit}", ms / size),
         None => format!("{ms}ms"),
+    }
+}
+
+/// Formats the period of a limit: `1m`, or `month Europe/Berlin`.
+pub fn format_period(limit: &Limit) -> String {
+    match limit.algorithm {
+        Algorithm::CalendarWindow { calendar } => calendar.to_string(),
+        _ => format_duration(Duration::from_micros(limit.per_us)),
     }
 }
 

@@ -32,8 +32,8 @@ impl Limit {
             Algorithm::SlidingWindow { .. } => {
                 AlgorithmState::SlidingWindow(SubWindowLog::new(self.sub_window_width_us()))
             }
-            Algorithm::FixedWindow { offset_us } => {
-                AlgorithmState::FixedWindow(FixedWindowState::new(offset_us))
+            Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => {
+                AlgorithmState::FixedWindow(FixedWindowState::default())
             }
             Algorithm::TokenBucket { .. } => {
                 AlgorithmState::TokenBucket(TokenBucketState::default())
@@ -60,7 +60,7 @@ impl CounterState {
             AlgorithmState::SlidingWindow(buckets) => buckets.used_units(limit, now_us),
             AlgorithmState::TokenBucket(bucket) => bucket.used_units(limit, now_us),
             AlgorithmState::LeakyBucket(queue) => queue.used_units(limit, now_us),
-            AlgorithmState::FixedWindow(window) => window.used_units(limit, now_us),
+            AlgorithmState::FixedWindow(window) => window.used_units(now_us),
             AlgorithmState::Concurrency(slots) => slots.used_slots(now_us),
             AlgorithmState::Block(block) => block.used_units(now_us),
         };
@@ -153,7 +153,7 @@ impl CounterState {
     fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         let now_us = now_us.max(self.now_lower_bound_us());
         match &mut self.0 {
-            AlgorithmState::FixedWindow(window) => window.credit(limit, units, at_us, now_us),
+            AlgorithmState::FixedWindow(window) => window.credit(units, at_us, now_us),
             AlgorithmState::SlidingLog(log) => log.credit(limit, units, at_us, now_us),
             AlgorithmState::SlidingWindow(buckets) => buckets.credit(limit, units, at_us, now_us),
             AlgorithmState::TokenBucket(bucket) => bucket.credit(limit, units, at_us, now_us),
@@ -184,9 +184,7 @@ impl CounterState {
             AlgorithmState::SlidingWindow(buckets) => buckets.expires_at_us(limit),
             AlgorithmState::TokenBucket(bucket) => bucket.expires_at_us(limit),
             AlgorithmState::LeakyBucket(queue) => queue.expires_at_us(limit),
-            AlgorithmState::FixedWindow(window) => {
-                window.window_end_us(limit, window.now_lower_bound_us())
-            }
+            AlgorithmState::FixedWindow(window) => window.expires_at_us(),
             AlgorithmState::Concurrency(slots) => slots.expires_at_us(),
             AlgorithmState::Block(block) => block.until_us,
         }
@@ -251,7 +249,8 @@ impl CounterView<'_> {
     pub fn grantable_units(&self, now_us: u64, until_us: u64) -> Option<(u64, u64)> {
         let until_us = match &self.state.0 {
             AlgorithmState::FixedWindow(window) => {
-                until_us.min(window.window_end_us(self.limit, now_us).saturating_sub(1))
+                let window = window.window_at(self.limit, now_us);
+                until_us.min(window.end_us.saturating_sub(1))
             }
             AlgorithmState::SlidingLog(log) if log.newest_entry_us() <= until_us => until_us,
             AlgorithmState::SlidingWindow(buckets)
@@ -323,7 +322,7 @@ impl CounterView<'_> {
             AlgorithmState::LeakyBucket(queue) => {
                 queue.usage_drop_time_us(self.limit, self.now_us, units)
             }
-            AlgorithmState::FixedWindow(window) => window.window_end_us(self.limit, self.now_us),
+            AlgorithmState::FixedWindow(window) => window.window_at(self.limit, self.now_us).end_us,
             AlgorithmState::Block(block) => block.until_us,
             AlgorithmState::Concurrency(_) => return None,
         })

@@ -23,6 +23,9 @@ pub struct Decision {
     /// charge is a lease, the lease's end. One per charge, `None` where it was not made; empty if
     /// none will be settled.
     pub charged_at_us: SmallVec<[Option<u64>; 1]>,
+    /// When overrides in effect end by themselves (ms, store's clock), with the indices of their
+    /// charges. Only in the decision of one script call about the whole request.
+    pub override_expiries: Box<[(usize, u64)]>,
 }
 
 /// The status of one limit after the decision.
@@ -81,6 +84,7 @@ impl Decision {
             }
         }
         (self.statuses, self.charged_at_us) = (statuses, charged_at_us);
+        self.override_expiries = Box::default();
         self
     }
 }

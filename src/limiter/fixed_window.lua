@@ -30,6 +30,9 @@ end
 local function window_write(window, used_units)
   window.used_units = min(9007199254740992, used_units)
   local value = format('%d:%d', window.start, window.used_units)
+  -- section: calendars
+  if window.is_calendar then value = value .. ':' .. integer(window.ends_at) end
+  -- end section
   local reply = try('SET', window.key, value, 'PXAT', integer(math.ceil(window.ends_at / 1000)))
   if reply.err then return reply end
 end
@@ -68,4 +71,57 @@ local function window_grantable_until(window, last)
 end
 
 rules.w.grantable_until, rules.w.grant = window_grantable_until, window_charge
+-- end section
+
+-- section: calendars
+-- The rule `p` has the periods of a calendar as windows. Their boundaries come from the proxy. The
+-- value `start:used:end` also contains the end, because instances may have different time zone data.
+
+-- Boundaries by their text. Many charges of a batch have the same.
+local parsed_boundaries = {}
+
+-- The period that contains `now`, between two of the four boundaries. Returns nil if none does.
+local function calendar_period(text, now)
+  local boundaries = parsed_boundaries[text]
+  if not boundaries then
+    boundaries = { match(text, '^(%d+)%+(%d+)%+(%d+)%+(%d+)$') }
+    for n = 1, #boundaries do boundaries[n] = tonumber(boundaries[n]) end
+    parsed_boundaries[text] = boundaries
+  end
+  for n = 1, #boundaries - 1 do
+    if now >= boundaries[n] and now < boundaries[n + 1] then return boundaries[n], boundaries[n + 1] end
+  end
+end
+
+-- As window_read, for a period of a calendar. `boundaries` are the starts of the previous, the
+-- current and the next period by the clock of the proxy, and the end of the next one. The error
+-- `PERIOD` means that the clock of Redis is in none of them.
+local function calendar_read(key, at, per, boundaries)
+  local value = try('GET', key)
+  local stored_start, used_units, stored_end = 0, 0, 0
+  if value then
+    if type(value) == 'table' then return nil, value end
+    stored_start, used_units, stored_end = match(value, '^(%d+):(%d+):(%d+)$')
+    stored_start, used_units, stored_end = tonumber(stored_start), tonumber(used_units), tonumber(stored_end)
+    if not stored_start or used_units > 9007199254740992 or stored_end > 9007199254740992
+      or stored_start >= stored_end then return nil end
+  end
+  local now = max(at, stored_start)
+  local start, ends_at = stored_start, stored_end
+  if now >= stored_end then
+    start, ends_at = calendar_period(boundaries, now)
+    if not start then
+      -- Units of an outage that were used before all periods do not count any more.
+      if at < time then return nil end
+      return nil, { err = 'PERIOD the clocks of Redis and of the proxy are in different periods' }
+    end
+    start, used_units = max(start, stored_end), 0
+  end
+  return { key = key, per = per, now = now, start = start, ends_at = ends_at, used_units = used_units,
+    is_calendar = true }
+end
+
+rules.p = {}
+for name, value in pairs(rules.w) do rules.p[name] = value end
+rules.p.read = calendar_read
 -- end section

@@ -1,34 +1,26 @@
 //! `fixed_window`: at most `requests` units per window of length `per`, aligned to the epoch plus
-//! `offset`.
+//! `offset`; or per day, week or month of a time zone.
 //!
-//! Rule: window number = floor((now − offset) / per); admit if used in this window + cost ≤
-//! requests.
+//! Rule: window number = floor((now − offset) / per), or the period of the calendar; admit if used
+//! in this window + cost ≤ requests. A window that has begun lasts until its end, even if another
+//! instance began it by other time zone data. The next one begins there at the earliest.
 //! Worst case: at most 2 × `requests` in a time shorter than `per`, half before and half after a
 //! window boundary.
 //! Retry: the next boundary.
-//! Memory: one number and the start of its window.
+//! Memory: one number and the window.
 
-use super::{Limit, MAX_UNITS};
+use super::{Limit, MAX_UNITS, TimeWindow};
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct FixedWindowState {
-    offset_us: u64,
-    start_us: u64,
+    window: TimeWindow,
     used: u64,
 }
 
 impl FixedWindowState {
-    pub(super) fn new(offset_us: u64) -> Self {
-        Self {
-            offset_us,
-            start_us: 0,
-            used: 0,
-        }
-    }
-
     /// Used units in the window that contains `now_us`.
-    pub(super) fn used_units(&self, limit: &Limit, now_us: u64) -> u64 {
-        if self.window_start_us(limit, now_us) == self.start_us {
+    pub(super) fn used_units(&self, now_us: u64) -> u64 {
+        if self.window.contains(now_us) {
             self.used
         } else {
             0
@@ -36,55 +28,45 @@ impl FixedWindowState {
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        self.used = self
-            .used_units(limit, now_us)
-            .saturating_add(cost)
-            .min(MAX_UNITS);
-        self.start_us = self.window_start_us(limit, now_us);
+        self.used = self.used_units(now_us).saturating_add(cost).min(MAX_UNITS);
+        self.window = self.window_at(limit, now_us);
     }
 
     /// Takes the available units of a rejected request, up to `cost`.
     pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        let free_units = limit
-            .capacity()
-            .saturating_sub(self.used_units(limit, now_us));
+        let free_units = limit.capacity().saturating_sub(self.used_units(now_us));
         if free_units > 0 {
             self.charge(limit, cost.min(free_units), now_us);
         }
     }
 
     /// Returns units that were charged at `at_us`, if the window of `at_us` has not ended.
-    pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
-        if self.window_start_us(limit, at_us) == self.start_us
-            && self.window_start_us(limit, now_us) == self.start_us
-        {
+    pub(super) fn credit(&mut self, units: u64, at_us: u64, now_us: u64) {
+        if self.window.contains(at_us) && self.window.contains(now_us) {
             self.used = self.used.saturating_sub(units);
         }
     }
 
     /// The start of the window: the latest time that the state proves to have passed.
     pub(super) fn now_lower_bound_us(&self) -> u64 {
-        self.start_us
+        self.window.start_us
     }
 
-    /// The end of the window that contains `now_us`.
-    pub(super) fn window_end_us(&self, limit: &Limit, now_us: u64) -> u64 {
-        match now_us.checked_sub(self.offset_us) {
-            Some(since_offset_us) => {
-                now_us.saturating_add(limit.per_us - since_offset_us % limit.per_us.max(1))
-            }
-            None => self.offset_us,
+    /// The end of the window with the charges, 0 without any.
+    pub(super) fn expires_at_us(&self) -> u64 {
+        self.window.end_us
+    }
+
+    /// The window that contains `now_us`, which is not before the start of the last window.
+    pub(super) fn window_at(&self, limit: &Limit, now_us: u64) -> TimeWindow {
+        if self.window.contains(now_us) {
+            return self.window;
         }
-    }
-
-    /// The start of the window that contains `now_us`. Before the first offset there is a short
-    /// window from 0.
-    fn window_start_us(&self, limit: &Limit, now_us: u64) -> u64 {
-        now_us
-            .checked_sub(self.offset_us)
-            .map_or(0, |since_offset_us| {
-                now_us - since_offset_us % limit.per_us.max(1)
-            })
+        let TimeWindow { start_us, end_us } = limit.window_at(now_us);
+        TimeWindow {
+            start_us: start_us.max(self.window.end_us),
+            end_us,
+        }
     }
 }
 
@@ -100,28 +82,56 @@ mod tests {
             per_us: 100,
             algorithm: Algorithm::FixedWindow { offset_us: 30 },
         };
-        let mut window = FixedWindowState::new(30);
+        let mut window = FixedWindowState::default();
         window.charge(&limit, 6, 1_031);
-        window.credit(&limit, 2, 1_031, 1_129);
-        assert_eq!(window.used_units(&limit, 1_129), 4);
+        window.credit(2, 1_031, 1_129);
+        assert_eq!(window.used_units(1_129), 4);
         window.charge_rejected(&limit, 3, 1_129);
-        assert_eq!(window.used_units(&limit, 1_129), 7);
+        assert_eq!(window.used_units(1_129), 7);
         window.charge_rejected(&limit, 9, 1_129);
-        assert_eq!(window.used_units(&limit, 1_129), 10);
+        assert_eq!(window.used_units(1_129), 10);
         // A settlement may exceed the capacity.
         window.charge(&limit, 5, 1_129);
         window.charge_rejected(&limit, 1, 1_129);
-        assert_eq!(window.used_units(&limit, 1_129), 15);
-        window.credit(&limit, 2, 1_031, 1_130);
-        assert_eq!(window.used_units(&limit, 1_130), 0);
+        assert_eq!(window.used_units(1_129), 15);
+        window.credit(2, 1_031, 1_130);
+        assert_eq!(window.used_units(1_130), 0);
         window.charge(&limit, 3, 1_130);
-        window.credit(&limit, 2, 1_129, 1_140);
+        window.credit(2, 1_129, 1_140);
         assert_eq!(
-            window.used_units(&limit, 1_140),
+            window.used_units(1_140),
             3,
             "the credit belongs to the previous window"
         );
         window.charge(&limit, MAX_UNITS, 1_140);
-        assert_eq!(window.used_units(&limit, 1_140), MAX_UNITS);
+        assert_eq!(window.used_units(1_140), MAX_UNITS);
+    }
+
+    /// As if another instance had begun the window by other time zone data.
+    #[test]
+    fn a_window_that_has_begun_lasts_until_its_end_and_the_next_begins_there() {
+        const HOUR_US: u64 = 3_600_000_000;
+        const MIDNIGHT_US: u64 = 1_700_006_400_000_000;
+        let day_in = |zone| {
+            let calendar = super::super::Calendar::new(super::super::CalendarUnit::Day, zone);
+            Limit::per_calendar_period(10, calendar.unwrap())
+        };
+        let (utc, other) = (day_in("UTC"), day_in("Etc/GMT+1"));
+        let mut window = FixedWindowState::default();
+        window.charge(&utc, 6, MIDNIGHT_US);
+        assert_eq!(window.used_units(MIDNIGHT_US + 2 * HOUR_US), 6);
+        window.charge(&other, 1, MIDNIGHT_US + 2 * HOUR_US);
+        let end_us = MIDNIGHT_US + 24 * HOUR_US;
+        assert_eq!(window.expires_at_us(), end_us);
+        // The day of the other instance began before this window ended.
+        window.charge(&other, 1, end_us);
+        assert_eq!(window.used_units(end_us), 1);
+        assert_eq!(window.now_lower_bound_us(), end_us);
+        assert_eq!(window.expires_at_us(), end_us + HOUR_US);
+        // A charge of the window before is not returned to this one.
+        window.credit(1, end_us - 1, end_us);
+        assert_eq!(window.used_units(end_us), 1);
+        window.credit(1, end_us, end_us + HOUR_US - 1);
+        assert_eq!(window.used_units(end_us), 0);
     }
 }

@@ -1,5 +1,8 @@
 //! A limit: an amount per period, and the algorithm that enforces it.
 
+use super::calendar::Calendar;
+use super::time_window::TimeWindow;
+
 /// An amount per period, with the algorithm that enforces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limit {
@@ -7,7 +10,7 @@ pub struct Limit {
     /// everything.
     pub requests: u64,
     /// The period, in microseconds, at least 1. For [`Algorithm::Concurrency`]: how long a slot is
-    /// kept unless it is renewed.
+    /// kept unless it is renewed. For [`Algorithm::CalendarWindow`]: the nominal length.
     pub per_us: u64,
     pub algorithm: Algorithm,
 }
@@ -24,6 +27,10 @@ pub enum Algorithm {
     /// Windows start at `offset_us` (below `per_us`) after multiples of the period since the epoch.
     FixedWindow {
         offset_us: u64,
+    },
+    /// The windows of a fixed window are the periods of a calendar.
+    CalendarWindow {
+        calendar: Calendar,
     },
     /// Up to `burst` units at once, at least 1; max(burst, requests) × per_us is at most
     /// [`super::MAX_UNITS`]. The bucket is cold if it was not charged for `warm_up_us`, at most
@@ -48,6 +55,15 @@ pub enum Algorithm {
 }
 
 impl Limit {
+    /// A limit per period of a calendar.
+    pub fn per_calendar_period(requests: u64, calendar: Calendar) -> Self {
+        Self {
+            requests,
+            per_us: calendar.unit().nominal_us(),
+            algorithm: Algorithm::CalendarWindow { calendar },
+        }
+    }
+
     /// The part of a limit that identifies a counter beside its key. A changed amount keeps the
     /// usage; a changed algorithm or period starts a new counter.
     pub fn counter_identity(&self) -> (Algorithm, u64) {
@@ -66,6 +82,53 @@ impl Limit {
             algorithm => algorithm,
         };
         (algorithm, self.per_us)
+    }
+
+    /// The window of a fixed window that contains a time; for other algorithms, as with an offset of
+    /// 0. Before the first offset there is a short window from 0.
+    pub fn window_at(&self, now_us: u64) -> TimeWindow {
+        let offset_us = match self.algorithm {
+            Algorithm::CalendarWindow { calendar } => return calendar.period_at(now_us),
+            Algorithm::FixedWindow { offset_us } => offset_us,
+            _ => 0,
+        };
+        match now_us.checked_sub(offset_us) {
+            Some(since_offset_us) => {
+                let start_us = now_us - since_offset_us % self.per_us.max(1);
+                TimeWindow {
+                    start_us,
+                    end_us: start_us.saturating_add(self.per_us),
+                }
+            }
+            None => TimeWindow {
+                start_us: 0,
+                end_us: offset_us,
+            },
+        }
+    }
+
+    /// The length of the period at a time.
+    pub fn period_length_us(&self, now_us: u64) -> u64 {
+        match self.algorithm {
+            Algorithm::CalendarWindow { calendar } => calendar.period_at(now_us).length_us(),
+            _ => self.per_us,
+        }
+    }
+
+    /// The usual length of the shortest period.
+    pub fn shortest_period_us(&self) -> u64 {
+        match self.algorithm {
+            Algorithm::CalendarWindow { calendar } => calendar.unit().length_range_us().0,
+            _ => self.per_us,
+        }
+    }
+
+    /// The usual length of the longest period.
+    pub fn longest_period_us(&self) -> u64 {
+        match self.algorithm {
+            Algorithm::CalendarWindow { calendar } => calendar.unit().length_range_us().1,
+            _ => self.per_us,
+        }
     }
 
     /// Units that can be in use at once: the largest cost that is ever admitted.

@@ -8,6 +8,7 @@
 //! the caller subtracts its own reading of the store's clock.
 
 mod block;
+mod calendar;
 mod charge;
 mod concurrency;
 mod counter_state;
@@ -22,8 +23,10 @@ mod overridden_charges;
 mod shards;
 mod sliding_log;
 mod sliding_window;
+mod time_window;
 mod token_bucket;
 
+pub use calendar::{Calendar, CalendarUnit, time_zone_names};
 pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, LeaseTerms};
 pub use counter_state::{CounterState, CounterView};
 pub use decision::{Decision, LeaseGrant, LimitStatus, Refusal};
@@ -32,6 +35,7 @@ pub use key::{DIGEST_BYTES, Key, KeyBuilder, ListedValue, SOURCES_BYTES, format_
 pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
 pub use limit::{Algorithm, Limit};
 pub use overridden_charges::OverriddenCharges;
+pub use time_window::TimeWindow;
 
 /// The largest `requests` and cost. Integers up to here are exact in a double, the number type of
 /// Lua.

@@ -119,7 +119,10 @@ fn choose_override_algorithm(
 ) -> Algorithm {
     match policy_algorithm {
         Some(Algorithm::SlidingWindow { buckets }) => Algorithm::SlidingWindow { buckets },
-        Some(Algorithm::FixedWindow { .. }) => Algorithm::FixedWindow { offset_us: 0 },
+        // The descriptor names its own period.
+        Some(Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. }) => {
+            Algorithm::FixedWindow { offset_us: 0 }
+        }
         Some(Algorithm::TokenBucket { .. })
             if requests
                 .checked_mul(per_us)

@@ -18,6 +18,7 @@ use super::server::peer::ConnectionPeer;
 use super::service::ProxyService;
 use super::service::request_summary::classify_verdict;
 use crate::enforcer::{CallVerdict, DescriptorVerdict, LimitReport, RequestOutcome, Verdict};
+use crate::limiter::{Algorithm, CalendarUnit};
 use crate::policy::{Descriptor, PolicyTable, RateLimitHeaderSettings, RejectResponse};
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
@@ -412,7 +413,14 @@ fn build_current_limit(reported: &LimitReport<'_>) -> response::RateLimit {
             .is_multiple_of(unit_us)
             .then_some((unit, limit.per_us / unit_us))
     });
-    let (unit, times) = fitting.unwrap_or((Unit::Unknown, 1));
+    let (unit, times) = match limit.algorithm {
+        Algorithm::CalendarWindow { calendar } => match calendar.unit() {
+            CalendarUnit::Day => (Unit::Day, 1),
+            CalendarUnit::Week => (Unit::Week, 1),
+            CalendarUnit::Month => (Unit::Month, 1),
+        },
+        _ => fitting.unwrap_or((Unit::Unknown, 1)),
+    };
     let times = u32::try_from(times).ok().filter(|times| *times > 1);
     response::RateLimit {
         name: (*reported.limit.name).to_owned(),

@@ -151,7 +151,7 @@ impl LimitPeakSample {
             per_us, algorithm, ..
         } = named.limit;
         let algorithm = match algorithm {
-            Algorithm::FixedWindow { .. } => Some(algorithm),
+            Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => Some(algorithm),
             Algorithm::SlidingWindow { .. } | Algorithm::SlidingLog => {
                 Some(Algorithm::SlidingWindow { buckets: 100 })
             }

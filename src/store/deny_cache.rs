@@ -391,6 +391,7 @@ mod tests {
     fn refused_decision(statuses: &[LimitStatus]) -> Decision {
         let statuses = statuses.iter().copied().map(Some).collect();
         Decision {
+            override_expiries: Box::default(),
             now_us: NOW_US,
             admitted: false,
             statuses,

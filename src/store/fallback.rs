@@ -72,9 +72,9 @@ pub struct FallbackStore {
     packed_share: AtomicU64,
     status_cache: StatusCache,
     /// The last override that Redis reported for each counter of a `dynamic` policy: 2 × 2048
-    /// entries in each of 16 shards, of about 80 bytes each, so 5 MiB at most. Keys whose override
+    /// entries in each of 16 shards, of about 100 bytes each, so 6 MiB at most. Keys whose override
     /// is dropped get the limits of the file.
-    override_cache: CounterCache<OverrideInEffect, 2048>,
+    override_cache: CounterCache<CachedOverride, 2048>,
     /// Process-wide. Requests lock it in an outage; slot releases and heartbeats lock it at any
     /// time.
     write_back: Mutex<WriteBackTable>,
@@ -89,6 +89,14 @@ pub struct FallbackStore {
     partition_of: fn(&Key) -> u16,
     /// Wakes the background task.
     changed: Notify,
+}
+
+/// The last override that Redis reported for a counter.
+#[derive(Clone, Copy, Debug)]
+struct CachedOverride {
+    in_effect: OverrideInEffect,
+    /// When it ends by itself, by the local clock (µs).
+    ends_us: Option<u64>,
 }
 
 impl FallbackStore {
@@ -217,14 +225,18 @@ impl FallbackStore {
         received_at: Instant,
     ) {
         let statuses = deduct_new_leases(charges, decision, self.share());
-        for (charge, status) in charges.iter().zip(statuses.iter()) {
+        for (index, (charge, status)) in charges.iter().zip(statuses.iter()).enumerate() {
             let Some(status) = status.filter(|_| uses_fallback(charge)) else {
                 continue;
             };
             if charge.dynamic.is_some() {
                 let id = counter_id(charge.limit, charge.key);
                 match status.in_effect {
-                    Some(in_effect) => self.override_cache.insert(id, in_effect),
+                    Some(in_effect) => {
+                        let ends_us = self.override_end_us(decision, index, received_at);
+                        let cached = CachedOverride { in_effect, ends_us };
+                        self.override_cache.insert(id, cached);
+                    }
                     None => self.override_cache.remove_and_apply(id, drop),
                 }
             }

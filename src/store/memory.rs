@@ -203,6 +203,7 @@ impl MemoryStore {
         };
         self.unlock_and_evict(locked, now_us);
         Decision {
+            override_expiries: Box::default(),
             now_us,
             admitted,
             statuses,

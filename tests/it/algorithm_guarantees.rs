@@ -157,6 +157,10 @@ fn guarantee_holds(admitted: &[Admission]) -> bool {
             let number = |at_us: u64| (at_us - offset_us) / per_us;
             units_while(&|at_us| number(at_us) == number(newest.at_us)) <= requests
         }
+        Algorithm::CalendarWindow { calendar } => {
+            let period = calendar.period_at(newest.at_us);
+            units_while(&|at_us| period.contains(at_us)) <= requests
+        }
         Algorithm::TokenBucket { burst, warm_up_us } => {
             is_within_refill(admitted, u128::from(burst) * u128::from(per_us))
                 && (warm_up_us == 0 || is_within_warm_up(admitted))

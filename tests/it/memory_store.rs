@@ -495,6 +495,10 @@ fn max_units_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
             let number = |at_us: u64| (at_us - offset_us) / limit.per_us;
             held(&|at_us| number(at_us) == number(*end_us))
         }
+        Algorithm::CalendarWindow { calendar } => {
+            let period = calendar.period_at(*end_us);
+            held(&|at_us| period.contains(at_us))
+        }
     });
     windows.max().unwrap_or(0)
 }

@@ -6,6 +6,7 @@ use crate::support::client::{ClientRequest, RawClient, RawResponse};
 use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
 use crate::support::nginx::Nginx;
 use crate::support::proxy::Proxy;
+use crate::support::redis::RedisServer;
 use crate::support::upstream::{RawUpstream, Upstream, full_body};
 use crate::support::{TEST_TIMEOUT, unix_s};
 use futures_util::future::join_all;
@@ -20,7 +21,7 @@ use tokio::net::TcpSocket;
 const PAGE: &str = "docs/RECIPES.md";
 
 /// The recipes that a test in this file runs.
-const TESTED_RECIPES: [&str; 23] = [
+const TESTED_RECIPES: [&str; 24] = [
     "Per API key",
     "Per user of a JWT",
     "A key with a fallback",
@@ -29,6 +30,7 @@ const TESTED_RECIPES: [&str; 23] = [
     "Introduce a limit softly",
     "A limit that clients do not see",
     "Plans: free, pro, partner",
+    "Requests per month",
     "Limits for single customers",
     "The amount from a token",
     "Limits by pattern",
@@ -196,6 +198,39 @@ async fn a_key_with_a_fallback() {
     assert_eq!(by_address, expected(60, 1));
     let pretender = run.statuses(1, "192.0.2.78", "GET", "/api/x").await;
     assert_eq!(pretender, [200]);
+}
+
+#[tokio::test]
+async fn requests_per_month() {
+    let (upstream, server) = (Upstream::echo().await, RedisServer::start());
+    let builder = Proxy::builder().config(&recipe_text("Requests per month", "toml"));
+    let proxy = builder
+        .upstream_url(&format!("http://{}", upstream.address))
+        .env(
+            "TIDEGATE_STORE__REDIS__URL",
+            &format!("redis://127.0.0.1:{}/0", server.port()),
+        )
+        .start()
+        .await;
+    let ask = async |key: &str| {
+        let request = proxy.request("GET", "/api/x");
+        request.header("X-Api-Key", key).send().await
+    };
+    // The month of Berlin has 28 to 31 days, perhaps with an hour more or less.
+    let response = ask("key-of-ann").await;
+    let window_s = |name| response.list_parameter("ratelimit-policy", name, "w");
+    let month_s = window_s("month").unwrap();
+    assert!((28 * 86_400 - 3600..=31 * 86_400 + 3600).contains(&month_s));
+    assert!((23..=25).contains(&(window_s("day").unwrap() / 3600)));
+    for (limit, remaining) in [("month", 99_999), ("day", 9_999)] {
+        let left = response.list_parameter("ratelimit", limit, "r");
+        assert_eq!(left, Some(remaining));
+    }
+    for expected in [200, 200, 200, 429] {
+        assert_eq!(ask("key-of-zoe").await.status, expected);
+    }
+    let without = proxy.get("/api/x").await;
+    assert_eq!(without.status, 400);
 }
 
 #[tokio::test]

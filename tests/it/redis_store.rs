@@ -10,10 +10,11 @@ use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
+use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, ChargeEffect, CounterState, Decision, Key, KeyBuilder,
-    LeaseGrant, LeaseTerms, Limit, LimitStatus, MAX_UNITS, Refusal, compute_lease_grants,
-    determine_effect,
+    Algorithm, Amendment, Calendar, CalendarUnit, Charge, ChargeEffect, CounterState, Decision,
+    Key, KeyBuilder, LeaseGrant, LeaseTerms, Limit, LimitStatus, MAX_UNITS, Refusal,
+    compute_lease_grants, determine_effect,
 };
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 use tidegate::store::{Settlement, Store};
@@ -39,6 +40,12 @@ pub(crate) fn fixed_window(requests: u64, per_us: u64, offset_us: u64) -> Limit 
         per_us,
         algorithm: Algorithm::FixedWindow { offset_us },
     }
+}
+
+/// Clocks change on two days of the year, at 01:00 UTC.
+pub(crate) fn calendar_day(requests: u64) -> Limit {
+    let calendar = Calendar::new(CalendarUnit::Day, "Europe/Berlin").unwrap();
+    Limit::per_calendar_period(requests, calendar)
 }
 
 pub(crate) fn sliding_window(requests: u64, per_us: u64, buckets: u64) -> Limit {
@@ -177,6 +184,7 @@ impl StateModel {
             <_>::default()
         };
         Decision {
+            override_expiries: Box::default(),
             now_us: time_us,
             admitted,
             statuses: statuses.into(),
@@ -238,7 +246,11 @@ pub(crate) async fn decide_in_redis(
         .unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
 }
 
-pub(crate) static SCRIPT: LazyLock<ScriptLibrary> = LazyLock::new(|| ScriptLibrary::new("t"));
+pub(crate) static SCRIPT: LazyLock<ScriptLibrary> =
+    LazyLock::new(|| ScriptLibrary::with_clock("t", CLOCK.0.clone()));
+
+/// Selects the periods of calendars that a batch names.
+pub(crate) static CLOCK: LazyLock<(Clock, ManualClock)> = LazyLock::new(|| Clock::manual(START_US));
 
 /// Runs a script and loads it first if needed.
 pub(crate) async fn run_script(

@@ -97,6 +97,7 @@ impl NaiveModel {
                 in_effect: None,
             });
         Decision {
+            override_expiries: Box::default(),
             now_us: clock_us,
             admitted,
             statuses: statuses.map(Some).collect(),
@@ -145,6 +146,9 @@ impl NaiveModel {
                 i128::from(sub_window_end_us(per_us, buckets, at_us))
             }
             Algorithm::FixedWindow { offset_us } => window_number(per_us, offset_us, at_us),
+            Algorithm::CalendarWindow { calendar } => {
+                i128::from(calendar.period_at(at_us).start_us)
+            }
             _ => unreachable!("buckets do not record single charges"),
         };
         let in_same_window = |spent: &SpentUnits| window_id(spent.at_us) == window_id(charged_us);
@@ -365,6 +369,7 @@ impl NaiveModel {
                     offset_us,
                     window_number(per_us, offset_us, spent.at_us),
                 ),
+                Algorithm::CalendarWindow { calendar } => calendar.period_at(spent.at_us).start_us,
             });
         newest
             .max()
@@ -398,7 +403,7 @@ impl NaiveModel {
         let cost = charge.cost.min(capacity);
         let most = before.max(capacity.min(before + cost));
         match charge.limit.algorithm {
-            Algorithm::FixedWindow { .. } => self.charge(
+            Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => self.charge(
                 clock_us,
                 &Charge {
                     cost: most - before,
@@ -456,6 +461,7 @@ fn is_counted(limit: &Limit, spent: &SpentUnits, at_us: u64) -> bool {
         Algorithm::FixedWindow { offset_us } => {
             window_number(per_us, offset_us, spent.at_us) == window_number(per_us, offset_us, at_us)
         }
+        Algorithm::CalendarWindow { calendar } => calendar.period_at(spent.at_us).contains(at_us),
         // A sub-window counts whole while its last instant is in the window.
         Algorithm::SlidingWindow { buckets } => {
             sub_window_end_us(per_us, buckets, spent.at_us) + per_us > at_us
@@ -481,6 +487,7 @@ fn expires_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
             offset_us,
             window_number(per_us, offset_us, at_us) + 1,
         ),
+        Algorithm::CalendarWindow { calendar } => calendar.period_at(at_us).end_us,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Counted rejections and settlements in both stores. Logs and windows must match the reference
 //! model. No algorithm may admit more than if all costs had been known from the start.
 
+use crate::redis_store::calendar_day;
 use crate::reference_model::NaiveModel;
 use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
 use fastrand::Rng;
@@ -49,6 +50,10 @@ fn random_policies(rng: &mut Rng) -> Vec<(u32, Limit)> {
             requests: rng.u64(1..12),
             per_us: rng.u64(100..1_000),
             algorithm,
+        };
+        let limit = match rng.u8(..5) {
+            0 => calendar_day(limit.requests),
+            _ => limit,
         };
         if limits
             .iter()

@@ -140,7 +140,11 @@ fn trap_2_refused_requests_are_counted_with_count_rejected() {
         let edge_us = fixture.retry_at_us(1).unwrap();
         for _ in 0..2 * requests {
             fixture.now_us += rng.u64(1..=interval_us);
-            if matches!(algorithm, Algorithm::FixedWindow { .. }) && fixture.now_us >= edge_us {
+            let is_window = matches!(
+                algorithm,
+                Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. }
+            );
+            if is_window && fixture.now_us >= edge_us {
                 fixture.now_us = edge_us - 1; // The next window admits.
             }
             reported_us = retry(fixture).expect("a fast retry must be rejected");

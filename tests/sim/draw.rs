@@ -411,26 +411,29 @@ fn set_flapping(scenario: &mut Scenario, rng: &mut Rng, first_us: u64) {
 }
 
 /// All instances end in an outage. New ones start in it or after it. Half of the runs have another
-/// outage shortly before it, in which most shares are used.
+/// outage shortly before it, in which most shares are used. Between the two, one instance serves
+/// requests and receives statuses.
 fn set_termination(scenario: &mut Scenario, rng: &mut Rng, mut first_us: u64) {
-    let mut restart_server = |at_us, down_us| {
-        scenario.faults.push(Fault {
-            at_us,
-            kind: FaultKind::Restart {
-                server: 0,
-                down_us,
-                lost_us: 0,
-            },
-        });
+    let restart_server = |at_us, down_us| Fault {
+        at_us,
+        kind: FaultKind::Restart {
+            server: 0,
+            down_us,
+            lost_us: 0,
+        },
     };
     let is_second_outage = rng.bool();
     if is_second_outage {
         let down_us = rng.u64(60..90) * 100_000;
-        restart_server(first_us, down_us);
-        first_us += down_us + rng.u64(5..20) * 100_000;
+        scenario.faults.push(restart_server(first_us, down_us));
+        let pause_us = first_us + down_us;
+        first_us = pause_us + rng.u64(5..20) * 100_000;
+        let is_in_pause = |request: &RequestSpec| (pause_us..first_us).contains(&request.at_us);
+        let requests = &mut scenario.requests;
+        requests.retain(|request| request.instance == 0 || !is_in_pause(request));
     }
     let down_us = rng.u64(110..130) * 100_000;
-    restart_server(first_us, down_us);
+    scenario.faults.push(restart_server(first_us, down_us));
     let starts_in_outage = is_second_outage && rng.bool();
     for instance in 0..scenario.instances {
         let after_us = match starts_in_outage {

@@ -83,8 +83,9 @@ async fn change_in_redis(
     inspector: &CounterInspector,
     overrides: &[StoredOverride],
 ) -> Result<(), RedisConnectionError> {
-    let results = inspector.set_overrides(overrides).await;
-    results.into_iter().collect::<Result<(), _>>()?;
+    for one in overrides {
+        inspector.set_override(one).await?;
+    }
     inspector.visit_overrides(|_| true).await?;
     for one in overrides {
         let found = inspector.find_override(&one.key).await?;

@@ -109,14 +109,25 @@ impl Topology {
     }
 }
 
+/// The clocks of a run begin at 08:00 UTC in January.
+pub(crate) const CALENDAR_ZONE: &str = "America/Los_Angeles";
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rule {
     SlidingLog,
     SlidingWindow,
     FixedWindow,
-    TokenBucket { burst: u64 },
-    LeakyBucket { max_delay_us: u64 },
-    Concurrency { ttl_us: u64 },
+    /// Per day of a time zone in which the run begins at midnight.
+    CalendarDay,
+    TokenBucket {
+        burst: u64,
+    },
+    LeakyBucket {
+        max_delay_us: u64,
+    },
+    Concurrency {
+        ttl_us: u64,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -397,6 +408,9 @@ impl PolicySpec {
                 Rule::SlidingLog => format!("algorithm = \"sliding_log\", {per}"),
                 Rule::SlidingWindow => format!("algorithm = \"sliding_window\", {per}"),
                 Rule::FixedWindow => format!("algorithm = \"fixed_window\", {per}"),
+                Rule::CalendarDay => {
+                    format!("algorithm = \"fixed_window\", per = \"day\", tz = \"{CALENDAR_ZONE}\"")
+                }
                 Rule::TokenBucket { burst } => {
                     format!("algorithm = \"token_bucket\", burst = {burst}, {per}")
                 }

@@ -253,7 +253,9 @@ fn max_admitted_within(tight: &Limit, wide: &Limit) -> Option<u64> {
         return None;
     }
     let counted_us = match wide.algorithm {
-        Algorithm::SlidingLog | Algorithm::FixedWindow { .. } => wide.per_us,
+        Algorithm::SlidingLog
+        | Algorithm::FixedWindow { .. }
+        | Algorithm::CalendarWindow { .. } => wide.longest_period_us(),
         // The oldest bucket counts as a whole.
         Algorithm::SlidingWindow { buckets } => wide
             .per_us

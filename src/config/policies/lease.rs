@@ -20,7 +20,7 @@ pub(super) fn build_lease(
     let item = reader.get("lease")?;
     reject_incompatible_settings(reader, quota);
     let shortest_us = limits_with_overrides(quota)
-        .map(|named| named.limit.per_us)
+        .map(|named| named.limit.shortest_period_us())
         .min()?;
     let lease = if item.value.as_dict().is_some() {
         let table = reader.get_optional_table("lease")?;

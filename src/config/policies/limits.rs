@@ -1,6 +1,7 @@
 //! The keys `limit` and `limits` of a policy or of an override.
 
 use super::amounts::{LimitAmount, read_amount};
+use super::calendar::{build_calendar_limit, read_calendar_unit, reject_time_zone};
 use super::context::PolicyContext;
 use crate::config::keywords::ALGORITHMS;
 use crate::config::table_reader::TableReader;
@@ -104,7 +105,12 @@ fn build_limit(
 ) -> Option<(Limit, Option<Box<AmountSource>>)> {
     let amount = read_amount(reader, context);
     let requests = amount.as_ref().map(|amount| amount.requests);
-    let (per, slot_ttl) = (reader.get_duration("per"), reader.get_duration("lease_ttl"));
+    let calendar_unit = read_calendar_unit(reader);
+    let per = match calendar_unit {
+        None => reader.get_duration("per"),
+        Some(_) => None,
+    };
+    let slot_ttl = reader.get_duration("lease_ttl");
     let configured_algorithm = reader.get_keyword("algorithm", &ALGORITHMS);
     let offset = reader.get_duration("offset");
     if configured_algorithm.is_none() && reader.contains_key("algorithm") {
@@ -118,6 +124,11 @@ fn build_limit(
         offset,
     );
     reject_keys_of_other_algorithms(reader, algorithm);
+    if let Some(unit) = calendar_unit {
+        let limit = build_calendar_limit(reader, unit, algorithm, requests)?;
+        return Some((limit, amount?.source));
+    }
+    reject_time_zone(reader);
     let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
     let per = match (counts_slots, reader.contains_key("per")) {
         (true, is_written) => {
@@ -131,7 +142,10 @@ fn build_limit(
         }
         (false, true) => per,
         (false, false) => {
-            reader.report_error("per", "missing; expected a duration such as \"1m\"");
+            reader.report_error(
+                "per",
+                "missing; expected a duration such as \"1m\", or \"day\", \"week\" or \"month\"",
+            );
             None
         }
     };
@@ -185,9 +199,12 @@ fn read_algorithm_options(
         Algorithm::SlidingWindow { buckets: default } => Algorithm::SlidingWindow {
             buckets: buckets.unwrap_or(default),
         },
-        Algorithm::FixedWindow { .. } => Algorithm::FixedWindow {
-            offset_us: to_micros(offset.unwrap_or_default()),
-        },
+        // The period decides later whether the windows are those of a calendar.
+        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => {
+            Algorithm::FixedWindow {
+                offset_us: to_micros(offset.unwrap_or_default()),
+            }
+        }
         Algorithm::TokenBucket { .. } => Algorithm::TokenBucket {
             burst: burst.or(requests).unwrap_or_default(),
             warm_up_us: reader.get_duration("warm_up").map_or(0, to_micros),
@@ -207,7 +224,7 @@ fn reject_keys_of_other_algorithms(reader: &TableReader<'_>, algorithm: Algorith
     let own_keys: &[&str] = match algorithm {
         Algorithm::SlidingLog | Algorithm::Block => &[],
         Algorithm::SlidingWindow { .. } => &["buckets"],
-        Algorithm::FixedWindow { .. } => &["offset"],
+        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => &["offset"],
         Algorithm::TokenBucket { .. } => &["burst", "warm_up"],
         Algorithm::LeakyBucket { .. } => &["max_delay"],
         Algorithm::Concurrency { .. } => &["lease_ttl", "max_duration"],

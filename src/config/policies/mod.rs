@@ -1,6 +1,7 @@
 //! Builds policies from `[[policy]]` tables.
 
 mod amounts;
+mod calendar;
 pub(super) mod context;
 mod cost;
 mod lease;

@@ -48,6 +48,12 @@ pub(in crate::config) enum ValueKind {
         min: Duration,
         max: Duration,
     },
+    /// A duration, or one of some words.
+    DurationOrKeyword {
+        min: Duration,
+        max: Duration,
+        keywords: &'static [&'static str],
+    },
     /// A size in bytes.
     ByteSize {
         min: u64,
@@ -154,17 +160,10 @@ impl fmt::Display for ValueKind {
                 )
             }
             Fraction => f.write_str("a number from 0 to 1"),
-            ValueKind::Duration { min, max } => {
-                write!(f, "a duration such as \"250ms\", \"1s\", \"5m\"")?;
-                match min.is_zero() {
-                    true => write!(f, ", at most {}", format_duration(*max)),
-                    false => write!(
-                        f,
-                        ", from {} to {}",
-                        format_duration(*min),
-                        format_duration(*max)
-                    ),
-                }
+            ValueKind::Duration { min, max } => write_duration_range(f, *min, *max),
+            ValueKind::DurationOrKeyword { min, max, keywords } => {
+                write_duration_range(f, *min, *max)?;
+                write!(f, "; or {}", join_alternatives(keywords))
             }
             ValueKind::ByteSize { min, max } => {
                 write!(f, "a size such as \"64KiB\", \"1MiB\"")?;
@@ -184,6 +183,19 @@ impl fmt::Display for ValueKind {
             Table(_) => f.write_str("a table"),
             TableList(_) => f.write_str("a list of tables"),
         }
+    }
+}
+
+fn write_duration_range(f: &mut fmt::Formatter<'_>, min: Duration, max: Duration) -> fmt::Result {
+    write!(f, "a duration such as \"250ms\", \"1s\", \"5m\"")?;
+    match min.is_zero() {
+        true => write!(f, ", at most {}", format_duration(max)),
+        false => write!(
+            f,
+            ", from {} to {}",
+            format_duration(min),
+            format_duration(max)
+        ),
     }
 }
 

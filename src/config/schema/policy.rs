@@ -297,7 +297,7 @@ pub(in crate::config) static VALUE_CONDITION: [SchemaKey; 2] = [
     ),
 ];
 
-pub(in crate::config) static LIMIT: [SchemaKey; 15] = [
+pub(in crate::config) static LIMIT: [SchemaKey; 16] = [
     key(
         "requests",
         integer(0, MAX_UNITS),
@@ -324,12 +324,19 @@ pub(in crate::config) static LIMIT: [SchemaKey; 15] = [
     ),
     key(
         "per",
-        ValueKind::Duration {
+        ValueKind::DurationOrKeyword {
             min: Duration::from_millis(1),
             max: MAX_PERIOD,
+            keywords: &["day", "week", "month"],
         },
         Optional,
-        "The period. Required, except with concurrency.",
+        "The period. With fixed_window also a day, week (from Monday) or month of the calendar. Required, except with concurrency.",
+    ),
+    key(
+        "tz",
+        Text("the IANA name of a time zone such as \"Europe/Berlin\""),
+        Optional,
+        "Time zone of a day, week or month. Absent: UTC.",
     ),
     key("algorithm", ALGORITHM, Optional, "As in [defaults]."),
     key(

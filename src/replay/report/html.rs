@@ -12,10 +12,9 @@ use super::number_format::{
     format_count, format_key_count, format_share, format_time, format_time_range,
 };
 use super::results::{PolicySetReport, ReplayPolicySummary, ReplayReport, merged_policy_names};
-use crate::config::format_duration;
+use crate::config::format_period;
 use crate::policy::PolicyMode;
 use std::fmt::{self, Write};
-use std::time::Duration;
 
 const STYLE: &str = include_str!("style.css");
 
@@ -292,7 +291,7 @@ fn write_suggestions(
 
 fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestion) -> fmt::Result {
     let limit = &suggestion.limit;
-    let per = format_duration(Duration::from_micros(limit.limit.per_us));
+    let per = format_period(&limit.limit);
     write!(page, "<h4>{}", EscapedText(policy))?;
     if *limit.name != *policy {
         write!(page, " / {}", EscapedText(&limit.name))?;

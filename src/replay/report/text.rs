@@ -6,10 +6,9 @@ use super::number_format::{
     format_count, format_key_count, format_share, format_time, format_time_range,
 };
 use super::results::{PolicySetReport, ReplayReport, merged_policy_names};
-use crate::config::format_duration;
+use crate::config::format_period;
 use crate::policy::PolicyMode;
 use std::fmt::Write;
-use std::time::Duration;
 
 /// Maximum width of names; longer names are truncated.
 const NAME_WIDTH: usize = 18;
@@ -308,7 +307,7 @@ impl TextReportPage {
 
     fn push_suggestion(&mut self, policy: &str, suggestion: &LimitSuggestion) {
         let limit = &suggestion.limit.limit;
-        let per = format_duration(Duration::from_micros(limit.per_us));
+        let per = format_period(limit);
         let name = if *suggestion.limit.name == *policy {
             policy.to_owned()
         } else {

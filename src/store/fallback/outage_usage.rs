@@ -6,7 +6,7 @@
 use super::Share;
 use super::status_cache::CachedStatus;
 use super::write_back::UsageEntry;
-use crate::limiter::{Algorithm, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
+use crate::limiter::{Algorithm, Calendar, CalendarUnit, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
 use crate::store::memory::CounterId;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
@@ -185,6 +185,11 @@ fn encode_algorithm(algorithm: Algorithm) -> EncodedAlgorithm {
         Algorithm::LeakyBucket { max_delay_us } => (4, max_delay_us, 0),
         Algorithm::Concurrency { max_duration_us } => (5, max_duration_us, 0),
         Algorithm::Block => (6, 0, 0),
+        Algorithm::CalendarWindow { calendar } => {
+            let units = CalendarUnit::ALL.into_iter();
+            let unit = units.take_while(|unit| *unit != calendar.unit()).count();
+            (7, unit as u64, calendar.zone_id())
+        }
     }
 }
 
@@ -197,6 +202,12 @@ fn decode_algorithm(row: EncodedAlgorithm) -> Option<Algorithm> {
         (4, max_delay_us, 0) => Algorithm::LeakyBucket { max_delay_us },
         (5, max_duration_us, 0) => Algorithm::Concurrency { max_duration_us },
         (6, 0, 0) => Algorithm::Block,
+        (7, unit, zone_id) => {
+            let unit = CalendarUnit::ALL.get(usize::try_from(unit).ok()?)?;
+            Algorithm::CalendarWindow {
+                calendar: Calendar::from_zone_id(*unit, zone_id)?,
+            }
+        }
         _ => return None,
     })
 }
@@ -213,6 +224,7 @@ fn is_valid_limit(limit: &Limit) -> bool {
             Algorithm::SlidingLog => true,
             Algorithm::SlidingWindow { buckets } => (2..=100).contains(&buckets),
             Algorithm::FixedWindow { offset_us } => offset_us < per_us,
+            Algorithm::CalendarWindow { calendar } => per_us == calendar.unit().nominal_us(),
             Algorithm::TokenBucket { burst, warm_up_us } => {
                 burst >= 1
                     && warm_up_us <= MAX_WARM_UP_US
@@ -242,6 +254,8 @@ mod tests {
             Algorithm::LeakyBucket { max_delay_us: 9 },
             Algorithm::Block,
         ];
+        let month = Calendar::new(CalendarUnit::Month, "Europe/Berlin").unwrap();
+        let per_month = Limit::per_calendar_period(100, month);
         let counter = |algorithm| OutageCounter {
             limit: Limit {
                 requests: 1,
@@ -255,13 +269,18 @@ mod tests {
                 UsageEntry { at_us: 2, units: 5 },
             ],
         };
+        let mut counters: Vec<OutageCounter> = limits.map(counter).into();
+        counters.push(OutageCounter {
+            limit: per_month,
+            ..counter(per_month.algorithm)
+        });
         OutageUsage {
             saved_at_us: 1_700_000_000_000_000,
             now_us: 1_700_000_000_000_009,
             outage_ended_us: 1_700_000_000_000_001,
             share: Share::with_rank(5, 3),
             stale_partitions: vec![0, 16_383],
-            counters: limits.map(counter).into(),
+            counters,
             statuses: vec![(
                 (u128::MAX - 7, Algorithm::SlidingLog, 10_000_000),
                 CachedStatus {
@@ -312,7 +331,11 @@ mod tests {
             OutageUsage::decode(&usage.encode()).map(drop)
         };
         assert_eq!(decode_with(|_| {}), Ok(()));
-        let changes: [fn(&mut OutageCounter); 7] = [
+        let changes: [fn(&mut OutageCounter); 8] = [
+            |counter| {
+                let day = Calendar::new(CalendarUnit::Day, "UTC").unwrap();
+                counter.limit.algorithm = Algorithm::CalendarWindow { calendar: day };
+            },
             |counter| counter.limit.per_us = 0,
             |counter| counter.limit.requests = u64::MAX,
             |counter| counter.other_usage.units = u64::MAX,

@@ -10,7 +10,7 @@ impl FallbackStore {
     /// Decides the charges of `local` policies without Redis, all or nothing; other charges have no
     /// status. Admitted charges will be written back.
     pub fn decide(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
-        match self.find_overrides(charges) {
+        match self.find_overrides(charges, requested_at) {
             Some(overridden) => {
                 let limited = overridden.limited_charges(charges);
                 let (positions, limited): (SmallVec<[_; 4]>, SmallVec<[_; 4]>) =
@@ -23,15 +23,35 @@ impl FallbackStore {
     }
 
     /// The last known overrides of the keys of charges that this process decides in an outage.
-    fn find_overrides(&self, charges: &[Charge<'_>]) -> Option<OverriddenCharges> {
+    fn find_overrides(
+        &self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> Option<OverriddenCharges> {
+        let now_us = self.clock.instant_to_unix_us(requested_at);
         OverriddenCharges::resolve(charges, |charge| {
             if !uses_fallback(charge) {
                 return None;
             }
             let id = counter_id(charge.limit, charge.key);
-            let in_effect = self.override_cache.find(id)?;
-            Some(in_effect.clamp_to(charge.limit))
+            let cached = self.override_cache.find(id)?;
+            let is_current = cached.ends_us.is_none_or(|ends_us| now_us < ends_us);
+            is_current.then(|| cached.in_effect.clamp_to(charge.limit))
         })
+    }
+
+    /// When the override of the charge at `index` ends by itself, by the local clock (µs).
+    pub(super) fn override_end_us(
+        &self,
+        decision: &Decision,
+        index: usize,
+        received_at: Instant,
+    ) -> Option<u64> {
+        let mut expiries = decision.override_expiries.iter();
+        let (_, at_ms) = expiries.find(|(at, _)| *at == index)?;
+        let left_us = at_ms.saturating_mul(1000).saturating_sub(decision.now_us);
+        let received_us = self.clock.instant_to_unix_us(received_at);
+        Some(received_us.saturating_add(left_us))
     }
 
     /// Checks the share in addition to Redis while an outage ends. Returns `None` if Redis decides
@@ -43,7 +63,7 @@ impl FallbackStore {
         held_back: &[usize],
         requested_at: Instant,
     ) -> Option<Decision> {
-        let Some(overridden) = self.find_overrides(charges) else {
+        let Some(overridden) = self.find_overrides(charges, requested_at) else {
             return self.check_share(charges, held_back, requested_at);
         };
         let limited = overridden.limited_charges(charges);

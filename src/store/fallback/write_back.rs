@@ -232,10 +232,14 @@ impl CounterWriteBack {
     }
 
     fn add_usage(&mut self, entry: UsageEntry, may_grow: bool) {
-        let subperiod = |at_us: u64| match self.limit.algorithm {
-            Algorithm::FixedWindow { offset_us } => at_us.saturating_sub(offset_us),
-            _ => at_us,
-        } / (self.limit.per_us / SUBPERIODS_PER_PERIOD).max(1);
+        let subperiod = |at_us: u64| {
+            let start_us = match is_fixed_window(&self.limit) {
+                true => self.limit.window_at(at_us).start_us,
+                false => 0,
+            };
+            let width_us = (self.limit.per_us / SUBPERIODS_PER_PERIOD).max(1);
+            (start_us, (at_us - start_us) / width_us)
+        };
         match self.usage.back_mut() {
             Some(last)
                 if is_bucket(&self.limit)
@@ -266,13 +270,19 @@ pub(super) fn is_bucket(limit: &Limit) -> bool {
     )
 }
 
+fn is_fixed_window(limit: &Limit) -> bool {
+    matches!(
+        limit.algorithm,
+        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. }
+    )
+}
+
 /// Whether units charged at `at_us` may still be in use at `now_us`.
 fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
     let per_us = limit.per_us.max(1);
     match limit.algorithm {
-        Algorithm::FixedWindow { offset_us } => {
-            let window = |at_us: u64| at_us.checked_sub(offset_us).map(|since| since / per_us);
-            window(at_us) == window(now_us)
+        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => {
+            limit.window_at(at_us) == limit.window_at(now_us)
         }
         Algorithm::SlidingWindow { .. } => {
             now_us.saturating_sub(at_us) < per_us + limit.sub_window_width_us()

@@ -351,6 +351,7 @@ mod tests {
             until_us: 5_100_000,
         };
         Decision {
+            override_expiries: Box::default(),
             now_us: 5_000_000,
             admitted: true,
             statuses: SmallVec::from_elem(Some(status), 1),

@@ -24,6 +24,7 @@ pub(super) struct RedisCircuitBreaker {
     failure_counts: [AtomicU64; RedisErrorKind::NAMES.len()],
     state: Mutex<RedisAvailability>,
     foreign_value_log: LogThrottle,
+    wrong_period_log: LogThrottle,
     login_rejection_log: LogThrottle,
 }
 
@@ -55,6 +56,7 @@ impl RedisCircuitBreaker {
             failure_counts: [const { AtomicU64::new(0) }; RedisErrorKind::NAMES.len()],
             state: Mutex::default(),
             foreign_value_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
+            wrong_period_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
             login_rejection_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
         }
     }
@@ -110,6 +112,20 @@ impl RedisCircuitBreaker {
                 key = key(),
                 kind = "wrongtype",
                 "redis key holds a foreign value"
+            );
+        }
+    }
+
+    /// Records that the clock of Redis is in none of the periods that a call named: Redis works, but
+    /// not for limits per day, week or month.
+    pub(super) fn record_wrong_period(&self) {
+        self.record_success();
+        self.count_failure(RedisErrorKind::WrongPeriod);
+        let is_due = self.wrong_period_log.record_occurrence(monotonic_now());
+        if is_due.is_some() {
+            tracing::warn!(
+                kind = "period",
+                "the clocks of redis and of this machine differ by more than a period of a limit"
             );
         }
     }

@@ -20,7 +20,8 @@
 -- Reply    integers in one string, which costs half as much as an array: the time in us, then the
 --          first request on the same line, and each other request on its own line. Per charge:
 --            only if overrides apply to it: requests and burst of its override (-1 0: none, -2 0:
---            unlimited, so nothing is charged, -3 0: blocked)
+--            unlimited, so nothing is charged, -3 0: blocked); -4 and its expiry (ms) before them,
+--            if it has one
 --            refused until (us; 0: admitted, -1: never admitted, -2: unknown)
 --            remaining units
 --            when they next grow (us; 0: never or unknown)
@@ -94,6 +95,11 @@ local function parse_charge(text)
   -- A charge with a lease is not mergeable.
   charge.is_mergeable = rule.is_additive and options == 0 and charge.cost > 0 and not charge.requested_units
     and type(charge.parameters) == 'number'
+  -- section: calendars
+  if letter == 'p' then
+    charge.is_mergeable = options == 0 and charge.cost > 0 and not charge.requested_units
+  end
+  -- end section
   parsed_charges[text] = charge
   return charge
 end
@@ -102,18 +108,22 @@ end
 -- The overrides of all charges, read at once, because each call from Lua costs more than the reading.
 local override_values = #ARGV == 2 and { call('GET', KEYS[2]) } or #ARGV > 2 and call('MGET', unpack(KEYS, #ARGV)) or {}
 
--- The charge under the rule of an override: `*` unlimited, `!` blocked, else
+-- The charge under an override, `RULE[@EXPIRES_MS]`: `*` unlimited, `!` blocked, else
 -- `name=requests[+burst],..`. It has only what differs from the charge.
 local function make_variant(charge, rule)
   local variant = setmetatable({}, charge.metatable)
+  local expiry = match(rule, '@(%d+)$')
+  rule, expiry = match(rule, '^[^@]+'), expiry and '-4 ' .. expiry .. ' ' or ''
+  if not rule then return end
   if rule == '*' then
-    variant.is_unlimited, variant.cost, variant.capacity, variant.override_words = true, 0, 0, '-2 0 '
+    variant.is_unlimited, variant.cost, variant.capacity = true, 0, 0
+    variant.override_words = expiry .. '-2 0 '
     variant.requested_units = charge.requested_units and 0
     return variant
   end
   if charge.rule.is_block then return charge end
   if rule == '!' then
-    variant.capacity, variant.override_words = 0, '-3 0 '
+    variant.capacity, variant.override_words = 0, expiry .. '-3 0 '
     return variant
   end
   local max_amount, max_delay, limit_name = match(charge.override_parameters, '^(%d+)|(%d+)|(.+)$')
@@ -136,7 +146,7 @@ local function make_variant(charge, rule)
     variant.capacity = requests > 0 and (queue - rest) / charge.per + 1 or 0
     variant.parameters = format('%d+%d', requests, rest)
   end
-  variant.override_words = format('%d %d ', requests, burst)
+  variant.override_words = format('%s%d %d ', expiry, requests, burst)
   return variant
 end
 
@@ -145,12 +155,12 @@ end
 local function apply_override(n, first, charge)
   local value = charge.override_words and override_values[n]
   if not value then return charge end
-  local rule = match(value, '^[^ @]+')
-  if not rule then raise_foreign_key(n - first + 1) end
+  local rule = match(value, '^[^ ]+')
   if not charge.variants then charge.variants, charge.metatable = {}, { __index = charge } end
-  local variant = charge.variants[rule]
+  local variant = rule and charge.variants[rule]
   if not variant then
-    variant = make_variant(charge, rule)
+    variant = rule and make_variant(charge, rule)
+    if not variant then raise_foreign_key(n - first + 1) end
     charge.variants[rule] = variant
   end
   return variant
@@ -162,7 +172,7 @@ local function decide_mergeable(n, charge)
   -- section: overrides
   charge = apply_override(n, n, charge)
   if charge.is_unlimited then
-    return '-2 0 0 0 0' .. (charge.repeat_count > 1 and ' ' .. charge.repeat_count or '')
+    return charge.override_words .. '0 0 0' .. (charge.repeat_count > 1 and ' ' .. charge.repeat_count or '')
   end
   -- end section
   local rule, cost, capacity, repeat_count = charge.rule, charge.cost, charge.capacity, charge.repeat_count

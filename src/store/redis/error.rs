@@ -39,6 +39,9 @@ pub enum RedisErrorKind {
     Busy,
     /// The n-th key of the call, from 1, holds a foreign value. Only this key is affected.
     WrongType(usize),
+    /// The clock of the server is in none of the periods of a calendar that the proxy named: it
+    /// differs from the proxy's clock by more than a period. Only limits per period are affected.
+    WrongPeriod,
     /// The reply is invalid.
     InvalidReply,
     /// Redis has not cached the script. This is an error only if loading the script again fails.
@@ -103,7 +106,7 @@ impl From<RedisError> for RedisConnectionError {
 
 impl RedisErrorKind {
     /// Every [`RedisErrorKind::as_str`], in alphabetical order.
-    pub(super) const NAMES: [&str; 19] = [
+    pub(super) const NAMES: [&str; 20] = [
         "busy",
         "clusterdown",
         "connection",
@@ -116,6 +119,7 @@ impl RedisErrorKind {
         "noscript",
         "oom",
         "other",
+        "period",
         "readonly",
         "refused",
         "reply",
@@ -144,6 +148,7 @@ impl RedisErrorKind {
             Self::Misconfigured => "misconf",
             Self::Busy => "busy",
             Self::WrongType(_) => "wrongtype",
+            Self::WrongPeriod => "period",
             Self::InvalidReply => "reply",
             Self::NoScript => "noscript",
             Self::Other => "other",
@@ -187,6 +192,7 @@ impl RedisErrorKind {
             "OOM" => Self::OutOfMemory,
             "MISCONF" | "NOREPLICAS" => Self::Misconfigured,
             "BUSY" => Self::Busy,
+            "PERIOD" => Self::WrongPeriod,
             "FOREIGN" => Self::WrongType(detail.parse().unwrap_or(0)),
             // Redis reports this for the keys of the membership script.
             "WRONGTYPE" => Self::WrongType(0),
@@ -314,6 +320,7 @@ mod tests {
                 RedisErrorKind::NoAuth,
             ),
             ("FOREIGN 3", RedisErrorKind::WrongType(3)),
+            ("PERIOD the clocks differ", RedisErrorKind::WrongPeriod),
             (
                 "@user_script:7: attempt to index a nil value",
                 RedisErrorKind::Other,

@@ -7,7 +7,7 @@ use super::member_list::{MAX_LISTED_MEMBERS, MEMBER_LIST_SCRIPT, MemberList};
 use super::membership::MEMBER_TTL;
 use super::scripts::ScriptLibrary;
 use super::{RedisSettings, RedisStore, SharedRedisState};
-use crate::limiter::{Algorithm, Charge, Limit};
+use crate::limiter::{Charge, Limit};
 use redis::{Cmd, Value, cmd, from_redis_value};
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,8 +31,8 @@ pub struct RedisCounter {
     pub key: String,
     /// Policy and values as readable text; `None` if they were too long to be stored.
     pub readable_key: Option<String>,
-    pub algorithm: Algorithm,
-    pub per_us: u64,
+    /// Algorithm and period as in the key. Its amount is the largest possible one.
+    pub limit: Limit,
     pub used_units: u64,
     /// Time until some units are free again (µs from now); 0 if none are in use.
     pub next_release_in_us: u64,
@@ -213,9 +213,8 @@ impl CounterInspector {
                     .map(|((key, limit, readable), status)| RedisCounter {
                         key: key.clone(),
                         readable_key: readable,
-                        algorithm: limit.algorithm,
-                        per_us: limit.per_us,
                         used_units: limit.requests - status.remaining,
+                        limit,
                         next_release_in_us: status
                             .next_growth_us
                             .map_or(0, |at_us| at_us.saturating_sub(now_us)),

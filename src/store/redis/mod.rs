@@ -107,7 +107,7 @@ impl SharedRedisState {
     /// [`Self::new`] with a chosen clock and a chosen id of the process: for simulations.
     pub fn for_instance(settings: RedisSettings, clock: Clock, instance_id: &str) -> Self {
         Self(Arc::new(RedisContext {
-            scripts: ScriptLibrary::new(&settings.key_prefix),
+            scripts: ScriptLibrary::with_clock(&settings.key_prefix, clock.clone()),
             breaker: RedisCircuitBreaker::new(settings.breaker_failures),
             call_count: AtomicU64::new(0),
             server_info: Mutex::default(),

@@ -88,6 +88,7 @@ impl DecisionBatch {
                 charge,
                 charge.limit.requests,
                 nth > 0,
+                || script.read_wall_clock(),
             );
             self.script_flags |= scripts::program_flags_for_charge(charge);
             let encoded = EncodedCharge {
@@ -231,6 +232,7 @@ fn find_mergeable_charge<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge
         Algorithm::SlidingLog
         | Algorithm::SlidingWindow { .. }
         | Algorithm::FixedWindow { .. }
+        | Algorithm::CalendarWindow { .. }
         | Algorithm::TokenBucket { warm_up_us: 0, .. } => true,
         Algorithm::TokenBucket { .. }
         | Algorithm::LeakyBucket { .. }

@@ -5,6 +5,7 @@ mod counter_key;
 mod program;
 mod reply;
 
+use crate::clock::Clock;
 use crate::limiter::{Charge, KeyBuilder, Limit};
 use crate::store::Settlement;
 use arguments::push_settlement_arguments;
@@ -30,19 +31,31 @@ const MAX_ARGS_PER_CHARGE: usize = 6;
 /// nothing else, and variable values are arguments, so Redis caches few scripts.
 #[derive(Debug)]
 pub struct ScriptLibrary {
-    programs: [OnceLock<LuaProgram>; PROGRAM_COUNT],
+    programs: [OnceLock<Box<LuaProgram>>; PROGRAM_COUNT],
     /// The start of all keys, up to and including the brace that opens the hash tag.
     counter_key_prefix: String,
+    /// Selects the periods of calendars that a call may need.
+    clock: Clock,
 }
 
 impl ScriptLibrary {
     pub fn new(key_prefix: &str) -> Self {
+        Self::with_clock(key_prefix, Clock::system())
+    }
+
+    pub fn with_clock(key_prefix: &str, clock: Clock) -> Self {
         // A brace in the prefix would move the hash tag.
         let prefix = key_prefix.replace('{', "%7B").replace('}', "%7D");
         Self {
             programs: [const { OnceLock::new() }; PROGRAM_COUNT],
             counter_key_prefix: format!("{prefix}:v1:{{"),
+            clock,
         }
+    }
+
+    /// The wall clock of this machine, with the steps that it made since the start.
+    pub(super) fn read_wall_clock(&self) -> u64 {
+        self.clock.reread_system_clock().now_us()
     }
 
     /// The text of the program that decides these charges.
@@ -81,7 +94,13 @@ impl ScriptLibrary {
             }
         }
         push_time_argument(&mut command, time_us);
-        write_charge_arguments(&mut command, charges, |charge| charge.limit.requests);
+        let now_us = || time_us.unwrap_or_else(|| self.read_wall_clock());
+        write_charge_arguments(
+            &mut command,
+            charges,
+            |charge| charge.limit.requests,
+            now_us,
+        );
         command
     }
 
@@ -99,7 +118,8 @@ impl ScriptLibrary {
         }
         push_time_argument(&mut command, time_us);
         for settlement in settlements {
-            push_settlement_arguments(&mut command, settlement);
+            let now_us = || time_us.unwrap_or_else(|| self.read_wall_clock());
+            push_settlement_arguments(&mut command, settlement, now_us);
         }
         command
     }
@@ -118,14 +138,14 @@ impl ScriptLibrary {
         }
         push_time_argument(&mut command, None);
         // With rate 0, a debt is paid back at the rate of its last charge.
-        write_charge_arguments(&mut command, &charges, |_| 0);
+        write_charge_arguments(&mut command, &charges, |_| 0, || self.read_wall_clock());
         command
     }
 
     fn program_for_flags(&self, flags: usize) -> Option<&LuaProgram> {
         self.programs
             .get(flags)
-            .map(|program| program.get_or_init(|| LuaProgram::new(flags)))
+            .map(|program| &**program.get_or_init(|| Box::new(LuaProgram::new(flags))))
     }
 
     pub(super) fn start_evalsha_command(&self, flags: usize, count: usize) -> Cmd {
@@ -156,11 +176,12 @@ fn write_charge_arguments(
     command: &mut Cmd,
     charges: &[Charge<'_>],
     rate: impl Fn(&Charge<'_>) -> u64,
+    read_clock: impl Fn() -> u64,
 ) {
     let mut argument = String::with_capacity(64);
     for (nth, charge) in charges.iter().enumerate() {
         argument.clear();
-        push_charge_argument(&mut argument, charge, rate(charge), nth > 0);
+        push_charge_argument(&mut argument, charge, rate(charge), nth > 0, &read_clock);
         command.write_arg(argument.as_bytes());
     }
 }

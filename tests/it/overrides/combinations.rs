@@ -282,3 +282,24 @@ async fn overrides_hold_on_every_node_of_a_cluster() {
     visited.await.unwrap();
     assert_eq!(listed, 3);
 }
+
+/// Without Redis, an override that the instance remembers ends when it says.
+#[tokio::test]
+async fn a_remembered_override_ends_at_its_expiry_without_redis() {
+    let mut fixture = OverrideFixture::start(
+        "[[policy]]\nname = 'api'\ndynamic = true\nkey = ['header:x-user-id']\n\
+         limit = { requests = 100, per = '1h' }\non_store_failure = 'local'\n",
+    )
+    .await;
+    let proxy = fixture.start_proxy().await;
+    for (user, expires) in [("ann", Some("3s")), ("bob", None)] {
+        let mut set = vec!["set", "api", user, "--block"];
+        set.extend(expires.map(|_| "--expires").into_iter().chain(expires));
+        fixture.run_successfully(&set).await;
+        assert_eq!(status(&proxy, user).await, 429);
+    }
+    fixture.redis.kill();
+    // The test may reach this line after the expiry.
+    await_status(&proxy, "ann", 200).await;
+    assert_eq!(status(&proxy, "bob").await, 429);
+}

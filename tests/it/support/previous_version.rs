@@ -160,6 +160,7 @@ impl PreviousVersion {
             Algorithm::LeakyBucket { .. } => ("leaky_bucket", limit.per_us, 0),
             Algorithm::Concurrency { .. } => ("concurrency", 0, 0),
             Algorithm::Block => ("block", 0, 0),
+            Algorithm::CalendarWindow { .. } => unreachable!("the previous version had none"),
         };
         let variant = match variant {
             0 => String::new(),
@@ -214,6 +215,7 @@ fn letter(limit: &Limit) -> &'static str {
         Algorithm::LeakyBucket { .. } => "d",
         Algorithm::Concurrency { .. } => "c",
         Algorithm::Block => "b",
+        Algorithm::CalendarWindow { .. } => unreachable!("the previous version had none"),
     }
 }
 
@@ -262,6 +264,7 @@ fn parameters(charge: &Charge<'_>) -> String {
             format!("{}+{remainder}", limit.requests)
         }
         Algorithm::Concurrency { .. } => slot_text(charge.slot_id),
+        Algorithm::CalendarWindow { .. } => unreachable!("the previous version had none"),
     }
 }
 

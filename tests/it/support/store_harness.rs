@@ -7,7 +7,8 @@ use redis::{Cmd, Value};
 use std::fmt;
 use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Key, Limit, MAX_UNITS, MAX_WARM_UP_US, Refusal,
+    Algorithm, Amendment, Calendar, CalendarUnit, Charge, Decision, Key, Limit, MAX_UNITS,
+    MAX_WARM_UP_US, Refusal,
 };
 use tidegate::store::redis::ScriptLibrary;
 use tidegate::store::{MemorySettings, MemoryStore, Settlement, StoredOverride};
@@ -234,7 +235,7 @@ pub type LimitGenerator = fn(&mut Rng) -> Limit;
 
 /// Every algorithm with units that return over time, with random values that `check` accepts. A
 /// bucket with a warm-up counts as a separate algorithm. A new algorithm adds one line.
-pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 6] = [
+pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 7] = [
     ("sliding_log", |rng| draw_limit(rng, Algorithm::SlidingLog)),
     ("sliding_window", |rng| {
         let buckets = rng.u64(2..=100);
@@ -251,6 +252,18 @@ pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 6] = [
             algorithm: Algorithm::FixedWindow { offset_us },
             ..limit
         }
+    }),
+    ("calendar_window", |rng| {
+        let zones = [
+            "UTC",
+            "Europe/Berlin",
+            "America/New_York",
+            "Australia/Lord_Howe",
+        ];
+        let unit = CalendarUnit::ALL[rng.usize(..3)];
+        let calendar = Calendar::new(unit, zones[rng.usize(..zones.len())]);
+        let amount = draw_limit(rng, Algorithm::SlidingLog).requests;
+        Limit::per_calendar_period(amount, calendar.expect("a known zone"))
     }),
     ("token_bucket", |rng| draw_token_bucket(rng, 0)),
     ("warm_up", |rng| {

@@ -7,11 +7,12 @@ use fastrand::Rng;
 
 /// Draws a policy: its period is short, so that units return, or long, so that counters add up.
 fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec {
-    let per_us = [SECOND, 3 * SECOND, 10 * SECOND, HOUR][rng.usize(0..4)];
+    let mut per_us = [SECOND, 3 * SECOND, 10 * SECOND, HOUR][rng.usize(0..4)];
     let requests = rng.u64(3..40);
     let rule = match rng.u8(0..12) {
         0..5 => Rule::SlidingLog,
         5..7 => Rule::SlidingWindow,
+        7 if per_us == HOUR => Rule::CalendarDay,
         7 => Rule::FixedWindow,
         8 => Rule::TokenBucket {
             burst: rng.u64(3..30),
@@ -23,10 +24,10 @@ fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec
             ttl_us: rng.u64(1..10) * SECOND,
         },
     };
-    let is_window = matches!(
-        rule,
-        Rule::SlidingLog | Rule::SlidingWindow | Rule::FixedWindow
-    );
+    if rule == Rule::CalendarDay {
+        per_us = 24 * HOUR;
+    }
+    let is_window = is_window(rule);
     let is_counted_in_redis = is_window && per_us >= SECOND;
     let estimate = (is_window && rng.u8(0..5) == 0).then(|| rng.u64(2..6));
     let lease = (is_counted_in_redis && estimate.is_none() && rng.u8(0..4) == 0).then(|| {
@@ -58,6 +59,13 @@ fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec
     }
 }
 
+fn is_window(rule: Rule) -> bool {
+    matches!(
+        rule,
+        Rule::SlidingLog | Rule::SlidingWindow | Rule::FixedWindow | Rule::CalendarDay
+    )
+}
+
 pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
     use ScenarioClass as Class;
     let draw_failure =
@@ -77,11 +85,7 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
     for policy in &mut policies {
         let is_plain =
             policy.estimate.is_none() && policy.lease.is_none() && policy.block_for_us.is_none();
-        let is_window = matches!(
-            policy.rule,
-            Rule::SlidingLog | Rule::SlidingWindow | Rule::FixedWindow
-        );
-        if scenario.class == Class::Cluster && is_plain && is_window && rng.bool() {
+        if scenario.class == Class::Cluster && is_plain && is_window(policy.rule) && rng.bool() {
             (policy.shards, policy.on_failure, policy.second_limit) =
                 (rng.u16(2..4), OnFailure::Open, None);
         }
@@ -188,12 +192,16 @@ fn draw_policy_of_stored_usage(rng: &mut Rng) -> PolicySpec {
     let max_delay_us = 3 * SECOND;
     build_policy(|one| {
         (one.on_failure, one.requests, one.per_us) = (OnFailure::Local, 20, 30 * SECOND);
-        (one.rule, one.block_for_us) = match rng.u8(0..8) {
+        (one.rule, one.block_for_us) = match rng.u8(0..9) {
             0..3 => (Rule::SlidingLog, None),
             3 => (Rule::SlidingLog, Some(2 * SECOND)),
             4 => (Rule::SlidingWindow, None),
             5 => (Rule::FixedWindow, None),
             6 => (Rule::TokenBucket { burst: 20 }, None),
+            7 => {
+                one.per_us = 24 * HOUR;
+                (Rule::CalendarDay, None)
+            }
             _ => (Rule::LeakyBucket { max_delay_us }, None),
         };
     })

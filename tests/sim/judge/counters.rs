@@ -2,10 +2,12 @@
 //! Redis at the end of the run.
 
 use super::{CounterHistory, FinishedRun, Violation, counter_key};
+use crate::sim::redis_server::EPOCH_US;
 use crate::sim::resp::{Command, Reply};
-use crate::sim::scenario::{HOUR, PolicySpec, Rule};
+use crate::sim::scenario::{CALENDAR_ZONE, HOUR, PolicySpec, Rule};
 use crate::sim::world::World;
-use tidegate::limiter::{Algorithm, Charge, Limit};
+use tidegate::clock::Clock;
+use tidegate::limiter::{Algorithm, Calendar, CalendarUnit, Charge, Limit};
 use tidegate::store::redis::ScriptLibrary;
 
 /// Checks a counter whose period is longer than the run, so that its units add up.
@@ -16,7 +18,7 @@ pub(super) fn check_counter(
 ) -> Option<Violation> {
     let limit = counted_limit(history.policy)?;
     history.server?;
-    let used = used_units(world, history, &limit)?;
+    let used = used_units(run, world, history, &limit)?;
     let (mut least, mut most) = (0, 0);
     for one in &history.uses {
         let record = &run.records[one.request];
@@ -74,6 +76,9 @@ fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
         Rule::SlidingLog => Algorithm::SlidingLog,
         Rule::SlidingWindow => Algorithm::SlidingWindow { buckets: 10 },
         Rule::FixedWindow => Algorithm::FixedWindow { offset_us: 0 },
+        Rule::CalendarDay => Algorithm::CalendarWindow {
+            calendar: Calendar::new(CalendarUnit::Day, CALENDAR_ZONE)?,
+        },
         _ => return None,
     };
     let is_countable = policy.per_us >= HOUR && policy.shards == 1;
@@ -85,7 +90,12 @@ fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
 }
 
 /// Reads a counter on all servers by the real script.
-fn used_units(world: &mut World, history: &CounterHistory<'_>, limit: &Limit) -> Option<u64> {
+fn used_units(
+    run: &FinishedRun<'_>,
+    world: &mut World,
+    history: &CounterHistory<'_>,
+    limit: &Limit,
+) -> Option<u64> {
     let key = counter_key(&world.scenario, history.policy_number, history.client);
     // With a large limit, usage above the policy's limit shows, too.
     let limit = Limit {
@@ -93,7 +103,8 @@ fn used_units(world: &mut World, history: &CounterHistory<'_>, limit: &Limit) ->
         ..*limit
     };
     let charges = [Charge::new(&limit, &key, 0)];
-    let library = ScriptLibrary::new("sim");
+    let (clock, _) = Clock::manual(EPOCH_US + run.scenario.end_us);
+    let library = ScriptLibrary::with_clock("sim", clock);
     let mut packed = library.decide_command(&charges, None).get_packed_command();
     let mut command: Command = crate::sim::resp::take_commands(&mut packed).pop()?;
     command[0] = b"EVAL".to_vec();

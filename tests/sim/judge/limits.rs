@@ -29,7 +29,9 @@ pub(super) fn check_limits(
             check_windows(run, history, &forwarded, (limit, policy.per_us))
                 .or_else(|| check_windows(run, history, &forwarded, second?))
         }
-        Rule::FixedWindow => check_windows(run, history, &forwarded, (2 * limit, policy.per_us)),
+        Rule::FixedWindow | Rule::CalendarDay => {
+            check_windows(run, history, &forwarded, (2 * limit, policy.per_us))
+        }
         Rule::TokenBucket { burst } => check_bucket(run, history, &forwarded, burst),
         Rule::LeakyBucket { max_delay_us } => {
             // Without Redis, each instance may release one request at the same moment.

@@ -107,7 +107,7 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
     }
     let cost = policy.cost(&run.scenario.requests[refused.request]);
     match policy.rule {
-        Rule::SlidingLog | Rule::FixedWindow | Rule::SlidingWindow => {
+        Rule::SlidingLog | Rule::FixedWindow | Rule::CalendarDay | Rule::SlidingWindow => {
             is_window_full(
                 run,
                 history,

@@ -81,7 +81,7 @@ pub(in crate::proxy) fn build_method_not_allowed_reply(style: ReplyStyle<'_>) ->
 fn limit_to_json(reported: &LimitReport<'_>, now_us: u64) -> Value {
     let named = reported.limit;
     let has_window = !matches!(named.limit.algorithm, Algorithm::Concurrency { .. });
-    let window = Duration::from_micros(named.limit.per_us);
+    let window = Duration::from_micros(named.limit.period_length_us(now_us));
     let reset_us = reported.status.next_growth_us;
     json!({
         "name": &*named.name,

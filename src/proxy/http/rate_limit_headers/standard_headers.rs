@@ -31,7 +31,7 @@ pub(super) fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut Header
     // Both headers share one buffer, which saves two of four allocations.
     let mut text = Vec::with_capacity(96 * verdict.limits.len());
     for (index, reported) in reported_limits().enumerate() {
-        push_policy_item(&mut text, index, reported);
+        push_policy_item(&mut text, index, reported, verdict.now_us);
     }
     let policies_length = text.len();
     for (index, reported) in reported_limits().enumerate() {
@@ -60,15 +60,16 @@ pub(super) fn is_structured_dictionary(value: &HeaderValue) -> bool {
 }
 
 /// Appends an item of `RateLimit-Policy`, such as `"login";q=5;w=60`.
-fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &LimitReport<'_>) {
+fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &LimitReport<'_>, now_us: u64) {
     let named_limit = reported.limit;
     push_item_name(out, index, &named_limit.name);
     push_integer_parameter(out, b";q=", reported.limit_in_effect().capacity());
-    // `w` is the window in whole seconds: omitted below one second, otherwise rounded up, so that
-    // the header never promises more quota.
+    // `w` is the current window in whole seconds: omitted below one second, otherwise rounded up,
+    // so that the header never promises more quota.
     let has_window = !matches!(named_limit.limit.algorithm, Algorithm::Concurrency { .. });
-    if has_window && named_limit.limit.per_us >= SECOND_US {
-        push_integer_parameter(out, b";w=", named_limit.limit.per_us.div_ceil(SECOND_US));
+    let window_us = named_limit.limit.period_length_us(now_us);
+    if has_window && window_us >= SECOND_US {
+        push_integer_parameter(out, b";w=", window_us.div_ceil(SECOND_US));
     }
     if let Some(unit) = &named_limit.unit {
         out.extend_from_slice(b";qu=");

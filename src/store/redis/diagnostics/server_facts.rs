@@ -248,7 +248,10 @@ fn probe_limit(algorithm: Algorithm) -> Option<Limit> {
     let algorithm = match algorithm {
         Algorithm::Concurrency { .. } | Algorithm::Block => return None,
         Algorithm::SlidingWindow { .. } => Algorithm::SlidingWindow { buckets: 10 },
-        Algorithm::FixedWindow { .. } => Algorithm::FixedWindow { offset_us: 0 },
+        // A period of a calendar costs the same, and would stay longer if it could not be deleted.
+        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => {
+            Algorithm::FixedWindow { offset_us: 0 }
+        }
         Algorithm::TokenBucket { .. } => Algorithm::TokenBucket {
             burst: 1_000_000,
             warm_up_us: 0,

@@ -250,7 +250,7 @@ impl RedisRouter {
                 let result = batcher.request_decision(charges, deadline).await;
                 match result {
                     Ok(_) => breaker.record_success(),
-                    Err(RedisErrorKind::WrongType(_)) => {}
+                    Err(RedisErrorKind::WrongType(_) | RedisErrorKind::WrongPeriod) => {}
                     Err(kind) => breaker.record_failure(kind),
                 }
                 result
@@ -267,8 +267,12 @@ impl RedisRouter {
                     })
             }
         };
-        if let Err(RedisErrorKind::WrongType(position)) = result {
-            self.context.record_foreign_value(charges, position);
+        match result {
+            Err(RedisErrorKind::WrongType(position)) => {
+                self.context.record_foreign_value(charges, position);
+            }
+            Err(RedisErrorKind::WrongPeriod) => breaker.record_wrong_period(),
+            _ => {}
         }
         result
     }
@@ -306,9 +310,12 @@ impl RedisRouter {
         let Some((node, live)) = &call.sent_on else {
             return self.count_failure(kind);
         };
-        // A slot that moves is no failure. A foreign value affects only one key, and the caller
-        // counts it.
-        if let RedisErrorKind::TryAgain | RedisErrorKind::WrongType(_) = kind {
+        // A slot that moves is no failure. A foreign value affects only one key, and a wrong period
+        // only some limits; the caller counts them.
+        if let RedisErrorKind::TryAgain
+        | RedisErrorKind::WrongType(_)
+        | RedisErrorKind::WrongPeriod = kind
+        {
             return kind;
         }
         self.record_connection_failure(live, kind);

@@ -253,6 +253,7 @@ mod tests {
             in_effect: None,
         };
         Decision {
+            override_expiries: Box::default(),
             now_us,
             admitted: false,
             statuses: SmallVec::from_iter([Some(status), None]),

@@ -288,6 +288,7 @@ fn merge_decisions(
     let now_us = answers().next()?.now_us;
     let delay_us = answers().map(|answer| answer.delay_us).max();
     let mut merged = Decision {
+        override_expiries: Box::default(),
         now_us,
         admitted,
         statuses: SmallVec::from_elem(None, charge_count),
@@ -339,6 +340,7 @@ mod tests {
             in_effect: None,
         };
         Decision {
+            override_expiries: Box::default(),
             now_us,
             admitted: true,
             statuses: SmallVec::from_iter([Some(status)]),

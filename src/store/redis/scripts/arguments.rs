@@ -15,12 +15,13 @@ pub(in crate::store::redis) fn push_time_argument(command: &mut Cmd, time_us: Op
 }
 
 /// Appends the argument of a charge. `follows`: the charge belongs to the same request as the
-/// charge before it.
+/// charge before it. `read_clock` is called for a period of a calendar only.
 pub(in crate::store::redis) fn push_charge_argument(
     text: &mut String,
     charge: &Charge<'_>,
     rate: u64,
     follows: bool,
+    read_clock: impl Fn() -> u64,
 ) {
     let options = u64::from(charge.shadow)
         + 2 * u64::from(charge.counts_rejected)
@@ -45,7 +46,7 @@ pub(in crate::store::redis) fn push_charge_argument(
         text.push_str(number.format(value));
     }
     text.push(' ');
-    push_algorithm_parameters(text, charge.limit, rate, charge.slot_id);
+    push_algorithm_parameters(text, charge.limit, rate, charge.slot_id, read_clock);
     if let Some(limit_name) = charge.dynamic {
         let max_delay_us = match charge.limit.algorithm {
             Algorithm::LeakyBucket { max_delay_us } => max_delay_us,
@@ -60,7 +61,11 @@ pub(in crate::store::redis) fn push_charge_argument(
     }
 }
 
-pub(super) fn push_settlement_arguments(command: &mut Cmd, settlement: &Settlement<'_>) {
+pub(super) fn push_settlement_arguments(
+    command: &mut Cmd,
+    settlement: &Settlement<'_>,
+    read_clock: impl Fn() -> u64,
+) {
     let mut number = itoa::Buffer::new();
     let mut parameters = String::new();
     push_algorithm_parameters(
@@ -68,6 +73,7 @@ pub(super) fn push_settlement_arguments(command: &mut Cmd, settlement: &Settleme
         settlement.limit,
         settlement.limit.requests,
         0,
+        read_clock,
     );
     for text in [
         algorithm_letter(settlement.limit),
@@ -98,6 +104,7 @@ fn algorithm_letter(limit: &Limit) -> &'static str {
         Algorithm::SlidingLog => "l",
         Algorithm::SlidingWindow { .. } => "s",
         Algorithm::FixedWindow { .. } => "w",
+        Algorithm::CalendarWindow { .. } => "p",
         Algorithm::TokenBucket { .. } => "t",
         Algorithm::LeakyBucket { .. } => "d",
         Algorithm::Concurrency { .. } => "c",
@@ -107,7 +114,13 @@ fn algorithm_letter(limit: &Limit) -> &'static str {
 
 /// Appends the parameters of a limit's algorithm. `rate`: units that a bucket pays back per period,
 /// unless its last charge used a higher rate.
-fn push_algorithm_parameters(text: &mut String, limit: &Limit, rate: u64, slot: u128) {
+fn push_algorithm_parameters(
+    text: &mut String,
+    limit: &Limit,
+    rate: u64,
+    slot: u128,
+    read_clock: impl Fn() -> u64,
+) {
     let mut number = itoa::Buffer::new();
     let parameter = match limit.algorithm {
         Algorithm::LeakyBucket { .. } => {
@@ -118,6 +131,15 @@ fn push_algorithm_parameters(text: &mut String, limit: &Limit, rate: u64, slot: 
         Algorithm::Concurrency { .. } => return push_slot_id(text, slot),
         Algorithm::SlidingWindow { .. } => limit.sub_window_width_us(),
         Algorithm::FixedWindow { offset_us } => offset_us,
+        Algorithm::CalendarWindow { calendar } => {
+            let [previous_us, current_us, next_us, end_us] =
+                calendar.boundaries_around(read_clock());
+            for leading_parameter in [previous_us, current_us, next_us] {
+                text.push_str(number.format(leading_parameter));
+                text.push('+');
+            }
+            end_us
+        }
         Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => {
             for leading_parameter in [rate, warm_up_us] {
                 text.push_str(number.format(leading_parameter));

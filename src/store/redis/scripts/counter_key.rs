@@ -1,7 +1,7 @@
 //! The keys of counters and of the membership sets in Redis.
 
 use super::ScriptLibrary;
-use crate::limiter::{Algorithm, Charge, Key, Limit, MAX_UNITS};
+use crate::limiter::{Algorithm, Calendar, CalendarUnit, Charge, Key, Limit, MAX_UNITS};
 
 /// A readable part of a key longer than this many bytes is left out.
 const MAX_READABLE_KEY_BYTES: usize = 64;
@@ -11,8 +11,9 @@ const OVERRIDE_KEY_END: &str = "}:override";
 
 impl ScriptLibrary {
     /// The Redis key of a charge's counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
-    /// or buckets>][:<readable key>]`. A counter of counted responses has `counted:` before the
-    /// algorithm, and is not parsed as a counter.
+    /// or buckets>][:<readable key>]`. For a period of a calendar, `<per>+<offset>` is
+    /// `<unit>+<time zone>`. A counter of counted responses has `counted:` before the algorithm, and
+    /// is not parsed as a counter.
     pub fn counter_key(&self, charge: &Charge<'_>) -> String {
         let mut key = String::new();
         self.push_counter_key(&mut key, charge);
@@ -56,6 +57,12 @@ impl ScriptLibrary {
             Algorithm::SlidingLog => ("}:sliding_log:", 0),
             Algorithm::SlidingWindow { buckets } => ("}:sliding_window:", buckets),
             Algorithm::FixedWindow { offset_us } => ("}:fixed_window:", offset_us),
+            Algorithm::CalendarWindow { calendar } => {
+                for text in ["}:fixed_window:", calendar.unit().as_str(), "+"] {
+                    key.push_str(text);
+                }
+                return key.push_str(calendar.zone_name());
+            }
             Algorithm::TokenBucket { .. } => ("}:token_bucket:", 0),
             Algorithm::LeakyBucket { .. } => ("}:leaky_bucket:", 0),
             Algorithm::Concurrency { .. } => ("}:concurrency:", 0),
@@ -115,6 +122,10 @@ impl ScriptLibrary {
         let mut words = rest.splitn(3, ':');
         let (algorithm, period, readable) = (words.next()?, words.next()?, words.next());
         let (per_us, variant) = period.split_once('+').unwrap_or((period, "0"));
+        if let ("fixed_window", Some(calendar)) = (algorithm, parse_calendar(per_us, variant)) {
+            let limit = Limit::per_calendar_period(MAX_UNITS, calendar);
+            return Some((limit, readable.map(str::to_owned)));
+        }
         let variant = variant.parse().ok()?;
         let algorithm = match algorithm {
             "sliding_log" => Algorithm::SlidingLog,
@@ -161,6 +172,12 @@ impl ScriptLibrary {
         let ids = format!("{instances}:{{{instances}}}");
         [instances, ids]
     }
+}
+
+fn parse_calendar(unit: &str, zone_name: &str) -> Option<Calendar> {
+    let mut units = CalendarUnit::ALL.into_iter();
+    let unit = units.find(|known| known.as_str() == unit)?;
+    Calendar::new(unit, zone_name)
 }
 
 pub(in crate::store::redis) fn push_hex_id(text: &mut String, id: u128) {

@@ -22,7 +22,7 @@ const ALGORITHM_SOURCES: [&str; 7] = [
 
 /// Flags for the purposes of a program, above the bits of its algorithms: `SETTLE_FLAG` settles
 /// charges, `COUNT_REJECTED_FLAG` counts rejected requests, `LEASE_FLAG` grants leases,
-/// `OVERRIDE_FLAG` applies overrides of keys.
+/// `OVERRIDE_FLAG` applies overrides of keys, `CALENDAR_FLAG` counts in periods of calendars.
 pub(super) const SETTLE_FLAG: usize = 1 << ALGORITHM_SOURCES.len();
 
 const COUNT_REJECTED_FLAG: usize = SETTLE_FLAG << 1;
@@ -31,7 +31,9 @@ const LEASE_FLAG: usize = COUNT_REJECTED_FLAG << 1;
 
 pub(in crate::store::redis) const OVERRIDE_FLAG: usize = LEASE_FLAG << 1;
 
-pub(super) const PROGRAM_COUNT: usize = OVERRIDE_FLAG << 1;
+const CALENDAR_FLAG: usize = OVERRIDE_FLAG << 1;
+
+pub(super) const PROGRAM_COUNT: usize = CALENDAR_FLAG << 1;
 
 impl LuaProgram {
     pub(super) fn new(flags: usize) -> Self {
@@ -68,6 +70,7 @@ fn strip_source(source: &str, flags: usize) -> String {
             "-- section: rejected charges" => is_included = flags & COUNT_REJECTED_FLAG != 0,
             "-- section: leases" => is_included = flags & LEASE_FLAG != 0,
             "-- section: overrides" => is_included = flags & OVERRIDE_FLAG != 0,
+            "-- section: calendars" => is_included = flags & CALENDAR_FLAG != 0,
             "-- end section" => is_included = true,
             line if is_included && !line.is_empty() && !line.starts_with("--") => {
                 text.push_str(line);
@@ -84,6 +87,7 @@ pub(super) fn program_flags_for_algorithm(algorithm: Algorithm) -> usize {
         Algorithm::SlidingLog => 1,
         Algorithm::SlidingWindow { .. } => 1 << 1,
         Algorithm::FixedWindow { .. } => 1 << 2,
+        Algorithm::CalendarWindow { .. } => 1 << 2 | CALENDAR_FLAG,
         Algorithm::TokenBucket { .. } => 1 << 3,
         Algorithm::LeakyBucket { .. } => 1 << 3 | 1 << 4,
         Algorithm::Concurrency { .. } => 1 << 5,

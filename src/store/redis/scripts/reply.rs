@@ -11,6 +11,9 @@ use smallvec::SmallVec;
 /// Latest time that a script can return: later times are not exact in a double.
 const MAX_EXACT_TIME_US: u64 = 1 << 53;
 
+/// In a reply: the expiry of an override follows.
+const OVERRIDE_EXPIRES: i64 = -4;
+
 /// The position of a caller among those with the same request, from 0 in the order of arrival.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::store::redis) struct CallerPosition {
@@ -46,8 +49,11 @@ impl ScriptLibrary {
         let (mut admitted, mut statuses, mut max_allowed_delay_us) = (true, SmallVec::new(), 0);
         let has_estimates = charges.iter().any(|charge| charge.is_estimate);
         let mut charged_at_us = SmallVec::new();
-        for charge in charges {
-            let status = parse_charge_status(charge, now_us, position, &mut next_number)?;
+        let mut override_expiries = Vec::new();
+        for (index, charge) in charges.iter().enumerate() {
+            let (status, expires_at_ms) =
+                parse_charge_status(charge, now_us, position, &mut next_number)?;
+            override_expiries.extend(expires_at_ms.map(|at_ms| (index, at_ms)));
             if has_estimates {
                 charged_at_us.push(if charge.is_estimate {
                     parse_charged_at_us(now_us, next_number()?)?
@@ -90,6 +96,7 @@ impl ScriptLibrary {
             delay_us,
             grants,
             charged_at_us,
+            override_expiries: override_expiries.into(),
         })
     }
 
@@ -126,17 +133,22 @@ pub(in crate::store::redis) fn parse_now_us(text: &str) -> Option<u64> {
     to_time_us(text.parse().ok()?).filter(|now_us| *now_us > 0)
 }
 
-/// Parses the status of one charge for one of its callers.
+/// Parses the status of one charge for one of its callers, and the expiry of its override (ms).
 fn parse_charge_status(
     charge: &Charge<'_>,
     now_us: u64,
     position: CallerPosition,
     mut next_number: impl FnMut() -> Option<i64>,
-) -> Option<LimitStatus> {
-    let in_effect = match charge.dynamic {
-        Some(_) => parse_override([next_number()?, next_number()?])?,
-        None => None,
-    };
+) -> Option<(LimitStatus, Option<u64>)> {
+    let (mut in_effect, mut expires_at_ms) = (None, None);
+    if charge.dynamic.is_some() {
+        let mut requests = next_number()?;
+        if requests == OVERRIDE_EXPIRES {
+            expires_at_ms = Some(u64::try_from(next_number()?).ok()?);
+            requests = next_number()?;
+        }
+        in_effect = parse_override([requests, next_number()?])?;
+    }
     let limit = charge.limit.with_override(in_effect);
     let numbers = [next_number()?, next_number()?, next_number()?];
     let admitted = match position.total > 1 {
@@ -144,16 +156,17 @@ fn parse_charge_status(
         false => None,
     };
     if in_effect == Some(OverrideInEffect::Unlimited) {
-        return Some(LimitStatus::UNLIMITED);
+        return Some((LimitStatus::UNLIMITED, expires_at_ms));
     }
     let mut status = parse_limit_status(&limit, charge.cost, now_us, numbers)?;
     if let Some(admitted) = admitted {
         status = derive_caller_status(position, status, (&limit, charge.cost), admitted)?;
     }
-    Some(LimitStatus {
+    let status = LimitStatus {
         in_effect,
         ..status
-    })
+    };
+    Some((status, expires_at_ms))
 }
 
 /// Parses the override of a charge; `Some(None)` without one. Returns `None` for impossible values.

@@ -2,7 +2,7 @@ use super::program::{
     LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm, program_flags_for_charges,
 };
 use super::*;
-use crate::limiter::{Algorithm, Key, KeyBuilder, Limit, LimitStatus};
+use crate::limiter::{Algorithm, Calendar, CalendarUnit, Key, KeyBuilder, Limit, LimitStatus};
 use redis::Value;
 
 const LOG_LIMIT: Limit = Limit {
@@ -88,6 +88,46 @@ fn keys_contain_prefix_hash_algorithm_and_period() {
         script.counter_key(&one_unit_charge(&LOG_LIMIT, &long)),
         format!("shop%7Ba%7D:v1:{{{hash}}}:sliding_log:1000000")
     );
+}
+
+#[test]
+fn keys_and_arguments_of_a_calendar_name_its_periods() {
+    let zone = "America/Argentina/Buenos_Aires";
+    let calendar = Calendar::new(CalendarUnit::Month, zone).unwrap();
+    let limit = Limit::per_calendar_period(9, calendar);
+    // 2026-03-01T02:59:59Z is still in February there.
+    let (clock, _) = Clock::manual(1_772_333_999_000_000);
+    let (script, key) = (ScriptLibrary::with_clock("p", clock), key("api", "a:b"));
+    let charge = one_unit_charge(&limit, &key);
+    let name = script.counter_key(&charge);
+    assert!(
+        name.ends_with(&format!("}}:fixed_window:month+{zone}:{key}")),
+        "{name}"
+    );
+    let (parsed, readable) = script.parse_counter_key(&name).unwrap();
+    assert_eq!(parsed.counter_identity(), limit.counter_identity());
+    assert_eq!(readable, Some(key.to_readable_string()));
+    for foreign in ["month+Mars/Base", "month+", "month", "year+UTC"] {
+        let name = format!("p:v1:{{{:032x}}}:fixed_window:{foreign}:x", key.id());
+        assert_eq!(script.parse_counter_key(&name), None, "{foreign}");
+    }
+    let mut argument = String::new();
+    push_charge_argument(&mut argument, &charge, 9, false, || {
+        script.read_wall_clock()
+    });
+    let (january, february, march, april) = (
+        1_767_236_400_000_000_u64,
+        1_769_914_800_000_000_u64,
+        1_772_334_000_000_000_u64,
+        1_775_012_400_000_000_u64,
+    );
+    let boundaries = format!("{january}+{february}+{march}+{april}");
+    assert_eq!(argument, format!("p 0 1 9 2678400000000 {boundaries}"));
+    // Other programs do not contain the part for calendars.
+    let other = program_flags_for_algorithm(Algorithm::FixedWindow { offset_us: 0 });
+    assert!(!LuaProgram::new(other).text.contains("calendar"));
+    let own = LuaProgram::new(program_flags_for_charges(&[charge])).text;
+    assert!(own.contains("calendar_read") && own.len() < 16 * 1024);
 }
 
 #[test]
