@@ -126,6 +126,16 @@ fn reject_untrusted_field(reader: &TableReader<'_>, context: &PolicyContext, fie
     }
 }
 
+/// Reports options of a limit that need one amount for all requests.
+pub(super) fn reject_options_with_one_amount(reader: &TableReader<'_>, counts_slots: bool) {
+    if counts_slots {
+        reader.report_error("requests_from", "not for algorithm = \"concurrency\": slots are renewed under one amount; expected requests");
+    }
+    if reader.contains_key("warm_up") {
+        reader.report_error("warm_up", "not with requests_from: a third of a small amount may be less than the cost of a request; expected no warm_up");
+    }
+}
+
 /// Reports settings that need one amount for all requests of a key.
 pub(super) fn reject_settings_with_one_amount<'q>(
     reader: &TableReader<'_>,

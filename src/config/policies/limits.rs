@@ -1,6 +1,6 @@
 //! The keys `limit` and `limits` of a policy or of an override.
 
-use super::amounts::{LimitAmount, read_amount};
+use super::amounts::{LimitAmount, read_amount, reject_options_with_one_amount};
 use super::calendar::{build_calendar_limit, read_calendar_unit, reject_time_zone};
 use super::context::PolicyContext;
 use crate::config::keywords::ALGORITHMS;
@@ -157,14 +157,11 @@ fn build_limit(
     if let (Some(amount), Some(per)) = (&amount, per) {
         reject_inexact_limit(reader, algorithm, amount, to_micros(per));
     }
-    let is_stated = amount
+    if amount
         .as_ref()
-        .is_some_and(|amount| amount.source.is_some());
-    if is_stated && counts_slots {
-        reader.report_error("requests_from", "not for algorithm = \"concurrency\": slots are renewed under one amount; expected requests");
-    }
-    if is_stated && reader.contains_key("warm_up") {
-        reader.report_error("warm_up", "not with requests_from: a third of a small amount may be less than the cost of a request; expected no warm_up");
+        .is_some_and(|amount| amount.source.is_some())
+    {
+        reject_options_with_one_amount(reader, counts_slots);
     }
     match amount.as_ref().map(LimitAmount::max) {
         Some(0) => reader.report_warning("requests", "0 rejects every request"),
