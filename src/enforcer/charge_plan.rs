@@ -4,7 +4,7 @@ use super::decisions::PolicyDecision;
 use super::planned_policy::{PlannedPolicy, is_concurrency_limit};
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
-use crate::limiter::{Algorithm, Charge, Decision, Key, Limit, LimitStatus};
+use crate::limiter::{Algorithm, Charge, Decision, Key, LimitStatus};
 use crate::policy::{
     Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, OnStoreFailure, OverrideRule,
     Policy, PolicyAction, PolicyTable, read_request_amounts,
