@@ -177,6 +177,7 @@ impl BenchRequest {
             token: jwt::RequestToken::without_token_reader(),
             client_cert: None,
             has_joined_headers: false,
+            is_peer_trusted: false,
             descriptor: None,
         }
     }

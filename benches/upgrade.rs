@@ -29,7 +29,7 @@ use support::TEST_TIMEOUT;
 use support::proxy::Proxy;
 use support::redis::RedisServer;
 use support::upgrade::{
-    INSTANCE_COUNT, PHASES, REQUESTS_PER_PHASE, TOTAL_UNITS, upgrade_config, user_request,
+    INSTANCE_COUNT, PHASES, REQUESTS_PER_PHASE, TOTAL_UNITS, client_request, upgrade_config,
 };
 use support::upstream::{Upstream, full_body};
 use tokio::time::sleep;
@@ -113,7 +113,7 @@ async fn send_to_all(proxies: &[(Proxy, bool)], paths: &[&str], requests_each: u
     let send = async |proxy: &Proxy, path: &str| {
         let mut admitted = 0;
         for _ in 0..requests_each {
-            let request = user_request(proxy, &format!("/{path}"), Some("ann"));
+            let request = client_request(proxy, &format!("/{path}"), "192.0.2.1");
             match request.send().await.status {
                 200 => admitted += 1,
                 429 => {}

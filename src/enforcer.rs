@@ -11,6 +11,7 @@ mod estimated_charge;
 mod explain;
 mod own_limits;
 mod plan_verdict;
+mod planned_policy;
 mod rate_limit_call;
 mod verdict;
 
@@ -116,8 +117,9 @@ impl Enforcer {
         );
         let (verdict, source) = match self.store.decide_with_source(&charges, arrived).await {
             // The local share has refused the request while an outage ends.
-            Ok((decision, source @ DecisionSource::Degraded)) => {
+            Ok((mut decision, source @ DecisionSource::Degraded)) => {
                 drop(charges);
+                plan.report_amounts(&mut decision);
                 plan.record_degraded_decisions(Some(&decision), record_decision);
                 let verdict = Verdict {
                     is_degraded: true,
@@ -125,7 +127,8 @@ impl Enforcer {
                 };
                 (verdict, source)
             }
-            Ok((decision, source)) => {
+            Ok((mut decision, source)) => {
+                plan.report_amounts(&mut decision);
                 let slot_guard = slot_guard.and_then(|guard| {
                     let untaken = untaken_slot_action(&decision, source);
                     plan.retain_taken_slots(guard, &charges, &decision, untaken)
@@ -145,10 +148,13 @@ impl Enforcer {
                     partial,
                 } = failure;
                 // A closed policy rejects the request, whatever the others would decide.
-                let decision = match plan.first_fail_closed_policy() {
+                let mut decision = match plan.first_fail_closed_policy() {
                     Some(_) => None,
                     None => self.store.decide_by_fallback(&charges, partial),
                 };
+                if let Some(decision) = &mut decision {
+                    plan.report_amounts(decision);
+                }
                 let slot_guard = slot_guard.and_then(|guard| {
                     let decision = decision.as_ref()?;
                     plan.retain_taken_slots(guard, &charges, decision, UntakenSlotAction::Release)

@@ -4,7 +4,8 @@
 use crate::masters::{MASTER_COUNT, RedisMasters};
 use std::fmt::Write;
 use std::time::Duration;
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Charge, Limit};
+use tidegate::policy::{KeyPart, KeyTemplate, path};
 use tidegate::store::redis::ScriptLibrary;
 
 pub(crate) const LIMIT_PERIOD: Duration = Duration::from_secs(2);
@@ -336,7 +337,12 @@ on_store_failure = '{mode}'
 }
 
 fn counter_key(policy: &str, user: &str, limit: &Limit) -> String {
-    let mut key = KeyBuilder::new(policy);
+    let header = match policy.ends_with("hourly") {
+        true => "header:x-hourly-user",
+        false => "header:x-user",
+    };
+    let part = KeyPart::parse(header, &path::Settings::DEFAULT).unwrap();
+    let mut key = KeyTemplate::new(vec![part]).start_key(policy);
     key.push_key_value(Some(user.as_bytes()));
     ScriptLibrary::new(PREFIX).counter_key(&Charge::new(limit, &key.finish(), 1))
 }

@@ -3,7 +3,7 @@
 use super::limit_json;
 use crate::admin::ExplainRequest;
 use crate::enforcer::{self, PolicyExplanation, PolicyStep};
-use crate::policy::{PolicyMode, PolicyTable};
+use crate::policy::{Policy, PolicyMode, PolicyTable};
 use crate::proxy::InboundRequest;
 use crate::store::Store;
 use crate::tls::CertificateSubject;
@@ -117,13 +117,13 @@ pub(crate) fn predict_outcome<'t>(
     is_limit_status_known: bool,
 ) -> ExpectedOutcome<'t> {
     let (mut exhausted, mut has_limits, mut has_unknown_status) = (Vec::new(), false, false);
-    for (policy, step) in explanation
-        .steps
-        .iter()
-        .filter(|(policy, _)| policy.is_enforced())
-    {
+    let is_enforced =
+        |(policy, step): &&(&Policy, PolicyStep<'t>)| mode_of(policy, step).is_enforced();
+    for (policy, step) in explanation.steps.iter().filter(is_enforced) {
         match step {
-            PolicyStep::Denies => return ExpectedOutcome::Denied(&policy.name),
+            PolicyStep::Denies | PolicyStep::DeniesKey(_) => {
+                return ExpectedOutcome::Denied(&policy.name);
+            }
             PolicyStep::InvalidKey(_) => return ExpectedOutcome::CannotKey(&policy.name),
             PolicyStep::Limits(limits) => {
                 has_limits = true;
@@ -145,6 +145,14 @@ pub(crate) fn predict_outcome<'t>(
         (true, true, true) if has_unknown_status => ExpectedOutcome::Unknown,
         (true, true, true) => ExpectedOutcome::Admitted,
         (true, true, false) => ExpectedOutcome::Rejected(exhausted),
+    }
+}
+
+/// The mode in which a policy decides a request.
+pub(crate) fn mode_of(policy: &Policy, step: &PolicyStep<'_>) -> PolicyMode {
+    match step {
+        PolicyStep::Limits(limits) => limits.mode,
+        _ => policy.mode,
     }
 }
 
@@ -171,9 +179,13 @@ pub(crate) fn explanation_to_json(
             PolicyStep::Skipped => ("skipped", Some("a part of its key is missing".to_owned())),
             PolicyStep::InvalidKey(error) => ("cannot_key", Some(error.to_string())),
             PolicyStep::Limits(_) => ("limits", None),
+            PolicyStep::ExemptsKey(key) => ("exempts_key", Some(format!("an override exempts {key}"))),
+            PolicyStep::DeniesKey(key) => ("denies", Some(format!("an override denies {key}"))),
+            PolicyStep::OffForKey(key) => ("skipped", Some(format!("an override switches it off for {key}"))),
         };
+        let mode = mode_of(policy, step);
         let mut policy_json =
-            json!({ "policy": policy.name, "mode": policy.mode.name(), "shadow": policy.mode == PolicyMode::Shadow, "result": result, "why": why });
+            json!({ "policy": policy.name, "mode": mode.name(), "shadow": mode == PolicyMode::Shadow, "result": result, "why": why });
         if let (PolicyStep::Limits(limited), Some(policy_json)) =
             (step, policy_json.as_object_mut())
         {

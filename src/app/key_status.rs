@@ -3,7 +3,9 @@
 use super::limit_json;
 use super::store_backend::StoreBackend;
 use crate::limiter::{Charge, Key, LimitStatus};
-use crate::policy::{NamedLimit, Policy, PolicyAction, PolicyMode, PolicyTable, Quota};
+use crate::policy::{
+    NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
+};
 use crate::store::redis::{CounterInspector, RedisConnectionError};
 use crate::store::{Store, StoreUnavailable};
 use serde_json::{Value, json};
@@ -21,6 +23,9 @@ pub(crate) struct ResolvedKey<'t> {
     /// The key of the counters of counted responses, if the policy has them.
     pub(crate) counted_key: Option<Key>,
     pub(crate) limits: &'t [NamedLimit],
+    /// What an override does with the key.
+    pub(crate) rule: OverrideRule,
+    pub(crate) mode: PolicyMode,
 }
 
 /// Why a key cannot be resolved, with a message for people.
@@ -52,7 +57,7 @@ pub(crate) fn resolve_key<'t>(
     values: &[String],
 ) -> Result<ResolvedKey<'t>, KeyLookupError> {
     let (policy, quota) = find_limiting_policy(table, policy)?;
-    let (key, limits) = quota
+    let (key, selected) = quota
         .key_and_limits_for_values(&policy.name, values, &table.client, &table.path)
         .map_err(KeyLookupError::InvalidValues)?;
     Ok(ResolvedKey {
@@ -60,7 +65,9 @@ pub(crate) fn resolve_key<'t>(
         quota,
         counted_key: quota.counts_responses().then(|| key.to_counted_key()),
         key,
-        limits,
+        limits: selected.limits,
+        rule: selected.rule,
+        mode: selected.mode(policy.mode),
     })
 }
 
@@ -165,18 +172,32 @@ impl ResolvedKey<'_> {
         let left = |until_us: u64| {
             limit_json::micros_to_seconds_json(until_us.saturating_sub(status.now_us))
         };
-        json!({
+        let mut status_json = json!({
             "policy": self.policy.name,
             "key": self.key.to_readable_string(),
             "key_hash": format!("{:032x}", self.key.id()),
-            "admitted": !self.is_exhausted(status),
-            "mode": self.policy.mode.name(),
+            "admitted": match self.rule {
+                OverrideRule::Limit(_) => !self.is_exhausted(status),
+                OverrideRule::Allow | OverrideRule::Skip => true,
+                OverrideRule::Deny => false,
+            },
+            "mode": self.mode.name(),
             "scope": self.key.scope().name(),
-            "shadow": self.policy.mode == PolicyMode::Shadow,
+            "shadow": self.mode == PolicyMode::Shadow,
             "least_cost": self.quota.cost.min_units(),
             "blocked_s": status.blocked_until_us.map(left),
             "limits": limits.collect::<Vec<Value>>(),
-        })
+        });
+        let rule = match self.rule {
+            OverrideRule::Limit(_) => return status_json,
+            OverrideRule::Allow => "allow",
+            OverrideRule::Deny => "deny",
+            OverrideRule::Skip => "off",
+        };
+        if let Some(fields) = status_json.as_object_mut() {
+            fields.insert("override".to_owned(), json!(rule));
+        }
+        status_json
     }
 
     /// Deletes the counters of the key. Returns how many existed.

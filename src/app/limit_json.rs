@@ -28,6 +28,10 @@ pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
     set_field("name", json!(&*named.name));
     set_field("algorithm", json!(algorithm_name(named.limit.algorithm)));
     set_field("requests", json!(requests));
+    if let Some(source) = &named.amount {
+        set_field("requests_from", json!(source.field.to_string()));
+        set_field("max", json!(source.max));
+    }
     if !matches!(named.limit.algorithm, Algorithm::Concurrency { .. }) {
         set_field("per", json!(format_period(&named.limit)));
         set_field("per_s", micros_to_seconds_json(per_us));
@@ -71,7 +75,9 @@ pub(crate) fn limit_with_status_to_json(
         ..named.clone()
     };
     let mut fields = limit_to_json(&in_effect);
-    if let Some(kind) = status.in_effect {
+    let is_stated =
+        |kind| named.amount.is_some() && matches!(kind, OverrideInEffect::Amounts { .. });
+    if let Some(kind) = status.in_effect.filter(|kind| !is_stated(*kind)) {
         fields.insert("override".to_owned(), json!(override_kind(kind)));
     }
     if !status.is_unlimited() {

@@ -70,7 +70,7 @@ pub(crate) fn resolve_override(
             "policy {name} has no overrides in the store; expected dynamic = true in its table"
         )));
     }
-    let (key, limits) = quota
+    let (key, selected) = quota
         .key_and_limits_for_listed_values(name, &input.values, &table.client, &table.path)
         .map_err(invalid)?;
     let kinds = [
@@ -81,7 +81,9 @@ pub(crate) fn resolve_override(
     let rule = match kinds {
         [true, false, false] => KeyOverride::Unlimited,
         [false, true, false] => KeyOverride::Blocked,
-        [false, false, true] => resolve_limits(name, limits, &input.limits).map_err(invalid)?,
+        [false, false, true] => {
+            resolve_limits(name, selected.limits, &input.limits).map_err(invalid)?
+        }
         _ => {
             return Err(invalid(
                 "expected exactly one of requests, unlimited and blocked".to_owned(),

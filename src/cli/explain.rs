@@ -122,7 +122,7 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
         .filter(|_| is_redis);
     let mut text = String::new();
     for (policy, step) in &explanation.steps {
-        let mode = policy.mode.suffix();
+        let mode = explanation::mode_of(policy, step).suffix();
         let result = match step {
             PolicyStep::NotMatched(unmet) => unmet.to_string(),
             PolicyStep::NotReached => "not reached".to_owned(),
@@ -130,6 +130,11 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
             PolicyStep::Denies => "matches: denied".to_owned(),
             PolicyStep::Skipped => "matches, but a part of its key is missing: skipped".to_owned(),
             PolicyStep::InvalidKey(error) => format!("matches, but {error}"),
+            PolicyStep::ExemptsKey(key) => {
+                format!("matches: key {key}, exempt from this policy by an override")
+            }
+            PolicyStep::DeniesKey(key) => format!("matches: key {key}, denied by an override"),
+            PolicyStep::OffForKey(key) => format!("matches: key {key}, off by an override"),
             PolicyStep::Limits(limits) => {
                 let scope = match limits.key.is_instance_scoped() {
                     true => ", counted by each instance",

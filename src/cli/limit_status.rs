@@ -19,6 +19,9 @@ pub(super) fn format_limit_line(named: &NamedLimit, status: Option<(&LimitStatus
             None => status_text,
             Some(OverrideInEffect::Unlimited) => "unlimited by an override".to_owned(),
             Some(OverrideInEffect::Blocked) => format!("{status_text}, blocked by an override"),
+            Some(OverrideInEffect::Amounts { .. }) if named.amount.is_some() => {
+                format!("{status_text}, as the request states")
+            }
             Some(OverrideInEffect::Amounts { .. }) => format!("{status_text}, by an override"),
         }
     });
@@ -52,6 +55,12 @@ pub(super) fn format_key_status(status: &Value) -> String {
     if let Some(hash) = status.get("key_hash").and_then(Value::as_str) {
         text.push_str(&format!("  {} in the log\n", hash.escape_debug()));
     }
+    match status.get("override").and_then(Value::as_str) {
+        Some("allow") => text.push_str("  exempt by an override\n"),
+        Some("deny") => text.push_str("  denied by an override\n"),
+        Some("off") => text.push_str("  not limited by this policy, by an override\n"),
+        _ => {}
+    }
     let is_set = |field: &str| status.get(field).and_then(Value::as_bool).unwrap_or(false);
     let is_mark = status.get("mode").and_then(Value::as_str) == Some("mark");
     text.push_str(match (is_set("admitted"), is_set("shadow")) {
@@ -82,12 +91,19 @@ fn format_limit_status(limit: &Value) -> String {
     if let Some("unlimited") = limit.get("override").and_then(Value::as_str) {
         return format!("{:<16} unlimited by an override", field("name"));
     }
+    let stated = limit.get("requests_from").and_then(Value::as_str);
+    let stated = stated.map_or_else(String::new, |field| {
+        format!(
+            ", unless the {} states another amount",
+            field.escape_debug()
+        )
+    });
     let growth = match limit.get("grows_in_s").and_then(Value::as_f64) {
         Some(seconds) => format!(", more in {}", format_wait(seconds_to_micros(seconds))),
         None => String::new(),
     };
     format!(
-        "{:<16} {quota:<32} {} left{growth}{}",
+        "{:<16} {quota:<32} {} left{growth}{stated}{}",
         field("name"),
         field("remaining"),
         match limit.get("override").and_then(Value::as_str) {

@@ -5,7 +5,7 @@ use super::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
     ActualCostSource, CostSource, EstimateCost, HeaderCost, Matcher, MissingKeyAction, NamedLimit,
-    OnStoreFailure, Policy, PolicyAction, Quota,
+    OnStoreFailure, OverrideRule, Policy, PolicyAction, Quota,
 };
 use figment::value::{Num, Value};
 use std::fmt;
@@ -131,15 +131,21 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
     });
     let overrides = quota.overrides.as_slice().iter().map(|entry| {
         let values = entry.values.iter().enumerate();
-        let values = values.map(|(position, value)| match value {
-            Some(value) => quota.key.format_value(position, value),
-            None => "*".into(),
-        });
-        format!(
-            "; for {}: {}",
-            values.collect::<Vec<_>>().join(", "),
-            describe_limits(&entry.limits)
-        )
+        let values = values.map(|(position, value)| quota.key.format_pattern(position, value));
+        let rule = match entry.rule {
+            OverrideRule::Limit(mode) => {
+                let mode = mode.map_or_else(String::new, |mode| format!(" (mode {})", mode.name()));
+                let limits = match entry.limits.is_empty() {
+                    true => "the same limits".to_owned(),
+                    false => describe_limits(&entry.limits),
+                };
+                format!("{limits}{mode}")
+            }
+            OverrideRule::Allow => "exempt from this policy, others still apply".to_owned(),
+            OverrideRule::Deny => "denied".to_owned(),
+            OverrideRule::Skip => "off".to_owned(),
+        };
+        format!("; for {}: {rule}", values.collect::<Vec<_>>().join(", "))
     });
     let counter = quota.key.counter_name();
     let counter = counter.map_or_else(String::new, |counter| {
@@ -187,9 +193,16 @@ fn describe_missing_key(quota: &Quota, matcher: &Matcher) -> String {
 }
 
 fn describe_limits(limits: &[NamedLimit]) -> String {
-    let limits = limits
-        .iter()
-        .map(|named| describe_limit(&named.limit, named.unit.as_deref()));
+    let limits = limits.iter().map(|named| {
+        let text = describe_limit(&named.limit, named.unit.as_deref());
+        match &named.amount {
+            None => text,
+            Some(source) => format!(
+                "{text} (or the number in the {}, at most {})",
+                source.field, source.max
+            ),
+        }
+    });
     limits.collect::<Vec<_>>().join(" and ")
 }
 

@@ -62,8 +62,8 @@ impl Config {
         for entry in overrides.into_iter().flatten() {
             let values = entry.get_mut("key").and_then(Json::as_array_mut);
             for (position, value) in values.into_iter().flatten().enumerate() {
-                let text = value.as_str().filter(|text| *text != "*");
-                if let Some(text) = text.filter(|_| key.is_hashed_at(position)) {
+                let is_exact = |text: &&str| !text.replace("\\*", "").contains('*');
+                if let Some(text) = value.as_str().filter(is_exact) {
                     *value = key.format_value(position, text).into();
                 }
             }

@@ -52,16 +52,22 @@ impl SchemaTables {
             .filter(is_required)
             .map(|key| key.name)
             .collect();
-        if let Some(fields) = described.as_object_mut()
-            && path.starts_with("policy")
-            && !required.is_empty()
+        // A cost is either in a header or in the response; an amount in the file or in a request.
+        let kinds: Option<[&[&str]; 2]> = if std::ptr::eq(table, schema::COST.as_slice()) {
+            Some([&["header"], &["estimate", "actual"]])
+        } else if std::ptr::eq(table, schema::LIMIT.as_slice()) {
+            Some([&["requests"], &["requests_from", "default", "max"]])
+        } else {
+            None
+        };
+        if let Some(fields) = described
+            .as_object_mut()
+            .filter(|_| path.starts_with("policy"))
         {
-            if std::ptr::eq(table, schema::COST.as_slice()) {
-                // A cost is either in a header or in the response.
-                let kinds = [vec!["header"], vec!["estimate", "actual"]];
+            if let Some(kinds) = kinds {
                 let kinds = kinds.map(|keys| json!({ "required": keys }));
                 fields.insert("oneOf".to_owned(), json!(kinds));
-            } else {
+            } else if !required.is_empty() {
                 fields.insert("required".to_owned(), json!(required));
             }
         }
@@ -237,6 +243,16 @@ mod tests {
             (format!("{limit}[[policy]]\n"), false),
             (format!("[[policy]]\n{limit}"), false),
             (format!("{policy}limit = {{ per = '1s' }}\n"), false),
+            (
+                format!(
+                    "{policy}limit = {{ requests_from = 'jwt:a', default = 1, max = 2, per = '1s' }}\n"
+                ),
+                true,
+            ),
+            (
+                format!("{policy}limit = {{ requests_from = 'jwt:a', default = 1, per = '1s' }}\n"),
+                false,
+            ),
             (
                 format!("{policy}limit = {{ requests = 1, per = '1h30m' }}\n"),
                 true,

@@ -1,7 +1,7 @@
 //! Keywords that `[defaults]` and `[[policy]]` share.
 
 use crate::limiter::Algorithm;
-use crate::policy::{MissingKeyAction, OnStoreFailure};
+use crate::policy::{MissingKeyAction, OnStoreFailure, PolicyMode};
 
 pub(super) const ON_STORE_FAILURE_MODES: [(&str, OnStoreFailure); 3] = [
     ("open", OnStoreFailure::Open),
@@ -33,4 +33,12 @@ pub(super) const ALGORITHMS: [(&str, Algorithm); 6] = [
         },
     ),
     ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }),
+];
+
+/// The modes of a policy; `None`: the policy is only validated.
+pub(super) const POLICY_MODES: [(&str, Option<PolicyMode>); 4] = [
+    (PolicyMode::Enforce.name(), Some(PolicyMode::Enforce)),
+    (PolicyMode::Mark.name(), Some(PolicyMode::Mark)),
+    (PolicyMode::Shadow.name(), Some(PolicyMode::Shadow)),
+    ("off", None),
 ];

@@ -10,7 +10,7 @@ mod proxy;
 mod store;
 
 pub(super) use key::{KeyRequirement, SchemaKey, ValueKind};
-pub(super) use policy::{COST, MATCH, VALUE_CONDITION};
+pub(super) use policy::{COST, LIMIT, MATCH, VALUE_CONDITION};
 pub(super) use store::{DEFAULT_KEY_PREFIX, DEFAULT_REDIS_URL};
 
 use client::{CLIENT, SELF_SERVICE};

@@ -1,14 +1,13 @@
 //! The charges of one request: which limits apply, by which key and at which cost.
 
 use super::decisions::PolicyDecision;
+use super::planned_policy::{PlannedPolicy, is_concurrency_limit};
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
-use crate::limiter::{
-    Algorithm, Charge, Decision, Key, LeaseTerms, Limit, LimitName, LimitStatus, MAX_UNITS,
-};
+use crate::limiter::{Algorithm, Charge, Decision, Key, LimitStatus, MAX_UNITS};
 use crate::policy::{
-    Descriptor, EstimateCost, Facts, KeyDigests, KeyError, MatchingPolicies, NamedLimit,
-    OnStoreFailure, Policy, PolicyAction, PolicyTable,
+    Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, OnStoreFailure, OverrideRule,
+    Policy, PolicyAction, PolicyTable, read_request_amounts,
 };
 use crate::store::{
     ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
@@ -27,76 +26,6 @@ pub(super) struct ChargePlan<'t> {
     pub planned_policies: SmallVec<[PlannedPolicy<'t>; 2]>,
     /// Policies that would have rejected the request before any charge.
     pub unenforced_rejections: UnenforcedRejections<'t>,
-}
-
-/// The limits of one matching policy, for the request's key.
-pub(super) struct PlannedPolicy<'t> {
-    /// Index of the policy in the table.
-    pub policy_index: usize,
-    pub policy: &'t Policy,
-    pub key: Key,
-    pub limits: &'t [NamedLimit],
-    /// The block of the policy, charged before the limits. A shadow policy has none, because it
-    /// never blocks a request.
-    pub block: Option<&'t Limit>,
-    pub cost: u64,
-    /// The cost is an estimate until the response reports the actual one.
-    pub estimate: Option<&'t Arc<EstimateCost>>,
-    /// The key of the counters of counted responses, if only those start the block.
-    pub counted_key: Option<Box<Key>>,
-    pub counts_rejected: bool,
-    pub shards: u16,
-    pub lease: Option<LeaseTerms>,
-    /// Whether overrides of the key in the store apply.
-    pub is_dynamic: bool,
-}
-
-impl<'t> PlannedPolicy<'t> {
-    /// Whether both charge the same counters: the same policy by several descriptors, or policies
-    /// with the same `counter`.
-    fn shares_counters_with(&self, other: &Self) -> bool {
-        let identities = |planned_policy: &Self| {
-            planned_policy
-                .limits
-                .iter()
-                .map(|named| named.limit.counter_identity())
-        };
-        self.key.id() == other.key.id() && identities(self).eq(identities(other))
-    }
-
-    /// Replaces two charges of the same counters by one of `cost`. The policy with the tighter
-    /// limits decides. (Equal descriptors can carry different limits, too.)
-    fn merge(&mut self, other: PlannedPolicy<'t>, cost: u64) {
-        let mut pairs = self.limits.iter().zip(other.limits);
-        if pairs.any(|(own, others)| others.limit.is_tighter_than(&own.limit)) {
-            *self = other;
-        }
-        self.cost = cost;
-    }
-
-    /// The name of a limit if overrides in the store apply to it.
-    fn dynamic_name<'n>(&self, named: &'n NamedLimit) -> Option<&'n LimitName> {
-        self.is_dynamic.then_some(&named.name)
-    }
-
-    /// The limits with counters of counted responses. Their charges follow those of the limits.
-    fn counted_limits(&self) -> impl Iterator<Item = &'t NamedLimit> {
-        let has_counters = self.counted_key.is_some();
-        let limits = self.limits.iter().filter(move |_| has_counters);
-        limits.filter(|named| !is_concurrency_limit(&named.limit))
-    }
-
-    /// Skips the statuses of [`Self::counted_limits`].
-    pub(super) fn skip_counted_statuses(&self, statuses: &mut impl Iterator) {
-        self.counted_limits().for_each(|_| drop(statuses.next()));
-    }
-
-    /// Whether the policy may delay requests.
-    pub(super) fn may_delay_requests(&self) -> bool {
-        let is_leaky_bucket =
-            |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
-        self.limits.iter().any(is_leaky_bucket)
-    }
 }
 
 impl<'t> ChargePlan<'t> {
@@ -144,18 +73,9 @@ impl<'t> ChargePlan<'t> {
                     }
                     break;
                 }
-                PolicyAction::Deny if !policy.is_enforced() => {
-                    record_decision(index, None, PolicyDecision::from_mode(policy.mode));
-                    self.unenforced_rejections.add_policy(policy);
-                    continue;
-                }
                 PolicyAction::Deny => {
-                    record_decision(index, None, PolicyDecision::Denied);
-                    return Err(RequestOutcome::Denied {
-                        policy: &policy.name,
-                        is_reported: policy.is_reported,
-                        custom_response: policy.reject_response.as_ref(),
-                    });
+                    self.deny(index, policy, None, &mut record_decision)?;
+                    continue;
                 }
             };
             let context = table.key_context(policy);
@@ -167,21 +87,32 @@ impl<'t> ChargePlan<'t> {
                 None => quota.key_and_limits_for_request(name, facts, &context, seen),
             };
             match selected {
-                Ok(Some((key, limits))) => {
-                    let block = quota.block.as_ref().filter(|_| policy.is_enforced());
+                Ok(Some((key, selected))) => {
+                    if !self.is_limited_by(
+                        index,
+                        policy,
+                        (&key, selected.rule),
+                        &mut record_decision,
+                    )? {
+                        continue;
+                    }
+                    let mode = selected.mode(policy.mode);
+                    let block = quota.block.as_ref().filter(|_| mode.is_enforced());
                     let counts_responses = block.is_some() && quota.counts_responses();
                     let planned_policy = PlannedPolicy {
                         policy_index: index,
                         policy,
+                        mode,
                         counted_key: counts_responses.then(|| Box::new(key.to_counted_key())),
                         key,
-                        limits,
+                        limits: selected.limits,
+                        amounts: read_request_amounts(selected.limits, facts),
                         block,
                         cost: quota.cost.compute_units(facts),
                         estimate: quota.cost.as_estimate(),
                         counts_rejected: quota.count_rejected,
                         shards: quota.shards,
-                        lease: quota.lease,
+                        lease: quota.lease.filter(|_| mode.is_enforced()),
                         is_dynamic: quota.is_dynamic
                             && !descriptor.is_some_and(Descriptor::has_own_limit),
                     };
@@ -197,6 +128,44 @@ impl<'t> ChargePlan<'t> {
         Ok(())
     }
 
+    /// Whether the policy limits requests of a key, or an override says otherwise.
+    fn is_limited_by(
+        &mut self,
+        index: usize,
+        policy: &'t Policy,
+        (key, rule): (&Key, OverrideRule),
+        record_decision: &mut impl FnMut(usize, Option<&Key>, PolicyDecision),
+    ) -> Result<bool, RequestOutcome<'t>> {
+        match rule {
+            OverrideRule::Limit(_) => return Ok(true),
+            OverrideRule::Skip => {}
+            OverrideRule::Allow => record_decision(index, Some(key), PolicyDecision::Exempt),
+            OverrideRule::Deny => self.deny(index, policy, Some(key), record_decision)?,
+        }
+        Ok(false)
+    }
+
+    /// Rejects the request, unless the policy is not enforced.
+    fn deny(
+        &mut self,
+        index: usize,
+        policy: &'t Policy,
+        key: Option<&Key>,
+        record_decision: &mut impl FnMut(usize, Option<&Key>, PolicyDecision),
+    ) -> Result<(), RequestOutcome<'t>> {
+        if !policy.is_enforced() {
+            record_decision(index, key, PolicyDecision::from_mode(policy.mode));
+            self.unenforced_rejections.add_policy(policy, policy.mode);
+            return Ok(());
+        }
+        record_decision(index, key, PolicyDecision::Denied);
+        Err(RequestOutcome::Denied {
+            policy: &policy.name,
+            is_reported: policy.is_reported,
+            custom_response: policy.reject_response.as_ref(),
+        })
+    }
+
     /// Rejects the request because the policy cannot form its key, unless the policy is not
     /// enforced.
     fn record_invalid_key(
@@ -208,7 +177,7 @@ impl<'t> ChargePlan<'t> {
     ) -> Result<(), RequestOutcome<'t>> {
         if !policy.is_enforced() {
             record_decision(index, None, PolicyDecision::from_mode(policy.mode));
-            self.unenforced_rejections.add_policy(policy);
+            self.unenforced_rejections.add_policy(policy, policy.mode);
             return Ok(());
         }
         record_decision(index, None, PolicyDecision::Denied);
@@ -263,23 +232,19 @@ impl<'t> ChargePlan<'t> {
                         planned_policy.cost
                     }
                 };
-                let limits = planned_policy.limits.iter().map(move |named| {
-                    (
-                        &named.limit,
-                        cost(&named.limit),
-                        planned_policy.dynamic_name(named),
-                    )
+                let limits = planned_policy.limits.iter().enumerate();
+                let limits = limits.map(move |(index, named)| {
+                    let limit = planned_policy.limit_at(index, named);
+                    (limit, cost(limit), planned_policy.dynamic_name(named))
                 });
                 let (key, counted_key) = (&planned_policy.key, &planned_policy.counted_key);
                 let counted = counted_key.iter().flat_map(move |key| {
-                    let limits = planned_policy.counted_limits();
+                    let limits = planned_policy.limits.iter().enumerate();
+                    let limits = limits.filter(|(_, named)| !is_concurrency_limit(&named.limit));
                     let name = |named| planned_policy.dynamic_name(named);
-                    limits.map(move |named| {
-                        (
-                            (&named.limit, planned_policy.cost, name(named)),
-                            &**key,
-                            true,
-                        )
+                    limits.map(move |(index, named)| {
+                        let limit = planned_policy.limit_at(index, named);
+                        ((limit, planned_policy.cost, name(named)), &**key, true)
                     })
                 });
                 block
@@ -289,7 +254,7 @@ impl<'t> ChargePlan<'t> {
                     .chain(counted)
                     .map(move |((limit, cost, dynamic), key, is_counted)| Charge {
                         policy_number,
-                        shadow: !planned_policy.policy.is_enforced(),
+                        shadow: !planned_policy.mode.is_enforced(),
                         counts_rejected: planned_policy.counts_rejected,
                         // A block is not settled.
                         is_estimate: planned_policy.estimate.is_some()
@@ -308,6 +273,27 @@ impl<'t> ChargePlan<'t> {
                     })
             })
             .collect()
+    }
+
+    /// Enters the amounts that the request states into the statuses of its charges, so that
+    /// responses and settlements use them. An override in the store wins.
+    pub(super) fn report_amounts(&self, decision: &mut Decision) {
+        let mut first = 0;
+        for planned_policy in &self.planned_policies {
+            first += usize::from(planned_policy.block.is_some());
+            let next = first + planned_policy.limits.len();
+            if let Some(amounts) = &planned_policy.amounts {
+                let own = decision.statuses.get_mut(first..next);
+                for (index, status) in own.into_iter().flatten().enumerate() {
+                    if let Some(status) = status
+                        && status.in_effect.is_none()
+                    {
+                        status.in_effect = amounts.in_effect(index);
+                    }
+                }
+            }
+            first = next + planned_policy.counted_limits().count();
+        }
     }
 
     /// Reserves a slot for each concurrency limit.
@@ -405,8 +391,8 @@ impl<'t> ChargePlan<'t> {
     pub(super) fn enforced_policies(&self) -> impl Iterator<Item = &'t Policy> {
         self.planned_policies
             .iter()
+            .filter(|planned_policy| planned_policy.mode.is_enforced())
             .map(|planned_policy| planned_policy.policy)
-            .filter(|policy| policy.is_enforced())
     }
 
     /// The first enforced policy with `on_store_failure = "closed"`.
@@ -460,8 +446,4 @@ pub(super) fn taken_slots<'c, 'k>(
         }
     }
     (taken, max_duration_us)
-}
-
-fn is_concurrency_limit(limit: &Limit) -> bool {
-    matches!(limit.algorithm, Algorithm::Concurrency { .. })
 }

@@ -1,10 +1,12 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
 use super::UnenforcedRejections;
-use super::charge_plan::{ChargePlan, PlannedPolicy};
+use super::charge_plan::ChargePlan;
+use super::planned_policy::PlannedPolicy;
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
-    Facts, KeyDigests, KeyError, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
+    Facts, KeyDigests, KeyError, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode,
+    PolicyTable, UnmetCondition, read_request_amounts,
 };
 use crate::store::{Store, StoreUnavailable};
 use smallvec::smallvec;
@@ -23,11 +25,19 @@ pub enum PolicyStep<'t> {
     /// The request is rejected because the policy cannot form its key.
     InvalidKey(KeyError),
     Limits(PolicyLimits<'t>),
+    /// An override exempts the key from this policy.
+    ExemptsKey(Key),
+    /// An override denies the key.
+    DeniesKey(Key),
+    /// An override switches the policy off for the key.
+    OffForKey(Key),
 }
 
 /// The limits of one policy for a request.
 #[derive(Debug)]
 pub struct PolicyLimits<'t> {
+    /// The mode of the policy, or of an override for the key.
+    pub mode: PolicyMode,
     pub key: Key,
     pub cost: u64,
     pub limits: &'t [NamedLimit],
@@ -60,14 +70,14 @@ pub async fn explain_request<'t>(
             .enumerate()
             .filter_map(|(index, (policy, step))| match step {
                 PolicyStep::Limits(limits) => {
-                    let PolicyLimits {
-                        key, limits, block, ..
-                    } = limits;
+                    let PolicyLimits { key, block, .. } = limits;
                     Some(PlannedPolicy {
                         policy_index: index,
                         policy,
+                        mode: limits.mode,
                         key: key.clone(),
-                        limits,
+                        limits: limits.limits,
+                        amounts: read_request_amounts(limits.limits, facts),
                         block: *block,
                         cost: 0,
                         estimate: None,
@@ -83,7 +93,10 @@ pub async fn explain_request<'t>(
     let mut now_us = None;
     for plan in separate_shared_counters(planned_policies.collect()) {
         let decision = match store.decide(&plan.build_charges(0, 0)).await {
-            Ok(decision) => decision,
+            Ok(mut decision) => {
+                plan.report_amounts(&mut decision);
+                decision
+            }
             Err(unavailable) => {
                 return PolicyExplanation {
                     steps,
@@ -149,7 +162,10 @@ fn explain_policies<'t>(
         is_walk_ended |= policy.is_enforced()
             && matches!(
                 step,
-                PolicyStep::Exempts | PolicyStep::Denies | PolicyStep::InvalidKey(_)
+                PolicyStep::Exempts
+                    | PolicyStep::Denies
+                    | PolicyStep::DeniesKey(_)
+                    | PolicyStep::InvalidKey(_)
             );
         (policy, step)
     });
@@ -168,13 +184,21 @@ fn explain_policy<'t>(
     };
     let (context, mut digests) = (table.key_context(policy), KeyDigests::default());
     match quota.key_and_limits_for_request(&policy.name, facts, &context, &mut digests) {
-        Ok(Some((key, limits))) => {
-            let block = quota.block.as_ref().filter(|_| policy.is_enforced());
+        Ok(Some((key, selected))) => {
+            match selected.rule {
+                OverrideRule::Limit(_) => {}
+                OverrideRule::Allow => return PolicyStep::ExemptsKey(key),
+                OverrideRule::Deny => return PolicyStep::DeniesKey(key),
+                OverrideRule::Skip => return PolicyStep::OffForKey(key),
+            }
+            let mode = selected.mode(policy.mode);
+            let block = quota.block.as_ref().filter(|_| mode.is_enforced());
             let cost = quota.cost.compute_units(facts);
             PolicyStep::Limits(PolicyLimits {
+                mode,
                 key,
                 cost,
-                limits,
+                limits: selected.limits,
                 block,
                 blocked_until_us: None,
                 statuses: Vec::new(),

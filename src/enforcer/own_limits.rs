@@ -1,6 +1,7 @@
 //! The limits of one client, read for the client itself.
 
-use super::charge_plan::{ChargePlan, PlannedPolicy};
+use super::charge_plan::ChargePlan;
+use super::planned_policy::PlannedPolicy;
 use super::{
     Enforcer, LimitRejection, LimitReport, RequestOutcome, RetryHint, UnenforcedRejections, Verdict,
 };
@@ -53,7 +54,10 @@ impl Enforcer {
         }
         let plan = plan_without_cost(client);
         let decision = match self.store.decide(&plan.build_charges(0, 0)).await {
-            Ok(decision) => decision,
+            Ok(mut decision) => {
+                plan.report_amounts(&mut decision);
+                decision
+            }
             Err(unavailable) => {
                 return OwnLimits {
                     verdict: unavailable_verdict(unavailable.retry_after_us),
@@ -105,8 +109,10 @@ fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> ChargePlan<'t> {
     let planned_policies = client.quotas.iter().map(|own| PlannedPolicy {
         policy_index: own.policy_index,
         policy: own.policy,
+        mode: own.mode,
         key: own.key.clone(),
         limits: own.limits,
+        amounts: own.amounts.clone(),
         block: own.quota.block.as_ref(),
         cost: 0,
         estimate: None,

@@ -1,7 +1,8 @@
 //! From the store's decision about a plan to a verdict, and to the decision of each policy.
 
-use super::charge_plan::{ChargePlan, PlannedPolicy};
+use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
+use super::planned_policy::PlannedPolicy;
 use super::{LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Decision, Key, LimitStatus, Refusal};
 use crate::policy::{NamedLimit, OnStoreFailure, Policy, PolicyMode};
@@ -24,13 +25,13 @@ impl<'t> ChargePlan<'t> {
             refusals.is_blocked |= block.is_some_and(|block| block.refusal.is_some());
             let blocked_until_us = block.and_then(|block| block.next_growth_us);
             for (limit, status) in planned_policy.limits.iter().zip(&mut statuses) {
-                let policy = planned_policy.policy;
+                let (policy, mode) = (planned_policy.policy, planned_policy.mode);
                 let status = match (*status, blocked_until_us) {
-                    (Some(status), _) if !policy.is_enforced() => {
+                    (Some(status), _) if !mode.is_enforced() => {
                         if status.refusal.is_some() {
-                            verdict.unenforced_rejections.add_policy(policy);
+                            verdict.unenforced_rejections.add_policy(policy, mode);
                         }
-                        Some(marked_status(status)).filter(|_| policy.mode == PolicyMode::Mark)
+                        Some(marked_status(status)).filter(|_| mode == PolicyMode::Mark)
                     }
                     (status, Some(until_us)) => Some(blocked_status(status, until_us)),
                     (status, None) => status,
@@ -154,7 +155,7 @@ impl PlannedPolicy<'_> {
             known &= status.is_some();
         }
         self.skip_counted_statuses(statuses);
-        let mode = self.policy.mode;
+        let mode = self.mode;
         match (refused, mode) {
             _ if blocked => Some(PolicyDecision::Blocked),
             (true, PolicyMode::Enforce) => Some(PolicyDecision::Rejected),
@@ -186,7 +187,7 @@ impl PlannedPolicy<'_> {
             self.skip_counted_statuses(statuses);
         }
         match self.policy.on_store_failure {
-            _ if !self.policy.is_enforced() => PolicyDecision::DegradedUndecided,
+            _ if !self.mode.is_enforced() => PolicyDecision::DegradedUndecided,
             OnStoreFailure::Open => PolicyDecision::DegradedOpen,
             OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
             // Another policy is closed: nothing was decided.

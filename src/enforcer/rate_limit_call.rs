@@ -204,7 +204,7 @@ impl ChargePlan<'_> {
                 is_exhausted |= status.refusal.is_some();
             }
             is_refused |=
-                is_exhausted && planned_policy.cost == 0 && planned_policy.policy.is_enforced();
+                is_exhausted && planned_policy.cost == 0 && planned_policy.mode.is_enforced();
         }
         decision.admitted &= !is_refused;
         is_refused

@@ -1,12 +1,13 @@
-use super::charge_plan::PlannedPolicy;
+use super::planned_policy::PlannedPolicy;
 use super::*;
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, KeyBuilder, Limit};
 use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
     ActualCostSource, CostSource, CountedStatuses, EstimateCost, KeyError, KeyPart, KeyTemplate,
-    LimitOverride, LimitOverrides, Matcher, MissingKeyAction, NamedLimit, OnStoreFailure, Policy,
-    PolicyAction, PolicyMode, PolicyTable, Quota, RateLimitHeaderSettings, client,
+    LimitOverride, LimitOverrides, Matcher, MissingKeyAction, NamedLimit, OnStoreFailure,
+    OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota, RateLimitHeaderSettings,
+    ValuePattern, client,
 };
 use crate::store::redis::{
     RedisCredentials, RedisDialer, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
@@ -52,6 +53,7 @@ fn make_limit(name: &str, requests: u64) -> NamedLimit {
         name: name.into(),
         unit: None,
         limit,
+        amount: None,
         is_reported: true,
     }
 }
@@ -152,6 +154,7 @@ impl EnforcerFixture {
             token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             has_joined_headers: false,
+            is_peer_trusted: false,
             descriptor: None,
         };
         let policies = self.enforcer.policy_snapshot();
@@ -248,12 +251,14 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
 fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
-        let planned_policy = |policy| PlannedPolicy {
+        let planned_policy = policies.iter().map(|policy| PlannedPolicy {
             counted_key: None,
             policy_index: 0,
             policy,
+            mode: policy.mode,
             key: key.clone(),
             limits: &[],
+            amounts: None,
             block: None,
             cost: 1,
             estimate: None,
@@ -261,9 +266,9 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
             shards: 1,
             lease: None,
             is_dynamic: false,
-        };
+        });
         let plan = ChargePlan {
-            planned_policies: policies.iter().map(planned_policy).collect(),
+            planned_policies: planned_policy.collect(),
             unenforced_rejections: UnenforcedRejections::default(),
         };
         let verdict = plan.into_degraded_verdict(
@@ -341,11 +346,12 @@ fn a_repeated_key_header_is_rejected() {
 }
 
 #[test]
-fn the_first_matching_override_replaces_all_limits() {
+fn an_exact_override_replaces_all_limits_before_any_value() {
     let mut policy = make_policy_by_user("p", 1);
     let entry = |value: Option<&str>, requests| LimitOverride {
-        values: vec![value.map(Into::into)],
+        values: vec![value.map_or(ValuePattern::Any, |text| ValuePattern::Exact(text.into()))],
         limits: vec![make_limit("o", requests)],
+        rule: OverrideRule::Limit(None),
     };
     let quota = quota_mut(&mut policy);
     quota.overrides = LimitOverrides::new(
@@ -355,7 +361,7 @@ fn the_first_matching_override_replaces_all_limits() {
     );
     let fixture = EnforcerFixture::new(vec![policy]);
     let passed = |user: &str| (0..12).filter(|_| fixture.is_forwarded(user)).count();
-    assert_eq!((passed("ann"), passed("bob"), passed("eve")), (3, 2, 2));
+    assert_eq!((passed("ann"), passed("bob"), passed("eve")), (3, 9, 2));
 }
 
 #[test]

@@ -36,7 +36,7 @@ pub struct Verdict<'t> {
 
 /// The policies that would have rejected a request, in their order.
 #[derive(Debug, Default)]
-pub struct UnenforcedRejections<'t>(Vec<&'t Policy>);
+pub struct UnenforcedRejections<'t>(Vec<(&'t Policy, PolicyMode)>);
 
 impl<'t> UnenforcedRejections<'t> {
     pub fn is_empty(&self) -> bool {
@@ -45,15 +45,16 @@ impl<'t> UnenforcedRejections<'t> {
 
     /// The names of the policies in a mode.
     pub fn names_in_mode(&self, mode: PolicyMode) -> impl Iterator<Item = &'t str> {
-        let in_mode = self.0.iter().filter(move |policy| policy.mode == mode);
-        in_mode.map(|policy| &*policy.name)
+        let in_mode = self.0.iter().filter(move |(_, own)| *own == mode);
+        in_mode.map(|(policy, _)| &*policy.name)
     }
 
-    /// Adds a policy that is not enforced. One that was added just before is not added again.
-    pub(super) fn add_policy(&mut self, policy: &'t Policy) {
-        let is_last = |last: &&'t Policy| std::ptr::eq(*last, policy);
+    /// Adds a policy that is not enforced, but in this mode. One that was added just before is not
+    /// added again.
+    pub(super) fn add_policy(&mut self, policy: &'t Policy, mode: PolicyMode) {
+        let is_last = |last: &(&'t Policy, PolicyMode)| std::ptr::eq(last.0, policy);
         if !self.0.last().is_some_and(is_last) {
-            self.0.push(policy);
+            self.0.push((policy, mode));
         }
     }
 
@@ -202,6 +203,7 @@ mod tests {
     fn of_equal_refusals_the_first_limit_is_the_tightest() {
         let named = ["first", "second"].map(|name| NamedLimit {
             name: name.into(),
+            amount: None,
             is_reported: true,
             unit: None,
             limit: Limit {

@@ -60,8 +60,13 @@ const COUNTED_TAG: u8 = 4;
 /// The bit that distinguishes the ids of a key and of its counter of counted responses.
 const COUNTED_ID_BIT: u128 = 1 << 127;
 
+const SOURCES_TAG: u8 = 5;
+const LABEL_TAG: u8 = 6;
 /// Precedes the policy name of a key of [`CounterScope::Instance`].
-const INSTANCE_TAG: u8 = 5;
+const INSTANCE_TAG: u8 = 7;
+
+/// Length of a [`KeyBuilder::push_sources`] digest.
+pub const SOURCES_BYTES: usize = 4;
 
 impl KeyBuilder {
     pub fn new(policy: &str) -> Self {
@@ -77,6 +82,22 @@ impl KeyBuilder {
         }
         builder.push_encoded_value(policy.as_bytes());
         builder
+    }
+
+    /// Adds the digest of where the values come from, before the first value. So values from another
+    /// source never have the same key.
+    pub fn push_sources(&mut self, sources: [u8; SOURCES_BYTES]) {
+        self.encoded_values.push(SOURCES_TAG);
+        self.encoded_values.extend_from_slice(&sources);
+    }
+
+    /// Adds the source of the next value, for a key part with alternatives. The label has at most
+    /// 255 bytes.
+    pub fn push_label(&mut self, label: &[u8]) {
+        let len = u8::try_from(label.len()).unwrap_or(u8::MAX);
+        self.encoded_values.extend_from_slice(&[LABEL_TAG, len]);
+        self.encoded_values
+            .extend(label.iter().copied().take(usize::from(len)));
     }
 
     /// Adds one value. An absent value equals an empty one and differs from every other value.
@@ -216,7 +237,8 @@ impl Key {
 
     /// The policy's name and the values as readable text: `policy/value/value`. Bytes that could be
     /// taken for separators or harm a terminal are percent-escaped. An absent value is `-`, a
-    /// hashed one `#` and hex, a shard `+` and its number.
+    /// hashed one `#` and hex, a shard `+` and its number. A value of a part with alternatives is
+    /// `source=value`.
     pub fn to_readable_string(&self) -> String {
         let mut text = String::with_capacity(self.encoded_values.len());
         self.append_readable_to(&mut text);
@@ -226,7 +248,14 @@ impl Key {
     /// Appends [`Key::to_readable_string`] with whole digests, from which [`Key::from_full_text`]
     /// makes the key again.
     pub fn append_full_text_to(&self, text: &mut String) {
-        self.append_text_to(text, |text, digest| text.push_str(&encode_digest(digest)));
+        self.append_text_to(
+            text,
+            |text, digest| text.push_str(&encode_digest(digest)),
+            |text, sources| {
+                text.push_str("/=");
+                sources.iter().for_each(|byte| push_hex_byte(text, *byte));
+            },
+        );
     }
 
     /// The key with this text of [`Key::append_full_text_to`]. `None` if it is no such text.
@@ -240,7 +269,19 @@ impl Key {
             _ => return None,
         }
         for part in parts {
-            match read_full_text_value(part)? {
+            let value = match part.split_once('=') {
+                Some(("", sources)) => {
+                    let sources = u32::from_str_radix(sources, 16).ok()?;
+                    builder.push_sources(sources.to_be_bytes());
+                    continue;
+                }
+                Some((label, value)) => {
+                    builder.push_label(&read_escaped_text(label)?);
+                    value
+                }
+                None => part,
+            };
+            match read_full_text_value(value)? {
                 KeyValueText::Plain(value) => builder.push_key_value(Some(&value)),
                 KeyValueText::Digest(digest) => builder.push_digest(&digest),
             }
@@ -253,7 +294,8 @@ impl Key {
         let mut text = String::new();
         self.append_full_text_to(&mut text);
         let values = text.split('/').skip(1);
-        let values = values.map(|part| match read_full_text_value(part) {
+        let values = values.filter(|part| !part.starts_with('='));
+        let read_value = |text: &str| match read_full_text_value(text) {
             Some(KeyValueText::Plain(value)) => {
                 let value = String::from_utf8_lossy(&value);
                 match is_like_digest(&value) {
@@ -261,7 +303,14 @@ impl Key {
                     false => value.into_owned(),
                 }
             }
-            Some(KeyValueText::Digest(_)) | None => part.to_owned(),
+            Some(KeyValueText::Digest(_)) | None => text.to_owned(),
+        };
+        let values = values.map(|part| match part.split_once('=') {
+            Some((label, value)) => {
+                let label = read_escaped_text(label).unwrap_or_default();
+                format!("{}={}", String::from_utf8_lossy(&label), read_value(value))
+            }
+            None => read_value(part),
         });
         values.collect()
     }
@@ -277,23 +326,39 @@ impl Key {
 
     /// Appends [`Key::to_readable_string`] to a text.
     pub fn append_readable_to(&self, text: &mut String) {
-        self.append_text_to(text, push_digest_text);
+        self.append_text_to(text, push_digest_text, |_, _| ());
     }
 
-    fn append_text_to(&self, text: &mut String, push_digest: impl Fn(&mut String, &[u8])) {
+    fn append_text_to(
+        &self,
+        text: &mut String,
+        push_digest: impl Fn(&mut String, &[u8]),
+        push_sources: impl Fn(&mut String, &[u8]),
+    ) {
         let (start, mut rest) = (text.len(), self.quota_values());
+        let mut is_labeled = false;
         while let Some((kind, tail)) = rest.split_first() {
-            if text.len() > start {
+            if *kind == SOURCES_TAG {
+                let (sources, tail) = tail.split_at_checked(SOURCES_BYTES).unwrap_or((tail, &[]));
+                push_sources(text, sources);
+                rest = tail;
+                continue;
+            }
+            if text.len() > start && !is_labeled {
                 text.push('/');
             }
+            is_labeled = *kind == LABEL_TAG;
             rest = match *kind {
                 INSTANCE_TAG => tail,
-                VERBATIM_TAG => {
+                VERBATIM_TAG | LABEL_TAG => {
                     let (len, tail) = tail.split_first().unwrap_or((&0, &[]));
                     let (value, tail) = tail
                         .split_at_checked(usize::from(*len))
                         .unwrap_or((tail, &[]));
                     push_percent_escaped(text, value);
+                    if is_labeled {
+                        text.push('=');
+                    }
                     tail
                 }
                 HASHED_TAG => {
@@ -339,13 +404,18 @@ fn read_full_text_value(text: &str) -> Option<KeyValueText> {
     if text == "-" {
         return Some(KeyValueText::Plain(Vec::new()));
     }
+    read_escaped_text(text).map(KeyValueText::Plain)
+}
+
+/// The bytes of a percent-escaped text that is not empty.
+fn read_escaped_text(text: &str) -> Option<Vec<u8>> {
     let is_escape_valid = |escape: &str| {
         escape
             .get(..2)
             .is_some_and(|hex| u8::from_str_radix(hex, 16).is_ok())
     };
     let is_valid = !text.is_empty() && text.split('%').skip(1).all(is_escape_valid);
-    is_valid.then(|| KeyValueText::Plain(percent_encoding::percent_decode_str(text).collect()))
+    is_valid.then(|| percent_encoding::percent_decode_str(text).collect())
 }
 
 /// A digest as operators and exports write it: `#` and all of it in base64url.
@@ -511,6 +581,45 @@ mod tests {
             assert_eq!(counted.is_instance_scoped(), key.is_instance_scoped());
             assert_eq!(counted.to_string(), key.to_string());
         }
+    }
+
+    #[test]
+    fn sources_and_labels_keep_keys_apart_and_are_read_again() {
+        let make_key = |sources: Option<u32>, label: Option<&str>, value: Option<&str>| {
+            let mut builder = KeyBuilder::new("p");
+            if let Some(sources) = sources {
+                builder.push_sources(sources.to_be_bytes());
+            }
+            if let Some(label) = label {
+                builder.push_label(label.as_bytes());
+            }
+            builder.push_key_value(value.map(str::as_bytes));
+            builder.finish()
+        };
+        let keys = [
+            make_key(None, None, Some("a")),
+            make_key(Some(1), None, Some("a")),
+            make_key(Some(2), None, Some("a")),
+            make_key(None, Some("jwt:sub"), Some("a")),
+            make_key(None, Some("jwt:/a=b"), Some("a")),
+            make_key(None, None, Some("jwt:sub=a")),
+            make_key(None, None, Some("=00000001")),
+            make_key(Some(1), Some("jwt:sub"), None),
+            make_key(None, Some("jwt:sub"), Some(&"x".repeat(65))),
+        ];
+        for (at, key) in keys.iter().enumerate() {
+            assert!(!keys[..at].iter().any(|other| other.id() == key.id()));
+            let mut text = String::new();
+            key.append_full_text_to(&mut text);
+            assert_eq!(Key::from_full_text(&text).as_ref(), Some(key), "{text}");
+        }
+        let texts = keys.map(|key| (key.to_readable_string(), key.value_texts()));
+        assert_eq!(texts[0], texts[1], "only the identity has the sources");
+        assert_eq!(
+            texts[3],
+            ("p/jwt:sub=a".to_owned(), vec!["jwt:sub=a".to_owned()])
+        );
+        assert_eq!(texts[5].0, "p/jwt:sub%3Da");
     }
 
     #[test]

@@ -31,7 +31,9 @@ pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, LeaseTerms};
 pub use counter_state::{CounterState, CounterView};
 pub use decision::{Decision, LeaseGrant, LimitStatus, Refusal};
 pub use effects::{ChargeEffect, compute_lease_grants, determine_effect};
-pub use key::{CounterScope, DIGEST_BYTES, Key, KeyBuilder, ListedValue, format_digest};
+pub use key::{
+    CounterScope, DIGEST_BYTES, Key, KeyBuilder, ListedValue, SOURCES_BYTES, format_digest,
+};
 pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
 pub use limit::{Algorithm, Limit};
 pub use overridden_charges::OverriddenCharges;

@@ -167,6 +167,7 @@ mod tests {
             token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             has_joined_headers: false,
+            is_peer_trusted: false,
             descriptor: None,
         };
         let cost = HeaderCost {

@@ -4,8 +4,8 @@
 //! expressions, for example, count as equal only if their texts are equal.
 
 use super::{
-    DescriptorConditions, HostPattern, LimitOverride, Matcher, MethodSet, NamedCondition,
-    PathPattern, ValueCondition,
+    DescriptorConditions, HostPattern, Matcher, MethodSet, NamedCondition, PathPattern,
+    ValueCondition,
 };
 
 impl Matcher {
@@ -104,18 +104,6 @@ impl Matcher {
             true => self.paths.is_empty() || self.paths.iter().any(PathPattern::matches_any_path),
             false => covers_alternatives(&self.paths, &other.paths, PathPattern::covers),
         }
-    }
-}
-
-impl LimitOverride {
-    /// Whether this override matches every key that `other` matches.
-    pub fn covers(&self, other: &Self) -> bool {
-        self.values.len() == other.values.len()
-            && self
-                .values
-                .iter()
-                .zip(&other.values)
-                .all(|(mine, others)| mine.is_none() || mine == others)
     }
 }
 

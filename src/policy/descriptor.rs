@@ -95,6 +95,7 @@ impl<'a> Descriptor<'a> {
             );
             let unit = usual.and_then(|named| named.unit.clone());
             NamedLimit {
+                amount: None,
                 is_reported: usual.is_none_or(|named| named.is_reported),
                 name: policy_name.into(),
                 unit,

@@ -29,6 +29,8 @@ pub struct Facts<'a> {
     /// such a value then counts as a line too.
     pub has_joined_headers: bool,
     pub client_ip: IpAddr,
+    /// Whether the peer is one of `client.trusted_proxies`.
+    pub is_peer_trusted: bool,
     /// The request's token. It is verified only when a policy reads a claim.
     pub token: &'a RequestToken,
     /// Subject of the client certificate, if the client presented one.
@@ -52,6 +54,7 @@ impl<'a> Facts<'a> {
             headers: &HEADERS,
             has_joined_headers: false,
             client_ip: Ipv4Addr::UNSPECIFIED.into(),
+            is_peer_trusted: false,
             token: RequestToken::without_token_reader(),
             client_cert: None,
             descriptor: Some(descriptor),

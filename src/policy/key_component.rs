@@ -1,7 +1,7 @@
 //! Key parts as the configuration writes them, and the digests of their values.
 
 use super::key_hasher::{KeyHasher, ValueDigest};
-use super::key_part::KeyPart;
+use super::key_part::{KeyAlternative, KeyPart};
 use super::path;
 use smallvec::SmallVec;
 
@@ -17,7 +17,7 @@ const CREDENTIAL_WORDS: [&str; 8] = [
     "password",
 ];
 
-/// A key part as the configuration writes it, such as `header:x-api-key;hash`.
+/// A key part as the configuration writes it, such as `header:x-api-key;hash | client_ip`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyComponent {
     pub part: KeyPart,
@@ -30,12 +30,27 @@ pub struct KeyComponent {
 pub struct KeyDigests<'t>(SmallVec<[(&'t KeyPart, ValueDigest); 1]>);
 
 impl KeyComponent {
-    /// Parses a part with an optional `;hash` or `;plain`. Without them, the values of credentials
-    /// are hashed.
+    /// Parses a part with an optional `;hash` or `;plain`, or several of them with `|` between them.
+    /// Without an option, the values of credentials are hashed.
     ///
     /// # Errors
     /// Returns a message that states what is wrong.
     pub fn parse(text: &str, settings: &path::Settings) -> Result<Self, String> {
+        if !text.contains('|') {
+            return Self::parse_alternative(text, settings);
+        }
+        let alternatives = text.split('|').map(|one| {
+            let Self { part, is_hashed } = Self::parse_alternative(one.trim(), settings)?;
+            Ok(KeyAlternative { part, is_hashed })
+        });
+        let alternatives = alternatives.collect::<Result<_, String>>()?;
+        KeyPart::from_alternatives(alternatives).map(|part| Self {
+            part,
+            is_hashed: false,
+        })
+    }
+
+    fn parse_alternative(text: &str, settings: &path::Settings) -> Result<Self, String> {
         let is_hashable = |text: &str| {
             let kind = text.split(':').next().unwrap_or_default();
             ["header", "query", "cookie", "jwt", "descriptor"].contains(&kind)

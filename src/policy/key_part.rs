@@ -11,6 +11,9 @@ use std::borrow::Cow;
 use std::fmt;
 use std::net::IpAddr;
 
+/// Longest source of an alternative, as keys contain it.
+const MAX_LABEL_BYTES: usize = 128;
+
 /// The source of one or more values of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KeyPart {
@@ -34,6 +37,16 @@ pub enum KeyPart {
     ClientCertSan,
     /// The common name of the client certificate.
     ClientCertCn,
+    /// The first of several parts that a request has. Its value is `label=value`.
+    Alternatives(Box<[KeyAlternative]>),
+}
+
+/// One of several parts of which the first present one counts. It has one value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyAlternative {
+    pub part: KeyPart,
+    /// The value is stored as its digest.
+    pub is_hashed: bool,
 }
 
 /// What a key depends on beside the request.
@@ -84,9 +97,88 @@ impl KeyPart {
         }
     }
 
+    /// Joins parts of which the first present one counts.
+    ///
+    /// # Errors
+    /// Returns a message if an alternative has not one value, or is never used.
+    pub fn from_alternatives(alternatives: Vec<KeyAlternative>) -> Result<Self, String> {
+        let is_for_descriptors = |one: &KeyAlternative| one.part.is_from_descriptor();
+        let kinds: Vec<bool> = alternatives.iter().filter_map(is_for_descriptors).collect();
+        if kinds.contains(&true) && kinds.contains(&false) {
+            return Err("a request has no descriptor, and a descriptor no request; expected alternatives for one of them".to_owned());
+        }
+        let mut before: Vec<&KeyPart> = Vec::new();
+        for KeyAlternative { part, .. } in &alternatives {
+            if part.value_count() != 1 {
+                return Err(format!(
+                    "an alternative has one value; expected a pattern with one {{name}}, not {}",
+                    part.value_count()
+                ));
+            }
+            let label = part.label();
+            if label.len() > MAX_LABEL_BYTES || label.contains('=') {
+                return Err(format!(
+                    "{label:?} cannot be an alternative; expected a name without \"=\" of at most {MAX_LABEL_BYTES} bytes"
+                ));
+            }
+            if let Some(previous) = before
+                .last()
+                .filter(|previous| previous.is_always_present())
+            {
+                return Err(format!(
+                    "{part} is never reached: every request has the {previous}; expected the {previous} last"
+                ));
+            }
+            if before.contains(&part) {
+                return Err(format!("{part} occurs twice; expected it once"));
+            }
+            before.push(part);
+        }
+        Ok(Self::Alternatives(alternatives.into()))
+    }
+
+    /// The parts of which the first present one counts: usually one.
+    pub fn alternatives(&self) -> impl Iterator<Item = &Self> {
+        let (own, alternatives): (_, &[KeyAlternative]) = match self {
+            Self::Alternatives(alternatives) => (None, alternatives),
+            part => (Some(part), &[]),
+        };
+        own.into_iter()
+            .chain(alternatives.iter().map(|one| &one.part))
+    }
+
+    /// Whether every request, or every descriptor, has the value.
+    fn is_always_present(&self) -> bool {
+        !self.may_be_absent(&Matcher::default())
+    }
+
+    /// The source of a value as operators write it before the value: `header:x-api-key`.
+    pub(super) fn label(&self) -> Cow<'static, str> {
+        match self {
+            Self::ClientIp => "client_ip".into(),
+            Self::Header(name) => format!("header:{name}").into(),
+            Self::Query(name) => format!("query:{name}").into(),
+            Self::Cookie(name) => format!("cookie:{name}").into(),
+            Self::Claim(name) => format!("jwt:{name}").into(),
+            Self::PathCaptures(_) => "segment".into(),
+            Self::Method => "method".into(),
+            Self::Host => "host".into(),
+            Self::WholePath => "path".into(),
+            Self::Const(_) => "const".into(),
+            Self::DescriptorEntry(name) => format!("descriptor:{name}").into(),
+            Self::WholeDescriptor => "descriptor".into(),
+            Self::ClientCertSan => "client_cert:san".into(),
+            Self::ClientCertCn => "client_cert:cn".into(),
+            Self::Alternatives(_) => "|".into(),
+        }
+    }
+
     /// Whether the client can choose the value freely. A claim counts as chosen by the token's
     /// issuer.
     pub fn is_client_chosen(&self) -> bool {
+        if let Self::Alternatives(alternatives) = self {
+            return alternatives.iter().any(|one| one.part.is_client_chosen());
+        }
         !matches!(
             self,
             Self::ClientIp
@@ -120,6 +212,9 @@ impl KeyPart {
             | Self::WholePath
             | Self::Const(_)
             | Self::WholeDescriptor => false,
+            Self::Alternatives(alternatives) => alternatives
+                .iter()
+                .all(|one| one.part.may_be_absent(matcher)),
         }
     }
 
@@ -134,6 +229,9 @@ impl KeyPart {
         match self {
             Self::DescriptorEntry(_) | Self::WholeDescriptor => Some(true),
             Self::Const(_) => None,
+            Self::Alternatives(alternatives) => alternatives
+                .iter()
+                .find_map(|one| one.part.is_from_descriptor()),
             _ => Some(false),
         }
     }
@@ -205,6 +303,7 @@ impl KeyPart {
             Self::ClientCertCn => facts
                 .client_cert
                 .and_then(|cert| text_bytes(cert.cn.as_deref())),
+            Self::Alternatives(alternatives) => first_present(alternatives, facts, context)?,
         };
         values.push(value.filter(|value| !value.is_empty()));
         Ok(())
@@ -273,6 +372,24 @@ impl KeyPart {
         }
         Ok(first)
     }
+}
+
+/// The first value that is present, after its label. An earlier alternative that is ambiguous is an
+/// error, so that no client chooses among alternatives by an ambiguity.
+fn first_present<'a>(
+    alternatives: &'a [KeyAlternative],
+    facts: &Facts<'a>,
+    context: &KeyContext<'_>,
+) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
+    for KeyAlternative { part, .. } in alternatives {
+        let mut values = KeyValues::new();
+        part.push_values(facts, context, &mut values)?;
+        if let Some(Some(value)) = values.pop() {
+            let label = part.label();
+            return Ok(Some([label.as_bytes(), b"=", &value].concat().into()));
+        }
+    }
+    Ok(None)
 }
 
 /// Whether one of the conditions holds only if the name is present.
@@ -346,6 +463,14 @@ impl fmt::Display for KeyPart {
             Self::WholeDescriptor => f.write_str("whole descriptor"),
             Self::ClientCertSan => f.write_str("client certificate's name"),
             Self::ClientCertCn => f.write_str("client certificate's CN"),
+            Self::Alternatives(alternatives) => {
+                for (index, one) in alternatives.iter().enumerate() {
+                    let join = if index > 0 { ", else " } else { "" };
+                    write!(f, "{join}{}", one.part)?;
+                    f.write_str(if one.is_hashed { " (hashed)" } else { "" })?;
+                }
+                Ok(())
+            }
         }
     }
 }

@@ -5,8 +5,10 @@ use super::key_component::{KeyComponent, KeyDigests};
 use super::key_error::KeyError;
 use super::key_hasher::KeyHasher;
 use super::key_part::{KeyContext, KeyPart, KeyValues, format_client_network};
+use super::value_pattern::{ValuePattern, split_at_wildcards};
 use super::{Facts, client, path};
-use crate::limiter::{CounterScope, Key, KeyBuilder};
+use crate::limiter::{CounterScope, Key, KeyBuilder, ListedValue, SOURCES_BYTES};
+use sha2::{Digest, Sha256};
 use std::borrow::Cow;
 use std::net::IpAddr;
 
@@ -16,10 +18,23 @@ pub struct KeyTemplate {
     parts: Vec<KeyPart>,
     /// For each part, whether its value is stored as a digest. Empty if none is.
     hashed: Vec<bool>,
+    has_alternatives: bool,
     hasher: KeyHasher,
+    /// Digest of where the values come from, so that values from another source have other keys.
+    /// Addresses of clients have none: their keys are as old as the product. Alternatives have a
+    /// label per value instead.
+    sources: Option<[u8; SOURCES_BYTES]>,
     scope: CounterScope,
     /// What stands for the policy's name in keys, if the policy shares its counters.
     counter: Option<Box<str>>,
+}
+
+/// One value of a key: its source, whether it is stored as a digest, and the value itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyValueSource<'v, 't> {
+    pub part: &'t KeyPart,
+    pub is_hashed: bool,
+    pub value: &'v [u8],
 }
 
 /// Precedes the name of a shared counter in keys. No name of a policy begins with it.
@@ -39,10 +54,11 @@ pub enum MissingKeyAction {
 impl KeyTemplate {
     /// A template without hashed parts.
     pub fn new(parts: Vec<KeyPart>) -> Self {
-        Self {
-            parts,
-            ..Self::default()
-        }
+        let components = parts.into_iter().map(|part| KeyComponent {
+            part,
+            is_hashed: false,
+        });
+        Self::from_components(components.collect(), KeyHasher::default())
     }
 
     pub fn from_components(components: Vec<KeyComponent>, hasher: KeyHasher) -> Self {
@@ -50,8 +66,12 @@ impl KeyTemplate {
         if !hashed.contains(&true) {
             hashed.clear();
         }
-        let parts = components.into_iter().map(|one| one.part).collect();
+        let parts: Vec<KeyPart> = components.into_iter().map(|one| one.part).collect();
         Self {
+            sources: digest_sources(&parts),
+            has_alternatives: parts
+                .iter()
+                .any(|part| matches!(part, KeyPart::Alternatives(_))),
             parts,
             hashed,
             hasher,
@@ -88,20 +108,29 @@ impl KeyTemplate {
         self.scope
     }
 
-    /// A builder of a key of policy `name`, without values.
-    pub(super) fn new_key(&self, name: &str) -> KeyBuilder {
-        KeyBuilder::with_scope(self.key_owner(name), self.scope)
-    }
-
-    /// Whether the value at a position is stored as a digest.
-    pub fn is_hashed_at(&self, position: usize) -> bool {
+    /// Whether both store the same positions as digests.
+    pub fn hashes_same_positions(&self, other: &Self) -> bool {
         self.positions()
-            .nth(position)
-            .is_some_and(|(_, is_hashed)| is_hashed)
+            .map(|(_, is_hashed)| is_hashed)
+            .eq(other.positions().map(|(_, is_hashed)| is_hashed))
     }
 
     pub fn has_hashed_part(&self) -> bool {
-        !self.hashed.is_empty()
+        let is_hashed = |part: &KeyPart| match part {
+            KeyPart::Alternatives(alternatives) => alternatives.iter().any(|one| one.is_hashed),
+            _ => false,
+        };
+        !self.hashed.is_empty() || self.parts.iter().any(is_hashed)
+    }
+
+    /// The source of a value at a position. A value of a part with alternatives is split.
+    pub fn value_source<'v>(
+        &self,
+        position: usize,
+        value: &'v [u8],
+    ) -> Option<KeyValueSource<'v, '_>> {
+        let (part, is_hashed) = self.positions().nth(position)?;
+        resolve_source(part, is_hashed, value)
     }
 
     /// Builds the key of policy `name` with these values, one per position. A value beyond the last
@@ -112,8 +141,8 @@ impl KeyTemplate {
         values: &KeyValues<'_>,
         digests: &mut KeyDigests<'t>,
     ) -> Key {
-        let mut builder = self.new_key(name);
-        if !self.has_hashed_part() {
+        let mut builder = self.start_key(name);
+        if self.hashed.is_empty() && !self.has_alternatives {
             for value in values {
                 builder.push_key_value(value.as_deref());
             }
@@ -121,31 +150,95 @@ impl KeyTemplate {
         }
         let mut positions = self.positions();
         for value in values {
-            match (positions.next(), value) {
-                (Some((part, true)), Some(value)) if !value.is_empty() => {
-                    builder.push_digest(&digests.digest(&self.hasher, part, value));
+            let Some(value) = value.as_deref().filter(|value| !value.is_empty()) else {
+                positions.next();
+                builder.push_key_value(None);
+                continue;
+            };
+            match positions.next() {
+                Some((part, is_hashed)) => {
+                    self.push_value(&mut builder, (part, is_hashed), value, digests);
                 }
-                (None, Some(value)) => builder.push_digest(&self.hasher.digest(value)),
-                (_, value) => builder.push_key_value(value.as_deref()),
+                None if self.has_hashed_part() => builder.push_digest(&self.hasher.digest(value)),
+                None => builder.push_key_value(Some(value)),
             }
         }
         builder.finish()
     }
 
-    /// Adds a value to a key, in the form in which keys store the value at its position.
-    pub(super) fn push_value<'t>(
+    /// Starts a key of policy `name`, before its first value.
+    pub fn start_key(&self, name: &str) -> KeyBuilder {
+        let mut builder = KeyBuilder::with_scope(self.key_owner(name), self.scope);
+        if let Some(sources) = self.sources {
+            builder.push_sources(sources);
+        }
+        builder
+    }
+
+    fn push_value<'t>(
         &'t self,
         builder: &mut KeyBuilder,
-        position: usize,
+        (part, is_hashed): (&'t KeyPart, bool),
         value: &[u8],
         digests: &mut KeyDigests<'t>,
     ) {
-        match self.positions().nth(position) {
-            Some((part, true)) if !value.is_empty() => {
-                builder.push_digest(&digests.digest(&self.hasher, part, value));
-            }
-            _ => builder.push_key_value(Some(value)),
+        let Some(source) = resolve_source(part, is_hashed, value) else {
+            return builder.push_key_value(Some(value));
+        };
+        if matches!(part, KeyPart::Alternatives(_)) {
+            builder.push_label(source.part.label().as_bytes());
         }
+        match source.is_hashed {
+            true => builder.push_digest(&digests.digest(&self.hasher, source.part, source.value)),
+            false => builder.push_key_value(Some(source.value)),
+        }
+    }
+
+    /// Adds a value at a position as operators enter it: empty if absent. After the label, if any,
+    /// `parse` reads it. Returns the value in the form that requests have; `None` if it is absent.
+    ///
+    /// # Errors
+    /// As [`Self::canonicalize_value`].
+    pub(super) fn push_listed_value(
+        &self,
+        builder: &mut KeyBuilder,
+        (position, text): (usize, &str),
+        (client, path): (&client::Settings, &path::Settings),
+        parse: impl Fn(&str) -> ListedValue<'_>,
+    ) -> Result<Option<Box<str>>, String> {
+        let Some(positioned) = self.positions().nth(position).filter(|_| !text.is_empty()) else {
+            builder.push_key_value(Some(text.as_bytes()));
+            return Ok(None);
+        };
+        let source = resolve_source(positioned.0, positioned.1, text.as_bytes());
+        let listed = source.and_then(|source| {
+            let value = std::str::from_utf8(source.value).ok()?;
+            Some((source.part.label(), parse(value)))
+        });
+        let has_label = matches!(positioned.0, KeyPart::Alternatives(_));
+        let plain = match &listed {
+            Some((label, ListedValue::Digest(digest))) => {
+                if has_label {
+                    builder.push_label(label.as_bytes());
+                }
+                builder.push_digest(digest);
+                // Only patterns for any value match a digest.
+                return Ok(Some(text.into()));
+            }
+            Some((label, ListedValue::Plain(value))) if has_label => {
+                Cow::Owned(format!("{label}={value}"))
+            }
+            Some((_, ListedValue::Plain(value))) => Cow::Borrowed(*value),
+            None => Cow::Borrowed(text),
+        };
+        let value = self.canonicalize_value(position, &plain, client, path)?;
+        if value.is_empty() {
+            builder.push_key_value(None);
+            return Ok(None);
+        }
+        let mut digests = KeyDigests::default();
+        self.push_value(builder, positioned, value.as_bytes(), &mut digests);
+        Ok(Some(value))
     }
 
     /// Each position with its part, and whether the value is hashed.
@@ -164,18 +257,28 @@ impl KeyTemplate {
         digests: &mut KeyDigests<'t>,
     ) -> Vec<u8> {
         match self.positions().nth(position) {
-            Some((part, true)) => digests.digest(&self.hasher, part, value).to_vec(),
-            _ => value.to_vec(),
+            Some((part, is_hashed)) => match resolve_source(part, is_hashed, value) {
+                Some(source) if source.is_hashed => {
+                    let digest = digests.digest(&self.hasher, source.part, source.value);
+                    [source.part.label().as_bytes(), &digest].concat()
+                }
+                _ => value.to_vec(),
+            },
+            None => value.to_vec(),
         }
     }
 
     /// The value at a position for people: a hashed one as keys show it.
     pub fn format_value<'v>(&self, position: usize, value: &'v str) -> Cow<'v, str> {
-        match self.positions().nth(position) {
-            Some((_, true)) if !value.is_empty() => {
-                self.hasher.format_value(value.as_bytes()).into()
-            }
-            _ => value.into(),
+        let source = self.value_source(position, value.as_bytes());
+        let hashed = source.filter(|source| source.is_hashed && !source.value.is_empty());
+        let Some(source) = hashed else {
+            return value.into();
+        };
+        let digest = self.hasher.format_value(source.value);
+        match self.part_at(position) {
+            Some(KeyPart::Alternatives(_)) => format!("{}={digest}", source.part.label()).into(),
+            _ => digest.into(),
         }
     }
 
@@ -197,6 +300,11 @@ impl KeyTemplate {
 
     pub fn parts(&self) -> &[KeyPart] {
         &self.parts
+    }
+
+    /// All parts, and instead of those with alternatives each alternative.
+    pub fn sources(&self) -> impl Iterator<Item = &KeyPart> {
+        self.parts.iter().flat_map(KeyPart::alternatives)
     }
 
     /// The number of values: one per part, and one per capture of a `path:` part.
@@ -233,6 +341,62 @@ impl KeyTemplate {
         Ok(values)
     }
 
+    /// Parses what an override accepts at this position.
+    ///
+    /// # Errors
+    /// Returns a message that states what is wrong.
+    pub fn parse_value_pattern(
+        &self,
+        position: usize,
+        text: &str,
+        client: &client::Settings,
+        path: &path::Settings,
+    ) -> Result<ValuePattern, String> {
+        let mut pieces = split_at_wildcards(text);
+        if let [literal] = pieces.as_slice() {
+            let value = match literal.as_str() {
+                "" => Box::default(),
+                literal => self.canonicalize_value(position, literal, client, path)?,
+            };
+            return Ok(ValuePattern::Exact(value));
+        }
+        let Some(part) = self.part_at(position).filter(|_| text != "*") else {
+            return Ok(ValuePattern::Any);
+        };
+        let mut start = String::new();
+        let part = match (part, pieces.first_mut()) {
+            (KeyPart::Alternatives(_), Some(first)) => {
+                let Some(source) = resolve_source(part, false, first.as_bytes()) else {
+                    return Err(unnamed_source_error(part, text));
+                };
+                start = format!("{}=", source.part.label());
+                let (part, rest) = (
+                    source.part,
+                    String::from_utf8_lossy(source.value).into_owned(),
+                );
+                *first = rest;
+                part
+            }
+            (part, _) => part,
+        };
+        let pieces = pieces
+            .iter()
+            .map(|piece| canonicalize_piece(part, piece, path));
+        let mut pieces = pieces.collect::<Result<Vec<String>, String>>()?;
+        if let Some(first) = pieces.first_mut() {
+            first.insert_str(0, &start);
+        }
+        Ok(ValuePattern::from_pieces(pieces))
+    }
+
+    /// What an override accepts at a position, for people: a hashed value as keys show it.
+    pub fn format_pattern(&self, position: usize, pattern: &ValuePattern) -> String {
+        match pattern.as_exact() {
+            Some(value) => self.format_value(position, value).into_owned(),
+            None => pattern.to_text(),
+        }
+    }
+
     /// Converts an override's value to the form that requests have at this position.
     ///
     /// # Errors
@@ -245,40 +409,136 @@ impl KeyTemplate {
         path: &path::Settings,
     ) -> Result<Box<str>, String> {
         match self.part_at(position) {
-            Some(KeyPart::ClientIp) => {
-                let address = text.split_once('/').map_or(text, |(address, _)| address);
-                let ip: IpAddr = address.parse().map_err(|error| {
-                    format!("the key requires a client address here, but {text:?} is none: {error}")
-                })?;
-                let canonical = format_client_network(ip.to_canonical(), client);
-                if text.contains('/') && text != canonical {
-                    return Err(format!(
-                        "clients are keyed as {canonical} (client.ipv4_prefix, client.ipv6_prefix)"
-                    ));
-                }
-                Ok(canonical.into())
+            Some(part @ KeyPart::Alternatives(_)) => {
+                let source = resolve_source(part, false, text.as_bytes());
+                let Some(source) = source.filter(|source| !source.value.is_empty()) else {
+                    return Err(unnamed_source_error(part, text));
+                };
+                let label = source.part.label();
+                let value = String::from_utf8_lossy(source.value);
+                let value = canonicalize_part_value(source.part, &value, client, path)?;
+                Ok(format!("{label}={value}").into())
             }
-            Some(KeyPart::Host) => Ok(text
-                .strip_suffix('.')
-                .unwrap_or(text)
-                .to_ascii_lowercase()
-                .into()),
-            Some(KeyPart::Header(name)) if *name == http::header::AUTHORIZATION => {
-                match read_credentials(text.as_bytes()).as_slice() {
+            Some(part) => canonicalize_part_value(part, text, client, path),
+            None => Ok(text.into()),
+        }
+    }
+}
+
+/// Converts a literal text of a pattern to the form that requests have.
+fn canonicalize_piece(
+    part: &KeyPart,
+    piece: &str,
+    path: &path::Settings,
+) -> Result<String, String> {
+    let unsupported =
+        |expected: &str| Err(format!("no pattern matches a {part}; expected {expected}"));
+    match part {
+        KeyPart::ClientIp => {
+            unsupported("an address, or policies with client_ips in match for networks")
+        }
+        KeyPart::WholePath => unsupported("a whole path, or path in match"),
+        KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
+            unsupported("whole credentials")
+        }
+        KeyPart::Host => Ok(piece.to_ascii_lowercase()),
+        KeyPart::PathCaptures(_) if !piece.is_empty() => {
+            Ok(path::canonicalize_segment(piece, path).into())
+        }
+        _ => Ok(piece.to_owned()),
+    }
+}
+
+/// Converts a value of a part without alternatives to the form that requests have.
+fn canonicalize_part_value(
+    part: &KeyPart,
+    text: &str,
+    client: &client::Settings,
+    path: &path::Settings,
+) -> Result<Box<str>, String> {
+    match part {
+        KeyPart::ClientIp => {
+            let address = text.split_once('/').map_or(text, |(address, _)| address);
+            let ip: IpAddr = address.parse().map_err(|error| {
+                format!("the key requires a client address here, but {text:?} is none: {error}")
+            })?;
+            let canonical = format_client_network(ip.to_canonical(), client);
+            if text.contains('/') && text != canonical {
+                return Err(format!(
+                    "clients are keyed as {canonical} (client.ipv4_prefix, client.ipv6_prefix)"
+                ));
+            }
+            Ok(canonical.into())
+        }
+        KeyPart::Host => Ok(text
+            .strip_suffix('.')
+            .unwrap_or(text)
+            .to_ascii_lowercase()
+            .into()),
+        KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
+            match read_credentials(text.as_bytes()).as_slice() {
                     [one] => Ok(String::from_utf8_lossy(one).into()),
                     _ => Err(
                         "these credentials can be read in several ways; expected one scheme and one credential"
                             .to_owned(),
                     ),
                 }
-            }
-            Some(KeyPart::PathCaptures(_)) => Ok(path::canonicalize_segment(text, path)),
-            Some(KeyPart::WholePath) => path::PathInterpretations::parse(text, path)
-                .map_err(|error| error.to_string())
-                .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
-            _ => Ok(text.into()),
         }
+        KeyPart::PathCaptures(_) => Ok(path::canonicalize_segment(text, path)),
+        KeyPart::WholePath => path::PathInterpretations::parse(text, path)
+            .map_err(|error| error.to_string())
+            .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
+        _ => Ok(text.into()),
     }
+}
+
+fn unnamed_source_error(part: &KeyPart, text: &str) -> String {
+    let labels = part.alternatives();
+    let labels: Vec<String> = labels.map(|one| format!("{}=VALUE", one.label())).collect();
+    format!(
+        "{text:?} does not name its source; expected {}",
+        labels.join(" or ")
+    )
+}
+
+/// Splits a value of a part with alternatives into the alternative and its own value. `None` if it
+/// has no label of the part.
+fn resolve_source<'v, 't>(
+    part: &'t KeyPart,
+    is_hashed: bool,
+    value: &'v [u8],
+) -> Option<KeyValueSource<'v, 't>> {
+    let KeyPart::Alternatives(alternatives) = part else {
+        return Some(KeyValueSource {
+            part,
+            is_hashed,
+            value,
+        });
+    };
+    let end = value.iter().position(|byte| *byte == b'=')?;
+    let (label, value) = (value.get(..end)?, value.get(end + 1..)?);
+    let mut alternatives = alternatives.iter();
+    let found = alternatives.find(|one| one.part.label().as_bytes() == label)?;
+    Some(KeyValueSource {
+        part: &found.part,
+        is_hashed: found.is_hashed,
+        value,
+    })
+}
+
+fn digest_sources(parts: &[KeyPart]) -> Option<[u8; SOURCES_BYTES]> {
+    let has_own_label =
+        |part: &KeyPart| matches!(part, KeyPart::ClientIp | KeyPart::Alternatives(_));
+    if parts.iter().all(has_own_label) {
+        return None;
+    }
+    let mut hash = Sha256::new();
+    for part in parts {
+        let label = part.label();
+        hash.update(label.len().to_be_bytes());
+        hash.update(label.as_bytes());
+    }
+    hash.finalize().first_chunk().copied()
 }
 
 #[cfg(test)]
@@ -329,6 +589,7 @@ mod tests {
             token: crate::policy::jwt::RequestToken::without_token_reader(),
             client_cert: None,
             has_joined_headers: false,
+            is_peer_trusted: false,
             descriptor: None,
         };
         let context = KeyContext {
@@ -360,6 +621,101 @@ mod tests {
             key.canonicalize_value(4, "Bearer alice bob", &client, &PATH_SETTINGS)
                 .is_err()
         );
+    }
+
+    proptest::proptest! {
+        /// The definition: the first alternative with a value; a repeated one before it is an error.
+        #[test]
+        fn the_first_present_alternative_has_the_value(
+            tenants in proptest::collection::vec("[ab]?", 0..3),
+            users in proptest::collection::vec("[ab]?", 0..3),
+        ) {
+            let part = KeyComponent::parse("header:x-tenant | query:user|client_ip", &PATH_SETTINGS);
+            let key = KeyTemplate::from_components(vec![part.unwrap()], KeyHasher::default());
+            let mut headers = HeaderMap::new();
+            for tenant in &tenants {
+                headers.append("x-tenant", tenant.parse().unwrap());
+            }
+            let query: Vec<String> = users.iter().map(|user| format!("user={user}")).collect();
+            let (query, paths) = (
+                query.join("&"),
+                path::PathInterpretations::parse("/", &PATH_SETTINGS).unwrap(),
+            );
+            let client = client::Settings {
+                trusted_proxies: Vec::new(),
+                ip_header: "x-forwarded-for".parse().unwrap(),
+                ipv4_prefix: 32,
+                ipv6_prefix: 64,
+                rejects_ambiguous_query: true,
+                rejects_ambiguous_cookie: true,
+            };
+            let facts = Facts {
+                method: &Method::GET,
+                host: "a.example",
+                paths: &paths,
+                query: Some(&query),
+                headers: &headers,
+                client_ip: [10, 1, 2, 3].into(),
+                is_peer_trusted: false,
+                token: crate::policy::jwt::RequestToken::without_token_reader(),
+                client_cert: None,
+                has_joined_headers: false,
+                descriptor: None,
+            };
+            let context = KeyContext {
+                client: &client,
+                path: &PATH_SETTINGS,
+                matcher: &Matcher::default(),
+            };
+            let found = key.extract_values(&facts, &context, MissingKeyAction::Reject);
+            let expected = match (tenants.as_slice(), users.as_slice()) {
+                ([_, _, ..], _) => None,
+                ([tenant], _) if !tenant.is_empty() => Some(format!("header:x-tenant={tenant}")),
+                (_, [_, _, ..]) => None,
+                (_, [user]) if !user.is_empty() => Some(format!("query:user={user}")),
+                _ => Some("client_ip=10.1.2.3".to_owned()),
+            };
+            let found = found.ok().and_then(|values| values[0].as_deref().map(<[u8]>::to_vec));
+            proptest::prop_assert_eq!(found, expected.map(String::into_bytes));
+        }
+    }
+
+    /// Only addresses keep the keys of the first versions: all other values name their source.
+    #[test]
+    fn values_of_other_sources_have_other_keys() {
+        let build_key = |parts: &[&str], value: &[u8]| {
+            let parts = parts.iter();
+            let parts = parts.map(|text| KeyComponent::parse(text, &PATH_SETTINGS).unwrap());
+            let key = KeyTemplate::from_components(parts.collect(), KeyHasher::default());
+            let values = [Some(Cow::Borrowed(value))].into_iter().collect();
+            key.build_key("p", &values, &mut KeyDigests::default())
+        };
+        let mut plain = KeyBuilder::new("p");
+        plain.push_key_value(Some(b"10.0.0.1"));
+        let address = build_key(&["client_ip"], b"10.0.0.1");
+        assert_eq!(address, plain.finish());
+        let keys = [
+            address,
+            build_key(&["header:a"], b"10.0.0.1"),
+            build_key(&["header:b"], b"10.0.0.1"),
+            build_key(&["query:a"], b"10.0.0.1"),
+            build_key(&["jwt:a"], b"10.0.0.1"),
+            build_key(&["header:a | client_ip"], b"client_ip=10.0.0.1"),
+            build_key(&["header:a | client_ip"], b"header:a=10.0.0.1"),
+            build_key(&["header:a;hash"], b"10.0.0.1"),
+            build_key(&["header:a;hash | client_ip"], b"header:a=10.0.0.1"),
+        ];
+        for (at, key) in keys.iter().enumerate() {
+            assert!(
+                !keys[..at].iter().any(|other| other.id() == key.id()),
+                "{key} {at}"
+            );
+        }
+        let reordered = build_key(
+            &["client_cert:cn | header:a | client_ip"],
+            b"header:a=10.0.0.1",
+        );
+        assert_eq!(reordered, keys[6], "the order is not part of the key");
     }
 
     /// The whole descriptor, which a key with the descriptor's own limit contains, has the value

@@ -3,6 +3,7 @@
 //! This module uses HTTP types such as methods and header maps, but no sockets and no file formats.
 //! All functions work on borrowed [`Facts`], so `check`, tests and fuzz targets need no server.
 
+mod amount_source;
 mod authorization;
 pub mod client;
 mod conditions;
@@ -20,19 +21,24 @@ mod key_hasher;
 mod key_part;
 mod key_template;
 mod lenient_names;
+mod limit_override;
 mod matcher;
 mod named_limit;
 pub mod path;
 mod path_pattern;
+mod policy_mode;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
 mod quota;
+mod request_amounts;
 mod self_service;
 mod self_service_settings;
 mod spelling_notes;
 mod table;
+mod value_pattern;
 mod whole_number;
 
+pub use amount_source::{AmountField, AmountSource};
 pub use conditions::{NamedCondition, UnmetCondition, ValueCondition};
 pub use cors::CorsOrigins;
 pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
@@ -43,15 +49,19 @@ pub use json_pointer::{JsonPointer, JsonPointerToken};
 pub use key_component::{KeyComponent, KeyDigests, is_credential_name};
 pub use key_error::KeyError;
 pub use key_hasher::KeyHasher;
-pub use key_part::{KeyContext, KeyPart, KeyValues};
+pub use key_part::{KeyAlternative, KeyContext, KeyPart, KeyValues};
 pub use key_template::{KeyTemplate, MissingKeyAction};
+pub use limit_override::{LimitOverride, LimitOverrides, OverrideRule, SelectedLimits};
 pub use matcher::{HostPattern, Matcher, MethodSet};
 pub use named_limit::NamedLimit;
 pub use path_pattern::PathPattern;
-pub use quota::{LimitOverride, LimitOverrides, Quota};
+pub use policy_mode::PolicyMode;
+pub use quota::Quota;
+pub use request_amounts::{RequestAmounts, read_request_amounts};
 pub use self_service::{ClientQuota, ClientQuotas};
 pub use self_service_settings::SelfServiceSettings;
 pub use table::{MatchingPolicies, PolicyTable, RateLimitHeaderSettings};
+pub use value_pattern::ValuePattern;
 pub use whole_number::parse_whole_number;
 
 use bytes::Bytes;
@@ -72,17 +82,6 @@ pub struct Policy {
     pub on_store_failure: OnStoreFailure,
     /// Response to requests that this policy rejects, instead of the standard response.
     pub reject_response: Option<RejectResponse>,
-}
-
-/// What a policy does with its decisions. In every mode it decides and counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum PolicyMode {
-    Enforce,
-    /// Never rejects, exempts or denies: a request over the limit is forwarded with a header that
-    /// names the policy ([`PolicyTable::mark_header`]).
-    Mark,
-    /// Never rejects, exempts or denies, and is invisible to clients and the upstream.
-    Shadow,
 }
 
 /// The action of a policy on a matching request.
@@ -113,30 +112,10 @@ pub struct RejectResponse {
     pub headers: Vec<(HeaderName, HeaderValue)>,
 }
 
-impl PolicyMode {
-    /// The name in the configuration and in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Enforce => "enforce",
-            Self::Mark => "mark",
-            Self::Shadow => "shadow",
-        }
-    }
-
-    /// ` (mark)` or ` (shadow)`, to follow the name of a policy that does not reject.
-    pub fn suffix(self) -> &'static str {
-        match self {
-            Self::Enforce => "",
-            Self::Mark => " (mark)",
-            Self::Shadow => " (shadow)",
-        }
-    }
-}
-
 impl Policy {
     /// Whether the policy may reject, exempt or deny.
     pub fn is_enforced(&self) -> bool {
-        self.mode == PolicyMode::Enforce
+        self.mode.is_enforced()
     }
 
     /// The quota, if the policy limits requests.

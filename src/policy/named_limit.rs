@@ -1,5 +1,6 @@
 //! Limits with names.
 
+use super::amount_source::AmountSource;
 use crate::limiter::{Limit, LimitName};
 
 /// A limit and its name in the rate-limit headers.
@@ -9,6 +10,8 @@ pub struct NamedLimit {
     /// The unit that is counted; `None` means requests.
     pub unit: Option<Box<str>>,
     pub limit: Limit,
+    /// Where the request states the amount; `limit` then has the default.
+    pub amount: Option<Box<AmountSource>>,
     /// Whether responses may have the limit: `report` of its policy.
     pub is_reported: bool,
 }

@@ -614,6 +614,7 @@ pub fn assert_hashed_keys(bytes: &[u8]) {
             token: RequestToken::without_token_reader(),
             client_cert: None,
             has_joined_headers: false,
+            is_peer_trusted: false,
             descriptor: None,
         };
         let client = trusting_settings(false);

@@ -2,11 +2,9 @@
 
 use super::{
     CostSource, Descriptor, Facts, KeyContext, KeyDigests, KeyError, KeyTemplate, KeyValues,
-    MissingKeyAction, NamedLimit, client, path,
+    LimitOverrides, MissingKeyAction, NamedLimit, SelectedLimits, client, path,
 };
 use crate::limiter::{CounterScope, Key, LeaseTerms, Limit, ListedValue};
-use foldhash::HashMap;
-use std::fmt;
 
 /// The key, cost and limits of a policy.
 #[derive(Clone, Debug)]
@@ -35,26 +33,6 @@ pub struct Quota {
     pub is_dynamic: bool,
 }
 
-/// Overrides of the limits for certain keys. The first matching entry replaces all limits of the
-/// policy.
-#[derive(Clone, Default)]
-pub struct LimitOverrides {
-    entries: Vec<LimitOverride>,
-    /// Index of the entries without a wildcard, by [`Key::id`]. The lookup time must not grow with
-    /// the number of entries, which may be thousands.
-    exact_by_key_id: HashMap<u128, usize>,
-    /// Indices of the entries with a wildcard, in file order.
-    wildcard_indices: Vec<usize>,
-}
-
-/// One entry of [`LimitOverrides`].
-#[derive(Clone, Debug)]
-pub struct LimitOverride {
-    /// One value per key position (see [`KeyTemplate::value_count`]); `None` matches any value.
-    pub values: Vec<Option<Box<str>>>,
-    pub limits: Vec<NamedLimit>,
-}
-
 impl Quota {
     /// Whether each instance counts for itself, in its memory.
     pub fn is_instance_scoped(&self) -> bool {
@@ -78,7 +56,7 @@ impl Quota {
         facts: &Facts<'_>,
         context: &KeyContext<'_>,
         digests: &mut KeyDigests<'t>,
-    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyError> {
+    ) -> Result<Option<(Key, SelectedLimits<'t>)>, KeyError> {
         let values = self.key.extract_values(facts, context, self.missing_key)?;
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
@@ -98,7 +76,7 @@ impl Quota {
         descriptor: &'t Descriptor<'t>,
         context: &KeyContext<'_>,
         digests: &mut KeyDigests<'t>,
-    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyError> {
+    ) -> Result<Option<(Key, SelectedLimits<'t>)>, KeyError> {
         let facts = Facts::from_descriptor(descriptor);
         let Some(limits) = descriptor.resolve_override_limit(name, &self.limits) else {
             return self.key_and_limits_for_request(name, &facts, context, digests);
@@ -110,7 +88,8 @@ impl Quota {
         // This key has one value more than the template has parts, so it cannot equal a key that is
         // built from the template alone.
         values.push(Some(descriptor.canonical_text().into_bytes().into()));
-        Ok(Some((self.key.build_key(name, &values, digests), limits)))
+        let key = self.key.build_key(name, &values, digests);
+        Ok(Some((key, SelectedLimits::of_policy(limits))))
     }
 
     /// Returns the key and the limits for explicit values, one per position. An empty text stands
@@ -124,7 +103,7 @@ impl Quota {
         values: &[String],
         client: &client::Settings,
         path: &path::Settings,
-    ) -> Result<(Key, &'t [NamedLimit]), String> {
+    ) -> Result<(Key, SelectedLimits<'t>), String> {
         self.key_and_limits_for_texts(name, values, (client, path), |text| {
             ListedValue::Plain(text)
         })
@@ -140,7 +119,7 @@ impl Quota {
         values: &[String],
         client: &client::Settings,
         path: &path::Settings,
-    ) -> Result<(Key, &'t [NamedLimit]), String> {
+    ) -> Result<(Key, SelectedLimits<'t>), String> {
         self.key_and_limits_for_texts(name, values, (client, path), |text| {
             ListedValue::parse(text)
         })
@@ -152,7 +131,7 @@ impl Quota {
         values: &[String],
         (client, path): (&client::Settings, &path::Settings),
         parse: impl Fn(&str) -> ListedValue<'_>,
-    ) -> Result<(Key, &'t [NamedLimit]), String> {
+    ) -> Result<(Key, SelectedLimits<'t>), String> {
         let width = self.key.value_count();
         if values.len() != width {
             let parts: Vec<String> = self.key.parts().iter().map(ToString::to_string).collect();
@@ -166,37 +145,25 @@ impl Quota {
                 values.len()
             ));
         }
-        let (mut builder, mut digests) = (self.key.new_key(name), KeyDigests::default());
+        let mut builder = self.key.start_key(name);
         let mut compared = KeyValues::new();
         for (position, text) in values.iter().enumerate() {
-            let value: Option<Box<str>> = match parse(text) {
-                // Only entries for any value match a digest.
-                ListedValue::Digest(digest) => {
-                    builder.push_digest(&digest);
-                    compared.push(Some(text.as_bytes().into()));
-                    continue;
-                }
-                ListedValue::Plain("") => None,
-                ListedValue::Plain(text) => {
-                    Some(self.key.canonicalize_value(position, text, client, path)?)
-                }
-            };
-            let value = value.filter(|value| !value.is_empty());
-            let bytes = value.as_deref().unwrap_or_default().as_bytes();
-            self.key
-                .push_value(&mut builder, position, bytes, &mut digests);
+            let value = self.key.push_listed_value(
+                &mut builder,
+                (position, text),
+                (client, path),
+                &parse,
+            )?;
             compared.push(value.map(|value| value.into_string().into_bytes().into()));
         }
         let key = builder.finish();
-        let limits = self.overrides.find_limits(&key, &compared);
-        Ok((key, limits.unwrap_or(&self.limits)))
+        let selected = self.select_limits(&key, &compared);
+        Ok((key, selected))
     }
 
     /// Keeps all limits out of responses to clients.
     pub fn hide_limits(&mut self) {
-        let overridden = self.overrides.entries.iter_mut();
-        let overridden = overridden.flat_map(|entry| &mut entry.limits);
-        for named in self.limits.iter_mut().chain(overridden) {
+        for named in self.limits.iter_mut().chain(self.overrides.limits_mut()) {
             named.is_reported = false;
         }
     }
@@ -206,85 +173,23 @@ impl Quota {
         name: &str,
         values: &KeyValues<'_>,
         digests: &mut KeyDigests<'t>,
-    ) -> (Key, &'t [NamedLimit]) {
+    ) -> (Key, SelectedLimits<'t>) {
         let key = self.key.build_key(name, values, digests);
-        let limits = self
-            .overrides
-            .find_limits(&key, values)
-            .unwrap_or(&self.limits);
-        (key, limits)
+        let selected = self.select_limits(&key, values);
+        (key, selected)
     }
-}
 
-impl LimitOverrides {
-    /// Creates the overrides of policy `name` with this key.
-    pub fn new(name: &str, key: &KeyTemplate, entries: Vec<LimitOverride>) -> Self {
-        let mut overrides = Self {
-            entries,
-            exact_by_key_id: HashMap::default(),
-            wildcard_indices: Vec::new(),
+    fn select_limits(&self, key: &Key, values: &KeyValues<'_>) -> SelectedLimits<'_> {
+        let found = self.overrides.find_override(key, values);
+        let Some(found) = found else {
+            return SelectedLimits::of_policy(&self.limits);
         };
-        for (index, entry) in overrides.entries.iter().enumerate() {
-            match entry
-                .values
-                .iter()
-                .map(|value| value.as_deref().map(str::as_bytes))
-                .collect::<Option<Vec<_>>>()
-            {
-                Some(values) => {
-                    let values = values.into_iter().map(|value| Some(value.into())).collect();
-                    let id = key
-                        .build_key(name, &values, &mut KeyDigests::default())
-                        .id();
-                    overrides.exact_by_key_id.entry(id).or_insert(index);
-                }
-                None => overrides.wildcard_indices.push(index),
-            }
+        SelectedLimits {
+            limits: match found.limits.is_empty() {
+                true => &self.limits,
+                false => &found.limits,
+            },
+            rule: found.rule,
         }
-        overrides
-    }
-
-    pub fn as_slice(&self) -> &[LimitOverride] {
-        &self.entries
-    }
-
-    fn find_limits(&self, key: &Key, values: &KeyValues<'_>) -> Option<&[NamedLimit]> {
-        if self.entries.is_empty() {
-            return None;
-        }
-        let exact = self.exact_by_key_id.get(&key.id()).copied();
-        let wild = self.wildcard_indices.iter().copied().find(|index| {
-            self.entries
-                .get(*index)
-                .is_some_and(|entry| entry.matches_values(values))
-        });
-        let first = match (exact, wild) {
-            (Some(exact), Some(wild)) => exact.min(wild),
-            (one, other) => one.or(other)?,
-        };
-        self.entries.get(first).map(|entry| entry.limits.as_slice())
-    }
-}
-
-/// Prints only the entries: the index maps have no stable order, and equal overrides must print
-/// equally.
-impl fmt::Debug for LimitOverrides {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.entries.fmt(f)
-    }
-}
-
-impl LimitOverride {
-    fn matches_values(&self, values: &KeyValues<'_>) -> bool {
-        self.values.len() == values.len()
-            && self
-                .values
-                .iter()
-                .zip(values)
-                .all(|(wanted, value)| match (wanted, value) {
-                    (None, _) => true,
-                    (Some(wanted), Some(value)) => wanted.as_bytes() == &**value,
-                    (Some(wanted), None) => wanted.is_empty(),
-                })
     }
 }

@@ -6,8 +6,8 @@
 
 use super::key_part::KeyPart;
 use super::{
-    Facts, KeyDigests, Matcher, NamedLimit, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
-    SelfServiceSettings,
+    Facts, KeyDigests, Matcher, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode,
+    PolicyTable, Quota, RequestAmounts, SelfServiceSettings, read_request_amounts,
 };
 use crate::limiter::{Key, KeyBuilder};
 use http::HeaderName;
@@ -33,8 +33,11 @@ pub struct ClientQuota<'t> {
     pub policy_index: usize,
     pub policy: &'t Policy,
     pub quota: &'t Quota,
+    /// The mode of the policy, or of an override for the key.
+    pub mode: PolicyMode,
     pub key: Key,
     pub limits: &'t [NamedLimit],
+    pub amounts: Option<Box<RequestAmounts>>,
 }
 
 impl PolicyTable {
@@ -48,15 +51,12 @@ impl PolicyTable {
         let mut identities: Vec<(&KeyPart, Vec<u8>)> = Vec::new();
         let (mut quotas, mut digests) = (Vec::new(), KeyDigests::default());
         for (policy_index, policy) in self.policies().iter().enumerate() {
-            if policy.mode == PolicyMode::Shadow
-                || !policy.is_reported
-                || !policy.matcher.may_match_client(facts)
-            {
+            if !policy.is_reported || !policy.matcher.may_match_client(facts) {
                 continue;
             }
             let PolicyAction::Limit(quota) = &policy.action else {
                 // It ends the evaluation of all requests, unless it depends on the request.
-                if policy.matcher.depends_only_on_client() {
+                if policy.mode != PolicyMode::Shadow && policy.matcher.depends_only_on_client() {
                     break;
                 }
                 continue;
@@ -76,6 +76,16 @@ impl PolicyTable {
             if values.iter().any(Option::is_none) {
                 continue;
             }
+            let (key, selected) = quota.key_and_limits(&policy.name, &values, &mut digests);
+            let mode = selected.mode(policy.mode);
+            let is_limited = matches!(selected.rule, OverrideRule::Limit(_));
+            // Policies with one `counter` have one quota of the client.
+            let is_listed = quotas
+                .iter()
+                .any(|one: &ClientQuota<'_>| one.key.id() == key.id());
+            if !is_limited || mode == PolicyMode::Shadow || is_listed {
+                continue;
+            }
             // A verified part has one value, so its index is its position.
             for (position, (part, value)) in parts.iter().zip(values.iter().flatten()).enumerate() {
                 if !identities.iter().any(|(known, _)| *known == part) {
@@ -83,20 +93,14 @@ impl PolicyTable {
                     identities.push((part, stored));
                 }
             }
-            let (key, limits) = quota.key_and_limits(&policy.name, &values, &mut digests);
-            // Policies with one `counter` have one quota of the client.
-            if quotas
-                .iter()
-                .any(|one: &ClientQuota<'_>| one.key.id() == key.id())
-            {
-                continue;
-            }
             quotas.push(ClientQuota {
                 policy_index,
                 policy,
                 quota,
+                mode,
                 key,
-                limits,
+                limits: selected.limits,
+                amounts: read_request_amounts(selected.limits, facts),
             });
             if quotas.len() == MAX_REPORTED_POLICIES {
                 break;
@@ -135,6 +139,9 @@ impl PolicyTable {
             | KeyPart::WholePath
             | KeyPart::DescriptorEntry(_)
             | KeyPart::WholeDescriptor => false,
+            KeyPart::Alternatives(_) => part
+                .alternatives()
+                .all(|one| self.is_verified_part(one, is_peer_trusted)),
         }
     }
 }

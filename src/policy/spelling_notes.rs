@@ -23,7 +23,10 @@ impl PolicyTable {
             .then(|| {
                 let authorization = KeyPart::Header(http::header::AUTHORIZATION);
                 let mut policies = self.policies().iter();
-                policies.find(|policy| key_parts(policy).contains(&authorization))
+                policies.find(|policy| {
+                    let mut sources = key_parts(policy).iter().flat_map(KeyPart::alternatives);
+                    sources.any(|part| *part == authorization)
+                })
             })
             .flatten()
             .map(|policy| {

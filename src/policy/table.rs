@@ -1,8 +1,9 @@
 //! The compiled, immutable table of policies. A reload replaces the table as a whole.
 
 use super::{
-    CorsOrigins, CostSource, Descriptor, Facts, HostPattern, KeyContext, KeyPart, Matcher, Policy,
-    PolicyAction, SelfServiceSettings, ValueCondition, client, jwt, path, path_pattern::PathIndex,
+    AmountField, CorsOrigins, CostSource, Descriptor, Facts, HostPattern, KeyContext, KeyPart,
+    Matcher, Policy, PolicyAction, Quota, SelfServiceSettings, ValueCondition, client, jwt, path,
+    path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
@@ -200,7 +201,7 @@ impl PolicyTable {
 }
 
 fn policy_depends_on_client_ip(policy: &Policy) -> bool {
-    matches!(&policy.action, PolicyAction::Limit(quota) if quota.key.parts().contains(&KeyPart::ClientIp))
+    matches!(&policy.action, PolicyAction::Limit(quota) if quota.key.sources().any(|part| *part == KeyPart::ClientIp))
         || policy.matcher.has_client_ip_condition()
 }
 
@@ -210,20 +211,38 @@ fn headers_referenced_by(policy: &Policy) -> Vec<HeaderName> {
         if let CostSource::Header(cost) = &quota.cost {
             names.push(cost.name.clone());
         }
-        names.extend(quota.key.parts().iter().filter_map(|part| match part {
+        names.extend(quota.key.sources().filter_map(|part| match part {
             KeyPart::Header(name) => Some(name.clone()),
             KeyPart::Cookie(_) => Some(http::header::COOKIE),
+            _ => None,
+        }));
+        names.extend(amount_fields(quota).filter_map(|field| match field {
+            AmountField::Header(name) => Some(name.clone()),
             _ => None,
         }));
     }
     names
 }
 
+/// The fields that state amounts of a policy's limits.
+fn amount_fields(quota: &Quota) -> impl Iterator<Item = &AmountField> {
+    let overridden = quota.overrides.as_slice().iter();
+    let limits = quota
+        .limits
+        .iter()
+        .chain(overridden.flat_map(|entry| &entry.limits));
+    limits.filter_map(|named| Some(&named.amount.as_ref()?.field))
+}
+
 fn claims_referenced_by(policy: &Policy) -> Vec<jwt::ClaimName> {
     let mut names = policy.matcher.claim_names();
     if let PolicyAction::Limit(quota) = &policy.action {
-        names.extend(quota.key.parts().iter().filter_map(|part| match part {
+        names.extend(quota.key.sources().filter_map(|part| match part {
             KeyPart::Claim(name) => Some(name.clone()),
+            _ => None,
+        }));
+        names.extend(amount_fields(quota).filter_map(|field| match field {
+            AmountField::Claim(name) => Some(name.clone()),
             _ => None,
         }));
     }
@@ -499,6 +518,7 @@ mod tests {
             token,
             client_cert,
             has_joined_headers: false,
+            is_peer_trusted: false,
             descriptor: None,
         }
     }

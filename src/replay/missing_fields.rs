@@ -4,7 +4,8 @@ use super::log_merge::LoggedRequest;
 use super::parsers::RequiredHeaders;
 use crate::limiter::Algorithm;
 use crate::policy::{
-    ActualCostSource, CostSource, KeyPart, Matcher, Policy, PolicyAction, PolicyTable, Quota,
+    ActualCostSource, AmountField, CostSource, KeyPart, Matcher, Policy, PolicyAction, PolicyTable,
+    Quota,
 };
 use http::HeaderName;
 use http::header::COOKIE;
@@ -154,7 +155,11 @@ impl<'a> MissingFieldCheck<'a> {
                 names.join(", ")
             );
             for part in missing {
-                if let KeyPart::Header(name) = part {
+                let headers = part.alternatives().filter_map(|one| match one {
+                    KeyPart::Header(name) => Some(name),
+                    _ => None,
+                });
+                for name in headers {
                     sentence.push_str(&format!("; --header-from {name}=FIELD names the field"));
                 }
             }
@@ -183,6 +188,17 @@ impl<'a> MissingFieldCheck<'a> {
     }
 
     fn describe_missing_quota_fields(&self, quota: &Quota, texts: &mut Vec<String>) {
+        let absent = quota
+            .key
+            .sources()
+            .filter(|part| !self.log_has_key_part(part));
+        let absent: Vec<String> = absent.map(ToString::to_string).collect();
+        if !absent.is_empty() {
+            texts.push(format!(
+                "every request was keyed as if it had no {}",
+                absent.join(" and no ")
+            ));
+        }
         match &quota.cost {
             CostSource::Header(cost) if !self.has_header(&cost.name) => {
                 texts.push(format!(
@@ -213,6 +229,22 @@ impl<'a> MissingFieldCheck<'a> {
                 .iter()
                 .flat_map(|entry| &entry.limits),
         );
+        let default_amounts = limits.clone().filter_map(|named| {
+            let source = named.amount.as_ref()?;
+            let is_logged = match &source.field {
+                AmountField::Claim(_) => self.log_has_token(),
+                AmountField::Header(name) => self.has_header(name),
+                AmountField::ClientCertSan | AmountField::ClientCertCn => false,
+            };
+            let default = named.limit.requests;
+            (!is_logged).then(|| {
+                format!(
+                    "every request had the default amount {default}, because {} is missing",
+                    source.field
+                )
+            })
+        });
+        texts.extend(default_amounts);
         let is_concurrency =
             limits.any(|named| matches!(named.limit.algorithm, Algorithm::Concurrency { .. }));
         if is_concurrency && self.coverage.with_duration < self.coverage.requests {
@@ -241,6 +273,7 @@ impl<'a> MissingFieldCheck<'a> {
             // request.
             | KeyPart::DescriptorEntry(_)
             | KeyPart::WholeDescriptor => true,
+            KeyPart::Alternatives(_) => part.alternatives().any(|one| self.log_has_key_part(one)),
         }
     }
 

@@ -146,11 +146,8 @@ impl<'t> PolicySimulator<'t> {
         self.clock_control.set_us(now_us);
 
         let headers = self.build_header_map(request);
-        let client = ClientAddress::identify(
-            request.peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
-            &headers,
-            &self.table.client,
-        );
+        let peer = request.peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        let client = ClientAddress::identify(peer, &headers, &self.table.client);
         let is_client_hidden =
             client.is_peer_trusted && !headers.contains_key(&self.table.client.ip_header);
         self.stats
@@ -195,6 +192,7 @@ impl<'t> PolicySimulator<'t> {
             token: &token,
             client_cert: None,
             has_joined_headers: false,
+            is_peer_trusted: client.is_peer_trusted,
             descriptor: None,
         };
         self.apply_policies(&facts, now_us, request.duration_us)

@@ -161,6 +161,8 @@ impl LimitPeakSample {
                 None
             }
         };
+        // The request states the amount, so no number is suggested.
+        let algorithm = algorithm.filter(|_| named.amount.is_none());
         let limit = algorithm.map(|algorithm| Limit {
             requests: UNREACHABLE_LIMIT,
             per_us,

@@ -11,6 +11,7 @@ use crate::support::process::{ProcessOutput, run_command, tidegate_command};
 use crate::support::proxy::Proxy;
 use crate::support::redis::RedisServer;
 use crate::support::upstream::Upstream;
+use hyper::header::HeaderName;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
@@ -18,6 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tempfile::TempDir;
+use tidegate::policy::{KeyPart, KeyTemplate};
 use tokio::time::{Instant, sleep, timeout};
 
 const POLICIES: &str = r#"
@@ -573,7 +575,8 @@ async fn no_decision_mixes_two_overrides_while_they_change() {
         let mut connection = fixture.redis.connection_without_timeout().await;
         let script = tidegate::store::redis::ScriptLibrary::new("test");
         async move {
-            let mut key = tidegate::limiter::KeyBuilder::new("api");
+            let header = KeyPart::Header(HeaderName::from_static("x-user-id"));
+            let mut key = KeyTemplate::new(vec![header]).start_key("api");
             key.push_key_value(Some(b"ann"));
             let name = script.override_key(&key.finish());
             for n in 1.. {

@@ -21,16 +21,21 @@ use tokio::net::TcpSocket;
 const PAGE: &str = "docs/RECIPES.md";
 
 /// The recipes that a test in this file runs.
-const TESTED_RECIPES: [&str; 21] = [
+const TESTED_RECIPES: [&str; 26] = [
     "Per API key",
     "Per user of a JWT",
+    "A key with a fallback",
     "Log-in protection",
     "Failed log-ins only",
     "Introduce a limit softly",
     "A limit that clients do not see",
     "Plans: free, pro, partner",
     "Requests per month",
+    "Slots of one pod beside a limit for all",
+    "One quota for several policies",
     "Limits for single customers",
+    "The amount from a token",
+    "Limits by pattern",
     "Plans from a gateway's header",
     "Exempt health checks and partners",
     "Express",
@@ -173,6 +178,28 @@ async fn per_user_of_a_token() {
     assert_eq!(ask("Bearer nonsense", 21).await, expected(20, 1));
     let elsewhere = run.statuses(1, "192.0.2.2", "GET", "/api/x").await;
     assert_eq!(elsewhere, [200]);
+}
+
+#[tokio::test]
+async fn a_key_with_a_fallback() {
+    let run = RecipeRun::start("A key with a fallback").await;
+    let send = async |name: &str, value: &str, times: usize| {
+        let mut statuses = Vec::new();
+        for nth in 0..times {
+            // Several addresses, so that only the policy "api" refuses.
+            let client = format!("192.0.2.{}", 10 + nth % 2);
+            let request = run.request(&client, "GET", "/api/x").header(name, value);
+            statuses.push(request.send().await.status);
+        }
+        statuses
+    };
+    assert_eq!(send("X-Api-Key", "ann", 62).await, expected(60, 2));
+    let alice = run.bearer("alice", "free");
+    assert_eq!(send("Authorization", &alice, 91).await, expected(90, 1));
+    let by_address = run.statuses(61, "192.0.2.77", "GET", "/api/x").await;
+    assert_eq!(by_address, expected(60, 1));
+    let pretender = run.statuses(1, "192.0.2.78", "GET", "/api/x").await;
+    assert_eq!(pretender, [200]);
 }
 
 #[tokio::test]
@@ -354,6 +381,48 @@ async fn limits_for_single_customers() {
 }
 
 /// The client of the test is the gateway.
+#[tokio::test]
+async fn the_amount_from_a_token() {
+    let run = RecipeRun::start("The amount from a token").await;
+    let send = async |sub: &str, plan: serde_json::Value, times: usize| {
+        let claims = json!({ "sub": sub, "plan": plan, "exp": unix_s() + 3600 });
+        let bearer = run.issuer.bearer(&claims);
+        let mut statuses = Vec::new();
+        for _ in 0..times {
+            let request = run.request("192.0.2.1", "GET", "/api/x");
+            statuses.push(request.header("Authorization", &bearer).send().await.status);
+        }
+        statuses
+    };
+    assert_eq!(send("ann", json!({ "rpm": 30 }), 31).await, expected(30, 1));
+    assert_eq!(send("bob", json!({}), 21).await, expected(20, 1));
+    assert_eq!(
+        send("cid", json!({ "rpm": "gold" }), 21).await,
+        expected(20, 1)
+    );
+    assert_eq!(send("dan", json!({ "rpm": 0 }), 1).await, expected(0, 1));
+}
+
+#[tokio::test]
+async fn limits_by_pattern() {
+    let run = RecipeRun::start("Limits by pattern").await;
+    let send = async |tenant: &str, times: usize| {
+        let (mut statuses, mut marks) = (Vec::new(), 0);
+        for _ in 0..times {
+            let request = run.request("192.0.2.1", "GET", "/api/x");
+            statuses.push(request.header("X-Tenant", tenant).send().await.status);
+            let seen = run.upstream.last_request();
+            marks += usize::from(!seen.header_values("x-tidegate-over").is_empty());
+        }
+        (statuses, marks)
+    };
+    assert_eq!(send("acme-eu", 31).await, (expected(31, 0), 1));
+    assert_eq!(send("acme-lab", 6).await.0, expected(5, 1));
+    assert_eq!(send("beta-1", 11).await.0, expected(10, 1));
+    assert_eq!(send("other", 12).await, (expected(12, 0), 2));
+    assert_eq!(send("monitoring", 50).await, (expected(50, 0), 0));
+}
+
 #[tokio::test]
 async fn plans_from_a_header() {
     let run = RecipeRun::start("Plans from a gateway's header").await;

@@ -12,7 +12,7 @@ use crate::support::store_harness::{
     EVERY_ALGORITHM, START_US, draw_duration_us, draw_limit_for, test_seed,
 };
 use crate::support::upgrade::{
-    INSTANCE_COUNT, PHASES, REQUESTS_PER_PHASE, TOTAL_UNITS, upgrade_config, user_request,
+    INSTANCE_COUNT, PHASES, REQUESTS_PER_PHASE, TOTAL_UNITS, client_request, upgrade_config,
 };
 use crate::support::upstream::Upstream;
 use fastrand::Rng;
@@ -591,27 +591,20 @@ async fn both_versions_count_each_others_instances() {
     assert_eq!(previous.heartbeat("x", "look", None).await[0], 2);
 }
 
-/// The users of the fixture `keys.txt`; `None`: no header.
-fn fixture_users() -> [Option<String>; 4] {
-    [
-        Some("ann".to_owned()),
-        None,
-        Some("a b/{c}%".to_owned()),
-        Some("x".repeat(300)),
-    ]
-}
+/// The clients of the fixture `keys.txt`. Keys of other values start anew.
+const FIXTURE_CLIENTS: [&str; 4] = ["192.0.2.1", "192.0.2.2", "198.51.100.3", "2001:db8::7"];
 
 /// Today's binary names its counters as that of 767e699 did.
 #[tokio::test]
 async fn the_keys_in_redis_are_those_of_the_previous_version() {
     let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
     let proxy = Proxy::start(&upgrade_config(&server), upstream.address).await;
-    for user in fixture_users() {
+    for client in FIXTURE_CLIENTS {
         for path in [
             "log", "window", "fixed", "bucket", "queue", "blocked", "leased", "settled",
         ] {
             for _ in 0..if path == "blocked" { 2 } else { 1 } {
-                user_request(&proxy, &format!("/{path}"), user.as_deref())
+                client_request(&proxy, &format!("/{path}"), client)
                     .send()
                     .await;
             }

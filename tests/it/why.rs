@@ -12,7 +12,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use tidegate::limiter::KeyBuilder;
+use tidegate::policy::{KeyPart, KeyTemplate};
 use tokio::time::sleep;
 
 const POLICIES: &str = r#"
@@ -188,12 +188,18 @@ async fn refusals_that_the_log_left_out_are_counted() {
     assert_eq!(report["shadow_rejected"], 1, "{report:#}");
 }
 
+/// The key of the policies "all" and "candidate".
+fn header_template() -> KeyTemplate {
+    let header = hyper::header::HeaderName::from_static("x-user-id");
+    KeyTemplate::new(vec![KeyPart::Header(header)])
+}
+
 #[tokio::test]
 async fn logs_are_read_compressed_and_partly_and_broken_lines_are_reported() {
     let fixture = LogFixture::new();
     let line = |time: &str| {
         // SHA-256 of the framed policy and value; `keys show` prints the same hash.
-        let mut key = KeyBuilder::new("all");
+        let mut key = header_template().start_key("all");
         key.push_key_value(Some(b"acme"));
         let id = key.finish().id();
         format!(
@@ -287,7 +293,7 @@ fn shadow_line(limit_and_key: &str) -> String {
 async fn a_refusal_by_a_shadow_policy_counts_only_for_a_key_that_the_line_shows() {
     let fixture = LogFixture::new();
     let enforced_key = |user: &str| {
-        let mut key = KeyBuilder::new("all");
+        let mut key = header_template().start_key("all");
         key.push_key_value(Some(user.as_bytes()));
         format!(",\"limit\":\"all\",\"key\":\"{:032x}\"", key.finish().id())
     };

@@ -54,6 +54,7 @@ pub(crate) async fn with_facts<R>(
         token: RequestToken::without_token_reader(),
         client_cert: None,
         has_joined_headers: false,
+        is_peer_trusted: false,
         descriptor: None,
     };
     use_facts(&facts).await

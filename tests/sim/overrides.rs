@@ -36,7 +36,7 @@ pub(crate) async fn change_overrides(
     for (number, policy) in matching.filter(|(_, policy)| policy.route == request.route) {
         if policy.is_dynamic && policy.second_limit.is_none() {
             let client = (!policy.is_global).then_some(request.client);
-            let key = counter_key(number, client);
+            let key = counter_key(scenario, number, client);
             let has_end = request.client.is_multiple_of(2);
             overrides.push(stored(key, same_amounts(number, policy), has_end));
         }

@@ -1,12 +1,16 @@
 //! What happens in one run: the deployment, the policies, the requests and the faults.
 
 use std::fmt::Write;
+use tidegate::policy::{KeyPart, path};
 
 pub(crate) const SECOND: u64 = 1_000_000;
 pub(crate) const HOUR: u64 = 3600 * SECOND;
 
 /// Policies that must not affect any request.
 const SHADOW_POLICIES: &str = include_str!("shadow_policies.toml");
+
+const HEADER_KEY_PART: &str = "header:x-client";
+const DESCRIPTOR_KEY_PART: &str = "descriptor:client";
 
 /// Routes that policies reject without a counter.
 pub(crate) const CLOSED_ROUTES: [usize; 2] = [98, 99];
@@ -402,6 +406,17 @@ impl Scenario {
     }
 }
 
+impl Scenario {
+    /// The key part that has the client.
+    pub(crate) fn client_key_part(&self) -> KeyPart {
+        let text = match self.is_rate_limit_service {
+            true => DESCRIPTOR_KEY_PART,
+            false => HEADER_KEY_PART,
+        };
+        KeyPart::parse(text, &path::Settings::DEFAULT).unwrap()
+    }
+}
+
 impl PolicySpec {
     fn config_text(&self, number: usize, is_rate_limit_service: bool) -> String {
         let limit = |requests: u64, per_us: u64| {
@@ -435,9 +450,9 @@ impl PolicySpec {
                     "domain = \"sim\", descriptors = {{ route = \"{}\", client = \"*\" }}",
                     self.route
                 ),
-                "descriptor:client",
+                DESCRIPTOR_KEY_PART,
             ),
-            false => (format!("path = \"/r{}\"", self.route), "header:x-client"),
+            false => (format!("path = \"/r{}\"", self.route), HEADER_KEY_PART),
         };
         let mut text = format!("[[policy]]\nname = \"p{number}\"\nmatch = {{ {conditions} }}\n");
         if !self.is_global {

@@ -8,7 +8,7 @@ use super::policy_interactions::ComparisonBudget;
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::limiter::Algorithm;
 use crate::policy::{
-    KeyPart, LimitOverride, Matcher, NamedCondition, NamedLimit, PolicyAction, Quota,
+    KeyPart, LimitOverride, Matcher, NamedCondition, NamedLimit, OverrideRule, PolicyAction, Quota,
     ValueCondition, is_credential_name,
 };
 use http::HeaderName;
@@ -45,13 +45,19 @@ fn warn_raising_overrides(spanned: &PolicyWithReader<'_>, context: &PolicyContex
     let Some(quota) = spanned.quota() else { return };
     let tables = spanned.reader.get_tables("override");
     for (table, entry) in tables.iter().zip(quota.overrides.as_slice()) {
-        if let Some(name) = find_forgeable_value(entry, quota, context)
-            && is_higher(&entry.limits, &quota.limits)
-        {
+        let is_raised = match entry.rule {
+            OverrideRule::Limit(Some(mode)) if !mode.is_enforced() => true,
+            OverrideRule::Limit(_) => {
+                !entry.limits.is_empty() && is_higher(&entry.limits, &quota.limits)
+            }
+            OverrideRule::Allow | OverrideRule::Skip => true,
+            OverrideRule::Deny => false,
+        };
+        if let Some(name) = find_forgeable_value(entry, quota, context).filter(|_| is_raised) {
             table.report_warning(
                 "key",
                 &format!(
-                    "a client that sends this {name} gets the higher limit; {}",
+                    "a client that sends this {name} gets the higher limit or none; {}",
                     advise(name)
                 ),
             );
@@ -67,9 +73,14 @@ fn find_forgeable_value<'q>(
 ) -> Option<&'q HeaderName> {
     let mut forgeable = None;
     let values = entry.values.iter().enumerate();
-    for (position, _) in values.filter(|(_, value)| value.as_ref().is_some_and(|v| !v.is_empty())) {
-        match quota.key.part_at(position)? {
-            part if quota.key.is_hashed_at(position) || part.is_credential() => return None,
+    for (position, value) in values {
+        let value = value.literal_start();
+        if value.is_empty() {
+            continue;
+        }
+        let source = quota.key.value_source(position, value.as_bytes())?;
+        match source.part {
+            part if source.is_hashed || part.is_credential() => return None,
             KeyPart::Const(_) | KeyPart::Method => {}
             part if !context.is_client_chosen(part) => return None,
             KeyPart::Header(name) => forgeable = Some(name),

@@ -90,7 +90,7 @@ fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
             .overrides
             .as_slice()
             .iter()
-            .map(|entry| &entry.values)
+            .map(|entry| (&entry.values, entry.rule))
             .collect();
         let fingerprint = format!(
             "{:?}",
@@ -210,6 +210,11 @@ fn find_skippable_part<'a>(spanned: &'a PolicyWithReader<'_>) -> Option<&'a KeyP
 fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> {
     let mut narrower = matcher.clone();
     match part {
+        KeyPart::Alternatives(_) => {
+            for one in part.alternatives() {
+                narrower = narrow_to_missing_part(&narrower, one)?;
+            }
+        }
         KeyPart::Header(name) => require_absent(&mut narrower.headers, name)?,
         KeyPart::Query(name) => require_absent(&mut narrower.query, name)?,
         KeyPart::Cookie(name) => require_absent(&mut narrower.cookies, name)?,
@@ -295,6 +300,23 @@ fn warn_client_chosen_keys(policies: &[PolicyWithReader<'_>], context: &PolicyCo
         return;
     }
     for spanned in policies.iter().filter(|one| has_client_chosen_key(one)) {
-        spanned.reader.report_warning("key", "clients choose these values and can create any number of counters; add a policy with the key \"client_ip\"");
+        let chosen = spanned.key_parts().iter().find_map(|part| match part {
+            KeyPart::Alternatives(alternatives) => {
+                let (_, earlier) = alternatives.split_last()?;
+                let mut earlier = earlier.iter().map(|one| &one.part);
+                earlier.find(|one| context.is_client_chosen(one))
+            }
+            _ => None,
+        });
+        let problem = match chosen {
+            Some(part) => format!(
+                "a client that invents a {part} gets a quota of its own instead of the next alternative's"
+            ),
+            None => "clients choose these values and can create any number of counters".to_owned(),
+        };
+        spanned.reader.report_warning(
+            "key",
+            &format!("{problem}; add a policy with the key \"client_ip\""),
+        );
     }
 }

@@ -101,7 +101,8 @@ fn warn_if_socket_hides_client_ips(policies: &[PolicyWithReader<'_>], context: &
     let uses_client_ip_key = || {
         policies
             .iter()
-            .any(|one| one.key_parts().contains(&KeyPart::ClientIp))
+            .flat_map(|one| one.quota())
+            .any(|quota| quota.key.sources().any(|part| *part == KeyPart::ClientIp))
     };
     let knows_client_ip = context.listen.proxy_protocol_from.is_some()
         || !context.policy_context.client.trusted_proxies.is_empty();

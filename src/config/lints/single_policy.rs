@@ -7,12 +7,11 @@ use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
-    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, PolicyAction,
-    PolicyMode, Quota,
+    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, OverrideRule,
+    PolicyAction, PolicyMode, Quota,
 };
 use http::HeaderName;
 use ipnet::IpNet;
-use std::collections::HashSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -38,7 +37,11 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
     if let Some(table) = reader.get_optional_table("match") {
         check_conditions(&table, &spanned.policy.matcher, context);
     }
-    if !spanned.policy.is_enforced() {
+    let enforces_override = spanned.quota().is_some_and(|quota| {
+        let mut overrides = quota.overrides.as_slice().iter();
+        overrides.any(|entry| entry.rule == OverrideRule::Limit(Some(PolicyMode::Enforce)))
+    });
+    if !spanned.policy.is_enforced() && !enforces_override {
         let mode = spanned.policy.mode.name();
         for (key, effect) in [
             ("reject", "rejects no request"),
@@ -169,8 +172,7 @@ fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>)
     let is_stripped = |name: &HeaderName| context.policy_context.is_removed_header(name);
     if quota
         .key
-        .parts()
-        .iter()
+        .sources()
         .any(|part| matches!(part, KeyPart::Header(name) if is_stripped(name)))
     {
         reader.report_warning("key", STRIPPED_HEADER_WARNING);
@@ -179,11 +181,7 @@ fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>)
         reader.report_warning("cost", STRIPPED_HEADER_WARNING);
     }
     if !context.policy_context.requests_client_certificates
-        && quota
-            .key
-            .parts()
-            .iter()
-            .any(KeyPart::is_from_client_certificate)
+        && quota.key.sources().any(KeyPart::is_from_client_certificate)
     {
         reader.report_warning("key", "the listener requests no client certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"");
     }
@@ -221,6 +219,8 @@ fn check_limits(
         // A settlement may exceed a limit, so with estimates no order of limits is certain.
         let is_stricter = |other: &&NamedLimit| {
             !std::ptr::eq(*other, named)
+                && other.amount.is_none()
+                && named.amount.is_none()
                 && !unreachable_limits
                     .iter()
                     .any(|one| std::ptr::eq(*one, *other))
@@ -312,22 +312,13 @@ fn check_overrides(
     quota: &Quota,
     context: &LintContext<'_>,
 ) {
-    let mut exact_keys: HashSet<&[Option<Box<str>>]> = HashSet::new();
-    let mut wildcard_overrides: Vec<&LimitOverride> = Vec::new();
     for (table, entry) in reader
         .get_tables("override")
         .iter()
         .zip(quota.overrides.as_slice())
     {
         check_limits(table, &entry.limits, quota, context);
-        if exact_keys.contains(&*entry.values)
-            || wildcard_overrides.iter().any(|before| before.covers(entry))
-        {
-            table.report_warning(
-                "key",
-                "never used: an earlier override matches all keys that this one matches",
-            );
-        } else if let Some(position) = find_impossible_value_index(entry, matcher, quota) {
+        if let Some(position) = find_impossible_value_index(entry, matcher, quota) {
             table.report_warning(
                 "key",
                 &format!(
@@ -335,11 +326,6 @@ fn check_overrides(
                     position + 1
                 ),
             );
-        }
-        if entry.values.contains(&None) {
-            wildcard_overrides.push(entry);
-        } else {
-            exact_keys.insert(&entry.values);
         }
     }
 }
@@ -355,10 +341,14 @@ fn find_impossible_value_index(
         .iter()
         .enumerate()
         .position(|(position, value)| {
-            let (Some(value), Some(part)) = (value, quota.key.part_at(position)) else {
+            let Some(value) = value.as_exact() else {
                 return false;
             };
-            is_impossible_value(value, part, matcher, quota.missing_key)
+            let source = quota.key.value_source(position, value.as_bytes());
+            source.is_some_and(|source| {
+                let value = String::from_utf8_lossy(source.value);
+                is_impossible_value(&value, source.part, matcher, quota.missing_key)
+            })
         })
 }
 

@@ -53,6 +53,9 @@ impl PolicyContext {
     }
 
     pub(in crate::config) fn is_client_chosen(&self, part: &KeyPart) -> bool {
+        if matches!(part, KeyPart::Alternatives(_)) {
+            return part.alternatives().any(|one| self.is_client_chosen(one));
+        }
         let is_claim = matches!(part, KeyPart::Claim(_));
         if matches!(part, KeyPart::Header(name) if self.trusted_headers.contains(name)) {
             return false;

@@ -107,7 +107,6 @@ fn find_difference(
 /// Whether keys with the same values mean the same. The patterns of `path:` parts may differ.
 fn have_same_parts(one: &Quota, other: &Quota) -> bool {
     let (parts, others) = (one.key.parts(), other.key.parts());
-    let positions = one.key.value_count();
     parts.len() == others.len()
         && parts.iter().zip(others).all(|pair| match pair {
             (KeyPart::PathCaptures(one), KeyPart::PathCaptures(other)) => {
@@ -115,7 +114,7 @@ fn have_same_parts(one: &Quota, other: &Quota) -> bool {
             }
             (one, other) => one == other,
         })
-        && (0..positions).all(|at| one.key.is_hashed_at(at) == other.key.is_hashed_at(at))
+        && one.key.hashes_same_positions(&other.key)
 }
 
 fn find_limit_difference(

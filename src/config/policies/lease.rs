@@ -71,6 +71,9 @@ pub(super) fn build_lease(
 /// Reports settings that leased units cannot implement.
 fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
     let incompatible = limits_with_overrides(quota).find_map(|named| match named.limit.algorithm {
+        _ if named.amount.is_some() => {
+            Some("requests_from: leased units are granted under one amount")
+        }
         Algorithm::LeakyBucket { .. } => {
             Some("algorithm = \"leaky_bucket\": each request takes its own place in the queue")
         }

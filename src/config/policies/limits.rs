@@ -1,12 +1,13 @@
 //! The keys `limit` and `limits` of a policy or of an override.
 
+use super::amounts::{LimitAmount, read_amount, reject_options_with_one_amount};
 use super::calendar::{build_calendar_limit, read_calendar_unit, reject_time_zone};
 use super::context::PolicyContext;
 use crate::config::keywords::ALGORITHMS;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
-use crate::policy::{NamedLimit, Quota};
+use crate::policy::{AmountSource, NamedLimit, Quota};
 use std::time::Duration;
 
 /// A `sliding_log` with more `requests` needs much memory, because it keeps one entry per request.
@@ -62,7 +63,7 @@ pub(super) fn build_limits(
                     format!("{policy}-{unnamed}")
                 }
             });
-        let Some(limit) = build_limit(table, context) else {
+        let Some((limit, amount)) = build_limit(table, context) else {
             continue;
         };
         if limits.iter().any(|other| *other.name == *name) {
@@ -83,6 +84,7 @@ pub(super) fn build_limits(
             name: name.into(),
             unit: table.get_parsed("unit", parse_unit),
             limit,
+            amount,
             is_reported: true,
         });
     }
@@ -97,8 +99,12 @@ fn parse_unit(text: &str) -> Result<Box<str>, String> {
     Err("expected 1 to 32 letters, digits, \"_\" or \"-\"".to_owned())
 }
 
-fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limit> {
-    let requests = reader.get_integer::<u64>("requests");
+fn build_limit(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+) -> Option<(Limit, Option<Box<AmountSource>>)> {
+    let amount = read_amount(reader, context);
+    let requests = amount.as_ref().map(|amount| amount.requests);
     let calendar_unit = read_calendar_unit(reader);
     let per = match calendar_unit {
         None => reader.get_duration("per"),
@@ -119,7 +125,8 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
     );
     reject_keys_of_other_algorithms(reader, algorithm);
     if let Some(unit) = calendar_unit {
-        return build_calendar_limit(reader, unit, algorithm, requests);
+        let limit = build_calendar_limit(reader, unit, algorithm, requests)?;
+        return Some((limit, amount?.source));
     }
     reject_time_zone(reader);
     let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
@@ -147,10 +154,16 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
     {
         reader.report_error("offset", "expected less than per");
     }
-    if let (Some(requests), Some(per)) = (requests, per) {
-        reject_inexact_limit(reader, algorithm, requests, to_micros(per));
+    if let (Some(amount), Some(per)) = (&amount, per) {
+        reject_inexact_limit(reader, algorithm, amount, to_micros(per));
     }
-    match requests {
+    if amount
+        .as_ref()
+        .is_some_and(|amount| amount.source.is_some())
+    {
+        reject_options_with_one_amount(reader, counts_slots);
+    }
+    match amount.as_ref().map(LimitAmount::max) {
         Some(0) => reader.report_warning("requests", "0 rejects every request"),
         Some(requests) if requests > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog => reader.report_warning(
             "requests",
@@ -158,11 +171,12 @@ fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limi
         ),
         _ => {}
     }
-    Some(Limit {
+    let limit = Limit {
         requests: requests?,
         per_us: to_micros(per?),
         algorithm,
-    })
+    };
+    Some((limit, amount?.source))
 }
 
 /// Reads the keys of `algorithm`. The values in `algorithm` are the defaults.
@@ -236,16 +250,21 @@ fn reject_keys_of_other_algorithms(reader: &TableReader<'_>, algorithm: Algorith
 fn reject_inexact_limit(
     reader: &TableReader<'_>,
     algorithm: Algorithm,
-    requests: u64,
+    amount: &LimitAmount,
     per_us: u64,
 ) {
+    let requests = amount.max();
+    let requests_key = match amount.source {
+        Some(_) => "max",
+        None => "requests",
+    };
     let (key, most) = match algorithm {
         Algorithm::TokenBucket { burst, .. } if burst > requests => {
             ("burst", MAX_UNITS / per_us.max(1))
         }
-        Algorithm::TokenBucket { .. } => ("requests", MAX_UNITS / per_us.max(1)),
+        Algorithm::TokenBucket { .. } => (requests_key, MAX_UNITS / per_us.max(1)),
         Algorithm::LeakyBucket { max_delay_us } => (
-            "requests",
+            requests_key,
             (MAX_UNITS - per_us.min(MAX_UNITS)) / max_delay_us.max(1),
         ),
         _ => return,

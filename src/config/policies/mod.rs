@@ -1,5 +1,6 @@
 //! Builds policies from `[[policy]]` tables.
 
+mod amounts;
 mod calendar;
 pub(super) mod context;
 mod cost;
@@ -16,12 +17,14 @@ mod shards;
 
 use super::describe::{self, PolicyDescription};
 use super::diagnostic::SourceSpan;
-use super::keywords::ON_STORE_FAILURE_MODES;
+use super::keywords::{ON_STORE_FAILURE_MODES, POLICY_MODES};
 use super::table_reader::TableReader;
 use super::values;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota};
+use amounts::reject_settings_with_one_amount;
 use context::{PolicyContext, PolicyWithReader};
 use http::StatusCode;
+use limits::limits_with_overrides;
 use quota::build_quota;
 use reject_response::build_reject_response;
 use restrictions::{
@@ -29,14 +32,6 @@ use restrictions::{
     reject_response_dependent_settings,
 };
 use std::collections::BTreeMap;
-
-/// The modes of a policy; `None`: the policy is only validated.
-const POLICY_MODES: [(&str, Option<PolicyMode>); 4] = [
-    (PolicyMode::Enforce.name(), Some(PolicyMode::Enforce)),
-    (PolicyMode::Mark.name(), Some(PolicyMode::Mark)),
-    (PolicyMode::Shadow.name(), Some(PolicyMode::Shadow)),
-    ("off", None),
-];
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PolicyActionKind {
@@ -151,20 +146,21 @@ fn build_policy(
         Some(PolicyAction::Limit(quota)) => Some(&**quota),
         _ => None,
     };
+    let on_store_failure = match quota.is_some_and(Quota::is_instance_scoped) {
+        // Redis does not decide this policy.
+        true => OnStoreFailure::Open,
+        false => read_store_failure_mode(reader, context, matches_descriptors),
+    };
     if let Some(quota) = quota {
-        check_listener(reader, context, quota, matches_descriptors);
+        let scope = (on_store_failure, matches_descriptors);
+        reject_unsupported_settings(reader, context, quota, scope);
     }
-    let is_instance_scoped = quota.is_some_and(Quota::is_instance_scoped);
     Some(Policy {
         priority: reader.get_integer("priority")?,
         matcher: conditions.unwrap_or_default(),
         mode,
         is_reported: is_reported?,
-        on_store_failure: match is_instance_scoped {
-            // Redis does not decide this policy.
-            true => OnStoreFailure::Open,
-            false => read_store_failure_mode(reader, context, matches_descriptors),
-        },
+        on_store_failure,
         reject_response: reject,
         // Unwrapped last, so that all errors of the policy are reported before it is dropped.
         action: action?,
@@ -172,12 +168,12 @@ fn build_policy(
     })
 }
 
-/// Reports settings that the listener of the policy's requests does not support.
-fn check_listener(
+/// Reports settings that the kind of the policy does not support.
+fn reject_unsupported_settings(
     reader: &TableReader<'_>,
     context: &PolicyContext,
     quota: &Quota,
-    matches_descriptors: bool,
+    (on_store_failure, matches_descriptors): (OnStoreFailure, bool),
 ) {
     match matches_descriptors {
         true => reject_request_only_settings(reader, quota),
@@ -186,6 +182,9 @@ fn check_listener(
     if context.has_ext_authz && !matches_descriptors {
         reject_response_dependent_settings(reader, quota);
     }
+    let limits = limits_with_overrides(quota);
+    let scope = (on_store_failure, matches_descriptors);
+    reject_settings_with_one_amount(reader, quota, limits, scope);
 }
 
 /// Reads `on_store_failure`. Envoy has its own failure mode (`failure_mode_deny`), so a descriptor

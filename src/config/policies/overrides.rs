@@ -2,17 +2,52 @@
 
 use super::context::PolicyContext;
 use super::limits::build_limits;
+use crate::config::diagnostic::SourceSpan;
+use crate::config::keywords::POLICY_MODES;
 use crate::config::table_reader::TableReader;
-use crate::policy::{KeyTemplate, LimitOverride};
+use crate::policy::{KeyTemplate, LimitOverride, NamedLimit, OverrideRule, ValuePattern};
+use std::collections::HashMap;
 
-/// Builds an override. `key` is the policy's key, or `None` if it is invalid.
-pub(super) fn build_override(
+/// Builds the overrides of a policy. `key` is the policy's key, or `None` if it is invalid.
+pub(super) fn build_overrides(
     reader: &TableReader<'_>,
     context: &PolicyContext,
     policy: &str,
     key: Option<&KeyTemplate>,
+) -> Vec<LimitOverride> {
+    let mut positions: HashMap<Vec<ValuePattern>, SourceSpan> = HashMap::new();
+    let mut overrides = Vec::new();
+    let is_dynamic = reader.get_bool("dynamic") == Some(true);
+    for table in reader.get_tables("override") {
+        let Some(one) = build_override(&table, context, policy, key, is_dynamic) else {
+            continue;
+        };
+        if let Some(item) = table.get("key") {
+            match positions.get(&one.values) {
+                Some(first) => {
+                    item.report_error::<()>(&format!(
+                        "another override is for the same keys, at {first}; expected only one of them"
+                    ));
+                }
+                None => {
+                    positions.insert(one.values.clone(), item.source_span());
+                }
+            }
+        }
+        overrides.push(one);
+    }
+    overrides
+}
+
+fn build_override(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    policy: &str,
+    key: Option<&KeyTemplate>,
+    is_dynamic: bool,
 ) -> Option<LimitOverride> {
-    let limits = build_limits(reader, context, policy);
+    let rule = read_rule(reader, is_dynamic);
+    let limits = read_limits(reader, context, policy, rule);
     if !reader.contains_key("key") {
         reader.report_error(
             "key",
@@ -35,19 +70,72 @@ pub(super) fn build_override(
     }
     let mut values = Vec::new();
     for (position, item) in items.iter().enumerate() {
-        match item.value.as_str() {
-            Some("*") => values.push(None),
-            Some(text) => {
-                match key.canonicalize_value(position, text, &context.client, &context.path) {
-                    Ok(value) => values.push(Some(value)),
-                    Err(reason) => return item.report_error(&reason),
-                }
-            }
-            None => return item.report_error("expected a string; \"*\" matches any value"),
+        let Some(text) = item.value.as_str() else {
+            return item.report_error("expected a string; \"*\" matches any value");
+        };
+        match key.parse_value_pattern(position, text, &context.client, &context.path) {
+            Ok(value) => values.push(value),
+            Err(reason) => return item.report_error(&reason),
         }
     }
     Some(LimitOverride {
         values,
         limits: limits?,
+        rule,
     })
+}
+
+/// Reads `action` and `mode`.
+fn read_rule(reader: &TableReader<'_>, is_dynamic: bool) -> OverrideRule {
+    let actions = [
+        ("limit", OverrideRule::Limit(None)),
+        ("allow", OverrideRule::Allow),
+        ("deny", OverrideRule::Deny),
+    ];
+    let action = reader.get_keyword("action", &actions);
+    let action = action.unwrap_or(OverrideRule::Limit(None));
+    let mode = reader.get_keyword("mode", &POLICY_MODES);
+    let is_limit = matches!(action, OverrideRule::Limit(_));
+    if mode.is_some() && !is_limit {
+        reader.report_error(
+            "mode",
+            "an override with action \"allow\" or \"deny\" has no limits; expected no such key",
+        );
+    }
+    let is_off = mode == Some(None);
+    if is_dynamic && (!is_limit || is_off) {
+        let key = if is_off { "mode" } else { "action" };
+        reader.report_error(
+            key,
+            "not with dynamic: the key would not be looked up in the store, so an override there could not win; expected a limit here, or `tidegate overrides set` with --unlimited or --block",
+        );
+    }
+    match (action, mode) {
+        (OverrideRule::Limit(_), Some(None)) => OverrideRule::Skip,
+        (OverrideRule::Limit(_), mode) => OverrideRule::Limit(mode.flatten()),
+        (action, _) => action,
+    }
+}
+
+/// The limits of an override. Empty: those of the policy.
+fn read_limits(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    policy: &str,
+    rule: OverrideRule,
+) -> Option<Vec<NamedLimit>> {
+    let own = ["limit", "limits"];
+    let own = own.into_iter().find(|key| reader.contains_key(key));
+    match (rule, own) {
+        (OverrideRule::Limit(Some(_)), None) => Some(Vec::new()),
+        (OverrideRule::Limit(_), _) => build_limits(reader, context, policy),
+        (_, None) => Some(Vec::new()),
+        (_, Some(key)) => {
+            reader.report_error(
+                key,
+                "without effect: this override does not count; expected no such key",
+            );
+            None
+        }
+    }
 }

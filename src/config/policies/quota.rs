@@ -5,7 +5,7 @@ use super::cost::{build_cost, reject_cost_above_cold_capacity, warn_if_cost_exce
 use super::lease;
 use super::limits::{build_limits, is_concurrency_limit, to_micros};
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
-use super::overrides::build_override;
+use super::overrides::build_overrides;
 use super::restrictions::reject_settings_without_response;
 use super::scope::build_scope;
 use super::shards::check_shards;
@@ -43,11 +43,13 @@ pub(super) fn build_quota(
     {
         reader.report_error("cost", "never settled: a request takes one concurrency slot, whatever its cost; expected another limit too");
     }
-    let overrides = reader.get_tables("override");
-    let overrides = overrides.iter().filter_map(|table| {
-        build_override(table, context, &limit_name, all_parts_valid.then_some(&key))
-    });
-    let overrides = LimitOverrides::new(name, &key, overrides.collect());
+    let overrides = build_overrides(
+        reader,
+        context,
+        &limit_name,
+        all_parts_valid.then_some(&key),
+    );
+    let overrides = LimitOverrides::new(name, &key, overrides);
     if let (Some(cost), Some(limits)) = (&cost, &limits) {
         warn_if_cost_exceeds_capacity(reader, cost.min_units(), limits);
     }
@@ -105,11 +107,11 @@ fn read_counter(reader: &TableReader<'_>) -> Option<String> {
 
 fn parse_key_component(text: &str, context: &PolicyContext) -> Result<KeyComponent, String> {
     let component = KeyComponent::parse(text, &context.path)?;
-    match component.part {
-        KeyPart::Claim(_) if context.claim_trust.is_none() => {
-            Err(NO_TRUSTED_TOKENS_ERROR.to_owned())
-        }
-        _ => Ok(component),
+    let is_claim = |part: &KeyPart| matches!(part, KeyPart::Claim(_));
+    let reads_claim = component.part.alternatives().any(is_claim);
+    match reads_claim && context.claim_trust.is_none() {
+        true => Err(NO_TRUSTED_TOKENS_ERROR.to_owned()),
+        false => Ok(component),
     }
 }
 

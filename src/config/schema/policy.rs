@@ -26,7 +26,7 @@ pub(super) static POLICY: [SchemaKey; 22] = [
         "key",
         TextList("key parts such as \"client_ip\" or \"header:x-user-id\""),
         Default(""),
-        "Key parts: each combination of values has its own quota. Empty: one quota for all. `;hash` after header, query, cookie, jwt or descriptor stores only a hash of the value. It is the default for names such as authorization, api-key, token and session; `;plain` stores the value.",
+        "Key parts: each combination of values has its own quota. Empty: one quota for all. `;hash` after header, query, cookie, jwt or descriptor stores only a hash of the value. It is the default for names such as authorization, api-key, token and session; `;plain` stores the value. Of a part with alternatives, \"header:x-api-key | jwt:sub | client_ip\", the first that a request has counts.",
     ),
     key(
         "limit",
@@ -128,7 +128,7 @@ pub(super) static POLICY: [SchemaKey; 22] = [
         "override",
         TableList(&OVERRIDE),
         Optional,
-        "Limits for specific keys. The first match replaces all limits of the policy.",
+        "Other limits, an action or a mode for specific keys. Exact keys come before patterns, patterns with more literal text before others (by position, from the first), \"*\" last; of equals, the first.",
     ),
     key(
         "dynamic",
@@ -309,12 +309,30 @@ pub(in crate::config) static VALUE_CONDITION: [SchemaKey; 2] = [
     ),
 ];
 
-pub(super) static LIMIT: [SchemaKey; 13] = [
+pub(in crate::config) static LIMIT: [SchemaKey; 16] = [
     key(
         "requests",
         integer(0, MAX_UNITS),
-        Required,
-        "Units per period, or requests in flight. 0 rejects every request.",
+        Optional,
+        "Units per period, or requests in flight. 0 rejects every request. Required, unless requests_from is set.",
+    ),
+    key(
+        "requests_from",
+        Text("jwt:CLAIM, header:NAME, client_cert:san or client_cert:cn"),
+        Optional,
+        "Takes requests from the request: a claim of a verified token, a header from client.trusted_proxies, or a field of the client certificate. Not with concurrency, warm_up, lease, shards, descriptors or on_store_failure = \"local\".",
+    ),
+    key(
+        "default",
+        integer(0, MAX_UNITS),
+        Optional,
+        "With requests_from, required: requests if the field is absent, repeated or no whole number.",
+    ),
+    key(
+        "max",
+        integer(0, MAX_UNITS),
+        Optional,
+        "With requests_from, required: a larger number counts as this one.",
     ),
     key(
         "per",
@@ -343,7 +361,7 @@ pub(super) static LIMIT: [SchemaKey; 13] = [
         "burst",
         integer(1, MAX_UNITS),
         Optional,
-        "token_bucket only: capacity of the bucket. Absent: requests.",
+        "token_bucket only: capacity of the bucket. Absent: requests, also those of requests_from.",
     ),
     key(
         "warm_up",
@@ -420,13 +438,30 @@ pub(super) static REJECT: [SchemaKey; 4] = [
     ),
 ];
 
-pub(super) static OVERRIDE: [SchemaKey; 3] = [
+pub(super) static OVERRIDE: [SchemaKey; 5] = [
     key(
         "key",
         TextList("one value per position of the policy's key"),
         Required,
-        "One value per position. \"*\" matches any value.",
+        "One value or pattern per position. \"*\" stands for any text: \"acme-*\"; alone, for any value. \"\\\\*\" is a star.",
     ),
-    key("limit", Table(&LIMIT), Optional, "The limit."),
+    key(
+        "limit",
+        Table(&LIMIT),
+        Optional,
+        "The limit. Absent with mode: the policy's.",
+    ),
     key("limits", TableList(&LIMIT), Optional, "Several limits."),
+    key(
+        "action",
+        Keyword(&["limit", "allow", "deny"]),
+        Default("limit"),
+        "\"allow\" exempts the key from this policy; others still apply. \"deny\" rejects it with 403 without counting. Both not with dynamic.",
+    ),
+    key(
+        "mode",
+        Keyword(&["enforce", "mark", "shadow", "off"]),
+        Optional,
+        "The mode for this key. Absent: the policy's. \"off\" not with dynamic.",
+    ),
 ];

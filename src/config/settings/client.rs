@@ -35,6 +35,7 @@ pub(super) fn build_self_service_settings(
     Some(Some(SelfServiceSettings {
         path: path.into(),
         limit: NamedLimit {
+            amount: None,
             is_reported: true,
             name: "self_service".into(),
             unit: None,

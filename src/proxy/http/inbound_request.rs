@@ -103,6 +103,7 @@ impl InboundRequest {
             token: &self.token,
             client_cert,
             has_joined_headers: false,
+            is_peer_trusted: self.client.is_peer_trusted,
             descriptor: None,
         }
     }

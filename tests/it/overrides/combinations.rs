@@ -12,9 +12,9 @@ use hyper::Response;
 use std::sync::Arc;
 use std::time::Duration;
 use tidegate::limiter::{
-    Algorithm, Charge, Decision, Key, KeyBuilder, KeyOverride, Limit, LimitAmounts, LimitName,
-    OverrideInEffect,
+    Algorithm, Charge, Decision, Key, KeyOverride, Limit, LimitAmounts, LimitName, OverrideInEffect,
 };
+use tidegate::policy::{KeyPart, KeyTemplate};
 use tidegate::store::StoredOverride;
 use tidegate::store::redis::CounterInspector;
 use tokio::sync::Semaphore;
@@ -151,8 +151,10 @@ const DAILY: Limit = Limit {
 };
 
 fn user_on(node: usize) -> (String, Key) {
+    let header = hyper::header::HeaderName::from_static("x-user-id");
+    let template = KeyTemplate::new(vec![KeyPart::Header(header)]);
     let user = |number: u32| {
-        let (user, mut key) = (format!("u{number}"), KeyBuilder::new("api"));
+        let (user, mut key) = (format!("u{number}"), template.start_key("api"));
         key.push_key_value(Some(user.as_bytes()));
         let key = key.finish();
         (initial_node(&key) == node).then_some((user, key))

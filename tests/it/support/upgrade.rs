@@ -20,14 +20,11 @@ const POLICIES: &str = include_str!("../../fixtures/upgrade/policies.toml");
 pub fn upgrade_config(server: &RedisServer) -> String {
     let port = server.port();
     format!(
-        "store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{port}/0', timeout = '5s', key_prefix = 'shop' }} }}\n{POLICIES}"
+        "store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{port}/0', timeout = '5s', key_prefix = 'shop' }} }}\nclient = {{ trusted_proxies = ['127.0.0.1'] }}\n{POLICIES}"
     )
 }
 
-pub fn user_request(proxy: &Proxy, path: &str, user: Option<&str>) -> ClientRequest {
-    let request = proxy.request("GET", path);
-    match user {
-        Some(user) => request.header("x-user-id", user),
-        None => request,
-    }
+/// A request of the client with this address.
+pub fn client_request(proxy: &Proxy, path: &str, client: &str) -> ClientRequest {
+    proxy.request("GET", path).header("x-forwarded-for", client)
 }

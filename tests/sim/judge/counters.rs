@@ -96,7 +96,7 @@ fn used_units(
     history: &CounterHistory<'_>,
     limit: &Limit,
 ) -> Option<u64> {
-    let key = counter_key(history.policy_number, history.client);
+    let key = counter_key(&world.scenario, history.policy_number, history.client);
     // With a large limit, usage above the policy's limit shows, too.
     let limit = Limit {
         requests: 1 << 40,

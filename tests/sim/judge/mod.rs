@@ -15,7 +15,8 @@ use crate::sim::scenario::{FaultKind, OnFailure, PolicySpec, RequestSpec, Scenar
 use crate::sim::world::World;
 use allowance::{Excuse, is_healthy, list_excuses};
 use std::collections::BTreeMap;
-use tidegate::limiter::{Key, KeyBuilder};
+use tidegate::limiter::Key;
+use tidegate::policy::KeyTemplate;
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Violation {
@@ -97,7 +98,7 @@ impl<'r> FinishedRun<'r> {
                         policy,
                         policy_number: number,
                         client,
-                        server: self.server_of(&counter_key(number, client)),
+                        server: self.server_of(&counter_key(self.scenario, number, client)),
                         uses: Vec::new(),
                     });
                 let server = history.server;
@@ -197,8 +198,9 @@ impl<'r> FinishedRun<'r> {
     }
 }
 
-pub(crate) fn counter_key(policy: usize, client: Option<u32>) -> Key {
-    let mut key = KeyBuilder::new(&format!("p{policy}"));
+pub(crate) fn counter_key(scenario: &Scenario, policy: usize, client: Option<u32>) -> Key {
+    let template = KeyTemplate::new(client.iter().map(|_| scenario.client_key_part()).collect());
+    let mut key = template.start_key(&format!("p{policy}"));
     if let Some(client) = client {
         key.push_key_value(Some(client.to_string().as_bytes()));
     }

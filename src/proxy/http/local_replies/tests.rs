@@ -119,6 +119,7 @@ fn rejections_carry_rate_limit_headers() {
         algorithm: Algorithm::SlidingLog,
     };
     let limit = crate::policy::NamedLimit {
+        amount: None,
         is_reported: true,
         name: "login".into(),
         unit: None,

@@ -26,6 +26,7 @@ fn named_limit(name: &str, requests: u64, per_us: u64) -> NamedLimit {
         name: name.into(),
         unit: None,
         limit,
+        amount: None,
         is_reported: true,
     }
 }

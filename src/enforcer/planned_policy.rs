@@ -1,0 +1,95 @@
+//! One policy of a charge plan.
+
+use crate::limiter::{Algorithm, Key, LeaseTerms, Limit, LimitName};
+use crate::policy::{EstimateCost, NamedLimit, Policy, PolicyMode, RequestAmounts};
+use std::sync::Arc;
+
+/// The limits of one matching policy, for the request's key.
+pub(super) struct PlannedPolicy<'t> {
+    /// Index of the policy in the table.
+    pub policy_index: usize,
+    pub policy: &'t Policy,
+    /// The mode of the policy, or of an override for the key.
+    pub mode: PolicyMode,
+    pub key: Key,
+    pub limits: &'t [NamedLimit],
+    /// The limits with the amounts that the request states, if any does.
+    pub amounts: Option<Box<RequestAmounts>>,
+    /// The block of the policy, charged before the limits. A shadow policy has none, because it
+    /// never blocks a request.
+    pub block: Option<&'t Limit>,
+    pub cost: u64,
+    /// The cost is an estimate until the response reports the actual one.
+    pub estimate: Option<&'t Arc<EstimateCost>>,
+    /// The key of the counters of counted responses, if only those start the block.
+    pub counted_key: Option<Box<Key>>,
+    pub counts_rejected: bool,
+    pub shards: u16,
+    pub lease: Option<LeaseTerms>,
+    /// Whether overrides of the key in the store apply.
+    pub is_dynamic: bool,
+}
+
+impl<'t> PlannedPolicy<'t> {
+    /// Whether both charge the same counters: the same policy by several descriptors, or policies
+    /// with the same `counter`.
+    pub(super) fn shares_counters_with(&self, other: &Self) -> bool {
+        let identities = |planned_policy: &Self| {
+            planned_policy
+                .limits
+                .iter()
+                .map(|named| named.limit.counter_identity())
+        };
+        self.key.id() == other.key.id() && identities(self).eq(identities(other))
+    }
+
+    /// Replaces two charges of the same counters by one of `cost`. The policy with the tighter
+    /// limits decides. (Equal descriptors can carry different limits, too.)
+    pub(super) fn merge(&mut self, other: PlannedPolicy<'t>, cost: u64) {
+        let mut pairs = self.limits.iter().zip(other.limits).enumerate();
+        if pairs.any(|(index, (own, others))| {
+            let other_limit = other.limit_at(index, others);
+            other_limit.is_tighter_than(self.limit_at(index, own))
+        }) {
+            *self = other;
+        }
+        self.cost = cost;
+    }
+
+    /// A limit of the policy, with the amount that the request states, if any.
+    pub(super) fn limit_at<'l>(&'l self, index: usize, named: &'l NamedLimit) -> &'l Limit {
+        let amounts = self.amounts.as_ref();
+        amounts
+            .and_then(|amounts| amounts.get(index))
+            .unwrap_or(&named.limit)
+    }
+
+    /// The name of a limit if overrides in the store apply to it.
+    pub(super) fn dynamic_name<'n>(&self, named: &'n NamedLimit) -> Option<&'n LimitName> {
+        self.is_dynamic.then_some(&named.name)
+    }
+
+    /// The limits with counters of counted responses. Their charges follow those of the limits.
+    pub(super) fn counted_limits(&self) -> impl Iterator<Item = &'t NamedLimit> {
+        let has_counters = self.counted_key.is_some();
+        let limits = self.limits.iter().filter(move |_| has_counters);
+        limits.filter(|named| !is_concurrency_limit(&named.limit))
+    }
+
+    /// Skips the statuses of [`Self::counted_limits`].
+    pub(super) fn skip_counted_statuses(&self, statuses: &mut impl Iterator) {
+        self.counted_limits().for_each(|_| drop(statuses.next()));
+    }
+
+    /// Whether the policy may delay requests.
+    pub(super) fn may_delay_requests(&self) -> bool {
+        let is_leaky_bucket =
+            |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
+        self.limits.iter().any(is_leaky_bucket)
+    }
+}
+
+/// Whether the limit counts requests in flight.
+pub(super) fn is_concurrency_limit(limit: &Limit) -> bool {
+    matches!(limit.algorithm, Algorithm::Concurrency { .. })
+}

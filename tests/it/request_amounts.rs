@@ -1,0 +1,274 @@
+//! Amounts of limits that requests state, end to end.
+
+use crate::support::client::{ClientRequest, RawResponse};
+use crate::support::jwt_issuer::TokenIssuer;
+use crate::support::process::{run_command, tidegate_command};
+use crate::support::proxy::Proxy;
+use crate::support::redis::RedisServer;
+use crate::support::unix_s;
+use crate::support::upstream::Upstream;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::PathBuf;
+use tempfile::TempDir;
+
+/// The key of the tokens.
+const SECRET: &str = "0123456789abcdef0123456789abcdef";
+
+/// The largest amount in the policies.
+const MAX: u64 = 5;
+
+const POLICIES: &str = r#"
+[client]
+trusted_proxies = ["127.0.0.1"]
+trusted_headers = ["x-rpm", "x-tenant"]
+jwt.secret_file = "FILE"
+
+[[policy]]
+name = "user"
+match = { path = "/user" }
+key = ["jwt:sub"]
+limit = { requests_from = "jwt:/plan/rpm", default = 2, max = 5, per = "1h" }
+
+[[policy]]
+name = "tenant"
+dynamic = true
+match = { path = "/tenant" }
+key = ["header:x-tenant"]
+limit = { requests_from = "header:x-rpm", default = 2, max = 5, per = "1h" }
+
+[[policy]]
+name = "bucket"
+match = { path = "/bucket" }
+key = ["header:x-tenant"]
+limit = { requests_from = "header:x-rpm", default = 2, max = 5, per = "30d", algorithm = "token_bucket" }
+"#;
+
+struct AmountFixture {
+    dir: TempDir,
+    upstream: Upstream,
+    redis: RedisServer,
+}
+
+impl AmountFixture {
+    async fn start() -> Self {
+        Self {
+            dir: TempDir::new().unwrap(),
+            upstream: Upstream::echo().await,
+            redis: RedisServer::start(),
+        }
+    }
+
+    fn config_path(&self) -> PathBuf {
+        self.dir.path().join("config.toml")
+    }
+
+    async fn start_proxy(&self, store: &str, policies: &str) -> Proxy {
+        let secret = self.dir.path().join("secret");
+        fs::write(&secret, SECRET).unwrap();
+        let policies = policies.replace("FILE", &secret.display().to_string());
+        let text = format!("{store}\n{policies}");
+        fs::write(self.config_path(), &text).unwrap();
+        let proxy = Proxy::start(&text, self.upstream.address).await;
+        proxy.wait_for_store().await;
+        proxy
+    }
+
+    async fn run_command(&self, words: &[&str]) -> String {
+        let mut command = tidegate_command();
+        let command = command.args(words).arg("--config").arg(self.config_path());
+        let ended = run_command(command).await;
+        assert_eq!(ended.status.code(), Some(0), "{words:?}: {}", ended.stderr);
+        ended.stdout
+    }
+}
+
+async fn send(proxy: &Proxy, path: &str, tenant: &str, amount: Option<&str>) -> RawResponse {
+    let mut request = proxy.request("GET", path).header("x-tenant", tenant);
+    if let Some(amount) = amount {
+        request = request.header("x-rpm", amount);
+    }
+    request.send().await
+}
+
+async fn admitted(proxy: &Proxy, path: &str, tenant: &str, amount: &str, times: usize) -> usize {
+    let mut admitted = 0;
+    for _ in 0..times {
+        let response = send(proxy, path, tenant, Some(amount)).await;
+        admitted += usize::from(response.status == 200);
+    }
+    admitted
+}
+
+#[tokio::test]
+async fn a_verified_token_states_the_amount_within_bounds() {
+    let fixture = AmountFixture::start().await;
+    let proxy = fixture
+        .start_proxy(&fixture.redis.store_config(), POLICIES)
+        .await;
+    let (issuer, forger) = (
+        TokenIssuer::with_secret(SECRET),
+        TokenIssuer::with_secret("another secret, which is as long"),
+    );
+    let admitted = async |issuer: &TokenIssuer, sub: &str, rpm: Value| {
+        let claims = json!({ "sub": sub, "plan": { "rpm": rpm }, "exp": unix_s() + 600 });
+        let bearer = issuer.bearer(&claims);
+        let mut admitted = 0;
+        for _ in 0..7 {
+            let request = proxy
+                .request("GET", "/user")
+                .header("authorization", &bearer);
+            admitted += usize::from(request.send().await.status == 200);
+        }
+        admitted
+    };
+    for (sub, rpm, expected) in [
+        ("ann", json!(3), 3),
+        ("bob", json!("4"), 4),
+        ("cid", json!(1000), 5),
+        ("dan", json!(0), 0),
+        ("eve", json!(-1), 2),
+        ("fay", json!("gold"), 2),
+        ("gus", Value::Null, 2),
+    ] {
+        assert_eq!(admitted(&issuer, sub, rpm).await, expected, "{sub}");
+    }
+    assert_eq!(
+        admitted(&forger, "ann", json!(5)).await,
+        2,
+        "a forged token"
+    );
+}
+
+#[tokio::test]
+async fn a_header_counts_only_from_a_trusted_proxy_and_a_larger_amount_is_not_refused() {
+    let fixture = AmountFixture::start().await;
+    let store = fixture.redis.store_config();
+    let proxy = fixture.start_proxy(&store, POLICIES).await;
+    assert_eq!(admitted(&proxy, "/tenant", "a", "2", 4).await, 2);
+    let response = send(&proxy, "/tenant", "a", Some("4")).await;
+    assert_eq!(
+        response.status, 200,
+        "a remembered refusal of 2 is not one of 4"
+    );
+    assert_eq!(
+        response.list_parameter("ratelimit-policy", "tenant", "q"),
+        Some(4)
+    );
+    assert_eq!(response.list_parameter("ratelimit", "tenant", "r"), Some(1));
+    assert_eq!(send(&proxy, "/tenant", "a", Some("2")).await.status, 429);
+    assert_eq!(
+        admitted(&proxy, "/tenant", "a", "4", 3).await,
+        1,
+        "no refusal was charged"
+    );
+    assert_eq!(
+        admitted(&proxy, "/bucket", "a", "3", 5).await,
+        3,
+        "the burst is the amount"
+    );
+
+    let shown = fixture
+        .run_command(&["explain", "/tenant", "-H", "x-tenant: a", "-H", "x-rpm: 5"])
+        .await;
+    assert!(
+        shown.contains("5 per 1h") && shown.contains("1 left"),
+        "{shown}"
+    );
+    fixture
+        .run_command(&["overrides", "set", "tenant", "a", "--requests", "9"])
+        .await;
+    let response = send(&proxy, "/tenant", "a", Some("5")).await;
+    assert_eq!(
+        response.list_parameter("ratelimit-policy", "tenant", "q"),
+        Some(9)
+    );
+
+    let untrusting = POLICIES.replace("[\"127.0.0.1\"]", "[\"192.0.2.1\"]");
+    let untrusting = fixture.start_proxy(&store, &untrusting).await;
+    assert_eq!(
+        admitted(&untrusting, "/tenant", "b", "5", 4).await,
+        2,
+        "the default"
+    );
+}
+
+#[tokio::test]
+async fn the_ext_authz_listener_believes_the_proxy_in_front() {
+    let fixture = AmountFixture::start().await;
+    let policies = POLICIES
+        .replace("/tenant", "/app")
+        .replace("dynamic = true\n", "");
+    let listener = "[check]\naddress = '127.0.0.1:0'\n";
+    let (store, policies) = (
+        fixture.redis.store_config(),
+        format!("{listener}{policies}"),
+    );
+    let proxy = fixture.start_proxy(&store, &policies).await;
+    let check = proxy.logged_address("check listening").unwrap();
+    let ask = async || {
+        let request = ClientRequest::new(check, "GET", "/check/nginx")
+            .header("Host", "shop.example")
+            .header("X-Original-Method", "GET")
+            .header("X-Original-URI", "/app")
+            .header("X-Forwarded-For", "10.1.1.1");
+        let request = request.header("x-tenant", "a").header("x-rpm", "3");
+        request.send().await.status
+    };
+    for expected in [200, 200, 200] {
+        assert_eq!(ask().await, expected);
+    }
+    assert_ne!(ask().await, 200);
+}
+
+/// A request is admitted if the key's usage is below the amount of this request.
+#[tokio::test]
+async fn any_sequence_of_amounts_is_decided_as_by_the_model() {
+    let fixture = AmountFixture::start().await;
+    let (redis, memory) = (fixture.redis.store_config(), "store = { kind = 'memory' }");
+    let mut rng = fastrand::Rng::with_seed(7);
+    for store in [redis.as_str(), memory] {
+        let proxy = fixture.start_proxy(store, POLICIES).await;
+        let mut used = [0; 4];
+        for _ in 0..120 {
+            let (tenant, amount) = (rng.usize(..used.len()), rng.u64(..8));
+            let is_admitted = used[tenant] < amount.min(MAX);
+            used[tenant] += u64::from(is_admitted);
+            let response = send(
+                &proxy,
+                "/tenant",
+                &format!("t{tenant}"),
+                Some(&amount.to_string()),
+            )
+            .await;
+            let expected = if is_admitted { 200 } else { 429 };
+            assert_eq!(
+                response.status, expected,
+                "{store}: {amount} after {used:?}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn replay_reads_amounts_from_the_log_or_says_that_it_cannot() {
+    let fixture = AmountFixture::start().await;
+    fixture
+        .start_proxy("store = { kind = 'memory' }", POLICIES)
+        .await;
+    let log = fixture.dir.path().join("access.log");
+    let line = "{\"timestamp\":\"2026-11-20T09:00:00Z\",\"method\":\"GET\",\"path\":\"/tenant\",\"client_ip\":\"127.0.0.1\",\"status\":200,\"tenant\":\"a\",\"rpm\":\"4\"}\n";
+    fs::write(&log, line.repeat(6)).unwrap();
+    let log = log.display().to_string();
+    let tenant = ["replay", &log, "--header-from", "x-tenant=tenant", "--json"];
+    let text = fixture.run_command(&tenant).await;
+    assert!(
+        text.contains("every request had the default amount 2, because header x-rpm is missing"),
+        "{text}"
+    );
+    let report: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(report["sets"][0]["limited"], 4, "{report:#}");
+    let both = [&tenant[..], &["--header-from", "x-rpm=rpm"]].concat();
+    let report: Value = serde_json::from_str(&fixture.run_command(&both).await).unwrap();
+    assert_eq!(report["sets"][0]["limited"], 2, "{report:#}");
+}
