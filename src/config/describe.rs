@@ -4,8 +4,8 @@ use super::table_reader::TableReader;
 use super::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
-    ActualCostSource, CostSource, EstimateCost, HeaderCost, Matcher, MissingKeyAction, NamedLimit,
-    OnStoreFailure, OverrideRule, Policy, PolicyAction, Quota,
+    ActualCostSource, CostSource, EstimateCost, HeaderCost, LimitOverride, Matcher,
+    MissingKeyAction, NamedLimit, OnStoreFailure, OverrideRule, Policy, PolicyAction, Quota,
 };
 use figment::value::{Num, Value};
 use std::fmt;
@@ -129,24 +129,8 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
             false => format!("; {text}"),
         }
     });
-    let overrides = quota.overrides.as_slice().iter().map(|entry| {
-        let values = entry.values.iter().enumerate();
-        let values = values.map(|(position, value)| quota.key.format_pattern(position, value));
-        let rule = match entry.rule {
-            OverrideRule::Limit(mode) => {
-                let mode = mode.map_or_else(String::new, |mode| format!(" (mode {})", mode.name()));
-                let limits = match entry.limits.is_empty() {
-                    true => "the same limits".to_owned(),
-                    false => describe_limits(&entry.limits),
-                };
-                format!("{limits}{mode}")
-            }
-            OverrideRule::Allow => "exempt from this policy, others still apply".to_owned(),
-            OverrideRule::Deny => "denied".to_owned(),
-            OverrideRule::Skip => "off".to_owned(),
-        };
-        format!("; for {}: {rule}", values.collect::<Vec<_>>().join(", "))
-    });
+    let overrides = quota.overrides.as_slice().iter();
+    let overrides = overrides.map(|entry| describe_override(quota, entry));
     let counter = quota.key.counter_name();
     let counter = counter.map_or_else(String::new, |counter| {
         format!("; one quota for all policies with the counter {counter}")
@@ -174,6 +158,25 @@ fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
         overrides.collect::<String>(),
         describe_missing_key(quota, matcher),
     )
+}
+
+fn describe_override(quota: &Quota, entry: &LimitOverride) -> String {
+    let values = entry.values.iter().enumerate();
+    let values = values.map(|(position, value)| quota.key.format_pattern(position, value));
+    let rule = match entry.rule {
+        OverrideRule::Limit(mode) => {
+            let mode = mode.map_or_else(String::new, |mode| format!(" (mode {})", mode.name()));
+            let limits = match entry.limits.is_empty() {
+                true => "the same limits".to_owned(),
+                false => describe_limits(&entry.limits),
+            };
+            format!("{limits}{mode}")
+        }
+        OverrideRule::Allow => "exempt from this policy, others still apply".to_owned(),
+        OverrideRule::Deny => "denied".to_owned(),
+        OverrideRule::Skip => "off".to_owned(),
+    };
+    format!("; for {}: {rule}", values.collect::<Vec<_>>().join(", "))
 }
 
 /// What happens to requests without a part of the key.

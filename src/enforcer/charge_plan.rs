@@ -7,7 +7,7 @@ use super::{EstimatedCharge, RequestOutcome};
 use crate::limiter::{Algorithm, Charge, Decision, Key, LimitStatus, MAX_UNITS};
 use crate::policy::{
     Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, OnStoreFailure, OverrideRule,
-    Policy, PolicyAction, PolicyTable, read_request_amounts,
+    Policy, PolicyAction, PolicyTable,
 };
 use crate::store::{
     ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
@@ -96,25 +96,12 @@ impl<'t> ChargePlan<'t> {
                     )? {
                         continue;
                     }
-                    let mode = selected.mode(policy.mode);
-                    let block = quota.block.as_ref().filter(|_| mode.is_enforced());
-                    let counts_responses = block.is_some() && quota.counts_responses();
+                    let has_own_limit = descriptor.is_some_and(Descriptor::has_own_limit);
+                    let planned_policy =
+                        PlannedPolicy::new((index, policy), quota, (key, selected), facts);
                     let planned_policy = PlannedPolicy {
-                        policy_index: index,
-                        policy,
-                        mode,
-                        counted_key: counts_responses.then(|| Box::new(key.to_counted_key())),
-                        key,
-                        limits: selected.limits,
-                        amounts: read_request_amounts(selected.limits, facts),
-                        block,
-                        cost: quota.cost.compute_units(facts),
-                        estimate: quota.cost.as_estimate(),
-                        counts_rejected: quota.count_rejected,
-                        shards: quota.shards,
-                        lease: quota.lease.filter(|_| mode.is_enforced()),
-                        is_dynamic: quota.is_dynamic
-                            && !descriptor.is_some_and(Descriptor::has_own_limit),
+                        is_dynamic: planned_policy.is_dynamic && !has_own_limit,
+                        ..planned_policy
                     };
                     // A request is charged once by the policies of one `counter`.
                     self.add_planned_policy(planned_policy, u64::max);

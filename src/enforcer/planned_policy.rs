@@ -1,7 +1,10 @@
 //! One policy of a charge plan.
 
 use crate::limiter::{Algorithm, Key, LeaseTerms, Limit, LimitName};
-use crate::policy::{EstimateCost, NamedLimit, Policy, PolicyMode, RequestAmounts};
+use crate::policy::{
+    EstimateCost, Facts, NamedLimit, Policy, PolicyMode, Quota, RequestAmounts, SelectedLimits,
+    read_request_amounts,
+};
 use std::sync::Arc;
 
 /// The limits of one matching policy, for the request's key.
@@ -31,6 +34,34 @@ pub(super) struct PlannedPolicy<'t> {
 }
 
 impl<'t> PlannedPolicy<'t> {
+    /// Plans the charges of a policy, given with its index, by the key and the limits of a request.
+    pub(super) fn new(
+        (policy_index, policy): (usize, &'t Policy),
+        quota: &'t Quota,
+        (key, selected): (Key, SelectedLimits<'t>),
+        facts: &Facts<'_>,
+    ) -> Self {
+        let mode = selected.mode(policy.mode);
+        let block = quota.block.as_ref().filter(|_| mode.is_enforced());
+        let counts_responses = block.is_some() && quota.counts_responses();
+        Self {
+            policy_index,
+            policy,
+            mode,
+            counted_key: counts_responses.then(|| Box::new(key.to_counted_key())),
+            key,
+            limits: selected.limits,
+            amounts: read_request_amounts(selected.limits, facts),
+            block,
+            cost: quota.cost.compute_units(facts),
+            estimate: quota.cost.as_estimate(),
+            counts_rejected: quota.count_rejected,
+            shards: quota.shards,
+            lease: quota.lease.filter(|_| mode.is_enforced()),
+            is_dynamic: quota.is_dynamic,
+        }
+    }
+
     /// Whether both charge the same counters: the same policy by several descriptors, or policies
     /// with the same `counter`.
     pub(super) fn shares_counters_with(&self, other: &Self) -> bool {

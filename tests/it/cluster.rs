@@ -2,7 +2,7 @@
 
 use crate::redis_outage::OutageFixture;
 use crate::support::TEST_TIMEOUT;
-use crate::support::cluster::{RedisCluster, initial_node};
+use crate::support::cluster::{RedisCluster, initial_node, user_key};
 use crate::support::process::{run_command, tidegate_command};
 use crate::support::proxy::Proxy;
 use crate::support::redis::connect_redis;
@@ -84,12 +84,10 @@ pub(crate) const USER_POLICY: &str = "[[policy]]\nname = 'user'\nkey = 'header:x
                      limit = { requests = 100000, per = '1h' }\non_store_failure = 'closed'\n";
 
 pub(crate) fn user_on_node(node: usize) -> String {
-    let user = |number: u32| {
-        let mut key = KeyBuilder::new("user");
-        key.push_key_value(Some(number.to_string().as_bytes()));
-        (initial_node(&key.finish()) == node).then(|| number.to_string())
-    };
-    (0..).find_map(user).unwrap()
+    (0..)
+        .map(|number: u32| number.to_string())
+        .find(|user| initial_node(&user_key("user", user)) == node)
+        .unwrap()
 }
 
 pub(crate) async fn status_for_user(proxy: &Proxy, user: &str) -> (u16, Duration) {

@@ -4,7 +4,7 @@
 mod reservations;
 
 use crate::support::client::RawClient;
-use crate::support::cluster::{RedisCluster, hash_slot, initial_node};
+use crate::support::cluster::{RedisCluster, hash_slot, initial_node, user_key};
 use crate::support::proxy::Proxy;
 use crate::support::redis::connect_redis;
 use crate::support::upstream::Upstream;
@@ -88,12 +88,6 @@ async fn start_proxy(
 
 fn policy_key(name: &str) -> Key {
     KeyBuilder::new(name).finish()
-}
-
-fn user_key(policy: &str, user: &str) -> Key {
-    let mut key = KeyBuilder::new(policy);
-    key.push_key_value(Some(user.as_bytes()));
-    key.finish()
 }
 
 /// A policy name whose key without values is on a node.

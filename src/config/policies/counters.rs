@@ -93,9 +93,9 @@ fn find_difference(
         && keys
             .iter()
             .zip(other_keys)
-            .all(|(one, other)| one.values == other.values);
+            .all(|(one, other)| (&one.values, one.rule) == (&other.values, other.rule));
     if !has_same_overrides {
-        return expected_same("[[policy.override]] keys, in the same order");
+        return expected_same("[[policy.override]] keys, actions and modes, in the same order");
     }
     let overrides = keys.iter().zip(other_keys);
     let overrides = overrides.map(|(one, other)| (&*one.limits, &*other.limits));

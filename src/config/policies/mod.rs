@@ -20,7 +20,7 @@ use super::diagnostic::SourceSpan;
 use super::keywords::{ON_STORE_FAILURE_MODES, POLICY_MODES};
 use super::table_reader::TableReader;
 use super::values;
-use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota};
+use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota, RejectResponse};
 use amounts::reject_settings_with_one_amount;
 use context::{PolicyContext, PolicyWithReader};
 use http::StatusCode;
@@ -119,25 +119,7 @@ fn build_policy(
         PolicyActionKind::Allow => reject_quota_keys(reader, "allow").map(|()| PolicyAction::Allow),
         PolicyActionKind::Deny => reject_quota_keys(reader, "deny").map(|()| PolicyAction::Deny),
     };
-    let reject = reader.get_optional_table("reject").and_then(|table| {
-        if action_kind == PolicyActionKind::Allow {
-            reader.report_error("reject", "a policy with action = \"allow\" rejects no request");
-        }
-        if matches_descriptors && table.contains_key("status") {
-            table.report_error(
-                "status",
-                "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter",
-            );
-        }
-        build_reject_response(
-            &table,
-            if action_kind == PolicyActionKind::Deny {
-                StatusCode::FORBIDDEN
-            } else {
-                StatusCode::TOO_MANY_REQUESTS
-            },
-        )
-    });
+    let reject_response = build_reject(reader, action_kind, matches_descriptors);
     let is_reported = reader.get_bool("report");
     if let (Some(PolicyAction::Limit(quota)), Some(false)) = (&mut action, is_reported) {
         quota.hide_limits();
@@ -161,11 +143,37 @@ fn build_policy(
         mode,
         is_reported: is_reported?,
         on_store_failure,
-        reject_response: reject,
+        reject_response,
         // Unwrapped last, so that all errors of the policy are reported before it is dropped.
         action: action?,
         name: name?.into(),
     })
+}
+
+/// Reads `reject`: the response to requests that the policy rejects.
+fn build_reject(
+    reader: &TableReader<'_>,
+    action_kind: PolicyActionKind,
+    matches_descriptors: bool,
+) -> Option<RejectResponse> {
+    let table = reader.get_optional_table("reject")?;
+    if action_kind == PolicyActionKind::Allow {
+        reader.report_error(
+            "reject",
+            "a policy with action = \"allow\" rejects no request",
+        );
+    }
+    if matches_descriptors && table.contains_key("status") {
+        table.report_error(
+            "status",
+            "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter",
+        );
+    }
+    let default_status = match action_kind {
+        PolicyActionKind::Deny => StatusCode::FORBIDDEN,
+        _ => StatusCode::TOO_MANY_REQUESTS,
+    };
+    build_reject_response(&table, default_status)
 }
 
 /// Reports settings that the kind of the policy does not support.

@@ -127,89 +127,36 @@ fn periods_are_those_of_a_naive_calendar_over_50_years() {
 
 #[test]
 fn known_periods() {
+    use CalendarUnit::{Day, Month, Week};
     for (unit, zone, at_s, start_s, hours) in [
         // The clocks go forward on 2024-03-31 and back on 2024-10-27.
+        (Day, "Europe/Berlin", 1_711_900_000, 1_711_839_600, 23),
+        (Day, "Europe/Berlin", 1_730_000_000, 1_729_980_000, 25),
         (
-            CalendarUnit::Day,
-            "Europe/Berlin",
-            1_711_900_000,
-            1_711_839_600,
-            23,
-        ),
-        (
-            CalendarUnit::Day,
-            "Europe/Berlin",
-            1_730_000_000,
-            1_729_980_000,
-            25,
-        ),
-        (
-            CalendarUnit::Week,
+            Week,
             "Europe/Berlin",
             1_711_900_000,
             1_711_321_200,
             7 * 24 - 1,
         ),
         (
-            CalendarUnit::Month,
+            Month,
             "Europe/Berlin",
             1_711_900_000,
             1_709_247_600,
             31 * 24 - 1,
         ),
         // February of a leap year, of another year, and of 2100.
-        (
-            CalendarUnit::Month,
-            "UTC",
-            1_708_000_000,
-            1_706_745_600,
-            29 * 24,
-        ),
-        (
-            CalendarUnit::Month,
-            "UTC",
-            1_676_000_000,
-            1_675_209_600,
-            28 * 24,
-        ),
-        (
-            CalendarUnit::Month,
-            "UTC",
-            4_106_000_000,
-            4_105_123_200,
-            28 * 24,
-        ),
+        (Month, "UTC", 1_708_000_000, 1_706_745_600, 29 * 24),
+        (Month, "UTC", 1_676_000_000, 1_675_209_600, 28 * 24),
+        (Month, "UTC", 4_106_000_000, 4_105_123_200, 28 * 24),
         // 2011-12-30 was skipped, so that week had six days.
-        (
-            CalendarUnit::Day,
-            "Pacific/Apia",
-            1_325_239_199,
-            1_325_152_800,
-            24,
-        ),
-        (
-            CalendarUnit::Week,
-            "Pacific/Apia",
-            1_325_239_199,
-            1_324_893_600,
-            6 * 24,
-        ),
+        (Day, "Pacific/Apia", 1_325_239_199, 1_325_152_800, 24),
+        (Week, "Pacific/Apia", 1_325_239_199, 1_324_893_600, 6 * 24),
         // The clocks went from 23:59:59 on 2018-11-03 to 01:00.
-        (
-            CalendarUnit::Day,
-            "America/Sao_Paulo",
-            1_541_300_400,
-            1_541_300_400,
-            23,
-        ),
+        (Day, "America/Sao_Paulo", 1_541_300_400, 1_541_300_400, 23),
         // The clocks went back from 00:01 to 23:01 of the day before.
-        (
-            CalendarUnit::Day,
-            "America/St_Johns",
-            1_289_101_000,
-            1_289_097_000,
-            25,
-        ),
+        (Day, "America/St_Johns", 1_289_101_000, 1_289_097_000, 25),
     ] {
         let calendar = Calendar::new(unit, zone).unwrap();
         let (start_us, end_us) = (start_s * SECOND_US, (start_s + hours * 3_600) * SECOND_US);

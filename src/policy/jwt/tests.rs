@@ -626,7 +626,7 @@ fn finds_the_token_in_every_header_form() {
 }
 
 #[test]
-fn a_token_is_ambiguous_if_its_header_repeats_or_has_several_words() {
+fn a_token_is_ambiguous_if_its_header_repeats() {
     let reader = make_reader("authorization", keys_only(all_keys()));
     let is_ambiguous = |values: &[&'static str]| {
         let values = values.iter().map(|value| {
@@ -639,7 +639,6 @@ fn a_token_is_ambiguous_if_its_header_repeats_or_has_several_words() {
     assert!(!is_ambiguous(&["Bearer a.b.c"]));
     assert!(is_ambiguous(&["Bearer a.b.c", "Bearer a.b.c"]));
     assert!(is_ambiguous(&["Basic YTpi", "Bearer a.b.c"]));
-    assert!(is_ambiguous(&["Bearer a.b.c, Basic YTpi"]));
 }
 
 #[test]

@@ -3,10 +3,12 @@
 use super::TEST_TIMEOUT;
 use super::redis::{RedisServer, free_port, local_address, redis_settings};
 use super::tls::CertificateAuthority;
+use http::HeaderName;
 use redis::aio::MultiplexedConnection;
 use redis::{FromRedisValue, cmd};
 use std::time::{Duration, Instant};
 use tidegate::limiter::Key;
+use tidegate::policy::{KeyPart, KeyTemplate};
 use tidegate::store::redis::{RedisSettings, RedisTopology};
 use tokio::time::sleep;
 
@@ -291,6 +293,14 @@ fn cluster_args() -> Vec<String> {
     ]
     .map(str::to_owned)
     .to_vec()
+}
+
+/// The key of a policy with `key = ["header:x-user-id"]`.
+pub(crate) fn user_key(policy: &str, user: &str) -> Key {
+    let part = KeyPart::Header(HeaderName::from_static("x-user-id"));
+    let mut key = KeyTemplate::new(vec![part]).start_key(policy);
+    key.push_key_value(Some(user.as_bytes()));
+    key.finish()
 }
 
 async fn meet_node(one: &RedisServer, other: &RedisServer) {
