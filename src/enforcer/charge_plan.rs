@@ -326,7 +326,8 @@ impl<'t> ChargePlan<'t> {
         for planned_policy in self.planned_policies.iter().filter(|_| decision.admitted) {
             let first = next + usize::from(planned_policy.block.is_some());
             let own = next..first + planned_policy.limits.len();
-            next = own.end + planned_policy.counted_limits().count();
+            let first_counted = own.end;
+            next = first_counted + planned_policy.counted_limits().count();
             let passes = |status: &Option<LimitStatus>| {
                 status.is_some_and(|status| status.refusal.is_none() && !status.is_unlimited())
             };
@@ -355,7 +356,7 @@ impl<'t> ChargePlan<'t> {
                     })
                     .collect();
                 let counted = planned_policy.counted_key.iter().flat_map(|key| {
-                    let limits = planned_policy.counted_limits().zip(next..);
+                    let limits = planned_policy.counted_limits().zip(first_counted..);
                     limits.map(|(named, index)| {
                         let status = decision.statuses.get(index).copied().flatten();
                         let limit = status

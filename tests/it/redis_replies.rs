@@ -147,6 +147,10 @@ fn reply_cases(own_port: u16) -> Vec<ReplyCase> {
         redirection("MOVED to no node", "MOVED 1 127.0.0.1:1".to_owned()),
         redirection("ASK to no node", "ASK 1 127.0.0.1:1".to_owned()),
         error("FOREIGN", "FOREIGN 1"),
+        error(
+            "PERIOD",
+            "PERIOD the clocks of Redis and of the proxy are in different periods",
+        ),
         error("NOSCRIPT", "NOSCRIPT No matching script."),
         error("ERR", "ERR unknown command 'EVALSHA'"),
         error("ERR", "UNKNOWNCODE of a later version"),
