@@ -81,7 +81,8 @@ impl Enforcer {
         };
         let table = &policies.table;
         let matching = table.matching_policies(facts);
-        // Returns before the plan and its future are built: a request without a policy needs neither.
+        // Returns before the plan and its future are built: a request without a policy needs
+        // neither.
         if matching.is_empty() {
             return Verdict::undecided();
         }

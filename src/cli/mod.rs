@@ -51,7 +51,8 @@ enum CliCommand {
     /// Prints curl commands to try.
     #[command(after_help = DEMO_HELP_FOOTER)]
     Demo(demo::DemoFlags),
-    /// Validate configurations, and describe the store, the listeners and each policy in plain words.
+    /// Validate configurations, and describe the store, the listeners and each policy in plain
+    /// words.
     ///
     /// The descriptions go to stdout. Errors go to stderr, and so do warnings about settings that
     /// are valid but probably not intended. Reports all errors and exits with 1 if there are any.
@@ -63,7 +64,8 @@ enum CliCommand {
         /// Treat warnings as errors: exit with 1.
         #[arg(long)]
         strict: bool,
-        /// Do not read secrets, certificates and key sets, which may exist only where the proxy runs.
+        /// Do not read secrets, certificates and key sets, which may exist only where the proxy
+        /// runs.
         #[arg(long)]
         no_files: bool,
         #[command(flatten)]

@@ -224,7 +224,8 @@ async fn list_overrides(
     Ok(text)
 }
 
-/// Imports a file. Each wrong record is an error on stderr, and the command fails after all records.
+/// Imports a file. Each wrong record is an error on stderr, and the command fails after all
+/// records.
 #[allow(clippy::print_stderr, reason = "errors appear while the import runs")]
 async fn import_overrides(
     store: &StoreClient,

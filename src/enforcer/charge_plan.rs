@@ -31,8 +31,8 @@ pub(super) struct ChargePlan<'t> {
 impl<'t> ChargePlan<'t> {
     /// Evaluates the policies that match `facts`, in order, until one allows or denies the request.
     /// Limits before an allowing policy apply; a denied request charges nothing. A shadow policy
-    /// does not end the evaluation. Policies for whose index `is_included` returns false do not apply.
-    /// Decisions that need no counter are passed to `record_decision`.
+    /// does not end the evaluation. Policies for whose index `is_included` returns false do not
+    /// apply. Decisions that need no counter are passed to `record_decision`.
     pub(super) fn from_facts(
         table: &'t PolicyTable,
         matching: MatchingPolicies<'t>,
@@ -97,12 +97,9 @@ impl<'t> ChargePlan<'t> {
                         continue;
                     }
                     let has_own_limit = descriptor.is_some_and(Descriptor::has_own_limit);
-                    let planned_policy =
+                    let mut planned_policy =
                         PlannedPolicy::new((index, policy), quota, (key, selected), facts);
-                    let planned_policy = PlannedPolicy {
-                        is_dynamic: planned_policy.is_dynamic && !has_own_limit,
-                        ..planned_policy
-                    };
+                    planned_policy.is_dynamic &= !has_own_limit;
                     // A request is charged once by the policies of one `counter`.
                     self.add_planned_policy(planned_policy, u64::max);
                 }
@@ -175,8 +172,8 @@ impl<'t> ChargePlan<'t> {
         })
     }
 
-    /// Adds a planned policy. A counter must be charged only once, so the costs of policies with the
-    /// same counter are combined.
+    /// Adds a planned policy. A counter must be charged only once, so the costs of policies with
+    /// the same counter are combined.
     pub(super) fn add_planned_policy(
         &mut self,
         planned_policy: PlannedPolicy<'t>,

@@ -84,8 +84,8 @@ impl KeyBuilder {
         builder
     }
 
-    /// Adds the digest of where the values come from, before the first value. So values from another
-    /// source never have the same key.
+    /// Adds the digest of where the values come from, before the first value. So values from
+    /// another source never have the same key.
     pub fn push_sources(&mut self, sources: [u8; SOURCES_BYTES]) {
         self.encoded_values.push(SOURCES_TAG);
         self.encoded_values.extend_from_slice(&sources);
@@ -154,7 +154,8 @@ impl Key {
         Self { id, encoded_values }
     }
 
-    /// The key of the counter of counted responses (`count_when` with `block_for`), in the same slot.
+    /// The key of the counter of counted responses (`count_when` with `block_for`), in the same
+    /// slot.
     #[must_use]
     pub fn to_counted_key(&self) -> Self {
         let mut encoded_values = self.encoded_values.clone();
@@ -437,8 +438,8 @@ pub enum ListedValue<'t> {
 }
 
 impl<'t> ListedValue<'t> {
-    /// Reads a value: `#` and 43 characters of base64url are a digest. A plain value of that form has
-    /// a further `#` in front.
+    /// Reads a value: `#` and 43 characters of base64url are a digest. A plain value of that form
+    /// has a further `#` in front.
     pub fn parse(text: &'t str) -> Self {
         match (decode_digest(text), text.strip_prefix('#')) {
             (Some(digest), _) => Self::Digest(digest),

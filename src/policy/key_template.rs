@@ -624,7 +624,8 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// The definition: the first alternative with a value; a repeated one before it is an error.
+        /// The definition: the first alternative with a value; a repeated one before it is an
+        /// error.
         #[test]
         fn the_first_present_alternative_has_the_value(
             tenants in proptest::collection::vec("[ab]?", 0..3),

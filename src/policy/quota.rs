@@ -14,7 +14,8 @@ pub struct Quota {
     pub cost: CostSource,
     /// The limits of the policy, never empty.
     pub limits: Vec<NamedLimit>,
-    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]). With
+    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]).
+    /// With
     /// `count_when`: if counted responses alone fill it.
     ///
     /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
@@ -109,7 +110,8 @@ impl Quota {
         })
     }
 
-    /// [`Self::key_and_limits_for_values`] for values as lists of overrides show them, also digests.
+    /// [`Self::key_and_limits_for_values`] for values as lists of overrides show them, also
+    /// digests.
     ///
     /// # Errors
     /// As [`Self::key_and_limits_for_values`].

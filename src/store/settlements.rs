@@ -1,9 +1,9 @@
 //! Settlements of costs that become known after the decision, on their way to the store.
 //!
-//! Settlements of counters in memory are applied at once. For Redis, settlements are queued and sent in the
-//! background. If sending fails, further charges of `local` policies are kept and written back
-//! after the outage ([`Store::apply_settlements`]). All other settlements that failed are lost and
-//! counted.
+//! Settlements of counters in memory are applied at once. For Redis, settlements are queued and
+//! sent in the background. If sending fails, further charges of `local` policies are kept and
+//! written back after the outage ([`Store::apply_settlements`]). All other settlements that failed
+//! are lost and counted.
 
 use super::{PendingSettlement, Settlement, Store, wait_until_drained};
 use crate::limiter::Amendment;

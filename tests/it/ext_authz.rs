@@ -257,7 +257,8 @@ async fn a_grpc_request_is_denied_with_an_http_error_status() {
     }
 }
 
-/// A request head with too many headers gets its 431 before any policy. nginx would turn it into 500.
+/// A request head with too many headers gets its 431 before any policy. nginx would turn it into
+/// 500.
 #[tokio::test]
 async fn an_unreadable_head_gets_the_refused_status() {
     let ask = |at| {

@@ -1,5 +1,5 @@
-//! Key parts with alternatives, end to end: the first present one counts, and no value of one source
-//! shares a counter with a value of another.
+//! Key parts with alternatives, end to end: the first present one counts, and no value of one
+//! source shares a counter with a value of another.
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawResponse;

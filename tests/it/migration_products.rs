@@ -1,5 +1,6 @@
-//! The migration pages for rate limit services and gateways that the tests cannot run. The products'
-//! own documentation gives their examples; models of their documented rules judge seeded traffic.
+//! The migration pages for rate limit services and gateways that the tests cannot run. The
+//! products' own documentation gives their examples; models of their documented rules judge seeded
+//! traffic.
 
 use super::documentation::read_code_blocks;
 use crate::support::client::{ClientRequest, RawClient};

@@ -183,8 +183,8 @@ async fn prometheus_scrapes_all_metrics() {
             3.0,
         )
         .await;
-    // Two admitted requests and the first refusal. Later refusals may come from the deny cache, which
-    // knows only the limits that refuse.
+    // Two admitted requests and the first refusal. Later refusals may come from the deny cache,
+    // which knows only the limits that refuse.
     prometheus
         .wait_for_value(
             "tidegate_requests_total{policy=\"many\",decision=\"allowed\"} >= bool 3",

@@ -129,7 +129,8 @@ fn warn_raising_match<'p, 'r: 'p, I: Iterator<Item = &'p PolicyWithReader<'r>>>(
     }
 }
 
-/// Warns of a policy that a client avoids by sending a header, if no other policy limits it as much.
+/// Warns of a policy that a client avoids by sending a header, if no other policy limits it as
+/// much.
 fn warn_avoidable_match<'p, 'r: 'p, I: Iterator<Item = &'p PolicyWithReader<'r>>>(
     spanned: &PolicyWithReader<'_>,
     others: impl Fn() -> I,

@@ -123,8 +123,8 @@ impl ProxyService {
         self.respond_without_upstream(body, reply, decided_at - summary.arrived_at)
     }
 
-    /// Counts the tunnel that the request asks for, if any. The result is boxed, because tunnels are
-    /// rare and every request's future includes its size.
+    /// Counts the tunnel that the request asks for, if any. The result is boxed, because tunnels
+    /// are rare and every request's future includes its size.
     fn count_tunnel(
         &self,
         inbound: &InboundRequest,

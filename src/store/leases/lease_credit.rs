@@ -63,8 +63,8 @@ impl LeaseCreditQueue {
 
 impl LeasedCounters {
     pub(super) fn from_charges(charges: &[Charge<'_>], key: &Key) -> Arc<Self> {
-        // An override may have other amounts, also later ones. With a rate of 0, the debt of a bucket
-        // is paid back at the rate of its last charge.
+        // An override may have other amounts, also later ones. With a rate of 0, the debt of a
+        // bucket is paid back at the rate of its last charge.
         let credited_limits = charges.iter().map(|charge| match charge.dynamic {
             Some(_) => Limit {
                 requests: 0,

@@ -21,8 +21,8 @@ impl OverrideTable {
         insert_into(&mut self.0.write(), stored, now_us)
     }
 
-    /// Replaces an override if it still is `previous`. Returns whether it was, or `None` if the table
-    /// is full.
+    /// Replaces an override if it still is `previous`. Returns whether it was, or `None` if the
+    /// table is full.
     pub(super) fn replace(
         &self,
         previous: Option<&StoredOverride>,

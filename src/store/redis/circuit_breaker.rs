@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Interval of log lines about what lasts until an operator corrects it: a foreign value, a rejected
-/// login.
+/// Interval of log lines about what lasts until an operator corrects it: a foreign value, a
+/// rejected login.
 pub(super) const PROBLEM_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The circuit breaker of a process, shared by its workers.
@@ -116,8 +116,8 @@ impl RedisCircuitBreaker {
         }
     }
 
-    /// Records that the clock of Redis is in none of the periods that a call named: Redis works, but
-    /// not for limits per day, week or month.
+    /// Records that the clock of Redis is in none of the periods that a call named: Redis works,
+    /// but not for limits per day, week or month.
     pub(super) fn record_wrong_period(&self) {
         self.record_success();
         self.count_failure(RedisErrorKind::WrongPeriod);
@@ -161,8 +161,8 @@ impl RedisCircuitBreaker {
         self.update_and_log_availability(&mut state, &RedisErrorKind::Other.into());
     }
 
-    /// Records a failed attempt to replace a lost connection. A rejected login is logged, because it
-    /// needs an operator, whatever the first failure was.
+    /// Records a failed attempt to replace a lost connection. A rejected login is logged, because
+    /// it needs an operator, whatever the first failure was.
     pub(super) fn record_connection_still_down(&self, error: &RedisConnectionError) {
         let log = &self.login_rejection_log;
         let is_rejected = error.kind == RedisErrorKind::NoAuth;

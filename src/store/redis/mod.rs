@@ -406,8 +406,8 @@ impl RedisStore {
         self.decide_with_held_back(charges, &[], requested_at).await
     }
 
-    /// Like [`RedisStore::decide`]. The servers of the charges at the positions of `held_back` count
-    /// as unreachable, even if they can be reached by now.
+    /// Like [`RedisStore::decide`]. The servers of the charges at the positions of `held_back`
+    /// count as unreachable, even if they can be reached by now.
     ///
     /// # Errors
     /// [`DecisionFailure`] as for [`RedisStore::decide`].

@@ -46,8 +46,8 @@ struct OtlpOutput<'r, S> {
 
 impl Metrics {
     /// Encodes all metrics at the time `now_ns` as export requests, and passes each to
-    /// `send_message` before it encodes the next one. Ends early if that returns false. Times are in
-    /// nanoseconds since the Unix epoch.
+    /// `send_message` before it encodes the next one. Ends early if that returns false. Times are
+    /// in nanoseconds since the Unix epoch.
     pub(super) fn send_otlp_messages(
         &self,
         status: &ProcessStatus,

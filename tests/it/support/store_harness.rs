@@ -128,7 +128,8 @@ impl StoreUnderTest {
         }
     }
 
-    /// Bytes taken by a counter, including its share of the table. Removes it from the memory store.
+    /// Bytes taken by a counter, including its share of the table. Removes it from the memory
+    /// store.
     pub fn counter_bytes(&mut self, charge: &Charge<'_>) -> u64 {
         match self {
             Self::Memory { store, hands } => {

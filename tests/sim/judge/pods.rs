@@ -1,5 +1,5 @@
-//! Counters of `scope = "instance"`: each forwarded request is charged once in its process, and what
-//! Redis refused, or a client left, is returned.
+//! Counters of `scope = "instance"`: each forwarded request is charged once in its process, and
+//! what Redis refused, or a client left, is returned.
 
 use super::{FinishedRun, Violation};
 use crate::sim::instance::Outcome;

@@ -123,8 +123,8 @@ const CLUSTER_COMMANDS: [CommandTrial; 2] = [
     required("ASKING", TrialKey::None, &[]),
 ];
 
-/// Tries each command that tidegate uses, all in one pipeline: over a slow link, one after the other
-/// would take longer than an examination may. The probe's counter is deleted or expires.
+/// Tries each command that tidegate uses, all in one pipeline: over a slow link, one after the
+/// other would take longer than an examination may. The probe's counter is deleted or expires.
 pub(super) async fn try_commands(
     connection: &mut MultiplexedConnection,
     scripts: &ScriptLibrary,
