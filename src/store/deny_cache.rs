@@ -99,7 +99,7 @@ impl DenyCache {
         let entries = self.0.lock().read_entries(charges, now, scope)?;
         let is_fresh = |(charge, entry): (&Charge<'_>, &Option<DenyCacheEntry>)| {
             // A concurrency limit has no retry time, so its entry is not needed.
-            charge.shadow
+            !charge.is_enforced()
                 || is_concurrency(charge)
                 || entry.map_or(scope == DenyMatchScope::OneKey, |entry| {
                     entry.cost == charge.cost
@@ -180,7 +180,7 @@ impl DenyCache {
             let Some(mut status) = *status else {
                 continue;
             };
-            if charge.shadow || !is_cacheable(charge) {
+            if !is_cacheable(charge) {
                 continue;
             }
             if charge.is_block() {
@@ -215,10 +215,11 @@ fn rank_cost(cost: u64) -> u64 {
     cost.wrapping_sub(1)
 }
 
-/// Whether a refusal of this charge holds until its end time. Slots and estimates may be returned
-/// early, and `count_rejected` requires that Redis sees every rejected request.
+/// Whether a refusal of this charge refuses requests until its end time. Slots and estimates may be
+/// returned early, and `count_rejected` requires that Redis sees every rejected request.
 fn is_cacheable(charge: &Charge<'_>) -> bool {
-    !(is_concurrency(charge) || charge.counts_rejected || charge.is_estimate)
+    charge.is_enforced()
+        && !(is_concurrency(charge) || charge.counts_rejected || charge.is_estimate)
 }
 
 fn is_concurrency(charge: &Charge<'_>) -> bool {
@@ -274,7 +275,7 @@ impl DenyGenerations {
     }
 
     fn get_entry(&mut self, charge: &Charge<'_>) -> Option<&mut DenyCacheEntry> {
-        if charge.shadow || !is_cacheable(charge) {
+        if !is_cacheable(charge) {
             return None;
         }
         let counter = DenyCacheKey::from_charge(charge);
@@ -599,6 +600,24 @@ mod tests {
             ..charges[2]
         };
         assert!(!is_refused(&[charges[0], charges[1], counting]));
+    }
+
+    #[test]
+    fn a_full_counter_of_responses_refuses_no_request() {
+        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
+        let charges = [Charge {
+            is_counted: true,
+            ..charge_of_two_units(&LIMIT, &key)
+        }];
+        let decision = refused_decision(&[refused_status(500_000)]);
+        cache.record_refusal(&charges, &decision, sent, sent);
+        for scope in [
+            DenyMatchScope::AllLimits,
+            DenyMatchScope::OneKey,
+            DenyMatchScope::AnyLimit,
+        ] {
+            assert_eq!(cache.find_refusal(&charges, sent, scope), None);
+        }
     }
 
     #[test]
