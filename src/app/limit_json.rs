@@ -75,10 +75,8 @@ pub(crate) fn limit_with_status_to_json(
         ..named.clone()
     };
     let mut fields = limit_to_json(&in_effect);
-    let is_stated =
-        |kind| named.amount.is_some() && matches!(kind, OverrideInEffect::Amounts { .. });
-    if let Some(kind) = status.in_effect.filter(|kind| !is_stated(*kind)) {
-        fields.insert("override".to_owned(), json!(override_kind(kind)));
+    if let Some(kind) = status.in_effect.and_then(override_kind) {
+        fields.insert("override".to_owned(), json!(kind));
     }
     if !status.is_unlimited() {
         fields.extend(limit_status_to_json(&in_effect.limit, status, now_us));
@@ -86,12 +84,13 @@ pub(crate) fn limit_with_status_to_json(
     fields
 }
 
-/// The kind of an override in JSON.
-fn override_kind(in_effect: OverrideInEffect) -> &'static str {
+/// The kind of an override in JSON. `None` without an override.
+fn override_kind(in_effect: OverrideInEffect) -> Option<&'static str> {
     match in_effect {
-        OverrideInEffect::Unlimited => "unlimited",
-        OverrideInEffect::Blocked => "blocked",
-        OverrideInEffect::Amounts { .. } => "limits",
+        OverrideInEffect::Unlimited => Some("unlimited"),
+        OverrideInEffect::Blocked => Some("blocked"),
+        OverrideInEffect::Amounts { .. } => Some("limits"),
+        OverrideInEffect::StatedAmounts { .. } => None,
     }
 }
 

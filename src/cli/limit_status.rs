@@ -19,7 +19,7 @@ pub(super) fn format_limit_line(named: &NamedLimit, status: Option<(&LimitStatus
             None => status_text,
             Some(OverrideInEffect::Unlimited) => "unlimited by an override".to_owned(),
             Some(OverrideInEffect::Blocked) => format!("{status_text}, blocked by an override"),
-            Some(OverrideInEffect::Amounts { .. }) if named.amount.is_some() => {
+            Some(OverrideInEffect::StatedAmounts { .. }) => {
                 format!("{status_text}, as the request states")
             }
             Some(OverrideInEffect::Amounts { .. }) => format!("{status_text}, by an override"),

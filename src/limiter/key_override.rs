@@ -24,13 +24,18 @@ pub struct LimitAmounts {
     pub burst: Option<u64>,
 }
 
-/// The override by which a store decided one charge.
+/// What decided one charge instead of the limit of the configuration. `burst` counts only for a
+/// token bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OverrideInEffect {
     Unlimited,
     Blocked,
-    /// `burst` counts only for a token bucket.
     Amounts {
+        requests: u64,
+        burst: u64,
+    },
+    /// The amounts that the request states (`requests_from`): no override.
+    StatedAmounts {
         requests: u64,
         burst: u64,
     },
@@ -99,7 +104,10 @@ impl Limit {
                     ..*self
                 };
             }
-            Some(OverrideInEffect::Amounts { requests, burst }) => (requests, burst),
+            Some(
+                OverrideInEffect::Amounts { requests, burst }
+                | OverrideInEffect::StatedAmounts { requests, burst },
+            ) => (requests, burst),
         };
         let algorithm = match self.algorithm {
             Algorithm::Block => return *self,

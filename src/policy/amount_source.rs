@@ -2,6 +2,7 @@
 //! proxy or a field of the client certificate.
 
 use super::jwt::ClaimName;
+use crate::limiter::{Algorithm, Limit};
 use http::HeaderName;
 use std::fmt;
 
@@ -24,6 +25,27 @@ pub enum AmountField {
     Header(HeaderName),
     ClientCertSan,
     ClientCertCn,
+}
+
+impl AmountSource {
+    /// The limit with an amount, at most `max`.
+    pub(super) fn apply_amount(&self, limit: &Limit, amount: u64) -> Limit {
+        let requests = amount.min(self.max);
+        let algorithm = match limit.algorithm {
+            Algorithm::TokenBucket { warm_up_us, .. } if self.sets_burst => {
+                Algorithm::TokenBucket {
+                    burst: requests,
+                    warm_up_us,
+                }
+            }
+            algorithm => algorithm,
+        };
+        Limit {
+            requests,
+            algorithm,
+            ..*limit
+        }
+    }
 }
 
 impl AmountField {

@@ -99,6 +99,14 @@ impl LimitOverrides {
         &self.entries
     }
 
+    /// The modes of keys whose limits have a mode of their own.
+    pub fn modes(&self) -> impl Iterator<Item = PolicyMode> {
+        self.entries.iter().filter_map(|entry| match entry.rule {
+            OverrideRule::Limit(mode) => mode,
+            OverrideRule::Allow | OverrideRule::Deny | OverrideRule::Skip => None,
+        })
+    }
+
     pub(super) fn limits_mut(&mut self) -> impl Iterator<Item = &mut NamedLimit> {
         self.entries.iter_mut().flat_map(|entry| &mut entry.limits)
     }

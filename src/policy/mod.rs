@@ -106,7 +106,8 @@ pub enum OnStoreFailure {
 /// A configured response to rejected requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectResponse {
-    pub status: StatusCode,
+    /// `None` for the status without a configured response: 429, or 403 if the request is denied.
+    pub status: Option<StatusCode>,
     pub body: Bytes,
     pub content_type: HeaderValue,
     pub headers: Vec<(HeaderName, HeaderValue)>,

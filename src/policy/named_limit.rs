@@ -15,3 +15,12 @@ pub struct NamedLimit {
     /// Whether responses may have the limit: `report` of its policy.
     pub is_reported: bool,
 }
+
+impl NamedLimit {
+    /// The largest amount of a request.
+    pub fn max_capacity(&self) -> u64 {
+        let largest = |source: &AmountSource| source.apply_amount(&self.limit, source.max);
+        let limit = self.amount.as_deref().map_or(self.limit, largest);
+        limit.capacity()
+    }
+}

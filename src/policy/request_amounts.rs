@@ -7,24 +7,26 @@ use super::whole_number::parse_whole_number;
 use crate::limiter::{Algorithm, Limit, OverrideInEffect};
 use std::borrow::Cow;
 
-/// The limits of a policy with the amounts of one request, in the same order.
+/// The limits of a policy with the amounts of one request, in the same order; `None` for a limit
+/// that does not depend on the request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RequestAmounts(Vec<Limit>);
+pub struct RequestAmounts(Vec<Option<Limit>>);
 
 impl RequestAmounts {
-    /// The limit at an index.
+    /// The limit at an index, if it depends on the request.
     pub fn get(&self, index: usize) -> Option<&Limit> {
-        self.0.get(index)
+        self.0.get(index)?.as_ref()
     }
 
-    /// What decided instead of the limit of the configuration at an index.
+    /// What decides instead of the limit of the configuration at an index, if it depends on the
+    /// request.
     pub fn in_effect(&self, index: usize) -> Option<OverrideInEffect> {
         let limit = self.get(index)?;
         let burst = match limit.algorithm {
             Algorithm::TokenBucket { burst, .. } => burst,
             _ => limit.requests,
         };
-        Some(OverrideInEffect::Amounts {
+        Some(OverrideInEffect::StatedAmounts {
             requests: limit.requests,
             burst,
         })
@@ -39,9 +41,9 @@ pub fn read_request_amounts(
     if limits.iter().all(|named| named.amount.is_none()) {
         return None;
     }
-    let limits = limits.iter().map(|named| match &named.amount {
-        Some(source) => resolve_limit(source, &named.limit, facts),
-        None => named.limit,
+    let limits = limits.iter().map(|named| {
+        let source = named.amount.as_ref()?;
+        Some(resolve_limit(source, &named.limit, facts))
     });
     Some(Box::new(RequestAmounts(limits.collect())))
 }
@@ -57,21 +59,7 @@ fn resolve_limit(source: &AmountSource, limit: &Limit, facts: &Facts<'_>) -> Lim
         return *limit;
     }
     // A number beyond 64 bits is above the maximum, too.
-    let amount = parse_whole_number(&value)
-        .unwrap_or(u64::MAX)
-        .min(source.max);
-    let algorithm = match limit.algorithm {
-        Algorithm::TokenBucket { warm_up_us, .. } if source.sets_burst => Algorithm::TokenBucket {
-            burst: amount,
-            warm_up_us,
-        },
-        algorithm => algorithm,
-    };
-    Limit {
-        requests: amount,
-        algorithm,
-        ..*limit
-    }
+    source.apply_amount(limit, parse_whole_number(&value).unwrap_or(u64::MAX))
 }
 
 /// The only value of the field. A repeated one counts as absent.

@@ -65,15 +65,23 @@ impl PolicyTable {
             let are_verified = parts
                 .iter()
                 .all(|part| self.is_verified_part(part, is_peer_trusted));
-            if !are_verified || parts.iter().all(|part| matches!(part, KeyPart::Const(_))) {
+            if !are_verified {
                 continue;
             }
             let context = self.key_context(policy);
             let Ok(values) = quota.key.extract_values(facts, &context, quota.missing_key) else {
                 continue;
             };
-            // Without one of its values, the client has no quota of its own.
-            if values.iter().any(Option::is_none) {
+            // A verified part has one value, so its index is its position.
+            let sources = values.iter().enumerate().map(|(position, value)| {
+                let source = quota.key.value_source(position, value.as_deref()?)?;
+                Some((source.part, position, value.as_deref()?))
+            });
+            // Without one of its values, or by constants alone, the client has no quota of its own.
+            let Some(sources) = sources.collect::<Option<Vec<_>>>() else {
+                continue;
+            };
+            if sources.iter().all(|(part, ..)| is_constant(part)) {
                 continue;
             }
             let (key, selected) = quota.key_and_limits(&policy.name, &values, &mut digests);
@@ -86,8 +94,7 @@ impl PolicyTable {
             if !is_limited || mode == PolicyMode::Shadow || is_listed {
                 continue;
             }
-            // A verified part has one value, so its index is its position.
-            for (position, (part, value)) in parts.iter().zip(values.iter().flatten()).enumerate() {
+            for (part, position, value) in sources {
                 if !identities.iter().any(|(known, _)| *known == part) {
                     let stored = quota.key.stored_value(position, value, &mut digests);
                     identities.push((part, stored));
@@ -146,10 +153,14 @@ impl PolicyTable {
     }
 }
 
+fn is_constant(part: &KeyPart) -> bool {
+    matches!(part, KeyPart::Const(_))
+}
+
 /// The key of a client: certificate, claims and trusted headers if there are any, else its address.
 /// A client with several addresses therefore has one quota of queries.
 fn build_client_key(identities: &[(&KeyPart, Vec<u8>)]) -> Key {
-    let is_name = |part: &&KeyPart| !matches!(part, KeyPart::ClientIp | KeyPart::Const(_));
+    let is_name = |part: &&KeyPart| !is_constant(part) && **part != KeyPart::ClientIp;
     let has_name = identities.iter().any(|(part, _)| is_name(part));
     let mut builder = KeyBuilder::new(SELF_SERVICE_POLICY_NAME);
     for (part, value) in identities {

@@ -15,6 +15,7 @@ name = "api"
 match = { path = "/api" }
 key = ["header:x-user-id"]
 limit = { requests = 1, per = "1h" }
+reject = { body = "no" }
 
 [[policy.override]]
 key = ["*"]

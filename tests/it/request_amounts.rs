@@ -38,6 +38,15 @@ key = ["header:x-tenant"]
 limit = { requests_from = "header:x-rpm", default = 2, max = 5, per = "1h" }
 
 [[policy]]
+name = "two"
+match = { path = "/two" }
+key = ["header:x-tenant"]
+limits = [
+  { requests_from = "header:x-rpm", default = 2, max = 5, per = "1h" },
+  { requests = 100, per = "1d" },
+]
+
+[[policy]]
 name = "bucket"
 match = { path = "/bucket" }
 key = ["header:x-tenant"]
@@ -168,16 +177,28 @@ async fn a_header_counts_only_from_a_trusted_proxy_and_a_larger_amount_is_not_re
         "the burst is the amount"
     );
 
-    let shown = fixture
-        .run_command(&["explain", "/tenant", "-H", "x-tenant: a", "-H", "x-rpm: 5"])
-        .await;
+    let explain = async |path: &str, more: &[&str]| {
+        let words = ["explain", path, "-H", "x-tenant: a", "-H", "x-rpm: 5"];
+        fixture.run_command(&[&words[..], more].concat()).await
+    };
+    let shown = explain("/tenant", &[]).await;
     assert!(
         shown.contains("5 per 1h") && shown.contains("1 left"),
         "{shown}"
     );
+    let two_limits = explain("/two", &[]).await;
+    assert!(!two_limits.contains("override"), "{two_limits}");
     fixture
         .run_command(&["overrides", "set", "tenant", "a", "--requests", "9"])
         .await;
+    let shown = explain("/tenant", &[]).await;
+    assert!(shown.contains("by an override"), "{shown}");
+    let shown = explain("/tenant", &["--json"]).await;
+    let shown: Value = serde_json::from_str(&shown).unwrap();
+    assert!(
+        shown.to_string().contains(r#""override":"limits""#),
+        "{shown}"
+    );
     let response = send(&proxy, "/tenant", "a", Some("5")).await;
     assert_eq!(
         response.list_parameter("ratelimit-policy", "tenant", "q"),

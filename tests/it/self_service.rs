@@ -173,6 +173,21 @@ async fn no_client_asks_about_another() {
 }
 
 #[tokio::test]
+async fn clients_without_a_token_have_no_common_answer() {
+    let policies = "[self_service]
+[[policy]]
+name = 'user'
+key = ['jwt:sub | const:anonymous']
+limit = { requests = 3, per = '1h' }";
+    let fixture = SelfServiceProxy::start(policies).await;
+    let anonymous = fixture.ask(&[]).await;
+    assert_eq!(policy_names(&anonymous), ["login"]);
+    let bearer = fixture.issuer.bearer_for_subject("ann");
+    let ann = fixture.ask_as(&bearer).await;
+    assert!(policy_names(&ann).contains(&"user".to_owned()));
+}
+
+#[tokio::test]
 async fn without_a_verified_key_the_answer_is_401() {
     let upstream = Upstream::echo().await;
     let policy = "[[policy]]\nname = \"p\"\nkey = [\"header:x-user\"]\nlimit = { requests = 5, per = \"1m\" }\n";

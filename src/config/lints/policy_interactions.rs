@@ -85,7 +85,8 @@ fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
         let Some(quota) = spanned.quota() else {
             continue;
         };
-        let limits: Vec<_> = quota.limits.iter().map(|named| named.limit).collect();
+        let limits = quota.limits.iter();
+        let limits: Vec<_> = limits.map(|named| (named.limit, &named.amount)).collect();
         let overrides: Vec<_> = quota
             .overrides
             .as_slice()

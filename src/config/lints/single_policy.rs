@@ -7,8 +7,8 @@ use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
-    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, OverrideRule,
-    PolicyAction, PolicyMode, Quota,
+    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, PolicyAction,
+    PolicyMode, Quota,
 };
 use http::HeaderName;
 use ipnet::IpNet;
@@ -37,10 +37,9 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
     if let Some(table) = reader.get_optional_table("match") {
         check_conditions(&table, &spanned.policy.matcher, context);
     }
-    let enforces_override = spanned.quota().is_some_and(|quota| {
-        let mut overrides = quota.overrides.as_slice().iter();
-        overrides.any(|entry| entry.rule == OverrideRule::Limit(Some(PolicyMode::Enforce)))
-    });
+    let enforces_override = spanned
+        .quota()
+        .is_some_and(|quota| quota.overrides.modes().any(PolicyMode::is_enforced));
     if !spanned.policy.is_enforced() && !enforces_override {
         let mode = spanned.policy.mode.name();
         for (key, effect) in [

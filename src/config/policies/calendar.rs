@@ -49,9 +49,6 @@ pub(super) fn build_calendar_limit(
         true => reader.get_parsed("tz", |name| parse_calendar(unit, name)),
         false => Calendar::new(unit, DEFAULT_TIME_ZONE),
     };
-    if requests == Some(0) {
-        reader.report_warning("requests", "0 rejects every request");
-    }
     let limit = Limit::per_calendar_period(requests?, calendar?);
     is_fixed_window.then_some(limit)
 }

@@ -123,9 +123,9 @@ pub(super) fn warn_if_cost_exceeds_capacity(
 ) {
     let mut limits = limits.iter().filter(|named| !is_concurrency_limit(named));
     if let Some(limit) =
-        limits.find(|limit| limit.limit.requests > 0 && limit.limit.capacity() < cost)
+        limits.find(|limit| limit.limit.requests > 0 && limit.max_capacity() < cost)
     {
-        let most = limit.limit.capacity();
+        let most = limit.max_capacity();
         reader.report_warning(
             "cost",
             &format!("rejects every request: each costs at least {cost}, and the limit has {most}"),

@@ -174,6 +174,9 @@ fn find_shape_difference(one: &NamedLimit, other: &NamedLimit) -> Option<&'stati
             "requests and warm_up; a bucket has one rate (burst and max_delay may differ)",
         );
     }
+    if one.amount != other.amount {
+        return Some("requests_from, default and max");
+    }
     if one.name != other.name {
         return Some("name");
     }

@@ -124,6 +124,10 @@ fn build_limit(
         offset,
     );
     reject_keys_of_other_algorithms(reader, algorithm);
+    let largest = amount.as_ref().map(LimitAmount::max);
+    if largest == Some(0) {
+        reader.report_warning("requests", "0 rejects every request");
+    }
     if let Some(unit) = calendar_unit {
         let limit = build_calendar_limit(reader, unit, algorithm, requests)?;
         return Some((limit, amount?.source));
@@ -163,13 +167,13 @@ fn build_limit(
     {
         reject_options_with_one_amount(reader, counts_slots);
     }
-    match amount.as_ref().map(LimitAmount::max) {
-        Some(0) => reader.report_warning("requests", "0 rejects every request"),
-        Some(requests) if requests > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog => reader.report_warning(
+    if algorithm == Algorithm::SlidingLog
+        && largest.is_some_and(|amount| amount > LARGE_SLIDING_LOG)
+    {
+        reader.report_warning(
             "requests",
             "sliding_log keeps one entry per request; \"sliding_window\" needs less memory for a large limit",
-        ),
-        _ => {}
+        );
     }
     let limit = Limit {
         requests: requests?,

@@ -23,7 +23,6 @@ use super::values;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota, RejectResponse};
 use amounts::reject_settings_with_one_amount;
 use context::{PolicyContext, PolicyWithReader};
-use http::StatusCode;
 use limits::limits_with_overrides;
 use quota::build_quota;
 use reject_response::build_reject_response;
@@ -169,11 +168,7 @@ fn build_reject(
             "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter",
         );
     }
-    let default_status = match action_kind {
-        PolicyActionKind::Deny => StatusCode::FORBIDDEN,
-        _ => StatusCode::TOO_MANY_REQUESTS,
-    };
-    build_reject_response(&table, default_status)
+    build_reject_response(&table)
 }
 
 /// Reports settings that the kind of the policy does not support.

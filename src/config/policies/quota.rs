@@ -7,12 +7,12 @@ use super::limits::{build_limits, is_concurrency_limit, to_micros};
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use super::overrides::build_overrides;
 use super::restrictions::reject_settings_without_response;
-use super::scope::build_scope;
+use super::scope::{build_scope, reject_uncounted_rejections};
 use super::shards::check_shards;
 use crate::config::keywords::MISSING_KEY_MODES;
 use crate::config::table_reader::TableReader;
 use crate::config::values::parse_name;
-use crate::limiter::{Algorithm, Limit};
+use crate::limiter::{Algorithm, CounterScope, Limit};
 use crate::policy::{
     CostSource, KeyComponent, KeyPart, KeyTemplate, LimitOverrides, PolicyMode, Quota,
 };
@@ -28,7 +28,7 @@ pub(super) fn build_quota(
     // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
     let key = KeyTemplate::from_components(parts, context.key_hasher.clone())
-        .with_scope(build_scope(reader, mode))
+        .with_scope(build_scope(reader))
         .with_counter(read_counter(reader));
     // Policies that share a counter have the same names for its limits.
     let limit_name = key.counter_name().unwrap_or(name).to_owned();
@@ -69,6 +69,9 @@ pub(super) fn build_quota(
             "algorithm = \"concurrency\" can't count rejected requests: they are not in flight; expected false",
         );
     }
+    if key.scope() == CounterScope::Instance && count_rejected == Some(true) {
+        reject_uncounted_rejections(reader, mode, &overrides);
+    }
     let shards = reader.get_integer("shards").unwrap_or(1);
     if shards > 1 {
         check_shards(reader, context, mode, shards, cost.as_ref(), all_limits());
@@ -76,7 +79,7 @@ pub(super) fn build_quota(
     let quota = Quota {
         key,
         lease: None,
-        block: build_block(reader, mode),
+        block: build_block(reader, mode, &overrides),
         missing_key: reader
             .get_keyword("missing_key", &MISSING_KEY_MODES)
             .unwrap_or(context.missing_key),
@@ -116,9 +119,13 @@ fn parse_key_component(text: &str, context: &PolicyContext) -> Result<KeyCompone
 }
 
 /// Builds the block of `block_for`.
-fn build_block(reader: &TableReader<'_>, mode: PolicyMode) -> Option<Limit> {
+fn build_block(
+    reader: &TableReader<'_>,
+    mode: PolicyMode,
+    overrides: &LimitOverrides,
+) -> Option<Limit> {
     let duration = reader.get_duration("block_for")?;
-    if mode != PolicyMode::Enforce {
+    if !mode.is_enforced() && !overrides.modes().any(PolicyMode::is_enforced) {
         reader.report_warning(
             "block_for",
             &format!(

@@ -6,14 +6,10 @@ use crate::policy::RejectResponse;
 use http::{HeaderName, HeaderValue, StatusCode, header};
 
 /// Builds the response to rejected requests. `status` is the default status code.
-pub(super) fn build_reject_response(
-    reader: &TableReader<'_>,
-    status: StatusCode,
-) -> Option<RejectResponse> {
+pub(super) fn build_reject_response(reader: &TableReader<'_>) -> Option<RejectResponse> {
     let status = reader
         .get_integer::<u16>("status")
-        .and_then(|code| StatusCode::from_u16(code).ok())
-        .unwrap_or(status);
+        .and_then(|code| StatusCode::from_u16(code).ok());
     let headers = reader
         .get_entries("headers")
         .into_iter()

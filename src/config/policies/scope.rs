@@ -2,7 +2,7 @@
 
 use crate::config::table_reader::TableReader;
 use crate::limiter::CounterScope;
-use crate::policy::PolicyMode;
+use crate::policy::{LimitOverrides, PolicyMode};
 
 const SCOPES: [(&str, CounterScope); 2] = [
     (CounterScope::Shared.name(), CounterScope::Shared),
@@ -10,7 +10,7 @@ const SCOPES: [(&str, CounterScope); 2] = [
 ];
 
 /// Reads the scope, and reports settings that exclude `"instance"`.
-pub(super) fn build_scope(reader: &TableReader<'_>, mode: PolicyMode) -> CounterScope {
+pub(super) fn build_scope(reader: &TableReader<'_>) -> CounterScope {
     let scope = reader.get_keyword("scope", &SCOPES).unwrap_or_default();
     if scope == CounterScope::Shared {
         return scope;
@@ -36,7 +36,23 @@ pub(super) fn build_scope(reader: &TableReader<'_>, mode: PolicyMode) -> Counter
             "not with scope = \"instance\": counters are not in Redis; expected no shards",
         );
     }
-    if mode != PolicyMode::Enforce && reader.get_bool("count_rejected") == Some(true) {
+    if reader.contains_key("on_store_failure") {
+        reader.report_warning(
+            "on_store_failure",
+            "without effect with scope = \"instance\": the counters are in this process; expected no such key",
+        );
+    }
+    scope
+}
+
+/// Reports `count_rejected` with `scope = "instance"` unless all keys are enforced.
+pub(super) fn reject_uncounted_rejections(
+    reader: &TableReader<'_>,
+    mode: PolicyMode,
+    overrides: &LimitOverrides,
+) {
+    let mut modes = std::iter::once(mode).chain(overrides.modes());
+    if let Some(mode) = modes.find(|mode| !mode.is_enforced()) {
         reader.report_error(
             "count_rejected",
             &format!(
@@ -45,11 +61,4 @@ pub(super) fn build_scope(reader: &TableReader<'_>, mode: PolicyMode) -> Counter
             ),
         );
     }
-    if reader.contains_key("on_store_failure") {
-        reader.report_warning(
-            "on_store_failure",
-            "without effect with scope = \"instance\": the counters are in this process; expected no such key",
-        );
-    }
-    scope
 }

@@ -74,7 +74,7 @@ impl<'a> ProblemReply<'a> {
             (_, Some(custom)) => {
                 let content_type = custom.content_type.clone();
                 build_response_with_optional_body(
-                    custom.status,
+                    custom.status.unwrap_or(self.status),
                     content_type,
                     custom.body.clone(),
                     style,

@@ -216,7 +216,7 @@ fn denied_invalid_key_and_unavailable_are_403_400_and_503() {
 #[test]
 fn a_custom_reject_response_keeps_retry_and_cache_headers() {
     let reject = RejectResponse {
-        status: StatusCode::IM_A_TEAPOT,
+        status: Some(StatusCode::IM_A_TEAPOT),
         body: Bytes::from_static(b"<p>later"),
         content_type: HeaderValue::from_static("text/html"),
         headers: vec![
@@ -251,7 +251,7 @@ fn a_custom_reject_response_keeps_retry_and_cache_headers() {
     );
     assert!(!denied.headers().contains_key("retry-after"));
     let empty = RejectResponse {
-        status: StatusCode::NO_CONTENT,
+        status: Some(StatusCode::NO_CONTENT),
         ..reject
     };
     let response = build_outcome_reply(
