@@ -50,6 +50,10 @@ impl<'t> ChargePlan<'t> {
             }
             planned_policy.skip_counted_statuses(&mut statuses);
         }
+        debug_assert!(
+            decision.admitted || refusals.longest_refusal.is_some(),
+            "a refused request has a limit that refuses: {decision:?}"
+        );
         if let Some(limited) = refusals.into_rejection(decision.now_us) {
             verdict.outcome = RequestOutcome::Limited(limited);
         }
