@@ -91,8 +91,8 @@ fn merge_to_admin_error(error: OverrideMergeError) -> AdminError {
 
 fn late_listing(_elapsed: Elapsed) -> AdminError {
     AdminError::Unavailable(format!(
-        "Redis has too many keys to find all overrides within {} s; \
-         expected the key of one, or the command `tidegate overrides list`, which has no limit",
+        "the listing did not finish within {} s, because Redis has too many keys; \
+         expected a single key, or the command `tidegate overrides list`, which has no timeout",
         LISTING_TIMEOUT.as_secs()
     ))
 }

@@ -17,7 +17,7 @@ pub(crate) struct ExplainedRequest<'t> {
     pub(crate) token_error: Option<String>,
 }
 
-/// Why a request cannot be explained, with a message for people.
+/// Why a request cannot be explained, with a message for the operator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ExplainError {
     /// The description is not a valid request.
@@ -46,7 +46,7 @@ pub(crate) enum ExpectedOutcome<'t> {
 /// changed.
 ///
 /// # Errors
-/// Returns an [`ExplainError`] with a message for people.
+/// Returns an [`ExplainError`] with a message for the operator.
 pub(crate) async fn explain_request<'t>(
     store: &Store,
     table: &'t PolicyTable,
@@ -181,7 +181,7 @@ pub(crate) fn explanation_to_json(
             PolicyStep::Limits(_) => ("limits", None),
             PolicyStep::ExemptsKey(key) => ("exempts_key", Some(format!("an override exempts {key}"))),
             PolicyStep::DeniesKey(key) => ("denies", Some(format!("an override denies {key}"))),
-            PolicyStep::OffForKey(key) => ("skipped", Some(format!("an override switches it off for {key}"))),
+            PolicyStep::OffForKey(key) => ("skipped", Some(format!("policy is off for key {key} (override)"))),
         };
         let mode = mode_of(policy, step);
         let mut policy_json =

@@ -20,7 +20,7 @@ pub(crate) struct ResolvedKey<'t> {
     pub(crate) policy: &'t Policy,
     pub(crate) quota: &'t Quota,
     pub(crate) key: Key,
-    /// The key of the counters of counted responses, if the policy has them.
+    /// The key of the response counters, if the policy has them.
     pub(crate) counted_key: Option<Key>,
     pub(crate) limits: &'t [NamedLimit],
     /// What an override does with the key.
@@ -28,7 +28,7 @@ pub(crate) struct ResolvedKey<'t> {
     pub(crate) mode: PolicyMode,
 }
 
-/// Why a key cannot be resolved, with a message for people.
+/// Why a key cannot be resolved, with a message for the operator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum KeyLookupError {
     #[error("{0}")]
@@ -120,7 +120,7 @@ impl ResolvedKey<'_> {
             .collect()
     }
 
-    /// The charges of all counters of the key, also of counted responses.
+    /// The charges of all counters of the key, also of its response counters.
     pub(crate) fn all_counters(&self) -> Vec<Charge<'_>> {
         let mut charges = self.zero_cost_charges();
         let counted = self.counted_key.iter().flat_map(|key| {

@@ -53,7 +53,7 @@ pub(super) fn describe_policy(
                 ", {}{}",
                 describe_quota(quota, &policy.matcher),
                 match quota.is_instance_scoped() {
-                    true => "; counted by each instance for itself",
+                    true => "; counted per instance, in memory",
                     false => describe_store_failure(policy.on_store_failure, matches_descriptors),
                 }
             )

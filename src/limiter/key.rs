@@ -53,11 +53,11 @@ const ABSENT_TAG: u8 = 0;
 const VERBATIM_TAG: u8 = 1;
 const HASHED_TAG: u8 = 2;
 const SHARD_TAG: u8 = 3;
-/// The first byte of the key of a counter of counted responses. Every other key starts with its
-/// policy's name, so with another tag.
+/// The first byte of the key of a response counter. Every other key starts with its policy's name,
+/// so with another tag.
 const COUNTED_TAG: u8 = 4;
 
-/// The bit that distinguishes the ids of a key and of its counter of counted responses.
+/// The bit that distinguishes the ids of a key and of its response counter.
 const COUNTED_ID_BIT: u128 = 1 << 127;
 
 const SOURCES_TAG: u8 = 5;
@@ -154,8 +154,7 @@ impl Key {
         Self { id, encoded_values }
     }
 
-    /// The key of the counter of counted responses (`count_when` with `block_for`), in the same
-    /// slot.
+    /// The key of the response counter (`count_when` with `block_for`), in the same slot.
     #[must_use]
     pub fn to_counted_key(&self) -> Self {
         let mut encoded_values = self.encoded_values.clone();
@@ -166,12 +165,12 @@ impl Key {
         }
     }
 
-    /// Whether this is the key of a counter of counted responses.
+    /// Whether this is the key of a response counter.
     pub fn is_counted_key(&self) -> bool {
         self.encoded_values.first() == Some(&COUNTED_TAG)
     }
 
-    /// The id of the quota: the same for the key of a counter of counted responses.
+    /// The id of the quota: the same for the key of a response counter.
     pub fn quota_id(&self) -> u128 {
         match self.is_counted_key() {
             true => self.id ^ COUNTED_ID_BIT,
@@ -179,7 +178,7 @@ impl Key {
         }
     }
 
-    /// The key of the requests, for the key of a counter of counted responses.
+    /// The key of the request counter, for the key of a response counter.
     #[must_use]
     pub fn to_quota_key(&self) -> Self {
         Self {
@@ -188,7 +187,7 @@ impl Key {
         }
     }
 
-    /// The framed name and values without the tag of a counter of counted responses.
+    /// The framed name and values without the tag of a response counter.
     fn quota_values(&self) -> &[u8] {
         match self.encoded_values.split_first() {
             Some((&COUNTED_TAG, values)) => values,

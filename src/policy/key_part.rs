@@ -105,13 +105,13 @@ impl KeyPart {
         let is_for_descriptors = |one: &KeyAlternative| one.part.is_from_descriptor();
         let kinds: Vec<bool> = alternatives.iter().filter_map(is_for_descriptors).collect();
         if kinds.contains(&true) && kinds.contains(&false) {
-            return Err("a request has no descriptor, and a descriptor no request; expected alternatives for one of them".to_owned());
+            return Err("alternatives mix request and descriptor parts, which never occur together; expected only parts of one kind".to_owned());
         }
         let mut before: Vec<&KeyPart> = Vec::new();
         for KeyAlternative { part, .. } in &alternatives {
             if part.value_count() != 1 {
                 return Err(format!(
-                    "an alternative has one value; expected a pattern with one {{name}}, not {}",
+                    "the path pattern has {} captures; expected exactly one in an alternative, such as \"path:/{{tenant}}/**\"",
                     part.value_count()
                 ));
             }
@@ -461,7 +461,7 @@ impl fmt::Display for KeyPart {
             Self::Const(text) => write!(f, "constant {text}"),
             Self::DescriptorEntry(name) => write!(f, "descriptor entry {name}"),
             Self::WholeDescriptor => f.write_str("whole descriptor"),
-            Self::ClientCertSan => f.write_str("client certificate's name"),
+            Self::ClientCertSan => f.write_str("client certificate's SAN"),
             Self::ClientCertCn => f.write_str("client certificate's CN"),
             Self::Alternatives(alternatives) => {
                 for (index, one) in alternatives.iter().enumerate() {

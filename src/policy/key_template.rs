@@ -20,12 +20,11 @@ pub struct KeyTemplate {
     hashed: Vec<bool>,
     has_alternatives: bool,
     hasher: KeyHasher,
-    /// Digest of where the values come from, so that values from another source have other keys.
-    /// Addresses of clients have none: their keys are as old as the product. Alternatives have a
-    /// label per value instead.
+    /// Digest of the sources of the values. Keys of `client_ip` only have none, which keeps
+    /// counters from 767e699. A part with alternatives stores a source label per value instead.
     sources: Option<[u8; SOURCES_BYTES]>,
     scope: CounterScope,
-    /// What stands for the policy's name in keys, if the policy shares its counters.
+    /// Replaces the policy's name in keys if the policy shares its counters.
     counter: Option<Box<str>>,
 }
 
@@ -431,15 +430,18 @@ fn canonicalize_piece(
     piece: &str,
     path: &path::Settings,
 ) -> Result<String, String> {
-    let unsupported =
-        |expected: &str| Err(format!("no pattern matches a {part}; expected {expected}"));
+    let unsupported = |expected: &str| {
+        Err(format!(
+            "patterns are not supported for the {part}; expected {expected}"
+        ))
+    };
     match part {
         KeyPart::ClientIp => {
-            unsupported("an address, or policies with client_ips in match for networks")
+            unsupported("one address (for networks, use a policy with match.client_ips)")
         }
-        KeyPart::WholePath => unsupported("a whole path, or path in match"),
+        KeyPart::WholePath => unsupported("one exact path (for patterns, use match.path)"),
         KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
-            unsupported("whole credentials")
+            unsupported("complete credentials")
         }
         KeyPart::Host => Ok(piece.to_ascii_lowercase()),
         KeyPart::PathCaptures(_) if !piece.is_empty() => {

@@ -17,7 +17,7 @@ use std::time::Instant;
 #[derive(Debug)]
 pub(super) struct InstanceReservation {
     memory: Arc<MemoryStore>,
-    /// What returns each charge.
+    /// The amendment that returns each charge.
     returns: SmallVec<[(LimitAndKey, Amendment); 1]>,
 }
 

@@ -19,7 +19,7 @@ pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlotA
 pub use decision_source::DecisionSource;
 pub use fallback::{FallbackStore, STATUS_EXCHANGE_US, Share};
 pub use leases::LeasePool;
-pub use memory::{MemorySettings, MemoryStore};
+pub use memory::{MAX_MEMORY_OVERRIDES, MemorySettings, MemoryStore};
 pub use partial_decision::{DecisionFailure, PartialDecision};
 pub use settlements::SettlementQueue;
 pub use stored_override::{MAX_REMARK_BYTES, StoredOverride, parse_override_rule};

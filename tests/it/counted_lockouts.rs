@@ -220,7 +220,7 @@ async fn no_round_of_parallel_log_ins_lets_a_sixth_failure_through() {
     }
 }
 
-/// The request of a policy with the counter of counted responses, as the enforcer builds it.
+/// The request of a policy with the response counter, as the enforcer builds it.
 struct CountingPolicy {
     limit: Limit,
     block: Limit,

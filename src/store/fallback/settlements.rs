@@ -43,8 +43,8 @@ impl FallbackStore {
         is_counted_here
     }
 
-    /// Whether this process has the counter of a limit, or, for the key of counted responses, that
-    /// of the requests.
+    /// Whether this process has the counter of a limit; for the key of a response counter, the
+    /// request counter of the limit.
     fn has_quota_of(&self, limit: &Limit, key: &Key) -> bool {
         match key.is_counted_key() {
             true => self.memory.contains_counter(limit, &key.to_quota_key()),
