@@ -63,7 +63,9 @@ pub(crate) fn resolve_key<'t>(
     Ok(ResolvedKey {
         policy,
         quota,
-        counted_key: quota.counts_responses().then(|| key.to_counted_key()),
+        counted_key: quota
+            .counts_responses()
+            .then(|| key.to_response_counter_key()),
         key,
         limits: selected.limits,
         rule: selected.rule,
@@ -178,7 +180,7 @@ impl ResolvedKey<'_> {
             "key_hash": format!("{:032x}", self.key.id()),
             "admitted": match self.rule {
                 OverrideRule::Limit(_) => !self.is_exhausted(status),
-                OverrideRule::Allow | OverrideRule::Skip => true,
+                OverrideRule::Allow | OverrideRule::Off => true,
                 OverrideRule::Deny => false,
             },
             "mode": self.mode.name(),
@@ -192,7 +194,7 @@ impl ResolvedKey<'_> {
             OverrideRule::Limit(_) => return status_json,
             OverrideRule::Allow => "allow",
             OverrideRule::Deny => "deny",
-            OverrideRule::Skip => "off",
+            OverrideRule::Off => "off",
         };
         if let Some(fields) = status_json.as_object_mut() {
             fields.insert("override".to_owned(), json!(rule));

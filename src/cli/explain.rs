@@ -122,7 +122,7 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
         .filter(|_| is_redis);
     let mut text = String::new();
     for (policy, step) in &explanation.steps {
-        let mode = explanation::mode_of(policy, step).suffix();
+        let mode = explanation::effective_mode(policy, step).suffix();
         let result = match step {
             PolicyStep::NotMatched(unmet) => unmet.to_string(),
             PolicyStep::NotReached => "not reached".to_owned(),
@@ -134,7 +134,7 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
                 format!("matches: key {key}, exempt from this policy by an override")
             }
             PolicyStep::DeniesKey(key) => format!("matches: key {key}, denied by an override"),
-            PolicyStep::OffForKey(key) => {
+            PolicyStep::Off(key) => {
                 format!("matches: key {key}, policy is off for this key (override)")
             }
             PolicyStep::Limits(limits) => {

@@ -81,11 +81,11 @@ pub(super) fn run(
 }
 
 /// The first part of the keys of a policy: its name, or the counter that it shares.
-fn key_owner<'c>(config: &'c Config, policy: &'c str) -> &'c str {
+fn key_namespace<'c>(config: &'c Config, policy: &'c str) -> &'c str {
     let mut policies = config.policy_table.policies().iter();
     let quota = policies.find(|known| *known.name == *policy);
     let quota = quota.and_then(Policy::quota);
-    quota.map_or(policy, |quota| quota.key.key_owner(policy))
+    quota.map_or(policy, |quota| quota.key.key_namespace(policy))
 }
 
 /// The policies whose counters are in the memory of each instance.
@@ -103,7 +103,7 @@ async fn list_counters(
     as_json: bool,
 ) -> Result<String, String> {
     let inspector = connect_inspector(redis).await?;
-    let namespace = policy.map(|name| key_owner(config, name));
+    let namespace = policy.map(|name| key_namespace(config, name));
     let (mut counters, has_more) = inspector
         .list_counters(namespace, max_counters)
         .await

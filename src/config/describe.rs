@@ -174,7 +174,7 @@ fn describe_override(quota: &Quota, entry: &LimitOverride) -> String {
         }
         OverrideRule::Allow => "exempt from this policy, others still apply".to_owned(),
         OverrideRule::Deny => "denied".to_owned(),
-        OverrideRule::Skip => "off".to_owned(),
+        OverrideRule::Off => "off".to_owned(),
     };
     format!("; for {}: {rule}", values.collect::<Vec<_>>().join(", "))
 }

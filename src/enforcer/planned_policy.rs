@@ -48,7 +48,7 @@ impl<'t> PlannedPolicy<'t> {
             policy_index,
             policy,
             mode,
-            counted_key: counts_responses.then(|| Box::new(key.to_counted_key())),
+            counted_key: counts_responses.then(|| Box::new(key.to_response_counter_key())),
             key,
             limits: selected.limits,
             amounts: read_request_amounts(selected.limits, facts),

@@ -89,7 +89,7 @@ impl Quota {
         // built from the template alone.
         values.push(Some(descriptor.canonical_text().into_bytes().into()));
         let key = self.key.build_key(name, &values, digests);
-        Ok(Some((key, SelectedLimits::of_policy(limits))))
+        Ok(Some((key, SelectedLimits::from_policy(limits))))
     }
 
     /// Returns the key and the limits for explicit values, one per position. An empty text stands
@@ -183,7 +183,7 @@ impl Quota {
     fn select_limits(&self, key: &Key, values: &KeyValues<'_>) -> SelectedLimits<'_> {
         let found = self.overrides.find_override(key, values);
         let Some(found) = found else {
-            return SelectedLimits::of_policy(&self.limits);
+            return SelectedLimits::from_policy(&self.limits);
         };
         SelectedLimits {
             limits: match found.limits.is_empty() {

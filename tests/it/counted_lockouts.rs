@@ -245,7 +245,7 @@ impl CountingPolicy {
                 ..limit
             },
             block,
-            counted_key: key.to_counted_key(),
+            counted_key: key.to_response_counter_key(),
             key,
         }
     }

@@ -111,7 +111,7 @@ fn read_rule(reader: &TableReader<'_>, is_dynamic: bool) -> OverrideRule {
         );
     }
     match (action, mode) {
-        (OverrideRule::Limit(_), Some(None)) => OverrideRule::Skip,
+        (OverrideRule::Limit(_), Some(None)) => OverrideRule::Off,
         (OverrideRule::Limit(_), mode) => OverrideRule::Limit(mode.flatten()),
         (action, _) => action,
     }

@@ -65,7 +65,7 @@ impl ScriptLibrary {
         };
         let mut number = itoa::Buffer::new();
         match algorithm_name.strip_prefix("}:") {
-            Some(name) if charge.key.is_counted_key() => key.extend(["}:counted:", name]),
+            Some(name) if charge.key.is_response_counter_key() => key.extend(["}:counted:", name]),
             _ => key.push_str(algorithm_name),
         }
         if let Algorithm::CalendarWindow { calendar } = algorithm {
