@@ -205,7 +205,7 @@ pub struct FleetMembers {
 /// The future result of a store lookup, usually as JSON.
 pub type AdminFuture<T = Value> = Pin<Box<dyn Future<Output = Result<T, AdminError>> + Send>>;
 
-/// Why an admin request failed, with a message for people.
+/// Why an admin request failed, with a message for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AdminError {
     /// The request is malformed.

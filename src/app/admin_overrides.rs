@@ -34,7 +34,7 @@ impl AdminViewState {
                 let visited = store.visit(|stored| listing.push(stored));
                 let visited = timeout(LISTING_TIMEOUT, visited).await;
                 visited
-                    .map_err(late_listing)?
+                    .map_err(listing_timeout_error)?
                     .map_err(AdminError::Unavailable)?;
                 let (listed, has_more) = listing.finish();
                 let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
@@ -89,10 +89,10 @@ fn merge_to_admin_error(error: OverrideMergeError) -> AdminError {
     }
 }
 
-fn late_listing(_elapsed: Elapsed) -> AdminError {
+fn listing_timeout_error(_elapsed: Elapsed) -> AdminError {
     AdminError::Unavailable(format!(
-        "Redis has too many keys to find all overrides within {} s; \
-         expected the key of one, or the command `tidegate overrides list`, which has no limit",
+        "the listing did not finish within {} s, because Redis has too many keys; \
+         expected a single key, or the command `tidegate overrides list`, which has no timeout",
         LISTING_TIMEOUT.as_secs()
     ))
 }

@@ -17,7 +17,7 @@ pub(crate) struct ExplainedRequest<'t> {
     pub(crate) token_error: Option<String>,
 }
 
-/// Why a request cannot be explained, with a message for people.
+/// Why a request cannot be explained, with a message for the operator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ExplainError {
     /// The description is not a valid request.
@@ -46,7 +46,7 @@ pub(crate) enum ExpectedOutcome<'t> {
 /// changed.
 ///
 /// # Errors
-/// Returns an [`ExplainError`] with a message for people.
+/// Returns an [`ExplainError`] with a message for the operator.
 pub(crate) async fn explain_request<'t>(
     store: &Store,
     table: &'t PolicyTable,
@@ -118,7 +118,7 @@ pub(crate) fn predict_outcome<'t>(
 ) -> ExpectedOutcome<'t> {
     let (mut exhausted, mut has_limits, mut has_unknown_status) = (Vec::new(), false, false);
     let is_enforced =
-        |(policy, step): &&(&Policy, PolicyStep<'t>)| mode_of(policy, step).is_enforced();
+        |(policy, step): &&(&Policy, PolicyStep<'t>)| effective_mode(policy, step).is_enforced();
     for (policy, step) in explanation.steps.iter().filter(is_enforced) {
         match step {
             PolicyStep::Denies | PolicyStep::DeniesKey(_) => {
@@ -149,7 +149,7 @@ pub(crate) fn predict_outcome<'t>(
 }
 
 /// The mode in which a policy decides a request.
-pub(crate) fn mode_of(policy: &Policy, step: &PolicyStep<'_>) -> PolicyMode {
+pub(crate) fn effective_mode(policy: &Policy, step: &PolicyStep<'_>) -> PolicyMode {
     match step {
         PolicyStep::Limits(limits) => limits.mode,
         _ => policy.mode,
@@ -181,9 +181,9 @@ pub(crate) fn explanation_to_json(
             PolicyStep::Limits(_) => ("limits", None),
             PolicyStep::ExemptsKey(key) => ("exempts_key", Some(format!("an override exempts {key}"))),
             PolicyStep::DeniesKey(key) => ("denies", Some(format!("an override denies {key}"))),
-            PolicyStep::OffForKey(key) => ("skipped", Some(format!("an override switches it off for {key}"))),
+            PolicyStep::Off(key) => ("skipped", Some(format!("policy is off for key {key} (override)"))),
         };
-        let mode = mode_of(policy, step);
+        let mode = effective_mode(policy, step);
         let mut policy_json =
             json!({ "policy": policy.name, "mode": mode.name(), "shadow": mode == PolicyMode::Shadow, "result": result, "why": why });
         if let (PolicyStep::Limits(limited), Some(policy_json)) =

@@ -20,7 +20,7 @@ pub(crate) struct ResolvedKey<'t> {
     pub(crate) policy: &'t Policy,
     pub(crate) quota: &'t Quota,
     pub(crate) key: Key,
-    /// The key of the counters of counted responses, if the policy has them.
+    /// The key of the response counters, if the policy has them.
     pub(crate) counted_key: Option<Key>,
     pub(crate) limits: &'t [NamedLimit],
     /// What an override does with the key.
@@ -28,7 +28,7 @@ pub(crate) struct ResolvedKey<'t> {
     pub(crate) mode: PolicyMode,
 }
 
-/// Why a key cannot be resolved, with a message for people.
+/// Why a key cannot be resolved, with a message for the operator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum KeyLookupError {
     #[error("{0}")]
@@ -63,7 +63,9 @@ pub(crate) fn resolve_key<'t>(
     Ok(ResolvedKey {
         policy,
         quota,
-        counted_key: quota.counts_responses().then(|| key.to_counted_key()),
+        counted_key: quota
+            .counts_responses()
+            .then(|| key.to_response_counter_key()),
         key,
         limits: selected.limits,
         rule: selected.rule,
@@ -120,7 +122,7 @@ impl ResolvedKey<'_> {
             .collect()
     }
 
-    /// The charges of all counters of the key, also of counted responses.
+    /// The charges of all counters of the key, also of its response counters.
     pub(crate) fn all_counters(&self) -> Vec<Charge<'_>> {
         let mut charges = self.zero_cost_charges();
         let counted = self.counted_key.iter().flat_map(|key| {
@@ -178,7 +180,7 @@ impl ResolvedKey<'_> {
             "key_hash": format!("{:032x}", self.key.id()),
             "admitted": match self.rule {
                 OverrideRule::Limit(_) => !self.is_exhausted(status),
-                OverrideRule::Allow | OverrideRule::Skip => true,
+                OverrideRule::Allow | OverrideRule::Off => true,
                 OverrideRule::Deny => false,
             },
             "mode": self.mode.name(),
@@ -192,7 +194,7 @@ impl ResolvedKey<'_> {
             OverrideRule::Limit(_) => return status_json,
             OverrideRule::Allow => "allow",
             OverrideRule::Deny => "deny",
-            OverrideRule::Skip => "off",
+            OverrideRule::Off => "off",
         };
         if let Some(fields) = status_json.as_object_mut() {
             fields.insert("override".to_owned(), json!(rule));

@@ -4,15 +4,13 @@ use super::overrides::merge_amounts;
 use super::store_backend::StoreBackend;
 use crate::limiter::Key;
 use crate::store::redis::CounterInspector;
-use crate::store::{MemoryStore, StoredOverride};
+use crate::store::{MAX_MEMORY_OVERRIDES, MemoryStore, StoredOverride};
 use std::sync::Arc;
 
 /// Attempts to change an override that other commands change at the same time.
 const MAX_ATTEMPTS: usize = 10;
 
-const NO_ROOM: &str = "the memory store has no room for more overrides";
-
-/// Why amounts were not added to an override, with a message for people.
+/// Why amounts were not added to an override, with a message for the operator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum OverrideMergeError {
     #[error("{0}")]
@@ -64,7 +62,7 @@ impl OverrideStore {
         match self {
             Self::Memory(memory) => match memory.set_override(stored.clone()) {
                 true => Ok(()),
-                false => Err(NO_ROOM.to_owned()),
+                false => Err(override_table_full_error()),
             },
             Self::Redis(inspector) => {
                 let set = inspector.set_override(stored).await;
@@ -87,8 +85,8 @@ impl OverrideStore {
         }
     }
 
-    /// Sets the amounts that an operator entered. Other limits of the key's override stay. Another
-    /// change at the same time is not lost: the override is replaced only as it was read.
+    /// Sets the amounts that an operator entered. Other limits of the key's override stay.
+    /// Replaces the override only if it is unchanged since it was read, and retries otherwise.
     ///
     /// # Errors
     /// If that would change when the other limits end, or the store does not answer.
@@ -122,7 +120,7 @@ impl OverrideStore {
         match self {
             Self::Memory(memory) => {
                 let replaced = memory.replace_override(previous, stored.clone());
-                replaced.ok_or_else(|| NO_ROOM.to_owned())
+                replaced.ok_or_else(override_table_full_error)
             }
             Self::Redis(inspector) => {
                 let replaced = inspector.replace_override(previous, stored).await;
@@ -150,6 +148,12 @@ impl OverrideStore {
             }
         }
     }
+}
+
+fn override_table_full_error() -> String {
+    format!(
+        "the memory store holds at most {MAX_MEMORY_OVERRIDES} overrides; remove some, or use store.kind = \"redis\""
+    )
 }
 
 /// Collects the overrides of all policies, or of one, up to a maximum.

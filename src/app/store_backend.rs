@@ -46,7 +46,7 @@ impl StoreBackend {
         }
     }
 
-    /// Opens a store for reading counters by hand. This store has its own connections and does not
+    /// Opens a store for an operator's command. This store has its own connections and does not
     /// count as an instance that shares limits.
     pub(crate) async fn open_for_inspection(&self) -> Store {
         match self {
@@ -59,7 +59,7 @@ impl StoreBackend {
         }
     }
 
-    /// Opens a store for reading the counters of one key by hand.
+    /// Opens a store for an operator's command about one key.
     pub(crate) async fn open_for_key(&self, key: &Key) -> Store {
         match self {
             Self::Redis(shared, _) if key.is_instance_scoped() => {

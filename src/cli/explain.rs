@@ -122,7 +122,7 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
         .filter(|_| is_redis);
     let mut text = String::new();
     for (policy, step) in &explanation.steps {
-        let mode = explanation::mode_of(policy, step).suffix();
+        let mode = explanation::effective_mode(policy, step).suffix();
         let result = match step {
             PolicyStep::NotMatched(unmet) => unmet.to_string(),
             PolicyStep::NotReached => "not reached".to_owned(),
@@ -134,10 +134,12 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
                 format!("matches: key {key}, exempt from this policy by an override")
             }
             PolicyStep::DeniesKey(key) => format!("matches: key {key}, denied by an override"),
-            PolicyStep::OffForKey(key) => format!("matches: key {key}, off by an override"),
+            PolicyStep::Off(key) => {
+                format!("matches: key {key}, policy is off for this key (override)")
+            }
             PolicyStep::Limits(limits) => {
                 let scope = match limits.key.is_instance_scoped() {
-                    true => ", counted by each instance",
+                    true => ", counted per instance",
                     false => "",
                 };
                 format!("matches: key {}, cost {}{scope}", limits.key, limits.cost)
@@ -177,7 +179,7 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
         |(_, step)| matches!(step, PolicyStep::Limits(limits) if limits.key.is_instance_scoped()),
     );
     if is_redis && is_counted_by_instances {
-        text.push_str("Limits with scope = \"instance\" are known only to each proxy; POST /explain at its admin.address shows them.\n");
+        text.push_str("The state of limits with scope = \"instance\" is known only to each running proxy; query POST /explain at its admin.address.\n");
     }
     text
 }

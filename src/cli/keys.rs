@@ -1,6 +1,6 @@
-//! `tidegate keys`: lists, shows and resets counters. Reads Redis itself. For counters in memory
-//! (the memory store, and `scope = "instance"`), it asks the admin port of the running proxy, which
-//! lists only keys with rejected requests.
+//! `tidegate keys`: lists, shows and resets counters. Connects to Redis directly. For counters in
+//! memory (the memory store, and `scope = "instance"`), it queries the admin port of the running
+//! proxy, which lists only keys with rejected requests.
 
 use super::admin_client::AdminClient;
 use super::limit_status::{format_key_status, format_wait};
@@ -80,12 +80,12 @@ pub(super) fn run(
     Ok(printed?)
 }
 
-/// What the keys of a policy begin with: its name, or the counter that it shares.
-fn key_owner<'c>(config: &'c Config, policy: &'c str) -> &'c str {
+/// The first part of the keys of a policy: its name, or the counter that it shares.
+fn key_namespace<'c>(config: &'c Config, policy: &'c str) -> &'c str {
     let mut policies = config.policy_table.policies().iter();
     let quota = policies.find(|known| *known.name == *policy);
     let quota = quota.and_then(Policy::quota);
-    quota.map_or(policy, |quota| quota.key.key_owner(policy))
+    quota.map_or(policy, |quota| quota.key.key_namespace(policy))
 }
 
 /// The policies whose counters are in the memory of each instance.
@@ -103,9 +103,9 @@ async fn list_counters(
     as_json: bool,
 ) -> Result<String, String> {
     let inspector = connect_inspector(redis).await?;
-    let owner = policy.map(|name| key_owner(config, name));
+    let namespace = policy.map(|name| key_namespace(config, name));
     let (mut counters, has_more) = inspector
-        .list_counters(owner, max_counters)
+        .list_counters(namespace, max_counters)
         .await
         .map_err(format_error)?;
     counters.sort_by(|a, b| {
@@ -144,7 +144,7 @@ async fn list_counters(
     let instance_policies = instance_policy_names(config);
     if policy.is_none() && !instance_policies.is_empty() {
         text.push_str(&format!(
-            "Not listed: {}, counted by each instance; --policy NAME asks the proxy at admin.address.\n",
+            "Not listed: {}, counted per instance in memory; --policy NAME queries the proxy at admin.address.\n",
             instance_policies.join(", ")
         ));
     }
@@ -264,7 +264,9 @@ fn format_rejected_keys(response: &Value) -> String {
             json_text(entry, "key").escape_debug(),
         ));
     }
-    text.push_str("Of counters in memory, only keys with rejected requests are listed.\n");
+    text.push_str(
+        "Only keys with rejected requests are listed, because these counters are in memory.\n",
+    );
     text
 }
 

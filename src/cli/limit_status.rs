@@ -45,7 +45,7 @@ pub(super) fn format_key_status(status: &Value) -> String {
         ));
     }
     if status.get("scope").and_then(Value::as_str) == Some("instance") {
-        text.push_str("  counted by this instance for itself\n");
+        text.push_str("  counted per instance: usage of this instance only\n");
     }
     let limits = status.get("limits").and_then(Value::as_array);
     for limit in limits.into_iter().flatten() {
@@ -58,7 +58,7 @@ pub(super) fn format_key_status(status: &Value) -> String {
     match status.get("override").and_then(Value::as_str) {
         Some("allow") => text.push_str("  exempt by an override\n"),
         Some("deny") => text.push_str("  denied by an override\n"),
-        Some("off") => text.push_str("  not limited by this policy, by an override\n"),
+        Some("off") => text.push_str("  policy is off for this key (override)\n"),
         _ => {}
     }
     let is_set = |field: &str| status.get(field).and_then(Value::as_bool).unwrap_or(false);

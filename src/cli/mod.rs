@@ -132,7 +132,7 @@ enum CliCommand {
     },
     /// Set, remove and list limits and blocks of single keys, in the store.
     ///
-    /// Only for policies with dynamic = true. Applies from the next decision in Redis. Remembered
+    /// Only for policies with dynamic = true. Applies from the next decision in Redis. Cached
     /// refusals last up to 1 s, leases up to their ttl.
     #[command(after_help = OVERRIDES_HELP_FOOTER)]
     Overrides {

@@ -44,6 +44,12 @@ pub(super) enum OverridesCommand {
     },
     /// Set the overrides of a CSV or JSON Lines file, one per line. Wrong lines are reported and
     /// left out.
+    ///
+    /// JSON Lines have the fields of PUT /overrides/{policy} and "policy". A CSV header names the
+    /// columns: policy, key, key2 (the second value of the key), requests, burst, limit, limits
+    /// (several: minute=100,day=5000), unlimited, blocked, expires, expires_at, note, author. A
+    /// record has at most 64 KiB and is set as a whole. After a failure of the store, --from-line
+    /// continues.
     Import(ImportArguments),
     /// Write all overrides to stdout, in a form that import reads: the backup.
     Export(ExportArguments),

@@ -53,7 +53,7 @@ pub(super) fn describe_policy(
                 ", {}{}",
                 describe_quota(quota, &policy.matcher),
                 match quota.is_instance_scoped() {
-                    true => "; counted by each instance for itself",
+                    true => "; counted per instance, in memory",
                     false => describe_store_failure(policy.on_store_failure, matches_descriptors),
                 }
             )
@@ -174,7 +174,7 @@ fn describe_override(quota: &Quota, entry: &LimitOverride) -> String {
         }
         OverrideRule::Allow => "exempt from this policy, others still apply".to_owned(),
         OverrideRule::Deny => "denied".to_owned(),
-        OverrideRule::Skip => "off".to_owned(),
+        OverrideRule::Off => "off".to_owned(),
     };
     format!("; for {}: {rule}", values.collect::<Vec<_>>().join(", "))
 }

@@ -122,7 +122,7 @@ impl<'t> ChargePlan<'t> {
     ) -> Result<bool, RequestOutcome<'t>> {
         match rule {
             OverrideRule::Limit(_) => return Ok(true),
-            OverrideRule::Skip => {}
+            OverrideRule::Off => {}
             OverrideRule::Allow => record_decision(index, Some(key), PolicyDecision::Exempt),
             OverrideRule::Deny => self.deny(index, policy, Some(key), record_decision)?,
         }

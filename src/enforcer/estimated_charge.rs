@@ -7,14 +7,14 @@ use http::StatusCode;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// The estimated charge of one policy. If dropped, the estimate stands, and a response that decides
-/// by its status counts: the client has left before it.
+/// The estimated charge of one policy. If it is dropped before the response, the estimate stands,
+/// and the request counts.
 #[derive(Debug)]
 pub struct EstimatedCharge {
     cost: Arc<EstimateCost>,
     /// The charged counters, each with the time at which the charge counts (µs, store's clock).
     counters: SmallVec<[(LimitAndKey, u64); 1]>,
-    /// The counters of counted responses, if only those start the block of the policy.
+    /// The response counters, if only those start the block of the policy.
     counted: Vec<LimitAndKey>,
     settlements: SettlementQueue,
 }

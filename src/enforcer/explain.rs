@@ -30,7 +30,7 @@ pub enum PolicyStep<'t> {
     /// An override denies the key.
     DeniesKey(Key),
     /// An override switches the policy off for the key.
-    OffForKey(Key),
+    Off(Key),
 }
 
 /// The limits of one policy for a request.
@@ -189,7 +189,7 @@ fn explain_policy<'t>(
                 OverrideRule::Limit(_) => {}
                 OverrideRule::Allow => return PolicyStep::ExemptsKey(key),
                 OverrideRule::Deny => return PolicyStep::DeniesKey(key),
-                OverrideRule::Skip => return PolicyStep::OffForKey(key),
+                OverrideRule::Off => return PolicyStep::Off(key),
             }
             let mode = selected.mode(policy.mode);
             let block = quota.block.as_ref().filter(|_| mode.is_enforced());

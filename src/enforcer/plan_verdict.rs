@@ -179,7 +179,7 @@ impl PlannedPolicy<'_> {
         is_decided: bool,
     ) -> PolicyDecision {
         let charges = self.limits.len() + usize::from(self.block.is_some());
-        // Counted, not searched: the iterator has to pass all statuses of this policy.
+        // Consumes all statuses of this policy, also after the first refusal.
         let refused = statuses
             .iter_mut()
             .flat_map(|statuses| statuses.by_ref().take(charges))

@@ -24,7 +24,7 @@ pub(super) struct PlannedPolicy<'t> {
     pub cost: u64,
     /// The cost is an estimate until the response reports the actual one.
     pub estimate: Option<&'t Arc<EstimateCost>>,
-    /// The key of the counters of counted responses, if only those start the block.
+    /// The key of the response counters, if only those start the block.
     pub counted_key: Option<Box<Key>>,
     pub counts_rejected: bool,
     pub shards: u16,
@@ -48,7 +48,7 @@ impl<'t> PlannedPolicy<'t> {
             policy_index,
             policy,
             mode,
-            counted_key: counts_responses.then(|| Box::new(key.to_counted_key())),
+            counted_key: counts_responses.then(|| Box::new(key.to_response_counter_key())),
             key,
             limits: selected.limits,
             amounts: read_request_amounts(selected.limits, facts),
@@ -100,7 +100,7 @@ impl<'t> PlannedPolicy<'t> {
         self.is_dynamic.then_some(&named.name)
     }
 
-    /// The limits with counters of counted responses. Their charges follow those of the limits.
+    /// The limits with response counters. Their charges follow those of the limits.
     pub(super) fn counted_limits(&self) -> impl Iterator<Item = &'t NamedLimit> {
         let has_counters = self.counted_key.is_some();
         let limits = self.limits.iter().filter(move |_| has_counters);

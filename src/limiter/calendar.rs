@@ -1,4 +1,4 @@
-//! Days, weeks and months of a time zone: the periods by which people bill.
+//! Calendar periods: days, weeks and months of a time zone, as used for billing.
 //!
 //! A period starts at the first moment of its first day in the zone. So a day has 23 or 25 hours
 //! when the clocks change, and a day that a zone skips has no period. A week starts on Monday (ISO

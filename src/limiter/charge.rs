@@ -19,8 +19,8 @@ pub struct Charge<'a> {
     pub counts_rejected: bool,
     /// The final cost is settled later: [`Amendment::Credit`].
     pub is_estimate: bool,
-    /// The counter of counted responses (`count_when`): settlements charge it, a decision only
-    /// reads it. While it is full, a refusal by a limit of its policy starts the block.
+    /// The charge reads the response counter (`count_when` with `block_for`). Only settlements
+    /// charge it. If it is full, a refusal by the policy starts the block.
     pub is_counted: bool,
     /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all instances.
     pub slot_id: u128,

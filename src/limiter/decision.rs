@@ -88,9 +88,9 @@ impl Decision {
         self
     }
 
-    /// Adds the decision of another part of the store about charges of the same request that have
-    /// no status here. Both have been expanded to the request. Statuses get the clock of `self`;
-    /// the times of charges keep the clock of their part.
+    /// Merges the decision of another part of the store about this request's remaining charges.
+    /// Both must be expanded to the request. Statuses use the clock of `self`; charge times keep
+    /// theirs.
     #[must_use]
     pub fn merge(mut self, other: Self) -> Self {
         for (status, added) in self.statuses.iter_mut().zip(other.statuses) {

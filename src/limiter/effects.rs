@@ -55,8 +55,8 @@ pub fn determine_effect(
     }
 }
 
-/// Whether a block starts unless it is active: a limit of its policy is full. If the policy counts
-/// responses, those counted must also fill a limit, because a limit may be full of reservations.
+/// Whether a limit of the policy is full, so that an inactive block starts. With response counters,
+/// one of those must be full, too.
 fn has_reason_to_block(
     block: &Charge<'_>,
     charges: &[Charge<'_>],

@@ -53,15 +53,15 @@ const ABSENT_TAG: u8 = 0;
 const VERBATIM_TAG: u8 = 1;
 const HASHED_TAG: u8 = 2;
 const SHARD_TAG: u8 = 3;
-/// The first byte of the key of a counter of counted responses. Every other key starts with its
-/// policy's name, so with another tag.
+/// The first byte of the key of a response counter. Every other key starts with its policy's name,
+/// so with another tag.
 const COUNTED_TAG: u8 = 4;
 
-/// The bit that distinguishes the ids of a key and of its counter of counted responses.
+/// The bit that distinguishes the ids of a key and of its response counter.
 const COUNTED_ID_BIT: u128 = 1 << 127;
 
-const SOURCES_TAG: u8 = 5;
-const LABEL_TAG: u8 = 6;
+const SOURCES_DIGEST_TAG: u8 = 5;
+const SOURCE_LABEL_TAG: u8 = 6;
 /// Precedes the policy name of a key of [`CounterScope::Instance`].
 const INSTANCE_TAG: u8 = 7;
 
@@ -87,15 +87,16 @@ impl KeyBuilder {
     /// Adds the digest of where the values come from, before the first value. So values from
     /// another source never have the same key.
     pub fn push_sources(&mut self, sources: [u8; SOURCES_BYTES]) {
-        self.encoded_values.push(SOURCES_TAG);
+        self.encoded_values.push(SOURCES_DIGEST_TAG);
         self.encoded_values.extend_from_slice(&sources);
     }
 
     /// Adds the source of the next value, for a key part with alternatives. The label has at most
     /// 255 bytes.
-    pub fn push_label(&mut self, label: &[u8]) {
+    pub fn push_source_label(&mut self, label: &[u8]) {
         let len = u8::try_from(label.len()).unwrap_or(u8::MAX);
-        self.encoded_values.extend_from_slice(&[LABEL_TAG, len]);
+        self.encoded_values
+            .extend_from_slice(&[SOURCE_LABEL_TAG, len]);
         self.encoded_values
             .extend(label.iter().copied().take(usize::from(len)));
     }
@@ -154,10 +155,9 @@ impl Key {
         Self { id, encoded_values }
     }
 
-    /// The key of the counter of counted responses (`count_when` with `block_for`), in the same
-    /// slot.
+    /// The key of the response counter (`count_when` with `block_for`), in the same slot.
     #[must_use]
-    pub fn to_counted_key(&self) -> Self {
+    pub fn to_response_counter_key(&self) -> Self {
         let mut encoded_values = self.encoded_values.clone();
         encoded_values.insert(0, COUNTED_TAG);
         Self {
@@ -166,29 +166,29 @@ impl Key {
         }
     }
 
-    /// Whether this is the key of a counter of counted responses.
-    pub fn is_counted_key(&self) -> bool {
+    /// Whether this is the key of a response counter.
+    pub fn is_response_counter_key(&self) -> bool {
         self.encoded_values.first() == Some(&COUNTED_TAG)
     }
 
-    /// The id of the quota: the same for the key of a counter of counted responses.
+    /// The id of the quota: the same for the key of a response counter.
     pub fn quota_id(&self) -> u128 {
-        match self.is_counted_key() {
+        match self.is_response_counter_key() {
             true => self.id ^ COUNTED_ID_BIT,
             false => self.id,
         }
     }
 
-    /// The key of the requests, for the key of a counter of counted responses.
+    /// The key of the request counter, for the key of a response counter.
     #[must_use]
-    pub fn to_quota_key(&self) -> Self {
+    pub fn to_request_counter_key(&self) -> Self {
         Self {
             id: self.quota_id(),
             encoded_values: self.quota_values().into(),
         }
     }
 
-    /// The framed name and values without the tag of a counter of counted responses.
+    /// The framed name and values without the tag of a response counter.
     fn quota_values(&self) -> &[u8] {
         match self.encoded_values.split_first() {
             Some((&COUNTED_TAG, values)) => values,
@@ -277,7 +277,7 @@ impl Key {
                     continue;
                 }
                 Some((label, value)) => {
-                    builder.push_label(&read_escaped_text(label)?);
+                    builder.push_source_label(&read_escaped_text(label)?);
                     value
                 }
                 None => part,
@@ -339,7 +339,7 @@ impl Key {
         let (start, mut rest) = (text.len(), self.quota_values());
         let mut is_labeled = false;
         while let Some((kind, tail)) = rest.split_first() {
-            if *kind == SOURCES_TAG {
+            if *kind == SOURCES_DIGEST_TAG {
                 let (sources, tail) = tail.split_at_checked(SOURCES_BYTES).unwrap_or((tail, &[]));
                 push_sources(text, sources);
                 rest = tail;
@@ -348,10 +348,10 @@ impl Key {
             if text.len() > start && !is_labeled {
                 text.push('/');
             }
-            is_labeled = *kind == LABEL_TAG;
+            is_labeled = *kind == SOURCE_LABEL_TAG;
             rest = match *kind {
                 INSTANCE_TAG => tail,
-                VERBATIM_TAG | LABEL_TAG => {
+                VERBATIM_TAG | SOURCE_LABEL_TAG => {
                     let (len, tail) = tail.split_first().unwrap_or((&0, &[]));
                     let (value, tail) = tail
                         .split_at_checked(usize::from(*len))
@@ -578,7 +578,7 @@ mod tests {
         );
         for key in [shared, instance] {
             assert_eq!((key.policy_name(), &*key.to_string()), ("p", "p/x"));
-            let counted = key.to_counted_key();
+            let counted = key.to_response_counter_key();
             assert_eq!(counted.is_instance_scoped(), key.is_instance_scoped());
             assert_eq!(counted.to_string(), key.to_string());
         }
@@ -592,7 +592,7 @@ mod tests {
                 builder.push_sources(sources.to_be_bytes());
             }
             if let Some(label) = label {
-                builder.push_label(label.as_bytes());
+                builder.push_source_label(label.as_bytes());
             }
             builder.push_key_value(value.map(str::as_bytes));
             builder.finish()
@@ -634,17 +634,17 @@ mod tests {
         let mut builder = KeyBuilder::new("login");
         builder.push_key_value(Some(b"\x04ann"));
         let key = builder.finish();
-        let counted = key.to_counted_key();
+        let counted = key.to_response_counter_key();
         assert_ne!(counted.id(), key.id());
         assert_eq!(
             (counted.quota_id(), counted.encoded_policy_name()),
             (key.id(), key.encoded_policy_name())
         );
         assert_eq!(counted.to_readable_string(), key.to_readable_string());
-        assert_eq!(counted.to_quota_key(), key);
+        assert_eq!(counted.to_request_counter_key(), key);
         let restored = Key::from_encoded_values(counted.encoded_values());
         assert_eq!(restored, counted);
-        assert!(counted.is_counted_key() && !key.is_counted_key());
+        assert!(counted.is_response_counter_key() && !key.is_response_counter_key());
     }
 
     #[test]

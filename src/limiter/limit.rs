@@ -84,9 +84,8 @@ impl Limit {
         (algorithm, self.per_us)
     }
 
-    /// The window of a fixed window that contains a time; for other algorithms, as with an offset
-    /// of
-    /// 0. Before the first offset there is a short window from 0.
+    /// The fixed window that contains a time. Other algorithms use offset 0. A time before the
+    /// first offset is in a short window that starts at 0.
     pub fn window_at(&self, now_us: u64) -> TimeWindow {
         let offset_us = match self.algorithm {
             Algorithm::CalendarWindow { calendar } => return calendar.period_at(now_us),

@@ -21,7 +21,7 @@ pub struct AmountSource {
 pub enum AmountField {
     /// A claim of a verified token.
     Claim(ClaimName),
-    /// A header, believed only from a trusted proxy.
+    /// A header, read only from a trusted proxy.
     Header(HeaderName),
     ClientCertSan,
     ClientCertCn,
@@ -73,7 +73,7 @@ impl fmt::Display for AmountField {
         match self {
             Self::Claim(name) => write!(f, "claim {name}"),
             Self::Header(name) => write!(f, "header {name}"),
-            Self::ClientCertSan => f.write_str("client certificate's name"),
+            Self::ClientCertSan => f.write_str("client certificate's SAN"),
             Self::ClientCertCn => f.write_str("client certificate's CN"),
         }
     }

@@ -105,17 +105,17 @@ impl KeyPart {
         let is_for_descriptors = |one: &KeyAlternative| one.part.is_from_descriptor();
         let kinds: Vec<bool> = alternatives.iter().filter_map(is_for_descriptors).collect();
         if kinds.contains(&true) && kinds.contains(&false) {
-            return Err("a request has no descriptor, and a descriptor no request; expected alternatives for one of them".to_owned());
+            return Err("alternatives mix request and descriptor parts, which never occur together; expected only parts of one kind".to_owned());
         }
         let mut before: Vec<&KeyPart> = Vec::new();
         for KeyAlternative { part, .. } in &alternatives {
             if part.value_count() != 1 {
                 return Err(format!(
-                    "an alternative has one value; expected a pattern with one {{name}}, not {}",
+                    "the path pattern has {} captures; expected exactly one in an alternative, such as \"path:/{{tenant}}/**\"",
                     part.value_count()
                 ));
             }
-            let label = part.label();
+            let label = part.source_label();
             if label.len() > MAX_LABEL_BYTES || label.contains('=') {
                 return Err(format!(
                     "{label:?} cannot be an alternative; expected a name without \"=\" of at most {MAX_LABEL_BYTES} bytes"
@@ -153,7 +153,7 @@ impl KeyPart {
     }
 
     /// The source of a value as operators write it before the value: `header:x-api-key`.
-    pub(super) fn label(&self) -> Cow<'static, str> {
+    pub(super) fn source_label(&self) -> Cow<'static, str> {
         match self {
             Self::ClientIp => "client_ip".into(),
             Self::Header(name) => format!("header:{name}").into(),
@@ -303,7 +303,7 @@ impl KeyPart {
             Self::ClientCertCn => facts
                 .client_cert
                 .and_then(|cert| text_bytes(cert.cn.as_deref())),
-            Self::Alternatives(alternatives) => first_present(alternatives, facts, context)?,
+            Self::Alternatives(alternatives) => find_first_present(alternatives, facts, context)?,
         };
         values.push(value.filter(|value| !value.is_empty()));
         Ok(())
@@ -376,7 +376,7 @@ impl KeyPart {
 
 /// The first value that is present, after its label. An earlier alternative that is ambiguous is an
 /// error, so that no client chooses among alternatives by an ambiguity.
-fn first_present<'a>(
+fn find_first_present<'a>(
     alternatives: &'a [KeyAlternative],
     facts: &Facts<'a>,
     context: &KeyContext<'_>,
@@ -385,7 +385,7 @@ fn first_present<'a>(
         let mut values = KeyValues::new();
         part.push_values(facts, context, &mut values)?;
         if let Some(Some(value)) = values.pop() {
-            let label = part.label();
+            let label = part.source_label();
             return Ok(Some([label.as_bytes(), b"=", &value].concat().into()));
         }
     }
@@ -461,7 +461,7 @@ impl fmt::Display for KeyPart {
             Self::Const(text) => write!(f, "constant {text}"),
             Self::DescriptorEntry(name) => write!(f, "descriptor entry {name}"),
             Self::WholeDescriptor => f.write_str("whole descriptor"),
-            Self::ClientCertSan => f.write_str("client certificate's name"),
+            Self::ClientCertSan => f.write_str("client certificate's SAN"),
             Self::ClientCertCn => f.write_str("client certificate's CN"),
             Self::Alternatives(alternatives) => {
                 for (index, one) in alternatives.iter().enumerate() {

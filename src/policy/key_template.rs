@@ -20,12 +20,11 @@ pub struct KeyTemplate {
     hashed: Vec<bool>,
     has_alternatives: bool,
     hasher: KeyHasher,
-    /// Digest of where the values come from, so that values from another source have other keys.
-    /// Addresses of clients have none: their keys are as old as the product. Alternatives have a
-    /// label per value instead.
+    /// Digest of the sources of the values. Keys of `client_ip` only have none, which keeps
+    /// counters from 767e699. A part with alternatives stores a source label per value instead.
     sources: Option<[u8; SOURCES_BYTES]>,
     scope: CounterScope,
-    /// What stands for the policy's name in keys, if the policy shares its counters.
+    /// Replaces the policy's name in keys if the policy shares its counters.
     counter: Option<Box<str>>,
 }
 
@@ -93,7 +92,7 @@ impl KeyTemplate {
     }
 
     /// The first part of the keys of policy `name`: that name, or its shared counter.
-    pub fn key_owner<'n>(&'n self, name: &'n str) -> &'n str {
+    pub fn key_namespace<'n>(&'n self, name: &'n str) -> &'n str {
         self.counter.as_deref().unwrap_or(name)
     }
 
@@ -168,7 +167,7 @@ impl KeyTemplate {
 
     /// Starts a key of policy `name`, before its first value.
     pub fn start_key(&self, name: &str) -> KeyBuilder {
-        let mut builder = KeyBuilder::with_scope(self.key_owner(name), self.scope);
+        let mut builder = KeyBuilder::with_scope(self.key_namespace(name), self.scope);
         if let Some(sources) = self.sources {
             builder.push_sources(sources);
         }
@@ -186,7 +185,7 @@ impl KeyTemplate {
             return builder.push_key_value(Some(value));
         };
         if matches!(part, KeyPart::Alternatives(_)) {
-            builder.push_label(source.part.label().as_bytes());
+            builder.push_source_label(source.part.source_label().as_bytes());
         }
         match source.is_hashed {
             true => builder.push_digest(&digests.digest(&self.hasher, source.part, source.value)),
@@ -213,13 +212,13 @@ impl KeyTemplate {
         let source = resolve_source(positioned.0, positioned.1, text.as_bytes());
         let listed = source.and_then(|source| {
             let value = std::str::from_utf8(source.value).ok()?;
-            Some((source.part.label(), parse(value)))
+            Some((source.part.source_label(), parse(value)))
         });
         let has_label = matches!(positioned.0, KeyPart::Alternatives(_));
         let plain = match &listed {
             Some((label, ListedValue::Digest(digest))) => {
                 if has_label {
-                    builder.push_label(label.as_bytes());
+                    builder.push_source_label(label.as_bytes());
                 }
                 builder.push_digest(digest);
                 // Only patterns for any value match a digest.
@@ -260,7 +259,7 @@ impl KeyTemplate {
             Some((part, is_hashed)) => match resolve_source(part, is_hashed, value) {
                 Some(source) if source.is_hashed => {
                     let digest = digests.digest(&self.hasher, source.part, source.value);
-                    [source.part.label().as_bytes(), &digest].concat()
+                    [source.part.source_label().as_bytes(), &digest].concat()
                 }
                 _ => value.to_vec(),
             },
@@ -277,7 +276,9 @@ impl KeyTemplate {
         };
         let digest = self.hasher.format_value(source.value);
         match self.part_at(position) {
-            Some(KeyPart::Alternatives(_)) => format!("{}={digest}", source.part.label()).into(),
+            Some(KeyPart::Alternatives(_)) => {
+                format!("{}={digest}", source.part.source_label()).into()
+            }
             _ => digest.into(),
         }
     }
@@ -367,9 +368,9 @@ impl KeyTemplate {
         let part = match (part, pieces.first_mut()) {
             (KeyPart::Alternatives(_), Some(first)) => {
                 let Some(source) = resolve_source(part, false, first.as_bytes()) else {
-                    return Err(unnamed_source_error(part, text));
+                    return Err(missing_source_error(part, text));
                 };
-                start = format!("{}=", source.part.label());
+                start = format!("{}=", source.part.source_label());
                 let (part, rest) = (
                     source.part,
                     String::from_utf8_lossy(source.value).into_owned(),
@@ -412,9 +413,9 @@ impl KeyTemplate {
             Some(part @ KeyPart::Alternatives(_)) => {
                 let source = resolve_source(part, false, text.as_bytes());
                 let Some(source) = source.filter(|source| !source.value.is_empty()) else {
-                    return Err(unnamed_source_error(part, text));
+                    return Err(missing_source_error(part, text));
                 };
-                let label = source.part.label();
+                let label = source.part.source_label();
                 let value = String::from_utf8_lossy(source.value);
                 let value = canonicalize_part_value(source.part, &value, client, path)?;
                 Ok(format!("{label}={value}").into())
@@ -431,15 +432,18 @@ fn canonicalize_piece(
     piece: &str,
     path: &path::Settings,
 ) -> Result<String, String> {
-    let unsupported =
-        |expected: &str| Err(format!("no pattern matches a {part}; expected {expected}"));
+    let unsupported = |expected: &str| {
+        Err(format!(
+            "patterns are not supported for the {part}; expected {expected}"
+        ))
+    };
     match part {
         KeyPart::ClientIp => {
-            unsupported("an address, or policies with client_ips in match for networks")
+            unsupported("one address (for networks, use a policy with match.client_ips)")
         }
-        KeyPart::WholePath => unsupported("a whole path, or path in match"),
+        KeyPart::WholePath => unsupported("one exact path (for patterns, use match.path)"),
         KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
-            unsupported("whole credentials")
+            unsupported("complete credentials")
         }
         KeyPart::Host => Ok(piece.to_ascii_lowercase()),
         KeyPart::PathCaptures(_) if !piece.is_empty() => {
@@ -492,9 +496,11 @@ fn canonicalize_part_value(
     }
 }
 
-fn unnamed_source_error(part: &KeyPart, text: &str) -> String {
+fn missing_source_error(part: &KeyPart, text: &str) -> String {
     let labels = part.alternatives();
-    let labels: Vec<String> = labels.map(|one| format!("{}=VALUE", one.label())).collect();
+    let labels: Vec<String> = labels
+        .map(|one| format!("{}=VALUE", one.source_label()))
+        .collect();
     format!(
         "{text:?} does not name its source; expected {}",
         labels.join(" or ")
@@ -518,7 +524,7 @@ fn resolve_source<'v, 't>(
     let end = value.iter().position(|byte| *byte == b'=')?;
     let (label, value) = (value.get(..end)?, value.get(end + 1..)?);
     let mut alternatives = alternatives.iter();
-    let found = alternatives.find(|one| one.part.label().as_bytes() == label)?;
+    let found = alternatives.find(|one| one.part.source_label().as_bytes() == label)?;
     Some(KeyValueSource {
         part: &found.part,
         is_hashed: found.is_hashed,
@@ -534,7 +540,7 @@ fn digest_sources(parts: &[KeyPart]) -> Option<[u8; SOURCES_BYTES]> {
     }
     let mut hash = Sha256::new();
     for part in parts {
-        let label = part.label();
+        let label = part.source_label();
         hash.update(label.len().to_be_bytes());
         hash.update(label.as_bytes());
     }

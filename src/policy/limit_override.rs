@@ -42,7 +42,7 @@ pub enum OverrideRule {
     /// Rejects them.
     Deny,
     /// Does not apply to them (`mode = "off"`).
-    Skip,
+    Off,
 }
 
 /// The limits of one key, and what the policy does with its requests.
@@ -54,7 +54,7 @@ pub struct SelectedLimits<'t> {
 
 impl<'t> SelectedLimits<'t> {
     /// The limits of a policy for a key without override.
-    pub fn of_policy(limits: &'t [NamedLimit]) -> Self {
+    pub fn from_policy(limits: &'t [NamedLimit]) -> Self {
         Self {
             limits,
             rule: OverrideRule::Limit(None),

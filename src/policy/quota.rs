@@ -14,9 +14,8 @@ pub struct Quota {
     pub cost: CostSource,
     /// The limits of the policy, never empty.
     pub limits: Vec<NamedLimit>,
-    /// How long a key stays blocked after one of the limits rejected it ([`Algorithm::Block`]).
-    /// With
-    /// `count_when`: if counted responses alone fill it.
+    /// How long a key stays blocked after a rejection ([`Algorithm::Block`]). With `count_when`,
+    /// only if the response counter is full.
     ///
     /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
     pub block: Option<Limit>,
@@ -40,8 +39,8 @@ impl Quota {
         self.key.scope() == CounterScope::Instance
     }
 
-    /// Whether only counted responses start the block (`count_when` with `block_for`): they have
-    /// counters of their own.
+    /// Whether the limits have response counters, which start the block (`count_when` with
+    /// `block_for`).
     pub fn counts_responses(&self) -> bool {
         self.block.is_some() && self.cost.depends_on_status()
     }
@@ -90,7 +89,7 @@ impl Quota {
         // built from the template alone.
         values.push(Some(descriptor.canonical_text().into_bytes().into()));
         let key = self.key.build_key(name, &values, digests);
-        Ok(Some((key, SelectedLimits::of_policy(limits))))
+        Ok(Some((key, SelectedLimits::from_policy(limits))))
     }
 
     /// Returns the key and the limits for explicit values, one per position. An empty text stands
@@ -184,7 +183,7 @@ impl Quota {
     fn select_limits(&self, key: &Key, values: &KeyValues<'_>) -> SelectedLimits<'_> {
         let found = self.overrides.find_override(key, values);
         let Some(found) = found else {
-            return SelectedLimits::of_policy(&self.limits);
+            return SelectedLimits::from_policy(&self.limits);
         };
         SelectedLimits {
             limits: match found.limits.is_empty() {

@@ -71,9 +71,10 @@ pub(super) fn describe_missing_fields(
     let by_instances: Vec<&str> = by_instances.map(|policy| &*policy.name).collect();
     if !by_instances.is_empty() {
         sentences.push(format!(
-            "each instance counts {} for itself (scope = \"instance\"), and the log does not say which instance \
-             received a request; the replay counts like one instance",
-            by_instances.join(", ")
+            "{} {} counted per instance (scope = \"instance\"), but the log does not name the instance; \
+             the replay counts as one instance",
+            by_instances.join(", "),
+            if by_instances.len() == 1 { "is" } else { "are" },
         ));
     }
     if table.depends_on_client_ip() {
@@ -195,8 +196,13 @@ impl<'a> MissingFieldCheck<'a> {
         let absent: Vec<String> = absent.map(ToString::to_string).collect();
         if !absent.is_empty() {
             texts.push(format!(
-                "every request was keyed as if it had no {}",
-                absent.join(" and no ")
+                "the log has no {}, so every request was treated as if {} absent",
+                absent.join(" and no "),
+                if absent.len() == 1 {
+                    "it were"
+                } else {
+                    "they were"
+                },
             ));
         }
         match &quota.cost {

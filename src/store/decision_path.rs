@@ -164,7 +164,7 @@ fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision
     Some(fallback.decide(charges, monotonic_now()))
 }
 
-fn without_indices<'c>(charges: &IndexedCharges<'c>) -> SmallVec<[Charge<'c>; 4]> {
+fn strip_indices<'c>(charges: &IndexedCharges<'c>) -> SmallVec<[Charge<'c>; 4]> {
     charges.iter().map(|(_, charge)| *charge).collect()
 }
 
@@ -181,7 +181,7 @@ impl RedisDecisionPath<'_> {
             .copied()
             .enumerate()
             .partition(|(_, charge)| charge.is_instance_scoped());
-        let own_charges = without_indices(&own);
+        let own_charges = strip_indices(&own);
         let memory = self.redis.instance_counters();
         if shared.is_empty() {
             let decision = memory.decide_at(&own_charges, requested_at.into_std());
@@ -197,7 +197,7 @@ impl RedisDecisionPath<'_> {
         if !own_decision.admitted && !is_read {
             return Ok((expand(own_decision, &own), DecisionSource::Memory));
         }
-        let shared_charges = without_indices(&shared);
+        let shared_charges = strip_indices(&shared);
         match self.decide_shared(&shared_charges, requested_at).await {
             Ok((decision, source)) => {
                 let own_decision = match decision.admitted {

@@ -17,7 +17,7 @@ use std::time::Instant;
 #[derive(Debug)]
 pub(super) struct InstanceReservation {
     memory: Arc<MemoryStore>,
-    /// What returns each charge.
+    /// The amendment that returns each charge.
     returns: SmallVec<[(LimitAndKey, Amendment); 1]>,
 }
 
@@ -42,7 +42,7 @@ impl InstanceReservation {
             .filter(|_| decision.admitted)
             .filter_map(|(charge, at_us)| {
                 let counter = (*charge.limit, charge.key.clone());
-                at_us.map(|at_us| (counter, return_of(charge, at_us)))
+                at_us.map(|at_us| (counter, build_return(charge, at_us)))
             });
         let reservation = Self {
             memory: Arc::clone(memory),
@@ -85,7 +85,7 @@ impl Drop for InstanceReservation {
     }
 }
 
-fn return_of(charge: &Charge<'_>, at_us: u64) -> Amendment {
+fn build_return(charge: &Charge<'_>, at_us: u64) -> Amendment {
     match charge.limit.algorithm {
         Algorithm::Concurrency { .. } => Amendment::Release {
             slot: charge.slot_id,

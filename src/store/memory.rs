@@ -13,6 +13,7 @@ mod counter_shard;
 mod override_table;
 
 pub(super) use counter_shard::{CounterId, counter_id};
+pub use override_table::MAX_MEMORY_OVERRIDES;
 
 use super::{Settlement, StoredOverride};
 use crate::clock::{Clock, monotonic_now};

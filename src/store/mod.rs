@@ -19,7 +19,7 @@ pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlotA
 pub use decision_source::DecisionSource;
 pub use fallback::{FallbackStore, STATUS_EXCHANGE_US, Share};
 pub use leases::LeasePool;
-pub use memory::{MemorySettings, MemoryStore};
+pub use memory::{MAX_MEMORY_OVERRIDES, MemorySettings, MemoryStore};
 pub use partial_decision::{DecisionFailure, PartialDecision};
 pub use settlements::SettlementQueue;
 pub use stored_override::{MAX_REMARK_BYTES, StoredOverride, parse_override_rule};
@@ -170,10 +170,11 @@ impl Store {
             Self::Redis { redis, .. } => redis,
         };
         let is_in_memory = |settlement: &Settlement<'_>| {
-            self.memory_of(settlement.key).is_some_and(|memory| {
-                memory.apply_settlements(&[*settlement]);
-                true
-            })
+            self.find_memory_store(settlement.key)
+                .is_some_and(|memory| {
+                    memory.apply_settlements(&[*settlement]);
+                    true
+                })
         };
         let (indices, in_redis): (Vec<usize>, Vec<Settlement<'_>>) = (0..)
             .zip(settlements.iter().copied())
@@ -189,7 +190,7 @@ impl Store {
     }
 
     /// The memory that has the counters of a key. `None` if they are in Redis.
-    fn memory_of(&self, key: &Key) -> Option<&MemoryStore> {
+    fn find_memory_store(&self, key: &Key) -> Option<&MemoryStore> {
         match self {
             Self::Memory(memory) => Some(memory),
             Self::Redis { redis, .. } => key
@@ -200,7 +201,7 @@ impl Store {
 
     /// Applies a settlement at once if its counter is in memory. Returns whether it is.
     fn apply_in_memory(&self, settlement: &(LimitAndKey, Amendment)) -> bool {
-        let memory = self.memory_of(&settlement.0.1);
+        let memory = self.find_memory_store(&settlement.0.1);
         if let Some(memory) = memory {
             memory.apply_settlements(&[Settlement::from_pending(settlement)]);
         }

@@ -244,7 +244,7 @@ async fn no_round_of_parallel_log_ins_lets_a_sixth_failure_through() {
     }
 }
 
-/// The request of a policy with the counter of counted responses, as the enforcer builds it.
+/// The request of a policy with the response counter, as the enforcer builds it.
 struct CountingPolicy {
     limit: Limit,
     block: Limit,
@@ -269,7 +269,7 @@ impl CountingPolicy {
                 ..limit
             },
             block,
-            counted_key: key.to_counted_key(),
+            counted_key: key.to_response_counter_key(),
             key,
         }
     }

@@ -360,7 +360,7 @@ async fn admin_and_commands_know_the_counters_of_the_instance() {
     }
     let shown = admin.run_command(&["keys", "show", "pod", "a"]).await;
     assert!(
-        shown.stdout.contains("counted by this instance"),
+        shown.stdout.contains("counted per instance"),
         "{}",
         shown.stdout
     );
@@ -375,7 +375,7 @@ async fn admin_and_commands_know_the_counters_of_the_instance() {
         .run_command(&["explain", "GET", "http://a/", "-H", "x-customer: a"])
         .await;
     assert!(
-        explained.stdout.contains("counted by each instance"),
+        explained.stdout.contains("counted per instance"),
         "{}",
         explained.stdout
     );

@@ -56,7 +56,7 @@ fn draw_policy(rng: &mut Rng, number: usize, algorithm_count: usize) -> DynamicP
     let key = key.finish();
     DynamicPolicy {
         counts_responses: rng.u8(..4) == 0,
-        counted_key: key.to_counted_key(),
+        counted_key: key.to_response_counter_key(),
         key,
         limits,
         // In the model, a refusal by a cold bucket starts no block.

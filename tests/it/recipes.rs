@@ -24,14 +24,14 @@ const PAGE: &str = "docs/RECIPES.md";
 const TESTED_RECIPES: [&str; 26] = [
     "Per API key",
     "Per user of a JWT",
-    "A key with a fallback",
-    "Log-in protection",
-    "Failed log-ins only",
+    "Alternatives in a key",
+    "Login protection",
+    "Failed logins only",
     "Introduce a limit softly",
     "A limit that clients do not see",
     "Plans: free, pro, partner",
     "Requests per month",
-    "Slots of one pod beside a limit for all",
+    "Concurrency per pod and a rate for all pods",
     "One quota for several policies",
     "Limits for single customers",
     "The amount from a token",
@@ -182,7 +182,7 @@ async fn per_user_of_a_token() {
 
 #[tokio::test]
 async fn a_key_with_a_fallback() {
-    let run = RecipeRun::start("A key with a fallback").await;
+    let run = RecipeRun::start("Alternatives in a key").await;
     let send = async |name: &str, value: &str, times: usize| {
         let mut statuses = Vec::new();
         for nth in 0..times {
@@ -237,7 +237,7 @@ async fn requests_per_month() {
 
 #[tokio::test]
 async fn log_in_protection() {
-    let run = RecipeRun::start("Log-in protection").await;
+    let run = RecipeRun::start("Login protection").await;
     let statuses = run.statuses(6, "192.0.2.1", "POST", "/login").await;
     assert_eq!(statuses, expected(5, 1));
     let refused = run.request("192.0.2.1", "POST", "/login").send().await;
@@ -245,7 +245,7 @@ async fn log_in_protection() {
     assert!((890..=900).contains(&retry_after), "{refused:?}");
     let form = run.statuses(1, "192.0.2.1", "GET", "/login").await;
     assert_eq!(form, [200]);
-    // 295 of 300 log-ins remain for all other clients.
+    // 295 of 300 logins remain for all other clients.
     let mut admitted = 0;
     for n in 0..75 {
         let client = format!("198.51.100.{n}");
@@ -263,7 +263,7 @@ async fn failed_log_ins() {
     );
     let app = Upstream::with_handler(super::counted_responses::check_password).await;
     let url = format!("http://{}", app.address);
-    let proxy = start_proxy("Failed log-ins only", &url, &dir, &issuer).await;
+    let proxy = start_proxy("Failed logins only", &url, &dir, &issuer).await;
     let log_in = async |password: &str| {
         let request = proxy.request("POST", "/login");
         let request = request.header("X-Forwarded-For", "192.0.2.1");
@@ -337,7 +337,7 @@ async fn plans() {
 /// `tests/it/instance_scope.rs` has the slots and Redis.
 #[tokio::test]
 async fn slots_of_one_pod() {
-    let run = RecipeRun::start("Slots of one pod beside a limit for all").await;
+    let run = RecipeRun::start("Concurrency per pod and a rate for all pods").await;
     let mut statuses = Vec::new();
     for _ in 0..1001 {
         let request = run.request("192.0.2.1", "GET", "/api/x");

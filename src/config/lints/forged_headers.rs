@@ -50,7 +50,7 @@ fn warn_raising_overrides(spanned: &PolicyWithReader<'_>, context: &PolicyContex
             OverrideRule::Limit(_) => {
                 !entry.limits.is_empty() && is_higher(&entry.limits, &quota.limits)
             }
-            OverrideRule::Allow | OverrideRule::Skip => true,
+            OverrideRule::Allow | OverrideRule::Off => true,
             OverrideRule::Deny => false,
         };
         if let Some(name) = find_forgeable_value(entry, quota, context).filter(|_| is_raised) {

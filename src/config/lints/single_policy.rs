@@ -301,7 +301,7 @@ fn check_memory_period(
         false => return,
     };
     if Duration::from_micros(limit.per_us) > LONG_MEMORY_PERIOD {
-        reader.report_warning(key, &format!("counters in memory are lost when the process ends, and few processes run this long; expected {expected}"));
+        reader.report_warning(key, &format!("counters in memory are lost when the process ends, usually before this period does; expected {expected}"));
     }
 }
 

@@ -29,7 +29,10 @@ pub(super) fn read_amount(
     if !reader.contains_key("requests_from") {
         for key in ["default", "max"] {
             if reader.contains_key(key) {
-                reader.report_error(key, "only beside requests_from; expected no such key");
+                reader.report_error(
+                    key,
+                    "needs requests_from; expected requests_from, or no such key",
+                );
             }
         }
         if !reader.contains_key("requests") {
@@ -129,7 +132,7 @@ fn reject_untrusted_field(reader: &TableReader<'_>, context: &PolicyContext, fie
 /// Reports options of a limit that need one amount for all requests.
 pub(super) fn reject_options_with_one_amount(reader: &TableReader<'_>, counts_slots: bool) {
     if counts_slots {
-        reader.report_error("requests_from", "not for algorithm = \"concurrency\": slots are renewed under one amount; expected requests");
+        reader.report_error("requests_from", "not with algorithm = \"concurrency\", whose slots need a fixed amount; expected requests");
     }
     if reader.contains_key("warm_up") {
         reader.report_error("warm_up", "not with requests_from: a third of a small amount may be less than the cost of a request; expected no warm_up");
@@ -156,13 +159,13 @@ pub(super) fn reject_settings_with_one_amount<'q>(
     if quota.shards > 1 {
         reader.report_error(
             "shards",
-            "not with requests_from: each shard has a fixed part of one amount; expected no shards",
+            "not with requests_from: shards need a fixed amount; expected no shards",
         );
     }
     if quota.counts_responses() {
-        reader.report_error("block_for", "not with requests_from and count_when: a response starts the block by one amount; expected no block_for");
+        reader.report_error("block_for", "not with requests_from and count_when together: a block needs a fixed amount; expected no block_for");
     }
     if on_store_failure == OnStoreFailure::Local {
-        reader.report_error("on_store_failure", "\"local\" not with requests_from: a share starts from the units that the last reply left, perhaps of another amount; expected \"open\" or \"closed\"");
+        reader.report_error("on_store_failure", "\"local\" not with requests_from: an instance's share needs a fixed amount; expected \"open\" or \"closed\"");
     }
 }

@@ -82,9 +82,9 @@ fn find_difference(
         return expected_same("cost or count_when; the response settles it");
     }
     let needs_same_amounts = if quota.lease.is_some() {
-        Some("lease: leased units are of one amount")
+        Some("lease, which needs equal amounts")
     } else if one.policy.on_store_failure == OnStoreFailure::Local {
-        Some("on_store_failure = \"local\": a share is of one amount")
+        Some("on_store_failure = \"local\", which needs equal amounts")
     } else {
         None
     };
@@ -146,7 +146,7 @@ fn find_limit_difference(
     let is_crossed = pairs().any(|(one, other)| one.limit.is_tighter_than(&other.limit))
         && pairs().any(|(one, other)| other.limit.is_tighter_than(&one.limit));
     is_crossed.then(|| {
-        "one limit is lower here and another is lower there, so neither policy is the stricter one; expected the lower ones in one policy".to_owned()
+        "each policy has one limit that is lower than the other policy's; expected one policy with the lower value of every limit".to_owned()
     })
 }
 
@@ -171,7 +171,7 @@ fn find_shape_difference(one: &NamedLimit, other: &NamedLimit) -> Option<&'stati
     };
     if warm_up(limit) != warm_up(other_limit) {
         return Some(
-            "requests and warm_up; a bucket has one rate (burst and max_delay may differ)",
+            "requests and warm_up, which set the bucket's rate; only burst and max_delay may differ",
         );
     }
     if one.amount != other.amount {

@@ -71,9 +71,7 @@ pub(super) fn build_lease(
 /// Reports settings that leased units cannot implement.
 fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
     let incompatible = limits_with_overrides(quota).find_map(|named| match named.limit.algorithm {
-        _ if named.amount.is_some() => {
-            Some("requests_from: leased units are granted under one amount")
-        }
+        _ if named.amount.is_some() => Some("requests_from: a lease needs a fixed amount"),
         Algorithm::LeakyBucket { .. } => {
             Some("algorithm = \"leaky_bucket\": each request takes its own place in the queue")
         }
@@ -103,6 +101,9 @@ fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
             )
         });
     if let Some(incompatible) = incompatible {
-        reader.report_error("lease", &format!("not with {incompatible}"));
+        reader.report_error(
+            "lease",
+            &format!("not with {incompatible}; expected no lease"),
+        );
     }
 }

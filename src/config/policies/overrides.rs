@@ -26,7 +26,7 @@ pub(super) fn build_overrides(
             match positions.get(&one.values) {
                 Some(first) => {
                     item.report_error::<()>(&format!(
-                        "another override is for the same keys, at {first}; expected only one of them"
+                        "the override at {first} has the same key; expected one override per key"
                     ));
                 }
                 None => {
@@ -107,11 +107,11 @@ fn read_rule(reader: &TableReader<'_>, is_dynamic: bool) -> OverrideRule {
         let key = if is_off { "mode" } else { "action" };
         reader.report_error(
             key,
-            "not with dynamic: the key would not be looked up in the store, so an override there could not win; expected a limit here, or `tidegate overrides set` with --unlimited or --block",
+            "not with dynamic = true: this override would hide overrides in the store; expected a limit here, or `tidegate overrides set` with --unlimited or --block",
         );
     }
     match (action, mode) {
-        (OverrideRule::Limit(_), Some(None)) => OverrideRule::Skip,
+        (OverrideRule::Limit(_), Some(None)) => OverrideRule::Off,
         (OverrideRule::Limit(_), mode) => OverrideRule::Limit(mode.flatten()),
         (action, _) => action,
     }
@@ -133,7 +133,7 @@ fn read_limits(
         (_, Some(key)) => {
             reader.report_error(
                 key,
-                "without effect: this override does not count; expected no such key",
+                "an override with action \"allow\" or \"deny\", or mode \"off\", has no limits; expected no such key",
             );
             None
         }

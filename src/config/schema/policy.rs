@@ -26,7 +26,7 @@ pub(super) static POLICY: [SchemaKey; 22] = [
         "key",
         TextList("key parts such as \"client_ip\" or \"header:x-user-id\""),
         Default(""),
-        "Key parts: each combination of values has its own quota. Empty: one quota for all. `;hash` after header, query, cookie, jwt or descriptor stores only a hash of the value. It is the default for names such as authorization, api-key, token and session; `;plain` stores the value. Of a part with alternatives, \"header:x-api-key | jwt:sub | client_ip\", the first that a request has counts.",
+        "Key parts: each combination of values has its own quota. Empty: one quota for all. `;hash` after header, query, cookie, jwt or descriptor stores only a hash of the value. It is the default for names such as authorization, api-key, token and session; `;plain` stores the value. \"a | b | c\" lists alternatives: the first one present in the request is used.",
     ),
     key(
         "limit",
@@ -109,7 +109,7 @@ pub(super) static POLICY: [SchemaKey; 22] = [
         "counter",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
         Optional,
-        "Policies with the same counter share one quota per key. Their keys, limits and modes must be alike; requests, burst and max_delay may differ: each policy judges the common usage by its own. A request is charged once, by the strictest of them that matches. Not with dynamic.",
+        "Policies with the same counter share one quota per key. They must have the same key, mode and kind of limits; requests, burst and max_delay may differ. Each policy compares the shared usage with its own limit. If several match a request, only the strictest charges it. Not with dynamic.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key(
@@ -128,7 +128,7 @@ pub(super) static POLICY: [SchemaKey; 22] = [
         "override",
         TableList(&OVERRIDE),
         Optional,
-        "Other limits, an action or a mode for specific keys. Exact keys come before patterns, patterns with more literal text before others (by position, from the first), \"*\" last; of equals, the first.",
+        "Other limits, an action or a mode for specific keys. Precedence: exact keys, then patterns with more literal text (the first key position decides first), then \"*\", then file order.",
     ),
     key(
         "dynamic",
@@ -326,13 +326,13 @@ pub(in crate::config) static LIMIT: [SchemaKey; 16] = [
         "default",
         integer(0, MAX_UNITS),
         Optional,
-        "With requests_from, required: requests if the field is absent, repeated or no whole number.",
+        "Required with requests_from. The amount if the field is absent, repeated or not a whole number.",
     ),
     key(
         "max",
         integer(0, MAX_UNITS),
         Optional,
-        "With requests_from, required: a larger number counts as this one.",
+        "Required with requests_from. Larger amounts are reduced to this one.",
     ),
     key(
         "per",
@@ -342,7 +342,7 @@ pub(in crate::config) static LIMIT: [SchemaKey; 16] = [
             keywords: &["day", "week", "month"],
         },
         Optional,
-        "The period. With fixed_window also a day, week (from Monday) or month of the calendar. Required, except with concurrency.",
+        "The period: a duration, or with fixed_window a calendar \"day\", \"week\" (from Monday) or \"month\". Required, except with concurrency.",
     ),
     key(
         "tz",

@@ -20,7 +20,7 @@ impl FallbackStore {
                 // Ignored credits make the share too strict, but only for a short time.
                 Amendment::Credit { .. } | Amendment::BackdatedCharge { .. } => false,
             };
-            if applies && key.is_counted_key() && self.has_quota_of(limit, key) {
+            if applies && key.is_response_counter_key() && self.has_request_counter(limit, key) {
                 // A decision only reads this counter, so the first response creates it.
                 self.amend_share(limit, key, settlement.amendment);
             } else if applies {
@@ -36,18 +36,20 @@ impl FallbackStore {
             return false;
         };
         let charge = Charge::new(settlement.limit, settlement.key, units);
-        let is_counted_here = self.has_quota_of(charge.limit, charge.key);
+        let is_counted_here = self.has_request_counter(charge.limit, charge.key);
         if is_counted_here {
             self.record_charges(&[charge], self.clock.now_us());
         }
         is_counted_here
     }
 
-    /// Whether this process has the counter of a limit, or, for the key of counted responses, that
-    /// of the requests.
-    fn has_quota_of(&self, limit: &Limit, key: &Key) -> bool {
-        match key.is_counted_key() {
-            true => self.memory.contains_counter(limit, &key.to_quota_key()),
+    /// Whether this process has the counter of a limit; for the key of a response counter, the
+    /// request counter of the limit.
+    fn has_request_counter(&self, limit: &Limit, key: &Key) -> bool {
+        match key.is_response_counter_key() {
+            true => self
+                .memory
+                .contains_counter(limit, &key.to_request_counter_key()),
             false => self.memory.contains_counter(limit, key),
         }
     }

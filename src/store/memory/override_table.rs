@@ -5,7 +5,7 @@ use foldhash::HashMap;
 use parking_lot::{RwLock, RwLockReadGuard};
 
 /// Maximum number of overrides: some 300 MiB without notes. Only operators add them.
-const MAX_OVERRIDES: usize = 1 << 20;
+pub const MAX_MEMORY_OVERRIDES: usize = 1 << 20;
 
 /// Overrides by [`Key::id`](crate::limiter::Key::id).
 #[derive(Debug, Default)]
@@ -49,9 +49,9 @@ fn insert_into(
     stored: StoredOverride,
     now_us: u64,
 ) -> bool {
-    if overrides.len() >= MAX_OVERRIDES && !overrides.contains_key(&stored.key.id()) {
+    if overrides.len() >= MAX_MEMORY_OVERRIDES && !overrides.contains_key(&stored.key.id()) {
         overrides.retain(|_, stored| !stored.is_expired(now_us));
-        if overrides.len() >= MAX_OVERRIDES {
+        if overrides.len() >= MAX_MEMORY_OVERRIDES {
             return false;
         }
     }

@@ -125,7 +125,7 @@ impl RedisCircuitBreaker {
         if is_due.is_some() {
             tracing::warn!(
                 kind = "period",
-                "the clocks of redis and of this machine differ by more than a period of a limit"
+                "redis and local clocks differ by more than a limit's period; applying on_store_failure to that limit"
             );
         }
     }

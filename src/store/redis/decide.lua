@@ -8,7 +8,7 @@
 --            the letter of the algorithm
 --            32 x the number of the policy, plus options: 1 the policy is shadow, 2 it counts
 --            rejected requests, 4 the charge will be settled, 8 the charge belongs to the same
---            request as the charge before, 16 the counter of counted responses: only read; while
+--            request as the charge before, 16 the response counter: only read; while
 --            it is full, a refusal starts the block of its policy
 --            cost; with a lease `cost+requested units+ttl in us+divisor`, the same for all charges
 --            of a policy: at most 1/divisor of the free units is granted

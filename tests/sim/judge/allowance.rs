@@ -1,5 +1,6 @@
-//! What each fault excuses. Everything else is a violation. `docs/GUARANTEE.md` states the same to
-//! users.
+//! What each fault excuses. Everything else is a violation: wrong refusals, charges for requests
+//! that were not forwarded, healthy masters that do not decide, a missing recovery.
+//! `docs/GUARANTEE.md` states the same to users.
 //!
 //! | fault | outage | windows may contain one more limit | lost charges | unknown charges |
 //! |---|---|---|---|---|
@@ -23,6 +24,12 @@
 //! `open` limits nothing in an outage. Unknown charges: a request without a verdict, or with one
 //! that was made in an outage, may stay charged. A script that is not loaded yet costs up to six
 //! round trips; if that exceeds the timeout, a request may be decided without Redis.
+//!
+//! Windows with one more limit per fault overlap one of these intervals: 3 s from the start of an
+//! outage or step; data loss until 3 s after the server's return; isolation, or a process fault in
+//! an outage (not SIGTERM with `state_dir`), until 8 s after its end. An instance without a reply
+//! in a pause does not know of the units that Redis admits in it. Decisions may be degraded for 8 s
+//! after a fault. `concurrency` admits 3 × `requests` from the fault until `lease_ttl` + 5 s.
 
 use crate::sim::scenario::{FaultKind, Scenario};
 use tidegate::store::STATUS_EXCHANGE_US;

@@ -12,7 +12,7 @@ const OVERRIDE_KEY_END: &str = "}:override";
 impl ScriptLibrary {
     /// The Redis key of a charge's counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
     /// or buckets>][:<readable key>]`. For a period of a calendar, `<per>+<offset>` is
-    /// `<unit>+<time zone>`. A counter of counted responses has `counted:` before the algorithm,
+    /// `<unit>+<time zone>`. A response counter has `counted:` before the algorithm,
     /// and is not parsed as a counter.
     pub fn counter_key(&self, charge: &Charge<'_>) -> String {
         let mut key = String::new();
@@ -65,7 +65,7 @@ impl ScriptLibrary {
         };
         let mut number = itoa::Buffer::new();
         match algorithm_name.strip_prefix("}:") {
-            Some(name) if charge.key.is_counted_key() => key.extend(["}:counted:", name]),
+            Some(name) if charge.key.is_response_counter_key() => key.extend(["}:counted:", name]),
             _ => key.push_str(algorithm_name),
         }
         if let Algorithm::CalendarWindow { calendar } = algorithm {

@@ -77,7 +77,7 @@ fn keys_contain_prefix_hash_algorithm_and_period() {
         script.counter_key(&one_unit_charge(&daily, &short)),
         format!("shop%7Ba%7D:v1:{{{hash}}}:fixed_window:1000000+7:api/ann")
     );
-    let counted = short.to_counted_key();
+    let counted = short.to_response_counter_key();
     assert_eq!(
         script.counter_key(&one_unit_charge(&LOG_LIMIT, &counted)),
         format!("shop%7Ba%7D:v1:{{{hash}}}:counted:sliding_log:1000000:api/ann")
