@@ -103,7 +103,7 @@ impl LimitOverrides {
     pub fn modes(&self) -> impl Iterator<Item = PolicyMode> {
         self.entries.iter().filter_map(|entry| match entry.rule {
             OverrideRule::Limit(mode) => mode,
-            OverrideRule::Allow | OverrideRule::Deny | OverrideRule::Skip => None,
+            OverrideRule::Allow | OverrideRule::Deny | OverrideRule::Off => None,
         })
     }
 
