@@ -5,6 +5,7 @@ use crate::calendar_limits::zone_far_from_midnight;
 use crate::support::TEST_TIMEOUT;
 use crate::support::gated_upstream::GatedUpstream;
 use crate::support::login_app::{check_password, log_in};
+use crate::support::process::run_check;
 use crate::support::proxy::Proxy;
 use crate::support::redis::{RedisServer, list_counter_keys};
 use crate::support::upstream::Upstream;
@@ -196,6 +197,101 @@ async fn reservations_of_both_policies_start_no_block() {
         assert_eq!(held, [(200, false); 5]);
         for path in paths {
             await_result(two, path, "ann", (200, false)).await;
+        }
+    }
+}
+
+/// Amounts of one source are equal for all policies, so the stricter policy is the same for every
+/// request. `check` refuses two sources beside a second limit.
+#[tokio::test]
+async fn the_stricter_policy_decides_whatever_amount_a_request_states() {
+    let policy = |name: &str, source: &str, long: u64| {
+        format!(
+            "[[policy]]\nname = '{name}'\ncounter = 'units'\nkey = ['header:x-user']\nlimits = [\n\
+             {{ requests_from = 'header:{source}', default = 5, max = 9, per = '30d' }},\n\
+             {{ requests = {long}, per = '100d', name = 'long' }},\n]\n"
+        )
+    };
+    let trust =
+        "[client]\ntrusted_proxies = ['127.0.0.1']\ntrusted_headers = ['x-a', 'x-b', 'x-user']\n";
+    let crossing = format!("{trust}{}{}", policy("a", "x-a", 2), policy("b", "x-b", 9));
+    let refused = run_check(&crossing).await;
+    assert!(
+        refused
+            .stderr
+            .contains("neither policy is the stricter one"),
+        "{refused:?}"
+    );
+    let upstream = Upstream::echo().await;
+    let policies = format!("{}{}", policy("a", "x-a", 4), policy("b", "x-a", 9));
+    for in_redis in [false, true] {
+        let config = format!("{trust}{policies}");
+        let shared = SharedProxies::start(in_redis, &config, upstream.address).await;
+        let (one, two) = shared.ends();
+        for (proxy, amount, expected) in [
+            (one, "1", 200),
+            (two, "1", 429),
+            (one, "3", 200),
+            (two, "2", 429),
+            (two, "9", 200),
+            (one, "9", 200),
+            (two, "9", 429),
+            (one, "1", 429),
+        ] {
+            let request = proxy.request("GET", "/").header("x-user", "ann");
+            let reply = request.header("x-a", amount).send().await;
+            assert_eq!(reply.status, expected, "{amount}, in Redis: {in_redis}");
+        }
+    }
+}
+
+/// A policy whose requests state their amount beside one with a fixed amount.
+#[tokio::test]
+async fn stated_and_fixed_amounts_judge_one_usage() {
+    let policies = "
+[client]
+trusted_proxies = ['127.0.0.1']
+trusted_headers = ['x-rpm', 'x-user']
+
+[[policy]]
+name = 'stated'
+counter = 'units'
+match = { path = ['/stated', '/both'] }
+key = ['header:x-user']
+limit = { requests_from = 'header:x-rpm', default = 2, max = 9, per = '100d' }
+
+[[policy]]
+name = 'fixed'
+counter = 'units'
+match = { path = ['/fixed', '/both'] }
+key = ['header:x-user']
+limit = { requests = 5, per = '100d' }
+";
+    let upstream = Upstream::echo().await;
+    let mut rng = fastrand::Rng::with_seed(21);
+    for in_redis in [false, true] {
+        let shared = SharedProxies::start(in_redis, policies, upstream.address).await;
+        for user in 0..12 {
+            let mut used = 0;
+            for step in 0..12 {
+                let path = ["/stated", "/fixed", "/both"][rng.usize(..3)];
+                let stated = rng.u64(..12);
+                let amount = match path {
+                    "/stated" => stated.min(9),
+                    "/fixed" => 5,
+                    _ => stated.min(5),
+                };
+                let is_admitted = used < amount;
+                used += u64::from(is_admitted);
+                let proxy = &shared.proxies[step % shared.proxies.len()];
+                let request = proxy
+                    .request("GET", path)
+                    .header("x-user", &user.to_string());
+                let reply = request.header("x-rpm", &stated.to_string()).send().await;
+                let expected = if is_admitted { 200 } else { 429 };
+                let context = format!("{path}: {amount} of {used}, in Redis: {in_redis}");
+                assert_eq!(reply.status, expected, "{context}");
+            }
         }
     }
 }
