@@ -159,7 +159,7 @@ async fn policies_share_a_lockout() {
         }
         assert_eq!(try_password(two, "/login", "bob", "right").await.0, 200);
         if let Some(redis) = &shared.redis {
-            // The block, the counter and that of counted responses; bob has no response that counts.
+            // The block, the counter and that of counted responses. No response of bob counts.
             let counters = list_counter_keys(redis).await;
             let of_ann = counters
                 .iter()
