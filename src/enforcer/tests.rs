@@ -1,7 +1,7 @@
 use super::planned_policy::PlannedPolicy;
 use super::*;
 use crate::clock::{Clock, ManualClock};
-use crate::limiter::{Algorithm, KeyBuilder, Limit};
+use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, Limit, LimitAmounts};
 use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
     ActualCostSource, CostSource, CountedStatuses, EstimateCost, KeyError, KeyPart, KeyTemplate,
@@ -12,7 +12,7 @@ use crate::policy::{
 use crate::store::redis::{
     RedisCredentials, RedisDialer, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
-use crate::store::{MemorySettings, MemoryStore, StoreUnavailable};
+use crate::store::{MemorySettings, MemoryStore, StoreUnavailable, StoredOverride};
 use crate::telemetry::metrics::{MetricLabels, Metrics};
 use http::{HeaderMap, Method, StatusCode};
 use std::time::Duration;
@@ -679,15 +679,21 @@ fn a_shadow_policy_settles_its_own_counter() {
     );
 }
 
-#[test]
-fn in_10_000_rounds_of_parallel_requests_no_sixth_counted_response_gets_through() {
-    let mut policy = make_policy_by_user("login", 5);
+/// A policy with `count_when = { status = [401] }`.
+fn make_policy_by_responses(name: &str, requests: u64) -> Policy {
+    let mut policy = make_policy_by_user(name, requests);
     let mut counted = CountedStatuses::default();
     counted.add_text("401").unwrap();
     quota_mut(&mut policy).cost = CostSource::Estimate(Arc::new(EstimateCost {
         estimate: 1,
         actual_source: ActualCostSource::Status(counted),
     }));
+    policy
+}
+
+#[test]
+fn in_10_000_rounds_of_parallel_requests_no_sixth_counted_response_gets_through() {
+    let policy = make_policy_by_responses("login", 5);
     let fixture = EnforcerFixture::new(vec![policy]);
     let mut random = fastrand::Rng::with_seed(20);
     let decide = |user: &str| {
@@ -716,5 +722,73 @@ fn in_10_000_rounds_of_parallel_requests_no_sixth_counted_response_gets_through(
             }
             assert!(failures <= 5, "round {round}");
         }
+    }
+}
+
+/// A dynamic policy with `count_when` and `block_for`, whose limits are a bucket of 100 and one that
+/// has no counter of counted responses.
+fn make_lockout_policy(name: &str, bucket_index: usize) -> Policy {
+    let mut policy = make_policy_by_responses(name, 100);
+    let mut bucket = make_limit("bucket", 100);
+    bucket.limit.algorithm = Algorithm::TokenBucket {
+        burst: 100,
+        warm_up_us: 0,
+    };
+    let mut slots = make_limit("slots", 50);
+    slots.limit.algorithm = Algorithm::Concurrency { max_duration_us: 0 };
+    let quota = quota_mut(&mut policy);
+    quota.limits = vec![make_limit("log", 1_000), slots];
+    quota.limits.insert(bucket_index, bucket);
+    quota.block = Some(Limit {
+        requests: 1,
+        per_us: 3_600_000_000,
+        algorithm: Algorithm::Block,
+    });
+    quota.is_dynamic = true;
+    policy
+}
+
+/// The counter of counted responses is charged by the limit that the override sets: a bucket of 4
+/// does not refill at the rate of 100.
+#[test]
+fn counted_responses_are_charged_by_the_override_of_their_own_limit() {
+    for bucket_index in 0..3 {
+        let fixture = EnforcerFixture::new(vec![
+            make_policy_by_user("before", 1_000),
+            make_lockout_policy("login", bucket_index),
+            make_lockout_policy("after", 0),
+        ]);
+        let mut key =
+            KeyTemplate::new(vec![KeyPart::Header("x-user".parse().unwrap())]).start_key("login");
+        key.push_key_value(Some(b"ann"));
+        let amounts = LimitAmounts {
+            limit: "bucket".into(),
+            requests: 4,
+            burst: None,
+        };
+        let Store::Memory(memory) = &fixture.enforcer.store else {
+            panic!("the store is in memory")
+        };
+        assert!(memory.set_override(StoredOverride {
+            key: key.finish(),
+            rule: KeyOverride::Limits(vec![amounts]),
+            expires_at_ms: None,
+            author: None,
+            note: None,
+        }));
+        let fail = || {
+            fixture.decide_request_with_users(&["ann"], |mut verdict| {
+                let charges = std::mem::take(&mut verdict.estimated_charges);
+                for charge in charges {
+                    charge.settle_by_status(StatusCode::UNAUTHORIZED);
+                }
+                verdict.outcome.retry_after_us()
+            })
+        };
+        assert_eq!([fail(), fail(), fail(), fail()], [None; 4]);
+        // By the rate of the file, nothing of the four responses is left after half a second, and
+        // the rejection starts no block.
+        fixture.manual_clock.advance_us(500_000);
+        assert_eq!(fail(), Some(3_600_000_000), "bucket {bucket_index}");
     }
 }

@@ -191,8 +191,23 @@ local function bucket_owed_drop_time(bucket, units)
   return drop_time < bucket.cold_at and drop_time or 0
 end
 
+-- When the debt is paid and the bucket is cold. A later limit may have a lower rate than the present
+-- one, so only the rate of the last charge counts.
+local function bucket_end_time(bucket)
+  local pay_rate, debt = bucket.pay_rate, bucket.debt
+  local slowest = max(1, bucket.debt_rate)
+  if slowest < pay_rate then
+    local time = bucket.warm_up and bucket.worth - bucket_full_rate_time(bucket.debt_at - bucket.start, bucket.width)
+      or bucket.now - bucket.debt_at
+    bucket.pay_rate, bucket.debt = slowest, max(0, bucket.stored_debt - time * slowest)
+  end
+  local end_time = max(bucket_debt_drop_time(bucket, 0), bucket.cold_at or 0)
+  bucket.pay_rate, bucket.debt = pay_rate, debt
+  return end_time
+end
+
 -- Returns the time at which `need` units fewer are used, 1 <= need <= used_units, or 0 as
--- `bucket_owed_drop_time` does.
+-- `bucket_owed_drop_time` does. With `need` 0, the time at which the state ends.
 local function bucket_release_time(bucket, need)
   local units = bucket.used_units - need
   while bucket.leases[1] do
@@ -202,7 +217,7 @@ local function bucket_release_time(bucket, need)
     end
     bucket = bucket_expire_first_lease(bucket)
   end
-  if need == 0 then return max(bucket_debt_drop_time(bucket, 0), bucket.cold_at or 0) end
+  if need == 0 then return bucket_end_time(bucket) end
   return bucket_owed_drop_time(bucket, units)
 end
 

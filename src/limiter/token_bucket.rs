@@ -233,12 +233,17 @@ impl TokenBucketState {
         at_us.min(MAX_TIME_US)
     }
 
-    /// The time at which the debt is paid and the bucket is cold again.
+    /// The time at which the debt is paid and the bucket is cold again. A later limit may be lower
+    /// than `limit`, so only the rate of the last charge counts.
     pub(super) fn expires_at_us(&self, limit: &Limit) -> u64 {
         let bucket = self.with_expired_leases_as_debt(limit, u64::MAX);
         let cold_at_us = WarmUpRamp::from_limit(limit).map_or(0, |ramp| bucket.cold_at_us(&ramp));
+        let slowest_limit = Limit {
+            requests: bucket.rate,
+            ..*limit
+        };
         bucket
-            .debt_drop_time_us(limit, bucket.charged_at_us, 0)
+            .debt_drop_time_us(&slowest_limit, bucket.charged_at_us, 0)
             .max(cold_at_us)
     }
 

@@ -25,7 +25,7 @@ const DAY_US: u64 = 24 * HOUR_US;
 
 /// A time zone in which the current day, and so week and month, has at least an hour left. It has
 /// no daylight saving time.
-fn zone_far_from_midnight() -> &'static str {
+pub(crate) fn zone_far_from_midnight() -> &'static str {
     if unix_s() % DAY_S < 22 * HOUR_S {
         "UTC"
     } else {

@@ -1,23 +1,21 @@
 //! `count_when` with `block_for`: only counted responses lock a key out.
 
-use crate::counted_responses::check_password;
 use crate::reference_model::NaiveModel;
 use crate::support::TEST_TIMEOUT;
 use crate::support::admin_proxy::AdminProxy;
 use crate::support::client::{RawClient, RawResponse};
 use crate::support::cluster::RedisCluster;
-use crate::support::process::tidegate_command;
+use crate::support::gated_upstream::GatedUpstream;
+use crate::support::login_app::{self, check_password};
+use crate::support::process::run_check;
 use crate::support::proxy::Proxy;
 use crate::support::redis::RedisServer;
 use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
-use crate::support::upstream::{RawUpstream, Upstream, full_body};
+use crate::support::upstream::{RawUpstream, Upstream};
 use fastrand::Rng;
 use futures_util::future::join_all;
-use hyper::Response;
-use std::sync::Arc;
 use std::time::Duration;
 use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
-use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 
 /// A refusal with a longer wait than the period is a block.
@@ -31,8 +29,7 @@ block_for = '30d'\n";
 const DAY_SECONDS: u64 = 86_400;
 
 async fn log_in(proxy: &Proxy, user: &str, password: &str) -> RawResponse {
-    let request = proxy.request("POST", "/").header("X-User", user);
-    request.header("X-Password", password).send().await
+    login_app::log_in(proxy, "/", user, password).await
 }
 
 fn is_block(reply: &RawResponse) -> bool {
@@ -95,29 +92,16 @@ async fn right_passwords_in_parallel_start_no_block() {
     for in_redis in [false, true] {
         let redis = in_redis.then(RedisServer::start);
         let config = format!("{}\n{LOCKOUT_POLICY}", store_config(redis.as_ref()));
-        let gate = Arc::new(Semaphore::new(0));
-        let app = Upstream::with_handler({
-            let gate = Arc::clone(&gate);
-            move |_| {
-                let gate = Arc::clone(&gate);
-                async move {
-                    gate.acquire().await.unwrap().forget();
-                    Response::new(full_body(""))
-                }
-            }
-        })
-        .await;
+        let app = GatedUpstream::start().await;
         let proxy = Proxy::start(&config, app.address).await;
         let release = async {
-            while app.requests().len() < 5 {
-                sleep(Duration::from_millis(5)).await;
-            }
+            app.wait_for_requests(5).await;
             // Refused because of the five reservations alone.
             for _ in 0..20 {
                 let reply = log_in(&proxy, "ann", "right").await;
                 assert!(reply.status == 429 && !is_block(&reply), "{reply:?}");
             }
-            gate.add_permits(1_000);
+            app.answer(1_000);
         };
         let held = join_all((0..5).map(|_| log_in(&proxy, "ann", "right")));
         let (held, ()) = timeout(TEST_TIMEOUT, async { tokio::join!(held, release) })
@@ -341,14 +325,9 @@ fn both_stores_block_as_the_model_does() {
 
 #[tokio::test]
 async fn check_describes_the_lockout() {
-    let dir = tempfile::TempDir::new().unwrap();
-    let path = dir.path().join("c.toml");
-    let config = format!("upstream.url = 'http://127.0.0.1:1'\n{LOCKOUT_POLICY}");
-    std::fs::write(&path, config).unwrap();
-    let output = tidegate_command().arg("check").arg(&path).output();
-    let output = output.await.unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{text}");
+    let output = run_check(LOCKOUT_POLICY).await;
+    assert!(output.status.success(), "{}", output.stderr);
+    let text = output.stdout;
     assert!(
         text.contains("if responses with such a status fill the limit"),
         "{text}"

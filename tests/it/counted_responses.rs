@@ -2,13 +2,12 @@
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawClient;
-use crate::support::process::tidegate_command;
+use crate::support::login_app::{self, check_password};
+use crate::support::process::run_check;
 use crate::support::proxy::Proxy;
 use crate::support::redis::RedisServer;
-use crate::support::upstream::{RawUpstream, Upstream, UpstreamResponse, full_body};
+use crate::support::upstream::{RawUpstream, Upstream};
 use futures_util::future::join_all;
-use hyper::body::Incoming;
-use hyper::{Request, Response};
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
@@ -19,17 +18,8 @@ key = ['header:x-user']
 limit = { requests = 5, per = '100d' }
 count_when = { status = [401, 403] }\n";
 
-/// 200 for the password `right`, else 401.
-pub(crate) async fn check_password(request: Request<Incoming>) -> UpstreamResponse {
-    let password = request.headers().get("x-password");
-    let is_right = password.is_some_and(|password| password == "right");
-    let response = Response::builder().status(if is_right { 200 } else { 401 });
-    response.body(full_body("")).unwrap()
-}
-
 async fn log_in(proxy: &Proxy, user: &str, password: &str) -> (u16, Option<u64>) {
-    let request = proxy.request("POST", "/").header("X-User", user);
-    let reply = request.header("X-Password", password).send().await;
+    let reply = login_app::log_in(proxy, "/", user, password).await;
     (
         reply.status,
         reply.list_parameter("ratelimit", "login", "r"),
@@ -127,35 +117,27 @@ async fn check_names_what_does_not_go_with_it() {
         ("shards = 2", "also of count_when"),
         ("match = { domain = 'a' }", "has no response"),
     ] {
-        let output = run_check(&format!("{LOGIN_POLICY}{wrong}\n")).await;
+        let output = check_output(&format!("{LOGIN_POLICY}{wrong}\n")).await;
         assert!(output.contains(expected), "{wrong}: {output}");
     }
     let with_check = format!("check.address = '127.0.0.1:0'\n{LOGIN_POLICY}");
-    assert!(run_check(&with_check).await.contains("carry no response"));
+    assert!(
+        check_output(&with_check)
+            .await
+            .contains("carry no response")
+    );
     for status in ["[]", "[99]", "['6xx']", "[401.5]", "[-1]"] {
         let config = LOGIN_POLICY.replace("[401, 403]", status);
-        assert!(run_check(&config).await.contains("expected"), "{status}");
+        assert!(check_output(&config).await.contains("expected"), "{status}");
     }
-    let described = run_check(LOGIN_POLICY).await;
+    let described = check_output(LOGIN_POLICY).await;
     assert!(
         described.contains("if the response has status 401, 403, else 0"),
         "{described}"
     );
 }
 
-async fn run_check(config: &str) -> String {
-    let dir = tempfile::TempDir::new().unwrap();
-    let path = dir.path().join("c.toml");
-    std::fs::write(
-        &path,
-        format!("upstream.url = 'http://127.0.0.1:1'\n{config}"),
-    )
-    .unwrap();
-    let output = tidegate_command()
-        .arg("check")
-        .arg(&path)
-        .output()
-        .await
-        .unwrap();
-    String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+async fn check_output(config: &str) -> String {
+    let output = run_check(config).await;
+    output.stdout + &output.stderr
 }

@@ -1,5 +1,6 @@
 //! `scope = "instance"` end to end: limits of one proxy beside limits in Redis, all or nothing.
 
+mod combinations;
 mod model;
 
 use crate::support::TEST_TIMEOUT;

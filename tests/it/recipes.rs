@@ -261,7 +261,7 @@ async fn failed_log_ins() {
         TempDir::new().unwrap(),
         TokenIssuer::new("k", Algorithm::ES256),
     );
-    let app = Upstream::with_handler(super::counted_responses::check_password).await;
+    let app = Upstream::with_handler(crate::support::login_app::check_password).await;
     let url = format!("http://{}", app.address);
     let proxy = start_proxy("Failed logins only", &url, &dir, &issuer).await;
     let log_in = async |password: &str| {

@@ -1,16 +1,21 @@
 //! Amounts of limits that requests state, end to end.
 
+use crate::reference_model::NaiveModel;
 use crate::support::client::{ClientRequest, RawResponse};
 use crate::support::jwt_issuer::TokenIssuer;
 use crate::support::process::{run_command, tidegate_command};
 use crate::support::proxy::Proxy;
 use crate::support::redis::RedisServer;
+use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
 use crate::support::unix_s;
 use crate::support::upstream::Upstream;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::PathBuf;
 use tempfile::TempDir;
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, KeyBuilder, Limit, OverrideInEffect, Refusal,
+};
 
 /// The key of the tokens.
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
@@ -267,6 +272,141 @@ async fn any_sequence_of_amounts_is_decided_as_by_the_model() {
                 response.status, expected,
                 "{store}: {amount} after {used:?}"
             );
+        }
+    }
+}
+
+/// The amount of one key changes from request to request, up and down, under every algorithm: the
+/// memory store and the script of Redis agree, and the model keeps all usage.
+#[test]
+fn both_stores_keep_the_usage_while_amounts_change() {
+    const MODELLED_ALGORITHMS: usize = 4;
+    let seed = test_seed();
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut stores = StoreUnderTest::both_stores();
+    let key = KeyBuilder::new("tenant").finish();
+    for round in 0..70 {
+        stores.iter_mut().for_each(StoreUnderTest::reset);
+        let algorithm = round % EVERY_ALGORITHM.len();
+        let file_limit = EVERY_ALGORITHM[algorithm].1(&mut rng);
+        let (mut model, mut at_us, mut charged) = (NaiveModel::default(), START_US, Vec::new());
+        for step in 0..40 {
+            at_us += match rng.u8(..4) {
+                0 => rng.u64(..=file_limit.per_us / 3),
+                1 => rng.u64(..1_000),
+                _ => 0,
+            };
+            let amount = rng.u64(..file_limit.max_amount().min(12) + 1);
+            let stated = OverrideInEffect::Amounts {
+                requests: amount,
+                burst: amount,
+            };
+            let limit = file_limit.with_override(Some(stated));
+            let charge = Charge {
+                is_estimate: true,
+                ..Charge::new(&limit, &key, rng.u64(1..4))
+            };
+            let [memory, redis] = stores
+                .each_mut()
+                .map(|store| store.decide(&[charge], at_us));
+            let context = format!("seed {seed}, round {round}, step {step}: {charge:?}");
+            assert_eq!(memory, redis, "{context}");
+            if algorithm < MODELLED_ALGORITHMS {
+                assert_eq!(memory, model.decide(at_us, &[charge]), "{context}");
+            }
+            charged.extend(memory.charged_at_us[0].map(|at_us| (charge.cost, at_us)));
+            // A response returns units under the amount of a later request.
+            if rng.u8(..4) == 0 && !charged.is_empty() {
+                let (units, charged_at_us) = charged.swap_remove(rng.usize(..charged.len()));
+                let credit = Amendment::Credit {
+                    units,
+                    at_us: charged_at_us,
+                };
+                for store in &mut stores {
+                    store.apply_amendment(&limit, &key, credit, at_us);
+                }
+                if algorithm < MODELLED_ALGORITHMS {
+                    model.apply_amendment(at_us, &Charge::new(&limit, &key, 0), credit);
+                }
+            }
+        }
+    }
+}
+
+/// A response settles its charge under its own amount. The state lasts for requests with a lower
+/// one, whose rate is that of the last charge.
+#[test]
+fn a_settlement_under_a_larger_amount_does_not_end_the_usage_of_a_smaller_one() {
+    const SECOND_US: u64 = 1_000_000;
+    let key = KeyBuilder::new("tenant").finish();
+    let bucket = |requests| Limit {
+        requests,
+        per_us: 60 * SECOND_US,
+        algorithm: Algorithm::TokenBucket {
+            burst: 2,
+            warm_up_us: 0,
+        },
+    };
+    let (large, small) = (bucket(10), bucket(1));
+    for mut store in StoreUnderTest::both_stores() {
+        for limit in [&large, &small] {
+            let charge = Charge {
+                is_estimate: true,
+                ..Charge::new(limit, &key, 1)
+            };
+            assert!(store.decide(&[charge], START_US).admitted);
+        }
+        // One unit is left, paid back in 60 seconds at one per minute, or in 6 at ten.
+        let credit = Amendment::Credit {
+            units: 1,
+            at_us: START_US,
+        };
+        store.apply_amendment(&large, &key, credit, START_US);
+        let both_units = Charge::new(&small, &key, 2);
+        if let StoreUnderTest::Redis(_) = store {
+            let expires_at_ms = store.expires_at_ms(&both_units);
+            assert_eq!(expires_at_ms, (START_US + 60 * SECOND_US) / 1_000);
+        }
+        let decision = store.decide(&[both_units], START_US + 8 * SECOND_US);
+        let refusal = decision.statuses[0].unwrap().refusal;
+        let until_us = START_US + 60 * SECOND_US;
+        assert_eq!(refusal, Some(Refusal::Until(until_us)), "{store:?}");
+    }
+}
+
+/// Without Redis, no amount counts: `open` admits all requests, and `closed` none. Redis counts none
+/// of them afterwards. (`check` refuses `"local"`.)
+#[tokio::test]
+async fn an_outage_admits_by_on_store_failure_whatever_the_amount() {
+    let mut fixture = AmountFixture::start().await;
+    let policies = POLICIES
+        .replace(
+            "name = \"tenant\"",
+            "name = \"tenant\"\non_store_failure = \"open\"",
+        )
+        .replace(
+            "name = \"bucket\"",
+            "name = \"bucket\"\non_store_failure = \"closed\"",
+        );
+    let proxy = fixture
+        .start_proxy(&fixture.redis.store_config(), &policies)
+        .await;
+    for path in ["/tenant", "/bucket"] {
+        assert_eq!(admitted(&proxy, path, "a", "3", 4).await, 3, "{path}");
+    }
+    fixture.redis.kill();
+    for amount in ["1", "5", "0", "gold", "1000"] {
+        let open = send(&proxy, "/tenant", "b", Some(amount)).await;
+        assert_eq!((open.status, open.header("ratelimit")), (200, None));
+        let closed = send(&proxy, "/bucket", "b", Some(amount)).await;
+        assert_eq!(closed.status, 503, "{amount}");
+    }
+    fixture.redis.respawn();
+    proxy.wait_for_store().await;
+    for path in ["/tenant", "/bucket"] {
+        for (amount, expected) in [("1", 1), ("4", 3), ("2", 0), ("5", 1)] {
+            let admitted = admitted(&proxy, path, "b", amount, 4).await;
+            assert_eq!(admitted, expected, "{path}: {amount}");
         }
     }
 }

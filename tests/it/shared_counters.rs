@@ -1,5 +1,7 @@
 //! `counter` end to end: policies that share one quota.
 
+mod combinations;
+
 use crate::support::admin_proxy::AdminProxy;
 use crate::support::client::RawResponse;
 use crate::support::proxy::Proxy;

@@ -3,7 +3,7 @@
 use super::context::PolicyWithReader;
 use crate::config::suggestions;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{KeyPart, NamedLimit, OnStoreFailure, Quota};
+use crate::policy::{AmountSource, KeyPart, NamedLimit, OnStoreFailure, Quota};
 use std::collections::BTreeMap;
 use std::mem::discriminant;
 
@@ -143,6 +143,20 @@ fn find_limit_difference(
             "expected the same requests and burst, or no {setting}"
         ));
     }
+    let is_bucket = |named: &NamedLimit| {
+        let algorithm = named.limit.algorithm;
+        matches!(
+            algorithm,
+            Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. }
+        )
+    };
+    let has_same_sources = pairs().all(|(one, other)| amount_source(one) == amount_source(other));
+    if !has_same_sources && (limits.len() > 1 || limits.iter().any(is_bucket)) {
+        return Some(
+            "a request may state amounts by which neither policy is the stricter one; expected the same requests_from, default and max"
+                .to_owned(),
+        );
+    }
     let is_crossed = pairs().any(|(one, other)| one.limit.is_tighter_than(&other.limit))
         && pairs().any(|(one, other)| other.limit.is_tighter_than(&one.limit));
     is_crossed.then(|| {
@@ -150,10 +164,25 @@ fn find_limit_difference(
     })
 }
 
+/// Where a request states the amount of a limit, with the default; `None` if it does not.
+fn amount_source(named: &NamedLimit) -> Option<(&AmountSource, u64)> {
+    let source = named.amount.as_deref()?;
+    Some((source, named.limit.requests))
+}
+
 fn find_shape_difference(one: &NamedLimit, other: &NamedLimit) -> Option<&'static str> {
     let (limit, other_limit) = (&one.limit, &other.limit);
     if discriminant(&limit.algorithm) != discriminant(&other_limit.algorithm) {
-        return Some("algorithm");
+        // "day" and "24h" have the same length, and windows of their own.
+        let is_window = |limit: &Limit| {
+            let algorithm = limit.algorithm;
+            matches!(
+                algorithm,
+                Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. }
+            )
+        };
+        let is_same = is_window(limit) && is_window(other_limit);
+        return Some(if is_same { "per" } else { "algorithm" });
     }
     if limit.per_us != other_limit.per_us {
         return Some(match limit.algorithm {
@@ -173,9 +202,6 @@ fn find_shape_difference(one: &NamedLimit, other: &NamedLimit) -> Option<&'stati
         return Some(
             "requests and warm_up, which set the bucket's rate; only burst and max_delay may differ",
         );
-    }
-    if one.amount != other.amount {
-        return Some("requests_from, default and max");
     }
     if one.name != other.name {
         return Some("name");

@@ -1,11 +1,15 @@
 //! Charges split between this process and Redis against one memory store that has all of them.
 
+use crate::calendar_limits::zone_far_from_midnight;
 use crate::support::redis::RedisServer;
 use crate::support::store_harness::test_seed;
 use fastrand::Rng;
 use std::sync::Arc;
 use tidegate::clock::Clock;
-use tidegate::limiter::{Algorithm, Amendment, Charge, CounterScope, Key, KeyBuilder, Limit};
+use tidegate::limiter::{
+    Algorithm, Amendment, Calendar, CalendarUnit, Charge, CounterScope, Decision, Key, KeyBuilder,
+    Limit,
+};
 use tidegate::store::{MemorySettings, MemoryStore, Settlement, Store};
 
 /// So long that no unit returns during the test.
@@ -15,13 +19,30 @@ struct ModelPolicy {
     scope: CounterScope,
     shadow: bool,
     counts_rejected: bool,
+    /// `count_when`: charges are reservations, and responses have counters of their own beside a
+    /// block.
+    counts_responses: bool,
     block: Option<Limit>,
     limits: Vec<Limit>,
 }
 
+/// A response that is not known yet: its policy, key and cost, and the time of each charge in the
+/// model and in the split store.
+struct PendingResponse {
+    policy: usize,
+    key: Key,
+    cost: u64,
+    charged_at_us: Vec<[u64; 2]>,
+}
+
 fn draw_limit(rng: &mut Rng) -> Limit {
     let requests = rng.u64(2..12);
-    let algorithm = match rng.u8(0..5) {
+    let algorithm = match rng.u8(0..6) {
+        5 => {
+            let unit = CalendarUnit::ALL[rng.usize(..3)];
+            let calendar = Calendar::new(unit, zone_far_from_midnight());
+            return Limit::per_calendar_period(requests, calendar.unwrap());
+        }
         0 => Algorithm::SlidingLog,
         1 => Algorithm::SlidingWindow { buckets: 10 },
         2 => Algorithm::FixedWindow { offset_us: 0 },
@@ -57,10 +78,12 @@ fn draw_policy(rng: &mut Rng, scope: CounterScope) -> ModelPolicy {
     let has_slots = limits
         .iter()
         .any(|limit| matches!(limit.algorithm, Algorithm::Concurrency { .. }));
+    let counts_responses = !has_slots && rng.u8(0..3) == 0;
     ModelPolicy {
         scope,
         shadow,
-        counts_rejected: counts && !has_slots && rng.bool(),
+        counts_responses,
+        counts_rejected: counts && !has_slots && !counts_responses && rng.bool(),
         block: (counts && rng.u8(0..4) == 0).then_some(Limit {
             requests: 1,
             per_us: LONG_US,
@@ -73,27 +96,98 @@ fn draw_policy(rng: &mut Rng, scope: CounterScope) -> ModelPolicy {
 fn build_charges<'c>(
     policies: &'c [ModelPolicy],
     included: &[(usize, u64)],
-    keys: &'c [Key],
+    keys: &'c [[Key; 2]],
     slot_id: u128,
 ) -> Vec<Charge<'c>> {
     let mut charges = Vec::new();
     for (number, cost) in included {
-        let policy = &policies[*number];
+        let (policy, [key, counted_key]) = (&policies[*number], &keys[*number]);
         for limit in policy.block.iter().chain(&policy.limits) {
-            let is_unit = matches!(
-                limit.algorithm,
-                Algorithm::Block | Algorithm::Concurrency { .. }
-            );
+            let is_block = limit.algorithm == Algorithm::Block;
+            let is_slot = matches!(limit.algorithm, Algorithm::Concurrency { .. });
             charges.push(Charge {
                 policy_number: u32::try_from(*number).unwrap(),
                 shadow: policy.shadow,
                 counts_rejected: policy.counts_rejected,
+                is_estimate: policy.counts_responses && !is_block,
                 slot_id,
-                ..Charge::new(limit, &keys[*number], if is_unit { 1 } else { *cost })
+                ..Charge::new(limit, key, if is_block || is_slot { 1 } else { *cost })
             });
+        }
+        if policy.counts_responses && policy.block.is_some() {
+            charges.extend(policy.limits.iter().map(|limit| Charge {
+                policy_number: u32::try_from(*number).unwrap(),
+                is_counted: true,
+                slot_id,
+                ..Charge::new(limit, counted_key, *cost)
+            }));
         }
     }
     charges
+}
+
+/// The responses that an admitted request still has to get: one per policy that counts them and has
+/// charged.
+fn find_pending_responses(
+    charges: &[Charge<'_>],
+    decisions: [&Decision; 2],
+) -> Vec<PendingResponse> {
+    let mut pending: Vec<PendingResponse> = Vec::new();
+    for (index, charge) in charges.iter().enumerate() {
+        if !charge.is_estimate {
+            continue;
+        }
+        let policy = charge.policy_number as usize;
+        let charged = |decision: &Decision| decision.charged_at_us.get(index).copied().flatten();
+        let (in_model, in_split) = match decisions.map(charged) {
+            [Some(in_model), Some(in_split)] => (in_model, in_split),
+            [None, None] => continue,
+            differing => panic!("{charge:?} is charged at {differing:?}"),
+        };
+        let times = [in_model, in_split];
+        match pending.last_mut() {
+            Some(last) if last.policy == policy => last.charged_at_us.push(times),
+            _ => pending.push(PendingResponse {
+                policy,
+                key: charge.key.clone(),
+                cost: charge.cost,
+                charged_at_us: vec![times],
+            }),
+        }
+    }
+    pending
+}
+
+/// Settles a response in both stores: it counts, or its reservation is returned.
+async fn settle_response(
+    stores: [&Store; 2],
+    policy: &ModelPolicy,
+    response: &PendingResponse,
+    is_counted: bool,
+) {
+    let counted_key = response.key.to_response_counter_key();
+    for (number, store) in stores.into_iter().enumerate() {
+        let charged = policy.limits.iter().zip(&response.charged_at_us);
+        let settlements: Vec<Settlement<'_>> = charged
+            .filter(|_| !is_counted || policy.block.is_some())
+            .map(|(limit, at_us)| {
+                let units = response.cost;
+                let (key, amendment) = match is_counted {
+                    true => (&counted_key, Amendment::Charge(units)),
+                    false => {
+                        let at_us = at_us[number];
+                        (&response.key, Amendment::Credit { units, at_us })
+                    }
+                };
+                Settlement {
+                    limit,
+                    key,
+                    amendment,
+                }
+            })
+            .collect();
+        store.apply_settlements(&settlements).await.unwrap();
+    }
 }
 
 /// Decisions in sequence are those of one store, and so is what is left afterwards.
@@ -117,15 +211,18 @@ async fn split_decisions_are_those_of_one_store() {
                 _ => draw_policy(&mut rng, CounterScope::Shared),
             })
             .collect();
+        let mut pending = Vec::new();
         let mut held: Vec<(u128, Vec<(Limit, Key)>)> = Vec::new();
         for step in 0..60_u128 {
             let customer = rng.u8(0..2);
-            let keys: Vec<Key> = (0..)
+            let keys: Vec<[Key; 2]> = (0..)
                 .zip(&policies)
                 .map(|(number, policy)| {
                     let mut key = KeyBuilder::with_scope(&format!("p{number}"), policy.scope);
                     key.push_key_value(Some(&[b'a' + customer]));
-                    key.finish()
+                    let key = key.finish();
+                    let counted_key = key.to_response_counter_key();
+                    [key, counted_key]
                 })
                 .collect();
             let mut included: Vec<(usize, u64)> = (0..policies.len())
@@ -156,6 +253,8 @@ async fn split_decisions_are_those_of_one_store() {
                 );
             }
             if decided.admitted {
+                let decisions = [&expected, &decided];
+                pending.extend(find_pending_responses(&charges, decisions));
                 let slots = charges.iter().filter(|charge| {
                     matches!(charge.limit.algorithm, Algorithm::Concurrency { .. })
                 });
@@ -163,6 +262,11 @@ async fn split_decisions_are_those_of_one_store() {
                     slot,
                     slots.map(|one| (*one.limit, one.key.clone())).collect(),
                 ));
+            }
+            while rng.bool() && !pending.is_empty() {
+                let response = pending.swap_remove(rng.usize(..pending.len()));
+                let policy = &policies[response.policy];
+                settle_response([&model, &split], policy, &response, rng.bool()).await;
             }
             while rng.bool() && !held.is_empty() {
                 let (slot, counters) = held.swap_remove(rng.usize(..held.len()));

@@ -4,12 +4,11 @@ use super::{OverrideFixture, await_status, get, status};
 use crate::cluster::{connect_store, error_count};
 use crate::support::TEST_TIMEOUT;
 use crate::support::cluster::{RedisCluster, hash_slot, initial_node};
+use crate::support::gated_upstream::GatedUpstream;
 use crate::support::proxy::Proxy;
 use crate::support::rls_client::{RLS_LISTENER, ServiceClient, make_descriptor};
-use crate::support::upstream::{Upstream, full_body};
+use crate::support::upstream::Upstream;
 use futures_util::future::join_all;
-use hyper::Response;
-use std::sync::Arc;
 use std::time::Duration;
 use tidegate::limiter::{
     Algorithm, Charge, Decision, Key, KeyOverride, Limit, LimitAmounts, LimitName, OverrideInEffect,
@@ -17,7 +16,6 @@ use tidegate::limiter::{
 use tidegate::policy::{KeyPart, KeyTemplate};
 use tidegate::store::StoredOverride;
 use tidegate::store::redis::CounterInspector;
-use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 
 #[tokio::test]
@@ -65,32 +63,15 @@ async fn an_override_sets_how_many_requests_are_in_flight() {
          limit = { requests = 1, algorithm = 'concurrency' }\n",
     )
     .await;
-    let gate = Arc::new(Semaphore::new(0));
-    let app = Upstream::with_handler({
-        let gate = Arc::clone(&gate);
-        move |_| {
-            let gate = Arc::clone(&gate);
-            async move {
-                gate.acquire().await.unwrap().forget();
-                Response::new(full_body(""))
-            }
-        }
-    })
-    .await;
+    let app = GatedUpstream::start().await;
     let text = std::fs::read_to_string(fixture.config_path()).unwrap();
     let proxy = Proxy::start(&text, app.address).await;
     let set = ["set", "api", "ann", "--requests", "3"];
     fixture.run_successfully(&set).await;
     let refuse_then_release = async {
-        timeout(TEST_TIMEOUT, async {
-            while app.requests().len() < 3 {
-                sleep(Duration::from_millis(5)).await;
-            }
-        })
-        .await
-        .unwrap();
+        app.wait_for_requests(3).await;
         assert_eq!(status(&proxy, "ann").await, 429);
-        gate.add_permits(100);
+        app.answer(100);
     };
     let held = join_all((0..3).map(|_| status(&proxy, "ann")));
     let (held, ()) = tokio::join!(held, refuse_then_release);

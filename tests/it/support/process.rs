@@ -1,11 +1,13 @@
 //! A child process with its output kept line by line.
 
 use super::TEST_TIMEOUT;
+use std::fs;
 use std::io;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::process::{Child, Command};
 use tokio::task::JoinHandle;
@@ -14,6 +16,18 @@ use tokio::time::{Instant, timeout};
 /// The binary under test.
 pub fn tidegate_command() -> Command {
     command_for(Path::new(env!("CARGO_BIN_EXE_tidegate")))
+}
+
+/// Runs `check` with a configuration that needs no upstream of its own.
+pub async fn run_check(config: &str) -> ProcessOutput {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("config.toml");
+    fs::write(
+        &path,
+        format!("upstream.url = 'http://127.0.0.1:1'\n{config}"),
+    )
+    .unwrap();
+    run_command(tidegate_command().arg("check").arg(&path)).await
 }
 
 /// A binary of any version, with an environment for tests.

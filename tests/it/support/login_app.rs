@@ -1,0 +1,21 @@
+//! An app that checks passwords, for policies that count its responses.
+
+use super::client::RawResponse;
+use super::proxy::Proxy;
+use super::upstream::{UpstreamResponse, full_body};
+use hyper::body::Incoming;
+use hyper::{Request, Response};
+
+/// The app: 200 for the password `right`, else 401.
+pub async fn check_password(request: Request<Incoming>) -> UpstreamResponse {
+    let password = request.headers().get("x-password");
+    let is_right = password.is_some_and(|password| password == "right");
+    let response = Response::builder().status(if is_right { 200 } else { 401 });
+    response.body(full_body("")).unwrap()
+}
+
+/// Sends a password to the app.
+pub async fn log_in(proxy: &Proxy, path: &str, user: &str, password: &str) -> RawResponse {
+    let request = proxy.request("POST", path).header("X-User", user);
+    request.header("X-Password", password).send().await
+}
