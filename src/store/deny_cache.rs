@@ -215,10 +215,12 @@ fn rank_cost(cost: u64) -> u64 {
     cost.wrapping_sub(1)
 }
 
-/// Whether a refusal of this charge holds until its end time. Slots and estimates may be returned
-/// early, and `count_rejected` requires that Redis sees every rejected request.
+/// Whether a refusal of this charge refuses a request, and holds until its end time. Slots and
+/// estimates may be returned early, and `count_rejected` requires that Redis sees every rejected
+/// request. A full counter of responses refuses nothing by itself.
 fn is_cacheable(charge: &Charge<'_>) -> bool {
-    !(is_concurrency(charge) || charge.counts_rejected || charge.is_estimate)
+    let is_final = !(is_concurrency(charge) || charge.counts_rejected || charge.is_estimate);
+    is_final && !charge.is_counted
 }
 
 fn is_concurrency(charge: &Charge<'_>) -> bool {
@@ -680,6 +682,31 @@ mod tests {
             "the time for a larger cost is unknown"
         );
         assert!(is_refused(larger, DenyMatchScope::AnyLimit));
+    }
+
+    #[test]
+    fn a_full_counter_of_responses_refuses_no_request() {
+        let (cache, sent) = (DenyCache::default(), Instant::now());
+        let (requests, responses) = (key("a"), key("a").to_counted_key());
+        let charges = [
+            Charge {
+                is_estimate: true,
+                ..charge_of_two_units(&LIMIT, &requests)
+            },
+            Charge {
+                is_counted: true,
+                ..charge_of_two_units(&LIMIT, &responses)
+            },
+        ];
+        let refused = [refused_status(500_000), refused_status(500_000)];
+        cache.record_refusal(&charges, &refused_decision(&refused), sent, sent);
+        for scope in [
+            DenyMatchScope::AllLimits,
+            DenyMatchScope::OneKey,
+            DenyMatchScope::AnyLimit,
+        ] {
+            assert_eq!(cache.find_refusal(&charges, sent, scope), None, "{scope:?}");
+        }
     }
 
     #[test]
