@@ -702,6 +702,31 @@ mod tests {
     }
 
     #[test]
+    fn a_full_counter_of_responses_refuses_no_request() {
+        let (cache, sent) = (DenyCache::default(), Instant::now());
+        let (requests, responses) = (key("a"), key("a").to_counted_key());
+        let charges = [
+            Charge {
+                is_estimate: true,
+                ..charge_of_two_units(&LIMIT, &requests)
+            },
+            Charge {
+                is_counted: true,
+                ..charge_of_two_units(&LIMIT, &responses)
+            },
+        ];
+        let refused = [refused_status(500_000), refused_status(500_000)];
+        cache.record_refusal(&charges, &refused_decision(&refused), sent, sent);
+        for scope in [
+            DenyMatchScope::AllLimits,
+            DenyMatchScope::OneKey,
+            DenyMatchScope::AnyLimit,
+        ] {
+            assert_eq!(cache.find_refusal(&charges, sent, scope), None, "{scope:?}");
+        }
+    }
+
+    #[test]
     fn one_exhausted_limit_refuses_and_the_other_limits_are_not_reported() {
         let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
         let c = key("c");

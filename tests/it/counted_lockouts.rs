@@ -14,7 +14,7 @@ use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, t
 use crate::support::upstream::{RawUpstream, Upstream};
 use fastrand::Rng;
 use futures_util::future::join_all;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
 use tokio::time::{sleep, timeout};
 
@@ -156,6 +156,29 @@ async fn our_own_502_never_locks_out_unless_it_is_listed() {
     let proxy = Proxy::start(&LOCKOUT_POLICY.replace("401, 403", "'5xx'"), address).await;
     assert_eq!(proxy.get_statuses("/", 5).await, [502; 5]);
     assert!(is_block(&proxy.get("/").await));
+}
+
+/// In a cluster, a worker remembers refusals of single limits. That of counted responses is not one
+/// of a request: when a block has ended, the full limit refuses, and blocks again.
+#[tokio::test]
+async fn after_a_short_block_the_limit_still_refuses_in_a_cluster() {
+    let cluster = RedisCluster::start().await;
+    let policy = LOCKOUT_POLICY.replace("30d", "100ms");
+    let config = format!(
+        "[store]\nkind = 'redis'\n[store.redis]\n{}\n{policy}",
+        cluster.config_lines()
+    );
+    let app = Upstream::with_handler(check_password).await;
+    let proxy = Proxy::start(&config, app.address).await;
+    proxy.wait_for_store().await;
+    let mut failures = 0;
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(600) {
+        let reply = log_in(&proxy, "ann", "wrong").await;
+        failures += usize::from(reply.status == 401);
+        assert!(failures <= 5, "after {:?}", start.elapsed());
+    }
+    assert_eq!(app.requests().len(), 5);
 }
 
 /// Without Redis, an instance locks out by its share; Redis knows of it afterwards.
