@@ -603,24 +603,6 @@ mod tests {
     }
 
     #[test]
-    fn a_full_counter_of_responses_refuses_no_request() {
-        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let charges = [Charge {
-            is_counted: true,
-            ..charge_of_two_units(&LIMIT, &key)
-        }];
-        let decision = refused_decision(&[refused_status(500_000)]);
-        cache.record_refusal(&charges, &decision, sent, sent);
-        for scope in [
-            DenyMatchScope::AllLimits,
-            DenyMatchScope::OneKey,
-            DenyMatchScope::AnyLimit,
-        ] {
-            assert_eq!(cache.find_refusal(&charges, sent, scope), None);
-        }
-    }
-
-    #[test]
     fn a_refusal_of_a_leased_limit_is_cached_for_20_ms_at_most() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let cached_ms = |ttl_us, after_us| {
@@ -704,7 +686,7 @@ mod tests {
     #[test]
     fn a_full_counter_of_responses_refuses_no_request() {
         let (cache, sent) = (DenyCache::default(), Instant::now());
-        let (requests, responses) = (key("a"), key("a").to_counted_key());
+        let (requests, responses) = (key("a"), key("a").to_response_counter_key());
         let charges = [
             Charge {
                 is_estimate: true,
