@@ -223,10 +223,8 @@ impl<'t> ChargePlan<'t> {
                 });
                 let (key, counted_key) = (&planned_policy.key, &planned_policy.counted_key);
                 let counted = counted_key.iter().flat_map(move |key| {
-                    let limits = planned_policy.limits.iter().enumerate();
-                    let limits = limits.filter(|(_, named)| !is_concurrency_limit(&named.limit));
                     let name = |named| planned_policy.dynamic_name(named);
-                    limits.map(move |(index, named)| {
+                    planned_policy.counted_limits().map(move |(index, named)| {
                         let limit = planned_policy.limit_at(index, named);
                         ((limit, planned_policy.cost, name(named)), &**key, true)
                     })
@@ -354,7 +352,7 @@ impl<'t> ChargePlan<'t> {
                     .collect();
                 let counted = planned_policy.counted_key.iter().flat_map(|key| {
                     let limits = planned_policy.counted_limits().zip(first_counted..);
-                    limits.map(|(named, index)| {
+                    limits.map(|((_, named), index)| {
                         let status = decision.statuses.get(index).copied().flatten();
                         let limit = status
                             .map_or(named.limit, |status| status.limit_in_effect(&named.limit));

@@ -100,11 +100,11 @@ impl<'t> PlannedPolicy<'t> {
         self.is_dynamic.then_some(&named.name)
     }
 
-    /// The limits with response counters. Their charges follow those of the limits.
-    pub(super) fn counted_limits(&self) -> impl Iterator<Item = &'t NamedLimit> {
+    /// The limits with response counters, each with its index. Their charges follow those of the limits.
+    pub(super) fn counted_limits(&self) -> impl Iterator<Item = (usize, &'t NamedLimit)> {
         let has_counters = self.counted_key.is_some();
-        let limits = self.limits.iter().filter(move |_| has_counters);
-        limits.filter(|named| !is_concurrency_limit(&named.limit))
+        let limits = self.limits.iter().enumerate();
+        limits.filter(move |(_, named)| has_counters && !is_concurrency_limit(&named.limit))
     }
 
     /// Skips the statuses of [`Self::counted_limits`].

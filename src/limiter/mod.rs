@@ -17,6 +17,7 @@ mod effects;
 mod fixed_window;
 mod key;
 mod key_override;
+mod key_text;
 mod leaky_bucket;
 mod limit;
 mod overridden_charges;
@@ -31,10 +32,9 @@ pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, LeaseTerms};
 pub use counter_state::{CounterState, CounterView};
 pub use decision::{Decision, LeaseGrant, LimitStatus, Refusal};
 pub use effects::{ChargeEffect, compute_lease_grants, determine_effect};
-pub use key::{
-    CounterScope, DIGEST_BYTES, Key, KeyBuilder, ListedValue, SOURCES_BYTES, format_digest,
-};
+pub use key::{CounterScope, Key, KeyBuilder, SOURCES_BYTES};
 pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
+pub use key_text::{DIGEST_BYTES, ListedValue, format_digest};
 pub use limit::{Algorithm, Limit};
 pub use overridden_charges::OverriddenCharges;
 pub use time_window::TimeWindow;

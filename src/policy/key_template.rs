@@ -1,16 +1,15 @@
 //! Key templates: the values of a request that form its rate-limit key.
 
-use super::authorization::read_credentials;
+use super::canonical_value::{canonicalize_part_value, canonicalize_piece};
 use super::key_component::{KeyComponent, KeyDigests};
 use super::key_error::KeyError;
 use super::key_hasher::KeyHasher;
-use super::key_part::{KeyContext, KeyPart, KeyValues, format_client_network};
+use super::key_part::{KeyContext, KeyPart, KeyValues};
+use super::key_source::{KeyValueSource, digest_sources, missing_source_error, resolve_source};
 use super::value_pattern::{ValuePattern, split_at_wildcards};
 use super::{Facts, client, path};
 use crate::limiter::{CounterScope, Key, KeyBuilder, ListedValue, SOURCES_BYTES};
-use sha2::{Digest, Sha256};
 use std::borrow::Cow;
-use std::net::IpAddr;
 
 /// The parts of a policy's key, in order. An empty template gives all matching requests one quota.
 #[derive(Clone, Debug, Default)]
@@ -26,14 +25,6 @@ pub struct KeyTemplate {
     scope: CounterScope,
     /// Replaces the policy's name in keys if the policy shares its counters.
     counter: Option<Box<str>>,
-}
-
-/// One value of a key: its source, whether it is stored as a digest, and the value itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KeyValueSource<'v, 't> {
-    pub part: &'t KeyPart,
-    pub is_hashed: bool,
-    pub value: &'v [u8],
 }
 
 /// Precedes the name of a shared counter in keys. No name of a policy begins with it.
@@ -424,127 +415,6 @@ impl KeyTemplate {
             None => Ok(text.into()),
         }
     }
-}
-
-/// Converts a literal text of a pattern to the form that requests have.
-fn canonicalize_piece(
-    part: &KeyPart,
-    piece: &str,
-    path: &path::Settings,
-) -> Result<String, String> {
-    let unsupported = |expected: &str| {
-        Err(format!(
-            "patterns are not supported for the {part}; expected {expected}"
-        ))
-    };
-    match part {
-        KeyPart::ClientIp => {
-            unsupported("one address (for networks, use a policy with match.client_ips)")
-        }
-        KeyPart::WholePath => unsupported("one exact path (for patterns, use match.path)"),
-        KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
-            unsupported("complete credentials")
-        }
-        KeyPart::Host => Ok(piece.to_ascii_lowercase()),
-        KeyPart::PathCaptures(_) if !piece.is_empty() => {
-            Ok(path::canonicalize_segment(piece, path).into())
-        }
-        _ => Ok(piece.to_owned()),
-    }
-}
-
-/// Converts a value of a part without alternatives to the form that requests have.
-fn canonicalize_part_value(
-    part: &KeyPart,
-    text: &str,
-    client: &client::Settings,
-    path: &path::Settings,
-) -> Result<Box<str>, String> {
-    match part {
-        KeyPart::ClientIp => {
-            let address = text.split_once('/').map_or(text, |(address, _)| address);
-            let ip: IpAddr = address.parse().map_err(|error| {
-                format!("the key requires a client address here, but {text:?} is none: {error}")
-            })?;
-            let canonical = format_client_network(ip.to_canonical(), client);
-            if text.contains('/') && text != canonical {
-                return Err(format!(
-                    "clients are keyed as {canonical} (client.ipv4_prefix, client.ipv6_prefix)"
-                ));
-            }
-            Ok(canonical.into())
-        }
-        KeyPart::Host => Ok(text
-            .strip_suffix('.')
-            .unwrap_or(text)
-            .to_ascii_lowercase()
-            .into()),
-        KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
-            match read_credentials(text.as_bytes()).as_slice() {
-                    [one] => Ok(String::from_utf8_lossy(one).into()),
-                    _ => Err(
-                        "these credentials can be read in several ways; expected one scheme and one credential"
-                            .to_owned(),
-                    ),
-                }
-        }
-        KeyPart::PathCaptures(_) => Ok(path::canonicalize_segment(text, path)),
-        KeyPart::WholePath => path::PathInterpretations::parse(text, path)
-            .map_err(|error| error.to_string())
-            .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
-        _ => Ok(text.into()),
-    }
-}
-
-fn missing_source_error(part: &KeyPart, text: &str) -> String {
-    let labels = part.alternatives();
-    let labels: Vec<String> = labels
-        .map(|one| format!("{}=VALUE", one.source_label()))
-        .collect();
-    format!(
-        "{text:?} does not name its source; expected {}",
-        labels.join(" or ")
-    )
-}
-
-/// Splits a value of a part with alternatives into the alternative and its own value. `None` if it
-/// has no label of the part.
-fn resolve_source<'v, 't>(
-    part: &'t KeyPart,
-    is_hashed: bool,
-    value: &'v [u8],
-) -> Option<KeyValueSource<'v, 't>> {
-    let KeyPart::Alternatives(alternatives) = part else {
-        return Some(KeyValueSource {
-            part,
-            is_hashed,
-            value,
-        });
-    };
-    let end = value.iter().position(|byte| *byte == b'=')?;
-    let (label, value) = (value.get(..end)?, value.get(end + 1..)?);
-    let mut alternatives = alternatives.iter();
-    let found = alternatives.find(|one| one.part.source_label().as_bytes() == label)?;
-    Some(KeyValueSource {
-        part: &found.part,
-        is_hashed: found.is_hashed,
-        value,
-    })
-}
-
-fn digest_sources(parts: &[KeyPart]) -> Option<[u8; SOURCES_BYTES]> {
-    let has_own_label =
-        |part: &KeyPart| matches!(part, KeyPart::ClientIp | KeyPart::Alternatives(_));
-    if parts.iter().all(has_own_label) {
-        return None;
-    }
-    let mut hash = Sha256::new();
-    for part in parts {
-        let label = part.source_label();
-        hash.update(label.len().to_be_bytes());
-        hash.update(label.as_bytes());
-    }
-    hash.finalize().first_chunk().copied()
 }
 
 #[cfg(test)]

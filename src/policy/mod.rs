@@ -5,7 +5,9 @@
 
 mod amount_source;
 mod authorization;
+mod canonical_value;
 pub mod client;
+mod client_network;
 mod conditions;
 mod cors;
 mod cost;
@@ -19,6 +21,7 @@ mod key_component;
 mod key_error;
 mod key_hasher;
 mod key_part;
+mod key_source;
 mod key_template;
 mod lenient_names;
 mod limit_override;

@@ -34,6 +34,13 @@ pub struct Quota {
 }
 
 impl Quota {
+    /// All limits, including those of overrides.
+    pub fn all_limits(&self) -> impl Iterator<Item = &NamedLimit> + Clone {
+        let overridden = self.overrides.as_slice().iter();
+        let overridden = overridden.flat_map(|entry| &entry.limits);
+        self.limits.iter().chain(overridden)
+    }
+
     /// Whether each instance counts for itself, in its memory.
     pub fn is_instance_scoped(&self) -> bool {
         self.key.scope() == CounterScope::Instance

@@ -226,11 +226,7 @@ fn headers_referenced_by(policy: &Policy) -> Vec<HeaderName> {
 
 /// The fields that state amounts of a policy's limits.
 fn amount_fields(quota: &Quota) -> impl Iterator<Item = &AmountField> {
-    let overridden = quota.overrides.as_slice().iter();
-    let limits = quota
-        .limits
-        .iter()
-        .chain(overridden.flat_map(|entry| &entry.limits));
+    let limits = quota.all_limits();
     limits.filter_map(|named| Some(&named.amount.as_ref()?.field))
 }
 

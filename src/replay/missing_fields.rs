@@ -228,13 +228,7 @@ impl<'a> MissingFieldCheck<'a> {
             }
             CostSource::Fixed(_) | CostSource::Header(_) => {}
         }
-        let mut limits = quota.limits.iter().chain(
-            quota
-                .overrides
-                .as_slice()
-                .iter()
-                .flat_map(|entry| &entry.limits),
-        );
+        let mut limits = quota.all_limits();
         let default_amounts = limits.clone().filter_map(|named| {
             let source = named.amount.as_ref()?;
             let is_logged = match &source.field {

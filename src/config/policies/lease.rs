@@ -1,6 +1,5 @@
 //! The key `lease` of a policy.
 
-use super::limits::limits_with_overrides;
 use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, LeaseTerms};
@@ -19,7 +18,8 @@ pub(super) fn build_lease(
 ) -> Option<LeaseTerms> {
     let item = reader.get("lease")?;
     reject_incompatible_settings(reader, quota);
-    let shortest_us = limits_with_overrides(quota)
+    let shortest_us = quota
+        .all_limits()
         .map(|named| named.limit.shortest_period_us())
         .min()?;
     let lease = if item.value.as_dict().is_some() {
@@ -70,19 +70,21 @@ pub(super) fn build_lease(
 
 /// Reports settings that leased units cannot implement.
 fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
-    let incompatible = limits_with_overrides(quota).find_map(|named| match named.limit.algorithm {
-        _ if named.amount.is_some() => Some("requests_from: a lease needs a fixed amount"),
-        Algorithm::LeakyBucket { .. } => {
-            Some("algorithm = \"leaky_bucket\": each request takes its own place in the queue")
-        }
-        Algorithm::Concurrency { .. } => {
-            Some("algorithm = \"concurrency\": each request takes a slot and returns it")
-        }
-        Algorithm::TokenBucket {
-            warm_up_us: 1.., ..
-        } => Some("warm_up: leased units that are not used yet would warm the bucket up"),
-        _ => None,
-    });
+    let incompatible = quota
+        .all_limits()
+        .find_map(|named| match named.limit.algorithm {
+            _ if named.amount.is_some() => Some("requests_from: a lease needs a fixed amount"),
+            Algorithm::LeakyBucket { .. } => {
+                Some("algorithm = \"leaky_bucket\": each request takes its own place in the queue")
+            }
+            Algorithm::Concurrency { .. } => {
+                Some("algorithm = \"concurrency\": each request takes a slot and returns it")
+            }
+            Algorithm::TokenBucket {
+                warm_up_us: 1.., ..
+            } => Some("warm_up: leased units that are not used yet would warm the bucket up"),
+            _ => None,
+        });
     let incompatible = incompatible
         .or_else(|| {
             quota

@@ -7,7 +7,7 @@ use crate::config::keywords::ALGORITHMS;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
-use crate::policy::{AmountSource, NamedLimit, Quota};
+use crate::policy::{AmountSource, NamedLimit};
 use std::time::Duration;
 
 /// A `sliding_log` with more `requests` needs much memory, because it keeps one entry per request.
@@ -124,9 +124,8 @@ fn build_limit(
         offset,
     );
     reject_keys_of_other_algorithms(reader, algorithm);
-    let largest = amount.as_ref().map(LimitAmount::max);
-    if largest == Some(0) {
-        reader.report_warning("requests", "0 rejects every request");
+    if let Some(amount) = &amount {
+        warn_about_amount(reader, amount.max(), algorithm);
     }
     if let Some(unit) = calendar_unit {
         let limit = build_calendar_limit(reader, unit, algorithm, requests)?;
@@ -167,20 +166,25 @@ fn build_limit(
     {
         reject_options_with_one_amount(reader, counts_slots);
     }
-    if algorithm == Algorithm::SlidingLog
-        && largest.is_some_and(|amount| amount > LARGE_SLIDING_LOG)
-    {
-        reader.report_warning(
-            "requests",
-            "sliding_log keeps one entry per request; \"sliding_window\" needs less memory for a large limit",
-        );
-    }
     let limit = Limit {
         requests: requests?,
         per_us: to_micros(per?),
         algorithm,
     };
     Some((limit, amount?.source))
+}
+
+/// Warns of a largest amount that is probably a mistake.
+fn warn_about_amount(reader: &TableReader<'_>, largest: u64, algorithm: Algorithm) {
+    if largest == 0 {
+        reader.report_warning("requests", "0 rejects every request");
+    }
+    if largest > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog {
+        reader.report_warning(
+            "requests",
+            "sliding_log keeps one entry per request; \"sliding_window\" needs less memory for a large limit",
+        );
+    }
 }
 
 /// Reads the keys of `algorithm`. The values in `algorithm` are the defaults.
@@ -287,17 +291,6 @@ fn reject_inexact_limit(
             ),
         );
     }
-}
-
-/// All limits of a quota, including those of overrides.
-pub(super) fn limits_with_overrides(quota: &Quota) -> impl Iterator<Item = &NamedLimit> {
-    quota.limits.iter().chain(
-        quota
-            .overrides
-            .as_slice()
-            .iter()
-            .flat_map(|entry| &entry.limits),
-    )
 }
 
 /// Whether the limit counts requests in flight. A request takes one slot, whatever its cost.

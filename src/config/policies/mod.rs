@@ -23,7 +23,6 @@ use super::values;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota, RejectResponse};
 use amounts::reject_settings_with_one_amount;
 use context::{PolicyContext, PolicyWithReader};
-use limits::limits_with_overrides;
 use quota::build_quota;
 use reject_response::build_reject_response;
 use restrictions::{
@@ -185,7 +184,7 @@ fn reject_unsupported_settings(
     if context.has_ext_authz && !matches_descriptors {
         reject_response_dependent_settings(reader, quota);
     }
-    let limits = limits_with_overrides(quota);
+    let limits = quota.all_limits();
     let scope = (on_store_failure, matches_descriptors);
     reject_settings_with_one_amount(reader, quota, limits, scope);
 }

@@ -1,6 +1,6 @@
 //! Settings that exclude each other in a policy.
 
-use super::limits::{is_concurrency_limit, limits_with_overrides};
+use super::limits::is_concurrency_limit;
 use crate::config::table_reader::TableReader;
 use crate::limiter::Algorithm;
 use crate::policy::{CostSource, Quota};
@@ -34,10 +34,11 @@ pub(super) fn reject_request_only_settings(reader: &TableReader<'_>, quota: &Quo
     } else {
         "limit"
     };
-    if limits_with_overrides(quota).any(is_concurrency_limit) {
+    if quota.all_limits().any(is_concurrency_limit) {
         reader.report_error(key, "the rate-limit service does not learn when a request ends; expected no algorithm = \"concurrency\"");
     }
-    if limits_with_overrides(quota)
+    if quota
+        .all_limits()
         .any(|named| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. }))
     {
         reader.report_error(key, "a call of the rate-limit service can't be delayed; expected another algorithm, such as \"token_bucket\" with burst = 1");
@@ -67,7 +68,7 @@ pub(super) fn reject_response_dependent_settings(reader: &TableReader<'_>, quota
             "calls at check.address carry no response; expected no estimate, or no [check]",
         );
     }
-    if limits_with_overrides(quota).any(is_concurrency_limit) {
+    if quota.all_limits().any(is_concurrency_limit) {
         let key = if reader.contains_key("limits") {
             "limits"
         } else {

@@ -1,0 +1,77 @@
+//! Values and patterns that operators write, in the form that the keys of requests have.
+
+use super::authorization::read_credentials;
+use super::client_network::format_client_network;
+use super::key_part::KeyPart;
+use super::{client, path};
+use std::net::IpAddr;
+
+/// Converts a literal text of a pattern to the form that requests have.
+pub(super) fn canonicalize_piece(
+    part: &KeyPart,
+    piece: &str,
+    path: &path::Settings,
+) -> Result<String, String> {
+    let unsupported = |expected: &str| {
+        Err(format!(
+            "patterns are not supported for the {part}; expected {expected}"
+        ))
+    };
+    match part {
+        KeyPart::ClientIp => {
+            unsupported("one address (for networks, use a policy with match.client_ips)")
+        }
+        KeyPart::WholePath => unsupported("one exact path (for patterns, use match.path)"),
+        KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
+            unsupported("complete credentials")
+        }
+        KeyPart::Host => Ok(piece.to_ascii_lowercase()),
+        KeyPart::PathCaptures(_) if !piece.is_empty() => {
+            Ok(path::canonicalize_segment(piece, path).into())
+        }
+        _ => Ok(piece.to_owned()),
+    }
+}
+
+/// Converts a value of a part without alternatives to the form that requests have.
+pub(super) fn canonicalize_part_value(
+    part: &KeyPart,
+    text: &str,
+    client: &client::Settings,
+    path: &path::Settings,
+) -> Result<Box<str>, String> {
+    match part {
+        KeyPart::ClientIp => {
+            let address = text.split_once('/').map_or(text, |(address, _)| address);
+            let ip: IpAddr = address.parse().map_err(|error| {
+                format!("the key requires a client address here, but {text:?} is none: {error}")
+            })?;
+            let canonical = format_client_network(ip.to_canonical(), client);
+            if text.contains('/') && text != canonical {
+                return Err(format!(
+                    "clients are keyed as {canonical} (client.ipv4_prefix, client.ipv6_prefix)"
+                ));
+            }
+            Ok(canonical.into())
+        }
+        KeyPart::Host => Ok(text
+            .strip_suffix('.')
+            .unwrap_or(text)
+            .to_ascii_lowercase()
+            .into()),
+        KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
+            match read_credentials(text.as_bytes()).as_slice() {
+                    [one] => Ok(String::from_utf8_lossy(one).into()),
+                    _ => Err(
+                        "these credentials can be read in several ways; expected one scheme and one credential"
+                            .to_owned(),
+                    ),
+                }
+        }
+        KeyPart::PathCaptures(_) => Ok(path::canonicalize_segment(text, path)),
+        KeyPart::WholePath => path::PathInterpretations::parse(text, path)
+            .map_err(|error| error.to_string())
+            .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
+        _ => Ok(text.into()),
+    }
+}
