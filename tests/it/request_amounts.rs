@@ -353,8 +353,8 @@ fn a_settlement_under_a_larger_amount_does_not_end_the_usage_of_a_smaller_one() 
     }
 }
 
-/// Without Redis, no amount counts: `open` admits all requests, and `closed` none. Redis counts none
-/// of them afterwards. (`check` refuses `"local"`.)
+/// Without Redis, no amount counts: `open` admits all requests, and `closed` none. Redis does not
+/// count them afterwards. (`check` refuses `"local"`.)
 #[tokio::test]
 async fn an_outage_admits_by_on_store_failure_whatever_the_amount() {
     let mut fixture = AmountFixture::start().await;

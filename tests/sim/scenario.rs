@@ -482,27 +482,7 @@ impl PolicySpec {
         writeln!(text, "limits = [{}]", limits.join(", ")).unwrap();
         let failure = format!("{:?}", self.on_failure).to_lowercase();
         writeln!(text, "on_store_failure = \"{failure}\"").unwrap();
-        match (self.estimate, self.rule) {
-            (Some(cost), _) if self.counts_responses => {
-                let status = COUNTED_STATUS.as_u16();
-                writeln!(
-                    text,
-                    "cost = {cost}\ncount_when = {{ status = [{status}] }}"
-                )
-                .unwrap();
-            }
-            (Some(estimate), _) => {
-                writeln!(
-                    text,
-                    "cost = {{ estimate = {estimate}, actual = \"response_header:x-cost\" }}"
-                )
-                .unwrap();
-            }
-            (None, Rule::Concurrency { .. }) => {}
-            // Each hit is a unit.
-            (None, _) if is_rate_limit_service => {}
-            (None, _) => writeln!(text, "cost = {{ header = \"x-cost\" }}").unwrap(),
-        }
+        text.push_str(&self.cost_text(is_rate_limit_service));
         if let Some((0, _)) = self.lease {
             text.push_str("lease = \"auto\"\n");
         } else if let Some((size, ttl_us)) = self.lease {
@@ -523,6 +503,22 @@ impl PolicySpec {
             text.push_str("dynamic = true\n");
         }
         text
+    }
+
+    fn cost_text(&self, is_rate_limit_service: bool) -> String {
+        match (self.estimate, self.rule) {
+            (Some(cost), _) if self.counts_responses => {
+                let status = COUNTED_STATUS.as_u16();
+                format!("cost = {cost}\ncount_when = {{ status = [{status}] }}\n")
+            }
+            (Some(estimate), _) => {
+                format!("cost = {{ estimate = {estimate}, actual = \"response_header:x-cost\" }}\n")
+            }
+            (None, Rule::Concurrency { .. }) => String::new(),
+            // Each hit is a unit.
+            (None, _) if is_rate_limit_service => String::new(),
+            (None, _) => "cost = { header = \"x-cost\" }\n".to_owned(),
+        }
     }
 
     /// The units that the response reports, if they settle an estimate.

@@ -71,7 +71,7 @@ pub(super) fn check_counter(
     })
 }
 
-/// Checks the counter of counted responses: each response that counts is charged once, and no other.
+/// Checks the counter of counted responses: each of them is charged once, and no other response.
 pub(super) fn check_counted_responses(
     run: &FinishedRun<'_>,
     history: &CounterHistory<'_>,
