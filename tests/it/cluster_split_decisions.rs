@@ -241,7 +241,7 @@ async fn a_refused_client_with_600_connections_does_not_delay_another_client() {
     assert!(undecided * 100 <= latencies.len().max(300));
 }
 
-/// Each worker asks Redis again when its remembered refusal is a second old, with one question.
+/// Each worker asks Redis again when its cached refusal is a second old, with one question.
 #[tokio::test]
 async fn a_refused_key_costs_one_question_per_worker_and_second() {
     let global = policy_on(0, "all");

@@ -163,7 +163,7 @@ async fn a_header_counts_only_from_a_trusted_proxy_and_a_larger_amount_is_not_re
     let response = send(&proxy, "/tenant", "a", Some("4")).await;
     assert_eq!(
         response.status, 200,
-        "a remembered refusal of 2 is not one of 4"
+        "a cached refusal of 2 is not one of 4"
     );
     assert_eq!(
         response.list_parameter("ratelimit-policy", "tenant", "q"),
@@ -374,8 +374,8 @@ fn a_settlement_under_a_larger_amount_does_not_end_the_usage_of_a_smaller_one() 
     }
 }
 
-/// Without Redis, no amount counts: `open` admits all requests, and `closed` none. Redis counts none
-/// of them afterwards. (`check` refuses `"local"`.)
+/// Without Redis, no amount counts: `open` admits all requests, and `closed` none. Redis does not
+/// count them afterwards. (`check` refuses `"local"`.)
 #[tokio::test]
 async fn an_outage_admits_by_on_store_failure_whatever_the_amount() {
     let mut fixture = AmountFixture::start().await;

@@ -380,7 +380,10 @@ async fn serve_request(
     for estimate in estimates {
         if let Some(actual) = request.actual {
             state.record(index, |record, _| record.is_settled = true);
-            estimate.settle(actual);
+            match estimate.is_settled_by_status() {
+                true => estimate.settle_by_status(request.status()),
+                false => estimate.settle(actual),
+            }
         }
     }
     state.record(index, |record, now_us| record.ended_us = Some(now_us));

@@ -1,5 +1,6 @@
 //! What happens in one run: the deployment, the policies, the requests and the faults.
 
+use http::StatusCode;
 use std::fmt::Write;
 use tidegate::policy::{KeyPart, path};
 
@@ -11,6 +12,9 @@ const SHADOW_POLICIES: &str = include_str!("shadow_policies.toml");
 
 const HEADER_KEY_PART: &str = "header:x-client";
 const DESCRIPTOR_KEY_PART: &str = "descriptor:client";
+
+/// The status that policies with `count_when` count.
+const COUNTED_STATUS: StatusCode = StatusCode::UNAUTHORIZED;
 
 /// Routes that policies reject without a counter.
 pub(crate) const CLOSED_ROUTES: [usize; 2] = [98, 99];
@@ -151,6 +155,8 @@ pub(crate) struct PolicySpec {
     /// One quota for all clients, instead of one per client.
     pub(crate) is_global: bool,
     pub(crate) estimate: Option<u64>,
+    /// The estimate is the cost of a request whose response has a counted status, else it costs 0.
+    pub(crate) counts_responses: bool,
     /// The size and the TTL of leases; size 0: sized by the request rate.
     pub(crate) lease: Option<(u64, u64)>,
     pub(crate) block_for_us: Option<u64>,
@@ -177,6 +183,16 @@ pub(crate) struct RequestSpec {
     pub(crate) leaves_after_us: Option<u64>,
     /// Between the arrival and the decision, the process does something else.
     pub(crate) pause_us: u64,
+}
+
+impl RequestSpec {
+    /// The status of the response, if there is one.
+    pub(crate) fn status(&self) -> StatusCode {
+        match self.actual {
+            Some(actual) if actual % 2 == 1 => COUNTED_STATUS,
+            _ => StatusCode::OK,
+        }
+    }
 }
 
 /// What an operator does at an instance.
@@ -466,19 +482,7 @@ impl PolicySpec {
         writeln!(text, "limits = [{}]", limits.join(", ")).unwrap();
         let failure = format!("{:?}", self.on_failure).to_lowercase();
         writeln!(text, "on_store_failure = \"{failure}\"").unwrap();
-        match (self.estimate, self.rule) {
-            (Some(estimate), _) => {
-                writeln!(
-                    text,
-                    "cost = {{ estimate = {estimate}, actual = \"response_header:x-cost\" }}"
-                )
-                .unwrap();
-            }
-            (None, Rule::Concurrency { .. }) => {}
-            // Each hit is a unit.
-            (None, _) if is_rate_limit_service => {}
-            (None, _) => writeln!(text, "cost = {{ header = \"x-cost\" }}").unwrap(),
-        }
+        text.push_str(&self.cost_text(is_rate_limit_service));
         if let Some((0, _)) = self.lease {
             text.push_str("lease = \"auto\"\n");
         } else if let Some((size, ttl_us)) = self.lease {
@@ -499,6 +503,38 @@ impl PolicySpec {
             text.push_str("dynamic = true\n");
         }
         text
+    }
+
+    fn cost_text(&self, is_rate_limit_service: bool) -> String {
+        match (self.estimate, self.rule) {
+            (Some(cost), _) if self.counts_responses => {
+                let status = COUNTED_STATUS.as_u16();
+                format!("cost = {cost}\ncount_when = {{ status = [{status}] }}\n")
+            }
+            (Some(estimate), _) => {
+                format!("cost = {{ estimate = {estimate}, actual = \"response_header:x-cost\" }}\n")
+            }
+            (None, Rule::Concurrency { .. }) => String::new(),
+            // Each hit is a unit.
+            (None, _) if is_rate_limit_service => String::new(),
+            (None, _) => "cost = { header = \"x-cost\" }\n".to_owned(),
+        }
+    }
+
+    /// The units that the response reports, if they settle an estimate.
+    pub(crate) fn actual_units(&self, request: &RequestSpec) -> Option<u64> {
+        let (cost, actual) = self.estimate.zip(request.actual)?;
+        let is_counted = request.status() == COUNTED_STATUS;
+        Some(match (self.counts_responses, is_counted) {
+            (false, _) => actual,
+            (true, true) => cost,
+            (true, false) => 0,
+        })
+    }
+
+    /// Whether only responses start the block.
+    pub(crate) fn counts_responses_for_block(&self) -> bool {
+        self.counts_responses && self.block_for_us.is_some()
     }
 
     /// The most units of one lease, 0 without leases.

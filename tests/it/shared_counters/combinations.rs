@@ -8,6 +8,7 @@ use crate::support::login_app::{check_password, log_in};
 use crate::support::process::run_check;
 use crate::support::proxy::Proxy;
 use crate::support::redis::{RedisServer, list_counter_keys};
+use crate::support::store_harness::test_seed;
 use crate::support::upstream::Upstream;
 use futures_util::future::join_all;
 use std::net::SocketAddr;
@@ -291,6 +292,98 @@ limit = { requests = 5, per = '100d' }
                 let expected = if is_admitted { 200 } else { 429 };
                 let context = format!("{path}: {amount} of {used}, in Redis: {in_redis}");
                 assert_eq!(reply.status, expected, "{context}");
+            }
+        }
+    }
+}
+
+/// Two policies of one counter, of which one is as strict as the other or stricter.
+struct ModelPolicies {
+    algorithm: &'static str,
+    /// `requests` of both limits and the cost, per policy. The first is the stricter one.
+    policies: [([u64; 2], u64); 2],
+    /// Whether the stricter policy comes last.
+    is_reversed: bool,
+}
+
+impl ModelPolicies {
+    fn draw(rng: &mut fastrand::Rng) -> Self {
+        let algorithms = [
+            "sliding_log",
+            "sliding_window",
+            "fixed_window",
+            "token_bucket",
+        ];
+        let strict = [rng.u64(1..12), rng.u64(1..16)];
+        let loose = strict.map(|requests| requests + rng.u64(..6));
+        Self {
+            algorithm: algorithms[rng.usize(..algorithms.len())],
+            policies: [(strict, rng.u64(1..4)), (loose, rng.u64(1..4))],
+            is_reversed: rng.bool(),
+        }
+    }
+
+    fn config(&self) -> String {
+        let limit = |requests: u64, per: &str| match self.algorithm {
+            // One rate: the policies differ in the burst. No unit returns during the test.
+            "token_bucket" => format!("requests = 1, burst = {requests}, per = '{per}'"),
+            _ => format!("requests = {requests}, per = '{per}'"),
+        };
+        let texts = self.policies.iter().enumerate().map(|(number, (requests, cost))| {
+            let [one, two] = [limit(requests[0], "100d"), limit(requests[1], "200d")];
+            format!(
+                "[[policy]]\nname = 'p{number}'\ncounter = 'units'\nmatch = {{ path = ['/p{number}', '/both'] }}\n\
+                 key = ['header:x-user']\ncost = {cost}\n\
+                 limits = [{{ {one}, name = 'one' }}, {{ {two}, name = 'two' }}]\n"
+            )
+        });
+        let mut texts: Vec<String> = texts.collect();
+        if self.is_reversed {
+            texts.reverse();
+        }
+        format!(
+            "defaults.algorithm = '{}'\n{}",
+            self.algorithm,
+            texts.concat()
+        )
+    }
+
+    /// Whether a request is admitted after `used` units, and its cost.
+    fn decide(&self, path: &str, used: u64) -> (bool, u64) {
+        let [strict, loose] = self.policies;
+        let (limits, cost) = match path {
+            "/p0" => strict,
+            "/p1" => loose,
+            // Charged once, at the greatest cost, by the strictest limits.
+            _ => (strict.0, strict.1.max(loose.1)),
+        };
+        (limits.iter().all(|limit| used + cost <= *limit), cost)
+    }
+}
+
+#[tokio::test]
+async fn any_requests_of_either_policy_or_both_are_decided_as_by_the_model() {
+    let seed = test_seed();
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let upstream = Upstream::echo().await;
+    for _ in 0..5 {
+        let model = ModelPolicies::draw(&mut rng);
+        let config = model.config();
+        for in_redis in [false, true] {
+            let shared = SharedProxies::start(in_redis, &config, upstream.address).await;
+            let mut used = [0; 5];
+            for _ in 0..60 {
+                let (path, user) = (["/p0", "/p1", "/both"][rng.usize(..3)], rng.usize(..5));
+                let (is_admitted, cost) = model.decide(path, used[user]);
+                let proxy = &shared.proxies[rng.usize(..shared.proxies.len())];
+                let request = proxy
+                    .request("GET", path)
+                    .header("x-user", &user.to_string());
+                let status = request.send().await.status;
+                let expected = if is_admitted { 200 } else { 429 };
+                let context = format!("seed {seed}, {path} after {used:?} in Redis {in_redis}");
+                assert_eq!(status, expected, "{context}: {config}");
+                used[user] += if is_admitted { cost } else { 0 };
             }
         }
     }

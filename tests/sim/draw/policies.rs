@@ -50,6 +50,7 @@ fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec
         on_failure,
         is_global: false,
         estimate,
+        counts_responses: false,
         lease,
         block_for_us,
         shards: 1,
@@ -109,6 +110,7 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
             second.route = 0;
         }
     }
+    set_counted_responses(scenario, &mut policies);
     // In a slot that moves, an override and its counter may be in two places.
     let is_overridden = matches!(
         scenario.class,
@@ -118,6 +120,21 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
         policy.is_dynamic = is_overridden && policy.shards == 1 && rng.bool();
     }
     scenario.policies = policies;
+}
+
+/// Half of the estimates become `count_when`, and half of those lock clients out. Draws of its own,
+/// so that all other draws of a seed stay.
+fn set_counted_responses(scenario: &Scenario, policies: &mut [PolicySpec]) {
+    let mut rng = Rng::with_seed(scenario.seed ^ 0x401);
+    if scenario.class == ScenarioClass::SettlementsBesideSlots {
+        return;
+    }
+    for policy in policies.iter_mut().filter(|one| one.estimate.is_some()) {
+        policy.counts_responses = rng.bool();
+        // The counter of counted responses is one more key of a question.
+        let may_block = policy.counts_responses && scenario.class != ScenarioClass::ClusterReshard;
+        policy.block_for_us = (may_block && rng.bool()).then_some(2 * SECOND);
+    }
 }
 
 /// Replaces the drawn policies in classes that need certain ones.
@@ -228,6 +245,7 @@ fn build_policy(change: impl FnOnce(&mut PolicySpec)) -> PolicySpec {
         on_failure: OnFailure::Open,
         is_global: false,
         estimate: None,
+        counts_responses: false,
         lease: None,
         block_for_us: None,
         shards: 1,

@@ -7,7 +7,7 @@ use crate::sim::resp::{Command, Reply};
 use crate::sim::scenario::{CALENDAR_ZONE, HOUR, PolicySpec, Rule};
 use crate::sim::world::World;
 use tidegate::clock::Clock;
-use tidegate::limiter::{Algorithm, Calendar, CalendarUnit, Charge, Limit};
+use tidegate::limiter::{Algorithm, Calendar, CalendarUnit, Charge, Key, Limit};
 use tidegate::store::redis::ScriptLibrary;
 
 /// Checks a counter whose period is longer than the run, so that its units add up.
@@ -18,15 +18,15 @@ pub(super) fn check_counter(
 ) -> Option<Violation> {
     let limit = counted_limit(history.policy)?;
     history.server?;
-    let used = used_units(run, world, history, &limit)?;
+    let key = counter_key(&world.scenario, history.policy_number, history.client);
+    let used = used_units(run, world, &key, &limit)?;
     let (mut least, mut most) = (0, 0);
     for one in &history.uses {
         let record = &run.records[one.request];
         let request = &run.scenario.requests[one.request];
         let cost = history.policy.cost(request);
-        let settled = request
-            .actual
-            .filter(|_| record.is_settled && history.policy.estimate.is_some());
+        let actual = history.policy.actual_units(request);
+        let settled = actual.filter(|_| record.is_settled);
         if one.is_forwarded {
             least += settled.unwrap_or(cost).min(cost);
             // A late settlement beside an outage, or a repeated write-back.
@@ -71,6 +71,50 @@ pub(super) fn check_counter(
     })
 }
 
+/// Checks the counter of counted responses: each of them is charged once, and no other response.
+pub(super) fn check_counted_responses(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    world: &mut World,
+) -> Option<Violation> {
+    let limit = counted_limit(history.policy)?;
+    history.server?;
+    if !history.policy.counts_responses_for_block() {
+        return None;
+    }
+    let key = counter_key(&world.scenario, history.policy_number, history.client);
+    let used = used_units(run, world, &key.to_response_counter_key(), &limit)?;
+    let (mut least, mut most) = (0, 0);
+    for one in &history.uses {
+        let record = &run.records[one.request];
+        let request = &run.scenario.requests[one.request];
+        let actual = history.policy.actual_units(request);
+        let settled = actual.filter(|_| record.is_settled);
+        least += settled.filter(|_| one.is_forwarded).unwrap_or(0);
+        // A response that is missing may count; beside an outage, a write-back may be repeated.
+        let possible = settled.unwrap_or(one.most_units);
+        most += if one.is_healthy {
+            possible
+        } else {
+            2 * possible
+        };
+    }
+    let has_faults = !run.excuses.is_empty();
+    let rule = match used {
+        _ if used > most => "a response counts for nothing",
+        _ if used < least && !has_faults => "a counted response is missing",
+        _ => return None,
+    };
+    Some(Violation {
+        rule,
+        at_us: run.scenario.end_us,
+        text: format!(
+            "{}: {used} units of counted responses, expected {least} to {most}",
+            history.name()
+        ),
+    })
+}
+
 fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
     let algorithm = match policy.rule {
         Rule::SlidingLog => Algorithm::SlidingLog,
@@ -90,19 +134,13 @@ fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
 }
 
 /// Reads a counter on all servers by the real script.
-fn used_units(
-    run: &FinishedRun<'_>,
-    world: &mut World,
-    history: &CounterHistory<'_>,
-    limit: &Limit,
-) -> Option<u64> {
-    let key = counter_key(&world.scenario, history.policy_number, history.client);
+fn used_units(run: &FinishedRun<'_>, world: &mut World, key: &Key, limit: &Limit) -> Option<u64> {
     // With a large limit, usage above the policy's limit shows, too.
     let limit = Limit {
         requests: 1 << 40,
         ..*limit
     };
-    let charges = [Charge::new(&limit, &key, 0)];
+    let charges = [Charge::new(&limit, key, 0)];
     let (clock, _) = Clock::manual(EPOCH_US + run.scenario.end_us);
     let library = ScriptLibrary::with_clock("sim", clock);
     let mut packed = library.decide_command(&charges, None).get_packed_command();

@@ -45,7 +45,7 @@ pub(super) fn check_limits(
 }
 
 /// The time between charge and verdict varies by so much.
-fn skew_us(run: &FinishedRun<'_>, per_us: u64) -> u64 {
+pub(super) fn skew_us(run: &FinishedRun<'_>, per_us: u64) -> u64 {
     let rate_ppm = run
         .scenario
         .rates_ppm

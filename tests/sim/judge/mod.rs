@@ -6,6 +6,7 @@
 pub(crate) mod allowance;
 mod counters;
 mod limits;
+mod lockouts;
 mod pods;
 mod service;
 
@@ -71,6 +72,8 @@ pub(crate) fn judge_run(world: &mut World) -> Vec<Violation> {
     for history in &histories {
         violations.extend(limits::check_limits(&run, history));
         violations.extend(counters::check_counter(&run, history, world));
+        violations.extend(counters::check_counted_responses(&run, history, world));
+        violations.extend(lockouts::check_lockouts(&run, history));
     }
     violations.extend(limits::check_lease_ends(&run));
     violations.extend(pods::check_pods(&run, world));
@@ -149,7 +152,7 @@ impl<'r> FinishedRun<'r> {
         );
         let is_unlimited = record.is_degraded && policy.on_failure == OnFailure::Open;
         let cost = policy.cost(request);
-        let actual = request.actual.filter(|_| policy.estimate.is_some());
+        let actual = policy.actual_units(request);
         let is_forwarded = record.outcome == Outcome::Forwarded && !is_unlimited;
         let settled = actual.filter(|_| record.is_settled);
         CounterUse {

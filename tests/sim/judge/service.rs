@@ -2,14 +2,14 @@
 //! everything recovers.
 
 use super::allowance::RECOVERY_US;
-use super::{CounterHistory, CounterUse, FinishedRun, Violation};
+use super::{CounterHistory, CounterUse, FinishedRun, Violation, lockouts};
 use crate::sim::instance::Outcome;
 use crate::sim::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, ScenarioClass, Topology};
 use crate::sim::world::World;
 use std::collections::BTreeMap;
 
 /// Units of a request that was refused, or of a response that has ended, return within this time.
-const RETURN_US: u64 = 500_000;
+pub(super) const RETURN_US: u64 = 500_000;
 
 /// After an outage, slots that ended in it are released within this time.
 const RELEASED_US: u64 = 3 * SECOND;
@@ -116,9 +116,10 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
                 (policy.requests, policy.per_us),
             ) || policy.second_limit.is_some_and(|second| {
                 is_window_full(run, history, refused, cost, (second, 10 * policy.per_us))
-            }) || policy
-                .block_for_us
-                .is_some_and(|block_us| was_refused_since(run, history, refused, block_us))
+            }) || policy.block_for_us.is_some_and(|block_us| {
+                let may_start = |one: &CounterUse| lockouts::may_start_block(run, history, one);
+                was_refused_since(run, history, refused, block_us, may_start)
+            })
         }
         Rule::TokenBucket { burst } => is_bucket_full(run, history, refused, cost, burst),
         Rule::LeakyBucket { max_delay_us } => {
@@ -204,6 +205,7 @@ fn possible_units(
     match record.outcome {
         // A reservation in another slot is returned soon.
         Outcome::Refused { .. } if is_recent => policy.cost(&run.scenario.requests[one.request]),
+        _ if policy.counts_responses => lockouts::possible_units(run, policy, one, refused),
         _ => one.most_units,
     }
 }
@@ -280,11 +282,13 @@ fn is_bucket_full(
     level + cost as f64 + 1.0 > capacity as f64
 }
 
-fn was_refused_since(
+/// Whether another request may have been refused within a block before this one, and started it.
+pub(super) fn was_refused_since(
     run: &FinishedRun<'_>,
     history: &CounterHistory<'_>,
     refused: &CounterUse,
     block_us: u64,
+    may_start_block: impl Fn(&CounterUse) -> bool,
 ) -> bool {
     history.uses.iter().any(|one| {
         one.request != refused.request
@@ -294,6 +298,7 @@ fn was_refused_since(
             )
             && one.arrived_us <= refused.decided_us
             && one.decided_us + block_us + RETURN_US >= refused.arrived_us
+            && may_start_block(one)
     })
 }
 
