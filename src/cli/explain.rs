@@ -179,7 +179,7 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
         |(_, step)| matches!(step, PolicyStep::Limits(limits) if limits.key.is_instance_scoped()),
     );
     if is_redis && is_counted_by_instances {
-        text.push_str("The state of limits with scope = \"instance\" is known only to each running proxy; query POST /explain at its admin.address.\n");
+        text.push_str("The state of limits with scope = \"instance\" is known only to each running proxy; send POST /explain to its admin.address.\n");
     }
     text
 }

@@ -100,7 +100,7 @@ impl<'t> PlannedPolicy<'t> {
         self.is_dynamic.then_some(&named.name)
     }
 
-    /// The limits with response counters, each with its index. Their charges follow those of the limits.
+    /// The limits with response counters and their indices. Their charges follow those of the limits.
     pub(super) fn counted_limits(&self) -> impl Iterator<Item = (usize, &'t NamedLimit)> {
         let has_counters = self.counted_key.is_some();
         let limits = self.limits.iter().enumerate();

@@ -725,8 +725,8 @@ fn in_10_000_rounds_of_parallel_requests_no_sixth_counted_response_gets_through(
     }
 }
 
-/// A dynamic policy with `count_when` and `block_for`, whose limits are a bucket of 100 and one that
-/// has no counter of counted responses.
+/// A dynamic policy with `count_when` and `block_for`: a bucket of 100, a log, and slots, which have
+/// no response counter.
 fn make_lockout_policy(name: &str, bucket_index: usize) -> Policy {
     let mut policy = make_policy_by_responses(name, 100);
     let mut bucket = make_limit("bucket", 100);
@@ -748,7 +748,7 @@ fn make_lockout_policy(name: &str, bucket_index: usize) -> Policy {
     policy
 }
 
-/// The counter of counted responses is charged by the limit that the override sets: a bucket of 4
+/// The response counter is charged by the limit that the override sets: a bucket of 4
 /// does not refill at the rate of 100.
 #[test]
 fn counted_responses_are_charged_by_the_override_of_their_own_limit() {

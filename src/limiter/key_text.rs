@@ -28,7 +28,7 @@ pub(super) fn read_escaped_text(text: &str) -> Option<Vec<u8>> {
     let is_escape_valid = |escape: &str| {
         escape
             .get(..2)
-            .is_some_and(|hex| u8::from_str_radix(hex, 16).is_ok())
+            .is_some_and(|hex| hex.bytes().all(|byte| byte.is_ascii_hexdigit()))
     };
     let is_valid = !text.is_empty() && text.split('%').skip(1).all(is_escape_valid);
     is_valid.then(|| percent_encoding::percent_decode_str(text).collect())

@@ -27,7 +27,6 @@ local function bucket_full_rate_time(since, width)
   return over + math.floor((whole + (since - width * steps) * (100 + 2 * steps)) / 300)
 end
 
--- The inverse: the shortest time since the start that is worth `worth` us at the full rate.
 -- The inverse of bucket_full_rate_time: the shortest time since the start of a warm-up in which as
 -- many units are added as in `worth` us at the full rate. All in us.
 local function bucket_warm_up_time(worth, width)
@@ -191,8 +190,8 @@ local function bucket_owed_drop_time(bucket, units)
   return drop_time < bucket.cold_at and drop_time or 0
 end
 
--- When the debt is paid and the bucket is cold. A later limit may have a lower rate than the present
--- one, so only the rate of the last charge counts.
+-- When the debt is paid and the bucket is cold. A later limit may have a lower rate than this one, so
+-- only the rate of the last charge counts.
 local function bucket_end_time(bucket)
   local pay_rate, debt = bucket.pay_rate, bucket.debt
   local slowest = max(1, bucket.debt_rate)

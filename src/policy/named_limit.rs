@@ -17,7 +17,7 @@ pub struct NamedLimit {
 }
 
 impl NamedLimit {
-    /// The largest amount of a request.
+    /// The capacity under the largest amount that a request may state.
     pub fn max_capacity(&self) -> u64 {
         let largest = |source: &AmountSource| source.apply_amount(&self.limit, source.max);
         let limit = self.amount.as_deref().map_or(self.limit, largest);

@@ -109,7 +109,7 @@ async fn status(proxy: &Proxy, user: &str) -> u16 {
 }
 
 /// Waits until a response to the user has this status, and returns it. A cached refusal holds
-/// for a second in the worker that remembers it, so the response after this one may have another
+/// for a second in the worker that caches it, so the response after this one may have another
 /// status.
 async fn await_status(proxy: &Proxy, user: &str, expected: u16) -> RawResponse {
     let reached = async {

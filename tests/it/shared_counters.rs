@@ -51,7 +51,7 @@ fn remaining(response: &RawResponse) -> (u16, Option<u64>) {
     )
 }
 
-/// Each policy judges the usage of both by its own limit, in every proxy and in both stores.
+/// Each policy compares the usage of both with its own limit, in every proxy and in both stores.
 async fn assert_usage_is_shared(proxies: &[&Proxy]) {
     let (one, two) = (proxies[0], proxies[proxies.len() - 1]);
     assert_eq!(remaining(&send(one, "/search").await), (200, Some(7)));

@@ -165,6 +165,8 @@ pub(crate) struct PolicySpec {
     pub(crate) second_limit: Option<u64>,
     /// Overrides in the store apply.
     pub(crate) is_dynamic: bool,
+    /// Whether a second policy matches the same requests and has the same counter.
+    pub(crate) shares_counter: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -416,7 +418,13 @@ impl Scenario {
             text.push_str(POD_POLICY);
         }
         for (number, policy) in self.policies.iter().enumerate() {
-            text.push_str(&policy.config_text(number, self.is_rate_limit_service));
+            let name = format!("p{number}");
+            text.push_str(&policy.config_text(&name, self.is_rate_limit_service));
+            if policy.shares_counter {
+                let looser = policy.looser_policy();
+                let name = format!("{name}-looser");
+                text.push_str(&looser.config_text(&name, self.is_rate_limit_service));
+            }
         }
         text
     }
@@ -434,7 +442,21 @@ impl Scenario {
 }
 
 impl PolicySpec {
-    fn config_text(&self, number: usize, is_rate_limit_service: bool) -> String {
+    /// A policy with the same counter that refuses no request which this one admits.
+    fn looser_policy(&self) -> Self {
+        let needs_same_amounts = self.lease.is_some() || self.on_failure == OnFailure::Local;
+        let has_rate = matches!(
+            self.rule,
+            Rule::TokenBucket { .. } | Rule::LeakyBucket { .. }
+        );
+        let more = u64::from(!needs_same_amounts && !has_rate) * 3;
+        Self {
+            requests: self.requests + more,
+            ..self.clone()
+        }
+    }
+
+    fn config_text(&self, name: &str, is_rate_limit_service: bool) -> String {
         let limit = |requests: u64, per_us: u64| {
             let per = format!("per = \"{}ms\"", per_us / 1000);
             let rule = match self.rule {
@@ -470,7 +492,7 @@ impl PolicySpec {
             ),
             false => (format!("path = \"/r{}\"", self.route), HEADER_KEY_PART),
         };
-        let mut text = format!("[[policy]]\nname = \"p{number}\"\nmatch = {{ {conditions} }}\n");
+        let mut text = format!("[[policy]]\nname = \"{name}\"\nmatch = {{ {conditions} }}\n");
         if !self.is_global {
             writeln!(text, "key = [\"{key}\"]").unwrap();
         }
@@ -501,6 +523,10 @@ impl PolicySpec {
         }
         if self.is_dynamic {
             text.push_str("dynamic = true\n");
+        }
+        if self.shares_counter {
+            let counter = name.trim_end_matches("-looser");
+            writeln!(text, "counter = \"{counter}\"").unwrap();
         }
         text
     }

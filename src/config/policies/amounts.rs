@@ -163,7 +163,7 @@ pub(super) fn reject_settings_with_one_amount<'q>(
         );
     }
     if quota.counts_responses() {
-        reader.report_error("block_for", "not with requests_from and count_when together: a block needs a fixed amount; expected no block_for");
+        reader.report_error("block_for", "not with requests_from and count_when together: the response counter of a block needs a fixed amount; expected no block_for");
     }
     if on_store_failure == OnStoreFailure::Local {
         reader.report_error("on_store_failure", "\"local\" not with requests_from: an instance's share needs a fixed amount; expected \"open\" or \"closed\"");

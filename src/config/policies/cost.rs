@@ -122,9 +122,8 @@ pub(super) fn warn_if_cost_exceeds_capacity(
     limits: &[NamedLimit],
 ) {
     let mut limits = limits.iter().filter(|named| !is_concurrency_limit(named));
-    if let Some(limit) =
-        limits.find(|limit| limit.limit.requests > 0 && limit.max_capacity() < cost)
-    {
+    // A limit of 0 has a warning of its own.
+    if let Some(limit) = limits.find(|limit| (1..cost).contains(&limit.max_capacity())) {
         let most = limit.max_capacity();
         reader.report_warning(
             "cost",

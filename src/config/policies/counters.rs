@@ -160,7 +160,7 @@ fn find_limit_difference(
     let is_crossed = pairs().any(|(one, other)| one.limit.is_tighter_than(&other.limit))
         && pairs().any(|(one, other)| other.limit.is_tighter_than(&one.limit));
     is_crossed.then(|| {
-        "each policy has one limit that is lower than the other policy's; expected one policy with the lower value of every limit".to_owned()
+        "each policy has a limit below that of the other; expected all lower limits in one of the two policies".to_owned()
     })
 }
 
@@ -181,8 +181,8 @@ fn find_shape_difference(one: &NamedLimit, other: &NamedLimit) -> Option<&'stati
                 Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. }
             )
         };
-        let is_same = is_window(limit) && is_window(other_limit);
-        return Some(if is_same { "per" } else { "algorithm" });
+        let is_period = is_window(limit) && is_window(other_limit);
+        return Some(if is_period { "per" } else { "algorithm" });
     }
     if limit.per_us != other_limit.per_us {
         return Some(match limit.algorithm {

@@ -176,12 +176,16 @@ fn build_limit(
 
 /// Warns of a largest amount that is probably a mistake.
 fn warn_about_amount(reader: &TableReader<'_>, largest: u64, algorithm: Algorithm) {
+    let key = match reader.contains_key("requests_from") {
+        true => "max",
+        false => "requests",
+    };
     if largest == 0 {
-        reader.report_warning("requests", "0 rejects every request");
+        reader.report_warning(key, "0 rejects every request");
     }
     if largest > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog {
         reader.report_warning(
-            "requests",
+            key,
             "sliding_log keeps one entry per request; \"sliding_window\" needs less memory for a large limit",
         );
     }

@@ -5,7 +5,7 @@ use crate::config::values;
 use crate::policy::RejectResponse;
 use http::{HeaderName, HeaderValue, StatusCode, header};
 
-/// Builds the response to rejected requests. `status` is the default status code.
+/// Builds the response to rejected requests.
 pub(super) fn build_reject_response(reader: &TableReader<'_>) -> Option<RejectResponse> {
     let status = reader
         .get_integer::<u16>("status")

@@ -56,7 +56,7 @@ pub(super) fn reject_uncounted_rejections(
         reader.report_error(
             "count_rejected",
             &format!(
-                "not with scope = \"instance\" in mode \"{}\": the instance counts before it knows whether Redis admits the request; expected false, or mode = \"enforce\"",
+                "not with scope = \"instance\" in mode \"{}\": the instance counts before it knows whether Redis admits the request; expected false, or mode = \"enforce\" for the policy and its overrides",
                 mode.name()
             ),
         );

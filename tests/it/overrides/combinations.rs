@@ -178,7 +178,7 @@ async fn a_slot_that_moves_applies_overrides_without_an_error() {
             let charges: Vec<Charge<'_>> = charges.collect();
             store.decide(&charges).await.unwrap()
         };
-        // A refusal is remembered for a second.
+        // A refusal is cached for a second.
         let decide_until = async |admitted: bool, limits: &[Limit]| -> Decision {
             let decided = async {
                 loop {

@@ -75,7 +75,7 @@ async fn try_password(proxy: &Proxy, path: &str, user: &str, password: &str) -> 
 }
 
 /// Repeats a request until its result is this. Settlements reach Redis a moment later, and workers
-/// remember refusals for a second.
+/// cache refusals for a second.
 async fn await_result(proxy: &Proxy, path: &str, user: &str, expected: (u16, bool)) {
     let reached = async {
         while try_password(proxy, path, user, "right").await != expected {
@@ -105,7 +105,7 @@ async fn policies_share_a_month() {
     }
 }
 
-/// Failures of both policies fill one counter, which each judges by its own limit.
+/// Failures of both policies fill one counter, which each compares with its own limit.
 #[tokio::test]
 async fn policies_share_the_count_of_their_responses() {
     let app = Upstream::with_handler(check_password).await;
@@ -160,7 +160,7 @@ async fn policies_share_a_lockout() {
         }
         assert_eq!(try_password(two, "/login", "bob", "right").await.0, 200);
         if let Some(redis) = &shared.redis {
-            // The block, the counter and that of counted responses. No response of bob counts.
+            // The block, the request counter and the response counter of ann.
             let counters = list_counter_keys(redis).await;
             let of_ann = counters
                 .iter()
@@ -248,7 +248,7 @@ async fn the_stricter_policy_decides_whatever_amount_a_request_states() {
 
 /// A policy whose requests state their amount beside one with a fixed amount.
 #[tokio::test]
-async fn stated_and_fixed_amounts_judge_one_usage() {
+async fn stated_and_fixed_amounts_limit_one_usage() {
     let policies = "
 [client]
 trusted_proxies = ['127.0.0.1']

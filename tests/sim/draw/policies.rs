@@ -57,6 +57,7 @@ fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec
         second_limit: (is_window && per_us < HOUR && rng.u8(0..4) == 0)
             .then(|| requests * rng.u64(2..8)),
         is_dynamic: false,
+        shares_counter: false,
     }
 }
 
@@ -119,7 +120,17 @@ pub(super) fn set_policies(scenario: &mut Scenario, rng: &mut Rng) {
     for policy in &mut policies {
         policy.is_dynamic = is_overridden && policy.shards == 1 && rng.bool();
     }
+    set_shared_counters(scenario, &mut policies);
     scenario.policies = policies;
+}
+
+/// A third of the policies that may do so share their counter with another policy. Draws of its
+/// own, so that all other draws of a seed stay.
+fn set_shared_counters(scenario: &Scenario, policies: &mut [PolicySpec]) {
+    let mut rng = Rng::with_seed(scenario.seed ^ 0x402);
+    for policy in policies {
+        policy.shares_counter = !policy.is_dynamic && rng.u8(0..3) == 0;
+    }
 }
 
 /// Half of the estimates become `count_when`, and half of those lock clients out. Draws of its own,
@@ -131,7 +142,7 @@ fn set_counted_responses(scenario: &Scenario, policies: &mut [PolicySpec]) {
     }
     for policy in policies.iter_mut().filter(|one| one.estimate.is_some()) {
         policy.counts_responses = rng.bool();
-        // The counter of counted responses is one more key of a question.
+        // The response counter is one more key of a question.
         let may_block = policy.counts_responses && scenario.class != ScenarioClass::ClusterReshard;
         policy.block_for_us = (may_block && rng.bool()).then_some(2 * SECOND);
     }
@@ -251,6 +262,7 @@ fn build_policy(change: impl FnOnce(&mut PolicySpec)) -> PolicySpec {
         shards: 1,
         second_limit: None,
         is_dynamic: false,
+        shares_counter: false,
     };
     change(&mut policy);
     policy

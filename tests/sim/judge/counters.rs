@@ -71,7 +71,7 @@ pub(super) fn check_counter(
     })
 }
 
-/// Checks the counter of counted responses: each of them is charged once, and no other response.
+/// Checks the response counter: each counted response is charged once, and no other response.
 pub(super) fn check_counted_responses(
     run: &FinishedRun<'_>,
     history: &CounterHistory<'_>,
@@ -101,8 +101,8 @@ pub(super) fn check_counted_responses(
     }
     let has_faults = !run.excuses.is_empty();
     let rule = match used {
-        _ if used > most => "a response counts for nothing",
-        _ if used < least && !has_faults => "a counted response is missing",
+        _ if used > most => "the response counter is too high",
+        _ if used < least && !has_faults => "the response counter is too low",
         _ => return None,
     };
     Some(Violation {

@@ -203,7 +203,10 @@ impl<'r> FinishedRun<'r> {
 
 pub(crate) fn counter_key(scenario: &Scenario, policy: usize, client: Option<u32>) -> Key {
     let template = KeyTemplate::new(client.iter().map(|_| scenario.client_key_part()).collect());
-    let mut key = template.start_key(&format!("p{policy}"));
+    let name = format!("p{policy}");
+    let is_shared = scenario.policies[policy].shares_counter;
+    let template = template.with_counter(is_shared.then(|| name.clone()));
+    let mut key = template.start_key(&name);
     if let Some(client) = client {
         key.push_key_value(Some(client.to_string().as_bytes()));
     }

@@ -1,4 +1,4 @@
-//! Still answering: healthy masters decide, free units are given, refusals are remembered, and
+//! Still answering: healthy masters decide, free units are given, refusals are cached, and
 //! everything recovers.
 
 use super::allowance::RECOVERY_US;
@@ -14,8 +14,8 @@ pub(super) const RETURN_US: u64 = 500_000;
 /// After an outage, slots that ended in it are released within this time.
 const RELEASED_US: u64 = 3 * SECOND;
 
-/// A refusal is remembered for at most this time.
-const REMEMBERED_US: u64 = SECOND;
+/// A refusal is cached for at most this time.
+const CACHED_US: u64 = SECOND;
 
 pub(super) fn check_service(
     run: &FinishedRun<'_>,
@@ -304,16 +304,13 @@ pub(super) fn was_refused_since(
 
 /// A refused key asks Redis at most once per worker and second, while the refusal holds.
 fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> Option<Violation> {
-    let is_remembered = |policy: &PolicySpec| {
+    let is_cached = |policy: &PolicySpec| {
         policy.estimate.is_none()
             && policy.lease.is_none()
             && policy.shards == 1
             && !matches!(policy.rule, Rule::Concurrency { .. })
     };
-    for history in histories
-        .iter()
-        .filter(|history| is_remembered(history.policy))
-    {
+    for history in histories.iter().filter(|history| is_cached(history.policy)) {
         // By instance, worker and client: when the last refusal was known, and until when it holds.
         let mut refusals: BTreeMap<(usize, usize, u32), (u64, u64)> = BTreeMap::new();
         let (mut refused, mut repeated, mut last_us) = (0, 0, 0);
@@ -335,7 +332,7 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
             if !record.is_from_redis {
                 continue;
             }
-            // A refusal of a higher cost replaces the remembered one, and says nothing about cost
+            // A refusal of a higher cost replaces the cached one, and says nothing about cost
             // 1.
             let (1, Some(retry_us)) = (request.cost, retry_after_us) else {
                 refusals.remove(&asker);
@@ -349,7 +346,7 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
             if is_repeated {
                 (repeated, last_us) = (repeated + 1, one.decided_us);
             }
-            let holds_us = one.decided_us + retry_us.min(REMEMBERED_US);
+            let holds_us = one.decided_us + retry_us.min(CACHED_US);
             refusals.insert(asker, (one.decided_us, holds_us));
         }
         if repeated > refused / 20 + 3 {
