@@ -56,10 +56,12 @@ fn check_request(
         })
     };
     match record.outcome {
-        Outcome::Unavailable if is_near(run) => {
+        Outcome::Unavailable if is_near(run, first) => {
             violation("not answered by a healthy master", "503".to_owned())
         }
-        Outcome::Forwarded | Outcome::Refused { .. } if record.is_degraded && is_near(run) => {
+        Outcome::Forwarded | Outcome::Refused { .. }
+            if record.is_degraded && is_near(run, first) =>
+        {
             violation(
                 "not answered by a healthy master",
                 "decided without Redis".to_owned(),
@@ -80,9 +82,21 @@ fn check_request(
     }
 }
 
-/// Whether a decision with scripts that are not loaded yet fits into the timeout.
-fn is_near(run: &FinishedRun<'_>) -> bool {
-    12 * run.scenario.delay_us * 5 / 4 < run.scenario.timeout_us
+/// Whether a decision with scripts that are not loaded yet fits into the timeout, also of a server
+/// that is slow for a time.
+fn is_near(run: &FinishedRun<'_>, one: &CounterUse) -> bool {
+    let extra_us = run.scenario.faults.iter().filter_map(|fault| {
+        let FaultKind::Slow {
+            extra_us, for_us, ..
+        } = fault.kind
+        else {
+            return None;
+        };
+        let overlaps = fault.at_us <= one.decided_us && one.arrived_us <= fault.at_us + for_us;
+        overlaps.then_some(extra_us)
+    });
+    let delay_us = run.scenario.delay_us + extra_us.max().unwrap_or(0);
+    12 * delay_us * 5 / 4 < run.scenario.timeout_us
 }
 
 /// Whether a policy may have refused a request, at most.
