@@ -183,8 +183,9 @@ fn is_behind_clock_step(
         .uses
         .iter()
         .filter(|one| one.arrived_us <= refused.arrived_us);
-    let last_forwarded_us = before.clone().filter(|one| one.is_forwarded);
-    let since_us = last_forwarded_us
+    // A charge, also for a client that left, takes the key's expiry back to the time before the step.
+    let charged = before.clone().filter(|one| one.most_units > 0);
+    let since_us = charged
         .map(|one| one.decided_us)
         .max()
         .unwrap_or(0)
