@@ -20,17 +20,17 @@ const POLICIES: &str = r#"
 [[policy]]
 name = "pod"
 scope = "instance"
-match = { path = "/work/**" }
+match = { path = "/jobs/**" }
 limit = { requests = 5, algorithm = "concurrency" }
 
 [[policy]]
 name = "customer"
-match = { path = "/work/**" }
+match = { path = "/jobs/**" }
 key = ["header:x-customer"]
 limit = { requests = 12, per = "1h" }
 "#;
 
-/// An upstream whose responses, except those of `/work/quick`, last until the test drops them.
+/// An upstream whose responses, except those of `/jobs/quick`, last until the test drops them.
 struct SlowUpstream {
     upstream: Upstream,
     bodies: Arc<Mutex<Vec<BodySender>>>,
@@ -68,14 +68,14 @@ impl SlowUpstream {
 /// Sends a request, and returns the client with the head of the response.
 async fn begin_request(proxy: &Proxy, customer: &str) -> (RawClient, String) {
     let mut client = RawClient::connect(proxy.address).await;
-    let request = format!("GET /work/slow HTTP/1.1\r\nHost: a\r\nX-Customer: {customer}\r\n\r\n");
+    let request = format!("GET /jobs/slow HTTP/1.1\r\nHost: a\r\nX-Customer: {customer}\r\n\r\n");
     client.send(request).await;
     let head = client.read_past(b"\r\n\r\n").await;
     (client, String::from_utf8(head).unwrap())
 }
 
 async fn send_quick(proxy: &Proxy, customer: &str) -> RawResponse {
-    let request = proxy.request("GET", "/work/quick");
+    let request = proxy.request("GET", "/jobs/quick");
     request.header("X-Customer", customer).send().await
 }
 
@@ -257,7 +257,7 @@ fn with_mode(mode: &str) -> String {
 #[tokio::test]
 async fn a_client_that_leaves_during_the_decision_takes_nothing() {
     let (redis, work) = (RedisServer::start(), SlowUpstream::start().await);
-    let units = "[[policy]]\nname = \"units\"\nscope = \"instance\"\nmatch = { path = \"/work/**\" }\nlimit = { requests = 9, per = \"1h\" }\n";
+    let units = "[[policy]]\nname = \"units\"\nscope = \"instance\"\nmatch = { path = \"/jobs/**\" }\nlimit = { requests = 9, per = \"1h\" }\n";
     let proxy = work
         .start_proxy(&redis, &format!("{POLICIES}{units}"))
         .await;
@@ -266,7 +266,7 @@ async fn a_client_that_leaves_during_the_decision_takes_nothing() {
     for _ in 0..5 {
         let mut client = RawClient::connect(proxy.address).await;
         client
-            .send("GET /work/slow HTTP/1.1\r\nHost: a\r\nX-Customer: a\r\n\r\n")
+            .send("GET /jobs/slow HTTP/1.1\r\nHost: a\r\nX-Customer: a\r\n\r\n")
             .await;
         clients.push(client);
     }

@@ -130,9 +130,9 @@ async fn the_first_present_alternative_counts_and_none_shares_a_counter() {
         key: Some(""),
         ..by_address
     };
-    for (who, from) in [("key", by_key), ("user", by_user), ("address", by_address)] {
-        assert_eq!(fixture.send(&proxy, from).await.status, 200, "{who}");
-        assert_eq!(fixture.send(&proxy, from).await.status, 429, "{who}");
+    for (source, from) in [("key", by_key), ("user", by_user), ("address", by_address)] {
+        assert_eq!(fixture.send(&proxy, from).await.status, 200, "{source}");
+        assert_eq!(fixture.send(&proxy, from).await.status, 429, "{source}");
     }
     assert_eq!(
         fixture.send(&proxy, empty).await.status,
