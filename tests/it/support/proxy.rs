@@ -91,15 +91,30 @@ impl Proxy {
 
     /// Returns one value of the metrics page, by name and labels, or 0 if it is absent.
     pub async fn read_metric(&self, series: &str) -> f64 {
-        let page = ClientRequest::new(self.admin_address(), "GET", "/metrics")
-            .header("Host", "localhost")
-            .send()
-            .await
-            .text();
+        let page = self.read_metrics_page().await;
         let value = page
             .lines()
             .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
         value.map_or(0.0, |value| value.parse().unwrap())
+    }
+
+    /// Returns the store's errors so far as lines of the metrics page, without kinds that have none.
+    pub async fn read_store_errors(&self) -> Vec<String> {
+        let page = self.read_metrics_page().await;
+        page.lines()
+            .filter(|line| {
+                line.starts_with("tidegate_store_errors_total{") && !line.ends_with(" 0")
+            })
+            .map(str::to_owned)
+            .collect()
+    }
+
+    async fn read_metrics_page(&self) -> String {
+        ClientRequest::new(self.admin_address(), "GET", "/metrics")
+            .header("Host", "localhost")
+            .send()
+            .await
+            .text()
     }
 
     /// Waits until every worker is connected to the store. On a busy machine the proxy may start
