@@ -145,6 +145,12 @@ impl FallbackStore {
         self.phase() >= PHASE_FAILING
     }
 
+    /// Whether an outage has not ended, or ended so recently that another one would continue it.
+    pub fn is_near_outage(&self) -> bool {
+        let ended_us = self.outage_ended_us.load(Ordering::Relaxed);
+        self.is_in_outage() || self.clock.now_us().saturating_sub(ended_us) < STATUS_EXCHANGE_US
+    }
+
     /// Whether a partition with any of these counters is in an outage that has not ended.
     pub fn is_in_outage_for(&self, charges: &[Charge<'_>]) -> bool {
         self.is_in_outage() && charges.iter().any(|charge| self.may_be_stale(charge))

@@ -31,6 +31,16 @@ impl Share {
         }
     }
 
+    /// This share with the higher of both ranks. If `earlier` has no more instances, it is of no
+    /// limit more than the earlier share: ceil((units - rank) / instances) does not grow.
+    pub fn with_rank_not_below(self, earlier: Self) -> Self {
+        let ranks = self.rank.zip(earlier.rank);
+        Self {
+            rank: ranks.map(|(rank, earlier_rank)| rank.max(earlier_rank)),
+            ..self
+        }
+    }
+
     /// Number of instances that share the limits, at least 1.
     pub fn instance_count(self) -> u32 {
         self.instances
@@ -74,6 +84,31 @@ impl Share {
         Self {
             instances: half(bits >> 32).max(1),
             rank: Some(half(bits)).filter(|rank| *rank != u32::MAX),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn share() -> impl Strategy<Value = Share> {
+        let ranked = (1..12_u32).prop_flat_map(|count| (Just(count), 0..count));
+        prop_oneof![
+            ranked.prop_map(|(count, rank)| Share::with_rank(count, rank)),
+            (1..12_u32).prop_map(Share::with_unknown_rank),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn the_higher_rank_gains_no_unit(earlier in share(), newest in share(), units in 0..40_u64) {
+            let kept = newest.with_rank_not_below(earlier);
+            prop_assert!(kept.scale_units(units) <= newest.scale_units(units));
+            if newest.instance_count() >= earlier.instance_count() {
+                prop_assert!(kept.scale_units(units) <= earlier.scale_units(units));
+            }
         }
     }
 }

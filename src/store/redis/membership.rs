@@ -159,7 +159,8 @@ async fn run_heartbeat_round(
     {
         Ok(reply) => {
             let now = Instant::now();
-            fallback.set_share(tracker.next_share(fallback.share(), reply, now));
+            let is_near_outage = fallback.is_near_outage();
+            fallback.set_share(tracker.next_share(fallback.share(), reply, now, is_near_outage));
             tracker.redis_clock = Some((reply.now_us, now));
             Some(reply)
         }
@@ -383,8 +384,15 @@ impl MembershipTracker {
     }
 
     /// The share after a reply. A higher count takes effect at once, a lower one after the grace
-    /// period.
-    fn next_share(&mut self, share: Share, reply: MembershipReply, now: Instant) -> Share {
+    /// period. Near an outage the rank does not decrease: another instance may have used the unit
+    /// that a lower rank adds, before it knows its own new rank.
+    fn next_share(
+        &mut self,
+        share: Share,
+        reply: MembershipReply,
+        now: Instant,
+        is_near_outage: bool,
+    ) -> Share {
         let is_decrease = reply.live_instances < share.instance_count();
         if is_decrease
             && now.duration_since(*self.decrease_since.get_or_insert(now)) < MEMBERSHIP_GRACE_PERIOD
@@ -392,7 +400,11 @@ impl MembershipTracker {
             return share;
         }
         self.decrease_since = None;
-        Share::with_rank(reply.live_instances, reply.rank)
+        let newest = Share::with_rank(reply.live_instances, reply.rank);
+        match is_near_outage && !is_decrease {
+            true => newest.with_rank_not_below(share),
+            false => newest,
+        }
     }
 }
 
@@ -416,7 +428,7 @@ mod tests {
         let start = Instant::now();
         let mut reply_at = |beat: u32, instances: u32, rank: u32| {
             let reply = membership_reply(instances, rank);
-            share = tracker.next_share(share, reply, start + beat * HEARTBEAT_INTERVAL);
+            share = tracker.next_share(share, reply, start + beat * HEARTBEAT_INTERVAL, false);
             share
         };
         assert_eq!(
@@ -437,12 +449,27 @@ mod tests {
         assert_eq!(reply_at(7, 2, 1), Share::with_rank(2, 1));
     }
 
+    /// Three instances share 20 units as 7, 7 and 6, and are restarted in an outage. The new ids
+    /// give the last one rank 0 before the others know their new ranks.
+    #[tokio::test(start_paused = true)]
+    async fn a_lower_rank_adds_no_unit_near_an_outage() {
+        let mut tracker = MembershipTracker::new();
+        let mut share_after = |rank, new_rank, is_near_outage| {
+            let (share, reply) = (Share::with_rank(3, rank), membership_reply(3, new_rank));
+            let share = tracker.next_share(share, reply, Instant::now(), is_near_outage);
+            share.scale_units(20)
+        };
+        assert_eq!(share_after(2, 0, true), 6);
+        assert_eq!(share_after(1, 2, true), 6, "a higher rank takes effect");
+        assert_eq!(share_after(2, 0, false), 7);
+    }
+
     #[tokio::test(start_paused = true)]
     async fn only_consecutive_answers_reduce_the_instance_count() {
         let mut tracker = MembershipTracker::new();
         let five = Share::with_rank(5, 4);
         let lower_reply = |tracker: &mut MembershipTracker| {
-            tracker.next_share(five, membership_reply(2, 1), Instant::now())
+            tracker.next_share(five, membership_reply(2, 1), Instant::now(), false)
         };
         for _ in 0..10 {
             assert_eq!(lower_reply(&mut tracker), five, "a glimpse after an outage");
