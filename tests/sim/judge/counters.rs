@@ -29,20 +29,14 @@ pub(super) fn check_counter(
         let settled = actual.filter(|_| record.is_settled);
         if one.is_forwarded {
             least += settled.unwrap_or(cost).min(cost);
-            // A late settlement beside an outage, or a repeated write-back.
-            let is_twice = !one.is_healthy;
-            most += settled.map_or(cost, |actual| {
-                if one.is_healthy {
-                    actual
-                } else {
-                    cost.max(actual)
-                }
-            });
-            most += if is_twice {
-                cost.max(settled.unwrap_or(0))
-            } else {
-                0
+            most += match settled {
+                Some(actual) if one.is_settlement_healthy => actual,
+                _ => cost.max(settled.unwrap_or(0)),
             };
+            // A write-back may be repeated.
+            if !one.is_healthy {
+                most += cost.max(settled.unwrap_or(0));
+            }
         } else {
             most += one.most_units;
         }

@@ -39,6 +39,8 @@ pub(crate) struct CounterUse {
     pub(crate) most_units: u64,
     pub(crate) is_forwarded: bool,
     pub(crate) is_healthy: bool,
+    /// No fault could lose the settlement, if there was one.
+    pub(crate) is_settlement_healthy: bool,
 }
 
 /// A policy's counter for one client, or for all.
@@ -145,11 +147,14 @@ impl<'r> FinishedRun<'r> {
         let until_us = record
             .decided_us
             .unwrap_or(arrived_us + self.scenario.timeout_us);
-        let is_healthy = is_healthy(
-            &self.excuses,
-            (request.instance, server),
-            (arrived_us, until_us),
-        );
+        let is_healthy_until = |until_us: u64| {
+            let place = (request.instance, server);
+            is_healthy(&self.excuses, place, (arrived_us, until_us))
+        };
+        let is_healthy = is_healthy_until(until_us);
+        let settled_by_us = record
+            .ended_us
+            .map_or(0, |us| us + self.scenario.timeout_us);
         let is_unlimited = record.is_degraded && policy.on_failure == OnFailure::Open;
         let cost = policy.cost(request);
         let actual = policy.actual_units(request);
@@ -173,6 +178,7 @@ impl<'r> FinishedRun<'r> {
             },
             is_forwarded,
             is_healthy,
+            is_settlement_healthy: is_healthy_until(settled_by_us.max(until_us)),
         }
     }
 
