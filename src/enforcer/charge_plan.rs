@@ -1,13 +1,13 @@
 //! The charges of one request: which limits apply, by which key and at which cost.
 
 use super::decisions::PolicyDecision;
-use super::planned_policy::{PlannedPolicy, is_concurrency_limit};
+use super::planned_policy::{ChargePositions, PlannedPolicy, PolicyStatuses, is_concurrency_limit};
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
 use crate::limiter::{Algorithm, Charge, Decision, Key, LimitStatus, MAX_UNITS};
 use crate::policy::{
-    Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, OnStoreFailure, OverrideRule,
-    Policy, PolicyAction, PolicyTable,
+    Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, NamedLimit, OnStoreFailure,
+    OverrideRule, Policy, PolicyAction, PolicyTable,
 };
 use crate::store::{
     ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
@@ -260,12 +260,9 @@ impl<'t> ChargePlan<'t> {
     /// Enters the amounts that the request states into the statuses of its charges, so that
     /// responses and settlements use them. An override in the store wins.
     pub(super) fn report_amounts(&self, decision: &mut Decision) {
-        let mut first = 0;
-        for planned_policy in &self.planned_policies {
-            first += usize::from(planned_policy.block.is_some());
-            let next = first + planned_policy.limits.len();
+        for (planned_policy, positions) in self.policies_with_positions() {
             if let Some(amounts) = &planned_policy.amounts {
-                let own = decision.statuses.get_mut(first..next);
+                let own = decision.statuses.get_mut(positions.limits);
                 for (index, status) in own.into_iter().flatten().enumerate() {
                     if let Some(status) = status
                         && status.in_effect.is_none()
@@ -274,8 +271,34 @@ impl<'t> ChargePlan<'t> {
                     }
                 }
             }
-            first = next + planned_policy.counted_limits().count();
         }
+    }
+
+    /// The planned policies in the order of their charges: of each policy the block, then the
+    /// limits, then the response counters.
+    pub(super) fn policies_with_positions(
+        &self,
+    ) -> impl Iterator<Item = (&PlannedPolicy<'t>, ChargePositions)> {
+        let mut first = 0;
+        self.planned_policies.iter().map(move |planned_policy| {
+            let positions = planned_policy.charge_positions(first);
+            first = positions.response_counters.end;
+            (planned_policy, positions)
+        })
+    }
+
+    /// The planned policies with their statuses in a decision.
+    pub(super) fn policies_with_statuses<'d>(
+        &self,
+        decision: &'d Decision,
+    ) -> impl Iterator<Item = (&PlannedPolicy<'t>, PolicyStatuses<'d>)> {
+        let statuses = decision.statuses.as_slice();
+        self.policies_with_positions()
+            .map(move |(planned_policy, positions)| {
+                let block = positions.block.and_then(|at| statuses.get(at)?.as_ref());
+                let limits = statuses.get(positions.limits).unwrap_or_default();
+                (planned_policy, PolicyStatuses { block, limits })
+            })
     }
 
     /// Reserves a slot for each concurrency limit.
@@ -317,55 +340,50 @@ impl<'t> ChargePlan<'t> {
         decision: &Decision,
         settlements: &SettlementQueue,
     ) -> Vec<EstimatedCharge> {
-        let (mut estimates, mut next) = (Vec::new(), 0);
-        for planned_policy in self.planned_policies.iter().filter(|_| decision.admitted) {
-            let first = next + usize::from(planned_policy.block.is_some());
-            let own = next..first + planned_policy.limits.len();
-            let first_counted = own.end;
-            next = first_counted + planned_policy.counted_limits().count();
-            let passes = |status: &Option<LimitStatus>| {
-                status.is_some_and(|status| status.refusal.is_none() && !status.is_unlimited())
+        let mut estimates = Vec::new();
+        if !decision.admitted {
+            return estimates;
+        }
+        let status_at = |index: usize| decision.statuses.get(index).copied().flatten();
+        let limit_in_effect = |named: &NamedLimit, index| {
+            status_at(index).map_or(named.limit, |status| status.limit_in_effect(&named.limit))
+        };
+        // A charge without a recorded time gets the time 0, so that no units are credited.
+        let charged_at_us = |index: usize| {
+            decision
+                .charged_at_us
+                .get(index)
+                .copied()
+                .flatten()
+                .unwrap_or_default()
+        };
+        let is_passed = |index| {
+            status_at(index)
+                .is_some_and(|status| status.refusal.is_none() && !status.is_unlimited())
+        };
+        for (planned_policy, positions) in self.policies_with_positions() {
+            let mut own = positions.block.into_iter().chain(positions.limits.clone());
+            let Some(cost) = planned_policy.estimate.filter(|_| own.all(is_passed)) else {
+                continue;
             };
-            let is_charged = decision
-                .statuses
-                .get(own)
-                .is_some_and(|own| own.iter().all(passes));
-            if let Some(cost) = planned_policy.estimate.filter(|_| is_charged) {
-                // A charge without a recorded time gets the time 0, so that no units are credited.
-                let at_us = |index: usize| {
-                    decision
-                        .charged_at_us
-                        .get(index)
-                        .copied()
-                        .flatten()
-                        .unwrap_or_default()
-                };
-                let limits = (first..).zip(planned_policy.limits.iter());
-                let counters = limits
-                    .filter(|(_, named)| !is_concurrency_limit(&named.limit))
-                    .map(|(index, named)| {
-                        let status = decision.statuses.get(index).copied().flatten();
-                        let limit = status
-                            .map_or(named.limit, |status| status.limit_in_effect(&named.limit));
-                        ((limit, planned_policy.key.clone()), at_us(index))
-                    })
-                    .collect();
-                let counted = planned_policy.counted_key.iter().flat_map(|key| {
-                    let limits = planned_policy.counted_limits().zip(first_counted..);
-                    limits.map(|((_, named), index)| {
-                        let status = decision.statuses.get(index).copied().flatten();
-                        let limit = status
-                            .map_or(named.limit, |status| status.limit_in_effect(&named.limit));
-                        (limit, Key::clone(key))
-                    })
+            let limits = planned_policy.limits.iter().zip(positions.limits);
+            let counters = limits
+                .filter(|(named, _)| !is_concurrency_limit(&named.limit))
+                .map(|(named, index)| {
+                    let counter = (limit_in_effect(named, index), planned_policy.key.clone());
+                    (counter, charged_at_us(index))
                 });
-                estimates.push(EstimatedCharge::new(
-                    Arc::clone(cost),
-                    counters,
-                    counted.collect(),
-                    settlements.clone(),
-                ));
-            }
+            let response_counters = planned_policy.counted_key.iter().flat_map(|key| {
+                let limits = planned_policy.counted_limits();
+                let limits = limits.zip(positions.response_counters.clone());
+                limits.map(|((_, named), index)| (limit_in_effect(named, index), Key::clone(key)))
+            });
+            estimates.push(EstimatedCharge::new(
+                Arc::clone(cost),
+                counters.collect(),
+                response_counters.collect(),
+                settlements.clone(),
+            ));
         }
         estimates
     }

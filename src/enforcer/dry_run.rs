@@ -100,7 +100,7 @@ pub fn dry_run_request<'t>(
             .planned_policies
             .iter()
             .find(|planned_policy| planned_policy.policy_index == at);
-        let planned_policy = planned_policy.map(|planned_policy| QuotaUsage {
+        let quota_usage = planned_policy.map(|planned_policy| QuotaUsage {
             key: &planned_policy.key,
             limits: planned_policy.limits,
             cost: planned_policy.cost,
@@ -108,7 +108,7 @@ pub fn dry_run_request<'t>(
         report(PolicyOutcome {
             policy_index: at,
             decision,
-            quota_usage: planned_policy,
+            quota_usage,
         });
     });
     let (taken, max_duration_us) = taken_slots(&charges, &decision);

@@ -69,25 +69,14 @@ pub async fn explain_request<'t>(
             .iter()
             .enumerate()
             .filter_map(|(index, (policy, step))| match step {
-                PolicyStep::Limits(limits) => {
-                    let PolicyLimits { key, block, .. } = limits;
-                    Some(PlannedPolicy {
-                        policy_index: index,
-                        policy,
-                        mode: limits.mode,
-                        key: key.clone(),
-                        limits: limits.limits,
-                        amounts: read_request_amounts(limits.limits, facts),
-                        block: *block,
-                        cost: 0,
-                        estimate: None,
-                        counted_key: None,
-                        counts_rejected: false,
-                        shards: policy.quota().map_or(1, |quota| quota.shards),
-                        lease: None,
-                        is_dynamic: policy.quota().is_some_and(|quota| quota.is_dynamic),
-                    })
-                }
+                PolicyStep::Limits(limits) => Some(PlannedPolicy::for_reading(
+                    (index, policy),
+                    policy.quota()?,
+                    limits.mode,
+                    limits.key.clone(),
+                    limits.limits,
+                    read_request_amounts(limits.limits, facts),
+                )),
                 _ => None,
             });
     let mut now_us = None;
@@ -104,17 +93,11 @@ pub async fn explain_request<'t>(
                 };
             }
         };
-        let mut statuses = decision.statuses.into_iter();
-        for planned_policy in &plan.planned_policies {
+        for (planned_policy, statuses) in plan.policies_with_statuses(&decision) {
             let step = steps.get_mut(planned_policy.policy_index);
             if let Some((_, PolicyStep::Limits(limits))) = step {
-                let block = limits.block.and_then(|_| statuses.next().flatten());
-                limits.blocked_until_us = block.and_then(|block| block.next_growth_us);
-                limits.statuses = statuses
-                    .by_ref()
-                    .take(limits.limits.len())
-                    .flatten()
-                    .collect();
+                limits.blocked_until_us = statuses.blocked_until_us();
+                limits.statuses = statuses.limits.iter().flatten().copied().collect();
             }
         }
         now_us = now_us.or(Some(decision.now_us));

@@ -65,31 +65,24 @@ impl Enforcer {
                 };
             }
         };
-        let mut statuses = decision.statuses.iter().copied();
         let policies: Vec<OwnPolicyLimits<'t>> = plan
-            .planned_policies
-            .iter()
-            .map(|planned| OwnPolicyLimits {
-                policy: planned.policy,
-                blocked_until_us: planned
-                    .block
-                    .and_then(|_| statuses.next().flatten()?.next_growth_us),
-                limits: planned
-                    .limits
-                    .iter()
-                    .filter_map(|limit| {
-                        let status = statuses.next().flatten()?;
-                        if status.is_unlimited() {
-                            return None;
-                        }
-                        let key_id = planned.key.id();
-                        Some(LimitReport {
-                            limit,
-                            status,
-                            key_id,
-                        })
+            .policies_with_statuses(&decision)
+            .map(|(planned_policy, statuses)| {
+                let limits = planned_policy.limits.iter().zip(statuses.limits);
+                let reports = limits.filter_map(|(limit, status)| {
+                    let status = status.filter(|status| !status.is_unlimited())?;
+                    let key_id = planned_policy.key.id();
+                    Some(LimitReport {
+                        limit,
+                        status,
+                        key_id,
                     })
-                    .collect(),
+                });
+                OwnPolicyLimits {
+                    policy: planned_policy.policy,
+                    blocked_until_us: statuses.blocked_until_us(),
+                    limits: reports.collect(),
+                }
             })
             .collect();
         let verdict = Verdict {
@@ -106,21 +99,15 @@ impl Enforcer {
 
 /// Plans charges that read the counters and change nothing.
 fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> ChargePlan<'t> {
-    let planned_policies = client.quotas.iter().map(|own| PlannedPolicy {
-        policy_index: own.policy_index,
-        policy: own.policy,
-        mode: own.mode,
-        key: own.key.clone(),
-        limits: own.limits,
-        amounts: own.amounts.clone(),
-        block: own.quota.block.as_ref(),
-        cost: 0,
-        estimate: None,
-        counted_key: None,
-        counts_rejected: false,
-        shards: own.quota.shards,
-        lease: None,
-        is_dynamic: own.quota.is_dynamic,
+    let planned_policies = client.quotas.iter().map(|own| {
+        PlannedPolicy::for_reading(
+            (own.policy_index, own.policy),
+            own.quota,
+            own.mode,
+            own.key.clone(),
+            own.limits,
+            own.amounts.clone(),
+        )
     });
     ChargePlan {
         planned_policies: planned_policies.collect(),

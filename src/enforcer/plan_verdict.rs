@@ -2,29 +2,27 @@
 
 use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
-use super::planned_policy::PlannedPolicy;
+use super::planned_policy::{PlannedPolicy, PolicyStatuses};
 use super::{LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Decision, Key, LimitStatus, Refusal};
 use crate::policy::{NamedLimit, OnStoreFailure, Policy, PolicyMode};
 use crate::store::StoreUnavailable;
 use smallvec::SmallVec;
-use std::slice::Iter;
+use std::mem::take;
 use std::time::Duration;
 
 impl<'t> ChargePlan<'t> {
     /// Builds the verdict from a decision with one status per charge.
-    pub(super) fn into_verdict(self, decision: &Decision) -> Verdict<'t> {
+    pub(super) fn into_verdict(mut self, decision: &Decision) -> Verdict<'t> {
         let mut verdict = Verdict::from_outcome(RequestOutcome::Forward);
         verdict.now_us = decision.now_us;
         verdict.delay = Duration::from_micros(decision.delay_us);
-        verdict.unenforced_rejections = self.unenforced_rejections;
+        verdict.unenforced_rejections = take(&mut self.unenforced_rejections);
         let mut refusals = RefusalSummary::default();
-        let mut statuses = decision.statuses.iter();
-        for planned_policy in &self.planned_policies {
-            let block = planned_policy.block.and_then(|_| *statuses.next()?);
-            refusals.is_blocked |= block.is_some_and(|block| block.refusal.is_some());
-            let blocked_until_us = block.and_then(|block| block.next_growth_us);
-            for (limit, status) in planned_policy.limits.iter().zip(&mut statuses) {
+        for (planned_policy, statuses) in self.policies_with_statuses(decision) {
+            refusals.is_blocked |= statuses.is_blocked();
+            let blocked_until_us = statuses.blocked_until_us();
+            for (limit, status) in planned_policy.limits.iter().zip(statuses.limits) {
                 let (policy, mode) = (planned_policy.policy, planned_policy.mode);
                 let status = match (*status, blocked_until_us) {
                     (Some(status), _) if !mode.is_enforced() => {
@@ -48,7 +46,6 @@ impl<'t> ChargePlan<'t> {
                     refusals.add_refusal(planned_policy.policy, limit, refusal);
                 }
             }
-            planned_policy.skip_counted_statuses(&mut statuses);
         }
         debug_assert!(
             decision.admitted || refusals.longest_refusal.is_some(),
@@ -102,10 +99,9 @@ impl<'t> ChargePlan<'t> {
         decision: &Decision,
         mut count: impl FnMut(usize, Option<&Key>, PolicyDecision),
     ) {
-        let mut statuses = decision.statuses.iter();
-        for planned_policy in &self.planned_policies {
-            let is_delayed = decision.delay_us > 0;
-            if let Some(decision_label) = planned_policy.read_decision(&mut statuses, is_delayed) {
+        let is_delayed = decision.delay_us > 0;
+        for (planned_policy, statuses) in self.policies_with_statuses(decision) {
+            if let Some(decision_label) = planned_policy.read_decision(statuses, is_delayed) {
                 count(
                     planned_policy.policy_index,
                     Some(&planned_policy.key),
@@ -122,15 +118,15 @@ impl<'t> ChargePlan<'t> {
         fallback_decision: Option<&Decision>,
         record_decision: impl Fn(usize, Option<&Key>, PolicyDecision),
     ) {
-        let mut statuses = fallback_decision.map(|decision| decision.statuses.iter());
-        let is_delayed = fallback_decision.is_some_and(|decision| decision.delay_us > 0);
-        for planned_policy in &self.planned_policies {
+        let undecided = Decision::default();
+        let decision = fallback_decision.unwrap_or(&undecided);
+        for (planned_policy, statuses) in self.policies_with_statuses(decision) {
+            let statuses = fallback_decision.map(|_| statuses);
             let decision_label = if planned_policy.key.is_instance_scoped() {
-                let read = |statuses| planned_policy.read_decision(statuses, is_delayed);
-                statuses.as_mut().and_then(read)
+                let is_delayed = decision.delay_us > 0;
+                statuses.and_then(|statuses| planned_policy.read_decision(statuses, is_delayed))
             } else {
-                let is_decided = fallback_decision.is_some();
-                Some(planned_policy.read_degraded_decision(statuses.as_mut(), is_decided))
+                Some(planned_policy.read_degraded_decision(statuses))
             };
             if let Some(decision_label) = decision_label {
                 record_decision(
@@ -144,61 +140,57 @@ impl<'t> ChargePlan<'t> {
 }
 
 impl PlannedPolicy<'_> {
-    /// The decision of the policy, from the next statuses, which are its own. `None` if a status is
-    /// unknown.
+    /// The decision of the policy. `None` if a status is unknown.
     fn read_decision(
         &self,
-        statuses: &mut Iter<'_, Option<LimitStatus>>,
+        statuses: PolicyStatuses<'_>,
         is_delayed: bool,
     ) -> Option<PolicyDecision> {
-        let block = self.block.and_then(|_| *statuses.next()?);
-        let blocked = block.is_some_and(|block| block.refusal.is_some());
-        let (mut refused, mut known) = (false, true);
-        for status in statuses.by_ref().take(self.limits.len()) {
-            refused |= status.is_some_and(|status| status.refusal.is_some());
-            known &= status.is_some();
-        }
-        self.skip_counted_statuses(statuses);
         let mode = self.mode;
-        match (refused, mode) {
-            _ if blocked => Some(PolicyDecision::Blocked),
+        match (statuses.has_refusing_limit(), mode) {
+            _ if statuses.is_blocked() => Some(PolicyDecision::Blocked),
             (true, PolicyMode::Enforce) => Some(PolicyDecision::Rejected),
             (true, _) => Some(PolicyDecision::from_mode(mode)),
+            (false, _) if statuses.limits.iter().any(Option::is_none) => None,
             (false, PolicyMode::Enforce) if is_delayed && self.may_delay_requests() => {
                 Some(PolicyDecision::Delayed)
             }
-            (false, _) => known.then_some(PolicyDecision::Allowed),
+            (false, _) => Some(PolicyDecision::Allowed),
         }
     }
 
-    /// The decision of the policy while the store is unavailable. `statuses` starts with its own,
-    /// if `is_decided`: a decision was made without the store.
-    fn read_degraded_decision(
-        &self,
-        mut statuses: Option<&mut Iter<'_, Option<LimitStatus>>>,
-        is_decided: bool,
-    ) -> PolicyDecision {
-        let charges = self.limits.len() + usize::from(self.block.is_some());
-        // Consumes all statuses of this policy, also after the first refusal.
-        let refused = statuses
-            .iter_mut()
-            .flat_map(|statuses| statuses.by_ref().take(charges))
-            .flatten()
-            .filter(|status| status.refusal.is_some())
-            .count()
-            > 0;
-        if let Some(statuses) = statuses {
-            self.skip_counted_statuses(statuses);
-        }
-        match self.policy.on_store_failure {
+    /// The decision of the policy while the store is unavailable. `statuses`: those of a decision
+    /// without the store, if any was made.
+    fn read_degraded_decision(&self, statuses: Option<PolicyStatuses<'_>>) -> PolicyDecision {
+        match (self.policy.on_store_failure, statuses) {
             _ if !self.mode.is_enforced() => PolicyDecision::DegradedUndecided,
-            OnStoreFailure::Open => PolicyDecision::DegradedOpen,
-            OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
+            (OnStoreFailure::Open, _) => PolicyDecision::DegradedOpen,
+            (OnStoreFailure::Closed, _) => PolicyDecision::DegradedClosed,
             // Another policy is closed: nothing was decided.
-            OnStoreFailure::Local if !is_decided => PolicyDecision::DegradedUndecided,
-            OnStoreFailure::Local if refused => PolicyDecision::DegradedLocalRejected,
-            OnStoreFailure::Local => PolicyDecision::DegradedLocalAllowed,
+            (OnStoreFailure::Local, None) => PolicyDecision::DegradedUndecided,
+            (OnStoreFailure::Local, Some(statuses))
+                if statuses.is_blocked() || statuses.has_refusing_limit() =>
+            {
+                PolicyDecision::DegradedLocalRejected
+            }
+            (OnStoreFailure::Local, Some(_)) => PolicyDecision::DegradedLocalAllowed,
         }
+    }
+}
+
+impl PolicyStatuses<'_> {
+    fn is_blocked(&self) -> bool {
+        self.block.is_some_and(|block| block.refusal.is_some())
+    }
+
+    /// End of the current block (µs, store's clock), if any.
+    pub(super) fn blocked_until_us(&self) -> Option<u64> {
+        self.block.and_then(|block| block.next_growth_us)
+    }
+
+    fn has_refusing_limit(&self) -> bool {
+        let mut statuses = self.limits.iter().flatten();
+        statuses.any(|status| status.refusal.is_some())
     }
 }
 

@@ -1,11 +1,28 @@
 //! One policy of a charge plan.
 
-use crate::limiter::{Algorithm, Key, LeaseTerms, Limit, LimitName};
+use crate::limiter::{Algorithm, Key, LeaseTerms, Limit, LimitName, LimitStatus};
 use crate::policy::{
     EstimateCost, Facts, NamedLimit, Policy, PolicyMode, Quota, RequestAmounts, SelectedLimits,
     read_request_amounts,
 };
+use std::ops::Range;
 use std::sync::Arc;
+
+/// The positions of a policy's charges in its plan. A decision has their statuses at the same
+/// positions.
+pub(super) struct ChargePositions {
+    pub block: Option<usize>,
+    pub limits: Range<usize>,
+    pub response_counters: Range<usize>,
+}
+
+/// The statuses of one policy in a decision.
+#[derive(Clone, Copy)]
+pub(super) struct PolicyStatuses<'d> {
+    pub block: Option<&'d LimitStatus>,
+    /// One status for each limit; `None` if it is unknown.
+    pub limits: &'d [Option<LimitStatus>],
+}
 
 /// The limits of one matching policy, for the request's key.
 pub(super) struct PlannedPolicy<'t> {
@@ -62,6 +79,33 @@ impl<'t> PlannedPolicy<'t> {
         }
     }
 
+    /// Plans to read the counters of a policy, given with its index, and to change none.
+    pub(super) fn for_reading(
+        (policy_index, policy): (usize, &'t Policy),
+        quota: &'t Quota,
+        mode: PolicyMode,
+        key: Key,
+        limits: &'t [NamedLimit],
+        amounts: Option<Box<RequestAmounts>>,
+    ) -> Self {
+        Self {
+            policy_index,
+            policy,
+            mode,
+            key,
+            limits,
+            amounts,
+            block: quota.block.as_ref().filter(|_| mode.is_enforced()),
+            cost: 0,
+            estimate: None,
+            counted_key: None,
+            counts_rejected: false,
+            shards: quota.shards,
+            lease: None,
+            is_dynamic: quota.is_dynamic,
+        }
+    }
+
     /// Whether both charge the same counters: the same policy by several descriptors, or policies
     /// with the same `counter`.
     pub(super) fn shares_counters_with(&self, other: &Self) -> bool {
@@ -107,9 +151,15 @@ impl<'t> PlannedPolicy<'t> {
         limits.filter(move |(_, named)| has_counters && !is_concurrency_limit(&named.limit))
     }
 
-    /// Skips the statuses of [`Self::counted_limits`].
-    pub(super) fn skip_counted_statuses(&self, statuses: &mut impl Iterator) {
-        self.counted_limits().for_each(|_| drop(statuses.next()));
+    /// The positions of the charges of this policy, the first of which is at `first`.
+    pub(super) fn charge_positions(&self, first: usize) -> ChargePositions {
+        let first_limit = first + usize::from(self.block.is_some());
+        let first_counter = first_limit + self.limits.len();
+        ChargePositions {
+            block: self.block.map(|_| first),
+            limits: first_limit..first_counter,
+            response_counters: first_counter..first_counter + self.counted_limits().count(),
+        }
     }
 
     /// Whether the policy may delay requests.

@@ -180,23 +180,20 @@ impl ChargePlan<'_> {
     /// Turns a read of all counters into a refusal if a quota of cost 0 is exhausted.
     fn refuse_exhausted(&self, decision: &mut Decision) -> bool {
         let mut is_refused = false;
-        let mut statuses = decision.statuses.iter_mut();
-        for planned_policy in &self.planned_policies {
+        let statuses = &mut decision.statuses;
+        for (planned_policy, positions) in self.policies_with_positions() {
             // A charge of cost 0 is never refused by a block. A block that has an end time is in
             // effect.
             let mut is_exhausted = false;
-            if planned_policy.block.is_some()
-                && let Some(Some(block)) = statuses.next()
+            if let Some(block_at) = positions.block
+                && let Some(Some(block)) = statuses.get_mut(block_at)
                 && let Some(until_us) = block.next_growth_us
             {
                 block.refusal = Some(Refusal::Until(until_us));
                 is_exhausted = true;
             }
-            for status in statuses
-                .by_ref()
-                .take(planned_policy.limits.len())
-                .flatten()
-            {
+            let limits = statuses.get_mut(positions.limits);
+            for status in limits.into_iter().flatten().flatten() {
                 if status.refusal.is_none() && status.remaining < planned_policy.cost.max(1) {
                     status.refusal =
                         Some(status.next_growth_us.map_or(Refusal::Never, Refusal::Until));

@@ -251,24 +251,12 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
 fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
-        let planned_policy = policies.iter().map(|policy| PlannedPolicy {
-            counted_key: None,
-            policy_index: 0,
-            policy,
-            mode: policy.mode,
-            key: key.clone(),
-            limits: &[],
-            amounts: None,
-            block: None,
-            cost: 1,
-            estimate: None,
-            counts_rejected: false,
-            shards: 1,
-            lease: None,
-            is_dynamic: false,
+        let planned_policies = policies.iter().map(|policy| {
+            let quota = policy.quota().unwrap();
+            PlannedPolicy::for_reading((0, policy), quota, policy.mode, key.clone(), &[], None)
         });
         let plan = ChargePlan {
-            planned_policies: planned_policy.collect(),
+            planned_policies: planned_policies.collect(),
             unenforced_rejections: UnenforcedRejections::default(),
         };
         let verdict = plan.into_degraded_verdict(
