@@ -274,8 +274,8 @@ impl<'t> ChargePlan<'t> {
         }
     }
 
-    /// The planned policies in the order of their charges: of each policy the block, then the
-    /// limits, then the response counters.
+    /// Pairs each planned policy with the positions of its charges. A policy charges its block, then
+    /// its limits, then its response counters.
     pub(super) fn policies_with_positions(
         &self,
     ) -> impl Iterator<Item = (&PlannedPolicy<'t>, ChargePositions)> {
@@ -287,7 +287,7 @@ impl<'t> ChargePlan<'t> {
         })
     }
 
-    /// The planned policies with their statuses in a decision.
+    /// Pairs each planned policy with the statuses of its block and limits in `decision`.
     pub(super) fn policies_with_statuses<'d>(
         &self,
         decision: &'d Decision,
@@ -357,13 +357,16 @@ impl<'t> ChargePlan<'t> {
                 .flatten()
                 .unwrap_or_default()
         };
-        let is_passed = |index| {
+        let is_charged = |index| {
             status_at(index)
                 .is_some_and(|status| status.refusal.is_none() && !status.is_unlimited())
         };
         for (planned_policy, positions) in self.policies_with_positions() {
-            let mut own = positions.block.into_iter().chain(positions.limits.clone());
-            let Some(cost) = planned_policy.estimate.filter(|_| own.all(is_passed)) else {
+            let mut block_and_limits = positions.block.into_iter().chain(positions.limits.clone());
+            let Some(cost) = planned_policy
+                .estimate
+                .filter(|_| block_and_limits.all(is_charged))
+            else {
                 continue;
             };
             let limits = planned_policy.limits.iter().zip(positions.limits);

@@ -69,7 +69,7 @@ pub async fn explain_request<'t>(
             .iter()
             .enumerate()
             .filter_map(|(index, (policy, step))| match step {
-                PolicyStep::Limits(limits) => Some(PlannedPolicy::for_reading(
+                PolicyStep::Limits(limits) => Some(PlannedPolicy::new_read_only(
                     (index, policy),
                     policy.quota()?,
                     limits.mode,

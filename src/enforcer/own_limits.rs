@@ -100,7 +100,7 @@ impl Enforcer {
 /// Plans charges that read the counters and change nothing.
 fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> ChargePlan<'t> {
     let planned_policies = client.quotas.iter().map(|own| {
-        PlannedPolicy::for_reading(
+        PlannedPolicy::new_read_only(
             (own.policy_index, own.policy),
             own.quota,
             own.mode,

@@ -118,8 +118,8 @@ impl<'t> ChargePlan<'t> {
         fallback_decision: Option<&Decision>,
         record_decision: impl Fn(usize, Option<&Key>, PolicyDecision),
     ) {
-        let undecided = Decision::default();
-        let decision = fallback_decision.unwrap_or(&undecided);
+        let empty_decision = Decision::default();
+        let decision = fallback_decision.unwrap_or(&empty_decision);
         for (planned_policy, statuses) in self.policies_with_statuses(decision) {
             let statuses = fallback_decision.map(|_| statuses);
             let decision_label = if planned_policy.key.is_instance_scoped() {
@@ -159,8 +159,8 @@ impl PlannedPolicy<'_> {
         }
     }
 
-    /// The decision of the policy while the store is unavailable. `statuses`: those of a decision
-    /// without the store, if any was made.
+    /// The decision of the policy while the store is unavailable. `statuses` come from the decision
+    /// that was made without the store; `None` if none was made.
     fn read_degraded_decision(&self, statuses: Option<PolicyStatuses<'_>>) -> PolicyDecision {
         match (self.policy.on_store_failure, statuses) {
             _ if !self.mode.is_enforced() => PolicyDecision::DegradedUndecided,

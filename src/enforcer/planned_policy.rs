@@ -16,11 +16,12 @@ pub(super) struct ChargePositions {
     pub response_counters: Range<usize>,
 }
 
-/// The statuses of one policy in a decision.
+/// The statuses of a policy's block and limits in a decision.
 #[derive(Clone, Copy)]
 pub(super) struct PolicyStatuses<'d> {
+    /// `None` if the policy has no block, or if its status is unknown.
     pub block: Option<&'d LimitStatus>,
-    /// One status for each limit; `None` if it is unknown.
+    /// One entry for each limit, `None` if unknown. Empty if the decision has no statuses.
     pub limits: &'d [Option<LimitStatus>],
 }
 
@@ -79,8 +80,9 @@ impl<'t> PlannedPolicy<'t> {
         }
     }
 
-    /// Plans to read the counters of a policy, given with its index, and to change none.
-    pub(super) fn for_reading(
+    /// Plans charges of cost 0, which read the counters of a policy and change none. The policy is
+    /// given with its index in the table.
+    pub(super) fn new_read_only(
         (policy_index, policy): (usize, &'t Policy),
         quota: &'t Quota,
         mode: PolicyMode,
@@ -151,7 +153,7 @@ impl<'t> PlannedPolicy<'t> {
         limits.filter(move |(_, named)| has_counters && !is_concurrency_limit(&named.limit))
     }
 
-    /// The positions of the charges of this policy, the first of which is at `first`.
+    /// The positions of this policy's charges, starting at `first`.
     pub(super) fn charge_positions(&self, first: usize) -> ChargePositions {
         let first_limit = first + usize::from(self.block.is_some());
         let first_counter = first_limit + self.limits.len();

@@ -253,7 +253,7 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
         let key = KeyBuilder::new("p").finish();
         let planned_policies = policies.iter().map(|policy| {
             let quota = policy.quota().unwrap();
-            PlannedPolicy::for_reading((0, policy), quota, policy.mode, key.clone(), &[], None)
+            PlannedPolicy::new_read_only((0, policy), quota, policy.mode, key.clone(), &[], None)
         });
         let plan = ChargePlan {
             planned_policies: planned_policies.collect(),

@@ -145,7 +145,8 @@ impl FallbackStore {
         self.phase() >= PHASE_FAILING
     }
 
-    /// Whether an outage has not ended, or ended so recently that another one would continue it.
+    /// Whether any partition is in an outage, or the last outage ended less than
+    /// [`STATUS_EXCHANGE_US`] ago. A new outage then counts as the same one.
     pub fn is_near_outage(&self) -> bool {
         let ended_us = self.outage_ended_us.load(Ordering::Relaxed);
         self.is_in_outage() || self.clock.now_us().saturating_sub(ended_us) < STATUS_EXCHANGE_US

@@ -409,7 +409,7 @@ async fn an_open_slot_decides_two_keys_without_an_error() {
                 assert_eq!(used, 5, "a refused request charges no limit");
             }
             assert_eq!(fixture.forwarded(), 5);
-            println!("errors: {:?}", fixture.proxy.read_store_errors().await);
+            println!("errors: {:?}", fixture.proxy.read_store_error_lines().await);
         }
     }
 }
@@ -458,10 +458,11 @@ async fn settlements_in_an_open_slot_are_exact() {
     assert_eq!(errors, 0);
 }
 
-/// Forty slots move under load, each for longer than the timeout of a call. Every request is decided.
+/// Forty slots move under load, each for longer than the timeout of a call. Every request is
+/// decided.
 ///
-/// The timeout is long, and the test runs alone: a server that stands still for as long as the
-/// timeout fails requests, however its slots move.
+/// A server that stalls for as long as the timeout fails requests even without resharding.
+/// Therefore the timeout is long, and the test runs alone.
 #[tokio::test]
 async fn resharding_many_slots_under_load_fails_no_request() {
     let policies = format!(
@@ -508,7 +509,7 @@ async fn resharding_many_slots_under_load_fails_no_request() {
         "resharding 40 slots: {failed} of {} requests failed",
         statuses.len()
     );
-    let errors = fixture.proxy.read_store_errors().await;
+    let errors = fixture.proxy.read_store_error_lines().await;
     assert_eq!(failed, 0, "{errors:?}");
     let all = hourly(1_000_000, Algorithm::SlidingLog);
     let used = fixture.used_units(&all, &policy_key("all")).await;

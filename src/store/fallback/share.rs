@@ -31,14 +31,13 @@ impl Share {
         }
     }
 
-    /// This share with the higher of both ranks. If `earlier` has no more instances, it is of no
-    /// limit more than the earlier share: ceil((units - rank) / instances) does not grow.
-    pub fn with_rank_not_below(self, earlier: Self) -> Self {
-        let ranks = self.rank.zip(earlier.rank);
-        Self {
-            rank: ranks.map(|(rank, earlier_rank)| rank.max(earlier_rank)),
-            ..self
-        }
+    /// This share with the higher of the two ranks, or with its own if that of `earlier` is
+    /// unknown. If the instance count is not below that of `earlier`, every limit gets at most the
+    /// units that a known rank of `earlier` gave it: with a higher rank or count,
+    /// ceil((units - rank) / instances) does not grow.
+    pub fn with_higher_rank(self, earlier: Self) -> Self {
+        let rank = self.rank.map(|rank| rank.max(earlier.rank.unwrap_or(0)));
+        Self { rank, ..self }
     }
 
     /// Number of instances that share the limits, at least 1.
@@ -93,22 +92,25 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn share() -> impl Strategy<Value = Share> {
-        let ranked = (1..12_u32).prop_flat_map(|count| (Just(count), 0..count));
-        prop_oneof![
-            ranked.prop_map(|(count, rank)| Share::with_rank(count, rank)),
-            (1..12_u32).prop_map(Share::with_unknown_rank),
-        ]
+    fn any_share() -> impl Strategy<Value = Share> {
+        let counts = (1..12_u32).prop_flat_map(|count| (Just(count), 0..count));
+        counts.prop_map(|(count, rank)| Share::with_rank(count, rank))
     }
 
     proptest! {
         #[test]
-        fn the_higher_rank_gains_no_unit(earlier in share(), newest in share(), units in 0..40_u64) {
-            let kept = newest.with_rank_not_below(earlier);
-            prop_assert!(kept.scale_units(units) <= newest.scale_units(units));
+        fn the_higher_rank_gains_no_unit(
+            earlier in any_share(),
+            newest in any_share(),
+            units in 0..40_u64,
+        ) {
+            let next_share = newest.with_higher_rank(earlier);
+            prop_assert!(next_share.scale_units(units) <= newest.scale_units(units));
             if newest.instance_count() >= earlier.instance_count() {
-                prop_assert!(kept.scale_units(units) <= earlier.scale_units(units));
+                prop_assert!(next_share.scale_units(units) <= earlier.scale_units(units));
             }
+            let unknown = Share::with_unknown_rank(12);
+            prop_assert_eq!(newest.with_higher_rank(unknown), newest);
         }
     }
 }

@@ -384,8 +384,9 @@ impl MembershipTracker {
     }
 
     /// The share after a reply. A higher count takes effect at once, a lower one after the grace
-    /// period. Near an outage the rank does not decrease: another instance may have used the unit
-    /// that a lower rank adds, before it knows its own new rank.
+    /// period. During an outage and shortly after it ([`FallbackStore::is_near_outage`]), a known
+    /// rank decreases only together with the count. A lower rank can add a unit, and the instance
+    /// that had this unit uses it until a heartbeat reports its new rank.
     fn next_share(
         &mut self,
         share: Share,
@@ -402,7 +403,7 @@ impl MembershipTracker {
         self.decrease_since = None;
         let newest = Share::with_rank(reply.live_instances, reply.rank);
         match is_near_outage && !is_decrease {
-            true => newest.with_rank_not_below(share),
+            true => newest.with_higher_rank(share),
             false => newest,
         }
     }

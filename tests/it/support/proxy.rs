@@ -98,8 +98,8 @@ impl Proxy {
         value.map_or(0.0, |value| value.parse().unwrap())
     }
 
-    /// Returns the store's errors so far as lines of the metrics page, without kinds that have none.
-    pub async fn read_store_errors(&self) -> Vec<String> {
+    /// Returns the lines of `tidegate_store_errors_total` on the metrics page that are not 0.
+    pub async fn read_store_error_lines(&self) -> Vec<String> {
         let page = self.read_metrics_page().await;
         page.lines()
             .filter(|line| {

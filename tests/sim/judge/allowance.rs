@@ -22,9 +22,9 @@
 //! A verdict of a frozen instance may come as late as it continues, for a charge from before.
 //!
 //! `open` limits nothing in an outage. Unknown charges: a request without a verdict, or with one
-//! that was made in an outage, may stay charged; so may an estimate that was to be settled in an
-//! outage. A script that is not loaded yet costs up to six round trips; if that exceeds the
-//! timeout, a request may be decided without Redis.
+//! that was made in an outage, may stay charged. An estimate may stay charged if its settlement was
+//! due in an outage. A script that is not loaded yet costs up to six round trips; if that exceeds
+//! the timeout, a request may be decided without Redis.
 //!
 //! Windows with one more limit per fault overlap one of these intervals: 3 s from the start of an
 //! outage or step; data loss until 3 s after the server's return; isolation, or a process fault in

@@ -30,7 +30,7 @@ pub(super) fn check_counter(
         if one.is_forwarded {
             least += settled.unwrap_or(cost).min(cost);
             most += match settled {
-                Some(actual) if one.is_settlement_healthy => actual,
+                Some(actual) if one.is_healthy_until_settled => actual,
                 _ => cost.max(settled.unwrap_or(0)),
             };
             // A write-back may be repeated.

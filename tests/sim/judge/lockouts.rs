@@ -61,10 +61,10 @@ pub(super) fn may_start_block(
         });
         let units: u64 = counted
             .map(|one| match run.records[one.request].is_settled {
-                true if one.is_settlement_healthy => policy
+                true => policy
                     .actual_units(&run.scenario.requests[one.request])
                     .unwrap_or(one.most_units),
-                _ => one.most_units,
+                false => one.most_units,
             })
             .sum();
         units + cost > limit

@@ -39,8 +39,9 @@ pub(crate) struct CounterUse {
     pub(crate) most_units: u64,
     pub(crate) is_forwarded: bool,
     pub(crate) is_healthy: bool,
-    /// No fault could lose the settlement, if there was one.
-    pub(crate) is_settlement_healthy: bool,
+    /// No outage from the arrival until one timeout after the end of the request, so its settlement
+    /// was applied if there was one.
+    pub(crate) is_healthy_until_settled: bool,
 }
 
 /// A policy's counter for one client, or for all.
@@ -147,9 +148,9 @@ impl<'r> FinishedRun<'r> {
         let until_us = record
             .decided_us
             .unwrap_or(arrived_us + self.scenario.timeout_us);
-        let is_healthy_until = |until_us: u64| {
-            let place = (request.instance, server);
-            is_healthy(&self.excuses, place, (arrived_us, until_us))
+        let is_healthy_until = |end_us: u64| {
+            let endpoints = (request.instance, server);
+            is_healthy(&self.excuses, endpoints, (arrived_us, end_us))
         };
         let is_healthy = is_healthy_until(until_us);
         let settled_by_us = record
@@ -178,7 +179,7 @@ impl<'r> FinishedRun<'r> {
             },
             is_forwarded,
             is_healthy,
-            is_settlement_healthy: is_healthy_until(settled_by_us.max(until_us)),
+            is_healthy_until_settled: is_healthy_until(settled_by_us.max(until_us)),
         }
     }
 
