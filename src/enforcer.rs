@@ -203,7 +203,7 @@ impl Enforcer {
             self.settlements.wait_until_all_sent(),
             self.slots.wait_until_releases_sent()
         );
-        self.store.return_leases_and_leave_membership().await;
+        self.store.return_units_and_leave_membership().await;
     }
 }
 

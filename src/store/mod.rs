@@ -208,10 +208,12 @@ impl Store {
         memory.is_some()
     }
 
-    /// Returns all leases to Redis and removes the process from the membership, each within a time
-    /// limit. Does nothing for a memory store.
-    pub async fn return_leases_and_leave_membership(&self) {
+    /// Waits until the reservations of requests that were not forwarded are returned, returns all
+    /// leases to Redis, and removes the process from the membership, each within a time limit. Does
+    /// nothing for a memory store.
+    pub async fn return_units_and_leave_membership(&self) {
         if let Self::Redis { redis, leases, .. } = self {
+            redis.wait_until_reservations_returned().await;
             leases.end_leases_and_send_credits(redis).await;
             redis.leave_membership().await;
         }

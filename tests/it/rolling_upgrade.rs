@@ -113,7 +113,7 @@ impl Instance {
     /// Stops as at SIGTERM: unused leased units are returned.
     async fn stop(self, charge: &Charge<'_>) {
         match self {
-            Self::Current(store) => store.return_leases_and_leave_membership().await,
+            Self::Current(store) => store.return_units_and_leave_membership().await,
             Self::Previous(
                 mut client,
                 Some(PreviousLease {

@@ -265,6 +265,12 @@ impl RedisStore {
         }
     }
 
+    /// Waits until the reservations of requests that were not forwarded are returned, for a bounded
+    /// time.
+    pub async fn wait_until_reservations_returned(&self) {
+        self.router.wait_until_reservations_returned().await;
+    }
+
     /// Writes back usage and removes the process from the instance count, if this handle maintains
     /// the membership.
     pub async fn leave_membership(&self) {

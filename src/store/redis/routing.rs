@@ -29,11 +29,13 @@ use super::hash_slot::hash_slot_for_key;
 use super::node::RedisNode;
 use super::watched_value::WatchedValue;
 use crate::limiter::Charge;
+use crate::store::wait_until_drained;
 use admission_hints::AdmissionHints;
 use slot_charges::HashSlotCharges;
 use slot_map_refresh::run_slot_map_refresh;
 use split_decision::SplitResult;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -71,6 +73,8 @@ impl RedisRouter {
             batcher: batcher.map(Arc::new),
             refresh_requested: Notify::new(),
             hints: AdmissionHints::default(),
+            split_task_count: AtomicUsize::new(0),
+            split_tasks_ended: Notify::new(),
         });
         let refresh_task = is_cluster.then(|| {
             let task = tokio::spawn(run_slot_map_refresh(Arc::clone(&router)));
@@ -103,6 +107,13 @@ impl RedisRouter {
         }
     }
 
+    /// Waits until all reservations of requests that are not forwarded are returned, for a bounded
+    /// time.
+    pub(super) async fn wait_until_reservations_returned(&self) {
+        let is_drained = || self.split_task_count.load(Ordering::Relaxed) == 0;
+        wait_until_drained(&self.split_tasks_ended, is_drained).await;
+    }
+
     /// Decides charges without a search among shards: charges of one hash slot share a script
     /// call. If the charges are refused, the returned task ends when all reservations are returned.
     async fn decide_by_hash_slot(
@@ -133,7 +144,14 @@ impl RedisRouter {
         let (result_sender, result_receiver) = oneshot::channel();
         // A separate task, so that a client that disconnects does not leave reservations.
         let router = Arc::clone(self);
-        let task = tokio::spawn(router.decide_parts(parts, deadline, result_sender));
+        self.split_task_count.fetch_add(1, Ordering::Relaxed);
+        let task = tokio::spawn(async move {
+            let decided = Arc::clone(&router).decide_parts(parts, deadline, result_sender);
+            decided.await;
+            if router.split_task_count.fetch_sub(1, Ordering::Relaxed) == 1 {
+                router.split_tasks_ended.notify_waiters();
+            }
+        });
         // The sender is dropped only when the runtime shuts down.
         let connection_lost = Err((RedisErrorKind::Connection, None));
         (result_receiver.await.unwrap_or(connection_lost), Some(task))

@@ -67,7 +67,7 @@ async fn a_refused_request_releases_its_slot_although_a_call_fails() {
     let node = &fixture.cluster.nodes[0];
     let _: String = node.command("CONFIG SET min-replicas-to-write 1").await;
     assert_eq!(refused.await.unwrap(), 429);
-    sleep(Duration::from_millis(300)).await;
+    sleep(Duration::from_millis(400)).await;
     let _: String = node.command("CONFIG SET min-replicas-to-write 0").await;
     fixture.wait_for_slots(0).await;
     assert_eq!(fixture.statuses(&user_on(2, "user"), 1).await, [200]);
@@ -91,9 +91,48 @@ async fn a_client_that_disconnects_reserves_nothing_more() {
             "GET / HTTP/1.1\r\nHost: a\r\nX-User-Id: {user}\r\n\r\n"
         ))
         .await;
-    sleep(Duration::from_millis(300)).await;
+    sleep(Duration::from_millis(400)).await;
     drop(client);
     sleep(Duration::from_millis(1500)).await;
     fixture.wait_for_slots(0).await;
     assert_eq!(decisions().await - before, 0);
+}
+
+/// A worker that stops returns the reservations of its last rejected request before its connections
+/// close.
+#[tokio::test]
+async fn a_stopping_worker_returns_its_reservations() {
+    let cluster = RedisCluster::start().await;
+    let settings = || RedisSettings {
+        timeout: Duration::from_millis(150),
+        ..cluster.settings()
+    };
+    let connect = async || Store::from_redis(connect_redis(settings()).await.1);
+    let limit = hourly(5, Algorithm::SlidingLog);
+    let (live, dead) = (
+        policy_key(&policy_on(0, "a")),
+        policy_key(&policy_on(1, "b")),
+    );
+    let reader = connect().await;
+    for _ in 0..5 {
+        let store = connect().await;
+        // The first call loads the scripts.
+        assert!(store.decide(&[Charge::new(&limit, &live, 0)]).await.is_ok());
+        cluster.nodes[1]
+            .command::<String>("CLIENT PAUSE 400 ALL")
+            .await;
+        let charges = [&live, &dead].map(|key| Charge::new(&limit, key, 1));
+        let failure = store
+            .decide_with_source(&charges, tokio::time::Instant::now())
+            .await;
+        let failure = failure.expect_err("a server gives no answer");
+        assert!(failure.partial.is_some(), "the other server has charged");
+        // The request is not forwarded.
+        drop(failure);
+        store.return_units_and_leave_membership().await;
+        drop(store);
+        let status = reader.decide(&[Charge::new(&limit, &live, 0)]).await;
+        assert_eq!(status.unwrap().statuses[0].unwrap().remaining, 5);
+        sleep(Duration::from_millis(400)).await;
+    }
 }

@@ -19,6 +19,7 @@ use crate::store::redis::watched_value::WatchedValue;
 use futures_util::future::join_all;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout_at};
@@ -40,6 +41,10 @@ pub(in crate::store::redis) struct RedisRouter {
     /// Requests a refresh of the slot map after a call contradicted it.
     pub(super) refresh_requested: Notify,
     pub(super) hints: AdmissionHints,
+    /// Tasks of split decisions that may still return reservations.
+    pub(super) split_task_count: AtomicUsize,
+    /// Notified when the last of these tasks ends.
+    pub(super) split_tasks_ended: Notify,
 }
 
 /// A call without a useful reply, and the node and the connection that it was sent on, if it was.
