@@ -99,6 +99,7 @@ fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
         ipv6_prefix: 64,
         rejects_ambiguous_query: true,
         rejects_ambiguous_cookie: true,
+        value_checks: tidegate::policy::ValueChecks::ALL,
     };
     let fields = RateLimitHeaderSettings {
         standard: true,

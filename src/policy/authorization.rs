@@ -8,16 +8,20 @@ use std::borrow::Cow;
 type CredentialValues<'a> = SmallVec<[Cow<'a, [u8]>; 1]>;
 
 /// The credentials of an `Authorization` field: one value, or several if parsers disagree which
-/// they take. Basic and Bearer credentials are written in one way, all others stay as sent.
+/// they take. Basic and Bearer credentials are written in one way. Of other schemes, the letter case
+/// of the scheme and the space after it are; the rest stays as sent.
 pub(super) fn read_credentials(field: &[u8]) -> CredentialValues<'_> {
     let mut words = field
         .split(is_lenient_space)
         .filter(|word| !word.is_empty());
     let (scheme, first) = (words.next().unwrap_or_default(), words.next());
     let is_basic = scheme.eq_ignore_ascii_case(b"basic");
-    let Some(first) = first.filter(|_| is_basic || scheme.eq_ignore_ascii_case(b"bearer")) else {
+    let Some(first) = first else {
         return SmallVec::from_iter([Cow::Borrowed(field)]);
     };
+    if !is_basic && !scheme.eq_ignore_ascii_case(b"bearer") {
+        return SmallVec::from_iter([Cow::Owned(fold_scheme(trim_lenient_spaces(field)))]);
+    }
     let credentials = match is_basic {
         true => {
             fold_base64(first).map(|folded| format!("Basic {}", STANDARD.encode(folded)).into())
@@ -30,6 +34,33 @@ pub(super) fn read_credentials(field: &[u8]) -> CredentialValues<'_> {
         }
         _ => SmallVec::from_iter([Cow::Borrowed(scheme), Cow::Borrowed(first)]),
     }
+}
+
+/// Writes a scheme as `Scheme`, followed by one space and the credentials as sent.
+fn fold_scheme(field: &[u8]) -> Vec<u8> {
+    let mut words = field.splitn(2, is_lenient_space);
+    let mut scheme = words.next().unwrap_or_default().to_ascii_lowercase();
+    if let Some(first) = scheme.first_mut() {
+        first.make_ascii_uppercase();
+    }
+    [
+        &scheme,
+        &b" "[..],
+        trim_lenient_spaces(words.next().unwrap_or_default()),
+    ]
+    .concat()
+}
+
+fn trim_lenient_spaces(text: &[u8]) -> &[u8] {
+    let is_word = |byte: &u8| !is_lenient_space(byte);
+    let (start, end) = (
+        text.iter().position(is_word),
+        text.iter().rposition(is_word),
+    );
+    let range = start
+        .zip(end)
+        .and_then(|(start, end)| text.get(start..=end));
+    range.unwrap_or_default()
 }
 
 /// Python also separates words at the Latin-1 characters NEL and no-break space.
@@ -110,7 +141,9 @@ mod tests {
             (b"Basic YTo-", "Basic YTo+"),
             (b"Basic YTp=", "Basic YTo="),
             (b"Bearer", "Bearer"),
-            (b"Token  a b", "Token  a b"),
+            (b"Token  a  b", "Token a  b"),
+            (b"tOKEN\tstolen", "Token stolen"),
+            (b"aws4-HMAC-SHA256 A=b, C=d", "Aws4-hmac-sha256 A=b, C=d"),
             (b"alice", "alice"),
             (b"", ""),
         ] {

@@ -3,8 +3,11 @@
 use super::authorization::read_credentials;
 use super::client_network::format_client_network;
 use super::key_part::KeyPart;
+use super::value_checks::is_white_space;
 use super::{client, path};
-use std::net::IpAddr;
+use http::HeaderName;
+use http::header::{AUTHORIZATION, HOST};
+use std::net::{IpAddr, Ipv6Addr};
 
 /// Converts a literal text of a pattern to the form that requests have.
 pub(super) fn canonicalize_piece(
@@ -22,9 +25,8 @@ pub(super) fn canonicalize_piece(
             unsupported("one address (for networks, use a policy with match.client_ips)")
         }
         KeyPart::WholePath => unsupported("one exact path (for patterns, use match.path)"),
-        KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
-            unsupported("complete credentials")
-        }
+        KeyPart::Header(name) if *name == AUTHORIZATION => unsupported("complete credentials"),
+        KeyPart::Header(name) if *name == HOST => Ok(piece.to_ascii_lowercase()),
         KeyPart::Host => Ok(piece.to_ascii_lowercase()),
         KeyPart::PathCaptures(_) if !piece.is_empty() => {
             Ok(path::canonicalize_segment(piece, path).into())
@@ -54,24 +56,49 @@ pub(super) fn canonicalize_part_value(
             }
             Ok(canonical.into())
         }
-        KeyPart::Host => Ok(text
-            .strip_suffix('.')
-            .unwrap_or(text)
-            .to_ascii_lowercase()
-            .into()),
-        KeyPart::Header(name) if *name == http::header::AUTHORIZATION => {
-            match read_credentials(text.as_bytes()).as_slice() {
-                    [one] => Ok(String::from_utf8_lossy(one).into()),
-                    _ => Err(
-                        "these credentials can be read in several ways; expected one scheme and one credential"
-                            .to_owned(),
-                    ),
-                }
-        }
+        KeyPart::Host => Ok(canonicalize_host(text)),
+        KeyPart::Header(name) => canonicalize_header_value(name, text),
+        KeyPart::DescriptorEntry(_) => Ok(canonicalize_descriptor_value(text).into()),
+        KeyPart::Method => Ok(text.to_ascii_uppercase().into()),
         KeyPart::PathCaptures(_) => Ok(path::canonicalize_segment(text, path)),
         KeyPart::WholePath => path::PathInterpretations::parse(text, path)
             .map_err(|error| error.to_string())
             .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
         _ => Ok(text.into()),
     }
+}
+
+/// Converts a header's value to the form that keys and conditions read.
+///
+/// # Errors
+/// Returns a message that states what is wrong.
+pub fn canonicalize_header_value(name: &HeaderName, text: &str) -> Result<Box<str>, String> {
+    match *name {
+        AUTHORIZATION => match read_credentials(text.as_bytes()).as_slice() {
+            [one] => Ok(String::from_utf8_lossy(one).into()),
+            _ => Err(
+                "these credentials can be read in several ways; expected one scheme and one credential"
+                    .to_owned(),
+            ),
+        },
+        HOST => Ok(canonicalize_host(text)),
+        _ => Ok(text.trim_matches([' ', '\t']).into()),
+    }
+}
+
+/// The value of a descriptor entry as policies read it. The caller may not trim what the app trims.
+pub fn canonicalize_descriptor_value(text: &str) -> &str {
+    text.trim_matches(is_white_space)
+}
+
+/// A host as requests have it: in lower case, without port and trailing dot; an IPv6 address in its shortest form.
+pub(super) fn canonicalize_host(text: &str) -> Box<str> {
+    if let Some((address, _port)) = text.strip_prefix('[').and_then(|rest| rest.split_once(']'))
+        && let Ok(address) = address.parse::<Ipv6Addr>()
+    {
+        return format!("[{address}]").into();
+    }
+    let host = text.split_once(':').map_or(text, |(host, _port)| host);
+    let host = host.strip_suffix('.').unwrap_or(host);
+    host.to_ascii_lowercase().into()
 }

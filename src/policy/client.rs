@@ -1,5 +1,6 @@
 //! Client identity: the address of the peer, or the address that trusted proxies report.
 
+use super::ValueChecks;
 use http::header::FORWARDED;
 use http::{HeaderMap, HeaderName};
 use ipnet::IpNet;
@@ -22,6 +23,7 @@ pub struct Settings {
     pub rejects_ambiguous_query: bool,
     /// Rejects requests with a cookie that lenient parsers read differently in keys or conditions.
     pub rejects_ambiguous_cookie: bool,
+    pub value_checks: ValueChecks,
 }
 
 /// The client that sent a request.
@@ -232,6 +234,7 @@ mod tests {
             ipv6_prefix: 64,
             rejects_ambiguous_query: true,
             rejects_ambiguous_cookie: true,
+            value_checks: ValueChecks::ALL,
         }
     }
 

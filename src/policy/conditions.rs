@@ -52,6 +52,29 @@ impl ValueCondition {
         Self::OneOf(Box::new([value.into()]))
     }
 
+    /// Whether the value does not matter.
+    pub(super) fn is_presence(&self) -> bool {
+        matches!(self, Self::Present(_))
+    }
+
+    /// Rewrites the texts that values are compared with.
+    ///
+    /// # Errors
+    /// Returns the first error of `rewrite`.
+    pub fn rewrite_texts(
+        self,
+        rewrite: impl Fn(&str) -> Result<Box<str>, String>,
+    ) -> Result<Self, String> {
+        match self {
+            Self::OneOf(texts) => texts
+                .iter()
+                .map(|text| rewrite(text))
+                .collect::<Result<_, _>>()
+                .map(Self::OneOf),
+            other => Ok(other),
+        }
+    }
+
     pub(super) fn is_met_by<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
         match self {
             Self::OneOf(wanted) => values.any(|value| {

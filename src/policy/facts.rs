@@ -5,7 +5,7 @@ use super::authorization::read_credentials;
 use super::jwt::RequestToken;
 use super::path::PathInterpretations;
 use crate::tls::CertificateSubject;
-use http::header::{AUTHORIZATION, COOKIE};
+use http::header::{AUTHORIZATION, COOKIE, HOST};
 use http::{HeaderMap, HeaderName, Method};
 use smallvec::SmallVec;
 use std::borrow::Cow;
@@ -94,12 +94,18 @@ impl<'a> Facts<'a> {
             })
     }
 
-    /// The credentials in `Authorization`; several if parsers may take different ones.
-    pub(super) fn credentials(&self) -> impl Iterator<Item = Cow<'a, [u8]>> + use<'a> {
-        let fields = self.header_values(&AUTHORIZATION);
-        fields.flat_map(|field| match field {
-            Cow::Borrowed(field) => read_credentials(field),
-            Cow::Owned(_) => SmallVec::from_iter([field]),
+    /// The values of a header in the form that keys, conditions and overrides share. Credentials
+    /// are several values if parsers may take different ones.
+    pub(super) fn canonical_header_values(
+        &self,
+        name: &HeaderName,
+    ) -> impl Iterator<Item = Cow<'a, [u8]>> + use<'a> {
+        let is_credential = *name == AUTHORIZATION;
+        let host = (*name == HOST).then_some(self.host.as_bytes());
+        let values = self.header_values(name);
+        values.flat_map(move |value| match value {
+            Cow::Borrowed(value) if is_credential => read_credentials(value),
+            value => SmallVec::from_iter([host.map_or(value, Cow::Borrowed)]),
         })
     }
 }
@@ -118,19 +124,27 @@ pub(super) fn query_values<'a>(
         .map(|(_, value)| decode_form_value(value))
 }
 
-/// The values of a cookie in all `Cookie` header lines. HTTP/2 clients may send one line per
-/// cookie.
+/// The decoded values of a cookie.
 pub(super) fn cookie_values<'a>(
     headers: &'a HeaderMap,
     name: &str,
 ) -> impl Iterator<Item = Cow<'a, [u8]>> {
+    raw_cookie_values(headers, name).map(decode_cookie_value)
+}
+
+/// The values of a cookie in all `Cookie` header lines, as sent. HTTP/2 clients may send one line
+/// per cookie.
+pub(super) fn raw_cookie_values<'a>(
+    headers: &'a HeaderMap,
+    name: &str,
+) -> impl Iterator<Item = &'a [u8]> {
     headers
         .get_all(COOKIE)
         .into_iter()
         .flat_map(|line| line.as_bytes().split(|byte| *byte == b';'))
         .filter_map(move |pair| {
             let mut halves = pair.splitn(2, |byte| *byte == b'=').map(<[u8]>::trim_ascii);
-            (halves.next()? == name.as_bytes()).then(|| halves.next().map(decode_cookie_value))?
+            (halves.next()? == name.as_bytes()).then(|| halves.next())?
         })
 }
 

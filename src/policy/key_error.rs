@@ -17,4 +17,12 @@ pub enum KeyError {
     AmbiguousQuery(String),
     #[error("{0} can be read in several ways (setting client.ambiguous_cookie)")]
     AmbiguousCookie(String),
+    #[error(
+        "{0} has white space around its value or control characters in it (setting client.outer_white_space)"
+    )]
+    OuterWhiteSpace(String),
+    #[error("{0} has a character that cookies must not have (setting client.cookie_octets)")]
+    CookieOctet(String),
+    #[error("{0} is also sent with a prefix in its name (setting client.cookie_prefixes)")]
+    PrefixedCookie(String),
 }

@@ -256,29 +256,21 @@ impl KeyPart {
                 format_client_network(facts.client_ip, client).into_bytes(),
             )),
             Self::Header(name) => {
-                let value = match *name == http::header::AUTHORIZATION {
-                    true => self.single_value(facts.credentials()),
-                    false => self.single_value(facts.header_values(name)),
-                };
+                let value = self.single_value(facts.canonical_header_values(name));
                 value.map_err(|error| match error {
                     KeyError::Repeated(part) if facts.has_joined_headers => KeyError::Joined(part),
                     error => error,
                 })?
             }
-            Self::Query(name)
-                if client.rejects_ambiguous_query
-                    && lenient_names::has_ambiguous_query(facts, name) =>
-            {
-                return Err(KeyError::AmbiguousQuery(self.to_string()));
+            Self::Query(name) => {
+                lenient_names::find_query_ambiguity(facts, name, client).map_or(Ok(()), Err)?;
+                self.single_value(facts::query_values(facts.query, name))?
             }
-            Self::Cookie(name)
-                if client.rejects_ambiguous_cookie
-                    && lenient_names::is_cookie_ambiguous(facts.headers, name) =>
-            {
-                return Err(KeyError::AmbiguousCookie(self.to_string()));
+            Self::Cookie(name) => {
+                lenient_names::find_cookie_ambiguity(facts.headers, name, client)
+                    .map_or(Ok(()), Err)?;
+                self.single_value(facts::cookie_values(facts.headers, name))?
             }
-            Self::Query(name) => self.single_value(facts::query_values(facts.query, name))?,
-            Self::Cookie(name) => self.single_value(facts::cookie_values(facts.headers, name))?,
             Self::Claim(name) => facts
                 .token
                 .claim(facts.headers, name)
@@ -323,8 +315,7 @@ impl KeyPart {
         let paths = facts.paths;
         if paths.has_single_reading() || !context.path.rejects_ambiguous_keys {
             let found = paths.iter().find_map(|path| self.path_values(path));
-            self.push_found_path_values(found, values);
-            return Ok(());
+            return self.push_found_path_values(found, context.client, values);
         }
         let mut matching_readings = paths
             .iter()
@@ -334,8 +325,7 @@ impl KeyPart {
         if matching_readings.any(|other| other != first) {
             return Err(KeyError::AmbiguousPath);
         }
-        self.push_found_path_values(first, values);
-        Ok(())
+        self.push_found_path_values(first, context.client, values)
     }
 
     /// The values of a part that is read from the path, for one reading.
@@ -349,16 +339,25 @@ impl KeyPart {
     fn push_found_path_values<'a>(
         &self,
         found: Option<SmallVec<[&'a str; 4]>>,
+        client: &client::Settings,
         values: &mut KeyValues<'a>,
-    ) {
-        match found {
-            Some(found) => values.extend(
-                found
-                    .into_iter()
-                    .map(|value| Some(Cow::Borrowed(value.as_bytes()))),
-            ),
-            None => values.extend(std::iter::repeat_n(None, self.value_count())),
+    ) -> Result<(), KeyError> {
+        let Some(found) = found else {
+            values.extend(std::iter::repeat_n(None, self.value_count()));
+            return Ok(());
+        };
+        let decode = |value| Cow::from(percent_encoding::percent_decode_str(value));
+        let is_segment = matches!(self, Self::PathCaptures(_));
+        if is_segment
+            && found
+                .iter()
+                .any(|value| client.rejects_value(&decode(value)))
+        {
+            return Err(KeyError::OuterWhiteSpace(self.to_string()));
         }
+        let found = found.into_iter().map(str::as_bytes);
+        values.extend(found.map(|value| Some(Cow::Borrowed(value))));
+        Ok(())
     }
 
     /// Rejects repeated values, because the upstream might read a different one.

@@ -437,6 +437,7 @@ mod tests {
             ipv6_prefix: 64,
             rejects_ambiguous_query: true,
             rejects_ambiguous_cookie: true,
+            value_checks: crate::policy::ValueChecks::ALL,
         };
         let parts = [
             "client_ip",
@@ -525,6 +526,7 @@ mod tests {
                 ipv6_prefix: 64,
                 rejects_ambiguous_query: true,
                 rejects_ambiguous_cookie: true,
+                value_checks: crate::policy::ValueChecks::ALL,
             };
             let facts = Facts {
                 method: &Method::GET,

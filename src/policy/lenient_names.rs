@@ -1,7 +1,9 @@
 //! Queries and cookies that lenient parsers read differently than by their exact names.
 
-use super::Facts;
-use super::facts::{decode_form_value, query_values};
+use super::facts::{cookie_values, decode_form_value, query_values, raw_cookie_values};
+use super::key_error::KeyError;
+use super::value_checks::{has_unusual_cookie_octet, strip_cookie_prefix};
+use super::{Facts, client};
 use http::{HeaderMap, header::COOKIE};
 use smallvec::SmallVec;
 
@@ -13,9 +15,63 @@ const MAX_COOKIE_PARTS: usize = 1000;
 
 type FoldedName = SmallVec<[u8; 64]>;
 
+/// Returns why upstreams may read another value of a query parameter, unless a setting allows it.
+pub(super) fn find_query_ambiguity(
+    facts: &Facts<'_>,
+    name: &str,
+    client: &client::Settings,
+) -> Option<KeyError> {
+    let part = || format!("query parameter {name}");
+    if client.rejects_ambiguous_query && has_ambiguous_query(facts, name) {
+        return Some(KeyError::AmbiguousQuery(part()));
+    }
+    let mut values = query_values(facts.query, name);
+    let is_rejected = values.any(|value| client.rejects_value(&value));
+    is_rejected.then(|| KeyError::OuterWhiteSpace(part()))
+}
+
+/// Returns why upstreams may read another value of a cookie, unless a setting allows it.
+pub(super) fn find_cookie_ambiguity(
+    headers: &HeaderMap,
+    name: &str,
+    client: &client::Settings,
+) -> Option<KeyError> {
+    let (checks, part) = (client.value_checks, || format!("cookie {name}"));
+    if client.rejects_ambiguous_cookie {
+        if is_cookie_ambiguous(headers, name) {
+            return Some(KeyError::AmbiguousCookie(part()));
+        }
+        if checks.rejects_cookie_octets
+            && raw_cookie_values(headers, name).any(has_unusual_cookie_octet)
+        {
+            return Some(KeyError::CookieOctet(part()));
+        }
+        if checks.rejects_cookie_prefixes && has_prefixed_cookie(headers, name) {
+            return Some(KeyError::PrefixedCookie(part()));
+        }
+    }
+    let mut values = cookie_values(headers, name);
+    let is_rejected = values.any(|value| client.rejects_value(&value));
+    is_rejected.then(|| KeyError::OuterWhiteSpace(part()))
+}
+
+/// Whether there is a cookie with the name, or a look-alike of it, after a prefix that some parsers
+/// strip: Sanic reads `__Host-sid` as `sid`.
+fn has_prefixed_cookie(headers: &HeaderMap, name: &str) -> bool {
+    let folded = fold_name(name.as_bytes());
+    let lines = headers.get_all(COOKIE).into_iter();
+    let mut parts = lines.flat_map(|line| {
+        let parts = line
+            .as_bytes()
+            .split(|byte| *byte == b';' || is_lenient_separator(byte));
+        parts.filter_map(|part| strip_cookie_prefix(part))
+    });
+    parts.any(|part| names_cookie(part, name, &folded))
+}
+
 /// Whether upstreams disagree on the value of a query parameter, in the query or because they read
 /// a part of the path as the query.
-pub(super) fn has_ambiguous_query(facts: &Facts<'_>, name: &str) -> bool {
+fn has_ambiguous_query(facts: &Facts<'_>, name: &str) -> bool {
     let may_be_in_path = |rest| {
         // Such an upstream does not read the parameter in the query.
         let is_in_query = query_values(facts.query, name).next().is_some();

@@ -1,5 +1,6 @@
 //! Matching of a policy's conditions against a request or descriptor.
 
+use super::canonical_value::canonicalize_host;
 use super::jwt::{ClaimName, ClaimValue};
 use super::{
     DescriptorConditions, Facts, KeyError, NamedCondition, PathPattern, UnmetCondition,
@@ -118,7 +119,7 @@ impl Matcher {
         for header in &self.headers {
             if !header
                 .condition
-                .is_met_by(facts.header_values(&header.name))
+                .is_met_by(facts.canonical_header_values(&header.name))
             {
                 return Some(UnmetCondition::Header(header.name.as_str()));
             }
@@ -183,20 +184,16 @@ impl Matcher {
         let mut found = None;
         for parameter in &self.query {
             let name = &parameter.name;
-            if client.rejects_ambiguous_query && lenient_names::has_ambiguous_query(facts, name) {
-                found = Some(KeyError::AmbiguousQuery(format!("query parameter {name}")));
-            } else if !is_query_condition_met(parameter, facts) {
-                return None;
+            match lenient_names::find_query_ambiguity(facts, name, client) {
+                None if !is_query_condition_met(parameter, facts) => return None,
+                ambiguity => found = found.or(ambiguity),
             }
         }
         for cookie in &self.cookies {
             let name = &cookie.name;
-            if client.rejects_ambiguous_cookie
-                && lenient_names::is_cookie_ambiguous(facts.headers, name)
-            {
-                found = Some(KeyError::AmbiguousCookie(format!("cookie {name}")));
-            } else if !is_cookie_condition_met(cookie, facts) {
-                return None;
+            match lenient_names::find_cookie_ambiguity(facts.headers, name, client) {
+                None if !is_cookie_condition_met(cookie, facts) => return None,
+                ambiguity => found = found.or(ambiguity),
             }
         }
         match self.find_ambiguous_alternative(facts, path, client) {
@@ -266,6 +263,15 @@ impl Matcher {
             self.nested_matchers()
                 .flat_map(Self::referenced_header_names),
         );
+        names
+    }
+
+    /// Names of the headers whose values these conditions compare.
+    pub(super) fn compared_header_names(&self) -> Vec<HeaderName> {
+        let compares = |one: &&NamedCondition<HeaderName>| !one.condition.is_presence();
+        let own = self.headers.iter().filter(compares);
+        let mut names: Vec<_> = own.map(|header| header.name.clone()).collect();
+        names.extend(self.nested_matchers().flat_map(Self::compared_header_names));
         names
     }
 
@@ -348,7 +354,7 @@ impl HostPattern {
         Ok(if is_wildcard {
             Self::Subdomains(format!(".{name}").into())
         } else {
-            Self::Exact(name.into())
+            Self::Exact(canonicalize_host(name))
         })
     }
 

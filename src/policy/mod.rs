@@ -38,10 +38,12 @@ mod self_service;
 mod self_service_settings;
 mod spelling_notes;
 mod table;
+mod value_checks;
 mod value_pattern;
 mod whole_number;
 
 pub use amount_source::{AmountField, AmountSource};
+pub use canonical_value::{canonicalize_descriptor_value, canonicalize_header_value};
 pub use conditions::{NamedCondition, UnmetCondition, ValueCondition};
 pub use cors::CorsOrigins;
 pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
@@ -64,6 +66,7 @@ pub use request_amounts::{RequestAmounts, read_request_amounts};
 pub use self_service::{ClientQuota, ClientQuotas};
 pub use self_service_settings::SelfServiceSettings;
 pub use table::{MatchingPolicies, PolicyTable, RateLimitHeaderSettings};
+pub use value_checks::{HeaderValueError, ValueChecks};
 pub use value_pattern::ValuePattern;
 pub use whole_number::parse_whole_number;
 

@@ -473,6 +473,7 @@ fn trusting_settings(is_forwarded: bool) -> client::Settings {
         ipv6_prefix: 64,
         rejects_ambiguous_query: true,
         rejects_ambiguous_cookie: true,
+        value_checks: crate::policy::ValueChecks::ALL,
     }
 }
 

@@ -31,7 +31,7 @@ impl PolicyTable {
             .flatten()
             .map(|policy| {
                 format!(
-                    "policy \"{}\" has a quota for each value of the header authorization, and clients choose it (\"Token a\", \"tOkEn a\"; Basic and Bearer have one spelling): expected a jwt: key, or a policy with client_ip beside it",
+                    "policy \"{}\" has a quota for each value of the header authorization, and clients choose it (\"Token a\", \"Token b\"; Basic and Bearer have one spelling): expected a jwt: key, or a policy with client_ip beside it",
                     policy.name
                 )
             });

@@ -1,12 +1,12 @@
 //! The compiled, immutable table of policies. A reload replaces the table as a whole.
 
 use super::{
-    AmountField, CorsOrigins, CostSource, Descriptor, Facts, HostPattern, KeyContext, KeyPart,
-    Matcher, Policy, PolicyAction, Quota, SelfServiceSettings, ValueCondition, client, jwt, path,
-    path_pattern::PathIndex,
+    AmountField, CorsOrigins, CostSource, Descriptor, Facts, HeaderValueError, HostPattern,
+    KeyContext, KeyPart, Matcher, Policy, PolicyAction, PolicyMode, Quota, SelfServiceSettings,
+    ValueCondition, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
-use http::HeaderName;
+use http::{HeaderMap, HeaderName};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
@@ -28,6 +28,8 @@ pub struct PolicyTable {
     policies: Vec<Policy>,
     policy_index: PolicyIndex,
     referenced_headers: HashSet<HeaderName>,
+    /// The headers whose values are compared or are part of a key, without duplicates.
+    value_headers: Vec<HeaderName>,
     depends_on_client_ip: bool,
     token_reader: Option<Arc<jwt::TokenReader>>,
     self_service: Option<SelfServiceSettings>,
@@ -60,6 +62,13 @@ impl PolicyTable {
         let mut referenced_headers: HashSet<HeaderName> =
             policies.iter().flat_map(headers_referenced_by).collect();
         referenced_headers.insert(client.ip_header.clone());
+        let mut value_headers: Vec<HeaderName> = Vec::new();
+        let enforced = policies.iter().filter(|policy| may_reject(policy));
+        for name in enforced.flat_map(value_headers_of) {
+            if !value_headers.contains(&name) {
+                value_headers.push(name);
+            }
+        }
         let distinguishes_clients = policies.iter().any(policy_depends_on_client_ip);
         Self {
             path,
@@ -70,6 +79,7 @@ impl PolicyTable {
             policies,
             policy_index,
             referenced_headers,
+            value_headers,
             depends_on_client_ip: distinguishes_clients,
             token_reader: None,
             self_service: None,
@@ -99,6 +109,14 @@ impl PolicyTable {
             mark_header,
             ..self
         }
+    }
+
+    /// Returns the table with headers that the gateway in front sets, and that are protected as
+    /// those that policies read: the app may read them.
+    #[must_use]
+    pub fn with_trusted_headers(mut self, names: Vec<HeaderName>) -> Self {
+        self.referenced_headers.extend(names);
+        self
     }
 
     /// Returns the table with CORS: scripts of these origins may read the local replies of
@@ -170,7 +188,7 @@ impl PolicyTable {
     pub fn ignores_forwarding_headers(
         &self,
         client: &client::ClientAddress,
-        headers: &http::HeaderMap,
+        headers: &HeaderMap,
     ) -> bool {
         // One pass instead of three lookups: these headers are usually absent.
         let has_forwarding_header = || {
@@ -194,10 +212,42 @@ impl PolicyTable {
         self.referenced_headers.contains(name)
     }
 
+    /// Checks the headers whose values keys and conditions read.
+    ///
+    /// # Errors
+    /// Returns why an app may read another value than policies do.
+    pub fn check_header_values(&self, headers: &HeaderMap) -> Result<(), HeaderValueError> {
+        let checks = self.client.value_checks;
+        checks.check_headers(headers, &self.value_headers)
+    }
+
     /// The headers for which [`PolicyTable::reads_header`] holds, in no particular order.
     pub fn referenced_headers(&self) -> impl Iterator<Item = &HeaderName> {
         self.referenced_headers.iter()
     }
+}
+
+/// Whether the policy is enforced, at least for some keys.
+fn may_reject(policy: &Policy) -> bool {
+    let mut overrides = policy
+        .quota()
+        .into_iter()
+        .flat_map(|quota| quota.overrides.modes());
+    policy.is_enforced() || overrides.any(PolicyMode::is_enforced)
+}
+
+/// The headers whose values a policy compares or keys by.
+fn value_headers_of(policy: &Policy) -> Vec<HeaderName> {
+    let mut names = policy.matcher.compared_header_names();
+    let sources = policy
+        .quota()
+        .into_iter()
+        .flat_map(|quota| quota.key.sources());
+    names.extend(sources.filter_map(|part| match part {
+        KeyPart::Header(name) => Some(name.clone()),
+        _ => None,
+    }));
+    names
 }
 
 fn policy_depends_on_client_ip(policy: &Policy) -> bool {
@@ -353,7 +403,7 @@ impl PolicyIndex {
         }
         let by_header = self.by_header.iter().flat_map(|(name, by_value)| {
             facts
-                .header_values(name)
+                .canonical_header_values(name)
                 .filter_map(|value| by_value.get(&*value))
         });
         let by_host = self.by_host.get(facts.host);
@@ -483,6 +533,7 @@ mod tests {
             ipv6_prefix: 64,
             rejects_ambiguous_query: true,
             rejects_ambiguous_cookie: true,
+            value_checks: crate::policy::ValueChecks::ALL,
         };
         PolicyTable::new(
             policies,

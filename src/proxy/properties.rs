@@ -262,6 +262,7 @@ mod tests {
             ipv6_prefix: 64,
             rejects_ambiguous_query: true,
             rejects_ambiguous_cookie: true,
+            value_checks: crate::policy::ValueChecks::ALL,
         };
         let fields = RateLimitHeaderSettings {
             standard: true,

@@ -19,7 +19,9 @@ use super::service::ProxyService;
 use super::service::request_summary::classify_verdict;
 use crate::enforcer::{CallVerdict, DescriptorVerdict, LimitReport, RequestOutcome, Verdict};
 use crate::limiter::{Algorithm, CalendarUnit};
-use crate::policy::{Descriptor, PolicyTable, RateLimitHeaderSettings, RejectResponse};
+use crate::policy::{
+    Descriptor, PolicyTable, RateLimitHeaderSettings, RejectResponse, canonicalize_descriptor_value,
+};
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::mark_header::build_mark_value;
@@ -303,7 +305,7 @@ fn borrow_descriptor_entries(message: &RateLimitDescriptor) -> Vec<(&str, &str)>
     message
         .entries
         .iter()
-        .map(|entry| (&*entry.key, &*entry.value))
+        .map(|entry| (&*entry.key, canonicalize_descriptor_value(&entry.value)))
         .collect()
 }
 

@@ -122,4 +122,5 @@ mod tracing;
 mod traps;
 mod upgrades;
 mod upstream_connections;
+mod value_spellings;
 mod why;

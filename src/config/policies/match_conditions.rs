@@ -6,10 +6,10 @@ use crate::policy::jwt::ClaimName;
 use crate::policy::path;
 use crate::policy::{
     DescriptorConditions, HostPattern, Matcher, MethodSet, NamedCondition, PathPattern,
-    ValueCondition,
+    ValueCondition, canonicalize_descriptor_value, canonicalize_header_value,
 };
 use figment::value::{Num, Value};
-use http::Method;
+use http::{HeaderName, Method};
 
 /// Keys that make a policy apply to descriptors of the rate-limit service.
 const DESCRIPTOR_KEYS: [&str; 3] = ["domain", "descriptors", "descriptors_match"];
@@ -65,17 +65,18 @@ pub(super) fn build_matcher(
             reader,
             "headers",
             values::parse_header_name,
-            parse_value_condition,
+            parse_header_condition,
         ),
-        query: parse_conditions(reader, "query", parse_nonempty_name, parse_value_condition),
-        cookies: parse_conditions(
-            reader,
-            "cookies",
-            parse_nonempty_name,
-            parse_value_condition,
-        ),
+        query: parse_conditions(reader, "query", parse_nonempty_name, |_, item| {
+            parse_value_condition(item)
+        }),
+        cookies: parse_conditions(reader, "cookies", parse_nonempty_name, |_, item| {
+            parse_value_condition(item)
+        }),
         client_ips: reader.get_list("client_ips", values::parse_network),
-        claims: parse_conditions(reader, "jwt", ClaimName::parse, parse_claim_condition),
+        claims: parse_conditions(reader, "jwt", ClaimName::parse, |_, item| {
+            parse_claim_condition(item)
+        }),
         descriptor_conditions: matches_descriptors.then(|| parse_descriptor_conditions(reader)),
         any: any
             .iter()
@@ -97,7 +98,7 @@ fn parse_descriptor_conditions(reader: &TableReader<'_>) -> DescriptorConditions
         .get_keyword("descriptors_match", &[("all", false), ("subset", true)])
         .unwrap_or_default();
     let entries = has_entries.then(|| {
-        parse_conditions(reader, "descriptors", parse_entry_name, |item| {
+        parse_conditions(reader, "descriptors", parse_entry_name, |_, item| {
             parse_descriptor_condition(item, accepts_more_entries)
         })
     });
@@ -149,17 +150,14 @@ fn parse_conditions<N>(
     reader: &TableReader<'_>,
     key: &str,
     parse_name: impl Fn(&str) -> Result<N, String>,
-    parse_condition: impl Fn(&ConfigValue<'_>) -> Option<ValueCondition>,
+    parse_condition: impl Fn(&N, &ConfigValue<'_>) -> Option<ValueCondition>,
 ) -> Vec<NamedCondition<N>> {
-    let named_condition = |(name, item): (&str, ConfigValue<'_>)| {
-        let condition = parse_condition(&item);
-        match parse_name(name) {
-            Ok(name) => Some(NamedCondition {
-                name,
-                condition: condition?,
-            }),
-            Err(reason) => item.report_error(&reason),
+    let named_condition = |(name, item): (&str, ConfigValue<'_>)| match parse_name(name) {
+        Ok(name) => {
+            let condition = parse_condition(&name, &item)?;
+            Some(NamedCondition { name, condition })
         }
+        Err(reason) => item.report_error(&reason),
     };
     reader
         .get_entries(key)
@@ -193,7 +191,20 @@ fn parse_descriptor_condition(
         ValueCondition::Present(false) if !accepts_more_entries => item.report_error(
             "a descriptor with other entries never matches; expected no such condition, or descriptors_match = \"subset\"",
         ),
-        condition => Some(condition),
+        condition => {
+            let rewrite = |text: &str| Ok(canonicalize_descriptor_value(text).into());
+            condition.rewrite_texts(rewrite).ok()
+        }
+    }
+}
+
+/// Parses a condition on a header. Its texts get the form in which requests are compared.
+fn parse_header_condition(name: &HeaderName, item: &ConfigValue<'_>) -> Option<ValueCondition> {
+    let condition = parse_value_condition(item)?;
+    let rewrite = |text: &str| canonicalize_header_value(name, text);
+    match condition.rewrite_texts(rewrite) {
+        Ok(condition) => Some(condition),
+        Err(reason) => item.report_error(&reason),
     }
 }
 

@@ -33,7 +33,7 @@ pub(super) static SELF_SERVICE_LIMIT: [SchemaKey; 2] = [
     ),
 ];
 
-pub(super) static CLIENT: [SchemaKey; 9] = [
+pub(super) static CLIENT: [SchemaKey; 13] = [
     key(
         "trusted_proxies",
         TextList("networks such as \"10.0.0.0/8\""),
@@ -81,6 +81,30 @@ pub(super) static CLIENT: [SchemaKey; 9] = [
         Keyword(&["reject", "allow"]),
         Default("reject"),
         "Cookies of keys and conditions with a space, a backslash or a byte above 0x7F in the value, or a name that lenient parsers fold: 400, or read as sent. \"allow\": if the app unescapes, each spelling has its own quota and may escape a condition.",
+    ),
+    key(
+        "ambiguous_header",
+        Keyword(&["reject", "allow"]),
+        Default("reject"),
+        "Headers of keys and conditions with an encoded word (RFC 2047), such as =?utf-8?q?alice?=, or authorization with several credentials: 400, or read as sent. \"allow\": if the app decodes them, each spelling has its own quota and may escape a condition.",
+    ),
+    key(
+        "outer_white_space",
+        Keyword(&["reject", "allow"]),
+        Default("reject"),
+        "Values of keys and conditions with white space around them, in ASCII or Unicode and also escaped, or with control characters: 400, or read as sent. \"allow\": if the app trims, each spelling has its own quota and may escape a condition.",
+    ),
+    key(
+        "cookie_octets",
+        Keyword(&["reject", "allow"]),
+        Default("reject"),
+        "With ambiguous_cookie = \"reject\": cookies of keys and conditions with a comma, a bracket, a control character, or a quote in the value: 400, or read as sent. \"allow\": if the app ends the value there, each spelling has its own quota and may escape a condition.",
+    ),
+    key(
+        "cookie_prefixes",
+        Keyword(&["reject", "allow"]),
+        Default("reject"),
+        "With ambiguous_cookie = \"reject\": requests with a cookie __Host-NAME or __Secure-NAME, if NAME is in a key or condition: 400, or ignored. \"allow\": an app that reads it as NAME serves another key than the one charged.",
     ),
     key(
         "jwt",

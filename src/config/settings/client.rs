@@ -6,7 +6,7 @@ use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::path::{EscapedDelimiters, EscapedSlashes, ForwardedPath};
-use crate::policy::{KeyHasher, NamedLimit, SelfServiceSettings, client, path};
+use crate::policy::{KeyHasher, NamedLimit, SelfServiceSettings, ValueChecks, client, path};
 use http::HeaderName;
 use http::uri::PathAndQuery;
 
@@ -84,6 +84,12 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::
         ipv6_prefix: reader.get_integer("ipv6_prefix")?,
         rejects_ambiguous_query: reader.get_keyword("ambiguous_query", &REJECT_OR_ALLOW)?,
         rejects_ambiguous_cookie: reader.get_keyword("ambiguous_cookie", &REJECT_OR_ALLOW)?,
+        value_checks: ValueChecks {
+            rejects_outer_white_space: reader.get_keyword("outer_white_space", &REJECT_OR_ALLOW)?,
+            rejects_ambiguous_header: reader.get_keyword("ambiguous_header", &REJECT_OR_ALLOW)?,
+            rejects_cookie_prefixes: reader.get_keyword("cookie_prefixes", &REJECT_OR_ALLOW)?,
+            rejects_cookie_octets: reader.get_keyword("cookie_octets", &REJECT_OR_ALLOW)?,
+        },
     })
 }
 

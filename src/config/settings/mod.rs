@@ -135,7 +135,8 @@ fn assemble_policy_table(
 ) -> PolicyTable {
     let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
     let table = PolicyTable::new(policies, context.path, context.client, headers)
-        .with_mark_header(context.mark_header);
+        .with_mark_header(context.mark_header)
+        .with_trusted_headers(context.trusted_headers);
     match tokens {
         Some(tokens) => table.with_token_settings(tokens),
         None => table,

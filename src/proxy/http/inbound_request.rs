@@ -5,7 +5,7 @@ use crate::clock;
 use crate::policy::client::ClientAddress;
 use crate::policy::jwt::{RequestToken, TokenError};
 use crate::policy::path::{self, ForwardedPath, PathError, PathInterpretations};
-use crate::policy::{Facts, PolicyTable};
+use crate::policy::{Facts, HeaderValueError, PolicyTable};
 use crate::tls::CertificateSubject;
 use http::{Uri, request};
 use std::net::IpAddr;
@@ -27,6 +27,8 @@ pub enum InboundRequestError {
     Validation(#[from] RequestValidationError),
     #[error(transparent)]
     Path(#[from] PathError),
+    #[error(transparent)]
+    HeaderValue(#[from] HeaderValueError),
     #[error("the request has more than one header with a token; expected one")]
     RepeatedTokenHeader,
     #[error("the header with the token has several words or elements; expected one token")]
@@ -54,6 +56,7 @@ impl InboundRequest {
         if parts.headers.keys().any(|name| *name == table.mark_header) {
             parts.headers.remove(&table.mark_header);
         }
+        table.check_header_values(&parts.headers)?;
         let client = ClientAddress::identify(peer, &parts.headers, &table.client);
         let path_settings = path::Settings {
             forward,

@@ -158,6 +158,7 @@ pub(in crate::proxy) fn build_invalid_request_reply(
         InboundRequestError::Validation(error) => error.status(),
         InboundRequestError::Path(_)
         | InboundRequestError::RepeatedTokenHeader
+        | InboundRequestError::HeaderValue(_)
         | InboundRequestError::AmbiguousToken => StatusCode::BAD_REQUEST,
     };
     let problem = ProblemReply::new(

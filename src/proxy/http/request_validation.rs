@@ -18,6 +18,7 @@ mod host;
 mod tests;
 
 pub use error::RequestValidationError;
+pub(in crate::proxy) use header_scan::has_outer_white_space;
 pub use host::normalize_host;
 
 use self::header_scan::RequestHeaderScan;
@@ -75,7 +76,7 @@ pub(in crate::proxy) fn validate_and_rewrite_request(
     {
         return Err(RequestValidationError::TraceBody);
     }
-    let path_and_query = to_origin_form(&parts.method, &parts.uri)?;
+    let path_and_query = to_origin_form(parts)?;
     let (authority, host) = determine_authority_and_host(parts, scan.host.as_ref())?;
     // HTTP/1.0 has no expectations; `Expect` is ignored there (RFC 9110, 10.1.1).
     if scan.has_unknown_expectation && parts.version != Version::HTTP_10 {
@@ -175,7 +176,8 @@ fn convert_websocket_connect_to_get(
     Ok(upgrade::generate_websocket_key())
 }
 
-fn to_origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, RequestValidationError> {
+fn to_origin_form(parts: &request::Parts) -> Result<PathAndQuery, RequestValidationError> {
+    let uri = &parts.uri;
     // The `http` crate parses a target such as `foo` as an authority without a scheme.
     let is_known_form = match uri.scheme_str() {
         None => uri.authority().is_none(),
@@ -190,10 +192,13 @@ fn to_origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, RequestVal
         // For `http://host#x`, `as_str` returns "/", but the URI would serialize without a path.
         Some(b'/') if text == "/" => Ok(PathAndQuery::from_static("/")),
         Some(b'/') => Ok(path_and_query.clone()),
-        Some(b'*') if text == "*" && *method == Method::OPTIONS => Ok(path_and_query.clone()),
-        // The target is an absolute URI without a path: `http://host?query`.
-        Some(b'?') if uri.scheme().is_some() => PathAndQuery::try_from(format!("/{text}"))
-            .map_err(|_invalid| RequestValidationError::Target),
+        Some(b'*') if text == "*" && parts.method == Method::OPTIONS => Ok(path_and_query.clone()),
+        // The target is an absolute URI without a path: `http://host?query`. The `:path` of HTTP/2
+        // must have one (RFC 9113, 8.3.1).
+        Some(b'?') if uri.scheme().is_some() && parts.version != Version::HTTP_2 => {
+            PathAndQuery::try_from(format!("/{text}"))
+                .map_err(|_invalid| RequestValidationError::Target)
+        }
         _ => Err(RequestValidationError::Target),
     }
 }

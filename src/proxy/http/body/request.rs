@@ -1,6 +1,7 @@
 //! Request bodies, received from the client.
 
 use bytes::Bytes;
+use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use std::cell::{Cell, RefCell};
@@ -14,6 +15,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
+use crate::proxy::http::request_validation::has_outer_white_space;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::ActiveRequestGuard;
 use crate::proxy::server::lazy_timer::LazyTimer;
@@ -343,6 +345,10 @@ impl RequestBodyStream {
             return Err(BodyError::TooLarge);
         }
         self.is_complete |= frame.is_trailers();
+        let trailers = frame.trailers_ref().into_iter().flat_map(HeaderMap::values);
+        if trailers.into_iter().any(has_outer_white_space) {
+            return Err(self.record_client_abort("malformed trailers".to_owned()));
+        }
         if self.is_complete || self.incoming.is_end_stream() {
             self.record_end();
         }

@@ -29,6 +29,8 @@ pub enum RequestValidationError {
     Expect,
     #[error("the Trailer header names a field that is not allowed in trailers")]
     Trailer,
+    #[error("a header value begins or ends with white space")]
+    OuterWhiteSpace,
     #[error("a header name resembles the name of a protected header")]
     AmbiguousHeaderName,
     #[error("the Connection header names a protected header")]

@@ -27,6 +27,9 @@ impl RequestHeaderScan {
     ) -> Result<Self, RequestValidationError> {
         let mut scan = Self::default();
         for (name, value) in headers {
+            if has_outer_white_space(value) {
+                return Err(RequestValidationError::OuterWhiteSpace);
+            }
             match *name {
                 header::HOST if scan.host.is_some() => {
                     return Err(RequestValidationError::HostRepeated);
@@ -78,6 +81,12 @@ impl RequestHeaderScan {
         }
         Ok(scan)
     }
+}
+
+/// Whether a field value begins or ends with a space or tab. HTTP/1 parsers trim it; in HTTP/2 such
+/// a field is malformed (RFC 9113, 8.2.1).
+pub(in crate::proxy) fn has_outer_white_space(value: &HeaderValue) -> bool {
+    matches!(value.as_bytes(), [b' ' | b'\t', ..] | [.., b' ' | b'\t'])
 }
 
 /// Whether a header determines the client, the destination or the length of a request.
