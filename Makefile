@@ -117,8 +117,8 @@ envoy: ## Test with real Envoy and Traefik in front, using the examples of docs/
 	cargo build --locked
 	tests/envoy.sh
 
-# Takes five minutes. The first run installs 200 packages from npm and PyPI. Without Go, JDK, PHP, puma or HAProxy, it
-# reports what it has not asked.
+# Takes twenty minutes. The first run installs 400 packages from npm and PyPI. Without Go, JDK, PHP, Ruby, Perl or
+# HAProxy, it reports what it has not asked. SEED repeats a run; more variables: tests/spellings/README.md.
 .PHONY: spellings
 spellings: ## Ask real frameworks how they read targets, cookies and queries, and attack the proxy in front of them
 	$(call need,python3,on Debian: apt-get install python3-venv)

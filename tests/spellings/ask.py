@@ -7,102 +7,41 @@ README.md describes both steps. Called by tests/spellings.sh.
 
 import json
 import os
-import re
-import socket
 import sys
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import draw
 import proxies
 import servers
+import wire
 
 FIXTURE = Path("tests/fixtures/spellings.json")
-TIMEOUT_S = 5
-# Every server and proxy must serve these.
-PLAIN = {"target": "/login/bob", "cookie": "session=bob", "query": "api_key=bob"}
-# The credentials of alice, whose quotas are used up.
-CREDENTIALS = ("Bearer alice", "Basic YWxpY2U6c2VjcmV0")
-# The fields of an answer, by what is spelled.
-FIELDS = {"cookie": "session", "query": "api_key", "authorization": "authorization"}
-# Answers about which a limit or a denial has something to say.
-LIMITED = {"login", "account alice", "admin", "alice"}
-EXEMPT = {"public", "healthz"}
-REFUSALS = {400, 403, 429}
-
-
-def expand(spelling):
-    """`{x*3}` is `x&x&x`, and `{&*3}` is `&&&`."""
-
-    def repeat(match):
-        text, times = match.group(1), int(match.group(2))
-        return ("" if text == "&" else "&").join([text] * times)
-
-    return re.sub(r"\{([^{}*]+)\*(\d+)\}", repeat, spelling)
+DRAWN = servers.HERE / "drawn.toml"
 
 
 def load_spellings():
-    with open(servers.HERE / "spellings.toml", "rb") as file:
-        table = tomllib.load(file)
-    return {kind: [text for group in groups for text in group["spellings"]] for kind, groups in table.items()}
+    kinds = {}
+    for kind, groups in tomllib.loads((servers.HERE / "spellings.toml").read_text(encoding="utf-8")).items():
+        kinds[kind] = [text for group in groups for text in group["spellings"]]
+    for kind, drawn in load_drawn().items():
+        kinds[kind] = list(dict.fromkeys([*kinds[kind], *drawn.values()]))
+    return kinds
 
 
-def request_of(kind, spelling):
-    target, field = "/search", ""
-    if kind == "target":
-        target = spelling
-    elif kind == "query":
-        target = f"/search?{expand(spelling)}"
-    else:
-        field = f"{kind.capitalize()}: {spelling}\r\n"
-    head = f"GET {target} HTTP/1.1\r\nHost: app.test\r\n{field}Connection: close\r\n\r\n"
-    return head.encode("latin-1")
-
-
-def exchange(port, request):
-    """The whole response. A server that neither answers nor closes has not read the request."""
-    received = b""
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
-            connection.sendall(request)
-            while part := connection.recv(65536):
-                received += part
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-    except OSError:
-        pass
-    return received
-
-
-def read_answer(kind, spelling, response):
-    """What the app read: a handler, or the value "alice", or "none" of many parameters. `None` for anything else."""
-    body = re.search(rb'\{"(?:handler|api_key)".*\}', response, re.S)
-    if not response.startswith(b"HTTP/1.") or not body:
-        return None
-    body = json.loads(body.group().decode("utf-8", "replace"), strict=False)
-    handler = body["handler"]
-    if handler == "account":
-        handler = "account alice" if body["user"] == "alice" else "account"
-    if kind == "target":
-        return handler
-    name = FIELDS[kind]
-    if handler != "search" or name not in body:
-        return None
-    if kind == "query" and body[name] is None and "*" in spelling:
-        return "none"
-    return "alice" if body[name] == "alice" else None
+def load_drawn():
+    return tomllib.loads(DRAWN.read_text(encoding="utf-8"))
 
 
 def ask(pool, port, kind, spellings):
     """Reading and status of each spelling."""
-
-    def one(spelling):
-        response = exchange(port, request_of(kind, spelling))
-        status = re.match(rb"HTTP/1\.. (\d{3})", response)
-        return read_answer(kind, spelling, response), int(status.group(1)) if status else None
-
-    return dict(zip(spellings, pool.map(one, spellings), strict=True))
+    answers = wire.ask_all(pool, port, [wire.request_of(kind, text) for text in spellings])
+    return {
+        text: (wire.read_answer(kind, text, body), status)
+        for text, (status, body) in zip(spellings, answers, strict=True)
+    }
 
 
 def ask_apps(pool, apps, spellings):
@@ -155,7 +94,7 @@ def write_fixture(fixture):
 def differences(recorded, asked, apps):
     """Readings that are not as recorded. Apps that this machine lacks are not compared."""
     found = []
-    for kind in ("target", *FIELDS):
+    for kind in asked.keys() - {"frameworks", "ignore_case"}:
         for text in sorted(recorded.get(kind, {}).keys() | asked[kind].keys()):
             before, now = (
                 {name: reading for reading, names in side.get(kind, {}).get(text, {}).items() for name in names.split()}
@@ -167,28 +106,22 @@ def differences(recorded, asked, apps):
     return found
 
 
-def attack(pool, title, start, apps, readings, spellings, case):
+def attack(pool, proxy, apps, readings, spellings):
     """Returns the escapes of one proxy: (line, spelling, app)."""
     ports = {name: proxies.new_ports(port, ignores_case(readings, name)) for name, (port, _) in apps.items()}
     escapes = []
-    for names in case:
-        running = start([ports[name] for name in names])
+    # tidegate has a process per port; a few at a time are enough.
+    for names in [[name] for name in apps] if proxy.title.startswith("tidegate") else [list(apps)]:
+        running = proxy.start([ports[name] for name in names])
         for name in names:
-            escapes += attack_app(pool, title, name, ports[name], spellings)
+            escapes += attack_app(pool, proxy, name, ports[name], spellings)
         for child in running:
             servers.stop(child)
     return escapes
 
 
-def attack_app(pool, title, name, ports, spellings):
-    # Uses up the quotas.
-    for target in ("/login", "/login/alice"):
-        exchange(ports.limits, request_of("target", target))
-    exchange(ports.limits, request_of("cookie", "session=alice"))
-    exchange(ports.limits, request_of("query", "api_key=alice"))
-    for credentials in CREDENTIALS:
-        exchange(ports.limits, request_of("authorization", credentials))
-    exchange(ports.exemptions, request_of("target", "/other"))
+def attack_app(pool, proxy, name, ports, spellings):
+    proxies.use_up(ports)
     for port, target, expected in (
         (ports.limits, "/login", 429),
         (ports.limits, "/login/alice", 429),
@@ -198,20 +131,20 @@ def attack_app(pool, title, name, ports, spellings):
         (ports.exemptions, "/login", 429),
     ):
         _, status = ask(pool, port, "target", [target])[target]
-        assert status == expected, f"{title} in front of {name}: {target} is {status}, expected is {expected}"
+        assert status == expected, f"{proxy.title} in front of {name}: {target} is {status}, expected is {expected}"
     escapes = []
     lines = {"login": "limit", "account alice": "account", "admin": "denial"}
-    for kind, texts in spellings.items():
-        for text, (reading, _) in ask(pool, ports.limits, kind, texts).items():
-            if reading in LIMITED:
-                escapes.append((lines.get(reading, kind), text, name))
-    for text, (reading, _) in ask(pool, ports.exemptions, "target", spellings["target"]).items():
-        if reading and reading not in EXEMPT:
-            escapes.append(("exemption", text, name))
+    for port in proxy.ports:
+        for kind, texts in spellings.items():
+            is_sent = port == "limits" or (kind == "target") == (port == "exemptions")
+            for text, (reading, _) in ask(pool, getattr(ports, port), kind, texts).items() if is_sent else ():
+                if draw.is_escape(port, reading):
+                    line = lines.get(reading, kind) if port != "exemptions" else "exemption"
+                    escapes.append((line, text, name))
     return escapes
 
 
-LINES = ["limit", "account", "denial", "exemption", "cookie", "query", "authorization"]
+LINES = ["limit", "account", "denial", "exemption", "cookie", "query", "authorization", "header", "fields", "host"]
 
 
 def table(results):
@@ -224,47 +157,79 @@ def table(results):
     return "\n".join(rows)
 
 
-def main():
-    tidegate, envoy = sys.argv[1:3]
+def append_drawn(escapes):
+    """Adds spellings to drawn.toml, by their seeds."""
+    drawn = load_drawn()
+    for (kind, spelling), seed in escapes.items():
+        if spelling not in drawn.setdefault(kind, {}).values():
+            drawn[kind][seed] = spelling
+    parts = [
+        "# Spellings that once escaped, by the seed and number of the draw. See README.md.\n",
+        *("\n".join([f"\n[{kind}]", *(line_of(*one) for one in found.items()), ""]) for kind, found in drawn.items()),
+    ]
+    DRAWN.write_text("".join(parts), encoding="utf-8")
+
+
+def line_of(seed, spelling):
+    shown = json.dumps(spelling).replace("\x7f", "\\u007f")
+    return f'"{seed}" = {shown}'
+
+
+def ask_list(pool, apps, starters, is_update):
+    """Asks all apps for the listed spellings, and attacks the proxies with them. Returns whether all is as expected."""
     spellings = load_spellings()
-    total = sum(map(len, spellings.values()))
-    apps, missing = servers.start_apps(sys.executable)
-    for name in missing:
-        print(f"NOT ASKED: {name}; it is not installed")
-    print(f"{total} spellings, {len(apps)} servers", flush=True)
-    failed = False
-    with ThreadPoolExecutor(4) as pool:
-        readings = ask_apps(pool, apps, spellings)
-        asked = fixture_of(apps, readings, spellings)
-        if os.environ.get("UPDATE_FIXTURES"):
-            if missing:
-                raise SystemExit("the fixture needs all servers")
-            write_fixture(asked)
-        else:
-            changes = differences(json.loads(FIXTURE.read_text(encoding="utf-8")), asked, apps)
-            failed |= bool(changes)
-            print("\n".join(changes) or "all readings are as recorded", flush=True)
-        results = {}
-        starters, missing = proxies.all_proxies(tidegate, envoy)
-        for name in missing:
-            print(f"NOT ATTACKED: {name}; it is not installed")
-        wanted = os.environ.get("PROXIES", "")
-        for title, start in starters.items():
-            if not title.startswith(wanted):
-                continue
-            names = list(apps)
-            # tidegate has a process per port; a few at a time are enough.
-            case = [[name] for name in names] if title.startswith("tidegate") else [names]
-            started = time.monotonic()
-            results[title] = attack(pool, title, start, apps, readings, spellings, case)
-            print(f"  {title}: {time.monotonic() - started:.0f} s", flush=True)
-    for title in (title for title in results if title.startswith("tidegate")):
-        failed |= bool(results[title])
-        for line, text, name in sorted(results[title]):
+    print(f"{sum(map(len, spellings.values()))} listed spellings, {len(apps)} servers", flush=True)
+    readings = ask_apps(pool, apps, spellings)
+    asked = fixture_of(apps, readings, spellings)
+    changes = []
+    if is_update:
+        write_fixture(asked)
+    else:
+        changes = differences(json.loads(FIXTURE.read_text(encoding="utf-8")), asked, apps)
+        print("\n".join(changes) or "all readings are as recorded", flush=True)
+    return attack_list(pool, apps, readings, spellings, starters) and not changes
+
+
+def attack_list(pool, apps, readings, spellings, starters):
+    """Sends the listed spellings through each proxy in front of each app. Returns whether tidegate held."""
+    results = {}
+    for proxy in starters:
+        started = time.monotonic()
+        results[proxy.title] = attack(pool, proxy, apps, readings, spellings)
+        print(f"  {proxy.title}: {time.monotonic() - started:.0f} s", flush=True)
+    own = [title for title in results if title.startswith("tidegate")]
+    for title in own:
+        for line, text, name in sorted(set(results[title])):
             print(f"ESCAPED {title}: {line} {text!r} in front of {name}")
     print(table(results))
     if path := os.environ.get("SPELLINGS_REPORT"):
         Path(path).write_text(json.dumps(results, indent=1), encoding="utf-8")
+    return not any(results[title] for title in own)
+
+
+def main():
+    tidegate, envoy = sys.argv[1:3]
+    apps, missing = servers.start_apps(sys.executable)
+    for name in missing:
+        print(f"NOT ASKED: {name}; it is not installed")
+    if wanted := os.environ.get("SERVERS", "").split():
+        apps = {name: apps[name] for name in wanted}
+    starters, lacking = proxies.all_proxies(tidegate, envoy)
+    for name in lacking:
+        print(f"NOT ATTACKED: {name}; it is not installed")
+    is_update = bool(os.environ.get("UPDATE_FIXTURES"))
+    if is_update and (missing or wanted):
+        raise SystemExit("the fixture needs all servers")
+    failed = False
+    with ThreadPoolExecutor(16) as pool:
+        if os.environ.get("DRAWS") != "0":
+            routers = [name for name, (port, _) in apps.items() if ask(pool, port, "target", ["/LOGIN"])["/LOGIN"][0]]
+            escapes = draw.run(pool, apps, routers, starters)
+            failed |= bool(escapes)
+            if is_update:
+                append_drawn(escapes)
+        if os.environ.get("LIST") != "0":
+            failed |= not ask_list(pool, apps, starters, is_update)
     if failed:
         raise SystemExit(1)
 

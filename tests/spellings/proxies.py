@@ -1,23 +1,39 @@
-"""The proxies under test. Each has two ports per app.
+"""The proxies under test. Each has several ports per app.
 
-The first port refuses /login, /login/alice, /admin/ and, for /search, the session and the key "alice". The second port
-refuses everything but /public/ and /healthz. tidegate does so by limits without quota left; the others refuse at once.
+The port "limits" refuses /login, /login/alice, /admin/ and, for /search, the cookie, parameter, header, credentials and
+host of alice. The port "exemptions" refuses everything but /public/ and /healthz. tidegate does so by limits without
+quota left; the others refuse at once. "conditions" and "patterns" are tidegate's: policies with `action = "deny"`.
 """
 
+import os
+import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
 
 import servers
+import wire
 
 FOLDER = Path(__file__).parent
 
-# The ports of one app, and whether the app ignores case.
-Ports = namedtuple("Ports", "app limits exemptions ignores_case")
+# The ports of one app, and whether the app ignores case. nginx needs a port for HTTP/2 with the rules of `limits`.
+Ports = namedtuple("Ports", "app limits exemptions conditions patterns http2 ignores_case")
+Proxy = namedtuple("Proxy", "title start ports has_http2_port", defaults=[("limits", "exemptions"), False])
+# The credentials of alice.
+CREDENTIALS = ("Bearer alice", "Basic YWxpY2U6c2VjcmV0")
 
 
 def new_ports(app, ignores_case):
-    return Ports(app, servers.free_port(), servers.free_port(), ignores_case)
+    return Ports(app, *(servers.free_port() for _ in range(5)), ignores_case)
+
+
+def use_up(ports):
+    """Uses up the quotas of alice."""
+    spellings = [("target", "/login"), ("target", "/login/alice"), ("cookie", "session=alice"), ("host", "alice.test")]
+    spellings += [("query", "api_key=alice"), ("header", "alice"), *(("authorization", one) for one in CREDENTIALS)]
+    for spelling in spellings:
+        wire.Http1Client(ports.limits).ask(wire.request_of(*spelling))
+    wire.Http1Client(ports.exemptions).ask(wire.request_of("target", "/other"))
 
 
 TIDEGATE = """
@@ -36,13 +52,20 @@ forward = "{forward}"
 # The gate uses these policies too, in tests/it/spellings.rs.
 TIDEGATE_LIMITS = (FOLDER / "limits.toml").read_text()
 TIDEGATE_EXEMPTIONS = (FOLDER / "exemptions.toml").read_text()
+TIDEGATE_CONDITIONS = (FOLDER / "conditions.toml").read_text()
+TIDEGATE_PATTERNS = re.sub(r'(\w) = "([\w ]*)" } }', r'\1 = { regex = "^\2$" } } }', TIDEGATE_CONDITIONS)
 
 
 def start_tidegate(program, forward):
     def start(apps):
         running = []
         for index, ports in enumerate(apps):
-            for port, policies in ((ports.limits, TIDEGATE_LIMITS), (ports.exemptions, TIDEGATE_EXEMPTIONS)):
+            for port, policies in (
+                (ports.limits, TIDEGATE_LIMITS),
+                (ports.exemptions, TIDEGATE_EXEMPTIONS),
+                (ports.conditions, TIDEGATE_CONDITIONS),
+                (ports.patterns, TIDEGATE_PATTERNS),
+            ):
                 case_sensitive = str(not ports.ignores_case).lower()
                 text = TIDEGATE.format(port=port, app=ports.app, case_sensitive=case_sensitive, forward=forward)
                 file = servers.DIR / f"tidegate-{index}-{port}.toml"
@@ -65,6 +88,7 @@ def start_nginx(apps):
         text += f"""
         server {{
           listen 127.0.0.1:{ports.limits};
+          listen 127.0.0.1:{ports.http2} http2;
           location {equals.format('/login')} {{ return 429; }}
           location {equals.format('/login/')} {{ return 429; }}
           location {matches} ^/login/alice(/|$) {{ return 429; }}
@@ -72,6 +96,8 @@ def start_nginx(apps):
           location {equals.format('/search')} {{
             if ($cookie_session = alice) {{ return 429; }}
             if ($arg_api_key = alice) {{ return 429; }}
+            if ($http_x_user = alice) {{ return 429; }}
+            if ($host = alice.test) {{ return 429; }}
             if ($http_authorization = "Bearer alice") {{ return 429; }}
             if ($http_authorization = "Basic YWxpY2U6c2VjcmV0") {{ return 429; }}
             {forward}
@@ -85,7 +111,7 @@ def start_nginx(apps):
           location / {{ return 429; }}
         }}
         """
-    return [servers.start_nginx("nginx-proxy", text, [port for ports in apps for port in ports[1:3]])]
+    return [servers.start_nginx("nginx-proxy", text, [port for ports in apps for port in (ports.limits, ports.exemptions)])]
 
 
 HAPROXY_NORMALIZATION = """
@@ -122,6 +148,8 @@ frontend limits-{index}
   http-request deny deny_status 403 if {{ path_beg {case} /admin/ }}
   http-request deny deny_status 429 if {{ path {case} /search }} {{ req.cook(session) -m str alice }}
   http-request deny deny_status 429 if {{ path {case} /search }} {{ url_param(api_key),url_dec -m str alice }}
+  http-request deny deny_status 429 if {{ path {case} /search }} {{ req.hdr(x-user) -m str alice }}
+  http-request deny deny_status 429 if {{ path {case} /search }} {{ req.hdr(host),host_only,lower -m str alice.test }}
   acl credentials req.hdr(authorization) -m str "Bearer alice" "Basic YWxpY2U6c2VjcmV0"
   http-request deny deny_status 429 if {{ path {case} /search }} credentials
   default_backend app-{index}
@@ -134,7 +162,7 @@ frontend exemptions-{index}
         name = "haproxy-normalizing" if normalization else "haproxy"
         file = servers.DIR / f"{name}.cfg"
         file.write_text(text)
-        return [servers.start(name, [port for ports in apps for port in ports[1:3]], "haproxy", "-db", "-f", file)]
+        return [servers.start(name, [port for ports in apps for port in (ports.limits, ports.exemptions)], "haproxy", "-db", "-f", file)]
 
     return start
 
@@ -144,6 +172,8 @@ ENVOY_NORMALIZATION = """
           normalize_path: true
           merge_slashes: true
           path_with_escaped_slashes_action: UNESCAPE_AND_REDIRECT
+          strip_any_host_port: true
+          strip_trailing_host_dot: true
 """
 
 
@@ -189,12 +219,15 @@ def start_envoy(program, normalization):
 
             regex = "(?i)^/login/alice(/.*)?$" if ports.ignores_case else "^/login/alice(/.*)?$"
             alice = "string_match: { exact: alice }"
+            host = "string_match: { exact: alice.test, ignore_case: true }"
             limits = [
                 refuse(path("path", "/login")),
                 refuse(path("path", "/login/")),
                 refuse(f'safe_regex: {{ regex: "{regex}" }}'),
                 refuse(path("prefix", "/admin/"), 403),
                 refuse(path("path", "/search") + f", query_parameters: [{{ name: api_key, {alice} }}]"),
+                refuse(path("path", "/search") + f", headers: [{{ name: x-user, {alice} }}]"),
+                refuse(path("path", "/search") + f', headers: [{{ name: ":authority", {host} }}]'),
                 refuse(path("path", "/search") + f", cookies: [{{ name: session, {alice} }}]"),
                 *(
                     refuse(
@@ -225,31 +258,36 @@ def start_envoy(program, normalization):
         file = servers.DIR / f"{name}.yaml"
         file.write_text(f"static_resources:\n  listeners:{listeners}\n  clusters:{clusters}")
         command = [program, "--config-path", file, "--base-id-path", servers.DIR / name, "--use-dynamic-base-id"]
-        ports = [port for ports in apps for port in ports[1:3]]
+        ports = [port for ports in apps for port in (ports.limits, ports.exemptions)]
         return [servers.start(name, ports, *command, "--concurrency", "1", "--log-level", "error")]
 
     return start
 
 
 def all_proxies(tidegate, envoy):
-    """Starters by title, and what is missing on this machine."""
-    found, missing = {}, []
-    found["tidegate"] = start_tidegate(tidegate, "unchanged")
-    found["tidegate, normalizing"] = start_tidegate(tidegate, "normalized")
+    """All proxies, and what is missing on this machine."""
+    ports = ("limits", "exemptions", "conditions", "patterns")
+    missing = []
+    found = [
+        Proxy("tidegate", start_tidegate(tidegate, "unchanged"), ports),
+        Proxy("tidegate, normalizing", start_tidegate(tidegate, "normalized"), ports),
+    ]
     if shutil.which("nginx"):
-        found[f"nginx {servers.nginx_version()}"] = start_nginx
+        found.append(Proxy(f"nginx {servers.nginx_version()}", start_nginx, has_http2_port=True))
     else:
         missing.append("nginx")
     if envoy:
         number = servers.version(r"/([0-9]+\.[0-9.]+)/", envoy, "--version")
-        found[f"Envoy {number}"] = start_envoy(envoy, "")
-        found[f"Envoy {number}, normalizing"] = start_envoy(envoy, ENVOY_NORMALIZATION)
+        found.append(Proxy(f"Envoy {number}", start_envoy(envoy, "")))
+        found.append(Proxy(f"Envoy {number}, normalizing", start_envoy(envoy, ENVOY_NORMALIZATION)))
     else:
         missing.append("Envoy")
     if shutil.which("haproxy"):
         number = servers.version(r"version ([0-9.]+)", "haproxy", "-v")
-        found[f"HAProxy {number}"] = start_haproxy("")
-        found[f"HAProxy {number}, normalizing"] = start_haproxy(HAPROXY_NORMALIZATION)
+        found.append(Proxy(f"HAProxy {number}", start_haproxy("")))
+        found.append(Proxy(f"HAProxy {number}, normalizing", start_haproxy(HAPROXY_NORMALIZATION)))
     else:
         missing.append("HAProxy")
-    return found, missing
+    # Only these proxies, by the start of the title.
+    wanted = os.environ.get("PROXIES", "")
+    return [proxy for proxy in found if proxy.title.startswith(wanted)], missing

@@ -94,12 +94,19 @@ def start_node():
         "fastify": ("Fastify", "fastify"),
         "h3": ("h3", "h3"),
         "h3-v1": ("h3", "h3v1"),
+        "hapi": ("hapi", "@hapi/hapi"),
+        "hono": ("Hono", "hono"),
         "koa": ("Koa", "koa"),
+        "polka": ("Polka", "polka"),
+        "restify": ("Restify", "restify"),
     }
     apps = {name: (free_port(), f"{title} {node_version(package)}") for name, (title, package) in packages.items()}
     apps["node"] = (free_port(), f"Node {version(r'v([0-9.]+)', 'node', '--version')}, new URL")
-    ports = [f"{name}={port}" for name, (port, _) in apps.items()]
-    start("node", [port for port, _ in apps.values()], "node", APPS / "node.mjs", *ports)
+    # These two change classes of Node.
+    alone = ("hono", "restify")
+    for names in ([name for name in apps if name not in alone], *([name] for name in alone)):
+        arguments = [f"{name}={apps[name][0]}" for name in names]
+        start(f"node-{names[0]}", [apps[name][0] for name in names], "node", APPS / "node.mjs", *arguments)
     return apps
 
 
@@ -128,6 +135,19 @@ def start_python(python):
         command = [python, *gunicorn, "--no-control-socket", "--bind", f"127.0.0.1:{port}", f"python:{app}"]
         start(name, [port], *command)
         apps[name] = (port, title(framework, "gunicorn"))
+    for name, framework, server in (
+        ("blacksheep", "BlackSheep", "uvicorn"),
+        ("cherrypy", "CherryPy", None),
+        ("falcon", "Falcon", "cheroot"),
+        ("litestar", "Litestar", "uvicorn"),
+        ("pyramid", "Pyramid", "waitress"),
+        ("quart", "Quart", "hypercorn"),
+        ("sanic", "Sanic", None),
+        ("tornado", "Tornado", None),
+    ):
+        port = free_port()
+        start(name, [port], python, APPS / "more_python.py", name, port)
+        apps[name] = (port, title(framework, server))
     return apps
 
 
@@ -142,7 +162,8 @@ def start_java(name, source, jars, title):
     port = free_port()
     path = ":".join(str(jar) for jar in [DIR, *jars])
     output("javac", "-nowarn", "-Xlint:none", "-cp", path, "-d", DIR, APPS / f"{source}.java")
-    start(name, [port], "java", "-cp", path, source, port)
+    # Without delays of 40 ms per response.
+    start(name, [port], "java", "-Dsun.net.httpserver.nodelay=true", "-cp", path, source, port)
     return {name: (port, title)}
 
 
@@ -163,11 +184,37 @@ def start_php():
 
 def start_sinatra():
     port = free_port()
-    command = ["puma", "-q", "-b", f"tcp://127.0.0.1:{port}", APPS / "sinatra.ru"]
+    command = ["puma", "-q", "-t", "16:16", "-b", f"tcp://127.0.0.1:{port}", APPS / "sinatra.ru"]
     start("sinatra", [port], *command, env=os.environ | {"RACK_ENV": "production"})
     script = "require 'sinatra/version'; require 'puma/const'; puts Sinatra::VERSION, Puma::Const::VERSION"
     sinatra, puma = output("ruby", "-e", script).split()
     return {"sinatra": (port, f"Sinatra {sinatra}, puma {puma}")}
+
+
+def start_rack():
+    port = free_port()
+    command = ["rackup", "-q", "-s", "webrick", "-E", "production", "-o", "127.0.0.1", "-p", port, APPS / "rack.ru"]
+    start("rack", [port], *command)
+    script = "require 'rack'; require 'webrick'; puts Rack.release, WEBrick::VERSION"
+    rack, webrick = output("ruby", "-e", script).split()
+    return {"rack": (port, f"Rack {rack}, WEBrick {webrick}")}
+
+
+def perl_version(module):
+    return output("perl", "-e", f"use {module}; print {module}->VERSION").strip()
+
+
+def start_mojolicious():
+    port = free_port()
+    start("mojolicious", [port], "perl", APPS / "mojolicious.pl", "daemon", "-l", f"http://127.0.0.1:{port}")
+    return {"mojolicious": (port, f"Mojolicious {perl_version('Mojolicious')}")}
+
+
+def start_dancer():
+    port = free_port()
+    command = ["starman", "--workers", "2", "--listen", f"127.0.0.1:{port}", APPS / "dancer.psgi"]
+    start("dancer", [port], *command)
+    return {"dancer": (port, f"Dancer2 {perl_version('Dancer2')}, Starman {perl_version('Starman')}")}
 
 
 def start_nginx(name, servers, ports):
@@ -201,10 +248,13 @@ def start_nginx_app():
         body = f'{{"handler": "{name}"{rest}}}'
         return f"location {location} {{ default_type application/json; return 200 '{body}'; }}\n"
 
+    values = [f'"{name}": ${name}' for name in ("session", "api_key", "x_user")]
+    values += ['"authorization": "$remote_user"', '"host": "$host"']
     server = "".join(
         [
             'map $cookie_session $session { "" null; "~^alice$" \'"alice"\'; default \'"other"\'; }\n',
             'map $arg_api_key $api_key { "" null; "~^alice$" \'"alice"\'; default \'"other"\'; }\n',
+            'map $http_x_user $x_user { "" null; "~^alice$" \'"alice"\'; default \'"other"\'; }\n',
             "server {\n",
             f"listen 127.0.0.1:{port};\n",
             handler("= /login", "login"),
@@ -212,7 +262,7 @@ def start_nginx_app():
             handler("/admin/", "admin"),
             handler("/public/", "public"),
             handler("= /healthz", "healthz"),
-            handler("= /search", "search", ', "session": $session, "api_key": $api_key, "authorization": "$remote_user"'),
+            handler("= /search", "search", f', {", ".join(values)}'),
             "location / { return 404; }\n",
             "}\n",
         ]
@@ -230,16 +280,25 @@ def start_apps(python):
         ("tomcat", "javac", start_tomcat),
         ("php", "php", start_php),
         ("sinatra", "puma", start_sinatra),
+        ("rack", "rackup", start_rack),
+        ("mojolicious", "perl", start_mojolicious),
+        ("dancer", "starman", start_dancer),
         ("nginx", "nginx", start_nginx_app),
     ]
+    libraries = {
+        "sinatra": ["ruby", "-e", "require 'sinatra/base'"],
+        "rack": ["ruby", "-e", "require 'webrick'"],
+        "mojolicious": ["perl", "-e", "use Mojolicious"],
+        "dancer": ["perl", "-e", "use Dancer2"],
+    }
     apps |= start_node()
     apps |= start_python(python)
     for name, program, starts in optional:
         is_installed = shutil.which(program) is not None
         if name == "tomcat":
             is_installed &= all(jar.exists() for jar in TOMCAT)
-        if name == "sinatra" and is_installed:
-            is_installed = subprocess.run(["ruby", "-e", "require 'sinatra/base'"], capture_output=True).returncode == 0
+        if is_installed and name in libraries:
+            is_installed = subprocess.run(libraries[name], capture_output=True).returncode == 0
         if is_installed:
             apps |= starts()
         else:

@@ -30,6 +30,9 @@ public class Jdk {
             answer = "{\"handler\": \"public\"}";
         } else if (path.equals("/healthz")) {
             answer = "{\"handler\": \"healthz\"}";
+        } else if (path.equals("/search")) {
+            var user = String.valueOf(exchange.getRequestHeaders().getFirst("X-User"));
+            answer = "{\"handler\": \"search\", \"x_user\": \"" + user.replaceAll("[^A-Za-z0-9]", "?") + "\"}";
         }
         var body = (answer == null ? "{}" : answer).getBytes(StandardCharsets.UTF_8);
         exchange.sendResponseHeaders(answer == null ? 404 : 200, body.length);

@@ -25,7 +25,8 @@ public class Servlets {
         add(context, "public", "/public/*", request -> "");
         add(context, "healthz", "/healthz", request -> "");
         add(context, "search", "/search", request ->
-            value("session", session(request)) + value("api_key", request.getParameter("api_key")));
+            value("session", session(request)) + value("api_key", request.getParameter("api_key"))
+                + value("x_user", request.getHeader("X-User")) + value("host", request.getServerName()));
         tomcat.start();
         tomcat.getServer().await();
     }
@@ -45,7 +46,7 @@ public class Servlets {
     }
 
     static String value(String name, String value) {
-        var shown = value == null ? "null" : '"' + value.replaceAll("[^A-Za-z0-9]", "?") + '"';
+        var shown = value == null ? "null" : '"' + value.replaceAll("[^A-Za-z0-9.]", "?") + '"';
         return ", \"" + name + "\": " + shown;
     }
 

@@ -36,6 +36,7 @@ func search(request *http.Request) map[string]any {
 	} else if header := request.Header.Get("Authorization"); len(header) > 7 && strings.EqualFold(header[:7], "Bearer ") {
 		values["authorization"] = strings.TrimSpace(header[7:])
 	}
+	values["x_user"], values["host"] = request.Header.Get("X-User"), request.Host
 	if cookie, err := request.Cookie("session"); err == nil {
 		values["session"] = cookie.Value
 	}

@@ -16,7 +16,7 @@ from aiohttp import BasicAuth, web
 from django.conf import settings
 from django.http import HttpResponse
 from django.urls import path
-from fastapi import Cookie, Depends, FastAPI, HTTPException, Request
+from fastapi import Cookie, Depends, FastAPI, Header, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBasic, HTTPBearer
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -53,7 +53,8 @@ def starlette():
     def search(request):
         session, api_key = request.cookies.get("session"), request.query_params.get("api_key")
         authorization = read_credentials(request.headers.get("authorization"))
-        return {"session": session, "api_key": api_key, "authorization": authorization}
+        values = {"x_user": request.headers.get("x-user"), "host": request.url.hostname}
+        return {"session": session, "api_key": api_key, "authorization": authorization, **values}
 
     return Starlette(
         routes=[
@@ -95,6 +96,7 @@ def fastapi():
         request: Request,
         api_key: str | None = None,
         session: str | None = Cookie(default=None),
+        x_user: str | None = Header(default=None),
         bearer: HTTPAuthorizationCredentials | None = Depends(HTTPBearer(auto_error=False)),
     ):
         authorization = bearer and bearer.credentials
@@ -104,7 +106,8 @@ def fastapi():
             except HTTPException:
                 basic = None
             authorization = basic and basic.username
-        return {"handler": "search", "session": session, "api_key": api_key, "authorization": authorization}
+        values = {"session": session, "api_key": api_key, "x_user": x_user, "host": request.url.hostname}
+        return {"handler": "search", "authorization": authorization, **values}
 
     return app
 
@@ -124,6 +127,7 @@ def flask_app():
         is_known = credentials and credentials.type in ("basic", "bearer")
         authorization = (credentials.token or credentials.username) if is_known else None
         values = {"session": request.cookies.get("session"), "api_key": request.args.get("api_key")}
+        values |= {"x_user": request.headers.get("X-User"), "host": request.host}
         return answer("search", authorization=authorization, **values)
 
     return app
@@ -132,7 +136,8 @@ def flask_app():
 def search_in_django(request):
     session, api_key = request.COOKIES.get("session"), request.GET.get("api_key")
     authorization = read_credentials(request.headers.get("authorization"))
-    return HttpResponse(answer("search", session=session, api_key=api_key, authorization=authorization))
+    values = {"x_user": request.headers.get("X-User"), "host": request.get_host()}
+    return HttpResponse(answer("search", session=session, api_key=api_key, authorization=authorization, **values))
 
 
 def django_app():
@@ -174,6 +179,7 @@ def bottle_app():
         request = bottle.request
         user = request.auth and request.auth[0]
         values = {"session": request.get_cookie("session"), "api_key": request.query.get("api_key")}
+        values |= {"x_user": request.get_header("X-User"), "host": request.urlparts.hostname}
         return answer("search", authorization=user, **values)
 
     return app
@@ -192,7 +198,8 @@ def aiohttp_app():
         except ValueError:
             user = None
         session, api_key = request.cookies.get("session"), request.query.get("api_key")
-        return {"session": session, "api_key": api_key, "authorization": user}
+        values = {"x_user": request.headers.get("X-User"), "host": request.url.host}
+        return {"session": session, "api_key": api_key, "authorization": user, **values}
 
     app = web.Application()
     app.add_routes(

@@ -22,6 +22,7 @@ if ($path === '/login') {
         $token = explode(':', base64_decode($match[1]))[0];
     }
     $answer = ['handler' => 'search', 'session' => $session, 'api_key' => $key, 'authorization' => $token];
+    $answer += ['x_user' => $_SERVER['HTTP_X_USER'] ?? null, 'host' => $_SERVER['HTTP_HOST'] ?? null];
 }
 http_response_code($answer ? 200 : 404);
 echo json_encode($answer ?? new stdClass(), JSON_INVALID_UTF8_SUBSTITUTE);

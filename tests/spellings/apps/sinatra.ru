@@ -18,6 +18,7 @@ class App < Sinatra::Base
     credentials = Rack::Auth::Basic::Request.new(env)
     user = credentials.username if credentials.provided? && credentials.basic?
     values = { session: session, api_key: key, authorization: user }
+    values.update(x_user: env['HTTP_X_USER'], host: request.host)
     JSON.dump(handler: 'search', **values.transform_values { |value| value && value.to_s.scrub })
   end
 end
