@@ -1,10 +1,11 @@
 //! Listening sockets: an IP address and port, or a Unix socket and its file.
 
+use rustix::io::Errno;
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use std::fmt;
 use std::fs::{self, Permissions};
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -36,6 +37,26 @@ impl ListenAddress {
             Self::Unix(_) => true,
         }
     }
+
+    /// Address with the same meaning on a machine without this address family: `0.0.0.0` for
+    /// `[::]`, and the other loopback address for `127.0.0.1` and `[::1]`. None for `0.0.0.0`, which
+    /// excludes IPv6 clients.
+    pub(crate) fn substitute(&self) -> Option<SocketAddr> {
+        let Self::Ip(address) = self else { return None };
+        let ip: IpAddr = match address.ip() {
+            IpAddr::V6(Ipv6Addr::UNSPECIFIED) => Ipv4Addr::UNSPECIFIED.into(),
+            IpAddr::V6(Ipv6Addr::LOCALHOST) => Ipv4Addr::LOCALHOST.into(),
+            IpAddr::V4(Ipv4Addr::LOCALHOST) => Ipv6Addr::LOCALHOST.into(),
+            _ => return None,
+        };
+        Some(SocketAddr::new(ip, address.port()))
+    }
+}
+
+/// Whether the machine cannot bind or connect because it has no addresses of this family.
+pub(crate) fn is_family_missing(error: &io::Error) -> bool {
+    let missing = [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL, Errno::NETUNREACH];
+    Errno::from_io_error(error).is_some_and(|errno| missing.contains(&errno))
 }
 
 /// Bound non-blocking socket. Clients cannot connect before [`BoundSocket::listen`].
@@ -65,11 +86,15 @@ pub(crate) enum SocketListener {
 }
 
 impl BoundSocket {
-    /// Binds the address. `mode` is the mode of a Unix socket's file: write permission allows
+    /// Binds the address, or its [`substitute`](ListenAddress::substitute) on a machine without
+    /// its address family. `mode` is the mode of a Unix socket's file: write permission allows
     /// connecting.
     pub(crate) fn bind(address: &ListenAddress, mode: u32) -> io::Result<Self> {
         match address {
-            ListenAddress::Ip(address) => bind_tcp_socket(*address),
+            ListenAddress::Ip(ip) => bind_tcp_socket(*ip).or_else(|error| {
+                let substitute = address.substitute().filter(|_| is_family_missing(&error));
+                bind_tcp_socket(substitute.ok_or(error)?)
+            }),
             ListenAddress::Unix(path) => bind_unix_socket(path, mode),
         }
     }

@@ -96,7 +96,7 @@ impl AdminListener {
             let accepted = match &self.acceptor {
                 SocketListener::Tcp(listener) => listener.accept().await.map(|(socket, peer)| {
                     connections.make_room();
-                    let peer = AdminPeer(peer.ip());
+                    let peer = AdminPeer(peer.ip().to_canonical());
                     connections.spawn(peer, serve_connection(socket, peer, router));
                 }),
                 SocketListener::Unix { listener, .. } => {

@@ -3,7 +3,7 @@
 use super::output::CommandError;
 use crate::admin::{AdminSettings, AdminToken};
 use crate::config::{self, ConfigSources};
-use crate::listen::ListenAddress;
+use crate::listen::{ListenAddress, is_family_missing};
 use serde_json::Value;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io::{self, Read, Write};
@@ -227,7 +227,16 @@ fn late_response_error(response_timeout: Duration) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, message)
 }
 
+/// Connects to the address, or to its substitute on a machine without its address family: the proxy
+/// listens there.
 fn connect(address: &ListenAddress) -> io::Result<Socket> {
+    connect_socket(address).or_else(|error| {
+        let substitute = address.substitute().filter(|_| is_family_missing(&error));
+        connect_socket(&ListenAddress::Ip(substitute.ok_or(error)?))
+    })
+}
+
+fn connect_socket(address: &ListenAddress) -> io::Result<Socket> {
     let (domain, address) = match address {
         ListenAddress::Ip(address) => (Domain::for_address(*address), SockAddr::from(*address)),
         ListenAddress::Unix(path) => (Domain::UNIX, SockAddr::unix(path)?),

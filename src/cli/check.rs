@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(code, ExitCode::SUCCESS);
         assert_eq!(
             out,
-            "listen: 0.0.0.0:8080, cleartext\nupstream: http://app\nstore: memory, of this process only\n\
+            "listen: [::]:8080, cleartext\nupstream: http://app\nstore: memory, of this process only\n\
              admin: 127.0.0.1:9090\n\n\
              login: POST /api/login, per client IP: at most 5 requests in any 1m window; if the store fails: reject\n\
              blocked: all requests, in total: at most 0 requests in any 1s window; if the store fails: allow\n"

@@ -13,7 +13,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use std::convert::Infallible;
 use std::io::IsTerminal;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -137,7 +137,11 @@ fn program_path() -> String {
 
 /// Starts an upstream that describes each request in its response.
 fn start_sample_upstream() -> std::io::Result<SocketAddr> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let loopback: [SocketAddr; 2] = [
+        (Ipv4Addr::LOCALHOST, 0).into(),
+        (Ipv6Addr::LOCALHOST, 0).into(),
+    ];
+    let listener = TcpListener::bind(loopback.as_slice())?;
     listener.set_nonblocking(true)?;
     let address = listener.local_addr()?;
     let runtime = tokio::runtime::Builder::new_current_thread()

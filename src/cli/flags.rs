@@ -32,7 +32,7 @@ pub(super) struct OverrideFlags {
     /// Upstream URL, e.g. http://127.0.0.1:3000.
     #[arg(long, value_name = "URL")]
     pub(super) upstream: Option<String>,
-    /// Listen address, e.g. 0.0.0.0:8080.
+    /// Listen address, e.g. [::]:8080.
     #[arg(long, value_name = "ADDRESS")]
     pub(super) listen: Option<String>,
 }

@@ -189,7 +189,7 @@ static ADMIN: [SchemaKey; 5] = [
     ),
     key(
         "probes",
-        Text("an IP address and port such as \"0.0.0.0:9091\""),
+        Text("an IP address and port such as \"[::]:9091\""),
         Default(""),
         "A second port with only /livez, /readyz and /metrics, for the kubelet and Prometheus. Empty: none.",
     ),

@@ -130,7 +130,7 @@ fn near_misses_produce_no_warnings() {
 #[test]
 fn defaults_match_the_documentation() {
     let config = load(&make_text_sources(UPSTREAM_LINE)).unwrap();
-    assert_eq!(config.listen.address.to_string(), "0.0.0.0:8080");
+    assert_eq!(config.listen.address.to_string(), "[::]:8080");
     assert_eq!(config.listen.proxy_protocol_from, None);
     assert!(config.listen.threads >= 1);
     assert_eq!(config.listen.max_header_bytes, 65_536);
@@ -540,7 +540,7 @@ fn settings_that_need_a_restart_are_named() {
         changed("[client]\nipv6_prefix = 56\n[path]\nnormalize = false\n"),
         [""; 0]
     );
-    assert_eq!(changed("[listen]\naddress = \"0.0.0.0:8080\"\n"), [""; 0]);
+    assert_eq!(changed("[listen]\naddress = \"[::]:8080\"\n"), [""; 0]);
     assert_eq!(
         changed("[listen]\naddress = \"0.0.0.0:81\"\n[log]\nlevel = \"warn\"\n"),
         ["listen.address", "log.level"]

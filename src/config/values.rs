@@ -70,7 +70,7 @@ const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// Parses `address:port` or `unix:/path`.
 pub(super) fn parse_listen_address(text: &str) -> Result<ListenAddress, String> {
-    parse_ip_or_unix_address(text, "0.0.0.0:8080", "/run/tidegate.sock")
+    parse_ip_or_unix_address(text, "[::]:8080", "/run/tidegate.sock")
 }
 
 /// Parses the address of the admin listener.
@@ -96,9 +96,18 @@ pub(super) fn parse_network(text: &str) -> Result<IpNet, String> {
     let net = text
         .parse::<IpNet>()
         .or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
-    net.map(|net| net.trunc())
+    net.map(|net| canonicalize_network(net.trunc()))
         .ok()
         .ok_or_else(|| "expected an address or a network such as \"10.0.0.0/8\"".to_owned())
+}
+
+/// An IPv4-mapped network as IPv4, as addresses of clients are.
+fn canonicalize_network(net: IpNet) -> IpNet {
+    let prefix = net.prefix_len().checked_sub(96);
+    let mapped = prefix.and_then(|prefix| IpNet::new(net.addr().to_canonical(), prefix).ok());
+    mapped
+        .filter(|mapped| matches!(mapped, IpNet::V4(_)))
+        .unwrap_or(net)
 }
 
 pub(super) fn parse_regex(text: &str) -> Result<Regex, String> {

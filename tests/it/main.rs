@@ -23,6 +23,7 @@ mod support;
 mod musl;
 mod reference_model;
 
+mod address_families;
 mod admin;
 mod admin_api;
 mod admin_drain;

@@ -5,9 +5,9 @@ use super::key::*;
 pub(super) static LISTEN: [SchemaKey; 9] = [
     key(
         "address",
-        Text("an IP address and port such as \"0.0.0.0:8080\", or \"unix:/path\""),
-        Default("0.0.0.0:8080"),
-        "Address for clients. Clients of a Unix socket count as 127.0.0.1.",
+        Text("an IP address and port such as \"[::]:8080\", or \"unix:/path\""),
+        Default("[::]:8080"),
+        "Address for clients. [::] includes IPv4, and is 0.0.0.0 on machines without IPv6. Clients of a Unix socket count as 127.0.0.1.",
     ),
     key(
         "proxy_protocol",

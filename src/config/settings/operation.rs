@@ -61,7 +61,7 @@ pub(in crate::config) fn build_admin_settings(
     {
         reader.report_warning(
             "advertise",
-            "admin.address is a loopback address, so other instances cannot connect; expected an address such as \"0.0.0.0:9090\" there",
+            "admin.address is a loopback address, so other instances cannot connect; expected an address such as \"[::]:9090\" there",
         );
     }
     Some(AdminSettings {
@@ -77,7 +77,7 @@ pub(in crate::config) fn build_admin_settings(
 fn parse_probes_address(text: &str) -> Result<SocketAddr, String> {
     text.parse()
         .ok()
-        .ok_or_else(|| "expected an IP address and port such as \"0.0.0.0:9091\"".to_owned())
+        .ok_or_else(|| "expected an IP address and port such as \"[::]:9091\"".to_owned())
 }
 
 /// Parses a host name. Returns it in lower case, for comparison.
