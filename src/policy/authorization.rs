@@ -23,6 +23,8 @@ pub(super) fn read_credentials(field: &[u8]) -> CredentialValues<'_> {
         return SmallVec::from_iter([Cow::Owned(fold_scheme(trim_lenient_spaces(field)))]);
     }
     let credentials = match is_basic {
+        // Node reads `-` and `_` as digits, Python and PHP drop them.
+        true if first.iter().any(|byte| matches!(byte, b'-' | b'_')) => None,
         true => {
             fold_base64(first).map(|folded| format!("Basic {}", STANDARD.encode(folded)).into())
         }
@@ -138,7 +140,7 @@ mod tests {
             (b"Basic YWxpY2U6c2VjcmV0", "Basic YWxpY2U6c2VjcmV0"),
             (b"basic  YWxp*Y2U6c2VjcmV0==", "Basic YWxpY2U6c2VjcmV0"),
             (b"Basic YTpi", "Basic YTpi"),
-            (b"Basic YTo-", "Basic YTo+"),
+            (b"Basic YTo+", "Basic YTo+"),
             (b"Basic YTp=", "Basic YTo="),
             (b"Bearer", "Bearer"),
             (b"Token  a  b", "Token a  b"),
@@ -163,6 +165,8 @@ mod tests {
             b"Bearer alice\x85bob",
             b"Basic YWxpY2U6 c2VjcmV0",
             b"Basic YTo=YTpi",
+            b"Basic -YWxpY2U6c2VjcmV0",
+            b"Basic YTo_",
         ] {
             assert_eq!(read_one(spelling), None, "{}", spelling.escape_ascii());
         }

@@ -164,6 +164,11 @@ pub(super) fn is_cookie_ambiguous(headers: &HeaderMap, name: &str) -> bool {
                     return true;
                 }
                 remaining_parts -= 1;
+                // WebOb finds a name after any byte that no name has.
+                let mut inner = part.split(is_foreign_to_cookies).skip(1);
+                if inner.any(|text| names_cookie(text, name, &folded)) {
+                    return true;
+                }
             }
             if found == name.as_bytes() {
                 return value
@@ -177,6 +182,10 @@ pub(super) fn is_cookie_ambiguous(headers: &HeaderMap, name: &str) -> bool {
 
 fn is_lenient_separator(byte: &u8) -> bool {
     matches!(byte, b',' | b' ' | b'\t')
+}
+
+fn is_foreign_to_cookies(byte: &u8) -> bool {
+    !byte.is_ascii_graphic() || b"\"&[\\]".contains(byte)
 }
 
 /// Whether text before its first `=`, or all of it, is the name of the cookie or a look-alike.
@@ -319,6 +328,11 @@ mod tests {
             b"a=\"1; sid=2; b=\"",
             b"sid=\"",
             b"a=1,sid=x",
+            b"a\\sid=x",
+            b"x\xa0sid=x",
+            b"a=1\x85sid=x",
+            b"=x[sid=x",
+            b"a=1&SID=x",
             b"a=1, sid=x",
             b"a=1 sid=x",
             b"sid=x, sid=y",

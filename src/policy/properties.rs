@@ -71,6 +71,7 @@ pub fn assert_path_interpretations(bytes: &[u8]) {
             let is_invalid = std::str::from_utf8(&decoded).is_err();
             return assert!(settings.rejects_invalid_utf8 && is_invalid);
         }
+        Err(PathError::CompletedEscape) => return assert!(path.matches('%').count() > 1),
         Err(PathError::EscapedSlash) => {
             let lower = path.to_ascii_lowercase();
             return assert!(lower.contains("%2f") || lower.contains("%5c") || lower.contains('\\'));

@@ -1,6 +1,6 @@
 //! Values that apps read in another form than they were sent: trimmed or decoded.
 
-use super::authorization::read_credentials;
+use super::authorization::{is_lenient_space, read_credentials};
 use super::client;
 use http::header::AUTHORIZATION;
 use http::{HeaderMap, HeaderName};
@@ -59,24 +59,25 @@ impl ValueChecks {
     }
 
     fn check_header_value(&self, name: &HeaderName, value: &[u8]) -> Result<(), HeaderValueError> {
-        if self.rejects_outer_white_space {
-            // Keys read credentials as lenient parsers do, except for spaces in UTF-8.
-            let is_credential = *name == AUTHORIZATION;
-            let is_trimmed = |part: &[u8]| match is_credential {
-                true => has_outer_white_space(part),
-                false => part.contains(&b'\t') || is_header_value_trimmed_by_apps(part),
-            };
-            // An app may split the value at commas, and a proxy may have joined lines with them.
-            let mut parts = value.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
-            if parts.any(is_trimmed) {
-                return Err(HeaderValueError::OuterWhiteSpace);
-            }
+        let is_credential = *name == AUTHORIZATION;
+        let is_plain = |byte: &u8| byte.is_ascii_graphic() && *byte != b'?';
+        if !is_credential && value.iter().all(is_plain) {
+            return Ok(());
+        }
+        // An app may split the value at commas, and a proxy may have joined lines with them.
+        let mut parts = value.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+        let is_trimmed = match is_credential {
+            true => has_wide_space(value),
+            false => parts.any(is_header_value_trimmed_by_apps),
+        };
+        if is_trimmed && self.rejects_outer_white_space {
+            return Err(HeaderValueError::OuterWhiteSpace);
         }
         if self.rejects_ambiguous_header {
             if has_encoded_word(value) {
                 return Err(HeaderValueError::EncodedWord);
             }
-            if *name == AUTHORIZATION && read_credentials(value).len() > 1 {
+            if is_credential && (read_credentials(value).len() > 1 || names_scheme_later(value)) {
                 return Err(HeaderValueError::SeveralCredentials);
             }
         }
@@ -97,12 +98,31 @@ fn is_trimmed_by_apps(value: &[u8]) -> bool {
     has_outer_white_space(value) || String::from_utf8_lossy(value).contains(char::is_control)
 }
 
-/// As [`is_trimmed_by_apps`], for values without controls. Apps read headers as Latin-1 too, in
-/// which the last byte of a UTF-8 character may be a space.
+/// As [`is_trimmed_by_apps`]. Apps read headers as Latin-1 too, in which the last byte of a UTF-8
+/// character may be a space.
 fn is_header_value_trimmed_by_apps(value: &[u8]) -> bool {
     matches!(value.first(), Some(0x80..=0xa0))
         || matches!(value.last(), Some(0x85 | 0xa0))
+        || value.contains(&b'\t')
         || has_outer_white_space(value)
+}
+
+/// Whether credentials have white space other than the bytes that keys read as a space.
+fn has_wide_space(value: &[u8]) -> bool {
+    let is_wide = |letter: char| is_white_space(letter) && !matches!(letter, ' ' | '\t');
+    !value.is_ascii() && String::from_utf8_lossy(value).contains(is_wide)
+}
+
+/// Whether credentials have the name of a scheme elsewhere than at their start. Sanic reads what
+/// follows it, also without a space.
+fn names_scheme_later(value: &[u8]) -> bool {
+    let end = value.iter().position(is_lenient_space);
+    let (scheme, rest) = value.split_at(end.unwrap_or(value.len()));
+    let is_named = |name: &[u8]| {
+        let is_scheme = scheme.eq_ignore_ascii_case(name);
+        memmem::find(if is_scheme { rest } else { value }, name).is_some()
+    };
+    is_named(b"Bearer") || is_named(b"Token")
 }
 
 fn has_outer_white_space(value: &[u8]) -> bool {
@@ -132,13 +152,16 @@ fn has_encoded_word(value: &[u8]) -> bool {
     })
 }
 
-/// Whether a cookie's raw value has an octet outside of RFC 6265, or a bracket. Lenient parsers end
-/// the value at such an octet. One pair of quotes may enclose the value.
+/// Whether a cookie's raw value has an octet outside of RFC 6265, a bracket or an ampersand. Lenient
+/// parsers end the value at such an octet. One pair of quotes may enclose the value.
 pub(super) fn has_unusual_cookie_octet(value: &[u8]) -> bool {
     let quoted = value.strip_prefix(b"\"");
     let unquoted = quoted.and_then(|value| value.strip_suffix(b"\""));
     let is_octet = |byte: &u8| byte.is_ascii_graphic() && !b"\",;[\\]".contains(byte);
-    !unquoted.unwrap_or(value).iter().all(is_octet)
+    let unquoted = unquoted.unwrap_or(value);
+    // Dancer2 splits the decoded value at these.
+    let mut decoded = percent_encoding::percent_decode(unquoted);
+    !unquoted.iter().all(is_octet) || decoded.any(|byte| matches!(byte, b'&' | b';'))
 }
 
 /// The name of a cookie without `__Host-` or `__Secure-`, if it begins with one of them.
@@ -216,7 +239,28 @@ mod tests {
             check(b"Bearer alice\xc2\xa0"),
             Err(HeaderValueError::OuterWhiteSpace)
         );
-        assert_eq!(check(b"Bearer\talice\xa0"), Ok(()), "one spelling in keys");
+        for value in ["Bearer \u{2003}alice", "Bearer\u{2028} alice", "\u{feff}x"] {
+            let found = check(value.as_bytes()).unwrap_err();
+            assert_eq!(found, HeaderValueError::OuterWhiteSpace, "{value}");
+        }
+        for value in [
+            "Beareralice",
+            "x Token alice",
+            "Token bob, Token alice",
+            "Basic Bearer",
+        ] {
+            let found = check(value.as_bytes()).unwrap_err();
+            assert_eq!(found, HeaderValueError::SeveralCredentials, "{value}");
+        }
+        for value in [
+            &b"Bearer\talice\xa0"[..],
+            b"token x",
+            b"tokenx",
+            b"Bearer",
+            b"Digest a=\"b\", c=d",
+        ] {
+            assert_eq!(check(value), Ok(()), "one spelling in keys");
+        }
     }
 
     #[test]
@@ -230,6 +274,9 @@ mod tests {
             b"\"alice\"x",
             b"\"ali\"ce\"",
             b"al ice",
+            b"alice&x",
+            b"alice%26x",
+            b"alice%3bx",
             b"alice\x7f",
             b"alice\xe9",
             b"\"",

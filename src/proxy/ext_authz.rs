@@ -7,6 +7,7 @@
 //! states the kind of proxy, and nothing is guessed.
 
 use super::server::peer::ConnectionPeer;
+use super::server::query_escaper::escape_query;
 use super::service::ProxyService;
 use super::service::request_summary::{RequestSummary, classify_verdict};
 use crate::enforcer::Verdict;
@@ -278,7 +279,7 @@ fn restore_original_request(
         return Err(AuthRequestError::TargetInvalid);
     }
     // The target is a path or an absolute URL, as in a request line.
-    parts.uri = Uri::from_maybe_shared(Bytes::copy_from_slice(target.as_bytes()))
+    parts.uri = Uri::from_maybe_shared(Bytes::from(escape_query(target.as_bytes()).into_owned()))
         .map_err(|_invalid| AuthRequestError::TargetInvalid)?;
     parts.method = method;
     parts.version = Version::HTTP_11;

@@ -25,6 +25,7 @@ mod memory_budget;
 mod monitored_socket;
 mod parse_error_reply;
 pub(in crate::proxy) mod peer;
+pub(in crate::proxy) mod query_escaper;
 pub(in crate::proxy) mod shutdown;
 mod transport;
 mod unsent_responses;

@@ -70,6 +70,7 @@ mod key_alternatives;
 mod keys_by_url;
 mod leaky_bucket_queue;
 mod leases;
+mod lenient_queries;
 mod lifecycle;
 mod limits;
 mod listener_tls;

@@ -343,7 +343,7 @@ async fn characters_that_servers_drop_or_cut_at_bypass_no_policy() {
 async fn a_target_that_is_not_valid_gets_an_answer_that_says_so() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start("", upstream.address).await;
-    for target in ["/a<", "/a>b", "/`", "/a?<"] {
+    for target in ["/a<", "/a>b", "/`", "/<?<"] {
         for earlier_requests in [0, 2] {
             let mut client = RawClient::connect(proxy.address).await;
             for _ in 0..earlier_requests {

@@ -98,7 +98,7 @@ pub(super) static CLIENT: [SchemaKey; 13] = [
         "cookie_octets",
         Keyword(&["reject", "allow"]),
         Default("reject"),
-        "With ambiguous_cookie = \"reject\": cookies of keys and conditions with a comma, a bracket, a control character, or a quote in the value: 400, or read as sent. \"allow\": if the app ends the value there, each spelling has its own quota and may escape a condition.",
+        "With ambiguous_cookie = \"reject\": cookies of keys and conditions with a comma, a bracket, an ampersand, a control character, or a quote in the value: 400, or read as sent. \"allow\": if the app ends the value there, each spelling has its own quota and may escape a condition.",
     ),
     key(
         "cookie_prefixes",

@@ -366,7 +366,7 @@ pub(super) static PATH: [SchemaKey; 13] = [
         "invalid_utf8",
         Keyword(&["reject", "allow"]),
         Default("reject"),
-        "Paths that do not decode to UTF-8: 400, or matched byte by byte. \"allow\", for Latin-1 paths: an app that drops or replaces such bytes has unlimited spellings of a limited path.",
+        "Paths that do not decode to UTF-8, or in which decoding makes an escape of a % that begins none (%6%31): 400, or matched byte by byte. \"allow\", for Latin-1 paths: an app that drops or replaces such bytes has unlimited spellings of a limited path.",
     ),
     key(
         "trailing_slash",

@@ -28,6 +28,9 @@ pub(super) struct PathScan {
     has_nul: bool,
     has_control_character: bool,
     has_non_ascii: bool,
+    /// Whether a `%` that begins no escape begins one when the path is decoded, other than a
+    /// nested one.
+    has_completed_escape: bool,
     /// Whether the decoded path contains an escaped `.`, `/`, `\` or `%`.
     pub(super) has_nested_escape: bool,
     /// Position of the first `;`.
@@ -43,6 +46,8 @@ impl PathScan {
         let mut scan = Self::default();
         // The last three decoded bytes.
         let mut window = [0; 3];
+        // Decoded digits since a `%` that begins no escape.
+        let mut digits = None;
         let mut rest = path.as_bytes();
         while let [first, tail @ ..] = rest {
             let position = path.len() - rest.len();
@@ -71,9 +76,16 @@ impl PathScan {
                 (0x80.., _) => scan.has_non_ascii = true,
                 _ => {}
             }
+            digits = match (byte, digits) {
+                (b'%', _) if escaped.is_none() => Some(0),
+                (byte, Some(digits)) if byte.is_ascii_hexdigit() => Some(digits + 1),
+                _ => None,
+            };
             let [_, second, third] = window;
             window = [second, third, byte];
-            scan.has_nested_escape |= is_escape_of_path_character(window);
+            let is_path_character = is_escape_of_path_character(window);
+            scan.has_nested_escape |= is_path_character;
+            scan.has_completed_escape |= digits == Some(2) && !is_path_character;
         }
         scan
     }
@@ -93,6 +105,9 @@ impl PathScan {
                 .is_err()
         {
             return Err(PathError::InvalidUtf8);
+        }
+        if self.has_completed_escape && settings.rejects_invalid_utf8 {
+            return Err(PathError::CompletedEscape);
         }
         let has_backslash = self.has_backslash || self.has_escaped_backslash;
         if settings.escaped_slashes == EscapedSlashes::Reject

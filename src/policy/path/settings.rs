@@ -94,6 +94,8 @@ pub enum PathError {
     ControlCharacter,
     #[error("the path does not decode to UTF-8 (setting path.invalid_utf8)")]
     InvalidUtf8,
+    #[error("the path has an escape that others complete (setting path.invalid_utf8)")]
+    CompletedEscape,
     #[error("the path can be read in too many ways (setting path.max_readings_size)")]
     TooManyReadings,
     #[error("the path does not start with a slash")]

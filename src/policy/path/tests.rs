@@ -203,6 +203,16 @@ fn rejects_control_characters_and_invalid_utf8() {
             "{path}"
         );
     }
+    for path in ["/al%6%39ce", "/%%36%31", "/a%%361"] {
+        assert_eq!(
+            PathInterpretations::parse(path, &DEFAULT_SETTINGS),
+            Err(PathError::CompletedEscape),
+            "{path}"
+        );
+    }
+    for path in ["/100%", "/%6", "/a%6x%39", "/%2561", "/%%20"] {
+        assert!(PathInterpretations::parse(path, &DEFAULT_SETTINGS).is_ok());
+    }
     let lenient = Settings {
         rejects_control_characters: false,
         rejects_invalid_utf8: false,

@@ -421,6 +421,12 @@ impl ConnectionMonitor {
         self.timeouts.write_stall
     }
 
+    /// Whether the next bytes of the client begin a request: the last one was read to its end.
+    pub(super) fn awaits_request_line(&self) -> bool {
+        let is_idle = matches!(self.phase.get(), ConnectionPhase::Idle(_));
+        is_idle && self.active_requests.get() == 0 && !self.has_unread_input.get()
+    }
+
     /// Records received bytes, which may belong to a request head.
     pub(super) fn record_read(&self, bytes: usize) {
         if self.active_requests.get() == 0 && !self.is_http2.get() {

@@ -13,6 +13,7 @@ use super::connection_timeouts::ConnectionMonitor;
 use super::frame_scanner::FrameScanner;
 use super::lazy_timer::LazyTimer;
 use super::parse_error_reply::describe_parse_error;
+use super::query_escaper::QueryEscaper;
 use super::transport::{ClientTransport, move_buffered_bytes};
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
@@ -53,6 +54,7 @@ pub(in crate::proxy) struct MonitoredSocket {
     monitor: Rc<ConnectionMonitor>,
     read_ahead: Vec<u8>,
     frame_scanner: FrameScanner,
+    query_escaper: QueryEscaper,
     /// Whether shutdown ends only the write direction.
     is_half_close: bool,
     /// Whether both directions have ended. Further input is discarded: it must not be parsed as
@@ -101,6 +103,7 @@ impl MonitoredSocket {
             monitor,
             read_ahead: Vec::new(),
             frame_scanner: FrameScanner::default(),
+            query_escaper: QueryEscaper::default(),
             is_half_close: false,
             is_closed: false,
             linger: None,
@@ -295,8 +298,15 @@ impl AsyncRead for MonitoredSocket {
                     Poll::Ready(Ok(()))
                 };
             }
+            if this.monitor.awaits_request_line() {
+                this.query_escaper.start_line();
+            }
             this.monitor.record_read(received.len());
             if !this.monitor.is_http2() {
+                if this.query_escaper.scan(received, &mut this.read_ahead) {
+                    into.set_filled(before);
+                    move_buffered_bytes(&mut this.read_ahead, into);
+                }
                 return Poll::Ready(Ok(()));
             }
             let scan = this.frame_scanner.scan(received, &mut this.read_ahead)?;

@@ -23,7 +23,7 @@ pub(super) fn describe_parse_error(
         "HTTP/1.1 400 Bad Request" => (
             400,
             "Bad Request",
-            "The request is not valid HTTP/1.1. In a request target, escape spaces, < (%3C), > (%3E), ` (%60) and bytes that are not UTF-8.",
+            "The request is not valid HTTP/1.1. In the path, escape spaces, < (%3C), > (%3E), ` (%60) and bytes that are not UTF-8.",
         ),
         "HTTP/1.1 414 URI Too Long" => (414, "URI Too Long", "The request target is too long."),
         "HTTP/1.1 431 Request Header Fields Too Large" => (

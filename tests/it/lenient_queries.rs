@@ -1,0 +1,140 @@
+//! Queries with characters that URLs should escape, and the responses to targets that no parser
+//! accepts.
+
+use super::limits::start_proxy;
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{ClientRequest, RawClient};
+use crate::support::h2_frames::*;
+use crate::support::proxy::Proxy;
+
+const RAW_QUERY: &str = "/q?query=up{job=\"x\"}&a=<b>|`^\\c";
+const ESCAPED_QUERY: &str = "/q?query=up{job=%22x%22}&a=%3Cb%3E|`^\\c";
+
+#[tokio::test]
+async fn raw_characters_in_a_query_reach_the_app_escaped() {
+    let (proxy, upstream) = start_proxy("").await;
+    let mut client = RawClient::connect(proxy.address).await;
+    // The body is not changed, and the connection is reused.
+    let body = "GET /?\"<> HTTP/1.1\r\n\r\n";
+    for _ in 0..3 {
+        let head = format!(
+            "POST {RAW_QUERY} HTTP/1.1\r\nHost: a\r\nX: ?\"<>\r\nContent-Length: {}\r\n\r\n",
+            body.len()
+        );
+        client.send(head).await;
+        client.send(body).await;
+        let reply = client.read_response().await;
+        assert_eq!(reply.status, 200, "{}", reply.text());
+        assert_eq!(reply.json()["target"], ESCAPED_QUERY);
+        assert_eq!(reply.json()["body_len"], body.len());
+        assert!(reply.text().contains("?\\\"<>"), "{}", reply.text());
+    }
+    // In small parts, as a request with an absolute target.
+    let request = format!("GET http://a{RAW_QUERY} HTTP/1.1\r\nHost: a\r\n\r\n");
+    for part in request.as_bytes().chunks(7) {
+        client.send(part).await;
+        tokio::task::yield_now().await;
+    }
+    let reply = client.read_response().await;
+    assert_eq!((reply.status, upstream.requests().len()), (200, 4));
+    assert_eq!(reply.json()["target"], ESCAPED_QUERY);
+}
+
+#[tokio::test]
+async fn a_raw_query_shares_the_quota_of_the_escaped_one_and_meets_its_conditions() {
+    let config = r#"
+[[policy]]
+name = "deny"
+match = { query = { role = "<admin>" } }
+action = "deny"
+[[policy]]
+name = "key"
+key = ["query:user"]
+limit = { requests = 1, per = "1h" }
+"#;
+    let (proxy, _upstream) = start_proxy(config).await;
+    assert_eq!(proxy.get("/?user=%22a%22").await.status, 200);
+    assert_eq!(proxy.get("/?user=\"a\"").await.status, 429);
+    assert_eq!(proxy.get("/?user=\"a%22").await.status, 429);
+    assert_eq!(proxy.get("/?user=b&role=<admin>").await.status, 403);
+}
+
+/// A pipelined request line is scanned only if it arrives after the response before it.
+#[tokio::test]
+async fn a_pipelined_request_changes_no_body() {
+    let (proxy, _upstream) = start_proxy("").await;
+    let mut client = RawClient::connect(proxy.address).await;
+    let second = "POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 30\r\n\r\n";
+    let body = "GET /?<<<<<<<<<< HTTP/1.1\r\n\"\"\"";
+    assert_eq!(body.len(), 30);
+    let (first_part, rest) = body.split_at(5);
+    client
+        .send(format!(
+            "GET / HTTP/1.1\r\nHost: a\r\n\r\n{second}{first_part}"
+        ))
+        .await;
+    assert_eq!(client.read_response().await.status, 200);
+    client.send(rest).await;
+    let reply = client.read_response().await;
+    assert_eq!(reply.json()["body_len"], 30, "{}", reply.text());
+    client.send("GET /?\" HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    assert_eq!(client.read_response().await.json()["target"], "/?%22");
+}
+
+#[tokio::test]
+async fn a_target_that_cannot_be_parsed_has_a_reason_and_a_log_line() {
+    let (proxy, upstream) = start_proxy("log.access = 'all'\n").await;
+    for target in ["/a<b", "/a>b", "/a`b", "/\u{1}"] {
+        let mark = proxy.log_mark();
+        let mut client = RawClient::connect(proxy.address).await;
+        client
+            .send(format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n"))
+            .await;
+        let reply = client.read_response().await;
+        assert_eq!(reply.status, 400, "{target:?}");
+        assert!(
+            reply.json()["detail"]
+                .as_str()
+                .is_some_and(|text| !text.is_empty())
+        );
+        let line = proxy
+            .wait_for_log("a line", mark, TEST_TIMEOUT, |line| {
+                line.contains("malformed")
+            })
+            .await;
+        assert_eq!(line.field("status"), "400");
+    }
+    assert_eq!(upstream.requests().len(), 0);
+}
+
+/// Over HTTP/2, h2 resets the streams of targets that it cannot parse.
+#[tokio::test]
+async fn http2_accepts_the_characters_that_need_no_escape() {
+    let (proxy, _upstream) = start_proxy("").await;
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    for (stream, path, expected) in [
+        (1, "/q?query={a}|`^\\b'", Some(200)),
+        (3, "/q?query=<", None),
+        (5, "/q", Some(200)),
+    ] {
+        client.send(get_frame(stream, path)).await;
+        let answer = client.wait_for_frame("an answer", |frame| {
+            frame.stream == stream && matches!(frame.kind, HEADERS | RST_STREAM)
+        });
+        assert_eq!(answer.await.status(), expected, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn the_check_accepts_raw_queries() {
+    let config = "client.trusted_proxies = ['127.0.0.1']\n[check]\naddress = '127.0.0.1:0'\n[[policy]]\nname = 'q'\nmatch = { query = { user = '<a>' } }\naction = 'deny'\n";
+    let proxy = Proxy::builder().config(config).start().await;
+    let check = proxy.logged_address("check listening").unwrap();
+    for (target, expected) in [("/q?user=\"b\"", 200), ("/q?user=<a>", 403), ("/q<", 400)] {
+        let nginx = ClientRequest::new(check, "GET", "/check/nginx")
+            .header("Host", "shop.example")
+            .header("X-Original-Method", "GET")
+            .header("X-Original-URI", target);
+        assert_eq!(nginx.send_for_status().await, expected, "{target}");
+    }
+}
