@@ -166,7 +166,7 @@ pub(super) fn is_cookie_ambiguous(headers: &HeaderMap, name: &str) -> bool {
                 remaining_parts -= 1;
                 // WebOb finds a name after any byte that no name has.
                 let mut inner = part.split(is_foreign_to_cookies).skip(1);
-                if inner.any(|text| names_cookie(text, name, &folded)) {
+                if inner.any(|text| text.contains(&b'=') && names_cookie(text, name, &folded)) {
                     return true;
                 }
             }
@@ -358,6 +358,7 @@ mod tests {
             b"a=\"\"; sid = x%20y ;;",
             b"sids=1; xsid=2",
             b"sid=j:{}; a=1,2 3; b=sid; c=sid=x",
+            b"sid=x; a={\"sid\":\"1\"}; b=\"sid\"",
         ] {
             assert!(!is_ambiguous(line), "{}", line.escape_ascii());
         }
